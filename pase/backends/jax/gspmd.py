@@ -1,8 +1,9 @@
-"""The user's function with a plan's constraints in it.
+"""The annotated lowering for JAX: the user's function with a plan's sharding constraints.
 
 The function itself is not rewritten. Its jaxpr is walked again, equation by equation, in the same way as the frontend
-walked it, and ``with_sharding_constraint`` is applied where ``constraints`` says so. Calls with their own derivative
-rule are kept whole. Loops, branches and rematerialised regions are rebuilt around their constrained bodies.
+walked it, and ``with_sharding_constraint`` is applied at the places that the plan's ``constraints`` list. Calls with
+their own derivative rule are kept whole. Loops, branches and recomputed regions are rebuilt around their constrained
+bodies.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ if TYPE_CHECKING:
 __all__ = ["JaxprWalk"]
 
 Copies: TypeAlias = "dict[str, Array]"
-"""Copy -> its value."""
+"""The name of a shared copy -> its value."""
 _SPLIT_BY_PLAN = {"conv_general_dilated": convolution.of_plan, "fft": fourier.of_plan}
-"""Primitive -> the function that splits it as in the plan, for primitives that XLA does not split well."""
+"""Primitive -> the function that splits it as in the plan, for primitives that XLA's partitioner handles badly."""
 
 
 def _steps_back(read: Placement, kept: Placement) -> tuple[Placement, ...]:
-    """The layouts through which a gradient goes from where its value was read to where it is kept.
+    """The layouts through which a gradient passes, from the layout in which its value was read to the one of storage.
 
-    Where a sum is scattered over one axis while other axes change their order or their dim, XLA may take one order of
-    the devices for another, and rows come out in wrong places (JAX 0.10.2: nine of 245 such moves on a 2x2x2 mesh). So
-    the sum is scattered first, with the other axes as they are; or completed first, if an axis changes its dim.
+    If a reduce-scatter over one axis also changes the order or the dim of other axes, XLA may confuse the order of the
+    devices, so that rows end up in the wrong places (JAX 0.10.2: 9 of 245 such reshards on a 2x2x2 mesh). So the
+    reduce-scatter comes first, with the other axes unchanged. If an axis changes its dim, an all-reduce comes first.
     """
     stays = all(set(r) <= set(k) for r, k in zip(read, kept, strict=True))
     first = (
@@ -61,18 +62,18 @@ def _without(placement: Placement, axis: str) -> Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class JaxprWalk:
-    """One walk over the jaxpr with constraints applied; runs under a JAX trace."""
+    """One walk over the jaxpr that applies the constraints. It runs under a JAX trace."""
 
     plan: JaxPlan
     mesh: JaxMesh
     in_branch: bool = False
-    """Whether it walks a branch of a conditional."""
+    """Whether this walk is inside of a branch of a conditional."""
 
     def _through(self, value: Array, placements: Sequence[Placement]) -> Array:
         import jax
 
-        # XLA refuses branches whose results have different shardings; results are also the residuals and gradients that
-        # backward needs. A result behind a barrier has no sharding.
+        # XLA refuses branches whose results have different shardings. The results include the residuals and gradients
+        # that backward needs. A result behind a barrier has no sharding.
         barrier = jax.lax.optimization_barrier if self.in_branch and placements else lambda x: x
         value = barrier(value)
         for placement in placements:
@@ -80,7 +81,7 @@ class JaxprWalk:
         return barrier(value)
 
     def _resharded(self, value: Array, route: Route) -> Array:
-        """The value after a route's layouts."""
+        """The value, constrained to the layouts of a route one after the other."""
         if route.gradient is None:
             return self._through(value, route.layouts)
         return self._gathered(value, route.layouts, route.gradient)
@@ -89,7 +90,7 @@ class JaxprWalk:
         return self._resharded(value, self.plan.constraints.define.get(tensor or "", Route()))
 
     def _read(self, value: Array, at: Place, tensor: str | None, copies: Copies) -> Array:
-        """The value as the equation reads it. If it reads a shared copy, the value of that copy."""
+        """The value as an equation reads it: in its layout, and from the shared copy if the equation reads one."""
         if tensor in self.plan.slices:
             value = self.defined(value, tensor)
         if tensor is None:
@@ -103,8 +104,9 @@ class JaxprWalk:
         return self._resharded(value, self.plan.constraints.read.get(key, Route()))
 
     def _gathered(self, value: Array, through: Sequence[Placement], straight: Placement) -> Array:
-        """The value after these layouts. Its gradient goes directly into the layout in which it is kept, not back the
-        same way.
+        """The value, constrained to the layouts ``through`` one after the other.
+
+        straight: the storage layout. The gradient goes there directly, not back through the same layouts.
         """
         import jax
 
@@ -119,7 +121,7 @@ class JaxprWalk:
     def run(
         self, jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array], prefix: str, copies: Copies
     ) -> list[Array]:
-        """Run the equations. copies: those made so far in the body of this loop or rematerialised region."""
+        """Run the equations of a jaxpr. copies: those made so far in the body of this loop or recomputed region."""
         env: dict[Var, Array] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         self.span(jaxpr, env, 0, len(jaxpr.eqns), prefix, copies)
@@ -128,7 +130,7 @@ class JaxprWalk:
     def span(
         self, jaxpr: Jaxpr, env: dict[Var, Array], start: int, stop: int, prefix: str, copies: Copies
     ) -> None:
-        """Run the equations ``start`` … ``stop - 1``; their results go into env (variable -> value)."""
+        """Run the equations ``start`` … ``stop - 1``, and add their results to env (variable -> value)."""
         i = start
         while i < stop:
             block = next((b for b in self.plan.blocks if b.prefix == prefix and b.start == i), None)
@@ -141,7 +143,7 @@ class JaxprWalk:
                 i = block.stop
 
     def _one(self, jaxpr: Jaxpr, i: int, env: dict[Var, Array], prefix: str, copies: Copies) -> None:
-        """Run one equation; its results go into env."""
+        """Run one equation, and add its results to env."""
         from jax.ad_checkpoint import checkpoint_name
 
         traced = self.plan.traced
@@ -178,7 +180,7 @@ class JaxprWalk:
         env.update(zip(eqn.outvars, outs, strict=True))
 
     def _recompute(self, jaxpr: Jaxpr, block: Block, env: dict[Var, Array]) -> None:
-        """A block that backward recomputes; its results go into env."""
+        """Run a block that backward recomputes, and add its results to env."""
         import jax
 
         reads, makes = boundary(jaxpr, block)
@@ -191,14 +193,15 @@ class JaxprWalk:
                     self._one(jaxpr, j, mine, block.prefix, inside)
             return [mine[v] for v in makes]
 
-        # If the block is the whole body of a loop, there is nothing to merge with.
+        # If the block is the whole body of a loop, XLA has nothing that it could merge the recomputation with.
         alone = block.stop - block.start == len(jaxpr.eqns) and block.prefix != ""
         keeps = jax.checkpoint_policies.save_only_these_names(KEPT) if block.again == "light" else None
         made = jax.checkpoint(body, prevent_cse=not alone, policy=keeps)(*[env[v] for v in reads])
         env.update(zip(makes, made, strict=True))
 
     def _layouts(self, at: Place) -> EquationLayouts | None:
-        """How the plan splits an equation, but for axes of which the program runs one device's examples."""
+        """The plan's layouts of an equation, without the axes of the unreduced group: along them, the program runs the
+        examples of one device."""
         found, unreduced = self.plan.accesses.get(at), self.plan.unreduced_axes
         if found is None or not unreduced:
             return found
@@ -213,11 +216,11 @@ class JaxprWalk:
         return EquationLayouts(reads=rest(found.reads), writes=rest(found.writes))
 
     def _as_split(self, ins: Sequence[Array], names: Sequence[str | None], at: Place) -> list[Array]:
-        """A product's operands, constrained to the layouts of the plan also where they have them already.
+        """The operands of a matmul, constrained to the plan's layouts, even if they already have them.
 
-        XLA propagates layouts of its own choice into what no constraint names, and makes wrong results of products
-        whose operands are then split along other dims than their result (JAX 0.10.2: one of 400 drawn at random).
-        Gradients are not constrained.
+        XLA propagates its own choice of layouts to values without a constraint, and computes wrong results of matmuls
+        whose operands are then split along other dims than the result (JAX 0.10.2: 1 of 400 random programs). Gradients
+        are not constrained.
         """
         import jax
 
@@ -281,14 +284,18 @@ class JaxprWalk:
         copies: Copies,
         *which: int,
     ) -> list[Array]:
-        """Values in the layouts of this part of a loop's tensors, or of what a branch (which) returns."""
+        """The values in the layouts that the plan has for a loop or a branch.
+
+        part: which part of the equation's tensors they are (constants, carry, stacks, …). which: the number of the
+        branch that returns them.
+        """
         return [
             self.in_loop_layout(at.its(part, *which, k), x, name, copies)
             for k, (x, name) in enumerate(zip(values, names, strict=True))
         ]
 
     def in_loop_layout(self, at: Place, value: Array, name: str | None, copies: Copies) -> Array:
-        """A value in the layout of this part of a loop."""
+        """A value in the layout that the plan has for one tensor of a loop or a branch. at: the place of the tensor."""
         results = self.plan.traced.results
         value = self._read(value, at, name, copies)
         return self.defined(value, results[at][0]) if at in results else value
@@ -312,7 +319,7 @@ class JaxprWalk:
     def iteration(
         self, eqn: Eqn, at: Place, consts: Sequence[Array], carry: Sequence[Array], x: Sequence[Array]
     ) -> tuple[list[Array], list[Array]]:
-        """One turn of a scan: (carries, results that are stacked)."""
+        """One iteration of a scan: (carries, results that are stacked)."""
         closed, (_, nk) = eqn.params["jaxpr"], scan_groups(eqn)
         outs = self.plan.traced.results[at.its("outs")]
         inside: Copies = {}
@@ -332,7 +339,7 @@ class JaxprWalk:
         consts = self._in_loop_layouts(at, "const", ins[nc : nc + nb], names[nc : nc + nb], copies)
         init = self._in_loop_layouts(at, "carry", ins[nc + nb :], names[nc + nb :], copies)
 
-        each = bool(cond.out_avals[0].shape)  # under vmap: one answer for each example
+        each = bool(cond.out_avals[0].shape)  # under vmap, the condition has one result per example
 
         def asked(carry: Sequence[Array]) -> Array:
             return self.run(cond.jaxpr, cond.consts, [*asks, *carry], f"{at.path}.c.", {})[0]
@@ -356,7 +363,10 @@ class JaxprWalk:
         return [self.defined(x, t) for x, t in zip(carry, results[at], strict=True)]
 
     def _held(self, at: Place, on: Array, new: Array, before: Array, copies: Copies) -> Array:
-        """A loop's value after a turn for the examples that continue; for the others, the value before the turn."""
+        """A loop's value after an iteration, under vmap: examples that have ended keep the value from before.
+
+        on: a flag per example, whether it continues. new, before: the values after and before the iteration.
+        """
         import jax
         import jax.numpy as jnp
 

@@ -1,1 +1,1 @@
-"""Ops at run time that both lowerings share: attention, convolutions, Fourier transforms; and equations of a jaxpr."""
+"""Implementations that both lowerings share: attention, convolutions, Fourier transforms, and helpers for jaxprs."""

@@ -1,9 +1,10 @@
-"""A plan's attention at run time: each device computes its part with the requested kernel, under shard_map.
+"""Runs a plan's attention: each device computes its part with the requested kernel, under ``shard_map``.
 
-XLA cannot split a kernel, so the plan's split is written out here. Parts of the batch and of the heads are separate
-attentions. Parts of the queries see all keys; a causal part skips the keys after it. The gradients of keys and values
-are summed over the parts that read them. If queries and keys are split in the same way, the parts form a ring
-(``ring_attention``). A device that lacks the kernel runs the definition instead, split in the same way, with a warning.
+XLA cannot split a kernel, so this module implements the plan's split itself. Parts of the batch and of the heads are
+separate attentions. Parts of the queries see all keys; a causal part skips the keys after it. The gradients of keys and
+values are summed over the parts that read them. If queries and keys are split in the same way, the parts form a ring
+(``ring_attention``). If a device lacks the kernel, it computes attention from its definition instead, split in the same
+way, and a warning says so.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ class AttentionSplit:
 
     @property
     def of_queries(self) -> PartitionSpec:
-        """PartitionSpec of [b, q, kv heads, group, d]; without the last entry, also of the sums."""
+        """PartitionSpec of queries and results, [b, q, kv heads, group, d], and of sums, [b, q, kv heads, group]."""
         from jax.sharding import PartitionSpec
 
         return PartitionSpec(self.batch, self.ring or self.queries, self.heads, self.groups)
 
     @property
     def of_keys(self) -> PartitionSpec:
-        """PartitionSpec of [b, s, kv heads, d]."""
+        """PartitionSpec of keys and values, [b, s, kv heads, d]."""
         from jax.sharding import PartitionSpec
 
         return PartitionSpec(self.batch, self.ring, self.heads)
@@ -74,9 +75,9 @@ class AttentionSplit:
 def split_of(
     q: Digits, k: Digits, call: AttentionCall, shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
 ) -> AttentionSplit | None:
-    """The split that the layouts of queries and keys express; None if a part is not contiguous.
+    """The split that the layouts of queries and keys express; None if it has another form, or a part is not contiguous.
 
-    shapes: of queries and keys. sizes: of the mesh's axes, in order.
+    q, k: the layouts. shapes: of queries and keys. sizes: axis -> its size, in the order of the mesh.
     """
     batch, position, head, _ = call.order
     kv_heads = shapes[1][head]
@@ -101,9 +102,10 @@ def split_of(
 
 
 def kernel_for(call: AttentionCall, platform: str, dtype: np.dtype, source: SourceLine) -> AttentionFunctions:
-    """The kernel that the call requests. If the platform lacks it, the definition, with a warning.
+    """The kernel that the call requests; the definition, with a warning, if the platform lacks this kernel.
 
-    XLA has no kernel for a ring. There, cuDNN's kernel is used if it takes the dtype.
+    If the call requests XLA's own implementation, which cannot form a ring, this is cuDNN's kernel on GPUs if it
+    supports the dtype, and the definition otherwise.
     """
     fits = call.asked == "cudnn" or (call.asked == "xla" and dtype.itemsize == 2)
     if fits and platform == "gpu":
@@ -117,8 +119,11 @@ def kernel_for(call: AttentionCall, platform: str, dtype: np.dtype, source: Sour
 
 
 def _platform(mesh: JaxMesh) -> str:
-    """What the devices are. The mesh inside of a region that is manual over some axes has no devices, but may say what
-    they are; if it does not, they are those that JAX compiles for."""
+    """The platform of the devices.
+
+    The mesh inside of a region that is manual over some axes has no devices. It may name their platform; otherwise, the
+    platform is the one that JAX compiles for.
+    """
     import jax
 
     if not isinstance(mesh, jax.sharding.AbstractMesh):
@@ -130,8 +135,8 @@ def _platform(mesh: JaxMesh) -> str:
 def _said(call: AttentionCall, why: str, source: SourceLine) -> None:
     whose = {"cudnn": "cuDNN's kernel", "flash": "Pallas' kernel for TPUs"}[call.asked]
     warnings.warn(
-        f"the attention at {source or 'an unknown line'} asks for {whose}, {why}: it runs as two "
-        "products and a softmax that keep its scores in memory, and costs more than the kernel that the plan priced",
+        f"the attention at {source or 'an unknown line'} asks for {whose}, {why}: it runs as two matmuls and a softmax "
+        "that store the scores in memory, which costs more than the kernel that the plan priced",
         stacklevel=3,
     )
 
@@ -147,15 +152,16 @@ def of_plan(
 ) -> Callable[..., Array] | None:
     """The attention as a function of q, k, v, split as in the plan.
 
-    None if XLA is to split it: the call requests XLA's own implementation (and is not a ring), has a bias or a mask, or
-    has parts that are not contiguous. reads, avals: names and avals of its operands. axes: the plan's, of which the
-    layouts are; the mesh may have others, such as that of stages.
+    None to let XLA split it, if the call requests XLA's own implementation (and is not a ring), has a bias or a mask,
+    or has parts that are not contiguous. reads, avals: the names and avals of its operands. axes: the plan's mesh,
+    which the layouts refer to. mesh: JAX's mesh; it may have more axes, such as that of stages. source: the user's
+    line.
     """
     split = _split(call, reads, [a.shape for a in avals], layouts, axes, mesh)
     if call.asked == "xla" and (split is None or not split.ring):
         return None
     if split is None:
-        _said(call, "which here is not split with what else it reads, or not into such parts", source)
+        _said(call, "which cannot run with a bias or a mask, or on this split of its operands", source)
         return None
     kernel = kernel_for(call, _platform(mesh), avals[0].dtype, source)
     run = _DeviceShare(
@@ -171,17 +177,16 @@ def on_a_device(
     source: SourceLine,
     dtype: np.dtype,
 ) -> Callable[..., Array] | None:
-    """The attention as a function of one device's parts, within a ``shard_map``; None if its split cannot be written
-    out.
+    """The attention as a function of one device's parts, inside of a ``shard_map``; None if its split is not supported.
 
-    The gradients of keys and values are summands, one from each part of queries and groups that reads them. operands:
-    shapes and layouts of all operands.
+    The gradients of keys and values are partial sums: each part of the queries and groups that reads them contributes a
+    summand. operands: the shapes and layouts of all operands. source: the user's line.
     """
     (q, of_q), (k, of_k), *_ = operands
     split = split_of(of_q, of_k, call, (q, k), dict(mesh.shape))
     if split is None or (call.causal and split.queries and q[call.order[1]] != k[call.order[1]]):
         return None
-    if len(operands) > 3:  # by JAX's own definition
+    if len(operands) > 3:  # with a bias or a mask, which only JAX's own definition takes
         return None if split.ring or (call.causal and split.queries) else _with_bias(call)
     kernel = kernel_for(call, _platform(mesh), dtype, source)
     local = _DeviceShare(kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh)
@@ -189,7 +194,7 @@ def on_a_device(
 
 
 def _with_bias(call: AttentionCall) -> Callable[..., Array]:
-    """Attention with a bias or a mask, which come after queries, keys and values."""
+    """The attention as a function of queries, keys, values, and a bias or a mask or both."""
     import jax
 
     def attention(q: Array, k: Array, v: Array, *beside: Array) -> Array:
@@ -210,12 +215,12 @@ def _with_bias(call: AttentionCall) -> Callable[..., Array]:
 
 
 def _ordered(call: AttentionCall, run: Callable[..., Array]) -> Callable[..., Array]:
-    """``run``, which takes [b, q, kv heads, group, d] and [b, s, kv heads, d], applied to arrays in the call's dim
-    order.
+    """The function of arrays in the call's dim order that applies ``run``, which takes [b, q, kv heads, group, d] and
+    [b, s, kv heads, d].
     """
     order = tuple(
         sorted(range(4), key=lambda i: call.order[i])
-    )  # where each dim of (b, q, h, d) goes back to
+    )  # the inverse permutation, from (b, q, h, d) to the call's order
 
     def attention(q: Array, k: Array, v: Array) -> Array:
         q, k, v = (x.transpose(call.order) for x in (q, k, v))
@@ -235,7 +240,7 @@ def _split(
     axes: Mesh,
     mesh: JaxMesh,
 ) -> AttentionSplit | None:
-    """The plan's split, if it can be written out. None with a bias or a mask, or for a tensor that is read twice."""
+    """The plan's split; None if it is not supported, with a bias or a mask, or if one tensor is read twice."""
     if layouts is None or len(reads) != 3 or reads[0] in (None, *reads[1:]):
         return None
     q, k = (layouts.reads.get(name or "") for name in reads[:2])
@@ -245,14 +250,16 @@ def _split(
     unequal = shapes[0][call.order[1]] != shapes[1][call.order[1]]
     if split is None or (call.causal and split.queries and unequal):
         return None
-    outside = set(mesh.manual_axes)  # of a region around it, whose devices have their parts already
+    outside = set(
+        mesh.manual_axes
+    )  # axes of a surrounding region, along which devices already have their parts
     left = ((f.name, tuple(a for a in getattr(split, f.name) if a not in outside)) for f in fields(split))
     return AttentionSplit(**dict(left))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _DeviceShare:
-    """What each device computes and returns."""
+    """The computation of one device: its part of the attention, forward and backward."""
 
     kernel: AttentionFunctions
     split: AttentionSplit
@@ -261,7 +268,7 @@ class _DeviceShare:
     mesh: JaxMesh
 
     def differentiable(self) -> Callable[..., Array]:
-        """f(q, k, v) on whole arrays, with its own derivative rule, because kernels have none for a split attention."""
+        """f(q, k, v) on whole arrays, with its own derivative rule: kernels have none for a split attention."""
         import jax
         from jax.ad_checkpoint import checkpoint_name
 
@@ -273,7 +280,7 @@ class _DeviceShare:
                 fn, mesh=self.mesh, in_specs=ins, out_specs=outs, axis_names=axes, check_vma=False
             )
 
-        left = (of_q, of_k, of_k, of_q)  # queries, keys, values and the sums' logarithms
+        left = (of_q, of_k, of_k, of_q)  # the residuals: queries, keys, values and the logarithms of the sums
         forward = mapped(self._forward, left[:3], (of_q, left))
         backward = mapped(self._backward, (*left, of_q, of_q), left[:3])
 
@@ -282,7 +289,7 @@ class _DeviceShare:
             return forward(q, k, v)[0]
 
         def kept(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
-            # Named, so that a policy that keeps the result need not run the kernel again for its sums.
+            # Both are named, so that a policy that saves the result does not run the kernel again for its sums.
             result, (q, k, v, sums) = forward(q, k, v)
             result, sums = checkpoint_name(result, KEPT), checkpoint_name(sums, KEPT)
             return result, (q, k, v, sums, result)
@@ -291,7 +298,7 @@ class _DeviceShare:
         return attention
 
     def on_a_device(self) -> Callable[..., Array]:
-        """f(q, k, v) on this device's parts. Its gradients of keys and values are summands."""
+        """f(q, k, v) on this device's parts. Its gradients of keys and values are partial sums."""
         import jax
 
         @jax.custom_vjp
@@ -339,7 +346,7 @@ class _DeviceShare:
         return result, (q, k, v, sums)
 
     def _part_forward(self, i: int, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        """The i-th part of the queries: all keys before it, and its own keys under the mask."""
+        """(result, sums) of the i-th part of the queries, which sees all keys before it, and its own under the mask."""
         own = slice(i * q.shape[1], (i + 1) * q.shape[1])
         done = self.kernel.forward(q, k[:, own], v[:, own], causal=True, scale=self.scale)
         if i == 0:
@@ -352,7 +359,7 @@ class _DeviceShare:
     def _backward(
         self, q: Array, k: Array, v: Array, sums: Array, result: Array, gradient: Array
     ) -> tuple[Array, Array, Array]:
-        """Gradients of q, k and v, summed over the parts that read keys and values."""
+        """The gradients of q, k and v, summed over the parts that read keys and values."""
         import jax
 
         dq, dk, dv = self._summands(q, k, v, sums, result, gradient)

@@ -1,8 +1,9 @@
-"""Attention kernels on one device: cuDNN's, Pallas' flash attention, and the definition itself for any device.
+"""Attention kernels for one device: cuDNN's, Pallas' flash attention, and the definition itself for any device.
 
-Each kernel is a pair. Forward returns the result and the logarithm of each query's sum. Backward takes both as inputs,
-so attention over many blocks of keys can be assembled from kernels (``attention``). Queries and results are
-[b, q, kv heads, group, d], keys and values [b, s, kv heads, d], the logarithms [b, q, kv heads, group].
+Each kernel is a pair of functions. Forward returns the result and the logarithm of each query's sum of exponentials
+(the logsumexp). Backward takes both as inputs, so attention over many blocks of keys can be assembled from kernels
+(``attention``). Queries and results are [b, q, kv heads, group, d], keys and values [b, s, kv heads, d], the logarithms
+[b, q, kv heads, group].
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["Attended", "AttentionFunctions", "CuDNN", "Flash", "Reference", "mer
 
 
 class Attended(NamedTuple):
-    """The inputs and results of forward. sums: the logarithms of the queries' sums."""
+    """The inputs and results of forward. sums: the logarithms of the queries' sums of exponentials."""
 
     q: Array
     k: Array
@@ -31,8 +32,9 @@ class Attended(NamedTuple):
 
 
 class AttentionFunctions(Protocol):
-    """The forward and backward functions of a kernel. causal: query i sees the keys up to the i-th. scale: of the
-    scores.
+    """The forward and backward functions of a kernel.
+
+    causal: query i sees the keys up to the i-th. scale: the factor of the scores.
     """
 
     def forward(self, q: Array, k: Array, v: Array, *, causal: bool, scale: float) -> tuple[Array, Array]:
@@ -42,13 +44,13 @@ class AttentionFunctions(Protocol):
     def backward(
         self, done: Attended, gradient: Array, *, causal: bool, scale: float
     ) -> tuple[Array, Array, Array]:
-        """Gradients of q, k and v. gradient: the gradient of the result."""
+        """The gradients of q, k and v. gradient: that of the result."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """The two products and the softmax, with scores in memory, compiled by XLA for any device."""
+    """Two matmuls and a softmax, with the scores in memory, compiled by XLA for any device."""
 
     def _scores(self, q: Array, k: Array, *, causal: bool, scale: float) -> Array:
         import jax.numpy as jnp
@@ -116,7 +118,7 @@ class CuDNN:
 
 @dataclass(frozen=True, kw_only=True)
 class Flash:
-    """Pallas' flash attention for TPUs. blocks: block sizes for the whole arrays; a part has no larger blocks."""
+    """Pallas' flash attention for TPUs. blocks: block sizes for whole arrays; parts limit them to their own sizes."""
 
     blocks: BlockSizes
 
@@ -162,7 +164,7 @@ class Flash:
 
 
 def _heads(x: Array) -> Array:
-    """The query heads as one dim."""
+    """The array with its dims (kv heads, group) merged to query heads."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
@@ -171,7 +173,7 @@ def _heads_first(x: Array) -> Array:
 
 
 def merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Attention over two sets of keys, from (result, logarithms of the sums) over each set."""
+    """(result, logarithms of the sums) of attention over two sets of keys, from those over each set."""
     import jax.numpy as jnp
 
     (a, of_a), (b, of_b) = one, other

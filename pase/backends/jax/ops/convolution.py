@@ -1,10 +1,10 @@
-"""A plan's grouped convolutions at run time: each device computes its own examples and groups, under shard_map.
+"""Runs a plan's grouped convolutions: each device computes its own examples and groups, under ``shard_map``.
 
-XLA's partitioner (jaxlib 0.10.2) gathers the operands of a grouped convolution, images included, and every device
-computes the whole: eight times the work on eight devices. If each group has one channel in and one out, it does split
-it. But of any grouped convolution it multiplies the filter's gradient by the size of each mesh axis that splits nothing
-while another axis splits images. Images and groups do not exchange data, so the plan's split is written out here. If
-several devices read one part of the weights, its gradient is summed over them.
+XLA's partitioner (jaxlib 0.10.2) gathers the operands of a grouped convolution, including the images, and every device
+computes the whole result: eight times the work on eight devices. It does split the convolution if each group has one
+input and one output channel. But for any grouped convolution, it multiplies the filter's gradient by the size of each
+mesh axis that splits nothing while another axis splits images. Images and groups do not exchange data, so this module
+implements the plan's split itself. If several devices read one part of the weights, its gradient is summed over them.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def of_plan(
 ) -> Callable[..., Array] | None:
     """The equation as a function of its operands, split as in the plan.
 
-    None if XLA is to split it: it has no groups, its windows are split, or nothing is. reads, makes: names of its
-    operands and results. axes: the plan's, which the layouts are of; the mesh may have others, such as that of stages.
-    Raises PaseError if XLA would be wrong.
+    None to let XLA split it, if the convolution has no groups, if its windows are split, or if nothing is. reads,
+    makes: the names of its operands and results. axes: the plan's mesh, which the layouts refer to. mesh: JAX's mesh;
+    it may have more axes, such as that of stages. Raises PaseError if XLA would compute a wrong gradient.
     """
     if len(set(reads)) != 2:
         return None
@@ -66,15 +66,17 @@ def of_plan(
         return _mapped(eqn, groups // parts, specs, mesh)
     if idle:
         raise PaseError(
-            f"the grouped convolution at {source_line(eqn)} is split over {x} and leaves a mesh axis idle: XLA's "
-            f"partitioner would multiply its filter's gradient. Use lowering='manual', or another mesh"
+            f"the grouped convolution is split over {x} and leaves a mesh axis idle, so XLA's partitioner would "
+            f"multiply the gradient of its filter",
+            where=f"'{eqn.primitive.name}' at {source_line(eqn) or 'an unknown line'}",
+            fix="use lowering='manual', or another mesh",
         )
     return None
 
 
 def _apart(eqn: Eqn) -> list[tuple[int, None, int]]:
-    """(dim of the operand, none of the filter, dim of the result) along which results do not share elements: images,
-    and places along which the filter has one element."""
+    """The dims along which results do not share elements of the operand, as (operand's dim, None for the filter,
+    result's dim): images, and spatial dims along which the filter has one element."""
     p, numbers = eqn.params, eqn.params["dimension_numbers"]
     filters = eqn.invars[1].aval.shape
     found = [(numbers.lhs_spec[0], None, numbers.out_spec[0])]
@@ -103,7 +105,7 @@ def spec_of(digits: Digits, sizes: Mapping[str, int]) -> PartitionSpec | None:
 
 
 def placement_of(digits: Digits, sizes: Mapping[str, int]) -> Placement | None:
-    """A layout as the axes of each dim, up to the last that is split; None if an axis selects parts that are not
+    """A layout as the axes of each dim, up to the last dim that is split; None if an axis selects parts that are not
     contiguous."""
     names, last = tuple(sizes), max((d[0] for d in digits if d is not None), default=-1)
     parts = []

@@ -1,9 +1,10 @@
-"""Fourier transforms at run time: all dims that are not transformed are one dim.
+"""Runs Fourier transforms with all batch dims (those that are not transformed) merged into one.
 
-XLA for CPUs (jaxlib 0.10.2) may give an fft with two or more batch dims an operand whose batch dims lie in another
-order than the shape says, and its runtime then refuses to run the program (RET_CHECK in fft_thunk.cc). With one batch
-dim in front of the transformed ones there is no other order, in the transpose of the transform, too. Under annotations,
-the batch dims may be split over different axes, so that merging them would move data: each device merges its own part.
+XLA for CPUs (jaxlib 0.10.2) may give an fft with two or more batch dims an operand whose batch dims are in another
+order in memory than in the shape. Its runtime then refuses to run the program (RET_CHECK in fft_thunk.cc). With one
+batch dim in front of the transformed ones there is only one order, also in the transpose of the transform. In the
+annotated lowering, the batch dims may be split over different axes, so merging them would send data. So each device
+merges its own part, under ``shard_map``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["of_plan", "transformed"]
 
 
 def transformed(eqn: Eqn, x: Array) -> Array:
-    """The fft of an array, whole or a part along its batch dims, with its batch dims merged."""
+    """The fft of an array, or of a part of it along batch dims, computed with merged batch dims."""
     batch = x.shape[: x.ndim - len(eqn.params["fft_lengths"])]
     if len(batch) < 2:
         return eqn.primitive.bind(x, **eqn.params)
@@ -40,8 +41,12 @@ def of_plan(
     axes: Mesh,
     mesh: JaxMesh,
 ) -> Callable[..., Array] | None:
-    """The equation as a function of its operand, split as in the plan. None if XLA is to split it: the plan has no
-    layout for it. reads, makes: names of its operand and result. axes: the plan's, which the layouts are of."""
+    """The equation as a function of its operand, split as in the plan; None to let XLA split it, if the plan has no
+    layout for it or a part is not contiguous.
+
+    reads, makes: the names of its operand and result. axes: the plan's mesh, which the layouts refer to. mesh: JAX's
+    mesh.
+    """
     import jax
 
     read, made = layouts.reads.get(reads[0] or ""), layouts.writes.get(makes[0])

@@ -1,4 +1,4 @@
-"""Equations of a jaxpr: what a block of them reads and makes, and those that a plan takes the place of."""
+"""Helpers for the equations of a jaxpr, which both lowerings share."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 __all__ = ["KEPT", "boundary", "noted", "of_operand", "places_only", "unmerged"]
 
 KEPT = "pase_kept"
-"""The name of results that are kept for backward if only cheap work is recomputed. The policy asks for this name."""
+"""The checkpoint name of results that are residuals if backward recomputes only light ops; the policy saves it."""
 
 _NOTE = "pase was at"
 
 
 def boundary(jaxpr: Jaxpr, block: Block) -> tuple[list[Var], list[Var]]:
-    """Variables that a block of equations reads from outside, and variables that it makes for use outside."""
+    """(variables that a block of equations reads from outside, variables that it makes for use outside)."""
     mine = jaxpr.eqns[block.start : block.stop]
     made = dict.fromkeys(v for e in mine for v in e.outvars)
     reads = dict.fromkeys(v for e in mine for v in e.invars if not is_literal(v) and v not in made)
@@ -32,9 +32,9 @@ def boundary(jaxpr: Jaxpr, block: Block) -> tuple[list[Var], list[Var]]:
 
 
 def places_only(eqn: Eqn) -> bool:
-    """Whether an equation only says on which devices its operands are to lie, which is the plan's to say.
+    """Whether an equation only places its operands on devices. Such equations are ignored: the plan decides placement.
 
-    A device_put to another kind of memory is not one of them.
+    A device_put to another kind of memory does more than that.
     """
     import jax
 
@@ -48,10 +48,11 @@ def places_only(eqn: Eqn) -> bool:
 
 
 def unmerged(x: Array) -> Array:
-    """The operand of a scatter on a part of an array, behind a barrier.
+    """The operand of a scatter, behind a barrier.
 
-    XLA merges a slice that makes the part with the one that a single update reads, as if the update were inside. One
-    that is outside, and is dropped, then writes another row over the part's first or last (JAX 0.10.2, on a CPU).
+    If the operand is a slice of a larger array, XLA merges this slice with the slice that a single update reads, as if
+    the update lay inside. An update that lies outside, and must be dropped, then overwrites the first or last row of
+    the operand (JAX 0.10.2, on a CPU).
     """
     import jax
 
@@ -60,7 +61,7 @@ def unmerged(x: Array) -> Array:
 
 @contextmanager
 def noted(eqn: Eqn) -> Iterator[None]:
-    """An error that is raised inside says in a note which equation it was, and where the user wrote it."""
+    """Adds a note to an error that is raised inside: the equation, and the line where the user wrote it."""
     try:
         yield
     except Exception as e:
@@ -70,6 +71,6 @@ def noted(eqn: Eqn) -> Iterator[None]:
 
 
 def of_operand(eqn: Eqn, i: int) -> Eqn:
-    """The part of an equation that makes result i from operand i alone."""
+    """The equation restricted to operand i and result i. Each of its results must depend on one operand alone."""
     each = {k: (eqn.params[k][i],) for k in ("devices", "srcs", "copy_semantics") if k in eqn.params}
     return eqn.replace(invars=[eqn.invars[i]], outvars=[eqn.outvars[i]], params=eqn.params | each)

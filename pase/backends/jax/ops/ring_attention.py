@@ -1,10 +1,10 @@
-"""Ring attention on one device of the ring: keys and values circulate while attention runs on the local ones.
+"""Ring attention, on one device of the ring: keys and values circulate while attention runs on the local ones.
 
-Each device has a part of the positions, the same for queries and keys. Under a causal mask, contiguous parts are
-unequal: the last device has nearly twice the mean work. The parts are therefore redistributed first: of 2P chunks,
-device i gets the i-th and the (2P-1-i)-th. Half of each pair of parts is then masked (Liu et al. 2023, arXiv
-2310.01889; Llama 3, section 3.3.2). In backward, the gradients of keys and values travel with them, in float32, and
-return to their device at the end.
+Each device has a part of the positions, the same for queries and keys. Under a causal mask, contiguous parts have
+unequal work: the last device has nearly twice the mean. So the positions are redistributed first: of 2P chunks, device
+i gets the i-th and the (2P-1-i)-th. Half of each pair of parts is then masked (Liu et al. 2023, arXiv 2310.01889;
+Llama 3, section 3.3.2). In backward, the gradients of keys and values travel with them, in float32, and return to their
+device at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ Gradients: TypeAlias = "tuple[Array, Keys]"
 
 @dataclass(frozen=True, kw_only=True)
 class RingAttention:
-    """axes, devices: of the ring, under ``shard_map``. scale: of the scores."""
+    """Attention on one device of a ring, under ``shard_map``.
+
+    axes: the mesh axes that form the ring. devices: how many devices the ring has. scale: the factor of the scores.
+    """
 
     kernel: AttentionFunctions
     axes: tuple[str, ...]
@@ -63,7 +66,7 @@ class RingAttention:
     def backward(
         self, q: Array, k: Array, v: Array, sums: Array, result: Array, gradient: Array
     ) -> tuple[Array, Array, Array]:
-        """Gradients of queries, keys and values. All arguments except result and its gradient come from ``forward``."""
+        """The gradients of queries, keys and values. q, k, v and sums are the residuals that ``forward`` returns."""
         import jax
         import jax.numpy as jnp
 
@@ -91,14 +94,14 @@ class RingAttention:
         return tuple(self._undealt(x) for x in out) if deals else out  # type: ignore[return-value]
 
     def _around(self, iteration: Callable[[Array, C], C], carry: C) -> C:
-        """All turns between the first and the last."""
+        """Run all iterations between the first and the last."""
         import jax
         import jax.numpy as jnp
 
         return jax.lax.scan(lambda c, t: (iteration(t, c), None), carry, jnp.arange(1, self.devices - 1))[0]
 
     def _next(self, tree: C) -> C:
-        """Send each device's part to the next device. In the t-th turn, device i holds the part of device i - t."""
+        """Send each device's part to the next device. In iteration t, device i holds the part of device i - t."""
         import jax
 
         n = self.devices
@@ -107,7 +110,7 @@ class RingAttention:
         )
 
     def _part(self, t: Array | int, q: Array, keys: Keys) -> Keys:
-        """Attention over the keys of turn t, which come from devices before or after this one."""
+        """Attention over the keys of iteration t, which come from a device before or after this one."""
         import jax
         import jax.numpy as jnp
 
@@ -135,7 +138,7 @@ class RingAttention:
         return jax.lax.cond(jax.lax.axis_index(self.axes) >= t, before, behind)  # type: ignore[no-any-return]
 
     def _part_backward(self, t: Array | int, given: tuple[Array, ...], keys: Keys) -> Gradients:
-        """The gradients from the keys of turn t. given: q, result, sums, gradient."""
+        """The gradients from attention over the keys of iteration t. given: q, result, sums, gradient."""
         import jax
         import jax.numpy as jnp
 
@@ -167,12 +170,12 @@ class RingAttention:
         return self.causal and x.shape[1] % 2 == 0
 
     def _chunk_owners(self, odd: int) -> list[tuple[int, int]]:
-        """The device that each device's even (or odd) chunk goes to: (from, to)."""
+        """(source, target) for each device's even (or odd) chunk."""
         chunks = [2 * i + odd for i in range(self.devices)]
         return [(i, min(c, 2 * self.devices - 1 - c)) for i, c in enumerate(chunks)]
 
     def _dealt(self, x: Array) -> Array:
-        """Exchange the chunks 2i and 2i + 1 of device i for i and 2P - 1 - i."""
+        """Redistribute chunks: device i gives the chunks 2i and 2i + 1 and gets the chunks i and 2P - 1 - i."""
         import jax
         import jax.numpy as jnp
 
@@ -195,7 +198,7 @@ class RingAttention:
         return jnp.concatenate(back, axis=1)
 
     def _ordered(self, one: Array, other: Array) -> Array:
-        """(one, other) on even devices, and (other, one) on odd devices, because the i-th chunk there is odd."""
+        """(one, other) on even devices, (other, one) on odd devices, because chunk i of an odd device i is odd."""
         import jax
         import jax.numpy as jnp
 
@@ -204,14 +207,14 @@ class RingAttention:
 
 
 def _after(x: Array, n: int, value: float = 0.0) -> Array:
-    """x, with n positions of ``value`` put before it."""
+    """x with n positions of ``value`` before it."""
     import jax.numpy as jnp
 
     return jnp.pad(x, ((0, 0), (n, 0), *((0, 0),) * (x.ndim - 2)), constant_values=value)
 
 
 def _before(x: Array, n: int) -> Array:
-    """x, with n positions of zeros put after it."""
+    """x with n positions of zeros after it."""
     import jax.numpy as jnp
 
     return jnp.pad(x, ((0, 0), (0, n), *((0, 0),) * (x.ndim - 2)))

@@ -1,7 +1,7 @@
-"""Attention runs by the kernel that the program asks for, a part on each device; without one, as its definition.
+"""Attention runs on each device's part with the kernel that the program asks for, or from its definition without one.
 
-In float64 on 8 host devices: the sharded step is the unsharded one to rounding. The kernels themselves are held against
-the definition: Pallas' in its interpreter, cuDNN's as far as XLA for CUDA takes it.
+In float64 on 8 host devices, the sharded step agrees with the unsharded one up to rounding. The kernels are compared
+with the definition: Pallas' kernel in its interpreter. cuDNN's kernel is only lowered for CUDA, not run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def float64() -> Any:
 def written_out(
     q: Any, k: Any, v: Any, *, is_causal: bool, scale: float | None = None, **_: Any
 ) -> jax.Array:
-    """Attention as it is defined, in the operands' own precision (JAX takes every softmax in float32)."""
+    """Attention by its definition, in the operands' own precision (JAX computes every softmax in float32)."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bqhk,bshk->bhqs", q, k) * scale
@@ -50,7 +50,7 @@ def written_out(
 
 
 def model(causal: bool, implementation: Any) -> Any:
-    """A layer that asks for attention by name, residual and loss around it; no name: written out."""
+    """A layer with attention, a residual connection and a loss. implementation: as JAX names it; None: written out."""
     attend = (
         partial(jax.nn.dot_product_attention, implementation=implementation)
         if implementation
@@ -78,7 +78,7 @@ def case(causal: bool, implementation: str) -> Case:
 
 
 def planned(case: Case, split: dict[str, str], mesh: str) -> Plan:
-    """The plan whose attention alone is split: dim (b, q, h, g; r: queries and keys) -> the mesh axes on it."""
+    """The plan that splits only the attention. split: dim (b, q, h, g; r for queries and keys) -> its mesh axes."""
     p = case.problem
     m = mesh_from(mesh, p.devices)
     (node,) = (n for n in p.graph.nodes if n.kind == "attention")
@@ -97,7 +97,8 @@ def planned(case: Case, split: dict[str, str], mesh: str) -> Plan:
 
 
 def difference(plan: Plan, loss: Any) -> float:
-    """The plan's loss and gradients beside those of ``loss`` on one device, relative to the largest gradient."""
+    """The largest difference of the plan's loss and gradients from those of ``loss`` on one device, relative to the
+    largest gradient."""
     params, x = arrays()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -142,8 +143,8 @@ RINGS = [
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("split", "mesh"), [s[1:] for s in RINGS], ids=[s[0] for s in RINGS])
 def test_a_ring_is_the_whole(split: dict[str, str], mesh: str, causal: bool) -> None:
-    """XLA's attention, too. Eight parts of 24 positions are odd, so that a causal mask leaves them unequal; others
-    are dealt out again."""
+    """A ring also runs for calls that ask for XLA's attention. On 8 devices, parts have an odd number of positions, so
+    they are not redistributed, and have unequal work under a causal mask; parts on fewer devices are redistributed."""
     plan = planned(case(causal, "xla"), split, mesh)
     assert "ppermute" in str(jax.make_jaxpr(plan.jax.loss())(*arrays()))
     assert difference(plan, model(causal, None)) < EXACT
@@ -151,7 +152,7 @@ def test_a_ring_is_the_whole(split: dict[str, str], mesh: str, causal: bool) -> 
 
 @pytest.mark.usefixtures("float64")
 def test_a_ring_sends_what_the_plan_says() -> None:
-    """But the first keys and values, which XLA does not send again for backward where nothing is recomputed."""
+    """Except that XLA does not send the first keys and values again for backward, because nothing is recomputed."""
     plan = planned(case(True, "xla"), {"r": "a", "h": "b"}, "a=4,b=2")
     step = sharded_step(plan, optax.sgd(0.1), *arrays())
     (row,) = (r for r in compare(plan, step.compiled, step.lowering) if r.kind == "permute")
@@ -162,9 +163,7 @@ def test_a_ring_sends_what_the_plan_says() -> None:
 @pytest.mark.usefixtures("float64")
 def test_a_device_without_the_kernel_says_so() -> None:
     plan = planned(case(True, "cudnn"), {"q": "a"}, "a=8")
-    with pytest.warns(
-        UserWarning, match=r"test_attention.py.* cuDNN's kernel, which cpu devices lack: it runs as two"
-    ):
+    with pytest.warns(UserWarning, match=r"test_attention\.py.* cuDNN.* cpu devices lack"):
         jax.eval_shape(plan.jax.loss(), *arrays())
 
 
@@ -176,7 +175,7 @@ def test_a_bias_is_not_split_with_the_kernel_and_that_is_said() -> None:
         return jnp.mean(jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn"))
 
     plan = planned(case_of(loss, *arrays()), {"b": "a"}, "a=4,b=2")
-    with pytest.warns(UserWarning, match="which here is not split with what else it reads"):
+    with pytest.warns(UserWarning, match=r"cuDNN.* with a bias or a mask"):
         jax.eval_shape(plan.jax.loss(), *arrays())
 
 
@@ -213,7 +212,7 @@ def test_the_definition_stands_beside_its_derivative(causal: bool) -> None:
 
 
 def test_flash_by_its_parts_is_the_definition() -> None:
-    """Pallas' own kernels, in the interpreter: what they put out is what backward is told."""
+    """Pallas' own kernels, in the interpreter. Backward gets the results of forward."""
     q, k, v, g = operands(jnp.float32, 128, 128, 1, heads=1)
     with pltpu.force_tpu_interpret_mode():
         got = gradients(Flash(blocks=BlockSizes.get_default(2, 1, 512, 512, 128)), q, k, v, g, True)
@@ -245,7 +244,7 @@ def test_a_flash_attention_of_parts_is_found_with_its_scale_and_blocks() -> None
 
 
 def test_cudnns_kernels_are_what_xla_for_cuda_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward custom calls, each of a device's part (lowered only: this needs no GPU)."""
+    """Lowering for CUDA gives forward and backward custom calls. It only lowers, so it needs no GPU."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)

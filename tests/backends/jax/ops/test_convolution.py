@@ -1,4 +1,4 @@
-"""Convolutions split over space: XLA's defect, and that no strategy of ours meets it."""
+"""Convolutions that are split over space: defects of XLA's partitioner, and that pase's strategies avoid them."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def conv(x, w):
 
 
 def test_xla_multiplies_the_filters_gradient_where_an_axis_is_idle():
-    """Why ``pase.tables.layouts.conv_places`` is there. If this fails, XLA is fixed: take that rule out."""
+    """The reason for ``pase.tables.layouts.conv_places``. If this test fails, XLA is fixed: remove that rule."""
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("x", "y"))
     over_height = NamedSharding(mesh, PartitionSpec(None, "x"))  # y is idle
     rng = np.random.default_rng(0)
@@ -46,7 +46,8 @@ def test_xla_multiplies_the_filters_gradient_where_an_axis_is_idle():
 
 @pytest.mark.parametrize("filters", [(3, 3, 1, 8), (3, 1, 2, 8), (1, 1, 1, 8)])
 def test_an_idle_axis_does_not_multiply_a_grouped_filters_gradient(filters: tuple[int, ...]) -> None:
-    """XLA multiplies it, also where images alone are split. Split by images and by width, the other axis idle."""
+    """XLA multiplies it, even if only images are split. Here, images or the width are split, and the other axis is
+    idle."""
     rng = np.random.default_rng(0)
     w, x = rng.normal(size=filters), rng.normal(size=(4, 8, 8, 8))
 
@@ -90,13 +91,13 @@ def test_splits_over_space_leave_no_axis_idle(model):
     over_space = [
         (s, c) for s, c in zip(splits, configs(node, mesh_from("2x4", 8)), strict=True) if s & space
     ]
-    assert over_space  # space is split, where every axis splits space or the batch
+    assert over_space  # there are splits over space, and in each of them every axis splits space or the batch
     assert all(s <= space | batch and (c >= 0).all() for s, c in over_space)
 
 
 @pytest.mark.parametrize("pick", range(4))
 def test_gradients_of_space_splits_are_right(model, pick):
-    """Of the splits over space that are left, one each of height and width with batch, height alone, both."""
+    """Splits over space: height and batch, width and batch, height alone, height and width."""
     traced, problem, params, batch = model
     mesh = mesh_from("2x4", 8)
     node = next(n for n in problem.graph.nodes if n.kind == "conv")
@@ -120,7 +121,7 @@ def test_gradients_of_space_splits_are_right(model, pick):
 
 @pytest.mark.parametrize(("groups", "channels", "out"), [(4, 8, 16), (8, 8, 16), (2, 8, 8), (8, 8, 8)])
 def test_a_grouped_convolution_is_split_by_groups_never_within_one(groups, channels, out):
-    """XLA's partitioner ends the process where channels within a group are split."""
+    """XLA's partitioner aborts the process if channels within a group are split."""
 
     def loss(p, x):
         made = jax.lax.conv_general_dilated(
@@ -142,7 +143,7 @@ def test_a_grouped_convolution_is_split_by_groups_never_within_one(groups, chann
     split = {int(i) for c in configs(node, mesh) for i in c if i >= 0}
     channels_of_x = {dim_index(node, [d])[0] for d in node.main.reads[0].map.walks[-1].dims}
     assert group in split and not split & {*within, *(channels_of_x - {group})}
-    # Split by groups over one axis and by images over the other, gradients are right.
+    # If one axis splits groups and the other images, gradients are correct.
     images = dim_index(node, written.walks[0].dims)[0]
     chosen = {n.name: np.full(2, -1, np.int8) for n in problem.graph.nodes}
     chosen[node.name] = np.array([group, images], np.int8)
@@ -179,7 +180,7 @@ jax.jit(made, out_shardings=by_channel).lower(*shapes).compile()
 
 
 def test_xla_ends_the_process_at_a_depthwise_convolution_with_an_idle_axis():
-    """Why ``pase.tables.layouts.depthwise`` is there. If this fails, XLA is fixed: take that rule out."""
+    """The reason for ``pase.tables.layouts.depthwise``. If this test fails, XLA is fixed: remove that rule."""
     done = subprocess.run(
         [sys.executable, "-c", _DEPTHWISE],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
@@ -209,11 +210,11 @@ def test_a_depthwise_convolution_split_by_channels_leaves_no_axis_idle_but_besid
 
 
 def test_no_random_convolutions_under_random_splits_end_the_process():
-    """A few of the cases of bench/xla_fuzz.py, in a process of their own."""
+    """A few of the cases of bench/xla_fuzz.py, in a separate process."""
     found = list(xla_fuzz.rows([0, 3, 5, 62], ["conv"]))
     assert [r["end"] for r in found] == ["compiled"] * 4, found
 
 
 def test_an_exchange_of_dims_of_one_element_is_taken_by_the_compiler() -> None:
-    """By hand, and of random products: XLA's verifier refused slices of such dims in different layouts."""
+    """A manually lowered case of random matmuls: XLA's verifier refused slices of such dims in different layouts."""
     xla_fuzz.compile_case(493, list(xla_fuzz.KINDS), lowering="manual")

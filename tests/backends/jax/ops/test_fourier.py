@@ -1,4 +1,4 @@
-"""Fourier transforms under plans that split the dims which are not transformed."""
+"""Fourier transforms under plans that split the batch dims, those that are not transformed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHANNELS, SIZE, MODES = 4, 16, 4
 
 
 def spectral(x, weights):
-    """A layer of a Fourier neural operator: products of the lowest modes with complex weights."""
+    """A layer of a Fourier neural operator: multiplies the lowest modes by complex weights."""
     modes = jnp.fft.rfft2(x, axes=(1, 2))
     low = jnp.einsum("bxyc,cdxy->bxyd", modes[:, :MODES, :MODES], weights)
     return jnp.fft.irfft2(
@@ -56,7 +56,7 @@ def test_transforms_whose_batch_dims_are_split_agree(strategy, lowering):
         plan = case_of(operator, params, x).plan(strategy)
         step = sharded_step(plan, optax.sgd(0.1), params, x, lowering=lowering)
         assert max(unsharded_step(operator, optax.sgd(0.1), params, x).differences(step).values()) < 1e-12
-        # XLA for CPUs may order several batch dims as its runtime does not take them: there is one in each transform.
+        # XLA for CPUs may give several batch dims an order that its runtime refuses, so each transform has one.
         text = jax.jit(plan.jax.value_and_grad(lowering=lowering)).lower(params, x).as_text()
         sizes = re.findall(r"stablehlo.fft .*: \(tensor<([\dx]+)xcomplex<f64>>\)", text)
         sizes += re.findall(r"stablehlo.fft .*: \(tensor<([\dx]+)xf64>\)", text)
