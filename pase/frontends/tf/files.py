@@ -1,4 +1,4 @@
-"""SavedModel folders and frozen GraphDef files, read as protos: nothing in them is run, no weight is restored."""
+"""Reads SavedModel folders and frozen GraphDef files as protos. Nothing in them is run and no weight is restored."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["from_path", "frozen"]
 
 Proto = TypeVar("Proto", bound="Message")
 _MOST_BYTES = 2 << 30
-"""What a protobuf message can hold."""
+"""The largest size of a protobuf message."""
 
 _WAS_READ = re.compile(r"(^|/)(read|ReadVariableOp(_\d+)?)$")
-"""The node that read a variable, now an Identity of a constant (freezing, in TensorFlow 1 and 2)."""
+"""Names of nodes that read a variable. Freezing (in TensorFlow 1 and 2) turns them into an Identity of a constant."""
 
 _ENDS = frozenset(
     {"Const", "Placeholder", "PlaceholderV2", "NoOp", "Assert", "VarHandleOp", "Variable", "VariableV2"}
@@ -47,7 +47,7 @@ _EFFECTS = (
 
 
 def from_path(path: Path, name: str, dims: DimSizes) -> TfSource:
-    """A SavedModel's folder, its saved_model.pb, or a GraphDef in a .pb file."""
+    """Read the folder of a SavedModel, its saved_model.pb, or a GraphDef in a .pb file."""
     if path.is_dir():
         path = path / "saved_model.pb"
     data = _bytes(path)
@@ -57,7 +57,7 @@ def from_path(path: Path, name: str, dims: DimSizes) -> TfSource:
             return frozen(graph_def, name, dims)
     saved = _parsed(_protos().SavedModel, data, path, "SavedModel")
     if not saved.meta_graphs:
-        raise PaseError(f"{path} contains no graph: give a frozen GraphDef or a SavedModel")
+        raise PaseError("it contains no graph", where=str(path), fix="give a frozen GraphDef or a SavedModel")
     return _saved_model(saved, name, dims)
 
 
@@ -65,10 +65,12 @@ def _bytes(path: Path) -> bytes:
     try:
         size = path.stat().st_size
         if size > _MOST_BYTES:
-            raise PaseError(f"{path}: {size} bytes; a protobuf file has at most {_MOST_BYTES}")
+            raise PaseError(
+                f"it has {size} bytes, but a protobuf file has at most {_MOST_BYTES}", where=str(path)
+            )
         return path.read_bytes()
     except OSError as e:
-        raise PaseError(f"cannot read {path}: {e.strerror}") from e
+        raise PaseError(f"cannot read it: {e.strerror}", where=str(path)) from e
 
 
 class _Protos:
@@ -89,18 +91,18 @@ def _parsed(kind: type[Proto], data: bytes, path: Path, what: str) -> Proto:
     try:
         return kind.FromString(data)
     except (DecodeError, RecursionError, ValueError) as e:
-        raise PaseError(f"{path} is not a {what}, or is cut off: {e}") from e
+        raise PaseError(f"it is not a {what}, or is cut off: {e}", where=str(path)) from e
 
 
 # -- frozen graphs --
 
 
 def frozen(graph_def: GraphDef, name: str, dims: DimSizes) -> TfSource:
-    """A GraphDef whose variables have become constants: those are the parameters again, by their own names.
+    """A GraphDef whose variables have become constants. These become parameters again, by the names of the variables.
 
-    Constants that freezing made (read through ``…/read`` or ``…/ReadVariableOp``) are parameters; where there is
-    none, all floating-point constants with a dim are. Inputs are the placeholders, outputs the floating-point
-    results that nothing reads.
+    Constants that freezing made (read through ``…/read`` or ``…/ReadVariableOp``) are parameters. If there are none,
+    all floating-point constants with a dim are parameters. Inputs are the placeholders; outputs are the floating-point
+    results that no node reads.
     """
     read: set[str] = set()
     for n in graph_def.node:
@@ -122,12 +124,14 @@ def frozen(graph_def: GraphDef, name: str, dims: DimSizes) -> TfSource:
         dtype = dtype_name(n.attr["dtype"].type) if "dtype" in n.attr else "float32"
         if shape is None:
             raise PaseError(
-                f"placeholder '{node_name}' of '{name}' has no static rank: freeze it with a shape"
+                "it has no static rank",
+                where=f"placeholder '{node_name}' of '{name}'",
+                fix="freeze the graph with a shape for it",
             )
         found.append(InputSpec(name=node_name, shape=shape, dtype=dtype))
     if not outputs:
         raise PaseError(
-            f"graph '{name}' has no result: every node's output is read by another one, or it is empty"
+            "the graph has no result: it is empty, or every output is read by another node", where=name
         )
     inputs = dict(zip([f"{s.name}:0" for s in found], bound(found, dims, name), strict=True))
     consts = {n.name: n for n in graph_def.node if n.op == "Const"}
@@ -147,7 +151,7 @@ def frozen(graph_def: GraphDef, name: str, dims: DimSizes) -> TfSource:
 
 
 def _needed(graph_def: GraphDef, outputs: list[str]) -> set[str]:
-    """Names of the nodes that the outputs depend on."""
+    """The names of the nodes that the outputs depend on."""
     inputs = {n.name: [r.partition(":")[0] for r in n.input if not r.startswith("^")] for n in graph_def.node}
     seen: set[str] = set()
     stack = list(outputs)
@@ -160,20 +164,21 @@ def _needed(graph_def: GraphDef, outputs: list[str]) -> set[str]:
 
 
 def _is_weight(node: NodeDef) -> bool:
+    """Whether a constant is floating-point and has a dim of more than one element."""
     tensor = node.attr["value"].tensor
     sizes = [d.size for d in tensor.tensor_shape.dim]
     return tensor.dtype in (1, 2, 14, 19) and any(s > 1 for s in sizes)
 
 
 def _variables(graph_def: GraphDef, trainable: dict[str, bool]) -> dict[str, Variable]:
-    """Variables that are nodes of the graph, with the shape that the node states."""
+    """Name of a node -> the variable that it makes, with the shape that the node declares."""
     found: dict[str, Variable] = {}
     nodes = [n for n in graph_def.node if n.op in ("VarHandleOp", "VariableV2", "Variable")]
     paths = distinct([n.attr["shared_name"].s.decode("utf-8", "replace") or n.name for n in nodes])
     for n, path in zip(nodes, paths, strict=True):
         shape = static_shape(n.attr["shape"].shape) if "shape" in n.attr else None
         if shape is None or any(s is None for s in shape):
-            continue  # an error where the outputs need it
+            continue  # reported as an error if the outputs need the variable
         whole = tuple(s for s in shape if s is not None)
         dtype = dtype_name(n.attr["dtype"].type)
         found[n.name] = Variable(path=path, shape=whole, dtype=dtype, trainable=trainable.get(path, True))
@@ -184,15 +189,19 @@ def _variables(graph_def: GraphDef, trainable: dict[str, bool]) -> dict[str, Var
 
 
 def _saved_model(saved: SavedModel, name: str, dims: DimSizes) -> TfSource:
-    """The serving signature of the first graph that has one, as ``saved_model_cli show`` lists it."""
+    """The graph with the tag "serve" (or else the first graph), from the inputs to the outputs of its signature.
+
+    The signature is ``serving_default``, or else the first one by name, as ``saved_model_cli show`` lists them.
+    """
     graphs = sorted(saved.meta_graphs, key=lambda m: "serve" not in m.meta_info_def.tags)
     meta = graphs[0]
     signatures = {k: v for k, v in meta.signature_def.items() if not k.startswith("__")}
     key = "serving_default" if "serving_default" in signatures else next(iter(sorted(signatures)), None)
     if key is None:
         raise PaseError(
-            f"SavedModel '{name}' has no signature: save it with one, model.export(path) or "
-            f"tf.saved_model.save(module, path, signatures=…)"
+            "the SavedModel has no signature",
+            where=name,
+            fix="save it with one: model.export(path) or tf.saved_model.save(module, path, signatures=…)",
         )
     signature = signatures[key]
     specs, refs = [], []
@@ -200,13 +209,15 @@ def _saved_model(saved: SavedModel, name: str, dims: DimSizes) -> TfSource:
         shape = static_shape(info.tensor_shape)
         if shape is None:
             raise PaseError(
-                f"input '{label}' of SavedModel '{name}' has no static rank: save it with a shape"
+                "it has no static rank",
+                where=f"input '{label}' of '{name}'",
+                fix="save the model with a shape for it",
             )
         specs.append(InputSpec(name=label, shape=shape, dtype=dtype_name(info.dtype)))
         refs.append(info.name)
     outputs = [i.name for _, i in sorted(signature.outputs.items()) if dtype_name(i.dtype).count("float")]
     if not outputs:
-        raise PaseError(f"signature '{key}' of SavedModel '{name}' returns no floating-point tensor")
+        raise PaseError("it returns no floating-point tensor", where=f"signature '{key}' of '{name}'")
     trainable: dict[str, bool] = {}
     for node in meta.object_graph_def.nodes:
         if node.HasField("variable"):
@@ -219,7 +230,7 @@ def _saved_model(saved: SavedModel, name: str, dims: DimSizes) -> TfSource:
 
 
 def _renamed(variables: dict[str, Variable], trainable: dict[str, bool]) -> dict[str, Variable]:
-    """The model's own names: saving may number the nodes, ``dense/kernel_1`` for the object ``dense/kernel``."""
+    """The variables by the model's own names, because saving may number a node (``dense/kernel_1``)."""
     own = {
         k: re.sub(r"_\d+$", "", v.path) if v.path not in trainable else v.path for k, v in variables.items()
     }

@@ -1,8 +1,7 @@
-"""TensorFlow models to graphs: Keras models, tf.function, SavedModel folders, frozen GraphDefs. Nothing is run.
+"""Reads TensorFlow models: Keras models, tf.function, SavedModel folders, frozen GraphDefs. Nothing is run.
 
-``read`` (with ``live`` and ``files``) makes a graph of whatever the user has, ``graph`` checks and
-orders it, ``lower`` walks it, and the rules for single ops are in ``rules``, ``rules_nn``,
-``rules_shape``, ``lists`` and ``loops``.
+``read`` (with ``live`` and ``files``) reads a model as a TensorFlow graph, ``graph`` checks and orders the graph, and
+``lower`` walks it. The rules for single ops are in ``rules*``, ``lists`` and ``loops``.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ __all__ = ["TracedTf", "coverage", "from_tf", "reads", "trace"]
 reads = sources.reads
 
 _SEED = 8
-"""Integers in the largest variable that is a random seed or a counter: on every device, like JAX's keys."""
+"""An integer variable of at most this many elements is a random seed or a counter: replicated, like JAX's keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedTf(registry.Traced):
-    """A TensorFlow graph with the names of what goes in, and of every tensor in it."""
+    """A TensorFlow model's graph, with the names of its inputs and of the tensors that its nodes read and make."""
 
     program: TfGraph
-    """What was lowered: the main body and the functions that it calls."""
+    """The TensorFlow graph that was lowered: the main body and the functions that it calls."""
     source: TfSource
     operands: Mapping[Place, tuple[str | None, ...]]
-    """Node -> tensor name of each operand (None: a number, or no tensor)."""
+    """Node -> the name of the tensor of each operand (None for a number, or for a value that is no tensor)."""
     results: Mapping[Place, tuple[str, ...]]
-    """Node -> tensor name of each result ("" where it is none); and of each part of a loop."""
+    """Node, or part of a loop -> the name of the tensor of each result ("" for a value that is no tensor)."""
     variables: Mapping[str, Variable]
-    """Path -> variable, of those that the outputs depend on."""
+    """Path -> variable, for the variables that the outputs depend on."""
 
 
 def coverage() -> dict[str, list[str]]:
-    """loop nest -> ops, for ``pase ops``."""
+    """Loop nest -> the ops that are lowered to it, for ``pase ops``."""
     out = registry.by_nest({**RULES, **LISTS}, REGIONS)
     out["elementwise"] = sorted({*out.get("elementwise", ())} - PASSED_ON)
     out["no work"] = sorted({*out.get("no work", ()), *PASSED_ON})
@@ -68,12 +67,12 @@ def trace(
 ) -> TracedTf:
     """Read a TensorFlow model.
 
-    model: a Keras model (traced with training=True), a tf.function with example arguments behind it (TensorSpecs,
-        tensors, arrays), a ConcreteFunction, a SavedModel's folder, a frozen GraphDef or its .pb file.
-    dims: sizes for dims that the model leaves open: ``batch`` for the first dim of every input, ``INPUT.DIM`` for any.
-    unknown: what to do at an op without a rule: "error", or "replicate" (it may not be split).
+    model: a Keras model (traced with training=True), a tf.function followed by example arguments (TensorSpecs, tensors,
+        arrays), a ConcreteFunction, the folder of a SavedModel, or a frozen GraphDef or its .pb file.
+    dims: sizes for dims that the model leaves open. ``batch`` is the first dim of every input, ``INPUT.DIM`` any dim.
+    unknown: what to do with an op without a rule: "error", or "replicate" (the op is not split).
 
-    If a model returns a scalar, that is its loss; otherwise its floating-point outputs are used as the loss.
+    If the model returns a scalar, that is its loss; otherwise, all floating-point outputs are used as the loss.
     """
     source = read_source(model, args, name, dict(dims or {}))
     b = GraphBuilder(name=source.name)
@@ -106,8 +105,8 @@ def trace(
     tensors = [t for t in dict.fromkeys(tensors) if is_floating(t.dtype)]
     if not any(b.tensors[t.name].needs_grad for t in tensors):
         raise PaseError(
-            f"what '{source.name}' returns does not depend on any trainable floating-point variable: there is nothing "
-            f"to parallelize"
+            "its outputs do not depend on any trainable floating-point variable, so there is nothing to parallelize",
+            where=source.name,
         )
     tensors = [t for t in tensors if b.tensors[t.name].needs_grad]
     for t in tensors:
@@ -126,7 +125,10 @@ def trace(
 
 @dataclass(kw_only=True)
 class _ModelVariables:
-    """The model's variables, each a parameter or an input once something reads it. used: those, by path."""
+    """The model's variables. A variable becomes a parameter or an input when something first reads it.
+
+    used: path -> variable, for the variables that have been read.
+    """
 
     b: GraphBuilder
     source: TfSource
@@ -134,11 +136,12 @@ class _ModelVariables:
     _handles: dict[str, Tensor] = field(default_factory=dict)
 
     def tensor(self, v: Variable) -> Tensor:
-        """The variable's value."""
+        """The tensor of a variable."""
         if v.path not in self._handles:
             if any(s < 1 for s in v.shape):
                 raise PaseError(
-                    f"variable '{v.path}' has shape {v.shape}: a dim without elements cannot be split"
+                    f"its shape is {v.shape}, but a dim without elements cannot be split",
+                    where=f"variable '{v.path}'",
                 )
             floats = is_floating(v.dtype)
             make = self.b.parameter if v.trainable and floats else self.b.input
@@ -148,14 +151,18 @@ class _ModelVariables:
         return self._handles[v.path]
 
     def read(self, node: TfNode) -> TfValue:
-        """The value of a node that makes a variable."""
+        """The value of a node that makes a variable: a handle, or the tensor itself for variables of version 1."""
         if node.name not in self.source.variables:
-            raise PaseError(f"variable '{node.name}' has no static shape: pase needs one")
+            raise PaseError(
+                "it has no static shape",
+                where=f"variable '{node.name}'",
+                fix="save the model with a static shape",
+            )
         t = self.tensor(self.source.variables[node.name])
         return Handle(t) if node.op == "VarHandleOp" else t
 
     def weight(self, node: TfNode, shape: tuple[int, ...], dtype: str) -> Tensor | None:
-        """A constant of a frozen graph that was a variable; None: it was none."""
+        """The parameter for a constant of a frozen graph that used to be a variable; None for any other constant."""
         if node.name not in self.source.weights or dtype == "string":
             return None
         return self.tensor(Variable(path=_unfrozen(node.name), shape=shape, dtype=dtype))
@@ -167,13 +174,20 @@ def from_tf(model: object, *args: Tree, unknown: Unknown = "error", dims: DimSiz
 
 
 def _unfrozen(name: str) -> str:
-    """The variable's name of a frozen constant: freezing in TensorFlow 2 puts the reading node's name behind it."""
+    """The name of a variable from the name of its frozen constant.
+
+    Freezing in TensorFlow 2 appends the name of the node that read the variable.
+    """
     return name.removesuffix("/resource").removesuffix("/ReadVariableOp")
 
 
 def _whole(spec: InputSpec) -> tuple[int, ...]:
     if any(s is None for s in spec.shape):
-        raise PaseError(f"'{spec.name}' has shape {spec.shape}: pase needs static shapes")
+        raise PaseError(
+            f"its shape {spec.shape} is not static",
+            where=f"input '{spec.name}'",
+            fix="give it a static shape",
+        )
     return tuple(s for s in spec.shape if s is not None)
 
 

@@ -1,7 +1,7 @@
-"""TensorFlow graphs as plain data: nodes in an order that runs, functions with their bodies, references checked.
+"""TensorFlow graphs as plain data: sorted nodes with checked references, and functions with their bodies.
 
-Everything here only reads protos; nothing is executed. A reference to a tensor is ``node:k`` throughout, in a
-function's body too (where TensorFlow writes ``node:name:k``).
+This module only reads protos; nothing is executed. A reference to a tensor is always ``node:k``, even in the body of a
+function (where TensorFlow writes ``node:name:k``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CALLS = {
     "XlaLaunch": "function",
     "BatchFunction": "f",
 }
-"""Ops that call a function once, and the attribute that names it."""
+"""Ops that call a function once -> the attribute that names the function."""
 
 _REGIONS = {
     "While": ("cond", "body"),
@@ -40,7 +40,7 @@ _REGIONS = {
 }
 
 _MOST_NODES = 300_000
-"""Nodes after inlining; the largest of keras.applications has 12,000."""
+"""The most nodes after inlining. The largest model of keras.applications has 12,000."""
 
 _DTYPES = {
     1: "float32",
@@ -74,7 +74,7 @@ _DTYPES = {
 
 
 def dtype_name(number: int) -> str:
-    """TensorFlow's DataType as a dtype's name; a reference type as what it refers to.
+    """The name of a dtype from TensorFlow's DataType. A reference type has the name of the type that it refers to.
 
     >>> dtype_name(1), dtype_name(101), dtype_name(20)
     ('float32', 'float32', 'resource')
@@ -82,11 +82,11 @@ def dtype_name(number: int) -> str:
     try:
         return _DTYPES[number - 100 if number > 100 else number]
     except KeyError:
-        raise PaseError(f"TensorFlow's DataType {number} is unknown to pase") from None
+        raise PaseError(f"pase does not know TensorFlow's DataType {number}") from None
 
 
 def static_shape(proto: TensorShapeProto) -> tuple[int | None, ...] | None:
-    """A TensorShapeProto: sizes, None where unknown; None where not even the rank is known."""
+    """The sizes in a TensorShapeProto, with None for an unknown size; None if even the rank is unknown."""
     if proto.unknown_rank:
         return None
     return tuple(None if d.size < 0 else int(d.size) for d in proto.dim)
@@ -94,16 +94,16 @@ def static_shape(proto: TensorShapeProto) -> tuple[int | None, ...] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TfNode:
-    """One op. attr: the NodeDef's own map of AttrValue protos."""
+    """One op. attr: the map of AttrValue protos in its NodeDef."""
 
     name: str
     op: str
     inputs: tuple[str, ...]
-    """``node:k`` of each data input; control inputs are left out."""
+    """``node:k`` for each data input. Control inputs are left out."""
     attr: Mapping[str, AttrValue]
 
     def hint(self, k: int) -> tuple[int | None, ...] | None:
-        """The shape that TensorFlow itself recorded for the node's output k, if it did."""
+        """The shape that TensorFlow recorded for output k, or None."""
         if "_output_shapes" not in self.attr:
             return None
         shapes = self.attr["_output_shapes"].list.shape
@@ -112,65 +112,72 @@ class TfNode:
 
 @dataclass(frozen=True, kw_only=True)
 class TfBody:
-    """A graph or a function's body: nodes that its outputs need, each after what it reads."""
+    """A graph or the body of a function: the nodes that its outputs need, each after the nodes that it reads."""
 
     name: str
     nodes: tuple[TfNode, ...]
     args: tuple[str, ...]
-    """References of what is passed in."""
+    """References of the arguments."""
     outputs: tuple[str, ...]
 
 
 @dataclass(kw_only=True)
 class TfGraph:
-    """A main body and a library of functions, each converted when it is first asked for."""
+    """A main body and a library of functions. A function is converted when it is first needed."""
 
     main: TfBody
     library: Mapping[str, FunctionDef]
-    """name -> FunctionDef"""
+    """Name -> FunctionDef."""
     made: dict[str, TfBody] = field(default_factory=dict)
-    """Bodies so far, and those of loops raised from version 1 of control flow."""
+    """Name -> body, for functions that have been converted and for loops raised from version 1 control flow."""
     _sizes: dict[str, int] = field(default_factory=dict)
 
     def body(self, name: str) -> TfBody:
         """The body of the function of this name."""
         if name not in self.made:
             if name not in self.library:
-                raise PaseError(f"the graph calls function '{name}', which its library does not have")
+                raise PaseError(
+                    "the graph calls this function, but its library does not have it",
+                    where=f"function '{name}'",
+                )
             self.made[name] = _function(self.library[name], self.library)
         return self.made[name]
 
     def called(self, node: TfNode) -> tuple[str, ...]:
-        """Names of the functions that a node calls, in the order of its attributes."""
+        """The names of the functions that a node calls, in the order of its attributes."""
         if node.op in self.library:
             return (node.op,)
         names: list[str] = []
         for key in (CALLS[node.op],) if node.op in CALLS else _REGIONS.get(node.op, ()):
             attr = node.attr[key] if key in node.attr else None  # noqa: SIM401 (a map of protos has no such get)
             if attr is None or not (attr.func.name or attr.list.func):
-                raise PaseError(f"TensorFlow op '{node.op}' at {node.name} names no function in '{key}'")
+                raise PaseError(
+                    f"attribute '{key}' names no function", where=f"TensorFlow op '{node.op}' at {node.name}"
+                )
             names += [attr.func.name] if attr.func.name else [f.name for f in attr.list.func]
         return tuple(names)
 
     def check_size(self) -> None:
-        """Refuse recursion, and functions that call each other into more nodes than can be read."""
+        """PaseError for recursion, and for functions that expand to more nodes than can be read."""
         total = self._expanded(self.main, ("the graph",))
         if total > _MOST_NODES:
             raise PaseError(
-                f"with its functions inlined the graph has {total} nodes, but pase reads at most {_MOST_NODES}"
+                f"with its functions inlined, the graph has {total} nodes, but pase reads at most {_MOST_NODES}"
             )
 
     def _expanded(self, body: TfBody, stack: tuple[str, ...]) -> int:
+        """The number of nodes of a body with its functions inlined. stack: the enclosing functions."""
         if len(stack) > 100:
             raise PaseError(
-                f"functions call each other more than 100 levels deep, through {', '.join(stack[-3:])}"
+                f"function calls are nested more than 100 levels deep, through {', '.join(stack[-3:])}"
             )
         total = len(body.nodes)
         for node in body.nodes:
             for name in self.called(node):
                 if name in stack:
                     raise PaseError(
-                        f"function '{name}' calls itself (at {node.name}): recursion cannot be unrolled"
+                        f"it calls itself (at {node.name}), but recursion cannot be inlined",
+                        where=f"function '{name}'",
                     )
                 if name not in self._sizes:
                     self._sizes[name] = self._expanded(self.body(name), (*stack, name))
@@ -179,13 +186,17 @@ class TfGraph:
 
 
 def data_inputs(refs: Sequence[str], plain: Callable[[str], str]) -> list[str]:
+    """The data inputs among a node's inputs. plain: converts a reference to ``node:k``."""
     return [plain(r) for r in refs if not r.startswith("^")]
 
 
 def ordered(
     nodes: Mapping[str, TfNode], outputs: Sequence[str], args: Sequence[str], where: str
 ) -> tuple[TfNode, ...]:
-    """The nodes that the outputs need, producers first; PaseError at a cycle or a reference to nothing."""
+    """The nodes that the outputs need, producers first. PaseError for a cycle or a reference to a missing node.
+
+    where: names the graph or function in messages.
+    """
     given = {a.rpartition(":")[0] for a in args}
     out: list[TfNode] = []
     state: dict[str, int] = {}  # 1: being visited, 2: done
@@ -196,7 +207,9 @@ def ordered(
             return nodes[name]
         except KeyError:
             raise PaseError(
-                f"{reader} of {where} reads '{name}', which is not there: was the file cut off?"
+                f"{reader} reads '{name}', which does not exist",
+                where=where,
+                fix="check that the file is complete",
             ) from None
 
     for wanted in outputs:
@@ -220,14 +233,16 @@ def ordered(
                 before = find(ref, f"node '{node.name}'")
                 mark = state.get(before.name)
                 if mark == 1:
-                    raise PaseError(f"{where} has a cycle through '{before.name}' and '{node.name}'")
+                    raise PaseError(
+                        f"there is a cycle through '{before.name}' and '{node.name}'", where=where
+                    )
                 if mark is None:
                     stack.append(before)
     return tuple(out)
 
 
 def _function(definition: FunctionDef, library: Mapping[str, FunctionDef]) -> TfBody:
-    """A FunctionDef as a body."""
+    """The body of a FunctionDef."""
     name = definition.signature.name
     args = [a.name for a in definition.signature.input_arg]
     given = set(args)
@@ -239,10 +254,14 @@ def _function(definition: FunctionDef, library: Mapping[str, FunctionDef]) -> Tf
             return f"{ref}:0"
         node, _, rest = ref.partition(":")
         if node not in kinds:
-            raise PaseError(f"function '{name}' reads '{node}', which is not there: was the file cut off?")
+            raise PaseError(
+                f"it reads '{node}', which does not exist",
+                where=f"function '{name}'",
+                fix="check that the file is complete",
+            )
         which, _, k = rest.rpartition(":")
         if not k.isdecimal() or len(k) > 6:
-            raise PaseError(f"function '{name}': '{ref[:200]}' is not a reference to a tensor")
+            raise PaseError(f"'{ref[:200]}' is not a reference to a tensor", where=f"function '{name}'")
         if node not in offsets:
             offsets[node] = _offsets(kinds[node], library)
         return f"{node}:{offsets[node].get(which, 0) + int(k)}"
@@ -255,20 +274,24 @@ def _function(definition: FunctionDef, library: Mapping[str, FunctionDef]) -> Tf
     try:
         wanted = tuple(plain(ret[o.name]) for o in definition.signature.output_arg)
     except KeyError as e:
-        raise PaseError(f"function '{name}' does not return its output {e}: was the file cut off?") from None
+        raise PaseError(
+            f"it does not return its output {e}",
+            where=f"function '{name}'",
+            fix="check that the file is complete",
+        ) from None
     refs = tuple(f"{a}:0" for a in args)
     where = f"function '{name}'"
     return TfBody(name=name, nodes=ordered(nodes, wanted, refs, where), args=refs, outputs=wanted)
 
 
 def _offsets(node: NodeDef, library: Mapping[str, FunctionDef]) -> dict[str, int]:
-    """Named output of an op -> number of its first tensor among all outputs."""
+    """Name of an output of an op -> index of the output's first tensor among all tensors that the op returns."""
     if node.op in library:
         return {o.name: k for k, o in enumerate(library[node.op].signature.output_arg)}
     from tensorflow.python.framework import op_def_registry
 
     found = op_def_registry.get(node.op)
-    if found is None:  # an op of a custom library: with one output, as most have
+    if found is None:  # an op of a custom library: assume that it has one output, like most ops
         return {}
     out: dict[str, int] = {}
     at = 0

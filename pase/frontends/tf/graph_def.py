@@ -1,4 +1,4 @@
-"""A GraphDef, whole or the part that some outputs need, as plain data; version-1 loops become While nodes."""
+"""Converts a GraphDef, or the part of it that some outputs need, to plain data. Version 1 loops become While nodes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["graph_of"]
 def graph_of(graph_def: GraphDef, outputs: Sequence[str], args: Sequence[str] = ()) -> TfGraph:
     """The part of a GraphDef that ``outputs`` (``node:k``) need.
 
-    args: placeholders whose values come from outside; what feeds them in the graph is not looked at.
+    args: placeholders whose values come from outside. What feeds them in the graph is ignored.
     """
     library = {f.signature.name: f for f in graph_def.library.function}
     made: dict[str, TfBody] = {}
     nodes: dict[str, TfNode] = {}
     for n in graph_def.node:
         if n.name in nodes:
-            raise PaseError(f"two nodes of the graph have the name '{n.name}'")
+            raise PaseError("two nodes of the graph have this name", where=f"node '{n.name}'")
         nodes[n.name] = TfNode(name=n.name, op=n.op, inputs=tuple(data_inputs(n.input, _plain)), attr=n.attr)
     wanted = tuple(map(_plain, outputs))
     if any(n.op == "Enter" or n.op == "RefEnter" for n in nodes.values()):
@@ -42,5 +42,5 @@ def _plain(ref: str) -> str:
     if not colon:
         return f"{ref}:0"
     if not k.isdecimal() or len(k) > 6:
-        raise PaseError(f"'{ref[:200]}' is not a reference to a tensor: it must be NODE or NODE:NUMBER")
+        raise PaseError(f"'{ref[:200]}' is not a reference to a tensor, which must be NODE or NODE:NUMBER")
     return f"{name}:{int(k)}"

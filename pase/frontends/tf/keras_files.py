@@ -1,4 +1,4 @@
-"""A ``.keras`` file: the model that its configuration describes. No weight is read, no code but Keras's own is run."""
+"""Reads the model that a ``.keras`` file describes. No weight is read, and no code but Keras's own is run."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ _OWN = "keras"
 
 
 def keras_model(path: Path) -> KerasModel:
-    """The file's model, with fresh weights, and with the loss that it was compiled with.
+    """The model in a file, with newly initialized weights and with the loss that it was compiled with.
 
-    PaseError if it is not such a file, or if it names a custom class, which would have to be imported.
+    Raises PaseError if it is no Keras file, or if it names a custom class, which would have to be imported.
     """
     config = parse_json(_config(path), f"{path}, {_CONFIG}")
     for module in _modules(config):
         if module != _OWN and not module.startswith(f"{_OWN}."):
             raise PaseError(
-                f"{path} holds an object of '{module}', which is not part of Keras, and pase imports nothing for a "
-                f"file: load the model yourself and give it to pase.compile"
+                f"it contains an object of '{module}', which is not part of Keras, and pase imports no modules that a "
+                f"file names",
+                where=str(path),
+                fix="load the model yourself and give it to pase.compile",
             )
     import keras
 
@@ -49,7 +51,7 @@ def keras_model(path: Path) -> KerasModel:
         ImportError,
         RecursionError,
     ) as e:
-        raise PaseError(f"Keras cannot make the model that {path} describes: {short(e)}") from e
+        raise PaseError(f"Keras cannot build the model: {short(e)}", where=str(path)) from e
 
 
 def _config(path: Path) -> bytes:
@@ -57,19 +59,21 @@ def _config(path: Path) -> bytes:
         with zipfile.ZipFile(path) as archive:
             size = archive.getinfo(_CONFIG).file_size
             if size > _MOST_BYTES:
-                raise PaseError(f"{path}: {_CONFIG} of {size} bytes; a model's has at most {_MOST_BYTES}")
+                raise PaseError(
+                    f"its {_CONFIG} has {size} bytes, but pase reads at most {_MOST_BYTES}", where=str(path)
+                )
             with archive.open(_CONFIG) as f:
                 return f.read(_MOST_BYTES + 1)
     except KeyError as e:
-        raise PaseError(f"{path} is not a Keras file: it does not contain {_CONFIG}") from e
+        raise PaseError(f"it is not a Keras file: it does not contain {_CONFIG}", where=str(path)) from e
     except (zipfile.BadZipFile, RuntimeError, NotImplementedError, EOFError) as e:  # damaged, or encrypted
-        raise PaseError(f"{path} is not a Keras file that can be read: {short(e)}") from e
+        raise PaseError(f"it is not a Keras file, or cannot be read: {short(e)}", where=str(path)) from e
     except OSError as e:
-        raise PaseError(f"cannot read {path}: {e.strerror or e}") from e
+        raise PaseError(f"cannot read it: {e.strerror or e}", where=str(path)) from e
 
 
 def _modules(config: Json) -> Iterator[str]:
-    """The modules of all objects that a configuration names, however deep."""
+    """The modules of all objects that a configuration names, including nested ones."""
     left = [config]
     while left:
         at = left.pop()

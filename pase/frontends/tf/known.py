@@ -1,4 +1,4 @@
-"""Small values that a TensorFlow graph determines by itself: the arithmetic on shapes, axes and counters."""
+"""Evaluates small values that a TensorFlow graph determines without data: arithmetic on shapes, axes and counters."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["KNOWN", "constant", "evaluate", "numpy_dtype"]
 
 Array = np.ndarray
 FoldResult: TypeAlias = "Array | tuple[Array, ...] | list[Array] | None"
-"""A result, or a list of several; None: not to be worked out."""
+"""A result, or a list of several results; None if the value is not evaluated."""
 TfFold = Callable[..., FoldResult]
-"""From a node and the values of its operands to its results."""
+"""A function of a node and the values of its operands that returns the node's results."""
 
 KNOWN: Registry[TfFold] = Registry("rule for small values of TensorFlow op")
 _rule = KNOWN.register
 
 
 def evaluate(node: TfNode, arrays: Sequence[Array]) -> list[Array] | None:
-    """The node's result from known values; None if there is no rule, or if the result is too large to carry along."""
+    """The results of a node on known operands; None if the op has no rule here, or a result is too large."""
     rule = KNOWN.get(node.op)
     if rule is None:
         return None
@@ -39,7 +39,7 @@ def evaluate(node: TfNode, arrays: Sequence[Array]) -> list[Array] | None:
         with np.errstate(all="ignore"):
             made = rule(node, *arrays)
     except (ValueError, TypeError, IndexError, OverflowError, ZeroDivisionError, MemoryError):
-        return None  # the rule for tensors says what is wrong
+        return None  # the op's rule for tensors reports what is wrong
     if made is None:
         return None
     out = made if isinstance(made, list) else [made]
@@ -47,7 +47,7 @@ def evaluate(node: TfNode, arrays: Sequence[Array]) -> list[Array] | None:
 
 
 def constant(node: TfNode, proto: TensorProto, shape: Sequence[int]) -> Array | None:
-    """The value of a small Const; None where it holds no numbers."""
+    """The value of a small Const; None if it holds no numbers."""
     from tensorflow.python.framework import tensor_util
 
     if dtype_name(proto.dtype) in ("string", "resource", "variant"):
@@ -55,16 +55,19 @@ def constant(node: TfNode, proto: TensorProto, shape: Sequence[int]) -> Array | 
     try:
         a = np.asarray(tensor_util.MakeNdarray(proto))
     except (ValueError, TypeError, IndexError, OverflowError, AttributeError) as e:
-        raise PaseError(f"TensorFlow op 'Const' at {node.name} has no readable value: {e}") from e
+        raise PaseError(
+            f"its value cannot be read: {e}", where=f"TensorFlow op 'Const' at {node.name}"
+        ) from e
     if a.shape != tuple(shape):
         raise PaseError(
-            f"TensorFlow op 'Const' at {node.name} holds shape {a.shape}, declared {tuple(shape)}"
+            f"its value has shape {a.shape}, but its declared shape is {tuple(shape)}",
+            where=f"TensorFlow op 'Const' at {node.name}",
         )
     return a
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The numpy dtype of a name; TensorFlow knows those that numpy does not (bfloat16)."""
+    """The numpy dtype of a name. Names that numpy does not know (bfloat16) are looked up in TensorFlow."""
     try:
         return np.dtype(name)
     except TypeError:
@@ -264,7 +267,7 @@ def _strided_slice(node: TfNode, a: Array, begin: Array, end: Array, strides: Ar
         if p is None or not p.fresh
     )
     out, at = a, 0
-    for k in index:  # one dim at a time: several index arrays at once would be paired
+    for k in index:  # one dim at a time, because numpy would pair several index arrays
         out = out[(slice(None),) * at + (k,)]
         at += not isinstance(k, int)
     at = 0

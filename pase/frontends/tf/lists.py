@@ -1,4 +1,4 @@
-"""Lists of tensors (TensorArray, as the second version of control flow writes them)."""
+"""Rules for lists of tensors: TensorArray, as it appears in version 2 control flow."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _list = LISTS.register
 def _operand(c: TfCall, i: int = 0) -> TensorList:
     v = c.value(i)
     if not isinstance(v, TensorList):
-        raise c.fail("its operand is not a list of tensors")
+        raise c.fail(f"operand {i} is not a list of tensors")
     return v
 
 
 def _element(c: TfCall, i: int) -> tuple[int, ...] | None:
+    """The shape of a list's elements in operand i; None if it is not known."""
     shape = c.known(i)
     if shape is None or shape.ndim != 1 or (shape < 0).any():
         return None
@@ -44,7 +45,7 @@ def _reserve(c: TfCall) -> Sequence[TfValue]:
 def _from_tensor(c: TfCall) -> Sequence[TfValue]:
     x = c.x(0)
     if not x.shape:
-        raise c.fail("a scalar is not a stack of tensors")
+        raise c.fail("its operand is a scalar, which is not a stack of tensors")
     n, *element = c.shape(0)
     return [TensorList(length=n, element=tuple(element), dtype=x.dtype, stacked=x)]
 
@@ -55,25 +56,27 @@ def _stack(c: TfCall) -> Sequence[TfValue]:
 
 
 def stacked(c: TfCall, a: TensorList) -> Tensor:
-    """All elements of a list as one tensor."""
+    """The elements of a list, stacked as one tensor."""
     if a.stacked is not None:
         return a.stacked
     parts = dict(a.parts)
     if not parts:
         if a.element is None or a.length is None:
-            raise c.fail("the list is empty and its shape is not known")
+            raise c.fail("its list is empty, and the shape of the list is not known")
         return c.b.constant(c.make((a.length, *a.element)), a.dtype)
     first = next(iter(parts.values()))
     n = a.length if a.length is not None else max(parts) + 1
     if n > 10_000 or not all(0 <= k < n for k in parts):
-        raise c.fail(f"only the elements {sorted(parts)[:5]} of its list of {n} tensors are set")
+        raise c.fail(
+            f"its list of {n} tensors is too long, or is set at elements out of range: {sorted(parts)[:5]}"
+        )
     rest = None if len(parts) == n else c.b.constant(first.shape, first.dtype)
     return pack(c, [parts.get(k) or rest for k in range(n)], 0)  # type: ignore[misc]
 
 
 @_list("TensorListGetItem")
 def _get(c: TfCall) -> Sequence[TfValue]:
-    """An element with a known number is a slice; with any other number, it is one iteration's slice of the stack."""
+    """An element with a known index is a slice. With any other index, it is one iteration's slice of the stack."""
     a = _operand(c)
     n = None if c.known(1) is None else c.number(1, "index")
     if n in dict(a.parts):
@@ -88,7 +91,10 @@ def _get(c: TfCall) -> Sequence[TfValue]:
 
 @_list("TensorListSetItem")
 def _set(c: TfCall) -> Sequence[TfValue]:
-    """Outside of a loop, or at a known number: kept apart. At a loop's counter: number -1, for the loop to stack."""
+    """Elements that are set at a known index are kept separately. An element set at a loop's counter gets index -1.
+
+    The loop then stacks it.
+    """
     a, at, x = _operand(c), c.known(1), c.x(2)
     if a.stacked is not None:
         kept = [False, *[True] * (len(a.stacked.shape) - 1)]
@@ -97,7 +103,7 @@ def _set(c: TfCall) -> Sequence[TfValue]:
         return [replace(a, stacked=made)]
     n = -1 if at is None else c.number(1, "index")
     if at is not None and (n < 0 or (a.length is not None and n >= a.length)):
-        raise c.fail(f"it reads element {n} of a list of {a.length}")
+        raise c.fail(f"it sets element {n} of a list of {a.length}")
     element = tuple(int(s) for s in x.shape if isinstance(s, int))
     parts = (*[p for p in a.parts if p[0] != n], (n, x))
     return [replace(a, parts=parts, element=element, dtype=x.dtype)]
@@ -107,7 +113,10 @@ def _set(c: TfCall) -> Sequence[TfValue]:
 def _push(c: TfCall) -> Sequence[TfValue]:
     a, x = _operand(c), c.x(1)
     if a.stacked is not None or any(k < 0 for k, _ in a.parts):
-        raise c.fail("a list that grows in a loop has no static shape")
+        raise c.fail(
+            "its list grows in a loop, and so has no static shape",
+            fix="create the list with a fixed size and set its elements by index",
+        )
     return [replace(a, parts=(*a.parts, (len(a.parts), x)), length=None)]
 
 
@@ -128,7 +137,7 @@ def _element_shape(c: TfCall) -> Sequence[TfValue]:
 
 @_list("TensorListGather")
 def _gather(c: TfCall) -> Sequence[TfValue]:
-    """Some elements, or all in another order."""
+    """Some elements, or all elements in another order."""
     whole, ids = stacked(c, _operand(c)), c.shape(1)
     n = ids[0] if ids else 1
     kept = [False, *[True] * (len(whole.shape) - 1)]

@@ -1,4 +1,4 @@
-"""Keras models and traced functions, as graphs: tracing runs the user's Python, no computation."""
+"""Reads Keras models and TensorFlow functions as graphs. Tracing runs the user's Python code, but computes nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["from_function", "from_keras", "keras_paths"]
 
 
 def from_keras(model: KerasModel, args: Sequence[Tree], name: str | None, dims: DimSizes) -> TfSource:
-    """The model as it is trained (training=True); with the loss that it was compiled with, where it was."""
+    """A Keras model, traced with training=True and with its loss if it was compiled with one."""
     import tensorflow as tf
 
     title = name or str(getattr(model, "name", type(model).__name__))
@@ -45,8 +45,10 @@ def from_keras(model: KerasModel, args: Sequence[Tree], name: str | None, dims: 
         inputs = getattr(model, "inputs", None)
         if not inputs:
             raise PaseError(
-                f"Keras model '{title}' does not know its inputs yet: give an example: "
-                f"pase.compile(model, tf.TensorSpec((8, 224, 224, 3)), …), or build it from keras.Input"
+                "the Keras model does not know its inputs yet",
+                where=title,
+                fix="give an example, pase.compile(model, tf.TensorSpec((8, 224, 224, 3)), …), or build the model from "
+                "keras.Input",
             )
         names = distinct([str(i.name).partition(":")[0] for i in inputs])
         specs = [
@@ -74,12 +76,15 @@ def from_keras(model: KerasModel, args: Sequence[Tree], name: str | None, dims: 
             if labels is not None:
                 concrete = tf.function(with_loss, autograph=False).get_concrete_function(labels, *given)
     except (TypeError, ValueError, NotImplementedError, tf.errors.OpError) as e:
-        raise PaseError(f"Keras cannot trace '{title}' on these shapes: {short(e)}") from e
+        raise PaseError(f"Keras cannot trace the model on these shapes: {short(e)}", where=title) from e
     return _concrete(concrete, title, {}, keras_paths(model))
 
 
 def _labels(loss: Callable[..., Tree] | str, concrete: ConcreteFunction) -> TensorSpec | None:
-    """A spec for the labels of a compiled model's loss: as the output, or, for a sparse loss, without its last dim."""
+    """A spec for the labels of a compiled model's loss; None if the model has several outputs.
+
+    Labels have the shape of the output, or, for a sparse loss, that shape without the last dim.
+    """
     import tensorflow as tf
 
     outputs = tf.nest.flatten(concrete.structured_outputs)
@@ -92,7 +97,7 @@ def _labels(loss: Callable[..., Tree] | str, concrete: ConcreteFunction) -> Tens
 
 
 def keras_paths(model: KerasModel) -> dict[int, Variable]:
-    """id of a variable's handle -> the variable, by Keras' own path (``dense/kernel``)."""
+    """Id of a variable's handle -> the variable, with Keras's path (``dense/kernel``)."""
     variables = list(getattr(model, "variables", []))
     paths = distinct([str(getattr(v, "path", None) or v.name).partition(":")[0] for v in variables])
     out: dict[int, Variable] = {}
@@ -111,6 +116,7 @@ def keras_paths(model: KerasModel) -> dict[int, Variable]:
 
 
 def from_function(model: TfFunction, args: Sequence[Tree], name: str | None, dims: DimSizes) -> TfSource:
+    """A tf.function, traced on the example arguments, or a ConcreteFunction."""
     import tensorflow as tf
 
     title = name or str(getattr(model, "__name__", "function"))
@@ -119,21 +125,27 @@ def from_function(model: TfFunction, args: Sequence[Tree], name: str | None, dim
         title = name or str(getattr(getattr(model, "python_function", model), "__name__", title))
         if not args and getattr(model, "input_signature", None) is None:
             raise PaseError(
-                f"tf.function '{title}' takes example arguments after it: pase.compile(fn, tf.TensorSpec((8, 32)), …)"
+                "a tf.function needs example arguments",
+                where=title,
+                fix="give them after it: pase.compile(fn, tf.TensorSpec((8, 32)), …)",
             )
         given = _specs(args, dims, title)
         try:
             concrete = model.get_concrete_function(*given)
         except (TypeError, ValueError, NotImplementedError, tf.errors.OpError) as e:
-            raise PaseError(f"TensorFlow cannot trace {title} on these shapes: {short(e)}") from e
+            raise PaseError(
+                f"TensorFlow cannot trace the function on these shapes: {short(e)}", where=title
+            ) from e
         dims = {} if args else dims
     elif args:
-        raise PaseError(f"'{title}' is a ConcreteFunction, whose shapes are fixed: give no further arguments")
+        raise PaseError(
+            "the shapes of a ConcreteFunction are fixed", where=title, fix="give no arguments after it"
+        )
     return _concrete(concrete, title, dims, _closed_over(getattr(model, "python_function", None)))
 
 
 def _closed_over(function: Any) -> dict[int, Variable]:
-    """Paths of the variables of Keras layers and modules that a Python function refers to."""
+    """Id of a variable's handle -> the variable, for Keras layers and modules that a Python function refers to."""
     out: dict[int, Variable] = {}
     code = getattr(function, "__code__", None)
     if code is None:
@@ -143,7 +155,7 @@ def _closed_over(function: Any) -> dict[int, Variable]:
     for cell in cells:
         try:
             objects.append(cell.cell_contents)
-        except ValueError:  # not filled yet
+        except ValueError:  # the cell is still empty
             continue
     objects += [function.__globals__[n] for n in code.co_names if n in function.__globals__]
     for thing in objects:
@@ -153,7 +165,7 @@ def _closed_over(function: Any) -> dict[int, Variable]:
 
 
 def _specs(args: Sequence[Tree], dims: DimSizes, title: str) -> list[Tree]:
-    """Example arguments as TensorSpecs: tensors, arrays, specs, anything with shape and dtype, nested as they are."""
+    """TensorSpecs for example arguments, which may be anything with shape and dtype. The nesting is kept."""
     import tensorflow as tf
 
     flat = tf.nest.flatten(list(args))
@@ -164,7 +176,9 @@ def _specs(args: Sequence[Tree], dims: DimSizes, title: str) -> list[Tree]:
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
         if shape is None or dtype is None:
             raise PaseError(
-                f"argument {k} of '{title}' is {type(leaf).__name__}: give tf.TensorSpec(shape, dtype) or an array"
+                f"it is a {type(leaf).__name__}, which has no shape and dtype",
+                where=f"argument {k} of '{title}'",
+                fix="give tf.TensorSpec(shape, dtype) or an array",
             )
         name = getattr(leaf, "name", None) if isinstance(leaf, tf.TensorSpec) else None
         found.append(
@@ -183,7 +197,10 @@ def _specs(args: Sequence[Tree], dims: DimSizes, title: str) -> list[Tree]:
 def _concrete(
     concrete: ConcreteFunction, title: str, dims: DimSizes, paths: Mapping[int, Variable]
 ) -> TfSource:
-    """A traced function: placeholders for its arguments, then for the variables and arrays that it closes over."""
+    """The graph of a traced function. paths: id of a variable's handle -> the variable, where its own path is known.
+
+    Its placeholders are its arguments, followed by the variables and arrays that it closes over.
+    """
     graph = concrete.graph
     closed: dict[str, Variable | InputSpec] = {}
     own = {id(v.handle): v for v in graph.variables if hasattr(v, "handle")}
@@ -209,7 +226,7 @@ def _concrete(
         p for p, n in Counter(v.path for v in closed.values() if isinstance(v, Variable)).items() if n > 1
     ]
     if twice:
-        raise PaseError(f"two variables have the name '{twice[0]}': give them distinct names")
+        raise PaseError("two variables have this name", where=twice[0], fix="give them distinct names")
     placeholders = [t for t in graph.inputs if t.name not in closed]
     labels = distinct([str(t.op.name) for t in placeholders])
     specs = [
@@ -220,7 +237,7 @@ def _concrete(
     graph_def = graph.as_graph_def(add_shapes=True)
     outputs = [t.name for t in graph.outputs if not t.dtype.is_integer and t.dtype.is_floating]
     if not outputs:
-        raise PaseError(f"'{title}' returns no floating-point tensor that could be its loss")
+        raise PaseError("it returns no floating-point tensor that could be its loss", where=title)
     scalars = [t.name for t in graph.outputs if t.dtype.is_floating and t.shape.rank == 0]
     return TfSource(
         name=title,
@@ -232,7 +249,7 @@ def _concrete(
 
 
 def _lines(graph: FuncGraph) -> dict[str, str]:
-    """Node -> the user's line: the innermost frame that is no library's."""
+    """Node -> the user's line: the innermost frame that belongs to no library."""
     out: dict[str, str] = {}
     for op in graph.get_operations():
         for frame in reversed(op.traceback or ()):

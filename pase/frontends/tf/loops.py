@@ -1,5 +1,8 @@
-"""While and If. A loop with a known trip count is its body times that count, like JAX's scan. Any other loop, and a
-branch that depends on data, is one region that is not split."""
+"""Lowers While and If.
+
+A loop with a known trip count is lowered as its body times that count, like JAX's scan. Any other loop, and any branch
+that depends on data, becomes one op that is not split.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,9 @@ def _while(lower: TfLowering, node: TfNode, ins: Sequence[TfValue], path: str) -
     condition, body = _bodies(lower, node)
     if not len(body.outputs) == len(body.args) == len(ins) == len(condition.args):
         raise PaseError(
-            f"TensorFlow op '{node.op}' at {path}: {len(ins)} values for a body of {len(body.args)} arguments and "
-            f"{len(body.outputs)} results"
+            f"it has {len(ins)} values, but its body has {len(body.args)} arguments and {len(body.outputs)} results, "
+            f"and its condition {len(condition.args)} arguments",
+            where=f"TensorFlow op '{node.op}' at {path}",
         )
     loop = _Loop.of(condition, body, ins)
     if loop.times is None:
@@ -48,7 +52,7 @@ def _while(lower: TfLowering, node: TfNode, ins: Sequence[TfValue], path: str) -
 
 @lowers_bodies(REGIONS, "If", "StatelessIf", "Case", "StatelessCase", listed="branch")
 def _if(lower: TfLowering, node: TfNode, ins: Sequence[TfValue], path: str) -> list[TfValue]:
-    """A branch that the graph determines is inlined. Otherwise the most expensive branch is priced, unsplit."""
+    """A branch that is known to be taken is inlined. Otherwise, the most expensive branch is priced, unsplit."""
     branches = _bodies(lower, node)
     c = TfCall(b=lower.b, node=node, ins=ins)
     choice = c.known(0)
@@ -65,13 +69,16 @@ def _bodies(lower: TfLowering, node: TfNode) -> list[TfBody]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Loop:
-    """What happens to each loop variable: passed through, a counter whose course is known, or carried."""
+    """A loop whose variables are divided into invariant ones, counters with known values, and carried ones.
+
+    times: the trip count, or None if it is not known. invariant: indices of the variables that the body passes through.
+    """
 
     body: TfBody
     times: int | None
     invariant: frozenset[int]
     last: Mapping[int, np.ndarray]
-    """Counter -> its value after the loop."""
+    """Index of a counter -> its value after the loop."""
 
     @classmethod
     def of(cls, condition: TfBody, body: TfBody, ins: Sequence[TfValue]) -> _Loop:
@@ -82,7 +89,7 @@ class _Loop:
 
 
 def _origin(body: TfBody, ref: str) -> str:
-    """The original tensor, found by following nodes that only pass it on."""
+    """The tensor that a reference stands for, after skipping Identity nodes."""
     by_name = {n.name: n for n in body.nodes}
     while True:
         name, _, k = ref.rpartition(":")
@@ -95,14 +102,14 @@ def _origin(body: TfBody, ref: str) -> str:
 def trip_count(
     condition: TfBody, body: TfBody, first: Mapping[int, np.ndarray], invariant: frozenset[int]
 ) -> tuple[int | None, dict[int, np.ndarray]]:
-    """How often a loop runs, found by running only its counters: (trip count, the counters' last values).
+    """(trip count, counter -> last value) of a loop, found by running only the loop's counters.
 
-    first: loop variable -> its value before, where the graph determines it. None: it depends on data, or is more
-    than 20,000.
+    first: loop variable -> its value before the loop, if that is known. invariant: variables that the body passes
+    through. The trip count is None if it depends on data or is more than 20,000.
     """
     now = dict(first)
     counters = {k for k in now if k not in invariant}
-    while True:  # what is computed from a variable that is not known is not known either
+    while True:  # remove variables that are computed from unknown variables, until none is left
         after = {
             k: _value(body, body.outputs[k], {i: now[i] for i in now if i in counters or i in invariant})
             for k in counters
@@ -127,7 +134,7 @@ def trip_count(
 
 
 def _value(body: TfBody, ref: str, args: Mapping[int, np.ndarray]) -> np.ndarray | None:
-    """A tensor of a body as a number, computed only from numbers for some arguments."""
+    """The value of a tensor of a body, computed from known values of some arguments; None if it is not known."""
     env: dict[str, np.ndarray | None] = {body.args[k]: v for k, v in args.items()}
     by_name = {n.name: n for n in body.nodes}
     stack = [ref]
@@ -137,7 +144,7 @@ def _value(body: TfBody, ref: str, args: Mapping[int, np.ndarray]) -> np.ndarray
             stack.pop()
             continue
         node = by_name.get(top.rpartition(":")[0])
-        if node is None:  # an argument whose value is not known
+        if node is None:  # an argument of unknown value
             env[top] = None
             continue
         waiting = [r for r in node.inputs if r not in env]
@@ -161,7 +168,10 @@ def _value(body: TfBody, ref: str, args: Mapping[int, np.ndarray]) -> np.ndarray
 def _unrolled_by_count(
     lower: TfLowering, loop: _Loop, node: TfNode, ins: Sequence[TfValue], path: str
 ) -> list[TfValue] | None:
-    """The body once, times the trip count. None if a list is both read and written in it, or grows."""
+    """The body, lowered once and counted trip-count times.
+
+    None if the loop changes a list of which elements were set one by one before.
+    """
     b, body = lower.b, loop.body
     assert loop.times is not None
     source = b.source
@@ -201,7 +211,9 @@ def _unrolled_by_count(
                 filled = _filled(b, v, before, loop.times)
                 if filled is None:
                     raise PaseError(
-                        f"TensorFlow op '{node.op}' at {path}: a list of tensors is read and written in one loop"
+                        "a list of tensors is both read and written in the loop",
+                        where=f"TensorFlow op '{node.op}' at {path}",
+                        fix="use one list to read and another one to write",
                     )
                 after.append(filled)
             else:
@@ -214,7 +226,7 @@ def _whole(lower: TfLowering, v: TfValue) -> TfValue:
 
 
 def _loop_copy(lower: TfLowering, v: TfValue, path: str, k: int) -> TfValue:
-    """What every iteration reads, in one layout for all iterations."""
+    """A value that every iteration reads, in one layout for all iterations."""
     x = v.tensor if isinstance(v, Handle) else v
     if not isinstance(x, Tensor) or x.role == "constant" or all(map(is_one, x.shape)):
         return v
@@ -239,7 +251,9 @@ def _closed(lower: TfLowering, carried: Tensor, value: TfValue, path: str) -> Te
     if not isinstance(value, Tensor) or value.shape != carried.shape:
         shape = getattr(value, "shape", "no tensor")
         raise PaseError(
-            f"the loop at {path} carries shape {carried.shape} in and {shape} out: pase needs static shapes"
+            f"a carried value has shape {carried.shape} before an iteration and {shape} after it",
+            where=f"the loop at {path}",
+            fix="keep the shapes of carried values constant",
         )
     if value.name != carried.name:
         lower.b.close_carry(carried, value)
@@ -247,7 +261,10 @@ def _closed(lower: TfLowering, carried: Tensor, value: TfValue, path: str) -> Te
 
 
 def _filled(b: GraphBuilder, v: TensorList, before: TensorList, times: int) -> TensorList | None:
-    """A list that the body sets: stacked if set at the counter; if at a fixed number, the last element (see _last)."""
+    """A list after a loop: stacked if the body sets it at the loop's counter. None if that is not possible.
+
+    If the body sets it at a fixed index, the list has the element of the last iteration (see ``_last``).
+    """
     if v.stacked is not before.stacked:
         return None
     if not v.parts:
@@ -265,7 +282,7 @@ def _filled(b: GraphBuilder, v: TensorList, before: TensorList, times: int) -> T
 
 
 def _last(lower: TfLowering, v: TfValue, path: str, k: int) -> TfValue:
-    """A value as the last iteration left it is a separate tensor for the readers after the loop."""
+    """A value after the last iteration. Elements of lists become separate tensors for readers after the loop."""
     if not isinstance(v, TensorList) or not v.parts:
         return v
     lower.b.eqn = Place(path).its("last", k)
@@ -280,7 +297,7 @@ def _region(
     bodies: Sequence[TfBody],
     more: Sequence[TfValue] = (),
 ) -> list[TfValue]:
-    """Bodies as one op that is not split, priced once at the work of the most expensive body."""
+    """Bodies as one op that is not split and has the FLOPs of the most expensive body. more: further operands."""
     b = lower.b
     eqn, source = b.eqn, b.source
     flops = 0.0
@@ -302,7 +319,7 @@ def _region(
             where.append((k, len(shapes)))
             shapes.append((t.shape, t.dtype))  # type: ignore[arg-type]
     loop = node.op.endswith("While")
-    once = "once, at the work of a turn: how often it turns is not known" if loop else "at its dearest branch"
+    once = "as one iteration, because its trip count is not known" if loop else "at its most expensive branch"
     b.remark("turns" if loop else "opaque", f"'{node.op}' at {path} is not split, and is priced {once}")
     tensors = nests.opaque(b, node.op, xs, shapes, flops=flops)
     for k, at in where:
@@ -326,6 +343,7 @@ def _region(
 
 
 def _stand_in(b: GraphBuilder, v: TfValue) -> TfValue:
+    """A value of the same kind for a body that is lowered in a graph of its own, only to count its FLOPs."""
     match v:
         case Tensor():
             return b.constant(v.shape, v.dtype)
@@ -339,6 +357,7 @@ def _stand_in(b: GraphBuilder, v: TfValue) -> TfValue:
 
 
 def _tensors(v: TfValue) -> list[Tensor]:
+    """The tensor of a value, as a list; empty if the value has none."""
     match v:
         case Tensor():
             return [v]

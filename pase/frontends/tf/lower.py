@@ -1,6 +1,6 @@
-"""A TensorFlow graph, node by node, into loop nests: constants, variables, calls, lists, and the rules.
+"""Lowers a TensorFlow graph node by node to loop nests: constants, variables, calls, lists, and the ops with rules.
 
-Every node has a stable path, ``CALL/CALL/NODE``: the names of the calls and loops that lead to it, then its own.
+Every node has a stable path, ``CALL/CALL/NODE``: the names of the enclosing calls and loops, followed by its own name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _LOOKS_BEHIND = frozenset(
         "ShapeN",
     }
 )
-"""Ops that read a reshape's source; for others the reshape is made."""
+"""Ops that can read the source of a reshape. For any other op the reshape is made."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -73,30 +73,33 @@ _NO_NUMBERS = _words(
     "SaveV2 RestoreV2 MergeV2Checkpoints ScalarSummary HistogramSummary ImageSummary MergeSummary Timestamp "
     "HashTableV2 LookupTableFindV2 StaticRegexFullMatch StringJoin ShardedFilename ControlTrigger"
 )
-"""Effects, texts, tables: they have no part in a step's price, and what reads their values is refused."""
+"""Ops on effects, strings and tables. They cost nothing, and an op that uses their results as tensors is refused."""
 
 
 @dataclass(kw_only=True)
 class TfLowering:
+    """The state of a graph's lowering."""
+
     b: GraphBuilder
     graph: TfGraph
     unknown: Unknown
     variable: Callable[[TfNode], TfValue]
-    """What a VarHandleOp or a version 1 variable in the graph stands for."""
+    """The value of a VarHandleOp or of a version 1 variable."""
     weight: Callable[[TfNode, tuple[int, ...], str], Tensor | None] = lambda node, shape, dtype: None
-    """For frozen graphs: the parameter that a Const is; None: it is a constant."""
+    """For frozen graphs: the parameter that a Const stands for; None if it is a plain constant."""
     source: Callable[[str], str] = lambda name: ""
+    """The user's line for the name of a node, or ""."""
     operands: dict[Place, tuple[str | None, ...]] = field(default_factory=dict)
     results: dict[Place, tuple[str, ...]] = field(default_factory=dict)
     reshaped: dict[Place, Reshaped] = field(default_factory=dict)
-    """Node -> its result, where it was not made when the node was met."""
+    """Node -> its result, if that is a reshape which was not made when the node was lowered."""
 
     def body(self, body: TfBody, args: Sequence[TfValue], prefix: str) -> list[TfValue]:
-        """The body's outputs, given values for its arguments."""
+        """Lower a body and return its outputs. args: the values of its arguments. prefix: of its nodes' paths."""
         if len(args) < len(body.args):
             raise PaseError(
-                f"{prefix or 'the graph'} passes {len(args)} values to function '{body.name}', "
-                f"which takes {len(body.args)}"
+                f"it gets {len(args)} values from {prefix or 'the graph'}, but takes {len(body.args)}",
+                where=f"function '{body.name}'",
             )
         env: dict[str, TfValue] = dict(zip(body.args, args, strict=False))
         for node in body.nodes:
@@ -117,7 +120,7 @@ class TfLowering:
         return [self._read(env, ref, None) for ref in body.outputs]
 
     def finish(self) -> None:
-        """Name the reshapes that were made after all."""
+        """Record the names of reshapes that were made later than their nodes."""
         for at, v in self.reshaped.items():
             if v.made is not None:
                 self.results[at] = (v.made.name,)
@@ -127,10 +130,10 @@ class TfLowering:
             return env[ref]
         except KeyError:
             who = f"node '{node.name}'" if node else "an output of the graph"
-            raise PaseError(f"{who} reads '{ref}', but that node has no such output") from None
+            raise PaseError(f"it reads '{ref}', but that node has no such output", where=who) from None
 
     def _source(self, path: str, name: str) -> SourceLine:
-        """``dense/MatMul (dense)``; before it the user's line, where the frontend knows it."""
+        """The source of a node: its path and scope, as in ``dense/MatMul (dense)``, after the user's line if known."""
         scope = path.rpartition("/")[0].rpartition("/")[2] or "graph"
         where = self.source(name)
         function = "".join(ch if ch.isalnum() else "_" for ch in scope)
@@ -151,10 +154,11 @@ class TfLowering:
             return [self.variable(node)]
         if op in ("Placeholder", "PlaceholderV2"):
             raise PaseError(
-                f"the graph's outputs depend on placeholder '{path}', which is not one of its inputs"
+                "the outputs of the graph depend on this placeholder, which is not one of the inputs",
+                where=f"placeholder '{path}'",
             )
         if op in _NO_NUMBERS:
-            return [Absent(f"what {op} returns")] * 4
+            return [Absent(f"the result of {op}")] * 4
         c = TfCall(b=self.b, node=node, ins=ins)
         if op in PASSED_ON or (op == "Cast" and c.value(0) is not None and c.type("DstT") == c.dtype(0)):
             return [c.value(0)]
@@ -178,13 +182,14 @@ class TfLowering:
             self.b.remark_unknown(node.op)
             return self._replicate(c)
         raise UnknownOp(
-            f"no lowering for TensorFlow op '{op}' at {path}.\n"
-            f"Add one to frontends/tf/rules.py, or pass unknown='replicate' (the op is then not split)."
+            "pase has no rule for this op",
+            where=f"TensorFlow op '{op}' at {path}",
+            fix="add a rule to frontends/tf/rules*.py, or pass unknown='replicate' (the op is then not split)",
         )
 
     def _value(self, c: TfCall, a: np.ndarray) -> TfValue:
         if 0 in a.shape and a.size == 0 and a.ndim > 1:
-            raise c.fail(f"gives a tensor of shape {a.shape}: a dim without elements cannot be parallelized")
+            raise c.fail(f"its result has shape {a.shape}, but a dim without elements cannot be parallelized")
         return StaticValue(a)
 
     def _variable(self, c: TfCall) -> Tensor:
@@ -195,11 +200,15 @@ class TfLowering:
 
     def _const(self, node: TfNode) -> TfValue:
         if "value" not in node.attr:
-            raise PaseError(f"TensorFlow op 'Const' at {node.name} has no value: was the file cut off?")
+            raise PaseError(
+                "it has no value",
+                where=f"TensorFlow op 'Const' at {node.name}",
+                fix="check that the file is complete",
+            )
         proto = node.attr["value"].tensor
         shape = static_shape(proto.tensor_shape)
         if shape is None or any(s is None for s in shape):
-            raise PaseError(f"TensorFlow op 'Const' at {node.name} has no static shape")
+            raise PaseError("it has no static shape", where=f"TensorFlow op 'Const' at {node.name}")
         whole = tuple(s for s in shape if s is not None)
         dtype = dtype_name(proto.dtype)
         if dtype in ("string", "resource", "variant"):
@@ -212,11 +221,13 @@ class TfLowering:
             if a is not None:
                 return StaticValue(a)
         if any(s < 1 for s in whole):
-            raise PaseError(f"TensorFlow op 'Const' at {node.name} has shape {whole}: a dim without elements")
+            raise PaseError(
+                f"its shape {whole} has a dim without elements", where=f"TensorFlow op 'Const' at {node.name}"
+            )
         return self.b.constant(whole, dtype)
 
     def _replicate(self, c: TfCall) -> Sequence[TfValue]:
-        """An op without a rule, where the user allows it: whole on every device, its traffic priced."""
+        """An op without a rule, if the user allows it: replicated. Only its memory traffic is priced."""
         return opaque(c, [(c.hinted(k), dtype) for k, dtype in enumerate(_output_types(c))])
 
 
@@ -234,7 +245,10 @@ def _tensor_name(v: TfValue) -> str | None:
 
 
 def _output_types(c: TfCall) -> list[str]:
-    """The dtypes of a node's results, by its op's definition. Without a definition: one result like operand 0."""
+    """The dtypes of a node's results, from the definition of its op.
+
+    For an op without a definition, as many results as TensorFlow recorded shapes for (or one), all of one dtype.
+    """
     from tensorflow.python.framework import op_def_registry
 
     found = op_def_registry.get(c.node.op)

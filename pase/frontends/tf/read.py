@@ -1,4 +1,4 @@
-"""Whatever a user calls a TensorFlow model, read as a graph: a file, a GraphDef, or what lives in this process."""
+"""Reads any form of a TensorFlow model as a graph: a file, a GraphDef, or an object in this process."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ __all__ = ["read_source"]
 
 
 def read_source(model: object, args: Sequence[Tree], name: str | None, dims: DimSizes) -> TfSource:
-    """Whatever ``sources.reads`` accepts. dims: sizes for dims that are not known, see ``bound``."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # its greetings on standard error
+    """Read a model that ``sources.reads`` accepts. dims: sizes for dims that are not known, see ``bound``."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # no start-up messages on standard error
     try:
         import tensorflow  # noqa: F401
     except ImportError as e:
-        raise PaseError(f"reading TensorFlow models needs TensorFlow ({e}): {install_line('tf')}") from e
+        raise PaseError(
+            f"reading TensorFlow models needs TensorFlow ({e})", fix=f"run: {install_line('tf')}"
+        ) from e
     if isinstance(model, (str, Path)):
         if args:
-            raise PaseError(f"'{model}' names a model: give no further arguments after it")
+            raise PaseError(
+                "a model in a file takes no example arguments",
+                where=str(model),
+                fix="give no arguments after it",
+            )
         if Path(model).suffix == KERAS_SUFFIX:
             return live.from_keras(keras_files.keras_model(Path(model)), (), name or str(model), dims)
         return files.from_path(Path(model), name or str(model), dims)

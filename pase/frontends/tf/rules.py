@@ -1,7 +1,7 @@
-"""One rule per TensorFlow op: which loop nest it is. An elementwise op is a function of ``pase.ir.functions``.
+"""Rules that lower TensorFlow ops to loop nests: the table of rules, elementwise ops, reductions and random ops.
 
-Here are these and reductions; ``rules_products`` has products, ``rules_nn`` convolutions, norms, pools and
-losses, ``rules_shape`` what moves data about.
+``rules_products`` has products, ``rules_nn`` convolutions, norms, pools and losses, ``rules_rnn`` recurrent layers, and
+``rules_shape`` ops that move data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pase.registry import Registry
 __all__ = ["RULES", "TfRule", "broadcast_shape", "lowers", "opaque", "pointwise"]
 
 TfRule = Callable[[TfCall], Sequence[TfValue]]
-"""Returns one value per output of the node."""
+"""A rule returns one value per output of the node."""
 
 RULES: Registry[TfRule] = Registry("rule for TensorFlow op", package="pase.frontends.tf", prefix="rules")
 lowers = RULES.register
@@ -127,7 +127,7 @@ _FUNCTIONS = {
     "InvGrad ReciprocalGrad SqrtGrad RsqrtGrad SigmoidGrad TanhGrad SoftsignGrad": "gradient_of_result",
     "SoftplusGrad EluGrad SeluGrad": "gradient_of_exp",
 }
-"""Ops that are one function, point by point -> the function (``pase.ir.functions``)."""
+"""Elementwise ops, separated by spaces -> the function that they compute (``pase.ir.functions``)."""
 
 _TYPED = {
     "Cast": "DstT",
@@ -137,10 +137,11 @@ _TYPED = {
     "Angle": "Tout",
     "Complex": "Tout",
 }
-"""Attributes that say the result's dtype, where it is not T."""
+"""Op -> the attribute with the dtype of its result, if that is not T."""
 
 
 def broadcast_shape(c: TfCall, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape that these shapes broadcast to."""
     try:
         return np.broadcast_shapes(*shapes)
     except ValueError:
@@ -148,7 +149,7 @@ def broadcast_shape(c: TfCall, shapes: Sequence[tuple[int, ...]]) -> tuple[int, 
 
 
 def pointwise(function: Function, c: TfCall) -> Sequence[TfValue]:
-    """The rule of an op that is one function: a known number among its operands is part of it."""
+    """The rule for an elementwise op. A known number among its operands becomes part of the op."""
     op = c.node.op
     shape = broadcast_shape(c, [c.shape(i) for i in range(len(c.ins))])
     dtype = "bool" if function.boolean else c.type(_TYPED.get(op, "T"))
@@ -187,7 +188,7 @@ _ACTIVATIONS = {
 
 @lowers(*_ACTIVATIONS)
 def _activation(c: TfCall) -> Sequence[TfValue]:
-    """Written out as jax.nn has it, so that it is priced and kept alike."""
+    """An activation in the ops that jax.nn uses, so that its cost and its residuals are the same as in JAX."""
     return [ACTIVATIONS[_ACTIVATIONS[c.node.op]](c.b, c.x())]
 
 
@@ -208,7 +209,7 @@ def opaque(
 
 @lowers("IdentityN", "ShapeN")
 def _pass_on(c: TfCall) -> Sequence[TfValue]:
-    """Several values passed on, each as it is."""
+    """Several values passed on unchanged, or their shapes."""
     if c.node.op == "ShapeN":
         return [StaticValue(np.array(c.shape(i), c.type("out_type"))) for i in range(len(c.ins))]
     return list(c.ins)
@@ -238,7 +239,7 @@ def _add_n(c: TfCall) -> Sequence[TfValue]:
 
 @lowers("BiasAdd")
 def _bias_add(c: TfCall) -> Sequence[TfValue]:
-    """The bias is per channel; channels are the last dim or (NC...) the second."""
+    """Adds a bias per channel. Channels are the last dim, or the second one for the data formats NC…."""
     x, bias = c.x(0), c.x(1)
     c.rank(1, 1)
     at = 1 if c.text("data_format", "NHWC").startswith("NC") else len(x.shape) - 1
@@ -263,7 +264,7 @@ _REDUCTIONS = {
 
 @lowers(*_REDUCTIONS)
 def _reduce(c: TfCall) -> Sequence[TfValue]:
-    """A mean is a sum and a division, a norm a sum of squares and its root, as in JAX."""
+    """A mean is a sum and a division, and a norm is the root of a sum of squares, as in JAX."""
     op, x, keep = c.node.op, c.x(), c.flag("keep_dims")
     axes = sorted(set(c.axes(1, len(x.shape))))
     if not axes:
@@ -305,7 +306,7 @@ def _l2(c: TfCall) -> Sequence[TfValue]:
     "QuantizeAndDequantizeV4",
 )
 def _fake_quant(c: TfCall) -> Sequence[TfValue]:
-    """Rounded to a grid whose ends are scalars."""
+    """Rounds to a grid whose ends are scalars."""
     x = c.x()
     return nests.elementwise(c.b, FUNCTIONS["fake_quantize"], [x], [x.dtype], name=c.node.op)
 
@@ -327,7 +328,7 @@ def _fake_quant(c: TfCall) -> Sequence[TfValue]:
     "StatelessRandomUniformFullIntV2",
 )
 def _random(c: TfCall) -> Sequence[TfValue]:
-    """Made where it is used; the key, a few integers, is on every device."""
+    """Random numbers, generated in any layout. The key, a few integers, is replicated."""
     shape = c.make(c.numbers(0, "shape"))
     dtype = c.type("dtype", "Tout") if {"dtype", "Tout"} & set(c.node.attr) else "float32"
     keys = [c.x(i) for i, v in enumerate(c.ins) if i and isinstance(v, Tensor)]
@@ -342,7 +343,7 @@ def _random(c: TfCall) -> Sequence[TfValue]:
     "RngReadAndSkip",
 )
 def _key(c: TfCall) -> Sequence[TfValue]:
-    """Arithmetic on random keys: a few integers, on every device alike."""
+    """Arithmetic on random keys: a few integers, replicated on every device."""
     if c.node.op == "StatelessRandomGetAlg":
         return [StaticValue(np.array(1, np.int32))]
     outs = {

@@ -1,5 +1,8 @@
-"""Rules of convolutions, pools, norms, softmax and losses. What is one op in TensorFlow and several loop nests
-(softmax, batch norm, cross entropy) is written out as JAX writes it, so that it is searched and priced alike."""
+"""Rules for TensorFlow's convolutions, pools, norms, softmax, losses, images and linear algebra.
+
+An op that becomes several loop nests (softmax, batch norm, cross entropy) is written out in the same ops as in JAX, so
+that strategies and costs are the same.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ __all__: list[str] = []
 
 
 def _layout(c: TfCall, rank: int, default: str = "NHWC") -> tuple[int, int, list[int]]:
-    """(batch, channel, spatial dims) of a tensor by the attribute data_format."""
+    """(batch dim, channel dim, spatial dims) of a tensor, according to the attribute data_format."""
     form = c.text("data_format", default)
     if len(form) != rank or form[0] != "N" or "C" not in form:
-        raise c.fail(f"data format '{form[:20]}' for a tensor of {rank} dims is not supported")
+        raise c.fail(f"data_format '{form[:20]}' is not supported for a tensor of {rank} dims")
     return 0, form.index("C"), [i for i, letter in enumerate(form) if letter not in "NC"]
 
 
@@ -31,8 +34,7 @@ def _per_dim(c: TfCall, key: str, rank: int) -> list[int]:
 
 
 def _extent(c: TfCall, i: int, size: int, reach: int, stride: int) -> tuple[int, int]:
-    """Output size of a spatial dim under the node's padding, and how much of it is in front; reach: the window with
-    its dilation."""
+    """(output size, padding in front) of a spatial dim. reach: the size of the dilated window."""
     padding, before = c.text("padding"), 0
     if padding == "SAME":
         out = -(-size // stride)
@@ -40,19 +42,22 @@ def _extent(c: TfCall, i: int, size: int, reach: int, stride: int) -> tuple[int,
     if padding == "EXPLICIT":
         pads = c.wholes("explicit_paddings")
         if len(pads) < 2 * i + 2:
-            raise c.fail(f"explicit paddings {pads} do not fit")
+            raise c.fail(f"its explicit_paddings {pads} do not cover dim {i}")
         before = pads[2 * i]
         size += before + pads[2 * i + 1]
     elif padding != "VALID":
-        raise c.fail(f"padding '{padding[:20]}' is not SAME, VALID or EXPLICIT")
+        raise c.fail(f"its padding '{padding[:20]}' is not SAME, VALID or EXPLICIT")
     if size < reach:
-        raise c.fail(f"a window of {reach} does not fit a dim of {size}")
+        raise c.fail(f"a window of {reach} elements does not fit a dim of {size}")
     return (size - reach) // stride + 1, before
 
 
 @lowers("Conv2D", "Conv3D", "DepthwiseConv2dNative", "_FusedConv2D")
 def _conv(c: TfCall) -> Sequence[TfValue]:
-    """Filters are (window, in channels of a group, out channels); a depthwise one (window, channels, multiplier)."""
+    """A convolution with filters [window…, input channels of a group, output channels].
+
+    Filters of a depthwise convolution are [window…, channels, multiplier].
+    """
     x, w = c.x(0), c.x(1)
     rank = 5 if c.node.op == "Conv3D" else 4
     shape, filters = c.rank(0, rank), c.rank(1, rank)
@@ -102,7 +107,7 @@ _FUSED = {
 
 
 def _fused(c: TfCall, x: Tensor, channel: int) -> Tensor:
-    """What the graph optimizer fused after a product: a bias, an activation."""
+    """Applies the ops that the graph optimizer fused after a product: a bias, an activation."""
     for op in [s.decode("ascii", "replace") for s in c.node.attr["fused_ops"].list.s]:
         if op == "BiasAdd":
             bias = c.x(2)
@@ -112,7 +117,9 @@ def _fused(c: TfCall, x: Tensor, channel: int) -> Tensor:
         elif op in _FUSED:
             x = ACTIVATIONS[_FUSED[op]](c.b, x)
         else:
-            raise c.fail(f"fused op '{op[:40]}' is not supported: freeze the graph before optimizing it")
+            raise c.fail(
+                f"pase does not support the fused op '{op[:40]}'", fix="freeze the graph before optimizing it"
+            )
     return x
 
 
@@ -126,7 +133,7 @@ def _fused_matmul(c: TfCall) -> Sequence[TfValue]:
 
 @lowers("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput")
 def _transposed(c: TfCall) -> Sequence[TfValue]:
-    """A transposed convolution: operands are the result's shape, the filters, and what is spread out."""
+    """A transposed convolution. The operands are the shape of the result, the filters, and the input."""
     out = c.make(c.numbers(0, "sizes"))
     rank = len(out)
     shape, filters = c.rank(2, rank), c.rank(1, rank)
@@ -136,7 +143,7 @@ def _transposed(c: TfCall) -> Sequence[TfValue]:
     batch, channel, spatial = _layout(c, rank, form)
     strides, dilations = _per_dim(c, "strides", rank), _per_dim(c, "dilations", rank)
     if filters[-1] != shape[channel] or out[batch] != shape[batch] or out[channel] != filters[-2]:
-        raise c.fail(f"filters of shape {filters} do not take {shape} to {out}")
+        raise c.fail(f"its filters of shape {filters} do not fit an input {shape} and a result {out}")
     overlap = [(filters[k] - 1) * dilations[i] for k, i in enumerate(spatial)]
     return [
         windows.conv(
@@ -168,7 +175,7 @@ def _pool(c: TfCall) -> Sequence[TfValue]:
     else:
         window, strides = _per_dim(c, "ksize", rank), _per_dim(c, "strides", rank)
     if len(window) != rank or len(strides) != rank or min(window + strides) < 1:
-        raise c.fail(f"a window of {window} moved by {strides} does not fit a tensor of {rank} dims")
+        raise c.fail(f"its window {window} with strides {strides} does not fit a tensor of {rank} dims")
     out, padding = zip(*(_extent(c, i, s, window[i], strides[i]) for i, s in enumerate(shape)), strict=True)
     function = functions.WINDOW_SUM if c.node.op.startswith("Avg") else functions.WINDOW_MAX
     made = windows.window_reduce(c.b, function, x, c.make(out), window, strides, padding, name=c.node.op)
@@ -185,7 +192,7 @@ def _cast(c: TfCall, x: Tensor, dtype: str) -> Tensor:
 
 @lowers("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3", "_FusedBatchNormEx")
 def _batch_norm(c: TfCall) -> Sequence[TfValue]:
-    """Over the global batch: if the batch is split, its statistics are summed across devices."""
+    """Batch norm over the global batch: if the batch is split, its statistics are summed across devices."""
     x, dtype = c.x(0), c.dtype(0)
     rank = len(c.rank(0, 4, 5))
     _, channel, _ = _layout(c, rank, "NHWC" if rank == 4 else "NDHWC")
@@ -216,8 +223,8 @@ def _batch_norm(c: TfCall) -> Sequence[TfValue]:
         if c.text("activation_mode", "Identity") == "Relu":
             out = ACTIVATIONS["relu"](c.b, out)
         elif c.text("activation_mode", "Identity") != "Identity":
-            raise c.fail(f"activation '{c.text('activation_mode')[:40]}' is not supported")
-    reserved = Absent("what batch norm keeps for a gradient of its own")
+            raise c.fail(f"pase does not support the activation '{c.text('activation_mode')[:40]}'")
+    reserved = Absent("a residual for batch norm's own gradient")
     return [out, mean, variance, reserved, reserved, reserved]
 
 
@@ -225,14 +232,14 @@ def _batch_norm(c: TfCall) -> Sequence[TfValue]:
 def _softmax(c: TfCall) -> Sequence[TfValue]:
     x = c.x()
     if not x.shape:
-        raise c.fail("a scalar has no classes")
+        raise c.fail("its operand is a scalar, which has no classes")
     make = composites.softmax if c.node.op == "Softmax" else composites.log_softmax
     return [make(c.b, x, [len(x.shape) - 1])]
 
 
 @lowers("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits")
 def _cross_entropy(c: TfCall) -> Sequence[TfValue]:
-    """The loss of each row. The second result is a gradient, which pase derives itself."""
+    """The loss per row. The second result is a gradient, which pase does not need."""
     (rows, classes) = c.rank(0, 2)
     sparse = c.node.op.startswith("Sparse")
     if sparse and c.shape(1) != (rows,):
@@ -248,11 +255,11 @@ def _cross_entropy(c: TfCall) -> Sequence[TfValue]:
         (total,) = nests.reduce(c.b, functions.SUM, [weighted], [n], [x.dtype])
         loss = composites.apply(c.b, functions.NEG, total)
     out: TfValue = loss if n == 1 else Reshaped(source=loss, shape=(rows,), at=c.b.eqn)
-    return [out, Absent("a gradient, which pase derives by itself")]
+    return [out, Absent("a gradient, which pase does not compute")]
 
 
 def _rows_apart(c: TfCall, sparse: bool) -> tuple[Tensor, Tensor]:
-    """Logits and labels, with the dims that a reshape merged into rows, where both have them."""
+    """Logits and labels before the reshapes that merged their rows, if both were merged in the same way."""
     v, labels = c.value(0), c.value(1)
     if isinstance(v, Reshaped) and isinstance(labels, Reshaped) and v.source.shape[-1] == v.shape[-1]:
         wanted = v.source.shape[:-1] if sparse else v.source.shape
@@ -263,7 +270,7 @@ def _rows_apart(c: TfCall, sparse: bool) -> tuple[Tensor, Tensor]:
 
 @lowers("LRN")
 def _lrn(c: TfCall) -> Sequence[TfValue]:
-    """Over neighbouring channels, which are therefore not split: a window's sum, a power, a division."""
+    """Local response normalization over channels, which are not split: a window sum, a power, a division."""
     x = c.x()
     radius = c.whole("depth_radius", 5)
     outs = [(c.rank(0, 4), x.dtype)]
@@ -274,12 +281,12 @@ def _lrn(c: TfCall) -> Sequence[TfValue]:
 
 @lowers("ResizeBilinear", "ResizeNearestNeighbor", "ResizeBicubic", "ResizeArea", "ScaleAndTranslate")
 def _resize(c: TfCall) -> Sequence[TfValue]:
-    """Rows and columns are not split, images and channels may be."""
+    """Resizes images. Rows and columns are not split; images and channels may be."""
     x = c.x()
     batch, _, _, channels = c.rank(0, 4)
     size = c.numbers(1, "size")
     if len(size) != 2:
-        raise c.fail(f"its size {size} must be rows and columns")
+        raise c.fail(f"its size {size} must have two elements: rows and columns")
     dtype = x.dtype if c.node.op == "ResizeNearestNeighbor" else "float32"
     flops = {"ResizeNearestNeighbor": 1.0, "ResizeBilinear": 8.0}.get(c.node.op, 32.0)
     made = nests.restrict(c.b, c.node.op, [x], c.make([batch, *size, channels]), [True, False, False, True])
@@ -296,7 +303,7 @@ def _crop(c: TfCall) -> Sequence[TfValue]:
     return opaque(c, [(out, "float32")], flops=8.0 * elements(out))
 
 
-# FLOPs of a matrix of n rows and n columns, as multiples of n**3 (Golub and Van Loan, Matrix Computations).
+# FLOPs for an n by n matrix, as multiples of n**3 (Golub and Van Loan, Matrix Computations).
 _MATRIX = {
     "Cholesky": 1 / 3,
     "Qr": 4 / 3,
@@ -313,11 +320,11 @@ _MATRIX = {
 
 @lowers(*_MATRIX)
 def _matrix(c: TfCall) -> Sequence[TfValue]:
-    """A factorisation or solve: a batch of matrices may be split, a matrix not."""
+    """A factorization or solve. A batch of matrices may be split; a matrix is not split."""
     xs = [c.x(i) for i, v in enumerate(c.ins) if not isinstance(v, StaticValue)]
     shape: tuple[int, ...] = c.x(0).shape  # type: ignore[assignment]
     if len(shape) < 2:
-        raise c.fail(f"it needs matrices, but got shape {shape}")
+        raise c.fail(f"its operand must be a matrix or a batch of matrices, but has shape {shape}")
     lead, rows, columns = shape[:-2], shape[-2], shape[-1]
     small = min(rows, columns)
     full = c.flag("full_matrices")
@@ -338,13 +345,13 @@ def _matrix(c: TfCall) -> Sequence[TfValue]:
 
 @lowers("FFT", "FFT2D", "FFT3D", "IFFT", "IFFT2D", "IFFT3D", "RFFT", "IRFFT", "RFFT2D", "IRFFT2D")
 def _fft(c: TfCall) -> Sequence[TfValue]:
-    """The transformed dims are not split; 5 log2(n) FLOPs a point (Cooley and Tukey's count)."""
+    """The transformed dims are not split; 5 log2(n) FLOPs per point (Cooley and Tukey's count)."""
     import math
 
     x, op = c.x(), c.node.op
     rank = 2 if "2D" in op else 3 if "3D" in op else 1
     if len(x.shape) < rank:
-        raise c.fail(f"shape {c.shape(0)} has fewer than {rank} dims")
+        raise c.fail(f"its operand of shape {c.shape(0)} has fewer than {rank} dims")
     lead, tail = c.shape(0)[:-rank], list(c.shape(0)[-rank:])
     if "RFFT" in op:
         tail = c.numbers(1, "length")

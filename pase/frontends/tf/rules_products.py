@@ -1,4 +1,4 @@
-"""Rules for TensorFlow's products: of matrices, and by an einsum equation."""
+"""Rules for TensorFlow's products: matrix products and einsum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["matmul"]
 
 @lowers("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
 def _matmul(c: TfCall) -> Sequence[TfValue]:
-    """Matrices in the last two dims; those before are a batch, which broadcasts."""
+    """A matrix product over the last two dims. The dims before them are batch dims, which broadcast."""
     batched = c.node.op != "MatMul"
     adjoint = (
         (c.flag("adj_x"), c.flag("adj_y")) if batched else (c.flag("transpose_a"), c.flag("transpose_b"))
@@ -27,7 +27,7 @@ def _matmul(c: TfCall) -> Sequence[TfValue]:
 
 
 def matmul(c: TfCall, adj_x: bool, adj_y: bool, dtype: str) -> TfValue:
-    """Operands 0 and 1 multiplied; dims that a reshape before it has merged stay apart where they can."""
+    """The product of operands 0 and 1. Dims that a reshape of an operand has merged stay separate if possible."""
     sx, sy = c.shape(0), c.shape(1)
     kx, ky = len(sx) - (2 if adj_x else 1), len(sy) - (1 if adj_y else 2)
     if sx[kx] != sy[ky]:
@@ -56,8 +56,11 @@ def matmul(c: TfCall, adj_x: bool, adj_y: bool, dtype: str) -> TfValue:
 def _apart(
     c: TfCall, of_x: list[str], of_y: list[str]
 ) -> tuple[tuple[Tensor, list[str]], tuple[Tensor, list[str]], dict[str, list[str]]] | None:
-    """Operands before the reshapes that merged their dims, with names for the dims, and which dims were merged into
-    which. None if there is no such reshape, or if the two operands do not agree."""
+    """Both operands before the reshapes that merged their dims, with names for their dims.
+
+    Also returns name of a merged dim -> names of the dims that it merges. None if there is no such reshape, or if the
+    two operands do not agree on how a dim was merged.
+    """
     inside: dict[str, list[str]] = {}
     sizes: dict[str, tuple[int, ...]] = {}
     found: list[tuple[Tensor, list[str]]] = []
@@ -83,7 +86,10 @@ def _apart(
 def product_of(
     c: TfCall, x: Tensor, y: Tensor, of_x: Sequence[str], of_y: Sequence[str], out: Sequence[str], dtype: str
 ) -> Tensor:
-    """A product of two tensors whose dims have names ("": one element, dropped); a name in neither is one element."""
+    """A product of two tensors with named dims. "" names a dim of one element, which is dropped.
+
+    A name in ``out`` that neither operand has is a dim of one element.
+    """
     x, of_x = _without(c, x, of_x)
     y, of_y = _without(c, y, of_y)
     x, of_x = _summed(c, x, of_x, {*of_y, *out})
@@ -111,6 +117,7 @@ def product_of(
 
 
 def _without(c: TfCall, x: Tensor, names: Sequence[str]) -> tuple[Tensor, list[str]]:
+    """x without the dims named "", and the names of its other dims."""
     kept = [n for n in names if n]
     if len(kept) == len(names):
         return x, kept
@@ -118,7 +125,7 @@ def _without(c: TfCall, x: Tensor, names: Sequence[str]) -> tuple[Tensor, list[s
 
 
 def _summed(c: TfCall, x: Tensor, names: list[str], used: set[str]) -> tuple[Tensor, list[str]]:
-    """Sum over dims that neither the other operand nor the result has."""
+    """x, summed over the dims that neither the other operand nor the result has, and the names of its other dims."""
     gone = [i for i, n in enumerate(names) if n not in used]
     if not gone:
         return x, names
@@ -145,10 +152,13 @@ def _einsum(c: TfCall) -> Sequence[TfValue]:
             raise c.fail(f"'{term[:50]}' of equation '{equation[:100]}' does not fit shape {shape}")
         names = [*head, *[f"...{k}" for k in range(wide - own, wide)], *tail]
         if len(set(names)) != len(names):
-            raise c.fail(f"equation '{equation[:100]}' takes a diagonal, which pase does not support")
+            raise c.fail(
+                f"equation '{equation[:100]}' takes a diagonal, which pase does not support",
+                fix="take the diagonal with tf.linalg.diag_part first",
+            )
         for n, s in zip(names, shape, strict=True):
             if sizes.get(n, 1) not in (1, s) and s != 1:
-                raise c.fail(f"'{n}' has both size {sizes[n]} and {s} in equation '{equation[:100]}'")
+                raise c.fail(f"'{n}' has sizes {sizes[n]} and {s} in equation '{equation[:100]}'")
             sizes[n] = max(sizes.get(n, 1), s)
         named.append(names)
     head, dots, tail = out.partition("...")

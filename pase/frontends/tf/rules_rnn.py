@@ -1,4 +1,4 @@
-"""Cudnn's fused recurrent layers, which Keras uses where it sees a GPU: a batch may be split, nothing else."""
+"""Rules for cuDNN's fused recurrent layers, which Keras uses if it finds a GPU. Only the batch may be split."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_relu": 1, "rnn_tanh": 1}
 
 @lowers("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3")
 def _cudnn(c: TfCall) -> Sequence[TfValue]:
-    """Weights come packed into one vector, which every device has whole; 2·gates·(in + hidden)·hidden FLOPs a step."""
+    """A recurrent layer: 2·gates·(in + hidden)·hidden FLOPs per time step.
+
+    The weights are packed into one vector, which is replicated on every device.
+    """
     x, h = c.rank(0, 3), c.rank(1, 3)
     gates = _GATES.get(c.text("rnn_mode", "lstm"))
     if gates is None:
-        raise c.fail(f"rnn mode '{c.text('rnn_mode')[:20]}' is not one of {', '.join(_GATES)}")
+        raise c.fail(f"its rnn_mode '{c.text('rnn_mode')[:20]}' is not one of {', '.join(_GATES)}")
     time_major = c.flag("time_major", True)
     steps, batch = (x[0], x[1]) if time_major else (x[1], x[0])
     ways = 2 if c.text("direction") == "bidirectional" else 1
@@ -53,4 +56,4 @@ def _cudnn(c: TfCall) -> Sequence[TfValue]:
     over = [d for d in dims if d == "b"]
     made = c.b.nest(c.node.op, "opaque", reads, writes, dims, flops=flops, over=over)
     state: TfValue = made[2] if gates == 4 else Absent("the cell state of a layer that has none")
-    return [made[0], made[1], state, *[Absent("what a gradient of its own would need")] * 2]
+    return [made[0], made[1], state, *[Absent("a residual for cuDNN's own gradient")] * 2]

@@ -1,4 +1,4 @@
-"""Rules of what moves data about: reshapes, slices, joins, lookups, scatters, cumulative ops."""
+"""Rules for TensorFlow ops that move data: reshapes, slices, joins, lookups, scatters, cumulative ops."""
 
 from __future__ import annotations
 
@@ -77,29 +77,29 @@ def _fill(c: TfCall) -> Sequence[TfValue]:
 
 @lowers("Range", "LinSpace", "XlaIota")
 def _range(c: TfCall) -> Sequence[TfValue]:
-    """More numbers than are carried along as known: a constant of that size."""
+    """A constant. This rule gets only ranges that are too long to be known values."""
     if c.node.op == "LinSpace":
         return [c.b.constant(c.make([c.number(2, "number of points")]), c.dtype(0))]
     ends = [c.known(i) for i in range(3)]
     if any(e is None or e.size != 1 for e in ends):
-        raise c.fail("its limits are computed from data: pase needs static shapes")
+        raise c.fail("its limits are computed from data", fix="make them constants or functions of shapes")
     start, limit, delta = (float(e.reshape(())) for e in ends if e is not None)
     if not delta or not np.isfinite([start, limit, delta]).all():
-        raise c.fail(f"a range from {start} to {limit} by {delta} never ends")
+        raise c.fail(f"its range from {start} to {limit} in steps of {delta} does not end")
     return [c.b.constant(c.make([int(np.ceil((limit - start) / delta))]), c.type("Tidx"))]
 
 
 @lowers("Pack")
 def _pack(c: TfCall) -> Sequence[TfValue]:
-    rank = len(c.shape(0)) + 1  # raises where there is none
+    rank = len(c.shape(0)) + 1  # raises if there is no operand
     return [pack(c, [c.x(i) for i in range(len(c.ins))], c.in_range(c.whole("axis", 0), rank))]
 
 
 def pack(c: TfCall, xs: Sequence[Tensor], axis: int) -> Tensor:
-    """Tensors of one shape side by side in a new dim, which may not be split."""
+    """Tensors of one shape, stacked along a new dim that may not be split."""
     shape = xs[0].shape
     if any(x.shape != shape for x in xs):
-        raise c.fail(f"tensors of shapes {', '.join(str(x.shape) for x in xs[:5])} cannot be packed")
+        raise c.fail(f"tensors of shapes {', '.join(str(x.shape) for x in xs[:5])} cannot be stacked")
     one = [*shape[:axis], 1, *shape[axis:]]
     parts = [nests.reshape(c.b, x, one) for x in xs]
     return parts[0] if len(parts) == 1 else nests.concat(c.b, parts, axis)
@@ -113,7 +113,7 @@ def _unpack(c: TfCall) -> Sequence[TfValue]:
 
 
 def take(c: TfCall, x: Tensor, axis: int) -> Tensor:
-    """One index of a dim, which is removed; the dim may not be split."""
+    """x at one index of a dim, without that dim. The dim may not be split."""
     one = [*x.shape[:axis], 1, *x.shape[axis + 1 :]]
     kept = [i != axis for i in range(len(one))]
     part = x if x.shape[axis] == 1 else nests.restrict(c.b, c.node.op, [x], one, kept)
@@ -128,7 +128,7 @@ def _concat(c: TfCall) -> Sequence[TfValue]:
     shapes = [c.shape(i) for i in ids]
     rank = len(shapes[0]) if shapes else 0
     if not rank:
-        raise c.fail("it concatenates nothing, or scalars")
+        raise c.fail("it has nothing to concatenate, or its operands are scalars")
     axis = c.axis(at, rank)
     if any(
         len(s) != rank or (*s[:axis], *s[axis + 1 :]) != (*shapes[0][:axis], *shapes[0][axis + 1 :])
@@ -147,14 +147,14 @@ def _split(c: TfCall) -> Sequence[TfValue]:
     if which:
         parts = c.whole("num_split")
         if parts < 1 or shape[axis] % parts:
-            raise c.fail(f"a dim of {shape[axis]} cannot be split into {parts}")
+            raise c.fail(f"a dim of {shape[axis]} elements cannot be split into {parts} parts")
         sizes = [shape[axis] // parts] * parts
     else:
         sizes = c.numbers(1, "sizes")
         if sizes.count(-1) == 1:
             sizes[sizes.index(-1)] = shape[axis] - sum(s for s in sizes if s != -1)
         if sum(sizes) != shape[axis]:
-            raise c.fail(f"a dim of {shape[axis]} cannot be split into {sizes}")
+            raise c.fail(f"a dim of {shape[axis]} elements cannot be split into parts of {sizes}")
     if len(sizes) == 1:
         return [c.x(which)]
     kept = [i != axis for i in range(len(shape))]
@@ -165,21 +165,23 @@ def _split(c: TfCall) -> Sequence[TfValue]:
 
 @lowers("Slice")
 def _slice(c: TfCall) -> Sequence[TfValue]:
-    """The start may be known only at run time; the size must be known."""
+    """A slice. Its start may be known only at run time; its size must be known."""
     shape, size = c.shape(0), c.numbers(2, "size")
     if len(size) != len(shape):
         raise c.fail(f"its size {size} does not match shape {shape}")
     begin = c.known(1)
     starts = [None] * len(shape) if begin is None else [int(i) for i in begin.reshape(-1)]
     if len(starts) != len(shape):
-        raise c.fail(f"it begins at {starts}, which does not match shape {shape}")
+        raise c.fail(f"its start {starts} does not match shape {shape}")
     out = []
     for n, start, s in zip(shape, starts, size, strict=True):
         if s == -1 and start is None:
-            raise c.fail("its size depends on its start, which is computed from data")
+            raise c.fail(
+                "its size depends on its start, which is computed from data", fix="give a constant size"
+            )
         take_n = n - start if s == -1 and start is not None else s
         if take_n > n or (start is not None and not 0 <= start <= n - take_n):
-            raise c.fail(f"it takes {take_n} elements from position {start} of a dim of {n}")
+            raise c.fail(f"it takes {take_n} elements from position {start} of a dim of {n} elements")
         out.append(take_n)
     return [_part(c, c.make(out), [n == s for n, s in zip(shape, out, strict=True)])]
 
@@ -229,7 +231,7 @@ def _pad(c: TfCall) -> Sequence[TfValue]:
 
 @lowers("Tile")
 def _tile(c: TfCall) -> Sequence[TfValue]:
-    """A dim of one element becomes a new one (a broadcast); another that is repeated may not be split."""
+    """Repeats. A dim of one element is broadcast; any other dim that is repeated may not be split."""
     shape, reps = c.shape(0), c.numbers(1, "multiples")
     if len(reps) != len(shape):
         raise c.fail(f"its multiples {reps} do not match shape {shape}")
@@ -267,7 +269,7 @@ def _reverse(c: TfCall) -> Sequence[TfValue]:
     "Diag",
 )
 def _matrix_part(c: TfCall) -> Sequence[TfValue]:
-    """A triangle, or a diagonal; the dims of the matrix are not split where its shape changes."""
+    """A triangle or a diagonal of a matrix. If the shape changes, the dims of the matrix are not split."""
     x, shape, op = c.x(), c.shape(0), c.node.op
     if op == "MatrixBandPart" or op.startswith("MatrixSetDiag"):
         return nests.elementwise(c.b, functions.SELECT, [x], [x.dtype], name=op)
@@ -284,7 +286,7 @@ def _matrix_part(c: TfCall) -> Sequence[TfValue]:
 
 @lowers("OneHot")
 def _one_hot(c: TfCall) -> Sequence[TfValue]:
-    """One-hot: ids are compared with 0, 1, …; every dim may be split."""
+    """One-hot: compares ids with 0, 1, …. Every dim may be split."""
     shape, depth = c.shape(0), c.number(1, "depth")
     axis = c.whole("axis", -1)
     axis = len(shape) if axis == -1 else c.in_range(axis, len(shape) + 1)
@@ -296,7 +298,7 @@ def _one_hot(c: TfCall) -> Sequence[TfValue]:
 
 @lowers("GatherV2", "Gather", "ResourceGather")
 def _gather(c: TfCall) -> Sequence[TfValue]:
-    """Rows of a table. Known indices are a slice, whose dim is not split; others a lookup, whose dim may be."""
+    """Rows of a table. Known indices are a slice of a dim that is not split; others are a lookup in one that may be."""
     x, shape, ids = c.x(0), c.shape(0), c.shape(1)
     axis = c.axis(2, len(shape)) if len(c.ins) > 2 else 0
     batch = c.whole("batch_dims", 0)
@@ -395,7 +397,7 @@ def _scatter(c: TfCall) -> Sequence[TfValue]:
     "SegmentSumV2",
 )
 def _segment(c: TfCall) -> Sequence[TfValue]:
-    """Rows added up by the segment they belong to."""
+    """Sums or extrema of rows per segment."""
     shape, ids = c.shape(0), c.shape(1)
     if shape[: len(ids)] != ids or not ids:
         raise c.fail(f"its segments of shape {ids} do not fit shape {shape}")
@@ -428,7 +430,7 @@ def _top_k(c: TfCall) -> Sequence[TfValue]:
     x, shape = c.x(), c.shape(0)
     k = c.number(1, "number of entries") if len(c.ins) > 1 else c.whole("k")
     if not shape or k > shape[-1]:
-        raise c.fail(f"it takes the {k} largest elements of shape {shape}")
+        raise c.fail(f"it takes the {k} largest elements, but its operand has shape {shape}")
     out = c.make([*shape[:-1], k])
     index = c.type("index_type") if "index_type" in c.node.attr else "int32"
     return nests.sequential(c.b, functions.TOP_K, [x], len(shape) - 1, [(out, x.dtype), (out, index)])
@@ -436,11 +438,11 @@ def _top_k(c: TfCall) -> Sequence[TfValue]:
 
 @lowers("SpaceToDepth", "DepthToSpace")
 def _blocks(c: TfCall) -> Sequence[TfValue]:
-    """Blocks of pixels to channels and back: a split of dims, a transpose, and a merge."""
+    """Turns blocks of pixels into channels, or back: a reshape, a transpose and a reshape."""
     n, h, w, d = c.rank(0, 4)
     size = c.whole("block_size")
     if c.text("data_format", "NHWC") != "NHWC" or size < 1:
-        raise c.fail("pase supports only NHWC with a block size of at least 1")
+        raise c.fail("pase supports only data_format NHWC with a block_size of at least 1")
     x = c.x()
     if c.node.op == "SpaceToDepth":
         if h % size or w % size:
@@ -457,11 +459,11 @@ def _blocks(c: TfCall) -> Sequence[TfValue]:
 
 @lowers("SpaceToBatchND", "BatchToSpaceND", "SpaceToBatch", "BatchToSpace")
 def _batch_blocks(c: TfCall) -> Sequence[TfValue]:
-    """What a dilated convolution was once made of; nothing but whole dims is split."""
+    """Turns blocks of space into batch elements, or back, for dilated convolutions. Unchanged dims may be split."""
     shape, blocks, pads = list(c.shape(0)), c.numbers(1, "block shape"), c.numbers(2, "paddings")
     times = elements(blocks)
     if len(pads) != 2 * len(blocks) or len(blocks) >= len(shape) or min(blocks) < 1:
-        raise c.fail(f"its blocks of {blocks} with {pads} do not match shape {tuple(shape)}")
+        raise c.fail(f"its blocks {blocks} with paddings {pads} do not match shape {tuple(shape)}")
     grow = c.node.op.startswith("BatchToSpace")
     for i, s in enumerate(blocks, 1):
         pad = pads[2 * i - 2] + pads[2 * i - 1]
@@ -483,7 +485,7 @@ def _bitcast(c: TfCall) -> Sequence[TfValue]:
 
 @lowers("Merge", "RefMerge")
 def _merge(c: TfCall) -> Sequence[TfValue]:
-    """The two ends of a version 1 conditional: both branches are priced."""
+    """The end of a version 1 conditional. Both branches are priced."""
     values = [c.value(i) for i in range(max(len(c.ins), 1))]
     if all(isinstance(v, (Tensor, StaticValue, Handle)) for v in values):
         shape = broadcast_shape(c, [c.shape(i) for i in range(len(values))])

@@ -1,4 +1,4 @@
-"""StridedSlice: from its masks to what it picks of each dim, for values and for shapes alike."""
+"""Reads the masks of a StridedSlice: which positions it takes of each dim, for values as well as for shapes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ __all__ = ["Pick", "positions"]
 
 @dataclass(frozen=True, kw_only=True)
 class Pick:
-    """What is taken of a dim: positions; shrink: the dim goes; fresh: a new dim of one element."""
+    """What a slice takes of a dim.
+
+    picked: the positions. shrink: the dim is removed. fresh: it is a new dim of one element.
+    """
 
     picked: range = range(1)
     shrink: bool = False
     fresh: bool = False
     dynamic: bool = False
-    """Where it begins is known at run time only; ``picked`` has as many positions."""
+    """The start is known only at run time. Of ``picked``, only the number of positions is then meaningful."""
 
 
 def positions(
@@ -30,10 +33,10 @@ def positions(
     end: Sequence[int] | np.ndarray | None,
     strides: Sequence[int] | np.ndarray,
 ) -> list[Pick | None]:
-    """One entry a dim of the result, those that shrink included; None: all of the dim.
+    """One entry per dim of the result, including dims that are removed. None means all of the dim.
 
-    begin, end, strides: one number for each entry of the slice; None in place of begin or end: known at run
-    time only. Raises ValueError where the slice does not fit the shape, or its extent is not known.
+    begin, end, strides: one number per entry of the slice. begin or end is None if it is known only at run time. Raises
+    ValueError if the slice does not fit the shape or its extent is not known.
     """
 
     def mask(key: str) -> int:
@@ -54,7 +57,7 @@ def positions(
             wide = len(shape) - spent
             out += [None] * wide
             at += wide
-            spent = len(shape)  # a second ellipsis is empty
+            spent = len(shape)  # makes a second ellipsis empty
         elif new >> k & 1:
             out.append(Pick(fresh=True))
         elif shrink >> k & 1:

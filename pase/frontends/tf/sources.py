@@ -1,4 +1,4 @@
-"""What a user calls a TensorFlow model, as a graph with names for what goes in: nothing is run, no weight is read."""
+"""A TensorFlow model as a graph with names for its inputs and variables (``TfSource``), and how sizes are bound."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _DIM = re.compile(r"^[\w./:-]{1,100}$", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """An input: its user's name, shape (None: not known), dtype."""
+    """An input: its name in the user's model, its shape (None for an unknown size), and its dtype."""
 
     name: str
     shape: tuple[int | None, ...]
@@ -47,7 +47,7 @@ class InputSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
-    """A variable of the model. trainable: it has a gradient."""
+    """A variable of the model. trainable: whether it has a gradient."""
 
     path: str
     shape: tuple[int, ...]
@@ -57,15 +57,15 @@ class Variable:
 
 @dataclass(frozen=True, kw_only=True)
 class TfSource:
-    """A model as a graph. inputs, captured: keyed by the reference of their placeholder."""
+    """A model as a graph. inputs and captured are keyed by the references of their placeholders."""
 
     name: str
     graph: TfGraph
     inputs: Mapping[str, InputSpec]
     captured: Mapping[str, Variable | InputSpec] = field(default_factory=dict)
-    """Variables; a Spec is an array that the function closes over: a constant."""
+    """Variables and arrays that the function closes over. An array is an InputSpec and becomes a constant."""
     variables: Mapping[str, Variable] = field(default_factory=dict)
-    """Variables that are nodes of the graph, by the node's name."""
+    """Variables that are nodes of the graph, by the names of the nodes."""
     weights: frozenset[str] = frozenset()
     """Constants that were variables before the graph was frozen."""
     lines: Mapping[str, str] = field(default_factory=dict)
@@ -73,6 +73,7 @@ class TfSource:
 
 
 def is_keras(model: object) -> bool:
+    """Whether the model is a layer or model of Keras."""
     return any(_KERAS.match(n) for n in type_names(model))
 
 
@@ -81,7 +82,10 @@ def _is_function(model: object) -> bool:
 
 
 def reads(model: object) -> bool:
-    """A Keras model, a tf.function or ConcreteFunction, a GraphDef, a SavedModel's folder, a .pb or .keras file."""
+    """Whether the model is a Keras model, a tf.function, a ConcreteFunction, a GraphDef, or a file of one of them.
+
+    Files are the folder of a SavedModel, .pb files and .keras files.
+    """
     if isinstance(model, (str, Path)):
         path = Path(model)
         return path.suffix in (".pb", KERAS_SUFFIX) or (path / "saved_model.pb").is_file()
@@ -98,16 +102,19 @@ def is_graph_def(model: object) -> bool:
 
 
 def _dim_names(spec_name: str, i: int) -> tuple[str, ...]:
-    """What a dim that is not known may be called: INPUT.DIM, and batch where it is the first."""
+    """The names by which an unknown dim may be bound: INPUT.DIM, and "batch" for the first dim."""
     return (f"{spec_name}.{i}", "batch") if i == 0 else (f"{spec_name}.{i}",)
 
 
 def bound(specs: Iterable[InputSpec], dims: DimSizes, model: str) -> list[InputSpec]:
-    """The specs with sizes for all dims; PaseError that says which dim to bind, or which binding means none."""
+    """The specs with sizes for all dims.
+
+    Raises PaseError for a dim that is not bound, and for a name in ``dims`` that is no dim of the model.
+    """
     out: list[InputSpec] = []
     used: set[str] = set()
     known: dict[str, None] = {}
-    missing: list[str] = []
+    missing: list[PaseError] = []
     for spec in specs:
         shape: list[int | None] = []
         for i, s in enumerate(spec.shape):
@@ -121,38 +128,44 @@ def bound(specs: Iterable[InputSpec], dims: DimSizes, model: str) -> list[InputS
                 else:
                     short = "batch" if i == 0 else names[0]
                     missing.append(
-                        f"input '{spec.name}' has shape {spec.shape}: bind its dim {i}, dims={{'{short}': 64}} or "
-                        f"--dim {short}=64"
+                        PaseError(
+                            f"dim {i} of its shape {spec.shape} is not known",
+                            where=f"input '{spec.name}' of '{model}'",
+                            fix=f"bind it with dims={{'{short}': 64}} or --dim {short}=64",
+                        )
                     )
             elif s < 1:
                 raise PaseError(
-                    f"input '{spec.name}' of '{model}' has shape {spec.shape}: a dim of {s} elements cannot be "
-                    f"parallelized"
+                    f"its shape is {spec.shape}, but a dim of {s} elements cannot be parallelized",
+                    where=f"input '{spec.name}' of '{model}'",
                 )
             shape.append(s)
         out.append(InputSpec(name=spec.name, shape=tuple(shape), dtype=spec.dtype))
     for key, value in dims.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PaseError(f"dim {key}={value!r}: a size is a positive whole number")
+            raise PaseError(f"{value!r} is not a positive whole number", where=f"dim {key}")
         if key not in used:
             raise PaseError(
-                f"model '{model}' has no dim '{key[:100]}' to bind; it has: "
-                f"{', '.join(known) or 'none, all are numbers'}"
+                f"the model has no dim '{key[:100]}' to bind; it has {', '.join(known) or 'none'}",
+                where=model,
             )
     if missing:
-        raise PaseError(f"model '{model}': {missing[0]}")
+        raise missing[0]
     return out
 
 
 def shape_of(shape: Any, what: str) -> tuple[int | None, ...]:
+    """The sizes of a shape, with None for an unknown size. PaseError if the rank is unknown. what: names the tensor."""
     sizes = shape.as_list() if getattr(shape, "rank", 0) is not None and hasattr(shape, "as_list") else shape
     if sizes is None or getattr(shape, "rank", 0) is None:
-        raise PaseError(f"{what} has no static rank: give it a shape, tf.TensorSpec(shape, dtype)")
+        raise PaseError(
+            "it has no static rank", where=what, fix="give it a shape, tf.TensorSpec(shape, dtype)"
+        )
     return tuple(None if s is None else int(s) for s in sizes)
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """Names that occur twice get ~2, ~3, … in their order."""
+    """The names, made unique: repeated names get ~2, ~3, … in order."""
     seen: Counter[str] = Counter()
     out = []
     for n in names:
@@ -162,10 +175,11 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 
 def dtype_of(dtype: object) -> str:
-    """A TensorFlow, Keras or numpy dtype by name."""
+    """The name of a dtype of TensorFlow, Keras or numpy."""
     text = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype)
     return text.removesuffix("_ref")
 
 
 def short(e: BaseException) -> str:
+    """The message of an exception in one line of at most 500 characters."""
     return " ".join(str(e).split())[:500]

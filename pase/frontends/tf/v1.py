@@ -1,6 +1,7 @@
-"""Version 1 of control flow, as frozen graphs have it: cycles of Enter, Merge, Switch, NextIteration and Exit nodes,
-raised to the While nodes that they were lowered from. A version 1 conditional (Switch, Merge) needs no raising: both of
-its branches are lowered.
+"""Raises version 1 loops of frozen graphs to While nodes.
+
+A loop in version 1 control flow is a cycle of Enter, Merge, Switch, NextIteration and Exit nodes. A version 1
+conditional (Switch, Merge) needs no raising: both of its branches are lowered.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ class _Name:
 
 @dataclass(frozen=True)
 class _Functions:
-    """An attribute that names a function, as AttrValue protos have it."""
+    """An attribute that names a function, with the fields of an AttrValue proto."""
 
     func: _Name
     list: _Name = field(default_factory=lambda: _Name(""))
 
 
 def raise_loops(nodes: Mapping[str, TfNode], made: dict[str, TfBody]) -> dict[str, TfNode]:
-    """The graph with a While node for every frame; the bodies go into ``made``. Inner loops come first: an outer one
-    has no order before they are raised."""
+    """The graph with a While node for every frame. The bodies of the loops are added to ``made``.
+
+    Inner loops are raised first, because the nodes of an outer loop can be ordered only after that.
+    """
     out = dict(nodes)
     frames: dict[str, list[TfNode]] = {}
     for n in nodes.values():
@@ -61,10 +64,10 @@ def _frame(n: TfNode) -> str:
 def _raised(
     nodes: Mapping[str, TfNode], frame: str, enters: list[TfNode], made: dict[str, TfBody]
 ) -> dict[str, TfNode]:
-    """The nodes that one frame becomes: a While, and an Identity for each of its Exits."""
+    """The nodes that replace one frame: a While, and an Identity for each of the frame's Exits."""
     where = f"loop '{frame}'"
     by_name = {n.name: n for n in enters}
-    merges: list[tuple[TfNode, TfNode, TfNode]] = []  # Merge, its Enter, its NextIteration
+    merges: list[tuple[TfNode, TfNode, TfNode]] = []  # (Merge, its Enter, its NextIteration)
     readers: dict[str, list[TfNode]] = {}
     for n in nodes.values():
         for ref in n.inputs:
@@ -79,7 +82,7 @@ def _raised(
         if first is not None and again is not None:
             merges.append((n, first, again))
     if not merges:
-        raise PaseError(f"{where} has no loop variables: was the file cut off?")
+        raise PaseError("it has no loop variables", where=where, fix="check that the file is complete")
     varying = {e.name for _, e, _ in merges}
     fixed = [e for e in enters if e.name not in varying]
     condition: str | None = None
@@ -99,11 +102,13 @@ def _raised(
                     name=r.name, op="Identity", inputs=(f"{frame}/raised:{k}",), attr=r.attr
                 )
     if condition is None:
-        raise PaseError(f"{where} has no condition: was the file cut off?")
+        raise PaseError("it has no condition", where=where, fix="check that the file is complete")
     constants = [f"{e.name}:0" for e in fixed]
     outer = [e for _, e, _ in merges] + fixed
     if any(not e.inputs for e in outer) or any(not again.inputs for _, _, again in merges):
-        raise PaseError(f"{where} has a variable without a value: was the file cut off?")
+        raise PaseError(
+            "it has a variable without a value", where=where, fix="check that the file is complete"
+        )
     names = f"{frame}/cond", f"{frame}/body"
     args = [f"{m.name}:0" for m, _, _ in merges] + constants
     made[names[0]] = TfBody(

@@ -1,4 +1,4 @@
-"""What flows through a TensorFlow graph while it is lowered, and how a rule looks at its node's operands."""
+"""The values that flow through a TensorFlow graph while it is lowered, and a rule's view of a node (``TfCall``)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pase.ops import GraphBuilder, nests
 __all__ = ["MOST_KNOWN", "Absent", "Handle", "Reshaped", "StaticValue", "TensorList", "TfCall", "TfValue"]
 
 MOST_KNOWN = 4096
-"""Elements of the largest value that is worked out while lowering: shapes, axes, paddings, not weights."""
+"""The most elements of a value that is evaluated while lowering: shapes, axes and paddings, but not weights."""
 
 
 @dataclass(frozen=True)
 class StaticValue:
-    """A small value that the graph determines without data."""
+    """A small value that is known from the graph alone, without data."""
 
     array: np.ndarray
 
@@ -37,27 +37,30 @@ class StaticValue:
 
 @dataclass(frozen=True)
 class Handle:
-    """A resource variable: reading it gives its tensor."""
+    """A handle of a variable. Reading it gives the tensor."""
 
     tensor: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorList:
-    """A list of equally shaped tensors (TensorArray): what has been put in so far, stacked, if anything."""
+    """A list of tensors of one shape (TensorArray). stacked: its elements as one tensor, if they have been stacked."""
 
     length: int | None
     element: tuple[int, ...] | None
     dtype: str
     stacked: Tensor | None = None
     parts: tuple[tuple[int, Tensor], ...] = ()
-    """(index, element) of what was set one by one outside of a loop."""
+    """(index, element) of the elements that were set one by one outside of a loop."""
 
 
 @dataclass(kw_only=True)
 class Reshaped:
-    """A reshape that is not made yet. Products use its source, so that dims that a framework flattens for a matrix
-    product (batch and sequence, heads and features) stay separate. Any other reader makes the reshape."""
+    """A reshape that has not been made yet.
+
+    Products read its source instead, so that dims that a framework flattens for a matrix product (batch and sequence,
+    heads and features) stay separate. Any other reader makes the reshape.
+    """
 
     source: Tensor
     shape: tuple[int, ...]
@@ -76,7 +79,7 @@ class Reshaped:
         return self.made
 
     def parts(self) -> list[tuple[int, ...]] | None:
-        """For each dim the source's dims that it merges; None where it is more than merging."""
+        """For each dim, the source's dims that it merges; None if the reshape does not only merge dims."""
         factors = nests.common_factors(self.source.shape, self.shape)
         if factors is None:
             return None
@@ -89,7 +92,7 @@ class Reshaped:
 
 @dataclass(frozen=True)
 class Absent:
-    """A value that is not priced: strings, tokens, iterators. ``why`` goes into the message if it is used."""
+    """A value that is not priced: a string, a token, an iterator. why: names it in the message if an op uses it."""
 
     why: str
 
@@ -99,7 +102,7 @@ TfValue: TypeAlias = "Tensor | StaticValue | Handle | TensorList | Reshaped | Ab
 
 @dataclass(frozen=True, kw_only=True)
 class TfCall:
-    """A node with its operands' values: what a rule works on."""
+    """A node with the values of its operands, as its rule sees it."""
 
     b: GraphBuilder
     node: TfNode
@@ -109,8 +112,9 @@ class TfCall:
     def where(self) -> str:
         return f"TensorFlow op '{self.node.op}' at {self.b.eqn or self.node.name}"
 
-    def fail(self, what: str) -> PaseError:
-        return PaseError(f"{self.where}: {what}")
+    def fail(self, what: str, fix: str = "") -> PaseError:
+        """The error to raise: what is wrong with this node, and what the user can do about it."""
+        return PaseError(what, where=self.where, fix=fix)
 
     # -- operands --
 
@@ -121,7 +125,7 @@ class TfCall:
             raise self.fail(f"it has {len(self.ins)} operands, but needs operand {i}") from None
 
     def x(self, i: int = 0) -> Tensor:
-        """Operand i as a tensor; a known value becomes a constant."""
+        """Operand i as a tensor. A known value becomes a constant."""
         v = self.value(i)
         if isinstance(v, Handle):
             return v.tensor
@@ -146,26 +150,30 @@ class TfCall:
         return v.tensor.dtype if isinstance(v, Handle) else v.dtype if not isinstance(v, Absent) else "string"
 
     def known(self, i: int) -> np.ndarray | None:
-        """Operand i's value, if the graph determines it without data."""
+        """The value of operand i if it is known without data, else None."""
         v = self.value(i)
         return v.array if isinstance(v, StaticValue) else None
 
     def numbers(self, i: int, what: str) -> list[int]:
-        """Operand i as whole numbers; PaseError where it is computed from data."""
+        """Operand i as integers. PaseError if they are computed from data. what: names the operand in the message."""
         a = self.known(i)
         if a is None:
             raise self.fail(
-                f"its {what} ({self._input(i)}) are computed from data at run time, but pase needs numbers: "
-                f"make them constants, or functions of shapes"
+                f"operand {i} ({self._input(i)}), which gives the {what}, is computed from data at run time",
+                fix="make it a constant or a function of shapes",
             )
         if a.dtype.kind not in "iub":
-            raise self.fail(f"its {what} ({self._input(i)}) have dtype {a.dtype}, but must be whole numbers")
+            raise self.fail(
+                f"operand {i} ({self._input(i)}), which gives the {what}, has dtype {a.dtype}, but must be integers"
+            )
         return [int(n) for n in a.reshape(-1)]
 
     def number(self, i: int, what: str) -> int:
         n = self.numbers(i, what)
         if len(n) != 1:
-            raise self.fail(f"its {what} ({self._input(i)}) must be one number, got {len(n)}")
+            raise self.fail(
+                f"operand {i} ({self._input(i)}), which gives the {what}, has {len(n)} numbers, but must be one"
+            )
         return n[0]
 
     def axis(self, i: int, rank: int, what: str = "axis") -> int:
@@ -176,15 +184,16 @@ class TfCall:
 
     def in_range(self, axis: int, rank: int, what: str = "axis") -> int:
         if not -rank <= axis < rank:
-            raise self.fail(f"its {what} {axis} is out of range for a tensor of {rank} dims")
+            raise self.fail(f"{what} {axis} is out of range for a tensor of {rank} dims")
         return axis % rank
 
     def rank(self, i: int, *allowed: int) -> tuple[int, ...]:
-        """Operand i's shape, which must be of one of these ranks."""
+        """The shape of operand i, which must have one of these ranks."""
         shape = self.shape(i)
         if len(shape) not in allowed:
             raise self.fail(
-                f"operand {i} ({self._input(i)}) has shape {shape}; rank {' or '.join(map(str, allowed))} is needed"
+                f"operand {i} ({self._input(i)}) has shape {shape}, but must have "
+                f"{' or '.join(map(str, allowed))} dims"
             )
         return shape
 
@@ -200,7 +209,7 @@ class TfCall:
         if key in self.node.attr:
             return int(self.node.attr[key].i)
         if default is None:
-            raise self.fail(f"its attribute '{key}' is missing")
+            raise self.fail(f"attribute '{key}' is missing")
         return default
 
     def wholes(self, key: str) -> list[int]:
@@ -210,7 +219,7 @@ class TfCall:
         return self.node.attr[key].s.decode("ascii", "replace") if key in self.node.attr else default
 
     def type(self, *keys: str) -> str:
-        """The dtype in the first of these attributes that is there; operand 0's where none is."""
+        """The dtype in the first of these attributes that the node has; the dtype of operand 0 if it has none."""
         for key in keys:
             if key in self.node.attr:
                 return dtype_name(self.node.attr[key].type)
@@ -219,19 +228,19 @@ class TfCall:
     # -- checks --
 
     def make(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """A result's shape, checked: a dim of no elements cannot be parallelized."""
+        """The shape of a result. PaseError if a dim has no elements, because it could not be parallelized."""
         out = tuple(int(s) for s in shape)
         if any(s < 1 for s in out):
-            raise self.fail(f"gives a tensor of shape {out}: a dim without elements cannot be parallelized")
+            raise self.fail(f"its result has shape {out}, but a dim without elements cannot be parallelized")
         return out
 
     def hinted(self, k: int = 0) -> tuple[int, ...]:
-        """The shape that TensorFlow recorded for the node. PaseError if it recorded none, or only part of one."""
+        """The shape that TensorFlow recorded for result k. PaseError if it recorded none, or only a part of one."""
         shape = self.node.hint(k)
         if shape is None or any(s is None for s in shape):
             raise self.fail(
-                f"the shape of its result {k} depends on data ({'unknown' if shape is None else shape}): pase needs "
-                f"static shapes"
+                f"the shape of result {k} depends on data ({'unknown' if shape is None else shape})",
+                fix="give it a static shape",
             )
         return self.make([s for s in shape if s is not None])
 
@@ -241,12 +250,12 @@ def _kind(v: TfValue) -> str:
         case TensorList():
             return "a list of tensors"
         case Handle():
-            return "a variable's handle"
+            return "a handle of a variable"
         case Absent(why):
             return why
     return "a value"
 
 
 def elements(shape: Iterable[int]) -> int:
-    """How many elements a tensor of this shape has."""
+    """The number of elements of a tensor of this shape."""
     return math.prod(shape)

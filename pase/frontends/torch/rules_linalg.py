@@ -33,7 +33,7 @@ _MATRIX = {
     "linalg_pinv": 21.0,
     "linalg_matrix_exp": 20.0,
 }
-"""FLOPs of a matrix of n rows and n columns, as multiples of n**3 (Golub and Van Loan, Matrix Computations)."""
+"""FLOPs for an n by n matrix, as multiples of n**3 (Golub and Van Loan, Matrix Computations)."""
 
 
 @lowers(*_MATRIX)

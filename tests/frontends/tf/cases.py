@@ -1,4 +1,4 @@
-"""What the rules of TensorFlow ops are tried on: (the input's spec, results of an input)."""
+"""Test cases for the rules of TensorFlow ops: (spec of the input, function from the input to results)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small GraphDefs that the tests of the TensorFlow frontend take apart: frozen Keras models, and graphs by hand."""
+"""Small GraphDefs for the tests of the TensorFlow frontend: frozen Keras models, and graphs built node by node."""
 
 from __future__ import annotations
 

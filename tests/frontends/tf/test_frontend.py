@@ -1,5 +1,8 @@
-"""Real models through the TensorFlow frontend: shapes against TensorFlow's own, FLOPs against its profiler and against
-published figures, the same architecture as through JAX."""
+"""Real models through the TensorFlow frontend.
+
+Shapes are compared with TensorFlow's, FLOPs with its profiler and with published figures, and models with their JAX
+versions.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ BATCH = {"batch": 4}
 
 
 def profiled(model: Any, batch: int) -> float:
-    """What TensorFlow's profiler counts for products and convolutions of a forward pass."""
+    """The FLOPs of products and convolutions in a forward pass, counted by TensorFlow's profiler."""
     (x,) = model.inputs
     concrete = tf.function(lambda a: model(a, training=False)).get_concrete_function(
         tf.TensorSpec((batch, *x.shape[1:]), x.dtype)
@@ -51,7 +54,7 @@ def _ops(node: Any) -> Any:
 
 
 def shapes_agree(traced: TracedTf) -> int:
-    """Every result has the shape that TensorFlow infers by itself; returns how many were compared."""
+    """Assert that every result has the shape that TensorFlow infers. Returns the number of results compared."""
     compared = 0
     for node in traced.program.main.nodes:
         for k, name in enumerate(traced.results[Place(node.name)]):
@@ -64,7 +67,7 @@ def shapes_agree(traced: TracedTf) -> int:
 
 @pytest.mark.parametrize(
     ("name", "gmacs", "parameters"),
-    [  # multiply-adds an image, published: He et al. 2016, table 1 (3.8); Simonyan & Zisserman 2015 (19.6); Sandler et
+    [  # published multiply-adds per image: He et al. 2016, table 1 (3.8); Simonyan & Zisserman 2015 (19.6); Sandler et
         # al. 2018 (0.300). All 40 models of keras.applications: bench/tf_applications.py
         ("ResNet50", 3.86, 25_636_712),
         ("VGG19", 19.63, 143_667_240),
@@ -76,7 +79,7 @@ def test_applications(name: str, gmacs: float, parameters: int, monkeypatch: pyt
     for kind in (
         keras.initializers.VarianceScaling,
         keras.initializers.RandomNormal,
-    ):  # nobody reads the weights
+    ):  # the weights are not used
         monkeypatch.setattr(
             kind, "__call__", lambda self, shape, dtype=None, **_: keras.ops.zeros(shape, dtype)
         )
@@ -107,7 +110,7 @@ def test_graphs_are_sound() -> None:
 
 @pytest.mark.parametrize("model", sorted(TWINS))
 def test_same_architecture_as_through_jax(model: str) -> None:
-    """The zoo's models written again in TensorFlow: the same nodes, strategy and cost."""
+    """The zoo's models, rewritten in TensorFlow, have the same nodes, strategy and cost."""
     full = f"{model}?dtype=float32" + ("&scan=0&remat=0&attention=plain" if model == "gpt2" else "")
     step, specs, m = twin(full)
     ours, theirs = registry.trace(step, *specs), registry.trace(m.loss_fn, m.params, m.batch)
@@ -122,7 +125,7 @@ def test_same_architecture_as_through_jax(model: str) -> None:
 
 
 def test_lstm_is_a_loop_whose_body_is_lowered() -> None:
-    """Per layer and step 2·4·(in + hidden)·hidden, then the classifier; through every way in alike."""
+    """2·4·(in + hidden)·hidden FLOPs per layer and time step, plus the classifier, for every form of the model."""
     model = lstm(vocabulary=50, width=8, steps=6)
     wanted = 4 * (2 * 6 * 2 * 4 * (8 + 8) * 8 + 2 * 8 * 50)
     live = trace(model, dims=BATCH)
@@ -141,7 +144,7 @@ def test_a_compiled_keras_model_brings_its_loss() -> None:
 
 
 def test_saved_model(tmp_path: Path) -> None:
-    """Read from its protos: the signature's inputs, variables by the model's own paths, no weight restored."""
+    """A SavedModel is read from its protos, with the signature's inputs and the model's paths, without weights."""
     model = transformer()
     model.export(tmp_path / "m", verbose=False)
     for file in (tmp_path / "m" / "variables").iterdir():
@@ -186,12 +189,13 @@ def test_functions_and_control_flow() -> None:
     assert {d.kind for n in trace(by_data, x).graph.nodes if n.kind == "opaque" for d in n.space} == {
         "replicated"
     }
-    assert flops(trace(step, x).graph, "matmul") == product  # backward is pase's own to derive
+    assert flops(trace(step, x).graph, "matmul") == product  # pase derives backward itself
     graph = named(simplify(trace(step, x).graph))
     assert {"w", "in.x", "w:dot"} <= {n.name for n in graph.nodes}
     assert any(f"{Path(__file__).name}:" in n.source.place for n in graph.nodes)
-    with pytest.raises(PaseError, match="takes example arguments"):
+    with pytest.raises(PaseError, match="example arguments") as e:
         trace(counted)
+    assert e.value.where == "counted" and "tf.TensorSpec" in e.value.fix
 
 
 def test_compile_takes_a_keras_model() -> None:

@@ -1,4 +1,4 @@
-"""Files that Keras saves: the same graph as the model itself; what is not Keras's own, or no file of it, is refused."""
+"""Files saved by Keras give the same graph as the model itself. Custom classes and damaged files are refused."""
 
 from __future__ import annotations
 
@@ -53,34 +53,32 @@ def strange(text: bytes) -> bytes:
     return json.dumps(config).encode()
 
 
-def test_nothing_of_a_stranger_is_imported_or_run(saved: tuple[Any, Path], tmp_path: Path) -> None:
+def test_custom_classes_are_neither_imported_nor_run(saved: tuple[Any, Path], tmp_path: Path) -> None:
     path = changed(saved[1], tmp_path / "bad.keras", strange)
-    with pytest.raises(PaseError, match="an object of 'os', which is not part of Keras"):
+    with pytest.raises(PaseError, match="'os'") as e:
         trace(path, dims=BATCH)
+    assert e.value.where == str(path) and "pase.compile" in e.value.fix
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "not a Keras file that can be read"),
-        (b"PK\x03\x04" * 9, "not a Keras file"),
-        (None, "cannot read"),
-    ],
+    ("content", "word"),
+    [(b"", "not a Keras file"), (b"PK\x03\x04" * 9, "not a Keras file"), (None, "cannot read")],
 )
-def test_what_is_no_keras_file_is_said(content: bytes | None, message: str, tmp_path: Path) -> None:
+def test_other_files_are_refused(content: bytes | None, word: str, tmp_path: Path) -> None:
     path = tmp_path / "m.keras"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(PaseError, match=message):
+    with pytest.raises(PaseError, match=word) as e:
         trace(path, dims=BATCH)
+    assert e.value.where == str(path)
 
 
-def test_a_bomb_is_refused_unopened(tmp_path: Path) -> None:
-    """64 MiB of nothing in a few kilobytes."""
+def test_a_zip_bomb_is_refused_unopened(tmp_path: Path) -> None:
+    """64 MiB of spaces in a few kilobytes."""
     path = tmp_path / "bomb.keras"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("config.json", b" " * ((64 << 20) + 1))
-    with pytest.raises(PaseError, match="has at most 67108864"):
+    with pytest.raises(PaseError, match="67108864"):
         trace(path, dims=BATCH)
 
 
@@ -91,13 +89,14 @@ def test_damaged_configurations_are_refused(saved: tuple[Any, Path], tmp_path: P
             trace(path, dims=BATCH)
 
 
-def endless(text: bytes) -> bytes:
+def doubled(text: bytes) -> bytes:
     config = json.loads(text)
     config["config"]["output_layers"] *= 2
     return json.dumps(config).encode()
 
 
-def test_a_configuration_that_keras_cannot_end_is_refused(saved: tuple[Any, Path], tmp_path: Path) -> None:
-    path = changed(saved[1], tmp_path / "endless.keras", endless)
-    with pytest.raises(PaseError, match="Keras cannot make the model that"):
+def test_a_configuration_that_keras_cannot_build_is_refused(saved: tuple[Any, Path], tmp_path: Path) -> None:
+    path = changed(saved[1], tmp_path / "doubled.keras", doubled)
+    with pytest.raises(PaseError, match="Keras cannot build") as e:
         trace(path, dims=BATCH)
+    assert e.value.where == str(path)

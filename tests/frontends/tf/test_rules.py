@@ -1,4 +1,4 @@
-"""Every rule gives what TensorFlow gives: shapes and dtypes, op by op; and the splits that it allows."""
+"""Every rule gives the shapes and dtypes that TensorFlow gives, op by op, and allows the right splits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def traced(name: str) -> TracedTf:
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_shapes_and_dtypes(name: str) -> None:
-    """Every result of every node has the shape and the dtype that TensorFlow infers; the graph is sound."""
+    """Every result of every node has the shape that TensorFlow infers, and the graph is sound."""
     t = traced(name)
     compared = 0
     for node in t.program.main.nodes:
@@ -48,9 +48,6 @@ def test_shapes_and_dtypes(name: str) -> None:
     verify(simplify(t.graph))
 
 
-_ENDS = ("parameter", "input", "constant", "output")
-
-
 def _nodes(f: Callable[[Any], Any], spec: tf.TensorSpec) -> list[Node]:
     loss = tf.function(lambda x: tf.reduce_sum(tf.cast(f(x), "float32")) + tf.reduce_sum(W), autograph=False)
     return [
@@ -61,7 +58,7 @@ def _nodes(f: Callable[[Any], Any], spec: tf.TensorSpec) -> list[Node]:
 
 
 def test_flattened_products_keep_their_dims() -> None:
-    """Keras flattens batch and sequence before a matrix product; the nest has both."""
+    """Keras flattens batch and sequence before a matrix product. The loop nest has both dims."""
     nodes = _nodes(lambda x: tf.tensordot(x, W, 1), X)
     (product,) = [n for n in nodes if n.kind == "matmul"]
     assert product.ops[0].einsum == "m0 m1 k0, k0 n1 -> m0 m1 n1"
@@ -81,12 +78,13 @@ def test_what_may_be_split() -> None:
     assert kinds(lambda x: tf.image.resize(x, (4, 4)), IMAGES, "ResizeBilinear").count("replicated") == 4
 
 
-def test_what_needs_numbers_says_so() -> None:
+def test_operands_that_must_be_known_are_refused() -> None:
     by_data = tf.function(
         lambda x: tf.reduce_sum(tf.reshape(x, tf.cast(x[0, 0, :2], "int32")) @ W), autograph=False
     )
-    with pytest.raises(PaseError, match=r"'Reshape' at Reshape: its shape .* computed from data"):
+    with pytest.raises(PaseError, match="computed from data") as e:
         trace(by_data, X)
+    assert "'Reshape' at Reshape" in e.value.where and "shape" in e.value.what and "constant" in e.value.fix
     ragged = tf.function(
         lambda x: tf.reduce_sum(tf.boolean_mask(x, x > 0)) + tf.reduce_sum(W), autograph=False
     )
@@ -97,7 +95,6 @@ def test_what_needs_numbers_says_so() -> None:
 def test_coverage_lists_every_rule() -> None:
     listed = {op for ops in from_tf.coverage().values() for op in ops}
     assert set(RULES) <= listed
-    assert len(listed) > 300
 
 
 def test_a_version_1_conditional_has_both_branches() -> None:

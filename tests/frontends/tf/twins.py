@@ -1,4 +1,4 @@
-"""Models of the zoo written again in TensorFlow, over the zoo's own parameters: the same leaves by the same paths."""
+"""Models of the zoo rewritten in TensorFlow, with the same parameters by the same paths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["TWINS", "twin"]
 
 
 def twin(model: str) -> tuple[Any, list[Any], Any]:
-    """(tf.function of the batch's leaves, TensorSpecs of the batch's leaves, the zoo's model)."""
+    """A tf.function of the batch's leaves, the TensorSpecs of these leaves, and the model of the zoo."""
     m = zoo.reduced(model)
     made: dict[str, tf.Variable] = {}
 
