@@ -205,7 +205,7 @@ class LocalNest:
     def collected(self, values: PointValues, a: Access, combine: str) -> np.ndarray:
         """The accessed array, from values over all iteration dims: dims that its map does not walk are reduced.
 
-        This is the inverse of ``spread``.
+        With ``combine="sum"``, this is the transpose of ``spread``.
         """
         full = np.broadcast_to(values, tuple(self.sizes.values()))
         names = self._names(a)

@@ -1,4 +1,4 @@
-"""Loops and branches with a plan's constraints inside: the sharded step equals the unsharded one."""
+"""Loops and branches with a plan's constraints inside of them: the sharded step equals the unsharded one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def turning(p: Any, x: Any, turns: Any) -> Any:
 
 
 def ending_alone(p: Any, x: Any, turns: Any) -> Any:
-    """A while loop under vmap: each row ends when it is long enough, some at once."""
+    """A while loop under vmap: each row ends when it is long enough, some rows before the first iteration."""
     a = lax.stop_gradient(p["a"])
 
     def one(row: Any) -> Any:

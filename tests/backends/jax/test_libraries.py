@@ -1,4 +1,4 @@
-"""Models as people write them with flax and equinox: traced, split, run, and equal to the unsharded step."""
+"""Models written with Flax and Equinox: their sharded steps equal the unsharded ones."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def _equinox():
 def test_modules_end_to_end(make):
     loss_fn, params = make()
     plan = case_of(loss_fn, params, X).plan("ours@2x4")
-    assert any(c.nbytes > 4 for c in plan.collectives), "nothing to check: this plan moves no data"
+    assert any(c.nbytes > 4 for c in plan.collectives), "this plan sends no data, so it tests nothing"
     step = sharded_step(plan, OPTIMIZER, params, X)
     off = unsharded_step(loss_fn, OPTIMIZER, params, X).differences(step)
     assert max(off.values()) < 1e-5, off

@@ -1,13 +1,13 @@
-"""The sharded step equals the unsharded one: every zoo model in its reduced size, under plans that move data.
+"""The sharded step equals the unsharded one: every zoo model in its reduced size, under plans that send data.
 
-All in float32. The two steps add the same numbers in another order, so a sum of n of them may differ by about
-2⁻²⁴ √n of its largest partial sum: 1e-5 for the longest sums here, and an order more where gradients pass many
-layers. A shard in the wrong place, a sum left out or taken twice, changes a gradient by as much as it is large.
-Gradients are therefore held relative to the largest gradient: a bias whose gradient is zero in exact arithmetic
-(attention's key bias) has nothing but rounding in it. Adam divides by the gradient's size, and would blow such
-rounding up to a full step; with epsilon = 1e-3 and a learning rate of 1e-2 it grows tenfold at most.
+All steps run in float32. The two steps add the same numbers in different order, so a sum of n of them may differ by
+about 2⁻²⁴ √n of its largest partial sum: 1e-5 for the longest sums here, and ten times more for gradients that pass
+many layers. A misplaced shard, or a sum that is missing or taken twice, changes a gradient by about its own size.
+Differences are relative to the largest gradient of all, because a bias whose gradient is zero in exact arithmetic
+(attention's key bias) has a gradient of rounding errors only. Adam divides by the gradient's size, and would amplify
+such errors to a full step; with epsilon = 1e-3 and a learning rate of 1e-2 they grow tenfold at most.
 
-The full matrix of models and strategies is bench/comm_audit.py; here each model runs at least once.
+bench/comm_audit.py runs the full matrix of models and strategies; here, each model runs at least once.
 """
 
 import pytest
@@ -35,19 +35,19 @@ STRATEGIES = {
     "densenet121": ["data_parallel"],
     "resnet101": ["fsdp"],
 }
-"""Model -> strategies that run here; a model that is not listed runs "ours@2x4"."""
+"""Model -> the strategies that run here. Any other model runs "ours@2x4"."""
 CASES = [(m, s) for m in distinct_models() for s in STRATEGIES.get(m, ["ours@2x4"])]
 
 
 @pytest.mark.parametrize(("model", "strategy"), CASES, ids=lambda x: x.split("/")[-1])
 def test_step_equals_unsharded(model, strategy):
     off, rows = measured(model, strategy)
-    assert sum(r.compiled for r in rows) > 1000, "this plan moves no data: it tests nothing"
+    assert sum(r.compiled for r in rows) > 1000, "this plan sends no data, so it tests nothing"
     assert {k: v for k, v in off.items() if v > TOLERANCE[k]} == {}
 
 
 def test_a_wrong_layout_is_noticed():
-    """The tolerance is orders below what one missing sum does."""
+    """The tolerance is orders of magnitude smaller than the effect of one missing sum."""
     case = reduced("mlp")
     import jax
     import optax

@@ -1,4 +1,4 @@
-"""Collectives under vmap, callbacks, sparse matrices, bodies split by hand: sharded as unsharded."""
+"""Steps with collectives under vmap, callbacks, sparse matrices or the user's ``shard_map`` equal unsharded ones."""
 
 from __future__ import annotations
 

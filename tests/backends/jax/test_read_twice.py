@@ -1,4 +1,4 @@
-"""Equations that read one value several times, each time split in another way."""
+"""Equations that read one value several times, each time in another layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def of_a_rule(y):
 
 
 def over_a_loop(y):
-    """The rows, read twice by each turn."""
+    """Rows that each iteration reads twice."""
     return jax.lax.scan(
         lambda total, rows: (total + jnp.outer(rows[0], rows[1]), None), jnp.zeros((8, 8)), (y, y)
     )[0]
