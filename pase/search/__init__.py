@@ -1,6 +1,6 @@
-"""The search engine: arrays in, one config index per node out, with a certificate.
+"""The search engine: takes arrays, and returns one config index per node, with a certificate.
 
-It sees only ``CostTables``; it knows nothing of ops, meshes or models.
+It works only on ``CostTables`` and does not depend on ops, meshes or models.
 """
 
 from pase.search.check import brute_force, cost_of, verify

@@ -1,4 +1,4 @@
-"""The two oracles: a cost recomputed from scratch, and brute force."""
+"""Two oracles: the cost of a choice, recomputed from scratch, and brute force."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BRUTE_LIMIT = 1 << 22
 
 
 def cost_of(tables: CostTables, choice: np.ndarray) -> float:
-    """Sum of node costs + sum of edge costs of ``choice`` (int [nodes]), from the tables alone."""
+    """The sum of node costs and edge costs of ``choice`` (int [nodes]), from the tables alone."""
     total = 0.0
     for v, costs in enumerate(tables.node_costs):
         total += float(costs[choice[v]])
@@ -28,38 +28,41 @@ def verify(
 ) -> float:
     """Recompute the cost of ``solution`` from scratch and return it.
 
-    Raises ValueError where the choice is out of range, the stated cost is off by more than ``rtol``
-    relative, the bound exceeds the cost, or a feasible answer breaks the memory limit.
+    Raises ValueError if the choice is out of range, the stated cost is off by more than ``rtol``
+    relative, the bound exceeds the cost, or a solution that is marked feasible exceeds the memory limit.
     """
     n = len(tables.node_costs)
     choice = np.asarray(solution.choice)
     if choice.shape != (n,):
-        raise ValueError(f"solution has {choice.size} choices for {n} nodes")
+        raise ValueError(f"the solution has {choice.size} choices for {n} nodes")
     for v, costs in enumerate(tables.node_costs):
         if not 0 <= choice[v] < costs.size:
-            raise ValueError(f"node {tables.name(v)}: config {choice[v]} of {costs.size}")
+            raise ValueError(
+                f"node {tables.name(v)}: config {choice[v]} is out of range; there are {costs.size} configs"
+            )
     cost = cost_of(tables, choice)
     slack = rtol * max(1.0, abs(cost)) if np.isfinite(cost) else 0.0
     if not (cost == solution.cost or abs(cost - solution.cost) <= slack):
-        raise ValueError(f"solution states cost {solution.cost!r}, its choice costs {cost!r}")
+        raise ValueError(f"the solution states a cost of {solution.cost!r}, but its choice costs {cost!r}")
     if solution.bound > cost + slack:
-        raise ValueError(f"bound {solution.bound!r} lies above the cost {cost!r}")
+        raise ValueError(f"the bound {solution.bound!r} exceeds the cost {cost!r}")
     over = memory is not None and bool((memory.usage(choice) > memory.limit_bytes * (1 + 1e-12)).any())
     if solution.feasible and (over or not np.isfinite(cost)):
         raise ValueError(
-            "solution is called feasible, but " + ("memory" if over else "a forbidden pair") + " says no"
+            "the solution is marked feasible, but "
+            + ("exceeds the memory limit" if over else "uses a forbidden config or pair")
         )
     return cost
 
 
 def brute_force(tables: CostTables, memory: MemoryProfile | None = None) -> Solution:
-    """Every choice, all at once in one array; the oracle of the tests. At most 4 M choices."""
+    """Evaluates every choice in one array; an oracle for tests. At most 4 M choices."""
     sizes = [c.size for c in tables.node_costs]
     total = 1
     for k in sizes:
         total *= k
     if total > _BRUTE_LIMIT:
-        raise ValueError(f"{total} choices are too many for brute force (at most {_BRUTE_LIMIT})")
+        raise ValueError(f"brute force can enumerate at most {_BRUTE_LIMIT} choices, but there are {total}")
     cost = np.zeros(sizes)
     axis = [(1,) * v + (k,) + (1,) * (len(sizes) - v - 1) for v, k in enumerate(sizes)]
     for v, costs in enumerate(tables.node_costs):

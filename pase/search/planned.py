@@ -1,7 +1,8 @@
-"""Searches over tables that differ in their costs alone: an order of elimination is planned for the first of them.
+"""Searches over tables that differ only in their costs: an elimination order is planned once and reused.
 
-Tables are alike if their edges join the same nodes by the same classes of configs, and if the same nodes and edges
-share their costs. Costs are not looked at, so that equal rows stay apart, and a table that is a sum stays one.
+Two tables have the same structure if their edges join the same nodes by the same classes of configs, and if the same
+nodes and edges share their costs. The plan does not use the costs themselves, so equal rows are not merged, and a table
+that is a sum is not split.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ _THREADS = 2
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Planned:
-    """nodes: signature -> a node with these costs. edges: signature -> an edge with these costs, and the classes of
-    both ends as its views have them."""
+    """A plan for one structure.
+
+    nodes: signature -> a node with these costs. edges: signature -> an edge with these costs, and the representative
+    classes of its two ends in the edge's views.
+    """
 
     pool: Pool
     plan: EliminationPlan
@@ -51,12 +55,12 @@ class _Planned:
 
 @dataclass(kw_only=True, eq=False)
 class PlanCache:
-    """Plans by structure; None where no order fits the budget. Large tables are searched as any others."""
+    """Plans by structure; None if no order fits the budget. Large tables are searched without a cached plan."""
 
     plans: dict[Hashable, _Planned | None] = field(default_factory=dict)
 
     def solve(self, tables: CostTables) -> Solution:
-        """The choice of least cost. Infeasible if every one is infinite."""
+        """The choice of least cost. Raises Infeasible if every choice costs infinity."""
         if len(tables.node_costs) >= WORTH_FOLDING:
             return solve(tables)
         key = _structure(tables)
@@ -67,7 +71,7 @@ class PlanCache:
 
 
 def _structure(tables: CostTables) -> Hashable:
-    """Equal for tables that are alike."""
+    """A key that is equal for tables of the same structure."""
     seen: dict[int, int] = {}
 
     def number(costs: np.ndarray) -> int:

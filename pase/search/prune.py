@@ -1,9 +1,9 @@
-"""Configs that no choice below a known cost has, found from a part of the edges: prices not known yet count as nothing.
+"""Prunes configs that no choice below a known cost can use, from a part of the edges; missing edges count as zero.
 
 Edges are added as they are priced, cheapest first. Sequential tree-reweighted message passing (Kolmogorov, IEEE TPAMI
-2006) moves costs from edges into nodes. The sum of the nodes' minima is then a lower bound on every choice, and a
-choice that has some config lies above it by as much as that config lies above its node's minimum. What reaches the
-known cost goes, so that edges that are priced later have fewer layouts to tell apart.
+2006) shifts costs from edges to nodes. The sum of the nodes' minima is then a lower bound on every choice. A choice
+that uses a config costs at least the bound plus the config's excess over its node's minimum. A config for which this
+reaches the known cost is pruned, so that edges that are priced later have fewer layouts.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ __all__ = ["Pruner"]
 
 @dataclass(kw_only=True, eq=False)
 class _EdgeEnd:
-    """One end of an edge: the class of each config, int [K], and the part of the edge's cost moved to the node, by
-    class."""
+    """One end of an edge.
+
+    cls: the class of each config, int [K]. held: by class, the part of the edge's cost that was shifted to the node.
+    """
 
     node: int
     cls: np.ndarray
     held: np.ndarray
 
     def least(self, values: np.ndarray) -> np.ndarray:
-        """The smallest of the configs' values in each class."""
+        """The minimum of the configs' values in each class."""
         out = np.full(self.held.size, np.inf)
         np.minimum.at(out, self.cls, values)
         return out
 
     def keep(self, alive: np.ndarray) -> np.ndarray:
-        """Keep some of the configs. Returns the classes that are left, as indices into the previous ones."""
+        """Keep some of the configs. Returns the classes that remain, as indices into the previous classes."""
         left, cls = np.unique(self.cls[alive], return_inverse=True)
         self.cls, self.held = cls.reshape(-1), self.held[left]
         return left
@@ -42,14 +44,16 @@ class _EdgeEnd:
 
 @dataclass(kw_only=True, eq=False)
 class _PrunedEdge:
-    """cost: float64 [classes of src, classes of dst]. Equal edges share it as long as their classes are the same."""
+    """An edge. cost: float64 [classes of src, classes of dst], which equal edges share while they have the same
+    classes."""
 
     cost: np.ndarray
     src: _EdgeEnd
     dst: _EdgeEnd
 
     def send(self, giver: _EdgeEnd, share: float, theta: list[np.ndarray], least: np.ndarray) -> None:
-        """The giver's node moves a share of its minima to the edge; the edge moves all it can to the other node."""
+        """Shift a share of the giver node's minima to the edge, and as much as possible from there to the other
+        node."""
         forward = giver is self.src
         taker, cost = (self.dst, self.cost) if forward else (self.src, self.cost.T)
         given = share * np.where(np.isfinite(least), least, 0.0)
@@ -63,10 +67,10 @@ class _PrunedEdge:
 
 
 class Pruner:
-    """Configs that may be part of a choice that costs less than ``below``.
+    """Finds the configs that may be part of a choice that costs less than ``below``.
 
-    node_costs: per node float64 [K]. kept: per node the configs that are left, as indices into those. bound: a lower
-    bound on the cost of every choice, at most ``below``.
+    node_costs: per node, float64 [K]. kept: per node, the remaining configs, as indices into ``node_costs``. bound: a
+    lower bound on the cost of every choice, at most ``below``.
     """
 
     def __init__(self, node_costs: Sequence[np.ndarray], below: float) -> None:
@@ -80,11 +84,11 @@ class Pruner:
 
     @property
     def empty(self) -> bool:
-        """No choice costs less than ``below``."""
+        """Whether it is proven that no choice costs less than ``below``."""
         return any(not k.size for k in self.kept)
 
     def add(self, edges: Iterable[EdgeTable]) -> None:
-        """Edges whose classes cover the configs that are left."""
+        """Add edges whose classes cover the remaining configs."""
         for e in edges:
             ends = (
                 _EdgeEnd(node=v, cls=c.astype(np.intp), held=np.zeros(n))
@@ -95,7 +99,7 @@ class Pruner:
         self._squeeze([np.ones(k.size, bool) for k in self.kept])
 
     def run(self, passes: int) -> None:
-        """Pass messages along the nodes' order and back. After each pass, drop configs that reach the known cost."""
+        """Pass messages along the nodes' order and back. After each pass, prune configs that reach the known cost."""
         for _ in range(passes):
             for forward in (True, False):
                 if self.empty:
@@ -104,7 +108,7 @@ class Pruner:
             self._drop()
 
     def tables(self) -> CostTables:
-        """What is left, as tables. The remaining choices cost the same as before."""
+        """The remaining problem as tables. The remaining choices cost the same as before."""
         edges = tuple(
             EdgeTable(
                 src=e.src.node,
@@ -144,7 +148,7 @@ class Pruner:
             self._squeeze(alive)
 
     def _squeeze(self, alive: list[np.ndarray]) -> None:
-        """Keep the configs that are alive, and the edges' classes that still have a config."""
+        """Keep the configs in ``alive``, and the classes of edges that still have a config."""
         self.kept = [k[a] for k, a in zip(self.kept, alive, strict=True)]
         self.theta = [t[a] for t, a in zip(self.theta, alive, strict=True)]
         if self.empty:

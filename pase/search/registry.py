@@ -1,4 +1,4 @@
-"""Searches by name. A new one is a registered function in a file of `methods`; `pase solve` and tests then have it."""
+"""Searches by name. To add one, register a function in a file of `methods`; `pase solve` and the tests then use it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["SEARCHES", "RunSearch", "Search", "SearchOptions", "register"]
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """What a user may set, as `pase.search.solve` has it; a search ignores what it has no use for."""
+    """Options of a search, as in `pase.search.solve`. A search ignores options that it does not need."""
 
     time_limit: float | None = None
     rounds: int | None = None
@@ -32,7 +32,11 @@ RunSearch = Callable[[CostTables, MemoryProfile | None, SearchOptions], Solution
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """run: tables, limit (None unless takes_limit), options -> answer; raises Infeasible only where that is proven."""
+    """A registered search.
+
+    run: maps tables, limit (None unless ``takes_limit``) and options to a solution. It raises Infeasible only if that
+    is proven.
+    """
 
     name: str
     summary: str
@@ -46,7 +50,7 @@ SEARCHES = Registry[Search]("search", package="pase.search.methods")
 def register(
     name: str, summary: str, *, takes_limit: bool = True, rank: int = 1
 ) -> Callable[[RunSearch], RunSearch]:
-    """Decorator: make the function a search of that name. rank: the place in lists."""
+    """Returns a decorator that registers a function as the search of this name. rank: its position in lists."""
 
     def add(run: RunSearch) -> RunSearch:
         SEARCHES.add(name, Search(name=name, summary=summary, run=run, takes_limit=takes_limit), rank=rank)

@@ -1,4 +1,4 @@
-"""The one entry: eliminate exactly where an order fits; else, or under a memory limit, search bounded."""
+"""The main entry point: exact elimination if an order fits; otherwise, or under a memory limit, bounded search."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ __all__ = ["Known", "find_best_strategy", "price_memory", "solve"]
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What is known of a problem before it is searched within a memory limit.
+    """What the caller already knows of a problem before it is searched within a memory limit.
 
-    below: what costs that much or more need not be found: once no less is possible, the answer need not be feasible.
-    byte_price: of a similar problem's answer; the search begins with it.
-    free: the answer without the limit to these tables, or to tables that forbid less.
-    excess: sums whose excess is paid: the tables are a mean that bounds what a choice costs. Where no order fits, it
-        is not seen, and the answer's cost is that of the tables.
-    close: whether to look for more than prices find, where these find a choice that fits.
+    below: choices of this cost or more are not needed. Once no lower cost is possible, the search may end without a
+        feasible choice.
+    byte_price: the price per byte from the solution of a similar problem; the search starts with it.
+    free: the solution without the limit, of these tables or of tables that forbid less.
+    excess: sums whose excess is charged: the tables are a mean that bounds the cost of a choice. If no elimination
+    order
+        fits, it is ignored, and the solution's cost is that of the tables.
+    close: whether to search on for a better choice after pricing bytes has found one that fits.
     """
 
     below: float = np.inf
@@ -50,15 +52,15 @@ NOTHING_KNOWN = Known()
 def find_best_strategy(
     tables: CostTables, order: tuple[int, ...] | None = None, *, kernel: KernelName = "numba"
 ) -> Solution:
-    """PaSE's FindBestStrategy: exact, by the given order of nodes (default: GenerateSeq's).
+    """PaSE's FindBestStrategy: exact elimination in the given order of nodes (default: GenerateSeq's).
 
-    Whatever it takes: no budget, no other order. ``solve`` chooses better ones.
+    There is no budget of work, and no other order is tried. ``solve`` chooses better orders.
     """
     began = time.perf_counter()
     order = generate_seq(tables) if order is None else order
     n = len(tables.node_costs)
     if sorted(order) != list(range(n)):
-        raise ValueError(f"order must name each of the {n} nodes once")
+        raise ValueError(f"order must contain each of the {n} nodes exactly once")
     pool = Pool()
     factors = load(tables, pool, kernels_numpy)
     plan = plan_elimination(n, factors, pool, order=order)
@@ -104,23 +106,25 @@ def solve(
 ) -> Solution:
     """The choice of least cost, optionally within a memory limit, with its certificate.
 
-    Exact by elimination wherever an order fits the budget (about 10 s and 1 GB). Otherwise, and where the
-    memory limit binds, a search that improves its answer and its lower bound until they meet or its
-    budget of work is spent; Ctrl-C ends it with the best so far.
+    The search is exact, by elimination, if an order fits the budget (about 10 s and 1 GB). Otherwise, and if the memory
+    limit binds, a bounded search improves its choice and its lower bound until they meet or its budget of work is
+    spent. Ctrl-C ends it with the best choice so far.
 
-    time_limit: seconds after which the search ends wherever it is; None: no clock is asked.
-    seed: steers the random parts; the same seed gives the same answer, unless a time limit ends the search.
-    kernel: "numba", or "numpy" (elimination alone).
+    time_limit: seconds after which the search ends, however far it is. None: the result does not depend on a clock.
+    seed: for the random parts. The same seed gives the same result, unless a time limit ends the search.
+    kernel: "numba", or "numpy" (elimination only).
     gap: a search within a limit may stop once (cost - bound) / |cost| is at most this; 0 asks for a proof.
-    rounds: of the bounded search at most, and none where elimination finds what fits; None: 60, or no limit if there
-        is a time limit. Each is a fixed amount of work.
-    known: what the caller knows already, to make a search within a limit shorter.
-    progress: called now and then with (phase, best cost, bound, seconds).
-    Raises Infeasible where it is proven that nothing has a finite cost or nothing fits.
+    rounds: the most rounds of the bounded search; none run if elimination finds a choice that fits. None: 60, or no
+        limit if there is a time limit. Each round is a fixed amount of work.
+    known: what the caller already knows, which shortens a search within a limit.
+    progress: called from time to time with (phase, best cost, bound, seconds).
+    Raises Infeasible if it is proven that no choice has a finite cost or that none fits.
     """
     began = time.perf_counter()
     if memory is not None and memory.nodes != len(tables.node_costs):
-        raise ValueError(f"memory profile of {memory.nodes} nodes for {len(tables.node_costs)} nodes")
+        raise ValueError(
+            f"the memory profile has {memory.nodes} nodes, but the tables have {len(tables.node_costs)}"
+        )
     free = known.free
     if free is None or not free.optimal or not np.isfinite(cost_of(tables, free.choice)):
         stop = Deadline.after(began, time_limit).past(_TO_ELIMINATE)
@@ -156,26 +160,26 @@ def solve(
 def price_memory(
     tables: CostTables, memory: MemoryProfile, free: Solution, byte_price: float = 0.0
 ) -> tuple[float, float]:
-    """(a lower bound on the cost of what fits, what a byte is worth at it), by elimination at prices per byte.
+    """(A lower bound on the cost of what fits, the price per byte at that bound), by elimination with priced bytes.
 
-    free: the answer without the limit. byte_price: try this one alone; 0: look for the best.
-    (-inf, 0) where no order fits. Raises Infeasible where it is proven that nothing fits.
+    free: the solution without the limit. byte_price: if given, the only price to try; 0: search for the best price.
+    Returns (-inf, 0) if no order fits. Raises Infeasible if it is proven that nothing fits.
     """
-    if (
-        fits(memory, free.choice) or not free.optimal
-    ):  # prices start from the least cost, which only an optimum is
+    # Pricing starts from the least cost, which only an optimal solution provides.
+    if fits(memory, free.choice) or not free.optimal:
         return free.bound, 0.0
     within = _within(tables, memory, "numba", 2, 0, Deadline(np.inf))
     within.price = byte_price
     if byte_price:
-        within.below = -np.inf  # whatever bound the first price gives is enough
+        within.below = -np.inf  # any bound from the first price is enough
     if not within.run(free.choice, most_sums=1, close=False):
         return -np.inf, 0.0
     return within.bound, within.price
 
 
 def _limited_solution(within: Within, free: Solution, began: float, known: bool) -> Solution:
-    """known: the answer without the limit was, so that it took no work here."""
+    """The solution found within the limit. known: whether the caller provided ``free``, so that it took no work
+    here."""
     choice = free.choice if within.choice is None else within.choice
     cost = free.cost if within.choice is None else within.cost
     return Solution(
@@ -215,7 +219,7 @@ def _within(
 def _eliminate(
     tables: CostTables, kernel: KernelName, threads: int, seed: int, began: float, stop: Callable[[], bool]
 ) -> Solution | None:
-    """The optimum without a limit; None where no order fits, or if ``stop`` said so first."""
+    """The optimum without a limit. None if no order fits, or if ``stop`` returns True first."""
     if len(tables.node_costs) > _MAX_PLANNED_NODES:
         return None
     try:
@@ -233,7 +237,7 @@ def _eliminate(
 def _fold_and_solve(
     tables: CostTables, kernel: KernelName, threads: int, seed: int, began: float, stop: Callable[[], bool]
 ) -> Solution | None:
-    """Through repeated blocks, where there are some and what is left can be eliminated."""
+    """Solves by folding repeated blocks. None if there are none, or if the folded tables cannot be eliminated."""
     small = tables
     folds = []
     while len(small.node_costs) >= WORTH_FOLDING:
@@ -266,6 +270,6 @@ def _fold_and_solve(
     )
 
 
-_TO_ELIMINATE = 0.5  # of the time, at most, for looking for an order and eliminating by it
-WORTH_FOLDING = 150  # nodes; below, planning is as quick
-_MAX_PLANNED_NODES = 20_000  # beyond, reductions come first: planning takes a while per node
+_TO_ELIMINATE = 0.5  # the largest fraction of the time limit for planning and elimination
+WORTH_FOLDING = 150  # nodes; below this, planning is as fast
+_MAX_PLANNED_NODES = 20_000  # above this, reductions come first, because planning takes long per node

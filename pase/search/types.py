@@ -1,4 +1,4 @@
-"""What a search answers, and the liveness profile that may limit it."""
+"""The result of a search, and the liveness profile that may limit it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SearchProgress = Callable[[str, float, float, float], None]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryProfile:
-    """A limit on the bytes that live at one time, over half-open intervals.
+    """A limit on the bytes that are live at the same time, over half-open intervals.
 
-    bytes: per interval a float64 [K_v] vector, the bytes that config k of its node v holds in it.
-    start, stop: int64 [intervals]; interval i is the points t with ``start[i] <= t < stop[i]``;
-        an empty one uses no memory.
-    limit_bytes: at each point the bytes that live sum to at most this.
-    node: int64 [intervals], whose each is; None: there is one for each node, in order.
+    bytes: per interval, a float64 [K_v] vector: the bytes that each config of its node v holds in the interval.
+    start, stop: int64 [intervals]. Interval i covers the points t with ``start[i] <= t < stop[i]``;
+        an empty interval uses no memory.
+    limit_bytes: the most bytes that may be live at any point.
+    node: int64 [intervals], the node of each interval. None: there is one interval per node, in order.
     """
 
     bytes: tuple[np.ndarray, ...]
@@ -34,18 +34,22 @@ class MemoryProfile:
     def __post_init__(self) -> None:
         n = len(self.bytes)
         if self.node is not None and self.node.shape != (n,):
-            raise ValueError(f"memory profile: {n} byte vectors need {n} nodes, got {self.node.shape}")
+            raise ValueError(
+                f"memory profile: {n} byte vectors need {n} nodes, but node has shape {self.node.shape}"
+            )
         if self.start.shape != (n,) or self.stop.shape != (n,):
             raise ValueError(
-                f"memory profile: {n} byte vectors need {n} intervals, got start {self.start.shape} "
-                f"and stop {self.stop.shape}"
+                f"memory profile: {n} byte vectors need {n} intervals, but start has shape {self.start.shape} "
+                f"and stop has shape {self.stop.shape}"
             )
         if not self.limit_bytes >= 0:
-            raise ValueError(f"memory profile: the limit is {self.limit_bytes}; give bytes, zero or more")
+            raise ValueError(
+                f"memory profile: limit_bytes is {self.limit_bytes}, but it must be zero or more bytes"
+            )
 
     @classmethod
     def all_live(cls, memory: tuple[np.ndarray, ...], limit_bytes: float) -> MemoryProfile:
-        """Everything lives at once: one sum, one limit (parameters, optimizer state)."""
+        """A profile in which everything is live at once: one sum, one limit (parameters, optimizer state)."""
         n = len(memory)
         return cls(
             bytes=memory,
@@ -61,19 +65,19 @@ class MemoryProfile:
 
     @property
     def nodes(self) -> int:
-        """How many nodes have an interval; each has one at least."""
+        """The number of nodes. Each node has at least one interval."""
         return len(self.bytes) if self.node is None else int(self.node.max(initial=-1)) + 1
 
     @cached_property
     def live(self) -> dict[int, list[int]]:
-        """node -> its intervals that are not empty."""
+        """Node -> its intervals that are not empty."""
         out: dict[int, list[int]] = {}
         for i in np.flatnonzero(self.stop > self.start):
             out.setdefault(int(self.owners[i]), []).append(int(i))
         return out
 
     def usage(self, choice: np.ndarray) -> np.ndarray:
-        """Bytes that live at each point ``0 … max(stop)-1`` under ``choice``; float64 [points]."""
+        """The bytes that are live at each point ``0 … max(stop)-1`` under ``choice``; float64 [points]."""
         points = int(self.stop.max(initial=0))
         delta = np.zeros(points + 1)
         live = np.flatnonzero(self.stop > self.start)
@@ -88,20 +92,20 @@ class MemoryProfile:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Solution:
-    """An answer and its certificate.
+    """A choice and its certificate.
 
     choice: int64 [nodes], one config index per node.
     cost: the cost of ``choice``, recomputed from the tables.
     bound: a proven lower bound on the cost of any allowed choice; -inf if none was proven.
     optimal: whether ``cost`` equals the optimum, up to float64 rounding of the sums.
-    feasible: whether ``choice`` costs less than infinity and respects the memory limit.
+    feasible: whether ``choice`` has a finite cost and respects the memory limit.
     seconds: wall time of the search.
-    order: the nodes in the order in which they were eliminated; empty if they were not.
-    method: how the answer was found; certificate: what proves ``bound``.
-    work: min-plus operations of eliminations; within a memory limit in units of 50 ns, of labels and turns of the
-        bounded search too.
+    order: the nodes in the order of their elimination; empty if they were not eliminated.
+    method: how the choice was found. certificate: what proves ``bound``.
+    work: min-plus operations of eliminations. Within a memory limit, the unit is 50 ns, and work on labels and rounds
+        of the bounded search count as well.
     peak_entries: entries of the largest table.
-    byte_price: what a byte of the memory limit is worth, at the best bound; 0 where it was not priced.
+    byte_price: the price per byte of the memory limit at the best bound; 0 if bytes were not priced.
     """
 
     choice: np.ndarray
@@ -119,7 +123,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """(cost - bound) / |cost|; 0 where proven optimal."""
+        """(cost - bound) / |cost|; 0 if the choice is proven optimal."""
         if self.optimal or self.cost == self.bound:
             return 0.0
         return (self.cost - self.bound) / max(abs(self.cost), 1e-300)

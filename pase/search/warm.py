@@ -1,4 +1,4 @@
-"""Compile all kernels now, into numba's cache: ``python -m pase.search.warm`` after an install."""
+"""Compiles all kernels into numba's cache: run ``python -m pase.search.warm`` after an install."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["warm"]
 
 
 def warm() -> float:
-    """Compile, or load from the cache, every kernel; returns the seconds it took."""
+    """Compile every kernel, or load it from the cache. Returns the seconds that this took."""
     began = time.perf_counter()
     from pase.search.bounded import kernels_depth, kernels_memory
     from pase.search.elimination import kernels_numba

@@ -1,4 +1,4 @@
-"""Random instances small enough for brute force: every kind of trouble the search must survive."""
+"""Random instances that are small enough for brute force, with all features that the search must handle."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pase.tables.types import CostTables, EdgeTable
 
 
 def random_tables(rng: np.random.Generator, *, max_choices: int = 4000) -> CostTables:
-    """Trees, cycles, cliques, sparse and disconnected graphs; parallel edges, infinities, ties,
-    zero costs, one-config nodes, classes with and without unused numbers. Integer costs, so that sums
+    """Trees, cycles, cliques, sparse and disconnected graphs, with parallel edges, infinities, ties,
+    zero costs, nodes with one config, and classes with and without unused numbers. Costs are integers, so sums
     are exact in float64."""
     n = int(rng.integers(1, 8))
     k_max = int(rng.integers(1, 5))
@@ -54,7 +54,7 @@ def random_tables(rng: np.random.Generator, *, max_choices: int = 4000) -> CostT
 
 
 def random_memory(rng: np.random.Generator, tables: CostTables) -> MemoryProfile:
-    """A liveness profile over ``tables`` whose limit lies anywhere from impossible to loose."""
+    """A liveness profile over ``tables`` with a limit anywhere between impossible and loose."""
     n = len(tables.node_costs)
     held = tuple(rng.integers(0, 20, c.size).astype(np.float64) for c in tables.node_costs)
     points = int(rng.integers(1, 5))
@@ -63,7 +63,7 @@ def random_memory(rng: np.random.Generator, tables: CostTables) -> MemoryProfile
     low = sum(float(b.min()) for b in held)
     high = sum(float(b.max()) for b in held)
     node = np.arange(n)
-    if rng.random() < 0.5:  # some hold something else at other points
+    if rng.random() < 0.5:  # some nodes also hold something at other points
         more = rng.integers(0, n, int(rng.integers(1, n + 1)))
         node = np.append(node, more)
         held += tuple(rng.integers(0, 20, tables.node_costs[v].size).astype(np.float64) for v in more)
@@ -74,7 +74,7 @@ def random_memory(rng: np.random.Generator, tables: CostTables) -> MemoryProfile
 
 
 def chain_of_blocks(rng: np.random.Generator, layers: int, *, block: int = 4, configs: int = 5) -> CostTables:
-    """``layers`` identical blocks in a row with residual edges, sharing their array objects."""
+    """``layers`` identical blocks in a row with residual edges; the blocks share their array objects."""
     top = 1000
     node = [rng.integers(0, top, configs).astype(np.float64) for _ in range(block)]
     cls = np.arange(configs, dtype=np.int32)

@@ -1,5 +1,5 @@
-"""Answers under a memory limit against an integer program that shares nothing with the search: HiGHS through scipy,
-every memory point a row, every pair of configs a product linearised on its own."""
+"""Results under a memory limit, against an integer program that shares nothing with the search: HiGHS through scipy,
+with a row for every memory point and a separately linearised product for every pair of configs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pase.tables.types import CostTables, EdgeTable
 
 
 def instance(rng: np.random.Generator) -> tuple[CostTables, MemoryProfile]:
-    """Beyond brute force: 8 to 14 nodes of 3 to 6 configs, costs that trade against bytes."""
+    """Too large for brute force: 8 to 14 nodes of 3 to 6 configs, with costs that trade off against bytes."""
     n = int(rng.integers(8, 15))
     sizes = [int(k) for k in rng.integers(3, 7, n)]
     held = tuple(rng.integers(0, 40, k).astype(float) for k in sizes)
@@ -37,7 +37,7 @@ def instance(rng: np.random.Generator) -> tuple[CostTables, MemoryProfile]:
 
 
 def by_ilp(tables: CostTables, memory: MemoryProfile) -> float | None:
-    """The optimum, or None where nothing fits."""
+    """The optimum; None if nothing fits."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     first = np.concatenate([[0], np.cumsum([c.size for c in tables.node_costs])])
@@ -61,9 +61,8 @@ def by_ilp(tables: CostTables, memory: MemoryProfile) -> float | None:
                 row({x: 1.0, y: 1.0}, 0, 1)
             else:
                 objective.append(value)
-                row(
-                    {x: 1.0, y: 1.0, len(objective) - 1: -1.0}, -np.inf, 1
-                )  # the product is at least x + y - 1
+                # The product is at least x + y - 1.
+                row({x: 1.0, y: 1.0, len(objective) - 1: -1.0}, -np.inf, 1)
     for t in range(int(memory.stop.max())):
         live = [v for v in range(len(memory.bytes)) if memory.start[v] <= t < memory.stop[v]]
         at = {int(first[v] + k): float(b) for v in live for k, b in enumerate(memory.bytes[v])}

@@ -1,4 +1,4 @@
-"""One order of elimination for tables that differ in their costs: the optimum of each, as brute force finds it."""
+"""One elimination order for tables that differ only in costs finds the optimum of each, as brute force does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.search.random_instances import chain_of_blocks, random_tables
 
 
 def other_costs(rng: np.random.Generator, t: CostTables) -> CostTables:
-    """Tables that are alike: what shares its costs still does."""
+    """Tables of the same structure: nodes and edges that share their costs still share them."""
     new: dict[int, np.ndarray] = {}
 
     def drawn(a: np.ndarray) -> np.ndarray:

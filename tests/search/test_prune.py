@@ -1,4 +1,4 @@
-"""What is sifted out is in no choice below the known cost, and the bound holds; whatever the edges' order."""
+"""Pruned configs are in no choice below the known cost, and the bound holds, in any order of the edges."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -54,7 +54,7 @@ def test_no_choice_below_the_known_cost_is_lost(seed: int, part: float) -> None:
 
 
 def test_a_tree_is_proven_by_one_pass() -> None:
-    """On a tree the bound is the optimum, so that at its cost nothing is left."""
+    """On a tree, the bound is the optimum, so at its cost nothing is left."""
     rng = np.random.default_rng(0)
     sizes = [4] * 6
     edges = tuple(

@@ -1,4 +1,4 @@
-"""The clock: no piece begins that would end too late; reductions that stop early leave a sound problem."""
+"""Time limits: no part of the search starts if it would end too late, and reductions that stop early are valid."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_piece_begins_where_its_like_would_end_in_time() -> None:
     clock.took("move", 1.0)
     clock.took("move", 0.5)
     assert clock.longest == {"move": 1.0} and clock.allows("move")
-    clock.took("bound", 59.0)  # with its margin, more than a minute
+    clock.took("bound", 59.0)  # more than a minute with its margin
     assert not clock.allows("bound") and clock.allows("move")
     assert clock.run("other", lambda a, b: a + b, 2, b=3) == 5
     assert set(clock.longest) == {"move", "bound", "other"}
@@ -70,7 +70,7 @@ def test_no_time_at_all_still_gives_an_answer() -> None:
 
 
 def test_elimination_stops_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in eliminated nodes, not in seconds: planning and eliminating ask before every few steps."""
+    """Counted in eliminated nodes, not in seconds: planning and elimination call ``stop`` every few steps."""
     made = {"planned": 0, "eliminated": 0}
 
     def counted(what: str, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,8 +102,8 @@ def test_elimination_stops_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_one_step_stops_within(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One node with many neighbours makes one large table, in parts: it is asked before each, and nothing is made after
-    it said so."""
+    """One node with many neighbours gives one large table, computed in parts. ``stop`` is called before each part, and
+    nothing is computed after it returns True."""
     rng, cls, made = np.random.default_rng(0), np.arange(4, dtype=np.int32), 0
     costs = tuple(rng.integers(0, 9, 4).astype(float) for _ in range(7))
     edges = tuple(

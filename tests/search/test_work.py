@@ -1,4 +1,4 @@
-"""Budgets in work: the answer depends on the seed, not on the machine's load; what is learnt is kept."""
+"""Budgets of work: the result depends on the seed, not on the machine's load, and what was learnt is kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.search.random_instances import random_tables
 
 
 def late(piece: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, as on a machine that has no time for it."""
+    """The same function, as if on a heavily loaded machine."""
 
     def slow(*args: Any) -> Any:
         time.sleep(0.1)
@@ -34,7 +34,7 @@ def late(piece: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def limited(seed: int, nodes: int = 16, configs: int = 8) -> tuple[CostTables, MemoryProfile]:
-    """A dense graph under a limit; with 16 nodes too large for an integer program at once."""
+    """A dense graph under a limit. With 16 nodes it is too large for an integer program at once."""
     rng = np.random.default_rng(seed)
     tables = clique(rng, nodes=nodes, configs=configs)
     held = tuple(rng.integers(0, 20, configs).astype(float) for _ in range(nodes))
@@ -46,20 +46,20 @@ def test_the_answer_does_not_depend_on_which_thread_is_faster(
     monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     tables, memory = limited(3)
-    monkeypatch.setattr(bounded, "_ILP_PAIRS", 0)  # the threads alone
+    monkeypatch.setattr(bounded, "_ILP_PAIRS", 0)  # only the threads
     quick = solve(tables, memory, rounds=5, seed=1)
     monkeypatch.setattr(bounded, slow, late(getattr(bounded, slow)))
     loaded = solve(tables, memory, rounds=5, seed=1)
     assert quick.choice.tolist() == loaded.choice.tolist()
     assert (quick.cost, quick.bound, quick.method) == (loaded.cost, loaded.bound, loaded.method)
-    assert "rounds" in quick.method  # it is the budget that ended it
+    assert "rounds" in quick.method  # the budget ended the search
 
 
 def test_an_integer_program_is_read_in_its_turn_however_long_it_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tables, memory = limited(5, nodes=8, configs=5)
-    monkeypatch.setattr(bounded, "_SMALL_ILP", 0)  # in a process of its own, whatever its size
+    monkeypatch.setattr(bounded, "_SMALL_ILP", 0)  # run in a separate process, whatever its size
 
     def search(beginning_s: float) -> tuple[Solution, list[int]]:
         turns: list[int] = []
@@ -83,7 +83,7 @@ def test_an_integer_program_is_read_in_its_turn_however_long_it_takes(
 def test_turns_go_on_beside_an_integer_program_if_a_clock_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     tables, memory = limited(5)
     monkeypatch.setattr(bounded, "_SMALL_ILP", 0)
-    monkeypatch.setattr(bounded, "_PAIRS_A_ROUND", 10**9)  # it is due at once
+    monkeypatch.setattr(bounded, "_PAIRS_A_ROUND", 10**9)  # due at once
     waited: list[float] = []
     turns = 0
 
@@ -100,7 +100,7 @@ def test_turns_go_on_beside_an_integer_program_if_a_clock_ends_them(monkeypatch:
 
 
 def test_a_smaller_problem_keeps_the_bound_of_the_one_it_came_from() -> None:
-    """Messages are taken along: the first sweep after configs were dropped proves no less than the last one before."""
+    """Messages are kept: after configs were dropped, the first sweep proves at least as much as the last one before."""
     checked = 0
     for seed in range(200):
         tables = random_tables(np.random.default_rng(seed))
@@ -135,7 +135,8 @@ def test_a_smaller_problem_keeps_the_bound_of_the_one_it_came_from() -> None:
 
 
 def test_a_choice_that_lost_configs_finds_the_nearest_that_is_left() -> None:
-    """Where every config is still there it is the same choice; else the node that lost its own suits the others."""
+    """If every config still exists, the choice is the same. Otherwise the node that lost its config suits the
+    others."""
     tables = clique(np.random.default_rng(7), nodes=6, configs=5)
     left = contract(tables, until=0.0)
     full = np.array([3, 1, 4, 1, 0, 2])
@@ -149,9 +150,9 @@ def test_a_choice_that_lost_configs_finds_the_nearest_that_is_left() -> None:
 
 
 def test_forbidden_pairs_are_left_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three colours for a graph that has them: starts have forbidden pairs, and a move seldom leaves the last one."""
+    """A three-colourable graph: starts have forbidden pairs, and a single move rarely removes the last one."""
     monkeypatch.setattr(bounded, "_SMALL_ILP", 0)
-    monkeypatch.setattr(bounded, "_ILP_PAIRS", 0)  # the neighbourhoods alone
+    monkeypatch.setattr(bounded, "_ILP_PAIRS", 0)  # only the neighbourhoods
     rng = np.random.default_rng(1)
     hidden = rng.integers(0, 3, 120)
     alike, colour = np.where(np.eye(3, dtype=bool), np.inf, 0.0), np.arange(3, dtype=np.int32)
@@ -169,7 +170,7 @@ def test_forbidden_pairs_are_left_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_with_a_time_limit_an_ended_integer_program_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing waits for it then: it is asked now and again, for no time."""
+    """With a time limit, nothing waits for the integer program: it is polled with a timeout of zero."""
     wait, answers = IlpJob.wait, []
 
     def ended(job: IlpJob, seconds: float) -> Any:

@@ -1,1 +1,1 @@
-"""The search in bounded memory."""
+"""Search in bounded memory, for problems that elimination cannot solve."""

@@ -1,7 +1,7 @@
-"""A cutting-plane step on the prices: quick where few points bind, as they mostly do.
+"""A cutting-plane step on the prices per byte, which converges fast if few points bind, as is usual.
 
-Every choice x gives a plane above the Lagrangian dual: cost(x) + price · (bytes(x) - limit). The prices at which
-the lowest of the known planes is highest, within a trust region around the best prices, are tried next.
+Every choice x gives a plane above the Lagrangian dual: cost(x) + price · (bytes(x) - limit). The next prices to try are
+those at which the lowest known plane is highest, within a trust region around the best prices.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _MOST_PLANES = 80
 
 @dataclass(eq=False)
 class Bundle:
-    """Planes over the prices of all points: value at price zero, and slope float64 [points].
+    """Planes over the prices of all points. Each has a value at price zero and a slope, float64 [points].
 
-    reach: how far a price may move in one step, 0 before the first.
+    reach: the radius of the trust region, which is how far a price may change in one step; 0 before the first step.
     """
 
     values: list[float] = field(default_factory=list)
@@ -34,16 +34,16 @@ class Bundle:
 
 
 def next_prices(bundle: Bundle, best: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, float] | None:
-    """(prices float64 [points], the bound that the planes promise there); None if the program fails.
+    """(Prices float64 [points], the bound that the planes promise there). None if the linear program fails.
 
-    best: the best prices; active: the points that may have one.
+    best: the best prices so far. active: the points that may have a price.
     """
     from scipy.optimize import linprog
 
     values = np.array(bundle.values)
     slopes = np.array([s[active] for s in bundle.slopes])
     scale = max(1e-300, float(np.abs(values).max()))
-    # Unknowns: the promised bound over scale, and each price over reach.
+    # The unknowns are the promised bound over scale, and each price over reach.
     planes = np.hstack([np.ones((values.size, 1)), -slopes * (bundle.reach / scale)])
     centre = best[active] / bundle.reach
     box = [(None, None), *((max(0.0, c - 1.0), c + 1.0) for c in centre)]

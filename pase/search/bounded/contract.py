@@ -1,15 +1,15 @@
-"""Exact shrinking of large sparse problems, safe under a memory limit.
+"""Exact reductions of large sparse problems, which remain valid under a memory limit.
 
-- arc consistency: configs without a finite partner at some neighbour are dropped;
-- a node with one config left is folded into its neighbours;
-- edges that are a sum of a row part and a column part are folded into their end nodes;
-- functional edges: if every config of u leaves v exactly one finite config, v is substituted by u
-  (v's memory moves to u: ``members``);
-- dominated configs are dropped (Goldstein's dead-end elimination, bytes compared at every point);
-- a node with at most two neighbours whose memory does not depend on its config is eliminated.
+- Arc consistency: configs without a finite partner at some neighbour are dropped.
+- A node with a single config is folded into its neighbours.
+- Edges that are a sum of a row part and a column part are folded into their end nodes.
+- Functional edges: if every config of u leaves v exactly one finite config, v is substituted by u
+  (v's memory is assigned to u: ``members``).
+- Dominated configs are dropped (Goldstein's dead-end elimination, with bytes compared at every point).
+- A node with at most two neighbours whose memory does not depend on its config is eliminated.
 
-In the contest's graphs, forbidden pairs couple long chains of operations. There, substitution reduces tens of
-thousands of nodes to hundreds.
+In the graphs of the contest, forbidden pairs couple long chains of operations. Substitution reduces tens of thousands
+of such nodes to hundreds.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _MAX_ENTRIES = 300_000_000  # pairs of configs over all edges, 8 bytes each
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contracted:
-    """A smaller problem over ``nodes`` (original indices), and the mapping back to the original one.
+    """A smaller problem over ``nodes`` (original indices), and the mapping back to the original problem.
 
-    costs: float64 [K] per kept node; pairs: (a, b) positions in ``nodes``; matrices: float64 [K_a, K_b].
-    constant: cost that every choice pays. members: per kept node, (original node, int array [K]: its
-    original config under each config of the kept node). fixed: (original node, config) decided.
+    costs: float64 [K] per kept node. pairs: (a, b), positions in ``nodes``. matrices: float64 [K_a, K_b].
+    constant: a cost that every choice pays. members: per kept node, (original node, int array [K]: its
+    original config under each config of the kept node). fixed: (original node, config) pairs that are decided.
     """
 
     nodes: list[int]
@@ -54,9 +54,9 @@ class Contracted:
         return self._work.expand(self.nodes, choice)
 
     def nearest(self, full: np.ndarray) -> np.ndarray:
-        """The choice over ``nodes`` nearest to an original choice; int64 [kept nodes].
+        """The choice over ``nodes`` that is nearest to an original choice; int64 [kept nodes].
 
-        A node whose config there is gone takes the one that suits its neighbours best.
+        A node whose original config was dropped takes the config that suits its neighbours best.
         """
         out, gone = np.zeros(len(self.nodes), np.int64), dict[int, np.ndarray]()
         for i, v in enumerate(self.nodes):
@@ -94,7 +94,8 @@ class _Contraction:
         self.constant = 0.0
         self.eliminated: list[tuple[int, np.ndarray, list[tuple[int, np.ndarray, np.ndarray]]]] = []
         self.fixed: list[int] = []
-        # less[v][i, j]: config i holds no more memory than j, at any point; None: memory does not matter.
+        # less[v][i, j]: config i holds no more memory than j at any point. None: v's memory does not depend on its
+        # config.
         self.less: list[np.ndarray | None] = [None] * n
         if memory is not None:
             for v, intervals in memory.live.items():
@@ -105,8 +106,9 @@ class _Contraction:
         entries = sum(self.costs[e.src].size * self.costs[e.dst].size for e in tables.edges)
         if entries > _MAX_ENTRIES:
             raise PaseError(
-                f"the edges have {entries:,} pairs of configs, and no elimination order fits: more than "
-                f"{_MAX_ENTRIES:,} would take too much memory. Offer fewer configs (a coarser mesh)."
+                f"the edges have {entries:,} pairs of configs, and no elimination order fits: a search with more than "
+                f"{_MAX_ENTRIES:,} pairs would take too much memory",
+                fix="offer fewer configs, for example with a coarser mesh",
             )
         dense: dict[tuple[int, int, int], np.ndarray] = {}
         for e in tables.edges:
@@ -132,11 +134,12 @@ class _Contraction:
         del self.near[a][b], self.near[b][a]
 
     def restrict(self, v: int, keep: np.ndarray) -> None:
-        """Keep the configs ``keep`` (bool [K]) of v."""
+        """Keep only the configs of v for which ``keep`` (bool [K]) is True."""
         if not keep.any():
             raise Infeasible(
-                f"node {self.tables.name(v)}: every config meets a forbidden config or pair; "
-                "no choice of configs has a finite cost"
+                "every config is forbidden or has no allowed partner at a neighbour, so no choice of configs has a "
+                "finite cost",
+                where=f"node {self.tables.name(v)}",
             )
         self.costs[v] = self.costs[v][keep]
         self.original[v] = self.original[v][keep]
@@ -153,7 +156,7 @@ class _Contraction:
         self.push(v)
 
     def prune(self, v: int) -> None:
-        """Drop configs of infinite cost or without a finite partner."""
+        """Drop configs that have an infinite cost or no finite partner."""
         keep = np.isfinite(self.costs[v])
         for m in self.near[v].values():
             best = m.min(axis=1)
@@ -163,7 +166,7 @@ class _Contraction:
             self.restrict(v, keep)
 
     def fold(self, v: int) -> None:
-        """v has one config: its edges become node costs of its neighbours."""
+        """Fold v, which has one config, into its neighbours: its edges become node costs."""
         for u in list(self.near[v]):
             self.costs[u] = self.costs[u] + self.near[v][u][0]
             self.cut(u, v)
@@ -173,7 +176,7 @@ class _Contraction:
         self.fixed.append(v)
 
     def substitute(self, v: int, u: int, f: np.ndarray) -> None:
-        """v's config is f[u's config]; u takes over v's costs, edges and memory."""
+        """Substitute v's config by f[u's config]. u takes over v's costs, edges and memory."""
         self.costs[u] = self.costs[u] + self.costs[v][f] + self.near[u][v][np.arange(f.size), f]
         self.cut(u, v)
         self.children[u].append((v, f))
@@ -191,9 +194,9 @@ class _Contraction:
         self.push(u)
 
     def eliminate(self, v: int) -> None:
-        """v has at most two neighbours and holds the same memory in all configs."""
+        """Eliminate v, which has at most two neighbours and holds the same memory in all configs."""
         near = list(self.near[v].items())
-        # Neighbours may lose configs later: columns are remembered by original config.
+        # Neighbours may lose configs later, so columns are remembered by original config.
         self.eliminated.append((v, self.costs[v], [(u, self.original[u], m) for u, m in near]))
         if not near:
             self.constant += float(self.costs[v].min())
@@ -210,7 +213,7 @@ class _Contraction:
         self.gone[v] = True
 
     def visit(self, v: int, quick: bool = False) -> None:
-        """quick: only the reductions that must come before all others."""
+        """Apply the reductions that are possible at v. quick: only those that must come before all others."""
         self.prune(v)
         if self.costs[v].size == 1:
             self.fold(v)
@@ -231,7 +234,7 @@ class _Contraction:
             per_v = finite.sum(axis=1)
             v_by_u, u_by_v = bool((per_u == 1).all()), bool((per_v == 1).all())
             if v_by_u and u_by_v and len(self.near[u]) < len(self.near[v]):
-                v_by_u = False  # either could be substituted: take the one with fewer edges
+                v_by_u = False  # either could be substituted: substitute the one with fewer edges
             if v_by_u:
                 self.substitute(v, u, finite.argmax(axis=0))
                 return
@@ -250,14 +253,16 @@ class _Contraction:
         self.dominate(v)
 
     def dominate(self, v: int) -> None:
-        """Goldstein: drop config i if some j never costs more, for any configs of the neighbours, and holds no more."""
+        """Goldstein's rule: drop config i if some j never costs more, whatever the neighbours choose, and holds no
+        more memory."""
         k = self.costs[v].size
         if k * k * sum(m.shape[1] for m in self.near[v].values()) > _MAX_DOMINANCE_WORK:
             return
-        worse = self.costs[v][:, None] - self.costs[v][None, :]  # [j, i]: the most that j costs above i
+        # [j, i]: how much more j can cost than i, at most
+        worse = self.costs[v][:, None] - self.costs[v][None, :]
         with np.errstate(invalid="ignore"):
             for m in self.near[v].values():
-                # inf - inf is NaN: neither config allows this pair, and fmax ignores it.
+                # inf - inf is NaN: both configs forbid this pair, and fmax ignores it.
                 worse = worse + np.fmax.reduce(m[:, None, :] - m[None, :, :], axis=2)
         better = worse <= 0
         less = self.less[v]
@@ -274,7 +279,7 @@ class _Contraction:
 
     def run(self, until: float) -> None:
         """Reduce until nothing changes or ``perf_counter`` reaches ``until``. After that, only forbidden configs are
-        dropped; the rest of the queue is left as it is."""
+        dropped, and the rest of the queue stays as it is."""
         left: list[int] = []
         quick = False
         while self.queue:
@@ -322,15 +327,16 @@ class _Contraction:
 def contract(
     tables: CostTables, memory: MemoryProfile | None = None, until: float = float("inf")
 ) -> Contracted:
-    """Apply the reductions until none applies, or until ``perf_counter`` reaches ``until``: the result is then just as
-    valid, only larger. Raises Infeasible if they leave nothing."""
+    """Apply the reductions until none applies, or until ``perf_counter`` reaches ``until``. An early stop gives a
+    larger, but equally valid problem. Raises Infeasible if a node has no config left."""
     work = _Contraction(tables, memory)
     work.run(until)
     return _snapshot(work)
 
 
 def restrict(contracted: Contracted, keep: list[np.ndarray], until: float = float("inf")) -> Contracted:
-    """Keep only the given configs (bool [K] per kept node) and reduce again; ``contracted`` is spent."""
+    """Keep only the given configs (bool [K] per kept node) and reduce again. ``contracted`` must not be used
+    afterwards."""
     work = contracted._work
     for v, mask in zip(contracted.nodes, keep, strict=True):
         if not mask.all():
@@ -362,7 +368,7 @@ def _snapshot(work: _Contraction) -> Contracted:
 
 
 def fixed_bytes(contracted: Contracted, memory: MemoryProfile) -> list[tuple[int, float]]:
-    """(interval, bytes) of every node whose bytes are the same for every choice over the kept nodes."""
+    """(interval, bytes) for every node whose bytes are the same in every choice over the kept nodes."""
     work = contracted._work
     chosen = [*contracted.fixed]
     for v, _, _ in work.eliminated:

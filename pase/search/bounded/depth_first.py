@@ -1,9 +1,9 @@
-"""Depth-first branch and bound where no order is affordable but what is left is small.
+"""Depth-first branch and bound, for small remaining problems for which no elimination order is affordable.
 
-A node's config is decided or excluded; tree-reweighted messages over what is left bound each state, and configs of
-which they prove that no cheaper choice has them go. Costs that are whole numbers round the bound up. The node of the
-last failure is decided first, then one of few configs and many failures (Boussemart et al., ECAI 2004; Lecoutre et
-al., AIJ 2009). It may stop at any time and goes on where it was.
+Each step decides or excludes a config of a node. Tree-reweighted messages over the remaining configs bound each state,
+and configs that they prove to be in no cheaper choice are pruned. If all costs are integers, the bound is rounded up.
+The node of the last failure is decided first, then a node with few configs and many failures (Boussemart et al., ECAI
+2004; Lecoutre et al., AIJ 2009). The search can be stopped at any time and resumed.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pase.search.bounded.residual import Residual
 
 __all__ = ["DepthFirst", "depth_first_fits"]
 
-_MOST_SAVED = 10_000_000  # messages that the decisions of a branch keep, 8 bytes each
-_WORK = 50_000_000  # pairs of configs read at a time, some 0.2 s
-_ROUNDING = 1e-3  # of a bound on whole numbers
-_WHOLE_BELOW = 1e9  # costs up to which a bound is that exact
+_MOST_SAVED = 10_000_000  # messages that are saved for the decisions of a branch, 8 bytes each
+_WORK = 50_000_000  # pairs of configs read per call, about 0.2 s
+_ROUNDING = 1e-3  # the rounding error allowed in a bound on integers
+_WHOLE_BELOW = 1e9  # the largest costs for which a bound is that exact
 
 
 def depth_first_fits(now: Residual) -> bool:
-    """Whether the problem is small enough, and without a limit."""
+    """Whether the problem is small enough and has no memory limit."""
     return not now.rows.points and (now.flat.n + 1) * now.flat.messages <= _MOST_SAVED
 
 
 class DepthFirst:
-    """A search for what is cheaper than the best known. whole: all costs are whole numbers."""
+    """A search for a choice that is cheaper than the best known one. whole: whether all costs are integers."""
 
     def __init__(self, now: Residual, whole: bool) -> None:
         from pase.search.bounded.kernels_depth import new_tree
@@ -38,9 +38,9 @@ class DepthFirst:
         self.whole = whole and dearest < _WHOLE_BELOW
 
     def run(self, cost: float, work: float = _WORK) -> tuple[np.ndarray | None, float, bool]:
-        """(a choice cheaper than ``cost`` if one was found, a bound, whether none is cheaper than the best of both).
+        """(A choice cheaper than ``cost`` if one was found, a bound, whether it is proven that none is cheaper still).
 
-        cost: of the best choice known, over all nodes, or inf.
+        cost: of the best known choice, over all nodes; inf if there is none.
         """
         from pase.search.bounded.kernels_depth import BOUND, TOP, descend
 

@@ -1,4 +1,4 @@
-"""A pairwise problem in flat arrays, as the compiled kernels of the bounded search walk it."""
+"""A pairwise problem in flat arrays, the form that the compiled kernels of the bounded search use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Flat", "FlatGraph", "flatten"]
 
 
 class FlatGraph(NamedTuple):
-    """All of ``Flat`` that does not depend on node costs: a named tuple, which compiled functions take as it is."""
+    """The parts of ``Flat`` that do not depend on node costs, as a named tuple that compiled functions accept."""
 
     slot: np.ndarray
     head: np.ndarray
@@ -27,12 +27,12 @@ class FlatGraph(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Flat:
-    """n nodes, m edges; node v's configs are slots ``slot[v] … slot[v+1]`` of every per-config array.
+    """A problem of n nodes and m edges. Node v's configs are slots ``slot[v] … slot[v+1]`` of every per-config array.
 
-    cost: float64 [slots]. edge e joins head[e] < tail[e] (int64 [m]); its row-major
+    cost: float64 [slots]. Edge e joins head[e] < tail[e] (int64 [m]). Its row-major
     [K_head, K_tail] matrix starts at matrix[e] (int64 [m]) of ``entries`` (float64); equal matrices may
     share their entries. to_tail[e], to_head[e]: where the messages of e start in an array of
-    ``messages`` floats. ptr (int64 [n+1]) into ``edge`` (int64 [2m]): the edges at each node.
+    ``messages`` floats. ptr (int64 [n+1]): indices into ``edge`` (int64 [2m]), which lists the edges of each node.
     """
 
     cost: np.ndarray
@@ -57,7 +57,7 @@ class Flat:
 
     @cached_property
     def softened(self) -> FlatGraph:
-        """The graph with forbidden pairs at a price above that of any choice without one."""
+        """The graph with a finite price for forbidden pairs, above the cost of any choice without such a pair."""
         finite = np.isfinite(self.entries)
         dearest = np.where(finite, np.abs(self.entries), 0.0)
         sizes = np.diff(self.slot)
@@ -69,7 +69,7 @@ class Flat:
         return self.graph._replace(entries=np.where(finite, self.entries, price))
 
     def cost_of(self, choice: np.ndarray, cost: np.ndarray | None = None) -> float:
-        """Node costs + edge costs of ``choice`` (int64 [n])."""
+        """Node costs plus edge costs of ``choice`` (int64 [n])."""
         node = self.cost if cost is None else cost
         total = float(node[self.slot[:-1] + choice].sum())
         width = (self.slot[1:] - self.slot[:-1])[self.tail]
@@ -78,7 +78,7 @@ class Flat:
 
 
 def flatten(costs: list[np.ndarray], pairs: list[tuple[int, int]], matrices: list[np.ndarray]) -> Flat:
-    """Flat arrays of a problem with at most one edge a pair. Matrices that are one object share entries."""
+    """Flat arrays of a problem with at most one edge per pair. Edges with the same matrix object share its entries."""
     n, m = len(costs), len(pairs)
     sizes = np.array([c.size for c in costs], np.int64)
     slot = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)

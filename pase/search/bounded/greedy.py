@@ -1,7 +1,7 @@
-"""A choice without forbidden pairs, early: the node with fewest configs left is chosen next, its cheapest config first.
+"""Finds an early choice without forbidden pairs. The node with the fewest configs left takes its cheapest config next.
 
-Where a node is left without one, it comes first in the next attempt, with those that failed before it (Brélaz, CACM
-1979; the weights of Boussemart et al., ECAI 2004). No proof of anything, and none that such a choice exists.
+If a node is left without a config, it comes first in the next attempt, together with those that failed before (Brélaz,
+CACM 1979; the weights of Boussemart et al., ECAI 2004). This proves nothing, not even that such a choice exists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pase.clock import never
 __all__ = ["greedy_choice"]
 
 _ATTEMPTS = 30
-_SHORT = 10_000_000  # costs of configs that are added up, some 0.5 s
+_SHORT = 10_000_000  # configs' costs that are added, about 0.5 s
 
 
 def greedy_choice(
@@ -25,8 +25,10 @@ def greedy_choice(
     matrices: Sequence[np.ndarray],
     stop: Callable[[], bool] = never,
 ) -> np.ndarray | None:
-    """int64 [n], or None if no attempt finds one. costs: per node float64 [K]. matrices: per pair float64 [K, K], inf
-    forbids. stop: asked between attempts, once they have taken a while.
+    """A choice, int64 [n]; None if no attempt finds one.
+
+    costs: per node, float64 [K]. matrices: per pair, float64 [K, K]; inf forbids a pair of configs. stop: called
+    between attempts once they have taken a while.
 
     >>> different = np.array([[np.inf, 0.0], [0.0, np.inf]])
     >>> greedy_choice([np.array([0.0, 1.0]), np.array([0.0, 1.0])], [(0, 1)], [different])
@@ -51,7 +53,7 @@ def greedy_choice(
 def _attempt(
     costs: Sequence[np.ndarray], near: Sequence[Sequence[tuple[int, np.ndarray]]], failed: np.ndarray
 ) -> tuple[np.ndarray, int | None]:
-    """(the choice, the node that was left without a config: None if every one has one)."""
+    """(The choice, the node that was left without a config; None if the choice is complete)."""
     total = list(costs)
     choice = np.full(len(costs), -1, np.int64)
     heap = [_rank(v, c, failed) for v, c in enumerate(total)]
@@ -74,6 +76,6 @@ def _attempt(
 
 
 def _rank(v: int, costs: np.ndarray, failed: np.ndarray) -> tuple[float, int, int]:
-    """Few configs and many failures first."""
+    """Sort key: nodes with few configs and many failures first."""
     left = int(np.isfinite(costs).sum())
     return left / (1.0 + float(failed[v])), -int(failed[v]), v

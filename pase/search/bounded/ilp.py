@@ -1,7 +1,7 @@
-"""The residual problem as an integer program for HiGHS (scipy's), in a process of its own.
+"""The residual problem as an integer program for HiGHS (in scipy), run in a separate process.
 
-One binary per config, one variable per allowed pair of an edge (the local polytope), memory rows added
-only where an answer breaks them. A process, so that it uses the second core, and can be stopped at once.
+There is one binary per config and one variable per allowed pair of an edge (the local polytope). Memory rows are added
+only if an answer violates them. A separate process uses another core and can be stopped at once.
 """
 
 from __future__ import annotations
@@ -26,16 +26,21 @@ __all__ = ["IlpJob", "ilp_problem", "solve_ilp"]
 _ROWS_A_ROUND = 40
 _COST_SCALE, _ROW_SCALE = 1e6, 1e4
 """Costs and rows are scaled to about these sizes, against HiGHS's tolerances of 1e-6."""
-_PRESOLVED = 6_000  # unknowns; below, HiGHS does without its presolve
-_MOST_STEPS = 100_000  # of the simplex method, for one linear program: a budget in work
-_MOST_NODES = 500_000  # of HiGHS's tree, over the unknowns: what a node costs grows with them
+_PRESOLVED = 6_000  # unknowns; below this, HiGHS runs without presolve
+_MOST_STEPS = 100_000  # simplex steps per linear program, a budget that does not depend on a clock
+_MOST_NODES = (
+    500_000  # nodes of HiGHS's tree times unknowns, because the cost of a node grows with the unknowns
+)
 
 
 def ilp_problem(
     flat: Flat, rows: Rows, usable: np.ndarray, scale: float, seconds: float
 ) -> dict[str, np.ndarray]:
-    """Arrays for ``solve_ilp``. usable: bool [entries of flat], pairs that may still occur; scale: the
-    size of the costs, against which tolerances are set; seconds: the time it may take, inf: its budget in work."""
+    """Arrays for ``solve_ilp``.
+
+    usable: bool [entries of flat], the pairs that may still occur. scale: the size of the costs, relative to which
+    tolerances are set. seconds: the time limit; inf: only the budget of work limits it.
+    """
     return {
         "cost": flat.cost,
         "slot": flat.slot,
@@ -52,8 +57,11 @@ def ilp_problem(
 
 
 class IlpJob:
-    """A running integer program. due: the turn that waits for its answer, which no earlier one uses: when it comes
-    then changes nothing."""
+    """A running integer program.
+
+    due: the round that waits for the answer. No earlier round uses it, so that the result does not depend on when the
+    answer arrives.
+    """
 
     def __init__(self, problem: dict[str, np.ndarray], due: int) -> None:
         self.due = due
@@ -68,11 +76,12 @@ class IlpJob:
         assert self.process.stdin is not None
         self.process.stdin.write(buffer.getvalue())
         self.process.stdin.close()
-        self.process.stdin = None  # else ``communicate`` would flush it
+        self.process.stdin = None  # otherwise ``communicate`` would flush it
 
     def wait(self, seconds: float) -> IlpAnswer | None:
-        """(status, choice, bound), see ``solve_ilp``; None if it takes longer. A dead process is 'failed'."""
-        # With a timeout of 0 ``communicate`` gives up before its first look, even at a process that has ended.
+        """(status, choice, bound), see ``solve_ilp``; None if it takes longer. The status of a dead process is
+        'failed'."""
+        # With a timeout of 0, ``communicate`` gives up before its first look, even if the process has ended.
         timeout = max(0.01, seconds) if np.isfinite(seconds) else None
         try:
             data, _ = self.process.communicate(timeout=timeout)
@@ -97,7 +106,7 @@ IlpAnswer = tuple[str, "np.ndarray | None", float]
 
 
 class _Capacity:
-    """The memory limit as rows over the configs [slots], which are added as they are broken."""
+    """The memory limit as rows over the configs [slots]. Rows are added as they are violated."""
 
     def __init__(self, problem: dict[str, np.ndarray]) -> None:
         self.point, self.change = problem["point"], problem["change"]
@@ -108,13 +117,13 @@ class _Capacity:
         self.active = np.zeros(0, np.int64)
 
     def over(self, share: np.ndarray) -> np.ndarray:
-        """Bytes in use less the capacity, float64 [points]; share: of each config, float64 [slots]."""
+        """Bytes in use minus the capacity, float64 [points]. share: the fraction of each config, float64 [slots]."""
         total = np.zeros(self.capacity.size + 1)
         np.add.at(total, self.point, self.change * share[self.owner])
         return np.cumsum(total)[: self.capacity.size] - self.capacity
 
     def add(self, over: np.ndarray, most: int) -> bool:
-        """Adds the worst of the points that are over and no better than their neighbours; was there a new one?"""
+        """Add the worst of the points that are over the limit and are local maxima. Returns whether any is new."""
         left, right = np.append(-np.inf, over[:-1]), np.append(over[1:], -np.inf)
         at = np.flatnonzero((over > 0) & (over >= left) & (over > right))
         worst = at[np.argsort(-over[at], kind="stable")[:most]]
@@ -145,11 +154,11 @@ class _Capacity:
 
 
 def solve_ilp(problem: dict[str, np.ndarray]) -> IlpAnswer:
-    """The cheapest choice: the linear relaxation first, then whole numbers, each with the rows that it breaks."""
+    """The cheapest choice: solves the linear relaxation, then the integer program, each with the rows it violates."""
     scale, seconds = (float(x) for x in problem["settings"])
     ends_at = time.monotonic() + seconds
-    # Powers of two, so that numbers stay what they are; and no presolve where there is no need of it. HiGHS (scipy
-    # 1.17) with presolve, costs times 1e6 / 72 and a row times 1e4 / 117, called 715 optimal where 710 fits:
+    # Scale by powers of two, so that numbers stay exact, and skip presolve for small problems. With presolve, costs
+    # times 1e6 / 72 and a row times 1e4 / 117, HiGHS (scipy 1.17) returned 715 as optimal although 710 fits:
     # tests/search/test_memory_ilp.py, seed 17.
     factor = float(_power_of_two(np.array(_COST_SCALE / scale)))
     objective, equal, rhs = _polytope(problem)
@@ -193,7 +202,7 @@ def _whole(
     bound: float,
     ends_at: float,
 ) -> IlpAnswer:
-    """One config a node. bound: a lower bound that is known."""
+    """Solve with one config per node. bound: a known lower bound."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     integral = np.concatenate([np.ones(memory.slots), np.zeros(objective.size - memory.slots)])
@@ -226,18 +235,18 @@ def _whole(
         if not (over > 0).any():
             return ("optimal" if answer.status == 0 else "stopped"), choice, bound
         if not memory.add(over * memory.scale, 10**9):
-            # HiGHS's tolerance let a byte through: close the rows a little.
+            # HiGHS's tolerance admitted a violation, so tighten the rows a little.
             memory.capacity = np.where(over > 0, memory.capacity - 2 * over, memory.capacity)
     return "stopped", None, bound
 
 
 def _power_of_two(x: np.ndarray) -> np.ndarray:
-    """The nearest one, float64."""
+    """The nearest power of two, float64."""
     return np.exp2(np.round(np.log2(x)))
 
 
 def _polytope(problem: dict[str, np.ndarray]) -> tuple[np.ndarray, sp.csr_array, np.ndarray]:
-    """(objective, equality matrix, right-hand side): one config a node; pairs agree with both ends."""
+    """(Objective, equality matrix, right-hand side): one config per node, and pairs that agree with both ends."""
     import scipy.sparse as sparse
 
     slot, head, tail = problem["slot"], problem["head"], problem["tail"]

@@ -1,7 +1,7 @@
-"""Compiled kernels of the depth-first search: message passing over the configs that are left, and a tree of decisions.
+"""Compiled kernels of the depth-first search: message passing over the remaining configs, and a tree of decisions.
 
-sweep: ``trws_pass`` over live configs alone, which also drops those that no choice below a ceiling has. descend: a
-node's config is decided, or excluded; the messages that an earlier state left behind are valid in every later one.
+``sweep`` is ``trws_pass`` over the live configs, and also drops those that no choice below a ceiling uses. ``descend``
+decides or excludes configs of nodes. The messages of an earlier state are valid in every later state.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pase.compiled import jit
 __all__ = ["BOUND", "DEPTH", "DONE", "TOP", "WORK", "SearchTree", "descend", "new_tree"]
 
 TOP, CEILING, BOUND, BEFORE, DEPTH, WORK, DONE, LAST = range(8)
-_PAIRS = 20  # sweeps up and down at one state, at most
-_WORTH = 0.1  # of what is missing to the ceiling: sweeps go on while two of them gain that much
+_PAIRS = 20  # the most pairs of up and down sweeps at one state
+_WORTH = 0.1  # sweeps go on while a pair of them gains this fraction of the gap to the ceiling
 
 
 class SearchTree(NamedTuple):
-    """The state of a search, which may stop and go on.
+    """The state of a search, which may be stopped and resumed.
 
-    live: int64 [slots], per node its configs, left[v] of them left, the others behind them. message: float64, as
-    ``Flat`` has them. excess: float64 [slots], of the last sweep. weight: float64 [n], failures at each node.
-    counts [n + 1, n], messages [n + 1, …], before [n + 1]: the state at each decision; node, config: int64 [n + 1],
-    what it decided. best: int64 [n]. now: float64 [8]: cost of the best choice; no choice above the ceiling is looked
-    for; bound of the root; bound of the last sweep; depth; pairs of configs read so far; 1 once nothing is left; the
-    node of the last decision that failed, or -1.
+    live: int64 [slots], per node its configs: first the left[v] live ones, then the others. message: float64, as in
+    ``Flat``. excess: float64 [slots], of the last sweep. weight: float64 [n], the failures at each node.
+    counts [n + 1, n], messages [n + 1, …], before [n + 1]: the state at each decision. node, config: int64 [n + 1],
+    what each decision decided. best: int64 [n]. now: float64 [8]: the cost of the best choice; the ceiling, above which
+    no choice is searched; the bound of the root; the bound of the last sweep; the depth; the pairs of configs read so
+    far; 1 once nothing is left; the node of the last failed decision, or -1.
     """
 
     live: np.ndarray
@@ -45,7 +45,7 @@ class SearchTree(NamedTuple):
 
 
 def new_tree(slot: np.ndarray, message: np.ndarray) -> SearchTree:
-    """slot: int64 [n + 1]. message: of the dual, to begin with; not changed."""
+    """The state at the start. slot: int64 [n + 1]. message: the dual's messages, which are copied."""
     sizes = np.diff(slot)
     n, slots = sizes.size, int(slot[-1])
     now = np.array([np.inf, np.inf, -np.inf, -np.inf, 0.0, 0.0, 0.0, -1.0])
@@ -67,7 +67,7 @@ def new_tree(slot: np.ndarray, message: np.ndarray) -> SearchTree:
 
 @jit()
 def drop(live, count, s0, v, at):
-    """The live config at this place goes behind those that are left."""
+    """Move the live config at this position behind the live ones."""
     count[v] -= 1
     last = s0 + count[v]
     k = live[s0 + at]
@@ -77,7 +77,8 @@ def drop(live, count, s0, v, at):
 
 @jit()
 def visit(graph, cost, tree, v):
-    """v's excess over its best live config, drops what is above the ceiling; returns the least, inf if none is left."""
+    """Compute v's excess over its best live config, and drop configs above the ceiling. Returns the minimum, or inf if
+    no config is left."""
     slot, head, ptr, edge = graph.slot, graph.head, graph.ptr, graph.edge
     live, count, message, excess, now = tree.live, tree.left, tree.message, tree.excess, tree.now
     s0 = slot[v]
@@ -106,7 +107,8 @@ def visit(graph, cost, tree, v):
 
 @jit()
 def send(graph, tree, e, v, share):
-    """v's message along edge e; drops configs without a partner. Returns the least, inf if none is left there."""
+    """Send v's message along edge e, and drop configs without a partner. Returns the minimum, or inf if no config is
+    left at the other end."""
     slot, head, tail, entries = graph.slot, graph.head, graph.tail, graph.entries
     live, count, message, excess = tree.live, tree.left, tree.message, tree.excess
     if head[e] == v:
@@ -141,7 +143,7 @@ def send(graph, tree, e, v, share):
 
 @jit()
 def sweep(graph, cost, tree, forward):
-    """The bound of one sweep over what is left; inf if no choice below the ceiling is."""
+    """The bound of one sweep over the live configs; inf if there is no choice below the ceiling."""
     head, ptr, edge = graph.head, graph.ptr, graph.edge
     n = graph.slot.shape[0] - 1
     bound = 0.0
@@ -171,7 +173,7 @@ def sweep(graph, cost, tree, forward):
 
 @jit()
 def propagate(graph, cost, tree):
-    """Sweeps up and down while they gain enough; returns the bound, inf if no choice below the ceiling is left."""
+    """Sweep up and down while this gains enough. Returns the bound; inf if no choice below the ceiling is left."""
     bound = tree.now[BEFORE]
     for _ in range(_PAIRS):
         if sweep(graph, cost, tree, True) == np.inf:
@@ -188,7 +190,8 @@ def propagate(graph, cost, tree):
 
 @jit()
 def next_node(tree):
-    """The node to decide: that of the last failure, else the one with few configs and many failures; -1: all are."""
+    """The next node to decide: that of the last failure, otherwise one with few configs and many failures; -1 if all
+    are decided."""
     last = int(tree.now[LAST])
     if last >= 0 and tree.left[last] > 1:
         return last
@@ -201,7 +204,7 @@ def next_node(tree):
 
 @jit()
 def decide(graph, tree, v):
-    """Remember the state, and leave v only its config of least excess."""
+    """Save the state, and leave v only its config of least excess."""
     slot, live = graph.slot, tree.live
     s0, depth = slot[v], int(tree.now[DEPTH])
     at = 0
@@ -222,7 +225,7 @@ def decide(graph, tree, v):
 
 @jit()
 def back(graph, tree):
-    """To the last decision, whose config is excluded; False if there is none."""
+    """Return to the last decision and exclude its config. False if there is none."""
     depth = int(tree.now[DEPTH]) - 1
     if depth < 0:
         return False
@@ -241,7 +244,7 @@ def back(graph, tree):
 
 @jit()
 def take_best(graph, cost, tree, whole):
-    """All nodes are decided: if that is cheaper, it is the best, and the ceiling falls below it."""
+    """All nodes are decided: if their choice is cheaper, make it the best and lower the ceiling."""
     slot, head, tail, now = graph.slot, graph.head, graph.tail, tree.now
     total = 0.0
     for v in range(tree.left.shape[0]):
@@ -259,22 +262,23 @@ def take_best(graph, cost, tree, whole):
 
 @jit()
 def lower(now, whole):
-    """The ceiling, ``whole`` below the cost of the best choice."""
+    """Lower the ceiling to ``whole`` below the cost of the best choice."""
     if now[TOP] < np.inf:
         now[CEILING] = min(now[CEILING], now[TOP] - max(whole, 1e-9 * abs(now[TOP])))
 
 
 @jit()
 def descend(graph, cost, tree, top, whole, work):
-    """Search on, until about so much more ``work`` is done or nothing is left. top: cost of a known choice, or inf.
-    whole: a choice that is cheaper by less is
-    not looked for."""
+    """Search until about ``work`` more is done or nothing is left. Returns whether nothing is left.
+
+    top: the cost of a known choice, or inf. whole: a choice must be cheaper by at least this much.
+    """
     now = tree.now
     now[TOP] = min(now[TOP], top)
     lower(now, whole)
     until = now[WORK] + work
     while now[DONE] == 0.0 and now[WORK] < until:
-        # What no decision costs is counted, too.
+        # Count the work of a state as well, even if it reads no pairs.
         now[WORK] += tree.message.shape[0]
         bound = propagate(graph, cost, tree)
         if bound < np.inf:

@@ -1,8 +1,8 @@
 """Compiled kernels of the bounded search, over the arrays of ``Flat``.
 
-trws_pass: one sweep of sequential tree-reweighted message passing (Kolmogorov, PAMI 2006): a lower bound
-and a rounded choice. forest_move: the best choice on an induced forest, the rest held.
-Infinite entries are allowed as long as every config keeps a finite partner along every edge.
+``trws_pass`` is one sweep of sequential tree-reweighted message passing (Kolmogorov, PAMI 2006). It gives a lower bound
+and a rounded choice. ``forest_move`` finds the best choice on an induced forest, with all other nodes held.
+Infinite entries are allowed if every config keeps a finite partner along every edge.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["forest_move", "grow_tree", "node_costs_given", "trws_pass"]
 
 @jit()
 def pick_config(graph, cost, msg, choice, v, forward):
-    """v's best config given the choices of the nodes visited before it and the messages of those after it."""
+    """v's best config, given the choices of the nodes visited before it and the messages of those after it."""
     slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
     to_tail, to_head, ptr, edge = graph.to_tail, graph.to_head, graph.ptr, graph.edge
     s0, k = slot[v], slot[v + 1] - slot[v]
@@ -42,7 +42,7 @@ def pick_config(graph, cost, msg, choice, v, forward):
 
 @jit()
 def send_to_tail(table, excess, share, back, out):
-    """out[j] = min_i share * excess[i] - back[i] + table[i, j]; table is row-major and flat."""
+    """out[j] = min_i share * excess[i] - back[i] + table[i, j]. The table is row-major and flat."""
     ku = out.shape[0]
     out[:] = np.inf
     for i in range(excess.shape[0]):
@@ -55,7 +55,7 @@ def send_to_tail(table, excess, share, back, out):
 
 @jit()
 def send_to_head(table, excess, share, back, out):
-    """out[j] = min_i share * excess[i] - back[i] + table[j, i]; table is row-major and flat."""
+    """out[j] = min_i share * excess[i] - back[i] + table[j, i]. The table is row-major and flat."""
     k = excess.shape[0]
     for j in range(out.shape[0]):
         best = np.inf
@@ -68,7 +68,7 @@ def send_to_head(table, excess, share, back, out):
 
 @jit()
 def subtract_least(values):
-    """Make the least of the values 0; returns what it was."""
+    """Subtract the minimum from the values and return it."""
     least = np.inf
     for i in range(values.shape[0]):
         least = values[i] if values[i] < least else least
@@ -79,11 +79,11 @@ def subtract_least(values):
 
 @jit()
 def trws_pass(graph, cost, msg, choice, reduced, forward, decode):
-    """Sweep the nodes up (forward) or down; returns the lower bound that the sweep proves.
+    """Sweep the nodes up (forward) or down. Returns the lower bound that the sweep proves.
 
-    msg: float64 messages, updated. reduced: float64 [slots], set to each config's excess over the best of
-    its node at its visit: the bound grows by at least that much if the config is forced.
-    choice: int64 [n], set if ``decode``: each node's best given the nodes visited before it.
+    msg: float64 messages, updated. reduced: float64 [slots], set to each config's excess over the best config of
+    its node when the node is visited. The bound grows by at least that much if the config is forced.
+    choice: int64 [n], set if ``decode``: each node's best config given the nodes visited before it.
     """
     slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
     to_tail, to_head, ptr, edge = graph.to_tail, graph.to_head, graph.ptr, graph.edge
@@ -126,7 +126,7 @@ def trws_pass(graph, cost, msg, choice, reduced, forward, decode):
 
 @jit()
 def node_costs_given(graph, cost, choice, v, skip, out):
-    """out[i] = cost of v's config i with its neighbours at ``choice``, those with skip[u] > 0 left out."""
+    """out[i] = the cost of v's config i with its neighbours at ``choice``. Neighbours with skip[u] > 0 are left out."""
     slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
     ptr, edge = graph.ptr, graph.edge
     s0 = slot[v]
@@ -162,9 +162,9 @@ def _find(root, v):
 
 @jit()
 def choose_forest(graph, candidates, picked, root, stamp):
-    """Greedily take candidates (in order) that keep the taken nodes a forest; picked[v] = 1 if taken.
+    """Greedily take candidates (in order) that keep the taken nodes a forest. Sets picked[v] = 1 for taken nodes.
 
-    picked int64 [n] zeros on entry; root, stamp: int64 [n] scratch. Returns the number taken.
+    picked: int64 [n], zeros on entry. root, stamp: int64 [n] scratch. Returns the number of taken nodes.
     """
     head, tail, ptr, edge = graph.head, graph.tail, graph.ptr, graph.edge
     for i in range(candidates.shape[0]):
@@ -197,10 +197,10 @@ def choose_forest(graph, candidates, picked, root, stamp):
 
 @jit()
 def grow_tree(graph, start, limit, picked, seen, queue, noise):
-    """Grow an induced tree from ``start``: up to ``limit`` nodes, each next to exactly one taken before.
+    """Grow an induced tree from ``start``: up to ``limit`` nodes, each adjacent to exactly one that was taken before.
 
-    picked, seen: int64 [n], zeros on entry; queue: int64 [n] scratch. noise: floats in [0, 1) that steer the
-    growth. Returns (taken, touched): queue[:touched] lists the nodes whose seen is set; picked ones have 1.
+    picked, seen: int64 [n], zeros on entry. queue: int64 [n] scratch. noise: floats in [0, 1) that steer the
+    growth. Returns (taken, touched). queue[:touched] lists the nodes whose ``seen`` is set; taken nodes have picked 1.
     """
     head, tail, ptr, edge = graph.head, graph.tail, graph.ptr, graph.edge
     queue[0] = start
@@ -210,7 +210,7 @@ def grow_tree(graph, start, limit, picked, seen, queue, noise):
     count = 0
     draws = 0
     while at < touched and count < limit:
-        # A random one of the waiting nodes, so that neighbourhoods differ from call to call.
+        # Pick a random one of the waiting nodes, so that neighbourhoods differ from call to call.
         swap = at + int(noise[draws % noise.shape[0]] * (touched - at))
         draws += 1
         v = queue[swap]
@@ -239,7 +239,8 @@ def grow_tree(graph, start, limit, picked, seen, queue, noise):
 
 @jit()
 def order_forest(graph, nodes, picked, order, up):
-    """The picked nodes, parents first: order[:count]; up[v]: the edge to v's parent, -1 at a root. picked: 1 -> 2."""
+    """Order the picked nodes, parents first, in order[:count]. up[v]: the edge to v's parent, -1 at a root. Sets picked
+    from 1 to 2. Returns count."""
     head, tail, ptr, edge = graph.head, graph.tail, graph.ptr, graph.edge
     count = 0
     for i in range(nodes.shape[0]):
@@ -282,10 +283,10 @@ def add_to_parent(graph, e, v, table):
 
 @jit()
 def forest_move(graph, cost, choice, nodes, picked, order, up, table):
-    """Best configs of the picked nodes (an induced forest) with all others held; writes ``choice``.
+    """Set ``choice`` to the best configs of the picked nodes (an induced forest), with all other nodes held.
 
-    nodes: the picked nodes, int64. picked: int64 [n], 1 where picked, 0 elsewhere; left at 0.
-    order, up: int64 [n] scratch; table: float64 [slots] scratch. (The way down recomputes its argmins.)
+    nodes: the picked nodes, int64. picked: int64 [n], 1 for picked nodes and 0 for others; reset to 0 on exit.
+    order, up: int64 [n] scratch. table: float64 [slots] scratch. (The pass down recomputes its argmins.)
     """
     slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
     for i in range(nodes.shape[0]):

@@ -1,8 +1,8 @@
 """Compiled kernels for a memory limit: prices on bytes, the Lagrangian dual, neighbourhood search.
 
-The limit is a ``Limit``: bytes in use at point t are the cumulative sum of the chosen configs' events.
-A price per byte at each point turns bytes into node costs, so that everything that solves the unlimited
-problem solves the priced one. Only points that were once the worst get a price: few of them ever bind.
+The limit is a ``Limit``: the bytes in use at point t are the cumulative sum of the chosen configs' events.
+A price per byte at each point turns bytes into node costs, so any method for the problem without a limit also solves
+the priced one. Only points that have been the worst get a price, because few points ever bind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["dual_ascent", "lns", "polish", "priced_costs", "usage_of"]
 
 @jit()
 def sum_from(price, suffix):
-    """suffix[t] = sum of price[t:]; suffix: float64 [points + 1]."""
+    """suffix[t] = sum of price[t:]. suffix: float64 [points + 1]."""
     suffix[price.shape[0]] = 0.0
     for t in range(price.shape[0] - 1, -1, -1):
         suffix[t] = suffix[t + 1] + price[t]
@@ -26,7 +26,7 @@ def sum_from(price, suffix):
 
 @jit()
 def priced_costs(limit, cost, price, suffix, out):
-    """out[slot] = cost + price of the config's bytes. suffix: float64 [points + 1] scratch."""
+    """out[slot] = cost plus the price of the config's bytes. suffix: float64 [points + 1] scratch."""
     ptr, point, change = limit.ptr, limit.point, limit.change
     sum_from(price, suffix)
     for r in range(ptr.shape[0] - 1):
@@ -55,7 +55,7 @@ def usage_of(limit, slot, choice, out):
 
 @jit()
 def total_cost(graph, cost, choice):
-    """Node costs + edge costs of ``choice``."""
+    """Node costs plus edge costs of ``choice``."""
     slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
     s = 0.0
     for v in range(choice.shape[0]):
@@ -66,17 +66,18 @@ def total_cost(graph, cost, choice):
     return s
 
 
-# What ``dual_ascent`` keeps between calls, in a float64 array: the best bound; the level (the rise aimed at); how many
-# points have a price; sweeps in this window; the direction of the next sweep; the bound at the window's start.
+# The state of ``dual_ascent`` between calls, in a float64 array: the best bound; the level (the rise aimed at); how
+# many points have a price; sweeps in this window; the direction of the next sweep; the bound at the start of the
+# window.
 BEST, LEVEL, PRICED, SWEEPS, DOWN, START = range(6)
 _WINDOW = 30.0
-"""Sweeps after which the level is judged by the rise that they brought."""
+"""Number of sweeps after which the level is compared with the rise that they achieved."""
 
 
 @jit()
 def adapt_level(state, bound, ceiling):
-    """One more sweep, which proved ``bound``, in the window; at its end the level follows the rise that happened. True
-    where it was too high: prices go back to the best."""
+    """Count one more sweep of the window, which proved ``bound``. At the end of the window, adapt the level to the rise
+    that was achieved. Returns True if the level was too high, so that prices return to the best ones."""
     if state[LEVEL] <= 0.0:
         state[LEVEL] = 0.05 * abs(bound) + 1e-9
         state[START] = state[BEST]
@@ -86,7 +87,7 @@ def adapt_level(state, bound, ceiling):
     state[SWEEPS] = 0.0
     risen = state[BEST] - state[START] >= 0.5 * state[LEVEL]
     state[LEVEL] *= 1.5 if risen else 0.6
-    # Stuck with steps too small to matter: aim at a good part of the gap again.
+    # Steps have become too small to matter, so aim at a large part of the gap again.
     if not risen and ceiling < np.inf and state[LEVEL] < 0.03 * (ceiling - state[BEST]):
         state[LEVEL] = 0.3 * (ceiling - state[BEST])
     state[START] = state[BEST]
@@ -95,7 +96,7 @@ def adapt_level(state, bound, ceiling):
 
 @jit()
 def with_worst(used, capacity, active, is_active, count):
-    """The point that is over its capacity most gets a price, if there is room; returns how many have one."""
+    """Give a price to the point that exceeds its capacity most, if there is room. Returns how many points have one."""
     worst = -1
     over = 0.0
     for t in range(capacity.shape[0]):
@@ -111,8 +112,10 @@ def with_worst(used, capacity, active, is_active, count):
 
 @jit()
 def step_prices(now, used, capacity, active, direction, reach):
-    """A deflected subgradient step on the prices of the active points; reach: step times the direction's square.
-    now, direction: changed."""
+    """A deflected subgradient step on the prices of the active points. Updates ``now`` and ``direction``.
+
+    reach: the step size times the squared norm of the direction.
+    """
     norm = 0.0
     for i in range(active.shape[0]):
         t = active[i]
@@ -132,7 +135,7 @@ def step_prices(now, used, capacity, active, direction, reach):
 def dual_ascent(graph, limit, cost, price, msg, choice, active, state, ceiling, passes):
     """Raise the bound by ``passes`` sweeps, each followed by a deflected subgradient step on the prices.
 
-    price: float64 [points], the best prices on entry and exit. active: int64, points that have a price.
+    price: float64 [points], the best prices on entry and exit. active: int64, the points that have a price.
     state: float64 [6], kept between calls (BEST …). ceiling: a known cost, or inf. choice: set to the rounded choice of
     least priced cost. Returns the best bound.
     """
@@ -154,14 +157,14 @@ def dual_ascent(graph, limit, cost, price, msg, choice, active, state, ceiling, 
             free += now[active[i]] * capacity[active[i]]
         bound -= free
         value = total_cost(graph, priced, rounded) - free
-        if points > 0 or value < least:  # prices move on: the newest; without prices: the cheapest
+        if points > 0 or value < least:  # with prices: the newest; without prices: the cheapest
             least = value
             choice[:] = rounded
         if bound > state[BEST]:
             state[BEST] = bound
             price[:] = now
         if adapt_level(state, bound, ceiling):
-            now[:] = price  # but not to its messages: those since are the better for having moved
+            now[:] = price  # but keep the messages, which have improved since
             direction[:] = 0.0
         if points == 0:
             continue
@@ -174,8 +177,9 @@ def dual_ascent(graph, limit, cost, price, msg, choice, active, state, ceiling, 
 
 
 class Scratch(NamedTuple):
-    """What the forest kernels write. picked, seen: int64 [n], zeros between calls; queue, nodes, order, up: int64 [n];
-    table: float64 [slots].
+    """Scratch arrays of the forest kernels.
+
+    picked, seen: int64 [n], zeros between calls. queue, nodes, order, up: int64 [n]. table: float64 [slots].
     """
 
     picked: np.ndarray
@@ -202,7 +206,7 @@ def make_scratch(n, slots):
 
 @jit()
 def polish(graph, cost, choice, rounds, seed):
-    """Forest moves over the whole graph, ``rounds`` times, each with a new random forest; writes choice."""
+    """Forest moves over the whole graph, ``rounds`` times, each with a new random forest. Updates ``choice``."""
     np.random.seed(seed)
     n = choice.shape[0]
     w = make_scratch(n, cost.shape[0])
@@ -220,7 +224,7 @@ def polish(graph, cost, choice, rounds, seed):
 
 @jit()
 def draw_tree(graph, largest, w):
-    """The nodes of a random induced tree of at most ``largest``; their w.picked is 1."""
+    """The nodes of a random induced tree of at most ``largest`` nodes. Their w.picked is 1."""
     limit = 1 + int(np.exp(np.random.random() * np.log(largest)))
     noise = np.random.random(16)
     start = np.random.randint(w.picked.shape[0])
@@ -243,7 +247,7 @@ def mark(picked, nodes, value):
 
 @jit()
 def tree_cost(graph, cost, choice, nodes, picked):
-    """What the picked nodes and all their edges cost, edges between two of them once."""
+    """The cost of the picked nodes and all their edges. An edge between two of them counts once."""
     slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
     ptr, edge = graph.ptr, graph.edge
     total = 0.0
@@ -262,7 +266,7 @@ def tree_cost(graph, cost, choice, nodes, picked):
 
 @jit()
 def most_over(used, cap):
-    """The point that is most over its capacity; -1 where none is."""
+    """The point that exceeds its capacity most; -1 if none does."""
     over, worst = 0.0, -1
     for t in range(cap.shape[0]):
         if used[t] - cap[t] > over:
@@ -272,7 +276,7 @@ def most_over(used, cap):
 
 @jit()
 def price_nodes(graph, limit, cost, nodes, suffix, priced):
-    """priced_costs of the configs of some nodes alone; suffix: sums of the prices from each point on."""
+    """``priced_costs`` for the configs of some nodes. suffix: sums of the prices from each point on."""
     ptr, point, change = limit.ptr, limit.point, limit.change
     for i in range(nodes.shape[0]):
         v = nodes[i]
@@ -284,8 +288,9 @@ def price_nodes(graph, limit, cost, nodes, suffix, priced):
 
 
 class Usage(NamedTuple):
-    """Bytes in use at each point, now and after the move at hand: float64 [points]; delta: float64 [points + 1], the
-    move's events, zeros between calls.
+    """Bytes in use at each point, before and after the current move: float64 [points].
+
+    delta: float64 [points + 1], the events of the move, zeros between calls.
     """
 
     used: np.ndarray
@@ -295,7 +300,7 @@ class Usage(NamedTuple):
 
 @jit()
 def add_events(limit, slot, sign, usage, first, last):
-    """Add a config's events to usage.delta; (first, last) point touched so far."""
+    """Add a config's events to usage.delta. Returns the updated range (first, last) of points touched."""
     for q in range(limit.ptr[slot], limit.ptr[slot + 1]):
         t = limit.point[q]
         usage.delta[t] += sign * limit.change[q]
@@ -305,10 +310,10 @@ def add_events(limit, slot, sign, usage, first, last):
 
 @jit()
 def weigh_move(graph, limit, nodes, before, choice, usage):
-    """(moved, rise of the shortage, the point most over its limit among those that rose, first, last) for the move
-    before -> choice.
+    """Evaluate the move before -> choice.
 
-    usage.after is set at points first … last - 1, the only ones that change.
+    Returns (whether anything moved, the rise of the shortage, the point most over its limit among those that rose,
+    first, last). usage.after is set at points first … last - 1, the only ones that change.
     """
     cap, slot = limit.capacity, graph.slot
     points = cap.shape[0]
@@ -336,7 +341,7 @@ def weigh_move(graph, limit, nodes, before, choice, usage):
 
 @jit()
 def draw_prices(price, scale, short, usage, cap, extra):
-    """Fill ``extra`` with prices for a move, near ``price`` or none; returns the step by which they are raised."""
+    """Fill ``extra`` with prices for a move, near ``price`` or zero. Returns the step by which they are raised."""
     factor = np.random.random() * 1.5
     if np.random.random() < 0.3:
         factor = 0.0
@@ -344,7 +349,7 @@ def draw_prices(price, scale, short, usage, cap, extra):
         extra[t] = factor * price[t]
     push = max(scale, 1e-300) * (0.25 + np.random.random())
     if short > 0.0 and np.random.random() < 0.7:
-        # Not yet allowed: press on the point that is most over.
+        # The choice does not fit yet, so raise the price of the point that is most over its limit.
         worst = most_over(usage.used, cap)
         if worst >= 0:
             extra[worst] += push * np.exp(6.0 * np.random.random())
@@ -353,16 +358,18 @@ def draw_prices(price, scale, short, usage, cap, extra):
 
 @jit()
 def accept(climb, rise, short, heat):
-    """Whether to keep a move that makes the shortage no worse: cheaper, or warm enough, or of less shortage."""
+    """Whether to keep a move that does not increase the shortage: if it is cheaper, by chance at some heat, or if it
+    reduces the shortage."""
     good = climb <= 0.0 or (heat > 0.0 and np.random.random() < np.exp(-climb / heat))
     return good or (short > 0.0 and rise < 0.0)
 
 
 @jit()
 def move_tree(graph, limit, cost, choice, nodes, usage, short, extra, push, heat, priced, w):
-    """(taken, rise in cost, rise in shortage): the tree's best configs at prices ``extra``, raised until they fit.
+    """Set a tree to its best configs at prices ``extra``, which are raised until the configs fit.
 
-    nodes: a tree, w.picked 1. Writes choice and usage.used where a move is taken; priced: float64 [slots] scratch.
+    Returns (whether the move was taken, the rise in cost, the rise in shortage). nodes: a tree, with w.picked 1.
+    Updates choice and usage.used if the move is taken. priced: float64 [slots] scratch.
     """
     suffix = np.empty(extra.shape[0] + 1)
     before = choice[nodes]
@@ -393,7 +400,7 @@ def move_tree(graph, limit, cost, choice, nodes, usage, short, extra, push, heat
 
 @jit()
 def price_scale(price, cost, capacity, nodes):
-    """The highest price; where there is none yet, a typical cost per typical byte."""
+    """The highest price; if all are zero, a typical cost per typical byte."""
     scale = 0.0
     for t in range(price.shape[0]):
         scale = max(scale, price[t])
@@ -406,9 +413,9 @@ def price_scale(price, cost, capacity, nodes):
 def lns(graph, limit, cost, price, choice, best_choice, stats, steps, largest, heat, seed):
     """Neighbourhood search under the limit: exact moves on random induced trees, priced until they fit.
 
-    price: float64 [points], prices near the dual's best. choice: int64 [n], updated; best_choice: the best
-    feasible one, updated. stats: float64 [2] = (cost of best_choice or inf, shortage of ``choice`` in bytes).
-    largest: nodes in a tree at most. heat: a costlier choice is taken with probability exp(-rise / heat).
+    price: float64 [points], prices near the dual's best. choice: int64 [n], updated. best_choice: the best
+    feasible choice, updated. stats: float64 [2] = (cost of best_choice or inf, shortage of ``choice`` in bytes).
+    largest: the most nodes in a tree. heat: a costlier choice is taken with probability exp(-rise / heat).
     """
     np.random.seed(seed)
     n, cap = choice.shape[0], limit.capacity

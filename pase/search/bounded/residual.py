@@ -1,4 +1,4 @@
-"""What the search in bounded memory keeps: the best choice so far, and what is left of the problem."""
+"""The state of the search in bounded memory: the best choice so far, and the remaining problem."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACTIVE_POINTS = 400
 
 
 class Incumbent:
-    """The incumbent and the bound, in terms of the original problem."""
+    """The best choice so far and the best bound, in terms of the original problem."""
 
     def __init__(self, tables: CostTables, memory: MemoryProfile | None, began: float) -> None:
         self.tables, self.memory, self.began = tables, memory, began
@@ -32,7 +32,7 @@ class Incumbent:
 
     @cached_property
     def integers(self) -> bool:
-        """Whether all costs are whole numbers, so that costs less than 1 apart are equal."""
+        """Whether all costs are integers, so that costs that differ by less than 1 are equal."""
         matrices = {id(e.cost): e.cost for e in self.tables.edges}.values()
         return all(map(_whole, self.tables.node_costs)) and all(map(_whole, matrices))
 
@@ -51,7 +51,7 @@ class Incumbent:
             self.bound, self.certificate = bound, by
 
     def done(self) -> bool:
-        """No cheaper choice can exist: bound and cost agree, to rounding or within a whole number."""
+        """Whether no cheaper choice can exist: bound and cost agree, up to rounding or within one integer."""
         if not np.isfinite(self.cost):
             return False
         gap = self.cost - self.bound
@@ -64,7 +64,7 @@ def _whole(a: np.ndarray) -> bool:
 
 
 class Residual:
-    """Arrays of what is left, and the dual's state on it."""
+    """Arrays of the remaining problem, and the state of its Lagrangian dual."""
 
     def __init__(self, left: Contracted, memory: MemoryProfile | None) -> None:
         self.left = left
@@ -94,9 +94,9 @@ class Residual:
         self.round = 0
 
     def inherit(self, old: Residual) -> None:
-        """Start from the messages and the prices of the residual this one came from.
+        """Start from the messages and prices of the residual from which this one was made.
 
-        Any messages give a valid bound; where an edge has changed since, they are only less good.
+        Any messages give a valid bound; if an edge has changed since, the bound is only weaker.
         """
         self._inherit_messages(old)
         if not self.rows.points:
@@ -113,7 +113,7 @@ class Residual:
     def _inherit_messages(self, old: Residual) -> None:
         before = {v: i for i, v in enumerate(old.left.nodes)}
         mine, theirs = ([configs for (_, configs), *_ in r.left.members] for r in (self, old))
-        kept = [  # of each config that is left, where it was
+        kept = [  # for each remaining config, its index in the old residual
             np.searchsorted(theirs[before[v]], configs)
             for v, configs in zip(self.left.nodes, mine, strict=True)
         ]
@@ -132,7 +132,7 @@ class Residual:
                 self.message[to[e] : to[e] + kept[v].size] = old.message[of[was] + kept[v]]
 
     def over(self, choice: np.ndarray) -> np.ndarray:
-        """Bytes in use less the capacity at each point, float64 [points]."""
+        """Bytes in use minus the capacity at each point, float64 [points]."""
         from pase.search.bounded.kernels_memory import usage_of
 
         used = np.zeros(self.rows.points)
@@ -140,7 +140,7 @@ class Residual:
         return used - self.rows.capacity
 
     def priced(self, price: np.ndarray) -> np.ndarray:
-        """Node costs with bytes at ``price``, float64 [slots]."""
+        """Node costs plus bytes at ``price``, float64 [slots]."""
         from pase.search.bounded.kernels_memory import priced_costs
 
         out = np.zeros(self.flat.cost.size)
@@ -149,7 +149,7 @@ class Residual:
 
 
 def usable_pairs(state: Incumbent, now: Residual) -> tuple[np.ndarray, int]:
-    """(bool per entry: may an answer as good as the best use it; their number over all edges)."""
+    """(bool per entry: whether a choice as good as the best may use it; the number of such entries over all edges)."""
     flat = now.flat
     usable = np.isfinite(flat.entries)
     if not flat.head.size:
@@ -162,7 +162,7 @@ def usable_pairs(state: Incumbent, now: Residual) -> tuple[np.ndarray, int]:
             [flat.entries[s : s + a].min() for s, a in zip(flat.matrix, area, strict=True)], np.float64
         )
         spare = state.cost - now.left.constant - float(least_node.sum()) - float(least_edge.sum())
-        # Entries may be shared by several edges: an entry is dropped if even the most generous edge forbids it.
+        # Several edges may share entries, so an entry is dropped only if all of these edges forbid it.
         most = np.full(flat.entries.size, -np.inf)
         for s, a, least in zip(flat.matrix, area, least_edge, strict=True):
             np.maximum(most[s : s + a], least + spare, out=most[s : s + a])

@@ -1,7 +1,7 @@
-"""The memory limit over a contracted problem: capacity per point, events per config.
+"""The memory limit of a contracted problem: a capacity per point, and events per config.
 
 Bytes that are held under every choice are subtracted from the limit. Points that another point implies are
-dropped. What remains is a list of (point, change) events per kept node and config: the bytes in use are
+dropped. What remains is a list of (point, change) events per kept node and config. The bytes in use are
 the cumulative sum of the events of the chosen configs.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["Limit", "Rows", "memory_rows"]
 
 
 class Limit(NamedTuple):
-    """Only the constraints of ``Rows``, as a named tuple that can be passed to compiled functions."""
+    """The constraints of ``Rows``, as a named tuple that can be passed to compiled functions."""
 
     ptr: np.ndarray
     point: np.ndarray
@@ -30,9 +30,9 @@ class Limit(NamedTuple):
 class Rows:
     """Constraints ``cumsum(events of the chosen configs)[t] <= capacity[t]``.
 
-    capacity: float64 [points], bytes. when: int64 [points], index in the profile.
-    slot: int64 [kept nodes + 1]: configs of node r are rows slot[r] … slot[r+1].
-    ptr: int64 [rows + 1] into point (int64) and change (float64 bytes).
+    capacity: float64 [points], bytes. when: int64 [points], the point's index in the profile.
+    slot: int64 [kept nodes + 1]. The configs of node r are rows slot[r] … slot[r+1].
+    ptr: int64 [rows + 1], indices into point (int64) and change (float64 bytes).
     """
 
     capacity: np.ndarray
@@ -51,7 +51,7 @@ class Rows:
         return self.capacity.size
 
     def usage(self, choice: np.ndarray) -> np.ndarray:
-        """Bytes above the fixed ones at each point, float64 [points]."""
+        """Bytes at each point above those that are held under every choice, float64 [points]."""
         delta = np.zeros(self.points + 1)
         for row in self.slot[:-1] + choice:
             at = slice(self.ptr[row], self.ptr[row + 1])
@@ -59,13 +59,13 @@ class Rows:
         return np.cumsum(delta)[: self.points]
 
     def priced(self, price: np.ndarray) -> np.ndarray:
-        """float64 [rows]: bytes of each config times ``price`` (per byte, at each point), summed."""
+        """float64 [rows]: the bytes of each config times ``price`` (per byte, at each point), summed over points."""
         suffix = np.append(np.cumsum(price[::-1])[::-1], 0.0)
         terms = np.append(self.change * suffix[self.point], 0.0)
         return np.where(self.ptr[1:] > self.ptr[:-1], np.add.reduceat(terms, self.ptr[:-1]), 0.0)
 
     def dense(self, points: np.ndarray) -> np.ndarray:
-        """float64 [rows, len(points)]: bytes of each config at the given points."""
+        """float64 [rows, len(points)]: the bytes of each config at the given points."""
         out = np.zeros((self.ptr.size - 1, points.size))
         row_of = np.repeat(np.arange(self.ptr.size - 1), np.diff(self.ptr))
         at = np.searchsorted(points, self.point)  # an event at t counts at every point >= t
@@ -75,7 +75,7 @@ class Rows:
 
 
 Spans = dict[tuple[int, int], np.ndarray]
-"""Interval of the profile -> bytes above the least that a node's configs hold there, float64 [K]."""
+"""Interval of the profile -> the bytes of each config in the interval above the node's minimum, float64 [K]."""
 
 
 def memory_rows(
@@ -84,9 +84,9 @@ def memory_rows(
     members: list[list[tuple[int, np.ndarray]]],
     fixed_bytes: list[tuple[int, float]],
 ) -> Rows:
-    """Constraints over kept nodes of ``sizes`` configs.
+    """The memory constraints over kept nodes. sizes: the number of configs of each.
 
-    members: per kept node (original node, original config under each config [K]);
+    members: per kept node, (original node, original config under each config [K]).
     fixed_bytes: (interval of the profile, bytes held in it under every choice).
     """
     points = int(memory.stop.max(initial=0))
@@ -98,14 +98,14 @@ def memory_rows(
         room = capacity.min(initial=np.inf)
         return _without_events(slot, room if np.isfinite(room) else 0.0)
     outside = np.concatenate([capacity[: times[0]], capacity[times[-1] :]]).min(initial=np.inf)
-    # Points between two events of the variable bytes share their live set: only the tightest one is needed.
+    # Points between two events of the variable bytes have the same live set, so only the tightest one is needed.
     cuts = times[:-1]
     tight = np.minimum.reduceat(capacity[: times[-1]], cuts) if cuts.size else np.zeros(0)
     keep = _binding(spans, times, tight)
     rank = np.concatenate([[0], np.cumsum(keep)]).astype(np.int64)  # interval index -> kept point
     kept, when = tight[keep], cuts[keep]
     if outside < 0 or bool((tight[~keep] < 0).any()):
-        # No choice can satisfy this point: keep it as a point of its own, so that its shortage stays visible.
+        # No choice can satisfy this point. Keep it as a point of its own, so that its shortage stays visible.
         kept = np.append(kept, min(outside, float(tight[~keep].min(initial=0.0))))
         when = np.append(when, points)
     ptr, point, change = _events(spans, times, rank, sizes)
@@ -118,7 +118,7 @@ def _variable(
     fixed_bytes: list[tuple[int, float]],
     points: int,
 ) -> tuple[list[Spans], np.ndarray]:
-    """(per kept node: its configs' bytes above their minimum; bytes held under every choice: float64 [points])."""
+    """(Per kept node, its configs' bytes above their minimum; the bytes held under every choice, float64 [points])."""
     base = np.zeros(points + 1)
 
     def hold(i: int, nbytes: float) -> None:
@@ -143,7 +143,7 @@ def _variable(
 
 
 def _without_events(slot: np.ndarray, room: float) -> Rows:
-    """The constraint that is left if no config holds more than another."""
+    """The one constraint that is left if all configs of each node hold the same bytes."""
     return Rows(
         capacity=np.array([room]),
         when=np.zeros(1, np.int64),
@@ -155,8 +155,8 @@ def _without_events(slot: np.ndarray, room: float) -> Rows:
 
 
 def _binding(spans: list[Spans], times: np.ndarray, tight: np.ndarray) -> np.ndarray:
-    """bool [intervals between times]: False where the limit cannot bind, or where a neighbour that has all the same
-    bytes has no more room."""
+    """bool [intervals between times]: False if the limit cannot bind, or if an adjacent interval holds at least the
+    same bytes and has no more capacity."""
     number = {int(t): i for i, t in enumerate(times)}
     peak = np.zeros(times.size)
     starts, ends = np.zeros(times.size, bool), np.zeros(times.size, bool)
@@ -176,7 +176,7 @@ def _binding(spans: list[Spans], times: np.ndarray, tight: np.ndarray) -> np.nda
 def _events(
     spans: list[Spans], times: np.ndarray, rank: np.ndarray, sizes: list[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(ptr, point, change) of ``Rows``; rank: index of a time -> kept point."""
+    """(ptr, point, change) of ``Rows``. rank: maps the index of a time to a kept point."""
     number = {int(t): i for i, t in enumerate(times)}
     ptr = [0]
     point: list[np.ndarray] = []

@@ -1,9 +1,9 @@
-"""Search in bounded memory: for graphs too dense to eliminate, and under a memory limit.
+"""Search in bounded memory: for graphs that are too dense to eliminate, and under a memory limit.
 
-Rounds of three parts until the bound meets the cost or time is up: raise the Lagrangian bound (tree-
-reweighted messages, prices on the points that bind); search neighbourhoods around its choices; remove
-what the bound proves too expensive, and contract again. Once the rest is small, an integer program
-runs in parallel on the other core and may finish the search.
+Each round has three parts: raise the Lagrangian bound (tree-reweighted messages, prices on the points that bind),
+search neighbourhoods of its choices, and remove the configs that the bound proves too expensive and contract again.
+Rounds end when the bound meets the cost or time is up. Once the remaining problem is small, an integer program runs in
+parallel on another core and may finish the search.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from pase.tables.types import CostTables
 
 __all__ = ["bounded_search"]
 
-_ILP_PAIRS = 120_000  # allowed pairs of all edges, at most, for an integer program
-_SMALL_ILP = 6_000  # pairs and configs, at most, for one at once and in this process
+_ILP_PAIRS = 120_000  # the most allowed pairs over all edges for an integer program
+_SMALL_ILP = (
+    6_000  # the most pairs and configs for an integer program that is solved at once, in this process
+)
 _SWEEPS = 100
-_WORTH_DROPPING = 0.04  # of the configs: less is not worth making the arrays again
-_TREE = 100  # nodes in a tree of a neighbourhood, about
-_CUTS = 12  # cutting-plane steps a turn
-_ROUNDS = 60  # turns, where neither time nor turns are limited
-_ROUND_WORK = 30_000_000  # min-plus operations of small tables that take as long as a turn
-_COMPILE_S = 20.0  # that compiling the kernels of a turn takes on a quiet core, and half as much again
-_PAIRS_A_ROUND = 6_000  # an integer program with that many pairs more is waited for one turn later
+_WORTH_DROPPING = 0.04  # fraction of the configs; dropping fewer is not worth rebuilding the arrays
+_TREE = 100  # approximate number of nodes in the tree of a neighbourhood
+_CUTS = 12  # cutting-plane steps per round
+_ROUNDS = 60  # rounds, if neither time nor rounds are limited
+_ROUND_WORK = 30_000_000  # min-plus operations on small tables that take as long as one round
+_COMPILE_S = 20.0  # seconds to compile a round's kernels on an idle core, with a margin of a half
+_PAIRS_A_ROUND = 6_000  # the search waits one round longer for an integer program per this many pairs
 
 
 def bounded_search(
@@ -55,8 +57,8 @@ def bounded_search(
 ) -> Solution:
     """The best choice found, and a lower bound.
 
-    time_limit: seconds after ``began`` at which the search ends wherever it is; None: no clock is asked, so that the
-    answer depends on the seed alone. rounds: the most turns; None: 60, or no limit if there is a time limit.
+    time_limit: seconds after ``began`` after which the search ends, however far it is. None: no clock is used, so the
+    result depends only on the seed. rounds: the most rounds; None: 60, or no limit if there is a time limit.
     known: a choice to start from, and a bound that elimination proved. gap: the relative gap that suffices.
     Raises Infeasible if it is proven that nothing fits.
     """
@@ -74,7 +76,7 @@ def bounded_search(
         left = contract(tables, memory, until=time.perf_counter() + 0.75 * max(0.0, clock.left))
         now = clock.run("residual", Residual, left, memory)
         rng = np.random.default_rng(seed)
-        if time_limit is not None:  # one answer at least before it ends
+        if time_limit is not None:  # so that there is at least one choice when time runs out
             _start(state, now, clock)
         turns = _Rounds(state, now, rng, clock, progress, rounds)
         method = turns.run()
@@ -104,10 +106,10 @@ def _solution(state: Incumbent, method: str) -> Solution:
 
 @dataclass(eq=False)
 class _Rounds:
-    """The turns of the search; each is a fixed amount of work.
+    """The rounds of the search; each is a fixed amount of work.
 
-    now: what is left of the problem. rounds: turns at most; None: as many as the clock allows. pairs_tried: of the last
-    integer program. tree: a depth-first search of what is left, where that is small.
+    now: the remaining problem. rounds: the most rounds; None: as many as the clock allows. pairs_tried: the number of
+    pairs of the last integer program. tree: a depth-first search of the remaining problem, if that is small.
     """
 
     state: Incumbent
@@ -122,14 +124,14 @@ class _Rounds:
     tree: DepthFirst | None = None
 
     def run(self) -> str:
-        """Turns until the search ends; returns how it did."""
+        """Run rounds until the search ends. Returns how it ended, as the solution's method."""
         pool = ThreadPoolExecutor(1)
         try:
             while True:
                 ended = self._finish() or self._uncompiled() or self._take_round(pool) or self._ended()
                 if ended:
                     return ended
-                # Nothing is removed while an integer program runs on what is there.
+                # Nothing is removed while an integer program works on the remaining problem.
                 if self.job is None and not self._begin_program() and not self._shrink():
                     return "dual bound and neighbourhood search"
         finally:
@@ -137,7 +139,7 @@ class _Rounds:
             pool.shutdown()
 
     def _finish(self) -> str:
-        """What settles the rest at once; empty if nothing does."""
+        """Try to solve the rest at once. Returns the method; empty if this is not possible."""
         state, now, clock = self.state, self.now, self.clock
         _refuse_hopeless(state, now)
         if not now.flat.n:
@@ -150,7 +152,8 @@ class _Rounds:
         return "integer program" if self.round == 0 and _finish_small(state, now, clock) else ""
 
     def _uncompiled(self) -> str:
-        """Whether the first turn would take the rest of the time to compile its kernels, which nothing can stop."""
+        """Check whether compiling the first round's kernels, which cannot be interrupted, would take the rest of the
+        time. Returns the method in that case, otherwise an empty string."""
         if self.round or self.clock.left > _COMPILE_S:
             return ""
         from pase.search.bounded.kernels_memory import dual_ascent, lns, polish
@@ -162,8 +165,11 @@ class _Rounds:
         return "a greedy start: no time to compile kernels, which `python -m pase.search.warm` does once"
 
     def _take_round(self, pool: ThreadPoolExecutor) -> str:
-        """The dual and the neighbourhoods side by side, the latter with the last turn's prices and the former with the
-        last turn's cost, so that what happens does not depend on which is faster."""
+        """Run the dual and the neighbourhood search in parallel.
+
+        The neighbourhoods use the prices of the last round, and the dual uses its cost, so that the result does not
+        depend on which is faster. Returns the method if the search ends, otherwise an empty string.
+        """
         state, now, clock = self.state, self.now, self.clock
         if self.round == 0:
             self._prove(clock.run("bound", _raise_bound, now, state.cost))
@@ -181,7 +187,7 @@ class _Rounds:
             return "depth-first search"
         if self.job is None or not (self._last or self.round >= self.job.due):
             return ""
-        # Where the clock ends the search anyway, turns go on until the answer is there.
+        # If the clock ends the search anyway, rounds go on until the answer arrives.
         answer = self.job.wait(clock.left if self.rounds is not None else 0.0)
         if answer is None and self.rounds is None:
             return ""
@@ -189,7 +195,8 @@ class _Rounds:
         return "integer program" if answer is not None and _take(state, now, answer) else ""
 
     def _deeper(self) -> bool:
-        """Go on depth first, where what is left is small; True once nothing cheaper than the best choice is left."""
+        """Continue depth first if the remaining problem is small. True once it is proven that nothing cheaper
+        exists."""
         if not depth_first_fits(self.now) or self.state.done() or not self.clock.allows("depth"):
             return False
         from pase.search.bounded.kernels_depth import descend
@@ -203,7 +210,7 @@ class _Rounds:
             self.state.offer(found)
         if ended and self.state.choice is None:
             raise Infeasible(
-                "no choice of configs has a finite cost: a depth-first search of all of them proves it"
+                "no choice of configs has a finite cost, as a depth-first search of all choices proves"
             )
         self.state.prove(min(self.state.cost if ended else lower, self.state.cost), "depth-first search")
         return ended
@@ -216,7 +223,7 @@ class _Rounds:
         return self.rounds is not None and self.round >= self.rounds
 
     def _ended(self) -> str:
-        """Why the search ends here; empty if it goes on."""
+        """How the search ends, as the solution's method; empty if it goes on."""
         state = self.state
         if state.done():
             return "dual bound and neighbourhood search"
@@ -227,7 +234,7 @@ class _Rounds:
         return f"dual bound and neighbourhood search, {self.rounds} rounds" if self._last else ""
 
     def _begin_program(self) -> bool:
-        """Start an integer program on the other core once the rest is small; False if it is not, or was tried."""
+        """Start an integer program on another core if the rest is small. False if it is large or was already tried."""
         if self.round < 2:
             return False
         usable, pairs = usable_pairs(self.state, self.now)
@@ -247,14 +254,14 @@ class _Rounds:
             self.job = None
 
     def _shrink(self) -> bool:
-        """Now and then, remove what the bound proves too expensive; False if that leaves nothing."""
+        """Every few rounds, remove what the bound proves too expensive. False if nothing is left."""
         clock = self.clock
         if self.round % 4 or not clock.allows("shrinking") or not clock.allows("residual"):
             return True
         keep = clock.run("shrinking", _affordable, self.state, self.now)
         if keep is None:
             return True
-        # Every choice cheaper than the best is still there. So a bound on what is left, capped at the best's cost, is
+        # All choices cheaper than the best one remain. So a bound on the remaining problem, capped at the best cost, is
         # a bound on all choices.
         until = time.perf_counter() + 0.5 * clock.left
         try:
@@ -269,7 +276,7 @@ class _Rounds:
 
 
 def _start(state: Incumbent, now: Residual, clock: Deadline) -> None:
-    """A first choice, also where the cheapest config of each node meets forbidden pairs."""
+    """Offer a first choice, even if the cheapest config of each node uses forbidden pairs."""
     state.offer(now.left.expand(now.choice))
     choice = greedy_choice(now.left.costs, now.left.pairs, now.left.matrices, clock.past(1 / 4))
     if choice is not None:
@@ -280,13 +287,15 @@ def _refuse_hopeless(state: Incumbent, now: Residual) -> None:
     if state.choice is None and now.rows.points and now.rows.capacity.min() < 0:
         assert state.memory is not None
         raise Infeasible(
-            f"the memory limit of {state.memory.limit_bytes:,.0f} bytes cannot be met: at some point even "
-            f"the least that can live takes {-float(now.rows.capacity.min()):,.0f} bytes more"
+            f"the limit of {state.memory.limit_bytes:,.0f} bytes is too low: at some point, even the smallest possible "
+            f"usage exceeds it by {-float(now.rows.capacity.min()):,.0f} bytes",
+            where="memory limit",
+            fix="raise the limit",
         )
 
 
 def _eliminate(state: Incumbent, now: Residual, clock: Deadline) -> bool:
-    """Finish exactly by elimination if there is no memory limit and the rest is narrow."""
+    """Finish exactly by elimination if there is no memory limit and an elimination order fits."""
     if now.rows.points:
         return False
     choice = eliminate_pairwise(now.left.costs, now.left.pairs, now.left.matrices, clock.past(1 / 2))
@@ -298,7 +307,7 @@ def _eliminate(state: Incumbent, now: Residual, clock: Deadline) -> bool:
 
 
 def _finish_small(state: Incumbent, now: Residual, clock: Deadline) -> bool:
-    """A small residual goes to the integer program at once, in this process."""
+    """Solve a small residual with an integer program at once, in this process."""
     usable, pairs = usable_pairs(state, now)
     if pairs + now.flat.cost.size > _SMALL_ILP:
         return False
@@ -308,15 +317,15 @@ def _finish_small(state: Incumbent, now: Residual, clock: Deadline) -> bool:
 
 
 def _raise_bound(now: Residual, cost: float) -> float:
-    """A lower bound, raised by a turn's work. cost: of the best choice when the turn began."""
+    """A lower bound, raised by one round of work. cost: of the best choice when the round began."""
     from pase.search.bounded.kernels_memory import dual_ascent
 
     flat = now.flat
-    # A fixed amount of work per turn, whatever the clock says: the same seed then gives the same result.
+    # The work per round is fixed and does not depend on the clock, so the same seed gives the same result.
     sweeps = int(np.clip(2e8 / max(1, flat.entries.size + 10 * flat.cost.size), 4, _SWEEPS))
     before = float(now.dual[0])
     if now.rows.points and now.cutting:
-        # Cutting planes alone first: if few points bind, they converge in a few turns.
+        # Start with cutting planes only: if few points bind, they converge in a few rounds.
         lower = _cut(now, max(2, sweeps // _CUTS // 2 * 2), _CUTS, now.cut_points)
         now.round += 1
         if now.round >= 3 and lower - before < 3e-3 * abs(lower):
@@ -341,7 +350,7 @@ def _raise_bound(now: Residual, cost: float) -> float:
 
 
 def _cut(now: Residual, sweeps: int, steps: int, points: np.ndarray) -> float:
-    """Cutting-plane steps on the prices of ``points`` and of the worst one; returns the best bound."""
+    """Cutting-plane steps on the prices of ``points`` and of the point most over its limit. Returns the best bound."""
     from pase.search.bounded.kernels_flat import trws_pass
 
     flat, bundle, reduced = now.flat, now.bundle, np.zeros(now.flat.cost.size)
@@ -383,7 +392,7 @@ def _cut(now: Residual, sweeps: int, steps: int, points: np.ndarray) -> float:
 
 
 def _remember(now: Residual, choice: np.ndarray) -> None:
-    """A choice without forbidden pairs is a plane of the bundle."""
+    """Add the plane of a choice to the bundle, unless the choice uses forbidden pairs."""
     cost = now.flat.cost_of(choice)
     if np.isfinite(cost):
         now.bundle.add(cost, now.over(choice))
@@ -397,7 +406,7 @@ def _neighbourhoods(
     rng: np.random.Generator,
     clock: Deadline,
 ) -> None:
-    """Search around the dual's rounded choice, then around the best, as long as there is time."""
+    """Search around the dual's rounded choice, then around the best choice, while there is time."""
     from pase.search.bounded.kernels_memory import lns, polish
 
     flat = now.flat
@@ -406,7 +415,7 @@ def _neighbourhoods(
     steps = int(np.clip(1e8 / max(1.0, a_step), 200, 2_000))
     starts = [rounded]
     polish(flat.graph, now.priced(price), starts[0], 20, int(rng.integers(2**31)))
-    if state.choice is None or "moves" not in clock.longest:  # the first time
+    if state.choice is None or "moves" not in clock.longest:  # only the first time
         starts.append(_press(now, price, starts[0], rng))
     if state.choice is not None:
         starts.append(now.left.nearest(state.choice))
@@ -417,7 +426,7 @@ def _neighbourhoods(
             seed = int(rng.integers(2**31))
             if not clock.allows("moves"):
                 return
-            # Nothing is cheaper than a forbidden pair: to leave one, it must have a price.
+            # No price leaves an infinite cost, so if the start uses forbidden pairs, they get a finite price.
             graph = flat.graph if np.isfinite(flat.cost_of(start)) else flat.softened
             rows, size = now.rows.limit, (steps // 3, largest, 0.0, seed)
             clock.run("moves", lns, graph, rows, flat.cost, price, start, best, stats, *size)
@@ -426,7 +435,7 @@ def _neighbourhoods(
 
 
 def _press(now: Residual, price: np.ndarray, choice: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A choice that fits, or nearly: the worst point's price is doubled until nothing is over."""
+    """A choice that fits, or nearly fits: raises the price of the worst point until no point is over its limit."""
     from pase.search.bounded.kernels_memory import polish, usage_of
 
     flat = now.flat
@@ -446,24 +455,28 @@ def _press(now: Residual, price: np.ndarray, choice: np.ndarray, rng: np.random.
 
 
 def _take(state: Incumbent, now: Residual, answer: tuple[str, np.ndarray | None, float]) -> bool:
-    """Use an integer program's answer; True if it settles the search."""
+    """Use the answer of an integer program. Returns whether it settles the search."""
     status, choice, bound = answer
     if choice is not None:
         state.offer(now.left.expand(choice))
     if status == "infeasible":
         if state.choice is None:
-            raise Infeasible("no choice of configs fits the memory limit: the integer program proves it")
+            raise Infeasible(
+                "no choice of configs fits, as an integer program proves",
+                where="memory limit",
+                fix="raise the limit",
+            )
         state.prove(state.cost, "integer program (HiGHS)")
         return True
     bound += now.left.constant
-    # A bound above a known cost is a solver error: it proves nothing.
+    # A bound above a known cost is a solver error and proves nothing.
     if np.isfinite(bound) and bound <= state.cost + 1e-6 * abs(state.cost):
         state.prove(min(bound, state.cost), "integer program (HiGHS)")
     return state.done()
 
 
 def _affordable(state: Incumbent, now: Residual) -> list[np.ndarray] | None:
-    """Per node, the configs that a choice as good as the best may use; None if few would be dropped."""
+    """Per node, the configs that a choice as good as the best may use; None if few could be dropped."""
     from pase.search.bounded.kernels_flat import trws_pass
 
     if state.choice is None:

@@ -1,1 +1,1 @@
-"""Exact elimination."""
+"""Exact search by elimination of nodes."""

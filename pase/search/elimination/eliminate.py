@@ -1,4 +1,4 @@
-"""Elimination of a plan's steps as min-plus products, and back-substitution (FindBestStrategy)."""
+"""Executes the steps of an elimination plan as min-plus products, and back-substitutes (FindBestStrategy)."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = ["back_substitute", "run_plan"]
 
 
 _WORK_A_LOOK = 1e8
-"""Entries times configs of the tables that are made between two looks at the clock."""
+"""The work (entries times configs) between two checks of the clock."""
 _SIDE = 1 << 21
-"""Entries times configs of what is added up at once: in the cache, and little memory."""
+"""The most entries times configs that are added up at once, so that they fit in the cache and need little memory."""
 _PRODUCTS = 100_000_000
-"""Min-plus products in one call of a kernel."""
+"""The most min-plus products in one call of a kernel."""
 
 
 class _Looks:
-    """Asks ``stop`` once enough work was done since it was asked last."""
+    """Calls ``stop`` once enough work was done since the last call."""
 
     def __init__(self, stop: Callable[[], bool]) -> None:
         self.stop, self.work = stop, 0.0
 
     def look(self) -> None:
-        """Raises Stopped if it says so."""
+        """Raises Stopped if ``stop`` returns True."""
         if self.work > _WORK_A_LOOK:
             self.work = 0.0
             if self.stop():
@@ -47,9 +47,9 @@ def run_plan(
     threads: int = 1,
     stop: Callable[[], bool] = never,
 ) -> float:
-    """Compute the table of every distinct step; returns the minimum. Raises Infeasible if that is inf.
+    """Compute the table of every distinct step. Returns the minimum. Raises Infeasible if that is inf.
 
-    stop: asked between parts of tables, after some work; raises Stopped if it says so.
+    stop: called between parts of tables, after some work. If it returns True, Stopped is raised.
     """
     total, looks = 0.0, _Looks(stop)
     for step in plan.steps:
@@ -59,12 +59,14 @@ def run_plan(
         if not step.out.scope:
             total += float(pool.arrays[step.out.sig])
     if not np.isfinite(total):
-        raise Infeasible("no choice of configs has a finite cost: every one meets a forbidden config or pair")
+        raise Infeasible(
+            "no choice of configs has a finite cost: every choice uses a forbidden config or pair"
+        )
     return total
 
 
 def _base(step: Elimination, pool: Pool) -> np.ndarray:
-    """Sum of v's node factors over its configs, float64 [K]."""
+    """The sum of v's own factors over its configs, float64 [K]."""
     total: np.ndarray | None = None
     for f in step.factors:
         if len(f.scope) == 1:
@@ -77,7 +79,7 @@ def _eliminate(step: Elimination, pool: Pool, kernels: ModuleType, threads: int,
     base = _base(step, pool)
     if not step.groups:
         return np.asarray(base.min())
-    if step.view.n < base.size:  # configs that no neighbour tells apart: the cheapest speaks for them
+    if step.view.n < base.size:  # the cheapest represents all configs that no neighbour distinguishes
         least = np.full(step.view.n, np.inf)
         np.minimum.at(least, step.view.cls, base)
         base = least
@@ -100,10 +102,12 @@ def _eliminate(step: Elimination, pool: Pool, kernels: ModuleType, threads: int,
 
 
 class _Product:
-    """A step's table, in boxes. The group of fewer classes is the one that min-plus walks; the other, the side, is
-    first minimised over the configs that lie in each of its classes.
+    """The table of a step, computed in boxes.
 
-    base: what v's configs cost alone, float64 [configs that neighbours tell apart].
+    The factors form two groups. Min-plus runs over the classes of the group with fewer classes. The other group, the
+    side, is first minimised over the configs in each of these classes.
+
+    base: the cost of v's configs alone, float64 [configs that neighbours distinguish].
     """
 
     def __init__(
@@ -125,15 +129,15 @@ class _Product:
         return _boxes([(u, self.views[u].n) for u in nodes], cells)
 
     def sides(self) -> Iterator[dict[int, slice]]:
-        """Boxes of the side."""
+        """Boxes of the side group."""
         return self._tiles([*self.shared, *self.only_r], _SIDE // self.base.size)
 
     def walks(self, side: np.ndarray) -> Iterator[dict[int, slice]]:
-        """Boxes of what is walked, for a side of this size."""
+        """Boxes of the other group, for a side of this size."""
         return self._tiles(self.only_l, min(_SIDE // side.shape[1], _PRODUCTS // side.size))
 
     def side(self, box: dict[int, slice]) -> np.ndarray:
-        """float64 [classes that are walked, cells of the box]"""
+        """The side group's table in a box, minimised: float64 [classes of the other group, cells of the box]."""
         step, pool = self.step, self.pool
         side = _parts(self.right, step.v, [*self.shared, *self.only_r], self.views, pool, 2, box)
         parts = [(pool.sub(view, step.view), t) for view, t in side]
@@ -145,7 +149,7 @@ class _Product:
         return np.asarray(made).reshape(classes, -1)
 
     def part(self, side: np.ndarray, box: dict[int, slice]) -> np.ndarray:
-        """The table in a box, its axes in the order of the scope; memory stays as it is."""
+        """The table in a box, with its axes in the order of the scope. Its memory is not reordered."""
         count = {u: len(range(view.n)[box.get(u, slice(None))]) for u, view in self.views.items()}
         x, p, q = (math.prod(count[u] for u in s) for s in (self.shared, self.only_l, self.only_r))
         have, made = [*self.shared, *self.only_l, *self.only_r], side
@@ -153,22 +157,22 @@ class _Product:
             nodes = [*self.shared, *self.only_l]
             ((own, table),) = _parts(self.left[0], self.step.v, nodes, self.views, self.pool, 1, box)
             lhs, rhs = table.reshape(own.n, x, p), side.reshape(own.n, x, q)
-            if p > q:  # the long axis is the one that runs through memory
+            if p > q:  # the long axis should be contiguous in memory
                 have = [*self.shared, *self.only_r, *self.only_l]
                 lhs, rhs = rhs, lhs
             made = self.kernels.min_plus(lhs, rhs, *self.threaded)
         return made.reshape([count[u] for u in have]).transpose([have.index(u) for u in self.step.out.scope])
 
     def empty(self) -> np.ndarray:
-        """Room for the table, its axes in memory in the order in which boxes follow one another."""
+        """An empty table whose axes in memory are in the order of the boxes."""
         have = [*self.shared, *self.only_r, *self.only_l]
         room = np.empty([self.views[u].n for u in have])
         return room.transpose([have.index(u) for u in self.step.out.scope])
 
 
 def _boxes(nodes: list[tuple[int, int]], cells: int) -> Iterator[dict[int, slice]]:
-    """Boxes of at most so many cells that tile (node, classes) …: of the first nodes one class each, of the next a few,
-    of the others all.
+    """Boxes of at most ``cells`` cells that tile (node, classes) …. A box has one class of each of the first nodes, a
+    few of the next, and all of the others.
 
     >>> list(_boxes([(7, 2), (5, 3)], 2))[1]
     {7: slice(0, 1, None), 5: slice(2, 3, None)}
@@ -183,7 +187,7 @@ def _boxes(nodes: list[tuple[int, int]], cells: int) -> Iterator[dict[int, slice
 
 
 def _memory_order(group: list[Factor], scope: tuple[int, ...], pool: Pool) -> list[int]:
-    """The nodes of ``scope`` in the order in which the group's largest tables have them in memory."""
+    """The nodes of ``scope`` in the order in which the group's largest tables store them."""
     out: list[int] = []
     for f in sorted(group, key=lambda f: -pool.arrays[f.sig].size):
         strides = pool.arrays[f.sig].strides
@@ -200,7 +204,7 @@ def _parts(
     most: int,
     box: dict[int, slice],
 ) -> list[tuple[ConfigPartition, np.ndarray]]:
-    """At most ``most`` tables whose sum is the group's in a box: (v's view there, float64 [view.n, entries of
+    """At most ``most`` tables that sum to the group's table in a box: (v's view, float64 [view.n, entries of
     scope])."""
     parts: dict[ConfigPartition, np.ndarray] = {}
     whole = slice(None)
@@ -211,7 +215,7 @@ def _parts(
         table = pool.arrays[f.sig].transpose([f.scope.index(u) for u in order])
         haves = {u: f.views[f.scope.index(u)] for u in order[1:]}
         table = table[whole, *(box.get(u, whole) if have is views[u] else whole for u, have in haves.items())]
-        # What is narrow in the box is taken first, so that little is copied.
+        # Take the nodes that the box restricts first, so that little is copied.
         for u in sorted(haves, key=lambda u: u not in box):
             if haves[u] is not views[u]:
                 classes = pool.sub(haves[u], views[u])[box.get(u, whole)]
@@ -220,7 +224,7 @@ def _parts(
             [view.n, *(n if u in f.scope else 1 for u, n in zip(scope, shape, strict=True))]
         )
         parts[view] = parts[view] + table if view in parts else table
-    # Tables over all of the scope may stay apart; smaller ones are added to the smallest that is left.
+    # Tables over the whole scope may stay separate. A smaller table is added to the next smallest.
     small = sorted(parts.items(), key=lambda p: p[1].size)
     while len(small) > most or (len(small) > 1 and small[0][1].shape[1:] != shape):
         (a, table), (b, other), *rest = small
@@ -239,12 +243,12 @@ def _table_for(table: np.ndarray, have: ConfigPartition, want: ConfigPartition, 
 
 
 def back_substitute(plan: EliminationPlan, pool: Pool, n: int, given: np.ndarray | None = None) -> np.ndarray:
-    """Choose configs in reverse order of elimination; int64 [n]. given: the choice of nodes kept, int64 [n]."""
+    """Choose configs in reverse order of elimination; int64 [n]. given: the choice of the kept nodes, int64 [n]."""
     choice = np.zeros(n, np.int64) if given is None else given.copy()
     arrays = pool.arrays
     known: dict[tuple[int, ...], int] = {}
     for step in reversed(plan.steps):
-        # The same step under the same neighbours' classes has the same answer.
+        # The same step with the same neighbours' classes has the same result.
         key = (
             step.out.sig,
             *(int(w.cls[choice[u]]) for u, w in zip(step.out.scope, step.out.views, strict=True)),

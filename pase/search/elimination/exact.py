@@ -1,4 +1,4 @@
-"""Exact elimination: the best of several orders, within a budget of work and memory."""
+"""Exact elimination with the best of several orders, within a budget of work and memory."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ __all__ = ["KernelName", "best_plan", "eliminate_pairwise", "kernels_for"]
 
 KernelName = Literal["numba", "numpy"]
 
-MAX_WORK = 20_000_000_000  # min-plus operations: some seconds on two cores
+MAX_WORK = 20_000_000_000  # min-plus operations, a few seconds on two cores
 MAX_ENTRIES = 100_000_000  # entries of all tables together, 8 bytes each
-_IMPORT_WORK = 1e9  # what numpy does in the time that numba and its kernels take to load, about 1.5 s
-_PLANNING_WORK = 4_000_000  # looking for another order costs about as much, for each ten nodes
+_IMPORT_WORK = 1e9  # numpy operations in the time that numba and its kernels take to load, about 1.5 s
+_PLANNING_WORK = 4_000_000  # the cost of planning one more order, per ten nodes
 
 
 class _Rented:
-    """Work done by numpy in this process so far, in min-plus operations (whether numba is loaded is of the process
-    too). Either kernel gives the same bits, so that this decides about time alone.
+    """Min-plus operations that numpy has done in this process.
+
+    This is per process, because numba is loaded per process. Both kernels give the same bits, so it only affects time.
     """
 
     work = 0.0
 
 
 def kernels_for(kernel: KernelName, work: float) -> ModuleType:
-    """The kernel module for about that much work: numpy's, or numba's where asked for and worth its import.
+    """The kernel module for about ``work`` operations: numpy's, or numba's if requested and worth its import.
 
-    It is worth it once numpy would have worked for as long as the import takes: at most twice the least time.
+    Numba is imported once numpy would have worked for as long as the import takes, which costs at most twice the least
+    time.
     """
     if kernel not in ("numba", "numpy"):
-        raise ValueError(f"kernel {kernel!r}: choose 'numba' or 'numpy'")
+        raise ValueError(f"unknown kernel {kernel!r}; choose 'numba' or 'numpy'")
     if kernel == "numpy":
         return kernels_numpy
     if "pase.search.elimination.kernels_numba" not in sys.modules and _Rented.work + work < _IMPORT_WORK:
@@ -54,10 +56,10 @@ def kernels_for(kernel: KernelName, work: float) -> ModuleType:
 def best_plan(
     n: int, factors: list[Factor], pool: Pool, seed: int = 0, stop: Callable[[], bool] = never
 ) -> EliminationPlan | None:
-    """The cheapest order found, or None if all exceed MAX_WORK or MAX_ENTRIES.
+    """The cheapest order found; None if all exceed MAX_WORK or MAX_ENTRIES.
 
-    Tries more rules, then random ones, while that costs little beside what the best would take. stop: asked now and
-    then; the best so far if it says so.
+    Tries more rules, and then random ones, while planning is cheap compared with the best plan's work. stop: called
+    from time to time; if it returns True, the best order so far is returned.
     """
     best: EliminationPlan | None = None
     ceiling = float(MAX_WORK)
@@ -81,7 +83,8 @@ def eliminate_pairwise(
     matrices: list[np.ndarray],
     stop: Callable[[], bool] = never,
 ) -> np.ndarray | None:
-    """The best choice, int64 [n], by elimination; None if no order fits the budget, or if ``stop`` said so first."""
+    """The best choice, int64 [n], by elimination. None if no order fits the budget, or if ``stop`` returns True
+    first."""
     iota = {c.size: np.arange(c.size, dtype=np.int32) for c in costs}
     edges = tuple(
         EdgeTable(src=a, dst=b, cost=m, src_class=iota[m.shape[0]], dst_class=iota[m.shape[1]])

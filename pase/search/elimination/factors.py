@@ -1,8 +1,8 @@
-"""Factors over classes of configs, and the interning that makes equal ones the same.
+"""Factors over classes of configs, interned so that equal factors are the same.
 
-A factor is a table over some nodes; along each of its axes it distinguishes not the node's configs but
-the classes of a *view* of them. Views, tables and eliminations are interned, so that the second of two
-identical blocks costs a dictionary look-up.
+A factor is a table over some nodes. Along each of its axes, it distinguishes only the classes of a *view* of the node's
+configs. Views, tables and eliminations are interned, so the second of two identical blocks costs only a dictionary
+look-up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["ConfigPartition", "Factor", "Pool", "load"]
 
 
 class ConfigPartition:
-    """A partition of a node's K configs: ``cls`` int32 [K] into ``n`` classes, ``rep`` one config of each."""
+    """A partition of a node's K configs. cls: int32 [K], into ``n`` classes. rep: one config of each class."""
 
     __slots__ = ("cls", "key", "n", "rep")
 
@@ -29,7 +29,7 @@ class ConfigPartition:
 
 
 class Factor:
-    """A table over ``scope`` (nodes), axis i in classes of ``views[i]``; ``sig`` names its array."""
+    """A table over ``scope`` (nodes). Axis i is indexed by classes of ``views[i]``. sig: the key of its array."""
 
     __slots__ = ("scope", "sig", "views")
 
@@ -39,7 +39,7 @@ class Factor:
 
 @dataclass(kw_only=True, eq=False)
 class Pool:
-    """Interned views and signatures of one search. ``arrays`` maps a signature to its table."""
+    """The interned views and signatures of one search. ``arrays`` maps a signature to its table."""
 
     arrays: dict[int, np.ndarray] = field(default_factory=dict)
     _sigs: dict[Hashable, int] = field(default_factory=dict)
@@ -51,8 +51,8 @@ class Pool:
         return self._sigs.setdefault(key, len(self._sigs))
 
     def view(self, cls: np.ndarray) -> ConfigPartition:
-        """The view with these classes; the classes are renumbered so that each occurs."""
-        # Renumbered by first config, so that equal partitions are one view whatever their numbers.
+        """The view with these classes, renumbered so that every class occurs."""
+        # Renumber by first config, so that equal partitions are one view however they are numbered.
         canonical, rep = _by_first(cls)
         key = canonical.tobytes()
         view = self._views.get(key)
@@ -62,7 +62,7 @@ class Pool:
         return view
 
     def joint(self, a: ConfigPartition, b: ConfigPartition) -> ConfigPartition:
-        """The coarsest view that refines both."""
+        """The coarsest view that refines both views."""
         if a is b or b.n == 1:
             return a
         if a.n == 1:
@@ -75,7 +75,7 @@ class Pool:
         return view
 
     def sub(self, coarse: ConfigPartition, fine: ConfigPartition) -> np.ndarray:
-        """int32 [fine.n]: the class of ``coarse`` that each class of ``fine`` lies in."""
+        """int32 [fine.n]: the class of ``coarse`` that contains each class of ``fine``."""
         key = (coarse.key, fine.key)
         got = self._subs.get(key)
         if got is None:
@@ -84,16 +84,17 @@ class Pool:
 
 
 def _by_first(cls: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the classes renumbered by their first config, int32 [K]; the first config of each, int64 [classes]).
+    """(The classes renumbered by their first config, int32 [K]; the first config of each class, int64 [classes]).
 
-    cls: not negative. Where the numbers are small, no sort is needed.
+    cls: not negative. Small numbers need no sort.
     """
     most = int(cls.max(initial=0)) + 1
     if most > _SPREAD * cls.size:
         cls = np.unique(cls, return_inverse=True)[1].reshape(-1)
         most = int(cls.max(initial=0)) + 1
     first = np.zeros(most, np.intp)
-    first[cls[::-1]] = np.arange(cls.size - 1, -1, -1)  # of several places the last one stays
+    # Reversed, because the last assignment to an index wins.
+    first[cls[::-1]] = np.arange(cls.size - 1, -1, -1)
     begins = np.zeros(cls.size, bool)
     begins[first[cls]] = True
     return (np.cumsum(begins, dtype=np.int32) - 1)[first[cls]].astype(np.int32, copy=False), np.flatnonzero(
@@ -102,11 +103,11 @@ def _by_first(cls: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 _SPREAD = 16
-"""The largest class number for each config up to which an array over all numbers is quicker than a sort."""
+"""The largest class number per config for which an array over all numbers is faster than a sort."""
 
 
 def _occurring(cls: np.ndarray, count: int, known: dict[int, np.ndarray]) -> np.ndarray:
-    """The classes that some config is in, of ``count``."""
+    """The classes, of ``count``, that contain at least one config."""
     if id(cls) not in known:
         seen = np.zeros(count, bool)
         seen[cls] = True
@@ -120,8 +121,8 @@ def _shrunk(
     some_cols: np.ndarray,
     row_classes: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(compressed matrix, class of each row, class of each column): equal rows and columns merged, those that do
-    not occur left out (-1)."""
+    """(Compressed matrix, class of each row, class of each column). Equal rows and equal columns are merged. Rows and
+    columns that do not occur are left out (-1)."""
     if (len(some_rows), len(some_cols)) != matrix.shape:
         matrix = matrix[np.ix_(some_rows, some_cols)]
     rows, cols = (np.full(some[-1] + 1 if some.size else 0, -1, np.int32) for some in (some_rows, some_cols))
@@ -134,11 +135,11 @@ def _shrunk(
 def load(
     tables: CostTables, pool: Pool, kernels: ModuleType, marks: Sequence[Hashable] | None = None
 ) -> list[Factor]:
-    """The factors of ``tables``: one per node cost vector, in the nodes' order, then those of the edges.
+    """The factors of ``tables``: one per node cost vector, in the order of the nodes, followed by those of the edges.
 
-    marks: per node; nodes of equal costs are one table only where their marks are equal too.
-    Edges whose matrix is an exact sum of a row part and a column part become two node factors.
-    Raises Infeasible where a node has no config of finite cost.
+    marks: per node; nodes of equal costs share a table only if their marks are equal as well.
+    An edge whose matrix is an exact sum of a row part and a column part becomes two node factors.
+    Raises Infeasible if a node has no config of finite cost.
     """
     factors: list[Factor] = []
     by_id: dict[Hashable, tuple[ConfigPartition, int]] = {}
@@ -149,7 +150,7 @@ def load(
         got = by_id.get((id(costs), mark))
         if got is None:
             if not costs.size or not np.isfinite(costs.min()):
-                raise Infeasible(f"node {tables.name(v)} has no config of finite cost")
+                raise Infeasible("no config has a finite cost", where=f"node {tables.name(v)}")
             array = np.ascontiguousarray(costs, dtype=np.float64)
             key: Hashable = (
                 ("array", array.shape, array.tobytes()) if mark is None else (mark, array.tobytes())
@@ -172,7 +173,7 @@ def load(
                 shrunk[wanted] = _shrunk(e.cost, some[0], some[1], kernels.row_classes)
             small, rows, cols = shrunk[wanted]
             src, dst = pool.view(rows[e.src_class]), pool.view(cols[e.dst_class])
-            # Reordered to the views' own numbering (and to the classes that occur).
+            # Reorder to the numbering of the views, which has only classes that occur.
             table = np.ascontiguousarray(
                 small[np.ix_(rows[e.src_class][src.rep], cols[e.dst_class][dst.rep])]
             )
@@ -192,7 +193,7 @@ def _store(pool: Pool, array: np.ndarray) -> int:
 def _split(
     table: np.ndarray, src: ConfigPartition, dst: ConfigPartition
 ) -> list[tuple[tuple[int, ...], tuple[ConfigPartition, ...], np.ndarray]]:
-    """The table itself, or the one or two vectors whose exact sum it is."""
+    """The table itself, or the one or two vectors of which it is the exact sum."""
     if src.n == 1 and dst.n == 1 and table[0, 0] == 0.0:
         return []
     if dst.n == 1:

@@ -1,7 +1,7 @@
-"""The kernels compiled: each is the twin of the function of the same name in kernels_numpy.
+"""Compiled kernels. Each corresponds to the function of the same name in kernels_numpy.
 
-They release the GIL and use no numba threading layer (the default one kills forked children);
-rows are dealt to ordinary threads by the caller.
+They release the GIL and use no numba threading layer (the default one kills forked children).
+The caller distributes rows over ordinary threads.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _SEGMENT_BLOCK = 128
 
 @jit("void(float64[:,:,::1], float64[:,:,::1], float64[:,:,::1], int64, int64)")
 def _min_plus_rows(left, right, out, lo, hi):
-    # Rows lo … hi of out seen as [X * P, Q]. Blocks of right stay in cache while rows pass by. Four rows and two
-    # values of c at a time: each value of right that is loaded serves four rows, and rows of out are loaded and
+    # Rows lo … hi of out, seen as [X * P, Q]. Blocks of right stay in cache while rows are processed. Four rows and two
+    # values of c are processed at a time: each loaded value of right serves four rows, and rows of out are loaded and
     # stored once per two operations (twice as fast as one row by four values).
     c_all, _, p_all = left.shape
     q_all = right.shape[2]
@@ -93,7 +93,7 @@ def _min_plus_rows(left, right, out, lo, hi):
 
 
 def _dealt(count: int, threads: int, unit: int, job: Callable[[int, int], None]) -> None:
-    """``job(lo, hi)`` over 0 … count, in one part a thread; cuts are multiples of ``unit``."""
+    """Run ``job(lo, hi)`` over 0 … count, one part per thread. Cuts are at multiples of ``unit``."""
     cuts = [count * i // threads // unit * unit for i in range(threads)] + [count]
     with ThreadPoolExecutor(threads) as pool:
         jobs = [pool.submit(job, a, b) for a, b in pairwise(cuts)]
@@ -102,7 +102,7 @@ def _dealt(count: int, threads: int, unit: int, job: Callable[[int, int], None])
 
 
 def min_plus(left: np.ndarray, right: np.ndarray, threads: int = 1) -> np.ndarray:
-    """out[x, p, q] = min_c left[c, x, p] + right[c, x, q]; left [C, X, P], right [C, X, Q]."""
+    """out[x, p, q] = min_c left[c, x, p] + right[c, x, q], for left [C, X, P] and right [C, X, Q]."""
     c, x, p = left.shape
     q = right.shape[2]
     out = np.empty((x, p, q))
@@ -116,7 +116,7 @@ def min_plus(left: np.ndarray, right: np.ndarray, threads: int = 1) -> np.ndarra
 
 @jit("void(float64[::1], int32[::1], int32[::1], float64[:,::1], float64[:,::1], int64, int64)")
 def _segment_min(base, segment, rows, table, out, lo, hi):
-    # Columns lo … hi, in blocks that stay in cache while configs pass by.
+    # Columns lo … hi, in blocks that stay in cache while configs are processed.
     for q0 in range(lo, hi, _SEGMENT_BLOCK):
         q1 = min(q0 + _SEGMENT_BLOCK, hi)
         for s in range(out.shape[0]):
@@ -160,7 +160,7 @@ def segment_min(
 ) -> np.ndarray:
     """out[s, :] = min over k with segment[k] == s of base[k] + the sum of table[rows[k], :] over the parts.
 
-    base float64 [K]; segment int32 [K]; one or two parts (rows int32 [K], table float64 [R, Q]).
+    base: float64 [K]. segment: int32 [K]. parts: one or two (rows int32 [K], table float64 [R, Q]).
     """
     (rows, table), *rest = parts
     columns = table.shape[1]
@@ -181,6 +181,6 @@ def segment_min(
 
 
 def row_classes(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Equal rows of a [R, C] matrix: (class int32 [R], first row of each class int32 [classes])."""
+    """Finds equal rows of a [R, C] matrix: (class int32 [R], first row of each class int32 [classes])."""
     first, cls = numbered(np.ascontiguousarray(matrix, dtype=np.float64).view(np.uint64))
     return cls, first.astype(np.int32)

@@ -1,4 +1,4 @@
-"""The kernels in numpy: to read, and to check the compiled ones against."""
+"""The kernels in numpy: the reference for the compiled kernels, and used for small problems."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BLOCK = 1 << 18
 
 
 def min_plus(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """out[x, p, q] = min_c left[c, x, p] + right[c, x, q]; left [C, X, P], right [C, X, Q]."""
+    """out[x, p, q] = min_c left[c, x, p] + right[c, x, q], for left [C, X, P] and right [C, X, Q]."""
     c, x, p = left.shape
     q = right.shape[2]
     out = np.empty((x, p, q))
@@ -29,7 +29,7 @@ def segment_min(
 ) -> np.ndarray:
     """out[s, :] = min over k with segment[k] == s of base[k] + the sum of table[rows[k], :] over the parts.
 
-    base float64 [K]; segment int32 [K]; parts (rows int32 [K], table float64 [R, Q]); every segment occurs.
+    base: float64 [K]. segment: int32 [K]; every segment must occur. parts: (rows int32 [K], table float64 [R, Q]).
     """
     order = np.argsort(segment, kind="stable")
     starts = np.searchsorted(segment[order], np.arange(segments))
@@ -38,7 +38,7 @@ def segment_min(
 
 
 def row_classes(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Equal rows of a [R, C] matrix: (class int32 [R], first row of each class int32 [classes])."""
+    """Finds equal rows of a [R, C] matrix: (class int32 [R], first row of each class int32 [classes])."""
     classes: dict[bytes, int] = {}
     cls = np.empty(matrix.shape[0], np.int32)
     first: list[int] = []

@@ -1,8 +1,8 @@
-"""What each config of each node costs in the end, everything else chosen best: one way back through an elimination.
+"""Min-marginals: the least cost of any choice that uses a given config, from one backward pass of an elimination.
 
-On the way forward each step's table says what its node and all before it cost at least, for the configs of the nodes
-after it. On the way back the same is told from the other side. Both together are the node's min-marginals (Dechter,
-Artificial Intelligence 1999).
+On the forward pass, each step's table holds the least cost of its node and everything before it, for the configs of the
+nodes after it. The backward pass computes the same from the other side. Both together give the min-marginals of the
+node (Dechter, Artificial Intelligence 1999).
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ __all__ = ["min_marginals"]
 
 
 def min_marginals(plan: EliminationPlan, pool: Pool) -> list[np.ndarray]:
-    """Per node float64 [K]: the least cost of the choices with each config, without the costs of parts of the graph
-    that are not connected with it; inf where there is none.
+    """Per node, float64 [K]: the least cost of the choices with each config; inf if there is none. The costs of parts
+    of the graph that are not connected with the node are left out.
 
-    plan: of all nodes, whose tables are in the pool. They take as much memory again as the elimination's products.
+    plan: a plan for all nodes, whose tables are in the pool. The backward pass takes as much memory again as the
+    elimination's products.
     """
     made_by = {id(s.out): i for i, s in enumerate(plan.steps) if s.out.scope}
-    rest: list[np.ndarray | None] = [None] * len(plan.steps)  # of each step's table, what else there is
+    # For each step's table, the least cost of everything else.
+    rest: list[np.ndarray | None] = [None] * len(plan.steps)
     out = [np.zeros(0)] * len(plan.steps)
     for i in range(len(plan.steps) - 1, -1, -1):
         step = plan.steps[i]
@@ -50,7 +52,8 @@ def _least(costs: np.ndarray, view: ConfigPartition) -> np.ndarray:
 
 
 def _whole(step: Elimination, pool: Pool) -> tuple[np.ndarray, np.ndarray]:
-    """(what the step's node costs alone [K], the sum of its tables with others [its classes, classes of the scope])."""
+    """(The costs of the step's node alone [K], the sum of its tables with others [its classes, classes of the
+    scope])."""
     views = {step.v: step.view, **dict(zip(step.out.scope, step.out.views, strict=True))}
     own, others = np.zeros(step.view.cls.size), np.zeros([w.n for w in views.values()])
     for f in step.factors:
@@ -67,7 +70,7 @@ def _whole(step: Elimination, pool: Pool) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _seen(joined: np.ndarray, step: Elimination, f: Factor, pool: Pool) -> np.ndarray:
-    """The least of a step's joined table for each entry of one of its tables."""
+    """The minimum of a step's joined table for each entry of one of its tables."""
     views = {step.v: step.view, **dict(zip(step.out.scope, step.out.views, strict=True))}
     kept = [u for u in views if u in f.scope]
     gone = tuple(axis for axis, u in enumerate(views) if u not in f.scope)

@@ -1,8 +1,8 @@
-"""Elimination orders, planned on sizes alone before any table is touched.
+"""Plans elimination orders from sizes alone, before any table is computed.
 
-Eliminating node v joins the tables that mention it and minimises over its configs; the result is a table
-over v's neighbours (the paper's dependent set). PaSE's GenerateSeq takes the node of fewest neighbours;
-here a node is judged by the entries of the tables, and several judgements are tried.
+Eliminating node v joins the tables that contain it and minimises over its configs. The result is a table over v's
+neighbours (the paper's dependent set). PaSE's GenerateSeq picks the node with the fewest neighbours. Here, nodes are
+scored by the sizes of the tables, with several rules.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["Elimination", "EliminationPlan", "dependent_sets", "generate_seq", "
 
 
 class Elimination:
-    """Eliminate ``v`` from ``factors`` (canonical order); the result is ``out``.
+    """The step that eliminates ``v`` from ``factors`` (in canonical order). ``out`` is the resulting factor.
 
-    view: v's configs as its neighbours tell them apart. groups: its factors with other nodes, in two groups that
-    min-plus multiplies (or one, or none), where ``fresh``: no earlier step is equal.
+    view: the classes of v's configs that its neighbours distinguish. groups: v's factors with other nodes, in two
+    groups that min-plus multiplies (or one, or none); set if ``fresh``. fresh: whether no earlier step is equal.
     """
 
     __slots__ = ("factors", "fresh", "groups", "out", "v", "view")
@@ -44,8 +44,11 @@ class Elimination:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EliminationPlan:
-    """steps in order; work: min-plus operations of the distinct steps; peak: entries of the largest table;
-    entries: entries of all distinct tables made; left: the factors over the nodes that were kept."""
+    """An elimination order and its cost.
+
+    steps: in order. work: min-plus operations of the distinct steps. peak: entries of the largest table. entries:
+    entries of all distinct tables. complete: False if planning was given up. left: the factors over the kept nodes.
+    """
 
     steps: list[Elimination]
     work: int
@@ -60,7 +63,7 @@ class EliminationPlan:
 
 
 def generate_seq(tables: CostTables) -> tuple[int, ...]:
-    """PaSE's GenerateSeq (Fig. 3): repeatedly the node of least dependent set, ties by index.
+    """PaSE's GenerateSeq (Fig. 3): repeatedly takes the node with the smallest dependent set; ties go by index.
 
     >>> import numpy as np
     >>> zero, one = np.zeros(2), np.zeros(1, np.int32)
@@ -71,7 +74,7 @@ def generate_seq(tables: CostTables) -> tuple[int, ...]:
 
 
 def dependent_sets(tables: CostTables, order: tuple[int, ...]) -> list[frozenset[int]]:
-    """The dependent set of each node of ``order`` at its turn: the later nodes it is joined to."""
+    """The dependent set of each node of ``order``: the later nodes to which it is joined when it is eliminated."""
     return [d for _, d in _sequence(tables, order)]
 
 
@@ -109,7 +112,7 @@ class _Planner:
         self.at: list[dict[int, Factor]] = [{} for _ in range(n)]
         self.seen: set[int] = set()
         self._serial = 0
-        self.touched = 0  # ends of tables that were read
+        self.touched = 0  # table axes read so far
         for f in factors:
             self._add(f)
 
@@ -119,7 +122,7 @@ class _Planner:
         self._serial += 1
 
     def dims(self, v: int) -> tuple[ConfigPartition | None, dict[int, ConfigPartition]]:
-        """v's view as its neighbours see it, and each neighbour's view as v sees it."""
+        """The view of v's configs that its neighbours have, and the view of each neighbour that v has."""
         joint = self.pool.joint
         own: ConfigPartition | None = None
         near: dict[int, ConfigPartition] = {}
@@ -149,7 +152,7 @@ class _Planner:
             s = size * own.n
         elif rule == "size":
             s = size
-        else:  # growth: entries made less entries that go
+        else:  # growth: entries made minus entries removed
             gone = 0.0
             for f in self.at[v].values():
                 if len(f.scope) > 1:
@@ -158,12 +161,12 @@ class _Planner:
                         g *= view.n
                     gone += g
             s = size - gone
-        # Ties go to the node whose neighbourhood changed least often: identical blocks are then
-        # eliminated side by side, and a chain of n of them by log n distinct products.
+        # Ties go to the node whose neighbourhood changed least often. Identical blocks are then eliminated in parallel,
+        # and a chain of n of them takes log n distinct products.
         return (s, float(self.level[v]), v)
 
     def eliminate(self, v: int) -> tuple[Elimination, int, int, list[int]]:
-        """Take v out; returns the step, its work and entries (0 if seen before), and v's neighbours."""
+        """Eliminate v. Returns the step, its work and entries (0 if an equal step exists), and v's neighbours."""
         items = sorted(self.at[v].items(), key=lambda kv: (len(kv[1].scope), kv[1].sig, kv[0]))
         factors = [f for _, f in items]
         own, near = self.dims(v)
@@ -200,7 +203,7 @@ class _Planner:
 
 
 def joint_view(group: list[Factor], v: int, pool: Pool) -> ConfigPartition:
-    """v's configs as the factors of a group tell them apart."""
+    """The classes of v's configs that the factors of a group distinguish."""
     own = group[0].views[group[0].scope.index(v)]
     for f in group[1:]:
         own = pool.joint(own, f.views[f.scope.index(v)])
@@ -208,7 +211,7 @@ def joint_view(group: list[Factor], v: int, pool: Pool) -> ConfigPartition:
 
 
 def _work(step: Elimination, near: dict[int, ConfigPartition], pool: Pool) -> int:
-    """Min-plus operations: the side of more classes is minimised over configs, then the two are multiplied."""
+    """Min-plus operations: the group with more classes is minimised over configs, then the two are multiplied."""
     sizes = []
     for group in step.groups:
         size = 1
@@ -225,7 +228,7 @@ def _work(step: Elimination, near: dict[int, ConfigPartition], pool: Pool) -> in
 
 
 def _two_groups(joint: list[Factor], v: int, views: dict[int, ConfigPartition]) -> list[list[Factor]]:
-    """Split v's factors into at most two groups: contained scopes together, the larger group small."""
+    """Split v's factors into at most two groups: nested scopes stay together, and the larger group is kept small."""
     bins: list[tuple[set[int], list[Factor]]] = []
     for f in sorted(joint, key=lambda f: -len(f.scope)):
         scope = set(f.scope) - {v}
@@ -251,7 +254,7 @@ def _two_groups(joint: list[Factor], v: int, views: dict[int, ConfigPartition]) 
 
 
 _TOUCHES_A_LOOK = 100_000
-"""Ends of tables that planning reads between two looks at the clock, some 0.1 s."""
+"""Table axes that planning reads between two checks of the clock, about 0.1 s."""
 
 
 def plan_elimination(
@@ -267,12 +270,12 @@ def plan_elimination(
     keep: tuple[int, ...] = (),
     stop: Callable[[], bool] = never,
 ) -> EliminationPlan:
-    """Simulate the elimination of all n nodes but those of ``keep``; by ``order`` if given, else greedily by ``rule``.
+    """Plan the elimination of all n nodes except ``keep``: in ``order`` if given, otherwise greedily by ``rule``.
 
-    rule: "growth" (entries made less entries removed), "work", "size", or "degree" (the paper's).
-    noise: scores of the tables' sizes are multiplied by up to 1 + noise, at random by ``seed``.
-    stop_above: give up (``complete=False``) once the work exceeds this. stop: asked now and then; give up if it says
-        so.
+    rule: "growth" (entries made minus entries removed), "work", "size", or "degree" (the paper's).
+    noise: scores are multiplied by a random factor of up to 1 + noise, drawn with ``seed``.
+    stop_above: give up (``complete=False``) once the work exceeds this. stop: called from time to time; planning gives
+    up if it returns True.
     """
     planner = _Planner(n, factors, pool)
     steps: list[Elimination] = []

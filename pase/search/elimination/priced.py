@@ -1,4 +1,4 @@
-"""The same elimination at many prices: tables are loaded and an order is planned once; only prices change."""
+"""Repeated elimination at different prices: tables are loaded and an order is planned once, and only prices change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["HeldAlong", "PricedTables", "effort_of", "prepare"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldAlong:
-    """The contribution of a pair of nodes to each sum: float64 [classes of src, classes of dst, sums]."""
+    """What a pair of nodes adds to each sum: float64 [classes of src, classes of dst, sums]."""
 
     src: int
     dst: int
@@ -27,7 +27,7 @@ class HeldAlong:
     held: np.ndarray
 
     def between(self, v: int, own: np.ndarray, others: np.ndarray) -> np.ndarray:
-        """The contribution of pairs of configs (node v's, the other node's): float64 [pairs, sums]."""
+        """What pairs of configs (node v's, the other node's) add to each sum: float64 [pairs, sums]."""
         a, b = (own, others) if v == self.src else (others, own)
         return self.held[self.src_class[a], self.dst_class[b]]
 
@@ -36,8 +36,8 @@ class HeldAlong:
 class PricedTables:
     """Tables whose nodes and pairs hold bytes, ready to be eliminated at any price per byte.
 
-    held: per node float64 [K, sums], the bytes that config k adds to each sum. along_sigs: the tables of pairs, and
-    what they hold, float64 [classes of src, classes of dst, sums].
+    held: per node, float64 [K, sums], the bytes that each config adds to each sum. along_sigs: signature -> what a pair
+    holds, float64 [classes of src, classes of dst, sums].
     """
 
     tables: CostTables
@@ -51,11 +51,11 @@ class PricedTables:
 
     @property
     def effort(self) -> int:
-        """What one elimination takes (``effort_of``)."""
+        """The effort of one elimination (see ``effort_of``)."""
         return effort_of(self.plan.work)
 
     def at(self, prices: np.ndarray) -> tuple[np.ndarray, float, Pool]:
-        """(cheapest choice int64 [nodes], its cost, the pool of all tables) where a byte of sum s costs prices[s]."""
+        """(Cheapest choice int64 [nodes], its cost, the pool of all tables) if a byte of sum s costs prices[s]."""
         arrays = dict(self.pool.arrays)
         for sig, costs, held in zip(self.node_sigs, self.tables.node_costs, self.held, strict=True):
             if sig not in arrays:
@@ -72,9 +72,10 @@ _STEPS = 50_000
 
 
 def effort_of(products: int) -> int:
-    """What an elimination of so many min-plus operations takes, in the unit of work within a memory limit: 50 ns of a
-    quiet core (x86-64, 2026). A compiled kernel does 50 operations in that time; the steps around them, in Python, take
-    2.5 ms.
+    """The effort of an elimination of ``products`` min-plus operations.
+
+    The unit is that of work within a memory limit: 50 ns on an idle core (x86-64, 2026). A compiled kernel does 50
+    operations in that time. The Python steps of an elimination take 2.5 ms.
 
     >>> effort_of(8_000_000)
     210000
@@ -91,8 +92,11 @@ def prepare(
     along: Sequence[HeldAlong] = (),
     order: tuple[int, ...] | None = None,
 ) -> PricedTables | None:
-    """None if no order fits. Nodes are equal if both their costs and their bytes are. order: of a problem with the same
-    edges and no fewer configs; None: the best that is found."""
+    """Plan the elimination of priced tables. None if no order fits.
+
+    Nodes are treated as equal if both their costs and their bytes are equal. along: what pairs hold. order: from a
+    problem with the same edges and at least as many configs; None: the best order that is found.
+    """
     n = len(tables.node_costs)
     marks = tuple(h.tobytes() for h in held)
     pool = Pool()

@@ -1,9 +1,9 @@
-"""Repeated blocks: a run of n equal blocks in a row is one edge, a power in the (min, +) semiring.
+"""Folds repeated blocks: a run of n equal blocks in a row becomes one edge, a power in the (min, +) semiring.
 
-Where nodes s … s + nP - 1 repeat with period P (the same cost arrays, the same edges at the same distances)
-and a block speaks to the next through one node only, block k is a matrix between the configs of its
-predecessor's speaker and its own. The nth power takes 2 log n products; a model of 1,000 layers then costs
-little more than one of two. The way back splits the power again, and looks up what it has seen before.
+If nodes s … s + nP - 1 repeat with period P (the same cost arrays, the same edges at the same distances) and each block
+is connected to the next through one node only (its *speaker*), then a block is a matrix between the configs of its
+predecessor's speaker and those of its own. The nth power takes 2 log n products, so a model with 1,000 layers costs
+little more than one with two. Expanding a choice splits the power again, and reuses results for equal parts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _MOST_WORK = 300_000_000  # min-plus operations for a block and its powers
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Folded:
-    """Smaller tables with the same optimum; ``nodes``: their nodes' original indices;
-    ``expand``: their choice -> the original choice."""
+    """Smaller tables with the same optimum. nodes: original indices of their nodes. expand: maps a choice of the
+    smaller tables to one of the original tables."""
 
     tables: CostTables
     nodes: np.ndarray
@@ -40,8 +40,8 @@ class Folded:
 
 @dataclass(frozen=True, kw_only=True)
 class _RepeatedBlocks:
-    """Blocks 0 … count-1 of ``period`` nodes from node ``start``; ``speaker``: offset of the node whose
-    edges lead to the next block."""
+    """Blocks 0 … count-1 of ``period`` nodes from node ``start``. speaker: offset in the block of the node whose edges
+    lead to the next block."""
 
     start: int
     period: int
@@ -50,7 +50,8 @@ class _RepeatedBlocks:
 
 
 def fold(tables: CostTables, kernel: KernelName, threads: int = 1) -> Folded | None:
-    """Fold the longest run of equal blocks; None where there is none worth it. Infeasible if a block is."""
+    """Fold the longest run of equal blocks. None if none is worth folding. Raises Infeasible if a block has no
+    choice."""
     ends = np.array([(e.src, e.dst) for e in tables.edges], np.int64).reshape(-1, 2)
     run = _find_run(tables, ends)
     if run is not None:
@@ -69,9 +70,9 @@ def fold(tables: CostTables, kernel: KernelName, threads: int = 1) -> Folded | N
 
 
 def _by_first_use(n: int, ends: np.ndarray) -> np.ndarray:
-    """An order of the nodes, int64 [n]: what no edge leads to (a parameter) stands just before its first reader.
+    """An order of the nodes, int64 [n]: a node without incoming edges (a parameter) precedes its first reader.
 
-    Traced programs list all parameters first, where no block holds its own.
+    Traced programs list all parameters first, so without this no block would contain its own parameters.
     """
     key = np.arange(n, dtype=np.float64)
     source = np.ones(n, bool)
@@ -84,7 +85,7 @@ def _by_first_use(n: int, ends: np.ndarray) -> np.ndarray:
 
 
 def _reordered(tables: CostTables, order: np.ndarray, ends: np.ndarray) -> CostTables:
-    """The tables with their nodes in this order; ends: their edges' new ones."""
+    """The tables with their nodes in this order. ends: the new ends of their edges."""
     edges = tuple(e.between(a, b) for e, (a, b) in zip(tables.edges, ends.tolist(), strict=True))
     names = None if tables.names is None else tuple(tables.names[v] for v in order)
     return CostTables(node_costs=tuple(tables.node_costs[v] for v in order), edges=edges, names=names)
@@ -103,9 +104,10 @@ def _find_run(tables: CostTables, ends: np.ndarray) -> _RepeatedBlocks | None:
         ],
         np.uint64,
     )
-    # A node's mark: its costs, and the sum of its edges' marks (which table, which side, how far away).
+    # A node's mark combines its costs and the marks of its edges (which table, which side, how far away).
     mark = _mix(node_key)
-    far = (ends[:, 1] - ends[:, 0]).astype(np.uint64)  # wraps where negative; equal distances stay equal
+    # Negative distances wrap around; equal distances stay equal.
+    far = (ends[:, 1] - ends[:, 0]).astype(np.uint64)
     for side in (0, 1):
         np.add.at(mark, ends[:, side], _mix(_mix(edge_key * np.uint64(2) + np.uint64(side)) ^ far))
     last: dict[int, int] = {}
@@ -136,8 +138,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _cut(ends: np.ndarray, start: int, period: int, length: int) -> _RepeatedBlocks | None:
-    """Where to cut the run into blocks, so that one node of a block speaks to the next block."""
-    # Edges at a block well inside the run represent all.
+    """Cut the run into blocks so that only one node of a block has edges to the next block. None if impossible."""
+    # The edges at a block well inside the run represent those of all blocks.
     middle = start + period * (length // period // 2)
     here = ends[((ends >= middle) & (ends < middle + period)).any(axis=1)]
     low, high = here.min(axis=1), here.max(axis=1)
@@ -155,8 +157,8 @@ def _cut(ends: np.ndarray, start: int, period: int, length: int) -> _RepeatedBlo
 
 @dataclass(eq=False)
 class _FoldedBlock:
-    """One block, eliminated down to its two speakers. Node 0 is the predecessor's speaker, node 1 + j
-    the block's node j. ``table`` float64 [classes of the predecessor, configs of the speaker]."""
+    """One block, eliminated down to two speakers. Node 0 is the predecessor's speaker, and node 1 + j is the block's
+    node j. table: float64 [classes of the predecessor's speaker, configs of the block's speaker]."""
 
     plan: EliminationPlan
     pool: Pool
@@ -166,7 +168,7 @@ class _FoldedBlock:
     speaker: int
 
     def inside(self, before: int, own: int) -> np.ndarray:
-        """The block's choice, int64 [period], given both speakers' configs."""
+        """The choice inside the block, int64 [period], given the configs of both speakers."""
         given = np.zeros(self.size, np.int64)
         given[0], given[self.speaker] = before, own
         return back_substitute(self.plan, self.pool, self.size, given)[1:]
@@ -175,7 +177,7 @@ class _FoldedBlock:
 def _block(
     tables: CostTables, ends: np.ndarray, run: _RepeatedBlocks, kernel: KernelName, threads: int
 ) -> _FoldedBlock | None:
-    first = run.start + run.period  # block 1 represents all that have a predecessor
+    first = run.start + run.period  # block 1 represents all blocks that have a predecessor
     before = run.start + run.speaker
     inside = (ends >= first) & (ends < first + run.period)
     wanted = inside.all(axis=1) | (inside.any(axis=1) & (ends == before).any(axis=1))
@@ -192,9 +194,8 @@ def _block(
     plan = plan_elimination(len(costs), factors, pool, keep=(0, speaker), stop_above=_MOST_WORK)
     if not plan.complete:
         return None
-    constant = run_plan(
-        plan, pool, kernels_for(kernel, plan.work), threads
-    )  # of parts of the block that reach no speaker
+    # The cost of parts of the block that are not connected to a speaker.
+    constant = run_plan(plan, pool, kernels_for(kernel, plan.work), threads)
     own = costs[speaker].size
     view = pool.view(np.zeros(free.size, np.int32))
     left = [f for f in plan.left if f.scope != (0,) or pool.arrays[f.sig].any()]
@@ -217,25 +218,25 @@ def _block(
 
 @dataclass(eq=False)
 class _Powers:
-    """Least costs of several blocks in a row, by halves. kernels: see ``kernels_for``."""
+    """Least costs of several blocks in a row, computed by halves. kernels: from ``kernels_for``."""
 
     block: _FoldedBlock
     kernels: ModuleType
     tables: dict[int, np.ndarray]
 
     def least(self, k: int) -> np.ndarray:
-        """Least cost from a class of the first speaker to a config of the kth after it."""
+        """Least costs from each class of the first speaker to each config of the kth speaker after it."""
         if k not in self.tables:
             a, b = self.least(k // 2), self.least(k - k // 2)
             classes, own = self.block.table.shape
-            # The middle speaker is seen by the second half through its classes.
+            # The second half sees the middle speaker through its classes.
             rows = [(np.arange(own, dtype=np.int32), np.ascontiguousarray(a.T))]
             middle = self.kernels.segment_min(np.zeros(own), self.block.view.cls, classes, rows)
             self.tables[k] = self.kernels.min_plus(middle[:, None, :], np.ascontiguousarray(b[:, None, :]))[0]
         return self.tables[k]
 
     def speakers(self, k: int, start: int, end: int) -> np.ndarray:
-        """Configs of speakers 1 … k, the kth at ``end``, from class ``start``."""
+        """The configs of speakers 1 … k, from class ``start`` of the first speaker to config ``end`` of the kth."""
         seen: dict[tuple[int, int, int], np.ndarray] = {}
         cls = self.block.view.cls
 
@@ -286,7 +287,7 @@ def _fold_run(
         )
     )
     costs = [tables.node_costs[v] for v in nodes]
-    costs[number[tail]] = np.zeros(own)  # the power has paid it
+    costs[number[tail]] = np.zeros(own)  # already included in the power
     names = tuple(tables.names[v] for v in nodes) if tables.names else None
     smaller = CostTables(node_costs=tuple(costs), edges=tuple(edges), names=names)
 

@@ -1,4 +1,4 @@
-"""Cost functions of any number of variables as tables over nodes and edges: what WCSP, UAI and MPS files state."""
+"""Converts cost functions of any number of variables, as in WCSP, UAI and MPS files, to tables over nodes and edges."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pase.tables.types import CostTables, EdgeTable
 
 __all__ = ["MAX_CELLS", "CostFunction", "tables_of"]
 
-MAX_CELLS = 200_000_000  # numbers in all functions together
+MAX_CELLS = 200_000_000  # the most numbers in all functions together
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CostFunction:
-    """scope: its variables, all different. cost: float64, one axis for each of them; inf forbids."""
+    """A cost function. scope: its variables, all different. cost: float64, one axis per variable; inf forbids."""
 
     scope: tuple[int, ...]
     cost: np.ndarray
 
 
 def tables_of(sizes: Sequence[int], functions: Sequence[CostFunction], names: Sequence[str]) -> CostTables:
-    """The problem as nodes and edges. sizes: the values of each variable; names: of each variable.
+    """The problem as nodes and edges. sizes: the number of values of each variable. names: of the variables.
 
-    The first nodes are the variables, in order. A function of three or more gets a node of its own behind them, whose
-    configs are the assignments that it allows; an edge to each of its variables makes them agree. What a function of no
-    variable costs is added to the first node. Raises PaseError where there is no variable.
+    The first nodes are the variables, in order. A function of three or more variables gets a node of its own after
+    them, whose configs are the assignments that it allows. An edge to each of its variables makes them agree. The cost
+    of a function without variables is added to the first node. Raises PaseError if there is no variable.
     """
     if not sizes:
-        raise PaseError("a problem without a variable has nothing to choose")
+        raise PaseError("the problem has no variables")
     costs = [np.zeros(k) for k in sizes]
     iota = {k: np.arange(k, dtype=np.int32) for k in set(sizes)}
     agree = {k: np.where(np.eye(k, dtype=bool), 0.0, np.inf) for k in set(sizes)}
@@ -45,9 +45,8 @@ def tables_of(sizes: Sequence[int], functions: Sequence[CostFunction], names: Se
             costs[f.scope[0]] = costs[f.scope[0]] + f.cost
         elif len(f.scope) == 2:
             (a, b), m = f.scope, np.ascontiguousarray(f.cost)
-            m = same.setdefault(
-                (m.shape, m.tobytes()), m
-            )  # equal functions are one array: the search solves them once
+            # Equal functions share one array, so that the search handles them once.
+            m = same.setdefault((m.shape, m.tobytes()), m)
             edges.append(EdgeTable(src=a, dst=b, cost=m, src_class=iota[sizes[a]], dst_class=iota[sizes[b]]))
         else:
             allowed = np.isfinite(f.cost)
@@ -69,5 +68,5 @@ def tables_of(sizes: Sequence[int], functions: Sequence[CostFunction], names: Se
 
 
 def cells(sizes: Sequence[int], scope: Sequence[int]) -> int:
-    """How many assignments the variables of ``scope`` have."""
+    """The number of assignments of the variables in ``scope``."""
     return math.prod(sizes[v] for v in scope)

@@ -1,7 +1,7 @@
-"""Instances of other solvers: weighted CSPs (.wcsp) and graphical models (.uai), as text.
+"""Reads text instances of other solvers: weighted CSPs (.wcsp) and graphical models (.uai).
 
-Files come from strangers: sizes are bounded before memory is taken, and whatever is wrong becomes one PaseError that
-names the file and the place in it.
+Files are untrusted: sizes are checked before memory is allocated, and every fault becomes a PaseError that names the
+file and the place in it.
 """
 
 from __future__ import annotations
@@ -21,75 +21,81 @@ MAX_VARIABLES = 10_000_000
 
 
 class _Words:
-    """The words of a file, one after another; an error says which one was wrong."""
+    """The words of a file, one after another. Errors name the wrong word."""
 
     def __init__(self, path: Path, text: str) -> None:
         self.path, self.words, self.at = path, text.split(), 0
 
     def take(self, what: str) -> str:
         if self.at >= len(self.words):
-            raise PaseError(f"{self.path}: the file ends where {what} should be")
+            raise PaseError(f"the file ends before {what}", where=str(self.path))
         self.at += 1
         return self.words[self.at - 1]
 
     def whole(self, what: str, least: int, most: int) -> int:
-        """A whole number from least to most."""
+        """The next word, which must be an integer from least to most."""
         word = self.take(what)
         try:
             value = int(word)
         except ValueError:
-            raise self.wrong(word, what, "a whole number") from None
+            raise self.wrong(word, what, "an integer") from None
         if not least <= value <= most:
-            raise self.wrong(word, what, f"a number from {least} to {most}")
+            raise self.wrong(word, what, f"an integer from {least} to {most}")
         return value
 
     def numbers(self, what: str, many: int) -> np.ndarray:
-        """float64 [many]."""
+        """The next ``many`` words, which must be numbers, as float64 [many]."""
         if len(self.words) - self.at < many:
-            raise PaseError(f"{self.path}: {what} has {len(self.words) - self.at} numbers; {many} are needed")
+            raise PaseError(
+                f"{what} has {len(self.words) - self.at} numbers, but needs {many}", where=str(self.path)
+            )
         words = self.words[self.at : self.at + many]
         self.at += many
         try:
             values = np.array(words, dtype=np.float64)
         except ValueError:
             raise PaseError(
-                f"{self.path}: {what} holds a word that is no number, at word {self.at - many + 1} to "
-                f"{self.at}"
+                f"{what} contains a word that is not a number, between words {self.at - many + 1} and {self.at}",
+                where=str(self.path),
             ) from None
         if np.isnan(values).any():
-            raise PaseError(f"{self.path}: {what} holds NaN")
+            raise PaseError(f"{what} contains NaN", where=str(self.path))
         return values
 
     def wrong(self, word: str, what: str, want: str) -> PaseError:
-        return PaseError(f"{self.path}: word {self.at}, {word[:40]!r}, should be {what}: {want}")
+        return PaseError(f"word {self.at} is {word[:40]!r}, but {what} must be {want}", where=str(self.path))
 
     def end(self) -> None:
         if self.at < len(self.words):
             raise PaseError(
-                f"{self.path}: more follows after the last function, from {self.words[self.at][:40]!r} on"
+                f"there is more text after the last function, starting with {self.words[self.at][:40]!r}",
+                where=str(self.path),
             )
 
 
 class _Room:
-    """Cells of all functions so far; refuses more than are read."""
+    """Counts the cells of all functions so far, and refuses a file with too many."""
 
     def __init__(self, path: Path, sizes: list[int]) -> None:
         self.path, self.sizes, self.cells = path, sizes, 0
 
     def add(self, scope: tuple[int, ...], what: str) -> tuple[int, ...]:
-        """The shape of a function of ``scope``."""
+        """The shape of a function over ``scope``."""
         if len(set(scope)) < len(scope):
-            raise PaseError(f"{self.path}: {what} names a variable twice")
+            raise PaseError(f"{what} contains a variable twice", where=str(self.path))
         self.cells += cells(self.sizes, scope)
         if self.cells > MAX_CELLS:
-            raise PaseError(f"{self.path}: with {what} there are more than {MAX_CELLS:,} costs; refused")
+            raise PaseError(
+                f"up to {what}, there are more than {MAX_CELLS:,} costs, the most that are read",
+                where=str(self.path),
+            )
         return tuple(self.sizes[v] for v in scope)
 
 
 def read_wcsp(path: Path, text: str) -> CostTables:
-    """A weighted CSP in toulbar2's .wcsp form: costs at or above its upper bound are forbidden.
+    """Reads a weighted CSP in toulbar2's .wcsp format. Costs at or above its upper bound are forbidden.
 
-    Global cost functions and functions that share their tuples are refused.
+    Global cost functions and shared functions are not supported and raise PaseError.
     """
     words = _Words(path, text)
     words.take("the problem's name")
@@ -102,29 +108,30 @@ def read_wcsp(path: Path, text: str) -> CostTables:
     functions = []
     for i in range(many):
         what = f"cost function {i}"
-        arity = words.whole(f"the number of variables of {what} (shared functions are not read)", 0, n)
+        arity = words.whole(f"the number of variables of {what} (shared functions are not supported)", 0, n)
         scope = tuple(words.whole(f"a variable of {what}", 0, n - 1) for _ in range(arity))
         default = words.whole(
-            f"the default cost of {what} (global cost functions are not read)", 0, 2**63 - 1
+            f"the default cost of {what} (global cost functions are not supported)", 0, 2**63 - 1
         )
         tuples = words.whole(f"the number of tuples of {what}", 0, MAX_CELLS)
         cost = np.full(room.add(scope, what), float(default))
         rows = words.numbers(what, tuples * (arity + 1)).reshape(tuples, arity + 1)
         if not scope and tuples > 1:
-            raise PaseError(f"{path}: {what} has no variable and {tuples} tuples")
+            raise PaseError(f"{what} has no variable, but {tuples} tuples", where=str(path))
         at = rows[:, :-1].astype(np.int64)
         if (at != rows[:, :-1]).any() or (at < 0).any() or (at >= np.array(cost.shape)).any():
-            raise PaseError(f"{path}: {what} has a tuple outside the domains of its variables")
+            raise PaseError(f"{what} has a tuple outside the domains of its variables", where=str(path))
         cost[tuple(at.T)] = rows[:, -1] if scope else rows[:, -1].sum() if tuples else default
         if (cost < 0).any():
-            raise PaseError(f"{path}: {what} has a negative cost, which the form does not allow")
+            raise PaseError(f"{what} has a negative cost, which the format does not allow", where=str(path))
         functions.append(CostFunction(scope=scope, cost=np.where(cost >= top, np.inf, cost)))
     words.end()
     return tables_of(sizes, functions, [f"x{v}" for v in range(n)])
 
 
 def read_uai(path: Path, text: str) -> CostTables:
-    """A Markov or Bayes network in the UAI form; a choice costs -ln of its weight: the cheapest is likeliest."""
+    """Reads a Markov or Bayes network in the UAI format. A choice costs -ln of its weight, so the cheapest choice is
+    the most likely one."""
     words = _Words(path, text)
     kind = words.take("MARKOV or BAYES")
     if kind not in ("MARKOV", "BAYES"):
@@ -144,7 +151,7 @@ def read_uai(path: Path, text: str) -> CostTables:
         words.whole(f"the entries of function {i}", size, size)
         weight = words.numbers(f"function {i}", size).reshape(shape)
         if (weight < 0).any() or np.isinf(weight).any():
-            raise PaseError(f"{path}: function {i} has a weight that is negative or infinite")
+            raise PaseError(f"function {i} has a weight that is negative or infinite", where=str(path))
         with np.errstate(divide="ignore"):
             functions.append(CostFunction(scope=scope, cost=-np.log(weight)))
     words.end()

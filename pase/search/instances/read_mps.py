@@ -1,8 +1,9 @@
-"""Programs in 0/1 variables (.mps) as nodes, edges and one limit.
+"""Reads programs in 0/1 variables (.mps) as nodes, edges and one limit.
 
-Rows that say "exactly one of these" or "at most one of these" make nodes: a config is the variable that is 1. Any other
-variable is a node of two configs. A row over one or two nodes forbids configs or pairs. A row over more of them is a
-point of a memory profile: each node holds there what its config adds to the row, above the least that it can add.
+A row of the form "exactly one of these" or "at most one of these" becomes a node; its config is the variable that is 1.
+Every other variable becomes a node with two configs. A row over one or two nodes forbids configs or pairs. A row over
+more nodes becomes a point of a memory profile, where each node holds what its config adds to the row, above the
+minimum that the node can add.
 """
 
 from __future__ import annotations
@@ -21,12 +22,17 @@ from pase.tables.types import CostTables
 __all__ = ["read_mps"]
 
 _SECTIONS = {"NAME", "OBJSENSE", "ROWS", "COLUMNS", "RHS", "RANGES", "BOUNDS", "ENDATA"}
-_SLACK = 1e-9  # of a row's size: what its sum may be off by rounding
+_SLACK = 1e-9  # relative to a row's size: the rounding error allowed in its sum
 
 
 @dataclass(eq=False)
 class _MpsProgram:
-    """rows: name -> sense (N, L, G or E), in the file's order. columns: variable -> row -> coefficient."""
+    """A parsed file.
+
+    rows: name -> sense (N, L, G or E), in the file's order. columns: variable -> row -> coefficient. sides, ranges:
+    right-hand sides and ranges by row. whole: integer variables. fixed, most: fixed values and upper bounds by
+    variable. sign: -1 to maximise.
+    """
 
     rows: dict[str, str] = field(default_factory=dict)
     columns: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -39,19 +45,21 @@ class _MpsProgram:
 
 
 def read_mps(path: Path, text: str) -> tuple[CostTables, MemoryProfile | None]:
-    """The tables, and the limit if a row needs one.
+    """Reads a program: its tables, and its limit if a row needs one.
 
-    Each node's name lists its variables, in the order of its configs; "none" is the config in which all are 0.
-    Raises PaseError for what is no 0/1 program in free MPS form, Infeasible where a row alone cannot be met.
+    Each node's name lists its variables in the order of its configs; "none" is the config in which all are 0.
+    Raises PaseError if the file is not a 0/1 program in free MPS format, and Infeasible if a single row cannot be met.
     """
     program = _parsed(path, text)
     names = list(program.columns)
     if not names:
-        raise PaseError(f"{path}: a program without a variable")
+        raise PaseError("the program has no variables", where=str(path))
     for name in names:
         if name not in program.whole or program.most.get(name) != 1.0:
             raise PaseError(
-                f"{path}: variable {name[:40]!r} is not 0 or 1; only programs in 0/1 variables are read"
+                f"variable {name[:40]!r} is not 0 or 1",
+                where=str(path),
+                fix="restrict every variable to 0 or 1",
             )
     index = {name: i for i, name in enumerate(names)}
     by_row: dict[str, list[tuple[int, float]]] = {row: [] for row in program.rows}
@@ -74,7 +82,9 @@ def _parsed(path: Path, text: str) -> _MpsProgram:
             section = words[0].upper()
             if section not in _SECTIONS:
                 raise PaseError(
-                    f"{where}: section {section[:40]!r} is not read; known: {', '.join(sorted(_SECTIONS))}"
+                    f"section {section[:40]!r} is not supported",
+                    where=where,
+                    fix=f"use only the sections {', '.join(sorted(_SECTIONS))}",
                 )
             if section == "ENDATA":
                 break
@@ -84,7 +94,7 @@ def _parsed(path: Path, text: str) -> _MpsProgram:
             out.sign = -1.0 if words[0].upper().startswith("MAX") else 1.0
         elif section == "ROWS":
             if len(words) != 2 or words[0].upper() not in "NLGE" or words[1] in out.rows:
-                raise PaseError(f"{where}: a row is a sense (N, L, G or E) and a new name")
+                raise PaseError("a row must have a sense (N, L, G or E) and a new name", where=where)
             out.rows[words[1]] = words[0].upper()
         elif section == "COLUMNS" and "'MARKER'" in words:
             integral = "'INTORG'" in words
@@ -100,20 +110,20 @@ def _parsed(path: Path, text: str) -> _MpsProgram:
         elif section == "BOUNDS":
             _bound(out, where, words)
         else:
-            raise PaseError(f"{where}: data before the first section")
+            raise PaseError("there is data before the first section", where=where)
     if "N" not in out.rows.values():
-        raise PaseError(f"{path}: no row is an objective (N)")
+        raise PaseError("there is no objective", where=str(path), fix="add a row of sense N")
     return out
 
 
 def _pairs(program: _MpsProgram, where: str, words: list[str]) -> list[tuple[str, float]]:
-    """(row, number), … as they are in a line."""
+    """The (row, number) pairs of a line."""
     if len(words) % 2 or not words:
-        raise PaseError(f"{where}: rows and numbers must alternate; names with spaces are not read")
+        raise PaseError("rows and numbers must alternate", where=where, fix="use names without spaces")
     out = []
     for row, word in zip(words[::2], words[1::2], strict=True):
         if row not in program.rows:
-            raise PaseError(f"{where}: no row {row[:40]!r}")
+            raise PaseError(f"there is no row {row[:40]!r}", where=where)
         out.append((row, _number(where, word)))
     return out
 
@@ -122,9 +132,9 @@ def _number(where: str, word: str) -> float:
     try:
         value = float(word)
     except ValueError:
-        raise PaseError(f"{where}: {word[:40]!r} is no number") from None
+        raise PaseError(f"{word[:40]!r} is not a number", where=where) from None
     if not np.isfinite(value):
-        raise PaseError(f"{where}: {word[:40]!r} is not finite")
+        raise PaseError(f"{word[:40]!r} is not finite", where=where)
     return value
 
 
@@ -132,7 +142,7 @@ def _bound(program: _MpsProgram, where: str, words: list[str]) -> None:
     kind = words[0].upper()
     name = next((w for w in words[1:] if w in program.columns), None)
     if name is None:
-        raise PaseError(f"{where}: a bound of no variable that the columns name")
+        raise PaseError("the bound's variable does not occur in the columns", where=where)
     if kind == "BV":
         program.whole.add(name)
         program.most[name] = 1.0
@@ -142,20 +152,27 @@ def _bound(program: _MpsProgram, where: str, words: list[str]) -> None:
             program.whole.add(name)
         if kind in ("UP", "UI") and value:
             program.most[name] = value
-        elif value or kind not in ("LO", "LI"):  # an upper bound of 0, or a lower one of 1, fixes it
+        elif value or kind not in (
+            "LO",
+            "LI",
+        ):  # an upper bound of 0 or a lower bound of 1 fixes the variable
             program.most[name], program.fixed[name] = 1.0, value
         if program.fixed.get(name, 0.0) not in (0.0, 1.0):
             raise PaseError(
-                f"{where}: variable {name[:40]!r} is not 0 or 1; only programs in 0/1 variables are read"
+                f"variable {name[:40]!r} is not 0 or 1", where=where, fix="restrict every variable to 0 or 1"
             )
     else:
-        raise PaseError(f"{where}: bound {kind[:40]!r} of {name[:40]!r}: only 0/1 variables are read")
+        raise PaseError(
+            f"bound {kind[:40]!r} of variable {name[:40]!r} is not supported",
+            where=where,
+            fix="restrict every variable to 0 or 1",
+        )
 
 
 def _groups(
     program: _MpsProgram, by_row: dict[str, list[tuple[int, float]]], n: int
 ) -> tuple[list[tuple[list[int], bool]], set[str]]:
-    """((variables of a node, whether all of them may be 0), …), the rows that this says. Longest rows first."""
+    """(Variables of each node and whether all may be 0; the rows that these nodes express). Longest rows first."""
     ones = []
     for row, terms in by_row.items():
         side, sense = program.sides.get(row, 0.0), program.rows[row]
@@ -189,7 +206,7 @@ def _stated(
     functions, wide = list[CostFunction](), list[tuple[dict[int, np.ndarray], float]]()
 
     def parts(terms: list[tuple[int, float]]) -> dict[int, np.ndarray]:
-        """node -> what each of its configs adds to the row."""
+        """Node -> what each of its configs adds to the row."""
         out: dict[int, np.ndarray] = {}
         for v, some in groupby(sorted(terms, key=lambda t: int(node[t[0]])), key=lambda t: int(node[t[0]])):
             out[v] = np.zeros(sizes[v])
@@ -223,7 +240,7 @@ def _stated(
 
 
 def _sides(sense: str, side: float, width: float | None) -> list[tuple[float, float]]:
-    """(1, most) and (-1, least) of a row's sum, those that it has."""
+    """The bounds of a row's sum: (1, upper bound) and (-1, lower bound), if it has them."""
     if width is None:
         least, most = (side if sense != "L" else None), (side if sense != "G" else None)
     elif sense == "E":
@@ -240,14 +257,15 @@ def _state_row(
     functions: list[CostFunction],
     wide: list[tuple[dict[int, np.ndarray], float]],
 ) -> None:
-    """The sum of what the nodes add is at most ``most``: forbidden configs or pairs, or a point of the limit."""
+    """State that the sum of what the nodes add is at most ``most``: by forbidden configs or pairs, or by a point of the
+    limit."""
     size = max([abs(most), *(float(np.abs(a).max()) for a in adds.values()), 1.0])
     room = most + _SLACK * size - sum(float(a.min()) for a in adds.values())
     if room < 0:
-        raise Infeasible(f"{where} cannot be met, whatever the variables are")
+        raise Infeasible("no values of the variables satisfy this row", where=where)
     spare = {v: a - a.min() for v, a in adds.items() if a.max() > a.min()}
     if sum(float(a.max()) for a in spare.values()) <= room:
-        return  # it always holds
+        return  # the row always holds
     if len(spare) > 2:
         wide.append((spare, room))
         return
@@ -258,7 +276,8 @@ def _state_row(
 
 
 def _profile(wide: list[tuple[dict[int, np.ndarray], float]], sizes: list[int]) -> MemoryProfile | None:
-    """A point for each row; the first node holds as much more as makes all limits equal to the largest."""
+    """The memory profile with a point for each row. The first node holds extra bytes, so that all rows have the largest
+    limit."""
     if not wide:
         return None
     limit = max(room for _, room in wide)
@@ -271,9 +290,8 @@ def _profile(wide: list[tuple[dict[int, np.ndarray], float]], sizes: list[int]) 
         held.append(np.full(sizes[0], limit - room))
         node.append(0)
         start.append(t)
-    unlimited = sorted(
-        set(range(len(sizes))) - set(node)
-    )  # each node has an interval at least; theirs are empty
+    # Each node must have an interval, so nodes without a limit get an empty one.
+    unlimited = sorted(set(range(len(sizes))) - set(node))
     at = np.array(start + [0] * len(unlimited), np.int64)
     stop = np.concatenate([np.array(start, np.int64) + 1, np.zeros(len(unlimited), np.int64)])
     return MemoryProfile(

@@ -1,1 +1,1 @@
-"""Elimination within limits on sums of bytes."""
+"""Search by elimination under limits on sums of bytes."""

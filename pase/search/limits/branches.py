@@ -1,10 +1,11 @@
-"""Branch and bound where prices alone leave a gap: one node's configs are parted, and each part has prices of its own.
+"""Branch and bound for the gap that prices alone leave: one node's configs are split, and each part gets its own
+prices.
 
-What is limited, and what is paid in excess, are sums over nodes and pairs. At prices of these sums an elimination
-bounds every choice (``priced``). The best prices are those at which several choices cost the same while each is on
-another side of a sum: no single choice is the mean that the bound stands for. So the node that these choices disagree
-about most is decided: its configs are parted by which choice's config they resemble, and the bound of each part is
-higher. Before that, configs go whose min-marginal (``marginals``) reaches the best known cost.
+Limits and excesses apply to sums over nodes and pairs. With prices on these sums, an elimination bounds every choice
+(``priced``). At the best prices, several choices cost the same but lie on different sides of a sum, and the bound
+represents their mean, which is no single choice. So the search branches on the node about which these choices disagree
+most. Its configs are grouped by the choice whose config they resemble, and the bound of each group is higher. Before
+that, configs whose min-marginal (``marginals``) reaches the best known cost are dropped.
 
 Held & Karp, Mathematical Programming 1971, with the bounds of Geoffrion, Mathematical Programming Study 1974.
 """
@@ -28,20 +29,20 @@ from pase.tables.types import CostTables
 __all__ = ["Branches", "SummedTables"]
 
 _EXACT = 1e-9
-_MOST_CUTS = 12  # prices tried for one part
-_ENOUGH = 0.02  # of the gap: prices that promise less are not tried
-_LOOK, _CLOSED = 16, 0.9  # parts after which so much of the gap, at most, may be left
+_MOST_CUTS = 12  # the most prices tried for one part
+_ENOUGH = 0.02  # fraction of the gap; prices that promise less are not tried
+_LOOK, _CLOSED = 16, 0.9  # after this many parts, at most this fraction of the gap may be left
 _ROUNDED = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SummedTables:
-    """Tables, and sums that a choice holds.
+    """Tables, and sums over a choice.
 
-        cost = tables + sum over s of (max(sum_s, 0) where s is paid, inf where sum_s > room_s)
+        cost = tables + sum over s of (max(sum_s, 0) if s is an excess, inf if sum_s > room_s)
 
-    held: per node float64 [K, sums]. along: what pairs of nodes hold besides. room: float64 [sums], inf for a sum whose
-    excess over zero is paid. weights: float64 [sums]: that much of each sum is in the tables' costs already.
+    held: per node, float64 [K, sums]. along: what pairs of nodes add. room: float64 [sums]; inf for an excess, which
+    is charged above zero. weights: float64 [sums], the fraction of each sum that the tables' costs already include.
     """
 
     tables: CostTables
@@ -52,22 +53,23 @@ class SummedTables:
 
     @cached_property
     def paid(self) -> np.ndarray:
+        """bool [sums]: which sums are an excess."""
         return np.isinf(self.room)
 
     @cached_property
     def limits(self) -> np.ndarray:
-        """The room, 0 for what is paid."""
+        """The room of each sum; 0 for an excess."""
         return np.where(self.paid, 0.0, self.room)
 
     def sums(self, choice: np.ndarray) -> np.ndarray:
-        """float64 [sums]"""
+        """The sums of a choice, float64 [sums]."""
         out = np.sum([h[k] for h, k in zip(self.held, choice, strict=True)], axis=0)
         for e in self.along:
             out = out + e.held[e.src_class[choice[e.src]], e.dst_class[choice[e.dst]]]
         return np.asarray(out)
 
     def least(self, among: Sequence[np.ndarray]) -> np.ndarray:
-        """What nodes hold at least, float64 [sums]. among: per node the configs that are left."""
+        """A lower bound on the sums from the nodes alone, float64 [sums]. among: per node, the remaining configs."""
         return np.asarray(np.sum([h[k].min(axis=0) for h, k in zip(self.held, among, strict=True)], axis=0))
 
     def prepared(
@@ -90,7 +92,7 @@ class SummedTables:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _ChoicePlane:
-    """A choice, int64 [nodes]: what it costs at price 0 of the sums, and what a price of one adds."""
+    """A choice, int64 [nodes], as a plane: height is its cost at price 0, and slopes is what a price of 1 adds."""
 
     choice: np.ndarray
     height: float
@@ -99,8 +101,11 @@ class _ChoicePlane:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Parted:
-    """Some configs of each node. bound: no choice among them costs less. planes, shares: the choices that meet at the
-    prices, float64 [sums], and each one's share in the mean, float64 [planes]."""
+    """A part of the search: some configs of each node.
+
+    bound: no choice in the part costs less. planes, shares: the choices that meet at the best prices (float64 [sums]),
+    and the weight of each in their mean, float64 [planes].
+    """
 
     among: list[np.ndarray]
     bound: float
@@ -111,8 +116,11 @@ class _Parted:
 
 @dataclass(kw_only=True, eq=False)
 class Branches:
-    """A search through parts. offer: takes a choice. top: what the cheapest known choice costs; dearer ones are not
-    looked for. work: that of the eliminations so far (``PricedTables.effort``)."""
+    """The branch and bound search.
+
+    offer: called with each choice found. top: returns the cost of the cheapest known choice; costlier choices are not
+    searched. work: the effort of the eliminations so far (``PricedTables.effort``).
+    """
 
     problem: SummedTables
     kernel: KernelName
@@ -125,9 +133,9 @@ class Branches:
     _order: tuple[int, ...] | None = field(default=None, repr=False)
 
     def run(self, prices: np.ndarray, most: int) -> float | None:
-        """A bound on every choice: at least ``top()`` once nothing cheaper is left. None if no order fits.
+        """A bound on every choice; at least ``top()`` once nothing cheaper is left. None if no order fits.
 
-        prices: float64 [sums], to begin with. most: parts to divide.
+        prices: float64 [sums], the initial prices. most: the most parts to split.
         """
         whole = [np.flatnonzero(np.isfinite(c)) for c in self.problem.tables.node_costs]
         prepared = self.problem.prepared(whole, self.kernel, self.seed, None)
@@ -142,7 +150,9 @@ class Branches:
             if bound >= self._enough:
                 break
             if self.parts % _LOOK == 0:
-                if self.top() - bound > _CLOSED * gap:  # many equal nodes, say, which are parted one by one
+                if (
+                    self.top() - bound > _CLOSED * gap
+                ):  # for example, many equal nodes that are split one by one
                     break
                 gap = self.top() - bound
             heapq.heappop(queue)
@@ -166,8 +176,10 @@ class Branches:
         planes: Sequence[_ChoicePlane],
         prepared: PricedTables | None,
     ) -> _Parted | None:
-        """The part at its best prices, without configs that no cheaper choice has; None if there is no such choice.
-        planes: known choices, of which some may be in it."""
+        """The part at its best prices, without configs that no cheaper choice uses. None if there is no cheaper choice.
+
+        planes: known choices, some of which may be in the part.
+        """
         p = self.problem
         if (
             any(not k.size for k in among)
@@ -175,7 +187,7 @@ class Branches:
         ):
             return None
         prepared = prepared or p.prepared(among, self.kernel, self.seed, self._order)
-        assert prepared is not None  # an order that fits the whole fits each part
+        assert prepared is not None  # an order that fits the whole problem fits each part
         planes = [p for p in planes if all(c in k for c, k in zip(p.choice, among, strict=True))]
         best, at, pool = -np.inf, prices, Pool()
         shares = np.ones(1)
@@ -210,7 +222,7 @@ class Branches:
         return _Parted(among=left, bound=best, prices=at, planes=planes, shares=shares)
 
     def _divided(self, part: _Parted) -> list[list[np.ndarray]]:
-        """The configs of one node in two or more parts."""
+        """Splits the configs of one node into two or more groups."""
         meet = [(p.choice, s) for p, s in zip(part.planes, part.shares, strict=True) if s > 1e-6]
         v = self._disputed(part, meet)
         here = part.among[v]
@@ -220,7 +232,7 @@ class Branches:
         if centres.size:
             away = [np.square(held - held[here == k]).sum(axis=1) for k in centres]
             groups = np.argmin(away, axis=0)
-        if np.unique(groups).size < 2:  # nothing tells them apart: one config, and the others
+        if np.unique(groups).size < 2:  # the configs are indistinguishable: split off one of them
             groups = np.where(here == (centres[0] if centres.size else here[0]), 0, 1)
         parts = []
         for g in np.unique(groups):
@@ -230,8 +242,8 @@ class Branches:
         return parts
 
     def _disputed(self, part: _Parted, meet: Sequence[tuple[np.ndarray, float]]) -> int:
-        """The node whose configs in the choices that meet differ most in what they hold, at the prices; of none, the
-        one with most configs."""
+        """The node whose configs, in the choices that meet, differ most in what they hold at these prices. If there is
+        none, the node with the most configs."""
         spread = np.zeros(len(part.among))
         shares = np.array([s for _, s in meet])
         for v, left in enumerate(part.among):
@@ -252,7 +264,7 @@ class Branches:
         return int(np.argmax([k.size for k in part.among]))
 
     def _held(self, part: _Parted, v: int, here: np.ndarray) -> np.ndarray:
-        """What each of a node's configs holds, alone and with each neighbour's configs in the mean, at the prices."""
+        """What each config of a node holds at the prices, alone and averaged over each neighbour's configs."""
         held = [self.problem.held[v][here]]
         for e in self.problem.along:
             if v in (e.src, e.dst):
@@ -265,14 +277,17 @@ class Branches:
 def _highest(
     planes: Sequence[_ChoicePlane], at: np.ndarray, paid: np.ndarray
 ) -> tuple[float, np.ndarray, np.ndarray]:
-    """(height, prices, shares) of the highest point below all planes: the price of what is paid is in [0, 1], another
-    at most some times the best one ``at`` so far. shares: of the planes in the mean, float64 [planes]."""
+    """(Height, prices, shares) of the highest point below all planes.
+
+    The price of an excess is in [0, 1]. Other prices are limited to a multiple of their best value ``at`` so far.
+    shares: the weight of each plane in the mean, float64 [planes].
+    """
     from scipy.optimize import linprog
 
     heights, slopes = np.array([p.height for p in planes]), np.array([p.slopes for p in planes])
     scale = max(float(np.abs(heights).max()), 1e-300)
     widest = np.maximum(np.abs(slopes).max(axis=0), 1e-300)
-    unit = np.where(paid, 1.0, np.maximum(at, scale / widest))  # of each price
+    unit = np.where(paid, 1.0, np.maximum(at, scale / widest))  # the unit of each price
     rows = np.hstack([np.ones((len(planes), 1)), -slopes * unit / scale])
     box = [(None, None), *((0.0, 1.0 if one else 4.0) for one in paid)]
     objective = np.zeros(1 + paid.size)

@@ -1,4 +1,4 @@
-"""Compiled kernel: which labels no other label of their state dominates in several sums."""
+"""Compiled kernel that finds the labels that no other label of their state dominates in several sums."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["undominated"]
 def undominated(begins, cost, used, paid, most, keep):
     """Mark the labels that no cheaper label of their state dominates.
 
-    begins: bool [labels], where another state begins; the labels of a state are in order of cost. cost: float64
-    [labels]. used: float64 [labels, sums]; a sum may be larger by what the cost is smaller if it is paid, bool [sums].
-    most: a label is compared with at most so many of those kept, last those that dominated others least recently.
-    keep: bool [labels], the result.
+    begins: bool [labels], True where a new state begins; the labels of a state are sorted by cost. cost: float64
+    [labels]. used: float64 [labels, sums]. paid: bool [sums]; a dominating label may have a larger sum if the sum is
+    paid and its cost is smaller by at least the difference. most: a label is compared with at most this many kept
+    labels, those that dominated others most recently first. keep: bool [labels], receives the result.
     """
     labels, sums = used.shape
     front = np.empty(most, np.int64)
@@ -38,7 +38,7 @@ def undominated(begins, cost, used, paid, most, keep):
                         break
             if below:
                 dominated = True
-                while j > 0:  # what dominates one label often dominates the next
+                while j > 0:  # a label that dominates one label often dominates the next
                     front[j] = front[j - 1]
                     j -= 1
                 front[0] = other

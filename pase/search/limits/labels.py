@@ -1,17 +1,18 @@
-"""The exact cheapest choice under limits on a few sums of bytes: labels that go back through an elimination.
+"""The exact cheapest choice under limits on a few sums of bytes, by labels that go back through an elimination.
 
-An elimination at some price per byte gives each node's best config for its neighbours' configs. It also gives the
-*slack* of every other config: how much more it costs in the end. The priced cost of a choice is the minimum plus its
-slacks. Nodes are chosen in reverse: the result of each elimination comes before the nodes that went into it. A label is
-a partial choice. It is kept while its slack is below a cap and its bytes, plus the minimum of what follows, fit. If two
-labels agree in everything that later nodes see, and one neither costs nor holds more than the other, it dominates and
-the other is dropped. At the end all choices within the cap remain, except dominated ones. This is a
-resource-constrained shortest path with perfect completion bounds (Handler & Zang, Networks 1980; Dumitrescu & Boland,
+An elimination at some price per byte gives the best config of each node for its neighbours' configs. It also gives the
+*slack* of every other config, which is how much more it costs in the end. The priced cost of a choice is the minimum
+plus its slacks. Nodes are chosen in reverse: the result of each elimination comes before the nodes that went into it. A
+label is a partial choice. It is kept while its slack is below a cap and its bytes, plus the minimum of what follows,
+fit. If two labels agree in everything that later nodes see, and one neither costs nor holds more than the other, then
+it dominates the other, which is dropped. At the end, all choices within the cap remain, except dominated ones. This is
+a resource-constrained shortest path with perfect completion bounds (Handler & Zang, Networks 1980; Dumitrescu & Boland,
 Networks 2003).
 
-A sum of unlimited room is an *excess* (``pase.search.limits.excess``): a choice pays max(sum, 0) for it. So a label
-with a larger sum still dominates if it costs as much less. And whatever follows, a sum ends between its least and its
-most: what a choice pays for it, or for room that it leaves unused, above what the prices charge, is slack too.
+A sum with unlimited room is an *excess* (``pase.search.limits.excess``): a choice pays max(sum, 0) for it. So a label
+with a larger sum still dominates if its cost is lower by at least the difference. The final value of each sum lies
+between known bounds. What a choice must pay for its excess, or for room that it leaves unused, beyond what the prices
+charge, counts as slack as well.
 """
 
 from __future__ import annotations
@@ -28,21 +29,22 @@ from pase.search.elimination.priced import HeldAlong, PricedTables
 __all__ = ["Labels", "label_choices"]
 
 _CHUNK = 1 << 22
-_COMPARED = 256  # labels of the same state that a label is compared with, if there are several sums
-_WIDEST = 200_000  # labels at a time
-_BEAM, _BEAM_LABELS = 1000, 200_000  # labels at a time once there were too many; for all nodes together
-_NARROWEST = 100  # labels at a time at least, for any number of nodes
+_COMPARED = 256  # the most labels of the same state with which a label is compared, if there are several sums
+_WIDEST = 200_000  # the most labels at a time
+# Once there were too many labels: the most at a time, and the most for all nodes together.
+_BEAM, _BEAM_LABELS = 1000, 200_000
+_NARROWEST = 100  # the least limit on labels at a time, for any number of nodes
 _PRECISION = 1e-13
-"""Of the cost and of each sum: differences below it, a node, count as none, so that additions in another order are one
-label."""
+"""Relative to the cost and to each sum: smaller differences, per node, are ignored, so that sums that were added in
+different orders give one label."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Labels:
-    """Choices within the cap, cheapest first.
+    """The choices within the cap, cheapest first.
 
-    cost: without what the sums are charged, float64 [choices]. used: their sums, float64 [choices, sums]. whole:
-    whether they are complete, i.e. no choice within the cap is missing.
+    cost: without the prices of the sums, float64 [choices]. used: their sums, float64 [choices, sums]. whole:
+    whether they are complete, so that no choice within the cap is missing.
     """
 
     cost: np.ndarray
@@ -53,11 +55,11 @@ class Labels:
 
     @property
     def made(self) -> int:
-        """Labels that were kept, of all nodes."""
+        """The number of labels that were kept, over all nodes."""
         return sum(config.size for _, _, config in self._trail)
 
     def choice(self, i: int) -> np.ndarray:
-        """The ith choice, int64 [nodes]."""
+        """The i-th choice, int64 [nodes]."""
         out = np.zeros(len(self._trail), np.int64)
         at = int(self._last[i])
         for v, parent, config in reversed(self._trail):
@@ -76,11 +78,12 @@ def label_choices(
     work: int,
     along: Sequence[HeldAlong] = (),
 ) -> Labels:
-    """All choices that cost at most ``cap`` above the bound of the prices: the least, less the price of the room.
+    """All choices that cost at most ``cap`` above the bound at the prices, which is the least minus the price of the
+    room.
 
-    pool, least: from ``priced.at(prices)``. room: float64 [sums]. work: the most labels to make; beyond that, only a
-    few with the least slack are continued. along: what pairs of nodes hold in addition, in sums of unlimited room. Sums
-    of unlimited room are an excess, at prices in [0, 1].
+    pool, least: from ``priced.at(prices)``. room: float64 [sums]; inf for an excess, whose price must be in [0, 1].
+    work: the most labels to make; after that, only a few with the least slack are continued. along: what pairs of nodes
+    add to the excess sums.
     """
     order = _depth_first(priced.plan.steps)
     seen = _seen_later(order, pool, along)
@@ -106,7 +109,7 @@ def label_choices(
         base, matters = _compared(slack - used @ prices, used, rest, i + 1, room, paid)
         cost = np.rint(base[fits] / grain)
         coarse = _PRECISION * np.maximum(np.abs(matters).max(axis=0, initial=0.0), 1e-200)
-        coarse = np.where(paid, grain, coarse)  # an excess is compared with the cost
+        coarse = np.where(paid, grain, coarse)  # an excess is compared on the scale of the cost
         sums = np.rint(matters[fits] / coarse)
         keep = fits[_undominated(_state(now, seen[i], fits.size), cost, sums, paid)]
         work -= slack.size
@@ -125,7 +128,7 @@ def label_choices(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Rest:
-    """The least and the most that what follows each step adds to the sums, float64 [steps + 1, sums]."""
+    """Bounds on what the steps after each step add to the sums, float64 [steps + 1, sums]."""
 
     least: np.ndarray
     most: np.ndarray
@@ -149,8 +152,11 @@ class _Rest:
 def _compared(
     cost: np.ndarray, used: np.ndarray, rest: _Rest, step: int, room: np.ndarray, paid: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Costs and sums of labels with the same future as these, as far as sums still matter: not where there is room for
-    all that follows, nor where an excess surely stays below zero; one that surely stays above it is a cost."""
+    """Costs and sums of labels for comparison: labels that are equal here have the same future.
+
+    A sum no longer matters if there is room for all that follows, or if an excess will certainly stay below zero. An
+    excess that will certainly stay above zero is moved to the cost.
+    """
     least, most = rest.least[step], rest.most[step]
     with np.errstate(invalid="ignore"):
         limited = np.maximum(used, room - most)
@@ -161,8 +167,10 @@ def _compared(
 def _unseen(
     low: np.ndarray, high: np.ndarray, prices: np.ndarray, room: np.ndarray, paid: np.ndarray
 ) -> np.ndarray:
-    """What a choice costs at least above its slack, float64 [labels], if its sums end between low and high: the price
-    of the room that it leaves unused, and what an excess costs above its price."""
+    """A lower bound on the cost of a choice above its slack, float64 [labels], if its sums end between low and high.
+
+    It is the price of the room that the choice leaves unused, plus what an excess costs above its price.
+    """
     with np.errstate(invalid="ignore"):
         unused = np.where(paid, 0.0, prices * np.maximum(room - high, 0.0))
     excess = np.maximum((1 - prices) * low, 0.0) + np.maximum(-prices * high, 0.0)
@@ -171,7 +179,8 @@ def _unseen(
 
 
 def _depth_first(steps: list[Elimination]) -> list[Elimination]:
-    """Order the steps: each after the one that uses its result, small branches first, so that few nodes are open."""
+    """Order the steps so that each follows the one that uses its result, small branches first, to keep few nodes
+    open."""
     when = {s.v: i for i, s in enumerate(steps)}
     children: list[list[int]] = [[] for _ in steps]
     size = [1] * len(steps)
@@ -193,7 +202,7 @@ def _depth_first(steps: list[Elimination]) -> list[Elimination]:
 
 
 def _closed_at(order: list[Elimination], along: Sequence[HeldAlong]) -> list[list[tuple[int, HeldAlong]]]:
-    """For each step, (the other node, pair) of the pairs whose second node the step chooses."""
+    """For each step, (other node, pair) for the pairs whose second node the step chooses."""
     when = {s.v: i for i, s in enumerate(order)}
     out: list[list[tuple[int, HeldAlong]]] = [[] for _ in order]
     for e in along:
@@ -205,7 +214,7 @@ def _closed_at(order: list[Elimination], along: Sequence[HeldAlong]) -> list[lis
 def _seen_later(
     order: list[Elimination], pool: Pool, along: Sequence[HeldAlong] = ()
 ) -> list[dict[int, ConfigPartition]]:
-    """For each step, the nodes chosen so far that later steps still look at, and at which resolution."""
+    """For each step, the nodes chosen so far that later steps still read, and the view in which they read them."""
     views = {id(c): pool.view(c) for e in along for c in (e.src_class, e.dst_class)}
     closing = _closed_at(order, along)
     out: list[dict[int, ConfigPartition]] = [{}] * len(order)
@@ -222,8 +231,8 @@ def _seen_later(
 
 
 def _state(now: dict[int, np.ndarray], views: dict[int, ConfigPartition], size: int) -> np.ndarray:
-    """A number per label, int64 [size]: equal for labels that these views of the open nodes' configs cannot tell
-    apart."""
+    """A number per label, int64 [size]. It is equal for labels that these views of the open nodes' configs cannot
+    distinguish."""
     out = np.zeros(size, np.int64)
     many = 1
     for u, ks in now.items():
@@ -237,7 +246,7 @@ def _state(now: dict[int, np.ndarray], views: dict[int, ConfigPartition], size: 
 def _extended(
     step: Elimination, pool: Pool, open_: dict[int, np.ndarray], slack: np.ndarray, cap: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(label, config of the step's node, slack) of every pair within the cap."""
+    """(label, config of the step's node, slack) for every pair within the cap."""
     views = dict(zip(step.out.scope, step.out.views, strict=True))
     states = _state({u: open_[u] for u in views}, views, slack.size)
     _, first, which = np.unique(states, return_index=True, return_inverse=True)
@@ -264,14 +273,15 @@ def _extended(
 
 
 def _chunks(order: np.ndarray, configs: int) -> Iterator[np.ndarray]:
-    """The labels in pieces whose sums with all configs stay small."""
+    """The labels in chunks whose sums with all configs stay small."""
     rows = max(1, _CHUNK // max(configs, 1))
     for i in range(0, order.size, rows):
         yield order[i : i + rows]
 
 
 def _undominated(state: np.ndarray, cost: np.ndarray, used: np.ndarray, paid: np.ndarray) -> np.ndarray:
-    """Labels that no other label of the same state dominates in cost and sums; one of equal labels. int64 indices."""
+    """int64 indices of the labels that no other label of their state dominates in cost and sums; one of equal
+    labels."""
     order = np.lexsort((*used.T[::-1], cost, state))
     if not order.size:
         return order

@@ -1,9 +1,10 @@
-"""Sums of bytes and their limits: the best price per byte, by elimination.
+"""Finds the best price per byte for limits on sums of bytes, by elimination.
 
-The Lagrangian dual of one limit is a line search: each price's cheapest choice is a point (bytes, cost), and the lower
-hull of all points is walked from a choice that does not fit and one that does to the edge between them that crosses the
-limit. Its height there bounds every choice that fits from below; its lower end fits. Elimination makes each step exact.
-Of several limits, the walk goes along one ray of prices first; cutting planes then move each price by itself.
+The Lagrangian dual of a single limit is a line search. The cheapest choice at each price is a point (bytes, cost). The
+search starts from one choice that does not fit and one that fits, and follows the lower envelope of all points to the
+edge that crosses the limit. The edge's height at the limit is a lower bound on every choice that fits, and its lower
+end fits. Elimination makes each step exact. With several limits, the search first follows one ray of prices. Cutting
+planes then change each price separately.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ LagrangianPoint = tuple[np.ndarray, float]
 
 @dataclass(eq=False)
 class Dual:
-    """The best prices met, and what they prove.
+    """The best prices found, and what they prove.
 
-    bound: no choice within the room costs less. choices: (choice int64 [nodes], cost) of every step, those that fit
-    among them.
+    bound: no choice within the room costs less. choices: (choice int64 [nodes], cost) of every step, including those
+    that fit.
     """
 
     prices: np.ndarray
@@ -47,12 +48,12 @@ def best_prices(
     ceiling: float = np.inf,
     stop: Callable[[], bool] = lambda: False,
 ) -> Dual:
-    """The best prices of the sums, and every choice that was met on the way.
+    """The best prices of the sums, and every choice found on the way.
 
-    at: prices float64 [sums] -> (cheapest choice, its cost without prices, lower bound on its cost with them).
-    used: choice -> bytes in each sum, float64 [sums]. over: the cheapest choice of all, and its cost. below: ends once
-    no cheaper choice can be within the room; ceiling: the same, for what no choice can cost. start: prices to begin
-    with. stop: asked before each step but the first.
+    at: prices float64 [sums] -> (cheapest choice, its cost without prices, lower bound on its cost with prices).
+    used: choice -> bytes in each sum, float64 [sums]. over: the cheapest choice of all, and its cost. below: the search
+    ends once no cheaper choice can be within the room. ceiling: the same, for a cost that no choice can exceed. start:
+    the initial prices. stop: called before each step except the first.
     """
     out = Dual(prices=np.zeros(room.size), bound=over[1] - 1e-12 * abs(over[1]))
     bundle = Bundle()
@@ -63,7 +64,7 @@ def best_prices(
         bundle.add(cost, bytes_ - room)
         out.choices.append((choice, cost))
         bound = least - float(prices @ room)
-        bound -= 1e-12 * abs(bound)  # sums of costs times prices are rounded
+        bound -= 1e-12 * abs(bound)  # products of costs and prices are rounded
         if bound > out.bound:
             out.bound, out.prices = bound, prices
         return bytes_, cost

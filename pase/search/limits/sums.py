@@ -1,8 +1,8 @@
-"""The memory limit as a few sums over nodes: points of the profile, or averages of points that are alike.
+"""The memory limit as a few sums over nodes: points of the profile, or averages of similar points.
 
-At every point of a ``MemoryProfile`` the live bytes have a limit, so their average over a group of points has one too.
-Points at which equal parts of the model live (each layer's rematerialised region) are one group: equal layers then stay
-equal under a price per byte, and fold.
+The live bytes are limited at every point of a ``MemoryProfile``, so their average over a group of points is limited as
+well. Points at which equal parts of the model are live (for example, each layer's rematerialised region) form one
+group. Equal layers then remain equal under a price per byte, and can be folded.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ __all__ = ["Sums", "alike", "sums_of"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sums:
-    """held: per node float64 [K, sums], bytes above the node's least; room: float64 [sums], bytes left for them."""
+    """Limited sums.
+
+    held: per node, float64 [K, sums], bytes above the node's minimum. room: float64 [sums], the bytes left for them.
+    """
 
     held: tuple[np.ndarray, ...]
     room: np.ndarray
 
     def used(self, choice: np.ndarray) -> np.ndarray:
-        """Bytes above the least in each sum; float64 [sums]."""
+        """Bytes above the minimum in each sum; float64 [sums]."""
         taken = [h[k] for h, k in zip(self.held, choice, strict=True)]
         return np.sum(taken, axis=0) if taken else np.zeros(self.room.size)
 
 
 def alike(memory: MemoryProfile) -> np.ndarray:
-    """int64 [points]: points with one number have equal live bytes, under equal choices of equal nodes."""
+    """int64 [points]: points with the same number have equal live bytes if equal nodes choose alike."""
     points = int(memory.stop.max(initial=0))
     number: dict[bytes, int] = {}
     of = {id(b): number.setdefault(b.tobytes(), len(number)) for b in memory.bytes}
@@ -46,14 +49,13 @@ def alike(memory: MemoryProfile) -> np.ndarray:
 
 
 def sums_of(memory: MemoryProfile, groups: Sequence[np.ndarray]) -> Sums:
-    """The average over each group of points; groups: per sum bool [points], each with at least one."""
+    """The average over each group of points. groups: per sum, bool [points], each with at least one point."""
     room = np.full(len(groups), memory.limit_bytes)
-    # Counted before it is divided, so that equal layers have equal shares to the last bit.
+    # Count before dividing, so that equal layers have bitwise equal fractions.
     before = np.stack([np.concatenate([[0], np.cumsum(g)]) for g in groups], axis=1)
     start, stop = memory.start, np.maximum(memory.start, memory.stop)
-    share = (before[stop] - before[start]) / before[
-        -1
-    ]  # [intervals, sums]: of the points, those that an interval covers
+    # [intervals, sums]: the fraction of a group's points that an interval covers.
+    share = (before[stop] - before[start]) / before[-1]
     mine: list[list[int]] = [[] for _ in range(memory.nodes)]
     for i, v in enumerate(memory.owners):
         mine[v].append(i)

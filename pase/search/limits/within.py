@@ -1,9 +1,9 @@
-"""The cheapest choice within a memory limit, where an elimination order fits.
+"""The cheapest choice within a memory limit, if an elimination order fits.
 
-The limit is a few sums (``sums``); the best price per byte of each gives a bound and choices that fit (``lagrangian``);
-labels close the gap between the two (``labels``). If an excess of sums costs as much (``excess``), the labels see these
-sums too. What is asked of it is counted in work, so that the answer is the
-same on every machine.
+The limit becomes a few sums (``sums``). The best price per byte of each sum gives a bound and choices that fit
+(``lagrangian``). Labels close the gap between the two (``labels``). If sums have an excess that is charged
+(``excess``), the labels include these sums. Budgets are counted in work, so that the result is the same on every
+machine.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ from pase.tables.types import CostTables
 __all__ = ["Eliminate", "Within", "fits"]
 
 Eliminate = Callable[[CostTables], tuple[np.ndarray, float, int]]
-"""Tables -> (cheapest choice int64 [nodes], lower bound on its cost, what it took)."""
+"""Tables -> (cheapest choice int64 [nodes], lower bound on its cost, effort)."""
 
 _MOST_SUMS = 6
-_LABELS = 1_000_000  # to make at most in each look for choices
-_LABEL_WORK = 100  # of a label, where ``PricedTables.effort`` is that of an elimination
-_MOST_BRANCHED = 150  # nodes; of more, or where most are equal, layers would be parted one by one
-_MOST_PARTS = 400  # that are divided in one search
-_MOST_TESTED = 256  # choices within the sums, of one set of labels, that are tested at every point
-_EXACT = 1e-9  # relative: an answer this close to its bound is the best
-_MOST_PLANNED = (
-    20_000  # nodes; of more, planning one order takes longer than folding their blocks at each price
-)
-_FIRST_CAP, _WIDER = 1 / 16, 4.0  # of the gap; each set of labels is looked for in a wider part of it
+_LABELS = 1_000_000  # the most labels made in each search for choices
+_LABEL_WORK = 100  # the work per label, in the unit of ``PricedTables.effort``
+_MOST_BRANCHED = 150  # nodes; with more, or if most are equal, layers would be split one by one
+_MOST_PARTS = 400  # the most parts that are split in one search
+_MOST_TESTED = 256  # choices within the sums, per set of labels, that are tested at every point
+_EXACT = 1e-9  # relative gap at which a choice counts as optimal
+_MOST_PLANNED = 20_000
+"""Nodes. With more, planning one order takes longer than folding their blocks at each price."""
+_FIRST_CAP, _WIDER = 1 / 16, 4.0  # fractions of the gap: the first cap, and how much wider each next one is
 
 
 def fits(memory: MemoryProfile, choice: np.ndarray) -> bool:
@@ -51,14 +50,15 @@ def fits(memory: MemoryProfile, choice: np.ndarray) -> bool:
 
 @dataclass(kw_only=True, eq=False)
 class Within:
-    """A search for the cheapest choice that fits, and what it has found.
+    """A search for the cheapest choice that fits, and its result so far.
 
-    eliminate: serves where no single order fits for all prices, or would take long to plan; None: nothing else does.
-    excess: sums whose excess is paid; the tables are a mean that bounds the cost. None: the tables are the cost.
-    below: what costs that much need not be found. price: of a byte, in all sums together; to begin with, and in the end
-    where the bound is best. stop: asked between steps.
-    choice, int64 [nodes], costs ``cost``; None: none was found. No choice that fits costs less than ``bound``.
-    work: so far, of eliminations (``PricedTables.effort``) and labels.
+    eliminate: used if no single order fits for all prices, or if planning one would take long; None if there is none.
+    excess: sums whose excess is charged; the tables are then a mean that bounds the cost. None: the tables are the
+    cost.
+    below: choices of this cost or more are not needed. price: per byte, in all sums together; the initial one, and at
+    the end the one with the best bound. stop: called between steps.
+    choice: int64 [nodes], with cost ``cost``; None if none was found. bound: no choice that fits costs less.
+    work: the work so far, of eliminations (``PricedTables.effort``) and labels.
     """
 
     tables: CostTables
@@ -82,16 +82,16 @@ class Within:
 
     @property
     def decided(self) -> bool:
-        """No cheaper choice can exist, or none below what was asked for."""
+        """Whether no cheaper choice can exist, or none below ``below``."""
         return self.optimal or self.bound >= self.below * (1 - _EXACT if self.below > 0 else 1 + _EXACT)
 
     def run(self, free: np.ndarray, most_sums: int = _MOST_SUMS, close: bool = True) -> bool:
-        """Search; free: the cheapest choice in the tables without the limit, which does not fit or has an excess.
-        close: the gap that prices leave.
+        """Search. Returns False if no order fits, or if nothing is limited.
 
-        False where no order fits, or nothing is limited.
+        free: the cheapest choice in the tables without the limit; it does not fit, or has an excess. close: whether to
+        close the gap that prices leave.
 
-        Raises Infeasible where it is proven that nothing fits.
+        Raises Infeasible if it is proven that nothing fits.
         """
         numbers = alike(self.memory)
         if not numbers.size:
@@ -104,8 +104,10 @@ class Within:
             sums = sums_of(self.memory, groups)
             if (sums.room < 0).any():
                 raise Infeasible(
-                    f"the memory limit of {self.memory.limit_bytes:,.0f} bytes cannot be met: what "
-                    f"must be held at least takes {-float(sums.room.min()):,.0f} bytes more"
+                    f"the limit of {self.memory.limit_bytes:,.0f} bytes is too low: the smallest possible usage "
+                    f"exceeds it by {-float(sums.room.min()):,.0f} bytes",
+                    where="memory limit",
+                    fix="raise the limit",
                 )
             oracle = _Oracle(search=self, sums=sums)
             if not oracle.possible:
@@ -128,7 +130,7 @@ class Within:
         return True
 
     def _dual(self, oracle: _Oracle, free: np.ndarray, prices: np.ndarray) -> Dual:
-        """The best prices of the oracle's sums, beginning with those of the sums before the last one."""
+        """The best prices of the oracle's sums, starting from the prices of the sums before the last one."""
         room, least = oracle.sums.room, (free, cost_of(self.tables, free))
         if fits(self.memory, free):
             return Dual(prices=np.zeros(room.size), bound=least[1] - 1e-12 * abs(least[1]), choices=[least])
@@ -144,7 +146,7 @@ class Within:
         )
 
     def offer(self, choice: np.ndarray) -> bool:
-        """Take a choice if it is cheaper and fits; whether it fits."""
+        """Take a choice if it fits and is cheaper. Returns whether it fits."""
         if not fits(self.memory, choice):
             return False
         cost = cost_of(self.tables, choice)
@@ -161,12 +163,14 @@ class Within:
     def _prove(self, bound: float) -> None:
         if bound > self._ceiling:
             raise Infeasible(
-                "no choice of configs fits the memory limit: elimination at a price per byte proves it"
+                "no choice of configs fits, as elimination at a price per byte proves",
+                where="memory limit",
+                fix="raise the limit",
             )
         self.bound = max(self.bound, bound)
 
     def _group(self, choice: np.ndarray, numbers: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:
-        """The points like the one at which the choice holds most; that one alone where they are a group already."""
+        """The points similar to the one at which the choice holds most; only that one if they are already a group."""
         worst = int(self.memory.usage(choice).argmax())
         group = numbers == numbers[worst]
         if any((group == g).all() for g in groups):
@@ -174,11 +178,11 @@ class Within:
         return np.asarray(group)
 
     def _broken(self, choices: Iterable[np.ndarray]) -> np.ndarray | None:
-        """The first of the choices that breaks the limit at some point."""
+        """The first of the choices that exceeds the limit at some point."""
         return next((c for c in choices if not fits(self.memory, c)), None)
 
     def _branch(self, sums: Sums, prices: np.ndarray) -> None:
-        """Part configs until what is left of the gap is no more than is asked for, or the budget is spent."""
+        """Branch and bound until the gap is as small as requested or the budget is spent."""
         x, room = self.excess, sums.room
         held, along, weights = sums.held, tuple[HeldAlong, ...](), np.zeros(room.size)
         if x is not None:
@@ -200,8 +204,8 @@ class Within:
             self._prove(bound - 1e-12 * abs(bound))
 
     def _close(self, oracle: _Oracle, prices: np.ndarray) -> np.ndarray | None:
-        """Look for choices in ever wider parts of the gap. A choice within the sums that breaks the limit, cheaper than
-        any that was found to fit, where there is one."""
+        """Search for choices in ever wider parts of the gap. Returns a choice within the sums that exceeds the limit
+        and is cheaper than any that was found to fit, if there is one."""
         kinds = {*zip(map(id, self.tables.node_costs), map(id, oracle.sums.held), strict=True)}
         if len(self.tables.node_costs) <= min(_MOST_BRANCHED, 2 * len(kinds)):
             self._branch(oracle.sums, prices)
@@ -227,7 +231,7 @@ class Within:
                 return broken
             proven = min(base + cap, float(costs.min(initial=np.inf)))
             self._prove(proven - 1e-12 * abs(proven))
-            # With nothing to stay below, only a choice ends it, or that there is none up to the dearest (``_prove``).
+            # Without a known cost, the search ends only with a choice, or once ``_prove`` has shown that there is none.
             if self.decided or (known and share >= 1.0) or broken is not None or self.stop():
                 return broken
             share *= _WIDER
@@ -235,8 +239,10 @@ class Within:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Look:
-    """What labels start from: the tables eliminated at prices of the limited sums. room: float64 [sums], those of an
-    excess after the limited ones."""
+    """The start of a label search: the tables, eliminated at prices of the limited sums.
+
+    room: float64 [sums], the limited sums followed by the excess sums.
+    """
 
     priced: PricedTables
     pool: Pool
@@ -255,14 +261,14 @@ class _Look:
         if priced is None:
             return None
         at = prices
-        if x is not None:  # the tables hold its sums at its weights already
+        if x is not None:  # the tables already include the excess sums at their weights
             at, prices = np.append(prices, np.zeros(x.weights.size)), np.append(prices, x.weights)
             room = np.append(room, np.full(x.weights.size, np.inf))
         _, least, pool = priced.at(at)
         return cls(priced=priced, pool=pool, least=least, prices=prices, room=room, excess=x)
 
     def within(self, cap: float) -> tuple[Labels, np.ndarray]:
-        """The choices up to ``cap`` above the least, and their costs, float64 [choices]."""
+        """The choices up to ``cap`` above the least cost, and their costs, float64 [choices]."""
         x = self.excess
         along = () if x is None else x.along_joined(self.room.size - x.weights.size)
         labels = label_choices(
@@ -273,7 +279,7 @@ class _Look:
 
 @dataclass(kw_only=True, eq=False)
 class _Oracle:
-    """Cheapest choices at prices."""
+    """Finds the cheapest choice at given prices."""
 
     search: Within
     sums: Sums
@@ -301,7 +307,7 @@ class _Oracle:
         return choice, cost_of(s.tables, choice), least
 
     def tables_at(self, prices: np.ndarray) -> CostTables:
-        """Tables with the price of bytes in the nodes' costs; what is equal stays one array."""
+        """The tables with the price of bytes added to node costs. Equal arrays stay one array."""
         made: dict[tuple[int, bytes], np.ndarray] = {}
         costs = []
         for c, held in zip(self.search.tables.node_costs, self.sums.held, strict=True):
@@ -313,7 +319,7 @@ class _Oracle:
 
 
 def _most(tables: CostTables) -> float:
-    """No choice without a forbidden config or pair costs more."""
+    """An upper bound on the cost of any choice without a forbidden config or pair."""
     arrays = [*tables.node_costs, *(e.cost for e in tables.edges)]
     distinct = {id(a): a for a in arrays}
     most = {i: max(float(np.max(a, where=np.isfinite(a), initial=0.0)), 0.0) for i, a in distinct.items()}

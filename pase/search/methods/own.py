@@ -1,4 +1,4 @@
-"""What `pase.search` itself offers."""
+"""The searches that `pase.search` provides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pase.tables.types import CostTables
 __all__: list[str] = []
 
 
-@register("auto", "elimination where an order fits, else bounds and neighbourhoods", rank=0)
+@register("auto", "elimination if an order fits, otherwise bounds and neighbourhood search", rank=0)
 def _auto(tables: CostTables, memory: MemoryProfile | None, options: SearchOptions) -> Solution:
     return solve(
         tables,
@@ -26,12 +26,12 @@ def _auto(tables: CostTables, memory: MemoryProfile | None, options: SearchOptio
     )
 
 
-@register("paper", "PaSE's GenerateSeq and FindBestStrategy, whatever they take", takes_limit=False)
+@register("paper", "PaSE's GenerateSeq and FindBestStrategy, without a budget", takes_limit=False)
 def _paper(tables: CostTables, memory: MemoryProfile | None, options: SearchOptions) -> Solution:
     return find_best_strategy(tables, kernel=options.kernel)
 
 
-@register("bounded", "bounds and neighbourhoods alone")
+@register("bounded", "bounds and neighbourhood search only")
 def _bounded(tables: CostTables, memory: MemoryProfile | None, options: SearchOptions) -> Solution:
     from pase.search.bounded.search import bounded_search
 
@@ -41,6 +41,6 @@ def _bounded(tables: CostTables, memory: MemoryProfile | None, options: SearchOp
     )
 
 
-@register("brute_force", "every choice, at most 4 million")
+@register("brute_force", "enumerates every choice, at most 4 million")
 def _brute_force(tables: CostTables, memory: MemoryProfile | None, options: SearchOptions) -> Solution:
     return brute_force(tables, memory)

@@ -1,4 +1,4 @@
-"""The depth-first search against brute force, however often it is stopped."""
+"""The depth-first search agrees with brute force, however often it is stopped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def scaled(tables: CostTables, by: float) -> CostTables:
 
 
 def unreduced(tables: CostTables) -> Residual | None:
-    """All but what is forbidden; None if that is all."""
+    """The residual with only forbidden configs removed; None if that removes everything."""
     try:
         return Residual(contract(tables, until=0.0), None)
     except Infeasible:
@@ -39,7 +39,7 @@ def unreduced(tables: CostTables) -> Residual | None:
 @settings(max_examples=1000, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 1 / 7]), st.sampled_from([1.0, 1e9]))
 def test_it_is_brute_force(seed: int, unit: float, work: float) -> None:
-    """With nothing known, with the optimum known, and with a choice known that costs a unit more."""
+    """The search starts without a known choice, with the optimum, or with a choice that costs one unit more."""
     tables = scaled(random_tables(np.random.default_rng(seed)), unit)
     try:
         want = brute_force(tables).cost

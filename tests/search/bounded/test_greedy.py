@@ -1,4 +1,4 @@
-"""The first choice of problems with forbidden pairs, and a limit that does not wait for a compiler."""
+"""The first choice of problems with forbidden pairs, and a time limit that includes compilation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pase.tables.types import CostTables, EdgeTable
 
 
 def coloured(nodes: int, degree: int, colours: int, seed: int) -> CostTables:
-    """A random graph whose neighbours must differ, planted so that a choice exists; cheap colours are the same."""
+    """A random graph whose neighbours must differ. A planted choice exists; all nodes prefer the same colours."""
     rng = np.random.default_rng(seed)
     plant = rng.integers(0, colours, nodes)
     pairs = {tuple(sorted(map(int, rng.choice(nodes, 2, replace=False)))) for _ in range(nodes * degree // 2)}
@@ -38,18 +38,19 @@ def test_a_greedy_choice_has_no_forbidden_pair(seed: int) -> None:
 
 
 def test_no_choice_of_what_allows_none() -> None:
-    """Three nodes that must differ in two colours."""
+    """Three nodes that must all differ, with two colours."""
     differ = np.where(np.eye(2, dtype=bool), np.inf, 0.0)
     assert greedy_choice([np.zeros(2)] * 3, [(0, 1), (1, 2), (0, 2)], [differ] * 3) is None
 
 
 def test_a_limit_counts_kernels_that_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling takes longer than what is left: there is an answer anyway, and it says why it is no better."""
+    """If compiling would take longer than the remaining time, there is still a choice, and its method says why it is
+    not better."""
     t = coloured(200, 40, 16, 0)
     monkeypatch.setattr("pase.search.bounded.search.is_compiled", lambda kernel: False)
 
     def never(*_: object) -> float:
-        raise AssertionError("a kernel was called that would have been compiled first")
+        raise AssertionError("called a kernel that would have to be compiled first")
 
     monkeypatch.setattr(kernels, "dual_ascent", never)
     began = time.process_time()

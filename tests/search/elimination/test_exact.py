@@ -1,4 +1,4 @@
-"""Elimination against brute force; the numba kernels against their numpy twins."""
+"""Elimination against brute force, and the numba kernels against their numpy counterparts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_search_is_brute_force(name: str) -> None:
 
 @pytest.mark.parametrize("cells", [1, 5, 30])
 def test_tables_made_in_parts_are_brute_force(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small the parts of a table that are made at once."""
+    """The result does not depend on the size of the parts in which a table is computed."""
     monkeypatch.setattr(eliminate, "_SIDE", cells)
     monkeypatch.setattr(eliminate, "_PRODUCTS", cells)
     for seed in range(300):
@@ -79,7 +79,7 @@ def test_any_order_gives_the_same_cost(seed: int) -> None:
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=100, deadline=None)
 def test_theorem_2_dependent_sets(seed: int) -> None:
-    """Theorem 2: D(i) is what the component of v_i among the first i nodes touches among the later ones."""
+    """Theorem 2: D(i) is the set of later nodes adjacent to the component of v_i among the first i nodes."""
     tables = random_tables(np.random.default_rng(seed))
     order = generate_seq(tables)
     near: list[set[int]] = [set() for _ in tables.node_costs]
@@ -166,8 +166,9 @@ def test_repeated_blocks_are_eliminated_once(layers: int) -> None:
 
 def test_no_finite_config_names_the_node() -> None:
     tables = CostTables(node_costs=(np.zeros(2), np.full(3, np.inf)), edges=(), names=("a", "b"))
-    with pytest.raises(Infeasible, match="node b has no config of finite cost"):
+    with pytest.raises(Infeasible) as e:
         solve(tables)
+    assert e.value.where == "node b"
 
 
 def test_self_loop_is_refused() -> None:
@@ -183,14 +184,14 @@ def test_empty_graph_costs_nothing() -> None:
 
 def test_orders_and_kernels_of_other_names_are_refused() -> None:
     tables = CostTables(node_costs=(np.zeros(2),), edges=())
-    with pytest.raises(ValueError, match="each of the 1 nodes once"):
+    with pytest.raises(ValueError, match="order"):
         find_best_strategy(tables, (0, 0))
-    with pytest.raises(ValueError, match="choose 'numba' or 'numpy'"):
+    with pytest.raises(ValueError, match="'fortran'"):
         solve(tables, kernel="fortran")  # type: ignore[arg-type]
 
 
 def test_folded_runs_of_blocks_cost_what_unfolded_ones_do() -> None:
-    """Random blocks in a row, between random nodes before and after, with and without forbidden pairs."""
+    """Random blocks in a row between random nodes before and after, with and without forbidden pairs."""
     folds = 0
     for seed in range(200):
         rng = np.random.default_rng(seed)
@@ -211,7 +212,7 @@ def test_folded_runs_of_blocks_cost_what_unfolded_ones_do() -> None:
 
 
 def test_blocks_whose_parameters_stand_first_are_folded_too() -> None:
-    """As traced programs have them: all parameters, then the layers that read them."""
+    """Traced programs list all parameters first, followed by the layers that read them."""
     for seed in range(40):
         rng = np.random.default_rng(seed)
         layers, block = int(rng.integers(12, 17)), 4
@@ -246,7 +247,7 @@ def test_solve_folds_a_long_model() -> None:
 
 
 def blocks_in_a_row(rng: np.random.Generator, layers: int, forbid: float = 0.05) -> CostTables:
-    """A prefix, ``layers`` equal blocks that speak through one node each, a suffix."""
+    """A prefix, ``layers`` equal blocks that are connected through one node each, and a suffix."""
     block, sizes = int(rng.integers(1, 6)), rng.integers(1, 5, 8)
     speaker = int(rng.integers(block))
 
@@ -308,7 +309,7 @@ def test_the_documentation_runs() -> None:
 
 @pytest.mark.parametrize("spread", [1, 1000])
 def test_partitions_are_numbered_by_first_config(spread: int) -> None:
-    """Whatever the numbers of the classes, and whether they are sparse, equal partitions are one view."""
+    """Equal partitions are one view, whatever the numbers of their classes are, sparse or not."""
     rng, pool = np.random.default_rng(spread), Pool()
     cls = rng.integers(0, 9, 40).astype(np.int64)
     number = {c: i for i, c in enumerate(dict.fromkeys(cls.tolist()))}

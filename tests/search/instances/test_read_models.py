@@ -1,4 +1,4 @@
-"""Instances of other solvers: what a choice costs is what the file says, and the best one is brute force's."""
+"""Instances of other solvers: a choice costs what the file states, and the best choice is that of brute force."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def random_scopes(rng: np.random.Generator) -> tuple[list[int], list[tuple[int, 
 def cheapest(
     sizes: list[int], functions: list[tuple[tuple[int, ...], dict[tuple[int, ...], float]]]
 ) -> float:
-    """By hand: every assignment, every function looked up."""
+    """The least cost, by evaluating every function for every assignment."""
     return min(
         sum(cost[tuple(x[v] for v in scope)] for scope, cost in functions)
         for x in product(*(range(k) for k in sizes))
@@ -46,7 +46,7 @@ def compare(path: Path, want: float, exact: bool = True) -> None:
 
 
 def test_weighted_csps_are_brute_force(tmp_path: Path) -> None:
-    """Tuples and defaults, forbidden costs, functions of none to four variables, gzip'ed and not."""
+    """Tuples and defaults, forbidden costs, functions of zero to four variables, with and without gzip."""
     for seed in range(150):
         rng = np.random.default_rng(seed)
         sizes, scopes = random_scopes(rng)
@@ -89,7 +89,7 @@ def test_graphical_models_are_brute_force(tmp_path: Path) -> None:
 
 
 def random_program(rng: np.random.Generator) -> tuple[str, float]:
-    """A 0/1 program in MPS, and its optimum by brute force (inf: none)."""
+    """A 0/1 program in MPS format, and its optimum by brute force (inf if there is none)."""
     n = int(rng.integers(2, 10))
     names = [f"x{i}" for i in range(n)]
     objective = rng.integers(-9, 10, n).astype(float)
@@ -131,7 +131,7 @@ def random_program(rng: np.random.Generator) -> tuple[str, float]:
 
 
 def _meets(sense: str, value: float, side: int, width: int | None) -> bool:
-    """The MPS form's own table of ranges."""
+    """The table of ranges in the MPS format's definition."""
     if width is None:
         return {"L": value <= side, "G": value >= side, "E": value == side}[sense]
     if sense == "E":
@@ -141,7 +141,7 @@ def _meets(sense: str, value: float, side: int, width: int | None) -> bool:
 
 @pytest.mark.parametrize("block", range(2))
 def test_programs_are_brute_force(tmp_path: Path, block: int) -> None:
-    """Groups, pairs, limits of several rows, ranges, fixed variables, constants, both directions."""
+    """Groups, pairs, limits over several rows, ranges, fixed variables, constants, and both directions."""
     wide = 0
     for seed in range(100 * block, 100 * block + 100):
         text, want = random_program(np.random.default_rng(seed))
@@ -157,33 +157,33 @@ def test_programs_are_brute_force(tmp_path: Path, block: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "text", "place", "word"),
     [
-        ("a.wcsp", "x 1 2 1 9\n2\n1 0 0", "the file ends where the number of tuples of cost function 0"),
-        ("b.wcsp", "x 1 2 1 9\n2\n-1 0 0 0", "shared functions are not read"),
-        ("c.wcsp", "x 2 2 1 9\n2 2\n2 0 1 -1 salldiff", "global cost functions are not read"),
-        ("d.wcsp", "x 1 2 1 9\n2\n1 0 0 1\n2 5", "a tuple outside the domains"),
-        ("e.wcsp", "x 2 2 1 9\n2 2\n2 1 1 0 0", "names a variable twice"),
-        ("f.wcsp", "x 1 2 0 9\n2\n7", "more follows after the last function"),
-        ("g.wcsp", f"x 9 99 1 9\n{'99 ' * 9}\n9 {' '.join('012345678')} 0 0", "more than 200,000,000 costs"),
-        ("a.uai", "FOO 1", "MARKOV or BAYES"),
-        ("b.uai", "MARKOV 1 2 1 1 0 3 1 1 1", "should be the entries of function 0"),
-        ("c.uai", "MARKOV 1 2 1 1 0 2 1 -1", "negative or infinite"),
-        ("d.uai", "MARKOV 1 2 1 1 0 2 1 x", "no number"),
-        ("a.mps", "ROWS\n N c\nCOLUMNS\n x c 1\nENDATA", "'x' is not 0 or 1"),
-        ("b.mps", "ROWS\n N c\nCOLUMNS\n x d 1\nENDATA", "line 4: no row 'd'"),
-        ("c.mps", "ROWS\n N c\nSOS\n", "line 3: section 'SOS' is not read"),
-        ("d.mps", "ROWS\n L c\n", "no row is an objective"),
-        ("e.mps", "ROWS\n N c\nCOLUMNS\n x c 1\nBOUNDS\n UP B x 3\n", "'x' is not 0 or 1"),
-        ("f.mps", "ROWS\n N c\nCOLUMNS\n x c 1\nBOUNDS\n FR B x\n", "only 0/1 variables"),
+        ("a.wcsp", "x 1 2 1 9\n2\n1 0 0", "", "tuples of cost function 0"),
+        ("b.wcsp", "x 1 2 1 9\n2\n-1 0 0 0", "", "shared functions"),
+        ("c.wcsp", "x 2 2 1 9\n2 2\n2 0 1 -1 salldiff", "", "global cost functions"),
+        ("d.wcsp", "x 1 2 1 9\n2\n1 0 0 1\n2 5", "", "domains"),
+        ("e.wcsp", "x 2 2 1 9\n2 2\n2 1 1 0 0", "", "twice"),
+        ("f.wcsp", "x 1 2 0 9\n2\n7", "", "'7'"),
+        ("g.wcsp", f"x 9 99 1 9\n{'99 ' * 9}\n9 {' '.join('012345678')} 0 0", "", "200,000,000"),
+        ("a.uai", "FOO 1", "", "MARKOV or BAYES"),
+        ("b.uai", "MARKOV 1 2 1 1 0 3 1 1 1", "", "entries of function 0"),
+        ("c.uai", "MARKOV 1 2 1 1 0 2 1 -1", "", "negative"),
+        ("d.uai", "MARKOV 1 2 1 1 0 2 1 x", "", "not a number"),
+        ("a.mps", "ROWS\n N c\nCOLUMNS\n x c 1\nENDATA", "", "'x'"),
+        ("b.mps", "ROWS\n N c\nCOLUMNS\n x d 1\nENDATA", ": line 4", "'d'"),
+        ("c.mps", "ROWS\n N c\nSOS\n", ": line 3", "'SOS'"),
+        ("d.mps", "ROWS\n L c\n", "", "objective"),
+        ("e.mps", "ROWS\n N c\nCOLUMNS\n x c 1\nBOUNDS\n UP B x 3\n", "", "'x'"),
+        ("f.mps", "ROWS\n N c\nCOLUMNS\n x c 1\nBOUNDS\n FR B x\n", ": line 6", "'FR'"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_what_is_wrong_is_named(tmp_path: Path, name: str, text: str, place: str, word: str) -> None:
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(PaseError, match=message) as said:
+    with pytest.raises(PaseError) as e:
         read_instance(path)
-    assert str(path) in str(said.value)
+    assert e.value.where == f"{path}{place}" and word in e.value.what
 
 
 def test_a_row_that_cannot_be_met_is_proven(tmp_path: Path) -> None:
@@ -192,5 +192,6 @@ def test_a_row_that_cannot_be_met_is_proven(tmp_path: Path) -> None:
         "ROWS\n N c\n G r\nCOLUMNS\n x c 1 r 1\n y c 1 r 1\n z r 1\nRHS\n R r 4\n"
         "BOUNDS\n BV B x\n BV B y\n BV B z\nENDATA\n"
     )
-    with pytest.raises(Infeasible, match="row r cannot be met"):
+    with pytest.raises(Infeasible) as e:
         read_instance(path)
+    assert e.value.where == f"{path}: row r"

@@ -1,4 +1,4 @@
-"""Branch and bound over parts of the configs, and the min-marginals that shrink them, against brute force."""
+"""Branch and bound over parts of the configs, and the min-marginals that prune them, against brute force."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def test_min_marginals_are_the_cheapest_choice_with_each_config(seed: int, price
         for v, k in enumerate(every):
             want[v][k] = min(want[v][k], c)
     for got, exact in zip(min_marginals(ready.plan, pool), want, strict=True):
-        # Parts of the graph that are not connected with a node are left out of its own.
+        # Parts of the graph that are not connected with a node are not included in its min-marginals.
         assert np.allclose(got - got.min() + least, exact, rtol=1e-9, atol=1e-9)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(0.3, 1.2), st.sampled_from([0, 1, 400]))
 def test_branches_are_brute_force(seed: int, loose: float, most: int) -> None:
-    """Two sums that are paid and one that is limited. However early it ends, the bound holds."""
+    """Two excess sums and one limited sum. However early the search ends, the bound holds."""
     rng = np.random.default_rng(seed)
     tables = random_tables(rng)
     excess, mean = drawn(rng, tables)

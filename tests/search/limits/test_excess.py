@@ -1,4 +1,4 @@
-"""Sums whose excess is paid, beside a memory limit, against brute force."""
+"""Sums whose excess is charged, together with a memory limit, against brute force."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.search.random_instances import random_memory, random_tables
 
 
 def drawn(rng: np.random.Generator, tables: CostTables) -> tuple[Excess, CostTables]:
-    """(two sums of nodes and of some edges, the tables with these sums at their weights)."""
+    """(Two sums over nodes and some edges, the tables with these sums at their weights)."""
     weights = rng.choice([0.0, 1.0, rng.uniform()], 2)
     held = tuple(rng.normal(size=(c.size, 2)) for c in tables.node_costs)
     along, edges = [], []
@@ -44,7 +44,7 @@ def by_hand(tables: CostTables, excess: Excess, choice: np.ndarray) -> float:
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.booleans())
 def test_within_is_brute_force(seed: int, binds: bool) -> None:
-    """With a limit that binds and one that does not: in that case the excess alone makes a cheaper choice dearer."""
+    """With a limit that binds, and with one that does not; then only the excess makes a cheaper choice costlier."""
     rng = np.random.default_rng(seed)
     tables = random_tables(rng)
     memory = random_memory(rng, tables)

@@ -1,4 +1,4 @@
-"""The best price per byte: its bound is the highest of all prices', and every step is a choice with its true cost."""
+"""The best price per byte gives the highest bound of all prices, and every step is a choice with its true cost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_no_price_bounds_higher_and_no_bound_is_above_what_fits() -> None:
         assert got.bound <= want.cost + 1e-9 * max(1.0, abs(want.cost)), seed
         assert all(cost == cost_of(tables, c) for c, cost in got.choices), seed
         if not any((sums.used(c) <= sums.room).all() for c, _ in got.choices):
-            continue  # no price makes a choice that fits the cheapest
+            continue  # no price makes a choice that fits the cheapest choice
         met += 1
         for price in rng.uniform(0.0, 2.0, 5) * (1.0 + free.cost) / max(high, 1.0):
             other = at(np.array([price]))[2] - price * sums.room[0]

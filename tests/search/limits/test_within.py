@@ -1,4 +1,4 @@
-"""The cheapest choice within a memory limit, against brute force: sums, labels, and the search that joins them."""
+"""The cheapest choice within a memory limit, against brute force: sums, labels, and the search that combines them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def problem(seed: int) -> tuple[CostTables, MemoryProfile, np.ndarray, float | None] | None:
-    """(tables, limit, the cheapest choice, the least cost of one that fits) where the limit binds."""
+    """(Tables, limit, the cheapest choice, the least cost of a choice that fits); None if the limit does not bind."""
     rng = np.random.default_rng(seed)
     tables = random_tables(rng)
     memory = random_memory(rng, tables)
@@ -50,7 +50,7 @@ def within(tables: CostTables, memory: MemoryProfile, below: float = np.inf, pri
 
 @settings(max_examples=300, deadline=None)
 @given(seeds, st.sampled_from([0.0, 0.01, 1e3]))
-@example(36012, 0.0)  # nothing fits, which no price shows
+@example(36012, 0.0)  # nothing fits, which no price reveals
 def test_within_is_brute_force(seed: int, price: float) -> None:
     if (p := problem(seed)) is None:
         return
@@ -85,8 +85,8 @@ def test_what_is_known_ends_it_earlier_and_proves_no_less(seed: int, above: floa
 @settings(max_examples=200, deadline=None)
 @given(seeds, st.floats(0.0, 3.0), st.floats(0.0, 2.0))
 def test_labels_are_all_that_matters_below_the_cap(seed: int, price: float, part: float) -> None:
-    """The cheapest choice within the sums that costs no more than the cap above the bound at these prices is among
-    them, with its true cost."""
+    """The cheapest choice within the sums that costs at most the cap above the bound at these prices is among the
+    labels, with its true cost."""
     rng = np.random.default_rng(seed)
     tables = random_tables(rng, max_choices=500)
     memory = random_memory(rng, tables)
@@ -123,7 +123,7 @@ def test_labels_are_all_that_matters_below_the_cap(seed: int, price: float, part
 @settings(max_examples=200, deadline=None)
 @given(seeds, st.floats(0.01, 2.0))
 def test_labels_hold_the_cheapest_with_an_excess(seed: int, part: float) -> None:
-    """Under a limit, with sums whose excess is paid: what costs no more than the cap above the bound is among them."""
+    """Under a limit, with excess sums: the cheapest choice up to the cap above the bound is among the labels."""
     rng = np.random.default_rng(seed)
     tables = random_tables(rng, max_choices=500)
     try:
@@ -195,7 +195,7 @@ def test_a_sum_is_an_average_over_its_points_and_alike_points_hold_alike(seed: i
 
 
 def test_layers_of_a_chain_share_the_limit_exactly() -> None:
-    """16 equal layers, written out, some of which must change: as many as needed and no more, proven."""
+    """16 equal layers, some of which must change: exactly as many change as needed, which is proven."""
     rng = np.random.default_rng(3)
     tables = chain_of_blocks(rng, 16)
     held = [rng.integers(0, 50, 5).astype(float) for _ in range(4)]
@@ -218,7 +218,7 @@ def test_layers_of_a_chain_share_the_limit_exactly() -> None:
 
 
 def test_equal_regions_are_one_sum() -> None:
-    """What lives in one layer's region only binds in all of them alike; the layers fold all the same."""
+    """Bytes that are live only in one layer's region bind in all regions alike, and the layers still fold."""
     rng = np.random.default_rng(5)
     layers = 40
     tables = chain_of_blocks(rng, layers)
@@ -246,7 +246,7 @@ def test_two_points_that_bind_apart_are_two_sums() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_answer_depends_on_neither_threads_nor_clock(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine on which every look at the clock takes a minute, with more threads: the same to the last bit."""
+    """The result is bitwise the same with more threads and with a clock that advances a minute per call."""
     rng = np.random.default_rng(seed)
     tables = chain_of_blocks(rng, 12, configs=9)
     nbytes = tuple(rng.integers(0, 50, 9).astype(float) for _ in tables.node_costs)
