@@ -1,4 +1,4 @@
-"""What people do by hand, as strategies on the same graph and priced by the same tables."""
+"""Baselines: strategies that people use in practice, on the same graph and priced by the same tables."""
 
 from pase.baselines.fill_in import baselines, price
 from pase.baselines.flow import Roles, Weight, roles

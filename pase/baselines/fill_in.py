@@ -1,4 +1,4 @@
-"""From intents to strategies: the exact search over the configs that a method has."""
+"""Turns intents into strategies, by an exact search over the configs that a baseline allows."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def baselines(
     only: tuple[str, ...] = (),
     tables_of: TablesOf | None = None,
 ) -> list[Baseline | Skipped]:
-    """Every method's strategy for this graph, or the reason why it has none.
+    """Every baseline's strategy for this graph, or the reason why it has none.
 
-    model: prices what the methods leave open. only: names of methods, or of single strategies of theirs
-    (``megatron_8x4``); all when empty. tables_of: the tables of a mesh, where the caller has built them
+    model: prices what the baselines leave open. only: names of baselines, or of single variants
+    (``megatron_8x4``); empty for all. tables_of: returns the tables of a mesh, if the caller has built them
     already (only the sizes of the mesh's axes matter).
     """
     built: dict[tuple[int, ...], tuple[CostTables, Space]] = {}
@@ -65,7 +65,8 @@ def baselines(
                 best[found.name] = found
     if unknown := set(only) - offered:
         raise PaseError(
-            f"no baseline named {', '.join(sorted(unknown))}; known: {', '.join(sorted(offered))}"
+            f"there is no baseline named {', '.join(sorted(unknown))}",
+            fix=f"choose from {', '.join(sorted(offered))}",
         )
     return list(best.values())
 
@@ -81,7 +82,7 @@ def fill_in(intent: Intent, tables: CostTables, space: Space) -> Baseline | Skip
 
 
 def fill_in_alone(intent: Intent, graph: Graph, model: CostModel) -> Baseline | Skipped:
-    """``fill_in`` where nobody else asks for this mesh: only the configs that the intent allows are priced."""
+    """``fill_in`` for a mesh that is used only here: prices only the configs that the intent allows."""
     configs = config_space(graph, intent.mesh, model)
     keep = _allowed(intent, graph, configs)
     if isinstance(keep, Skipped):
@@ -91,23 +92,23 @@ def fill_in_alone(intent: Intent, graph: Graph, model: CostModel) -> Baseline | 
 
 
 def _allowed(intent: Intent, graph: Graph, configs: Sequence[np.ndarray]) -> list[np.ndarray] | Skipped:
-    """For each node the indices of the configs that the intent allows."""
+    """For each node, the indices of the configs that the intent allows; Skipped if a node has none."""
     keep: list[np.ndarray] = []
-    same: dict[tuple[int | str, int], np.ndarray] = {}  # equal configs are one array
+    same: dict[tuple[int | str, int], np.ndarray] = {}  # nodes with equal configs share one array
     for node, cfg in zip(graph.nodes, configs, strict=True):
         key = (intent.alike.get(node.name, node.name), id(cfg))
         if key not in same:
             same[key] = np.flatnonzero(intent.allow(node, cfg, intent.mesh))
         allowed = same[key]
         if not len(allowed):
-            reason = f"node '{node.name}' has no config on mesh {intent.mesh.sizes} that the method allows"
+            reason = f"node '{node.name}' has no config on mesh {intent.mesh.sizes} that the baseline allows"
             return Skipped(name=intent.name, reason=reason)
         keep.append(allowed)
     return keep
 
 
 def _taken(configs: Sequence[np.ndarray], keep: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The configs at these indices; equal ones of equal nodes are one array."""
+    """The configs at these indices. Equal selections of equal nodes are one array."""
     made: dict[tuple[int, bytes], np.ndarray] = {}
     return [made.setdefault((id(cfg), k.tobytes()), cfg[k]) for cfg, k in zip(configs, keep, strict=True)]
 
@@ -122,6 +123,6 @@ def _cheapest(intent: Intent, tables: CostTables, graph: Graph, configs: Sequenc
 
 
 def price(graph: Graph, baseline: Baseline, model: CostModel) -> float:
-    """What the baseline costs under a cost model: its configs' entries of the same tables."""
+    """The cost of the baseline under a cost model, from the same tables as the search's."""
     tables, space = build(graph, baseline.mesh, model)
     return cost_of(tables, space.index(baseline.strategy))

@@ -1,9 +1,9 @@
-"""The role of each dim for the usual parallelization methods, read off the graph: batch, model dim, heads, experts.
+"""Finds the role of each dim for the usual ways to parallelize: batch, model dim, heads, experts.
 
-Names are not used. The batch is the first dim of the inputs, if it holds more than one example. The model dim
-(residual stream) is the dim that most weights share; an encoder and a decoder, or two towers, have one each. A *column*
-weight maps the model dim to another dim, a *row* weight maps back to it. Tensor parallelism splits the dims between the
-two (heads, hidden units, vocabulary).
+The roles follow from the graph; names are not used. The batch is the first dim of the inputs, if it holds more than one
+example. The model dim (residual stream) is the dim that most weights share; an encoder and a decoder, or two towers,
+have one each. A *column* weight maps the model dim to another dim, and a *row* weight maps back to it. Tensor
+parallelism splits the dims between the two (heads, hidden units, vocabulary).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from pase.once import once
 __all__ = ["Roles", "Weight", "roles"]
 
 _SHARE = 2 / 3
-"""The model dims are in at least this part of the weights; else there are none."""
+"""At least this fraction of the weights must have a model dim; otherwise there is none."""
 _FEWEST = 3
-"""Two weights that share a dim are one layer after another, more are a stream that runs through layers."""
+"""Two weights that share a dim are just consecutive layers; three or more are a stream that runs through layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter as one product or look-up reads it. Its dims are given as classes, major to minor."""
+    """A parameter as one product or look-up reads it. Its dims are given as dim classes, major to minor."""
 
     parameter: str
     node: str
     op: Op
     shared: tuple[int, ...]
-    """In weight, activation and result: experts."""
+    """Dims of the weight, the activation and the result: experts."""
     contracted: tuple[int, ...]
     out: tuple[int, ...]
 
@@ -55,7 +55,7 @@ class Roles:
     experts: frozenset[int]
     sequence: frozenset[int]
     alike: Mapping[str, int]
-    """Node -> a number; nodes of one number are of one kind, with dims of the same sizes, kinds and roles."""
+    """Node -> a number. Nodes with the same number have the same kind, and dims of the same sizes, kinds and roles."""
 
     def dims(self, node: Node, wanted: frozenset[int]) -> list[int]:
         """Indices of the node's dims that belong to these classes."""
@@ -70,13 +70,13 @@ class Roles:
 
 @once
 def roles(graph: Graph) -> Roles:
-    """The roles of every dim of the graph. The result is cached with the graph, since every method needs it."""
+    """The roles of every dim of the graph. The result is cached with the graph, because every baseline needs it."""
     classes = dim_classes(graph)
     weights = tuple(_weights(graph, classes))
     inputs = [n for n in graph.nodes if n.kind == "input"]
-    # An input that the call also returns (a cache) may be stacked by layer; the first dim of the others is the batch.
+    # An input that is also returned (a cache) may be stacked by layer. The batch is the first dim of the other inputs.
     fresh = [n for n in inputs if not any(op.kind == "carry" for op in n.ops)]
-    batch = frozenset(  # no dim walks a first dim of size 1: then there is no batch
+    batch = frozenset(  # a first dim of size 1 has no iteration dim, so there is no batch then
         classes[n.name, d]
         for n in fresh or inputs
         for first in n.ops[0].writes[0].map.walks[:1]
@@ -100,7 +100,7 @@ def roles(graph: Graph) -> Roles:
     numbers: dict[object, int] = {}
 
     def look(n: Node) -> object:
-        """Everything about a node that a method sees if it looks at roles only."""
+        """Everything about a node that a baseline sees if it looks only at roles."""
         dims = ((d.size, d.kind, *(classes[n.name, d.name] in role for role in told)) for d in n.space)
         return n.kind, tuple(dims)
 
@@ -118,7 +118,7 @@ def roles(graph: Graph) -> Roles:
 
 
 def _parameter_of(graph: Graph, tensor: str) -> str | None:
-    """The parameter that this tensor is a (cast or copied) version of; None for an activation."""
+    """The parameter of which this tensor is a (cast or copied) version; None for an activation."""
     producer = graph.producer.get(tensor)
     while producer is not None and producer.kind == "copy":
         producer = graph.producer.get(producer.ops[0].reads[0].tensor)
@@ -153,8 +153,11 @@ def _weights(graph: Graph, classes: dict[DimKey, int]) -> Iterator[Weight]:
 
 
 def _model_dims(weights: tuple[Weight, ...]) -> frozenset[int]:
-    """The dim that most weights share, if those are enough. Else that dim and the one that most of the others share: an
-    encoder's and a decoder's, if together they are enough, and no weight maps one to the other, as within a layer."""
+    """The dim that most weights share, if enough weights have it.
+
+    Otherwise that dim and the dim that most of the other weights share, as in an encoder and a decoder, if enough
+    weights have one of the two and no weight maps one to the other, as within a layer.
+    """
     of = [{*w.contracted, *w.out} for w in weights]
     found: set[int] = set()
     for _ in range(2):
@@ -173,7 +176,7 @@ def _model_dims(weights: tuple[Weight, ...]) -> frozenset[int]:
 def _tensor_dims(
     graph: Graph, classes: dict[DimKey, int], weights: tuple[Weight, ...], model: frozenset[int]
 ) -> tuple[set[int], set[int]]:
-    """(dims between a column weight and its row weight, dims that look-ups start from or columns end in)."""
+    """(Dims between a column weight and its row weight, dims at which look-ups start or columns end)."""
     inner: set[int] = set()
     ends: set[int] = set()
     products = [w for w in weights if w.op.kind != "conv"]
@@ -185,7 +188,7 @@ def _tensor_dims(
         if w.op.kind == "gather" and model & {*w.out}:
             ends.update(summed[:1])
         elif w.node in rows and summed:
-            # The input of this weight comes from attention: only dims that all its products share (heads) qualify.
+            # The input of this weight comes from attention, so only dims that all its products share (heads) qualify.
             between = [
                 {classes[m, d.name] for d in graph.node[m].space if d.kind != "replicated"}
                 for m in _reach(before, w.node, readers)
@@ -198,7 +201,7 @@ def _tensor_dims(
 
 
 def _neighbours(graph: Graph) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """(predecessors, successors) of each node within one layer: edges through parameters and carries are left out."""
+    """(Predecessors, successors) of each node within one layer. Edges through parameters and carries are left out."""
     before: dict[str, list[str]] = defaultdict(list)
     after: dict[str, list[str]] = defaultdict(list)
     kinds = {n.name: n.kind for n in graph.nodes}
@@ -210,7 +213,7 @@ def _neighbours(graph: Graph) -> tuple[dict[str, list[str]], dict[str, list[str]
 
 
 def _reach(follow: Mapping[str, list[str]], start: str, stop: set[str]) -> set[str]:
-    """Nodes reached from ``start``, up to and including the next ones that read weights."""
+    """Nodes reachable from ``start``, up to and including the next ones that read weights."""
     seen: set[str] = set()
     left = list(follow.get(start, ()))
     while left:

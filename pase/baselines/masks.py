@@ -1,4 +1,4 @@
-"""Which configs a method has for a node, and which devices and batches it can serve: parts of every method."""
+"""Masks of the configs that baselines allow, and checks of devices and batches; shared by all baselines."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ __all__ = [
 ]
 
 PERSISTENT_ELEMENTS = 100_000
-"""ZeRO-3 need not split parameters of fewer elements: DeepSpeed's stage3_param_persistence_threshold."""
+"""ZeRO-3 need not split parameters with fewer elements: DeepSpeed's stage3_param_persistence_threshold."""
 
 
 def only(cfg: np.ndarray, axes: Sequence[int], dims: Sequence[int]) -> np.ndarray:
-    """bool [K]: these axes split these dims (or NOT_SPLIT, where listed) and no other."""
+    """bool [K]: whether these axes split only these dims (or nothing, if NOT_SPLIT is listed)."""
     return np.asarray(np.isin(cfg[:, list(axes)], list(dims)).all(axis=1))
 
 
 def most(cfg: np.ndarray, allowed: np.ndarray, dims: Sequence[int], mesh: Mesh) -> np.ndarray:
-    """Of the allowed configs, those that split these dims most."""
+    """Of the allowed configs, those that split these dims into the most shards."""
     ways = np.where(allowed, shards(cfg, dims, mesh), 0)
     return allowed & (ways == ways.max(initial=0))
 
 
 def free(node: Node) -> list[int]:
-    """What an axis may do that splits nothing: replicate, or leave a copy's gradient to be summed later."""
+    """The dims for an axis that splits nothing: replicated, or a copy's 'pending' dim (its gradient is summed
+    later)."""
     return [NOT_SPLIT, *(i for i, d in enumerate(node.space) if d.kind == "pending")]
 
 
 def by_batch(r: Roles, node: Node, cfg: np.ndarray, mesh: Mesh, axes: Sequence[int]) -> np.ndarray:
-    """The batch over these axes, as far as the node has one that can be split."""
+    """The configs that split the batch over these axes as far as the node's batch dims can be split."""
     batch = r.dims(node, r.batch)
     split = [mesh.sizes[a] for a in axes]
     allowed = np.ones(len(cfg), dtype=bool)
@@ -59,7 +60,7 @@ def by_batch(r: Roles, node: Node, cfg: np.ndarray, mesh: Mesh, axes: Sequence[i
 
 
 def ways_over(cfg: np.ndarray, dims: Sequence[int], axes: Sequence[int], mesh: Mesh) -> np.ndarray:
-    """Into how many shards these axes alone split these dims: int64 [K]."""
+    """The number of shards into which these axes split these dims: int64 [K]."""
     out = np.ones(len(cfg), dtype=np.int64)
     for a in axes:
         out[np.isin(cfg[:, a], dims)] *= mesh.sizes[a]
@@ -73,10 +74,10 @@ def _elements(node: Node) -> int:
 def stored_apart(
     node: Node, cfg: np.ndarray, mesh: Mesh, axes: Sequence[int], taken: Sequence[int] = ()
 ) -> np.ndarray:
-    """A parameter over all of these axes on the largest dim that takes them; a small one may stay whole.
+    """A parameter split over all of these axes, on the largest dim that they divide. A small parameter may stay whole.
 
-    taken: dims that other axes split for compute; they come last, for a gather of shards that two axes
-    interleave would have to permute them first.
+    taken: dims that other axes split for compute. They come last, because gathering shards that two axes
+    interleave would need a permute first.
     """
     whole = only(cfg, axes, [NOT_SPLIT])
     sizes = [concrete_size(d.size, node.name) for d in node.space]
@@ -89,7 +90,7 @@ def stored_apart(
 
 
 def state_apart(node: Node, cfg: np.ndarray, axes: Sequence[int]) -> np.ndarray:
-    """A parameter whole over these axes, its gradient and optimizer state over all of them where they divide."""
+    """A parameter whole over these axes, with its gradient and optimizer state split over all of them if possible."""
     state = state_index(node)
     on = only(cfg, axes, state)
     if not state or not on.any():
@@ -103,16 +104,17 @@ def _batch_size(graph: Graph, r: Roles) -> int:
 
 
 def no_batch(graph: Graph, r: Roles, ways: int) -> str | None:
+    """Why the batch cannot be split this many ways; None if it can."""
     if ways == 1:
         return None
     if not r.batch:
         return "the model has no input with a batch dim"
     size = _batch_size(graph, r)
-    return None if size % ways == 0 else f"a batch of {size} does not divide by {ways}"
+    return None if size % ways == 0 else f"a batch of {size} is not divisible by {ways}"
 
 
 def fits(mesh: Mesh, machine: Machine) -> bool:
-    """Does every axis cover whole factors of the machine's link levels?"""
+    """Whether every axis covers whole factors of the machine's link levels."""
     ways = level_ways(mesh.devices, machine)
     below = 1
     bounds = []

@@ -1,4 +1,4 @@
-"""Tensor parallelism within data parallelism."""
+"""Tensor parallelism combined with data parallelism."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Apart = Literal["nothing", "state", "parameters"]
 
 @rule("megatron", rank=6)
 def megatron(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
-    """Tensor parallelism within data parallelism (Shoeybi et al. 2019), each degree, with and without
-    sequence parallelism (Korthikanti et al. 2022): ``megatron_8x4`` is data 8 × model 4. ``megatron_sp_fsdp``
-    stores parameters split over the data axis, too, as Llama 3 was trained (Grattafiori et al. 2024, section 3.3);
-    ``megatron_sp_zero2`` only gradients and optimizer state (Megatron-LM's distributed optimizer).
+    """Tensor parallelism within data parallelism (Shoeybi et al. 2019), for each degree, with and without
+    sequence parallelism (Korthikanti et al. 2022). ``megatron_8x4`` is data 8 × model 4. ``megatron_sp_fsdp``
+    also stores parameters split over the data axis, as Llama 3 was trained (Grattafiori et al. 2024, section 3.3).
+    ``megatron_sp_zero2`` splits only gradients and optimizer state (Megatron-LM's distributed optimizer).
 
-    Heads, hidden units and vocabulary go over the model axes. Fewer heads (or key-value heads) than model
-    devices are split as far as they go, on a mesh with two model axes, and repeated beyond.
+    Heads, hidden units and vocabulary are split over the model axes. If there are fewer heads (or key-value heads)
+    than model devices, they are split as far as possible, on a mesh with two model axes, and replicated beyond that.
     """
     r = roles(graph)
     if not r.model or not r.tensor:
@@ -46,18 +46,20 @@ def megatron(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | 
         if not any(size % degree == 0 for size in sizes):
             yield Skipped(
                 name=f"megatron_{label}",
-                reason=f"none of its heads, hidden units and vocabularies ({sizes}) divides by {degree}",
+                reason=f"none of the heads, hidden units and vocabularies ({sizes}) is divisible by {degree}",
             )
             continue
         meshes = [m for m in _model_meshes(data, degree, inside) if fits(m, machine)]
         if not meshes:
             yield Skipped(
                 name=f"megatron_{label}",
-                reason=f"groups of {degree} are neither whole nodes of {machine.name} nor equal parts of one",
+                reason=f"groups of {degree} devices are neither whole nodes of {machine.name} nor equal parts of one",
             )
             continue
         uneven = [s for s in sizes if s % degree]
-        notes = tuple(f"a dim of {s} does not divide by {degree}: split less, or whole" for s in uneven)
+        notes = tuple(
+            f"a dim of {s} is not divisible by {degree}, so it is split less or not at all" for s in uneven
+        )
         sequence = r.sizes(graph, r.sequence)
         variants: dict[str, tuple[bool, Apart]] = {"megatron": (False, "nothing")}
         if any(s % degree == 0 for s in sequence):
@@ -76,7 +78,7 @@ def megatron(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | 
 
 
 def _model_meshes(data: int, degree: int, sizes: Sequence[int]) -> Iterator[Mesh]:
-    """One model axis, or two where a dim divides by a part of the degree alone."""
+    """Meshes with one model axis, or with two if only a factor of the degree divides a dim."""
     names, outer = (("data",), (data,)) if data > 1 else ((), ())
     yield Mesh(names=(*names, "model"), sizes=(*outer, degree))
     parts = {math.gcd(s, degree) for s in sizes} - {1, degree}
@@ -85,7 +87,7 @@ def _model_meshes(data: int, degree: int, sizes: Sequence[int]) -> Iterator[Mesh
 
 
 def _tensor_parallel(r: Roles, data: int, *, by_sequence: bool, apart: Apart) -> Allow:
-    """apart: what is split over the data axis, too."""
+    """apart: what is also split over the data axis."""
     batch_axes = [0] if data > 1 else []
 
     def parameter(node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The registry of methods, and those that split by batch. To add one: a generator with one decorator."""
+"""The registry of baselines, and the baselines that split by batch. To add one, decorate a generator with ``rule``."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ __all__ = ["RULES", "BaselineRule", "names", "rule"]
 
 BaselineRule = Callable[[Graph, int, Machine], Iterator[Intent | Skipped]]
 RULES = Registry[BaselineRule]("baseline", package="pase.baselines")
-"""(graph, devices, machine) -> a method's intents, or why there are none. Files are found by themselves."""
+"""(graph, devices, machine) -> a baseline's intents, or why there are none. Files in the package register
+themselves."""
 
 
 def rule(name: str, *, rank: int = 9) -> Callable[[BaselineRule], BaselineRule]:
-    """Decorator: register a method. rank: its place in tables."""
+    """Returns a decorator that registers a baseline. rank: its position in tables."""
     return RULES.register(name, rank=rank)
 
 
 def names() -> list[str]:
-    """Names of all methods.
+    """The names of all baselines.
 
     >>> names()
     ['data_parallel', 'zero2', 'fsdp', 'hsdp', 'owt', 'expert', 'megatron']
@@ -37,7 +38,7 @@ def names() -> list[str]:
 
 @rule("data_parallel", rank=0)
 def data_parallel(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
-    """The batch over all devices, parameters on every device."""
+    """The batch split over all devices, with parameters replicated."""
     r = roles(graph)
     why = no_batch(graph, r, devices)
     if why:
@@ -56,12 +57,12 @@ def data_parallel(graph: Graph, devices: int, machine: Machine) -> Iterator[Inte
 
 @rule("zero2", rank=1)
 def zero2(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
-    """ZeRO-2 (Rajbhandari et al. 2020): data parallelism, each device with a part of the gradients and of the
-    optimizer's state. ZeRO-1 moves the same bytes and keeps whole gradients, so that only its memory is worse."""
+    """ZeRO-2 (Rajbhandari et al. 2020): data parallelism in which each device has a shard of the gradients and of the
+    optimizer state. ZeRO-1 sends the same bytes and keeps whole gradients, so it only needs more memory."""
     r = roles(graph)
     why = no_batch(graph, r, devices)
     if not any(t.needs_grad for t in graph.parameters):
-        why = "nothing is trained: there are neither gradients nor an optimizer's state"
+        why = "nothing is trained, so there are neither gradients nor optimizer state"
     if why:
         yield Skipped(name="zero2", reason=why)
         return
@@ -74,7 +75,7 @@ def zero2(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Ski
 
 @rule("fsdp", rank=2)
 def fsdp(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
-    """ZeRO-3 (Rajbhandari et al. 2020): the batch over all devices, and so is each parameter's storage."""
+    """ZeRO-3 (Rajbhandari et al. 2020): the batch and the storage of each parameter are split over all devices."""
     r = roles(graph)
     why = no_batch(graph, r, devices)
     if why:
@@ -87,12 +88,12 @@ def fsdp(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skip
 
 @rule("hsdp", rank=3)
 def hsdp(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
-    """Hybrid FSDP: the batch over all devices, parameters split within a node and repeated across nodes."""
+    """Hybrid FSDP: the batch over all devices, parameters split within a node and replicated across nodes."""
     r = roles(graph)
     inner = level_ways(devices, machine)[0]
     why = no_batch(graph, r, devices)
     if inner in (1, devices):
-        why = f"{devices} devices of {machine.name} are one level of links: this would be fsdp"
+        why = f"the {devices} devices of {machine.name} have a single link level, so this would be fsdp"
     if why:
         yield Skipped(name="hsdp", reason=why)
         return
@@ -115,7 +116,7 @@ def _sharded(r: Roles, data: Sequence[int], stored: Sequence[int]) -> Allow:
 
 @rule("owt", rank=4)
 def owt(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
-    """One weird trick (Krizhevsky 2014): convolutions by batch, fully-connected layers by out-channel."""
+    """One weird trick (Krizhevsky 2014): convolutions split by batch, fully-connected layers by out-channel."""
     r = roles(graph)
     convs = sum(w.op.kind == "conv" for w in r.weights)
     full = [w for w in r.weights if w.op.kind == "matmul"]
@@ -137,7 +138,8 @@ def owt(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipp
         if r.classes[w.node, d.name] in w.out and int(d.size) % devices
     ]
     notes = tuple(
-        f"{size} out-channels do not divide by {devices}: by batch" for size in dict.fromkeys(uneven)
+        f"{size} out-channels are not divisible by {devices}, so this layer is split by batch"
+        for size in dict.fromkeys(uneven)
     )
 
     def allow(node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
@@ -164,9 +166,9 @@ def expert(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Sk
     own = {w.parameter for w in r.weights if r.experts & set(w.shared)}
     products = {w.node for w in r.weights if w.parameter in own}
     sizes = r.sizes(graph, r.experts)
-    why = no_batch(graph, r, devices) if own else "no weights that tokens are shared out to"
+    why = no_batch(graph, r, devices) if own else "no weights belong to experts"
     if why is None and any(size % devices for size in sizes):
-        why = f"{', '.join(map(str, sizes))} experts do not divide by {devices}"
+        why = f"the numbers of experts ({', '.join(map(str, sizes))}) are not all divisible by {devices}"
     if why:
         yield Skipped(name="expert", reason=why)
         return
@@ -177,7 +179,7 @@ def expert(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Sk
             return only(cfg, [0], mine)
         if node.kind == "parameter":
             return only(cfg, [0], [NOT_SPLIT])
-        if mine:  # between the experts and the rest: wherever the exchange is cheapest
+        if mine:  # between the experts and the rest, the all-to-all goes wherever it is cheapest
             return only(cfg, [0], [*mine, *r.dims(node, r.batch)])
         return by_batch(r, node, cfg, mesh, [0])
 
@@ -185,9 +187,9 @@ def expert(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Sk
 
 
 def _downstream(graph: Graph, start: set[str]) -> set[str]:
-    """Nodes fed by these, directly or not."""
+    """Nodes that depend on these nodes, directly or indirectly."""
     seen = set(start)
-    for n in graph.nodes:  # in order, except for loop carries
+    for n in graph.nodes:  # in execution order, except for loop carries
         if any(a.tensor in graph.producer and graph.producer[a.tensor].name in seen for _, a in n.reads):
             seen.add(n.name)
     return seen

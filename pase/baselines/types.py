@@ -1,4 +1,4 @@
-"""A baseline, the intent it is made from, and why there is none."""
+"""A baseline, the intent from which it is made, and the reason if there is none."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from pase.machine import Mesh
 __all__ = ["Allow", "Baseline", "Intent", "Skipped"]
 
 Allow = Callable[[Node, np.ndarray, Mesh], np.ndarray]
-"""(node, its configs int8 [K, axes], mesh) -> bool [K]: the configs that the method has for this node."""
+"""(node, its configs int8 [K, axes], mesh) -> bool [K]: the configs that the baseline allows for this node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Intent:
-    """What a method decides: a mesh, and which configs each node may have. The search fills in the rest,
-    so that a baseline is the best that its method can do, not our first guess at it.
+    """What a baseline decides: a mesh, and the configs that each node may have. The search fills in the rest,
+    so each baseline is the best that its idea allows, not an arbitrary instance of it.
 
-    Intents of one name are variants of one method (two orders of the mesh's axes); the cheapest is used.
+    Intents with the same name are variants of one baseline (such as two orders of the mesh's axes); the cheapest is
+    used.
     """
 
     name: str
     mesh: Mesh
     allow: Allow
     alike: Mapping[str, int] = field(default_factory=dict)
-    """Node -> a number; of nodes of one number and equal configs, ``allow`` is asked about one. Others: each."""
+    """Node -> a number. ``allow`` is called once for nodes with the same number and equal configs; other nodes get one
+    call each."""
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Baseline:
-    """A method's strategy: node name -> int8 [axes], indices into the node's dims or -1.
+    """A baseline's strategy: node name -> int8 [axes], indices into the node's dims or -1.
 
-    cost: in the cost model's unit. notes: what the method could not do to this model.
+    cost: in the cost model's unit. notes: what the baseline could not do with this model.
     """
 
     name: str
@@ -48,7 +50,7 @@ class Baseline:
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """A method that does not apply to this model on these devices."""
+    """A baseline that does not apply to this model on these devices."""
 
     name: str
     reason: str

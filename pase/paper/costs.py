@@ -1,9 +1,9 @@
-"""PaSE's layer and edge costs in FLOP, derived from access maps; a word is an element.
+"""PaSE's layer and edge costs in FLOP, derived from access maps. A word is one element.
 
-notes: P is a split count, x' a per-device extent, AR(w, P) = r · 2(P-1)/P · w the all-reduce of w words.
-A product costs 3 m'n'k' multiply-adds and three all-reduces: its partial sums over P_k, its input's gradient
-over P_n, its weight's over P_m. The maps say which dims those are, so one rule serves matmul, conv, attention
-and look-up alike.
+Notation: P is a split count, x' a per-device extent, and AR(w, P) = r · 2(P-1)/P · w the all-reduce of w words.
+A product costs 3 m'n'k' multiply-adds and three all-reduces: of its partial sums over P_k, of its input's gradient
+over P_n, and of its weight's gradient over P_m. The access maps say which dims these are, so one rule covers matmul,
+conv, attention and look-up.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["PROTOTYPE", "SOUND", "Rules", "flow_cost", "layer_cost", "map_splits
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The figure r, and which of the prototype's simplifications hold (all do in PROTOTYPE).
+    """The constant r, and which of the prototype's simplifications apply (all of them in PROTOTYPE).
 
     flop_per_word: r = F/B for 8-byte words, 10 TFLOPS over 16 GB/s.
     im2col_gradient: a conv's input gradient is all-reduced at its im2col volume, r·s times too much.
     dense_lookup: an embedding is a product with one-hot rows.
     norm_over_batch: batch norm all-reduces four tensors of channels × height × width.
-    spatial: may a conv split height and width? The prototype's cannot.
+    spatial: whether a conv may split height and width; the prototype's may not.
     """
 
     flop_per_word: float = 5000.0
@@ -40,11 +40,11 @@ class Rules:
 
 PROTOTYPE = Rules()
 SOUND = Rules(im2col_gradient=False, dense_lookup=False, norm_over_batch=False)
-"""The paper's formulas without what the prototype got wrong."""
+"""The paper's formulas without the prototype's errors."""
 
 
 class _Local:
-    """Per-device extents and split counts of sets of dims; counts int64 [K, dims]."""
+    """Per-device extents and split counts of sets of dims. counts: int64 [K, dims]."""
 
     def __init__(self, node: Node, counts: np.ndarray):
         self.node, self.counts = node, counts
@@ -52,11 +52,11 @@ class _Local:
         self.extent = [concrete_size(d.size, node.name) for d in node.space]
 
     def ways(self, dims: Sequence[str]) -> np.ndarray:
-        """P: int64 [K]."""
+        """The product of the split counts of these dims, P: int64 [K]."""
         return self.counts[:, [self.index[d] for d in dims]].prod(axis=1)
 
     def words(self, dims: Sequence[str]) -> np.ndarray:
-        """Points of these dims on one device: float64 [K]."""
+        """The number of points of these dims on one device: float64 [K]."""
         total = 1.0
         for d in dims:
             total *= self.extent[self.index[d]]
@@ -105,7 +105,7 @@ def _product(op: Op, local: _Local, rules: Rules) -> np.ndarray:
 
 
 def _lookup(op: Op, local: _Local, rules: Rules) -> np.ndarray:
-    """Rows of a table: as a product with one-hot rows, or as the copy that it is."""
+    """A look-up of rows in a table, priced as a product with one-hot rows, or as the copy that it is."""
     table = op.reads[0]
     out = op.writes[0].map.dims
     vocabulary = [d for d in table.map.dims if d not in out]
@@ -120,7 +120,7 @@ def _lookup(op: Op, local: _Local, rules: Rules) -> np.ndarray:
 
 
 def _light(layers: Layers, op: Op, local: _Local, rules: Rules) -> np.ndarray:
-    """A few FLOP an element, all-reduces of what it sums, and of the gradients of its weights."""
+    """A few FLOP per element, and all-reduces of partial sums and of the gradients of weights."""
     cost = op.flops_per_point * local.words(op.worked)
     for a in op.writes:
         summed = [d for d in op.dims if d not in a.map.dims]
@@ -133,8 +133,8 @@ def _light(layers: Layers, op: Op, local: _Local, rules: Rules) -> np.ndarray:
 
 
 def _norm_over_batch(node: Node, local: _Local, rules: Rules) -> np.ndarray:
-    """The prototype takes mean and variance over the batch alone, and all-reduces each, and its gradient, as
-    channels × height × width."""
+    """The prototype's batch norm: it takes mean and variance over the batch only, and all-reduces each of them, and its
+    gradient, as channels × height × width."""
     total = np.zeros(len(local.counts))
     for op in node.ops:
         if op.kind == "reduce" and len(op.reads[0].map.dims) == 4:
@@ -146,7 +146,7 @@ def _norm_over_batch(node: Node, local: _Local, rules: Rules) -> np.ndarray:
 
 
 def map_splits(node: Node, counts: np.ndarray, access: AccessMap) -> np.ndarray:
-    """Into how many parts each tensor dim is split: int64 [K, tensor dims]."""
+    """The number of parts into which each tensor dim is split: int64 [K, tensor dims]."""
     index = {d.name: i for i, d in enumerate(node.space)}
     columns = [counts[:, [index[d] for d in w.dims]].prod(axis=1) for w in access.walks]
     return np.stack(columns, axis=1) if columns else np.ones((len(counts), 0), dtype=np.int64)
@@ -155,8 +155,8 @@ def map_splits(node: Node, counts: np.ndarray, access: AccessMap) -> np.ndarray:
 def flow_cost(flow: LayerFlow, a: np.ndarray, b: np.ndarray, rules: Rules) -> np.ndarray:
     """FLOP of one flow for splits a [S, dims] of the writer and b [D, dims] of the reader: float64 [S, D].
 
-    Twice (there and back) r times the words that the reader needs and does not have, where it has
-    the overlap of the two blocks, but nothing where it is spread over more devices than the writer.
+    The cost is twice (there and back) r times the words that the reader needs but does not have. The reader has the
+    overlap of the two blocks, but nothing if the tensor is spread over more devices than at the writer.
     """
     if not flow.shape:
         return np.zeros((len(a), len(b)))

@@ -1,11 +1,12 @@
-"""Our graph as PaSE sees one: layers and the tensors between them, nothing stored, copied or looped.
+"""Converts our graph to PaSE's form: layers and the tensors between them, without storage, copies or loops.
 
-- Parameters, inputs and constants are no layers: a layer's cost holds its weights' synchronisation.
-- A copy node goes: its readers read what it copies.
-- A loop over stacked layers is unrolled in its edges: the first turn reads the initial value, the others
-  the turn before; costs count once per turn. All turns share one config, where PaSE may choose for each.
-- A loop that uses the same weights at every turn is a recurrence over time: with the products that feed it,
-  it becomes PaSE's single node over (layer, batch, sequence, output, hidden).
+- Parameters, inputs and constants are not layers. The cost of a layer includes the synchronisation of its weights.
+- Copy nodes are removed: their readers read the copied tensor.
+- The edges of a loop over stacked layers are unrolled: the first iteration reads the initial value, and the others read
+  the previous iteration. Costs count once per iteration. All iterations share one config, where PaSE may choose one for
+  each.
+- A loop that uses the same weights in every iteration is a recurrence over time. With the products that feed it, it
+  becomes PaSE's single node over (layer, batch, sequence, output, hidden).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _NOT_LAYERS = frozenset({"parameter", "input", "constant", "copy", "carry", "out
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFlow:
-    """A tensor from one layer to another, ``times`` a step: written and read through these maps."""
+    """A tensor from one layer to another, ``times`` per step. written, read: the access maps at both ends."""
 
     src: str
     dst: str
@@ -35,10 +36,10 @@ class LayerFlow:
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """What PaSE searches: nodes, and flows between them (a flow from a layer to itself included).
+    """The problem that PaSE searches: nodes, and flows between them (including flows from a layer to itself).
 
     tensors: of the graph, and those of nodes made here. parameters: tensors that are weights as a layer
-    reads them (perhaps cast or copied).
+    reads them (possibly cast or copied).
     """
 
     graph: Graph
@@ -49,7 +50,7 @@ class Layers:
 
 
 def layers_of(graph: Graph) -> Layers:
-    """The graph's layers and flows. PaseError where a recurrence has a form that PaSE has no node for."""
+    """The graph's layers and flows. Raises PaseError if a recurrence has a form for which PaSE has no node."""
     parameters = frozenset(
         t for t in graph.tensors if (p := _origin(graph, t)) is not None and p.kind == "parameter"
     )
@@ -62,14 +63,15 @@ def layers_of(graph: Graph) -> Layers:
         at = next((i for i, n in enumerate(nodes) if _after(graph, n, recurrent)), len(nodes))
         nodes.insert(at, made)
         tensors |= added
-        # One layer's outputs are the next one's hidden dim: a transfer of the whole state, as in the prototype.
+        # One layer's outputs are the next layer's hidden dim, so the whole state is sent, as in the prototype.
         shape = tuple(concrete_size(made.space[d].size, d) for d in "sbd")
         state, hidden = AccessMap.parse("s b d"), AccessMap.parse("s b e")
         flows.append(
             LayerFlow(src=made.name, dst=made.name, shape=shape, written=state, read=hidden, times=1.0)
         )
     writers = {a.tensor: (n, a) for n in nodes for op in n.ops for a in op.writes}
-    seen: set[tuple[str, str, str, AccessMap]] = set()  # ops of one layer that read a tensor alike share it
+    # Ops of one layer that read a tensor in the same way share its flow.
+    seen: set[tuple[str, str, str, AccessMap]] = set()
     for n in nodes:
         for op, a in n.reads:
             if a.tensor in parameters:
@@ -105,7 +107,7 @@ def _origin(graph: Graph, tensor: str) -> Node | None:
 def _sources(
     graph: Graph, tensor: str, reader: Op, writers: dict[str, tuple[Node, Access]]
 ) -> list[tuple[str, float]]:
-    """(tensor a layer writes, the part of the reader's turns in which it is read), behind copies and carries."""
+    """(Tensor that a layer writes, fraction of the reader's iterations that read it), through copies and carries."""
     if tensor in writers:
         return [(tensor, 1.0)]
     producer = graph.producer.get(tensor)
@@ -127,7 +129,7 @@ def _sources(
 
 
 def _recurrent(graph: Graph, parameters: frozenset[str]) -> frozenset[str]:
-    """Nodes of loops over time, and those between the look-up and the loops."""
+    """Nodes of loops over time, and the nodes between the look-up and these loops."""
     loops = {
         n.name
         for n in graph.nodes
@@ -183,7 +185,10 @@ def _recurrence(
     out = [d for d in weight.map.dims if d in op.writes[0].map.dims]
     batch = [d for d in state.map.dims if d not in hidden]
     if len(hidden) != 1 or len(batch) != 1 or sizes[out[-1]] != sizes[hidden[0]]:
-        raise PaseError(f"recurrence '{node.name}': PaSE's node has one hidden, output and batch dim each")
+        raise PaseError(
+            "PaSE's recurrent node needs exactly one hidden, one output and one batch dim",
+            where=f"recurrence '{node.name}'",
+        )
     width = sizes[hidden[0]]
     gates = 1
     for d in out[:-1]:
@@ -218,7 +223,7 @@ def _recurrence(
 
 
 _LSTM = {"lstm.x": "l s b two e", "lstm.w": "l two e g d", "lstm.y": "l s b g d"}
-"""What PaSE's node reads and makes, by its dims."""
+"""The tensors that PaSE's node reads and writes, by its dims."""
 
 
 def _lstm(entering: Access, leaving: Access) -> tuple[Op, Op, Op]:
@@ -247,7 +252,7 @@ def _lstm(entering: Access, leaving: Access) -> tuple[Op, Op, Op]:
 
 
 def _ends(graph: Graph, names: frozenset[str], what: str) -> tuple[str, str]:
-    """The tensors that enter and leave these nodes; PaseError where it is more than one each."""
+    """The tensors that enter and leave these nodes. Raises PaseError if there is not exactly one of each."""
     entering = {a.tensor for n in names for _, a in graph.node[n].reads if _enters(graph, a.tensor, names)}
     leaving = {
         a.tensor
@@ -257,7 +262,10 @@ def _ends(graph: Graph, names: frozenset[str], what: str) -> tuple[str, str]:
         if (p := _origin(graph, a.tensor)) is not None and p.name in names
     }
     if len(entering) != 1 or len(leaving) != 1:
-        raise PaseError(f"recurrence '{what}': PaSE's node has one tensor in and one out")
+        raise PaseError(
+            f"PaSE's recurrent node needs one tensor in and one out, but there are {len(entering)} and {len(leaving)}",
+            where=f"recurrence '{what}'",
+        )
     return entering.pop(), leaving.pop()
 
 

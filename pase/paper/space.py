@@ -1,4 +1,4 @@
-"""PaSE's configs, and the tables that the search solves."""
+"""PaSE's configs, and the cost tables over them that the search solves."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ from pase.tables.layouts import concrete_size
 __all__ = ["PaperSpace", "build", "complete"]
 
 _LEAST_EXTENT = {True: 4, False: 1}
-"""What a split leaves of a dim at least, in networks with convolutions and in others (the prototype's cutoff)."""
+"""The least extent that a split may leave of a dim, with convolutions and without (the prototype's cutoff)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PaperSpace:
-    """configs: per layer int64 [K, dims], the split count of each dim; a row's product is at most p."""
+    """PaSE's search space.
+
+    configs: per layer, int64 [K, dims], the split count of each dim. The product of a row is at most p.
+    """
 
     layers: Layers
     p: int
     configs: tuple[np.ndarray, ...]
 
     def counts(self, choice: np.ndarray) -> dict[str, dict[str, int]]:
-        """layer -> dim -> split count of a solution."""
+        """Layer -> dim -> split count of a solution."""
         return {
             n.name: {d.name: int(c) for d, c in zip(n.space, cfg[k], strict=True)}
             for n, cfg, k in zip(self.layers.nodes, self.configs, choice, strict=True)
@@ -38,12 +41,16 @@ class PaperSpace:
 
 
 def build(graph: Graph, p: int, rules: Rules = PROTOTYPE) -> tuple[CostTables, PaperSpace]:
-    """Tables over PaSE's space of powers of two. PaseError where p is not one.
+    """Tables over PaSE's space of powers of two. Raises PaseError if p is not a power of two.
 
-    (All divisors, as the prototype takes them, have the same optimum on every instance tried; notes/pase.md.)
+    (Using all divisors, as the prototype does, gives the same optimum on every instance tried; notes/pase.md.)
     """
     if p < 1 or p & (p - 1):
-        raise PaseError(f"the paper's mode needs a power of two of devices, got {p}")
+        raise PaseError(
+            f"the number of devices must be a power of two, but is {p}",
+            where="the paper's search space",
+            fix="choose a power of two",
+        )
     layers = layers_of(graph)
     least = _LEAST_EXTENT[any(n.kind == "conv" for n in layers.nodes)]
     shared: dict[object, np.ndarray] = {}
@@ -65,7 +72,7 @@ def build(graph: Graph, p: int, rules: Rules = PROTOTYPE) -> tuple[CostTables, P
             shared[choices] = _configs(choices, p)
         configs.append(shared[choices])
     position = {n.name: i for i, n in enumerate(layers.nodes)}
-    # Equal layers and flows share their arrays: priced once, and the search sees that they are equal.
+    # Equal layers and flows share their arrays, so they are priced once, and the search sees that they are equal.
     priced: dict[object, np.ndarray] = {}
     costs = []
     for n, c in zip(layers.nodes, configs, strict=True):
@@ -92,7 +99,7 @@ def build(graph: Graph, p: int, rules: Rules = PROTOTYPE) -> tuple[CostTables, P
         if key not in moved:
             moved[key] = flow_cost(f, a, b, rules)
         cost = moved[key]
-        if u == v:  # from one turn of a loop to the next
+        if u == v:  # from one iteration of a loop to the next
             costs[u] = costs[u] + cost[a_class, b_class]
         elif cost.any():
             edges.append(EdgeTable(src=u, dst=v, cost=cost, src_class=a_class, dst_class=b_class))
@@ -104,10 +111,10 @@ def build(graph: Graph, p: int, rules: Rules = PROTOTYPE) -> tuple[CostTables, P
 def complete(
     tables: CostTables, space: PaperSpace, strategy: Mapping[str, Mapping[str, int]]
 ) -> tuple[Solution, dict[str, dict[str, int]]]:
-    """The best that can be made of a strategy that names some layers (dims left out are not split).
+    """The best completion of a strategy that gives configs of some layers (dims that it omits are not split).
 
-    A published table gives the layers that matter; the search settles the rest. KeyError where a named
-    config is not in the space.
+    A published table gives the layers that matter, and the search decides the rest. Raises KeyError if a given config
+    is not in the space.
     """
     keep = []
     for n, cfg in zip(space.layers.nodes, space.configs, strict=True):
@@ -117,7 +124,7 @@ def complete(
             rows = np.flatnonzero((cfg == want).all(axis=1))
             if not len(rows):
                 raise KeyError(
-                    f"layer '{n.name}': {dict(strategy[n.name])} is not among its configs for p = {space.p}"
+                    f"layer '{n.name}': {dict(strategy[n.name])} is not one of its configs for p = {space.p}"
                 )
         keep.append(rows)
     found = solve(tables.restricted(dict(enumerate(keep))))
@@ -126,7 +133,7 @@ def complete(
 
 
 def _layer_key(layers: Layers, node: Node) -> object:
-    """All that a layer's cost depends on; names do not count, so that repeated layers have one key."""
+    """A key of everything that a layer's cost depends on. It excludes names, so repeated layers have the same key."""
     at = {d.name: i for i, d in enumerate(node.space)}
 
     def walked(a: Access) -> object:
@@ -148,7 +155,7 @@ def _layer_key(layers: Layers, node: Node) -> object:
 
 
 def _spatial(node: Node) -> set[str]:
-    """Height and width of a convolution: what its input walks under a window and its filter does not."""
+    """Height and width of a convolution: the dims that its input indexes under a window and its filter does not."""
     if node.kind != "conv":
         return set()
     x, w = node.main.reads
@@ -156,13 +163,13 @@ def _spatial(node: Node) -> set[str]:
 
 
 def _divisors(size: int, p: int, least: int) -> tuple[int, ...]:
-    """Powers of two up to p that divide the size and leave at least ``least`` of it; 1 always."""
+    """1, and the powers of two up to p that divide the size and leave at least ``least`` of it."""
     powers = (1 << k for k in range(1, p.bit_length()))
     return (1, *(c for c in powers if size % c == 0 and size // c >= least))
 
 
 def _configs(choices: Sequence[Sequence[int]], p: int) -> np.ndarray:
-    """A row per way to choose for each dim, product at most p: int64 [K, dims]; the first splits nothing."""
+    """One row per combination of choices with a product of at most p: int64 [K, dims]. The first row splits nothing."""
     rows = np.ones((1, 0), dtype=np.int64)
     for c in choices:
         rows = np.hstack([np.repeat(rows, len(c), axis=0), np.tile(c, len(rows))[:, None]])

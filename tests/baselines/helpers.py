@@ -25,7 +25,7 @@ def graph_of(model: str) -> Graph:
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """One collective of a strategy: nbytes as CostModel.collective has them, times in a step."""
+    """One collective of a strategy. nbytes: as in CostModel.collective. times: runs in a step."""
 
     src: str
     dst: str

@@ -1,6 +1,5 @@
-"""Each method sends what its authors say it sends."""
+"""Each baseline sends the collectives that its authors describe."""
 
-import re
 from collections import Counter
 from functools import cache
 
@@ -32,12 +31,12 @@ def made(model, devices, name):
 
 
 def offered(model, devices):
-    """What each method offers, before any of it is settled: name -> intent, or why not."""
+    """What each baseline offers before the search fills it in: name -> intent, or the reason if there is none."""
     return {m.name: m for rule in RULES.values() for m in rule(graph_of(model), devices, H100)}
 
 
 def split(graph, b, node):
-    """axis -> dim of one node, by name."""
+    """Axis -> dim that it splits, by name, for one node."""
     dims = graph.node[node].space.dims
     return {b.mesh.names[a]: dims[d].name for a, d in enumerate(b.strategy[node]) if d >= 0}
 
@@ -47,7 +46,7 @@ def weights(graph):
 
 
 def between_layers(graph, b, axis):
-    """(kind, phase) -> how often an activation of the residual stream is sent within the blocks."""
+    """(kind, phase) -> how often an activation of the residual stream is sent within a block."""
     data = dict(zip(b.mesh.names, b.mesh.sizes, strict=True)).get("data", 1)
     stream = BATCH // data * SEQ * WIDTH * 2
     counts = Counter()
@@ -59,7 +58,7 @@ def between_layers(graph, b, axis):
 
 
 def test_megatron_all_reduces_twice_forward_and_twice_backward():
-    """Shoeybi et al. 2019, figure 4 and section 3: two all-reduces in the forward pass of a layer, two in the
+    """Shoeybi et al. 2019, figure 4 and section 3: two all-reduces in the forward pass of a layer and two in the
     backward pass, each of batch × sequence × width."""
     graph = graph_of(GPT)
     b = made(GPT, 32, "megatron_8x4")
@@ -69,7 +68,7 @@ def test_megatron_all_reduces_twice_forward_and_twice_backward():
 def test_sequence_parallelism_halves_each_all_reduce():
     """Korthikanti et al. 2022, section 4.2.2: each all-reduce becomes an all-gather and a reduce-scatter.
 
-    They gather once more in the backward pass rather than keep the gathered input; we keep it.
+    The paper gathers the input again in the backward pass instead of keeping it; pase keeps it.
     """
     graph = graph_of(GPT)
     b = made(GPT, 32, "megatron_sp_8x4")
@@ -78,7 +77,7 @@ def test_sequence_parallelism_halves_each_all_reduce():
 
 
 def test_megatron_with_recomputation_sends_the_forward_again():
-    """All-reduces: 4 in the forward and its repetition, 2 backward; less what no gradient needs again."""
+    """All-reduces: up to 4 in forward and its recomputation, fewer if no gradient needs one again; 2 in backward."""
     graph = graph_of(GPT_REMAT)
     counts = between_layers(graph, made(GPT_REMAT, 32, "megatron_8x4"), "model")
     assert counts["all_reduce", "backward"] == 2
@@ -97,7 +96,7 @@ def test_megatron_splits_columns_then_rows_and_the_vocabulary():
         3072,
         VOCAB,
     ]
-    # The look-up's partial sums and the logits' gradient are all-reduced once each.
+    # The look-up's partial sums and the logits' gradient are each all-reduced once.
     ends = [c for c in collectives(graph, b) if "model" in c.axes and c.times == 1 and c.nbytes > 2**24]
     assert Counter(c.phase for c in ends) == {"forward": 1, "backward": 1}
 
@@ -116,12 +115,12 @@ def test_key_value_heads_are_repeated_where_they_do_not_divide():
 
     assert ways("blocks.attention.wq") == ways("blocks.ff.up") == 16
     assert ways("blocks.attention.wk") == ways("blocks.attention.wv") == 8
-    assert any("does not divide by 16" in note for note in b.notes)
+    assert any("divisible by 16" in note for note in b.notes)
 
 
 def test_fsdp_gathers_each_weight_for_use_and_scatters_its_gradient():
-    """Rajbhandari et al. 2020, section 7.1: a gather of each parameter forward, one backward (here: under
-    recomputation, when the forward runs again), and a reduce-scatter of its gradient."""
+    """Rajbhandari et al. 2020, section 7.1: a gather of each parameter in forward, one in backward (here for
+    recomputation, when forward runs again), and a reduce-scatter of its gradient."""
     graph = graph_of(GPT_REMAT)
     b = made(GPT_REMAT, 32, "fsdp")
     sent = collectives(graph, b)
@@ -135,14 +134,14 @@ def test_fsdp_gathers_each_weight_for_use_and_scatters_its_gradient():
             continue
         for c in sent:
             if c.src == name:
-                assert c.nbytes == elements * 2, "what moves is the cast to bfloat16"
+                assert c.nbytes == elements * 2, "the cast to bfloat16 is sent"
                 kinds[c.kind, c.phase] += c.times / LAYERS
         assert kinds == {("all_gather", "forward"): 2, ("reduce_scatter", "backward"): 1}, name
     assert not [c for c in sent if c.kind == "all_reduce" and c.nbytes > 4 * PERSISTENT_ELEMENTS]
 
 
 def test_tensor_parallelism_with_stored_splits():
-    """Weights lie split over both axes, are gathered over the data axis alone, and their gradients scattered."""
+    """Weights are split over both axes and gathered over the data axis only; their gradients are reduce-scattered."""
     graph = graph_of(GPT)
     b = made(GPT, 32, "megatron_sp_fsdp_8x4")
     assert between_layers(graph, b, "model") == between_layers(
@@ -158,7 +157,7 @@ def test_tensor_parallelism_with_stored_splits():
 
 
 def test_data_parallel_all_reduces_each_gradient_once():
-    """One all-reduce per use of a parameter, of the gradient's bytes in the dtype in which it is used."""
+    """One all-reduce per use of a parameter, with the gradient's bytes in the dtype of that use."""
     graph = graph_of(GPT)
     b = made(GPT, 32, "data_parallel")
     sent = collectives(graph, b)
@@ -170,7 +169,7 @@ def test_data_parallel_all_reduces_each_gradient_once():
             assert [c.nbytes for c in mine] == [t.nbytes], e
             assert mine[0].times == e.op.times and mine[0].phase == "backward"
     gradients = sum(c.nbytes * c.times for c in sent if graph.node[c.src].kind == "parameter")
-    # bfloat16 weights, twice the embedding (float32 looked up, bfloat16 for logits), float32 norms
+    # bfloat16 weights, the embedding twice (float32 for the look-up, bfloat16 for logits), float32 norms
     block = 12 * WIDTH**2 + 9 * WIDTH
     norms = (4 * LAYERS + 2) * WIDTH * 4
     assert gradients == LAYERS * block * 2 + (4 + 2) * VOCAB * WIDTH + SEQ * WIDTH * 2 + norms
@@ -196,25 +195,26 @@ def test_one_weird_trick():
 
 def test_one_weird_trick_says_which_layer_it_cannot_split():
     b = made("alexnet", 32, "owt")
-    assert b.notes == ("1000 out-channels do not divide by 32: by batch",)
+    (note,) = b.notes
+    assert note.startswith("1000 out-channels")
 
 
 @pytest.mark.parametrize(
-    ("model", "devices", "name", "reason"),
+    ("model", "devices", "name", "words"),
     [
-        ("gpt2?batch=24", 32, "data_parallel", "a batch of 24 does not divide by 32"),
-        ("gpt2?batch=24", 32, "fsdp", "a batch of 24 does not divide by 32"),
-        ("gpt2?batch=24", 32, "megatron_16x2", "a batch of 24 does not divide by 16"),
-        ("gpt2", 32, "owt", "not a convolutional network: 0 convolutions"),
-        ("alexnet", 32, "megatron", "no dim runs through most weights"),
-        ("gpt2", 8, "hsdp", "8 devices of h100x8 are one level of links: this would be fsdp"),
-        ("vit_l16", 8, "megatron_sp_4x2", r"no sequence dim \(\[197\]\) divides by 2"),
+        ("gpt2?batch=24", 32, "data_parallel", ("batch of 24", "by 32")),
+        ("gpt2?batch=24", 32, "fsdp", ("batch of 24", "by 32")),
+        ("gpt2?batch=24", 32, "megatron_16x2", ("batch of 24", "by 16")),
+        ("gpt2", 32, "owt", ("0 convolutions",)),
+        ("alexnet", 32, "megatron", ("no dim",)),
+        ("gpt2", 8, "hsdp", ("h100x8", "fsdp")),
+        ("vit_l16", 8, "megatron_sp_4x2", ("[197]", "by 2")),
     ],
 )
-def test_a_method_that_does_not_apply_says_why(model, devices, name, reason):
+def test_a_method_that_does_not_apply_says_why(model, devices, name, words):
     found = offered(model, devices)[name]
     assert isinstance(found, Skipped)
-    assert re.match(reason, found.reason), found.reason
+    assert all(word in found.reason for word in words), found.reason
 
 
 def test_small_batches_leave_tensor_parallelism():
@@ -224,8 +224,8 @@ def test_small_batches_leave_tensor_parallelism():
 
 
 def two_streams(joined):
-    """An encoder of width 64 and a decoder of width 96, which reads what the encoder ends in. joined: by a weight that
-    maps one width to the other, as one layer after another."""
+    """An encoder of width 64, and a decoder of width 96 that reads the encoder's output. joined: whether a weight maps
+    one width directly to the other, as if the two were consecutive layers."""
     wide, heads = (64, 96), 128
 
     def loss(p, x, y):
@@ -256,6 +256,6 @@ def test_an_encoder_and_a_decoder_have_a_stream_each():
     for name in weights(graph):
         (dim,) = split(graph, b, name).values()
         assert r.classes[name, dim] in r.tensor
-    # What each of 3 + 3 + 1 pairs of weights makes is summed once in the forward pass.
+    # The result of each of the 3 + 3 + 1 pairs of weights is reduced once in the forward pass.
     assert Counter(c.phase for c in collectives(graph, b) if "model" in c.axes)["forward"] == 7
     assert not roles(two_streams(joined=True)).model

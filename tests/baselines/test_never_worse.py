@@ -1,4 +1,4 @@
-"""The search's answer is never worse than what people do by hand, under the same cost model and meshes."""
+"""The search is never worse than the baselines, under the same cost model and meshes."""
 
 import pytest
 
@@ -10,7 +10,8 @@ from pase.tables.build import build
 from tests.baselines.helpers import graph_of
 
 H100 = machine.load("h100x8")
-MODELS = [name for name in zoo.names() if name not in ("gpt2_medium", "gpt2_large")]  # as gpt2 and gpt2_xl
+# The same structure as gpt2 and gpt2_xl.
+MODELS = [name for name in zoo.names() if name not in ("gpt2_medium", "gpt2_large")]
 
 
 @pytest.mark.parametrize("devices", [8, 32, 64])
@@ -32,7 +33,7 @@ def test_search_is_never_worse(name, devices):
     for b in made:
         assert b.mesh.devices == devices
         tables, space = built[b.mesh.sizes]
-        # KeyError if a config is not in the space; and the cost is that of the tables.
+        # KeyError if a config is not in the space; the cost must equal that of the tables.
         assert cost_of(tables, space.index(b.strategy)) == pytest.approx(b.cost, rel=1e-12)
         assert searched[b.mesh.sizes].cost <= b.cost * (1 + 1e-12), b.name
         assert ours <= b.cost * (1 + 1e-12), b.name
@@ -44,7 +45,7 @@ def test_every_method_answers_or_says_why():
         found = baselines(graph_of(name), 32, H100, model)
         for method in names():
             mine = [b for b in found if b.name.split("_")[0] == method.split("_")[0]]
-            assert mine, f"{method} said nothing about {name}"
+            assert mine, f"{method} gives no result for {name}"
         assert all(b.reason for b in found if isinstance(b, Skipped))
         assert len({b.name for b in found}) == len(found)
 
@@ -60,5 +61,6 @@ def test_priced_alike_from_scratch(where):
 
 
 def test_unknown_method():
-    with pytest.raises(ValueError, match=r"no baseline named ddp; known: data_parallel, expert, fsdp"):
+    with pytest.raises(ValueError) as e:
         baselines(graph_of("mlp"), 8, H100, costmodels.get("analytic", H100), only=("ddp",))
+    assert "ddp" in e.value.what and "data_parallel, expert, fsdp" in e.value.fix

@@ -1,4 +1,4 @@
-"""Table II of the paper as strategies: layer -> dim -> split count, on our graphs."""
+"""The strategies of the paper's Table II, layer -> dim -> split count, on our graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Strategy = dict[str, dict[str, int]]
 
 
 def product_dims(node: Node) -> tuple[str, list[str], list[str]]:
-    """(batch, out, in) dims of a conv's or a fully-connected layer's product, heights and widths left out."""
+    """The (batch, out, in) dims of a conv's or fully-connected layer's product, without heights and widths."""
     op = next(op for op in node.ops if op.kind in ("conv", "matmul"))
     x, w = sorted(op.reads, key=lambda a: "b" not in a.map.dims)
     out = op.writes[0].map.dims
@@ -25,7 +25,7 @@ def convolutions(layers: Layers) -> list[Node]:
 
 
 def full(layers: Layers) -> list[Node]:
-    """Products with weights that are no convolutions."""
+    """Products with weights, except convolutions."""
     return [
         n
         for n in layers.nodes
@@ -34,13 +34,13 @@ def full(layers: Layers) -> list[Node]:
 
 
 def bcn(node: Node, b: int, c: int, n: int) -> dict[str, int]:
-    """Splits of batch, in-channel and out-channel; an input of several dims is split on its channel."""
+    """Splits of batch, in-channel and out-channel. An input with several dims is split on its channel dim."""
     batch, out, into = product_dims(node)
     return {k: v for k, v in {batch: b, into[-1]: c, out[-1]: n}.items() if v > 1}
 
 
 def softmax(layers: Layers, width: int, rows: dict[str, int] | None = None) -> Strategy:
-    """Loss nodes with a vocabulary or class dim (the widest), split so."""
+    """Loss nodes with a vocabulary or class dim; the widest dim is split ``width`` ways."""
     out = {}
     for n in layers.nodes[-3:]:
         if len(n.space.dims) > 1 and any(int(d.size) >= 1000 for d in n.space):
@@ -100,7 +100,7 @@ STRATEGIES: dict[str, Callable[[Layers], Strategy]] = {
 
 
 def data_parallel(layers: Layers, p: int) -> Strategy:
-    """Every layer's batch dim, as far as p and the batch go."""
+    """Splits every layer's batch dim as far as p and the batch allow."""
     size = int(next(n for n in layers.graph.nodes if n.kind == "input").space.dims[0].size)
     out = {}
     for n in layers.nodes:

@@ -1,6 +1,6 @@
-"""The paper's mode against tables exported from the released prototype (shared/data/pase_instances).
+"""The paper's search space and costs, against tables exported from the released prototype (shared/data/pase_instances).
 
-The exports are not part of the repository; where they are absent these tests are skipped.
+The exports are not part of the repository. Without them, these tests are skipped.
 """
 
 import json
@@ -29,7 +29,7 @@ def instance(name):
 
 
 def ratios(model, layer, exported, node, dims):
-    """Our cost over the prototype's for each of its configs; dims: ours for each of its letters, None for none."""
+    """Our cost divided by the prototype's, for each of its configs. dims: our dim for each of its letters, or None."""
     doc, arrays = instance(exported)
     entry = next(n for n in doc["nodes"] if n["name"] == node)
     splits, want = arrays[entry["configs"]], arrays[entry["costs"]]
@@ -61,8 +61,8 @@ def test_lookup_and_projection_are_the_prototypes():
 
 
 def test_lstm_is_the_prototypes():
-    """Products, all-reduces and the recurrence's transfer, for all splits of its five dims; the gates' few FLOP an
-    element are not counted here."""
+    """Products, all-reduces and the recurrence's transfer, for all splits of its five dims. The few FLOP per element of
+    the gates are not counted."""
     assert ratios("rnnlm", "lstm", "rnnlm_p16", "LSTM_1", ["l", "s", "b", "d", "e"]) == pytest.approx(
         1, rel=1e-3
     )
@@ -73,7 +73,7 @@ def test_lstm_is_the_prototypes():
 
 @pytest.mark.parametrize("number", range(5))
 def test_convolutions_are_the_prototypes(number):
-    """But for the bias, 3 FLOP an output element: at most 0.3%."""
+    """Equal except for the bias, 3 FLOP per output element: at most 0.3%."""
     node = next(n for n in layers_of(graph_of(ALEXNET)).nodes if n.name == f"conv.{number}.w:conv")
     b, (out,), (into,) = product_dims(node)
     dims = [b, into, None, None, None, None, out]
@@ -82,7 +82,7 @@ def test_convolutions_are_the_prototypes(number):
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_fully_connected_layers_are_the_prototypes(number):
-    """But for the bias: at most 0.5%."""
+    """Equal except for the bias: at most 0.5%."""
     node = next(n for n in layers_of(graph_of(ALEXNET)).nodes if n.name == f"fc.{number}.w:dot")
     b, (out,), (into,) = product_dims(node)
     dims = [b, out, into]
@@ -94,9 +94,9 @@ def test_fully_connected_layers_are_the_prototypes(number):
     [
         *((ALEXNET, "alexnet", p, 5e-4) for p in (8, 16, 64)),
         *(("rnnlm", "rnnlm", p, 1e-3) for p in (8, 16, 64)),
-        # Batch norms behind one concatenation are one layer of ours, and several of the prototype's.
+        # Batch norms after one concatenation are a single layer in our graph, and several in the prototype's.
         *(("inception_v3", "inception3", p, 1.5e-3) for p in (8, 16, 64)),
-        # Its softmax and norms have more FLOP an element.
+        # Our softmax and norms have more FLOP per element.
         *(("transformer", "transformer", p, 1.5e-2) for p in (8, 16)),
     ],
 )
@@ -107,8 +107,8 @@ def test_optima_are_the_prototypes(model, exported, p, within):
 
 
 def test_joint_products_save_the_prototype_two_all_reduces():
-    """At p = 64 heads are split: q, k and v each all-reduce their input's gradient, and the prototype's one product
-    does so once."""
+    """At p = 64, heads are split: q, k and v each all-reduce their input's gradient, while the prototype's joint
+    product does so once."""
     tables, space = build(graph_of("transformer"), 64)
     found = solve(tables)
     ours = space.counts(found.choice)

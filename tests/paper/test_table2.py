@@ -1,7 +1,8 @@
-"""Table II of the paper (p = 32, 1080Ti), searched under its formulas; each deviation and its cause.
+"""Table II of the paper (p = 32, 1080Ti), searched with its formulas, with each deviation and its cause.
 
-Costs are those of the released prototype (tests/paper/test_prototype.py holds them to its exported tables).
-``docs/paper.md`` tells the same as prose. A config is compared by what it splits, dims of one left out.
+Costs are those of the released prototype (tests/paper/test_prototype.py checks them against its exported tables).
+``docs/paper.md`` describes the same in prose. Configs are compared by what they split; dims that are not split are left
+out.
 """
 
 from dataclasses import replace
@@ -41,9 +42,9 @@ def ratio(model, strategy, rules=PROTOTYPE):
 
 
 def test_table_ii_alexnet():
-    """All layers as printed but conv 4, whose in-channels the formulas split, too: (16, 2) for it saves 4.0 GFLOP
-    of weight-gradient all-reduce for 2.6 GFLOP of transfers, so that the printed strategy costs 2.7% more. No
-    fault of the prototype explains it (without the im2col volume, conv 3 is split as well); the released
+    """All layers are as printed except conv 4, whose in-channels the formulas split as well: (16, 2) for it saves 4.0
+    GFLOP of weight-gradient all-reduce for 2.6 GFLOP of transfers, so the printed strategy costs 2.7% more. No
+    fault of the prototype explains this (without the im2col volume, conv 3 is split as well). The released
     prototype splits in-channels of conv 2 to 5 at p = 64."""
     _, space, _, ours = searched("alexnet")
     printed = table2("alexnet")
@@ -73,12 +74,12 @@ def test_table_ii_alexnet_alternates_the_fully_connected_layers():
 
 
 def test_table_ii_inception():
-    """Modules A to C are data parallel as printed, D but for its two last convolutions; module E is hybrid: 16
-    (or less) by batch, channels by the rest.
+    """Modules A to C are data parallel as printed, and D except for its last two convolutions. Module E is hybrid: 16
+    or fewer by batch, channels by the rest.
 
-    The table gives modules, not layers ("for simplicity"): taken to the letter, every convolution of E by
-    out-channels, it costs 11% more than the optimum. Ours alternates out- and in-channels in E, as FC 1 to 3
-    do in AlexNet. The last layer is (1, 4, 8) where the table has (1, 2, 16): 0.1% apart."""
+    The table gives modules, not layers ("for simplicity"). Taken literally, with every convolution of E split by
+    out-channels, it costs 11% more than the optimum. Our strategy alternates out- and in-channels in E, like FC 1 to 3
+    in AlexNet. The last layer is (1, 4, 8) where the table has (1, 2, 16), a difference of 0.1%."""
     _, space, _, ours = searched("inception_v3")
     for n in convolutions(space.layers):
         split = ours[n.name]
@@ -99,7 +100,7 @@ def test_table_ii_inception():
 
 
 def test_inception_batch_norm_is_a_fault():
-    """Over half of the optimum is traffic of batch norms that a true one does not have (notes: 57%)."""
+    """Over half of the optimum is traffic of batch norms that a correct batch norm does not have (notes: 57%)."""
     tables, _, cost, _ = searched("inception_v3")
     choice = solve(tables).choice
     true = build(graph_of("inception_v3"), P, replace(PROTOTYPE, norm_over_batch=False))[0]
@@ -108,12 +109,12 @@ def test_inception_batch_norm_is_a_fault():
 
 
 def test_table_ii_rnnlm():
-    """The LSTM is (2, ·, ·, 2, 2) with batch × sequence in 4 as printed. (Batch and sequence only appear as their
-    product, so which of them is split is a tie.)
+    """The LSTM is (2, ·, ·, 2, 2) with batch × sequence in 4, as printed. (Batch and sequence appear only as their
+    product, so splitting either of them is a tie.)
 
-    The embedding and the projection are split 16 and 8 ways by vocabulary, the rest by batch or sequence, where
-    the table has 32: at the prototype's sequence of 256 that costs 28% more, whatever r is, for all of it is
-    traffic. The paper does not state its sequence length; the next test finds it."""
+    The embedding and the projection are split 16 and 8 ways by vocabulary, and the rest by batch or sequence, where
+    the table has 32. At the prototype's sequence length of 256, the table's choice costs 28% more for any r, because
+    all of it is traffic. The paper does not state its sequence length; the next test finds it."""
     ours = searched("rnnlm")[3]
     lstm = ours["lstm"]
     assert {d: c for d, c in lstm.items() if d not in "bs"} == {"l": 2, "d": 2, "e": 2}
@@ -128,16 +129,16 @@ def test_table_ii_rnnlm():
 
 
 def test_table_ii_rnnlm_at_sequence_64():
-    """With 64 steps the embedding, the projection and the softmax are the table's (1, 1, 1, 32), (1, 1, 32, 1) and
-    (1, 1, 32): fewer rows make it cheaper to all-reduce them over all devices than to share the table."""
+    """With 64 steps, the embedding, the projection and the softmax are the table's (1, 1, 1, 32), (1, 1, 32, 1) and
+    (1, 1, 32). With fewer rows, all-reducing them over all devices is cheaper than splitting the table less."""
     ours = searched("rnnlm?seq=64")[3]
     printed = table2("rnnlm?seq=64")
     assert all(ours[layer] == printed[layer] for layer in printed if layer != "lstm")
 
 
 def test_rnnlm_embedding_is_a_fault():
-    """A look-up is no product: priced as one it is over a fifth of the optimum (notes: 21%), and by vocabulary. As
-    a look-up it is split by width, which needs no all-reduce at all."""
+    """A look-up is not a product. Priced as one, it is over a fifth of the optimum (notes: 21%), and split by
+    vocabulary. Priced as a look-up, it is split by width, which needs no all-reduce at all."""
     _, _, cost, ours = searched("rnnlm")
     as_lookup = searched("rnnlm", replace(PROTOTYPE, dense_lookup=False))
     lookup = next(layer for layer in ours if layer.startswith("embedding"))
@@ -149,12 +150,12 @@ def test_rnnlm_embedding_is_a_fault():
 
 
 def test_table_ii_transformer():
-    """Feed-forward (16, 1, 1, 2) and attention's batch in 16 as printed; heads in 2 are not.
+    """Feed-forward (16, 1, 1, 2) and attention's batch in 16 are as printed; heads in 2 are not.
 
-    At the prototype's sequence of 256 the table's heads in 2 cost more in the input gradients' all-reduces than
-    they save in weights'; the optimum leaves half of the devices idle there, as the prototype's does
-    (notes). Our separate products for q, k and v pay that all-reduce three times, where the prototype has one
-    product; the vocabulary's dims are as in RNNLM."""
+    At the prototype's sequence length of 256, the table's heads in 2 cost more in all-reduces of the input gradients
+    than they save in those of the weights. The optimum leaves half of the devices idle there, and so does the
+    prototype's (notes). Our separate products for q, k and v pay that all-reduce three times, where the prototype has
+    one product. The vocabulary's dims are as in RNNLM."""
     _, space, cost, ours = searched("transformer")
     printed = table2("transformer")
     products = [n.name for n in full(space.layers) if n.name in printed and "table" not in n.name]
@@ -168,8 +169,8 @@ def test_table_ii_transformer():
 
 
 def test_table_ii_transformer_at_sequence_96():
-    """With 96 words a sentence all is as printed: attention (16, 1, 2, 1, 1), feed-forward (16, 1, 1, 2), embedding,
-    projection and softmax 16 ways by vocabulary; the two ways that the table leaves idle there split rows."""
+    """With 96 words per sentence, all is as printed: attention (16, 1, 2, 1, 1), feed-forward (16, 1, 1, 2), embedding,
+    projection and softmax 16 ways by vocabulary. The two ways that the table leaves idle there split rows."""
     ours = searched("transformer?seq=96")[3]
     printed = table2("transformer?seq=96")
     for layer, split in printed.items():
