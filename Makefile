@@ -72,7 +72,7 @@ docs: $(STAMP) ## docs/ as a site in build/site, with search; every link is chec
 
 screenshots: $(STAMP) ## every page in a browser, checked and pictured (playwright, and a Chromium of the system)
 	$(BIN)/python -m pip install -q --disable-pip-version-check playwright
-	$(BIN)/python -m bench.screenshots
+	$(BIN)/python -m bench.pages.screenshots
 
 clean: ## remove .venv and all that was built
 	rm -rf $(VENV) $(CORPUS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,7 +22,7 @@ def provenance() -> dict[str, Any]:
     """
     git = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     script = Path(sys.argv[0]).resolve()
-    # ``python -m bench.netlab`` has its ``__main__`` as the first argument, ``python -m bench.tables`` the file.
+    # ``python -m bench.netlab`` has its ``__main__`` as the first argument, ``python -m bench.search.tables`` the file.
     path = script.parent if script.name == "__main__.py" else script.with_suffix("")
     inside = path.is_relative_to(ROOT)
     name = ["-m", ".".join(path.relative_to(ROOT).parts)] if inside else [str(script)]

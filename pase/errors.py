@@ -27,9 +27,9 @@ def printable(text: str) -> str:
 class PaseError(ValueError):
     """Bad input: what is wrong, where, and what to do about it. The command line exits with 2.
 
-    what: the fault. where: the file, option, op or line of the user's program that has it. fix: what the user can do, as
-    an instruction. The message joins the parts that are given: ``where: what; fix``. They stay readable as attributes, so
-    that programs and tests need not search the message.
+    what: the fault. where: the file, option, op or line of the user's program that has it. fix: what the user can do,
+    as an instruction. The message joins the parts that are given: ``where: what; fix``. They stay readable as
+    attributes, so that programs and tests need not search the message.
 
     >>> print(PaseError("the size is -1", where="--devices", fix="give a positive number"))
     --devices: the size is -1; give a positive number

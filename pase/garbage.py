@@ -28,7 +28,8 @@ def seldom_collected() -> Iterator[None]:
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Without the garbage collector: nothing made here is garbage yet, and looking at all of it, and at all that jax
-    holds, time and again takes a quarter of the time of tables and twice that of lowering (bench/onnx_size.py)."""
+    holds, time and again takes a quarter of the time of tables and twice that of lowering
+    (bench/search/onnx_size.py)."""
     was = gc.isenabled()
     gc.disable()
     try:

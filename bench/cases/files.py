@@ -1,4 +1,4 @@
-"""A good file of each kind that pase reads, and what its command does with it, for ``bench/file_fuzz.py``."""
+"""A good file of each kind that pase reads, and what its command does with it, for ``bench/fuzz/files.py``."""
 
 from __future__ import annotations
 

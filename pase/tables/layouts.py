@@ -221,7 +221,7 @@ def within_groups(node: Node) -> frozenset[int]:
     process ("new_input_batch_size % new_output_batch_size == 0"), or the shapes of a convolution do not match. The
     groups themselves must not be split if the filter is one element wide and a group has one channel on one side and
     several on the other: XLA treats one of the gradients as an ungrouped product ("Expected output feature dimension
-    …"). ``bench/xla_fuzz.py`` tests this.
+    …"). ``bench/fuzz/xla.py`` tests this.
     """
     out: set[str] = set()
     for op in node.ops:

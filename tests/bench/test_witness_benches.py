@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import comm_audit, comm_audit_page, tpu_aot, tpu_aot_page
+from bench.audit import communication, communication_page, tpu, tpu_page
 
 
 def row(model: str, strategy: str, compiled: int, devices: int | None = None) -> dict:
@@ -22,7 +22,7 @@ def row(model: str, strategy: str, compiled: int, devices: int | None = None) ->
 
 def test_each_row_is_kept_as_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row replaces its own forerunner alone, stands in the zoo's order, and is on disk before the next is made."""
-    monkeypatch.setattr(comm_audit, "FILE", tmp_path / "rows.json")
+    monkeypatch.setattr(communication, "FILE", tmp_path / "rows.json")
     for made in (
         row("gpt2", "fsdp", 90),
         row("mlp", "fsdp", 100),
@@ -30,9 +30,9 @@ def test_each_row_is_kept_as_it_is_made(tmp_path: Path, monkeypatch: pytest.Monk
         row("gpt2", "fsdp", 100),
         row("mlp", "data_parallel", 100),
     ):
-        comm_audit._keep(made, {"mlp": "mlp", "gpt2": "gpt2", "gpt2_xl": "gpt2"})
-        assert made in json.loads(comm_audit.FILE.read_text())["rows"]
-    kept = json.loads(comm_audit.FILE.read_text())
+        communication._keep(made, {"mlp": "mlp", "gpt2": "gpt2", "gpt2_xl": "gpt2"})
+        assert made in json.loads(communication.FILE.read_text())["rows"]
+    kept = json.loads(communication.FILE.read_text())
     assert [(r["model"], r["strategy"], r.get("devices", 8)) for r in kept["rows"]] == [
         ("mlp", "data_parallel", 8),
         ("mlp", "fsdp", 8),
@@ -52,7 +52,7 @@ def test_the_summary_counts_by_method_and_devices() -> None:
         row("mlp", "ours@8", 100),
     ]
     cells = [(r, k, b) for r in rows for k, b in r["collectives"].items()]
-    lines = comm_audit_page.summary(cells)
+    lines = communication_page.summary(cells)
     assert "| FSDP | 8 | 2 | 2 | 1 | 1 | 20.0% | 20.0% | 11.11% |" in lines
     assert "| FSDP | 32 | 1 | 1 | 1 | 1 | 0.0% | 0.0% | 0.00% |" in lines
     assert not any(line.startswith("| ours |") for line in lines)
@@ -60,15 +60,15 @@ def test_the_summary_counts_by_method_and_devices() -> None:
 
 def test_every_row_that_is_off_is_explained() -> None:
     """Of the committed results: an outlier without a cause is a finding, and fails."""
-    rows = json.loads(comm_audit.FILE.read_text())["rows"]
+    rows = json.loads(communication.FILE.read_text())["rows"]
     off = [
         (r["model"], r["strategy"], r.get("devices", 8), kind)
         for r in rows
         for kind, b in r["collectives"].items()
-        if (b["on_cpu"] or b["compiled"]) and abs(comm_audit_page.error(b)) > comm_audit_page.NOTED
+        if (b["on_cpu"] or b["compiled"]) and abs(communication_page.error(b)) > communication_page.NOTED
     ]
     assert off
-    assert [o for o in off if comm_audit_page.reason(o[0], o[1], o[3]) == "not explained yet"] == []
+    assert [o for o in off if communication_page.reason(o[0], o[1], o[3]) == "not explained yet"] == []
 
 
 @pytest.mark.parametrize(
@@ -86,19 +86,19 @@ def test_every_row_that_is_off_is_explained() -> None:
     ],
 )
 def test_out_of_memory_is_read(said: str, gib: tuple[float, float] | None) -> None:
-    read = tpu_aot.out_of_memory(said)
+    read = tpu.out_of_memory(said)
     assert read == (None if gib is None else tuple(int(g * 2**30) for g in gib))
 
 
 def test_a_name_with_a_comma_is_one_strategy() -> None:
     names = ["ours", "Megatron, sequence parallel", "FSDP"]
-    assert tpu_aot.listed(",".join(names)) == names
+    assert tpu.listed(",".join(names)) == names
 
 
 def test_ours_is_first_in_every_model_of_the_tpu_witness() -> None:
     """Of the strategies, all lowered by annotations."""
-    lowered_by_hand = (tpu_aot.MANUAL, tpu_aot.AHEAD)
-    rows = [r for r in json.loads(tpu_aot.FILE.read_text())["rows"] if r["strategy"] not in lowered_by_hand]
-    for model in tpu_aot.MODELS:
-        steps = {r["strategy"]: s for r in rows if r["model"] == model and (s := tpu_aot_page.step_s(r))}
+    lowered_by_hand = (tpu.MANUAL, tpu.AHEAD)
+    rows = [r for r in json.loads(tpu.FILE.read_text())["rows"] if r["strategy"] not in lowered_by_hand]
+    for model in tpu.MODELS:
+        steps = {r["strategy"]: s for r in rows if r["model"] == model and (s := tpu_page.step_s(r))}
         assert min(steps, key=steps.__getitem__) == "ours", (model, steps)

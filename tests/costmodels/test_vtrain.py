@@ -1,8 +1,6 @@
 """vTrain's measured NCCL all-reduce tables, one node of A100 or V100, 1 MB to 1 GB."""
 
 import csv
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -79,8 +77,7 @@ def test_steps_of_small_gpts_in_order():
     """Some of vTrain's rows without a pipeline: what is slower is predicted slower. Their size is 22% low,
     alike where the host and where the device bounds (docs/cost-model.md)."""
     pytest.importorskip("jax")
-    sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-    import vtrain
+    from bench.published import vtrain
 
     machine = vtrain.with_measured_all_reduce(load("a100x8"), "a100", TABLES)
     model = Analytic(machine)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec import Meta, Struct
 
 import pase
-from bench.schemas import ROOT, SCHEMAS
+from bench.pages.schemas import ROOT, SCHEMAS
 from pase.errors import PaseError, printable
 from pase.files.codec import convert, json_schema, parse_json, read_json, to_tree
 from pase.machine import dumps, parse
@@ -29,7 +29,7 @@ LAST = Path(__file__).parent / "last"
 
 @pytest.mark.parametrize("file", sorted(SCHEMAS))
 def test_the_committed_schema_is_the_types(file):
-    """After a change of a form: python bench/schemas.py."""
+    """After a change of a form: python bench/pages/schemas.py."""
     made = json.loads(json.dumps(SCHEMAS[file]()))
     jsonschema.Draft202012Validator.check_schema(made)
     assert json.loads((ROOT / file).read_text(encoding="utf-8")) == made

@@ -1,4 +1,4 @@
-"""Cycle estimates of programs compiled for TPU, from handwritten HLO text. bench/tpu_aot.py tests libtpu itself."""
+"""Cycle estimates of programs compiled for TPU, from handwritten HLO text. bench/audit/tpu.py tests libtpu itself."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from bench.audit.residuals import explained, loss_of, scores_of
+from bench.audit.residuals_jax import residuals
 from bench.composer.spec import parse
-from bench.residual_audit import explained, loss_of, scores_of
-from bench.residual_audit_jax import residuals
 from pase.memory.residuals import kept_bytes, residual_bytes, written_bytes
 from tests.memory.patterns import PATTERNS, pattern
 from tests.memory.programs import JAX_LOOPS, graph_of, jax_loop

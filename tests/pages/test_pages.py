@@ -1,5 +1,5 @@
 """Pages: well-formed, no network, no script but their own, readable in light and dark; a browser's view is checked by
-bench/screenshots.py."""
+bench/pages/screenshots.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Seconds of a step as a program runs it, compared with the search's cost, hand computation and published times."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from pase.plan.step import COMPILED, EAGER, launches, on_host, step_time
 from pase.search.check import cost_of
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "bench"))
 
 
 def block(params, batch):
@@ -106,7 +104,7 @@ def test_the_host_bounds_a_small_model_and_the_device_a_large_one(problem):
 
 
 def test_a_framework_runs_a_checkpointed_region_again_whole():
-    from megatron_gpt import gpt
+    from bench.published.megatron_gpt import gpt
 
     mesh = Mesh(names=("data",), sizes=(1,))
     seconds = {}
@@ -145,7 +143,7 @@ def test_a_measured_host_launches_at_its_own_pace():
 @pytest.mark.data("traces/vtrain")
 def test_vtrains_rows_are_sums_of_a_few_profiles():
     """docs/cost-model.md says so: the rows are sums to the last digit, and a measured row would stand out."""
-    import vtrain
+    from bench.published import vtrain
 
     rows = [r for r in vtrain.rows() if r.pipeline == 1]
     found = vtrain.composed(rows)

@@ -1,6 +1,6 @@
-"""A handful of mutated traces, as ``bench/replay_fuzz.py`` makes by the thousand: nothing absurd without a warning."""
+"""A handful of mutated traces, as ``bench/fuzz/traces.py`` makes by the thousand: nothing absurd without a warning."""
 
-from bench.replay_fuzz import fuzz
+from bench.fuzz.traces import fuzz
 
 
 def test_faults_that_were_found_stay_mended() -> None:

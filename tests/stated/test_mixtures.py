@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.published_mixtures import LATENT, even_experts, latent_attention, mixture
+from bench.published.mixtures import LATENT, even_experts, latent_attention, mixture
 from pase import costmodels, machine
 from pase.errors import Infeasible
 from pase.frontends.jax.frontend import trace

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import published_steps
-from bench.published_rows import PublishedRow, read
-from bench.published_steps import configured, price_row, program_of, summary
+from bench.published import steps
+from bench.published.rows import PublishedRow, read
+from bench.published.steps import configured, price_row, program_of, summary
 from pase.errors import Infeasible, PaseError
 from tests.needs import SHARED
 
@@ -115,7 +115,7 @@ def test_maxtext_states_a_batch_for_each_chip_and_a_rate():
     weights = 4 * (2 * 512 * 128 * 12 + 3 * 512 * 1024) + 1024 * 512
     counted = 96 * 256 * (6 * weights + 12 * 4 * 256 * 128 * 8)
     assert a.rate_error == pytest.approx(counted / a.priced.step_s / 16 / 50e12 - 1)
-    assert published_steps.digest([a])["by_rate"]["TPU-v4"]["rows"] == 1
+    assert steps.digest([a])["by_rate"]["TPU-v4"]["rows"] == 1
     offloaded = price_row(row(**told, global_batch="96", notes="remat qkv_proj_offloaded"))
     assert "host" in (offloaded.why_not or "")
 
@@ -188,7 +188,7 @@ def test_files_that_are_no_such_files_are_refused(tmp_path, monkeypatch, capsys)
     good = tmp_path / "good.csv"
     good.write_text("\n".join([",".join(BASE), ",".join(BASE.values()), "short,row"]) + "\n")
     monkeypatch.setattr(sys, "argv", ["published_steps", str(good), "--json"])
-    published_steps.main()
+    steps.main()
     record = json.loads(capsys.readouterr().out)
     assert set(record) == {"rows", "median_error", "tau"} and len(record["rows"]) == 2
     assert record["rows"][0]["predicted_s"] > 0 and record["rows"][1]["why_not"]

@@ -1,7 +1,7 @@
 """A trace's device streams in the terms of Holistic Trace Analysis: what ran, overlapped, idled and queued, in all.
 
 ``breakdown`` says where an iteration went and why; these are the sums that users of HTA know, over the whole trace of a
-rank and by stream, so that the two can be laid side by side (``bench/replay_hta.py``). Times in ns.
+rank and by stream, so that the two can be laid side by side (``bench/replay/hta.py``). Times in ns.
 """
 
 from __future__ import annotations

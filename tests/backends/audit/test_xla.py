@@ -1,4 +1,4 @@
-"""Predicted bytes against the compiled program, by kind of collective: a quick part of bench/comm_audit.py."""
+"""Predicted bytes against the compiled program, by kind of collective: a quick part of bench/audit/communication.py."""
 
 from dataclasses import replace
 

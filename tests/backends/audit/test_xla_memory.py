@@ -1,4 +1,4 @@
-"""Predicted peak memory against XLA's own account of the compiled step: a quick part of bench/memory_audit.py."""
+"""Predicted peak memory against XLA's own account of the compiled step: a quick part of bench/audit/memory.py."""
 
 import optax
 import pytest

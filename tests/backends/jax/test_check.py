@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 
 import pase
+from bench.audit.check_faults import gradient_fault, planted, state_fault
 from bench.cases.plans import case_of
-from bench.check_faults import gradient_fault, planted, state_fault
 from pase.backends.jax.spmd.lower import Manual
 from pase.errors import PaseError
 from pase.frontends.jax.doubts import doubts

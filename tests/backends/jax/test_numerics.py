@@ -7,7 +7,7 @@ Differences are relative to the largest gradient of all, because a bias whose gr
 (attention's key bias) has a gradient of rounding errors only. Adam divides by the gradient's size, and would amplify
 such errors to a full step; with epsilon = 1e-3 and a learning rate of 1e-2 they grow tenfold at most.
 
-bench/comm_audit.py runs the full matrix of models and strategies; here, each model runs at least once.
+bench/audit/communication.py runs the full matrix of models and strategies; here, each model runs at least once.
 """
 
 import pytest

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bench.torch_coverage import products
+from bench.audit.torch_coverage import products
 from pase import compile
 from pase.baselines import Baseline, baselines
 from pase.compiler.problem.problem import SplitProblem

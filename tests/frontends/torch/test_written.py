@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.torch_coverage import products
+from bench.audit.torch_coverage import products
 from pase.errors import PaseError
 from pase.frontends import registry
 from pase.ir import simplify, verify

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench.cases.timelines import ImaginedRun, simulate, write
-from bench.replay_whatif import answered, questions
+from bench.replay.whatif import answered, questions
 from pase.errors import Infeasible
 from pase.replay.changes.whatif import apply
 from pase.replay.measurement.breakdown import breakdowns
@@ -419,7 +419,7 @@ def test_a_replay_far_from_its_own_run_is_an_error(tmp_path: Path, monkeypatch: 
     ],
 )
 def test_what_ifs_meet_the_run_that_changed(question: str) -> None:
-    """Three of those of ``bench/replay_whatif.py``."""
+    """Three of those of ``bench/replay/whatif.py``."""
     (row,) = [answered(q) for q in questions() if q.name == question]
     assert abs(row["error"]) < 0.02 and not row["refused"]
 

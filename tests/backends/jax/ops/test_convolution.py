@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bench import xla_fuzz
+from bench.fuzz import xla as xla_fuzz
 from pase.api import Plan
 from pase.compiler.meshes.plans import plan_of
 from pase.compiler.problem.problem import SplitProblem
@@ -210,7 +210,7 @@ def test_a_depthwise_convolution_split_by_channels_leaves_no_axis_idle_but_besid
 
 
 def test_no_random_convolutions_under_random_splits_end_the_process():
-    """A few of the cases of bench/xla_fuzz.py, in a separate process."""
+    """A few of the cases of bench/fuzz/xla.py, in a separate process."""
     found = list(xla_fuzz.rows([0, 3, 5, 62], ["conv"]))
     assert [r["end"] for r in found] == ["compiled"] * 4, found
 

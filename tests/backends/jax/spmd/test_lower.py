@@ -14,8 +14,8 @@ import optax
 import pytest
 
 import pase
-from bench import xla_fuzz
 from bench.cases.plans import TOLERANCE, case_of, measured
+from bench.fuzz import xla as xla_fuzz
 from pase.backends.audit.xla import compare, sharded_step, unsharded_step
 from pase.backends.jax.make import jax_plan
 from pase.backends.jax.spmd.interpreter import ManualWalk

@@ -1,0 +1,280 @@
+"""How often ``plan.jax.check`` raises a false alarm, and which planted faults it misses.
+
+Programs of the composer (float64), in the ways in which they are planned and run, and models of the zoo in their
+reduced sizes (float32). Each is checked as it is, and with faults (``bench/audit/check_faults.py``). A fault does harm
+if, on any device, the loss, the next state or a gradient is another than without it, by more than 1e-3 of its largest
+element: the check itself is not asked. Some rows have the verdict of lines alone, too, as of a model that no device
+holds. Lines can find faults with the right loss; of a wrong loss the gradient may be right.
+
+    python -m bench.audit.check_rates --seeds 0-20 --zoo mlp gpt2
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from bench.composer.runner import ENVIRONMENT
+from bench.provenance import BEGAN, RESULTS, save
+
+OUT = RESULTS / "check_rates.json"
+HARM = 1e-3
+
+
+@dataclass(kw_only=True)
+class Checker:
+    """Checks of one plan. What does not depend on a fault is computed once."""
+
+    plan: Any
+    arguments: tuple[Any, ...]
+    lowering: str
+    made: dict[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def watching(self, *, lowered_again: bool) -> Iterator[None]:
+        """The program, and which gradients are not slopes, are noted; the reference is run once."""
+        from pase.backends.jax import check as jax_check
+        from pase.backends.jax import check_plans
+        from pase.backends.jax.check import JaxSteps
+        from pase.backends.jax.check_reference import Unsharded
+        from pase.plan import gradient_lines
+
+        def once(name: str, owner: Any, attribute: str) -> Any:
+            right = getattr(owner, attribute)
+
+            def kept(*args: Any) -> Any:
+                if name not in self.made:
+                    self.made[name] = right(*args)
+                return self.made[name]
+
+            return patch.object(owner, attribute, kept)
+
+        right_check, right_verdicts = check_plans.check_of, gradient_lines.verdicts
+        right_driver = jax_check.gradient_check
+
+        def driver(steps: Any, *rest: Any, **named: Any) -> Any:
+            self.made["steps"] = steps
+            return right_driver(steps, *rest, **named)
+
+        def check_of(program: Any, traced: Any, *rest: Any) -> Any:
+            self.made["program"] = program, traced
+            return right_check(program, traced, *rest)
+
+        def verdicts(names: Any, found: Any, reference: Any, doubts: Any) -> Any:
+            self.made["slopes"] = [
+                p.name for p in right_verdicts(names, found, None, {}) if p.verdict == "off"
+            ]
+            return right_verdicts(names, found, reference, doubts)
+
+        with ExitStack() as patches:
+            patches.enter_context(patch.object(check_plans, "check_of", check_of))
+            patches.enter_context(patch.object(jax_check, "gradient_check", driver))
+            patches.enter_context(patch.object(gradient_lines, "verdicts", verdicts))
+            patches.enter_context(once("both", Unsharded, "_both"))
+            patches.enter_context(patch.object(JaxSteps, "_compiled", self.made.setdefault("compiled", {})))
+            if not lowered_again:
+                patches.enter_context(once("lowered", check_plans, "_lowered"))
+            yield
+
+    def check(self, against: str, lowered_again: bool) -> Any:
+        """A check as a user runs it."""
+        how: dict[str, Any] = {"against": against}
+        if self.plan.pipeline is None:
+            how["lowering"] = self.lowering
+        with self.watching(lowered_again=lowered_again):
+            return self.plan.jax.check(*self.arguments, **how)
+
+    def row(self, *, lowered_again: bool = False, lines: bool = True) -> dict[str, Any]:
+        """A check as a row. lines: whether there is one by lines alone, too."""
+        from pase.errors import PaseError
+
+        began = time.process_time()
+        try:
+            found = self.check("auto", lowered_again)
+            alone = self.check("none", lowered_again) if lines else None
+        except PaseError as e:
+            return {"verdict": "refused", "message": str(e).splitlines()[0][:300]}
+        out: dict[str, Any] = {
+            "verdict": found.verdict,
+            "parameters": len(found.parameters),
+            "off": [f"{p.name}: {p.why}"[:160] for p in found.by("off")],
+            "undecided": [f"{p.name}: {p.why}"[:160] for p in found.by("undecided")],
+            "steps": found.steps,
+        }
+        if alone is not None:
+            out |= {
+                "lines": alone.verdict,
+                "lines_off": [p.name for p in alone.by("off")],
+                "lines_undecided": [f"{p.name}: {p.why}"[:160] for p in alone.by("undecided")],
+                "not_slopes": self.made["slopes"],
+                "lines_steps": alone.steps,
+            }
+        if (r := found.reference) is not None:
+            out["reference"] = r.kind
+        out["loss_harm"], out["gradient_harm"] = self._harm()
+        return out | {"cpu_s": round(time.process_time() - began, 1)}
+
+    def _harm(self) -> tuple[bool, bool]:
+        """Whether the loss, and whether gradients or state are others than in the first check of this plan."""
+        steps, traced = self.made["steps"], self.made["program"][1]
+        state = [steps.results[j] for j in traced.carried.values()]
+        mine = [_parts(x) for x in (steps.results[0], *steps.gradients, *state)]
+        right = self.made.setdefault("right", mine)
+        sizes = [max(float(np.abs(p).max(initial=0)) for p in parts) for parts in right]
+        off = [
+            not max(float(np.abs(a - b).max(initial=0)) for a, b in zip(x, y, strict=True)) <= HARM * size
+            for x, y, size in zip(mine, right, sizes, strict=True)
+        ]
+        most = max(sizes[1:])
+        return off[0], any(o for o, size in zip(off[1:], sizes[1:], strict=True) if size > 1e-6 * most)
+
+
+def _parts(x: Any) -> list[np.ndarray]:
+    """Of an array, on each device."""
+    import jax
+
+    if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    found = [np.asarray(s.data) for s in x.addressable_shards]
+    return [p if np.iscomplexobj(p) else p.astype(np.float64) for p in found]
+
+
+def checks(
+    name: str, checker: Checker, faults: int, lines: int, moves: int, rng: Any
+) -> Iterator[dict[str, Any]]:
+    """Rows of one program: as it is, and with planted faults."""
+    from bench.audit.check_faults import MOVES, moved_wrongly, planted, step_faults
+
+    with moved_wrongly("", -1) as made:
+        right = checker.row()
+    yield {"program": name} | right
+    if right["verdict"] == "refused" or "reference" not in right:
+        return
+    program, traced = checker.made["program"]
+    for k, fault in enumerate(itertools.islice(step_faults(program, traced, rng), faults)):
+        with planted(lambda *_, made=fault: made):
+            row = checker.row(lines=k < lines)
+        yield {"program": name, "fault": fault.kind, "where": fault.where} | _harm(row, right)
+    if moves and made:
+        kind, number = str(rng.choice(MOVES)), int(rng.integers(len(made)))
+        with moved_wrongly(kind, number) as again:
+            row = checker.row(lowered_again=True, lines=lines > 0)
+        where = again[number] if number < len(again) else ""
+        yield {"program": name, "fault": f"a move: {kind}", "where": where} | _harm(row, right)
+
+
+def _harm(row: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
+    """The row, and whether its fault does any harm. A step that is refused tells so by itself."""
+    refused = row["verdict"] == "refused"
+    shown = set(row.get("not_slopes", ())) - set(right["not_slopes"])
+    return row | {
+        "lines_show": bool(shown),
+        "harm": refused or row["loss_harm"] or row["gradient_harm"],
+    }
+
+
+def programs(seeds: list[int], parts: int, zoo: list[str]) -> Iterator[tuple[str, Checker]]:
+    """Each program in each of its ways to be run."""
+    from bench.cases.plans import reduced
+    from bench.composer.jax_manners import planned
+    from bench.composer.jax_programs import draw, program_of
+    from pase.errors import PaseError
+
+    for name in zoo:
+        case = reduced(name)
+        for strategy in ("ours@2x4", "fsdp"):
+            if (plan := case.plan(strategy)) is not None:
+                arguments = case.model.init(0)
+                yield f"zoo:{name} {strategy}", Checker(plan=plan, arguments=arguments, lowering="manual")
+    for seed in seeds:
+        spec = draw(seed)
+        if len(spec.parts) > parts:
+            continue
+        program = program_of(spec)
+        for manner in spec.manners:
+            word, lowering, _ = manner.split("/")
+            try:
+                plan = planned(program, word)
+            except PaseError:
+                continue
+            if plan is not None:
+                arguments = (program.params, program.batch)
+                yield f"{seed} {manner}", Checker(plan=plan, arguments=arguments, lowering=lowering)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts: false alarms of right steps, and planted faults that do harm and are not found."""
+    right = [r for r in rows if "fault" not in r and r["verdict"] != "refused"]
+    planted = [r for r in rows if "fault" in r]
+    harmful = [r for r in planted if r["harm"]]
+    seen = [r for r in harmful if "lines" in r]
+    backward = [r for r in seen if not r["loss_harm"]]
+    kinds: dict[str, Counter[str]] = {}
+    for r in harmful:
+        kinds.setdefault(r["fault"], Counter())[r["verdict"]] += 1
+    return {
+        "programs": len({r["program"] for r in right}),
+        "right steps": dict(Counter(r["verdict"] for r in right)),
+        "right steps, by lines alone": dict(Counter(r["lines"] for r in right)),
+        "false alarms of lines alone": sum(r["lines"] == "off" for r in right),
+        "planted faults": len(planted),
+        "that do harm": len(harmful),
+        "found": sum(r["verdict"] in ("off", "refused") for r in harmful),
+        "by kind": {k: dict(v) for k, v in sorted(kinds.items())},
+        "with lines, and the right loss": len(backward),
+        "by lines alone, with the right loss": dict(Counter(r["lines"] for r in backward)),
+        "not the slope, with the right loss": sum(r["lines_show"] for r in backward),
+        "by lines alone, with a wrong loss": dict(Counter(r["lines"] for r in seen if r["loss_harm"])),
+    }
+
+
+def numbers(text: str) -> list[int]:
+    """
+    >>> numbers("3,7-9")
+    [3, 7, 8, 9]
+    """
+    parts = [part.partition("-") for part in text.split(",")]
+    return [n for first, _, last in parts for n in range(int(first), int(last or first) + 1)]
+
+
+def main() -> None:
+    """Writes bench/results/check_rates.json after each program; programs that it has are not run again."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=numbers, default=list(range(40)))
+    parser.add_argument("--parts", type=int, default=4, help="programs of at most so many layers")
+    parser.add_argument("--zoo", nargs="*", default=["mlp", "gpt2"])
+    parser.add_argument("--faults", type=int, default=5, help="in what the step computes, of each program")
+    parser.add_argument("--lines", type=int, default=2, help="of so many of them lines are run, too")
+    parser.add_argument("--moves", type=int, default=1, help="whether a move is made wrong, too")
+    parser.add_argument("--out", type=Path, default=OUT)
+    given = parser.parse_args()
+    os.environ |= ENVIRONMENT
+    warnings.simplefilter("ignore")
+    rows: list[dict[str, Any]] = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
+    known = {r["program"] for r in rows}
+    for name, checker in programs(given.seeds, given.parts, given.zoo):
+        if name in known:
+            continue
+        rng = np.random.default_rng([*name.encode()])
+        for found in checks(name, checker, given.faults, given.lines, given.moves, rng):
+            rows.append(found | {"commit": BEGAN["commit"]})
+            print(json.dumps(found), flush=True)
+        save({"summary": summary(rows), "rows": rows}, given.out)
+    print(json.dumps(summary(rows), indent=1))
+
+
+if __name__ == "__main__":
+    main()

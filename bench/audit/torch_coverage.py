@@ -1,0 +1,434 @@
+"""Which classes of transformers are read, op by op, and searched: each in a process of its own.
+
+    python -m bench.audit.torch_coverage                       # every class that has no row by today's reader
+    python -m bench.audit.torch_coverage --only Llama --again  # these again; the others' rows are kept
+    python -m bench.audit.torch_coverage --sample 40           # some, spread evenly over the alphabet
+    python -m bench.audit.torch_coverage --failing             # those that torch.export takes and pase does not
+    python -m bench.audit.torch_coverage --list timm           # a list alone: causal, huggingface, timm, torchvision
+
+Lists: the causal language models of the installed transformers; and of PyTorch's own benchmarks (pytorch/pytorch,
+benchmarks/dynamo/*_models_list.txt, read 2026-11-22) the classes of transformers, the models of timm, and those of
+torchbench that torchvision has (the others are not on any index). Each is built from its configuration's defaults
+(which are a published size), those of transformers with two layers if it can be built so, on meta tensors; nothing is
+downloaded, no weight is made. A list whose package is not installed is left out. ``exported``: by pase's own tracing;
+where that fails, ``pase.frontends.torch.export.module`` says whether plain torch.export takes the same step.
+``lowered``: no op was left without a rule. ``searched``: the best strategy for 8 devices was found and proven.
+``flops``: of products, convolutions and attention, beside what PyTorch's FlopCounterMode counts of the same step.
+``parameters_equal``: each parameter has the bytes that the module has, and those that get a gradient are those that
+PyTorch's own backward gives one. ``reader``: a digest of the files that read a module; a row of another one is measured
+again. Seconds are CPU time. Writes bench/results/torch_coverage.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import math
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from bench.arguments import parser, wanted
+from bench.processes import forks_of, row_apart
+from bench.provenance import BEGAN, save
+
+PRELOADED = ("torch.export", "pase.compiler.compilation", "pase.frontends.torch.frontend")
+OF_TRANSFORMERS = "transformers.models.mixtral.modeling_mixtral"
+CPU_S, MEMORY = 120, 24 << 30
+BATCH, SEQUENCE, LAYERS, DEVICES = 8, 64, 2, 8
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "decoder_layers", "encoder_layers")
+
+
+HUGGINGFACE = [
+    "AlbertForMaskedLM",
+    "AlbertForQuestionAnswering",
+    "LongformerForMaskedLM",
+    "BartForCausalLM",
+    "BartForConditionalGeneration",
+    "BertForMaskedLM",
+    "BertForQuestionAnswering",
+    "BlenderbotForCausalLM",
+    "BlenderbotForConditionalGeneration",
+    "BlenderbotSmallForCausalLM",
+    "BlenderbotSmallForConditionalGeneration",
+    "CamembertForMaskedLM",
+    "DebertaV2ForMaskedLM",
+    "DebertaV2ForQuestionAnswering",
+    "DistilBertForMaskedLM",
+    "DistilBertForQuestionAnswering",
+    "GPT2LMHeadModel",
+    "ElectraForCausalLM",
+    "ElectraForQuestionAnswering",
+    "GPT2ForSequenceClassification",
+    "GPTJForCausalLM",
+    "GPTJForQuestionAnswering",
+    "GPTNeoForCausalLM",
+    "GPTNeoForSequenceClassification",
+    "FNetForMaskedLM",
+    "LayoutLMForMaskedLM",
+    "LayoutLMForSequenceClassification",
+    "M2M100ForConditionalGeneration",
+    "MBartForCausalLM",
+    "MBartForConditionalGeneration",
+    "MT5ForConditionalGeneration",
+    "MegatronBertForCausalLM",
+    "MegatronBertForQuestionAnswering",
+    "MobileBertForMaskedLM",
+    "MobileBertForQuestionAnswering",
+    "OPTForCausalLM",
+    "PLBartForCausalLM",
+    "PLBartForConditionalGeneration",
+    "PegasusForCausalLM",
+    "PegasusForConditionalGeneration",
+    "RobertaForCausalLM",
+    "RobertaForQuestionAnswering",
+    "T5ForConditionalGeneration",
+    "TrOCRForCausalLM",
+    "XGLMForCausalLM",
+    "XLNetLMHeadModel",
+    "ConvBertForMaskedLM",
+    "LlamaForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "WhisperForConditionalGeneration",
+    "Qwen3ForCausalLM",
+    "MistralForCausalLM",
+    "GptOssForCausalLM",
+]
+"""The list's names as classes: its T5Small is T5ForConditionalGeneration again, its CamemBert CamembertForMaskedLM."""
+TIMM = [
+    "inception_v3",
+    "beit_base_patch16_224",
+    "convnextv2_nano",
+    "deit_base_distilled_patch16_224",
+    "deit_tiny_patch16_224",
+    "dm_nfnet_f0",
+    "ghostnet_100",
+    "mobilenetv2_100",
+    "mobilenetv3_large_100",
+    "mobilevit_s",
+    "nfnet_l0",
+    "repvgg_a2",
+    "swin_base_patch4_window7_224",
+    "tf_efficientnet_b0",
+    "visformer_small",
+    "vit_base_patch14_dinov2",
+    "vit_base_patch16_siglip_256",
+]
+"""Without the names of weights: adv_inception_v3 is inception_v3 again."""
+TORCHVISION = [
+    "alexnet",
+    "densenet121",
+    "mnasnet1_0",
+    "mobilenet_v2",
+    "mobilenet_v3_large",
+    "resnet152",
+    "resnet18",
+    "resnet50",
+    "resnext50_32x4d",
+    "shufflenet_v2_x1_0",
+    "squeezenet1_1",
+    "vgg16",
+]
+
+
+def lists() -> dict[str, list[str]]:
+    """List -> its rows, of the packages that are installed."""
+    return {
+        k: v
+        for k, v in listed_names().items()
+        if k in ("causal", "huggingface") or importlib.util.find_spec(k)
+    }
+
+
+def listed_names() -> dict[str, list[str]]:
+    """List -> its rows, also where a package is not installed."""
+    return {
+        "causal": names(),
+        "huggingface": sorted(HUGGINGFACE),
+        "timm": [f"timm:{n}" for n in TIMM],
+        "torchvision": [f"torchvision:{n}" for n in TORCHVISION],
+    }
+
+
+def names() -> list[str]:
+    """The causal language models of the installed transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MAPPING
+
+    return sorted(set(MAPPING.values()))
+
+
+def built(name: str) -> tuple[str, Any, tuple[Any, ...], Any]:
+    """(the model by name, module, batch, loss), on meta tensors."""
+    from pase.errors import PaseError
+    from pase.frontends.torch import hf
+
+    package, _, model = name.rpartition(":")
+    if not package:
+        few, whole = settings(name)
+        try:
+            return few, *hf.build(few), None
+        except PaseError:
+            return whole, *hf.build(whole), None
+    import torch
+
+    # torchvision's own ops are not built for this PyTorch; its networks do not call them.
+    for op in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{op}", "(Tensor a, Tensor b, float c) -> Tensor")
+    with torch.device("meta"):
+        if package == "timm":
+            import timm
+
+            module = timm.create_model(model, pretrained=False)
+            side = module.default_cfg["input_size"][-1]
+        else:
+            import torchvision
+
+            module, side = torchvision.models.get_model(model, weights=None), 224
+        batch = torch.empty(BATCH, 3, side, side), torch.zeros(BATCH, dtype=torch.int64)
+
+    def loss(module: Any, x: Any, labels: Any) -> Any:
+        made = module(x)
+        return torch.nn.functional.cross_entropy(getattr(made, "logits", made), labels)
+
+    return name, module.train(), batch, loss
+
+
+def settings(name: str) -> tuple[str, str]:
+    """The class with few layers, as ``hf:`` has it, and with all of its own, which some classes' other defaults need; a
+    class whose text model is a part of it: its part's."""
+    import transformers
+
+    config = getattr(transformers, name).config_class()
+    inner = [k for k in getattr(config, "sub_configs", {}) if getattr(config, k, None) is not None]
+    few = {k: LAYERS for k in _LAYERS if isinstance(getattr(config, k, None), int)}
+    inside = {
+        key: {k: LAYERS for k in _LAYERS if isinstance(getattr(getattr(config, key), k, None), int)}
+        for key in inner
+    }
+    every = {**few, **{k: v for k, v in inside.items() if v}} if not few or not inside else inside or few
+    sizes = f"batch={BATCH}&sequence={SEQUENCE}"
+    return (
+        f"hf:{name}?{''.join(f'{k}={json.dumps(v)}&' for k, v in every.items())}{sizes}",
+        f"hf:{name}?{sizes}",
+    )
+
+
+def measured(name: str) -> dict[str, Any]:
+    """One class's row: how far it came, in how many seconds, and which ops have no rule."""
+    from pase.errors import PaseError
+    from pase.frontends.torch.export.module import program_of
+    from pase.frontends.torch.frontend import lowered
+    from pase.frontends.torch.lower import reads_op
+
+    row: dict[str, Any] = {"exported": False, "lowered": False, "searched": False}
+    began = time.process_time()
+
+    def lap(what: str) -> None:
+        nonlocal began
+        row[what], began = round(time.process_time() - began, 2), time.process_time()
+
+    try:
+        row["model"], module, batch, loss = built(name)
+    except Exception as e:
+        return row | {"stage": "build", "error": f"{type(e).__name__}: {e}"[:1000]}
+    lap("build_s")
+    try:
+        program = program_of(module, batch, loss, reads_op)
+    except PaseError as e:
+        taken = _by_torch_alone(module, batch, loss)
+        return row | {"stage": "export", "torch_export": taken, "error": str(e)[:1000]}
+    lap("export_s")
+    row |= {"exported": True, "torch_export": True}
+    try:
+        traced = lowered(program, name, "replicate")
+        row |= {"missing": _missing(traced.graph), "whole": _whole(traced.graph)}
+        row |= {"lowered": not row["missing"], "equations": len(traced.graph.nodes)}
+        lap("lower_s")
+        row |= _searched(traced)
+        lap("search_s")
+        row |= _compared(traced.graph, module, batch, loss)
+        lap("compare_s")
+    except Exception as e:
+        row |= {
+            "stage": "compare" if row["searched"] else "search" if "missing" in row else "lower",
+            "error": f"{type(e).__name__}: {e}"[:1000],
+        }
+    return row
+
+
+def _searched(traced: Any) -> dict[str, Any]:
+    from pase import machine
+    from pase.compiler.meshes.search import search_meshes
+    from pase.compiler.problem.problem import SplitProblem
+
+    problem = SplitProblem.of(traced.graph, DEVICES, machine.load("h100x8"), "analytic", "adam")
+    found = search_meshes(problem, problem.meshes(None, 3))
+    proven = found.solution.optimal
+    return {"nodes": len(problem.graph.nodes), "mesh": list(found.mesh.sizes), "searched": bool(proven)}
+
+
+def _missing(graph: Any) -> dict[str, int]:
+    """Ops without a rule, which are named as PyTorch has them -> how many of them there are."""
+    return dict(
+        Counter(op.name for n in graph.nodes for op in n.ops if op.kind == "opaque" and "." in op.name)
+    )
+
+
+def _whole(graph: Any) -> dict[str, int]:
+    """Ops whose rule says that they are not split."""
+    every = (op for n in graph.nodes for op in n.ops if op.kind == "opaque" and "." not in op.name)
+    return dict(Counter(op.name for op in every))
+
+
+def products(graph: Any) -> float:
+    """FLOPs of matrix products, convolutions and attention."""
+    return sum(
+        op.flops_per_point * math.prod(float(n.space[d].size) for d in op.worked) * float(op.times)
+        for n in graph.nodes
+        for op in n.ops
+        if op.kind in ("matmul", "conv", "attention")
+    )
+
+
+def _compared(graph: Any, module: Any, batch: Any, loss: Any) -> dict[str, Any]:
+    """Beside the step by PyTorch alone, forward and backward, on fake tensors."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from pase.frontends.torch.export.module import faked, step_of
+
+    with (
+        faked(module) as fake,
+        next(module.parameters()).fake_mode,
+        sdpa_kernel(SDPBackend.MATH),
+        FlopCounterMode(display=False) as counter,
+    ):
+        made = step_of(module, loss)(
+            *torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: fake(t).detach(), tuple(batch))
+        )
+        counted = counter.get_total_flops()
+        made.backward()
+        theirs = {k: (p.nbytes, p.grad is not None) for k, p in module.named_parameters()}
+    ours = {t.path: (t.nbytes, t.needs_grad) for t in graph.parameters}
+    trained = {k for k, (_, gradient) in theirs.items() if gradient}
+    return {
+        "flops": [products(graph), counted],
+        "parameter_bytes": sum(nbytes for nbytes, _ in ours.values()),
+        "parameters_equal": all(theirs[k][0] == nbytes for k, (nbytes, _) in ours.items())
+        and trained == {k for k, (_, gradient) in ours.items() if gradient},
+    }
+
+
+def _by_torch_alone(module: Any, batch: Any, loss: Any) -> bool:
+    """Does plain torch.export take the step, on the same meta tensors?"""
+    import torch
+
+    from pase.frontends.torch.export.module import step_of
+
+    try:
+        torch.export.export(step_of(module, loss), tuple(batch), strict=False).run_decompositions({})
+    except Exception:
+        return False
+    return True
+
+
+def reader() -> str:
+    """A digest of pase's files that read a module."""
+    from pase.frontends.torch import frontend as from_torch
+
+    from_torch.coverage()  # imports all rules
+    files = [
+        m.__file__
+        for name, m in sorted(sys.modules.items())
+        if name.startswith(("pase.frontends", "pase.ops"))
+    ]
+    return hashlib.sha256(b"".join(Path(f).read_bytes() for f in files if f)).hexdigest()[:12]
+
+
+def summary(rows: dict[str, Any]) -> dict[str, Any]:
+    """Counts over the rows, and the ops that are missing with the number of classes that need each. A row whose process
+    did not end counts as one that torch.export takes: it is not known, and must not flatter the share."""
+    undecided = [r for r in rows.values() if "torch_export" not in r and r.get("stage") != "build"]
+    taken = [r for r in rows.values() if r.get("torch_export")] + undecided
+    reasons = Counter(op for r in rows.values() for op in r.get("missing", {}))
+    done = [r for r in taken if r["lowered"] and r["searched"]]
+    return {
+        "classes": len(rows),
+        "built": sum(r.get("stage") != "build" for r in rows.values()),
+        "torch_export_takes": len(taken) - len(undecided),
+        "undecided": len(undecided),
+        "exported": sum(r["exported"] for r in rows.values()),
+        "lowered": sum(r["lowered"] for r in rows.values()),
+        "searched": sum(r["searched"] for r in rows.values()),
+        "lowered_and_searched": len(done),
+        "of_what_export_takes": round(len(done) / max(len(taken), 1), 4),
+        "flops_equal": sum(r["flops"][0] == r["flops"][1] for r in rows.values() if "flops" in r),
+        "parameters_equal": sum(r.get("parameters_equal", False) for r in rows.values()),
+        "cpu_s": round(sum(r.get("cpu_s", 0.0) for r in rows.values()), 1),
+        "missing_ops": dict(reasons.most_common()),
+    }
+
+
+def _some(every: list[str], count: int) -> list[str]:
+    """So many of them, spread evenly."""
+    return [every[i * len(every) // count] for i in range(min(count, len(every)))]
+
+
+def main() -> None:
+    """Writes bench/results/torch_coverage.json: a row for each class, after each class."""
+    import torch
+    import transformers
+
+    args = parser(__doc__, "torch_coverage")
+    args.add_argument(
+        "--list", default="causal", help="causal (by default), huggingface, timm or torchvision"
+    )
+    args.add_argument("--sample", type=int, metavar="N", help="so many classes, spread evenly")
+    args.add_argument("--again", action="store_true", help="classes that have a row too")
+    args.add_argument(
+        "--failing", action="store_true", help="those that torch.export takes and pase does not"
+    )
+    given = args.parse_args()
+    path = Path(given.o)
+    rows: dict[str, Any] = json.loads(path.read_text())["rows"] if path.exists() else {}
+    every, today = lists(), reader()
+    if given.list not in every:
+        raise SystemExit(
+            f"there is no list '{given.list}' here: {', '.join(every)}; is its package installed?"
+        )
+    chosen = wanted(((n, n) for n in every[given.list]), given.only)
+    if given.sample:
+        chosen = _some(chosen, given.sample)
+    if given.failing:
+        done = {k for k, r in rows.items() if r["lowered"] and r["searched"]}
+        chosen = [n for n in chosen if n in rows and n not in done and rows[n].get("torch_export", True)]
+    elif not given.again:
+        chosen = [n for n in chosen if rows.get(n, {}).get("reader") != today]
+    images = given.list in (
+        "timm",
+        "torchvision",
+    )  # transformers imports them, without the ops that ``built`` defines
+    processes = forks_of(PRELOADED if images else (*PRELOADED, OF_TRANSFORMERS))
+    for name in chosen:
+        blank = {"exported": False, "lowered": False, "searched": False}
+        row = blank | row_apart(processes, measured, name, cpu_s=CPU_S, memory=MEMORY)
+        rows[name] = row | {"commit": BEGAN["commit"], "reader": today}
+        print(
+            f"{name:36} {'ok' if row['lowered'] and row['searched'] else row.get('stage', 'no'):7} "
+            f"{row.get('cpu_s', '')} {row.get('missing') or ''} {row.get('error', '')[:200]}",
+            flush=True,
+        )
+        rows = {k: rows[k] for k in sorted(rows)}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        of = {k: {n: rows[n] for n in listed if n in rows} for k, listed in listed_names().items()}
+        found = {k: summary(r) for k, r in of.items() if r}
+        save({"versions": versions, "summary": found, "rows": rows}, path)
+
+
+if __name__ == "__main__":
+    main()

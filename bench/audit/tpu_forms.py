@@ -1,0 +1,162 @@
+"""What XLA for TPU makes of gathers and scattered sums that a program asks for, ahead of time and without a TPU.
+
+    /tmp/tpu/bin/python -m bench.audit.tpu_forms        # in the environment of bench/audit/tpu.py; a few seconds a row
+    /tmp/tpu/bin/python -m bench.audit.tpu_forms --only 8192x2048
+
+Each row is a program of its own under ``shard_map``: a product whose result is partial on every device, scattered along
+one of its dims ("tiled": along the dim itself; "apart": along a dim of the parts, in front of it, as
+``backends/jax/spmd/collectives.py`` does), or a weight that is gathered and read by a product. Mesh axes are joined in
+one collective ("ab") or go one after another ("a-b"). Writes bench/results/tpu_forms.json: the collectives in each
+compiled program, with their larger local buffers. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bench.arguments import parser, wanted
+from bench.provenance import save
+
+CONTRACTED = 64
+"""Rows of each device that the products sum over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedForm:
+    """kind: of collective. shape: of the whole gradient or weight, in bfloat16. axes: of a mesh with the topology's
+    sides, or with the sizes given; dim: that they split. form: tiled or apart."""
+
+    kind: str
+    topology: str
+    shape: tuple[int, ...]
+    axes: str
+    dim: int = 0
+    form: str = "apart"
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        shape = "x".join(map(str, self.shape))
+        sizes = "" if not self.sizes else f" as {'x'.join(map(str, self.sizes))}"
+        return f"{self.kind} {shape} dim {self.dim} over {self.axes} of {self.topology}{sizes}, {self.form}"
+
+
+def _sums() -> list[AskedForm]:
+    made = []
+    cases: list[tuple[str, tuple[int, ...], int, str]] = [
+        ("4x8", (3072, 768), 0, "ab"),
+        ("4x8", (768, 12, 64), 0, "ab"),
+        ("4x8", (50304, 768), 0, "ab"),
+        ("4x8", (50304, 768), 1, "ab"),
+        ("8x8", (1024, 1024), 1, "a"),
+        ("8x8", (8192, 2048), 0, "a"),
+        ("8x8", (8192, 2048), 0, "ab"),
+        ("8x8", (8192, 2048), 0, "a-b"),
+        ("8x8", (2048, 16, 128), 0, "a-b"),
+    ]
+    for form in ("tiled", "apart"):
+        made += [
+            AskedForm(kind="reduce_scatter", topology=t, shape=s, dim=d, axes=a, form=form)
+            for t, s, d, a in cases
+        ]
+    small = [((512, 2048), "ab"), ((512, 2048), "a-b"), ((512, 8, 64), "ab"), ((8192, 2048), "ab")]
+    made += [
+        AskedForm(kind="reduce_scatter", topology=t, shape=s, axes=a)
+        for t in ("4x4", "4x8")
+        for s, a in small
+    ]
+    some = [((2, 4, 8), "bc"), ((4, 2, 2, 4), "ac")]
+    return made + [
+        AskedForm(kind="reduce_scatter", topology="8x8", shape=(2048, 8192), axes=axes, sizes=sizes)
+        for sizes, axes in some
+    ]
+
+
+def _gathers() -> list[AskedForm]:
+    cases: list[tuple[str, tuple[int, ...], str, tuple[int, ...]]] = [
+        ("8x8", (2048, 8192), "ab", ()),
+        ("8x8", (2048, 2048), "ab", ()),
+        ("8x8", (2048, 2048), "bc", (2, 4, 8)),
+        ("4x8", (768, 3072), "ab", ()),
+    ]
+    return [
+        AskedForm(kind="all_gather", topology=t, shape=s, axes=a, sizes=sizes, form="tiled")
+        for t, s, a, sizes in cases
+    ]
+
+
+ROWS = [(a.name, a) for a in (*_sums(), *_gathers())]
+
+
+def main() -> None:
+    """Compiles the rows asked for and writes them beside those that stand."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    options = parser(__doc__, "tpu_forms").parse_args()
+    for asked in wanted(ROWS, options.only):
+        row = {"name": asked.name, **asdict(asked), "compiled": compiled(asked)}
+        print(row["name"], row["compiled"], file=sys.stderr, flush=True)
+        rows = json.loads(options.o.read_text())["rows"] if options.o.exists() else []
+        names = [name for name, _ in ROWS]
+        rows = [r for r in rows if r["name"] in names and r["name"] != asked.name] + [row]
+        versions = {p: importlib.metadata.version(p) for p in ("jax", "libtpu")}
+        save(versions | {"rows": sorted(rows, key=lambda r: names.index(r["name"]))}, options.o)
+
+
+def compiled(asked: AskedForm) -> list[dict[str, Any]]:
+    """The collectives of the compiled program: kind and bytes of the larger local buffer."""
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from pase.hlo.collectives import collectives
+    from pase.machine.jax_devices import as_linked
+
+    chips = topologies.get_topology_desc(platform="tpu", topology_name=f"v5e:{asked.topology}").devices
+    sizes = asked.sizes or tuple(map(int, asked.topology.split("x")))
+    names = tuple("abcd"[: len(sizes)])
+    mesh = jax.sharding.Mesh(np.array(as_linked(chips), dtype=object).reshape(sizes), names)
+    stages = asked.axes.split("-")
+    split: list[Any] = [None] * len(asked.shape)
+    split[asked.dim] = tuple(a for stage in stages for a in stage)
+
+    def scattered(x: Any, y: Any) -> Any:
+        out = jax.lax.dot_general(x, y, (((0,), (0,)), ((), ()))).reshape(asked.shape)
+        for stage in stages:
+            if asked.form == "apart":
+                parts = math.prod(mesh.shape[a] for a in stage)
+                n = out.shape[asked.dim]
+                out = out.reshape(*out.shape[: asked.dim], parts, n // parts, *out.shape[asked.dim + 1 :])
+            out = jax.lax.psum_scatter(
+                out, tuple(stage), scatter_dimension=asked.dim, tiled=asked.form == "tiled"
+            )
+        return out
+
+    def gathered(x: Any, y: Any) -> Any:
+        return x @ jax.lax.all_gather(y, tuple(asked.axes), axis=asked.dim, tiled=True)
+
+    def given(shape: tuple[int, ...], spec: P) -> Any:
+        return jax.ShapeDtypeStruct(shape, "bfloat16", sharding=NamedSharding(mesh, spec))
+
+    rows = CONTRACTED * math.prod(sizes)
+    left = given((rows, asked.shape[0]), P(names))
+    if asked.kind == "all_gather":
+        fn, right, ins, out = gathered, given(asked.shape, P(*split)), (P(names), P(*split)), P(names)
+    else:
+        fn, right = scattered, given((rows, math.prod(asked.shape[1:])), P(names))
+        ins, out = (P(names), P(names)), P(*split)
+    program = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=ins, out_specs=out, check_vma=False))
+    found = collectives(program.lower(left, right).compile())
+    return [{"kind": c.kind, "bytes": c.bytes, "devices": c.group_size} for c in found]
+
+
+if __name__ == "__main__":
+    main()

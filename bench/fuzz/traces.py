@@ -1,0 +1,290 @@
+"""Mutated traces: no absurd result without a warning, and no error but one that says what is wrong.
+
+    .venv/bin/python -m bench.fuzz.traces [--count 100000] [--seed 0]   # writes bench/results/replay_fuzz.json
+    .venv/bin/python -m bench.fuzz.traces --resume --cpu-minutes 12    # goes on where that file ends
+
+Case k of a seed is always the same: its random numbers come from (seed, k). What was reached is written every
+thousand cases, so that a run may stop anywhere.
+
+Small imagined runs (``bench/cases/timelines.py``) are written as Kineto traces with one to four mutations each: events
+dropped, doubled, moved, stretched, renamed, put on other streams, launches and marks lost, ids shared, times that are
+no times, files cut. Each is loaded, aligned, measured, replayed and diagnosed. What may result: a PaseError, or a
+report whose numbers are finite and whose parts sum to the iteration. A report is absurd where an iteration is longer
+than the trace or has no length, or the replay lies outside of twice the range of the measured iterations; then it must
+say so: a doubt, an iteration left out, or a note on the trace. A what-if that takes time away (twice the bandwidth,
+half the host's work, balanced ranks) must be refused, or not make an iteration longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.cases.timelines import ImaginedRun, simulate, trace
+from bench.provenance import RESULTS, save
+from pase.errors import Infeasible, PaseError
+from pase.replay import align, load, measure
+from pase.replay.changes.whatif import apply
+from pase.replay.reports.diagnose import diagnose_run
+from pase.replay.reports.report_diagnose import diagnosis_report
+
+HELPS = (("bandwidth", "", 2.0), ("host", "", 0.5), ("balance", "", 1.0))
+"""What-ifs that take time away."""
+Document = dict[str, Any]
+Mutation = Callable[[list[dict[str, Any]], np.random.Generator], list[dict[str, Any]]]
+
+SHAPES: tuple[dict[str, Any], ...] = (
+    {"ranks": 1, "layers": 4, "kernel_us": 200.0, "between_us": 4.0},
+    {"ranks": 1, "layers": 3, "kernel_us": 12.0, "between_us": 60.0},
+    {"ranks": 2, "layers": 2, "kernel_us": 60.0, "bucket_bytes": 8 << 20},
+    {"ranks": 3, "layers": 2, "kernel_us": 100.0, "slow_rank": 1, "slow_by": 1.5},
+)
+
+
+def _copied(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Events of their own: mutations change what lies one level deep."""
+    return [{**e, "args": {**e["args"]}} for e in events]
+
+
+def _draw_indices(events: list[dict[str, Any]], rng: np.random.Generator, most: int = 20) -> list[int]:
+    return rng.integers(0, len(events), int(rng.integers(1, most))).tolist()
+
+
+def drop(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Events removed."""
+    gone = set(_draw_indices(events, rng, 60))
+    return [e for i, e in enumerate(events) if i not in gone] or events
+
+
+def drop_kind(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """All events of one category, in one part of the trace."""
+    cat = rng.choice(["kernel", "cuda_runtime", "cpu_op", "user_annotation"])
+    a, b = np.sort(rng.uniform(0, 1, 2))
+    last = max(e["ts"] for e in events if isinstance(e["ts"], float))
+    keep = [
+        e
+        for e in events
+        if e["cat"] != cat or not (isinstance(e["ts"], float) and a * last <= e["ts"] <= b * last)
+    ]
+    return keep or events
+
+
+def double(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Events written twice."""
+    return events + _copied(events[i] for i in _draw_indices(events, rng))
+
+
+def move(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Starts shifted, by up to a second."""
+    for i in _draw_indices(events, rng):
+        if isinstance(events[i]["ts"], float):
+            events[i]["ts"] += float(rng.normal() * 10.0 ** rng.integers(0, 7))
+    return events
+
+
+def stretch(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Durations scaled by up to four orders of magnitude, either way."""
+    for i in _draw_indices(events, rng):
+        if isinstance(events[i]["dur"], float):
+            events[i]["dur"] *= float(10.0 ** rng.uniform(-4, 4))
+    return events
+
+
+def shift_rest(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """The clock jumps, of the device or of all."""
+    at, by = float(rng.uniform(0, 30_000)), float(rng.normal() * 10.0 ** rng.integers(1, 7))
+    cat = rng.choice(["kernel", ""])
+    for e in events:
+        if isinstance(e["ts"], float) and e["ts"] > at and (not cat or e["cat"] == cat):
+            e["ts"] += by
+    return events
+
+
+def nonsense(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Times that are no times."""
+    values: list[Any] = [float("nan"), float("inf"), -1.0, 0.0, 1e17, -1e17, "x", None, [], {}]
+    for i in _draw_indices(events, rng, 5):
+        events[i][str(rng.choice(["ts", "dur"]))] = values[int(rng.integers(len(values)))]
+    return events
+
+
+def ids(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Correlation ids shared, lost or out of their range."""
+    for i in _draw_indices(events, rng, 40):
+        if "correlation" in events[i]["args"]:
+            events[i]["args"]["correlation"] = int(rng.choice([-5, 0, 1, 2, 3, 1 << 40]))
+    return events
+
+
+def streams(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Kernels moved to other streams."""
+    for i in _draw_indices(events, rng):
+        if "stream" in events[i]["args"]:
+            events[i]["args"]["stream"] = int(rng.choice([7, 20, 99]))
+    return events
+
+
+def names(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Events renamed to what means something to the reader."""
+    words = [
+        "cudaDeviceSynchronize",
+        "cudaMalloc",
+        "ProfilerStep#1",
+        "ncclDevKernel_AllGather",
+        "",
+        "x" * 300,
+    ]
+    for i in _draw_indices(events, rng, 10):
+        events[i]["name"] = str(rng.choice(words))
+    return events
+
+
+def marks(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Steps renumbered, nested, or without an end."""
+    for e in events:
+        if e["name"].startswith("ProfilerStep") and rng.random() < 0.5:
+            e["name"] = f"ProfilerStep#{int(rng.integers(0, 4))}"
+            if isinstance(e["dur"], float):
+                e["dur"] *= float(rng.choice([0.0, 0.5, 1.0, 3.0]))
+    return events
+
+
+def cut(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """The end of the file missing."""
+    return events[: max(1, int(rng.integers(len(events))))]
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    drop,
+    drop_kind,
+    double,
+    move,
+    stretch,
+    shift_rest,
+    nonsense,
+    ids,
+    streams,
+    names,
+    marks,
+    cut,
+)
+
+
+def mutated(documents: list[Document], rng: np.random.Generator) -> tuple[list[Document], list[str]]:
+    """A copy of a run's traces with one to four mutations, each of one rank, and which they were."""
+    out = [{**d, "traceEvents": _copied(d["traceEvents"])} for d in documents]
+    done = []
+    for _ in range(int(rng.integers(1, 5))):
+        change = MUTATIONS[int(rng.integers(len(MUTATIONS)))]
+        d = out[int(rng.integers(len(out)))]
+        d["traceEvents"] = change(d["traceEvents"], rng)
+        done.append(change.__name__)
+    return out, done
+
+
+def verdict(folder: Path) -> str:
+    """What the traces in a folder lead to: "refused", "warned", "plain", or what is wrong with the report."""
+    try:
+        t = align(load(folder))
+        d = diagnose_run(measure(t))
+        report = diagnosis_report("run", d)
+    except PaseError:
+        return "refused"
+    try:
+        json.dumps(report, allow_nan=False)
+    except ValueError:
+        return "fault: a number of the report is not finite"
+    for b in d.breakdowns:
+        if sum(b.parts.values()) != b.total_ns or min(b.parts.values(), default=0) < 0:
+            return "fault: the parts do not sum to the iterations"
+    run = d.run
+    warned = bool(run.doubts or run.measured.left_out or t.problems)
+    low, high = float(run.lengths_ns.min()), float(run.lengths_ns.max())
+    extent = float(t.to_global(t.end_ns).max() - t.global_start_ns().min())
+    absurd = low <= 0 or high > extent * (1 + 1e-9) or not low / 2 <= run.replayed_ns <= 2 * high
+    absurd |= not math.isfinite(run.replayed_ns)
+    for knob in HELPS:
+        try:
+            ns = run.must_be_explained(knob[0], apply(run.graph, [knob]))
+        except Infeasible:
+            continue
+        if not ns <= run.replayed_ns:
+            return f"fault: {knob[0]}={knob[2]:g} takes {ns:.0f} ns, the run as it is {run.replayed_ns:.0f}"
+    if absurd and not warned:
+        return f"fault: {low:.0f} to {high:.0f} ns of {extent:.0f}, replayed {run.replayed_ns:.0f}, without a warning"
+    return "warned" if warned else "plain"
+
+
+def main() -> None:
+    """Writes bench/results/replay_fuzz.json: how the mutated traces ended, and the faults."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="go on where the result file ends")
+    parser.add_argument("--cpu-minutes", type=float, default=math.inf, help="begin no case after so many")
+    parser.add_argument("-o", type=Path, default=RESULTS / "replay_fuzz.json")
+    args = parser.parse_args()
+    found: Counter[str] = Counter()
+    faults: list[dict[str, Any]] = []
+    if args.resume and args.o.exists():
+        before = json.loads(args.o.read_text())
+        if before["seed"] != args.seed:
+            parser.error(f"{args.o} holds seed {before['seed']}; --resume goes on with that one")
+        found = Counter(before["outcomes"])
+        # Earlier faults run again: those that were fixed since then now have another outcome.
+        again, faults = fuzz([f["k"] for f in before["faults"]], args.seed)
+        found = found + again
+        found["fault"] -= len(before["faults"])
+    while sum(found.values()) < args.count and time.process_time() < 60 * args.cpu_minutes:
+        at = sum(found.values())
+        more, wrong = fuzz(range(at, min(at + 1000, args.count)), args.seed, 60 * args.cpu_minutes)
+        found, faults = found + more, faults + wrong
+        out = {"count": sum(found.values()), "seed": args.seed, "outcomes": dict(found)}
+        save({**out, "faults": faults[:50], "cpu_s_of_last_run": time.process_time()}, args.o)
+    print(args.o.read_text())
+
+
+def fuzz(
+    cases: Sequence[int], seed: int, until_cpu_s: float = math.inf
+) -> tuple[Counter[str], list[dict[str, Any]]]:
+    """Outcomes of these mutated runs, and those that must not happen, each with what reproduces it.
+
+    until_cpu_s: of this process, after which no case is begun.
+    """
+    runs = [simulate(ImaginedRun(iterations=4, bucket_layers=2, noise=0.02, **shape)) for shape in SHAPES]
+    bases = [[trace(run, r) for r in range(run.ranks)] for run in runs]
+    found: Counter[str] = Counter()
+    faults = []
+    with tempfile.TemporaryDirectory() as name:
+        for k in cases:
+            if time.process_time() >= until_cpu_s:
+                break
+            rng = np.random.default_rng([seed, k])
+            documents, changes = mutated(bases[k % len(bases)], rng)
+            for old in Path(name).iterdir():
+                old.unlink()
+            for rank, d in enumerate(documents):
+                (Path(name) / f"rank{rank}.json").write_text(json.dumps(d))
+            try:
+                said = verdict(Path(name))
+            except Exception:  # whatever is raised here is what is looked for
+                said = "fault: " + traceback.format_exc().strip().splitlines()[-1]
+                said += " at " + traceback.format_exc().strip().splitlines()[-3].strip()
+            found[said.partition(":")[0]] += 1
+            if said.startswith("fault"):
+                faults.append({"k": k, "mutations": changes, "what": said})
+    return found, faults
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,366 @@
+"""Does XLA survive our plans? Small random programs under random strategies, each compiled and read for its end.
+
+    .venv/bin/python -m bench.fuzz.xla                        # 2,000 cases; those that stand in the results are kept
+    .venv/bin/python -m bench.fuzz.xla --cases 100-200        # these again
+    .venv/bin/python -m bench.fuzz.xla --cases 17 --show      # one case: its program, its splits, how it ends
+    .venv/bin/python -m bench.fuzz.xla --kinds conv           # with convolutions alone
+    .venv/bin/python -m bench.fuzz.xla --manual --cases 0-99  # lowered by hand; what cannot be says so
+
+A failed check inside of XLA ends the process, so cases are compiled in a child, which says what it begins; where it
+dies, the parent notes the case and goes on behind it with another child. Writes bench/results/xla_fuzz.json (lowered by
+hand: xla_fuzz_manual.json): how many cases ended how, and each case that did not compile. Gradients are compiled too.
+Nothing is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bench.provenance import RESULTS, ROOT, save
+
+if TYPE_CHECKING:
+    import jax
+
+    from pase.backends.jax.plan import Lowering
+
+FILE = RESULTS / "xla_fuzz.json"
+MANUAL = RESULTS / "xla_fuzz_manual.json"
+CASES = 2000
+MESHES = ("2x4", "4x2", "2x2x2", "8")
+BATCH = 25
+"""Cases of one child, which starts in a few seconds."""
+LIMIT_S = 120.0
+"""Seconds that one case may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomProgram:
+    """A loss over a pytree of parameters and one batch, and what it is made of."""
+
+    words: tuple[str, ...]
+    loss: Callable[[dict[str, jax.Array], jax.Array], jax.Array]
+    params: dict[str, Any]
+    batch: Any
+
+
+ProgramStep = tuple[str, dict[str, tuple[int, ...]], Callable[..., Any], tuple[int, ...]]
+"""What it is called, its parameters' shapes, f(params, x) and the shape of what it makes."""
+
+
+def convolution(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> ProgramStep:
+    """Of any groups, strides, dilations and padding, the batch and the channels first or last."""
+    import jax
+
+    _, height, width, channels = shape
+    groups = int(rng.choice([g for g in (1, 1, 2, 4, channels) if channels % g == 0]))
+    out = groups * int(rng.choice([1, 2, 4, 8]))
+    window, stride = int(rng.integers(1, 4)), int(rng.integers(1, 3))
+    dilation = int(rng.integers(1, 3)) if stride == 1 else 1
+    widened = int(rng.choice([1, 1, 1, 2]))
+    reach = (window - 1) * dilation
+    before = int(rng.integers(reach + 1)) if min(height, width) > reach else reach
+    padding = (
+        [(before, reach - before)] * 2 if rng.integers(2) or min(height, width) <= reach else [(0, 0)] * 2
+    )
+
+    def apply(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return jax.lax.conv_general_dilated(
+            x,
+            p[name],
+            (stride, stride),
+            padding,
+            lhs_dilation=(widened, widened),
+            rhs_dilation=(dilation, dilation),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )
+
+    filters = (window, window, channels // groups, out)
+    made = jax.eval_shape(
+        apply, {name: jax.ShapeDtypeStruct(filters, "float32")}, jax.ShapeDtypeStruct(shape, "float32")
+    )
+    words = f"conv groups={groups} window={window} stride={stride} dilation={dilation}x{widened} padding={padding[0]}"
+    return words, {name: filters}, apply, made.shape
+
+
+def product(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> ProgramStep:
+    """The last dim times a matrix; or by groups of it, each times its own."""
+    import jax.numpy as jnp
+
+    *outer, inner = shape
+    out = int(rng.choice([8, 16, 32]))
+    groups = int(rng.choice([1, 1, 2, 4]))
+    if groups > 1 and inner % groups == 0:
+
+        def by_group(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+            parts = x.reshape(*outer, groups, inner // groups)
+            return jnp.einsum("...gi,gio->...go", parts, p[name]).reshape(*outer, groups * out)
+
+        return (
+            f"product in {groups} groups",
+            {name: (groups, inner // groups, out)},
+            by_group,
+            (*outer, groups * out),
+        )
+    return "product", {name: (inner, out)}, lambda p, x: x @ p[name], (*outer, out)
+
+
+def attention(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> ProgramStep:
+    """Of all but the first and the last dim, over themselves, in heads."""
+    import jax
+    import jax.numpy as jnp
+
+    batch, *middle, inner = shape
+    length, heads = int(np.prod(middle)), int(rng.choice([2, 4]))
+    if inner % heads:
+        return product(rng, shape, name)
+
+    def apply(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        flat = x.reshape(batch, length, inner)
+        q, k, v = (flat @ p[f"{name}{i}"] for i in "qkv")
+        q, k, v = (t.reshape(batch, length, heads, inner // heads) for t in (q, k, v))
+        scores = jnp.einsum("bthd,bshd->bhts", q, k)
+        if causal:
+            scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
+        mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+        return mixed.reshape(shape)
+
+    causal = bool(rng.integers(2))
+    return (
+        f"attention heads={heads} causal={causal}",
+        {f"{name}{i}": (inner, inner) for i in "qkv"},
+        apply,
+        shape,
+    )
+
+
+def light(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> ProgramStep:
+    """Norms, poolings, permutations, sorts, cumulative sums, padding, slices, joins: what has no product."""
+    import jax
+    import jax.numpy as jnp
+
+    axis = int(rng.integers(1, len(shape)))
+    window = (1, 2, 2, 1)[: len(shape)] if len(shape) == 4 else (1, 2, 1)
+    pooled = lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, window, "VALID")  # noqa: E731
+    choices: dict[str, Callable[[Any], Any]] = {
+        "relu": jax.nn.relu,
+        "softmax": lambda x: jax.nn.softmax(x, axis),
+        "batch norm": lambda x: (x - x.mean(0)) * jax.lax.rsqrt(x.var(0) + 1e-3),
+        "layer norm": lambda x: (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1),
+        "cumsum": lambda x: jnp.cumsum(x, axis),
+        "sort": lambda x: jnp.sort(x, axis),
+        "reverse": lambda x: jnp.flip(x, axis),
+        "transpose": lambda x: jnp.swapaxes(x, 1, -1),
+        "pad": lambda x: jnp.pad(x, [(0, 0), (1, 1), *[(0, 0)] * (x.ndim - 2)]),
+        "slice": lambda x: x[:, : max(x.shape[1] // 2, 1)],
+        "join": lambda x: jnp.concatenate([x, -x], axis),
+        "max pooling": lambda x: pooled(x) if min(x.shape[1:-1], default=0) > 1 else x,
+        "every second": lambda x: x[:, ::2],
+        "roll": lambda x: jnp.roll(x, 1, axis),
+    }
+    word = str(rng.choice(list(choices)))
+    made = jax.eval_shape(choices[word], jax.ShapeDtypeStruct(shape, "float32"))
+    return f"{word} {axis}", {}, lambda p, x: choices[word](x), made.shape
+
+
+def repeated(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> ProgramStep:
+    """A scan over layers of square matrices, rematerialised or not."""
+    import jax
+    import jax.numpy as jnp
+
+    inner, remat = shape[-1], bool(rng.integers(2))
+
+    def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(x @ w), None
+
+    def apply(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return jax.lax.scan(jax.checkpoint(body) if remat else body, x, p[name])[0]
+
+    return f"scan remat={remat}", {name: (3, inner, inner)}, apply, shape
+
+
+KINDS: dict[str, tuple[Callable[[np.random.Generator, tuple[int, ...], str], ProgramStep], float]] = {
+    "conv": (convolution, 4.0),
+    "product": (product, 2.0),
+    "attention": (attention, 1.0),
+    "light": (light, 3.0),
+    "scan": (repeated, 1.0),
+}
+"""Name -> (what makes a step of the kind, how often it is drawn)."""
+
+
+def program(case: int, kinds: list[str]) -> RandomProgram:
+    """The program of a case: one to four steps, the mean of squares as the loss."""
+    import jax
+    import jax.numpy as jnp
+
+    rng = np.random.default_rng(case)
+    image = "conv" in kinds and (kinds == ["conv"] or rng.random() < 0.7)
+    shape: tuple[int, ...] = (8, 8, 8, int(rng.choice([4, 8, 16]))) if image else (8, 16, 16)
+    first, words, steps = shape, [], []
+    params: dict[str, Any] = {}
+    for k in range(int(rng.integers(1, 5))):
+        fitting = [n for n in kinds if n != "conv" or len(shape) == 4]
+        if not fitting:
+            break
+        odds = np.array([KINDS[n][1] for n in fitting])
+        kind = str(rng.choice(fitting, p=odds / odds.sum()))
+        said, added, step, shape = KINDS[kind][0](rng, shape, f"w{k}")
+        words.append(said)
+        params |= {n: jax.ShapeDtypeStruct(s, "float32") for n, s in added.items()}
+        steps.append(step)
+        if not all(shape) or np.prod(shape) > 1 << 16:
+            break
+    if not params:
+        params["scale"] = jax.ShapeDtypeStruct((first[-1],), "float32")
+
+    def loss(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        if "scale" in p:
+            x = x * p["scale"]
+        for step in steps:
+            x = step(p, x)
+        return jnp.mean(x**2)
+
+    return RandomProgram(
+        words=tuple(words), loss=loss, params=params, batch=jax.ShapeDtypeStruct(first, "float32")
+    )
+
+
+def compile_case(case: int, kinds: list[str], show: bool = False, lowering: Lowering = "annotated") -> None:
+    """Compile loss and gradients of one case for 8 host devices, as its plan lays them out."""
+    import jax
+
+    from bench.cases.plans import case_of
+    from pase.backends.jax.plan import JaxPlan
+
+    p = program(case, kinds)
+    mesh = MESHES[case % len(MESHES)]
+    plan = case_of(p.loss, p.params, p.batch, name=f"case {case}").plan(f"random{case}@{mesh}")
+    assert plan is not None and isinstance(plan.jax, JaxPlan)
+    if show:
+        print(" -> ".join(p.words), plan, plan.strategy, sep="\n", file=sys.stderr)
+    graded, shardings = plan.jax.value_and_grad(lowering=lowering), plan.jax.in_shardings()
+    given = jax.tree.map(
+        lambda s, h: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=h), (p.params, p.batch), shardings
+    )
+    jax.jit(graded).lower(*given).compile()
+
+
+def child(cases: list[int], kinds: list[str], show: bool, lowering: Lowering) -> None:
+    """Compile case by case; on standard output a line before each and one behind it."""
+    for case in cases:
+        print(json.dumps({"case": case, "words": program(case, kinds).words}), flush=True)
+        try:
+            compile_case(case, kinds, show, lowering)
+            said = {"end": "compiled"}
+        except Exception as e:  # what it was is what this bench is to find out
+            said = {"end": type(e).__name__, "message": str(e).replace(f"{ROOT}/", "")[:300]}
+        print(json.dumps(said), flush=True)
+
+
+def rows(cases: list[int], kinds: list[str], lowering: Lowering = "annotated") -> Iterator[dict[str, Any]]:
+    """One row a case, in order: what it is made of and how it ends."""
+    left = list(cases)
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+    }
+    while left:
+        command = [sys.executable, "-m", "bench.fuzz.xla", "--child", "--kinds", ",".join(kinds)]
+        command += ["--manual"] * (lowering == "manual")
+        with subprocess.Popen(
+            [*command, "--cases", ",".join(map(str, left[:BATCH]))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+        ) as running:
+            try:
+                said, error = running.communicate(timeout=LIMIT_S * len(left[:BATCH]))
+            except subprocess.TimeoutExpired:
+                running.kill()
+                said, error = running.communicate()
+        begun: dict[str, Any] | None = None
+        for line in map(json.loads, said.splitlines()):
+            if "case" in line:
+                begun = line
+            elif begun is not None:
+                yield begun | line
+                left.remove(begun["case"])
+                begun = None
+        if begun is not None:
+            why = [x for x in error.splitlines() if "Check failed" in x or x.startswith("F0")]
+            yield begun | {"end": f"died: {running.returncode}", "message": (why or [error[-300:]])[0][-300:]}
+            left.remove(begun["case"])
+        elif running.returncode:
+            raise RuntimeError(f"the child fell before its first case:\n{error[-2000:]}")
+
+
+def numbers(text: str) -> list[int]:
+    """
+    >>> numbers("3,7-9")
+    [3, 7, 8, 9]
+    """
+    out: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        out += range(int(first), int(last or first) + 1)
+    return out
+
+
+def main() -> None:
+    """Writes bench/results/xla_fuzz.json: how each case ended."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--cases", type=numbers, help="these again, as in 3,7-9; default: all that are missing"
+    )
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--show", action="store_true", help="print each program and its splits; keep no rows")
+    parser.add_argument(
+        "--manual", action="store_true", help="lowered by hand: bench/results/xla_fuzz_manual.json"
+    )
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    kinds, lowering = given.kinds.split(","), "manual" if given.manual else "annotated"
+    if given.child or given.show:
+        child(given.cases, kinds, given.show, lowering)
+        return
+    file = MANUAL if given.manual else FILE
+    known = json.loads(file.read_text())["cases"] if file.exists() else {}
+    of = "mixed" if kinds == list(KINDS) else "+".join(kinds)
+    wanted = given.cases or [c for c in range(CASES) if f"{of} {c}" not in known]
+    for done, row in enumerate(rows(wanted, kinds, lowering), 1):
+        known[f"{of} {row.pop('case')}"] = "compiled" if row["end"] == "compiled" else row
+        if row["end"] != "compiled":
+            print(row, flush=True)
+        if done % 25 == 0 or done == len(wanted):
+            _save(known, file)
+
+
+def _save(known: dict[str, Any], file: Path) -> None:
+    """known: "KINDS CASE" -> how it ended; the programs of a case differ by kinds."""
+
+    def place(item: tuple[str, Any]) -> tuple[str, int]:
+        of, case = item[0].split()
+        return of, int(case)
+
+    ends: dict[str, int] = {}
+    for row in known.values():
+        end = row if isinstance(row, str) else row["end"]
+        ends[end] = ends.get(end, 0) + 1
+    save({"of": len(known), "ends": ends, "cases": dict(sorted(known.items(), key=place))}, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Every page in a real browser: what it looks like, and what a person on a phone or with a keyboard meets.
+
+    pip install playwright     # with a Chromium of the system: apt install chromium
+    python -m bench.pages.screenshots [--only gpt2] [--pictures FOLDER]
+
+Pages of ``pase report`` (GPT-2 on 8 devices, and in 2 stages; Llama-3 405B on 16,384, and in 16 stages),
+``pase schedule --gantt`` and ``pase diagnose -o`` are opened on a phone, a laptop and a wide screen, light and dark. A
+fault is: a message on the console, a request, a page wider than its screen, a control without a name, a widget that
+keys do not move. Writes bench/results/screenshots.json (bytes, seconds until the page is drawn, faults), and pictures
+of each page, and tables at each width of a terminal, into a folder outside of the repository. Exit status 1 where there
+is a fault.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from bench.arguments import parser
+from bench.cases.timelines import ImaginedRun, simulate, write
+from bench.provenance import save
+
+SCREENS = {"phone": (390, 844), "laptop": (1366, 850), "wide": (2200, 1200)}
+LOOKS = ("light", "dark")
+UNNAMED = """() => [...document.querySelectorAll('button, input, select, canvas, [role]')]
+  .filter(e => !(e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.length || e.closest('label')))
+  .map(e => e.outerHTML.slice(0, 80))"""
+TOO_WIDE = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+def pase(*words: object) -> None:
+    """Runs ``pase WORDS`` in this process; writes what that command writes. RuntimeError where it fails."""
+    from pase.cli import main
+
+    said = io.StringIO()
+    with redirect_stdout(said):
+        try:
+            main([str(w) for w in words])
+        except SystemExit as end:
+            if end.code:
+                raise RuntimeError(f"pase {' '.join(map(str, words))} ended with {end.code}") from end
+
+
+def made_pages(folder: Path, only: str) -> dict[str, Path]:
+    """Page -> its file; writes the pages whose name has ``only`` in it, and the layouts that they are of."""
+    pages: dict[str, Path] = {}
+    for model, devices, ranks in (
+        ("gpt2", 8, None),
+        ("gpt2", 8, 2),
+        ("llama3_405b", 16384, None),
+        ("llama3_405b", 16384, 16),
+    ):
+        name = model if ranks is None else f"{model}-stages"
+        layout, page = folder / f"{name}.json", folder / f"{name}.html"
+        if only in name or (name == "gpt2" and only in "schedule"):
+            how = ("--memory-limit", "none") if ranks is None else ("--pipeline", ranks)
+            pase("compile", f"zoo:{model}", "--devices", devices, *how, "-o", layout)
+        if only in name:
+            pase("report", layout, "-o", page, "--time-limit", 2)
+            pages[name] = page
+    if only in "schedule":
+        pages["schedule"] = folder / "schedule.html"
+        pase("schedule", folder / "gpt2.json", "--policy", "ddp,ours", "--gantt", pages["schedule"])
+    if only in "diagnose":
+        pages["diagnose"] = folder / "diagnose.html"
+        slow = ImaginedRun(ranks=3, iterations=4, slow_rank=1, slow_by=1.4)
+        pase("diagnose", write(simulate(slow), folder / "traces"), "-o", pages["diagnose"])
+    return pages
+
+
+def keyed(page: Any) -> Iterator[str]:
+    """Widgets that keys do not move."""
+    for name, selector, key, said in (
+        ("timeline", "[data-timeline] canvas", "ArrowRight", "[data-timeline] .said"),
+        ("map of devices", "[data-explorer] canvas", "ArrowRight", "[data-explorer] .said"),
+        (
+            "graph",
+            '[data-explorer] [role="treeitem"][tabindex="0"]',
+            "ArrowUp",
+            "[data-explorer] .panel[aria-live]",
+        ),
+    ):
+        if not page.locator(selector).count():
+            continue
+        before = page.locator(said).first.text_content()
+        page.locator(selector).first.focus()
+        page.keyboard.press(key)
+        if page.locator(said).first.text_content() == before:
+            yield f"{name}: {key} changes nothing"
+
+
+def seen(browser: Any, path: Path, screen: str, look: str, pictures: Path) -> dict[str, Any]:
+    """What comes of opening a page; writes its picture."""
+    width, height = SCREENS[screen]
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=look)
+    page = context.new_page()
+    faults: list[str] = []
+    page.on("console", lambda m: faults.append(f"console: {m.text}"))
+    page.on("pageerror", lambda e: faults.append(f"error: {e}"))
+
+    def asked(url: str) -> None:
+        if not url.startswith(("file:", "data:")):
+            faults.append(f"request: {url}")
+
+    page.on("request", lambda r: asked(r.url))
+    start = time.perf_counter()
+    page.goto(path.resolve().as_uri())
+    opened = time.perf_counter() - start
+    page.screenshot(path=pictures / f"{path.stem}-{screen}-{look}.png", full_page=True)
+    if over := page.evaluate(TOO_WIDE):
+        faults.append(f"{over} pixels wider than the screen")
+    faults += [f"no name: {e}" for e in page.evaluate(UNNAMED)]
+    faults += keyed(page)
+    context.close()
+    return {"page": path.stem, "screen": screen, "look": look, "opened_s": round(opened, 2), "faults": faults}
+
+
+def terminals(layout: Path, pictures: Path) -> None:
+    """Writes the plan as a terminal of each width shows it."""
+    from pase.files.terminal import console
+    from pase.plan.layout import load
+    from pase.plan.table import render
+
+    for width in (80, 120, 160):
+        with (pictures / f"{layout.stem}-terminal-{width}.txt").open("w", encoding="utf-8") as out:
+            render(load(layout), console(file=out, width=width))
+
+
+def main() -> None:
+    """Writes bench/results/screenshots.json."""
+    p = parser(__doc__, "screenshots")
+    p.add_argument("--pictures", type=Path, default=Path(tempfile.gettempdir()) / "pase-screenshots")
+    args = p.parse_args()
+    from playwright.sync_api import sync_playwright
+
+    args.pictures.mkdir(parents=True, exist_ok=True)
+    browser_path = shutil.which("chromium") or shutil.which("google-chrome")
+    with tempfile.TemporaryDirectory() as made, sync_playwright() as play:
+        pages = made_pages(Path(made), args.only)
+        browser = play.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        rows = [
+            seen(browser, path, screen, look, args.pictures)
+            for path in pages.values()
+            for screen in SCREENS
+            for look in LOOKS
+        ]
+        browser.close()
+        nbytes = {name: path.stat().st_size for name, path in pages.items()}
+        for layout in Path(made).glob("*.json"):
+            terminals(layout, args.pictures)
+    save({"bytes": nbytes, "pages": rows}, args.o)
+    for row in rows:
+        print(row["page"], row["screen"], row["look"], f"{row['opened_s']} s", *row["faults"], sep="  ")
+    print(f"pictures in {args.pictures}")
+    sys.exit(any(row["faults"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()

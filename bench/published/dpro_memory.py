@@ -1,0 +1,123 @@
+"""dPRO's tables 3 and 4: peak memory of BERT-base, ResNet50, InceptionV3 and VGG16 under TensorFlow, predicted.
+
+    python -m bench.published.dpro_memory [-o bench/results/dpro_memory.json]
+
+One device's share of data parallelism: 32 samples, and 64 for BERT with nothing, recomputation, or two micro-batches.
+float32; Adam for BERT, momentum for the others; images of 224 (InceptionV3: 299). The paper does not give BERT's
+sequence length; 128 is what phase one of pre-training has.
+
+Two accounts. pase's own is of what a compiler keeps for backward. TensorFlow 1 does not fuse, so the other keeps the
+operands that each op's own derivative needs; BERT's dropout (0.1 on attention, on both outputs of a layer and on the
+embedding: the zoo has none) then keeps its scaled input and its mask, both float32 (tf.nn.dropout).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from bench.arguments import parser, wanted
+from bench.provenance import save
+from pase.frontends.jax.frontend import trace
+from pase.ir import named, simplify
+from pase.ir.recompute import needs
+from pase.machine import Mesh
+from pase.memory.account import Memory, memory
+from pase.tables.layouts import concrete_size
+from pase.tables.work import OPTIMIZERS
+from pase.zoo.cnn import resnet, vgg
+from pase.zoo.cnn_branched import inception
+from pase.zoo.layers import Built, shapes
+from pase.zoo.transformers import bert
+
+RESNET50 = dict(stem=64, stages=((3, 64), (4, 128), (6, 256), (3, 512)), expansion=4)
+VGG16 = dict(stages=((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)), hidden=4096)
+BERT = dict(seq=128, layers=12, vocab=30522, dtype="float32", scan=0, d=768, heads=12, context=512)
+
+
+def models() -> list[tuple[str, Built, str, float, float]]:
+    """(name, model, optimizer, measured GB, dPRO's estimate in GB)."""
+    image: dict[str, Any] = dict(batch=32, classes=1000, dtype="float32")
+    return [
+        ("BERT, 32", bert(batch=32, remat=0, attention="plain", **BERT), "adam", 9.96, 10.25),
+        ("ResNet50, 32", resnet(image=224, **image, **RESNET50), "momentum", 5.41, 5.71),
+        (
+            "InceptionV3, 32",
+            inception(image=299, narrow=1, blocks=(3, 4, 2), **image),
+            "momentum",
+            3.91,
+            4.05,
+        ),
+        ("VGG16, 32", vgg(image=224, **image, **VGG16), "momentum", 5.91, 5.83),
+        ("BERT, 64", bert(batch=64, remat=0, attention="plain", **BERT), "adam", 16.42, 16.97),
+        ("BERT, 64, recomputation", bert(batch=64, remat=1, attention="plain", **BERT), "adam", 7.43, 7.20),
+    ]  # type: ignore[arg-type]
+
+
+def predict(built: Built, optimizer: str) -> Memory:
+    """Bytes on one device that holds the whole model."""
+    graph = named(simplify(trace(built.loss_fn, shapes(built.params), shapes(built.batch)).graph))
+    mesh = Mesh(names=("data",), sizes=(1,))
+    configs = {n.name: np.full(1, -1, np.int8) for n in graph.nodes}
+    return memory(graph, mesh, configs, optimizer)
+
+
+def unfused_bytes(built: Built, optimizer: str) -> float:
+    """Parameters, gradients, optimizer state, and the operands that each op's own derivative needs, none made again."""
+    graph = named(simplify(trace(built.loss_fn, shapes(built.params), shapes(built.batch)).graph))
+    stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
+    wanted: set[str] = set()
+    for n in graph.nodes:
+        for op in n.ops:
+            if any(graph.tensors[a.tensor].needs_grad for a in op.writes):
+                wanted.update(needs(op, graph.tensors))
+    kept = sum(concrete_size(graph.tensors[t].nbytes, t) for t in wanted - stored)
+    parameters = sum(concrete_size(t.nbytes, t.name) for t in graph.parameters)
+    return float(kept + parameters * (2 + OPTIMIZERS[optimizer]))
+
+
+def dropout_bytes(batch: int) -> float:
+    """What BERT's dropouts keep, unfused: their input scaled and their mask, in float32."""
+    seq, layers, d, heads = (int(str(BERT[k])) for k in ("seq", "layers", "d", "heads"))
+    return 2.0 * 4 * batch * (layers * (heads * seq**2 + 2 * seq * d) + seq * d)
+
+
+def main() -> None:
+    """Writes bench/results/dpro_memory.json: predicted peak memory beside dPRO's measured and simulated figures."""
+    args = parser(__doc__, "dpro_memory").parse_args()
+    rows = []
+    for name, built, optimizer, measured, theirs in wanted(((m[0], m) for m in models()), args.only):
+        m = predict(built, optimizer)
+        parts = {k: round(v / 1e9, 3) for k, v in vars(m).items()}
+        # Regions that are run again keep other things: the second account has no say there.
+        apart = None if "recomputation" in name else unfused_bytes(built, optimizer) / 1e9
+        if apart is not None and name.startswith("BERT"):
+            apart += dropout_bytes(int(name.split(", ")[1])) / 1e9
+        rows.append(
+            {
+                "model": name,
+                "measured_gb": measured,
+                "dpro_gb": theirs,
+                "dpro_error": theirs / measured - 1,
+                "predicted_gb": m.total / 1e9,
+                "error": m.total / 1e9 / measured - 1,
+                "parts_gb": parts,
+                "unfused_gb": apart,
+                "unfused_error": apart and apart / measured - 1,
+            }
+        )
+        r = rows[-1]
+        print(
+            f"{name:26s} measured {measured:6.2f}  predicted {r['predicted_gb']:6.2f} {r['error']:+.1%}  "
+            f"unfused {apart or 0:.2f} {r['unfused_error'] or 0:+.1%}  {parts}",
+            flush=True,
+        )
+    record = {
+        "rows": rows,
+    }
+    save(record, args.o)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Published step times of large GPTs on A100 80 GB, predicted.
+
+    python -m bench.published.megatron [-o bench/results/published.json]
+
+Korthikanti et al. 2022 (arXiv 2205.05198), tables 3 and 5: full recomputation, and selective recomputation with
+sequence parallelism. Nothing is fitted. The strategy is the Megatron baseline at tensor parallelism 8; where the paper
+adds a pipeline, a step is (micro-batches + (stages - 1) / chunks) passes of one stage, the bubble of the interleaved
+schedule (Narayanan et al. 2021, section 2.2.2), with the first and last stage's embedding and logits in the slowest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bench.arguments import parser, wanted
+from bench.provenance import save
+from bench.published.megatron_gpt import padded_vocabulary
+from bench.published.vtrain import graph_of, strategy
+from pase import costmodels, machine
+from pase.machine import Machine
+from pase.plan.step import COMPILED, EAGER, Executor, StepTime, step_time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A model and its two measured steps (Korthikanti et al. 2022, tables 3 and 5)."""
+
+    name: str
+    d: int
+    heads: int
+    layers: int
+    batch: int
+    micro_batch: int
+    stages: int
+    chunks: int
+    full_s: float
+    selective_s: float
+
+
+MODELS = (
+    Published(
+        name="22B",
+        d=6144,
+        heads=64,
+        layers=48,
+        batch=4,
+        micro_batch=4,
+        stages=1,
+        chunks=1,
+        full_s=1.42,
+        selective_s=1.10,
+    ),
+    Published(
+        name="175B",
+        d=12288,
+        heads=96,
+        layers=96,
+        batch=64,
+        micro_batch=1,
+        stages=8,
+        chunks=3,
+        full_s=18.13,
+        selective_s=13.75,
+    ),
+    Published(
+        name="530B",
+        d=20480,
+        heads=128,
+        layers=105,
+        batch=280,
+        micro_batch=1,
+        stages=35,
+        chunks=3,
+        full_s=49.05,
+        selective_s=37.83,
+    ),
+    Published(
+        name="1T",
+        d=25600,
+        heads=160,
+        layers=128,
+        batch=512,
+        micro_batch=1,
+        stages=64,
+        chunks=1,
+        full_s=94.42,
+        selective_s=71.49,
+    ),
+)
+
+
+MEGATRON = replace(
+    EAGER,
+    update_bytes=32.0,
+    source=EAGER.source
+    + ". update_bytes: Megatron's Float16OptimizerWithFloat16Params (megatron/optimizer/optimizer.py) copies "
+    "half-precision gradients to float32 (6 bytes), unscales and checks them (8), takes their norm and clips (12) "
+    "and copies the parameters back (6)",
+)
+
+
+def _stage(
+    p: Published, layers: int, recompute: str, m: Machine, executor: Executor, passes: int
+) -> StepTime:
+    model = costmodels.get("analytic", m)
+    vocab = padded_vocabulary(50257, 8)
+    # A batch of one has no batch dim, and roles cannot tell sequences from batches: two samples, half of their time.
+    samples = max(p.micro_batch, 2)
+    graph = graph_of(samples, 2048, layers, p.d, p.heads, vocab, recompute=recompute)
+    s = strategy(graph, 1, 8, m, model, by_sequence=recompute == "selective")
+    t = step_time(
+        graph, s.mesh, s.strategy, model, executor=executor, micro_batches=passes, optimizer="adam_master"
+    )
+    part = p.micro_batch / samples
+    forward, backward = (
+        replace(x, device_s=x.device_s * part, communication_s=x.communication_s * part) for x in t.passes
+    )
+    return replace(t, passes=(forward, backward))
+
+
+def predict(p: Published, recompute: str, m: Machine, executor: Executor = MEGATRON) -> float:
+    """Seconds of a step on 8 x stages devices."""
+    passes = p.batch // p.micro_batch
+    each = p.layers // p.stages
+    if p.stages == 1:
+        return _stage(p, each, recompute, m, executor, passes).total_s
+    # Layers alone, from two depths; what is left is the ends: embedding and logits.
+    few, many = (_stage(p, n, recompute, m, executor, passes) for n in (2, 3))
+    layer_s = many.micro_batch_s - few.micro_batch_s
+    ends_s = few.micro_batch_s - 2 * layer_s
+    update_s = few.update_s + (each - 2) * (many.update_s - few.update_s)
+    # The last stage has the logits as well, and sets the pace; what is sent on is split over the node's 8 devices,
+    # forward and back, once for each chunk of layers (Narayanan et al. 2021, section 4.1).
+    nbytes = p.micro_batch * 2048 * p.d * 2 / 8
+    across = machine.mesh_from("stage=2,model=8", 16)
+    sent_s = float(costmodels.get("analytic", m).collective("permute", across, 1, nbytes))
+    stage_s = each * layer_s + 2 * p.chunks * sent_s
+    bubble = (p.stages - 1) / p.chunks
+    return (passes + bubble) * stage_s + passes * ends_s + update_s
+
+
+def main() -> None:
+    """Writes bench/results/published.json: predicted beside published step times, and the mean absolute error."""
+    args = parser(__doc__, "published").parse_args()
+    m = machine.load("a100x8")
+    rows: list[dict[str, Any]] = []
+    for p in wanted(((p.name, p) for p in MODELS), args.only):
+        for recompute, measured in (("full", p.full_s), ("selective", p.selective_s)):
+            found = {e.name: predict(p, recompute, m, e) for e in (MEGATRON, COMPILED)}
+            rows.append(
+                {
+                    "model": p.name,
+                    "recompute": recompute,
+                    "devices": 8 * p.stages,
+                    "measured_s": measured,
+                    "predicted_s": found["eager"],
+                    "error": found["eager"] / measured - 1,
+                    "predicted_compiled_s": found["compiled"],
+                }
+            )
+            r = rows[-1]
+            print(
+                f"{p.name:5s} {recompute:10s} measured {measured:7.2f} s  predicted {r['predicted_s']:7.2f} s  "
+                f"{r['error']:+.1%}  (compiled {r['predicted_compiled_s']:.2f})",
+                flush=True,
+            )
+    record = {
+        "rows": rows,
+        "mean_absolute_error": sum(abs(r["error"]) for r in rows) / len(rows),
+    }
+    print(f"mean {record['mean_absolute_error']:.1%}")
+    save(record, args.o)
+
+
+if __name__ == "__main__":
+    main()

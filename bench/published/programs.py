@@ -1,0 +1,171 @@
+"""The executor of a published run: an entry of ``pase.stated.program``, with what its framework does otherwise.
+
+Each difference has its source beside it; none is from a row.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from bench.published.rows import PublishedRow
+from pase.stated.program import (
+    PROGRAMS,
+    AroundAttention,
+    Bytes,
+    Program,
+    all_but_products,
+    all_but_weight_products,
+)
+
+__all__ = ["is_old", "program_of"]
+
+_EAGER = ("mpt", "nns")
+_MEGATRON = ("mbr", "nem", "mlm", "aal", "ll3", "bwl", "dsv", "vtr")
+
+
+_FUSED_LOSS = frozenset({"token_loss", "cross_entropy"})
+_COMPOSER: dict[str, Any] = {
+    # Composer's FSDP (composer/distributed/dist_strategy.py): backward_prefetch BACKWARD_POST; FSDP1's flat parameters
+    # need no copy out. llm-foundry: loss_fn fused_crossentropy (flash_attn.losses), in place. DecoupledAdamW
+    # (composer/optim/decoupled_weight_decay.py) passes over each parameter 22 times where a fused Adam does 7 times;
+    # gradient clipping 3 times.
+    # metrics_bytes: after each micro-batch the trainer computes cross entropy, perplexity and accuracy of the logits
+    # (composer/trainer/trainer.py, _eval_train_metrics; llmfoundry/metrics: the default train metrics). The first two
+    # each cast them to float32 under autocast (6 bytes) and take torch's log_softmax, which reads rows as long as these
+    # three times and writes them (16); the third reads them.
+    # around: flash_attn_fn (llmfoundry/models/layers/attention.py, 2023) unpads queries, keys and values of each layer
+    # and pads the result (flash_attn/bert_padding.py). Forward gathers three arrays, zeroes one and writes it by index
+    # (6 + 3 passes); backward zeroes and scatters three, gathers one, and joins the gradients of three chunks
+    # (9 + 2 + 6). unpad_input waits for the device (nonzero, item): three times a layer, nine launches each.
+    "prefetches": (True, False),
+    "copied": (0.0, 6.0),
+    "logits": 0.0,
+    "metrics_bytes": 46.0,
+    "around": AroundAttention(forward=9.0, backward=17.0, waits=27),
+    "executor": replace(
+        PROGRAMS["eager"].executor,
+        kernels=PROGRAMS["eager"].executor.kernels | _FUSED_LOSS,
+        update_bytes=72.0,
+    ),
+}
+_DEEPSPEED: dict[str, Any] = {
+    "one_by_one": True,
+    "whole_passes": 0.0,  # shards alone
+    "bytes": replace(PROGRAMS["megatron_2021"].bytes, gradient=2),
+}
+"""DeepSpeed of 2021 fetches parameter by parameter (runtime/zero/partition_parameters.py, all_gather of each)."""
+_AUTOMODEL = Bytes(weight=2, gradient=2, state=4, used=2, summed=4)
+"""NeMo Automodel's benchmarks (examples/llm_benchmark): from_config's torch_dtype "auto" is bfloat16
+(nemo_automodel/_transformers/auto_model.py), torch.optim.Adam keeps its moments so; sums in float32 (FSDP2's policy in
+components/distributed/config.py)."""
+_SCALING: dict[str, Any] = {
+    # Aleph Alpha's own framework, public since 2024 (Aleph-Alpha/scaling@737f855, src/scaling/core and transformer).
+    # bytes, sums_whole, whole_passes: optimizer/optimizer.py and allreduce.py all-reduce bfloat16 gradients in float32,
+    # under ZeRO-1 too: joined, divided, cast, cast back, copied back, normed (26 bytes of a parameter).
+    # update_bytes: parameter_group.py casts a shard's gradients and parameters beside torch's AdamW.
+    # whole_logits: lm_head.py gathers logits; losses/cross_entropy.py casts them, and takes torch's loss and an argmax.
+    # stage_ends: pipeline_partitioning.py (uniform) counts embedding, norm and output as a layer each.
+    # around: attention.py asks the device for the longest sequence before each kernel.
+    "attention": ("flash2",),
+    "bytes": Bytes(weight=2, gradient=2, state=12, used=2, summed=4),
+    "sums_whole": True,
+    "whole_passes": 13.0,
+    "whole_logits": True,
+    "metrics_bytes": 4.0,
+    "stage_ends": (1, 2),
+    "around": AroundAttention(waits=1),
+}
+_DEEPSEEK: dict[str, Any] = {
+    # DeepSeek-V3 (arXiv 2412.19437): 3.2.1, DualPipe runs the exchange of tokens beside another micro-batch's compute;
+    # 3.3.3, Adam's moments in bfloat16; 3.2.3, norms, up-projections of attention and SwiGLU's product run again.
+    "exchange_overlaps": True,
+    "bytes": replace(PROGRAMS["megatron"].bytes, state=8.0),
+    "selective": all_but_products,
+}
+
+
+def is_old(row: PublishedRow) -> bool:
+    """Megatron of 2021 and 2022, and its contemporaries: unfused attention, no Transformer Engine kernels."""
+    return row.source in ("mlm", "alp") and "h100" not in (row.text("gpu") or "").lower()
+
+
+def program_of(row: PublishedRow) -> Program:
+    """The executor of the row's framework."""
+    notes, kernel = row.notes, (row.text("attn_kernel") or "").lower()
+    if is_old(row):
+        return replace(
+            PROGRAMS["megatron_2021"], **(_DEEPSPEED if (row.text("dp_type") or "") == "zero3" else {})
+        )
+    if row.source == "aal":
+        norm = frozenset({"rms_norm"}) if "fused rmsnorm" in notes else frozenset()
+        own = replace(
+            PROGRAMS["megatron_2021"].executor,
+            kernels=PROGRAMS["eager"].executor.kernels - {"rms_norm"} | norm,
+            update_bytes=PROGRAMS["eager"].executor.update_bytes + 16,
+        )
+        return replace(PROGRAMS["megatron_2021"], executor=own, **_SCALING)
+    if row.source in _MEGATRON or "megatron" in notes:
+        program = PROGRAMS["megatron"]
+        if row.source in ("mbr", "nem", "bwl") or "examples/llama" in notes:
+            # grad_reduce_in_fp32 = False in NeMo's and Megatron-Bridge's performance recipes; --grad-reduce-in-bf16 in
+            # Megatron-LM's examples/llama.
+            # average_in_collective there: gradients are not scaled.
+            program = replace(
+                program, bytes=replace(program.bytes, gradient=2.0, summed=2.0), whole_passes=2.0
+            )
+    elif row.source == "mxt" or "maxtext" in notes:
+        program = PROGRAMS["xla"]
+        if 'remat "minimal"' in notes:
+            program = replace(program, selective=all_but_weight_products)
+    elif (
+        row.source not in _EAGER
+        and "eager" not in notes
+        and ("compile" in notes or row.text("precision") == "FP8")
+    ):
+        program = PROGRAMS["compiled"]
+        if not _compiles_loss(row):
+            eager = PROGRAMS["eager"]
+            program = replace(program, logits=eager.logits, logits_in_parts=eager.logits_in_parts)
+    else:
+        program = PROGRAMS["eager"]
+    if "cudnn" in kernel or kernel == "te":
+        program = replace(program, attention=("cudnn", "flash2"))
+    elif "flash" in kernel and "pallas" not in kernel:
+        program = replace(program, attention=("flash2",))
+    if row.source == "ttn":
+        program = replace(program, around=_repeated_heads(row, program))
+    if row.source == "mpt":
+        program = replace(program, **_COMPOSER)
+    if row.source == "dsv":
+        program = replace(program, **_DEEPSEEK)
+    if (
+        row.source == "ll3"
+    ):  # arXiv 2407.21783, 3.3.2: FSDP with stages; weights stay between forward and backward
+        program = replace(program, zero_in_stages=2)
+    if row.source == "aut":
+        program = replace(program, bytes=_AUTOMODEL)
+    if program.name == "eager" and row.source == "aut":
+        program = replace(
+            program, executor=replace(program.executor, kernels=PROGRAMS["megatron"].executor.kernels)
+        )
+    return program
+
+
+def _repeated_heads(row: PublishedRow, program: Program) -> AroundAttention:
+    """torchtitan writes keys and values once for each query head before attention, and sums their gradients over the
+    group behind it (torchtitan/models/llama/model.py, repeat_kv). Compiled, the keys' rotation writes them so."""
+    heads = row.whole("heads") or 1
+    group = heads // (row.whole("kv_heads") or heads)
+    if group <= 1:
+        return program.around
+    passes = 2.0 if program.executor.fused else 2 * (1 + 1 / group)
+    return AroundAttention(forward=passes, backward=passes)
+
+
+def _compiles_loss(row: PublishedRow) -> bool:
+    """torchtitan compiles its loss too, in the files of its benchmarks from June 2025 on (torchtitan/components/loss.py
+    then; its train.py of December 2024: "compiling loss function causes CUDA errors, turning off for now")."""
+    told = re.search(r"_(20\d{4})_", row.notes)
+    return row.source == "ttn" and told is not None and int(told.group(1)) >= 202506

@@ -1,0 +1,110 @@
+"""ZeRO-3 against a pipeline with tensor parallelism, on 384 to 1,536 A100: is the faster of two measured runs priced as
+the faster one?
+
+    python -m bench.published.zero3_pipeline [--out bench/results/zero3_pipeline.json]
+
+Narayanan et al. 2021 (arXiv 2104.04473), table 2: a GPT of 174.6B (96 layers of 12,288, vocabulary 51,200, sequences of
+2,048, batch 1,536, everything recomputed), ZeRO-3 by DeepSpeed without model parallelism and PTD-P with 8-way tensor
+parallelism in 12 stages. TFLOP/s count recomputation, by that paper's formula. Both run Megatron-LM's own layers, with
+its fused kernels (section 4.2), in float16. Nothing is fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from typing import Any
+
+from bench.provenance import RESULTS, save
+from bench.published.vtrain import graph_of
+from pase import costmodels
+from pase.machine import load
+from pase.stated.price import Priced, price_strategy
+from pase.stated.program import PROGRAMS, Program
+from pase.stated.strategy import Strategy, parse
+
+LAYERS, WIDTH, VOCABULARY, SEQUENCE, BATCH = 96, 12288, 51200, 2048, 1536
+MEASURED = ((384, 4, 144.0, 153.0), (768, 2, 88.0, 149.0), (1536, 1, 44.0, 141.0))
+"""GPUs, ZeRO-3's micro-batch, TFLOP/s of a GPU under ZeRO-3 and under PTD-P."""
+
+MEGATRON = PROGRAMS["megatron_2021"]
+_NARROW_S, _COPY_S = 2.8e-6, 3.8e-6
+DEEPSPEED = replace(
+    MEGATRON,
+    one_by_one=True,
+    copied=(8.0, 0.0),
+    host_for_rank_s=_NARROW_S + _COPY_S,
+    stays=1e5,
+    stays_within=1e9,
+)
+"""DeepSpeed of spring 2021 gathers each parameter by itself, and waits for the device before each gather, so that none
+runs beside compute (runtime/zero/partition_parameters.py; DeepSpeed#1069 and #1188, June 2021). What was gathered is
+copied twice: by torch.distributed.all_gather into its list, and from there into the parameter (#1188, point 3).
+
+host_for_rank_s: each gather and scatter takes a list with a part for each rank. DeepSpeed makes it in a loop of Python
+(_allgather_param, _reduce_scatter_gradient: a Tensor.narrow and get_rank a turn), after it has waited for the device,
+and PyTorch copies each part by a kernel of its own (ProcessGroupNCCL.cpp, allgather and reduce_scatter of lists).
+_NARROW_S: such a turn as measured on a host without GPU (PyTorch 2.13, median of 60 lists of 384). _COPY_S: a kernel
+launched after another, NVIDIA's "Getting Started with CUDA Graphs" (quoted from memory). stays, stays_within:
+stage3_param_persistence_threshold and stage3_max_reuse_distance (runtime/zero/constants.py; stage3.py,
+get_reuse_distance_in_numel)."""
+
+
+def flops() -> float:
+    """Of a step (the paper's equation 3)."""
+    of_layers = 96 * BATCH * SEQUENCE * LAYERS * WIDTH**2
+    return of_layers * (1 + SEQUENCE / (6 * WIDTH) + VOCABULARY / (16 * LAYERS * WIDTH))
+
+
+def priced(s: Strategy, program: Program) -> Priced:
+    """The step of a strategy on A100 by a program."""
+    at_once = (s.micro or 1) * s.ranks
+    graph = graph_of(at_once, SEQUENCE, LAYERS, WIDTH, 96, VOCABULARY, recompute="none")
+    return price_strategy(graph, s, program, costmodels.get("analytic", load("a100x8")), BATCH)
+
+
+def rows() -> list[dict[str, Any]]:
+    """For each number of GPUs, both runs as measured and as priced, and whether the order is right."""
+    out = []
+    for gpus, micro, zero3, piped in MEASURED:
+        ways = (
+            (f"fsdp={gpus},micro={micro},remat=full", DEEPSPEED, zero3),
+            (f"dp={gpus // 96},tp=8,pp=12,micro=1,remat=full", MEGATRON, piped),
+        )
+        steps = []
+        for text, program, tflops in ways:
+            found = priced(parse(text, gpus), program)
+            measured = flops() / gpus / tflops / 1e12
+            steps.append(
+                {
+                    "strategy": text,
+                    "measured_s": measured,
+                    "priced_s": found.step_s,
+                    "error": found.step_s / measured - 1,
+                    "seconds": dict(found.seconds),
+                }
+            )
+        first, second = steps
+        right = (first["measured_s"] < second["measured_s"]) == (first["priced_s"] < second["priced_s"])
+        out.append({"gpus": gpus, "zero3": first, "pipeline": second, "ordered_rightly": right})
+    return out
+
+
+def main() -> None:
+    """Writes bench/results/zero3_pipeline.json."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", default=str(RESULTS / "zero3_pipeline.json"))
+    args = parser.parse_args()
+    began = time.process_time()
+    found = rows()
+    result = {"rows": found, "ordered_rightly": sum(r["ordered_rightly"] for r in found)}
+    print(save(result | {"cpu_s": time.process_time() - began}, args.out))
+    for row in found:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How far replays and what-ifs of traces can be trusted, and how fast they are."""

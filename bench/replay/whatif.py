@@ -1,0 +1,166 @@
+"""What-ifs against the truth: runs of an independent simulator, traced as they are and simulated again with the change.
+
+    .venv/bin/python -m bench.replay.whatif [--only TEXT]   # writes bench/results/replay_whatif.json
+
+Each what-if sees only eight traced iterations of the run as it is (four ranks where not said otherwise, 2% noise). The
+truth is the mean of 200 iterations of the changed run with noise of its own (``bench/cases/timelines.py``, which shares
+no code with the replay): a replay predicts a mean, and what ranks wait for each other because of noise is in it.
+``quiet_ms`` is the changed run without noise, whose ranks never wait for chance. Links, kernels, launches, fused
+kernels, other buckets, a rank that is no longer late or slow.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench.arguments import parser, wanted
+from bench.cases.timelines import ImaginedRun, bucketed, simulate, write
+from bench.provenance import save
+from pase.bridges.replan import replan
+from pase.bridges.trace_profile import problem_from_timeline
+from pase.replay import align, load, measure, optimize_graph
+from pase.replay.changes.whatif import apply
+from pase.replay.reports.trust import Run
+from pase.replay.simulation.steady import evaluate
+from pase.schedule import BucketPlan, whole
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "device-bound": {"kernel_us": 300.0, "between_us": 4.0},
+    "launch-bound": {"kernel_us": 12.0, "between_us": 60.0},
+    "communication-bound": {"kernel_us": 60.0, "bucket_bytes": 64 << 20},
+}
+LONG, OTHER_SEED = 200, 1
+"""Iterations of the truth, and the seed of its noise."""
+Predict = Callable[[Run], float]
+"""From a measured run to the nanoseconds of an iteration under the change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """A question and its answer. traced: the run that is traced; changed: the run that the change makes of it."""
+
+    name: str
+    traced: ImaginedRun
+    changed: ImaginedRun
+    predict: Predict
+
+
+def knob(name: str, pattern: str, value: float) -> Predict:
+    """A what-if of ``pase replay``."""
+    return lambda run: run.changed_ns(apply(run.graph, [(name, pattern, value)]))
+
+
+def fused(run: Run) -> float:
+    """Every run of elementwise kernels as one, as ``pase optimize`` proposes it."""
+    return optimize_graph(run.graph, passes=["op-fusion"]).after_ns
+
+
+def rebucketed(together: int) -> Predict:
+    """So many of the run's buckets sent as one."""
+
+    def predict(run: Run) -> float:
+        p = problem_from_timeline(run.measured.timeline)
+        groups = [range(k, k + together) for k in range(0, len(p.tensors), together)]
+        plan = BucketPlan(policy="fused", messages=tuple(whole(p, list(g)) for g in groups))
+        return max(evaluate(replan(run.graph, p, plan).graph).values())
+
+    return predict
+
+
+def questions() -> Iterator[WhatIf]:
+    """All of them."""
+    for name, shape in SHAPES.items():
+        base: dict[str, Any] = {"ranks": 4, "iterations": 8, "bucket_growth": 0.3, "noise": 0.02, **shape}
+        plain = ImaginedRun(**base)
+        changes: tuple[tuple[str, Predict, dict[str, float]], ...] = (
+            ("bandwidth=2", knob("bandwidth", "", 2.0), {"bandwidth_bytes_per_us": 120_000.0}),
+            ("bandwidth=0.5", knob("bandwidth", "", 0.5), {"bandwidth_bytes_per_us": 30_000.0}),
+            ("half the latency", knob("latency", "", 0.5), {"collective_us": 10.0}),
+            (
+                "kernels twice as long",
+                knob("op", "fwd_|bwd_|adam_", 2.0),
+                {"kernel_us": 2 * plain.kernel_us},
+            ),
+            (
+                "launches twice as long",
+                knob("host", "", 2.0),
+                {"between_us": 2 * plain.between_us, "launch_us": 2 * plain.launch_us},
+            ),
+        )
+        for what, predict, change in changes:
+            yield _asked(f"{name}: {what}", predict, base, change)
+        yield _asked(f"{name}: four light kernels a layer fused", fused, base | {"light": 4}, {"fused": True})
+    for mib in (0.5, 8.0, 40.0):
+        for together in (2, 4):
+            yield WhatIf(
+                name=f"buckets of {mib:g} MiB: {together} sent as one",
+                traced=bucketed(1, mib, ranks=4, iterations=8, noise=0.02),
+                changed=bucketed(together, mib, ranks=4, iterations=8, noise=0.02),
+                predict=rebucketed(together),
+            )
+    for ranks in (2, 4):
+        base = {"ranks": ranks, "iterations": 8, "kernel_us": 200.0, "between_us": 4.0, "noise": 0.02}
+        for what, slow in (("5 ms late", {"late_us": 5000.0}), ("1.4 times slower", {"slow_by": 1.4})):
+            even = {"slow_rank": -1, "late_us": 0.0, "slow_by": 1.0}
+            rank = {"slow_rank": ranks - 1, **slow}
+            yield _asked(
+                f"one of {ranks} ranks {what}: balance=1", knob("balance", "", 1.0), base | rank, even
+            )
+
+
+def _asked(name: str, predict: Predict, base: dict[str, Any], change: dict[str, Any]) -> WhatIf:
+    return WhatIf(
+        name=name, traced=ImaginedRun(**base), changed=ImaginedRun(**base | change), predict=predict
+    )
+
+
+def answered(q: WhatIf) -> dict[str, Any]:
+    """The row of a what-if: the run as it is, what is predicted of the change, and what it really makes."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(measured=measure(align(load(write(simulate(q.traced), Path(folder))))))
+    want, quiet = (
+        true_ns(replace(q.changed, **x)) for x in ({"iterations": LONG, "seed": OTHER_SEED}, {"noise": 0.0})
+    )
+    got = q.predict(run)
+    return {
+        "what_if": q.name,
+        "now_ms": run.replayed_ns / 1e6,
+        "held_out_error": run.error(),
+        "predicted_ms": got / 1e6,
+        "true_ms": want / 1e6,
+        "error": got / want - 1,
+        "quiet_ms": quiet / 1e6,
+        "error_to_quiet": got / quiet - 1,
+        "refused": bool(run.doubts),
+    }
+
+
+def true_ns(run: ImaginedRun) -> float:
+    """The mean iteration of a run: that of its slowest rank in each, without the first."""
+    return statistics.fmean(list(map(max, zip(*simulate(run).iteration_us, strict=True)))[1:]) * 1e3
+
+
+def main() -> None:
+    """Writes bench/results/replay_whatif.json: every what-if beside the truth."""
+    options = parser(__doc__, "replay_whatif")
+    args = options.parse_args()
+    rows = [answered(q) for q in wanted(((q.name, q) for q in questions()), args.only)]
+    errors, to_quiet = ([abs(r[k]) for r in rows] for k in ("error", "error_to_quiet"))
+    summary = {
+        "what_ifs": len(rows),
+        "median": statistics.median(errors),
+        "worst": max(errors),
+        "median_to_quiet": statistics.median(to_quiet),
+        "worst_to_quiet": max(to_quiet),
+    }
+    out = {**summary, "rows": rows}
+    print(save(out, args.o).read_text())
+
+
+if __name__ == "__main__":
+    main()

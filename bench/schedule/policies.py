@@ -1,0 +1,167 @@
+"""Ours against every policy, the exact optimum and the bounds, on random and measured instances.
+
+    python -m bench.schedule.policies [--quick] [--only TEXT]
+
+Writes bench/results/schedule_policies.json. Seconds are CPU seconds of this process (the machine may be shared).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from bench.arguments import parser, wanted
+from bench.cases.schedules import BETA, PROFILES, link, profile, random_problem, vgg19
+from bench.provenance import save
+from pase.schedule import Options, all_policies, evaluate, get_policy
+from pase.schedule.bound import lower_bound_s, preemptive_bound_s
+from pase.schedule.chain import plain_iteration_s
+from pase.schedule.exact import exact_plan
+from pase.schedule.fast import fast_plan
+from pase.schedule.types import ScheduleProblem
+
+BANDWIDTHS = (5e9, 1e9, 2.5e8)
+
+
+def one(problem: ScheduleProblem, exact_up_to: int) -> dict[str, Any]:
+    """The row of a problem: every policy's period over ours, the bound, the exact optimum where it is small enough."""
+    seconds = float("inf")
+    for _ in range(3):  # the least of three: what runs beside only adds
+        began = time.process_time()
+        plan, cost, bound = fast_plan(problem)
+        seconds = min(seconds, time.process_time() - began)
+    others = {}
+    for name, policy in all_policies().items():
+        if policy.delays or name == "ours":
+            continue
+        others[name] = plain_iteration_s(problem, policy.make(problem, Options()))
+    row: dict[str, Any] = {
+        "problem": problem.name,
+        "tensors": len(problem.tensors),
+        "links": len(problem.links),
+        "ours_s": cost,
+        "bound_s": bound,
+        "gap_to_bound": cost / bound - 1,
+        "gap_to_preemptive": cost / preemptive_bound_s(problem) - 1,
+        "messages": len(plan.messages),
+        "cpu_seconds": seconds,
+        "over_ours": {k: v / cost for k, v in others.items()},
+        "worse_than": [k for k, v in others.items() if v < cost * (1 - 1e-7)],
+    }
+    n, loose = len(problem.tensors), cost > 1.03 * preemptive_bound_s(problem)
+    if (n <= exact_up_to or (n <= 30 and loose)) and cost > bound * (1 + 1e-6):
+        exact = exact_plan(problem, plan, bound_s=bound, time_limit_s=60 if n <= exact_up_to else 240)
+        row["exact"] = {"s": exact.iteration_s, "bound_s": exact.bound_s, "proven": exact.proven}
+        row["gap_to_exact"] = cost / exact.iteration_s - 1
+    return row
+
+
+def large_plan() -> dict[str, Any]:
+    """CPU seconds from a 405B-parameter model's plan on 512 devices to its bucket plan, the problem's building
+    included; the third of three, so that nothing is compiled any more.
+    """
+    import pase
+    from pase.plan.buckets import scheduled
+
+    plan = pase.compile(
+        "zoo:llama3_405b", devices=512, mesh="64x8", memory_limit="none", baselines=False, overlap="none"
+    )
+    seconds = []
+    for _ in range(3):
+        began = time.process_time()
+        made = scheduled(plan)
+        seconds.append(time.process_time() - began)
+    assert made is not None
+    problem, buckets = made
+    e = evaluate(problem, buckets)
+    return {
+        "mesh": "64x8",
+        "tensors": len(problem.tensors),
+        "messages": len(buckets.messages),
+        "links": [link.name for link in problem.links],
+        "iteration_s": e.iteration_s,
+        "gap_to_bound": e.iteration_s / lower_bound_s(problem) - 1,
+        "cpu_seconds": seconds[-1],
+        "cpu_seconds_each": seconds,
+    }
+
+
+def main() -> None:
+    """Writes bench/results/schedule_policies.json: a row for each instance."""
+    options = parser(__doc__, "schedule_policies")
+    options.add_argument(
+        "--quick", action="store_true", help="fewer seeds, exact solvers on smaller problems"
+    )
+    args = options.parse_args()
+    quick = args.quick
+    fast_plan(random_problem(20, 99))  # compile
+    problems = [
+        random_problem(n, s) for n in (6, 8, 12, 30, 100, 500, 2000) for s in range(3 if quick else 6)
+    ]
+    problems += [random_problem(n, s, links=2) for n in (4, 20, 200) for s in range(3)]
+    if PROFILES.exists():
+        for path in sorted(PROFILES.glob("*.graph.txt")):
+            for b in BANDWIDTHS:
+                net = link(f"{b / 1e9:g} GB/s", alpha_s=50e-6, beta=1 / b)
+                problems.append(profile(path.name.removesuffix(".graph.txt"), net))
+    rows = []
+    for p in wanted(((p.name, p) for p in problems), args.only):
+        rows.append(one(p, 8 if quick else 12))
+        r = rows[-1]
+        exact, ms = r.get("gap_to_exact", float("nan")), r["cpu_seconds"] * 1e3
+        print(
+            f"{r['problem']:22s} n={r['tensors']:5d} links={r['links']} gap {r['gap_to_bound']:8.4%} preemptive "
+            f"{r['gap_to_preemptive']:8.4%} exact {exact:8.4%} {ms:6.1f} ms"
+            f" {r['worse_than'] or ''}",
+            flush=True,
+        )
+    deft = {}
+    for name, links in (
+        ()
+        if args.only
+        else (
+            ("one link", (link("nccl", beta=BETA),)),
+            ("two links", (link("nccl", beta=BETA), link("gloo", beta=BETA * 1.65))),
+        )
+    ):
+        q = vgg19(*links)
+        for policy, staleness in (
+            ("ddp", 0),
+            ("bytescheduler", 0),
+            ("us_byte", 0),
+            ("ours", 0),
+            ("deft", 4),
+            ("ours", 2),
+        ):
+            e = evaluate(q, get_policy(policy).make(q, Options(staleness=staleness)))
+            deft[f"{name}, {policy}, staleness {staleness}"] = {
+                "iteration_ms": e.iteration_s * 1e3,
+                "updates_per_iteration": e.updates_per_iteration,
+            }
+    large = [r["cpu_seconds"] for r in rows if r["tensors"] == 2000]
+    known = [r["gap_to_exact"] for r in rows if r.get("exact", {}).get("proven")]
+    out = {
+        "median_cpu_seconds_2000_tensors": statistics.median(large) if large else None,
+        "most_cpu_seconds_2000_tensors": max(large, default=None),
+        "plan_405b": None if args.only else large_plan(),
+        "largest_gap_to_proven_optimum": max(known, default=None),
+        "proven": len(known),
+        "largest_gap_to_preemptive_where_not_proven": max(
+            (
+                r["gap_to_preemptive"]
+                for r in rows
+                if not r.get("exact", {}).get("proven") and r["gap_to_bound"] > 1e-6
+            ),
+            default=None,
+        ),
+        "worse_than_some_policy": [r["problem"] for r in rows if r["worse_than"]],
+        "vgg19_deft": deft,
+        "rows": rows,
+    }
+    save(out, args.o)
+    print({k: v for k, v in out.items() if k != "rows"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Search time as a model grows from 2 to 1,000 equal layers: with repetition used, and without.
+
+A layer of 12 nodes with residual edges, in the sizes of the paper's Transformer at p = 64: 566 configs a
+node, 84 classes an edge. Costs are random: nothing prunes them.
+
+    python -m bench.search.growth            # writes search_growth.json and search_growth.html
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+
+from bench.arguments import wanted
+from bench.provenance import ROOT
+from bench.search.common import options, write_results
+from pase.search import solve, verify
+from pase.tables.types import CostTables, EdgeTable
+
+LAYERS = (2, 5, 10, 20, 50, 100, 126, 200, 500, 1000)
+
+
+def stack(
+    layers: int, *, shared: bool = True, block: int = 12, configs: int = 566, classes: int = 84
+) -> CostTables:
+    """``layers`` blocks of 12 nodes with residual edges; ``shared=False`` gives each layer arrays of its own."""
+    rng = np.random.default_rng(0)
+    node = [rng.integers(0, 1000, configs).astype(float) for _ in range(block)]
+    cls = [rng.integers(0, classes, configs).astype(np.int32) for _ in range(4)]
+
+    def matrix() -> np.ndarray:
+        return rng.integers(0, 1000, (classes, classes)).astype(float)
+
+    inner = [(i, i + 1, matrix()) for i in range(block - 1)]
+    inner += [(i, j, matrix()) for i, j in ((0, 4), (4, 8), (8, 11), (1, 3))]
+    links = [(0, matrix()), (4, matrix())]
+    nodes: list[np.ndarray] = []
+    edges: list[EdgeTable] = []
+
+    def own(a: np.ndarray) -> np.ndarray:
+        return a if shared else a + rng.integers(0, 2, a.shape)
+
+    for layer in range(layers):
+        at = layer * block
+        nodes += [own(c) for c in node]
+        pairs = [(at + i, at + j, cls[i % 4], cls[j % 4], t) for i, j, t in inner]
+        pairs += [(at - 1, at + j, cls[3], cls[j % 4], t) for j, t in links if layer]
+        edges += [
+            EdgeTable(src=a, dst=b, cost=own(t), src_class=ca, dst_class=cb) for a, b, ca, cb, t in pairs
+        ]
+    return CostTables(node_costs=tuple(nodes), edges=tuple(edges))
+
+
+def main() -> None:
+    """Writes bench/results/search_growth.json: seconds by number of layers; and a picture of them."""
+    args = options(__doc__, "search_growth", seconds=60.0)
+    solve(stack(2))  # kernels
+    rows = []
+    for layers in wanted(((f"{layers} layers", layers) for layers in LAYERS), args.only):
+        row: dict[str, object] = {"layers": layers, "nodes": 12 * layers}
+        for kind in ("shared", "unlike"):
+            if kind == "unlike" and layers > 126:
+                continue
+            tables = stack(layers, shared=kind == "shared")
+            times = []
+            for _ in range(args.repeats):
+                began = time.perf_counter()
+                found = solve(tables)
+                times.append(time.perf_counter() - began)
+            verify(tables, found)
+            row[f"{kind}_s"] = round(statistics.median(times), 5)
+            row[f"{kind}_work"] = found.work
+        rows.append(row)
+        print(row, flush=True)
+    write_results(args, rows)
+    plot(rows)
+
+
+def plot(rows: list[dict[str, object]]) -> None:
+    """Writes bench/results/search_growth.html, a picture of the rows."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    for kind, name in (("shared", "equal layers"), ("unlike", "each layer different")):
+        have = [r for r in rows if f"{kind}_s" in r]
+        figure.add_scatter(
+            x=[r["layers"] for r in have], y=[r[f"{kind}_s"] for r in have], name=name, mode="lines+markers"
+        )
+    figure.update_layout(
+        title="Seconds to the proven optimum against layers",
+        xaxis={"title": "layers", "type": "log"},
+        yaxis={"title": "seconds", "type": "log"},
+    )
+    out = ROOT / "bench" / "results" / "search_growth.html"
+    figure.write_html(out, include_plotlyjs="cdn")
+    print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main()
