@@ -1,4 +1,4 @@
-"""A framework's model as a graph: one folder for each framework, and what they share."""
+"""Frontends, which turn a framework's model into a graph: one folder per framework, and what they share."""
 
 from pase.former import former_names
 

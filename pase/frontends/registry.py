@@ -1,7 +1,7 @@
 """The frontends: which of them reads a model, and what each returns.
 
-A frontend is a module ``frontends/<name>/frontend.py``, found automatically. It registers one ``Frontend`` in
-``FRONTENDS`` and imports its framework only inside functions.
+A frontend is a module ``frontends/<name>/frontend.py``, which is found automatically. It registers one ``Frontend`` in
+``FRONTENDS``, and imports its framework only inside functions.
 """
 
 from __future__ import annotations
@@ -42,30 +42,31 @@ Unknown = Literal["error", "replicate"]
 DimSizes = Mapping[str, int]
 C = TypeVar("C", bound=Callable[..., object])
 Chances = Mapping[str, Sequence[float]]
-"""Conditional, cond0, … in the order of the program -> how likely each of its branches is."""
+"""Conditional (cond0, cond1, … in program order) -> the probability of each of its branches."""
 
 
 class UnknownOp(PaseError):
-    """An op for which no rule exists; the message names it and the user's line."""
+    """There is no rule for an op. The error names the op and the user's line."""
 
 
 class NotInParts(PaseError):
-    """A model that cannot run on micro-batches: its code contains the batch size, its examples meet, or its frontend
-    traces it once."""
+    """A model cannot run on micro-batches: its code contains the batch size, its examples meet, or its frontend traces
+    it only once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A model read by a frontend. ``graph`` is raw: one node an op; ``graph.meta["frontend"]`` names the frontend."""
+    """A model as a frontend read it. ``graph`` is raw: one node per op; ``graph.meta["frontend"]`` names the
+    frontend."""
 
     graph: Graph
     param_paths: tuple[str, ...]
     """The trainable parameters by the user's names, in the model's order."""
     input_paths: tuple[str, ...]
     padding: Mapping[int, int] = field(default_factory=dict)
-    """Extent -> what every dim of that extent is padded to."""
+    """Extent -> the extent to which every dim of that extent is padded."""
     unpadded: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Where dims are padded: path of a parameter or an input -> the shape that the user has."""
+    """If dims are padded: path of a parameter or an input -> its shape without padding."""
 
     @property
     def frontend(self) -> str:
@@ -73,7 +74,7 @@ class Traced:
 
     @cached_property
     def fixed(self) -> Mapping[str, FixedLayout]:
-        """Tensor -> the layout in which the user keeps it already. Raises PaseError if no plan could keep them all."""
+        """Tensor -> the layout that the user fixed. Raises PaseError if no plan could keep all these layouts."""
         return {}
 
 
@@ -81,14 +82,15 @@ class Traced:
 class Frontend:
     """How the models of one framework are read.
 
-    reads: is the model of this kind? Asked often, so cheap: by suffix, by the name of the object's type or of its
-        module (``type_names``), never by importing the framework.
-    trace: lower it; called as ``trace(model, *args, name=, unknown=, dims=)``. args: what the user gave after the
-        model (example arguments, for JAX). dims: integers for symbolic sizes by name; a name that the model does not
-        have is an error (``check_dims``).
+    reads: whether the model is of this kind. It is called often and must be fast: it decides by suffix, or by the name
+        of the object's type or of its module (``type_names``), and never imports the framework.
+    trace: lowers the model; called as ``trace(model, *args, name=, unknown=, dims=)``. args: what the user passed after
+        the model (example arguments, for JAX). dims: integers for symbolic sizes by name; a name that the model does
+        not have is an error (``check_dims``).
     coverage: loop nest -> the framework's ops, for ``pase ops``; ``by_nest`` derives it from the rules.
-    programs: it reads programs that are not trained too: ``trace`` then takes ``mode``, ``carry`` and ``chances``.
-    modules: a model is a module that need not return its loss: ``trace`` then takes ``loss``.
+    programs: whether it also reads programs that are not trained; ``trace`` then takes ``mode``, ``carry`` and
+        ``chances``.
+    modules: whether a model is a module that need not return its loss; ``trace`` then takes ``loss``.
     """
 
     reads: Callable[[object], bool]
@@ -99,19 +101,19 @@ class Frontend:
 
 
 FRONTENDS: Registry[Frontend] = Registry("frontend", package="pase.frontends", each="frontend")
-"""In the order in which they are asked: one that reads any callable has a higher rank than those that look closer."""
+"""The frontends in the order in which they are tried. One that reads any callable has a higher rank than the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """How an op with bodies, a loop or a branch, is lowered. listed: where ``pase ops`` shows it."""
+    """How an op with bodies (a loop or a branch) is lowered. listed: the heading under which ``pase ops`` shows it."""
 
     lower: Callable[..., Any]
     listed: str
 
 
 def lowers_bodies(controls: Registry[Control], *ops: str, listed: str) -> Callable[[C], C]:
-    """Decorator: the function lowers these ops, which hold bodies."""
+    """Decorator for the function that lowers these ops, which contain bodies."""
 
     def add(lower: C) -> C:
         controls.register(*ops)(Control(lower=lower, listed=listed))
@@ -121,7 +123,7 @@ def lowers_bodies(controls: Registry[Control], *ops: str, listed: str) -> Callab
 
 
 def frontend_of(model: object) -> Frontend | None:
-    """The frontend that reads this model; None where none does."""
+    """The frontend that reads this model, or None."""
     return next((f for f in FRONTENDS.values() if f.reads(model)), None)
 
 
@@ -136,24 +138,25 @@ def trace(
     chances: Chances | None = None,
     loss: Callable[..., Tree] | None = None,
 ) -> Traced:
-    """Read a model by whichever frontend reads it.
+    """Reads a model with the frontend that reads its kind.
 
-    mode, carry, chances: what the program is for, see ``CompileOptions``; programs with these are JAX's.
-
-    loss: of a PyTorch module that does not return it, see ``CompileOptions``.
-
-    unknown: at an op without a rule: "error", or "replicate" (it may not be split).
+    unknown: what to do with an op that has no rule: "error", or "replicate" (the op is then not split).
     dims: integers for symbolic sizes.
+    mode, carry, chances: what the program is for; see ``CompileOptions``. Only JAX programs may use these.
+    loss: the loss of a PyTorch module that does not return it; see ``CompileOptions``.
     """
     frontend = frontend_of(model)
     if frontend is None:
         kinds = ", ".join(FRONTENDS)
         raise PaseError(
-            f"no frontend reads a {type(model).__module__}.{type(model).__name__}; there are frontends for {kinds}"
+            f"no frontend reads a {type(model).__module__}.{type(model).__name__}",
+            fix=f"pass a model for {kinds}",
         )
     if loss is not None and not frontend.modules:
         raise PaseError(
-            f"loss is for PyTorch modules, not for a {type(model).__name__}: let it return its loss"
+            f"it is for PyTorch modules, not for a {type(model).__name__}",
+            where="loss",
+            fix="let the model return its loss",
         )
     if mode == "train" and not carry and not chances:
         given = {} if loss is None else {"loss": loss}
@@ -161,7 +164,8 @@ def trace(
     if not frontend.programs:
         raise PaseError(
             f"mode='{mode}', carry and chances are for JAX functions, not for "
-            f"{repr(model) if isinstance(model, str) else f'a {type(model).__name__}'}"
+            f"{repr(model) if isinstance(model, str) else f'a {type(model).__name__}'}",
+            fix="leave these options out",
         )
     return frontend.trace(
         model, *args, name=name, unknown=unknown, dims=dims, mode=mode, carry=carry, chances=chances
@@ -169,32 +173,36 @@ def trace(
 
 
 def check_dims(dims: DimSizes | None, known: Iterable[str], model: str) -> dict[str, int]:
-    """The bindings, checked: positive whole numbers, for sizes that the model has."""
+    """Returns the bindings. Raises PaseError unless they are positive whole numbers for sizes that the model has."""
     known = sorted(set(known))
     for key, value in (dims or {}).items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PaseError(f"dim {key}={value!r}: a size is a positive whole number")
+            raise PaseError(
+                f"a size cannot be {value!r}", where=f"dim {key}", fix="give a positive whole number"
+            )
         if key not in known:
             raise PaseError(
-                f"model '{model}' has no symbolic size '{key}'; it has: {', '.join(known) or 'none'}"
+                f"there is no symbolic size '{key}'",
+                where=f"model '{model}'",
+                fix=f"name one that it has: {', '.join(known) or 'none'}",
             )
     return dict(dims or {})
 
 
 def type_names(model: object) -> set[str]:
-    """``module.Class`` of the object's type and of all that it derives from, nothing imported."""
+    """``module.Class`` of the object's type and of all its base classes. It imports nothing."""
     return {f"{t.__module__}.{t.__qualname__}" for t in type(model).__mro__}
 
 
 def coverage() -> dict[str, dict[str, list[str]]]:
-    """frontend -> loop nest -> the framework's ops that become it."""
+    """Frontend -> loop nest -> the framework's ops that become it."""
     return {name: frontend.coverage() for name, frontend in FRONTENDS.items()}
 
 
 def by_nest(
     rules: Mapping[str, Callable[..., object]], controls: Mapping[str, Control] | None = None
 ) -> dict[str, list[str]]:
-    """loop nest -> ops, read off what the rules' code calls: op -> rule in, nothing kept by hand."""
+    """Loop nest -> ops, derived from the functions that the rules' code calls. rules: op -> rule."""
     from pase.ops import composites, indexed, loops, nests, windows
 
     known: dict[str, Callable[..., object] | None] = dict.fromkeys(
@@ -212,8 +220,10 @@ def by_nest(
 
 
 def _calls(rule: object, known: Mapping[str, Callable[..., object] | None], seen: set[object]) -> set[str]:
-    """The nest builders that a function may call, directly or through functions of its package. known: name -> None
-    for a builder, else a function that calls builders."""
+    """The nest builders that a function may call, directly or through functions of its package.
+
+    known: name -> None for a builder, else a function that calls builders.
+    """
     rule = getattr(rule, "func", rule)  # functools.partial
     rule = rule if isinstance(rule, FunctionType) else type(rule).__call__
     if not isinstance(rule, FunctionType) or rule in seen:
@@ -234,6 +244,6 @@ def _calls(rule: object, known: Mapping[str, Callable[..., object] | None], seen
             ("pase.frontends", "pase.ops")
         ):
             out |= _calls(target, known, seen)
-        elif isinstance(target, Registry):  # TABLE[name](b, x): any of its members
+        elif isinstance(target, Registry):  # TABLE[name](b, x) may call any entry of the table
             out |= {nest for member in target.values() for nest in _calls(member, known, seen)}
     return out

@@ -181,7 +181,7 @@ def test_what_cannot_be_padded_says_why():
     args = arguments(31, 63, 61)
     with pytest.raises(PaseError, match="takes no stages"):
         planned(args, uneven="padded", pipeline=2)
-    with pytest.raises(PaseError, match="hands values to its next call"):
+    with pytest.raises(PaseError, match="passes values to its next call"):
         as_padded(trace(lambda p, s, x: (p, s), args[0], args[0], args[1], mode="step"), {31: 32})
     made = as_padded(trace(loss, *args), {31: 32})
     from pase.frontends.jax.blocks import batch_size

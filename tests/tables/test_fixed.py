@@ -204,8 +204,9 @@ def test_another_number_of_devices_is_an_error() -> None:
 def test_a_sharding_without_a_mesh_is_an_error() -> None:
     """The argument has a sharding like JAX's own GSPMDSharding, which is not public."""
     x = SimpleNamespace(shape=X.shape, dtype=X.dtype, sharding=SimpleNamespace(num_devices=8))
-    with pytest.raises(PaseError, match="SimpleNamespace"):
+    with pytest.raises(PaseError, match="8 devices as SimpleNamespace") as e:
         compiled(PARAMS, x)
+    assert e.value.where == "argument '0'"
 
 
 def test_sizes_that_do_not_divide_are_an_error() -> None:

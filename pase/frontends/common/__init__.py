@@ -1,1 +1,1 @@
-"""What several frontends share: values, products, slices, repeated layers."""
+"""Code that several frontends share: values, products, slices, repeated layers."""

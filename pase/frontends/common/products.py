@@ -1,4 +1,4 @@
-"""Matrix products and einsum, as several frameworks have them."""
+"""Matrix products and einsum, in the form that several frameworks share."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["einsum", "matmul"]
 
 
 def matmul(c: Site, x: Value, y: Value, dtype: str | None = None) -> Value:
-    """numpy's matmul: the last two dims multiply, those before are batch dims and broadcast."""
+    """numpy's matmul: a product over the last two dims; the dims before are batch dims and broadcast."""
     if not x.shape or not y.shape:
-        raise c.fail("it multiplies numbers that are not tensors")
+        raise c.fail("it is a matrix product, but an operand is a scalar")
     a = c.reshape(x, (1, *x.shape)) if len(x.shape) == 1 else x
     b = c.reshape(y, (*y.shape, 1)) if len(y.shape) == 1 else y
     if a.shape[-1] != b.shape[-2]:
@@ -31,7 +31,7 @@ def matmul(c: Site, x: Value, y: Value, dtype: str | None = None) -> Value:
         out.pop(-1 if len(y.shape) == 1 else -2)
     if math.prod(full) == 0 or a.elements == 0:
         return c.nothing(out, dtype or x.dtype)
-    # Dims of one element and missing ones are dropped: what is left is batch (in both) or free (in one).
+    # Dims of size one and missing dims are dropped. The others are batch dims (in both) or free dims (in one).
     if len(y.shape) == 2 and len(x.shape) == 2 and (whole := c.unmerged(x)) is not x:
         made = matmul(c, whole, y, dtype)
         return c.reshape(made, out)
@@ -65,7 +65,7 @@ def matmul(c: Site, x: Value, y: Value, dtype: str | None = None) -> Value:
         dtype,
     )
     made = c.value(product)
-    # Order of the dims: shared batch, a's own batch, rows, b's own batch, columns.
+    # The order of the dims: shared batch, the batch of a only, rows, the batch of b only, columns.
     stands = [*shared, *only_a, "m", *only_b, "n"]
     wanted = [i for i, n in enumerate(lead) if n != 1] + ["m", "n"]
     made = c.transpose(made, [stands.index(w) for w in wanted])
@@ -73,7 +73,8 @@ def matmul(c: Site, x: Value, y: Value, dtype: str | None = None) -> Value:
 
 
 def einsum(c: Site, equation: str, values: Sequence[Value]) -> Value:
-    """Operands are contracted from the left. Dims in no later operand and not in the result are summed on the way."""
+    """An einsum. Operands are contracted from the left. A dim that is in no later operand and not in the result is
+    summed as early as possible."""
     text = equation.replace(" ", "")
     left, arrow, right = text.partition("->")
     terms = left.split(",")

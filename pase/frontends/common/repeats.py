@@ -1,4 +1,4 @@
-"""Equal runs in a list of equations: layers that a program writes out one after the other."""
+"""Finds equal runs in a list of equations: layers that a program writes out one after the other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 __all__ = ["crossing", "equal_runs"]
 
 _FEWEST = 3
-"""So many equal runs of equations are a repeated block."""
+"""The smallest number of equal runs of equations that counts as a repeated block."""
 _LONGEST = 20_000
 
 Crossing = TypeVar("Crossing")
@@ -19,10 +19,11 @@ Crossing = TypeVar("Crossing")
 def equal_runs(
     tokens: Sequence[object], heavy: Callable[[int, int], bool], alive: Callable[[], np.ndarray]
 ) -> list[tuple[int, int]]:
-    """The longest stretch of equal runs, as (start, stop) of each; empty if there is none.
+    """The longest sequence of equal runs, as (start, stop) of each; empty if there is none.
 
-    tokens: equal for equal equations. heavy(start, stop): do these equations hold enough work? alive(): bytes that are
-    live before each equation (``crossing``); runs are cut where the fewest are.
+    tokens: values that are equal for equal equations.
+    heavy(start, stop): whether these equations contain enough work.
+    alive(): the bytes that are live before each equation (``crossing``). Runs are cut where they are fewest.
     """
     n = len(tokens)
     if not 2 * _FEWEST <= n <= _LONGEST or not heavy(0, n):
@@ -50,8 +51,10 @@ def equal_runs(
 def crossing(
     made: Mapping[Crossing, int], last: Mapping[Crossing, int], nbytes: Callable[[Crossing], int], n: int
 ) -> np.ndarray:
-    """Bytes made before equation i and used from there on: int64 [equations + 1]. made, last: value -> the equation
-    that makes it, and the last that reads it."""
+    """The bytes made before equation i and used from there on, as int64 [equations + 1].
+
+    made, last: value -> the equation that makes it, and the last equation that reads it.
+    """
     out = np.zeros(n + 2, dtype=np.int64)
     for v, i in made.items():
         if v in last:

@@ -15,7 +15,11 @@ __all__ = ["join", "part", "spread", "take", "take_along"]
 def part(
     c: Site, x: Value, shape: Sequence[int], kept: Sequence[bool], name: str, note: tuple[object, ...]
 ) -> Value:
-    """A slice of a tensor. A slice of a weight is made only if something other than a reordering of it reads it."""
+    """A slice of a tensor. A slice of a weight is made only if something other than a reordering of the weight reads
+    it.
+
+    note: (axis, start) if the slice may be one of several equal parts, else empty.
+    """
     shape = c.shape(shape)
     if math.prod(shape) == 0:
         return c.nothing(shape, x.dtype)
@@ -33,6 +37,7 @@ def part(
 
 
 def join(c: Site, values: Sequence[Value], axis: int) -> Value:
+    """A concatenation along an axis."""
     if not values:
         raise c.fail("nothing to join")
     rank = len(values[0].shape)
@@ -54,8 +59,8 @@ def join(c: Site, values: Sequence[Value], axis: int) -> Value:
 
 
 def _reordered(values: Sequence[Value], axis: int) -> Value | None:
-    """The weight itself, if these are all of its parts in another order (a recurrent layer's gates). The weight is then
-    stored in that order."""
+    """The weight itself, if the values are all its parts in another order (the gates of a recurrent layer). The weight
+    is then stored in that order."""
     if any(v.note[:1] != ("slice",) or v.note[1] is not values[0].note[1] for v in values):
         return None
     base: Value = values[0].note[1]
@@ -68,6 +73,7 @@ def _reordered(values: Sequence[Value], axis: int) -> Value | None:
 
 
 def spread(c: Site, x: Value, shape: Sequence[int]) -> Value:
+    """A broadcast of x to a shape."""
     shape = c.shape(shape)
     if tuple(shape) == x.shape:
         return x
@@ -78,12 +84,12 @@ def spread(c: Site, x: Value, shape: Sequence[int]) -> Value:
 
 
 def take(c: Site, x: Value, ids: Value, axis: int) -> Value:
-    """x at these indices of a dim; the dim is replaced by the indices' shape."""
+    """x at these indices of a dim. The indices' shape replaces the dim."""
     axis = c.axis(axis, len(x.shape))
     shape = c.shape((*x.shape[:axis], *ids.shape, *x.shape[axis + 1 :]))
     if math.prod(shape) == 0 or x.elements == 0:
         return c.nothing(shape, x.dtype)
-    if ids.elements == 1 and ids.data is not None:  # one known index: a slice
+    if ids.elements == 1 and ids.data is not None:  # a single known index is a slice
         one = [1 if i == axis else s for i, s in enumerate(x.shape)]
         kept = [i != axis for i in range(len(one))]
         cut = x if x.shape[axis] == 1 else c.value(nests.restrict(c.b, "slice", [c.tensor(x)], one, kept))
@@ -106,11 +112,13 @@ def take(c: Site, x: Value, ids: Value, axis: int) -> Value:
 
 
 def take_along(c: Site, x: Value, ids: Value, axis: int) -> Value:
-    """One element of x for each index: of the dim, at the index's own place in the other dims."""
+    """One element of x per index, along a dim; in the other dims, at the index's own position."""
     rank = len(x.shape)
     axis = c.axis(axis, rank)
     if len(ids.shape) != rank:
-        raise c.fail(f"indices {list(ids.shape)} into {list(x.shape)}")
+        raise c.fail(
+            f"its indices have shape {list(ids.shape)}, but they index a tensor of shape {list(x.shape)}"
+        )
     others = [i for i in range(rank) if i != axis]
     if any(ids.shape[i] != x.shape[i] for i in others):
         kept = [i != axis and ids.shape[i] == x.shape[i] for i in range(rank)]

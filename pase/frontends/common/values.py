@@ -1,4 +1,4 @@
-"""What flows through a framework's graph while it is lowered, and what every rule does with it."""
+"""The values of a framework's graph while it is lowered, and the operations on them that every rule uses."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ _MOST_ELEMENTS = 1 << 50
 class Value:
     """A tensor of the graph. Its loop nest is made when something first reads its data.
 
-    data: its contents, if they are small and known without data.
-    foldable: may ops on ``data`` be worked out now? (Not for a trainable parameter, whose contents will change.)
-    note: where it comes from, for rules that see two ops as one (quantize and dequantize, slices of a weight).
-    items: of a sequence.
-    weight: is it a tensor that the model stores, or a view of one? Its contents are then never part of an op.
+    data: the contents, if they are small and known.
+    foldable: whether ops on ``data`` may be evaluated now. This is false for a trainable parameter, whose contents will
+        change.
+    note: where the value comes from, for rules that treat two ops as one (quantize and dequantize, slices of a weight).
+    items: the elements of a sequence.
+    weight: whether the value is a tensor that the model stores, or a view of one. Its contents then never become part
+        of an op.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +54,7 @@ class Value:
 
     @property
     def known(self) -> np.ndarray | None:
-        """The contents, where ops on them may be worked out now."""
+        """The contents, if ops on them may be evaluated now."""
         return self.data if self.foldable else None
 
     @property
@@ -61,12 +63,12 @@ class Value:
 
     @property
     def literal(self) -> bool:
-        """One number that is part of the op that reads it."""
+        """Whether this is one number, which becomes part of the op that reads it."""
         return self.foldable and self.elements == 1 and self.tensor is None
 
 
 def known(array: ArrayLike, dtype: str | None = None) -> Value:
-    """A value that has been worked out."""
+    """A value whose contents are known."""
     a = np.asarray(array)
     return Value(shape=tuple(map(int, a.shape)), dtype=dtype or str(a.dtype), foldable=True, _data=a)
 
@@ -74,7 +76,7 @@ def known(array: ArrayLike, dtype: str | None = None) -> Value:
 class Site:
     """One op that is being lowered: how its rule reads values and makes new ones.
 
-    place: which op of which model, for messages.
+    place: the op and its model, for messages.
     """
 
     place: str
@@ -84,14 +86,14 @@ class Site:
         raise NotImplementedError
 
     def fail(self, what: str, fix: str = "") -> PaseError:
-        """The error to raise: what is wrong with this op, and what the user can do about it."""
+        """Returns the error to raise: what is wrong with this op, and what the user can do about it."""
         return PaseError(what, where=self.place, fix=fix)
 
     def tensors(self, *values: Value) -> list[Tensor]:
         return [self.tensor(v) for v in values]
 
     def tensor(self, v: Value) -> Tensor:
-        """The tensor with the value's data, made now if it has not been read before."""
+        """The tensor with the value's data, which is made now if it was not read before."""
         if v.tensor is None:
             if v.elements == 0 or v.items is not None:
                 raise self.fail(f"it reads a tensor of shape {list(v.shape)}, which has no elements")
@@ -120,12 +122,10 @@ class Site:
         return Value(shape=self.shape(shape), dtype=dtype, make=made, note=note)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape, if it is one."""
+        """The shape as a tuple. Raises the op's error if it is not a valid shape."""
         out = tuple(int(s) for s in shape)
         if any(s < 0 for s in out) or math.prod(out) > _MOST_ELEMENTS or len(out) > 64:
-            raise self.fail(
-                f"it makes a tensor of shape {[int(s) for s in out[:8]]}: not a size to compute with"
-            )
+            raise self.fail(f"it makes a tensor of the shape {[int(s) for s in out[:8]]}, which is not valid")
         return out
 
     def axis(self, axis: int, rank: int) -> int:
@@ -155,7 +155,7 @@ class Site:
         dtype: str | None = None,
         flops: float | None = None,
     ) -> Value:
-        """A function of broadcast inputs, point by point; numbers are part of the op."""
+        """A function of broadcast inputs, point by point. Numbers among them become part of the op."""
         shape = self.shape(self.broadcast(*(v.shape for v in values)))
         dtype = "bool" if function.boolean else dtype or values[0].dtype
         if math.prod(shape) == 0:
@@ -167,7 +167,8 @@ class Site:
         return self.value(out)
 
     def reshape(self, v: Value, shape: Sequence[int]) -> Value:
-        """A reshape, made when it is read; of a reshape, of what that was made of; none where the shape is the same."""
+        """A reshape, made when it is read. A reshape of a reshape starts from the first value. It is omitted if the
+        shape does not change."""
         new = self.shape(shape)
         if math.prod(new) != v.elements:
             raise self.fail(
@@ -187,7 +188,7 @@ class Site:
         return out
 
     def unmerged(self, v: Value) -> Value:
-        """[b s d] where v is the [(b s) d] made of it: a product over d may then be split as b and s are."""
+        """The value [b s d], if v is the [(b s) d] that was made from it. A product over d may then split b and s."""
         if len(v.shape) != 2 or v.note[:1] != ("view",):
             return v
         base: Value = v.note[1]

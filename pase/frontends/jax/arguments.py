@@ -1,4 +1,4 @@
-"""A function's example arguments: their shapes, checked, and the layouts in which the user keeps them already."""
+"""A function's example arguments: their shapes, checked, and the layouts that the user already gave them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ __all__ = ["arguments", "fixed_devices", "fixed_layouts", "shape_of", "shardings
 def arguments(
     args: tuple[Tree, ...], dims: DimSizes | None, called: str
 ) -> tuple[Tree, dict[str, int], set[str]]:
-    """(the array arguments as shapes, the part of ``dims`` that is not among their sizes, those sizes)."""
+    """Returns the array arguments as shapes, the entries of ``dims`` that are not among their sizes, and the symbolic
+    sizes of the arguments."""
     import jax
 
     given = jax_leaves.arrays(args)
@@ -51,14 +52,17 @@ def _check_leaves(tree: Tree, what: str) -> None:
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
         if shape is None or dtype is None:
             raise PaseError(
-                f"{where} is {type(leaf).__name__}: give an array or jax.ShapeDtypeStruct(shape, dtype)"
+                f"it is {type(leaf).__name__}",
+                where=where,
+                fix="pass an array or jax.ShapeDtypeStruct(shape, dtype)",
             )
         for s in shape:
             if isinstance(s, (float, np.floating)):
-                raise PaseError(f"{where} has shape {tuple(shape)}: {s} is not a whole number")
+                raise PaseError(f"it has shape {tuple(shape)}, but {s} is not a whole number", where=where)
             if isinstance(s, (int, np.integer)) and s < 1:
                 raise PaseError(
-                    f"{where} has shape {tuple(shape)}: a dim of {s} elements cannot be parallelized"
+                    f"it has shape {tuple(shape)}, and a dim of {s} elements cannot be parallelized",
+                    where=where,
                 )
 
 
@@ -73,7 +77,7 @@ def _shape_struct(leaf: Tree) -> ShapeDtypeStruct:
 
 
 def _bound(leaf: ShapeDtypeStruct, dims: DimSizes) -> ShapeDtypeStruct:
-    """The leaf with integers for the sizes that ``dims`` settles."""
+    """The leaf with integers for the symbolic sizes that ``dims`` gives."""
     import jax
 
     sizes = [bind_size(s, dims) for s in shape_of(leaf)]
@@ -86,7 +90,7 @@ def shape_of(aval: Aval) -> tuple[Size, ...]:
 
 
 def shardings(tree: Tree) -> tuple[Sharding | None, ...]:
-    """The sharding of each leaf of the arguments; None for a leaf that has none. A traced value has its type's."""
+    """The sharding of each leaf of the arguments, or None. The sharding of a traced value is that of its type."""
     import jax
 
     leaves = jax.tree.leaves(jax_leaves.arrays(tree))
@@ -97,10 +101,12 @@ def shardings(tree: Tree) -> tuple[Sharding | None, ...]:
 def fixed_layouts(
     paths: Sequence[str], ranks: Sequence[int], given: Sequence[Sharding | None]
 ) -> list[FixedLayout | None]:
-    """For each leaf, the layout that its sharding fixes. None for a leaf on one device, or without a sharding.
+    """The layout that each leaf's sharding fixes. None for a leaf on one device, or without a sharding.
 
-    paths, ranks: of each leaf, its name and its number of dims. given: its sharding. Raises PaseError for a sharding
-    that names no axes, and where two leaves lie on unlike meshes.
+    paths, ranks: the name and the number of dims of each leaf.
+    given: the sharding of each leaf.
+
+    Raises PaseError for a sharding that names no axes, or if two leaves are on different meshes.
     """
     out = [_fixed(*leaf) for leaf in zip(paths, ranks, given, strict=True)]
     first = next((i for i, x in enumerate(out) if x is not None), None)
@@ -114,8 +120,9 @@ def fixed_layouts(
                 "the same axes over devices in another order" if a.mesh == b.mesh else f"the mesh {b.mesh}"
             )
             raise PaseError(
-                f"'{a.path}' lies on the mesh {a.mesh} and '{b.path}' on {unlike}: a plan has one mesh. Put both on "
-                f"one with jax.device_put, or {FREE_LAYOUTS}"
+                f"'{a.path}' is on the mesh {a.mesh} and '{b.path}' on {unlike}, but a plan has one mesh",
+                where=f"argument '{b.path}'",
+                fix=f"put both on one mesh with jax.device_put, or {FREE_LAYOUTS}",
             )
     return out
 
@@ -127,8 +134,9 @@ def _fixed(path: str, rank: int, given: Sharding | None) -> FixedLayout | None:
         return None
     if not isinstance(given, NamedSharding):
         raise PaseError(
-            f"'{path}' lies on {given.num_devices} devices as {type(given).__name__}, which names no axes of a mesh: "
-            f"jax.device_put it to a NamedSharding, or {FREE_LAYOUTS}"
+            f"it is on {given.num_devices} devices as {type(given).__name__}, which names no axes of a mesh",
+            where=f"argument '{path}'",
+            fix=f"jax.device_put it to a NamedSharding, or {FREE_LAYOUTS}",
         )
     ways = {name: int(size) for name, size in given.mesh.shape.items() if size > 1}
     if not ways:
@@ -136,10 +144,14 @@ def _fixed(path: str, rank: int, given: Sharding | None) -> FixedLayout | None:
     spec = given.spec
     if getattr(spec, "unreduced", None):
         raise PaseError(
-            f"'{path}' lies as {spec}, a sum that is not finished: add it up before you compile a plan"
+            f"its sharding is {spec}, a partial sum",
+            where=f"argument '{path}'",
+            fix="reduce it before you compile a plan",
         )
     if len(spec) > rank:
-        raise PaseError(f"'{path}' has {rank} dims, and its sharding {spec} names {len(spec)}")
+        raise PaseError(
+            f"it has {rank} dims, but its sharding {spec} names {len(spec)}", where=f"argument '{path}'"
+        )
     dims: list[tuple[str, ...] | None] = []
     for entry in (*spec, *[None] * (rank - len(spec))):
         axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
@@ -149,7 +161,7 @@ def _fixed(path: str, rank: int, given: Sharding | None) -> FixedLayout | None:
 
 
 def fixed_devices(given: Sequence[Sharding | None]) -> tuple[JaxDevice, ...] | None:
-    """The devices of the first mesh that has any, in its order; None if no sharding has a mesh of devices."""
+    """The devices of the first mesh of devices among the shardings, in the mesh's order; None if there is none."""
     from jax.sharding import Mesh, NamedSharding
 
     for s in given:

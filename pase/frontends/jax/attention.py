@@ -1,4 +1,4 @@
-"""Attention that a JAX program asks for by name, kept as one op: ``jax.nn.dot_product_attention`` and fused kernels.
+"""Attention that a JAX program calls by name, kept as one op: ``jax.nn.dot_product_attention`` and fused kernels.
 
 JAX inlines its own attention, so nothing in the jaxpr says that the two products and the softmax between them are
 attention. While a model is traced, both of JAX's implementations are wrapped in a jitted function whose name says so
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["Asked", "AttentionCall", "call_of", "named"]
 
 Asked = Literal["xla", "cudnn", "flash"]
-"""Whose kernel a program asks for: XLA's own, cuDNN's, or Pallas' flash attention for TPUs."""
+"""Whose kernel a program requests: XLA's own, cuDNN's, or Pallas' flash attention for TPUs."""
 
 _NAME = re.compile(r"(?P<causal>causal_)?(?P<asked>xla|cudnn)_attention_scaled_(?P<scale>\S+)")
 _FLASH = "flash_attention"
-"""Pallas' kernel for TPUs: heads before positions."""
+"""The name of Pallas' kernel for TPUs, whose arrays have heads before positions."""
 _lock = threading.RLock()
 
 
@@ -39,7 +39,9 @@ class AttentionCall:
     """One call of attention in a jaxpr.
 
     order: the order of batch, positions, heads and width in queries, keys, values and result.
-    causal: a query sees no key after its own position. scale: of the scores. asked: whose kernel is to run.
+    causal: whether a query ignores the keys after its own position.
+    scale: the factor on the scores.
+    asked: whose kernel the program requests.
     blocks: the block sizes of Pallas' kernel, in its own form.
     """
 
@@ -56,9 +58,9 @@ class AttentionCall:
 
 
 def call_of(eqn: Eqn) -> AttentionCall | None:
-    """The attention that an equation asks for, if it is a call of it on (batch, positions, heads, width) arrays.
+    """The attention that an equation calls, or None if it is no such call on (batch, positions, heads, width) arrays.
 
-    A bias or a mask may follow queries, keys and values; lengths and batches by ``vmap`` are not read (None).
+    A bias or a mask may follow queries, keys and values. Calls with lengths or batched by ``vmap`` are not recognized.
     """
     name = eqn.params.get("name") if eqn.primitive.name in ("jit", "pjit") else None
     if name is None or len(eqn.outvars) != 1:
@@ -121,7 +123,7 @@ class _Named:
         if threading.get_ident() != self.thread or special:
             return self.theirs(q, k, v, bias, mask, *lengths, **settings)
         asked: Asked = "xla"
-        if "mask_type" in settings:  # cuDNN's words
+        if "mask_type" in settings:  # the arguments are cuDNN's
             asked = "cudnn"
             window = settings.get("sliding_window_length")
             settings = {

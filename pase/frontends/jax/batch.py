@@ -1,5 +1,7 @@
-"""What the micro-batches of a JAX step make of its loss: the numbers of the program of the whole batch beside those of
-a micro-batch's."""
+"""Checks that a JAX step in micro-batches computes the loss of the whole batch.
+
+It compares the numbers in the program of the whole batch with those in the program of a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,14 @@ _MOVED = frozenset(
         "transpose",
     )
 )
-"""What gives a number's multiple if it reads a multiple."""
+"""Primitives whose result is multiplied by a number if their operand is."""
 _CUSTOM_RULE = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
 def examples_meet(traced: TracedJax, graph: Graph) -> str | None:
-    """Where the examples of a batch meet, so that micro-batches would give other numbers; None: nowhere.
+    """Where the examples of a batch meet, so that micro-batches would give other numbers. None if they do not meet.
 
-    graph: the simplified one. The numbers in the program are looked at in ``check_mean``.
+    graph: the simplified graph. The numbers in the program are checked by ``check_mean``.
     """
     try:
         sums = batch_sums(graph, _cut(traced), None, state_of_whole=False)
@@ -63,7 +65,7 @@ def examples_meet(traced: TracedJax, graph: Graph) -> str | None:
 def check_mean(whole: TracedJax, part: TracedJax, graph: Graph, k: int) -> None:
     """Raises NotInParts if the mean of the losses of k micro-batches is not the loss of the batch.
 
-    part: the model on one of them; graph: its simplified graph.
+    part: the model traced on one micro-batch. graph: its simplified graph.
     """
     _check_handed_on(whole, k)
     try:
@@ -75,8 +77,9 @@ def check_mean(whole: TracedJax, part: TracedJax, graph: Graph, k: int) -> None:
         ) from None
     if (read := _total_of_loss(graph, sums.totals)) is not None:
         raise NotInParts(
-            f"a step in {k} micro-batches would give other numbers: the loss of '{whole.graph.name}' reads {read}, "
-            f"a sum over the batch, and a micro-batch has only its own: make it outside and pass it as an argument"
+            f"a step in {k} micro-batches would give other numbers: the loss of '{whole.graph.name}' depends on "
+            f"{read}, a sum over the batch, of which a micro-batch has only its own part",
+            fix="compute this sum outside the function and pass it as an argument",
         )
     power = next(iter(sums.outputs.values()), 1)
     if power != 1:
@@ -84,14 +87,19 @@ def check_mean(whole: TracedJax, part: TracedJax, graph: Graph, k: int) -> None:
             "a sum over the batch" if power == 0 else f"proportional to the batch's size ** {power - 1:+d}"
         )
         raise NotInParts(
-            f"a step in {k} micro-batches would give other numbers: the loss of '{whole.graph.name}' is {grows}, and "
-            f"a JAX step takes the mean of its micro-batches' losses: divide it by the batch's size (jnp.mean)"
+            f"a step in {k} micro-batches would give other numbers: the loss of '{whole.graph.name}' is {grows}, but "
+            f"a JAX step takes the mean of its micro-batches' losses",
+            fix="divide it by the batch's size (jnp.mean)",
         )
 
 
 def _check_handed_on(whole: TracedJax, k: int) -> None:
-    """Raises NotInParts if an argument without a batch dim comes back beside the loss and ``carry`` does not say so:
-    state, such as batch statistics, that each micro-batch would take from the last step instead of the last one."""
+    """Raises NotInParts if an argument without a batch dim is also returned beside the loss, but not named in
+    ``carry``.
+
+    Such an argument is state, for example batch statistics. Each micro-batch would then start from the state before the
+    step rather than from that of the micro-batch before it.
+    """
     if whole.mode != "train" or whole.out_tree is None:
         return
     avals, first, split = whole.jaxpr.in_avals, len(whole.param_paths), split_inputs(whole)
@@ -106,15 +114,16 @@ def _check_handed_on(whole: TracedJax, k: int) -> None:
         if (form, mine) in returned:
             raise NotInParts(
                 f"a step in {k} micro-batches would give other numbers: argument {number} of the batch comes back "
-                f"beside the loss, and each micro-batch would begin with the step's: say that it is handed on, with "
-                f"carry={{{number}: place}}, for example carry={{{number}: (1, 'batch_stats')}}"
+                f"beside the loss, and each micro-batch would begin with the step's",
+                fix=f"declare it as state with carry={{{number}: place}}, for example "
+                f"carry={{{number}: (1, 'batch_stats')}}",
             )
 
 
 def _subtrees(
     form: PyTreeDef, avals: Sequence[Aval], at: int
 ) -> Iterator[tuple[PyTreeDef, list[tuple[object, object]]]]:
-    """Each part of a result: its form, and shape and dtype of its leaves."""
+    """Yields every subtree of a result: its treedef, and the shape and dtype of its leaves."""
     yield form, [(a.shape, a.dtype) for a in avals[at : at + form.num_leaves]]
     for child in form.children():
         yield from _subtrees(child, avals, at)
@@ -122,7 +131,7 @@ def _subtrees(
 
 
 def _total_of_loss(graph: Graph, totals: Collection[str]) -> str | None:
-    """A sum over the batch that depends on no parameter and that the loss depends on: its op and line."""
+    """The op and line of a sum over the batch that depends on no parameter and that the loss depends on, or None."""
     makers = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
     left, seen = list(graph.outputs[:1]), set(graph.outputs[:1])
     while left:
@@ -137,12 +146,12 @@ def _total_of_loss(graph: Graph, totals: Collection[str]) -> str | None:
 
 
 def _cut(traced: TracedJax) -> frozenset[str]:
-    """Paths of the inputs that have the batch's dim."""
+    """The paths of the inputs that have the batch's dim."""
     n = len(traced.param_paths)
     try:
         size = batch_size(traced)
     except PaseError:
-        return frozenset()  # no batch, which who divides it says
+        return frozenset()  # there is no batch; dividing it raises the error
     avals = traced.jaxpr.in_avals[n:]
     shapes = {tuple(a.shape) for a, on in zip(avals, split_inputs(traced), strict=True) if on}
     inputs = (t for t in traced.graph.tensors.values() if t.role == "input")
@@ -151,29 +160,29 @@ def _cut(traced: TracedJax) -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _BothPrograms:
-    """The numbers in the program of the whole batch beside those of a micro-batch's: by which power of k they are
-    larger; None: by no power of it."""
+    """For each number in the program of the whole batch: by which power of k it is larger than the number in the
+    program of a micro-batch. None if the ratio is no power of k."""
 
     whole: TracedJax
     part: TracedJax
     k: int
     found: dict[str, list[tuple[str, int | None]]] = field(default_factory=dict)
-    """Path of an op -> primitive and power of each equation there: one, or all of a call that is an op."""
+    """Path of an op -> (primitive, power) of its equation, or of all equations of a call that is one op."""
     zeros: set[Var] = field(default_factory=set)
-    """The part's variables that are zero everywhere."""
+    """The variables of the micro-batch's program that are zero everywhere."""
     from_zero: set[Place] = field(default_factory=set)
-    """Carries of loops that are zero before the first turn."""
+    """The loop carries that are zero before the first iteration."""
 
     def begins_at_zero(self, op: Op) -> bool:
-        """For ``batch_sums``."""
+        """Whether a loop's carry is zero before the first iteration, as ``batch_sums`` asks."""
         return op.eqn in self._walked.from_zero
 
     def power(self, op: Op) -> int | None:
-        """For ``batch_sums``."""
+        """The power of an op's number, as ``batch_sums`` asks."""
         here = self._walked.found.get(op.eqn.path, [])
         if len(here) <= 1 or not any(p != 0 for _, p in here):
             return here[0][1] if len(here) == 1 else 0
-        # A call with a rule of its own: its equations of this kind, in their order.
+        # A call with its own derivative rule: compare its equations of this kind in order.
         alike = [o for o in self._ops.get(op.eqn.path, []) if o.function.name == op.function.name]
         powers = [p for name, p in here if name == op.function.name]
         mine = next((i for i, o in enumerate(alike) if o.writes[0].tensor == op.writes[0].tensor), None)
@@ -183,7 +192,7 @@ class _BothPrograms:
 
     @cached_property
     def _walked(self) -> _BothPrograms:
-        """Itself, when both programs have been walked."""
+        """This object, after both programs have been walked."""
         self._walk(opened(self.whole.jaxpr), opened(self.part.jaxpr), {}, "", "")
         return self
 
@@ -199,8 +208,10 @@ class _BothPrograms:
     def _walk(
         self, whole: _Opened, part: _Opened, known: dict[Var, int | None], prefix: str, inside: str
     ) -> Sequence[int | str | None]:
-        """The powers of the results. known: the part's variables that depend on no data, with their powers; it is
-        added to."""
+        """Walks both programs, and returns the powers of their results.
+
+        known: power of each variable of the micro-batch's program that depends on no data. The walk adds to it.
+        """
         (big, of_whole), (small, of_part) = whole, part
         self.zeros.update(v for v, x in zip(small.constvars, of_part, strict=True) if not np.any(_values(x)))
         self._alike("constants", len(of_whole), len(of_part))
@@ -222,7 +233,7 @@ class _BothPrograms:
         return not np.any(_values(v.val)) if is_literal(v) else v in self.zeros
 
     def _note_zeros(self, eqn: Eqn, path: str) -> None:
-        """What is zero of what an equation makes, and of what the programs inside it begin with."""
+        """Records which results of an equation are zero, and which initial values of the programs inside it."""
         name, ins = eqn.primitive.name, eqn.invars
         if name in _MOVED and self._is_zero(ins[0]):
             self.zeros.update(eqn.outvars)
@@ -237,8 +248,8 @@ class _BothPrograms:
             self.from_zero.update(at.its("carry", k) for k in zero)
 
     def _same(self, big: Eqn, small: Eqn) -> None:
-        """Raises NotInParts if they do not apply the same: what differs may be shapes, and how often a loop without
-        carried values runs."""
+        """Raises NotInParts if two equations differ in more than shapes and in how often a loop without carries
+        runs."""
         name = small.primitive.name
         self._alike("operations", big.primitive.name, name)
         self._alike(f"operands of {name}", len(big.invars), len(small.invars))
@@ -254,7 +265,7 @@ class _BothPrograms:
         pairs: Mapping[Var, Var],
         known: Mapping[Var, int | None],
     ) -> list[int | str | None]:
-        """The powers of what is read. Raises NotInParts if the programs do not read the same."""
+        """The powers of the variables that are read. Raises NotInParts if the programs read different variables."""
         out: list[int | str | None] = []
         for a, b in zip(big, small, strict=True):
             if is_literal(a) and is_literal(b):
@@ -270,8 +281,8 @@ class _BothPrograms:
             return
         raise NotInParts(
             f"a step in {self.k} micro-batches would give other numbers: the programs of "
-            f"'{self.whole.graph.name}' on the batch and on a micro-batch have other {what}, {whole} and {part}: "
-            f"the model's code may not choose by the batch's size"
+            f"'{self.whole.graph.name}' on the batch and on a micro-batch have other {what}, {whole} and {part}",
+            fix="write the model so that its code does not depend on the batch's size",
         )
 
     def _leaf(
@@ -279,7 +290,7 @@ class _BothPrograms:
     ) -> None:
         name = eqn.primitive.name
         told = [p for p in numbers if not isinstance(p, str)]
-        if len(told) == len(numbers):  # a number itself
+        if len(told) == len(numbers):  # it computes a number from numbers
             made = self._made(big, eqn, told)
             known.update((v, made) for v in eqn.outvars)
         elif name in ("mul", "div") and told:
@@ -297,7 +308,7 @@ class _BothPrograms:
         prefix: str,
         inside: str,
     ) -> bool:
-        """Walk what an equation calls; False if it calls nothing."""
+        """Walks the programs that an equation calls. Returns False if it calls none."""
         name = small.primitive.name
         pairs: list[tuple[_Opened, _Opened, Sequence[int | str | None], str]] = []
         if name in INLINED:
@@ -320,7 +331,7 @@ class _BothPrograms:
             pairs = [(opened(a), opened(b), numbers[1:], f"{prefix}{j}.") for j, (a, b) in enumerate(several)]
         else:
             return False
-        if "data" not in numbers:  # not followed: the same where nothing has another size
+        if "data" not in numbers:  # its results are not followed, but are equal if all numbers and shapes are
             same = all(p == 0 for p in numbers) and _shapes(big) == _shapes(small)
             known.update(
                 (v, 0 if same and name in ("scan", "cond", "while") else None) for v in small.outvars
@@ -337,7 +348,8 @@ class _BothPrograms:
         return True
 
     def _made(self, big: Eqn, small: Eqn, told: Sequence[int | None]) -> int | None:
-        """The power of what is made of numbers alone. What the batch sizes has to repeat itself along the batch."""
+        """The power of a result that is computed from numbers alone. Along a dim of the batch's size, such a result
+        must be the same everywhere."""
         name = small.primitive.name
         powers = [p for p in told if p is not None]
         if len(powers) < len(told):
@@ -363,7 +375,7 @@ class _BothPrograms:
         return 0 if along[0] is not None and along[0] == along[1] else None
 
     def _more(self, big: Eqn, small: Eqn, dims: Sequence[int], power: int) -> int | None:
-        """The power of a sum over these dims of the first operand."""
+        """The power of a sum over these dims of the first operand, whose own power is ``power``."""
         a, b = (math.prod(int(e.invars[0].aval.shape[d]) for d in dims) for e in (big, small))
         return power if a == b else power + 1 if a == b * self.k else None
 
@@ -371,24 +383,25 @@ class _BothPrograms:
         a, b = _values(big), _values(small)
         if a.ndim != b.ndim:
             return None
-        # Along a dim that the batch sizes a constant may only repeat itself: else it tells examples by their places.
+        # Along a dim of the batch's size, a constant must be the same everywhere. Otherwise it would distinguish
+        # examples by their positions.
         once = tuple(slice(None) if n == m else slice(0, 1) for n, m in zip(a.shape, b.shape, strict=True))
         if not all(np.array_equal(v, np.broadcast_to(v[once], v.shape), equal_nan=True) for v in (a, b)):
             return None
         a, b = a[once], b[once]
-        if np.array_equal(a, b, equal_nan=True):  # jnp.var holds a NaN, for no elements
+        if np.array_equal(a, b, equal_nan=True):  # jnp.var contains a NaN for the case of no elements
             return 0
         powers = (p for p in (1, -1, 2, -2) if np.allclose(a, b * float(self.k) ** p, rtol=1e-6, atol=0))
         return next(powers, None) if a.dtype.kind != "b" else None
 
 
 def _consts(eqn: Eqn) -> int:
-    """How many operands of a while loop its condition and its body read as they are."""
+    """The number of a while loop's operands that its condition and its body read unchanged."""
     return int(eqn.params["cond_nconsts"] + eqn.params["body_nconsts"])
 
 
 def _values(of: object) -> np.ndarray:
-    """A constant as an array of numpy's own types: keys as their words, narrow floats as wide ones."""
+    """A constant as an array of one of numpy's own dtypes: keys become words, narrow floats become wide ones."""
     import jax
 
     dtype = getattr(of, "dtype", None)
@@ -403,8 +416,8 @@ def _shapes(eqn: Eqn) -> list[tuple[int, ...]]:
 
 
 def _sliced_alike(big: Eqn, small: Eqn) -> bool:
-    """Whether slices begin at the same places of what does not grow, and leave as large a part. If not, they tell
-    examples by their places."""
+    """Whether both slices begin at the same places in the dims of equal size and keep the same fraction. Otherwise they
+    would distinguish examples by their positions."""
     (whole, taken), (part, left) = (_shapes(e) for e in (big, small))
     begins = zip(whole, part, *(e.params["start_indices"] for e in (big, small)), strict=True)
     same = all(i == j for m, n, i, j in begins if m == n)
@@ -412,7 +425,7 @@ def _sliced_alike(big: Eqn, small: Eqn) -> bool:
 
 
 def _along(eqn: Eqn) -> list[int] | None:
-    """The extents of the dims that it goes along, in all that it reads and makes; None: it names none."""
+    """The sizes of the dims that the equation works along, in all operands and results. None if it names no dims."""
     found = next((eqn.params[key] for key in ("axes", "axis", "dimension") if key in eqn.params), None)
     if found is None:
         return None

@@ -33,22 +33,22 @@ _HEAVY = frozenset({"dot_general", "conv_general_dilated"})
 
 
 def blocks_of(traced: TracedJax, *, marked: bool = False) -> tuple[Block, ...]:
-    """Bodies of loops over layers, and equal runs of equations from unrolled layers. Rematerialised ones are left out;
-    marked: runs of these too.
+    """The bodies of loops over layers, and equal runs of equations from unrolled layers.
 
-    A block holds a product or a convolution. Equal runs are cut where the fewest bytes cross.
+    A block contains a product or a convolution. Equal runs are cut at the places that the fewest bytes cross. Blocks
+    that the user already rematerialises are left out, but with ``marked``, runs of them are included.
     """
     return tuple(_blocks(traced.jaxpr.jaxpr, "", marked))
 
 
 def loops_of(traced: TracedJax, trip_count: int) -> tuple[str, ...]:
-    """Paths of the outermost loops with this many iterations that hold a product or a convolution, whether or not the
+    """The paths of the outermost loops with this trip count that contain a product or a convolution, whether or not the
     user rematerialises them."""
     return tuple(path for path, _ in _loops(traced.jaxpr.jaxpr, trip_count, ""))
 
 
 def one_loop(traced: TracedJax, trip_count: int) -> bool:
-    """Whether there is one such loop, whose turns one program can run: see ``why_no_program``."""
+    """Whether there is exactly one such loop, and one program can run its iterations (see ``why_no_program``)."""
     return len(loops_of(traced, trip_count)) == 1 and not why_no_program(traced, trip_count)
 
 
@@ -59,16 +59,16 @@ def loop_line(traced: TracedJax, trip_count: int) -> str:
 
 
 def why_no_program(traced: TracedJax, trip_count: int) -> str:
-    """Why one program cannot run the turns of the only such loop; "": it can."""
+    """Why one program cannot run the iterations of the only such loop, or "" if it can."""
     ((_, eqn),) = _loops(traced.jaxpr.jaxpr, trip_count, "")
     consts, carried = scan_groups(eqn)
     if eqn.params["reverse"]:
         return "runs in reverse"
     if len(eqn.outvars) > carried:
-        return "hands on more than its carry"
+        return "returns more than its carry"
     arguments = set(traced.jaxpr.jaxpr.invars)
     if any(not is_literal(v) and v in arguments for v in eqn.invars[consts : consts + carried]):
-        return "begins with an argument as it is, which only the first stage has"
+        return "begins with an argument of the function, which only the first stage has"
     return ""
 
 
@@ -106,7 +106,7 @@ def _holds(eqns: Sequence[Eqn], names: frozenset[str]) -> bool:
 
 
 def _runs(jaxpr: Jaxpr, marked: bool) -> list[tuple[int, int]]:
-    """The longest stretch of equal runs of equations, as (start, stop) of each."""
+    """The longest sequence of equal runs of equations, as (start, stop) of each run."""
     eqns = jaxpr.eqns
     runs = equal_runs(
         [_token(e) for e in eqns], lambda a, b: _holds(eqns[a:b], _HEAVY), lambda: _crossing(jaxpr)
@@ -121,7 +121,7 @@ def _token(eqn: Eqn) -> object:
 
 
 def _crossing(jaxpr: Jaxpr) -> np.ndarray:
-    """Bytes made before equation i and used from there on: int64 [equations + 1]."""
+    """The bytes made before equation i and used from there on, as int64 [equations + 1]."""
     made: dict[Var, int] = {}
     last: dict[Var, int] = {}
     for i, eqn in enumerate(jaxpr.eqns):
@@ -137,9 +137,12 @@ def _crossing(jaxpr: Jaxpr) -> np.ndarray:
 
 
 def micro(traced: TracedJax, micro_batches: int) -> TracedJax:
-    """The model traced on one micro-batch, 1/micro_batches of the batch. Inputs are cut along their first dim, if that
-    is the batch (the first dim that most inputs have). PaseError if it does not divide, NotInParts if the model cannot
-    be traced on a micro-batch: its code or its state contains the batch's size."""
+    """The model traced on one micro-batch, 1/micro_batches of the batch.
+
+    Inputs are cut along their first dim, if that is the batch (the first dim that most inputs have). Raises PaseError
+    if the batch cannot be divided, and NotInParts if the model cannot be traced on a micro-batch, because its code or
+    its state contains the batch's size.
+    """
     if micro_batches == 1:
         return traced
     size = batch_size(traced)
@@ -152,12 +155,13 @@ def micro(traced: TracedJax, micro_batches: int) -> TracedJax:
 
 
 def on_batch(traced: TracedJax, examples: int) -> TracedJax:
-    """The model traced on a batch of this size. PaseError if it was not traced from a function."""
+    """The model traced on a batch of this size. Raises PaseError if it was not traced from a function."""
     import jax
 
     if traced.fn is None:
         raise PaseError(
-            f"'{traced.graph.name}' was not traced from a function, so it cannot be traced on a part of a batch"
+            f"'{traced.graph.name}' was not traced from a function, so it cannot be traced on a part of a batch",
+            fix="compile the function itself",
         )
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in traced.jaxpr.in_avals]
     n = len(traced.param_paths)
@@ -187,7 +191,7 @@ def on_batch(traced: TracedJax, examples: int) -> TracedJax:
 
 
 def split_inputs(traced: TracedJax) -> list[bool]:
-    """For each leaf of the batch: is its first dim the batch? State passed from step to step has no batch dim."""
+    """For each leaf of the batch, whether its first dim is the batch. State that steps pass on has no batch dim."""
     n, size = len(traced.param_paths), batch_size(traced)
     return [
         bool(a.shape) and a.shape[0] == size and n + i not in traced.held
@@ -196,17 +200,20 @@ def split_inputs(traced: TracedJax) -> list[bool]:
 
 
 def batch_size(traced: TracedJax) -> int:
-    """The first dim that most inputs have. PaseError if no input has dims, or if it is padded."""
+    """The first dim that most inputs have. Raises PaseError if no input has dims, or if the batch is padded."""
     n = len(traced.param_paths)
     shapes = [
         a.shape for i, a in enumerate(traced.jaxpr.in_avals) if i >= n and i not in traced.held and a.shape
     ]
     if not shapes:
-        raise PaseError(f"'{traced.graph.name}' has no batch: all of its inputs are scalars")
+        raise PaseError(
+            "it has no batch, because all of its inputs are scalars", where=f"'{traced.graph.name}'"
+        )
     size = int(Counter(s[0] for s in shapes).most_common(1)[0][0])
     for path, a in zip(traced.input_paths, traced.jaxpr.in_avals[n:], strict=True):
         if (own := traced.unpadded.get(path)) is not None and a.shape[0] == size != own[0]:
             raise PaseError(
-                f"a batch of {own[0]}, padded to {size} (uneven='padded'), cannot be divided into micro-batches"
+                f"a batch of {own[0]}, padded to {size} (uneven='padded'), cannot be divided into micro-batches",
+                fix="choose a batch that needs no padding, or no micro-batches",
             )
     return size

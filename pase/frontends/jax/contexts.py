@@ -1,8 +1,8 @@
-"""The mesh that a user has set around pase's functions (``jax.set_mesh``, ``use_abstract_mesh``).
+"""The mesh that a user has set around calls of pase (``jax.set_mesh``, ``use_abstract_mesh``).
 
-A plan brings a mesh of its own. JAX refuses a ``shard_map`` or a sharding over another mesh than the one in context,
-and where a context's axes are Explicit (``jax.make_mesh``'s default), values are typed with shardings over it. So
-programs are traced with Auto axes, and plans run without a mesh in context.
+A plan has its own mesh. JAX refuses a ``shard_map`` or a sharding over a mesh other than the one in context. If a
+context's axes are Explicit (the default of ``jax.make_mesh``), the types of values contain shardings over it. Programs
+are therefore traced with Auto axes, and plans run without a mesh in context.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 @contextmanager
 def without_mesh() -> Iterator[None]:
-    """No mesh is in context inside."""
+    """A context in which no mesh is set."""
     import jax
     from jax.sharding import AbstractMesh
 
@@ -35,9 +35,9 @@ def without_mesh() -> Iterator[None]:
 
 
 def traced_in_context(trace: F) -> F:
-    """A function that traces a user's function: without a mesh or, where that function asks for one, with the user's.
+    """Wraps a function that traces a user's function. It traces without a mesh or, if this fails, with the user's mesh.
 
-    Equations keep the mesh that they were traced under, and a plan runs them under its own.
+    Equations keep the mesh under which they were traced, and a plan runs them under its own mesh.
     """
 
     @wraps(trace)
@@ -47,7 +47,7 @@ def traced_in_context(trace: F) -> F:
         try:
             with without_mesh():
                 return trace(*args, **options)
-        except (ValueError, RuntimeError, TypeError, KeyError, NameError):  # JAX has no one error for it
+        except (ValueError, RuntimeError, TypeError, KeyError, NameError):  # JAX has no single error for this
             with _auto_mesh():
                 return trace(*args, **options)
 
@@ -56,7 +56,7 @@ def traced_in_context(trace: F) -> F:
 
 @contextmanager
 def _auto_mesh() -> Iterator[None]:
-    """The mesh in context has Auto axes inside: constraints name its axes, and values have no shardings as types."""
+    """A context in which the current mesh has Auto axes: constraints may name its axes, but types have no shardings."""
     import jax
     from jax.sharding import AxisType, Mesh
 
@@ -78,9 +78,9 @@ def _auto_mesh() -> Iterator[None]:
 
 
 def untyped(tree: Tree) -> Tree:
-    """Arrays over a mesh with Explicit axes as arrays over the same mesh with Auto axes, where they are.
+    """Turns arrays over a mesh with Explicit axes into arrays over the same mesh with Auto axes. No data moves.
 
-    Raises PaseError for such a value inside of a user's own jit, which has no other form.
+    Raises PaseError for such a value inside a jit of the user, because it cannot be turned there.
     """
     import jax
 
@@ -97,9 +97,10 @@ def _untyped(x: Tree) -> Tree:
         mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
         if mesh is not None and AxisType.Explicit in mesh.axis_types:
             raise PaseError(
-                f"a function of a plan was called inside of jax.jit with a value that is typed with the mesh "
-                f"{dict(mesh.shape)}, whose axes are Explicit: call it outside of jit, or make the mesh with "
-                f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
+                f"a function of a plan was called inside jax.jit with a value whose type has the mesh "
+                f"{dict(mesh.shape)} with Explicit axes",
+                fix=f"call it outside jit, or make the mesh with "
+                f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}",
             )
         return x
     s = x.sharding
@@ -110,7 +111,7 @@ def _untyped(x: Tree) -> Tree:
 
 
 def in_any_context(fn: Callable[..., Tree]) -> Callable[..., Tree]:
-    """fn, callable under any mesh, with arrays over any mesh."""
+    """Wraps fn so that it can be called under any mesh, with arrays over any mesh."""
 
     @wraps(fn)
     def run(*args: Tree) -> Tree:

@@ -1,7 +1,8 @@
-"""Loops and branches of a jaxpr: bodies are lowered once, times their trip counts; branches are weighted by chance.
+"""Loops and branches of a jaxpr. A loop's body is lowered once and counts times its trip count; branches are weighted
+by their probabilities.
 
-Their intermediate values are in ``results`` under their place (``pase.ir.Place``). ``backends/jax/gspmd`` uses it to
-find them again.
+Their intermediate values are in ``results`` under their place (``pase.ir.Place``), by which ``backends/jax/gspmd``
+finds them again.
 """
 
 from __future__ import annotations
@@ -31,26 +32,29 @@ if TYPE_CHECKING:
 __all__ = ["CONTROL", "AtRunTime", "by_body", "by_platform", "on_every_platform"]
 
 CONTROL: Registry[Control] = Registry("JAX primitive with bodies")
-"""Primitive -> how its equation is lowered: (lowering, equation, prefix of the paths inside)."""
+"""Primitive -> the function that lowers its equation: (lowering, equation, prefix of the paths inside)."""
 
 
 @dataclass
 class AtRunTime:
-    """What is known only at run time: the trip counts of while loops, and which branches are taken. Names are while0,
-    while1, … and cond0, cond1, … in the order of the program."""
+    """What is known only at run time: the trip counts of while loops, and which branches are taken.
+
+    Loops are named while0, while1, … and conditionals cond0, cond1, …, in program order.
+    """
 
     trip_counts: Mapping[str, int] = field(default_factory=dict)
     chances: Chances = field(default_factory=dict)
     loops: list[str] = field(default_factory=list)
-    """Seen so far."""
+    """The loops found so far."""
     conds: list[str] = field(default_factory=list)
 
     def copy(self) -> AtRunTime:
-        """A copy to price a body that is lowered later, so that its loops and branches are not counted twice."""
+        """A copy for counting the FLOPs of a body that is lowered later, so that its loops and branches are not counted
+        twice."""
         return replace(self, loops=[*self.loops], conds=[*self.conds])
 
     def trip_count(self, eqn: Eqn, b: GraphBuilder) -> int:
-        """Given by the user, found in the program, or one with a remark."""
+        """A while loop's trip count: given by the user, or found in the program, or else 1 with a remark."""
         name = f"while{len(self.loops)}"
         self.loops.append(name)
         if name in self.trip_counts:
@@ -59,8 +63,8 @@ class AtRunTime:
         if known is None:
             b.remark(
                 "turns",
-                f"the while loop '{name}' at {b.source or 'an unknown line'} is priced as one turn: how often it turns "
-                f"is not known before it runs; state it with dims={{'{name}': N}}, or --trips {name}=N",
+                f"the while loop '{name}' at {b.source or 'an unknown line'} is priced as one iteration, because its "
+                f"trip count is not known before it runs; state it with dims={{'{name}': N}}, or --trips {name}=N",
             )
         return 1 if known is None else known
 
@@ -69,22 +73,24 @@ class AtRunTime:
         return self.conds[-1]
 
     def chances_of(self, name: str, flops: Sequence[float]) -> tuple[float, ...]:
-        """Given by the user; else the most expensive branch is taken every time."""
+        """The probabilities that the user gave; otherwise the most expensive branch is always taken."""
         given = self.chances.get(name)
         return branches.chances(flops) if given is None else branches.told(name, given, len(flops))
 
     def check_chances(self, model: str) -> None:
-        """PaseError if chances are given for a conditional that does not exist."""
+        """Raises PaseError if the user gave probabilities for a conditional that does not exist."""
         for name in self.chances:
             if name not in self.conds:
                 raise PaseError(
-                    f"model '{model}' has no conditional '{name}'; it has: {', '.join(self.conds) or 'none'}"
+                    f"there is no conditional '{name}'",
+                    where=f"model '{model}'",
+                    fix=f"name one of its conditionals: {', '.join(self.conds) or 'it has none'}",
                 )
 
 
 @lowers_bodies(CONTROL, "scan", listed="loop")
 def scan(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
-    """The body once, times the trip count. The carry is one node, so it has the same layout in and out."""
+    """A scan. Its body is lowered once and counts times the trip count. A carry is one node, so it has one layout."""
     b, p = lower.b, eqn.params
     jaxpr, length = p["jaxpr"].jaxpr, _size(p["length"])
     nc, nk = scan_groups(eqn)
@@ -98,7 +104,7 @@ def scan(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     for k, value in enumerate(eqn.invars[nc + nk :]):
         b.eqn = at.its("xs", k)
         stacked = lower.of(value)
-        if stacked.role == "activation":  # settle its layout once, before the loop
+        if stacked.role == "activation":  # reshard it once, before the loop
             stacked = loops.loop_copy(b, stacked, "loop_xs")
             lower.results[b.eqn] = (stacked.name,)
         stacks.append(stacked)
@@ -121,7 +127,8 @@ def scan(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
 
 @lowers_bodies(CONTROL, "while", listed="loop")
 def while_(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
-    """Condition and body, times the trip count. JAX cannot differentiate it, so nothing in it has a gradient."""
+    """A while loop: condition and body count times the trip count. JAX cannot differentiate it, so it has no
+    gradient."""
     b, p = lower.b, eqn.params
     at, source = b.eqn, b.source
     nc, nb = p["cond_nconsts"], p["body_nconsts"]
@@ -130,7 +137,7 @@ def while_(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     asks, inner = lower.inner(), lower.inner()
     with (
         nullcontext() if lower.inside else b.without_gradient()
-    ):  # inside, the user's own rule differentiates it
+    ):  # inside a custom rule, that rule differentiates the loop
         asks.constants(cond)
         inner.constants(body)
         _loop_copies(lower, asks, cond.invars[:nc], eqn.invars[:nc], at, "ask")
@@ -151,8 +158,8 @@ def while_(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
 
 @lowers_bodies(CONTROL, "cond", listed="branches")
 def cond(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
-    """Every branch is lowered and weighted by its chance. Without chances from the user, the most expensive branch is
-    priced as always taken, and the others at almost nothing."""
+    """A conditional. Every branch is lowered and weighted by its probability. Without probabilities from the user, the
+    most expensive branch is priced as always taken, and the others at almost nothing."""
     b = lower.b
     if by_platform(eqn):
         _one_platform(lower, eqn, prefix)
@@ -190,12 +197,12 @@ def cond(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
 
 
 def by_platform(eqn: Eqn) -> bool:
-    """Does the platform choose the branch (jax.lax.platform_dependent)?"""
+    """Whether the platform determines the branch (jax.lax.platform_dependent)."""
     return eqn.params.get("branches_platforms") is not None
 
 
 def on_every_platform(eqn: Eqn) -> tuple[Jaxpr, Sequence[Array]] | None:
-    """The branch that every device takes, and its constants: the other ones are for inside of a Mosaic kernel
+    """The branch that every device takes, and its constants. The other branches are for the inside of a Mosaic kernel
     (``jnp.diagonal`` has one). None if the equation is no such conditional."""
     platforms = eqn.params.get("branches_platforms") or ()
     default = [k for k, names in enumerate(platforms) if names is None]
@@ -205,8 +212,8 @@ def on_every_platform(eqn: Eqn) -> tuple[Jaxpr, Sequence[Array]] | None:
 
 
 def _one_platform(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
-    """Code written for several platforms. If all devices take one branch, it is as if it were called. Otherwise the
-    branch of the most FLOPs is priced, and a backend keeps the equation whole."""
+    """Lowers code that was written for several platforms. If all devices take one branch, it is lowered like a call.
+    Otherwise the branch with the most FLOPs is priced, and a backend keeps the equation whole."""
     inner = lower.inner()
     if (taken := on_every_platform(eqn)) is not None:
         jaxpr, _ = taken
@@ -225,24 +232,24 @@ def _one_platform(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
 
 @lowers_bodies(CONTROL, "custom_linear_solve", listed="opaque")
 def custom_linear_solve(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
-    """Not split; priced at the work of its solver, which a backend keeps whole."""
+    """A linear solve. It is not split, and costs the work of its solver. A backend keeps it whole."""
     by_body(lower, eqn, eqn.params["jaxprs"].solve.jaxpr)
 
 
 def by_body(lower: _JaxLowering, eqn: Eqn, body: Jaxpr) -> None:
-    """Not split; priced at the work of its body, a jaxpr. A backend keeps it whole."""
+    """An op that is not split and costs the work of its body, a jaxpr. A backend keeps it whole."""
     flops = _flops(lower, body, lower.told)
     lower.b.remark(
         "opaque",
-        f"the {eqn.primitive.name} at {lower.b.source or 'an unknown line'} is not split: every device does all of its "
-        f"{flops:.3g} FLOPs",
+        f"the {eqn.primitive.name} at {lower.b.source or 'an unknown line'} is not split: every device computes all of "
+        f"its {flops:.3g} FLOPs",
     )
     lower.replicate(eqn, flops)
 
 
 @lowers_bodies(CONTROL, "shard_map", listed="manual")
 def shard_map(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
-    """A body for one device of the user's mesh: its specs say how tensors are split, and a backend keeps it whole."""
+    """A body for one device of the user's mesh. Its specs determine how tensors are split. A backend keeps it whole."""
     b, p = lower.b, eqn.params
     axes = {name: int(size) for name, size in p["mesh"].shape.items()}
 
@@ -254,7 +261,8 @@ def shard_map(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     flops = _flops(lower, opened(p["jaxpr"])[0], lower.told.copy())
     b.remark(
         "unknown",
-        f"of the shard_map at {b.source or 'an unknown line'} work and layouts are priced, not the collectives inside",
+        f"for the shard_map at {b.source or 'an unknown line'}, work and layouts are priced, but not the collectives "
+        f"inside it",
     )
     lower.write(eqn.outvars, indexed.manual(b, "shard_map", inputs, outs, axes, flops=flops))
 
@@ -267,7 +275,7 @@ def _loop_copies(
     at: Place,
     part: PlacePart,
 ) -> None:
-    """What a loop's body reads from outside. Its layout is fixed once, before the loop."""
+    """Copies what a loop's body reads from outside, so that it is resharded once, before the loop."""
     for k, (var, value) in enumerate(zip(names, values, strict=True)):
         tensor = inner.env[var] = lower.of(value)
         if tensor.role != "constant" and not all(map(is_one, tensor.shape)):
@@ -290,7 +298,7 @@ def _carried(
 def _held(
     lower: _JaxLowering, goes_on: Tensor, made: Sequence[Tensor], carried: Sequence[Tensor], at: Place
 ) -> list[Tensor | None]:
-    """In a while loop under vmap, each example ends at its own iteration and keeps its values from then on."""
+    """In a while loop under vmap, each example stops at its own iteration and keeps its values from then on."""
     out: list[Tensor | None] = []
     for k, (new, before) in enumerate(zip(made, carried, strict=True)):
         here = lower.b.eqn = at.its("y", k)
@@ -315,7 +323,7 @@ def _close(lower: _JaxLowering, outs: Sequence[Tensor | None], carried: Sequence
 
 
 def _flops(lower: _JaxLowering, jaxpr: Jaxpr, told: AtRunTime) -> float:
-    """FLOPs of a single body."""
+    """The FLOPs of a single body."""
     inner = lower.alone(told)
     for var in (*jaxpr.constvars, *jaxpr.invars):
         inner.env[var] = inner.b.constant(_shape(var), _dtype(var))
@@ -324,7 +332,7 @@ def _flops(lower: _JaxLowering, jaxpr: Jaxpr, told: AtRunTime) -> float:
 
 
 def _known_trip_count(eqn: Eqn) -> int | None:
-    """Trip count of ``for i in range(LOW, HIGH)`` with two known numbers, written as a while loop; else None."""
+    """The trip count of ``for i in range(LOW, HIGH)`` with two known numbers, written as a while loop; else None."""
     p = eqn.params
     nc, nb = p["cond_nconsts"], p["body_nconsts"]
     cond, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
@@ -333,7 +341,7 @@ def _known_trip_count(eqn: Eqn) -> int | None:
         return None
 
     def before(var: Var) -> Var | None:
-        """The value from before the loop that the condition reads, if the body does not change it; else None."""
+        """The value before the loop of a variable that the condition reads, if the body does not change it."""
         if is_literal(var):
             return var
         k = cond.invars.index(var)

@@ -1,8 +1,8 @@
-"""Calls with a custom derivative rule (``jax.custom_vjp``): forward and backward are those of the rule.
+"""Calls with a custom derivative rule (``jax.custom_vjp``): their forward and backward are those of the rule.
 
-The rule's forward is lowered unchanged, without a gradient. Its backward follows as ops of the backward phase: they
-read the residuals that forward returned, and their results are the operands' gradients. A backend keeps the call
-whole, so all these ops have the place of the call.
+The rule's forward is lowered unchanged, without a gradient. Its backward follows as ops of the backward phase. They
+read the residuals that forward returned, and their results are the operands' gradients. A backend keeps the call whole,
+so all these ops have the place of the call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CALLS = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
 def has_custom_rule(lower: _JaxLowering, eqn: Eqn) -> bool:
-    """Is this a call whose backward runs, and is the user's? Not if it is inside the forward of another such rule."""
+    """Whether the call has a rule whose backward will run. A call inside the forward of another such rule has none."""
     if eqn.primitive.name not in _CALLS or lower.inside or lower.b.frozen:
         return False
     made = any(is_floating(str(v.aval.dtype)) for v in eqn.outvars if not is_dropped(v))
@@ -31,7 +31,7 @@ def has_custom_rule(lower: _JaxLowering, eqn: Eqn) -> bool:
 
 
 def lower_with_rule(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
-    """The call's results, with the gradients from its rule."""
+    """Lowers a call and gives its results the gradients of its rule."""
     b, at, source = lower.b, lower.b.eqn, lower.b.source
     operands = [lower.of(v) for v in eqn.invars]
     trained = [t for t in operands if t.needs_grad]

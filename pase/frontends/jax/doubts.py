@@ -1,7 +1,7 @@
-"""Where a JAX program's gradient may not be the slope of its loss, by intention: stopped gradients, derivative rules
-that the user wrote, choices, values that are rounded to integers.
+"""Where a JAX program's gradient may intentionally differ from the slope of its loss: stopped gradients, derivative
+rules that the user wrote, choices, and values that are rounded to integers.
 
-Found statically, for each parameter: what lies between it and the loss.
+For each parameter, such ops between the parameter and the loss are found statically.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _COMPARED = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 def doubts(traced: TracedJax) -> dict[str, str]:
-    """Path of a parameter -> what lies between it and the loss, and where; the first such op."""
+    """Path of a parameter -> the first such op between it and the loss, and its line."""
     outs = traced.jaxpr.jaxpr.outvars
-    # An accuracy that is only reported is no doubt.
+    # An accuracy that is only reported does not matter.
     needed, _ = opened(without_dead_code(traced.jaxpr, [k == 0 for k in range(len(outs))]))
     n = len(traced.param_paths)
     found = _Dependence()
@@ -47,12 +47,12 @@ def doubts(traced: TracedJax) -> dict[str, str]:
 
 @dataclass(kw_only=True)
 class _Dependence:
-    """Which parameters each value depends on, as bits; and the ops in doubt that such values enter."""
+    """Which parameters each value depends on, as bits, and the ops of this kind that such values enter."""
 
     events: dict[tuple[int, str], None] = field(default_factory=dict)
 
     def through(self, jaxpr: Jaxpr, ins: Sequence[int]) -> list[int]:
-        """The results' parameters. ins: those of the operands."""
+        """The parameters that each result depends on. ins: those that each operand depends on."""
         known: dict[Var, int] = dict(zip(jaxpr.invars, ins, strict=True))
 
         def of(v: Var) -> int:
@@ -83,7 +83,7 @@ class _Dependence:
         return everything
 
     def _turned(self, body: Jaxpr, masks: Sequence[int], consts: int, carry: int) -> list[int]:
-        """A loop's results: what is carried may depend on more in each turn."""
+        """The parameters of a loop's results. A carry may depend on more parameters in each iteration."""
         ins = list(masks)
         while True:
             outs = self.through(body, ins)
@@ -101,7 +101,7 @@ def _union(masks: Sequence[int]) -> int:
 
 
 def _doubtful(eqn: Eqn) -> str | None:
-    """What an op does to the slope, and where it is written; None if its gradient is the slope of its result."""
+    """How an op changes the slope, and its line; None if its gradient is the slope of its result."""
     import jax.numpy as jnp
 
     name = eqn.primitive.name
@@ -120,7 +120,9 @@ def _doubtful(eqn: Eqn) -> str | None:
     else:
         return None
     if name in _RULES | {"stop_gradient"} and _by_jax(eqn):
-        return None  # softmax subtracts a stopped maximum, which cancels; the rules of JAX's functions are derivatives
+        return (
+            None  # softmax subtracts a stopped maximum, which cancels; the rules of JAX's functions are exact
+        )
     return f"{what} at {source_line(eqn)}"
 
 
@@ -132,7 +134,7 @@ def _to_integers(eqn: Eqn) -> bool:
 
 
 def _by_jax(eqn: Eqn) -> bool:
-    """Is it written in one of JAX's own functions (softmax, relu), and not by the user?"""
+    """Whether the op is written in one of JAX's own functions (softmax, relu) rather than by the user."""
     import jax
 
     if eqn.primitive.name == "stop_gradient":

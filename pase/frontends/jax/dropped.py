@@ -1,8 +1,8 @@
-"""New state that a function computes and drops: the next values of Linen's and Haiku's collections, of Keras's
-variables, and of Flax NNX Variables, which reach nothing that the function returns.
+"""Finds new state that a function computes but does not return: the next values of Linen's and Haiku's collections, of
+Keras's variables, and of Flax NNX Variables.
 
-JAX loses it, too, and says nothing: batch statistics never move, each step draws the same random numbers. The program
-is traced once more, with a name on each new value; names that are left without what no result needs were handed on.
+JAX drops such values silently: batch statistics never change, or each step draws the same random numbers. The program
+is traced once more with a name on each new value. The names that remain after removing dead code were returned.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ __all__ = ["StateWrites", "say_dropped", "state_writes"]
 
 _NAME = "pase: new state "
 _REPORTED_ONLY = frozenset({"intermediates", "perturbations"})
-"""Linen's collections of values that are looked at, and not handed on."""
+"""Linen's collections of values that are only reported and not passed on."""
 
 
 @dataclass(kw_only=True)
 class StateWrites:
-    """New values of state that were computed while a function was traced. naming: whether each gets a name."""
+    """The new values of state that were computed while a function was traced. naming: whether each gets a name."""
 
     naming: bool
     found: dict[int, str] = field(default_factory=dict)
-    """Number of the name -> what the value is of, in words."""
+    """Number of the name -> the state that the value belongs to, in words."""
     variables: dict[int, tuple[Tree, int]] = field(default_factory=dict)
-    """id -> (an NNX Variable, number of its last value)."""
+    """id -> (an NNX Variable, the number of its last value)."""
     fresh: dict[int, Tree] = field(default_factory=dict)
-    """id -> an NNX Variable that the function makes itself."""
+    """id -> an NNX Variable that the function itself creates."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def new(self, of: str, before: Tree, after: Tree) -> Tree:
-        """The new value with a name. Leaves that are those of ``before`` were not written."""
+        """The new value with a name. Leaves that are identical to those of ``before`` were not written."""
         import jax
 
         old = {id(x) for x in jax.tree.leaves(before)}
@@ -65,7 +65,7 @@ class StateWrites:
         return number
 
     def written(self, variable: Tree) -> None:
-        """A value was assigned to an NNX Variable."""
+        """Records that a value was assigned to an NNX Variable."""
         import jax
 
         if id(variable) in self.fresh:
@@ -74,14 +74,17 @@ class StateWrites:
         if isinstance(value, jax.core.Tracer):
             object.__setattr__(variable, "_raw_value", self._named(of, value))
         else:
-            self._noted(of)  # it depends on no argument: each step computes the same
+            self._noted(of)  # it depends on no argument, so each step computes the same
         if (earlier := self.variables.get(id(variable))) is not None:
             del self.found[earlier[1]]
         self.variables[id(variable)] = variable, max(self.found)
 
     def dropped(self, program: ClosedJaxpr, out: Sequence[Tree]) -> tuple[str, ...]:
-        """What reaches none of the program's results, in words. out: the results as the function returned them. A model
-        that is called several times may hand on what one of the calls makes."""
+        """The state, in words, of which no value reaches the program's results.
+
+        out: the results as the function returned them. If a model is called several times, the function may return the
+        state of only one of the calls.
+        """
         kept = set(_names(without_dead_code(program).jaxpr))
         returned = {id(x) for x in out}
         constant = {n for v, n in self.variables.values() if id(v.get_raw_value()) in returned}
@@ -100,7 +103,7 @@ def _names(jaxpr: Jaxpr) -> Iterator[int]:
 
 @contextmanager
 def state_writes(*, naming: bool) -> Iterator[StateWrites]:
-    """Notices, within it, new state that functions compute on this thread."""
+    """A context that records the new state that functions compute on this thread."""
     writes = StateWrites(naming=naming)
     with ExitStack() as patches:
 
@@ -128,7 +131,7 @@ def _of_linen(
     mutable: Tree = False,
     **kw: Tree,
 ) -> Tree:
-    """What ``Module.apply`` returns, with names on the next values of the collections that it was given."""
+    """The result of ``Module.apply``, with names on the next values of the collections that were passed to it."""
     if mutable is False:
         return out
     value, new = out
@@ -143,32 +146,32 @@ def _of_linen(
 def _of_keras(
     writes: StateWrites, out: Tree, model: Tree, trained: Tree, rest: Tree, *args: Tree, **kw: Tree
 ) -> Tree:
-    """What ``stateless_call`` returns: (outputs, the next non-trainable variables, …)."""
+    """The result of ``stateless_call``: (outputs, the next non-trainable variables, …), with names on the variables."""
     value, new, *more = out
     return value, writes.new(f"the non-trainable variables of '{model.name}' (Keras)", rest, new), *more
 
 
 def _of_haiku(writes: StateWrites, out: Tree, context: Tree) -> Tree:
-    """The next state of a function that ``transform_with_state`` made."""
+    """The next state of a function that ``transform_with_state`` made, with names on its values."""
     return writes.new("the state of a transformed function (Haiku)", context.collect_initial_state(), out)
 
 
 def say_dropped(b: GraphBuilder, dropped: Sequence[str]) -> None:
-    """A warning and a remark for each kind of state whose next value the function drops."""
+    """Warns, and adds a remark, for each kind of state whose next value the function drops."""
     for what in dropped:
         text = (
-            f"{b.name} computes new values of {what} and drops them, as in plain JAX: every step begins with the old "
-            f"ones. {_INSTEAD_NNX if 'NNX' in what else _INSTEAD}"
+            f"{b.name} computes new values of {what} but does not return them, so that every step begins with the old "
+            f"values, as in plain JAX. {_INSTEAD_NNX if 'NNX' in what else _INSTEAD}"
         )
         b.remark("state", text)
         warnings.warn(text, stacklevel=4)
 
 
 _INSTEAD = (
-    "Take that state as an argument, return its next value beside the loss, loss(params, batch, state) -> (loss, "
+    "Take the state as an argument, return its next value beside the loss, loss(params, batch, state) -> (loss, "
     "state), and compile with carry={1: 1}"
 )
 _INSTEAD_NNX = (
-    "Give the module itself, pase.compile(loss, model, …), whose Variables go in and out by themselves; or return "
-    "nnx.state(model, …) beside the loss and name it in carry="
+    "Pass the module itself, pase.compile(loss, model, …), whose Variables are passed and returned automatically; or "
+    "return nnx.state(model, …) beside the loss and name it in carry="
 )

@@ -1,8 +1,8 @@
-"""JAX callables to graphs, through their jaxpr. Only shapes are needed; nothing is run.
+"""Turns JAX callables into graphs through their jaxpr. Only shapes are needed; nothing is run.
 
-The rules for single primitives are in ``rules``, loops and branches in ``control``; this file has the
-traversal and calls. Every equation gets a stable path (its index in each enclosing jaxpr). ``backends/jax/gspmd`` uses
-it to find the equation again.
+The rules for single primitives are in ``rules``; loops and branches are in ``control``. This file has the traversal and
+the calls. Every equation gets a stable path (its index in each enclosing jaxpr), by which ``backends/jax/gspmd`` finds
+the equation again.
 """
 
 from __future__ import annotations
@@ -67,52 +67,52 @@ INLINED = {
     "custom_lin": "jaxpr",
     "composite": "jaxpr",
 }
-"""Primitives that call a jaxpr once, and the parameter that holds it."""
+"""Primitives that call a jaxpr once -> the parameter that contains it."""
 
 
 KEPT_WHOLE = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"})
-"""Calls with a derivative rule of their own, which a backend must not inline."""
+"""Calls with their own derivative rule, which a backend must not inline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedJax(registry.Traced):
-    """A callable's jaxpr with the names of its inputs."""
+    """A callable's jaxpr, with the names of its inputs."""
 
     jaxpr: ClosedJaxpr
-    """jax ClosedJaxpr; its inputs are the leaves of params, then of the batch."""
+    """The jax ClosedJaxpr. Its inputs are the leaves of params, then those of the batch."""
     in_tree: PyTreeDef
-    """Treedef of (params, *batch)."""
+    """The treedef of (params, *batch)."""
     operands: Mapping[Place, tuple[str | None, ...]]
-    """Equation -> tensor name of each input (None: a literal)."""
+    """Equation -> the tensor name of each input; None for a literal."""
     results: Mapping[Place, tuple[str, ...]]
-    """Equation -> tensor name of each output; and of each part of a loop or a branch. Equations inside of calls that
-    are kept whole have places here, too."""
+    """Equation, or part of a loop or a branch -> the tensor name of each output. This includes equations inside calls
+    that are kept whole."""
     fn: Callable[..., Tree] | None = field(default=None, repr=False, compare=False)
-    """What was traced, to trace it on a part of the batch."""
+    """The function that was traced, so that it can be traced again on a part of the batch."""
     unknown: Unknown = "error"
     mode: Mode = "train"
     carry: Carry = field(default_factory=dict)
-    """Batch argument -> where the function returns its next value, as the user said."""
+    """Batch argument -> where the function returns its next value, as the user specified."""
     trip_counts: DimSizes = field(default_factory=dict)
-    """How often while loops turn, as the user said."""
+    """The trip counts of while loops, as the user specified."""
     chances: Chances = field(default_factory=dict)
-    """How likely branches are, as the user said."""
+    """The probabilities of branches, as the user specified."""
     carried: Mapping[int, int] = field(default_factory=dict)
     """Input leaf -> the output leaf that is its next value."""
     programs: tuple[str, ...] = ()
-    """Of a ``Generation``: what the paths of prefill's equations begin with, and of decode's."""
+    """For a ``Generation``: the path prefixes of the equations of prefill and of decode."""
     kept: Tree = field(default=None, repr=False, compare=False)
-    """The arguments' static leaves, in their place; None elsewhere."""
+    """The arguments with their static leaves, and None in place of the others."""
     out_tree: PyTreeDef | None = None
-    """Treedef of what the jaxpr returns: of a loss, of (loss, aux)."""
+    """The treedef of what the jaxpr returns: a loss, or (loss, aux)."""
     kept_out: Tree = field(default=None, repr=False, compare=False)
-    """The static leaves of what the function returns."""
+    """The static leaves of the function's result."""
     written: TracedJax | None = field(default=None, repr=False, compare=False)
-    """Of a program with padded dims: the program as the user wrote it."""
+    """For a program with padded dims: the program as the user wrote it."""
     modules: ModuleFunction | None = field(default=None, repr=False, compare=False)
-    """Of a function of Flax NNX modules: how its arguments become those of the program."""
+    """For a function of Flax NNX modules: how its arguments become those of the program."""
     shardings: tuple[Sharding | None, ...] = field(default=(), repr=False, compare=False)
-    """Of each input leaf, as the user has it; empty where the program was traced on shapes alone."""
+    """The user's sharding of each input leaf. Empty if the program was traced on shapes alone."""
 
     @cached_property
     def fixed(self) -> Mapping[str, FixedLayout]:
@@ -123,14 +123,14 @@ class TracedJax(registry.Traced):
 
     @cached_property
     def held(self) -> frozenset[int]:
-        """The input leaves that are no part of a batch: what calls hand to the next, and the Variables of modules."""
+        """The input leaves that are not part of a batch: state that calls pass on, and the Variables of modules."""
         variables = 0 if self.modules is None else self.in_tree.children()[-1].num_leaves
         count = len(self.param_paths) + len(self.input_paths)
         return frozenset({*self.carried, *range(count - variables, count)})
 
     @property
     def has_aux(self) -> bool:
-        """Does the loss function return more than the loss? (What it returns may have no arrays: ``{}``.)"""
+        """Whether the loss function returns more than the loss. What it returns may have no arrays (``{}``)."""
         import jax
 
         if self.mode != "train" or self.out_tree is None:
@@ -141,28 +141,28 @@ class TracedJax(registry.Traced):
 
 
 def reads(model: object) -> bool:
-    """Any callable."""
+    """Whether this frontend reads the model: it reads any callable."""
     return callable(model)
 
 
 def coverage() -> dict[str, list[str]]:
-    """loop nest -> primitives, for ``pase ops``."""
+    """Loop nest -> primitives, for ``pase ops``."""
     return registry.by_nest(RULES, CONTROL) | {"call, inlined": sorted(INLINED)}
 
 
 def inlined(eqn: Eqn) -> bool:
-    """Is the equation a call whose body is inlined in the graph? (A backend walks into it, too.)"""
+    """Whether the equation is a call whose body is inlined in the graph. A backend inlines it, too."""
     name = eqn.primitive.name
     return name in INLINED and name not in KEPT_WHOLE and jax_attention.call_of(eqn) is None
 
 
 def inner_jaxpr(eqn: Eqn) -> tuple[Jaxpr, Sequence[Array]]:
-    """The jaxpr that a call equation calls: (jaxpr, consts)."""
+    """The jaxpr that a call equation calls, as (jaxpr, consts)."""
     return versions.opened(eqn.params[INLINED[eqn.primitive.name]])
 
 
 def _paths(tree: Tree, alone: str = "params") -> tuple[str, ...]:
-    """``blocks.0.w`` for each leaf; ``alone`` for a pytree that is a single leaf."""
+    """The path of each leaf, such as ``blocks.0.w``. If the pytree is a single leaf, its path is ``alone``."""
     import jax
 
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -181,17 +181,22 @@ def trace(
     carry: Carry | None = None,
     chances: Chances | None = None,
 ) -> TracedJax:
-    """Trace ``fn(params, *batch)`` on shapes.
+    """Traces ``fn(params, *batch)`` on shapes.
 
-    params, batch: pytrees of arrays or jax.ShapeDtypeStruct, Equinox and Flax NNX modules too; symbolic dims of
-    jax.export.symbolic_shape stay symbolic in the graph, unless ``dims`` binds them.
-    unknown: what to do at a primitive without a rule: "error", or "replicate" (it may not be split).
-    mode: see ``Mode``. carry: batch argument -> where the function returns its next value. chances: conditional ->
-    how likely each branch is.
+    params, batch: pytrees of arrays or jax.ShapeDtypeStruct, including Equinox and Flax NNX modules. Symbolic dims of
+        jax.export.symbolic_shape stay symbolic in the graph, unless ``dims`` binds them.
+    unknown: what to do with a primitive that has no rule: "error", or "replicate" (the op is then not split).
+    dims: symbolic size or while loop -> its size or trip count.
+    mode: see ``Mode``.
+    carry: batch argument -> where the function returns its next value.
+    chances: conditional -> the probability of each branch.
+
+    Raises PaseError, with the line of the user's program if it is known.
     """
     if params is None:
         raise PaseError(
-            "give the loss function's example arguments after it: pase.compile(loss_fn, params, batch, devices=…)"
+            "the loss function has no example arguments",
+            fix="pass them after the function: pase.compile(loss_fn, params, batch, devices=…)",
         )
     import jax
 
@@ -207,7 +212,9 @@ def trace(
     param_paths = _paths(as_shapes[:stored] if stored > 1 else as_shapes[0])
     input_paths = _paths(as_shapes[stored:])
     if twice := [path for path, n in Counter(param_paths).items() if n > 1]:
-        raise PaseError(f"two parameters have the path '{twice[0]}': give the pytree's keys distinct names")
+        raise PaseError(
+            f"two parameters have the path '{twice[0]}'", fix="give the keys of the pytree distinct names"
+        )
     b = GraphBuilder(name=called, frozen=mode != "train")
     programs = programs_of(fn, closed)
     lower = _JaxLowering(
@@ -224,7 +231,11 @@ def trace(
     returned = [lower.read(v) for v in closed.jaxpr.outvars]
     outs = [t for t in (returned[:1] if mode == "train" else returned) if t is not None]
     if mode == "train" and not (outs and b.tensors[outs[0].name].needs_grad):
-        raise PaseError(_no_gradient(called, bool(lower.told.loops)))
+        raise PaseError(
+            "its loss does not depend on any parameter",
+            where=called,
+            fix=_no_gradient(called, bool(lower.told.loops)),
+        )
     lower.thread(closed.jaxpr, program.carried, returned)
     for t in dict.fromkeys(t for t in outs if t.role == "activation"):
         b.output(t)
@@ -255,12 +266,13 @@ def trace(
 def _pure(
     fn: Callable[..., Tree], args: tuple[Tree, ...], mode: Mode, carry: Carry | None
 ) -> tuple[Callable[..., Tree], tuple[Tree, ...], Mode, Carry | None]:
-    """(function, its arguments, mode, carry) of arrays alone. A ``Generation`` has a cache; modules are taken apart."""
+    """Returns (function, its arguments, mode, carry) of arrays only. A ``Generation`` gets its cache as an argument;
+    modules are split into arrays."""
     if isinstance(fn, Generation):
         if has_modules(args):
             raise PaseError(
-                "pase.Generation takes arrays, and an argument is a Flax NNX module: give nnx.state(model), and merge "
-                "it in prefill and decode"
+                "pase.Generation takes arrays, but an argument is a Flax NNX module",
+                fix="pass nnx.state(model), and merge it in prefill and decode",
             )
         params, *batch = args
         mode, carry = "inference", {len(batch): (1, 0), len(batch) + 1: (1, 1)}
@@ -271,65 +283,69 @@ def _pure(
 
 
 def _no_gradient(called: str, loops: bool) -> str:
-    loop = "; JAX cannot differentiate a while loop in reverse: use lax.scan, or fori_loop with numbers for bounds"
+    """What to do about a loss without a gradient. loops: whether the program contains while loops."""
+    loop = "; JAX cannot differentiate a while loop in reverse: use lax.scan, or fori_loop with numbers as bounds"
     return (
-        f"{called}'s loss does not depend on any parameter: params come first, fn(params, *batch), and at least one "
-        f"must be floating-point and reach the loss{loop if loops else ''}"
+        f"pass the parameters first, {called}(params, *batch), and make sure that at least one is floating-point and "
+        f"reaches the loss{loop if loops else ''}"
     )
 
 
 def from_jax(
     fn: Callable[..., Tree], params: Tree, *batch: Tree, name: str | None = None, unknown: Unknown = "error"
 ) -> Graph:
-    """The raw graph of ``fn(params, *batch)``; see ``trace``."""
+    """Returns the raw graph of ``fn(params, *batch)``; see ``trace``."""
     return trace(fn, params, *batch, name=name, unknown=unknown).graph
 
 
 def dtype_of(aval: Aval) -> str:
+    """The dtype's name in the graph; "key" for any type of random keys."""
     return "key" if (text := str(aval.dtype)).startswith("key<") else text
 
 
 @dataclass
 class _JaxLowering:
+    """Lowers the equations of one jaxpr into a graph. ``inner`` gives the lowering of a jaxpr inside it."""
+
     b: GraphBuilder
     unknown: Unknown
     env: dict[Var, Tensor | None] = field(default_factory=dict)
-    """None: a number known from shapes alone, as good as a literal."""
+    """Variable -> tensor. None for a number that shapes alone determine; it is treated like a literal."""
     operands: dict[Place, tuple[str | None, ...]] = field(default_factory=dict)
     results: dict[Place, tuple[str, ...]] = field(default_factory=dict)
     inside: str = ""
-    """Path of the enclosing custom-derivative call, which a backend keeps whole."""
+    """The path of the enclosing call with a custom derivative rule, which a backend keeps whole; "" outside."""
     told: AtRunTime = field(default_factory=AtRunTime)
-    """Turns of while loops and chances of branches, as far as they are known."""
+    """The trip counts of while loops and the probabilities of branches, as far as they are known."""
     programs: Mapping[str, int] = field(default_factory=dict)
-    """See ``programs_of``."""
+    """Path of each program's equations -> how often it runs; see ``programs_of``."""
     policy: Callable[..., object] | None = None
-    """The enclosing rematerialised region's policy: which results are saved."""
+    """The policy of the enclosing rematerialised region, which decides which results are saved."""
 
     def inner(self) -> _JaxLowering:
         return replace(self, env={})
 
     def read(self, var: Var) -> Tensor | None:
-        """The tensor of a variable; None for a literal, which is part of the op."""
+        """The tensor of a variable. None for a literal, which is part of the op that reads it."""
         return None if versions.is_literal(var) else self.env[var]
 
     def write(self, variables: Sequence[Var], tensors: Sequence[Tensor]) -> None:
         self.env.update(zip(variables, tensors, strict=True))
 
     def leaves(self, jaxpr: Jaxpr, param_paths: Sequence[str], input_paths: Sequence[str]) -> None:
-        """The program's arguments and constants."""
+        """Adds the program's arguments and constants."""
         kinds = [*[self.b.parameter] * len(param_paths), *[self.b.input] * len(input_paths)]
         for var, leaf, path in zip(jaxpr.invars, kinds, (*param_paths, *input_paths), strict=True):
             self.env[var] = leaf(path, shape_of(var.aval), dtype_of(var.aval))
         self.constants(jaxpr)
 
     def thread(self, jaxpr: Jaxpr, carried: Mapping[int, int], returned: Sequence[Tensor | None]) -> None:
-        """The state that a call passes to the next. carried: argument -> result, both by position."""
+        """Connects the state that a call passes to the next. carried: argument -> result, both by position."""
         for into, of in carried.items():
             held = self.of(jaxpr.invars[into])
             if (value := returned[of]) is not None and not self.programs:
                 self.b.thread(held, value)
-            # Each program returns all of the state, and nothing else.
+            # Each program returns the whole state, and nothing else.
             for k, (path, times) in enumerate(self.programs.items()):
                 if (value := returned[of - (1 - k) * len(carried)]) is not None:
                     with self.b.region("program", path, times=times):
@@ -337,7 +353,7 @@ class _JaxLowering:
 
     def eqns(self, eqns: Sequence[Eqn], prefix: str) -> None:
         for i, eqn in enumerate(eqns):
-            # A cached inner jaxpr has lost its lines.
+            # A cached inner jaxpr has no lines, so the last known line stays.
             self.b.source = versions.source_line(eqn) or self.b.source
             at = self.b.eqn = Place(self.inside or f"{prefix}{i}")
             if not self.inside:
@@ -365,15 +381,16 @@ class _JaxLowering:
                 self.replicate(eqn, 0.0)
             else:
                 raise UnknownOp(
-                    f"no lowering for JAX primitive '{name}' at {self.b.source or 'an unknown line'}.\n"
-                    f"Add one to frontends/jax/rules.py, or pass unknown='replicate' (the op is then not split)."
+                    f"no lowering for JAX primitive '{name}'",
+                    where=str(self.b.source or "an unknown line"),
+                    fix="add a rule to frontends/jax/rules.py, or pass unknown='replicate' (the op is then not split)",
                 )
             made = (self.env[v] for v in eqn.outvars)
             self.results[Place(f"{prefix}{i}")] = tuple("" if t is None else t.name for t in made)
         self.b.saved = False
 
     def _known(self, eqn: Eqn) -> bool:
-        """Arithmetic on symbolic sizes (a mean divides by b). For a b that is a number, JAX makes it a literal."""
+        """Whether this is arithmetic on symbolic sizes (a mean divides by b). A known b would be a literal in JAX."""
         variables = [v for v in eqn.invars if not versions.is_literal(v)]
         return (
             bool(variables)
@@ -385,7 +402,7 @@ class _JaxLowering:
     def _primitive(self, eqn: Eqn) -> None:
         try:
             self.write(eqn.outvars, RULES[eqn.primitive.name](self.b, eqn, [*map(self.read, eqn.invars)]))
-        except UnknownOp:  # a kernel without a cost
+        except UnknownOp:  # a kernel whose cost is not known
             if self.unknown != "replicate":
                 raise
             self.b.remark_unknown(eqn.primitive.name)
@@ -410,7 +427,7 @@ class _JaxLowering:
         self._return(inner, jaxpr.outvars, eqn.outvars)
 
     def constants(self, jaxpr: Jaxpr) -> None:
-        """The jaxpr's own constants."""
+        """Adds the jaxpr's own constants."""
         for var in jaxpr.constvars:
             self.env[var] = self.b.constant(shape_of(var.aval), dtype_of(var.aval))
 
@@ -422,11 +439,11 @@ class _JaxLowering:
         self.write(outs, [inner.of(name) for name in names])
 
     def alone(self, told: AtRunTime) -> _JaxLowering:
-        """A lowering for a single body, to price it."""
+        """A lowering for a single body, used to count its FLOPs."""
         return _JaxLowering(b=GraphBuilder(name="body"), unknown=self.unknown, told=told)
 
     def of(self, var: Var) -> Tensor:
-        """The tensor of a variable; a literal becomes a constant."""
+        """The tensor of a variable. A literal becomes a constant."""
         tensor = self.read(var)
         return tensor if tensor is not None else self.b.constant(shape_of(var.aval), dtype_of(var.aval))
 
@@ -437,14 +454,14 @@ class _JaxLowering:
 
 
 def _saves(policy: Callable[..., object], eqn: Eqn) -> bool:
-    """Does a jax.checkpoint policy save this equation's results? (It is called as JAX calls it.)"""
+    """Whether a jax.checkpoint policy saves this equation's results. The policy is called as JAX calls it."""
     if eqn.primitive.name in INLINED or eqn.primitive.name in CONTROL:
-        return False  # asked of the equations inside
+        return False  # the policy decides about the equations inside
     answer = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
     return answer if isinstance(answer, bool) else type(answer).__name__ != "RecomputeType"
 
 
-# Any callable is its: it is asked last.
+# This frontend reads any callable, so it is tried last.
 registry.FRONTENDS.add(
     "jax", registry.Frontend(reads=reads, trace=trace, coverage=coverage, programs=True), rank=1
 )

@@ -15,12 +15,12 @@ __all__ = ["Generation", "programs_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """``prefill(params, *prompt) -> (token, cache)``, then ``tokens`` times ``decode(params, token, cache)``, which
-    returns the same.
+    """Text generation: ``prefill(params, *prompt) -> (token, cache)``, followed by ``tokens`` calls of
+    ``decode(params, token, cache)``, which returns the same.
 
-    token, cache: any pytrees, with the same shapes each time. Parameters are stored once for both programs, and so is
-    the cache between them, in the layout that its next reader needs. The priced step is one prefill and ``tokens``
-    steps of decoding.
+    token and cache may be any pytrees, with the same shapes each time. Parameters are stored once for both programs. So
+    is the cache between them, in the layout that its next reader needs. The priced step is one prefill and ``tokens``
+    decoding steps.
     """
 
     prefill: Callable[..., Tree]
@@ -30,20 +30,26 @@ class Generation:
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, int) or self.tokens < 1:
             raise PaseError(
-                f"tokens, the number of decoding steps per prefill, must be positive, not {self.tokens!r}"
+                f"it is the number of decoding steps per prefill, and cannot be {self.tokens!r}",
+                where="tokens",
+                fix="pass a positive whole number",
             )
 
     def state(self, params: Tree, prompt: Sequence[Tree]) -> tuple[Tree, Tree]:
-        """Shapes of (token, cache), as prefill leaves them."""
+        """The shapes of (token, cache) that prefill returns."""
         import jax
 
         made = jax.eval_shape(lambda *args: self.prefill(*args), params, *prompt)
         if not isinstance(made, tuple) or len(made) != 2:
-            raise PaseError(f"prefill must return (token, cache), a tuple of two, not {type(made).__name__}")
+            raise PaseError(
+                f"it returns {type(made).__name__}",
+                where="prefill",
+                fix="return (token, cache), a tuple of two",
+            )
         return made
 
     def __call__(self, params: Tree, *given: Tree) -> tuple[Tree, Tree]:
-        """What prefill returns for the prompt, and decode for (token, cache): given = (*prompt, token, cache)."""
+        """Prefill's result for the prompt, and decode's result for (token, cache). given: (*prompt, token, cache)."""
         import jax
 
         *prompt, token, cache = given
@@ -62,10 +68,14 @@ class Generation:
 
 
 def programs_of(fn: Tree, jaxpr: ClosedJaxpr) -> Mapping[str, int]:
-    """Path of each program's equations -> how often it runs; empty if the model is one program."""
+    """Path of each program's equations -> how often it runs. Empty if the model is one program."""
     if not isinstance(fn, Generation):
         return {}
     eqns = opened(jaxpr)[0].eqns
     if [e.params.get("name") for e in eqns] != ["prefill", "decode"]:
-        raise PaseError("prefill and decode must each compute something from their arguments")
+        raise PaseError(
+            "prefill or decode computes nothing from its arguments",
+            where="pase.Generation",
+            fix="make each depend on its arguments",
+        )
     return {"0.": 1, "1.": fn.tokens}

@@ -1,7 +1,7 @@
-"""Leaves of a user's pytrees: arrays, static leaves, and which arrays are trained.
+"""The leaves of a user's pytrees: arrays, static leaves, and which arrays are trained.
 
-Equinox modules hold functions, flags and numbers among their leaves: these are static, as in ``equinox.filter_jit``.
-Integers, keys and booleans are arrays that are carried along and not differentiated. ``None`` replaces a leaf that was
+Equinox modules have functions, flags and numbers among their leaves; these are static, as in ``equinox.filter_jit``.
+Integers, keys and booleans are arrays that are passed along but not differentiated. ``None`` replaces a leaf that was
 removed, so that trees keep their structure.
 """
 
@@ -39,7 +39,7 @@ def _is_float0(x: object) -> bool:
 
 
 def _parted(tree: Tree, wanted: bool) -> Tree:
-    """The arrays of a tree, or the rest. Numbers outside modules count as arrays."""
+    """The arrays of a tree, or the other leaves. Numbers outside modules count as arrays."""
     import jax
 
     def part(x: Tree) -> Tree:
@@ -56,7 +56,7 @@ def arrays(tree: Tree) -> Tree:
 
 
 def static(tree: Tree) -> Tree:
-    """Only the tree's static leaves."""
+    """The tree's static leaves only."""
     return _parted(tree, False)
 
 
@@ -66,7 +66,7 @@ def trained(tree: Tree) -> Tree:
 
 
 def untrained(tree: Tree) -> Tree:
-    """The other leaves."""
+    """The leaves that ``trained`` leaves out."""
     return _where(lambda x: not _is_trained(x), tree)
 
 
@@ -78,7 +78,7 @@ def _is_trained(x: object) -> bool:
 
 
 def combine(*trees: Tree) -> Tree:
-    """Merges trees of one structure, each with leaves where the others have none.
+    """Merges trees of one structure. Each has leaves where the others have None.
 
     >>> combine({"a": 1, "b": None}, {"a": None, "b": 2})
     {'a': 1, 'b': 2}
@@ -110,7 +110,8 @@ def loss_and_aux(out: Tree) -> tuple[Tree, Tree]:
 
 
 def value_and_grad(fn: Callable[..., Tree]) -> Callable[..., Tree]:
-    """f(params, *batch) -> ((loss, aux), gradients), of the trained leaves of params; ``fn`` as a user wrote it."""
+    """Returns f(params, *batch) -> ((loss, aux), gradients of the trained leaves of params). fn: the user's
+    function."""
     import jax
 
     def graded(params: Tree, *batch: Tree) -> Tree:

@@ -1,9 +1,9 @@
-"""Flax NNX modules among a function's arguments: mutable objects, as a pure function of their Variables.
+"""Functions of Flax NNX modules, which are mutable objects, as pure functions of the modules' Variables.
 
 The parameters of the pure function are the ``nnx.Param`` of the first argument, as in ``nnx.value_and_grad``. All other
-Variables (random streams, batch statistics, caches, another module's weights) are its last argument, the *state*. It
-returns, behind what the user's function returns, the next value of each Variable that was written. So a module's state
-is one more value that a call passes to the next, and whatever runs such values runs modules.
+Variables (random streams, batch statistics, caches, another module's weights) are its last argument, the *state*. After
+what the user's function returns, the pure function returns the next value of each Variable that was written. A module's
+state is therefore one more value that a call passes to the next, and no other code has to know about modules.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _Inside = tuple[object, ...]
 
 
 class Advanced(NamedTuple):
-    """The next values of Variables, in the form of the pure function's arguments; None where nothing was written."""
+    """The next values of Variables, in the structure of the pure function's arguments; None if not written."""
 
     state: Tree
     params: Tree
 
 
 def has_modules(tree: Tree) -> bool:
-    """Whether there is a Flax NNX module (or ``nnx.Rngs``, ``nnx.Metric``, …) in a pytree. Does not import Flax."""
+    """Whether a pytree contains a Flax NNX module (or ``nnx.Rngs``, ``nnx.Metric``, …). It does not import Flax."""
     import jax
 
     return "flax.nnx" in sys.modules and any(map(_is_module, jax.tree.leaves(tree, is_leaf=_is_module)))
@@ -58,7 +58,7 @@ def _is_none(x: object) -> bool:
 
 
 def without_variables(tree: Tree) -> Tree:
-    """The tree with the values of Variables in their place, such as an optimizer's state of them."""
+    """The tree with Variables, such as those in an optimizer's state, replaced by their values."""
     import jax
 
     return jax.tree.map(lambda x: x.get_raw_value() if _is_variable(x) else x, tree, is_leaf=_is_variable)
@@ -66,7 +66,7 @@ def without_variables(tree: Tree) -> Tree:
 
 @dataclass(frozen=True, kw_only=True)
 class _ModuleArray:
-    """An array of a module: of which module, by its path there."""
+    """An array of a module: the module's number, and the array's path in it."""
 
     module: int
     path: _Inside
@@ -79,16 +79,16 @@ class _ModuleArray:
 
 @dataclass(frozen=True, kw_only=True)
 class _Frame:
-    """One argument without its modules."""
+    """The structure of one argument, in which modules are leaves."""
 
     tree: PyTreeDef
-    """With a leaf for each module."""
+    """The treedef, with a leaf for each module."""
     modules: tuple[int | None, ...]
-    """For each leaf, the number of the module; None for other leaves."""
+    """For each leaf, the number of its module; None for other leaves."""
 
     @classmethod
     def of(cls, arg: Tree, before: int) -> _Frame:
-        """before: the number of modules in the arguments before this one."""
+        """The frame of an argument. before: the number of modules in the arguments before it."""
         import jax
 
         leaves, tree = jax.tree.flatten(arg, is_leaf=_is_module)
@@ -100,11 +100,11 @@ class _Frame:
         return sum(k is not None for k in self.modules)
 
     def parts(self, tree: Tree) -> list[Tree]:
-        """Leaves of the argument; what stands for a module is one part."""
+        """The leaves of the argument. The part in place of a module is one leaf."""
         return [tree] if self.tree.num_nodes == 1 else self.tree.flatten_up_to(tree)
 
     def filled(self, tree: Tree, modules: Sequence[Tree]) -> Tree:
-        """The tree with these in place of modules."""
+        """The tree with these modules, or what replaces them, in the modules' places."""
         import jax
 
         mine = zip(self.parts(tree), self.modules, strict=True)
@@ -113,11 +113,11 @@ class _Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class _ModuleGraph:
-    """What ``nnx.split`` says of several modules, besides their arrays."""
+    """What ``nnx.split`` returns for several modules, except their arrays."""
 
     graphdef: nnx.GraphDef[tuple[object, ...]]
     tree: PyTreeDef
-    """Treedef of their ``nnx.State``; its leaves are the arrays."""
+    """The treedef of their ``nnx.State``, whose leaves are the arrays."""
     leaves: tuple[_ModuleArray, ...]
     count: int
     """The number of modules."""
@@ -130,7 +130,7 @@ class _ModuleGraph:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.tree, arrays))
 
     def parts(self, values: Sequence[Tree]) -> tuple[list[Tree], list[Tree]]:
-        """(trained, other) values of each module, as ``nnx.State`` without Variables."""
+        """The trained and the other values of each module, each as an ``nnx.State`` without Variables."""
         from flax import nnx
 
         mine: list[dict[object, Tree]] = [{} for _ in range(self.count)]
@@ -140,7 +140,7 @@ class _ModuleGraph:
         return [nnx.State(x) for x in mine], [nnx.State(x) for x in rest]
 
     def values(self, trained: Sequence[Tree], rest: Sequence[Tree]) -> list[Tree]:
-        """From parts to values. A part that is None has None for all of its values."""
+        """The inverse of ``parts``. A part that is None has None for all its values."""
         import jax
 
         out: list[Tree] = [None] * len(self.leaves)
@@ -153,12 +153,14 @@ class _ModuleGraph:
         return out
 
     def variables(self, values: Sequence[Tree]) -> Iterator[tuple[int, _Inside, Tree, bool, bool]]:
-        """(module, path, Variable with its value, whether it is trained, whether it has a value) for each Variable."""
+        """Yields (module, path, Variable with its value, whether it is trained, whether it has a value) for each
+        Variable."""
         import jax
 
         state = jax.tree.unflatten(self.tree, values)
         numbers = jax.tree.unflatten(self.tree, range(len(self.leaves)))
-        # an array that is no Variable has None itself where it has no value, which jax.tree takes for no leaf
+        # An array that is not in a Variable is itself None if it has no value, which jax.tree would not count as a
+        # leaf.
         pairs = (
             jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda x: _is_variable(x) or _is_none(x))[0]
             for x in (state, numbers)
@@ -182,7 +184,7 @@ def _keys(path: _Inside) -> _Inside:
 
 
 def _split(modules: Sequence[object], trained: int) -> tuple[_ModuleGraph, list[Tree]]:
-    """(graph, arrays) of modules. trained: how many of them belong to the first argument."""
+    """The structure and the arrays of modules. trained: the number of modules that belong to the first argument."""
     import jax
     from flax import nnx
 
@@ -193,8 +195,9 @@ def _split(modules: Sequence[object], trained: int) -> tuple[_ModuleGraph, list[
         assert isinstance(module, int)  # the modules are a tuple
         if getattr(variable, "hijax", False) or getattr(variable, "ref", False):
             raise PaseError(
-                f"the Variable {'.'.join(map(str, inside))} is a mutable array (ref=True or hijax=True): pase reads "
-                f"Variables of the default kind"
+                "it is a mutable array (ref=True or hijax=True), but pase reads only Variables of the default kind",
+                where=f"the Variable {'.'.join(map(str, inside))}",
+                fix="create it without ref and hijax",
             )
         mine = module < trained and isinstance(variable, nnx.Param)
         for deeper, _ in jax.tree_util.tree_flatten_with_path(variable)[0]:
@@ -206,46 +209,48 @@ def _split(modules: Sequence[object], trained: int) -> tuple[_ModuleGraph, list[
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """Arguments with modules, taken apart."""
+    """Arguments whose modules were split into arrays."""
 
     modules: tuple[object, ...]
     """The user's own objects."""
     params: Tree
     batch: tuple[Tree, ...]
-    """None in place of each module."""
+    """The batch, with None in place of each module."""
     state: Tree
 
     @property
     def arguments(self) -> tuple[Tree, ...]:
-        """Those of the pure function."""
+        """The arguments of the pure function."""
         return self.params, *self.batch, self.state
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModuleFunction:
-    """A user's function of modules as a pure one: f(params, *batch, state) -> (what the user's returns, Advanced).
+    """A user's function of modules as a pure function: f(params, *batch, state) -> (the user's result, Advanced).
 
-    Of a loss, the next values are behind all that it returns, so that its loss stays first. params: the first argument
-    with an ``nnx.State`` of arrays in place of each module. state: one such State of the other Variables, or a tuple of
-    them if there are several modules.
+    For a loss, the next values come after everything that the function returns, so that the loss stays first.
+
+    params: the first argument, with an ``nnx.State`` of arrays in place of each module.
+    state: such a State of the other Variables, or a tuple of States if there are several modules.
     """
 
     fn: Callable[..., Tree]
     mode: str
     frames: tuple[_Frame, ...]
-    """Of each argument of the user's function."""
+    """The structure of each argument of the user's function."""
     graphs: Mapping[int, _ModuleGraph]
-    """For each number of arguments, the modules in so many of them."""
+    """Number of arguments -> the modules in that many of the first arguments."""
     constant: frozenset[int] = frozenset()
-    """Arrays that come back as they are, although a loop or a call inside of the function returns them."""
+    """Arrays that keep their value although a loop or a call inside the function returns them."""
 
     @classmethod
     def of(cls, fn: Callable[..., Tree], mode: str, args: Sequence[Tree]) -> ModuleFunction:
-        """args: the function's example arguments, of which at least one has a module."""
+        """Builds the pure function. args: the example arguments, of which at least one contains a module."""
         if mode == "step":
             raise PaseError(
-                "mode='step' takes arrays, and an argument is a Flax NNX module: compile the loss, loss(model, *batch),"
-                " whose plan.jax.train_step(optimizer) updates the model; or write the step on nnx.state(model)"
+                "mode='step' takes arrays, but an argument is a Flax NNX module",
+                fix="compile the loss, loss(model, *batch), whose plan.jax.train_step(optimizer) updates the model; or "
+                "write the step on nnx.state(model)",
             )
         frames: list[_Frame] = []
         for arg in args:
@@ -263,11 +268,11 @@ class ModuleFunction:
 
     @cached_property
     def graph(self) -> _ModuleGraph:
-        """All modules."""
+        """The structure of all modules."""
         return self.graphs[len(self.frames)]
 
     def carry(self, carry: Mapping[int, Tree] | None) -> dict[int, Tree]:
-        """What a call passes to the next: what the user says, and the Variables."""
+        """What a call passes to the next: what the user specified, and the Variables."""
         given = {k: at if isinstance(at, tuple) else (at,) for k, at in (carry or {}).items()}
         if self.mode != "train":
             given = {k: (0, *at) for k, at in given.items()}
@@ -281,8 +286,9 @@ class ModuleFunction:
         out = self.fn(*self.closed(modules, params, *batch))
         if has_modules(out):
             raise PaseError(
-                f"{self.__name__} returns a Flax NNX module: its Variables come back by themselves, as with nnx.jit; "
-                f"return arrays, such as nnx.state(module)"
+                "it returns a Flax NNX module, whose Variables are returned in any case, as with nnx.jit",
+                where=self.__name__,
+                fix="return arrays, such as nnx.state(module)",
             )
         made, after = _split(modules, mine)
         _check_same(graph, made, self.__name__)
@@ -298,7 +304,7 @@ class ModuleFunction:
         return (loss, advanced) if aux is None else (loss, aux, advanced)
 
     def returned(self, value: Tree, has_aux: bool) -> tuple[Tree, Advanced | None]:
-        """From what the pure function returns: (what the user's returns, next values)."""
+        """Splits the pure function's result into the user's result and the next values."""
         if self.mode != "train":
             out, advanced = value
             return out, advanced
@@ -311,8 +317,10 @@ class ModuleFunction:
         return (loss, others[0] if len(others) == 1 else tuple(others)), advanced
 
     def handed_on(self, in_tree: PyTreeDef, same: Mapping[int, int | None]) -> frozenset[int]:
-        """The arrays whose next value is what they were. same: input leaf of the pure function -> the input leaf that
-        its next value equals."""
+        """The numbers of the arrays whose next value is their old value.
+
+        same: input leaf of the pure function -> the input leaf that its next value equals.
+        """
         import jax
 
         params, *_, state = jax.tree.unflatten(in_tree, range(in_tree.num_leaves))
@@ -320,13 +328,14 @@ class ModuleFunction:
         return frozenset(k for k, i in enumerate(numbers) if same.get(i) == i)
 
     def open(self, *args: Tree) -> Opened:
-        """The user's arguments, or the first of them, taken apart. PaseError if their modules are not those that the
-        function was compiled with."""
+        """Splits the modules of the user's arguments, or of the first of them, into arrays. Raises PaseError if they
+        differ from the modules that the function was compiled with."""
         frames = self.frames[: len(args)]
         for i, (frame, arg) in enumerate(zip(frames, args, strict=True)):
             if (given := _Frame.of(arg, sum(f.count for f in frames[:i]))) != frame:
                 raise PaseError(
-                    f"argument {i} of {self.__name__} is {given.tree}; the plan was compiled for {frame.tree}"
+                    f"it is {given.tree}, but the plan was compiled for {frame.tree}",
+                    where=f"argument {i} of {self.__name__}",
                 )
         modules = _modules_in(args)
         graph, values = _split(modules, frames[0].count)
@@ -337,13 +346,15 @@ class ModuleFunction:
         return Opened(modules=modules, params=params, batch=batch, state=state)
 
     def open_all(self, args: Sequence[Tree]) -> Opened:
-        """All of the user's arguments, taken apart."""
+        """Like ``open``, for all of the user's arguments."""
         if len(args) != len(self.frames):
-            raise PaseError(f"{self.__name__} takes {len(self.frames)} arguments, got {len(args)}")
+            raise PaseError(
+                f"it takes {len(self.frames)} arguments, but got {len(args)}", where=self.__name__
+            )
         return self.open(*args)
 
     def closed(self, modules: Sequence[object], *args: Tree) -> tuple[Tree, ...]:
-        """The arguments, or the first of them, with modules in their places."""
+        """The arguments, or the first of them, with the modules in their places."""
         return tuple(f.filled(x, modules) for f, x in zip(self.frames, args, strict=False))
 
     def rebuilt(self, params: Tree, batch: Sequence[Tree], state: Tree) -> tuple[Tree, ...]:
@@ -352,13 +363,13 @@ class ModuleFunction:
         return self.closed(graph.merged(self._values(graph, params, state)), params, *batch)
 
     def first(self, count: int, params: Tree, state: Tree) -> Tree:
-        """The part of ``state`` that belongs to the first ``count`` arguments, as ``open`` gives it."""
+        """The part of ``state`` that belongs to the first ``count`` arguments, in the form that ``open`` returns."""
         of = dict(zip(self.graph.leaves, self._values(self.graph, params, state), strict=True))
         graph = self.graphs[count]
         return self._arguments(graph, params, [of[leaf] for leaf in graph.leaves])[1]
 
     def update(self, modules: Sequence[object], advanced: Advanced | None) -> None:
-        """Write next values into the user's modules."""
+        """Writes the next values into the user's modules."""
         from flax import nnx
 
         if advanced is None:
@@ -371,7 +382,8 @@ class ModuleFunction:
         nnx.update(tuple(modules), nnx.State(new))
 
     def with_variables(self, params: Tree) -> Tree:
-        """A tree like the pure function's params, such as gradients, with the user's kinds of Variables in it."""
+        """Returns a tree in the structure of the pure function's params, such as gradients, with the user's kinds of
+        Variables in it."""
         values = self._values(self.graph, params, None)
         return self._filtered(values, params, only_trained=True)
 
@@ -380,7 +392,7 @@ class ModuleFunction:
         return self._filtered(self._values(self.graph, params, state), params, only_trained=False)
 
     def of_states(self, arg: Tree) -> Tree:
-        """The first argument, from such States."""
+        """The inverse of ``as_states``."""
         import jax
 
         frame = self.frames[0]
@@ -397,12 +409,12 @@ class ModuleFunction:
         return self.frames[0].filled(params, [nnx.State(x) for x in found])
 
     def _arguments(self, graph: _ModuleGraph, arg: Tree, values: Sequence[Tree]) -> tuple[Tree, Tree]:
-        """(params, state) of the pure function. arg: the first argument, for what is no module in it."""
+        """The pure function's params and state. arg: the first argument, whose other leaves are used."""
         trained, rest = graph.parts(values)
         return self.frames[0].filled(arg, trained), rest[0] if graph.count == 1 else tuple(rest)
 
     def _values(self, graph: _ModuleGraph, params: Tree, state: Tree) -> list[Tree]:
-        """The arrays of modules, from the pure function's params and state; None where these have None."""
+        """The arrays of modules, from the pure function's params and state; None wherever these have None."""
         frame = self.frames[0]
         trained: list[Tree] = [None] * graph.count
         for x, k in zip(frame.parts(params), frame.modules, strict=True):
@@ -421,7 +433,8 @@ def _modules_in(args: Sequence[Tree]) -> tuple[object, ...]:
 def opened(
     fn: Callable[..., Tree], mode: str, carry: Mapping[int, Tree] | None, args: tuple[Tree, ...]
 ) -> tuple[Callable[..., Tree], Mapping[int, Tree] | None, tuple[Tree, ...]]:
-    """(function, carry, arguments) as given; of the pure function if modules are among the arguments."""
+    """Returns the function, carry and arguments unchanged, or those of the pure function if an argument contains a
+    module."""
     if not has_modules(args):
         return fn, carry, args
     pure = ModuleFunction.of(fn, mode, args)
@@ -429,24 +442,27 @@ def opened(
 
 
 def _check_same(wanted: _ModuleGraph, got: _ModuleGraph, called: str | None = None) -> None:
-    """PaseError unless modules are as they were compiled. called: the function that changed them."""
+    """Raises PaseError if modules differ from those that were compiled. called: the function that changed them."""
     if wanted.graphdef == got.graphdef and wanted.leaves == got.leaves:
         return
     was, is_ = ({str(leaf) for leaf in g.leaves} for g in (wanted, got))
     found = [f"new: {', '.join(sorted(new))}"] if (new := is_ - was) else []
     found += [f"missing: {', '.join(sorted(gone))}"] if (gone := was - is_) else []
     what = (
-        "; ".join(found or _changed(wanted, got)) or "it shares other Variables, or has other kinds of them"
+        "; ".join(found or _changed(wanted, got))
+        or "it shares other Variables, or contains other kinds of them"
     )
     if called is None:
         raise PaseError(
-            f"the module is not as the plan was compiled ({what}). A plan is for one set of Variables and attributes, "
-            f"and for one of train and eval mode: compile one for each"
+            f"the module is not as the plan was compiled ({what}); a plan is for one set of Variables and attributes, "
+            f"and for one of the train and eval modes",
+            fix="compile one plan for each",
         )
     raise PaseError(
-        f"{called} changes the module itself and not only its Variables' values ({what}): make this change before "
-        f"pase.compile (model.train(), caches, what the first call creates), or undo it at the end of the function "
-        f"(nnx.pop for intermediates)"
+        f"it changes the module itself and not only the values of its Variables ({what})",
+        where=called,
+        fix="make this change before pase.compile (model.train(), caches, what the first call creates), or undo it at "
+        "the end of the function (nnx.pop for intermediates)",
     )
 
 
@@ -455,13 +471,14 @@ def _check_arrays(graph: _ModuleGraph, before: Sequence[Tree], after: Sequence[T
         was, is_ = (f"{a.dtype}{list(a.shape)}" for a in (x, y))
         if was != is_:
             raise PaseError(
-                f"{called} writes {leaf}, which is {was}, and leaves a value that is {is_}: a plan is for one shape "
-                f"and dtype; cast it, or make it so before pase.compile"
+                f"it changes {leaf} from {was} to {is_}, but a plan is for one shape and dtype",
+                where=called,
+                fix="cast the new value, or make the change before pase.compile",
             )
 
 
 def _changed(wanted: _ModuleGraph, got: _ModuleGraph) -> list[str]:
-    """The first attributes that differ."""
+    """Describes the first attributes that differ."""
     pairs = zip(
         getattr(wanted.graphdef, "attributes", ()), getattr(got.graphdef, "attributes", ()), strict=False
     )

@@ -1,4 +1,4 @@
-"""What a program is for: training, inference, or a complete train step; and what it passes to its next call."""
+"""What a program is for (training, inference, or a complete train step), and what it passes to its next call."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from pase.pytree import Tree
 __all__ = ["Carry", "JaxProgram", "Mode", "check_order", "name_of", "program_of", "threaded"]
 
 Mode = Literal["train", "inference", "step"]
-"""train: ``fn(params, *batch) -> loss`` or (loss, aux); its gradient and the update are priced with it.
+"""train: ``fn(params, *batch)`` returns a loss or (loss, aux); its gradient and the update are priced with it.
 inference: ``fn(params, *inputs)`` returns anything; nothing is trained.
-step: ``fn(params, opt_state, *batch) -> (params, opt_state, …)``, a whole train step, gradient and update in it."""
+step: ``fn(params, opt_state, *batch) -> (params, opt_state, …)`` is a whole train step, including gradient and
+update."""
 
 Carry = Mapping[int, Tree]
-"""Batch argument (0 is the first after the parameters; of a step, after the state) -> where its next value stands in
-what the function returns: an index, a key, or a tuple of them."""
+"""Batch argument (0 is the first after the parameters, or in a step, after the optimizer state) -> where the function
+returns its next value: an index, a key, or a tuple of them."""
 
 
 def threaded(
     mode: Mode, carry: Carry | None, args: tuple[Tree, ...], out: Tree, partly: bool = False
 ) -> dict[int, int]:
-    """Input leaf -> the output leaf that is its next value. args, out: pytrees that hold only arrays.
+    """Input leaf -> the output leaf that is its next value. args, out: pytrees that contain only arrays.
 
-    partly: None among next values means that this leaf has none, as with ``ModuleFunction``.
+    partly: whether None in place of a next value means that the leaf has none, as with ``ModuleFunction``.
 
-    PaseError where the two differ in structure, shape or dtype.
+    Raises PaseError if an argument and its next value differ in structure, shape or dtype.
     """
     import jax
 
@@ -43,7 +44,11 @@ def threaded(
     pairs = {stored + k: at if isinstance(at, tuple) else (at,) for k, at in (carry or {}).items()}
     if mode == "step":
         if not isinstance(out, tuple) or len(args) < 2 or len(out) < 2:
-            raise PaseError("a train step is step(params, opt_state, *batch) -> (params, opt_state, …)")
+            raise PaseError(
+                "the function is no train step",
+                where="mode='step'",
+                fix="write it as step(params, opt_state, *batch) -> (params, opt_state, …)",
+            )
         pairs |= {0: (0,), 1: (1,)}
     first = [0]
     for arg in args:
@@ -53,19 +58,24 @@ def threaded(
     found: dict[int, int] = {}
     for k, at in pairs.items():
         if not 0 <= k < len(args):
-            raise PaseError(f"carry names batch argument {k - stored}; there are {len(args) - stored}")
+            raise PaseError(
+                f"it names batch argument {k - stored}, but there are {len(args) - stored}", where="carry"
+            )
         inside = numbered
         try:
             for key in at:
                 inside = inside[key]
         except (KeyError, IndexError, TypeError) as e:
-            raise PaseError(f"carry: the function returns nothing at {at}") from e
+            raise PaseError(f"the function returns nothing at {at}", where="carry") from e
         absent = (lambda x: x is None) if partly else None
         given, new = jax.tree.leaves(args[k]), jax.tree.leaves(inside, is_leaf=absent)
         form: Tree = jax.tree.structure(args[k])
         if form != jax.tree.structure(inside, is_leaf=absent):
             raise PaseError(
-                f"argument {k} and what the function returns at {at} differ: {form} and {jax.tree.structure(inside)}"
+                f"it has the structure {form}, but its next value, which the function returns at {at}, has "
+                f"{jax.tree.structure(inside)}",
+                where=f"argument {k}",
+                fix="return a next value of the same structure",
             )
         for i, (x, j) in enumerate(zip(given, new, strict=True)):
             if j is None:
@@ -73,8 +83,10 @@ def threaded(
             y = leaves[j]
             if (x.shape, x.dtype) != (y.shape, y.dtype):
                 raise PaseError(
-                    f"argument {k} has a leaf {x.dtype}{list(x.shape)}; its next value, at {at} of what the function "
-                    f"returns, is {y.dtype}{list(y.shape)}"
+                    f"it has a leaf {x.dtype}{list(x.shape)}, but its next value, which the function returns at {at}, "
+                    f"is {y.dtype}{list(y.shape)}",
+                    where=f"argument {k}",
+                    fix="return a next value of the same shape and dtype",
                 )
             found[first[k] + i] = j
     return found
@@ -92,20 +104,20 @@ class JaxProgram:
     kept: Tree
     """The arguments' static leaves."""
     out_tree: Tree
-    """Treedef of what it returns; of a loss, of (loss, aux)."""
+    """The treedef of what it returns; for a loss, of (loss, aux)."""
     kept_out: Tree
     """The static leaves of what it returns."""
     carried: dict[int, int]
     """Input leaf -> the output leaf that is its next value."""
     dropped: tuple[str, ...] = ()
-    """State whose next value the function computes and does not return, in words."""
+    """The state whose next value the function computes but does not return, in words."""
 
 
 def program_of(
     fn: Callable[..., Tree], args: tuple[Tree, ...], as_shapes: Tree, mode: Mode, carry: Carry | None
 ) -> JaxProgram:
-    """PaseError if JAX cannot trace the function or if it returns no loss. The user's own exceptions propagate, with a
-    note of what was traced."""
+    """Traces the function. Raises PaseError if JAX cannot trace it or if it returns no loss. The user's own exceptions
+    propagate, with a note of what was traced."""
     import jax
 
     kept, called = jax_leaves.static(args), name_of(fn)
@@ -121,7 +133,7 @@ def program_of(
         out = jax_leaves.loss_and_aux(out) if mode == "train" else out
         before = len(jax.tree.leaves(jax_leaves.arrays(out))) - len(
             leaves
-        )  # a loss in front of a dict with it
+        )  # leaves before those of the result: the loss, if the function returns it inside a dict
         threads.update({i: j + before for i, j in found.items()})
         static_out.append(jax_leaves.static(out))
         return jax_leaves.arrays(out)
@@ -136,7 +148,9 @@ def program_of(
         with attention.named(), state_writes(naming=False) as writes:
             closed, shapes = jax.make_jaxpr(run, return_shape=True)(*as_shapes)
         dropped: tuple[str, ...] = ()
-        if writes.found and not isinstance(fn, ModuleFunction):  # whose Variables all go in and out
+        if writes.found and not isinstance(
+            fn, ModuleFunction
+        ):  # all Variables of a ModuleFunction are returned
             with attention.named(), state_writes(naming=True) as writes:
                 dropped = writes.dropped(jax.make_jaxpr(again)(*as_shapes), jax.tree.leaves(returned))
     except (TypeError, ValueError, NotImplementedError) as e:
@@ -146,8 +160,10 @@ def program_of(
     except Exception as e:
         if "cudnn" in str(e).lower():
             raise PaseError(
-                f"{called} asks for cuDNN's attention, which JAX traces only if it finds a GPU ({e}): compile "
-                f"the plan there, or with implementation='xla' in jax.nn.dot_product_attention, which has the same cost"
+                f"it asks for the attention of cuDNN, which JAX traces only if it finds a GPU ({e})",
+                where=called,
+                fix="compile the plan on a machine with a GPU, or pass implementation='xla' to "
+                "jax.nn.dot_product_attention, which has the same cost",
             ) from e
         e.add_note(f"raised while pase traced {called} on the shapes of its arguments")
         raise
@@ -164,19 +180,27 @@ def program_of(
 
 
 def _check_loss(called: str, outs: Sequence[Tree], args: Tree, returned: Tree, carry: Carry | None) -> None:
-    """PaseError unless the function returns a loss first, and besides it no parameters except those that it carries. A
-    result structured like the parameters may be the next value of a batch argument with that structure: for example
-    statistics, one for each weight."""
+    """Raises PaseError unless the function returns a loss first, and no parameters besides it except those in
+    ``carry``.
+
+    A result with the structure of the parameters may be the next value of a batch argument with that structure, for
+    example of statistics with one entry per weight.
+    """
     import jax
 
     if not outs or outs[0].shape != ():
         got = ", ".join(str(a) for a in outs[:4]) or "nothing"
         raise PaseError(
-            f"{called} returns {got}: pase needs a scalar loss (or a tuple whose first leaf is the scalar loss); for "
-            f"a program without a loss use mode='inference' or mode='step'"
+            f"it returns {got}: pase needs a scalar loss, or a tuple whose first leaf is the scalar loss",
+            where=called,
+            fix="for a program without a loss, use mode='inference' or mode='step'",
         )
     if "float" not in str(outs[0].dtype):
-        raise PaseError(f"{called} returns a {outs[0].dtype} scalar: a loss must be floating-point")
+        raise PaseError(
+            f"it returns a {outs[0].dtype} scalar, but a loss must be floating-point",
+            where=called,
+            fix="cast the loss to a floating-point dtype",
+        )
 
     def form(tree: Tree) -> tuple[Tree, list[Tree]]:
         return jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
@@ -186,22 +210,26 @@ def _check_loss(called: str, outs: Sequence[Tree], args: Tree, returned: Tree, c
     again = [form(part) for part in parts].count(mine) > batch.count(mine)
     if again and len(mine[1]) > 1 and not carry:
         raise PaseError(
-            f"{called} returns new parameters beside a scalar: it is a train step and not a loss. Give the loss "
-            f"function, or the step as step(params, opt_state, *batch) -> (params, opt_state, …) with mode='step'"
+            "it returns new parameters beside a scalar: it is a train step and not a loss",
+            where=called,
+            fix="pass the loss function; or write the step as step(params, opt_state, *batch) -> (params, opt_state, "
+            "…) and use mode='step'",
         )
 
 
 def check_order(fn: Tree, count: int) -> None:
-    """Parameters must come first. Argument names that say otherwise are an error, since the batch would be trained."""
+    """Raises PaseError if the names of the arguments show that parameters do not come first. The batch would otherwise
+    be trained."""
     try:
         names = list(inspect.signature(fn).parameters)[:count]
-    except (TypeError, ValueError):  # no signature: nothing to read
+    except (TypeError, ValueError):  # the function has no signature
         return
     late = [n for n in names[1:] if n in _PARAMETERS]
     if names and names[0] in _BATCH and late:
         raise PaseError(
-            f"{name_of(fn)}({', '.join(names)}) has its parameters in '{late[0]}', but the first argument is what is "
-            f"trained: write it as fn({late[0]}, …)"
+            f"its parameters are in '{late[0]}', but the first argument is what is trained",
+            where=f"{name_of(fn)}({', '.join(names)})",
+            fix=f"write it as fn({late[0]}, …)",
         )
 
 

@@ -1,4 +1,4 @@
-"""One rule per JAX primitive: which loop nest it is. An elementwise one is a function of ``pase.ir.functions``."""
+"""One rule per JAX primitive, which gives its loop nest. Elementwise rules use the table ``pase.ir.functions``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pase.registry import Registry
 __all__ = ["BY_OPERAND", "RULES", "SCATTERS", "Elementwise", "lowers"]
 
 JaxRule = Callable[[GraphBuilder, Eqn, Sequence["Tensor | None"]], Sequence[Tensor]]
-"""Of an equation and its operands' tensors (None: a literal) makes one tensor per result."""
+"""Takes an equation and its operands' tensors (None for a literal), and returns one tensor per result."""
 
 RULES: Registry[JaxRule] = Registry("rule for JAX primitive", package="pase.frontends.jax", prefix="rules")
 lowers = RULES.register
@@ -62,7 +62,7 @@ _OTHER_NAME = {
 
 @dataclass(frozen=True)
 class Elementwise:
-    """The rule of a primitive that is one pointwise function; literal operands become part of the function."""
+    """The rule of a primitive that is one pointwise function. Literal operands become part of the function."""
 
     function: Function
 
@@ -94,7 +94,7 @@ def _tensors(ins: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def _operand(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None], i: int = 0) -> Tensor:
-    """Operand i; a literal there becomes a constant."""
+    """Operand i; a literal becomes a constant."""
     t = ins[i]
     return t if t is not None else b.constant(_shape(eqn.invars[i]), _dtype(eqn.invars[i]))
 
@@ -108,7 +108,7 @@ def _dot_general(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Seq
 
 @lowers("polynomial")
 def _polynomial(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """Horner's rule: a product and a sum for each coefficient but the highest."""
+    """Horner's rule: one product and one sum for each coefficient except the highest."""
     out, terms = eqn.outvars[0], len(ins) - 2
     return nests.elementwise(
         b, FUNCTIONS["polynomial"], _tensors(ins), [_dtype(out)], flops=2.0 * terms, shape=_shape(out)
@@ -119,7 +119,7 @@ def _polynomial(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequ
 def _conv(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     p = eqn.params
     dn = p["dimension_numbers"]
-    if p["batch_group_count"] != 1:  # a filter's gradient, written out
+    if p["batch_group_count"] != 1:  # the gradient of a filter, which the user took explicitly
         out, w = _shape(eqn.outvars[0]), _shape(eqn.invars[1])
         points = product([*out, *(w[i] for i in dn.rhs_spec[1:])])
         return _opaque(b, eqn, ins, flops=2.0 * float(points))  # type: ignore[arg-type]
@@ -213,6 +213,7 @@ def _concatenate(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Seq
 @lowers("stack", "unstack")
 def _stack(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """The stacking dim may not be split."""
+    """A stack or unstack. The stacking dim may not be split."""
     stacks = eqn.primitive.name == "stack"
     axis, wide = eqn.params["axis"], _shape(eqn.outvars[0] if stacks else eqn.invars[0])
     one = [*wide[:axis], 1, *wide[axis + 1 :]]
@@ -240,16 +241,18 @@ def _slice(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[
     x, shape = _operand(b, eqn, ins), _shape(eqn.outvars[0])
     others = [t for t in ins[1:] if t is not None]
     kept = _kept(x.shape, shape)
-    if eqn.primitive.name == "pad":  # as many cut off on one side as added on the other keeps the size only
+    if (
+        eqn.primitive.name == "pad"
+    ):  # cutting and adding equally many elements preserves the size but not the elements
         kept = [k and not any(c) for k, c in zip(kept, eqn.params["padding_config"], strict=True)]
-    if b.frozen and eqn.primitive.name == "dynamic_slice":  # else its gradient has the operand's size
+    if b.frozen and eqn.primitive.name == "dynamic_slice":  # with a gradient, that has the operand's size
         return [nests.taken(b, "dynamic_slice", [x, *others], shape, kept)]
     return [nests.restrict(b, eqn.primitive.name, [x, *others], shape, kept)]
 
 
 @lowers("dynamic_update_slice")
 def _update(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """An update in place, where the old values are not kept."""
+    """An update. It runs in place if nothing has a gradient, because the old values are then not kept."""
     x, update = _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1)
     inputs = [x, update, *(t for t in ins[2:] if t is not None)]
     kept = _kept(x.shape, update.shape)
@@ -329,7 +332,7 @@ SCATTERS = (
     "scatter",
     *(f"scatter{between}{how}" for how in ("add", "mul", "min", "max", "sub") for between in "-_"),
 )
-"""Scattered updates; JAX has written their names with a hyphen and with an underscore."""
+"""Scattered updates. Depending on its version, JAX writes their names with a hyphen or with an underscore."""
 
 
 @lowers(*SCATTERS)
@@ -408,13 +411,13 @@ def _debug(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[
     "platform_index",
 )
 def _small(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """Key arithmetic: small, and replicated on every device."""
+    """Arithmetic on keys: small, and replicated on every device."""
     outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
     return nests.opaque(b, eqn.primitive.name, _tensors(ins), outs, differentiable=False)
 
 
 BY_OPERAND = ("optimization_barrier", "device_put", "psum", "psum_invariant", "pmax", "pmin")
-"""Primitives that take any number of operands, and make one result from each."""
+"""Primitives that take any number of operands and return one result per operand."""
 
 
 @lowers(*BY_OPERAND[:2])
@@ -432,7 +435,7 @@ def _conservative(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Se
 
 
 def _count(shape: Sequence[Size]) -> float:
-    """Number of elements. A symbolic size counts as 1024; the result is only used for a conservative price."""
+    """The number of elements. A symbolic size counts as 1024; the result is only used for a conservative cost."""
     return float(math.prod(s if isinstance(s, int) else 1024 for s in shape))
 
 

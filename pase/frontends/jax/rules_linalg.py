@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 @lowers("ragged_dot_general")
 def _ragged_dot(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """Rows of x in consecutive groups, each times the weights of its group. Rows and groups are not split, because
+    """Consecutive groups of rows of x, each times the weights of its group. Rows and groups are not split, because
     group boundaries are known only at run time. The group sizes, a few integers, are not counted as traffic."""
     d = eqn.params["ragged_dot_dimension_numbers"]
     (contracting, batch) = d.dot_dimension_numbers
@@ -35,7 +35,7 @@ def _ragged_dot(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequ
 
 @lowers("fft")
 def _fft(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """The transformed dims are not split; 5 log2(n) FLOPs a point (Cooley and Tukey's count)."""
+    """A Fourier transform. The transformed dims are not split; 5 log2(n) FLOPs per point (Cooley and Tukey's count)."""
     lengths = eqn.params["fft_lengths"]
     points = product(_size(n) for n in lengths)
     flops = 5.0 * math.log2(points) if isinstance(points, int) else 50.0
@@ -45,7 +45,7 @@ def _fft(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Te
     return nests.batched(b, "fft", [x], out, rank, flops=flops * _count(shape[rank:]), function=functions.FFT)
 
 
-# FLOPs of a matrix of n rows and n columns, as multiples of n**3 (Golub and Van Loan, Matrix Computations).
+# FLOPs for a matrix with n rows and n columns, as multiples of n**3 (Golub and Van Loan, Matrix Computations).
 _MATRIX = {
     "cholesky": 1 / 3,
     "lu": 2 / 3,
@@ -70,7 +70,7 @@ _MATRIX = {
 
 @lowers(*_MATRIX)
 def _matrix(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """A factorisation or solve: a batch of matrices may be split, a matrix not."""
+    """A factorisation or solve. A batch of matrices may be split, but not a matrix."""
     inputs = [_operand(b, eqn, ins, i) for i in range(len(ins))]
     rank = min(max(len(t.shape) for t in inputs) - 2, *(len(t.shape) for t in inputs))
     rank = max(rank, 0)

@@ -1,5 +1,5 @@
-"""Primitives that lead out of plain array code: collectives by an axis's name, callbacks, kernels, sparse matrices, and
-what Equinox adds."""
+"""Rules for primitives beyond plain array code: collectives over a named axis, callbacks, kernels, sparse matrices, and
+the primitives of Equinox."""
 
 from __future__ import annotations
 
@@ -19,21 +19,27 @@ __all__ = ["KERNELS", "RULES", "KernelRule", "register_kernel"]
 KernelRule = Callable[
     [GraphBuilder, Sequence[Tensor], Sequence[tuple[tuple[Size, ...], str]]], Sequence[Tensor]
 ]
-"""Of a kernel's operands and (shape, dtype) of each result makes its loop nest."""
+"""Takes a kernel's operands and the (shape, dtype) of each result, adds its loop nest, and returns its results."""
 
 KERNELS: Registry[KernelRule] = Registry("Pallas kernel")
 
 
 def register_kernel(name: str, nest: KernelRule | float) -> None:
-    """Say what a Pallas kernel of this name costs: FLOPs of a whole call, or a function that makes its loop nest.
+    """Sets the cost of the Pallas kernels with this name.
 
-    A kernel runs whole on every device, as XLA runs it; ``jax.shard_map`` around it splits it. ValueError where the
-    name has its cost already.
+    nest: the FLOPs of a whole call, or a function that adds its loop nest.
+
+    A kernel runs whole on every device, as XLA runs it; ``jax.shard_map`` around it splits it. Raises ValueError if the
+    name already has a cost.
     """
     if not callable(nest):
         flops = float(nest)
         if not flops > 0:
-            raise PaseError(f"kernel '{name}' has {flops} FLOPs: a price must be positive")
+            raise PaseError(
+                f"it has {flops} FLOPs, but a cost must be positive",
+                where=f"kernel '{name}'",
+                fix="pass a positive number of FLOPs",
+            )
 
         def whole(
             b: GraphBuilder, inputs: Sequence[Tensor], outs: Sequence[tuple[tuple[Size, ...], str]]
@@ -49,7 +55,8 @@ _REDUCED = {"psum": "reduce_sum", "psum_invariant": "reduce_sum", "pmax": "reduc
 
 @lowers(*_REDUCED)
 def _reduce_axis(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """Under ``vmap(axis_name=…)`` the axes are numbers, and reduced; inside of ``shard_map`` they are names."""
+    """A reduction over axes. Under ``vmap(axis_name=…)`` the axes are numbers and are reduced; inside ``shard_map``
+    they are names, and nothing is reduced within a device."""
     axes = eqn.params["axes"]
     function = FUNCTIONS[_REDUCED[eqn.primitive.name]]
     by_number = [a for a in axes if isinstance(a, int)]
@@ -73,17 +80,17 @@ def _reduce_axis(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Seq
 
 @lowers("all_gather", "all_gather_invariant", "reduce_scatter", "ppermute", "all_to_all", "axis_index")
 def _by_name(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """Only inside of ``shard_map``, whose body is priced by its FLOPs."""
+    """A collective inside ``shard_map``, whose body is priced by its FLOPs."""
     return _opaque(b, eqn, ins)
 
 
 @lowers("pure_callback", "io_callback")
 def _callback(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """The host sees whole arrays. Their traffic is priced; the host's own work is unknown."""
+    """A callback. The host gets whole arrays. Their traffic is priced, but the host's own work is not known."""
     b.remark(
         "unknown",
-        f"of the {eqn.primitive.name} at {b.source or 'an unknown line'} only the traffic is priced, not what the host "
-        f"computes",
+        f"for the {eqn.primitive.name} at {b.source or 'an unknown line'}, only the traffic is priced, not what the "
+        f"host computes",
     )
     outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
     return nests.opaque(b, eqn.primitive.name, _tensors(ins), outs, differentiable=False)
@@ -91,7 +98,7 @@ def _callback(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequen
 
 @lowers("pallas_call")
 def _pallas(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """As ``register_kernel`` says, else by the kernel's own cost estimate."""
+    """A Pallas kernel. Its cost comes from ``register_kernel``, or else from the kernel's own cost estimate."""
     info = eqn.params.get("name_and_src_info")
     name = str(getattr(info, "name", None) or eqn.params.get("name") or "pallas_call")
     inputs = [_operand(b, eqn, ins, i) for i in range(len(ins))]
@@ -102,16 +109,17 @@ def _pallas(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence
     if estimate is not None and estimate.flops > 0:
         return nests.opaque(b, name, inputs, outs, flops=float(estimate.flops))
     raise UnknownOp(
-        f"the Pallas kernel '{name}' at {b.source or 'an unknown line'} has no cost: give it one with "
-        f"pase.register_kernel('{name}', FLOPS), or cost_estimate= in "
-        f"pallas_call, or pass unknown='replicate' (it is then not split, and its FLOPs are not priced)"
+        f"the Pallas kernel '{name}' has no cost",
+        where=str(b.source or "an unknown line"),
+        fix=f"set it with pase.register_kernel('{name}', FLOPS), or with cost_estimate= in pallas_call; or pass "
+        f"unknown='replicate' (the kernel is then not split, and its FLOPs are not priced)",
     )
 
 
 @lowers("bcoo_dot_general")
 def _sparse_product(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """Two FLOPs per stored element and column of the dense operand. The columns may be split. Rows may not: the indices
-    that match them with elements are known only at run time."""
+    """A sparse matrix times a dense one: two FLOPs per stored element and column of the dense operand. The columns may
+    be split. Rows may not, because the indices that match them with elements are known only at run time."""
     data, indices, dense = (_operand(b, eqn, ins, i) for i in range(3))
     contracting, batch = eqn.params["dimension_numbers"]
     (shape,) = (_shape(v) for v in eqn.outvars)
@@ -158,7 +166,7 @@ def _sparse_product(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> 
     "coo_matmat",
 )
 def _sparse(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """A few operations an element; not split."""
+    """A sparse op: a few operations per element. It is not split."""
     return _opaque(b, eqn, ins, flops=10.0 * max(_count(_shape(v)) for v in (*eqn.invars, *eqn.outvars)))
 
 
@@ -179,7 +187,7 @@ def _of_all_examples(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) ->
     "branched_error_if",
 )
 def _passed_on(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """Equinox's checks return their operands. A choice between two costs one operation per point."""
+    """Equinox's checks, which return their operands. A choice between two costs one operation per point."""
     if len(eqn.outvars) != 1:
         return _opaque(b, eqn, ins)
     shape = _shape(eqn.outvars[0])
@@ -191,7 +199,7 @@ def _passed_on(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Seque
 
 @lowers("maybe_set")
 def _maybe_set(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """Equinox's xs.at[i].set(x) where a flag says so: the first dim may not be split."""
+    """Equinox's conditional xs.at[i].set(x). The first dim may not be split."""
     stack, x = _operand(b, eqn, ins, 1), _operand(b, eqn, ins, 2)
     if len(x.shape) + 1 != len(stack.shape):
         return _opaque(b, eqn, ins, flops=_count(stack.shape))

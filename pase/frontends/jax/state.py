@@ -1,7 +1,7 @@
-"""State that a function writes while it is traced: it is handed on, or it is an error. None of it is lost silently.
+"""State that a function writes while it is traced. The function must return it; otherwise tracing raises an error.
 
-Equinox and Flax have objects that a function writes, and tracing gives it copies of them: what is written is lost
-unless the function returns it. Keras assigns to variables that are no arguments.
+Equinox and Flax have mutable objects. Tracing gives a function copies of them, so that what it writes is lost unless it
+returns them. Keras assigns to variables that are not arguments.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ __all__ = ["WrittenState", "watched", "written_state"]
 
 @dataclass(kw_only=True)
 class WrittenState:
-    """What a function writes while it is traced. called: its name."""
+    """What a function writes while it is traced. called: the function's name."""
 
     called: str
     equinox: bool = False
     """Whether an ``equinox.nn.State`` was written."""
     variables: list[tuple[str, Tree, Tree]] = field(default_factory=list)
-    """(path, Variable, value that it was given) of Flax NNX Variables among the arguments, as in an ``nnx.State``."""
+    """(path, Variable, its value before) of the Flax NNX Variables among the arguments, as in an ``nnx.State``."""
     states: dict[int, PyTreeDef] = field(default_factory=dict)
-    """Argument that is an Equinox State -> its form, which it does not tell after it was written."""
+    """Argument that is an Equinox State -> its treedef, which is no longer available after it was written."""
 
     def given(self, args: tuple[Tree, ...]) -> tuple[Tree, ...]:
-        """The arguments as they are; what is written into them from here on is noticed."""
+        """Returns the arguments unchanged, and records them so that later writes into them are found."""
         import jax
 
         self.states = {k: jax.tree.structure(x) for k, x in enumerate(args) if _is_state(x)}
@@ -50,9 +50,9 @@ class WrittenState:
         return args
 
     def carried(self, out: Tree, stored: int) -> dict[int, Tree]:
-        """Batch argument -> where ``out`` has its next value, for arguments that are Equinox States and come back.
+        """Batch argument -> where ``out`` has its next value, for arguments that are Equinox States and are returned.
 
-        stored: how many arguments are before the batch. PaseError if something that was written does not come back.
+        stored: the number of arguments before the batch. Raises PaseError if something was written but not returned.
         """
         import jax
 
@@ -60,18 +60,21 @@ class WrittenState:
         now = ((path, old, x.get_raw_value()) for path, x, old in self.variables)
         if lost := [path for path, old, new in now if new is not old and id(new) not in kept]:
             raise PaseError(
-                f"{self.called} writes Variables of an nnx.State that it is given and does not return them, so that "
-                f"each step would begin with the old ones: {', '.join(lost[:3])}{', …' if len(lost) > 3 else ''}. Give "
-                f"the module itself, pase.compile(loss, model, …), whose Variables go in and out by themselves; or "
-                f"return nnx.state(model, …) beside the loss and name it in carry=; or, if they shall be lost, merge a "
-                f"copy: nnx.merge(…, copy=True)"
+                f"it writes Variables of an nnx.State that is passed to it, but does not return them, so that each "
+                f"step would begin with the old values: {', '.join(lost[:3])}{', …' if len(lost) > 3 else ''}",
+                where=self.called,
+                fix="pass the module itself, pase.compile(loss, model, …), whose Variables are passed and returned "
+                "automatically; or return nnx.state(model, …) beside the loss and name it in carry=; or, if they may "
+                "be lost, merge a copy: nnx.merge(…, copy=True)",
             )
         found = jax.tree_util.tree_flatten_with_path(out, is_leaf=_is_state)[0]
         back = [(_place(path), jax.tree.structure(x)) for path, x in found if _is_state(x)]
         if self.equinox and not back:
             raise PaseError(
-                f"{self.called} writes an equinox.nn.State and does not return it, so that each step would begin with "
-                f"the old one: make it loss(model, state, …) -> (loss, state), or use eqx.nn.inference_mode(model)"
+                "it writes an equinox.nn.State but does not return it, so that each step would begin with the old "
+                "state",
+                where=self.called,
+                fix="write it as loss(model, state, …) -> (loss, state), or use eqx.nn.inference_mode(model)",
             )
         same = {k: [at for at, form in back if form == mine] for k, mine in self.states.items()}
         return {k - stored: at[0] for k, at in same.items() if len(at) == 1 and k >= stored}
@@ -93,7 +96,7 @@ def _is_variable(x: object) -> bool:
 
 @contextmanager
 def written_state(called: str) -> Iterator[WrittenState]:
-    """Notices, within it, what a function that JAX traces writes. PaseError if it assigns to Keras's variables."""
+    """A context that records what a traced function writes. Raises PaseError if it assigns to Keras's variables."""
     found = WrittenState(called=called)
 
     def note(*_: object) -> None:
@@ -116,8 +119,11 @@ def watched(
     before: Callable[..., None] | None = None,
     after: Callable[..., Tree] | None = None,
 ) -> AbstractContextManager[object]:
-    """Within it, this thread's calls of a method call ``before`` with its arguments first, and return what ``after``
-    makes of the result and the arguments; of None, the result."""
+    """A context in which calls of a method on this thread are observed.
+
+    before: called with the method's arguments before each call.
+    after: called with the result and the arguments after each call. What it returns replaces the result, unless None.
+    """
     theirs, thread = getattr(cls, name), threading.get_ident()
 
     @wraps(theirs)
@@ -139,7 +145,9 @@ def _refuse_keras(called: str, variable: Tree, new: Tree) -> None:
 
     if isinstance(new, jax.core.Tracer):
         raise PaseError(
-            f"{called} assigns to Keras's variable '{getattr(variable, 'path', variable)}', whose value would be lost "
-            f"after the step: call model.stateless_call(trainable, non_trainable, …), take the non-trainable variables "
-            f"as an argument, return their next values beside the loss, and name both in carry="
+            f"it assigns to Keras's variable '{getattr(variable, 'path', variable)}', whose value would be lost after "
+            f"the step",
+            where=called,
+            fix="call model.stateless_call(trainable, non_trainable, …), take the non-trainable variables as an "
+            "argument, return their next values beside the loss, and name both in carry=",
         )

@@ -1,4 +1,4 @@
-"""What pase reads of a jaxpr, as types: JAX's own classes leave shapes and literals' values untyped."""
+"""Types for the parts of a jaxpr that pase reads. JAX's own classes do not type shapes and the values of literals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Aval(Protocol):
 
     @property
     def ndim(self) -> int:
-        """How many dims it has."""
+        """The number of dims."""
         ...
 
 
@@ -33,7 +33,7 @@ class Var(Protocol):
 
 
 class LiteralVar(Var, Protocol):
-    """A literal: a number written in the equation itself."""
+    """A literal: a number in the equation itself."""
 
     val: Any
 
@@ -45,12 +45,12 @@ class Primitive(Protocol):
     multiple_results: bool
 
     def bind(self, *args: Any, **params: Any) -> Any:
-        """Apply it: one array, or a list of several results."""
+        """Applies it. Returns one array, or a list if it has several results."""
         ...
 
 
 class Eqn(Protocol):
-    """An equation of a jaxpr. params: what its primitive says, of a type of its own for each name."""
+    """An equation of a jaxpr. params: the parameters of its primitive, whose types depend on the name."""
 
     primitive: Primitive
     invars: Sequence[Var]
@@ -60,7 +60,7 @@ class Eqn(Protocol):
     effects: frozenset[object]
 
     def replace(self, **changes: Any) -> Eqn:
-        """The equation with other fields."""
+        """The equation with some fields changed."""
         ...
 
 

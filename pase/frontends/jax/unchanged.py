@@ -1,4 +1,4 @@
-"""Results of a jaxpr that are its own arguments, through calls, loops and branches that hand them on."""
+"""Finds results of a jaxpr that are its own arguments, through calls, loops and branches that pass them on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["advancing", "unchanged"]
 
 
 def unchanged(jaxpr: Jaxpr, calls: Collection[str]) -> list[int | None]:
-    """For each result, the number of the argument that it equals; None for other results.
+    """For each result, the number of the argument that it equals, or None.
 
     calls: the primitives that call a jaxpr once, on their operands.
     """
@@ -28,7 +28,7 @@ def unchanged(jaxpr: Jaxpr, calls: Collection[str]) -> list[int | None]:
 
 
 def _operands(eqn: Eqn, calls: Collection[str]) -> list[int | None]:
-    """For each result of an equation, the operand that it equals. Empty: none does."""
+    """For each result of an equation, the operand that it equals. Empty if no result equals an operand."""
     name = eqn.primitive.name
     if name in calls:
         inner = next(jaxprs_inside(eqn), None)
@@ -37,7 +37,7 @@ def _operands(eqn: Eqn, calls: Collection[str]) -> list[int | None]:
     if name == "scan":
         consts, carried = scan_groups(eqn)
         same = unchanged(opened(eqn.params["jaxpr"])[0], calls)
-        # A carry equals its first value if each turn hands it on; a stack of slices equals what was sliced.
+        # A carry equals its initial value if each iteration passes it on. A stack of slices equals what was sliced.
         ahead = [k if k == consts + j else None for j, k in enumerate(same[:carried])]
         return ahead + [k if k is not None and k >= consts + carried else None for k in same[carried:]]
     if name == "while":
@@ -62,7 +62,7 @@ def advancing(
     calls: Collection[str],
 ) -> tuple[ModuleFunction, JaxProgram]:
     """The program that returns only those arrays of modules that it changes. Loops and calls that take modules, such as
-    nnx.scan, return all of them. calls: see ``unchanged``."""
+    nnx.scan, return all of them. calls: the primitives that call a jaxpr once, on their operands."""
     import jax
 
     same = unchanged(program.jaxpr.jaxpr, calls)

@@ -1,13 +1,13 @@
-"""The versions of JAX that pase reads, and all that differs between their jaxprs.
+"""The versions of JAX that pase reads, and everything that differs between their jaxprs.
 
-Whatever looks into a jaxpr asks here, so that a new version of JAX is one file's work:
-run the tests with it, fix what differs below, and add it to ``KNOWN`` and to the bounds in ``pyproject.toml``.
+Code that inspects a jaxpr uses the functions here, so that supporting a new version of JAX changes only this file: run
+the tests with the version, fix what differs below, and add it to ``KNOWN`` and to the bounds in ``pyproject.toml``.
 
-- Up to 0.10 a ClosedJaxpr holds an open Jaxpr and its constants; from 0.11 on there is one class for both.
-- Up to 0.10 a scan says how many of its operands are constants and carried (num_consts, num_carry); from 0.11 on
-  ``ft_in`` holds the operands' three groups.
+- Up to 0.10, a ClosedJaxpr holds an open Jaxpr and its constants; from 0.11 on, one class serves as both.
+- Up to 0.10, a scan has the numbers of its constant and carried operands (num_consts, num_carry); from 0.11 on,
+  ``ft_in`` has the operands in three groups.
 - ``jax.nn.dot_product_attention`` calls one of two functions of its own module, by name.
-- The kernels of cuDNN and Pallas give the logarithms of their sums, and take other ones backward, by inner functions.
+- The kernels of cuDNN and Pallas return the logarithms of their sums, and take them in backward, by inner functions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     from jax import Array, ShapeDtypeStruct
     from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes
-    from jax.extend.core import DebugInfo as DebugInfo  # for others, too
+    from jax.extend.core import DebugInfo as DebugInfo  # also imported from here by other modules
 
 __all__ = [
     "KNOWN",
@@ -61,18 +61,19 @@ __all__ = [
 ]
 
 KNOWN = ((0, 10), (0, 11), (0, 12))
-"""Minor versions that the tests were run with, oldest first."""
+"""The minor versions with which the tests were run, oldest first."""
 
 
 @cache
 def check(version: str | None = None) -> None:
-    """PaseError where the installed JAX (or ``version``) is older than what is known; one warning where it is newer.
+    """Raises PaseError if the installed JAX (or ``version``) is older than any known version. Warns once if it is
+    newer.
 
     >>> check("0.12.1")
     >>> check("0.4.30")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    pase.errors.PaseError: JAX 0.4.30 is too old: pase reads 0.10 to 0.12. Upgrade it: pip install ...
+    pase.errors.PaseError: JAX 0.4.30 is too old: pase reads 0.10 to 0.12; upgrade it: pip install ...
     """
     if version is None:
         import jax
@@ -82,32 +83,33 @@ def check(version: str | None = None) -> None:
     oldest, newest = (f"{a}.{b}" for a, b in (KNOWN[0], KNOWN[-1]))
     if (major, minor) < KNOWN[0]:
         raise PaseError(
-            f"JAX {version} is too old: pase reads {oldest} to {newest}. Upgrade it: {install_line('jax')}"
+            f"JAX {version} is too old: pase reads {oldest} to {newest}",
+            fix=f"upgrade it: {install_line('jax')}",
         )
     if (major, minor) > KNOWN[-1]:
         warnings.warn(
-            f"JAX {version} is newer than what pase was tested with ({oldest} to {newest}): it is read like {newest}. "
-            f"If that fails, install an older one: pip install 'jax<{KNOWN[-1][0]}.{KNOWN[-1][1] + 1}'",
+            f"JAX {version} is newer than the versions that pase was tested with ({oldest} to {newest}), and is read "
+            f"like {newest}. If that fails, install an older one: pip install 'jax<{KNOWN[-1][0]}.{KNOWN[-1][1] + 1}'",
             stacklevel=2,
         )
 
 
 def opened(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[Jaxpr, Sequence[Array]]:
-    """(jaxpr with constvars, invars, eqns and outvars; the values of its constvars) of an open or a closed jaxpr."""
+    """Returns an open or closed jaxpr as (jaxpr with constvars, invars, eqns and outvars; values of its constvars)."""
     from jax.extend.core import ClosedJaxpr
 
     return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())  # type: ignore[return-value]
 
 
 def closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
-    """A program with its constants; an open one has none."""
+    """The program with its constants. An open program has no constants."""
     from jax.extend.core import ClosedJaxpr
 
     return ClosedJaxpr(*opened(jaxpr))  # type: ignore[arg-type,return-value]
 
 
 def jaxprs_inside(eqn: Eqn) -> Iterator[Jaxpr]:
-    """The programs that an equation calls, turns or chooses from."""
+    """Yields the programs that an equation calls, loops over or chooses from."""
     from jax.extend.core import ClosedJaxpr, Jaxpr
 
     for value in eqn.params.values():
@@ -117,7 +119,7 @@ def jaxprs_inside(eqn: Eqn) -> Iterator[Jaxpr]:
 
 
 def scan_groups(eqn: Eqn) -> tuple[int, int]:
-    """(constants, carried values): a scan's operands are these, in this order, and then what it slices."""
+    """The numbers of a scan's constant and carried operands. The operands after these are sliced."""
     p = eqn.params
     if "ft_in" in p:
         consts, carry, _ = p["ft_in"].unpack()
@@ -126,7 +128,7 @@ def scan_groups(eqn: Eqn) -> tuple[int, int]:
 
 
 def is_literal(var: Var) -> TypeGuard[LiteralVar]:
-    """A number written into the equation, not a variable."""
+    """Whether this is a number in the equation rather than a variable."""
     from jax.extend.core import Literal
 
     return isinstance(var, Literal)
@@ -135,25 +137,26 @@ def is_literal(var: Var) -> TypeGuard[LiteralVar]:
 def literal_array(var: LiteralVar) -> Array:
     """A literal's number as an array of its dtype in the program.
 
-    JAX writes Python's bool and int and its own subclass of float there, which have no shape, and whose dtype would
-    depend on whether x64 is enabled."""
+    In a literal, JAX stores Python's bool and int and its own subclass of float. These have no shape, and their dtype
+    would depend on whether x64 is enabled.
+    """
     import numpy as np
 
     return np.asarray(var.val, var.aval.dtype)  # type: ignore[return-value]
 
 
 def value_of(var: Var, env: Mapping[Var, Array]) -> Array:
-    """The value of a variable in ``env``; of a literal, its array."""
+    """The value of a variable in ``env``, or of a literal."""
     return literal_array(var) if is_literal(var) else env[var]
 
 
 def is_dropped(var: Var) -> bool:
-    """A result that nothing reads."""
+    """Whether nothing reads this result."""
     return type(var).__name__ == "DropVar"
 
 
 def source_line(eqn: Eqn) -> SourceLine:
-    """The user's line; none where JAX has lost it, as in a cached inner jaxpr."""
+    """The user's line. NOWHERE if JAX has lost it, as in a cached inner jaxpr."""
     from jax.extend import source_info_util
 
     try:
@@ -164,7 +167,7 @@ def source_line(eqn: Eqn) -> SourceLine:
 
 @contextmanager
 def written_as(eqn: Eqn) -> Iterator[None]:
-    """What is traced inside has the equation's line and named scopes, and the settings that it was traced under."""
+    """A context whose traced code gets the equation's line, its named scopes, and the settings it was traced under."""
     from jax._src import source_info_util
 
     scopes = source_info_util.current_name_stack() + eqn.source_info.name_stack
@@ -175,7 +178,7 @@ def written_as(eqn: Eqn) -> Iterator[None]:
 
 @contextmanager
 def at_line(eqn: Eqn) -> Iterator[None]:
-    """What is traced inside is at the equation's line; errors that its transformations raise know it, too."""
+    """A context whose traced code gets the equation's line. Errors of its transformations have this line, too."""
     from jax._src import source_info_util
 
     with source_info_util.user_context(eqn.source_info.traceback):
@@ -183,8 +186,8 @@ def at_line(eqn: Eqn) -> Iterator[None]:
 
 
 def line_of_error(error: BaseException | None) -> SourceLine:
-    """The line of the operation whose transformation raised an error, as of a gradient that is taken; NOWHERE if JAX
-    does not say."""
+    """The line of the operation whose transformation (such as taking its gradient) raised an error. NOWHERE if JAX does
+    not record it."""
     import traceback
 
     while error is not None and type(error).__name__ != "JaxStackTraceBeforeTransformation":
@@ -194,26 +197,26 @@ def line_of_error(error: BaseException | None) -> SourceLine:
 
 
 def outside_jit() -> bool:
-    """Whether nothing is being traced."""
+    """Whether no function is being traced."""
     from jax._src.core import trace_state_clean
 
     return bool(trace_state_clean())
 
 
 def scope(eqn: Eqn) -> str:
-    """The named scopes that an equation was written in, and the transformations since, with slashes between them."""
+    """The named scopes in which an equation was written, and the later transformations, joined by slashes."""
     return str(eqn.source_info.name_stack)
 
 
 def without_effects(of: Eqn | Jaxpr) -> bool:
-    """Does it do nothing besides computing its results? That it names an axis of the mesh is no such thing."""
+    """Whether it does nothing except compute its results. Naming an axis of the mesh does not count as an effect."""
     return all(type(e).__name__ == "NamedAxisEffect" for e in of.effects)
 
 
 def static_arguments(eqn: Eqn) -> tuple[Tree, ...] | None:
-    """What a function with a derivative rule of its own was called with besides arrays (``nondiff_argnums``), in order.
+    """The arguments, other than arrays, of a call with its own derivative rule (``nondiff_argnums``), in order.
 
-    It is stored with the backward rule, which takes it as its first arguments. None if it is not found.
+    They are stored with the backward rule, which takes them as its first arguments. None if they are not found.
     """
     for transform, args in getattr(eqn.params.get("bwd"), "transforms", ()):
         if transform.__name__ == "_prepend_static_args":
@@ -226,9 +229,9 @@ Attention: TypeAlias = "Callable[..., Array]"
 
 @contextmanager
 def attention_by(stand_in: Callable[[Attention, Attention], Attention], file: str) -> Iterator[None]:
-    """Temporarily replaces each of JAX's two attention implementations by ``stand_in(it, XLA's implementation)``.
+    """Temporarily replaces each of JAX's two attention implementations f by ``stand_in(f, XLA's implementation)``.
 
-    file: its lines do not count as the user's. A version without these internal functions of JAX is left unchanged.
+    file: a file whose lines do not count as the user's. If JAX has no such internal functions, nothing changes.
     """
     from jax._src import source_info_util
     from jax._src.nn import functions
@@ -246,7 +249,7 @@ def attention_by(stand_in: Callable[[Attention, Attention], Attention], file: st
 
 
 def cudnn_attention(q: Array, k: Array, v: Array, *, causal: bool, scale: float) -> tuple[Array, Array]:
-    """cuDNN's kernel on [b, positions, heads, d]: the result, and the logarithm of each query's sum [b, heads, q]."""
+    """cuDNN's kernel on [b, positions, heads, d]. Returns the result and the log of each query's sum [b, heads, q]."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
@@ -257,7 +260,7 @@ def cudnn_attention(q: Array, k: Array, v: Array, *, causal: bool, scale: float)
 def cudnn_attention_backward(
     q: Array, k: Array, v: Array, result: Array, sums: Array, gradient: Array, *, causal: bool, scale: float
 ) -> tuple[Array, Array, Array]:
-    """Its backward kernel, from the result and the sums: gradients of q, k and v."""
+    """cuDNN's backward kernel, given the result and the sums. Returns the gradients of q, k and v."""
     import jax.numpy as jnp
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -283,7 +286,7 @@ def cudnn_attention_backward(
 def flash_attention(
     q: Array, k: Array, v: Array, *, causal: bool, scale: float, blocks: BlockSizes
 ) -> tuple[Array, Array]:
-    """Pallas' kernel for TPUs on [b, heads, positions, d]: the result, and the logarithms of the sums [b, heads, q]."""
+    """Pallas' TPU kernel on [b, heads, positions, d]. Returns the result and the logs of the sums [b, heads, q]."""
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu import flash_attention as flash
 
@@ -303,7 +306,7 @@ def flash_attention_backward(
     scale: float,
     blocks: BlockSizes,
 ) -> tuple[Array, Array, Array]:
-    """Its backward kernels, from the result and the sums: gradients of q, k and v."""
+    """Pallas' backward kernels, given the result and the sums. Returns the gradients of q, k and v."""
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu import flash_attention as flash
 
@@ -313,11 +316,13 @@ def flash_attention_backward(
 
 
 def pulled_back(eqn: Eqn, wrt: Sequence[bool]) -> tuple[ClosedJaxpr, ClosedJaxpr, list[bool]]:
-    """A call with a derivative rule of its own, as jax.vjp runs it: (forward, backward, which results have a gradient).
+    """A call with its own derivative rule, as jax.vjp runs it.
 
-    wrt: for each operand, whether it has a gradient. forward: jaxpr from the operands to the call's results and its
-    residuals. backward: jaxpr from the residuals and the results' gradients to the operands' gradients, for operands
-    that have one. Results that nothing reads are left out.
+    wrt: for each operand, whether it has a gradient.
+
+    Returns (forward, backward, which results have a gradient). forward is a jaxpr from the operands to the call's
+    results and its residuals. backward is a jaxpr from the residuals and the results' gradients to the gradients of the
+    operands that have one. Results that nothing reads are left out.
     """
     import jax
     import jax.numpy as jnp
@@ -349,8 +354,8 @@ def pulled_back(eqn: Eqn, wrt: Sequence[bool]) -> tuple[ClosedJaxpr, ClosedJaxpr
 
 
 def tangents_of(eqn: Eqn, wrt: Sequence[bool]) -> ClosedJaxpr:
-    """A call with a derivative rule of its own, as jax.jvp runs it: jaxpr from the operands, and the tangents of those
-    that ``wrt`` says, to the results and their tangents."""
+    """A call with its own derivative rule, as jax.jvp runs it: a jaxpr from the operands, and from the tangents of
+    those marked in ``wrt``, to the results and their tangents."""
     import jax
 
     info = _debug_info_inside(eqn)
@@ -367,7 +372,7 @@ def tangents_of(eqn: Eqn, wrt: Sequence[bool]) -> ClosedJaxpr:
 
 
 def threefry(key: Array, counts: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The two words of 32 random bits at each pair of counts. key: of the threefry generator."""
+    """The two words of 32 random bits for each pair of counts. key: a key of the threefry generator."""
     import jax
     from jax.extend.random import threefry2x32_p
 
@@ -377,8 +382,11 @@ def threefry(key: Array, counts: tuple[Array, Array]) -> tuple[Array, Array]:
 
 
 def without_dead_code(closed: Any, needed: Sequence[bool] | None = None) -> Any:
-    """The jaxpr without what none of its results needs: a rule finds the gradients of operands that have none, too.
-    needed: for each result, whether it is needed; the others leave. None: all are."""
+    """The jaxpr without equations that no needed result depends on. A derivative rule, for example, also computes the
+    gradients of operands that need none.
+
+    needed: for each result, whether it is needed; results that are not needed are removed. None: all are needed.
+    """
     from jax.extend.core import ClosedJaxpr
     from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -389,13 +397,13 @@ def without_dead_code(closed: Any, needed: Sequence[bool] | None = None) -> Any:
 
 
 def _debug_info_inside(eqn: Eqn) -> DebugInfo:
-    """The debug info of the jaxpr that a call calls, to run only this call."""
+    """The debug info of the jaxpr inside a call, used to run only this call."""
     jaxpr: Any = eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr"))
     return opened(jaxpr)[0].debug_info._replace(arg_names=None, result_paths=None)
 
 
 def implementation(eqn: Eqn) -> Jaxpr | None:
-    """The jaxpr of a primitive that a library defines by JAX code of its own; None: it is one of JAX's."""
+    """The jaxpr of a primitive that a library implements in JAX code. None for one of JAX's own primitives."""
     import jax
 
     code: Any = getattr(eqn.primitive, "impl", None)
@@ -407,7 +415,7 @@ def implementation(eqn: Eqn) -> Jaxpr | None:
 
 
 def called(closed: ClosedJaxpr) -> Callable[..., list[Array]]:
-    """The function that a program is: f(*arrays) -> arrays."""
+    """A program as a function f(*arrays) -> arrays."""
     from jax.extend.core import jaxpr_as_fun
 
     return jaxpr_as_fun(closed)  # type: ignore[no-any-return]
@@ -416,17 +424,17 @@ def called(closed: ClosedJaxpr) -> Callable[..., list[Array]]:
 def function_of(
     closed: ClosedJaxpr, eqns: Sequence[Eqn], reads: Sequence[Var], makes: Sequence[Var]
 ) -> Callable[..., list[Array]]:
-    """Some equations of a jaxpr as a function, from values of the variables ``reads`` to values of ``makes``."""
+    """Some equations of a jaxpr as a function, from the values of the variables ``reads`` to those of ``makes``."""
     jaxpr, consts = opened(closed)
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     return called(_assembled(jaxpr.constvars, reads, makes, eqns, info, consts))
 
 
 def evaluate(eqn: Eqn, ins: Sequence[Array], info: DebugInfo) -> list[Any]:
-    """One equation on values (or tracers), None for results that nothing reads; info: the debug info of its jaxpr.
+    """Runs one equation on values (or tracers). Results that nothing reads are None. info: its jaxpr's debug info.
 
-    An equation may read one variable several times (``y.T @ y``), and each time another part of it: ``ins`` has a value
-    for each operand, so each operand becomes a variable of its own.
+    An equation may read one variable several times (``y.T @ y``) with a different part of it each time. ``ins`` has one
+    value per operand, so each operand becomes a variable of its own.
     """
     from jax.extend import core
 

@@ -76,8 +76,9 @@ def test_inside_of_ones_own_jit() -> None:
             if kind == AxisType.Auto:
                 assert float(own(PARAMS, typed)) == pytest.approx(float(WANTED), rel=1e-5)
                 continue
-            with pytest.raises(PaseError, match="Explicit"):
+            with pytest.raises(PaseError, match=r"inside jax.jit .* Explicit") as e:
                 own(PARAMS, typed)
+            assert "call it outside jit" in e.value.fix
 
 
 def test_a_program_that_names_axes_of_the_mesh_around_it() -> None:

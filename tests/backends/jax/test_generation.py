@@ -209,17 +209,19 @@ def _bound(inputs: Any) -> Any:
 
 def test_what_is_no_generation_is_said() -> None:
     fn, m = generation("gpt2")
-    with pytest.raises(PaseError, match="tokens"):
+    with pytest.raises(PaseError) as e:
         pase.Generation(prefill=fn.prefill, decode=fn.decode, tokens=0)
+    assert e.value.where == "tokens" and "0" in e.value.what
     alone = pase.Generation(prefill=lambda p, b: fn.prefill(p, b)[0], decode=fn.decode, tokens=1)
-    with pytest.raises(PaseError, match=r"\(token, cache\)"):
+    with pytest.raises(PaseError) as e:
         pase.compile(alone, m.params, m.batch, devices=8)
+    assert e.value.where == "prefill" and "(token, cache)" in e.value.fix
 
     def wider(p: Any, t: Any, c: Any) -> Any:
         t, c = fn.decode(p, t, c)
         return t.astype(jnp.float32), c
 
-    with pytest.raises(PaseError, match=r"int32\[8\].* float32\[8\]"):
+    with pytest.raises(PaseError, match=r"argument 2: .* int32\[8\].* float32\[8\]"):
         pase.compile(
             pase.Generation(prefill=fn.prefill, decode=wider, tokens=1), m.params, m.batch, devices=8
         )

@@ -87,8 +87,9 @@ def test_an_equinox_state_is_handed_on_without_being_named(strategy: str, loweri
 
 def test_an_equinox_state_that_is_dropped_is_refused_unless_it_is_only_read() -> None:
     model, state = eqx.nn.make_with_state(Net)(KEY)
-    with pytest.raises(PaseError, match=r"forgetful .*equinox\.nn\.State"):
+    with pytest.raises(PaseError, match=r"equinox\.nn\.State") as e:
         pase.compile(forgetful, model, state, BATCH, KEY, devices=8)
+    assert e.value.where == "forgetful"
     model = eqx.nn.inference_mode(model)
     plan = pase.compile(forgetful, model, state, BATCH, KEY, devices=8, mode="inference", mesh="8")
     np.testing.assert_allclose(
@@ -107,8 +108,9 @@ def test_variables_of_a_state_that_are_written_are_returned_or_refused() -> None
         dropout = nnx.merge(graphdef, params, rest)
         return jnp.mean(dropout(x @ weights["w"]) ** 2), nnx.state(dropout)
 
-    with pytest.raises(PaseError, match=r"lost .*nnx\.State .*rngs\.count"):
+    with pytest.raises(PaseError, match=r"nnx\.State .*rngs\.count") as e:
         pase.compile(lost, weights, X, rest, devices=8)
+    assert e.value.where == "lost" and "pass the module itself" in e.value.fix
     plan = pase.compile(returned, weights, X, rest, devices=8, mesh="8", carry={1: 1})
     step, opt = plan.jax.train_step(OPTIMIZER), plan.jax.init(OPTIMIZER, weights)
     _, _, (_, rest) = step(weights, opt, X, rest)

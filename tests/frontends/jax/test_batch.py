@@ -175,7 +175,7 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "a loop until the batch's mean is small": (_until_small, "examples .* meet in"),
     "a branch by the batch": (
         lambda w, x: jax.lax.cond(jnp.sum(x) > 0, jnp.mean, lambda e: 2 * jnp.mean(e), _each(w, x)),
-        "reads reduce_sum at .*, a sum over the batch, .*pass it as an argument",
+        "depends on reduce_sum at .*pass it as an argument",
     ),
     "another program": (
         lambda w, x: jnp.mean(_each(w, x)) if len(x) > 8 else jnp.mean(_each(w, x)) * 2,
@@ -209,8 +209,9 @@ def test_what_is_no_mean_is_refused(name):
 
 
 def test_compile_says_how_to_write_it():
-    with pytest.raises(PaseError, match=r"mean of its micro-batches' losses: .*jnp\.mean"):
+    with pytest.raises(PaseError) as e:
         pase.compile(OTHERS["sum"][0], W, X, devices=2, accumulate=4)
+    assert "jnp.mean" in e.value.fix
 
 
 def test_what_sorts_each_example_alone_runs_in_micro_batches():

@@ -53,15 +53,16 @@ def test_a_loop_of_unknown_length_asks_for_it() -> None:
 
 
 def test_a_loop_that_is_not_there() -> None:
-    with pytest.raises(PaseError, match=r"no symbolic size 'while1'; it has: while0"):
+    with pytest.raises(PaseError, match="'while1'") as e:
         trace(turning, W, X, S((), jnp.int32), dims={"while1": 3})
+    assert e.value.where == "model 'turning'" and e.value.fix.endswith(": while0")
 
 
 def test_a_loss_behind_a_while_loop_has_no_gradient() -> None:
     def fn(p: Any, x: Any, n: Any) -> Any:
         return jnp.sum(lax.fori_loop(0, n, lambda i, h: jnp.tanh(h @ p), x))
 
-    with pytest.raises(PaseError, match=r"cannot differentiate a while loop in reverse: use lax\.scan"):
+    with pytest.raises(PaseError, match=r"while loop in reverse: use lax\.scan"):
         trace(fn, W, X, S((), jnp.int32))
 
 
@@ -112,5 +113,6 @@ def test_chances_add_up_to_one(shares: tuple[float, ...]) -> None:
 
 
 def test_a_conditional_that_is_not_there() -> None:
-    with pytest.raises(PaseError, match=r"no conditional 'cond2'; it has: cond0, cond1"):
+    with pytest.raises(PaseError, match="'cond2'") as e:
         trace(choosing, W, X, chances={"cond2": (1, 0)})
+    assert e.value.fix.endswith(": cond0, cond1")

@@ -68,7 +68,7 @@ def said(fn: Callable[..., Any], *args: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         found = [r.what for r in trace(fn, *args).graph.remarks if r.kind == "state"]
-    assert found == [str(w.message) for w in warned if "drops them" in str(w.message)]
+    assert found == [str(w.message) for w in warned if "does not return them" in str(w.message)]
     return found
 
 
@@ -77,7 +77,7 @@ def said(fn: Callable[..., Any], *args: Any) -> list[str]:
     [
         (linen, PARAMS, ["collection 'batch_stats' of Normed.*carry={1: 1}"]),
         (each, PARAMS, ["collection 'batch_stats'"]),
-        (merged, WEIGHTS, [r"NNX \(BatchStat\).*Give the module itself", r"NNX \(RngCount\)"]),
+        (merged, WEIGHTS, [r"NNX \(BatchStat\).*Pass the module itself", r"NNX \(RngCount\)"]),
     ],
 )
 def test_what_is_dropped_is_named_and_what_is_returned_is_not(fn: Any, params: Any, what: list[str]) -> None:

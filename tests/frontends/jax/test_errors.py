@@ -31,9 +31,9 @@ def test_unknown_primitive_names_op_and_line() -> None:
     with pytest.raises(UnknownOp) as e:
         trace(by_hand, SQUARE, SQUARE)
     line = by_hand.__code__.co_firstlineno + 1
-    assert "no lowering for JAX primitive 'mystery'" in str(e.value)
-    assert f"{Path(__file__).name}:{line}" in str(e.value) and "(by_hand)" in str(e.value)
-    assert "pass unknown='replicate'" in str(e.value) and "frontends/jax/rules.py" in str(e.value)
+    assert "'mystery'" in e.value.what
+    assert f"{Path(__file__).name}:{line}" in e.value.where and "(by_hand)" in e.value.where
+    assert "unknown='replicate'" in e.value.fix and "frontends/jax/rules.py" in e.value.fix
 
 
 def test_unknown_may_be_replicated() -> None:
@@ -57,12 +57,12 @@ def total(p: Any, *batch: Any) -> Any:
     [
         (lambda p: p * 2, SQUARE, "returns float32[4,4]: pase needs a scalar loss"),
         (lambda p: (), SQUARE, "returns nothing: pase needs a scalar loss"),
-        (lambda p: jnp.sum(p > 0), SQUARE, "returns a int32 scalar: a loss must be floating-point"),
+        (lambda p: jnp.sum(p > 0), SQUARE, "returns a int32 scalar, but a loss must be floating-point"),
         (lambda p: 1.0, SQUARE, "loss does not depend on any parameter"),
         (lambda p: jnp.sum(jax.lax.stop_gradient(p)), SQUARE, "loss does not depend on any parameter"),
-        (total, _leaf("text"), "params['a']['b'] is str: give an array or jax.ShapeDtypeStruct"),
-        (total, _leaf(object()), "params['a']['b'] is object: give an array"),
-        (total, _leaf(np.zeros((3, 0))), "params['a']['b'] has shape (3, 0): a dim of 0 elements"),
+        (total, _leaf("text"), "params['a']['b']: it is str; pass an array"),
+        (total, _leaf(object()), "params['a']['b']: it is object; pass an array"),
+        (total, _leaf(np.zeros((3, 0))), "params['a']['b']: it has shape (3, 0)"),
         (lambda p: p @ jnp.ones((3, 3)), SQUARE, "JAX cannot trace <lambda> on these shapes"),
         (total, {"a.b": SQUARE, "a": {"b": SQUARE}}, "two parameters have the path 'a.b'"),
     ],
@@ -79,15 +79,15 @@ def test_sizes_that_are_none(size: Any) -> None:
     class Leaf:
         shape, dtype = (4, size), np.dtype("float32")
 
-    with pytest.raises(
-        PaseError, match=r"params\['w'\] has shape \(4, .*(whole number|cannot be parallelized)"
-    ):
+    with pytest.raises(PaseError, match=r"whole number|cannot be parallelized") as e:
         trace(total, {"w": Leaf()})
+    assert e.value.where == "params['w']" and "(4, " in e.value.what
 
 
 def test_batch_leaves_are_named_too() -> None:
-    with pytest.raises(PaseError, match=r"batch\[0\]\['x'\] has shape \(0,\)"):
+    with pytest.raises(PaseError, match=r"shape \(0,\)") as e:
         trace(total, {"w": SQUARE}, {"x": np.zeros(0)})
+    assert e.value.where == "batch[0]['x']"
 
 
 def test_one_array_alone_is_called_params() -> None:

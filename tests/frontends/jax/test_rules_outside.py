@@ -30,11 +30,10 @@ def kernel(p: Any, x: Any, **options: Any) -> Any:
 
 
 def test_a_kernel_without_a_cost_asks_for_one() -> None:
-    with pytest.raises(
-        UnknownOp,
-        match=r"kernel 'double' at .*test_rules_outside.py.*pase\.register_kernel\('double', FLOPS\)",
-    ):
+    with pytest.raises(UnknownOp, match="kernel 'double'") as e:
         trace(kernel, W, X)
+    assert "test_rules_outside.py" in e.value.where
+    assert "pase.register_kernel('double', FLOPS)" in e.value.fix
 
 
 def test_a_kernel_without_a_cost_is_replicated_on_request() -> None:
@@ -60,8 +59,9 @@ def test_a_kernel_costs_what_is_said() -> None:
             pase.register_kernel("double", 124)
     finally:
         KERNELS.remove("double")
-    with pytest.raises(PaseError, match="a price must be positive"):
+    with pytest.raises(PaseError, match="positive") as e:
         pase.register_kernel("double", 0)
+    assert e.value.where == "kernel 'double'"
 
 
 def test_a_callback_says_what_is_not_priced() -> None:
@@ -107,5 +107,5 @@ def test_a_primitive_of_a_library_costs_what_its_own_code_costs() -> None:
 def test_a_primitive_without_code_or_rule_is_refused() -> None:
     bare = jax.extend.core.Primitive("bare")
     bare.def_abstract_eval(lambda x: x)
-    with pytest.raises(UnknownOp, match=r"no lowering for JAX primitive 'bare' at .*test_rules_outside\.py"):
+    with pytest.raises(UnknownOp, match=r"test_rules_outside\.py.*'bare'"):
         trace(lambda p, x: bare.bind(x) @ p, W, X, mode="inference")

@@ -77,7 +77,9 @@ def test_dims_bind_before_tracing() -> None:
     found = trace(fn, params, loose, name="m", dims={"b": BATCH})
     assert canonical(verify(named(simplify(found.graph)))) == canonical(graph(fn, params, batch))
     assert all(isinstance(s, int) for v in found.jaxpr.jaxpr.invars for s in v.aval.shape)
-    with pytest.raises(PaseError, match="model 'm' has no symbolic size 'q'; it has: b"):
+    with pytest.raises(PaseError, match="symbolic size 'q'") as e:
         trace(fn, params, loose, name="m", dims={"q": 3})
-    with pytest.raises(PaseError, match="dim b=0: a size is a positive whole number"):
+    assert e.value.where == "model 'm'" and e.value.fix.endswith(": b")
+    with pytest.raises(PaseError) as e:
         trace(fn, params, loose, name="m", dims={"b": 0})
+    assert e.value.where == "dim b" and "0" in e.value.what

@@ -108,7 +108,7 @@ def test_resnet() -> None:
     found = graph(model, dims={"batch": 16})
     assert [t.shape for t in found.inputs] == [(16, 3, 32, 32)]
     assert flops(graph(model, dims={"batch": 32}), "conv") == 2 * flops(found, "conv")
-    with pytest.raises(PaseError, match="has no symbolic size 'seq'; it has: batch"):
+    with pytest.raises(PaseError, match=r"no symbolic size 'seq'; .*: batch"):
         from_onnx.trace(model, dims={"batch": 2, "seq": 3})
 
 

@@ -1,1 +1,1 @@
-"""JAX programs with some extents padded."""
+"""JAX programs in which some extents are padded."""

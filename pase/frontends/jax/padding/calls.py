@@ -1,4 +1,4 @@
-"""Calls, loops and calls with derivative rules of their own on padded values."""
+"""Calls, loops, and calls with their own derivative rules, on padded values."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ _REMAT = frozenset({"remat", "remat2", "checkpoint"})
 def _function(
     walk: PaddedWalk, jaxpr: Jaxpr, consts: Sequence[Array], like: PaddedValues, made: list[PaddedValue]
 ) -> Tree:
-    """The program as a function of padded arrays. like: what is known of its operands; made: of its results, once it
-    has been traced."""
+    """The program as a function of padded arrays.
+
+    like: what is known of its operands.
+    made: is filled with what is known of its results when the function is traced.
+    """
 
     def run(*arrays: Array) -> list[Array]:
         outs = walk.run(jaxpr, consts, [PaddedValue(x, k.zero) for x, k in zip(arrays, like, strict=True)])
@@ -41,7 +44,7 @@ def _known(arrays: Sequence[Array], made: PaddedValues) -> list[PaddedValue]:
 
 @PADDED.register(*(set(INLINED) - KEPT_WHOLE))
 def _call(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue] | None:
-    """A call, written out. Attention by name keeps its name, and only its batch may be padded."""
+    """A call, which is inlined. A call of attention keeps its name, and only its batch may be padded."""
     import jax
 
     jaxpr, consts = inner_jaxpr(eqn)
@@ -63,7 +66,7 @@ def _call(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue] | 
 
 @PADDED.register("scan")
 def _scan(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue]:
-    """A loop over a padded body. Nothing is known of the padding of what turns hand on."""
+    """A loop over a padded body. Nothing is known about the padding of its carries."""
     import jax
 
     p, (n, m) = eqn.params, scan_groups(eqn)
@@ -102,7 +105,7 @@ def _smooth(eqn: Eqn) -> list[bool]:
 
 @PADDED.register("custom_jvp_call")
 def _with_jvp(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue] | None:
-    """The user's rule for derivatives forward, itself on padded values."""
+    """A call with the user's rule for forward derivatives; the rule, too, works on padded values."""
     import jax
 
     if not all(jax.numpy.issubdtype(v.aval.dtype, jax.numpy.inexact) for v in eqn.outvars):
@@ -114,7 +117,7 @@ def _with_jvp(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue
         jaxpr, consts = opened(tangents_of(eqn, smooth))
         along = [PaddedValue(t) for t, on in zip(tangents, smooth, strict=True) if on]
         outs = walk.run(jaxpr, consts, [*_known(primals, ins), *along])
-        made[:] = outs[: len(eqn.outvars)]  # what differentiates at once never asks for the call itself
+        made[:] = outs[: len(eqn.outvars)]  # if the call is differentiated, only this rule runs, not the call
         arrays = [x.array for x in outs]
         return arrays[: len(eqn.outvars)], arrays[len(eqn.outvars) :]
 
@@ -124,7 +127,8 @@ def _with_jvp(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue
 
 @PADDED.register("custom_vjp_call", "custom_vjp_call_jaxpr")
 def _with_vjp(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue]:
-    """The user's rule for gradients, itself on padded values; gradients are zero in the padding."""
+    """A call with the user's rule for gradients; the rule, too, works on padded values. Gradients of padding are
+    zero."""
     import jax
 
     if walk.ruled:  # the rule may call its own function

@@ -1,10 +1,11 @@
-"""A JAX program with some extents padded, so that devices divide them: the same numbers from larger arrays.
+"""A JAX program in which some extents are padded so that devices divide them. It computes the same numbers from larger
+arrays.
 
-Every dim of one of these extents is padded behind its end, wherever it stands: in parameters, in the batch, inside. Two
-things hold of every value: what lies in the padding is finite, and no gradient comes back into it. So the padding of
-parameters, which begins as zeros, stays zero under every optimizer that leaves a zero with a zero gradient alone. What
-reads across a padded dim (sums, maxima, products) gets neutral values there (``rules``); what cannot run on
-padded dims runs on unpadded values.
+Every dim with one of these extents is padded at its end, wherever it occurs: in parameters, in the batch, and inside.
+Two invariants hold for every value: its padding is finite, and no gradient flows back into the padding. The padding of
+parameters begins as zeros, and therefore stays zero under every optimizer that does not change a zero whose gradient is
+zero. Ops that read across a padded dim (sums, maxima, products) get neutral values there (``rules``). Ops that cannot
+run on padded dims run on unpadded values.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ __all__ = ["extents", "padded"]
 
 
 def padded(traced: TracedJax, sizes: Mapping[int, int]) -> TracedJax:
-    """The program with every dim of these extents padded: extent -> padded extent.
+    """Returns the program with every dim of these extents padded. sizes: extent -> padded extent.
 
-    Raises PaseError for a program that hands values to its next call.
+    Raises PaseError for a program that passes values to its next call.
     """
     import jax
 
     if traced.fn is None or traced.mode == "step" or traced.carried or traced.programs:
         raise PaseError(
-            f"'{traced.graph.name}' hands values to its next call: dims are padded (uneven='padded') in losses and in "
-            f"programs without mode='step' and carry"
+            f"'{traced.graph.name}' passes values to its next call, and such programs cannot be padded",
+            where="uneven='padded'",
+            fix="use it for losses and for programs without mode='step' and carry",
         )
     avals = traced.jaxpr.in_avals
     given = tuple(tuple(a.shape) for a in avals)
@@ -59,7 +61,7 @@ def padded(traced: TracedJax, sizes: Mapping[int, int]) -> TracedJax:
 
 @dataclass(frozen=True, kw_only=True)
 class _PaddedFunction:
-    """The user's function on padded arguments. given: shapes of its leaves as the user has them."""
+    """The user's function on padded arguments. given: the shapes of its leaves without padding."""
 
     fn: Callable[..., Tree]
     mode: Mode
@@ -90,18 +92,22 @@ class _PaddedFunction:
         return jax_leaves.combine(jax.tree.unflatten(program.out_tree, cut), program.kept_out)
 
     def _unpadded(self, shape: Sequence[int], given: Sequence[int]) -> tuple[int, ...]:
-        """A leaf's shape without padding. In a micro-batch its first dim is a part of the given one."""
+        """A leaf's shape without padding. In a micro-batch, its first dim is a part of the given one."""
         wide = [self.walk.sizes.get(n, n) for n in given]
         if any(n != w != r for n, w, r in zip(shape, wide, given, strict=True)):
             raise PaseError(
-                f"a batch of {given[0]} examples, padded to {wide[0]}, cannot be divided into micro-batches"
+                f"a batch of {given[0]} examples, padded to {wide[0]}, cannot be divided into micro-batches",
+                fix="choose a batch that needs no padding, or no micro-batches",
             )
         return tuple(r if w != r else n for n, w, r in zip(shape, wide, given, strict=True))
 
 
 def extents(traced: TracedJax, devices: int) -> dict[int, int]:
-    """The extents of parameters and inputs that the devices do not divide, and what to pad them to: the least multiple
-    of the most shards for which padding adds at most an eighth. Empty if all are divided as far as that."""
+    """The extents of parameters and inputs that the devices do not divide -> what to pad them to.
+
+    An extent is padded to a multiple of the largest number of shards for which padding adds at most one eighth. The
+    result is empty if every extent is already such a multiple.
+    """
     avals = traced.jaxpr.in_avals
     sizes = {n for a in avals for n in a.shape if isinstance(n, int)} - set(_trip_counts(traced.jaxpr.jaxpr))
     ways = [w for w in range(devices, 0, -1) if devices % w == 0]
@@ -114,7 +120,7 @@ def extents(traced: TracedJax, devices: int) -> dict[int, int]:
 
 
 def _trip_counts(jaxpr: Jaxpr) -> Iterator[int]:
-    """How often its loops turn: a stack of a loop's slices is not padded."""
+    """The trip counts of loops. They are excluded, because a loop's stack of slices is not padded along them."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
             yield eqn.params["length"]

@@ -1,7 +1,7 @@
-"""What each JAX primitive does on padded values. A primitive without a rule runs on unpadded ones.
+"""How each JAX primitive works on padded values. A primitive without a rule runs on unpadded values.
 
-A value knows in which dims its padding holds zeros; otherwise the padding holds anything finite. Rules keep it finite
-(functions with poles get a harmless operand there), so that a gradient of zero stays zero on its way back.
+A value records in which dims its padding is zero; elsewhere the padding is any finite value. Rules keep it finite
+(functions with poles get a harmless operand there), so that a zero gradient stays zero in backward.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _FINITE = (
     "integer_pow quantize"
 )
 _TAME = frozenset(_FINITE.split())
-"""Functions that are not linear and yet finite, with their derivatives, wherever their operands are finite."""
+"""Non-linear functions that are finite, together with their derivatives, for all finite operands."""
 _TAME_AT_ZERO = frozenset({"exp", "exp2", "expm1", "log1p", "sinh", "cosh", "asin", "acos", "atanh"})
 _SAFE: Mapping[str, float] = {"acosh": 2.0, "zeta": 2.0, "polygamma": 2.0}
-"""An operand at which a function and its derivative are finite; one half for all others."""
+"""An operand at which a function and its derivative are finite. All other functions use one half."""
 _ODD = (
     "neg abs sign square real imag conj sin tan tanh sinh asin asinh atan atanh expm1 log1p erf floor ceil round cast "
     "copy reduce_precision stop_gradient bitcast"
 )
 _ZERO_IF_ALL = frozenset({*_ODD.split(), "add", "sub", "max", "min", "or", "xor", "select"})
-"""Functions whose result is zero where all operands are; of a selection, all but the first."""
+"""Functions whose result is zero if all operands are zero (for select, all except the first)."""
 _ZERO_IF_ANY = frozenset({"mul", "and"})
 _ZERO_IF_FIRST = frozenset({"div", "rem", "shift_left", "shift_right"})
 
@@ -97,14 +97,14 @@ _NEUTRAL: Mapping[str, Callable[[np.dtype], Fill]] = {
     "argmax": _least,
     "argmin": _most,
 }
-"""Reduction -> what a padded element counts as."""
+"""Reduction -> the neutral value for padded elements."""
 
 
 @PADDED.register(*_NEUTRAL)
 def _reduce(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue]:
     (x,), aval, axes = ins, eqn.invars[0].aval, tuple(eqn.params["axes"])
     across = walk.padded_dims(x, aval) & set(axes)
-    if across:  # zeros, too: no gradient may come back into them
+    if across:  # also if the padding is already neutral, because no gradient may flow back into it
         x = walk.masked(x, aval, across, _NEUTRAL[eqn.primitive.name](aval.dtype))
     left = [d for d in range(aval.ndim) if d not in axes]
     zero = frozenset(k for k, d in enumerate(left) if d in x.zero)
@@ -113,7 +113,7 @@ def _reduce(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue]:
 
 @PADDED.register("dot_general")
 def _dot(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue]:
-    """Zeros on both sides of a contracted dim: each side's gradient there is the other side's zeros."""
+    """A product. Both sides are zero in the padding of a contracted dim, because each side is the other's gradient."""
     contracting, batch = eqn.params["dimension_numbers"]
     x, y = (_zeroed(walk, v, a.aval, dims) for v, a, dims in zip(ins, eqn.invars, contracting, strict=True))
     free = [
@@ -133,7 +133,7 @@ def _zeroed(walk: PaddedWalk, x: PaddedValue, aval: Aval, dims: Collection[int])
 
 @PADDED.register("conv_general_dilated")
 def _conv(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue] | None:
-    """Batch and features; windows move over unpadded dims."""
+    """A convolution. Batch and features may be padded; windows slide over unpadded dims."""
     p, dn = eqn.params, eqn.params["dimension_numbers"]
     if p["feature_group_count"] != 1 or p["batch_group_count"] != 1:
         return None
@@ -170,7 +170,8 @@ def _iota(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue]:
 
 @PADDED.register("reshape", "squeeze", "expand_dims")
 def _reshape(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue]:
-    """A dim that stays one dim stays padded; one that is merged or split is cut before and padded again behind."""
+    """A dim that stays one dim stays padded. A dim that is merged or split is unpadded before and padded again
+    after."""
     aval, out = eqn.invars[0].aval, eqn.outvars[0].aval
     kept = dict(_unchanged(aval.shape, out.shape))
     x = walk.cut(ins[0], aval, set(range(aval.ndim)) - set(kept))
@@ -184,11 +185,11 @@ def _reshape(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue]
 
 
 def _unchanged(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(dim before, dim after) of dims that a reshape leaves as they are.
+    """Yields (dim before, dim after) for the dims that a reshape leaves unchanged.
 
     >>> list(_unchanged((2, 3, 4), (2, 1, 12))), list(_unchanged((6, 1, 5), (2, 3, 5)))
     ([(0, 0)], [(2, 2)])
-    >>> list(_unchanged((0, 3), (3, 0)))  # without elements, extents do not tell which dim became which
+    >>> list(_unchanged((0, 3), (3, 0)))  # without elements, extents do not show which dim became which
     []
     """
     if 0 in before:
@@ -211,8 +212,11 @@ def _unchanged(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[in
 
 @PADDED.register("gather")
 def _gather(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue]:
-    """Lookups of single elements along a padded dim; what lies out of bounds stays out of bounds, or is clamped where
-    JAX clamps it: what is promised to lie within, too."""
+    """A lookup of single elements along a padded dim.
+
+    An index that is out of bounds stays out of bounds, or is clamped if JAX clamps it. Indices that are promised to be
+    in bounds are clamped, too.
+    """
     import jax
     import jax.numpy as jnp
     from jax.lax import GatherScatterMode as Mode
@@ -231,7 +235,7 @@ def _gather(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue]:
     ids = _zeroed(walk, walk.cut(ins[1], w.aval, [last]), w.aval, range(last))
     real = [v.aval.shape[dim] for _, dim in looked_up]
     if any(x.array.shape[dim] != n for (_, dim), n in zip(looked_up, real, strict=True)):
-        # An index whose type ends before the rows do is never behind them.
+        # If the index dtype cannot represent the last row, no index is behind it.
         last_row = np.minimum(np.subtract(real, 1), np.iinfo(w.aval.dtype).max).astype(w.aval.dtype)
         outside = np.full_like(last_row, -1) if mode == Mode.FILL_OR_DROP else last_row
         within = jax.lax.le(ids.array, jnp.broadcast_to(last_row, ids.array.shape))
@@ -244,7 +248,7 @@ def _gather(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue]:
 
 
 def _ends(eqn: Eqn) -> set[int]:
-    """Dims of which a slice takes a part."""
+    """The dims of which a slice takes a part."""
     p, shape = eqn.params, eqn.invars[0].aval.shape
     steps = p["strides"] or (1,) * len(shape)
     parts = zip(p["start_indices"], p["limit_indices"], steps, shape, strict=True)
@@ -266,13 +270,13 @@ _ALONG: dict[str, Callable[[Eqn], set[int]]] = {
     "dynamic_update_slice": lambda e: _differing(e, e.invars[1].aval.shape),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), lambda e: {e.params["axis"]}),
 }
-"""Primitive -> the dims along which it works; all others it takes element by element."""
+"""Primitive -> the dims along which it works. In all other dims it works element by element."""
 _WITH_SIZES = {"slice": "limit_indices", "dynamic_slice": "slice_sizes"}
 
 
 @PADDED.register(*_ALONG)
 def _along(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue]:
-    """Dims along which it works are cut before; the others stay padded."""
+    """The dims along which the primitive works are unpadded before; the others stay padded."""
     name, along = eqn.primitive.name, _ALONG[eqn.primitive.name](eqn)
     held = [walk.cut(x, v.aval, along) if v.aval.ndim else x for x, v in zip(ins, eqn.invars, strict=True)]
     params: dict[str, tuple[int, ...]] = {}

@@ -1,4 +1,4 @@
-"""Programs with padded dims, whichever frontend read them."""
+"""Padding of dims for the models of any frontend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ __all__ = ["as_padded", "extents_to_pad"]
 
 
 def as_padded(traced: Traced, sizes: Mapping[int, int]) -> Traced:
-    """The model with all dims of some extents padded: extent -> padded extent. Without any, the model as it is.
+    """Returns the model with all dims of some extents padded. sizes: extent -> padded extent; if empty, the model
+    itself.
 
     Raises PaseError if its frontend cannot pad it.
     """
@@ -26,7 +27,7 @@ def as_padded(traced: Traced, sizes: Mapping[int, int]) -> Traced:
 
 
 def extents_to_pad(traced: Traced, devices: int, micro_batches: int = 1) -> Mapping[int, int]:
-    """The extents of a model's parameters and inputs that the devices do not divide, and what to pad them to first. A
+    """The extents of a model's parameters and inputs that the devices do not divide -> what to pad them to first. A
     batch that is cut into micro-batches is not padded.
 
     Raises PaseError if its frontend cannot pad it.
@@ -46,6 +47,7 @@ def extents_to_pad(traced: Traced, devices: int, micro_batches: int = 1) -> Mapp
 def _require_jax(traced: Traced) -> None:
     if traced.frontend != "jax":
         raise PaseError(
-            f"'{traced.graph.name}' was read by the {traced.frontend} frontend: dims are padded (uneven='padded') in "
-            f"JAX programs only; for others, leave the option out"
+            f"'{traced.graph.name}' was read by the {traced.frontend} frontend, but only JAX programs can be padded",
+            where="uneven='padded'",
+            fix="leave the option out",
         )

@@ -1,4 +1,4 @@
-"""A walk over a jaxpr on padded arrays: what every rule needs."""
+"""A walk over a jaxpr on padded arrays, with the operations that every padding rule needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["PADDED", "Fill", "PaddedValue", "PaddedValues", "PaddedWalk"]
 
 @dataclass(frozen=True)
 class PaddedValue:
-    """An array whose padding holds something finite. zero: the dims whose padding is known to hold zeros."""
+    """An array whose padding is finite. zero: the dims whose padding is known to be zero."""
 
     array: Array
     zero: frozenset[int] = frozenset()
@@ -31,27 +31,31 @@ class PaddedValue:
 
 PaddedValues: TypeAlias = Sequence[PaddedValue]
 Fill: TypeAlias = float | int | bool
-"""What padding holds."""
+"""A value for padding."""
 
 PaddedRule: TypeAlias = "Callable[[PaddedWalk, Eqn, Sequence[PaddedValue]], Sequence[PaddedValue]]"
-"""The results of an equation on values, at least one of them padded; results may lack padding, which is added."""
+"""Returns the results of an equation on values of which at least one is padded. Missing padding is added to results.
+None means that the equation must run on unpadded values."""
 
 PADDED: Registry[PaddedRule] = Registry(
     "padding rule for JAX primitive", package="pase.frontends.jax.padding"
 )
-"""Primitive -> its rule. One that is missing runs on unpadded values."""
+"""Primitive -> its rule. A primitive without a rule runs on unpadded values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedWalk:
-    """sizes: extent -> padded extent, of every dim with such an extent. ruled: whether it walks a program of a user's
-    derivative rule, which is not differentiated itself."""
+    """A walk over a jaxpr.
+
+    sizes: extent -> padded extent, for every dim with such an extent.
+    ruled: whether the program belongs to a user's derivative rule, which is not differentiated itself.
+    """
 
     sizes: Mapping[int, int]
     ruled: bool = False
 
     def wide(self, aval: Aval) -> tuple[int, ...]:
-        """The padded shape. Arrays of random keys stay as they are."""
+        """The padded shape. Arrays of random keys are not padded."""
         if not isinstance(aval.dtype, np.dtype):
             return tuple(aval.shape)
         return tuple(self.sizes.get(n, n) if isinstance(n, int) else n for n in aval.shape)
@@ -62,7 +66,7 @@ class PaddedWalk:
         return frozenset(d for d, n in enumerate(aval.shape) if shape[d] != n)
 
     def masked(self, x: PaddedValue, aval: Aval, dims: Collection[int], fill: Fill) -> PaddedValue:
-        """The value with ``fill`` in the padding of these dims, out of which no gradient comes."""
+        """The value with ``fill`` in the padding of these dims. No gradient flows out of the padding."""
         import jax
         import jax.numpy as jnp
 
@@ -87,7 +91,7 @@ class PaddedWalk:
         return PaddedValue(jax.lax.slice(x.array, [0] * len(ends), ends), x.zero - gone)
 
     def widened(self, x: PaddedValue, aval: Aval) -> PaddedValue:
-        """The value with zeros where padding is missing."""
+        """The value with zeros added wherever padding is missing."""
         import jax
 
         have, want = np.shape(x.array), self.wide(aval)
@@ -96,8 +100,9 @@ class PaddedWalk:
         grown = frozenset(d for d, n in enumerate(have) if n != want[d])
         if any(have[d] != aval.shape[d] for d in grown):
             raise PaseError(
-                f"a value of shape {tuple(aval.shape)} came out as {have} instead of {want}, which is a defect of "
-                f"pase.frontends.jax.padding.program"
+                f"a value of shape {tuple(aval.shape)} has the padded shape {have} instead of {want}; this is a bug in "
+                f"pase.frontends.jax.padding.program",
+                fix="report it",
             )
         ends = [(0, w - n, 0) for n, w in zip(have, want, strict=True)]
         if isinstance(x.array, np.ndarray):
@@ -106,18 +111,18 @@ class PaddedWalk:
         return PaddedValue(jax.lax.pad(array, np.zeros((), array.dtype), ends), x.zero | grown)
 
     def bind(self, eqn: Eqn, ins: Sequence[PaddedValue], **params: object) -> list[Array]:
-        """The equation's primitive on arrays of any size, some of its parameters changed."""
+        """Applies the equation's primitive to arrays of any size. params: parameters that differ."""
         outs = eqn.primitive.bind(*(x.array for x in ins), **{**eqn.params, **params})
         return list(outs) if eqn.primitive.multiple_results else [outs]
 
     def whole(self, eqn: Eqn, ins: Sequence[PaddedValue], info: DebugInfo) -> list[PaddedValue]:
-        """The equation as written, on unpadded values."""
+        """Runs the equation as written, on unpadded values."""
         held = [self.cut(x, v.aval, range(v.aval.ndim)) for x, v in zip(ins, eqn.invars, strict=True)]
         outs = evaluate(eqn, [x.array for x in held], info)
         return [PaddedValue(x) for x in outs]
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Array], values: Sequence[PaddedValue]) -> list[PaddedValue]:
-        """The program's results, padded."""
+        """Runs the program. Its results are padded."""
         env: dict[Var, PaddedValue] = {}
         for v, x in (
             *zip(jaxpr.constvars, map(PaddedValue, consts), strict=True),

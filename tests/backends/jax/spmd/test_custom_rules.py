@@ -163,5 +163,6 @@ def test_an_op_without_a_rule_is_named_in_the_users_backward() -> None:
         return x * 2
 
     twice.defvjp(lambda x: (twice(x), x), lambda x, g: (unknown.bind(g),))
-    with pytest.raises(PaseError, match=r"'unheard_of' at .*test_custom_rules\.py"):
+    with pytest.raises(PaseError, match="'unheard_of'") as e:
         trace(lambda p, x: jnp.sum(twice(x @ p["a"])), PARAMS, X)
+    assert "test_custom_rules.py" in e.value.where
