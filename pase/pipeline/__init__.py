@@ -1,1 +1,1 @@
-"""Pipelines of stages: schedules as lists of actions, their simulation, proven bounds, and the best cuts of a model."""
+"""Pipeline parallelism: schedules as lists of actions, their simulation, proven bounds, and a model's best cuts."""

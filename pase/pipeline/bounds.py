@@ -1,8 +1,8 @@
-"""What no run of a pipeline's lists can beat, by a path argument, and what 1F1B never exceeds.
+"""Lower bounds on a pipeline's step from paths through its schedule, and an upper bound for 1F1B.
 
-A chain of actions that wait for one another is a lower bound on the step, whatever the times. Which chains a schedule
-has follows from its lists: here are those that decide for equal stages, or nearly equal ones. A simulation's longest
-path is one more (``pase.pipeline.simulate``).
+A chain of actions that wait for one another is a lower bound on the step for any times. The chains follow from the
+schedule's lists of actions. This module has those that decide for equal or nearly equal stages. A simulation finds the
+longest path for given times (``pase.pipeline.simulate``).
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class _Chain:
         self.crosses = (rank[1:] != rank[:-1]).astype(float)
 
     def there(self, start: int, stop: int, times: float = 1) -> _Chain:
-        """A micro-batch forward through stages start … stop - 1, and on to stop."""
+        """Add a micro-batch's forward through stages start … stop - 1, and the transfer to stage stop."""
         self.runs[Kind.FORWARD, start:stop] += times
         self.crossed[0, start:stop] += times * self.crosses[start:stop]
         return self
 
     def backward(self, start: int, stop: int, times: float = 1) -> _Chain:
-        """Its gradient from stage stop to stop - 1 and through those to start."""
+        """Add a micro-batch's backward: the transfer from stage stop, then stages stop - 1 … start."""
         self.runs[self.back, start:stop] += times
         self.crossed[1, start:stop] += times * self.crosses[start:stop]
         return self
 
     def work(self, actions: Iterable[Action]) -> _Chain:
-        """What one rank does one after another."""
+        """Add actions of one rank, one after another."""
         for a in actions:
             self.runs[a.kind, a.stage] += 1
         return self
@@ -54,7 +54,7 @@ class _Chain:
 
 
 def work_paths(s: Schedule) -> Iterator[Path]:
-    """Each rank's whole work, after the way to its first stage and before the way home from its last backward."""
+    """For each rank: a micro-batch's forward to its first stage, all its work, the backward to the first stage."""
     for order in s.orders:
 
         def way(chain: _Chain, first: int = order[0].stage) -> _Chain:
@@ -64,11 +64,11 @@ def work_paths(s: Schedule) -> Iterator[Path]:
 
 
 def wait_paths(s: Schedule) -> Iterator[Path]:
-    """A rank's first backward waits for a micro-batch's way to the last stage and back; of the rank's work only the
-    forwards that its list has before it are done by then.
+    """For each rank: a micro-batch's forward to the last stage, its backward to the rank, then the rank's other work.
 
-    With one stage a rank: Σ t + max_j [(m - 1) t_j - (w_j - 1) f_j], where w_j forwards come before stage j's first
-    backward.
+    The rank's first backward waits for this micro-batch. Until then, the rank can only have done the forwards that its
+    list has before the backward. With one stage per rank, the bound is Σ t + max_j [(m - 1) t_j - (w_j - 1) f_j], where
+    w_j forwards come before stage j's first backward.
     """
     for order in s.orders:
         ahead = next(i for i, a in enumerate(order) if a.kind != Kind.FORWARD)
@@ -83,7 +83,11 @@ def wait_paths(s: Schedule) -> Iterator[Path]:
 
 
 def _from(s: Schedule, order: Sequence[Action], way: Callable[[_Chain], _Chain]) -> Iterator[Path]:
-    """On the way, then through a rank's list: to its end; or up to its last backward that others wait for, and home."""
+    """Paths that start with ``way`` and go through a rank's list.
+
+    One goes to the end of the list. Another goes up to the last backward that other ranks wait for, and then to the
+    first stage.
+    """
     until = max(i for i, a in enumerate(order) if a.kind in (Kind.BACKWARD, Kind.INPUT)) + 1
     rank, at = s.rank_of[order[0].stage], order[until - 1].stage
     yield way(_Chain(s)).work(order).path(0, at)
@@ -93,8 +97,11 @@ def _from(s: Schedule, order: Sequence[Action], way: Callable[[_Chain], _Chain])
 
 
 def round_trip_paths(s: Schedule) -> Iterator[Path]:
-    """Of one stage a rank: no more than so many micro-batches are past stage j at once, and each stays as long as the
-    way to the last stage and back takes. These see transfers in 1F1B's steady state."""
+    """Paths of round trips from each stage to the last one and back, for schedules with one stage per rank.
+
+    Only a limited number of micro-batches is beyond stage j at the same time, and each takes at least a round trip.
+    These paths include the transfers in 1F1B's steady state.
+    """
     for j in range(s.ranks):
         steps = [{Kind.FORWARD: 1, Kind.WEIGHT: 0}.get(a.kind, -1) for a in s.orders[j]]
         turns = math.ceil(s.micro_batches / int(np.cumsum(steps).max()))
@@ -104,18 +111,20 @@ def round_trip_paths(s: Schedule) -> Iterator[Path]:
 
 @lru_cache(maxsize=256)
 def paths(schedule: Schedule) -> tuple[Path, ...]:
-    """All of those that the schedule has."""
+    """All paths of this module for the schedule."""
     one = schedule.stages == schedule.ranks
     more = round_trip_paths(schedule) if one else ()
     return (*work_paths(schedule), *wait_paths(schedule), *more)
 
 
 def lower_bound(schedule: Schedule, times: StageTimes) -> float:
-    """Seconds that no run of the schedule's lists beats."""
+    """A lower bound in seconds on the step of the schedule."""
     return max(p.seconds(times) for p in paths(schedule))
 
 
 def slowest_stage_bound(micro_batches: int, times: StageTimes) -> float:
-    """Σ t + (m - 1) max t: what 1F1B and GPipe never exceed without transfers, and Alpa's objective (Zheng et al., OSDI
-    2022, equation 2). An upper bound, not the time."""
+    """Σ t + (m - 1) max t: an upper bound on the step of 1F1B and GPipe without transfers.
+
+    It is Alpa's objective (Zheng et al., OSDI 2022, equation 2).
+    """
     return float(times.full.sum() + (micro_batches - 1) * times.full.max())

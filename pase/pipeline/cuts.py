@@ -1,9 +1,9 @@
-"""The best number of equal blocks for each pipeline stage, with a proof.
+"""Finds the best number of equal blocks for each pipeline stage, with a proof.
 
 A step takes as long as its longest path. Every path is linear in the stages' times, and so in their numbers of blocks.
 The longest path of each simulation is therefore a lower bound for all other cuts. The search asks an integer program
-for the numbers of blocks whose longest known path is shortest, simulates them, and adds the longest path it finds. It
-ends when nothing can beat the best simulated cuts. (A cutting-plane method: Kelley 1960; Benders 1962.)
+for the numbers of blocks whose longest known path is shortest, simulates these cuts, and adds their longest path. It
+ends when no cuts can beat the best simulated ones. (A cutting-plane method: Kelley 1960; Benders 1962.)
 """
 
 from __future__ import annotations
@@ -30,23 +30,26 @@ if TYPE_CHECKING:
 __all__ = ["CutProblem", "Cuts", "StageBytes", "best_cuts", "moments", "most_held"]
 
 TOLERANCE = 1e-6
-"""Relative: what the integer program's answers (HiGHS) are trusted to; proofs hold to it."""
+"""The relative tolerance of the integer program's answers (HiGHS). Proofs hold up to it."""
 
 
 _ROUNDING = 1e-9
-"""Relative: what the difference of two sums of seconds is known to."""
+"""The relative rounding error of the difference of two sums of seconds."""
 
 _MOST_STAGES = 20
-"""Whole numbers are asked for of so many stages; with more the integer program takes too long."""
+"""The most stages for which the integer program is solved. With more it takes too long."""
 
 _MOST_ACTIONS = 5000
-"""Of schedules with more, some paths alone are in the program of the parts: with all of them it takes too long."""
+"""The most actions for which the linear program has all paths. With more it takes too long, so it has only some."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageBytes:
-    """Bytes of each stage, float64 [stages]. held: for the whole step; kept: of one micro-batch until its backward;
-    for_weights: the part of ``kept`` that stays until the weight gradients are computed."""
+    """Bytes of each stage, float64 [stages].
+
+    held: bytes that are held for the whole step. kept: residuals of one micro-batch until its backward. for_weights:
+    the part of ``kept`` that stays until the weight gradients are computed.
+    """
 
     held: np.ndarray
     kept: np.ndarray
@@ -55,11 +58,12 @@ class StageBytes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CutProblem:
-    """How to divide equal blocks among the stages, at least ``least`` each.
+    """The problem of dividing equal blocks among the stages, at least ``least`` to each.
 
-    fixed: times of stages without blocks. each: times added by one block, per stage for that stage's own split; its
-    before and after are per stage, float64 [stages]. hoisted: what is sent beside compute, besides. bytes_fixed,
-    bytes_each: the same for bytes. limit: bytes on every rank, or on each one, float64 [ranks].
+    fixed: the times of stages without blocks. each: the times that one block adds, for each stage under its own
+    strategy; here, before and after are per stage, float64 [stages]. hoisted: once-per-step collectives that overlap
+    with compute, in addition to these times. bytes_fixed, bytes_each: the same for bytes. limit: bytes of memory, one
+    number for all ranks or float64 [ranks].
     """
 
     schedule: Schedule
@@ -74,11 +78,11 @@ class CutProblem:
 
     @cached_property
     def limits(self) -> np.ndarray:
-        """float64 [ranks]."""
+        """Bytes of memory of each rank, float64 [ranks]."""
         return np.broadcast_to(np.asarray(self.limit, float), (self.schedule.ranks,))
 
     def times(self, counts: np.ndarray) -> StageTimes:
-        """Times of stages with these numbers of blocks, int [stages]."""
+        """The times of stages with these numbers of blocks. counts: int [stages]."""
         f, e = self.fixed, self.each
         return StageTimes(
             forward=f.forward + counts * e.forward,
@@ -92,7 +96,10 @@ class CutProblem:
 
     @cached_property
     def exposed(self) -> tuple[tuple[Lines, ...], tuple[Lines, ...]]:
-        """What compute does not hide of each rank's gathers, and of its sums; empty if nothing is sent once."""
+        """The exposed seconds of each rank's hoisted all-gathers, and of its gradient reductions.
+
+        Both are empty if no collectives are hoisted.
+        """
         s, hoisted = self.schedule, self.hoisted
         if hoisted is None:
             return (), ()
@@ -100,7 +107,7 @@ class CutProblem:
         return tuple(gathers), tuple(sums)
 
     def hidden(self, counts: np.ndarray) -> np.ndarray:
-        """Seconds of each rank's gathers and sums that its compute hides, less what they slow it; float64 [ranks]."""
+        """Seconds of each rank's collectives that overlap with compute, minus their slowdown of it, float64 [ranks]."""
         if self.hoisted is None:
             return np.zeros(self.schedule.ranks)
         whole = np.zeros(self.schedule.ranks)
@@ -111,15 +118,16 @@ class CutProblem:
 
     @cached_property
     def on_rank(self) -> np.ndarray:
-        """1 where a rank has a stage, else 0; float64 [ranks, stages]."""
+        """1 if a rank has a stage, otherwise 0, float64 [ranks, stages]."""
         rank = np.array(self.schedule.rank_of)
         out: np.ndarray = (np.arange(self.schedule.ranks)[:, None] == rank).astype(float)
         return out
 
     def along(self, path: Path, counts: np.ndarray | None = None) -> tuple[float, np.ndarray]:
-        """A path's seconds as (seconds without blocks, seconds per additional block of each stage [stages]).
+        """The length of a path: (seconds without blocks, seconds per additional block of each stage [stages]).
 
-        counts: the numbers of blocks at which they are exact (equal ones if not given); elsewhere they are a bound.
+        counts: the numbers of blocks for which the length is exact, by default equal ones. For all others it is a lower
+        bound.
         """
         base, slope = path.seconds(self.fixed), (path.runs * self.each.by_kind).sum(axis=0)
         slope = (
@@ -138,8 +146,10 @@ class CutProblem:
 
     @cached_property
     def memory_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """(bytes per additional block of each stage [rows, stages], room for blocks [rows]). There is a row for each
-        moment at which a rank may reach its peak."""
+        """(bytes per additional block of each stage [rows, stages], bytes available for blocks [rows]).
+
+        There is a row for each moment at which a rank may reach its peak.
+        """
         s, f, e = self.schedule, self.bytes_fixed, self.bytes_each
         if f is None or e is None or np.isinf(self.limits).all():
             return np.zeros((0, s.stages)), np.zeros(0)
@@ -169,23 +179,28 @@ def most_held(schedule: Schedule, rank: int) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def moments(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """(the rank of each moment at which a rank may hold most, int [moments]; what is held then, float64 [moments, 2,
-    stages])."""
+    """The moments at which a rank may hold the most bytes: (rank [moments], what it holds [moments, 2, stages]).
+
+    ``in_flight`` describes what a rank holds.
+    """
     of = [most_held(schedule, r) for r in range(schedule.ranks)]
     return np.repeat(np.arange(schedule.ranks), [len(x) for x in of]), np.concatenate(of)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cuts:
-    """counts: blocks of each stage; None if nothing beats the time that was given. bound: a lower bound on the step
-    for any counts, up to ``TOLERANCE``. simulations: how many were run."""
+    """The result of ``best_cuts``.
+
+    counts: the number of blocks of each stage, or None if no cuts beat the given time. bound: a lower bound in seconds
+    on the step for any counts, up to ``TOLERANCE``. simulations: the number of simulations that were run.
+    """
 
     counts: tuple[int, ...] | None
     simulated: Simulated | None
     bound: float
     simulations: int
     cells: int = 0
-    """Numbers in the rows of the integer programs that were solved."""
+    """The total number of matrix entries of the integer programs that were solved."""
 
     @property
     def optimal(self) -> bool:
@@ -202,14 +217,17 @@ def best_cuts(
 ) -> Cuts:
     """The numbers of blocks that give the shortest step.
 
-    below: seconds that are known to be possible; only shorter steps are searched for. The search stops after ``most``
-    simulations, at a relative ``gap``, or when one integer program has visited ``nodes`` of its tree. It then returns
-    the best so far, with a valid bound; how busy the machine is changes nothing. start: numbers that fit, from which
-    those of many stages are looked for, too. Infeasible if no numbers fit.
+    below: seconds of a known step; only shorter steps are searched for. The search stops after ``most`` simulations, at
+    a relative ``gap``, or when one integer program has visited ``nodes`` of its tree. It then returns the best cuts so
+    far, with a valid bound. The result does not depend on how busy the machine is. start: numbers of blocks that fit in
+    memory, an additional starting point of the search for many stages. Raises Infeasible if no numbers fit.
     """
     s = problem.schedule
     if problem.blocks < problem.least * s.stages:
-        raise Infeasible(f"{problem.blocks} blocks do not fill {s.stages} stages")
+        raise Infeasible(
+            f"{problem.blocks} blocks are too few for {s.stages} stages of at least {problem.least}",
+            fix="choose fewer stages",
+        )
     known = [problem.along(p) for p in paths(s)]
     if s.stages > _MOST_STAGES:
         return _of_many(problem, known, below, 4 * most, start)
@@ -229,7 +247,7 @@ def best_cuts(
         known.append(problem.along(done.path, counts))
         value, slope = known[-1]
         if s.lockstep or value + slope @ counts < done.step_s * (1 - TOLERANCE):
-            break  # idle slots take time that no path includes: such cuts are simulated, not proven
+            break  # idle slots take time that no path includes, so such cuts are simulated but not proven
     if best is None or best[1].step_s >= below:
         return Cuts(counts=None, simulated=None, bound=bound, simulations=tried, cells=cells)
     bound = min(bound, best[1].step_s)
@@ -244,9 +262,12 @@ def _of_many(
     most: int,
     start: np.ndarray | None,
 ) -> Cuts:
-    """As ``best_cuts``, for many stages: the bound allows parts of blocks, which are then rounded. From there one block
-    after another moves to another stage where that makes the step shorter, first from and to the stages that are
-    furthest from the parts; up to ``most`` simulations."""
+    """Like ``best_cuts``, for many stages.
+
+    The bound is that of fractional numbers of blocks, which are then rounded. A local search moves one block at a time
+    to another stage if that makes the step shorter, for up to ``most`` simulations. It first tries the stages whose
+    numbers differ most from the fractional ones.
+    """
     s = problem.schedule
     (parts, bound), cells = _parts(problem, known), len(known) * s.stages
     if bound < below * (1 - TOLERANCE) and not s.lockstep and sum(map(len, s.orders)) <= _MOST_ACTIONS:
@@ -280,7 +301,7 @@ def _of_many(
 def _moves(
     problem: CutProblem, counts: np.ndarray, parts: np.ndarray, seen: Container[bytes]
 ) -> Iterator[np.ndarray]:
-    """These numbers with one block on another stage, as far as they fit and are not among ``seen``."""
+    """The given numbers with one block moved to another stage, if they fit in memory and are not in ``seen``."""
     (rows, room), far, n = problem.memory_rows, counts - parts, counts.size
     for k, to in zip(*np.unravel_index(np.argsort(far[None] - far[:, None], axis=None), (n, n)), strict=True):
         if k != to and counts[k] > problem.least:
@@ -291,8 +312,10 @@ def _moves(
 
 
 def _timed_parts(problem: CutProblem) -> tuple[np.ndarray, float, int]:
-    """(fractional numbers of blocks whose step is shortest, that step: a lower bound for all numbers, how many numbers
-    are in the program's rows)."""
+    """(the fractional numbers of blocks with the shortest step, its seconds, matrix entries of the program).
+
+    The seconds are a lower bound for all numbers of blocks.
+    """
     from scipy.optimize import linprog
     from scipy.sparse import csr_array, hstack, vstack
 
@@ -343,19 +366,23 @@ def _timed_parts(problem: CutProblem) -> tuple[np.ndarray, float, int]:
     if found.status == 2:
         raise _unfit(problem)
     if found.x is None or found.fun is None:
-        raise PaseError(f"the program of a pipeline's cuts was not solved: {found.message}")
+        raise PaseError(
+            f"the linear program of a pipeline's cuts was not solved ({found.message})",
+            where=f"schedule '{s.name}'",
+            fix="choose fewer stages or another schedule, and please report it",
+        )
     return found.x[:many], float(found.fun) * unit, rows.nnz
 
 
 def _wide(rows: np.ndarray, width: int) -> csr_array:
-    """The rows with zeros behind them."""
+    """The rows, padded with zeros to the given width."""
     from scipy.sparse import csr_array, hstack
 
     return hstack([csr_array(rows), csr_array((len(rows), width - rows.shape[1]))])
 
 
 def _parts(problem: CutProblem, known: list[tuple[float, np.ndarray]]) -> tuple[np.ndarray, float]:
-    """(fractional numbers of blocks whose longest known path is shortest, a lower bound for all numbers)."""
+    """(the fractional numbers of blocks whose longest known path is shortest, a lower bound in seconds for all)."""
     found, unit = _program(problem, known, 0.0, {})
     return found.x[:-1], float(found.fun) * unit
 
@@ -363,8 +390,10 @@ def _parts(problem: CutProblem, known: list[tuple[float, np.ndarray]]) -> tuple[
 def _master(
     problem: CutProblem, known: list[tuple[float, np.ndarray]], gap: float, nodes: int | None
 ) -> tuple[np.ndarray | None, float]:
-    """(the numbers of blocks whose longest known path is shortest, a lower bound for all numbers); None if the nodes
-    were spent before any were found."""
+    """(the numbers of blocks whose longest known path is shortest, a lower bound in seconds for all numbers).
+
+    The numbers are None if the node limit was reached before any were found.
+    """
     limits = {"mip_rel_gap": gap if gap > TOLERANCE else 0.0} | (
         {} if nodes is None else {"node_limit": nodes}
     )
@@ -374,7 +403,7 @@ def _master(
 
 
 def _rounded(problem: CutProblem, parts: np.ndarray) -> np.ndarray | None:
-    """Integer numbers of blocks near these fractional ones that fit; None if there is no room for the last blocks."""
+    """Integer numbers of blocks near the fractional ones that fit in memory, or None if the last blocks do not fit."""
     rows, room = problem.memory_rows
     counts = np.maximum(np.floor(parts + 1e-6), problem.least).astype(np.int64)
     while counts.sum() > problem.blocks:
@@ -394,7 +423,11 @@ def _rounded(problem: CutProblem, parts: np.ndarray) -> np.ndarray | None:
 def _program(
     problem: CutProblem, known: list[tuple[float, np.ndarray]], whole: float, limits: Any
 ) -> tuple[OptimizeResult, float]:
-    """The program's answer, and the seconds that one of its units stands for. Infeasible if no numbers fit."""
+    """(the solution of the program, the seconds of one unit of its objective).
+
+    The unknowns are the numbers of blocks and the step. whole: 1 if the numbers must be integers, 0 if they may be
+    fractional. limits: options of the solver. Raises Infeasible if no numbers fit.
+    """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     s = problem.schedule
@@ -429,6 +462,8 @@ def _program(
 def _unfit(problem: CutProblem) -> Infeasible:
     s = problem.schedule
     return Infeasible(
-        f"no {problem.blocks} blocks in {s.stages} stages fit {problem.limits.max() / 2**30:.4g} GiB a device "
-        f"under schedule '{s.name}'"
+        f"{problem.blocks} blocks in {s.stages} stages do not fit in {problem.limits.max() / 2**30:.4g} GiB per device "
+        "in any division",
+        where=f"schedule '{s.name}'",
+        fix="use more devices or another schedule, or raise the memory limit",
     )

@@ -1,5 +1,7 @@
-"""``kernels_numpy``, compiled, action by action; both come to the same bits. It imports numba: import it inside
-functions only."""
+"""A compiled version of ``kernels_numpy`` that works action by action. Both return the same bits.
+
+It imports numba, so import it only inside functions.
+"""
 
 from __future__ import annotations
 

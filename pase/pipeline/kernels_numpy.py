@@ -1,4 +1,4 @@
-"""The simulator's loop, wave by wave: to read, and for as long as numba is not worth loading."""
+"""The simulator's loop, wave by wave, in numpy. It is used as long as loading numba is not worth the time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def run(
     late: np.ndarray,
     begin: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(when each action ends, the action that it waited for longest, -1: none); arrays as ``Order`` has them.
+    """(the end of each action in seconds, the action that it waited for longest or -1). ``Order`` describes the arrays.
 
-    spent: seconds of each action; late: of what it needs, on the way; begin: of its rank's first action.
+    spent: the duration of each action. late: the transfer time of the result that it needs. begin: the seconds before
+    the first action of its rank.
     """
     end, by = np.zeros(spent.size), np.empty(spent.size, np.int64)
     for a, b in pairwise(wave.tolist()):

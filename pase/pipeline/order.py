@@ -1,4 +1,4 @@
-"""A schedule's actions as arrays, in an order in which they can run. A deadlock is an error that names who waits."""
+"""A schedule's actions as arrays, in an order in which they can run. The error of a deadlock names who waits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ __all__ = ["Order", "order_of"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Order:
-    """Actions of all ranks in waves: none waits for one of its own wave or of a later one. All int64 [actions].
+    """The actions of all ranks in waves: an action waits only for actions of earlier waves.
 
-    before: the action before it on its rank; waits: the one whose result it needs, on another stage; -1: none.
-    send: the number of the cut that this result crosses between two ranks (stage k to k + 1), -1: none.
-    wave: where each wave begins, [waves + 1]. last: per rank its last action, [ranks].
+    All arrays are int64 [actions] unless stated otherwise. before: the previous action on the same rank, -1 for none.
+    waits: the action of another stage whose result it needs, -1 for none. send: the cut that this result crosses
+    between two ranks (cut k is between stages k and k + 1), -1 for none. wave: where each wave begins, [waves + 1].
+    last: the last action of each rank, [ranks].
     """
 
     kind: np.ndarray
@@ -40,7 +41,7 @@ _INPUTS = (Kind.BACKWARD, Kind.INPUT)
 def order_of(schedule: Schedule) -> Order:
     """The schedule's actions in an order in which they can run.
 
-    PaseError if one is missing or duplicated, or if ranks wait for one another.
+    Raises PaseError if an action is missing or duplicated, or if ranks wait for one another.
     """
     _complete(schedule)
     queue = [list(order) for order in schedule.orders]
@@ -86,8 +87,10 @@ def order_of(schedule: Schedule) -> Order:
 
 
 def _needs(schedule: Schedule, a: Action) -> tuple[int, bool, int] | None:
-    """What an action needs from another stage: (stage, forward?, micro-batch). Its own stage's work comes before it on
-    the same rank, as ``_complete`` has checked."""
+    """What an action needs from another stage: (stage, whether it is a forward, micro-batch).
+
+    The earlier actions of its own stage come before it on the same rank, as ``_complete`` has checked.
+    """
     if a.kind == Kind.FORWARD:
         return (a.stage - 1, True, a.micro) if a.stage else None
     if a.kind == Kind.WEIGHT:
@@ -108,18 +111,25 @@ def _complete(schedule: Schedule) -> None:
         for a in order:
             key, letter = (a.stage, a.micro), "FBIW"[a.kind]
             if not 0 <= a.stage < schedule.stages or schedule.rank_of[a.stage] != r:
-                raise PaseError(f"schedule '{schedule.name}': rank {r} has {a}, whose stage is not its own")
+                raise PaseError(
+                    f"rank {r} has {a}, but its stage is not on this rank",
+                    where=f"schedule '{schedule.name}'",
+                    fix="list each action on the rank that rank_of gives for its stage",
+                )
             if letter not in after.get(state.get(key, ""), ""):
                 raise PaseError(
-                    f"schedule '{schedule.name}': rank {r} has {a} out of turn: forward, then backward or its two "
-                    f"parts, each once"
+                    f"rank {r} has {a} out of order",
+                    where=f"schedule '{schedule.name}'",
+                    fix="list a forward, then a backward or its two parts, each once",
                 )
             state[key] = letter
     for stage in range(schedule.stages):
         for micro in range(schedule.micro_batches):
             if state.get((stage, micro)) not in ("B", "W"):
                 raise PaseError(
-                    f"schedule '{schedule.name}': stage {stage} never ends micro-batch {micro}'s backward"
+                    f"stage {stage} never ends the backward of micro-batch {micro}",
+                    where=f"schedule '{schedule.name}'",
+                    fix="add the missing actions",
                 )
 
 
@@ -134,4 +144,8 @@ def _deadlock(schedule: Schedule, at: list[int], done: dict[tuple[int, bool, int
                 f"rank {r} at {a} waits for {Action(stage, Kind(0 if forward else 2), micro)} of rank "
                 f"{schedule.rank_of[stage]}"
             )
-    return PaseError(f"schedule '{schedule.name}' deadlocks: {'; '.join(waiting[:4])}")
+    return PaseError(
+        f"it deadlocks: {', '.join(waiting[:4])}",
+        where=f"schedule '{schedule.name}'",
+        fix="reorder the actions of these ranks",
+    )

@@ -1,16 +1,18 @@
-"""What of a rank's collectives once a step is not hidden: gathers beside its first forwards, sums beside its last
-backwards.
+"""The exposed time of a rank's once-per-step collectives: all-gathers of weights and reductions of gradients.
 
-A stage gathers the weights of its units (what comes before its blocks, each block, what comes after them) one after
-another, and each unit's forward waits for its own. This is a flow shop of two machines (Johnson 1954): the work then
-ends later, than without gathers, by
+All-gathers overlap with the first forwards, and reductions with the last backwards. A stage gathers the weights of its
+units one after another (the part before its blocks, each block, the part after them). The forward of each unit waits
+for the all-gather of its own weights. This is a flow shop with two machines (Johnson 1954). Compared with a step
+without all-gathers, the work ends later by
 
     max over units u:  gathers up to u  -  compute before u  +  slow * gathers after u
 
-since gathers slow the compute that they run beside by the part of the device that they occupy. Sums of gradients are
-the same backwards in time, from the end of the step. With ``slow`` 1 nothing overlaps: the result is all gathers.
+because all-gathers slow down the compute that they overlap with by the fraction of the device that they occupy.
+Reductions of gradients are the same in reversed time, from the end of the step. If ``slow`` is 1, nothing overlaps and
+the result is the time of all gathers.
 
-Blocks are equal, so only the first and the last of them can be that unit: each line is linear in their number.
+Blocks are equal, so among them only the first and the last can have the maximum. Each line is therefore linear in their
+number.
 """
 
 from __future__ import annotations
@@ -28,13 +30,16 @@ __all__ = ["HoistedCollectives", "Lines", "Start", "exposed_lines", "exposed_s",
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lines:
-    """The largest of some lines in the stages' numbers of blocks. base: float64 [lines]; slope: [lines, stages]."""
+    """The maximum of linear functions of the stages' numbers of blocks.
+
+    base: float64 [lines]. slope: float64 [lines, stages].
+    """
 
     base: np.ndarray
     slope: np.ndarray
 
     def at(self, counts: np.ndarray) -> tuple[float, int]:
-        """(the value with these numbers of blocks, which line has it)."""
+        """(the maximum for these numbers of blocks, the index of the line that has it)."""
         values = self.base + self.slope @ counts
         k = int(values.argmax())
         return float(values[k]), k
@@ -42,9 +47,10 @@ class Lines:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Start:
-    """The first action of a stage that waits for its gathers; or, back in time, the last that its sums wait for.
+    """The first action of a stage, which waits for its all-gathers, or the last one, for which its reductions wait.
 
-    before: how often each kind of action of each stage precedes it on its rank, float64 [kinds, stages].
+    before: how often each kind of action of each stage precedes it on its rank (or follows it, for the last action),
+    float64 [kinds, stages].
     """
 
     stage: int
@@ -54,7 +60,7 @@ class Start:
 
 @lru_cache(maxsize=4096)
 def starts(schedule: Schedule, rank: int, *, back: bool) -> tuple[Start, ...]:
-    """Those of a rank's stages, in order. back: of the sums, in reversed time."""
+    """The starts of a rank's stages, in order. back: those of the reductions, in reversed time."""
     order = schedule.orders[rank][::-1] if back else schedule.orders[rank]
     kinds = (Kind.BACKWARD, Kind.WEIGHT) if back else (Kind.FORWARD,)
     found = dict[int, Start]()
@@ -68,12 +74,13 @@ def starts(schedule: Schedule, rank: int, *, back: bool) -> tuple[Start, ...]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HoistedCollectives:
-    """What each stage sends once a step, and the compute beside it, by unit: what comes before the stage's equal blocks
-    (one unit or several), one block, what comes after them.
+    """The once-per-step collectives of each stage, and the compute that they overlap with, by unit.
 
-    gathers, sums: seconds, float64 [units, stages], the last but one of a block. compute: seconds of one micro-batch,
-    float64 [kinds, units, stages]. slow: the part of a device that collectives occupy, 1 if nothing overlaps, float64
-    [ranks].
+    The units are the part before the stage's equal blocks (one unit or several), one block, and the part after them.
+
+    gathers, sums: seconds of all-gathers and of reductions, float64 [units, stages]; the last unit but one is a block.
+    compute: seconds of one micro-batch, float64 [kinds, units, stages]. slow: the fraction of a device that collectives
+    occupy, 1 if nothing overlaps, float64 [ranks].
     """
 
     gathers: np.ndarray
@@ -82,8 +89,7 @@ class HoistedCollectives:
     slow: np.ndarray
 
     def exposed(self, schedule: Schedule, rank: int, *, back: bool) -> Lines:
-        """By how many seconds the rank begins later because of its gathers; or, back, ends later because of its
-        sums."""
+        """The seconds by which all-gathers delay the rank's start or, if ``back``, reductions delay its end."""
         mine = np.flatnonzero(np.array(schedule.rank_of) == rank)
         sent = np.ascontiguousarray((self.sums if back else self.gathers)[:, mine])
         compute = np.ascontiguousarray(self.compute[:, :, mine])
@@ -99,14 +105,16 @@ class HoistedCollectives:
 def _lines(
     schedule: Schedule, rank: int, back: bool, slow: float, many: int, moved_: bytes, compute_: bytes
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Base and slope of ``Lines``, for the rank's stages alone. A search meets the same stages of a rank many times.
+    """(base, slope) of ``Lines`` for the rank's stages only. Cached, because a search asks for the same stages often.
 
-    many: units. moved_: float64 [units, stages]; compute_: float64 [kinds, units, stages]."""
+    many: the number of units. moved_: bytes of float64 [units, stages]. compute_: bytes of float64 [kinds, units,
+    stages].
+    """
     mine = [k for k, r in enumerate(schedule.rank_of) if r == rank]
     sent_s = np.frombuffer(moved_).reshape(many, len(mine))
     compute = np.frombuffer(compute_).reshape(len(Kind), many, len(mine))
     every = starts(schedule, rank, back=back)
-    whole = np.stack([sent_s[:-2].sum(axis=0) + sent_s[-1], sent_s[-2]])  # without blocks, of each block
+    whole = np.stack([sent_s[:-2].sum(axis=0) + sent_s[-1], sent_s[-2]])  # (without blocks, per block)
     fixed, each = compute[:, :-2].sum(axis=1) + compute[:, -1], compute[:, -2]
     sent, base, slope = np.zeros_like(whole), list[float](), list[np.ndarray]()
     for s in every:
@@ -123,8 +131,11 @@ def _lines(
 
 
 def units(exposable: np.ndarray, compute: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """For each unit that may decide: what is sent up to it, and what is computed before it, as seconds (without blocks,
-    of each block), float64 [2]. exposable, compute: float64 [units], the last but one of a block."""
+    """For each unit that may have the maximum: (seconds of collectives up to it, seconds of compute before it).
+
+    Both are float64 [2]: the seconds without blocks, and the seconds per block. exposable, compute: float64 [units];
+    the last unit but one is a block.
+    """
     sent = done = 0.0
     for g, c in zip(exposable[:-2], compute[:-2], strict=True):
         sent += g
@@ -137,7 +148,9 @@ def units(exposable: np.ndarray, compute: np.ndarray) -> Iterator[tuple[np.ndarr
 
 
 def exposed_s(sent: np.ndarray, compute: np.ndarray, blocks: float, slow: float) -> float:
-    """Of one stage on its own. sent, compute: float64 [units], the last but one of a block.
+    """The exposed seconds of the collectives of a single stage.
+
+    sent, compute: seconds, float64 [units]; the last unit but one is a block.
 
     >>> exposed_s(np.array([0, 1.0, 0]), np.array([0, 3.0, 0]), 4, 0.0)
     1.0
@@ -148,6 +161,6 @@ def exposed_s(sent: np.ndarray, compute: np.ndarray, blocks: float, slow: float)
 
 
 def exposed_lines(sent: np.ndarray, compute: np.ndarray, slow: float) -> np.ndarray:
-    """What ``exposed_s`` is the largest of: (seconds without blocks, seconds of each block), float64 [lines, 2]."""
+    """The lines whose maximum is ``exposed_s``: (seconds without blocks, seconds per block), float64 [lines, 2]."""
     total = np.array([sent[:-2].sum() + sent[-1], sent[-2]])
     return np.array([g - c + slow * (total - g) for g, c in units(sent, compute)])

@@ -1,8 +1,9 @@
-"""When each action of a pipeline ends, as rows of a linear program whose unknowns are also what actions take.
+"""A linear program for the end times of a pipeline's actions, in which the durations of actions are unknowns too.
 
-An action ends no earlier than it takes after the action before it on its rank, and after the one whose result it needs.
-The least step under these rows is the longest of all paths through the schedule, each linear in the times: there are
-far too many of those to be listed, and few of these. (The dual of the longest path: Kelley and Walker 1959.)
+An action ends at least its duration after the end of the previous action on its rank, and after the end of the action
+whose result it needs. The shortest step under these constraints is the length of the longest path through the schedule.
+There are far too many paths to list all of them, but only a few of these rows. (The dual of the longest path: Kelley
+and Walker 1959.)
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ __all__ = ["StepRows", "path_rows", "step_rows"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepRows:
-    """rows @ columns <= -crossed @ seconds of a transfer. Columns: seconds of each kind of action of each stage [kinds,
-    stages], of what a rank does before its first and after its last action [2, ranks], the step, and then when actions
-    end. crossed: the transfers of each row, forward and back, float64 [rows, 2 * (stages - 1)]."""
+    """Constraints: rows @ columns <= -crossed @ seconds of transfers.
+
+    The columns are, in this order: the seconds of each kind of action of each stage [kinds, stages], the seconds of
+    each rank before its first and after its last action [2, ranks], the step, and the end times of actions. crossed:
+    the transfers of each row, forward and back, float64 [rows, 2 * (stages - 1)].
+    """
 
     rows: csr_array
     crossed: csr_array
@@ -38,14 +42,14 @@ class StepRows:
         return int(self.rows.shape[1])
 
     def tops(self, send: np.ndarray) -> np.ndarray:
-        """The rows' right sides. send: seconds, float64 [2, stages - 1]."""
+        """The right-hand sides of the rows. send: seconds of transfers, float64 [2, stages - 1]."""
         out: np.ndarray = -(self.crossed @ send.ravel())
         return out
 
 
 @lru_cache(maxsize=64)
 def step_rows(s: Schedule) -> StepRows:
-    """Those of all actions. Not for a schedule in lockstep, whose idle turns take time that no path includes."""
+    """The rows of all actions. Not for lockstep schedules, because no path includes the time of their idle slots."""
     from scipy.sparse import csr_array
 
     o, many = order_of(s), s.stages
@@ -54,7 +58,7 @@ def step_rows(s: Schedule) -> StepRows:
     begin = len(Kind) * many + o.rank
     after = np.where(
         o.before >= 0, ends + o.before, begin
-    )  # the rank's action before, or what it does at first
+    )  # the previous action on the rank, or the rank's time before its first action
     late = np.flatnonzero(o.waits >= 0)
     ranks = np.arange(s.ranks)
     at = np.concatenate([every, every, every, n + np.tile(np.arange(late.size), 3)])
@@ -77,7 +81,7 @@ def step_rows(s: Schedule) -> StepRows:
 
 
 def path_rows(s: Schedule, known: Sequence[Path]) -> StepRows:
-    """Those of some paths alone: a relaxation, for schedules of more actions than a program can have."""
+    """The rows of the given paths: a relaxation for schedules with too many actions for ``step_rows``."""
     from scipy.sparse import csr_array
 
     many = s.stages

@@ -1,8 +1,9 @@
-"""The best division of a chain of unequal units into pipeline stages, with a proof.
+"""Finds the best division of a chain of unequal units into pipeline stages, with a proof.
 
-Each stage has a range of the units and one of the ways to run that range. As for equal blocks (``pase.pipeline.cuts``),
-every path of a schedule is linear in what was chosen: an integer program picks the ranges and ways whose longest known
-path is shortest, a simulation adds its longest path, and the search ends when nothing can be shorter.
+Each stage has a range of the units and one of the ways to run that range. As with equal blocks
+(``pase.pipeline.cuts``), every path of a schedule is linear in the choice. An integer program picks the ranges and ways
+whose longest known path is shortest, and a simulation of them adds its longest path. The search ends when no choice can
+be shorter.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ __all__ = [
 class RangeWay:
     """A way to run the units ``first`` … ``end - 1`` as a stage.
 
-    runs: seconds of one micro-batch by kind of action, float64 [kinds]. before, after: seconds once a step at the ends
-    of its rank; send: of activations to the next stage, and of gradients back: at least these. Bytes as of
-    ``StageBytes``; buffers: of its largest op.
+    runs: seconds of one micro-batch by kind of action, float64 [kinds]. before, after: seconds once per step before the
+    first and after the last action of the rank. send: lower bounds on the seconds to send activations to the next stage
+    and gradients back. held, kept, waiting: bytes, like ``StageBytes``. buffers: bytes of its largest op.
     """
 
     first: int
@@ -56,7 +57,11 @@ class RangeWay:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RangeProblem:
-    """ways: of each stage. exact: the times of a choice, one way's number for each stage. limits: bytes, [ranks]."""
+    """The problem of choosing a way for each stage.
+
+    ways: the possible ways of each stage. exact: a choice (the index of each stage's way) -> its times. limits: bytes
+    of memory, [ranks].
+    """
 
     schedule: Schedule
     units: int
@@ -66,11 +71,11 @@ class RangeProblem:
 
     @cached_property
     def columns(self) -> list[tuple[int, int]]:
-        """(stage, number of its way)."""
+        """The columns of the integer program: (stage, index of its way)."""
         return [(k, i) for k, of in enumerate(self.ways) for i in range(len(of))]
 
     def row(self, path: Path) -> np.ndarray:
-        """What each column adds to a path, float64 [columns]."""
+        """The seconds that each column adds to a path, float64 [columns]."""
         rank = self.schedule.rank_of
         out = np.zeros(len(self.columns))
         for c, (k, i) in enumerate(self.columns):
@@ -83,8 +88,11 @@ class RangeProblem:
 
     @cached_property
     def memory_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """(bytes of each column [rows, columns], room [rows]): a row for each moment at which a rank may reach its
-        peak, and each of its stages whose largest op may be running then."""
+        """(bytes of each column [rows, columns], bytes of memory [rows]).
+
+        There is a row for each moment at which a rank may reach its peak, and for each of its stages, whose largest op
+        may be running then.
+        """
         s, rows, room = self.schedule, list[np.ndarray](), list[float]()
         stage = np.array([k for k, _ in self.columns])
         of = {
@@ -103,8 +111,12 @@ class RangeProblem:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ranges:
-    """choice: the number of each stage's way; None if nothing beats the time that was given. bound: a lower bound for
-    all choices, up to ``TOLERANCE``. simulations: how many were run. cells: numbers in the integer programs' rows."""
+    """The result of ``best_ranges``.
+
+    choice: the index of each stage's way, or None if no choice beats the given time. bound: a lower bound in seconds on
+    the step for all choices, up to ``TOLERANCE``. simulations: the number of simulations that were run. cells: the
+    total number of matrix entries of the integer programs.
+    """
 
     choice: tuple[int, ...] | None
     simulated: Simulated | None
@@ -120,14 +132,16 @@ def best_ranges(
     gap: float = TOLERANCE,
     nodes: int | None = None,
 ) -> Ranges:
-    """The choice with the shortest step; arguments as of ``best_cuts``. Infeasible if no choice fits.
+    """The choice with the shortest step. ``best_cuts`` describes the arguments. Raises Infeasible if no choice fits.
 
-    What a way adds to a path is a bound, so a choice may take longer than its known paths: once simulated it is left
-    out of the program, whose bound is then that of all others.
+    The time that a way adds to a path is a lower bound, so a choice may take longer than its known paths. A simulated
+    choice is therefore excluded from the program, whose bound is then that of all other choices.
     """
     s = problem.schedule
     if problem.units < s.stages:
-        raise Infeasible(f"{problem.units} units do not fill {s.stages} stages")
+        raise Infeasible(
+            f"{problem.units} units are too few for {s.stages} stages", fix="choose fewer stages"
+        )
     known, done = [problem.row(p) for p in paths(s)], dict[tuple[int, ...], Simulated]()
     bound, cells, top = 0.0, 0, below
     while len(done) < most:
@@ -163,9 +177,11 @@ def shortest(
     nodes: int | None = None,
     apart: Sequence[tuple[int, ...]] = (),
 ) -> tuple[tuple[int, ...] | None, float]:
-    """(the choice whose longest known path is shortest, a lower bound for all of them); None if the nodes were spent
-    before any was found. known: what each way adds to each path, stage by stage. apart: choices to leave out.
-    Infeasible if none fits."""
+    """(the choice whose longest known path is shortest, a lower bound in seconds for all choices).
+
+    The choice is None if the node limit was reached before any was found. known: for each path, the seconds that each
+    way adds, stage by stage. apart: choices to exclude. Raises Infeasible if no choice fits.
+    """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     columns, many = [(k, i) for k, of in enumerate(ways) for i in range(len(of))], schedule.stages
@@ -199,7 +215,11 @@ def shortest(
         options=limits,
     )
     if found.status == 2:
-        raise Infeasible(f"no {units} units in {many} stages fit under schedule '{schedule.name}'")
+        raise Infeasible(
+            f"{units} units in {many} stages do not fit in memory in any division",
+            where=f"schedule '{schedule.name}'",
+            fix="use more devices or another schedule, or raise the memory limit",
+        )
     least = 0.0 if found.mip_dual_bound is None else float(found.mip_dual_bound) * unit
     if found.x is None:
         return None, least
@@ -208,8 +228,10 @@ def shortest(
 
 
 def least_divided(work: np.ndarray, ranks: np.ndarray) -> float:
-    """No rank is done earlier than the last one if any part of any unit may be anywhere, up to ``TOLERANCE``. work:
-    seconds of each unit on a rank of each kind, float64 [kinds, units]. ranks: of each kind, [kinds].
+    """A lower bound on the seconds of the busiest rank, for any division of the units, up to ``TOLERANCE``.
+
+    It is exact if each unit may be split into any parts, on any ranks. work: seconds of each unit on a rank of each
+    kind, float64 [kinds, units]. ranks: the number of ranks of each kind, [kinds].
 
     >>> round(least_divided(np.array([[1, 10.0], [10, 1]]), np.array([1, 1])), 9)
     0.999999
@@ -229,7 +251,9 @@ def least_divided(work: np.ndarray, ranks: np.ndarray) -> float:
 
 
 def least_partition(work: np.ndarray, stages: int) -> list[tuple[int, int]]:
-    """The ranges of units whose longest is shortest. work: seconds of units a … b - 1, float64 [units + 1, units + 1].
+    """The division into ranges of units whose longest range is shortest.
+
+    work: work[a, b] is the seconds of units a … b - 1, float64 [units + 1, units + 1].
 
     >>> least_partition(np.array([[0, 1, 4, 5.0], [0, 0, 3, 4], [0, 0, 0, 1], [0, 0, 0, 0]]), 2)
     [(0, 1), (1, 3)]
@@ -245,7 +269,7 @@ def least_partition(work: np.ndarray, stages: int) -> list[tuple[int, int]]:
 
 
 def _reach(work: np.ndarray, stages: int) -> list[np.ndarray]:
-    """[k][b]: of units 0 … b - 1 in k stages, the least longest."""
+    """[k][b]: the seconds of the longest stage in the best division of units 0 … b - 1 into k stages."""
     n = len(work)
     top = [np.append(0.0, np.full(n - 1, np.inf))]
     for _ in range(stages):
@@ -258,8 +282,10 @@ def _reach(work: np.ndarray, stages: int) -> list[np.ndarray]:
 
 
 def partitions_below(work: np.ndarray, stages: int, below: float) -> list[list[tuple[int, int]]]:
-    """For each stage the ranges that are in a partition whose stages all take less than ``below``; work as of
-    ``least_partition``."""
+    """For each stage, its ranges in the partitions whose stages all take less than ``below`` seconds.
+
+    work: as in ``least_partition``.
+    """
     n = len(work) - 1
     ahead = _reach(work, stages)
     behind = [x[::-1] for x in _reach(work[::-1, ::-1].T, stages)]

@@ -1,5 +1,7 @@
-"""Schedules by name. A new one is a registered function in a file of `schedules`; searches, tables and tests then have
-it."""
+"""Schedules by name.
+
+To add a schedule, register a function in a file of `schedules`. Searches, tables and tests then include it.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from pase.registry import Registry
 __all__ = ["SCHEDULES", "Discipline", "looped", "register", "schedule", "vee"]
 
 Orders = Callable[[int, int, int], Sequence[Sequence[Action]]]
-"""(ranks, micro-batches, chunks) -> per rank its actions in order."""
+"""(ranks, micro-batches, chunks) -> for each rank, its actions in order."""
 StageRanks = Callable[[int, int], tuple[int, ...]]
 """(ranks, chunks) -> the rank of each stage."""
 
 
 def looped(ranks: int, chunks: int) -> tuple[int, ...]:
-    """Stages round the ranks, over and over: rank r has stages r, r + ranks, …
+    """Stages are assigned to ranks round-robin: rank r has stages r, r + ranks, …
 
     >>> looped(3, 2)
     (0, 1, 2, 0, 1, 2)
@@ -29,7 +31,7 @@ def looped(ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 def vee(ranks: int, chunks: int) -> tuple[int, ...]:
-    """There and back: the first rank has the first and the last stage.
+    """Stages are assigned along the ranks and back: the first rank has the first and the last stage.
 
     >>> vee(3, 2)
     (0, 1, 2, 2, 1, 0)
@@ -39,10 +41,12 @@ def vee(ranks: int, chunks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Discipline:
-    """A way to schedule. chunks: how many stages a rank may have: (least, most), most 0: any number.
+    """A kind of schedule.
 
-    multiple: the number of micro-batches is a multiple of the ranks'; least: at least so many times the ranks.
-    runs: who is known to run it. source: where it is from.
+    summary: one line that describes it. orders: makes the lists of actions. source: the paper or code that defines it.
+    chunks: (least, most) stages per rank; a most of 0 allows any number. placement: assigns stages to ranks. lockstep:
+    see ``Schedule``. multiple: with several chunks, the number of micro-batches must be a multiple of the number of
+    ranks. least: the least number of micro-batches per rank.
     """
 
     name: str
@@ -56,32 +60,28 @@ class Discipline:
     least: int = 0
 
     def refuses(self, ranks: int, micro_batches: int, chunks: int) -> str | None:
-        """Why it has no such schedule; None where it has."""
+        """Why there is no such schedule, or None if there is one."""
         low, high = self.chunks
         if chunks < low or (high and chunks > high):
             many = f"{low}" if low == high else f"at least {low}"
-            return f"schedule '{self.name}' has {many} stages on each rank, not {chunks}"
+            return f"it has {many} stages on each rank, not {chunks}"
         if self.multiple and chunks > 1 and micro_batches % ranks:
-            return (
-                f"schedule '{self.name}' takes micro-batches in groups of {ranks} ranks: {micro_batches} are not whole "
-                f"groups"
-            )
+            return f"it needs a multiple of {ranks} micro-batches on {ranks} ranks, not {micro_batches}"
         if micro_batches < self.least * ranks:
             return (
-                f"schedule '{self.name}' needs {self.least * ranks} micro-batches on {ranks} ranks, not "
-                f"{micro_batches}"
+                f"it needs at least {self.least * ranks} micro-batches on {ranks} ranks, not {micro_batches}"
             )
         return None
 
 
 SCHEDULES = Registry[Discipline]("pipeline schedule", package="pase.pipeline.schedules")
-"""Every file of `pase/pipeline/schedules` is imported when this is first read; each registers what it defines."""
+"""Every file of `pase/pipeline/schedules` is imported when this is first read, and registers its schedules."""
 
 
 def register(
     name: str, summary: str, *, source: str, rank: int = 0, **more: object
 ) -> Callable[[Orders], Orders]:
-    """Decorator: make the function, which writes the ranks' lists, a schedule of that name."""
+    """A decorator that registers a function, which makes the ranks' lists of actions, as a schedule of that name."""
 
     def add(orders: Orders) -> Orders:
         made = Discipline(name=name, summary=summary, orders=orders, source=source, **more)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def register(
 
 @lru_cache(maxsize=256)
 def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """The schedule of that name. PaseError where there is none for these numbers, or of that name.
+    """The schedule of that name. Raises PaseError if the name is unknown or there is none for these numbers.
 
     >>> print(schedule("1f1b", 2, 3))
     0F0,0F1,0B0,0F2,0B1,0B2
@@ -102,11 +102,15 @@ def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Sche
     d = SCHEDULES[name]
     if min(ranks, micro_batches, chunks) < 1:
         raise PaseError(
-            f"a pipeline of {ranks} ranks, {micro_batches} micro-batches, {chunks} chunks is none"
+            f"there is no pipeline of {ranks} ranks, {micro_batches} micro-batches and {chunks} stages per rank",
+            where=f"schedule '{name}'",
+            fix="give numbers of at least 1",
         )
     why_not = d.refuses(ranks, micro_batches, chunks)
     if why_not is not None:
-        raise PaseError(why_not)
+        raise PaseError(
+            why_not, where=f"schedule '{name}'", fix="change these numbers, or choose another schedule"
+        )
     orders = tuple(tuple(order) for order in d.orders(ranks, micro_batches, chunks))
     return Schedule(
         name=name,

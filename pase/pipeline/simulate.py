@@ -1,8 +1,9 @@
-"""Simulates a pipeline step action by action: each starts once its rank is free and its inputs have arrived.
+"""Simulates a pipeline step action by action: an action starts when its rank is free and its inputs have arrived.
 
 Sends are asynchronous: an activation takes time to arrive but blocks neither rank. The dependencies follow from the
-lists alone, so one order of all actions works for any times, and the step takes as long as the longest path. It never
-gets shorter if a time grows. Each path is a lower bound, linear in the times (``Path``), for every cut of the model.
+lists of actions only, so one order of all actions works for any times, and the step takes as long as the longest path.
+It never gets shorter if a time grows. Each path (``Path``) is a lower bound for every cut of the model, linear in the
+times.
 """
 
 from __future__ import annotations
@@ -20,19 +21,23 @@ from pase.pipeline.types import Kind, Schedule, StageTimes
 
 __all__ = ["Path", "Simulated", "in_flight", "peak_bytes", "simulate"]
 
-_IMPORT_ACTIONS = 2_000_000  # what the numpy kernel simulates while numba and its kernel load, about 1 s
+# The number of actions that the numpy kernel simulates in the time that numba and its kernel need to load, about 1 s.
+_IMPORT_ACTIONS = 2_000_000
 
 
 class _SteppedThrough:
-    """Actions that the numpy kernel has simulated in this process. Both kernels give the same bits."""
+    """Counts the actions that the numpy kernel has simulated in this process."""
 
     actions = 0
 
 
 def kernels_for(kernel: Literal["auto", "numba", "numpy"], actions: int) -> ModuleType:
-    """The numpy kernel until it has run for as long as numba takes to load, then the numba kernel."""
+    """The kernel to use. "auto": numpy until it has run for as long as numba takes to load, then numba.
+
+    Both kernels return the same bits.
+    """
     if kernel not in ("auto", "numba", "numpy"):
-        raise ValueError(f"kernel {kernel!r}: there are 'auto', 'numba' and 'numpy'")
+        raise ValueError(f"kernel must be 'auto', 'numba' or 'numpy', not {kernel!r}")
     loaded = "pase.pipeline.kernels_numba" in sys.modules
     if kernel == "numpy" or (kernel == "auto" and not loaded and _SteppedThrough.actions < _IMPORT_ACTIONS):
         _SteppedThrough.actions += actions
@@ -44,10 +49,11 @@ def kernels_for(kernel: Literal["auto", "numba", "numpy"], actions: int) -> Modu
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Path:
-    """A chain of actions that wait for one another. Its length is a lower bound on the step for any times.
+    """A chain of actions, each of which waits for the one before it. Its length is a lower bound on the step.
 
-    runs: how often each kind of action of each stage occurs in it, float64 [kinds, stages]. crossed: how often it
-    crosses each cut, forward and back, float64 [2, stages - 1]. first, last: the ranks on which it starts and ends.
+    runs: how often each kind of action of each stage occurs in the path, float64 [kinds, stages]. crossed: how often
+    the path crosses each cut, forward and back, float64 [2, stages - 1]. first, last: the ranks on which it starts and
+    ends.
     """
 
     runs: np.ndarray
@@ -66,11 +72,12 @@ class Path:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Simulated:
-    """A simulated step. start, end: seconds of each action, as ``order_of`` has them; busy: seconds that each
-    rank works on micro-batches, float64 [ranks].
+    """A simulated step.
 
-    step_s: until the last rank is done. period_s: time per step if ranks do not wait for all others between steps, the
-    longest that one rank takes. Zero-bubble schedules are measured this way (their optimizer checks norms afterwards).
+    step_s: seconds until the last rank is done. period_s: seconds per step if ranks do not wait for each other between
+    steps, which is the longest time of any rank. Zero-bubble papers measure this, because their optimizer checks norms
+    afterwards. start, end: the start and end of each action in seconds, in the order of ``order_of``. busy: the seconds
+    that each rank works on micro-batches, float64 [ranks]. path: the longest path.
     """
 
     schedule: Schedule
@@ -83,7 +90,7 @@ class Simulated:
 
     @property
     def bubble(self) -> float:
-        """The share of the step in which ranks are, on average, idle or busy with their once-per-step work.
+        """The fraction of the step in which the average rank is idle or busy with once-per-step work.
 
         >>> from pase.pipeline.registry import schedule
         >>> done = simulate(schedule("1f1b", 4, 12), StageTimes.of([1.0] * 4, 2.0, 0.0, ranks=4))
@@ -102,13 +109,15 @@ class Simulated:
 def simulate(
     schedule: Schedule, times: StageTimes, *, kernel: Literal["auto", "numba", "numpy"] = "auto"
 ) -> Simulated:
-    """A step under the schedule with these stage times. PaseError if the schedule deadlocks."""
+    """Simulate a step of the schedule with these stage times. Raises PaseError if the schedule deadlocks."""
     if times.forward.size != schedule.stages:
-        raise ValueError(f"times of {times.forward.size} stages for a schedule of {schedule.stages}")
+        raise ValueError(
+            f"the times have {times.forward.size} stages, but the schedule has {schedule.stages}"
+        )
     order = order_of(schedule)
     spent = times.by_kind[order.kind, order.stage]
     back = (order.kind != Kind.FORWARD).astype(int)
-    late = np.pad(times.send, ((0, 0), (0, 1)))[back, order.send]  # -1: the zero at the end
+    late = np.pad(times.send, ((0, 0), (0, 1)))[back, order.send]  # index -1 selects the zero at the end
     if schedule.lockstep:
         turn_s = times.send.max(axis=1, initial=0.0)
         spent, late = _lockstep(times, order.kind, spent), np.where(order.waits >= 0, turn_s[back], 0.0)
@@ -134,14 +143,17 @@ def simulate(
 
 
 def _lockstep(times: StageTimes, kind: np.ndarray, spent: np.ndarray) -> np.ndarray:
-    """In lockstep each turn takes as long as the slowest stage, whatever a rank does in it."""
+    """The seconds of each action in lockstep, where each slot takes as long as the slowest stage."""
     slowest = times.by_kind.max(axis=1)
     out: np.ndarray = np.maximum(spent, slowest[kind])
     return out
 
 
 def _path(schedule: Schedule, by: np.ndarray, last: int) -> Path:
-    """The longest path, back from the action that ends it; by: which action each one waited for, -1 at its start."""
+    """The longest path, traced back from the last action of rank ``last``.
+
+    by: for each action, the action that it waited for, -1 for none.
+    """
     order = order_of(schedule)
     runs, crossed = np.zeros((len(Kind), schedule.stages)), np.zeros((2, schedule.stages - 1))
     at = first = int(order.last[last])
@@ -154,14 +166,16 @@ def _path(schedule: Schedule, by: np.ndarray, last: int) -> Path:
 
 
 def in_flight(schedule: Schedule, rank: int) -> np.ndarray:
-    """What the rank holds after each of its actions, float64 [actions, 2, stages]: the number of micro-batches whose
-    activations each stage holds, and of those that its weight gradients still need in part. In lockstep a rank's idle
-    turns count, as micro-batches of its first stage."""
+    """The micro-batches that the rank holds after each of its actions, float64 [actions, 2, stages].
+
+    The first row counts the micro-batches whose activations a stage holds, the second those of which its weight
+    gradients still need a part. In lockstep, a rank's idle slots count as micro-batches of its first stage.
+    """
     change = np.zeros((len(schedule.orders[rank]), 2, schedule.stages))
     for row, a in zip(change, schedule.orders[rank], strict=True):
         row[0, a.stage] = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1, Kind.WEIGHT: 0}[a.kind]
         row[1, a.stage] = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.INPUT: 1, Kind.WEIGHT: -1}[a.kind]
-    if schedule.lockstep:  # a scan keeps what each turn made, that of idle turns too
+    if schedule.lockstep:  # a scan keeps the residuals of every iteration, including idle ones
         first, idle = schedule.orders[rank][0].stage, schedule.ranks - 1
         change[0, 0, first] += idle
         change[-1, 0, first] -= idle
@@ -171,7 +185,7 @@ def in_flight(schedule: Schedule, rank: int) -> np.ndarray:
 def peak_bytes(schedule: Schedule, kept: np.ndarray, for_weights: np.ndarray | float = 0.0) -> np.ndarray:
     """The most bytes of activations that each rank holds at once, float64 [ranks].
 
-    kept: of one micro-batch of each stage until its backward; for_weights: the part that stays until its WEIGHT.
+    kept: bytes of one micro-batch until its backward, [stages]. for_weights: the part of them that stays until WEIGHT.
     """
     left = np.broadcast_to(np.asarray(for_weights, float), kept.shape)
     held = (in_flight(schedule, r) for r in range(schedule.ranks))

@@ -1,4 +1,4 @@
-"""A pipeline's schedule as data: for each rank the ordered list of its actions; and the times of the stages."""
+"""The data types of pipelines: schedules, as an ordered list of actions for each rank, and the times of stages."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["Action", "Kind", "Schedule", "StageTimes"]
 
 
 class Kind(IntEnum):
-    """What a stage does with a micro-batch. BACKWARD is INPUT and WEIGHT at once."""
+    """What a stage does with a micro-batch. BACKWARD is INPUT and WEIGHT together."""
 
     FORWARD = 0
     BACKWARD = 1
     INPUT = 2
-    """The gradient of what entered the stage, which the stage before waits for."""
+    """The gradients of the stage's inputs, for which the previous stage waits."""
     WEIGHT = 3
-    """The gradients of the stage's weights, which nothing in the step waits for but its end."""
+    """The gradients of the stage's weights, for which only the end of the step waits."""
 
 
 class Action(NamedTuple):
-    """One stage's work on one micro-batch; printed as ``torch.distributed.pipelining`` writes it.
+    """One stage's work on one micro-batch. It prints in the format of ``torch.distributed.pipelining``.
 
     >>> str(Action(2, Kind.INPUT, 5))
     '2I5'
@@ -40,10 +40,11 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """The actions of each rank, in order. rank_of: stage -> rank; several stages on one rank are its chunks.
+    """The actions of each rank, in order.
 
-    orders: per rank its actions, first to last. lockstep: all ranks start each turn together, as in a single program
-    that ends each turn with a permutation of activations; idle slots then take as long as busy ones.
+    rank_of: stage -> rank; several stages on one rank are its chunks. orders: for each rank, its actions from first to
+    last. lockstep: all ranks start each slot together, as in a single program that ends each loop iteration with a
+    permutation of activations. Idle slots then take as long as busy ones.
     """
 
     name: str
@@ -72,11 +73,12 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageTimes:
-    """Seconds of each stage for one micro-batch, float64 [stages], and of each rank once a step, float64 [ranks].
+    """Seconds of each stage for one micro-batch, float64 [stages], and of each rank once per step, float64 [ranks].
 
-    input, weight: the two parts of backward. recompute: recomputation, before a backward or its INPUT part. send: where
-    the next stage is on another rank, of activations to it, and of their gradients back; float64 [2, stages - 1].
-    before, after: before a rank's first and after its last action (gathering weights once; summing gradients, update).
+    input, weight: the two parts of backward. recompute: recomputation before a backward or its INPUT part. send: the
+    transfers of activations to the next stage and of their gradients back, if it is on another rank, float64 [2,
+    stages - 1]. before, after: the seconds of a rank before its first action (hoisted all-gathers of weights) and after
+    its last action (gradient reductions, update).
     """
 
     forward: np.ndarray
@@ -100,8 +102,9 @@ class StageTimes:
         before: object = 0.0,
         after: object = 0.0,
     ) -> StageTimes:
-        """From sequences or single numbers. The number of stages is the length of the longest sequence. send: one for
-        each cut if gradients take as long as activations.
+        """Make times from sequences or single numbers. The number of stages is the length of the longest sequence.
+
+        send: one number for each cut, if gradients take as long as activations.
 
         >>> StageTimes.of([1, 2], 1.0, 0.0, ranks=2).full.tolist()
         [2.0, 3.0]
@@ -122,12 +125,12 @@ class StageTimes:
 
     @cached_property
     def by_kind(self) -> np.ndarray:
-        """float64 [kinds, stages]."""
+        """Seconds by kind of action, float64 [kinds, stages]."""
         first = self.recompute + self.input
         return np.stack([self.forward, first + self.weight, first, self.weight])
 
     @property
     def full(self) -> np.ndarray:
-        """Total time of a stage for one micro-batch, float64 [stages]."""
+        """The total seconds of each stage for one micro-batch, float64 [stages]."""
         out: np.ndarray = self.forward + self.recompute + self.input + self.weight
         return out

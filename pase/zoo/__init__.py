@@ -1,12 +1,12 @@
-"""The model zoo: ordinary JAX models at their published sizes, and each again in a size that runs anywhere.
+"""The model zoo: ordinary JAX models at their published sizes, and also in small sizes that run anywhere.
 
 >>> from pase import zoo
 >>> zoo.get("gpt2?batch=32&seq=512").settings["seq"]
 512
 
-A model is a pure function ``loss_fn(params, batch) -> scalar`` over plain dicts, with the shapes of both;
-nothing here is known to the compiler, which traces these models as it traces any user's.
-Importing this package does not import JAX; asking for a model does.
+A model is a pure function ``loss_fn(params, batch) -> scalar`` over plain dicts, together with the shapes of both.
+The compiler has no knowledge of these models; it traces them like any user's model. Importing this package does not
+import JAX; asking for a model does.
 """
 
 from pase.zoo.catalog import Entry

@@ -1,7 +1,7 @@
-"""Multi-head attention and feed-forward, as the transformers of 2017 to 2020 have them.
+"""Multi-head attention and feed-forward layers of the transformers of 2017 to 2020.
 
-Attention weights keep heads as a dim of their own ([d, heads, head_dim]), so that a split over heads is an
-annotation and needs no reshape. Parameters are float32 and cast where they are used.
+Attention weights have a separate dim for heads ([d, heads, head_dim]), so that a split over heads is an annotation and
+needs no reshape. Parameters are float32 and are cast where they are used.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ __all__ = [
 ]
 
 Attend = Callable[..., jax.Array]
-"""(q, k, v, *, causal, mask) -> y: queries [b, q, heads, k]; keys and values [b, s, kv heads, k]; y like q; mask (None:
-all count): true where a key counts, and broadcasts to [b, heads, q, s]."""
+"""(q, k, v, *, causal, mask) -> y: queries [b, q, heads, k]; keys and values [b, s, kv heads, k]; y like q. mask: true
+for the keys to attend to, broadcastable to [b, heads, q, s]; None for all keys."""
 
 
 def attention(
     x: jax.Array, memory: jax.Array, p: Weights, attend: Attend, *, causal: bool = False
 ) -> jax.Array:
-    """Queries from x [b, q, d], keys and values from memory [b, s, d] (x itself: self-attention)."""
+    """Attention with queries from x [b, q, d], and keys and values from memory [b, s, d].
+
+    If memory is x, it is self-attention.
+    """
     q = _project(x, p, "q")
     k = _project(memory, p, "k")
     v = _project(memory, p, "v")
@@ -65,18 +68,18 @@ def attend(
 def fused_attend(
     q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, mask: jax.Array | None = None
 ) -> jax.Array:
-    """The same by JAX's own attention: on a GPU the fused kernel of cuDNN, elsewhere what XLA makes of it."""
+    """Like `attend`, by jax.nn.dot_product_attention: cuDNN's fused kernel on a GPU, otherwise XLA's implementation."""
     kernel: Literal["cudnn"] | None = "cudnn" if jax.default_backend() == "gpu" else None
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation=kernel)
 
 
 def the_attend(name: str) -> Attend:
-    """The attention that a model's setting names: ``plain`` or ``fused``."""
+    """The attention function for a model's setting ``attention``: ``plain`` or ``fused``."""
     return {"plain": attend, "fused": fused_attend}[name]
 
 
 def causal_mask(shape: tuple[int, ...]) -> jax.Array:
-    """[queries, keys]: true where the key does not lie in the query's future."""
+    """[queries, keys]: true if the key is not in the query's future."""
     return jax.lax.broadcasted_iota(jnp.int32, shape, 0) >= jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
@@ -94,7 +97,10 @@ def norm_leaves(d: int) -> Weights:
 def attention_leaves(d: int, heads: int, *, biases: bool) -> Weights:
     """Four projections between d and heads x (d / heads)."""
     if d % heads:
-        raise PaseError(f"a width of {d} cannot be divided into {heads} heads.")
+        raise PaseError(
+            f"a width of {d} cannot be divided into {heads} heads",
+            fix="choose a width that is a multiple of the heads",
+        )
     k = d // heads
     leaves: dict[str, Weights] = {f"w{name}": weight(d, heads, k, fan_in=d) for name in "qkv"}
     leaves["wo"] = weight(heads, k, d, fan_in=d)
@@ -114,7 +120,7 @@ def feed_forward_leaves(d: int, ff: int) -> Weights:
 
 
 def block_leaves(d: int, heads: int, ff: int) -> Weights:
-    """One block: self-attention and feed-forward with biases, a layer norm each."""
+    """One block: self-attention and feed-forward with biases, and a layer norm for each."""
     return {
         "attention": attention_leaves(d, heads, biases=True),
         "ff": feed_forward_leaves(d, ff),

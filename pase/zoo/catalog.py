@@ -1,4 +1,4 @@
-"""The zoo's models as data: to add one, add an entry (and a builder, if its architecture is new)."""
+"""The zoo's models as data. To add a model, add an entry, and a builder if its architecture is new."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Setting = int | str
 class Entry:
     """One model of the zoo.
 
-    ``builder`` is ``module:function`` within this package; it takes ``settings`` and ``architecture`` as
-    keywords. ``settings`` are the user's to change; ``architecture`` is what makes the model this one.
-    ``reduced`` overrides both for the small size. ``source`` names the paper and the place of the parameter
-    count; ``beyond_published`` the top-level parameters that this count leaves out.
+    ``builder`` is ``module:function`` within this package; it takes ``settings`` and ``architecture`` as keywords.
+    Users may change the ``settings``. The ``architecture`` defines the model. ``reduced`` overrides both for the small
+    size. ``minimum`` has the least values of settings, if they are larger than 1. ``source`` names the paper and the
+    source of the parameter count. ``beyond_published`` names the top-level parameters that this count leaves out.
     """
 
     name: str
@@ -223,8 +223,8 @@ _ALL = (
     _llama3("llama3_405b", 126, 16384, 53248, 16, 405_853_388_800),
     Entry(
         name="mixtral_8x7b",
-        description="Mixtral 8×7B: 2 of 8 experts a token, dispatched by einsum within each batch row, each "
-        "expert with room for capacity_percent of its even share; router loss left out",
+        description="Mixtral 8×7B: 2 of 8 experts per token, dispatched by einsum within each batch row; each "
+        "expert has a capacity of capacity_percent of its even share; router loss left out",
         source="Jiang et al. 2024 (arXiv 2401.04088), table 1 (46.7B); count of the released checkpoint",
         builder="llama:mixtral",
         published_parameters=46_702_792_704,

@@ -1,4 +1,4 @@
-"""Convolutional networks that are one chain of layers: AlexNet, VGG-19, ResNet-101."""
+"""Convolutional networks that are a single chain of layers: AlexNet, VGG-19, ResNet-101."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["alexnet", "resnet", "vgg"]
 def alexnet(
     *, batch: int, image: int, classes: int, dtype: str, channels: tuple[int, ...], hidden: int
 ) -> Built:
-    """AlexNet in one column: five convolutions, three 3/2 max-pools, three fully connected layers."""
+    """AlexNet in one column: five convolutions, three 3/2 max-pools, and three fully connected layers."""
 
     def loss_fn(params: Weights, batch: Weights) -> jax.Array:
         c1, c2, c3, c4, c5 = params["conv"]
@@ -50,7 +50,7 @@ def vgg(
     stages: tuple[tuple[int, int], ...],
     hidden: int,
 ) -> Built:
-    """VGG: stages of (convolutions, channels), each closed by 2/2 max-pools; three fully connected layers."""
+    """VGG: stages of (convolutions, channels), each followed by a 2/2 max-pool, and three fully connected layers."""
 
     def loss_fn(params: Weights, batch: Weights) -> jax.Array:
         x = batch["images"].astype(dtype)
@@ -81,7 +81,7 @@ def resnet(
     stages: tuple[tuple[int, int], ...],
     expansion: int,
 ) -> Built:
-    """ResNet of bottleneck blocks: stages of (blocks, width); every stage but the first halves the image."""
+    """ResNet with bottleneck blocks: stages of (blocks, width). Every stage except the first halves the image."""
 
     def bottleneck(x: jax.Array, p: Weights, stride: int) -> jax.Array:
         y = jax.nn.relu(unit(x, p["reduce"]))
@@ -125,7 +125,8 @@ def resnet(
 def _fully_connected_loss(x: jax.Array, layers: Weights, labels: jax.Array) -> jax.Array:
     """Three fully connected layers from x [b, h, w, c], and the loss.
 
-    The first contracts height, width and channel as they are: flattening would merge dims that may be split.
+    The first one contracts height, width and channel as separate dims, because flattening would merge dims that may be
+    split.
     """
     first, second, last = layers
     x = jax.nn.relu(jnp.einsum("bhwc,hwcn->bn", x, first["w"].astype(x.dtype)) + first["b"].astype(x.dtype))
@@ -143,5 +144,6 @@ def _fully_connected_leaves(size: int, c: int, hidden: int, classes: int) -> lis
 
 
 def _conv_leaves(window: int, c: int, n: int, gain: float = 1.0) -> Weights:
-    # Gain 1 where a max-pool follows or nothing came before: taking maxima raises the variance by itself.
+    # Gain 1 after a max-pool, because taking maxima raises the variance by itself, and for the first layer, which no
+    # ReLU precedes.
     return {"w": weight(window, window, c, n, fan_in=window * window * c, gain=gain), "b": bias(n)}

@@ -1,4 +1,4 @@
-"""Convolutional networks that fork and concatenate: Inception V3, DenseNet-121."""
+"""Convolutional networks with branches that are concatenated: Inception V3, DenseNet-121."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _fork(x: jax.Array, units: Weights) -> jax.Array:
     return jnp.concatenate([_relu_unit(x, p) for p in units[-2:]], axis=-1)
 
 
-# Figures 5, 6, 7 of the paper, and the two grid reductions between them.
+# The modules of figures 5, 6 and 7 of the paper, and the two grid reductions between them.
 
 
 def _mixed_5(x: jax.Array, p: Weights) -> jax.Array:
@@ -82,8 +82,8 @@ def inception(
 ) -> Built:
     """Inception V3 without its auxiliary classifier.
 
-    ``blocks`` counts the modules at each of the three grid sizes (3, 4, 2 as published). ``narrow`` divides
-    all channels, rounded up to a multiple of 8 (1 as published).
+    ``blocks`` has the number of modules at each of the three grid sizes (3, 4, 2 as published). All channels are
+    divided by ``narrow`` (1 as published) and rounded up to a multiple of 8.
     """
 
     def loss_fn(params: Weights, batch: Weights) -> jax.Array:
@@ -115,7 +115,7 @@ def inception(
         return leaves
 
     def fork(c: int, *kernels: tuple[int, int, int]) -> list[Weights]:
-        """The same, closed by (1, 3) and (3, 1) convolutions of 384 channels side by side."""
+        """Leaves of a chain that ends with parallel (1, 3) and (3, 1) convolutions of 384 channels."""
         middle = n(kernels[-1][2])
         return [
             *units(c, *kernels),
@@ -185,9 +185,9 @@ def densenet(
     growth: int,
     blocks: tuple[int, ...],
 ) -> Built:
-    """DenseNet-BC: in a block, each layer adds ``growth`` channels to all that came before it.
+    """DenseNet-BC: in a block, each layer appends ``growth`` channels to its input.
 
-    ``blocks`` counts the layers of each block; between blocks a transition halves channels and image.
+    ``blocks`` has the number of layers of each block. A transition between blocks halves channels and image.
     """
 
     def norm_relu(x: jax.Array, p: Weights) -> jax.Array:

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 Padding: TypeAlias = str | Sequence[tuple[int, int]]
-"""SAME or VALID, or elements before and behind each dim."""
+"""SAME or VALID, or (elements before, elements after) for each dim."""
 
 
 def conv(x: jax.Array, w: jax.Array, *, stride: int = 1, padding: Padding = "SAME") -> jax.Array:
@@ -34,14 +34,14 @@ def conv(x: jax.Array, w: jax.Array, *, stride: int = 1, padding: Padding = "SAM
 
 
 def max_pool(x: jax.Array, *, window: int, stride: int, padding: Padding = "VALID") -> jax.Array:
-    """Largest value of each window of each channel."""
+    """The largest value of each window of each channel."""
     return jax.lax.reduce_window(
         x, -jnp.inf, jax.lax.max, (1, window, window, 1), (1, stride, stride, 1), padding
     )
 
 
 def average_pool(x: jax.Array, *, window: int, stride: int, padding: Padding = "VALID") -> jax.Array:
-    """Mean of each window of each channel; padding counts as zeros."""
+    """The mean of each window of each channel. Padding counts as zeros."""
     total = jax.lax.reduce_window(
         x, 0.0, jax.lax.add, (1, window, window, 1), (1, stride, stride, 1), padding
     )
@@ -51,7 +51,7 @@ def average_pool(x: jax.Array, *, window: int, stride: int, padding: Padding = "
 def batch_norm(x: jax.Array, p: Weights, *, eps: float = 1e-5) -> jax.Array:
     """Normalize each channel over batch and space with the batch's own statistics, in float32.
 
-    Training mode; the running averages, which are no parameters, are left out.
+    This is training mode. The running averages, which are not parameters, are left out.
     """
     y = x.astype(jnp.float32)
     y = y - jnp.mean(y, axis=(0, 1, 2))
@@ -62,7 +62,7 @@ def batch_norm(x: jax.Array, p: Weights, *, eps: float = 1e-5) -> jax.Array:
 def unit(
     x: jax.Array, p: Weights, *, stride: int = 1, padding: Padding = "SAME", eps: float = 1e-5
 ) -> jax.Array:
-    """Convolution without bias, then batch norm."""
+    """A convolution without bias, then batch norm."""
     return batch_norm(conv(x, p["w"], stride=stride, padding=padding), p, eps=eps)
 
 
@@ -76,7 +76,7 @@ def unit_leaves(kh: int, kw: int, c: int, n: int) -> dict[str, Leaf]:
 
 
 def average_over_space(x: jax.Array) -> jax.Array:
-    """[b, h, w, c] to [b, c]."""
+    """The mean over height and width: [b, h, w, c] -> [b, c]."""
     return jnp.mean(x.astype(jnp.float32), axis=(1, 2)).astype(x.dtype)
 
 

@@ -1,7 +1,7 @@
-"""What the zoo's models share: described leaves (shapes first, arrays on request) and a few layers.
+"""The parts that the zoo's models share: descriptions of parameters, and a few layers.
 
-Models describe their parameters as trees of `Leaf`; `shapes` turns a tree into ``ShapeDtypeStruct``s for
-tracing, and `arrays` into real numbers for running.
+Models describe their parameters as trees of `Leaf`. `shapes` turns a tree into ``ShapeDtypeStruct``s for tracing, and
+`arrays` turns it into arrays for running.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ __all__ = [
 ]
 
 Weights: TypeAlias = Tree
-"""A pytree of parameters, of what describes them, or of other arrays: Python's types have no word for it."""
+"""A pytree of parameters, of their descriptions, or of other arrays. Python's types cannot express it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One array to be: normal with deviation ``scale``, ones, integers below ``scale``, or the integer ``scale``."""
+    """The description of an array, by ``kind``.
+
+    "normal": normal numbers with standard deviation ``scale``. "ones": ones. "integers": random integers below
+    ``scale``. "full": the integer ``scale`` everywhere.
+    """
 
     shape: tuple[int, ...]
     kind: Literal["normal", "ones", "integers", "full"]
@@ -57,8 +61,9 @@ class Leaf:
 class Built:
     """What a builder returns: the function of the task, and trees of `Leaf` for its arguments.
 
-    loss_fn: of task "train" the loss; else what runs on (params, batch), and on the cache where there is one, which it
-    returns second. decode: of task "generate", what follows ``loss_fn``. stored: dtype of parameters and cache.
+    loss_fn: the loss for task "train"; otherwise a function of (params, batch), and of the cache if there is one, which
+    returns (next token, cache). decode: the function that runs after ``loss_fn`` in task "generate". stored: the dtype
+    of parameters and cache.
     """
 
     loss_fn: Callable[..., Weights]
@@ -76,7 +81,7 @@ class Built:
 
 
 def normal(*shape: int, std: float = 0.02) -> Leaf:
-    """Embeddings, classifiers and inputs: normal with a stated deviation."""
+    """An embedding, classifier or input: normal with the given standard deviation."""
     return Leaf(shape=shape, kind="normal", scale=std)
 
 
@@ -86,7 +91,7 @@ def weight(*shape: int, fan_in: int, gain: float = 1.0) -> Leaf:
 
 
 def bias(*shape: int) -> Leaf:
-    """A bias. Small numbers and not zeros: an error in the layout of zeros would show nowhere."""
+    """A bias. It has small numbers instead of zeros, because a wrong layout of zeros would not be noticed."""
     return normal(*shape)
 
 
@@ -101,19 +106,19 @@ def integers(*shape: int, below: int) -> Leaf:
 
 
 def full(*shape: int, value: int) -> Leaf:
-    """An integer, everywhere."""
+    """An array with the same integer everywhere."""
     return Leaf(shape=shape, kind="full", scale=value)
 
 
 def repeat(block: Weights, layers: int, *, scan: int) -> Weights:
-    """Parameters of a stack of equal layers: leaves with a leading layer dim (scan), or a list of trees."""
+    """Parameters of a stack of equal layers: leaves with a leading layer dim if ``scan``, otherwise a list of trees."""
     if not scan:
         return [block] * layers
     return jax.tree.map(lambda leaf: replace(leaf, shape=(layers, *leaf.shape)), block)
 
 
 def shapes(tree: Weights, dtype: str = "float32") -> Weights:
-    """The tree's ShapeDtypeStructs; parameters and inputs are stored in ``dtype``, integers in int32."""
+    """The tree's ShapeDtypeStructs. Parameters and inputs are stored in ``dtype``, integers in int32."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _dtype(leaf, dtype)), tree)
 
 
@@ -137,18 +142,18 @@ def _dtype(leaf: Leaf, dtype: str) -> Weights:
     return jnp.int32 if leaf.kind in ("integers", "full") else jnp.dtype(dtype)
 
 
-# Layers. Parameters are cast to x's dtype right where they are used.
+# Layers. Each casts its parameters to x's dtype where it uses them.
 
 
 def run_layers(
     layer: Callable[[Weights, Weights], Weights], x: Weights, layers: Weights, *, scan: int, remat: int
 ) -> Weights:
-    """Apply ``x = layer(x, p)`` for each layer's parameters p, as `repeat` laid them out.
+    """Apply ``x = layer(x, p)`` for the parameters p of each layer, which have the form of `repeat`.
 
-    ``remat`` recomputes each layer in the backward pass, so that only the layers' inputs are kept.
+    With ``remat``, backward recomputes each layer, so that only the layers' inputs are residuals.
     """
     if remat:
-        # Under scan the loop itself keeps XLA from merging the recomputation with the forward pass.
+        # Under scan, the loop itself prevents XLA from merging the recomputation with the forward pass.
         layer = jax.checkpoint(layer, prevent_cse=not scan)
     if scan:
         return jax.lax.scan(lambda carry, p: (layer(carry, p), None), x, layers)[0]
@@ -163,7 +168,7 @@ def dense(x: jax.Array, p: Weights) -> jax.Array:
 
 
 def layer_norm(x: jax.Array, p: Weights, *, eps: float = 1e-5) -> jax.Array:
-    """Normalize the last dim to mean 0 and variance 1, in float32; then scale and bias."""
+    """Normalize the last dim to mean 0 and variance 1 in float32, then apply scale and bias."""
     y = x.astype(jnp.float32)
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
@@ -176,7 +181,7 @@ def silu(x: jax.Array) -> jax.Array:
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """The tanh form of the Gaussian error linear unit, as GPT-2 has it."""
+    """The Gaussian error linear unit in its tanh form, as in GPT-2."""
     return jax.nn.gelu(x)
 
 
@@ -192,5 +197,5 @@ def token_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean of `token_loss`; logits are float32."""
+    """The mean of `token_loss`. Logits are float32."""
     return jnp.mean(token_loss(logits, labels))

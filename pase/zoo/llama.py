@@ -1,7 +1,7 @@
-"""Llama-3 and Mixtral: grouped-query attention, rotary positions, RMS norms; dense or expert feed-forward.
+"""Llama-3 and Mixtral: grouped-query attention, rotary positions, RMS norms, and a dense or expert feed-forward.
 
-Query heads that share a key-value head are a dim of their own: the query weight is [d, kv, group, head_dim],
-so that a split over key-value heads runs through the whole attention without a reshape.
+Query heads that share a key-value head are a separate dim: the query weight is [d, kv, group, head_dim]. So the whole
+attention can be split over key-value heads without a reshape.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Divide the last dim by its root mean square, in float32; then scale. Zhang & Sennrich 2019."""
+    """Divide the last dim by its root mean square in float32, then apply the scale (Zhang & Sennrich 2019)."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-5)
     return (y * scale).astype(x.dtype)
@@ -53,7 +53,7 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 def rotary(
     seq: int, head_dim: int, theta: float, start: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [seq, head_dim / 2] of rotary positions, from ``start`` (0) on. Su et al. 2021."""
+    """Cosines and sines [seq, head_dim / 2] of rotary positions from ``start`` (default 0) on (Su et al. 2021)."""
     half = jnp.arange(head_dim // 2, dtype=jnp.float32)
     positions = jnp.arange(seq, dtype=jnp.float32)
     if start is not None:
@@ -63,7 +63,7 @@ def rotary(
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn each pair (x[i], x[i + head_dim/2]) of x [b, s, ..., head_dim] by its position's angle."""
+    """Rotate each pair (x[i], x[i + head_dim/2]) of x [b, s, ..., head_dim] by its position's angle."""
     middle = tuple(range(1, x.ndim - 2))  # the head dims between sequence and head_dim
     cos, sin = jnp.expand_dims(cos, middle), jnp.expand_dims(sin, middle)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -71,7 +71,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def grouped_attention(x: jax.Array, p: Weights, cos: jax.Array, sin: jax.Array, attend: Attend) -> jax.Array:
-    """Causal self-attention of x [b, s, d]; letters: h key-value head, g query of its group, k head_dim."""
+    """Causal self-attention of x [b, s, d]. Letters: h key-value head, g query head of its group, k head_dim."""
     q = rotate(jnp.einsum("bsd,dhgk->bshgk", x, p["wq"].astype(x.dtype)), cos, sin)
     k = rotate(jnp.einsum("bsd,dhk->bshk", x, p["wk"].astype(x.dtype)), cos, sin)
     v = jnp.einsum("bsd,dhk->bshk", x, p["wv"].astype(x.dtype))
@@ -94,7 +94,7 @@ def attend_grouped(
 def fused_grouped(
     q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, mask: jax.Array | None = None
 ) -> jax.Array:
-    """The same by JAX's own attention, which finds a query's group by its head's number."""
+    """Like `attend_grouped`, by jax.nn.dot_product_attention, which finds a query head's group by its index."""
     b, s, h, g, d = q.shape
     return fused_attend(q.reshape(b, s, h * g, d), k, v, causal=causal, mask=mask).reshape(q.shape)
 
@@ -117,8 +117,8 @@ def attention_leaves(d: int, kv_heads: int, group: int, head_dim: int) -> Weight
 
 
 OwnAttention = tuple[Callable[[jax.Array, Weights, jax.Array, jax.Array], jax.Array], Weights]
-"""An attention in place of `grouped_attention`: its function of x [b, s, d], its weights, and cosines and sines of
-``head_dim``; and the shapes of its weights."""
+"""An attention in place of `grouped_attention`: (f(x [b, s, d], weights, cos, sin) -> y, the shapes of its weights).
+cos and sin are those of `rotary` for ``head_dim``."""
 
 
 def language_model(
@@ -143,10 +143,16 @@ def language_model(
     tokens: int = 1,
     own: OwnAttention | None = None,
 ) -> Built:
-    """The decoder around a feed-forward layer; embedding and output are two tables. task, context, tokens: see
-    `pase.zoo.serving`. own: an attention of one's own, which is trained only."""
+    """The decoder around a feed-forward layer. Embedding and output have separate tables.
+
+    task, context, tokens: see `pase.zoo.serving`. own: another attention, which is supported only for training.
+    """
     if own is not None and task != "train":
-        raise PaseError(f"task={task!r} needs keys and values by head: leave out own, or train")
+        raise PaseError(
+            "the task needs keys and values for each head, but the model has its own attention",
+            where=f"task={task!r}",
+            fix="leave out own=, or use task='train'",
+        )
     attend = {"plain": attend_grouped, "fused": fused_grouped}[attention]
 
     def block_at(seq: int, start: jax.Array | None = None) -> Callable[..., jax.Array]:
@@ -206,7 +212,7 @@ def language_model(
 
 
 def llama(*, d: int, ff: int, **sizes: Any) -> Built:
-    """Llama-3 with a dense SwiGLU feed-forward; ``sizes`` as in `language_model`."""
+    """Llama-3 with a dense SwiGLU feed-forward. sizes: see `language_model`."""
     leaves = {
         "gate": weight(d, ff, fan_in=d),
         "up": weight(d, ff, fan_in=d),
@@ -216,7 +222,7 @@ def llama(*, d: int, ff: int, **sizes: Any) -> Built:
 
 
 def mixtral(*, d: int, ff: int, experts: int, chosen: int, capacity_percent: int, **sizes: Any) -> Built:
-    """Mixtral: each token goes to ``chosen`` of the ``experts``; see `pase.zoo.moe` for the capacity."""
+    """Mixtral: each token goes to ``chosen`` of the ``experts``. `pase.zoo.moe` describes the capacity."""
 
     def forward(x: jax.Array, p: Weights) -> jax.Array:
         return experts_forward(x, p, chosen=chosen, capacity_percent=capacity_percent)

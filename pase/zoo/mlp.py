@@ -1,4 +1,4 @@
-"""A multilayer perceptron: the zoo's smallest model, and the one to read first."""
+"""A multilayer perceptron. It is the zoo's smallest model, so read it first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["mlp"]
 
 
 def mlp(*, batch: int, layers: int, features: int, hidden: int, classes: int, dtype: str) -> Built:
-    """``layers`` hidden layers of ReLU between inputs [batch, features] and a classifier."""
+    """A perceptron with ``layers`` hidden ReLU layers between inputs [batch, features] and a classifier."""
 
     def loss_fn(params: Weights, batch: Weights) -> jax.Array:
         x = batch["inputs"].astype(dtype)

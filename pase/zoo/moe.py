@@ -1,7 +1,7 @@
 """Mixture of experts by einsum, after GShard (Lepikhin et al. 2020): route, dispatch, expert, combine.
 
-Every step is dense and of fixed shape, so that a split over the batch or over the experts is an annotation
-and the exchange of tokens between them is one all-to-all on each side of the experts.
+Every step is dense and has a fixed shape, so that a split over the batch or over the experts is an annotation, and the
+exchange of tokens between the two is one all-to-all before and one after the experts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def expert_leaves(d: int, ff: int, experts: int) -> Weights:
 
 
 def slots(seq: int, experts: int, chosen: int, capacity_percent: int) -> int:
-    """Tokens of one row of the batch that one expert takes: the even share times the capacity, rounded up.
+    """The number of tokens that one expert takes per batch row: the even share times the capacity, rounded up.
 
     >>> slots(4096, 8, 2, 125)
     1280
@@ -34,16 +34,16 @@ def slots(seq: int, experts: int, chosen: int, capacity_percent: int) -> int:
 
 
 def route(logits: jax.Array, *, chosen: int, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Dispatch (0 or 1) and combine (gate) weights [b, s, e, c] from router logits [b, s, e].
+    """(dispatch weights (0 or 1), combine weights (gates)), both [b, s, e, c], from router logits [b, s, e].
 
-    A token's gates are the softmax over its ``chosen`` largest logits. Within a row of the batch an expert
-    takes tokens in their order and drops those beyond its slots. (GShard takes all first choices first; then
-    a later token can push out an earlier one, and a causal model sees its future.)
+    A token's gates are the softmax over its ``chosen`` largest logits. Within a batch row, an expert takes tokens in
+    order and drops those beyond its capacity. (GShard takes all first choices first. A later token can then push out an
+    earlier one, so a causal model would see its future.)
     """
     experts = logits.shape[-1]
     mask = jnp.zeros_like(logits)
     for _ in range(chosen):
-        # One argmax after another, as GShard: for a top-k, XLA would gather a batch that is split.
+        # One argmax after another, as in GShard. For a top-k, XLA would gather a batch that is split.
         best = jnp.argmax(jnp.where(mask > 0, -jnp.inf, logits), axis=-1)
         mask = mask + jax.nn.one_hot(best, experts, dtype=logits.dtype)
     gates = jax.nn.softmax(jnp.where(mask > 0, logits, -1e30), axis=-1)
@@ -54,9 +54,9 @@ def route(logits: jax.Array, *, chosen: int, capacity: int) -> tuple[jax.Array, 
 
 
 def experts_forward(x: jax.Array, p: Weights, *, chosen: int, capacity_percent: int) -> jax.Array:
-    """Send each token of x [b, s, d] to its experts and add up what they return, weighted by its gates.
+    """Send each token of x [b, s, d] to its experts, and add up their results weighted by its gates.
 
-    Letters: e expert, c slot, f hidden. A dropped token gets nothing from that expert.
+    Letters: e expert, c slot, f hidden. A dropped token gets zeros from that expert.
     """
     seq, experts = x.shape[1], p["router"].shape[-1]
     logits = jnp.einsum("bsd,de->bse", x.astype(jnp.float32), p["router"])

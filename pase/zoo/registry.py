@@ -1,4 +1,4 @@
-"""From a name and settings to a model: ``get("gpt2?batch=128&seq=1024")``."""
+"""Makes a model from a name and settings: ``get("gpt2?batch=128&seq=1024")``."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ _WORDS = {
     "attention": ("plain", "fused"),
     "task": ("train", "prefill", "decode", "generate"),
 }
-"""Settings that are words, with those that each may be."""
+"""Settings whose values are words -> the possible words."""
 _FLAGS = ("remat", "scan")
 _LARGEST = 2**31 - 1
 _MOST = {"layers": 2_000}
-"""What is written out, layer by layer: more than this takes minutes to trace, and no model has as many."""
+"""Largest values of settings. Layers may be written out one by one; more than this take minutes to trace."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ZooModel:
     """A model ready to be traced.
 
-    ``loss_fn(params, batch)`` gives a scalar; of a task that is not training ("prefill", "decode") it gives
-    (next token, cache), and takes the ``cache`` as well where there is one; ``decode`` is what follows it in task
-    "generate", ``tokens`` times. ``params`` and ``batch`` are pytrees of
-    ``jax.ShapeDtypeStruct`` of its arguments. ``published_parameters`` is what ``source`` states
-    for the default settings; ``beyond_published`` names the top-level entries of ``params`` which that count
-    leaves out (a training head, say).
+    ``loss_fn(params, batch)`` returns a scalar. For the tasks "prefill" and "decode" it returns (next token, cache);
+    for "decode" it also takes the ``cache``. In task "generate", ``decode`` runs after it, ``tokens`` times.
+    ``params``, ``batch`` and ``cache`` are pytrees of ``jax.ShapeDtypeStruct``. ``published_parameters`` is the number
+    that ``source`` states for the default settings. ``beyond_published`` names the top-level entries of ``params`` that
+    this number leaves out, such as a training head.
     """
 
     name: str
@@ -54,14 +53,14 @@ class ZooModel:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters at these settings, every one counted."""
+        """The number of all parameters at these settings."""
         import jax
 
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
 
     @property
     def task(self) -> str:
-        """What it is built for: "train", "prefill", "decode" or "generate"."""
+        """The task that the model is built for: "train", "prefill", "decode" or "generate"."""
         return str(self.settings.get("task", "train"))
 
     @property
@@ -70,9 +69,10 @@ class ZooModel:
         return (self.batch,) if self.cache is None else (self.batch, self.cache)
 
     def init(self, seed: int = 0) -> tuple[Tree, ...]:
-        """Real ``(params, *inputs)``: fan-in normal weights, unit norm scales, tokens and labels in range.
+        """Arrays for ``(params, *inputs)``: weights normal by fan-in, norm scales of 1, tokens and labels in range.
 
-        The same seed gives the same arrays. Meant for reduced sizes: a published size needs its full memory.
+        The same seed gives the same arrays. It is meant for reduced sizes, because a published size needs its full
+        memory.
         """
         return self._arrays(seed)
 
@@ -87,10 +87,14 @@ def names() -> tuple[str, ...]:
 
 
 def entry(name: str) -> Entry:
-    """What the catalogue knows about a model, without building it (and without JAX)."""
+    """The catalogue's entry of a model. It does not build the model and needs no JAX."""
     if name in ENTRIES:
         return ENTRIES[name]
-    raise PaseError(f"no zoo model '{name}'.{_suggest(name, ENTRIES)} The zoo has: {', '.join(ENTRIES)}.")
+    raise PaseError(
+        f"there is no model '{name}'{_suggest(name, ENTRIES)}",
+        where="zoo",
+        fix=f"choose one of {', '.join(ENTRIES)}",
+    )
 
 
 def get(model: str, **settings: Setting) -> ZooModel:
@@ -104,9 +108,9 @@ def get(model: str, **settings: Setting) -> ZooModel:
 
 
 def reduced(model: str, **settings: Setting) -> ZooModel:
-    """The same model in float32 and so small that a training step takes seconds on a CPU.
+    """The model in float32 and so small that a training step takes seconds on a CPU.
 
-    Every kind of layer of the published model is in it; only widths, depths and the batch shrink.
+    It has every kind of layer of the published model. Only widths, depths and the batch are smaller.
 
     >>> reduced("gpt2").settings["layers"]
     2
@@ -128,7 +132,9 @@ def _build(found: Entry, settings: dict[str, Setting], architecture: Mapping[str
     except ModuleNotFoundError as error:
         if error.name != "jax":
             raise
-        raise PaseError(f"the zoo's models are JAX functions and need JAX: {install_line('jax')}") from error
+        raise PaseError(
+            "the models are JAX functions, but JAX is not installed", where="zoo", fix=install_line("jax")
+        ) from error
     return ZooModel(
         name=found.name,
         description=found.description,
@@ -146,48 +152,57 @@ def _build(found: Entry, settings: dict[str, Setting], architecture: Mapping[str
 
 
 def _parse(model: str, keywords: Mapping[str, Setting]) -> tuple[Entry, dict[str, Setting]]:
-    """Split ``name?key=value&key=value``; check every setting against the entry's."""
+    """Split ``name?key=value&key=value``, and check every setting against the entry."""
     name, _, query = model.removeprefix("zoo:").partition("?")
     found = entry(name)
     given: dict[str, Setting] = {}
     for pair in query.split("&") if query else ():
         key, equals, text = pair.partition("=")
         if not equals:
-            raise PaseError(f"'{pair}' in '{model}' is not a setting; write {name}?key=value&key=value.")
+            raise PaseError(
+                f"'{pair}' is not a setting", where=f"'{model}'", fix=f"write {name}?key=value&key=value"
+            )
         if key in given:
-            raise PaseError(f"the setting '{key}' occurs twice in '{model}'.")
+            raise PaseError(f"the setting '{key}' occurs twice", where=f"'{model}'", fix="give it once")
         given[key] = text
     for key in given.keys() & keywords.keys():
-        raise PaseError(f"the setting '{key}' is given in '{model}' and as a keyword.")
+        raise PaseError(
+            f"the setting '{key}' is given both in the name and as a keyword",
+            where=f"'{model}'",
+            fix="give it once",
+        )
     return found, {key: _value(found, key, raw) for key, raw in {**given, **keywords}.items()}
 
 
 def _value(found: Entry, key: str, raw: Setting) -> Setting:
-    """One setting, checked: an integer of at least 1 (a flag: 0 or 1), or one of a few words."""
+    """The checked value of one setting: an integer of at least 1, 0 or 1 for a flag, or one of a few words."""
     if key not in found.settings:
         have = ", ".join(f"{name}={default}" for name, default in found.settings.items())
         raise PaseError(
-            f"the zoo model '{found.name}' has no setting '{key}'."
-            f"{_suggest(key, found.settings)} It has: {have}."
+            f"the model has no setting '{key}'{_suggest(key, found.settings)}",
+            where=f"zoo:{found.name}",
+            fix=f"choose one of {have}",
         )
-    where = f"{found.name}: {key}={raw}"
+    where = f"zoo:{found.name}: {key}={raw}"
     if key in _WORDS:
         if raw not in _WORDS[key]:
-            raise PaseError(f"{where} is not a setting of the zoo; choose one of {', '.join(_WORDS[key])}.")
+            raise PaseError(
+                "the value is unknown", where=where, fix=f"choose one of {', '.join(_WORDS[key])}"
+            )
         return raw
     try:
         value = int(raw) if isinstance(raw, str | bool) else raw.__index__()
     except (AttributeError, ValueError):
-        raise PaseError(f"{where} is not an integer.") from None
+        raise PaseError("the value is not an integer", where=where, fix="give an integer") from None
     if key in _FLAGS:
         low, high = 0, 1
     else:
         low, high = found.minimum.get(key, 1), _MOST.get(key, _LARGEST)
     if not low <= value <= high:
-        raise PaseError(f"{where} is out of range; it must lie between {low} and {high}.")
+        raise PaseError("the value is out of range", where=where, fix=f"choose one from {low} to {high}")
     return value
 
 
 def _suggest(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1)
-    return f" Did you mean '{close[0]}'?" if close else ""
+    return f" (did you mean '{close[0]}'?)" if close else ""

@@ -1,4 +1,4 @@
-"""The recurrent language model: an embedding, LSTM layers, a classifier over the vocabulary."""
+"""A recurrent language model: an embedding, LSTM layers, and a classifier over the vocabulary."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["lstm", "rnnlm"]
 def lstm(x: jax.Array, p: Weights) -> jax.Array:
     """Hidden states [s, b, h] of an LSTM over inputs [s, b, d], from zero states.
 
-    The four gates (input, forget, cell, output) are a dim of their own. The product with
-    the inputs does not depend on the state: it is one matrix product for all steps, outside of the loop.
+    The four gates (input, forget, cell, output) are a separate dim. The product with the inputs does not depend on the
+    state, so it is one matrix product for all steps, outside of the loop.
     """
     gates = jnp.einsum("sbd,dgh->sbgh", x, p["wx"].astype(x.dtype)) + p["b"].astype(x.dtype)
     recurrent = p["wh"].astype(x.dtype)
@@ -32,10 +32,12 @@ def lstm(x: jax.Array, p: Weights) -> jax.Array:
 
 
 def rnnlm(*, batch: int, seq: int, layers: int, vocab: int, dtype: str, d: int, hidden: int) -> Built:
-    """``layers`` LSTM layers of ``hidden`` units over embeddings of width d."""
+    """A language model with ``layers`` LSTM layers of ``hidden`` units and embeddings of width d."""
 
     def loss_fn(params: Weights, batch: Weights) -> jax.Array:
-        x = lookup(params["embedding"], batch["tokens"].T, dtype)  # time first, as the loop over it wants
+        x = lookup(
+            params["embedding"], batch["tokens"].T, dtype
+        )  # time is the first dim, for the loop over it
         for p in params["lstm"]:
             x = lstm(x, p)
         p = params["classifier"]

@@ -45,9 +45,9 @@ def seq2seq(
     heads: int,
     ff: int,
 ) -> Built:
-    """Post-norm blocks; ``layers`` in the encoder and as many in the decoder.
+    """A transformer with post-norm blocks, ``layers`` in the encoder and ``layers`` in the decoder.
 
-    One table serves both embeddings and the output (section 3.4 of the paper).
+    Both embeddings and the output share one table (section 3.4 of the paper).
     """
 
     attend = the_attend(attention)

@@ -1,8 +1,9 @@
 """A decoder for inference: it reads a prompt in one pass, then one token per call, with a cache of keys and values.
 
-The cache holds all layers, [layers, batch, context, kv heads, head dim] for keys and for values, and the number of
-filled positions. The layers write it in place, one after the other. Tasks: "prefill" reads a prompt of ``seq`` tokens
-and makes the cache; "decode" takes it and adds one token; "generate" is one prefill and ``tokens`` steps of decoding.
+The cache holds keys and values of all layers, [layers, batch, context, kv heads, head dim] each, and the number of
+filled positions. The layers write to it in place, one after the other. Task "prefill" reads a prompt of ``seq`` tokens
+and makes the cache. Task "decode" takes the cache and adds one token. Task "generate" is one prefill followed by
+``tokens`` decoding steps.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ __all__ = ["Decoder", "served"]
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """A decoder's parts. start: the position of the first of ``tokens``; None: they are the prompt.
+    """The parts of a decoder.
 
-    embed: (params, tokens [b, s], start) -> x [b, s, d]. block_at: (s, start) -> block(x, p, attend) -> x.
-    logits: (params, x [b, s, d]) -> [b, s, vocab].
+    embed: (params, tokens [b, s], start) -> x [b, s, d]. block_at: (s, start) -> block(x, p, attend) -> x. logits:
+    (params, x [b, s, d]) -> [b, s, vocab]. Here, start is the position of the first of ``tokens``, or None if they are
+    the prompt.
     """
 
     embed: Callable[[Tree, jax.Array, Tree], jax.Array]
@@ -40,11 +42,11 @@ class Decoder:
     scan: int
 
     def cache_shape(self, batch: int, context: int) -> tuple[int, ...]:
-        """The shape of the keys, and of the values."""
+        """The shape of the cached keys, and of the cached values."""
         return (self.layers, batch, context, self.kv_heads, self.head_dim)
 
     def prefill(self, params: Tree, batch: Tree, context: int) -> tuple[jax.Array, Tree]:
-        """(the next token [b], the cache) of a prompt batch["tokens"] [b, s]."""
+        """(the next token [b], the cache) for a prompt batch["tokens"] [b, s]."""
         tokens = batch["tokens"]
         shape = self.cache_shape(tokens.shape[0], context)
         cache = {n: jnp.zeros(shape, self.dtype) for n in ("keys", "values")}
@@ -93,8 +95,10 @@ class Decoder:
 
 @dataclass(kw_only=True)
 class _Stored:
-    """Attention in a layer that caches its keys and values: these are written first. If ``seen`` says which positions
-    count, the layer's whole cache is read."""
+    """Attention in a layer that caches its keys and values. It first writes them to the cache.
+
+    seen: the positions to attend to in the layer's whole cache. If it is None, the cache is not read.
+    """
 
     attend: Attend
     keys: jax.Array
@@ -118,12 +122,13 @@ class _Stored:
 def served(
     decoder: Decoder, params: Tree, task: str, *, batch: int, seq: int, context: int, vocab: int, tokens: int
 ) -> Built:
-    """The model of a task other than training; parameters are stored in the dtype that they are used in."""
+    """The model of a task other than training. Parameters are stored in the dtype in which they are used."""
     if seq + (tokens if task == "generate" else 0) > context and task != "decode":
-        more = f" and {tokens} tokens more" if task == "generate" else ""
+        more = f" and {tokens} more" if task == "generate" else ""
         raise PaseError(
-            f"a prompt of {seq} tokens{more} does not fit a cache of {context} positions: give a larger context= or a "
-            f"smaller seq="
+            f"a prompt of {seq} tokens{more} does not fit in a cache of {context} positions",
+            where="context",
+            fix="give a larger context= or a smaller seq=",
         )
     prompt = {"tokens": integers(batch, seq, below=vocab)}
 

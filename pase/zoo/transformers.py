@@ -1,4 +1,4 @@
-"""Transformers of one stack: GPT (causal), BERT (masked tokens), ViT (image patches)."""
+"""Transformers with one stack of blocks: GPT (causal), BERT (masked tokens), ViT (image patches)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def gpt(
 ) -> Built:
     """GPT-2 and GPT-3: pre-norm causal blocks, learned positions, the output tied to the token embedding.
 
-    ``context`` positions are stored; a longer ``seq`` stores as many as it needs. task, tokens: see `pase.zoo.serving`.
+    The table of positions has ``context`` rows, or ``seq`` if that is more. task, tokens: see `pase.zoo.serving`.
     """
 
     attend = the_attend(attention)
@@ -119,7 +119,7 @@ def bert(
 ) -> Built:
     """BERT pre-training: post-norm blocks, the masked-token loss plus the next-sentence loss.
 
-    ``batch["mask"]`` is 1 where a token is to be predicted; logits are tied to the token embedding.
+    ``batch["mask"]`` is 1 for the tokens to predict. The logits' weights are tied to the token embedding.
     """
 
     attend = the_attend(attention)
@@ -190,7 +190,11 @@ def vit(
 ) -> Built:
     """Vision transformer: patches by a strided convolution, a class token, pre-norm blocks."""
     if image % patch:
-        raise PaseError(f"image={image} is not a multiple of the model's patches of {patch} pixels.")
+        raise PaseError(
+            f"it is not a multiple of the model's patches of {patch} pixels",
+            where=f"image={image}",
+            fix=f"give a multiple of {patch}",
+        )
     patches = (image // patch) ** 2
 
     attend = the_attend(attention)

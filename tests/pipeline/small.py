@@ -1,4 +1,4 @@
-"""What tests of stages share: an optimizer, a small GPT with its arguments, and its unsharded step."""
+"""Shared by tests of stages: an optimizer, a small GPT with its arguments, and its unsharded step."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from pase.pipeline.types import StageTimes
 def problem_of(
     rng: np.random.Generator, name: str, p: int, v: int, m: int, blocks: int, limit: float = np.inf
 ):  # type: ignore[no-untyped-def]
-    """Blocks of one kind, an embedding and a head; sums of gradients once a step; bytes."""
+    """A random problem: equal blocks, an embedding and a head, gradient reductions once per step, and bytes."""
     s, n = schedule(name, p, m, v), p * v
     block = rng.uniform(0.5, 1.5, 3)
     ends = np.zeros((4, n))
@@ -70,8 +70,9 @@ def test_equal_to_enumeration(name, limited):
         problem = problem_of(rng, name, p, v, m, 11, limit)
         truth = enumerated(problem)
         if np.isinf(truth):
-            with pytest.raises(Infeasible, match="no 11 blocks in 4 stages fit"):
+            with pytest.raises(Infeasible) as e:
                 best_cuts(problem)
+            assert e.value.where == f"schedule '{name}'" and e.value.fix
             continue
         found = best_cuts(problem)
         assert found.simulated is not None and found.counts is not None and sum(found.counts) == 11
@@ -84,7 +85,7 @@ def test_equal_to_enumeration(name, limited):
 @pytest.mark.parametrize("name", [n for n, d in SCHEDULES.items() if not d.lockstep])
 @pytest.mark.parametrize("limited", [False, True])
 def test_of_many_stages_the_bound_is_a_step_in_parts_of_blocks(name, limited, monkeypatch):
-    """The program of all actions against simulations of its own answer, and against enumeration of whole numbers."""
+    """The linear program of all actions agrees with a simulation of its solution, and is below enumerated cuts."""
     monkeypatch.setattr(cuts, "_MOST_STAGES", 0)
     rng = np.random.default_rng(len(name) + limited)
     low, _ = SCHEDULES[name].chunks
@@ -111,7 +112,7 @@ def test_of_many_stages_the_bound_is_a_step_in_parts_of_blocks(name, limited, mo
 
 
 def test_a_large_chain_takes_few_simulations():
-    """The notes' 24 blocks on 6 stages, of 33,649 cut vectors, and a chain as long as Llama-3 405B."""
+    """24 blocks on 6 stages, which have 33,649 cut vectors, and a chain as long as Llama-3 405B's."""
     for p, m, blocks in ((6, 24, 24), (16, 16, 126)):
         rng = np.random.default_rng(p)
         found = best_cuts(problem_of(rng, "1f1b", p, 1, m, blocks))

@@ -1,4 +1,4 @@
-"""What of a stage's gathers and sums is exposed: against the flow shop itself, and in the search for cuts."""
+"""The exposed time of a stage's all-gathers and reductions: against a flow shop, and in the search for cuts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pase.pipeline.types import Kind, StageTimes
 
 
 def flow_shop(gathers: list[float], compute: list[float]) -> float:
-    """Seconds until all units have run, each after its own gather; gathers run one after another from the beginning."""
+    """Seconds until all units have run, each after its own gather. Gathers run one after another from the start."""
     here = done = 0.0
     for g, c in zip(gathers, compute, strict=True):
         here += g
@@ -99,7 +99,7 @@ def test_one_stage_a_rank_waits_as_a_stage_alone_does():
 
 
 def test_nothing_is_hidden_where_nothing_overlaps():
-    """Not even the last digit of a sum."""
+    """The hidden time is exactly zero, without rounding errors of sums."""
     rng = np.random.default_rng(3)
     for _ in range(20):
         problem = problem_of(rng, "interleaved", 2, 2, 4, 12)

@@ -1,4 +1,4 @@
-"""What the zoo's tests share: the reduced models by what they are, compiled fast, each once."""
+"""Shared by the zoo's tests: the reduced models, each compiled once, and compiled fast."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def _reduced_key(name: str) -> str:
     return f"{found.builder} {sorted(found.reduced.items())} {sorted(left.items())}"
 
 
-# Sizes of one family shrink to the same reduced model; one of them stands for all.
+# All sizes of a family have the same reduced model, so only one of them is tested.
 DISTINCT = tuple({_reduced_key(name): name for name in reversed(zoo.names())}.values())[::-1]
 
 
 def compiled(function: Any, *arguments: Any) -> Any:
-    """The jitted function for these arguments, compiled."""
+    """The function, compiled for these arguments."""
     return jax.jit(function).lower(*arguments).compile()
 
 

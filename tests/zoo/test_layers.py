@@ -139,7 +139,10 @@ def test_sinusoids() -> None:
 
 
 def dense_experts(x: Any, p: Any, chosen: int, capacity: int) -> np.ndarray:
-    """Token by token: the experts of its largest logits, each while it has room, added up by their gates."""
+    """For each token, the sum of its experts' results, weighted by its gates.
+
+    Its experts are those with the largest logits, as long as they have capacity left.
+    """
     p = {key: np.asarray(value, np.float64) for key, value in p.items()}
     y = np.zeros(x.shape)
     for row in range(x.shape[0]):
@@ -160,7 +163,7 @@ def dense_experts(x: Any, p: Any, chosen: int, capacity: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("capacity_percent", "drops"), [(400, False), (100, True), (50, True)])
 def test_experts_are_the_per_token_reference(capacity_percent: int, drops: bool) -> None:
-    """400% of the even share of 2 in 8 is room for every token: nothing is dropped."""
+    """At 400% of the even share of 2 in 8, each expert has capacity for every token, so nothing is dropped."""
     seq, experts, chosen = 12, 8, 2
     x = draw(3, seq, 16)
     p = arrays(expert_leaves(16, 24, experts) | {"router": normal(16, experts, std=1.0)}, 1)

@@ -95,7 +95,7 @@ def test_gradients_trace_on_shapes_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in DISTINCT if name != "densenet121"])
 def test_traces_on_symbolic_batch_and_sequence(name: str) -> None:
-    """No builder bakes a size of the batch into the program: one trace can serve every batch and sequence."""
+    """No builder writes batch sizes into the program, so one trace works for every batch and sequence length."""
     model = zoo.get(name)
     context = (model.settings | zoo.entry(name).architecture).get("context", 2**20)
     b, s = jax.export.symbolic_shape("b,s", constraints=[f"s<={context}"])
@@ -158,7 +158,7 @@ def test_feature_maps(name: str, shapes: list[tuple[int, ...]]) -> None:
 
 
 def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    """Every equation, those of nested jaxprs too."""
+    """All equations, including those of nested jaxprs."""
     for eqn in jaxpr.eqns:
         yield eqn
         for value in eqn.params.values():
@@ -169,7 +169,7 @@ def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
 
 
 def array(var: Any) -> Any:
-    """What a variable of a jaxpr is known to be: it has a shape and a dtype."""
+    """The abstract value of a jaxpr's variable. It has a shape and a dtype."""
     return var.aval
 
 

@@ -27,7 +27,7 @@ def test_reduced_is_small_and_splits_by_eight(name: str) -> None:
 
 @pytest.mark.parametrize("name", DISTINCT)
 def test_loss_at_chance(name: str) -> None:
-    """With small random weights every class is about as likely: the loss is near log(classes)."""
+    """With small random weights all classes are about equally likely, so the loss is near log(classes)."""
     params, batch, step = reduced_step(name)
     loss, _ = step(params, batch)
     settings = zoo.reduced(name).settings
@@ -47,7 +47,7 @@ def test_every_parameter_has_a_gradient(name: str) -> None:
         assert np.isfinite(gradient).all(), where
         largest = float(np.abs(gradient).max())
         if where.endswith("['bk']"):
-            # One bias for all keys moves all scores of a query alike, which a softmax does not see.
+            # A bias of all keys adds the same number to all scores of a query, which a softmax ignores.
             assert largest < 1e-7, where
         else:
             assert largest > 1e-6, where
@@ -70,7 +70,7 @@ def test_init_is_reproducible_and_has_the_stated_shapes(name: str) -> None:
     ("name", "scan", "remat"), [("gpt2", 1, 0), ("gpt2", 0, 1), *((name, 0, 0) for name in SCANNED)]
 )
 def test_scan_and_remat_do_not_change_the_numbers(name: str, scan: int, remat: int) -> None:
-    """Same parameters, unstacked for scan=0: the loss and all gradients agree to float32 rounding."""
+    """With the same parameters, unstacked for scan=0, the loss and all gradients agree to float32 rounding."""
     params, batch, step = reduced_step(name)
     loss, gradients = step(params, batch)
     model = zoo.reduced(name, scan=scan, remat=remat)
@@ -85,7 +85,7 @@ def test_scan_and_remat_do_not_change_the_numbers(name: str, scan: int, remat: i
 
 
 def unstacked(model: zoo.ZooModel, stacked: Any) -> Any:
-    """Parameters of scan=1 as scan=0 wants them."""
+    """Parameters for scan=1 converted to the form for scan=0."""
     return {
         key: [jax.tree.map(lambda x, i=i: x[i], stacked[key]) for i in range(len(value))]
         if isinstance(value, list)

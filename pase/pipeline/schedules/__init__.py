@@ -1,1 +1,1 @@
-"""One file a family of schedules; each registers what it defines (``pase.pipeline.registry``)."""
+"""Schedules, one file per family. Each file registers the schedules that it defines (``pase.pipeline.registry``)."""

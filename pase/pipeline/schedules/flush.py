@@ -1,4 +1,4 @@
-"""Schedules of one stage a rank and whole backwards: GPipe, 1F1B, and 1F1B with eager forwards."""
+"""Schedules with one stage per rank and an undivided backward: GPipe, 1F1B, and 1F1B with eager forwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["alternating"]
 
 
 def alternating(stage: int, warm: int, micro_batches: int) -> Iterator[Action]:
-    """So many forwards, then a forward and a backward in turns, then the backwards that are left."""
+    """``warm`` forwards, then a forward and a backward alternately, then the remaining backwards."""
     warm = min(warm, micro_batches)
     for i in range(warm):
         yield Action(stage, Kind.FORWARD, i)
@@ -32,7 +32,7 @@ def gpipe(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
 
 @register(
     "1f1b",
-    "a backward as soon as it can be; rank r keeps at most ranks - r micro-batches",
+    "each backward as early as possible; rank r keeps at most ranks - r micro-batches",
     source="Narayanan et al., SC 2021, section 2.2.1 (2104.04473)",
 )
 def one_forward_one_backward(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
@@ -41,7 +41,7 @@ def one_forward_one_backward(ranks: int, micro_batches: int, chunks: int) -> lis
 
 @register(
     "eager-1f1b",
-    "1F1B with twice the forwards ahead, so that transfers cost at fill and drain alone",
+    "1F1B with twice the warm-up forwards; transfers cost time only during fill and drain",
     source="jaxpp, src/jaxpp/schedules.py (Eager1F1B); Zhuang et al., MLSys 2023 (2211.05322)",
 )
 def eager(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:

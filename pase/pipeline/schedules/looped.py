@@ -1,4 +1,4 @@
-"""Schedules of several stages a rank, round the ranks: interleaved 1F1B, and the circular one of a single program."""
+"""Schedules with several stages per rank, assigned round-robin: interleaved 1F1B, and circular (one program)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from pase.pipeline.types import Action, Kind
 
 
 def _order(ranks: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]:
-    """(chunk, micro-batch) in the order of forwards: groups of as many micro-batches as ranks pass all chunks."""
+    """(chunk, micro-batch) in the order of forwards.
+
+    Micro-batches run in groups of ``ranks``. Each group passes through all chunks before the next one starts.
+    """
     groups = [range(at, min(at + ranks, micro_batches)) for at in range(0, micro_batches, ranks)]
     return [(c, i) for group in groups for c in range(chunks) for i in group]
 
 
 @register(
     "interleaved",
-    "1F1B with several stages a rank: fill and drain in chunks, as many times the transfers",
+    "1F1B with several stages per rank: shorter fill and drain, for as many times the transfers",
     source="Narayanan et al., SC 2021, section 2.2.2; Megatron-LM, core/pipeline_parallel/schedules.py",
     chunks=(2, 0),
     multiple=True,
@@ -35,7 +38,7 @@ def interleaved(ranks: int, micro_batches: int, chunks: int) -> list[list[Action
 
 @register(
     "circular",
-    "one program: a scan in which every rank runs a stage each turn, then its derivative",
+    "one program: a scan in which every rank runs one stage per iteration, then its derivative",
     source="praxis, layers/pipeline.py; maxtext, layers/pipeline.py",
     chunks=(1, 0),
     lockstep=True,

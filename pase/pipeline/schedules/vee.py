@@ -1,4 +1,4 @@
-"""Schedules whose stages go there and back, two a rank: ZB-V and DualPipeV."""
+"""Schedules with two stages per rank, placed along the ranks and back in a V: ZB-V and DualPipeV."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ F, B, INPUT, WEIGHT = Kind
 
 
 class _Rank:
-    """Writes one rank's list; micro-batches of each stage and kind are taken in their order."""
+    """Writes one rank's list of actions. Each stage takes micro-batches in order for each kind of action."""
 
     def __init__(self, ranks: int, r: int) -> None:
         self.stage = (r, 2 * ranks - 1 - r)
@@ -20,7 +20,7 @@ class _Rank:
         self.late: deque[Action] = deque()
 
     def do(self, chunk: int, *kinds: Kind) -> None:
-        """These on the chunk's next micro-batch. A backward is counted as its two parts."""
+        """Add actions of these kinds on the chunk's next micro-batches. A backward counts as both of its parts."""
         for kind in kinds:
             key = (chunk, INPUT if kind == B else kind)
             self.order.append(Action(self.stage[chunk], kind, self.count[key]))
@@ -31,14 +31,14 @@ class _Rank:
                 self.late.append(Action(self.stage[chunk], WEIGHT, self.order[-1].micro))
 
     def weight(self) -> None:
-        """The oldest gradient of weights that waits, if one does."""
+        """Add the oldest weight gradient that is still to be computed, if there is one."""
         if self.late:
             self.order.append(self.late.popleft())
 
 
 @register(
     "zb-v",
-    "1F1B's memory on every rank and no bubble where forward and both parts of backward take alike",
+    "1F1B's memory on every rank; no bubble if forward and both parts of backward take equally long",
     source="Qi et al., NeurIPS 2024 (2405.15362); torch.distributed.pipelining, ScheduleZBVZeroBubble",
     chunks=(2, 2),
     placement=vee,
@@ -48,7 +48,7 @@ def zb_v(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
 
 
 def _zb_v_rank(ranks: int, r: int, micro_batches: int) -> list[Action]:
-    # Written for as many micro-batches as fill the pipeline; those that there are not are left out at the end.
+    # The list is written for enough micro-batches to fill the pipeline. Actions on missing ones are dropped at the end.
     many = max(2 * ranks - 1, micro_batches)
     rank = _Rank(ranks, r)
     for _ in range(2 * (ranks - r) - 1):
@@ -77,7 +77,7 @@ def _zb_v_rank(ranks: int, r: int, micro_batches: int) -> list[Action]:
 
 @register(
     "dualpipev",
-    "forwards of one stage beside backwards of the other, there and back",
+    "forwards of one of a rank's stages overlap with backwards of the other; stages placed in a V",
     source="deepseek-ai/DualPipe, dualpipe/dualpipev.py; torch.distributed.pipelining, ScheduleDualPipeV",
     chunks=(2, 2),
     placement=vee,
@@ -88,8 +88,11 @@ def dualpipev(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]
 
 
 def _dualpipev_rank(ranks: int, r: int, micro_batches: int) -> list[Action]:
-    """The eight steps of DualPipe's own program. A forward and a backward that it runs as one op stand one after the
-    other: the time of their overlap is the executor's to give."""
+    """The eight steps of DualPipe's own program.
+
+    A forward and a backward that DualPipe runs as one op are listed one after the other. How much time their overlap
+    saves depends on the executor.
+    """
     rank = _Rank(ranks, r)
     for _ in range(2 * (ranks - r - 1)):
         rank.do(0, F)

@@ -1,4 +1,4 @@
-"""Schedules that work out gradients of weights apart, where a rank would be idle: ZB-H1, ZB-H2."""
+"""Schedules that compute weight gradients separately, at times when a rank would be idle: ZB-H1, ZB-H2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pase.pipeline.types import Action, Kind
 
 
 def _delayed(stage: int, warm: int, delay: int, micro_batches: int) -> Iterator[Action]:
-    """1F1B whose gradients of weights come ``delay`` micro-batches after those of activations."""
+    """1F1B in which weight gradients are computed ``delay`` micro-batches after activation gradients."""
     warm, weights = min(warm, micro_batches), 0
     for i in range(warm):
         yield Action(stage, Kind.FORWARD, i)
@@ -26,7 +26,7 @@ def _delayed(stage: int, warm: int, delay: int, micro_batches: int) -> Iterator[
 
 @register(
     "zb-h1",
-    "1F1B's memory, a third of its bubble: gradients of weights fill the drain",
+    "1F1B's memory and a third of its bubble: weight gradients fill the drain",
     source="Qi et al., ICLR 2024, section 3 (2401.10241)",
 )
 def zb_h1(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
@@ -35,7 +35,7 @@ def zb_h1(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
 
 @register(
     "zb-h2",
-    "no bubble at equal times, for up to twice the memory",
+    "no bubble if all actions take equally long, for up to twice the memory",
     source="Qi et al., ICLR 2024, section 3 (2401.10241)",
 )
 def zb_h2(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
