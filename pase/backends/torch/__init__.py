@@ -1,1 +1,1 @@
-"""A plan run by PyTorch: ``plan.torch``."""
+"""Runs a plan in PyTorch: ``plan.torch``."""

@@ -1,4 +1,4 @@
-"""The batch of a step, beside the example that its plan was compiled with."""
+"""Compares the batch of a step with the example that the plan was compiled with."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["leaves_as_compiled"]
 
 
 def leaves_as_compiled(batch: Sequence[Tree], example: Sequence[Tree]) -> list[Tensor]:
-    """The leaves of a batch in the order of the example's, whatever order a dict has its keys in.
+    """The leaves of a batch, in the order of the example's leaves, whatever the order of the keys of a dict.
 
-    PaseError where the example has other leaves, tensors of another dtype, or another value where it has no tensor: the
-    exported step holds that value.
+    Raises PaseError if the batch has other leaves than the example, tensors of another dtype, or another value at a
+    leaf that is not a tensor. (The exported step contains that value.)
     """
     import torch
     from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -31,7 +31,9 @@ def leaves_as_compiled(batch: Sequence[Tree], example: Sequence[Tree]) -> list[T
         has = "lacks" if unlike[0] in wanted else "has"
         raise PaseError(
             f"the plan was compiled for a batch of {len(wanted)} tensors, but got {len(given)}: it {has} "
-            f"batch{min(unlike)}"
+            f"batch{min(unlike)}",
+            where="batch",
+            fix="pass a batch with the structure of the example batch",
         )
     for path, then in wanted.items():
         now = given[path]
@@ -41,18 +43,17 @@ def leaves_as_compiled(batch: Sequence[Tree], example: Sequence[Tree]) -> list[T
             same = isinstance(now, torch.Tensor) and now.dtype == then.dtype
         if not same:
             raise PaseError(
-                f"batch{path} is {_what(now)}; the plan was compiled for {_what(then)}: "
-                + (
-                    "convert it"
-                    if isinstance(then, torch.Tensor)
-                    else "compile for this value, or pass a tensor if it changes from step to step"
-                )
+                f"it is {_what(now)}, but the plan was compiled for {_what(then)}",
+                where=f"batch{path}",
+                fix="convert it"
+                if isinstance(then, torch.Tensor)
+                else "compile for this value, or pass a tensor if it changes from step to step",
             )
     return [given[path] for path in wanted]
 
 
 def _several(batch: Sequence[Tree]) -> tuple[Tree, ...]:
-    """Its arguments, whether they were given one by one or as one tuple."""
+    """The arguments of a batch, whether they were passed one by one or as one tuple."""
     while len(batch) == 1 and isinstance(batch[0], (tuple, list)):
         (batch,) = batch
     return tuple(batch)

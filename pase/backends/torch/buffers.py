@@ -1,4 +1,4 @@
-"""The buffers of a module in a step on one rank: what enters it, and what it writes."""
+"""The buffers of a module in a step on one rank: their values before the step, and the values that it writes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ __all__ = ["StepBuffers"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepBuffers:
-    """What depends on data (``mutated``) is a DTensor and flows through the plan; every rank has the whole of the rest,
-    and works out the next values of its ``counters`` itself.
+    """Reads and writes the buffers of a step.
 
-    What enters a step and is written by it is copied: autograd may have saved it, and it is written before backward.
+    A buffer that depends on data (``mutated``) is a DTensor and flows through the plan. Every rank has all other
+    buffers whole, and computes the next values of ``counters`` itself.
+
+    A buffer that the step reads and writes is copied first, because autograd may have saved it and the step writes it
+    before backward.
     """
 
     step: ParallelModule
@@ -33,7 +36,7 @@ class StepBuffers:
         return self.step.plan.traced.program
 
     def constants(self) -> dict[str, Tensor]:
-        """Placeholder -> buffer that does not depend on data, with the value that it has before the step."""
+        """Placeholder -> a buffer that does not depend on data, with its value before the step."""
         split, counted = (set(x.values()) for x in (self._program.mutated, self._program.counters))
         out = {}
         for node, path in self._program.buffers.items():
@@ -43,7 +46,7 @@ class StepBuffers:
         return out
 
     def entering(self) -> dict[str, RankValue]:
-        """Buffers that depend on data, with the values of the last step."""
+        """Tensor -> a buffer that depends on data, with its value from the previous step."""
         plan, split, out = self.step.plan, set(self._program.mutated.values()), {}
         for node, path in self._program.buffers.items():
             if path in split and node in plan.leaves:

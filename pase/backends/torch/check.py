@@ -1,9 +1,9 @@
 """``plan.torch.check``: whether the gradient of a plan's step is the slope of its own loss.
 
-Every rank calls it. Parameters are moved in place, in the layout in which they are stored, and put back afterwards. No
-rank has a whole tensor, except rank 0 for the unsharded step that is the reference where it fits.
+Every rank calls it. Parameters are changed in place, in the layout in which they are stored, and restored afterwards.
+No rank has whole tensors, except that rank 0 runs the unsharded step as a reference, if that fits.
 
-All ranks take the same decisions: every number that one is taken by is the same on all of them.
+All ranks take the same decisions, because every number that decides something is the same on all of them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Say", "TorchAgainst", "TorchSteps", "check_module", "rounded_differently", "wide"]
 
 TorchAgainst = Literal["auto", "unsharded", "none"]
-"""What gradients are compared with, besides the slope of the loss: the unsharded module; nothing. auto: the unsharded
-module if rank 0 has the memory for it."""
+"""The reference for the gradients, in addition to the slope of the loss: the unsharded module, or nothing. auto: the
+unsharded module if rank 0 has enough memory for it."""
 
 Say = Callable[[str], None]
 
@@ -46,14 +46,20 @@ def check_module(
     most_lines: int,
     say: Say | None,
 ) -> GradientCheck:
-    """Run the check, and leave everything as it was. reference: from the steps at their first point; a text says why
-    there is none. compiler: of ``torch.compile``; None: ops run one by one."""
+    """Run the check, and restore all state.
+
+    compiler: the backend of torch.compile; None: ops run one by one.
+    reference: computes the reference from the steps at their first point; returns a text if there is none, which says
+        why.
+    """
     import torch
 
     told = say if say is not None else (lambda text: None)
     if run.device.type == "meta":
         raise PaseError(
-            "parameters on the meta device have no values, and the check runs the step: load or make some first"
+            "parameters on the meta device have no values, but the check runs the step",
+            where="check",
+            fix="load or initialize the parameters first",
         )
     held = HeldState(run=run)
     try:
@@ -82,7 +88,7 @@ def check_module(
 
 
 def _tf32(traced: TracedTorch, device: torch.device) -> bool:
-    """Whether float32 is rounded to TF32 where numbers are multiplied."""
+    """Whether products of float32 numbers are rounded to TF32."""
     import torch
 
     if device.type != "cuda":
@@ -92,21 +98,23 @@ def _tf32(traced: TracedTorch, device: torch.device) -> bool:
 
 
 class TorchSteps:
-    """The steps of one parallel module along lines (``GradientSteps``). Every rank calls it alike."""
+    """The steps of one parallel module along lines (``GradientSteps``). All ranks must make the same calls."""
 
     def __init__(self, *, run: CheckedModule, held: HeldState, seed: int, coarsest: float) -> None:
         self.run, self.held, self.count, self.coarsest = run, held, 0, coarsest
         self._mine = list(run.mine.values())
         self._given = [was for _, was in held.parameters]
-        # What is summed over ranks is made here: Python 3.11's cached_property has a lock that all threads share, and
-        # ranks may be threads.
+        # Sums over ranks are computed here and not in a cached_property: in Python 3.11 its lock is shared by all
+        # threads, and ranks may be threads.
         sizes = {i: float(p.numel()) for i, p in run.mine.items()}
         self._elements = np.maximum(self._maximum(sizes), 1)
         self._given_squares = self._squares(self._given)
         self._scales = zero_scales(self._given_squares, self._elements)
         toward = self._random([JITTER] * len(self._mine), self._given, seed + 7)
         self.start = [_perturbed(x, d, 1.0) for x, d in zip(self._given, toward, strict=True)]
-        self.step(self._given)  # what a step keeps from an earlier one, and must not, is of other parameters
+        self.step(
+            self._given
+        )  # if state wrongly survives a step, it now belongs to other parameters than the start
         self.loss, self.gradients = self.step(self.start)
         self.jittered = math.isfinite(self.loss)
         if not self.jittered:
@@ -121,7 +129,7 @@ class TorchSteps:
         return self.run.names
 
     def along(self, line: Line) -> AlongLine:
-        """The step at nine points."""
+        """The step at nine points of a line."""
         toward = self._direction(line)
         losses, slopes = [self.loss], [self._dots(self.gradients, toward)]
         for k in range(1, POINTS):
@@ -143,7 +151,7 @@ class TorchSteps:
         )
 
     def step(self, parameters: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
-        """The loss, the same on every rank, and this rank's parts of the gradients."""
+        """The loss, which is the same on every rank, and this rank's parts of the gradients."""
         import torch
 
         self.count += 1
@@ -154,7 +162,7 @@ class TorchSteps:
         return self._agreed_loss(float(loss)), [gradient_of(p) for p in self._mine]
 
     def place(self, parameters: Sequence[Tensor]) -> None:
-        """Give this rank's parts of the parameters these values."""
+        """Set this rank's parts of the parameters to these values."""
         import torch
 
         with torch.no_grad():
@@ -162,7 +170,7 @@ class TorchSteps:
                 local_of(p).copy_(x)
 
     def _copies(self, noise: np.ndarray) -> tuple[GradientDifference, ...]:
-        """How far the gradients of ranks that hold the same part of a parameter are apart."""
+        """The differences between gradients on ranks that hold the same part of a parameter."""
         import torch
 
         apart = {}
@@ -184,8 +192,8 @@ class TorchSteps:
         )
 
     def _rounded(self) -> tuple[np.ndarray, np.ndarray]:
-        """How much the gradients change when every parameter moves by one unit in its last place: relative to their
-        norms, and the largest element."""
+        """How much the gradients change if every parameter changes by one unit in its last place: (the change relative
+        to the gradient's norm, the largest change of an element), per parameter."""
         toward = self._random([_eps(x) for x in self.start], self.start, 11)
         _, other = self.step([_perturbed(x, d, 1.0) for x, d in zip(self.start, toward, strict=True)])
         apart = [wide(a) - wide(b) for a, b in zip(other, self.gradients, strict=True)]
@@ -196,7 +204,7 @@ class TorchSteps:
         return relative, self._maximum({i: _largest(x) for i, x in zip(self.run.mine, apart, strict=True)})
 
     def _random(self, sizes: Sequence[float], start: Sequence[Tensor], seed: int) -> list[Tensor]:
-        """Directions in which each element moves by up to a part of itself."""
+        """Random directions in which each element changes by at most a given fraction of itself."""
         every = zip(self.run.mine.items(), start, self._given, sizes, strict=True)
         return [
             _randomly(x, was, size, float(self._scales[i]), (seed, i, *_shard(p)))
@@ -213,19 +221,19 @@ class TorchSteps:
         return [_to_end(x, wide(g) * f) for x, g, f in zip(self.start, self.gradients, of, strict=True)]
 
     def _dots(self, gradients: Sequence[Tensor], toward: Sequence[Tensor]) -> np.ndarray:
-        """Re Σ conj(g)·D: for a complex parameter, PyTorch's gradient is the direction of steepest ascent."""
+        """Re Σ conj(g)·D. For a complex parameter, PyTorch's gradient is the direction of steepest ascent."""
         return self._summed([_dot(g, d) for g, d in zip(gradients, toward, strict=True)])
 
     def _squares(self, of: Sequence[Tensor]) -> np.ndarray:
         return self._summed([_dot(x, x) for x in of])
 
     def _summed(self, of: Sequence[Tensor]) -> np.ndarray:
-        """Numbers of this rank's parts, summed over all ranks by parameter: each part once, whoever has copies."""
+        """Sums over all ranks of numbers of parameters' parts. Each part counts once, even if several ranks hold it."""
         own = zip(self.run.mine.items(), of, strict=True)
         return self._over_ranks({i: x for (i, p), x in own if _counts(p)}, "sum", 0.0)
 
     def _maximum(self, of: Mapping[int, Tensor | float]) -> np.ndarray:
-        """The largest on any rank, by parameter."""
+        """The maximum over all ranks, per parameter."""
         return self._over_ranks(of, "max", -math.inf)
 
     def _over_ranks(
@@ -240,7 +248,7 @@ class TorchSteps:
         if how == "max":
             x = torch.where(x.isnan(), math.inf, x)
         dist.all_reduce(x, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
-        dist.broadcast(x, 0)  # exactly the same on all
+        dist.broadcast(x, 0)  # so that all ranks have exactly the same
         return x.cpu().numpy()
 
     def on_any_rank(self, here: bool) -> bool:
@@ -252,7 +260,7 @@ class TorchSteps:
         return bool(x > 0)
 
     def _agreed_loss(self, loss: float) -> float:
-        """PaseError if it is not the same on every rank."""
+        """The loss. Raises PaseError if it is not the same on every rank."""
         import torch
         import torch.distributed as dist
 
@@ -263,26 +271,27 @@ class TorchSteps:
         high, low = float(both[0]), -float(both[1])
         if math.isfinite(high) and high - low > 32 * self.loss_eps * max(abs(high), abs(low)):
             raise PaseError(
-                f"the loss of this step differs from rank to rank, from {low:.8g} to {high:.8g}: please report it with "
-                f"the plan (plan.save)"
+                f"the loss of this step differs from rank to rank, from {low:.8g} to {high:.8g}",
+                where="check",
+                fix="report it as a bug in pase, with the plan (plan.save)",
             )
         return high
 
 
 def _shard(p: Parameter) -> Iterator[int]:
-    """Which part of a parameter this rank has: the same numbers on ranks that hold the same one."""
+    """Identifies the part of a parameter that this rank has. Ranks with the same part get the same numbers."""
     at = p.device_mesh.get_coordinate()
     return (c for c, placed in zip(at, p.placements, strict=True) if placed.is_shard())
 
 
 def _counts(p: Parameter) -> bool:
-    """Whether this rank is the first of those that hold the same part."""
+    """Whether this rank is the first of the ranks that hold the same part."""
     at = p.device_mesh.get_coordinate()
     return all(c == 0 for c, placed in zip(at, p.placements, strict=True) if not placed.is_shard())
 
 
 def _first_copy(p: Parameter, x: Tensor) -> Tensor:
-    """The same part, of the first rank that holds it."""
+    """The values of the same part on the first rank that holds it."""
     import torch
     import torch.distributed as dist
 
@@ -296,7 +305,7 @@ def _first_copy(p: Parameter, x: Tensor) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """In 32 bits at least."""
+    """The tensor in at least 32 bits."""
     import torch
 
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -313,7 +322,7 @@ def _perturbed(x: Tensor, toward: Tensor, share: float) -> Tensor:
 
 
 def _to_end(x: Tensor, toward: Tensor) -> Tensor:
-    """The direction from x to a point that the dtype has."""
+    """The direction from x to the nearest point that the dtype can represent."""
     end = (wide(x) + toward).to(x.dtype)
     return (wide(end) - wide(x)).to(x.dtype)
 
@@ -337,8 +346,8 @@ def _randomly(x: Tensor, given: Tensor, size: float, scale: float, seed: tuple[i
 
 
 def rounded_differently(x: Tensor, seed: int, coarsest: float) -> Tensor:
-    """Each floating-point number moved by one unit in its last place, or in that of the coarsest dtype that the program
-    computes in, up or down at random."""
+    """Move each floating-point number up or down by one unit in its last place, at random. The unit is that of the
+    coarsest dtype that the program computes in, if that is larger."""
     import torch
 
     if not (x.is_floating_point() or x.is_complex()):

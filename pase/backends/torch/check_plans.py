@@ -1,4 +1,4 @@
-"""What ``plan.torch.check`` runs of a parallel module, and the unsharded module with which it compares gradients."""
+"""Runs ``plan.torch.check`` for parallel modules, and the unsharded module with which gradients are compared."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ __all__ = ["TorchAgainst", "check_parallel", "check_stages", "unsharded_copy"]
 
 
 def unsharded_copy(module: Module) -> Module:
-    """A copy of a module that is not sharded yet. PaseError if it is."""
+    """A copy of a module. Raises PaseError if the module is already sharded."""
     for path, p in module.named_parameters():
         if hasattr(p, "placements"):
             raise PaseError(
-                f"'{path}' is sharded already: call check(*batch) on the step that parallelize returned, or on "
-                f"train_step's ``parallel``"
+                "the parameter is already sharded",
+                where=f"module.{path}",
+                fix="call check(*batch) on the step that parallelize returned, or on train_step's 'parallel'",
             )
     return copy.deepcopy(module)
 
@@ -50,7 +51,7 @@ def check_parallel(
     most_lines: int,
     progress: Say | None,
 ) -> GradientCheck:
-    """Check a module without stages, and leave it as it was."""
+    """Check a module that is not pipelined, and restore its state."""
     mine = {path: x for path, x in p.module.named_parameters() if x.requires_grad}
     run = CheckedModule(
         backward=p.backward,
@@ -73,9 +74,13 @@ def check_stages(
     most_lines: int,
     progress: Say | None,
 ) -> GradientCheck:
-    """Check a module in stages, and leave it as it was."""
+    """Check a pipelined module, and restore its state."""
     if against == "unsharded":
-        raise PaseError("the stages of a pipeline are on different ranks, none of which has the whole module")
+        raise PaseError(
+            "the stages of a pipeline are on different ranks, so no rank has the unsharded module",
+            where="against",
+            fix="use against='none' or 'auto'",
+        )
     program = p.plan.traced.program
     names = tuple(path for path in program.order if path not in program.frozen)
     here = dict(p.module.named_parameters())
@@ -95,8 +100,8 @@ def check_stages(
 def _reference(
     p: ParallelModule, run: CheckedModule, against: TorchAgainst, steps: TorchSteps
 ) -> GradientReference | str:
-    """The gradients of the unsharded module at the lines' first point. Rank 0 computes them; every rank gets the
-    result. A text says why there is none."""
+    """The gradients of the unsharded module at the lines' first point. Rank 0 computes them, and every rank gets the
+    result. Returns a text if there is none, which says why."""
     import torch.distributed as dist
 
     if against == "none":
@@ -107,9 +112,9 @@ def _reference(
             f"unsharded module would draw others"
         )
     if outside := [path for path in p.buffers.written if path in p.lifted]:
-        return f"the step writes '{outside[0]}', which is no buffer of the module"
+        return f"the step writes '{outside[0]}', which is not a buffer of the module"
     if steps.on_any_rank(_in_parts(p, run)):
-        return "the batch was given in parts, and the unsharded module needs the whole one"
+        return "each rank was given its part of the batch, but the unsharded module needs the whole batch"
     first = dist.get_rank() == 0
     if why := _sent_by_first(_too_large(p) if first else None, p.device):
         return str(why)
@@ -119,10 +124,10 @@ def _reference(
     whole = _whole_tensors(p.module, keep=first)
     runs, error = _unsharded(p, run, whole, steps.coarsest) if first else (None, None)
     if said := _sent_by_first(None if error is None else f"{type(error).__name__}: {error}", p.device):
-        raise PaseError(f"the unsharded module could not be run on rank 0: {said}") from error
+        raise PaseError(f"the unsharded module could not be run on rank 0: {said}", where="check") from error
     differences = []
     for k, (path, x, mine) in enumerate(zip(run.names, run.mine.values(), steps.gradients, strict=True)):
-        whole_gradient = _whole(mine, x)  # every rank sends its part
+        whole_gradient = _whole(mine, x)  # a collective, so every rank takes part
         if runs is not None:
             right, rounded = (r.gradients[k] for r in runs)
             differences.append(_difference(path, whole_gradient, right, rounded))
@@ -154,7 +159,7 @@ def _sent_by_first(value: object, device: torch.device) -> object:
 
 
 def _in_parts(p: ParallelModule, run: CheckedModule) -> bool:
-    """Whether the batch is this rank's part of it alone."""
+    """Whether this rank was given only its part of the batch."""
     from torch.utils._pytree import tree_leaves
 
     wanted = tree_leaves((p.plan.whole or p.plan.traced).batch)
@@ -173,11 +178,11 @@ def _too_large(p: ParallelModule) -> str | None:
         free = float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if needed <= free:
         return None
-    return f"the unsharded module takes {bytes_text(needed)}, rank 0 has {bytes_text(free)} free"
+    return f"the unsharded module takes {bytes_text(needed)}, but rank 0 has {bytes_text(free)} free"
 
 
 def _whole(part: Tensor, like: Parameter) -> Tensor:
-    """The whole of a tensor in a parameter's layout. Every rank must call it."""
+    """The whole of a tensor that has a parameter's layout. Every rank must call it."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -191,8 +196,10 @@ def _whole(part: Tensor, like: Parameter) -> Tensor:
 
 
 def _whole_tensors(module: Module, *, keep: bool) -> dict[int, Tensor]:
-    """id of a sharded tensor of the module -> the whole one. Every rank must call it; keep: whether this one needs
-    them."""
+    """id of a sharded tensor of the module -> the whole tensor. Every rank must call it.
+
+    keep: whether to return the tensors on this rank.
+    """
     from torch import nn
 
     out: dict[int, Tensor] = {}
@@ -206,13 +213,13 @@ def _whole_tensors(module: Module, *, keep: bool) -> dict[int, Tensor]:
 
 
 def _whole_of(x: Tensor) -> Tensor:
-    """A copy of a tensor, whole. Every rank must call it."""
+    """A whole copy of a tensor. Every rank must call it."""
     return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _UnshardedStep:
-    """A loss, the gradients of the trained parameters, and the buffers as the step leaves them."""
+    """A loss, the gradients of the trained parameters, and the buffers after the step."""
 
     loss: float
     gradients: Sequence[Tensor]
@@ -222,8 +229,8 @@ class _UnshardedStep:
 def _unsharded(
     p: ParallelModule, run: CheckedModule, whole: dict[int, Tensor], coarsest: float
 ) -> tuple[list[_UnshardedStep] | None, Exception | None]:
-    """Two runs of the unsharded module, the second with all numbers rounded differently; or what went wrong, of which
-    the other ranks wait to be told."""
+    """Two runs of the unsharded module, the second with all numbers rounded differently; or the exception that it
+    raised, which this rank must first send to the waiting ranks."""
     try:
         alone = copy.deepcopy(p.module, dict(whole))
         return [_run(p, run, alone, k) for k in (None, coarsest)], None
@@ -232,7 +239,10 @@ def _unsharded(
 
 
 def _run(p: ParallelModule, run: CheckedModule, module: Module, coarsest: float | None) -> _UnshardedStep:
-    """coarsest: all numbers are rounded differently, by a unit of this spacing at least; None: they are as given."""
+    """One run of the unsharded module.
+
+    coarsest: if given, all numbers are rounded differently, by at least this spacing.
+    """
     import torch
     from torch.utils._pytree import tree_map_only
 
@@ -248,7 +258,7 @@ def _run(p: ParallelModule, run: CheckedModule, module: Module, coarsest: float 
     traced, k = p.plan.whole or p.plan.traced, p.plan.accumulate
     loss = step_of(module, traced.loss)(*batch)
     gradients = torch.autograd.grad(loss, [trained[path] for path in run.names], materialize_grads=True)
-    if k > 1:  # a step's micro-batches write them one after the other
+    if k > 1:  # the micro-batches of a step write the buffers one after the other
         _put_back(before)
         with torch.no_grad():
             for i in range(k):

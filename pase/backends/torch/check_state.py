@@ -1,4 +1,4 @@
-"""What a check of gradients runs on one rank, and how all of it becomes again what it was."""
+"""The module that a check of gradients runs on one rank, and the restoration of its state."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ __all__ = ["CheckedModule", "HeldState", "gradient_of", "local_of"]
 class CheckedModule:
     """A parallel module as the check runs it.
 
-    backward: (*batch) -> the detached loss; adds gradients to the parameters' ``grad``. module: whose parameters are
-    sharded. parts: what stores this rank's parameters: the module's step, or its stages. names: the trained parameters,
-    the same on every rank. mine: number of a parameter -> it, of those that this rank has a part of.
+    backward: (*batch) -> the detached loss. It adds gradients to the parameters' ``grad``.
+    module: the module with the sharded parameters.
+    parts: the objects that store this rank's parameters: the module's step, or its stages.
+    names: the paths of the trained parameters, the same on every rank.
+    mine: index in ``names`` -> the parameter, for parameters of which this rank has a part.
     """
 
     backward: Callable[..., Tensor]
@@ -43,17 +45,17 @@ class CheckedModule:
 
 
 def local_of(x: Tensor) -> Tensor:
-    """This rank's part, which shares the memory of a DTensor."""
+    """This rank's part of a tensor. It shares the DTensor's memory."""
     return x.to_local() if hasattr(x, "to_local") else x
 
 
 @dataclass(kw_only=True)
 class HeldState:
-    """Parameters, gradients, buffers, the step's number, and PyTorch's random state, as they are when it is made."""
+    """The parameters, gradients, buffers, step counts and random state at the time when this object is created."""
 
     run: CheckedModule
     parameters: list[tuple[Tensor, Tensor]] = field(init=False)
-    """(This rank's part of a parameter, a copy of it)."""
+    """(this rank's part of a parameter, a copy of its values)."""
     buffers: list[tuple[Tensor, Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,7 +74,7 @@ class HeldState:
         return list(self.run.module.parameters())
 
     def before_step(self) -> None:
-        """All but parameters as it was, and no gradients."""
+        """Restore everything except parameters, and clear the gradients."""
         self._back(self.buffers)
         for part, steps in zip(self.run.parts, self._steps, strict=True):
             part.steps = steps
@@ -81,7 +83,7 @@ class HeldState:
         self._random()
 
     def put_back(self) -> None:
-        """All as it was."""
+        """Restore everything."""
         self.before_step()
         self._back(self.parameters)
         for p, gradient in zip(self._all, self._gradients, strict=True):
@@ -103,5 +105,9 @@ def gradient_of(p: Parameter) -> Tensor:
     if p.grad is None:
         return torch.zeros_like(local_of(p).detach())
     if getattr(p.grad, "placements", None) != getattr(p, "placements", None):
-        raise PaseError("a gradient has another layout than its parameter: this is a defect of pase.backends")
+        raise PaseError(
+            "a gradient has another layout than its parameter",
+            where="check",
+            fix="report this as a bug in pase.backends",
+        )
     return local_of(p.grad).detach()

@@ -1,4 +1,4 @@
-"""The norm of gradients that are DTensors, of meshes of several kinds and of all stages of a pipeline."""
+"""The norm of gradients that are DTensors on several meshes, or on the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ __all__ = ["clipped"]
 def clipped(
     parameters: Iterable[Tensor], max_norm: float, norm_type: float, joined: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Scale gradients so that their norm is at most this, as ``torch.nn.utils.clip_grad_norm_``. Returns the norm
-    before, float64.
+    """Scale gradients so that their norm is at most ``max_norm``, like ``torch.nn.utils.clip_grad_norm_``. Returns the
+    norm before scaling, in float64.
 
-    parameters: this rank's, on DTensors. joined: from this rank's norm to those of all ranks that have others.
+    parameters: the parameters of this rank, whose gradients are DTensors.
+    joined: maps this rank's norm to the norms of all ranks that hold other gradients.
     """
     import torch
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-    alike: dict[object, list[Tensor]] = {}  # one op takes DTensors of one mesh
+    alike: dict[object, list[Tensor]] = {}  # one op accepts only DTensors of one mesh
     for p in parameters:
         if p.grad is not None:
             alike.setdefault(_of_dtensor(p.grad).device_mesh, []).append(p)

@@ -1,8 +1,8 @@
-"""A micro-batch's forward and backward on one rank as one graph, compiled by ``torch.compile``.
+"""The forward and backward of a micro-batch on one rank, as one graph that ``torch.compile`` compiles.
 
-The walk over the exported graph is traced on fake tensors, with its collectives, which are PyTorch's functional ones.
-What is compiled is therefore the local program that runs without compilation, too. Random values, which follow from the
-step's number, are drawn before each run and given to the graph.
+The walk over the exported graph is traced on fake tensors. Its collectives are PyTorch's functional ones, which can be
+traced. The compiled graph is therefore the same local program that runs without compilation. Random values follow from
+the step's number; they are drawn before each run and passed to the graph.
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ __all__ = ["CompiledStep", "added", "compiled"]
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """run: the graph. draws: for each random tensor that it is given behind its other arguments, the seed that it
-    follows from in the first step, and a function that draws it. name: the model's.
+    """A compiled step.
 
-    Raises PaseError if torch.compile cannot compile the graph."""
+    name: the model's name.
+    run: the compiled graph.
+    draws: for each random tensor that ``run`` takes after its other arguments: the seed in the first step, and a
+        function that draws it.
+
+    A call raises PaseError if torch.compile cannot compile the graph.
+    """
 
     name: str
     run: Callable[..., Sequence[Tree]]
@@ -51,8 +56,9 @@ class CompiledStep:
             return self.run(*given, *drawn)
         except TorchDynamoException as e:
             raise PaseError(
-                f"torch.compile cannot compile the step of '{self.name}': use compile=False. It says: "
-                f"{' '.join(str(e).split())[:300]}"
+                f"torch.compile cannot compile the step: {' '.join(str(e).split())[:300]}",
+                where=f"model '{self.name}'",
+                fix="use compile=False",
             ) from e
 
 
@@ -63,10 +69,13 @@ def compiled(
     name: str,
     device: torch.device,
 ) -> CompiledStep:
-    """``joint``, the first step, as one compiled graph. given: its arguments, of which shapes and dtypes count. name:
-    the model's.
+    """Trace ``joint``, the first step, and compile it as one graph.
 
-    Raises PaseError if it draws random values that no seed of ours decides, or if there is no such backend.
+    given: example arguments; only their shapes and dtypes matter.
+    name: the model's name.
+
+    Raises PaseError if ``joint`` draws random values that do not come from ``seeded``, or if the backend does not
+    exist.
     """
     import torch
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -74,7 +83,9 @@ def compiled(
 
     if backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
-        raise PaseError(f"torch.compile has no backend '{backend}'; there are: {known}")
+        raise PaseError(
+            f"torch.compile has no backend '{backend}'", where="compile", fix=f"use one of: {known}"
+        )
     with preserve_node_meta():
         graph = make_fx(joint, tracing_mode="fake")(*(x.detach() for x in given))
     draws = list(_taken_out(graph, name))
@@ -83,7 +94,7 @@ def compiled(
 
 
 def _taken_out(graph: GraphModule, name: str) -> Iterator[tuple[int, Callable[[], Tensor]]]:
-    """Makes arguments of the random values that a graph draws. It could only draw the same ones in each step."""
+    """Replace the random values that a graph draws by arguments. (The graph would draw the same ones in each step.)"""
     import torch
 
     last = [n for n in graph.graph.nodes if n.op == "placeholder"][-1]
@@ -95,24 +106,28 @@ def _taken_out(graph: GraphModule, name: str) -> Iterator[tuple[int, Callable[[]
         seed = (n.meta.get("custom") or {}).get(SEED)
         if n.all_input_nodes or seed is None:
             raise PaseError(
-                f"{place_of(n, name, source_of(n).place)} draws random values inside of it (such as dropout in "
-                f"attention), and a compiled step would draw others on each rank: set its dropout to 0, or use "
-                f"compile=False"
+                "the op draws random values internally (such as dropout in attention), so a compiled step would draw "
+                "other values on each rank",
+                where=place_of(n, name, source_of(n).place),
+                fix="set its dropout to 0, or use compile=False",
             )
-        if seed not in found:  # else it is drawn again, by what is computed again
+        if seed not in found:  # a recomputation draws the same values again
             with graph.graph.inserting_after(last):
                 last = found[seed] = graph.graph.placeholder(f"drawn_{n.name}")
             yield seed, partial(n.target, *n.args, **n.kwargs)
         n.replace_all_uses_with(found[seed])
         graph.graph.erase_node(n)
-    for n in graph.graph.nodes:  # of regions that are computed again nothing is left to decide
+    for n in graph.graph.nodes:  # the annotations of recomputed regions have had their effect
         n.meta = {"val": n.meta["val"]} if "val" in n.meta else {}
     graph.recompile()
 
 
 def added(parameter: DTensor, gradient: Tensor) -> None:
-    """Add this rank's part of a gradient to a parameter's ``grad``, which is its own: a sum hands one tensor to both of
-    its operands, and what is broadcast has one number in many places."""
+    """Add this rank's part of a gradient to a parameter's ``grad``.
+
+    The first gradient is copied: autograd may pass one tensor to both operands of a sum, and a broadcast tensor has one
+    number in many places.
+    """
     import torch
     from torch.distributed.tensor import DTensor
 

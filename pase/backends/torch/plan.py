@@ -1,7 +1,7 @@
-"""A plan run by PyTorch: ``plan.torch``.
+"""A plan that PyTorch runs: ``plan.torch``.
 
 Every rank of ``torch.distributed`` runs the plan's local program (``pase.backends.torch.spmd.interpreter``) on its
-part. Parameters are stored as DTensors in the layout in which the plan keeps their gradients and optimizer state.
+shards. Parameters are stored as DTensors, in the layout in which the plan keeps their gradients and optimizer state.
 Optimizers, ``clip_grad_norm_`` and ``torch.distributed.checkpoint`` therefore work on them. DTensor itself computes
 nothing.
 """
@@ -64,13 +64,13 @@ class TorchPlan:
     accumulate: int = 1
     """Micro-batches per step. Gradients are summed over them."""
     whole: TracedTorch | None = None
-    """The model on the whole batch, of a step in micro-batches."""
+    """The model on the whole batch, if the step has several micro-batches."""
     schedule: ProgramSchedule | None = None
-    """Which gradients are sent together."""
+    """Which gradients are sent together, and when."""
     blocks: tuple[Block, ...] = ()
-    """Nodes of the exported graph that backward recomputes, in addition to those that the model marks itself."""
+    """Nodes of the exported graph that backward recomputes, in addition to those that the model itself marks."""
     hoisted: Hoisted = "none"
-    """What of parameters a stage of a pipeline sends once a step."""
+    """Which transfers of parameters a pipeline stage runs once per step."""
 
     @cached_property
     def program(self) -> LocalProgram:
@@ -86,7 +86,7 @@ class TorchPlan:
 
     @cached_property
     def sums(self) -> BatchSums:
-        """What the micro-batches of a step pass on to each other."""
+        """The values that the micro-batches of a step pass on to each other."""
         if self.accumulate == 1:
             return BatchSums(totals={}, outputs=dict.fromkeys(self._graph.outputs, 0), counting=frozenset())
         assert self.whole is not None
@@ -94,21 +94,21 @@ class TorchPlan:
 
     @cached_property
     def leaves(self) -> dict[str, str]:
-        """Placeholder of the exported graph -> tensor, for those that the step reads."""
+        """Placeholder of the exported graph -> its tensor, for placeholders that the step reads."""
         found = self.traced.scope.values
         every = ((n, found.get(n)) for n in self.traced.scope.nodes if n.op == "placeholder")
         return {n.name: v.tensor.name for n, v in every if isinstance(v, Value) and v.tensor is not None}
 
     @property
     def sent_along(self) -> set[tuple[str, ...]]:
-        """Axes that something is sent along together."""
+        """The sets of mesh axes over which a collective runs."""
         program = self.program
         needed = {m.axes for t in program.transfers for m in (*t.forward, *(t.backward or ())) if not m.free}
         return needed | {s.axes for op in program.ops for s in op.sent}
 
     @cached_property
     def cut(self) -> frozenset[str]:
-        """The inputs of which a micro-batch has a part."""
+        """The inputs that are split into micro-batches."""
         from torch.utils._pytree import tree_leaves
 
         if self.whole is None:
@@ -120,7 +120,7 @@ class TorchPlan:
         )
 
     def micro_batch(self, batch: Sequence[Tree], turn: int) -> Tree:
-        """A micro-batch of a whole batch: every k-th example."""
+        """A micro-batch of a whole batch: every k-th example, starting at example ``turn``."""
         from torch.utils._pytree import tree_flatten, tree_unflatten
 
         leaves, form = tree_flatten(tuple(batch))
@@ -131,7 +131,7 @@ class TorchPlan:
         return tree_unflatten(mine, form)
 
     def groups(self, device: str) -> AxisGroups:
-        """Process groups over all axes that something is sent along, over all ranks of ``torch.distributed``."""
+        """The process groups that the program needs, over all ranks of ``torch.distributed``."""
         return axis_groups(self.mesh, self.sent_along, device)
 
     def walk(self, groups: AxisGroups) -> RankWalk:
@@ -149,18 +149,19 @@ class TorchPlan:
     ) -> ParallelModule:
         """Shard a module's parameters in place, as the plan stores them, and return its step.
 
-        Use it as ``loss = step(*batch); loss.backward()``. Each parameter becomes an ``nn.Parameter`` on a DTensor
-        under its old path.
+        Use it as ``loss = step(*batch); loss.backward()``. Each parameter becomes an ``nn.Parameter`` that holds a
+        DTensor, under the same path.
 
-        module: the model that the plan was compiled from. The weights of rank 0 are used, whatever the other ranks
-            have. If they are on the meta device, the result is too.
-        device: where the parameters are stored and the step runs; by default, where the module's parameters are. On
-            another one than meta, parameters of a module that is on the meta device have no values until you load some.
-        compile: whether ``step.backward`` runs forward and backward of a micro-batch as one graph that
-            ``torch.compile`` has compiled; a backend of it, or True for its default.
+        module: the model that the plan was compiled from. Rank 0's weights are used on all ranks. If they are on the
+            meta device, the result is too.
+        device: where the parameters are stored and the step runs; by default, the device of the module's parameters.
+            If the module is on the meta device and this is another device, the parameters have no values until you
+            load some.
+        compile: whether ``step.backward`` runs the forward and backward of a micro-batch as one graph compiled by
+            ``torch.compile``. True uses its default backend; a string names another one.
 
         Every rank must call it after ``torch.distributed.init_process_group``. Raises PaseError if the ranks or
-        parameters are not those of the plan.
+        parameters do not match the plan.
         """
         return ParallelModule.of(self, module, device, compile)
 
@@ -174,11 +175,12 @@ class TorchPlan:
         check: bool = False,
         **settings: object,
     ) -> TorchStep:
-        """step(*batch) -> loss, including the optimizer's update.
+        """Returns ``step(*batch) -> loss``, which includes the optimizer's update.
 
-        Any PyTorch optimizer works; it is called as ``optimizer_class(module.parameters(), **settings)``. module,
-        device, compile: see ``parallelize``. check: at the first call, first run ``check`` on its batch, and raise
-        PaseError if a gradient is off.
+        Any PyTorch optimizer works; it is called as ``optimizer_class(module.parameters(), **settings)``.
+
+        module, device, compile: see ``parallelize``.
+        check: whether the first call first runs ``check`` on its batch, and raises PaseError if a gradient is off.
         """
         parallel = self.parallelize(module, device=device, compile=compile)
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -195,15 +197,20 @@ class TorchPlan:
         most_lines: int = 50,
         progress: Say | None = None,
     ) -> GradientCheck:
-        """``ParallelModule.check`` of a copy of the module, which is not changed. Every rank must call it. device,
-        compile: see ``parallelize``."""
+        """Runs ``ParallelModule.check`` on a copy of the module, which stays as it is. Every rank must call it.
+
+        device, compile: see ``parallelize``.
+        """
         own = self.parallelize(unsharded_copy(module), device=device, compile=compile)
         return own.check(*batch, against=against, seed=seed, most_lines=most_lines, progress=progress)
 
 
 @dataclass(kw_only=True)
 class ParallelModule:
-    """A module with sharded parameters, and its step on this rank. module: the user's own module, changed in place."""
+    """A module with sharded parameters, and its step on this rank.
+
+    module: the user's own module, changed in place.
+    """
 
     plan: TorchPlan
     module: Module
@@ -211,17 +218,17 @@ class ParallelModule:
     device: torch.device
     seed: int
     steps: int = 0
-    """How often the step ran. Random values depend on this and on ``seed``."""
+    """The number of steps that have run. Random values depend on it and on ``seed``."""
     compiler: str | None = None
     """The backend of ``torch.compile`` that ``backward`` uses; None: ops run one by one."""
     _graph: CompiledStep | None = field(default=None, repr=False)
-    """What was compiled."""
+    """The compiled step, once there is one."""
     stored: dict[str, Any] = field(default_factory=dict, repr=False)
     """Tensor -> the DTensor in the module."""
     lifted: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    """Path -> a tensor that the model holds outside of its buffers."""
+    """Path -> a tensor that the model holds and that is neither a parameter nor a buffer."""
     _same_settings: Callable[[], bool] | None = field(default=None, repr=False)
-    """Whether the module's Python state is, object by object, what it was when it was last compared."""
+    """Returns whether the module's Python state has the same objects as when it was last compared in full."""
 
     @classmethod
     def of(
@@ -231,8 +238,9 @@ class ParallelModule:
 
         if compile and any(s.kind == "branch" for op in plan.program.ops for s in op.op.scope):
             raise PaseError(
-                f"'{plan.program.name}' has branches, of which data say which is taken, and a compiled step would take "
-                f"the same one always: use compile=False"
+                "the model has branches that depend on data, but a compiled step would always take the same branch",
+                where=f"model '{plan.program.name}'",
+                fix="use compile=False",
             )
 
         first = next(module.parameters(), None)
@@ -252,24 +260,28 @@ class ParallelModule:
         return made
 
     def __call__(self, *batch: Tree) -> Tensor:
-        """The loss of a batch, the same on every rank; call ``backward`` on it.
+        """The loss of a batch, the same on every rank. Call ``backward`` on it.
 
-        The tensors of the batch are whole, or this rank's part. For a step in micro-batches, see ``backward``.
+        The tensors of the batch may be whole or this rank's parts. A plan with micro-batches needs ``backward``.
         """
         if self.plan.accumulate > 1:
             raise PaseError(
-                f"the plan has {self.plan.accumulate} micro-batches: use loss = step.backward(*batch)"
+                f"the plan has {self.plan.accumulate} micro-batches",
+                where="step(*batch)",
+                fix="use loss = step.backward(*batch)",
             )
         refuse_autocast(f"the step of '{self.plan.program.name}' runs")
         if self.compiler is not None:
             raise PaseError(
-                "a compiled step runs forward and backward at once: use loss = step.backward(*batch)"
+                "a compiled step runs forward and backward together",
+                where="step(*batch)",
+                fix="use loss = step.backward(*batch)",
             )
         (body,) = self.bodies(batch)
         return self._loss(self.parameters(self.local()), body)
 
     def backward(self, *batch: Tree) -> Tensor:
-        """The detached loss. The gradients of all micro-batches are added to the parameters' ``grad``."""
+        """Returns the detached loss. Adds the gradients of all micro-batches to the parameters' ``grad``."""
         refuse_autocast(f"the step of '{self.plan.program.name}' runs")
         losses: list[Tensor] = []
         held = self.parameters(self.local()) if self.compiler is None else {}
@@ -292,11 +304,14 @@ class ParallelModule:
     ) -> GradientCheck:
         """Check that this step computes the gradient of the model's loss (``docs/check.md``). Every rank must call it.
 
-        Along lines of parameters, near the present ones, the loss must change by the integral of the gradient. Besides,
-        gradients are compared with those of the unsharded module on rank 0, if it has the memory (``against``). seed:
-        of the lines. most_lines: of eight steps each; parameters that are not reached are undecided. progress: called
-        with a line of text at each piece of work. Afterwards parameters, buffers, gradients and random state are as
-        before.
+        Along lines in parameter space that start near the present values, the loss must change by the integral of the
+        gradient. In addition, the gradients are compared with those of the unsharded module on rank 0, if it has
+        enough memory. Afterwards, parameters, buffers, gradients and random state have their previous values.
+
+        against: what to compare gradients with.
+        seed: the seed of the lines.
+        most_lines: the maximum number of lines, each of eight steps. Parameters that are not reached are undecided.
+        progress: called with a line of text before each part of the work.
         """
         return check_parallel(self, batch, against, seed, most_lines, progress)
 
@@ -306,12 +321,12 @@ class ParallelModule:
 
     @property
     def share(self) -> float:
-        """What a micro-batch's loss is multiplied by: a sum counts whole, of a mean a share."""
+        """The factor of a micro-batch's loss: 1 if the loss is a sum over the batch, 1/k if it is a mean."""
         (power,) = self.plan.sums.outputs.values()
         return float(self.plan.accumulate**-power)
 
     def bodies(self, batch: Sequence[Tree]) -> Iterator[Body]:
-        """The state of each micro-batch before its walk: its inputs, and sums over all micro-batches."""
+        """The state of each micro-batch before its walk, with its inputs and the sums over all micro-batches."""
         k, totals, given = self.plan.accumulate, self.walk.totals, self.leaves(batch)
         first, constants = self.seed + self.steps, self.buffers.constants()
         bodies = (self.walk.body(self._inputs(given, i), constants, self.device, first + i) for i in range(k))
@@ -336,7 +351,7 @@ class ParallelModule:
         return loss
 
     def walked(self, body: Body) -> Tensor:
-        """The loss after a walk."""
+        """Walk the graph. Returns the loss."""
         self.walk.run(body)
         (name,) = self.plan.traced.program.losses
         return self.walk.output(self.value(name), body).reshape(())
@@ -346,7 +361,7 @@ class ParallelModule:
         return StepBuffers(step=self)
 
     def _at_once(self, before: Body) -> Tensor:
-        """The loss of a micro-batch, its share of the whole. Its gradients are added to the parameters' ``grad``."""
+        """The loss of a micro-batch, times its share of the whole. Adds the gradients to the parameters' ``grad``."""
         import torch
 
         before.values.update(self.buffers.entering())
@@ -386,15 +401,15 @@ class ParallelModule:
         return loss
 
     def value(self, node: str) -> Value:
-        """What a node of the exported graph was lowered to."""
+        """The value that a node of the exported graph was lowered to."""
         values = self.plan.traced.scope.values
         found = next(v for n, v in values.items() if n.name == node)
         assert isinstance(found, Value)
         return found
 
     def buffer(self, path: str) -> Any:
-        """A buffer of the module, a parameter that counts as one, or a tensor that the model has in addition to them,
-        which the export lifted out."""
+        """A buffer of the module, a parameter that is treated as a buffer, or a tensor that the export lifted out of
+        the model."""
         owner, _, name = path.rpartition(".")
         m = self.module.get_submodule(owner)
         return next(
@@ -402,11 +417,11 @@ class ParallelModule:
         )
 
     def local(self) -> dict[str, Tensor]:
-        """This rank's part of each parameter, as it is stored."""
+        """This rank's part of each parameter, as stored."""
         return {tensor: stored.to_local() for tensor, stored in self.stored.items()}
 
     def parameters(self, parts: Mapping[str, Tensor]) -> dict[str, RankValue]:
-        """Parameters in the layouts that the step reads. If a parameter's state is split further, it is gathered."""
+        """Parameters in the layouts that the step reads. A parameter whose state is split further is gathered."""
         program, out = self.plan.program, {}
         for tensor, local in parts.items():
             r = program.result(tensor)
@@ -425,7 +440,7 @@ class ParallelModule:
         return out
 
     def _gathers(self, tensor: str) -> Iterator[LocalReshardStep]:
-        """The moves from the layout of a parameter's state to the layout in which the step reads it."""
+        """The reshard steps from the layout of a parameter's state to the layout in which the step reads it."""
         r, mesh = self.plan.program.result(tensor), self.plan.mesh
         now = r.gradient
         for s in self.plan.program.maker[tensor].sent:
@@ -437,7 +452,8 @@ class ParallelModule:
             now = after
 
     def leaves(self, batch: Sequence[Tree]) -> list[Tensor]:
-        """Those of a batch. PaseError where it, or the module's Python state, is not as the exported step has it."""
+        """The tensors of a batch. Raises PaseError if the batch or the module's Python state differs from those that
+        the step was exported with."""
         settings = self.plan.traced.program.settings
         if self._same_settings is None or not self._same_settings():
             settings.check(self.module)
@@ -445,9 +461,7 @@ class ParallelModule:
         return leaves_as_compiled(batch, self.plan.traced.batch)
 
     def _inputs(self, given: Sequence[Tensor], micro_batch: int) -> dict[str, RankValue]:
-        """This rank's part of a micro-batch. A micro-batch is every k-th example, so that each rank already has its
-        part.
-        """
+        """This rank's part of a micro-batch. A micro-batch is every k-th example, so each rank already has its part."""
         k, leaves, program = self.plan.accumulate, self.plan.leaves, self.plan.program
         out = {}
         for x, name in zip(given, self.plan.traced.program.inputs, strict=True):
@@ -461,8 +475,10 @@ class ParallelModule:
                 x = part(x, r.shape, r.layout, self.walk.groups)
             if tuple(x.shape) != here:
                 raise PaseError(
-                    f"'{name}' has shape {list(x.shape)}; the plan was compiled for "
-                    f"{list(r.shape)}, and this rank has {list(here)} of it"
+                    f"its shape is {list(x.shape)}, but the plan was compiled for {list(r.shape)}, of which this rank "
+                    f"has {list(here)}",
+                    where=f"input '{name}'",
+                    fix="pass the whole tensor or this rank's part, or compile for this shape",
                 )
             out[r.tensor] = RankValue(
                 array=x.to(self.device), tensor=r.tensor, shape=r.shape, layout=r.layout
@@ -471,7 +487,7 @@ class ParallelModule:
 
 
 def agreed_seed(device: torch.device) -> int:
-    """Rank 0's seed, on all ranks. Random ops must agree across the ranks."""
+    """Rank 0's seed, on all ranks. Random ops must draw the same values on all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -482,7 +498,7 @@ def agreed_seed(device: torch.device) -> int:
 
 
 def traced_by_torch(plan: PlanData) -> TracedTorch:
-    """The model. Raises PaseError if the plan was loaded without it, or if that is not a PyTorch module."""
+    """The traced model. Raises PaseError if the plan was loaded without it, or if it is not a PyTorch module."""
     return plan.traced_as(
         TracedTorch,
         "module, *batch",
@@ -491,8 +507,10 @@ def traced_by_torch(plan: PlanData) -> TracedTorch:
 
 
 def torch_plan(plan: PlanData) -> TorchPlan:
-    """The plan in PyTorch's terms. Raises PaseError if it has no PyTorch module, or is a pipeline. (For a pipeline, see
-    ``pase.backends.torch.pipeline.plan``.)"""
+    """The plan as a ``TorchPlan``. Raises PaseError if it has no PyTorch module, or is pipelined.
+
+    For pipelined plans, see ``pase.backends.torch.pipeline.plan``.
+    """
     plan.check_emitted()
     traced = traced_by_torch(plan)
     return TorchPlan(

@@ -1,4 +1,4 @@
-"""A train step in PyTorch, which may check its gradients at its first call."""
+"""A train step in PyTorch, which can check its gradients at the first call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["TorchStep", "checked"]
 
 
 def checked(parallel: ParallelModule | PipelinedModule, batch: tuple[Tree, ...]) -> GradientCheck:
-    """The check of a step on its first batch. Raises PaseError if a gradient is off."""
+    """Check a step on its first batch. Raises PaseError if a gradient is off."""
     found = parallel.check(*batch)
     found.raise_if_off()
     return found
@@ -28,9 +28,10 @@ def checked(parallel: ParallelModule | PipelinedModule, batch: tuple[Tree, ...])
 
 @dataclass(kw_only=True)
 class TorchStep:
-    """A train step on this rank: step(*batch) -> loss.
+    """A train step on this rank: ``step(*batch) -> loss``.
 
-    check: whether the first call checks the gradients. result: of the check; None before it.
+    check: whether the first call checks the gradients.
+    result: the result of the check; None before it.
     """
 
     parallel: ParallelModule | PipelinedModule
@@ -44,8 +45,8 @@ class TorchStep:
         return self.parallel.module
 
     def __call__(self, *batch: Tree) -> Tensor:
-        """Make one update. Returns the loss before it, the same on every rank. batch: see ``parallelize`` of the
-        plan."""
+        """Run one update. Returns the loss before it, which is the same on every rank. batch: see ``parallelize`` of
+        the plan."""
         if self.check and self.result is None:
             self.result = checked(self.parallel, batch)
         self.optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""How a module's tensors become DTensors, in the layout in which the plan keeps gradients and optimizer state."""
+"""Turns a module's tensors into DTensors, in the layout in which the plan keeps gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ __all__ = ["Storage", "lifted_of", "shared_out"]
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """How a module's tensors become DTensors. meshes: the meshes with another order of axes than the plan's."""
+    """Turns a module's tensors into DTensors.
+
+    meshes: device meshes whose axes have another order than the plan's.
+    """
 
     parallel: ParallelModule
     meshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
 
     def distributed(self, x: Tensor, tensor: str | None, *, gradient: bool) -> DTensor:
-        """A DTensor of values that every rank has. A tensor that the step does not read is whole on every rank."""
+        """A DTensor from values that every rank has. A tensor that the step does not read is replicated."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         groups, mesh = self.parallel.walk.groups, self.parallel.plan.mesh
@@ -46,7 +49,7 @@ class Storage:
         local = part(x, tuple(x.shape), layout, groups).contiguous()
         states = dict(zip(mesh.names, layout, strict=True))
         order = self._common or self._order([layout])
-        assert order is not None  # one tensor alone is split in some order
+        assert order is not None  # a single layout always has a valid order
         placements = [Shard(s[0]) if isinstance(s := states[a], tuple) else Replicate() for a in order]
         return DTensor.from_local(
             local.clone() if local.data_ptr() == x.data_ptr() else local,
@@ -59,7 +62,7 @@ class Storage:
 
     @property
     def orders(self) -> set[tuple[str, ...]]:
-        """The orders of the mesh's axes that it needs."""
+        """The orders of the mesh's axes for which a device mesh is needed."""
         if self._common is not None:
             return {self._common}
         every = {self._order([r.gradient]) for op in self._kept for r in op.results}
@@ -67,15 +70,15 @@ class Storage:
 
     @cached_property
     def _common(self) -> tuple[str, ...] | None:
-        """An axis order in which every stored dim is split major to minor, as DTensor requires; None if there is
-        none.
+        """An order of axes in which every stored dim is split major to minor, as DTensor requires; None if no order
+        suits all tensors.
         """
         stored = (r for op in self._kept for r in op.results)
         return self._order([r.gradient for r in stored])
 
     @property
     def _kept(self) -> list[LocalOp]:
-        """Parameters, and buffers that the step writes."""
+        """The ops of parameters, and of buffers that the step writes."""
         program = self.parallel.plan.program
         return [
             op
@@ -97,18 +100,19 @@ class Storage:
             return None
 
     def _devices(self, order: tuple[str, ...]) -> DeviceMesh:
-        """PyTorch's mesh in a given order of its axes."""
+        """PyTorch's mesh with its axes in this order."""
         if order not in self.meshes:
             self.meshes[order] = self.parallel.walk.groups.ordered(order)
         return self.meshes[order]
 
 
 def shared_out(first: Storage, holder: Callable[[str | None], Storage | None]) -> frozenset[str]:
-    """Replace a module's tensors by DTensors with rank 0's values, and put parameters into ``stored``. Returns the
+    """Replace a module's tensors by DTensors with rank 0's values, and add parameters to ``stored``. Returns the
     tensors that are trained.
 
-    first: of the module. holder: tensor (None: the step does not read it) -> what it is stored by, None: it is stored
-    by another rank, and here it becomes None.
+    first: the storage of the module, or of its first stage.
+    holder: tensor (None if the step does not read it) -> the storage that stores it. If that is None, another rank
+        stores the tensor, and it becomes None here.
     """
     from torch import nn
 
@@ -138,13 +142,17 @@ def shared_out(first: Storage, holder: Callable[[str | None], Storage | None]) -
         _owner(module, path)._parameters[path.rpartition(".")[2]] = made[id(old)]
     if missing := sorted(set(tensor.values()) - seen):
         path = next(k for k, v in tensor.items() if v == missing[0])
-        raise PaseError(f"the module has no parameter '{path}', so it is not the plan's model")
+        raise PaseError(
+            f"the module has no parameter '{path}', so it is not the plan's model",
+            where="module",
+            fix="pass the model that the plan was compiled from",
+        )
     _share_buffers(first)
     return frozenset(trained)
 
 
 def _written_parameters(storage: Storage) -> set[int]:
-    """The ids of parameters that are not trained, and that the step writes."""
+    """The ids of the parameters that are not trained but written by the step."""
     program = storage.parallel.plan.traced.program
     written = {*program.mutated.values(), *program.counters.values()}
     every = storage.parallel.module.named_parameters(remove_duplicate=False)
@@ -152,7 +160,8 @@ def _written_parameters(storage: Storage) -> set[int]:
 
 
 def _share_buffers(storage: Storage) -> None:
-    """The buffers that the step writes become DTensors, all others have rank 0's values; ties stay ties."""
+    """Turn the buffers that the step writes into DTensors, and give all others rank 0's values. Tied buffers stay
+    tied."""
     from torch import nn
 
     p = storage.parallel
@@ -169,7 +178,9 @@ def _share_buffers(storage: Storage) -> None:
     for path, old in every:
         if old.is_meta and p.device.type != "meta" and first[id(old)] not in written:
             raise PaseError(
-                f"the buffer '{path}' is on the meta device, and has no values: give it some first"
+                "the buffer is on the meta device, so it has no values",
+                where=f"module.{path}",
+                fix="give it values first",
             )
         if id(old) not in made:
             x, t = _of_first_rank(old, p.device), tensor.get(first[id(old)])
@@ -180,15 +191,17 @@ def _share_buffers(storage: Storage) -> None:
 
 
 def lifted_of(program: TorchProgram, device: torch.device) -> dict[str, Tensor]:
-    """The tensors that a model holds outside of its buffers, with rank 0's values."""
+    """The tensors that a model holds outside of its parameters and buffers, with rank 0's values."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     if device.type != "meta":
         for path, x in program.constants.items():
             if isinstance(x, FakeTensor):
                 raise PaseError(
-                    f"the step reads a tensor '{path}' that its forward has made in a way that PyTorch's export does "
-                    f"not follow: make it of tensors by ops alone, or register it as a buffer"
+                    "the step reads this tensor, which the model's forward computed in a way that PyTorch's export "
+                    "does not follow",
+                    where=f"tensor '{path}'",
+                    fix="compute it from tensors with ops alone, or register it as a buffer",
                 )
     return {path: _of_first_rank(x, device) for path, x in program.constants.items()}
 
@@ -200,18 +213,23 @@ def _owner(module: Module, path: str) -> Module:
 def _check(storage: Storage, path: str, old: Tensor, tensor: str | None) -> None:
     if old._backward_hooks or getattr(old, "_post_accumulate_grad_hooks", None):
         raise PaseError(
-            f"the parameter '{path}' has a hook on its gradient, which its sharded parameter would not have: register "
-            f"it behind parallelize, on the parameter that is in the module then"
+            "the parameter has a hook on its gradient, which its sharded parameter would not have",
+            where=f"module.{path}",
+            fix="register the hook after parallelize, on the parameter that the module has then",
         )
     if tensor is None:
         return
     shape = storage.parallel.plan.program.result(tensor).shape
     if tuple(old.shape) != shape:
-        raise PaseError(f"'{path}' has shape {list(old.shape)}; the plan was compiled for {list(shape)}")
+        raise PaseError(
+            f"its shape is {list(old.shape)}, but the plan was compiled for {list(shape)}",
+            where=f"module.{path}",
+            fix="pass the model that the plan was compiled from",
+        )
 
 
 def _of_first_rank(old: Tensor, device: torch.device) -> Tensor:
-    """Rank 0's values, on every rank; of a tensor on the meta device none, for a checkpoint to fill in."""
+    """Rank 0's values, on every rank. For a tensor on the meta device, an empty tensor that a checkpoint can fill."""
     import torch
     import torch.distributed as dist
 
@@ -224,7 +242,7 @@ def _of_first_rank(old: Tensor, device: torch.device) -> Tensor:
 
 
 def _stable(sorter: TopologicalSorter[str], names: Sequence[str]) -> tuple[str, ...]:
-    """An order from the sorter; the mesh's own order if it is valid."""
+    """A topological order of the axes; the mesh's own order if it is valid."""
     sorter.prepare()
     out: list[str] = []
     ready: set[str] = set()

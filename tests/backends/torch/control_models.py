@@ -6,7 +6,7 @@ from typing import Any
 
 
 def layers() -> tuple[Any, tuple[Any, ...]]:
-    """Layers as a loop over their stacked weights, with a counter that no data decides, and one that data does."""
+    """Layers as a loop over their stacked weights, with one counter that is constant and one that depends on data."""
     import torch
     from torch import nn
     from torch._higher_order_ops import scan
@@ -35,7 +35,7 @@ def layers() -> tuple[Any, tuple[Any, ...]]:
 
 
 def recurrent() -> tuple[Any, tuple[Any, ...]]:
-    """A cell along the positions, from a state that is trained; results are read in another order of dims."""
+    """A recurrent cell along the positions, from a trained state. Results are read with their dims in another order."""
     import torch
     from torch import nn
     from torch._higher_order_ops import scan
@@ -58,7 +58,7 @@ def recurrent() -> tuple[Any, tuple[Any, ...]]:
 
 
 def mapped() -> tuple[Any, tuple[Any, ...]]:
-    """A map over the examples, with a table that the body reads whole and a mask that no data decides."""
+    """A map over the examples, with a table that the body reads whole and a constant mask."""
     import torch
     from torch import nn
     from torch._higher_order_ops.map import map as map_over
@@ -82,8 +82,8 @@ def mapped() -> tuple[Any, tuple[Any, ...]]:
 
 
 def branched(taken: bool) -> tuple[Any, tuple[Any, ...]]:
-    """Branches that read different layers, one of them a loop and one that returns a constant beside; which is taken,
-    data say."""
+    """Branches that read different layers. One contains a loop, and one also returns a constant. Which one is taken
+    depends on data."""
     import torch
     from torch import nn
     from torch._higher_order_ops import scan
@@ -123,8 +123,8 @@ def untaken() -> tuple[Any, tuple[Any, ...]]:
 
 
 def flexible(kv_heads: int) -> tuple[Any, tuple[Any, ...]]:
-    """Attention with a bias by position and a window; some queries see nothing, by either. PyTorch itself runs
-    ``flex_attention`` forward only on a CPU: beside the export it is written out."""
+    """Attention with a bias by position and a window. Some queries see no key, by the bias or by the window. On a CPU,
+    PyTorch runs ``flex_attention`` only forward, so the reference is written in other ops."""
     import torch
     from torch import nn
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention

@@ -43,8 +43,8 @@ def block() -> tuple[Any, tuple[Any, ...]]:
 
 
 def circle() -> tuple[Any, tuple[Any, ...]]:
-    """Attentions whose positions may be split, of queries and of keys together: one is causal and has fewer heads of
-    keys than of queries, one is neither, and one has fewer queries than keys."""
+    """Attentions whose positions may be split, for queries and keys together. One is causal and has fewer heads of keys
+    than of queries, one has neither property, and one has fewer queries than keys."""
     import torch
     from torch import nn
     from torch.nn.functional import scaled_dot_product_attention
@@ -72,12 +72,12 @@ def circle() -> tuple[Any, tuple[Any, ...]]:
 
 
 def tower() -> tuple[Any, tuple[Any, ...]]:
-    """Equal layers of the kind that tensor parallelism was made for."""
+    """Equal layers of the kind that tensor parallelism was designed for."""
     return tower_of(3, marked=False)
 
 
 def tower_of(layers: int, *, marked: bool) -> tuple[Any, tuple[Any, ...]]:
-    """marked: each layer is computed again in backward, by the model's own wish."""
+    """marked: whether the model itself requests that backward recomputes each layer."""
     import torch
     import torch.utils.checkpoint
     from torch import nn
@@ -104,7 +104,7 @@ def tower_of(layers: int, *, marked: bool) -> tuple[Any, tuple[Any, ...]]:
 
 
 def pixels() -> tuple[Any, tuple[Any, ...]]:
-    """Convolutions, the statistics of batch norm, and a pool; a tied weight, and one that is not trained."""
+    """Convolutions, batch norm with its statistics, and a pool; a tied weight, and one that is not trained."""
     import torch
     from torch import nn
 
@@ -126,9 +126,9 @@ def pixels() -> tuple[Any, tuple[Any, ...]]:
 
 
 def experts() -> tuple[Any, tuple[Any, ...]]:
-    """A mixture of experts: rows in order of their experts, as transformers has it."""
+    """A mixture of experts with rows sorted by their experts, as in transformers."""
     import torch
-    import transformers.integrations.moe  # noqa: F401, defines the product by groups for float64
+    import transformers.integrations.moe  # noqa: F401, defines the grouped product for float64
     from torch import nn
 
     class Experts(nn.Module):
@@ -153,7 +153,7 @@ def experts() -> tuple[Any, tuple[Any, ...]]:
 
 
 def peaks() -> tuple[Any, tuple[Any, ...]]:
-    """A maximum whose windows begin outside, where there is no number that is smaller than all."""
+    """A max pool whose first windows are partly in the padding, which must be smaller than every number."""
     import torch
     from torch import nn
     from torch.nn.functional import max_pool2d
@@ -170,8 +170,7 @@ def peaks() -> tuple[Any, tuple[Any, ...]]:
 
 
 def pairs() -> tuple[Any, tuple[Any, ...]]:
-    """Images and vectors that belong together: labels that are constants, some of which do not count, and a pool to one
-    element."""
+    """Pairs of images and vectors, with constant labels some of which are ignored, and a pool to one element."""
     import torch
     from torch import nn
     from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
@@ -229,7 +228,7 @@ MODELS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TorchCase:
-    """A model in float64, and its step by PyTorch alone: loss, gradients, parameters and buffers after an update."""
+    """A model in float64 and its step by PyTorch alone: loss, gradients, parameters and buffers after an update."""
 
     module: Any
     batch: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""What two ranks do with a small model's DTensors: optimizers, clipping, checkpoints, compiled steps. Not a test."""
+"""Runs a small model's DTensors on two ranks: optimizers, clipping, checkpoints, compiled steps. Not a test module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.backends.torch.unwatched_models import unwatched
 
 RANKS = 2
 MOVED = (("fsdp", "random1@2"), ("ours@2", "zero2"))
-"""Plans under which a checkpoint is written and read."""
+"""The strategies under which a checkpoint is written and then read."""
 STRATEGIES = ("fsdp", "zero2", "ours@2", "random1@2")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
@@ -41,7 +41,7 @@ def _gradients_apart(module: Any, alone: Any) -> float:
 
 
 def run(folder: Path, rank: int) -> dict[str, Any]:
-    """Everything, on this rank: how far it is from one process without pase."""
+    """Run everything on this rank. Returns how far each result is from one process without pase."""
     c = case("block", RANKS)
     return {
         "optimizers": {f"{o} {s}": optimized(c, s, o) for o in OPTIMIZERS for s in ("zero2", "random1@2")},
@@ -58,7 +58,7 @@ def run(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def optimized(c: TorchCase, strategy: str, name: str) -> float:
-    """Three steps."""
+    """The difference after three steps."""
     import torch
 
     made = getattr(torch.optim, name)
@@ -74,7 +74,7 @@ def optimized(c: TorchCase, strategy: str, name: str) -> float:
 
 
 def clipped(c: TorchCase, strategy: str) -> dict[str, float]:
-    """The norm of all gradients, and what they are afterwards."""
+    """The differences of the norm and of the clipped gradients."""
     import torch
 
     module, alone = copy.deepcopy(c.module), copy.deepcopy(c.module)
@@ -91,7 +91,7 @@ def clipped(c: TorchCase, strategy: str) -> dict[str, float]:
 
 
 def checkpointed(c: TorchCase, first: str, then: str, folder: Path) -> float:
-    """A step under one plan, saved; loaded and continued under another, with the optimizer's state."""
+    """The difference after a step under one plan and a step under another, with a checkpoint between them."""
     import torch
     import torch.distributed.checkpoint as checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -108,7 +108,7 @@ def checkpointed(c: TorchCase, first: str, then: str, folder: Path) -> float:
     other = copy.deepcopy(c.module)
     with torch.no_grad():
         for p in other.parameters():
-            p.fill_(0.5)  # whatever is not loaded is seen
+            p.fill_(0.5)  # so that a parameter that is not loaded is noticed
     after = _plan(c, then).train_step(other, torch.optim.AdamW, **settings)
     found = state(after)
     checkpoint.load(found, checkpoint_id=at)
@@ -126,7 +126,7 @@ def checkpointed(c: TorchCase, first: str, then: str, folder: Path) -> float:
 
 
 def compiled(c: TorchCase, strategy: str, backend: str | bool) -> dict[str, float]:
-    """Two backward passes of a compiled step: gradients are added up."""
+    """The differences after two backward passes of a compiled step, whose gradients are added."""
     module, alone = copy.deepcopy(c.module), copy.deepcopy(c.module)
     step = _plan(c, strategy).parallelize(module, compile=backend)
     losses = [step.backward(*c.batch) for _ in range(2)]
@@ -139,7 +139,7 @@ def compiled(c: TorchCase, strategy: str, backend: str | bool) -> dict[str, floa
 
 
 def unwatched_first() -> float:
-    """How far a gradient is off if the first reader of what is sent is under ``torch.no_grad``."""
+    """How far a gradient is off if the first reader of a transfer's result is under ``torch.no_grad``."""
     import torch
 
     from bench.cases.plans import Case
@@ -159,8 +159,8 @@ def unwatched_first() -> float:
     return _gradients_apart(module, alone)
 
 
-def refused(c: TorchCase) -> list[str]:
-    """What a compiled step says that it cannot do."""
+def refused(c: TorchCase) -> list[dict[str, str]]:
+    """The fields of the errors that compiled steps raise."""
     import torch
 
     import pase
@@ -172,7 +172,7 @@ def refused(c: TorchCase) -> list[str]:
         try:
             what()
         except PaseError as e:
-            said.append(str(e))
+            said.append({"where": e.where, "what": e.what, "fix": e.fix})
 
     attention = torch.nn.functional.scaled_dot_product_attention
     drops, x = torch.nn.Linear(8, 8), torch.randn(4, 2, 4, 8)

@@ -1,5 +1,5 @@
-"""A plan run by PyTorch: loss, every gradient, updated parameters and buffers are the unsharded step's; what is sent is
-the plan's list, exactly."""
+"""A plan run by PyTorch: loss, gradients, updated parameters and buffers equal those of the unsharded step, and exactly
+the collectives on the plan's list are sent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ STRATEGIES = {
         "ours@2x2",
         *BLIND,
     ),
-    "pixels": ("data_parallel", "random1@2x2", "random7@2x2"),  # the blind ones split where a window moves
+    "pixels": (
+        "data_parallel",
+        "random1@2x2",
+        "random7@2x2",
+    ),  # the random ones split dims along which a window moves
     "peaks": ("random1@2x2", "random3@2x2", "random5@2x2"),
     "pairs": ("data_parallel", "random2@2x2", "random5@2x2"),
     "experts": ("fsdp", "megatron/megatron_2x2", "random4@2x2", "random12@2x2"),
@@ -45,11 +49,11 @@ def whole(t: Any) -> Any:
 
 
 def one_step(c: TorchCase, strategy: str) -> list[Any]:
-    """Per rank: loss, gradients, and all of the state after an update."""
+    """On each rank: loss, gradients, and the whole state after an update."""
     plan = c.case.plan(strategy)
     assert plan is not None, f"no strategy {strategy}"
     run = plan.torch
-    assert run.program.ops and run.leaves  # worked out once, not once on each thread
+    assert run.program.ops and run.leaves  # computed once here, not once per thread
 
     def on_rank(rank: int) -> Any:
         module = copy.deepcopy(c.module)
@@ -65,7 +69,7 @@ def one_step(c: TorchCase, strategy: str) -> list[Any]:
 
 @pytest.mark.parametrize(("model", "strategy"), PAIRS)
 def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
-    """In float64. Models of transformers compute norms and losses in float32, whatever they are in."""
+    """In float64. Models of transformers always compute norms and losses in float32."""
     import torch
 
     c = case(model, RANKS)
@@ -78,7 +82,7 @@ def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
 
 @pytest.mark.parametrize("model", STRATEGIES)
 def test_what_is_sent_is_the_plans_list(model: str) -> None:
-    """Every collective of a step, by kind, axes and bytes: one rank of 32, on fake tensors."""
+    """Every collective of a step, by kind, axes and bytes: on one rank of 32, on fake tensors."""
     from pase.backends.audit.torch import planned, sent_by_one_rank
 
     c = case(model, MANY)
@@ -99,8 +103,8 @@ def test_what_is_sent_is_the_plans_list(model: str) -> None:
 
 @pytest.mark.parametrize("mesh", ["4", "2x2"])
 def test_keys_and_values_go_around_the_ranks_that_share_positions(mesh: str) -> None:
-    """Context parallelism: numbers of the unsharded step; bytes of the plan's list (under a causal mask, chunks that
-    are exchanged before and after go in more messages than it has)."""
+    """Context parallelism: the loss and gradients are those of the unsharded step. The bytes are those on the plan's
+    list. (Under a causal mask, the chunks that are exchanged before and after take more messages than the list has.)"""
     import numpy as np
     import torch
 
@@ -146,7 +150,7 @@ def test_keys_and_values_go_around_the_ranks_that_share_positions(mesh: str) -> 
 
 
 def test_a_ring_goes_around_in_the_order_of_the_parts() -> None:
-    """Keys whose parts lie the other way round than the ranks of the group are refused."""
+    """Keys whose parts are in another order than the ranks of the group are refused."""
     import torch
 
     from pase.backends.torch.spmd.process_groups import AxisGroups
@@ -167,12 +171,12 @@ def test_a_ring_goes_around_in_the_order_of_the_parts() -> None:
         seed=0,
         whole=[],
     )
-    with pytest.raises(NotOnParts, match="the order of the parts, are not as a ring needs them"):
+    with pytest.raises(NotOnParts, match="ring"):
         evaluate("scaled_dot_product_attention", call)
 
 
 def test_rows_of_neighbours_are_one_message() -> None:
-    """On every rank, at an end or not: exactly the plan's list."""
+    """On every rank, including those at an end: exactly the plan's list."""
     from pase.backends.audit.torch import planned, sent_by_one_rank
 
     for ranks in (RANKS, 8):
@@ -190,7 +194,7 @@ def test_rows_of_neighbours_are_one_message() -> None:
     "less", [{"remat": "all"}, {"accumulate": 4, "remat": "all"}, {"accumulate": 2}], ids=str
 )
 def test_micro_batches_and_recomputation_change_nothing(less: dict[str, Any], marked: bool) -> None:
-    """Nor does a model's own torch.utils.checkpoint; collectives that run again are on the plan's list."""
+    """The same holds if the model itself uses torch.utils.checkpoint. Recomputed collectives are on the plan's list."""
     import torch
 
     from pase.backends.audit.torch import planned, sent_by_one_rank
@@ -220,7 +224,7 @@ def test_micro_batches_and_recomputation_change_nothing(less: dict[str, Any], ma
 
 
 def test_a_batch_written_into_the_code_is_not_cut() -> None:
-    """Asked for micro-batches, it is said; under a memory limit, other ways are tried."""
+    """An explicit number of micro-batches is an error. Under a memory limit, other variants are tried."""
     import torch
     from torch import nn
 
@@ -296,8 +300,8 @@ def test_a_saved_plan_finds_its_module_again(tmp_path: Path) -> None:
 
 
 def test_what_an_axis_holds_may_go_to_places_that_overlap() -> None:
-    """One collective, and every element where the layout has it: an axis of four takes another digit of a dim, of which
-    it had a part before."""
+    """A reshard between parts that do not nest is one collective, and every element arrives where the layout has it.
+    Here, an axis of size four changes from one digit of a dim to another that overlaps with it."""
     import torch
 
     from pase.backends.audit.torch import recorded
@@ -329,7 +333,7 @@ def test_what_an_axis_holds_may_go_to_places_that_overlap() -> None:
 
 
 def test_rows_and_experts_are_split() -> None:
-    """Among the blind strategies above: rows of a product by groups, its experts, and both."""
+    """The random strategies above include splits of the rows of a grouped product, of its experts, and of both."""
     program = {s: plan_program("experts", s) for s in STRATEGIES["experts"]}
     split = {
         (
@@ -355,16 +359,19 @@ def test_what_does_not_fit_is_said() -> None:
     c = case("tower", RANKS)
     plan = c.case.plan("fsdp")
     assert plan is not None
-    with pytest.raises(PaseError, match="there is no process group: start the program with torchrun"):
+    with pytest.raises(PaseError) as e:
         plan.torch.parallelize(copy.deepcopy(c.module))
+    assert e.value.where == "torch.distributed" and "torchrun" in e.value.fix
     with alone_among(2, rank=0), pytest.raises(PaseError, match="4 devices, but there are 2 ranks"):
         plan.torch.parallelize(copy.deepcopy(c.module))
     with alone_among(RANKS, rank=0):
-        with pytest.raises(PaseError, match=r"it is not the plan's model|has shape"):
+        with pytest.raises(PaseError) as e:
             plan.torch.parallelize(torch.nn.Linear(3, 3))
+        assert e.value.where.partition(".")[0] == "module"
         step = plan.torch.parallelize(copy.deepcopy(c.module))
-        with pytest.raises(PaseError, match=r"has shape .* the plan was compiled for"):
+        with pytest.raises(PaseError) as e:
             step(torch.ones(7, 4, 16).double(), c.batch[1])
+        assert "input" in e.value.where and "[7, 4, 16]" in e.value.what
         with pytest.raises(PaseError, match="a batch of 2 tensors, but got 1"):
             step(c.batch[0])
     with pytest.raises(PaseError, match="read by the jax frontend"):

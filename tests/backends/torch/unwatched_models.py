@@ -1,4 +1,4 @@
-"""Models of which some values have no gradient, and whose derivatives are not those of what forward computes."""
+"""Models some of whose values have no gradient, or whose derivatives are not those of the forward computation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS: tuple[str, ...] = (
 
 
 def self_trained(self: Any, x: Any, kind: str) -> Any:
-    """The loss against the model's own targets; None: it is of another kind."""
+    """The loss against the model's own targets; None if ``kind`` is of another model."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -24,7 +24,7 @@ def self_trained(self: Any, x: Any, kind: str) -> Any:
                 t = self.target(x)
             if kind == "checkpoint":
                 net = partial(checkpoint, net, use_reentrant=False)
-        case "set_grad_enabled":  # a buffer that is written makes PyTorch trace the graph again
+        case "set_grad_enabled":  # PyTorch traces the graph again if a buffer is written
             torch.set_grad_enabled(False)
             t = self.target(x)
             self.mean.mul_(0.9).add_(t.mean(0))
@@ -48,7 +48,7 @@ def self_trained(self: Any, x: Any, kind: str) -> Any:
 
 
 def derived(self: Any, x: Any, kind: str) -> Any:
-    """The loss of a view that is read first without a gradient, or of derivatives that are stated."""
+    """The loss of a view that is first read without a gradient, or of user-defined derivatives."""
     import torch
     from torch.nn.functional import relu
 
@@ -64,7 +64,7 @@ def derived(self: Any, x: Any, kind: str) -> Any:
         case "maximum":
             y = self.net(x)
             return (y * y.max() - y.detach().min()).mean() * (y > 9).any().logical_not()
-        case "straight through, held":  # as it was before pase is asked to read it
+        case "straight through, held":  # ``apply`` was looked up before pase traces the model
             return (self.rounded(self.net(x), 0.5) * x[:, :8]).square().mean()
         case "straight through":
             return (rounded().apply(self.net(x), 0.5) * x[:, :8]).square().mean()
@@ -188,7 +188,7 @@ def buffers(kind: str) -> Any:
 
 
 def written(self: Any, z: Any, d: Any, kind: str) -> Any:
-    """Write buffers. z: activations. d: the same without a gradient. Returns a part of the loss."""
+    """Write buffers. z: activations. d: the same without a gradient. Returns a term of the loss."""
     import torch
     from torch.nn.functional import one_hot
 
@@ -244,7 +244,7 @@ def written(self: Any, z: Any, d: Any, kind: str) -> Any:
 
 
 def follows(self: Any, x: Any, z: Any, kind: str) -> Any:
-    """Write parameters that are not trained. x: the batch. z: activations. Returns a part of the loss."""
+    """Write parameters that are not trained. x: the batch. z: activations. Returns a term of the loss."""
     import torch
     from torch import nn
 
@@ -284,7 +284,7 @@ def clipped() -> Any:
 
 
 def rewritten() -> tuple[Any, ...]:
-    """Linear layers that write their weight, in place and by assignment, and what they make."""
+    """Linear layers that write their own weight, in place and by assignment, and one that writes its result."""
     import torch
     from torch import nn
 
@@ -318,14 +318,14 @@ def penalized(module: Any, x: Any) -> Any:
 
 
 def sensitive(module: Any, x: Any) -> Any:
-    """A loss of derivatives by examples."""
+    """A loss of per-example derivatives."""
     import torch
 
     return torch.func.vmap(torch.func.grad(lambda one: module(one).tanh().sum()))(x).square().mean()
 
 
 def refused() -> dict[str, tuple[Any, Callable[..., Any]]]:
-    """What a step cannot do -> (module, loss), each with a batch of [16, 16]."""
+    """What a step cannot do: regex of the message -> (module, loss), each for a batch of [16, 16]."""
     import torch
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""Small PyTorch models whose ops pase writes out in other ones, and their batches."""
+"""Small PyTorch models with ops that pase writes in other ops, and their batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def lstm() -> tuple[Any, tuple[Any, ...]]:
-    """Two layers in both directions, from states of zeros; the last states are read too."""
+    """Two bidirectional layers with initial states of zero. The last states are read, too."""
     import torch
     from torch import nn
 
@@ -24,7 +24,7 @@ def lstm() -> tuple[Any, tuple[Any, ...]]:
 
 
 def cells() -> tuple[Any, tuple[Any, ...]]:
-    """A GRU from a state that is trained, an RNN without biases, and an LSTM whose output is projected."""
+    """A GRU with a trained initial state, an RNN without biases, and an LSTM with projected outputs."""
     import torch
     from torch import nn
 
@@ -44,7 +44,7 @@ def cells() -> tuple[Any, tuple[Any, ...]]:
 
 
 def bags() -> tuple[Any, tuple[Any, ...]]:
-    """Bags of one size, weighted, and of several, one of them empty; rows that do not count."""
+    """Weighted bags of equal size, and bags of several sizes, one of them empty; some rows are ignored."""
     import torch
     from torch import nn
 
@@ -64,7 +64,7 @@ def bags() -> tuple[Any, tuple[Any, ...]]:
 
 
 def masks() -> tuple[Any, tuple[Any, ...]]:
-    """What a mask picks is set to a number, to a row, and to elements in order."""
+    """The elements that a mask selects are set to a number, to a row, and to the elements of a vector in order."""
     import torch
     from torch import nn
 
@@ -85,7 +85,7 @@ def masks() -> tuple[Any, tuple[Any, ...]]:
 
 
 def waves() -> tuple[Any, tuple[Any, ...]]:
-    """Pairs of numbers turned as complex ones, and the real part of a transform over positions and channels."""
+    """Pairs of numbers rotated as complex numbers, and the real part of a transform over positions and channels."""
     import torch
     from torch import nn
 

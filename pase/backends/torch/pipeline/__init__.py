@@ -1,1 +1,1 @@
-"""A plan in stages, run by PyTorch."""
+"""Runs a pipelined plan in PyTorch."""

@@ -1,7 +1,7 @@
-"""The two parts of a stage's backward: the gradients of what entered, and those of its weights.
+"""The two parts of a stage's backward: gradients of the stage's inputs, and gradients of its weights.
 
-The first part is what other stages wait for. PyTorch's pipeline schedules divide the graph of autograd so, too; theirs
-is the code that does it here.
+Other stages wait only for the first part. PyTorch's pipeline schedules divide the autograd graph in the same way, and
+their code is used here.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ def entered_first(
     entered: Sequence[Tensor],
     weights: Sequence[Tensor],
 ) -> Callable[[], object]:
-    """Add the gradients of what entered to its ``grad``. Returns what adds those of the weights, leaves of autograd.
+    """Add the gradients of the stage's inputs (``entered``) to their ``grad``. Returns a function that adds the
+    gradients of the weights, which are leaves of autograd.
 
-    If PyTorch's division would miss a weight or meet one twice, all gradients are computed now.
+    If PyTorch's division would miss a weight or visit one twice, all gradients are computed now.
     """
     import torch
 
@@ -34,7 +35,9 @@ def entered_first(
         return lambda: None
     from torch.distributed.pipelining import _backward as halves
 
-    own = [x.clone() if x._is_view() or x.is_leaf else x for x in outs]  # they are detached in place
+    own = [
+        x.clone() if x._is_view() or x.is_leaf else x for x in outs
+    ]  # PyTorch's code detaches them in place
     _, left = halves.stage_backward_input(own, list(gradients), inputs, iter(weights))  # type: ignore[arg-type]
     return partial(halves.stage_backward_weight, iter(weights), left)  # type: ignore[arg-type]
 

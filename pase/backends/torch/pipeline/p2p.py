@@ -1,8 +1,8 @@
-"""Messages between the stages of a pipeline: from a rank to the one with the same place in another stage's mesh.
+"""Messages between the stages of a pipeline. Each rank sends to the rank with the same place in another stage's mesh.
 
-A channel carries one kind of message from one rank to another, and has a process group of its own: a library that sends
-in order never waits for what goes the other way. Messages of a channel arrive in the order in which their sender makes
-them, and wait here until they are asked for.
+A channel carries one kind of message from one rank to another. It has its own process group, so that a library that
+sends in order never waits for messages of other channels. The messages of a channel arrive in the order in which they
+are sent, and are kept until they are asked for.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 __all__ = ["Letter", "StageLinks"]
 
 Errand = Literal["there", "back", "weight", "sum"]
-"""Activations to the next stage; their gradients to the one before; a parameter to a stage that reads it and does not
-store it; and its gradient."""
+"""there: activations to the next stage. back: their gradients to the previous stage. weight: a parameter to a stage
+that reads it but does not store it. sum: the gradient of such a parameter, to the stage that stores it."""
 Channel = tuple[Errand, int, int]
-"""(errand, from which rank, to which)."""
+"""(errand, sending rank, receiving rank)."""
 
 
 class Letter(NamedTuple):
-    """A message from stage src to stage dst, of a micro-batch or of a parameter."""
+    """A message from stage src to stage dst. what: the number of a micro-batch, or the tensor of a parameter."""
 
     errand: Errand
     src: int
@@ -42,8 +42,12 @@ class Letter(NamedTuple):
 
 @dataclass(kw_only=True)
 class StageLinks:
-    """The messages of this rank. rank: which of the pipeline's it is in; inner: its place in the mesh of a stage,
-    counted through. channels: those that it is an end of."""
+    """The messages of this rank.
+
+    rank: the pipeline rank that it belongs to.
+    inner: its row-major number in the mesh of a stage.
+    channels: the channels that it sends or receives on.
+    """
 
     plan: TorchPipeline
     groups: AxisGroups
@@ -57,7 +61,7 @@ class StageLinks:
 
     @staticmethod
     def of(plan: TorchPipeline, groups: AxisGroups, device: torch.device) -> StageLinks:
-        """Every rank must call it: it makes the groups of all channels."""
+        """Create the groups of all channels. Every rank must call it."""
         import torch.distributed as dist
 
         rank_of, size = plan.schedule.rank_of, groups.mesh.devices
@@ -79,8 +83,8 @@ class StageLinks:
         return made
 
     def _connect(self) -> None:
-        """Send a number along every channel, in one order for all ranks: a library may connect two ranks at the first
-        message, and wait for both, which a schedule's order does not expect."""
+        """Send a number along every channel, in the same order on all ranks. A library may connect two ranks at their
+        first message and block both until then, which the order of a schedule does not allow for."""
         import torch
 
         for errand, a, b in self.channels:
@@ -103,18 +107,18 @@ class StageLinks:
         dist.recv(x, channel[1] * self.groups.mesh.devices + self.inner, group=self.channels[channel])
 
     def begin(self) -> None:
-        """Before a step."""
+        """Prepare for a step."""
         self.coming = {c: self._letters(*c) for c in self.channels if c[2] == self.rank}
 
     def end(self) -> None:
-        """After a step: all messages have left."""
+        """Finish a step: wait until all messages are sent."""
         for work, _ in self.under_way:
             if work is not None:
                 work.wait()
         self.under_way.clear()
 
     def _letters(self, errand: Errand, a: int, b: int) -> Iterator[Letter]:
-        """What comes along a channel, in the order in which it is sent."""
+        """The messages of a channel, in the order in which they are sent."""
         plan, rank_of = self.plan, self.plan.schedule.rank_of
         if errand in ("weight", "sum"):
             for t, k in plan.borrowed:
@@ -131,7 +135,7 @@ class StageLinks:
                 yield Letter(errand, action.stage, dst, action.micro)
 
     def send(self, letter: Letter, tensors: Sequence[Tensor]) -> None:
-        """From a stage that this rank has."""
+        """Send a message from a stage that this rank has."""
         a, b = (self.plan.schedule.rank_of[k] for k in (letter.src, letter.dst))
         if a == b:
             self.arrived[letter] = tensors
@@ -141,7 +145,7 @@ class StageLinks:
             self._sent(x.contiguous(), (letter.errand, a, b))
 
     def receive(self, letter: Letter) -> Sequence[Tensor]:
-        """What was sent to a stage that this rank has. What came before it on the same channel is kept."""
+        """The contents of a message to a stage that this rank has. Earlier messages of the same channel are kept."""
         a, b = (self.plan.schedule.rank_of[k] for k in (letter.src, letter.dst))
         while letter not in self.arrived:
             received = next(self.coming[letter.errand, a, b])
@@ -152,7 +156,7 @@ class StageLinks:
         return self.arrived.pop(letter)
 
     def blank(self, letter: Letter) -> list[Tensor]:
-        """Empty tensors for what a message holds."""
+        """Empty tensors for the contents of a message."""
         import torch
 
         plan = self.plan
@@ -174,7 +178,7 @@ class StageLinks:
         return out
 
     def of_all_stages(self, x: Tensor) -> Tensor:
-        """A number of each of the pipeline's ranks, on all of them."""
+        """Gather a number from each pipeline rank, on all of them."""
         import torch
         import torch.distributed as dist
 
@@ -184,7 +188,7 @@ class StageLinks:
         return torch.stack(every)
 
     def from_last(self, loss: Tensor | None) -> Tensor:
-        """The loss, which the rank of the last stage has, on every rank."""
+        """The loss on every rank. Only the rank of the last stage has it before."""
         import torch
         import torch.distributed as dist
 

@@ -1,9 +1,9 @@
-"""A pipelined plan run by PyTorch: each rank runs its stages in the order of the schedule's list of actions.
+"""A pipelined plan that PyTorch runs: each rank runs its stages in the order of the schedule's list of actions.
 
-A stage is a part of the exported graph of a micro-batch (``stages``), walked on parts as a plan without stages is
-(``pase.backends.torch.spmd.interpreter``): by the local program of the stage's own strategy, on the mesh of the ranks
-that have the stage. Activations and their gradients go from each rank to the one with the same place in the next
-stage's mesh.
+A stage is a part of the exported graph of a micro-batch (``stages``). It is walked like a plan without stages
+(``pase.backends.torch.spmd.interpreter``): on the mesh of the ranks that have the stage, by the local program of the
+stage's own strategy. Each rank sends activations and their gradients to the rank with the same place in the
+neighbouring stage's mesh.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TorchPipeline:
 
     pipeline: PipelinePlan
     splits: tuple[TorchPlan, ...]
-    """The model on a micro-batch, under each of the pipeline's strategies, on the mesh of one stage."""
+    """The model on one micro-batch, under each of the pipeline's strategies, on the mesh of one stage."""
 
     @property
     def traced(self) -> TracedTorch:
@@ -66,24 +66,24 @@ class TorchPipeline:
 
     @property
     def _returned(self) -> str:
-        """The tensor of which the loss is a view."""
+        """The tensor that the loss is a view of."""
         outputs, (loss,) = self.splits[0].program.outputs, self.traced.program.losses
         found = next(v for n, v in self.traced.scope.values.items() if n.name == loss)
         chain = steps_from(found) if isinstance(found, Value) else ()
         return next(v.tensor.name for v, _ in chain if v.tensor is not None and v.tensor.name in outputs)
 
     def split(self, stage: int) -> TorchPlan:
-        """What a stage runs by."""
+        """The plan that a stage runs by."""
         return self.splits[self.pipeline.stages[stage].strategy]
 
     def stage_result(self, stage: int, tensor: str) -> LocalResult:
-        """A tensor as a stage's own program makes it."""
+        """A tensor as the stage's own program computes it."""
         return self.split(stage).program.result(tensor)
 
     @cached_property
     def stage_of_parameter(self) -> dict[str, int]:
-        """Parameter -> the stage that stores it, which is the first that reads it. Others get it from there, and send
-        their gradients there."""
+        """Parameter -> the stage that stores it, which is the first one that reads it. Other stages that read it get it
+        from there, and send their gradients there."""
         parameters = {op.results[0].tensor for op in self.splits[0].program.ops if op.op.kind == "parameter"}
         found: dict[str, int] = {}
         for k, stage in enumerate(self.stages):
@@ -96,12 +96,12 @@ class TorchPipeline:
         return self.traced.graph.tensors[tensor].path not in self.traced.program.frozen
 
     def comes_back(self, tensor: str) -> bool:
-        """Whether the gradient of an activation is sent to the stage before."""
+        """Whether the gradient of an activation is sent to the previous stage."""
         return self.traced.graph.tensors[tensor].needs_grad
 
     @cached_property
     def borrowed(self) -> tuple[tuple[str, int], ...]:
-        """(parameter, stage) where a stage reads what another one stores."""
+        """(parameter, stage) for each stage that reads a parameter that another stage stores."""
         every = (
             (t, k)
             for k, stage in enumerate(self.stages)
@@ -110,7 +110,7 @@ class TorchPipeline:
         return tuple((t, k) for t, k in every if self.stage_of_parameter[t] != k)
 
     def exchanged(self, k: int) -> Iterator[tuple[LocalReshardStep, int]]:
-        """A stage's moves from other stages' layouts to its own, and how often in a step."""
+        """A stage's reshard steps from other stages' layouts to its own, and how often each runs in a step."""
         many = self.pipeline.micro_batches
         for t in self.stages[k].enters:
             yield from self._between(
@@ -134,7 +134,7 @@ class TorchPipeline:
         yield from ((m, times) for m in between(have, want, self.splits[0].mesh, nbytes) if not m.free)
 
     def groups(self, device: str) -> AxisGroups:
-        """Process groups over all axes that any stage sends along."""
+        """Process groups for all collectives of all stages."""
         needed = {axes for split in self.splits for axes in split.sent_along}
         needed |= {m.axes for k in range(len(self.stages)) for m, _ in self.exchanged(k)}
         return axis_groups(self.splits[0].mesh, needed, device, self.pipeline.degree)
@@ -142,14 +142,18 @@ class TorchPipeline:
     def parallelize(
         self, module: Module, *, device: torch.device | str | None = None, compile: bool | str = False
     ) -> PipelinedModule:
-        """Keep this rank's stages of the module, its parameters sharded as the plan stores them, and return its step:
+        """Keep this rank's stages of the module, shard their parameters as the plan stores them, and return the step:
         ``loss = step.backward(*batch)``.
 
-        The module is changed in place: what this rank does not have is None in it. Every rank gives the same batch,
-        whole or its own part of it. module, device: see ``TorchPlan.parallelize``. Stages are not compiled.
+        The module is changed in place; what this rank does not have becomes None. Every rank must pass the same batch,
+        or its own part of it. Stages are not compiled.
+
+        module, device: see ``TorchPlan.parallelize``.
         """
         if compile:
-            raise PaseError("the stages of a pipeline cannot be compiled yet: use compile=False")
+            raise PaseError(
+                "the stages of a pipeline cannot be compiled yet", where="compile", fix="use compile=False"
+            )
         return PipelinedModule.of(self, module, device)
 
     def train_step(
@@ -162,7 +166,7 @@ class TorchPipeline:
         check: bool = False,
         **settings: object,
     ) -> TorchStep:
-        """step(*batch) -> loss, including the optimizer's update of this rank's parameters; see
+        """Returns ``step(*batch) -> loss``, which includes the optimizer's update of this rank's parameters. See
         ``TorchPlan.train_step``."""
         parallel = self.parallelize(module, device=device, compile=compile)
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -184,19 +188,23 @@ class TorchPipeline:
 
 
 def torch_pipeline(plan: PlanData) -> TorchPipeline:
-    """A pipelined plan in PyTorch's terms. Raises PaseError if its stages cannot be run."""
+    """A pipelined plan as a ``TorchPipeline``. Raises PaseError if its stages cannot be run."""
     p = plan.pipeline
     assert p is not None
     traced = traced_by_torch(plan)
     name = traced.graph.name
     if p.replicas or p.groups:
         raise PaseError(
-            f"the plan for '{name}' has ranks on unequal groups of devices, which plan.torch does not run yet"
+            "the plan has ranks on unequal groups of devices, which plan.torch does not run yet",
+            where=f"model '{name}'",
+            fix="compile for stages on equal groups of devices",
         )
     part = micro(traced, p.micro_batches)
     if written := (*part.program.mutated.values(), *part.program.counters.values()):
         raise PaseError(
-            f"stages cannot write buffers yet, and '{name}' writes '{written[0]}': compile with pipeline='none'"
+            f"the model writes the buffer '{written[0]}', which stages cannot do yet",
+            where=f"model '{name}'",
+            fix="compile with pipeline='none'",
         )
     weights = {s.strategy: s.weights for s in p.stages}
     splits = tuple(

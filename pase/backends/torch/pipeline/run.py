@@ -1,4 +1,5 @@
-"""One rank of a pipelined plan in PyTorch: its stages' parameters, and a step in the order of the schedule's list."""
+"""One rank of a pipelined plan in PyTorch: its stages' parameters, and a step in the order of the schedule's
+actions."""
 
 from __future__ import annotations
 
@@ -38,8 +39,9 @@ __all__ = ["PipelinedModule"]
 
 @dataclass(kw_only=True)
 class PipelinedModule:
-    """This rank's stages of a module, and their step. module: the user's own, of which this rank keeps its part.
+    """This rank's stages of a module, and their step.
 
+    module: the user's own module, of which this rank keeps its part.
     stages: number -> a stage of this rank, which walks its own nodes and stores its own parameters.
     """
 
@@ -56,8 +58,9 @@ class PipelinedModule:
         at = torch.device(device if device is not None else "cpu" if first is None else first.device)
         if at.type == "meta":
             raise PaseError(
-                "the stages of a pipeline do not run on the meta device: give parallelize the device to run on, and "
-                "load a checkpoint afterwards"
+                "the stages of a pipeline do not run on the meta device",
+                where="device",
+                fix="give parallelize the device to run on, and load a checkpoint afterwards",
             )
         groups = plan.groups(at.type)
         links = StageLinks.of(plan, groups, at)
@@ -66,13 +69,15 @@ class PipelinedModule:
         for k, stage in enumerate(plan.stages):
             split = plan.split(k)
             walk = replace(split.walk(groups), only=stage.nodes)
-            if not walk.totals & stage.reads:  # nothing in it needs to know them
+            if not walk.totals & stage.reads:  # nothing in the stage reads them
                 walk = replace(walk, totals=frozenset())
             every[k] = ParallelModule(
                 plan=split, module=module, walk=walk, device=at, seed=seed, lifted=lifted
             )
         storages = {k: Storage(parallel=p) for k, p in every.items()}
-        for order in sorted({o for s in storages.values() for o in s.orders}):  # all ranks make the same ones
+        for order in sorted(
+            {o for s in storages.values() for o in s.orders}
+        ):  # all ranks must create the same meshes
             devices = groups.ordered(order)
             for s in storages.values():
                 s.meshes[order] = devices
@@ -86,11 +91,15 @@ class PipelinedModule:
         return cls(plan=plan, module=module, links=links, stages=mine)
 
     def __call__(self, *batch: Tree) -> Tensor:
-        raise PaseError("a pipeline runs forward and backward at once: use loss = step.backward(*batch)")
+        raise PaseError(
+            "a pipeline runs forward and backward together",
+            where="step(*batch)",
+            fix="use loss = step.backward(*batch)",
+        )
 
     def backward(self, *batch: Tree) -> Tensor:
-        """The detached loss, the same on every rank. The gradients of all micro-batches are added to ``grad`` of this
-        rank's parameters."""
+        """Returns the detached loss, which is the same on every rank. Adds the gradients of all micro-batches to the
+        ``grad`` of this rank's parameters."""
         refuse_autocast(f"the step of '{self.plan.traced.graph.name}' runs")
         self.links.begin()
         step = _StagesStep(of=self, batch=batch)
@@ -115,26 +124,28 @@ class PipelinedModule:
         most_lines: int = 50,
         progress: Say | None = None,
     ) -> GradientCheck:
-        """``ParallelModule.check``. There is no unsharded module to compare with."""
+        """See ``ParallelModule.check``. There is no unsharded module to compare with."""
         return check_stages(self, batch, against, seed, most_lines, progress)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """``ParallelModule.clip_grad_norm_``, with the norm of all stages' gradients."""
+        """``ParallelModule.clip_grad_norm_``, with the norm of the gradients of all stages."""
         return clipped(self.module.parameters(), max_norm, norm_type, self.links.of_all_stages)
 
 
 @dataclass(kw_only=True)
 class _StagesStep:
-    """One pass of this rank's stages over all micro-batches. loss: the sum of the micro-batches' shares, if this rank
-    has the last stage."""
+    """One step of this rank's stages over all micro-batches.
+
+    loss: the sum of the micro-batches' shares of the loss, on the rank of the last stage.
+    """
 
     of: PipelinedModule
     batch: Sequence[Tree]
     loss: Tensor | None = None
     running: dict[tuple[int, int], tuple[Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=dict)
-    """(stage, micro-batch) -> what entered and what left, of those that have a gradient, until its backward."""
+    """(stage, micro-batch) -> (inputs, results) that have a gradient, from its forward to its backward."""
     left: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
-    """(stage, micro-batch) -> what computes the gradients of weights, where they come later."""
+    """(stage, micro-batch) -> a function that computes the gradients of weights, if the schedule does that later."""
 
     bodies: Mapping[int, dict[int, Body]] = field(init=False)
     """Stage -> micro-batch -> the state before its walk."""
@@ -146,7 +157,7 @@ class _StagesStep:
         self.held = self._gathered()
 
     def _gathered(self) -> Mapping[int, StepParameters]:
-        """Stage -> its parameters. Those that another stage stores come from there, once a step."""
+        """Stage -> its parameters. Parameters that another stage stores are sent from there, once per step."""
         plan, links = self.of.plan, self.of.links
         stored = {k: p.local() for k, p in self.of.stages.items()}
         for t, k in plan.borrowed:
@@ -164,8 +175,8 @@ class _StagesStep:
         return out
 
     def _borrowed(self, t: str, k: int, x: Tensor) -> tuple[Tensor, RankValue]:
-        """A parameter that another stage stores: what gets its gradient here, and how the stage reads it. x: as it is
-        stored there."""
+        """A parameter that another stage stores: (the leaf that gets its gradient here, the value that the stage
+        reads). x: the parameter in the layout in which it is stored there."""
         plan, r = self.of.plan, self.of.plan.stage_result(k, t)
         stored = plan.stage_result(plan.stage_of_parameter[t], t).gradient
         leaf = self._resharded(k, t, x, stored, r.gradient).clone().requires_grad_(plan.trains(t))
@@ -176,13 +187,13 @@ class _StagesStep:
         return leaf, value
 
     def _resharded(self, k: int, t: str, x: Tensor, have: Layout, want: Layout) -> Tensor:
-        """A tensor in another layout, among the ranks of a stage."""
+        """Reshard a tensor among the ranks of a stage."""
         p = self.of.stages[k]
         shape = p.plan.program.result(t).shape
         return resharded(x, between(have, want, p.plan.mesh), shape, "sum", p.walk.groups)
 
     def forward(self, k: int, i: int) -> None:
-        """A stage on a micro-batch."""
+        """Run a stage's forward on a micro-batch."""
         plan, links, p = self.of.plan, self.of.links, self.of.stages[k]
         stage, body = plan.stages[k], self.bodies[k].pop(i)
         self.held[k].into(body)
@@ -201,14 +212,15 @@ class _StagesStep:
         for t, x, like in zip(stage.leaves, outs, links.blank(letter), strict=True):
             if (x.shape, x.dtype) != (like.shape, like.dtype):
                 raise PaseError(
-                    f"'{t}', which stage {k} passes on, is {x.dtype} {list(x.shape)}, but {like.dtype} "
-                    f"{list(like.shape)} in the plan: was the module changed since?"
+                    f"it is {x.dtype} {list(x.shape)}, but {like.dtype} {list(like.shape)} in the plan",
+                    where=f"'{t}', which stage {k} sends to the next stage",
+                    fix="use the model that the plan was compiled from, or compile again",
                 )
         links.send(letter, [x.detach() for x in outs])
         self.running[k, i] = back, [x for t, x in zip(stage.leaves, outs, strict=True) if plan.comes_back(t)]
 
     def _entered(self, k: int, t: str, x: Tensor) -> RankValue:
-        """What the stage before passed on, in the layout in which this stage itself would make it."""
+        """A result of the previous stage, in the layout in which this stage would compute it."""
         plan, r = self.of.plan, self.of.plan.stage_result(k, t)
         array = self._resharded(k, t, x, plan.stage_result(k - 1, t).layout, r.layout).detach()
         return RankValue(
@@ -216,7 +228,7 @@ class _StagesStep:
         )
 
     def backward(self, k: int, i: int, *, apart: bool) -> None:
-        """Gradients of what entered, and of weights, unless these come later."""
+        """Run a stage's backward on a micro-batch. apart: whether the gradients of weights are computed later."""
         import torch
 
         plan, links, (entered, outs) = self.of.plan, self.of.links, self.running.pop((k, i))
@@ -241,7 +253,7 @@ class _StagesStep:
             links.send(Letter("back", k, k - 1, i), made)
 
     def gradients(self) -> None:
-        """Add what all micro-batches gave to the parameters' ``grad``, where they are stored."""
+        """Add the gradients of all micro-batches to the parameters' ``grad``, on the ranks that store them."""
         plan, links = self.of.plan, self.of.links
         for held in self.held.values():
             held.reduce_gradients()

@@ -1,8 +1,8 @@
-"""Which nodes of an exported graph each stage of a pipelined plan runs, and what passes between stages.
+"""Which nodes of an exported graph each stage of a pipelined plan runs, and which tensors pass between stages.
 
-A node that works on activations (what depends on parameters and on the batch) belongs to one stage: that of its block,
-the first before the blocks, the last behind them. Any other node (a mask, a cast of a weight) runs in each stage that
-needs it. Activations that a later stage reads are passed on from stage to stage.
+A node that works on activations (values that depend on parameters and on the batch) belongs to one stage: that of its
+block. Nodes before the blocks belong to the first stage, nodes after them to the last. Any other node (a mask, a cast
+of a weight) runs in each stage that needs it. Activations that a later stage reads are sent from stage to stage.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ __all__ = ["TorchStage", "stages_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class TorchStage:
-    """nodes: their numbers in the exported graph. enters, leaves: tensors that are passed in and on. reads: all that
-    its nodes read."""
+    """One stage.
+
+    nodes: the numbers of its nodes in the exported graph.
+    enters, leaves: the tensors that it gets from the previous stage, and sends to the next one.
+    reads: all tensors that its nodes read.
+    """
 
     nodes: frozenset[int]
     enters: tuple[str, ...]
@@ -37,24 +41,28 @@ class TorchStage:
 def stages_of(
     traced: TracedTorch, program: LocalProgram, pipeline: PipelinePlan, returned: Collection[str]
 ) -> tuple[TorchStage, ...]:
-    """The plan's stages. traced: on one micro-batch. program: under any strategy. returned: tensors that the last stage
-    reads beside its nodes.
+    """The plan's stages.
 
-    Raises PaseError if the exported graph does not have the plan's blocks, or units, one behind the other.
+    traced: the model on one micro-batch.
+    program: the local program under any strategy.
+    returned: tensors that the last stage must provide in addition to what its nodes read.
+
+    Raises PaseError if the exported graph does not have the plan's blocks, or units, in a row.
     """
     units = _units(traced, pipeline)
     return _StageCut(program=program, cuts=pipeline.cuts, units=units, returned=frozenset(returned)).stages()
 
 
 def _units(traced: TracedTorch, pipeline: PipelinePlan) -> list[int]:
-    """Node -> its block, or unit; -1 before the first, their number behind the last."""
+    """Node -> its block, or unit: -1 before the first, and their number after the last."""
     name, many, nodes = traced.graph.name, sum(pipeline.cuts), traced.scope.nodes
     blocks = blocks_of(traced)
     if not pipeline.narrow:
         if any(b.prefix for b in blocks) or len(blocks) != many:
             raise PaseError(
-                f"'{name}' cannot be run in stages: they are cut between {many} equal layers in a row, of which its "
-                f"graph has {sum(not b.prefix for b in blocks)}; layers that are turns of a scan are not cut"
+                f"the model cannot be run in stages: the plan cuts between {many} equal layers in a row, but the graph "
+                f"has {sum(not b.prefix for b in blocks)}; layers that are iterations of a scan are not cut",
+                where=f"model '{name}'",
             )
         at = {i: k for k, b in enumerate(blocks) for i in range(b.start, b.stop)}
         first, last = blocks[0].start, blocks[-1].stop
@@ -66,8 +74,10 @@ def _units(traced: TracedTorch, pipeline: PipelinePlan) -> list[int]:
     chain = chain_of(simplify(traced.graph), blocks)
     if chain.units != many or chain.loops:
         raise PaseError(
-            f"'{name}' cannot be run in stages: the plan cuts it into {many} units, and its graph has {chain.units}"
-            + (", of which some are turns of a scan" if chain.loops else ": compile it again")
+            f"the model cannot be run in stages: the plan cuts it into {many} units, but its graph has {chain.units}"
+            + (", some of them iterations of a scan" if chain.loops else ""),
+            where=f"model '{name}'",
+            fix="" if chain.loops else "compile it again",
         )
     found = [-1] * len(nodes)
     for path, unit in chain.at.items():
@@ -79,7 +89,7 @@ def _units(traced: TracedTorch, pipeline: PipelinePlan) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class _StageCut:
-    """Assigns nodes to stages. units: of each node."""
+    """Assigns nodes to stages. units: the unit of each node."""
 
     program: LocalProgram
     cuts: Sequence[int]
@@ -93,12 +103,12 @@ class _StageCut:
 
     @cached_property
     def maker(self) -> Mapping[str, int]:
-        """Tensor -> the node that makes it."""
+        """Tensor -> the node that computes it."""
         return {t: i for i, (_, made) in self._ends.items() for t in made}
 
     @cached_property
     def _ends(self) -> Mapping[int, tuple[set[str], set[str]]]:
-        """Node -> what its ops read, and what they make."""
+        """Node -> (the tensors that its ops read, the tensors that they compute)."""
         program = self.program
         found: dict[int, tuple[set[str], set[str]]] = {}
         for op in program.ops:

@@ -1,1 +1,1 @@
-"""The local program of a plan, run by PyTorch on one rank."""
+"""Runs the local program of a plan in PyTorch, on one rank."""

@@ -1,7 +1,7 @@
-"""One node of an exported graph, which the frontend read as one op or several, on one rank.
+"""Runs one node of an exported graph on one rank. The frontend may have lowered it to several ops.
 
-A node that is several ops (a norm, a loss, a linear layer with its bias) runs as PyTorch's own op (``rules``) if
-nothing is moved or summed between its parts. Otherwise its parts run one by one (``nests``).
+A node with several ops (a norm, a loss, a linear layer with its bias) runs as PyTorch's own op (``rules``) if nothing
+is resharded or summed between its ops. Otherwise its ops run one by one (``nests``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pase.backends.torch.spmd import flex_attention, halo  # noqa: F401, rules of ops
+from pase.backends.torch.spmd import flex_attention, halo  # noqa: F401, registers their rules
 from pase.backends.torch.spmd.collectives import part, summed
 from pase.backends.torch.spmd.nests import run_nest
 from pase.backends.torch.spmd.pairs import Anchor, OpPair, made_by, partitioned, passed_over
@@ -48,22 +48,22 @@ __all__ = ["NodeOps"]
 
 
 _SUM = 2
-"""What ATen calls a loss that is added up."""
+"""ATen's value of ``reduction`` for a loss that is summed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOps:
-    """A node of the graph, at its place, with what the walk has computed before it."""
+    """A node of the graph at its path, with the state of the walk before it."""
 
     walk: RankWalk
     node: FxNode
     path: str
     body: Body
     folded: dict[str, Tensor] = field(default_factory=dict)
-    """Constants that only this node has, whole, by tensor."""
+    """Whole constants that only this node has, by tensor."""
 
     def run(self, pairs: Sequence[OpPair]) -> None:
-        """Run the node; its results are then in the body."""
+        """Run the node and put its results into the body."""
         done = [pair for pair in pairs if self._known(pair)]
         if done:
             if left := [pair for pair in pairs if pair not in done]:
@@ -77,13 +77,13 @@ class NodeOps:
                 self.nest(pair)
         elif self._closed(work):
             self._at_once(work, before, self._anchors(work), {})
-        elif work and work[0].op.kind == "conv":  # what is added to it runs separately
+        elif work and work[0].op.kind == "conv":  # the bias is added separately
             first = work[0].op.writes[0].tensor
             self._at_once(work[:1], before, [(first, ())], {"bias": None})
             for pair in work[1:]:
                 self.nest(pair)
         elif len(work) > 1 and not any(r.tensor in made_by(work) for pair in work for r in pair.op.reads):
-            anchors = self._anchors(work)  # several independent ones: the parts of a split
+            anchors = self._anchors(work)  # several independent ops, such as the parts of a split
             for pair in work:
                 self._at_once(
                     [pair], before, [a if a and a[0] in made_by([pair]) else None for a in anchors], {}
@@ -102,12 +102,16 @@ class NodeOps:
             self._one_by_one(pairs)
 
     def _known(self, pair: OpPair) -> bool:
-        """Whether its results are there already: a sum over all micro-batches, or what it was made of."""
+        """Whether its results are already in the body, because it is, or contributes to, a sum over all
+        micro-batches."""
         return all(r.tensor in self.walk.counted and r.tensor in self.body.values for r in pair.local.results)
 
     def _around_totals(self, left: Sequence[OpPair]) -> None:
-        """Run what is left of a node of which the sums over all micro-batches are known: what they divide is made as
-        a sum by PyTorch's own op, and the rest one by one."""
+        """Run the remaining ops of a node for which the sums over all micro-batches are known.
+
+        The ops that do not depend on such a sum run as PyTorch's own op, with the reduction "sum". The ops that do
+        depend on it (a division by a count, for example) then run one by one.
+        """
         behind = set(self.walk.totals)
         first: list[OpPair] = []
         rest: list[OpPair] = []
@@ -125,10 +129,10 @@ class NodeOps:
             self._one_by_one(first)
         self._one_by_one(rest)
 
-    # The op as PyTorch has it.
+    # Running a node as PyTorch's own op.
 
     def _anchors(self, work: Sequence[OpPair]) -> list[Anchor | None]:
-        """For each result of the node, the tensor of the work that it is a view of."""
+        """For each result of the node: the tensor of the work that the result is a view of, or None."""
         found = self.walk.index.values[self.node]
         made = made_by(work)
         out: list[Anchor | None] = []
@@ -139,7 +143,7 @@ class NodeOps:
         return out
 
     def _closed(self, work: Sequence[OpPair]) -> bool:
-        """Whether nothing is moved or summed between these ops, and each operand is read in only one way."""
+        """Whether nothing is resharded or summed between these ops, and each operand is read in only one layout."""
         program, own = self.walk.program, made_by(work)
         ways: dict[str, set[object]] = {}
         for pair in work:
@@ -153,8 +157,8 @@ class NodeOps:
         return bool(work) and all(len(w) == 1 for w in ways.values()) and (len(work) == 1 or not partial)
 
     def _pooled(self, transfer: int) -> bool:
-        """Whether what a window's op makes is handed on as it is. (A product is run apart from what is added to it:
-        they need not be computed again alike.)"""
+        """Whether the transfer passes the result of a window op on unchanged. (A product runs separately from what is
+        added to it, because a recomputation may need only one of them.)"""
         t = self.walk.program.transfers[transfer]
         return not (t.forward or t.backward) and self.walk.program.maker[t.tensor].op.kind == "window"
 
@@ -193,7 +197,7 @@ class NodeOps:
         *,
         gradient: bool,
     ) -> dict[str, TorchOperand]:
-        """Tensor -> what the op computes. gradient: the tensors that receive the operands' gradients."""
+        """Tensor -> the op's result. gradient: whether to compute the gradient carriers instead of the values."""
         mesh = self.walk.program.mesh
         results = {r.tensor: r for pair in work for r in pair.local.results}
         outs: list[ShapeAndLayout | None] = []
@@ -205,7 +209,7 @@ class NodeOps:
             layout = layout_through(r.gradient if gradient else r.layout, a[1], mesh)
             outs.append((_shape_through(r.shape, a[1]), layout))
         given, layouts = reads.given(outs, gradient)
-        if given.get("device") is not None:  # it was traced on another device than it runs on
+        if given.get("device") is not None:  # it may have been traced on another device than it runs on
             given = {**given, "device": self.body.constants.device}
         call = RankCall(
             target=self.node.target,
@@ -235,17 +239,19 @@ class NodeOps:
     def _checked(self, x: Tensor, r: LocalResult, gradient: bool) -> Tensor:
         want = local_shape(r.shape, r.gradient if gradient else r.layout, self.walk.program.mesh)
         if tuple(x.shape) != want:
-            raise NotOnParts(f"on parts it makes {list(x.shape)}, but the plan has {list(want)}")
+            raise NotOnParts(
+                f"its result on this rank has shape {list(x.shape)}, but {list(want)} in the plan"
+            )
         return x
 
     def _reduced(self, local: LocalOp, r: LocalResult, x: Tensor, joined: bool) -> Tensor:
-        """Sum immediately, if the node that makes it also reads it. joined: whether parts of another kind than a sum
-        were joined when it was made."""
+        """All-reduce a partial result that the same node reads. joined: whether a rule has already combined the parts
+        of several ranks in another way than by a sum."""
         partial = r.summed or "partial" in r.layout
         if partial and local.combine != "sum" and not joined:
-            raise NotOnParts("no rule joins its partial results")
+            raise NotOnParts("no rule combines its partial results")
         if not r.summed or local.combine != "sum":
-            return x  # else the edge sums it
+            return x  # the edge to the reader sums it
         return summed(x, r.summed, self.walk.groups)
 
     def _keep(self, r: LocalResult, x: Tensor, gradient_carrier: Tensor | None) -> None:
@@ -258,7 +264,7 @@ class NodeOps:
             gradient=r.gradient,
         )
 
-    # The op part by part.
+    # Running the ops of a node one by one.
 
     @property
     def _name(self) -> str:
@@ -278,7 +284,7 @@ class NodeOps:
             raise NotOnParts(str(e)) from None
 
     def _one_by_one(self, work: Sequence[OpPair]) -> None:
-        """Run these ops in the order in which they were traced, and between them those that read constants only."""
+        """Run these ops in traced order, together with the node's ops between them that read only constants."""
         numbers, mine = self._numbers, {id(pair.op): pair for pair in work}
         known = self.walk.program.maker
         for op in self.walk.ops[self.path]:
@@ -290,11 +296,11 @@ class NodeOps:
                 passed_over(numbers, op)
 
     def _fold(self, op: Op, numbers: Iterator[float]) -> None:
-        """Work out a constant that only this node has, for ``_constant``."""
+        """Compute a constant that only this node has, for ``_constant``."""
         tensors, ins = self.walk.traced.graph.tensors, []
         for a in op.reads:
             x = self.folded[a.tensor] if a.tensor in self.folded else self._of_inputs(a.tensor)
-            if x is None:  # nothing that runs one by one reads it, or ``_constant`` says that it is missing
+            if x is None:  # no op that runs one by one reads it, or ``_constant`` raises
                 passed_over(numbers, op)
                 return
             ins.append(x)
@@ -304,7 +310,7 @@ class NodeOps:
         self.folded[w.tensor] = made.to(_dtype(tensors[w.tensor].dtype))
 
     def _of_inputs(self, tensor: str) -> Tensor | None:
-        """The whole value of a constant that is one of the node's operands, or that one is a view of."""
+        """The whole value of a constant that is one of the node's operands, or that one of them is a view of."""
         constants, mesh = self.body.constants, self.walk.program.mesh
         for m in self.node.all_input_nodes:
             value = None if self.walk.index.decided(m) else self.walk.index.values.get(m)
@@ -314,11 +320,11 @@ class NodeOps:
         return None
 
     def nest(self, pair: OpPair) -> None:
-        """Run one of its ops that has no numbers, such as a view."""
+        """Run one of the node's ops that needs no numbers, such as a view."""
         self._nest(pair, iter(()))
 
     def _nest(self, pair: OpPair, numbers: Iterator[float]) -> None:
-        """Run one of its ops."""
+        """Run one of the node's ops."""
         op, local = pair
         if any(o.halo for o in local.operands) or len(local.results) != 1:
             raise NotOnParts(f"'{op.name}' in it cannot be run separately from the rest")
@@ -343,14 +349,16 @@ class NodeOps:
         if local.combine != "sum" and (r.summed or "partial" in r.layout):
             readers = [o for o in self.walk.ops[self.path] if any(a.tensor == r.tensor for a in o.reads)]
             if x.requires_grad and not all(o.name == "stop_gradient" for o in readers):
-                raise NotOnParts(f"'{op.name}' in it, which has a gradient, is joined over several ranks")
-            x = x.detach()  # a softmax's maximum
+                raise NotOnParts(
+                    f"'{op.name}' in it has a gradient and is combined over several ranks, not as a sum"
+                )
+            x = x.detach()  # the maximum of a softmax
             x = self.walk.groups.all_reduce(x, r.summed, local.combine) if r.summed else x
         self._keep(r, self._reduced(local, r, x, True), gradient_carrier)
 
     def _constant(self, o: LocalOperand) -> RankValue:
-        """An operand that does not depend on data: worked out here, or found by the name of one of the node's operands,
-        or by its elements.
+        """An operand that does not depend on data. It was computed here, or is found among the node's operands by its
+        name, or else by its number of elements.
         """
         constants = self.body.constants
         every = [m for m in self.node.all_input_nodes if not self.walk.index.decided(m)]
@@ -358,7 +366,7 @@ class NodeOps:
         if whole is None:
             alike = [x for m in every if (x := constants.of(m)).numel() == _elements(o.shape)]
             if len(alike) != 1:
-                raise NotOnParts("a constant that it reads is missing")
+                raise NotOnParts("a constant that it reads is not among its operands")
             whole = alike[0].reshape(o.shape)
         x = part(whole, o.shape, o.layout, self.walk.groups)
         return RankValue(array=x, tensor=o.tensor, shape=o.shape, layout=o.layout)
@@ -366,10 +374,11 @@ class NodeOps:
 
 @dataclass(frozen=True, kw_only=True)
 class _Reads:
-    """What the work of a node reads. values: by tensor.
+    """What the work of a node reads.
 
-    roots: for a tensor that a preceding view made, the source of the view and its steps. constants: operands that do
-    not depend on data.
+    values: by tensor.
+    roots: tensor that a preceding view computes -> (the source of the view, the steps from it).
+    constants: operands that do not depend on data.
     """
 
     of_node: NodeOps
@@ -426,14 +435,14 @@ class _Reads:
         walk = self.of_node.walk
         mesh, value = walk.program.mesh, walk.index.values.get(m)
         if not isinstance(value, Value):
-            raise NotOnParts(f"an operand of it is {type(value).__name__}")
+            raise NotOnParts(f"one of its operands is a {type(value).__name__}, not a tensor")
         for made, steps in steps_from(value):
             name = made.tensor.name if made.tensor is not None else ""
             for read, root in ((name, (name, ())), *self.roots.items()):
                 if root[0] == name and read in self.values:
                     return self._viewed(self.values[read], (*inverse(root[1]), *steps), value, gradient)
         if walk.index.decided(m):
-            return None, (value.shape, (None,) * len(mesh.names))  # only its shape matters
+            return None, (value.shape, (None,) * len(mesh.names))  # the op needs only its shape
         return self._constant(m, value, outs)
 
     def _viewed(
@@ -448,7 +457,7 @@ class _Reads:
     def _constant(
         self, m: FxNode, value: Value, outs: Sequence[ShapeAndLayout | None]
     ) -> tuple[Tensor, ShapeAndLayout]:
-        """The constant as an operand of its shape is read; next to a pointwise result, in the layout of the result."""
+        """A constant in the layout in which an operand of its shape is read, or in the layout of a pointwise result."""
         walk = self.of_node.walk
         x = self.of_node.body.constants.of(m)
         nowhere: Layout = (None,) * len(walk.program.mesh.names)

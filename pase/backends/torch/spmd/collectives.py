@@ -1,6 +1,6 @@
-"""The moves of a local program on local PyTorch tensors: views and collectives.
+"""The reshard steps of a local program on local PyTorch tensors: views and collectives.
 
-Each edge is one ``autograd.Function``. Its forward and backward moves are both the plan's.
+Each edge is one ``autograd.Function``. The plan gives the reshard steps of both its forward and its backward.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Way: TypeAlias = "Callable[[Tensor], Tensor]"
 
 @cache
 def _functions() -> tuple[type[TorchFunction], type[TorchFunction]]:
-    """The two autograd classes of an edge. They are made on first use, because they need PyTorch."""
+    """The two autograd classes of an edge. They are created on first use, because they need PyTorch."""
     import torch
 
     class Edge(torch.autograd.Function):
@@ -45,7 +45,7 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction]]:
             return ctx.back(g), None, None
 
     class OntoCarrier(torch.autograd.Function):
-        """The gradient goes to another tensor than the value."""
+        """Sends the gradient to another tensor than the value, its gradient carrier."""
 
         @staticmethod
         def forward(ctx: Any, x: Tensor, gradient_carrier: Tensor, there: Way, back: Way) -> Tensor:
@@ -61,11 +61,11 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction]]:
 
 
 def there_and_back(value: Tensor, gradient_carrier: Tensor | None, there: Way, back: Way | None) -> Tensor:
-    """``there(value)``. Its gradient is ``back`` of the incoming gradient, and goes to ``gradient_carrier`` if given,
-    else to value.
+    """Returns ``there(value)``. The gradient, ``back`` of the incoming gradient, goes to ``gradient_carrier`` if that
+    is given, else to ``value``.
 
-    gradient_carrier: a tensor in the layout in which the gradient arrives, if that is not the value's. back: None means
-    that no gradient passes.
+    gradient_carrier: a tensor in the layout in which the gradient arrives, if that is not the value's layout.
+    back: None means that no gradient passes.
     """
     if back is None or not (value.is_floating_point() or value.is_complex()):
         return there(value.detach())
@@ -78,7 +78,7 @@ def there_and_back(value: Tensor, gradient_carrier: Tensor | None, there: Way, b
 def resharded(
     x: Tensor, steps: Sequence[LocalReshardStep], shape: Extents, combine: Combine, groups: AxisGroups
 ) -> Tensor:
-    """The value after these moves. shape: the shape of the whole tensor."""
+    """The value after these reshard steps. shape: the shape of the whole tensor."""
     return reduce(lambda now, step: _step(now, step, shape, combine, groups), steps, x)
 
 
@@ -97,7 +97,9 @@ def _step(x: Tensor, step: LocalReshardStep, shape: Extents, combine: Combine, g
             return _sliced(x, view(step, shape, mesh), axes, groups)
         case "reduce_scatter":
             if combine != "sum":
-                raise PaseError(f"a {combine} over {', '.join(axes)} has no reduce-scatter")
+                raise PaseError(
+                    f"partial results over {', '.join(axes)} are combined by {combine}, which has no reduce-scatter"
+                )
             v = view(step, shape, mesh)
             return groups.reduce_scatter(_to_front(x, v), axes).reshape(v.shape)
         case "all_gather":
@@ -112,7 +114,7 @@ def _step(x: Tensor, step: LocalReshardStep, shape: Extents, combine: Combine, g
 def _exchanged(
     x: Tensor, step: LocalReshardStep, shape: Extents, axes: Sequence[str], groups: AxisGroups
 ) -> Tensor:
-    """A move of parts that do not nest: each element goes where it belongs, in one all-to-all of uneven parts."""
+    """A reshard step between parts that do not nest: one all-to-all of uneven parts sends each element to its owner."""
     ranks = _places(axes, groups)
     had, has = ([held(shape, s, p, groups.mesh) for p in ranks] for s in (step.before, step.after))
     me = groups.number(axes)
@@ -130,11 +132,11 @@ def _exchanged(
 
 
 ElementSets: TypeAlias = "tuple[np.ndarray, ...]"
-"""For each dim, elements of the whole tensor, int64, in order."""
+"""For each dim, indices of elements of the whole tensor, int64, ascending."""
 
 
 def _places(axes: Sequence[str], groups: AxisGroups) -> list[tuple[int, ...]]:
-    """The ranks of this rank's group over these axes, in order: the index of each along every mesh axis."""
+    """The ranks of this rank's group over these axes, in order. Each is given by its index along every mesh axis."""
     names = groups.mesh.names
     ways = [range(groups.ways([a])) for a in axes]
     return [
@@ -150,12 +152,12 @@ def _common(a: ElementSets, b: ElementSets) -> ElementSets:
 
 
 def _grid(have: ElementSets, wanted: ElementSets, x: Tensor) -> tuple[Tensor, ...]:
-    """Where the wanted elements lie in a rank's part, as indices that broadcast against each other."""
+    """Where the wanted elements are in a rank's part, as index tensors that broadcast against each other."""
     import torch
 
     rank = len(have)
     return tuple(
-        # From a list, which a trace on fake tensors takes as a constant.
+        # Built from a list, because a trace on fake tensors takes that as a constant.
         torch.tensor(h.searchsorted(w).tolist(), dtype=torch.int64, device=x.device).reshape(
             [-1 if i == d else 1 for i in range(rank)]
         )
@@ -171,26 +173,26 @@ def _sliced(x: Tensor, v: WireView, axes: Sequence[str], groups: AxisGroups) -> 
 
 
 def _to_front(x: Tensor, v: WireView) -> Tensor:
-    """The outgoing digits become the first dim; the rest is unchanged."""
+    """Move the outgoing digits into the first dim; the other dims keep their order."""
     x = x.reshape(v.seen).permute(*v.to_front)
     return x.reshape(math.prod(v.ways), *x.shape[len(v.leaving) :])
 
 
 def _from_front(x: Tensor, v: WireView) -> Tensor:
-    """The first dim is distributed to the arriving digits, each in its place."""
+    """Distribute the first dim to the arriving digits, each in its place."""
     assert v.arriving is not None
     return x.reshape(*v.ways, *x.shape[1:]).permute(v.arriving).reshape(v.shape)
 
 
 def summed(x: Tensor, axes: tuple[str, ...], groups: AxisGroups) -> Tensor:
-    """All-reduce, if the node that makes it also reads it. Every summand gets the gradient of the sum."""
+    """All-reduce a result whose reader belongs to the same node. Every summand gets the gradient of the sum."""
     if not x.is_floating_point():
         return groups.all_reduce(x, axes)
     return there_and_back(x, None, lambda y: groups.all_reduce(y, axes), lambda g: g)
 
 
 def part(x: Tensor, shape: Extents, layout: Layout, groups: AxisGroups) -> Tensor:
-    """This rank's part of a tensor that is replicated. Dims of size 1 that are larger in the whole tensor are kept."""
+    """This rank's part of a replicated tensor. A dim of size 1 that is larger in the whole tensor is not split."""
     mesh = groups.mesh
     states = tuple(s if isinstance(s, tuple) and x.shape[s[0]] != 1 else None for s in layout)
     axes = tuple(name for name, s in zip(mesh.names, states, strict=True) if s is not None)
@@ -198,7 +200,9 @@ def part(x: Tensor, shape: Extents, layout: Layout, groups: AxisGroups) -> Tenso
     if not axes or local_shape(full, states, mesh) == full:
         return x
     if any(full[s[0]] != shape[s[0]] for s in states if s is not None):
-        raise PaseError(f"a tensor of shape {list(full)} does not fit the whole shape {list(shape)}")
+        raise PaseError(
+            f"a tensor of shape {list(full)} does not have the whole shape {list(shape)}", where="operand"
+        )
     step = LocalReshardStep(kind="slice", axes=axes, before=(None,) * len(states), after=states)
     return resharded(x, [step], full, "sum", groups)
 
@@ -206,7 +210,7 @@ def part(x: Tensor, shape: Extents, layout: Layout, groups: AxisGroups) -> Tenso
 def places_of(
     ids: Tensor, dim: int, shape: Extents, layout: Layout, groups: AxisGroups
 ) -> tuple[Tensor, Tensor]:
-    """Translate indices into a whole tensor dim: (indices into this rank's part of it, whether they lie in it)."""
+    """Translate indices into a whole tensor dim: (indices into this rank's part, whether they are in this part)."""
     here, mine, stride = ids.new_zeros(ids.shape), (ids >= 0) & (ids < shape[dim]), 1
     for d in reversed([d for d in digits(shape, layout, layout, groups.mesh) if d.dim == dim]):
         index = ids.div(d.stride, rounding_mode="floor") % d.size
@@ -218,7 +222,7 @@ def places_of(
 
 
 def positions(dim: int, shape: Extents, layout: Layout, groups: AxisGroups, device: torch.device) -> Tensor:
-    """Which elements of a whole tensor dim this rank has: int64 [elements here]."""
+    """Which elements of a whole tensor dim are in this rank's part: int64 [elements on this rank]."""
     import torch
 
     every = torch.arange(shape[dim], device=device)

@@ -1,4 +1,4 @@
-"""Constants on one rank. Their values do not depend on data: masks, positions, buffers that are only read.
+"""Constants on one rank: values that do not depend on data, such as masks, positions and buffers that are only read.
 
 Each rank computes the whole constant, and each reader takes its part of it.
 """
@@ -29,8 +29,9 @@ __all__ = ["Constants", "NodeIndex"]
 
 @dataclass(frozen=True, kw_only=True)
 class NodeIndex:
-    """All nodes of an exported graph, with the nodes that ops were decomposed into. data: tensors that depend on
-    data.
+    """All nodes of an exported graph, including the nodes that ops were decomposed into.
+
+    data: the tensors that depend on data.
     """
 
     scope: TorchScope
@@ -38,22 +39,22 @@ class NodeIndex:
 
     @cached_property
     def paths(self) -> dict[FxNode, str]:
-        """Node -> its place."""
+        """Node -> its path."""
         return dict(self.scope.every())
 
     @cached_property
     def values(self) -> dict[FxNode, Value | list[Value | None]]:
-        """Node -> what it was lowered to."""
+        """Node -> the value that it was lowered to."""
         return {n: v for scope in self.scope.scopes() for n, v in scope.values.items()}
 
     @cached_property
     def outer(self) -> dict[FxNode, FxNode]:
-        """Placeholder of a decomposed op's graph -> the node outside."""
+        """Placeholder of a decomposed op's graph -> the node outside that it stands for."""
         return {k: v for scope in self.scope.scopes() for k, v in scope.leaves.items()}
 
     @cached_property
     def inside(self) -> dict[FxNode, TorchScope]:
-        """Node -> what it was decomposed into."""
+        """Node -> the nodes that it was decomposed into."""
         at = {place: n for n, place in self.paths.items()}
         return {at[place]: scope for place, scope in self.scope.placed() if scope.leaves and place in at}
 
@@ -77,9 +78,11 @@ class NodeIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Constants, computed when something reads them. buffers: placeholder -> tensor. seed_at: place of a node -> seed.
+    """Constants, computed when something reads them.
 
-    given: in a turn of a loop, placeholder of its body -> what it is in this turn.
+    buffers: placeholder -> tensor.
+    seed_at: path of a node -> seed.
+    given: in an iteration of a loop, placeholder of the loop's body -> its value in this iteration.
     """
 
     index: NodeIndex
@@ -112,7 +115,7 @@ class Constants:
             return getattr(self.index.modules[n.graph], n.target).to(self.device)
         if n.target is operator.getitem:
             source, which = n.args
-            inner = self.index.inside.get(source)  # of several results, others may depend on data
+            inner = self.index.inside.get(source)  # the node's other results may depend on data
             return self.of(source)[which] if inner is None else self.of(inner.results[which])
         args, kwargs = torch.fx.map_arg((n.args, n.kwargs), lambda m: self._operand(m, n))
         if kwargs.get("device") is not None:
@@ -125,7 +128,7 @@ class Constants:
                 return n.target(*args, **kwargs)
 
     def _operand(self, m: FxNode, reader: FxNode) -> Tensor:
-        """An operand. If it depends on data, only its shape may be used, as in zeros_like and randn_like."""
+        """An operand. If it depends on data, the reader may use only its shape, as zeros_like and randn_like do."""
         import torch
 
         if not self.index.decided(m):
@@ -133,6 +136,6 @@ class Constants:
         value = self.index.values.get(reader)
         filled = isinstance(value, Value) and value.note == ("filled",)
         if not filled and not op_name(reader).endswith("_like"):
-            raise NotOnParts(f"{reader.target} is known without data, but reads data")
+            raise NotOnParts(f"{reader.target} is a constant in the plan, but it reads data")
         like = m.meta["val"]
         return torch.zeros((), dtype=like.dtype, device=self.device).expand(like.shape)

@@ -1,8 +1,8 @@
-"""Loops and branches of an exported graph on one rank: a loop's body is walked turn by turn, and of the branches the
-one that is taken.
+"""Loops and branches of an exported graph on one rank. The body of a loop is walked once per iteration. Of the
+branches, only the taken one is walked.
 
-What a body reads from outside, carries and stacks has its layout set at its border. A stack that is read slice by slice
-is moved before the loop, in one move.
+The border of a body fixes the layouts of what it reads from outside, carries and stacks. A stack that is read slice by
+slice is resharded once, before the loop.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ __all__ = ["ControlNode"]
 
 @dataclass(frozen=True, kw_only=True)
 class ControlNode:
-    """A loop or branches at a place of the graph, with what the walk has computed before. scope: that holds its
-    bodies."""
+    """A loop, or branches, at a path of the graph, with the state of the walk before it.
+
+    scope: the scope that holds its bodies.
+    """
 
     walk: RankWalk
     scope: TorchScope
@@ -45,11 +47,12 @@ class ControlNode:
     body: Body
 
     def run(self) -> None:
-        """Run it; its results are then in the body."""
+        """Run it and put its results into the body."""
         name = str(self.node.target)
         if name not in (*LOOPS, "cond"):
             raise NotOnParts(
-                "pase prices it, and does not run it. Write it out, a loop for example in Python"
+                "pase only estimates its cost and cannot run it",
+                fix="write it in other ops, for example a loop in Python",
             )
         made = set(filter(None, map(_tensor, self._made)))
         for pair in self._at(Place(self.path)):  # operands that are views
@@ -62,7 +65,7 @@ class ControlNode:
 
     @property
     def _made(self) -> Sequence[Value | None]:
-        """What the node makes."""
+        """The values that the node computes."""
         found = self.walk.index.values[self.node]
         return found if isinstance(found, list) else [found]
 
@@ -106,7 +109,7 @@ class ControlNode:
         self.body.constants.made[self.node] = known  # type: ignore[assignment]
 
     def _closed(self, carried: Sequence[FxNode], results: Sequence[FxNode], body: Body) -> None:
-        """What a turn passes to the next one, in the layouts of the carry."""
+        """Put the carry for the next iteration into the body, in the layouts that the carry has."""
         new = []
         for k, (name, m) in enumerate(zip(carried, results, strict=True)):
             takers = self.walk.program.takers.get(Place(self.path).its("carry", k), ())
@@ -116,12 +119,12 @@ class ControlNode:
         self.body.values |= {v.tensor: v for v in new}
 
     def _stack(self, at: Place, outer: FxNode) -> RankValue | None:
-        """A stack as the loop slices it, with its first dim not split; its name is that of the slice. None: it does not
-        depend on data."""
+        """A stack in the layout in which the loop slices it, with its first dim not split. It gets the name of the
+        slice. None if it does not depend on data."""
         for pair in self._at(at):
             v = self._operand(pair.local.operands[0], outer, self.body)
             if any(isinstance(s, tuple) and s[0] == 0 for s in (*v.layout, *v.gradient)):
-                raise NotOnParts("the dim that it goes along is split")
+                raise NotOnParts("the dim that it iterates over is split")
             return replace(v, tensor=pair.local.results[0].tensor)
         return None
 
@@ -131,7 +134,7 @@ class ControlNode:
     def _within(
         self, given: dict[FxNode, Callable[[], Tensor]], state: dict[FxNode, Tensor], iteration: int
     ) -> Body:
-        """The state of a turn before its walk."""
+        """The state of an iteration before its walk."""
         around = self.body.constants
 
         def seed_at(path: str) -> int:
@@ -171,19 +174,19 @@ class ControlNode:
             self._keep(made, x)
 
     def _asked(self) -> Tensor:
-        """Which branch is taken, known on every rank."""
+        """The predicate that selects the branch, as a tensor that every rank has whole."""
         for v in self._made:
             op = self.walk.program.maker[_tensor(v) or ""]
             return self.walk.read(op.operands[-1], self.body).array
         raise NotOnParts("its branches return nothing")
 
     def _likely(self) -> int:
-        """The branch that is priced as taken."""
+        """The number of the branch that the cost model takes as the likely one."""
         of_branch = {at.index[0]: at for at in self.walk.borders if (at.path, at.part) == (self.path, "out")}
         return max(of_branch, key=lambda k: self._at(of_branch[k])[-1].op.chance)
 
     def _touched(self, results: Sequence[Tensor], operands: Sequence[FxNode]) -> Sequence[Tensor]:
-        """The results, with a gradient of zero for each operand that the branch does not read, as PyTorch has it."""
+        """The results, with a gradient of zero for each operand that the branch does not read, as in PyTorch."""
         import torch
 
         read = [v for m in operands for v in self._values(m)]
@@ -203,7 +206,7 @@ class ControlNode:
         if name in self.body.values:
             yield self.body.values[name]
 
-    # Both.
+    # Both loops and branches.
 
     def _at(self, at: Place) -> Sequence[OpPair]:
         return self.walk.borders.get(at, ())
@@ -213,31 +216,31 @@ class ControlNode:
         NodeOps(walk=self.walk, node=self.node, path=self.path, body=body).nest(pair)
 
     def _handed_on(self, at: Place, outer: FxNode) -> None:
-        """Copy what comes in into the layout of the border."""
+        """Copy a value that enters into the layout of the border."""
         for pair in self._at(at):
             if pair.local.results:
                 self._copied(pair, outer, self.body)
 
     def _copied(self, pair: OpPair, m: FxNode, body: Body) -> None:
-        """Run a copy at the border, of a node's value."""
+        """Run a copy of a node's value at the border."""
         v = self._operand(pair.local.operands[0], m, body)
         (r,) = pair.local.results
         body.values[r.tensor] = replace(v, tensor=r.tensor, layout=r.layout)
 
     def _operand(self, o: LocalOperand, m: FxNode, body: Body) -> RankValue:
-        """An operand, in the layout in which it is read. m: the node whose value it is."""
+        """An operand in the layout in which it is read. m: the node whose value it is."""
         if not o.constant:
             return self.walk.read(o, body)
         x = part(body.constants.of(m), o.shape, o.layout, self.walk.groups)
         return RankValue(array=x, tensor=o.tensor, shape=o.shape, layout=o.layout)
 
     def _result(self, made: Value | None, m: FxNode, body: Body) -> Tensor:
-        """One turn's part of a stacked result."""
+        """The slice of a stacked result that one iteration computes."""
         op = self.walk.program.maker.get(_tensor(made) or "")
         return body.constants.of(m) if op is None else self._operand(op.operands[0], m, body).array
 
     def _keep(self, made: Value | None, x: Tensor) -> Tensor | None:
-        """Put a result into the body; the result itself if it does not depend on data."""
+        """Put a result into the body. Returns it instead if it does not depend on data."""
         name = _tensor(made)
         if name is None or name not in self.walk.program.maker:
             return x
@@ -260,14 +263,14 @@ def _tensor(value: Value | list[Value | None] | None) -> str | None:
 
 
 def _is_fake(x: Tensor) -> bool:
-    """Whether it is a tensor without numbers, of a step whose messages are only counted."""
+    """Whether it is a fake tensor, which has no values. Steps whose messages are only counted run on such tensors."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(x, FakeTensor)
 
 
 def _slice_of(stack: RankValue, iteration: int) -> RankValue:
-    """One turn's slice of a stack."""
+    """The slice of a stack that one iteration reads."""
     return replace(
         stack,
         array=stack.array[iteration],
@@ -287,7 +290,7 @@ def _touch() -> type[TorchFunction]:
     import torch
 
     class Touch(torch.autograd.Function):
-        """The first ``count`` tensors as they are; the others get a gradient of zero."""
+        """Returns the first ``count`` tensors unchanged. The others get a gradient of zero."""
 
         @staticmethod
         def forward(ctx, count, *given):  # type: ignore[no-untyped-def]

@@ -1,7 +1,7 @@
-"""Attention with a score function and a mask of the user's (``flex_attention``) on one rank.
+"""Attention with the user's own score function and mask (``flex_attention``) on one rank.
 
-Both functions are given positions in the whole tensors. It is computed as PyTorch computes it without compilation: with
-all scores in memory.
+Both functions are called with positions in the whole tensors. The computation is that of PyTorch without compilation:
+all scores are in memory.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ __all__: list[str] = []
 
 @RANK_RULES.register("flex_attention")
 def _flex(call: RankCall) -> Tensor:
-    """A rank has a part of the batch, heads and queries. Sums are in float32 at least, as in PyTorch."""
+    """Each rank has a part of the batch, heads and queries. Sums are at least in float32, as in PyTorch."""
     import torch
 
     q, k, v = (call.given[name] for name in ("query", "key", "value"))
     (shape, layout), (whole, _) = call.layouts["query"], call.layouts["key"]
     if k.shape[-2] != whole[-2]:
-        raise NotOnParts(
-            "its keys are split as its queries are (a ring), which only attention without functions runs"
-        )
+        raise NotOnParts("its keys are split (a ring), which works only for attention without user functions")
     if k.shape[-1] != whole[-1] or q.shape[1] % k.shape[1]:
-        raise NotOnParts("attention on a part of its heads is not a part of the attention")
+        raise NotOnParts("attention cannot be computed on such parts of its heads")
     at = [positions(i, shape, layout, call.groups, q.device) for i in range(3)]
     at.append(torch.arange(k.shape[2], device=q.device))
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -40,14 +38,16 @@ def _flex(call: RankCall) -> Tensor:
     scores = q.to(wide) @ keys.transpose(-2, -1) * call.given["scale"]
     scores = _each(call.given["score"], at, call.given["score_reads"], scores)
     seen = _each(call.given["mask"], at, call.given["mask_reads"]).expand(scores.shape)
-    shares = torch._safe_softmax(scores.masked_fill(~seen, -torch.inf), -1)  # no key: a result of zero
+    shares = torch._safe_softmax(
+        scores.masked_fill(~seen, -torch.inf), -1
+    )  # zeros if the mask hides all keys
     return (shares @ values).to(q.dtype)
 
 
 def _each(
     function: Callable[..., Tensor], at: Sequence[Tensor], reads: Sequence[Tensor], *scores: Tensor
 ) -> Tensor:
-    """A function of a score, if there are any, and its place (batch, head, query, key), for every one."""
+    """Apply a function to all positions (batch, head, query, key), and to the scores at these positions if given."""
     import torch
 
     def one(*given: Tensor) -> Tensor:

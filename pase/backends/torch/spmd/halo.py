@@ -1,8 +1,8 @@
-"""Convolutions and pools on one rank: halo exchange along split dims, then the window over the local rows.
+"""Convolutions and pools on one rank: a halo exchange along split dims, then the window over the local rows.
 
-A window that moves along a split dim reads past the border of this rank's part. The rows past the border come from the
-neighbouring rank. Past the ends of the whole tensor there is the op's padding. The gradients of these rows return the
-same way.
+A window along a split dim reads past the border of this rank's part. The neighbouring rank sends the rows past the
+border. At the ends of the whole tensor, the op's padding takes their place. The gradients of these rows are sent back
+the same way.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution")
 
 @RANK_RULES.register(*_CONVOLUTIONS)
 def _convolution(call: RankCall) -> Tensor:
-    """Batch, channels, groups and spatial dims may be split."""
+    """The batch, channels, groups and spatial dims may be split."""
     x, w = call.given["input"], call.given["weight"]
     if call.given.get("transposed"):
         return _unsplit(call, "input")
@@ -43,7 +43,7 @@ def _convolution(call: RankCall) -> Tensor:
     if not call.split("input") & set(range(x.dim() - n, x.dim())):
         return call.run(**changes)
     if isinstance(call.given["padding"], str):
-        raise NotOnParts("its padding is given as a word, and a dim along which its window moves is split")
+        raise NotOnParts("its padding is given as a string, and a dim along which its window moves is split")
     x, left = _with_neighbours(call, "input", _each(call.given["padding"], n), 0.0)
     return call.run(input=x, padding=left, **changes)
 
@@ -77,7 +77,7 @@ def _each(given: int | Sequence[int], n: int) -> list[int]:
 def _with_neighbours(
     call: RankCall, name: str, padding: Sequence[int], edge: float
 ) -> tuple[Tensor, list[int]]:
-    """(the operand with the halo rows that its windows read, the padding still to be applied).
+    """(the operand with the halo rows that its windows read, the padding that is still to be applied).
 
     edge: the value past the ends. Dims are extended one after the other, so that corners are included.
     """
@@ -98,7 +98,7 @@ def _with_neighbours(
 def _extended(
     call: RankCall, name: str, x: Tensor, dim: int, before: int, behind: int, edge: float
 ) -> Tensor:
-    """x with the last rows of the previous rank along a dim, and the first rows of the next rank."""
+    """x with the last rows of the previous rank along a dim in front, and the first rows of the next rank behind."""
     import torch
 
     if not before and not behind:
@@ -106,7 +106,7 @@ def _extended(
     groups, n = call.groups, x.shape[dim]
     axes = groups.wide(axes_of(call.layouts[name][1], dim, groups.mesh))
     if list(axes) != sorted(axes, key=groups.mesh.names.index):
-        raise NotOnParts("a dim along which its window moves is split in an order that is not the mesh's")
+        raise NotOnParts("a dim along which its window moves is split in another order than the mesh's")
     rows = torch.cat([x.narrow(dim, 0, behind), x.narrow(dim, n - before, before)], dim)
     received = there_and_back(
         rows,
@@ -114,7 +114,7 @@ def _extended(
         lambda r: groups.neighbours(r, axes, dim, behind),
         lambda g: groups.neighbours(g, axes, dim, before),
     )
-    # At an end zeros came. They are part of the sum, so that this rank, too, takes part in the way back.
+    # A rank at an end has received zeros. It adds them, so that it takes part in the exchange of backward, too.
     at, last = groups.number(axes), groups.ways(axes) - 1
     parts = [received.narrow(dim, 0, before), x, received.narrow(dim, before, behind)]
     for i, end in ((0, 0), (2, last)):

@@ -1,8 +1,8 @@
 """The parameters of a step, in the layouts in which a rank's walks read them.
 
-What a plan sends once a step (``LocalProgram.hoisted``) is gathered before the first micro-batch, and stays. The
-gradients of all micro-batches are then added where they are made, and summed over the ranks behind the last one: by the
-derivative of the gathers, whose moves are the plan's.
+A hoisted transfer (``LocalProgram.hoisted``) gathers its parameter before the first micro-batch, and the result stays
+in memory. The gradients of all micro-batches are then added locally. After the last micro-batch, the derivative of the
+gathers sums them over the ranks, with the reshard steps that the plan has for it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ __all__ = ["StepParameters"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepParameters:
-    """leaves: tensor -> what gets its gradient, in the layout in which that is kept. values: parameters, and their
-    views and casts where these are made once, as the walks read them.
+    """Parameters as the walks of a step read them.
 
-    received: number of a transfer that runs once -> what it brought. sums: number -> the sum of its gradients, for
-    those that have one, in the dtype of the stored parameter. given: number -> what a walk reads.
+    leaves: tensor -> the autograd leaf that gets its gradient, in the layout in which the gradient is kept.
+    values: the parameters, and those of their views and casts that are computed once per step.
+    received: number of a hoisted transfer -> its result.
+    sums: number -> the sum of its gradients, in the dtype of the stored parameter, for transfers that have gradients.
+    given: number -> the tensor that a walk reads.
     """
 
     leaves: Mapping[str, Tensor]
@@ -39,7 +41,7 @@ class StepParameters:
 
     @staticmethod
     def of(leaves: Mapping[str, Tensor], body: Body, walk: RankWalk) -> StepParameters:
-        """Send what is sent once. body: has the parameters, made from the leaves."""
+        """Run the hoisted transfers. body: holds the parameters, made from the leaves."""
         received = walk.arrivals(body)
         sums, given = {}, {}
         for n, x in received.items():
@@ -51,17 +53,17 @@ class StepParameters:
         )
 
     def into(self, body: Body) -> None:
-        """Give them to a micro-batch."""
+        """Put them into the body of a micro-batch."""
         body.values.update(self.values)
         body.kept.receive(self.given)
 
     @property
     def trained(self) -> Iterator[Tensor]:
-        """The leaves of autograd to which a micro-batch's backward adds."""
+        """The autograd leaves to which a micro-batch's backward adds gradients."""
         yield from (x for x in (*self.leaves.values(), *self.sums.values()) if x.requires_grad)
 
     def reduce_gradients(self) -> None:
-        """Sum over the ranks what is summed once, and add it to the leaves' gradients."""
+        """Sum the gradients of hoisted transfers over the ranks, and add the sums to the leaves' gradients."""
         import torch
 
         ends = [(self.received[n], x.grad) for n, x in self.sums.items() if x.grad is not None]
@@ -70,7 +72,8 @@ class StepParameters:
 
 
 def _apart(x: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
-    """(a tensor with x's numbers, which is no part of x's graph; a leaf of the stored dtype that gets its gradient)."""
+    """(a tensor with x's values that is detached from x's graph, the leaf of the stored dtype that gets its
+    gradient)."""
     import torch
 
     if x.dtype == stored.dtype:

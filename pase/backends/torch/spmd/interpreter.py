@@ -1,9 +1,8 @@
-"""A local program run by PyTorch: the exported graph is walked again, and each op runs on one rank's part of its
-operands.
+"""Runs a local program in PyTorch: walks the exported graph again and runs each op on one rank's parts of its operands.
 
-Between ops, each edge of the program is one ``autograd.Function``. Forward makes the plan's moves, and backward makes
-the moves that the plan has for the gradient. Everything else is plain differentiation of the local computation, op by
-op (``call``).
+Between ops, each edge of the program is one ``autograd.Function``. Its forward runs the plan's reshard steps for the
+value, and its backward runs the plan's reshard steps for the gradient. Everything else is ordinary differentiation of
+the local computation, op by op (``call``).
 """
 
 from __future__ import annotations
@@ -64,10 +63,11 @@ class Keeping:
 
 @dataclass
 class Body:
-    """What a walk has computed so far. values: by tensor.
+    """The state of a walk: what it has computed so far.
 
-    kept: results of transfers, within this rematerialised region or outside of all of them. constants: values that do
-    not depend on data.
+    constants: values that do not depend on data.
+    kept: results of transfers, within the current recomputed block or outside of all blocks.
+    values: results of ops, by tensor.
     """
 
     constants: Constants
@@ -76,7 +76,7 @@ class Body:
     keeping: Keeping = field(default_factory=Keeping)
 
     def within(self, constants: Constants, keeping: Keeping | None = None) -> Body:
-        """The initial state of a block that is recomputed, of a loop's turn, or of a branch."""
+        """The initial state of a nested body: a recomputed block, one iteration of a loop, or a branch."""
         return Body(
             constants=constants,
             kept=self.kept.inner(),
@@ -87,10 +87,12 @@ class Body:
 
 @dataclass(frozen=True, kw_only=True)
 class RankWalk:
-    """Walks over the graph, on one rank. blocks: blocks of nodes that backward recomputes.
+    """Walks over the graph on one rank.
 
-    totals: sums over all micro-batches; counting: the ops that make a micro-batch's share of them, by place and tensor.
-    only: the numbers of the nodes that it runs; None: all of them.
+    blocks: blocks of nodes that backward recomputes.
+    counting: the ops that compute a micro-batch's share of the totals, as (place, tensor).
+    totals: tensors that are sums over all micro-batches.
+    only: the numbers of the top-level nodes to run; None runs all of them.
     """
 
     program: LocalProgram
@@ -103,12 +105,12 @@ class RankWalk:
 
     @cached_property
     def joined(self) -> tuple[tuple[int, ...], ...]:
-        """Transfers whose gradients are summed together, as the program's messages say."""
+        """Groups of transfers whose gradients one all-reduce sums, as the program's messages require."""
         return joined_sums(self.program)
 
     @cached_property
     def counted(self) -> frozenset[str]:
-        """What the counting ops make."""
+        """The tensors that the ops in ``counting`` compute."""
         return frozenset(t for _, t in self.counting)
 
     @cached_property
@@ -117,8 +119,8 @@ class RankWalk:
 
     @cached_property
     def borders(self) -> Mapping[Place, list[OpPair]]:
-        """Place -> its ops that depend on data, in the order in which they were traced; of loops and branches also the
-        places of what they make in addition to the nodes of their bodies."""
+        """Place -> its ops that depend on data, in traced order. For loops and branches, this includes the places of
+        the ops that they have in addition to the nodes of their bodies."""
         found: dict[Place, list[OpPair]] = {}
         maker = self.program.maker
         for ops in self.ops.values():
@@ -135,7 +137,7 @@ class RankWalk:
 
     @cached_property
     def ops(self) -> Mapping[str, list[Op]]:
-        """Place -> all of its ops that read something, in the order in which they were traced."""
+        """Path of a node -> all ops of the node that read something, in traced order."""
         found: dict[str, list[Op]] = {}
         for node in self.traced.graph.nodes:
             for op in node.ops:
@@ -146,9 +148,11 @@ class RankWalk:
     def body(
         self, leaves: Mapping[str, RankValue], buffers: Mapping[str, Tensor], device: torch.device, seed: int
     ) -> Body:
-        """The initial state of a walk. leaves: parameters and inputs by tensor.
+        """The initial state of a walk.
 
-        buffers: those that do not depend on data, by placeholder. seed: for random ops, the same on all ranks.
+        leaves: parameters and inputs, by tensor.
+        buffers: the buffers that do not depend on data, by placeholder.
+        seed: the seed of random ops, which must be the same on all ranks.
         """
         import torch
 
@@ -167,7 +171,7 @@ class RankWalk:
         self.steps(self.traced.scope, "", body)
 
     def steps(self, scope: TorchScope, prefix: str, body: Body) -> None:
-        """Run a list of nodes, whose places have this prefix."""
+        """Run a list of nodes whose places start with ``prefix``."""
         i = 0
         while i < len(scope.nodes):
             block = next((b for b in self.blocks if (b.prefix, b.start) == (prefix, i)), None)
@@ -184,7 +188,7 @@ class RankWalk:
         return self.only is None or bool(prefix) or i in self.only
 
     def count(self, body: Body) -> dict[str, Tensor]:
-        """This micro-batch's share of the totals, made from inputs alone. What is made on the way stays in the body."""
+        """This micro-batch's share of the totals, computed from inputs alone. Intermediate results stay in ``body``."""
         import torch
 
         with torch.no_grad():
@@ -197,7 +201,7 @@ class RankWalk:
 
     @cached_property
     def hoisted(self) -> tuple[int, ...]:
-        """The transfers that run once a step, for all micro-batches."""
+        """The numbers of the transfers that run once per step, for all micro-batches."""
         users = {n: self.program.users(n) for n, t in enumerate(self.program.transfers) if t.hoisted}
         return tuple(
             n
@@ -206,7 +210,10 @@ class RankWalk:
         )
 
     def arrivals(self, body: Body) -> dict[int, Tensor]:
-        """What these transfers bring. body: has the parameters; their views and casts stay in it."""
+        """Number -> result of each hoisted transfer.
+
+        body: holds the parameters; their views and casts are added to it.
+        """
         for i in range(len(self.traced.scope.nodes)) if self.hoisted else ():
             if self._runs("", i):
                 self._step(self.traced.scope, i, "", body, of=self._of_parameters)
@@ -215,24 +222,24 @@ class RankWalk:
         }
 
     def stored(self, transfer: int) -> str:
-        """The parameter that a transfer brings, or brings a view or a cast of."""
+        """The parameter that a transfer sends, directly or through a view or a cast of it."""
         return self._stored[self.program.transfers[transfer].src]
 
     @cached_property
     def _stored(self) -> Mapping[str, str]:
-        """Node of a parameter -> the parameter."""
+        """Name of a parameter's node -> its tensor."""
         return {op.node: op.results[0].tensor for op in self.program.ops if op.op.kind == "parameter"}
 
     def _of_parameters(self, pair: OpPair) -> bool:
-        """Whether it is a view or a cast of a parameter."""
+        """Whether the op is a view or a cast of a parameter."""
         return pair.local.node in self.program.parameters
 
     def _recompute(self, block: Block, scope: TorchScope, body: Body) -> None:
-        """A rematerialised block of nodes. It returns what others read; everything else is recomputed."""
+        """Run a block of nodes so that backward recomputes it. Only the tensors that ops outside read are kept."""
         from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
         keeping = Keeping()
-        before = replace(body, values=dict(body.values))  # what later blocks make is none of its business
+        before = replace(body, values=dict(body.values))  # a recomputation must not see what later blocks add
 
         def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
             return CheckpointPolicy.MUST_SAVE if keeping.now else CheckpointPolicy.PREFER_RECOMPUTE
@@ -250,7 +257,7 @@ class RankWalk:
 
     @cached_property
     def _leave(self) -> dict[Block, frozenset[str]]:
-        """Block -> tensors made in it that ops outside read."""
+        """Block -> tensors computed in it that ops outside of it read."""
         held_by = holders(self.blocks)
         made: dict[Block, set[str]] = {b: set() for b in self.blocks}
         read: dict[Block, set[str]] = {b: set() for b in self.blocks}
@@ -273,7 +280,7 @@ class RankWalk:
         *,
         of: Callable[[OpPair], bool] | None = None,
     ) -> None:
-        """Run a node; of: no other of its ops."""
+        """Run a node. of: if given, run only the node's ops for which it returns True."""
         import torch
 
         n, path = scope.nodes[i], f"{prefix}{i}"
@@ -294,8 +301,9 @@ class RankWalk:
                 if e.told:
                     raise
                 raise NotOnParts(
-                    f"{place_of(n, self.program.name, source_of(n).place)} cannot be run on parts: {e}. Compile with "
-                    f"another mesh or strategy",
+                    f"the op cannot be run on parts of its operands: {e.what}",
+                    where=place_of(n, self.program.name, source_of(n).place),
+                    fix=e.fix or "compile with another mesh or strategy",
                     told=True,
                 ) from e
 
@@ -310,9 +318,8 @@ class RankWalk:
             raise NotOnParts("its body counts what the loss is divided by, over all micro-batches")
 
     def _node(self, n: FxNode, path: str, body: Body, of: Callable[[OpPair], bool] | None) -> None:
-        pairs = self.pairs.get(
-            path
-        )  # none of a view that its readers make, and of what does not depend on data
+        # A node has no pairs if it is a view that its readers apply, or does not depend on data.
+        pairs = self.pairs.get(path)
         if not pairs or (of is None and self.hoisted and all(map(self._of_parameters, pairs))):
             return
         node = NodeOps(walk=self, node=n, path=path, body=body)
@@ -321,18 +328,19 @@ class RankWalk:
         elif some := list(filter(of, pairs)):
             node.some(some)
 
-    # Values on their way.
+    # Reading values through transfers.
 
     def read(self, o: LocalOperand, body: Body) -> RankValue:
-        """An operand, in the layout in which the op reads it."""
+        """An operand in the layout in which the op reads it."""
         value = body.values[self.program.original(o.tensor)]
         if o.transfer is not None:
             array = self._transferred(value, o.transfer, body)
             return RankValue(array=array, tensor=value.tensor, shape=value.shape, layout=o.layout)
         if value.layout != o.layout:
             raise PaseError(
-                f"'{o.tensor}' is made as {value.layout} and read as {o.layout} within one node: this is a defect of "
-                f"pase.local"
+                f"it is computed in layout {value.layout} and read in layout {o.layout} within one node",
+                where=f"tensor '{o.tensor}'",
+                fix="report this as a bug in pase.local",
             )
         if not o.summed:
             return value
@@ -342,8 +350,8 @@ class RankWalk:
         return replace(value, array=array, gradient_carrier=None)
 
     def _transferred(self, value: RankValue, number: int, body: Body) -> Tensor:
-        """The value after a transfer, made once in each body. If the op reads a copy made in the same body, it starts
-        from that.
+        """The value after a transfer, which runs once per body. A transfer of a copy starts from the result of the
+        copy's own transfer.
         """
         return body.kept.of(number, lambda: self._made(value, number, body))
 
@@ -366,20 +374,25 @@ class RankWalk:
         )
 
     def output(self, value: Value, body: Body) -> Tensor:
-        """What the model returns, in the plan's layout."""
+        """A returned value of the model, in the plan's layout."""
         for made, steps in steps_from(value):
             op = self.program.outputs.get(made.tensor.name) if made.tensor is not None else None
             if op is not None:
                 got = self.read(op.operands[0], body)
                 return apply_views(got.array, got.layout, steps, self.program.mesh)
-        raise PaseError(f"'{self.program.name}' returns a value for which its plan has no layout")
+        raise PaseError(
+            "the model returns a value for which its plan has no layout", where=f"model '{self.program.name}'"
+        )
 
     def next_value(self, leaf: str, value: Value, body: Body) -> Tensor:
-        """The next value of a buffer that the step writes, in the layout of the buffer."""
+        """The next value of a buffer that the step writes, in the buffer's layout."""
         takers = self.program.takers.get(self.program.maker[leaf].op.eqn, ())
         wanted = {self.program.original(op.operands[0].tensor): op.operands[0] for op in takers}
         for made, steps in steps_from(value):
             if made.tensor is not None and made.tensor.name in wanted:
                 got = self.read(wanted[made.tensor.name], body)
                 return apply_views(got.array, got.layout, steps, self.program.mesh).detach()
-        raise PaseError(f"the next value of a buffer of '{self.program.name}' has no layout in its plan")
+        raise PaseError(
+            "the plan has no layout for the next value of one of its buffers",
+            where=f"model '{self.program.name}'",
+        )

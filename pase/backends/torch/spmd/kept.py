@@ -1,8 +1,8 @@
-"""What a walk keeps for later readers: the results of transfers.
+"""The results of transfers that a walk keeps for later readers.
 
-A kept value means the same to every reader. Whichever op reads it first (one under ``torch.no_grad``, one of a block
-that is computed again, one of a loop's turn), it is made in the gradient mode of its walk, and it belongs to one body:
-one micro-batch, of one stage, in one turn, the first time or again.
+A kept value is the same for every reader, whichever op reads it first: an op under ``torch.no_grad``, an op of a
+recomputed block, or an op of a loop's iteration. It is therefore computed in the gradient mode of its walk. It belongs
+to one body: one micro-batch, one stage, one iteration, and either the first run or a recomputation.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ __all__ = ["KeptTransfers"]
 
 @dataclass(kw_only=True)
 class KeptTransfers:
-    """Results of transfers, by number. watched: whether autograd records the walk that makes them.
+    """Results of transfers, by number.
 
-    received: those of them that were made before the walk, for all of it.
+    watched: whether autograd records the walk that computes them.
+    received: the results that were computed before the walk and are valid in all of it.
     """
 
     watched: bool
@@ -29,19 +30,19 @@ class KeptTransfers:
     made: dict[int, Tensor] = field(default_factory=dict)
 
     def receive(self, sent: Mapping[int, Tensor]) -> None:
-        """Put in what transfers have brought before the walk."""
+        """Add the results of transfers that ran before the walk."""
         self.received.update(sent)
         self.made.update(sent)
 
     def inner(self) -> KeptTransfers:
-        """For a body within: what was made before the walk, and nothing else."""
+        """The initial state for a nested body: only the results from before the walk."""
         return KeptTransfers(watched=self.watched, received=self.received, made=dict(self.received))
 
     def of(self, number: int, make: Callable[[], Tensor]) -> Tensor:
-        """The result of a transfer, made for all readers if it is not there yet.
+        """The result of a transfer. ``make`` computes it for all readers if it is not there yet.
 
-        A reader under ``torch.no_grad`` that comes first would otherwise leave a value without history to readers that
-        are differentiated, and their gradients would be lost in silence.
+        If the first reader ran under ``torch.no_grad`` and computed it there, later readers that are differentiated
+        would get a value without history, and their gradients would be lost silently.
         """
         if number not in self.made:
             import torch

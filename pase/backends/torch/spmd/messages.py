@@ -1,7 +1,7 @@
-"""The messages of a local program in PyTorch: sums of gradients that a bucket plan joins are one all-reduce.
+"""The messages of a local program in PyTorch: one all-reduce for the sums of gradients that a bucket plan joins.
 
-The parameters of a message pass through one ``autograd.Function``, whose backward runs when the gradients of all of
-them are there: PyTorch's own order of backward says when a message is sent.
+The parameters of a message pass through one ``autograd.Function``. Its backward runs when the gradients of all of them
+are ready, so PyTorch's order of backward decides when a message is sent.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ __all__ = ["joined_sums", "joined_values"]
 
 
 def joined_sums(program: LocalProgram) -> tuple[tuple[int, ...], ...]:
-    """The transfers of each message that are summed together: whole gradients of parameters that are read as they are
-    stored. Warns of messages that hold others, which are sent by themselves."""
+    """For each message, the transfers whose sums are joined: whole gradients of parameters that are read as stored.
+
+    Warns about messages with no such transfers, because their contents are sent one by one.
+    """
     found, alone = [], 0
     for m in program.messages:
         alike: dict[tuple[tuple[str, ...], int], list[int]] = {}
@@ -37,14 +39,14 @@ def joined_sums(program: LocalProgram) -> tuple[tuple[int, ...], ...]:
     if alone:
         warnings.warn(
             f"{alone} of {len(program.messages)} messages of the bucket plan of '{program.name}' do not join whole "
-            f"sums of gradients (they gather, scatter, or cut tensors): PyTorch sends what is in them by itself",
+            f"sums of gradients (they gather, scatter, or cut tensors): PyTorch sends their contents one by one",
             stacklevel=2,
         )
     return tuple(found)
 
 
 def _sums(program: LocalProgram, message: LocalMessage) -> Mapping[int, tuple[tuple[str, ...], int]]:
-    """Transfer -> the axes over which its gradient is summed, and bytes of an element, for those that can be joined."""
+    """Transfer -> (axes over which its gradient is summed, bytes per element), for the transfers that can be joined."""
     out: dict[int, tuple[tuple[str, ...], int]] = {}
     for p in message.chunks if message.way == "back" else ():
         t = program.transfers[p.transfer]
@@ -61,8 +63,8 @@ def _sums(program: LocalProgram, message: LocalMessage) -> Mapping[int, tuple[tu
 def joined_values(
     numbers: Sequence[int], program: LocalProgram, values: Mapping[str, RankValue], groups: AxisGroups
 ) -> dict[int, Tensor]:
-    """Transfer -> what its reader gets, for the transfers of a message. Gradients are summed in one all-reduce for each
-    dtype; a parameter whose gradient lies elsewhere than its value is left out."""
+    """Transfer -> the tensor that its reader gets, for the transfers of a message. One all-reduce per dtype sums the
+    gradients. A parameter with a gradient carrier is left out."""
     by_dtype: dict[object, list[int]] = {}
     for n in numbers:
         v = values[program.transfers[n].tensor]
@@ -78,7 +80,7 @@ def joined_values(
 
 @cache
 def _joined() -> type[TorchFunction]:
-    """The autograd class of a message. It is made on first use, because it needs PyTorch."""
+    """The autograd class of a message. It is created on first use, because it needs PyTorch."""
     import torch
 
     class Joined(torch.autograd.Function):

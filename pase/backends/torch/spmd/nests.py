@@ -1,8 +1,8 @@
-"""Loop nests run by PyTorch on one rank's parts: the ops of the traced graph run one by one, by function and access
-maps.
+"""Runs loop nests in PyTorch on one rank's parts: the ops of the traced graph, one by one, from their functions and
+access maps.
 
-This is used for ops that are a single op in PyTorch (a norm, a loss, a linear layer) if something is summed or moved
-between their parts. Otherwise PyTorch's own op runs (``rules``).
+A composite op of PyTorch (a norm, a loss, a linear layer) is run this way if something is summed or resharded between
+its parts. Otherwise PyTorch's own op runs (``rules``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["run_nest"]
 
 @cache
 def _functions() -> dict[str, Callable[..., Tensor]]:
-    """Function -> what computes it, given all of its operands."""
+    """Name of a function -> the callable that computes it from all of its operands."""
     import torch
 
     return {
@@ -56,10 +56,12 @@ def run_nest(
     numbers: Iterator[float],
     groups: AxisGroups,
 ) -> Tensor:
-    """The op's result on this rank. op: as it was traced. local: how it is split; None: it is not, since it reads
-    constants only.
+    """The op's result on this rank.
 
-    shape: of the result on this rank. numbers: its operands that are plain numbers.
+    op: the op as traced.
+    local: how the program splits it; None if it is not split, because it reads constants only.
+    shape: the shape of the result on this rank.
+    numbers: those operands of the node that are plain numbers.
     """
     match op.kind:
         case "elementwise":
@@ -91,7 +93,7 @@ def _elementwise(op: Op, ins: Sequence[Tensor], numbers: Iterator[float]) -> Ten
     for _ in range(numbers_missing(op)):
         number = next(numbers, None)
         if number is None:
-            raise NotOnParts(f"a number that '{name}' in it needs is not known")
+            raise NotOnParts(f"a number that '{name}' in it needs is unknown")
         given.append(
             given[0].new_full((), number) if given[0].is_floating_point() or name == "ne" else number
         )
@@ -119,7 +121,7 @@ def _reduce(op: Op, x: Tensor) -> Tensor:
 
 
 def _kept(op: Op, x: Tensor) -> list[int]:
-    """The sizes of a reduction's result, from which dims of size 1 are left out in order."""
+    """The shape of a reduction's result without the reduced dims. Dims of size 1 that the result has are kept."""
     walked = [w.dims for w in op.reads[0].map.walks]
     out = []
     at = 0
@@ -134,7 +136,7 @@ def _kept(op: Op, x: Tensor) -> list[int]:
 
 
 def _product(op: Op, ins: Sequence[Tensor], shape: Extents) -> Tensor:
-    """Compute by its maps, as an einsum. Dims of size 1 have no letter."""
+    """Compute a product from its maps, as an einsum. Dims of size 1 get no letter."""
     import torch
 
     letters: dict[str, int] = {}
@@ -167,20 +169,21 @@ def _view(op: Op, x: Tensor, shape: Extents) -> Tensor:
 
 
 def _joined(op: Op, ins: Sequence[Tensor]) -> Tensor:
-    """Concatenate along the dim that the result indexes differently from its parts."""
+    """Concatenate along the dim that the result indexes differently from the operands."""
     import torch
 
     read, written = op.reads[0].map.walks, op.writes[0].map.walks
     apart = [i for i, (r, w) in enumerate(zip(read, written, strict=True)) if r != w]
     if len(apart) != 1:
-        raise NotOnParts("what it joins cannot be run separately from the rest")
+        raise NotOnParts("a concatenation in it cannot be run separately from the rest")
     return torch.cat(list(ins), apart[0])
 
 
 def _picked(op: Op, local: LocalOp, ins: Sequence[Tensor], shape: Extents, groups: AxisGroups) -> Tensor:
-    """Elements of a table at vectors of indices, in dims that the result does not have; zero if another rank has them.
+    """Look up elements of a table by vectors of indices. The indices select in the dims that the result does not have.
+    An element that another rank has is zero here.
 
-    If the indices share a dim with the table, each is looked up at its own position in that dim.
+    If the indices share a dim with the table, each vector is looked up at its own position in that dim.
     """
     import torch
 
@@ -208,7 +211,7 @@ def _picked(op: Op, local: LocalOp, ins: Sequence[Tensor], shape: Extents, group
 
 
 def _ordered(x: Tensor, stands: Sequence[Walk], wanted: Sequence[Walk]) -> Tensor:
-    """Dims in the wanted order. Dims of size 1 are left to a reshape."""
+    """Permute the dims into the wanted order. A later reshape adds the dims of size 1."""
     kept = [i for i, w in enumerate(stands) if w.dims]
     x = x.reshape([x.shape[i] for i in kept])
     names = [stands[i] for i in kept]

@@ -1,4 +1,4 @@
-"""The ops of one node of an exported graph, each as it was traced and as the program splits it."""
+"""The ops of one node of an exported graph, each paired with its form in the local program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Anchor", "OpPair", "made_by", "partitioned", "passed_over"]
 
 
 class OpPair(NamedTuple):
-    """An op as it was traced, and as the program splits it."""
+    """An op as traced, and as the program splits it."""
 
     op: Op
     local: LocalOp
@@ -38,11 +38,11 @@ class OpPair(NamedTuple):
 
 
 Anchor = tuple[str, Steps]
-"""A tensor that the work makes, and the views from it to a result of the node."""
+"""A tensor that the work computes, and the views from it to a result of the node."""
 
 
 def partitioned(pairs: Sequence[OpPair]) -> tuple[list[OpPair], list[OpPair], list[OpPair]]:
-    """Split the ops into views of the inputs, the work, and views of the results."""
+    """Split the ops of a node into (views of its inputs, the work, views of the results)."""
     own = made_by(pairs)
     before: list[OpPair] = []
     for pair in pairs:
@@ -59,7 +59,7 @@ def partitioned(pairs: Sequence[OpPair]) -> tuple[list[OpPair], list[OpPair], li
 
 
 def passed_over(numbers: Iterator[float], op: Op) -> None:
-    """Pass over the numbers of an op that is not run: those behind them belong to the ops behind it."""
+    """Skip the numbers of an op that is not run, because the numbers after them belong to the next ops."""
     for _ in range(numbers_missing(op)):
         next(numbers, None)
 

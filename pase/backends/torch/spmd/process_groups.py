@@ -1,8 +1,8 @@
-"""Process groups of mesh axes, and the collectives over them, on plain local tensors.
+"""Process groups over mesh axes, and the collectives over them, on plain local tensors.
 
-A group is one axis of the plan's mesh, or several axes that a collective uses together. Its ranks are in row-major
+A group spans one axis of the plan's mesh, or several axes that one collective uses together. Its ranks are in row-major
 order, as in ``pase.local``. The collectives are PyTorch's functional collectives, which can be traced. Their own
-derivatives are never used (that of an all-reduce would sum the loss of all ranks).
+derivatives are never used, because that of an all-reduce would sum the loss of all ranks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ __all__ = ["AxisGroups", "axis_groups"]
 
 @dataclass(frozen=True, kw_only=True)
 class AxisGroups:
-    """The groups that this rank is in. devices: PyTorch's mesh, with the plan's axes in the plan's order; of a
-    pipeline, the mesh of this rank's stages. everywhere: of a pipeline, all of them, the stages' axis first.
+    """The groups that this rank is in.
 
-    names: axes used together (without axes of size 1) -> the group's name. place: this rank's index along each axis.
+    devices: PyTorch's mesh with the plan's axes in the plan's order; in a pipeline, the mesh of this rank's stages.
+    everywhere: in a pipeline, the mesh of all ranks, with the axis of the stages first.
+    names: axes used together (without axes of size 1) -> the group's name.
+    place: this rank's index along each axis.
     """
 
     mesh: Mesh
@@ -39,10 +41,10 @@ class AxisGroups:
     place: tuple[int, ...]
     everywhere: DeviceMesh | None = None
     kinds: list[CollectiveKind] = field(default_factory=list)
-    """What is being sent, in the plan's words, where PyTorch's collective does not tell."""
+    """The kinds of the collectives that are being sent, in the plan's terms, if PyTorch's op does not tell them."""
 
     def ordered(self, order: Sequence[str]) -> DeviceMesh:
-        """PyTorch's mesh with the axes in another order. Every rank must call it with the same orders."""
+        """PyTorch's mesh with the axes in another order. Every rank must call it with the same orders, in sequence."""
         from torch.distributed.device_mesh import DeviceMesh
 
         if tuple(order) == self.mesh.names:
@@ -75,7 +77,10 @@ class AxisGroups:
     def _group(self, axes: Sequence[str]) -> str:
         wide = self.wide(axes)
         if wide not in self.names:
-            raise PaseError(f"no process group over {', '.join(wide)}: this is a defect of pase.backends")
+            raise PaseError(
+                f"there is no process group over {', '.join(wide)}",
+                fix="report this as a bug in pase.backends",
+            )
         return self.names[wide]
 
     def all_reduce(self, x: Tensor, axes: Sequence[str], combine: Combine = "sum") -> Tensor:
@@ -97,7 +102,7 @@ class AxisGroups:
         return made.reshape(n, *x.shape)
 
     def reduce_scatter(self, x: Tensor, axes: Sequence[str]) -> Tensor:
-        """[ways, ...] is summed over the ranks, and each rank gets its own row -> [...]."""
+        """[ways, ...] is summed over the ranks, and each rank gets one row -> [...]."""
         n = self.ways(axes)
         if n == 1:
             return x[0]
@@ -110,9 +115,9 @@ class AxisGroups:
         return x if n == 1 else self._exchanged(x, [1] * n, [1] * n, axes)
 
     def permute(self, x: Tensor, axes: Sequence[str], pairs: Iterable[tuple[int, int]]) -> Tensor:
-        """Each rank's tensor goes to one other rank. pairs: (from, to) in the group.
+        """Send each rank's tensor to one other rank. pairs: (from, to), as numbers in the group.
 
-        It is sent as an exchange in which only one part is not empty, because NCCL and Gloo have no permutation.
+        It is sent as an all-to-all in which only one part is not empty, because NCCL and Gloo have no permutation.
         """
         n = self.ways(axes)
         if n == 1:
@@ -134,10 +139,10 @@ class AxisGroups:
         return at
 
     def neighbours(self, x: Tensor, axes: Sequence[str], dim: int, low: int) -> Tensor:
-        """The first ``low`` rows of a dim go to the rank before this one, the others to the rank after it -> the rows
-        of the one before, then those of the one after; zeros if there is no such rank.
+        """Send the first ``low`` rows of a dim to the previous rank and the other rows to the next rank. Returns the
+        rows of the previous rank, then those of the next one; zeros if there is no such rank.
 
-        It is one message. A rank at an end sends itself as many rows as make it as large as the others'.
+        It is one message. A rank at an end also sends rows to itself, so that its message is as large as the others'.
         """
         import torch
 
@@ -162,7 +167,8 @@ class AxisGroups:
     def exchanged(
         self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], axes: Sequence[str]
     ) -> list[Tensor]:
-        """Part i goes to rank i, and result i, of shape i, comes from rank i; in one message each, empty ones too."""
+        """Send part i to rank i and receive result i, of shape i, from rank i. Each pair is one message, even if
+        empty."""
         import torch
 
         go, come = [p.numel() for p in parts], [math.prod(s) for s in shapes]
@@ -174,7 +180,7 @@ class AxisGroups:
         return self._sent(x, lambda w: self._ops().all_to_all_single(w, come, go, group))
 
     def _sent(self, x: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor:
-        """Booleans are sent as bytes, because not every library can send them."""
+        """Send a tensor. Booleans are sent as bytes, because not every library can send them."""
         import torch
 
         wire = x.contiguous()
@@ -196,12 +202,14 @@ class AxisGroups:
 
 
 STAGE = "stage"
-"""The axis of a pipeline's ranks, outermost."""
+"""The name of the axis of a pipeline's stages, which is the outermost axis."""
 
 
 def axis_groups(mesh: Mesh, needed: Iterable[tuple[str, ...]], device: str, stages: int = 1) -> AxisGroups:
-    """The groups of these sets of axes, over all ranks of ``torch.distributed``. Every rank must call it with the same
-    sets. stages: how many such meshes there are, one after another.
+    """The groups over these sets of axes, for all ranks of ``torch.distributed``. Every rank must call it with the same
+    sets.
+
+    stages: how many meshes of this shape there are, one after another.
 
     Raises PaseError if the number of ranks is not the plan's number of devices.
     """
@@ -211,14 +219,17 @@ def axis_groups(mesh: Mesh, needed: Iterable[tuple[str, ...]], device: str, stag
 
     if not dist.is_initialized():
         raise PaseError(
-            "there is no process group: start the program with torchrun, and call "
-            "torch.distributed.init_process_group() first"
+            "there is no process group",
+            where="torch.distributed",
+            fix="start the program with torchrun, and call torch.distributed.init_process_group() first",
         )
     devices_in_all = stages * mesh.devices
     if dist.get_world_size() != devices_in_all:
         raise PaseError(
-            f"the plan is for {devices_in_all} devices, but there are {dist.get_world_size()} ranks: start as many "
-            f"(torchrun --nproc-per-node), or compile for devices={dist.get_world_size()}"
+            f"the plan is for {devices_in_all} devices, but there are {dist.get_world_size()} ranks",
+            where="torch.distributed",
+            fix=f"start {devices_in_all} ranks (torchrun --nproc-per-node), or compile for "
+            f"devices={dist.get_world_size()}",
         )
     if stages == 1:
         everywhere = None

@@ -1,8 +1,8 @@
-"""A block of which autograd keeps nothing: backward computes it again.
+"""A block of ops whose residuals autograd does not keep: backward recomputes them.
 
-``torch.utils.checkpoint`` does so once for each call of backward. Where a pipeline's schedule divides backward,
-PyTorch's code calls it for each group of weights. Here a block is computed again once, and what that makes stays as
-long as anything of the block waits.
+``torch.utils.checkpoint`` recomputes a block once per call of backward. If a pipeline's schedule divides backward,
+PyTorch's code calls it once per group of weights. Here, a block is recomputed only once, and the result is kept while
+anything of the block is still needed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ T = TypeVar("T")
 
 
 class _Enough(Exception):
-    """All that backward needs is there."""
+    """Signals that a recomputation has produced everything that backward needs."""
 
 
 def recomputed(
     block: Callable[[], T], first: AbstractContextManager[object], second: AbstractContextManager[object]
 ) -> T:
-    """What the block returns. first, second: around it as it runs, and as it runs again.
+    """Returns the block's result. first, second: the contexts of the first run and of the recomputation.
 
-    block: holds nothing that is made of its results, or autograd's graph would hold itself.
+    block: must not hold anything made from its results, because autograd's graph would then hold itself.
     """
     import torch
 
@@ -43,7 +43,7 @@ def recomputed(
 
 @dataclass(kw_only=True)
 class _Saved:
-    """What autograd saves of a block. many: how many tensors. made: these tensors, once they are made again."""
+    """The tensors that autograd saves of a block. many: their number. made: their recomputed values."""
 
     block: Callable[[], object]
     around: AbstractContextManager[object]
@@ -51,7 +51,7 @@ class _Saved:
     made: list[Tensor] = field(default_factory=list)
 
     def counted(self, x: Tensor) -> tuple[_Saved, int]:
-        """Stands for a tensor, by its number."""
+        """Returns a placeholder for a saved tensor, with its number."""
         self.many += 1
         return self, self.many - 1
 
@@ -76,6 +76,6 @@ class _Saved:
             self.block()
         if len(self.made) != self.many:
             raise PaseError(
-                f"a block made {self.many} tensors for backward, and {len(self.made)} when it was computed again: "
-                f"this is a defect of pase.backends"
+                f"a block saved {self.many} tensors for backward, but {len(self.made)} when it was recomputed",
+                fix="report this as a bug in pase.backends",
             )

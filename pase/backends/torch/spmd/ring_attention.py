@@ -1,9 +1,10 @@
-"""Attention whose keys are split as its queries are: keys and values go around the ranks that share the positions.
+"""Attention whose keys are split like its queries: keys and values travel around the ring of ranks that share the
+positions.
 
-In each turn a rank attends to the keys that have arrived, and the results are merged by their sums of exponentials (Liu
-et al. 2023, arXiv 2310.01889). In backward, the gradients of keys and values travel with them and return to their rank
-at the end. Under a causal mask, positions are redistributed first, so that all ranks have the same work: of 2n chunks,
-rank i of n gets the i-th and the (2n-1-i)-th (Llama 3, section 3.3.2).
+In each round, a rank attends to the keys that it has just received, and merges the results by their sums of
+exponentials (Liu et al. 2023, arXiv 2310.01889). In backward, the gradients of keys and values travel with them and
+reach their own rank at the end. Under a causal mask, positions are redistributed first, so that all ranks have the same
+work: of 2n chunks, rank i of n gets chunks i and 2n-1-i (Llama 3, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 __all__ = ["RankRing"]
 
 _ROWS = 512
-"""Queries at once. Their scores are held for one turn's keys."""
+"""Number of queries processed together. Their scores against the keys of one round are in memory."""
 
 
 class RingResiduals(Protocol):
-    """What PyTorch keeps of a call for its backward."""
+    """The autograd context of a call, with the residuals for its backward."""
 
     ring: RankRing
     saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -46,7 +47,7 @@ def _function() -> type[TorchFunction]:
             out, sums = ring.forward(q, k, v)
             (out,) = ring.undealt([out]) if deals else (out,)
             ctx.ring = ring
-            ctx.save_for_backward(q, k, v, out, sums)  # the result that others keep, too
+            ctx.save_for_backward(q, k, v, out, sums)  # ``out`` itself, because other ops may also keep it
             return out
 
         @staticmethod
@@ -63,10 +64,13 @@ def _function() -> type[TorchFunction]:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRing:
-    """axes: those that split the positions, major to minor. scale: of the scores.
+    """Ring attention on one rank.
 
-    Queries, keys and values are this rank's parts, [batch, heads, positions, width]; fewer heads of keys than of
-    queries are repeated.
+    axes: the mesh axes that split the positions, major to minor.
+    scale: the factor of the scores.
+
+    Queries, keys and values are this rank's parts, [batch, heads, positions, width]. If there are fewer heads of keys
+    than of queries, they are repeated.
     """
 
     groups: AxisGroups
@@ -88,7 +92,7 @@ class RankRing:
         return self.groups.number(self.axes)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """(the result, logarithms of the sums of exponentials [batch, heads, positions])."""
+        """(the result, the logarithms of the sums of exponentials [batch, heads, positions])."""
         import torch
 
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -109,7 +113,7 @@ class RankRing:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, gradient: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values. The others are arguments and results of ``forward``."""
+        """Gradients of queries, keys and values. The other arguments are those and the results of ``forward``."""
         import torch
 
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -128,7 +132,7 @@ class RankRing:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _met(self, iteration: int, k: Tensor) -> tuple[slice | None, slice]:
-        """Which queries attend to which keys of this turn, all of them; None: none do."""
+        """The queries that attend to keys of this round, and these keys. None for the queries if none attends."""
         every = slice(None)
         if not self.causal:
             return every, every
@@ -154,16 +158,16 @@ class RankRing:
     # Under a causal mask.
 
     def deals(self, x: Tensor) -> bool:
-        """Whether positions are redistributed: they are many enough for two chunks a rank."""
+        """Whether positions are redistributed, which needs two equal chunks per rank."""
         return self.causal and x.shape[-2] % 2 == 0
 
     def _chunk_owners(self, odd: int) -> list[tuple[int, int]]:
-        """Where each rank's even (or odd) chunk goes: (from, to)."""
+        """Where each rank's even (or odd) chunk is sent: (from, to)."""
         chunks = [2 * i + odd for i in range(self.ranks)]
         return [(i, min(c, 2 * self.ranks - 1 - c)) for i, c in enumerate(chunks)]
 
     def dealt(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange the chunks 2i and 2i + 1 of rank i for i and 2n - 1 - i."""
+        """Exchange chunks 2i and 2i + 1 of rank i for chunks i and 2n - 1 - i."""
         halves = [p.chunk(2, -2) for p in parts]
         even, odd = (self._sent([h[i] for h in halves], self._chunk_owners(i)) for i in range(2))
         return [self._ordered(a, b) for a, b in zip(even, odd, strict=True)]
@@ -179,7 +183,7 @@ class RankRing:
         return [torch.cat([a, b], -2) for a, b in zip(even, odd, strict=True)]
 
     def _ordered(self, one: Tensor, other: Tensor) -> Tensor:
-        """(one, other) on even ranks, (other, one) on odd ones, whose i-th chunk is odd."""
+        """Concatenates (one, other) on even ranks and (other, one) on odd ranks, whose chunk i is an odd one."""
         import torch
 
         return torch.cat([one, other] if self.rank % 2 == 0 else [other, one], -2)
@@ -190,7 +194,8 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, first: int, causal: bool) -> Tensor:
-    """first: the number of the first of these queries, where positions of queries and keys are the same."""
+    """Scores of queries against keys. first: the position of the first query, for a causal mask over equal
+    positions."""
     import torch
 
     scores = q @ k.transpose(-1, -2) * scale
@@ -201,7 +206,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, first: int, causal: bool) -> Ten
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """(result, logarithms of sums of exponentials), both at least in float32."""
+    """(the result, the logarithms of the sums of exponentials), both at least in float32."""
     import torch
 
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -1,7 +1,7 @@
-"""One ATen op on one rank: the ops that differ from running on the whole tensor.
+"""Rules for ATen ops that run differently on a part than on the whole tensor.
 
-Most ops do the same on a part as on the whole. Ops that depend on the position of the part have a rule here: lookups
-and scattered updates by index, slices, random ops, maxima over several ranks, attention by queries, groups.
+Most ops do the same on a part as on the whole. An op that depends on the position of the part has a rule here: lookups
+and scattered updates by index, slices, random ops, maxima over several ranks, attention with split queries, groups.
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ __all__ = [
 ]
 
 ShapeAndLayout = tuple[Extents, Layout]
-"""A whole shape and its layout."""
+"""The shape of a whole tensor, and its layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankCall:
-    """A call of an op as one or several ops of the local program. Only the last of them may be partial.
+    """A call of an ATen op, which stands for one or several ops of the local program. Only the last may be partial.
 
-    given: operands by the names of the op's schema; tensors are this rank's parts. layouts: layouts of the tensors.
-    outs: layouts required of the results, None if nothing reads a result. seed: for random values drawn here. whole:
-    the results' shapes and dtypes on all ranks, as fake tensors.
+    given: the operands by their names in the op's schema; tensors are this rank's parts.
+    layouts: the whole shapes and layouts of operands that are tensors.
+    outs: the whole shapes and layouts that the results must have; None if nothing reads a result.
+    seed: the seed of random values drawn here.
+    whole: the whole results, as fake tensors.
     """
 
     target: Callable[..., Tree]
@@ -61,30 +63,30 @@ class RankCall:
     whole: Sequence[Tensor]
 
     def run(self, /, **changes: TorchOperand) -> Tree:
-        """Run the op itself, with other operands."""
+        """Run the op itself, with some operands replaced."""
         return self.target(**{**self.given, **changes})
 
     def out(self, i: int = 0) -> Extents:
         """The shape of a result on this rank."""
         wanted = self.outs[i]
         if wanted is None:
-            raise NotOnParts(f"nothing says how its result {i} is split")
+            raise NotOnParts(f"nothing reads its result {i}, so the plan has no layout for it")
         return local_shape(*wanted, self.groups.mesh)
 
     def split(self, name: str = "self") -> set[int]:
-        """Dims of an operand that are split, so that this rank has only a part."""
+        """The dims of an operand that are split."""
         whole = self.layouts[name][0]
         here = local_shape(*self.layouts[name], self.groups.mesh)
         return {d for d, (n, m) in enumerate(zip(here, whole, strict=True)) if n != m}
 
     def places(self, name: str, dim: int, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Indices into a whole dim of an operand, as indices into this rank's part, and whether they lie in it."""
+        """Translate indices into a whole dim of an operand: (indices into this rank's part, whether they are in it)."""
         return places_of(ids, dim, *self.layouts[name], self.groups)
 
 
 RankRule = Callable[[RankCall], Tree]
 RANK_RULES: Registry[RankRule] = Registry("local rule for ATen op")
-"""Op -> how it runs on parts, if that differs from the whole."""
+"""Name of an op -> its rule, for ops that run differently on a part than on the whole tensor."""
 
 
 def evaluate(name: str, call: RankCall) -> list[Tensor]:
@@ -108,11 +110,11 @@ def _copy(call: RankCall) -> Tensor:
 
 @RANK_RULES.register("type_as")
 def _type_as(call: RankCall) -> Tensor:
-    """Only the dtype of the other tensor matters, which may be elsewhere."""
+    """Only the dtype of the other tensor matters. That tensor may be on another rank."""
     return call.given["self"].to(call.whole[0].dtype)
 
 
-# Parts of a tensor. Split dims are either not sliced, or sliced in the same way in all parts.
+# Parts of a tensor. A split dim is either not sliced, or sliced in the same way on all ranks.
 
 
 @RANK_RULES.register("slice", "narrow", "select")
@@ -141,7 +143,7 @@ def _split(call: RankCall) -> Tensor:
 
 @RANK_RULES.register("tril", "triu")
 def _triangle(call: RankCall) -> Tensor:
-    """Mask by the positions in the last two dims."""
+    """Masks by the positions in the last two dims."""
     shape, layout = call.layouts["self"]
     x, rank, k = call.given["self"], len(shape), call.given.get("diagonal", 0)
     rows, columns = (positions(d, shape, layout, call.groups, x.device) for d in (rank - 2, rank - 1))
@@ -158,18 +160,18 @@ def _one_hot(call: RankCall) -> Tensor:
 
 
 def _last(x: Tensor, wanted: ShapeAndLayout, groups: AxisGroups) -> Tensor:
-    """This rank's part of a last dim that is made whole."""
+    """This rank's part of a last dim that was computed whole."""
     shape, layout = wanted
     last = len(shape) - 1
     along = tuple(s if isinstance(s, tuple) and s[0] == last else None for s in layout)
     return part(x, (*x.shape[:-1], shape[-1]), along, groups)
 
 
-# Maxima over several ranks.
+# Maxima and minima over several ranks.
 
 
 JOINING = frozenset({"amax", "amin", "max", "min", "any", "all"})
-"""Ops whose rule joins the parts of several ranks, which are no sums."""
+"""Ops whose rule combines the parts of several ranks, which are not summed."""
 
 
 @RANK_RULES.register("any", "all")
@@ -193,7 +195,7 @@ def _extreme(call: RankCall) -> Tree:
         return call.run()
     if isinstance(dim, int):  # the extreme and its index
         if dim % max(x.dim(), 1) in call.split():
-            raise NotOnParts("it looks for the index of an extreme along a split dim")
+            raise NotOnParts("it needs the index of an extreme along a split dim")
         return call.run()
     axes = {d % x.dim() for d in dim or range(x.dim())} if x.dim() else set()
     if not call.split() & axes:
@@ -201,9 +203,11 @@ def _extreme(call: RankCall) -> Tree:
     (result,) = call.ops[-1].results
     over, combine, groups = result.summed, call.ops[-1].combine, call.groups
     here = call.run()
-    if not over:  # the edge joins the parts
+    if not over:  # the edge to the reader combines the parts
         if x.requires_grad:
-            raise NotOnParts("its parts are joined by its reader, and which elements attain it is unknown")
+            raise NotOnParts(
+                "its reader combines its parts, so this rank does not know which elements attain it"
+            )
         return here
     top = groups.all_reduce(here.detach(), over, combine)
     if not x.requires_grad:
@@ -222,7 +226,7 @@ def _unsqueezed(x: Tensor, axes: Sequence[int]) -> Tensor:
     return x
 
 
-# Lookups by index. In a split dim, each rank looks up its own rows and takes zero for others; then rows are summed.
+# Lookups by index. In a split dim, each rank looks up its own rows and has zeros for the others, and a sum follows.
 
 
 @RANK_RULES.register("embedding")
@@ -248,7 +252,7 @@ def _index_select(call: RankCall) -> Tensor:
 
 
 def _taken(call: RankCall, dim: int, ids: Tensor) -> Tensor:
-    """x at these indices of a dim that is split. The shape of the indices takes the place of the dim."""
+    """x at these indices of a split dim. The shape of the indices replaces the dim."""
     import torch
 
     x = call.given["self"]
@@ -289,7 +293,7 @@ def _gather(call: RankCall) -> Tensor:
     "index_put", "_unsafe_index_put", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce"
 )
 def _scatter(call: RankCall) -> Tensor:
-    """If the result is a partial sum, the tensor that the updates are added to counts only on the first rank."""
+    """If the result is a partial sum, only the first rank adds the updates to the operand; the others add to zeros."""
     x = call.given["self"]
     if "indices" in call.given:
         at = {i for i, v in enumerate(call.given["indices"]) if v is not None}
@@ -307,8 +311,8 @@ def _scatter(call: RankCall) -> Tensor:
 
 
 def _put(call: RankCall, x: Tensor, parted: Sequence[int]) -> Tensor:
-    """Update a tensor that is split along some of the indexed dims. Updates for other ranks go into an extra place
-    after this rank's part, which is then cut off."""
+    """Update a tensor that is split along some of the indexed dims. Updates for other ranks go to an extra row behind
+    this rank's part, which is cut off afterwards."""
     import torch
 
     several = "indices" in call.given
@@ -327,12 +331,12 @@ def _put(call: RankCall, x: Tensor, parted: Sequence[int]) -> Tensor:
     return call.run(self=wider, **changes).narrow(first, 0, behind)
 
 
-# Attention and norms: sizes among their operands become the sizes of parts.
+# Attention and norms: operands that are sizes become the sizes of parts.
 
 
 @RANK_RULES.register("_grouped_mm", "transformers::grouped_mm_fallback")
 def _grouped(call: RankCall) -> Tensor:
-    """The rank's rows that belong to its groups, in the order of these; zeros for its other rows."""
+    """The rank's rows that belong to its groups, sorted by group; zeros for its other rows."""
     import torch
 
     rows_of, weights_of = ("input", "weight") if "input" in call.given else ("self", "mat2")
@@ -345,7 +349,7 @@ def _grouped(call: RankCall) -> Tensor:
     order = group.argsort(stable=True)
     own = torch.arange(w.shape[0], device=x.device)
     until = torch.searchsorted(group[order], own, right=True, out_int32=True)
-    reached = (mine[order])[:, None]  # PyTorch leaves results and gradients of other rows uninitialised
+    reached = (mine[order])[:, None]  # PyTorch leaves the results and gradients of other rows uninitialised
     zero = x.new_zeros(())
     made = call.run(**{rows_of: torch.where(reached, x[order], zero), "offs": until})
     return torch.where(reached, made, zero.to(made.dtype))[order.argsort()]
@@ -353,13 +357,13 @@ def _grouped(call: RankCall) -> Tensor:
 
 @RANK_RULES.register("scaled_dot_product_attention")
 def _attention(call: RankCall) -> Tensor:
-    """A rank has a part of the batch, heads and queries; keys are whole, or split as the queries are (a ring)."""
+    """Each rank has a part of the batch, heads and queries. Keys are whole, or split like the queries (a ring)."""
     q, k = call.given["query"], call.given["key"]
     whole = call.layouts["key"][0]
     if k.shape[-2] != whole[-2] and k.shape[-1] == whole[-1]:
         return _ring(call)
     if k.shape[-2:] != whole[-2:] or (q.dim() > 3 and q.shape[-3] % k.shape[-3]):
-        raise NotOnParts("attention on a part of its keys or heads is not a part of the attention")
+        raise NotOnParts("attention cannot be computed on such parts of its keys or heads")
     changes: dict[str, TorchOperand] = {}
     if q.dim() > 3 and q.shape[-3] != k.shape[-3]:
         changes["enable_gqa"] = True
@@ -372,7 +376,7 @@ def _attention(call: RankCall) -> Tensor:
         return call.run(**changes)
     where = sum(
         call.groups.place[i] * 7919**i for i, s in enumerate(layout) if isinstance(s, tuple)
-    )  # different parts draw different values, and ranks with the same part draw the same
+    )  # ranks with different parts draw different values, and ranks with the same part draw the same
     with seeded(call.seed + where, q.device):
         return call.run(**changes)
 
@@ -384,15 +388,15 @@ def _ring(call: RankCall) -> Tensor:
         axes_of(call.layouts[n][1], len(call.layouts[n][0]) - 2, call.groups.mesh) for n in ("key", "query")
     )
     if axes != of_queries:
-        raise NotOnParts("its keys are split, and its queries are not split as they are")
+        raise NotOnParts("its keys are split, but its queries are not split in the same way")
     if call.given.get("is_causal") and q.shape[-2] != k.shape[-2]:
-        raise NotOnParts("its keys are split, it is causal, and its queries are not as many as its keys")
+        raise NotOnParts(
+            "its keys are split, it is causal, and it has another number of queries than of keys"
+        )
     if call.given.get("attn_mask") is not None or call.given.get("dropout_p") or q.dim() < 3:
         raise NotOnParts("its keys are split, and it has a mask or dropout")
     if q.shape[-3] % k.shape[-3] or list(axes) != sorted(axes, key=names.index):
-        raise NotOnParts(
-            "its keys are split, and its heads, or the order of the parts, are not as a ring needs them"
-        )
+        raise NotOnParts("its keys are split, and a ring needs other heads, or another order of mesh axes")
     scale = call.given.get("scale")
     ring = RankRing(
         groups=call.groups,
@@ -413,20 +417,20 @@ def _group_norm(call: RankCall) -> Tensor:
     return call.run(**changes)
 
 
-# Random ops: the whole tensor is drawn from one seed, and each rank takes its part.
+# Random ops: every rank draws the whole tensor from one seed, and takes its part of it.
 
 _DRAWING = threading.Lock()
 SEED = "pase_seed"
-"""What a traced node's notes say of the seed that it was drawn from."""
+"""The key of the seed in the notes of a traced node that draws random values."""
 SEEDS_APART = 1_000_003
-"""The difference between a place's seeds in two steps."""
+"""The difference between the seeds of one place in two consecutive steps."""
 
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Random values drawn here follow from the seed, on every rank and on recomputation.
+    """Seed PyTorch's generators, so that values drawn here are the same on every rank and when they are recomputed.
 
-    The program's own random state is restored afterwards.
+    Afterwards the program's own random state is restored.
     """
     import torch
     from torch.fx.traceback import annotate
@@ -438,7 +442,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def random_state(device: torch.device) -> Callable[[], None]:
-    """What gives PyTorch's generators, the CPU's and the device's, the state again that they have now."""
+    """Returns a function that restores the present state of PyTorch's generators, on the CPU and on the device."""
     import torch
 
     with _DRAWING:

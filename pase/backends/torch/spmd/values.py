@@ -30,19 +30,23 @@ __all__ = [
 
 
 class NotOnParts(PaseError):
-    """Why an op cannot be run on parts. The walk adds the name of the op and its place. told: it has."""
+    """An op cannot be run on parts of its operands.
 
-    def __init__(self, why: str, *, told: bool = False) -> None:
-        super().__init__(why)
+    The code that raises it says only why, as a clause about the op. The walk adds the op and its place, and sets
+    ``told`` so that an outer walk passes the error on unchanged.
+    """
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "", told: bool = False) -> None:
+        super().__init__(what, where=where, fix=fix)
         self.told = told
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankValue:
-    """A tensor of the traced graph on this rank. gradient_carrier: the tensor that receives its gradient, if its layout
-    differs.
+    """A tensor of the traced graph on this rank.
 
-    For example, a parameter whose optimizer state is split further has a shadow in the layout ``gradient``.
+    gradient_carrier: the tensor that receives its gradient, if that has another layout, ``gradient``. For example, a
+    parameter whose optimizer state is split further has a gradient carrier.
     """
 
     array: Tensor
@@ -69,11 +73,11 @@ class ReorderStep:
 
 
 Steps = tuple[ReshapeStep | ReorderStep, ...]
-"""How a value is made from another by views alone."""
+"""The views, in order, by which one value is made from another."""
 
 
 def steps_from(value: Value) -> Iterator[tuple[Value, Steps]]:
-    """The value and the values that it is a view of, as the frontend has them, each with the steps from there to the
+    """The value and each value that it is a view of, as the frontend recorded them, with the steps from there to the
     value.
     """
     steps: Steps = ()
@@ -90,7 +94,7 @@ def steps_from(value: Value) -> Iterator[tuple[Value, Steps]]:
 
 
 def apply_views(x: Tensor, layout: Layout, steps: Steps, mesh: Mesh) -> Tensor:
-    """Apply views to a rank's part. The result is the part of the views' result."""
+    """Apply views to a rank's part. Returns this rank's part of the result."""
     for step in steps:
         layout = _layout_after(layout, step, mesh)
         if isinstance(step, ReorderStep):
@@ -101,7 +105,7 @@ def apply_views(x: Tensor, layout: Layout, steps: Steps, mesh: Mesh) -> Tensor:
 
 
 def layout_through(layout: Layout, steps: Steps, mesh: Mesh) -> Layout:
-    """The layout of the result of these views."""
+    """The layout of the result of applying these views."""
     for step in steps:
         layout = _layout_after(layout, step, mesh)
     return layout
@@ -125,7 +129,7 @@ def inverse(steps: Steps) -> Steps:
 
 
 def through_reshape(layout: Layout, shape: Extents, new: Extents, mesh: Mesh) -> Layout:
-    """A layout of a tensor as one of its reshape: a digit stays where it is in the row-major order of elements.
+    """The layout of a tensor after a reshape: each digit keeps its place in the row-major order of elements.
 
     >>> mesh = Mesh(names=("a", "b"), sizes=(2, 4))
     >>> through_reshape(((0, 2), (2, 4)), (6, 5, 8), (30, 4, 2), mesh)
@@ -148,4 +152,4 @@ def _digit(low: int, high: int, new: Sequence[int]) -> tuple[int, int]:
         inner = math.prod(new[dim + 1 :])
         if low % inner == 0 and inner <= low and high <= inner * extent and inner * extent % low == 0:
             return dim, inner * extent // low
-    raise NotOnParts(f"what one mesh axis holds is spread over several dims of {list(new)}")
+    raise NotOnParts(f"one mesh axis would split several dims of {list(new)}")

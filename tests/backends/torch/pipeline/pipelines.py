@@ -1,5 +1,4 @@
-"""Small PyTorch models that are run in stages, plans of them with stages drawn at random, and messages between ranks
-that are threads."""
+"""Small PyTorch models for pipelines, their plans with random stages, and helpers that run ranks as threads."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ from pase.tables.layouts import configs
 
 RANKS, MICRO_BATCHES = 2, 4
 NORMS = {2.0: 1e-2, np.inf: 1e-4}
-"""Kind of a norm -> what it is clipped to, the one after the other."""
+"""Kind of norm -> the maximum to which it is clipped. The norms are clipped one after the other."""
 
 
 def words(layers: int = 4, dropout: float = 0.0) -> tuple[Any, tuple[Any, ...]]:
-    """A decoder with tied embeddings, a mask that each layer reads, and labels of which not all count."""
+    """A decoder with tied embeddings, a mask that each layer reads, and labels some of which are ignored."""
     import torch
     from torch import nn
     from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
@@ -69,7 +68,7 @@ def words(layers: int = 4, dropout: float = 0.0) -> tuple[Any, tuple[Any, ...]]:
 
 
 def funnel() -> tuple[Any, tuple[Any, ...]]:
-    """Layers of which none is equal to another, with a value that the last one reads too."""
+    """Layers that are all different, and a value that the last one reads in addition."""
     import torch
     from torch import nn
 
@@ -92,7 +91,7 @@ def funnel() -> tuple[Any, tuple[Any, ...]]:
 
 
 def branching() -> tuple[Any, tuple[Any, ...]]:
-    """Layers with a branch each, of which the one with weights, priced as always taken, is taken."""
+    """Layers with a branch each. The taken branch has weights, and its cost is that of the plan."""
     import torch
     from torch import nn
 
@@ -120,14 +119,14 @@ def branching() -> tuple[Any, tuple[Any, ...]]:
 
 
 def planned(module: Any, batch: tuple[Any, ...], mesh: str = "2", **options: Any) -> Any:
-    """A plan of two ranks, each with a mesh of so many devices."""
+    """A plan for two pipeline ranks, each with a mesh of this shape."""
     devices = RANKS * int(np.prod([int(n) for n in mesh.split("x")]))
     settled = {"accumulate": MICRO_BATCHES, "memory_limit": "none", "stage_schedule": "1f1b", **options}
     return pase.compile(module, *batch, devices=devices, pipeline=RANKS, mesh=mesh, **settled)
 
 
 def staged(plan: Any, name: str, chunks: int, cuts: tuple[int, ...], seed: int) -> Any:
-    """The plan under another schedule with other cuts, and a split of each stage drawn at random."""
+    """The plan with another schedule, other cuts, and a random split of each stage."""
     p, ranks = plan.pipeline, schedule(name, RANKS, MICRO_BATCHES, chunks).rank_of
     rng = np.random.default_rng(seed)
     graph = named(simplify(rematerialised(plan.traced.graph, p.again[0])))
@@ -161,8 +160,8 @@ def optimizer(parameters: Any) -> Any:
 
 
 def on_rank(run: Any, module: Any, batch: tuple[Any, ...], counted: bool = True) -> dict[str, Any]:
-    """A step on this rank: the loss; its gradients and parameters after it; the norms of all gradients, and its own,
-    clipped. counted: what it sends is the plan's list."""
+    """One step on this rank: the loss, the gradients, the parameters after it, the norms of all gradients, and this
+    rank's clipped gradients. counted: whether to compare what is sent with the plan's list."""
     from pase.backends.audit.torch import planned_in_stages, recorded
 
     mine = copy.deepcopy(module)
@@ -179,8 +178,8 @@ def on_rank(run: Any, module: Any, batch: tuple[Any, ...], counted: bool = True)
 
 
 def resumed(before: Any, after: Any, module: Any, batch: tuple[Any, ...], folder: Path) -> dict[str, Any]:
-    """A step by one plan on this rank, saved; loaded by another plan into a module that has only shapes, and another
-    step: the parameters."""
+    """The parameters on this rank after a step by one plan, a checkpoint, and a step by another plan. The second plan
+    loads the checkpoint into a module that has only shapes."""
     import torch
     import torch.distributed.checkpoint as checkpoint
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -211,7 +210,7 @@ def resumed(before: Any, after: Any, module: Any, batch: tuple[Any, ...], folder
 
 
 def alone(module: Any, batch: tuple[Any, ...], steps: int = 1) -> dict[str, Any]:
-    """The same by PyTorch alone, of the last of some steps."""
+    """The results of PyTorch alone, for the last of ``steps`` steps."""
     import torch
 
     mine = copy.deepcopy(module)
@@ -233,7 +232,8 @@ def alone(module: Any, batch: tuple[Any, ...], steps: int = 1) -> dict[str, Any]
 def check(
     plan: Any, module: Any, batch: tuple[Any, ...], wanted: dict[str, Any], counted: bool = True
 ) -> None:
-    """All ranks as threads: the loss everywhere, every parameter on the ranks of one stage, all as by PyTorch alone."""
+    """Run all ranks as threads. The loss is on every rank, and each parameter on the ranks of one stage. All equal the
+    results of PyTorch alone."""
     run = plan.torch
     assert (
         run.stages

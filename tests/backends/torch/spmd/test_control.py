@@ -1,4 +1,4 @@
-"""Loops and branches run by ``plan.torch``: the numbers of the unsharded step, under any split."""
+"""Loops and branches run by ``plan.torch``: the results are those of the unsharded step, under any split."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SPLITS = ("fsdp", "zero2", "ours@2x2", "random1@2x2", "random2@2x2", "random5@4"
 @pytest.mark.parametrize("strategy", SPLITS)
 @pytest.mark.parametrize("model", [*TURNS, "taken", "untaken"])
 def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
-    """Loss, every gradient and the updated parameters; layers of the branch that is not taken have a gradient of zero,
-    as in PyTorch."""
+    """Loss, gradients and updated parameters. Layers of a branch that is not taken have a gradient of zero, as in
+    PyTorch."""
     import torch
 
     c = case(model, RANKS)
@@ -45,14 +45,15 @@ def test_functions_of_flex_attention_are_given_places_in_the_whole(model: str, s
 
 
 def test_flex_attention_goes_around_no_ring() -> None:
-    with pytest.raises(PaseError, match=r"flex_attention.*its keys are split as its queries are \(a ring\)"):
+    with pytest.raises(PaseError) as e:
         one_step(case("flexes", RANKS), "random1@2x2")
+    assert "flex_attention" in e.value.where and "ring" in e.value.what
 
 
 def gradients_of(model: str, ranks: int, *, compile: bool = False, **options: Any) -> list[Any]:
     c = case(model, RANKS)
     run = pase.compile(c.module, *c.batch, devices=ranks, overlap="none", **options).torch
-    assert run.program.ops and run.leaves and run.sums  # worked out once, not once on each thread
+    assert run.program.ops and run.leaves and run.sums  # computed once here, not once per thread
 
     def on_rank(rank: int) -> Any:
         module = copy.deepcopy(c.module)
@@ -88,19 +89,20 @@ def test_loops_are_compiled() -> None:
     ((loss, gradients),) = gradients_of("layers", 1, compile=True)
     torch.testing.assert_close(loss, c.loss, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradients, c.gradients, rtol=1e-12, atol=1e-12)
-    with pytest.raises(PaseError, match=r"has branches.*use compile=False"):
+    with pytest.raises(PaseError) as e:
         gradients_of("taken", 1, compile=True)
+    assert "branches" in e.value.what and "compile=False" in e.value.fix
 
 
 def test_a_loop_over_the_batch_is_not_cut_into_micro_batches() -> None:
-    with pytest.raises(PaseError, match="examples of the batch meet in unstack"):
+    with pytest.raises(PaseError, match="unstack"):
         gradients_of("mapped", RANKS, mesh="2x2", accumulate=2)
 
 
 @pytest.mark.parametrize("model", TURNS)
 def test_what_is_sent_is_the_plans_list(model: str) -> None:
-    """One rank of 32, on fake tensors. The plan counts every turn alike; the first and the last one send less, where
-    what enters or leaves a loop has no gradient, and of a counter (8 bytes) no turn sends one."""
+    """One rank of 32, on fake tensors. The plan counts every iteration alike, but the first and the last one send less
+    if what enters or leaves the loop has no gradient. No iteration sends the gradient of a counter (8 bytes)."""
     c = case(model, MANY)
     for strategy in ("random1@4x8", "random2@4x8", "random3@8x4"):
         plan = c.case.plan(strategy)

@@ -1,5 +1,5 @@
-"""Ops of PyTorch that are read by its own decomposition, written as other ops, or split along their batch alone: a step
-of each is the unsharded one's."""
+"""Ops of PyTorch that the frontend reads by PyTorch's decomposition, writes in other ops, or splits only along their
+batch. A step of each equals the unsharded one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def formulas() -> dict[str, Any]:
     linalg = torch.linalg
 
     def mixture(m: Any, x: Any) -> Any:
-        """Its scale is a number, broadcast beside locations that depend on data."""
+        """The scale is a number, which is broadcast to locations that depend on data."""
         D = torch.distributions
         parts = D.Independent(D.Normal(m.w.view(16, 4, 4), 1.5), 1)
         return -D.MixtureSameFamily(D.Categorical(logits=x[:, :4]), parts).log_prob(x[:, 4:8]).mean()

@@ -1,4 +1,4 @@
-"""Ops that pase writes out in others, run by ``plan.torch``: PyTorch's own op has the same numbers, however split."""
+"""Ops that pase writes in other ops, run by ``plan.torch``: the results equal those of PyTorch's op under any split."""
 
 from __future__ import annotations
 
