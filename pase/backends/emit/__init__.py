@@ -1,2 +1,2 @@
-"""Plans written for other programs, one module for each. Modules that register a ``Backend`` are found
+"""Writes plans in the formats of other programs, one module per format. A module that registers a ``Backend`` is found
 automatically."""

@@ -1,18 +1,18 @@
-"""A bucket plan run by PyTorch: a communication hook for DistributedDataParallel, and DDP's own bucket sizes.
+"""Runs a bucket plan in PyTorch: a communication hook for DistributedDataParallel, or DDP's own bucket sizes.
 
-DDP passes on gradients as soon as they are computed. The hook cuts and joins them as the plan's messages say. It issues
+DDP passes on gradients as soon as they are computed. The hook splits and joins them into the plan's messages. It issues
 the messages strictly in the plan's order, each as soon as its gradients are ready. The order is the same on every rank,
-so there is no deadlock. DDP waits for the messages that hold a bucket's gradients, as it does without a hook.
+so there is no deadlock. As without a hook, DDP waits for the messages that contain a bucket's gradients.
 
     runner = ddp_hook.attach(ddp, problem, plan)
     loss.backward(); runner.step(optimizer)
 
 Delayed and merged updates: gradients are summed locally, sent when their messages are due, and applied once, divided by
-batches times ranks. Between updates ``step`` does not call the optimizer, so momentum and weight decay do not change
-the weights.
+the number of batches times the number of ranks. Between updates ``step`` does not call the optimizer, so momentum and
+weight decay do not change the weights.
 
-A plan of all-reduced gradients can be executed. Parameters that are stored sharded (FSDP) are left to PyTorch; see
-`backends.jax.bucket_runner`.
+Only plans whose gradients are all-reduced can be run. PyTorch itself handles parameters that are stored sharded (FSDP);
+for JAX, see `backends.jax.bucket_runner`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ MIB = 2**20
 def gradient_problem(
     module: Module, links: Sequence[Link], *, forward_s: float, backward_s: float, name: str = "model"
 ) -> ScheduleProblem:
-    """A simple problem for a torch module.
+    """A simple scheduling problem for a torch module.
 
-    Gradients are made in reverse order of registration, and compute is proportional to bytes.
+    It assumes that gradients are computed in reverse order of registration, in time proportional to their bytes.
     """
     from pase.schedule.pipedream import Layer, problem_from_layers
 
@@ -63,10 +63,10 @@ def gradient_problem(
 
 
 def ddp_options(problem: ScheduleProblem, plan: BucketPlan) -> dict[str, object]:
-    """Arguments for DistributedDataParallel that come closest to the plan without a hook.
+    """The arguments for DistributedDataParallel that come closest to the plan without a hook.
 
-    If this PyTorch accepts a list, it gets a cap for each bucket in the order of sending. DDP follows that order after
-    it has rebuilt its buckets, from the second iteration on. Otherwise it gets the largest cap.
+    If this PyTorch version accepts a list, it contains a cap for each bucket, in the order of sending. DDP follows that
+    order after it has rebuilt its buckets, from the second iteration on. Otherwise there is only the largest cap.
     """
     import inspect
 
@@ -89,11 +89,12 @@ def attach(
 ) -> BucketHook:
     """Register the plan's hook on a DistributedDataParallel module.
 
-    ddp: created with a small ``bucket_cap_mb`` (such as 0.001), so that it passes on each gradient as soon as it is
-    computed. With larger buckets the numbers are the same, but messages start later. groups: a process group for each
-    link of the problem, by name, each over the same ranks; None uses the module's own group for all links.
+    ddp: a module created with a small ``bucket_cap_mb`` (such as 0.001), so that DDP passes on each gradient as soon as
+        it is computed. With larger buckets the results are the same, but messages start later.
+    groups: a process group for each link of the problem, by name, each over the same ranks. None uses the module's own
+        group for all links.
 
-    Raises PaseError if the plan is not for this module's parameters, or has gradients that are not all-reduced.
+    Raises PaseError if the plan is not for this module's parameters, or contains gradients that are not all-reduced.
     """
     from pase.schedule.simulate import as_sequence
 
@@ -101,14 +102,14 @@ def attach(
     hook = BucketHook(
         module=ddp.module, problem=problem, plan=plan, group=ddp.process_group, groups=dict(groups or {})
     )
-    # A lambda: DDP refuses annotations that it cannot read.
+    # A lambda, because DDP rejects functions with annotations that it cannot read.
     ddp.register_comm_hook(state=hook, hook=lambda state, bucket: state.on_bucket(bucket))
     return hook
 
 
 @dataclass(kw_only=True)
 class BucketHook:
-    """The state of a running plan on one rank. ``step`` replaces ``optimizer.step`` and ``zero_grad``."""
+    """The state of a running plan on one rank. Call ``step`` instead of ``optimizer.step`` and ``zero_grad``."""
 
     module: Module
     problem: ScheduleProblem
@@ -123,33 +124,44 @@ class BucketHook:
         check_plan(self.problem, self.plan)
         if self.plan.updates[0].first:
             raise PaseError(
-                "an executed plan must count its iterations from 0, the first batch of its first update"
+                "its first update does not start at iteration 0",
+                where=f"plan '{self.plan.policy}'",
+                fix="count iterations from 0, the first batch of its first update",
             )
         named = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         for t in self.problem.tensors:
             if t.kind != "all_reduce" or t.lag != 1 or t.follows:
                 raise PaseError(
-                    f"tensor '{t.name}' of '{self.problem.name}' is a {t.kind}, but DDP only "
-                    "all-reduces gradients of whole parameters. Run a plan that scatters and "
-                    "gathers in JAX (pase.backends.jax.bucket_runner)"
+                    f"tensor '{t.name}' is a {t.kind}, but DDP only all-reduces gradients of whole parameters",
+                    where=f"problem '{self.problem.name}'",
+                    fix="run a plan that scatters and gathers in JAX (pase.backends.jax.bucket_runner)",
                 )
             if t.name.removesuffix(".grad.all_reduce") not in named:
                 raise PaseError(
-                    f"tensor '{t.name}' of '{self.problem.name}' is not a parameter; there are {', '.join(named)}"
+                    f"tensor '{t.name}' is not a parameter of the module, which has {', '.join(named)}",
+                    where=f"problem '{self.problem.name}'",
+                    fix="make the problem from this module",
                 )
         self._parameters = [named[t.name.removesuffix(".grad.all_reduce")] for t in self.problem.tensors]
         lost = sorted(set(named) - {t.name.removesuffix(".grad.all_reduce") for t in self.problem.tensors})
         if lost:
-            raise PaseError(f"problem '{self.problem.name}' leaves out parameters {', '.join(lost)}")
+            raise PaseError(
+                f"it leaves out the parameters {', '.join(lost)}",
+                where=f"problem '{self.problem.name}'",
+                fix="make the problem from this module",
+            )
         for link, group in self.groups.items():
             if link not in {x.name for x in self.problem.links}:
                 raise PaseError(
-                    f"groups names link '{link}'; '{self.problem.name}' has "
-                    f"{', '.join(x.name for x in self.problem.links)}"
+                    f"problem '{self.problem.name}' has no link '{link}'",
+                    where="groups",
+                    fix=f"use its links: {', '.join(x.name for x in self.problem.links)}",
                 )
             if group.size() != self.group.size():
                 raise PaseError(
-                    f"the group of link '{link}' has {group.size()} ranks, but the module's has {self.group.size()}"
+                    f"the group of link '{link}' has {group.size()} ranks, but the module's has {self.group.size()}",
+                    where="groups",
+                    fix="pass groups over the module's ranks",
                 )
         self._index = {id(p): i for i, p in enumerate(self._parameters)}
         self._ready: set[int] = set()
@@ -165,15 +177,15 @@ class BucketHook:
 
     @property
     def delays(self) -> bool:
-        """Whether updates are merged or late. If not, the usual ``optimizer.step`` also works."""
+        """Whether updates are merged or delayed. If not, the usual ``optimizer.step`` also works."""
         return self.plan.period > 1 or self.plan.staleness > 0
 
     # --- during backward -----------------------------------------------------------------------------------
 
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
-        """Called by DDP for a bucket of gradients that are ready; sends what can be sent.
+        """Send what can be sent. DDP calls this with a bucket of gradients that are ready.
 
-        The future that DDP waits for holds their means, or, if updates are delayed, nothing new.
+        DDP waits for the returned future. It holds the bucket's means or, if updates are delayed, the unchanged bucket.
         """
         import torch
 
@@ -194,7 +206,7 @@ class BucketHook:
             future.set_result(bucket.buffer())
         else:
             wanted = {i for t in tensors for i in self._covers[t]}
-            with self._lock:  # a message that arrives meanwhile replaces the list
+            with self._lock:  # a message that arrives at the same time replaces the list
                 self._buckets.append(_Bucket(future=future, buffer=bucket.buffer(), waiting=wanted))
         self._issue()
         if bucket.is_last() and not self.delays:
@@ -204,7 +216,7 @@ class BucketHook:
         return future
 
     def _arrived(self, message: int, buffer: Tensor) -> None:
-        """A plain message has arrived: store its means where DDP expects them."""
+        """Store the means of a message that has arrived where DDP expects them. Used if updates are not delayed."""
         with self._lock:
             for p, part in self._parts(message, buffer):
                 a, b = self._range(p)
@@ -224,7 +236,7 @@ class BucketHook:
             at += b - a
 
     def _current(self) -> int:
-        """The generation whose gradients this iteration makes."""
+        """The generation to which this iteration's gradients belong."""
         period, at = divmod(self.iteration, self.plan.period)
         u = next(i for i, u in enumerate(self.plan.updates) if u.first <= at <= u.last)
         return period * len(self.plan.updates) + u
@@ -239,7 +251,7 @@ class BucketHook:
         return self._open.setdefault(g, _SumsOfUpdate())
 
     def _begin(self) -> None:
-        """Queue this iteration's messages: for each open generation, those that are due, in plan order."""
+        """Queue the messages of this iteration: those that are due, in plan order, for each open generation."""
         self._generation(self._current())
         for g in sorted(self._open):
             u, _, last, _ = self._times(g)
@@ -251,7 +263,7 @@ class BucketHook:
         self._issue()
 
     def _issue(self) -> None:
-        """Start messages from the head of the queue as long as their gradients are ready."""
+        """Start messages from the head of the queue while their gradients are ready."""
         import torch
         import torch.distributed as dist
 
@@ -276,11 +288,11 @@ class BucketHook:
         return int((last - first + 1) * self.group.size())
 
     def _range(self, piece: Piece) -> tuple[int, int]:
-        """The elements [from, to) of its parameter that a piece covers."""
+        """The elements [from, to) of a parameter that a piece covers."""
         n, nbytes = self._parameters[piece.tensor].numel(), self.problem.tensors[piece.tensor].nbytes
         return round(piece.offset * n / nbytes), round((piece.offset + piece.nbytes) * n / nbytes)
 
-    # --- after it ------------------------------------------------------------------------------------------
+    # --- after backward ------------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer) -> bool:
         """Apply the updates of this iteration, and clear gradients. Returns whether the optimizer was called."""
@@ -290,7 +302,11 @@ class BucketHook:
             return True
         if len(self._ready) < len(self._parameters):
             lost = [t.name for i, t in enumerate(self.problem.tensors) if i not in self._ready]
-            raise PaseError(f"step, but no gradient was made for {', '.join(lost)}: call backward first")
+            raise PaseError(
+                f"there is no gradient of {', '.join(lost)}",
+                where="step(optimizer)",
+                fix="call backward first",
+            )
         done = [g for g in sorted(self._open) if self._times(g)[3] == self.iteration]
         for g in done:
             self._apply(self._open.pop(g), self._times(g)[0])
@@ -309,7 +325,8 @@ class BucketHook:
         }
         if owed:
             raise PaseError(
-                f"plan '{self.plan.policy}' applies an update before its messages {sorted(owed)} are sent"
+                f"it applies an update before its messages {sorted(owed)} are sent",
+                where=f"plan '{self.plan.policy}'",
             )
         means = {t: torch.empty_like(x) for t, x in made.sums.items()}
         for i, buffer, work in made.sent:
@@ -324,7 +341,7 @@ class BucketHook:
 
 @dataclass(kw_only=True)
 class _Bucket:
-    """What DDP waits for: messages that are still being sent."""
+    """A bucket that DDP waits for, and the messages that must still arrive."""
 
     future: Future[Tensor]
     buffer: Tensor
@@ -333,7 +350,7 @@ class _Bucket:
 
 @dataclass(kw_only=True)
 class _SumsOfUpdate:
-    """An update in progress: local sums by tensor, and (message, buffer, work) of what was sent."""
+    """An update in progress: local sums by tensor, and (message, buffer, work) of each message that was sent."""
 
     sums: dict[int, Tensor] = field(default_factory=dict)
     sent: list[tuple[int, Tensor, Future[Tensor]]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A plan that is equivalent to FSDP2, as a PyTorch file that applies ``fully_shard``."""
+"""Writes a plan that is equivalent to FSDP2 as a Python file that applies ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -44,21 +44,27 @@ def parallelize(module, device_type="cuda"):
 
 
 def source(plan: PlanData) -> tuple[str, DataStyle]:
-    """The contents of the file, and a summary. Raises PaseError if the plan is not equivalent to FSDP2."""
+    """The contents of the file, and the plan's style. Raises PaseError if the plan is not equivalent to FSDP2."""
     style = data_style(plan, "FSDP2")
     if not style.shard:
         raise PaseError(
-            "this plan is not FSDP2: it splits neither parameters nor their state, so it is DistributedDataParallel"
+            "this plan is not FSDP2: it shards neither parameters nor their state",
+            where=f"the plan for '{plan.model}'",
+            fix="use DistributedDataParallel",
         )
     if plan.accumulate > 1 or plan.remat:
         raise PaseError(
-            "FSDP2 cannot express this plan: it has micro-batches or recomputed blocks; plan.torch runs it as it is"
+            "FSDP2 cannot express its micro-batches or recomputed blocks",
+            where=f"the plan for '{plan.model}'",
+            fix="run it with plan.torch",
         )
     order = [a for a in plan.mesh.names if a in (*style.replicate, *style.shard)]
     if order != [*style.replicate, *style.shard]:
         raise PaseError(
-            "this plan is not FSDP2: it copies parameters within the groups over which it splits them, and FSDP2 "
-            "splits them within copies; plan.torch runs it as it is"
+            "this plan is not FSDP2: it replicates parameters within the groups over which it shards them, but FSDP2 "
+            "shards them within replicas",
+            where=f"the plan for '{plan.model}'",
+            fix="run it with plan.torch",
         )
     mesh = {} if not style.replicate else {"replicate": style.ways(plan, style.replicate)}
     mesh["shard"] = style.ways(plan, style.shard)
@@ -80,7 +86,7 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
     text, style = source(plan)
     write_atomically(path, text)
     rest = (
-        f"; {len(style.whole)} small parameters that the plan keeps whole are split too"
+        f"; {len(style.whole)} small parameters that the plan keeps whole are sharded, too"
         if style.whole
         else ""
     )
@@ -88,5 +94,5 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
 
 
 BACKENDS.add(
-    "fsdp2", Backend(writes="FSDP2 (fully_shard) as a Python file, where the plan is that", emit=emit)
+    "fsdp2", Backend(writes="FSDP2 (fully_shard) as a Python file, if the plan is equivalent", emit=emit)
 )

@@ -1,9 +1,9 @@
-"""A plan as a Mesh-TensorFlow program: mesh_shape, layout_rules, and the model in ``mtf`` ops.
+"""Writes a plan as a Mesh-TensorFlow program: mesh_shape, layout_rules, and the model in ``mtf`` ops.
 
-The source is walked a second time, op by op, in the order of its frontend. The names of a tensor's dims
-follow from the plan (``pase.backends.mesh_tf.names``). The translation of each op is in one table per frontend
-(``pase.backends.mesh_tf.tf_ops``, ``pase.backends.mesh_tf.jax_ops``). What Mesh-TensorFlow cannot express is refused,
-with the name of the op and its place.
+The source program is walked a second time, op by op, in the order of its frontend. The names of a tensor's dims follow
+from the plan (``pase.backends.mesh_tf.names``). Each frontend has one table with the translation of its ops
+(``pase.backends.mesh_tf.tf_ops``, ``pase.backends.mesh_tf.jax_ops``). An op that Mesh-TensorFlow cannot express is an
+error with the op's name and place.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class MeshTfLayout:
     mesh_shape: str
     layout_rules: str
     dims: Mapping[str, tuple[tuple[str, int], ...]]
-    """Parameter or input -> (name, size) of its Mesh-TF dims."""
+    """Parameter or input -> (name, size) of each of its Mesh-TF dims."""
 
 
 def emit(plan: PlanData, path: Path, *, model: object) -> str:
-    """Write the program; see ``backends.registry``."""
+    """Write the program. See ``backends.registry``."""
     from pase.files.atomic import write_atomically
 
     text, found = program(_with_model(plan, model))
@@ -53,7 +53,7 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
 
 
 def layout(plan: PlanData) -> MeshTfLayout:
-    """Only the two strings, and the layouts that they give the leaves. ``plan`` must have its model."""
+    """Only the two strings, and the dims of the parameters and inputs under them. ``plan`` must have its model."""
     return program(plan)[1]
 
 
@@ -63,7 +63,9 @@ def program(plan: PlanData) -> tuple[str, MeshTfLayout]:
     """
     if plan.traced is None:
         raise PaseError(
-            f"the plan for '{plan.model}' was loaded without its model, from which the Mesh-TensorFlow program is made"
+            "it was loaded without its model, which a Mesh-TensorFlow program is made from",
+            where=f"the plan for '{plan.model}'",
+            fix="emit it with the model that it was compiled from",
         )
     graph = plan.split_graph
     rules, ops = _source(plan.traced, graph)
@@ -81,10 +83,13 @@ def program(plan: PlanData) -> tuple[str, MeshTfLayout]:
 def _loss(p: MeshTfProgram, outputs: Sequence[MeshTfValue]) -> MeshTfValue:
     """The scalar that the model returns, or the mean of its result if that is not a scalar."""
     if not outputs:
-        raise PaseError("the Mesh-TensorFlow program computes none of the model's results")
+        raise PaseError(
+            "the Mesh-TensorFlow program computes none of the model's results",
+            where=f"the plan for '{p.names.graph.name}'",
+        )
     if len(outputs) == 1 and not outputs[0].order:
         return outputs[0]
-    p.lines += ["", "# The model returns no scalar: the mean of what it returns stands for its loss."]
+    p.lines += ["", "# The model does not return a scalar. The mean of its results is used as the loss."]
     terms = [f"mtf.reduce_mean({v.code}, output_shape=[])" for v in outputs]
     return p.let(" + ".join(terms), (), (), outputs[0].dtype, "loss")
 
@@ -96,7 +101,11 @@ def _with_model(plan: PlanData, model: object) -> PlanData:
     from pase.frontends.jax.padding.traced import as_padded
 
     if registry.frontend_of(model) is None:
-        raise PaseError(f"give the model that the plan for '{plan.model}' was compiled from")
+        raise PaseError(
+            "a Mesh-TensorFlow program needs the model that the plan was compiled from",
+            where=f"the plan for '{plan.model}'",
+            fix="give this model",
+        )
     return plan.with_model(as_padded(registry.trace(model, name=plan.model), plan.padding))
 
 
@@ -113,12 +122,14 @@ def _source(traced: Any, graph: Graph) -> tuple[MeshTfRules, Iterator[SourceOp]]
 
         return tf_ops.RULES, tf_ops.source_ops(traced, roles)
     raise PaseError(
-        f"Mesh-TensorFlow programs are made from TensorFlow and JAX models, not from {frontend or 'this one'}"
+        f"Mesh-TensorFlow programs are made from TensorFlow and JAX models, not from {frontend or 'this one'}",
+        where=f"the plan for '{traced.graph.name}'",
+        fix="emit it in another format (see pase emit --help)",
     )
 
 
 def _leaves(p: MeshTfProgram, graph: Graph) -> dict[str, MeshTfValue]:
-    """Statements that create the parameters and take the inputs; name -> value."""
+    """Add the statements that create the parameters and import the inputs. Returns name -> value."""
     out: dict[str, MeshTfValue] = {}
     for node in graph.nodes:
         if node.kind not in ("parameter", "input"):
@@ -143,12 +154,12 @@ def _leaves(p: MeshTfProgram, graph: Graph) -> dict[str, MeshTfValue]:
 
 
 def _short(path: str) -> str:
-    """The last two words of a name, as a name for a variable of the program."""
+    """The last two words of a path, as a name for a variable of the program."""
     return "_".join(re.split(r"[/.]", path)[-2:])
 
 
 def _checked(p: MeshTfProgram, leaves: Mapping[str, MeshTfValue]) -> MeshTfLayout:
-    """The layout, after a check against Mesh-TF's rules for every tensor of the program."""
+    """The layout, after every tensor of the program has been checked against Mesh-TF's rules."""
     mesh_shape, rules = p.names.mesh_shape, p.names.layout_rules
     mesh, by_name = check_layout(mesh_shape, rules)
 
@@ -164,7 +175,7 @@ def _checked(p: MeshTfProgram, leaves: Mapping[str, MeshTfValue]) -> MeshTfLayou
 
 _HEAD = '''"""{model} on {devices} devices in Mesh-TensorFlow, as pase {version} planned it.
 
-Predicted: {cost:.6g} {unit} a step. Run this file for a few steps on made-up data, on logical CPU devices.
+Predicted: {cost:.6g} {unit} per step. Run this file for a few steps on random data, on logical CPU devices.
 ``model`` builds the loss, ``train_step`` the gradients and a step of gradient descent.
 """
 
@@ -243,7 +254,7 @@ def _text(
 
 
 def _constants(arrays: Mapping[str, np.ndarray]) -> str:
-    """Constant arrays of the source (masks, tables of positions), packed."""
+    """Constant arrays of the source program (masks, tables of positions), packed into text."""
     if not arrays:
         return ""
     buffer = io.BytesIO()

@@ -1,11 +1,11 @@
-"""ONNX: the model itself, annotated with DeviceConfigurationProto and ShardingSpecProto.
+"""Writes the ONNX model itself, annotated with DeviceConfigurationProto and ShardingSpecProto.
 
-Every node states the layouts in which it reads its inputs and makes its outputs. ONNX cannot express a partial sum; it
-is written in the layout in which it is summed. ONNX also cannot express how weights and inputs are *stored*, which may
-differ from how they are read; the file's metadata holds that ("pase.layout").
+Every node gets the layouts in which it reads its inputs and computes its outputs. ONNX cannot express a partial sum, so
+that is written in the layout that it has after the sum. ONNX also cannot express how weights and inputs are *stored*,
+which may differ from how they are read; the file's metadata contains that ("pase.layout").
 
-The file is copied at the level of its wire format with the annotations added, so that weights are copied without being
-parsed.
+The file is copied at the level of its wire format, and the annotations are added. Weights are therefore copied without
+being parsed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _IR_VERSION = 11  # the first with device configurations
 class Annotated:
     """The contents of a file's annotations.
 
-    layouts: (index of the node, tensor) -> layout. stored: initializer or input -> for each dim, the mesh axes.
+    layouts: (index of a node, tensor) -> layout.
+    stored: initializer or input -> the mesh axes that split each of its dims.
     """
 
     mesh: Mesh
@@ -49,7 +50,7 @@ class Annotated:
 
 
 def layouts(plan: PlanData) -> dict[tuple[int, str], tuple[tuple[int, ...], Digits]]:
-    """(index of the node, value) -> (shape, layout), for everything that the model's own nodes read and write."""
+    """(index of a node, value) -> (shape, layout), for all values that the model's own nodes read and write."""
     traced = plan.traced
     assert isinstance(traced, from_onnx.TracedOnnx)
     names: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
@@ -74,35 +75,37 @@ def layouts(plan: PlanData) -> dict[tuple[int, str], tuple[tuple[int, ...], Digi
 
 
 def emit(plan: PlanData, path: Path, *, model: Any) -> str:
-    """Write the annotated model; see the module's text. Raises PaseError if the plan is not for this model."""
+    """Write the annotated model; see the module's docstring. Raises PaseError if the plan is not for this model."""
     if not isinstance(plan.traced, from_onnx.TracedOnnx):
         if not from_onnx.reads(model):
             raise PaseError(
-                f"'{model}' is not an ONNX model. --to onnx annotates the ONNX file that was compiled "
-                "(pase compile model.onnx); for other models use --to names, dtensor or mesh-tf (see pase emit --help)"
+                "it is not an ONNX model, but --to onnx annotates the ONNX file that was compiled "
+                "(pase compile model.onnx)",
+                where=str(model),
+                fix="for other models use --to names, dtensor or mesh-tf (see pase emit --help)",
             )
         dims = json.loads(plan.provenance.get("dims", "{}"))
         plan = plan.with_model(from_onnx.trace(model, name=plan.model, dims=dims or None))
     found = layouts(plan)
     if isinstance(model, (str, Path)):
         if Path(model).resolve() == path.resolve():
-            raise PaseError(f"{path} is the model itself: choose another output file")
+            raise PaseError("it is the model itself", where=str(path), fix="choose another output file")
         try:
             with Path(model).open("rb") as f:
                 view = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
             external = _write(plan, found, view, path)
         except (OSError, Malformed) as e:
-            raise PaseError(f"cannot copy {model} to {path}: {e}") from e
+            raise PaseError(f"the model cannot be copied to {path}: {e}", where=str(model)) from e
     else:
         external = _write(plan, found, model.SerializeToString(), path)
-    beside = " (its external data must lie beside it)" if external else ""
+    beside = " (its external data must be in the same folder)" if external else ""
     return f"wrote {path}: {len(found)} shardings on {plan.devices} devices{beside}"
 
 
 def _write(
     plan: PlanData, found: Mapping[tuple[int, str], tuple[tuple[int, ...], Digits]], buf: Buffer, path: Path
 ) -> bool:
-    """Copy the model with annotations. Returns True if it refers to external data."""
+    """Copy the model with annotations. Returns whether it refers to external data."""
     name = f"pase.{plan.devices}"
     by_node: dict[int, list[tuple[str, tuple[int, ...], Digits]]] = {}
     for (i, value), (shape, digits) in found.items():
@@ -120,7 +123,7 @@ def _write(
         elif (f.number == 26 and _text(buf, f.payload, f.end, 1) == name) or (
             f.number == 14 and _text(buf, f.payload, f.end, 1) == _KEY
         ):
-            continue  # of an earlier annotation
+            continue  # skip earlier annotations
         else:
             pieces.append(buf[f.start : f.end])
     pieces[0] = _head(1, version)
@@ -130,7 +133,7 @@ def _write(
 
 
 def _about(plan: PlanData, name: str) -> list[bytes]:
-    """The device configuration, and the metadata that ONNX has no field for."""
+    """The device configuration, and the metadata for which ONNX has no field."""
     import onnx
 
     mesh = plan.mesh
@@ -159,7 +162,7 @@ def _graph(
     mesh: Mesh,
     name: str,
 ) -> tuple[list[Buffer], bool]:
-    """The GraphProto with annotated nodes, in pieces, and whether an initializer is stored outside the file."""
+    """(the pieces of the GraphProto with annotated nodes, whether an initializer is stored outside the file)."""
     import onnx
 
     pieces: list[Buffer] = []
@@ -225,7 +228,7 @@ def _head(number: int, value: int) -> bytes:
 
 
 def read(model: ModelProto | str | Path) -> Annotated:
-    """The layouts in an annotated file or ModelProto, checked. Raises PaseError if it has no annotations from pase."""
+    """The layouts in an annotated file or ModelProto, after a check. Raises PaseError if pase did not annotate it."""
     import onnx
 
     from pase.frontends.onnx.model import skeleton_of
@@ -234,7 +237,11 @@ def read(model: ModelProto | str | Path) -> Annotated:
     check(proto)
     about = next((json.loads(p.value) for p in proto.metadata_props if p.key == _KEY), None)
     if about is None:
-        raise PaseError("the model's metadata contains no layout from pase")
+        raise PaseError(
+            "the model's metadata contains no layout from pase",
+            where="model",
+            fix="annotate it with pase emit --to onnx",
+        )
     mesh = Mesh(names=tuple(about["mesh"]), sizes=tuple(about["mesh"].values()))
     return Annotated(
         mesh=mesh,

@@ -1,9 +1,9 @@
-"""ONNX's multi-device annotations: from a layout to a ShardingSpecProto and back, with a validator.
+"""ONNX's multi-device annotations: converts a layout to a ShardingSpecProto and back, and validates annotations.
 
-onnx.checker does not check these annotations, so ``check`` does. Where onnx.proto is not specific, this file uses these
+onnx.checker does not check these annotations, so ``check`` does. If onnx.proto is not specific, this file uses these
 conventions. Shards of a tensor are numbered row-major: by axis, and within an axis by the entries of
-``simple_sharding``, major to minor. ``device`` has one entry per shard. The entry is a device, or, if several devices
-hold the shard, a negative number that ``index_to_device_group_map`` resolves. A dim that is not sharded has no entry in
+``simple_sharding``, major to minor. ``device`` has one entry per shard: a device or, if several devices hold the shard,
+a negative number that is a key of ``index_to_device_group_map``. A dim that is not sharded has no entry in
 ``sharded_dim``. Several ``simple_sharding`` of one axis are the factors of a merged dim, major to minor. For example,
 (p h) with h split has 1 shard of p, then n shards of h.
 """
@@ -26,7 +26,7 @@ __all__ = ["Digit", "Digits", "check", "factors", "from_spec", "restated", "to_s
 
 
 def factors(shape: Sequence[int], digits: Digits, mesh: Mesh) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
-    """dim -> its factors, major to minor, as (extent, mesh axes that split it); dims that are not split are left out.
+    """dim -> its factors, major to minor, each (extent, mesh axes that split it). Dims that are not split are left out.
 
     >>> mesh = Mesh(names=("x", "y"), sizes=(2, 4))
     >>> factors((8, 6), ((0, 2), (0, 8)), mesh), factors((8, 6), (None, None), mesh)
@@ -43,10 +43,11 @@ def factors(shape: Sequence[int], digits: Digits, mesh: Mesh) -> dict[int, list[
             gap, rest = divmod(blocks, cut * mesh.sizes[a])
             if rest or gap < 1:
                 raise PaseError(
-                    f"axis {mesh.names[a]} splits dim {dim} of {list(shape)} across the parts of another axis"
+                    f"mesh axis {mesh.names[a]} splits dim {dim} across the parts of another axis",
+                    where=f"tensor of shape {list(shape)}",
                 )
             if gap > 1 or not entries:
-                if entries:  # the previous factor ends here, with its part that is not split
+                if entries:  # the previous factor ends here; it includes the elements that no axis splits
                     entries[-1] = (entries[-1][0] * gap, entries[-1][1])
                 elif gap > 1:
                     entries.append((gap, []))
@@ -61,7 +62,7 @@ def factors(shape: Sequence[int], digits: Digits, mesh: Mesh) -> dict[int, list[
 
 
 def _coordinates(mesh: Mesh) -> list[tuple[int, ...]]:
-    """Device number -> its place on the mesh, row-major."""
+    """Device number -> its coordinates on the mesh, row-major."""
     return list(itertools.product(*(range(n) for n in mesh.sizes)))
 
 
@@ -126,15 +127,17 @@ def from_spec(spec: ShardingSpecProto, mesh: Mesh) -> Digits:
         again = to_spec(spec.tensor_name, full, tuple(digits), mesh)
     except (KeyError, ValueError, ZeroDivisionError) as e:
         raise PaseError(
-            f"the sharding of '{spec.tensor_name}' is not a layout on the mesh {mesh.sizes}"
+            f"its sharding is not a layout on the mesh {mesh.sizes}", where=f"tensor '{spec.tensor_name}'"
         ) from e
     if again != spec:
-        raise PaseError(f"the sharding of '{spec.tensor_name}' is not a layout on the mesh {mesh.sizes}")
+        raise PaseError(
+            f"its sharding is not a layout on the mesh {mesh.sizes}", where=f"tensor '{spec.tensor_name}'"
+        )
     return tuple(digits)
 
 
 def restated(digits: Digits, shape: Sequence[int], new: Sequence[int], mesh: Mesh) -> Digits | None:
-    """The same placement of elements for a reshaped tensor; None if a digit crosses a border of its dims.
+    """The same placement of elements for a reshaped tensor; None if a digit would cross the border of a dim.
 
     >>> restated(((0, 2), None), (4, 6), (24,), Mesh(names=("x", "y"), sizes=(2, 4)))
     ((0, 2), None)
@@ -167,14 +170,20 @@ def check(model: ModelProto, shapes: Mapping[str, Sequence[int]] | None = None) 
     configurations: dict[str, int] = {}
     for conf in model.configuration:
         if not conf.name or conf.name in configurations:
-            raise PaseError(f"device configuration '{conf.name}': its name is missing or already used")
+            raise PaseError(
+                "its name is missing or already used", where=f"device configuration '{conf.name}'"
+            )
         if conf.num_devices < 1 or (conf.device and len(conf.device) != conf.num_devices):
             raise PaseError(
-                f"device configuration '{conf.name}': it has {conf.num_devices} devices, but names {len(conf.device)}"
+                f"it has {conf.num_devices} devices, but names {len(conf.device)}",
+                where=f"device configuration '{conf.name}'",
             )
         configurations[conf.name] = conf.num_devices
     if configurations and model.ir_version < 11:
-        raise PaseError(f"device configurations need IR version 11, but the model has {model.ir_version}")
+        raise PaseError(
+            f"device configurations need IR version 11, but the model has {model.ir_version}",
+            where="ir_version",
+        )
     known = dict(shapes or {})
     for v in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         dims = v.type.tensor_type.shape.dim
@@ -186,12 +195,14 @@ def check(model: ModelProto, shapes: Mapping[str, Sequence[int]] | None = None) 
         for conf in node.device_configurations:
             where = f"node {i} ({node.op_type} '{node.name}')"
             if conf.configuration_id not in configurations:
-                raise PaseError(f"{where}: there is no device configuration '{conf.configuration_id}'")
+                raise PaseError(f"there is no device configuration '{conf.configuration_id}'", where=where)
             if len({s.tensor_name for s in conf.sharding_spec}) != len(conf.sharding_spec):
-                raise PaseError(f"{where}: a tensor is sharded twice in one configuration")
+                raise PaseError("a tensor is sharded twice in one configuration", where=where)
             for spec in conf.sharding_spec:
                 if spec.tensor_name not in (*node.input, *node.output):
-                    raise PaseError(f"{where}: '{spec.tensor_name}' is neither an input nor an output of it")
+                    raise PaseError(
+                        f"'{spec.tensor_name}' is neither an input nor an output of the node", where=where
+                    )
                 _check_spec(spec, configurations[conf.configuration_id], known.get(spec.tensor_name), where)
 
 
@@ -201,37 +212,37 @@ def _check_spec(spec: ShardingSpecProto, devices: int, shape: Sequence[int] | No
     held = [d for entry in spec.device for d in groups.get(entry, [entry])]
     if any(not 0 <= d < devices for d in held):
         raise PaseError(
-            f"{where}: device {next(d for d in held if not 0 <= d < devices)} does "
-            f"not exist among {devices} devices"
+            f"there is no device {next(d for d in held if not 0 <= d < devices)} among {devices} devices",
+            where=where,
         )
     if len(set(held)) != len(held):
-        raise PaseError(f"{where}: a device holds two shards")
+        raise PaseError("a device holds two shards", where=where)
     seen: set[int] = set()
     shards = 1
     for dim in spec.sharded_dim:
         if not dim.HasField("axis") or not dim.simple_sharding:
-            raise PaseError(f"{where}: a sharded dim without its axis, or without shards")
+            raise PaseError("a sharded dim has no axis, or no shards", where=where)
         axis = dim.axis
         if shape is not None:
             if not -len(shape) <= axis < len(shape):
-                raise PaseError(f"{where}: axis {axis} is out of range for a tensor of {len(shape)} dims")
+                raise PaseError(f"axis {axis} is out of range for a tensor of {len(shape)} dims", where=where)
             axis %= len(shape)
         if axis in seen:
-            raise PaseError(f"{where}: axis {axis} is sharded twice")
+            raise PaseError(f"axis {axis} is sharded twice", where=where)
         seen.add(axis)
         extent = 1
         for s in dim.simple_sharding:
             if s.num_shards < 1 or (s.HasField("dim_value") and s.dim_value % s.num_shards):
                 raise PaseError(
-                    f"{where}: {s.dim_value} elements cannot be divided into {s.num_shards} shards"
+                    f"{s.dim_value} elements cannot be divided into {s.num_shards} shards", where=where
                 )
             shards *= s.num_shards
             extent = extent * s.dim_value if s.HasField("dim_value") else 0
         if shape is not None and extent and shape[axis] != extent:
             raise PaseError(
-                f"{where}: axis {axis} has {shape[axis]} elements, but its sharding is for {extent}"
+                f"axis {axis} has {shape[axis]} elements, but its sharding is for {extent}", where=where
             )
     if spec.sharded_dim and len(spec.device) != shards:
         raise PaseError(
-            f"{where}: {shards} shards do not match {len(spec.device)} devices or groups of devices"
+            f"{shards} shards do not match {len(spec.device)} devices or groups of devices", where=where
         )

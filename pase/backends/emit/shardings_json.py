@@ -1,5 +1,5 @@
-"""A plan's shardings by name, as JSON: for a model that came from ONNX or TensorFlow, so that a program written in
-another framework can apply them to its own arrays. ``SCHEMA`` is the file's format, kept as it is within a version.
+"""A plan's shardings by name, as JSON. A program in another framework can apply them to its own arrays, for example for
+a model that came from ONNX or TensorFlow. ``SCHEMA`` is the file's format; it does not change within a version.
 
     {"schema": "pase.names/1", "model": …, "frontend": …, "devices": 4,
      "mesh": {"data": 2, "model": 2},
@@ -8,8 +8,8 @@ another framework can apply them to its own arrays. ``SCHEMA`` is the file's for
      "inputs": {"x": {"shape": [8, 64], "dtype": "float32", "spec": [["data"], []]}},
      "activations": {"dense/MatMul:0": {"shape": [8, 256], "dtype": "float32", "spec": [["data"], ["model"]]}}}
 
-A spec has, for each dim of the tensor, the mesh axes that split it, major to minor. In JAX it is
-``PartitionSpec(*map(tuple, spec))``. The mesh's axes are in the order of the devices, with the last one innermost.
+A spec has the mesh axes that split each dim of the tensor, major to minor. In JAX it is
+``PartitionSpec(*map(tuple, spec))``. The mesh's axes are in the order of the devices: the last axis is innermost.
 """
 
 from __future__ import annotations
@@ -47,9 +47,12 @@ _TENSOR = {
         "used_as": {
             "type": "array",
             "items": _SPEC,
-            "description": "layouts that it is gathered into where it is used",
+            "description": "layouts into which it is gathered for its uses",
         },
-        "state": {"anyOf": [_SPEC, {"type": "null"}], "description": "of its optimizer state; null: as spec"},
+        "state": {
+            "anyOf": [_SPEC, {"type": "null"}],
+            "description": "layout of its optimizer state; null: the same as spec",
+        },
     },
 }
 _TENSORS = {"type": "object", "additionalProperties": _TENSOR}
@@ -63,7 +66,7 @@ SCHEMA: JsonObject = {
         "model": {"type": "string"},
         "frontend": {
             "type": "string",
-            "description": "whose names these are; empty where the plan does not say",
+            "description": "the frontend whose names these are; empty if the plan does not say",
         },
         "devices": {"type": "integer", "minimum": 1},
         "mesh": {"type": "object", "additionalProperties": {"type": "integer", "minimum": 1}},
@@ -104,15 +107,15 @@ def to_json(plan: PlanData) -> JsonObject:
 
 
 def _named(plan: PlanData) -> Iterator[tuple[str, Tensor]]:
-    """(the framework's name, tensor) of each activation: NODE:OUTPUT. If an activation has several names, the first is
-    used.
+    """(the framework's name NODE:OUTPUT, the tensor) for each activation. If an activation has several names, the first
+    one is used.
     """
     results: Mapping[Place, tuple[str, ...]] = getattr(plan.traced, "results", None) or {}
     tensors = plan.traced.graph.tensors if plan.traced is not None else {}
     seen: set[str] = set()
     for where, made in results.items():
         if where.part is not None:
-            continue  # pase's own copies around a loop or a branch
+            continue  # a copy that pase made around a loop or a branch
         for k, name in enumerate(made):
             if name in tensors and name not in seen and tensors[name].role == "activation":
                 seen.add(name)
@@ -139,29 +142,31 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
 
 
 def load(path: str | Path) -> JsonObject:
-    """Read such a file. Raises PaseError if it is not one, or if its contents are inconsistent."""
+    """Read such a file. Raises PaseError if it has another format, or if its contents are inconsistent."""
     import jsonschema
 
     data = read_json(path, "a file of names and shardings", 512 << 20)
     error = next(iter(jsonschema.Draft202012Validator(SCHEMA).iter_errors(data)), None)
     if error is not None:
         place = "/".join(map(str, error.absolute_path)) or "the top"
-        raise PaseError(f"{path}: at {place}: {error.message[:300]}")
+        raise PaseError(error.message[:300], where=f"{path} at {place}")
     sizes: dict[str, int] = data["mesh"]
     for kind in ("parameters", "inputs", "activations"):
         for name, t in data[kind].items():
             used = [a for axes in t["spec"] for a in axes]
             if len(t["spec"]) != len(t["shape"]) or set(used) - set(sizes) or len(set(used)) != len(used):
                 raise PaseError(
-                    f"{path}: at {kind}/{name}: spec {t['spec']} does not fit shape {t['shape']} and mesh {sizes}"
+                    f"spec {t['spec']} does not fit shape {t['shape']} and mesh {sizes}",
+                    where=f"{path} at {kind}/{name}",
                 )
     return data  # type: ignore[no-any-return]
 
 
 def jax_shardings(data: JsonObject, devices: Sequence[JaxDevice] | None = None) -> dict[str, NamedSharding]:
-    """name -> jax.sharding.NamedSharding of every parameter, input and activation of a file that ``load`` read.
+    """name -> jax.sharding.NamedSharding, for every parameter, input and activation of a file that ``load`` read.
 
-    devices: as many as the plan has, with the mesh's last axis innermost; by default JAX's own, as they are linked.
+    devices: at least as many devices as the plan has, with the mesh's last axis innermost. By default, JAX's devices in
+        the order of their links.
     """
     import jax
     import numpy as np
@@ -170,7 +175,11 @@ def jax_shardings(data: JsonObject, devices: Sequence[JaxDevice] | None = None) 
     wanted = int(np.prod(list(data["mesh"].values()), dtype=int))
     have = np.array(as_linked(jax.devices()) if devices is None else devices).reshape(-1)
     if len(have) < wanted:
-        raise PaseError(f"the plan is for {wanted} devices, but JAX has {len(have)}")
+        raise PaseError(
+            f"the plan is for {wanted} devices, but there are {len(have)}",
+            where="devices",
+            fix=f"run with {wanted} devices, or compile for {len(have)}",
+        )
     mesh = Mesh(have[:wanted].reshape(tuple(data["mesh"].values())), tuple(data["mesh"]))
     return {
         name: NamedSharding(mesh, PartitionSpec(*(tuple(axes) or None for axes in t["spec"])))

@@ -1,8 +1,9 @@
-"""A plan as TensorFlow DTensor layouts, by variable name.
+"""Writes a plan as TensorFlow DTensor layouts, by variable name.
 
 DTensor splits a dim of a tensor along one dim of its mesh. A plan may split a dim along several axes of its mesh. If
-these axes are used together in every layout of the plan, they become one dim of DTensor's mesh. If not, DTensor cannot
-express the plan, and that is an error; ``target="dtensor"`` of ``pase.compile`` searches only what it can.
+these axes are used together in every layout of the plan, they become one dim of DTensor's mesh. Otherwise DTensor
+cannot express the plan, and that is an error. ``target="dtensor"`` of ``pase.compile`` searches only plans that DTensor
+can express.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ UNSHARDED = "unsharded"
 
 def to_json(plan: PlanData) -> JsonObject:
     """{"schema", "model", "mesh": {dim: size}, "variables": {path: [mesh dim or "unsharded"]}, "state": {…},
-    "reads": {…}, "inputs": {…}}. state: of the variables whose gradient and optimizer state are split further than
-    they are. reads: of the variables that are read in another layout than they are stored in.
+    "reads": {…}, "inputs": {…}}.
 
-    Raises PaseError if DTensor has no layout for a tensor; the message names the tensor and says what to do.
+    state: the variables whose gradient and optimizer state are split further than the variables themselves.
+    reads: the variables that are read in another layout than they are stored in.
+
+    Raises PaseError if DTensor has no layout for a tensor.
     """
     stored = {path: t.storage for path, t in plan.parameters.items()}
     arrives = {path: t.storage for path, t in plan.inputs.items()}
@@ -49,7 +52,7 @@ def to_json(plan: PlanData) -> JsonObject:
         return [joined[axes[0]] if axes else UNSHARDED for axes in placement]
 
     def read(path: str, used: Sequence[Placement]) -> list[str]:
-        """Where ops read it in one layout of the mesh, that; else whole, which is right for all."""
+        """The layout in which ops read it, if there is only one on this mesh; else unsharded, which is always valid."""
         rank = len(stored[path])
         (one, *more) = used
         if more or len(one) != rank:
@@ -68,7 +71,7 @@ def to_json(plan: PlanData) -> JsonObject:
 
 
 def _other_step(plan: PlanData, mesh: Mapping[str, int]) -> bool:
-    """Whether the plan splits a layer along several axes, or along one that this mesh has only merged with others."""
+    """Whether the plan splits a layer along several axes, or along one that this mesh only has merged with others."""
     return any(axes and "_".join(axes) not in mesh for n in plan.nodes for axes in n.split.values())
 
 
@@ -84,16 +87,17 @@ def _joined(plan: PlanData, tensors: Sequence[tuple[str, Placement]]) -> dict[st
                 where = next(path for path, p in tensors if axes in p or owner[a] in p)
                 wide = " and ".join(axes if len(axes) > len(owner[a]) else owner[a])
                 raise PaseError(
-                    f"DTensor splits a tensor's dim along one mesh dim, but this plan splits one of '{where}' along "
-                    f"{wide}, which it also uses separately: compile for it with --for "
-                    "dtensor (target='dtensor'), which "
-                    f"searches only what DTensor can express, or emit --to names"
+                    f"DTensor splits a tensor's dim along one mesh dim, but this plan splits one along {wide}, which "
+                    f"it also uses separately",
+                    where=f"tensor '{where}'",
+                    fix="compile for it with --for dtensor (target='dtensor'), or emit --to names",
                 )
         if at != list(range(at[0], at[0] + len(at))):
             raise PaseError(
                 f"DTensor splits a tensor's dim along one mesh dim, but this plan splits one along {', '.join(axes)}, "
-                f"which are not adjacent in its mesh {'×'.join(map(str, plan.mesh.sizes))}: compile for it with "
-                f"--for dtensor (target='dtensor'), or emit --to names"
+                f"which are not adjacent in its mesh {'×'.join(map(str, plan.mesh.sizes))}",
+                where=f"the plan for '{plan.model}'",
+                fix="compile for it with --for dtensor (target='dtensor'), or emit --to names",
             )
     return {a: "_".join(owner.get(a, (a,))) for a in names}
 
@@ -108,15 +112,15 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
     if _other_step(plan, data["mesh"]):
         said += (
             "; it stores these as planned, but splits some layers in ways that DTensor cannot, so its step will differ "
-            "from the priced one: compile --for dtensor prices only what it can"
+            "from the predicted one: compile --for dtensor to search only what DTensor can express"
         )
     return said
 
 
 def layouts(data: JsonObject, devices: list[str] | None = None) -> tuple[Tree, dict[str, Tree]]:
-    """(tf.experimental.dtensor.Mesh, {path: Layout}) from the result of ``to_json``, for variables and inputs.
+    """(tf.experimental.dtensor.Mesh, {path: Layout}) for the variables and inputs in the result of ``to_json``.
 
-    devices: DTensor device names, as many as the plan has devices; by default, DTensor's own choice of logical devices.
+    devices: the names of as many DTensor devices as the plan has. By default, DTensor chooses logical devices.
     """
     from tensorflow.experimental import dtensor
 
@@ -134,11 +138,11 @@ def layouts(data: JsonObject, devices: list[str] | None = None) -> tuple[Tree, d
 
 
 def read_layouts(data: JsonObject, mesh: Tree) -> dict[str, Tree]:
-    """{path: Layout} of the variables that a step has to bring into another layout before it reads them:
-    ``dtensor.relayout(variable, layout)``, whose derivative brings the gradient back. DTensor refuses a product whose
-    operands have the summed dim split along different mesh dims, which stored layouts may be.
+    """{path: Layout} of the variables that a step must reshard before it reads them:
+    ``dtensor.relayout(variable, layout)``, whose derivative reshards the gradient back. Without it, DTensor refuses a
+    product if the stored layouts of its operands split the summed dim along different mesh dims.
 
-    data: the result of ``to_json``. mesh: that of ``layouts``.
+    data: the result of ``to_json``. mesh: the mesh from ``layouts``.
     """
     from tensorflow.experimental import dtensor
 

@@ -1,8 +1,8 @@
-"""A pipelined plan's schedule as PyTorch reads it: a file of actions for ``torch.distributed.pipelining``.
+"""Writes a pipelined plan's schedule for PyTorch: a file of actions for ``torch.distributed.pipelining``.
 
 Each rank has one line with its actions in order: stage, kind (F, B, or I and W), micro-batch.
-``_PipelineScheduleRuntime`` loads the file with ``_load_csv(path, format="compute_only")`` and adds the sends and
-receives itself. The program provides the modules of the stages, cut as ``cuts`` in layout.json says.
+``_PipelineScheduleRuntime`` loads the file with ``_load_csv(path, format="compute_only")`` and adds sends and receives
+itself. The user's program provides the modules of the stages, cut like ``cuts`` in layout.json.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ __all__ = ["emit"]
 
 
 def emit(plan: PlanData, path: Path, *, model: object) -> str:
-    """Write the list of actions. Raises PaseError for a plan without stages, or with a replica on each group."""
+    """Write the list of actions. Raises PaseError if the plan has no stages, or one replica per group of devices."""
     p = plan.pipeline
     if p is None:
         raise PaseError(
-            f"the plan for '{plan.model}' has no stages: compile it with pipeline=N or pipeline='auto'"
+            "it has no stages",
+            where=f"the plan for '{plan.model}'",
+            fix="compile it with pipeline=N or pipeline='auto'",
         )
     if p.replicas:
         raise PaseError(
-            f"the plan for '{plan.model}' has a replica on each of {len(p.replicas)} groups, with a schedule and a "
-            f"share of the micro-batches of its own, and PyTorch reads one schedule: compile it with pipeline=N for "
-            f"stages on the groups, or run it in JAX"
+            f"it has a replica on each of {len(p.replicas)} groups, each with its own schedule and share of the "
+            f"micro-batches, but PyTorch reads only one schedule",
+            where=f"the plan for '{plan.model}'",
+            fix="compile it with pipeline=N for stages on the groups, or run it in JAX",
         )
     made = p.actions()
     write_atomically(path, f"{made}\n")

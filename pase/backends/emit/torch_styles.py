@@ -1,4 +1,4 @@
-"""Express a plan as one of PyTorch's own parallel styles, or say why that is not possible.
+"""Expresses a plan as one of PyTorch's own parallel styles, or raises an error that says why that is not possible.
 
 The styles are data parallelism, with or without sharding, and tensor parallelism. They are derived from the plan alone:
 which axes split the batch, how parameters and their state are stored, and what is sent. A plan has a style if it sends
@@ -22,23 +22,25 @@ if TYPE_CHECKING:
 __all__ = ["DataStyle", "TensorStyle", "data_style", "tensor_style", "units_of"]
 
 _FEW = 8
-"""Bytes of one number: a loss, or a count of labels, which every style sums."""
+"""The size in bytes of a single number, such as a loss or a count of labels, which every style may sum."""
 _SMALL = 0.01
-"""Fraction of all parameters' bytes that may be kept whole in a plan that splits the others, such as norm scales."""
+"""The fraction of all parameters' bytes that may be replicated, such as norm scales, if the others are sharded."""
 
 TensorStyle = Literal["colwise", "colwise_gather_output", "rowwise", "embedding_rowwise"]
-"""A linear layer split by its outputs; the same with its result gathered; split by its inputs; an embedding split by
-its rows. The names are those of transformers (``transformers.integrations.tensor_parallel``)."""
+"""colwise: a linear layer split by its outputs. colwise_gather_output: the same, with its result gathered. rowwise:
+split by its inputs. embedding_rowwise: an embedding split by its rows. The names are those of transformers
+(``transformers.integrations.tensor_parallel``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataStyle:
-    """The batch is split over some axes, and parameters over some of these.
+    """Data parallelism: the batch is split over some axes, and parameters over some of these.
 
-    replicate, shard: axes over which parameters are replicated, and axes over which they (or only their state) are
-    sharded.
-    dims: path -> the dim that is sharded. whole: small parameters that the plan keeps whole. gathered: whether
-    parameters are stored sharded and gathered for each use.
+    replicate: the axes over which parameters are replicated.
+    shard: the axes over which parameters, or only their state, are sharded.
+    dims: path -> the dim that is sharded.
+    whole: small parameters that the plan replicates.
+    gathered: whether parameters are stored sharded and gathered for each use.
     """
 
     replicate: tuple[str, ...]
@@ -56,17 +58,21 @@ class DataStyle:
 
 
 def data_style(plan: PlanData, target: str, *, other_axes: tuple[str, ...] = ()) -> DataStyle:
-    """The data-parallel style of the plan. other_axes: axes that are left to another style.
+    """The plan's data-parallel style.
 
-    Raises PaseError, with the layer and what it does, if the plan is not data parallel.
+    other_axes: axes that another style uses.
+
+    Raises PaseError if the plan is not data parallel; the message names the layer and the reason.
     """
     batch = _batch_axes(plan, target, other_axes)
     for c in plan.collectives:
         if _of_parameter(plan, c) or c.nbytes <= _FEW or not set(c.axes) & set(batch):
             continue
         raise PaseError(
-            f"this plan is not {target}: '{c.node}' sends a {c.kind} of activations over "
-            f"{', '.join(c.axes)}, but data parallelism sends only parameters and gradients. {_INSTEAD}"
+            f"this plan is not {target}: '{c.node}' sends a {c.kind} of activations over {', '.join(c.axes)}, but data "
+            f"parallelism sends only parameters and gradients",
+            where=f"the plan for '{plan.model}'",
+            fix=_INSTEAD,
         )
     kept = {path: _placed(t.state or t.storage, batch) for path, t in plan.parameters.items()}
     shard = tuple(a for a in batch if any(a in axes for axes, _ in kept.values()))
@@ -76,8 +82,10 @@ def data_style(plan: PlanData, target: str, *, other_axes: tuple[str, ...] = ())
             whole.append(path)
         elif axes != shard or dim is None:
             raise PaseError(
-                f"this plan is not {target}: '{path}' is split over {', '.join(axes)}, others over {', '.join(shard)}, "
-                f"or over several dims. {_INSTEAD}"
+                f"this plan is not {target}: '{path}' is split over {', '.join(axes)} or over several dims, but others "
+                f"over {', '.join(shard)}",
+                where=f"the plan for '{plan.model}'",
+                fix=_INSTEAD,
             )
         else:
             dims[path] = dim
@@ -86,14 +94,16 @@ def data_style(plan: PlanData, target: str, *, other_axes: tuple[str, ...] = ())
     stored = {path for path, t in plan.parameters.items() if _placed(t.storage, batch)[0]}
     if stored and stored != set(dims):
         raise PaseError(
-            f"this plan is not {target}: '{min(set(dims) - stored)}' is replicated with its "
-            f"state split, but others are split. {_INSTEAD}"
+            f"this plan is not {target}: '{min(set(dims) - stored)}' is replicated and only its state is sharded, but "
+            f"other parameters are sharded",
+            where=f"the plan for '{plan.model}'",
+            fix=_INSTEAD,
         )
     replicate = tuple(a for a in batch if a not in shard)
     return DataStyle(replicate=replicate, shard=shard, dims=dims, whole=tuple(whole), gathered=bool(stored))
 
 
-_INSTEAD = "plan.torch runs it as it is; emit --to names writes its layouts"
+_INSTEAD = "run it with plan.torch, or write its layouts with emit --to names"
 
 
 def _batch_axes(plan: PlanData, target: str, other_axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -105,13 +115,15 @@ def _batch_axes(plan: PlanData, target: str, other_axes: tuple[str, ...]) -> tup
     ]
     if idle:
         raise PaseError(
-            f"this plan is not {target}: the axis {idle[0]} of its mesh does not split the batch. {_INSTEAD}"
+            f"this plan is not {target}: the axis {idle[0]} of its mesh does not split the batch",
+            where=f"the plan for '{plan.model}'",
+            fix=_INSTEAD,
         )
     return tuple(a for a in plan.mesh.names if a in found)
 
 
 def _placed(placement: Placement, axes: tuple[str, ...]) -> tuple[tuple[str, ...], int | None]:
-    """The axes among these that split a tensor, and the dim that they split; None if they split several dims."""
+    """(those of these axes that split a tensor, the dim that they split; None if they split no dim or several)."""
     split = {dim: tuple(a for a in held if a in axes) for dim, held in enumerate(placement)}
     split = {dim: held for dim, held in split.items() if held}
     every = tuple(a for a in axes if any(a in held for held in split.values()))
@@ -123,7 +135,9 @@ def _check_small(plan: PlanData, target: str, whole: list[str]) -> None:
     if whole and sum(sizes[p] for p in whole) > _SMALL * sum(sizes.values()):
         most = max(whole, key=lambda p: sizes[p])
         raise PaseError(
-            f"this plan is not {target}: it replicates '{most}' and splits other parameters. {_INSTEAD}"
+            f"this plan is not {target}: it replicates '{most}' but shards other parameters",
+            where=f"the plan for '{plan.model}'",
+            fix=_INSTEAD,
         )
 
 
@@ -140,10 +154,11 @@ def _of_parameter(plan: PlanData, c: Collective) -> bool:
 
 
 def tensor_style(plan: PlanData, target: str, axis: str, *, sequence: bool) -> dict[str, TensorStyle]:
-    """Path of a module -> how its weight is split over an axis. Modules that are whole are left out.
+    """Path of a module -> how its weight is split over an axis. Modules that are not split are left out.
 
-    sequence: whether activations between layers are split by position. Raises PaseError if the plan is not split in
-    this way.
+    sequence: whether activations between layers are split by position.
+
+    Raises PaseError if the plan is not split in this way.
     """
     styles: dict[str, TensorStyle] = {}
     for node in plan.nodes:
@@ -155,29 +170,34 @@ def tensor_style(plan: PlanData, target: str, axis: str, *, sequence: bool) -> d
             continue
         maker = c.source.partition(":")[0].rpartition(".")[0]
         if _of_parameter(plan, c):
-            if c.kind != "all_reduce" or not sequence:  # gradients from work on split positions are summed
+            if (
+                c.kind != "all_reduce" or not sequence
+            ):  # with split positions, gradients are partial and summed
                 raise PaseError(
-                    f"this plan is not {target}: '{c.source}' is moved by a {c.kind} over {axis}. {_INSTEAD}"
+                    f"this plan is not {target}: it sends '{c.source}' in a {c.kind} over {axis}",
+                    where=f"the plan for '{plan.model}'",
+                    fix=_INSTEAD,
                 )
         elif c.kind == "all_gather" and styles.get(maker) == "colwise" and not sequence:
             styles[maker] = "colwise_gather_output"
         elif not _expected(c, styles.get(maker), sequence):
             raise PaseError(
-                f"this plan is not {target}: '{c.node}' sends a {c.kind} over {axis} that this way of splitting does "
-                f"not have. {_INSTEAD}"
+                f"this plan is not {target}: '{c.node}' sends a {c.kind} over {axis}, which this style does not send",
+                where=f"the plan for '{plan.model}'",
+                fix=_INSTEAD,
             )
     return styles
 
 
 def _expected(c: Collective, style: TensorStyle | None, sequence: bool) -> bool:
-    """Whether tensor parallelism sends this. With split positions it gathers and scatters them; without, it sums."""
+    """Whether tensor parallelism sends this: gathers and scatters of positions if they are split, else sums."""
     if sequence:
         return c.kind in ("all_gather", "reduce_scatter") or style is None
     return c.kind == "all_reduce" and (c.phase == "backward" or style in ("rowwise", "embedding_rowwise"))
 
 
 def _style(plan: PlanData, node: NodePlan, path: str, verb: str, axis: str) -> TensorStyle | None:
-    """How a layer's weight is split, by the dims of its product."""
+    """How a layer's weight is split, derived from the dims of its product."""
     split = next((d for d, axes in node.split.items() if axis in axes), None)
     held = next((i for i, axes in enumerate(plan.parameters[path].storage) if axis in axes), None)
     result = node.einsum.rpartition("->")[2].split()
@@ -189,7 +209,7 @@ def _style(plan: PlanData, node: NodePlan, path: str, verb: str, axis: str) -> T
 
 
 def units_of(plan: PlanData) -> tuple[str, ...]:
-    """Numbered modules with several equal ones: the blocks that are gathered one at a time."""
+    """The numbered modules that occur several times: the blocks that are gathered one at a time."""
 
     def numbered() -> Iterator[str]:
         for path in plan.parameters:

@@ -1,6 +1,7 @@
-"""A plan that is equivalent to torchtitan's data and tensor parallelism, as the ``[parallelism]`` section of its TOML.
+"""Writes a plan that is equivalent to torchtitan's data and tensor parallelism as the ``[parallelism]`` section of its
+TOML file.
 
-torchtitan's tensor parallelism splits positions between layers (sequence parallelism) and the vocabulary in the loss.
+torchtitan's tensor parallelism splits positions between layers (sequence parallelism), and the vocabulary in the loss.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def to_toml(plan: PlanData) -> str:
     target = "torchtitan's"
     if plan.accumulate > 1 or plan.remat:
         raise PaseError(
-            "this plan has micro-batches or recomputed blocks, which torchtitan's [parallelism] cannot express; "
-            "plan.torch runs it as it is"
+            "torchtitan's [parallelism] cannot express its micro-batches or recomputed blocks",
+            where=f"the plan for '{plan.model}'",
+            fix="run it with plan.torch",
         )
     batch = {a for t in plan.inputs.values() for axes in t.storage[:1] for a in axes}
     pure = all(n == 1 or a in batch for a, n in zip(plan.mesh.names, plan.mesh.sizes, strict=True))
@@ -44,7 +46,11 @@ def to_toml(plan: PlanData) -> str:
     style = data_style(plan, target, other_axes=axis)
     for a in axis:
         if not tensor_style(plan, target, a, sequence=True):
-            raise PaseError(f"this plan is not {target}: it splits no layer over {a}")
+            raise PaseError(
+                f"this plan is not {target}: it splits no layer over {a}",
+                where=f"the plan for '{plan.model}'",
+                fix="run it with plan.torch",
+            )
     sizes = plan.mesh.by_name
     return _FILE.format(
         model=plan.model,
@@ -64,4 +70,6 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
     return f"{path}: [parallelism] of a torchtitan TOML"
 
 
-BACKENDS.add("torchtitan", Backend(writes="torchtitan's [parallelism], where the plan is that", emit=emit))
+BACKENDS.add(
+    "torchtitan", Backend(writes="torchtitan's [parallelism], if the plan is equivalent to it", emit=emit)
+)

@@ -1,4 +1,5 @@
-"""A plan that is equivalent to tensor parallelism, as a ``tp_plan`` of transformers: {pattern of modules: style}."""
+"""Writes a plan that is equivalent to tensor parallelism as a ``tp_plan`` of transformers: {pattern of modules:
+style}."""
 
 from __future__ import annotations
 
@@ -23,9 +24,10 @@ def tensor_axis(plan: PlanData, target: str) -> str:
     others = [a for a, n in zip(plan.mesh.names, plan.mesh.sizes, strict=True) if n > 1 and a not in batch]
     if len(others) != 1:
         raise PaseError(
-            f"this plan is not {target}: {len(others)} axes of its mesh "
-            f"{'×'.join(map(str, plan.mesh.sizes))} do not split the batch, but "
-            "tensor parallelism has only one such axis"
+            f"this plan is not {target}: {len(others)} axes of its mesh {'×'.join(map(str, plan.mesh.sizes))} do not "
+            f"split the batch, but tensor parallelism has only one such axis",
+            where=f"the plan for '{plan.model}'",
+            fix="run it with plan.torch, or write its layouts with emit --to names",
         )
     return others[0]
 
@@ -39,18 +41,25 @@ def to_json(plan: PlanData) -> dict[str, TensorStyle]:
     data = data_style(plan, target, other_axes=(axis,))
     if data.shard:
         raise PaseError(
-            "a tp_plan cannot express this plan: parameters or their state are also split over "
-            f"{', '.join(data.shard)}; plan.torch runs it as it is, and emit --to torchtitan may express it"
+            f"a tp_plan cannot express it: parameters or their state are also split over {', '.join(data.shard)}",
+            where=f"the plan for '{plan.model}'",
+            fix="run it with plan.torch, or try emit --to torchtitan",
         )
     out: dict[str, TensorStyle] = {}
     for path, style in tensor_style(plan, target, axis, sequence=False).items():
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
         if out.setdefault(pattern, style) != style:
             raise PaseError(
-                f"this plan is not a tp_plan: '{path}' is {style}, but others of '{pattern}' are {out[pattern]}"
+                f"this plan is not a tp_plan: '{path}' is {style}, but others of '{pattern}' are {out[pattern]}",
+                where=f"the plan for '{plan.model}'",
+                fix="run it with plan.torch",
             )
     if not out:
-        raise PaseError(f"this plan is not a tp_plan: it splits no layer over {axis}")
+        raise PaseError(
+            f"this plan is not a tp_plan: it splits no layer over {axis}",
+            where=f"the plan for '{plan.model}'",
+            fix="run it with plan.torch",
+        )
     return out
 
 
@@ -61,8 +70,10 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
     data = to_json(plan)
     write_atomically(path, json.dumps(data, indent=1) + "\n")
     ways = plan.mesh.by_name[tensor_axis(plan, "a tp_plan")]
-    copies = "" if ways == plan.devices else f", each of {plan.devices // ways} parts of the batch"
+    copies = "" if ways == plan.devices else f" for each of {plan.devices // ways} parts of the batch"
     return f"{path}: tp_plan of {len(data)} kinds of layers over {ways} devices{copies}, for from_pretrained(tp_plan=…)"
 
 
-BACKENDS.add("tp-plan", Backend(writes="a tp_plan of transformers, where the plan is that", emit=emit))
+BACKENDS.add(
+    "tp-plan", Backend(writes="a tp_plan of transformers, if the plan is equivalent to it", emit=emit)
+)

@@ -1,6 +1,6 @@
-"""One rank of the torch tests: trains by a bucket plan and writes what it got. Not a test itself.
+"""One rank of the tests of ``ddp_hook``: trains by a bucket plan and writes its results. Not a test module.
 
-PyTorch is imported where it is used: not everybody has it.
+PyTorch is imported inside functions, because it is optional.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def problem_of(m: torch.nn.Module) -> ScheduleProblem:
 
 
 def delayed(problem: ScheduleProblem, period: int, updates: tuple[Update, ...]) -> BucketPlan:
-    """Whole tensors, some sent an iteration later."""
+    """Messages of whole tensors, some of which are sent an iteration later."""
     messages = []
     for u, update in enumerate(updates):
         for k, t in enumerate(reversed(range(len(problem.tensors)))):
@@ -96,7 +96,8 @@ def state(m: torch.nn.Module) -> list[float]:
 def train(
     rank: int, name: str | None, usual: bool = False, cap: float = 0.001
 ) -> tuple[list[float], BucketHook | None]:
-    """Parameters after STEPS, by the plan of that name; None = DDP as it is. usual: by the ordinary optimizer.step."""
+    """The parameters after STEPS steps. name: the plan; None uses DDP without a hook. usual: whether to call the
+    optimizer's own step."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 

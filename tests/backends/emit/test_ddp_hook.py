@@ -1,4 +1,4 @@
-"""Bucket plans in PyTorch: two gloo processes, each running `ddp_hook_worker`."""
+"""Bucket plans in PyTorch: two Gloo processes, each running `ddp_hook_worker`."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("run", ["plan ddp", "plan bytescheduler", "plan ours", "usual", "large buckets"])
 def test_without_staleness_it_is_ddp_to_the_bit(ranks: list[dict[str, Any]], run: str) -> None:
-    """Fused, cut, two links (process groups), DDP's buckets small or large, its own optimizer.step or ours."""
+    """Fused and cut messages, two links (process groups), small and large buckets of DDP, and both ``step`` methods."""
     assert all(r[run] == r["ddp"] for r in ranks)
 
 
 @pytest.mark.parametrize("run", ["late by one", "two merged", "one, two, one"])
 def test_delayed_and_merged_updates_are_the_same_by_hand(ranks: list[dict[str, Any]], run: str) -> None:
-    """Momentum and weight decay, which zero gradients on skipped steps would still move."""
+    """With momentum and weight decay, which would change the weights even if gradients of skipped steps were zero."""
     for r in ranks:
         assert r[run] == pytest.approx(r[f"hand {run}"], rel=1e-5, abs=1e-7)
         assert r[run] != pytest.approx(r["ddp"], rel=1e-3, abs=1e-5)
@@ -77,7 +77,7 @@ def module() -> Any:
 
 
 class Group:
-    """As much of a process group as the checks before a run look at."""
+    """The part of a process group that the checks before a run use."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -108,29 +108,29 @@ def test_what_it_cannot_run_is_said() -> None:
 
     scattered = replace(problem, tensors=tuple(replace(t, kind="reduce_scatter") for t in problem.tensors))
     late = replace(plan, updates=(Update(first=1, last=1, at=1),))
-    for changed, message in (
-        ({"problem": scattered}, "is a reduce_scatter, but DDP only all-reduces"),
-        (
-            {"module": torch.nn.Linear(3, 4)},
-            "tensor '0.weight' of 'model' is not a parameter; there are weight, bias",
-        ),
+    for changed, where, texts in (
+        ({"problem": scattered}, "problem 'model'", ("'0.weight'", "reduce_scatter")),
+        ({"module": torch.nn.Linear(3, 4)}, "problem 'model'", ("'0.weight'", "weight, bias")),
         (
             {"module": torch.nn.Sequential(*m, torch.nn.Linear(2, 1))},
-            "leaves out parameters 2.bias, 2.weight",
+            "problem 'model'",
+            ("2.bias, 2.weight",),
         ),
-        ({"groups": {"tape": Group(2)}}, "groups names link 'tape'; 'model' has net"),
-        ({"groups": {"net": Group(3)}}, "the group of link 'net' has 3 ranks, but the module's has 2"),
-        ({"plan": late}, "must count its iterations from 0"),
+        ({"groups": {"tape": Group(2)}}, "groups", ("'tape'",)),
+        ({"groups": {"net": Group(3)}}, "groups", ("'net'", "3 ranks")),
+        ({"plan": late}, "plan 'fifo'", ("iteration 0",)),
     ):
-        with pytest.raises(PaseError, match=message):
+        with pytest.raises(PaseError) as e:
             hook(**changed)
+        assert e.value.where == where and all(t in e.value.what for t in texts), str(e.value)
     delayed = hook(plan=replace(plan, updates=(Update(first=0, last=0, at=1),)))
-    with pytest.raises(PaseError, match="call backward first"):
+    with pytest.raises(PaseError) as e:
         delayed.step(torch.optim.SGD(m.parameters(), lr=0.1))
+    assert "backward" in e.value.fix
 
 
 class Bucket:
-    """As much of DDP's bucket as the hook looks at: one parameter's gradient."""
+    """The part of DDP's bucket that the hook uses: one parameter's gradient."""
 
     def __init__(self, parameter: Any) -> None:
         import torch
@@ -151,16 +151,17 @@ class Bucket:
 
 
 def test_a_bucket_waits_for_messages_that_arrive_meanwhile() -> None:
-    """Messages come back on a thread of their own, which replaces the list of buckets under a lock. A bucket handed
-    over beside it was lost now and then, and backward waited for ever."""
+    """Messages arrive on another thread, which replaces the list of buckets under a lock. Without the lock, a bucket
+    that is added at the same time was sometimes lost, and backward waited forever."""
     m = module()
     problem = gradient_problem(m, (link("net"),), forward_s=1.0, backward_s=2.0)
     plan = get_policy("fifo").make(
-        problem, Options()
-    )  # the last layer's gradients go first: nothing is sent here
+        problem,
+        Options(),
+    )  # sends the last layer's gradients first, so nothing is sent here
     hook = BucketHook(module=m, problem=problem, plan=plan, group=Group(2), groups={})
     handing = threading.Thread(target=hook.on_bucket, args=(Bucket(m[0].weight),))
-    with hook._lock:  # as while a message arrives
+    with hook._lock:  # as held while a message arrives
         handing.start()
         handing.join(0.2)
         assert handing.is_alive()

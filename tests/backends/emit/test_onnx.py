@@ -1,4 +1,4 @@
-"""The annotated ONNX model: sound by our own validator, equal in all else, and read back to the plan's layouts."""
+"""The annotated ONNX model: valid by our validator, otherwise unchanged, and read back as the plan's layouts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def element_owners(shape: tuple[int, ...], digits: Any, mesh: Mesh) -> np.ndarra
 
 
 def owners_of_spec(spec: Any, shape: tuple[int, ...], devices: int) -> np.ndarray:
-    """Which devices hold which elements, by the text of the annotation alone."""
+    """Which devices hold which elements, read from the annotation alone."""
     groups = {e.key: list(e.value) for e in spec.index_to_device_group_map}
     factors = [(d.axis, s.dim_value, s.num_shards) for d in spec.sharded_dim for s in d.simple_sharding]
     out = np.zeros((devices, *shape), bool)
@@ -67,7 +67,7 @@ def owners_of_spec(spec: Any, shape: tuple[int, ...], devices: int) -> np.ndarra
 
 @st.composite
 def layouts(draw: Any) -> tuple[tuple[int, ...], Any]:
-    """A shape and a layout of it on MESH: some axes on some dims, with whole factors between them."""
+    """A shape and a layout of it on MESH: some axes split some dims, with unsplit factors between them."""
     rank = draw(st.integers(1, 3))
     cut = [1] * rank
     digits: list[Any] = [None] * 3
@@ -99,7 +99,7 @@ def test_a_spec_says_where_every_element_is(case: Any) -> None:
 
 
 def small() -> Any:
-    """Two layers with a fused bias, sizes that 8 devices divide, a symbolic batch."""
+    """Two layers with a fused bias, sizes divisible by 8 devices, and a symbolic batch."""
     node = onnx.helper.make_node
     nodes = [
         node("Gemm", ["x", "w", "b"], ["h"], name="first"),
@@ -133,17 +133,17 @@ def test_round_trip(tmp_path: Path) -> None:
     assert found.layouts == {k: v[1] for k, v in to_onnx.layouts(plan).items()}
     assert found.stored == {k: t.storage for k, t in (*plan.parameters.items(), *plan.inputs.items())}
     assert (found.mesh.names, found.mesh.sizes) == (plan.mesh.names, plan.mesh.sizes)
-    # Every input and output of every node has its sharding, and this one is split.
+    # Every input and output of every node has a sharding, and at least one is split.
     assert set(found.layouts) == {
         (i, x) for i, n in enumerate(after.graph.node) for x in (*n.input, *n.output)
     }
     assert any(any(digits) for digits in found.layouts.values())
-    # All else is as it was.
+    # Nothing else has changed.
     for n in after.graph.node:
         n.ClearField("device_configurations")
     assert after.graph == before.graph
     assert numpy_helper.to_array(after.graph.initializer[0]).any()
-    # An annotated model is a model; annotating it again replaces what is there.
+    # An annotated model is still a model. Annotating it again replaces the annotations.
     again = pase.compile(str(out), devices=8, dims={"batch": 64}, mesh="data=2,model=4")
     assert again.cost == plan.cost
     twice = tmp_path / "twice.onnx"
@@ -180,15 +180,16 @@ def test_what_cannot_be_annotated(tmp_path: Path) -> None:
     onnx.save(model, other)
     plan, _ = annotated(tmp_path, source, devices=8, dims={"batch": 64}, baselines=False, mesh="8")
     loaded = pase.load(tmp_path / "layout.json")
-    with pytest.raises(PaseError, match="not the model that the plan"):
+    with pytest.raises(PaseError, match="model"):
         registry.emit(loaded, "onnx", tmp_path / "x.onnx", str(other))
-    with pytest.raises(PaseError, match="is the model itself: choose another output file"):
+    with pytest.raises(PaseError) as e:
         registry.emit(loaded, "onnx", source)
+    assert e.value.where == str(source) and "another output file" in e.value.fix
     with pytest.raises(PaseError, match=r"the folder .* does not exist"):
         registry.emit(loaded, "onnx", tmp_path / "no" / "x.onnx")
-    with pytest.raises(PaseError, match="no backend 'paper'; there are: dtensor"):
+    with pytest.raises(PaseError, match="'paper'"):
         registry.emit(plan, "paper", tmp_path / "x")
-    with pytest.raises(PaseError, match="was read by the onnx frontend, so there is no JAX program"):
+    with pytest.raises(PaseError, match="onnx frontend"):
         plan.jax  # noqa: B018
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "annotated.onnx",
@@ -199,7 +200,7 @@ def test_what_cannot_be_annotated(tmp_path: Path) -> None:
 
 
 def broken(change: Any) -> Any:
-    """A soundly annotated model with one thing changed."""
+    """A validly annotated model with one change."""
     model = small()
     model.ir_version = 11
     model.configuration.add(name="c", num_devices=12)
@@ -214,26 +215,26 @@ def broken(change: Any) -> Any:
     ("change", "match"),
     [
         (lambda m, c, s: setattr(m, "ir_version", 10), "need IR version 11"),
-        (lambda m, c, s: setattr(c, "configuration_id", "d"), "there is no device configuration 'd'"),
+        (lambda m, c, s: setattr(c, "configuration_id", "d"), "no device configuration 'd'"),
         (lambda m, c, s: setattr(s, "tensor_name", "q"), "'q' is neither an input nor an output"),
         (
             lambda m, c, s: setattr(s.sharded_dim[0], "axis", 5),
-            "axis 5 is out of range for a tensor of 2 dims",
+            "axis 5 is out of range",
         ),
         (lambda m, c, s: setattr(s.sharded_dim[1], "axis", -2), "axis 0 is sharded twice"),
         (
             lambda m, c, s: setattr(s.sharded_dim[0].simple_sharding[0], "num_shards", 3),
-            "512 elements cannot be divided into 3 shards",
+            "512 elements .* into 3 shards",
         ),
         (lambda m, c, s: setattr(s.sharded_dim[0].simple_sharding[0], "dim_value", 64), "has 512 elements"),
         (lambda m, c, s: s.device.pop(), "4 shards do not match 3 devices"),
         (
             lambda m, c, s: s.index_to_device_group_map[0].value.append(99),
-            "device 99 does not exist among 12 devices",
+            "no device 99 among 12",
         ),
         (lambda m, c, s: s.index_to_device_group_map[0].value.append(11), "a device holds two shards"),
         (lambda m, c, s: c.sharding_spec.append(s), "sharded twice in one configuration"),
-        (lambda m, c, s: m.configuration.add(name="c", num_devices=1), "its name is missing or already used"),
+        (lambda m, c, s: m.configuration.add(name="c", num_devices=1), "name is missing or already used"),
     ],
 )
 def test_the_validator_sees_what_the_checker_does_not(change: Any, match: str) -> None:

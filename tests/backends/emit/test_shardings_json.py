@@ -1,4 +1,4 @@
-"""Shardings by name: a Keras model's plan applied, by its variables' paths, to the same model written in JAX."""
+"""Shardings by name: the plan of a Keras model is applied to the same model in JAX, by the variables' paths."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def jax_mlp(p: Any, x: Any) -> jax.Array:
 
 
 def stored(plan: Plan, layouts: dict[str, Any]) -> Plan:
-    """The plan with these storage layouts; parameters and inputs that are not named are whole on every device."""
+    """The plan with these storage layouts. Parameters and inputs without a layout are replicated."""
 
     def placed(tensors: Mapping[str, TensorPlan]) -> dict[str, TensorPlan]:
         return {
@@ -55,7 +55,7 @@ def stored(plan: Plan, layouts: dict[str, Any]) -> Plan:
 
 @cache
 def plans() -> dict[str, Plan]:
-    """The search's plan, FSDP's, and one with both axes in use, as Megatron stores its layers."""
+    """The search's plan, the FSDP plan, and one that uses both axes, with layers stored as by Megatron."""
     options = {"devices": 4, "mesh": "data=2,model=2", "dims": {"batch": 8}}
     found = dict(pase.compare(keras_mlp(), **options))
     rows, columns, each = (("model",), ()), ((), ("model",)), (("model",),)
@@ -71,7 +71,8 @@ def plans() -> dict[str, Plan]:
 
 
 def test_a_keras_plan_on_a_jax_model(tmp_path: Path) -> None:
-    """Every method's plan, through the file, on 4 devices: loss and gradients as without; arrays laid out as said."""
+    """Each plan, through the file, on 4 devices: loss and gradients do not change, and arrays have the layouts of the
+    file."""
     model = keras_mlp()
     arrays = {v.path: np.asarray(v.numpy(), np.float32) for v in model.trainable_variables}
     x = np.random.default_rng(0).standard_normal((8, 32), dtype=np.float32)
@@ -126,20 +127,21 @@ def test_what_is_no_such_file(tmp_path: Path) -> None:
     shardings_json.emit(plans()["pase"], path, model=None)
     good = json.loads(path.read_text())
 
-    def refused(change: Any, *words: str) -> None:
+    def refused(change: Any, where: str, *words: str) -> None:
         data = json.loads(json.dumps(good))
         change(data)
         path.write_text(json.dumps(data))
         with pytest.raises(PaseError) as e:
             shardings_json.load(path)
-        assert all(w in str(e.value) for w in words), str(e.value)
+        assert e.value.where == f"{path} at {where}" and all(w in e.value.what for w in words), str(e.value)
 
-    refused(lambda d: d.update(schema="pase.names/9"), "at schema", "pase.names/1")
-    refused(lambda d: d.pop("mesh"), "mesh")
+    refused(lambda d: d.update(schema="pase.names/9"), "schema", "pase.names/1")
+    refused(lambda d: d.pop("mesh"), "the top", "mesh")
     refused(lambda d: d["parameters"]["up/bias"].update(spec=[["gone"]]), "parameters/up/bias", "gone")
-    refused(lambda d: d["parameters"]["up/bias"].update(spec=[]), "does not fit shape [64]")
+    refused(lambda d: d["parameters"]["up/bias"].update(spec=[]), "parameters/up/bias", "[64]")
     path.write_text("{")
     with pytest.raises(PaseError, match="is not JSON"):
         shardings_json.load(path)
-    with pytest.raises(PaseError, match="the plan is for 4 devices, but JAX has 1"):
+    with pytest.raises(PaseError) as e:
         shardings_json.jax_shardings(good, jax.devices()[:1])
+    assert e.value.where == "devices" and "4 devices" in e.value.what

@@ -1,5 +1,5 @@
-"""A PyTorch model's pipelined plan, run by PyTorch's own pipeline runtime on two Gloo processes: its numbers are those
-of the model alone."""
+"""A PyTorch model's pipelined plan, run by PyTorch's own pipeline runtime on two Gloo processes. The results equal
+those of the model alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUN = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2))
 
 
 def test_its_schedule_runs_and_gives_the_numbers_of_the_model_alone(tmp_path: Path) -> None:
-    """The searched one too, with its own cuts; stages of other schedules are cut unequally."""
+    """This includes the schedule that the search chose, with its cuts. Stages of other schedules are cut unequally."""
     module, x, y = model()
     plan = pase.compile(
         module, x, y, devices=RANKS, pipeline=RANKS, accumulate=MICRO_BATCHES, memory_limit="none"

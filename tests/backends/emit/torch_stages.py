@@ -1,4 +1,4 @@
-"""Stages of a small model, run on each rank by ``torch.distributed.pipelining`` as a pipelined plan's file says."""
+"""Stages of a small model, which ``torch.distributed.pipelining`` runs on each rank by the file of a pipelined plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LAYERS, MICRO_BATCHES = 8, 4
 
 
 def model() -> tuple[Any, Any, Any]:
-    """(module, input, target) in float64; equal in every process."""
+    """(module, input, target) in float64, the same in every process."""
     import torch
 
     torch.manual_seed(0)
@@ -23,7 +23,7 @@ def model() -> tuple[Any, Any, Any]:
 
 @dataclass(frozen=True)
 class Staged:
-    """A schedule as it was written, and the plan's cuts. rank_of: of each stage."""
+    """A schedule's file, and the plan's cuts. rank_of: the rank of each stage."""
 
     name: str
     file: Path
@@ -32,7 +32,7 @@ class Staged:
 
 
 def run(plans: Sequence[Staged], rank: int) -> list[dict[str, list[float]]]:
-    """For each plan, a step on this rank: the losses of micro-batches, if it has the last stage, and gradients."""
+    """For each plan, one step on this rank: gradients, and losses of micro-batches if it has the last stage."""
     import torch
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
