@@ -1,1 +1,1 @@
-"""Mesh-TensorFlow programs: how they are made, checked and run."""
+"""Writes, checks and runs Mesh-TensorFlow programs."""

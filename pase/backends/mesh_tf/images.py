@@ -1,4 +1,4 @@
-"""Convolutions and pools in Mesh-TensorFlow. Its own ops need whole rows and columns, and channels in one dim.
+"""Convolutions and pools in Mesh-TensorFlow, whose own ops need unsplit rows and columns, and channels in one dim.
 
 If the plan splits rows (or columns), they become blocks, one block per device, and the index of the block becomes a
 batch dim. The rows that a window reads from neighbouring blocks are exchanged first (``ops.halo``). Channels that are
@@ -27,7 +27,7 @@ def conv2d(
     strides: Sequence[int],
     padding: Sequence[tuple[int, int]],
 ) -> MeshTfValue:
-    """x: [b, h, w, c], w: [h, w, c, n] and the result's shape [b, h, w, n], in any order of the source's dims."""
+    """x: [b, h, w, c], w: [h, w, c, n], shape: of the result, [b, h, w, n]. These orders need not be the source's."""
     extents = w.shape[:2]
     w = _one_dim(p, w, (0, 1, 2, 3))
     x = _one_dim(p, x, (1, 2, 3))
@@ -102,9 +102,9 @@ def pool2d(
 def _crooked(op: SourceOp, k: int, axis: str | None) -> Exception:
     return refuse(
         op,
-        f"the plan splits its {'rows' if k == 1 else 'columns'} over mesh axis {axis}, and its windows do not sit "
-        f"over a device's own with what its neighbours pass on; compile for a mesh in which the batch or the channels "
-        f"take that axis (--mesh)",
+        f"the plan splits its {'rows' if k == 1 else 'columns'} over mesh axis {axis}, and its windows need more than "
+        f"a device's own block and what a halo exchange adds",
+        "compile for a mesh in which the batch or the channels use that axis (--mesh)",
     )
 
 
@@ -117,7 +117,7 @@ def _apart(
     if not axes and len(group) == 1:
         return x, (), group[0]
     if len(axes) > 1 or (axes and group[0].axis is None):
-        raise refuse(op, f"the plan splits its rows or columns over mesh axes {', '.join(axes)} at once")
+        raise refuse(op, f"the plan splits its rows or columns over several mesh axes ({', '.join(axes)})")
     extent = x.shape[k]
     ways = p.names.axes[axes[0]] if axes else 1
     base = group[0].base
@@ -127,7 +127,7 @@ def _apart(
 
 
 def _one_dim(p: MeshTfProgram, x: MeshTfValue, where: Sequence[int]) -> MeshTfValue:
-    """Add dims of size 1 at these places, where the source's tensor has them."""
+    """The value with an explicit dim of size 1 at each of these positions where it has none."""
     dims: TensorDims = tuple(g if g or i not in where else (p.names.fresh(1),) for i, g in enumerate(x.dims))
     if dims == x.dims:
         return x

@@ -1,4 +1,4 @@
-"""JAX's primitives as Mesh-TensorFlow ops."""
+"""Translates JAX's primitives to Mesh-TensorFlow ops."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from pase.ir.places import NOWHERE, Place
 __all__ = ["RULES", "source_ops"]
 
 _ATTENTION = "attention"
-"""The name of attention that is requested as one op, whatever the program calls it."""
+"""The name of attention that the user requests as one op, whatever its name in the program."""
 _NO_LOOPS = (
-    "Mesh-TensorFlow programs have no loops that data ends; write it as a lax.scan, or a fori_loop with numbers for "
-    "bounds, whose turns are written out"
+    "Mesh-TensorFlow programs have no loops whose trip count depends on data; write it as a lax.scan, or as a "
+    "fori_loop with constant bounds, which is unrolled"
 )
 _MOST_TRIPS = 200
 
@@ -30,8 +30,8 @@ RULES = MeshTfRules(
     file="backends/mesh_tf/jax_ops.py",
     instead={
         "while": _NO_LOOPS,
-        _ATTENTION: "Mesh-TensorFlow has no fused kernel for it; write the two products and the softmax out (a model "
-        "of the zoo takes attention=plain)",
+        _ATTENTION: "Mesh-TensorFlow has no fused kernel for it; write it as two products and a softmax (models of the "
+        "zoo take attention=plain)",
     },
     unary={
         "exp": "mtf.exp",
@@ -127,12 +127,12 @@ def _concatenate(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
 
 @RULES.rule("gather")
 def _gather(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """x[ids], and x[i, ids[i]]."""
+    """Translate x[ids] and x[i, ids[i]]."""
     d = op.attrs["dimension_numbers"]
     table, ids = p.arg(op, 0), p.arg(op, 1)
     dims = p.written(op.outputs[0])
     if len(d.start_index_map) != 1 or len(d.collapsed_slice_dims) != 1 or dims is None:
-        raise refuse(op, "of JAX's gathers, only those that pick whole rows by one index can be expressed")
+        raise refuse(op, "only gathers that select whole rows by one index can be expressed")
     axis = d.start_index_map[0]
     ids = MeshTfValue(ids.code, ids.order, ids.dims[:-1], ids.dtype)
     return lower.lookup(p, op, table, ids, axis, dims)
@@ -143,9 +143,7 @@ def _conv(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     a = op.attrs
     lhs, rhs, out = (tuple(x) for x in a["dimension_numbers"])
     if len(lhs) != 4 or a["feature_group_count"] != 1 or {*a["lhs_dilation"], *a["rhs_dilation"]} != {1}:
-        raise refuse(
-            op, "of convolutions, only two-dimensional ones without groups and dilation can be expressed"
-        )
+        raise refuse(op, "only two-dimensional convolutions without groups and dilation can be expressed")
     x, w = p.arg(op, 0), p.arg(op, 1)
     b, c, h, v = lhs
     x = MeshTfValue(x.code, x.order, tuple(x.dims[i] for i in (b, h, v, c)), x.dtype)
@@ -165,7 +163,7 @@ def _pool(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     if len(window) != 4 or window[0] != 1 or window[3] != 1 or dilated or any(sum(q) for q in padding):
         raise refuse(
             op,
-            "of windowed reductions, only pools over rows and columns (NHWC) without padding can be expressed",
+            "only pools over rows and columns (NHWC) without padding can be expressed as windowed reductions",
         )
     x = p.arg(op, 0)
     kind = "MAX" if op.name.endswith("max") else "AVG"
@@ -180,11 +178,11 @@ RULES.rule("pase:take")(lower.take)
 RULES.rule("pase:stack")(lower.stack)
 
 
-# --- the jaxpr as a list of ops
+# --- reading a jaxpr as a list of ops
 
 
 def source_ops(traced: TracedJax, roles: Mapping[str, str]) -> Iterator[SourceOp]:
-    """The jaxpr's equations, with calls inlined. Values that do not depend on data are computed on the way.
+    """The jaxpr's equations, with calls inlined and scans unrolled. Values that do not depend on data are computed.
 
     roles: tensor -> its role in the graph.
     """
@@ -215,7 +213,9 @@ class _JaxprReader:
 
         for i, eqn in enumerate(eqns):
             at = Place(inside or f"{prefix}{i}")
-            self.line = source_line(eqn) or self.line  # a cached inner jaxpr has no source lines
+            self.line = (
+                source_line(eqn) or self.line
+            )  # the equations of a cached inner jaxpr have no source lines
             name = _ATTENTION if call_of(eqn) else eqn.primitive.name
             ins = [read(v) for v in eqn.invars]
             if name in INLINED:
@@ -263,14 +263,15 @@ class _JaxprReader:
     def scan(
         self, eqn: Eqn, ins: Sequence[Input], prefix: str, at: Place, inside: str, out: list[Input]
     ) -> Iterator[SourceOp]:
-        """The turns one after another. Each sets the loop's carries, slices and results again, under the names of the
-        plan's one body; what the loop returns is appended to ``out``."""
+        """Unroll the iterations. Each iteration sets the loop's carries, slices and results again, under the names of
+        the plan's single body. Appends the loop's results to ``out``."""
         closed, length = eqn.params["jaxpr"], int(eqn.params["length"])
         body, (nc, nk) = closed.jaxpr, scan_groups(eqn)
         if length > _MOST_TRIPS:
             raise PaseError(
-                f"the Mesh-TensorFlow program of the scan at {self.line or 'an unknown line'} would be {length} turns "
-                f"long; at most {_MOST_TRIPS} are written out"
+                f"a Mesh-TensorFlow program would have {length} iterations of it, but at most {_MOST_TRIPS} are "
+                f"unrolled",
+                where=f"'scan' at {self.line or 'an unknown line'}",
             )
         consts, now, stacks = [*ins[:nc]], [*ins[nc : nc + nk]], [*ins[nc + nk :]]
         for part, values in (("const", consts), ("xs", stacks)):
@@ -296,7 +297,7 @@ class _JaxprReader:
             now = made[:nk]
             for rows, y in zip(ys, made[nk:], strict=True):
                 rows.append(y)
-                yield from self._kept(rows, len(rows) - 1)  # the name will hold another turn's value later
+                yield from self._kept(rows, len(rows) - 1)  # the next iteration sets the same name again
         yield from self._apart(now)
         for k in range(nk):
             yield from self._rename(now, k, self._made(at.its("carry", k), inside))
@@ -307,7 +308,7 @@ class _JaxprReader:
     def _stacked(
         self, eqn: Eqn, rows: list[Input], k: int, at: Place, inside: str, out: list[Input]
     ) -> Iterator[SourceOp]:
-        """What all turns made, as one tensor."""
+        """Stack the results of all iterations into one tensor."""
         if all(y.value is not None for y in rows):
             out.append(_value(np.stack([y.value for y in rows if y.value is not None])))
             return
@@ -317,13 +318,13 @@ class _JaxprReader:
         yield self._own("stack", at.its("y", k), rows, out[-1])
 
     def _made(self, at: Place, inside: str) -> str:
-        """The name that the plan's graph has for what a loop makes; empty if it has none."""
+        """The name in the plan's graph of a value at a loop's border; empty if it has none."""
         return "" if inside else next(iter(self.traced.results.get(at, ())), "")
 
     def _own(
         self, name: str, at: Place | None, given: Sequence[Input], made: Input, **attrs: object
     ) -> SourceOp:
-        """An op that only pase has."""
+        """An op that does not exist in JAX, but only in pase."""
         assert made.tensor is not None
         return SourceOp(
             at=at,
@@ -343,13 +344,13 @@ class _JaxprReader:
             yield self._own("same", None, [given], values[k])
 
     def _kept(self, values: list[Input], k: int) -> Iterator[SourceOp]:
-        """A value under a name that nothing sets again."""
+        """Give a value a name that nothing sets again."""
         if values[k].value is None:
             self.fresh += 1
             yield from self._rename(values, k, f"{values[k].tensor}@{self.fresh}")
 
     def _apart(self, values: list[Input]) -> Iterator[SourceOp]:
-        """Values under names of their own before several are renamed: one may hold another's new name."""
+        """Give each value a name of its own before several are renamed, because one may have another's new name."""
         for k in range(len(values)):
             if len(values) > 1:
                 yield from self._kept(values, k)
@@ -358,12 +359,12 @@ class _JaxprReader:
         return Input(tensor=tensor, shape=tuple(var.aval.shape), dtype=str(var.aval.dtype))
 
     def _returned(self, eqn: Eqn, made: Sequence[Input], at: Place) -> Iterator[SourceOp]:
-        """If a call is one op in the graph, its results have the graph's names from here on."""
+        """Give the results of a call that is one op in the graph the names that they have in the graph."""
         for var, value, name in zip(eqn.outvars, made, self.traced.results[at], strict=True):
             yield self._own("same", None, [value], self._named(var, name))
 
     def _inner(self, var: Var) -> str:
-        """A name for a value that the graph does not name, because it is inside a call that is one op there."""
+        """A name for a value that has none in the graph, because it is inside a call that is one op there."""
         self.fresh += 1
         return f"inner{self.fresh}"
 

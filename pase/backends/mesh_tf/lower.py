@@ -1,7 +1,8 @@
-"""From a source's ops to statements of a Mesh-TensorFlow program: the part that all frontends share.
+"""Translates a source's ops to statements of a Mesh-TensorFlow program: the part that all frontends share.
 
-A rule takes the program and an op, and makes the values of the op's outputs. A table of names is enough for most ops
-(``UNARY``, ``BINARY``, ``REDUCE`` of ``tf_ops`` and ``jax_ops``). Rules are built from the functions in this file.
+A rule takes the program and an op, and returns the values of the op's outputs. Most ops only need an entry in a table
+of names (``unary``, ``binary``, ``reduce`` in ``tf_ops`` and ``jax_ops``). Other rules are built from the functions in
+this file.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ MeshTfRule = Callable[[MeshTfProgram, SourceOp], "MeshTfValue | Sequence[MeshTfV
 
 @dataclass(kw_only=True)
 class MeshTfRules:
-    """A frontend's ops: names for the simple ones, and functions for the rest."""
+    """The translations of a frontend's ops: names for simple ops, and functions for the others."""
 
     file: str
-    """Where to add an op."""
+    """The file in which to add an op."""
     unary: dict[str, str]
-    """op -> a Mesh-TF function, or a TensorFlow function to be applied to slices ("tf.…")."""
+    """op -> a Mesh-TF function, or a TensorFlow function that runs on slices ("tf.…")."""
     binary: dict[str, str]
     reduce: dict[str, str]
     views: frozenset[str]
-    """Ops that their access maps describe completely: ops that move no element, and products."""
+    """Ops that their access maps describe completely: views, which move no element, and products."""
     axes: Callable[[SourceOp], tuple[Sequence[int], bool]]
-    """The dims that an op of ``reduce`` reduces over, and whether they stay."""
+    """Returns (the dims that an op of ``reduce`` reduces over, whether they are kept)."""
     rules: dict[str, MeshTfRule] = field(default_factory=dict)
     instead: dict[str, str] = field(default_factory=dict)
-    """Of ops that Mesh-TF has no form for: why, and what to do."""
+    """Op that Mesh-TF cannot express -> the reason, and what to do instead."""
 
     def rule(self, *names: str) -> Callable[[MeshTfRule], MeshTfRule]:
         def register(f: MeshTfRule) -> MeshTfRule:
@@ -77,7 +78,7 @@ class MeshTfRules:
 
 
 def apply(rules: MeshTfRules, p: MeshTfProgram, op: SourceOp) -> None:
-    """Add the op to the program."""
+    """Translate the op and add it to the program."""
     p.heading(op)
     name = op.name
     made: MeshTfValue | Sequence[MeshTfValue | None]
@@ -97,22 +98,23 @@ def apply(rules: MeshTfRules, p: MeshTfProgram, op: SourceOp) -> None:
 
 
 def check_known(rules: MeshTfRules, ops: Sequence[SourceOp]) -> None:
-    """Raise one PaseError that lists all ops that have no translation."""
+    """Raise one PaseError that lists all ops without a translation."""
     unknown = {op.name: op for op in reversed(ops) if op.name not in rules.all}
     if unknown:
         refused = (str(refuse(op, rules.missing(name))) for name, op in sorted(unknown.items()))
         raise PaseError("; ".join(refused))
 
 
-def refuse(op: SourceOp, why: str) -> PaseError:
-    return PaseError(f"{op.where} cannot be in a Mesh-TensorFlow program: {why}")
+def refuse(op: SourceOp, why: str, fix: str = "") -> PaseError:
+    """An error that says why an op cannot be translated."""
+    return PaseError(f"the op cannot be in a Mesh-TensorFlow program: {why}", where=op.where, fix=fix)
 
 
 # --- elementwise
 
 
 def call(fn: str, *args: str, dtype: str = "") -> str:
-    """mtf functions are called directly; TensorFlow functions run on slices."""
+    """Code that calls a function. mtf functions are called directly; TensorFlow functions run on slices."""
     if not fn.startswith("tf."):
         return f"{fn}({', '.join(args)})"
     return f"ops.cwise({', '.join((fn, *args))}{f', dtype=tf.{dtype}' if dtype else ''})"
@@ -132,7 +134,7 @@ _BOOLEAN = frozenset(
 
 
 def binary(p: MeshTfProgram, op: SourceOp, fn: str) -> MeshTfValue:
-    """Two operands that broadcast as in numpy. Dims of size 1 are left out."""
+    """Translate a binary op, whose operands broadcast as in numpy. Dims of size 1 are left out."""
     a, b = p.scalar(op, 0), p.scalar(op, 1)
     out = len(op.shapes[0])
     infix = _INFIX.get(fn)
@@ -172,7 +174,7 @@ def _aligned(dims: TensorDims, rank: int) -> TensorDims:
 
 
 def select(p: MeshTfProgram, op: SourceOp, condition: int, yes: int, no: int) -> MeshTfValue:
-    """Select (``where``). All three operands broadcast."""
+    """Translate a selection (``where``). All three operands broadcast."""
     parts = [p.arg(op, k) for k in (condition, yes, no)]
     out = len(op.shapes[0])
     dims: TensorDims = ((),) * out
@@ -199,12 +201,12 @@ def pick(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int, k: int) -> M
 
 
 def take(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """One element of a list that is a stacked tensor."""
+    """Translate the selection of one element of a list that is a stacked tensor."""
     return pick(p, op, p.held(op, op.inputs[0].tensor), 0, int(op.attrs["index"]))
 
 
 def stack(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """All elements of a list. Some may be known, as what a loop's first turn returns of its first carry."""
+    """Stack all elements of a list. Some may be constants, such as the first carry of a loop."""
     like = next(p.held(op, i.tensor) for i in op.inputs if i.value is None)
     xs = [
         p.held(op, i.tensor) if i.value is None else p.constant(i.value, like.dims, like.dtype)
@@ -213,11 +215,11 @@ def stack(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     return concat(p, op, [replace(x, dims=((), *x.dims)) for x in xs], 0)
 
 
-# --- what access maps say
+# --- ops that their access maps describe
 
 
 def nests(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """The op as its frontend's loop nests: views, and products that are summed over dims that the result lacks."""
+    """Translate an op by its frontend's loop nests: views, and products summed over the dims that the result lacks."""
     made: MeshTfValue | None = None
     for node, nest in p.nests(op):
         xs = [p.read(op, node, a) for a in nest.reads]
@@ -231,13 +233,13 @@ def nests(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
         else:
             raise refuse(op, f"its loop nest '{nest.name}' is neither a view nor a product")
         p.keep(write.tensor, made)
-    if made is None:  # nothing moves and nothing is computed
+    if made is None:  # the op moves and computes nothing
         made = _seen_with_ones(p, op)
     return made
 
 
 def _seen_with_ones(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """The operand of an op that the plan's graph does not contain: its result, or that but for dims of one element."""
+    """The result of an op that the plan's graph omits: its operand, or a view that differs in dims of size 1."""
     x = p.arg(op, 0)
     (wanted, *_), moves = op.shapes, op.name.lower() == "transpose"
     if x.shape == wanted and not moves:
@@ -250,7 +252,7 @@ def _seen_with_ones(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
 
 
 def reduce(p: MeshTfProgram, op: SourceOp, fn: str, axes: Sequence[int], keep: bool) -> MeshTfValue:
-    """A reduction over tensor dims. keep: whether they stay, with size 1."""
+    """Translate a reduction over tensor dims. keep: whether they are kept, with size 1."""
     x = p.arg(op, 0)
     dims = tuple(() if i in axes else g for i, g in enumerate(x.dims) if keep or i not in axes)
     order = tuple(d for d in x.order if d in set(flat(dims)))
@@ -263,7 +265,7 @@ def reduce(p: MeshTfProgram, op: SourceOp, fn: str, axes: Sequence[int], keep: b
 
 
 def single(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int) -> tuple[MeshTfValue, MeshTfDim]:
-    """The value with tensor dim ``axis`` as one dim that is not split, added with size 1 if it is missing."""
+    """(the value with tensor dim ``axis`` as one unsplit dim, this dim). The dim is added if it has size 1."""
     group = x.dims[axis]
     if len(group) == 1 and group[0].axis is None:
         return x, group[0]
@@ -278,7 +280,7 @@ def single(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int) -> tuple[M
 
 
 def squeezed(p: MeshTfProgram, x: MeshTfValue) -> MeshTfValue:
-    """Dims of size 1 are left out."""
+    """The value without dims of size 1."""
     dims = tuple(tuple(d for d in g if d.size > 1) for g in x.dims)
     if flat(dims) == flat(x.dims):
         return x
@@ -287,7 +289,8 @@ def squeezed(p: MeshTfProgram, x: MeshTfValue) -> MeshTfValue:
 
 
 def cut(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int, begin: int, size: int) -> MeshTfValue:
-    """Elements begin … begin + size of one tensor dim. The dim is not split, or cut between its major parts."""
+    """Slice elements begin … begin + size of one tensor dim. The dim is made unsplit, or cut between its major
+    parts."""
     extent = x.shape[axis]
     if begin == 0 and size == extent:
         return x
@@ -336,7 +339,7 @@ def concat(p: MeshTfProgram, op: SourceOp, xs: Sequence[MeshTfValue], axis: int)
 def lookup(
     p: MeshTfProgram, op: SourceOp, table: MeshTfValue, ids: MeshTfValue, axis: int, dims: TensorDims
 ) -> MeshTfValue:
-    """Look up rows of ``table`` along ``axis`` by index. dims: of the result."""
+    """Look up rows of ``table`` along ``axis`` by index. dims: the dims of the result."""
     over = table.dims[axis]
     code = f"ops.lookup({table.code}, {ids.code}, {p.shape(over)}, {p.shape(flat(dims))})"
     return p.let(code, flat(dims), dims, table.dtype)

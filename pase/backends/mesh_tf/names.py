@@ -1,12 +1,12 @@
-"""Names for Mesh-TensorFlow's dims, chosen so that one layout per name expresses the plan.
+"""Names for Mesh-TensorFlow's dims, chosen such that one layout per name expresses the plan.
 
-Mesh-TF has one set of rules for a whole program: the name of a tensor's dim says over which mesh axis it is split.
-Iteration dims with one meaning therefore share a name throughout the graph. If the plan splits such a dim differently
-in different places, the dim has a name for each split. Naming is a union-find over the edges' access maps with one kind
-of constraint: two dims of one loop nest (such as the positions of q and k) never share a name.
+Mesh-TF has one set of rules for a whole program: the name of a tensor's dim determines the mesh axis that splits it.
+Iteration dims with the same meaning therefore share a name throughout the graph. If the plan splits such a dim
+differently in different places, the dim has a name for each split. Naming is a union-find over the edges' access maps
+with one kind of constraint: two dims of one loop nest (such as the positions of q and k) never share a name.
 
-Mesh-TF cannot split one dim over two mesh axes. If the axes are always used together, they become one axis of the mesh.
-Otherwise the dim becomes two dims, major and minor.
+Mesh-TF cannot split one dim over two mesh axes. If the axes are always used together, they are merged into one axis of
+the mesh. Otherwise the dim becomes two dims, major and minor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["MeshTfDim", "Names", "TensorDims", "flat", "merged_axes"]
 
 @dataclass(frozen=True)
 class MeshTfDim:
-    """A dim of a Mesh-TF tensor. base: its meaning. axis: the mesh axis that splits it."""
+    """A dim of a Mesh-TF tensor. base: the name of its meaning. axis: the mesh axis that splits it."""
 
     base: str
     size: int
@@ -33,9 +33,9 @@ class MeshTfDim:
 
 
 TensorDims = tuple[tuple[MeshTfDim, ...], ...]
-"""For each dim of the source's tensor, its Mesh-TF dims, major to minor; none for a dim of size 1."""
+"""The Mesh-TF dims of each dim of the source's tensor, major to minor. A dim of size 1 has none."""
 
-_ROLES = ("pending", "state")  # dims that do not index a tensor
+_ROLES = ("pending", "state")  # kinds of dims that do not index a tensor
 
 
 def flat(dims: TensorDims) -> tuple[MeshTfDim, ...]:
@@ -45,7 +45,7 @@ def flat(dims: TensorDims) -> tuple[MeshTfDim, ...]:
 def merged_axes(
     mesh: Mesh, splits: Iterable[Mapping[str, tuple[str, ...]]]
 ) -> tuple[dict[str, str], dict[str, int]]:
-    """(axis -> the axis of Mesh-TF's mesh that it becomes part of, that mesh). Axes of size 1 are left out.
+    """(axis -> the axis of Mesh-TF's mesh that contains it, sizes of that mesh's axes). Axes of size 1 are left out.
 
     Adjacent axes are merged if every dim that uses one also uses the other.
 
@@ -69,7 +69,7 @@ def merged_axes(
 
 @dataclass
 class Names:
-    """The names of a plan's dims. ``strategy``: node -> iteration dim -> mesh axes, as ``Plan.strategy``."""
+    """The names of a plan's dims. strategy: node -> iteration dim -> mesh axes, as in ``Plan.strategy``."""
 
     graph: Graph
     mesh: Mesh
@@ -79,9 +79,9 @@ class Names:
     _into: dict[str, str] = field(init=False)
     _base: dict[tuple[str, str], str] = field(init=False)
     _usual: dict[str, str | None] = field(init=False, default_factory=dict)
-    """base -> the axis (or none) of the variant that has the base's own name."""
+    """base -> the axis (or None) of the variant whose name is the base itself."""
     _used: dict[str, str | None] = field(init=False, default_factory=dict)
-    """Every name used so far, and its mesh axis."""
+    """Every name used so far -> its mesh axis."""
     _anonymous: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class Names:
         self._usual = {base: next(iter(v)) if len(v) == 1 else None for base, v in variants.items()}
 
     def _walked(self, node: Node) -> dict[str, tuple[str, ...]]:
-        """The split of the node's dims that index tensors."""
+        """The split of those of the node's dims that index tensors."""
         split = self.strategy.get(node.name, {})
         return {d: axes for d, axes in split.items() if node.space[d].kind not in _ROLES}
 
@@ -119,7 +119,7 @@ class Names:
         return tuple(out)
 
     def dims(self, node: Node, access: Access, tensor: Tensor) -> TensorDims:
-        """The tensor's dims as this access indexes them. Under a window, a dim has the tensor's extent."""
+        """The tensor's dims as this access indexes them. A dim under a window has the tensor's extent."""
         out: list[tuple[MeshTfDim, ...]] = []
         for walk, extent in zip(access.map.walks, tensor.shape, strict=True):
             extent = concrete_size(extent, tensor.name)
@@ -136,13 +136,13 @@ class Names:
         return tuple(out)
 
     def fresh(self, size: int) -> MeshTfDim:
-        """A new dim that nothing else uses, not split."""
+        """A new unsplit dim that nothing else uses."""
         self._anonymous += 1
         self._usual[f"whole{self._anonymous}"] = None
         return MeshTfDim(f"whole{self._anonymous}", size)
 
     def name(self, dim: MeshTfDim) -> str:
-        """The dim's name in the program. The most common variant has the base's name; others say how they differ."""
+        """The dim's name in the program: the base for the usual variant; other variants add their axis."""
         usual = self._usual.setdefault(dim.base, dim.axis)
         name = dim.base if dim.axis == usual else f"{dim.base}_{dim.axis or 'whole'}"
         self._used[name] = dim.axis
@@ -160,7 +160,7 @@ class Names:
 
 
 def _bases(graph: Graph) -> dict[tuple[str, str], str]:
-    """(node, iteration dim) -> a name. Dims with one meaning share it; two dims of one node never do."""
+    """(node, iteration dim) -> a name. Dims with the same meaning share it; two dims of one node never do."""
     Key = tuple[str, str]
     of: dict[Key, Key] = {(n.name, d.name): (n.name, d.name) for n in graph.nodes for d in n.space}
     members: dict[Key, dict[str, str]] = {(node, dim): {node: dim} for node, dim in of}

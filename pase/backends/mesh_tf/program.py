@@ -1,8 +1,9 @@
-"""A Mesh-TensorFlow program under construction: values with named dims, statements, and the moves between layouts.
+"""A Mesh-TensorFlow program under construction: values with named dims, statements, and reshards between layouts.
 
 The source's ops are translated in order, by the rules of their frontend (``tf_ops``, ``jax_ops``). A value has the dims
-of the loop nest that makes it. An op reads it in the dims of its own nest. If the two differ, a reshape is inserted;
-readers with the same dims share it. Most views therefore vanish, because dims have names and their order is irrelevant.
+of the loop nest that computes it. An op reads it in the dims of its own nest. If the two differ, a reshape is inserted,
+which readers with the same dims share. Most views need no code, because dims have names and their order does not
+matter.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pase.ir import Access, Node, Op, Place
 __all__ = ["Input", "MeshTfProgram", "MeshTfValue", "SourceOp", "comment"]
 
 _MOST_INLINE = 64
-"""Number of elements of the largest constant that is written out as numbers."""
+"""The number of elements of the largest constant that is written as literal numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Input:
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
     behind: str | None = None
-    """The tensor that this is a reshape of. A reader that looks past the reshape reads that tensor."""
+    """The tensor that this is a reshape of. A reader that ignores the reshape reads that tensor."""
 
     def named(self, tensor: str) -> bool:
         return tensor in (self.tensor, self.behind)
@@ -43,10 +44,10 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOp:
-    """One op of the source program. ``attr(name)`` is the framework's own attribute."""
+    """One op of the source program. attrs: the framework's own attributes."""
 
     at: Place | None
-    """The op of the traced program; None for an op that only pase has."""
+    """The op's place in the traced program; None for an op that only pase has."""
     name: str
     label: str
     inputs: tuple[Input, ...]
@@ -63,7 +64,12 @@ class SourceOp:
 
 @dataclass(frozen=True)
 class MeshTfValue:
-    """code: an expression; order: the dims of the Mesh-TF tensor; dims: in the order of the source's tensor."""
+    """A value of the program.
+
+    code: an expression.
+    order: the dims of the Mesh-TF tensor, in order.
+    dims: the same dims, grouped by the dims of the source's tensor.
+    """
 
     code: str
     order: tuple[MeshTfDim, ...]
@@ -103,7 +109,11 @@ class MeshTfProgram:
                 made = op.writes[0].tensor if op.writes else ""
                 if made and (source := tensors[made].copy_of):
                     self._copies.setdefault(source, []).append(made)
-                elif op.kind not in ("parameter", "input", "constant"):  # the user named these
+                elif op.kind not in (
+                    "parameter",
+                    "input",
+                    "constant",
+                ):  # these have the user's names, not places
                     self._at.setdefault(op.eqn, []).append((n, op))
                 for a in op.writes:
                     self._writes.setdefault(a.tensor, (n, op, a))
@@ -116,7 +126,7 @@ class MeshTfProgram:
     def let(
         self, code: str, order: Sequence[MeshTfDim], dims: TensorDims, dtype: str, hint: str = "t"
     ) -> MeshTfValue:
-        """A new variable that holds the expression."""
+        """Assign an expression to a new variable."""
         name = self.variable(hint)
         self.lines.append(f"{name} = {code}")
         return MeshTfValue(name, tuple(order), dims, dtype)
@@ -147,18 +157,18 @@ class MeshTfProgram:
         return self.names.dims(node, access, self.names.graph.tensors[access.tensor])
 
     def written(self, tensor: str) -> TensorDims | None:
-        """The dims that the plan gives a tensor where it is made."""
+        """The dims in which the plan computes a tensor."""
         if tensor not in self._writes:
             return None
         node, _, access = self._writes[tensor]
         return self.dims(node, access)
 
     def node_of(self, op: SourceOp) -> Node | None:
-        """The plan's node that makes the op's first output."""
+        """The plan's node that computes the op's first output."""
         return next((self._writes[t][0] for t in op.outputs if t in self._writes), None)
 
     def to(self, value: MeshTfValue, want: TensorDims) -> MeshTfValue:
-        """The value in these dims: itself, or reshaped."""
+        """The value in these dims: the value itself, or reshaped."""
         have = flat(value.dims)
         if set(have) == set(flat(want)) and len(have) == len(flat(want)) and value.dims == want:
             return replace(value, dims=want)
@@ -166,7 +176,7 @@ class MeshTfProgram:
         if key in self._reshaped:
             return self._reshaped[key]
         alike = [[d.size for d in g] for g in value.dims] == [[d.size for d in g] for g in want]
-        if alike:  # dim by dim, in any order
+        if alike:  # each dim is replaced by one dim, in any order
             new = dict(zip(have, flat(want), strict=True))
             order = value.order
             steps = reshape_steps(
@@ -193,7 +203,7 @@ class MeshTfProgram:
         return self.let(code, order, value.dims, value.dtype, f"{value.code}_t")
 
     def regrouped(self, value: MeshTfValue, dims: TensorDims) -> MeshTfValue:
-        """The same elements in another shape: a move between layouts only if the dims themselves differ."""
+        """The same elements in another shape. This is a reshard only if the dims themselves differ."""
         if set(flat(value.dims)) == set(flat(dims)):
             return replace(value, dims=dims)
         value = self.ordered(value, flat(value.dims))
@@ -203,17 +213,17 @@ class MeshTfProgram:
     # --- operands
 
     def nests(self, op: SourceOp) -> list[tuple[Node, Op]]:
-        """The loop nests that the plan's graph has for this op, in order."""
+        """The loop nests of this op in the plan's graph, in order."""
         return self._at.get(op.at, []) if op.at is not None else []
 
     def arg(self, op: SourceOp, k: int) -> MeshTfValue:
-        """Operand k in the dims in which the plan has this op read it."""
+        """Operand k in the dims in which the plan's op reads it."""
         given = op.inputs[k]
         reads = [(n, a) for n, o in self.nests(op) for a in o.reads]
         if given.value is None or any(given.named(self._original(a)) for _, a in reads):
             nth = sum(i.tensor == given.tensor for i in op.inputs[:k])
             found = [(n, a) for n, a in reads if given.named(self._original(a))]
-        else:  # a number that the frontend made a constant: the one that no other operand is
+        else:  # a number that the frontend turned into a constant: the constant that is no other operand
             mine = {t for i in op.inputs for t in (i.tensor, i.behind)}
             alike = [i for i in op.inputs[:k] if i.value is not None and i.shape == given.shape]
             nth = len(alike)
@@ -232,7 +242,7 @@ class MeshTfProgram:
         return self.read(op, *found[min(nth, len(found) - 1)])
 
     def _original(self, access: Access) -> str:
-        """The tensor of the source's program that is read, possibly through a copy."""
+        """The tensor of the source program that is read, possibly through a copy."""
         return self.names.graph.tensors[access.tensor].original
 
     def read(self, op: SourceOp, node: Node, access: Access) -> MeshTfValue:
@@ -248,15 +258,15 @@ class MeshTfProgram:
         return self.to(held, want)
 
     def held(self, op: SourceOp, tensor: str | None) -> MeshTfValue:
-        """The value in the dims in which it was made."""
+        """A tensor's value in the dims in which it was computed."""
         if tensor is None or tensor not in self.values:
             raise PaseError(
-                f"{op.where} reads a value that the Mesh-TensorFlow program does not have ({tensor})"
+                f"it reads a value that the Mesh-TensorFlow program does not have ({tensor})", where=op.where
             )
         return self.values[tensor]
 
     def _copy(self, copy: str) -> MeshTfValue:
-        """The copy of a tensor that several readers share, made when it is first read."""
+        """The copy of a tensor that several readers share. The first read makes it."""
         if copy not in self.values:
             node, op, access = self._writes[copy]
             source = op.reads[0].tensor
@@ -265,7 +275,7 @@ class MeshTfProgram:
         return self.values[copy]
 
     def scalar(self, op: SourceOp, k: int) -> str | None:
-        """Operand k as a literal, if it is one known number."""
+        """Operand k as a literal, if it is a single known number."""
         v = op.inputs[k].value
         return None if v is None or v.size != 1 else _literal(v.reshape(()).item())
 
@@ -274,12 +284,13 @@ class MeshTfProgram:
         v = op.inputs[k].value
         if v is None:
             raise PaseError(
-                f"{op.where}: operand {k} depends on data, but a Mesh-TensorFlow program needs it when it is built"
+                f"operand {k} depends on data, but a Mesh-TensorFlow program needs it when it is built",
+                where=op.where,
             )
         return v
 
     def constant(self, array: np.ndarray, want: TensorDims | None, dtype: str) -> MeshTfValue:
-        """A known array as a tensor in these dims (by default, in new dims that are not split)."""
+        """A known array as a tensor in these dims, by default in new unsplit dims."""
         if want is None:
             want = tuple((self.names.fresh(s),) if s > 1 else () for s in array.shape)
         dims = flat(want)
@@ -303,8 +314,8 @@ class MeshTfProgram:
     # --- results
 
     def store(self, op: SourceOp, made: Sequence[MeshTfValue | None]) -> None:
-        """Store what a rule made, in the dims that the plan gives it. If the frontend added a reshape after the op
-        itself, or omitted one that nothing needs, the rule made the tensor before that reshape."""
+        """Store the results of a rule, in the dims that the plan gives them. If the frontend added a reshape at the end
+        of the op, or omitted one that nothing needs, the rule's result has the shape before that reshape."""
         tensors = self.names.graph.tensors
         for k, value in enumerate(made):
             name = op.outputs[k] if k < len(op.outputs) else ""
@@ -317,13 +328,14 @@ class MeshTfProgram:
                 alike = [t for t in written if tuple(tensors[t].shape) == value.shape]
                 if not alike:
                     raise PaseError(
-                        f"{op.where}: the plan's graph has no tensor of shape {value.shape} that it makes"
+                        f"the plan's graph has no tensor of shape {value.shape} that it computes",
+                        where=op.where,
                     )
                 self.keep(alike[-1], value)
                 self.views_of(op, alike[-1])
 
     def views_of(self, op: SourceOp, tensor: str) -> None:
-        """The reshapes at the end of the op."""
+        """Compute the reshapes at the end of the op."""
         for node, nest in self.nests(op):
             if nest.kind == "view" and [a.tensor for a in nest.reads] == [tensor]:
                 dims = self.dims(node, nest.writes[0])
@@ -331,7 +343,7 @@ class MeshTfProgram:
                 self.keep(nest.writes[0].tensor, self.viewed(x, dims))
 
     def viewed(self, x: MeshTfValue, dims: TensorDims) -> MeshTfValue:
-        """Reshape, transpose, broadcast: usually the same dims, read in another way."""
+        """Translate a reshape, transpose or broadcast. Usually the dims stay the same, and are only grouped anew."""
         have, want = set(flat(x.dims)), set(flat(dims))
         if have == want:
             return replace(x, dims=dims)
@@ -340,14 +352,14 @@ class MeshTfProgram:
         return self.regrouped(x, dims)
 
     def keep(self, name: str, value: MeshTfValue) -> None:
-        """Set the value of a tensor from here on, in the plan's dims. Each turn of a loop sets it again."""
+        """Set the value of a tensor from here on, in the plan's dims. Each iteration of a loop sets it again."""
         want = self.written(name)
         self.values[name] = value if want is None else self.to(value, want)
         for copy in self._copies.get(name, ()):
             self.values.pop(copy, None)
 
     def heading(self, op: SourceOp) -> None:
-        """Write a comment where another node of the plan begins."""
+        """Write a comment if another node of the plan begins."""
         node = self.node_of(op)
         if node is None or node.name == self._node:
             return
@@ -360,7 +372,7 @@ class MeshTfProgram:
 
 
 def comment(text: str) -> str:
-    """Someone else's text, shortened to one line."""
+    """Text from another source, shortened to one printable line."""
     return "".join(c if c.isprintable() else " " for c in text)[:200]
 
 

@@ -1,9 +1,9 @@
-"""Moves from one Mesh-TensorFlow layout of a tensor to another, by reshapes that Mesh-TF can lower.
+"""Reshards a tensor from one Mesh-TensorFlow layout to another, by reshapes that Mesh-TF can lower.
 
 For each mesh axis, ``mtf.reshape`` compares the product of the dims before the dim that the axis splits. If this
 product changes, it slices, gathers or exchanges along that axis. It raises an error if the dim to split does not exist
-before the reshape, and it interleaves two axes that trade places in one reshape. A move therefore goes through
-intermediate shapes: each reshape moves axes only onto dims that are not split.
+before the reshape, and it interleaves two axes that trade places in one reshape. A reshard therefore goes through
+intermediate shapes, such that each reshape moves axes only to dims that are not split.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MeshTfShape = tuple[MeshTfDim, ...]
 
 
 def reshape_steps(have: TensorDims, want: TensorDims, axes: Mapping[str, int]) -> list[MeshTfShape]:
-    """The shapes to reshape to, in order, ending with the wanted one. Empty if the tensor already has it.
+    """The shapes to reshape to, in order. The last one is the wanted shape. Empty if the tensor already has it.
 
     >>> b, s = MeshTfDim("b", 8, "x"), MeshTfDim("s", 4)
     >>> reshape_steps(((b,), (s,)), ((MeshTfDim("b", 8),), (MeshTfDim("s", 4, "x"),)), {"x": 2})
@@ -31,7 +31,7 @@ def reshape_steps(have: TensorDims, want: TensorDims, axes: Mapping[str, int]) -
     for shape in (now, goal):
         used = [d.axis for d in shape if d.axis is not None]
         if len(set(used)) != len(used):
-            raise PaseError(f"a tensor of dims {shape} would be split twice over one mesh axis")
+            raise PaseError(f"dims {shape} would split a tensor twice over one mesh axis", where="layout")
     if now == goal:
         return []
     if direct(now, goal, axes):
@@ -49,9 +49,9 @@ def reshape_steps(have: TensorDims, want: TensorDims, axes: Mapping[str, int]) -
         after = list(state)
         for i, axis in enumerate(target):
             free = state[i] is None and axis is not None
-            if free:  # an exchange if the axis splits another dim, else a slice
+            if free:  # an all-to-all if the axis splits another dim, else a slice
                 after = [axis if j == i else None if a == axis else a for j, a in enumerate(after)]
-        if after == state:  # only axes to remove, or axes that wait for each other, are left: gather
+        if after == state:  # the remaining axes must be removed, or wait for each other: gather
             gone = [i for i, a in enumerate(state) if a is not None and a not in target]
             waiting = [i for i, a in enumerate(state) if a is not None and a != target[i]]
             for i in gone or waiting[:1]:
@@ -66,7 +66,7 @@ def reshape_steps(have: TensorDims, want: TensorDims, axes: Mapping[str, int]) -
 
 
 def direct(now: MeshTfShape, goal: MeshTfShape, axes: Mapping[str, int]) -> bool:
-    """Whether one mtf.reshape does this correctly, and one reshape back does it for the gradient."""
+    """Whether one mtf.reshape does this correctly, and one reshape in reverse does it for the gradient."""
     return _one_way(now, goal, axes) and _one_way(goal, now, axes)
 
 
@@ -84,7 +84,7 @@ def _one_way(now: MeshTfShape, goal: MeshTfShape, axes: Mapping[str, int]) -> bo
             if old is not None or at:
                 return False
             if any(s is not None and before[j] <= after[i] < before[j] * now[j].size for j, s in _split(now)):
-                return False  # the cut would be within a dim that another axis splits
+                return False  # the cut would be inside a dim that another axis splits
     return True
 
 
@@ -102,13 +102,13 @@ def _starts(shape: MeshTfShape) -> list[int]:
 
 
 def _common_shape(now: MeshTfShape, goal: MeshTfShape) -> list[int] | None:
-    """The sizes of the coarsest shape from which both can be made by joining adjacent dims."""
+    """The sizes of the coarsest shape from which both can be made by merging adjacent dims."""
     common = common_factors([d.size for d in now], [d.size for d in goal])
     return None if common is None else [int(str(f)) for f in common[0]]
 
 
 def _fits(shape: MeshTfShape, factors: Sequence[int], axes: Mapping[str, int]) -> bool:
-    """Whether each split dim of the shape can be split at its first piece."""
+    """Whether the first factor of each split dim of the shape is divisible by the size of its axis."""
     k = 0
     for d in shape:
         if d.axis is not None and factors[k] % axes[d.axis]:
@@ -121,7 +121,7 @@ def _fits(shape: MeshTfShape, factors: Sequence[int], axes: Mapping[str, int]) -
 
 
 def _refined(shape: MeshTfShape, factors: Sequence[int]) -> MeshTfShape:
-    """The shape in these pieces. If a dim is split, its first piece is."""
+    """The shape with its dims divided into these factors. If a dim is split, its first factor is split."""
     out: list[MeshTfDim] = []
     k = 0
     for d in shape:

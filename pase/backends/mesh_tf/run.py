@@ -1,4 +1,4 @@
-"""Run a generated Mesh-TensorFlow program on logical devices of one machine."""
+"""Runs a generated Mesh-TensorFlow program on logical devices of one machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["EmittedModel", "MeshTfRun", "demo", "lowered", "run"]
 
 
 class EmittedModel(Protocol):
-    """A module that ``emit`` wrote, or anything with its names."""
+    """A module that ``emit`` wrote, or any object with the same names."""
 
     MESH_SHAPE: str
     LAYOUT_RULES: str
@@ -27,19 +27,23 @@ class EmittedModel(Protocol):
     def model(
         self, mesh: object, inputs: Mapping[str, object], values: Mapping[str, object] | None
     ) -> tuple[Tree, Tree]:
-        """(loss, parameters), tensors of Mesh-TF."""
+        """(loss, parameters), as Mesh-TF tensors."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshTfRun:
-    """Results of training steps. gradients: of the first step; parameters: after the last; in the source's shapes."""
+    """Results of training steps, in the source's shapes.
+
+    gradients: of the first step.
+    parameters: after the last step.
+    """
 
     losses: tuple[float, ...]
     gradients: Mapping[str, np.ndarray]
     parameters: Mapping[str, np.ndarray]
     counters: Mapping[str, float]
-    """Mesh-TF's own counts of a step's lowering: elements moved, summed over devices, by op and mesh axis."""
+    """Mesh-TF's counts from the lowering of a step: elements moved, summed over devices, by op and mesh axis."""
 
 
 def lowered(
@@ -70,9 +74,10 @@ def run(
     learning_rate: float = 0.1,
     steps: int = 1,
 ) -> MeshTfRun:
-    """Steps of gradient descent on as many logical CPU devices as the program's mesh has.
+    """Run steps of gradient descent, on one logical CPU device per device of the program's mesh.
 
-    program: a module (or anything with its names) that ``emit`` wrote; inputs, values: arrays by the source's names.
+    program: a module that ``emit`` wrote, or any object with the same names.
+    inputs, values: arrays by the source's names.
     """
     _, tf = mesh_tensorflow()
     mesh, _ = check_layout(program.MESH_SHAPE, program.LAYOUT_RULES)

@@ -1,9 +1,9 @@
-"""Functions that generated Mesh-TensorFlow programs call where Mesh-TF has no such op, or only a limited one.
+"""Functions that generated Mesh-TensorFlow programs call if Mesh-TF does not have an op, or only a limited one.
 
 They are built from Mesh-TF's own ops and ``mtf.slicewise``, which runs a TensorFlow function on each device's slice.
 Gradients of slicewise functions are defined here, because Mesh-TF's generic gradient cannot take an incoming gradient
-that still has to be summed over devices.
-Tensors are ``mtf.Tensor``; dims that a function works on are given as lists of ``mtf.Dimension``.
+that is a partial sum. Tensors are ``mtf.Tensor``. The dims that a function works on are given as lists of
+``mtf.Dimension``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def variable(
     dtype: str,
     values: Mapping[str, np.ndarray] | None,
 ) -> Tensor:
-    """A parameter. values: name -> array in the source's shape; a missing name gets a random initial value."""
+    """A parameter. values: name -> array in the source's shape. A missing name gets a random initial value."""
     mtf, tf = mesh_tensorflow()
     shape = [d.size for d in dims]
     initial: Callable[..., Slice] = tf.truncated_normal_initializer(stddev=0.02)
@@ -72,14 +72,14 @@ def descend(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """(loss, gradients, assignments) of a step of gradient descent.
 
-    No assignment runs before every gradient is computed. Otherwise the rest would read slices already updated.
+    All gradients are computed before the first assignment. Otherwise some would read slices that are already updated.
     """
     mtf, _ = mesh_tensorflow()
     made = mtf.gradients([loss], list(parameters.values()))
     lost = [name for name, g in zip(parameters, made, strict=True) if g is None]
     if lost:
         raise ValueError(f"the loss does not depend on {', '.join(lost)}")
-    whole = [mtf.identity(loss), *(mtf.identity(g) for g in made)]  # sums what still has to be summed
+    whole = [mtf.identity(loss), *(mtf.identity(g) for g in made)]  # reduces partial sums
     updates = []
     for p, g in zip(parameters.values(), whole[1:], strict=True):
         updates.append(mtf.assign(p, mtf.depend(p - learning_rate * g, whole)))
@@ -87,7 +87,7 @@ def descend(
 
 
 def cwise(fn: Callable[..., Slice], *xs: Tensor, dtype: DType | None = None) -> Tensor:
-    """An elementwise TensorFlow function. Operands broadcast by the names of their dims."""
+    """Apply an elementwise TensorFlow function. Operands broadcast by the names of their dims."""
     mtf, _ = mesh_tensorflow()
     dims: list[Dimension] = []
     for x in sorted(xs, key=lambda x: -len(x.shape.dims)):
@@ -97,8 +97,8 @@ def cwise(fn: Callable[..., Slice], *xs: Tensor, dtype: DType | None = None) -> 
 
 
 def slopes(fn: Callable[..., Slice], args: Sequence[Slice], wanted: Sequence[int], dy: Slice) -> list[Slice]:
-    """The gradients of fn(*args) with respect to some arguments. One argument may be computed from another (such as
-    its mean). Gradients must not pass along that path here, so the arguments are detached."""
+    """The gradients of fn(*args) with respect to some arguments. The arguments are detached: one may be computed from
+    another (such as its mean), and gradients must not pass along that path here."""
     _, tf = mesh_tensorflow()
     cut = [tf.stop_gradient(a) for a in args]
     made: list[Slice] = tf.gradients(
@@ -114,7 +114,7 @@ def local(
     shape: Shape | None = None,
     dtype: DType | None = None,
 ) -> Tensor:
-    """A TensorFlow function on slices. Correct only if every operand has all dims that are split."""
+    """Apply a TensorFlow function to slices. This is correct only if every operand has all dims that are split."""
     mtf, _ = mesh_tensorflow()
 
     def gradient(op: Operation, dy: Tensor) -> list[Tensor]:
@@ -148,7 +148,7 @@ def local(
 
 
 def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """a where the condition holds, else b. Elements that are not selected may be infinite."""
+    """a if the condition holds, else b. Elements that are not selected may be infinite."""
     _, tf = mesh_tensorflow()
     return cwise(tf.where, condition, a, b, dtype=a.dtype)
 
@@ -178,14 +178,14 @@ def sparse_cross_entropy(logits: Tensor, labels: Tensor, over: Sequence[Dimensio
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, over: Sequence[Dimension]) -> Tensor:
-    """labels: a distribution over the classes."""
+    """The cross entropy with labels that are distributions over the classes."""
     mtf, _ = mesh_tensorflow()
     rest = mtf.Shape([d for d in logits.shape.dims if d not in over])
     return mtf.negative(mtf.einsum([labels, log_softmax(logits, over)], output_shape=rest))
 
 
 def one_hot(ids: Tensor, dims: Sequence[Dimension], dtype: DType) -> list[Tensor]:
-    """Factors with the product 1 where the index in ``dims``, major to minor, equals ``ids``, and 0 elsewhere."""
+    """Factors whose product is 1 where the index in ``dims``, major to minor, equals ``ids``, and 0 elsewhere."""
     mtf, tf = mesh_tensorflow()
     left = mtf.cast(ids, tf.int32)
     out = []
@@ -196,7 +196,8 @@ def one_hot(ids: Tensor, dims: Sequence[Dimension], dtype: DType) -> list[Tensor
 
 
 def lookup(table: Tensor, ids: Tensor, over: Sequence[Dimension], shape: Sequence[Dimension]) -> Tensor:
-    """Rows of the table by index: a product with one-hot vectors, like Mesh-TF's own gather. ``over`` may be split."""
+    """Rows of the table by index, as a product with one-hot vectors like Mesh-TF's own gather. ``over`` may be
+    split."""
     mtf, _ = mesh_tensorflow()
     return mtf.einsum([*one_hot(ids, over, table.dtype), table], output_shape=mtf.Shape(list(shape)))
 
@@ -209,9 +210,9 @@ def summed(
     gradient: Callable[[Tensor], list[Tensor]] | None = None,
     name: str = "summed",
 ) -> Tensor:
-    """A TensorFlow function on slices. Its results are then summed over the devices that split ``over``.
+    """Apply a TensorFlow function to slices, and sum its results over the devices that split ``over``.
 
-    gradient: from the result's gradient to the operands'.
+    gradient: maps the result's gradient to the operands' gradients.
     """
     mtf, _ = mesh_tensorflow()
 
@@ -241,8 +242,8 @@ def summed(
 
 
 def halo(x: Tensor, blocks: Dimension, rows: Dimension, low: int, high: int) -> Tensor:
-    """Each block of rows, extended by the last ``low`` rows of the previous block and the first ``high`` of the next;
-    zeros at the ends. (Like ``mtf.halo_exchange``, but the two sides may differ.)"""
+    """Extend each block of rows by the last ``low`` rows of the previous block and the first ``high`` rows of the next
+    one, or by zeros at the ends. (Like ``mtf.halo_exchange``, but the two sides may differ.)"""
     mtf, _ = mesh_tensorflow()
     parts = [x]
     if low:
@@ -260,10 +261,10 @@ def conv2d(
     strides: tuple[int, int],
     padding: Sequence[tuple[int, int]],
 ) -> Tensor:
-    """x: [batch dims, rows, columns, channels], w: [rows, columns, channels, out channels]; over: the channels.
+    """x: [batch dims, rows, columns, channels], w: [rows, columns, channels, out channels]. over: the channels.
 
     Mesh-TF's own convolution computes a wrong extent for some strides ((in - k + 1) // stride, rounded down), and pads
-    like TensorFlow only for stride 1. The input is therefore padded here to an extent for which it is right.
+    like TensorFlow only for stride 1. Therefore the input is padded here, to an extent for which it is right.
     """
     mtf, _ = mesh_tensorflow()
     n = len(over)
@@ -283,7 +284,7 @@ def conv2d(
 
 
 def _conv2d_of_parts(x: Tensor, w: Tensor, over: list[Dimension], strides: tuple[int, int]) -> Tensor:
-    """An unpadded convolution with channels in several dims. Mesh-TF's own has one dim for those in and one for out."""
+    """An unpadded convolution with channels in several dims. Mesh-TF's own has one dim each for input and output."""
     mtf, tf = mesh_tensorflow()
     n = len(over)
     batch, made = x.shape.dims[: -2 - n], w.shape.dims[2 + n :]
@@ -337,8 +338,12 @@ def pool2d(
     strides: tuple[int, int],
     padding: str,
 ) -> Tensor:
-    """kind: "MAX" or "AVG"; x: [batch dims, rows, columns, channel dims]; over: rows and columns. (Mesh-TF's own
-    accepts only windows that do not overlap.)"""
+    """Pool over rows and columns. (Mesh-TF's own op accepts only windows that do not overlap.)
+
+    x: [batch dims, rows, columns, channel dims].
+    kind: "MAX" or "AVG".
+    over: rows and columns.
+    """
     mtf, tf = mesh_tensorflow()
     dims = x.shape.dims
     first = dims.index(over[0])

@@ -1,14 +1,14 @@
-"""Mesh-TensorFlow on a current TensorFlow.
+"""Imports Mesh-TensorFlow on a current TensorFlow.
 
-mesh-tensorflow 0.1.21 (its last release, 2022) needs two things that TensorFlow has since dropped. Generated
-programs use neither:
+mesh-tensorflow 0.1.21 (its last release, 2022) needs two things that TensorFlow has removed since. Generated programs
+use neither:
 
-- ``tensorflow.compat.v1.estimator``: TensorFlow 2.16 removed Estimators; when it is imported, Mesh-TF derives
-  checkpoint hooks from two of their classes;
-- ``tensorflow.python.framework.ops.register_tensor_conversion_function``: moved to ``tensor_conversion_registry``;
-  it is called for the variables of a TPU.
+- ``tensorflow.compat.v1.estimator``: TensorFlow 2.16 removed Estimators. On import, Mesh-TF derives checkpoint hooks
+  from two of their classes.
+- ``tensorflow.python.framework.ops.register_tensor_conversion_function``: moved to ``tensor_conversion_registry``.
+  Mesh-TF calls it for variables on a TPU.
 
-Both are restored before the import if they are missing. Upstream's own tests then pass on TensorFlow 2.21.
+If they are missing, both are restored before the import. Mesh-TF's own tests then pass on TensorFlow 2.21.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ __all__ = ["mesh_tensorflow"]
 
 
 def mesh_tensorflow() -> tuple[ModuleType, ModuleType]:
-    """(mesh_tensorflow, tensorflow.compat.v1), imported. Raises PaseError if one is not installed."""
+    """Import and return (mesh_tensorflow, tensorflow.compat.v1). Raises PaseError if one is not installed."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         import tensorflow.compat.v1 as tf
         from tensorflow.python.framework import ops, tensor_conversion_registry
     except ImportError as e:
-        raise PaseError(f"Mesh-TensorFlow needs TensorFlow ({e}): {install_line('tf')}") from e
+        raise PaseError(
+            f"TensorFlow cannot be imported ({e})", where="Mesh-TensorFlow", fix=install_line("tf")
+        ) from e
 
     if not hasattr(tf, "estimator"):
 
@@ -52,6 +54,8 @@ def mesh_tensorflow() -> tuple[ModuleType, ModuleType]:
     try:
         import mesh_tensorflow as mtf
     except ImportError as e:
-        raise PaseError(f"cannot import mesh-tensorflow ({e}): {install_line('tf')}") from e
-    logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it warns for every variable
+        raise PaseError(
+            f"mesh-tensorflow cannot be imported ({e})", where="Mesh-TensorFlow", fix=install_line("tf")
+        ) from e
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)  # TensorFlow would warn about every variable
     return mtf, tf

@@ -1,4 +1,5 @@
-"""TensorFlow's ops as Mesh-TensorFlow ops. ``tf_source`` yields them in order, calls inlined and loops unrolled."""
+"""Translates TensorFlow's ops to Mesh-TensorFlow ops. ``tf_source`` yields them in order, with calls inlined and loops
+unrolled."""
 
 from __future__ import annotations
 
@@ -224,8 +225,7 @@ def _pool(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     plain = window[0] == window[3] == 1 and _text(op, "data_format", "NHWC") == "NHWC"
     if not plain or padding not in ("SAME", "VALID"):
         raise refuse(
-            op,
-            "of pools, only those over rows and columns (NHWC) with padding SAME or VALID can be expressed",
+            op, "only pools over rows and columns (NHWC) with padding SAME or VALID can be expressed"
         )
     return images.pool2d(
         p,
@@ -339,7 +339,7 @@ def _gather(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     shape = op.inputs[0].shape
     axis = int(p.static(op, 2)) % len(shape) if len(op.inputs) > 2 else 0
     if "batch_dims" in op.attrs and op.attrs["batch_dims"].i:
-        raise refuse(op, "its operands have batch dims in common")
+        raise refuse(op, "its operands share batch dims")
     table = p.arg(op, 0)
     known = op.inputs[1].value
     if known is not None and known.ndim < 2:
@@ -358,12 +358,12 @@ def _gather(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
 
 @RULES.rule("OneHot")
 def _one_hot(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """One-hot vectors of indices, in the plan's dim of the classes."""
+    """Translate one-hot vectors of indices, in the plan's dim of the classes."""
     on, off = p.scalar(op, 2), p.scalar(op, 3)
     dims = p.written(op.outputs[0])
     axis = int(op.attrs["axis"].i) % len(op.shapes[0]) if "axis" in op.attrs else len(op.shapes[0]) - 1
     if (on, off) not in (("1.0", "0.0"), ("1", "0")) or dims is None or op.dtypes[0] != "float32":
-        raise refuse(op, "of one-hot vectors, only those of 32-bit ones and zeros can be expressed")
+        raise refuse(op, "only one-hot vectors of 32-bit ones and zeros can be expressed")
     ids = p.to(p.arg(op, 0), (*dims[:axis], *dims[axis + 1 :])) if op.inputs[0].value is None else None
     if ids is None:
         raise refuse(op, "its indices are constants")

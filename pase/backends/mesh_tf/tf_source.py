@@ -1,7 +1,7 @@
-"""A second walk over a TensorFlow graph, op by op, in the order of ``frontends/tf/lower``.
+"""Walks a TensorFlow graph a second time, op by op, in the order of ``frontends/tf/lower``.
 
-Calls are inlined, values that do not depend on data are computed, and loops with a known number of turns are unrolled.
-The ops of every turn have the names of the plan's single body. Lists of tensors are Python lists. Reading and writing
+Calls are inlined, values that do not depend on data are computed, and loops with a known trip count are unrolled. The
+ops of every iteration have the names of the plan's single body. Lists of tensors are Python lists. Reading and writing
 them, and loop carries, are ops that only pase has (``pase:same``, ``pase:take``, ``pase:stack``).
 """
 
@@ -32,7 +32,7 @@ _VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable", "AutoReloadVari
 
 @dataclass(frozen=True)
 class _List:
-    """A list of tensors: the names of its elements by index, or one tensor that holds all of them."""
+    """A list of tensors: its elements by index, or one stacked tensor with all elements."""
 
     length: int | None
     elements: Mapping[int, Input] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class _GraphWalk:
     def body(
         self, body: TfBody, args: Sequence[_WalkedValue], prefix: str, out: list[_WalkedValue]
     ) -> Iterator[SourceOp]:
-        """The body's ops; its outputs are appended to ``out``."""
+        """Yield the body's ops. Appends its outputs to ``out``."""
         env: dict[str, _WalkedValue] = dict(zip(body.args, args, strict=False))
         for node in body.nodes:
             path = f"{prefix}{node.name}"
@@ -142,9 +142,10 @@ class _GraphWalk:
         inputs = []
         for k, v in enumerate(ins):
             if not isinstance(v, Input):
-                what = "a list of tensors" if isinstance(v, _List) else "no tensor that the model has"
+                what = "a list of tensors" if isinstance(v, _List) else "not a tensor of the model"
                 raise PaseError(
-                    f"the Mesh-TensorFlow program cannot have '{node.op}' at {path}: operand {k} is {what}"
+                    f"the op cannot be in a Mesh-TensorFlow program: operand {k} is {what}",
+                    where=f"'{node.op}' at {path}",
                 )
             inputs.append(v)
         made: list[Input | None] = [self.tensor(n) if n else None for n in names]
@@ -154,7 +155,7 @@ class _GraphWalk:
             )  # a cast to the same type, a reduction over no dims, a reshape and its inverse
             return
         shape = _reshaped(node, inputs)
-        if shape is not None and names:  # the frontend may have omitted this reshape: readers look past it
+        if shape is not None and names:  # the frontend may have omitted this reshape, and readers ignore it
             if node.op == "Reshape":
                 source = inputs[0].behind or inputs[0].tensor
             else:
@@ -190,7 +191,7 @@ class _GraphWalk:
         shape: Sequence[int],
         **attrs: Any,
     ) -> SourceOp:
-        """An op that only pase has, which makes a tensor of this name."""
+        """An op that only pase has. It computes a tensor with the name ``made``."""
         dtype = inputs[0].dtype
         return SourceOp(
             at=at,
@@ -236,7 +237,7 @@ class _GraphWalk:
                 break
             if iteration == _MOST_TRIPS:
                 raise _data(node, path, f"it has more than {_MOST_TRIPS} iterations, and loops are unrolled")
-            for k, v in enumerate(now):  # a turn's inputs have the names of the plan's loop
+            for k, v in enumerate(now):  # an iteration's inputs have the names of the plan's loop
                 for kind in _READ_BY_ITERATIONS:
                     names = self.names(at.its(kind, k))
                     if names and isinstance(v, Input):
@@ -304,7 +305,7 @@ class _GraphWalk:
             if held.stacked is not None or not isinstance(x, Input):
                 raise _data(node, path, "it overwrites an element of a list that was given as one tensor")
             kept = x
-            if x.value is None:  # the name will hold another turn's value later
+            if x.value is None:  # the next iteration sets the same name again
                 self.snapshots += 1
                 kept = replace(x, tensor=f"{x.tensor}@{self.snapshots}")
                 yield self.own("same", None, [x], kept.tensor or "", x.shape)
@@ -344,7 +345,7 @@ class _Attributes(Mapping[str, Any]):
 
 
 def _reshaped(node: TfNode, ins: Sequence[Input]) -> tuple[int, ...] | None:
-    """The shape of an op's result, for ops whose last reshape the frontend may leave to the readers."""
+    """The shape of an op's result, for ops whose last reshape the frontend may omit."""
     if node.op == "Reshape" and ins[1].value is not None:
         size = int(np.prod(ins[0].shape, dtype=np.int64))
         wanted = [int(s) for s in ins[1].value]
@@ -362,12 +363,12 @@ def _reshaped(node: TfNode, ins: Sequence[Input]) -> tuple[int, ...] | None:
 
 
 def _data(node: TfNode, path: str, why: str) -> PaseError:
-    return PaseError(f"the Mesh-TensorFlow program cannot have '{node.op}' at {path}: {why}")
+    return PaseError(f"the op cannot be in a Mesh-TensorFlow program: {why}", where=f"'{node.op}' at {path}")
 
 
 def _index(node: TfNode, v: _WalkedValue, path: str) -> int:
     if not isinstance(v, Input) or v.value is None:
-        raise _data(node, path, "which element depends on data")
+        raise _data(node, path, "the index of the element depends on data")
     return int(v.value.reshape(()))
 
 
@@ -407,4 +408,6 @@ def _run(node: TfNode, arrays: Sequence[np.ndarray], path: str) -> list[np.ndarr
             try:
                 return [np.asarray(a) for a in session.run(list(made[0].outputs))]
             except tf.errors.OpError as e:
-                raise PaseError(f"TensorFlow op '{node.op}' at {path} fails on known operands: {e}") from e
+                raise PaseError(
+                    f"TensorFlow cannot run the op on known operands: {e}", where=f"'{node.op}' at {path}"
+                ) from e

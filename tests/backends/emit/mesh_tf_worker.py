@@ -1,5 +1,7 @@
-"""Run in a process of its own (TensorFlow's devices are set once): what Mesh-TensorFlow makes of our layouts and
-programs. Prints one JSON object."""
+"""Runs our layouts and programs in Mesh-TensorFlow, and prints the results as one JSON object.
+
+It is run as a process of its own, because TensorFlow's devices can be configured only once per process.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def dims_text(dims: Any) -> str:
 
 
 def rules(count: int = 400) -> list[dict[str, Any]]:
-    """Random layouts and tensors: does Mesh-TF take them, and do we?"""
+    """Random layouts and tensors: the errors that Mesh-TF and pase raise for each."""
     from pase.backends.mesh_tf.legality import check_layout, check_tensor
     from pase.backends.mesh_tf.shim import mesh_tensorflow
     from pase.errors import PaseError
@@ -51,7 +53,7 @@ def rules(count: int = 400) -> list[dict[str, Any]]:
 
 
 def random_dims(shape: tuple[int, ...], axes: dict[str, int], prefix: str) -> Any:
-    """A tensor's dims, each in one to three factors, and each mesh axis on a factor of its own or on none."""
+    """A tensor's dims, each in one to three factors; each mesh axis splits one factor, or none."""
     from pase.backends.mesh_tf.names import MeshTfDim
 
     groups: list[list[MeshTfDim]] = []
@@ -77,7 +79,7 @@ def random_dims(shape: tuple[int, ...], axes: dict[str, int], prefix: str) -> An
 
 
 def moves(count: int = 20) -> list[dict[str, Any]]:
-    """Tensors from one layout to another as the program would move them: the values, and a gradient's way back."""
+    """Reshards of tensors as the program would do them: the errors of the values, and of gradients in reverse."""
     from pase.backends.mesh_tf.names import flat
     from pase.backends.mesh_tf.reshapes import reshape_steps as steps
     from pase.backends.mesh_tf.shim import mesh_tensorflow
@@ -134,7 +136,7 @@ def moves(count: int = 20) -> list[dict[str, Any]]:
 
 
 def models() -> dict[str, Any]:
-    """Keras models, small: name -> (loss, specs, variables, batch)."""
+    """Small Keras models: name -> (loss, specs, model, batch)."""
     import keras
     import tensorflow as tf
 
@@ -217,7 +219,7 @@ def models() -> dict[str, Any]:
 
 
 def trained(name: str, loss: Any, specs: Any, model: Any, batch: Any, strategy: str) -> dict[str, Any]:
-    """A step of gradient descent by the generated program, and by TensorFlow on one device."""
+    """A step of gradient descent by the generated program, compared with TensorFlow on one device."""
     import tensorflow as tf
 
     from bench.cases.plans import Case
@@ -250,7 +252,7 @@ def trained(name: str, loss: Any, specs: Any, model: Any, batch: Any, strategy: 
     for c in plan.collectives:
         planned[c.kind] = planned.get(c.kind, 0.0) + float(c.nbytes * c.times)
     lowered: dict[str, float] = {}
-    for key, elements in step.counters.items():  # of all devices together, in elements
+    for key, elements in step.counters.items():  # elements, summed over all devices
         kind = key.partition("/")[0]
         if kind.startswith("all"):
             lowered[kind] = lowered.get(kind, 0.0) + 4 * elements / devices
@@ -270,7 +272,7 @@ def trained(name: str, loss: Any, specs: Any, model: Any, batch: Any, strategy: 
 
 
 def refused() -> dict[str, str]:
-    """What happens to models that Mesh-TensorFlow cannot express."""
+    """The errors for models that Mesh-TensorFlow cannot express."""
     import tensorflow as tf
 
     from bench.cases.plans import Case
@@ -306,7 +308,7 @@ def refused() -> dict[str, str]:
 
 
 def scans() -> list[dict[str, Any]]:
-    """JAX models with a loop, under random splits: a step against JAX's."""
+    """JAX models with a loop under random splits: a step compared with JAX's."""
     import jax
     import jax.numpy as jnp
 
@@ -326,8 +328,11 @@ def scans() -> list[dict[str, Any]]:
                 w, b = layer
                 new = jnp.tanh(h @ w + b) * jnp.expand_dims(
                     angles, 0
-                )  # known outside, seen with one dim more
-                return (g, new, seen + new), ((new**2).mean(-1), seen)  # seen of the first turn is known
+                )  # a constant from outside, read with an added dim
+                return (g, new, seen + new), (
+                    (new**2).mean(-1),
+                    seen,
+                )  # ``seen`` is a constant in the first iteration
 
             angles = jnp.cos(jnp.arange(8.0))
             layers, start = (params["w"], params["b"]), (x, x * 0.5, jnp.zeros_like(x))

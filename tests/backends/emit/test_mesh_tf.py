@@ -1,4 +1,4 @@
-"""Plans as Mesh-TensorFlow programs: layouts by Mesh-TF's own checks, and numbers by TensorFlow on one device."""
+"""Plans as Mesh-TensorFlow programs: layouts pass Mesh-TF's own checks, and steps equal TensorFlow's on one device."""
 
 import ast
 import importlib.util
@@ -55,32 +55,34 @@ def worker():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "layout", "says"),
+    ("mesh", "layout", "where", "texts"),
     [
-        ("x:2;y:2", "a:x;a:y", "dim 'a' has two mesh axes, x and y"),
-        ("x:2", "a:y", "dim 'a' goes to mesh axis 'y', which the mesh x:2 does not have"),
-        ("x:0", "", "axis 'x' has size '0'"),
-        ("x:2;x:4", "", "axis 'x' occurs twice"),
-        ("x:2", "a", "'a' is not NAME:VALUE"),
+        ("x:2;y:2", "a:x;a:y", "layout_rules", ("'a'", "x and y")),
+        ("x:2", "a:y", "layout_rules", ("'a'", "'y'", "x:2")),
+        ("x:0", "", "mesh_shape 'x:0'", ("'x'", "'0'")),
+        ("x:2;x:4", "", "mesh_shape 'x:2;x:4'", ("'x'", "twice")),
+        ("x:2", "a", "layout_rules 'a'", ("'a'", "NAME:VALUE")),
     ],
 )
-def test_a_layout_that_mesh_tf_would_refuse(mesh, layout, says):
-    with pytest.raises(PaseError, match=re.escape(says)):
+def test_a_layout_that_mesh_tf_would_refuse(mesh, layout, where, texts):
+    with pytest.raises(PaseError) as e:
         check_layout(mesh, layout)
+    assert e.value.where == where and all(t in e.value.what for t in texts)
 
 
 @pytest.mark.parametrize(
-    ("dims", "whole", "says"),
+    ("dims", "whole", "texts"),
     [
-        ([("a", 4), ("b", 4)], (), "dims 'a' and 'b' are both split over mesh axis 'x'"),
-        ([("a", 3)], (), "dim 'a' of 3 elements over 2 devices is uneven"),
-        ([("c", 3), ("c", 3)], (), "a dim's name occurs twice"),
-        ([("a", 4)], ("a",), "this op cannot split 'a'"),
+        ([("a", 4), ("b", 4)], (), ("'a'", "'b'", "both", "'x'")),
+        ([("a", 3)], (), ("'a'", "3 elements", "2 devices")),
+        ([("c", 3), ("c", 3)], (), ("twice", "'c'")),
+        ([("a", 4)], ("a",), ("this op cannot split", "'a'")),
     ],
 )
-def test_a_tensor_that_mesh_tf_would_refuse(dims, whole, says):
-    with pytest.raises(PaseError, match=re.escape(says)):
+def test_a_tensor_that_mesh_tf_would_refuse(dims, whole, texts):
+    with pytest.raises(PaseError) as e:
         check_tensor("t", dims, *check_layout("x:2", "a:x;b:x"), whole=whole)
+    assert e.value.where == "t" and all(t in e.value.what for t in texts)
 
 
 def test_axes_that_are_never_used_apart_become_one():
@@ -91,7 +93,7 @@ def test_axes_that_are_never_used_apart_become_one():
 
 
 def test_an_axis_that_splits_what_walks_no_tensor_is_used_by_none():
-    """A copy's pending dim takes x alone: x and y still are one axis."""
+    """Only the copy's pending dim uses x alone. It does not index a tensor, so x and y are merged all the same."""
     graph = from_text(
         "graph g\ntensor t float32[8] activation\ntensor u float32[8] activation copy=t\n"
         "node t (b=8)\n  generate iota -> t[b]\n"
@@ -107,7 +109,7 @@ AXES = {"x": 2, "y": 3}
 
 @st.composite
 def layouts(draw):
-    """Two layouts of one tensor: its dims in factors, and where each axis is."""
+    """Two layouts of one tensor: factors of its dims, and the factor that each axis splits."""
     extents = draw(st.lists(st.sampled_from([1, 2, 6, 12, 36]), min_size=1, max_size=3))
 
     def one(prefix):
@@ -155,13 +157,13 @@ def test_two_axes_do_not_trade_places_in_one_reshape():
 @pytest.mark.parametrize("model", ["mlp", "transformer", "rnnlm", "alexnet"])
 @pytest.mark.parametrize("strategy", ["ours@2x4", "random3@2x2x2"])
 def test_every_tensor_of_a_program_obeys_the_rules(model, strategy):
-    """``program`` checks each of its tensors; scans are refused by name of the loop."""
+    """``program`` checks each of its tensors. A scan that is refused is named in the error."""
     plan = reduced(model).plan(strategy)
     try:
         text, layout = mesh_tf.program(plan)
     except PaseError as e:
         assert model in ("transformer", "rnnlm"), e
-        assert re.match(r"'scan' at .*\.py.* cannot be in a Mesh-TensorFlow program: ", str(e)), e
+        assert re.search(r"'scan' at .*\.py", str(e)), e
         return
     compile(text, "program.py", "exec")
     mesh, rules = check_layout(layout.mesh_shape, layout.layout_rules)
@@ -187,7 +189,7 @@ def test_what_has_no_translation_is_named():
 
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((8, 8), (8, 8))]
     plan = case_of(loss, *shapes).plan("random0@2x2x2")
-    with pytest.raises(PaseError, match=r"'sort' at .*test_mesh_tf\.py:\d+.* cannot be in a Mesh-TensorFlow"):
+    with pytest.raises(PaseError, match=r"'sort' at .*test_mesh_tf\.py:\d+"):
         mesh_tf.program(plan)
 
 
@@ -196,7 +198,7 @@ def test_what_has_no_translation_is_named():
 
 @needs_mesh_tf
 def test_our_rules_are_mesh_tf_s():
-    """We refuse all that it refuses; more only where a rule that it never looks at gives a dim two axes."""
+    """pase refuses all that Mesh-TF refuses, and in addition only rules that give two axes to a dim no tensor has."""
     cases = worker()["rules"]
     assert len(cases) == 400 and 50 < sum(bool(c["theirs"]) for c in cases) < 350
     for c in cases:
@@ -227,7 +229,7 @@ def test_a_step_is_tensorflow_s(model):
 
 @needs_mesh_tf
 def test_mesh_tf_moves_what_the_plan_says():
-    """It knows no reduce-scatter: what the plan sums and scatters is summed whole, and sliced."""
+    """Mesh-TF has no reduce-scatter: what the plan reduce-scatters is all-reduced and then sliced."""
     step = worker()["mlp ours@4x2"]
     planned, lowered = step["planned"], step["lowered"]
     assert lowered["allconcat"] == planned["all_gather"] > 0
@@ -238,10 +240,8 @@ def test_mesh_tf_moves_what_the_plan_says():
 @needs_mesh_tf
 def test_what_tensorflow_models_cannot_have_is_named():
     said = worker()["refused"]
-    assert re.match(
-        r"'Cumsum' at running cannot be in .*: this op has no Mesh-TensorFlow translation", said["cumulative"]
-    )
-    assert re.search(r"cannot have '\w*While' at until.*depends on data", said["until"])
+    assert "'Cumsum' at running" in said["cumulative"]
+    assert re.search(r"'\w*While' at until.*depends on data", said["until"])
 
 
 def test_what_jax_programs_cannot_have_is_said_at_once_with_what_to_do():
@@ -254,12 +254,11 @@ def test_what_jax_programs_cannot_have_is_said_at_once_with_what_to_do():
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 8, 8), (4, 8))]
     plan = pase.compile(loss, *shapes, devices=2, baselines=False)
-    said = r"'cumsum' at .*: this op has no .*; 'while' at .* no loops that data ends; write it as a lax.scan"
-    with pytest.raises(PaseError, match=said):
+    with pytest.raises(PaseError, match=r"'cumsum' at .*; 'while' at .* lax\.scan"):
         mesh_tf.program(plan)
     long = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((300, 8, 8), (4, 8))]
     plan = pase.compile(lambda w, x: jax.lax.scan(turn_of, x, w)[0].mean(), *long, devices=2, baselines=False)
-    with pytest.raises(PaseError, match="would be 300 turns long; at most 200 are written out"):
+    with pytest.raises(PaseError, match="300 iterations"):
         mesh_tf.program(plan)
 
 
@@ -269,7 +268,7 @@ def turn_of(h, w):
 
 @needs_mesh_tf
 def test_a_scan_is_written_out_turn_by_turn():
-    """Forward and in reverse, carries that change places, what is stacked: the loss and gradients are JAX's."""
+    """Forward and in reverse, with carries that are exchanged, and stacked results: loss and gradients equal JAX's."""
     for step in worker()["scans"]:
         assert step["layout"], "nothing is split"
         assert step["loss"] == pytest.approx(step["wanted"], rel=1e-6)
@@ -283,8 +282,9 @@ def test_a_written_program_runs(tmp_path):
         "zoo:mlp?batch=16&layers=1&features=8&hidden=16&classes=4", devices=4, baselines=False
     )
     plan.save(layout)
-    with pytest.raises(PaseError, match="give the model that the plan for 'zoo:mlp"):
+    with pytest.raises(PaseError) as e:
         registry.emit(pase.load(layout), "mesh-tf", program)
+    assert "zoo:mlp" in e.value.where and "model" in e.value.fix
 
     said = reported("emit", layout, "--to", "mesh-tf", "-o", program)
     assert "mesh_shape" in said["written"] and 'MESH_SHAPE = "' in program.read_text()
@@ -296,7 +296,7 @@ def test_a_written_program_runs(tmp_path):
 
 
 def test_names_of_a_model_are_no_code():
-    """What a model calls its parameters stands in the program as text."""
+    """The names that a model gives its parameters are string literals in the program."""
     odd = 'w"]; import os  # \n"""\nraise SystemExit("no"'
 
     def loss(params, x):
