@@ -205,8 +205,7 @@ def decomposed_times(
         piece = piece + p.seconds(rows / ways, outer, inner, model)
     hop = model.collective("permute", mesh, axes, nbytes / ways)
     work = piece + slowed(model.machine) * hop
-    if (
-        kind == "reduce_scatter"
-    ):  # an arrived piece is read, added to the next part (another read), and written
+    # An arrived piece is read, added to the next part (another read), and written.
+    if kind == "reduce_scatter":
         work = work + model.compute("memory", products[0].dtype, 0.0, 3 * nbytes / ways)
     return np.asarray(np.maximum((ways - 1) * np.maximum(work, hop) + piece - full, 0.0))
