@@ -114,6 +114,7 @@ def _taken(configs: Sequence[np.ndarray], keep: Sequence[np.ndarray]) -> list[np
 
 
 def _cheapest(intent: Intent, tables: CostTables, graph: Graph, configs: Sequence[np.ndarray]) -> Baseline:
+    """The cheapest strategy over these configs, as a baseline."""
     found = solve(tables)
     chosen = zip(graph.nodes, configs, found.choice, strict=True)
     strategy = {node.name: cfg[i] for node, cfg, i in chosen}

@@ -126,6 +126,7 @@ def _parameter_of(graph: Graph, tensor: str) -> str | None:
 
 
 def _weights(graph: Graph, classes: dict[DimKey, int]) -> Iterator[Weight]:
+    """The weights of every product and look-up, one per reading op."""
     for n in graph.nodes:
         for op in n.ops:
             if op.kind not in ("matmul", "conv", "gather") or len(op.factors) != 2 or op.backward:

@@ -68,6 +68,7 @@ def ways_over(cfg: np.ndarray, dims: Sequence[int], axes: Sequence[int], mesh: M
 
 
 def _elements(node: Node) -> int:
+    """The number of elements of a parameter."""
     return math.prod(concrete_size(d.size, node.name) for d in node.space if d.kind == "parallel")
 
 
@@ -99,6 +100,7 @@ def state_apart(node: Node, cfg: np.ndarray, axes: Sequence[int]) -> np.ndarray:
 
 
 def _batch_size(graph: Graph, r: Roles) -> int:
+    """The greatest common divisor of the batch sizes; 1 without a batch."""
     sizes = r.sizes(graph, r.batch)
     return math.gcd(*sizes) if sizes else 1
 

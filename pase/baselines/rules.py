@@ -104,6 +104,7 @@ def hsdp(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skip
 
 
 def _sharded(r: Roles, data: Sequence[int], stored: Sequence[int]) -> Allow:
+    """Data parallelism over the axes ``data``, with parameters stored split over the axes ``stored``."""
     whole = [a for a in data if a not in stored]
 
     def allow(node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:

@@ -64,6 +64,7 @@ class _Local:
 
 
 def _all_reduce(rules: Rules, words: np.ndarray, ways: np.ndarray) -> np.ndarray:
+    """FLOP of an all-reduce of ``words`` over ``ways`` devices: AR(w, P)."""
     return rules.flop_per_word * 2 * (ways - 1) / ways * words
 
 
@@ -85,6 +86,7 @@ def layer_cost(layers: Layers, node: Node, counts: np.ndarray, rules: Rules) -> 
 
 
 def _product(op: Op, local: _Local, rules: Rules) -> np.ndarray:
+    """FLOP of a product: its multiply-adds, and all-reduces of its result and of the gradients of its operands."""
     every = op.dims
     x, w = op.factors
     out = op.writes[0]

@@ -98,6 +98,7 @@ def layers_of(graph: Graph) -> Layers:
 
 
 def _origin(graph: Graph, tensor: str) -> Node | None:
+    """The node that produces a tensor, seen through copies; None for a tensor without a producer."""
     producer = graph.producer.get(tensor)
     while producer is not None and producer.kind == "copy":
         producer = graph.producer.get(producer.ops[0].reads[0].tensor)
@@ -154,6 +155,7 @@ def _recurrent(graph: Graph, parameters: frozenset[str]) -> frozenset[str]:
 
 
 def _closure(start: set[str], step: dict[str, set[str]]) -> set[str]:
+    """The nodes reachable from ``start``, including ``start``."""
     seen, left = set(start), list(start)
     while left:
         for name in step.get(left.pop(), ()):
@@ -164,6 +166,7 @@ def _closure(start: set[str], step: dict[str, set[str]]) -> set[str]:
 
 
 def _after(graph: Graph, node: Node, names: frozenset[str]) -> bool:
+    """Whether a node reads a tensor that one of these nodes produces."""
     return any((p := _origin(graph, a.tensor)) is not None and p.name in names for _, a in node.reads)
 
 
@@ -227,6 +230,7 @@ _LSTM = {"lstm.x": "l s b two e", "lstm.w": "l two e g d", "lstm.y": "l s b g d"
 
 
 def _lstm(entering: Access, leaving: Access) -> tuple[Op, Op, Op]:
+    """PaSE's recurrent product, between views that convert the model's tensors to its dims and back."""
     x, w, y = (Access(name, AccessMap.parse(letters)) for name, letters in _LSTM.items())
 
     def view(name: str, read: Access, write: Access) -> Op:
@@ -270,5 +274,6 @@ def _ends(graph: Graph, names: frozenset[str], what: str) -> tuple[str, str]:
 
 
 def _enters(graph: Graph, tensor: str, names: frozenset[str]) -> bool:
+    """Whether a tensor comes from a layer outside these nodes."""
     origin = _origin(graph, tensor)
     return origin is not None and origin.kind not in _NOT_LAYERS and origin.name not in names

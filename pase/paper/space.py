@@ -178,5 +178,6 @@ def _configs(choices: Sequence[Sequence[int]], p: int) -> np.ndarray:
 
 
 def _distinct(splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct rows, and the row of each config."""
     rows, inverse = np.unique(splits, axis=0, return_inverse=True)
     return rows, inverse.reshape(-1).astype(np.int32)

@@ -87,6 +87,7 @@ def _structure(tables: CostTables) -> Hashable:
 
 
 def _planned(tables: CostTables) -> _Planned | None:
+    """Plan the elimination of tables of this structure. None if no order fits the budget."""
     pool, factors = Pool(), list[Factor]()
     nodes, edges = dict[int, int](), dict[int, tuple[int, np.ndarray, np.ndarray]]()
     for v, costs in enumerate(tables.node_costs):

@@ -123,6 +123,7 @@ class Pruner:
         return CostTables(node_costs=costs, edges=edges)
 
     def _pass(self, forward: bool) -> None:
+        """One sweep of message passing over the nodes, forward or backward."""
         ahead: list[list[tuple[_PrunedEdge, _EdgeEnd]]] = [[] for _ in self.kept]
         behind = [0] * len(self.kept)
         for e in self.edges:
@@ -137,6 +138,7 @@ class Pruner:
                 e.send(end, share, self.theta, mine)
 
     def _drop(self) -> None:
+        """Update the bound, and prune the configs that reach the known cost."""
         if self.empty:
             return
         least = [t.min() for t in self.theta]

@@ -76,6 +76,7 @@ def _finish(
     began: float,
     stop: Callable[[], bool] = never,
 ) -> Solution:
+    """Execute a plan and return its optimal solution."""
     kernels = kernels_for(kernel, plan.work)
     bound = run_plan(plan, pool, kernels, threads, stop)
     choice = back_substitute(plan, pool, len(tables.node_costs))
@@ -201,6 +202,8 @@ def _limited_solution(within: Within, free: Solution, began: float, known: bool)
 def _within(
     tables: CostTables, memory: MemoryProfile, kernel: KernelName, threads: int, seed: int, clock: Deadline
 ) -> Within:
+    """The search within a memory limit."""
+
     def folded(priced: CostTables) -> tuple[np.ndarray, float, int]:
         at = solve(priced, kernel=kernel, threads=threads, seed=seed)
         return at.choice, at.bound, effort_of(at.work)

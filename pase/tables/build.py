@@ -94,14 +94,17 @@ def lone_gather(kind: CollectiveKind, whole: ArrayLike, model: CostModel) -> np.
 
 
 def _decomposed(c: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
+    """Seconds that compute waits for a charge that overlaps with products."""
     return decomposed_times(c.during, c.kind, c.back, c.axes, c.nbytes, c.whole, mesh, model)
 
 
 def charge_cost(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> np.ndarray | float:
+    """The total cost of the charges."""
     return sum((charge_price(c, model, mesh) for c in charges), np.float64(0.0))
 
 
 def work_cost(work: Iterable[Work], model: CostModel) -> np.ndarray | float:
+    """The total cost of the work, for all its runs in a step."""
     total: np.ndarray | float = 0.0
     for w in work:
         total = total + w.times * work_price(w, model)
@@ -190,6 +193,7 @@ class PhaseCosts:
 
     @cached_property
     def total(self) -> np.ndarray:
+        """The cost of the node if nothing overlaps."""
         return self.waited + self.forward + self.backward + self.gathers
 
 
@@ -289,6 +293,7 @@ class EdgeCosts:
     classes: tuple[np.ndarray, np.ndarray]
 
     def table(self, e: EdgeFacts, cost: np.ndarray) -> EdgeTable:
+        """The table of an edge with these classes and this cost."""
         return EdgeTable(
             src=e.src, dst=e.dst, cost=cost, src_class=self.classes[0], dst_class=self.classes[1]
         )

@@ -63,6 +63,7 @@ def why_not(graph: Graph, mesh: Mesh) -> str | None:
 
 
 def _reason(node: Node, mesh: Mesh, layout: FixedLayout) -> str:
+    """Why no config stores the tensor in this layout."""
     access = node.ops[0].writes[0]
     place = {name: i for i, name in enumerate(layout.mesh.names)}
     ways = dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True))

@@ -58,6 +58,7 @@ class NodeCost:
 
     @property
     def total(self) -> float:
+        """The sum of the three parts."""
         return self.compute + self.communication + self.update
 
 
@@ -214,6 +215,8 @@ def local_work(
 
 
 def _worked(w: Work, model: CostModel) -> LocalWork:
+    """A piece of work of one config, as an item."""
+
     def one(x: np.ndarray) -> float:
         return float(np.ravel(x)[0])
 

@@ -66,12 +66,14 @@ MOVES, ORDERED, TOOK, EVEN, LAST = 3, 4, 5, 6, 7  # indices into LENGTH after th
 
 @jit()
 def clear(w, row):
+    """Set a row to ``KEEP``."""
     for a in range(w.shape[1]):
         w[row, a] = KEEP
 
 
 @jit()
 def changed(w, row):
+    """The axes that a row changes, as a bit set."""
     bits = 0
     for a in range(w.shape[1]):
         if w[row, a] != KEEP:
@@ -81,6 +83,7 @@ def changed(w, row):
 
 @jit()
 def put(s, slot, t, low, high):
+    """Append a span to a list."""
     k = s[LENGTH, slot, 0]
     s[slot, k, 0], s[slot, k, 1], s[slot, k, 2] = t, low, high
     s[LENGTH, slot, 0] = k + 1
@@ -98,6 +101,7 @@ def add_spans(w, s, slot, row, axes):
 
 @jit()
 def sort(s, slot):
+    """Sort a list of spans in place."""
     for i in range(1, s[LENGTH, slot, 0]):
         t, low, high = s[slot, i, 0], s[slot, i, 1], s[slot, i, 2]
         j = i
@@ -113,6 +117,7 @@ def sort(s, slot):
 
 @jit()
 def join(s, slot):
+    """Sort a list of spans and merge adjacent ones, as ``reshard_path._joined``."""
     sort(s, slot)
     n, k = s[LENGTH, slot, 0], 0
     for i in range(n):
@@ -127,6 +132,7 @@ def join(s, slot):
 
 @jit()
 def joined(w, s, slot, row, axes):
+    """Set a list to the joined spans of the axes' states in a row."""
     s[LENGTH, slot, 0] = 0
     add_spans(w, s, slot, row, axes)
     join(s, slot)
@@ -261,5 +267,6 @@ def hanging(w, s, row):
 
 @jit()
 def stays_solid(w, s, row):
+    """As ``_LayoutWalk._solid``."""
     hung = hanging(w, s, NOW) & ~changed(w, row)
     return hanging(w, s, row) & ~hung == 0

@@ -129,6 +129,7 @@ def _begin(w, s, case):
 
 @jit()
 def _end(w, s, done):
+    """Reduce and gather what is left at the end of a walk."""
     summed, gathered = 0, 0
     for a in range(w.shape[1]):
         if w[NOW, a] == PARTIAL and w[GOAL, a] == REPLICATED:
@@ -141,6 +142,7 @@ def _end(w, s, done):
 
 @jit()
 def _unsettled(w):
+    """As ``_LayoutWalk.unsettled``."""
     some = False
     for a in range(w.shape[1]):
         some |= w[GOAL, a] >= 0 and w[NOW, a] != w[GOAL, a]
@@ -149,6 +151,7 @@ def _unsettled(w):
 
 @jit()
 def _split(w):
+    """As ``_LayoutWalk._split``."""
     bits = 0
     for a in range(w.shape[1]):
         if w[NOW, a] >= 0:
@@ -158,6 +161,7 @@ def _split(w):
 
 @jit()
 def _reshard_step(w, s, done, kind, row):
+    """As ``_LayoutWalk._reshard_step``; row: the change."""
     if changed(w, row) == 0:
         return False
     at, split, axes = s[LENGTH, MOVES, 0], _split(w), 0
@@ -186,6 +190,7 @@ def _reshard_step(w, s, done, kind, row):
 
 @jit()
 def _all_reduce(w, s, done, axes):
+    """As ``_LayoutWalk.all_reduce``; axes: a bit set."""
     clear(w, TRIAL)
     for a in range(w.shape[1]):
         if axes >> a & 1:
@@ -195,6 +200,7 @@ def _all_reduce(w, s, done, axes):
 
 @jit()
 def _gather(w, s, done, axes):
+    """As ``_LayoutWalk.gather``; axes: a bit set."""
     while axes:
         last = -1
         for a in range(w.shape[1]):
@@ -210,6 +216,7 @@ def _gather(w, s, done, axes):
 
 @jit()
 def _enter(w, s, done, kind, state, solid):
+    """As ``_LayoutWalk.enter``."""
     n, free = w.shape[1], 0
     clear(w, CHANGE)
     for a in range(n):
@@ -234,6 +241,7 @@ def _enter(w, s, done, kind, state, solid):
 
 @jit()
 def _place_on_top(w, s, a):
+    """The part of ``_LayoutWalk.enter`` that gives axis a the topmost free place in its dim."""
     every = (1 << w.shape[1]) - 1
     joined(w, s, HAS, CHANGE, every)
     s[LENGTH, WANTS, 0] = 0
@@ -268,6 +276,7 @@ def _departing(w, first):
 
 @jit()
 def _all_to_all(w, s, done, solid):
+    """As ``_LayoutWalk.all_to_all``."""
     for first in range(w.shape[1]):
         if _departing(w, first):
             apart = w[NOW, first] >> BITS != w[GOAL, first] >> BITS
@@ -278,6 +287,7 @@ def _all_to_all(w, s, done, solid):
 
 @jit()
 def _sink(w, s, done):
+    """As ``_LayoutWalk.sink``."""
     n = w.shape[1]
     for first in range(n):
         if not _departing(w, first) or w[NOW, first] >> BITS == w[GOAL, first] >> BITS:
@@ -324,6 +334,7 @@ def _tangles(w, s):
 
 @jit()
 def _exchange(w, s, done, group, movers):
+    """As ``_LayoutWalk._exchange``."""
     n, enter, more, rest = w.shape[1], 0, 0, 0
     joined(w, s, HAS, NOW, group)
     joined(w, s, WANTS, GOAL, group)
@@ -428,6 +439,7 @@ def _unwanted(w, s, a):
 
 @jit()
 def _relabel(w, s, done, group):
+    """As ``_LayoutWalk._relabel``."""
     stuck, ends, goes_on = 0, 0, 0
     for a in range(w.shape[1]):
         if group >> a & 1:
@@ -474,6 +486,7 @@ def _permute(w, s, done, group, fixed):
 
 @jit()
 def _unblock(w, s, done):
+    """As ``_LayoutWalk.unblock``."""
     n, holders, summed = w.shape[1], 0, 0
     for a in range(n):
         if w[GOAL, a] >= 0 and w[NOW, a] != w[GOAL, a]:
@@ -493,6 +506,7 @@ def _unblock(w, s, done):
 
 @jit()
 def _rather(w, a, b):
+    """Whether to gather axis a rather than axis b."""
     if (w[GOAL, a] >= 0) != (w[GOAL, b] >= 0):
         return w[GOAL, a] < 0
     return w[SIZE, a] < w[SIZE, b]

@@ -184,6 +184,7 @@ def _state_dim(cfg: np.ndarray, node: Node, mesh: Mesh) -> np.ndarray:
 
 
 def _divided_dim(cfg: np.ndarray, state: int, dims: Sequence[tuple[int, int]], mesh: Mesh) -> np.ndarray:
+    """The first of ``dims`` that the axes of the state divide evenly in addition to the stored split: int64 [K]."""
     ways = shards(cfg, [state], mesh)
     out = np.full(len(cfg), NOT_SPLIT, dtype=np.int64)
     for i, size in reversed(dims):
@@ -306,6 +307,7 @@ def axis_bits(cfg: np.ndarray, dims: Sequence[int], mesh: Mesh) -> np.ndarray:
 
 
 def dim_index(node: Node, names: Sequence[str]) -> list[int]:
+    """The indices of these iteration dims in the node."""
     order = {d.name: i for i, d in enumerate(node.space)}
     return [order[n] for n in names]
 
@@ -366,12 +368,14 @@ class LayoutRule:
 
 @lru_cache(maxsize=1 << 14)
 def _states_of_one(rule: LayoutRule, config: tuple[int, ...], mesh: Mesh) -> np.ndarray:
+    """The layout of a single config, cached."""
     out = rule._states(np.array([config], np.int8), mesh)
     out.setflags(write=False)
     return out
 
 
 def _walks(node: Node, access: Access) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The walks of a layout rule: per tensor dim, (iteration dim, blocks of the more major ones)."""
     out = []
     for walk in access.map.walks:
         major, factors = 1, []
@@ -383,10 +387,12 @@ def _walks(node: Node, access: Access) -> tuple[tuple[tuple[int, int], ...], ...
 
 
 def _not_walked(node: Node, op: Op, access: Access) -> tuple[int, ...]:
+    """Iteration dims that the op works on but the access's map does not contain."""
     return tuple(dim_index(node, [d for d in op.dims if d not in access.map.dims]))
 
 
 def _pending(node: Node) -> tuple[int, ...]:
+    """Indices of the node's 'pending' dims."""
     return tuple(i for i, d in enumerate(node.space) if d.kind == "pending")
 
 

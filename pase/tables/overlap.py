@@ -315,6 +315,7 @@ class _Weighing:
 def _weighed(
     edges: Sequence[EdgeTable], parts: Sequence[np.ndarray | None], at: _Weighing
 ) -> tuple[EdgeTable, ...]:
+    """The edges with their costs at the weights."""
     return tuple(e if p is None else replace(e, cost=at.of(p)) for e, p in zip(edges, parts, strict=True))
 
 

@@ -70,6 +70,7 @@ def reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[ReshardStep]:
 
 @lru_cache(maxsize=1 << 14)
 def _reshard_one(src: tuple[int, ...], dst: tuple[int, ...], mesh: Mesh) -> tuple[ReshardStep, ...]:
+    """``reshard`` for one pair of layouts, cached."""
     return tuple(
         ReshardStep(m.kind, np.array([[m.axes]]), np.array([[1.0 / mesh.ways(m.split)]]))
         for m in reshard_steps(src, dst, mesh.sizes)
@@ -78,6 +79,7 @@ def _reshard_one(src: tuple[int, ...], dst: tuple[int, ...], mesh: Mesh) -> tupl
 
 
 def _reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[ReshardStep]:
+    """``reshard`` for many pairs of layouts."""
     n, steps = len(mesh.sizes), []
     (plans,) = compare([(src, dst)], mesh)
     ways = np.array([mesh.ways(s) for s in range(1 << n)], dtype=float)
@@ -164,6 +166,7 @@ class _KnownPlans:
         self.parts = np.full((3, 256, 1), -1, dtype=np.int32)
 
     def forget(self) -> None:
+        """Clear the cache."""
         self.number.clear()
 
     def of(self, cases: np.ndarray) -> np.ndarray:

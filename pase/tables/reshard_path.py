@@ -68,6 +68,7 @@ def _compatible(a: int, ways_a: int, b: int, ways_b: int) -> bool:
 
 
 def _disjoint(a: int, ways_a: int, b: int, ways_b: int) -> bool:
+    """Whether two digits select from different parts, or from different tensor dims."""
     return not overlap(a, ways_a, b, ways_b)
 
 
@@ -128,6 +129,7 @@ def _canonical(
 
 
 def _blocks(state: int) -> int:
+    """The blocks of a digit; other states are unchanged."""
     return state if state < 0 else state % _DIM
 
 
@@ -212,6 +214,7 @@ class _LayoutWalk:
         self._hung: set[int] | None = None
 
     def unsettled(self) -> bool:
+        """Whether some axis does not hold its goal digit yet."""
         return any(g >= 0 and s != g for s, g in zip(self.now, self.goal, strict=True))
 
     def enter(self, kind: ReshardKind, state: int, *, solid: bool = True) -> bool:
@@ -313,6 +316,7 @@ class _LayoutWalk:
         return self._holders
 
     def _exchange(self, group: list[int], movers: bool) -> bool:
+        """``exchange`` for one group of axes."""
         held, wanted = _joined(self._spans(self.now, group)), _joined(self._spans(self.goal, group))
         if not _nested(held + wanted):
             return False
@@ -357,10 +361,12 @@ class _LayoutWalk:
         return rounds
 
     def _unwanted(self, a: int, wanted: list[Span]) -> bool:
+        """Whether an axis holds only what no axis of the group wants."""
         span = self._spans(self.now, [a])
         return bool(span) and _minus(span, wanted) == span
 
     def _relabel(self, group: list[int]) -> bool:
+        """``relabel`` for one group of axes."""
         held = _joined(self._spans(self.now, group))
         stuck = [a for a in group if self.goal[a] >= 0 and not self._free(a)]
         wanted = _joined(self._spans(self.goal, stuck))
@@ -409,6 +415,7 @@ class _LayoutWalk:
         return True
 
     def all_reduce(self, axes: list[int]) -> None:
+        """Reduce these partial axes."""
         self._reshard_step("all_reduce", dict.fromkeys(axes, REPLICATED))
 
     def gather(self, axes: list[int]) -> None:
@@ -417,6 +424,8 @@ class _LayoutWalk:
             self._reshard_step("all_gather", {a: REPLICATED for a in axes if self.now[a] // _DIM == t})
 
     def _reshard_step(self, kind: ReshardKind, change: dict[int, int]) -> bool:
+        """Apply a change as a step of this kind, merged with the last step if possible. Returns whether it changed any
+        axis."""
         if not change:
             return False
         if kind in _ONE and kind == self._last:
@@ -435,16 +444,20 @@ class _LayoutWalk:
         return True
 
     def _split(self) -> int:
+        """The axes that split the tensor, as a bit set."""
         return _bits(a for a in self.axes if self.now[a] >= 0)
 
     def _free(self, a: int) -> bool:
+        """Whether no axis blocks the goal of this axis."""
         return not self._held_by()[a]
 
     def _spans(self, layout: list[int], axes: Iterable[int]) -> list[Span]:
+        """The spans of these axes in a layout."""
         return [(s // _DIM, s % _DIM, s % _DIM * self.sizes[a]) for a in axes if (s := layout[a]) >= 0]
 
 
 def _bits(axes: Iterable[int]) -> int:
+    """The axes as a bit set."""
     out = 0
     for a in axes:
         out |= 1 << a

@@ -114,4 +114,5 @@ class CostTables:
         return CostTables(node_costs=costs, edges=edges, names=self.names)
 
     def name(self, v: int) -> str:
+        """The name of a node for messages."""
         return self.names[v] if self.names else str(v)

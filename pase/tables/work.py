@@ -89,6 +89,7 @@ def runs_of(op: Op, what: str) -> float:
 
 
 def _local_points(node: Node, dims: tuple[str, ...], cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
+    """The number of points of these dims on one device, under each config."""
     index = dim_index(node, dims)
     points = 1.0
     for i in index:

@@ -27,6 +27,7 @@ class Bundle:
     reach: float = 0.0
 
     def add(self, value: float, slope: np.ndarray) -> None:
+        """Add a plane. If there are too many, the oldest one is dropped."""
         self.values.append(value)
         self.slopes.append(slope)
         if len(self.values) > _MOST_PLANES:

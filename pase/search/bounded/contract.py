@@ -83,6 +83,8 @@ class Contracted:
 
 
 class _Contraction:
+    """The problem while it is reduced. ``queue`` holds the nodes that may be reducible."""
+
     def __init__(self, tables: CostTables, memory: MemoryProfile | None) -> None:
         n = len(tables.node_costs)
         self.tables = tables
@@ -120,17 +122,20 @@ class _Contraction:
         self.queued = [True] * n
 
     def push(self, v: int) -> None:
+        """Queue a node for another visit."""
         if not self.queued[v] and not self.gone[v]:
             self.queued[v] = True
             self.queue.append(v)
 
     def join(self, a: int, b: int, matrix: np.ndarray) -> None:
+        """Add a matrix to the edge between two nodes; the edge is created if necessary."""
         have = self.near[a].get(b)
         total = matrix if have is None else have + matrix
         self.near[a][b] = total
         self.near[b][a] = total.T
 
     def cut(self, a: int, b: int) -> None:
+        """Remove the edge between two nodes."""
         del self.near[a][b], self.near[b][a]
 
     def restrict(self, v: int, keep: np.ndarray) -> None:
@@ -294,6 +299,7 @@ class _Contraction:
             self.push(v)
 
     def members(self, v: int) -> list[tuple[int, np.ndarray]]:
+        """The original nodes that v represents, with their original config under each config of v."""
         out = []
         todo = [(v, np.arange(self.costs[v].size))]
         while todo:
@@ -303,6 +309,7 @@ class _Contraction:
         return out
 
     def expand(self, nodes: list[int], choice: np.ndarray) -> np.ndarray:
+        """The original choice for a choice over the kept nodes."""
         out = np.full(len(self.costs), -1, np.int64)
 
         def assign(v: int, k: int) -> None:
@@ -346,6 +353,7 @@ def restrict(contracted: Contracted, keep: list[np.ndarray], until: float = floa
 
 
 def _snapshot(work: _Contraction) -> Contracted:
+    """The current state of a contraction."""
     nodes = [v for v in range(len(work.costs)) if not work.gone[v]]
     at = {v: i for i, v in enumerate(nodes)}
     pairs, matrices = [], []

@@ -49,6 +49,7 @@ class Flat:
 
     @property
     def n(self) -> int:
+        """The number of nodes."""
         return self.slot.size - 1
 
     @property

@@ -94,6 +94,7 @@ class IlpJob:
             return str(answer["status"]), choice, float(answer["bound"])
 
     def stop(self) -> None:
+        """Kill the process if it is still running."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -277,6 +278,7 @@ def _polytope(problem: dict[str, np.ndarray]) -> tuple[np.ndarray, sp.csr_array,
 
 
 def main() -> None:
+    """Solve the problem on standard input, and write the answer to standard output."""
     with np.load(io.BytesIO(sys.stdin.buffer.read()), allow_pickle=False) as archive:
         status, choice, bound = solve_ilp(dict(archive))
     buffer = io.BytesIO()

@@ -154,6 +154,7 @@ def node_costs_given(graph, cost, choice, v, skip, out):
 
 @jit()
 def _find(root, v):
+    """The root of v's set (union-find with path halving)."""
     while root[v] != v:
         root[v] = root[root[v]]
         v = root[v]

@@ -47,6 +47,7 @@ class Incumbent:
         return True
 
     def prove(self, bound: float, by: str) -> None:
+        """Take a bound if it is higher than the best one so far. by: what proves it."""
         if bound > self.bound:
             self.bound, self.certificate = bound, by
 
@@ -59,6 +60,7 @@ class Incumbent:
 
 
 def _whole(a: np.ndarray) -> bool:
+    """Whether all finite entries are integers that float64 represents exactly."""
     finite = a[np.isfinite(a)]
     return bool((finite == np.round(finite)).all() and (np.abs(finite) < 2**53).all())
 
@@ -111,6 +113,7 @@ class Residual:
         self.cutting, self.cut_points = old.cutting, live
 
     def _inherit_messages(self, old: Residual) -> None:
+        """Copy the messages of edges and configs that still exist."""
         before = {v: i for i, v in enumerate(old.left.nodes)}
         mine, theirs = ([configs for (_, configs), *_ in r.left.members] for r in (self, old))
         kept = [  # for each remaining config, its index in the old residual

@@ -48,6 +48,7 @@ class Rows:
 
     @property
     def points(self) -> int:
+        """The number of points."""
         return self.capacity.size
 
     def usage(self, choice: np.ndarray) -> np.ndarray:

@@ -86,6 +86,7 @@ def bounded_search(
 
 
 def _solution(state: Incumbent, method: str) -> Solution:
+    """The best choice so far as a solution. Without one, the choice of the cheapest configs, marked infeasible."""
     seconds = time.perf_counter() - state.began
     feasible = state.choice is not None
     cheapest = [int(c.argmin()) for c in state.tables.node_costs]
@@ -220,6 +221,7 @@ class _Rounds:
 
     @property
     def _last(self) -> bool:
+        """Whether the last allowed round is over."""
         return self.rounds is not None and self.round >= self.rounds
 
     def _ended(self) -> str:
@@ -284,6 +286,7 @@ def _start(state: Incumbent, now: Residual, clock: Deadline) -> None:
 
 
 def _refuse_hopeless(state: Incumbent, now: Residual) -> None:
+    """Raise Infeasible if even the fixed bytes exceed the limit at some point."""
     if state.choice is None and now.rows.points and now.rows.capacity.min() < 0:
         assert state.memory is not None
         raise Infeasible(

@@ -76,6 +76,7 @@ def _base(step: Elimination, pool: Pool) -> np.ndarray:
 
 
 def _eliminate(step: Elimination, pool: Pool, kernels: ModuleType, threads: int, looks: _Looks) -> np.ndarray:
+    """The table of a step: the minimum over v's configs of the sum of its factors."""
     base = _base(step, pool)
     if not step.groups:
         return np.asarray(base.min())
@@ -239,6 +240,7 @@ def _parts(
 
 
 def _table_for(table: np.ndarray, have: ConfigPartition, want: ConfigPartition, pool: Pool) -> np.ndarray:
+    """Spread the first axis of a table from the classes of one view to those of a finer view."""
     return table if have is want else table.take(pool.sub(have, want), axis=0)
 
 

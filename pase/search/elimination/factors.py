@@ -48,6 +48,7 @@ class Pool:
     _subs: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     def sig(self, key: Hashable) -> int:
+        """The number of a key; equal keys have equal numbers."""
         return self._sigs.setdefault(key, len(self._sigs))
 
     def view(self, cls: np.ndarray) -> ConfigPartition:
@@ -185,6 +186,7 @@ def load(
 
 
 def _store(pool: Pool, array: np.ndarray) -> int:
+    """Store an array and return its signature."""
     sig = pool.sig(("array", array.shape, array.tobytes()))
     pool.arrays.setdefault(sig, array)
     return sig

@@ -46,6 +46,7 @@ def min_marginals(plan: EliminationPlan, pool: Pool) -> list[np.ndarray]:
 
 
 def _least(costs: np.ndarray, view: ConfigPartition) -> np.ndarray:
+    """The minimum of the costs in each class of a view."""
     out = np.full(view.n, np.inf)
     np.minimum.at(out, view.cls, costs)
     return out

@@ -59,6 +59,7 @@ class EliminationPlan:
 
     @property
     def order(self) -> tuple[int, ...]:
+        """The nodes in the order of elimination."""
         return tuple(s.v for s in self.steps)
 
 
@@ -79,6 +80,7 @@ def dependent_sets(tables: CostTables, order: tuple[int, ...]) -> list[frozenset
 
 
 def _sequence(tables: CostTables, order: tuple[int, ...] | None) -> list[tuple[int, frozenset[int]]]:
+    """Eliminate the nodes in order (None: GenerateSeq's). Returns each node with its dependent set."""
     near: list[set[int]] = [set() for _ in tables.node_costs]
     for e in tables.edges:
         near[e.src].add(e.dst)
@@ -106,6 +108,8 @@ def _sequence(tables: CostTables, order: tuple[int, ...] | None) -> list[tuple[i
 
 
 class _Planner:
+    """The factors of a problem while an elimination is simulated on sizes."""
+
     def __init__(self, n: int, factors: list[Factor], pool: Pool) -> None:
         self.pool = pool
         self.level = [0] * n

@@ -92,6 +92,7 @@ def _reordered(tables: CostTables, order: np.ndarray, ends: np.ndarray) -> CostT
 
 
 def _find_run(tables: CostTables, ends: np.ndarray) -> _RepeatedBlocks | None:
+    """The longest run of equal blocks; None if there is none."""
     n = len(tables.node_costs)
     if n < 2 * _FEWEST_BLOCKS or not len(ends):
         return None
@@ -177,6 +178,7 @@ class _FoldedBlock:
 def _block(
     tables: CostTables, ends: np.ndarray, run: _RepeatedBlocks, kernel: KernelName, threads: int
 ) -> _FoldedBlock | None:
+    """Eliminate one block down to its two speakers. None if this takes too much work."""
     first = run.start + run.period  # block 1 represents all blocks that have a predecessor
     before = run.start + run.speaker
     inside = (ends >= first) & (ends < first + run.period)
@@ -257,6 +259,7 @@ class _Powers:
 def _fold_run(
     tables: CostTables, ends: np.ndarray, run: _RepeatedBlocks, kernel: KernelName, threads: int
 ) -> Folded | None:
+    """Replace a run of blocks by one edge. None if this takes too much work."""
     block = _block(tables, ends, run, kernel, threads)
     if block is None:
         return None

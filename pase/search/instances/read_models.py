@@ -27,6 +27,7 @@ class _Words:
         self.path, self.words, self.at = path, text.split(), 0
 
     def take(self, what: str) -> str:
+        """The next word. what: its meaning, for the error if the file has ended."""
         if self.at >= len(self.words):
             raise PaseError(f"the file ends before {what}", where=str(self.path))
         self.at += 1
@@ -63,9 +64,11 @@ class _Words:
         return values
 
     def wrong(self, word: str, what: str, want: str) -> PaseError:
+        """The error for the last word. what: its meaning. want: what it must be."""
         return PaseError(f"word {self.at} is {word[:40]!r}, but {what} must be {want}", where=str(self.path))
 
     def end(self) -> None:
+        """Raise PaseError unless all words were read."""
         if self.at < len(self.words):
             raise PaseError(
                 f"there is more text after the last function, starting with {self.words[self.at][:40]!r}",

@@ -72,6 +72,7 @@ def read_mps(path: Path, text: str) -> tuple[CostTables, MemoryProfile | None]:
 
 
 def _parsed(path: Path, text: str) -> _MpsProgram:
+    """Parse the sections of a file."""
     out, section, integral = _MpsProgram(), "", False
     for i, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("*"):
@@ -139,6 +140,7 @@ def _number(where: str, word: str) -> float:
 
 
 def _bound(program: _MpsProgram, where: str, words: list[str]) -> None:
+    """Apply a line of the section BOUNDS."""
     kind = words[0].upper()
     name = next((w for w in words[1:] if w in program.columns), None)
     if name is None:
@@ -197,6 +199,7 @@ def _stated(
     groups: list[tuple[list[int], bool]],
     used: set[str],
 ) -> tuple[CostTables, MemoryProfile | None]:
+    """Build the tables and the limit from the groups and the remaining rows."""
     node, config = np.zeros(len(names), np.int64), np.zeros(len(names), np.int64)
     sizes, labels = [], []
     for v, (members, free) in enumerate(groups):

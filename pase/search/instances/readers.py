@@ -69,6 +69,7 @@ def write_solution(path: Path, choice: np.ndarray) -> None:
 
 
 def _text(path: Path) -> str:
+    """The text of a file."""
     try:
         return _read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as err:
@@ -100,6 +101,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _list(path: Path, holder: Any, key: str, where: str) -> list[Any]:
+    """The list under a key of an object. where: the path of the object in the file."""
     got = holder.get(key) if isinstance(holder, dict) else None
     if not isinstance(got, list):
         raise PaseError(f"{where}.{key} must be a list, but is {_kind(got)}", where=str(path))
@@ -107,6 +109,7 @@ def _list(path: Path, holder: Any, key: str, where: str) -> list[Any]:
 
 
 def _kind(x: object) -> str:
+    """A short description of a JSON value for messages."""
     return "nothing" if x is None else f"{type(x).__name__} {str(x)[:40]!r}"
 
 
@@ -125,6 +128,7 @@ def _numbers(path: Path, values: object, where: str) -> np.ndarray:
 
 
 def _usable(path: Path, a: np.ndarray, where: str) -> np.ndarray:
+    """Check a vector or matrix of costs; costs of 1e18 and above become inf."""
     if np.isnan(a).any():
         raise PaseError(f"{where} contains NaN", where=str(path), fix="use 1e18 or more to forbid a choice")
     if np.isneginf(a).any():
@@ -133,6 +137,7 @@ def _usable(path: Path, a: np.ndarray, where: str) -> np.ndarray:
 
 
 def _iopddl(path: Path, problem: JsonObject) -> tuple[CostTables, MemoryProfile]:
+    """Read an instance in the IOPDDL format."""
     nodes = problem.get("nodes")
     costs = _list(path, nodes, "costs", "problem.nodes")
     usages = _list(path, nodes, "usages", "problem.nodes")
@@ -176,6 +181,7 @@ def _iopddl_node(path: Path, v: int, costs: Any, usages: Any) -> tuple[np.ndarra
 
 
 def _iopddl_interval(path: Path, v: int, pair: Any) -> list[int]:
+    """Check the interval of a node."""
     if not (isinstance(pair, list) and len(pair) == 2 and all(type(t) is int for t in pair)):
         raise PaseError(
             f"problem.nodes.intervals[{v}] must be [start, stop], but is {_kind(pair)}", where=str(path)
@@ -241,6 +247,7 @@ def _dense_points(span: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _indexed(path: Path, doc: JsonObject) -> CostTables:
+    """Read an index and the arrays in its .npz."""
     arrays_path = path.with_suffix(".npz")
     nodes, edges = _list(path, doc, "nodes", "index"), _list(path, doc, "edges", "index")
     wanted: dict[str, int] = {}  # array name -> number of dimensions

@@ -75,6 +75,7 @@ class SummedTables:
     def prepared(
         self, among: Sequence[np.ndarray], kernel: KernelName, seed: int, order: tuple[int, ...] | None
     ) -> PricedTables | None:
+        """The tables restricted to these configs, ready to be eliminated at prices. None if no order fits."""
         keep = dict(enumerate(among))
         along = [
             HeldAlong(

@@ -45,6 +45,7 @@ _FIRST_CAP, _WIDER = 1 / 16, 4.0  # fractions of the gap: the first cap, and how
 
 
 def fits(memory: MemoryProfile, choice: np.ndarray) -> bool:
+    """Whether a choice respects the memory limit at every point."""
     return not (memory.usage(choice) > memory.limit_bytes).any()
 
 
@@ -78,6 +79,7 @@ class Within:
 
     @property
     def optimal(self) -> bool:
+        """Whether the choice is proven optimal."""
         return self.choice is not None and self.cost - self.bound <= _EXACT * abs(self.cost)
 
     @property
@@ -158,9 +160,11 @@ class Within:
 
     @cached_property
     def _ceiling(self) -> float:
+        """An upper bound on the cost of any choice, including excesses."""
         return _most(self.tables) + (0.0 if self.excess is None else self.excess.most)
 
     def _prove(self, bound: float) -> None:
+        """Raise the bound. Raises Infeasible if it exceeds the cost of any choice."""
         if bound > self._ceiling:
             raise Infeasible(
                 "no choice of configs fits, as elimination at a price per byte proves",
@@ -293,6 +297,7 @@ class _Oracle:
 
     @property
     def possible(self) -> bool:
+        """Whether there is any way to find cheapest choices at prices."""
         return self.priced is not None or self.search.eliminate is not None
 
     def at(self, prices: np.ndarray) -> tuple[np.ndarray, float, float]:
