@@ -89,7 +89,7 @@ class _Room:
         self.cells += cells(self.sizes, scope)
         if self.cells > MAX_CELLS:
             raise PaseError(
-                f"up to {what}, there are more than {MAX_CELLS:,} costs, the most that are read",
+                f"up to {what}, there are more than {MAX_CELLS:,} costs, the most that can be read",
                 where=str(self.path),
             )
         return tuple(self.sizes[v] for v in scope)

@@ -111,7 +111,9 @@ def _parsed(path: Path, text: str) -> _MpsProgram:
         elif section == "BOUNDS":
             _bound(out, where, words)
         else:
-            raise PaseError("there is data before the first section", where=where)
+            raise PaseError(
+                "there is data before the first section", where=where, fix="put a section such as ROWS first"
+            )
     if "N" not in out.rows.values():
         raise PaseError("there is no objective", where=str(path), fix="add a row of sense N")
     return out
@@ -124,7 +126,9 @@ def _pairs(program: _MpsProgram, where: str, words: list[str]) -> list[tuple[str
     out = []
     for row, word in zip(words[::2], words[1::2], strict=True):
         if row not in program.rows:
-            raise PaseError(f"there is no row {row[:40]!r}", where=where)
+            raise PaseError(
+                f"there is no row {row[:40]!r}", where=where, fix="declare it in the section ROWS"
+            )
         out.append((row, _number(where, word)))
     return out
 

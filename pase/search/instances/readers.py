@@ -87,7 +87,7 @@ def _read_bytes(path: Path) -> bytes:
     except FileNotFoundError:
         raise PaseError("no such file", where=str(path)) from None
     except IsADirectoryError:
-        raise PaseError("this is a folder, not an instance file", where=str(path)) from None
+        raise PaseError("this is a folder", where=str(path), fix="give an instance file") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as err:
         raise PaseError(
             f"the gzip data is damaged ({err})", where=str(path), fix="fetch the file again"
@@ -187,7 +187,9 @@ def _iopddl_interval(path: Path, v: int, pair: Any) -> list[int]:
             f"problem.nodes.intervals[{v}] must be [start, stop], but is {_kind(pair)}", where=str(path)
         )
     if not 0 <= pair[0] <= 1 << 40 or not 0 <= pair[1] <= 1 << 40:
-        raise PaseError(f"problem.nodes.intervals[{v}] = {pair} is out of range", where=str(path))
+        raise PaseError(
+            f"problem.nodes.intervals[{v}] = {pair} is out of range 0 … {1 << 40}", where=str(path)
+        )
     return pair
 
 
@@ -334,5 +336,5 @@ def _read_npz(path: Path, wanted: dict[str, int]) -> dict[str, np.ndarray]:
     except PaseError:
         raise
     except (ValueError, SyntaxError) as err:  # numpy raises these for a malformed header
-        raise PaseError(f"an array is damaged ({err})", where=str(path)) from None
+        raise PaseError(f"an array is damaged ({err})", where=str(path), fix="fetch the file again") from None
     return out
