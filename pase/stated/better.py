@@ -1,9 +1,9 @@
-"""A stated strategy made cheaper under its own price: one change at a time, as long as one helps.
+"""Improves a stated strategy under its own price: one change at a time, as long as one helps.
 
-A change doubles or halves one degree (its factor goes to or comes from another degree, so that the devices stay the
-same), the micro-batch or the stages per rank, or takes another kind of ZeRO, recomputation or sequence parallelism.
-A strategy that fits comes before any that does not. The answer is never above the strategy that it began with, if that
-fits; that nothing is cheaper is not proven.
+A change doubles or halves one degree (its factor goes to or comes from another degree, so that the number of devices
+stays the same), the micro-batch or the stages per rank, or selects another kind of ZeRO, recomputation or sequence
+parallelism. A strategy that fits is preferred to any that does not. The answer is never more expensive than the initial
+strategy, if that fits. It is not proven to be the cheapest.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Better:
-    """The cheapest strategy that was met and fits; if none fits, the cheapest. tried: strategies that were priced."""
+    """The cheapest strategy that was met and fits; if none fits, the cheapest. tried: how many were priced."""
 
     priced: Priced
     tried: int
 
 
 def neighbours(s: Strategy) -> Iterator[Strategy]:
-    """Strategies one change away, on the same devices. Not all of them can be placed on every model."""
+    """Yield the strategies one change away, on the same devices. Not all of them can be placed on every model."""
     for a, b in permutations(_DEGREES, 2):
         if getattr(s, a) % 2 == 0:
             moved = _with(s, **{a: getattr(s, a) // 2, b: getattr(s, b) * 2})
             yield moved
-            if moved.asynchronous and b == "tensor":  # it may reach too far for that
+            if moved.asynchronous and b == "tensor":  # it may now cross links that async does not support
                 yield replace(moved, asynchronous=False)
     for name in ("micro", "chunks", "expert"):
         value = getattr(s, name) or 1
@@ -59,7 +59,7 @@ def neighbours(s: Strategy) -> Iterator[Strategy]:
 
 
 def _with(s: Strategy, **degrees: int) -> Strategy:
-    """The strategy with other degrees. Ranks shard all that ZeRO shards; without ZeRO they are replicas."""
+    """Return the strategy with other degrees. With ZeRO, ranks shard what it shards; without, they are replicas."""
     now = {"ranks": s.ranks, "zero": s.zero} | degrees
     ranks, zero = now.pop("ranks"), now.pop("zero")
     if ranks * now.get("context", s.context) == 1:
@@ -78,7 +78,7 @@ def _changed(s: Strategy, fields: Mapping[str, Any]) -> Strategy:
 
 
 def better(start: Priced, price: Callable[[Strategy], Priced]) -> Better:
-    """Follow the change that helps most until none does. price: raises PaseError where a strategy cannot be priced."""
+    """Follow the change that helps most until none does. price: raises PaseError if a strategy cannot be priced."""
     best, seen = start, {start.strategy}
     while True:
         found = best
@@ -98,7 +98,7 @@ def better(start: Priced, price: Callable[[Strategy], Priced]) -> Better:
 
 
 def changes(a: Strategy, b: Strategy) -> list[str]:
-    """What the second strategy does otherwise, in words.
+    """Return what the second strategy does differently, in words.
 
     >>> changes(Strategy(tensor=8, remat="full"), Strategy(tensor=4, data=2, remat="none"))
     ['more data parallelism', 'less tensor parallelism', 'no recomputation']
@@ -112,7 +112,7 @@ def changes(a: Strategy, b: Strategy) -> list[str]:
         out.append(f"ZeRO {b.zero}" if b.zero else "no ZeRO")
     if (a.remat or "none") != (b.remat or "none"):
         out.append("no recomputation" if b.remat in (None, "none") else f"{b.remat} recomputation")
-    if min(a.tensor, b.tensor) > 1:  # without tensor parallelism there is none to speak of
+    if min(a.tensor, b.tensor) > 1:  # these apply only to tensor parallelism
         for name, what in (
             ("sequence", "sequence parallelism"),
             ("asynchronous", "collectives during products"),

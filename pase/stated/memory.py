@@ -1,4 +1,4 @@
-"""Bytes on a rank under a stated strategy: what it stores, what is kept for backward, what is gathered temporarily."""
+"""Bytes on a rank under a stated strategy: what it stores, what it keeps for backward, what it gathers temporarily."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ __all__ = ["RankMemory", "rank_memory"]
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on the rank that holds most. gathered: weights while they are whole. logits: at the loss. reserve: memory
-    of the program's libraries and allocator."""
+    """Bytes on the rank that holds the most.
+
+    gathered: weights while they are gathered, and gradients while they are summed.
+    logits: bytes at the loss.
+    reserve: memory of the program's libraries and allocator.
+    rank: the stage of the rank, "first" or "last".
+    """
 
     parameters: float
     gradients: float
@@ -43,7 +48,7 @@ class RankMemory:
 
 
 def rank_memory(parts: Parts, s: Strategy, program: Program, mesh: Mesh, pipe: Pipeline | None) -> RankMemory:
-    """The memory of the first or the last stage, whichever is larger."""
+    """Return the memory of the first or the last stage, whichever is larger."""
     layers = stage_layers(parts.blocks, s.pipeline, program.stage_ends)
     ranks = {"first": (layers[0], True, len(layers) == 1), "last": (layers[-1], len(layers) == 1, True)}
     return max(
@@ -53,7 +58,7 @@ def rank_memory(parts: Parts, s: Strategy, program: Program, mesh: Mesh, pipe: P
 
 
 def _apart(part: Part, s: Strategy, mesh: Mesh) -> float:
-    """A part's parameters on a device if ZeRO shards them over the ranks that share them, within a replica."""
+    """Return a part's parameters on a device if ZeRO shards them within a replica, over the ranks that share them."""
     out = 0.0
     for axes, elements in part.elements.items():
         ways = [
@@ -76,13 +81,13 @@ def _rank(
     last: bool,
     pipe: Pipeline | None,
 ) -> RankMemory:
-    """The memory of a rank with this many blocks and these ends."""
+    """Return the memory of a rank with this many blocks and these ends."""
     p, b = program, program.bytes
     ends = [parts.first] * first + [parts.last] * last + [parts.tied] * (last and not first)
     block = parts.block
     elements = blocks * block.parameters + sum(e.parameters for e in ends)
     apart = blocks * _apart(block, s, mesh) + sum(_apart(e, s, mesh) for e in ends)
-    # One micro-batch is in flight at the last stage, and at the first as many as the schedule has.
+    # One micro-batch is in flight at the last stage. At the first stage, the schedule decides how many are.
     flying = 1.0 if pipe is None or name == "last" else pipe.in_flight
     held = blocks * block.kept * flying + sum(e.saved for e in ends) * (
         flying if name == "first" and not last else 1
@@ -109,8 +114,11 @@ def _rank(
 
 
 def _made_whole(part: Part, b: Bytes) -> float:
-    """A part's parameters that are whole apart from how they are stored: those that several ranks share. What one rank
-    has alone, as experts on as many ranks as there are, is used as it is stored, unless it is cast for its use."""
+    """Return how many of a part's parameters are gathered or copied for their use.
+
+    These are the parameters that several ranks share. Parameters that one rank has alone, such as those of experts on
+    as many ranks as there are experts, are used as they are stored, unless they are cast for their use.
+    """
     return sum(e for axes, e in part.elements.items() if axes or b.weight > b.used)
 
 
@@ -119,18 +127,20 @@ def _largest(ends: Sequence[Part], block: Part) -> float:
 
 
 def _copies(p: Program, s: Strategy) -> float:
-    """float32 copies of the logits at the loss."""
+    """Return the number of float32 copies of the logits at the loss."""
     return p.logits if s.tensor == 1 or p.logits_in_parts is None else p.logits_in_parts
 
 
 def _whole(
     p: Program, s: Strategy, elements: float, in_blocks: float, block: float, largest: float
 ) -> tuple[float, float]:
-    """(bytes of weights while they are whole, of gradients while they are computed and summed), without what is stored.
+    """Return (bytes of weights while they are gathered, bytes of gradients while they are computed and summed), without
+    what is stored.
 
-    elements: parameters of the rank that are made whole. in_blocks: those in blocks. block: those in one block.
-    largest: in one array.
     If a program copies what it gathered out of a buffer, the buffer belongs to a stream and stays reserved.
+
+    elements: the rank's parameters that are gathered. in_blocks: those in blocks. block: those in one block.
+    largest: the most parameters in one array.
     """
     b = p.bytes
     ends, ahead = max(elements - in_blocks, 0.0), (1 if p.one_by_one else 2) * block
@@ -140,7 +150,7 @@ def _whole(
     if p.by_weight:  # the weight being read, the next one, and the previous one's gradient
         return largest * 2 * b.used, largest * b.summed
     buffer = near * b.used if p.copied[0] else 0.0
-    if s.pipeline > 1 or not p.regathers:  # weights stay, and with stages so do accumulated gradients
+    if s.pipeline > 1 or not p.regathers:  # weights stay gathered; with stages, so do accumulated gradients
         stays = elements * b.used + buffer
         if s.pipeline > 1 and p.sums_unsplit:
             return stays + elements * b.summed, 0.0

@@ -1,5 +1,4 @@
-"""From a user's model to the graph that a stated strategy is priced on: one micro-batch, nothing marked to run
-again."""
+"""Turns a user's model into the graph on which a stated strategy is priced: one micro-batch without recomputation."""
 
 from __future__ import annotations
 
@@ -21,28 +20,35 @@ __all__ = ["micro_batch_graph", "price_model"]
 
 
 def price_model(problem: SplitProblem, traced: Traced, s: Strategy, program: Program) -> Priced:
-    """Price a strategy on a traced model. Infeasible, with the reason, where it cannot be split or run so."""
+    """Price a strategy on a traced model. Raises Infeasible, with the reason, if the model cannot be run so."""
     if problem.model.unit != "s":
         raise PaseError(
-            f"a stated strategy is priced in seconds, but cost model '{problem.model.name}' has none"
+            f"a stated strategy is priced in seconds, but cost model '{problem.model.name}' has none",
+            fix="use cost_model='analytic'",
         )
     ways = block_ways(traced)
     examples = ways.batch_size(traced)
     own = examples // s.ranks
     if own * s.ranks != examples:
         raise Infeasible(
-            f"a batch of {examples} cannot be divided by the {s.ranks} data-parallel ranks of {s}"
+            f"a batch of {examples} cannot be divided by the {s.ranks} data-parallel ranks",
+            where=str(s),
+            fix="change the batch, or the number of data-parallel ranks",
         )
     micro = s.micro or (1 if s.pipeline > 1 else own)
     if own % micro:
-        raise Infeasible(f"{own} examples of a data-parallel rank are not whole micro-batches of {micro}")
+        raise Infeasible(
+            f"{own} examples of a data-parallel rank are not whole micro-batches of {micro}",
+            where=str(s),
+            fix="use a divisor for micro",
+        )
     marked = any(op.remat for n in problem.graph.nodes for op in n.ops)
     s = replace(s, micro=micro, remat=s.remat or ("full" if marked else "none"))
-    # A batch of one is read as two: a dim of one is no dim, and nothing could tell examples from positions.
+    # A batch of one is read as two, because a dim of one is not a dim, and examples could not be told from positions.
     at_once = micro * s.ranks
     samples = max(at_once, 2)
     if examples % samples:
-        raise Infeasible(f"a batch of {examples} cannot be read as micro-batches of {samples}")
+        raise Infeasible(f"a batch of {examples} cannot be read as micro-batches of {samples}", where=str(s))
     traced = ways.micro(traced, examples // samples)
     blocks = ways.blocks_of(traced, marked=True)
     graph = micro_batch_graph(traced, 1)
@@ -52,13 +58,13 @@ def price_model(problem: SplitProblem, traced: Traced, s: Strategy, program: Pro
 
 
 def micro_batch_graph(traced: Traced, parts: int) -> Graph:
-    """The graph of one part of the batch, split into this many parts, without recomputation."""
+    """Return the graph of one part of the batch, split into this many parts, without recomputation."""
     raw = traced.graph if parts == 1 else block_ways(traced).micro(traced, parts).graph
     return _unmarked(named(simplify(raw)))
 
 
 def _unmarked(graph: Graph) -> Graph:
-    """The graph without recomputation, which the strategy decides."""
+    """Return the graph without recomputation, because the strategy decides what is recomputed."""
 
     def plain(op: Op) -> Op:
         reads = tuple(replace(a, again=False) for a in op.reads)

@@ -1,4 +1,4 @@
-"""What one device does in a micro-batch under a stated strategy, op by op: local work, and the collectives between."""
+"""What one device does in a micro-batch under a stated strategy, op by op: local work, and collectives in between."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ __all__ = ["StatedOps", "stated_ops"]
 
 @dataclass(frozen=True, kw_only=True)
 class StatedOps:
-    """One device's micro-batch under a strategy. work: node → its pieces, in the order of the graph; parameters: which
-    of the nodes are. between: collectives of activations and of their gradients."""
+    """One device's micro-batch under a strategy.
+
+    work: node -> its pieces of work, in the order of the graph.
+    parameters: the nodes that are parameters.
+    between: collectives of activations and of their gradients.
+    """
 
     strategy: str
     work: Mapping[str, tuple[LocalWork, ...]]
@@ -28,7 +32,7 @@ class StatedOps:
     between: tuple[Collective, ...]
 
     def nbytes(self, *, of_parameters: bool, phase: str) -> float:
-        """What a device reads and writes in all: of parameters in the update, or of light ops of a pass."""
+        """Return the bytes that a device reads and writes: of parameters in the update, or of light ops in a pass."""
         return sum(
             w.nbytes * w.times
             for name, works in self.work.items()
@@ -38,10 +42,12 @@ class StatedOps:
 
 
 def stated_ops(model: str, strategy: str, machine: str | None = None) -> StatedOps:
-    """Of a model whose batch is one micro-batch of one data-parallel rank.
+    """Return the ops of a model whose batch is one micro-batch of one data-parallel rank.
 
-    strategy: as of ``pase price``, without replicas and stages, which do not change a micro-batch's ops: ``tp=4``.
-    Infeasible, with the reason, where the model cannot be split so; PaseError where it states replicas or stages.
+    strategy: as for ``pase price``, without replicas and stages, which do not change a micro-batch's ops: ``tp=4``.
+
+    Raises Infeasible, with the reason, if the model cannot be split so, and PaseError if the strategy has replicas or
+    stages.
     """
     devices = 1
     for part in strategy.split(","):
@@ -50,13 +56,15 @@ def stated_ops(model: str, strategy: str, machine: str | None = None) -> StatedO
     s = parse(strategy, devices)
     if s.pipeline > 1 or s.ranks > 1:
         raise PaseError(
-            f"'{strategy}': replicas and stages do not change the ops of a micro-batch; state tp, sp and cp alone"
+            "replicas and stages do not change the ops of a micro-batch",
+            where=f"'{strategy}'",
+            fix="state only tp, sp and cp",
         )
     traced, _ = traced_model(model, None, (), CompileOptions(devices=devices))
     problem = SplitProblem.of(traced.graph, devices, machine, "analytic", "adam")
     if traced.frontend != "jax":
         raise PaseError(
-            f"'{model}' was read by the {traced.frontend} frontend: a stated strategy needs a JAX model"
+            f"'{model}' was read by the {traced.frontend} frontend, but a stated strategy needs a JAX model here"
         )
     graph = micro_batch_graph(traced, 1)
     placed = place(graph, replace(s, micro=None), problem.model)

@@ -1,4 +1,4 @@
-"""A stage's work in parts: what comes before the repeated block, the block once, and what comes after it.
+"""A stage's work in parts: what comes before the repeated block, one block, and what comes after the blocks.
 
 Each part has the device's seconds in forward and backward, what it sends between products, and the bytes of its
 weights. These are the graph's own work and collectives (``pase.tables``), priced by the cost model and summed by part.
@@ -47,19 +47,21 @@ class Sent:
     seconds: float
     backward: bool
     recompute_runs: float
-    """The part of the collective that recomputation repeats."""
+    """The fraction of the collective that recomputation repeats."""
 
 
 @dataclass(kw_only=True)
 class Part:
     """Seconds of one micro-batch on one device, and bytes.
 
-    recompute_s: forward work that backward repeats. host_s: the host's launches, forward and backward.
-    elements: parameters on the device, by the axes over which their gradients are summed. arrays: the same array by
-    array, in the order of their first use: (axes, elements, how many there are of it).
+    recompute_s: forward work that backward repeats.
+    host_s: the host's launches, in forward and backward.
+    elements: parameters on the device, by the axes over which their gradients are summed.
+    arrays: the same array by array, in the order of their first use: (axes, elements, number of such arrays).
     largest: elements of the largest array.
-    saved: bytes that backward needs of one micro-batch without recomputation. kept: the same with the strategy's
-    recomputation. entry: bytes of the part's input.
+    saved: bytes that backward needs of one micro-batch without recomputation.
+    kept: the same with the strategy's recomputation.
+    entry: bytes of the part's input.
     """
 
     forward_s: float = 0.0
@@ -83,8 +85,12 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The parts of a model. blocks: the number of blocks. tied: parameters of the first part that the last part reads
-    too; a last stage has a copy of them. logits: elements of the logits on a device."""
+    """The parts of a model.
+
+    tied: parameters of the first part that the last part also reads, so that a last stage has a copy of them.
+    blocks: the number of blocks.
+    logits: elements of the logits on a device.
+    """
 
     first: Part
     block: Part
@@ -103,10 +109,11 @@ def parts_of(
     share: float = 1.0,
     written_out: Sequence[Block] = (),
 ) -> Parts:
-    """The parts of a graph whose batch is one micro-batch of all data-parallel ranks.
+    """Return the parts of a graph whose batch is one micro-batch of all data-parallel ranks.
 
-    share: the part of the graph's batch that the micro-batch really has. A batch of one is read as two, because a
-    dim of one element is not a dim. written_out: the blocks if no loop runs them; the block is then their mean.
+    share: the fraction of the graph's batch that the micro-batch really has. A batch of one is read as two, because a
+        dim of one element is not a dim.
+    written_out: the blocks if no loop runs them; ``block`` is then their mean.
     """
     places = _places(graph, written_out)
     made = _PartsInTheMaking(
@@ -153,16 +160,16 @@ class _PartsInTheMaking:
     """A parameter's node -> the axes over which its gradient is summed."""
 
     def runs(self, node: str) -> float:
-        """How often the part that the node is in runs."""
+        """Return how often the node's part runs."""
         return float(self.places.blocks) if self.places.of(node) == "block" else 1.0
 
     def copies(self, node: str) -> float:
-        """How many nodes the graph has for one of the part: of written-out blocks, one in each."""
+        """Return how many nodes of the graph correspond to one of the part: one per block if blocks are written out."""
         return self.runs(node) if self.written_out else 1.0
 
     @cached_property
     def products(self) -> Mapping[str, int]:
-        """For each product, how many products of its block, or its loop, come before it."""
+        """For each product, the number of products that precede it in its block or loop."""
         seen: Counter[object] = Counter()
         out = {}
         for n in self.graph.nodes:
@@ -174,8 +181,11 @@ class _PartsInTheMaking:
 
     @cached_property
     def handed_on(self) -> Mapping[str, tuple[Node, int, int]]:
-        """What one written-out block makes and what comes after it reads: the node that makes it, the block, and the
-        last block that reads it. By their equations: a node may have those of two blocks, and a copy has none."""
+        """Tensors that one written-out block makes and that are read after it: (node that makes it, block, last block
+        that reads it).
+
+        This goes by equations, because a node may have those of two blocks, and a copy has none.
+        """
         held_by, many = holders(self.written_out), len(self.written_out)
         read: dict[str, int] = {}
         out: dict[str, tuple[Node, int, int]] = {}
@@ -194,22 +204,24 @@ class _PartsInTheMaking:
         return out
 
     def recompute_part(self, n: Node, heavy: bool) -> float:
-        """The part of a node's forward work that backward repeats."""
+        """Return the fraction of a node's forward work that backward repeats."""
         s = self.strategy
         if n.kind in ("parameter", "carry", "copy") or s.remat in (None, "none"):
             return 0.0
         return 1.0 if s.remat == "full" else self.program.selective(self.graph, n, heavy, self.products)
 
     def on_device(self, n: Node, access: Access) -> float:
-        """Elements of a tensor on one device, laid out as the node accesses it."""
+        """Return the elements of a tensor on one device, in the layout in which the node accesses it."""
         t = self.graph.tensors[access.tensor]
         config = self.placed.strategy[n.name][None, :]
         ways = shards(config, dim_index(n, access.map.dims), self.placed.mesh)
         return float(concrete_size(t.elements, t.name) / ways[0])
 
     def reduced_elements(self, n: Node, op: Op, write: Access) -> float:
-        """Elements of a result on one device, as it is kept: where the op leaves partial sums, their sums, laid out as
-        those who read it do."""
+        """Return the elements of a result on one device, as it is kept.
+
+        If the op leaves partial sums, these are the elements of their sum, in the layout of its readers.
+        """
         over = dim_index(n, [d for d in op.dims if d not in write.map.dims])
         config = self.placed.strategy[n.name][None, :]
         if shards(config, over, self.placed.mesh)[0] == 1:
@@ -220,12 +232,12 @@ class _PartsInTheMaking:
         return max((self.on_device(m, a) for m, a in readers), default=self.on_device(n, write))
 
     def pass_s(self, n: Node, access: Access) -> float:
-        """Seconds of one pass over a tensor on one device, laid out as the node accesses it."""
+        """Return the seconds of one pass over a tensor on one device, in the layout in which the node accesses it."""
         nbytes = self.on_device(n, access) * self.graph.tensors[access.tensor].itemsize
         return nbytes * self.share / self.model.machine.device.moved_bytes_per_s
 
     def add_work(self, n: Node) -> None:
-        """The node's work, forward and backward, and its kernels' launches."""
+        """Add the node's work, forward and backward, and its kernels' launches."""
         part, many, share = self.parts[self.places.of(n.name)], self.runs(n.name), self.share
         inside = self.places.of(n.name) == "block"
         cfg = self.placed.strategy[n.name][None, :]
@@ -253,8 +265,10 @@ class _PartsInTheMaking:
             part.host_s[i] += (kernels + more / self.copies(n.name) * (i + 1)) * executor.host_s[i]
 
     def experts_apart(self, n: Node, cfg: np.ndarray) -> float:
-        """How many more products the host launches forward, for the experts of a device after the first; backward has
-        two for each."""
+        """Return how many more products the host launches in forward because each expert of a device has its own.
+
+        Backward has two for each of them.
+        """
         op, graph = n.main, self.graph
         if not self.program.experts.apart or op.kind != "matmul" or len(op.reads) != 2:
             return 0.0
@@ -267,7 +281,7 @@ class _PartsInTheMaking:
         return float(every / shards(cfg, dim_index(n, tuple(groups)), self.placed.mesh)[0]) - 1.0
 
     def add_around(self, n: Node) -> None:
-        """What the program does around an attention's kernel."""
+        """Add what the program does around an attention's kernel."""
         program, around = self.program, self.program.around
         queries = next(op for op in n.ops if op.kind == "attention").reads[0]
         once = self.pass_s(n, queries)
@@ -276,20 +290,22 @@ class _PartsInTheMaking:
         self.add_light(n, (around.forward * once + waits_s) / many, around.backward * once / many)
 
     def add_around_experts(self, n: Node, sent: Access) -> None:
-        """What the program does with the tokens that are sent to experts. n, sent: the first product with a weight for
-        each expert, and what it reads of them."""
+        """Add what the program does with the tokens that are sent to experts.
+
+        n, sent: the first product with a weight for each expert, and its operand with the tokens.
+        """
         around, once = self.program.experts, self.pass_s(n, sent)
         self.add_light(n, around.forward * once, around.backward * once)
 
     def add_light(self, n: Node, forward_s: float, backward_s: float) -> None:
-        """Light work of the program's own beside a node, in seconds."""
+        """Add light work of the program itself next to a node, in seconds."""
         part = self.parts[self.places.of(n.name)]
         part.forward_s += forward_s
         part.recompute_s += forward_s * self.recompute_part(n, False)
         part.backward_s += backward_s
 
     def add_collectives(self) -> None:
-        """Collectives between products. Sums of parameters' gradients are left to ``add_parameters``."""
+        """Add collectives between products. Sums of parameters' gradients are left to ``add_parameters``."""
         graph = self.graph
         stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
         for c in collectives(graph, self.placed.mesh, self.placed.strategy, self.model):
@@ -311,7 +327,7 @@ class _PartsInTheMaking:
             )
 
     def add_parameters(self) -> None:
-        """The trained parameters, as the elements whose gradients are summed."""
+        """Add the trained parameters, as the elements whose gradients are summed."""
         at = {n.name: i for i, n in enumerate(self.graph.nodes)}
         used = {e.src: at[e.dst] for e in sorted(self.graph.edges, key=lambda e: -at[e.dst])}
         for n in sorted(self.graph.nodes, key=lambda n: used.get(n.name, 0)):
@@ -325,7 +341,7 @@ class _PartsInTheMaking:
                     part.elements[axes] = part.elements.get(axes, 0.0) + local
 
     def add_kept(self) -> None:
-        """What backward needs: what a compiler keeps, or what each kernel's own backward reads."""
+        """Add what backward needs: what a compiler keeps, or what each kernel's own backward reads."""
         graph, program = self.graph, self.program
         makers = {a.tensor: n for n in graph.nodes for op in n.ops for a in op.writes}
         narrow: set[str] = set()
@@ -335,7 +351,7 @@ class _PartsInTheMaking:
         else:
             by_weights, by_others = _read_by_recompute(graph, program)
             wanted = by_weights | by_others
-            # What products with weights alone keep is kept as they read it.
+            # What only products with weights need is kept in the precision in which they read it.
             if self.strategy.precision != "bf16" and program.keeps_fp8:
                 narrow = by_weights - by_others
         if program.keeps_chosen:
@@ -354,7 +370,7 @@ class _PartsInTheMaking:
                 continue
             at, tensor = self.places.of(n.name), graph.tensors[t]
             if at == "last" and n.kind != "carry" and concrete_size(tensor.elements, t) >= logits:
-                continue  # counted as logits
+                continue  # it is counted as logits
             op, write = n.write_of(t)
             nbytes = (
                 self.reduced_elements(n, op, write)
@@ -371,7 +387,7 @@ class _PartsInTheMaking:
         self.add_entry(wanted)
 
     def add_entry(self, wanted: Collection[str]) -> None:
-        """What a written-out block gets from the one before it; a loop's carries say it themselves."""
+        """Add what a written-out block gets from the previous one. For a loop, its carries are counted instead."""
         part, reruns = self.parts["block"], self.strategy.remat not in (None, "none")
         middle = len(self.written_out) // 2
         for t, (n, made, read) in self.handed_on.items():
@@ -387,17 +403,17 @@ class _PartsInTheMaking:
                 part.saved += nbytes
 
     def stays(self, n: Node) -> bool:
-        """Does selective recomputation keep what the products or the attention of this node make?"""
+        """Whether selective recomputation keeps the results of this node's products or attention."""
         inside = n.kind in HEAVY and self.places.of(n.name) == "block"
         return self.strategy.remat == "selective" and inside and not self.recompute_part(n, True)
 
     def chosen(self) -> set[str]:
-        """Results that selective recomputation keeps."""
+        """Return the results that selective recomputation keeps."""
         kept_ = [op for n in self.graph.nodes if self.stays(n) for op in n.ops if op.kind in HEAVY]
         return {a.tensor for op in kept_ for a in op.writes}
 
     def recompute_from(self, wanted: Collection[str]) -> set[str]:
-        """The results among these from which backward recomputes what it needs. wanted: what it needs."""
+        """Return the kept results from which backward recomputes what it needs. wanted: what it needs."""
         makers = {a.tensor: (n, op) for n in self.graph.nodes for op in n.ops for a in op.writes}
         chosen, found = self.chosen(), set[str]()
         seen, left = set[str](), list(wanted if chosen else ())
@@ -413,12 +429,12 @@ class _PartsInTheMaking:
         return found
 
     def holds(self, result: Access) -> Iterator[tuple[Node, Access]]:
-        """Who has this result, and how: the node that makes it, and those that read it."""
+        """Yield the nodes that have this result, with their accesses: the one that makes it, and its readers."""
         for n in self.graph.nodes:
             yield from ((n, a) for op in n.ops for a in (*op.writes, *op.reads) if a.tensor == result.tensor)
 
     def logits(self) -> tuple[Node, Access] | None:
-        """The logits: the largest tensor that a product makes after the blocks, with its node."""
+        """Return the logits, the largest tensor that a product makes after the blocks, with their node."""
         made = [
             (n, a)
             for n in self.graph.nodes
@@ -435,8 +451,10 @@ class _PartsInTheMaking:
 
 
 def _sent_to_experts(graph: Graph, places: Places) -> tuple[Node, Access] | None:
-    """The first product of the block that has a weight for each part of what it reads, as experts do: its node, and
-    what it reads beside the weight. None if there is no such product."""
+    """Return the first product of the block with a separate weight for each part of its operand, as experts have.
+
+    The result is its node and the operand that is not the weight, or None if there is no such product.
+    """
     stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
     for n in graph.nodes:
         for op in n.ops:
@@ -452,19 +470,20 @@ def _sent_to_experts(graph: Graph, places: Places) -> tuple[Node, Access] | None
 
 
 def _places(graph: Graph, written_out: Sequence[Block]) -> Places:
-    """Where each node is: before, in or after the loop over layers with the most turns, or the written-out blocks."""
+    """Return where each node is: before, in or after the loop over layers, or the written-out blocks."""
     try:
         return places_of(graph, written_out)
     except Infeasible as e:
         raise Infeasible(
-            f"'{graph.name}' has no equal blocks, by which a stated strategy is priced: no loop over layers, no three "
-            f"equal layers written out one after the other"
+            "it has no equal blocks, which the price of a stated strategy needs: no loop over layers, and no three "
+            "equal layers written out one after the other",
+            where=f"'{graph.name}'",
         ) from e
 
 
 def _read_by_recompute(graph: Graph, program: Program) -> tuple[set[str], set[str]]:
-    """Tensors that backward reads in an executor without fusion: those of products with weights in the blocks, and all
-    others. A view counts as the tensor that it views."""
+    """Return the tensors that backward reads in an executor without fusion: (those of products with weights in the
+    blocks, all others). A view counts as the tensor that it views."""
     by_weights: set[str] = set()
     out: set[str] = set()
     views = {

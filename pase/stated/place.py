@@ -1,5 +1,8 @@
-"""A stated strategy on the graph: a mesh, and for each node the configs that it leaves open, of which the search takes
-the cheapest. Parameters are whole over the data axes here: what ZeRO splits is flat (``pase.stated.parts``)."""
+"""Places a stated strategy on the graph: a mesh, and the configs that it allows for each node.
+
+The search takes the cheapest of these configs. Parameters are replicated over the data axes here, because ZeRO shards
+flat arrays (``pase.stated.parts``).
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ __all__ = ["place", "stage_mesh"]
 
 
 def stage_mesh(s: Strategy) -> Mesh:
-    """The devices of one stage, in Megatron's order: tensor parallelism innermost, then context, experts, data."""
+    """Return the devices of one stage in Megatron's order, innermost first: tensor, context, experts, data."""
     axes = {"data": s.ranks // s.expert, "expert": s.expert, "context": s.context, "model": s.tensor}
     kept = {name: size for name, size in axes.items() if size > 1} or {"data": 1}
     return Mesh(names=tuple(kept), sizes=tuple(kept.values()))
 
 
 def place(graph: Graph, s: Strategy, model: CostModel, *, whole_logits: bool = False) -> Baseline:
-    """The strategy of one stage. Infeasible, with the reason, where the graph has nothing to split so.
+    """Return the strategy of one stage. Raises Infeasible, with the reason, if the graph cannot be split so.
 
     whole_logits: as in ``Program``.
     """
@@ -34,7 +37,7 @@ def place(graph: Graph, s: Strategy, model: CostModel, *, whole_logits: bool = F
     _refuse(graph, r, s)
     found = _placed(graph, stage_mesh(s), s.sequence, whole_logits, model)
     if not isinstance(found, Baseline):
-        raise Infeasible(f"{s} on '{graph.name}': {found.reason}")
+        raise Infeasible(found.reason, where=f"{s} on '{graph.name}'")
     return found
 
 
@@ -42,7 +45,7 @@ def place(graph: Graph, s: Strategy, model: CostModel, *, whole_logits: bool = F
 def _placed(
     graph: Graph, mesh: Mesh, sequence: bool, whole_logits: bool, model: CostModel
 ) -> Baseline | Skipped:
-    """What strategies of one mesh have in common, whatever they recompute, shard flat or run in stages."""
+    """Return what strategies on one mesh share, whatever they recompute, shard flat or run in stages."""
     allowed = _Allowed(roles(graph), sequence, whole_logits)
     return fill_in_alone(Intent(name="stated", mesh=mesh, allow=allowed), graph, model)
 
@@ -52,7 +55,9 @@ def _refuse(graph: Graph, r: Roles, s: Strategy) -> None:
         sizes = r.sizes(graph, dims)
         if ways > 1 and not any(size % ways == 0 for size in sizes):
             raise Infeasible(
-                f"{s} on '{graph.name}': {ways} ways divide none of its {what} ({sizes or 'none'})"
+                f"{ways} ways divide none of its {what} ({sizes or 'none'})",
+                where=f"{s} on '{graph.name}'",
+                fix=f"use a degree that divides one of its {what}",
             )
 
     need(s.ranks, r.batch, "batch dims")
@@ -62,12 +67,12 @@ def _refuse(graph: Graph, r: Roles, s: Strategy) -> None:
 
 
 class _Allowed:
-    """Which configs the strategy has for a node (``pase.baselines.types.Allow``)."""
+    """The configs that the strategy allows for a node (``pase.baselines.types.Allow``)."""
 
     def __init__(self, r: Roles, sequence: bool, whole_logits: bool) -> None:
         self.r, self.sequence = r, sequence
         self.splits_logits = {w.node for w in r.weights} if whole_logits else None
-        """If logits are gathered, the nodes that may split the vocabulary: embedding and output."""
+        """If logits are gathered: the nodes that may split the vocabulary, which are the embedding and the output."""
 
     def __call__(self, node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         at = {name: i for i, name in enumerate(mesh.names)}
@@ -87,7 +92,7 @@ class _Allowed:
         return self._model(node, cfg, mesh, at["model"], allowed) if "model" in at else allowed
 
     def _experts(self, node: Node, cfg: np.ndarray, mesh: Mesh, axis: int, experts: list[int]) -> np.ndarray:
-        """Weights and products of experts over the experts; on the way to them and back, where it is cheapest."""
+        """Split weights and products of experts over the experts; before and after them, split in the cheapest way."""
         if node.kind in ("parameter", "matmul"):
             on = only(cfg, [axis], experts)
             if on.any():
@@ -95,12 +100,12 @@ class _Allowed:
         return only(cfg, [axis], [*experts, *self.r.dims(node, self.r.batch), *free(node)])
 
     def _sequence(self, node: Node, cfg: np.ndarray, axis: int) -> np.ndarray:
-        """The sequence over the axis, where the node has one that may be split."""
+        """Split the sequence over the axis, if the node has a sequence dim that may be split."""
         on = only(cfg, [axis], self.r.dims(node, self.r.sequence))
         return on if on.any() else only(cfg, [axis], free(node))
 
     def _model(self, node: Node, cfg: np.ndarray, mesh: Mesh, axis: int, allowed: np.ndarray) -> np.ndarray:
-        """Megatron's: heads, hidden units and vocabulary; with sequence parallelism the sequence between them."""
+        """Split heads, hidden units and vocabulary like Megatron; with sequence parallelism, the sequence between."""
         r = self.r
         tensor, inside = r.dims(node, r.tensor), r.dims(node, r.tensor - r.ends)
         whole = self.splits_logits is not None and node.name not in self.splits_logits

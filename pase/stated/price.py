@@ -27,8 +27,11 @@ __all__ = ["Priced", "price_strategy"]
 
 @dataclass(frozen=True, kw_only=True)
 class Priced:
-    """What a stated strategy takes. seconds: by cause, and they add up to step_s; collectives_s: by kind of collective,
-    seconds of all of them in a step of one rank, hidden ones too."""
+    """The price of a stated strategy.
+
+    seconds: by cause; they add up to step_s.
+    collectives_s: by kind of collective, the seconds of all of them in a step of one rank, including hidden ones.
+    """
 
     strategy: Strategy
     program: str
@@ -43,11 +46,11 @@ class Priced:
     work: StepWork
     pipeline: Pipeline | None
     noted: tuple[Remark, ...] = ()
-    """What the price assumes, and what speaks against it."""
+    """What the price assumes, and reasons to doubt it."""
 
     @property
     def sound(self) -> bool:
-        """Does it fit, with no remark that speaks against it?"""
+        """Whether it fits, and no remark gives a reason to doubt it."""
         return self.fits and not any(r.doubtful for r in self.noted)
 
     @property
@@ -59,7 +62,7 @@ class Priced:
         return self.work.at(self.step_s, self.strategy.devices)
 
     def to_json(self) -> JsonObject:
-        """As ``pase price --json`` prints it."""
+        """Return the object that ``pase price --json`` prints."""
         t, m, p = self.throughput, self.memory, self.pipeline
         return {
             "strategy": str(self.strategy),
@@ -93,24 +96,29 @@ def price_strategy(
     share: float = 1.0,
     written_out: Sequence[Block] = (),
 ) -> Priced:
-    """Price a strategy on a graph whose batch is one micro-batch of all data-parallel ranks (x 1/share).
+    """Price a strategy on a graph whose batch is one micro-batch of all data-parallel ranks (times 1/share).
 
-    examples: of the whole batch. written_out: the graph's equal blocks, if no loop runs them. Infeasible where the
-    model cannot be split so, with the reason.
+    examples: those of the whole batch.
+    written_out: the graph's equal blocks, if no loop runs them.
+
+    Raises Infeasible, with the reason, if the model cannot be split so.
     """
     micro = s.micro or 1
     m = examples // (s.ranks * micro)
     if m * s.ranks * micro != examples:
         raise Infeasible(
-            f"a batch of {examples} is not whole micro-batches of {micro} on {s.ranks} data-parallel ranks"
+            f"a batch of {examples} is not whole micro-batches of {micro} on {s.ranks} data-parallel ranks",
+            where=str(s),
+            fix="change micro, or the number of data-parallel ranks",
         )
     _refuse(s, program, model, m)
     dtype = PRODUCTS_IN[s.precision]
     if dtype is not None:
         if dtype not in model.machine.device.peak_flops:
             raise Infeasible(
-                f"machine '{model.machine.name}' has no rate for {s.precision} products ({dtype} in "
-                f"[device.peak_flops]): leave out precision={s.precision} or name another machine"
+                f"it has no rate for {s.precision} products ({dtype} in [device.peak_flops])",
+                where=f"machine '{model.machine.name}'",
+                fix=f"leave out precision={s.precision}, or name another machine",
             )
         graph = in_fp8(graph, dtype)
     placed = place(graph, s, model, whole_logits=program.whole_logits)
@@ -118,8 +126,12 @@ def price_strategy(
     stages = s.pipeline * s.chunks
     if (
         s.pipeline > 1 and parts.blocks < stages and (parts.blocks + 2) % stages
-    ):  # with embedding and loss, blocks + 2
-        raise Infeasible(f"{s} needs {stages} stages, and '{graph.name}' has {parts.blocks} blocks")
+    ):  # embedding and loss may count as a block each
+        raise Infeasible(
+            f"it needs {stages} stages, but '{graph.name}' has {parts.blocks} blocks",
+            where=str(s),
+            fix="use smaller pp or vp",
+        )
     run = StatedStep(parts=parts, s=s, program=program, model=_flat(model), mesh=placed.mesh, micro_batches=m)
     seconds, pipeline = run.step()
     work = step_work(graph, model.machine)
@@ -148,27 +160,34 @@ def price_strategy(
 
 
 def _refuse(s: Strategy, program: Program, model: CostModel, micro_batches: int) -> None:
-    """What the program does not run."""
+    """Raise Infeasible if the program does not support the strategy."""
     near = model.machine.levels[0]
     if s.asynchronous and program.decomposition.near and s.tensor > (near.ways or s.tensor):
         raise Infeasible(
-            f"{s}: {program.name} runs tensor parallelism's collectives during products (async) only among the "
-            f"{near.ways} devices of a {near.name} on '{model.machine.name}': leave out async, or take tp={near.ways}"
+            f"{program.name} runs tensor parallelism's collectives during products (async) only among the "
+            f"{near.ways} devices of a {near.name} on '{model.machine.name}'",
+            where=str(s),
+            fix=f"leave out async, or use tp={near.ways}",
         )
     if s.context > 1 and program.context == "none":
-        raise Infeasible(f"{s}: {program.name} has no context parallelism: leave out cp={s.context}")
+        raise Infeasible(
+            f"{program.name} has no context parallelism", where=str(s), fix=f"leave out cp={s.context}"
+        )
     if s.pipeline > 1 and s.zero > program.zero_in_stages:
         raise Infeasible(
-            f"{s}: {program.name} runs stages with zero={program.zero_in_stages} at most "
-            f"(dp=N,zero={program.zero_in_stages})"
+            f"{program.name} runs stages with at most zero={program.zero_in_stages}",
+            where=str(s),
+            fix=f"use dp=N,zero={program.zero_in_stages}",
         )
     if s.chunks > 1 and micro_batches < s.pipeline:
         raise Infeasible(
-            f"{s}: the interleaved schedule needs as many micro-batches as stages ({s.pipeline}), and there are "
-            f"{micro_batches}: smaller micro-batches or fewer chunks (vp)"
+            f"the interleaved schedule needs as many micro-batches as stages ({s.pipeline}), but there are "
+            f"{micro_batches}",
+            where=str(s),
+            fix="use smaller micro-batches, or fewer chunks (vp)",
         )
 
 
 def _flat(model: CostModel) -> CostModel:
-    """The same model for single calls of a collective library: frameworks make no stages of one."""
+    """Return the same model for single calls of a collective library, which frameworks do not divide in stages."""
     return Analytic(model.machine, flat=True) if isinstance(model, Analytic) else model

@@ -1,7 +1,7 @@
 """How a framework runs a stated strategy: its kernels, what it keeps, which communication overlaps with compute.
 
-Each framework is one entry. Every figure is a fact of its code or a measurement that names its source. None is fitted
-to a step time.
+Each framework is one entry. Every figure is a fact of its code, or a measurement with its source. None is fitted to a
+step time.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ __all__ = [
 ]
 
 Selective = Callable[[Graph, Node, bool, Mapping[str, int]], float]
-"""(graph, a node of a block, True for its products and attention, False for its light ops, how many products of their
-block come before each product) -> the part of its forward work that selective recomputation runs again."""
+"""(graph, a node of a block, True for its products and attention or False for its light ops, the number of products
+that precede each product in its block) -> the fraction of its forward work that selective recomputation repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Bytes of one parameter on the rank that holds it. weight, gradient: as stored. state: the optimizer's, including
-    master weights.
+    """Bytes of one parameter on the rank that holds it.
 
-    used: bytes of a weight when it is gathered and multiplied. summed: bytes of a gradient while it is summed.
+    weight, gradient: as stored.
+    state: the optimizer's state, including master weights.
+    used: bytes of a weight when it is gathered and multiplied.
+    summed: bytes of a gradient while it is summed.
     """
 
     weight: float
@@ -54,8 +56,11 @@ class Bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class AroundAttention:
-    """What a program does around its attention kernel. forward, backward: passes over an array of the queries' size.
-    waits: launches of small kernels in forward that the device waits for."""
+    """What a program does around its attention kernel.
+
+    forward, backward: the number of passes over an array of the queries' size.
+    waits: launches of small kernels in forward for which the device waits.
+    """
 
     forward: float = 0.0
     backward: float = 0.0
@@ -64,9 +69,12 @@ class AroundAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class AroundExperts:
-    """What a program does around the products of a mixture's experts. forward, backward: passes over an array of all
-    tokens that are sent to experts, a token once for each of its experts. apart: each expert's product is a kernel of
-    its own, which the host launches."""
+    """What a program does around the products of a mixture's experts.
+
+    forward, backward: the number of passes over an array of all tokens that are sent to experts, in which a token
+        occurs once for each of its experts.
+    apart: whether each expert's product is a separate kernel, which the host launches.
+    """
 
     forward: float = 0.0
     backward: float = 0.0
@@ -75,12 +83,12 @@ class AroundExperts:
 
 @dataclass(frozen=True, kw_only=True)
 class Decomposition:
-    """How gathers and scatters of tensor parallelism run during the products that they feed, piece by piece.
+    """How gathers and scatters of tensor parallelism run during the products that they feed, chunk by chunk.
 
-    after: the part of a forward's reduce-scatter that runs after its product; None: one rank's piece. units: compute
-    units that reduce-scatters hold (the other collectives are copies that hold none). summed: a reduce-scatter's pieces
-    arrive apart and are added in a pass of their own. near: runs only among devices of the machine's innermost link,
-    because it writes to their memory.
+    after: the fraction of a forward's reduce-scatter that runs after its product; None: one rank's chunk.
+    units: compute units that reduce-scatters occupy (the other collectives are copies that occupy none).
+    summed: whether a reduce-scatter's chunks arrive separately and are added in a separate pass.
+    near: whether it runs only among devices of the machine's innermost link, because it writes to their memory.
     """
 
     after: float | None = None
@@ -93,39 +101,45 @@ class Decomposition:
 class Program:
     """How a framework runs a step.
 
-    executor: how ops reach the device. attention: its kernel's names in machine files; the first one found is used.
-    around: what is done around that kernel. experts: what is done around those of experts.
-    regathers: ZeRO-3's weights are gathered again for backward; otherwise they stay.
-    prefetches: forward, backward: gathers for the next block overlap with this block's compute.
-    copied: bytes of device memory that the program's own buffers move for each parameter gathered, and for each summed.
+    executor: how ops reach the device.
+    attention: the names of its attention kernel in machine files; the first one found is used.
+    around: what it does around that kernel.
+    experts: what it does around the products of experts.
+    regathers: ZeRO-3's weights are gathered again for backward; otherwise they stay gathered.
+    prefetches: (forward, backward) whether gathers for the next block overlap with this block's compute.
+    copied: bytes of device memory traffic in the program's own buffers, per parameter gathered and per one summed.
     rearranges: what tensor parallelism gathers or scatters is copied, because the sequence is not its first dim.
-    metrics_bytes: bytes of device memory moved per logit after each micro-batch, for logged metrics.
+    metrics_bytes: bytes of device memory traffic per logit after each micro-batch, for logged metrics.
     one_by_one: each weight is gathered and summed separately, not together with the other weights of its block.
     host_for_rank_s: the host's seconds for each rank's part of such a gather or sum, before or after it.
-    stays: weights of fewer elements are never split. stays_within: what was gathered to compute a block again stays for
-    its backward if fewer elements are used in between.
-    by_weight: a weight and its gradient are whole only while its own product runs, not while its block runs.
-    sums_overlap: gradient sums overlap with backward. sums_each: they run after each micro-batch, not once a step.
-    sums_whole: they are all-reduces, of which ZeRO-1 and 2 keep a shard.
-    adds_apart: a kernel of its own adds a gradient to that of earlier micro-batches; otherwise the product does.
-    whole_passes: passes over all gradients of the rank, once a step, whatever ZeRO shards.
-    sends_overlap: transfers between stages overlap with compute. sends_parts: what is replicated over tensor
-    parallelism is sent in parts, one per rank (Narayanan et al. 2021, section 4.1).
+    stays: weights with fewer elements than this are never split.
+    stays_within: what was gathered to recompute a block stays for its backward if fewer elements than this are used in
+        between.
+    by_weight: a weight and its gradient are gathered only while its own product runs, not while its block runs.
+    sums_overlap: gradient sums overlap with backward.
+    sums_each: gradient sums run after each micro-batch, not once per step.
+    sums_whole: gradient sums are all-reduces, of which ZeRO-1 and 2 keep a shard.
+    adds_apart: a separate kernel adds a gradient to that of earlier micro-batches; otherwise the product does.
+    whole_passes: passes over all gradients of the rank, once per step, whatever ZeRO shards.
+    sends_overlap: transfers between stages overlap with compute.
+    sends_parts: what is replicated over tensor parallelism is sent in parts, one per rank (Narayanan et al. 2021,
+        section 4.1).
+    context: how keys and values are sent: in a ring that overlaps with attention, or gathered before it; "none" if the
+        program has no context parallelism.
+    keeps_chosen: everything that selective recomputation does not repeat is kept, whether backward reads it or not.
     exchange_overlaps: tokens are sent to experts and back while another micro-batch computes.
     decomposition: what an asynchronous strategy's tensor parallelism does.
-    zero_in_stages: the most of ZeRO that runs with stages.
-    stage_ends: how many layers embedding and output count as when layers are divided among the stages.
-    context: how keys and values are sent: in a ring that overlaps with attention, or gathered before it; none: the
-    program has no context parallelism.
-    selective: what selective recomputation runs again. keeps_chosen: all else is kept, whether backward reads it or
-    not.
+    zero_in_stages: the highest ZeRO stage that runs with pipeline stages.
+    stage_ends: the numbers of layers that embedding and output count as when layers are divided among the stages.
+    selective: what selective recomputation repeats.
     logits: the number of float32 copies of the logits that take memory at the loss, in addition to the logits.
-    logits_in_parts: the same where tensor parallelism splits the vocabulary; None: as many.
+    logits_in_parts: the same if tensor parallelism splits the vocabulary; None if it is the same number.
     whole_logits: logits that tensor parallelism splits are gathered, and every rank computes the whole loss.
     sums_unsplit: stages accumulate gradients that are not summed over devices before the last micro-batch.
     fp8_passes: how often a tensor that is cast to fp8 is read for its scale.
     keeps_fp8: what a product reads in fp8 is kept in fp8 for its backward.
     reserve_bytes: device memory that the context, libraries and gaps of the allocator take.
+    source: the sources of these figures.
     """
 
     name: str
@@ -171,7 +185,7 @@ class Program:
 
 def every_other_product(graph: Graph, node: Node, heavy: bool, before: Mapping[str, int]) -> float:
     """torchtitan's selective recomputation per op. Attention and every other product, starting with the first of a
-    block, are kept. All else runs again (torchtitan/parallelisms/parallelize_llama.py,
+    block, are kept. All else is recomputed (torchtitan/parallelisms/parallelize_llama.py,
     _apply_ac_to_transformer_block)."""
     if not heavy:
         return 1.0
@@ -182,8 +196,8 @@ def every_other_product(graph: Graph, node: Node, heavy: bool, before: Mapping[s
 
 
 def core_attention(graph: Graph, node: Node, heavy: bool, before: Mapping[str, int]) -> float:
-    """Megatron's selective recomputation: the scores and what is computed from them, between the projections. A fused
-    attention keeps none of these."""
+    """Megatron's selective recomputation repeats the scores and what is computed from them, between the projections. A
+    fused attention keeps none of these."""
     between = [n for n in graph.nodes if n.kind == "matmul" and not weight_products(graph, n)]
     if not between or weight_products(graph, node):
         return 0.0
@@ -193,13 +207,13 @@ def core_attention(graph: Graph, node: Node, heavy: bool, before: Mapping[str, i
 
 
 def all_but_products(graph: Graph, node: Node, heavy: bool, before: Mapping[str, int]) -> float:
-    """MaxText's ``minimal_with_context``: products with weights and attention's result are kept."""
+    """MaxText's ``minimal_with_context`` keeps the results of products with weights and of attention."""
     return 0.0 if heavy else 1.0
 
 
 def all_but_weight_products(graph: Graph, node: Node, heavy: bool, before: Mapping[str, int]) -> float:
-    """MaxText's ``minimal`` (jax.checkpoint_policies.dots_with_no_batch_dims_saveable): what products with weights make
-    is kept; attention runs again."""
+    """MaxText's ``minimal`` (jax.checkpoint_policies.dots_with_no_batch_dims_saveable) keeps the results of products
+    with weights, and recomputes attention."""
     return 0.0 if heavy and node.kind != "attention" else 1.0
 
 
@@ -210,26 +224,27 @@ _MIXED = Bytes(weight=4, gradient=4, state=8, used=2, summed=4)
 """float32 parameters, gradients and Adam, bfloat16 products, gradients summed in float32: FSDP2's default in torchtitan
 (MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)) and Composer's."""
 _MASTERS = Bytes(weight=2, gradient=4, state=12, used=2, summed=4)
-"""bfloat16 parameters, float32 gradients, masters and Adam: 18 bytes a parameter (Megatron-LM, docs on the distributed
-optimizer: 18, or 6 + 12/d)."""
+"""bfloat16 parameters, float32 gradients, master weights and Adam: 18 bytes per parameter (Megatron-LM, docs on the
+distributed optimizer: 18, or 6 + 12/d)."""
 
 _FOREACH_ADAMW = 64.0
-"""torch.optim's default AdamW on GPUs (``_multi_tensor_adamw``) passes over float32 arrays 20 times, a fused one 7
-times. Clipping by the gradients' norm reads them twice and writes them once. 4 bytes each."""
+"""torch.optim's default AdamW on GPUs (``_multi_tensor_adamw``) passes over float32 arrays 20 times; a fused one passes
+7 times. Clipping by the gradients' norm reads them twice and writes them once. Each pass takes 4 bytes."""
 _TORCH_NORMS = {"layer_norm": (1.6, 2.4)}
 """torch.nn.LayerNorm. Backward is two kernels, each of which reads operand and gradient (layer_norm_kernel.cu).
 Relative to the time of its traffic at 0.85 of the memory bandwidth, forward takes 1.4 to 1.6 times and backward 2.3 to
 2.8 times as long on H100, 1.6 and 2.4 times on A100, for 4,096 rows of 2,048 to 16,384 (linkedin/Liger-Kernel@ead96b61,
 benchmark/data/all_benchmark_data.csv)."""
 _USERBUFFERS = Decomposition(after=0.25, units=16)
-"""Transformer Engine's (transformer_engine/pytorch/module/base.py, initialize_ub): what products read is exchanged in a
-ring of copies, what they make is scattered in four pieces beside them ("pipeline", num_splits), and in backward beside
-the next product ("bulk"); the last two hold 16 units (num_sm). NVIDIA/TransformerEngine#1071: within NVLink only."""
+"""Transformer Engine's (transformer_engine/pytorch/module/base.py, initialize_ub). Operands of products are exchanged
+in a ring of copies. Results are scattered in four chunks that overlap with the products ("pipeline", num_splits), and
+in backward during the next product ("bulk"). The last two occupy 16 units (num_sm). NVIDIA/TransformerEngine#1071:
+within NVLink only."""
 _SYMMETRIC_MEMORY = Decomposition(after=0.0, summed=True)
 """PyTorch's (torch/distributed/_symmetric_memory, _pipelined_produce_and_all2all and _fused_matmul_reduce_scatter): a
-rank's own piece is computed last; the others' are copied into its memory, stacked, and then added."""
+rank's own chunk is computed last; the others' are copied into its memory, stacked, and then added."""
 _TE_KERNELS = EAGER.kernels | {"rotate", "gated_forward", "feed_forward", "token_loss", "cross_entropy"}
-"""Functions of the zoo's models that Transformer Engine, Apex and Megatron-Core have one kernel for."""
+"""Functions of the zoo's models for which Transformer Engine, Apex and Megatron-Core have one kernel."""
 
 for _p in (
     Program(
@@ -257,13 +272,13 @@ for _p in (
         reserve_bytes=1e9,
         source="copied: FSDP2 copies what was gathered out of its buffer, and gradients into theirs in float32 "
         "(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). kernels: torch's own and flash-attn 2; an RMS "
-        "norm is ops of its own (torchtitan/models/norms.py of 2024; torch.nn.RMSNorm before 2.8). rearranges: "
-        "torch/distributed/_functional_collectives.py joins chunks where the dim is not the first. FSDP prefetches "
-        "the next block's gather and sums gradients in a stream of their own (torch.distributed.fsdp). keeps_chosen: "
+        "norm consists of separate ops (torchtitan/models/norms.py of 2024; torch.nn.RMSNorm before 2.8). rearranges: "
+        "torch/distributed/_functional_collectives.py joins chunks if the dim is not the first. FSDP prefetches "
+        "the next block's gather and sums gradients in a separate stream (torch.distributed.fsdp). keeps_chosen: "
         "torch.utils.checkpoint keeps the results that a policy saves. logits: cross_entropy's float32 operand, its "
-        "log softmax and, in backward, a gradient of each; the allocator cannot use the bfloat16 ones' block. "
-        "logits_in_parts: torch/distributed/tensor/parallel/loss.py makes one more. sums_unsplit: stages leave "
-        "gradients unsummed in the type of their sum, and add to them (torch/distributed/fsdp/_fully_shard/"
+        "log softmax and, in backward, a gradient of each; the allocator cannot reuse the bfloat16 logits' block. "
+        "logits_in_parts: torch/distributed/tensor/parallel/loss.py makes one more. sums_unsplit: stages keep "
+        "unreduced gradients in the dtype of their sum, and add to them (torch/distributed/fsdp/_fully_shard/"
         "_fsdp_param.py).",
     ),
     Program(
@@ -280,9 +295,9 @@ for _p in (
         logits=0.5,
         sums_unsplit=True,
         reserve_bytes=1e9,
-        source="copied, rearranges: as of eager. logits: the compiled loss reads bfloat16 logits and writes their "
-        "gradient so (torchtitan/components/loss.py). light ops within fusions; attention is a library's kernel "
-        "(flash-attn 2 in torch.nn.functional.scaled_dot_product_attention)",
+        source="copied, rearranges: as in eager. logits: the compiled loss reads bfloat16 logits and writes their "
+        "gradient in bfloat16 (torchtitan/components/loss.py). Light ops run inside fusions; attention is a "
+        "library's kernel (flash-attn 2 in torch.nn.functional.scaled_dot_product_attention)",
     ),
     Program(
         name="xla",
@@ -296,7 +311,7 @@ for _p in (
         decomposition=Decomposition(near=False),
         reserve_bytes=1e9,
         source="by_weight: XLA's partitioner gathers a weight for the product that reads it, and scatters its gradient "
-        "behind the product that makes it (docs/communication-truth.md); no buffers of its own to copy to and from",
+        "after the product that makes it (docs/communication-truth.md); it has no separate buffers to copy to and from",
     ),
     Program(
         name="megatron",
@@ -318,10 +333,10 @@ for _p in (
         keeps_fp8=True,
         reserve_bytes=2e9,
         source="fused kernels of Transformer Engine and Apex; --overlap-grad-reduce, --overlap-param-gather, "
-        "interleaved sends beside compute; delayed scaling reads no maximum of its own. experts: "
+        "interleaved sends overlap with compute; delayed scaling reads no separate maximum. experts: "
         "megatron/core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher: tokens are written in "
-        "their experts' order (permute), and around the experts' products sorted and sorted back (sort_chunks_by_idxs: "
-        "read and written each time); the weighted sum at the end is the model's own. Backward moves as much. "
+        "their experts' order (permute), and sorted before and after the experts' products (sort_chunks_by_idxs: "
+        "read and written each time); the weighted sum at the end is the model's own. Backward has equal traffic. "
         "apart: GroupedLinear calls cuBLAS for one expert after the other (transformer_engine/common/gemm/"
         "cublaslt_gemm.cu, nvte_multi_tensor_gemm), gate and up in one. "
         "zero_in_stages: its FSDP runs with tensor, expert and context parallelism only (Megatron-LM#1455, and "
@@ -347,7 +362,7 @@ for _p in (
         context="none",
         logits=2.0,
         reserve_bytes=2e9,
-        source="EAGER's; update_bytes: megatron/optimizer/optimizer.py copies, checks and clips gradients; local DDP "
+        source="as EAGER; update_bytes: megatron/optimizer/optimizer.py copies, checks and clips gradients; local DDP "
         "sums them after backward (megatron/model/distributed.py); gradients of float16 stay in float16 until then "
         "(megatron/arguments.py: accumulate_allreduce_grads_in_fp32 is for bfloat16). zero_in_stages: "
         "deepspeed/runtime/pipe/engine.py refuses ZeRO-2 and 3. context: Megatron-Core has it since 0.5. adds_apart: "

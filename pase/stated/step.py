@@ -1,4 +1,4 @@
-"""Seconds of a stated strategy's step: its parts' work and collectives, in passes and stages."""
+"""Seconds of a stated strategy's step, composed of its parts' work and collectives, in passes and stages."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ class StatedStep:
     def over_data(
         self, part: Part, kind: CollectiveKind, nbytes: float, where: str = "all", *, recompute: bool = False
     ) -> float:
-        """A collective of a part's parameters over the ranks that share them. nbytes: of one parameter. recompute: of
-        those alone that are gathered once more between recomputation and backward.
+        """Return the seconds of a collective of a part's parameters over the ranks that share them.
 
         It is one call for the part, or one for each weight if the program sends weights one by one.
 
         If parameters are sharded over only some of the ranks (hsdp), gathers and scatters stay within these inner
         ranks, and the sum of their shards crosses the others.
+
+        nbytes: the bytes of one parameter.
+        recompute: whether to count only those that are gathered once more between recomputation and backward.
         """
         s, p, total = self.s, self.program, 0.0
         gathers = kind == "all_gather"
@@ -55,7 +57,7 @@ class StatedStep:
                 continue
             if s.data > 1 and s.shard > 1 and "data" in axes and where != "all":
                 inner = mesh_from(f"outer={s.data},inner={self.mesh.devices // s.data}", self.mesh.devices)
-                # Ranks of a shard group are next to one another, strided by tensor and context parallelism.
+                # Ranks of a shard group are adjacent, with the stride of tensor and context parallelism.
                 wide = mesh_from(
                     f"outer={s.data},inner={s.shard},rest={inner.sizes[1] // s.shard}", self.mesh.devices
                 )
@@ -68,8 +70,10 @@ class StatedStep:
         return total
 
     def _not_kept(self, part: Part) -> list[tuple[tuple[str, ...], float, float]]:
-        """The part's arrays that do not stay from recomputation to backward: after them come more elements than the
-        program keeps, once forward and once back."""
+        """Return the part's arrays that do not stay gathered from recomputation to backward.
+
+        After them come more elements than the program keeps, counted once forward and once back.
+        """
         out, after = [], 0.0
         for axes, elements, many in part.arrays[::-1]:
             if 2 * after >= self.program.stays_within:
@@ -78,11 +82,11 @@ class StatedStep:
         return out
 
     def copying_s(self, nbytes: float) -> float:
-        """Seconds of copies in device memory, by the bytes that they read and write."""
+        """Return the seconds of copies in device memory, from the bytes that they read and write."""
         return nbytes / self.model.machine.device.moved_bytes_per_s
 
     def copied_s(self, part: Part, backward: bool) -> float:
-        """Seconds to move the program's own buffers in device memory, for sharded weights: gathered and summed."""
+        """Return the seconds of copies in the program's own buffers for gathers and sums of sharded weights."""
         out, back = self.program.copied
         shared = sum(e for axes, e in part.elements.items() if axes)
         recompute = sum(e * many for _, e, many in self._not_kept(part)) if self._regathers(backward) else 0.0
@@ -90,20 +94,20 @@ class StatedStep:
         return self.copying_s(copied) if self.s.zero == 3 else 0.0
 
     def metrics_s(self, part: Part) -> float:
-        """Seconds for what the program computes from the logits for its log."""
+        """Return the seconds for what the program computes from the logits for its log."""
         logits = self.parts.logits if part is self.parts.last else 0.0
         return self.copying_s(logits * self.program.metrics_bytes)
 
     def added_s(self, part: Part) -> float:
-        """Seconds to add a part's gradients to those of earlier micro-batches, on average over the micro-batches."""
+        """Return the mean seconds per micro-batch to add a part's gradients to those of earlier micro-batches."""
         p, m = self.program, self.micro_batches
         if not p.adds_apart or (p.sums_each and self.s.zero >= 2 and self.s.pipeline == 1):
-            return 0.0  # the product adds, or a shard is all there is to add
+            return 0.0  # the product adds, or only a shard is added
         nbytes = part.parameters * (p.bytes.used + 2 * p.bytes.gradient)
         return self.copying_s(nbytes) * (1 - 1 / m)
 
     def rearranged_s(self, part: Part, backward: bool) -> float:
-        """Seconds of copies of what tensor parallelism gathers and scatters whole; 0 if it is sent piece by piece."""
+        """Return the seconds of copies of what tensor parallelism gathers and scatters; 0 if it is sent in chunks."""
         if not self.program.rearranges or self.s.asynchronous:
             return 0.0
         copied = 0.0
@@ -116,11 +120,11 @@ class StatedStep:
         return self.copying_s(copied)
 
     def _regathers(self, backward: bool) -> bool:
-        """Whether the pass computes again and then gathers what did not stay since."""
+        """Whether the pass recomputes and then gathers what did not stay gathered."""
         return backward and self.s.zero == 3 and self.s.remat == "full"
 
     def gather_s(self, part: Part, backward: bool = False) -> float:
-        """Seconds to gather a part's weights for a pass, if ZeRO-3 shards them."""
+        """Return the seconds to gather a part's weights for a pass, if ZeRO-3 shards them."""
         if self.s.zero < 3:
             return 0.0
         used = self.program.bytes.used
@@ -132,7 +136,7 @@ class StatedStep:
         return self.over_data(part, "all_gather", used, "inner") + third
 
     def sum_s(self, part: Part) -> float:
-        """Seconds to sum a part's gradients once."""
+        """Return the seconds to sum a part's gradients once."""
         s, b = self.s, self.program.bytes
         if s.zero in (2, 3) and not self.program.sums_whole:
             inner = self.over_data(part, "reduce_scatter", b.summed, "inner")
@@ -144,7 +148,7 @@ class StatedStep:
         return self.over_data(part, "all_reduce", b.summed)
 
     def sent_s(self, part: Part, backward: bool) -> float:
-        """Seconds of collectives between products in one pass; backward includes those that recomputation repeats."""
+        """Return the seconds of collectives between products in a pass; backward includes those that it repeats."""
         out, ring, exchange = 0.0, 0.0, 0.0
         in_pieces: list[tuple[Sent, float]] = []
         for c in part.sent:
@@ -159,7 +163,7 @@ class StatedStep:
                 in_pieces.append((c, now))
             else:
                 out += now
-        # A ring's hops overlap with the attention over the keys that have arrived; its first part needs no hop.
+        # A ring's hops overlap with the attention over the keys that have arrived. Its first part needs no hop.
         ways = self.s.context
         hidden = part.attention_s[int(backward)] * (1 - 1 / ways) if ways > 1 else 0.0
         compute = part.backward_s + part.recompute_s if backward else part.forward_s
@@ -167,7 +171,7 @@ class StatedStep:
         return out + self.decomposed_s(in_pieces, compute)
 
     def decomposed_s(self, sent: Sequence[tuple[Sent, float]], compute_s: float) -> float:
-        """What collectives add to a pass in which they run during products. sent: each with its seconds in the pass."""
+        """Return what collectives that run during products add to a pass. sent: each with its seconds in the pass."""
         how, units = self.program.decomposition, self.model.machine.device.compute_units
         part_after = 1 / self.s.tensor if how.after is None else how.after
         total = sum(now for _, now in sent)
@@ -175,7 +179,7 @@ class StatedStep:
         after = sum(now for c, now in scattered if not c.backward) * part_after
         held = (sum(now for _, now in scattered) - after) * (how.units / units if units else 0.0)
         added = 0.0
-        if how.summed:  # reads a piece from each rank, writes one
+        if how.summed:  # this reads a chunk from each rank and writes one
             nbytes = sum(c.nbytes * c.times * now / c.seconds for c, now in scattered if c.seconds)
             added = self.copying_s(nbytes * (1 + 1 / self.s.tensor))
         return max(total - compute_s, after + held) + added
@@ -183,7 +187,7 @@ class StatedStep:
     def units(
         self, backward: bool, blocks: int, first: bool, last: bool, *, gathers: bool, sums: bool
     ) -> list[Unit]:
-        """The units of a pass, in order."""
+        """Return the units of a pass, in order."""
         out = []
         parts = [self.parts.first] * first + [self.parts.block] * blocks + [self.parts.last] * last
         for part in parts:
@@ -219,7 +223,7 @@ class StatedStep:
         return self._staged() if self.s.pipeline > 1 else (self._straight(), None)
 
     def _straight(self) -> dict[str, float]:
-        """A step without stages: micro-batches one after the other."""
+        """Return the seconds of a step without stages: micro-batches one after the other."""
         n, m, p = self.parts.blocks, self.micro_batches, self.program
         zero3 = self.s.zero == 3
         keeps = not p.regathers
@@ -243,7 +247,7 @@ class StatedStep:
         return {"compute": total - exposed - sent, "between products": sent, "weights and gradients": exposed}
 
     def _update(self, blocks: float, first: bool, last: bool) -> dict[str, float]:
-        """The optimizer's step on a rank's shard. With ZeRO-1 and 2, the new weights are then gathered."""
+        """Return the optimizer's update on a rank's shard. With ZeRO-1 and 2, the new weights are then gathered."""
         parts = [(self.parts.block, blocks), (self.parts.first, float(first)), (self.parts.last, float(last))]
         s, p = self.s, self.program
         ways = s.shard * s.context if s.zero else 1
@@ -264,7 +268,7 @@ class StatedStep:
         return {"update": seconds, "new weights": gathered}
 
     def _staged(self) -> tuple[dict[str, float], Pipeline]:
-        """A pipelined step. Weights are gathered once, and gradients are summed once, after a stage's last backward."""
+        """Return a pipelined step. Weights are gathered once. Gradients are summed once, after the last backward."""
         s, p, m = self.s, self.program, self.micro_batches
         layers = stage_layers(self.parts.blocks, s.pipeline, p.stage_ends)
         forward, backward = [], []
@@ -293,7 +297,7 @@ class StatedStep:
         return seconds | self._update(n, True, False), pipe
 
     def send_s(self) -> float:
-        """One micro-batch's activations to the next stage, once."""
+        """Return the seconds to send one micro-batch's activations to the next stage once."""
         s = self.s
         split = s.tensor if self.program.sends_parts and not s.sequence else 1
         whole = self.parts.block.entry
@@ -301,12 +305,12 @@ class StatedStep:
         return sent + (self.collective_s("all_gather", ("model",), whole) if split > 1 else 0.0)
 
     def tied_s(self) -> float:
-        """The sum of tied parameters' gradients over the first and the last stage, after both have computed theirs."""
+        """Return the seconds to sum tied gradients over the first and the last stage, after both are computed."""
         nbytes = self.parts.tied.parameters * self.program.bytes.summed
         return ends_sum_s(self.model, self.s.pipeline, self.mesh.devices, nbytes)
 
     def collectives_s(self) -> dict[str, float]:
-        """Seconds of every collective of a step, hidden or not, by purpose."""
+        """Return the seconds of every collective of a step, hidden or not, by purpose."""
         m, n = self.micro_batches, self.parts.blocks / self.s.pipeline
         parts = [(self.parts.block, n), (self.parts.first, 1.0), (self.parts.last, 1.0)]
         out: dict[str, float] = {}

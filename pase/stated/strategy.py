@@ -1,4 +1,4 @@
-"""A strategy as people state it: ``fsdp=32,tp=8,sp,remat=full``."""
+"""A strategy as users state it: ``fsdp=32,tp=8,sp,remat=full``."""
 
 from __future__ import annotations
 
@@ -18,20 +18,26 @@ Precision = Literal["bf16", "fp8", "nvfp4"]
 
 
 PRODUCTS_IN: Mapping[Precision, str | None] = {"bf16": None, "fp8": FP8, "nvfp4": FP4}
-"""The type that products with weights are in; None: the model's own."""
+"""The dtype of products with weights; None: the model's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """The degree of each kind of parallelism, and how the step is run.
 
-    data: replicas of the parameters. shard: ways over which parameters, their gradients or the optimizer's state are
-    sharded (``zero``) inside each replica. tensor: ways over which heads, hidden units and vocabulary are sharded.
-    sequence: activations between products are sharded over the tensor ways, too. context: ways over which the sequence
-    is sharded. expert: ways over which experts are sharded, among data x shard. pipeline: number of stages. chunks: of
-    layers, per stage. micro: examples of a micro-batch on one data-parallel rank; None: all examples of the rank, or
-    one if there are stages. remat: what backward recomputes; None: as the model says.
-    asynchronous: collectives of tensor parallelism overlap with the products that they feed, piece by piece.
+    data: replicas of the parameters.
+    shard: ways over which parameters, their gradients or the optimizer's state are sharded (``zero``) inside each
+        replica.
+    tensor: ways over which heads, hidden units and vocabulary are sharded.
+    sequence: whether activations between products are sharded over the tensor ways, too.
+    context: ways over which the sequence is sharded.
+    expert: ways over which experts are sharded, among data x shard.
+    pipeline: the number of stages.
+    chunks: the number of chunks of layers per stage.
+    micro: examples of a micro-batch on one data-parallel rank; None: all examples of the rank, or one if there are
+        stages.
+    remat: what backward recomputes; None: what the model marks.
+    asynchronous: whether collectives of tensor parallelism overlap with the products that they feed, chunk by chunk.
     """
 
     data: int = 1
@@ -51,7 +57,7 @@ class Strategy:
 
     @property
     def ranks(self) -> int:
-        """Data-parallel ranks: each has its own examples."""
+        """Data-parallel ranks, each of which has its own examples."""
         return self.data * self.shard
 
     @property
@@ -59,7 +65,7 @@ class Strategy:
         return self.ranks * self.tensor * self.context * self.pipeline
 
     def __str__(self) -> str:
-        """As ``parse`` reads it."""
+        """The text that ``parse`` reads."""
         names = {v: k for k, v in _DEGREES.items()}
         parts = [
             f"{names[f]}={getattr(self, f)}"
@@ -96,7 +102,7 @@ _KNOWN = f"{', '.join(f'{d}=N' for d in _DEGREES)}, zero=0..3, {', '.join(_FLAGS
 
 
 def parse(text: str, devices: int) -> Strategy:
-    """Read a stated strategy for this many devices. Devices left over are data parallel. PaseError if it is invalid.
+    """Read a stated strategy for this many devices. Devices left over are data parallel. Raises PaseError if invalid.
 
     ``zero=1`` and ``zero=2`` shard optimizer state (and gradients) over dp if no fsdp is stated.
 
@@ -109,7 +115,7 @@ def parse(text: str, devices: int) -> Strategy:
         key, equals, value = part.partition("=")
         name = _FLAGS.get(key) or _DEGREES.get(key) or key
         if name in given:
-            raise PaseError(f"'{key}' occurs twice in '{text}'")
+            raise PaseError(f"'{key}' occurs twice", where=f"'{text}'", fix="leave out one of them")
         given[name] = _value(key, value if equals else None, text)
     zero = given.pop("zero", None)
     if zero is not None and zero > 0 and "shard" not in given and "data" in given:
@@ -118,7 +124,11 @@ def parse(text: str, devices: int) -> Strategy:
     if "data" not in given:
         rest = strategy.devices
         if devices % rest:
-            raise PaseError(f"'{text}' takes groups of {rest} devices, which do not divide {devices}")
+            raise PaseError(
+                f"it takes groups of {rest} devices, which do not divide {devices}",
+                where=f"'{text}'",
+                fix="use degrees whose product divides the number of devices",
+            )
         wide = devices // rest
         if zero and strategy.shard == 1:
             strategy = replace(strategy, shard=wide)
@@ -132,32 +142,50 @@ def parse(text: str, devices: int) -> Strategy:
 def _value(key: str, value: str | None, text: str) -> Any:
     if key in _FLAGS:
         if value not in (None, "1", "0"):
-            raise PaseError(f"'{key}' in '{text}' takes no value")
+            raise PaseError(f"'{key}' takes no value", where=f"'{text}'", fix=f"write {key} alone")
         return value != "0"
     if key in _WORDS:
         if value not in _WORDS[key]:
-            raise PaseError(f"'{key}' in '{text}' is one of {', '.join(_WORDS[key])}, not {value!r}")
+            raise PaseError(
+                f"'{key}' must be one of {', '.join(_WORDS[key])}, got {value!r}", where=f"'{text}'"
+            )
         return value
     if key not in _DEGREES and key != "zero":
-        raise PaseError(f"'{key}' in '{text}' is not known; a strategy is stated by {_KNOWN}")
+        raise PaseError(f"'{key}' is not known", where=f"'{text}'", fix=f"state a strategy by {_KNOWN}")
     if value is None or not (value.isascii() and value.isdigit() and len(value) < 10):
-        raise PaseError(f"'{key}' in '{text}' needs a whole number: {key}=8")
+        raise PaseError(f"'{key}' needs a whole number", where=f"'{text}'", fix=f"write it like {key}=8")
     low, high = (0, 3) if key == "zero" else (1, 10**9)
     if not low <= int(value) <= high:
-        raise PaseError(f"'{key}={value}' in '{text}' is out of range")
+        raise PaseError(f"'{key}={value}' is out of range, {low} to {high}", where=f"'{text}'")
     return int(value)
 
 
 def _check(s: Strategy, text: str, devices: int) -> None:
     if s.devices != devices:
-        raise PaseError(f"'{text}' is for {s.devices} devices, not {devices}")
+        raise PaseError(
+            f"it is for {s.devices} devices, not {devices}",
+            where=f"'{text}'",
+            fix="leave out dp, or change the number of devices",
+        )
     if s.zero and s.shard == 1 and s.ranks * s.context > 1:
-        raise PaseError(f"zero={s.zero} in '{text}' needs fsdp=N (or dp=N without fsdp): ranks to split over")
+        raise PaseError(
+            f"zero={s.zero} needs ranks to split over",
+            where=f"'{text}'",
+            fix="add fsdp=N, or dp=N without fsdp",
+        )
     if s.chunks > 1 and (s.pipeline == 1 or s.schedule in ("gpipe", "1f1b")):
-        raise PaseError(f"vp={s.chunks} in '{text}' needs pp=N and the interleaved schedule")
+        raise PaseError(
+            f"vp={s.chunks} needs pp=N and the interleaved schedule", where=f"'{text}'", fix="add pp=N"
+        )
     if s.asynchronous and not (s.sequence and s.tensor > 1):
         raise PaseError(
-            f"async in '{text}' needs tp=N and sp: it is gathers and scatters that run during products, not sums"
+            "async needs tp=N and sp, because it runs gathers and scatters during products, not sums",
+            where=f"'{text}'",
+            fix="add tp=N,sp",
         )
     if math.gcd(s.expert, s.ranks) != s.expert:
-        raise PaseError(f"ep={s.expert} in '{text}' does not divide the {s.ranks} data-parallel ranks")
+        raise PaseError(
+            f"ep={s.expert} does not divide the {s.ranks} data-parallel ranks",
+            where=f"'{text}'",
+            fix=f"use a divisor of {s.ranks}",
+        )

@@ -1,4 +1,4 @@
-"""A priced strategy as a person reads it."""
+"""A priced strategy as text for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["as_lines"]
 
 
 def as_lines(name: str, p: Priced) -> list[str]:
-    """Headline, where the time goes, collectives, memory."""
+    """Return the lines: headline, where the time goes, collectives, memory."""
     mesh = " ".join(f"{k}={v}" for k, v in zip(p.mesh.names, p.mesh.sizes, strict=True))
     s = p.strategy
     batches = "micro-batch" if p.micro_batches == 1 else "micro-batches"
@@ -27,7 +27,7 @@ def as_lines(name: str, p: Priced) -> list[str]:
         )
     if p.collectives_s:
         sent = " · ".join(f"{k} {cost_text(v, 's')}" for k, v in p.collectives_s.items())
-        lines.append(f"sends  {sent} (hidden ones too)")
+        lines.append(f"sends  {sent} (including hidden ones)")
     m = p.memory
     kinds = ("parameters", "gradients", "optimizer", "activations", "gathered", "logits", "reserve")
     lines.append(

@@ -1,8 +1,8 @@
-"""Seconds of a step, from the seconds of its parts and what overlaps. Only formulas, no graph and no machine.
+"""Seconds of a step, from the seconds of its parts and what overlaps. It has only formulas, no graph and no machine.
 
 A pass runs its units in order: what comes before the blocks, the blocks, what comes after them. While a unit computes,
 the next unit's weights may be gathered and the previous unit's gradients summed. The unit then takes the longer of the
-two, and its compute is slowed by the part of the device that the collectives occupy.
+two, and its compute is slowed by the fraction of the device that the collectives occupy.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ __all__ = ["Pipeline", "Unit", "overlapped", "passes", "pipelined", "stage_layer
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One part of a pass. compute_s: all work of the device. sent_s: collectives that overlap with nothing.
-    gather_s: gather of its weights. sum_s: sum of its gradients. Both are 0 if they are not moved in this pass."""
+    """One part of a pass.
+
+    compute_s: all work of the device.
+    sent_s: collectives that overlap with nothing.
+    gather_s: the gather of its weights; 0 if they are not gathered in this pass.
+    sum_s: the sum of its gradients; 0 if they are not summed in this pass.
+    """
 
     compute_s: float
     sent_s: float = 0.0
@@ -27,7 +32,7 @@ class Unit:
 
 
 def overlapped(compute_s: float, sent_s: float, collectives_s: float, slow: float) -> float:
-    """Seconds of compute and of collectives that overlap with it. ``slow``: the part of the device that they occupy.
+    """Return the seconds of compute and of collectives that overlap with it. slow: the fraction that they occupy.
 
     >>> overlapped(1.0, 0.0, 0.5, 0.0), overlapped(1.0, 0.0, 0.5, 0.2), overlapped(1.0, 0.5, 3.0, 0.2)
     (1.0, 1.1, 3.0)
@@ -41,7 +46,7 @@ def overlapped(compute_s: float, sent_s: float, collectives_s: float, slow: floa
 def passes(
     units: Sequence[Unit], slow: float, *, prefetches: bool, sums_overlap: bool
 ) -> tuple[float, float]:
-    """(seconds of a pass over the units in order, the part of them that collectives of weights and gradients add).
+    """Return (seconds of a pass over the units in order, the part that collectives of weights and gradients add).
 
     The first unit's gather and the last unit's sum overlap with nothing.
     """
@@ -61,8 +66,12 @@ def passes(
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """A pipelined step. step_s: seconds without gradient sums and update. bubble: the part of it in which the slowest
-    stage is idle. in_flight: the number of micro-batches whose activations of a stage the first rank holds."""
+    """A pipelined step.
+
+    step_s: seconds without gradient sums and update.
+    bubble: the fraction of it in which the slowest stage is idle.
+    in_flight: the number of micro-batches whose activations of a stage the first rank holds.
+    """
 
     step_s: float
     bubble: float
@@ -79,15 +88,17 @@ def pipelined(
     *,
     sends_overlap: bool,
 ) -> Pipeline:
-    """The step of a pipeline of unequal stages.
+    """Return the step of a pipeline of unequal stages.
 
-    forward_s, backward_s: seconds of each stage for one micro-batch, all its chunks. send_s: seconds of one transfer.
+    For 1F1B and GPipe, it is the larger of two lower bounds of any such order, within 0.5% of a simulation on average.
+    The first is the sum of the stages before j, then all work of stage j. The second is the first micro-batch's path
+    through all stages, with the others at stage j, where min(m, p - j) forwards fill its wait. For the interleaved
+    schedule (Narayanan et al. 2021, section 2.2.2), it is all work of the slowest stage, and one chunk of each other
+    stage to reach it. Transfers count at fill and drain if they overlap with compute, and otherwise at every
+    micro-batch as well.
 
-    1F1B and GPipe: the larger of two lower bounds of any such order, within 0.5% of a simulation on average. The first
-    is the sum of the stages before j, then all work of stage j. The second is the first micro-batch's path through all
-    stages, with the others at stage j, where min(m, p - j) forwards fill its wait. Interleaved (Narayanan et al. 2021,
-    section 2.2.2): all work of the slowest stage, and one chunk of each other stage to reach it.
-    Transfers count at fill and drain if they overlap with compute, otherwise at every micro-batch as well.
+    forward_s, backward_s: seconds of each stage for one micro-batch, all its chunks.
+    send_s: seconds of one transfer.
     """
     p, m = len(forward_s), micro_batches
     t = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
@@ -111,11 +122,13 @@ def pipelined(
 
 
 def stage_layers(blocks: int, stages: int, ends: tuple[int, int] = (0, 0)) -> list[int]:
-    """Number of blocks of each stage. Equal if the stages divide the blocks. Otherwise embedding and loss count as a
-    block each, as in Llama-3 and Megatron's account options. If that does not divide either, the last stages have one
-    block less.
+    """Return the number of blocks of each stage.
 
-    ends: the blocks that embedding and output always count as; the first stages then have one more if need be.
+    It is equal if the stages divide the blocks. Otherwise embedding and loss count as a block each, as in Llama-3 and
+    Megatron's account options. If that does not divide either, the last stages have one block fewer.
+
+    ends: the numbers of blocks that embedding and output always count as. The first stages then have one block more if
+        necessary.
 
     >>> stage_layers(32, 4), stage_layers(126, 8), stage_layers(61, 16)[-4:]
     ([8, 8, 8, 8], [15, 16, 16, 16, 16, 16, 16, 15], [4, 3, 3, 3])

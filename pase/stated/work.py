@@ -26,8 +26,11 @@ OPTIMIZER = "adam"
 def priced_work(
     graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, s: Strategy, program: Program, model: CostModel
 ) -> Iterator[tuple[Work, float]]:
-    """The node's work, each piece with its price for one run. The program defines what casts to fp8 read; NVFP4 has a
-    scale of the whole tensor, for which it is read once more (Transformer Engine, NVFP4BlockScaling)."""
+    """Yield the node's work, each piece with its price for one run.
+
+    The program defines what casts to fp8 read. NVFP4 has a scale of the whole tensor, for which the tensor is read once
+    more (Transformer Engine, NVFP4BlockScaling).
+    """
     for w in executed_work(graph, n, cfg, mesh, model, program.executor, OPTIMIZER):
         if w.kind == "attention":
             yield w, _attention_s(graph, n, cfg, mesh, w, program, model)
@@ -43,8 +46,11 @@ def priced_work(
 def _attention_s(
     graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, w: Work, program: Program, model: CostModel
 ) -> float:
-    """Uses the program's own kernel if the machine knows it. With a causal mask and a sharded sequence, all ranks have
-    the same work, because all frameworks assign chunks in pairs (zigzag)."""
+    """Return the seconds of an attention with the program's own kernel, if the machine knows it.
+
+    With a causal mask and a sharded sequence, all ranks have the same work, because all frameworks assign chunks in
+    pairs (zigzag).
+    """
     op = next(op for op in n.ops if op.kind == "attention")
     if op.function is CAUSAL_ATTENTION:
         queries = op.writes[1].map.walks[1].dims

@@ -1,4 +1,4 @@
-"""A stated strategy made cheaper under its own price: never above where it began, on the same devices."""
+"""Improving a stated strategy never makes it more expensive, and keeps its number of devices."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Told:
 
 
 def test_what_fits_comes_first():
-    """A start that does not fit is left for a slower neighbour that does."""
+    """A start that does not fit is replaced by a slower neighbor that fits."""
 
     def told(s: Strategy, least: int) -> Any:
         return Told(s, 1.0 + 0.1 * s.tensor, s.tensor >= least)

@@ -1,4 +1,4 @@
-"""Strategies as text: read, written again, refused."""
+"""Strategies as text: parsed, printed and refused."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def test_what_is_left_is_data_parallel():
     [
         ("tp=3", "do not divide 8"),
         ("dp=4,tp=4", "is for 16 devices, not 8"),
-        ("tq=2", "'tq' in 'tq=2' is not known"),
-        ("tp", "needs a whole number: tp=8"),
+        ("tq=2", "'tq=2': 'tq' is not known"),
+        ("tp", "needs a whole number; write it like tp=8"),
         ("tp=0", "out of range"),
         ("tp=2,tp=4", "'tp' occurs twice"),
         ("remat=some", "one of none, selective, full"),
-        ("sp=3", "'sp' in 'sp=3' takes no value"),
+        ("sp=3", "'sp' takes no value"),
         ("vp=2", "needs pp=N"),
         ("pp=2,vp=2,schedule=gpipe", "interleaved"),
         ("ep=3", "does not divide the 8"),

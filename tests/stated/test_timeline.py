@@ -1,4 +1,4 @@
-"""Passes and pipelines: published formulas at equal stages, and an event simulation as the oracle for unequal ones."""
+"""Passes and pipelines, compared with published formulas for equal stages and with a simulation for unequal ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_equal_stages_take_the_published_time(p, m):
 
 
 def simulated_1f1b(f, b, m):  # type: ignore[no-untyped-def]
-    """Seconds of 1F1B with these stages: each runs its list as soon as what it waits for is there."""
+    """Return the seconds of 1F1B with these stages. Each runs its next action as soon as its operands are there."""
     p = len(f)
     order = []
     for j in range(p):
