@@ -1,4 +1,4 @@
-"""Find the batch size with the highest throughput: as large as memory allows, tried in powers of two."""
+"""Finds the batch size with the highest throughput, trying powers of two up to what fits in memory."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def most_throughput(
     options: CompileOptions,
     say: Progress,
 ) -> Compiled:
-    """The plan for the batch size that processes the most examples per second within the memory limit.
+    """Return the plan for the batch size that processes the most examples per second within the memory limit.
 
-    The default limit is the machine's. Raises PaseError if the model leaves no batch size open, or if its costs are not
-    in seconds.
+    The default limit is the machine's. Raises PaseError if the model has no open batch size, or if its costs are not in
+    seconds. Raises Infeasible if no batch size fits.
     """
     with_batch = _batches(model, params, batch, options)
     baselines = options.baselines
@@ -47,14 +47,21 @@ def most_throughput(
             found = compile_(named, params, batch, sized, say)
         except Infeasible as e:
             if not best:
-                raise Infeasible(f"not even a batch of one fits: {e}") from e
+                raise Infeasible(f"not even a batch of one fits: {e.what}", where=e.where, fix=e.fix) from e
             break
         limit = asked.limit_bytes(found.problem.machine)
         if limit is None:
-            raise PaseError("objective='throughput' finds the batch that memory allows: give a memory limit")
-        options = replace(options, memory_limit=limit)  # a stated one: what does not fit is an error
+            raise PaseError(
+                "it finds the largest batch that fits in memory, but there is no memory limit",
+                where="objective='throughput'",
+                fix="give a memory limit",
+            )
+        options = replace(options, memory_limit=limit)  # a stated limit makes it an error if nothing fits
         if not best and found.plan.memory.total > limit:
-            raise Infeasible(f"not even a batch of one fits within {limit / 2**30:.4g} GiB")
+            raise Infeasible(
+                f"not even a batch of one fits within {limit / 2**30:.4g} GiB",
+                fix="use more devices or a smaller model",
+            )
         if size / found.plan.cost < 0.9 * rate:
             break
         if size / found.plan.cost > rate:
@@ -69,17 +76,24 @@ def _batches(
 ) -> Callable[[int, CompileOptions], tuple[Tree, CompileOptions]]:
     """Return f(size, options) -> the model and the options with this batch size."""
     if options.cost_model != "analytic":
-        raise PaseError("objective='throughput' is about seconds: use cost_model='analytic'")
+        raise PaseError(
+            "it needs costs in seconds", where="objective='throughput'", fix="use cost_model='analytic'"
+        )
     if isinstance(model, str) and model.startswith("zoo:"):
         if "batch=" in model:
-            raise PaseError(f"objective='throughput' finds the batch size: leave batch= out of '{model}'")
+            raise PaseError(
+                "it finds the batch size itself",
+                where="objective='throughput'",
+                fix=f"leave batch= out of '{model}'",
+            )
         return lambda size, o: (f"{model}{'&' if '?' in model else '?'}batch={size}", o)
     traced, name = traced_model(model, params, batch, options)
     if len(traced.graph.symbols) != 1:
         free = ", ".join(traced.graph.symbols) or "none"
         raise PaseError(
-            f"objective='throughput' finds the batch size: '{name}' must have one size that is left open, its batch "
-            f"(jax.export.symbolic_shape), and has: {free}"
+            f"it finds the batch size, so '{name}' must have exactly one open size, its batch, but has: {free}",
+            where="objective='throughput'",
+            fix="leave the size of the batch open with jax.export.symbolic_shape",
         )
     (symbol,) = traced.graph.symbols
     return lambda size, o: (model, replace(o, dims={**(o.dims or {}), symbol: size}))

@@ -1,4 +1,4 @@
-"""The overall flow: a model is traced and searched, and becomes a plan."""
+"""The overall flow: a model is traced and searched, and the result becomes a plan."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["Compiled", "compare_model", "compile_model"]
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """A plan and what it was made from. given: the strategies that people write by hand, on the same problem."""
+    """A plan and what it was made from. given: the baselines, priced on the same problem."""
 
     plan: PlanData
     problem: SplitProblem
@@ -71,7 +71,7 @@ def compile_model(
     written: Compiled | Infeasible
     try:
         written = _compiled(traced, name, options, say, start)
-    except Infeasible as e:  # with dims padded, more of it is split
+    except Infeasible as e:  # with padded dims, more of it can be split
         written = e
     return or_padded(
         _problem(traced, options),
@@ -84,7 +84,7 @@ def compile_model(
 
 
 def _compiled(traced: Traced, name: str, options: CompileOptions, say: Progress, start: float) -> Compiled:
-    """A traced model's plan without stages. start: when the work on it began."""
+    """Return a traced model's plan without stages. start: the time when the work on it began."""
     problem = _problem(traced, options)
     written, limit = problem, options.limit_bytes(problem.machine)
     tries = list(variants(traced, problem.graph, options, limit is not None))
@@ -98,14 +98,14 @@ def _compiled(traced: Traced, name: str, options: CompileOptions, say: Progress,
         try:
             problem, found = fit_variants(problem, found, tries, traced, over, limit, spent, say)
         except Infeasible as e:
-            if options.memory_limit != "machine":  # a size that the user states is not given up
+            if options.memory_limit != "machine":  # a size that the user states must be met
                 raise
             misfit, found = str(e), closed(problem, over, found)
     methods: dict[str, float] = {}
     given: list[Baseline] = []
     skipped: list[Skipped] = []
     if options.baselines:
-        say("pricing what people do by hand")
+        say("pricing baselines")
         began = time.perf_counter()
         given, skipped = price_baselines(problem)
         methods["baselines"] = time.perf_counter() - began
@@ -113,7 +113,7 @@ def _compiled(traced: Traced, name: str, options: CompileOptions, say: Progress,
     within = limit if misfit is None else None
     allowed = [b for b in given if within is None or needs[b.name] <= within]
     known = {m.sizes for m in over}
-    # A method's mesh may be one that was not among ours: it is searched too.
+    # A baseline may use a mesh that was not among ours. That mesh is searched too.
     more = [b.mesh for b in allowed if b.mesh.sizes not in known and b.cost < found.solution.cost]
     if more and options.mesh is None:
         found = fit_more(problem, found, more, within, spent, say)
@@ -130,11 +130,12 @@ def _compiled(traced: Traced, name: str, options: CompileOptions, say: Progress,
 
 
 def _problem(traced: Traced, o: CompileOptions) -> SplitProblem:
-    """The problem of the model as written. Raises PaseError if the machine cannot do what the options ask for."""
+    """Return the problem of the model as written. Raises PaseError if the machine does not support the options."""
     if traced.fixed and o.uneven != "whole":
         raise PaseError(
-            f"uneven='{o.uneven}' pads arguments, and {_fixed_text(traced)}: leave out uneven (--uneven), or "
-            f"{FREE_LAYOUTS}"
+            f"it pads arguments, but {_fixed_text(traced)}",
+            where=f"uneven='{o.uneven}'",
+            fix=f"leave out uneven (--uneven), or {FREE_LAYOUTS}",
         )
     problem = SplitProblem.of(
         traced.graph, o.devices, o.machine, o.cost_model, o.optimizer, o.overlap, o.target, traced.fixed
@@ -152,8 +153,11 @@ def _over_every_mesh(
     options: CompileOptions,
     say: Progress,
 ) -> tuple[Found, dict[str, str]]:
-    """The answer over every mesh, if that is asked for, and of which meshes it is proven. first: the step as written,
-    of which ``chosen`` is a variant. searched: the sizes of the meshes that the answer's bound covers."""
+    """Return the answer over every mesh if that is requested, and the meshes over which it is proven.
+
+    first: the step as written, of which ``chosen`` is a variant.
+    searched: the sizes of the meshes that the answer's bound covers.
+    """
     if options.meshes == "few":
         return found, {}
 
@@ -174,8 +178,9 @@ def _compile_staged(
     traced, name = traced_model(model, params, batch, options)
     if traced.fixed:
         raise PaseError(
-            f"stages store arguments on groups of devices, and {_fixed_text(traced)}: leave out pipeline (--pipeline), "
-            f"or {FREE_LAYOUTS}"
+            f"stages store arguments on groups of devices, but {_fixed_text(traced)}",
+            where="pipeline",
+            fix=f"leave out pipeline (--pipeline), or {FREE_LAYOUTS}",
         )
     problem = SplitProblem.of(
         traced.graph,
@@ -195,20 +200,22 @@ def _compile_staged(
 
 def _fixed_text(traced: Traced) -> str:
     first = next(iter(traced.fixed.values()))
-    return f"'{first.path}' lies already, as {first}"
+    return f"the layout of '{first.path}' is fixed, {first}"
 
 
 def _check_machine(problem: SplitProblem, options: CompileOptions) -> None:
     if options.precision == "fp8" and FP8 not in problem.machine.device.peak_flops:
         raise PaseError(
-            f"machine '{problem.machine.name}' has no rate for fp8 products ({FP8} in [device.peak_flops]): "
-            f"leave out precision='fp8' or name another machine"
+            f"it has no rate for fp8 products ({FP8} in [device.peak_flops])",
+            where=f"machine '{problem.machine.name}'",
+            fix="leave out precision='fp8', or name another machine",
         )
     if options.decompose != "none" and not (problem.machine.overlaps and problem.model.unit == "s"):
         raise PaseError(
-            f"decompose='{options.decompose}' runs collectives beside compute, which machine '{problem.machine.name}' "
-            f"under cost model '{problem.model.name}' does not: leave it out, or name a machine whose file says so "
-            "(overlaps)"
+            f"collectives would overlap with compute, but machine '{problem.machine.name}' under cost model "
+            f"'{problem.model.name}' does not support that",
+            where=f"decompose='{options.decompose}'",
+            fix="leave it out, or name a machine whose file sets overlaps",
         )
 
 
@@ -216,19 +223,18 @@ def _or_staged(
     plan: PlanData, problem: SplitProblem, traced: Traced, name: str, options: CompileOptions, say: Progress
 ) -> PlanData:
     """Return the plan, or a pipeline if that takes less time. The bound is then the lower of the two."""
-    below = (
-        plan.cost if plan.misfit is None else math.inf
-    )  # what does not fit is beaten by anything that does
+    # Anything that fits is better than a plan that does not.
+    below = plan.cost if plan.misfit is None else math.inf
     if problem.graph.fixed:
         return replace(
-            plan, skipped={**plan.skipped, "stages": f"{_fixed_text(traced)}, and stages would move it"}
+            plan, skipped={**plan.skipped, "stages": f"{_fixed_text(traced)}, and stages would change it"}
         )
     try:
         found = search_pipelines(problem, traced, options, say, below)
     except (
         Infeasible,
         NotInParts,
-    ) as e:  # the model cannot be cut or run in parts, or no pipeline fits either
+    ) as e:  # the model cannot be cut or run in micro-batches, or no pipeline fits either
         return replace(plan, skipped={**plan.skipped, "stages": str(e)})
     if found.best is None:
         bound = min(plan.bound, found.bound)

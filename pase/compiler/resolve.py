@@ -1,4 +1,4 @@
-"""Trace a model from what the user passes: a name, a file, or an object with example arguments."""
+"""Traces a model from what the user passes: a name, a file, or an object with example arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AnyPlan = TypeVar("AnyPlan", bound="PlanData")
 
 
 def attached(plan: AnyPlan, traced: Traced) -> AnyPlan:
-    """The plan with its model, which is padded as the plan says. Raises PaseError if it is not the plan's model."""
+    """Return the plan with its model, padded as the plan says. Raises PaseError if it is not the plan's model."""
     return plan.with_model(as_padded(traced, plan.padding))
 
 
@@ -42,12 +42,16 @@ def traced_model(
     }
     if isinstance(model, (str, Path)):
         if params is not None or batch:
-            raise PaseError(f"'{model}' names a model: give no further arguments after it")
+            raise PaseError(
+                "a named model takes no further arguments",
+                where=f"'{model}'",
+                fix="pass the name alone, or a callable with its arguments",
+            )
         return resolve(str(model), options.unknown, options.dims, **purpose), str(model)
     if registry.frontend_of(model) is None:
         raise PaseError(
-            f"a model is a name, a file, a callable, or a framework's own model, not {type(model).__name__}: see "
-            f"pase.compile's help"
+            f"a model is a name, a file, a callable, or a framework's own model, not {type(model).__name__}",
+            fix="see pase.compile's help",
         )
     args = () if params is None and not batch else (params, *batch)
     traced = registry.trace(model, *args, unknown=options.unknown, dims=options.dims, **purpose)
@@ -55,7 +59,7 @@ def traced_model(
 
 
 def _of_task(m: ZooModel) -> tuple[Tree, dict[str, Any]]:
-    """A zoo model's task as a program: (function, ``mode`` and ``carry``)."""
+    """Return a zoo model's task as a program: (function, ``mode`` and ``carry``)."""
     if m.task == "train":
         return m.loss_fn, {}
     if m.decode is not None:
@@ -84,29 +88,33 @@ def resolve(model: str, unknown: Unknown = "error", dims: DimSizes | None = None
     module, _, attribute = model.partition(":")
     if not attribute or not all(part.isidentifier() for part in (*module.split("."), attribute)):
         raise PaseError(
-            f"'{model}' is not a model: write zoo:NAME (see 'pase zoo'), hf:CLASS (a class of transformers), a "
-            f"model file (.onnx, .keras, .pb, a SavedModel's folder), or package.module:function"
+            f"'{model}' is not a model",
+            fix="write zoo:NAME (see 'pase zoo'), hf:CLASS (a class of transformers), a model file (.onnx, .keras, "
+            ".pb, a SavedModel's folder), or package.module:function",
         )
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module), attribute)
     except ImportError as e:
-        raise PaseError(f"cannot import '{module}' for model '{model}': {e}") from e
+        raise PaseError(f"cannot import '{module}': {e}", where=f"model '{model}'") from e
     except AttributeError as e:
-        raise PaseError(f"module '{module}' has no '{attribute}'") from e
+        raise PaseError(f"module '{module}' has no '{attribute}'", where=f"model '{model}'") from e
     try:
         inspect.signature(function).bind()
     except TypeError as e:
         raise PaseError(
-            f"{model} must be a function without arguments that returns (loss_fn, params, *batch), or a PyTorch module "
-            f"with a batch and perhaps its loss: {e}"
+            f"it must be a function without arguments: {e}",
+            where=model,
+            fix="let it return (loss_fn, params, *batch), or a PyTorch module with a batch and optionally its loss",
         ) from e
     made = function()
     target, *args = made if isinstance(made, tuple) and made else (made,)
     if registry.frontend_of(target) is None or (not args and inspect.isfunction(target)):
         raise PaseError(
-            f"{model}() must return (loss_fn, params, *batch), (module, batch) or (module, batch, loss) of PyTorch, or "
-            f"another framework's own model, got {type(made).__name__}"
+            f"it returned {type(made).__name__}, which is not a model",
+            where=f"{model}()",
+            fix="let it return (loss_fn, params, *batch), (module, batch) or (module, batch, loss) of PyTorch, or "
+            "another framework's own model",
         )
     return registry.trace(target, *args, name=model, unknown=unknown, dims=dims, **purpose)

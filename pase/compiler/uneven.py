@@ -1,10 +1,10 @@
-"""Dims that the devices do not divide: the model is searched with them padded, too, and the cheaper plan is taken.
+"""Padding of dims that the devices do not divide: the padded model is searched too, and the cheaper plan is taken.
 
-A padded model is a program of its own, which computes the same numbers (``frontends/jax/padding/program``). So its
-price has all that padding costs: work, bytes and memory of the padded extents, and the masks. A search starts with dims
-padded for all devices; then every dim is padded no further than its plan splits it, and the search is repeated, until
-nothing changes. Further searches start with dims padded for fewer devices, if that saves padding, and with each dim of
-the best plan left as it is.
+A padded model is a program of its own, which computes the same numbers (``frontends/jax/padding/program``). Its price
+therefore includes all that padding costs: work, bytes and memory of the padded extents, and the masks. A search starts
+with dims padded for all devices. Then every dim is padded only as far as its plan splits it, and the search is
+repeated until nothing changes. Further searches start with dims padded for fewer devices, if that saves padding, and
+with each padded dim of the best plan left unpadded.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ def or_padded(
     micro_batches: int | None,
     say: Progress,
 ) -> Compiled:
-    """What was compiled as written, or with dims padded if that is cheaper or alone fits. problem: of the model as
-    written. compiled: compiles another trace. micro_batches: those that the user asks for.
+    """Return what was compiled as written, or with padded dims if that is cheaper or the only one that fits.
 
-    The bound holds for the model as written and for every padding that was searched; the plan says how many
-    (``provenance["paddings"]``). Raises PaseError if the model cannot be padded; ``written``, if that is Infeasible and
-    no padding fits either.
+    The bound holds for the model as written and for every padding that was searched. The plan says how many
+    (``provenance["paddings"]``). Raises PaseError if the model cannot be padded. Raises ``written`` if it is Infeasible
+    and no padding fits either.
+
+    problem: the problem of the model as written.
+    compiled: compiles another trace.
+    micro_batches: the number that the user asks for.
     """
     whole = None if isinstance(written, Infeasible) else written
     tried, seen = [] if whole is None else [whole], list[Mapping[int, int]]()
@@ -51,12 +54,12 @@ def or_padded(
             seen.append(sizes)
             try:
                 found = compiled(as_padded(traced, sizes))
-            except Infeasible:  # the padded model does not fit a limit; others may
+            except Infeasible:  # this padding does not fit the limit, but others may
                 return
             tried.append(found)
             sizes = dict(_as_split(found.plan, sizes))
 
-    # A padded batch is not cut into micro-batches. Where memory asks for some, it is also left as it is.
+    # A padded batch is not cut into micro-batches. If memory requires some, the batch is also searched unpadded.
     asked = {micro_batches or 1, micro_batches or (2 if whole is None else whole.plan.accumulate)}
     for k in sorted(asked):
         for sizes in _starts(traced, problem.devices, k):
@@ -76,7 +79,7 @@ def or_padded(
 def _chosen(
     best: Compiled, whole: Compiled | None, tried: Sequence[Compiled], paddings: int, work: StepWork
 ) -> Compiled:
-    """The best of what was tried, with what holds of all. work: of the model as written."""
+    """Return the best of what was tried, with the bound over all of them. work: that of the model as written."""
     rivals = [c.plan for c in tried if c.plan.fits or not best.plan.fits]
     seconds = {k: sum(c.plan.seconds.get(k, 0.0) for c in tried) for k in best.plan.seconds}
     beside = None if whole is None or best is whole else whole.plan
@@ -97,7 +100,7 @@ def _chosen(
 
 
 def _starts(traced: Traced, devices: int, micro_batches: int) -> Iterator[Mapping[int, int]]:
-    """Paddings for all devices, for half of them, …, as far as less padding saves a hundredth of some extent."""
+    """Yield paddings for all devices, half of them, …, as long as less padding saves 1% of some extent."""
     last: Mapping[int, int] = {}
     for ways in range(devices, 1, -1):
         if devices % ways:
@@ -109,7 +112,7 @@ def _starts(traced: Traced, devices: int, micro_batches: int) -> Iterator[Mappin
 
 
 def _as_split(plan: PlanData, sizes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """(extent, padded extent) of what the plan splits, padded no further than it is split."""
+    """Yield (extent, padded extent) of what the plan splits, padded only as far as it is split."""
     ways: dict[int, int] = {}
     axes = plan.mesh.by_name
 

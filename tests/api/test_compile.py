@@ -86,21 +86,24 @@ def unknown_op(params, x):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: pase.compile("zoo:gpt2", devices=0), "devices must be a positive whole number, got 0"),
-        (lambda: pase.compile("zoo:gpt2", devices=2.5), "devices must be a positive whole number, got 2.5"),
+        (lambda: pase.compile("zoo:gpt2", devices=0), "devices: must be a positive whole number, got 0"),
+        (lambda: pase.compile("zoo:gpt2", devices=2.5), "devices: must be a positive whole number, got 2.5"),
         (lambda: pase.compile("zoo:gpt3", devices=8), "gpt3"),
-        (lambda: pase.compile("gpt2", devices=8), "'gpt2' is not a model: write zoo:NAME"),
-        (lambda: pase.compile("no.such.module:f", devices=8), "cannot import 'no.such.module'"),
+        (lambda: pase.compile("gpt2", devices=8), "'gpt2' is not a model; write zoo:NAME"),
+        (
+            lambda: pase.compile("no.such.module:f", devices=8),
+            "'no.such.module:f': cannot import 'no.such.module'",
+        ),
         (lambda: pase.compile("tests.api.test_compile:nothing", devices=8), "has no 'nothing'"),
         (
             lambda: pase.compile("tests.api.test_compile:loss", devices=8),
             "must be a function without arguments",
         ),
-        (lambda: pase.compile("zoo:mlp", PARAMS, devices=8), "give no further arguments"),
+        (lambda: pase.compile("zoo:mlp", PARAMS, devices=8), "takes no further arguments"),
         (lambda: pase.compile(loss, devices=8), "no example arguments"),
         (
             lambda: pase.compile(3, devices=8),
-            "a model is a name, a file, a callable, or a framework's own model, not int",
+            "not int; see pase.compile's help",
         ),
         (lambda: pase.compile(loss, PARAMS, BATCH, devices=8, mesh="3x3"), "9 devices, but 8 were asked for"),
         (lambda: pase.compile(loss, PARAMS, BATCH, devices=8, machine="abacus"), "abacus"),
@@ -110,11 +113,11 @@ def unknown_op(params, x):
         ),
         (
             lambda: pase.compile(loss, PARAMS, BATCH, devices=8, optimizer="hope"),
-            "no optimizer 'hope'; known: sgd",
+            "no optimizer 'hope'; use one of sgd",
         ),
         (
             lambda: pase.compile(loss, PARAMS, BATCH, devices=8, unknown="free"),
-            "unknown is 'error' or 'replicate'",
+            "unknown: must be 'error' or 'replicate'",
         ),
         (lambda: pase.compile(loss, {"w": "text"}, BATCH, devices=8), "params['w']: it is str"),
         (

@@ -117,10 +117,10 @@ def test_utilisation_is_of_fp8_s_peak():
 
 
 def test_a_machine_without_a_rate_is_refused():
-    with pytest.raises(PaseError, match="machine 'a100x8' has no rate for fp8 products"):
+    with pytest.raises(PaseError, match="'a100x8': it has no rate for fp8"):
         pase.compile(loss, *wide(64, 64), devices=2, machine="a100x8", precision="fp8")
     without = replace(H100, device=replace(H100.device, peak_flops={"bfloat16": 1e12}))
     with pytest.raises(PaseError, match=r"float8_e4m3fn in \[device.peak_flops\]"):
         pase.compile(loss, *wide(64, 64), devices=2, machine=without, precision="fp8")
-    with pytest.raises(PaseError, match="precision is 'model' or 'fp8', not 'int8'"):
+    with pytest.raises(PaseError, match=r"precision: .*'int8'"):
         pase.compile(loss, *wide(64, 64), devices=2, precision="int8")

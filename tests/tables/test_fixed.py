@@ -199,6 +199,7 @@ def test_what_no_plan_can_keep_is_an_error(x: Any, options: dict[str, Any], says
 def test_another_number_of_devices_is_an_error() -> None:
     with pytest.raises(PaseError, match="devices=8"):
         pase.compile(loss, shape_tree(on(mesh(), "model")), X, devices=4)
+    assert e.value.where and e.value.fix.startswith("give devices=8, or ")
 
 
 def test_a_sharding_without_a_mesh_is_an_error() -> None:

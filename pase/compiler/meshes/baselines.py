@@ -1,4 +1,4 @@
-"""Strategies that were not searched for: those that people write by hand, and those of which a part is given."""
+"""Strategies that do not come from the search: baselines, and strategies of which a part is given."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["complete", "memory_of", "never_worse", "price_baselines"]
 
 @uncollected()
 def price_baselines(problem: SplitProblem) -> tuple[list[Baseline], list[Skipped]]:
-    """The strategies that people write by hand, priced on this problem, and the methods that do not apply to it."""
+    """Return the baselines, priced on this problem, and those that do not apply to it."""
     made = baselines(problem.graph, problem.devices, problem.machine, problem.model, tables_of=problem.tables)
     price = problem.pricing.cost
     given = [replace(b, cost=price(b.mesh, b.strategy, b.cost)) for b in made if isinstance(b, Baseline)]
@@ -30,9 +30,9 @@ def price_baselines(problem: SplitProblem) -> tuple[list[Baseline], list[Skipped
 
 
 def never_worse(problem: SplitProblem, found: Found, given: Sequence[Baseline]) -> Found:
-    """The answer, or the strategy of a method if that is cheaper. given: the methods that fit.
+    """Return the answer, or a baseline's strategy if that is cheaper. given: the baselines that fit.
 
-    A method can only be cheaper if the search left a gap, or if the method uses other meshes.
+    A baseline can be cheaper only if the search left a gap, or if the baseline uses another mesh.
     """
     best = min(given, key=lambda b: b.cost, default=None)
     if best is None or best.cost >= found.solution.cost * (1 - 1e-9):
@@ -50,12 +50,12 @@ def never_worse(problem: SplitProblem, found: Found, given: Sequence[Baseline]) 
 
 
 def memory_of(problem: SplitProblem, configs: Mapping[str, np.ndarray], mesh: Mesh) -> Memory:
-    """The memory that a strategy needs on a device. configs: node name -> int8 [axes]."""
+    """Return the memory that a strategy needs on a device. configs: node name -> int8 [axes]."""
     return problem.account.memory(problem.graph, mesh, configs, problem.optimizer)
 
 
 def complete(problem: SplitProblem, pinned: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, np.ndarray]:
-    """The cheapest strategy in which these nodes have these configs: node name -> int8 [axes].
+    """Return the cheapest strategy in which these nodes have these configs: node name -> int8 [axes].
 
     Raises Infeasible if there is none.
     """

@@ -1,10 +1,10 @@
 """A proof over every mesh of the devices, beyond those that were searched.
 
-Of a mesh that was not searched, configs are sifted (``pase.search.prune``): edges are priced from the smallest on, and
-what can be in no strategy cheaper than the best known one is dropped before larger edges are priced. Most meshes end
-with nothing left. What is left of another is searched exactly. So a mesh of many axes, whose tables would not fit in
-memory, costs what its promising configs cost. If collectives overlap with compute, edges are priced at weights of
-compute and collectives, which bound every strategy, and what is left is searched at its real cost.
+On a mesh that was not searched, configs are pruned (``pase.search.prune``). Edges are priced from the smallest on, and
+configs that cannot be in a strategy cheaper than the best known one are dropped before larger edges are priced. On most
+meshes nothing is left. What is left on the others is searched exactly. So a mesh of many axes, whose tables would not
+fit in memory, costs only what its promising configs cost. If collectives overlap with compute, edges are priced at
+weights of compute and collectives that bound every strategy, and what is left is searched at its real cost.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ from pase.tables.build import Space, config_space, layout_pairs
 __all__ = ["EveryMesh", "Pruned", "close_meshes", "prune_mesh"]
 
 _FIRST_PAIRS, _GROWTH = 1 << 12, 4
-"""Pairs of layouts of the edges that are priced first, and by how much more are priced at a time after them."""
+"""How many pairs of layouts are priced first, and the factor by which that number grows from pass to pass."""
 _MOST_PAIRS = 1 << 22
-"""Pairs of layouts to price of one mesh."""
+"""The most pairs of layouts to price on one mesh."""
 _PASSES, _LAST_PASSES = 3, 12
 _EXACT = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pruned:
-    """What is known of a mesh. bound: no strategy on it costs less, or less than was asked for. cheaper: a strategy
-    that costs less than was asked for, if one was found; its choices are in ``space``."""
+    """What is known about a mesh.
+
+    bound: no strategy on it costs less than this, or than the cost that was asked for.
+    cheaper: a strategy that costs less than was asked for, if one was found; its choices refer to ``space``.
+    """
 
     bound: float
     space: Space
@@ -45,7 +48,7 @@ class Pruned:
 
 @dataclass(frozen=True, kw_only=True)
 class EveryMesh:
-    """What is proven of all meshes. left: those that may have a cheaper strategy, with their bounds, lowest first."""
+    """What is proven about all meshes. left: those that may have a cheaper strategy, by their bounds, lowest first."""
 
     meshes: int
     left: tuple[tuple[Mesh, float], ...]
@@ -64,11 +67,12 @@ def close_meshes(
     allowed: Callable[[Found], bool],
     say: Progress = lambda _: None,
 ) -> tuple[Found, EveryMesh]:
-    """The answer, or a cheaper one on another mesh, proven over all meshes as far as that is affordable.
+    """Return the answer, or a cheaper one on another mesh, proven over all meshes as far as that is affordable.
 
-    problem: the step as written. No variant of it takes less, by how variants are made; if a search showed otherwise
-    (``found.least``), nothing is proven of further meshes. searched: the meshes that the answer's bound
-    covers, by the sizes of their axes. allowed: whether a strategy is an answer, under a memory limit for instance.
+    problem: the step as written. By construction, no variant of it takes less. If a search showed otherwise
+        (``found.least``), nothing is proven about further meshes.
+    searched: the sizes of the meshes that the answer's bound covers.
+    allowed: whether a strategy may be the answer, for instance under a memory limit.
     """
     best, bounds = found, {}
     every = problem.meshes(None, problem.devices)
@@ -92,11 +96,11 @@ def close_meshes(
 
 
 def prune_mesh(problem: SplitProblem, mesh: Mesh, below: float, most_pairs: int) -> Pruned:
-    """What a mesh has that costs less than ``below``. most_pairs: of layouts, to price."""
+    """Return what a mesh has that costs less than ``below``. most_pairs: the most pairs of layouts to price."""
     graph, model = problem.graph, problem.model
     try:
         space = config_space(graph, mesh, model)
-    except PaseError:  # more configs than are listed: only that costs are not negative is known
+    except PaseError:  # there are too many configs to list; all that is known is that costs are not negative
         return Pruned(bound=0.0, space=Space(graph=graph, mesh=mesh, configs=()))
     whole = Space(graph=graph, mesh=mesh, configs=space)
     pricing = problem.pricing
@@ -131,7 +135,7 @@ def prune_mesh(problem: SplitProblem, mesh: Mesh, below: float, most_pairs: int)
 
 
 def _left(space: Sequence[np.ndarray], pruner: Pruner) -> list[np.ndarray]:
-    """The configs that are left of each node; equal ones are one array."""
+    """Return the configs that are left of each node. Equal ones share one array."""
     same: dict[bytes, np.ndarray] = {}
     out = []
     for cfg, kept in zip(space, pruner.kept, strict=True):

@@ -1,4 +1,4 @@
-"""The cheapest strategy within a memory limit, over variants of a step that need less memory.
+"""Finds the cheapest strategy within a memory limit, over variants of a step that need less memory.
 
 Variants are searched in an outer loop, cheapest first. If the unconstrained optimum of a variant is no better than the
 best answer found within the limit, the variant cannot help and is not searched further.
@@ -43,12 +43,15 @@ def cheapest_free(
     say: Progress,
     limit: float | None = None,
 ) -> tuple[SplitProblem, Found]:
-    """The variant that takes least time where memory is no constraint, with its answer; its bounds hold for all. limit:
-    in bytes; the answer's gap is left open if it does not fit.
+    """Return the variant that takes the least time without a memory limit, and its answer, whose bounds hold for all.
 
-    problem: of the first variant of the first group. Gradients that are summed once are added whole at each
-    micro-batch, so that summing them each time may take less: both are searched. Where collectives overlap with
-    compute, so may gathers for each micro-batch: what is sent once has one of them beside it. Nothing else may.
+    Without hoisting, gradients are summed over devices in each micro-batch. Hoisted sums run once, but unreduced
+    gradients are added whole in each micro-batch, which may take longer. Both variants are searched. If collectives
+    overlap with compute, gathers in each micro-batch may also take less time than hoisted gathers, because a hoisted
+    gather has only one micro-batch to overlap with. Nothing else can be cheaper.
+
+    problem: that of the first variant of the first group.
+    limit: in bytes; if the answer does not fit, its gap is left open.
     """
     first, overlaps = problem.variant, problem.pricing.occupied is not None
     others = [v for v in group if v.hoisted != first.hoisted and replace(v, hoisted=first.hoisted) == first]
@@ -79,13 +82,13 @@ def fit_variants(
     spent: Spent,
     say: Progress,
 ) -> tuple[SplitProblem, Found]:
-    """The cheapest variant of the step that fits, with its strategy. Raises Infeasible, which says what would fit.
-
-    free: the unconstrained answer to ``problem``, both of ``cheapest_free``. If it fits, it is the answer.
+    """Return the cheapest variant of the step that fits, with its strategy. Raises Infeasible if none fits.
 
     The search ends with the first number of micro-batches for which no variant can be cheaper than the best answer that
-    fits. The bound covers the variants that were tried, and all of them if the work was spent before. The strategy's
-    ``seconds`` are the sum over all searches.
+    fits. The bound covers the variants that were tried. If the allowed work was spent before the end, it covers all of
+    them. The strategy's ``seconds`` are the sum over all searches.
+
+    problem, free: the results of ``cheapest_free``. If ``free`` fits, it is the answer.
     """
     if memory_of(problem, free.configs, free.mesh).total <= limit:
         return problem, free
@@ -110,7 +113,7 @@ def fit_variants(
             where = min(over, key=needs.__getitem__)
             least.append(Footprint(needs[where], where, variant))
             promising |= needs[where] > limit
-            # A variant works at least as much as the step as written: what that needs on a mesh bounds it there.
+            # A variant works at least as much as the step as written, whose bound on a mesh therefore holds for it too.
             meshes = [m for m in over if needs[m] <= limit and free.bounds[m.sizes] < below]
             if not meshes:
                 continue
@@ -138,8 +141,12 @@ def fit_variants(
 
 @dataclass(kw_only=True, eq=False)
 class _VariantAnswer:
-    """What was found of a variant. bound: no strategy of it that fits and costs less than asked for costs less.
-    promising: whether it could have one. least: whether it nowhere undercut the first variant."""
+    """The result for one variant.
+
+    bound: a lower bound on the strategies of the variant that fit and cost less than asked for.
+    promising: whether it could have such a strategy.
+    least: whether it is nowhere cheaper than the first variant's bounds.
+    """
 
     found: Found | None = None
     bound: float = np.inf
@@ -158,10 +165,13 @@ def _fit_variant(
     say: Progress,
     below: float,
 ) -> _VariantAnswer:
-    """The cheapest strategy of a variant that fits and costs less than ``below``. unlimited: its answers without the
-    limit, where they are known. free: those of the first variant, which bound it on each mesh.
+    """Return the cheapest strategy of a variant that fits and costs less than ``below``.
 
-    The most promising meshes are searched first, and of the others only those whose bound is below what fits there.
+    The most promising meshes are searched first. Of the others, only those are searched whose bound is below the cost
+    of what fits on the first ones.
+
+    unlimited: its answers without the limit, if they are known.
+    free: the answers of the first variant, which bound it on each mesh.
     """
     out, tried = _VariantAnswer(), list[tuple[Mesh, float]]()
     ordered = sorted(meshes, key=lambda m: free.bounds[m.sizes])
@@ -190,12 +200,13 @@ def _fit_variant(
 
 
 _FIRST_MESHES = 4
-"""Meshes of a variant that are searched before it is known which of the others can have a cheaper strategy."""
+"""How many meshes of a variant are searched first. They show which others may have a cheaper strategy."""
 
 
 def _takes_less(variant: Found, free: Found) -> bool:
-    """Whether a variant without the limit undercuts what is proven of the first one, on some mesh. Meshes are left out
-    because none does; if one did, an answer would not be proven.
+    """Whether a variant without the limit is cheaper, on some mesh, than the bound that is proven for the first one.
+
+    Meshes are skipped on the assumption that none is. If one were, an answer would not be proven.
     """
     return any(s.cost < free.bounds[m] * (1 - 1e-9) for m, s in variant.answers.items() if m in free.bounds)
 
@@ -208,9 +219,7 @@ def fit_more(
     spent: Spent,
     say: Progress,
 ) -> Found:
-    """The answer, or a cheaper one that also fits, found on further meshes. limit: None means that every strategy
-    fits.
-    """
+    """Return the answer, or a cheaper one on further meshes that also fits. limit: None if every strategy fits."""
     wider = search_meshes(problem, more, say, found if limit is None else None)
     if limit is None:
         return wider
@@ -230,15 +239,16 @@ def fit_limit(
     say: Progress,
     below: float = np.inf,
 ) -> tuple[Found | None, float]:
-    """The best strategy found whose predicted memory is at most ``limit`` bytes per device, and a lower bound on all of
-    them.
+    """Return the best strategy found whose predicted memory is at most ``limit`` bytes per device, and a lower bound on
+    all of them.
+
+    Two lower bounds hold for a mesh: its unconstrained optimum, and a Lagrangian bound, which is one elimination at a
+    price per byte that the first mesh finds. The mesh with the lowest bound is always next. It first gets its second
+    bound, and is searched once it is the lowest again. This ends when no bound is below the best answer, so that the
+    second bound is never computed for meshes that are too expensive anyway. When the allowed work is spent, the search
+    returns the best answer so far.
 
     below: the cost of a known strategy; strategies that cost as much or more need not be found.
-
-    Two lower bounds hold for a mesh: its unconstrained optimum, and one elimination at a price per byte, which the
-    first mesh finds. The mesh of the lowest bound is always next: it gets its second bound, and is searched once it is
-    the lowest again, until no bound is below the best answer. So meshes that are too dear anyway are never priced. When
-    the work is spent, the search returns the best answer so far.
     """
     best: Found | None = None
     proven = {m: free.bounds[m.sizes] for m in over}
@@ -256,7 +266,7 @@ def fit_limit(
         if mesh not in priced:
             priced.add(mesh)
             if not spent.over():
-                say(f"what a byte is worth on {name}")
+                say(f"pricing bytes on {name}")
                 least, worth = searches[mesh].priced(price)
                 proven[mesh] = max(proven[mesh], least)
                 price = price or worth
@@ -270,17 +280,18 @@ def fit_limit(
         if answer.solution is not None:
             best = replace(free, mesh=mesh, space=problem.pricing.space(mesh), solution=answer.solution)
             below = answer.solution.cost
-    # An answer that is proven may come out below its own bound by the last digit.
+    # Rounding may put a proven answer below its own bound in the last digit.
     least = min(proven.values(), default=np.inf)
     return best, least if best is None else min(least, best.solution.cost)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """The cheapest strategy found that fits and is below the requested cost, and a lower bound on all strategies that
-    fit.
+    """The answer for one mesh.
 
-    It also holds the price of a byte at that strategy, 0 if it is not known.
+    solution: the cheapest strategy found that fits and is below the requested cost.
+    bound: a lower bound on all strategies that fit.
+    byte_price: the price of a byte at that strategy, 0 if it is not known.
     """
 
     solution: Solution | None
@@ -292,8 +303,8 @@ class _Answer:
 class _Attempt:
     """A strategy found with some bytes set aside.
 
-    unseen: the part of its memory that the search's limit does not count. alone: the most that one of its nodes has in
-    flight, whatever the other nodes do.
+    unseen: the part of its memory that the search's limit does not count.
+    alone: the most that any one of its nodes has in flight, whatever the other nodes do.
     """
 
     solution: Solution
@@ -306,8 +317,8 @@ class _Attempt:
 class _Region:
     """Strategies that have at least ``low`` bytes in flight, and in which no single node has more than ``high``.
 
-    bound: no strategy of the region that fits costs less. guess: other regions contain its strategies too, so it proves
-    nothing.
+    bound: no strategy of the region that fits costs less.
+    guess: whether other regions also contain its strategies, so that it proves nothing.
     """
 
     guess: bool
@@ -319,19 +330,20 @@ class _Region:
 _MOST_ATTEMPTS = 24
 _MOST_ROUNDS = 8
 _ENOUGH = 1e-4
-"""The relative gap at which a search may stop if no elimination order fits."""
+"""The relative gap at which a search may stop if no elimination order fits in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LimitedSearch:
     """The search of one mesh under a memory limit.
 
-    spent: counts the work. free: the mesh's answer without the limit, if it is known.
-
     The bytes in flight are a maximum over nodes, not a sum. The search's limit therefore leaves them out, and bytes are
     set aside for them instead. Setting aside the least that any strategy has in flight gives a bound. If the answer has
     more in flight, the strategies are divided into those with less than that and those with at least as much. If no
     single node determines what is in flight, parts of it are set aside as guesses.
+
+    spent: counts the work.
+    free: the mesh's answer without the limit, if it is known.
     """
 
     problem: SplitProblem
@@ -341,9 +353,11 @@ class _LimitedSearch:
     free: Solution | None
 
     def priced(self, price: float) -> tuple[float, float]:
-        """(a lower bound on every strategy that fits, the price of a byte at it). price: of a byte; 0 searches for it.
+        """Return (a lower bound on every strategy that fits, the price of a byte at it).
 
         Returns (-inf, 0) if there is no such bound without a search.
+
+        price: of a byte; 0 searches for it.
         """
         p = self.problem
         if self.free is None:
@@ -355,10 +369,13 @@ class _LimitedSearch:
             return np.inf, 0.0
 
     def cheapest(self, below: float, price: float, close: bool = True) -> _Answer:
-        """Search for a strategy that fits and costs less than ``below``. price: the initial price of a byte. close:
-        whether to close the gap between the bound and what prices find."""
+        """Search for a strategy that fits and costs less than ``below``.
+
+        price: the initial price of a byte.
+        close: whether to close the gap between the Lagrangian bound and the best strategy found.
+        """
         best: Solution | None = None
-        left = np.inf  # a lower bound on what has been left without proof
+        left = np.inf  # a lower bound on the strategies that were left without a proof
         queue = [_Region(guess=False, bound=-np.inf, low=self._least, high=np.inf)]
         for _ in range(_MOST_ATTEMPTS):
             done = best is not None or np.isfinite(below)
@@ -403,10 +420,10 @@ class _LimitedSearch:
         return max((float(f.min()) for f in self._in_flight), default=0.0)
 
     def _profile(self, aside: float) -> MemoryProfile:
-        """The limit, minus the bytes set aside. Raises Infeasible if nothing is left."""
+        """Return the limit minus the bytes set aside. Raises Infeasible if nothing is left."""
         p, space = self.problem, self.problem.pricing.space(self.mesh)
         if aside > self.limit:
-            raise Infeasible(f"{aside:,.0f} bytes are in flight at least, more than the limit")
+            raise Infeasible(f"at least {aside:,.0f} bytes are in flight, which is more than the limit")
         return p.account.profile(p.graph, self.mesh, space.configs, self.limit - aside, p.optimizer)
 
     def _attempt(self, region: _Region, below: float, price: float, close: bool) -> _Attempt | None:
@@ -438,7 +455,7 @@ class _LimitedSearch:
 
 
 def _forbid(tables: CostTables, flight: Sequence[np.ndarray], most: float) -> CostTables:
-    """Forbid the configs that alone have more bytes in flight. Equal vectors remain one array."""
+    """Return the tables without configs that alone have more bytes in flight. Equal vectors remain one array."""
     if not any((f > most).any() for f in flight):
         return tables
     same: dict[tuple[int, bytes], np.ndarray] = {}

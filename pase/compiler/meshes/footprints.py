@@ -1,4 +1,4 @@
-"""The least memory that variants of a step need, and the error that says so where none fits."""
+"""The least memory that variants of a step need, and the error that reports it if none fits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Footprint", "least_memory", "needs_on_more", "nothing_fits"]
 
 
 class Footprint(NamedTuple):
-    """The least that a variant needs: bytes on a device, on the mesh where it needs the least."""
+    """The least memory that a variant needs: bytes on a device, on the mesh on which it needs the least."""
 
     nbytes: float
     mesh: Mesh
@@ -28,7 +28,7 @@ class Footprint(NamedTuple):
 
 
 def least_memory(problem: SplitProblem, mesh: Mesh) -> float:
-    """A lower bound on the bytes per device that any strategy on this mesh needs, without bytes in flight."""
+    """Return a lower bound on the bytes per device that any strategy on this mesh needs, without bytes in flight."""
     spaces = problem.pricing.configs(mesh)
     p = problem.account.profile(problem.graph, mesh, spaces, float("inf"), problem.optimizer)
     lowest = {id(b): b.min() for b in p.bytes}
@@ -43,7 +43,7 @@ def least_memory(problem: SplitProblem, mesh: Mesh) -> float:
 def needs_on_more(
     problem: SplitProblem, traced: Traced, least: Sequence[Footprint], limit: float
 ) -> Iterator[tuple[int, float]]:
-    """(devices, least bytes) of the smallest variant on 2, 4, … 64 times the devices, until it fits."""
+    """Yield (devices, least bytes) of the smallest variant on 2, 4, … 64 times the devices, until it fits."""
     p = problem.varied(traced, min(least, key=lambda n: n.nbytes).variant)
     for factor in (2, 4, 8, 16, 32, 64):
         more = replace(p, devices=factor * p.devices, graph=replace(p.graph, fixed={}))
@@ -56,17 +56,21 @@ def needs_on_more(
 def nothing_fits(
     least: Sequence[Footprint], limit: float, devices: int, more: Sequence[tuple[int, float]]
 ) -> Infeasible:
-    """The error that says what would fit. more: (devices, least bytes) of the smallest variant on more devices."""
+    """Return the error that says what would fit.
+
+    more: (devices, least bytes) of the smallest variant on more devices.
+    """
     nbytes, mesh, variant = min(least, key=lambda n: n.nbytes)
     enough = next((n for n, b in more if b <= limit), None)
     if enough is not None:
-        so = f"On {enough} devices it may fit. Or use a smaller batch"
+        fix = f"use {enough} devices, on which it may fit, or a smaller batch"
     elif more:
-        so = f"Nor do {more[-1][0]} devices suffice. Use a smaller batch or model"
+        fix = f"use a smaller batch or model; even {more[-1][0]} devices do not suffice"
     else:
-        so = "Use more devices or a smaller batch"
+        fix = "use more devices or a smaller batch"
     shape = "×".join(map(str, mesh.sizes))
     return Infeasible(
-        f"no strategy found that fits {limit / 2**30:.4g} GiB a device on {devices} devices: any needs at least "
-        f"{nbytes / 2**30:.4g} GiB ({variant}, mesh {shape}). {so}"
+        f"no strategy found that fits {limit / 2**30:.4g} GiB per device on {devices} devices: each needs at least "
+        f"{nbytes / 2**30:.4g} GiB ({variant}, mesh {shape})",
+        fix=fix,
     )

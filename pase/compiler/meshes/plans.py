@@ -1,4 +1,4 @@
-"""Make a plan from a strategy of a problem."""
+"""Makes a plan from a strategy of a problem."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ __all__ = ["NO_LIMIT", "Fit", "plan_found", "plan_of", "provenance_of"]
 class Fit:
     """The memory limit of a plan in bytes per device; None means no limit.
 
-    misfit: why nothing fits, and what would; None if something does. baselines: method -> bytes that its strategy needs
-    on a device.
+    misfit: why nothing fits, and what would; None if something fits.
+    baselines: baseline -> bytes that its strategy needs on a device.
     """
 
     limit: int | None = None
@@ -54,8 +54,11 @@ def plan_found(
     fit: Fit = NO_LIMIT,
     proven: Mapping[str, str] | None = None,
 ) -> PlanData:
-    """The plan of the strategy that the search found. fit: the memory limit of that search. proven: what its provenance
-    says besides."""
+    """Return the plan of the strategy that the search found.
+
+    fit: the memory limit of that search.
+    proven: additional entries of its provenance.
+    """
     s = found.solution
     plan = assemble(
         problem.graph,
@@ -87,7 +90,7 @@ def plan_found(
 def plan_of(
     problem: SplitProblem, configs: Mapping[str, np.ndarray], mesh: Mesh, name: str, traced: Traced
 ) -> PlanData:
-    """The plan of a strategy that was not searched for (a baseline, or a transferred one), priced in the same way."""
+    """Return the plan of a strategy that was not searched for (a baseline, a transferred one), priced the same way."""
     sent = collectives(problem.graph, mesh, configs, problem.model)
     work = local_work(problem.graph, mesh, configs, problem.model, problem.optimizer)
     costs = node_costs(work, sent)
@@ -119,7 +122,7 @@ def plan_of(
 
 
 def provenance_of(graph: Graph, method: str, certificate: str) -> dict[str, str]:
-    """How a plan was made, as the plan records it."""
+    """Return how a plan was made, as the plan records it."""
     versions = {"pase": pase.__version__, "python": ".".join(map(str, sys.version_info[:3]))}
     versions |= {k: sys.modules[k].__version__ for k in ("jax", "numpy") if k in sys.modules}
     return {

@@ -1,4 +1,4 @@
-"""The best strategy over many meshes. Each mesh is searched exactly, and each gives a lower bound."""
+"""Finds the best strategy over many meshes. Each mesh is searched exactly, and each gives a lower bound."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from pase.tables.walks import expect_alike
 __all__ = ["Found", "add_seconds", "closed", "search_meshes"]
 
 _EXACT = 1e-9
-"""Relative: bounds this close to the best answer leave nothing to look for."""
+"""The relative distance between a bound and the best answer below which no further search is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """The best strategy over the meshes that were searched.
 
-    bounds: the proven lower bound of each mesh, by the sizes of its axes. answers: the cheapest strategy of each mesh,
-    by the same key. seconds: the time spent on "tables" and on "search". open: whether gaps may be closed further.
-    least: whether no variant of the step that was searched undercuts, without a memory limit, what is proven of the
-    first one.
+    bounds: the proven lower bound of each mesh, by the sizes of its axes.
+    answers: the cheapest strategy of each mesh, by the same key.
+    seconds: the time spent on "tables" and on "search".
+    open: whether gaps may be closed further.
+    least: whether every variant that was searched costs, without a memory limit, at least as much as the bounds that
+        are proven for the first variant.
     """
 
     mesh: Mesh
@@ -70,10 +72,12 @@ def search_meshes(
     so_far: Found | None = None,
     close: bool = True,
 ) -> Found:
-    """The best strategy over these meshes, and over those that ``so_far`` covers. close: whether to close the gap to a
-    bound where the pricing leaves one; False where the bounds are what counts, and ``closed`` does it later.
+    """Return the best strategy over these meshes, and over those that ``so_far`` covers.
 
     Raises Infeasible if there is no mesh.
+
+    close: whether to close the gap to the bound, if the pricing leaves one. False if only the bounds matter, and
+        ``closed`` closes it later.
     """
     pricing = problem.pricing
     best = so_far
@@ -97,7 +101,10 @@ def search_meshes(
             best = Found(mesh=mesh, space=pricing.space(mesh), solution=solution, tried=())
     spent = add_seconds(spent, {"search": time.perf_counter() - start})
     if best is None:
-        raise Infeasible(f"no mesh of {problem.devices} devices fits machine {problem.machine.name}")
+        raise Infeasible(
+            f"no mesh of {problem.devices} devices fits machine {problem.machine.name}",
+            fix="use another number of devices, or another machine",
+        )
     start = time.perf_counter()
     if close:
         best = _closed(problem, over, best, bounds, answers)
@@ -116,14 +123,14 @@ def search_meshes(
 
 
 def _bounded(s: Solution, bounds: Collection[float]) -> Solution:
-    """Where a gap is left, another mesh's bound may be the lowest."""
+    """Return the solution with the lowest of these bounds. If a gap is left, that may be another mesh's bound."""
     low = min(bounds)
     return replace(s, bound=min(s.bound, low), optimal=s.optimal and low >= s.cost * (1 - 1e-9))
 
 
 @uncollected()
 def closed(problem: SplitProblem, over: Sequence[Mesh], found: Found) -> Found:
-    """What ``search_meshes`` found over these meshes, with gaps closed that it left open."""
+    """Return what ``search_meshes`` found over these meshes, after closing the gaps that it left open."""
     if not found.open:
         return found
     start = time.perf_counter()
@@ -144,7 +151,7 @@ def _closed(
     bounds: dict[tuple[int, ...], float],
     answers: dict[tuple[int, ...], Solution],
 ) -> Found:
-    """The best answer, after a further search of the meshes that may have a cheaper one. Updates their bounds."""
+    """Return the best answer after a further search of the meshes that may have a cheaper one. Updates their bounds."""
     for mesh in sorted(over, key=lambda m: bounds[m.sizes]):
         if bounds[mesh.sizes] >= best.solution.cost * (1 - _EXACT):
             break

@@ -1,4 +1,4 @@
-"""Among strategies of equal cost, choose the one that stores the least.
+"""Chooses, among strategies of equal cost, the one that stores the least.
 
 A program that is not trained pays nothing for a parameter that is stored whole and read in parts, so time alone does
 not determine how to store it. Here, stored tensors and the nodes that pass them on get the layouts that their readers
@@ -25,7 +25,7 @@ _EQUAL = 1e-12
 
 
 def least_stored(problem: SplitProblem, found: Found) -> Found:
-    """The same strategy with stored tensors split as far as that costs nothing. Its cost does not change."""
+    """Return the same strategy with stored tensors split as far as that costs nothing. Its cost does not change."""
     tables, space = problem.tables(found.mesh)
     graph, choice = problem.graph, np.array(found.solution.choice)
     edges: list[list[tuple[bool, int]]] = [[] for _ in graph.nodes]

@@ -1,6 +1,6 @@
-"""The options of a compilation. Each is stated once, for the API's signature and help and for the command line."""
+"""The options of a compilation. Each is defined once, for the API's signature and help and for the command line."""
 
-# Annotations are evaluated here: the options' types are read. Nothing heavy is imported, so that help comes at once.
+# This module has no deferred annotations, because the options' types are read. It imports little, so that help is fast.
 
 import functools
 import inspect
@@ -23,14 +23,16 @@ __all__ = ["CompileOptions", "Flag", "PlanTarget", "takes_options"]
 R = TypeVar("R")
 
 PlanTarget = Literal["any", "dtensor"]
-"""For which program a plan is made: a strategy that the program cannot express is not searched."""
+"""The program for which a plan is made. A strategy that the program cannot express is not searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """How the command line takes an option. names: its flags; if there are none, only the API has the option.
+    """How the command line takes an option.
 
-    minimum: of a number. pairs: a parser of NAME=VALUE texts, for an option that may be given several times.
+    names: its flags. If there are none, only the API has the option.
+    minimum: the least value of a number.
+    pairs: a parser of NAME=VALUE texts, for an option that may be given several times.
     """
 
     names: tuple[str, ...] = ()
@@ -40,7 +42,7 @@ class Flag:
 
 
 def _option(default: Any, says: str, *names: str, **flag: Any) -> Any:
-    """A field of ``CompileOptions``. says: its help, in one sentence or several."""
+    """Return a field of ``CompileOptions``. says: its help, in one or more sentences."""
     return field(default=default, metadata={"help": says, "flag": Flag(names=names, **flag)})
 
 
@@ -51,7 +53,7 @@ class CompileOptions:
     devices: int = _option(MISSING, "How many devices to split the model over.", "--devices", "-n", minimum=1)
     mesh: str | None = _option(
         None,
-        "Fix the mesh: 4x8, or with names data=4,model=8. Default: every mesh of at most max_axes axes is searched.",
+        "Fix the mesh: 4x8, or with names data=4,model=8. Default: search every mesh of at most max_axes axes.",
         "--mesh",
     )
     machine: "str | Path | Machine | None" = _option(  # noqa: RUF009 it is a field
@@ -64,7 +66,7 @@ class CompileOptions:
     )
     optimizer: str = _option(
         "adam",
-        "The optimizer, whose state is counted and whose update is priced: sgd, momentum, adam, …",
+        "The optimizer, whose state counts as memory and whose update is priced: sgd, momentum, adam, …",
         "--optimizer",
     )
     unknown: Literal["error", "replicate"] = _option(
@@ -82,8 +84,8 @@ class CompileOptions:
     )
     mode: Literal["train", "inference", "step"] = _option(
         "train",
-        "'train': the model is a loss; its gradient and update are priced with it. 'inference': the model is any "
-        "function; nothing is trained. 'step': the model is a whole train step, step(params, opt_state, *batch) -> "
+        "'train': the model is a loss, and its gradient and update are priced too. 'inference': the model is any "
+        "function, and nothing is trained. 'step': the model is a whole train step, step(params, opt_state, *batch) -> "
         "(params, opt_state, …).",
         "--mode",
     )
@@ -119,9 +121,9 @@ class CompileOptions:
     max_axes: int = _option(3, "Search meshes of at most this many axes.", minimum=1)
     meshes: Literal["few", "all"] = _option(
         "few",
-        "Which meshes the answer is proven over. 'few': those of at most max_axes axes. 'all': every mesh of the "
-        "devices; those of more axes are searched as far as they may be cheaper, which takes seconds for each, and the "
-        "plan names those that remain.",
+        "The meshes over which the answer is proven. 'few': those of at most max_axes axes. 'all': every mesh of the "
+        "devices; those with more axes are searched as long as they may be cheaper, which takes seconds for each, and "
+        "the plan names those that remain.",
         "--meshes",
     )
     baselines: bool = _option(
@@ -137,7 +139,7 @@ class CompileOptions:
     )
     accumulate: int | None = _option(
         None,
-        "Number of micro-batches in a step, whose gradients are summed; the loss must be a mean over the batch. "
+        "The number of micro-batches in a step, whose gradients are summed. The loss must be a mean over the batch. "
         "Default: 1, or what the memory limit requires.",
         "--accumulate",
         minimum=1,
@@ -151,37 +153,38 @@ class CompileOptions:
     )
     once: Literal["none", "gathers", "all", "auto"] = _option(
         "none",
-        "What is sent once a step of parameters that are split, not for each micro-batch and each time that backward "
-        "recomputes: 'none'; 'gathers', after which they stay gathered; 'all', also the sums of gradients, which stay "
-        "unsummed; 'auto', the cheapest within the memory limit. plan.jax lowers such a plan by hand.",
+        "Which collectives of split parameters run once per step, instead of once per micro-batch and per "
+        "recomputation: 'none'; 'gathers', after which parameters stay gathered; 'all', also the sums of gradients, "
+        "which stay unreduced until then; 'auto', the cheapest within the memory limit. plan.jax runs such a plan with "
+        "lowering='manual'.",
         "--once",
     )
     uneven: Literal["whole", "padded"] = _option(
         "whole",
-        "Dims that the devices do not divide. 'whole': they are split as far as they divide. 'padded': the model is "
-        "also searched with these dims padded, parameters and batch too, and the cheaper plan is taken; plan.jax puts "
-        "the padding on and takes it off. For JAX programs that hand nothing to their next call.",
+        "What to do with dims that the devices do not divide. 'whole': they are split as far as they divide. 'padded': "
+        "the model is also searched with these dims padded, in parameters and batch too, and the cheaper plan is "
+        "taken; plan.jax adds and removes the padding. For JAX programs that pass nothing to their next call.",
         "--uneven",
     )
     precision: Literal["model", "fp8"] = _option(
         "model",
-        "Precision of products with weights. 'model': the model's own types. 'fp8': all but the last in eight bits, at "
-        "the machine's rate, including the traffic of scaling. Your program has to request fp8 itself: plan.jax runs "
-        "the model's own types.",
+        "Precision of products with weights. 'model': the model's own dtypes. 'fp8': all but the last in eight bits, "
+        "at the machine's rate, including the traffic of scaling. Your program must request fp8 itself: plan.jax runs "
+        "the model's own dtypes.",
         "--precision",
     )
     overlap: Literal["none", "parameters", "machine"] = _option(
         "machine",
-        "What runs beside compute. 'parameters': gathers of parameters and sums of gradients; only what compute cannot "
-        "hide, by position, is priced. 'machine': the same, in training, if the machine file says that collectives "
-        "overlap with compute. 'none': nothing; compute and communication are added up.",
+        "What overlaps with compute. 'parameters': gathers of parameters and sums of gradients; only what compute at "
+        "their position cannot hide is priced. 'machine': the same, in training, if the machine file says that "
+        "collectives overlap with compute. 'none': nothing; compute and communication are added up.",
         "--overlap",
     )
     decompose: Literal["none", "products"] = _option(
         "none",
-        "Which collectives between compute the executor takes apart. 'products': gathers and scatters beside products "
-        "with weights run during them, piece by piece (collective matmul, async tensor parallelism); what a piece does "
-        "not hide is priced. Your executor has to do it. 'none': they are waited for.",
+        "Which collectives between compute the executor decomposes. 'products': gathers and scatters next to products "
+        "with weights run during them, chunk by chunk (collective matmul, async tensor parallelism), and only what the "
+        "product does not hide is priced; your executor must do it. 'none': compute waits for them.",
         "--decompose",
     )
     target: PlanTarget = _option(  # noqa: RUF009 it is a field
@@ -200,20 +203,20 @@ class CompileOptions:
     )
     stage_schedule: str = _option(
         "auto",
-        "The order in which stages run micro-batches. 'auto': the fastest of those that run stage by stage; or one of "
-        "them, such as 1f1b, interleaved or zb-h1; 'circular' runs as one JAX program.",
+        "The order in which stages run micro-batches. 'auto': the fastest of those that run stage by stage. Or the "
+        "name of one, such as 1f1b, interleaved or zb-h1; 'circular' runs as one JAX program.",
         "--stage-schedule",
     )
     work: float = _option(
         60.0,
-        "Work for the searches under a memory limit and over pipelines: about what a quiet core does in so many "
-        "seconds, counted and not timed, so that the answer does not depend on what else runs. A search that has spent "
-        "it may be inexact; the plan says so.",
+        "The work that the searches under a memory limit and over pipelines may do, in seconds of a quiet core. It is "
+        "counted, not timed, so that the answer does not depend on what else runs. A search that has used it up may be "
+        "inexact, and the plan says so.",
         "--work",
     )
     time_limit: float | None = _option(
         None,
-        "Seconds after which these searches stop wherever they are. Default: no clock is asked.",
+        "Seconds after which these searches stop, wherever they are. Default: no limit.",
         "--time-limit",
     )
 
@@ -221,41 +224,60 @@ class CompileOptions:
         from pase.tables.work import OPTIMIZERS
 
         if not _whole(self.devices):
-            raise PaseError(f"devices must be a positive whole number, got {self.devices!r}")
+            raise PaseError(f"must be a positive whole number, got {self.devices!r}", where="devices")
         if self.optimizer not in OPTIMIZERS:
-            raise PaseError(f"no optimizer '{self.optimizer}'; known: {', '.join(OPTIMIZERS)}")
+            raise PaseError(
+                f"no optimizer '{self.optimizer}'",
+                where="optimizer",
+                fix=f"use one of {', '.join(OPTIMIZERS)}",
+            )
         if not self.work > 0 or (self.time_limit is not None and not self.time_limit >= 0):
             raise PaseError(
-                f"work is a positive number of seconds and time_limit one of zero or more, got {self.work!r} and "
-                f"{self.time_limit!r}"
+                f"work must be a positive number of seconds and time_limit at least 0, got {self.work!r} and "
+                f"{self.time_limit!r}",
+                where="work, time_limit",
             )
         if self.accumulate is not None and not _whole(self.accumulate):
-            raise PaseError(f"accumulate must be a positive number of micro-batches, got {self.accumulate!r}")
+            raise PaseError(
+                f"must be a positive number of micro-batches, got {self.accumulate!r}", where="accumulate"
+            )
         if self.meshes == "all" and (self.mesh is not None or self.ranks):
             raise PaseError(
-                "meshes='all' proves what one program without stages costs on every mesh: leave out mesh and a number "
-                "of groups"
+                "it proves what one program without stages costs on every mesh, so neither the mesh nor a number of "
+                "groups may be given",
+                where="meshes='all'",
+                fix="leave out mesh and pipeline",
             )
         if self.meshes == "all" and self.once == "auto":
             raise PaseError(
-                "meshes='all' proves one way to run the step: with it once is 'none', 'gathers' or 'all'"
+                "it proves one way to run the step, but once is 'auto'",
+                where="meshes='all'",
+                fix="set once to 'none', 'gathers' or 'all'",
             )
         if self.pipeline not in ("none", "auto") and self.ranks is None:
             raise PaseError(
-                f"pipeline is 'none', 'auto' or a number of groups above 1, not {self.pipeline!r}"
+                f"must be 'none', 'auto' or a number of groups above 1, got {self.pipeline!r}",
+                where="pipeline",
             )
         if self.target != "any" and self.pipeline != "none":
-            raise PaseError(f"target '{self.target}' takes no stages: leave out pipeline (--pipeline)")
+            raise PaseError(
+                "it takes no stages", where=f"target '{self.target}'", fix="leave out pipeline (--pipeline)"
+            )
         if self.pipeline != "none" and self.uneven != "whole":
-            raise PaseError("uneven='padded' takes no stages: leave out pipeline (--pipeline)")
+            raise PaseError(
+                "it takes no stages", where="uneven='padded'", fix="leave out pipeline (--pipeline)"
+            )
         if self.pipeline != "none" and self.once in ("gathers", "all"):
             raise PaseError(
-                f"once='{self.once}' is for steps without stages; stages choose for themselves what is sent once"
+                "it is for steps without stages; the search over stages decides itself what to hoist",
+                where=f"once='{self.once}'",
+                fix="leave out once",
             )
         if self.decompose != "none" and self.overlap == "none":
             raise PaseError(
-                f"decompose='{self.decompose}' runs collectives beside compute, and overlap='none' runs nothing beside "
-                "it: leave out one of them"
+                "it overlaps collectives with compute, but overlap='none' excludes that",
+                where=f"decompose='{self.decompose}'",
+                fix="leave out one of them",
             )
         if self.stage_schedule != "auto":
             from pase.pipeline.registry import SCHEDULES
@@ -263,12 +285,16 @@ class CompileOptions:
             _ = SCHEDULES[self.stage_schedule]
             if self.pipeline == "none":
                 raise PaseError(
-                    f"stage_schedule='{self.stage_schedule}' is of stages: give pipeline=N or 'auto' (--pipeline)"
+                    "it applies to stages only",
+                    where=f"stage_schedule='{self.stage_schedule}'",
+                    fix="give pipeline=N or 'auto' (--pipeline)",
                 )
         for name, choices in _choices().items():
             if getattr(self, name) not in choices:
                 *most, last = map(repr, choices)
-                raise PaseError(f"{name} is {', '.join(most)} or {last}, not {getattr(self, name)!r}")
+                raise PaseError(
+                    f"must be {', '.join(most)} or {last}, got {getattr(self, name)!r}", where=name
+                )
 
     @property
     def ranks(self) -> int | None:
@@ -277,8 +303,9 @@ class CompileOptions:
         return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 1 else None
 
     def limit_bytes(self, machine: "Machine") -> float | None:
-        """The memory limit on this machine in bytes, or None if there is no limit. Raises PaseError if it is not a
-        size.
+        """Return the memory limit on this machine in bytes, or None if there is no limit.
+
+        Raises PaseError if it is not a size.
         """
         if self.memory_limit is None or self.memory_limit == "none":
             return None
@@ -288,7 +315,9 @@ class CompileOptions:
             return parse_bytes(self.memory_limit, "memory limit", "80GiB, 16e9, machine or none")
         if not self.memory_limit > 0:
             raise PaseError(
-                f"memory limit {self.memory_limit}: expected a size such as 80GiB, 16e9, machine or none"
+                f"{self.memory_limit} is not a size",
+                where="memory limit",
+                fix="write a size such as 80GiB or 16e9, machine or none",
             )
         return float(self.memory_limit)
 
@@ -298,7 +327,7 @@ def _whole(n: object) -> bool:
 
 
 def _choices() -> dict[str, tuple[str, ...]]:
-    """The options that accept a fixed set of words."""
+    """Return the options that accept a fixed set of words."""
     return {f.name: get_args(f.type) for f in fields(CompileOptions) if get_origin(f.type) is Literal}
 
 
@@ -311,7 +340,7 @@ def takes_options(function: Callable[..., R]) -> Callable[..., R]:
     given = inspect.signature(function)
     plain = [p for p in given.parameters.values() if p.name != "options"]
     listed = [_parameter(f) for f in taken]
-    order = sorted([*plain, *listed], key=lambda p: p.kind)  # a stable sort: keywords stay where they are
+    order = sorted([*plain, *listed], key=lambda p: p.kind)  # stable, so keywords keep their order
     signature = given.replace(parameters=order)
 
     @functools.wraps(function)
@@ -324,7 +353,7 @@ def takes_options(function: Callable[..., R]) -> Callable[..., R]:
         return function(*args, options=CompileOptions(**chosen), **keywords)
 
     called.__signature__ = signature  # type: ignore[attr-defined]
-    if function.__doc__ is not None:  # python -OO has none
+    if function.__doc__ is not None:  # python -OO removes docstrings
         called.__doc__ = function.__doc__.replace("{options}", _help(taken))
     return called
 

@@ -1,15 +1,16 @@
-"""The cheapest strategy if collectives of parameters overlap with compute (``pase.tables.overlap``), and its bound.
+"""Finds the cheapest strategy if collectives of parameters overlap with compute (``pase.tables.overlap``).
 
-A step is a sum plus two maxima of compute and collectives, one for each pass. Tables are additive and a maximum is
-not. But a maximum is at least every mean of its two sides, so
+A step is a sum plus two maxima of compute and collectives, one for each pass. Tables are additive, but a maximum is
+not. However, a maximum is at least every mean of its two sides, so
 
     min over strategies of the step  >=  min over strategies of its mean at (f, b),  for any weights f, b in [0, 1].
 
-With several micro-batches the first one's forward is a pass of its own (``pase.tables.overlap``), and there are three.
+With several micro-batches, the first one's forward is a pass of its own (``pase.tables.overlap``), so there are three
+passes.
 
 The tables at such weights mix the prices of the parts. Their exact optima are bounds, and their solutions, priced
-exactly, are candidates. The next weights are those where the planes of the solutions known so far promise the highest
-bound. This is the Lagrangian dual of the two maxima, solved by cutting planes. If it leaves a gap, labels
+exactly, are candidates. The next weights are those at which the planes of the solutions known so far promise the
+highest bound. This is the Lagrangian dual of the two maxima, solved by cutting planes. If it leaves a gap, labels
 (``pase.search.limits.labels``) list the choices whose mean lies in the gap, except those that others dominate. The
 cheapest of them is proven optimal.
 """
@@ -40,20 +41,22 @@ SolveMean = Callable[[PassWeights], Solution]
 """Solves the tables of the mean for given weights of the passes' compute."""
 
 SolveWithin = Callable[[CostTables, Known], Solution]
-"""Solves tables under a memory limit: (tables, what is known of them)."""
+"""Solves tables under a memory limit: (tables, what is known about them)."""
 
 _MOST_WEIGHTS = 8
 _EXACT = 1e-9
 _LABELS = 100_000
 _THREADS = 2
-_LONGER = 2  # elimination may take, where that saves loading the tables
+_LONGER = 2  # how much longer elimination may take if that saves loading the tables
 
 
 @dataclass(kw_only=True, eq=False)
 class OverlapSearch:
-    """The search of one mesh. passes: which parts of a step overlap.
+    """The search of one mesh.
 
-    means: weights -> the optimum of their tables, without a limit. best: the weights with the highest bound.
+    passes: which parts of a step overlap.
+    means: weights -> the optimum of their tables, without a limit.
+    best: the weights with the highest bound.
     """
 
     tables: StepTables
@@ -66,17 +69,17 @@ class OverlapSearch:
         self.best = self.best or self.passes.longest
 
     def cost(self, choice: np.ndarray) -> float:
-        """The cost of a choice: one config index per node."""
+        """Return the cost of a choice: one config index per node."""
         return self.tables.of_choice(choice).total(self.passes.slow, self.passes.first)
 
     def at(self, weights: PassWeights) -> CostTables:
-        """The tables of the mean for given weights of the passes' compute, built once."""
+        """Return the tables of the mean for given weights of the passes' compute; they are built once."""
         if weights not in self._made:
             self._made[weights] = self.tables.at(self.passes.between(weights))
         return self._made[weights]
 
     def mean(self, weights: PassWeights) -> Solution:
-        """The optimum of the tables for given weights, computed once."""
+        """Return the optimum of the tables for given weights; it is computed once."""
         if weights not in self.means:
             known = self._priced if self.means else None
             self.means[weights] = solve(self.at(weights)) if known is None else self._optimum(known, weights)
@@ -84,8 +87,11 @@ class OverlapSearch:
 
     @cached_property
     def _priced(self) -> PricedTables | None:
-        """The tables of the first weights, loaded and with an order of elimination, to be solved at any others. None if
-        there is no order, if blocks are folded first, or if equal rows that the weights tell apart make it longer."""
+        """The tables of the first weights, loaded and with an elimination order, to be solved at any other weights.
+
+        None if there is no order, if blocks are folded first, or if equal rows that the weights distinguish make
+        elimination take much longer.
+        """
         (weights, first), excess = next(iter(self.means.items())), self.excess()
         if not first.order or len(self.tables.nodes) >= WORTH_FOLDING:
             return None
@@ -94,7 +100,7 @@ class OverlapSearch:
         return None if longer else made
 
     def _optimum(self, priced: PricedTables, weights: PassWeights) -> Solution:
-        """``solve``'s answer for the tables of given weights."""
+        """Return ``solve``'s answer for the tables of given weights."""
         first = next(iter(self.means))
         choice, least, _ = priced.at(np.subtract(weights, first))
         cost = float(self.passes.between(weights) @ self.tables.of_choice(choice).row)
@@ -109,12 +115,13 @@ class OverlapSearch:
         enough: float = _EXACT,
         likely: Sequence[PassWeights] = (),
     ) -> Solution:
-        """The best strategy found, and the proven bound. below: strategies of that cost or more need not be found.
-        likely: weights to try before others, such as the best ones of a similar mesh.
+        """Return the best strategy found, with the proven bound.
 
         one: solves tables. Under a memory limit, which forbids the same strategies at all weights, its bounds may not
-        be attained. If it finds no allowed strategy, its answer is returned unchanged. enough: the relative gap at
-        which to stop.
+            be attained. If it finds no allowed strategy, its answer is returned unchanged.
+        below: strategies of that cost or more need not be found.
+        enough: the relative gap at which to stop.
+        likely: weights to try before others, such as the best ones of a similar mesh.
         """
         found: Solution | None = None
         planes: list[tuple[float, np.ndarray]] = []
@@ -139,7 +146,7 @@ class OverlapSearch:
             if min(found.cost, below, height) <= bound * (1 + enough):
                 break
             w = next((x for x in likely if x not in tried), w)
-        self.__dict__.pop("_priced", None)  # holds a copy of the tables
+        self.__dict__.pop("_priced", None)  # it holds a copy of the tables
         assert found is not None
         return replace(
             found,
@@ -150,7 +157,7 @@ class OverlapSearch:
         )
 
     def close(self, found: Solution, below: float) -> Solution:
-        """The answer without a memory limit. The gap to its bound is closed if labels suffice.
+        """Return the answer without a memory limit. The gap to its bound is closed if labels suffice.
 
         below: strategies of that cost or more need not be found.
         """
@@ -174,7 +181,7 @@ class OverlapSearch:
         return self._proven(found, min(found.cost, below))
 
     def close_within(self, found: Solution, one: SolveWithin, below: float) -> Solution:
-        """The answer under a memory limit. The gap to its bound is closed as far as labels suffice."""
+        """Return the answer under a memory limit. The gap to its bound is closed as far as labels suffice."""
         top = min(found.cost, below)
         if not found.feasible or found.bound >= top * (1 - _EXACT):
             return found
@@ -193,7 +200,7 @@ class OverlapSearch:
         )
 
     def excess(self) -> Excess:
-        """By how much compute takes longer than collectives in each pass, for the tables at the best weights."""
+        """Return by how much compute exceeds collectives in each pass, for the tables at the best weights."""
         t = self.tables
         made: dict[int, np.ndarray] = {}
 
@@ -213,9 +220,11 @@ class OverlapSearch:
 
 
 def _highest(planes: Sequence[tuple[float, np.ndarray]]) -> tuple[float, PassWeights]:
-    """(height, weights) of the highest point below all planes over [0, 1]^n. A plane: its height at 0, its n slopes.
+    """Return (height, weights) of the highest point below all planes over [0, 1]^n.
 
-    The highest point is where n + 1 of the planes and sides meet.
+    The highest point is one at which n + 1 of the planes and sides meet.
+
+    planes: the height at 0 and the n slopes of each plane.
     """
     n = len(planes[0][1])
     lower, upper = np.zeros((n, n + 2)), np.zeros((n, n + 2))

@@ -1,4 +1,4 @@
-"""Parsers for NAME=VALUE input: sizes, places where a value is returned, chances of branches."""
+"""Parsers for NAME=VALUE input: sizes, places at which a value is returned, chances of branches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _pairs(given: Sequence[str] | None, flag: str, form: str) -> list[tuple[str,
     for text in given or ():
         name, equals, value = text.rpartition("=")
         if not equals or not name.strip() or not value.strip():
-            raise PaseError(f"{flag} '{text}': write {form}")
+            raise PaseError(f"'{text}' is not a pair", where=flag, fix=f"write {form}")
         out.append((name.strip(), value.strip()))
     return out
 
@@ -32,13 +32,13 @@ def parse_sizes(given: Sequence[str] | None) -> dict[str, int]:
     out: dict[str, int] = {}
     for name, size in _pairs(given, "--dim", form := "NAME=SIZE, for example --dim batch=64"):
         if not _whole(size):
-            raise PaseError(f"--dim '{name}={size}': write {form}")
+            raise PaseError(f"'{name}={size}' has no whole number", where="--dim", fix=f"write {form}")
         out[name] = int(size)
     return out
 
 
 def parse_places(given: Sequence[str] | None) -> dict[int, Any]:
-    """Batch argument -> the place of its next value: numbers and keys from the outside in, separated by dots.
+    """Return batch argument -> the place of its next value: numbers and keys, outermost first, separated by dots.
 
     >>> parse_places(["0=1", "2=1.batch_stats"])
     {0: (1,), 2: (1, 'batch_stats')}
@@ -46,7 +46,9 @@ def parse_places(given: Sequence[str] | None) -> dict[int, Any]:
     out: dict[int, Any] = {}
     for argument, place in _pairs(given, "--carry", form := "ARGUMENT=PLACE, for example --carry 1=1"):
         if not _whole(argument):
-            raise PaseError(f"--carry '{argument}={place}': write {form}")
+            raise PaseError(
+                f"'{argument}={place}' does not start with a number", where="--carry", fix=f"write {form}"
+            )
         out[int(argument)] = tuple(int(k) if _whole(k) else k for k in place.split("."))
     return out
 
@@ -61,5 +63,7 @@ def parse_chances(given: Sequence[str] | None) -> dict[str, tuple[float, ...]]:
         try:
             out[name] = tuple(float(share) for share in shares.split(","))
         except ValueError as e:
-            raise PaseError(f"--chance '{name}={shares}': write {form}") from e
+            raise PaseError(
+                f"'{name}={shares}' has a chance that is not a number", where="--chance", fix=f"write {form}"
+            ) from e
     return out

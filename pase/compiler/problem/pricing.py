@@ -1,7 +1,7 @@
 """How a strategy's seconds add up, and how the cheapest strategy on a mesh is found under that pricing.
 
-``Summed``: nothing overlaps. ``Overlapped``: collectives of parameters overlap with compute, by position. A new mode
-is a class with these members, registered in ``PRICINGS``.
+``Summed``: nothing overlaps. ``Overlapped``: collectives of parameters overlap with compute, depending on their
+position. A new mode is a class with these members, registered in ``PRICINGS``.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pase.tables.types import EdgeTable
 __all__ = ["PRICINGS", "Overlapped", "Solver", "Summed"]
 
 Solver = Callable[[CostTables, Known, float], Solution]
-"""Solves tables under further conditions: (tables, what is known of them without those, fraction of the available time
-in (0, 1])."""
+"""Solves tables under further conditions: (tables, what is known about them without those, fraction of the available
+time in (0, 1])."""
 
 PRICINGS: Registry[type[Summed]] = Registry("overlap")
-"""``CompileOptions.overlap`` -> what it means."""
+"""``CompileOptions.overlap`` -> the pricing that it selects."""
 
 
 @PRICINGS.register("none")
@@ -48,13 +48,13 @@ class Summed:
         return None
 
     def configs(self, mesh: Mesh) -> tuple[np.ndarray, ...]:
-        """The configs of ``space(mesh)``, per node int8 [K, axes], without its tables."""
+        """Return the configs of ``space(mesh)``, per node int8 [K, axes], without its tables."""
         if mesh.sizes not in self._configs:
             self._configs[mesh.sizes] = config_space(self.graph, mesh, self.model)
         return self._configs[mesh.sizes]
 
     def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:
-        """The additive cost tables of a mesh. They depend on the sizes of its axes, not on their names."""
+        """Return the additive cost tables of a mesh. They depend on the sizes of its axes, not on their names."""
         if mesh.sizes not in self._tables:
             self._tables[mesh.sizes] = build(
                 self.graph, mesh, self.model, self.optimizer, among=self.configs(mesh)
@@ -62,7 +62,7 @@ class Summed:
         return self._tables[mesh.sizes]
 
     def space(self, mesh: Mesh) -> Space:
-        """The configs that are searched on a mesh."""
+        """Return the configs that are searched on a mesh."""
         return self.tables(mesh)[1]
 
     def solve(
@@ -72,9 +72,12 @@ class Summed:
         below: float = np.inf,
         close: bool = True,
     ) -> Solution:
-        """The cheapest strategy on a mesh, as choices in ``space(mesh)``. solver: adds conditions, such as a memory
-        limit; None: there are none. below: strategies of that cost or more need not be found. close: whether to close,
-        as far as labels suffice, the gap to the bound that is left with a solver."""
+        """Return the cheapest strategy on a mesh, as choices in ``space(mesh)``.
+
+        solver: adds conditions, such as a memory limit; None if there are none.
+        below: strategies of that cost or more need not be found.
+        close: whether to close, as far as labels suffice, the gap to the bound that a solver leaves.
+        """
         if solver is not None:
             return solver(self.tables(mesh)[0], Known(free=self._free.get(mesh.sizes)), 1.0)
         if mesh.sizes not in self._free:
@@ -82,37 +85,44 @@ class Summed:
         return self._free[mesh.sizes]
 
     def glance(self, mesh: Mesh) -> float:
-        """A lower bound on the strategies of a mesh, from as little work as gives one."""
+        """Return a lower bound on the strategies of a mesh, with as little work as possible."""
         return self.solve(mesh).bound
 
     def close(self, mesh: Mesh, below: float) -> Solution:
-        """What ``solve`` found, with a smaller gap to its bound. below: strategies of that cost need not be found."""
+        """Return what ``solve`` found, with a smaller gap. below: strategies of that cost or more need not be found."""
         return self.solve(mesh)
 
     def bounding(self, mesh: Mesh) -> tuple[CostTables, Solution]:
-        """Tables in which no strategy costs more than its real cost, and their optimum. It is the best known bound."""
+        """Return tables in which no strategy costs more than its real cost, and their optimum, the best known bound."""
         return self.tables(mesh)[0], self.solve(mesh)
 
     def node_bounds(self, mesh: Mesh, among: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Costs of each node's configs, float64 [K]. With those of ``edge_bounds`` added, no strategy costs more than
-        its real cost. among: per node its configs, int8 [K, axes]."""
+        """Return lower bounds on the costs of each node's configs, float64 [K].
+
+        With those of ``edge_bounds`` added, no strategy costs more than its real cost.
+
+        among: per node, its configs, int8 [K, axes].
+        """
         return [n.total for n in phase_costs(self.graph, among, mesh, self.model, self.optimizer)]
 
     def edge_bounds(
         self, mesh: Mesh, among: Sequence[np.ndarray], along: Sequence[int]
     ) -> tuple[EdgeTable, ...]:
-        """Tables of some edges to go with ``node_bounds``. along: indices in ``graph.edges``."""
+        """Return the tables of some edges to go with ``node_bounds``. along: indices in ``graph.edges``."""
         return edge_tables(self.graph, among, mesh, self.model, along)
 
     def solve_among(
         self, mesh: Mesh, among: Sequence[np.ndarray], tables: CostTables, below: float
     ) -> Solution:
-        """The cheapest strategy among some configs. tables: theirs, of ``node_bounds`` and ``edge_bounds``. below:
-        strategies of that cost or more need not be found. Raises Infeasible if there is none."""
+        """Return the cheapest strategy among some configs. Raises Infeasible if there is none.
+
+        tables: the tables of these configs, from ``node_bounds`` and ``edge_bounds``.
+        below: strategies of that cost or more need not be found.
+        """
         return solve(tables)
 
     def cost(self, mesh: Mesh, configs: Mapping[str, np.ndarray], summed: float | None = None) -> float:
-        """The cost of a strategy: node name -> int8 [axes]. summed: its cost if nothing overlaps, where it is known."""
+        """Return the cost of a strategy (node name -> int8 [axes]). summed: its cost if nothing overlaps, if known."""
         if summed is not None:
             return summed
         tables, space = self.tables(mesh)
@@ -135,7 +145,7 @@ class Overlapped(Summed):
         return slowed(self.model.machine)
 
     def search(self, mesh: Mesh) -> OverlapSearch:
-        """The search of a mesh, with its prices by part."""
+        """Return the search of a mesh, with its prices by part."""
         if mesh.sizes not in self._searches:
             tables = StepTables.of(self.graph, mesh, self.model, self.optimizer, self.configs(mesh))
             self._searches[mesh.sizes] = OverlapSearch(tables=tables, passes=self._passes)
@@ -186,7 +196,7 @@ class Overlapped(Summed):
         return found.at(found.best), found.mean(found.best)
 
     def node_bounds(self, mesh: Mesh, among: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """At the weights of the cheapest strategy found so far."""
+        """Return the bounds at the weights of the cheapest strategy found so far."""
         return nodes_at(self.graph, among, mesh, self.model, self.optimizer, self._between)
 
     def edge_bounds(

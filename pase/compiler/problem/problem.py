@@ -34,7 +34,7 @@ _MOST_PRIME_AXES = 4
 
 
 def _limited(graph: Graph, target: PlanTarget, fixed: Mapping[str, FixedLayout]) -> Graph:
-    """The graph with the limits of what the target can express, and with the layouts that the user fixed."""
+    """Return the graph limited to what the target can express and to the layouts that the user fixed."""
     graph = replace(graph, one_axis_a_dim=True) if target == "dtensor" else graph
     if not fixed:
         return graph
@@ -43,7 +43,7 @@ def _limited(graph: Graph, target: PlanTarget, fixed: Mapping[str, FixedLayout])
         f" and {more} more" if (more := len(paths) - _MOST_NAMED) > 0 else ""
     )
     mesh = next(iter(fixed.values())).mesh
-    what = f"{some} {'is' if len(paths) == 1 else 'are'} kept as your arrays lie on the mesh {mesh}"
+    what = f"{some} {'keeps its layout' if len(paths) == 1 else 'keep their layouts'} on your mesh, {mesh}"
     remarks = (*graph.remarks, Remark("assumed", f"{what}; the search decides the rest"))
     return replace(graph, fixed=fixed, remarks=remarks)
 
@@ -76,9 +76,9 @@ class SplitProblem:
         target: PlanTarget = "any",
         fixed: Mapping[str, FixedLayout] | None = None,
     ) -> SplitProblem:
-        """The problem of a traced graph as written. overlap: also "machine". fixed: ``Graph.fixed``.
+        """Return the problem of a traced graph as written. overlap: may also be "machine". fixed: ``Graph.fixed``.
 
-        Raises PaseError if it has sizes that are not bound, or if no strategy keeps what is fixed.
+        Raises PaseError if it has sizes that are not bound, or if no strategy keeps the fixed layouts.
         """
         from pase import costmodels
         from pase.ir import named, simplify
@@ -88,8 +88,9 @@ class SplitProblem:
 
         if raw.symbols:
             raise PaseError(
-                f"model '{raw.name}' has symbolic sizes {', '.join(raw.symbols)}: bind them "
-                f"to search: dims={{'{raw.symbols[0]}': 64}}, or --dim {raw.symbols[0]}=64"
+                f"it has symbolic sizes {', '.join(raw.symbols)}, which must be bound for the search",
+                where=f"model '{raw.name}'",
+                fix=f"bind them with dims={{'{raw.symbols[0]}': 64}}, or --dim {raw.symbols[0]}=64",
             )
         m = (
             machine
@@ -112,8 +113,10 @@ class SplitProblem:
         )
 
     def varied(self, traced: Traced, variant: Variant) -> SplitProblem:
-        """The same problem for another way to run the step. Raises NotInParts if a micro-batch cannot be split as the
-        user keeps the batch."""
+        """Return the same problem for another way to run the step.
+
+        Raises NotInParts if a micro-batch cannot be split in the layout that the user fixed for the batch.
+        """
         graph = _limited(graph_of(traced, variant), self.target, self.graph.fixed)
         own = _own_mesh(graph)
         if own is not None and (why := why_not(graph, own)) is not None:
@@ -121,10 +124,11 @@ class SplitProblem:
         return replace(self, graph=graph, variant=variant)
 
     def meshes(self, mesh: str | None, max_axes: int) -> list[Mesh]:
-        """The meshes to search: the given one, or all with at most the allowed number of axes. If the user fixed
-        layouts: the mesh of these, and those that divide its axes further.
+        """Return the meshes to search: the given one, or all with at most the allowed number of axes.
 
-        Raises PaseError if the given one cannot hold what is fixed.
+        If the user fixed layouts, these are the mesh of those layouts, and the meshes that divide its axes further.
+
+        Raises PaseError if the given mesh cannot hold the fixed layouts.
         """
         from pase.machine import mesh_from, meshes
 
@@ -132,7 +136,7 @@ class SplitProblem:
         if mesh is not None:
             asked = mesh_from(mesh, self.devices)
             if own is not None and (why := why_not(self.graph, asked)) is not None:
-                raise PaseError(f"{why}: leave out mesh, or give it as {_text(own)}")
+                raise PaseError(why, where="mesh", fix=f"leave out mesh, or give it as {_text(own)}")
             return [asked if own is None or "=" in mesh else _named_after(self.graph, asked)]
         if own is None or own.devices != self.devices:
             return meshes(self.devices, self.machine, max_axes, max_prime_axes=_MOST_PRIME_AXES)
@@ -155,12 +159,12 @@ class SplitProblem:
         return account_for(self.machine, self.graph, self.pricing.occupied is not None)
 
     def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:
-        """The additive cost tables of a mesh, built once."""
+        """Return the additive cost tables of a mesh; they are built once."""
         return self.pricing.tables(mesh)
 
 
 def _own_mesh(graph: Graph) -> Mesh | None:
-    """The mesh over which the user's arrays lie."""
+    """Return the mesh of the user's arrays, if their layouts are fixed."""
     from pase.machine import Mesh
 
     own = next((layout.mesh for layout in graph.fixed.values()), None)
@@ -168,7 +172,7 @@ def _own_mesh(graph: Graph) -> Mesh | None:
 
 
 def _named_after(graph: Graph, mesh: Mesh) -> Mesh:
-    """A mesh that divides the axes of the user's, with their names: data, or data_0 and data_1."""
+    """Return a mesh that divides the axes of the user's mesh, with their names: data, or data_0 and data_1."""
     own = next(iter(graph.fixed.values())).mesh
     parts = own.parts(mesh.sizes) or {}
     names = [
@@ -182,14 +186,15 @@ def _text(mesh: Mesh) -> str:
 
 
 def _check_fixed(graph: Graph, devices: int) -> None:
-    """PaseError if no strategy keeps what the user fixed."""
+    """Raise PaseError if no strategy keeps the layouts that the user fixed."""
     first, own = next(iter(graph.fixed.values()), None), _own_mesh(graph)
     if first is None or own is None:
         return
     if own.devices != devices:
         raise PaseError(
-            f"'{first.path}' lies on the mesh {first.mesh} of {own.devices} devices, and the plan is for {devices}: "
-            f"give devices={own.devices}, or {FREE_LAYOUTS}"
+            f"it lies on the mesh {first.mesh} of {own.devices} devices, but the plan is for {devices}",
+            where=f"'{first.path}'",
+            fix=f"give devices={own.devices}, or {FREE_LAYOUTS}",
         )
     if (why := why_not(graph, own)) is not None:
-        raise PaseError(f"{why}. Lay it out otherwise, or {FREE_LAYOUTS}")
+        raise PaseError(why, fix=f"change its layout, or {FREE_LAYOUTS}")

@@ -1,7 +1,7 @@
-"""Work that the searches under a memory limit and over pipelines have spent, counted and not timed: a busy machine
-gives the same answer.
+"""The work that the searches under a memory limit and over pipelines have spent.
 
-The rates are those of one quiet core (x86-64, 2026) in the search for Llama-3 405B on 16,384 devices.
+It is counted, not timed, so that a busy machine gives the same answer. The rates are those of one quiet core (x86-64,
+2026) in the search for Llama-3 405B on 16,384 devices.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ _CELLS_PER_S = 2e5
 
 @dataclass(kw_only=True, eq=False)
 class Spent:
-    """graphs: traced again and simplified. entries: numbers of tables that were priced. operations: of searches over
-    tables. cells: numbers in the rows of linear and integer programs that were solved. most: seconds of work that may
-    be spent. ends_at: when to stop wherever it is, as a ``perf_counter`` time."""
+    """Work that was spent, and its limits.
+
+    most: seconds of work that may be spent.
+    ends_at: when to stop in any case, as a ``perf_counter`` time.
+    graphs: how many graphs were traced again and simplified.
+    entries: how many numbers of tables were priced.
+    operations: how many operations searches over tables took.
+    cells: how many numbers the rows of the solved linear and integer programs have.
+    """
 
     most: float = math.inf
     ends_at: float = math.inf
@@ -33,20 +39,20 @@ class Spent:
 
     @classmethod
     def within(cls, work: float, time_limit: float | None) -> Spent:
-        """Begin to count. work: seconds of a quiet core. time_limit: seconds by the clock; None: it is not asked."""
+        """Begin to count. work: seconds of a quiet core. time_limit: seconds by the clock; None means no limit."""
         return cls(most=work, ends_at=math.inf if time_limit is None else time.perf_counter() + time_limit)
 
     def over(self, part: float = 1.0) -> bool:
-        """Whether this part of what may be spent is spent, or the time is over."""
+        """Whether this fraction of the allowed work is spent, or the time is over."""
         return self.seconds > part * self.most or self.left_s() == 0.0
 
     def left_s(self) -> float | None:
-        """Seconds of the clock until the end; None: no clock is asked."""
+        """Return the seconds by the clock until the end, or None without a time limit."""
         return None if math.isinf(self.ends_at) else max(self.ends_at - time.perf_counter(), 0.0)
 
     @property
     def seconds(self) -> float:
-        """About what a quiet core takes for it.
+        """The work in seconds of a quiet core, approximately.
 
         >>> Spent(graphs=4, entries=1_000_000).seconds
         3.0

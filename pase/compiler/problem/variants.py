@@ -31,15 +31,18 @@ if TYPE_CHECKING:
 __all__ = ["BlockWays", "ProductPrecision", "Variant", "block_ways", "graph_of", "recomputed", "variants"]
 
 ProductPrecision = Literal["model", "fp8"]
-"""Precision of products with weights: the model's own, or eight bits."""
+"""The precision of products with weights: the model's own, or eight bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A way to run the model's step. blocks: those that backward recomputes. precision: of products with weights.
+    """A way to run the model's step.
 
-    hoisted: what of parameters is sent once a step, not for each micro-batch and for each time that it is read.
-    decompose: which collectives the executor takes apart.
+    accumulate: the number of micro-batches.
+    blocks: those that backward recomputes.
+    precision: the precision of products with weights.
+    hoisted: which collectives of parameters run once per step, not per micro-batch and per read.
+    decompose: which collectives the executor decomposes.
     """
 
     accumulate: int = 1
@@ -55,7 +58,7 @@ class Variant:
 
 
 def graph_of(traced: Traced, variant: Variant) -> Graph:
-    """The graph of a variant, for the search. Raises PaseError if the batch is not divisible."""
+    """Return the graph of a variant, for the search. Raises PaseError if the batch is not divisible."""
     from pase.ir import named, simplify
 
     raw = traced.graph
@@ -71,12 +74,12 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
 
 @once
 def _micro(traced: Traced, micro_batches: int) -> Traced:
-    """The model on one micro-batch, if the batch is divided into this many."""
+    """Return the model on one micro-batch, if the batch is divided into this many."""
     return block_ways(traced).micro(traced, micro_batches)
 
 
 def _check_micro(traced: Traced, graph: Graph, micro_batches: int) -> None:
-    """Raises NotInParts if micro-batches would give other numbers. graph: a micro-batch's."""
+    """Raise NotInParts if micro-batches would give other numbers. graph: that of a micro-batch."""
     from pase.frontends.jax.frontend import TracedJax
     from pase.frontends.torch.frontend import TracedTorch
 
@@ -89,11 +92,9 @@ def _check_micro(traced: Traced, graph: Graph, micro_batches: int) -> None:
         from pase.frontends.jax.batch import check_mean
         from pase.frontends.jax.blocks import batch_size
 
-        if traced.written is not None:  # padding adds masks and no sums, and hides numbers behind them
+        if traced.written is not None:  # padding adds no sums, but its masks hide numbers: check the original
             _check_written(traced.written, micro_batches)
-        elif (
-            batch_size(traced) == micro_batches
-        ):  # the batch's dim is gone: micro-batches of two examples are checked
+        elif batch_size(traced) == micro_batches:  # single examples have no batch dim: check pairs instead
             _check_halves(traced)
         else:
             check_mean(traced, part, graph, micro_batches)
@@ -118,7 +119,7 @@ def _check_halves(traced: TracedJax) -> None:
 
 
 def _meet(traced: Traced, graph: Graph) -> str | None:
-    """Where examples of the batch meet, so that micro-batches would give other numbers; None: nowhere."""
+    """Return where examples of the batch meet, so that micro-batches would give other numbers; None if nowhere."""
     from pase.frontends.jax import batch as jax_batch
     from pase.frontends.jax.frontend import TracedJax
     from pase.frontends.torch import batch as torch_batch
@@ -138,7 +139,7 @@ class BlockWays(Protocol):
 
 
 def block_ways(traced: Traced) -> BlockWays:
-    """Those of the frontend that read it. Raises NotInParts for a frontend that has none."""
+    """Return those of the frontend that read the model. Raises NotInParts for a frontend that has none."""
     if traced.frontend == "jax":
         from pase.frontends.jax import blocks as jax_blocks
 
@@ -148,23 +149,27 @@ def block_ways(traced: Traced) -> BlockWays:
 
         return torch_blocks
     raise NotInParts(
-        f"'{traced.graph.name}' was read by the {traced.frontend} frontend: micro-batches, recomputation and stages "
-        f"need a JAX function or a PyTorch module"
+        f"'{traced.graph.name}' was read by the {traced.frontend} frontend, but micro-batches, recomputation and "
+        f"stages need a JAX function or a PyTorch module"
     )
 
 
 def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: bool) -> Iterator[list[Variant]]:
-    """The variants to try, in order, grouped by number of micro-batches. The first applies if memory is no constraint:
-    no other takes less time, but those that differ in ``once`` alone.
+    """Yield the variants to try, in order, grouped by number of micro-batches.
 
-    graph: the simplified one. limited: within a memory. What the options fix stays fixed: accumulate=None, remat="auto"
-    and once="auto" fix nothing.
+    The first one applies if memory is no constraint: no other takes less time, except those that differ only in
+    ``once``. Whatever the options fix stays fixed; accumulate=None, remat="auto" and once="auto" fix nothing.
+
+    graph: the simplified graph.
+    limited: whether there is a memory limit.
     """
     accumulate, remat = options.accumulate, options.remat
-    trained = getattr(traced, "mode", "train") == "train"  # what is not trained keeps nothing for a backward
+    trained = getattr(traced, "mode", "train") == "train"  # without training, nothing is kept for backward
     if accumulate not in (None, 1) and not trained:
         raise PaseError(
-            f"only a loss is run in micro-batches, not a model with mode='{getattr(traced, 'mode', '')}'"
+            f"only a loss is run in micro-batches, not a model with mode='{getattr(traced, 'mode', '')}'",
+            where="accumulate",
+            fix="leave it out",
         )
     marked = any(op.remat for n in graph.nodes for op in n.ops)
     free = limited and traced.frontend in ("jax", "torch") and trained
@@ -174,9 +179,10 @@ def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: boo
         regions = [recomputed(traced, remat)]
         if not regions[0] and not (remat == "all" and marked):
             raise PaseError(
-                f"'{graph.name}' has no repeated block{_LACKS[remat]} to compute again: no loop over layers, no three "
-                f"equal layers{', none that is not marked' if marked else ''}; mark regions with jax.checkpoint or "
-                f"torch.utils.checkpoint"
+                f"'{graph.name}' has no repeated block{_LACKS[remat]} to recompute: no loop over layers and no three "
+                f"equal layers{' that are not marked already' if marked else ''}",
+                where=f"remat='{remat}'",
+                fix="mark regions with jax.checkpoint or torch.utils.checkpoint",
             )
     mixed = _meet(traced, graph) if free or accumulate not in (None, 1) else None
     if accumulate not in (None, 1) and mixed:
@@ -197,8 +203,10 @@ def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: boo
     ]
     if asked in ("gathers", "all") and all(v.hoisted == "none" for group in groups for v in group):
         raise PaseError(
-            f"once='{asked}': this step sends nothing of its parameters twice, since it has one micro-batch"
-            f"{'' if asked == 'all' else ' and computes nothing again'}; set accumulate"
+            f"there is nothing to hoist, because the step has one micro-batch"
+            f"{'' if asked == 'all' else ' and recomputes nothing'}",
+            where=f"once='{asked}'",
+            fix="set accumulate",
         )
     yield from groups
 
@@ -206,22 +214,26 @@ def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: boo
 def _asked_hoisted(
     hoisted: Hoisted | Literal["auto"], traced: Traced, trained: bool
 ) -> Hoisted | Literal["auto"]:
-    """What may be sent once; nothing where no program of ours could run it."""
+    """Return what may be hoisted: nothing if none of our backends could run it."""
     if traced.frontend == "jax" and trained:
         return hoisted
     if hoisted in ("none", "auto"):
         return "none"
     raise PaseError(
-        f"once='{hoisted}': only a loss in JAX is run so, and '{traced.graph.name}' is "
-        + ("not trained" if traced.frontend == "jax" else f"of the {traced.frontend} frontend")
+        f"it needs a loss in JAX, but '{traced.graph.name}' is "
+        + ("not trained" if traced.frontend == "jax" else f"from the {traced.frontend} frontend"),
+        where=f"once='{hoisted}'",
+        fix="leave it out",
     )
 
 
 def _hoisted_choices(
     hoisted: Hoisted | Literal["auto"], micro_batches: int, recompute: bool
 ) -> tuple[Hoisted, ...]:
-    """What is sent once, the most of it first, as far as that differs. recompute: recomputation reads parameters
-    again."""
+    """Return the choices of what to hoist that differ, the most first.
+
+    recompute: whether recomputation reads parameters again.
+    """
     differ: tuple[Hoisted, ...] = ("none",)
     if micro_batches > 1:
         differ = ("all", "gathers", "none")
@@ -238,16 +250,16 @@ _MANY = 3
 
 
 def recomputed(traced: Traced, what: str) -> tuple[Block, ...]:
-    """The repeated blocks that the model does not mark itself, as backward recomputes them.
+    """Return the repeated blocks that the model does not mark itself, as backward recomputes them.
 
     what: "attention", from the scores to the result; "light", everything but results of products with weights and of
-    fused attention; or "all".
+        fused attention; or "all".
     """
     return _in_part(traced.graph, block_ways(traced).blocks_of(traced), what)
 
 
 def _in_part(raw: Graph, blocks: tuple[Block, ...], what: str) -> tuple[Block, ...]:
-    """The part of the blocks that is recomputed."""
+    """Return the part of the blocks that is recomputed."""
     if what == "attention":
         return attention_cores(raw, blocks)
     if what == "light":
@@ -257,8 +269,10 @@ def _in_part(raw: Graph, blocks: tuple[Block, ...], what: str) -> tuple[Block, .
 
 
 def _regions(traced: Traced) -> Iterator[tuple[Block, ...]]:
-    """Sets of ops to recompute, in order of work: nothing, the attention of each block, light work, all of half of the
-    blocks with light work in the others, everything.
+    """Yield sets of ops to recompute, in order of work.
+
+    These are nothing, the attention of each block, light work, half of the blocks with light work in the others, and
+    everything.
     """
     whole = recomputed(traced, "all")
     attention, light = (_in_part(traced.graph, whole, what) for what in ("attention", "light"))

@@ -1,14 +1,14 @@
-"""What no pipeline of some ranks, micro-batches and mesh can beat, under a schedule and within each rank's memory.
+"""Lower bounds on every pipeline of some ranks, micro-batches and mesh, under a schedule and each rank's memory limit.
 
-A stage's seconds and bytes are a vector of features (``features``). Under every split, a weighted sum of them is
-at least what a search over the tables with these weights finds: a half-space per direction, for each number of
-blocks. A linear program over the stages' vectors and numbers of blocks then bounds the step: each action ends after
-those that it waits for (``pase.pipeline.potentials``), and each moment at which a rank may hold most is a row. The
-program's dual prices are the directions in which its answer is too good to be true; they are searched next. (Kelley
-1960; the Lagrangian dual of the choice of splits.)
+A stage's seconds and bytes are a vector of features (``features``). For any weights, a search over the tables finds the
+least weighted sum of features over all splits. This gives a half-space per direction, for each number of blocks. A
+linear program over the stages' vectors and numbers of blocks then bounds the step. Its rows say that each action ends
+after those that it waits for (``pase.pipeline.potentials``), and that each rank stays within its memory at each moment
+at which it may hold most. The program's dual prices are the directions in which its answer may be too low, and they are
+searched next. (Kelley 1960; the Lagrangian dual of the choice of splits.)
 
-The bound counts in parts of blocks and mixes splits within a stage. It holds for every cut, and every split and way to
-recompute of each stage.
+The bound allows fractions of blocks, and mixtures of splits within a stage. It holds for every cut, every split of each
+stage, and every way to recompute.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = ["StageBounds"]
 
 _ROUNDS = 12
 _MOST_ACTIONS = 5000
-"""Of schedules with more actions only some paths are rows: programs of all of them take too long."""
+"""For schedules with more actions, only some paths are rows, because programs of all of them take too long."""
 _ENOUGH, _STILL = 1e-3, 3
-"""The bound of a schedule is final once this many consecutive rounds raise it by less than this part."""
+"""The bound of a schedule is final once this many consecutive rounds raise it by less than this fraction."""
 _DIRECTIONS, _NEAR = 4, 5e-3
-"""How many directions are searched for each role in a round, and how different they are."""
+"""How many directions are searched for each role in a round, and how different they must be."""
 _PRICES = (0.2, 1.0)
 _FIRST = (
     running(forward=1, input=1, weight=1),
@@ -52,13 +52,15 @@ _FIRST = (
     direction(after=1),
     running(input=1, weight=1),
 )
-"""Directions to begin with, besides that of the whole step."""
+"""The directions to begin with, in addition to that of the whole step."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _HalfSpace:
-    """weights @ features >= base + slope * blocks, for every split of a stage. touched: splits that come nearest: a
-    stage's tables and the choice of configs in them."""
+    """weights @ features >= base + slope * blocks, for every split of a stage.
+
+    touched: the splits that come nearest, each as a stage's tables and the choice of configs in them.
+    """
 
     weights: np.ndarray
     base: float
@@ -68,25 +70,32 @@ class _HalfSpace:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Relaxation:
-    """step_s: the program's. stages: its features of each stage; directions: what they are worth to it; both float64
-    [stages, features].
+    """The solution of the linear program.
+
+    step_s: the seconds of the step.
+    stages: the features of each stage, float64 [stages, features].
+    directions: the dual prices of these features, float64 [stages, features].
     """
 
     step_s: float
     stages: np.ndarray
     directions: np.ndarray
     used: frozenset[int]
-    """``id`` of the half-spaces that it rests on."""
+    """The ``id`` of each half-space on which the solution depends."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Climb:
-    """The bound of a schedule, which every round of a program and its searches may raise.
+    """The bound of a schedule, which every round of a linear program and its searches may raise.
 
-    taken: the program's rows that no round changes; moments: how many of them, the last ones, are of bytes.
-    best: seconds so far; infinite if nothing fits. still: consecutive rounds that hardly raised it. some: known paths;
-    exact: whether all paths are rows, but in the first round. active: the half-spaces in the program; seen: how many of
-    all known ones it has had.
+    taken: the rows of the program that do not change from round to round.
+    moments: how many of these rows, the last ones, limit bytes.
+    some: the paths that are known.
+    exact: whether all paths are rows, except in the first round.
+    active: the half-spaces in the program.
+    seen: how many of all known half-spaces have been in the program.
+    best: the bound in seconds so far; infinite if nothing fits.
+    still: the number of consecutive rounds that hardly raised it.
     """
 
     schedule: Schedule
@@ -109,10 +118,11 @@ class Climb:
 
 @dataclass(kw_only=True, eq=False)
 class StageBounds:
-    """Bounds for the pipelines of ``ranks``, which have the ways to run of ``tables``.
+    """Bounds for the pipelines of ``ranks``, for the ways to run a step that ``tables`` have.
 
-    limit: bytes on a device of every rank, or of each one; infinite if there is none. send_s: seconds that
-    activations take at least to the next stage, and gradients back. groups: of each rank; empty: all are equal.
+    limit: bytes on a device, of every rank or one value per rank; infinite without a limit.
+    send_s: the least seconds to send activations to the next stage, and gradients back.
+    groups: the device group of each rank; empty if all ranks are equal.
     """
 
     tables: Sequence[StageTables]
@@ -134,14 +144,14 @@ class StageBounds:
         return self.tables[0].places.blocks
 
     def least_s(self, s: Schedule, below: float = np.inf, rounds: int = _ROUNDS) -> float:
-        """Seconds that no pipeline under the schedule beats; infinite if none fits. Ends at ``below``."""
+        """Return the seconds that no pipeline under the schedule beats; infinite if none fits. Stop at ``below``."""
         climb = self.climb(s)
         while climb.rounds < rounds and not climb.final and climb.best < below:
             self.lift(climb)
         return climb.best
 
     def climb(self, s: Schedule) -> Climb:
-        """The bound of a schedule before its first round."""
+        """Return the bound of a schedule before its first round."""
         roles = roles_of(s, self.groups)
         for role in dict.fromkeys(roles):
             if role not in self.known:
@@ -161,14 +171,14 @@ class StageBounds:
         )
 
     def lift(self, c: Climb) -> None:
-        """One more round: the program, and searches in the directions in which its answer is too good to be true."""
+        """Run one more round: the program, and searches in the directions in which its answer may be too low."""
         s = c.schedule
         c.rounds += 1
-        for role, hs in c.active.items():  # with what other schedules' rounds have found
+        for role, hs in c.active.items():  # add what rounds of other schedules have found
             hs += self.known[role][c.seen[role] :]
             c.seen[role] = len(self.known[role])
         try:
-            every = c.exact and c.rounds > 1  # a few paths tell which schedules are worth more
+            every = c.exact and c.rounds > 1  # at first, a few paths tell which schedules are promising
             found = self._program(c, step_rows(s) if every else path_rows(s, c.some))
         except Infeasible:
             c.best = np.inf
@@ -184,8 +194,10 @@ class StageBounds:
             self._search(role, weights)
 
     def least_of(self, schedules: Sequence[Schedule], below: float) -> list[float]:
-        """Bounds of some schedules, of which the least is as high as rounds make it, or ``below``: a schedule whose
-        bound is not the least needs no more rounds."""
+        """Return bounds of some schedules. The least of them is as high as rounds make it, or at least ``below``.
+
+        A schedule whose bound is not the least needs no more rounds.
+        """
         climbs = [self.climb(s) for s in schedules]
         while climbs:
             lowest = min(climbs, key=lambda c: c.best)
@@ -195,7 +207,7 @@ class StageBounds:
         return [c.best for c in climbs]
 
     def ways(self, role: StageRole) -> list[StageSplit]:
-        """The splits that come nearest to the half-spaces that were searched, each once."""
+        """Return the splits that come nearest to the half-spaces that were searched, each once."""
         found = (t.split_by(role, choice) for h in self.known[role] for t, choice in h.touched)
         return list({id(w): w for w in found}.values())
 
@@ -206,7 +218,7 @@ class StageBounds:
         return min(t.least_buffers(role) for t in self._at(role.group))
 
     def _bytes(self, group: int) -> Iterator[np.ndarray]:
-        """Directions to begin with under a limit: bytes alone, and the step at some prices of a rank's memory."""
+        """Yield directions to begin with under a limit: bytes alone, and the step at some prices of a rank's memory."""
         limit = float(self.limits[self.groups.index(group)])
         if np.isinf(limit):
             return
@@ -222,7 +234,7 @@ class StageBounds:
     def _asked(
         self, roles: Sequence[StageRole], directions: np.ndarray
     ) -> Iterator[tuple[StageRole, np.ndarray]]:
-        """Directions to search next: those that differ most from each other and from those that were searched."""
+        """Yield the directions to search next: those that differ most from each other and from earlier ones."""
         unit = directions * self.unit
         size = np.abs(unit).max(axis=1)
         for role in dict.fromkeys(roles):
@@ -252,11 +264,11 @@ class StageBounds:
         )
 
     def _exposed(self, s: Schedule) -> Iterator[tuple[int, int, np.ndarray]]:
-        """What a rank does before its first action (0) or after its last (1) takes at least each of: (which, the rank,
-        weights of each stage's features [stages, features]).
+        """Yield what a rank takes at least before its first action (0) or after its last one (1).
 
-        Of gathers and sums these are the first and the last of ``pase.pipeline.overlap``'s lines, without the one block
-        that has nothing beside it.
+        The result is (0 or 1, the rank, weights of each stage's features [stages, features]). For gathers and sums,
+        these are the first and the last of the lines of ``pase.pipeline.overlap``, without the one block that has
+        nothing to overlap with.
         """
         for back, sent in enumerate((Feature.BEFORE, Feature.SUMS)):
             for r in range(s.ranks):
@@ -267,16 +279,16 @@ class StageBounds:
                 out[:, Feature.AFTER] = back * (np.array(s.rank_of) == r)
                 yield back, r, out
                 for x in every if slow < 1 else ():
-                    out = out.copy()  # what was sent before stays sent
+                    out = out.copy()  # earlier stages stay in the sum
                     out[x.stage, sent] = 1.0
                     hidden = x.before.copy()
                     hidden[x.kind, x.stage] += 1
                     yield back, r, out - _worked(hidden)
 
     def _search(self, role: StageRole, weights: np.ndarray) -> None:
-        """The half-space of a direction is then known."""
+        """Find the half-space of a direction and add it to the known ones."""
         weights = weights / np.abs(weights * self.unit).max()
-        free = not weights[Feature.STATIC :].any()  # in seconds alone the first tables are the least
+        free = not weights[Feature.STATIC :].any()  # if only seconds count, the first tables have the least
         tables = self._at(role.group)[: 1 if free and not slower_may_weigh_less(weights) else None]
         touched = list[tuple[StageTables, np.ndarray]]()
 
@@ -293,9 +305,9 @@ class StageBounds:
                 touched.append(nearest)
             return best
 
-        if not role.ends:  # without ends all grows with the blocks
+        if not role.ends:  # without the ends, everything is proportional to the blocks
             base, slope = 0.0, least(self.blocks) / self.blocks
-        else:  # the least over splits is concave in the blocks: no less than its chord
+        else:  # the least over splits is concave in the blocks, so it is at least its chord
             low, high = 1, max(self.blocks - self.ranks + 1, 2)
             at_low, at_high = least(low), least(high)
             slope = (at_high - at_low) / (high - low)
@@ -308,7 +320,7 @@ class StageBounds:
 
         s, active, scale = c.schedule, c.active, self._scale()
         many = s.stages
-        # Columns: blocks of each stage, its features, and those of the schedule's rows.
+        # The columns are the blocks of each stage, its features, and the columns of the schedule's rows.
         features = many * len(Feature)
         width, step = many + features + steps.columns, many + features + len(Kind) * many + 2 * s.ranks
         taken, held = c.taken, c.moments
@@ -325,7 +337,7 @@ class StageBounds:
         rows, tops = [*rows, *spaces], [*tops, *bases]
         every = vstack(rows, format="csr")
         self.tables[0].spent.cells += every.nnz
-        found = linprog(  # type: ignore[call-overload]  # its stub knows no sparse rows
+        found = linprog(  # type: ignore[call-overload]  # its stub does not allow sparse rows
             (np.arange(width) == step).astype(float),
             A_ub=every,
             b_ub=np.concatenate(tops),
@@ -335,9 +347,13 @@ class StageBounds:
             method="highs-ipm",  # three times as fast as the simplex method for large programs
         )
         if found.status == 2:
-            raise Infeasible(f"no blocks fit under schedule '{s.name}'")
+            raise Infeasible(
+                "no blocks fit in memory",
+                where=f"schedule '{s.name}'",
+                fix="use more devices or a smaller batch",
+            )
         if found.status != 0 or found.x is None or found.fun is None:
-            raise PaseError(f"the program of a pipeline's bound was not solved: {found.message}")
+            raise PaseError(f"the linear program of a pipeline's bound was not solved: {found.message}")
         prices = -found.ineqlin.marginals
         _, paid, rest = np.split(prices, np.cumsum([steps.rows.shape[0], taken.shape[0]]))
         worth = (rows[1].T @ paid)[many : many + features].reshape(many, len(Feature))
@@ -354,8 +370,11 @@ class StageBounds:
         )
 
     def _taken(self, s: Schedule, moments: np.ndarray, scale: np.ndarray) -> csr_array:
-        """Rows of what actions take, of what ranks do before and after them, and last of what each rank holds: in the
-        stages' features, scaled, and in the schedule's columns up to the step. Bytes are at most 1, seconds 0."""
+        """Return the rows of what actions take, what ranks do before and after them, and last what each rank holds.
+
+        The columns are the stages' features, scaled, and the schedule's columns up to the step. Bytes are at most 1,
+        seconds at most 0.
+        """
         from scipy.sparse import csr_array, eye_array, hstack, kron, vstack
 
         of_kind = np.zeros((len(Kind), len(Feature)))
@@ -387,7 +406,7 @@ class StageBounds:
         )
 
     def _scale(self) -> np.ndarray:
-        """Of the features, in the program: a rank's step, the limit."""
+        """Return the scale of the features in the program: a rank's step for seconds, the limit for bytes."""
         role = next(iter(self.known))
         first = self.known[role][0]
         unit = abs(first.base) + first.slope * self.blocks / self.ranks
@@ -395,8 +414,10 @@ class StageBounds:
         return np.where(np.arange(len(Feature)) < Feature.STATIC, max(unit, 1e-12), self.unit)
 
     def _moments(self, s: Schedule) -> np.ndarray:
-        """What each stage's features weigh in a rank's bytes at each moment at which it may hold most, as parts of its
-        limit less the least that its ops need, float64 [moments, stages, features]."""
+        """Return the weights of each stage's features in a rank's bytes at each moment at which it may hold most.
+
+        They are fractions of the rank's limit minus the least that its ops need, float64 [moments, stages, features].
+        """
         rank, least = np.array(s.rank_of), [self._least_buffers(role) for role in roles_of(s, self.groups)]
         room = self.limits - [
             max(x for x, at in zip(least, rank, strict=True) if at == r) for r in range(s.ranks)
@@ -416,7 +437,10 @@ def _spaces(
     scale: np.ndarray,
     width: int,
 ) -> tuple[list[csr_array], list[np.ndarray], list[tuple[StageRole, int]]]:
-    """The program's rows of half-spaces, their right sides, and how many are of each role. scale: of the features."""
+    """Return the program's rows of half-spaces, their right sides, and how many each role has.
+
+    scale: the scale of the features.
+    """
     from scipy.sparse import csr_array
 
     rows, tops, owners = list[csr_array](), list[np.ndarray](), list[tuple[StageRole, int]]()
@@ -437,7 +461,7 @@ def _spaces(
 
 
 def _worked(runs: np.ndarray) -> np.ndarray:
-    """How often actions run, float64 [kinds, stages], as weights of their compute, float64 [stages, features]."""
+    """Return how often actions run, float64 [kinds, stages], as weights of their compute, [stages, features]."""
     out = np.zeros((runs.shape[1], len(Feature)))
     whole = runs[Kind.BACKWARD]
     out[:, Feature.FORWARD] = runs[Kind.FORWARD]

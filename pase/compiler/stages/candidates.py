@@ -1,4 +1,4 @@
-"""One choice of ranks, micro-batches, mesh and place of a pipeline: its tables, and the search over its stages."""
+"""One choice of ranks, micro-batches, mesh and arrangement of a pipeline: its tables, and its search over stages."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ __all__ = ["Candidate", "TablesMade", "menu_of", "search_candidate"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A number of ranks, a number of micro-batches, a mesh, and where the ranks lie.
+    """A number of ranks, a number of micro-batches, a mesh, and an arrangement of the ranks on device groups.
 
-    least: seconds that none of its pipelines beats. tables: for each way to run the step, made on demand.
-    schedule: the one to try, or "auto".
+    least: seconds that none of its pipelines beats.
+    tables: makes the tables of each way to run the step, on demand.
+    schedule: the schedule to try, or "auto".
     """
 
     ranks: int
@@ -54,8 +55,12 @@ class Candidate:
 
 
 class TablesMade:
-    """The tables of a traced model's stages, made when they are asked for. blocks: written-out ones. keep: they are
-    asked for again, in another order of groups. spent: counts the work."""
+    """Makes the tables of a traced model's stages on demand.
+
+    blocks: the written-out blocks.
+    keep: whether to keep tables, because they are needed again for another order of groups.
+    spent: counts the work.
+    """
 
     def __init__(
         self, traced: Traced, blocks: Sequence[Block], optimizer: str, *, keep: bool, spent: Spent
@@ -68,11 +73,11 @@ class TablesMade:
     def all(
         self, ways: Sequence[Variant], mesh: Mesh, groups: Sequence[RankGroup]
     ) -> tuple[StageTables, ...]:
-        """For each site, those of each way to run the step."""
+        """Return, for each device group, the tables of each way to run the step."""
         return tuple(self.of(v, mesh, group) for group in groups for v in ways)
 
     def _chain(self, variant: Variant) -> UnitChain | None:
-        """The chain of a model without equal blocks, the same for all ways to run as many micro-batches."""
+        """Return the chain of a model without equal blocks, which ways with equally many micro-batches share."""
         plain = replace(variant, blocks=(), hoisted="none", precision="model", decompose="none")
         if plain == variant:
             return None
@@ -112,23 +117,27 @@ class TablesMade:
 def menu_of(
     tables: Sequence[StageTables], micro_batches: int, place: Arrangement, schedule: str = "auto"
 ) -> StageMenu:
-    """The ways to split the stages of ranks that lie there. tables: of all their sites. schedule: the one to try, or
-    "auto"."""
+    """Return the ways to split the stages of ranks with this arrangement.
+
+    tables: those of all its device groups.
+    schedule: the schedule to try, or "auto".
+    """
     made = ChainMenu if isinstance(tables[0].places, UnitPlaces) else StageMenu
     return made(tables, len(place.ranks), micro_batches, place.limits, place.numbers, place.between, schedule)
 
 
 def search_candidate(c: Candidate, below: float) -> tuple[Staged | None, StageMenu]:
-    """The candidate's best pipeline that takes less than ``below``, of those whose first stages do.
+    """Return the candidate's best pipeline that takes less than ``below``, and the menu that it is from.
 
-    Gathers and sums at each micro-batch take longer but need less memory. They are tried if nothing fits without them.
+    Only schedules are searched whose first stages take less than the best so far. Gathers and sums in each micro-batch
+    take longer but need less memory, so they are tried only if nothing fits without them.
     """
     once = c.tables()
     for each in (False, True):
         menu = c.menu([*once, *(t.sent_each() for t in once if each)])
         best, top, fits = None, below, False
         for first, d, chunks in sorted(((menu.first(*x), *x) for x in menu.schedules()), key=lambda x: x[0]):
-            if first >= top:  # the bound says whether it is searched further
+            if first >= top:  # the bound decides later whether it is searched further
                 fits |= bool(np.isfinite(first))
                 continue
             found, fitted = menu.staged(d, chunks, top)

@@ -1,5 +1,4 @@
-"""Where a model's nodes are in a chain of unequal units (``pase.ir.cut_points``), and what a range of these units
-has."""
+"""The places of a model's nodes in a chain of unequal units (``pase.ir.cut_points``), and what a range of units has."""
 
 from __future__ import annotations
 
@@ -18,17 +17,21 @@ __all__ = ["UnitPlaces", "UnitRange", "divided"]
 UnitRange = tuple[int, int]
 """Units of a chain: (first, end)."""
 _ONCE = "once"
-"""The part of what several turns of a loop read as it is."""
+"""The part of what several iterations of a loop read unchanged."""
 _MOST_OUTSIDE = 0.5
-"""Of written-out equal blocks: if more of the work than this is outside of them, the model is cut by narrow places."""
+"""If more than this fraction of the work is outside of written-out equal blocks, the model is cut at its cut points."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnitPlaces(Places):
-    """chain: of the model. ranges: node -> the units that have it. Several ranges, one for each reader, for a parameter
-    and for what is computed from parameters or from the batch alone. by_iteration: nodes of which each turn of a loop
-    has its part; a stack that several loops read is there whole in each stage with a turn of one of them, as it is run.
-    parameters: trained ones.
+    """The places in a chain of unequal units.
+
+    chain: the chain of the model.
+    ranges: node -> the units that have it. A parameter, and whatever is computed from parameters or from the batch
+        alone, has several ranges, one per reader.
+    by_iteration: nodes of which each iteration of a loop has its own part. If several loops read one stack, each stage
+        with an iteration of one of them has the whole stack, as the backend does.
+    parameters: the trained ones.
     """
 
     chain: UnitChain
@@ -37,18 +40,18 @@ class UnitPlaces(Places):
     parameters: frozenset[str]
 
     def share(self, node: str, units: UnitRange) -> float:
-        """How much of a node's work a stage with these units has."""
+        """Return the fraction of a node's work that a stage with these units has."""
         if node in self.by_iteration:
             return sum(_overlap(r, units) / (r[1] - r[0]) for r in self.ranges[node])
         return float(any(_overlap(r, units) for r in self.ranges[node]))
 
     def apart(self, node: str, unit: int) -> float:
-        """How much of a node's work is this unit's and never another's."""
+        """Return the fraction of a node's work that belongs to this unit and to no other."""
         alone = [b - a for a, b in self.ranges[node]] == [1]
         return self.share(node, (unit, unit + 1)) if alone or node in self.by_iteration else 0.0
 
     def within(self, units: UnitRange) -> Places:
-        """The places of what a stage with these units has. What several of them read is there once."""
+        """Return the places within a stage with these units. A node that several units read is there once."""
         parts: dict[str, tuple[StagePart, ...]] = {}
         for name, found in self.ranges.items():
             first = min((max(r[0], units[0]) for r in found if _overlap(r, units)), default=None)
@@ -58,17 +61,17 @@ class UnitPlaces(Places):
         return Places(parts=parts, blocks=self.blocks, crossing=(), numbers={}, sizes=self.sizes)
 
     def parts_in(self, units: UnitRange) -> list[StagePart]:
-        """The parts of a stage with these units: what is there once, then one for each unit."""
+        """Return the parts of a stage with these units: the part that is there once, then one per unit."""
         return [_ONCE, *self.labels[slice(*units)]]
 
     @cached_property
     def labels(self) -> list[StagePart]:
-        """The part of each unit: all turns of a loop have one."""
+        """The part of each unit. All iterations of a loop have the same part."""
         first = {u: a for a, b in self.chain.loops.values() for u in range(a, b)}
         return [f"unit {first.get(u, u)}" for u in range(self.blocks)]
 
     def shared(self, units: UnitRange) -> tuple[str, ...]:
-        """Parameters that these units read, and units outside of them too."""
+        """Return the parameters that these units read and that units outside of them read too."""
         return tuple(
             name
             for name in self.parameters - self.by_iteration
@@ -92,23 +95,29 @@ def _overlap(a: UnitRange, b: UnitRange) -> int:
 
 
 def divided(graph: Graph, written_out: Sequence[Block] = (), chain: UnitChain | None = None) -> Places:
-    """Where a model is cut: between the equal blocks of its one loop over layers, or of layers that are written out and
-    hold most of its work; any other model between its narrow places, a ``UnitPlaces``.
+    """Return where a model may be cut.
 
-    chain: of the same model, if it is known: one that recomputes nothing. Raises Infeasible if it has none.
+    It is cut between the equal blocks of its only loop over layers, or of layers that are written out and hold most of
+    its work. Any other model is cut at its cut points, and the result is a ``UnitPlaces``.
+
+    Raises Infeasible if the model has no cut point.
+
+    chain: the chain of the same model without recomputation, if it is known.
     """
     if chain is not None:
         return _by_units(graph, chain)
     loops = loops_over_layers(graph)
-    # Where there are other loops too (over time, over chunks of the loss), how often a node runs does not say whether
-    # a layer has it.
+    # If there are other loops too (over time, over chunks of the loss), how often a node runs does not tell whether it
+    # belongs to a layer.
     layers = len(loops) == 1 or (len(written_out) > 1 and _outside(graph, written_out) < _MOST_OUTSIDE)
     if layers and len(loops) < 2 and loops.keys() == outermost_loops(graph.nodes):
         return places_of(graph, written_out)
     chain = chain_of(graph, written_out)
     if chain.units < 2:
         raise Infeasible(
-            f"'{graph.name}' cannot be cut into stages: it is one product, or one loop, as a whole"
+            "it cannot be cut into stages: it is one product, or one loop, as a whole",
+            where=f"'{graph.name}'",
+            fix="leave out pipeline (--pipeline)",
         )
     return _by_units(graph, chain)
 
@@ -132,7 +141,7 @@ def _by_units(graph: Graph, chain: UnitChain) -> UnitPlaces:
 
 
 def _outside(graph: Graph, blocks: Sequence[Block]) -> float:
-    """The part of the work that is outside of written-out blocks."""
+    """Return the fraction of the work that is outside of written-out blocks."""
     held_by, inside, whole = holders(blocks), 0.0, 0.0
     for n in graph.nodes:
         whole += op_work(n)
@@ -141,7 +150,7 @@ def _outside(graph: Graph, blocks: Sequence[Block]) -> float:
 
 
 def _ranges(graph: Graph, chain: UnitChain) -> tuple[dict[str, frozenset[UnitRange]], frozenset[str]]:
-    """(the units that have each node, the nodes that are of a loop's turns)."""
+    """Return (the units that have each node, the nodes that belong to a loop's iterations)."""
     loop = {f"{path}.": units for path, units in chain.loops.items()}
     out: dict[str, frozenset[UnitRange]] = {name: frozenset([units]) for name, units in chain.of.items()}
     by_iteration = {name for name, units in chain.of.items() if units in chain.loops.values()}

@@ -1,7 +1,7 @@
-"""The best pipeline of a model without equal blocks: each stage has a range of the units between narrow places.
+"""Finds the best pipeline of a model without equal blocks: each stage has a range of the units between cut points.
 
-Every range has exact tables of its own: the model's, with the nodes of other units at weight 0. What the search of
-equal blocks does with numbers of blocks (``search``) is done with ranges.
+Every range has exact tables of its own: the model's tables, with the nodes of other units at weight 0. The search over
+ranges replaces the search over numbers of blocks (``search``).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from pase.pipeline.types import Kind, Schedule, StageTimes
 __all__ = ["ChainMenu"]
 
 _MOST_CHUNKS = 2
-"""Stages on each rank."""
+"""The most stages on each rank."""
 
 
 class ChainMenu(StageMenu):
-    """As ``StageMenu``, for the tables of a chain of unequal units."""
+    """A ``StageMenu`` for the tables of a chain of unequal units."""
 
     places: UnitPlaces
 
@@ -64,7 +64,7 @@ class ChainMenu(StageMenu):
         return self.places.chain.crossing[a.role.units[1] - 1]
 
     def tied_after(self, s: Schedule, splits: Sequence[StageSplit]) -> np.ndarray:
-        """Pairs of ranks that have a parameter sum its gradients, one pair after another."""
+        """Seconds per step in which each rank sums gradients of shared parameters, one pair of ranks after another."""
         out, holders = np.zeros(s.ranks), dict[str, list[int]]()
         for k, split in enumerate(splits):
             for name in self._shared(split):
@@ -97,14 +97,14 @@ class ChainMenu(StageMenu):
         return StageRole(units=units, group=self.groups[rank])
 
     def splits(self, role: StageRole) -> list[StageSplit]:
-        """The ways to split a range: at no price of bytes first, the fastest first of them."""
+        """Return the ways to split a range, the fastest first, ignoring memory."""
         if role not in self._ways:
             t = self._at(role.group)[0]
             self._ways[role] = _distinct(t.cheapest(role, 0.0, step=step) for step in t.steps)
         return self._ways[role]
 
     def _sparing(self, role: StageRole) -> list[StageSplit]:
-        """Ways that need less memory, too: of all tables, at some prices of bytes."""
+        """Return these ways and ways that need less memory, from all tables at some prices of bytes."""
         rank, out = self.groups.index(role.group), self.splits(role)
         for t in self._at(role.group):
             free = t.cheapest(role, 0.0)
@@ -148,8 +148,10 @@ class ChainMenu(StageMenu):
     def _offered(
         self, s: Schedule, chunks: int, open_: Sequence[Sequence[UnitRange]]
     ) -> list[list[StageSplit]]:
-        """For each stage the ways to run these ranges: also those that spare memory, where the fast ones may reach the
-        limit of the stage's rank."""
+        """Return, for each stage, the ways to run these ranges.
+
+        Ways that need less memory are included if the fast ones may reach the limit of the stage's rank.
+        """
         roles = [[self._role(units, s.rank_of[k]) for units in of] for k, of in enumerate(open_)]
         fast = [[w for role in of for w in self.splits(role)] for of in roles]
         rows, room = self._problem(s, chunks, fast).memory_rows
@@ -211,14 +213,17 @@ class ChainMenu(StageMenu):
         )
 
     def _least_sent_s(self, w: StageSplit) -> tuple[float, float]:
-        """Without the moves between the layouts; the next stage may have gradients in any."""
+        """Return the least seconds to send, without resharding; the next stage may have gradients in any layout."""
         of = self.sent_bytes(w)[0], self.least_bytes(self.crossing(w))[1]
         there, back = (min(self.sent_s(w.role.group, other, x) for other in set(self.groups)) for x in of)
         return there, back
 
     def bounded(self, below: float) -> tuple[float, Staged | None]:
-        """A lower bound on every pipeline of these ranks: for each schedule the shortest of its longest known paths
-        over all divisions, where a stage adds to a path the least that any of its splits does."""
+        """Return a lower bound on every pipeline of these ranks.
+
+        For each schedule it is the least, over all divisions, of the longest known path. A stage adds to a path the
+        least that any of its splits adds.
+        """
         least = below
         for d, chunks in self.schedules():
             s = schedule(d.name, self.ranks, self.micro_batches, chunks)
@@ -244,7 +249,7 @@ class ChainMenu(StageMenu):
 
     @cached_property
     def _least_work(self) -> np.ndarray:
-        """What each range adds at least to the work of its rank, of any split, float64 [units + 1, units + 1]."""
+        """The least that each range adds to the work of its rank, over all splits, float64 [units + 1, units + 1]."""
         n = self.places.blocks
         out = np.full((n + 1, n + 1), np.inf)
         for units in self.ranges():
@@ -258,7 +263,7 @@ class ChainMenu(StageMenu):
         return self._at(self.groups[rank])[0].slow
 
     def _along(self, s: Schedule, path: Path, k: int, role: StageRole) -> float:
-        """What a stage adds to a path at least. What it does once a step is left out where the path only passes."""
+        """Return the least that a stage adds to a path. Work once per step counts only at the path's ends."""
         whole, slow = path.runs[Kind.BACKWARD, k], self._slow(s.rank_of[k])
         forward = path.runs[Kind.FORWARD, k]
         grad, weight = path.runs[Kind.INPUT, k] + whole, path.runs[Kind.WEIGHT, k] + whole
@@ -270,7 +275,7 @@ class ChainMenu(StageMenu):
         return self._of_direction(role, weights) if weights.any() else 0.0
 
     def _of_direction(self, role: StageRole, weights: np.ndarray) -> float:
-        """No split of a range has a smaller weighted sum."""
+        """Return the least weighted sum of features over all splits of a range."""
         size = float(np.abs(weights).max())
         key = role, np.round(weights / size, 12).tobytes()
         if key not in self._least:
@@ -284,7 +289,7 @@ class ChainMenu(StageMenu):
 
 
 def _distinct(ways: Iterable[StageSplit]) -> list[StageSplit]:
-    """Each of them once."""
+    """Return each of the ways once."""
     return list(dict.fromkeys(ways))
 
 
@@ -294,7 +299,7 @@ def _many(w: StageSplit) -> int:
 
 
 def _exposed(w: StageSplit, *, alone: bool) -> tuple[float, float]:
-    """Seconds once a step before and after a stage's actions; if others are on its rank: what is certain."""
+    """Return seconds per step before and after a stage's actions. If its rank has other stages: at least."""
     update = w.fixed("after")
     if not alone:
         return w.slow * w.fixed("before"), w.slow * w.fixed("sums") + update

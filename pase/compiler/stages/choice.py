@@ -1,10 +1,10 @@
-"""For each stage of a schedule a way to split it and its number of blocks, so that the busiest rank has least to do.
+"""Chooses a split and a number of blocks for each stage of a schedule, so that the busiest rank has the least work.
 
-The ways are those that the bound's searches found (``bounds``): every price of seconds and bytes has its own.
-Ranks meet in their numbers of blocks alone. For each rank, partial choices are extended stage by stage, and those stay
-that no other with as many blocks undercuts in seconds and in bytes. The numbers of blocks of the ranks are then those
-for which the longest rank is shortest. Ranks that differ from one another wait for each other, so each rank's stages
-are then tried on the others, in simulations of the whole schedule.
+The splits are those that the bound's searches found (``bounds``), because each price of seconds and bytes has its own
+best split. The ranks interact only through their numbers of blocks. For each rank, partial choices are extended stage
+by stage. Of the choices with equally many blocks, those are kept that no other one undercuts in both seconds and
+bytes. The numbers of blocks of the ranks are then those for which the longest rank is shortest. Because ranks that
+differ wait for each other, each rank's stages are then tried on the other ranks, in simulations of the whole schedule.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pase.pipeline.types import Schedule
 __all__ = ["StageChoice", "aligned", "choose_stages", "even_stages"]
 
 _NEAR = 2
-"""Numbers of blocks to try for a rank: those of its share, and so many more or fewer."""
+"""The numbers of blocks to try for a rank differ from its share by at most this many."""
 _STATES = 48
-"""Partial choices with one number of blocks that are kept."""
+"""How many partial choices with equally many blocks are kept."""
 _PATTERNS = 4
-"""Ranks' choices, the most frequent ones, that are tried on other ranks."""
+"""How many of the most frequent choices of a rank are tried on other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageChoice:
-    """splits, counts: of each stage."""
+    """The split and the number of blocks of each stage."""
 
     splits: tuple[StageSplit, ...]
     counts: np.ndarray
@@ -41,8 +41,13 @@ class StageChoice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Column:
-    """One stage with one number of blocks: the numbers of ways, their seconds per step [ways] and bytes at each moment
-    [ways, moments], their largest op's [ways]."""
+    """One stage with one number of blocks.
+
+    ways: the numbers of the ways to split it.
+    seconds: their seconds per step [ways].
+    nbytes: their bytes at each moment [ways, moments].
+    buffers: the bytes of their largest ops [ways].
+    """
 
     blocks: int
     ways: np.ndarray
@@ -53,15 +58,18 @@ class _Column:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Choices:
-    """Partial choices: their seconds [n], bytes at each moment [n, moments], and for each stage so far the way and the
-    blocks, int [n, stages, 2]."""
+    """Partial choices.
+
+    seconds: [n]. nbytes: at each moment [n, moments].
+    picked: the way and the number of blocks of each stage so far, int [n, stages, 2].
+    """
 
     seconds: np.ndarray
     nbytes: np.ndarray
     picked: np.ndarray
 
     def kept(self) -> _Choices:
-        """Those that no other undercuts in seconds and in bytes at the fullest moment."""
+        """Return the choices that no other one undercuts in both seconds and bytes at the fullest moment."""
         peak = self.nbytes.max(axis=1, initial=0.0)
         order = np.lexsort((peak, self.seconds))
         least = np.minimum.accumulate(peak[order])
@@ -74,9 +82,11 @@ class _Choices:
 def choose_stages(
     s: Schedule, ways: Sequence[Sequence[StageSplit]], shares: np.ndarray, blocks: int, limits: np.ndarray
 ) -> StageChoice | None:
-    """The choice whose busiest rank has least to do, within each rank's bytes; None if none was found.
+    """Return the choice whose busiest rank has the least work, within each rank's bytes; None if none was found.
 
-    ways: of each stage. shares: part of the blocks of each rank, about. limits: float64 [ranks].
+    ways: the ways to split each stage.
+    shares: the approximate fraction of the blocks of each rank.
+    limits: float64 [ranks].
     """
     distinct = {id(some): _Ways.of(some, s.micro_batches) for some in ways}
     of = [distinct[id(some)] for some in ways]
@@ -97,9 +107,11 @@ def choose_stages(
 def even_stages(
     s: Schedule, ways: Sequence[Sequence[StageSplit]], blocks: int, limits: np.ndarray
 ) -> StageChoice | None:
-    """The same if stages have equal numbers of blocks, those nearest to both ends one fewer where it takes that.
+    """Return the best choice if stages have equal numbers of blocks.
 
-    Every stage waits for the longest in its chain, however little its rank has to do."""
+    If the blocks do not divide evenly, the stages nearest to both ends have one block fewer. Equal stages matter
+    because every stage waits for the longest one in its chain, however little work its rank has.
+    """
     distinct = {id(some): _Ways.of(some, s.micro_batches) for some in ways}
     of = [distinct[id(some)] for some in ways]
     most = -(-blocks // s.stages)
@@ -121,7 +133,7 @@ def _picked(
     found: Sequence[dict[int, tuple[float, np.ndarray]]],
     counts: Sequence[int],
 ) -> StageChoice:
-    """The choice with these numbers of blocks of the ranks."""
+    """Return the choice with these numbers of blocks of the ranks."""
     splits, many = dict[int, StageSplit](), np.zeros(s.stages, np.int64)
     for r, n in enumerate(counts):
         mine = [k for k, rank in enumerate(s.rank_of) if rank == r]
@@ -136,8 +148,12 @@ def _picked(
 def aligned(
     choice: StageChoice, made: Callable[[tuple[StageSplit, ...]], CutProblem]
 ) -> tuple[float, StageChoice]:
-    """(seconds of the step, infinite if it does not fit; the choice, with the stages of one rank on others where the
-    schedule is then shorter). made: splits of all stages -> the problem of their cuts."""
+    """Return (seconds of the step, infinite if it does not fit; the choice).
+
+    In the choice, stages of one rank may be copied to other ranks if the schedule is then shorter.
+
+    made: splits of all stages -> the problem of their cuts.
+    """
 
     def seconds(c: StageChoice) -> float:
         problem = made(c.splits)
@@ -157,7 +173,7 @@ def aligned(
 
 
 def _moves(s: Schedule, choice: StageChoice) -> Iterator[Callable[[StageChoice], StageChoice | None]]:
-    """Another rank's splits and numbers of blocks on all ranks, then on single ones; not on those of both ends."""
+    """Yield changes of a choice: one rank's splits and numbers of blocks on all inner ranks, then on single ones."""
     of = [[k for k, at in enumerate(s.rank_of) if at == r] for r in range(s.ranks)]
     inner = [r for r in range(s.ranks) if r not in (s.rank_of[0], s.rank_of[-1])]
 
@@ -168,7 +184,7 @@ def _moves(s: Schedule, choice: StageChoice) -> Iterator[Callable[[StageChoice],
     common = [next(r for r in inner if pattern(choice, r) == p) for p, _ in seen.most_common(_PATTERNS)]
 
     def onto(source: int, ranks: Sequence[int], c: StageChoice) -> StageChoice | None:
-        """With the first choice's stages of one rank on those ranks that have as many blocks."""
+        """Copy the first choice's stages of one rank to those of these ranks that have equally many blocks."""
         splits, counts = list(c.splits), c.counts.copy()
         many = choice.counts[of[source]].sum()
         for r in ranks:
@@ -184,12 +200,15 @@ def _moves(s: Schedule, choice: StageChoice) -> Iterator[Callable[[StageChoice],
 
 
 def _on(s: Schedule, rank: int, of: Sequence[_Ways]) -> list[_Ways]:
-    """Those of the rank's stages."""
+    """Return the items of the rank's stages."""
     return [x for x, at in zip(of, s.rank_of, strict=True) if at == rank]
 
 
 def _shared(found: Sequence[dict[int, tuple[float, np.ndarray]]], blocks: int) -> list[int] | None:
-    """Each rank's number of blocks, so that the longest rank is shortest; found: blocks -> (seconds, choice)."""
+    """Return each rank's number of blocks, so that the longest rank is shortest.
+
+    found: for each rank, blocks -> (seconds, choice).
+    """
     if not all(found):
         return None
     for top in sorted({t for f in found for t, _ in f.values()}):
@@ -198,7 +217,7 @@ def _shared(found: Sequence[dict[int, tuple[float, np.ndarray]]], blocks: int) -
             break
     else:
         return None
-    while sum(counts) > blocks:  # of those with a block to spare, from the rank that has most to do
+    while sum(counts) > blocks:  # take a block from the busiest rank that has one to spare
         spare = [r for r, n in enumerate(counts) if n - 1 in found[r]]
         if not spare:
             return None
@@ -207,7 +226,7 @@ def _shared(found: Sequence[dict[int, tuple[float, np.ndarray]]], blocks: int) -
 
 
 def _near(s: Schedule, rank: int, share: float, more: int) -> tuple[list[range], int, int]:
-    """(numbers of blocks to try for each of the rank's stages, the least and the most of all of them)."""
+    """Return (numbers of blocks to try for each of the rank's stages, the least and the most of all together)."""
     mine = [k for k, at in enumerate(s.rank_of) if at == rank]
     each = share / len(mine)
     low, high = max(math.floor(share) - more, len(mine)), math.ceil(share) + more
@@ -228,8 +247,11 @@ def _of_rank(
     high: int,
     limit: float,
 ) -> dict[int, tuple[float, np.ndarray]]:
-    """Number of blocks -> (seconds per step, for each stage its way and blocks int [stages, 2]). near: the numbers of
-    blocks of each stage; low, high: of all of them."""
+    """Return number of blocks -> (seconds per step, the way and blocks of each stage int [stages, 2]).
+
+    near: the numbers of blocks to try for each stage.
+    low, high: the least and the most blocks of all stages.
+    """
     mine = [k for k, at in enumerate(s.rank_of) if at == rank]
     flying = most_held(s, rank)[:, :, mine] if np.isfinite(limit) else np.zeros((1, 2, len(mine)))
     columns = [
@@ -240,7 +262,7 @@ def _of_rank(
     tried = (
         sorted({float(b) for of in columns for c in of for b in c.buffers}) if np.isfinite(limit) else [0.0]
     )
-    for most in tried:  # bytes of the largest op: only one is there at a time
+    for most in tried:  # bytes of the largest op, of which only one exists at a time
         room = limit - most if np.isfinite(limit) else np.inf
         for n, c in _extended(columns, room, most if np.isfinite(limit) else np.inf, low, high).items():
             if n not in best or c[0] < best[n][0]:
@@ -249,8 +271,10 @@ def _of_rank(
 
 
 def _most_blocks(s: Schedule, rank: int, ways: Sequence[_Ways], limit: float) -> float:
-    """No more blocks than these fit on a rank, whatever its ways: at each moment each stage holds the least that any
-    way does."""
+    """Return a number of blocks of which no more fit on a rank, whatever its ways.
+
+    At each moment, each stage is assumed to hold the least that any of its ways holds.
+    """
     if np.isinf(limit):
         return np.inf
     mine = [k for k, at in enumerate(s.rank_of) if at == rank]
@@ -267,7 +291,8 @@ def _most_blocks(s: Schedule, rank: int, ways: Sequence[_Ways], limit: float) ->
 
 
 def _column(of: _Ways, blocks: int, flying: np.ndarray, limit: float) -> _Column:
-    """flying: micro-batches that the stage holds, and that its weights' gradients wait for, [moments, 2]."""
+    """Return a stage's column. flying: micro-batches that it holds, and those that wait for weights' gradients,
+    [moments, 2]."""
     ways, seconds, (static, kept, waiting), buffers = of.at(blocks)
     held = static[:, None] + kept[:, None] * flying[None, :, 0] + waiting[:, None] * flying[None, :, 1]
     return _Column(
@@ -281,9 +306,13 @@ def _column(of: _Ways, blocks: int, flying: np.ndarray, limit: float) -> _Column
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Ways:
-    """The ways to split a stage, as (without blocks, of each block): the lines of their seconds per step [ways, lines,
-    2]; their bytes, throughout, of a micro-batch until its backward, and until its weights' gradients [3, ways, 2].
-    Their largest ops' bytes [ways]. columns: ``at`` of each number of blocks that was asked for."""
+    """The ways to split a stage, as pairs (without blocks, per block).
+
+    seconds: the lines of their seconds per step [ways, lines, 2].
+    nbytes: their bytes throughout, of a micro-batch until its backward, and until its weights' gradients [3, ways, 2].
+    buffers: the bytes of their largest ops [ways].
+    columns: the results of ``at`` so far, by number of blocks.
+    """
 
     seconds: np.ndarray
     nbytes: np.ndarray
@@ -304,15 +333,16 @@ class _Ways:
         )
 
     def at(self, blocks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """With this many blocks, of the ways that no other undercuts in all: their numbers, seconds, bytes [3, ways],
-        largest ops' bytes."""
+        """Return the ways that no other one undercuts in everything with this many blocks.
+
+        The result is their numbers, seconds, bytes [3, ways], and the bytes of their largest ops.
+        """
         if blocks not in self.columns:
             at = np.array([1.0, blocks])
             seconds, nbytes = (self.seconds @ at).max(axis=1), self.nbytes @ at
             every = np.vstack([seconds, nbytes, self.buffers])
-            first, lower = np.unique(
-                every, axis=1, return_index=True
-            )  # by seconds: what undercuts comes before
+            # These are sorted by seconds, so a way comes after those that undercut it.
+            first, lower = np.unique(every, axis=1, return_index=True)
             least = (first[:, :, None] <= first[:, None]).all(axis=0).sum(axis=0) == 1
             some = lower[least]
             self.columns[blocks] = some, seconds[some], nbytes[:, some], self.buffers[some]
@@ -322,7 +352,7 @@ class _Ways:
 def _extended(
     columns: Sequence[Sequence[_Column]], room: float, most: float, low: int, high: int
 ) -> dict[int, tuple[float, np.ndarray]]:
-    """The best choices of a rank for each number of blocks, within ``room`` bytes and with ops of ``most`` at most."""
+    """Return a rank's best choices per number of blocks, within ``room`` bytes and with ops of at most ``most``."""
     moments = columns[0][0].nbytes.shape[1]
     so_far = {
         0: _Choices(seconds=np.zeros(1), nbytes=np.zeros((1, moments)), picked=np.zeros((1, 0, 2), np.int64))
@@ -349,7 +379,7 @@ def _extended(
 
 
 def _joined(c: _Choices, column: _Column, room: float, most: float) -> _Choices:
-    """Each choice with each way of one more stage, as far as they fit."""
+    """Return each choice combined with each way of one more stage, as far as they fit."""
     some = np.flatnonzero(column.buffers <= most)
     nbytes = c.nbytes[:, None] + column.nbytes[None, some]
     at, way = np.nonzero((nbytes <= room).all(axis=2))

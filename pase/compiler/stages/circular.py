@@ -1,9 +1,9 @@
-"""The circular schedule: all stages in one program, each turn as long as the slowest stage
-(``pase.backends.jax.pipeline.circular`` runs it).
+"""Prices the circular schedule: all stages in one program, in which each iteration takes as long as the slowest stage.
 
-All stages have the same split and the same number of blocks. What comes before and after the blocks runs before and
-after the scan, its micro-batches divided over the ranks, which all hold its parameters. So the step is one sum over
-nodes and edges with a weight of its own for each kind of seconds, and one search finds the split that makes it least.
+``pase.backends.jax.pipeline.circular`` runs it. All stages have the same split and the same number of blocks. What
+comes before and after the blocks runs before and after the scan, with its micro-batches divided over the ranks, which
+all hold its parameters. The step is therefore one sum over nodes and edges, with a separate weight for each kind of
+seconds, and one search finds the split with the least sum.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 __all__ = ["CircularStages", "circular_bound_s", "circular_problem", "circular_staged"]
 
 _HELD_AN_ITERATION = 2
-"""How often activations that cross between stages are held for each turn besides what backward needs, and how often
-their gradients: what is fed to the scan, and what its turns return."""
+"""How many copies of the activations that cross between stages are held per iteration in addition to residuals, and how
+many of their gradients: one that is fed to the scan, and one that its iterations return."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CircularStages:
-    """split: of every stage. problem: its times and bytes."""
+    """The stages of a circular schedule. split: that of every stage. problem: its times and bytes."""
 
     split: StageSplit
     problem: CutProblem
@@ -42,8 +42,10 @@ class CircularStages:
 def circular_staged(
     menu: StageMenu, s: Schedule, below: float, prices: tuple[float, ...]
 ) -> tuple[CircularStages | None, bool]:
-    """(the best split under the schedule, if it takes less than ``below``; whether any fits). prices: of bytes, as
-    multiples of the step for all of a device's memory."""
+    """Return (the best split under the schedule, if it takes less than ``below``; whether any fits).
+
+    prices: of bytes, as multiples of the step for all of a device's memory.
+    """
     n, rest = divmod(menu.places.blocks, s.stages)
     if rest or len(set(menu.groups)) > 1:
         return None, True
@@ -66,14 +68,14 @@ def circular_staged(
 
 
 def _busy_s(menu: StageMenu, s: Schedule, w: StageSplit) -> np.ndarray:
-    """Seconds that each rank works on micro-batches, float64 [ranks]: its stage on all, both ends on its part."""
+    """Seconds that each rank works, float64 [ranks]: its stage on all micro-batches, both ends on its part of them."""
     p = menu.problem(s, (w,) * s.stages)
     each: np.ndarray = p.each.full * (menu.places.blocks / s.stages) + p.fixed.full / s.ranks
     return s.micro_batches * each
 
 
 def circular_bound_s(menu: StageMenu, s: Schedule) -> float:
-    """No split under the schedule takes less, whatever the memory."""
+    """Return the least seconds of any split under the schedule, ignoring memory."""
     sent = (_iterations(s) + 2 * _handed(s)) * sum(menu.least_send_s()) if s.ranks > 1 else 0.0
     return sent + min(float(t.least_sum(*_weights(s)).bound) for t in menu.tables)
 
@@ -86,12 +88,12 @@ def _iterations(s: Schedule) -> int:
 
 
 def _handed(s: Schedule) -> float:
-    """Micro-batches that the first rank receives of what the others made before the blocks; as many leave the last."""
+    """Micro-batches that the first rank receives from the others, before the blocks. As many leave the last rank."""
     return s.micro_batches * (1 - 1 / s.ranks)
 
 
 def _weights(s: Schedule, price: float = 0.0) -> tuple[tuple[np.ndarray, float, float], ...]:
-    """(features, the weight of both ends, that of all blocks): what a rank takes, and its bytes at a price."""
+    """Return (features, weight of both ends, weight of all blocks): a rank's seconds, and its bytes at a price."""
     iterations, part = _iterations(s), s.micro_batches / s.ranks
     return (
         (running(forward=1, input=1, weight=1) + price * direction(kept=1), part, iterations / s.ranks),
@@ -100,7 +102,7 @@ def _weights(s: Schedule, price: float = 0.0) -> tuple[tuple[np.ndarray, float, 
 
 
 def circular_problem(menu: StageMenu, s: Schedule, w: StageSplit) -> CutProblem:
-    """Its times and bytes with this split of every stage."""
+    """Return the times and bytes if every stage has this split."""
     splits = (w,) * s.stages
     p = menu.problem(s, splits)
     f, part, (send, back) = p.fixed, s.micro_batches / s.ranks, p.fixed.send.max(axis=1, initial=0.0)
@@ -119,7 +121,7 @@ def circular_problem(menu: StageMenu, s: Schedule, w: StageSplit) -> CutProblem:
         p,
         fixed=replace(
             f,
-            forward=none + send,  # the next turn waits for what this one sends
+            forward=none + send,  # the next iteration waits for what this one sends
             input=none + back,
             weight=none,
             recompute=none,
@@ -143,5 +145,5 @@ def circular_problem(menu: StageMenu, s: Schedule, w: StageSplit) -> CutProblem:
 
 
 def _of_ends(menu: StageMenu, name: str, parts: tuple[str, ...]) -> bool:
-    """Whether it is a parameter that what comes before or after the blocks reads."""
+    """Whether it is a parameter that is read before or after the blocks."""
     return menu.graph.node[name].kind == "parameter" and parts != ("block",)

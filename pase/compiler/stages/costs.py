@@ -1,7 +1,7 @@
-"""The costs of a strategy in each part of a model that is cut into stages: before the blocks, in one block, after them.
+"""The costs of a strategy in each part of a model with stages: before the blocks, in one block, and after them.
 
 Work, collectives and memory are those of a step without stages (``pase.tables``, ``pase.memory.account``). They are
-grouped by the part that pays for them, and by whether they are paid once per step or at every micro-batch.
+grouped by the part that pays for them, and by whether they are paid once per step or in every micro-batch.
 """
 
 from __future__ import annotations
@@ -37,20 +37,25 @@ __all__ = [
 PARTS: tuple[StagePart, ...] = ("first", "block", "last")
 
 GatheredWeights = Literal["once", "each"]
-"""When split parameters are gathered and gradients summed: once per step, with whole weights and whole sums of
-gradients kept through the step; or at each micro-batch."""
+"""When split parameters are gathered and their gradients summed. ``once``: once per step, so that gathered weights and
+unreduced sums of gradients are kept through the step. ``each``: in each micro-batch."""
 
 
 @dataclass(kw_only=True)
 class PartCost:
-    """The costs of one part; of equal units, of one of them. Seconds are per micro-batch; before, sums, after: once per
-    step. Bytes are per device.
+    """The costs of one part; if it consists of equal units, those of one unit.
 
-    input, weight: the two parts of backward. recompute: recomputation. These are compute; what is named ``_sent`` are
-    collectives at the same time, behind which nothing hides. before: gathers of parameters; sums: of their gradients.
-    static: bytes kept through the step. kept: bytes of
-    one micro-batch, kept until its backward. inner: bytes of a block while it is recomputed. buffers: bytes of one op,
-    with its gradients.
+    Seconds are per micro-batch, except that before, sums and after are per step. Bytes are per device.
+
+    forward, input, weight, recompute: compute. input and weight are the two parts of backward.
+    forward_sent, …: collectives at the same time, which overlap with nothing.
+    before: gathers of parameters.
+    sums: sums of their gradients.
+    after: the optimizer's update.
+    static: bytes kept through the step.
+    kept: bytes of one micro-batch, kept until its backward.
+    inner: bytes of a block while it is recomputed.
+    buffers: bytes of one op, with its gradients.
     """
 
     forward: float = 0.0
@@ -78,10 +83,12 @@ class PartCost:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PricedParts:
-    """What was priced already, of one graph, mesh, cost model and optimizer: splits differ in a few nodes alone.
+    """What was priced already for one graph, mesh, cost model and optimizer, because splits differ only in a few nodes.
 
-    work: seconds of a node's work by field of ``PartCost``; held: what it keeps; buffers: while it runs. read: bytes of
-    a parameter as it is read.
+    work: seconds of a node's work, by field of ``PartCost``.
+    held: what a node keeps.
+    buffers: bytes of a node while it runs.
+    read: bytes of a parameter as it is read.
     """
 
     charges: KnownCharges = field(default_factory=KnownCharges)
@@ -101,9 +108,10 @@ def part_costs(
     weights: GatheredWeights,
     known: PricedParts | None = None,
 ) -> dict[StagePart, PartCost]:
-    """The costs of the parts of the graph of a step in micro-batches (``pase.ir.blocks.accumulated``).
+    """Return the costs of the parts of the graph of a step in micro-batches (``pase.ir.blocks.accumulated``).
 
-    configs: node -> int8 [axes]. known: from other configs.
+    configs: node -> int8 [axes].
+    known: what was priced for other configs.
     """
     out = {part: PartCost() for part in places.sizes}
     has, known = places.parts, PricedParts() if known is None else known
@@ -151,7 +159,7 @@ def _add(part: PartCost, seconds: Mapping[str, float], times: float = 1.0) -> No
 def _work(
     graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, model: CostModel, optimizer: str
 ) -> dict[str, float]:
-    """Seconds of the node's own work, by field of ``PartCost``."""
+    """Return the seconds of the node's own work, by field of ``PartCost``."""
     out: dict[str, float] = {}
     for_weights = products_of_weights(graph, n)
     for w in node_work(graph, n, cfg[None, :], mesh, optimizer, array_tile(model)):
@@ -162,12 +170,12 @@ def _work(
 
 
 def work_shares(w: Work, for_weights: Iterator[bool], micro_batches: int) -> dict[str, float]:
-    """How much of the seconds per step of a piece of the node's work goes to each field of ``PartCost``.
+    """Return the fraction of a piece of work, in seconds per step, that goes to each field of ``PartCost``.
 
-    for_weights: ``products_of_weights`` of the node, from which each product of its backward takes one.
+    for_weights: ``products_of_weights`` of the node; each product of its backward takes one item from it.
     """
     m = micro_batches
-    if w.phase == "update":  # or each micro-batch's gradient is added to the sum
+    if w.phase == "update":  # the update, or adding each micro-batch's gradient to the sum
         return {"weight": 1 / m} if w.times > 1 else {"after": 1.0}
     if w.phase == "forward":
         return {"forward": (1 - w.late) / m, "recompute": w.late / m}
@@ -175,7 +183,7 @@ def work_shares(w: Work, for_weights: Iterator[bool], micro_batches: int) -> dic
 
 
 def products_of_weights(graph: Graph, n: Node) -> Iterator[bool]:
-    """For each product of the node's backward, in the order of ``node_work``: whether it is the gradient of weights."""
+    """Yield, for each product of the node's backward, in ``node_work``'s order, whether it is a weights' gradient."""
     for op in n.ops:
         if op.kind in ("matmul", "conv"):
             for a in op.reads:
@@ -191,12 +199,14 @@ def collective_shares(
     weights: GatheredWeights,
     micro_batches: int,
 ) -> dict[str, np.ndarray | float]:
-    """How much of a collective's seconds per step goes to each field of ``PartCost``.
+    """Return the fraction of a collective's seconds per step that goes to each field of ``PartCost``.
 
-    reader: the node that pays for it. times: how often it runs in a step.
+    reader: the node that pays for it.
+    times: how often it runs in a step.
     """
     m, hoisted = micro_batches, weights == "once"
-    if phase == "update":  # ZeRO's gather of what was updated: the next step's first forward hides it
+    # ZeRO gathers updated parameters, which overlaps with the first forward of the next step.
+    if phase == "update":
         return {"before" if hoisted else "after": 1.0}
     if of_parameter and phase == "backward":
         return {"sums" if hoisted else "weight_sent": 1 / m}
@@ -219,9 +229,7 @@ def _hold(
     out: dict[StagePart, PartCost],
     known: PricedParts,
 ) -> None:
-    """Add bytes to the parts. Weights that are kept whole, and whole sums of their gradients, are counted as they are
-    read.
-    """
+    """Add bytes to the parts. Gathered weights and unreduced sums of gradients are counted in the readers' layouts."""
     whole = weights == "once" and micro_batches_of(graph) > 1
     regions: dict[tuple[StagePart, object], float] = {}
     for n in graph.nodes:
@@ -255,7 +263,7 @@ def _as_read(
     configs: Mapping[str, np.ndarray],
     known: dict[object, tuple[float, float]],
 ) -> Iterator[tuple[StagePart, float, float]]:
-    """For each parameter and each part that reads it, over all turns of its loop: (the part, copies, sums)."""
+    """Yield, per parameter and part that reads it, over all iterations of its loop: (the part, copies, sums)."""
     found: dict[tuple[StagePart, str], tuple[float, float]] = {}
     for i, e in enumerate(graph.edges):
         if graph.node[e.src].kind != "parameter" or e.dst not in places.parts:
@@ -272,8 +280,8 @@ def _as_read(
 
 
 def _read_bytes(graph: Graph, e: Edge, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> tuple[float, float]:
-    """(bytes of a parameter that is read in another layout or dtype than the stored one, bytes of a sum of its
-    gradients in the reader's layout), over all turns of its loop."""
+    """Return (bytes of a parameter that is read in another layout or dtype than the stored one, bytes of a sum of its
+    gradients in the reader's layout), over all iterations of its loop."""
     source, reader = graph.node[e.src], graph.node[e.dst]
     stored, tensor = graph.tensors[source.ops[0].writes[0].tensor], graph.tensors[e.tensor]
     written = write_states(source, *source.write_of(e.tensor), tensor, configs[e.src][None, :], mesh)

@@ -1,4 +1,4 @@
-"""Where the ranks of a pipeline lie on a machine of several groups of devices: each rank in one group."""
+"""The arrangement of a pipeline's ranks on a machine of several groups of devices. Each rank is in one group."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ __all__ = ["Arrangement", "RankGroup", "arrangements", "groups_of", "rank_meshes
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankGroup:
-    """Equal devices. number: of the machine's group. limit: bytes on a device, infinite if there is none. slow: the
-    part of a device that collectives occupy beside compute, 1 if nothing overlaps."""
+    """A group of equal devices.
+
+    number: the number of the machine's group.
+    limit: bytes on a device; infinite without a limit.
+    slow: the fraction of a device that collectives occupy while they overlap with compute; 1 if nothing overlaps.
+    """
 
     number: int
     name: str
@@ -34,14 +38,14 @@ class RankGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Arrangement:
-    """The site of each rank. between: prices what ranks of different sites send each other."""
+    """The device group of each rank. between: prices what ranks of different groups send each other."""
 
     ranks: tuple[RankGroup, ...]
     between: CostModel | None = None
 
     @property
     def groups(self) -> tuple[RankGroup, ...]:
-        """Each once, in the order of their ranks."""
+        """Each group once, in the order of their ranks."""
         return tuple({s.number: s for s in self.ranks}.values())
 
     @property
@@ -54,7 +58,7 @@ class Arrangement:
 
 
 def groups_of(problem: SplitProblem, options: CompileOptions) -> list[RankGroup]:
-    """The machine's groups; a machine of equal devices is one. Raises PaseError unless all devices are asked for."""
+    """Return the machine's groups; a machine of equal devices is one. Raises PaseError unless all devices are used."""
     machine = problem.machine
     if not isinstance(machine, GroupedMachine):
         limit = options.limit_bytes(machine)
@@ -72,8 +76,9 @@ def groups_of(problem: SplitProblem, options: CompileOptions) -> list[RankGroup]
     if problem.devices != machine.devices:
         told = " + ".join(f"{g.count} {g.name}" for g in machine.groups)
         raise PaseError(
-            f"machine '{machine.name}' has {machine.devices} devices ({told}), not {problem.devices}: ask for all of "
-            f"them, or change the counts of its groups"
+            f"it has {machine.devices} devices ({told}), not {problem.devices}",
+            where=f"machine '{machine.name}'",
+            fix=f"set devices={machine.devices}, or change the counts of its groups",
         )
     limits = [options.limit_bytes(g.machine) for g in machine.groups]
     return [
@@ -95,9 +100,9 @@ def _slow(problem: SplitProblem, machine: Machine) -> float:
 
 
 def arrangements(problem: SplitProblem, groups: list[RankGroup], ranks: int) -> Iterator[Arrangement]:
-    """Every order of the groups, each with its ranks in a row; none if a rank would be of two groups.
+    """Yield every order of the groups, with the ranks of a group in a row; nothing if a rank would span two groups.
 
-    Orders that differ only in which of two equal groups is first are one.
+    Orders that differ only in the order of two equal groups count as one.
     """
     inner, machine = problem.devices // ranks, problem.machine
     if any(g.devices % inner for g in groups):
@@ -116,10 +121,11 @@ def arrangements(problem: SplitProblem, groups: list[RankGroup], ranks: int) -> 
 
 
 def rank_meshes(groups: list[RankGroup], options: CompileOptions, devices: int) -> list[Mesh]:
-    """Meshes of one rank's devices: the given one; or all devices as one axis, or one axis within a node and one across
-    nodes, for nodes of any of the groups.
+    """Return the meshes of one rank's devices.
 
-    The ranks of a pipeline are the outermost axis, so that transfers between them cross the slowest link.
+    This is the given mesh. Otherwise these are all devices as one axis, or one axis within a node and one across nodes,
+    for the nodes of any of the groups. The ranks of a pipeline are the outermost axis, so that transfers between them
+    cross the slowest link.
     """
     if options.mesh is not None:
         return [mesh_from(options.mesh, devices)]

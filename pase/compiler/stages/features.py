@@ -1,10 +1,9 @@
-"""What a stage's cost and memory depend on, for every config: seconds by when they are paid, bytes by how long they
-last.
+"""The features of a stage, for every config: seconds by when they are paid, and bytes by how long they are held.
 
-A stage's time and bytes are sums over its nodes and edges. So are weighted sums of them, with any weights: one search
-over the weighted tables is then the least that any split takes in that direction (``pase.compiler.stages.bounds``). The
-seconds are those of ``pase.compiler.stages.costs``. The bytes are at most those of its account, which counts in
-addition what lives for one op or one block only.
+A stage's time and bytes are sums over its nodes and edges. So are weighted sums of them, with any weights. One search
+over the weighted tables therefore gives the least that any split takes in that direction
+(``pase.compiler.stages.bounds``). The seconds are those of ``pase.compiler.stages.costs``. The bytes are at most those
+of its account, which also counts what lives only for one op or one block.
 """
 
 from __future__ import annotations
@@ -42,9 +41,11 @@ __all__ = ["Feature", "FeatureTables", "direction", "feature_tables", "running",
 
 
 class Feature(IntEnum):
-    """Seconds per micro-batch: forward, backward's two parts (input with recomputation): compute, and collectives that
-    it waits for. Seconds per step: before (gathers), sums of gradients, after. Bytes on a device: kept throughout; of
-    one micro-batch until its backward, and until its weights' gradients.
+    """The features of a stage.
+
+    Seconds per micro-batch: compute in forward and in the two parts of backward (input includes recomputation), and the
+    collectives for which these wait. Seconds per step: before (gathers), sums of gradients, and after. Bytes on a
+    device: held throughout, held for one micro-batch until its backward, and until its weights' gradients.
     """
 
     FORWARD = 0
@@ -65,14 +66,16 @@ _ByFeature = dict[Feature, np.ndarray]
 
 
 def slower_may_weigh_less(weights: np.ndarray) -> bool:
-    """Whether a way to run that takes longer may have less of a weighted sum of seconds: gathers and sums that weigh
-    less where they run each time, or compute that hides more of them."""
+    """Whether a way to run that takes longer may have a smaller weighted sum of seconds.
+
+    It may if gathers and sums weigh less in each micro-batch than once per step, or if more compute hides more of them.
+    """
     rises = min(weights[Feature.FORWARD_SENT], weights[Feature.AFTER]) < weights[Feature.BEFORE]
     return bool(rises or weights[Feature.WEIGHT_SENT] < weights[Feature.SUMS] or (weights < 0).any())
 
 
 def direction(**weights: float) -> np.ndarray:
-    """The weight of each feature by its name, float64 [features].
+    """Return the weight of each feature, given by name, float64 [features].
 
     >>> direction(forward=4, sums=1).nonzero()[0].tolist() == [Feature.FORWARD, Feature.SUMS]
     True
@@ -84,7 +87,7 @@ def direction(**weights: float) -> np.ndarray:
 
 
 def running(*, forward: float = 0, input: float = 0, weight: float = 0) -> np.ndarray:
-    """The direction of what actions take that run so often, compute and what it waits for; float64 [features].
+    """Return the direction of actions that run this often, with compute and collectives; float64 [features].
 
     >>> bool((running(forward=2) == direction(forward=2, forward_sent=2)).all())
     True
@@ -95,8 +98,11 @@ def running(*, forward: float = 0, input: float = 0, weight: float = 0) -> np.nd
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureTables:
-    """nodes: per node each feature of its configs, float64 [K]; equal nodes share one dict. edges: (an edge without
-    its cost, each feature of its pairs of layouts)."""
+    """The features of each node and edge.
+
+    nodes: for each node, each feature of its configs, float64 [K]; equal nodes share one dict.
+    edges: (an edge without its cost, each feature of its pairs of layouts).
+    """
 
     space: Space
     nodes: tuple[_ByFeature, ...]
@@ -104,19 +110,22 @@ class FeatureTables:
 
     @cached_property
     def entries(self) -> int:
-        """How many numbers the tables hold, equal ones once."""
+        """How many numbers the tables hold; shared arrays count once."""
         distinct = {id(p): p for p in (*self.nodes, *(p for _, p in self.edges))}
         return sum(x.size for p in distinct.values() for x in p.values())
 
     @cached_property
     def stacked(self) -> dict[int, tuple[list[Feature], np.ndarray]]:
-        """The parts of each node and edge by their ``id``: which features they have, and these, float64 [features,
-        entries]."""
+        """The features of each node and edge by the ``id`` of its dict: (which ones, float64 [features, entries])."""
         distinct = {id(p): p for p in (*self.nodes, *(p for _, p in self.edges)) if p}
         return {i: (list(p), np.stack([x.ravel() for x in p.values()])) for i, p in distinct.items()}
 
     def weighted(self, weights: np.ndarray, shares: list[float]) -> CostTables:
-        """The tables of a weighted sum: float64 [features], and the weight of each node with the edges into it."""
+        """Return the tables of a weighted sum.
+
+        weights: float64 [features].
+        shares: the weight of each node, with the edges into it.
+        """
         summed: dict[int, np.ndarray] = {}
         made: dict[tuple[int, float], np.ndarray] = {}  # equal layers keep sharing their arrays
 
@@ -154,7 +163,7 @@ class FeatureTables:
 def feature_tables(
     graph: Graph, places: Places, mesh: Mesh, model: CostModel, optimizer: str, weights: GatheredWeights
 ) -> FeatureTables:
-    """For the graph of a step in micro-batches (``pase.ir.blocks.accumulated``) on the devices of one stage."""
+    """Return them for the graph of a step in micro-batches (``pase.ir.blocks.accumulated``) on one stage's devices."""
     space = Space(graph=graph, mesh=mesh, configs=config_space(graph, mesh, model))
     stage = _StagePricing(space=space, places=places, model=model, optimizer=optimizer, weights=weights)
     return FeatureTables(space=space, nodes=tuple(stage.nodes()), edges=tuple(stage.edges()))
@@ -191,7 +200,7 @@ class _StagePricing:
             yield made.setdefault(key, seconds[like] | nbytes)
 
     def _seconds(self, n: Node, cfg: np.ndarray) -> _ByFeature:
-        """A node's own work and collectives, as ``costs`` groups them."""
+        """Return a node's own work and collectives, grouped as in ``costs``."""
         out, for_weights = _ByFeature(), products_of_weights(self.graph, n)
         for w in node_work(self.graph, n, cfg, self.mesh, self.optimizer, array_tile(self.model)):
             price = np.broadcast_to(w.times * work_price(w, self.model), len(cfg))
@@ -205,13 +214,13 @@ class _StagePricing:
     def _paid(
         self, reader: Node, phase: Phase, times: np.ndarray | float, of_parameter: bool
     ) -> dict[Feature, np.ndarray | float]:
-        """How much of a collective's seconds per step goes to each feature. reader: the node that pays for it."""
+        """Return the fraction of a collective's seconds per step of each feature. reader: the node that pays for it."""
         return _features(
             collective_shares(reader, phase, times, of_parameter, self.weights, self.micro_batches)
         )
 
     def _bytes(self, n: Node, cfg: np.ndarray) -> _ByFeature:
-        """What a node keeps, except in a region that is recomputed."""
+        """Return what a node keeps, except in a region that is recomputed."""
         whole = self.weights == "once" and self.micro_batches > 1
         out = _ByFeature()
         waits = not (self.recomputes and self.places.of(n.name) == "block")
@@ -232,7 +241,7 @@ class _StagePricing:
 
     @cached_property
     def recomputes(self) -> bool:
-        """Whether a block computes something again: then only that waits with its weights' gradients."""
+        """Whether a block recomputes anything. If so, only that waits for its weights' gradients."""
         return any(
             op.region is not None
             for n in self.graph.nodes
@@ -242,9 +251,9 @@ class _StagePricing:
 
     @cached_property
     def reads(self) -> dict[str, list[tuple[Edge, float]]]:
-        """Where weights are kept whole through the step: node -> (read of a parameter, its share of what is counted).
+        """For weights that stay gathered through the step: node -> (read of a parameter, its fraction of the count).
 
-        Of several readers in one part the account counts the largest, which is at least their mean.
+        If a part has several readers, the account counts the largest, which is at least their mean.
         """
         if self.weights == "each":
             return {}
@@ -260,7 +269,7 @@ class _StagePricing:
         return self.graph.tensors[self.graph.node[e.src].ops[0].writes[0].tensor]
 
     def _local(self, e: Edge, cfg: np.ndarray) -> np.ndarray:
-        """Bytes of a parameter as its reader has it, over all turns of its loop."""
+        """Return the bytes of a parameter as its reader has it, over all iterations of its loop."""
         reader, tensor = self.graph.node[e.dst], self.graph.tensors[e.tensor]
         return (
             local_bytes(reader, tensor, e.access, cfg, self.mesh)
@@ -269,7 +278,7 @@ class _StagePricing:
         )
 
     def edges(self) -> Iterator[tuple[EdgeTable, _ByFeature]]:
-        """Those that have a feature. A copy of a parameter in another layout than the stored one is the edge's."""
+        """Yield the edges that have a feature. An edge includes the copy of a parameter that it reshards."""
         graph, made = self.graph, dict[object, _ByFeature]()
         share = {id(e): part for reads in self.reads.values() for e, part in reads}
         shown = edge_costs(facts(graph), self.space.configs, self.mesh, self.model)
@@ -289,7 +298,7 @@ class _StagePricing:
                 yield priced.table(e, next(iter(made[key].values()))), made[key]
 
     def _copied(self, edge: Edge, priced: EdgeCosts, share: float) -> np.ndarray:
-        """Bytes of the copy under each pair of layouts: none where it is read as it is stored."""
+        """Return the bytes of the copy for each pair of layouts: none if it is read as it is stored."""
         have, want = (forward_states(rows) for rows in priced.rows)
         resharded = (have[:, None] != want[None]).any(axis=-1)
         local = np.full(len(want), np.inf)
@@ -303,12 +312,12 @@ class _StagePricing:
 
 
 def _features(shares: Mapping[str, np.ndarray | float]) -> dict[Feature, np.ndarray | float]:
-    """Shares by field of ``PartCost``, by feature: recomputation precedes the input's part of backward."""
+    """Return shares by feature, from shares by field of ``PartCost``. Recomputation is part of the input's backward."""
     return {Feature[name.replace("recompute", "input").upper()]: x for name, x in shares.items()}
 
 
 def _add(parts: _ByFeature, value: np.ndarray, shares: Mapping[Feature, np.ndarray | float]) -> None:
-    """Add the value to each feature by its share; a feature that is nowhere is left out."""
+    """Add the value to each feature by its share. A feature that is zero everywhere is left out."""
     for f, share in shares.items():
         if np.any(share) and np.any(value):
             parts[f] = parts.get(f, 0.0) + share * value

@@ -46,8 +46,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class StageRole:
-    """Whether a stage has the part before the blocks, and the part after them. group: on which devices it lies, as a
-    number of the ``StageTables``; 0 where all are equal. units: in a chain of unequal units, those of the stage."""
+    """Whether a stage has the part before the blocks, and the part after them.
+
+    group: the number of its device group, as in ``StageTables``; 0 if all devices are equal.
+    units: in a chain of unequal units, the units of the stage.
+    """
 
     first: bool = False
     last: bool = False
@@ -59,13 +62,13 @@ class StageRole:
         return self.first or self.last
 
     def weight(self, parts: tuple[StagePart, ...], share: float) -> float:
-        """The weight of a node in these parts, if a stage has this share of the blocks."""
+        """Return the weight of a node in these parts, if a stage has this share of the blocks."""
         of = {"first": float(self.first), "block": share, "last": float(self.last)}
         return max(of[p] for p in parts)
 
 
 def roles_of(s: Schedule, groups: Sequence[int]) -> tuple[StageRole, ...]:
-    """Of each stage. groups: of each rank."""
+    """Return the role of each stage. groups: the device group of each rank."""
     last = s.stages - 1
     return tuple(StageRole(first=k == 0, last=k == last, group=groups[r]) for k, r in enumerate(s.rank_of))
 
@@ -84,22 +87,23 @@ SUMMED = {
     name: (name, f"{name}_sent") if name in _SENT_TOO else (name,)
     for name in (*_SENT_TOO, "after", "static", "kept")
 }
-"""What a stage's times and bytes consist of, as fields of ``PartCost``."""
+"""The fields of ``PartCost`` that a stage's times and bytes consist of."""
 COMPUTED = {
     Kind.FORWARD: ("forward",),
     Kind.BACKWARD: ("recompute", "input", "weight"),
     Kind.INPUT: ("recompute", "input"),
     Kind.WEIGHT: ("weight",),
 }
-"""Behind which gathers and sums hide: compute alone."""
+"""The compute of each kind of action, behind which gathers and sums may hide."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageSplit:
     """A way to split a stage, node -> int8 [axes], with its costs.
 
-    slow: the part of a device that gathers and sums once a step occupy beside compute, 1 if nothing overlaps. units: of
-    a range of unequal units, the part of each; it then has no equal blocks besides.
+    slow: the fraction of a device that hoisted gathers and sums occupy while they overlap with compute; 1 if nothing
+        overlaps.
+    units: for a range of unequal units, the part of each; such a stage has no equal blocks.
     """
 
     role: StageRole
@@ -121,16 +125,19 @@ class StageSplit:
         return [self.parts["first"]] * self.role.first + [self.parts["last"]] * self.role.last
 
     def fixed(self, *what: str) -> float:
-        """The seconds or bytes of the stage without blocks, summed over fields of ``PartCost``."""
+        """Return the seconds or bytes of the stage without blocks, summed over fields of ``PartCost``."""
         return float(sum(getattr(e, w) for e in self.ends for w in what))
 
     def of_block(self, *what: str) -> float:
-        """The seconds or bytes of one more block."""
+        """Return the seconds or bytes of one more block."""
         return float(sum(getattr(self.block, w) for w in what))
 
     def by_unit(self, *what: str) -> np.ndarray:
-        """Seconds of what comes before the stage's equal blocks, of one block, and of what comes after them, summed
-        over fields of ``PartCost``; float64 [3], or [units + 2] of unequal units, which come before no block."""
+        """Return the seconds before the stage's equal blocks, of one block, and after them, float64 [3].
+
+        They are summed over fields of ``PartCost``. For unequal units the result is [units + 2], with zeros for a block
+        and what comes after it.
+        """
 
         def of(part: PartCost) -> float:
             return float(sum(getattr(part, w) for w in what))
@@ -152,23 +159,23 @@ class StageSplit:
 
     @cached_property
     def buffers(self) -> float:
-        """Short-lived bytes, which do not depend on the number of blocks."""
+        """The bytes of temporary buffers, which do not depend on the number of blocks."""
         every = [*self.ends, self.block]
         return max(e.buffers for e in every) + max(e.inner for e in every)
 
     @cached_property
     def waiting(self) -> tuple[float, float]:
-        """(of a micro-batch's bytes without blocks, of those of a block), what stays until the gradients of weights are
-        computed."""
+        """The part of a micro-batch's bytes that stays until weights' gradients are computed: (without blocks, of a
+        block)."""
         ends = sum(e.inner or e.kept for e in self.ends) if self.units else self.fixed("kept")
         return ends, self.block.inner or self.block.kept
 
     def step_s(self, blocks: float, micro_batches: int) -> float:
-        """Seconds per step that a rank with only this stage is busy, or waits for its gathers and sums."""
+        """Return the seconds per step that a rank with only this stage is busy or waits for its gathers and sums."""
         return float((self.step_lines(micro_batches) @ np.array([1.0, blocks])).max())
 
     def step_lines(self, micro_batches: int) -> np.ndarray:
-        """What ``step_s`` is the largest of: (seconds without blocks, seconds of each block), float64 [lines, 2]."""
+        """Return lines whose maximum is ``step_s``: (seconds without blocks, seconds per block), float64 [lines, 2]."""
         busy, exposed = self._busy
         lines: np.ndarray = micro_batches * busy + exposed
         return lines
@@ -187,15 +194,19 @@ class StageSplit:
         return each, (gathers[:, None] + sums + once).reshape(-1, 2)
 
     def nbytes(self, blocks: float, flying: float) -> float:
-        """Bytes on a device with this many micro-batches in flight."""
+        """Return the bytes on a device with this many micro-batches in flight."""
         held_ = sum(e.static + flying * e.kept for e in self.ends)
         return held_ + blocks * (self.block.static + flying * self.block.kept) + self.buffers
 
 
 class StageTables:
-    """The tables of a step in micro-batches on the devices of one stage. group: the number of that kind of devices.
+    """The tables of a step in micro-batches on the devices of one stage.
 
-    slow: as of ``StageSplit``. spent: counts the work on them. planned: orders of elimination, also of other tables."""
+    group: the number of the device group.
+    slow: as in ``StageSplit``.
+    spent: counts the work on the tables.
+    planned: elimination orders, which other tables may share.
+    """
 
     def __init__(
         self,
@@ -220,7 +231,7 @@ class StageTables:
         self._pieces = PricedParts()
 
     def sent_each(self) -> StageTables:
-        """The same, with gathers and sums at each micro-batch."""
+        """Return the same tables, with gathers and sums in each micro-batch."""
         return self._each
 
     @cached_property
@@ -230,7 +241,7 @@ class StageTables:
         return out
 
     def with_share(self, micro_batches: int) -> StageTables:
-        """The same tables for a step of which these devices take so many micro-batches, of the same size."""
+        """Return the same tables for a step in which these devices take this many micro-batches of the same size."""
         assert self.features
         return self._like(micro_batches=micro_batches)
 
@@ -249,13 +260,13 @@ class StageTables:
 
     @cached_property
     def step(self) -> np.ndarray:
-        """The direction of a stage's seconds per step, if compute hides what it can of gathers and sums: a bound."""
+        """The direction of a stage's seconds per step if compute hides all it can of gathers and sums: a bound."""
         return self._working(self.micro_batches) + direction(before=self.slow, sums=self.slow, after=1)
 
     @property
     def steps(self) -> list[np.ndarray]:
-        """Directions in which splits are searched: that of ``step``, and that in which gathers and sums hide the
-        compute of one micro-batch."""
+        """The directions in which splits are searched: ``step``, and one in which the compute of one micro-batch is
+        hidden behind gathers and sums."""
         hidden = direction(forward=1, input=1, weight=1)
         waits = self._working(self.micro_batches) - hidden + direction(before=1, sums=1, after=1)
         return [self.step, waits] if self.slow < 1 else [self.step]
@@ -271,13 +282,16 @@ class StageTables:
         flying: float = 1.0,
         step: np.ndarray | None = None,
     ) -> StageSplit:
-        """The cheapest split of a stage with this many blocks. byte_price: seconds per byte held. step: the direction
-        of its seconds, ``step`` if not given."""
+        """Return the cheapest split of a stage with this many blocks.
+
+        byte_price: seconds per byte held.
+        step: the direction of its seconds; ``self.step`` if not given.
+        """
         weights = (self.step if step is None else step) + byte_price * direction(static=1, kept=flying)
         return self.split_by(role, self.solved(role, blocks, weights).choice)
 
     def split_by(self, role: StageRole, choice: np.ndarray) -> StageSplit:
-        """The split of a stage in which each node has this config, int64 [nodes]."""
+        """Return the split of a stage in which each node has this config, int64 [nodes]."""
         key = role, choice.tobytes()
         if key not in self._splits:
             space = self.features.space
@@ -309,15 +323,15 @@ class StageTables:
         return self._splits[key]
 
     def least(self, role: StageRole, blocks: float, weights: np.ndarray) -> float:
-        """No split of a stage with this many blocks has a smaller weighted sum of features (``features``)."""
+        """Return the least weighted sum of features (``features``) over all splits of a stage with this many blocks."""
         return float(self.solved(role, blocks, weights).bound)
 
     def least_s(self, role: StageRole, blocks: float) -> float:
-        """A lower bound on the seconds per step that a rank with a stage of this many blocks is busy."""
+        """Return a lower bound on the seconds per step that a rank with a stage of this many blocks is busy."""
         return self.least(role, blocks, self.step)
 
     def least_buffers(self, role: StageRole) -> float:
-        """Short-lived bytes that every split of a stage of equal blocks needs at least."""
+        """Return the bytes of temporary buffers that every split of a stage of equal blocks needs at least."""
         has = {"first": role.first, "block": True, "last": role.last}
         return max(nbytes for part, nbytes in self._least_buffers.items() if has[part])
 
@@ -331,8 +345,7 @@ class StageTables:
         return out
 
     def least_apart(self, weights: np.ndarray) -> float:
-        """No splits of the units of a chain have a smaller weighted sum of features, if nothing is paid for moves
-        between units."""
+        """Return the least weighted sum of features of the units of a chain, without resharding between units."""
         places, nodes = self.places, self.graph.nodes
         assert isinstance(places, UnitPlaces)
         whole, of = self.features.weighted(weights, [1.0] * len(nodes)), places.chain.of
@@ -344,28 +357,30 @@ class StageTables:
         return float(self.found(replace(whole, edges=within)).bound)
 
     def least_of_units(self, weights: np.ndarray) -> np.ndarray:
-        """What no splits of a chain have less of in each unit, without what several of them may share; float64
-        [units]."""
+        """Return the least weighted sum of features in each unit of a chain, without nodes that units may share;
+        float64 [units]."""
         places = self.places
         assert isinstance(places, UnitPlaces)
         of = [tuple(places.apart(n.name, u) for n in self.graph.nodes) for u in range(places.blocks)]
         return np.array([float(self._solved_of(shares, weights).bound) for shares in of])
 
     def solved(self, role: StageRole, blocks: float, weights: np.ndarray) -> Solution:
-        """The choice of configs for a stage with this many blocks whose weighted sum of features is least."""
+        """Return the configs for a stage with this many blocks whose weighted sum of features is least."""
         if role.units is not None:
             return self._solved_units(role.units, weights)
         return self.found(self.weighted(role, blocks, weights))
 
     def found(self, tables: CostTables) -> Solution:
-        """The choice of configs that costs least by these tables, which ``weighted`` made."""
+        """Return the configs that cost least by these tables, which ``weighted`` made."""
         found = self.planned.solve(tables)
         self.spent.operations += found.work + self.features.entries
         return found
 
     def least_sum(self, *of: tuple[np.ndarray, float, float]) -> Solution:
-        """The choice of configs whose sum is least of (features, their weight in what comes before and after the
-        blocks, their weight in all blocks)."""
+        """Return the configs with the least sum of several weighted sums.
+
+        of: (features, their weight before and after the blocks, their weight in all blocks).
+        """
         made = [
             self.features.weighted(
                 weights,
@@ -383,17 +398,17 @@ class StageTables:
         return self.found(replace(made[0], node_costs=costs, edges=edges))
 
     def weighted(self, role: StageRole, blocks: float, weights: np.ndarray) -> CostTables:
-        """The tables of a stage with this many blocks for a weighted sum of features."""
+        """Return the tables of a stage with this many blocks for a weighted sum of features."""
         share, parts = blocks / self.places.blocks, self.places.parts
         return self.features.weighted(weights, [role.weight(parts[n.name], share) for n in self.graph.nodes])
 
     def _solved_units(self, units: UnitRange, weights: np.ndarray) -> Solution:
-        """The same for a range of unequal units."""
+        """Return the same as ``solved`` for a range of unequal units."""
         assert isinstance(self.places, UnitPlaces)
         return self._solved_of(tuple(self.places.share(n.name, units) for n in self.graph.nodes), weights)
 
     def _solved_of(self, shares: tuple[float, ...], weights: np.ndarray) -> Solution:
-        """With these shares of the nodes. Nodes that it neither has nor reads are as in the whole model."""
+        """Return the best configs for these shares of the nodes. Other nodes have their configs in the whole model."""
         key = shares, weights.tobytes()
         if key not in self._ranges:
             tables = self.features.weighted(weights, list(shares))

@@ -1,9 +1,9 @@
 """The search over pipelines: number of ranks, number of micro-batches, mesh of each rank's devices, schedule and cuts.
 
-Ranks, micro-batches and meshes form an outer loop. It starts with the candidate that has the lowest mean work of its
-ranks, which no schedule, cuts or splits can undercut. The loop ends when the next one's is no lower than the best
-pipeline found. What remains of the candidates before it is bounded again, now with the schedules' paths and each rank's
-memory (``bounds``).
+Ranks, micro-batches and meshes form an outer loop over candidates. It starts with the candidate whose ranks have the
+least mean work, which no schedule, cuts or splits can undercut. The loop ends when the next candidate's mean work is no
+lower than the best pipeline found. Candidates whose mean work is still lower than that are then bounded again, with the
+schedules' paths and each rank's memory (``bounds``).
 """
 
 from __future__ import annotations
@@ -39,20 +39,23 @@ MICRO_BATCHES = (1, 2, 4)
 
 @dataclass(kw_only=True)
 class Pipelines:
-    """The result of the search. menu: of ``best``, which is the slowest replica if there are several. tried: candidates
-    that were searched.
+    """The result of the search.
 
-    left: those among them that were only bounded, because the work that ``work`` allows was spent. loose: those
-    that were searched and then not bounded again, for the same reason: their mean work is their bound. unseen:
-    candidates, and shares of micro-batches, that were not reached at all. spent: all of the work.
+    menu: that of ``best``, which is the slowest replica if there are several.
+    tried: the number of candidates.
+    left: how many of them were only bounded, because the allowed work was spent.
+    loose: how many of them were searched but not bounded again, for the same reason, so that their mean work is their
+        bound.
+    unseen: how many candidates and numbers of micro-batches for replicas were not reached at all.
+    spent: all of the work.
     """
 
     best: Staged | None = None
     menu: StageMenu | None = None
     replica_split: ReplicaSplit | None = None
-    """Replicas on the machine's groups, if they take less time than ``best``."""
+    """Replicas on the machine's groups, if they take less time than other pipelines."""
     others: dict[str, float] = field(default_factory=dict)
-    """Seconds of what was compared besides."""
+    """Seconds of what else was compared."""
     bound: float = math.inf
     tried: int = 0
     left: int = 0
@@ -65,7 +68,7 @@ class Pipelines:
 def search_pipelines(
     problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress, below: float = math.inf
 ) -> Pipelines:
-    """The cheapest pipeline, if it takes less than ``below`` seconds.
+    """Return the cheapest pipeline, if it takes less than ``below`` seconds.
 
     Raises Infeasible if the model cannot be cut, or if nothing fits.
     """
@@ -92,8 +95,8 @@ def search_pipelines(
     out.unseen += shares.left
     if not candidates and not shares.found:
         raise Infeasible(
-            f"no pipeline of {options.devices} devices (pipeline={options.pipeline}): it takes devices and a batch "
-            f"that divide, and a block for each rank"
+            f"there is no pipeline of {options.devices} devices (pipeline={options.pipeline})",
+            fix="choose numbers of devices and examples that divide, and at most one rank per block",
         )
     if shares.found:
         x = min(shares.found, key=lambda x: x.step_s)
@@ -124,8 +127,8 @@ def search_pipelines(
     if out.best is None and math.isinf(below):
         limit = options.limit_bytes(problem.machine) or math.inf
         raise Infeasible(
-            f"no pipeline found{_under(options)} that fits {limit / 2**30:.4g} GiB a device: use more devices or a "
-            f"smaller batch"
+            f"no pipeline found{_under(options)} that fits {limit / 2**30:.4g} GiB per device",
+            fix="use more devices or a smaller batch",
         )
     return out
 
@@ -133,9 +136,12 @@ def search_pipelines(
 def _candidates(
     problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress, out: Pipelines
 ) -> Iterator[Candidate]:
-    """Fewest micro-batches per rank first, until half of the work is spent."""
+    """Yield the candidates, those with the fewest micro-batches per rank first, until half of the work is spent."""
     if problem.model.unit != "s":
-        raise PaseError(f"a pipeline is priced in seconds, but cost model '{problem.model.name}' has none")
+        raise PaseError(
+            f"a pipeline is priced in seconds, but cost model '{problem.model.name}' has none",
+            fix="use cost_model='analytic', or leave out pipeline",
+        )
     ways = block_ways(traced)
     blocks = ways.blocks_of(traced)
     places = divided(problem.graph, blocks)
@@ -158,7 +164,7 @@ def _candidates(
         if out.spent.over(1 / 2):
             out.unseen = len(tried) - i
             return
-        say(f"what {ranks} ranks of {'×'.join(map(str, mesh.sizes))} take, {m} micro-batches")
+        say(f"pricing {ranks} ranks of {'×'.join(map(str, mesh.sizes))}, {m} micro-batches")
         some = tuple(
             next(variants(traced, problem.graph, replace(options, accumulate=m, once="none"), limited))
         )
@@ -175,7 +181,7 @@ def _candidates(
 
 
 def _check_hands_nothing_on(traced: Traced) -> None:
-    """Infeasible if a call passes values on to the next."""
+    """Raise Infeasible if a call passes values on to the next."""
     from pase.frontends.jax.frontend import TracedJax
 
     if not isinstance(traced, TracedJax) or not traced.carried:
@@ -185,9 +191,10 @@ def _check_hands_nothing_on(traced: Traced) -> None:
         ", …" if len(traced.carried) > 3 else ""
     )
     raise Infeasible(
-        f"stages cannot pass values on to the next step, and '{traced.graph.name}' does (its modules' Variables, or "
-        f"carry=: {some}): leave out pipeline (--pipeline), or write a loss that writes nothing (model.eval(), dropout "
-        f"by a key that is an argument, statistics that are only used)"
+        f"stages cannot pass values on to the next step, but '{traced.graph.name}' does (its modules' Variables, or "
+        f"carry=: {some})",
+        fix="leave out pipeline (--pipeline), or write a loss that writes nothing (model.eval(), dropout by a key that "
+        "is an argument, statistics that are only used)",
     )
 
 
@@ -203,9 +210,17 @@ def _degrees(options: CompileOptions, blocks: int) -> Iterator[int]:
     devices = options.devices
     if options.ranks is not None:
         if devices % options.ranks:
-            raise PaseError(f"pipeline={options.ranks} does not divide {devices} devices")
+            raise PaseError(
+                f"{options.ranks} does not divide {devices} devices",
+                where="pipeline",
+                fix="use a divisor of devices",
+            )
         if options.ranks > blocks:
-            raise Infeasible(f"{blocks} blocks do not fill {options.ranks} stages")
+            raise Infeasible(
+                f"{blocks} blocks do not fill {options.ranks} stages",
+                where="pipeline",
+                fix=f"use at most {blocks}",
+            )
         yield options.ranks
         return
     yield from (p for p in range(2, min(devices, blocks, _MOST_RANKS) + 1) if devices % p == 0)
@@ -214,14 +229,18 @@ def _degrees(options: CompileOptions, blocks: int) -> Iterator[int]:
 def _micro_batches(options: CompileOptions, ranks: int, examples: int) -> Iterator[int]:
     if options.accumulate is not None:
         if examples % options.accumulate:
-            raise PaseError(f"a batch of {examples} is not {options.accumulate} equal micro-batches")
+            raise PaseError(
+                f"a batch of {examples} is not {options.accumulate} equal micro-batches",
+                where="accumulate",
+                fix="use a divisor of the batch",
+            )
         yield options.accumulate
         return
     yield from (ranks * k for k in MICRO_BATCHES if examples % (ranks * k) == 0 and examples >= 2 * ranks * k)
 
 
 def _under(options: CompileOptions) -> str:
-    """What the schedule that was asked for needs, in words."""
+    """Return what the requested schedule needs, in words."""
     if options.stage_schedule == "auto":
         return ""
     d = SCHEDULES[options.stage_schedule]

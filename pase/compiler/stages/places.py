@@ -1,4 +1,4 @@
-"""Where a model's nodes are in a chain of equal blocks: before them, in one of them, or after them."""
+"""The place of each node of a model in a chain of equal blocks: before the blocks, in one of them, or after them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
 __all__ = ["Places", "StagePart", "ends_sum_s", "outermost_loops", "places_of", "send_s"]
 
 StagePart = str
-"""A part of a model: "first", "block" or "last" of equal blocks; of unequal ones, their units' (``chain_places``)."""
-_STORED = ("parameter", "input", "constant")  # graphs list them first, whoever reads them
+"""A part of a model. Equal blocks: "first", "block" or "last". Unequal units: the part of each (``chain_places``)."""
+_STORED = ("parameter", "input", "constant")  # graphs list these first, no matter which nodes read them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """parts: node -> its place. A parameter that several parts read (a tied embedding) is in each of them.
+    """The places of a model's nodes.
 
-    blocks: the number of equal blocks, which a loop runs or which are written out. crossing: (node, tensor) of what one
-    block passes to the next, with a gradient or without. numbers: node -> the written-out blocks that it is in or that
-    read it, from 0; none of a loop's.
+    parts: node -> its place. A parameter that several parts read (a tied embedding) is in each of them.
+    blocks: the number of equal blocks, which a loop runs or which are written out.
+    crossing: (node, tensor) of what one block passes to the next, with or without a gradient.
+    numbers: node -> the written-out blocks that it is in or that read it, from 0; empty for blocks of a loop.
     """
 
     parts: Mapping[str, tuple[StagePart, ...]]
@@ -37,14 +38,17 @@ class Places:
     crossing: tuple[tuple[str, str], ...]
     numbers: Mapping[str, set[int]]
     sizes: Mapping[StagePart, int] = field(default_factory=dict)
-    """How many equal units are in each part, over which its costs are divided."""
+    """The number of equal units in each part, over which its costs are divided."""
 
     def of(self, node: str) -> StagePart:
-        """The part that pays for a node; if there are several, the first."""
+        """Return the part that pays for a node: the first, if there are several."""
         return self.parts[node][0]
 
     def stages_of(self, cuts: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Node -> the stages that have it, for nodes that not all stages have. cuts: number of blocks of each stage."""
+        """Return node -> the stages that have it, for nodes that not all stages have.
+
+        cuts: the number of blocks of each stage.
+        """
         of_block = [k for k, many in enumerate(cuts) for _ in range(many)]
         every = range(self.blocks)
         out = {}
@@ -58,32 +62,36 @@ class Places:
 
     @cached_property
     def in_one_stage(self) -> Places:
-        """The same if one stage has all parts: what several parts read is there once."""
+        """The same places if one stage has all parts. Nodes that several parts read are then there once."""
         return replace(self, parts={name: parts[:1] for name, parts in self.parts.items()})
 
     @property
     def tied(self) -> tuple[str, ...]:
-        """Parameters that both the first and the last stage read."""
+        """The parameters that both the first and the last stage read."""
         return tuple(n for n, parts in self.parts.items() if {"first", "last"} <= set(parts))
 
 
 def send_s(model: CostModel, ranks: int, inner: int, nbytes: float) -> float:
-    """Seconds to send a device's bytes to the next of ``ranks``, each of ``inner`` devices, on the outermost links."""
+    """Return the seconds to send a device's bytes to the next of ``ranks``, each of ``inner`` devices, over the
+    outermost links."""
     mesh = mesh_from(f"stage={ranks},inner={inner}", ranks * inner)
     return float(model.collective("permute", mesh, 1, nbytes))
 
 
 def ends_sum_s(model: CostModel, ranks: int, inner: int, nbytes: float) -> float:
-    """Seconds to sum the gradients of tied parameters, a device's bytes of them, over the first and the last rank."""
+    """Return the seconds to sum the gradients of tied parameters over the first and the last rank.
+
+    nbytes: a device's bytes of them.
+    """
     if not nbytes:
         return 0.0
-    rest = max(ranks * inner // 2, 1)  # of an odd number of devices the one in the middle takes no part
+    rest = max(ranks * inner // 2, 1)  # of an odd number of devices, the one in the middle does not take part
     mesh = mesh_from(f"ends=2,rest={rest}", 2 * rest)
     return float(model.collective("all_reduce", mesh, 1, nbytes))
 
 
 def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
-    """Find the blocks: the loop with the most turns, else written-out blocks of equations
+    """Find the blocks: the loop with the highest trip count, or else written-out blocks of equations
     (``pase.frontends.jax.blocks.blocks_of``).
 
     Raises Infeasible if the model has neither, or several such loops.
@@ -100,8 +108,9 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
         loops = outermost_loops(n for n in graph.nodes if times[n.name] == blocks)
         if len(loops) > 1:
             raise Infeasible(
-                f"'{graph.name}' has {len(loops)} loops of {blocks} turns: which of them are its layers is not known, "
-                f"and stages are cut from one loop alone"
+                f"it has {len(loops)} loops of {blocks} iterations, and stages are cut from a single loop over layers",
+                where=f"'{graph.name}'",
+                fix="leave out pipeline (--pipeline)",
             )
         inside = {name for name, many in times.items() if many > 1}
         at = [i for i, n in enumerate(graph.nodes) if times[n.name] == blocks and n.kind not in _STORED]
@@ -116,7 +125,9 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
         blocks = len(written_out)
         if blocks < 2:
             raise Infeasible(
-                f"'{graph.name}' has no equal blocks to cut it between: no loop over layers, no equal layers in a row"
+                "it has no equal blocks to cut it between: no loop over layers, and no equal layers in a row",
+                where=f"'{graph.name}'",
+                fix="leave out pipeline (--pipeline)",
             )
         held_by = holders(written_out)
         inside = {
@@ -144,7 +155,7 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
 
 
 def outermost_loops(nodes: Iterable[Node]) -> set[str]:
-    """Paths of the scopes of the loops around these nodes' ops that are in no other loop."""
+    """Return the paths of the loops around these nodes' ops that are in no other loop."""
     scopes = (op.scope for n in nodes for op in n.ops)
     around = (next((s.path for s in scope if s.kind == "loop"), None) for scope in scopes)
     return {path for path in around if path is not None}
@@ -153,7 +164,10 @@ def outermost_loops(nodes: Iterable[Node]) -> set[str]:
 def _handed_on(
     graph: Graph, middle: int, held_by: Callable[[Place], list[int]]
 ) -> tuple[tuple[str, str], ...]:
-    """What is made before the middle block and read from it on, op by op: a node may have ops of two blocks."""
+    """Return what is made before the middle block and read in or after it.
+
+    This goes op by op, because a node may have ops of two blocks.
+    """
     made, read = dict[str, tuple[str, int]](), dict[str, int]()
     for n in graph.nodes:
         for op in n.ops:

@@ -1,4 +1,4 @@
-"""The plan of a pipeline that the search found."""
+"""Makes the plan of a pipeline that the search found."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ __all__ = ["plan_staged"]
 def plan_staged(
     problem: SplitProblem, traced: Traced, name: str, found: Pipelines, seconds: dict[str, float]
 ) -> PlanData:
-    """The plan of what the search found: the mesh, the nodes and storage of a middle stage, with the splits of both
-    ends.
+    """Return the plan of what the search found: its mesh, and a middle stage's nodes and storage, with the splits of
+    both ends.
     """
     s, menu = found.best, found.menu
     assert s is not None and menu is not None and s.cuts.simulated is not None and s.cuts.counts is not None
@@ -46,7 +46,7 @@ def plan_staged(
     t = next(t for t in menu.tables if t.variant == middle.variant)
     mesh = axes_by_use(t.graph, s.mesh, configs)
     bound = min(found.bound, step_s)
-    # As ``costs`` prices it: gathers and sums of parameters run once a step unless a stage has them each time.
+    # As ``costs`` prices it, gathers and sums of parameters are hoisted, unless a stage has them in each micro-batch.
     hoisted = all(split.weights == "once" for split in s.splits)
     plan = assemble(
         replace(t.graph, meta={**t.graph.meta, "once": "all"}) if hoisted else t.graph,
@@ -74,7 +74,8 @@ def plan_staged(
         remat=middle.variant.blocks,
     )
     memory = _memory(s)
-    # The plan lists all micro-batches. A replica runs its share, and sends so much less, but for what is sent once.
+    # The plan lists all micro-batches. A replica runs only some of them, and sends accordingly less, except for hoisted
+    # collectives.
     micro_batches = micro_batches_of(t.graph)
     run = s.micro_batches / micro_batches
     counted = [(c, run if c.times >= micro_batches else 1.0) for c in plan.collectives]
@@ -103,7 +104,7 @@ def plan_staged(
 
 
 def _names(problem: SplitProblem) -> tuple[str, ...]:
-    """Of the machine's groups; empty if its devices are equal."""
+    """Return the names of the machine's groups; empty if its devices are equal."""
     machine = problem.machine
     return tuple(g.name for g in machine.groups) if isinstance(machine, GroupedMachine) else ()
 
@@ -113,8 +114,10 @@ def _middle(s: Staged) -> StageSplit:
 
 
 def _as_cut(s: Staged, menu: StageMenu) -> dict[str, np.ndarray]:
-    """Node -> int8 [axes]: a middle stage's split of the blocks, and those of both ends; of unequal units the split of
-    the first stage that has the node."""
+    """Return node -> int8 [axes]: a middle stage's split of the blocks, and the splits of both ends.
+
+    For unequal units, this is the split of the first stage that has the node.
+    """
     if isinstance(menu, ChainMenu):
         inside = [(w, w.role.units) for w in s.splits if w.role.units is not None]
         has = {n.name: [w for w, u in inside if menu.places.share(n.name, u)] for n in menu.graph.nodes}
@@ -124,8 +127,8 @@ def _as_cut(s: Staged, menu: StageMenu) -> dict[str, np.ndarray]:
 
 
 def _equal_s(s: Staged, found: Pipelines, unequal: bool) -> float | None:
-    """Seconds of the step with equal shares for unequal devices: of the micro-batches, for replicas, else of the
-    blocks. None if devices are equal, or if equal shares do not fit."""
+    """Return the seconds of the step if unequal devices had equal shares: of the micro-batches for replicas, otherwise
+    of the blocks. None if devices are equal, or if equal shares do not fit."""
     if not unequal:
         return None
     if found.replica_split is not None:
@@ -155,8 +158,11 @@ def _replicas(split: ReplicaSplit, found: Pipelines, names: tuple[str, ...]) -> 
 
 
 def _shared(n: NodePlan, part: float, run: float, sent: Mapping[str, tuple[float, float]]) -> NodePlan:
-    """A node's costs and work as the average per rank. Each stage lists its own memory. run: the part of the
-    micro-batches that is run. sent: seconds of a node's collectives, of all micro-batches and of these."""
+    """Return a node's costs and work as the average per rank. Each stage lists its own memory.
+
+    run: the fraction of the micro-batches that is run.
+    sent: the seconds of a node's collectives, for all micro-batches and for those that are run.
+    """
     before, after = sent.get(n.name, (0.0, 0.0))
     cost = NodeCost(
         compute=n.cost.compute * part * run,
@@ -251,15 +257,15 @@ def _scope(found: Pipelines, only: str) -> str:
 
 
 def _kept(s: Staged) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of one micro-batch on a device of each stage, float64 [stages]: until its backward, and the part of them
-    that stays until its weights' gradients."""
+    """Return the bytes of one micro-batch on a device of each stage, float64 [stages]: until its backward, and the part
+    of them that stays until its weights' gradients."""
     counts, f, e = np.array(s.cuts.counts), s.problem.bytes_fixed, s.problem.bytes_each
     assert f is not None and e is not None
     return f.kept + counts * e.kept, f.for_weights + counts * e.for_weights
 
 
 def _memory(s: Staged) -> list[Memory]:
-    """Memory on a device of each rank."""
+    """Return the memory on a device of each rank."""
     counts = np.array(s.cuts.counts)
     active = peak_bytes(s.schedule, *_kept(s))
     if s.schedule.lockstep:  # the ends' micro-batches are divided over the ranks, and kept until backward

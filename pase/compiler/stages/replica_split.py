@@ -1,8 +1,9 @@
-"""Replicas of the model on groups of unequal devices, with shares of the micro-batches that suit their speed.
+"""Replicas of the model on groups of unequal devices, with numbers of micro-batches that suit their speed.
 
-Each group holds one replica, split as its own devices like best: over all of them, or in stages. A replica's step takes
-no less time with more micro-batches. So shares are best if no single micro-batch can leave the slowest replica for
-another that would then still be faster: whatever else beats them gives the slowest fewer and some other one more.
+Each group holds one replica, split in the best way for its own devices: over all of them, or in stages. A replica's
+step takes no less time with more micro-batches. A division of the micro-batches is therefore optimal if no single one
+can move from the slowest replica to another that would then still be faster, because any better division gives the
+slowest replica fewer micro-batches and some other one more.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ __all__ = [
 ]
 
 _MICRO_BATCHES = (2, 4, 8, 16, 32)
-"""The numbers of micro-batches to try that the groups share."""
+"""The total numbers of micro-batches to try."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Replica:
-    """A group's replica, with so many of the step's micro-batches."""
+    """A group's replica, and how many of the step's micro-batches it takes."""
 
     group: RankGroup
     micro_batches: int
@@ -57,9 +58,12 @@ class Replica:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReplicaSplit:
-    """A step on replicas. sum_s: of gradients between the groups, after the slowest replica. bound: no shares of any
-    replicas of the groups take less. equal_s: with a share for each group by its number of devices; infinite if that
-    does not fit."""
+    """A step on replicas.
+
+    sum_s: seconds to sum gradients between the groups, after the slowest replica.
+    bound: no division of the micro-batches among any replicas of the groups takes less.
+    equal_s: seconds if micro-batches are divided by numbers of devices; infinite if that does not fit.
+    """
 
     replicas: tuple[Replica, ...]
     sum_s: float
@@ -73,8 +77,11 @@ class ReplicaSplit:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReplicaSplitSearch:
-    """What was found for each number of micro-batches. bounds: seconds that no shares beat, of numbers for which none
-    were found. left: numbers that were not looked at, because the work that ``work`` allows was spent."""
+    """What was found for each number of micro-batches.
+
+    bounds: lower bounds in seconds for the numbers for which nothing was found.
+    left: how many numbers were not reached, because the allowed work was spent.
+    """
 
     found: tuple[ReplicaSplit, ...] = ()
     bounds: tuple[float, ...] = ()
@@ -84,9 +91,9 @@ class ReplicaSplitSearch:
 def best_split(
     total: int, groups: int, seconds: Callable[[int, int], float], start: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """How many of ``total`` micro-batches each group takes, at least one, so that the slowest is fastest.
+    """Return how many of ``total`` micro-batches each group takes, at least one, so that the slowest is fastest.
 
-    seconds: (group, micro-batches) -> seconds, which never fall with more micro-batches.
+    seconds: (group, micro-batches) -> seconds, which must not decrease with more micro-batches.
 
     >>> best_split(16, 2, lambda g, k: k * (1.0, 3.0)[g])
     (12, 4)
@@ -106,7 +113,7 @@ def best_split(
 
 
 def equal_split(total: int, devices: Sequence[int]) -> tuple[int, ...]:
-    """Micro-batches by number of devices, at least one each, the remainder to those that lack most of theirs.
+    """Return micro-batches in proportion to devices, at least one each; the remainder goes to those that lack most.
 
     >>> equal_split(8, [12, 4]), equal_split(5, [4, 4])
     ((6, 2), (3, 2))
@@ -122,8 +129,11 @@ def equal_split(total: int, devices: Sequence[int]) -> tuple[int, ...]:
 
 
 def gradient_sum_s(machine: GroupedMachine, cost_model: str, graph: Graph) -> float:
-    """Seconds to sum all gradients between the groups. Each device sends its part of what its group has: a sum within
-    the group stops halfway for it, and its second half passes the result on."""
+    """Return the seconds to sum all gradients between the groups.
+
+    Each device sends its part of what its group has. The sum within the group stops halfway for it, and its second half
+    distributes the result.
+    """
     nbytes = sum(
         graph.tensors[n.ops[0].writes[0].tensor].nbytes
         for n in graph.nodes
@@ -138,9 +148,9 @@ def gradient_sum_s(machine: GroupedMachine, cost_model: str, graph: Graph) -> fl
 def search_replica_split(
     problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress, spent: Spent
 ) -> ReplicaSplitSearch:
-    """For each number of micro-batches the best replicas, one on each of the machine's groups.
+    """Return the best replicas, one on each of the machine's groups, for each number of micro-batches.
 
-    Nothing if the machine has no groups, or if the ranks, their mesh or their schedule are given.
+    The result is empty if the machine has no groups, or if the ranks, their mesh or their schedule are given.
     """
     machine = problem.machine
     given = options.ranks is not None or options.mesh is not None or options.stage_schedule != "auto"
@@ -157,7 +167,7 @@ def search_replica_split(
         if spent.over():
             skipped += 1
             continue
-        say(f"shares of {m} micro-batches for replicas on {', '.join(g.name for g in groups)}")
+        say(f"dividing {m} micro-batches among replicas on {', '.join(g.name for g in groups)}")
         ways = next(variants(traced, problem.graph, replace(options, accumulate=m, once="none"), limited))
         group = [_OnOneGroup(group, problem, options, made, ways) for group in groups]
         counts = best_split(m, len(group), lambda g, k, of=group: of[g].least_s(k))  # type: ignore[misc]
@@ -184,7 +194,7 @@ def search_replica_split(
 
 
 class _OnOneGroup:
-    """The pipelines, and the splits without stages, of one group's devices, for any share of the micro-batches."""
+    """The pipelines and the splits without stages on one group's devices, for any number of micro-batches."""
 
     def __init__(
         self,
@@ -206,7 +216,7 @@ class _OnOneGroup:
         self._least: dict[int, list[float]] = {}
 
     def _leasts(self, micro_batches: int) -> list[float]:
-        """Of each shape, seconds that none of its pipelines beats."""
+        """Return, for each shape, the seconds that none of its pipelines beats."""
         if micro_batches not in self._least:
             self._least[micro_batches] = [
                 menu_of(
@@ -232,7 +242,7 @@ class _OnOneGroup:
         return np.inf if found is None else found[0].step_s
 
     def best(self, micro_batches: int) -> tuple[Staged, StageMenu] | None:
-        """The best pipeline with this share; None if none fits."""
+        """Return the best pipeline with this many micro-batches; None if none fits."""
         if micro_batches not in self._found:
             self._found[micro_batches] = None
             top, least = math.inf, self._leasts(micro_batches)

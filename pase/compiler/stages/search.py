@@ -1,4 +1,4 @@
-"""The best pipeline for a number of ranks, a number of micro-batches and a mesh of a stage's devices.
+"""Finds the best pipeline for a number of ranks, a number of micro-batches and a mesh of a stage's devices.
 
 It chooses the schedule, how each stage is split, and how many blocks each stage has.
 """
@@ -36,12 +36,12 @@ PRICES = (0.1, 0.5, 4.0)
 SIMULATIONS = 12
 GAP = 1e-3
 NODES = 300
-"""The most nodes of one integer program's tree. For cuts, a relative gap of ``GAP`` is enough."""
+"""The most nodes of the tree of one integer program. For cuts, a relative gap of ``GAP`` is enough."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Staged:
-    """A pipelined step. splits: of each stage."""
+    """A pipelined step. splits: the split of each stage."""
 
     schedule: Schedule
     problem: CutProblem
@@ -56,7 +56,7 @@ class Staged:
 
 
 def chunks_of(d: Discipline, blocks: int, ranks: int) -> Iterator[int]:
-    """The numbers of stages per rank to try: the powers of two for which there are enough blocks, and the maximum."""
+    """Yield the numbers of stages per rank to try: powers of two for which there are enough blocks, and the maximum."""
     low, high = d.chunks
     most = blocks // ranks if not high else min(high, blocks // ranks)
     tried = {low, most, *(2**i for i in range(most.bit_length()))}
@@ -66,9 +66,11 @@ def chunks_of(d: Discipline, blocks: int, ranks: int) -> Iterator[int]:
 class StageMenu:
     """Ways to split the stages on some devices. They are found once, and each schedule chooses among them.
 
-    tables: of every site. limit: bytes on a device of every rank, or of each one. groups: the site of each rank; empty:
-    all are equal. between: prices what ranks of different sites send each other. only: the one schedule to try; "auto":
-    all but those of one program; "every".
+    tables: those of every device group.
+    limit: bytes on a device, of every rank or one value per rank.
+    groups: the device group of each rank; empty if all ranks are equal.
+    between: prices what ranks of different groups send each other.
+    only: the one schedule to try; "auto" for all except those that run as one program; or "every".
     """
 
     def __init__(
@@ -104,21 +106,21 @@ class StageMenu:
 
     @property
     def shares(self) -> np.ndarray:
-        """The part of the blocks with which each rank works as long as the others, float64 [ranks]."""
+        """The fraction of the blocks with which each rank works as long as the others, float64 [ranks]."""
         return 1 / self.block_s / (1 / self.block_s).sum()
 
     def least_s(self) -> float:
-        """A lower bound on every pipeline of these ranks, for any schedule, cuts and splits: what all ranks take if the
-        work is divided so that none waits.
+        """Return a lower bound on every pipeline of these ranks, for any schedule, cuts and splits.
 
-        The first of a site's tables are the ones that charge least.
+        It is what all ranks take if the work is divided so that none waits. The first of a group's tables are those
+        that charge least.
         """
-        if self.ranks == 1:  # what both ends read is there once
+        if self.ranks == 1:  # parameters that both ends read are there once
             only = StageRole(first=True, last=True, group=self.groups[0])
             return self._at(only.group)[0].least_s(only, self.places.blocks)
 
         def end(ranks: Sequence[int], *, last: bool) -> float:
-            """In blocks of the rank that has it."""
+            """Return the work of an end, in blocks of the rank that has it."""
             roles = [(r, StageRole(first=not last, last=last, group=self.groups[r])) for r in ranks]
             return min(self._at(role.group)[0].least_s(role, 0.0) / self.block_s[r] for r, role in roles)
 
@@ -129,7 +131,7 @@ class StageMenu:
         return [t for t in self.tables if t.group == group]
 
     def splits(self, role: StageRole) -> list[StageSplit]:
-        """Ways to split a stage that has all blocks of a rank: one for each of its tables at each price per byte."""
+        """Return ways to split a stage with all blocks of a rank: one for each of its tables at each price per byte."""
         if role not in self._splits:
             rank = self.groups.index(role.group)
             blocks, found = self.places.blocks * float(self.shares[rank]), list[StageSplit]()
@@ -145,7 +147,7 @@ class StageMenu:
         return self._splits[role]
 
     def schedules(self) -> Iterator[tuple[Discipline, int]]:
-        """Those to try, with their stages per rank: those with several stages first. A single rank has no choice."""
+        """Yield the schedules to try with their stages per rank, the most stages first. A single rank has no choice."""
         if self.ranks == 1:
             yield SCHEDULES["1f1b"], 1
             return
@@ -157,14 +159,16 @@ class StageMenu:
                     yield d, chunks
 
     def _as_one(self, chunks: int) -> bool:
-        """Whether one program can run the stages: one on each rank, equal ones on equal devices, and micro-batches that
-        the ranks divide."""
+        """Whether one program can run the stages.
+
+        It needs one stage per rank, equal stages on equal devices, and micro-batches that the ranks divide.
+        """
         divide = self.micro_batches % self.ranks == 0 and self.places.blocks % self.ranks == 0
         return chunks == 1 and divide and len(set(self.groups)) == 1
 
     def bounded(self, below: float) -> tuple[float, Staged | None]:
-        """(a lower bound on every pipeline of these ranks under the schedules, within the limit; the best pipeline that
-        takes less than ``below``, of the splits that the bound's searches found)."""
+        """Return (a lower bound on every pipeline of these ranks under the schedules, within the limit; the best
+        pipeline that takes less than ``below``, from the splits that the bound's searches found)."""
         hoisted = [t for t in self.tables if t.weights == "once"]
         limited = np.isfinite(self.limits).any()
         self.bounds = StageBounds(
@@ -190,15 +194,15 @@ class StageMenu:
         return min(least, below), best
 
     def least_send_s(self) -> tuple[float, float]:
-        """Seconds to send one micro-batch's activations to the next stage, and their gradients back, however they are
-        split."""
+        """Return the least seconds over all splits to send a micro-batch's activations to the next stage, and their
+        gradients back."""
         ring = set(zip(self.groups, (*self.groups[1:], self.groups[0]), strict=True))
         of = self.least_bytes(self.places.crossing)
         there, back = (min(self.sent_s(a, b, x) for a, b in ring) for x in of)
         return there, back
 
     def least_bytes(self, crossing: Iterable[tuple[str, str]]) -> tuple[float, float]:
-        """Bytes of one micro-batch's activations on a device, and of their gradients, however they are split."""
+        """Return the least bytes over all splits of a micro-batch's activations on a device, and of their gradients."""
         space, out = self.tables[0].features.space, np.zeros(2)
         for name, tensor in crossing:
             n, t = self.graph.node[name], self.graph.tensors[tensor]
@@ -208,7 +212,7 @@ class StageMenu:
         return float(out[0]), float(out[1])
 
     def sent_s(self, a: int, b: int, nbytes: float) -> float:
-        """Seconds to send a device's bytes to the next rank, between these sites."""
+        """Return the seconds to send a device's bytes to the next rank, between these device groups."""
         if not nbytes:
             return 0.0
         if a == b:
@@ -217,22 +221,22 @@ class StageMenu:
         return send_s(self.between, 2, self.mesh.devices, nbytes)
 
     def staged(self, d: Discipline, chunks: int, below: float = np.inf) -> tuple[Staged | None, bool]:
-        """(the best pipeline under a schedule, if it takes less than ``below``; whether any pipeline fits)."""
+        """Return (the best pipeline under a schedule, if it takes less than ``below``; whether any pipeline fits)."""
         found, fits = self._searched(d, chunks, below)
         if found is not None:
             self._found[d.name, chunks] = found
         return found, fits
 
     def first(self, d: Discipline, chunks: int) -> float:
-        """Seconds of the step with the stages that are chosen first; infinite if none fit."""
+        """Return the seconds of the step with the stages that are chosen first; infinite if none fit."""
         s = schedule(d.name, self.ranks, self.micro_batches, chunks)
         if s.lockstep:
-            return 0.0  # found at once
+            return 0.0  # the search itself is fast
         chosen = self._aligned(s)
         return np.inf if chosen is None else self._with_counts(s, chosen).step_s
 
     def compared(self, d: Discipline, chunks: int) -> Staged | None:
-        """The best pipeline under a schedule that the search met, if any fits."""
+        """Return the best pipeline under a schedule that the search has met, if any fits."""
         if (d.name, chunks) not in self._found:
             s = schedule(d.name, self.ranks, self.micro_batches, chunks)
             if s.lockstep:
@@ -244,7 +248,7 @@ class StageMenu:
         return self._found[d.name, chunks]
 
     def _with_counts(self, s: Schedule, chosen: StageChoice, bound: float = 0.0) -> Staged:
-        """With the chosen numbers of blocks. bound: on any other numbers."""
+        """Return the pipeline with the chosen numbers of blocks. bound: a lower bound for any other numbers."""
         problem = self.problem(s, chosen.splits)
         done = simulate(s, problem.times(chosen.counts))
         counts = tuple(map(int, chosen.counts))
@@ -267,8 +271,10 @@ class StageMenu:
         return (self._with_counts(s, chosen, cuts.bound) if rough.step_s < below else None), True
 
     def _aligned(self, s: Schedule) -> StageChoice | None:
-        """For each stage one of its ways and its blocks, that with the shortest step of those that were tried; None if
-        none fit. Tried again once the bound's searches have found more ways."""
+        """Return a way and a number of blocks for each stage: the choice with the shortest step that was tried.
+
+        None if none fits. It is computed again once the bound's searches have found more ways.
+        """
         key = s, self.bounds is not None
         if key not in self._chosen:
             choices = [c for c in (self.chosen(s), self.even(s)) if c is not None]
@@ -277,7 +283,7 @@ class StageMenu:
         return self._chosen[key]
 
     def made(self, problem: CutProblem, cuts: Cuts, splits: tuple[StageSplit, ...]) -> Staged:
-        """The step of these stages."""
+        """Return the step of these stages."""
         return Staged(
             schedule=problem.schedule,
             problem=problem,
@@ -288,24 +294,24 @@ class StageMenu:
         )
 
     def _one_program(self, s: Schedule, below: float) -> tuple[Staged | None, bool]:
-        """As ``staged``, for a schedule in lockstep."""
+        """Return the same as ``staged``, for a schedule in lockstep."""
         found, fits = circular_staged(self, s, below, PRICES if np.isfinite(self.limits).any() else ())
         if found is None:
             return None, fits
         return self.made(found.problem, found.cuts, (found.split,) * s.stages), True
 
     def chosen(self, s: Schedule) -> StageChoice | None:
-        """For each stage one of its ways and its blocks, as far as is known; None if none of them fit."""
+        """Return a way and a number of blocks for each stage, from the known ways; None if none of them fit."""
         return choose_stages(s, self.ways(s), self.shares, self.places.blocks, self.limits)
 
     def even(self, s: Schedule) -> StageChoice | None:
-        """The same with equal stages, if ranks have several and are equal."""
+        """Return the same with equal stages, if ranks are equal and have several stages."""
         if s.stages == s.ranks or len(set(self.groups)) > 1:
             return None
         return even_stages(s, self.ways(s), self.places.blocks, self.limits)
 
     def ways(self, s: Schedule) -> list[list[StageSplit]]:
-        """Of each stage: first those at a few prices per byte, then those that the bound's searches found."""
+        """Return the ways of each stage: first those at a few prices per byte, then those of the bound's searches."""
         roles = roles_of(s, self.groups)
         of = {
             role: self.splits(role) + (self.bounds.ways(role) if self.bounds is not None else [])
@@ -314,14 +320,14 @@ class StageMenu:
         return [of[role] for role in roles]
 
     def problem(self, s: Schedule, splits: tuple[StageSplit, ...]) -> CutProblem:
-        """How many blocks each stage gets, split as given."""
+        """Return the problem of how many blocks each stage gets, if the stages are split as given."""
         summed = np.stack([w.summed for w in splits], axis=-1)
         fixed, each = (dict(zip(SUMMED, x, strict=True)) for x in summed)
         waiting = np.array([w.waiting for w in splits]).T
         rank = np.array(s.rank_of)
         after = np.bincount(rank, fixed["after"], s.ranks) + self.tied_after(s, splits)
         chunks = s.stages // s.ranks
-        most = np.zeros(s.ranks)  # the ops of a rank's stages run one after another: the largest counts, once
+        most = np.zeros(s.ranks)  # a rank's ops run one after another, so only the largest counts
         np.maximum.at(most, rank, [w.buffers for w in splits])
         gathers, sums, *compute = _padded([w.overlap_rows for w in splits])
         return CutProblem(
@@ -352,8 +358,8 @@ class StageMenu:
         )
 
     def tied_after(self, s: Schedule, splits: Sequence[StageSplit]) -> np.ndarray:
-        """Seconds once a step in which each rank sums gradients of parameters that other ranks have too, float64
-        [ranks]."""
+        """Return the seconds per step in which each rank sums gradients of parameters that it shares with other ranks,
+        float64 [ranks]."""
         out = np.zeros(s.ranks)
         if s.rank_of[0] != s.rank_of[-1]:
             nbytes = sum(self.gradient_bytes(splits[0], name) for name in self.places.tied)
@@ -361,7 +367,7 @@ class StageMenu:
         return out
 
     def gradient_bytes(self, split: StageSplit, name: str) -> float:
-        """Of a parameter, on one device."""
+        """Return the bytes of a parameter's gradient on one device."""
         n = self.graph.node[name]
         a = n.ops[0].writes[0]
         tensor = self.graph.tensors[a.tensor]
@@ -369,25 +375,25 @@ class StageMenu:
         return float(local_bytes(n, tensor, a, cfg, self.mesh)[0]) if tensor.needs_grad else 0.0
 
     def sum_s(self, one: int, other: int, nbytes: float) -> float:
-        """Seconds to sum the gradients of tied parameters between two ranks of these sites, for one device's share."""
+        """Return the seconds to sum tied gradients between two ranks of these groups. nbytes: those of a device."""
         if one == other:
             return ends_sum_s(self.models[one], self.groups.count(one), self.mesh.devices, nbytes)
         assert self.between is not None
         return ends_sum_s(self.between, 2, self.mesh.devices, nbytes)
 
     def crossing(self, a: StageSplit) -> tuple[tuple[str, str], ...]:
-        """(node, tensor) of what a stage hands on."""
+        """Return (node, tensor) of what a stage passes on."""
         return self.places.crossing
 
     def _handed_s(self, a: StageSplit, b: StageSplit) -> tuple[float, float]:
-        """``_send_s``, once for each pair."""
+        """Return ``_send_s``, computed once for each pair."""
         if (a, b) not in self._sends:
             self._sends[a, b] = self._send_s(a, b)
         return self._sends[a, b]
 
     def _send_s(self, a: StageSplit, b: StageSplit) -> tuple[float, float]:
-        """Seconds to send one micro-batch's activations to the next stage, in the layout that it reads; and to send
-        their gradients back, in the layout of this one."""
+        """Return the seconds to send one micro-batch's activations to the next stage, in the layout that it reads, and
+        to send their gradients back, in the layout of this stage."""
         sent = np.zeros(2)
         for name, tensor in self.crossing(a):
             n, t = self.graph.node[name], self.graph.tensors[tensor]
@@ -406,7 +412,7 @@ class StageMenu:
         )
 
     def _reshard_s(self, src: np.ndarray, dst: np.ndarray, t: Tensor, model: CostModel) -> float:
-        """Seconds to bring a tensor from one layout into another."""
+        """Return the seconds to reshard a tensor."""
         total = 0.0
         for step in reshard(src, dst, self.mesh):
             charge = Charge(
@@ -421,8 +427,10 @@ class StageMenu:
         return total
 
     def sent_bytes(self, a: StageSplit, handed: StageSplit | None = None) -> tuple[float, float]:
-        """Bytes of one micro-batch's activations on a device of a stage, and of their gradients. handed: the stage that
-        hands them on, if it is not this one."""
+        """Return the bytes of one micro-batch's activations on a device of a stage, and of their gradients.
+
+        handed: the stage that passes them on, if it is not this one.
+        """
         out = np.zeros(2)
         for name, tensor in self.crossing(a if handed is None else handed):
             n, t = self.graph.node[name], self.graph.tensors[tensor]
@@ -436,8 +444,8 @@ _TIMES = ("forward", "input", "weight", "recompute")
 
 
 def _padded(by_unit: Sequence[np.ndarray]) -> np.ndarray:
-    """``StageSplit.overlap_rows`` of each stage, float64 [2 + kinds, units, stages]: with as many units as the
-    largest has."""
+    """Return ``StageSplit.overlap_rows`` of each stage, float64 [2 + kinds, units, stages], padded with zeros to the
+    number of units of the largest stage."""
     most = max(x.shape[1] for x in by_unit)
     gaps = [np.zeros((len(x), most - x.shape[1])) for x in by_unit]
     same = [np.hstack([x[:, :-2], gap, x[:, -2:]]) for x, gap in zip(by_unit, gaps, strict=True)]
@@ -445,6 +453,5 @@ def _padded(by_unit: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def disciplines(only: str = "auto") -> list[Discipline]:
-    """Schedules to try: the one that is named, "every", or ("auto") all that the ranks run by themselves, stage by
-    stage."""
+    """Return the schedules to try: the named one, "every" one, or for "auto" all that run stage by stage."""
     return [d for d in SCHEDULES.values() if only in ("every", d.name) or (only == "auto" and not d.lockstep)]

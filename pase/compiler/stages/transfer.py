@@ -1,4 +1,4 @@
-"""Apply a pipelined plan to the same model at another size and on fewer devices, in order to try it there."""
+"""Applies a pipelined plan to the same model at another size and on fewer devices, in order to try it there."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = ["staged_elsewhere"]
 def staged_elsewhere(plan: PlanData, traced: TracedJax, devices: int) -> tuple[PlanData, tuple[str, ...]]:
     """Transfer the plan's schedule and splits, with equal cuts, to this model on this many devices.
 
-    Returns (the plan, the nodes where an axis had to be dropped). The seconds and bytes of the stages remain those of
-    the plan. Raises Infeasible if there are too few blocks, devices or examples for the schedule.
+    Returns (the plan, the nodes for which an axis had to be dropped). The seconds and bytes of the stages remain those
+    of the plan. Raises Infeasible if there are too few blocks, devices or examples for the schedule.
     """
     p = plan.pipeline
     assert p is not None
@@ -71,7 +71,7 @@ def staged_elsewhere(plan: PlanData, traced: TracedJax, devices: int) -> tuple[P
 
 
 def _shape(p: PipelinePlan, plan: PlanData, blocks: int, examples: int, devices: int) -> tuple[int, int, int]:
-    """(ranks, stages per rank, micro-batches): those of the plan, or the most that the model and devices allow."""
+    """Return (ranks, stages per rank, micro-batches): those of the plan, or the most that model and devices allow."""
     d = SCHEDULES[p.schedule]
 
     def every() -> Iterator[tuple[int, int, int]]:
@@ -87,5 +87,6 @@ def _shape(p: PipelinePlan, plan: PlanData, blocks: int, examples: int, devices:
             return ranks, chunks, m
     raise Infeasible(
         f"{blocks} blocks and {examples} examples on {devices} devices cannot be run as the plan's stages are ({p}, "
-        f"{plan.mesh.devices} devices each): use a divisor of its {plan.devices} devices, or leave out --reduced"
+        f"{plan.mesh.devices} devices each)",
+        fix=f"use a divisor of its {plan.devices} devices, or leave out --reduced",
     )

@@ -1,4 +1,4 @@
-"""A proof over every mesh of the devices, against a search of every mesh."""
+"""A proof over every mesh of the devices, compared with a search of every mesh."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_answer_is_the_best_of_every_mesh(
 
 @pytest.mark.parametrize("overlap", ["none", "parameters"])
 def test_a_mesh_is_sifted_to_what_costs_less(overlap: str) -> None:
-    """Whatever cost is known, and however little is priced: the bound holds, and the cheaper strategy is found."""
+    """For any known cost and any budget, the bound holds, and a cheaper strategy is found."""
     problem = SplitProblem.of(resolve(GPT2).graph, 8, None, "analytic", "adam", overlap)
     for mesh in problem.meshes(None, 8):
         best = search_meshes(problem, [mesh]).solution.cost
@@ -82,7 +82,7 @@ def test_a_mesh_is_sifted_to_what_costs_less(overlap: str) -> None:
 
 
 def test_what_is_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With nothing priced, the bound is what the nodes cost alone, and the plan says of which meshes."""
+    """If nothing is priced, the bound is the cost of the nodes alone, and the plan names the meshes."""
     monkeypatch.setattr("pase.compiler.meshes.every_mesh._MOST_PAIRS", 0)
     plan = pase.compile(
         GPT2, devices=8, max_axes=1, meshes="all", overlap="none", baselines=False, memory_limit="none"
@@ -92,7 +92,7 @@ def test_what_is_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_limit_is_kept() -> None:
-    """A strategy of another mesh that does not fit is no answer; the bound says that it exists."""
+    """A strategy of another mesh that does not fit is not an answer, but it lowers the bound."""
     free = pase.compile(MLP, devices=8, meshes="all", overlap="none", baselines=False, memory_limit="none")
     limit = int(free.memory.total * 0.99)
     plan = pase.compile(
@@ -105,9 +105,9 @@ def test_a_limit_is_kept() -> None:
 def test_what_cannot_be_proven_is_refused() -> None:
     with pytest.raises(PaseError, match="leave out mesh"):
         pase.compile(MLP, devices=8, mesh="2x4", meshes="all")
-    with pytest.raises(PaseError, match="'none', 'gathers' or 'all'"):
+    with pytest.raises(PaseError, match="once to 'none', 'gathers' or 'all'"):
         pase.compile(MLP, devices=8, once="auto", meshes="all")
-    with pytest.raises(PaseError, match="meshes is 'few' or 'all'"):
+    with pytest.raises(PaseError, match="meshes: must be 'few' or 'all'"):
         pase.compile(MLP, devices=8, meshes="most")  # type: ignore[arg-type]
 
 
@@ -117,7 +117,7 @@ def test_the_command_says_so() -> None:
 
 
 def test_a_mesh_is_listed_with_the_answer_of_its_further_search() -> None:
-    """What ``close`` finds is what the mesh's cheapest strategy costs, in the list of meshes too."""
+    """The list of meshes has the cost that ``close`` finds for the mesh."""
 
     class TwoSteps:
         space = staticmethod(lambda mesh: None)

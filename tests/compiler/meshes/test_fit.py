@@ -1,4 +1,4 @@
-"""Variants of a step under a memory limit: against enumeration, and against what a user would write by hand."""
+"""Variants of a step under a memory limit, compared with enumeration and with what a user would write."""
 
 import itertools
 from dataclasses import replace
@@ -28,7 +28,7 @@ from pase.tables.layouts import configs
 
 S = jax.ShapeDtypeStruct
 WIDE = (S((8, 16), "float32"), S((4096, 8), "float32"))
-"""Parameters of 512 bytes and a large batch: activations are what takes the memory."""
+"""Parameters of 512 bytes and a large batch, so that activations take most of the memory."""
 
 
 def wide(w, x):
@@ -49,8 +49,10 @@ def weighted(params, x):
     ("machine", "overlap"), [("h100x8", "none"), ("h100x8", "parameters"), ("tpu_v5e", "none")]
 )
 def test_the_best_variant_that_fits_is_found(machine, overlap):
-    """Every strategy of every number of micro-batches and of all that is sent once, priced item by item: none that fits
-    is cheaper. By either account of memory, and with gradients hidden behind backward."""
+    """Of all strategies, micro-batches and hoisting choices, priced item by item, none that fits is cheaper.
+
+    This holds for both memory accounts, and if gradients overlap with backward.
+    """
     traced = trace(wide, *WIDE)
     problem, mesh = SplitProblem.of(traced.graph, 2, machine, "analytic", "adam"), mesh_from("2", 2)
     problem = replace(problem, overlap=overlap)
@@ -91,7 +93,7 @@ def test_the_best_variant_that_fits_is_found(machine, overlap):
 
 
 def test_blocks_computed_again_cost_what_the_users_own_remat_does():
-    """A loop's body as a block, and the same body under jax.checkpoint: equal seconds and bytes, by each method."""
+    """A loop's body as a block, and the same body under jax.checkpoint, have equal seconds and bytes per baseline."""
     given = {}
     small = "&layers=4&batch=16&seq=64&vocab=512"
     for remat in (0, 1):
@@ -109,7 +111,7 @@ def test_blocks_computed_again_cost_what_the_users_own_remat_does():
 
 
 def test_a_micro_batch_is_the_model_on_a_part_of_the_batch():
-    """k micro-batches: as much arithmetic, k times the gathers, one update; activations of one."""
+    """k micro-batches have the same arithmetic, k times the gathers, one update, and the activations of one."""
     traced = trace(wide, *WIDE)
     p = SplitProblem.of(traced.graph, 2, None, "paper", "adam")
     mesh = mesh_from("2", 2)
@@ -142,7 +144,7 @@ def test_a_micro_batch_is_the_model_on_a_part_of_the_batch():
     ],
 )
 def test_blocks_are_found(model, count):
-    """Layers of loops and unrolled ones; none where the user rematerialises, none where nothing repeats."""
+    """Layers in loops and unrolled layers are found; none if the user rematerializes them or nothing repeats."""
     found = blocks_of(resolve(model))
     assert len(found) >= count if count == 20 else len(found) == count
     assert all(a.stop == b.start for a, b in itertools.pairwise(found))
@@ -163,9 +165,7 @@ def test_examples_that_meet_are_noticed():
     assert where(lambda p, x: wide(p["w"], x)) is None
     for name, mixes in (("gpt2", False), ("resnet101", True), ("transformer", False), ("vit_l16", False)):
         assert bool(meet(resolve(f"zoo:{name}"))) is mixes
-    with pytest.raises(
-        PaseError, match=r"would give other numbers: examples of the batch meet in .*test_fit.py"
-    ):
+    with pytest.raises(PaseError, match=r"would give other numbers: .*test_fit.py"):
         pase.compile(norms, params, x, devices=2, accumulate=2)
 
 
@@ -179,30 +179,28 @@ def test_what_is_fixed_stays_fixed():
     asked = CompileOptions(devices=2, remat="none", once="none")
     assert len(list(variants(traced, graph, asked, True))) == 8  # 1, 2, … 128 of a batch of 128
     for arguments, message in (
-        ({"accumulate": 0}, "accumulate must be a positive number of micro-batches, got 0"),
-        ({"accumulate": 3}, "a batch of 4096 cannot be divided into 3 micro-batches"),
-        ({"remat": "some"}, "remat is 'auto', 'none', 'attention', 'light' or 'all', not 'some'"),
-        ({"remat": "all"}, "has no repeated block to compute again"),
-        ({"remat": "attention"}, "has no repeated block with an attention to compute again"),
+        ({"accumulate": 0}, "accumulate: .* got 0"),
+        ({"accumulate": 3}, "batch of 4096 .* 3 micro-batches"),
+        ({"remat": "some"}, "remat: .* got 'some'"),
+        ({"remat": "all"}, "remat='all': .*no repeated block to recompute"),
+        ({"remat": "attention"}, "no repeated block with an attention"),
     ):
         with pytest.raises(PaseError, match=message):
             pase.compile(wide, *WIDE, devices=2, **arguments)
 
 
 def test_what_cannot_fit_says_how_near_it_comes():
-    with pytest.raises(
-        Infeasible,
-        match=r"any needs at least .* GiB \(4096 micro-batches, mesh 2\)\. Nor do 128 devices suffice",
-    ):
+    with pytest.raises(Infeasible, match=r"\(4096 micro-batches, mesh 2\)") as e:
         pase.compile(wide, *WIDE, devices=2, memory_limit=64)
-    with pytest.raises(Infeasible, match=r"on 2 devices: any needs .* On (4|8|16) devices it may fit"):
+    assert "128 devices" in e.value.fix
+    with pytest.raises(Infeasible, match=r"on 2 devices: .*; use (4|8|16) devices"):
         least = pase.compile(wide, *WIDE, devices=2, accumulate=4096, baselines=False).memory
         pase.compile(wide, *WIDE, devices=2, memory_limit=least.total / 4)
 
 
 @pytest.mark.parametrize("limit", [None, "machine"])
 def test_what_is_sent_once_is_the_cheapest_where_memory_is_no_constraint(limit):
-    """Unsummed gradients are added whole at each micro-batch: here that takes longer than to sum them each time."""
+    """Adding whole unreduced gradients in each micro-batch takes longer here than reducing them each time."""
     o = {"devices": 8, "accumulate": 2, "baselines": False, "memory_limit": limit}
     plans = {once: pase.compile("zoo:mlp", once=once, **o) for once in ("none", "gathers", "all", "auto")}
     assert plans["gathers"].cost < plans["all"].cost
@@ -212,7 +210,7 @@ def test_what_is_sent_once_is_the_cheapest_where_memory_is_no_constraint(limit):
 
 
 def test_a_mesh_that_is_too_dear_without_the_limit_is_not_priced(monkeypatch):
-    """Within the limit the answer and its bound are what they are where every mesh is priced before any is searched."""
+    """The answer within the limit and its bound are the same as if every mesh were priced before any is searched."""
     weights = {name: S((512, 512), "float32") for name in "wv"}
     traced = trace(
         lambda p, x: jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"]) ** 2), weights, S((4096, 512), "float32")

@@ -1,4 +1,4 @@
-"""A memory limit is kept, costs time, and is refused where nothing fits."""
+"""A memory limit is met, costs time, and raises an error if nothing fits."""
 
 import json
 from collections.abc import Mapping
@@ -40,8 +40,10 @@ def free():
 
 @pytest.mark.parametrize("more", ["", "&scan=0&remat=1"], ids=["loop", "regions"])
 def test_the_profile_is_the_plans_own_account(more):
-    """Whatever the configs, the profile's peak is the memory that the plan reports, buffers aside; also where layers
-    are regions of their own, and a node keeps one thing in its region and another throughout."""
+    """For any configs, the profile's peak is the memory that the plan reports, without buffers.
+
+    This also holds if layers are separate regions, and a node keeps one part in its region and another throughout.
+    """
     problem = SplitProblem.of(resolve(MODEL + more).graph, 4, None, "analytic", "adam")
     mesh = mesh_from("2x2", 4)
     _, space = problem.tables(mesh)
@@ -60,7 +62,7 @@ def test_the_profile_is_the_plans_own_account(more):
 
 
 def written_over(graph: Graph, n: Node) -> dict[str, str]:
-    """Result of a node -> the operand whose place it takes."""
+    """Return result of a node -> the operand whose array it takes over."""
     of: dict[str, list[str]] = {}
     for op in n.ops:
         for made in (a.tensor for a in op.writes if op.kind in ("elementwise", "view", "copy")):
@@ -83,9 +85,11 @@ def written_over(graph: Graph, n: Node) -> dict[str, str]:
 
 
 def flying(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
-    """What ``in_flight`` states of a node, said of one: the tensors that it reads and makes, each once, a parameter
-    where it comes in another layout than it is kept in, and its gradient where that goes in another. What elementwise
-    ops make of an operand that is read here alone takes its place."""
+    """Compute ``in_flight`` for one node: the tensors that it reads and makes, each once.
+
+    A parameter counts if it is read in another layout than it is stored in. Its gradient counts if its layout differs
+    from the stored one. What elementwise ops make from an operand that only this node reads takes over its array.
+    """
     seen, out = set(), 0.0
     over = written_over(graph, n)
     for op in () if n.kind == "parameter" or n.kind in WORKLESS else n.ops:
@@ -117,7 +121,7 @@ def flying(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Mesh)
 
 def test_tighter_limits_are_kept_and_cost_time():
     free = pase.compile("zoo:mlp", devices=4, mesh="2x2", baselines=False)
-    limit = free.memory.total * 0.985  # the least that any strategy needs is 0.975 of it
+    limit = free.memory.total * 0.985  # every strategy needs at least 0.975 of it
     plan = pase.compile("zoo:mlp", devices=4, mesh="2x2", memory_limit=limit, baselines=False)
     assert plan.memory.total <= limit < free.memory.total
     assert plan.cost > free.cost
@@ -133,14 +137,13 @@ def test_a_limit_that_does_not_bind_changes_nothing(free):
 
 
 def test_what_cannot_fit_says_what_would():
-    with pytest.raises(
-        Infeasible, match=r"fits 0\.0009766 GiB a device on 4 devices: any needs at least [\d.]+ GiB"
-    ):
+    with pytest.raises(Infeasible, match=r"0\.0009766 GiB .* on 4 devices: .* [\d.]+ GiB") as e:
         pase.compile(MODEL, devices=4, memory_limit=2**20)
+    assert "devices" in e.value.fix
 
 
 def small_machine(nbytes):
-    """An H100 node whose devices hold so little."""
+    """Return an H100 node whose devices hold this many bytes."""
     h100 = load("h100x8")
     return replace(h100, device=replace(h100.device, memory_bytes=int(nbytes), reserved_bytes=0))
 
@@ -172,7 +175,7 @@ def test_compare_says_which_methods_do_not_fit(free):
 
 def test_where_nothing_fits_the_plan_says_so_and_what_would(tmp_path):
     small = small_machine(2**20)
-    with pytest.warns(UserWarning, match=r"does not fit: no strategy found .* any needs at least"):
+    with pytest.warns(UserWarning, match="it does not fit: no strategy found"):
         plan = pase.compile(MODEL, devices=4, mesh="2x2", machine=small)
     assert not plan.fits and plan.misfit is not None
     assert set(plan.too_large) == set(plan.baselines)
@@ -217,7 +220,7 @@ def test_what_is_made_of_a_layout_that_does_not_fit_says_so_once(tmp_path):
 
 def test_only_a_loss_is_run_in_micro_batches():
     w, x = (jax.ShapeDtypeStruct(s, "float32") for s in ((64, 64), (32, 64)))
-    with pytest.raises(PaseError, match="not a model with mode='inference'"):
+    with pytest.raises(PaseError, match=r"accumulate: .*mode='inference'"):
         pase.compile(lambda w, x: x @ w, w, x, devices=2, mode="inference", accumulate=2)
 
 
@@ -232,7 +235,5 @@ def test_bytes_are_read_as_people_write_them():
     assert limit("none") is limit(None) is None
     assert limit("machine") == load("h100x8").device.usable_bytes < load("h100x8").device.memory_bytes
     for text in ("much", "-3GiB", "nan", "inf", "0", "3 PB", ""):
-        with pytest.raises(
-            PaseError, match=f"memory limit '{text}': expected a size such as 80GiB, 16e9, machine or none"
-        ):
+        with pytest.raises(PaseError, match=f"memory limit.*'{text}'"):
             limit(text)

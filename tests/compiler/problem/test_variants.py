@@ -1,4 +1,4 @@
-"""What the search under a limit rests on: no way to run the step takes less time than the step as it is written."""
+"""The search under a limit assumes that no variant of a step takes less time than the step as written."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_no_variant_of_a_strategy_takes_less_than_the_step_as_written(model, mac
     mesh, rng = mesh_from("2x4", 8), np.random.default_rng(0)
     groups = list(variants(traced, problem.graph, CompileOptions(devices=8, once="auto"), True))
     assert groups[0][0].accumulate == 1 and not groups[0][0].blocks
-    # The search looks at those that differ from the first in what is sent once alone.
+    # The search also tries the variants that differ from the first one only in what is hoisted.
     firsts = [problem.varied(traced, v) for v in groups[0] if not v.blocks]
     some = [v for group in groups[:3] for v in group if v.blocks or v.accumulate > 1]
     compared = 0
@@ -44,7 +44,7 @@ def test_no_variant_of_a_strategy_takes_less_than_the_step_as_written(model, mac
             drawn = {n.name: c[rng.integers(len(c))] for n, c in zip(p.graph.nodes, space, strict=True)}
             try:
                 written = min(first.pricing.cost(mesh, drawn) for first in firsts)
-            except KeyError:  # a node of the variant has no such config, or no such name, as written
+            except KeyError:  # as written, a node has no such config or no such name
                 continue
             compared += 1
             assert p.pricing.cost(mesh, drawn) >= written * (1 - 1e-9), v
@@ -52,7 +52,7 @@ def test_no_variant_of_a_strategy_takes_less_than_the_step_as_written(model, mac
 
 
 def test_a_variant_that_takes_less_is_noticed():
-    """Then meshes may have been left out wrongly, and nothing is said to be proven."""
+    """Meshes may then have been skipped wrongly, so nothing counts as proven."""
     free = SimpleNamespace(bounds={(2, 4): 1.0, (8,): 3.0})
     for cost, less in ((1.0, False), (0.9, True)):
         answer = Solution(choice=np.zeros(0, np.int64), cost=cost, bound=cost, optimal=True)

@@ -1,4 +1,4 @@
-"""Models without equal blocks are cut by their narrow places: the same search with ranges of units, and they run."""
+"""Models without equal blocks are cut at their cut points: the same search over ranges of units. They also run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def feed(x, p):
 
 
 def translate(params, batch):
-    """An encoder and a decoder with a loop of three turns each, which share their table with the head."""
+    """An encoder and a decoder with a loop of three iterations each, which share their table with the head."""
     x, y = (params["table"][batch[side]] for side in ("source", "target"))
     x = jax.lax.scan(lambda h, p: (feed(attend(h, h, p), p), None), x, params["encoder"])[0]
 
@@ -56,7 +56,7 @@ def translate(params, batch):
 
 
 def classify(params, batch):
-    """Convolutions of growing width with a residual branch, and products of other shapes after them."""
+    """Convolutions of growing width with a residual branch, followed by products of other shapes."""
     x = batch["images"]
     for w in params["conv"]:
         x = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -69,7 +69,7 @@ def classify(params, batch):
 
 
 def captions(params, batch):
-    """A vision tower before a language model of another width: patches, then text, through one loop each."""
+    """A vision tower before a language model of another width. Patches and text go through one loop each."""
     b, side = batch["images"].shape[:2]
     x = batch["images"].reshape(b, side, -1) @ params["patch"]
     x = jax.lax.scan(lambda h, p: (feed(attend(h, h, p), p), None), x, params["tower"])[0]
@@ -91,7 +91,7 @@ def group_norm(x):
 
 
 def wide_resnet(params, batch):
-    """Residual blocks that grow wider as they get coarser (Zagoruyko & Komodakis 2016), normed within an example."""
+    """Residual blocks that become wider as they become coarser (Zagoruyko & Komodakis 2016), normed per example."""
     x = convolved(batch["images"], params["stem"])
     for p in params["blocks"]:
         stride = 1 if p["first"].shape[2] == p["first"].shape[3] else 2
@@ -103,7 +103,7 @@ def wide_resnet(params, batch):
 
 
 def in_chunks(x, table, labels):
-    """The loss over the sequence in chunks: a loop that is no loop over layers."""
+    """The loss over the sequence in chunks, in a loop that is not over layers."""
 
     def chunk(total, ends):
         logits, labels = ends[0] @ table.T, ends[1]
@@ -114,7 +114,7 @@ def in_chunks(x, table, labels):
 
 
 def chunked(params, batch):
-    """A loop over three layers, then a loop of more turns over the loss."""
+    """A loop over three layers, then a loop with a higher trip count over the loss."""
     x = jax.lax.scan(
         lambda h, p: (feed(attend(h, h, p), p), None), params["table"][batch["source"]], params["layers"]
     )
@@ -122,7 +122,7 @@ def chunked(params, batch):
 
 
 def chunked_written(params, batch):
-    """Layers written out, each computed again by jax.checkpoint, then the loop over the loss."""
+    """Layers written out, each recomputed by jax.checkpoint, then the loop over the loss."""
     x = params["table"][batch["source"]]
     for p in params["layers"]:
         x = jax.checkpoint(lambda h, p: feed(attend(h, h, p), p))(x, p)
@@ -212,7 +212,7 @@ def test_stages_of_unequal_units_equal_the_unsharded_step(model, ranks):
 
 
 def drawn(rng, name, p, v, m, units, limit):
-    """Ways to run every range of units of random times, two each; exact times have moves between ways in addition."""
+    """Return a problem with two ways to run every range of units, with random times."""
     s = schedule(name, p, m, v)
     each, n = rng.uniform(0.5, 2, (3, units)), s.stages
     ways = []
@@ -285,7 +285,7 @@ def test_ranges_of_units_equal_enumeration(name, p, v, limit):
         simulate(problem.schedule, problem.exact(c)).step_s for c in every_choice(problem) if fits(problem, c)
     ]
     if not steps:
-        with pytest.raises(Infeasible, match="no 6 units in"):
+        with pytest.raises(Infeasible):
             best_ranges(problem)
         return
     found = best_ranges(problem)
@@ -311,7 +311,7 @@ TRANSFORMER = "zoo:transformer?batch=32&layers=3&seq=64&vocab=2048&remat=0"
 @pytest.mark.parametrize("model", [TRANSFORMER, "zoo:alexnet?batch=32"])
 @pytest.mark.parametrize("weights", ["once", "each"])
 def test_a_range_of_units_is_priced_as_the_model_is(model, weights):
-    """The parts of each range add up to what its tables say, and all units to the whole model's tables."""
+    """The parts of each range add up to the price of its tables, and all units to that of the model's tables."""
     t = tables_of(model, weights)
     assert isinstance(t.places, UnitPlaces)
     n = t.places.blocks
@@ -361,7 +361,7 @@ def test_the_bound_holds_for_every_division_and_schedule():
 
 
 def test_a_model_that_is_one_product_is_refused():
-    with pytest.raises(Infeasible, match="cannot be cut into stages: it is one product"):
+    with pytest.raises(Infeasible, match="cannot be cut into stages"):
         pase.compile(
             lambda w, x: jnp.sum(x @ w), jnp.ones((512, 8)), jnp.ones((16, 512)), devices=4, pipeline=2
         )

@@ -1,4 +1,4 @@
-"""The search over ranges of unequal units against every division and every way, each simulated."""
+"""The search over ranges of unequal units, compared with a simulation of every division and every way."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pair(b, d):
 
 
 def skip():
-    """A weight that both ends read, and an activation that is added far from where it is made."""
+    """A model with a weight that both ends read, and an activation that is added far from where it is made."""
 
     def loss(params, batch):
         h = s = jnp.tanh(batch["x"] @ params["w"])
@@ -55,7 +55,7 @@ def skip():
 
 
 def two_stacks():
-    """Loops over layers of two widths."""
+    """A model with two loops over layers, of different widths."""
 
     def turn(h, p):
         return h + jnp.tanh(jnp.tanh(h @ p["a"]) @ p["b"]), None
@@ -71,7 +71,7 @@ def two_stacks():
 
 
 def stack_read_twice():
-    """Two loops over the layers of one stack."""
+    """A model with two loops over the layers of one stack."""
 
     def turn(h, p):
         return jnp.tanh(h @ p["a"]) @ p["b"] + h, None
@@ -107,7 +107,7 @@ def tables(model):
 
 
 def shortest_of_all(menu, s, ways):
-    """The step of the best pipeline that fits: every division, and for each range every one of its ``ways``."""
+    """Return the step of the best pipeline that fits, over all divisions and all ``ways`` of each range."""
     best, n = np.inf, menu.places.blocks
     for cut in itertools.combinations(range(1, n), s.stages - 1):
         ends = itertools.pairwise([0, *cut, n])
@@ -120,7 +120,7 @@ def shortest_of_all(menu, s, ways):
 
 @pytest.mark.parametrize("model", [skip, two_stacks, stack_read_twice])
 def test_no_schedule_has_a_better_division_than_the_one_found(model):
-    """For some, the division of equal work is the best: it is kept though nothing beats it."""
+    """For some models the division of equal work is the best. It must be found although nothing beats it."""
     menu, every = ChainMenu([tables(model())], 2, MICRO, np.inf), []
     for d, v in menu.schedules():
         s = schedule(d.name, 2, MICRO, v)
@@ -144,7 +144,7 @@ def test_a_stack_that_two_loops_read_is_there_once_in_a_stage_and_whole():
     menu = ChainMenu([t], 2, MICRO, np.inf)
     parts = [menu.splits(StageRole(units=u))[0] for u in ((0, 1), (1, n), (0, n))]
     one, both = (w.parts["once"].memory["parameters"] for w in parts[::2])
-    assert 0 < one <= both  # as in the backend, each stage with a turn has all rows
+    assert 0 < one <= both  # as in the backend, each stage with an iteration has all rows
     assert (menu.tied_after(schedule("1f1b", 2, MICRO, 1), parts[:2]) > 0).all()
 
 
@@ -166,8 +166,11 @@ def test_activations_without_gradients_cross_too():
 
 
 def test_the_least_time_holds_for_units_that_suit_different_devices():
-    """Products with small weights on devices of ten times the FLOP/s, large weights on those of ten times the bytes a
-    second: no rank has to do what the other does better."""
+    """No rank has to do what the other does better.
+
+    Products with small weights suit devices with ten times the FLOP/s, and products with large weights suit those with
+    ten times the bytes per second.
+    """
     a, b = (scaled(load("h100x8"), {"flops": f, "memory": m}) for f, m in ((10, 1), (1, 10)))
     link = LinkLevel(name="net", latency_s=1e-6, bandwidth_bytes_per_s=1e12)
     machine = grouped("mixed", [(a, 2), (b, 2)], link, {})
@@ -198,7 +201,7 @@ def test_the_least_time_holds_for_units_that_suit_different_devices():
 
 
 def test_under_a_limit_fast_and_sparing_ways_are_mixed():
-    """A fast way for one stage and a sparing one for the other may be the best that fits."""
+    """The best that fits may combine a fast way for one stage with one that needs less memory for the other."""
     t, s = tables(products()), schedule("1f1b", 2, MICRO, 1)
     first = ChainMenu([t], 2, MICRO, np.inf).staged(SCHEDULES["1f1b"], 1)[0]
     rows, room = ChainMenu([t], 2, MICRO, 1e15).problem(s, first.splits).memory_rows
@@ -217,5 +220,5 @@ def test_under_a_limit_fast_and_sparing_ways_are_mixed():
 
 def test_a_limit_of_nothing_is_refused():
     loss, args = products(64, 64)
-    with pytest.raises(PaseError, match="memory limit 0: expected a size"):
+    with pytest.raises(PaseError, match="memory limit: 0 is not a size"):
         pase.compile(loss, *args, devices=4, machine="h100x8", pipeline=2, mesh="2", memory_limit=0)
