@@ -197,7 +197,7 @@ def test_what_no_plan_can_keep_is_an_error(x: Any, options: dict[str, Any], says
 
 
 def test_another_number_of_devices_is_an_error() -> None:
-    with pytest.raises(PaseError, match="devices=8"):
+    with pytest.raises(PaseError, match="devices=8") as e:
         pase.compile(loss, shape_tree(on(mesh(), "model")), X, devices=4)
     assert e.value.where and e.value.fix.startswith("give devices=8, or ")
 
