@@ -1,7 +1,7 @@
 """ONNX's multi-device annotations: converts a layout to a ShardingSpecProto and back, and validates annotations.
 
-onnx.checker does not check these annotations, so ``check`` does. If onnx.proto is not specific, this file uses these
-conventions. Shards of a tensor are numbered row-major: by axis, and within an axis by the entries of
+onnx.checker does not check these annotations, so ``check`` does. Where onnx.proto is not specific, this file uses the
+following conventions. Shards of a tensor are numbered row-major: by axis, and within an axis by the entries of
 ``simple_sharding``, major to minor. ``device`` has one entry per shard: a device or, if several devices hold the shard,
 a negative number that is a key of ``index_to_device_group_map``. A dim that is not sharded has no entry in
 ``sharded_dim``. Several ``simple_sharding`` of one axis are the factors of a merged dim, major to minor. For example,

@@ -102,8 +102,8 @@ def pool2d(
 def _crooked(op: SourceOp, k: int, axis: str | None) -> Exception:
     return refuse(
         op,
-        f"the plan splits its {'rows' if k == 1 else 'columns'} over mesh axis {axis}, and its windows need more than "
-        f"a device's own block and what a halo exchange adds",
+        f"the plan splits its {'rows' if k == 1 else 'columns'} over mesh axis {axis}, and its windows cannot be "
+        f"computed from a device's own block and the rows that its neighbours send",
         "compile for a mesh in which the batch or the channels use that axis (--mesh)",
     )
 

@@ -124,7 +124,11 @@ def _reference(
     whole = _whole_tensors(p.module, keep=first)
     runs, error = _unsharded(p, run, whole, steps.coarsest) if first else (None, None)
     if said := _sent_by_first(None if error is None else f"{type(error).__name__}: {error}", p.device):
-        raise PaseError(f"the unsharded module could not be run on rank 0: {said}", where="check") from error
+        raise PaseError(
+            f"the unsharded module could not be run on rank 0: {said}",
+            where="check",
+            fix="use against='none'",
+        ) from error
     differences = []
     for k, (path, x, mine) in enumerate(zip(run.names, run.mine.values(), steps.gradients, strict=True)):
         whole_gradient = _whole(mine, x)  # a collective, so every rank takes part

@@ -66,7 +66,7 @@ class TorchPlan:
     whole: TracedTorch | None = None
     """The model on the whole batch, if the step has several micro-batches."""
     schedule: ProgramSchedule | None = None
-    """Which gradients are sent together, and when."""
+    """Which gradients are sent together."""
     blocks: tuple[Block, ...] = ()
     """Nodes of the exported graph that backward recomputes, in addition to those that the model itself marks."""
     hoisted: Hoisted = "none"

@@ -198,7 +198,7 @@ def test_what_has_no_translation_is_named():
 
 @needs_mesh_tf
 def test_our_rules_are_mesh_tf_s():
-    """pase refuses all that Mesh-TF refuses, and in addition only rules that give two axes to a dim no tensor has."""
+    """pase refuses all that Mesh-TF refuses, and in addition rules that give two axes to a dim that no tensor has."""
     cases = worker()["rules"]
     assert len(cases) == 400 and 50 < sum(bool(c["theirs"]) for c in cases) < 350
     for c in cases:

@@ -19,7 +19,8 @@ RANKS = 4
 
 
 def model() -> tuple[Any, Any, Any]:
-    """A small language model, and labels of which each micro-batch counts another number; one counts none."""
+    """A small language model, and labels some of which are ignored: their number differs between micro-batches, and one
+    micro-batch has none that counts."""
     import torch
     from torch import nn
 

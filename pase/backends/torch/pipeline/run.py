@@ -213,7 +213,7 @@ class _StagesStep:
             if (x.shape, x.dtype) != (like.shape, like.dtype):
                 raise PaseError(
                     f"it is {x.dtype} {list(x.shape)}, but {like.dtype} {list(like.shape)} in the plan",
-                    where=f"'{t}', which stage {k} sends to the next stage",
+                    where=f"tensor '{t}' that stage {k} sends",
                     fix="use the model that the plan was compiled from, or compile again",
                 )
         links.send(letter, [x.detach() for x in outs])

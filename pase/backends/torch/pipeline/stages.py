@@ -63,6 +63,7 @@ def _units(traced: TracedTorch, pipeline: PipelinePlan) -> list[int]:
                 f"the model cannot be run in stages: the plan cuts between {many} equal layers in a row, but the graph "
                 f"has {sum(not b.prefix for b in blocks)}; layers that are iterations of a scan are not cut",
                 where=f"model '{name}'",
+                fix="compile it again, or with pipeline='none'",
             )
         at = {i: k for k, b in enumerate(blocks) for i in range(b.start, b.stop)}
         first, last = blocks[0].start, blocks[-1].stop
@@ -77,7 +78,7 @@ def _units(traced: TracedTorch, pipeline: PipelinePlan) -> list[int]:
             f"the model cannot be run in stages: the plan cuts it into {many} units, but its graph has {chain.units}"
             + (", some of them iterations of a scan" if chain.loops else ""),
             where=f"model '{name}'",
-            fix="" if chain.loops else "compile it again",
+            fix="compile it with pipeline='none'" if chain.loops else "compile it again",
         )
     found = [-1] * len(nodes)
     for path, unit in chain.at.items():

@@ -158,7 +158,7 @@ class NodeOps:
 
     def _pooled(self, transfer: int) -> bool:
         """Whether the transfer passes the result of a window op on unchanged. (A product runs separately from what is
-        added to it, because a recomputation may need only one of them.)"""
+        added to it, because one of them may be kept and the other recomputed.)"""
         t = self.walk.program.transfers[transfer]
         return not (t.forward or t.backward) and self.walk.program.maker[t.tensor].op.kind == "window"
 
@@ -227,7 +227,7 @@ class NodeOps:
         except PaseError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as e:
-            raise NotOnParts(f"PyTorch cannot run it on parts: {' '.join(str(e).split())[:300]}") from e
+            raise NotOnParts(f"PyTorch raises an error: {' '.join(str(e).split())[:300]}") from e
         out: dict[str, TorchOperand] = {}
         for x, a, where in zip(made, anchors, outs, strict=False):
             if a is not None and where is not None and a[0] not in out:

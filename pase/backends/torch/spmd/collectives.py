@@ -98,7 +98,9 @@ def _step(x: Tensor, step: LocalReshardStep, shape: Extents, combine: Combine, g
         case "reduce_scatter":
             if combine != "sum":
                 raise PaseError(
-                    f"partial results over {', '.join(axes)} are combined by {combine}, which has no reduce-scatter"
+                    f"partial results that are combined by {combine} cannot be reduce-scattered",
+                    where=f"reduce-scatter over {', '.join(axes)}",
+                    fix="compile with another mesh or strategy",
                 )
             v = view(step, shape, mesh)
             return groups.reduce_scatter(_to_front(x, v), axes).reshape(v.shape)

@@ -44,7 +44,7 @@ class AxisGroups:
     """The kinds of the collectives that are being sent, in the plan's terms, if PyTorch's op does not tell them."""
 
     def ordered(self, order: Sequence[str]) -> DeviceMesh:
-        """PyTorch's mesh with the axes in another order. Every rank must call it with the same orders, in sequence."""
+        """PyTorch's mesh with the axes in another order. Every rank must call it with the same orders."""
         from torch.distributed.device_mesh import DeviceMesh
 
         if tuple(order) == self.mesh.names:
@@ -87,7 +87,9 @@ class AxisGroups:
         """The sum (or maximum, or minimum) over these axes."""
         if combine == "other":
             raise PaseError(
-                f"partial results over {', '.join(axes)} can be combined only by sum, maximum or minimum"
+                "partial results can be combined only by sum, maximum or minimum",
+                where=f"all-reduce over {', '.join(axes)}",
+                fix="compile with another mesh or strategy",
             )
         if not self.wide(axes):
             return x

@@ -91,7 +91,7 @@ def funnel() -> tuple[Any, tuple[Any, ...]]:
 
 
 def branching() -> tuple[Any, tuple[Any, ...]]:
-    """Layers with a branch each. The taken branch has weights, and its cost is that of the plan."""
+    """Layers with a branch each. The plan assumes that the branch with weights is always taken, and it is."""
     import torch
     from torch import nn
 
