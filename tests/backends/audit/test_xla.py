@@ -22,7 +22,7 @@ EXACT = [
     ("rnnlm", "fsdp"),
     ("vit_l16", "fsdp"),
 ]
-"""(model, strategy) whose every byte is as predicted, once the CPU pipeline's three habits are allowed for."""
+"""(model, strategy) whose bytes are exactly as predicted, given the three properties of XLA's CPU pipeline."""
 NEAR = {
     ("alexnet", "ours@2x4"): 0.01,
     ("transformer", "ours@8"): 0.01,
@@ -32,7 +32,7 @@ NEAR = {
         "megatron/megatron_sp_zero2_2x4",
     ): 0.01,  # norms' gradients are summed over one axis at a time
 }
-"""Others: how far off all bytes together may be. See docs/communication-truth.md for why."""
+"""(model, strategy) -> the largest relative error of all bytes together. docs/communication-truth.md explains why."""
 
 
 @pytest.mark.parametrize(("model", "strategy"), EXACT, ids=lambda x: x.split("/")[-1])
@@ -47,7 +47,7 @@ def test_bytes_are_near(model, strategy):
 
 
 def test_data_parallelism_sends_every_gradient_once():
-    """By hand: the bytes of all parameters, and the scalar loss."""
+    """The all-reduces send the bytes of all parameters and of the scalar loss."""
     case = reduced("mlp")
     rows = {r.kind: r for r in measured("mlp", "data_parallel")[1]}
     assert rows["all_reduce"].predicted == 4 * case.model.parameters + 4
@@ -68,7 +68,7 @@ def test_errors_are_signed_and_relative():
 
 
 def test_every_line_has_its_partner_or_is_named():
-    """The plan's own gathers and moves are all in the compiled step; one taken out of the plan is named."""
+    """All of the plan's all-gathers, all-to-alls and permutes are in the compiled step. A removed one is reported."""
     plan, kinds = reduced("mlp").plan("ours@2x4"), ("all_gather", "all_to_all", "permute")
     compiled = plan.jax.lower_train_step(optax.sgd(0.1), lowering="annotated").compile()
     assert unmatched(plan, compiled, kinds) == ([], [])

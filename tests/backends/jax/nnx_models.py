@@ -1,4 +1,4 @@
-"""Flax NNX models with state of every kind, and the step that nnx.jit makes of them, on one device."""
+"""Flax NNX models with every kind of state, and their step under nnx.jit on one device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = jax.random.randint(jax.random.key(5), (8, 12), 0, HIDDEN)
 
 
 class Count(nnx.Variable):
-    """A counter of a user's own kind."""
+    """A counter of a Variable type that the user defines."""
 
 
 class Mean(nnx.Variable):
@@ -27,7 +27,7 @@ class Mean(nnx.Variable):
 
 
 class Layer(nnx.Module):
-    """Batch statistics, two random streams, a counter, a moving mean, and an array that is no Variable."""
+    """Batch statistics, two random streams, a counter, a moving mean, and an array that is not a Variable."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.inner = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -49,7 +49,10 @@ class Layer(nnx.Module):
 
 
 class Everything(nnx.Module):
-    """Layers of which two are one module and two share weights; spectral norm, which writes a parameter."""
+    """Layers, two of which are the same module and two of which share weights, and a spectral norm.
+
+    The spectral norm writes a parameter.
+    """
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.first = Layer(rngs)
@@ -102,7 +105,7 @@ class Scanned(nnx.Module):
 
 
 class Dropped(nnx.Module):
-    """Dropout, a counter and a stream, whose examples do not meet: it can be run in micro-batches."""
+    """Dropout, a counter and a random stream. Examples do not interact, so it can be run in micro-batches."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
@@ -129,7 +132,7 @@ def next_token(model: Any, tokens: Any) -> Any:
 
 
 def distilled(student: Any, teacher: Any, batch: Any) -> Any:
-    """Two modules: the teacher's state moves too, and its weights are not trained."""
+    """Two modules. The teacher's state changes too, but its weights are not trained."""
     wanted = jax.lax.stop_gradient(teacher(batch["x"]))
     got = student(batch["x"])
     return jnp.mean((got - wanted) ** 2), {"largest": jnp.max(got)}
@@ -141,11 +144,11 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = 
     "scanned": (squares, lambda: (Scanned(rngs()), BATCH)),
     "distilled": (distilled, lambda: (Layer(rngs()), Layer(rngs(4)), BATCH)),
 }
-"""Name -> loss function, and its arguments, made anew each time."""
+"""Name -> (loss function, a function that makes new arguments)."""
 
 
 def unsharded(loss: Callable[..., Any], args: tuple[Any, ...], steps: int, parts: int = 1) -> list[Any]:
-    """Losses of so many steps as Flax's guides write them; args are advanced. parts: micro-batches of a step."""
+    """The losses of steps written as in Flax's guides. Updates args. parts: the number of micro-batches of a step."""
     model, *_, batch = args
     optimizer = nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
     has_aux = loss is distilled
@@ -166,7 +169,7 @@ def unsharded(loss: Callable[..., Any], args: tuple[Any, ...], steps: int, parts
 
 
 def variables(*modules: Any) -> dict[str, np.ndarray]:
-    """The arrays of modules, by their paths."""
+    """Path -> array, for the arrays of modules."""
     state = jax.tree_util.tree_flatten_with_path(nnx.state(tuple(modules)))[0]
 
     def raw(x: Any) -> np.ndarray:

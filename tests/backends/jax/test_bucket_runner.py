@@ -1,4 +1,4 @@
-"""Bucket plans run: plain ones equal the plain step; delayed and merged ones equal the same updates by hand."""
+"""Runs of bucket plans. Plain ones equal the plain step; delayed and merged ones equal reference updates."""
 
 from __future__ import annotations
 
@@ -79,8 +79,10 @@ def mesh(*sizes: int) -> Mesh:
 
 
 def reference(params: Any, batches: list[Any], plan: BucketPlan, optimizer: Any) -> tuple[Any, list[float]]:
-    """The same update sequence on one device: gradients under the parameters of their own iteration, summed over
-    an update's batches, applied after its iteration; no optimizer call in between.
+    """The same sequence of updates on one device.
+
+    Gradients are those at the parameters of their own iteration. They are summed over an update's batches and applied
+    after its iteration. The optimizer is not called in between.
     """
     state, losses, grads = optimizer.init(params), [], []
 
@@ -142,7 +144,7 @@ DELAYED = {
 
 @pytest.mark.parametrize("name", list(DELAYED))
 def test_delayed_and_merged_updates_are_the_same_by_hand(name: str) -> None:
-    """Momentum and weight decay, which zero gradients on skipped steps would still move."""
+    """With momentum and weight decay, updates with zero gradients on skipped steps would change parameters."""
     params, problem, batches = setup()
     period, updates = DELAYED[name]
     messages = []
@@ -161,7 +163,7 @@ def test_delayed_and_merged_updates_are_the_same_by_hand(name: str) -> None:
 
 
 def test_deft_and_ours_with_staleness_run_and_learn() -> None:
-    """Loss curves side by side: plain, ours late, DeFT; all fall, and the late ones stay near the plain one."""
+    """The losses of all three policies fall, and those with delayed updates stay near the plain ones."""
     params, problem, batches = setup()
     slow = replace(problem, links=(link("a", alpha_s=1e-7, beta=1.6e-8),))
     optimizer, curves = optax.sgd(0.05), {}
@@ -176,7 +178,7 @@ def test_deft_and_ours_with_staleness_run_and_learn() -> None:
 
 
 def test_collectives_are_the_plans_in_its_order() -> None:
-    """XLA neither combines nor reorders: one all-reduce for each message of the link's chain, sizes in order."""
+    """XLA does not combine or reorder messages: it has one all-reduce for each message, with sizes in order."""
     params, problem, batches = setup()
     plan = replace(get_policy("bytescheduler").make(problem, Options()), dispatch="sequence", credit_bytes=1)
     runner = BucketRunner(
@@ -192,7 +194,7 @@ def test_collectives_are_the_plans_in_its_order() -> None:
     fn = runner.program(params, 0)
     text = fn.lower(params, state.opt_state, (), *batches[0]).compile().as_text()
     shapes = re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)
-    # The scalar loss may travel with any of them.
+    # XLA may combine the scalar loss with any of them.
     sizes = [
         [int(np.prod([int(n) for n in dims.split(",")])) for dims in re.findall(r"f32\[([\d,]+)\]", s)]
         for s in shapes
@@ -201,7 +203,7 @@ def test_collectives_are_the_plans_in_its_order() -> None:
 
 
 def test_it_composes_with_sharded_parameters() -> None:
-    """4 data x 2 model: weights split over `model` stay split, and their local shards are what is bucketed."""
+    """4 data x 2 model: weights split over `model` stay split, and buckets contain their local shards."""
     params, problem, batches = setup()
     where = mesh(4, 2)
     specs = {"in": P(None, "model"), "stack": P(None, None, "model"), "out": {"w": P("model"), "b": P()}}
@@ -225,7 +227,7 @@ def test_it_composes_with_sharded_parameters() -> None:
 
 
 def test_what_is_sent_during_the_next_forward_is_sent_by_the_next_step() -> None:
-    """A slow network: messages fall behind backward. The numbers are the plain step's, one program later."""
+    """On a slow network, messages end after backward. The numbers are the plain step's, one program later."""
     params, problem, batches = setup()
     plan = get_policy("ours").make(problem, Options(mode="fast"))
     optimizer = optax.adam(1e-2)
@@ -243,7 +245,7 @@ def test_what_is_sent_during_the_next_forward_is_sent_by_the_next_step() -> None
     expected, by_hand = reference(params, batches[:4], plan, optimizer)
     np.testing.assert_allclose(losses, by_hand, rtol=2e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), got, expected)
-    # The first program sends what falls into backward, the second what was left as well.
+    # The first program sends the messages of its backward. The second one also sends the late ones of the first.
     state, _ = runner.step(runner.init(params), *batches[0])
     first, second = runner.program(params, 0), runner.program(params, 1)
     sent = [
@@ -255,7 +257,7 @@ def test_what_is_sent_during_the_next_forward_is_sent_by_the_next_step() -> None
         )
         for fn, s in ((first, runner.init(params)), (second, state))
     ]
-    # The scalar loss is one more, or travels with one of them.
+    # The all-reduce of the scalar loss is one more, unless XLA combines it with another.
     assert sent[1] - sent[0] == len(late) and sent[0] - (len(plan.messages) - len(late)) in (0, 1)
 
 
@@ -267,7 +269,7 @@ SHARDED = {
 
 
 def stages(name: str, nbytes: int, at: int, n: int, axes: list[str], sizes: dict[str, int]) -> list[Transfer]:
-    """Of one parameter (or layer), stored split over these axes: first used by block `at` of n."""
+    """The stages of one parameter (or layer) that is stored split over these axes and first used by block `at` of n."""
     rest = [a for a in ("data", "data2") if a not in axes]
     steps = [("reduce_scatter", axes, nbytes)]
     part = nbytes // int(np.prod([sizes[a] for a in axes]))
@@ -290,8 +292,10 @@ def stages(name: str, nbytes: int, at: int, n: int, axes: list[str], sizes: dict
 
 
 def sharded_problem(params: Any, sizes: dict[str, int]) -> ScheduleProblem:
-    """Gradients scattered over the data axes of a parameter's storage, then summed over the others; parameters
-    gathered axis by axis, the minor one first.
+    """A problem with sharded parameters.
+
+    Gradients are reduce-scattered over the data axes of a parameter's storage, then all-reduced over the other data
+    axes. Parameters are gathered axis by axis, the most minor one first.
     """
     tensors: list[Transfer] = []
     leaves = jax.tree_util.tree_leaves_with_path(params)
@@ -319,7 +323,10 @@ def sharded_problem(params: Any, sizes: dict[str, int]) -> ScheduleProblem:
 
 @pytest.mark.parametrize("policy", ["ours", "fifo", "bytescheduler"])
 def test_sharded_parameters_are_gathered_and_their_gradients_scattered(policy: str) -> None:
-    """2 data x 2 data2 x 2 model: storage split over data axes and others, on one dim and on several, cut and fused."""
+    """2 data x 2 data2 x 2 model: storage is split over data axes and others, on one dim and on several.
+
+    Messages are merged and split.
+    """
     params, _, batches = setup()
     where = cube(2, 2, 2)
     problem = sharded_problem(params, dict(where.shape))
@@ -343,8 +350,10 @@ def test_sharded_parameters_are_gathered_and_their_gradients_scattered(policy: s
 
 
 def test_stages_that_do_not_lead_to_the_storage_are_sent_by_themselves() -> None:
-    """Stored with the data axis above the model's, so that what is gathered is not in one piece, and is then brought
-    together; and where a stage is missing, no message carries it. The numbers hold."""
+    """If the data axis is more major than the model axis, a gathered parameter is not contiguous and needs more steps.
+
+    If a stage is missing, the parameter is in no message. The numbers are right in both cases.
+    """
     params, _, batches = setup()
     where = cube(2, 2, 2)
     problem = sharded_problem(params, dict(where.shape))

@@ -1,4 +1,4 @@
-"""A Plan trained by its bucket plan: the numbers are the plain step's, the collectives the plan's."""
+"""Training with a plan and its bucket plan: the numbers are the plain step's, and the collectives the plan's."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_sequence_parallel_megatron_with_sharded_storage() -> None:
     expected, plain = by_hand(case, optimizer, 1)
     np.testing.assert_allclose(float(loss), plain[0], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), got, expected)
-    # Between steps a parameter lies as the plan stores it.
+    # Between steps, a parameter has the plan's storage layout.
     stored = {path: t.state or t.storage for path, t in plan.parameters.items()}
     for keys, x in jax.tree_util.tree_leaves_with_path(got):
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
@@ -94,8 +94,10 @@ def planned(strategy: str, batch: int = 16) -> tuple[Any, Any, tuple[Any, Any], 
 
 @pytest.mark.parametrize("mean", [True, False])
 def test_zero_3_moves_what_the_plan_says(mean: bool) -> None:
-    """FSDP: reduce-scatters and all-gathers, as many as the plan has messages, and no all-reduce but the loss's. The
-    program itself says whether the loss is a mean over the batch or a sum."""
+    """The program of FSDP has as many reduce-scatters and all-gathers as the plan has messages.
+
+    The program determines whether the loss is a mean over the batch or a sum.
+    """
     loss_fn, params, data = toy()
     scaled = loss_fn if mean else (lambda p, x, y: loss_fn(p, x, y) * x.shape[0])
     plan = case_of(scaled, params, *data).plan("fsdp")
@@ -125,8 +127,10 @@ def test_zero_3_moves_what_the_plan_says(mean: bool) -> None:
 
 
 def test_what_is_sent_during_the_next_forward_is_sent_by_the_next_step() -> None:
-    """On a slow network: sums of gradients fall behind backward and are sent by the next program, which gathers the
-    parameters as the plan joins them, after the update. The numbers are the plain step's."""
+    """On a slow network, gradient reductions end after backward, so the next program sends them.
+
+    After the update, that program gathers the parameters in the plan's messages. The numbers are the plain step's.
+    """
     loss_fn, params, data = toy()
     for strategy in ("data_parallel", "fsdp"):
         plan = case_of(loss_fn, params, *data).plan(strategy)
@@ -162,7 +166,7 @@ def test_what_is_sent_during_the_next_forward_is_sent_by_the_next_step() -> None
 
 
 def test_inputs_that_arrive_whole_are_split_as_their_readers_do() -> None:
-    """A slice moves nothing, so that the search may leave inputs whole; parameters may lie split."""
+    """The search may leave inputs replicated, because a slice sends nothing. Parameters may be stored split."""
     loss_fn, params, data = toy(2**14)
     plan = pase.compile(loss_fn, params, *data, devices=8, mesh="2x2x2", baselines=False)
     assert any(not t.storage[0] for t in plan.inputs.values())

@@ -1,4 +1,4 @@
-"""Plans under whatever mesh the user has in context, and with arrays over it: the numbers are those of one device."""
+"""Plans under any mesh in the user's context, and with arrays over it: the numbers are those of one device."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_plan_compiled_and_run_under_a_mesh(name: str, lowering: Lowering) -> 
 
 
 def test_inside_of_ones_own_jit() -> None:
-    """Values that are typed with an Explicit mesh are refused, others are not."""
+    """Values that are typed with an Explicit mesh are refused; others are not."""
     plan = pase.compile(loss, PARAMS, X, devices=8, mesh="2x4", baselines=False)
     own = jax.jit(lambda p, x: plan.jax.value_and_grad()(p, x)[0])
     for kind in AxisType.Explicit, AxisType.Auto:

@@ -1,4 +1,4 @@
-"""Programs that are not trained: prefill and decode as one plan, run sharded as unsharded; memory; throughput."""
+"""Programs that are not trained: prefill and decode under one plan, compared with one device; memory; throughput."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def case(name: str) -> Case:
 
 @cache
 def unsharded(name: str) -> tuple[list[Any], Any]:
-    """Tokens of prefill and of every step, and the cache after the last."""
+    """(tokens of prefill and of every step, cache after the last step)."""
     fn, m = generation(name)
     params, batch = m.init(0)
     token, kept = jax.jit(fn.prefill)(params, batch)
@@ -76,8 +76,10 @@ def test_prefill_and_decode_equal_the_unsharded_ones_token_by_token(name: str, s
 
 
 def test_decoding_a_token_is_as_reading_the_prompt_with_it() -> None:
-    """Of the unsharded models: the cache says what the prompt said. (Mixtral's experts have room for fewer tokens of a
-    longer prompt, so that it is no such model.)"""
+    """In the unsharded models, decoding with the cache gives the token that prefill of the longer prompt gives.
+
+    (Mixtral is left out. Its experts have capacity for a smaller fraction of the tokens of a longer prompt.)
+    """
     for name in ("llama3_8b", "gpt2"):
         (_, m), (tokens, _) = generation(name), unsharded(name)
         params, batch = m.init(0)
@@ -95,7 +97,7 @@ def test_a_plan_of_two_programs_is_saved_and_bound_again(tmp_path: Path) -> None
 
 
 def test_a_step_of_decoding_reads_the_cache_once() -> None:
-    """What twice the context adds is the time to read so much more."""
+    """Twice the context adds the time to read the additional cache."""
     short, long = (
         pase.compile(f"zoo:llama3_8b?task=decode&batch=64&context={n}", devices=8, mesh="8", baselines=False)
         for n in (8192, 16384)
@@ -111,7 +113,7 @@ def test_a_step_of_decoding_reads_the_cache_once() -> None:
 
 
 def test_what_is_stored_is_split_as_it_is_read() -> None:
-    """Storing it whole would cost as many seconds, and more memory."""
+    """Parameters stored unsplit would cost the same seconds and more memory."""
     plan = pase.compile("zoo:llama3_8b?task=decode&batch=64", devices=8, mesh="1x8", baselines=False)
     whole, embedding = 2 * 8_030_261_248, 2 * 128_256 * 4096  # rows are looked up by each device for its own
     assert plan.memory.parameters == pytest.approx(whole / 8 + embedding * 7 / 8, rel=0.01)
@@ -139,7 +141,7 @@ def test_decode_counts_as_often_as_tokens_says() -> None:
 
 @pytest.mark.parametrize("task", ["prefill", "decode"])
 def test_memory_is_what_the_compiler_takes(task: str) -> None:
-    """On CPU, where attention's scores are in memory."""
+    """Memory is compared on a CPU, where attention's scores are in memory."""
     sizes = {"batch": 64, "seq": 64, "context": 256, "layers": 4, "vocab": 512}
     m = zoo.reduced("llama3_8b", task=task, attention="plain", **sizes)
     carry = {1: 1} if m.cache is not None else None

@@ -1,4 +1,4 @@
-"""Flax NNX modules under a plan: parameters and all other Variables as nnx.jit leaves them, over ten steps."""
+"""Flax NNX modules under a plan: over ten steps, parameters and all other Variables are those of nnx.jit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STEPS = 10
 
 @cache
 def wanted(name: str) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Losses, and all Variables after the last step."""
+    """(losses, all Variables after the last step)."""
     loss, make = PROGRAMS[name]
     args = make()
     losses = unsharded(loss, args, STEPS)
@@ -45,7 +45,7 @@ def wanted(name: str) -> tuple[list[float], dict[str, np.ndarray]]:
 
 
 def stepped(plan: Any, args: tuple[Any, ...], steps: int = STEPS, **how: Any) -> tuple[Any, list[float]]:
-    """(arguments after the steps, losses) of the plan's own loop."""
+    """(arguments after the steps, losses) of steps under the plan."""
     step = plan.jax.train_step(OPTIMIZER, **how)
     model, *rest = plan.jax.device_put(*args)
     state = plan.jax.init(OPTIMIZER, model)
@@ -117,7 +117,7 @@ def test_a_step_as_the_guides_write_it() -> None:
 
 
 def test_the_model_is_updated_in_place_and_the_plan_keeps_no_state(tmp_path: Path) -> None:
-    """A plan that was saved and loaded, the model that was given, and the optimizer's state of its Variables."""
+    """A saved and loaded plan accepts the user's model and an optimizer state that was made from its Variables."""
     args = Dropped(rngs()), BATCH
     expected = unsharded(squares, args, 4)
     plan = pase.compile(squares, Dropped(rngs()), BATCH, devices=8, mesh="2x4")
@@ -151,7 +151,7 @@ def test_the_loss_updates_the_model_and_can_be_differentiated_by_nnx() -> None:
 
 
 def test_what_is_not_trained_has_no_gradient_and_no_decay() -> None:
-    """Statistics are floats, and still no parameters; evaluation writes nothing."""
+    """Batch statistics are floats but not parameters. Evaluation writes nothing."""
 
     def loss(model: Any, x: Any) -> Any:
         return jnp.mean(model(x) ** 2)
@@ -231,8 +231,8 @@ def _returned(model: Any, batch: Any) -> Any:
 @pytest.mark.parametrize(
     ("loss", "named"),
     [
-        (_mode, "_mode .*deterministic"),
-        (_sown, "_sown .*seen"),
+        (_mode, "_mode.*deterministic"),
+        (_sown, "_sown.*seen"),
         (_widened, "count.*int32.*float32"),
         (_returned, "_returned"),
     ],

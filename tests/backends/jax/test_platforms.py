@@ -1,4 +1,4 @@
-"""Code that is written for several platforms (jax.lax.platform_dependent), as jnp.diagonal's is."""
+"""Code with a version for each platform (jax.lax.platform_dependent), as in jnp.diagonal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def contrastive(p, x):
 
 
 def for_a_kernel(p, x):
-    """A branch for inside of a Mosaic kernel, which no device takes."""
+    """A branch for Mosaic kernels, which no device takes."""
     return jnp.sum(twice(jnp.sin(x @ p), mosaic=lambda x: x + x) ** 2)
 
 
@@ -31,7 +31,7 @@ def for_each(p, x):
 
 
 def off(loss, strategy, lowering):
-    """How far loss, gradients and parameters are from the unsharded step's."""
+    """The largest difference of loss, gradients and parameters from the unsharded step."""
     with jax.enable_x64(True):
         p, x = np.random.default_rng(0).normal(size=(2, 8, 8))
         plan = case_of(loss, p, x).plan(strategy)

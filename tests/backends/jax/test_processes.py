@@ -1,4 +1,4 @@
-"""Two processes of four host devices each do the step that one device does."""
+"""Two processes with four host devices each make the same step as one device."""
 
 import os
 import socket
@@ -51,7 +51,7 @@ for loss in delayed_losses():
 
 
 def delayed_losses():
-    """Of a step that merges two gradients and applies them one iteration late, on all devices that there are."""
+    """The result of a step that merges two gradients and applies them one iteration late, on all devices."""
     plan, case = late_plan("mlp"), reduced("mlp")
     optimizer = optax.adam(1e-2, eps=1e-3)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Programs beside a plain loss: aux and threaded state, modules, integers and keys, inference, the user's own step."""
+"""Programs other than a plain loss: aux, threaded state, modules, integers, keys, inference, the user's own step."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_module_as_it_is_in_the_natural_loop() -> None:
 
 @pytest.mark.parametrize("zero", [False, True])
 def test_state_made_on_sharded_parameters(zero: bool) -> None:
-    """optimizer.init(params) on the plan's own parameters, where state is split as they are and where further."""
+    """optimizer.init(params) works on placed parameters, whether the plan splits state like them or further."""
     from bench.cases.plans import case_of
 
     def loss(p: Any, x: Any) -> Any:
@@ -164,7 +164,7 @@ def test_what_is_no_loss_is_said() -> None:
 
 
 def test_statistics_of_the_parameters_form_are_no_parameters() -> None:
-    """A batch normalization of Keras alone: two weights and two statistics, each of a channel."""
+    """A single batch normalization of Keras: two weights and two statistics for each channel."""
 
     def loss(p: Any, stats: Any, x: Any) -> Any:
         mean, spread = jnp.mean(x, 0), jnp.var(x, 0)

@@ -1,4 +1,4 @@
-"""State of Equinox, Linen and Keras, and what a function writes without returning it: handed on, or refused."""
+"""State of Equinox, Linen and Keras is threaded. State that a function writes but does not return is refused."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_variables_of_a_state_that_are_written_are_returned_or_refused() -> None
 
 
 class Linen(nn.Module):
-    """Statistics of a batch that its examples do not read."""
+    """Batch statistics that do not influence the results of examples."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:

@@ -50,7 +50,7 @@ def circular(plan, strategy, weights):
 
 
 def drawn(plan, seed, data=None):
-    """A random split of every node. data: an axis that is to split the batch, and nothing else that is computed."""
+    """A random split of every node. data: an axis that must split the batch and no other dim of a computation."""
     rng = np.random.default_rng(seed)
 
     def split(n):
@@ -138,7 +138,7 @@ def test_without_a_named_schedule_it_is_tried_where_the_program_can_run_it():
 
 
 def test_a_rank_that_works_on_either_end_is_not_idle():
-    """All ranks together work as long as one would alone; the rest is bubble."""
+    """All ranks together work as long as a single rank would. The rest is bubble."""
     t = tables_of("zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0", 4, "once")
     for ranks in (1, 2):
         menu, s = StageMenu([t], ranks, 4, np.inf, only="circular"), schedule("circular", ranks, 4)
@@ -152,7 +152,7 @@ def test_a_rank_that_works_on_either_end_is_not_idle():
 
 @pytest.mark.parametrize("weights", ["once", "each"])
 def test_the_price_is_one_sum_over_nodes_and_edges_and_what_crosses(weights):
-    """On one rank nothing crosses: the searched sum is the step. On two no split takes less than the bound."""
+    """On one rank there are no transfers, so the bound is the step. On two ranks no split takes less than the bound."""
     t, rng = (
         tables_of("zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0", 4, weights),
         np.random.default_rng(0),

@@ -45,7 +45,7 @@ def planned(scan, remat="none"):
 
 
 def staged(plan, name, chunks, cuts, seed=None):
-    """The plan under another schedule with other cuts; seed: with a split of each stage drawn at random."""
+    """The plan under another schedule with other cuts. seed: draws a random strategy for each stage."""
     p, ranks = plan.pipeline, schedule(name, 2, MICRO, chunks).rank_of
     first, middle, last = p.stages[0].strategy, p.stages[1].strategy, p.stages[-1].strategy
     which = [first, *[middle] * (len(cuts) - 2), last]
@@ -108,8 +108,10 @@ def test_step_equals_unsharded(name, chunks, cuts, scan, remat, seed):
 
 
 def over_data(plan, seed=None):
-    """The plan with the first axis of its mesh over the batch alone and weights once a step; seed: with the other axis
-    as it falls."""
+    """The plan with the first mesh axis splitting only the batch, and weights gathered once per step.
+
+    seed: draws random splits for the other axis.
+    """
     rng, p, (data, *_) = np.random.default_rng(seed), plan.pipeline, plan.mesh.names
 
     def split(n):
@@ -133,7 +135,7 @@ def over_data(plan, seed=None):
     [("1f1b", (1, 3), True), pytest.param("zb-h1", (2, 2), False, marks=pytest.mark.minutes)],
 )
 def test_gradients_summed_once_a_step_equal_the_unsharded_ones(name, cuts, scan):
-    """Tensor parallelism on the other axis of each rank."""
+    """Each rank has tensor parallelism on the other axis."""
     plan = over_data(staged(planned(scan), name, 1, cuts), seed=5)
     jp, whole = plan.jax, reference(scan)
     params, batch = arguments(scan)
@@ -147,7 +149,7 @@ def test_gradients_summed_once_a_step_equal_the_unsharded_ones(name, cuts, scan)
 
 
 def test_backward_sends_no_gradients_where_they_are_summed_once(monkeypatch):
-    """Read in the compiled programs: none in backward, one sum of each stage's gradients after it."""
+    """The compiled programs have no collective in backward, and one reduction of each stage's gradients after it."""
     sent, late = [], []
     run, mean = jax_pipeline_run._run_summing, jax_pipeline_run._mean_of
 
@@ -188,7 +190,7 @@ def on_four(scan):
 
 
 def replicas(plan, *of):
-    """A plan of replicas on groups of four devices: (micro-batches, schedule, cuts) of each."""
+    """A plan of replicas on groups of four devices, with the given (micro-batches, schedule, cuts) of each."""
 
     def replica(many, name, cuts):
         p = staged(plan, name, 1, cuts).pipeline
@@ -201,7 +203,7 @@ def replicas(plan, *of):
 
 
 def test_replicas_with_unequal_shares_equal_the_unsharded_step(scan=True):
-    """Three micro-batches on one group, one on another whose stages are cut elsewhere."""
+    """One group has three micro-batches. Another has one, and its stages have other cuts."""
     jp = replicas(on_four(scan), (3, "1f1b", (1, 3)), (1, "gpipe", (3, 1))).jax
     params, batch = arguments(scan)
     whole = reference(scan)
@@ -251,7 +253,7 @@ def chained():
     [("gpipe", 1), ("eager-1f1b", 1), ("zb-h2", 1), ("interleaved", 2), ("dualpipev", 2)],
 )
 def test_every_schedule_runs_its_own_list(name, chunks):
-    """Those that the test above leaves out, on a small chain; what the function returns beside the loss is stacked."""
+    """The schedules that the test above leaves out, on a small chain. The function's aux is stacked."""
     plan, w, x, ((loss, _), grads) = chained()
     jp = staged(plan, name, chunks, (1,) * 4 if chunks == 2 else (2, 2)).jax
     (got, aux), mine = jp.value_and_grad()(w, x)
@@ -264,7 +266,7 @@ def test_every_schedule_runs_its_own_list(name, chunks):
 
 
 def roundabout(params, x):
-    """Stacks scaled before the loop, a weight that all layers share, results of every turn, turns backwards."""
+    """A reverse loop with scaled stacks, a weight that all layers share, and results of every iteration."""
     gate = x @ params["shared"]
 
     def layer(h, w):

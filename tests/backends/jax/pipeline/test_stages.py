@@ -1,5 +1,4 @@
-"""What stages hand on is what their program sends: activations forward, and back the gradients of those that have
-one."""
+"""Stages pass on exactly what the plan predicts: activations forward, and the gradients of those that have one back."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ WIDTH, LAYERS, BATCH, SEQ = 16, 4, 8, 4
 
 
 def counting(params, tokens):
-    """Layers that hand on activations, a number of each example without a gradient, scales and a counter."""
+    """Layers that pass on activations, an integer per example without a gradient, scales and a counter."""
     x = params["embed"][tokens]
 
     def block(carried, w):
@@ -65,7 +64,7 @@ def test_what_crosses_is_what_the_program_hands_on():
 
 
 def written_out(params, tokens):
-    """Layers that hand on one tensor, which the next one reads twice: in its norm, and to add to."""
+    """Layers that pass on one tensor, which the next one reads twice: in its norm and in its residual connection."""
     x = params["embed"][tokens]
     for w in params["layers"]:
         h = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True))

@@ -1,5 +1,7 @@
-"""Steps whose gradients are applied in later steps: the numbers of the same updates by hand, sums where the plan has
-them, read in what XLA compiled."""
+"""Steps whose gradients are applied in later steps.
+
+The numbers are those of reference updates in numpy, and the compiled program has the reductions in the plan's steps.
+"""
 
 import re
 import warnings
@@ -37,14 +39,14 @@ DELAYED = {
 
 
 def looped(params, x):
-    """A loop over layers, what is read before and behind it, and a weight that is read twice."""
+    """A loop over layers, weights that are read before and after it, and a weight that is read twice."""
     h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), jnp.tanh(x @ params["in"]), params["stack"])[0]
     y = jnp.tanh(h @ params["in"].T @ params["out"])
     return jnp.sum(y * y)
 
 
 def curved(params, x):
-    """The same, where the derivative of a parameter's own op depends on the value of the step."""
+    """The same model, in which the derivative of an op on a parameter depends on the parameter's value."""
     return looped(params | {"out": jnp.tanh(params["out"])}, x)
 
 
@@ -60,7 +62,7 @@ def drawn():
 
 
 def scheduled(plan, period, updates):
-    """The plan with a bucket plan of these updates: tensors cut in two, small ones joined, sent in every order."""
+    """The plan with a bucket plan of these updates: tensors split in two, small ones merged, sent in any order."""
     problem, messages = problem_of(plan), []
     for u, update in enumerate(updates):
         span = update.at - update.last + 1
@@ -88,8 +90,10 @@ def scheduled(plan, period, updates):
 
 
 def by_hand(plan, params, batches, updates, period, rate):
-    """(parameters, losses) in numpy: every device's part in one process, each update the mean of its steps' gradients,
-    applied after the step that is given, with momentum that only updates move."""
+    """(parameters, losses) of reference updates in numpy.
+
+    Each update is the mean of its steps' gradients, applied after the given step. Only updates change the momentum.
+    """
     program, graph = plan.jax.program, plan.graph
     names = dict(zip(sorted(params), plan.jax.leaf_names(), strict=False))
     params, momentum = dict(params), {k: np.zeros_like(v) for k, v in params.items()}
@@ -141,7 +145,7 @@ SUM = re.compile(r"%(\S+) = .* all-reduce(?:-start)?\(.*op_name=\"[^\"]*?message
 
 
 def texts(plan, optimizer):
-    """(iteration of the steady period, its compiled program's text)."""
+    """For each iteration of the steady period: (the iteration, the text of its compiled program)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step = plan.jax.train_step(optimizer, lowering="manual")
@@ -156,8 +160,10 @@ def texts(plan, optimizer):
 
 
 def test_what_waits_is_summed_where_the_plan_has_it_and_beside_the_step(drawn):
-    """Over a period, each byte of each gradient once for every update; sums of earlier gradients read nothing of this
-    step's batch."""
+    """Over a period, each byte of each gradient is reduced once for every update.
+
+    Reductions of earlier gradients do not depend on this step's batch.
+    """
     params, batches = drawn
     period, updates = DELAYED["one, two, one"]
     params, batch = jax.tree.map(lambda x: jnp.asarray(x, "float32"), (params, batches[0]))
@@ -177,7 +183,7 @@ def test_what_waits_is_summed_where_the_plan_has_it_and_beside_the_step(drawn):
         earlier = sum(len(iteration.messages(u)[1]) for u in iteration.updates if u.last < iteration.number)
         found = ancestors(text)
         (given,) = re.findall(r"%(\S+) = f32\[2,8\]\S* parameter\(\d+\)", text[text.index("\nENTRY ") :])
-        late = [line for line in lines[:earlier] if "f32[]" not in line]  # the loss may travel with one
+        late = [line for line in lines[:earlier] if "f32[]" not in line]  # XLA may combine the loss with one
         assert len(late) >= earlier - 1 and not any(given in found[SUM.search(x)[1]] for x in late)
     whole = sum(c.nbytes * c.times for c in plan.collectives if c.phase == "backward" and c.nbytes > 8)
     assert summed == whole * len(updates)
@@ -185,8 +191,10 @@ def test_what_waits_is_summed_where_the_plan_has_it_and_beside_the_step(drawn):
 
 @pytest.mark.parametrize("model", ["mlp", pytest.param("gpt2", marks=pytest.mark.minutes)])
 def test_deft_in_the_step_is_deft_by_the_runner(model):
-    """On a network that takes 1.7 times the compute: merged and late, cut and joined by its knapsacks. The runner has
-    the loss function alone, and no plan of it."""
+    """On a network that takes 1.7 times the compute, DeFT merges and delays updates, and splits and merges messages.
+
+    The runner has only the loss function, without a plan.
+    """
     case = reduced(model)
     plan = case.plan("data_parallel")
     problem = problem_of(plan)
@@ -222,7 +230,7 @@ def test_deft_in_the_step_is_deft_by_the_runner(model):
 
 
 def test_gradients_that_no_message_carries_wait_as_sums():
-    """Read in a branch, from which nothing can wait: summed in its own step, applied with the others."""
+    """A gradient of a parameter that a branch reads cannot wait unreduced. It is reduced in its own step."""
 
     def loss(params, x):
         y = x @ params["w"]

@@ -1,5 +1,7 @@
-"""Steps that gather parameters, and sum gradients, once: the numbers of the unsharded step, and the plan's own
-collectives to the byte."""
+"""Steps with hoisted all-gathers of parameters and gradient reductions.
+
+The numbers are those of the unsharded step, and the collectives are the plan's, to the byte.
+"""
 
 from unittest.mock import patch
 
@@ -29,14 +31,14 @@ def layer(x, w):
 
 
 def looped(params, tokens):
-    """Weights in a stack that a loop slices, an embedding that is read twice."""
+    """A loop that slices a stack of weights, and an embedding that is read twice."""
     x = params["table"][tokens]
     x = jax.lax.scan(lambda h, w: (layer(h, w), None), x, params["layers"])[0]
     return (jax.nn.logsumexp(x @ params["table"].T, -1)).mean()
 
 
 def unrolled(params, tokens):
-    """The same, written out, each layer's weights by themselves and cast where they are used."""
+    """The same model written out, with separate weights for each layer that are cast where they are used."""
     x = params["table"][tokens]
     for i in range(LAYERS):
         x = layer(x, {k: params[f"{k}{i}"].astype("float32") for k in ("scale", "up", "down")})
@@ -73,9 +75,9 @@ def drawn():
 
 
 def planned(fn, params, tokens, method, k):
-    """f(once): the plan of a method by which people split, on 8 devices."""
+    """A function f(once) that returns the plan of a baseline on 8 devices."""
     case = case_of(fn, params, tokens, name=fn.__name__)
-    with patch.object(masks, "PERSISTENT_ELEMENTS", 0):  # FSDP leaves no parameter whole, small as these are
+    with patch.object(masks, "PERSISTENT_ELEMENTS", 0):  # so that FSDP also splits small parameters
         given = next(b for b in price_baselines(case.problem)[0] if b.name == method)
 
     def of(once):
@@ -145,7 +147,7 @@ def test_what_a_branch_computes_again_stays_so(drawn):
 
 
 def turning(params, x):
-    """A weight that the turns of a while loop read."""
+    """A weight that the iterations of a while loop read."""
     turned = jax.lax.while_loop(
         lambda c: c[0] < 2, lambda c: (c[0] + 1, jnp.tanh(c[1] @ params["w"])), (0, x)
     )[1]
@@ -153,7 +155,7 @@ def turning(params, x):
 
 
 def test_a_parameter_inside_of_a_while_loop(drawn):
-    """Read in the body as the loop was given it: gathered before the loop, once."""
+    """The loop's body reads the parameter unchanged, so it is gathered once, before the loop."""
     with jax.enable_x64(True):
         w = jnp.arange(256.0).reshape(16, 16) / 512
         params, x = {"w": w, "v": w.T}, jnp.arange(512.0).reshape(32, 16) / 512

@@ -1,4 +1,4 @@
-"""Steps in micro-batches and with blocks computed again give the numbers, the bytes and the memory of the plan."""
+"""Steps with micro-batches and recomputed blocks have the numbers, bytes and memory that the plan predicts."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def unrolled(params, x):
 
 
 def plan_for(case, shape, variant):
-    """The cheapest plan where compute is expensive, priced as usual."""
+    """The cheapest plan under expensive compute, with its usual cost."""
     p = case.problem.varied(case.traced, variant)
     mesh = mesh_from(shape, p.devices)
     found = search_meshes(replace(p, model=ExpensiveCompute(p.model)), [mesh])
@@ -95,7 +95,7 @@ BLOCKS = {
 
 
 def test_light_work_and_attention_computed_again():
-    """The same numbers; arithmetic and memory between nothing again and all again, as predicted."""
+    """The numbers stay the same. FLOPs and memory are between those of no and of full recomputation, as predicted."""
     x = jax.random.normal(KEYS[2], (16, 8, 16))
     case = case_of(attending, BLOCKS, x, name="attending")
     optimizer = optax.sgd(1e-2)
@@ -106,7 +106,7 @@ def test_light_work_and_attention_computed_again():
         assert len(blocks) == (what != "none")
         plan = plan_for(case, "8", Variant(blocks=blocks))
         cost[what], kept[what] = plan.cost, plan.memory.activations
-        if what != "all":  # which the tests above run
+        if what != "all":  # the tests above run it
             step = sharded_step(plan, optimizer, BLOCKS, x)
             off = reference.differences(step)
             assert max(off.values()) < 1e-5, (what, off)
@@ -144,7 +144,7 @@ def test_an_attention_written_out_in_calls_is_found_and_computed_again():
 
 
 def test_light_work_again_is_what_the_models_own_policy_says():
-    """Of a model without attention: as if it were under jax.checkpoint with products kept, in seconds and in bytes."""
+    """In a model without attention, seconds and bytes equal those of jax.checkpoint with products as residuals."""
     keeps = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
     def marked(params, x):
@@ -163,7 +163,7 @@ def test_light_work_again_is_what_the_models_own_policy_says():
 
 
 def test_a_transformer_in_micro_batches_moves_what_is_predicted():
-    """Gathers and sums of gradients once for each micro-batch, to the byte."""
+    """All-gathers and gradient reductions run once for each micro-batch, with the predicted bytes."""
     case = reduced("gpt2")
     plan = plan_for(case, "2x4", Variant(accumulate=2))
     optimizer = optax.adam(1e-2, eps=1e-3)

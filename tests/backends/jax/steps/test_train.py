@@ -1,4 +1,4 @@
-"""The train step as users meet it: any optimizer, donation, auxiliary results, and errors that help."""
+"""The train step from a user's view: any optimizer, donation, auxiliary results, and helpful errors."""
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ def _plan():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
-    """Three steps each; state that mirrors a parameter is stored as the parameter is."""
+    """Three steps with each optimizer. State that mirrors a parameter has the layout of the parameter."""
     optimizer, plan = OPTIMIZERS[name], _plan()
     jp = plan.jax
     mesh = jp.mesh()
@@ -80,7 +80,7 @@ def test_optimizers(name):
 
 
 def test_state_is_split_where_parameters_are_whole():
-    """ZeRO-2: every parameter on every device, an eighth of each moment; three steps as unsharded."""
+    """ZeRO-2: every device has all parameters and an eighth of each moment. Three steps equal the unsharded ones."""
     case, optimizer = case_of(loss_fn, PARAMS, X), optax.adamw(1e-2, eps=1e-3)
     p = case.problem
     space = {n.name: configs(n, mesh_from("8", 8)) for n in p.graph.nodes}
@@ -108,7 +108,7 @@ def test_state_is_split_where_parameters_are_whole():
 
 
 def test_step_donates():
-    """Old parameters and state are gone after a step, their memory reused; the caller's own arrays are not."""
+    """A step reuses the memory of its parameters and state, but not that of the caller's own arrays."""
     plan, optimizer = _plan(), optax.adam(1e-3)
     jp = plan.jax
     params, x = jp.device_put(PARAMS, X)
@@ -143,7 +143,7 @@ def test_auxiliary_results():
 
 
 def test_scan_and_remat_survive():
-    """A rematerialised loop over layers stays both: its body is in the compiled program once, forward and backward."""
+    """A rematerialised loop over layers stays a loop and rematerialised: the jaxpr has it once per direction."""
     plan = reduced("gpt2").plan("data_parallel")
     jaxpr = str(jax.make_jaxpr(plan.jax.value_and_grad(plan.jax.mesh()))(*plan.jax._shapes()))
     assert jaxpr.count("scan[") == 2 and "remat" in jaxpr
