@@ -1,8 +1,8 @@
-"""Traces of a distributed run: aligned, replayed, diagnosed, optimized.
+"""Aligns, replays, diagnoses and optimizes traces of a distributed run.
 
-t = align(load("traces"))          # one timeline, one clock
-m = measure(t)                     # programs of every rank and iteration
-g = estimate(m, m.steady())        # the graph that predicts one iteration
+t = align(load("traces"))          # one timeline with a common clock
+m = measure(t)                     # the program of each rank and iteration
+g = estimate(m, m.steady())        # a graph that predicts one iteration
 replay_graph(g).makespan_ns
 """
 
@@ -56,7 +56,7 @@ former_names(
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: numba and parsers cost nothing to those who only name the package."""
+    """Imports a name on first use, so that importing the package does not load numba and the parsers."""
     if name not in _HOMES:
         raise AttributeError(f"module 'pase.replay' has no attribute '{name}'")
     module = importlib.import_module(f"pase.replay.{_HOMES[name]}")

@@ -1,4 +1,4 @@
-"""The global data-flow graph: tasks of all ranks on their devices, and what each waits for."""
+"""The global data-flow graph: the tasks of all ranks on their devices, and the tasks that each waits for."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from pase.errors import PaseError
 __all__ = ["EDGES", "Carried", "DataflowGraph", "TaskQueue", "build_graph", "csr", "launching_calls", "twins"]
 
 EDGES = ("program", "launch", "stream", "wait", "sync", "handoff", "depth", "data")
-"""Why an edge is there: CPU program order; launch of a device op; order on a stream; a stream waiting for
-another; a call that blocks until the device is done; one thread starting or awaiting another; a full launch
-queue; data flow."""
+"""The kinds of edges: CPU program order; launch of a device op; order on a stream; a stream that waits for another; a
+call that blocks until the device is done; a thread that starts or awaits another; a full launch queue; data flow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskQueue:
-    """Something that runs one task at a time."""
+    """A resource that runs one task at a time."""
 
     rank: int
     name: str
@@ -29,7 +28,7 @@ class TaskQueue:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Carried:
-    """Edges from tasks of one iteration to tasks of the next, as columns. kind: an index in EDGES."""
+    """Edges from tasks of one iteration to tasks of the next one, as columns. kind: an index in EDGES."""
 
     src: np.ndarray
     dst: np.ndarray
@@ -44,12 +43,14 @@ def _nothing_carried() -> Carried:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DataflowGraph:
-    """Tasks as columns [tasks], edges as columns [edges]. Times in nanoseconds, float64.
+    """Tasks as columns [tasks] and edges as columns [edges]. Times are in nanoseconds, float64.
 
-    gang: number of the collective that a task is a member of, −1 for none; its members run on different
-    devices, and each ends its ``duration_ns`` after the last of them has started.
-    priority: smaller runs first among the ready tasks of a device. release_ns: earliest start.
-    key: what the task is, the same in every iteration; event: its event in the timeline, −1 for none.
+    gang: the number of the collective to which a task belongs; −1 for none. The members of a collective run on
+    different devices, and each ends ``duration_ns`` after the last member has started.
+    priority: among the ready tasks of a device, the one with the smallest value runs first.
+    release_ns: the earliest start.
+    key: identifies the task; it is the same in every iteration.
+    event: the index of its event in the timeline; −1 for none.
     """
 
     devices: tuple[TaskQueue, ...]
@@ -68,20 +69,20 @@ class DataflowGraph:
     nbytes: np.ndarray
     operation: np.ndarray
     ways: np.ndarray
-    """Ranks that a collective joins, those without a trace included; 0 for other tasks and where unknown."""
+    """Number of ranks of a collective, including ranks without a trace; 0 for other tasks, or if unknown."""
     event: np.ndarray
     device_free_ns: np.ndarray
     key: tuple[object, ...] = ()
     root: dict[int, int] = field(default_factory=dict)
-    """rank → task whose start begins the rank's iteration, where that is not its first device op."""
+    """rank → the task whose start begins the rank's iteration, if that is not its first device op."""
     tail: dict[int, int] = field(default_factory=dict)
-    """rank → task whose end ends it, likewise."""
+    """rank → the task whose end ends the rank's iteration, if that is not its last device op."""
     gangs: int = 0
-    """How many collectives are shared by ranks of the graph."""
+    """Number of collectives that ranks of the graph share."""
     carried: Carried = field(default_factory=_nothing_carried)
-    """What tasks wait for in the iteration before; counts where iterations are replayed in a row."""
+    """Edges from the previous iteration. They matter if consecutive iterations are replayed."""
     even: bool = False
-    """Whether no rank is to be later or slower than the median rank, in any single iteration too."""
+    """Whether no rank may be later or slower than the median rank, in every single iteration."""
 
     def __len__(self) -> int:
         return len(self.device)
@@ -102,10 +103,11 @@ class DataflowGraph:
 def build_graph(
     tasks: list[dict[str, object]], edges: list[tuple[int, int, float]] | list[tuple[int, int]]
 ) -> DataflowGraph:
-    """A graph from plain dicts, for plans and tests.
+    """Builds a graph from plain dicts, for plans and tests.
 
-    Each task: ``device`` (rank, name) and ``duration_ns``; optional name, kind, gang, priority, release_ns,
-    nbytes, operation (an index in types.OPERATIONS), ways. Edges: (source, destination[, lag in ns]).
+    tasks: each has ``device`` (rank, name) and ``duration_ns``. Optional are name, kind, gang, priority, release_ns,
+    nbytes, operation (an index in types.OPERATIONS) and ways.
+    edges: (source, destination) or (source, destination, lag in ns).
     """
     devices: dict[tuple[int, str], int] = {}
     names: dict[str, int] = {}
@@ -149,7 +151,7 @@ def _device_kind(name: str) -> str:
 
 
 def csr(g: DataflowGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(ptr [tasks + 1], dst, lag) with edges ordered by source. PaseError where an edge leaves the graph."""
+    """Returns (ptr [tasks + 1], dst, lag) with edges ordered by source. Raises PaseError if an edge is out of range."""
     n = len(g)
     if len(g.src) and (min(g.src.min(), g.dst.min()) < 0 or max(g.src.max(), g.dst.max()) >= n):
         raise PaseError(f"an edge of the graph points outside its {n} tasks")
@@ -160,7 +162,10 @@ def csr(g: DataflowGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def launching_calls(g: DataflowGraph) -> dict[int, int]:
-    """Device task → the call that launches it. An op waits for its call to begin: for the end of the work before it."""
+    """Returns device task → the call that launches it.
+
+    An op waits for the begin of its call, which is the end of the work before the call.
+    """
     program, launch = (g.edge_kind == EDGES.index(k) for k in ("program", "launch"))
     called = {a: b for a, b in zip(g.src[program].tolist(), g.dst[program].tolist(), strict=True)}
     pairs = zip(g.src[launch].tolist(), g.dst[launch].tolist(), strict=True)
@@ -168,9 +173,9 @@ def launching_calls(g: DataflowGraph) -> dict[int, int]:
 
 
 def twins(g: DataflowGraph) -> dict[object, dict[int, int]]:
-    """Tasks that differ only in their rank: rank → task.
+    """Returns, for each set of tasks that differ only in their rank, rank → task.
 
-    A task's key holds its rank before its names, and a count at the end.
+    The key of such a set is the tasks' key without the rank.
     """
     out: dict[object, dict[int, int]] = {}
     rank = g.rank.tolist()

@@ -1,7 +1,6 @@
-"""What a run did, when: events on lanes, gathered in a Timeline of plain columns.
+"""The events of a run: a Timeline stores them as numpy columns, and an Event is the readable form of one.
 
-Times are whole nanoseconds on the clock of the event's rank; ``Timeline.clocks`` says how to bring them
-to one clock. A million events are a few numpy columns, and ``Timeline.event(i)`` is the readable form of one.
+Times are integer nanoseconds on the clock of the event's rank. ``Timeline.clocks`` maps them to a common clock.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ __all__ = [
 ]
 
 KINDS = ("host", "runtime", "kernel", "memcpy", "memset", "collective", "annotation", "memory")
-"""host: an op on a CPU thread; runtime: a driver call (launch, sync); the next four run on a stream."""
+"""The kinds of events. host: an op on a CPU thread. runtime: a driver call (launch, sync). The next four run on a
+stream."""
 
 COLLECTIVE = KINDS.index("collective")
 GPU_KINDS = tuple(KINDS.index(k) for k in ("kernel", "memcpy", "memset", "collective"))
@@ -41,7 +41,7 @@ _ON_DEVICE = np.isin(np.arange(len(KINDS)), GPU_KINDS)
 
 
 def on_stream(kind: np.ndarray) -> np.ndarray:
-    """Which of these kinds are of ops that run on a stream."""
+    """Returns a mask of the kinds whose ops run on a stream."""
     out: np.ndarray = _ON_DEVICE[kind]
     return out
 
@@ -58,7 +58,7 @@ OPERATIONS = (
     "send_recv",
     "barrier",
 )
-"""What a collective event does; the empty name stands for every other event."""
+"""The operations of collectives. The empty name stands for all other events."""
 
 COLUMNS: dict[str, type[np.generic]] = {
     "lane": np.int32,
@@ -75,19 +75,20 @@ COLUMNS: dict[str, type[np.generic]] = {
 }
 
 BESIDE = " beside "
-"""Between a stream's name and a number: ops that overlap on one stream have lanes of their own."""
+"""Separates a stream's name from a number in a lane's name: ops that overlap on one stream have separate lanes."""
 
 Shapes = tuple[tuple[int, ...], ...]
-"""Extents of an op's operands, one tuple an operand; empty for one that is no tensor."""
+"""The shapes of an op's operands; empty for an operand that is not a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledOp:
-    """What a compiled program says of one of its ops.
+    """Facts about an op from its compiled program.
 
-    part: which part of a training step it belongs to, from the framework's name for where it comes from.
-    operands: extents of what it reads. product: of the one matrix product that it is or holds, the extents of the two
-    factors and of the result; empty where it holds none, or several. itemsize: bytes of an element of its result.
+    part: the part of the training step to which it belongs, from the framework's name of the source op.
+    operands: the shapes of its operands.
+    product: the shapes of the two factors and the result, if it is or contains exactly one matrix product; else empty.
+    itemsize: bytes per element of its result.
     """
 
     part: Literal["forward", "backward", "update"]
@@ -98,7 +99,7 @@ class CompiledOp:
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """A queue that runs one thing at a time: a CPU thread or a device stream of one rank."""
+    """A queue that runs one op at a time: a CPU thread or a device stream of one rank."""
 
     rank: int
     name: str
@@ -107,14 +108,16 @@ class Lane:
 
     @property
     def stream(self) -> str:
-        """The name without what tells ops apart that overlap on one stream: which of them runs beside which differs
-        from iteration to iteration, and from rank to rank."""
+        """The name of the stream, without the number of the lane.
+
+        Which overlapping ops share a lane differs between iterations and ranks.
+        """
         return self.name.partition(BESIDE)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The ranks that take part in a collective. An empty ``ranks`` means that the trace does not say."""
+    """The ranks that take part in a collective. ``ranks`` is empty if they are not in the trace."""
 
     name: str
     ranks: tuple[int, ...] = ()
@@ -122,10 +125,10 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """Global time = local time + offset + drift · (local time − reference).
+    """A rank's clock: global time = local time + offset + drift · (local time − reference).
 
-    uncertainty_ns: one standard error of the offset at the reference time; inf where nothing ties this
-    rank to the others.
+    uncertainty_ns: one standard error of the offset at the reference time; inf if nothing connects this rank to the
+    others.
     """
 
     rank: int
@@ -135,7 +138,7 @@ class Clock:
     uncertainty_ns: float = 0.0
 
     def to_global(self, local_ns: np.ndarray) -> np.ndarray:
-        """Local nanoseconds to global ones, float64 (or int64 where the correction is a whole offset)."""
+        """Converts local to global times in ns."""
         return local_ns + self.offset_ns + self.drift * (local_ns - self.reference_ns)
 
 
@@ -148,12 +151,12 @@ class Mark:
     start_ns: int
     end_ns: int
     complete: bool = True
-    """False where the trace cuts the iteration, so that its length is not a measurement."""
+    """False if the trace cuts the iteration, so that its length is not a valid measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Something that the trace got wrong, where, and what was done about it."""
+    """A fault of a trace: where it is, what it is, and what was done about it."""
 
     where: str
     what: str
@@ -164,10 +167,10 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One event. nbytes and correlation are −1 where unknown; iteration is −1 outside every iteration.
+    """One event. nbytes and correlation are −1 if unknown; iteration is −1 if the event is in no iteration.
 
-    correlation: in a measured timeline, the same for a call and for what it launched; in a predicted one, for what was
-    sent and for the work that needed it.
+    correlation: in a measured timeline, a call and the op that it launched have the same number. In a predicted one, a
+    transfer and the work that needed it have the same number.
     """
 
     rank: int
@@ -187,7 +190,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Timeline:
-    """Events of all ranks as columns (one entry per event, types in COLUMNS), sorted by lane, then start."""
+    """Events of all ranks as columns (one entry per event, types in COLUMNS), sorted by lane and start."""
 
     columns: dict[str, np.ndarray]
     names: tuple[str, ...]
@@ -197,13 +200,13 @@ class Timeline:
     marks: tuple[Mark, ...] = ()
     problems: tuple[Problem, ...] = ()
     hosts: dict[int, str] = field(default_factory=dict)
-    """Machine of each rank, where known: ranks on one machine share a clock."""
+    """The machine of each rank, if known. Ranks on one machine share a clock."""
     dataflow: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Op name → names of the ops whose results it reads, where the source states them (XLA's HLO does)."""
+    """Op name → names of the ops whose results it reads, if the source records them (XLA's HLO does)."""
     shapes: tuple[Shapes, ...] = ()
-    """What the column shape points into; −1 there where the source does not say."""
+    """The values of the column "shape", which has an index into this tuple; −1 if the shape is unknown."""
     compiled: dict[str, CompiledOp] = field(default_factory=dict)
-    """Op name → what the compiled program says of it, where the trace holds that program (XLA's HLO)."""
+    """Op name → facts from the compiled program, if the trace contains that program (XLA's HLO)."""
 
     def __post_init__(self) -> None:
         if set(self.columns) != set(COLUMNS):
@@ -239,7 +242,7 @@ class Timeline:
         return self.to_global(self["start_ns"])
 
     def to_global(self, local_ns: np.ndarray) -> np.ndarray:
-        """Per-event local times [events] on the common clock, float64."""
+        """Converts local times of the events, [events], to the common clock; float64."""
         ranks = self.rank_of
         out = local_ns.astype(np.float64)
         for rank in self.ranks:
@@ -270,7 +273,7 @@ class Timeline:
         return (self.event(i) for i in range(len(self)))
 
     def select(self, keep: np.ndarray) -> Timeline:
-        """The same timeline with only the events where ``keep`` (bool or indices) holds."""
+        """Returns the timeline with the selected events only. keep: a mask or indices."""
         return replace(self, columns={k: v[keep] for k, v in self.columns.items()})
 
 
@@ -282,7 +285,8 @@ def from_events(
     clocks: tuple[Clock, ...] = (),
     dataflow: dict[str, tuple[str, ...]] | None = None,
 ) -> Timeline:
-    """A Timeline from single events: for plans, tests and small traces; ingestion fills columns directly.
+    """Builds a Timeline from single events, for plans, tests and small traces. The readers of traces fill columns
+    directly.
 
     >>> t = from_events([Event(rank=0, lane="s7", device=True, kind="kernel", name="gemm",
     ...                        start_ns=5, duration_ns=10)])
@@ -297,7 +301,7 @@ def from_events(
     rows: list[tuple[int, ...]] = []
     for e in events:
         if e.kind not in KINDS or e.operation not in OPERATIONS:
-            raise ValueError(f"event '{e.name}': no kind '{e.kind}' or no operation '{e.operation}'")
+            raise ValueError(f"event '{e.name}': unknown kind '{e.kind}' or operation '{e.operation}'")
         if e.group and e.group not in known:
             known[e.group] = len(every)
             every.append(Group(name=e.group))

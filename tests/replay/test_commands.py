@@ -1,4 +1,4 @@
-"""pase replay, diagnose, optimize and profile as a user calls them."""
+"""The commands pase replay, diagnose, optimize and profile."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_replay_prints_the_contract(traces: Path, tmp_path: Path) -> None:
         document = json.loads(f.read_text())
         jsonschema.validate(document, schema())
         assert document["traceEvents"]
-    # What was written can be replayed again, with the same result.
+    # The written timeline can be replayed, with the same result.
     again = reported("replay", files[0])
     assert [r["measured_s"] for r in again["ranks"]] == [r["measured_s"] for r in report["ranks"]]
 

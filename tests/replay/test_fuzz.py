@@ -1,10 +1,10 @@
-"""A handful of mutated traces, as ``bench/fuzz/traces.py`` makes by the thousand: nothing absurd without a warning."""
+"""Some of the mutated traces of ``bench/fuzz/traces.py``: no absurd result without a warning."""
 
 from bench.fuzz.traces import fuzz
 
 
 def test_faults_that_were_found_stay_mended() -> None:
-    """With less to do, ops that nothing in the trace orders changed places, and the run was predicted longer."""
+    """With less work, ops whose order is not fixed by the trace changed places, and a longer run was predicted."""
     known = [4019, 5461, 5871]
     found, faults = fuzz(known, seed=0)
     assert not faults and sum(found.values()) == len(known)

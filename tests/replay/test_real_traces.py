@@ -1,4 +1,4 @@
-"""The shared real traces, where they are: alignment, replay from other iterations and ranks, diagnosis, plans."""
+"""The shared traces of real runs: alignment, held-out predictions of iterations and ranks, diagnosis, optimization."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_injected_skew_and_drift_come_back_out(seed: int) -> None:
             - columns["start_ns"][mine]
         )
     changed = align(replace(t, columns=columns))
-    # Compared by what alignment is for: the ends of steady collectives, on the common clock, relative to rank 0.
+    # Compare the ends of steady collectives on the common clock, relative to rank 0.
     before = _ends(_timeline(FSDP))
     after = _ends(changed)
     moved = (after - after[:, :1]) - (before - before[:, :1])
@@ -104,13 +104,13 @@ def test_fsdp_ranks_are_predicted_from_other_ranks_within_one_percent() -> None:
 
 @pytest.mark.parametrize("name", [DDP, UNFUSED, DLRM])
 def test_host_bound_runs_are_predicted_within_one_percent_of_their_mean(name: str) -> None:
-    """Single iterations of these runs differ by 2–5%; the mean of predictions meets the mean of iterations."""
+    """Single iterations of these runs differ by 2–5%, but the mean prediction agrees with the mean iteration."""
     m = _measured(name)
     predictions = held_out(m)
     replayed = np.mean([p.replayed_ns for p in predictions])
     measured = np.mean([p.measured_ns for p in predictions])
     assert abs(replayed / measured - 1) < 0.01
-    # No prediction is worse than its iteration is unusual, within 1%.
+    # The error of a prediction exceeds the iteration's distance from the mean by at most 1%.
     for p in predictions:
         unusual = abs(p.naive_error)
         assert abs(p.error) < unusual + 0.01

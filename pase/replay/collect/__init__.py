@@ -1,1 +1,1 @@
-"""Traces of a running program."""
+"""Collects traces of a running program."""

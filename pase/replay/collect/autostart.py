@@ -1,7 +1,7 @@
-"""How ``pase profile`` reaches into a program that knows nothing of it: _site/sitecustomize.py calls this.
+"""Lets ``pase profile`` trace an unchanged program. _site/sitecustomize.py calls the autostart functions.
 
-``environment`` is what the program is started with; the autostart functions run in it, once it has imported its
-framework.
+``pase profile`` starts the program with the variables of ``environment``. In the program, an autostart function runs
+once the framework has been imported.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ __all__ = ["autostart_jax", "autostart_torch", "environment"]
 
 FOLDER, SECONDS = "PASE_PROFILE", "PASE_PROFILE_SECONDS"
 SKIP, STEPS = "PASE_PROFILE_SKIP", "PASE_PROFILE_STEPS"
-"""Environment variables: where to write, for how long; PyTorch: steps to let pass first, and how many to trace."""
+"""Environment variables: the folder, the duration and, for PyTorch, the number of steps to skip and to trace."""
 _recording: list[str] = []
-"""The framework whose profiler has this process's folder: the first one that does something."""
+"""The framework whose profiler writes into this process's folder: the first one that is used."""
 
 
 def environment(folder: Path, seconds: float, skip: int = 2, steps: int = 10) -> dict[str, str]:
-    """Environment variables with which a program, and every process it starts, traces itself."""
+    """Returns environment variables with which a program and all processes that it starts trace themselves.
+
+    folder: where to write. seconds: how long to trace; 0 traces until the end.
+    skip, steps: for PyTorch, the number of steps to skip first, and the number to trace.
+    """
     site = str(Path(__file__).parent / "_site")
     inherited = os.environ.get("PYTHONPATH")
     env = {**os.environ, FOLDER: str(folder.resolve()), SECONDS: str(seconds)}
@@ -35,9 +39,9 @@ def environment(folder: Path, seconds: float, skip: int = 2, steps: int = 10) ->
 
 
 def autostart_jax(folder: str, seconds: float) -> None:
-    """Start tracing once JAX has compiled something, so that its backends and process index are settled.
+    """Starts tracing once JAX has compiled something, because its backends and process index are then known.
 
-    Ends at exit, or ``seconds`` after the start where that is positive.
+    Tracing ends at exit or, if ``seconds`` is positive, that long after the start.
     """
     import threading
 
@@ -58,8 +62,10 @@ def autostart_jax(folder: str, seconds: float) -> None:
 
 
 def autostart_torch(folder: str, seconds: float) -> None:
-    """Trace some optimizer steps, after those in which memory and kernels settle; write once they are done, or at
-    exit. ``seconds``: end with the first step after so long, where positive.
+    """Traces some optimizer steps, after the first ones, in which memory and kernels are not yet steady.
+
+    The trace is written after these steps, or at exit. If ``seconds`` is positive, tracing ends with the first step
+    after that time.
     """
     skip, steps = (int(os.environ.get(k) or d) for k, d in ((SKIP, 2), (STEPS, 10)))
     run = profile(folder, framework="torch")
@@ -70,7 +76,7 @@ def autostart_torch(folder: str, seconds: float) -> None:
         if _recording == ["jax"]:
             handle.remove()
             return
-        done = state["passed"] - max(skip, 1)  # the first step is over before anything can be known of it
+        done = state["passed"] - max(skip, 1)  # the first step has ended when this hook first runs
         if done == 0:
             _recording.append("torch")
             run.start(between=True)

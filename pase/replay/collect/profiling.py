@@ -1,11 +1,11 @@
-"""Collect what replay needs from a running JAX or PyTorch program, one folder a process.
+"""Collects traces for ``pase replay`` from a running JAX or PyTorch program, with one folder per process.
 
     with pase.replay.profile("traces") as run:
         for batch in data:
             with run.step():
                 state = train_step(state, batch)
 
-``pase profile -o traces -- python train.py`` does it without touching the program. Then ``pase replay traces``.
+``pase profile -o traces -- python train.py`` does the same for an unchanged program. Then run ``pase replay traces``.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ __all__ = ["profile"]
 class profile:
     """Context manager that traces the devices of this process into ``folder``/rank<process index>.
 
-    framework: "jax" or "torch"; None: the one that the program has imported, JAX where both.
-    Without step(), iterations are the executions of the program's main module (JAX), or lie between the optimizer's
-    steps (PyTorch). PaseError where the program has imported neither, or a trace is already being taken.
+    framework: "jax" or "torch". None chooses the one that the program has imported, and JAX if it has imported both.
+
+    Without step(), iterations are the executions of the program's main module (JAX), or the intervals between steps of
+    the optimizer (PyTorch). Raises PaseError if the program has imported neither, or if a profiler is already running.
     """
 
     def __init__(self, folder: str | Path, *, rank: int | None = None, framework: str | None = None) -> None:
@@ -57,7 +58,7 @@ class profile:
         self.stop()
 
     def step(self, number: int | None = None) -> AbstractContextManager[None]:
-        """Marks one iteration; numbers count up where none is given."""
+        """Returns a context manager that marks one iteration. Without ``number``, iterations are counted."""
         if not self._running:
             return nullcontext()
         if self._torch is not None:
@@ -90,7 +91,9 @@ class profile:
         try:
             trace = self._torch = TorchTrace(self.path / "trace.json.gz")
         except RuntimeError as e:
-            raise PaseError(f"cannot start tracing into {self.path}: {e}") from e
+            raise PaseError(
+                f"cannot start tracing: {e}", where=str(self.path), fix="stop any other profiler"
+            ) from e
         self._about = {"rank": rank, "processes": world()[1], "torch": str(sys.modules["torch"].__version__)}
 
         def next_step() -> None:
@@ -115,7 +118,7 @@ class profile:
         (self.path / "manifest.json").write_text(json.dumps(head, indent=1) + "\n")
 
     def start(self, *, between: bool = False) -> None:
-        """between: PyTorch: a step has just ended, so that the next begins here."""
+        """Starts tracing. between: for PyTorch, whether a step has just ended, so that the next one begins here."""
         if (self.framework or _imported()) == "torch":
             self._start_torch(between)
             return
@@ -123,20 +126,22 @@ class profile:
         rank = jax.process_index() if self.rank is None else self.rank
         self.path = self.folder / f"rank{rank}"
         if self.path.exists():
-            # Old traces beside new ones would be two files of one rank.
+            # Remove the old trace, because a rank must not have two files.
             shutil.rmtree(self.path)
         options = jax.profiler.ProfileOptions()
-        # Python frames are the expensive part, and replay does not need them.
+        # Tracing Python frames is expensive, and replay does not need them.
         options.python_tracer_level = 0
         options.host_tracer_level = 2
         try:
             jax.profiler.start_trace(str(self.path), profiler_options=options)
         except RuntimeError as e:
-            raise PaseError(f"cannot start tracing into {self.path}: {e}") from e
+            raise PaseError(
+                f"cannot start tracing: {e}", where=str(self.path), fix="stop any other profiler"
+            ) from e
         self._running = True
 
     def stop(self, *, between: bool = False) -> None:
-        """Writes the trace. between: as in start(): the last step has just ended."""
+        """Stops tracing and writes the trace. between: for PyTorch, whether a step has just ended."""
         if not self._running:
             return
         if self._torch is not None:
@@ -162,10 +167,12 @@ def _imported() -> str:
 
 
 def _jax() -> ModuleType:
-    """The JAX that the program has imported; it is the program that is traced, so this never imports one."""
+    """Returns the JAX module that the program has imported. This function never imports JAX itself."""
     jax = sys.modules.get("jax")
     if jax is None:
         raise PaseError(
-            "pase.replay.profile traces JAX and PyTorch programs; this program imported neither jax nor torch"
+            "this program has imported neither jax nor torch",
+            where="pase.replay.profile",
+            fix="import the framework before profiling",
         )
     return jax

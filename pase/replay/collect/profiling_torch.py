@@ -1,7 +1,7 @@
-"""Tracing a PyTorch program with its own profiler (Kineto), for ``pase.replay.collect.profiling``.
+"""Traces a PyTorch program with PyTorch's profiler (Kineto), for ``pase.replay.collect.profiling``.
 
-One Chrome trace a process, with its devices' kernels where it has any; NCCL's and gloo's collectives are in it with
-their sizes. Iterations end with the first optimizer's step, unless the program marks them itself.
+Each process writes one Chrome trace, with the kernels of its devices, if any, and the collectives of NCCL and gloo with
+their sizes. Iterations end with the step of the first optimizer, unless the program marks them itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MARK = "ProfilerStep#"
 
 
 def world() -> tuple[int, int]:
-    """(rank, processes) of this process, by its process group, else by torchrun's environment."""
+    """Returns (rank, number of processes), from the process group or else from torchrun's environment."""
     dist = sys.modules["torch"].distributed
     if dist.is_available() and dist.is_initialized():
         return int(dist.get_rank()), int(dist.get_world_size())
@@ -32,7 +32,7 @@ def world() -> tuple[int, int]:
 
 
 class TorchTrace:
-    """Runs torch.profiler; ``mark`` begins an iteration, ``stop`` writes the trace to ``path``."""
+    """Runs torch.profiler. ``mark`` begins an iteration, and ``stop`` writes the trace to ``path``."""
 
     def __init__(self, path: Path) -> None:
         torch = sys.modules["torch"]
@@ -40,14 +40,14 @@ class TorchTrace:
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self.path = path
-        # Shapes give the bytes of collectives; stacks are the expensive part, and replay does not need them.
+        # Shapes give the bytes of collectives. Stacks are expensive, and replay does not need them.
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         self._open: AbstractContextManager[object] | None = None
         self._number = -1
         self._profiler.start()
 
     def mark(self, number: int) -> None:
-        """From here to the next mark, or to ``unmark``, is iteration ``number``."""
+        """Begins iteration ``number``, which lasts until the next mark or ``unmark``."""
         self.unmark()
         self._number = number
         opened = sys.modules["torch"].profiler.record_function(f"{_MARK}{number}")
@@ -70,7 +70,7 @@ class TorchTrace:
 
 
 def _rename(path: Path, old: str, new: str) -> None:
-    """What follows the last step is no iteration, and the profiler may have written it as one."""
+    """Renames the mark that the profiler may have written after the last step, where no iteration begins."""
     fresh = path.with_name("renamed.gz")
     with gzip.open(path, "rt", encoding="utf-8") as f, gzip.open(fresh, "wt", encoding="utf-8") as out:
         for line in f:
@@ -79,7 +79,7 @@ def _rename(path: Path, old: str, new: str) -> None:
 
 
 class StepHook:
-    """Calls ``then()`` after every step of the first optimizer that takes one, until remove()."""
+    """Calls ``then()`` after every step of the optimizer that steps first, until remove()."""
 
     _all: ClassVar[list[StepHook]] = []
     _registered = False
@@ -88,7 +88,8 @@ class StepHook:
         self._then, self._first = then, 0
         StepHook._all.append(self)
         if not StepHook._registered:
-            # Once and for good: PyTorch walks its hooks while they run, and they may not come and go meanwhile.
+            # Register one hook permanently: PyTorch iterates over its hooks while they run, so a hook must not add or
+            # remove any.
             StepHook._registered = True
             sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(_stepped)
 

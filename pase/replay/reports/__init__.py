@@ -1,1 +1,1 @@
-"""Findings about a run, and reports of them."""
+"""Diagnoses runs and makes reports."""

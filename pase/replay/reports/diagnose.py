@@ -1,7 +1,7 @@
-"""Why a run is slow: findings in plain words, each with what it costs, what to change, and where to see it.
+"""Diagnoses why a run is slow. Each finding has a cost, advice on what to change, and evidence in the trace.
 
-What happened is read off the trace (``breakdown``). What a cause costs is the replayed iteration minus the replayed
-iteration without the cause, where the replay is to be believed; costs of different findings overlap and do not add up.
+What happened is measured in the trace (``breakdown``). The cost of a cause is the replayed iteration minus the replayed
+iteration without the cause, if the replay can be trusted. Costs of different findings overlap and do not add up.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pase.replay.reports.trust import Run
 __all__ = ["Diagnosis", "Evidence", "Finding", "diagnose_run"]
 
 _WORTH = 0.005
-"""Findings that concern less than this share of the iteration are left out."""
+"""Findings that concern less than this fraction of the iteration are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Diagnosis:
-    """All findings of a run, most expensive first, with the replay and the measurements that they rest on."""
+    """All findings of a run, most expensive first, with the replay and the measurements on which they are based."""
 
     run: Run
     findings: tuple[Finding, ...]
@@ -33,11 +33,11 @@ class Diagnosis:
 
     @property
     def iteration_ns(self) -> float:
-        """The replayed iteration, which costs are differences to."""
+        """The replayed iteration, from which costs are computed."""
         return self.run.replayed_ns
 
     def _repr_html_(self) -> str:
-        """For notebooks: the findings with what they cost."""
+        """Returns a table of the findings with their costs, for notebooks."""
         rows = (
             (
                 escape(f.title),
@@ -52,7 +52,7 @@ class Diagnosis:
 
 
 def diagnose_run(m: Measured) -> Diagnosis:
-    """Findings about the steady iterations of a measured run."""
+    """Returns the findings about the steady iterations of a measured run."""
     run = Run(measured=m)
     parts = tuple(breakdowns(m))
     late = tuple(stragglers(m, run.iterations))

@@ -1,4 +1,4 @@
-"""Findings about a run: one function for each kind of finding, from the measured parts and the replay."""
+"""Finds reasons for lost time, from the measured parts and the replay. There is one function per kind of finding."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["LOOKS", "Evidence", "Finding", "Scene", "remarks"]
 
 _ALLOCATION = re.compile(r"^(cuda|hip)(Malloc|Free)(Async|Host)?$")
 _SHARE = 0.01
-"""Measured stretches below this share of the iteration are not worth a finding of their own."""
+"""Measured parts below this fraction of the iteration do not become findings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """A stretch of the timeline to look at. Times in ns on the common clock."""
+    """An interval of the timeline that shows a finding. Times are in ns on the common clock."""
 
     rank: int
     name: str
@@ -42,7 +42,8 @@ class Finding:
     """One reason for lost time.
 
     cost_ns: how much shorter the replayed iteration would be without it; 0 if the replay shows no gain or is not
-    trusted. measured_ns: how much of the measured iteration it concerns, as a mean; 0 for a remark.
+    trusted.
+    measured_ns: the mean part of the measured iteration that it concerns; 0 for a remark.
     """
 
     kind: str
@@ -66,17 +67,17 @@ class Scene:
         return self.run.graph
 
     def saved(self, without: DataflowGraph) -> float:
-        """What the replay saves without a cause; 0 if the replay is not trusted."""
+        """Returns the time that the graph without a cause saves; 0 if the replay is not trusted."""
         if self.run.doubts:
             return 0.0
         return max(0.0, self.run.replayed_ns - self.run.changed_ns(without))
 
     def most(self, cause: str) -> Breakdown:
-        """The rank on which a cause takes the most time."""
+        """Returns the breakdown of the rank on which a cause takes the most time."""
         return max(self.parts, key=lambda b: b.mean_ns(cause))
 
     def event(self, e: int, name: str = "") -> Evidence:
-        """The location of an event in the trace."""
+        """Returns the location of an event in the trace."""
         t = self.run.measured.timeline
         rank = int(t.rank_of[e])
         a, b = t.clock(rank).to_global(np.array([t["start_ns"][e], t.end_ns[e]], dtype=np.int64)).tolist()
@@ -85,7 +86,7 @@ class Scene:
         )
 
     def tasks(self, tasks: Sequence[int], before: str = "") -> tuple[Evidence, ...]:
-        """The events of the tasks that have one."""
+        """Returns the events of the tasks that have one."""
         g = self.graph
         return tuple(
             self.event(int(g.event[i]), before + g.task_name(i)[:100] if before else "")
@@ -103,7 +104,7 @@ def _times(n: float) -> str:
 
 
 def _launch_bound(s: Scene) -> list[Finding]:
-    """Ops that the CPU launches too late."""
+    """Finds ops that the CPU launches too late."""
     g, b = s.graph, s.most("launch")
     idle = b.mean_ns("launch")
     into = g.edge_kind == EDGES.index("launch")
@@ -120,7 +121,7 @@ def _launch_bound(s: Scene) -> list[Finding]:
     top = order[1:][np.argsort(-gaps)[:3]]
     if cost:
         free_text = (
-            f" Were launches, and all else that the CPU does, for free, an iteration would take "
+            f" If launches and all other CPU work were free, an iteration would take "
             f"{_ms(s.run.replayed_ns - cost)}."
         )
     else:
@@ -130,7 +131,7 @@ def _launch_bound(s: Scene) -> list[Finding]:
             kind="launch-bound",
             title=f"The CPU launches too slowly: the device of rank {b.rank} idles {_ms(idle)}",
             detail=(
-                f"{n} launches an iteration, one every {b.iteration_ns / n / 1e3:.0f} µs; the device computes "
+                f"{n} launches per iteration, one every {b.iteration_ns / n / 1e3:.0f} µs; the device computes for "
                 f"{_ms(b.mean_ns('compute'))} of {_ms(b.iteration_ns)}.{free_text} Fuse small ops (torch.compile, "
                 "fused optimizers), or capture a CUDA graph."
             ),
@@ -146,12 +147,12 @@ _UNBLOCK = (
     "pinned memory, and read results some steps later."
 )
 _WAITED = (
-    "The thread waits for its collectives: start them earlier (smaller first buckets), or move fewer bytes."
+    "The thread waits for its collectives: start them earlier (smaller first buckets), or send fewer bytes."
 )
 
 
 def _blocking(s: Scene) -> list[Finding]:
-    """Calls that block the CPU, each by name and place. The cost is for all of them together."""
+    """Finds calls that block the CPU, by name and place. The cost is for all of them together."""
     g = s.graph
     sync = g.edge_kind == EDGES.index("sync")
     keep, carried = ~sync, g.carried.kind != EDGES.index("sync")
@@ -180,8 +181,8 @@ def _blocking(s: Scene) -> list[Finding]:
                         f"{_ms(b.iteration_ns)}"
                     ),
                     detail=(
-                        f"{_times(x.count / n)} an iteration{where}, at most {_ms(x.longest_ns)} at a time; nothing is "
-                        f"launched meanwhile. {_meanwhile(x.name, b)}"
+                        f"{_times(x.count / n)} per iteration{where}, at most {_ms(x.longest_ns)} at a time; nothing "
+                        f"is launched meanwhile. {_meanwhile(x.name, b)}"
                     ),
                     cost_ns=cost,
                     measured_ns=x.total_ns / n,
@@ -189,23 +190,21 @@ def _blocking(s: Scene) -> list[Finding]:
                 )
             )
     out.sort(key=lambda f: -f.measured_ns)
-    # All ranks do the same, so the worst place of each call is enough.
+    # All ranks run the same program, so report only the worst rank of each call.
     first = {f.title.split(" holds ")[0]: f for f in reversed(out)}
     return sorted(first.values(), key=lambda f: -f.measured_ns)[:3]
 
 
 def _meanwhile(call: str, b: Breakdown) -> str:
-    """What runs while a call blocks, and what to change."""
+    """Returns a text on what runs while a call blocks, and what to change."""
     idle = b.mean_ns("blocking")
     much = idle >= _SHARE / 2 * b.iteration_ns
     if call == GLOO_WAIT:
-        short = f"For {_ms(idle)} an iteration gloo runs nothing either, as where threads outnumber cores."
+        short = f"For {_ms(idle)} per iteration gloo is idle, too, as happens if threads outnumber cores."
         return f"{short if much else 'Gloo works meanwhile.'} {_WAITED}"
     if much:
-        return f"The device idles {_ms(idle)} an iteration because blocking calls left it nothing to do. {_UNBLOCK}"
-    return (
-        f"The device has enough queued not to idle for it: the device is what the CPU waits for. {_UNBLOCK}"
-    )
+        return f"The device idles {_ms(idle)} per iteration because blocking calls left it nothing to do. {_UNBLOCK}"
+    return f"The device has enough queued work and does not idle: the CPU waits for the device. {_UNBLOCK}"
 
 
 _ADVICE = {
@@ -219,14 +218,14 @@ _ADVICE = {
         "Use more loader workers, prefetch, and copy from pinned memory with non_blocking=True.",
     ),
     "unexplained": (
-        "The device idles, and nothing in the trace says why",
-        "What-ifs are not to be trusted where this is large.",
+        "The device idles, and nothing in the trace shows why",
+        "Do not trust what-ifs if this is large.",
     ),
 }
 
 
 def _other_idle(s: Scene) -> list[Finding]:
-    """Idle time whose causes need no counterfactual replay."""
+    """Finds idle time whose causes need no counterfactual replay."""
     out = []
     for cause, (title, advice) in _ADVICE.items():
         b = s.most(cause)
@@ -247,7 +246,7 @@ def _other_idle(s: Scene) -> list[Finding]:
 
 
 def _exposed(s: Scene) -> list[Finding]:
-    """Exposed communication."""
+    """Finds exposed communication."""
     g = s.graph
     comm = np.flatnonzero(g.kind == COLLECTIVE)
     b = max(s.parts, key=lambda b: b.exposed_ns)
@@ -262,17 +261,17 @@ def _exposed(s: Scene) -> list[Finding]:
     which = "; ".join(f"{_label(g, i)} {_ms(exposed[i])}" for i in first)
     whole = b.communication_ns / len(b.iterations)
     free = (
-        f" Were all collectives free, an iteration would take {_ms(s.run.replayed_ns - cost)}."
+        f" If all collectives were free, an iteration would take {_ms(s.run.replayed_ns - cost)}."
         if cost
         else ""
     )
     return [
         Finding(
             kind="exposed-communication",
-            title=f"{_ms(b.exposed_ns)} of {_ms(whole)} communication on rank {b.rank} is not hidden behind compute",
+            title=f"{_ms(b.exposed_ns)} of {_ms(whole)} communication on rank {b.rank} is not overlapped with compute",
             detail=(
-                f"Exposed most: {which}. {_ms(b.mean_ns('rank'))} of it is waiting for other ranks.{free} Start them "
-                "earlier (smaller first buckets, prefetch), or move fewer bytes."
+                f"Most exposed: {which}. {_ms(b.mean_ns('rank'))} of it is waiting for other ranks.{free} Start "
+                "collectives earlier (smaller first buckets, prefetch), or send fewer bytes."
             ),
             cost_ns=cost,
             measured_ns=b.exposed_ns,
@@ -282,7 +281,7 @@ def _exposed(s: Scene) -> list[Finding]:
 
 
 def _exposed_tasks(g: DataflowGraph, comm: np.ndarray) -> tuple[list[int], dict[int, float]]:
-    """Collectives by their exposed time in the replay, most first, without waiting."""
+    """Returns the collectives by exposed time in the replay, most first, and those times without waiting."""
     r = replay_graph(g)
     waits = waits_ns(g, r)
     work = {
@@ -309,7 +308,7 @@ def _label(g: DataflowGraph, i: int) -> str:
 
 
 def _stragglers(s: Scene) -> list[Finding]:
-    """Ranks that others wait for, measured."""
+    """Finds ranks that others wait for, from measured waits."""
     if len({b.rank for b in s.parts}) < 2 or not s.late:
         return []
     n = len(s.run.iterations)
@@ -332,23 +331,23 @@ def _stragglers(s: Scene) -> list[Finding]:
     }[where]
     cost = s.saved(apply(s.graph, [("balance", "", 1.0)]))
     balanced = (
-        f" With ranks balanced an iteration would take {_ms(s.run.replayed_ns - cost)}." if cost else ""
+        f" With balanced ranks, an iteration would take {_ms(s.run.replayed_ns - cost)}." if cost else ""
     )
     change = {
         "device": "Even out the work of the ranks (batch, sequence lengths), and check that device's clock and heat.",
-        "host": "Look at that host: data loading, logging, other programs, a slower CPU.",
-        "start": "Look at what that rank does between steps, and at the network for its first collective.",
+        "host": "Check that host: data loading, logging, other programs, a slower CPU.",
+        "start": "Check what that rank does between steps, and the network of its first collective.",
     }[where]
     if share <= 0.6:
         change = (
-            "No rank is late much more than the others: look for what varies from step to step on all of them "
-            "(batches, other programs, clocks), and let them wait for each other less often."
+            "No rank is much later than the others: look for what varies from step to step on all of them (batches, "
+            "other programs, clocks), and let them wait for each other less often."
         )
     last = sum(x.last for x in mine) / max(1, sum(x.of for x in mine))
     title = (
-        f"The others wait for rank {rank}: up to {_ms(worst)} an iteration"
+        f"The others wait for rank {rank}: up to {_ms(worst)} per iteration"
         if share > 0.6
-        else f"Ranks wait for each other in turn, most for rank {rank}: up to {_ms(worst)} an iteration"
+        else f"Ranks wait for each other in turn, longest for rank {rank}: up to {_ms(worst)} per iteration"
     )
     return [
         Finding(
@@ -366,7 +365,7 @@ def _stragglers(s: Scene) -> list[Finding]:
 
 
 def _late_evidence(s: Scene, rank: int) -> tuple[Evidence, ...]:
-    """The longest waits in collectives to which ``rank`` came last."""
+    """Returns the longest waits in collectives at which ``rank`` arrived last."""
     m = s.run.measured
     start = m.timeline.global_start_ns()
     waits: list[tuple[float, int]] = []
@@ -381,7 +380,7 @@ def _late_evidence(s: Scene, rank: int) -> tuple[Evidence, ...]:
 
 
 def _small_collectives(s: Scene) -> list[Finding]:
-    """Collectives that are mostly latency."""
+    """Finds collectives whose time is mostly latency."""
     g = s.graph
     fixed = split_cost(g).fixed_ns
     comm = g.kind == COLLECTIVE
@@ -390,7 +389,7 @@ def _small_collectives(s: Scene) -> list[Finding]:
     n = int(per_rank.max(initial=0))
     if n < 8:
         return []
-    # Fused ten to one: a tenth of the fixed parts and of the launches is left.
+    # If ten are fused into one, a tenth of the fixed costs and of the launches is left.
     duration = g.duration_ns.copy()
     duration[small] -= 0.9 * fixed[small]
     launch = np.isin(np.arange(len(g)), g.src[(g.edge_kind == EDGES.index("launch")) & small[g.dst]])
@@ -398,11 +397,11 @@ def _small_collectives(s: Scene) -> list[Finding]:
     return [
         Finding(
             kind="small-collectives",
-            title=f"{n} small collectives an iteration, most of whose time is latency",
+            title=f"{n} small collectives per iteration, whose time is mostly latency",
             detail=(
-                f"They take {_ms(float(g.duration_ns[small].sum()) / len(g.ranks))} a rank, "
-                f"{_ms(float(fixed[small].sum()) / len(g.ranks))} of it fixed cost. Fused ten to one an iteration "
-                "would be shorter by the cost given. Use larger buckets (bucket_cap_mb, combine thresholds)."
+                f"They take {_ms(float(g.duration_ns[small].sum()) / len(g.ranks))} per rank, "
+                f"{_ms(float(fixed[small].sum()) / len(g.ranks))} of it fixed cost. The cost of this finding is what "
+                "fusing ten into one would save. Use larger buckets (bucket_cap_mb, combine thresholds)."
             ),
             cost_ns=s.saved(replace(g, duration_ns=duration)),
             evidence=s.tasks(np.flatnonzero(small)[:3].tolist()),
@@ -411,7 +410,7 @@ def _small_collectives(s: Scene) -> list[Finding]:
 
 
 def _hot_ops(s: Scene) -> list[Finding]:
-    """Of the three device ops with the most time on the critical path, the one whose halving would help most."""
+    """Finds the three device ops with the most time on the critical path, and what halving each would save."""
     g = s.graph
     weight: defaultdict[int, float] = defaultdict(float)
     for step in s.run.replay.path():
@@ -428,8 +427,8 @@ def _hot_ops(s: Scene) -> list[Finding]:
                 kind="hot-op",
                 title=f"{_ms(on_path)} of the critical path is {g.names[name][:80]}",
                 detail=(
-                    f"{_times(int(mine.sum()) // len(g.ranks))} an iteration on each rank. The cost given is "
-                    "what twice its speed would save."
+                    f"{_times(int(mine.sum()) // len(g.ranks))} per iteration on each rank. The cost of this finding "
+                    "is what running it twice as fast would save."
                 ),
                 cost_ns=s.saved(replace(g, duration_ns=duration)),
                 evidence=s.tasks(first[np.argsort(-g.duration_ns[first])[:2]].tolist()),
@@ -439,7 +438,7 @@ def _hot_ops(s: Scene) -> list[Finding]:
 
 
 def remarks(run: Run) -> list[Finding]:
-    """Remarks that are worth knowing but have no cost."""
+    """Returns remarks that are worth knowing but have no cost."""
     out = []
     m = run.measured
     t = m.timeline
@@ -453,7 +452,7 @@ def remarks(run: Run) -> list[Finding]:
             Finding(
                 kind="memory",
                 title=f"Peak memory allocated: {peak / 2**30:.2f} GiB on rank {rank}",
-                detail="As the framework's allocator reports it; reserved memory and other processes come on top.",
+                detail="As reported by the framework's allocator; reserved memory and other processes add to it.",
                 evidence=(Evidence(rank=rank, name="peak memory", start_ns=at, duration_ns=0.0),),
             )
         )
@@ -466,7 +465,7 @@ def remarks(run: Run) -> list[Finding]:
             Finding(
                 kind="allocation",
                 title=f"{len(allocations) / max(1, len(m.programs)):.0f} driver allocations in a steady iteration",
-                detail=f"They take {_ms(spent)} an iteration and synchronise the device; let the allocator cache.",
+                detail=f"They take {_ms(spent)} per iteration and synchronise the device; let the allocator cache.",
             )
         )
     if m.left_out:
@@ -490,4 +489,4 @@ LOOKS: tuple[Callable[[Scene], list[Finding]], ...] = (
     _small_collectives,
     _hot_ops,
 )
-"""Each looks for one kind of finding."""
+"""The functions that find reasons for lost time, each of one kind."""

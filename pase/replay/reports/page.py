@@ -1,4 +1,4 @@
-"""A diagnosis as one HTML page: findings, where the time goes, and the iteration as a timeline to look around in."""
+"""Renders a diagnosis as an HTML page: findings, where the time goes, and the iteration as an interactive timeline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS
 __all__ = ["diagnosis_page"]
 
 _MOST = 60_000
-"""Boxes on the page, the longest ones: a browser draws them in a blink, and the file stays small."""
+"""The page has at most this many boxes (the longest ones), so that it renders fast and the file stays small."""
 _MOST_RANKS = 8
 _DRAWN = [
     ("compute", "compute"),
@@ -29,7 +29,7 @@ _COMPUTE, _COMMUNICATION, _HOST, _CRITICAL = range(4)
 
 
 def diagnosis_page(d: Diagnosis, report: JsonObject) -> str:
-    """The page as text. report: what ``report_diagnose`` says of the diagnosis."""
+    """Returns the page as text. report: the values of ``diagnosis_report``."""
     drawn, left_out = _drawn(d)
     sections = [
         Section(anchor="findings", title="What costs time", body="".join(map(_finding, report["findings"]))),
@@ -49,11 +49,11 @@ def diagnosis_page(d: Diagnosis, report: JsonObject) -> str:
         sections.append(Section(anchor="notes", title="Notes on the traces", body=f"<ul>{notes}</ul>"))
     lead = (
         f"<p><strong>{html.escape(report['headline'])}</strong></p>"
-        f"<p>Replayed it takes {report['replayed_s'] * 1e3:.2f} ms. Each cost is that minus the replay without the "
-        "cause; costs overlap. Times of evidence count from the beginning of the trace.</p>"
+        f"<p>The replay takes {report['replayed_s'] * 1e3:.2f} ms. Each cost is this time minus that of a replay "
+        "without the cause; costs overlap. Times of evidence count from the beginning of the trace.</p>"
     )
     return page(
-        title=f"Why {report['source']} takes {report['measured_s'] * 1e3:.2f} ms an iteration",
+        title=f"Why {report['source']} takes {report['measured_s'] * 1e3:.2f} ms per iteration",
         lead=lead,
         sections=sections,
         widgets=("timeline",),
@@ -92,7 +92,7 @@ def _where_time_goes(r: JsonObject) -> str:
 
 
 def _drawn(d: Diagnosis) -> tuple[JsonObject, str]:
-    """The replayed iteration for the timeline widget, the critical path marked; and what is left out of it."""
+    """Returns the replayed iteration with its critical path for the timeline widget, and a note on what is left out."""
     g = d.run.graph
     r = replay_graph(g)
     critical = {s.task % len(g) for s in d.run.replay.path()}

@@ -1,4 +1,4 @@
-"""Reports of a replay as plain values, for the commands and for programs."""
+"""Makes reports of a replay as plain values, for the commands and for programs."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ __all__ = [
 ]
 
 Rewrite = Callable[[Timeline, DataflowGraph], tuple[DataflowGraph, JsonObject]]
-"""A change to a run's graph: the changed graph, and what to report of it. "control" in that is a graph too: the run
-as it is, made in the same way, with which the changed one is then compared."""
+"""A change to a run's graph. It returns the changed graph and values for the report. If these have a graph "control",
+the changed graph is compared with it: it is the unchanged run, built in the same way."""
 
 
 def is_layout(path: Path) -> bool:
-    """Whether the file is a layout of ours, by its first bytes."""
+    """Whether the file is a layout of pase, by its first bytes."""
     if not path.is_file() or path.suffix != ".json":
         return False
     with path.open("rb") as f:
@@ -53,18 +53,23 @@ def is_layout(path: Path) -> bool:
 
 
 def layout_timeline(path: Path) -> Timeline | None:
-    """The predicted timeline inside a layout file; None where the file is no layout."""
+    """Returns the predicted timeline in a layout file; None if the file is not a layout.
+
+    Raises PaseError if the layout has no timeline.
+    """
     if not is_layout(path):
         return None
     d = read_small_json(path)
     t = d.get("timeline") if isinstance(d, dict) else None
     if not t:
-        raise PaseError(f"{path}: this layout holds no predicted timeline; compile it again with a schedule")
+        raise PaseError(
+            "this layout has no predicted timeline", where=str(path), fix="compile it again with a schedule"
+        )
     return from_json(t, f"{path}: timeline")
 
 
 def load_any(source: Path) -> Timeline:
-    """Traces, a timeline, or the timeline of a layout."""
+    """Loads traces, a timeline, or the timeline of a layout."""
     t = layout_timeline(source) if source.is_file() else None
     return load(source) if t is None else t
 
@@ -81,16 +86,23 @@ def replay_report(
     wire_bytes_per_s: float | None = None,
     force: bool = False,
 ) -> JsonObject:
-    """Everything that ``pase replay`` prints. Times in seconds, errors relative to the measured time.
+    """Returns everything that ``pase replay`` prints. Times are in seconds; errors are relative to the measured time.
 
-    timeline: what to replay in place of what ``source`` holds: a plan, of which nothing is measured. rewrites: what
-    some of the ``what_if`` do, by their text, where that is not a knob of ours. wire_bytes_per_s: what a rank's link
-    carries each way, where known. Infeasible where the replay contradicts the run's own iterations, and for a what-if
-    of a run whose replay is not to be believed, unless forced.
+    source: traces, a timeline or a layout.
+    align: the method that aligns clocks (see ``pase.replay.measurement.clocks.align``).
+    what_if: changes to predict, such as "bandwidth=2".
+    output, predicted: files for the aligned and the predicted timeline.
+    timeline: replaces the timeline of ``source``. It is that of a plan, of which nothing is measured.
+    rewrites: the functions of those ``what_if`` that are not built-in knobs, by their text.
+    wire_bytes_per_s: the bandwidth of a rank's link in each direction, if known.
+    force: predict even if the replay cannot be trusted.
+
+    Raises Infeasible, unless forced, if the replay contradicts the run's own iterations, or if a what-if is given and
+    the replay cannot be trusted.
     """
     rewrites = rewrites or {}
-    # Rewrites first: they read the graph as measured, and what knobs do holds for any.
-    # Stages are cut last: what else changes a run is told by its ranks as they were measured.
+    # Apply rewrites first, because they need the graph as measured, while knobs work on any graph. Split into stages
+    # last, because all other changes depend on the ranks as they were measured.
     texts = sorted(dict.fromkeys(what_if), key=lambda k: (k not in rewrites, k.startswith("stages=")))
     knobs = {k: parse_knob(k) for k in texts if k not in rewrites}
     t = align_clocks(load_any(source) if timeline is None else timeline, align)
@@ -101,7 +113,7 @@ def replay_report(
     heads = [k.partition("=")[0] for k in texts if k in rewrites]
     changes = _what_ifs(run, asked, len(set(heads)) == len(heads))
     if timeline is not None:
-        # Of a plan nothing is measured, and what it waits for is what it says.
+        # A plan has no measured iterations that could contradict its replay.
         changes = [row | {"doubt": None} for row in changes]
     elif not force:
         _must_be_believed(source, changes)
@@ -125,9 +137,9 @@ def replay_report(
 
 
 def summary(run: Run, is_planned: bool = False) -> JsonObject:
-    """What every report says of a run: how long an iteration takes, and how far its replay is to be believed."""
+    """Returns the values that every report has: how long an iteration takes, and how far its replay can be trusted."""
     return {
-        "headline": "A plan: nothing of it is measured." if is_planned else run.headline,
+        "headline": "This is a plan: nothing of it is measured." if is_planned else run.headline,
         "believable": not run.doubts,
         "measured_s": run.measured_ns / 1e9,
         "replayed_s": run.replayed_ns / 1e9,
@@ -140,7 +152,10 @@ def summary(run: Run, is_planned: bool = False) -> JsonObject:
 
 
 def _iterations(run: Run) -> list[JsonObject]:
-    """Steady ones first; replayed and error are of a prediction that did not see the iteration, None without one."""
+    """Returns the iterations, steady ones first.
+
+    ``replayed_s`` and ``error`` are of a prediction from the other iterations; None if there is none.
+    """
     out = []
     for i in sorted(run.measured.iterations(), key=lambda i: (i in run.measured.left_out, i)):
         longest = run.length_ns(i)
@@ -160,7 +175,7 @@ def _iterations(run: Run) -> list[JsonObject]:
 
 
 def _ranks(run: Run) -> list[JsonObject]:
-    """Per rank: means of the measured iterations and their parts, the replay, and the median error held out."""
+    """Returns for each rank the mean measured iteration and its parts, the replay, and the median held-out error."""
     parts = {b.rank: b for b in breakdowns(run.measured)}
     out = []
     for rank, replayed in sorted(run.replay.length_ns.items()):
@@ -185,7 +200,7 @@ def _ranks(run: Run) -> list[JsonObject]:
 
 
 def use(b: Breakdown) -> JsonObject:
-    """Where a rank's mean iteration went, in seconds; parts sum to its length."""
+    """Returns how a rank's mean iteration is spent, in seconds. ``parts`` sum to its length."""
     n = len(b.iterations)
     return {
         "compute_s": b.mean_ns("compute") / 1e9,
@@ -212,39 +227,41 @@ def _knob(run: Run, knob: tuple[str, str, float], wire_bytes_per_s: float | None
 
 
 def _by_chance(run: Run, made: DataflowGraph, ranks: int) -> JsonObject:
-    """What other numbers of ranks take on average: a step waits for the slowest of them."""
+    """Returns the mean step time with another number of ranks, by sampling: a step waits for the slowest rank."""
     unknown: JsonObject = {
-        "note": "how much longer the slowest of so many ranks takes is not in it: that needs traces of two ranks or "
-        "more that all share their collectives, two iterations or more, the tasks that were measured and no others, "
-        "and few enough of them in all to replay so often"
+        "note": "this does not include how much later the slowest of so many ranks is: that needs traces of at least "
+        "two ranks that share all collectives, at least two iterations, no other change of the tasks, and few enough "
+        "tasks to replay many samples"
     }
     g = run.medians
     if len(made) != len(g):
         return unknown
-    # Chance is drawn: what waiting adds on average is not to be in the times as well.
+    # The samples include waiting for late ranks, so the times must not include its average.
     made = stretched(made, 1 / run.stretch)
     spread = spreads(run.measured, g, run.measured.whole())
     now, then = mean_iteration_ns(g, spread, len(g.ranks)), mean_iteration_ns(made, spread, ranks)
     if now is None or then is None:
         return unknown
     note = (
-        f"the mean of steps that wait for the slowest of {ranks} ranks, each as in an iteration drawn at random; the "
-        f"run as it is, drawn so: {now / 1e6:.2f} ms, with which the speedup compares"
+        f"the mean of steps that wait for the slowest of {ranks} ranks, each with the times of a randomly drawn "
+        f"iteration; the speedup is relative to the unchanged run, sampled in the same way: {now / 1e6:.2f} ms"
     )
     return {"mean_s": then / 1e9, "control_mean_s": now / 1e9, "note": note}
 
 
 def _must_be_believed(source: Path, changes: list[JsonObject]) -> None:
-    """Infeasible with the first what-if's reasons, if any is not to be believed."""
+    """Raises Infeasible with the reasons of the first what-if that cannot be trusted, if there is one."""
     for row in changes:
         if row["doubt"]:
             raise Infeasible(
-                f"{source}: what-if {row['knob']}: not predicted, since {row['doubt']}. --force predicts anyway"
+                f"what-if {row['knob']} is not predicted, because {row['doubt']}",
+                where=str(source),
+                fix="give --force to predict it anyway",
             )
 
 
 def _what_ifs(run: Run, asked: list[tuple[str, Rewrite]], joint: bool) -> list[JsonObject]:
-    """Each change alone, then (joint) all together, one after the other."""
+    """Returns a row for each change alone and, if ``joint``, one for all changes, applied one after another."""
     t = run.measured.timeline
     out = []
     changed, together = run.graph, _Changed()
@@ -261,9 +278,11 @@ def _what_ifs(run: Run, asked: list[tuple[str, Rewrite]], joint: bool) -> list[J
 
 @dataclass(frozen=True, kw_only=True)
 class _Changed:
-    """What one change, or several one after the other, say beside the graph. control: the run as it is, made in the
-    same way. added_s: time that has no place in the graph. of_ranks: as many ranks as the change is about, 0: as many
-    as were traced. more: what to report of it."""
+    """The report values of one change, or of several that are applied one after another.
+
+    control: the unchanged run, built in the same way. added_s: time that is added to the replay of the graph.
+    of_ranks: the number of ranks after the change; 0 if it is unchanged. more: all other values for the report.
+    """
 
     control: DataflowGraph | None = None
     added_s: float = 0.0
@@ -281,14 +300,16 @@ class _Changed:
 
 
 def _told(before: JsonObject, now: JsonObject) -> JsonObject:
-    """What both say, with the notes of both."""
+    """Merges the values of two changes and joins their notes."""
     notes = [x["note"] for x in (before, now) if "note" in x]
     return before | now | ({"note": "; ".join(notes)} if notes else {})
 
 
 def _row(run: Run, text: str, made: DataflowGraph, c: _Changed) -> JsonObject:
-    """One line of the what-ifs, alone or together. Where it is about other numbers of ranks and chance is known, of
-    steps that are drawn."""
+    """Returns one row of the what-ifs.
+
+    If the number of ranks changes and the random variation of steps is known, it has the mean of sampled steps.
+    """
     base = run.replayed_ns
     before = base if c.control is None else max(evaluate(c.control).values())
     ns, doubt = run.judged(made)
@@ -303,7 +324,7 @@ def _row(run: Run, text: str, made: DataflowGraph, c: _Changed) -> JsonObject:
 
 
 def _by_kind(run: Run) -> dict[str, float]:
-    """Seconds of the critical path by kind of task; gaps are what launches, streams and events cost between tasks."""
+    """Returns the seconds of the critical path by kind of task. "gaps" are delays of launches, streams and events."""
     total: defaultdict[str, float] = defaultdict(float)
     lost = unexplained_ns(run.graph)
     n = len(run.graph)
@@ -318,7 +339,7 @@ def _by_kind(run: Run) -> dict[str, float]:
 def compare_timelines(
     predicted: Path, traces: Path, align: str = "ends", timeline: Timeline | None = None
 ) -> JsonObject:
-    """A predicted timeline and measured traces op by op, by name; mean seconds an iteration on a rank."""
+    """Compares a predicted timeline with measured traces op by op, by name. Times are means per iteration and rank."""
     want = load_any(predicted) if timeline is None else timeline
     run = Run(measured=measure(align_clocks(load(traces), align)))
     ours, theirs = _op_seconds(want, None), _op_seconds(run.measured.timeline, run.iterations)

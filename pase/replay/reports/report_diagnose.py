@@ -1,4 +1,4 @@
-"""The report of a diagnosis as plain values."""
+"""Makes the report of a diagnosis as plain values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["diagnosis_report"]
 
 
 def diagnosis_report(source: str, d: Diagnosis) -> JsonObject:
-    """Everything that ``pase diagnose`` prints. Times in seconds, those of events since the trace began."""
+    """Returns everything that ``pase diagnose`` prints. Times are in seconds; events count from the trace's begin."""
     t = d.run.measured.timeline
     zero = float(t.global_start_ns().min())
     ranks = []

@@ -1,4 +1,4 @@
-"""The report of an optimization as plain values."""
+"""Makes the report of an optimization as plain values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["optimize_report"]
 
 
 def optimize_report(source: str, run: Run, o: OptimizeResult) -> JsonObject:
-    """Everything that ``pase optimize`` prints: the run, what the search made of it, and how."""
+    """Returns everything that ``pase optimize`` prints: the run, the optimized run, and the steps of the search."""
     parts = dict(o.plan.parts)
     buckets = []
     for last, members in sorted(o.plan.buckets(len(o.coarse.tensors)).items()):

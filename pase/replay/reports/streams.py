@@ -1,7 +1,7 @@
-"""A trace's device streams in the terms of Holistic Trace Analysis: what ran, overlapped, idled and queued, in all.
+"""Summarizes a trace's device streams as Holistic Trace Analysis (HTA) does: busy, overlapped, idle and queued time.
 
-``breakdown`` says where an iteration went and why; these are the sums that users of HTA know, over the whole trace of a
-rank and by stream, so that the two can be laid side by side (``bench/replay/hta.py``). Times in ns.
+``breakdown`` explains an iteration. The sums here are over the whole trace of a rank and by stream, as users of HTA
+know them, so that both tools can be compared (``bench/replay/hta.py``). Times are in ns.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, Timeline
 __all__ = ["Streams", "copies", "queue_courses", "queue_lengths", "stream_idle", "streams"]
 
 _CONSECUTIVE_NS = 30_000
-"""A gap shorter than this between queued kernels is the device's own: HTA's consecutive_kernel_delay of 30, which it
+"""A shorter gap between queued kernels is due to the device. This is HTA's consecutive_kernel_delay of 30, which HTA
 compares with times in µs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """Of one rank, from the first device op to the end of the last."""
+    """Sums of one rank, from the start of the first device op to the end of the last one."""
 
     total_ns: int
     idle_ns: int
-    """No device op runs."""
+    """Time in which no device op runs."""
     compute_ns: int
-    """A kernel runs that is neither a collective nor a copy."""
+    """Time in which a kernel runs that is neither a collective nor a copy."""
     communication_ns: int
     overlapped_ns: int
-    """Communication while such a kernel runs."""
+    """Time in which both a collective and such a kernel run."""
 
 
 def _device(t: Timeline, rank: int, kinds: tuple[int, ...] = GPU_KINDS) -> np.ndarray:
@@ -45,7 +45,7 @@ def _length(spans: np.ndarray) -> int:
 
 
 def streams(t: Timeline, rank: int) -> Streams:
-    """HTA's temporal breakdown and its overlap of communication with computation."""
+    """Returns HTA's temporal breakdown, and its overlap of communication with computation."""
 
     def busy(kinds: tuple[int, ...]) -> np.ndarray:
         e = _device(t, rank, kinds)
@@ -69,8 +69,11 @@ def _calls(t: Timeline, rank: int, ops: np.ndarray) -> np.ndarray:
 
 
 def stream_idle(t: Timeline, rank: int) -> dict[str, dict[str, int]]:
-    """Stream → gaps between its ops: "host" where the next was launched after the one before had ended, "kernel" where
-    the gap is too short to have a cause, "other" where something else held it back."""
+    """Returns stream → total gaps between its ops, by cause.
+
+    "host": the next op was launched after the previous one had ended. "kernel": the gap is due to the device. "other":
+    something else delayed the op.
+    """
     out: dict[str, dict[str, int]] = {}
     ops = _device(t, rank)
     call = _calls(t, rank, ops)
@@ -91,10 +94,11 @@ def stream_idle(t: Timeline, rank: int) -> dict[str, dict[str, int]]:
 
 
 def queue_courses(t: Timeline, rank: int, launches_first: bool = True) -> dict[str, np.ndarray]:
-    """Stream → after each change, how many ops are launched and have not begun; int64 [launches and begins]. An op
-    whose launch is not in the trace does not count.
+    """Returns stream → the number of ops that are launched but not begun, after each change; int64 [changes].
 
-    launches_first: which of a launch and a begin in the same ns counts first. No op begins before its launch.
+    An op whose launch is not in the trace does not count.
+
+    launches_first: whether launches count before begins in the same ns. (No op begins before its launch.)
     """
     ops = _device(t, rank)
     call = _calls(t, rank, ops)
@@ -109,15 +113,15 @@ def queue_courses(t: Timeline, rank: int, launches_first: bool = True) -> dict[s
 
 
 def queue_lengths(t: Timeline, rank: int) -> dict[str, tuple[int, float]]:
-    """Stream → (most, mean over the changes) of the ops that are launched and have not begun."""
+    """Returns stream → (maximum, mean over the changes) of the number of ops that are launched but not begun."""
     courses = queue_courses(t, rank)
     return {stream: (int(length.max()), float(length.mean())) for stream, length in courses.items()}
 
 
 def copies(t: Timeline, rank: int) -> dict[str, tuple[int, float]]:
-    """Kind of copy or memset ("Memcpy HtoD", …) → how many, and the mean of their bandwidths in GB/s.
+    """Returns kind of copy or memset ("Memcpy HtoD", …) → (their number, their mean bandwidth in GB/s).
 
-    One that takes less than a µs counts as one of a µs; NaN where the trace does not say how many bytes.
+    A copy that takes less than 1 µs counts as 1 µs. The bandwidth is NaN if the bytes are not in the trace.
     """
     ops = _device(t, rank, (KINDS.index("memcpy"), KINDS.index("memset")))
     rates: dict[str, list[float]] = {}

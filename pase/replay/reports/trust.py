@@ -1,4 +1,4 @@
-"""How far a replay can be trusted: its error on held-out iterations, compared with a guess that needs no replay."""
+"""Decides how far a replay can be trusted, from its error on held-out iterations compared with a naive prediction."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from pase.replay.types import on_stream
 __all__ = ["UNEXPLAINED", "Run", "unexplained_ns", "unexplained_share"]
 
 UNEXPLAINED = 0.1
-"""Above this unexplained share of the critical path a replay of a changed run is a guess."""
+"""If a larger fraction of the critical path is unexplained, the replay of a changed run cannot be trusted."""
 _GOOD = 0.01
-"""A median error up to this is as good as replay is meant to be, however well the mean of the others does."""
+"""A median error up to this is good enough, even if the mean of the other iterations predicts better."""
 _POOR, _WRONG = 0.1, 0.5
-"""A median and a worst error above which nothing is to be believed, however badly the mean of the others does."""
+"""A larger median or worst error cannot be trusted, even if the mean of the other iterations predicts worse."""
 _ALLOWED = 0.05
-"""How far outside of the range of the measured iterations a replay of the run as it is may lie."""
+"""How far outside of the range of the measured iterations the replay of the unchanged run may be."""
 _IMPOSSIBLE = 0.5
-"""So far outside, the replay is not shown either: iterations of a busy machine differ, but not by that."""
+"""If the replay is further outside than this, it is not even shown. Iterations of a busy machine differ by less."""
 _PLAIN_NS = {"launch": 100_000.0, "stream": 30_000.0, "wait": 50_000.0, "handoff": UNSEEN_NS}
-"""What launches, streams, events and threads cost at most; up to three times as much where most lags are so long."""
+"""The longest delays that launches, streams, events and hand-offs explain. They may be up to three times as long if
+most lags of the kind on the device are."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """A measured run, its replay, and how far to trust it. All reports take their numbers from here."""
+    """A measured run, its replay, and how far the replay can be trusted. All reports take their numbers from here."""
 
     measured: Measured
 
@@ -43,7 +44,7 @@ class Run:
         """The steady iterations. PaseError if no iteration is complete on every rank."""
         found = self.measured.steady()
         if not found:
-            own_times(self.measured, found)  # says which iterations the ranks have
+            own_times(self.measured, found)  # raises an error that lists the iterations of the ranks
         return found
 
     @cached_property
@@ -52,36 +53,38 @@ class Run:
 
     @property
     def medians(self) -> DataflowGraph:
-        """One iteration whose tasks take their medians: shorter than the mean one where ranks take turns at being late
-        or noise is skewed."""
+        """One iteration whose tasks take their median times. It is shorter than the mean iteration if ranks are late in
+        turn or noise is skewed."""
         return self._own.graph
 
     @cached_property
     def stretch(self) -> float:
-        """How much longer than the replay of medians the iterations are on average, each replayed with its own
-        times; 1 where fewer than two can be."""
+        """The ratio of the mean iteration, each replayed with its own times, to the replay of medians.
+
+        It is 1 if fewer than two iterations can be replayed.
+        """
         usual = max(evaluate(self.medians).values(), default=0.0)
         mean = _mean_ns(self.medians, self._own.own_ns, self._own.own_lag_ns)
         return mean / usual if mean is not None and usual > 0 else 1.0
 
     @cached_property
     def graph(self) -> DataflowGraph:
-        """The mean iteration: medians by task, all stretched alike to what the iterations take on average.
+        """The mean iteration: the median time of each task, times ``stretch``.
 
-        A change is made to this graph; what it then takes, ``changed_ns`` says.
+        Changes are made to this graph, and ``changed_ns`` returns the resulting time.
         """
         return stretched(self.medians, self.stretch)
 
     def changed_ns(self, changed: DataflowGraph) -> float:
-        """The iteration after a change of ``graph``.
+        """Returns the time (ns) of the iteration after a change of ``graph``.
 
-        Where only times changed, each iteration's own times change as its medians did, and all are replayed in a row:
-        what waiting for whichever rank is late adds is then no part of what the change scales. Another graph (ops or
-        waits that the run does not have) is replayed as it is.
+        If only times changed, each iteration's own times are changed in proportion to the medians, and all iterations
+        are replayed consecutively. So the change does not scale the time spent waiting for late ranks. A graph with
+        other ops or waits is replayed as it is.
 
-        With less to do, ops whose order nothing in the trace fixes may change places, and the whole may take longer
-        (Graham, 1969). Where no time is longer and the replay is, devices run their ops in the order in which they do
-        now: then each op can only end earlier, and what a few iterations in a row still add is not the change's.
+        With less work, ops whose order is not fixed by the trace may change their order, and the iteration may take
+        longer (Graham, 1969). If no time increased but the replay did, devices run their ops in the present order. Then
+        no op can end later, and the result is capped at the present time.
         """
         ns = self._changed_ns(changed)
         if ns > self.replayed_ns and _only_shorter(self.graph, changed):
@@ -99,8 +102,10 @@ class Run:
         return self._in_a_row(self.graph)
 
     def _in_a_row(self, changed: DataflowGraph, in_order: bool = False) -> float | None:
-        """Mean (ns) of the iterations with their own times, changed as this graph's times differ from the run's.
-        in_order: each device runs its ops as it does now."""
+        """Returns the mean (ns) of the iterations with their own times, changed in proportion to the graph's times.
+
+        in_order: each device runs its ops in the present order.
+        """
         g, x = self.graph, self._own
         own = _as_the_medians(x.own_ns, g.duration_ns, changed.duration_ns)
         lag = _as_the_medians(x.own_lag_ns, g.lag_ns, changed.lag_ns)
@@ -115,7 +120,7 @@ class Run:
 
     @cached_property
     def held_out(self) -> list[HeldOut]:
-        """Each iteration predicted from the others; with only one iteration, each rank from the other ranks."""
+        """Each iteration predicted from the others or, if there is only one, each rank from the other ranks."""
         if len(self.iterations) > 1:
             return held_out(self.measured, self.iterations)
         return held_out_ranks(self.measured, self.graph, self.iterations)
@@ -125,7 +130,7 @@ class Run:
         return "iterations" if len(self.iterations) > 1 else "ranks"
 
     def length_ns(self, iteration: int) -> float:
-        """Measured length of an iteration on the slowest rank."""
+        """Returns the measured length of an iteration on the slowest rank."""
         return max(v for (_, i), v in self.measured.measured_ns.items() if i == iteration)
 
     @cached_property
@@ -135,12 +140,12 @@ class Run:
 
     @property
     def measured_ns(self) -> float:
-        """The run's iteration as measured: the mean of the steady ones."""
+        """The measured time of an iteration: the mean of the steady ones."""
         return float(self.lengths_ns.mean())
 
     @property
     def replayed_ns(self) -> float:
-        """The run's iteration as replayed: what every what-if and every cost is compared with."""
+        """The replayed time of an iteration, with which every what-if and every cost is compared."""
         return self.replay.iteration_ns
 
     @property
@@ -153,9 +158,9 @@ class Run:
         return abs(speedup - 1) < self.spread
 
     def error(self, naive: bool = False, worst: bool = False) -> float | None:
-        """Median (or worst) magnitude of the error of iterations predicted from the others; None if there are none.
+        """Returns the median (or worst) absolute error of held-out predictions; None if there are none.
 
-        naive: predict with the mean of the others instead of the replay.
+        naive: use the mean of the other iterations as prediction instead of the replay.
         """
         sizes = [abs(p.naive_error if naive else p.error) for p in self.held_out]
         if not sizes:
@@ -164,12 +169,11 @@ class Run:
 
     @cached_property
     def gaps_errors(self) -> tuple[float, float] | None:
-        """Median error of iterations replayed with their ops' own times and the others' gaps, and that of the mean of
-        the others; None where fewer than three can be.
+        """The median error of iterations replayed with their own op times but the gaps of the other iterations, and the
+        median error of the mean of the others; None if there are fewer than three iterations.
 
-        Replayed with its own gaps too, an iteration is copied, and the mean of the others agrees with their mean
-        whatever the gaps are. Every what-if supposes that gaps stay as they are whatever the ops take: where they are
-        waits for something that is not seen, this shows it.
+        A replay with an iteration's own gaps would just copy it. Every what-if assumes that gaps do not depend on the
+        times of ops. If gaps are really waits for something that is not in the trace, this error is large.
         """
         own, gaps = self._own.own_ns, self._own.own_lag_ns
         if len(own) < 3:
@@ -188,8 +192,11 @@ class Run:
 
     @cached_property
     def unexplained(self) -> float:
-        """Share of the replayed iteration that is delay without a known cause: on the critical path, and what is in the
-        mean because of delays that only some of the iterations have."""
+        """The fraction of the replayed iteration that is delay without a known cause.
+
+        It counts such delays on the critical path, and the contribution to the mean of delays that only some iterations
+        have.
+        """
         x = self._own
         whole, plain = (_mean_ns(x.graph, x.own_ns, lag) for lag in (x.own_lag_ns, x.plain_lag_ns))
         now_and_then = 1 - plain / whole if whole and plain is not None else 0.0
@@ -200,18 +207,18 @@ class Run:
         return unexplained_share(self.graph, self.replay)
 
     def _outside(self, allowed: float) -> str:
-        """How the replay of the unchanged run contradicts its iterations, with the cause; empty if it does not."""
+        """Returns how the replay of the unchanged run contradicts its iterations; empty if it does not."""
         low, high = float(self.lengths_ns.min()), float(self.lengths_ns.max())
         if low * (1 - allowed) <= self.replayed_ns <= high * (1 + allowed):
             return ""
         return (
-            f"the replay of the run as it is takes {self.replayed_ns / 1e6:.2f} ms, and its iterations take "
+            f"the replay of the unchanged run takes {self.replayed_ns / 1e6:.2f} ms, but its iterations take "
             f"{low / 1e6:.2f} to {high / 1e6:.2f} ms: {self._cause()}"
         )
 
     @cached_property
     def doubts(self) -> list[str]:
-        """Why a prediction of a changed run cannot be trusted, in words; empty if it can."""
+        """The reasons why a prediction of a changed run cannot be trusted; empty if it can."""
         lost = (
             f"{self.unexplained:.0%} of the critical path is delay that nothing in the trace explains "
             "(see pase diagnose)"
@@ -229,87 +236,89 @@ class Run:
 
     @cached_property
     def _other_doubts(self) -> list[str]:
-        """Of the iterations, and of how well they are predicted."""
+        """Doubts about the iterations, and about how well they are predicted."""
         out = []
         cut = [x for x in self.measured.iteration_of.values() if x.number in self.iterations and x.partial]
         if cut:
             out.append(
-                f"no iteration is whole: of iteration {cut[0].number} on rank {cut[0].rank}, {cut[0].why_not}"
+                f"no iteration is complete (iteration {cut[0].number} on rank {cut[0].rank}: {cut[0].why_not})"
             )
         error, naive, worst = self.error(), self.error(naive=True), self.error(worst=True)
         if error is not None and worst is not None and (error > _POOR or worst > _WRONG):
             plain = self.error(naive=True, worst=True) or 0.0
             out.append(
-                f"{self._kept_out} held out are predicted {error:.0%} off in the median and {worst:.0%} at worst (the "
-                f"mean of the others: {naive or 0.0:.0%} and {plain:.0%})"
+                f"held-out {self._kept_out} are predicted with a median error of {error:.0%} and a worst error of "
+                f"{worst:.0%} (the mean of the others: {naive or 0.0:.0%} and {plain:.0%})"
             )
         elif error is not None and naive is not None and error > max(_GOOD, 1.1 * naive):
             out.append(
-                f"the mean of the other {self._kept_out} predicts one better ({naive:.1%} off in the median) than the "
-                f"replay does ({error:.1%})"
+                f"the mean of the other {self._kept_out} is a better prediction (median error {naive:.1%}) than the "
+                f"replay ({error:.1%})"
             )
         gaps = self.gaps_errors
         if gaps is not None and gaps[0] > max(_GOOD, 1.1 * gaps[1]):
             out.append(
-                f"an iteration's own ops with the gaps of the others are {gaps[0]:.1%} off in the median, and the mean "
-                f"of the others {gaps[1]:.1%}: its gaps are no constant of the run"
+                f"a replay of an iteration's own ops with the gaps of the others has a median error of {gaps[0]:.1%}, "
+                f"and the mean of the others has one of {gaps[1]:.1%}, so gaps are not constant"
             )
         return out
 
     @property
     def _stretch_doubts(self) -> list[str]:
-        """Of a change of more than times."""
+        """Doubts about a change of more than times."""
         if abs(self.stretch - 1) <= _ALLOWED:
             return []
         usual = self.replayed_ns / self.stretch
         return [
-            f"iterations take {self.replayed_ns / 1e6:.2f} ms on average and {usual / 1e6:.2f} ms where each op takes "
-            "its median, and nothing shows what becomes of the difference among other ops or waits"
+            f"iterations take {self.replayed_ns / 1e6:.2f} ms on average, but {usual / 1e6:.2f} ms if each op takes "
+            "its median time, and the trace does not show how other ops or waits change the difference"
         ]
 
     def _cause(self) -> str:
-        """What makes up a replay that is far from the measured iterations."""
+        """Returns the main part of a replay that is far from the measured iterations."""
         path = self.replay.path()
         if not path:
-            return "nothing in the trace ties its ops to each other"
+            return "nothing in the trace connects its ops"
         s = max(path, key=lambda s: s.added_ns)
         name = self.graph.task_name(s.task % self.replay.tasks)[:60]
         if s.lag_ns > 0.5 * s.added_ns:
             return f"most of it is a delay of {s.lag_ns / 1e6:.2f} ms before '{name}'"
         own = self.graph.duration_ns[[s.task % self.replay.tasks for s in path]].sum()
         if self.replayed_ns < self.lengths_ns.min():
-            return f"ops and calls on its critical path are {own / 1e6:.2f} ms, and what fills the rest is not seen"
+            return f"ops and calls on its critical path take {own / 1e6:.2f} ms, and the rest is not in the trace"
         return f"most of it is '{name}', {s.added_ns / 1e6:.2f} ms"
 
     @property
     def headline(self) -> str:
-        """The first line of every report: whether to trust it."""
+        """The first line of every report: whether it can be trusted."""
         if self.doubts:
             return f"Do not rely on what-ifs of this run: {'; '.join(self.doubts)}."
         error, naive = self.error(), self.error(naive=True)
         if error is None or naive is None:
-            return (
-                "One iteration to learn from: nothing is left to test the replay on, so its error is unknown."
-            )
-        these = "Iterations" if len(self.iterations) > 1 else "One iteration; ranks"
+            return "There is only one iteration, so there is none to test the replay on, and its error is unknown."
+        these = (
+            "Held-out iterations" if len(self.iterations) > 1 else "There is one iteration; held-out ranks"
+        )
         return (
-            f"{these} held out are predicted within {error:.1%} in the median, {self.error(worst=True) or 0:.1%} at "
+            f"{these} are predicted within {error:.1%} in the median, {self.error(worst=True) or 0:.1%} at "
             f"worst (the mean of the others: {naive:.1%}, {self.error(naive=True, worst=True) or 0:.1%})."
         )
 
     def must_be_possible(self, what: str, force: bool) -> None:
-        """Infeasible, with the cause, if the replay of the unchanged run is far outside of its iterations."""
+        """Raises Infeasible, with the cause, if the replay of the unchanged run is far outside of its iterations."""
         outside = self._outside(_IMPOSSIBLE)
         if outside and not force:
             raise Infeasible(
-                f"{what}: {outside}. pase diagnose says where the measured time went; --force shows the replay"
+                outside,
+                where=what,
+                fix="see where the measured time went with pase diagnose, or give --force to see the replay",
             )
 
     def judged(self, changed: DataflowGraph) -> tuple[float, str]:
-        """The iteration (ns) after a change, and why that is not to be believed; an empty text if it is.
+        """Returns the iteration (ns) after a change, and why it cannot be trusted; an empty text if it can.
 
-        Delay that nothing explains counts where it is on the changed run's critical path: a change that takes it away
-        (a rank that is no longer late) is no guess.
+        Unexplained delay counts if it is on the changed run's critical path. So a change that removes it (a rank that
+        is no longer late) can be trusted.
         """
         s, ns = steady(changed), self.changed_ns(changed)
         share = unexplained_share(changed, s) + self.unexplained - self._unexplained_path
@@ -324,17 +333,23 @@ class Run:
         return ns, "; and ".join(doubts)
 
     def must_be_explained(self, what: str, changed: DataflowGraph) -> float:
-        """The iteration (ns) after a change; Infeasible, with the reasons, if that is not to be believed."""
+        """Returns the iteration (ns) after a change. Raises Infeasible, with the reasons, if it cannot be trusted."""
         ns, doubt = self.judged(changed)
         if doubt:
-            raise Infeasible(f"{what}: not predicted, since {doubt}. --force predicts anyway")
+            raise Infeasible(
+                f"it is not predicted, because {doubt}", where=what, fix="give --force to predict it anyway"
+            )
         return ns
 
     def must_be_believed(self, what: str, force: bool) -> None:
-        """Infeasible, with the reasons, if changes of the run's ops and waits cannot be predicted."""
+        """Raises Infeasible, with the reasons, if changes of the run's ops and waits cannot be predicted."""
         doubts = [*self.doubts, *self._stretch_doubts]
         if doubts and not force:
-            raise Infeasible(f"{what}: not predicted, since {'; and '.join(doubts)}. --force predicts anyway")
+            raise Infeasible(
+                f"it is not predicted, because {'; and '.join(doubts)}",
+                where=what,
+                fix="give --force to predict it anyway",
+            )
 
 
 def _mean_ns(
@@ -343,13 +358,13 @@ def _mean_ns(
     lag_ns: np.ndarray,
     before: tuple[DataflowGraph, np.ndarray, np.ndarray] | None = None,
 ) -> float | None:
-    """Mean of iterations replayed in a row; see ``lengths_in_a_row``."""
+    """Returns the mean length (ns) of consecutively replayed iterations; see ``lengths_in_a_row``."""
     lengths = lengths_in_a_row(g, own_ns, lag_ns, before)
     return None if lengths is None else float(lengths.max(axis=1).mean())
 
 
 def _as_the_medians(own: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Own times, changed in the proportion of their medians; by as much where the median was nothing."""
+    """Returns own times, changed in proportion to their medians, or by the same amount if the median was 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(before > 0, own * (after / before), own + after)
 
@@ -385,14 +400,14 @@ def _only_shorter(g: DataflowGraph, changed: DataflowGraph) -> bool:
 
 
 def unexplained_share(g: DataflowGraph, replay: Steady) -> float:
-    """Share of a replay's critical path that is delay without a known cause."""
+    """Returns the fraction of a replay's critical path that is delay without a known cause."""
     lost = unexplained_ns(g)
     total = sum(min(s.lag_ns, float(lost[s.task % replay.tasks])) for s in replay.path())
     return total / replay.iteration_ns if replay.iteration_ns else 0.0
 
 
 def unexplained_ns(g: DataflowGraph) -> np.ndarray:
-    """Delay (ns) before each task that no launch, stream, event or hand-over explains; float64 [tasks]."""
+    """Returns the delay (ns) before each task that no launch, stream, event or hand-off explains; float64 [tasks]."""
     out = _since_the_beginning(g)
     dst = np.concatenate([g.dst, g.carried.dst])
     lag = np.concatenate([g.lag_ns, g.carried.lag_ns])
@@ -409,7 +424,7 @@ def unexplained_ns(g: DataflowGraph) -> np.ndarray:
 
 
 def _since_the_beginning(g: DataflowGraph) -> np.ndarray:
-    """Delay since the iteration's start, for tasks where nothing shows what they wait for; float64 [tasks]."""
+    """Returns the delay (ns) since the iteration's start of tasks without any predecessor; float64 [tasks]."""
     out = np.zeros(len(g))
     waits = np.zeros(len(g), dtype=bool)
     waits[g.dst] = waits[g.carried.dst] = True

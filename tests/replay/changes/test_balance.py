@@ -1,4 +1,4 @@
-"""No rank later or slower than the median one: what that takes away, and what it leaves."""
+"""The knob "balance": no rank is later or slower than the median rank."""
 
 import re
 from pathlib import Path
@@ -15,8 +15,10 @@ from pase.replay.reports.trust import Run
 
 
 def test_balance_takes_no_noise_away(tmp_path: Path) -> None:
-    """Of even ranks each task's shorter time, 1.1% less with 2% noise on two ranks, is no rank's usual one. What
-    is left is the waiting for the rank whose noise adds up to more."""
+    """For even ranks, balancing must not take the shorter time of each task (1.1% less for two ranks with 2% noise).
+
+    It only removes the wait for the rank whose noise adds up to more.
+    """
     even: dict[str, Any] = {
         "ranks": 2,
         "iterations": 16,
@@ -35,7 +37,7 @@ def test_ranks_that_are_late_in_turn_get_no_advice_about_one_of_them(tmp_path: P
     late = simulate(ImaginedRun(**base | more))
     found = diagnose_run(measure(align(load(write(late, tmp_path))))).findings
     turns = next(f for f in found if f.kind == "imbalance")
-    assert "in turn" in turns.title and "No rank is late much more than the others" in turns.detail
+    assert "in turn" in turns.title and "No rank is much later than the others" in turns.detail
     sent = next(f for f in found if f.kind == "exposed-communication")
     assert re.search(r"all_reduce \(\d of \d, [\d.]+ MiB\)", sent.detail)
 

@@ -1,4 +1,4 @@
-"""PyTorch programs traced by pase profile: two processes that sum gradients over gloo, aligned and replayed."""
+"""PyTorch programs traced by pase profile: two processes that all-reduce gradients over gloo, aligned and replayed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_each_rank_writes_its_steps(traces: Path) -> None:
         assert (about["rank"], about["processes"]) == (rank, 2) and about["torch"]
     t = load(traces)
     assert t.ranks == (0, 1)
-    # Six whole steps, and nothing of what came after the last one.
+    # There are six complete steps, and nothing after the last one.
     assert sorted((m.rank, m.iteration) for m in t.marks) == [(r, i) for r in (0, 1) for i in range(6)]
     sends = np.flatnonzero(t["kind"] == COLLECTIVE)
     sizes = {int(b) for b in t["nbytes"][sends]}
@@ -90,7 +90,7 @@ def test_each_rank_writes_its_steps(traces: Path) -> None:
 @pytest.mark.torch
 def test_a_run_over_gloo_is_aligned_and_replayed(traces: Path) -> None:
     t = align(load(traces))
-    # Both read one machine's clock: what is found between them is what gloo's ends differ by, more on a busy one.
+    # Both processes read one machine's clock. The offset found is the difference of gloo's ends, larger on a busy host.
     ends = [t.end_ns[list(m.members.values())] for m in match_collectives(t)[0] if len(m.members) == 2]
     apart = float(np.median([abs(int(a) - int(b)) for a, b in ends]))
     assert max(abs(c.offset_ns) for c in t.clocks) < max(5e6, 1.01 * apart)
@@ -107,8 +107,10 @@ def test_a_run_over_gloo_is_aligned_and_replayed(traces: Path) -> None:
 
 
 def _gloo_trace(rank: int, late_us: float, recorded: bool = False) -> dict[str, Any]:
-    """Three steps with two sums each; the thread waits for both, and works 300 µs after. recorded: the wait is an op,
-    as functional collectives have it."""
+    """Three steps with two all-reduces each. The thread waits for both, and then works for 300 µs.
+
+    recorded: whether the trace has the wait as an op, as with functional collectives.
+    """
     events: list[dict[str, Any]] = []
 
     def span(cat: str, name: str, tid: int, ts: float, dur: float, **args: Any) -> None:
@@ -125,7 +127,7 @@ def _gloo_trace(rank: int, late_us: float, recorded: bool = False) -> dict[str, 
         span("cpu_op", "c10d::allreduce_", 1, z + 500 + own, 20)
         span("cpu_op", "aten::mm", 1, z + 520 + own, 480)
         span("cpu_op", "c10d::allreduce_", 1, z + 1000 + own, 20)
-        # Which worker takes which is chance, and one notes its end after it has woken the thread.
+        # The assignment to workers is random, and a worker may record its end after it has woken the thread.
         a, b = (8, 9) if k % 2 else (9, 8)
         span("user_annotation", "gloo:all_reduce", a, z + 550 + own, 1450 - own, **sizes)
         span("user_annotation", "gloo:all_reduce", b, z + 1050 + own, 1960 - own, **sizes)
@@ -150,13 +152,13 @@ def test_launches_and_waits_are_found_among_gloos_events(tmp_path: Path, recorde
     m = measure(t)
     g = estimate(m, m.steady())
     into = g.edge_kind == EDGES.index("sync")
-    # On each rank the wait depends on both sums.
+    # On each rank, the wait depends on both all-reduces.
     assert into.sum() == 4 and (g.kind[g.src[into]] == COLLECTIVE).all()
     report = reported("replay", tmp_path, "--align", "none", "--what-if", "bandwidth=1000")
     for r in report["ranks"]:
         assert abs(r["error"]) < 0.02
         assert r["compute_s"] == pytest.approx(1.3e-3 + 1e-4 * r["rank"], rel=0.05)
-    # The sums no longer hide anything: what is left of the step is the thread's own work.
+    # With fast all-reduces, only the thread's own work is left of the step.
     assert report["what_if"][0]["iteration_s"] < 1.7e-3
     found = reported("diagnose", tmp_path, "--align", "none")["findings"]
     (held,) = [f for f in found if f["kind"] == "blocking-calls"]
@@ -164,7 +166,10 @@ def test_launches_and_waits_are_found_among_gloos_events(tmp_path: Path, recorde
 
 
 def _contended_trace(rank: int, slower: float) -> dict[str, Any]:
-    """Steps with three products alone and, while a sum of 2,250 µs runs, three of the same ``slower`` times as long."""
+    """Steps with three matrix products alone, and three of the same size that overlap with an all-reduce.
+
+    slower: how many times as long the latter take.
+    """
     events: list[dict[str, Any]] = []
 
     def span(cat: str, name: str, tid: int, ts: float, dur: float, **args: Any) -> None:
@@ -184,14 +189,14 @@ def _contended_trace(rank: int, slower: float) -> dict[str, Any]:
         span("user_annotation", "gloo:all_reduce", 9, z + 1520, 1500.0 * slower + 50.0, **sizes)
         for i in range(3):
             span("cpu_op", "aten::mm", 1, z + 1520 + 500 * slower * i, 500 * slower - 0.1, **shape)
-        # The thread waits for the end of the sum, and then updates.
+        # The thread waits for the end of the all-reduce, and then updates.
         span("cpu_op", "aten::add_", 1, z + 1620 + 1500 * slower, 400.0)
     return {"distributedInfo": {"rank": rank, "world_size": 2}, "traceEvents": events}
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.5])
 def test_hidden_sums_slow_what_they_hide_behind(tmp_path: Path, slower: float) -> None:
-    """Twice the bandwidth frees half of the time for which products ran beside a sum, although all of it was hidden."""
+    """Twice the bandwidth halves the time in which products overlap with an all-reduce, which makes them faster."""
     for rank in (0, 1):
         with gzip.open(tmp_path / f"rank{rank}.json.gz", "wt") as f:
             json.dump(_contended_trace(rank, slower), f)
@@ -199,9 +204,9 @@ def test_hidden_sums_slow_what_they_hide_behind(tmp_path: Path, slower: float) -
     assert found == pytest.approx({0: slower, 1: slower}, rel=1e-3)
     report = reported("replay", tmp_path, "--align", "none", "--what-if", "bandwidth=2", "--force")
     beside = 1500 * slower
-    # By hand: beside a sum of half the length work is done at 1/slower, and the rest at full speed.
+    # While the shorter all-reduce runs, work proceeds at 1/slower, and then at full speed.
     sped_up = beside / 2 + (1500 - beside / 2 / slower)
-    waited = 100.0  # behind the last product, for the end of the sum
+    waited = 100.0  # after the last product, for the end of the all-reduce
     saved = report["replayed_s"] - report["what_if"][0]["iteration_s"]
     assert saved == pytest.approx((beside - sped_up + waited) * 1e-6, abs=60e-6)
 
@@ -214,5 +219,5 @@ def test_two_lines_in_code(tmp_path: Path, how: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     t = load(tmp_path / "t")
-    # Between three steps of the optimizer there are two whole iterations; what comes after is none.
+    # Between three steps of the optimizer there are two complete iterations. After the last step there is none.
     assert [m.iteration for m in t.marks] == ([0, 1, 2] if how == "marked" else [0, 1])

@@ -1,4 +1,7 @@
-"""Put on PYTHONPATH by ``pase profile``: traces a program that imports JAX or PyTorch. Runs the user's own, too."""
+"""Traces a program that imports JAX or PyTorch. ``pase profile`` puts this file on PYTHONPATH.
+
+It also runs the user's own sitecustomize, if there is one.
+"""
 
 import importlib.abc
 import importlib.machinery
@@ -10,7 +13,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls autostart right after the import has finished, and is out of the way before and afterwards."""
+    """Calls autostart when the import of a framework has finished. It removes itself before the import begins."""
 
     def __init__(self, name):  # type: ignore[no-untyped-def]
         self.name = name
@@ -36,7 +39,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def _users_own():  # type: ignore[no-untyped-def]
-    """The sitecustomize that this one hides, if there is one."""
+    """Runs the sitecustomize that this one hides, if there is one."""
     rest = [p for p in sys.path if os.path.abspath(p or ".") != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", rest)
     if spec is not None and spec.loader is not None:
