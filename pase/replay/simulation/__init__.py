@@ -1,1 +1,1 @@
-"""The replay of a measured graph."""
+"""Replays measured graphs."""

@@ -1,10 +1,10 @@
-"""The event simulation: one queue per device, in numba; _twin.py is the same algorithm in plain Python.
+"""The event simulation with one queue per device, compiled by numba. _twin.py is the same algorithm in plain Python.
 
-Conventions (both): tasks 0..n−1; device[i]; duration[i] ≥ 0; edges in CSR form by source (ptr, dst, lag ≥ 0);
-a task is ready at the latest over its predecessors of finish + lag, and never before release[i]. Among the
-ready tasks of a device the smallest (priority, ready time, number) runs first; a device runs one task at a
-time and never idles while one is ready. Tasks with gang[i] = g ≥ 0 are one collective: each member occupies
-its device from its own start until the latest member's start + its own duration.
+Both use the same conventions. Tasks have numbers 0..n−1, a device device[i] and a duration[i] ≥ 0. Edges are in CSR
+form by source (ptr, dst, lag ≥ 0). A task is ready at the maximum of finish + lag over its predecessors, and not before
+release[i]. Among the ready tasks of a device, the one with the smallest (priority, ready time, number) runs first. A
+device runs one task at a time and never idles while a task is ready. Tasks with gang[i] = g ≥ 0 form one collective:
+each member occupies its device from its own start until the start of the latest member plus its own duration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["simulate"]
 
 @njit(cache=True)
 def _less(priority, ready, by_ready, a, b):
-    """Order of tasks a and b in a queue: by ready time, or by (priority, ready time); then by number."""
+    """Whether task a is before task b in a queue: by ready time, or by (priority, ready time); then by number."""
     if not by_ready and priority[a] != priority[b]:
         return priority[a] < priority[b]
     if ready[a] != ready[b]:
@@ -41,7 +41,7 @@ def _push(heap, base, size, task, priority, ready, by_ready):
 
 @njit(cache=True)
 def _pop(heap, base, size, priority, ready, by_ready):
-    """Remove and return the first task of the queue that has ``size`` tasks."""
+    """Removes and returns the first task of a queue that has ``size`` tasks."""
     top = heap[base]
     last = size - 1
     heap[base] = heap[base + last]
@@ -95,13 +95,19 @@ def _heap_pop(times, who, size):
 
 
 class Simulation(NamedTuple):
-    """What is given (``simulate``), what was found so far, and the queues.
+    """The arguments of ``simulate``, the results so far, and the queues.
 
-    missing: int64 [n], predecessors that have not finished. base: int64 [devices + 1], where a device's queues begin in
-    ``waiting`` (ready, by the time) and ``open_`` (to choose from), which hold ``*_size`` tasks each. free: when the
-    device is; blocked: in a collective; last: its last task; promised: when its next start is due. arrived, latest,
-    head: of each gang; chain: its members, a linked list. heap_time, heap_who: a heap of promises. pending: tasks that
-    end together. counts: int64 [2], promises in the heap, tasks started.
+    missing: int64 [n], the number of predecessors that have not finished.
+    base: int64 [devices + 1], where each device's queues begin in ``waiting`` and ``open_``. A device has two queues of
+    ``*_size`` tasks: ``waiting`` has tasks whose ready time is known, by that time; ``open_`` has tasks whose ready
+    time has come.
+    free: when each device becomes free. blocked: whether it is in a collective. last: its last task.
+    promised: when its next scheduled start is.
+    arrived, latest, head: for each gang, the number of started members, the latest of them, and the head of the linked
+    list ``chain`` of its members.
+    heap_time, heap_who: a heap of (time, device) of scheduled starts.
+    pending: tasks that end together.
+    counts: int64 [2], the number of scheduled starts in the heap and of started tasks.
     """
 
     device: np.ndarray
@@ -138,13 +144,13 @@ class Simulation(NamedTuple):
     counts: np.ndarray
 
 
-_TURNS, _DONE = 0, 1  # of counts
+_TURNS, _DONE = 0, 1  # indices of ``counts``
 
 
-# Inlined: numba counts a reference for each array of a tuple that a call takes.
+# Inlined, because numba counts a reference for each array of a tuple that is passed to a call.
 @njit(cache=True, inline="always")
 def _wait(s, i):
-    """All predecessors of task i have finished: it waits for its time."""
+    """Queues task i, all of whose predecessors have finished, until its ready time."""
     d = s.device[i]
     _push(s.waiting, s.base[d], s.waiting_size[d], i, s.priority, s.ready, True)
     s.waiting_size[d] += 1
@@ -152,7 +158,7 @@ def _wait(s, i):
 
 @njit(cache=True, inline="always")
 def _promise(s, d):
-    """Device d has a task that it may start: its next turn, unless an earlier one is due."""
+    """Schedules the next start on device d, which has a queued task, unless an earlier start is scheduled."""
     when = s.free[d]
     if not s.open_size[d]:
         when = max(when, s.ready[s.waiting[s.base[d]]])
@@ -164,7 +170,7 @@ def _promise(s, d):
 
 @njit(cache=True, inline="always")
 def _take(s, d, now):
-    """Remove and return the task that device d runs now."""
+    """Removes and returns the task that device d runs now."""
     b = s.base[d]
     while s.waiting_size[d] and s.ready[s.waiting[b]] <= now:
         i = _pop(s.waiting, b, s.waiting_size[d], s.priority, s.ready, True)
@@ -178,7 +184,7 @@ def _take(s, d, now):
 
 @njit(cache=True, inline="always")
 def _begin(s, i, now):
-    """Task i starts; what fixed that: the device's previous task, or the last dependency."""
+    """Starts task i, and records the cause of its start time: the device's previous task, or the last dependency."""
     d = s.device[i]
     s.start[i] = now
     if s.last[d] >= 0 and s.free[d] >= s.ready[i]:
@@ -192,7 +198,10 @@ def _begin(s, i, now):
 
 @njit(cache=True, inline="always")
 def _end(s, i, now):
-    """How many tasks are now known to end, in ``pending``: task i, or the collective that was waiting for it."""
+    """Puts the tasks whose end is now known into ``pending`` and returns their number.
+
+    These are task i or, if it is the last member of a collective, all members.
+    """
     g = s.gang[i]
     if g < 0:
         s.finish[i] = now + s.duration[i]
@@ -219,7 +228,7 @@ def _end(s, i, now):
 
 @njit(cache=True, inline="always")
 def _hand_on(s, j):
-    """Task j hands its end on to those that wait for it."""
+    """Updates the ready times of the successors of task j, whose end is known."""
     for e in range(s.ptr[j], s.ptr[j + 1]):
         t = s.dst[e]
         when = s.finish[j] + s.lag[e]
@@ -235,7 +244,7 @@ def _hand_on(s, j):
 
 @njit(cache=True)
 def _new(device, duration, priority, release, gang, gang_size, ptr, dst, lag, device_free):
-    """Nothing has started."""
+    """Returns the initial state, in which no task has started."""
     n, devices = len(device), len(device_free)
     missing = np.zeros(n, np.int64)
     for t in dst:
@@ -284,10 +293,13 @@ def _new(device, duration, priority, release, gang, gang_size, ptr, dst, lag, de
 
 @njit(cache=True)
 def simulate(device, duration, priority, release, gang, gang_size, ptr, dst, lag, device_free):
-    """start, finish, ready [n] float64, cause [n] int64 (what fixed the start, −1 none), latest, order, done.
+    """Runs the simulation. Returns (start, finish, ready, cause, latest, order, done).
 
-    device_free: float64 [devices], when each device is first free. order: tasks as they started, [done].
-    ``done < n`` means a cycle, or collectives that wait for each other.
+    device_free: float64 [devices], when each device first becomes free.
+
+    start, finish, ready: float64 [n]. cause: int64 [n], the task that determines the start; −1 for none.
+    latest: int64 [gangs], the last member of each collective to start. order: the first ``done`` entries are the tasks
+    in the order in which they started. If ``done < n``, there is a cycle, or collectives wait for each other.
     """
     s = _new(device, duration, priority, release, gang, gang_size, ptr, dst, lag, device_free)
     for i in range(len(device)):

@@ -1,4 +1,4 @@
-"""The event simulation in plain Python: to read, and to check _kernels.py against. Same contract."""
+"""The event simulation in plain Python, as documentation of _kernels.py and as a reference for its tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def simulate(
     missing = np.bincount(dst, minlength=n)
     free, last = device_free.astype(float), [-1] * len(device_free)
     blocked = [False] * len(device_free)
-    # Per device: tasks whose ready time is known; and, once that time has come, those to choose from.
+    # For each device: tasks whose ready time is known, and tasks whose ready time has come.
     waiting: list[list[tuple[float, int]]] = [[] for _ in device_free]
     choice: list[list[tuple[int, float, int]]] = [[] for _ in device_free]
     members: list[list[int]] = [[] for _ in gang_size]

@@ -1,4 +1,4 @@
-"""What a replayed iteration spent its time on: per rank, per collective, along the critical path."""
+"""Analyses a replayed iteration: overlaps, waits in collectives, and the critical path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class PathStep:
-    """A task on the critical path. added_ns: what it added to the path, its lag included."""
+    """A task on the critical path. added_ns: the time that it adds to the path, including its lag."""
 
     task: int
     added_ns: float
@@ -30,7 +30,7 @@ class PathStep:
 
 
 def merged(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Union of intervals as sorted disjoint ones, float64 [k, 2]."""
+    """Returns the union of intervals as sorted disjoint intervals, float64 [k, 2]."""
     keep = end > start
     start, end = start[keep], end[keep]
     if not len(start):
@@ -46,13 +46,13 @@ def _length(x: np.ndarray) -> float:
 
 
 def overlap_ns(a: np.ndarray, b: np.ndarray) -> float:
-    """Length of the intersection of two unions of intervals."""
+    """Returns the length of the intersection of two unions of intervals."""
     both = merged(np.r_[a[:, 0], b[:, 0]], np.r_[a[:, 1], b[:, 1]])
     return _length(a) + _length(b) - _length(both)
 
 
 def waits_ns(g: DataflowGraph, r: Replay) -> np.ndarray:
-    """How long each task waited in its collective for the last member, 0 for others. float64 [tasks]."""
+    """Returns how long each task waited in its collective for the last member; 0 for other tasks. float64 [tasks]."""
     out = np.zeros(len(g))
     in_gang = g.gang >= 0
     if in_gang.any():
@@ -61,7 +61,7 @@ def waits_ns(g: DataflowGraph, r: Replay) -> np.ndarray:
 
 
 def path_steps(g: DataflowGraph, r: Replay, end: int | None = None) -> list[PathStep]:
-    """The critical path, with what each task added to it. The additions sum to the end of the path."""
+    """Returns the critical path with the time that each task adds. These times sum to the end of the path."""
     path = critical_path(g, r, end)
     out: list[PathStep] = []
     before = 0.0
@@ -69,7 +69,8 @@ def path_steps(g: DataflowGraph, r: Replay, end: int | None = None) -> list[Path
         if g.gang[i] >= 0 and int(r.latest[g.gang[i]]) == i and len(path) > len(out) + 1:
             nxt = path[len(out) + 1]
             if g.gang[nxt] == g.gang[i]:
-                # The latest member hands over at its start; the other member carries the work.
+                # The path changes members at the start of the latest one, and the collective's work counts for the
+                # other member.
                 out.append(PathStep(task=i, added_ns=float(r.start_ns[i]) - before, lag_ns=0.0))
                 before = float(r.start_ns[i])
                 continue
@@ -80,7 +81,7 @@ def path_steps(g: DataflowGraph, r: Replay, end: int | None = None) -> list[Path
 
 
 def to_timeline(g: DataflowGraph, r: Replay) -> Timeline:
-    """The replayed iteration as a timeline of its own, on one clock that starts at 0."""
+    """Returns the replayed iteration as a timeline, on a common clock that starts at 0."""
     groups: dict[int, str] = {}
     events = []
     for i in np.argsort(r.start_ns, kind="stable").tolist():

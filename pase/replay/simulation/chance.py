@@ -1,9 +1,9 @@
-"""What chance costs: each step waits for whichever of its ranks is slowest, so its mean is more than of medians.
+"""Estimates the mean step under random variation: each step waits for its slowest rank.
 
-A replay of medians knows no chance. Here many steps in a row are replayed, each rank's tasks as long in each step as
-in an iteration of it drawn at random (all of a rank's tasks from one iteration, as what makes a step slow often lasts),
-and the mean step is taken. More ranks than were traced are copies of those, each with draws of its own: the more of
-them, the later the latest.
+A replay of medians ignores random variation and is too short. Here, many consecutive steps are replayed, and their mean
+is returned. In each step, each rank has the times of one of its iterations, drawn at random. (All tasks of a rank take
+their times from the same iteration, because the cause of a slow step often affects all of it.) Ranks that were not
+traced are copies of traced ones, with independent draws. The more ranks there are, the later is the slowest.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from pase.replay.types import COLLECTIVE
 __all__ = ["mean_iteration_ns", "spreads", "with_ranks"]
 
 _WARM_UP, _STEPS = 4, 40
-"""Steps until the first that counts, and steps that count."""
+"""The number of warm-up steps, and of steps that count."""
 
 
 def spreads(m: Measured, g: DataflowGraph, chosen: Sequence[int]) -> np.ndarray:
-    """Each task's time in each of these iterations over its median, float64 [iterations, tasks]; 1 where it was not
-    measured.
+    """Returns the ratio of each task's time in each iteration to its median; float64 [iterations, tasks].
 
-    g: a graph that is estimated from some of the run's iterations. A collective's cost counts as its median: ranks
-    share it, and what they wait for each other is what is asked for.
+    g: a graph that is estimated from some of the run's iterations.
+
+    The ratio is 1 if the task was not measured. It is also 1 for collectives, because ranks share them, and waiting for
+    other ranks is an outcome of the simulation.
     """
     made = own_times(m, chosen)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -43,9 +44,9 @@ def spreads(m: Measured, g: DataflowGraph, chosen: Sequence[int]) -> np.ndarray:
 
 
 def mean_iteration_ns(g: DataflowGraph, spread: np.ndarray, ranks: int, seed: int = 0) -> float | None:
-    """The mean step of so many ranks, in ns. None where chance cannot be told apart or the graph would be too large.
+    """Returns the mean step of ``ranks`` ranks, in ns; None if variation is unknown or the graph would be too large.
 
-    spread: of ``spreads``, for this graph with whatever durations.
+    spread: the result of ``spreads`` for this graph, whose durations may have changed.
     """
     steps = min(_STEPS, MAX_TASKS // max(_tasks_of(g, ranks), 1) - _WARM_UP)
     if steps < 2 or len(spread) < 2:
@@ -64,7 +65,7 @@ def mean_iteration_ns(g: DataflowGraph, spread: np.ndarray, ranks: int, seed: in
 
 
 def _tasks_of(g: DataflowGraph, ranks: int) -> int:
-    """Tasks of a graph of so many ranks, which is made only if there are few enough."""
+    """Returns the number of tasks that a graph with ``ranks`` ranks would have."""
     each = [int((g.rank == r).sum()) for r in g.ranks]
     whole, rest = divmod(ranks, len(each))
     return whole * sum(each) + sum(each[:rest])
@@ -72,15 +73,17 @@ def _tasks_of(g: DataflowGraph, ranks: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ManyRanks:
-    """A graph whose rank k is a copy of a traced one. task: of each task, the one that it is a copy of."""
+    """A graph whose ranks are copies of traced ones. task: for each task, the traced task that it copies."""
 
     graph: DataflowGraph
     task: np.ndarray
 
 
 def with_ranks(g: DataflowGraph, ranks: int) -> ManyRanks | None:
-    """So many ranks, in turns copies of the traced ones. None where ranks share no collective, or some of them only a
-    part of all: whom a new rank would wait for is then not known."""
+    """Returns a graph with ``ranks`` ranks, which are copies of the traced ranks in round-robin order.
+
+    None unless all traced ranks share all collectives, because otherwise it is unknown for whom a new rank waits.
+    """
     traced = list(g.ranks)
     size = np.bincount(g.gang[g.gang >= 0], minlength=1)
     if len(traced) < 2 or not g.gangs or (size[: g.gangs] != len(traced)).any():
@@ -120,8 +123,11 @@ def with_ranks(g: DataflowGraph, ranks: int) -> ManyRanks | None:
 
 
 class _RankCopies:
-    """Ranks that are copies of traced ones. owner: of each, the traced rank; begin: its first task; place: of a traced
-    task, which of its rank's it is."""
+    """Builds ranks that are copies of traced ones.
+
+    owner: the traced rank of each rank. begin: the first task of each rank. place: the position of each traced task
+    among those of its rank.
+    """
 
     def __init__(self, g: DataflowGraph, traced: list[int], ranks: int) -> None:
         self.g = g
@@ -135,7 +141,7 @@ class _RankCopies:
             self.place[x] = np.arange(len(x))
 
     def edges(self, src: np.ndarray, dst: np.ndarray, *more: np.ndarray) -> list[np.ndarray]:
-        """Every rank's edges, with what belongs to them."""
+        """Returns the edges of all ranks as columns: sources, destinations, and the further columns given."""
         rank_of = self.g.rank[src]
         columns: list[list[np.ndarray]] = [[] for _ in range(2 + len(more))]
         for first, owner in zip(self.begin[:-1], self.owner, strict=True):
@@ -146,7 +152,7 @@ class _RankCopies:
         return [np.concatenate(c) for c in columns]
 
     def devices(self) -> tuple[list[TaskQueue], np.ndarray, np.ndarray]:
-        """Every rank's devices, when each is free, and the device of each task."""
+        """Returns the devices of all ranks, when each is first free, and the device of each task."""
         g = self.g
         devices: list[TaskQueue] = []
         free: list[float] = []
@@ -161,5 +167,5 @@ class _RankCopies:
         return devices, np.array(free), device
 
     def ends(self, of: dict[int, int]) -> dict[int, int]:
-        """Each rank's root or tail."""
+        """Returns the root or tail task of each rank."""
         return {k: int(self.begin[k] + self.place[of[r]]) for k, r in enumerate(self.owner) if r in of}

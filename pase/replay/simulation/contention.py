@@ -1,8 +1,8 @@
-"""On CPUs, communication takes cores and memory from compute, so even hidden communication costs time.
+"""Models contention on CPUs: communication takes cores and memory bandwidth from compute, even if it overlaps.
 
-gloo's workers copy, sum and send on the cores that compute. The slowdown is measured in the trace: it compares ops of
-the same name and shape while a collective of their rank runs and while none does. If a collective becomes shorter, the
-ops that overlap with it get the lost time back.
+gloo's workers copy, reduce and send on the cores that compute. The slowdown is measured in the trace, by comparing ops
+of the same name and shape that run during a collective of their rank with ops that run without one. If a collective
+becomes shorter, the ops that overlap with it become faster.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ __all__ = ["relieved", "slowdowns"]
 
 _HOST = KINDS.index("host")
 _INSIDE, _OUTSIDE = 0.9, 0.1
-"""Share of an op's time that overlaps with collectives: from the first on it counts as overlapped, up to the second as
-alone."""
+"""Limits on the fraction of an op's time that overlaps with collectives. From the first limit on, an op counts as
+overlapped; up to the second one, it counts as alone."""
 _SHORT_NS = 20_000
-"""Shorter ops say more about the clock."""
+"""Shorter ops are ignored, because their times depend on the resolution of the clock."""
 _SAMPLES = 3
-"""Fewer ops of a name and shape, on either side, say nothing."""
+"""The smallest number of ops of a name and shape, both overlapped and alone, that is used."""
 
 
 def slowdowns(t: Timeline) -> dict[int, float]:
-    """Rank → slowdown factor of its ops while gloo works for it, at least 1. Ranks with a device of their own are
-    absent, and so are ranks whose trace has no op both overlapped with a collective and alone."""
+    """Returns rank → slowdown factor (at least 1) of its ops while gloo works for it.
+
+    Ranks with a separate device are absent. So are ranks whose trace has no op of equal shape both overlapped with a
+    collective and alone.
+    """
     out: dict[int, float] = {}
     gloo = np.array([n.startswith("gloo:") for n in t.names], dtype=bool)
     for rank in t.ranks:
@@ -60,9 +63,9 @@ def slowdowns(t: Timeline) -> dict[int, float]:
 
 
 def relieved(t: Timeline, g: DataflowGraph, changed: DataflowGraph) -> DataflowGraph:
-    """``changed`` (``g`` with other times of collectives) with the durations of overlapping ops adjusted to match.
+    """Returns ``changed`` (``g`` with other times of collectives) with the durations of overlapping ops adjusted.
 
-    Ops that run at 1/s of their speed for o ns next to collectives lose o(1 − 1/s) ns.
+    An op that runs at 1/s of its speed for o ns, because it overlaps with collectives, loses o(1 − 1/s) ns.
     """
     slow = slowdowns(t)
     if not any(s > 1 for s in slow.values()):
@@ -87,7 +90,7 @@ def relieved(t: Timeline, g: DataflowGraph, changed: DataflowGraph) -> DataflowG
 
 
 def _overlap(start: np.ndarray, end: np.ndarray, spans: np.ndarray) -> np.ndarray:
-    """The length of each [start, end) that overlaps with the disjoint sorted spans."""
+    """Returns the length of each [start, end) that overlaps with the disjoint sorted spans."""
     if not len(spans):
         return np.zeros(len(start))
     reached = np.concatenate([[0.0], np.cumsum(spans[:, 1] - spans[:, 0])])

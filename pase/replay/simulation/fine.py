@@ -1,4 +1,4 @@
-"""Collectives taken apart into sends and receives, ring and parameter server, to be replayed chunk by chunk."""
+"""Models collectives at the level of sends and receives, as a ring or with parameter servers, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["best_parts", "parameter_server", "ring_all_reduce", "sync_ns"]
 def ring_all_reduce(
     nbytes: float, ranks: int, parts: int, latency_ns: float, bytes_per_ns: float
 ) -> DataflowGraph:
-    """Every chunk's way around the ring: 2(n−1) steps of reduce-scatter and all-gather, ``parts`` tensors in a row.
+    """Returns the graph of a ring all-reduce of a tensor in ``parts`` consecutive parts, 2(n−1) steps each.
 
-    Each rank's link to the next is a device; a send is one task on it, latency + bytes/bandwidth long.
-    The receive of a step must have ended before the next step's send of that chunk (Patarasuk & Yuan 2009).
+    Each rank's link to the next rank is a device. A send is one task on it, which takes latency + bytes/bandwidth. A
+    chunk must be received in one step before it is sent in the next one (Patarasuk & Yuan 2009).
     """
     tasks: list[dict[str, object]] = []
     edges: list[tuple[int, int]] = []
@@ -41,10 +41,10 @@ def ring_all_reduce(
 def parameter_server(
     nbytes: float, workers: int, servers: int, parts: int, latency_ns: float, bytes_per_ns: float
 ) -> DataflowGraph:
-    """Push of ``parts`` pieces from every worker to their servers, then pull; each direction of a link is a device.
+    """Returns the graph in which every worker pushes ``parts`` parts of a tensor to servers and pulls them back.
 
-    A server's links carry all workers' pieces, so they are the bottleneck when servers are few. A piece is
-    pulled once all workers have pushed it.
+    Each direction of a link is a device. A server's links carry the parts of all workers, so they are the bottleneck if
+    there are few servers. A part is pulled when all workers have pushed it.
     """
     tasks: list[dict[str, object]] = []
     edges: list[tuple[int, int]] = []
@@ -75,14 +75,15 @@ def parameter_server(
 def sync_ns(
     nbytes: float, parts: int, *, ranks: int, latency_ns: float, bytes_per_ns: float, scheme: str = "ring"
 ) -> float:
-    """dPRO's t_sync(s, k): time to synchronise a tensor of s bytes in k parts, by replay of its own subgraph.
+    """Returns dPRO's t_sync(s, k): the time (ns) to synchronise a tensor of s bytes in k parts, by replay of a
+    subgraph.
 
-    scheme: "ring" or "ps" (as many servers as workers).
+    scheme: "ring" or "ps" (parameter servers, with one server per worker). Raises ValueError for any other scheme.
     """
     if ranks < 2 or nbytes <= 0:
         return 0.0
     if scheme == "ring":
-        # Ranks are alike, and so are steps: the replay of a ring of two sizes fixes the line exactly.
+        # All ranks and steps take the same time, so the time is proportional to ranks − 1 at equal chunk sizes.
         if ranks > 8:
             scale = (ranks - 1) / 7
             small = sync_ns(
@@ -94,13 +95,13 @@ def sync_ns(
         return replay_graph(
             parameter_server(nbytes, ranks, ranks, parts, latency_ns, bytes_per_ns)
         ).makespan_ns
-    raise ValueError(f"no scheme '{scheme}'; there are ring and ps")
+    raise ValueError(f"there is no scheme '{scheme}'; choose ring or ps")
 
 
 def best_parts(
     nbytes: float, *, ranks: int, latency_ns: float, bytes_per_ns: float, scheme: str = "ring", most: int = 16
 ) -> tuple[int, float]:
-    """dPRO's OptPartNum: the number of parts that synchronises fastest, and its time; grid 1, 2, 4, …, most."""
+    """Returns dPRO's OptPartNum: the fastest number of parts among 1, 2, 4, …, most, and its time (ns)."""
     best = (
         1,
         sync_ns(nbytes, 1, ranks=ranks, latency_ns=latency_ns, bytes_per_ns=bytes_per_ns, scheme=scheme),

@@ -1,4 +1,4 @@
-"""Tasks put into a measured graph behind others, on the same stream."""
+"""Inserts collectives into a measured graph, after given tasks on the same stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _E = {k: i for i, k in enumerate(EDGES)}
 
 @dataclass(frozen=True, kw_only=True)
 class Inserted:
-    """A collective that comes in."""
+    """A collective to insert."""
 
     name: str
     duration_ns: float
@@ -27,9 +27,9 @@ class Inserted:
 
 
 def insert_after(g: DataflowGraph, new: Mapping[int, Sequence[Inserted]]) -> DataflowGraph:
-    """The graph with collectives behind the given device tasks: what waited for such a task waits for them.
+    """Returns the graph with collectives after the given device tasks. The successors of such a task wait for them.
 
-    The thread that launched the task launches them as well: for each it works as long as for a launch in the median.
+    The thread that launched the task launches them, too. Each launch takes the median time of the thread's launches.
     """
     if not new:
         return g
@@ -84,7 +84,7 @@ def insert_after(g: DataflowGraph, new: Mapping[int, Sequence[Inserted]]) -> Dat
 
 
 def _launch_costs(g: DataflowGraph, call_of: Mapping[int, int]) -> dict[int, float]:
-    """Thread → median ns of a launch, with the work before it."""
+    """Returns thread → median ns of a launch, including the work before it."""
     calls = np.array(sorted(set(call_of.values())), dtype=np.int64)
     program = g.edge_kind == _E["program"]
     before = dict(zip(g.dst[program].tolist(), g.src[program].tolist(), strict=True))

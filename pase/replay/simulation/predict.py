@@ -1,4 +1,4 @@
-"""How well the replay predicts: each iteration from the others, never from itself."""
+"""Tests how well the replay predicts: each iteration is predicted from the others."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["HeldOut", "held_out", "held_out_ranks", "mean_lengths"]
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """One iteration of one rank, predicted without looking at it. Times in ns."""
+    """One iteration of one rank, predicted from other iterations or ranks. Times are in ns."""
 
     rank: int
     iteration: int
     measured_ns: float
     replayed_ns: float
     naive_ns: float
-    """Mean length of the iterations that the prediction was made from: the guess without any replay."""
+    """The naive prediction without a replay: the mean length of the iterations from which the prediction was made."""
 
     @property
     def error(self) -> float:
@@ -34,10 +34,10 @@ class HeldOut:
 
 
 def held_out(m: Measured, iterations: list[int] | None = None, folds: int = 10) -> list[HeldOut]:
-    """Predictions of the steady iterations: times and structure from the others, then compared.
+    """Predicts the steady iterations, with times and structure from the other iterations.
 
-    Up to ``folds`` iterations each is predicted from all others; of more, each from those outside its fold (every
-    folds-th iteration). With one iteration there is nothing to hold out, and the list is empty.
+    Up to ``folds`` iterations are each predicted from all others. If there are more, each is predicted from those
+    outside its fold, which consists of every folds-th iteration. The list is empty if there is only one iteration.
     """
     steady = m.steady() if iterations is None else iterations
     out: list[HeldOut] = []
@@ -63,7 +63,7 @@ def held_out(m: Measured, iterations: list[int] | None = None, folds: int = 10) 
 
 
 def mean_lengths(e: OwnTimes) -> dict[int, float]:
-    """Rank → mean length (ns) of the iterations replayed one after the other, each with its own times."""
+    """Returns rank → mean length (ns) of the iterations, replayed consecutively, each with its own times."""
     lengths = lengths_in_a_row(e.graph, e.own_ns, e.own_lag_ns)
     if lengths is None:
         return evaluate(e.graph)
@@ -72,9 +72,9 @@ def mean_lengths(e: OwnTimes) -> dict[int, float]:
 
 
 def held_out_ranks(m: Measured, g: DataflowGraph, iterations: list[int]) -> list[HeldOut]:
-    """Each rank predicted with the times of the other ranks only, over the mean of the iterations; empty for one rank.
+    """Predicts the mean iteration of each rank from the times of the other ranks; empty if there is only one rank.
 
-    g: the graph of these iterations. What a rank alone does keeps its own times.
+    g: the graph of these iterations. Tasks that only one rank has keep their own times.
     """
     if len(g.ranks) < 2:
         return []

@@ -1,10 +1,10 @@
-"""What each task of a measured iteration belongs to: forward, backward or update, which micro-batch, which layer.
+"""Assigns each task of a measured iteration to forward, backward or update, to a micro-batch, and to a layer.
 
-Nothing is told by names of models. PyTorch launches forward and update from the thread that runs the program, and
-backward from autograd's: their turns are micro-batches. A program of XLA says itself which of its ops JAX made by
-transposing others: that is backward, and products of forward that come after one of backward begin the next
-micro-batch. Layers are what repeats: products (matrix multiplications) of one shape that occur as often as there are
-layers, or a multiple of that.
+The names of the model's parts are not used. PyTorch launches forward and update from the program's thread, and backward
+from autograd's thread; each alternation between the two is a micro-batch. In a compiled XLA program, op names show
+which
+ops JAX made by transposition: they are backward. A matrix product of forward after one of backward begins the next
+micro-batch. Layers are found by repetition: products of one shape occur once per layer, or a fixed number of times.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pase.replay.types import COLLECTIVE, KINDS, CompiledOp, Shapes, Timeline, o
 __all__ = ["OpShape", "ProductKey", "Sections", "StepPhase", "op_shapes", "product_of", "sections"]
 
 ProductKey = tuple[int, int, int]
-"""Elements of a product's two operands and its result, ascending: the same for every way to transpose or flatten."""
+"""Elements of a matrix product's operands and result, ascending. It does not depend on transposition or flattening."""
 _HOST = KINDS.index("host")
 _PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
-"""Op → where its two factors begin among its operands."""
+"""Op → the position of its first factor among its operands; the second factor follows."""
 
 
 class StepPhase(IntEnum):
-    """Part of a step."""
+    """A part of a training step."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -40,10 +40,10 @@ class StepPhase(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class OpShape:
-    """The op that launched a device op, or that it is, and the extents of its operands.
+    """The framework op that launched a device op (or the compiled op that it is), and the shapes of its operands.
 
-    product: of a compiled op that is or holds one product, the extents of its factors and of its result. itemsize:
-    bytes of an element, 0 where only the kernel's name says.
+    product: for a compiled op that is or contains one matrix product, the shapes of its factors and its result.
+    itemsize: bytes per element; 0 if only the kernel's name shows the element type.
     """
 
     name: str
@@ -53,12 +53,12 @@ class OpShape:
 
     @property
     def elements(self) -> int:
-        """Of the largest operand; 1 where all are scalars."""
+        """The number of elements of the largest operand; 1 if all are scalars."""
         return max((math.prod(d) for d in self.operands if d), default=1)
 
 
 def product_of(s: OpShape | None) -> ProductKey | None:
-    """Which product an op is; None where it is none.
+    """Returns the key of the matrix product that an op is; None if it is not one.
 
     >>> product_of(OpShape(name="aten::mm", operands=((2, 3), (3, 5))))
     (6, 10, 15)
@@ -77,8 +77,10 @@ def product_of(s: OpShape | None) -> ProductKey | None:
 
 
 def op_shapes(t: Timeline, g: DataflowGraph) -> dict[int, OpShape]:
-    """Device task → the innermost op with operands around the call that launched it, where the trace says so; of
-    compiled programs the op that it is."""
+    """Returns device task → its op with operand shapes, if the trace has them.
+
+    This is the innermost op with operands around the launching call or, in a compiled program, the compiled op.
+    """
     if t.compiled:
         known = {i: t.compiled.get(g.task_name(i)) for i in np.flatnonzero(on_stream(g.kind)).tolist()}
         return {i: _shape_of(g.task_name(i), x) for i, x in known.items() if x is not None}
@@ -96,7 +98,7 @@ def op_shapes(t: Timeline, g: DataflowGraph) -> dict[int, OpShape]:
             continue
         at = int(t["start_ns"][event])
         k = int(np.searchsorted(t["start_ns"][around], at, side="right")) - 1
-        # Ops nest a few levels deep: the innermost that has not ended is near.
+        # Ops nest only a few levels deep, so the innermost one that has not ended is among the last few.
         for e in around[max(k - 8, 0) : k + 1][::-1].tolist():
             if int(t.end_ns[e]) > at:
                 out[op] = OpShape(name=t.names[int(t["name"][e])], operands=t.shapes[int(t["shape"][e])])
@@ -112,9 +114,11 @@ def _shape_of(name: str, op: CompiledOp) -> OpShape:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sections:
-    """Of each task [tasks] of one rank's iteration; −1 for tasks of other ranks.
+    """Phase, micro-batch and layer of each task of one rank's iteration, [tasks]; −1 for tasks of other ranks.
 
-    order: the rank's tasks as the replay starts them. product: device task → which product it is.
+    order: the rank's tasks in the order in which the replay starts them.
+    product: device task → the key of the matrix product that it is.
+    shapes: device task → its op.
     """
 
     rank: int
@@ -125,13 +129,13 @@ class Sections:
     layers: int
     order: np.ndarray
     compute: int
-    """The stream that computes, a device of the graph."""
+    """The stream that computes, as an index of the graph's devices."""
     product: dict[int, ProductKey]
     shapes: dict[int, OpShape]
 
 
 def sections(t: Timeline, g: DataflowGraph) -> Sections:
-    """The sections of the first rank. Infeasible, with the reason, where the trace does not show them."""
+    """Returns the sections of the first rank. Raises Infeasible, with the reason, if the trace does not show them."""
     rank = g.ranks[0]
     mine = g.rank == rank
     order = replay_graph(g).order
@@ -146,15 +150,16 @@ def sections(t: Timeline, g: DataflowGraph) -> Sections:
     launching = [c for c in order.tolist() if c in ops_of]
     if main < 0 or all(int(g.device[c]) == main for c in launching):
         raise Infeasible(
-            "the trace does not show forward and backward apart: that needs PyTorch's, which launches backward from a "
-            "thread of its own, or an .xplane.pb of jax.profiler, which holds the compiled program"
+            "the trace does not distinguish forward from backward",
+            fix="give a PyTorch trace, in which a separate thread launches backward, or an .xplane.pb of jax.profiler, "
+            "which contains the compiled program",
         )
     shapes = op_shapes(t, g)
     product = {i: k for i, s in shapes.items() if mine[i] and (k := product_of(s)) is not None}
     if not product:
         raise Infeasible(
-            "no matrix multiplication in the trace has the shapes of its operands; record with record_shapes=True, as "
-            "pase profile does"
+            "no matrix multiplication in the trace has the shapes of its operands",
+            fix="record with record_shapes=True, as pase profile does",
         )
     phase, micro, layer = (np.full(len(g), -1, dtype=np.int64) for _ in range(3))
     turns = _micro_batch_of_calls(g, launching, main)
@@ -181,19 +186,19 @@ def sections(t: Timeline, g: DataflowGraph) -> Sections:
 
 
 def _computes(g: DataflowGraph, order: np.ndarray) -> int:
-    """The stream with most work of these tasks."""
+    """Returns the stream with the most work of these tasks."""
     kernels = order[on_stream(g.kind[order]) & (g.kind[order] != COLLECTIVE)]
     return int(np.bincount(g.device[kernels], weights=g.duration_ns[kernels]).argmax())
 
 
 def _of_program(t: Timeline, g: DataflowGraph, rank: int, order: np.ndarray) -> Sections:
-    """Of a compiled program, which says what each op is."""
+    """Returns the sections of a compiled program, which records the part of each op."""
     mine = set(order.tolist())
     shapes = {i: s for i, s in op_shapes(t, g).items() if i in mine}
     product = {i: k for i, s in shapes.items() if (k := product_of(s)) is not None}
     if not product:
         raise Infeasible(
-            "the compiled program in the trace has no matrix product, so nothing tells its layers apart"
+            "the compiled program in the trace has no matrix product, so its layers cannot be found"
         )
     phase, micro, layer = (np.full(len(g), -1, dtype=np.int64) for _ in range(3))
     ops = [i for i in order.tolist() if i in shapes]
@@ -201,8 +206,9 @@ def _of_program(t: Timeline, g: DataflowGraph, rank: int, order: np.ndarray) -> 
         phase[i] = StepPhase[t.compiled[g.task_name(i)].part.upper()]
     if not any(phase[i] == StepPhase.BACKWARD for i in product):
         raise Infeasible(
-            "no product of the compiled program comes from backward by the names that JAX gives its ops, so it is no "
-            "training step whose parts could be told apart"
+            "by the names that JAX gives its ops, no matrix product of the compiled program is in backward, so it is "
+            "not a training step",
+            fix="trace a training step",
         )
     micro[ops] = _micro_batch_of_ops(phase[ops], np.isin(ops, list(product)))
     micro_batches = 1 + int(micro[ops].max())
@@ -223,8 +229,11 @@ def _of_program(t: Timeline, g: DataflowGraph, rank: int, order: np.ndarray) -> 
 
 
 def _micro_batch_of_ops(phase: np.ndarray, is_product: np.ndarray) -> np.ndarray:
-    """The micro-batch of each op of a compiled program, in order: the next begins with forward's first product after
-    one of backward, and with what forward does before it. The update belongs to the last."""
+    """Returns the micro-batch of each op of a compiled program, in order.
+
+    A micro-batch begins with forward's first product after a product of backward, and with the ops of forward right
+    before it. The update belongs to the last micro-batch.
+    """
     out = np.zeros(len(phase), dtype=np.int64)
     turn, after_backward = 0, False
     for i, (p, product) in enumerate(zip(phase.tolist(), is_product.tolist(), strict=True)):
@@ -238,7 +247,7 @@ def _micro_batch_of_ops(phase: np.ndarray, is_product: np.ndarray) -> np.ndarray
 def _micro_batch_of_calls(
     g: DataflowGraph, launching: list[int], main: int
 ) -> dict[int, tuple[StepPhase, int]]:
-    """Launching call → (phase, micro-batch), from the turns that the program's thread and autograd's take."""
+    """Returns launching call → (phase, micro-batch), from the alternation of the program's and autograd's threads."""
     out: dict[int, tuple[StepPhase, int]] = {}
     last = max(k for k, c in enumerate(launching) if int(g.device[c]) != main)
     micro, back = 0, False
@@ -260,14 +269,14 @@ def _layers(
     product: dict[int, ProductKey],
     micro_batches: int,
 ) -> int:
-    """Fill in the layers of the device's ops, given in order, and return how many there are."""
+    """Sets the layers of the device's ops, which are given in order. Returns the number of layers."""
     sequence: dict[tuple[int, int], list[int]] = defaultdict(list)
     for i in ops:
         sequence[int(phase[i]), int(micro[i])].append(i)
     counts = [Counter(product[i] for i in v if i in product) for (p, _), v in sequence.items() if not p]
     if len(counts) != micro_batches or any(c != counts[0] for c in counts):
         raise Infeasible(
-            f"the {micro_batches} turns of forward and backward do not run the same products, so they are no "
+            f"the {micro_batches} alternations of forward and backward do not run the same products, so they are not "
             "micro-batches"
         )
     forward = next([product.get(i) for i in v] for (p, _), v in sequence.items() if not p)
@@ -284,7 +293,10 @@ def _layers(
 
 
 def _micro_batch_of_products(keys: list[ProductKey | None], turns: int) -> list[int | None]:
-    """Of each product the turn that it belongs to, where so many turns have equally many of it; None of others."""
+    """Returns the repetition to which each product belongs; None if repetitions do not have equally many of it.
+
+    turns: the number of repetitions.
+    """
     count, seen = Counter(keys), Counter[ProductKey | None]()
     out: list[int | None] = []
     for k in keys:
@@ -295,7 +307,10 @@ def _micro_batch_of_products(keys: list[ProductKey | None], turns: int) -> list[
 
 
 def _repeats(keys: list[ProductKey]) -> int:
-    """How many turns the products take: the most that leave the fewest products out, each over before the next."""
+    """Returns the number of repetitions (layers) in a sequence of products.
+
+    It is the largest number of non-overlapping repetitions that cover the most products.
+    """
     count = Counter(keys)
     best, inside_best = 1, 0
     for n in range(2, max(count.values(), default=1) + 1):
@@ -308,14 +323,14 @@ def _repeats(keys: list[ProductKey]) -> int:
 def _label_rest(
     g: DataflowGraph, order: np.ndarray, phase: np.ndarray, micro: np.ndarray, layer: np.ndarray
 ) -> None:
-    """Work and calls that launch nothing belong to what their thread launches next; behind the last, to that."""
+    """Labels host work, and calls that launch nothing, like the next launch of their thread, or else like the last."""
     for d in np.unique(g.device[order]).tolist():
         here = order[g.device[order] == d]
         known = np.flatnonzero(phase[here] >= 0)
         if not len(known):
             phase[here], micro[here], layer[here] = StepPhase.UPDATE, 0, 0
             continue
-        # On a stream, an op that nothing launched (an inserted collective) belongs with the op before it.
+        # On a stream, an op that has no launch (an inserted collective) gets the labels of the previous op.
         side = np.searchsorted(known, np.arange(len(here)), side="left")
         side = (
             side

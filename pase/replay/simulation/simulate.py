@@ -1,4 +1,4 @@
-"""Replay: run the data-flow graph on its devices, and say what took the time."""
+"""Replays the data-flow graph on its devices, and finds the critical path."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Replay:
-    """When each task ran, in ns. cause: the task that fixed a task's start (−1 none); latest: of each gang,
-    the member that came last; order: tasks in the order in which they started."""
+    """When each task ran, in ns.
+
+    cause: for each task, the task that determined its start; −1 for none. latest: for each gang, the member that
+    started last. order: the tasks in the order in which they started.
+    """
 
     start_ns: np.ndarray
     finish_ns: np.ndarray
@@ -36,13 +39,17 @@ class Replay:
 
 
 def replay_graph(g: DataflowGraph, kernel: str = "numba") -> Replay:
-    """Simulate the graph; kernel "python" is the readable twin of "numba".
+    """Simulates the graph.
 
-    PaseError where tasks wait for each other in a circle, naming some of them.
+    kernel: "numba", or "python" for the equivalent implementation in plain Python.
+
+    Raises PaseError if a duration is invalid, or if tasks wait for each other; the message names some of them.
     """
     if len(g) and not (np.isfinite(g.duration_ns).all() and float(g.duration_ns.min()) >= 0):
         bad = int(np.flatnonzero(~(np.isfinite(g.duration_ns) & (g.duration_ns >= 0)))[0])
-        raise PaseError(f"task '{g.task_name(bad)}' has no sound duration: {g.duration_ns[bad]} ns")
+        raise PaseError(
+            f"{g.duration_ns[bad]} ns is not a valid duration", where=f"task '{g.task_name(bad)}'"
+        )
     simulate: Any
     if kernel == "numba":
         from pase.replay.simulation import _kernels
@@ -53,7 +60,7 @@ def replay_graph(g: DataflowGraph, kernel: str = "numba") -> Replay:
 
         simulate = _twin.simulate
     else:
-        raise ValueError(f"no kernel '{kernel}'; choose numba or python")
+        raise ValueError(f"there is no kernel '{kernel}'; choose numba or python")
     ptr, dst, lag = csr(g)
     size = np.bincount(g.gang[g.gang >= 0], minlength=0).astype(np.int64)
     if (size == 0).any():
@@ -74,8 +81,8 @@ def replay_graph(g: DataflowGraph, kernel: str = "numba") -> Replay:
     if len(stuck):
         shown = "; ".join(f"'{g.task_name(int(i))}' on rank {int(g.rank[i])}" for i in stuck[:4])
         raise PaseError(
-            f"{len(stuck)} of {len(g)} tasks wait for each other, so the replay stops: {shown}. Either the "
-            "graph has a cycle, or ranks issue collectives in different orders (a deadlock in a real run)"
+            f"{len(stuck)} of {len(g)} tasks wait for each other ({shown}): either the graph has a cycle, or ranks "
+            "issue collectives in different orders, which is a deadlock in a real run"
         )
     return Replay(
         start_ns=start, finish_ns=finish, ready_ns=ready, cause=cause, latest=latest, order=order[:done]
@@ -83,10 +90,10 @@ def replay_graph(g: DataflowGraph, kernel: str = "numba") -> Replay:
 
 
 def critical_path(g: DataflowGraph, r: Replay, end: int | None = None) -> list[int]:
-    """Tasks on the longest chain of the execution graph, first to last, ending at ``end`` or the last task.
+    """Returns the tasks on the longest chain of the execution graph that ends at ``end`` or the last task, in order.
 
-    The execution graph is the data-flow graph plus the order in which devices ran their tasks. A collective
-    continues with the member that came last.
+    The execution graph is the data-flow graph plus the order in which devices ran their tasks. At a collective, the
+    chain goes through the member that started last.
     """
     if not len(g):
         return []
@@ -105,7 +112,7 @@ def critical_path(g: DataflowGraph, r: Replay, end: int | None = None) -> list[i
 
 
 def subgraph(g: DataflowGraph, keep: np.ndarray) -> DataflowGraph:
-    """The tasks where ``keep`` [tasks] holds, with the edges among them."""
+    """Returns the graph of the tasks selected by the mask ``keep`` [tasks], with the edges between them."""
     index = np.cumsum(keep) - 1
     edges = keep[g.src] & keep[g.dst]
     gangs, gang = np.unique(g.gang[keep], return_inverse=True)

@@ -1,7 +1,7 @@
-"""The steady iteration: several replayed in a row, the last one looked at.
+"""Finds the steady iteration: replays several consecutive iterations and measures the last one.
 
-An iteration has one length here and in ``iterations``: from when its rank was done with the one before, on its thread
-and on its device, to when it is done with this one.
+The length of an iteration is defined as in ``iterations``: the time from the end of the previous iteration, on the
+rank's thread and device, to the end of this one.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from pase.replay.types import on_stream
 __all__ = ["MAX_TASKS", "Steady", "evaluate", "lengths_in_a_row", "steady", "stretched", "unroll"]
 
 _ROW = 4
-"""Iterations in a row. A CPU ahead of its device, or a device behind it, has settled by then."""
+"""The number of consecutive iterations. How far the CPU is ahead of its device is steady by then."""
 
 _WARM_UP = 3
-"""Iterations in front of the first that counts, where each has times of its own; these have the medians."""
+"""The number of warm-up iterations, which have median times, before iterations with their own times."""
 MAX_TASKS = 4_000_000
-"""Fewer iterations are replayed in a row where there would be more tasks than that in all."""
+"""Fewer consecutive iterations are replayed if there would be more tasks than this in total."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Steady:
-    """The last of several iterations. Tasks of ``graph`` repeat: task i of iteration k is i + k · tasks."""
+    """The last of several iterations. ``graph`` repeats the tasks: task i of iteration k has number i + k · tasks."""
 
     graph: DataflowGraph
     replay: Replay
     tasks: int
-    """Tasks of one iteration."""
+    """The number of tasks of one iteration."""
     begin_ns: dict[int, float]
-    """Rank → when it is done with the iteration before."""
+    """Rank → the end of the previous iteration."""
     length_ns: dict[int, float]
-    """Rank → length of the iteration."""
+    """Rank → the length of the iteration."""
 
     @property
     def iteration_ns(self) -> float:
-        """The run's iteration: that of the slowest rank."""
+        """The length of the run's iteration, which is that of the slowest rank."""
         return max(self.length_ns.values(), default=0.0)
 
     def path(self) -> list[PathStep]:
-        """The critical path of the slowest rank's last iteration; additions sum to its length."""
+        """Returns the critical path of the slowest rank's last iteration. The added times sum to its length."""
         rank = max(self.length_ns, key=lambda r: self.length_ns[r])
         g, r = self.graph, self.replay
         mine = np.flatnonzero(g.rank == rank)
@@ -57,7 +57,7 @@ class Steady:
             finish = float(r.finish_ns[s.task]) if not out else at + s.added_ns
             if finish <= begin:
                 continue
-            # The step that crosses the iteration's beginning counts from there.
+            # A step that crosses the iteration's beginning counts from there.
             added = finish - at if not out else s.added_ns
             out.append(PathStep(task=s.task, added_ns=added, lag_ns=min(s.lag_ns, added)))
             at += added
@@ -65,9 +65,10 @@ class Steady:
 
 
 def steady(g: DataflowGraph, times: int = _ROW, before: DataflowGraph | None = None) -> Steady:
-    """Replay ``times`` iterations in a row, where the graph says how one follows the other; else one on its own.
+    """Replays ``times`` consecutive iterations, or only one if the graph does not define how iterations follow.
 
-    before: the same tasks and waits with other times; each device runs its tasks in the order in which it does there.
+    before: a graph with the same tasks and waits but other times. Each device runs its tasks in the order in which it
+    runs them in the replay of that graph.
     """
     times = times if g.root or len(g.carried.src) else 1
     if before is None:
@@ -80,7 +81,7 @@ def steady(g: DataflowGraph, times: int = _ROW, before: DataflowGraph | None = N
     begin: dict[int, float] = {}
     for k in g.ranks:
         mine = g.rank == k
-        if not mine.any():  # a part of a graph keeps all devices
+        if not mine.any():  # a subgraph keeps all devices, even those of ranks without tasks
             continue
         if times > 1:
             begin[k] = float(finish[-2, mine].max())
@@ -93,24 +94,28 @@ def steady(g: DataflowGraph, times: int = _ROW, before: DataflowGraph | None = N
 
 
 def evaluate(g: DataflowGraph, before: DataflowGraph | None = None) -> dict[int, float]:
-    """Length (ns) of each rank's steady iteration. before: see ``steady``."""
+    """Returns the length (ns) of each rank's steady iteration. before: see ``steady``."""
     return steady(g, before=before).length_ns
 
 
 _InARow = tuple[DataflowGraph, np.ndarray, np.ndarray]
-"""A graph, its tasks' times and its edges' in each iteration."""
+"""A graph, and the times of its tasks and the lags of its edges in each iteration."""
 
 
 def lengths_in_a_row(
     g: DataflowGraph, own_ns: np.ndarray, own_lag_ns: np.ndarray, before: _InARow | None = None
 ) -> np.ndarray | None:
-    """Length (ns) of each iteration on each rank, float64 [iterations, ranks], replayed one after the other, each with
-    times of its own. In front of the first the run is as usual (medians): how far a CPU is ahead of its device does
-    not follow from that one iteration.
+    """Returns the length (ns) of each iteration on each rank, float64 [iterations, ranks].
 
-    own_ns: float64 [iterations, tasks]; own_lag_ns: float64 [iterations, edges]. Of a graph so large that not all would
-    fit, the first ones. None where an iteration's length is not from the end of the one before, or not two of them fit.
-    before: the same tasks and waits with other times, as in ``steady``.
+    The iterations are replayed consecutively, each with its own times. They follow warm-up iterations with median
+    times, because a single iteration does not determine how far a CPU is ahead of its device.
+
+    own_ns: durations, float64 [iterations, tasks].
+    own_lag_ns: lags, float64 [iterations, edges].
+    before: a graph with the same tasks and waits but other times, as in ``steady``.
+
+    If the graph is so large that not all iterations fit, only the first ones are replayed. Returns None if fewer than
+    two fit, or if the graph does not define how iterations follow.
     """
     fit = min(len(own_ns), MAX_TASKS // max(len(g), 1) - _WARM_UP)
     if fit < 2 or not (g.root or len(g.carried.src)):
@@ -130,17 +135,17 @@ def lengths_in_a_row(
 
 
 def _with_own(long: DataflowGraph, own_ns: np.ndarray, own_lag_ns: np.ndarray) -> DataflowGraph:
-    """The last iterations of a row with times of their own, those in front with the medians."""
+    """Returns the unrolled graph with median times in the warm-up iterations and own times in the others."""
     duration, lag = (
         np.concatenate([np.tile(np.median(own, axis=0), _WARM_UP), own.ravel()])
         for own in (own_ns, own_lag_ns)
     )
-    # Behind the edges inside of iterations come those from one to the next.
+    # The edges between iterations follow those within iterations.
     return replace(long, duration_ns=duration, lag_ns=np.concatenate([lag, long.lag_ns[len(lag) :]]))
 
 
 def _in_order(g: DataflowGraph, before: DataflowGraph) -> DataflowGraph:
-    """The graph with its tasks on each device in the order in which they run in the replay of ``before``."""
+    """Returns the graph with the tasks of each device in the order in which they run in the replay of ``before``."""
     order = replay_graph(before).order
     order = order[np.argsort(g.device[order], kind="stable")]
     same = g.device[order[1:]] == g.device[order[:-1]]
@@ -155,7 +160,7 @@ def _in_order(g: DataflowGraph, before: DataflowGraph) -> DataflowGraph:
 
 
 def stretched(g: DataflowGraph, by: float) -> DataflowGraph:
-    """The graph with all times so many times as long: so is its replay."""
+    """Returns the graph with all times multiplied by ``by``, which multiplies its replay by the same factor."""
     c = g.carried
     return replace(
         g,
@@ -168,10 +173,10 @@ def stretched(g: DataflowGraph, by: float) -> DataflowGraph:
 
 
 def unroll(g: DataflowGraph, times: int, before: DataflowGraph | None = None) -> DataflowGraph:
-    """``times`` iterations one after the other.
+    """Returns the graph of ``times`` consecutive iterations.
 
-    Each thread and stream goes on with the next iteration after the last task of this one (in the replay of ``before``,
-    if that is given: see ``steady``), and what the trace shows to wait for the iteration before waits for it.
+    Each thread and stream continues with the next iteration after its last task of this one (the last in the replay of
+    ``before``, if given; see ``steady``). The carried edges connect an iteration with the next one.
     """
     if times < 2:
         return g
@@ -199,8 +204,11 @@ def unroll(g: DataflowGraph, times: int, before: DataflowGraph | None = None) ->
 
 
 def _between(g: DataflowGraph, order: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Edges from one iteration to the next: source, destination, lag, kind. order: in which tasks start."""
-    # Ties by the edges, which a stable order of tasks keeps.
+    """Returns the edges from one iteration to the next: (source, destination, lag, kind).
+
+    order: the tasks in the order in which they start.
+    """
+    # The order of tasks respects the edges, so it gives the first and last task of each device.
     first, last = (dict(zip(g.device[o].tolist(), o.tolist(), strict=True)) for o in (order[::-1], order))
     known = set(zip(g.carried.src.tolist(), g.carried.dst.tolist(), strict=True))
     extra = [(last[d], first[d], 0.0) for d in sorted(first) if (last[d], first[d]) not in known]

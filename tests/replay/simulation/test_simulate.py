@@ -1,4 +1,4 @@
-"""The simulation on random graphs: bounds, monotony, symmetry, and numba against plain Python."""
+"""The simulation on random graphs: bounds, monotonicity, symmetry, and numba against plain Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pase.replay.simulation.steady import steady
 
 @st.composite
 def graphs(draw: st.DrawFn, gangs: bool = True, chained: bool = False) -> DataflowGraph:
-    """Random DAGs with integer times. chained: every device's tasks are in a fixed order, as in a trace."""
+    """Random DAGs with integer times. chained: each device's tasks have a fixed order, as in a trace."""
     ranks = draw(st.integers(1, 3))
     n = draw(st.integers(1, 12))
     tasks, edges = [], []
@@ -42,7 +42,7 @@ def graphs(draw: st.DrawFn, gangs: bool = True, chained: bool = False) -> Datafl
         for k, r in enumerate(members):
             for earlier in range(first):
                 same = tasks[earlier]["device"] == (r, stream)
-                # Collectives run in one order on all ranks, as NCCL demands.
+                # Collectives run in the same order on all ranks, as NCCL requires.
                 if same and (collective or chained):
                     edges.append((earlier, first + k, 0))
                 elif draw(st.integers(0, 5)) == 0:
@@ -65,19 +65,19 @@ def test_numba_is_python_with_priorities(g: DataflowGraph) -> None:
 
 
 def lower_bound_ns(g: DataflowGraph) -> float:
-    """Longest path of the data-flow graph without any device: no replay can be shorter."""
+    """The longest path of the data-flow graph with unlimited devices: no replay can be shorter."""
     free = replace(g, device=np.arange(len(g), dtype=np.int64), device_free_ns=g.device_free_ns[g.device])
     return replay_graph(free).makespan_ns
 
 
 def serial_sum_ns(g: DataflowGraph) -> float:
-    """All durations and lags one after the other: no replay without releases can be longer."""
+    """The sum of all durations and lags, after the last release: no replay can be longer."""
     begin = max(float(g.release_ns.max(initial=0.0)), float(g.device_free_ns.max(initial=0.0)))
     return begin + float(g.duration_ns.sum()) + float(g.lag_ns.sum())
 
 
 def partial_replay(g: DataflowGraph, keep: np.ndarray) -> float:
-    """Time in ns of the tasks in ``keep`` alone, everything else being done: dPRO's partial replay."""
+    """dPRO's partial replay: the time (ns) of the tasks in ``keep`` if all others are done."""
     part = subgraph(g, keep)
     free = replace(part, release_ns=np.zeros(len(part)), device_free_ns=np.zeros_like(part.device_free_ns))
     return replay_graph(free).makespan_ns
@@ -115,7 +115,7 @@ def test_the_critical_path_explains_the_makespan(g: DataflowGraph) -> None:
 
 @given(graphs(chained=True), st.data())
 def test_slower_ops_never_help_in_a_fixed_order(g: DataflowGraph, data: st.DataObject) -> None:
-    """Only where devices keep their order, as in a trace: greedy list schedules have Graham's anomalies."""
+    """This holds only if devices keep their order, as in a trace: greedy list schedules have Graham's anomalies."""
     base = replay_graph(g).makespan_ns
     slow = g.duration_ns.copy()
     slow[data.draw(st.integers(0, len(g) - 1))] += data.draw(st.integers(0, 9))
@@ -131,7 +131,7 @@ def test_faster_ops_only_help_in_the_order_of_before(g: DataflowGraph, data: st.
 
 
 def test_less_to_do_takes_longer_only_in_another_order() -> None:
-    """Graham's anomaly: once the copy is shorter, 'long' is ready behind 'short', which then goes first."""
+    """Graham's anomaly: with a shorter copy, 'short' is ready before 'long' and runs first."""
     tasks = [
         {"device": (0, "copies"), "duration_ns": 3, "name": "copy"},
         {"device": (0, "first"), "duration_ns": 2, "name": "start"},
@@ -178,7 +178,7 @@ def test_a_part_keeps_its_edges_and_gangs(g: DataflowGraph, data: st.DataObject)
 
 def test_a_circle_is_named() -> None:
     tasks = [{"device": (0, "s"), "duration_ns": 1, "name": n} for n in ("egg", "hen")]
-    with pytest.raises(PaseError, match=r"wait for each other.*'egg' on rank 0"):
+    with pytest.raises(PaseError, match="'egg' on rank 0"):
         replay_graph(build_graph(tasks, [(0, 1), (1, 0)]))
 
 
@@ -194,7 +194,7 @@ def test_collectives_in_different_orders_deadlock() -> None:
 
 
 def test_hand_worked_overlap() -> None:
-    """Backward b2, b1 of 10 each; all-reduce of 15 each on a link: c2 runs under b1, c1 after it."""
+    """Backward ops b2 and b1 take 10 each, and their all-reduces c2 and c1 take 15 each. c2 overlaps with b1."""
     tasks = [
         {"device": (0, "stream 7"), "duration_ns": 10, "name": "b2"},
         {"device": (0, "stream 7"), "duration_ns": 10, "name": "b1"},
