@@ -1,8 +1,7 @@
-"""Control flow of ONNX.
+"""Lowers control flow of ONNX.
 
-A branch that is known to be taken is inlined. Other branches, and loops that turn a known number of times, are lowered
-as those of JAX are (``pase.frontends.jax.control``). Any other loop is one op that is not split, and costs as much as
-its body.
+A branch that is known to be taken is inlined. Other branches, and loops with a known trip count, are lowered as for JAX
+(``pase.frontends.jax.control``). Any other loop becomes one op that is not split and has the cost of its body.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ if TYPE_CHECKING:
 __all__ = ["CONTROL", "apart_value", "captures"]
 
 _ENDLESS = 2**31
-"""A trip count that exporters write where a condition ends the loop."""
+"""Exporters write a trip count of at least this if the loop is ended by a condition."""
 
 CONTROL: Registry[Control] = Registry("ONNX op with bodies")
 
 
 def apart_value(v: Value) -> Value:
-    """The same value for a body that is lowered separately."""
+    """A copy of a value, without its tensor, for a body that is lowered separately."""
     items = None if v.items is None else tuple(map(apart_value, v.items))
     return Value(shape=v.shape, dtype=v.dtype, foldable=v.foldable, items=items, _data=v.data)
 
 
 def captures(n: GraphProto) -> set[str]:
-    """What the graphs inside a node may read from the graphs around it."""
+    """Names of all values that the graphs inside a node read. They include values of enclosing graphs."""
     out: set[str] = set()
     stack = [g for a in n.attribute for g in (*([a.g] if a.HasField("g") else []), *a.graphs)]
     while stack:
@@ -56,12 +55,12 @@ def captures(n: GraphProto) -> set[str]:
 def _apart(
     low: OnnxLowering, c: OnnxCall, graph: GraphProto, ins: Sequence[Value], path: str
 ) -> tuple[list[Value], GraphBuilder, dict[str, Value]]:
-    """A body lowered separately: its results, its loop nests, and what it reads from enclosing graphs."""
+    """Lower a body separately. Returns its results, its loop nests, and the enclosing graphs' values that it reads."""
     inner = _body(low, c, path, f"{path}.")
     inner.b, inner.captured, inner.apart = GraphBuilder(name="body"), {}, inner
     inner.initializers(graph)
     if len(graph.input) > len(ins):
-        raise c.fail(f"its body takes {len(graph.input)} inputs, but it is given {len(ins)}")
+        raise c.fail(f"its body has {len(graph.input)} inputs, but gets {len(ins)} values")
     for v, value in zip(graph.input, ins, strict=False):
         inner.env[v.name] = apart_value(value)
     inner.nodes(graph, "")
@@ -77,7 +76,7 @@ def _whole(
     results: Sequence[tuple[tuple[int, ...], str]],
     reads: Mapping[str, Value],
 ) -> Sequence[Value]:
-    """A loop as one op that is not split."""
+    """A loop as one op that is not split. times: its trip count, or 0 if that is not known."""
     flops = body_flops(body)
     low.b.remarks += body.remarks
     low.b.remark(
@@ -87,7 +86,7 @@ def _whole(
 
 
 def _even(init: Sequence[Value], outs: Sequence[Value]) -> bool:
-    """Can a loop be lowered: is every value a tensor with elements, and does what it carries keep its shape?"""
+    """Whether a loop can be lowered: all values are tensors with elements, and carried values keep shape and dtype."""
     kept = all(v.shape == o.shape and v.dtype == o.dtype for v, o in zip(init, outs, strict=False))
     return kept and all(v.items is None and v.elements and v.dtype != "string" for v in (*init, *outs))
 
@@ -103,10 +102,10 @@ def _turned(
     sliced: Sequence[tuple[Value, int]],
     out_axes: Sequence[int],
 ) -> list[Value]:
-    """The body once, times its turns: what it carries, then what all turns make.
+    """Lower the body once as a loop. Returns the carried values, then the stacked results of all iterations.
 
-    lead: what each turn is given first, none of it data. sliced: (value, the dim along which each turn has a slice).
-    out_axes: the dims along which results are stacked.
+    lead: the first inputs of each iteration, which hold no data. sliced: (value, the dim along which each iteration
+    reads a slice). out_axes: the dims along which results are stacked.
     """
     b, at, source = low.b, low.b.eqn, low.b.source
     inner = _body(low, c, path, f"{path}.")
@@ -144,7 +143,7 @@ def _turned(
 
 
 def _loop_copies(low: OnnxLowering, c: OnnxCall, inner: OnnxLowering, graph: GraphProto) -> None:
-    """What a loop's body reads whole: its layout is fixed once, before the loop."""
+    """Copy the values that each iteration reads whole. Their layouts are fixed once, before the loop."""
     b, at = low.b, low.b.eqn
     given = {v.name for v in graph.input}
     outside = [n for n in sorted(captures(c.node) - given) if n in low.env or low._outside(n)]
@@ -162,7 +161,7 @@ def _loop_copies(low: OnnxLowering, c: OnnxCall, inner: OnnxLowering, graph: Gra
 
 
 def _body(low: OnnxLowering, c: OnnxCall, path: str, prefix: str) -> OnnxLowering:
-    """A graph inside a node, about to be lowered. prefix: of the paths of its nodes, in the graph around it."""
+    """The lowering for a graph inside a node. prefix: of the paths of the inner graph's nodes."""
     inner = low.inner(c)
     inner.scope = f"{low.scope}{prefix.removeprefix(low.prefix)}"
     inner.owner = f"{low.owner}{c.node.name or path}."
@@ -170,9 +169,9 @@ def _body(low: OnnxLowering, c: OnnxCall, path: str, prefix: str) -> OnnxLowerin
 
 
 def _within(low: OnnxLowering, c: OnnxCall, graph: GraphProto, path: str, part: str = "") -> list[Value]:
-    """A branch, lowered where it stands. part: which one, with a dot, where there are several."""
+    """Lower a branch as part of the enclosing graph. part: the branch's number and a dot, if there are several."""
     inner = _body(low, c, path, f"{path}.{part}")
-    if not part:  # the only one: its weights go by their own names
+    if not part:  # the only branch: its weights keep their own names
         inner.owner = low.owner
     inner.initializers(graph)
     inner.nodes(graph, f"{path}.{part}")
@@ -183,7 +182,7 @@ def _within(low: OnnxLowering, c: OnnxCall, graph: GraphProto, path: str, part: 
 def _if(
     low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, ValueInfoProto]
 ) -> Sequence[Value | None]:
-    """The branch that is taken, if known. Otherwise both, and the more expensive one is priced as always taken."""
+    """The branch that is taken, if known. Otherwise both, with the more expensive one priced as always taken."""
     graphs = c.subgraph("then_branch"), c.subgraph("else_branch")
     asked = c.x()
     if asked.elements != 1:
@@ -191,7 +190,9 @@ def _if(
     if asked.data is not None:
         return list(_within(low, c, graphs[0 if asked.data.reshape(()) else 1], path))
     if len(graphs[0].output) != len(graphs[1].output):
-        raise c.fail(f"its branches have {len(graphs[0].output)} and {len(graphs[1].output)} outputs")
+        raise c.fail(
+            f"its branches have {len(graphs[0].output)} and {len(graphs[1].output)} outputs, but must have equally many"
+        )
     b, at, source = low.b, low.b.eqn, low.b.source
     index = c.tensor(c.reshape(asked, ()))
     made: list[list[Value]] = []
@@ -219,7 +220,7 @@ def _if(
 
 
 def _left(c: OnnxCall, v: Value) -> Value:
-    """A branch's result as it leaves the branch."""
+    """A result of a branch, as a value outside of the branch."""
     if v.items is not None:
         return replace(v, items=tuple(_left(c, i) for i in v.items))
     if v.elements == 0 or (v.known is not None and not v.weight):
@@ -228,23 +229,26 @@ def _left(c: OnnxCall, v: Value) -> Value:
 
 
 def _met(c: OnnxCall, index: Tensor, same: Sequence[Value], taken: int, k: int) -> Value:
-    """Result k of the branches. If they differ in shape, what follows is priced for the branch that is taken."""
+    """Result k of the branches. If its shapes differ, its readers are priced for the branch that is priced as taken."""
     it = same[taken]
     if it.items is not None:
         others = [v.items or () for v in same]
         if any(len(o) != len(it.items) for o in others):
             raise c.fail(
-                f"its branches return sequences of {len(others[0])} and {len(others[1])} tensors in output {k}"
+                f"its branches return sequences of {len(others[0])} and {len(others[1])} tensors in output {k}, but "
+                f"the lengths must be equal"
             )
         return replace(it, items=tuple(_met(c, index, s, taken, k) for s in zip(*others, strict=True)))
     if any(v.dtype != it.dtype for v in same):
-        raise c.fail(f"its branches return {same[0].dtype} and {same[1].dtype} in output {k}")
+        raise c.fail(
+            f"its branches return {same[0].dtype} and {same[1].dtype} in output {k}, but the dtypes must be equal"
+        )
     if any(v.shape != it.shape for v in same):
         shapes = " and ".join(str(list(v.shape)) for v in same)
         c.b.remark(
             "unknown",
-            f"the branches of {c.place} return shapes {shapes} in output {k}: what reads it is priced for "
-            f"{list(it.shape)}",
+            f"the branches of {c.place} return shapes {shapes} in output {k}: the readers of this output are priced "
+            f"for {list(it.shape)}",
         )
         same = [it]
     if it.elements == 0:
@@ -259,7 +263,7 @@ def _met(c: OnnxCall, index: Tensor, same: Sequence[Value], taken: int, k: int) 
 def _loop(
     low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, ValueInfoProto]
 ) -> Sequence[Value | None]:
-    """The body times the trip count. If that is unknown, or shapes change on the way, one op that is not split."""
+    """The body times the trip count. One op that is not split if the trip count is unknown or carried shapes change."""
     body = c.subgraph("body")
     carried = [c.x(i) for i in range(2, len(c.ins))]
     trip_count = int(c.number_of(0, 0.0))
@@ -267,15 +271,17 @@ def _loop(
         trip_count = 0
         low.b.remark(
             "turns",
-            f"{c.place} is priced as one turn: how often it turns is not known before it runs; give it a constant "
-            f"trip count",
+            f"{c.place} is priced as one iteration, because its trip count is not known before it runs; give it a "
+            f"constant trip count",
         )
     unsettled = [Value(shape=v.shape, dtype=v.dtype) for v in carried]
     lead = [Value(shape=(), dtype="int64"), Value(shape=(), dtype="bool")]
     outs, apart, more = _apart(low, c, body, [*lead, *unsettled], path)
     if trip_count and _even(carried, outs[1:]) and len(body.input) == 2 + len(carried):
         if outs[0].tensor is not None and outs[0].tensor.role != "constant":
-            low.b.remark("assumed", f"{c.place} is priced as {trip_count} turns, the most that it makes")
+            low.b.remark(
+                "assumed", f"{c.place} is priced as {trip_count} iterations, its largest possible number"
+            )
         stacked = [0] * (len(outs) - 1 - len(carried))
         return list(_turned(low, c, body, path, trip_count, lead, carried, [], stacked))
     results = [(v.shape, v.dtype) for v in outs[1 : 1 + len(carried)]]
@@ -287,7 +293,8 @@ def _loop(
         shape = None if told is None else low.model.shape(told)
         if shape is None:
             raise c.fail(
-                f"the number of its iterations is not known, so the shape of '{name}' is not either: declare it"
+                f"its trip count is not known, and therefore neither is the shape of '{name}'",
+                fix="declare the shape in the file (value_info)",
             )
         results.append((c.shape(shape), v.dtype))
     return _whole(low, c, apart, trip_count, results, more)
@@ -299,15 +306,17 @@ def _scan(
 ) -> Sequence[Value | None]:
     """The body times the length of what is scanned."""
     body, n = c.subgraph("body"), c.integer("num_scan_inputs")
-    first = 1 if c.version < 9 else 0  # sequence lengths come first; and all values had a leading batch dim
+    first = (
+        1 if c.version < 9 else 0
+    )  # before opset 9, sequence lengths come first and all values have a batch dim
     values = [c.x(i) for i in range(first, len(c.ins))]
     if not 0 < n <= len(values):
-        raise c.fail(f"it scans {n} inputs, but has only {len(values)}")
+        raise c.fail(f"num_scan_inputs is {n}, but it has {len(values)} inputs")
     states, scanned = values[:-n], values[-n:]
     axes = c.ints("scan_input_axes") or [first] * n
     out_axes = c.ints("scan_output_axes") or [first] * len(c.node.output)
     if len(axes) != n:
-        raise c.fail(f"it has {len(axes)} axes for {n} scanned inputs")
+        raise c.fail(f"scan_input_axes has {len(axes)} axes for {n} scanned inputs")
     trip_count, slices = 0, []
     for v, a in zip(scanned, axes, strict=True):
         axis = c.axis(a, len(v.shape))

@@ -1,4 +1,4 @@
-"""Working out small values while lowering: Shape, Gather, Concat, Reshape and what else computes sizes from sizes."""
+"""Evaluates small values while lowering: Shape, Gather, Concat, Reshape and other ops that compute sizes from sizes."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ _REDUCE: dict[str, Callable[..., np.ndarray]] = {
 
 
 _VIEWS = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-"""Ops whose result is a weight if their operand is one, even if its contents are known."""
+"""Ops whose result is a weight if their operand is a weight, even if the contents of the weight are known."""
 
 
 class _Unfit(Exception):
-    """Not to be folded: too large, or left to the op's own rule."""
+    """The result is not folded: it is too large, or the op's own rule must handle it."""
 
 
 def fold(c: OnnxCall) -> list[Value] | None:
-    """The node's results if its inputs are known and the op can be folded; else None."""
+    """The node's results if its inputs are known and the op can be folded, else None."""
     if c.op not in FOLDS or not c.ins or (c.op in _VIEWS and c.x().weight):
         return None
     arrays = []
@@ -81,7 +81,7 @@ def fold(c: OnnxCall) -> list[Value] | None:
         with np.errstate(all="ignore"):
             out = FOLDS[c.op](c, arrays)
     except (_Unfit, ValueError, IndexError, TypeError, OverflowError, ZeroDivisionError):
-        return None  # the op's own rule says what is wrong with it
+        return None  # the op's own rule reports what is wrong
     made = out if isinstance(out, list) else [np.asarray(out)]
     if any(np.size(a) > MOST_KNOWN for a in made):
         return None
@@ -89,6 +89,7 @@ def fold(c: OnnxCall) -> list[Value] | None:
 
 
 def _small(*extents: int) -> None:
+    """Raises _Unfit if a shape is too large to be evaluated."""
     if any(e < 0 for e in extents) or math.prod(extents) > MOST_KNOWN:
         raise _Unfit
 
@@ -100,7 +101,7 @@ def _div(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
         return x / y
     if (y == 0).any():
         raise _Unfit
-    return (np.sign(x) * np.sign(y) * (np.abs(x) // np.abs(y))).astype(x.dtype)  # towards zero
+    return (np.sign(x) * np.sign(y) * (np.abs(x) // np.abs(y))).astype(x.dtype)  # rounds towards zero
 
 
 @_folds("Mod")
@@ -125,7 +126,7 @@ def _gather(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
 
 
 def axes_of(c: OnnxCall, rank: int, i: int = 1) -> list[int] | None:
-    """Axes as an attribute (older opsets) or as input i; None where there are none."""
+    """Axes from an attribute (older opsets) or from input i; None if there are none."""
     given = c.ints("axes")
     if given is None and c.opt(i) is not None:
         given = c.ints_of(i, "axes")
@@ -154,7 +155,7 @@ def _slice(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
 
 
 def slice_arguments(c: OnnxCall, rank: int) -> tuple[list[int], list[int], list[int], list[int]]:
-    """(starts, ends, axes, steps) of a Slice, in whichever form its opset has them."""
+    """(starts, ends, axes, steps) of a Slice, from attributes or inputs, depending on its opset."""
     if c.has("starts"):
         starts, ends = c.ints("starts") or [], c.ints("ends") or []
         axes, steps = c.ints("axes"), None
@@ -165,12 +166,12 @@ def slice_arguments(c: OnnxCall, rank: int) -> tuple[list[int], list[int], list[
     axes = list(range(len(starts))) if axes is None else axes
     steps = [1] * len(starts) if steps is None else steps
     if not len(starts) == len(ends) == len(axes) == len(steps) or 0 in steps:
-        raise c.fail("its starts, ends, axes and steps do not match")
+        raise c.fail("its starts, ends, axes and steps differ in length, or a step is 0")
     return starts, ends, c.axes(axes, rank), steps
 
 
 def slice_bounds(start: int, end: int, step: int, size: int) -> tuple[int, int | None, int]:
-    """What Python's slice wants: negative ends that mean "before the first" become None."""
+    """(start, end, step) for Python's slice. A negative end, which means "before the first element", becomes None."""
     start, end, step = slice(start, end, step).indices(size)
     return start, None if end < 0 else end, step
 
@@ -193,7 +194,7 @@ def _reshape(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
 
 
 def reshaped(c: OnnxCall, shape: Sequence[int]) -> list[int]:
-    """Reshape's target: 0 keeps a dim (unless allowzero), -1 takes what is left."""
+    """The target shape of a Reshape: 0 keeps a dim (unless allowzero is set), and -1 takes the remaining elements."""
     target = c.ints("shape")
     if target is None:
         target = c.ints_of(1, "shape")
@@ -244,7 +245,7 @@ def _split(c: OnnxCall, a: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def split_sizes(c: OnnxCall, size: int) -> list[int]:
-    """How large each part of a Split is."""
+    """The size of each part of a Split."""
     given = c.ints("split")
     if given is None and c.opt(1) is not None:
         given = c.ints_of(1, "split")
@@ -291,7 +292,7 @@ def _cumsum(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
 def _broadcasts(f: Callable[..., np.ndarray]) -> OnnxFold:
     def out(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
         _small(*np.broadcast_shapes(*(x.shape for x in a)))
-        if c.has("axis") or c.integer("broadcast"):  # opsets before 7 broadcast in a way of their own
+        if c.has("axis") or c.integer("broadcast"):  # opsets before 7 have other rules for broadcasting
             raise _Unfit
         made = a[0]
         for x in a[1:]:

@@ -1,14 +1,14 @@
-"""ONNX models to graphs: an ONNX file or a ModelProto, its weights unread.
+"""Reads an ONNX file or a ModelProto into a graph, without reading its weights.
 
-Reading is in ``model``, the rules for single ops in ``rules*``; here are the traversal, functions and
-control flow. Every node gets a stable path (the index of each enclosing function or graph, then its own).
-``backends/emit/onnx`` uses it to find the node again.
+``model`` reads and checks the file, and ``rules*`` has the rules for single ops. This module walks the graph and
+inlines functions. Every node gets a stable path (the index of each enclosing function or graph, then its own), by which
+``backends/emit/onnx`` finds the node again.
 
-What is trained: every float tensor of more than one element that the file stores, as an initializer or in a Constant
-node, and the float ConstantOfShape of a stored shape (how models are published without their weights), unless it is a
-running statistic, a quantizer's scale, an initial state, or an attribute in the form of an input. Integers of 8 bits
-and fewer are stored weights that are not trained; others are constants. Loss and optimizer are not in an ONNX file:
-gradients flow into every float output.
+Trained tensors are the float tensors of more than one element that the file stores, as initializers or in Constant
+nodes, and the float ConstantOfShape of a stored shape (the form of models that are published without their weights).
+Running statistics, scales of quantizers, initial states, and inputs that stand for attributes are not trained. Integers
+of 8 bits and fewer are weights that are not trained; other integers are constants. An ONNX file contains neither loss
+nor optimizer: gradients flow into every float output.
 """
 
 from __future__ import annotations
@@ -43,29 +43,31 @@ if TYPE_CHECKING:
 __all__ = ["OnnxLowering", "TracedOnnx", "coverage", "lowered", "reads", "trace"]
 
 _MOST_DEPTH = 24
-"""Functions and graphs inside of one another."""
+"""How deeply functions and graphs may be nested."""
 
 
 def reads(model: object) -> bool:
-    """A path ending in .onnx, or a ModelProto."""
+    """Whether the model is a path ending in .onnx, or a ModelProto."""
     if isinstance(model, (str, Path)):
         return Path(model).suffix.lower() == ".onnx"
     return "onnx.onnx_ml_pb2.ModelProto" in type_names(model)
 
 
 def coverage() -> dict[str, list[str]]:
-    """loop nest -> ops, for ``pase ops``."""
+    """Loop nest -> the ops that are lowered to it, for ``pase ops``."""
     out = by_nest(RULES, CONTROL)
     return out | {"no work": sorted({*out["no work"], "Constant"})}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedOnnx(registry.Traced):
-    """A model's graph, and which tensor of it is which value of the model."""
+    """A model's graph, and the tensor of the graph for each value of the model."""
 
     values: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Name of a value in the ONNX graph -> (name of the graph's tensor, which may be of another shape with the same
-    elements; the value's own shape). What needs no tensor is left out."""
+    """Name of a value in the ONNX graph -> (name of the tensor, shape of the value).
+
+    The tensor may have another shape with the same elements. Values without a tensor are left out.
+    """
     operands: tuple[frozenset[str], ...]
     """The inputs and outputs of each node of the ONNX graph."""
 
@@ -77,23 +79,25 @@ def trace(
     unknown: Unknown = "error",
     dims: DimSizes | None = None,
 ) -> TracedOnnx:
-    """Read an ONNX file or ModelProto; see the module's text for what counts as trained.
+    """Read an ONNX file or a ModelProto. The module's docstring says which tensors are trained.
 
-    Raises PaseError for a file that is damaged, malformed, cyclic or unsound, for sizes that are not bound, and
-    (UnknownOp) for an op without a rule unless ``unknown`` is "replicate".
+    Raises PaseError for an invalid, damaged or cyclic file and for sizes that are not bound, and UnknownOp for an op
+    without a rule unless ``unknown`` is "replicate".
     """
     try:
         import onnx  # noqa: F401
     except ModuleNotFoundError:
-        raise PaseError(f"reading an ONNX model needs the onnx package: {install_line('onnx')}") from None
+        raise PaseError(
+            "reading an ONNX model needs the onnx package", fix=f"run: {install_line('onnx')}"
+        ) from None
     if args:
-        raise PaseError("an ONNX model contains its inputs: give no arguments after it")
+        raise PaseError("an ONNX model takes no example arguments", fix="give no arguments after the model")
     with uncollected():
         return _trace(load(model, dims, name), unknown)
 
 
 def lowered(m: OnnxModel, unknown: Unknown = "error") -> OnnxLowering:
-    """All of a model's values by name, in ``env``, and its loop nests so far, in ``b``."""
+    """The lowered model: all of its values by name in ``env``, and its loop nests in ``b``."""
     b = GraphBuilder(name=m.name)
     low = OnnxLowering(b=b, model=m, unknown=unknown, left=[10_000 + 50 * _size(m.proto)], opsets=m.opsets)
     low.initializers(m.graph)
@@ -111,14 +115,16 @@ def _trace(m: OnnxModel, unknown: Unknown) -> TracedOnnx:
     outs: list[Tensor] = []
     for o in m.graph.output:
         if o.name not in low.env:
-            raise PaseError(f"{m.name}: output '{o.name}' is not made by any node")
+            raise PaseError(f"no node makes output '{o.name}'", where=m.name)
         for v in low.env[o.name].items or (low.env[o.name],):
             if v.tensor is None and v.make is not None and v.note and v.note[0] != "initializer":
                 v.tensor = v.make()
             if v.tensor is not None and v.tensor.role == "activation":
                 outs.append(v.tensor)
     if not outs:
-        raise PaseError(f"{m.name}: no output depends on the model's inputs or weights: nothing to compute")
+        raise PaseError(
+            "no output depends on the model's inputs or weights, so there is nothing to compute", where=m.name
+        )
     for t in {t.name: t for t in outs}.values():
         b.output(t)
     meta = {"frontend": "onnx"} | ({"dims": json.dumps(m.dims)} if m.dims else {})
@@ -139,38 +145,37 @@ def _trace(m: OnnxModel, unknown: Unknown) -> TracedOnnx:
 
 @dataclass
 class OnnxLowering:
-    """A graph, or a graph inside of it, on its way through the rules."""
+    """The state of the lowering of a graph, of a function, or of a graph inside of a node."""
 
     b: GraphBuilder
     model: OnnxModel
     unknown: Unknown
     left: list[int]
-    """How many nodes may still be lowered, shared by all graphs inside: functions in functions multiply."""
+    """How many nodes may still be lowered. All nested graphs share it, because nested functions multiply nodes."""
     opsets: Mapping[str, int]
     env: dict[str, Value] = field(default_factory=dict)
     outer: OnnxLowering | None = None
     captured: dict[str, Value] | None = None
-    """In a body lowered apart: values of the graphs around it that it reads."""
+    """For a body that is lowered separately: the values of enclosing graphs that it reads."""
     apart: OnnxLowering | None = None
-    """The innermost body lowered apart that this graph is in."""
+    """The innermost separately lowered body that contains this graph."""
     weights: dict[tuple[str, str], Value] = field(default_factory=dict)
-    """(scope, name there) -> a stored tensor, shared by all graphs inside: a function called twice has its weights
-    once."""
+    """(scope, name there) -> a stored tensor. All nested graphs share them: two calls of a function have one weight."""
     taken: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Name of a parameter -> whose it is, so that two tensors never share a name."""
+    """Name of a parameter -> its key in ``weights``, so that two tensors never share a name."""
     scope: str = ""
-    """Where names of stored tensors are unique: the graph's place, or its function."""
+    """The scope in which names of stored tensors are unique: the place of the graph, or its function."""
     owner: str = ""
-    """What the names of stored tensors start with."""
+    """The prefix of the names of stored tensors."""
     prefix: str = ""
-    """What the paths of its nodes start with."""
+    """The prefix of the paths of its nodes."""
     depth: int = 0
     attributes: Mapping[str, AttributeProto] = field(default_factory=dict)
-    """Inside of a function: what its call gave."""
+    """Inside of a function: the attributes of the call."""
     absent: set[str] = field(default_factory=set)
-    """Inside of a function: inputs that its call left out."""
+    """Inside of a function: the inputs that the call left out."""
 
-    # What a graph starts from.
+    # Initializers, constants and inputs.
 
     def initializers(self, graph: GraphProto) -> None:
         for t in graph.initializer:
@@ -184,9 +189,9 @@ class OnnxLowering:
             self.env[name] = self.stored(name, tuple(s.dims), dtype_name(s.values.data_type, self.model.name))
 
     def stored(self, name: str, shape: tuple[int, ...], dtype: str, *, call: str = "") -> Value:
-        """A tensor that the file stores, which becomes a parameter or a constant when a loop nest reads it.
+        """A tensor that the file stores. It becomes a parameter or a constant when a loop nest first reads it.
 
-        call: of a tensor that one call of a function gives it, what tells this call from others.
+        call: distinguishes the call, for a tensor that is an attribute of one call of a function.
         """
         key, label = (f"{self.scope}{call}", name), f"{self.owner}{name}"
         if self.taken.setdefault(label, key) != key:
@@ -195,7 +200,7 @@ class OnnxLowering:
         return self._stored(key, label, shape, dtype)
 
     def _stored(self, key: tuple[str, str], label: str, shape: tuple[int, ...], dtype: str) -> Value:
-        if self.apart is not None:  # its weights are the model's
+        if self.apart is not None:  # weights of a separately lowered body belong to the model
             assert self.apart.outer is not None and self.apart.captured is not None
             v = self.apart.captured[label] = self.apart.outer._stored(key, label, shape, dtype)
             return apart_value(v)
@@ -212,7 +217,7 @@ class OnnxLowering:
         return v
 
     def constant(self, c: OnnxCall, shape: tuple[int, ...], dtype: str, data: np.ndarray | None) -> Value:
-        """The tensor of a Constant node: what it would be as an initializer. A few numbers may be worked with, too."""
+        """The tensor of a Constant node, treated like an initializer. A few numbers may also be used for shapes."""
         call = f"{c.path}:" if any(a.ref_attr_name for a in c.node.attribute) else ""
         v = self.stored(c.node.output[0], shape, dtype, call=call)
         v.foldable = not _trained(v) or v.elements <= _MOST_NUMBERS
@@ -223,39 +228,44 @@ class OnnxLowering:
         where = f"{self.model.name}: input '{v.name}'"
         if v.type.WhichOneof("value") != "tensor_type":
             raise PaseError(
-                f"{where} is a {v.type.WhichOneof('value') or 'value without a type'}: pase reads only tensors"
+                f"it is a {v.type.WhichOneof('value') or 'value without a type'}, but pase reads only tensors",
+                where=where,
             )
         dtype = dtype_name(v.type.tensor_type.elem_type, where)
         shape = self.model.shape(v)
         if shape is None:
-            raise PaseError(f"{where} has no shape: give it one (onnx.tools.update_model_dims)")
+            raise PaseError("it has no shape", where=where, fix="give it one (onnx.tools.update_model_dims)")
         if dtype == "string":
-            raise PaseError(f"{where} is text, which pase cannot price: remove it from the model")
+            raise PaseError(
+                "it is text, which pase cannot price", where=where, fix="remove it from the model"
+            )
         out = Value(shape=shape, dtype=dtype)
         if out.elements > 1 << 50:
-            raise PaseError(f"{where} has shape {list(shape)}: too large to compute with")
+            raise PaseError(f"its shape {list(shape)} is too large", where=where)
         if out.elements:
             out.make = lambda: self.b.input(v.name, shape, dtype)
         return out
 
     def find(self, name: str, place: str) -> Value:
+        """The value of this name, in this graph or in an enclosing one. place: names the reader in the message."""
         if name in self.env:
             return self.env[name]
         if self.outer is None:
-            raise PaseError(f"{place}: it reads '{name}', which no node before it makes")
+            raise PaseError(f"it reads '{name}', which no earlier node makes", where=place)
         v = self.outer.find(name, place)
         if self.captured is not None:
             self.captured[name] = v
             v = self.env[name] = apart_value(v)
         return v
 
-    # The nodes.
+    # Nodes.
 
     def key(self, node: NodeProto) -> str:
+        """The key of a node's op in the table of rules."""
         return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}:{node.op_type}"
 
     def nodes(self, graph: GraphProto, prefix: str) -> None:
-        """Lower the nodes of a graph on which an output depends."""
+        """Lower the nodes of a graph that its outputs depend on."""
         inside = {x for n in graph.node for x in n.input}
         have = {*self.env, *self.absent, *(x for x in inside if self._outside(x))}
         todo = ordered(graph.node, have, self.model.name)
@@ -276,12 +286,13 @@ class OnnxLowering:
                 for o in n.output:
                     if o and (o in made or o in self.env):
                         raise PaseError(
-                            f"{self.model.name}: '{o}' is made twice, by {n.op_type} '{n.name}' too"
+                            f"two nodes make '{o}', one of them {n.op_type} '{n.name}'", where=self.model.name
                         )
                 made.update(n.output)
                 self.lower(n, f"{prefix}{i}", declared)
 
     def _outside(self, name: str) -> bool:
+        """Whether an enclosing graph has a value of this name."""
         at = self.outer
         while at is not None:
             if name in at.env:
@@ -290,11 +301,10 @@ class OnnxLowering:
         return False
 
     def lower(self, n: NodeProto, path: str, declared: Mapping[str, ValueInfoProto]) -> None:
+        """Lower a node. declared: name of a value -> its type and shape, as the file declares them."""
         self.left[0] -= 1
         if self.left[0] < 0:
-            raise PaseError(
-                f"{self.model.name}: its functions expand to far more nodes than the file has, so it is refused"
-            )
+            raise PaseError("its functions expand to far more nodes than the file has", where=self.model.name)
         place = f"{self.model.name}: {n.op_type} '{n.name or path}'"
         self.b.source, self.b.eqn = _source(n) or SourceLine(f"{n.op_type} {n.name or path}"), Place(path)
         ins = [self.find(x, place) if x and x not in self.absent else None for x in n.input]
@@ -320,11 +330,13 @@ class OnnxLowering:
                 outs = self.replicate(c, 0.0, declared)
             else:
                 raise UnknownOp(
-                    f"{place}: no lowering for ONNX op '{key}' (opset {c.version}).\n"
-                    f"Add one to frontends/onnx/rules*.py, or pass unknown='replicate' (the op is then not split)."
+                    f"pase has no rule for ONNX op '{key}' (opset {c.version})",
+                    where=place,
+                    fix="add a rule to frontends/onnx/rules*.py, or pass unknown='replicate' (the op is then not "
+                    "split)",
                 )
         if len(outs) < len([o for o in n.output if o]):
-            raise c.fail(f"it has {len(n.output)} outputs, but this op makes {len(outs)}")
+            raise c.fail(f"the node has {len(n.output)} outputs, but its op makes {len(outs)}")
         for name, v in zip(n.output, outs, strict=False):
             if name and v is not None:
                 self.env[name] = v
@@ -336,11 +348,11 @@ class OnnxLowering:
             raise
         except (ValueError, IndexError, TypeError, ZeroDivisionError, OverflowError) as e:
             shapes = ", ".join("-" if v is None else f"{v.dtype}{list(v.shape)}" for v in c.ins[:6])
-            raise c.fail(f"inputs {shapes} and its attributes do not fit together: {e}") from e
+            raise c.fail(f"its inputs {shapes} and its attributes do not fit together: {e}") from e
         return [out] if isinstance(out, Value) else out
 
     def _function(self, c: OnnxCall, f: FunctionProto, path: str) -> Sequence[Value | None]:
-        """A model's own function, inlined."""
+        """The outputs of a call of a function that the model defines. The function is inlined."""
         inner = self.inner(c)
         inner.outer = None
         inner.scope, inner.owner = f"{f.domain}:{f.name}:", f"{f.name}."
@@ -356,9 +368,11 @@ class OnnxLowering:
         return [inner.env.get(o) for o in f.output]
 
     def inner(self, c: OnnxCall) -> OnnxLowering:
+        """The lowering for a graph or a function inside of a node."""
         if self.depth >= _MOST_DEPTH:
             raise c.fail(
-                f"functions and graphs are nested more than {_MOST_DEPTH} deep: does one call itself?"
+                f"functions and graphs are nested more than {_MOST_DEPTH} levels deep",
+                fix="check that no function calls itself",
             )
         return OnnxLowering(
             b=self.b,
@@ -376,7 +390,7 @@ class OnnxLowering:
             owner=self.owner,
         )
 
-    # Control flow, conservatively.
+    # Ops that are not split.
 
     def replicate(
         self,
@@ -386,14 +400,19 @@ class OnnxLowering:
         outs: Sequence[tuple[tuple[int, ...], str]] = (),
         more: Sequence[Value] = (),
     ) -> list[Value]:
-        """One op that is not split, of this many FLOPs; shapes are those given, or declared by the file."""
+        """The node as one op that is not split.
+
+        outs: shape and dtype of the first results. Those of other results must be declared in the file. more: further
+        operands, besides the node's inputs.
+        """
         results = list(outs)
         for name in list(c.node.output)[len(results) :]:
             v = declared.get(name)
             shape = None if v is None else self.model.shape(v)
             if shape is None:
                 raise c.fail(
-                    f"the shape of its output '{name}' is not known: declare it (value_info) in the file"
+                    f"the shape of its output '{name}' is not known",
+                    fix="declare it in the file (value_info)",
                 )
             results.append((c.shape(shape), dtype_name(v.type.tensor_type.elem_type, c.place)))  # type: ignore[union-attr]
         reads = [
@@ -405,20 +424,21 @@ class OnnxLowering:
 
 
 def _size(proto: TensorProto) -> int:
-    """Number of nodes in the file, including those in functions."""
+    """The number of nodes in the file, including those in functions."""
     return len(proto.graph.node) + sum(len(f.node) for f in proto.functions)
 
 
 _MOST_NUMBERS = 16
-"""Elements of a float Constant that may be scales or bounds of an op: shapes may be computed with it."""
+"""A float Constant of at most this many elements may be scales or bounds of an op, or be used for shapes."""
 
 
 def _trained(v: Value) -> bool:
+    """Whether a stored tensor is trained."""
     return v.elements > 1 and is_floating(v.dtype)
 
 
 def _contents(t: TensorProto) -> np.ndarray | None:
-    """A small tensor's data; None where the file keeps none."""
+    """The data of a small tensor; None if the file does not hold it."""
     from onnx import numpy_helper
 
     try:
@@ -431,7 +451,7 @@ _FRAME = re.compile(r'File "([^"\n]{1,300})", line (\d{1,7}), in ([^\n]{1,80})')
 
 
 def _source(n: NodeProto) -> SourceLine:
-    """The user's line, where the exporter wrote it down (PyTorch does)."""
+    """The user's line, if the exporter recorded it (PyTorch's does)."""
     for p in n.metadata_props:
         if p.key == "pkg.torch.onnx.stack_trace":
             frames = _FRAME.findall(p.value[-4000:])

@@ -1,4 +1,4 @@
-"""Reads an ONNX file: its structure without its weights, with sizes bound. Unsound files are refused."""
+"""Reads the structure of an ONNX file without its weights, and binds its symbolic sizes. Invalid files are refused."""
 
 from __future__ import annotations
 
@@ -53,39 +53,40 @@ DTYPES: dict[int, str] = {
     25: "uint4",
     26: "int4",
 }
-"""TensorProto.DataType -> dtype; the types of four and two bits are priced as they lie in memory, a byte each."""
+"""TensorProto.DataType -> dtype. Types of four and of two bits are priced at one byte per element, as in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxModel:
-    """A ModelProto (perhaps without the contents of its weights), looked over."""
+    """A checked ModelProto, possibly without the contents of its weights."""
 
     name: str
-    """What messages call it: its path, or its graph's name."""
+    """The model's name in messages: its path, or the name of its graph."""
     proto: ModelProto
     opsets: Mapping[str, int]
     functions: Mapping[tuple[str, str], FunctionProto]
     dims: Mapping[str, int]
-    """Integers for symbolic sizes."""
+    """Symbolic size -> integer."""
 
     @property
     def graph(self) -> GraphProto:
         return self.proto.graph
 
     def shape(self, value_info: ValueInfoProto) -> tuple[int, ...] | None:
-        """The declared shape with symbols bound; None if any part of it is unknown."""
+        """The declared shape with symbolic sizes bound; None if a part of it is unknown."""
         out = sizes_of(value_info, self.dims)
         return out if out is None or all(isinstance(s, int) for s in out) else None  # type: ignore[return-value]
 
 
 def dtype_name(code: int, where: str) -> str:
+    """The dtype for a TensorProto.DataType. where: names the tensor in the message."""
     if code not in DTYPES:
-        raise PaseError(f"{where}: data type {code} is not one of ONNX's")
+        raise PaseError(f"{code} is not a data type of ONNX", where=where)
     return DTYPES[code]
 
 
 def load(model: Any, dims: DimSizes | None, name: str | None = None) -> OnnxModel:
-    """Read a file or look over a ModelProto. PaseError says what is wrong with it.
+    """Read a file, or check a ModelProto. Raises PaseError if the model is invalid or a symbolic size is not bound.
 
     Neither the weights in the file nor external data are read.
     """
@@ -97,13 +98,13 @@ def load(model: Any, dims: DimSizes | None, name: str | None = None) -> OnnxMode
         name = name or str(model)
         proto = skeleton_of(Path(model))
     if not proto.HasField("graph") or not (proto.graph.node or proto.graph.output):
-        raise PaseError(f"{name}: it contains no graph: is it an ONNX model?")
+        raise PaseError("it contains no graph", where=str(name), fix="check that it is an ONNX model")
     _check_text(proto.graph, str(name))
     for f in proto.functions:
         _check_text(f, str(name))
     for o in (*proto.opset_import, *(o for f in proto.functions for o in f.opset_import)):
         if not isinstance(o.domain, str):
-            raise PaseError(f"{name}: a domain is not text: is the file damaged?")
+            raise PaseError("the name of a domain is not text; the file may be damaged", where=str(name))
     opsets = {_domain(o.domain): o.version for o in proto.opset_import} or {"": 1}
     functions: dict[tuple[str, str], FunctionProto] = {}
     for f in proto.functions:
@@ -112,8 +113,9 @@ def load(model: Any, dims: DimSizes | None, name: str | None = None) -> OnnxMode
     bound = check_dims(dims, found, name)
     if missing := [s for s in found if s not in bound]:
         raise PaseError(
-            f"{name} has symbolic sizes {', '.join(missing[:8])} (of {found[missing[0]]}): bind them: "
-            f"dims={{'{missing[0]}': 64}}, or --dim '{missing[0]}=64'"
+            f"its symbolic sizes {', '.join(missing[:8])} (of {found[missing[0]]}) are not bound",
+            where=str(name),
+            fix=f"bind them with dims={{'{missing[0]}': 64}} or --dim '{missing[0]}=64'",
         )
     for graph in (proto.graph, *proto.functions):
         _check_stored(graph, name)
@@ -133,26 +135,28 @@ def skeleton_of(path: Path) -> ModelProto:
         with path.open("rb") as f:
             size = f.seek(0, 2)
             if not 0 < size <= _MOST_BYTES:
-                raise PaseError(f"{path}: {size} bytes: is it an ONNX model?")
+                raise PaseError(
+                    f"its size is {size} bytes", where=str(path), fix="check that it is an ONNX model"
+                )
             with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as m, memoryview(m) as view:
                 small = skeleton(view)
     except OSError as e:
-        raise PaseError(f"cannot read {path}: {e.strerror or e}") from e
+        raise PaseError(f"cannot read it: {e.strerror or e}", where=str(path)) from e
     except Malformed as e:
-        raise PaseError(f"{path} is not an ONNX model, or is damaged: {e}") from e
+        raise PaseError(f"it is not an ONNX model, or is damaged: {e}", where=str(path)) from e
     try:
         return onnx.ModelProto.FromString(small)
     except DecodeError as e:
-        raise PaseError(f"{path} is not an ONNX model, or is damaged: {e}") from e
+        raise PaseError(f"it is not an ONNX model, or is damaged: {e}", where=str(path)) from e
 
 
 def _check_text(graph: GraphProto, where: str) -> None:
-    """PaseError where a name is no UTF-8 (protobuf hands out bytes then)."""
+    """PaseError if a name is not valid UTF-8. In this case, protobuf returns bytes."""
 
     def check(*names: str) -> None:
         for n in names:
             if not isinstance(n, str):
-                raise PaseError(f"{where}: the name {n[:40]!r} is not text: is the file damaged?")
+                raise PaseError(f"the name {n[:40]!r} is not text; the file may be damaged", where=where)
 
     check(graph.name)
     for v in (*graph.input, *graph.output, *getattr(graph, "value_info", ())):
@@ -173,7 +177,7 @@ def _check_text(graph: GraphProto, where: str) -> None:
 
 
 def _check_stored(graph: GraphProto | FunctionProto, name: str) -> None:
-    """PaseError where a tensor that the graph or a graph inside of it stores is unsound."""
+    """PaseError if a tensor that the graph or a nested graph stores is invalid."""
     for t in getattr(graph, "initializer", ()):
         _check_tensor(t, f"{name}: initializer '{t.name}'")
     for n in graph.node:
@@ -188,8 +192,8 @@ def _check_tensor(t: TensorProto, where: str) -> None:
     dtype_name(t.data_type, where)
     if len(t.dims) > _MOST_RANK or any(d < 0 for d in t.dims):
         raise PaseError(
-            f"{where} has shape {list(t.dims)[:8]}: sizes must not be negative, and "
-            f"there may be at most {_MOST_RANK} dims"
+            f"its shape is {list(t.dims)[:8]}, but a shape has at most {_MOST_RANK} dims and no negative sizes",
+            where=where,
         )
     if t.data_location != 1:
         return
@@ -202,7 +206,9 @@ def _check_tensor(t: TensorProto, where: str) -> None:
         or PureWindowsPath(location).anchor
     ):
         raise PaseError(
-            f"{where} keeps its data in '{location}', outside the model's folder: pase refuses to open it"
+            f"its data is in '{location}', outside of the model's folder, and pase does not open it",
+            where=where,
+            fix="keep external data in the folder of the model",
         )
 
 
@@ -210,7 +216,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 def _dim(text: str) -> Size:
-    """A symbolic dim: an expression over symbols where it can be read as one, else a symbol of this very name."""
+    """The size for the text of a dim: an expression over symbols if it can be parsed, otherwise a symbol."""
     if _NAME.fullmatch(text):
         return text
     try:
@@ -221,7 +227,7 @@ def _dim(text: str) -> Size:
 
 
 def _declared_dims(value_info: ValueInfoProto) -> list[tuple[int, Size]] | None:
-    """(axis, number or symbolic size) of each declared dim; None where no shape is declared."""
+    """(axis, number or symbolic size) of each declared dim; None if no shape is declared."""
     kind = value_info.type.WhichOneof("value")
     if kind != "tensor_type" or not value_info.type.tensor_type.HasField("shape"):
         return None
@@ -234,12 +240,15 @@ def _declared_dims(value_info: ValueInfoProto) -> list[tuple[int, Size]] | None:
         else:
             out.append((i, f"{value_info.name}.{i}"))
     if len(out) > _MOST_RANK:
-        raise PaseError(f"'{value_info.name}' has {len(out)} dims, but pase reads at most {_MOST_RANK}")
+        raise PaseError(f"it has {len(out)} dims, but pase reads at most {_MOST_RANK}", where=value_info.name)
     return out
 
 
 def symbols(inputs: Iterable[ValueInfoProto], given: set[str]) -> dict[str, str]:
-    """Symbolic size -> the inputs that have it, in words; an unnamed dim is called INPUT.AXIS."""
+    """Symbolic size -> a description of the first input that has it. A dim without a name is called INPUT.AXIS.
+
+    given: names of the inputs that have an initializer.
+    """
     out: dict[str, str] = {}
     for v in inputs:
         for _, s in (_declared_dims(v) or ()) if v.name not in given else ():
@@ -250,7 +259,7 @@ def symbols(inputs: Iterable[ValueInfoProto], given: set[str]) -> dict[str, str]
 
 
 def sizes_of(value_info: ValueInfoProto, dims: Mapping[str, int]) -> tuple[Size, ...] | None:
-    """The declared shape, symbols bound as far as ``dims`` goes; None where no shape is declared."""
+    """The declared shape, with the symbols in ``dims`` bound; None if no shape is declared."""
     declared = _declared_dims(value_info)
     if declared is None:
         return None
@@ -264,7 +273,10 @@ def sizes_of(value_info: ValueInfoProto, dims: Mapping[str, int]) -> tuple[Size,
 
 
 def ordered(nodes: Sequence[NodeProto], known: Iterable[str], name: str) -> list[tuple[int, NodeProto]]:
-    """(index, node) in an order that runs: the file's own order if it is one. PaseError for a cycle."""
+    """(index, node) for all nodes, sorted so that a node follows those that it reads. PaseError for a cycle.
+
+    The order of the file is kept if it is sorted. known: values that exist before the nodes. name: of the model.
+    """
     made = set(known)
     for n in nodes:
         if not all(x in made for x in n.input if x):
@@ -283,7 +295,7 @@ def ordered(nodes: Sequence[NodeProto], known: Iterable[str], name: str) -> list
             feeds[p].append(i)
     ready = [i for i, w in enumerate(waits) if w == 0]
     out: list[tuple[int, NodeProto]] = []
-    for i in ready:  # grows while it is walked
+    for i in ready:  # the list grows during the iteration
         out.append((i, nodes[i]))
         for f in feeds[i]:
             waits[f] -= 1
@@ -292,6 +304,6 @@ def ordered(nodes: Sequence[NodeProto], known: Iterable[str], name: str) -> list
     if len(out) != len(nodes):
         stuck = next(n for n, w in zip(nodes, waits, strict=True) if w)
         raise PaseError(
-            f"{name}: the graph is cyclic: {stuck.op_type} '{stuck.name}' depends on its own result"
+            f"the graph has a cycle: {stuck.op_type} '{stuck.name}' depends on its own result", where=name
         )
     return out

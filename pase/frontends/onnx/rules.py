@@ -1,7 +1,7 @@
-"""One rule per ONNX op: which loop nests it is. This file has the table of rules and the elementwise ops.
+"""Rules that lower ONNX ops to loop nests: the table of rules and the elementwise ops.
 
-A rule takes a ``OnnxCall`` (``values``) and returns the node's values. Differences between opsets are the rules'
-own: ``call.version`` is the opset, and inputs that once were attributes are looked for in both places.
+A rule takes an ``OnnxCall`` (``values``) and returns the results of the node. Rules handle the differences between
+opsets: ``call.version`` is the opset, and an input that used to be an attribute is looked for in both places.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Result = "Value | Sequence[Value | None]"
 OnnxRule = Callable[[OnnxCall], "Value | Sequence[Value | None]"]
 RULES: Registry[OnnxRule] = Registry("rule for ONNX op", package="pase.frontends.onnx", prefix="rules")
 lowers = RULES.register
-"""Op (with "domain:" before it where that is not ai.onnx) -> rule."""
+"""Decorator: registers a rule for these ops. An op of a domain other than ai.onnx is written "domain:op"."""
 
 _FUNCTIONS = {
     "Abs": "abs",
@@ -81,7 +81,7 @@ _FUNCTIONS = {
     "Pow": "pow",
     "com.microsoft:BiasAdd": "add",
 }
-"""Ops that are one function, point by point, of inputs that broadcast -> the function (``pase.ir.functions``)."""
+"""Elementwise ops on inputs that broadcast -> the function that they compute (``pase.ir.functions``)."""
 
 _ACTIVATIONS = {
     "Relu": "relu",
@@ -101,7 +101,7 @@ _ACTIVATIONS = {
 
 
 def nothing(shape: Sequence[int], dtype: str) -> Value:
-    """A value of which only the shape matters (a constant mask, an unused second result)."""
+    """A value of which only shape and dtype matter (a constant mask, an unused second result)."""
     return Value(shape=tuple(shape), dtype=dtype)
 
 
@@ -109,7 +109,7 @@ def _elementwise(function: Function, c: OnnxCall) -> Value:
     values = [c.x(i) for i, v in enumerate(c.ins) if v is not None]
     if not values:
         raise c.fail("it has no inputs")
-    if c.op == "Clip":  # bounds are numbers
+    if c.op == "Clip":  # bounds that are numbers belong to the op
         values = values[:1] + [v for v in values[1:] if not v.literal]
     if c.version < 7 and len(values) == 2:
         values = [values[0], _aligned(c, *values)]
@@ -123,7 +123,7 @@ def _elementwise(function: Function, c: OnnxCall) -> Value:
 
 
 def _aligned(c: OnnxCall, x: Value, y: Value) -> Value:
-    """Before opset 7 the second operand was aligned at ``axis`` of the first, and only with ``broadcast``."""
+    """The second operand, reshaped to broadcast. Before opset 7, ``broadcast`` aligned it at ``axis`` of the first."""
     if not c.integer("broadcast") or not y.shape:
         return y
     axis = c.integer("axis", len(x.shape) - len(y.shape))
@@ -137,7 +137,7 @@ for _op, _name in _FUNCTIONS.items():
 
 
 def activation(c: OnnxCall, name: str, x: Value) -> Value:
-    """Written out as jax.nn has it, so that it is priced and kept alike."""
+    """An activation in the ops that jax.nn uses, so that its cost and its residuals are the same as in JAX."""
     if x.literal or not x.elements:
         return Value(shape=x.shape, dtype=x.dtype, foldable=False)
     return c.value(ACTIVATIONS[name](c.b, c.tensor(x)))
@@ -177,7 +177,7 @@ def _prelu(c: OnnxCall) -> Value:
 
 @lowers("ThresholdedRelu", "Shrink")
 def _cut(c: OnnxCall) -> Value:
-    """Zero within a threshold; Shrink also moves what is left towards zero."""
+    """Zero within a threshold. Shrink also moves the other values towards zero."""
     x = c.x()
     left = c.elementwise([x], functions.SUB) if c.op == "Shrink" else x
     return c.elementwise([_positive(c, x), left], functions.SELECT, dtype=x.dtype)
@@ -190,7 +190,7 @@ def _positive(c: OnnxCall, x: Value) -> Value:
 @lowers("Where")
 def _where(c: OnnxCall) -> Value:
     if len(c.ins) < 3:
-        raise c.fail("it has too few inputs")
+        raise c.fail(f"it has {len(c.ins)} inputs, but needs 3")
     return c.elementwise([c.x(0), c.x(1), c.x(2)], functions.SELECT, dtype=c.x(1).dtype)
 
 
@@ -212,7 +212,7 @@ def _all_finite(c: OnnxCall) -> Value:
 def _identity(c: OnnxCall) -> Value:
     v = c.opt(0)
     if v is None:
-        raise c.fail("it is an optional without a value")
+        raise c.fail("its input is an optional without a value")
     return v
 
 
@@ -229,7 +229,7 @@ def _cast(c: OnnxCall) -> Value:
         dtype = c.text("to", x.dtype).lower().replace("float", "float32") or x.dtype
         dtype = re.sub("float32(16|64)", r"float\1", dtype)
     if dtype == "string" or x.dtype == "string":
-        raise c.fail("pase cannot price text: remove it from the model")
+        raise c.fail("it converts from or to text, which pase cannot price", fix="remove it from the model")
     if dtype == x.dtype:
         return x
     if x.note[:1] == ("initializer",) and x.tensor is None and x.foldable and not x.weight:
@@ -239,7 +239,7 @@ def _cast(c: OnnxCall) -> Value:
 
 @lowers("Dropout")
 def _dropout(c: OnnxCall) -> Sequence[Value | None]:
-    """As exported for inference it is the identity; in training mode, a mask times a scale."""
+    """The identity if exported for inference; in training mode, a product with a mask and a scale."""
     x = c.x()
     mode = c.opt(2)
     training = mode is not None and mode.data is not None and bool(mode.data.reshape(-1)[:1].any())
@@ -262,7 +262,7 @@ def _random_like(c: OnnxCall) -> Value:
 
 @lowers("QuantizeLinear", "DynamicQuantizeLinear")
 def _quantize(c: OnnxCall) -> Value | Sequence[Value | None]:
-    """To integers. If only DequantizeLinear reads it, the pair is one op on floats (as in quantized training)."""
+    """Converts to integers. If only DequantizeLinear reads the result, the pair is one op on floats."""
     x = c.x()
     zero = c.opt(2)
     dtype = zero.dtype if zero is not None else c.dtype("output_dtype", "uint8")

@@ -1,4 +1,4 @@
-"""ONNX: lookups, scatters, sorts, cumulative sums, and ops whose result's size depends on the data."""
+"""Rules for ONNX's lookups, scatters, sorts and cumulative sums, and for ops whose output size depends on the data."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ def _gather_nd(c: OnnxCall) -> Value:
     k = ids.shape[-1] if ids.shape else 0
     if not 0 <= batch < max(len(ids.shape), 1) or not 0 < k <= len(x.shape) - batch:
         raise c.fail(
-            f"its indices have shape {list(ids.shape)} and its data {list(x.shape)}, "
-            f"which {batch} batch dims do not fit"
+            f"its {batch} batch dims do not fit indices of shape {list(ids.shape)} and data of shape {list(x.shape)}"
         )
     if ids.shape[:batch] != x.shape[:batch]:
-        raise c.fail(f"the batch dims of {list(ids.shape)} and {list(x.shape)} differ")
+        raise c.fail(
+            f"the batch dims of its indices {list(ids.shape)} and of its data {list(x.shape)} differ"
+        )
     found = list(range(batch, batch + k))
     n = len(ids.shape) - 1
     shape = c.shape((*ids.shape[:-1], *x.shape[batch + k :]))
@@ -65,7 +66,9 @@ def _scatter_elements(c: OnnxCall) -> Value:
     rank = len(x.shape)
     axis = c.axis(c.integer("axis"), rank)
     if ids.shape != updates.shape or len(ids.shape) != rank:
-        raise c.fail(f"updates {list(updates.shape)} at {list(ids.shape)} of {list(x.shape)}")
+        raise c.fail(
+            f"its updates {list(updates.shape)} at indices {list(ids.shape)} do not fit data {list(x.shape)}"
+        )
     kept = [i != axis and ids.shape[i] == x.shape[i] for i in range(rank)]
     return c.value(nests.restrict(c.b, "scatter", c.tensors(x, updates, ids), x.shape, kept))
 
@@ -76,7 +79,9 @@ def _scatter_nd(c: OnnxCall) -> Value:
     k = ids.shape[-1] if ids.shape else 0
     n = len(ids.shape) - 1
     if not 0 < k <= len(x.shape) or updates.shape != (*ids.shape[:-1], *x.shape[k:]):
-        raise c.fail(f"updates {list(updates.shape)} at {list(ids.shape)} of {list(x.shape)}")
+        raise c.fail(
+            f"its updates {list(updates.shape)} at indices {list(ids.shape)} do not fit data {list(x.shape)}"
+        )
     if updates.elements == 0:
         return x
     found = list(range(k))
@@ -97,13 +102,11 @@ def _scatter_nd(c: OnnxCall) -> Value:
 
 @lowers("TensorScatter")
 def _tensor_scatter(c: OnnxCall) -> Value:
-    """A key-value cache and what is written into it; the dim that it is written along may not be split."""
+    """Writes into a key-value cache. The dim along which it writes may not be split."""
     x, update = c.x(0), c.x(1)
     axis = c.axis(c.integer("axis", -2), len(x.shape))
     if len(update.shape) != len(x.shape):
-        raise c.fail(
-            f"its updates have shape {list(update.shape)}, which does not fit data of shape {list(x.shape)}"
-        )
+        raise c.fail(f"its updates of shape {list(update.shape)} do not fit data of shape {list(x.shape)}")
     kept = [i != axis and update.shape[i] == x.shape[i] for i in range(len(x.shape))]
     return c.value(nests.restrict(c.b, "dynamic_update_slice", c.tensors(x, update), x.shape, kept))
 
@@ -114,7 +117,7 @@ def _top_k(c: OnnxCall) -> Sequence[Value]:
     axis = c.axis(c.integer("axis", -1), len(x.shape))
     k = c.integer("k") if c.version < 10 else c.ints_of(1, "k")[0]
     if not 0 <= k <= x.shape[axis]:
-        raise c.fail(f"it takes the largest {k} of {x.shape[axis]} elements")
+        raise c.fail(f"its k is {k}, but the dim has {x.shape[axis]} elements")
     shape = c.shape([k if i == axis else s for i, s in enumerate(x.shape)])
     if math.prod(shape) == 0:
         return [nothing(shape, x.dtype), nothing(shape, "int64")]
@@ -144,7 +147,7 @@ def _one_hot(c: OnnxCall) -> Value:
     return c.value(out)
 
 
-# What is found depends on the data: as much as there may be.
+# Ops whose output size depends on the data. Their results have the largest possible size.
 
 
 def _whole(

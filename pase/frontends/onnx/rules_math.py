@@ -1,4 +1,4 @@
-"""ONNX: matrix products, convolutions, reductions, softmax and losses."""
+"""Rules for ONNX's matrix products, reductions, softmax and losses."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ def _fused_matmul(c: OnnxCall) -> Value:
 def _gemm(c: OnnxCall) -> Value:
     x, y = c.x(0), c.x(1)
     if len(x.shape) != 2 or len(y.shape) != 2:
-        raise c.fail(f"it multiplies {list(x.shape)} by {list(y.shape)}: both must be matrices")
+        raise c.fail(f"its operands {list(x.shape)} and {list(y.shape)} must be matrices")
     ka, kb = (0 if c.integer("transA") else 1), (1 if c.integer("transB") else 0)
     if x.shape[ka] != y.shape[kb]:
         raise c.fail(
-            f"it multiplies {list(x.shape)} by {list(y.shape)}: {x.shape[ka]} columns do not match {y.shape[kb]} rows"
+            f"it multiplies {list(x.shape)} by {list(y.shape)}, but {x.shape[ka]} columns do not match "
+            f"{y.shape[kb]} rows"
         )
     bias = c.opt(2) if c.real("beta", 1.0) != 0.0 else None
     shape = c.shape((x.shape[1 - ka], y.shape[1 - kb]))
@@ -87,7 +88,7 @@ _REDUCE: dict[str, tuple[str | None, str, str | None]] = {
     "ReduceLogSum": (None, "reduce_sum", "log"),
     "ReduceLogSumExp": ("exp", "reduce_sum", "log"),
 }
-"""op -> the functions of each element, over the dims, and of what comes out."""
+"""Op -> (function of each element, function of the reduction, function of its result). None: no function."""
 
 
 @lowers(*_REDUCE)
@@ -133,7 +134,7 @@ def _arg(c: OnnxCall) -> Value:
 
 
 def _softmax_axes(c: OnnxCall, x: Value) -> list[int]:
-    """Before opset 13: over all dims from ``axis`` on, taken as one."""
+    """The dims that a softmax is over. Before opset 13, these are all dims from ``axis`` on."""
     if c.version >= 13:
         return [c.axis(c.integer("axis", -1), len(x.shape))]
     axis = c.integer("axis", 1)
@@ -157,7 +158,7 @@ def _softmax(c: OnnxCall) -> Value:
 
 @lowers("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 def _loss(c: OnnxCall) -> Sequence[Value | None]:
-    """Scores [n c ...] and labels [n ...]; classes are moved last, where a lookup wants them."""
+    """The loss of scores [n c ...] for labels [n ...]. Classes are moved to the last dim for the lookup."""
     x, labels = c.x(0), c.x(1)
     rank = len(x.shape)
     if rank < 2 or labels.shape != (x.shape[0], *x.shape[2:]):
@@ -167,7 +168,7 @@ def _loss(c: OnnxCall) -> Sequence[Value | None]:
         logp = c.value(composites.log_softmax(c.b, c.tensor(x), [1]))
     last = c.transpose(logp, [0, *range(2, rank), 1])
     losses = c.value(composites.cross_entropy(c.b, c.tensor(last), c.tensor(labels)))
-    if (weights := c.opt(2)) is not None:  # a weight for each class, looked up like the label
+    if (weights := c.opt(2)) is not None:  # one weight per class, looked up by the label
         losses = c.elementwise([losses], functions.MUL) if weights.elements else losses
     how = c.text("reduction", "mean")
     if how != "none":

@@ -1,4 +1,4 @@
-"""ONNX: convolutions, pooling, normalization, and what is done to images and signals."""
+"""Rules for ONNX's convolutions, pooling and normalization, and for ops on images and signals."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ __all__ = ["opaque_per_batch"]
 
 
 def _positive(c: OnnxCall, name: str, n: int) -> list[int]:
+    """An attribute with one positive integer per spatial dim; ones if it is missing."""
     out = c.ints(name) or [1] * n
     if len(out) != n or any(not 0 < k < 2**31 for k in out):
         raise c.fail(f"its {name} {out[:6]} do not match {n} spatial dims")
@@ -22,6 +23,7 @@ def _positive(c: OnnxCall, name: str, n: int) -> list[int]:
 
 
 def _pads(c: OnnxCall, n: int) -> list[int]:
+    """The pads of n spatial dims: those at the start of each dim, then those at the ends."""
     out = c.ints("pads") or [0] * (2 * n)
     if len(out) != 2 * n or any(abs(p) > 2**31 for p in out):
         raise c.fail(f"its pads {out[:6]} do not match {n} spatial dims")
@@ -31,8 +33,7 @@ def _pads(c: OnnxCall, n: int) -> list[int]:
 def _windows(
     c: OnnxCall, x: Sequence[int], kernel: Sequence[int], dilation: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """(the extent of each spatial dim under a sliding window, as ONNX defines it for Conv and the pools; the padding
-    in front of it)."""
+    """(output size, padding in front) of each spatial dim under a sliding window, as ONNX defines them."""
     n = len(x)
     strides, pads = _positive(c, "strides", n), _pads(c, n)
     auto = c.text("auto_pad", "NOTSET")
@@ -48,17 +49,18 @@ def _windows(
             raise c.fail(f"its window of {reach} does not fit a dim of {size} elements")
         rounded = -(-free // s) if c.integer("ceil_mode") else free // s
         if c.integer("ceil_mode") and rounded * s >= size + pads[i]:
-            rounded -= 1  # a window that begins in the padding behind the data does not count
+            rounded -= 1  # a window that starts in the padding after the data does not count
         out.append(rounded + 1)
     return out, before
 
 
 def _half(padding: int, auto: str) -> int:
-    """The part of a padding that is in front: SAME_UPPER has the odd one behind."""
+    """The part of a padding that is in front. SAME_UPPER puts the odd element at the end."""
     return (padding + (auto != "SAME_UPPER")) // 2
 
 
 def _convolve(c: OnnxCall, x: Value, w: Value, dtype: str | None = None) -> Value:
+    """A convolution of x [n c ...] with filters w [out, in of a group, ...]. dtype: of the result."""
     n = len(x.shape) - 2
     if n < 1 or len(w.shape) != n + 2:
         raise c.fail(f"its filter {list(w.shape)} does not fit an input {list(x.shape)}")
@@ -91,9 +93,9 @@ def _convolve(c: OnnxCall, x: Value, w: Value, dtype: str | None = None) -> Valu
 
 
 def _channels(c: OnnxCall, v: Value, rank: int) -> Value:
-    """A value a channel, as [c 1 1 ...] to broadcast against [n c ...]."""
+    """A value per channel, reshaped to [c 1 1 ...] to broadcast against [n c ...]."""
     if len(v.shape) != 1:
-        raise c.fail(f"it needs one value per channel, but gets shape {list(v.shape)}")
+        raise c.fail(f"it needs one value per channel, but an input has shape {list(v.shape)}")
     return c.reshape(v, (v.shape[0], *[1] * (rank - 2)))
 
 
@@ -125,7 +127,7 @@ def _qlinear_conv(c: OnnxCall) -> Value:
 
 @lowers("CausalConvWithState")
 def _causal(c: OnnxCall) -> Sequence[Value]:
-    """A filter for each channel over the last dim, which looks back only; what came before is a state."""
+    """A depthwise convolution that only reads earlier elements. Elements before the input come from a state."""
     x, w = c.x(0), c.x(1)
     if len(x.shape) < 3 or w.shape[:2] != (x.shape[1], 1) or len(w.shape) != len(x.shape):
         raise c.fail(f"its filter {list(w.shape)} does not fit an input {list(x.shape)}")
@@ -170,12 +172,12 @@ def _conv_transpose(c: OnnxCall) -> Value:
             spatial.append(size * strides[i])
         else:
             spatial.append(full - (0 if auto == "VALID" else pads[i] + pads[i + n]))
-        # What is left out at the front of the whole result is what a forward convolution would be padded by.
+        # cut: the elements that are left out at the start of the result, the padding of the forward convolution.
         cut = _half(full - spatial[i], auto) if told or same else 0 if auto == "VALID" else pads[i]
         before.append(overlap - cut)
     shape = c.shape((x.shape[0], w.shape[1] * groups, *spatial))
     dims = tuple(range(2, n + 2))
-    if groups > 1:  # filters [g i, o, ...] become [g o, i, ...], which is how a convolution has them
+    if groups > 1:  # filters [g i, o, ...] become [g o, i, ...], the layout of a convolution's filters
         per = w.shape[0] // groups
         w = c.reshape(w, (groups, per, *w.shape[1:]))
         w = c.transpose(w, [0, 2, 1, *range(3, n + 3)])
@@ -240,7 +242,7 @@ def _global_pool(c: OnnxCall) -> Value:
     x = c.x()
     axes = list(range(2, len(x.shape)))
     if not axes:
-        raise c.fail(f"it pools over the spatial dims of {list(x.shape)}, which has none")
+        raise c.fail(f"its input {list(x.shape)} has no spatial dims to pool over")
     if c.op == "GlobalLpPool":
         x = c.elementwise([x], functions.INTEGER_POW)
     function = functions.REDUCE_MAX if c.op == "GlobalMaxPool" else functions.SUM
@@ -250,10 +252,10 @@ def _global_pool(c: OnnxCall) -> Value:
 
 @lowers("LRN")
 def _lrn(c: OnnxCall) -> Value:
-    """x / (k + alpha times the sum of squares over neighbouring channels) ** beta."""
+    """x / (k + alpha * sum of squares over neighbouring channels) ** beta."""
     x, size = c.x(), c.integer("size", 1)
     if len(x.shape) < 2 or not 0 < size < 2**31:
-        raise c.fail(f"it cannot take {size} neighbouring channels of {list(x.shape)}")
+        raise c.fail(f"its size {size} does not fit an input {list(x.shape)}")
     square = c.elementwise([x], functions.SQUARE)
     window = [size if i == 1 else 1 for i in range(len(x.shape))]
     total = windows.window_reduce(
@@ -269,7 +271,7 @@ def _lrn(c: OnnxCall) -> Value:
     return c.elementwise([x, scale], functions.DIV)
 
 
-# Normalization. Running statistics are constants; where an op uses the batch's own, those are sums over the batch.
+# Normalization. Running statistics are constants. If an op uses the statistics of the batch, they are sums over it.
 
 
 @lowers("BatchNormalization")
@@ -281,7 +283,9 @@ def _batch_norm(c: OnnxCall) -> Sequence[Value | None]:
         raise c.fail(f"its input {list(x.shape)} has no channels")
     for i in range(1, 5):
         if c.x(i).shape != (x.shape[1],):
-            raise c.fail(f"input {i} is {list(c.x(i).shape)} for {x.shape[1]} channels")
+            raise c.fail(
+                f"input {i} has shape {list(c.x(i).shape)}, which does not fit {x.shape[1]} channels"
+            )
     if training:
         out = c.value(composites.normalize(c.b, c.tensor(x), [i for i in range(rank) if i != 1]).value)
     else:
@@ -311,7 +315,7 @@ def _moments(c: OnnxCall) -> Value:
         raise c.fail(f"its {x.shape[1]} channels cannot be divided into {groups} groups")
     cut = c.reshape(x, (x.shape[0], groups, x.shape[1] // groups, *x.shape[2:]))
     y = c.value(composites.normalize(c.b, c.tensor(cut), list(range(2, rank + 1))).value)
-    if scale.shape == (groups,) != (x.shape[1],):  # before opset 21, one scale a group
+    if scale.shape == (groups,) != (x.shape[1],):  # before opset 21, there is one scale per group
         y = _affine(c, y, _channels(c, scale, rank + 1), _channels(c, shift, rank + 1))
         return c.reshape(y, x.shape)
     return _affine(c, c.reshape(y, x.shape), _channels(c, scale, rank), _channels(c, shift, rank))
@@ -346,7 +350,7 @@ def _layer_norm(c: OnnxCall) -> Sequence[Value | None]:
 
 @lowers("com.microsoft:SkipLayerNormalization", "com.microsoft:SkipSimplifiedLayerNormalization")
 def _skip_norm(c: OnnxCall) -> Sequence[Value | None]:
-    """A residual sum and the norm of it; the sum is the fourth result."""
+    """A residual sum and its normalization. The sum is the fourth result."""
     simple = "Simplified" in c.op
     total = c.elementwise([c.x(0), c.x(1)], functions.ADD)
     if (bias := c.opt(3 if simple else 4)) is not None:
@@ -369,7 +373,7 @@ def _lp_norm(c: OnnxCall) -> Value:
     return c.elementwise([x, c.elementwise([c.value(total)], functions.SQRT)], functions.DIV)
 
 
-# Images and signals: a batch may be split, what is inside may not.
+# Images and signals. A batch may be split; a single image or signal is not split.
 
 
 def opaque_per_batch(
@@ -381,8 +385,10 @@ def opaque_per_batch(
     *,
     whole: Sequence[Value] = (),
 ) -> list[Value]:
-    """One op whose first ``rank`` dims, where all operands have them alike, may be split; flops: of the whole. whole:
-    further operands, which have none of these dims."""
+    """One op whose first ``rank`` dims may be split, if all operands and results have the same sizes there.
+
+    flops: of the whole op. whole: further operands, which have none of these dims.
+    """
     shapes = [c.shape(s) for s, _ in outs]
     reads = [c.tensor(v) for v in ins if v.elements and not v.literal]
     if any(math.prod(s) == 0 for s in shapes):
@@ -432,7 +438,7 @@ def _images(c: OnnxCall) -> list[Value]:
     elif c.op == "Col2Im":
         block = c.ints_of(2, "block_shape")
         if x.shape[1] % max(math.prod(block), 1):
-            raise c.fail(f"its {x.shape[1]} columns do not match blocks {block[:6]}")
+            raise c.fail(f"its {x.shape[1]} columns do not match a block_shape of {block[:6]}")
         shape = (x.shape[0], x.shape[1] // math.prod(block), *c.ints_of(1, "image_shape"))
         values = values[:1]
     else:
@@ -456,8 +462,10 @@ def _det(c: OnnxCall) -> list[Value]:
 
 @lowers("DFT", "STFT")
 def _fourier(c: OnnxCall) -> list[Value]:
-    """The dims before the transformed one may be split, the signals of STFT; 5 log2(n) FLOPs a point (Cooley and
-    Tukey's count)."""
+    """The dims before the transformed one (for STFT, the signals) may be split.
+
+    5 log2(n) FLOPs per point (Cooley and Tukey's count).
+    """
     x, lead, whole = c.x(), 1, []
     if c.op == "STFT":
         whole = [c.x(2)] if c.opt(2) is not None else []  # the window
@@ -475,7 +483,7 @@ def _fourier(c: OnnxCall) -> list[Value]:
         )
         axis = lead = c.axis(axis, len(x.shape))
         n = c.ints_of(1, "length")[0] if c.opt(1) is not None else x.shape[axis]
-        back = bool(c.integer("onesided") and c.integer("inverse"))  # from half a spectrum to real numbers
+        back = bool(c.integer("onesided") and c.integer("inverse"))  # from a half spectrum to real numbers
         shape = [*x.shape[:-1], 1 if back else 2]
         shape[axis] = n // 2 + 1 if c.integer("onesided") and not back else n
         if back and c.opt(1) is None:

@@ -1,4 +1,4 @@
-"""ONNX: recurrent layers as loops over time, attention as one op."""
+"""Rules for ONNX's recurrent layers, which become loops over time, and for attention, which is one op."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 @lowers("LSTM", "GRU", "RNN")
 def _recurrent(c: OnnxCall) -> Sequence[Value | None]:
-    """The product with the inputs is computed for all steps at once, before the loop; gates are a separate dim."""
+    """A recurrent layer as a loop over time. Gates are a separate dim.
+
+    The product of the inputs with their weights is computed for all time steps at once, before the loop.
+    """
     x, w, r = c.x(0), c.x(1), c.x(2)
     batch_first = bool(c.integer("layout"))
     gates, ways = _GATES[c.op], {"bidirectional": 2}.get(c.text("direction", "forward"), 1)
     if len(x.shape) != 3 or len(w.shape) != 3 or len(r.shape) != 3:
         raise c.fail(
-            f"inputs {list(x.shape)}, weights {list(w.shape)} and {list(r.shape)}: each must have three dims"
+            f"its inputs {list(x.shape)} and its weights {list(w.shape)} and {list(r.shape)} must have three dims each"
         )
     if batch_first:
         x = c.transpose(x, [1, 0, 2])
@@ -38,7 +41,7 @@ def _recurrent(c: OnnxCall) -> Sequence[Value | None]:
         )
     bias = c.opt(3)
     if bias is not None and bias.shape != (ways, 2 * gates * hidden):
-        raise c.fail(f"its bias {list(bias.shape)} does not fit {gates} gates of {hidden}")
+        raise c.fail(f"its bias {list(bias.shape)} does not fit {gates} gates of size {hidden}")
     many, last, cells = [], [], []
     for way in range(ways):
         wd = c.reshape(_direction(c, w, way), (gates, hidden, width))
@@ -61,6 +64,7 @@ def _recurrent(c: OnnxCall) -> Sequence[Value | None]:
 
 
 def _direction(c: OnnxCall, v: Value, way: int) -> Value:
+    """The part of a value for one direction."""
     if v.shape[0] == 1:
         return v
     one = (1, *v.shape[1:])
@@ -68,8 +72,9 @@ def _direction(c: OnnxCall, v: Value, way: int) -> Value:
 
 
 def _state(c: OnnxCall, i: int, way: int, shape: tuple[int, int], dtype: str) -> Tensor:
+    """The initial state in input i."""
     given = c.opt(i)
-    if given is None or given.tensor is None:  # zeros, or stored: not trained
+    if given is None or given.tensor is None:  # zeros or a stored tensor, which is not trained
         return c.b.constant(shape, dtype)
     if c.integer("layout"):
         given = c.transpose(given, [1, 0, 2])
@@ -88,7 +93,7 @@ def _over_time(
     shape: tuple[int, int, int],
     way: int,
 ) -> tuple[Value, list[Value]]:
-    """(all steps' outputs [s b h], the last states): entering is [s b gates h], recurrent [gates h h]."""
+    """(outputs of all time steps [s b h], last states). entering: [s b gates h]. recurrent: [gates h h]."""
     b, at = c.b, c.b.eqn
     steps = shape[0]
     b.eqn = at.its("const", way)
@@ -163,15 +168,15 @@ def _rnn(c: OnnxCall, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Te
 
 
 _FIRST, _LAST = (0, 2, 1, 3), (0, 1, 2, 3)
-"""Where batch, positions, heads and width stand: with heads before positions, and behind them."""
+"""The positions of batch, positions, heads and width among the dims, with heads before or after the positions."""
 
 
 def _heads(c: OnnxCall, v: Value, n: int, order: Sequence[int]) -> Value:
-    """[b s (h d)] or [b h s d] -> four dims in this order."""
+    """A value [b s (h d)] or [b h s d] with four dims in this order. n: the number of heads."""
     if len(v.shape) == 4:
         return v
     if len(v.shape) != 3 or n < 1 or v.shape[2] % n:
-        raise c.fail(f"{list(v.shape)} cannot be divided into {n} heads")
+        raise c.fail(f"its input {list(v.shape)} cannot be divided into {n} heads")
     apart = c.reshape(v, (*v.shape[:2], n, v.shape[2] // n))
     return c.transpose(apart, [0, 2, 1, 3]) if order == _FIRST else apart
 
@@ -185,14 +190,19 @@ def _attend(
     causal: bool,
     soft_cap: bool = False,
 ) -> Value:
-    """One op, like the runtime's kernel. causal: only without a cache, since all positions of a cache are seen."""
+    """Attention as one op, like the runtime's kernel.
+
+    causal: applies only without a cache, because all positions of a cache are visible.
+    """
     q, k, v = qkv
     (b, s, h, d), (of_b, t, groups, of_d) = ([x.shape[i] for i in order] for x in (q, k))
     if of_b != b or of_d != d or v.shape[:3] != k.shape[:3] or not groups or h % groups:
-        raise c.fail(f"queries {list(q.shape)}, keys {list(k.shape)} and values {list(v.shape)} do not match")
+        raise c.fail(
+            f"its queries {list(q.shape)}, keys {list(k.shape)} and values {list(v.shape)} do not match"
+        )
     biases = []
     if mask is not None and mask.elements > 1:
-        if mask.shape[-1] < t and mask.shape[-1] != 1:  # what it leaves out is masked
+        if mask.shape[-1] < t and mask.shape[-1] != 1:  # positions that the mask does not cover are masked
             wide = (*mask.shape[:-1], t)
             kept = [i < len(wide) - 1 for i in range(len(wide))]
             mask = c.value(nests.restrict(c.b, "pad", [c.tensor(mask)], wide, kept))
@@ -215,13 +225,13 @@ def _attend(
 
 
 def _merged(c: OnnxCall, out: Value, order: Sequence[int]) -> Value:
-    """The heads side by side: [b s (h d)]."""
+    """The value with its heads merged: [b s (h d)]."""
     b, s, h, d = (out.shape[i] for i in order)
     return c.reshape(c.transpose(out, [0, 2, 1, 3]) if order == _FIRST else out, (b, s, h * d))
 
 
 def _heads_first(c: OnnxCall, v: Value, order: Sequence[int]) -> Value:
-    """Keys or values in the layout of a cache, if anything reads it."""
+    """Keys or values in the order of dims of a cache. The transpose is made only if something reads it."""
     if order == _FIRST:
         return v
     shape = tuple(v.shape[i] for i in (0, 2, 1, 3))
@@ -233,12 +243,12 @@ def _grown(c: OnnxCall, past: Value | None, new: Value) -> Value:
     if past is None or not past.elements:
         return new
     if len(past.shape) != 4 or (*past.shape[:2], past.shape[3]) != (*new.shape[:2], new.shape[3]):
-        raise c.fail(f"its cache {list(past.shape)} does not fit {list(new.shape)}")
+        raise c.fail(f"its cache {list(past.shape)} does not fit new keys or values {list(new.shape)}")
     return c.value(nests.concat(c.b, c.tensors(past, new), 2))
 
 
 def _order(parts: Sequence[Value], pasts: Sequence[Value | None]) -> Sequence[int]:
-    """Heads stay after positions if they are packed side by side and there is no cache."""
+    """The order of dims: heads stay after positions if they are packed in one dim and there is no cache."""
     apart = any(len(p.shape) == 4 for p in parts) or any(p is not None and p.elements for p in pasts)
     return _FIRST if apart else _LAST
 
@@ -261,7 +271,7 @@ def _attention(c: OnnxCall) -> Sequence[Value | None]:
 
 @lowers("com.microsoft:MultiHeadAttention", "com.microsoft:GroupQueryAttention")
 def _contrib_attention(c: OnnxCall) -> Sequence[Value | None]:
-    """onnxruntime's: queries, keys and values [b s (h d)], or all in the first input."""
+    """onnxruntime's attention on queries, keys and values [b s (h d)], which may all be packed in the first input."""
     n = c.integer("num_heads", 1)
     groups = c.integer("kv_num_heads", n)
     parts = [c.x(0), c.opt(1), c.opt(2)]
@@ -286,7 +296,7 @@ def _contrib_attention(c: OnnxCall) -> Sequence[Value | None]:
 
 @lowers("RotaryEmbedding", "com.microsoft:RotaryEmbedding")
 def _rotary(c: OnnxCall) -> Value:
-    """Pairs of elements of a head are rotated: a head may not be split."""
+    """Rotates pairs of elements of a head. A head may not be split."""
     x = c.x(0)
     heads = c.integer("num_heads")
     cut = x
@@ -294,7 +304,7 @@ def _rotary(c: OnnxCall) -> Value:
         tables = [v for v in (c.opt(1), c.opt(2), c.opt(3)) if v is not None and len(v.shape) > 1]
         d = 2 * tables[0].shape[-1] if tables and not heads else x.shape[2] // max(heads, 1)
         if not d or x.shape[2] % d:
-            raise c.fail(f"{list(x.shape)} cannot be divided into heads of {d}")
+            raise c.fail(f"its input {list(x.shape)} cannot be divided into heads of size {d}")
         cut = c.reshape(x, (*x.shape[:2], x.shape[2] // d, d))
     kept = [i < len(cut.shape) - 1 for i in range(len(cut.shape))]
     turned = c.value(nests.restrict(c.b, "rotate", [c.tensor(cut)], cut.shape, kept))

@@ -1,4 +1,4 @@
-"""ONNX: what moves and makes data without computing on it: reshapes, slices, padding, constants, sequences."""
+"""Rules for ONNX ops that move or make data: reshapes, slices, padding, constants, sequences."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _transpose(c: OnnxCall) -> Value:
     order = c.ints("perm")
     order = list(reversed(range(len(x.shape)))) if order is None else c.axes(order, len(x.shape))
     if len(order) != len(x.shape):
-        raise c.fail(f"it orders {len(order)} dims of a tensor that has {len(x.shape)}")
+        raise c.fail(f"its perm {order[:8]} does not fit a tensor of {len(x.shape)} dims")
     if x.elements == 0:
         return nothing([x.shape[i] for i in order], x.dtype)
     return c.transpose(x, order)
@@ -164,12 +164,12 @@ def _blocks(c: OnnxCall) -> Value:
     x, s = c.x(), c.integer("blocksize", 1)
     if len(x.shape) != 4 or s < 1:
         raise c.fail(
-            f"it takes blocks of {s} from a tensor of {len(x.shape)} dims: it needs an image [n c h w]"
+            f"it needs images [n c h w] and a positive blocksize, but has {len(x.shape)} dims and a blocksize of {s}"
         )
     n, ch, h, w = x.shape
     if c.op == "SpaceToDepth":
         if h % s or w % s:
-            raise c.fail(f"an image of {h} by {w} cannot be divided into blocks of {s}")
+            raise c.fail(f"its images of {h} by {w} pixels cannot be divided into blocks of {s} by {s}")
         cut = c.transpose(c.reshape(x, (n, ch, h // s, s, w // s, s)), [0, 3, 5, 1, 2, 4])
         return c.reshape(cut, (n, ch * s * s, h // s, w // s))
     if ch % (s * s):
@@ -198,7 +198,10 @@ def _trilu(c: OnnxCall) -> Value:
 
 @lowers("Resize", "Upsample")
 def _resize(c: OnnxCall) -> Value:
-    """Nearest by a whole factor repeats elements, so that shards stay with theirs; else a dim that changes is whole."""
+    """Nearest-neighbour resizing by integer factors repeats elements, so all dims may be split.
+
+    Otherwise, dims whose size changes are not split.
+    """
     x = c.x()
     rank = len(x.shape)
     axes = c.axes(c.ints("axes") or list(range(rank)), rank)
@@ -208,7 +211,7 @@ def _resize(c: OnnxCall) -> Value:
     sizes: list[int] | None = None
     if factors is None and (v := c.opt(first)) is not None and v.elements:
         if v.data is None:
-            raise c.fail("its scales are computed from the model's data: pase needs them as numbers")
+            raise c.fail("its scales are computed from the model's data", fix="make them constants")
         factors = [float(f) for f in v.data.reshape(-1)]
     if not factors and c.opt(3) is not None:
         sizes = c.ints_of(3, "sizes")
@@ -237,7 +240,7 @@ def _resize(c: OnnxCall) -> Value:
     return c.value(nests.restrict(c.b, "resize", [c.tensor(x)], full, kept))
 
 
-# Values that the model determines without data.
+# Values that are known without data.
 
 
 @lowers("Constant")
@@ -251,7 +254,7 @@ def _constant(c: OnnxCall) -> Value:
             return c.low.constant(c, data.shape, str(data.dtype), data)
     a = c.attribute("value") or c.attribute("sparse_value")
     if a is None:
-        raise c.fail("it is text, which pase cannot price, or has no value: remove it from the model")
+        raise c.fail("it is text, which pase cannot price, or has no value", fix="remove it from the model")
     if a.HasField("sparse_tensor"):
         values = a.sparse_tensor.values
         return c.low.constant(c, c.shape(a.sparse_tensor.dims), dtype_name(values.data_type, c.place), None)
@@ -278,7 +281,7 @@ def _shape(c: OnnxCall) -> Value:
 
 @lowers("ConstantOfShape")
 def _constant_of_shape(c: OnnxCall) -> Value:
-    """With a stored shape and a float value, it represents a weight that the file leaves out."""
+    """A constant. With a stored shape and a float value, it stands for a weight that the file leaves out."""
     shape = c.shape(c.ints_of(0, "shape"))
     t = c.attribute("value")
     dtype = "float32" if t is None else dtype_name(t.t.data_type, c.place)
@@ -302,7 +305,7 @@ def _constant_of_shape(c: OnnxCall) -> Value:
 def _range(c: OnnxCall) -> Value:
     data = [c.x(i).data for i in range(3)]
     if any(d is None or d.size != 1 for d in data):
-        raise c.fail("its length is computed from the model's data: pase needs it as a number")
+        raise c.fail("its length is computed from the model's data", fix="make its limits constants")
     start, limit, delta = (float(d.reshape(())) for d in data)  # type: ignore[union-attr]
     return nothing(c.shape([max(math.ceil((limit - start) / delta), 0)]), c.x().dtype)
 
@@ -338,7 +341,7 @@ def _construct(c: OnnxCall) -> Value:
 def _position(c: OnnxCall, i: int, n: int) -> int:
     at = c.ints_of(i, "position")[0]
     if not -n <= at < n:
-        raise c.fail(f"it takes position {at} of a sequence of {n}")
+        raise c.fail(f"position {at} is out of range for a sequence of {n} tensors")
     return at % n
 
 

@@ -1,4 +1,4 @@
-"""How a rule looks at an ONNX node."""
+"""What a rule sees of an ONNX node: its inputs and attributes (``OnnxCall``)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ __all__ = ["MOST_KNOWN", "OnnxCall"]
 def _schema(
     op: str, version: int, domain: str
 ) -> tuple[int, int, int, dict[str, int], tuple[str, ...]] | None:
-    """(fewest inputs, most inputs, most outputs, types of the attributes, required attributes); None: not known."""
+    """(fewest inputs, most inputs, most outputs, types of attributes, required attributes) of an op.
+
+    None if ONNX has no schema of the op.
+    """
     from onnx import defs
 
     try:
@@ -37,12 +40,12 @@ def _schema(
 
 
 MOST_KNOWN = 4096
-"""Elements of the largest value that is worked out while lowering: shapes, axes, paddings, not weights."""
+"""The most elements of a value that is evaluated while lowering: shapes, axes and paddings, but not weights."""
 
 
 @dataclass
 class OnnxCall(Site):
-    """One ONNX node, as its rule sees it."""
+    """An ONNX node with the values of its inputs, as its rule sees it."""
 
     low: OnnxLowering
     node: NodeProto
@@ -50,16 +53,16 @@ class OnnxCall(Site):
     version: int
     ins: list[Value | None]
     place: str
-    """Which node of which model, for messages."""
+    """Names the model and the node in messages."""
     path: str = ""
-    """Its place among the nodes."""
+    """The path of the node."""
     _attributes: dict[str, AttributeProto] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._attributes = {a.name: a for a in self.node.attribute}
 
     def resolve(self, given: Mapping[str, AttributeProto]) -> None:
-        """Inside of a function: put what its call gave in the place of references to it."""
+        """Inside of a function: replace references to attributes of the call by these attributes."""
         for name, a in list(self._attributes.items()):
             if a.ref_attr_name:
                 if a.ref_attr_name in given:
@@ -68,7 +71,7 @@ class OnnxCall(Site):
                     del self._attributes[name]
 
     def check(self) -> None:
-        """PaseError unless inputs, outputs and attributes are such as ONNX's own schema of the op has them."""
+        """PaseError if the inputs, outputs or attributes do not match ONNX's schema of the op."""
         schema = _schema(self.op, self.version, "" if self.node.domain == "ai.onnx" else self.node.domain)
         if schema is None:
             return
@@ -80,12 +83,12 @@ class OnnxCall(Site):
             or len(self.node.output) > outs
         ):
             raise self.fail(
-                f"{len(self.node.input)} inputs and {len(self.node.output)} outputs; opset {self.version} allows "
-                f"{fewest} to {most} inputs and at most {outs} outputs"
+                f"it has {len(self.node.input)} inputs and {len(self.node.output)} outputs, but opset {self.version} "
+                f"allows {fewest} to {most} inputs and at most {outs} outputs"
             )
         for name, a in self._attributes.items():
             if name in types and a.type not in (types[name], 0):
-                raise self.fail(f"attribute '{name}' is of the wrong type")
+                raise self.fail(f"attribute '{name}' has the wrong type")
         if lacking := [r for r in required if r not in self._attributes]:
             raise self.fail(f"attribute '{lacking[0]}' is missing")
 
@@ -96,7 +99,7 @@ class OnnxCall(Site):
     # Inputs.
 
     def x(self, i: int = 0) -> Value:
-        """Input i, which must be there."""
+        """Input i, which must be given and must be a tensor."""
         v = self.opt(i)
         if v is None:
             raise self.fail(f"input {i} is missing")
@@ -105,29 +108,32 @@ class OnnxCall(Site):
         return v
 
     def opt(self, i: int) -> Value | None:
+        """Input i; None if it is not given."""
         return self.ins[i] if i < len(self.ins) else None
 
     def buffer(self, v: Value) -> Tensor:
-        """The tensor of what is not trained whatever it is (running statistics, scales): constant if stored."""
+        """The tensor of a value that is never trained (running statistics, scales). A stored one is a constant."""
         if v.weight or v.note[:1] == ("initializer",):
             return self.b.constant(v.shape, v.dtype)
         return self.tensor(v)
 
     def ints_of(self, i: int, what: str) -> list[int]:
-        """Input i as integers that the model alone determines."""
+        """Input i as integers. PaseError if they are not known without data. what: names the input in the message."""
         v = self.x(i)
         data = v.data
         if data is None:
             raise self.fail(
-                f"its {what} is computed from the model's data, or too large to read: pase needs it as numbers; "
-                f"bind the model's symbolic sizes, or fold constants (onnxsim, onnxruntime) first"
+                f"input {i}, which gives the {what}, is computed from the model's data or is too large to read",
+                fix="bind the model's symbolic sizes, or fold constants (onnxsim, onnxruntime) first",
             )
         if data.dtype.kind not in "iub":
-            raise self.fail(f"its {what} has dtype {data.dtype}, but must be integers")
+            raise self.fail(
+                f"input {i}, which gives the {what}, has dtype {data.dtype}, but must be integers"
+            )
         return [int(n) for n in data.reshape(-1)]
 
     def number_of(self, i: int, default: float) -> float:
-        """Input i as one number that the model determines, where it is there and does so."""
+        """Input i as a number; the default if it is not given or is not known without data."""
         v = self.opt(i)
         data = None if v is None else v.data
         return (
@@ -136,7 +142,7 @@ class OnnxCall(Site):
             else float(data.reshape(()))
         )
 
-    # Attributes; ONNX's own schema has been checked: types are right.
+    # Attributes. Their types are right, because ``check`` compared them with ONNX's schema.
 
     def has(self, name: str) -> bool:
         return name in self._attributes

@@ -1,7 +1,7 @@
-"""The wire format of protocol buffers, as far as an ONNX file needs it: the structure without the weights.
+"""Reads the structure of an ONNX file without its weights, from the wire format of protocol buffers.
 
-A file is read where it lies (mmap): only what is small is copied, so that memory follows the graph and not the
-weights. Field numbers are those of onnx.proto. Source: protobuf.dev, "Encoding".
+The file is memory-mapped and only small messages are copied, so memory use depends on the graph and not on the weights.
+Field numbers are those of onnx.proto. Source: protobuf.dev, "Encoding".
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["SMALL_BYTES", "Buffer", "Field", "Malformed", "fields", "skeleton", 
 Buffer: TypeAlias = "memoryview | bytes"
 
 SMALL_BYTES = 40_000
-"""A message of at most so many bytes is kept as it is: room for 4096 int64 values and what goes with them."""
+"""A message of at most this many bytes is kept unchanged: room for 4096 int64 values and their metadata."""
 
 _MOST_NESTED = 60
 
-# What is inside of which field: message -> field number -> message. "data" is dropped where it is large.
+# The messages inside of messages: message -> field number -> message. "data" is dropped if it is large.
 _INSIDE: dict[str, dict[int, str]] = {
     "model": {7: "graph", 20: "dropped", 25: "function"},  # 20: training_info
     "graph": {1: "node", 5: "tensor", 15: "sparse"},
@@ -34,12 +34,12 @@ _INSIDE: dict[str, dict[int, str]] = {
 
 
 class Malformed(PaseError):
-    """Bytes that are no protocol buffer."""
+    """The bytes are no protocol buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a message: its number, wire type, and where it begins, where its payload does, where it ends."""
+    """A field of a message: its number, its wire type, and the positions of its start, its payload and its end."""
 
     number: int
     wire: int
@@ -57,7 +57,7 @@ def varint(buf: Buffer, at: int, end: int) -> tuple[int, int]:
         at, shift = at + 1, shift + 7
         if byte < 0x80:
             return value, at
-    raise Malformed("a number is cut off")
+    raise Malformed("a number is cut off or too long")
 
 
 def fields(buf: Buffer, start: int, end: int) -> Iterator[Field]:
@@ -76,26 +76,27 @@ def fields(buf: Buffer, start: int, end: int) -> Iterator[Field]:
             length, payload = varint(buf, payload, end)
             stop = payload + length
         else:
-            raise Malformed(f"a field has the unknown wire type {wire}")
+            raise Malformed(f"a field has unknown wire type {wire}")
         if stop > end or number == 0:
-            raise Malformed("a field reaches beyond the end: the file is cut off or damaged")
+            raise Malformed("a field extends beyond the end of the data, which may be cut off or damaged")
         yield Field(number, wire, at, payload, stop)
         at = stop
 
 
 def skeleton(buf: Buffer) -> bytes:
-    """The ModelProto in these bytes without the contents of its large tensors (their names and shapes stay)."""
+    """The ModelProto in these bytes without the contents of its large tensors. Their names and shapes are kept."""
     return b"".join(_kept(buf, 0, len(buf), "model", 0))
 
 
 def _kept(buf: Buffer, start: int, end: int, kind: str, depth: int) -> list[bytes]:
+    """The message in buf[start:end] in pieces, without large data. kind: of the message, a key of _INSIDE."""
     if depth > _MOST_NESTED:
-        raise Malformed(f"graphs are nested more than {_MOST_NESTED} messages deep")
+        raise Malformed(f"messages are nested more than {_MOST_NESTED} levels deep")
     if end - start <= SMALL_BYTES:
         return [bytes(buf[start:end])]
     out: list[bytes] = []
     inside = _INSIDE[kind]
-    since = start  # what is kept as it is, from here on
+    since = start  # from here on, bytes are kept unchanged
     for f in fields(buf, start, end):
         what = inside.get(f.number)
         if f.wire != 2 or what is None or (f.end - f.payload <= SMALL_BYTES and what != "dropped"):
@@ -114,7 +115,8 @@ def _key(number: int) -> bytes:
 
 
 def _length(value: int) -> bytes:
-    """
+    """A number in base 128.
+
     >>> _length(300).hex()
     'ac02'
     """

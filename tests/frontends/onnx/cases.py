@@ -1,4 +1,4 @@
-"""ONNX's own test cases of single ops, small models, and what both sides of a comparison look like."""
+"""ONNX's own test cases of single ops, the models of the onnx package, and a builder for small models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DATA = Path(os.path.dirname(onnx.__file__)) / "backend" / "test" / "data"
 
 
 def light() -> list[Path]:
-    """The zoo's models without their weights, which the onnx package brings along."""
+    """The models of the ONNX zoo without weights, which are part of the onnx package."""
     return sorted((DATA / "light").glob("*.onnx"))
 
 
@@ -39,8 +39,10 @@ def node_cases() -> tuple[Any, ...]:
 
 
 def read_case(case: Any) -> tuple[Any, OnnxLowering] | None:
-    """A case lowered; at need with its small inputs as initializers (shapes and axes have to be known), all but the
-    first, or all. None where pase refuses it with a message."""
+    """A lowered case and its model; None if pase refuses it.
+
+    If needed, small inputs (shapes and axes, which must be known) are made initializers: all but the first, or all.
+    """
     for keep in (None, 0, -1):
         model = onnx.ModelProto()
         model.CopyFrom(case.model)
@@ -63,8 +65,11 @@ def model_of(
     opset: int = 21,
     **more: Any,
 ) -> Any:
-    """A ModelProto: inputs and outputs name -> shape (or (dtype, shape)), outputs perhaps
-    without shapes, weights name -> array or shape (of zeros)."""
+    """A ModelProto of these nodes.
+
+    inputs, outputs: name -> shape or (dtype, shape). outputs may also be a list of names. weights: name -> array, or
+    the shape of an array of zeros.
+    """
     from onnx import TensorProto, helper
 
     def info(name: str, shape: Any) -> Any:

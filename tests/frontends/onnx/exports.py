@@ -1,4 +1,4 @@
-"""Models exported from PyTorch, and the same in JAX. PyTorch is imported where it is used: not everybody has it."""
+"""Models exported from PyTorch, and the same models in JAX. PyTorch is optional and is imported inside of functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["gpt2", "pair", "recurrent", "resnet"]
 
 
 def export(model: nn.Module, *args: Any, **options: Any) -> Any:
-    """The ModelProto. Weights are random: the exporter makes one initializer of equal ones."""
+    """The ModelProto of a module, with random weights: the exporter merges equal initializers."""
     import torch
     from torch import nn
 
@@ -111,7 +111,7 @@ def _transformer() -> nn.Module:
 
 @cache
 def pair(name: str) -> tuple[Any, Callable[..., Any], Any, Any]:
-    """(ModelProto, JAX loss, its parameters, its batch) of one architecture."""
+    """One architecture as a ModelProto, and as a JAX loss with parameters and batch."""
     import jax
     import jax.numpy as jnp
     import torch
@@ -207,7 +207,7 @@ def _resnet() -> nn.Module:
 
 
 def resnet() -> Any:
-    """With a symbolic batch."""
+    """A ResNet with a symbolic batch size."""
     import torch
 
     return export(_resnet(), torch.zeros(4, 3, 32, 32), dynamic_shapes=({0: "batch"},))
@@ -231,7 +231,7 @@ def _recurrent(kind: str) -> nn.Module:
 
 
 def recurrent(kind: str) -> tuple[Any, list[tuple[int, ...]]]:
-    """(ModelProto, shapes of the layers' matrices)."""
+    """A model with recurrent layers, and the shapes of the layers' matrices."""
     import torch
 
     model = _recurrent(kind)

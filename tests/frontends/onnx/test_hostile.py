@@ -1,4 +1,4 @@
-"""Files that are damaged, malformed or meant to harm: one clear error each, in bounded time."""
+"""Files that are damaged, malformed or malicious: each gives one PaseError, in bounded time."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ node = helper.make_node
 
 
 def small(*nodes: Any, **more: Any) -> Any:
-    """x [4 8] times w [8 16], and what else is asked for."""
+    """A model with the product of x [4 8] and w [8 16], followed by these nodes."""
     product = node("MatMul", ["x", "w"], ["y"], name="product")
     more.setdefault("outputs", [nodes[-1].output[0] if nodes else "y"])
     weights = {"w": (8, 16)} | more.pop("weights", {})
     return model_of([product, *nodes], {"x": (4, 8)} | more.pop("inputs", {}), weights=weights, **more)
 
 
-def refuses(model: Any, match: str, **options: Any) -> None:
-    with pytest.raises(PaseError, match=match):
+def refuses(model: Any, *words: str, where: str = "", **options: Any) -> PaseError:
+    """The error for a model. words: in its message. where: in the place that it names."""
+    with pytest.raises(PaseError) as e:
         from_onnx.trace(model, **options)
+    assert where in e.value.where and all(w in str(e.value) for w in words), str(e.value)
+    return e.value
 
 
 def test_the_small_model_is_sound() -> None:
@@ -42,10 +45,10 @@ def test_the_small_model_is_sound() -> None:
 
 
 def test_no_such_file(tmp_path: Path) -> None:
-    refuses(str(tmp_path / "none.onnx"), "cannot read .*none.onnx: No such file")
+    refuses(str(tmp_path / "none.onnx"), "cannot read", "No such file", where="none.onnx")
     empty = tmp_path / "empty.onnx"
     empty.touch()
-    refuses(empty, "empty.onnx: 0 bytes: is it an ONNX model")
+    refuses(empty, "0 bytes", where="empty.onnx")
 
 
 def test_truncated_anywhere(tmp_path: Path) -> None:
@@ -56,20 +59,20 @@ def test_truncated_anywhere(tmp_path: Path) -> None:
         try:
             from_onnx.trace(path)
         except PaseError as e:
-            assert "cut.onnx" in str(e)
+            assert e.where.startswith(str(path))
 
 
 def test_not_a_model(tmp_path: Path) -> None:
     path = tmp_path / "x.onnx"
     path.write_bytes(b"PK\x03\x04 this is no protocol buffer" * 9)
-    refuses(path, "is not an ONNX model, or is damaged")
+    refuses(path, "not an ONNX model", where="x.onnx")
     path.write_bytes(onnx.ModelProto(ir_version=9).SerializeToString())
-    refuses(path, "it contains no graph")
+    refuses(path, "no graph", where="x.onnx")
 
 
 def test_cycle() -> None:
     a, b = node("Relu", ["z"], ["y2"], name="a"), node("Relu", ["y2"], ["z"], name="b")
-    refuses(small(a, b), "the graph is cyclic: Relu 'a' depends on its own result")
+    refuses(small(a, b), "cycle", "Relu 'a'")
 
 
 def test_unsorted_is_sorted() -> None:
@@ -81,34 +84,31 @@ def test_unsorted_is_sorted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "match"),
+    ("bad", "where", "words"),
     [
-        (
-            [node("MatMul", ["y", "w"], ["z"])],
-            r"MatMul '1': it multiplies \[4, 16\] by \[8, 16\]: 16 columns do not match 8 rows",
-        ),
-        ([node("Add", ["y", "x"], ["z"])], r"Add '1': shapes \[4, 16\], \[4, 8\] do not broadcast"),
-        ([node("Concat", ["y", "x"], ["z"], axis=0)], r"\[4, 16\] and \[4, 8\] cannot be joined along dim 0"),
-        ([node("Transpose", ["y"], ["z"], perm=[0, 0])], r"axes \[0, 0\] name a dim twice"),
-        ([node("Softmax", ["y"], ["z"], axis=7)], "axis 7 is out of range for a tensor of 2 dims"),
-        ([node("Relu", ["nowhere"], ["z"])], "it reads 'nowhere', which no node before it makes"),
-        ([node("Relu", [], ["z"])], "0 inputs and 1 outputs; opset 21 allows 1 to 1 inputs"),
-        ([node("Transpose", ["y"], ["z"], perm="ab")], "attribute 'perm' is of the wrong type"),
-        ([node("Concat", ["y"], ["z"])], "attribute 'axis' is missing"),
-        ([node("Frobnicate", ["y"], ["z"])], "no lowering for ONNX op 'Frobnicate'"),
-        ([node("Relu", ["y"], ["z"], domain="evil")], "no lowering for ONNX op 'evil:Relu'"),
-        ([node("Relu", ["y"], ["y"])], "'y' is made twice, by Relu"),
-        ([node("Einsum", ["y"], ["z"], equation="i->")], "equation 'i->' does not fit shape"),
-        ([node("Split", ["y"], ["z", "t"], axis=0, num_outputs=9)], "it makes 9 parts, but has 2 outputs"),
-        ([node("LSTM", ["y", "w", "w"], ["z"], hidden_size=4)], "each must have three dims"),
+        (node("MatMul", ["y", "w"], ["z"]), "MatMul '1'", ["[4, 16]", "[8, 16]", "16 columns"]),
+        (node("Add", ["y", "x"], ["z"]), "Add '1'", ["[4, 16]", "[4, 8]"]),
+        (node("Concat", ["y", "x"], ["z"], axis=0), "Concat '1'", ["[4, 16]", "[4, 8]", "dim 0"]),
+        (node("Transpose", ["y"], ["z"], perm=[0, 0]), "Transpose '1'", ["[0, 0]"]),
+        (node("Softmax", ["y"], ["z"], axis=7), "Softmax '1'", ["7", "2 dims"]),
+        (node("Relu", ["nowhere"], ["z"]), "Relu '1'", ["'nowhere'"]),
+        (node("Relu", [], ["z"]), "Relu '1'", ["0 inputs", "opset 21"]),
+        (node("Transpose", ["y"], ["z"], perm="ab"), "Transpose '1'", ["'perm'", "wrong type"]),
+        (node("Concat", ["y"], ["z"]), "Concat '1'", ["'axis'", "missing"]),
+        (node("Frobnicate", ["y"], ["z"]), "Frobnicate '1'", ["'Frobnicate'"]),
+        (node("Relu", ["y"], ["z"], domain="evil"), "Relu '1'", ["'evil:Relu'"]),
+        (node("Relu", ["y"], ["y"]), "", ["two nodes make 'y'", "Relu"]),
+        (node("Einsum", ["y"], ["z"], equation="i->"), "Einsum '1'", ["'i->'"]),
+        (node("Split", ["y"], ["z", "t"], axis=0, num_outputs=9), "Split '1'", ["9 parts", "2 outputs"]),
+        (node("LSTM", ["y", "w", "w"], ["z"], hidden_size=4), "LSTM '1'", ["three dims"]),
     ],
 )
-def test_unsound_nodes(nodes: list[Any], match: str) -> None:
-    refuses(small(*nodes), match)
+def test_unsound_nodes(bad: Any, where: str, words: list[str]) -> None:
+    refuses(small(bad), *words, where=where)
 
 
 def test_unknown_ops_may_be_replicated() -> None:
-    """With a declared shape, and at the price of its traffic; a shape that nobody declares is an error."""
+    """An unknown op with a declared shape is replicated, at the price of its memory traffic. Others are refused."""
     info = helper.make_tensor_value_info("z", TensorProto.FLOAT, [4, 3])
     model = small(node("Frobnicate", ["y"], ["z"]), node("Relu", ["z"], ["t"]), value_info=[info])
     with pytest.raises(UnknownOp, match="pass unknown='replicate'"):
@@ -118,27 +118,29 @@ def test_unknown_ops_may_be_replicated() -> None:
     assert {d.kind for n in found.nodes if n.kind == "opaque" for d in n.space} == {
         "replicated"
     } and op.differentiable
-    refuses(small(node("Frobnicate", ["y"], ["z"])), "its output 'z' is not known", unknown="replicate")
+    e = refuses(small(node("Frobnicate", ["y"], ["z"])), "output 'z'", unknown="replicate")
+    assert "value_info" in e.fix
 
 
 def test_huge_and_negative_sizes() -> None:
-    refuses(small(inputs={"x": (2**62, 8)}), "too large to compute with")
+    refuses(small(inputs={"x": (2**62, 8)}), "too large", where="input 'x'")
     shape = {"s": np.array([2**40, 2**40])}
-    refuses(small(node("Expand", ["y", "s"], ["z"]), weights=shape), "which is not valid")
-    refuses(small(node("Reshape", ["y", "s"], ["z"]), weights={"s": np.array([-3, 2])}), "is not valid")
+    refuses(small(node("Expand", ["y", "s"], ["z"]), weights=shape), f"{2**40}", where="Expand")
+    negative = {"s": np.array([-3, 2])}
+    refuses(small(node("Reshape", ["y", "s"], ["z"]), weights=negative), "[-3, 2]", where="Reshape")
     pads = {"s": np.array([0, 0, 2**62, 2**62])}
-    refuses(small(node("Pad", ["y", "s"], ["z"]), weights=pads), "which is not valid")
+    refuses(small(node("Pad", ["y", "s"], ["z"]), weights=pads), f"{2**62 + 4}", where="Pad")
     model = small()
     model.graph.initializer[0].dims[0] = -8
-    refuses(model, r"initializer 'w' has shape \[-8, 16\]: sizes must not be negative")
+    refuses(model, "[-8, 16]", where="initializer 'w'")
 
 
 def test_symbols_that_are_no_code() -> None:
-    """A size is parsed, never evaluated; what is no expression is a name."""
+    """A size is parsed and never evaluated. Text that is no expression is a name."""
     for text in ("9**9**9", "__import__('os').system('true')", "(" * 300, "a" * 5000, "batch size"):
         model = small()
         model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = text
-        refuses(model, "has symbolic sizes")
+        refuses(model, "symbolic sizes", "--dim")
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "batch size"
     assert from_onnx.trace(model, dims={"batch size": 4}).graph.inputs[0].shape == (4, 8)
     model.graph.input[0].type.tensor_type.shape.dim[0].Clear()
@@ -154,13 +156,13 @@ def test_external_data_outside_is_refused(where: str) -> None:
     t.ClearField("raw_data")
     t.data_location = TensorProto.EXTERNAL
     t.external_data.add(key="location", value=where)
-    refuses(model, "outside the model's folder: pase refuses to open it")
-    t.external_data[0].value = "weights/w.bin"  # inside: not needed, and not there
+    refuses(model, f"'{where}'", where="initializer 'w'")
+    t.external_data[0].value = "weights/w.bin"  # inside of the folder: it does not exist, and is not read
     assert from_onnx.trace(model).param_paths == ("w",)
 
 
 def nested(levels: int, calls: int) -> Any:
-    """Functions that call one another: calls**levels nodes, unfolded."""
+    """Functions that call one another: calls**levels nodes after inlining."""
     opset = [helper.make_opsetid("", 21), helper.make_opsetid("f", 1)]
     functions = []
     for i in range(levels):
@@ -180,11 +182,11 @@ def test_functions_are_inlined_within_bounds() -> None:
         "1.0.0.1",
         "1.0.1.0",
     ]
-    refuses(nested(12, 4), "expand to far more nodes than the file has, so it is refused")
-    refuses(nested(40, 1), "nested more than 24 deep")
+    refuses(nested(12, 4), "far more nodes than the file has")
+    refuses(nested(40, 1), "more than 24 levels")
     loop = nested(2, 1)
     loop.functions[1].node[0].op_type, loop.functions[1].node[0].domain = "F0", "f"
-    refuses(loop, "nested more than 24 deep: does one call itself")
+    assert "calls itself" in refuses(loop, "more than 24 levels").fix
 
 
 def test_subgraphs_are_bounded() -> None:
@@ -202,11 +204,11 @@ def test_subgraphs_are_bounded() -> None:
 
     nodes = from_onnx.trace(model(3)).graph.nodes
     assert max(len(op.scope) for n in nodes for op in n.ops) == 4
-    refuses(model(12), "expand to far more nodes than the file has|nested more than")
+    refuses(model(12), "far more nodes than the file has")
 
 
 def test_weights_are_not_read(tmp_path: Path) -> None:
-    """The skeleton of a file is small whatever its weights; small tensors keep their contents."""
+    """The skeleton of a file is small for any weights. Small tensors keep their contents."""
     data = small(weights={"w": (8, 16), "big": (1024, 1024), "few": np.arange(3)}).SerializeToString()
     short = skeleton(data)
     assert len(data) > 2**22 and len(short) < 2000
@@ -222,7 +224,7 @@ HUGE = [0, -1, 1, 7, 64, 2**31, 2**62, 2**63 - 1, -(2**63)]
 
 
 def mutate(r: random.Random, data: bytes) -> bytes:
-    """A damaged copy of a model's file: bytes, or what they mean."""
+    """A damaged copy of a model's file, with changed bytes or changed fields."""
     if r.random() < 0.4:
         out, i = bytearray(data), r.randrange(len(data))
         match r.randrange(4):
@@ -267,7 +269,7 @@ def mutate(r: random.Random, data: bytes) -> bytes:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_mutated_real_models(seed: int, tmp_path: Path) -> None:
-    """Neither a traceback nor a graph that is no graph, whatever happens to a real file."""
+    """A mutated file is either read as a sound graph, or refused with a message. Both occur."""
     r = random.Random(seed)
     files = [p.read_bytes() for p in stored_models() if p.stat().st_size < 50_000]
     path = tmp_path / "m.onnx"
@@ -281,4 +283,4 @@ def test_mutated_real_models(seed: int, tmp_path: Path) -> None:
         else:
             verify(found.graph)
             read += 1
-    assert 2 < read < 55
+    assert 0 < read < 60
