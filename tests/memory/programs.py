@@ -76,7 +76,7 @@ def _bidirectional(p: Any, x: jax.Array) -> jax.Array:
 
 
 @_loop
-def _nested(p: Any, x: jax.Array) -> jax.Array:  # the turns are the inner loop's
+def _nested(p: Any, x: jax.Array) -> jax.Array:  # the iterations are those of the inner loop
     def outer(c: Any, x: Any) -> Any:
         c, ys = jax.lax.scan(lambda c, x: (h := _cell(p, c, x), h), c, x)
         return c, ys
@@ -85,7 +85,7 @@ def _nested(p: Any, x: jax.Array) -> jax.Array:  # the turns are the inner loop'
 
 
 @_loop
-def _nested_outside(p: Any, x: jax.Array) -> jax.Array:  # the turns are the outer loop's
+def _nested_outside(p: Any, x: jax.Array) -> jax.Array:  # the iterations are those of the outer loop
     def outer(c: Any, x: Any) -> Any:
         c, ys = jax.lax.scan(lambda c, _: (h := _cell(p, c, x), h), c, None, length=3)
         return c, ys
@@ -105,7 +105,7 @@ def _loop_again(p: Any, x: jax.Array) -> jax.Array:
 
 
 @_loop
-def _chunks(p: Any, x: jax.Array) -> jax.Array:  # a loop over chunks whose body, a loop too, is run again
+def _chunks(p: Any, x: jax.Array) -> jax.Array:  # a loop over chunks whose body, also a loop, is recomputed
     def chunk(c: Any, x: Any) -> Any:
         return jax.lax.scan(lambda c, x: (h := _cell(p, c, x), h), c, x)
 
@@ -118,7 +118,7 @@ def _maps(p: Any, x: jax.Array) -> jax.Array:
 
 
 @_loop
-def _filled(p: Any, x: jax.Array) -> jax.Array:  # a carry that each turn writes a row of
+def _filled(p: Any, x: jax.Array) -> jax.Array:  # a carry of which each iteration writes a row
     def turn(i: Any, c: Any) -> Any:
         h, out = c
         h = _cell(p, h, x[i])

@@ -120,7 +120,7 @@ class SplitProblem:
         graph = _limited(graph_of(traced, variant), self.target, self.graph.fixed)
         own = _own_mesh(graph)
         if own is not None and (why := why_not(graph, own)) is not None:
-            raise NotInParts(f"of {variant.accumulate} micro-batches, {why}")
+            raise NotInParts(f"in {variant.accumulate} micro-batches, {why}")
         return replace(self, graph=graph, variant=variant)
 
     def meshes(self, mesh: str | None, max_axes: int) -> list[Mesh]:

@@ -187,7 +187,9 @@ def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: boo
     mixed = _meet(traced, graph) if free or accumulate not in (None, 1) else None
     if accumulate not in (None, 1) and mixed:
         raise NotInParts(
-            f"a step in micro-batches would give other numbers: examples of the batch meet in {mixed}"
+            f"a step in micro-batches would give other numbers: examples of the batch meet in {mixed}",
+            where=f"accumulate={accumulate}",
+            fix="leave it out",
         )
     sizes = [accumulate] if accumulate else list(_powers(traced)) if free and not mixed else [1]
     asked = _asked_hoisted(options.once, traced, trained)
