@@ -1,4 +1,4 @@
-"""What work and collectives cost. A file here that registers a cost model is found automatically."""
+"""The costs of work and collectives. A file here that registers a cost model is found automatically."""
 
 from pase.costmodels.registry import get, names, register
 from pase.former import former_names

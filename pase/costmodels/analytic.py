@@ -1,4 +1,4 @@
-"""Seconds: a roofline for local work, and the machine's own collective algorithms by size."""
+"""Costs in seconds: a roofline for local work, and the machine's own collective algorithms by size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SPLITS_OF_K = (1, 2, 4, 8, 16)
 
 @register("analytic")
 class Analytic:
-    """Predicts seconds on a machine. Measured tables in its file replace the formulas.
+    """Predicts seconds on a machine. Measured tables in the machine's file replace the formulas.
 
     >>> from pase.machine import load, mesh_from
     >>> model = Analytic(load("h100x8"))
@@ -33,7 +33,7 @@ class Analytic:
     unit = "s"
 
     def __init__(self, machine: Machine, *, flat: bool = False) -> None:
-        """flat: collectives are single calls of a library whose rings go through all devices (NCCL)."""
+        """flat: whether collectives are single calls of a library whose rings go through all devices (NCCL)."""
         self.machine = machine
         self.flat = flat
         self._coefficients: dict[tuple[CollectiveKind, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
@@ -51,7 +51,7 @@ class Analytic:
         *,
         mnk: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
     ) -> np.ndarray:
-        """Seconds: the slower of arithmetic and memory, plus a launch. No work costs nothing."""
+        """The seconds of local work: the slower of arithmetic and memory, plus a launch. No work costs nothing."""
         device = self.machine.device
         if kind not in ("matmul", "conv", "attention", "memory"):
             raise ValueError(f"compute kind must be 'matmul', 'conv', 'attention' or 'memory', got '{kind}'")
@@ -59,7 +59,7 @@ class Analytic:
         launch = device.launch_s
         if device.memory_curve is not None:
             moving = curve_s(device.memory_curve, nbytes)
-            # The curve was measured with its launch: a memory-bound op pays no second one.
+            # The curve was measured with its launch, so a memory-bound op pays no second one.
             moving = np.maximum(moving - launch, 0.0)
         else:
             moving = nbytes / device.moved_bytes_per_s
@@ -81,7 +81,7 @@ class Analytic:
         if kind == "attention":
             if device.attention is not None and mnk is not None:
                 return flops / (device.peak(dtype) * device.attention.at(np.asarray(mnk[1], dtype=float)))
-            kind = "matmul"  # no figure of the fused kernel: the products that it is made of
+            kind = "matmul"  # without a figure for the fused kernel, attention is priced as its products
         rate = device.peak(dtype) * device.reached(kind, dtype)
         if mnk is None:
             return flops / rate
@@ -89,9 +89,9 @@ class Analytic:
         batch = flops / (2 * m * n * k)
         table = next((t for t in device.matmul_tables if t.dtype == dtype), None)
         if table is not None:
-            # A batch fills the device as more rows would.
+            # A batch fills the device in the same way as more rows would.
             measured = matmul_flops_per_s(table, np.maximum(m * batch, 1.0), n, k)
-            # No convolution is tabled: as far from a matmul as the machine's file puts it.
+            # There are no tables for convolutions. Their rate relative to a matmul's is taken from the machine's file.
             part = device.efficiency.get(kind, 1.0) / device.efficiency.get("matmul", 1.0)
             rates = np.minimum(measured * part, max(table.flops_per_s)) if part > 1 else measured * part
             return np.maximum(flops / rates - device.launch_s, 0.0)
@@ -102,9 +102,9 @@ class Analytic:
     def _tiled_s(
         self, batch: np.ndarray, m: np.ndarray, n: np.ndarray, k: np.ndarray, rate: float
     ) -> np.ndarray:
-        """Whole waves of whole tiles, for the best tile and split of k; a split writes partial sums.
+        """The time of whole waves of whole tiles, for the best tile and split of k. A split writes partial sums.
 
-        The tiles lie along axis 0, the splits along axis 1, and the operands' own axes after them.
+        Axis 0 is over the tiles, axis 1 over the splits, and the operands' own axes follow.
         """
         device = self.machine.device
         batch, m, n, k = np.broadcast_arrays(batch, m, n, k)
@@ -118,7 +118,7 @@ class Analytic:
         waves = np.ceil(tiles * split / device.compute_units)
         depth = np.ceil(k / (split * tk))
         wave_s = 2.0 * tm * tn * tk * device.compute_units / (rate * tile_rate)
-        # float32 partial sums, written and read again.
+        # The float32 partial sums are written and read again.
         partial_s = 2 * 4 * batch * m * n / device.memory_bandwidth_bytes_per_s
         seconds = waves * (depth * wave_s + overhead_s) + np.where(split > 1, split, 0.0) * partial_s
         return np.asarray(seconds.min(axis=(0, 1)))
@@ -126,7 +126,7 @@ class Analytic:
     # -- collectives --
 
     def collective(self, kind: CollectiveKind, mesh: Mesh, axes: ArrayLike, nbytes: ArrayLike) -> np.ndarray:
-        """Seconds of the cheapest algorithm for each size; see ``costmodels/collectives.py``."""
+        """The seconds of the cheapest algorithm for each size; see ``costmodels/collectives.py``."""
         axes, nbytes = np.asarray(axes), np.asarray(nbytes, dtype=float)
         if axes.size and (axes.min() < 0 or axes.max() >= 1 << len(mesh.sizes)):
             raise ValueError(f"the axis sets of mesh {mesh.names} must be in 0..{(1 << len(mesh.sizes)) - 1}")
@@ -136,7 +136,7 @@ class Analytic:
             np.minimum(out, a[axes] + b[axes] * nbytes, out=out)
         for axis_set in self._measured_sets(kind, mesh):
             out = np.where(axes == axis_set, self._measured_s(kind, mesh, axis_set, nbytes), out)
-        # Sets that join nothing have the line 0 + 0 * bytes.
+        # Axis sets that join nothing have the line 0 + 0 * bytes.
         return np.where(nbytes > 0, out, 0.0)
 
     def _of_mesh(self, mesh: Mesh) -> list[DeviceGroup]:
@@ -151,7 +151,7 @@ class Analytic:
         return self._by_group[kind, g]
 
     def _table(self, kind: CollectiveKind, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
-        """alpha, beta: float64 [lines, axis sets], short sets filled up with their last line."""
+        """alpha and beta as float64 [lines, axis sets]. Shorter lists of lines are padded with their last line."""
         key = (kind, mesh.sizes)
         if key not in self._coefficients:
             found = [self._lines(kind, g) for g in self._of_mesh(mesh)]
@@ -161,7 +161,7 @@ class Analytic:
         return self._coefficients[key]
 
     def _nearest(self, kind: CollectiveKind, g: DeviceGroup) -> CollectiveCurve | None:
-        """The measured curve over the same levels whose size is nearest, if any."""
+        """The measured curve over the same levels with the nearest number of devices, or None."""
         crossed = [w > 1 for w in g.ways]
         same = [c for c in self.machine.collectives if c.kind == kind and [w > 1 for w in c.ways] == crossed]
         size = math.log(math.prod(g.ways))
@@ -174,7 +174,8 @@ class Analytic:
         return [s for s, g in enumerate(groups) if math.prod(g.ways) > 1 and self._nearest(kind, g)]
 
     def _measured_s(self, kind: CollectiveKind, mesh: Mesh, axis_set: int, nbytes: np.ndarray) -> np.ndarray:
-        """From the table; for other ways than measured, scaled as the formulas scale large sizes."""
+        """The time from the measured table. For other ways than measured, it is scaled as the formulas scale at the
+        largest measured size."""
         g = self._of_mesh(mesh)[axis_set]
         measured = self._nearest(kind, g)
         assert measured is not None  # _measured_sets chose it

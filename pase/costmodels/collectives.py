@@ -1,9 +1,9 @@
 """Collectives as lines: every algorithm costs alpha + beta * bytes, and the cheapest is taken.
 
-A group of devices is described by its ways at each link level. Every device of the mesh belongs to
-a group and all groups talk at once, so a level gives each device exactly its ``bandwidth``: the
-contention of groups that share links is in that definition, nothing is added for it. What a group
-gains, when it has w devices below a level, is that w devices carry one tensor's bytes across.
+A group of devices is described by its ways at each link level. Every device of the mesh belongs to a group and all
+groups communicate at once, so a level gives each device exactly its ``bandwidth``. Contention between groups that share
+links is part of this definition, and nothing is added for it. A group with w devices below a level gains from the fact
+that w devices carry one tensor's bytes across.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pase.machine import Algorithm, CollectiveKind, Machine, Mesh, axis_levels, 
 
 __all__ = ["DeviceGroup", "algorithms", "group", "lines"]
 
-# One-shot for all-reduce alone: libraries run the other kinds as rings.
+# One-shot is used for all-reduce only, because libraries run the other kinds as rings.
 _DEFAULTS: tuple[tuple[Literal["ring", "tree", "one_shot", "direct"], tuple[CollectiveKind, ...]], ...] = (
     ("ring", ()),
     ("tree", ()),
@@ -30,10 +30,11 @@ _DEFAULTS: tuple[tuple[Literal["ring", "tree", "one_shot", "direct"], tuple[Coll
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceGroup:
-    """Devices that one collective joins. Per link level, innermost first:
+    """The devices that one collective joins, described per link level, innermost first.
 
-    ways: how many; stretch: on a torus, links between neighbours of the group (groups interleaved
-    within one another share links); ring: whether it closes the torus around.
+    ways: the number of devices.
+    stretch: on a torus, the number of links between neighbours of the group (interleaved groups share links).
+    ring: whether the group closes the torus to a ring.
     """
 
     ways: tuple[int, ...]
@@ -59,7 +60,7 @@ def group(mesh: Mesh, axes: int, machine: Machine) -> DeviceGroup:
 
 
 def algorithms(machine: Machine) -> tuple[Algorithm, ...]:
-    """The machine's own, or ring, binary tree, one-shot and direct at the levels' latencies."""
+    """The machine's own algorithms, or else ring, binary tree, one-shot and direct at the levels' latencies."""
     if machine.algorithms:
         return machine.algorithms
     steps = tuple(level.latency_s for level in machine.levels)
@@ -70,7 +71,7 @@ def algorithms(machine: Machine) -> tuple[Algorithm, ...]:
 
 
 def _seconds_per_byte(machine: Machine, g: DeviceGroup, fraction: float) -> list[float]:
-    """By level: seconds for a device to send one byte at this level while all others do."""
+    """For each level: the seconds in which a device sends one byte at this level while all other devices send, too."""
     out = []
     for level, w, stretch, ring in zip(machine.levels, g.ways, g.stretch, g.ring, strict=True):
         bandwidth = level.bandwidth_at_ways.get(w, level.bandwidth_bytes_per_s)
@@ -84,13 +85,14 @@ def _seconds_per_byte(machine: Machine, g: DeviceGroup, fraction: float) -> list
 def _ring(
     a: Algorithm, machine: Machine, g: DeviceGroup, passes: int, flat: bool
 ) -> list[tuple[float, float]]:
-    """Reduce-scatter or all-gather (passes 1), or both in turn (all-reduce, passes 2); flat: as one ring alone."""
+    """A reduce-scatter or an all-gather (1 pass), or both in sequence (an all-reduce, 2 passes). flat: only as one
+    ring."""
     spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
     levels = [l for l, w in enumerate(g.ways) if w > 1]
     total = math.prod(g.ways)
     below = [math.prod(g.ways[:l]) for l in range(len(g.ways))]
-    # Flat: one ring (per device below, each with its share of the bytes) through all devices. A byte
-    # makes total - 1 hops, of which (w - 1) * (ways above) are at a level; Patarasuk & Yuan 2009.
+    # Flat: one ring (per device below, each with its share of the bytes) goes through all devices. A byte makes
+    # total - 1 hops, of which (w - 1) * (ways above) are at a level; Patarasuk & Yuan 2009.
     hops = sum((g.ways[l] - 1) * math.prod(g.ways[l + 1 :]) * a.step_s[l] for l in levels)
     out = [
         (
@@ -99,8 +101,8 @@ def _ring(
         )
     ]
     if len(levels) > 1 and not flat:
-        # Level by level: reduce-scatter inside first, so that a level sees 1 / below of the bytes.
-        # Calls of their own: one a level for each pass, the outermost all-reduce being one call.
+        # Level by level: a reduce-scatter inside comes first, so that a level sees 1 / below of the bytes. There is one
+        # call per level and pass, but the outermost all-reduce is a single call.
         calls = passes * (len(levels) - 1) + 1
         out.append(
             (
@@ -109,7 +111,7 @@ def _ring(
             )
         )
     if len(levels) > 1 and all(machine.levels[l].topology == "torus" for l in levels):
-        # The dims of a torus have links of their own: part p of the bytes starts with dim p.
+        # The dims of a torus have separate links: part p of the bytes starts with dim p.
         beta = 0.0
         for stage in range(len(levels)):
             slowest = 0.0
@@ -125,7 +127,7 @@ def _ring(
 
 
 def _tree(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
-    """All-reduce: up and down a pipelined (double binary) tree, a chain on the innermost levels."""
+    """An all-reduce up and down a pipelined (double binary) tree, which is a chain on the innermost levels."""
     spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
     depth, beta, below = 0.0, 0.0, 1
     for l, w in enumerate(g.ways):
@@ -137,7 +139,7 @@ def _tree(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[float, f
 
 
 def _one_shot(a: Algorithm, machine: Machine, g: DeviceGroup, share: float) -> list[tuple[float, float]]:
-    """Every device sends ``share`` of its bytes to each peer at once; for switches only."""
+    """Every device sends ``share`` of its bytes to each peer at once. Only for switches."""
     if any(machine.levels[l].topology == "torus" for l, w in enumerate(g.ways) if w > 1):
         return []
     spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
@@ -150,14 +152,14 @@ def _one_shot(a: Algorithm, machine: Machine, g: DeviceGroup, share: float) -> l
 
 
 def _all_to_all(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
-    """Each device sends 1/total of its bytes to each peer; the slowest crossing sets the pace."""
+    """Each device sends 1/total of its bytes to each peer. The slowest crossing determines the time."""
     spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
     total, below, alpha, beta = math.prod(g.ways), 1, a.launch_s, 0.0
     for l, w in enumerate(g.ways):
         if w > 1:
             alpha += math.ceil((below * w - below) / a.peers_at_once) * a.step_s[l]
             if machine.levels[l].topology == "torus":
-                # The middle link: half of the line's devices send to the other half.
+                # The middle link is the bottleneck: half of the line's devices send to the other half.
                 crossing = (w // 2) * (w - w // 2) / w
             else:
                 crossing = (total - below) / total
@@ -167,16 +169,16 @@ def _all_to_all(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[fl
 
 
 def _permute(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
-    """Each device sends its bytes to one other; any may have to cross the slowest level."""
+    """Each device sends its bytes to one other device, possibly across the slowest level."""
     spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
     used = [l for l, w in enumerate(g.ways) if w > 1]
     return [(a.launch_s + max(a.step_s[l] for l in used), max(spb[l] for l in used))]
 
 
 def _broadcast(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
-    """A pipelined chain through all devices: each takes the tensor in and passes it on.
+    """A pipelined chain through all devices: each receives the tensor and passes it on.
 
-    Rings run in parallel, one for each device below a level, so that a level sees its share of the bytes.
+    Rings run in parallel, one per device below a level, so that a level sees its share of the bytes.
     """
     spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
     hops, beta, below = 0.0, 0.0, 1
@@ -189,9 +191,9 @@ def _broadcast(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[flo
 
 
 def _in_network(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
-    """All-reduce of one level by its switch: the tensor goes up once and its sum comes down at the same time.
+    """An all-reduce at one level by its switch: the tensor goes up once, and its sum comes down at the same time.
 
-    So the bytes do not grow with the ways: n, where a ring sends 2 (w - 1) / w of n.
+    The bytes therefore do not grow with the ways: n bytes, where a ring sends 2 (w - 1) / w of n.
     """
     used = [l for l, w in enumerate(g.ways) if w > 1]
     if len(used) != 1 or machine.levels[used[0]].topology == "torus" or not a.step_s[used[0]]:
@@ -244,22 +246,25 @@ def _undominated(found: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def lines(kind: CollectiveKind, machine: Machine, g: DeviceGroup, *, flat: bool = False) -> np.ndarray:
-    """float64 [n, 2]: (alpha in s, beta in s a byte) of the algorithms worth having, alpha rising.
+    """float64 [n, 2]: (alpha in s, beta in s per byte) of the algorithms that are best for some size, with rising
+    alpha.
 
-    flat: a ring goes through all devices, as one call of NCCL does; else also level by level, several calls.
+    flat: whether a ring goes through all devices, as one call of NCCL does. Otherwise rings also run level by level,
+        with several calls.
 
-    The cost is min over n of alpha + beta * bytes, bytes as in ``CostModel.collective``.
+    The cost is the minimum over n of alpha + beta * bytes, with bytes as in ``CostModel.collective``.
     """
     if math.prod(g.ways) == 1:
         return np.zeros((1, 2))
     found = _best_lines(kind, machine, g, flat)
     if kind in ("all_reduce", "broadcast"):
-        # A reduce-scatter (a scatter) and an all-gather do the same: never more expensive than those two.
+        # A reduce-scatter (or scatter) followed by an all-gather does the same, so the cost is at most theirs.
         first, second = (_best_lines(k, machine, g, flat) for k in ("reduce_scatter", "all_gather"))
         found += [(a1 + a2, b1 + b2) for a1, b1 in first for a2, b2 in second]
     if not found:
         raise PaseError(
-            f"machine {machine.name} has no algorithm for {kind} over ways {list(g.ways)}; add an "
-            "[[algorithms]] entry for it, or remove all entries to use the defaults"
+            f"it has no algorithm for {kind} over ways {list(g.ways)}",
+            where=f"machine {machine.name}",
+            fix="add an [[algorithms]] entry for it, or remove all entries to use the defaults",
         )
     return np.array(_undominated(found))

@@ -14,7 +14,7 @@ __all__ = ["Paper", "figures"]
 
 
 def figures(machine: Machine) -> PaperFigures:
-    """The machine's [paper] figures; else float32 peak and outermost bandwidth, 8-byte words."""
+    """The machine's [paper] figures, or else its float32 peak, its outermost bandwidth, and 8-byte words."""
     if machine.paper is not None:
         return machine.paper
     return PaperFigures(
@@ -25,7 +25,7 @@ def figures(machine: Machine) -> PaperFigures:
 
 
 def _sent_part(kind: CollectiveKind, ways: int) -> float:
-    """Part of ``nbytes`` that a device sends: ring all-reduce 2(P-1)/P, its halves (P-1)/P."""
+    """The fraction of ``nbytes`` that a device sends: 2(P-1)/P for a ring all-reduce, (P-1)/P for its halves."""
     match kind:
         case "all_reduce":
             return 2 * (ways - 1) / ways
@@ -38,11 +38,11 @@ def _sent_part(kind: CollectiveKind, ways: int) -> float:
 
 @register("paper")
 class Paper:
-    """PaSE's F = sum of t_l + r * t_x: multiply-adds, and words moved at r FLOP each.
+    """PaSE's F = sum of t_l + r * t_x: multiply-adds, and words sent at r FLOP each.
 
-    A multiply-add is one FLOP, as the paper counts; r = word bytes * FLOP/s / (bytes/s) = 5000
-    with its figures of 10 TFLOPS and 16 GB/s for 8-byte words. The prototype prices every element
-    as one such word whatever its dtype: give nbytes = elements * word_bytes to reproduce it.
+    A multiply-add counts as one FLOP, as in the paper. r = word bytes * FLOP/s / (bytes/s) = 5000 with the paper's
+    figures of 10 TFLOPS and 16 GB/s for 8-byte words. The prototype prices every element as one such word, whatever its
+    dtype; pass nbytes = elements * word_bytes to reproduce it.
 
     >>> from pase.machine import load, mesh_from
     >>> model = Paper(load("1080tix8"))
@@ -68,7 +68,7 @@ class Paper:
         *,
         mnk: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
     ) -> np.ndarray:
-        """Multiply-adds of products; FLOPs of anything else. Memory traffic is free, as in the paper."""
+        """The multiply-adds of products; the FLOPs of other work. Memory traffic is free, as in the paper."""
         if kind not in ("matmul", "conv", "attention", "memory"):
             raise ValueError(f"compute kind must be 'matmul', 'conv', 'attention' or 'memory', got '{kind}'")
         work = np.asarray(flops, dtype=float) * (1.0 if kind == "memory" else 0.5)

@@ -1,4 +1,4 @@
-"""Cost models by name. To add one: a file in this folder with one decorated class."""
+"""Cost models by name. To add one, add a file with one decorated class to this folder."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["COST_MODELS", "get", "names", "register"]
 
 COST_MODELS: Registry[Callable[[Machine], CostModel]] = Registry("cost model", package="pase.costmodels")
 register = COST_MODELS.register
-"""Class decorator: ``@register("name")``; the class is called with the machine alone."""
+"""Class decorator: ``@register("name")``. The class is called with the machine as its only argument."""
 
 
 def names() -> list[str]:
-    """Names of all cost models.
+    """The names of all cost models.
 
     >>> names()
     ['analytic', 'paper']
@@ -24,5 +24,5 @@ def names() -> list[str]:
 
 
 def get(name: str, machine: Machine) -> CostModel:
-    """The cost model of that name for a machine. PaseError lists the names if there is none."""
+    """The cost model with this name, for a machine. If there is none, PaseError lists the names."""
     return COST_MODELS[name](machine)

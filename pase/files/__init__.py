@@ -1,1 +1,1 @@
-"""What every file needs: written whole or not at all, sizes as people write them, typed JSON and TOML."""
+"""Support for files: atomic writes, sizes as people write them, typed JSON and TOML."""

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,22 +14,28 @@ __all__ = ["write_atomically"]
 
 
 def write_atomically(path: str | Path, content: str | Iterable[bytes | memoryview | mmap]) -> None:
-    """Write a text, or the pieces of a binary file, into a neighbour, sync it, and rename it over ``path``.
+    """Writes a text, or the pieces of a binary file, to a temporary file in the same folder, syncs it, and renames it
+    to ``path``.
 
-    PaseError where the folder does not exist; where writing fails, an OSError names the file, which stays as it was.
+    Raises PaseError if the folder does not exist. If writing fails, an OSError names ``path``, and the file is
+    unchanged.
     """
     pieces = [content.encode("utf-8")] if isinstance(content, str) else content
     path = Path(path)
     if not path.parent.is_dir():
-        raise PaseError(f"cannot write {path}: the folder {path.parent} does not exist")
+        raise PaseError(
+            f"it cannot be written, because the folder {path.parent} does not exist",
+            where=str(path),
+            fix="create the folder",
+        )
     try:
-        if path.exists() and not path.is_file():  # a pipe or /dev/null is written to, not replaced
+        if path.exists() and not path.is_file():  # write to a pipe or /dev/null instead of replacing it
             path.write_bytes(b"".join(pieces))
         else:
             _replace(path, pieces)
     except (
         OSError
-    ) as e:  # Python names no file where a disk is full, and a temporary one where a folder is read-only
+    ) as e:  # Python's error names no file if a disk is full, and the temporary file if a folder is read-only
         raise OSError(e.errno, e.strerror, str(path)) from e
 
 

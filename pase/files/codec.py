@@ -1,7 +1,7 @@
-"""Typed files: a tree of JSON or TOML becomes a form, or one clear error that says what is wrong, and where.
+"""Typed files: a tree of JSON or TOML becomes a form, or one clear error that says what is wrong and where.
 
-A form is a ``msgspec.Struct`` or a frozen dataclass; its annotations hold the limits (``Annotated[int, Meta(ge=1)]``).
-The JSON Schema that is published for a file is made of its form.
+A form is a ``msgspec.Struct`` or a frozen dataclass. Its annotations contain the limits
+(``Annotated[int, Meta(ge=1)]``). The JSON Schema that is published for a file is derived from its form.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ AtLeastOne = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
-"""Limits that forms share."""
+"""Limits that several forms use."""
 
 _WORDS = {
     "int": "a whole number",
@@ -59,7 +59,7 @@ _WORDS = {
 _BOUNDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
 _STEP = re.compile(r"\.([^.\[\]`]+)|\[(\d+)\]|(\[\.\.\.\])")
 _SHOWN = 80
-# For JSON and TOML; tabs and line breaks are allowed. An even number of backslashes before it escapes nothing.
+# For JSON and TOML; tabs and line breaks are allowed. An even number of backslashes in front escapes nothing.
 _CONTROL = re.compile(
     r"(?<!\\)(?:\\\\)*\\(?:[bf]|u00(?:0[0-8bcef]|1[0-9a-f]|7f|[89][0-9a-f])|U000000(?:0[0-8bcef]|1[0-9a-f]|7f|[89][0-9a-f]))"
     r"|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]",
@@ -68,87 +68,95 @@ _CONTROL = re.compile(
 
 
 def read_json(path: str | Path, what: str, most_bytes: int) -> Any:
-    """The tree of a JSON file; what: how messages call it ("a layout").
+    """Reads the tree of a JSON file. what: the kind of file, for messages ("a layout").
 
-    PaseError where the file is missing, no text, no JSON, or larger than ``most_bytes``.
+    Raises PaseError if the file is missing, not text, not JSON, or larger than ``most_bytes``.
     """
     path = Path(path)
     try:
         size = path.stat().st_size
         if size > most_bytes:
-            raise PaseError(f"{path}: {size} bytes; {what} has at most {most_bytes}")
+            raise PaseError(f"it has {size} bytes, but {what} has at most {most_bytes}", where=str(path))
         text = path.read_text(encoding="utf-8")
     except OSError as e:
-        raise PaseError(f"cannot read {path}: {e.strerror}") from e
+        raise PaseError(f"cannot read it: {e.strerror}", where=str(path)) from e
     except UnicodeDecodeError as e:
-        raise PaseError(f"{path} is not text: {what} is JSON, in UTF-8") from e
-    return parse_json(text, str(path), "; was it cut off? write it again")
+        raise PaseError(f"it is not text, but {what} is JSON in UTF-8", where=str(path)) from e
+    return parse_json(text, str(path), "write it again, if it was cut off")
 
 
 def parse_json(text: str | bytes, where: str, hint: str = "") -> Any:
-    """The tree of an untrusted JSON text. hint: what to do if it is not JSON, for the end of the message.
+    """Parses an untrusted JSON text. hint: what to do if it is not JSON; the ``fix`` of the error.
 
-    PaseError names ``where`` and the place in it: no text, no JSON, nested too deep for Python, a number too long for
-    it, or characters that would command a terminal when a name that holds them is printed.
+    Raises PaseError, which names ``where`` and the place in it, if the text is not text, is not JSON, is nested too
+    deep for Python, has a number too long for Python, or contains characters that would control a terminal when
+    printed.
     """
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
         refuse_control(text, where)
         return json.loads(text)
     except UnicodeDecodeError as e:
-        raise PaseError(f"{where} is not JSON: not text at byte {e.start}; JSON is UTF-8{hint}") from None
+        raise PaseError(
+            f"it is not JSON: not text at byte {e.start}; JSON is UTF-8", where=where, fix=hint
+        ) from None
     except json.JSONDecodeError as e:
-        raise PaseError(f"{where} is not JSON at line {e.lineno}, column {e.colno}: {e.msg}{hint}") from None
+        raise PaseError(
+            f"it is not JSON at line {e.lineno}, column {e.colno}: {e.msg}", where=where, fix=hint
+        ) from None
     except RecursionError:
-        raise PaseError(f"{where} is not JSON that can be read: its brackets are nested too deep") from None
+        raise PaseError("it is not readable JSON: its brackets are nested too deep", where=where) from None
     except ValueError as e:  # Python refuses integers of thousands of digits
-        raise PaseError(f"{where} is not JSON that can be read: {str(e).partition(';')[0]}") from None
+        raise PaseError(f"it is not readable JSON: {str(e).partition(';')[0]}", where=where) from None
 
 
 def refuse_control(text: str, where: str) -> None:
-    """PaseError where a JSON or TOML text holds, raw or escaped, a character that commands a terminal."""
+    """Raises PaseError if a JSON or TOML text contains, raw or escaped, a character that controls a terminal."""
     if "\\" not in text and text.isascii() and "\x7f" not in text:
-        return  # the parsers themselves refuse what else is raw; files of gigabytes end here
+        return  # the parsers themselves refuse other raw characters; files of gigabytes return here
     found = _CONTROL.search(text)
     if found is not None:
         line = text.count("\n", 0, found.start()) + 1
         raise PaseError(
-            f"{where}, line {line}: a control character ({found[0]!a}), which no name of a model holds; take it out"
+            f"a control character ({found[0]!a}), which no name of a model may contain",
+            where=f"{where}, line {line}",
+            fix="remove it",
         )
 
 
 def to_builtins(value: object) -> Any:
-    """A form as dicts, lists, tuples and Python's own numbers, which ``json.dumps`` takes."""
+    """Turns a form into dicts, lists, tuples and Python's own numbers, which ``json.dumps`` accepts."""
     return msgspec.to_builtins(value, str_keys=True, enc_hook=_plain)
 
 
 def _plain(value: object) -> object:
     if isinstance(value, np.generic):
         return value.item()
-    raise NotImplementedError(f"{type(value).__name__} has no place in a file")
+    raise NotImplementedError(f"{type(value).__name__} cannot be written to a file")
 
 
 def to_tree(value: object) -> Any:
-    """A form as JSON gives it back: tuples as lists."""
+    """Turns a form into the tree that JSON would give back, with tuples as lists."""
     return json.loads(json.dumps(to_builtins(value)))
 
 
 def convert(tree: object, form: type[T], where: str, *, closed: bool = False) -> T:
-    """The tree as a form: types are checked, nothing is guessed. PaseError names ``where`` and the place in it.
+    """Turns a tree into a form. Types are checked and nothing is guessed. PaseError names ``where`` and the place in
+    it.
 
-    closed: also refuse keys that the form does not have and numbers that are not finite, whatever the forms inside say.
+    closed: also refuse keys that the form does not have and numbers that are not finite, whatever nested forms allow.
     """
     if closed:
         for problem in _unknown_or_infinite(tree, list(_types_at(form, ())), ()):
-            raise PaseError(f"{where}: {problem}")
+            raise PaseError(problem, where=where)
     try:
         return msgspec.convert(tree, form, str_keys=True)
     except msgspec.ValidationError as e:
-        raise PaseError(f"{where}: {_explain(tree, form, str(e))}") from e
+        raise PaseError(_explain(tree, form, str(e)), where=where) from e
 
 
 def json_schema(form: type, title: str, *, closed: bool = False) -> JsonObject:
-    """The JSON Schema of a form (draft 2020-12); closed: as ``convert`` reads it."""
+    """The JSON Schema of a form (draft 2020-12). closed: as in ``convert``."""
     made = msgspec.json.schema(form)
     definitions = made.pop("$defs", {})
     if closed:
@@ -161,7 +169,7 @@ def json_schema(form: type, title: str, *, closed: bool = False) -> JsonObject:
 
 
 def _unknown_or_infinite(tree: object, types: list[inspect.Type], path: KeyPath) -> Iterator[str]:
-    """What a closed form refuses although its types would accept it. types: the types allowed at ``path``."""
+    """Yields what a closed form refuses although its types would accept it. types: the types allowed at ``path``."""
 
     def below(step: str | int) -> list[inspect.Type]:
         return [t for outer in types for info in _inner(outer, step) for t in _unwrapped(info)]
@@ -210,7 +218,7 @@ def _explain(tree: object, form: type, message: str) -> str:
 
 
 def _wanted(types: Iterable[inspect.Type], said: str) -> str:
-    """What msgspec says, in words. types: the types allowed there."""
+    """msgspec's message in words. types: the types allowed at the place."""
     if said.startswith("Invalid enum value"):
         values = (str(v) for t in types if isinstance(t, inspect.LiteralType) for v in t.values)
         return f"must be one of {', '.join(values)}"
@@ -224,7 +232,7 @@ def _wanted(types: Iterable[inspect.Type], said: str) -> str:
 
 
 def _culprit(tree: object, form: type, path: KeyPath, message: str) -> str:
-    """The key of the mapping at ``path`` whose value is the first to give this message, found by bisection."""
+    """The key of the mapping at ``path`` whose value is the first to cause this message, found by bisection."""
     items = list(_value_at(tree, path).items())
     low, high = 0, len(items)
     while high - low > 1:
@@ -255,7 +263,7 @@ _type_info = cache(inspect.type_info)
 
 
 def _types_at(form: type, path: KeyPath) -> Iterator[inspect.Type]:
-    """What msgspec knows of the types allowed at ``path``."""
+    """msgspec's descriptions of the types allowed at ``path``."""
     found = [_type_info(form)]
     for step in path:
         found = [t for outer in found for t in _inner(outer, step)]
@@ -292,7 +300,7 @@ def _fields(types: Iterable[inspect.Type]) -> Iterator[str]:
 
 
 def _text(path: KeyPath) -> str:
-    return "/".join(map(str, path)) or "the top"
+    return "/".join(map(str, path)) or "the top level"
 
 
 def _shown(value: object) -> str:

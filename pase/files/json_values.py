@@ -1,4 +1,4 @@
-"""What JSON holds, as Python has it."""
+"""Types for the contents of JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, Union
 __all__ = ["Json", "JsonObject"]
 
 Json: TypeAlias = Union[bool, int, float, str, "list[Json]", "dict[str, Json]", None]
-"""A value, as ``json.loads`` reads it and ``json.dumps`` takes it. What it means is known once it is read into a form
+"""A value, as ``json.loads`` returns it and ``json.dumps`` accepts it. Its meaning is known once it is read into a form
 (``codec.convert``)."""
 JsonObject: TypeAlias = dict[str, Any]
-"""An object, whose fields are looked up by name: what they are is known once it is read into a form."""
+"""An object, whose fields are looked up by name. Their types are known once it is read into a form."""

@@ -1,4 +1,4 @@
-"""Progress of long work: lines of text, some of which say how far the work is."""
+"""Progress of long work: lines of text, some of which say how much of the work is done."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 __all__ = ["PieceOfWork", "estimating"]
 
 _QUIET_S = 2.0
-"""Nobody asks how long what takes less will take."""
+"""Work that takes less time than this needs no estimate."""
 
 
 class PieceOfWork(str):
-    """A line of progress: the piece of work that begins, with ``done`` of ``total`` similar pieces finished.
+    """A line of progress: the piece of work that begins now, after ``done`` of ``total`` similar pieces.
 
     >>> PieceOfWork("mesh 2×4", 1, 3)
     'mesh 2×4 (2 of 3)'
@@ -30,8 +30,8 @@ class PieceOfWork(str):
 def estimating(
     say: Callable[[str], None], clock: Callable[[], float] = time.perf_counter
 ) -> Callable[[str], None]:
-    """A function that calls ``say`` with each line and the time so far. For a ``PieceOfWork`` it adds an estimate of
-    the remaining time, from the mean time of the finished pieces."""
+    """Returns a function that calls ``say`` with each line and the time so far. For a ``PieceOfWork`` it adds an
+    estimate of the remaining time, from the mean time of the finished pieces."""
     start = begun = clock()
 
     def told(text: str) -> None:

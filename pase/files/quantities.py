@@ -1,4 +1,4 @@
-"""Quantities as people write them: "80GiB", "50us", "25MB/s", and factors, "0.5..2"."""
+"""Quantities as people write them ("80GiB", "50us", "25MB/s"), and factors ("0.5..2")."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _POINTS = 5
 
 
 def bytes_text(n: float) -> str:
-    """
+    """A number of bytes with a binary unit.
     >>> bytes_text(1536), bytes_text(80 * 2**30)
     ('1.5 KiB', '80 GiB')
     """
@@ -33,43 +33,47 @@ def bytes_text(n: float) -> str:
     raise AssertionError
 
 
-def _parse(text: str, units: Mapping[str, float], refusal: str, *, zero: bool = False) -> float:
-    """The number times its unit (upper or lower case). PaseError(refusal) if it is not a number above 0."""
+def _parse(text: str, units: Mapping[str, float], refusal: PaseError, *, zero: bool = False) -> float:
+    """The number times its unit (upper or lower case). Raises ``refusal`` if it is not a number above 0."""
     read = re.fullmatch(r"\s*([-+.\de]*\d\.?)\s*([a-z/]*)\s*", text.lower())
     try:
         value = float(read[1]) * units[read[2]] if read else math.nan
     except (ValueError, KeyError):
         value = math.nan
     if not (0 < value < math.inf or (zero and value == 0)):
-        raise PaseError(refusal)
+        raise refusal
     return value
 
 
 def parse_bytes(text: str, where: str, such_as: str = "80GiB or 16e9") -> float:
-    """Bytes above 0. where, such_as: the option, and what may be written there, for the message.
+    """Parses a number of bytes above 0. where, such_as: the option, and examples of what it accepts, for the message.
 
     >>> parse_bytes("80GiB", "memory_limit") == 80 * 2**30, parse_bytes("16e9", "memory_limit")
     (True, 16000000000.0)
     """
-    return _parse(text, _BYTES, f"{where} '{text}': expected a size such as {such_as}")
+    return _parse(text, _BYTES, PaseError(f"'{text}' is not a size", where=where, fix=f"write {such_as}"))
 
 
 def parse_seconds(text: str, where: str) -> float:
-    """Seconds, 0 or more, with their unit: "50us"."""
-    return _parse(text, _SECONDS, f"{where}: '{text}' is not a time; write it like 50us", zero=True)
+    """Parses seconds with their unit, such as "50us". They may be 0."""
+    refusal = PaseError(f"'{text}' is not a time", where=where, fix="write it like 50us")
+    return _parse(text, _SECONDS, refusal, zero=True)
 
 
 def parse_rate(text: str, where: str) -> float:
-    """Bytes per second, above 0.
+    """Parses bytes per second, above 0.
 
     >>> parse_rate("25MB/s", "--wire")
     25000000.0
     """
-    return _parse(text, _BYTES_PER_S, f"{where}: '{text}' is not a bandwidth; write it like 5GB/s")
+    return _parse(
+        text, _BYTES_PER_S, PaseError(f"'{text}' is not a bandwidth", where=where, fix="write it like 5GB/s")
+    )
 
 
 def parse_factors(text: str, where: str) -> tuple[float, ...]:
-    """Factors above 0, with 1 among them: "0.5..2" (five, evenly spaced in the logarithm), "0.5..2:9" (9), "0.5,1,4".
+    """Parses factors above 0, and adds 1 to them: "0.5..2" (five, evenly spaced in the logarithm), "0.5..2:9" (9),
+    "0.5,1,4".
 
     >>> parse_factors("0.25..4", "--vary")
     (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -81,13 +85,15 @@ def parse_factors(text: str, where: str) -> tuple[float, ...]:
         low, high = sorted((float(span[1]), float(span[2])))
         count = int(span[3] or _POINTS)
         if count < 2:
-            raise PaseError(f"{where}: a range takes 2 factors or more")
+            raise PaseError(
+                f"a range cannot have {count} factors", where=where, fix="ask for 2 factors or more"
+            )
         ratio = high / low if low > 0 else math.nan
         factors = [low * ratio ** (i / (count - 1)) for i in range(count)]
     elif re.fullmatch(rf"\s*{_NUMBER}(?:\s*,\s*{_NUMBER})*\s*", text):
         factors = [float(x) for x in re.findall(_NUMBER, text)]
     else:
-        raise PaseError(f"cannot read {where}: write 0.5..2, 0.5..2:9 or 0.5,1,2")
+        raise PaseError("its factors cannot be read", where=where, fix="write 0.5..2, 0.5..2:9 or 0.5,1,2")
     if not all(f > 0 for f in factors):
-        raise PaseError(f"{where}: factors must be above 0")
+        raise PaseError("a factor is 0", where=where, fix="use factors above 0")
     return tuple(sorted({float(f"{f:.6g}") for f in (*factors, 1.0)}))

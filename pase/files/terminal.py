@@ -1,4 +1,4 @@
-"""What people read on a terminal: lines and tables, in which a name from a file is text, whatever it holds."""
+"""Output on a terminal: lines and tables, in which a name from a file is printed as text, whatever it contains."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 __all__ = ["UNWRAPPED", "console", "printable"]
 
 UNWRAPPED = 2000
-"""Columns of what is not wrapped: more than any line has."""
+"""The width, in columns, of output that is not wrapped: longer than any line."""
 
 
 def console(*, err: bool = False, **how: Any) -> Console:
     """A rich Console on standard output or error. It prints brackets literally and never prints control characters.
 
-    Where it is no terminal, and neither ``how`` (as rich's own Console takes it) nor COLUMNS says how wide to print,
-    nothing is wrapped.
+    how: options of rich's own Console. If the output is no terminal, and neither ``how`` nor COLUMNS gives a width,
+        nothing is wrapped.
     """
     made = _kind()(stderr=err, markup=False, highlight=False, emoji=False, **how)
     if not (made.is_terminal or "width" in how or "COLUMNS" in os.environ):
@@ -32,18 +32,18 @@ def console(*, err: bool = False, **how: Any) -> Console:
 
 @cache
 def _kind() -> type[Console]:
-    """rich is imported when something is printed."""
+    """The class of consoles. rich is imported only when something is printed."""
     from rich.console import Console
     from rich.text import Text
 
     class Terminal(Console):
-        """Every string that is printed, in a line or in a table, comes through here."""
+        """A console that makes every string printable, in a line or in a table."""
 
         def render_str(self, text: str, **how: Any) -> Text:
             return super().render_str(printable(text), **how)
 
         def print(self, *objects: Any, **how: Any) -> None:
-            """As rich prints; into a file or a pipe without the blanks that fill a table's last column."""
+            """Prints as rich does. Into a file or a pipe, it omits the blanks that pad a table's last column."""
             if self.is_terminal or self.record:
                 super().print(*objects, **how)
                 return

@@ -1,4 +1,4 @@
-"""A machine back to the text of its file: what ``pase calibrate`` writes and ``load`` reads."""
+"""Writes a machine as the text of its file: ``pase calibrate`` writes it and ``load`` reads it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["dumps"]
 
 
 def _tree(value: object, path: str, sources: Mapping[str, str]) -> Any:
-    """Dataclasses as dicts, without fields that have their default and no source of their own."""
-    if isinstance(value, CollectiveCurve):  # its curve is in the same table
+    """Turns dataclasses into dicts, without the fields that have their default value and no source of their own."""
+    if isinstance(value, CollectiveCurve):  # in the file, its curve is in the same table
         value = MeasuredForm(kind=value.kind, ways=value.ways, **vars(value.curve))
     if dataclasses.is_dataclass(value):
         out = {}
@@ -36,7 +36,7 @@ def _tree(value: object, path: str, sources: Mapping[str, str]) -> Any:
 
 
 def _scalar(value: object) -> str:
-    # JSON's strings, numbers, true and lists are TOML's too, but for DEL; every digit of a float is kept.
+    # JSON's strings, numbers, true and lists are valid TOML, except DEL. Every digit of a float is kept.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -60,7 +60,7 @@ def _write(table: JsonObject, path: str, lines: list[str]) -> None:
 
 
 def dumps(machine: Machine) -> str:
-    """TOML text that ``parse`` reads back to the same machine; PaseError if it would refuse it.
+    """Returns TOML text from which ``parse`` reads the same machine. Raises PaseError if ``parse`` would refuse it.
 
     >>> from pase.machine.load import load
     >>> parse(dumps(load("h100x8")), "again") == load("h100x8")
@@ -68,7 +68,9 @@ def dumps(machine: Machine) -> str:
     """
     if isinstance(machine, GroupedMachine):
         raise PaseError(
-            f"machine '{machine.name}' is made of groups, whose file names those of its kinds: copy that file"
+            "it consists of groups, and its file names the files of their kinds",
+            where=f"machine '{machine.name}'",
+            fix="copy its file instead",
         )
     lines: list[str] = []
     _write({"schema": SCHEMA, **_tree(machine, "", machine.sources)}, "", lines)

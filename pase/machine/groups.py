@@ -1,4 +1,4 @@
-"""Machines of several kinds of devices: groups of equal devices, and the link between the groups."""
+"""Machines with several kinds of devices: groups of equal devices, and the link between the groups."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ GROUPS_SCHEMA: GroupsVersion = "pase.machine-groups/1"
 
 @dataclass(frozen=True, kw_only=True)
 class MachineGroup:
-    """Equal devices of a machine that has several kinds. name: of its kind, with a number if the kind is there twice.
+    """A group of equal devices in a machine with several kinds.
 
-    count: devices. machine: what they are, and how they are linked among themselves.
+    name: the name of the kind, with a number if the kind occurs twice.
+    count: the number of devices.
+    machine: the devices, and the links between them.
     """
 
     name: str
@@ -35,10 +37,12 @@ class MachineGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedMachine(Machine):
-    """Groups of devices. Its own device and levels are those of a program that treats all devices alike: it waits for
-    the slowest device, holds what the smallest one holds, and sends over the link between the groups.
+    """Groups of devices.
 
-    between: the link that joins the groups; its bandwidth is per device and direction when all devices talk at once.
+    Its own device and levels describe a program that treats all devices alike: such a program waits for the slowest
+    device, can use as much memory as the smallest device has, and communicates over the link between the groups.
+
+    between: the link that joins the groups. Its bandwidth is per device and direction when all devices communicate.
     """
 
     groups: tuple[MachineGroup, ...]
@@ -49,7 +53,7 @@ class GroupedMachine(Machine):
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of what prices anything in any group."""
+        """The sha256 of everything that affects costs in any group."""
         plain = Machine(**{name: getattr(self, name) for name in Machine.__dataclass_fields__})
         told = [plain.digest, *(f"{g.count} {g.machine.digest}" for g in self.groups)]
         return hashlib.sha256("\n".join(told).encode()).hexdigest()
@@ -59,7 +63,7 @@ class GroupedMachine(Machine):
         return sum(g.count for g in self.groups)
 
     def crossing(self, inner: int) -> Machine:
-        """A machine of units of ``inner`` devices that only the link between the groups joins."""
+        """A machine of units of ``inner`` devices, which are joined only by the link between the groups."""
         inside = replace(self.levels[0], ways=inner, bandwidth_at_ways={})
         return Machine(
             name=self.name,
@@ -72,7 +76,11 @@ class GroupedMachine(Machine):
 
 @dataclass(frozen=True, kw_only=True)
 class KindForm:
-    """A group in a file. kind: a machine's name, or the path of its file, as seen from this file. count: devices."""
+    """A group in a file.
+
+    kind: a machine's name, or the path of its file relative to this file.
+    count: the number of devices.
+    """
 
     kind: str
     count: AtLeastOne
@@ -80,7 +88,7 @@ class KindForm:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupsFile:
-    """A machine of groups as its file has it. sources: as of other machine files."""
+    """A machine of groups, as in its file. sources: as in other machine files."""
 
     schema: GroupsVersion
     name: str
@@ -97,17 +105,19 @@ def grouped(
     sources: dict[str, str],
     title: str = "",
 ) -> GroupedMachine:
-    """The machine of these kinds, (machine, devices), in the order in which they are given.
+    """The machine that consists of these kinds, given as (machine, number of devices), in the given order.
 
-    Raises PaseError if a kind stands in groups itself, or has no room for its devices.
+    Raises PaseError if a kind itself consists of groups, or has no room for its devices.
     """
     from pase.machine.meshes import level_ways
 
     groups = list[MachineGroup]()
     for i, (kind, count) in enumerate(kinds):
         if isinstance(kind, GroupedMachine):
-            raise PaseError(f"machine '{name}': group {i} is itself a machine of groups ('{kind.name}')")
-        level_ways(count, kind)  # refuses what has no room
+            raise PaseError(
+                f"group {i} ('{kind.name}') is itself a machine of groups", where=f"machine '{name}'"
+            )
+        level_ways(count, kind)  # raises PaseError if the kind has no room for so many devices
         twice = sum(k.name == kind.name for k, _ in kinds) > 1
         groups.append(
             MachineGroup(name=f"{kind.name}#{i}" if twice else kind.name, count=count, machine=kind)
@@ -141,13 +151,13 @@ def grouped(
 
 
 def _speed(machine: Machine) -> float:
-    """FLOP/s that large products reach in the fastest of the types of at least 16 bits."""
+    """The FLOP/s that large products reach in the fastest dtype with at least 16 bits."""
     d = machine.device
     wide = [t for t in d.peak_flops if not t.startswith(("float8", "int"))] or list(d.peak_flops)
     return max(d.peak_flops[t] * d.reached("matmul", t) for t in wide)
 
 
 def _smallest(slow: Device, every: Sequence[Device]) -> Device:
-    """The slow device with the memory of the smallest."""
+    """The slow device, with the memory of the smallest device."""
     least = min(every, key=lambda d: d.usable_bytes)
     return replace(slow, memory_bytes=least.memory_bytes, reserved_bytes=least.reserved_bytes)

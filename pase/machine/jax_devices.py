@@ -1,7 +1,8 @@
 """Where JAX's devices are: hosts and links, read from each device's attributes.
 
-Attributes differ by platform. All devices know their process; only TPU devices are chips at places of a torus, with
-cores. GPU devices have ``coords`` too, but these are numbers of slice, host and card, and other attributes raise.
+Attributes depend on the platform. All devices have a process. Only TPU devices are chips with coordinates on a torus,
+and with cores. GPU devices have ``coords``, too, but these are the numbers of slice, host and card, and other
+attributes raise an error.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ __all__ = ["as_linked", "by_hosts", "chip_coords"]
 
 
 def chip_coords(device: JaxDevice) -> tuple[int, ...] | None:
-    """A TPU chip's place on its torus; None for other platforms, which have no torus."""
+    """A TPU chip's coordinates on its torus. None on other platforms, which have no torus."""
     if device.platform != "tpu" or getattr(device, "coords", None) is None:
         return None
     return tuple(device.coords)
 
 
 def by_hosts(devices: Sequence[JaxDevice]) -> list[JaxDevice]:
-    """The devices of a slice (an NVLink domain) one after the other, in it those of a process, by their local number.
+    """Sorts devices by slice (an NVLink domain), then by process, then by local number.
 
-    Inner axes of a mesh over this list lie inside of a host, whatever order JAX or the user has the devices in.
+    The inner axes of a mesh over this list are then inside a host, in whatever order JAX or the user lists the devices.
     """
 
     def place(d: JaxDevice) -> tuple[int, int, int]:
@@ -36,7 +37,7 @@ def by_hosts(devices: Sequence[JaxDevice]) -> list[JaxDevice]:
 
 
 def as_linked(devices: Sequence[JaxDevice]) -> list[JaxDevice]:
-    """The devices in the order of machine files: TPU chips along the slice's longest dim first, others by hosts."""
+    """Sorts devices as machine files order them: TPU chips along the slice's longest dim first, others by host."""
     at = {id(d): c for d in devices if (c := chip_coords(d)) is not None}
     if not at or len(at) < len(devices):
         return by_hosts(devices)

@@ -1,4 +1,4 @@
-"""Machine files: TOML in, ``Machine`` out, with errors that name the file, the place and the remedy."""
+"""Reads machine files: TOML in, ``Machine`` out. Errors name the file, the place in it, and the remedy."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = ["DEFAULT", "SCHEMA", "load", "made_groups_schema", "made_schema", "na
 MachineVersion = Literal["pase.machine/1"]
 SCHEMA: MachineVersion = "pase.machine/1"
 DEFAULT = "h100x8"
-# A share of the peak. A CPU's convolutions can be faster than the thin matmuls that its peak was measured with.
+# Fractions of the peak. A CPU's convolutions can exceed 1: its peak was measured with thin matmuls, which are slower.
 _MOST_EFFICIENT = {"matmul": 1.0, "conv": 8.0, "memory": 1.0, "window": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredForm(Curve):
-    """A measured collective: its curve, and the devices joined at each link level, innermost first."""
+    """A measured collective: its curve, and the number of devices that it joins at each link level, innermost first."""
 
     kind: CollectiveKind
     ways: tuple[AtLeastOne, ...]
@@ -39,7 +39,7 @@ class MeasuredForm(Curve):
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFile(Machine):
-    """A machine as its file has it."""
+    """A machine, as in its file."""
 
     schema: MachineVersion
     collectives: tuple[MeasuredForm, ...] = ()  # type: ignore[assignment]
@@ -47,12 +47,12 @@ class MachineFile(Machine):
 
 
 def made_schema() -> JsonObject:
-    """The JSON Schema of a machine file, made of ``MachineFile``; the committed file is equal to it."""
+    """The JSON Schema of a machine file, derived from ``MachineFile``. The committed file is equal to it."""
     return json_schema(MachineFile, "pase.machine/1: devices joined by link levels", closed=True)
 
 
 def made_groups_schema() -> JsonObject:
-    """The JSON Schema of a machine file of groups, made of ``GroupsFile``; the committed file is equal to it."""
+    """The JSON Schema of a machine file of groups, derived from ``GroupsFile``. The committed file is equal to it."""
     return json_schema(
         GroupsFile, f"{GROUPS_SCHEMA}: groups of equal devices, and the link between", closed=True
     )
@@ -60,33 +60,39 @@ def made_groups_schema() -> JsonObject:
 
 @cache
 def schema() -> JsonObject:
-    """The published JSON Schema of a machine file, for editors and for programs that write one."""
+    """The published JSON Schema of a machine file, for editors and for programs that write such files."""
     text = resources.files("pase.machine").joinpath("machine.schema.json").read_text(encoding="utf-8")
     return json.loads(text)  # type: ignore[no-any-return]
 
 
 def parse(text: str, where: str, folder: Path | None = None) -> Machine:
-    """Reads a machine file's text. ``where`` names it in errors (PaseError). folder: where paths of groups begin."""
+    """Reads the text of a machine file. Raises PaseError, with ``where`` as the file's name.
+
+    folder: the folder to which the paths of groups are relative.
+    """
     refuse_control(text, where)
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
-        raise PaseError(f"{where}: not TOML: {e}") from e
+        raise PaseError(f"it is not TOML: {e}", where=where) from e
     except ValueError as e:  # Python refuses integers of thousands of digits
-        raise PaseError(f"{where}: not TOML that can be read: {str(e).partition(';')[0]}") from None
+        raise PaseError(f"it is not readable TOML: {str(e).partition(';')[0]}", where=where) from None
     if tree.get("schema") == GROUPS_SCHEMA:
         if folder is None:
             raise PaseError(
-                f"{where}: is a machine of groups ('{GROUPS_SCHEMA}'), which only a file of its own may be"
+                f"it is a machine of groups ('{GROUPS_SCHEMA}'), which must be in a file of its own",
+                where=where,
             )
         return _grouped(tree, where, folder)
     if tree.get("schema") != SCHEMA:
         raise PaseError(
-            f"{where}: schema is {tree.get('schema')!r}, this version reads '{SCHEMA}' and '{GROUPS_SCHEMA}'"
+            f"schema is {tree.get('schema')!r}, but this version of pase reads '{SCHEMA}' and '{GROUPS_SCHEMA}'",
+            where=where,
+            fix="use the version of pase that wrote the file, or convert the file",
         )
     form = convert(tree, MachineFile, where, closed=True)
     for problem in _problems(form):
-        raise PaseError(f"{where}: at {problem}")
+        raise PaseError(f"at {problem}", where=where)
     _check_sources(tree, form.sources, where)
     content = {f.name: getattr(form, f.name) for f in fields(Machine)}
     return Machine(**content | {"collectives": tuple(map(_collective, form.collectives))})
@@ -97,7 +103,7 @@ def _check_sources(tree: dict[str, object], sources: dict[str, str], where: str)
         {key: value for key, value in tree.items() if key not in ("sources", "provenance")}, ""
     )
     for problem in _unsourced(list(numbers), sources):
-        raise PaseError(f"{where}: {problem}")
+        raise PaseError(problem, where=where)
 
 
 def _grouped(tree: dict[str, object], where: str, folder: Path) -> GroupedMachine:
@@ -109,7 +115,7 @@ def _grouped(tree: dict[str, object], where: str, folder: Path) -> GroupedMachin
             text, named, _ = _read(folder / g.kind if g.kind.endswith(".toml") or "/" in g.kind else g.kind)
             kinds.append((parse(text, named), g.count))
         except PaseError as e:
-            raise PaseError(f"{where}: at groups/{i}/kind: {e}") from e
+            raise PaseError(f"at groups/{i}/kind: {e}", where=where) from e
     return grouped(form.name, kinds, form.between, form.sources, form.title)
 
 
@@ -119,7 +125,8 @@ def _collective(form: MeasuredForm) -> CollectiveCurve:
 
 
 def _problems(form: MachineFile) -> Iterator[str]:
-    """What types cannot say, each as "place: what": curves rise, and one number stands there for each link level."""
+    """Yields the problems that types cannot express, each as "place: what". Curves must rise, and lists by link level
+    must have one number per level."""
     device, levels = form.device, len(form.levels)
     most = _MOST_EFFICIENT | {f"matmul.{dtype}": 1.0 for dtype in device.peak_flops}
     for kind, part in device.efficiency.items():
@@ -144,7 +151,7 @@ def _problems(form: MachineFile) -> Iterator[str]:
     yield from (f"{place}: {problem}" for place, problem in curves if problem is not None)
     for i, level in enumerate(form.levels[:-1]):
         if level.ways == 0:
-            yield f"levels/{i}/ways: may be 0 (as many as are asked for) at the last level alone"
+            yield f"levels/{i}/ways: may be 0 (any number) only at the last level"
     for i, a in enumerate(form.algorithms):
         if len(a.step_s) != levels:
             yield f"algorithms/{i}/step_s: needs one number per link level ({levels}), got {len(a.step_s)}"
@@ -162,12 +169,12 @@ def _problems(form: MachineFile) -> Iterator[str]:
                 f"got {list(c.ways)}"
             )
         if (c.kind, c.ways) in seen:
-            yield f"collectives/{i}: gives {c.kind} over ways {list(c.ways)} a second time; keep one"
+            yield f"collectives/{i}: repeats {c.kind} over ways {list(c.ways)}; keep one of them"
         seen.add((c.kind, c.ways))
 
 
 def _numbers(tree: object, path: str) -> Iterator[str]:
-    """The path of each number in the tree, its keys joined by dots."""
+    """Yields the path of each number in the tree, with its keys joined by dots."""
     if isinstance(tree, dict | list):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from _numbers(value, f"{path}.{key}".lstrip("."))
@@ -176,7 +183,7 @@ def _numbers(tree: object, path: str) -> Iterator[str]:
 
 
 def unnumbered(path: str) -> str:
-    """A path less the places in lists: what names a key of each entry at once.
+    """A path without its list indices. It names a key of all entries of a list at once.
 
     >>> unnumbered("levels.0.latency_s")
     'levels.latency_s'
@@ -185,7 +192,7 @@ def unnumbered(path: str) -> str:
 
 
 def _unsourced(numbers: list[str], sources: dict[str, str]) -> Iterator[str]:
-    """Every number must have a source, its own or that of a table above it, and every source a number."""
+    """Yields each number without a source (its own, or that of a table above it), and each source without a number."""
     used: set[str] = set()
     for path in numbers:
         parts = path.split(".")
@@ -206,7 +213,7 @@ def _plain(name: str) -> str:
 
 
 def names() -> list[str]:
-    """The machines that come with the package.
+    """The names of the machines that come with the package.
 
     >>> "h100x8" in names()
     True
@@ -216,9 +223,9 @@ def names() -> list[str]:
 
 
 def load(name_or_path: str | Path = DEFAULT) -> Machine:
-    """A machine by name ("h100x8", also written h100_x8) or by the path of its TOML file.
+    """Loads a machine by name ("h100x8", also written h100_x8) or by the path of its TOML file.
 
-    Raises PaseError: no such machine, or the file is not sound (see ``parse``).
+    Raises PaseError if there is no such machine, or if the file is not valid (see ``parse``).
 
     >>> load("H100_x8").device.memory_bytes
     80000000000
@@ -228,13 +235,14 @@ def load(name_or_path: str | Path = DEFAULT) -> Machine:
 
 
 def _read(name_or_path: str | Path) -> tuple[str, str, Path | None]:
-    """(the text of a machine's file, what messages call it, its folder if it is not the package's)."""
+    """Returns the text of a machine's file, its name in messages, and its folder (None for a file of the package)."""
     text = str(name_or_path)
     if not isinstance(name_or_path, Path) and not text.endswith(".toml") and "/" not in text:
         known = {_plain(n): n for n in names()}
         if _plain(text) not in known:
             raise PaseError(
-                f"no machine named '{text}'; known: {', '.join(names())}; or give the path of a .toml file"
+                f"there is no machine named '{text}'",
+                fix=f"use one of {', '.join(names())}, or give the path of a .toml file",
             )
         name = known[_plain(text)]
         file = resources.files("pase.machine") / "data" / f"{name}.toml"
@@ -242,5 +250,5 @@ def _read(name_or_path: str | Path) -> tuple[str, str, Path | None]:
     try:
         content = Path(name_or_path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise PaseError(f"cannot read machine file {text}: {e}") from e
+        raise PaseError(f"cannot read this machine file: {e}", where=text) from e
     return content, text, Path(name_or_path).parent

@@ -1,4 +1,4 @@
-"""A machine that is faster or slower than its file says: what a strategy is worth if a figure is off."""
+"""A machine that is faster or slower than its file says, to find what a strategy is worth if a figure is wrong."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["QUANTITIES", "scaled"]
 
 QUANTITIES = {
     "bandwidth": "bytes/s of every link level, and of measured collectives beyond their smallest size",
-    "latency": "seconds a step and a launch of collectives, and measured collectives' time at their smallest size",
-    "flops": "FLOP/s of products and of vector work, measured ones too",
+    "latency": "seconds per step and per launch of collectives, and measured collectives' time at their smallest size",
+    "flops": "FLOP/s of products and of vector work, including measured ones",
     "memory": "bytes/s of device memory, and of its measured curve beyond the smallest size",
 }
-"""What can be scaled, and what of a machine file that is."""
+"""Quantity that can be scaled -> the figures of a machine file that it stands for."""
 
 
 def scaled(machine: Machine, factors: Mapping[str, float]) -> Machine:
-    """The machine with quantities of ``QUANTITIES`` times a factor each; tables scale as the figures do.
+    """Returns the machine with each of these quantities multiplied by its factor. Tables are scaled like figures.
 
     >>> from pase.machine import load
     >>> m = load("h100x8")
@@ -29,13 +29,13 @@ def scaled(machine: Machine, factors: Mapping[str, float]) -> Machine:
     >>> slow.levels[0].bandwidth_bytes_per_s / m.levels[0].bandwidth_bytes_per_s, slow.device == m.device
     (0.5, True)
 
-    Raises PaseError for an unknown quantity and for a factor that is not above 0.
+    Raises PaseError for an unknown quantity and for a factor that is not above 0. factors: by names of ``QUANTITIES``.
     """
     for name, factor in factors.items():
         if name not in QUANTITIES:
-            raise PaseError(f"cannot vary '{name}'; known: {', '.join(QUANTITIES)}")
+            raise PaseError(f"cannot vary '{name}'", fix=f"vary one of {', '.join(QUANTITIES)}")
         if not 0 < factor < float("inf"):
-            raise PaseError(f"{name} can be varied by a factor above 0, not by {factor:g}")
+            raise PaseError(f"it cannot be scaled by {factor:g}", where=name, fix="use a factor above 0")
     links, steps, flops, memory = (factors.get(q, 1.0) for q in ("bandwidth", "latency", "flops", "memory"))
     device = replace(
         machine.device,
@@ -82,8 +82,8 @@ def _link(level: LinkLevel, steps: float, links: float) -> LinkLevel:
 
 
 def _curve(curve: Curve, start: float, rate: float) -> Curve:
-    """The time at the smallest size times ``start``, what comes on top of it divided by ``rate``."""
+    """Multiplies the time at the smallest size by ``start``, and divides the time in excess of it by ``rate``."""
     if start == rate == 1.0:
-        return curve  # as it is, to the last bit
+        return curve  # bit for bit the same
     first = curve.seconds[0]
     return replace(curve, seconds=tuple(first * start + (s - first) / rate for s in curve.seconds))

@@ -1,7 +1,7 @@
-"""Measured tables: their soundness, and interpolation: seconds are straight in bytes, and in the extents of products.
+"""Measured tables: their validity, and interpolation. Seconds are linear in bytes, and in the extents of products.
 
-A single latency + bandwidth line is 31-50% off below 32 MB on measured NCCL tables; one between two neighbouring points
-is not.
+A single line of latency + bandwidth is 31-50% off below 32 MB on measured NCCL tables. A line between two neighbouring
+points is not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _falls(values: Sequence[float]) -> int | None:
 
 
 def check_curve(curve: Curve) -> str | None:
-    """What is wrong with a curve, in words that follow its place in a file; None: nothing."""
+    """What is wrong with a curve, phrased to follow its place in a file; None if nothing is."""
     if len(curve.nbytes) != len(curve.seconds) or len(curve.nbytes) < 2:
         return (
             f"needs as many seconds as nbytes, two or more; got {len(curve.seconds)} and {len(curve.nbytes)}"
@@ -42,7 +42,7 @@ def check_curve(curve: Curve) -> str | None:
 
 
 def check_attention(curve: AttentionCurve) -> str | None:
-    """What is wrong with a fused kernel's curve, as ``check_curve`` says it."""
+    """What is wrong with the curve of a fused kernel, in the form of ``check_curve``."""
     if len(curve.keys) != len(curve.efficiency) or not curve.keys:
         return f"needs as many efficiencies as keys, one or more; got {len(curve.efficiency)} and {len(curve.keys)}"
     if not all(0 < e <= 1 for e in curve.efficiency):
@@ -52,7 +52,7 @@ def check_attention(curve: AttentionCurve) -> str | None:
 
 
 def check_matmul(table: MatmulTable) -> str | None:
-    """What is wrong with a matmul table; more work may not take over 10% less time."""
+    """What is wrong with a matmul table. More work may not take over 10% less time."""
     for name, extents in (("m", table.m), ("n", table.n), ("k", table.k)):
         if not extents:
             return f"needs at least one extent in {name}"
@@ -81,8 +81,10 @@ def check_matmul(table: MatmulTable) -> str | None:
 
 
 def curve_s(curve: Curve, nbytes: np.ndarray) -> np.ndarray:
-    """Seconds for each size: a startup and a rate between two points; the first point's time below it; the last
-    point's rate above it. Weakly increasing. 0 bytes: 0.
+    """The seconds for each size. They increase weakly. 0 bytes take 0 s.
+
+    There is a startup and a rate between two points. Below the first point, its time is used; above the last point, its
+    rate.
 
     >>> c = Curve(nbytes=(1e3, 1e5, 1e7), seconds=(1e-5, 1e-5, 1e-3))
     >>> [float(round(t, 8)) for t in curve_s(c, np.array([0, 1, 1e6, 1e8]))]
@@ -94,10 +96,11 @@ def curve_s(curve: Curve, nbytes: np.ndarray) -> np.ndarray:
 
 
 def matmul_flops_per_s(table: MatmulTable, m: np.ndarray, n: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """Rate for each (m, n, k); outside of the grid, that of its edge.
+    """The rate for each (m, n, k). Outside the grid, the rate at its edge is used.
 
-    Between the grid's points *seconds* are straight in each extent: a product's multiply-adds, operands and result are
-    products of extents, so that a launch, what is moved and what is computed each are straight in m, in n and in k.
+    Between the grid's points, *seconds* are linear in each extent, because a product's multiply-adds, operands and
+    result
+    are products of extents: the launch, the traffic and the arithmetic each are linear in m, in n and in k.
     """
     shape = (len(table.m), len(table.n), len(table.k))
     work = np.multiply.outer(np.multiply.outer(table.m, table.n), table.k).astype(float)

@@ -1,4 +1,4 @@
-"""Machines, meshes and the protocol that every cost model answers."""
+"""Machines, meshes, and the protocol that every cost model implements."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ COLLECTIVES: tuple[CollectiveKind, ...] = (
 class MatmulTable:
     """Measured matmul rates of one dtype on a grid of local extents.
 
-    m, n, k: strictly increasing extents. flops_per_s: row-major over (m, n, k), a multiply-add is two.
+    m, n, k: strictly increasing extents.
+    flops_per_s: row-major over (m, n, k); a multiply-add counts as two.
     """
 
     dtype: str
@@ -65,7 +66,7 @@ class MatmulTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Measured seconds by bytes: both increasing (seconds weakly), two points or more."""
+    """Measured seconds by bytes: at least two points, with increasing bytes and weakly increasing seconds."""
 
     nbytes: tuple[NotNegative, ...]
     seconds: tuple[NotNegative, ...]
@@ -73,9 +74,9 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCurve:
-    """A measured collective. ``ways``: devices joined at each link level, innermost first.
+    """A measured collective. ways: the number of devices that it joins at each link level, innermost first.
 
-    nbytes has the meaning it has in ``CostModel.collective``.
+    nbytes has the same meaning as in ``CostModel.collective``.
     """
 
     kind: CollectiveKind
@@ -85,11 +86,12 @@ class CollectiveCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """An output tile of a matmul kernel: one compute unit works on m x n of the output, k at a time.
+    """An output tile of a matmul kernel: one compute unit computes m x n of the output, k at a time.
 
-    Ragged extents are padded to it. rate: what the tile reaches of the device's matmul efficiency
-    once it is busy. overhead_s: until it is busy and while its output is written, where no other tile
-    works on the unit meanwhile.
+    Ragged extents are padded to whole tiles.
+
+    rate: the fraction of the device's matmul efficiency that the tile reaches while it is busy.
+    overhead_s: the time until it is busy and while its output is written, if no other tile runs on the unit meanwhile.
     """
 
     m: AtLeastOne
@@ -101,13 +103,14 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCurve:
-    """The part of the peak that a fused attention kernel reaches, by the number of keys; flat beyond its ends."""
+    """The fraction of the peak that a fused attention kernel reaches, by the number of keys; constant beyond its
+    ends."""
 
     keys: tuple[AtLeastOne, ...]
     efficiency: tuple[NotNegative, ...]
 
     def at(self, keys: np.ndarray) -> np.ndarray:
-        """Interpolated over the logarithm of the number of keys.
+        """Interpolates over the logarithm of the number of keys.
 
         >>> AttentionCurve(keys=(1024, 4096), efficiency=(0.5, 0.6)).at(np.array([512.0, 2048.0])).tolist()
         [0.5, 0.55]
@@ -117,10 +120,10 @@ class AttentionCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKernel:
-    """What a named attention kernel reaches of the peak, forward and backward, by the number of keys.
+    """The fraction of the peak that a named attention kernel reaches, forward and backward, by the number of keys.
 
-    The FLOPs of backward are 2.5 times those of forward. A program's attention is priced by its own kernel where the
-    machine knows it (``pase.stated``), else by ``Device.attention``.
+    Backward has 2.5 times the FLOPs of forward. A program's attention is priced by its own kernel if the machine has it
+    (``pase.stated``), and otherwise by ``Device.attention``.
     """
 
     name: str
@@ -129,25 +132,27 @@ class AttentionKernel:
     backward: tuple[NotNegative, ...]
 
     def at(self, keys: np.ndarray, *, backward: bool) -> np.ndarray:
-        """Interpolated as ``AttentionCurve`` is."""
+        """Interpolates as ``AttentionCurve`` does."""
         curve = self.backward if backward else self.forward
         return AttentionCurve(keys=self.keys, efficiency=curve).at(keys)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator. ``peak_flops`` maps a dtype name to FLOP/s (a multiply-add is two).
+    """One accelerator.
 
-    efficiency: the part of the peak that large work reaches, by kind: "matmul", "conv" (of
-    peak_flops) and "memory" (of the memory bandwidth); 1 where absent. "matmul.float8_e4m3fn": of one dtype's.
-    "window": of vector_flops, what windows reach that slide over an array (pools); absent: they are as other light ops.
-    vector_flops: FLOP/s outside of the matrix units; None: as slow as the slowest matmul dtype.
-    compute_units, tiles: matmul kernels fill the units tile by tile (tile and wave quantization);
-    0 and empty: no such effect.
-    attention: of a fused attention kernel; None: attention is priced as its two products.
-    attention_kernels: the kernels that programs name.
+    peak_flops: dtype name -> FLOP/s (a multiply-add counts as two).
+    efficiency: the fraction of the peak that large work reaches, by kind: "matmul", "conv" (of peak_flops) and "memory"
+        (of the memory bandwidth); 1 if absent. "matmul.float8_e4m3fn" is for one dtype only. "window" is the fraction
+        of vector_flops that sliding windows (pools) reach; if it is absent, they are priced like other light ops.
+    vector_flops: FLOP/s outside the matrix units. None means as slow as the slowest matmul dtype.
+    compute_units, tiles: matmul kernels fill the units tile by tile (tile and wave quantization). 0 and empty mean that
+        there is no such effect.
+    attention: the rates of a fused attention kernel. None means that attention is priced as its two products.
+    attention_kernels: the kernels that programs may name.
     matmul_tables, memory_curve: measurements, which replace efficiency, tiles and launch.
-    memory_tile: rows and columns of the tiles in which arrays are stored, padded to whole tiles; empty: no padding.
+    memory_tile: the rows and columns of the tiles in which arrays are stored, padded to whole tiles. Empty means that
+        there is no padding.
     reserved_bytes: the part of memory_bytes that arrays cannot use: context, buffers of libraries, gaps.
     """
 
@@ -169,32 +174,34 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """What a plan may hold on the device."""
+        """The bytes that a plan may use on the device."""
         return max(self.memory_bytes - self.reserved_bytes, 0)
 
     def reached(self, kind: str, dtype: str) -> float:
-        """The part of the peak that large work of a kind reaches in a dtype."""
+        """The fraction of the peak that large work of a kind reaches in a dtype."""
         return self.efficiency.get(f"{kind}.{dtype}", self.efficiency.get(kind, 1.0))
 
     @property
     def moved_bytes_per_s(self) -> float:
-        """Bytes per second that large copies in the device's memory reach."""
+        """The bytes per second that large copies in the device's memory reach."""
         return self.memory_bandwidth_bytes_per_s * self.efficiency.get("memory", 1.0)
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s for a dtype. One that is not listed runs at the slowest listed rate: never free."""
+        """FLOP/s for a dtype. A dtype that is not listed runs at the slowest listed rate, so it is never free."""
         return self.peak_flops.get(dtype) or min(self.peak_flops.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkLevel:
-    """One level of the interconnect: ``ways`` units of the level below are joined by it.
+    """One level of the interconnect, which joins ``ways`` units of the level below.
 
-    bandwidth is per device and direction when every device talks at once; collectives reach
-    ``efficiency`` of it. The last level has ``ways = 0``: as many as are asked for.
-    topology: "switch": every pair at full speed; "torus": a line of neighbours, closed to a ring
-    (both directions usable, so twice the bandwidth) once ``wrap_ways`` are in use (0: never).
-    bandwidth_at_ways: if links join only some pairs: the bandwidth that a group of that many devices gets instead.
+    bandwidth_bytes_per_s: per device and direction when all devices communicate.
+    efficiency: the fraction of the bandwidth that collectives reach.
+    ways: the number of units. The last level has 0, which means any number.
+    topology: "switch": every pair communicates at full speed. "torus": a line of neighbours, which closes to a ring
+        (both directions usable, so twice the bandwidth) if ``wrap_ways`` units are in use (0: never).
+    bandwidth_at_ways: if links join only some pairs: number of devices in a group -> the bandwidth that it gets
+        instead.
     """
 
     name: str
@@ -209,16 +216,18 @@ class LinkLevel:
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """How the machine's library can run a collective; the cheapest for the size is taken.
+    """How the machine's library can run a collective. For each size, the cheapest algorithm is taken.
 
-    algorithm: "ring", "tree" (all_reduce), "one_shot" (all data to all peers at once: all_reduce,
-    reduce_scatter, all_gather), "direct" (all_to_all, permute), "in_network" (all_reduce: the switch
-    itself adds and sends back, NVLink SHARP; where every level that a group crosses has a step_s above 0).
+    algorithm: "ring", "tree" (all_reduce), "one_shot" (all data to all peers at once: all_reduce, reduce_scatter,
+        all_gather), "direct" (all_to_all, permute), "in_network" (all_reduce: the switch itself adds and sends back,
+        NVLink SHARP; it requires a step_s above 0 at every level that a group crosses).
     protocol: the library's name for the variant, e.g. "LL128".
-    launch_s: paid once. step_s: seconds a step, by link level.
-    bandwidth_fraction: of what the level gives. kinds: where not for every kind it could serve.
-    peers_at_once: messages that "direct" keeps in flight.
-    chain_levels: innermost levels on which a "tree" is a chain (NCCL: 1, within the node).
+    launch_s: seconds per call.
+    step_s: seconds per step, by link level.
+    bandwidth_fraction: the fraction of the level's bandwidth that it reaches.
+    kinds: the collectives that it runs; empty means all for which the algorithm is possible.
+    peers_at_once: the number of messages that "direct" keeps in flight.
+    chain_levels: the number of innermost levels on which a "tree" is a chain (NCCL: 1, within the node).
     """
 
     algorithm: Literal["ring", "tree", "one_shot", "direct", "in_network"]
@@ -246,9 +255,10 @@ class PaperFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Host time of a launch, in seconds, while the host runs ahead of its devices.
+    """The host's time per launch, in seconds, while the host runs ahead of its devices.
 
-    program_s: of a compiled program; op_s: of one op, by a framework that runs op by op.
+    program_s: for a compiled program.
+    op_s: for one op, in a framework that runs op by op.
     """
 
     program_s: Positive
@@ -257,11 +267,16 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledForm:
-    """What the machine's compiler makes of a collective that a program asks for at once.
+    """How the machine's compiler changes a synchronous collective of a program.
 
-    kind: what is asked for. becomes: what runs instead, on the larger local buffer. levels: where it crosses so many
-    link levels or more. more_than: where it joins more devices than that. below_bytes: where its larger local buffer
-    is smaller; 0: of any size. square: where it joins all devices, as many at each link level that it crosses.
+    kind: the collective in the program.
+    becomes: the collective that runs instead, on the larger local buffer.
+
+    The change applies if all of these hold:
+    levels: the collective crosses at least this many link levels.
+    more_than: it joins more devices than this.
+    below_bytes: its larger local buffer is smaller than this; 0 means any size.
+    square: if true, it joins all devices, with equally many at each link level that it crosses.
     """
 
     kind: CollectiveKind
@@ -274,26 +289,29 @@ class CompiledForm:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Devices joined by link levels, innermost first. ``sources`` names where each number is from.
+    """Devices that are joined by link levels, innermost first.
 
-    sources: path of a number or of a table above it (e.g. "device.peak_flops") -> source.
-    algorithms: empty: ring, binary tree, one_shot and direct, at each level's own latency.
-    shapes: devices -> ways at each level, if the hardware fixes them (slices of a TPU pod).
-    collectives: measurements, which replace the algorithms. provenance: of the measurements.
-    paper: figures for the ``paper`` cost model; None: derived from device and outermost link.
+    sources: path of a number, or of a table above it (e.g. "device.peak_flops") -> where the number is from.
+    algorithms: the library's algorithms. Empty means ring, binary tree, one_shot and direct, at each level's latency.
+    shapes: number of devices -> ways at each level, if the hardware fixes them (slices of a TPU pod).
+    collectives: measurements, which replace the algorithms.
+    provenance: how the measurements were made.
+    paper: figures for the ``paper`` cost model. None means that they are derived from the device and outermost link.
     bucket_bytes: collectives of parameters are sent in buckets of about this size (PyTorch DDP's default cap; XLA
-    combines to 30 MiB). A small one pays its share of a bucket's time; 0: each is sent separately.
-    sums_readers: whether the compiler adds up the partial gradients of a tensor's readers before it reduces them.
-    XLA's CPU pipeline reduces each.
-    fuses_products: whether the compiler fuses light ops into the neighbouring products and recomputes exponentials
-    there (XLA for TPU). Memory then follows ``pase.memory.course``, otherwise ``pase.memory.account``.
-    host: of the measured machine; None: not measured.
-    collective_units: compute units that a collective's kernels occupy while they overlap with compute, which slows it.
+        combines to 30 MiB). A small one pays its share of a bucket's time. 0 means that each is sent separately.
+    sums_readers: whether the compiler adds up the partial gradients of a tensor's readers before it reduces them. XLA's
+        CPU pipeline reduces each of them.
+    fuses_products: whether the compiler fuses light ops into neighbouring products and recomputes exponentials there
+        (XLA for TPU). Memory is then modelled by ``pase.memory.course``, otherwise by ``pase.memory.account``.
+    host: the measured machine's host; None if it was not measured.
+    collective_units: the compute units that a collective's kernels occupy while they overlap with compute, which slows
+        the compute.
     overlaps: whether collectives of parameters overlap with compute (``overlap="machine"``).
-    sums_alone: whether the compiler runs nothing beside sums of gradients, so that only gathers overlap.
-    lone_gather_bytes: below it, the compiler neither joins a parameter's gather with others nor runs it beside compute.
-    forms: what the compiler makes of collectives that it does not run as they are written; empty: it runs them so.
-    Steps that are lowered by hand are written accordingly (``pase.local.forms``).
+    sums_alone: whether the compiler overlaps reductions of gradients with nothing, so that only all-gathers overlap.
+    lone_gather_bytes: below this size, the compiler neither joins a parameter's all-gather with others nor overlaps it
+        with compute.
+    forms: collectives that the compiler does not run as they are written. Steps of the manual lowering are written
+        accordingly (``pase.local.forms``).
     """
 
     name: str
@@ -322,8 +340,10 @@ class Machine:
     def as_compiled(
         self, kind: CollectiveKind, ways: Sequence[int], devices: int, nbytes: int
     ) -> CollectiveKind:
-        """The collective that runs where a program on so many devices asks for one of this kind at once. ways: of the
-        devices that it joins, at each link level."""
+        """The collective that runs if a program on this many devices calls a synchronous one of this kind.
+
+        ways: the number of devices that it joins, at each link level.
+        """
         crossed, joined = [w for w in ways if w > 1], math.prod(ways)
         square = joined == devices and len(crossed) > 1 and len(set(crossed)) == 1
         for f in self.forms:
@@ -334,12 +354,12 @@ class Machine:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of what prices a plan: every field but name, title, sources, provenance and forms."""
+        """The sha256 of what affects costs: every field except name, title, sources, provenance, overlaps and forms."""
         content = dataclasses.asdict(self)
-        # overlaps decides which price a plan is made for, not what anything costs; the plan records the price.
+        # overlaps determines which price a plan is made for, not what anything costs; the plan records the price.
         for key in ("name", "title", "sources", "provenance", "overlaps", "forms"):
             del content[key]
-        # These fields are newer than the digests in layouts: at their defaults, the digests stay as before.
+        # These fields are newer than the digests in layouts. At their defaults, the digests stay the same.
         newer = "bucket_bytes", "sums_readers", "collective_units", "sums_alone", "lone_gather_bytes"
         for f in dataclasses.fields(self):
             if f.name in newer and content[f.name] == f.default:
@@ -347,13 +367,13 @@ class Machine:
         for key in ("attention", "attention_kernels"):
             if not content["device"][key]:
                 del content["device"][key]
-        del content["device"]["reserved_bytes"]  # it decides what fits, not what anything costs
+        del content["device"]["reserved_bytes"]  # it determines what fits, not what anything costs
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Ordered named axes; devices are numbered row-major, so the last axis is the innermost.
+    """A mesh of named axes. Devices are numbered row-major, so the last axis is the innermost.
 
     >>> m = Mesh(names=("data", "model"), sizes=(4, 8))
     >>> m.devices, m.strides
@@ -385,19 +405,19 @@ class Mesh:
         return tuple(math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes)))
 
     def ways(self, axes: int) -> int:
-        """Devices that a collective over the axes of this bit set (bit i = axis i) joins."""
+        """The number of devices that a collective over the axes in this bit set (bit i = axis i) joins."""
         return math.prod(s for i, s in enumerate(self.sizes) if axes >> i & 1)
 
 
 @runtime_checkable
 class CostModel(Protocol):
-    """Prices local work and collectives. Arrays in, arrays out: one call prices many configs."""
+    """Prices local work and collectives. Arguments and results are arrays, so one call prices many configs."""
 
     name: str
     unit: str
     """"s", or "FLOP" for the paper's model."""
     machine: Machine
-    """The machine that is priced. Its buckets, its memory's tiles and what its compiler sums decide what is priced."""
+    """The machine that is priced. Its buckets, memory tiles and compiler's sums determine which costs occur."""
 
     def compute(
         self,
@@ -408,20 +428,22 @@ class CostModel(Protocol):
         *,
         mnk: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
     ) -> np.ndarray:
-        """Cost of local work on one device. kind: "matmul" | "conv" | "attention" | "memory".
+        """The cost of local work on one device. Shapes broadcast.
 
-        flops: a multiply-add is two; nbytes: bytes that device memory must move. Shapes broadcast.
-        mnk: local extents of a matmul (or of a conv seen as one), batch dims left out: models that
-        know how speed falls on small or ragged extents use them, the others ignore them. Of an attention: queries,
-        keys and the width of a head.
+        kind: "matmul" | "conv" | "attention" | "memory".
+        flops: a multiply-add counts as two.
+        nbytes: the bytes that device memory must move.
+        mnk: the local extents of a matmul (or of a conv as a matmul), without batch dims. Models that know how the rate
+            falls for small or ragged extents use them; others ignore them. For attention: queries, keys, and the width
+            of a head.
         """
         ...
 
     def collective(self, kind: CollectiveKind, mesh: Mesh, axes: ArrayLike, nbytes: ArrayLike) -> np.ndarray:
-        """Cost of one collective over mesh axes. Shapes broadcast; 0 where axes is 0 or nbytes is 0.
+        """The cost of one collective over mesh axes. Shapes broadcast. It is 0 if axes is 0 or nbytes is 0.
 
         axes: integer bit sets over ``mesh.names`` (bit i = axis i).
-        nbytes: size of the larger local buffer: all_reduce, all_to_all, permute and broadcast: the
-        local tensor; reduce_scatter: the input; all_gather: the output.
+        nbytes: the size of the larger local buffer: the local tensor for all_reduce, all_to_all, permute and broadcast;
+            the input for reduce_scatter; the output for all_gather.
         """
         ...

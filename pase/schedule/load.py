@@ -58,7 +58,7 @@ def load_problem(path: Path, *, links: tuple[Link, ...] = (), dataflow: bool = F
     given = links or tuple(parse_link(x) for x in DEFAULT_LINKS)
     if looks_like_pipedream(text):
         return read_pipedream(text, given, name=path.name, dataflow=dataflow)
-    hint = f"; pase schedule reads layout.json, a problem of schema '{PROBLEM_SCHEMA}', or a PipeDream-style profile"
+    hint = f"give layout.json, a problem of schema '{PROBLEM_SCHEMA}', or a PipeDream-style profile"
     data = parse_json(text, str(path), hint)
     problem = problem_from_json(data, where=str(path))
     if links:

@@ -371,5 +371,5 @@ def test_axis_sets_outside_of_the_mesh_are_refused():
 
 def test_a_machine_whose_algorithms_serve_no_all_to_all_says_so():
     model = Analytic(flat(algorithms=("ring",)))
-    with pytest.raises(PaseError, match="machine flat has no algorithm for all_to_all over ways"):
+    with pytest.raises(PaseError, match=r"machine flat: .* all_to_all"):
         model.collective("all_to_all", axes(4), 1, 1.0)

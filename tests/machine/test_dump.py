@@ -59,7 +59,7 @@ def test_a_machine_that_could_not_be_read_back_is_not_written():
     measured = replace(
         m, device=replace(m.device, memory_curve=broken), sources={**m.sources, "device": "me"}
     )
-    with pytest.raises(PaseError, match=r"device/memory_curve: is not monotone: 1 s at 2 bytes"):
+    with pytest.raises(PaseError, match=r"device/memory_curve: .*1 s at 2 bytes"):
         dumps(measured)
 
 

@@ -159,13 +159,13 @@ def test_measured_tables_are_read():
 
 
 BROKEN = [
-    ("[device]", "[device", "f.toml: not TOML"),
+    ("[device]", "[device", "not TOML"),
     (
         'schema = "pase.machine/1"',
         'schema = "pase.machine/9"',
-        "schema is 'pase.machine/9', this version reads",
+        "schema is 'pase.machine/9', but this version",
     ),
-    ('schema = "pase.machine/1"\n', "", "schema is None, this version reads"),
+    ('schema = "pase.machine/1"\n', "", "schema is None, but this version"),
     ("memory_bytes = 16_000_000_000\n", "", "at device/memory_bytes: is missing"),
     ("900e9", "-900e9", "at device/memory_bandwidth_bytes_per_s: must be above 0, got -900000000000.0"),
     ("900e9", "nan", "at device/memory_bandwidth_bytes_per_s: must be finite, got nan"),
@@ -180,8 +180,12 @@ BROKEN = [
         'name = "d"\ncolour = "red"\n',
         "at device/colour: is not known; device takes: name, peak_flops",
     ),
-    ('name = "mine"', 'name = "mine"\nspeed = 3', "at speed: is not known; the top takes: name, device"),
-    ("ways = 4\n", "", "at levels/0/ways: may be 0 (as many as are asked for) at the last level alone"),
+    (
+        'name = "mine"',
+        'name = "mine"\nspeed = 3',
+        "at speed: is not known; the top level takes: name, device",
+    ),
+    ("ways = 4\n", "", "at levels/0/ways: may be 0"),
     ("ways = 4", "ways = -4", "at levels/0/ways: must be at least 0, got -4"),
     ("latency_s = 3e-6", "latency_s = -3e-6", "at levels/0/latency_s: must be at least 0, got -3e-06"),
     (
@@ -215,7 +219,7 @@ BROKEN = [
         "ways = 4\nbandwidth_at_ways.1 = 1e9",
         "levels/0/bandwidth_at_ways: each key must be at least 2, got '1'",
     ),
-    ("[[levels]]", "[levels]", "f.toml: not TOML"),
+    ("[[levels]]", "[levels]", "not TOML"),
     ("[device.peak_flops]", "[device.peaks]", "at device/peaks: is not known"),
     (
         'levels = "datasheet"',
@@ -231,8 +235,8 @@ def test_a_broken_file_gets_one_clear_error(old, new, message):
     assert old in GOOD
     with pytest.raises(PaseError) as e:
         parse(GOOD.replace(old, new, 1), "f.toml")
-    assert str(e.value).startswith("f.toml: ")
-    assert message in str(e.value)
+    assert e.value.where == "f.toml"
+    assert message in e.value.what
 
 
 ATTENTION = """
@@ -284,9 +288,7 @@ def test_a_nonsensical_measurement_is_refused(old, new, message):
 
 
 def test_the_same_measurement_twice_is_refused():
-    with pytest.raises(
-        PaseError, match=r"at collectives/1: gives all_reduce over ways \[4, 1\] a second time; keep one"
-    ):
+    with pytest.raises(PaseError, match=r"collectives/1: .*all_reduce over ways \[4, 1\]"):
         parse(with_tables(CURVE + CURVE + MATMUL), "f.toml")
 
 
@@ -316,10 +318,12 @@ def test_shapes_and_algorithms_are_checked_against_the_levels():
 
 
 def test_what_is_not_there():
-    with pytest.raises(PaseError, match="no machine named 'dgx'; known: 1080tix8"):
+    with pytest.raises(PaseError, match="'dgx'") as e:
         load("dgx")
-    with pytest.raises(PaseError, match=r"cannot read machine file no/such\.toml"):
+    assert all(name in e.value.fix for name in names())
+    with pytest.raises(PaseError, match="cannot read") as e:
         load("no/such.toml")
+    assert e.value.where == "no/such.toml"
     assert math.isclose(load("h100x8").device.peak("complex64"), 66.9e12)
 
 
@@ -362,5 +366,6 @@ def test_efficiency_by_dtype_and_kernels_by_name():
 
 
 def test_a_number_of_thousands_of_digits_is_refused():
-    with pytest.raises(PaseError, match="not TOML that can be read: Exceeds the limit"):
+    with pytest.raises(PaseError, match="Exceeds the limit") as e:
         parse("schema = " + "9" * 5000, "here.toml")
+    assert e.value.where == "here.toml"

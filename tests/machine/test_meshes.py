@@ -52,10 +52,11 @@ def test_a_tpu_slice_has_the_shape_it_is_sold_in():
 
 
 def test_devices_that_do_not_fit_are_refused():
-    with pytest.raises(PaseError, match="has room for 16 devices in equal parts, not for 17"):
+    with pytest.raises(PaseError, match=r"16 devices .* 17"):
         level_ways(17, machine(4, 4))
-    with pytest.raises(PaseError, match="devices must be at least 1, got 0"):
+    with pytest.raises(PaseError, match="got 0") as e:
         level_ways(0, machine(4, 0))
+    assert e.value.where == "devices"
 
 
 def test_meshes_of_32_on_nodes_of_8():
@@ -155,17 +156,17 @@ def test_mesh_from_reads_sizes_or_names():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("4x8", "mesh '4x8' has 4 x 8 = 32 devices, but 64 were asked for"),
-        ("7", "mesh '7' has 7 devices, but 64 were asked for"),
-        ("", "cannot read mesh '': write sizes as '4x8'"),
-        ("4,8", "cannot read mesh '4,8'"),
-        ("4x-8", "cannot read mesh '4x-8'"),
-        ("data=4,8", "cannot read mesh 'data=4,8'"),
-        ("data=8,data=8", "mesh 'data=8,data=8' names an axis twice"),
-        ("0x64", "mesh '0x64' has an axis of size 0"),
+        ("4x8", "4 x 8 = 32 devices, but 64"),
+        ("7", "7 devices, but 64"),
+        ("", "cannot be read"),
+        ("4,8", "cannot be read"),
+        ("4x-8", "cannot be read"),
+        ("data=4,8", "cannot be read"),
+        ("data=8,data=8", "twice"),
+        ("0x64", "size 0"),
     ],
 )
 def test_mesh_from_says_what_is_wrong(text, message):
     with pytest.raises(PaseError) as e:
         mesh_from(text, 64)
-    assert message in str(e.value)
+    assert e.value.where == f"mesh '{text}'" and message in e.value.what

@@ -61,7 +61,9 @@ def test_faster_is_never_more_expensive(name, quantity, pair, size):
 
 
 def test_unknown_quantities_and_senseless_factors_are_refused():
-    with pytest.raises(PaseError, match="cannot vary 'speed'; known: bandwidth, latency, flops, memory"):
+    with pytest.raises(PaseError, match="'speed'") as e:
         scaled(load("h100x8"), {"speed": 2.0})
-    with pytest.raises(PaseError, match="bandwidth can be varied by a factor above 0, not by 0"):
+    assert all(quantity in e.value.fix for quantity in QUANTITIES)
+    with pytest.raises(PaseError, match="by 0") as e:
         scaled(load("h100x8"), {"bandwidth": 0.0})
+    assert e.value.where == "bandwidth"

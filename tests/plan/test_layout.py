@@ -111,10 +111,10 @@ def test_uneven_and_doubled_axes_are_refused(plan):
     ("content", "message"),
     [
         (b"", "is not JSON"),
-        (b"{", "is not JSON at line 1, .* was it cut off"),
+        (b"{", "is not JSON at line 1, .* cut off"),
         (b"\xff\xfe", "is not text"),
         (b"[]", f"schema is None.*{SCHEMA}"),
-        (b"[" * 100_000, "is not JSON"),
+        (b"[" * 100_000, "nested too deep"),
     ],
 )
 def test_garbage_files(tmp_path, content, message):
@@ -125,7 +125,7 @@ def test_garbage_files(tmp_path, content, message):
 
 
 def test_missing_file_and_folder(tmp_path, plan):
-    with pytest.raises(PaseError, match=r"nothing.json: No such file"):
+    with pytest.raises(PaseError, match=r"nothing\.json: .*No such file"):
         pase.load(tmp_path / "nothing.json")
     with pytest.raises(PaseError, match=r"folder .*no.* does not exist"):
         plan.save(tmp_path / "no" / "folder.json")

@@ -68,11 +68,11 @@ def test_ranges_are_read():
     ("text", "says"),
     [
         ("bandwidth", "cannot read --vary 'bandwidth': write bandwidth=0.5..2"),
-        ("bandwidth=2..", "cannot read --vary"),
+        ("bandwidth=2..", "--vary"),
         ("speed=0.5..2", "cannot vary 'speed'; known: bandwidth, latency, flops, memory"),
-        ("flops=0,1", "factors must be above 0"),
-        ("flops=0..1", "factors must be above 0"),
-        ("flops=1..2:1", "a range takes 2 factors or more"),
+        ("flops=0,1", "factors above 0"),
+        ("flops=0..1", "factors above 0"),
+        ("flops=1..2:1", "2 factors or more"),
     ],
 )
 def test_ranges_that_make_no_sense_are_refused(text, says):

@@ -95,7 +95,7 @@ def test_optimize_reports_steps_and_buckets(tmp_path: Path) -> None:
             "no device op has a name that matches",
         ),
         (["replay", "{traces}", "--what-if", "op:[=0.5"], "not a regular expression"),
-        (["optimize", "{traces}", "--memory-limit", "much"], "expected a size"),
+        (["optimize", "{traces}", "--memory-limit", "much"], "not a size"),
         (["optimize", "{traces}", "--memory-limit", "8GiB"], "no memory events"),
         (["optimize", "{traces}", "--passes", "magic"], "no pass 'magic'"),
         (["diagnose", "{traces}", "--align", "stars"], "choose ends, dpro or none"),

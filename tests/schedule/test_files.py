@@ -105,7 +105,7 @@ def broken(path: list[Any], value: Any) -> dict[str, Any]:
         (broken(["links", 0, "curve"], {"bytes": [2, 2], "seconds": [1.0, 1.0]}), "must rise"),
         (broken(["links", 0, "curve"], {"bytes": [2], "seconds": [1.0, 1.0]}), "1 bytes but 2 seconds"),
         (broken(["tensors", 0, "ready_s"], 1.0), "gives times, but the problem gives blocks"),
-        (broken(["colour"], "red"), "at colour: is not known; the top takes: schema, name, source"),
+        (broken(["colour"], "red"), "at colour: is not known; the top level takes: schema, name, source"),
         (
             broken(["links", 0, "curve"], {"alpha_s": 1.0}),
             "either alpha_s and beta_s_per_byte, or bytes and seconds",
@@ -325,7 +325,7 @@ def test_messages_do_not_wait_for_each_other_in_a_circle() -> None:
 
 
 def test_bad_layouts_are_named() -> None:
-    with pytest.raises(PaseError, match=r"l\.json: its costs are in FLOP"):
+    with pytest.raises(PaseError, match=r"l\.json: .*FLOP"):
         communication_problem(stepped(unit="FLOP"), where="l.json")
     with pytest.raises(PaseError, match=r"l\.json: .*nothing to schedule"):
         communication_problem(stepped(collectives=stepped().collectives[3:]), where="l.json")
