@@ -222,9 +222,13 @@ def _shape_of(c: TfCall) -> Sequence[TfValue]:
         return [StaticValue(np.array(len(shape), np.int32))]
     dtype = c.type("out_type") if "out_type" in c.node.attr else "int32"
     if c.node.op == "Size" and elements(shape) > np.iinfo(dtype).max:
-        raise c.fail(f"a tensor of shape {shape} has more elements than {dtype} can count")
+        raise c.fail(
+            f"its operand of shape {shape} has more elements than {dtype} can count", "use out_type=tf.int64"
+        )
     if any(s > np.iinfo(dtype).max for s in shape):
-        raise c.fail(f"a dim of shape {shape} is larger than {dtype} can count")
+        raise c.fail(
+            f"a dim of its operand of shape {shape} is larger than {dtype} can count", "use out_type=tf.int64"
+        )
     return [StaticValue(np.array(elements(shape) if c.node.op == "Size" else shape, dtype))]
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["batch_size", "blocks_of", "micro"]
 
 _HEAVY = ("matmul", "conv", "attention")
-"""Kinds of ops, at least one of which makes a run of nodes a block."""
+"""A run of nodes is a block only if it has an op of one of these kinds."""
 
 
 def blocks_of(traced: TracedTorch, *, marked: bool = False) -> tuple[Block, ...]:

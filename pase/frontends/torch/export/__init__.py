@@ -1,1 +1,1 @@
-"""A PyTorch module as a graph of ATen ops."""
+"""Exports a PyTorch module as a graph of ATen ops."""
