@@ -59,10 +59,10 @@ def recompute_text(blocks: Sequence[Block]) -> list[str]:
     """Describes what is recomputed, one part per kind.
 
     >>> recompute_text([Block(prefix="3.", start=0, stop=9, again="light")])
-    ['light work of 1 block computed again']
+    ['light work of 1 block recomputed']
     """
     many = Counter(b.again for b in blocks)
-    return [f"{_PARTS[how].format(f'{n} block' + 's' * (n != 1))} computed again" for how, n in many.items()]
+    return [f"{_PARTS[how].format(f'{n} block' + 's' * (n != 1))} recomputed" for how, n in many.items()]
 
 
 def rematerialised(graph: Graph, blocks: Sequence[Block]) -> Graph:
@@ -209,8 +209,8 @@ def hoisted_of(graph: Graph) -> Hoisted:
 
 _HOISTED: Mapping[Hoisted, tuple[str, ...]] = {
     "none": (),
-    "gathers": ("parameters gathered once a step",),
-    "all": ("parameters gathered and gradients summed once a step",),
+    "gathers": ("parameters gathered once per step",),
+    "all": ("parameters gathered and gradients reduced once per step",),
 }
 
 

@@ -19,7 +19,7 @@ def device() -> Device:
 
 
 def flat(*, latency_s: float = 2e-6, bandwidth: float = 1e11, algorithms: tuple[str, ...] = ()) -> Machine:
-    """One switch for all devices; ``algorithms``: these alone, at no launch cost."""
+    """One switch for all devices. It has only these ``algorithms``, without launch cost."""
     return Machine(
         name="flat",
         device=device(),
@@ -41,7 +41,7 @@ def flat(*, latency_s: float = 2e-6, bandwidth: float = 1e11, algorithms: tuple[
 def nested(
     node: int = 4, *, inner: float = 1e11, outer: float = 1e10, algorithms: tuple[Algorithm, ...] = ()
 ) -> Machine:
-    """Nodes of ``node`` devices; the outer level is slower in bandwidth and latency."""
+    """Nodes of ``node`` devices. The outer level is slower in bandwidth and latency."""
     return Machine(
         name="nested",
         device=device(),
@@ -55,7 +55,7 @@ def nested(
 
 
 def torus(*, ways: int = 16, wrap_ways: int = 0, latency_s: float = 0.0) -> Machine:
-    """Two torus dims of up to ``ways``, 1e11 bytes/s a direction."""
+    """Two torus dims of up to ``ways``, with 1e11 bytes/s per direction."""
     return Machine(
         name="torus",
         device=device(),

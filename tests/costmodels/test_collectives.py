@@ -1,4 +1,4 @@
-"""Prices of collectives: closed forms on small machines, and laws on all of them."""
+"""Costs of collectives: closed forms on small machines, and properties that hold on all machines."""
 
 import math
 from dataclasses import replace
@@ -70,11 +70,11 @@ DIRECT = Algorithm(algorithm="direct", protocol="p", launch_s=0.0, step_s=(0.0, 
 
 
 def test_contention_is_in_the_bandwidth_of_a_level():
-    """bandwidth is what one device gets when all talk at once.
+    """The bandwidth is what one device gets when all devices communicate.
 
-    4 nodes of 4: over the outer axis alone, 4 groups at once cross the nodes, each device with
-    bytes of its own and its share of the wire. Over both axes the 4 devices of a node carry one
-    tensor across together, a quarter each.
+    There are 4 nodes of 4. Over the outer axis alone, 4 groups cross the nodes at the same time; each device has its
+    own bytes and its share of the wire. Over both axes, the 4 devices of a node together carry one tensor across, a
+    quarter each.
     """
     model = Analytic(nested(4, inner=1e11, outer=1e10, algorithms=(RING, DIRECT)))
     mesh, n = axes(4, 4), 1e9
@@ -85,8 +85,8 @@ def test_contention_is_in_the_bandwidth_of_a_level():
     outer, inner, both = 1, 2, 3
     assert s("all_reduce", inner) == pytest.approx(2 * 3 / 4 * n / 1e11)
     assert s("all_reduce", outer) == pytest.approx(2 * 3 / 4 * n / 1e10)
-    # Inside, reduce-scatter and all-gather of n; across, an all-reduce of n/4 (18.75 ms + 37.5 ms);
-    # or 4 pipelined rings through all 16 devices, each n/4 at 1e10: 2 * 15/16 * n / 4e10 = 46.9 ms.
+    # Inside: reduce-scatter and all-gather of n; across: an all-reduce of n/4 (18.75 ms + 37.5 ms). Or 4 pipelined
+    # rings through all 16 devices, each with n/4 at 1e10: 2 * 15/16 * n / 4e10 = 46.9 ms.
     assert s("all_reduce", both) == pytest.approx(2 * 15 / 16 * n / 4 / 1e10)
     assert s("reduce_scatter", both) == pytest.approx(15 / 16 * n / 4 / 1e10)
     # 12 of 16 parts leave the node through each device's own share of the wire.
@@ -95,7 +95,7 @@ def test_contention_is_in_the_bandwidth_of_a_level():
 
 
 def test_level_by_level_takes_fewer_steps_and_more_calls():
-    """A tiny tensor: 2 x 3 + 2 x 3 steps instead of the flat ring's 2 x 15, for 3 launches."""
+    """A tiny tensor takes 2 x 3 + 2 x 3 steps instead of the flat ring's 2 x 15, but 3 launches."""
     ring = Algorithm(algorithm="ring", protocol="p", launch_s=2e-6, step_s=(1e-5, 1e-5))
     model = Analytic(nested(4, algorithms=(ring,)))
     got = float(model.collective("all_reduce", axes(4, 4), 3, 1.0))
@@ -105,7 +105,7 @@ def test_level_by_level_takes_fewer_steps_and_more_calls():
 
 
 def test_all_reduce_can_be_run_as_its_two_halves():
-    """A library whose halves are one-shot while its all-reduce is a ring."""
+    """In this library, reduce-scatter and all-gather are one-shot while the all-reduce is a ring."""
     shot = Algorithm(
         algorithm="one_shot",
         protocol="p",
@@ -120,7 +120,7 @@ def test_all_reduce_can_be_run_as_its_two_halves():
 
 
 def test_all_to_all_waits_for_as_many_messages_as_it_cannot_keep_in_flight():
-    """4 nodes of 4: 3 peers inside, 12 across, 2 at once."""
+    """4 nodes of 4: 3 peers inside and 12 across, with 2 messages at once."""
     direct = Algorithm(algorithm="direct", protocol="p", launch_s=1e-3, step_s=(1e-6, 1e-4), peers_at_once=2)
     model = Analytic(nested(4, algorithms=(direct, RING)))
     got = float(model.collective("all_to_all", axes(4, 4), 3, 1e-3))
@@ -136,19 +136,19 @@ def test_torus_uses_both_dims_at_once_and_closes_rings():
     assert float(ring.collective("all_gather", mesh, 2, n)) == pytest.approx(one / 2)
     # Two halves, each first along another dim: 3/4 + 3/16 of half the bytes.
     assert float(line.collective("all_gather", mesh, 3, n)) == pytest.approx(15 / 16 * n / 2 / 1e11)
-    # The middle link carries half of the line's tensors, to the half behind it.
+    # The middle link carries half of the line's tensors to the other half.
     assert float(line.collective("all_to_all", mesh, 2, n)) == pytest.approx(n / 1e11)
 
 
 def test_interleaved_groups_share_the_links_of_a_torus():
-    """16 in a line as 4 x 4: neighbours of the outer axis are 4 links apart, and 4 groups use each."""
+    """16 devices in a line as 4 x 4: neighbours on the outer axis are 4 links apart, and 4 groups use each link."""
     model = Analytic(torus())
     near, far = (float(model.collective("all_gather", axes(4, 4, 4), s, 1e9)) for s in (4, 2))
     assert far == pytest.approx(4 * near)
 
 
 def test_a_part_of_a_closed_dim_is_a_line():
-    """16 closed, as 4 x 4: the inner 4 are neighbours on a line, the outer 4 go all the way around."""
+    """16 devices in a ring as 4 x 4: the inner 4 are neighbours on a line, the outer 4 go all the way around."""
     model = Analytic(torus(wrap_ways=16))
     one = 3 / 4 * 1e9 / 1e11
     inner, outer = (float(model.collective("all_gather", axes(4, 4), s, 1e9)) for s in (2, 1))
@@ -164,7 +164,7 @@ def test_tpu_all_gather_of_a_pod_row_is_the_books():
 
 
 def test_nccl_bus_bandwidth_of_a_node():
-    """NCCL's own model: 8 A100 at 235 GB/s, 8 H100 at 370.8 by rings; their switch adds up at 0.85 x 5/6 of it."""
+    """NCCL's own model: 8 A100 at 235 GB/s, 8 H100 at 370.8 with rings; H100's switch adds up at 0.85 x 5/6 of that."""
     n = 4e9
     for name, bus in (("a100x8", 235e9), ("h100x8", 370.8e9)):
         got = float(MODELS[name].collective("all_gather", axes(8), 1, n))
@@ -175,7 +175,8 @@ def test_nccl_bus_bandwidth_of_a_node():
 
 
 def test_a_broadcast_is_a_pipelined_chain_or_a_scatter_and_an_all_gather():
-    """Chain: all bytes once and P - 1 hops to fill it; both halves: 2 (P - 1) / P of the bytes, and twice the hops."""
+    """A chain sends all bytes once and takes P - 1 hops to fill. A scatter and an all-gather send 2 (P - 1) / P of the
+    bytes and take twice the hops."""
     model = Analytic(flat(latency_s=2e-6, bandwidth=1e11, algorithms=("ring",)))
     for n in (1.0, 1e6, 1e9):
         assert float(model.collective("broadcast", axes(8), 1, n)) == pytest.approx(7 * 2e-6 + n / 1e11)
@@ -194,7 +195,7 @@ def test_a_switch_that_adds_sends_the_bytes_once_whatever_the_ways():
         assert float(model.collective("all_reduce", axes(ways), 1, 1e9)) == pytest.approx(2.1e-5 + 1e-2)
     # Two devices exchange halves at the same rate without the switch's latency.
     assert float(model.collective("all_reduce", axes(2), 1, 1e9)) == pytest.approx(1e-2)
-    # Across nodes no switch adds: step_s is 0 there.
+    # Across nodes no switch adds, because step_s is 0 there.
     assert float(model.collective("all_reduce", axes(4, 8), 2, 1e9)) < 1.1e-2
     rings = Analytic(nested(8, inner=1e11, outer=1e10, algorithms=(RING,)))
     across = [float(m.collective("all_reduce", axes(4, 8), 1, 1e9)) for m in (model, rings)]
@@ -202,7 +203,7 @@ def test_a_switch_that_adds_sends_the_bytes_once_whatever_the_ways():
 
 
 def test_a_partial_mesh_of_wires_gives_a_pair_one_link():
-    """DGX-1V: one link of 25 GB/s joins GPUs 0 and 1."""
+    """On a DGX-1V, one link of 25 GB/s joins GPUs 0 and 1."""
     got = float(MODELS["v100x8"].collective("all_gather", axes(4, 2), 2, 1e9))
     assert got == pytest.approx(1e9 / 2 / (25e9 * 0.88), rel=0.01)
 
@@ -249,7 +250,7 @@ def test_more_ways_never_cost_less_on_one_switch(kind, n, a, b):
 
 @given(kinds, sizes_of_buffers, st.integers(1, 32), st.integers(1, 32))
 def test_more_nodes_never_cost_less(kind, n, a, b):
-    """Ways at the outermost level; more ways inside can pay, as more wires leave the node."""
+    """More ways at the outermost level never cost less. More ways inside can, because more wires leave the node."""
     for name in ("nested", "h100x8", "1080tix8"):
         model = MODELS[name]
         node = model.machine.levels[0].ways
@@ -306,7 +307,7 @@ def test_arrays_are_priced_as_their_elements(name, kind, buffers, data):
 
 @given(models, kinds, sizes_of_buffers, st.floats(1.0, 4.0), st.data())
 def test_no_jump_where_one_algorithm_takes_over_from_another(name, kind, n, more, data):
-    """The cheapest of lines is concave in the bytes: more of them cost at most as much more."""
+    """The minimum of lines is concave in the bytes: more bytes cost at most proportionally more."""
     model = MODELS[name]
     mesh = draw_mesh(data, model)
     every = np.arange(1 << len(mesh.sizes))
@@ -316,7 +317,7 @@ def test_no_jump_where_one_algorithm_takes_over_from_another(name, kind, n, more
 
 @given(models, kinds, sizes_of_buffers, st.data())
 def test_no_faster_than_the_bytes_that_must_enter_a_device_and_a_node(name, kind, n, data):
-    """Whatever the algorithm: each device must take in so much, and so must the devices of a node together."""
+    """For any algorithm, each device must receive a minimum of bytes, and so must the devices of a node together."""
     machine = MODELS[name].machine
     if any(level.topology == "torus" for level in machine.levels):
         return
@@ -344,7 +345,7 @@ def test_no_faster_than_the_bytes_that_must_enter_a_device_and_a_node(name, kind
     got = float(MODELS[name].collective(kind, mesh, axis_set, n))
     assert got >= enters[kind] * n / fastest * (1 - 1e-9)
     if ways[-1] > 1 and kind in ("all_gather", "reduce_scatter"):
-        # All but its own share crosses into each outermost unit, over the wires of all its devices.
+        # Everything except its own share crosses into each outermost unit, over the wires of all its devices.
         part = (ways[-1] - 1) / ways[-1] / math.prod(ways[:-1])
         assert got >= part * n / best[-1] * (1 - 1e-9)
 
@@ -352,7 +353,7 @@ def test_no_faster_than_the_bytes_that_must_enter_a_device_and_a_node(name, kind
 @settings(max_examples=30)
 @given(kinds, sizes_of_buffers, st.data())
 def test_axis_order_within_a_switch_changes_no_price(kind, n, data):
-    """What ``meshes(distinct=True)`` rests on."""
+    """``meshes(distinct=True)`` depends on this."""
     model = MODELS["h100x8"]
     a, b = data.draw(st.sampled_from([(2, 4), (4, 2), (2, 2)]))
     there, back = axes(4, a, b), axes(4, b, a)

@@ -1,4 +1,4 @@
-"""Prices of local work, measured tables, and PaSE's own model."""
+"""Costs of local work, measured tables, and PaSE's own model."""
 
 from dataclasses import replace
 
@@ -122,7 +122,7 @@ def test_large_matmuls_reach_the_stated_efficiency_and_slivers_do_not(name):
 
 
 def test_a_wave_too_many_shows():
-    """One tile more than there are units takes a second wave (tile and wave quantization)."""
+    """One more tile than there are units takes a second wave (tile and wave quantization)."""
     model = Analytic(load("a100x8"))
     k = 64 * 1024
 
@@ -142,7 +142,7 @@ def test_a_batch_of_matmuls_fills_the_device():
 
 
 def test_a_split_of_k_pays_for_its_partial_sums():
-    """One 128 x 128 tile on 4 units: split 2 ways, half the depth and 2 float32 partials to and fro."""
+    """One 128 x 128 tile on 4 units: split 2 ways, with half the depth, and 2 float32 partial sums written and read."""
     d = replace(
         device(),
         memory_bandwidth_bytes_per_s=1e9,
@@ -233,12 +233,12 @@ def test_a_curve_between_points_is_a_startup_and_a_rate():
     c = CURVES[0].curve
     mid = float(curve_s(c, np.array(sum(c.nbytes[:2]) / 2)))
     assert mid == pytest.approx(sum(c.seconds[:2]) / 2)
-    # Below: the floor. Above: the last rate.
+    # Below the table: its first time. Above: its last rate.
     assert curve_s(c, np.array([1.0, 4e9])) == pytest.approx([2e-5, 8e-2])
 
 
 def test_a_product_between_points_takes_seconds_straight_in_each_extent():
-    """Launch, operands, result and multiply-adds: what such a law says at the corners, it says in between."""
+    """A cost of launch, operands, result and multiply-adds is interpolated exactly between the corners."""
 
     def seconds(m, n, k):
         return 1e-6 + 1e-9 * (m * n + 2 * n * k + 3 * m * k) + 1e-11 * m * n * k
@@ -255,11 +255,11 @@ def test_a_product_between_points_takes_seconds_straight_in_each_extent():
 
 
 def test_unmeasured_ways_follow_the_nearest_measured_ones():
-    """8 in a node, measured for 4: scaled as the formulas scale large tensors, 7/8 over 3/4."""
+    """8 devices in a node, measured for 4: scaled as the formulas scale large tensors, by 7/8 over 3/4."""
     n = np.array([1e3, 1e6, 1e9])
     four, eight = (MEASURED.collective("all_reduce", axes(2, p), 2, n) for p in (4, 8))
     assert eight / four == pytest.approx([7 / 6] * 3, rel=1e-3)
-    # Across nodes nothing was measured for all_reduce: the formulas stand.
+    # Across nodes, nothing was measured for all_reduce, so the formulas are used.
     plain = Analytic(replace(nested(8), device=MEASURED.machine.device))
     assert MEASURED.collective("all_reduce", axes(4, 8), 1, n) == pytest.approx(
         plain.collective("all_reduce", axes(4, 8), 1, n)
@@ -315,7 +315,8 @@ def test_paper_model_takes_its_ratio_from_the_machine():
 
 
 def test_fused_attention_runs_at_its_own_rate():
-    """Between two measured lengths on the logarithm's line; without a curve, as the products it is made of."""
+    """Between two measured lengths, the rate is linear in the logarithm. Without a curve, it is that of the
+    products."""
     h100 = load("h100x8")
     model, flops = get("analytic", h100), 1e15
     seconds = [

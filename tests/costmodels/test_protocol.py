@@ -1,4 +1,4 @@
-"""The CostModel protocol says all that its callers need: a second, small model that has nothing else is enough."""
+"""The CostModel protocol suffices for its callers: a second, small model that implements nothing else works."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARAMS = {"w": S((512, 2048), "float32"), "v": S((2048, 512), "float32")}
 
 
 class Bytes:
-    """Work takes its FLOPs and bytes, a collective a start and its bytes: nothing but what the protocol names."""
+    """Work costs its FLOPs and bytes, and a collective a startup and its bytes. It has only what the protocol names."""
 
     __slots__ = ("machine", "name", "unit")
 
@@ -67,7 +67,7 @@ def test_a_second_model_serves_every_question(traced, overlap):
 
 
 def test_what_the_machine_says_reaches_the_tables(traced):
-    """Buckets, tiles and the sum of readers' gradients are read off the model's machine: none is optional."""
+    """Buckets, tiles and the sum of readers' gradients are read from the model's machine, which is not optional."""
     h100, tpu = load("h100x8"), load("tpu_v5e")
     assert array_tile(Bytes(h100)) is None and array_tile(Bytes(tpu)) == tpu.device.memory_tile
 

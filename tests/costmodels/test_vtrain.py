@@ -47,7 +47,7 @@ def test_all_reduce_from_vendor_and_library_figures(gpu, ways, mape):
 @pytest.mark.parametrize("gpu", ["a100", "v100"])
 @pytest.mark.parametrize("ways", [2, 4, 8])
 def test_a_table_predicts_what_one_line_cannot(gpu, ways):
-    """Powers of two kept; all other sizes up to 32 MB predicted, by the table and by the best line."""
+    """Keeps powers of two, and predicts all other sizes up to 32 MB, by the table and by the best line."""
     nbytes, seconds = measured(gpu, ways)
     kept = np.isin(nbytes / 2**20, 2 ** np.arange(11))
     curve = Curve(
@@ -65,7 +65,7 @@ def test_a_table_predicts_what_one_line_cannot(gpu, ways):
 @pytest.mark.parametrize("gpu", ["a100", "v100"])
 @pytest.mark.parametrize("ways", [2, 4, 6, 8])
 def test_three_sizes_far_apart_predict_those_between(gpu, ways):
-    """1, 32 and 1,024 MB kept: straight in the logarithms, the sizes between would be 7 to 28% too slow."""
+    """Keeps 1, 32 and 1,024 MB. With interpolation in the logarithms, the sizes between would be 7 to 28% too slow."""
     nbytes, seconds = measured(gpu, ways)
     kept = np.isin(nbytes / 2**20, (1, 32, 1024))
     curve = Curve(nbytes=tuple(nbytes[kept]), seconds=tuple(seconds[kept]))
@@ -74,8 +74,8 @@ def test_three_sizes_far_apart_predict_those_between(gpu, ways):
 
 
 def test_steps_of_small_gpts_in_order():
-    """Some of vTrain's rows without a pipeline: what is slower is predicted slower. Their size is 22% low,
-    alike where the host and where the device bounds (docs/cost-model.md)."""
+    """Some of vTrain's rows without a pipeline: what is slower is predicted slower. The predictions are 22% low,
+    whether the host or the device is the bottleneck (docs/cost-model.md)."""
     pytest.importorskip("jax")
     from bench.published import vtrain
 

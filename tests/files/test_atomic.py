@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, and what goes wrong names the file that was asked for."""
+"""Files are written completely or not at all, and errors name the file that was requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One codec: files of the last version load, schemas are made of the types, and what is wrong is said, and where."""
+"""The codec: files of earlier versions load, schemas are derived from types, and errors say what is wrong and where."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAST = Path(__file__).parent / "last"
 
 @pytest.mark.parametrize("file", sorted(SCHEMAS))
 def test_the_committed_schema_is_the_types(file):
-    """After a change of a form: python bench/pages/schemas.py."""
+    """To regenerate them after changing a form: python bench/pages/schemas.py."""
     made = json.loads(json.dumps(SCHEMAS[file]()))
     jsonschema.Draft202012Validator.check_schema(made)
     assert json.loads((ROOT / file).read_text(encoding="utf-8")) == made
@@ -45,7 +45,7 @@ def test_layouts_of_the_last_version_load_and_stay_as_they_are(name):
 
 
 def test_a_machine_of_the_last_version_is_the_one_that_its_layouts_name():
-    """A field that is new, at its default, changes no digest: else no layout of before would find its machine."""
+    """A new field with its default value changes no digest. Otherwise no earlier layout would find its machine."""
     machine = parse((LAST / "machine.toml").read_text(encoding="utf-8"), "machine.toml")
     assert machine.digest == "bd1601a917d08d8a64b7dbe306da2dd80cdd39c97643bf54de476e0a5f4b8fa2"
     assert parse(dumps(machine), "again") == machine
@@ -111,7 +111,7 @@ def test_an_error_says_what_and_where(tree, message):
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(1, 9), max_size=40), st.data())
 def test_the_first_bad_key_of_a_mapping_is_named(sizes, data):
-    """By halving, and so whatever the other keys are: the oracle is to look at each."""
+    """It is found by bisection, whatever the other keys are. The oracle checks each key in turn."""
     bad = data.draw(st.sets(st.sampled_from(sorted(sizes)))) if sizes else set()
     tree = {"kind": "ring", "leaves": {k: [{"ways": -1 if k in bad else v}] for k, v in sizes.items()}}
     first = next((k for k in tree["leaves"] if k in bad), None)
@@ -167,5 +167,5 @@ def test_a_text_from_a_stranger_is_refused_with_its_place(text, message):
 
 @given(st.text(st.characters(exclude_categories=["Cc", "Cs"]) | st.sampled_from("\\\n\t\r")), st.booleans())
 def test_names_that_command_nothing_are_read_as_they_are(name, escaped):
-    """Backslashes before a u among them, which escape nothing."""
+    """Some names have backslashes in front of a u that escape nothing."""
     assert parse_json(json.dumps({name: "\\u001b"}, ensure_ascii=escaped), "x") == {name: "\\u001b"}

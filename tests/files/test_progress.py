@@ -1,4 +1,4 @@
-"""Lines of progress say how long it took so far, and of steps that are alike how long the rest may take."""
+"""Lines of progress give the time so far and, for similar steps, an estimate of the remaining time."""
 
 from pase.files.progress import PieceOfWork, estimating
 

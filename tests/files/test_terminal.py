@@ -1,4 +1,4 @@
-"""Names from files are text on a terminal: brackets stay, control characters are made visible, everywhere."""
+"""On a terminal, names from files are text everywhere: brackets stay, and control characters are made visible."""
 
 import io
 import re
@@ -55,7 +55,7 @@ def test_what_is_piped_is_plain():
 
 
 def test_a_plan_fits_a_narrow_terminal():
-    """A row for each layer, a figure beside its unit, whatever the width."""
+    """Each layer has a row, and each figure stays next to its unit, whatever the width."""
     plan = pase.compile("zoo:gpt2?layers=2&batch=16", devices=8, mesh="data=8", baselines=False)
     layers = [n.name for n in plan.nodes if n.op == "matmul"]
     for width in (80, 120, 160):

@@ -1,5 +1,5 @@
-"""One model costs the same from whichever framework it comes: FLOPs, bytes kept for backward, and the cost of data
-parallelism, of Megatron's method and of strategies drawn at random."""
+"""A model costs the same in every framework: FLOPs, bytes kept for backward, and the cost of data parallelism, of
+Megatron's strategy and of random strategies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pase.memory.residuals import kept
 from pase.search.check import cost_of
 from pase.tables.layouts import NOT_SPLIT
 
-# Sizes of different meanings differ, so that a dim is known by its size in every framework.
+# Sizes of different meanings differ, so that a dim is identified by its size in every framework.
 B, S, T, D, H, K, F, N = 16, 24, 36, 48, 8, 12, 96, 40
 IMAGE, CHANNELS, FILTERS = 20, 4, 28
 MODELS = ("mlp", "convolutions", "attention", "lstm")
@@ -49,7 +49,7 @@ SHAPES: dict[str, tuple[Shapes, Shapes]] = {
     ),
     "lstm": ({"w": (4, F, D), "r": (4, F, F), "out": (F, N)}, {"x": (S, B, D)}),
 }
-"""Model -> the shapes of its parameters, and of its inputs."""
+"""Model -> the shapes of its parameters and of its inputs."""
 
 
 # --- JAX
@@ -144,7 +144,7 @@ def _tf_lstm(p: Any, x: Any) -> Any:
 
 
 class _Onnx:
-    """A graph under construction: ``op`` adds a node and returns its first output's name."""
+    """A graph under construction. ``op`` adds a node and returns the name of its first output."""
 
     def __init__(self, shapes: Shapes, inputs: Shapes) -> None:
         self.nodes: list[Any] = []
@@ -180,7 +180,7 @@ def _onnx_mlp(g: _Onnx) -> str:
 
 
 def _onnx_convolutions(g: _Onnx) -> str:
-    """ONNX has filters as [out in h w]."""
+    """Reorders a filter to ONNX's [out in h w]."""
     y = g.op("Conv", "x", g.op("Transpose", "w", perm=[3, 2, 0, 1]), pads=[1, 1, 1, 1])
     mean, variance = (g.number(np.zeros(FILTERS, np.float32)) for _ in range(2))
     y = g.op("BatchNormalization", y, "scale", "bias", mean, variance, outs=3, training_mode=1)
@@ -205,7 +205,7 @@ def _onnx_lstm(g: _Onnx) -> str:
     return g.mean(g.op("MatMul", y, "out"), (0, 1, 2))
 
 
-# --- alike?
+# --- comparison
 
 
 @cache
@@ -243,13 +243,13 @@ def kept_bytes(graph: Graph) -> float:
 
 
 def by_method(p: SplitProblem) -> dict[str, float]:
-    """Cost of data parallelism, and of Megatron's method at every degree where it applies."""
+    """The cost of data parallelism, and of Megatron's strategy at every degree at which it applies."""
     made = baselines(p.graph, p.devices, p.machine, p.model, tables_of=p.tables)
     return {b.name: b.cost for b in made if isinstance(b, Baseline) and b.name.startswith(("data", "mega"))}
 
 
 def drawn(n: Node, configs: np.ndarray, sizes: tuple[int, ...]) -> int:
-    """The config that splits, over each axis, the dim of the size that was drawn for it; else the one that splits
+    """The config that splits, over each axis, the dim whose size was drawn for it, or else the config that splits
     nothing."""
     split = [
         next(

@@ -1,5 +1,5 @@
-"""Micro-batches where the batch is merged with positions: a loss is the whole batch's or is refused, in JAX and in
-PyTorch. z: 16 examples of 6 positions each, as 96 rows."""
+"""Micro-batches if the batch is merged with positions: a loss equals that of the whole batch or is refused, in JAX and
+in PyTorch. z: 16 examples of 6 positions each, as 96 rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pase.compiler.problem.variants import Variant, graph_of
 from pase.frontends.registry import NotInParts
 
 Loss = Callable[[Any, Any], Any]
-"""Of the framework's functions and z."""
+"""Losses, as functions of the framework's functions and z."""
 
 MIXED: dict[str, Loss] = {
     "softmax": lambda f, z: (f.softmax(z, 0) * z).mean(),

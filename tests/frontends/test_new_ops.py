@@ -1,4 +1,5 @@
-"""A new op of each framework touches one place: its rule, here in a test, which is then traced, listed and priced."""
+"""A new op of a framework needs changes in one place, its rule. Here a test adds it, and it is traced, listed,
+priced."""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ SHAPE = (8, 16)
 
 @pytest.fixture
 def swish() -> Iterator[Function]:
-    """A function that the table lacks: one line."""
+    """A function that is missing in the table takes one line."""
     yield FUNCTIONS.add(SWISH.name, SWISH)
     FUNCTIONS.remove(SWISH.name)
 
 
 def check(traced: registry.Traced, framework: str, op: str) -> None:
-    """The op is there with its function and its FLOPs, survives the text form, and ``pase ops`` lists it."""
+    """The op has its function and its FLOPs, survives the text form, and is listed by ``pase ops``."""
     found = [o for n in traced.graph.nodes for o in n.ops if o.function is SWISH]
     assert [o.flops_per_point for o in found] == [11.0]
     assert from_text(to_text(traced.graph)) == traced.graph
@@ -55,7 +56,8 @@ def test_jax(swish: Function) -> None:
 
 
 def _outer_sum(b: GraphBuilder, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    """z[i, j] = x[i] + y[j]: a kind of nest that ``pase.ops.nests`` lacks, with no word on gradients or collectives."""
+    """z[i, j] = x[i] + y[j]: a kind of nest that ``pase.ops.nests`` lacks. The rule mentions no gradients and no
+    collectives."""
     dims: dict[str, tuple[Any, DimKind]] = {"i": (x.shape[0], "parallel"), "j": (y.shape[0], "parallel")}
     reads = [Read(x, AccessMap.of(("i",))), Read(y, AccessMap.of(("j",)))]
     write = Write((x.shape[0], y.shape[0]), x.dtype, AccessMap.of(("i",), ("j",)))
@@ -63,7 +65,7 @@ def _outer_sum(b: GraphBuilder, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
 
 
 def test_a_kind_of_nest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One function: listed, searched and priced, and the all-reduces of both gradients follow from its maps."""
+    """With one function it is listed, searched and priced. The all-reduces of both gradients follow from its maps."""
     monkeypatch.setattr(nests, "outer_sum", _outer_sum, raising=False)
     monkeypatch.setattr(nests, "__all__", [*nests.__all__, "outer_sum"])
     primitive = Primitive("test_outer_sum")
@@ -97,14 +99,14 @@ def test_a_kind_of_nest(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert [c.nbytes for c in found] == [
         32 * 4
-    ]  # y's gradient is summed over the rows, x's stays where it is
+    ]  # y's gradient is summed over the rows; x's gradient stays where it is
 
 
 def test_tensorflow(swish: Function) -> None:
     tf = pytest.importorskip("tensorflow")
     from pase.frontends.tf import rules as tf_rules
 
-    # An op of TensorFlow's, whose own rule is taken out for the while.
+    # A TensorFlow op whose rule is removed during the test.
     op = "Rint"
     known = tf_rules.RULES[op]
     tf_rules.RULES.remove(op)

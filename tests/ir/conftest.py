@@ -1,4 +1,4 @@
-"""``pytest tests/ir --update-golden`` writes the golden files again; read the diff before committing it."""
+"""``pytest tests/ir --update-golden`` rewrites the golden files. Read the diff before you commit it."""
 
 import pytest
 
@@ -9,5 +9,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def update_golden(request: pytest.FixtureRequest) -> bool:
-    # The option exists only where pytest was given tests/ir itself.
+    # The option exists only if pytest was given tests/ir itself.
     return bool(request.config.getoption("--update-golden", default=False))

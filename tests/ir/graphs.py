@@ -48,7 +48,7 @@ def simple(model: str) -> Graph:
 
 
 def flops(graph: Graph, *kinds: str) -> float:
-    """FLOPs of a forward pass, of these op kinds (all where none is named)."""
+    """The FLOPs of a forward pass in these kinds of ops (in all ops, if no kind is named)."""
     total = 0.0
     for n in graph.nodes:
         for op in n.ops:
@@ -58,12 +58,12 @@ def flops(graph: Graph, *kinds: str) -> float:
 
 
 def without_places(text: str) -> str:
-    """Without equation paths and loop names, which count the equations of a jaxpr."""
+    """The graph without equation paths and loop names, which contain numbers of the jaxpr's equations."""
     return re.sub(r" (?:eqn|scope)=\S+", "", text)
 
 
 def canonical(graph: Graph) -> str:
-    """Nodes only, tensors numbered as they come: equal for traces that differ in dead or constant tensors."""
+    """The nodes only, with renumbered tensors. It is equal for traces that differ in dead or constant tensors."""
     lines = without_places(to_text(graph, sources=False)).splitlines()
     text = "\n".join(x for x in lines if x.startswith(("node", "  ")))
     numbers: dict[str, str] = {}
@@ -77,7 +77,7 @@ def canonical(graph: Graph) -> str:
 
 
 def without_carries(graph: Graph) -> nx.MultiDiGraph[str]:
-    """Nodes and flows, less those that close a loop."""
+    """The nodes and flows, without the flows that close a loop."""
     out: nx.MultiDiGraph[str] = nx.MultiDiGraph()
     out.add_nodes_from(n.name for n in graph.nodes)
     for e in graph.edges:
@@ -92,7 +92,7 @@ def ops(graph: Graph) -> Iterator[Op]:
         yield from n.ops
 
 
-# Random graphs: well-formed as far as the text form cares, not models.
+# Random graphs: they are valid for the text form, but are not models.
 
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 dim_names = st.from_regex(r"[a-z][a-z0-9_]{0,3}", fullmatch=True)

@@ -43,7 +43,7 @@ programs = st.lists(
 
 
 def build(steps: Sequence[tuple[str, int, int]]) -> tuple[Callable[..., Any], Any, Any]:
-    """(loss, params, batch) of shapes; every value in the pool is [ROWS, SEQ, WIDTH]."""
+    """Returns (loss, params, batch) with shapes. Every value in the pool is [ROWS, SEQ, WIDTH]."""
     import jax
     import jax.numpy as jnp
 
@@ -79,7 +79,7 @@ def _step(step: str, a: Any, b: Any, w: Any, i: int) -> Any:
             return jax.nn.softmax(a, axis=i % 3)
         case "norm":
             return (a - a.mean(-1, keepdims=True)) * jax.lax.rsqrt(a.var(-1, keepdims=True) + 1e-6)
-        case "transposed":  # x + xᵀ over two dims: it cannot be one walk
+        case "transposed":  # x + xᵀ over two dims cannot be one walk
             square = jnp.einsum("bsd,btd->bst", a, b)
             return (square + square.swapaxes(1, 2)) @ a
         case "heads":

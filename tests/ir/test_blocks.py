@@ -31,7 +31,7 @@ def test_parameters_named_by_numbers_are_no_equations() -> None:
 
 
 def test_regions_change_nothing_about_what_joins() -> None:
-    """So what joins is found once for all ways to compute blocks again."""
+    """The groups are therefore computed once for all ways to recompute blocks."""
     m = zoo.get("llama3_8b?scan=0&layers=4&remat=0")
     traced = trace(m.loss_fn, m.params, m.batch)
     for what in ("attention", "light", "all"):

@@ -1,4 +1,4 @@
-"""Dims under unification: products are kept, undoing restores, factoring nests."""
+"""Unification of dims: products are preserved, undoing restores the table, and factorings nest."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def state(t: DimTable, keys: list[list[Any]]) -> object:
 
 @given(shapes, shapes)
 def test_unified_walks_are_one(a: list[int], b: list[int]) -> None:
-    """Every dim keeps its extent, and both walks resolve to the same finer dims, whose extents are those of a
-    common factoring; without one, or with other extents, it is a Conflict."""
+    """Every dim keeps its extent, and both walks resolve to the same finer dims, whose extents are those of a common
+    factoring. If there is none, or if the extents differ, a Conflict is raised."""
     t, (x, y) = table(a, b)
     common = common_factors(a, b)
     try:
@@ -77,7 +77,7 @@ def test_undo_restores(a: list[int], b: list[int], c: list[int], data: st.DataOb
 
 @given(kinds, kinds)
 def test_kinds_meet(a: DimKind, b: DimKind) -> None:
-    """A dim that one side may not split is not split; one that is summed here and kept there is parallel."""
+    """A dim that one side may not split is not split. A dim that is summed here and kept there is parallel."""
     t = DimTable()
     t.add("x", 6, a)
     t.add("y", 6, b)
@@ -90,7 +90,7 @@ def test_kinds_meet(a: DimKind, b: DimKind) -> None:
 
 
 def test_a_walk_may_name_a_dim_twice() -> None:
-    """Each time it is what it has become meanwhile."""
+    """Each occurrence is what the dim has become by then."""
     t, ((a, b), (c,)) = table([2, 2], [2])
     with t.attempt() as attempt:
         t.unify([a, b], [c, c])
@@ -107,7 +107,7 @@ def test_attempts_do_not_nest() -> None:
 
 @st.composite
 def of_one_size(draw: Any) -> tuple[list[int], list[int]]:
-    """Two shapes made of the same prime factors, each in an order and grouping of its own."""
+    """Two shapes with the same prime factors, each in its own order and grouping."""
     primes = draw(st.lists(st.sampled_from([2, 2, 3, 5]), max_size=5))
 
     def grouped(order: list[int]) -> list[int]:
@@ -119,7 +119,7 @@ def of_one_size(draw: Any) -> tuple[list[int], list[int]]:
 
 @given(of_one_size())
 def test_common_factors(two: tuple[list[int], list[int]]) -> None:
-    """The factors make up both shapes, in order; there are none only where cumulative products do not nest."""
+    """The factors make up both shapes, in order. There are none only if the cumulative products do not nest."""
     a, b = two
     found = common_factors(a, b)
     cuts = [sorted({math.prod(s[i:]) for i in range(len(s) + 1)}) for s in (a, b)]

@@ -1,4 +1,4 @@
-"""Products in fp8 as an option: which they are, what they cost, what a plan says of it."""
+"""Products in fp8 as an option: which products, what they cost, and what a plan says about them."""
 
 from dataclasses import replace
 
@@ -45,13 +45,13 @@ def test_all_products_with_weights_but_the_last_run_in_fp8():
     turned = {k for k, ops in products.items() if any(op.product_dtype == FP8 for op in ops)}
     left = {k for k in products if k not in turned}
     assert turned and all(k.startswith("blocks.") for k in turned)
-    assert "output:dot" in left and not any(k.startswith("blocks.") for k in left)  # scores are no weights
+    assert "output:dot" in left and not any(k.startswith("blocks.") for k in left)  # scores are not weights
     assert from_text(to_text(graph)) == graph
 
 
 def test_price_is_the_products_at_their_rate_and_what_scaling_moves():
-    """By hand, on one device: three products at fp8's rate; operands and the result's gradient read twice, written
-    twice."""
+    """Computed by hand for one device: three products at fp8's rate; operands and the result's gradient are read twice
+    and written twice."""
     rows, width = 4096, 2048
     graph, mesh = graph_of(rows, width), mesh_from("1", 1)
     eighth = in_fp8(graph)
@@ -75,7 +75,7 @@ def test_price_is_the_products_at_their_rate_and_what_scaling_moves():
 
 
 def test_of_a_recomputed_product_by_groups_half_the_casts_are_in_backward():
-    """A third read, which says where groups of rows end, is not cast and changes nothing of the others'."""
+    """A third read, the ends of groups of rows, is not cast, and changes nothing for the other reads."""
     eighth = in_fp8(graph_of(64, 32))
     (up,) = (n for n in eighth.nodes if any(op.product_dtype for op in n.ops))
     ops = (

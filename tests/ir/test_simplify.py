@@ -1,6 +1,6 @@
-"""Simplifying keeps what is computed: every op once, its points, its order, its tensors' boundaries.
+"""Simplifying preserves what is computed: every op once, its points, its order, and the tensors at the boundaries.
 
-Checked on random programs and on every reduced zoo model.
+This is checked on random programs and on every reduced zoo model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.ir.programs import build, programs
 
 
 def check(before: Graph, after: Graph) -> None:
-    """The invariants. Ops that depend on no data may go; all else stays, once."""
+    """Checks the invariants. Ops that depend on no data may disappear; all others stay, once."""
     verify(after)
     constant = {t.name for t in after.tensors.values() if t.role == "constant"}
 
@@ -29,7 +29,7 @@ def check(before: Graph, after: Graph) -> None:
         for n in graph.nodes:
             for op in n.ops:
                 if op.kind == "copy" and op.name == "copy":
-                    continue  # simplify's own
+                    continue  # added by simplify
                 if op.writes and all(a.tensor in constant for a in op.writes):
                     continue
                 # a read may go through a copy, whose name is the original's and a suffix
@@ -92,7 +92,7 @@ def test_zoo(model: str) -> None:
 
 @pytest.mark.parametrize("model", zoo.names())
 def test_no_stray_views(model: str) -> None:
-    """Between two nodes no node of views alone that only renames or reorders elements."""
+    """Between two nodes, there is no node of views only that just renames or reorders elements."""
     graph = simple(model)
     for n in graph.nodes:
         if n.kind == "view":
@@ -105,8 +105,8 @@ def compute(graph: Graph) -> list[str]:
 
 
 def test_a_transformer_layer_is_a_dozen_nodes() -> None:
-    """12 unrolled layers of GPT-2 at full size, attention written out: norms, four projections, two attention products,
-    softmax, two feed-forward products, and the copies where the residual stream and a norm are read by several."""
+    """12 unrolled layers of GPT-2 at full size, with attention written out: norms, four projections, two attention
+    products, softmax, two feed-forward products, and copies if several ops read the residual stream or a norm."""
     m = zoo.get("gpt2?scan=0&attention=plain")
     before = trace(m.loss_fn, m.params, m.batch).graph
     after = named(simplify(before))
@@ -122,8 +122,8 @@ def test_a_transformer_layer_is_a_dozen_nodes() -> None:
 
 
 def test_a_looked_up_row_moves_in_its_narrow_type() -> None:
-    """A cast behind a look-up is a node of its own, also where the ops that read it are light: what moves from the
-    look-up to them is the narrower tensor. What a rematerialised region begins with is kept in that type too."""
+    """A cast after a lookup is a node of its own, even if its readers are light, so that the narrower tensor is
+    resharded. The input of a rematerialised region is kept in that dtype, too."""
 
     def loss(table: jax.Array, tokens: jax.Array) -> jax.Array:
         x = table[tokens].astype("bfloat16")
@@ -170,7 +170,7 @@ def test_the_width_is_d() -> None:
 
 
 def test_fused_projections_keep_their_heads() -> None:
-    """Behind one matmul for q, k and v the parts of the result cannot be split; the scores' heads still can."""
+    """After one matmul for q, k and v, the parts of the result cannot be split, but the heads of the scores can."""
     import jax
     import jax.numpy as jnp
 
@@ -190,7 +190,7 @@ def test_fused_projections_keep_their_heads() -> None:
 
 
 def test_an_accuracy_does_not_bind_the_loss() -> None:
-    """argmax over the vocabulary must see all of it; the cross-entropy of the same logits need not."""
+    """argmax over the vocabulary must see all of it, but the cross-entropy of the same logits need not."""
     import jax
     import jax.numpy as jnp
 
@@ -207,7 +207,7 @@ def test_an_accuracy_does_not_bind_the_loss() -> None:
 
 
 def test_cycles_do_not_arise_around_what_cannot_join() -> None:
-    """a joins c; b cannot join a (x + xᵀ): c must then not join b's group, which reads a and feeds c."""
+    """a joins c, and b cannot join a (x + xᵀ). c must then not join b's group, which reads a and feeds c."""
     import jax
     import jax.numpy as jnp
 
@@ -223,7 +223,7 @@ def test_cycles_do_not_arise_around_what_cannot_join() -> None:
 
 
 def test_cycles_do_not_arise_around_a_wide_argmax() -> None:
-    """e feeds argmax, which may not take e's dim; what follows both must not fall back into e's node."""
+    """e feeds argmax, which may not take e's dim. What depends on both must not join e's node."""
     import jax
     import jax.numpy as jnp
 

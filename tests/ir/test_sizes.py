@@ -1,4 +1,4 @@
-"""Sizes: text is read back, arithmetic on symbols is exact, hostile text is refused quickly."""
+"""Sizes: printed text is read back, arithmetic on symbols is exact, and hostile text is refused quickly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ expressions = st.recursive(
 @settings(max_examples=40)
 @given(expressions)
 def test_reading_agrees_with_python(text: str) -> None:
-    """Bound to numbers, a size is what Python makes of the same text; printed, it reads back."""
+    """Bound to numbers, a size has the value that Python gives the same text. Printed, it is read back."""
     wanted = eval(text, {"__builtins__": {}, "max": max, "min": min}, VALUES)
     size = parse_size(text)
     assert bind_size(size, VALUES) == wanted

@@ -1,4 +1,4 @@
-"""The text form prints and parses exactly, and says where it cannot be read."""
+"""The text form prints and parses exactly, and errors say where a text cannot be read."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_maps_parse_or_say_why(text: str) -> None:
 @settings(max_examples=100)
 @given(st.data())
 def test_garbage_is_a_clear_error(data: st.DataObject) -> None:
-    """Cut, doubled or overwritten anywhere, the text parses or is refused with line and column."""
+    """Cut, doubled or overwritten anywhere, the text is parsed or is refused with line and column."""
     text = to_text(simple("mlp"))
     at = data.draw(st.integers(0, len(text)))
     n = data.draw(st.integers(0, 30))

@@ -1,4 +1,5 @@
-"""Machine files of groups: read, refused, and what a program that treats all devices alike sees."""
+"""Machine files of groups: how they are read and refused, and the machine for a program that treats all devices
+alike."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def test_a_machine_of_groups(file):
     m = load(file)
     assert isinstance(m, GroupedMachine) and m.devices == 16
     assert [(g.name, g.count) for g in m.groups] == [("h100x8", 4), ("v100x8", 12)]
-    # All alike: the slower device, the smaller memory, units that both counts consist of, and the link between.
+    # All alike: the slower device, the smaller memory, units that divide both counts, and the link between the groups.
     assert m.device.peak_flops == load("v100x8").device.peak_flops
     assert m.device.memory_bytes == load("v100x8").device.memory_bytes
     assert [(level.name, level.ways) for level in m.levels] == [("NVLink", 4), ("Ethernet", 0)]

@@ -1,4 +1,4 @@
-"""Machine files: those of the package, and what is said of broken ones."""
+"""Machine files: those of the package, and the errors for broken ones."""
 
 import math
 import re
@@ -121,7 +121,7 @@ def test_digest_follows_what_prices_and_nothing_else():
     assert parse(GOOD + '[provenance]\ndate = "today"\n', "f").digest == base
     assert parse(GOOD.replace("900e9", "901e9"), "f").digest != base
     assert parse(GOOD.replace("ways = 4", "ways = 8"), "f").digest != base
-    # The order of keys in the file is no content.
+    # The order of keys in the file has no meaning.
     swapped = GOOD.replace(
         'name = "d"\nmemory_bytes = 16_000_000_000', 'memory_bytes = 16_000_000_000\nname = "d"'
     )
@@ -350,7 +350,7 @@ def test_a_memory_tile_is_rows_and_columns():
 
 
 def test_efficiency_by_dtype_and_kernels_by_name():
-    """A dtype's own efficiency stands before its kind's; a named attention kernel has a rate each way."""
+    """A dtype's own efficiency takes precedence over its kind's. A named attention kernel has a rate per direction."""
     h100 = load("h100x8").device
     assert h100.reached("matmul", "float8_e4m3fn") == 0.647 < h100.reached("matmul", "bfloat16") == 0.72
     assert h100.reached("conv", "bfloat16") == 0.6 and h100.reached("other", "bfloat16") == 1.0

@@ -11,7 +11,7 @@ from pase.machine import Device, LinkLevel, Machine, Mesh, axis_levels, level_wa
 
 
 def machine(*ways: int) -> Machine:
-    """Link levels with these ways; the last may be 0."""
+    """Link levels with these ways. The last may be 0."""
     return Machine(
         name="test",
         device=Device(
@@ -60,7 +60,7 @@ def test_devices_that_do_not_fit_are_refused():
 
 
 def test_meshes_of_32_on_nodes_of_8():
-    # 4x4x2 is 4x2x4 with two axes of one switch swapped: the same configs at the same costs.
+    # 4x4x2 is 4x2x4 with two axes of one switch swapped: it has the same configs at the same costs.
     assert sizes(meshes(32, machine(8, 0))) == [
         (32,),
         (2, 16),
@@ -75,7 +75,7 @@ def test_meshes_of_32_on_nodes_of_8():
         (2, 2, 2, 2, 2),
     ]
     assert (4, 4, 2) in sizes(meshes(32, machine(8, 0), distinct=False))
-    # On a torus the outer of two axes in a dim has neighbours further apart: both are kept.
+    # On a torus, neighbours on the outer of two axes in a dim are further apart, so both meshes are kept.
     assert {(4, 4, 2), (4, 2, 4)} <= set(sizes(meshes(32, load("tpu_v5e"))))
 
 
@@ -87,7 +87,7 @@ def test_meshes_of_32_on_nodes_of_8():
         (11, [(11,)]),
         (6, [(6,), (2, 3)]),
         (12, [(12,), (2, 6), (4, 3), (6, 2), (2, 2, 3)]),
-        # 3 of 8 devices of a node are no whole part of it: 8x3 and 4x6 are left out.
+        # 3 of the 8 devices of a node are no whole part of it, so 8x3 and 4x6 are left out.
         (24, [(24,), (3, 8), (6, 4), (12, 2), (3, 2, 4), (6, 2, 2), (3, 2, 2, 2)]),
     ],
 )
@@ -130,7 +130,7 @@ def test_meshes_hold_all_devices_and_fit_the_links(devices, inner, middle, max_a
 
 @given(devices=st.integers(1, 60), inner=st.integers(1, 8), data=st.data())
 def test_ways_by_level_are_those_counted_device_by_device(devices, inner, data):
-    """The group of device 0 along an axis, taken apart by node: how many nodes, how many in each."""
+    """The group of device 0 along an axis, by node: the number of nodes, and the number of devices in each."""
     m = machine(inner, 0)
     mesh = data.draw(st.sampled_from(meshes(devices, m, 3, distinct=False)))
     per_node = level_ways(devices, m)[0]
@@ -142,7 +142,7 @@ def test_ways_by_level_are_those_counted_device_by_device(devices, inner, data):
 
 
 def test_an_axis_across_a_node_at_odds_is_priced_across():
-    # 8 a node: groups of 3 neighbours straddle nodes, so the whole axis counts as across.
+    # With 8 per node, groups of 3 neighbours straddle nodes, so the whole axis counts as across.
     assert axis_levels(Mesh(names=("x", "y"), sizes=(8, 3)), machine(8, 0)) == ((1, 8), (1, 3))
 
 

@@ -1,4 +1,4 @@
-"""A machine whose figures are off by a factor."""
+"""A machine whose figures are wrong by a factor."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def test_a_scaled_machine_is_a_sound_machine_file():
 
 @given(machines, factors, st.floats(3, 9))
 def test_latency_and_bandwidth_together_scale_every_collective(name, f, size):
-    """f times the latency at 1/f of the bandwidth: f times the time, whatever the algorithm."""
+    """f times the latency at 1/f of the bandwidth takes f times the time, whatever the algorithm."""
     for m in (load(name), MEASURED):
         model, slow = get("analytic", m), get("analytic", scaled(m, {"latency": f, "bandwidth": 1 / f}))
         for kind in ("all_reduce", "all_gather", "all_to_all", "broadcast"):

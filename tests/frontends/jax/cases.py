@@ -1,4 +1,4 @@
-"""Losses as users write them, in plain JAX, Flax (linen and nnx), Equinox and optax. Each: (loss, params, batch)."""
+"""Losses as users write them, in plain JAX, Flax (linen and nnx), Equinox and optax, as (loss, params, batch)."""
 
 from __future__ import annotations
 

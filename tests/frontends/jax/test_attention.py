@@ -1,4 +1,4 @@
-"""Attention that is asked for by name is one op: read, priced and emitted without an array of scores."""
+"""Attention that is called by name is one op: it is read, priced and emitted without an array of scores."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def attention_of(graph: Graph) -> Node | None:
 
 
 def work_of(graph: Graph, **split: int) -> dict[str, float]:
-    """Products' FLOPs by phase, each device's, with one mesh axis on each dim of ``split``."""
+    """The FLOPs per device of the products, by phase, with one mesh axis on each dim of ``split``."""
     node = attention_of(graph)
     assert node is not None
     mesh = mesh_from(
@@ -64,7 +64,7 @@ def work_of(graph: Graph, **split: int) -> dict[str, float]:
 @pytest.mark.parametrize("implementation", ["xla", "cudnn", None])
 @pytest.mark.parametrize("causal", [False, True])
 def test_jaxs_attention_is_one_op_on_any_machine(implementation: Any, causal: bool) -> None:
-    """cuDNN's, too, which JAX itself can trace on a GPU alone."""
+    """cuDNN's attention, too, which JAX itself can trace only on a GPU."""
     attend = partial(jax.nn.dot_product_attention, is_causal=causal, implementation=implementation)
     graph = graph_of(attend, *arrays())
     assert not any(n.kind == "matmul" for n in graph.nodes)
@@ -117,7 +117,7 @@ def test_lengths_and_windows_are_written_out() -> None:
 
 
 def dims(node: Node) -> dict[str, str]:
-    """What each dim is, read off the maps: positions of queries, of keys and of both, kv heads, groups, batch."""
+    """The dims, read from the maps: positions of queries, of keys and of both, kv heads, groups, batch."""
     q, k = node.main.reads[0].map.walks, node.main.reads[1].map.walks
     (heads,) = k[2].dims
     (group,) = set(q[2].dims) - {heads}
@@ -126,7 +126,7 @@ def dims(node: Node) -> dict[str, str]:
 
 
 def test_parts_of_a_causal_attention_are_unequal() -> None:
-    """Of n contiguous parts of the queries the last is the slowest: counted by brute force over the mask."""
+    """Of n contiguous parts of the queries, the last is the slowest. The oracle counts the mask by brute force."""
     graph = graph_of(partial(jax.nn.dot_product_attention, is_causal=True), *arrays())
     node = attention_of(graph)
     assert node is not None
@@ -144,8 +144,8 @@ def test_keys_and_widths_are_not_split() -> None:
 
 
 def test_split_queries_gather_keys_and_scatter_their_gradients() -> None:
-    """Llama 3's context parallelism: from storage split by position, keys and values are gathered, and what their
-    gradients sum over the queries' devices comes back."""
+    """Llama 3's context parallelism: storage is split by position, keys and values are all-gathered, and their
+    gradients are reduce-scattered over the queries' devices."""
     graph = graph_of(jax.nn.dot_product_attention, *arrays())
     node = attention_of(graph)
     assert node is not None
@@ -163,7 +163,7 @@ def test_split_queries_gather_keys_and_scatter_their_gradients() -> None:
 
 
 def test_a_ring_shares_a_causal_attention_evenly() -> None:
-    """Counted by brute force over the mask, in the chunks that each device is dealt."""
+    """The oracle counts the mask by brute force, in the chunks that each device gets."""
     graph = graph_of(partial(jax.nn.dot_product_attention, is_causal=True), *arrays())
     node = attention_of(graph)
     assert node is not None
@@ -178,7 +178,8 @@ def test_a_ring_shares_a_causal_attention_evenly() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("bandwidth", [1e9, 450e9, 1e15])
 def test_each_turn_of_a_ring_takes_the_longer_of_compute_and_transfer(bandwidth: float, causal: bool) -> None:
-    """Turn by turn: all but the last send keys and values (backward their gradients' sums, too) beside the compute."""
+    """In each round except the last, keys and values (in backward also their gradients) are sent while the devices
+    compute."""
     graph = graph_of(partial(jax.nn.dot_product_attention, is_causal=causal), *arrays())
     node = attention_of(graph)
     assert node is not None
@@ -210,7 +211,7 @@ def test_each_turn_of_a_ring_takes_the_longer_of_compute_and_transfer(bandwidth:
 
 
 def test_the_search_finds_a_ring_by_itself() -> None:
-    """One long sequence of one head: against brute force over all strategies."""
+    """One long sequence with one head, against brute force over all strategies."""
     q = jax.ShapeDtypeStruct((1, 1 << 17, 1, 128), jnp.bfloat16)
     graph = graph_of(partial(jax.nn.dot_product_attention, is_causal=True), q, q, q)
     tables, space = build(graph, mesh_from("8", 8), costmodels.get("analytic", machine.load("h100x8")))
@@ -246,7 +247,7 @@ def test_operands_result_and_sums_are_kept_and_no_scores(model: str) -> None:
     assert node is not None
     assert not [t for t in kept(graph) if graph.tensors[t].shape.count(positions) > 1]
     assert {a.tensor for a in node.main.writes} <= set(kept(graph))
-    for a in node.main.reads:  # each as it is, or as what the node makes it of again
+    for a in node.main.reads:  # each operand as it is, or as the node recomputes it
         made = [op for op in node.ops if a.tensor in {w.tensor for w in op.writes}]
         assert a.tensor in kept(graph) or made
 
@@ -255,7 +256,7 @@ def test_operands_result_and_sums_are_kept_and_no_scores(model: str) -> None:
     "op", ["Attention", "com.microsoft:MultiHeadAttention", "com.microsoft:GroupQueryAttention"]
 )
 def test_a_block_of_onnx_costs_what_it_costs_from_jax(op: str) -> None:
-    """Projections, causal attention and its output: the same work and the same price of the best strategy."""
+    """Projections, causal attention and its output have the same work and the same cost of the best strategy."""
     h, h_kv = KV * G, KV if op != "com.microsoft:MultiHeadAttention" else KV * G
     d = h * D
     shapes = {"q": (d, h * D), "k": (d, h_kv * D), "v": (d, h_kv * D), "o": (h * D, d)}

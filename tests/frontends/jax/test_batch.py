@@ -1,4 +1,4 @@
-"""A JAX step in micro-batches takes the mean of their losses: a loss that is no mean over the batch is refused."""
+"""A JAX step in micro-batches takes the mean of their losses. A loss that is no mean over the batch is refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _a_step_per_example(w: Array, x: Array) -> Array:
 
 
 def _carried(turn: Callable[[Array, Array], Array], init: float = 0.0) -> Loss:
-    """A loss that a loop over the features carries. turn(carry, a feature of all examples) -> carry."""
+    """A loss that is the carry of a loop over features. turn(carry, one feature of all examples) -> carry."""
 
     def loss(w: Array, x: Array) -> Array:
         return jax.lax.scan(lambda c, y: (turn(c, y), None), init, (x @ w).T)[0]
@@ -194,7 +194,7 @@ OTHERS: dict[str, tuple[Loss, str]] = {
 def test_a_mean_runs_in_micro_batches(name):
     whole = trace(MEANS[name], W, X)
     graph_of(whole, Variant(accumulate=4))
-    graph_of(whole, Variant(accumulate=16))  # of one example each
+    graph_of(whole, Variant(accumulate=16))  # micro-batches of one example
     w, x = (np.random.default_rng(i).normal(size=s.shape) for i, s in enumerate((W, X)))
     parts = [float(MEANS[name](w, x[i::4])) for i in range(4)]
     assert np.mean(parts) == pytest.approx(float(MEANS[name](w, x)), rel=1e-4)

@@ -1,4 +1,4 @@
-"""While loops and branches: how often they are priced, and what is said about it."""
+"""While loops and branches: the trip counts and probabilities that are priced, and the remarks about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New state that a function computes and drops is remarked on, whatever library keeps it; what is returned is not."""
+"""New state that a function computes but does not return gets a remark, for every library; returned state does not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def linen(p: Any, x: Any, stats: Any = STATS) -> Any:
 
 
 def each(p: Any, x: Any) -> Any:
-    """The statistics of each example, from inside of a vmap and a checkpoint."""
+    """The statistics of each example, inside a vmap and a checkpoint."""
     return jax.vmap(jax.checkpoint(lambda one: linen(p, one[None])))(x)
 
 
@@ -96,7 +96,7 @@ def test_random_streams_of_the_function_itself_are_not_handed_on() -> None:
 
 
 def test_a_transformed_function_of_haiku(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a stand-in of what Haiku's apply does with its state."""
+    """With a stand-in that does what Haiku's apply does with its state."""
 
     class HaikuContext:
         def __init__(self, state: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a user gets wrong is one clear message: what, where, what to do."""
+"""Each mistake of a user gives one clear message: what is wrong, where, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The graph's FLOPs against counts that know nothing of it."""
+"""The graph's FLOPs against independent counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def unrolled(model: str) -> str:
 
 
 def counted(jaxpr: Any) -> float:
-    """Products of a jaxpr, from shapes alone: 2·|out|·(contracted, or filter window × channels of a group)."""
+    """The FLOPs of a jaxpr's products, from shapes: 2·|out|·(contracted, or filter window × channels of a group)."""
     total = 0.0
     for eqn in jaxpr.eqns:
         p = eqn.params
@@ -41,7 +41,7 @@ def counted(jaxpr: Any) -> float:
 
 @pytest.mark.parametrize("model", zoo.names())
 def test_products_are_those_of_the_jaxpr(model: str) -> None:
-    """Exactly: rolled and unrolled, before and after simplifying."""
+    """They are equal, rolled and unrolled, before and after simplifying."""
     m = zoo.reduced(unrolled(model))
     wanted = counted(jax.make_jaxpr(m.loss_fn)(m.params, m.batch).jaxpr)
     for name in (model, unrolled(model)):
@@ -50,8 +50,8 @@ def test_products_are_those_of_the_jaxpr(model: str) -> None:
 
 @pytest.mark.parametrize("model", [*UNROLLED, *NO_LOOP])
 def test_products_are_near_xlas_count(model: str) -> None:
-    """XLA's own cost analysis of the lowered forward pass, which counts all ops; it leaves out a convolution's
-    products with padding (up to 9% in these small images) and adds a FLOP per elementwise op (up to 19%)."""
+    """XLA's own cost analysis of the lowered forward pass counts all ops. It leaves out a convolution's products with
+    padding (up to 9% in these small images) and adds one FLOP per elementwise op (up to 19%)."""
     m = zoo.reduced(unrolled(model))
     cost = jax.jit(m.loss_fn).lower(m.params, m.batch).cost_analysis()
     assert cost is not None

@@ -1,4 +1,4 @@
-"""What users write traces, simplifies and verifies; and says what it should."""
+"""Programs that users write are traced, simplified and verified, with the expected remarks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def test_traces(name: str) -> None:
         ("ragged", 2 * 128 * 32 * 64),
         ("fori", 3 * 2 * ROWS * 32 * 32),
         ("gradient_inside", 2 * 2 * ROWS * 32 * 32),
-        ("custom_vjp", 2 * 2 * ROWS * 32 * 32),  # its own rule finds the gradient of the weights by one more
+        (
+            "custom_vjp",
+            2 * 2 * ROWS * 32 * 32,
+        ),  # its rule computes the gradient of the weights with one more product
         ("convolutions", 2 * 8 * 9 * (16 * 16 * 4 * 16 + 6 * 6 * 16 * 8 + 16 * 16 * 16 * 8)),
     ],
 )
@@ -119,7 +122,7 @@ def test_sources_are_the_users_lines() -> None:
 
 
 def test_unknown_ops_run_replicated_in_a_sharded_step() -> None:
-    """End to end: an op without a rule is computed whole on every device, and the numbers are those of one."""
+    """End to end: an op without a rule is computed whole on every device, and the numbers equal those of one device."""
     import pase.api
 
     def loss(p: Any, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What leads out of plain array code: what is priced of it, and what is said where that is not all."""
+"""Primitives beyond plain array code: what is priced, and the remark if that is not everything."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_callback_says_what_is_not_priced() -> None:
 
 
 def test_zeros_between_inputs_are_no_work() -> None:
-    """A transposed convolution of stride 2 meets an element of its input in one of four places."""
+    """A transposed convolution of stride 2 reads an element of its input in one of four places."""
 
     def fn(w: Any, x: Any) -> Any:
         return jnp.sum(jax.lax.conv_transpose(x, w, (2, 2), "SAME"))
@@ -87,8 +87,8 @@ def _solved(a: Any, b: Any) -> Any:
 
 
 def test_a_primitive_of_a_library_costs_what_its_own_code_costs() -> None:
-    """Lineax and Equinox define primitives by JAX code, which JAX inlines where it compiles them. It is not split, and
-    the plan says so."""
+    """Lineax and Equinox implement primitives in JAX code, which JAX inlines when it compiles them. They are not split,
+    and a remark says this."""
     solve = jax.extend.core.Primitive("solved_by_a_library")
     solve.multiple_results = True
     solve.def_impl(_solved)

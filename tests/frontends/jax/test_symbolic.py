@@ -1,4 +1,4 @@
-"""One trace with symbolic sizes, bound to numbers, is the trace at those numbers."""
+"""A trace with symbolic sizes, bound to numbers, equals the trace at these numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def symbolic(name: str, symbols: dict[int, Any]) -> Graph:
 
 @pytest.mark.parametrize("name", ["mlp", "llama3_8b", "gpt2", "mixtral_8x7b", "alexnet"])
 def test_bound_batch_is_traced_batch(name: str) -> None:
-    """Node for node, in the text form; tensors are numbered again, as JAX makes some constants differently."""
+    """The nodes are compared in the text form. Tensors are renumbered, because JAX makes some constants differently."""
     (b,) = export.symbolic_shape("b")
     found = symbolic(name, {BATCH: b})
     assert found.symbols == ("b",)
@@ -68,7 +68,7 @@ def test_binding_what_is_not_there() -> None:
 
 
 def test_dims_bind_before_tracing() -> None:
-    """The jaxpr has numbers then, so that a backend can run it."""
+    """The jaxpr then has concrete sizes, so that a backend can run it."""
     fn, params, batch = model("mlp", BATCH, SEQ)
     (b,) = export.symbolic_shape("b")
     loose = jax.tree.map(

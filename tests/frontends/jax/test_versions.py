@@ -1,4 +1,4 @@
-"""One module knows JAX's versions: bounds, a warning for newer ones, and nobody else looks behind JAX's front."""
+"""One module handles JAX's versions: bounds and a warning for newer ones. No other module uses JAX's internals."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_nobody_else_looks_behind_the_front_of_jax():
 
 
 def test_a_polynomial_costs_a_product_and_a_sum_a_term():
-    """JAX 0.12 brought it; here it is made by hand, so that every version sees it."""
+    """JAX 0.12 introduced it. Here it is constructed, so that it is tested with every version."""
     polynomial = Primitive("polynomial")
     polynomial.def_abstract_eval(lambda x, *_: x)
     graph = from_jax(lambda x: jnp.sum(polynomial.bind(x, 1.0, 0.5, 2.0)), S((8, 4), "float32"))

@@ -13,7 +13,7 @@ TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(300, 4)), jnp.float32)
 
 
 def agrees(fn, *args, sizes):
-    """The padded program's result, without padding, against the one as written."""
+    """Compares the padded program's result, without padding, with the result of the program as written."""
     made = as_padded(trace(fn, *args, mode="forward"), sizes)
     wide = [jnp.pad(x, [(0, sizes.get(n, n) - n) for n in x.shape]) for x in args]
     assert [x.shape for x in wide] == [a.shape for a in made.jaxpr.in_avals]
@@ -24,7 +24,7 @@ def agrees(fn, *args, sizes):
 @pytest.mark.parametrize("fn", [jnp.argmax, jnp.argmin, jnp.max, jnp.min, jnp.all, jnp.any])
 @pytest.mark.parametrize("at", [-9.0, 0.0, 9.0])
 def test_reductions_of_booleans(fn, at):
-    """All true, some, none."""
+    """Reductions of values that are all true, partly true, and all false."""
     x = jnp.asarray(np.random.default_rng(1).normal(size=(3, 61)), jnp.float32)
     agrees(lambda p, y: fn(p > y, axis=1), x, jnp.full((3, 61), at), sizes={61: 64})
 
@@ -32,7 +32,7 @@ def test_reductions_of_booleans(fn, at):
 @pytest.mark.parametrize("mode", ["CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS"])
 @pytest.mark.parametrize("dtype", ["int32", "int8"])
 def test_lookups_out_of_bounds(mode, dtype):
-    """In the padding, behind it, before all; and by a type that ends before the rows do."""
+    """Indices in the padding, behind it, and before the first element; and of a dtype that cannot hold the last row."""
     ids = [-400, -3, 0, 126, 127, 299, 300, 303, 304, 9999]
     least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
     ids = jnp.asarray([i for i in ids if least <= i <= most], dtype)
