@@ -1,1 +1,1 @@
-"""Files of traces, read and written."""
+"""Reads and writes files of traces."""

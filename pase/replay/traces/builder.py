@@ -1,4 +1,4 @@
-"""Fills timeline columns event by event, within limits, and counts what had to be left out."""
+"""Fills timeline columns event by event, within limits, and counts events that are left out."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _FAR_NS = 1 << 61
 
 
 def is_sound(start_ns: int, duration_ns: int) -> bool:
-    """Whether these are times: neither negative lengths, nor so far away that ns do not fit 64 bits."""
+    """Whether these are valid times: the duration is not negative, and both fit into 64 bits with room to spare."""
     return 0 <= duration_ns < _FAR_NS and -_FAR_NS < start_ns < _FAR_NS
 
 
 _JUMP_NS = 600 * 10**9
-"""Ten minutes without any event: the clock was set, or two runs share the file."""
+"""Ten minutes. If there is no event for this long, the clock was set, or the file contains two runs."""
 
 
 class Builder:
-    """Columns of one rank under construction."""
+    """Builds the columns of one rank."""
 
     def __init__(self, where: str, rank: int, limits: Limits = LIMITS) -> None:
         self.where, self.rank, self.limits = where, rank, limits
@@ -41,24 +41,24 @@ class Builder:
         self.marks: list[Mark] = []
         self.left_out: Counter[str] = Counter()
         self.noted: Counter[str] = Counter()
-        """What was read although something in it is wrong."""
+        """Numbers of events that were read although they have a fault, by fault."""
         self.dataflow: dict[str, tuple[str, ...]] = {}
         self.host = ""
 
     def name(self, text: str) -> int:
-        """The number of a name."""
+        """Returns the index of a name."""
         known = self.names.get(text)
         if known is not None:
             return known
         if len(self.names) >= self.limits.names:
-            self.left_out[f"names past {self.limits.names} were filed under one"] += 1
+            self.left_out[f"names beyond the first {self.limits.names} (their events share one name)"] += 1
             text = "(other names)"
         elif len(text) > self.limits.name_chars:
             text = text[: self.limits.name_chars]
         return self.names.setdefault(text, len(self.names))
 
     def lane(self, key: object, device: bool, label: str) -> int:
-        """The number of a lane; −1 once the limit of lanes is reached."""
+        """Returns the index of a lane; −1 if it is new and the limit of lanes is reached."""
         known = self.lanes.get((key, device))
         if known is not None:
             return known
@@ -69,7 +69,7 @@ class Builder:
         return len(self.lane_names) - 1
 
     def shape(self, operands: Shapes) -> int:
-        """The number of an op's operands' extents; −1 once there are as many different ones as there may be names."""
+        """Returns the index of an op's operand shapes; −1 if they are new and the limit of names is reached."""
         if len(self.shapes) >= self.limits.names:
             return self.shapes.get(operands, -1)
         return self.shapes.setdefault(operands, len(self.shapes))
@@ -93,20 +93,20 @@ class Builder:
         iteration: int = -1,
         shape: int = -1,
     ) -> None:
-        """Append one event, or count why it cannot be used."""
+        """Appends one event, or counts why it cannot be used."""
         if lane < 0:
             self.left_out[f"events on threads beyond the first {self.limits.lanes} of this rank"] += 1
         elif not is_sound(start_ns, duration_ns):
             self.left_out["events with a negative or absurd time or duration"] += 1
         elif self._count >= self.limits.events:
-            self.left_out[f"events past the first {self.limits.events}"] += 1
+            self.left_out[f"events beyond the first {self.limits.events}"] += 1
         else:
             if not -1 <= correlation < _FAR_NS:
                 correlation = -1
             if not -1 <= nbytes < _FAR_NS:
                 nbytes = -1
             self._count += 1
-            # Spelled out: this runs for every event of a trace, and a loop costs four times as much.
+            # Unrolled, because this runs for every event of a trace, and a loop takes four times as long.
             to = self._append
             to[0](lane)
             to[1](kind)
@@ -124,7 +124,7 @@ class Builder:
         return self._count
 
     def finish(self) -> Timeline:
-        """The rank's timeline: sorted, clock jumps removed, problems listed."""
+        """Returns the rank's timeline: sorted, without clock jumps, and with its problems."""
         columns = {k: np.frombuffer(self._columns[k], dtype=t) for k, t in COLUMNS.items()}
         problems = [
             Problem(where=self.where, what=f"{n} {what}, left out") for what, n in self.left_out.items()
@@ -137,14 +137,14 @@ class Builder:
             problems.append(
                 Problem(
                     where=self.where,
-                    what=f"the clock jumps by over ten minutes; {lost} events before or after left out",
+                    what=f"the clock jumps by more than ten minutes; {lost} events before or after it are left out",
                 )
             )
-        # An enclosing event sorts before the events inside it.
+        # Sort an enclosing event before the events inside it.
         order = np.lexsort((-columns["duration_ns"], columns["start_ns"], columns["lane"]))
         device = {i: dev for (_, dev), i in self.lanes.items()}
         for k in COLUMNS:
-            # One column at a time, its unsorted form let go: a trace of millions of events is held once.
+            # Sort one column at a time and free its unsorted form, so that a large trace is in memory only once.
             columns[k] = columns[k][order]
             self._columns[k] = array(np.dtype(COLUMNS[k]).char)
         return Timeline(
@@ -163,7 +163,7 @@ class Builder:
 
 
 def _largest_cluster(starts: np.ndarray) -> np.ndarray | None:
-    """Mask of the events in the most populous stretch without a ten-minute hole; None without a hole."""
+    """Returns a mask of the largest set of events without a gap of ten minutes; None if there is no such gap."""
     if len(starts) < 2:
         return None
     order = np.argsort(starts, kind="stable")
@@ -178,11 +178,11 @@ def _largest_cluster(starts: np.ndarray) -> np.ndarray | None:
 
 
 def without_overruns(t: Timeline) -> Timeline:
-    """Ops on a stream end before what comes after the next one begins: a stream runs its launches in order.
+    """Shortens ops that end after the next op of their stream, and reports them as a Problem.
 
-    An op that outlasts the next launch's op on its stream has a wrong end (ROCm's profiler writes such); it is ended
-    where the next one begins, and a Problem says so. Ops of one launch (a graph's) may run at once, and neighbours may
-    overlap (programmatic dependent launch).
+    A stream runs its launches in order, so an op that outlasts the op of the next launch has a wrong end. (ROCm's
+    profiler writes such ends.) It is shortened to end where the next op begins. Ops of one launch (a CUDA graph) may
+    run at the same time, and consecutive ops may overlap partly (programmatic dependent launch).
     """
     ops = np.flatnonzero(
         np.isin(t["kind"], GPU_KINDS) & np.array([x.device for x in t.lanes] + [False])[t["lane"]]
@@ -199,18 +199,18 @@ def without_overruns(t: Timeline) -> Timeline:
     worst = ops[wrong[np.argmax(end[wrong] - end[wrong + 1])]]
     where = t.lanes[int(t["lane"][worst])]
     what = (
-        f"{len(wrong)} ops outlast the next op of their stream, which a stream does not do; they are ended where the "
-        f"next begins: the worst is '{t.names[int(t['name'][worst])]}' on stream {where.name}"
+        f"{len(wrong)} ops outlast the next op of their stream, which is impossible, so they are ended where the next "
+        f"op begins; the worst is '{t.names[int(t['name'][worst])]}' on stream {where.name}"
     )
     problem = Problem(where=f"rank {where.rank}", what=what)
     return replace(t, columns={**t.columns, "duration_ns": durations}, problems=(*t.problems, problem))
 
 
 def split_devices(t: Timeline, executions: list[tuple[int, Mark]] | None = None) -> Timeline:
-    """One rank per device where a process drives several (XLA lanes are named "device:stream").
+    """Makes one rank per device if a process drives several devices (XLA lanes are named "device:stream").
 
-    Device d of process p becomes rank p · devices + d. The CPU threads stay with the first; every rank
-    gets the process's iterations, as they share its clock; or, where no step is marked, its device's executions.
+    Device d of process p becomes rank p · devices + d. The first rank gets the CPU threads. Every rank gets the
+    process's iterations, because they share a clock or, if no step is marked, the executions on its device.
     """
     parsed = [lane.name.partition(":") if lane.device else ("", "", "") for lane in t.lanes]
     numbers = sorted({int(p[0]) for p in parsed if p[1] and p[0].isdigit()})
@@ -235,7 +235,7 @@ def split_devices(t: Timeline, executions: list[tuple[int, Mark]] | None = None)
 
 
 def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Timeline:
-    """One timeline from the ranks' timelines; names and groups are merged."""
+    """Combines the timelines of ranks into one, with merged names, groups and shapes."""
     names: dict[str, int] = {}
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
     shapes: dict[Shapes, int] = {}
@@ -243,7 +243,7 @@ def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Tim
     columns: dict[str, list[np.ndarray]] = {k: [] for k in COLUMNS}
     for t in parts:
         name_map = np.array([names.setdefault(n, len(names)) for n in t.names], dtype=np.int32)
-        # Groups known by name alone are one group for all ranks; equal names with other ranks are others.
+        # Groups of equal name and ranks are one group, as are groups of equal name whose ranks are unknown.
         keys = [(g.name, g.ranks) for g in t.groups]
         group_map = np.array([groups.setdefault(k, len(groups)) for k in keys] + [-1], dtype=np.int32)
         shape_map = np.array([shapes.setdefault(s, len(shapes)) for s in t.shapes] + [-1], dtype=np.int32)

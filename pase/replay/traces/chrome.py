@@ -1,4 +1,4 @@
-"""Chrome-format traces of PyTorch (Kineto) and the JAX/XLA profiler, streamed in bounded memory."""
+"""Reads Chrome-format traces of PyTorch (Kineto) and the JAX/XLA profiler, as a stream in bounded memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CATEGORIES = {
     "user_annotation": _K["annotation"],
 }
 _MTIA_KINDS = {"dma_request": _K["memcpy"], "event_wait": _K["annotation"], "event_record": _K["annotation"]}
-"""Of the events of an MTIA's queue, by name, those that are no kernels: a queue that waits does no work."""
+"""The events of an MTIA queue that are not kernels, by name. A queue that waits does no work."""
 _SKIPPED = {"gpu_user_annotation", "Trace", "ac2g", "async_cpu_to_gpu", "fwdbwd", "overhead"}
 _DTYPE_BYTES = {
     **dict.fromkeys(("float", "float32", "int", "int32", "uint32", "c10::float32", "f32", "s32"), 4),
@@ -56,17 +56,20 @@ _WORDS = (
     ("barrier", "barrier"),
 )
 _OPERANDS = 64
-"""Ops with more operands (lists of a whole model's tensors) are no products: their shapes are not kept."""
+"""Ops with more operands (such as all tensors of a model) are not matrix products, so their shapes are dropped."""
 _STEP = re.compile(r"^ProfilerStep\s?#(\d+)$")
 _FAR = 1 << 60
-"""The first of the numbers that correlations beyond it get."""
+"""Larger correlations are renumbered from here."""
 _RANKS = re.compile(r"^\s*\[([\d,\s]*)\]\s*$")
 
 
 def _kind_of(category: object, name: str) -> int:
-    """Index in KINDS by Kineto's category, −1 for one that is not Kineto's. Calls into a driver are "cuda_runtime",
-    "xpu_driver", "mtia_runtime", "privateuse1_runtime" and so on, one pair for each kind of device. PyTorch before 1.10
-    wrote "Kernel", "Memcpy", "Operator", and steps as operators."""
+    """Returns the index in KINDS for a category of Kineto; −1 for other categories.
+
+    Driver calls have a "_runtime" and a "_driver" category for each kind of device: "cuda_runtime", "xpu_driver",
+    "mtia_runtime", "privateuse1_runtime" and so on. PyTorch before 1.10 wrote "Kernel", "Memcpy" and "Operator", and
+    steps as operators.
+    """
     if not isinstance(category, str):
         return -1
     category = category.lower()
@@ -80,7 +83,7 @@ def _kind_of(category: object, name: str) -> int:
 
 
 def collective_operation(text: str) -> int:
-    """Index in OPERATIONS of what an NCCL kernel, an annotation or an HLO op does; 0 for none.
+    """Returns the index in OPERATIONS of an NCCL kernel, an annotation or an HLO op; 0 if it is not a collective.
 
     >>> OPERATIONS[collective_operation("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)")]
     'reduce_scatter'
@@ -97,10 +100,11 @@ def collective_operation(text: str) -> int:
 
 
 def read_chrome(path: Path, rank: int | None = None, limits: Limits = LIMITS) -> Timeline:
-    """One rank's events from a Chrome-format trace (.json, .json.gz).
+    """Reads one rank's events from a Chrome-format trace (.json, .json.gz).
 
-    rank: overrides what the file says of itself; 0 where neither says.
-    A file that stops short gives the events before the cut, and a Problem. PaseError where nothing is usable.
+    rank: overrides the rank in the file; if neither is known, the rank is 0.
+
+    A truncated file gives the events before the cut, and a Problem. Raises PaseError if no event is usable.
     """
     header = _header(path, limits)
     info = header.get("distributedInfo")
@@ -123,7 +127,7 @@ def read_chrome(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
     problems += [Problem(where=str(path), what=what) for what in stream.repairs()]
     if not len(b):
         why = str(problems[0]) if problems else "; ".join(b.left_out) or "traceEvents is empty"
-        raise PaseError(f"{path}: no usable event ({printable(why)})")
+        raise PaseError(f"no usable event ({printable(why)})", where=str(path))
     feed.finish(bool(stream.broken or cut))
     t = b.finish()
     t = replace(t, problems=(*t.problems, *problems))
@@ -137,7 +141,7 @@ def _whole(x: object, default: int) -> int:
 
 
 def _integer(x: object, default: int = -1) -> int:
-    """A whole number, or the default. Some writers put numbers into strings.
+    """Returns an integer, or the default. Some writers put numbers into strings.
 
     >>> _integer(3), _integer("3"), _integer(3.0), _integer(None), _integer(True), _integer("3a")
     (3, 3, 3, -1, -1, -1)
@@ -152,7 +156,7 @@ def _integer(x: object, default: int = -1) -> int:
 
 
 def _header(path: Path, limits: Limits) -> JsonObject:
-    """Top-level values that come before the events, and the ijson prefix of the events."""
+    """Returns the top-level values before the events, and the ijson prefix of the events."""
     with open_stream(path, limits) as stream:
         return _read_header(stream, path)
 
@@ -176,9 +180,9 @@ def _read_header(stream: BoundedReader, path: Path) -> JsonObject:
     except ijson.JSONError as e:
         if not stream.total:
             what = f"the file is empty or not readable ({stream.broken or 'no bytes'})"
-            raise PaseError(f"{path}: {what}") from e
-        raise PaseError(f"{path}: not a JSON trace: {stream.broken or _short(e)}") from e
-    raise PaseError(f'{path}: no "traceEvents" in it, so not a Chrome-format trace')
+            raise PaseError(what, where=str(path)) from e
+        raise PaseError(f"not a JSON trace: {stream.broken or _short(e)}", where=str(path)) from e
+    raise PaseError('it has no "traceEvents", so it is not a Chrome-format trace', where=str(path))
 
 
 def _short(e: Exception) -> str:
@@ -188,7 +192,7 @@ def _short(e: Exception) -> str:
 
 
 def _pump(stream: BoundedReader, prefix: str, feed: _Feed) -> str:
-    """Hand every event to ``feed``; the reason where the JSON breaks off, else an empty string."""
+    """Passes every event to ``feed``. Returns the reason if the JSON ends early, else an empty string."""
     ijson = needed("ijson", stream.where)
     try:
         for e in ijson.items(stream, prefix, use_float=True, buf_size=BoundedReader.CHUNK):
@@ -202,7 +206,7 @@ def _pump(stream: BoundedReader, prefix: str, feed: _Feed) -> str:
 
 
 class _Feed:
-    """Turns trace events into columns; holds what has to be known across events."""
+    """Converts trace events to columns. It has the state that is needed across events."""
 
     def __init__(self, b: Builder, world: int) -> None:
         self.b = b
@@ -238,7 +242,7 @@ class _Feed:
             b.noted["complete events without a duration, read as instants"] += 1
         start, duration = _ns(e.get("ts")), _ns(e.get("dur", 0))
         if start is None or duration is None:
-            b.left_out["events whose time is no finite number"] += 1
+            b.left_out["events whose time is not a finite number"] += 1
             return
         text = e.get("name")
         text = text if isinstance(text, str) else str(text)[:80]
@@ -269,7 +273,7 @@ class _Feed:
             nbytes = _integer(stated, nbytes)
         elif kind == _K["annotation"]:
             if text.startswith("gloo:"):
-                # On a worker thread of its own: what a device's queue is to NCCL.
+                # gloo's worker threads correspond to NCCL's device streams.
                 operation, nbytes = collective_operation(text.split(":", 1)[1]), _dims_bytes(args)
                 kind, group = COLLECTIVE, b.group("", self.default_group)
                 lane = b.lane(("gloo", e.get("pid"), e.get("tid")), True, f"gloo of thread {e.get('tid')}")
@@ -284,12 +288,12 @@ class _Feed:
 
     def _correlation(self, stated: object) -> int:
         number = _integer(stated)
-        if number < -1 or number >= _FAR:  # an unsigned number of 64 bits
+        if number < -1 or number >= _FAR:  # an unsigned 64-bit number
             return self.far.setdefault(number, _FAR + len(self.far))
         return number
 
     def _shape(self, dims: Any) -> int:
-        """The number of an op's operands' extents; −1 where none is a tensor."""
+        """Returns the index of an op's operand shapes; −1 if no operand is a tensor."""
         if not isinstance(dims, list) or len(dims) > _OPERANDS:
             return -1
         operands = tuple(
@@ -299,17 +303,17 @@ class _Feed:
         return self.b.shape(operands) if any(operands) else -1
 
     def _jax_kind(self, e: JsonObject, args: JsonObject) -> tuple[int, bool]:
-        """Kind of an event without a Kineto category: XLA ops run on a device, the rest on the host."""
+        """Returns the kind of an event without a Kineto category, and whether it runs on a device, as XLA ops do."""
         process = self.process_names.get(_key(e.get("pid")), "")
         if process.startswith("/device:"):
             thread = self.thread_names.get((_key(e.get("pid")), _key(e.get("tid"))), "")
             runs = thread.startswith(DEVICE_LINES)
             return (_K["kernel"], True) if runs else (_K["annotation"], False)
-        # On the CPU backend a thunk runs on a pool thread; its device is its queue.
+        # On the CPU backend, a thunk runs on some thread of a pool, so its device is its queue.
         return (_K["kernel"], True) if "hlo_op" in args else (_K["annotation"], False)
 
     def _lane(self, e: JsonObject, args: JsonObject, device: bool) -> int:
-        """The lane of an event; found again without further ado where its ids are plain numbers."""
+        """Returns the lane of an event, from a cache if its ids are integers."""
         pid, tid = e.get("pid"), args.get("stream") if device else e.get("tid")
         if type(pid) is not int or type(tid) is not int:
             return self._new_lane(e, args, device)
@@ -364,7 +368,7 @@ class _Feed:
         start = _ns(e.get("ts"))
         lane = self._lane(e, {}, False)
         if start is None or lane < 0:
-            self.b.left_out["events whose time is no finite number"] += 1
+            self.b.left_out["events whose time is not a finite number"] += 1
             return
         stack = self.open.setdefault(lane, [])
         if ph == "B":
@@ -398,7 +402,10 @@ class _Feed:
 
 
 def step_marks(steps: list[tuple[int, int, int]], rank: int, cut: bool) -> list[Mark]:
-    """Marks from (start, end, number) of steps: one runs to the start of the next, the last to its end."""
+    """Returns marks from (start, end, number) of steps.
+
+    A step lasts until the start of the next number, if that follows, or else until its own end.
+    """
     steps = sorted(set(steps))
     out = []
     for i, (start, end, number) in enumerate(steps):
@@ -410,19 +417,21 @@ def step_marks(steps: list[tuple[int, int, int]], rank: int, cut: bool) -> list[
 
 
 def _key(x: object) -> object:
-    """A hashable stand-in for whatever a trace puts where an id belongs."""
+    """Returns a hashable value for an id, which may be any value in a faulty trace."""
     if isinstance(x, tuple):
         return tuple(_key(y) for y in x)
     return x if isinstance(x, (int, str, float, type(None))) else str(x)[:80]
 
 
 DEVICE_LINES = ("Stream", "XLA Ops", "XLA Async Ops")
-"""Names of the lines of a device's plane that hold what ran; other lines repeat it by module or by name."""
+"""Names of the lines of a device's plane that have the ops. Other lines repeat them by module or by name."""
 
 
 def hlo_collective(op: str) -> int:
-    """Index in OPERATIONS of an HLO op by its name ("all-gather.3", or as JAX calls it "all_gather.3"); a done op moves
-    nothing."""
+    """Returns the index in OPERATIONS of an HLO op by its name ("all-gather.3", or JAX's "all_gather.3").
+
+    It is 0 for other ops, and for done ops, which send nothing.
+    """
     base = op.partition(".")[0].replace("_", "-")
     prefixes = (
         "all-reduce",
@@ -436,7 +445,7 @@ def hlo_collective(op: str) -> int:
 
 
 def xla_lane(process: str, line: str, ordinal: Any) -> tuple[str, int]:
-    """Stream name and device number of an XLA op; an empty name where the trace does not say."""
+    """Returns the stream name and the device number of an XLA op; the name is empty if the trace does not have it."""
     if process.startswith("/device:"):
         number = process.rpartition(":")[2]
         return line.partition("(")[0].strip() or "stream", int(number) if number.isdigit() else 0
@@ -446,13 +455,13 @@ def xla_lane(process: str, line: str, ordinal: Any) -> tuple[str, int]:
 
 
 def _step_number(args: JsonObject) -> int:
-    """The step that jax.profiler.StepTraceAnnotation states, −1 where there is none."""
+    """Returns the step number of a jax.profiler.StepTraceAnnotation; −1 if there is none."""
     text = args.get("step_num", args.get("_r") and args.get("step"))
     return int(text) if isinstance(text, (int, str)) and str(text).isdigit() and len(str(text)) < 12 else -1
 
 
 def _dims_bytes(args: JsonObject) -> int:
-    """Bytes of the first operands of a collective's annotation, −1 where the trace does not say."""
+    """Returns the bytes of the operands of a collective's annotation; −1 if the trace does not have them."""
     dims, types = args.get("Input Dims"), args.get("Input type")
     if not isinstance(dims, list) or not isinstance(types, list):
         return -1
@@ -465,7 +474,7 @@ def _dims_bytes(args: JsonObject) -> int:
 
 
 def _ns(us: object) -> int | None:
-    """Whole nanoseconds from microseconds, without the rounding that float·1000 brings at 10¹⁵ µs."""
+    """Converts microseconds to integer nanoseconds, without the rounding error of float·1000 at 10¹⁵ µs."""
     if type(us) is float:
         if not -1e17 < us < 1e17:
             return None if us != us or us in (math.inf, -math.inf) else int(us) * 1000

@@ -1,9 +1,9 @@
-"""PyTorch on CPUs: gloo's collectives as ops of queues of their own, that a thread asks for and waits for.
+"""Models gloo's collectives of PyTorch on CPUs as ops on separate queues, which a thread launches and waits for.
 
-Kineto records a collective twice: ``c10d::allreduce_`` on the thread that asks, which returns at once, and
-``gloo:all_reduce`` on the worker thread that does it. Nothing ties the two together but their order: a process group
-hands its work to its workers one after the other. Waiting leaves no event either: it is a gap on the asking thread
-that ends as a collective does. Functional collectives (DTensor's, FSDP2's) alone record it, as an op of the thread.
+Kineto records a collective twice: ``c10d::allreduce_`` on the calling thread, which returns at once, and
+``gloo:all_reduce`` on the worker thread that runs it. Only their order connects the two: a process group gives its work
+to its workers in order. A wait has no event, either. It is a gap on the calling thread that ends when a collective
+ends. Only functional collectives (of DTensor and FSDP2) record the wait, as an op of the thread.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ __all__ = ["ASKED", "WAIT", "tie_gloo"]
 
 ASKED = re.compile(r"^c10d::_?(all_?reduce|all_?gather|reduce_scatter|broadcast|all_?to_?all|reduce|barrier)")
 WAIT = "gloo wait"
-"""Name of the calls put where a thread waited; ``program`` knows it as a call that waits."""
+"""The name of the calls that are inserted where a thread waits. ``program`` recognizes it as a waiting call."""
 _RECORDED = re.compile(r"^_?c10d_functional::wait_tensor$")
 _HOST, _RUNTIME = KINDS.index("host"), KINDS.index("runtime")
 _LEAST_NS, _RETURN_NS = 20_000, 10_000_000
-"""Shortest gap taken for a wait; how long after the collective it may end: threads on a busy machine wake late."""
+"""The shortest gap that counts as a wait, and how long after the collective the gap may end. (Threads on a busy machine
+wake late.)"""
 _EARLY_NS, _NOTED_NS = 100_000, 5_000_000
-"""A worker notes a collective's end after it has woken who waits for it: how much later a gap that nothing else ends
-may be over, and how late an end after the last such gap is still taken to have been awaited."""
+"""A worker records a collective's end after it has woken the waiting thread, so a wait may end before the collective's
+recorded end: by how much in general, and by how much at the last wait."""
 
 
 def tie_gloo(t: Timeline) -> Timeline:
-    """One rank's timeline in which gloo's collectives (kind collective, lane "gloo") hang on the calls that asked.
+    """Returns one rank's timeline in which gloo's collectives are connected with the calls that launched them.
 
-    The k-th collective of an iteration is put on worker k mod workers: which one took it is chance. Unchanged where
-    there is none; iterations in which calls and collectives differ in number are left untied, and reported.
+    The k-th collective of an iteration is put on queue k mod workers, because its real worker is random. A timeline
+    without gloo is unchanged. Iterations with different numbers of calls and collectives are reported and not
+    connected.
     """
     work = np.flatnonzero((t["kind"] == COLLECTIVE) & _named(t, r"^gloo:"))
     if not len(work):
@@ -72,7 +74,7 @@ def tie_gloo(t: Timeline) -> Timeline:
     columns["duration_ns"] = length
     out = replace(t, columns=columns, lanes=tuple(lanes), names=names)
     if uneven:
-        what = f"calls and gloo's work differ in number in {uneven} iterations, which are left untied"
+        what = f"in {uneven} iterations, calls and gloo's collectives differ in number, so they are not connected"
         out = replace(out, problems=(*t.problems, Problem(where=f"rank {rank}", what=what)))
     return _with_waits(out, tied, spans)
 
@@ -87,10 +89,10 @@ def _within(t: Timeline, events: np.ndarray, start: int, end: int) -> np.ndarray
 
 
 def _noted_late(t: Timeline, tied: list[tuple[int, int]], waits: np.ndarray) -> dict[int, int]:
-    """Collectives whose end is noted after a recorded wait for them is over → when that was.
+    """Returns collective → the end of the recorded wait for it, if the collective's own end is recorded later.
 
-    A wait does not say for what it is: if one collective alone was under way it is that one, else those that are noted
-    at about the same time.
+    A wait does not record its collective. If only one collective was running, it is that one. Otherwise, it is all
+    collectives that end at about the same time.
     """
     if not tied:
         return {}
@@ -109,10 +111,10 @@ def _noted_late(t: Timeline, tied: list[tuple[int, int]], waits: np.ndarray) -> 
 
 
 def _with_waits(t: Timeline, tied: list[tuple[int, int]], spans: list[tuple[int, int]]) -> Timeline:
-    """Calls where the asking thread idles until a collective that it asked for before has ended.
+    """Inserts waiting calls where the calling thread idles until an earlier collective has ended.
 
-    A wait is placed after the k-th call of an iteration if most iterations show it there. It lasts from the first such
-    gap before the next call to the last; where the collectives were done already, it takes no time.
+    A wait is inserted after the k-th call of an iteration if most iterations have one there. It lasts from the first to
+    the last such gap before the next call. If the collectives have already ended, it takes no time.
     """
     found: list[dict[tuple[int, int], tuple[int, int]]] = []
     early: dict[int, int] = {}
@@ -152,9 +154,9 @@ def _with_waits(t: Timeline, tied: list[tuple[int, int]], spans: list[tuple[int,
 def _waits(
     t: Timeline, tied: list[tuple[int, int]], stop: int, early: dict[int, int]
 ) -> dict[tuple[int, int], tuple[int, int]]:
-    """(lane, calls of that lane so far) -> when the thread waits there; an empty span where it need not.
+    """Returns (lane, index of the previous call on it) → the span of the wait; empty if the thread need not wait.
 
-    early: filled with the ends of collectives that were noted late.
+    early: the function adds corrected ends of collectives that were recorded late.
     """
     out: dict[tuple[int, int], tuple[int, int]] = {}
     for lane in sorted({int(t["lane"][c]) for c, _ in tied}):
@@ -166,7 +168,7 @@ def _waits(
         busy = busy[np.argsort(t["start_ns"][busy], kind="stable")]
         begin, reach = t["start_ns"][busy], np.maximum.accumulate(t.end_ns[busy])
         for k, after in enumerate([*begun[1:], stop]):
-            # What lies between this call and the next; its own end bounds the first gap.
+            # The events between this call and the next one. The first gap begins at the call's own end.
             here = np.flatnonzero((begin > begun[k]) & (begin <= after))
             gaps = []
             for i in here.tolist():
@@ -175,7 +177,7 @@ def _waits(
                 if high - low >= _LEAST_NS and len(due) and high - int(ends[due].max()) <= _RETURN_NS:
                     gaps.append((low, high))
             if not gaps and after == stop:
-                # All ends were noted late: behind the last call the longest gap before them is the wait.
+                # All ends were recorded late. After the last call, the longest gap before them is the wait.
                 idle = [(int(reach[i - 1]), int(begin[i])) for i in here.tolist()]
                 idle = [x for x in idle if x[1] - x[0] >= _LEAST_NS and x[0] < int(ends.max())]
                 gaps = sorted(idle, key=lambda x: x[0] - x[1])[:1]

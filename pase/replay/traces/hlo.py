@@ -1,4 +1,4 @@
-"""What an optimized HLO module says of its thunks: order, data flow, bytes and groups of collectives."""
+"""Reads facts about the thunks of an optimized HLO module: order, data flow, and collectives' bytes and groups."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ _FREE = {
     "partition-id",
     "replica-id",
 }
-"""Opcodes that launch nothing: data passes through them."""
+"""Opcodes that launch nothing; they only pass data on."""
 _CALLS = ("while", "call", "conditional", "async-start")
 _PRODUCTS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__onednn$matmul")
-"""Targets of custom calls that are matrix products: their first two operands are the factors."""
+"""Targets of custom calls that are matrix products. Their first two operands are the factors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HloFacts:
-    """Facts about the entry computation, by op name as the thunks carry it."""
+    """Facts about the entry computation, by the op names that thunks have."""
 
     module: str
     order: tuple[str, ...]
-    """Scheduled order of the ops, free ones included."""
+    """The ops in scheduled order, including those that launch nothing."""
     reads: dict[str, tuple[str, ...]]
     """Op → launched ops whose results it reads, or whose completion it awaits."""
     kinds: dict[str, HloKind]
-    """Collective → its kind, whatever its name is: JAX's own names are not XLA's."""
+    """Collective → its kind. Names do not show it reliably, because JAX's names differ from XLA's."""
     nbytes: dict[str, int]
     """Collective → bytes of its larger local buffer."""
     groups: dict[str, Groups]
     """Collective → replica groups; empty for one group of all devices."""
     asynchronous: frozenset[str]
-    """Collectives with a separate done op: they run on a stream of their own."""
+    """Collectives with a separate done op, which run on a separate stream."""
     ops: dict[str, CompiledOp]
-    """Op → what it is, of the entry computation and of the bodies of its loops and branches."""
+    """Op → facts about it, for the entry computation and the bodies of its loops and branches."""
 
 
 def read_hlo(data: bytes, where: str) -> HloFacts:
-    """Facts from a serialized HloProto. PaseError where it is not one or has no entry computation."""
+    """Reads facts from a serialized HloProto. Raises PaseError if it is not one or has no entry computation."""
     module = read(data, where)
     entry = module.entry
     reads, started = _dataflow(module, entry)
@@ -70,7 +70,7 @@ def read_hlo(data: bytes, where: str) -> HloFacts:
 
 
 def _run(module: Module, computation: Computation) -> Iterator[tuple[Computation, Instruction]]:
-    """Instructions that run by themselves: of a computation, and of what its loops and branches call."""
+    """Yields the instructions that are launched separately: of a computation, its loops and its branches."""
     for i in computation.instructions.values():
         yield computation, i
         if i.opcode in _CALLS:
@@ -103,14 +103,14 @@ def _compiled(module: Module, computation: Computation, i: Instruction) -> Compi
 
 
 def _dataflow(module: Module, entry: Computation) -> tuple[dict[str, tuple[str, ...]], set[str]]:
-    """(op -> launched ops that it reads or awaits; ops that a done op waits for)."""
+    """Returns op → launched ops that it reads or awaits, and the ops that have a done op."""
     reads: dict[str, tuple[str, ...]] = {}
     sources: dict[int, tuple[str, ...]] = {}
     started: set[str] = set()
     waiting: list[str] = []
     for i in entry.instructions.values():
         found = tuple(dict.fromkeys(s for o in (*i.operands, *i.waits_for) for s in sources.get(o, ())))
-        # An async collective is its start op; the done op only waits for it.
+        # An asynchronous collective runs in its start op. The done op only waits for it.
         if i.opcode.endswith("-done") and i.operands:
             start = _named(module, entry, entry.instructions[i.operands[0]])
             started.add(start)
@@ -118,8 +118,8 @@ def _dataflow(module: Module, entry: Computation) -> tuple[dict[str, tuple[str, 
         if i.opcode in _FREE or (i.opcode.endswith("-done") and i.operands):
             sources[i.id] = found
             continue
-        # The compute stream waits at the done op, so what it is given next waits too; and so does a
-        # collective started in between, as its stream waits for the compute stream.
+        # The compute stream waits at the done op, so the next op on it waits, too. So does a collective that is started
+        # in between, because its stream waits for the compute stream.
         name = _named(module, entry, i)
         reads[name] = tuple(dict.fromkeys((*found, *waiting)))
         if _collective(module, entry, i) is None:
@@ -129,13 +129,13 @@ def _dataflow(module: Module, entry: Computation) -> tuple[dict[str, tuple[str, 
 
 
 def _named(module: Module, entry: Computation, i: Instruction) -> str:
-    """The name that its thunk carries: of a collective that an async-start wraps, the inner op's."""
+    """Returns the name that the op's thunk has. For a collective in an async-start, it is the inner op's name."""
     found = _collective(module, entry, i)
     return i.name if found is None else found[1].name
 
 
 def _collective(module: Module, entry: Computation, i: Instruction) -> tuple[Computation, Instruction] | None:
-    """The collective that an op is, or that an async-start wraps, with where it stands; None of any other op."""
+    """Returns the collective that an op is or that an async-start contains, with its computation; else None."""
     if kind_of(i) is not None:
         return entry, i
     wrapped = module.called(i) if i.opcode == "async-start" else []

@@ -1,4 +1,4 @@
-"""A folder of traces, one or several per rank, as one Timeline."""
+"""Loads a folder of traces, one or several per rank, as one Timeline."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _RANK = re.compile(r"(?:^|[^a-z])(?:rank|proc|process|worker|gpu|node)[-_ =]?(\d
 
 
 def load(source: str | Path | Iterable[str | Path], limits: Limits = LIMITS) -> Timeline:
-    """All ranks' events from files or a folder (searched recursively), in any of the formats.
+    """Loads the events of all ranks from files or a folder, which is searched recursively.
 
-    Formats: PyTorch (Kineto) and JAX Chrome traces, XLA .xplane.pb, nsys-jax archives, our own timeline.
-    A file that cannot be used is a Problem if others can be used; PaseError if none can.
+    The formats are Chrome traces of PyTorch (Kineto) and JAX, XLA's .xplane.pb, nsys-jax archives, and pase's timeline.
+    If a file cannot be used but others can, it is reported as a Problem. Raises PaseError if no file can be used.
     """
     paths = [Path(source)] if isinstance(source, (str, Path)) else [Path(p) for p in source]
     files, problems = _files(paths)
@@ -65,13 +65,16 @@ def load(source: str | Path | Iterable[str | Path], limits: Limits = LIMITS) -> 
                 failures[0]
                 if len(failures) == 1
                 else PaseError(
-                    f"{paths[0]}: none of {len(failures)} files can be used; the first: {failures[0]}"
+                    f"none of {len(failures)} files can be used; the first one: {failures[0]}",
+                    where=str(paths[0]),
                 )
             )
         if listed:
-            what = "an execution trace says what ran and how large it was, but not when"
-            raise PaseError(f"{listed[0][0]}: {what}; give the profiler's trace of the run as well")
-        raise PaseError(f"{paths[0]}: no trace found; expected files ending in {', '.join(_SUFFIXES)}")
+            what = "an execution trace has the ops and their sizes, but not their times"
+            raise PaseError(what, where=str(listed[0][0]), fix="give the profiler's trace of the run as well")
+        raise PaseError(
+            "no trace found", where=str(paths[0]), fix=f"give files that end in {', '.join(_SUFFIXES)}"
+        )
     t = combine(parts, problems)
     t = from_annotations(_label_iterations(replace(t, problems=(*t.problems, *_missing(t)))))
     for path, collectives in listed:
@@ -83,18 +86,18 @@ def _files(paths: list[Path]) -> tuple[list[Path], list[Problem]]:
     files: list[Path] = []
     for p in paths:
         if not p.exists():
-            raise PaseError(f"{p}: no such file or folder")
+            raise PaseError("no such file or folder", where=str(p))
         if p.is_dir():
             found = sorted(f for f in p.rglob("*") if f.is_file() and f.name.endswith(_SUFFIXES))
             files.extend(f for f in found if f.name not in _IGNORED)
         else:
             files.append(p)
-    # jax.profiler writes the same events twice; the planes are complete, the Chrome form stops at 10⁶ events.
+    # jax.profiler writes the events twice. The planes are complete, but the Chrome trace ends after 10⁶ events.
     planes = {f.parent for f in files if f.name.endswith(".xplane.pb")}
     kept = [f for f in files if not (f.name.endswith(".trace.json.gz") and f.parent in planes)]
     problems = []
     if len(kept) > 4096:
-        problems.append(Problem(where=str(paths[0]), what=f"{len(kept)} files; the first 4096 are read"))
+        problems.append(Problem(where=str(paths[0]), what=f"{len(kept)} files; only the first 4096 are read"))
     return kept[:4096], problems
 
 
@@ -120,7 +123,7 @@ def _is_execution_trace(path: Path, limits: Limits) -> bool:
 
 
 def _rank_in_name(path: Path) -> int | None:
-    """The rank that a file's name, or the nearest folder's, states."""
+    """Returns the rank in the name of the file or of its nearest folder that has one."""
     for part in (path.name, *(p.name for p in path.parents[:4])):
         m = _RANK.search(part)
         if m:
@@ -129,7 +132,7 @@ def _rank_in_name(path: Path) -> int | None:
 
 
 def _distinct_rank(t: Timeline, path: Path, taken: dict[int, Path]) -> tuple[Timeline | None, Problem | None]:
-    """Keep ranks distinct: if a rank is taken, use the rank in the file's name, else leave the file out."""
+    """Makes ranks distinct: if a rank is already taken, uses the rank in the file's name, or leaves the file out."""
     clash = [r for r in t.ranks if r in taken]
     if not clash:
         return t, None
@@ -143,23 +146,21 @@ def _distinct_rank(t: Timeline, path: Path, taken: dict[int, Path]) -> tuple[Tim
         )
         if t.ranks == (0,):
             return moved, None
-        what = (
-            f"says it is rank {t.ranks[0]}, as {taken[clash[0]].name} does; taken as rank {named} by its name"
-        )
+        what = f"it has rank {t.ranks[0]}, as {taken[clash[0]].name} does; it is read as rank {named} by its name"
         return moved, Problem(where=str(path), what=what)
     what = f"left out: rank {clash[0]} is already taken by {taken[clash[0]]}"
     return None, Problem(where=str(path), what=what)
 
 
 def _missing(t: Timeline) -> list[Problem]:
-    """Ranks that take part in collectives but left no trace, and ids used twice."""
+    """Returns problems: ranks that take part in collectives but have no trace, and ids that are used twice."""
     out = []
     wanted = {r for g in t.groups for r in g.ranks}
     absent = sorted(wanted - set(t.ranks))
     if absent:
         shown = ", ".join(map(str, absent[:8])) + (" …" if len(absent) > 8 else "")
         what = (
-            f"{len(absent)} of {len(wanted)} ranks left no trace ({shown}): waiting for them counts as work"
+            f"{len(absent)} of {len(wanted)} ranks have no trace ({shown}): waiting for them counts as work"
         )
         out.append(Problem(where="ranks", what=what))
     gpu = on_stream(t["kind"]) & (t["correlation"] >= 0)
@@ -171,16 +172,16 @@ def _missing(t: Timeline) -> list[Problem]:
         twice = len(ids) - len(np.unique(ids))
         if twice:
             out.append(
-                Problem(where=f"rank {r}", what=f"{twice} correlation ids stand on more than one device op")
+                Problem(where=f"rank {r}", what=f"{twice} correlation ids belong to more than one device op")
             )
     return out
 
 
 def launch_of(t: Timeline, calls: np.ndarray, ops: np.ndarray) -> np.ndarray:
-    """The call that launched each op, −1 for none: the last call before it with its correlation id.
+    """Returns the call that launched each op: the last call before it that has its correlation id; −1 for none.
 
     Ids are reused in long runs, and one call may launch many ops (CUDA graphs). If an op starts before its call because
-    of a clock error, the first call is used.
+    of a clock error, the first call after it is used.
     """
     both = np.concatenate([calls, ops])
     is_call = np.arange(len(both)) < len(calls)
@@ -203,8 +204,10 @@ def launch_of(t: Timeline, calls: np.ndarray, ops: np.ndarray) -> np.ndarray:
 
 
 def _launched_before(t: Timeline, ops: np.ndarray, linked: np.ndarray) -> np.ndarray:
-    """Which device ops were launched before the trace began: a stream runs in order, so those without a call in front
-    of its first one with a call."""
+    """Returns a mask of device ops that were launched before the trace began.
+
+    A stream runs in order, so these are the ops without a call before the stream's first op with a call.
+    """
     first = np.full(len(t.lanes), np.iinfo(np.int64).min)
     first[t["lane"][ops[linked]]] = np.iinfo(np.int64).max
     np.minimum.at(first, t["lane"][ops[linked]], t["start_ns"][ops[linked]])
@@ -212,9 +215,10 @@ def _launched_before(t: Timeline, ops: np.ndarray, linked: np.ndarray) -> np.nda
 
 
 def _label_iterations(t: Timeline) -> Timeline:
-    """Give every event the iteration that it belongs to, and every rank marks.
+    """Assigns an iteration to every event, and marks to ranks that have none.
 
-    A device op belongs to the iteration of the call that launched it; a CPU event to the one it starts in.
+    A device op belongs to the iteration of the call that launched it. A CPU event belongs to the one in which it
+    starts.
     """
     marks = list(t.marks)
     rank = t.rank_of
@@ -232,7 +236,7 @@ def _label_iterations(t: Timeline) -> Timeline:
             problems.append(
                 Problem(
                     where=f"rank {r}",
-                    what="no step is marked; the whole trace is taken for one iteration "
+                    what="no step is marked, so the whole trace is used as one iteration "
                     "(mark steps with torch.profiler's step() or jax.profiler.StepTraceAnnotation)",
                 )
             )
@@ -245,7 +249,7 @@ def _label_iterations(t: Timeline) -> Timeline:
             np.int32
         )
         iteration[here] = labels
-        # Device ops follow their launch.
+        # Device ops get the iteration of their launch.
         calls = np.flatnonzero(here & launch & (t["correlation"] >= 0))
         ops = np.flatnonzero(here & gpu & (t["correlation"] >= 0))
         call = launch_of(t, calls, ops)

@@ -1,4 +1,4 @@
-"""nsys-jax archives: GPU times of every XLA thunk (parquet) with the module's HLO, one process an archive."""
+"""Reads nsys-jax archives, one per process: GPU times of every XLA thunk (parquet), and the HLO of the module."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _COLUMNS = [
 
 
 def is_nsys_jax(path: Path) -> bool:
-    """Whether the file is a zip archive with a projected thunk trace inside."""
+    """Whether the file is a zip archive that contains a projected thunk trace."""
     try:
         with zipfile.ZipFile(path) as z:
             return _TRACE in z.namelist()
@@ -47,19 +47,20 @@ def is_nsys_jax(path: Path) -> bool:
 
 
 def read_nsys_jax(path: Path, rank: int | None = None, limits: Limits = LIMITS) -> Timeline:
-    """One process's thunks: launches on its CPU thread, thunks on stream "compute" or "communication".
+    """Reads the thunks of one process: launches on its CPU thread, and ops on streams "compute" and "communication".
 
-    Iterations are the executions of the module that took most GPU time. Needs pyarrow.
-    PaseError where the archive is damaged or holds no XLA module execution.
+    Iterations are the executions of the module that took most GPU time. It needs pyarrow. Raises PaseError if the
+    archive is damaged or has no execution of an XLA module.
     """
     try:
         archive = zipfile.ZipFile(path)
     except (zipfile.BadZipFile, OSError) as e:
-        raise PaseError(f"{path}: not a readable zip archive ({e})") from e
+        raise PaseError(f"not a readable zip archive ({e})", where=str(path)) from e
     with archive:
         if len(archive.infolist()) > limits.archive_members:
             raise PaseError(
-                f"{path}: {len(archive.infolist())} members; at most {limits.archive_members} are read"
+                f"it has {len(archive.infolist())} members, but at most {limits.archive_members} are allowed",
+                where=str(path),
             )
         table = _parquet(archive, _TRACE, _COLUMNS)
         if rank is None:
@@ -67,7 +68,11 @@ def read_nsys_jax(path: Path, rank: int | None = None, limits: Limits = LIMITS) 
         b = Builder(str(path), rank if rank is not None else 0, limits)
         executions, thunks = _executions(table), _thunks(table)
         if not executions:
-            raise PaseError(f"{path}: no XLA module was executed while profiling")
+            raise PaseError(
+                "no XLA module was executed while profiling",
+                where=str(path),
+                fix="profile while the program runs",
+            )
         total: Counter[str] = Counter()
         for name, _, duration, _ in executions:
             total[name] += duration
@@ -85,12 +90,16 @@ def _parquet(archive: zipfile.ZipFile, member: str, columns: list[str] | None = 
     try:
         source = pq.ParquetFile(io.BytesIO(read_member(archive, member)))
         if source.metadata.num_rows > LIMITS.events:
-            raise PaseError(f"{archive.filename}:{member}: {source.metadata.num_rows} rows are too many")
+            raise PaseError(
+                f"{source.metadata.num_rows} rows, but at most {LIMITS.events} are allowed",
+                where=f"{archive.filename}:{member}",
+                fix="profile fewer steps",
+            )
         return source.read(columns=columns).to_pydict()
     except (pa.ArrowException, OSError, ValueError) as e:
         if isinstance(e, PaseError):
             raise
-        raise PaseError(f"{archive.filename}:{member}: not a readable parquet file ({e})") from e
+        raise PaseError(f"not a readable parquet file ({e})", where=f"{archive.filename}:{member}") from e
 
 
 def _rank(archive: zipfile.ZipFile) -> int | None:
@@ -105,7 +114,7 @@ def _rank(archive: zipfile.ZipFile) -> int | None:
 
 
 def _executions(t: dict[str, list[Any]]) -> list[tuple[str, int, int, int]]:
-    """(module, GPU start, GPU duration, range id) of every module execution, in time order."""
+    """Returns (module, GPU start, GPU duration, range id) of every module execution, in order of time."""
     out = []
     rows = zip(t["Name"], t["Projected Start"], t["Projected Duration"], t["RangeId"], strict=True)
     for name, start, duration, range_id in rows:
@@ -120,7 +129,7 @@ def _is_int(x: object) -> bool:
 
 
 def _thunks(t: dict[str, list[Any]]) -> list[int]:
-    """Rows that are innermost thunks: a while thunk that holds others is left to them."""
+    """Returns the rows of innermost thunks. A thunk that contains others, such as a while loop, is left out."""
     is_thunk = [isinstance(n, str) and n.startswith("TSL:Thunk") for n in t["Name"]]
     ids = {int(r): i for i, r in enumerate(t["RangeId"]) if _is_int(r)}
     outer = set()
@@ -133,18 +142,20 @@ def _thunks(t: dict[str, list[Any]]) -> list[int]:
 
 
 def _facts(archive: zipfile.ZipFile, module: str, b: Builder) -> HloFacts | None:
-    """The HLO of the executed module, where the archive holds it."""
+    """Reads the HLO of the executed module, if the archive has it."""
     names = [
         n for n in archive.namelist() if n.endswith("after_optimizations.hlo.pb.xz") and f".{module}." in n
     ]
     if not names:
-        b.left_out[f"HLO dump for module {module}: sizes and groups of its collectives are unknown"] += 1
+        b.left_out[
+            f"missing HLO dump of module {module} (its collectives' sizes and groups are unknown)"
+        ] += 1
         return None
     packed = read_member(archive, names[-1])
     try:
         data = lzma.LZMADecompressor(memlimit=256 << 20).decompress(packed, max_length=512 << 20)
     except lzma.LZMAError as e:
-        raise PaseError(f"{archive.filename}:{names[-1]}: cannot be unpacked ({e})") from e
+        raise PaseError(f"it cannot be decompressed ({e})", where=f"{archive.filename}:{names[-1]}") from e
     return read_hlo(data, f"{archive.filename}:{names[-1]}")
 
 

@@ -1,4 +1,4 @@
-"""What Perfetto draws between and beside events: who waited for whom, how much is being sent, what memory holds."""
+"""Makes Perfetto's flows and counters: arrows between ranks that wait for each other, bandwidth, and memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ MEMORY = KINDS.index("memory")
 
 
 def _collectives(t: Timeline) -> list[int]:
-    """Events that are collectives, by their start on the common clock."""
+    """Returns the events that are collectives, sorted by start on the common clock."""
     found = np.flatnonzero(t.columns["kind"] == COLLECTIVE)
     order: list[int] = found[np.argsort(t.global_start_ns()[found], kind="stable")].tolist()
     return order
 
 
 def flows(t: Timeline, zero_ns: float, first_lane: int) -> Iterator[JsonObject]:
-    """An arrow in each collective of several ranks, from the rank that came last to each that waited for it; and one
-    from what was sent to the work that needed it, where the timeline says so.
+    """Yields arrows from the last rank of each shared collective to each rank that waited for it.
 
-    The k-th of an operation in a group is the same collective on every rank. first_lane: the track of lane 0.
+    In a predicted timeline, it also yields an arrow from each transfer to the work that needed it. The k-th occurrence
+    of an operation in a group is the same collective on every rank.
+
+    zero_ns: the time that is drawn as 0. first_lane: the track of lane 0.
     """
 
     def arrow(
@@ -72,12 +74,15 @@ def flows(t: Timeline, zero_ns: float, first_lane: int) -> Iterator[JsonObject]:
 
 
 _AT_ONCE_NS = 2.0
-"""Times are rounded to whole nanoseconds."""
+"""Differences below this are due to rounding to integer nanoseconds."""
 
 
 def _needed(t: Timeline) -> Iterator[tuple[int, int]]:
-    """(a collective, the work that needed what it brought): the two have one correlation in a predicted timeline, which
-    has no launches. In a measured one, a correlation is that of an op with the call that launched it."""
+    """Yields (collective, the work that needed its result) of a predicted timeline.
+
+    A predicted timeline has no launches, and the two have the same correlation. In a measured timeline, a correlation
+    connects an op with the call that launched it, so nothing is yielded.
+    """
     c, kind = t.columns["correlation"], t.columns["kind"]
     if np.isin(kind, (KINDS.index("host"), KINDS.index("runtime"))).any():
         return
@@ -88,8 +93,11 @@ def _needed(t: Timeline) -> Iterator[tuple[int, int]]:
 
 
 def counters(t: Timeline, zero_ns: float) -> Iterator[JsonObject]:
-    """For each rank: GB/s of the collectives that are running, by operation, as bytes over the time that they took; and
-    the bytes that memory events state, by their names."""
+    """Yields counters for each rank.
+
+    They are the GB/s of running collectives by operation (the bytes of each divided by its duration), and the bytes of
+    memory events by name.
+    """
     starts, ranks = t.global_start_ns(), t.rank_of
     for i in np.flatnonzero((t.columns["kind"] == MEMORY) & (t.columns["nbytes"] >= 0)).tolist():
         name = t.names[int(t.columns["name"][i])].strip("[]")

@@ -1,4 +1,4 @@
-"""Open trace files without trusting them: every read is bounded, and what goes wrong is said plainly."""
+"""Opens untrusted trace files: every read is bounded, and errors say what is wrong."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ __all__ = ["LIMITS", "BoundedReader", "Limits", "open_stream", "read_member", "r
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a trace may ask of the machine before it is refused or cut."""
+    """Limits on a trace. Beyond them, it is rejected, or events are left out."""
 
     file_bytes: int = 16 << 30
     """Bytes of one file after decompression."""
     ratio: float = 250.0
-    """Decompressed over compressed bytes past the first 64 MiB: real traces reach 30, zip bombs 1000."""
+    """Ratio of decompressed to compressed bytes beyond the first 64 MiB. Real traces reach 30, zip bombs 1000."""
     header_bytes: int = 256 << 20
     """Bytes before the first event."""
     event_bytes: int = 4 << 20
-    """Bytes between two complete events: a longer stretch is one giant string or nest."""
+    """Bytes between two complete events. A longer part is a single huge string or nested value."""
     depth: int = 500
+    """Nesting depth of JSON values."""
     lanes: int = 20_000
     """Distinct threads and streams of one rank."""
     names: int = 1_000_000
-    """Distinct event names of one rank; more are filed under one name."""
+    """Distinct event names of one rank. Events with further names share one name."""
     name_chars: int = 400
     events: int = 50_000_000
     archive_members: int = 20_000
 
     def unpacked(self, compressed: int) -> float:
-        """The most bytes that a packed file of this size may hold."""
+        """Returns the largest decompressed size that is allowed for a compressed size."""
         return max(64 << 20, self.ratio * compressed)
 
 
@@ -50,7 +51,7 @@ LIMITS = Limits()
 _BAD_NUMBER = re.compile(rb"(\A|[:\[,]\s*)-?(?:nan|inf|infinity)(?=\s*[,}\]])", re.IGNORECASE)
 
 _MAYBE_BAD = re.compile(rb"(?:nan|inf|infinity)\s*[,}\]]")
-"""Of lower-case bytes: whether the slower expression above can find anything."""
+"""A faster test on lower-case bytes of whether the expression above can match."""
 _MAYBE_LARGE = re.compile(rb"\d{19}|[0-9][eE]\+?\d{3}")
 _NUMBER = re.compile(rb"(?<=[:\[,\s])-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?(?=\s*[,}\]])")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
@@ -69,11 +70,12 @@ class _Source(Protocol):
 class BoundedReader:
     """A byte stream with limits, for an incremental parser.
 
-    Reads past a limit raise PaseError. Bytes that stop short (a cut gzip, say) end the stream and set
-    ``broken``. What JSON or the parser does not take, but profilers are known to write, is put in other words: bare NaN
-    and Infinity, and numbers beyond a float, become null; unsigned 64-bit integers become the signed ones of the same
-    bits, and longer ones floats; bytes that are no UTF-8 become U+FFFD. Nulls and bytes are counted. A byte order mark
-    is left out. In a string that looks like numbers, the same digits may change.
+    A read beyond a limit raises PaseError. A truncated file (such as a cut gzip) ends the stream and sets ``broken``.
+
+    Some values that profilers write are not valid JSON or not accepted by the parser. They are replaced: bare NaN and
+    Infinity, and numbers out of the range of a float, by null; unsigned 64-bit integers by the signed ones with the
+    same bits, and longer ones by floats; bytes that are not UTF-8 by U+FFFD. Nulls and bytes are counted. A byte order
+    mark is removed. Digits in a string that looks like a list of numbers may change in the same way.
     """
 
     CHUNK = 1 << 18
@@ -96,7 +98,7 @@ class BoundedReader:
             return b""
         chunk = self._raw()
         if _MAYBE_BAD.search(chunk.lower()):
-            # Hold back the last bytes: a literal may straddle two chunks.
+            # No literal is split between two chunks, because ``_raw`` cuts after a separator.
             chunk, count = _BAD_NUMBER.subn(rb"\1null", chunk)
             self.not_numbers += count
         if _MAYBE_LARGE.search(chunk):
@@ -104,13 +106,13 @@ class BoundedReader:
         return chunk
 
     def _representable(self, found: re.Match[bytes]) -> bytes:
-        """A number as the parser takes it."""
+        """Returns a number in a form that the parser accepts."""
         text = found[0]
         if text.lstrip(b"-").isdigit():
             number = int(text) if len(text) < 21 else 2**64
             if (
                 number < 2**64 and number != 2**63 and number > -(2**63)
-            ):  # the least one is too much for the parser
+            ):  # the parser rejects the smallest integer
                 return text if number < 2**63 else b"%d" % (number - 2**64)
             text += b".0"
         if math.isfinite(float(text)):
@@ -128,23 +130,27 @@ class BoundedReader:
             chunk = chunk.removeprefix(codecs.BOM_UTF8)
             if chunk.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise PaseError(
-                    f"{self.where}: it is UTF-16, but JSON is UTF-8: convert it (iconv -f utf-16 -t utf-8)"
+                    "it is UTF-16, but JSON must be UTF-8",
+                    where=self.where,
+                    fix="convert it with iconv -f utf-16 -t utf-8",
                 )
         self.total += len(chunk)
         self.since_event += len(chunk)
         if self.total > self.limits.file_bytes:
             raise PaseError(
-                f"{self.where}: more than {self.limits.file_bytes >> 20} MiB of JSON; raise the limit"
+                f"more than {self.limits.file_bytes >> 20} MiB of JSON",
+                where=self.where,
+                fix="profile fewer steps",
             )
         if self.compressed and self.total > self.limits.unpacked(self.compressed):
             raise _bomb(self.where, self.compressed, self.total)
         if self.since_event > (self.limits.event_bytes if self.events else self.limits.header_bytes):
             raise PaseError(
-                f"{self.where}: {self.since_event >> 20} MiB without an event near byte "
-                f"{self.total}; one huge value is not a trace"
+                f"{self.since_event >> 20} MiB without an event near byte {self.total}, so it is not a trace",
+                where=self.where,
             )
         self._check_depth(chunk)
-        # Cut after the last separator, so that no token that NaN-repair looks for is split.
+        # Cut after the last separator, so that no token that ``read`` replaces is split.
         data = self._rest + self._utf8(chunk)
         cut = max(data.rfind(b","), data.rfind(b"}")) + 1
         if not chunk or cut < len(data) - 4096 or cut < 1:
@@ -154,7 +160,7 @@ class BoundedReader:
         return out
 
     def _utf8(self, chunk: bytes) -> bytes:
-        """The chunk as UTF-8. A character that is cut at its end comes with the next one."""
+        """Returns the chunk as valid UTF-8. A character that is cut at the end is returned with the next chunk."""
         if chunk.isascii() and self._text.getstate() == (b"", 0):
             return chunk
         text = self._text.decode(chunk, final=not chunk)
@@ -162,14 +168,17 @@ class BoundedReader:
         return text.encode()
 
     def _check_depth(self, chunk: bytes) -> None:
-        """Refuse deep nesting before the parser sees it: its memory grows with the square of the depth."""
+        """Raises PaseError on deep nesting, before the parser sees it: its memory grows with the depth squared."""
         carried = self._depth if self.since_event > len(chunk) else 0
         self._depth, deepest = _depth(chunk, carried)
         if deepest > self.limits.depth:
-            # Brackets inside strings count in the quick look; look again without strings.
+            # The fast check counts brackets inside strings, too, so repeat it without strings.
             self._depth, deepest = _depth(_STRING.sub(b"", chunk), carried)
         if deepest > self.limits.depth:
-            raise PaseError(f"{self.where}: values nested {deepest} deep near byte {self.total}: not a trace")
+            raise PaseError(
+                f"values are nested {deepest} deep near byte {self.total}, so it is not a trace",
+                where=self.where,
+            )
 
     def __enter__(self) -> BoundedReader:
         return self
@@ -178,14 +187,14 @@ class BoundedReader:
         self.source.close()
 
     def repairs(self) -> list[str]:
-        """What was put in other words, for people."""
+        """Returns descriptions of the replaced values."""
         out = []
         if self.not_numbers:
             out.append(
-                f"{self.not_numbers} bare NaN or Infinity values, or numbers beyond a float, read as null"
+                f"{self.not_numbers} bare NaN or Infinity values, or numbers beyond a float, are read as null"
             )
         if self.not_text:
-            out.append(f"{self.not_text} bytes that are no UTF-8, read as U+FFFD")
+            out.append(f"{self.not_text} bytes that are not UTF-8 are read as U+FFFD")
         return out
 
     def event_done(self) -> None:
@@ -194,7 +203,7 @@ class BoundedReader:
 
 
 def _depth(chunk: bytes, carried: int) -> tuple[int, int]:
-    """Brackets left open at the end of the chunk, and the most that were open at once, to within a block."""
+    """Returns the nesting depth at the end of the chunk, and the largest depth, to within a block."""
     if not chunk:
         return carried, carried
     steps = _STEP[np.frombuffer(chunk, dtype=np.uint8)]
@@ -206,20 +215,21 @@ def _depth(chunk: bytes, carried: int) -> tuple[int, int]:
 
 def _bomb(where: object, compressed: int, total: int) -> PaseError:
     return PaseError(
-        f"{where}: {compressed} compressed bytes hold {total} or more: a zip bomb or one event repeated; decompress it "
-        "first if you trust it"
+        f"{compressed} compressed bytes contain {total} or more, like a zip bomb or one event repeated",
+        where=str(where),
+        fix="decompress it first if you trust it",
     )
 
 
 _PROBED_BYTES = 1 << 20
-"""Compressed bytes that are unpacked first only to see what they hold."""
+"""The number of compressed bytes that are decompressed in advance, to check their decompressed size."""
 
 
 def _refuse_bomb(path: Path, raw: IO[bytes], limits: Limits) -> None:
-    """PaseError for a bomb, before any of it is parsed, which takes a hundred times as long as to unpack it.
+    """Raises PaseError for a zip bomb before it is parsed, because parsing takes a hundred times as long.
 
-    Of a larger file only the beginning is tried; its reader counts on. What the file says of its own size is no
-    evidence: of a cut one these are any four bytes.
+    Only the beginning of a large file is checked; its reader checks the rest. The size that a gzip file records is not
+    used, because in a truncated file it is four arbitrary bytes.
     """
     compressed = path.stat().st_size
     most = limits.unpacked(min(compressed, _PROBED_BYTES))
@@ -228,7 +238,7 @@ def _refuse_bomb(path: Path, raw: IO[bytes], limits: Limits) -> None:
         while total <= most and raw.tell() <= _PROBED_BYTES and (chunk := stream.read(1 << 20)):
             total += len(chunk)
     except (EOFError, zlib.error, OSError):
-        return  # the reader says what is wrong with it
+        return  # the reader reports the fault
     finally:
         raw.seek(0)
     if total > most:
@@ -236,7 +246,7 @@ def _refuse_bomb(path: Path, raw: IO[bytes], limits: Limits) -> None:
 
 
 class _Gunzip:
-    """gzip as a stream that gives all it can before it says that the file is cut."""
+    """A gzip stream that returns all available data before it reports that the file is truncated."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self.raw, self.member = raw, zlib.decompressobj(31)
@@ -254,18 +264,18 @@ class _Gunzip:
             else:
                 more = self.member.unconsumed_tail or self.raw.read(1 << 16)
             if not more:
-                raise EOFError("the gzip stream stops in the middle")
+                raise EOFError("the gzip stream is truncated")
             out = self.member.decompress(more, n)
             if out:
                 return out
 
 
 def open_stream(path: Path, limits: Limits = LIMITS) -> BoundedReader:
-    """A bounded stream of the file's JSON bytes, to be used in ``with``; .gz is known by content, not by name."""
+    """Opens a bounded stream of the file's JSON bytes, a context manager. Compression is detected by content."""
     try:
         raw: IO[bytes] = path.open("rb")
     except OSError as e:
-        raise PaseError(f"{path}: cannot be read ({e.strerror or e})") from e
+        raise PaseError(f"it cannot be read ({e.strerror or e})", where=str(path)) from e
     magic = raw.read(2)
     raw.seek(0)
     if magic == b"PK":
@@ -278,43 +288,47 @@ def open_stream(path: Path, limits: Limits = LIMITS) -> BoundedReader:
 
 
 def _zipped(path: Path, limits: Limits) -> BoundedReader:
-    """The one JSON file in a zip archive, as a stream."""
+    """Opens the only JSON file in a zip archive as a stream."""
     try:
         archive = zipfile.ZipFile(path)
         members = [m for m in archive.infolist() if m.filename.endswith(".json")]
         if len(members) != 1:
             raise PaseError(
-                f"{path}: not an nsys-jax archive (no nvtx_gpu_proj_trace/trace.parquet in it), and it has "
-                f"{len(members)} .json files, not one: unpack it and give the folder"
+                "it is not an nsys-jax archive (it has no nvtx_gpu_proj_trace/trace.parquet), and it has "
+                f"{len(members)} .json files instead of one",
+                where=str(path),
+                fix="unpack it and give the folder",
             )
         compressed = path.stat().st_size
         if members[0].file_size > limits.unpacked(compressed):
             raise _bomb(path, compressed, members[0].file_size)
         stream = archive.open(members[0])
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError) as e:
-        raise PaseError(f"{path}: cannot be unpacked ({type(e).__name__}: {e})") from e
+        raise PaseError(f"it cannot be decompressed ({type(e).__name__}: {e})", where=str(path)) from e
     return BoundedReader(stream, str(path), compressed, limits)
 
 
 def read_small_json(path: Path, limit: int = 1 << 30) -> Any:
-    """A whole JSON document of our own making, gzipped or not. PaseError names the file and the place."""
+    """Reads a whole JSON document written by pase, gzipped or not. Errors name the file and the position."""
     parts: list[bytes] = []
     with open_stream(path, Limits(header_bytes=limit, file_bytes=limit)) as stream:
         while chunk := stream.read():
             parts.append(chunk)
     if stream.broken:
-        raise PaseError(f"{path}: the file is cut or damaged ({stream.broken})")
+        raise PaseError(f"the file is cut or damaged ({stream.broken})", where=str(path))
     return parse_json(b"".join(parts), str(path))
 
 
 def read_member(archive: zipfile.ZipFile, name: str, limit: int = 512 << 20) -> bytes:
-    """One member of a zip archive, at most ``limit`` bytes whatever its header claims."""
+    """Reads one member of a zip archive. Raises PaseError if it has more than ``limit`` bytes, whatever its header
+    says.
+    """
     where = f"{archive.filename}:{name}"
     try:
         info = archive.getinfo(name)
         if info.file_size > limit:
             raise PaseError(
-                f"{where}: {info.file_size >> 20} MiB unpacked, more than {limit >> 20} are allowed"
+                f"{info.file_size >> 20} MiB unpacked, but at most {limit >> 20} MiB are allowed", where=where
             )
         with archive.open(info) as f:
             data = f.read(limit + 1)
@@ -327,7 +341,7 @@ def read_member(archive: zipfile.ZipFile, name: str, limit: int = 512 << 20) -> 
         RuntimeError,
         OSError,
     ) as e:
-        raise PaseError(f"{where}: cannot be unpacked ({type(e).__name__}: {e})") from e
+        raise PaseError(f"it cannot be decompressed ({type(e).__name__}: {e})", where=where) from e
     if len(data) > limit:
-        raise PaseError(f"{where}: unpacks to more than {limit >> 20} MiB")
+        raise PaseError(f"it has more than {limit >> 20} MiB unpacked", where=where)
     return data

@@ -1,4 +1,4 @@
-"""Sizes of collectives that their kernels do not state: from annotations around the launch, or execution traces."""
+"""Finds sizes of collectives that their kernels do not record, from annotations around launches or execution traces."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ANNOTATION, _RUNTIME = KINDS.index("annotation"), KINDS.index("runtime")
 
 
 def from_annotations(t: Timeline) -> Timeline:
-    """Fill in bytes and kind of NCCL kernels launched inside an "nccl:…" annotation that states them.
+    """Sets bytes and kind of NCCL kernels that are launched inside an "nccl:…" annotation that records them.
 
-    A kernel named SendRecv inside nccl:all_to_all is an all-to-all.
+    For example, a kernel named SendRecv inside nccl:all_to_all is an all-to-all.
     """
     missing = np.flatnonzero(
         (t["kind"] == COLLECTIVE)
@@ -62,7 +62,10 @@ def is_execution_trace(head: bytes) -> bool:
 
 
 def read_execution_trace(path: Path, limits: Limits = LIMITS) -> list[tuple[int, int]]:
-    """(operation, bytes) of every collective in program order. PaseError where the file is none."""
+    """Returns (operation, bytes) of every collective in program order.
+
+    Raises PaseError if the file is not an execution trace or has no collective.
+    """
     ijson = needed("ijson", str(path))
     out = []
     try:
@@ -73,14 +76,19 @@ def read_execution_trace(path: Path, limits: Limits = LIMITS) -> list[tuple[int,
                 if isinstance(name, str) and name.startswith("nccl:"):
                     out.append((collective_operation(name[5:]), _tensor_bytes(node.get("inputs"))))
     except ijson.JSONError as e:
-        raise PaseError(f"{path}: not a readable execution trace ({' '.join(str(e).split())[:120]})") from e
+        raise PaseError(
+            f"not a readable execution trace ({' '.join(str(e).split())[:120]})", where=str(path)
+        ) from e
     if not out:
-        raise PaseError(f"{path}: an execution trace without a collective")
+        raise PaseError("this execution trace has no collective", where=str(path))
     return out
 
 
 def _tensor_bytes(inputs: Any) -> int:
-    """Bytes of a node's input tensors; [tensor id, storage id, offset, elements, bytes per element, device]."""
+    """Returns the bytes of a node's input tensors.
+
+    Each is [tensor id, storage id, offset, elements, bytes per element, device].
+    """
     values = inputs.get("values") if isinstance(inputs, dict) else None
     total = 0
     for v in values if isinstance(values, list) else ():
@@ -90,9 +98,9 @@ def _tensor_bytes(inputs: Any) -> int:
 
 
 def from_execution_trace(t: Timeline, collectives: list[tuple[int, int]], where: str) -> Timeline:
-    """Give unsized collectives the sizes that the execution trace lists, where each iteration's order agrees.
+    """Sets missing sizes of collectives from an execution trace, for iterations whose order of operations agrees.
 
-    The trace may hold several iterations; the kernels of one iteration must match a whole period of it.
+    The execution trace may have several iterations; the kernels of one iteration must match a whole period of it.
     """
     nbytes = t["nbytes"].copy()
     matched = False
@@ -112,6 +120,6 @@ def from_execution_trace(t: Timeline, collectives: list[tuple[int, int]], where:
             if nbytes[e] < 0:
                 nbytes[e] = size
     if not matched:
-        what = "its collectives do not match those of any traced iteration; sizes were not taken from it"
+        what = "its collectives do not match those of any traced iteration, so its sizes are not used"
         return replace(t, problems=(*t.problems, Problem(where=where, what=what)))
     return replace(t, columns={**t.columns, "nbytes": nbytes})

@@ -1,4 +1,4 @@
-"""Timelines on disk: versioned JSON (timeline.schema.json), and Chrome/Perfetto traces to look at."""
+"""Reads and writes timelines as versioned JSON (timeline.schema.json), and writes Chrome/Perfetto traces."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ TimelineVersion = Literal["pase.timeline/1"]
 SCHEMA: TimelineVersion = "pase.timeline/1"
 
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-IndexOrNone = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="-1 where unknown")]
+IndexOrNone = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="-1 if unknown")]
 Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class LaneForm(Struct, kw_only=True):
-    """A queue that runs one thing at a time: a CPU thread, or a device stream, of one rank."""
+    """A queue that runs one op at a time: a CPU thread or a device stream of one rank."""
 
     rank: Index
     name: str
@@ -61,7 +61,7 @@ class LaneForm(Struct, kw_only=True):
 
 
 class GroupForm(Struct, kw_only=True):
-    """The ranks that take part in a collective; none listed: the trace does not say."""
+    """The ranks that take part in a collective; empty if they are not in the trace."""
 
     name: str
     ranks: tuple[int, ...]
@@ -75,13 +75,13 @@ class ClockForm(Struct, kw_only=True):
     drift: float = 0.0
     reference_ns: Whole = 0
     uncertainty_ns: Annotated[
-        float | None, Meta(description="null: nothing ties this rank to the others")
+        float | None, Meta(description="null if nothing connects this rank to the others")
     ] = 0.0
 
 
 class ColumnsForm(Struct, kw_only=True):
-    """One entry per event. lane, kind, name, operation, group and shape index the lists above; without shapes the last
-    is absent."""
+    """One entry per event. lane, kind, name, operation, group and shape are indices of the lists above. shape is absent
+    if there are no shapes."""
 
     lane: list[Index]
     kind: list[Annotated[int, Meta(ge=0, lt=len(KINDS))]]
@@ -97,7 +97,7 @@ class ColumnsForm(Struct, kw_only=True):
 
 
 class TimelineForm(Struct, kw_only=True):
-    """Events of a distributed run as columns; times in nanoseconds on each rank's own clock."""
+    """Events of a distributed run as columns. Times are in nanoseconds on each rank's own clock."""
 
     schema: TimelineVersion
     kinds: tuple[str, ...] = KINDS
@@ -116,17 +116,17 @@ class TimelineForm(Struct, kw_only=True):
 
 
 def made_schema() -> JsonObject:
-    """The JSON Schema of a timeline, made of ``TimelineForm``; the committed file is equal to it."""
-    return json_schema(TimelineForm, "pase.timeline/1: what a run did, when")
+    """Returns the JSON Schema of a timeline, made from ``TimelineForm``. The committed file equals it."""
+    return json_schema(TimelineForm, "pase.timeline/1: the events of a run")
 
 
 def schema() -> JsonObject:
-    """The published JSON Schema of the timeline file."""
+    """Returns the published JSON Schema of the timeline file."""
     return json.loads(resources.files("pase.replay").joinpath("timeline.schema.json").read_text())
 
 
 def to_json(t: Timeline) -> JsonObject:
-    """The timeline as JSON-ready values; see timeline.schema.json."""
+    """Returns the timeline as JSON-ready values; see timeline.schema.json."""
     tree: JsonObject = to_tree(_form_of(t))
     return tree
 
@@ -166,25 +166,29 @@ def _clock_of(form: ClockForm) -> Clock:
 
 
 def from_json(d: Json, where: str = "timeline") -> Timeline:
-    """The inverse of to_json. PaseError names the file and the first place that does not fit."""
+    """Converts the result of to_json back. Raises PaseError, which names the file and the first invalid place."""
     if not isinstance(d, dict) or not str(d.get("schema", "")).startswith("pase.timeline/"):
-        raise PaseError(f'{where}: not a pase timeline (no "schema": "{SCHEMA}")')
+        raise PaseError(f'it is not a pase timeline (no "schema": "{SCHEMA}")', where=where)
     if d["schema"] != SCHEMA:
-        raise PaseError(f"{where}: schema {d['schema']} is not known here; this version reads {SCHEMA}")
+        raise PaseError(
+            f"schema is {d['schema']!r}, but this version of pase reads {SCHEMA!r}",
+            where=where,
+            fix="use the version of pase that wrote it",
+        )
     form = convert(d, TimelineForm, f"{where}: a broken timeline")
     if form.kinds != KINDS or form.operations != OPERATIONS:
-        raise PaseError(f"{where}: lists other kinds or operations of events than {SCHEMA} has")
+        raise PaseError(f"its kinds or operations of events differ from those of {SCHEMA}", where=where)
     given = {k: getattr(form.columns, k) for k in COLUMNS}
     if given["shape"] is UNSET:
         given["shape"] = [-1] * len(given["lane"])
     shapes = () if form.shapes is UNSET else form.shapes
     columns = {k: np.array(given[k], dtype) for k, dtype in COLUMNS.items()}
     if len({len(c) for c in columns.values()}) != 1:
-        raise PaseError(f"{where}: a broken timeline: the columns must have one length")
+        raise PaseError("the columns of the timeline have different lengths", where=where)
     tables = (("lane", form.lanes), ("name", form.names), ("group", form.groups), ("shape", shapes))
     for column, table in tables:
         if int(columns[column].max(initial=-1)) >= len(table):
-            raise PaseError(f"{where}: column '{column}' points outside its table of {len(table)}")
+            raise PaseError(f"column '{column}' has an index beyond its table of {len(table)}", where=where)
     return Timeline(
         columns=columns,
         names=form.names,
@@ -208,9 +212,10 @@ def save_timeline(
     findings: Collection[JsonObject] = (),
     chrome: bool = True,
 ) -> None:
-    """Write JSON, gzipped where the name ends in .gz.
+    """Writes a timeline as JSON, gzipped if the name ends in .gz.
 
-    chrome: add the events in the form that Perfetto and chrome://tracing load, so that one file serves both.
+    critical, findings: see ``chrome_trace``.
+    chrome: add the events in the format that Perfetto and chrome://tracing load, so that one file serves both.
     """
     d = to_builtins(_form_of(t))
     if chrome:
@@ -221,25 +226,26 @@ def save_timeline(
 
 
 def load_timeline(path: str | Path) -> Timeline:
-    """Read what save_timeline wrote. PaseError names the file and what is wrong with it."""
+    """Reads a timeline that save_timeline wrote. Raises PaseError if the file is invalid."""
     from pase.replay.traces.reader import read_small_json
 
     return from_json(read_small_json(Path(path)), str(path))
 
 
 _FIRST_LANE = 10
-"""Tracks of a rank before its lanes: critical path, findings, iterations."""
+"""The track of a rank's first lane. The tracks before it have the critical path, findings and iterations."""
 
 
 def chrome_trace(
     t: Timeline, critical: Collection[int] = (), findings: Collection[JsonObject] = ()
 ) -> JsonObject:
-    """The timeline on one clock, in the trace format that Perfetto and chrome://tracing load.
+    """Returns the timeline on the common clock, in the trace format that Perfetto and chrome://tracing load.
 
-    critical: indices of events on the critical path; they get their own track for each rank and a
-    ``critical`` argument. Arrows lead from the rank that came last to a collective to those that waited; counters show
-    what is being sent and what memory holds. findings: dicts with rank, name, start_ns, duration_ns (global) to draw
-    as a track.
+    critical: indices of events on the critical path. They are also drawn on a separate track for each rank, and have an
+    argument ``critical``.
+    findings: dicts with rank, name, start_ns and duration_ns (on the common clock), which are drawn as a track.
+
+    Arrows go from the last rank of a collective to the ranks that waited for it. Counters show bandwidth and memory.
     """
     out: list[JsonObject] = []
     for rank in t.ranks:

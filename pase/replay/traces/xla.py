@@ -1,4 +1,4 @@
-"""What XLA traces have in common: executions of modules as iterations, containers, ops that overlap, HLO facts."""
+"""Common code for XLA traces: module executions as iterations, container ops, overlapping ops, and HLO facts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_LANES = 16
 
 
 class Executions:
-    """Collects when each module ran, by (device, module, run)."""
+    """Collects the executions of modules, by (device, module, run)."""
 
     def __init__(self) -> None:
         self.spans: dict[tuple[int, str, str], list[int]] = {}
@@ -29,7 +29,7 @@ class Executions:
         span[2] += end - start
 
     def main(self) -> str:
-        """The module that ran more than once and longest; an empty text where nothing ran."""
+        """Returns the module that ran longest, of those that ran more than once if any; "" if nothing ran."""
         total: dict[str, int] = defaultdict(int)
         runs: dict[str, set[str]] = defaultdict(set)
         for (_, module, run), span in self.spans.items():
@@ -38,7 +38,7 @@ class Executions:
         return max(total, key=lambda m: (len(runs[m]) > 1, total[m]), default="")
 
     def marks(self, rank: int) -> list[tuple[int, Mark]]:
-        """(device, mark) for every execution of the main module; the first is often cut by the profiler's start."""
+        """Returns (device, mark) for every execution of the main module. The first one is often cut by the profiler."""
         main = self.main()
         by_device: dict[int, list[list[int]]] = defaultdict(list)
         for (device, module, _), span in self.spans.items():
@@ -52,7 +52,7 @@ class Executions:
 
 
 def describe(t: Timeline, facts: HloFacts) -> Timeline:
-    """The timeline with bytes, groups and data flow from the HLO of its main module."""
+    """Returns the timeline with kinds, bytes, groups and data flow from the HLO of its main module."""
     nbytes, group = t["nbytes"].copy(), t["group"].copy()
     kind, operation = t["kind"].copy(), t["operation"].copy()
     sends = {k: OPERATIONS.index(facts.kinds[n]) for k, n in enumerate(t.names) if n in facts.kinds}
@@ -83,7 +83,7 @@ def describe(t: Timeline, facts: HloFacts) -> Timeline:
 
 
 def untangle(t: Timeline) -> Timeline:
-    """Drop ops that only contain others (loops, calls), and give ops that overlap on a device lanes of their own."""
+    """Removes ops that only contain others (loops, calls), and moves ops that overlap on a device to separate lanes."""
     device = on_stream(t["kind"])
     container = np.array([bool(_CONTAINER.match(n)) for n in t.names], dtype=bool)[t["name"]] & device
     if container.any():

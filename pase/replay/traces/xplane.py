@@ -1,4 +1,4 @@
-"""XLA profiler planes (.xplane.pb): what jax.profiler writes, for GPU, TPU and CPU."""
+"""Reads XLA profiler planes (.xplane.pb), which jax.profiler writes for GPU, TPU and CPU."""
 
 from __future__ import annotations
 
@@ -27,18 +27,22 @@ _SYNTHETIC = ("ThreadpoolListener::", "end: ")
 
 
 def read_xplane(path: Path, rank: int | None = None, limits: Limits = LIMITS) -> Timeline:
-    """Events of one process; one rank for each device. Steps are StepTraceAnnotations.
+    """Reads the events of one process, with one rank for each device. Steps are StepTraceAnnotations.
 
-    PaseError where the file is no XSpace or holds no event.
+    Raises PaseError if the file is not an XSpace or has no usable event.
     """
     size = path.stat().st_size
     if size > 2 << 30:
-        raise PaseError(f"{path}: {size >> 20} MiB; protobuf messages end at 2 GiB: profile fewer steps")
+        raise PaseError(
+            f"it has {size >> 20} MiB, but protobuf messages have at most 2 GiB",
+            where=str(path),
+            fix="profile fewer steps",
+        )
     space = parse("XSpace", path.read_bytes(), str(path))
     b = Builder(str(path), rank or 0, limits)
     begun = _start_ns(space)
     if begun:
-        # Times count from the profile's start; with that known, processes of one machine share a clock.
+        # Times count from the profile's start. If that is known, processes on one machine share a clock.
         b.host = space.hostnames[0] if space.hostnames else ""
     steps: list[tuple[int, int, int]] = []
     executions = Executions()
@@ -46,7 +50,8 @@ def read_xplane(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
         _plane(plane, b, steps, executions, begun)
     if not len(b):
         raise PaseError(
-            f"{path}: no usable event in {len(space.planes)} planes ({printable('; '.join(b.left_out)) or 'empty'})"
+            f"no usable event in {len(space.planes)} planes ({printable('; '.join(b.left_out)) or 'empty'})",
+            where=str(path),
         )
     b.marks.extend(step_marks(steps, b.rank, False))
     t = split_devices(b.finish(), executions.marks(b.rank))
@@ -55,7 +60,7 @@ def read_xplane(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
 
 
 def _facts(space: Message, module: str, where: str) -> HloFacts | None:
-    """The HLO of the module that makes the iterations; the profiler keeps it in a plane of its own."""
+    """Reads the HLO of the module whose executions are the iterations. The profiler writes it into a separate plane."""
     for plane in space.planes:
         if plane.name != "/host:metadata":
             continue
@@ -68,7 +73,7 @@ def _facts(space: Message, module: str, where: str) -> HloFacts | None:
 
 
 def _start_ns(space: Message) -> int:
-    """Wall-clock time at which the profile began, 0 where the file does not say."""
+    """Returns the wall-clock time at which the profile began; 0 if the file does not have it."""
     for plane in space.planes:
         names = {k: v.name for k, v in plane.stat_metadata.items()}
         for s in plane.stats:
@@ -133,7 +138,7 @@ def _event(
         kind = COLLECTIVE if operation else KINDS.index("kernel")
         b.add(lane, kind, b.name(op or text), start, duration, correlation, -1, operation, group)
         if op:
-            # Programs may share a name: a step that was compiled twice, or two plans of one model.
+            # Programs may share a name, such as a step that was compiled twice, or two plans of one model.
             program, run = _number(stats.get("program_id")), stats.get("run_id")
             module = _text(stats.get("hlo_module"), stat_names) + (f"({program})" if program >= 0 else "")
             executions.add(

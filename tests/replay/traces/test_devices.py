@@ -1,4 +1,4 @@
-"""Traces of other devices than CUDA's and of older PyTorch, and of a device that is behind when they begin."""
+"""Traces of devices other than CUDA's and of older PyTorch, and of a device that lags behind when the trace begins."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.replay.traces.test_ingest import _file, _kernel
     ],
 )
 def test_other_devices_and_older_traces(tmp_path: Path, category: str, name: str, kind: str) -> None:
-    """MTIA's queue says when it computes, copies and waits; each kind of device has calls of its own; PyTorch 1.8 and
-    1.9 wrote other categories."""
+    """MTIA's queue records computing, copying and waiting. Each kind of device has its own driver calls. PyTorch 1.8
+    and 1.9 wrote other categories."""
     args = {"stream": 7, "correlation": 3, "size" if "mtia" in category else "bytes": 1852}
     e = next(iter(load(_file(tmp_path, [_kernel(0, cat=category, name=name, args=args)]))))
     assert e.kind == kind
@@ -41,8 +41,10 @@ def test_other_devices_and_older_traces(tmp_path: Path, category: str, name: str
 
 
 def _lagging(before: int) -> list[dict]:
-    """Three steps of 100 µs of a host, four launches each, and a device that is 150 µs behind: it first runs ops that
-    were launched before the trace began."""
+    """Three host steps of 100 µs with four launches each, and a device that lags 150 µs behind.
+
+    The device first runs ops that were launched before the trace began.
+    """
     step = [
         {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{i}", "pid": 1, "tid": 1}
         | {"ts": 100 * i, "dur": 100}

@@ -1,4 +1,4 @@
-"""What replay learns of a module's thunks from its HLO: order, data flow, bytes and groups of collectives."""
+"""Facts about a module's thunks from its HLO: order, data flow, and collectives' bytes and groups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENTRY %main (p: f32[8]) -> (f32[8], f32[4], f32[16]) {{
 
 
 def varint(n: int) -> bytes:
-    """A number as protobuf writes it."""
+    """Encodes a number as a protobuf varint."""
     return bytes([n]) if n < 128 else bytes([n % 128 + 128]) + varint(n // 128)
 
 
@@ -44,7 +44,7 @@ def test_thunks_of_a_module(groups):
     facts = read_hlo(b"\x0a" + varint(len(module)) + module, "text")  # a HloProto: field 1 is the module
     assert facts.module == "step"
     assert facts.order == ("p", "rs", "beside", "ended", "after", "all", "out")
-    # The done op starts nothing; what comes after it has waited for it.
+    # The done op launches nothing, and the op after it waits for it.
     assert facts.reads == {"rs": (), "beside": (), "after": ("rs",), "all": ("after",)}
     assert facts.nbytes == {"rs": 32, "all": 64}
     assert facts.groups == dict.fromkeys(("rs", "all"), ((0, 2), (1, 3)))

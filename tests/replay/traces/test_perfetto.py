@@ -1,5 +1,4 @@
-"""What Perfetto draws beside events: arrows to who waited, rates that come back to nothing, memory; of traces and of
-plans."""
+"""Perfetto's flows and counters of traces and of plans: arrows to waiting ranks, rates that return to 0, and memory."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def test_the_slow_rank_is_where_the_arrows_come_from(tmp_path: Path) -> None:
 
 
 def written(plan: pase.Plan, folder: Path) -> Events:
-    """The events of the file that `pase report --timeline` writes."""
+    """Returns the events of the file that `pase report --timeline` writes."""
     plan.save(folder / "layout.json")
     step = folder / "step.json.gz"
     printed(
@@ -57,7 +56,7 @@ def written(plan: pase.Plan, folder: Path) -> Events:
 
 
 def arrows(events: Events) -> list[tuple[dict, dict]]:
-    """(the slice from which an arrow leads, the slice to which it leads)."""
+    """Returns (source slice, destination slice) of every arrow."""
     slices = defaultdict(list)
     for e in events:
         if e["ph"] == "X":
@@ -96,7 +95,7 @@ def test_a_pipelines_step_for_perfetto(tmp_path: Path) -> None:
     }
     found = arrows(events)
     crossed = sum(a.rank != b.rank for a, b in pairwise(p.stages))
-    assert len(found) == 2 * p.micro_batches * crossed  # each one's activations, and their gradients
+    assert len(found) == 2 * p.micro_batches * crossed  # activations and gradients of each micro-batch
     for sent, needing in found:
         assert sent["pid"] != needing["pid"] and sent["ts"] + sent["dur"] <= needing["ts"] + 2e-3
         micro, stage = (sent["name"].split(w)[1].split()[0].strip(",") for w in ("micro-batch", "to"))

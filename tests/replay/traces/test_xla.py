@@ -1,4 +1,4 @@
-"""Traces of programs that XLA compiled: what each op belongs to, collectives whatever they are called, lanes."""
+"""Traces of compiled XLA programs: the part of each op, collectives under any name, and lanes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYERS = 3
 
 
 def _facts(layers: int) -> HloFacts:
-    """Of a training step of equal layers, as jax compiles it here."""
+    """Returns the facts of a training step with equal layers that jax compiles here."""
     jax = pytest.importorskip("jax")
 
     def loss(w: Any, x: Any) -> Any:
@@ -51,7 +51,10 @@ def _facts(layers: int) -> HloFacts:
 
 
 def _trace(facts: HloFacts, ranks: int = 1, late_us: int = 0, steps: int = 5) -> Timeline:
-    """Each op of the program for 10 µs, a step after another; the last rank begins late. An all-reduce ends each."""
+    """A timeline of consecutive steps, in which each op takes 10 µs.
+
+    If there are several ranks, the last one begins each step late, and an all-reduce ends the step.
+    """
     ops = [n for n in facts.order if n in facts.ops]
     events, marks, begin = [], [], 0
     for k in range(steps):
@@ -89,7 +92,7 @@ def test_a_compiled_program_says_what_its_ops_belong_to() -> None:
     assert s.layers == LAYERS and s.micro_batches == 1 and len(s.product) == 3 * LAYERS
     assert {StepPhase.FORWARD, StepPhase.BACKWARD} <= {StepPhase(int(p)) for p in s.phase[s.order]}
     graph, said = by_stages(LAYERS, 1e12)(t, run.graph)
-    # One micro-batch goes through one stage after the other; each then updates what it has of the parameters.
+    # The single micro-batch passes through all stages in order, and then each stage updates its parameters.
     assert len(graph.ranks) == LAYERS and "1 micro-batches" in said["note"]
     update = sum(s.phase == StepPhase.UPDATE)
     want = 10 * US * (len(s.order) - update + update / LAYERS)
@@ -98,7 +101,7 @@ def test_a_compiled_program_says_what_its_ops_belong_to() -> None:
 
 @pytest.mark.parametrize("width", [32, 64])
 def test_of_programs_with_one_name_the_one_that_ran_is_read(tmp_path: Path, width: int) -> None:
-    """The profiler writes down all that the process has compiled: the first by that name had been taken."""
+    """The profiler records all programs that the process compiled, so the first one of that name may not have run."""
     jax = pytest.importorskip("jax")
 
     def step(w: Any) -> Any:
@@ -116,7 +119,7 @@ def test_of_programs_with_one_name_the_one_that_ran_is_read(tmp_path: Path, widt
 
 @pytest.mark.parametrize("micro_batches", [2, 8])
 def test_a_program_that_accumulates_in_a_loop_has_micro_batches(micro_batches: int) -> None:
-    """They had been taken for layers."""
+    """Iterations of the loop are recognized as micro-batches, not as layers."""
     shape = ((8, 16), (16, 16), (8, 16))
     ops = {
         n: CompiledOp(part=part, operands=shape[:2], product=shape)
@@ -143,11 +146,11 @@ def test_a_program_that_accumulates_in_a_loop_has_micro_batches(micro_batches: i
     s = sections(t, run.graph)
     assert (s.layers, s.micro_batches) == (4, micro_batches)
     graph, _ = by_stages(2, 1e12)(t, run.graph)
-    # 1F1B: micro-batches and one less than stages, each of half of the layers, and the update.
+    # 1F1B takes (micro-batches + stages − 1) times half of the layers, and the update.
     want = 100 * US * ((micro_batches + 1) * len(turn) / 2 + 0.5)
     assert max(evaluate(graph).values()) == pytest.approx(want, rel=0.01)
     odd = timeline([*turn, *turn[2:], "add"])
-    with pytest.raises(Infeasible, match="do not run the same products"):
+    with pytest.raises(Infeasible, match="the same products"):
         sections(odd, Run(measured=measure(align(odd))).graph)
 
 
@@ -160,7 +163,7 @@ def test_a_program_without_backward_is_refused() -> None:
 
 
 def test_a_collective_is_one_whatever_jax_calls_it() -> None:
-    """Lowered by hand, XLA's all-gather is called all_gather.9: it had counted as compute."""
+    """In a manual lowering, XLA's all-gather may be named all_gather.9, and must not count as compute."""
     facts = replace(_facts(1), kinds={"all_gather.9": "all_gather"}, nbytes={"all_gather.9": 64})
     event: dict[str, Any] = {"rank": 0, "lane": "XLA ops", "device": True, "kind": "kernel", "duration_ns": 5}
     t = describe(
@@ -177,8 +180,7 @@ def test_ops_that_overlap_keep_their_names_on_any_lane() -> None:
 
 
 def test_a_rank_that_is_late_by_itself_is_what_balance_takes_away() -> None:
-    """Nothing in the trace explains the delay: the run as it is cannot be changed otherwise, but without the delay it
-    is as if there had been none."""
+    """The delay is unexplained, so other changes of the run cannot be trusted. Balancing removes the delay."""
     facts = _facts(2)
     late, even = (Run(measured=measure(align(_trace(facts, ranks=2, late_us=u)))) for u in (5000, 0))
     assert late.unexplained > 0.5 and late.doubts and not even.doubts
@@ -188,13 +190,13 @@ def test_a_rank_that_is_late_by_itself_is_what_balance_takes_away() -> None:
 
 
 def test_no_launch_is_late_where_the_trace_holds_none() -> None:
-    """What a rank idles for is then unknown: it had been the CPU, which had "not launched the next op"."""
+    """Without launches in the trace, the cause of idle time is unexplained, not a late launch."""
     late = breakdowns(measure(align(_trace(_facts(2), ranks=2, late_us=5000))))[1]
     assert late.mean_ns("launch") == 0 and late.mean_ns("unexplained") == pytest.approx(5000 * US)
 
 
 def test_balance_sees_what_waits_and_not_what_for() -> None:
-    """The late rank's first op is seen to wait for another op of the iteration before than the early rank's."""
+    """The first ops of the two ranks wait for different ops of the previous iteration."""
     tasks: list[dict[str, object]] = [
         {"device": (r, "stream"), "duration_ns": 10.0, "name": n} for r in (0, 1) for n in ("a", "b")
     ]
