@@ -1,1 +1,1 @@
-"""Measured graphs with changes, and the optimizer that looks for them."""
+"""Changes measured graphs, and searches for changes that make a run faster."""

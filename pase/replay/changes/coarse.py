@@ -1,7 +1,7 @@
-"""dPRO's coarsened view of a replayable graph: compute segments that end where a tensor is handed to a collective.
+"""dPRO's coarsened view of a replayable graph: the synchronized tensors, with their producers and consumers.
 
-Ops that produce no tensor are contracted into the next that does. A segment knows its ops in stream order, the
-host tasks that launch them, the collective that waits for its end, and the collectives that it waits for.
+It also has what the passes need of each op: the next op on its stream, the host tasks that launch it, and whether it
+can be fused.
 """
 
 from __future__ import annotations
@@ -25,65 +25,66 @@ FUSIBLE = re.compile(
     r"|add|mul|relu|gelu|silu|softmax|norm|cast|convert|where|compare|scale|bias",
     re.IGNORECASE,
 )
-"""Light device ops: what recomputation runs again and what may wait behind a message; fusion takes fewer."""
+"""Light device ops. Recomputation runs them again, and they may be moved behind a message. Fusion excludes copies."""
 _HEAVY = re.compile(
     r"gemm|conv\w*_|cutlass|cudnn|wgrad|dgrad|flash|attention|sort|nccl|custom-call", re.IGNORECASE
 )
-"""Matrix products, convolutions and attention stay as they are."""
+"""Matrix products, convolutions, attention and other ops that are never fused."""
 _COPY = re.compile(r"copy|CatArray", re.IGNORECASE)
-"""Copies are light, and compute nothing that could be fused."""
+"""Copies, which are light but compute nothing that could be fused."""
 
 _E = {k: i for i, k in enumerate(EDGES)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncedTensor:
-    """A collective of the iteration on every rank: dPRO's q_n. Indices are tasks of the graph."""
+    """A collective of the iteration on all its ranks: dPRO's q_n. Indices are tasks of the graph."""
 
     number: int
     tasks: tuple[int, ...]
-    """One for each rank that takes part."""
+    """One task for each rank that takes part."""
     producers: tuple[int, ...]
-    """Per task the last compute op that it waits for, −1 for none."""
+    """For each task, the last compute op that it waits for; −1 for none."""
     consumers: tuple[tuple[int, ...], ...]
-    """Per task the ops that wait for it."""
+    """For each task, the ops that wait for it."""
     family: tuple[int, int, int]
-    """Operation, number of ranks, and stream: only tensors of one family can be fused."""
+    """(operation, number of ranks, stream). Only tensors of one family can be fused."""
     nbytes: int
     ready_ns: float
-    """When its last producer has ended."""
+    """When its last producer ends."""
     used_ns: float
-    """When its first consumer starts; inf where none is known."""
+    """When its first consumer starts; inf if none is known."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Coarse:
-    """tensors in the order in which they are communicated; runs: per task the number of its fusible run, −1."""
+    """The coarsened view of a graph. tensors: in the order in which they are communicated."""
 
     tensors: tuple[SyncedTensor, ...]
     fusible: np.ndarray
-    """bool [tasks]"""
+    """Whether each task can be fused; bool [tasks]."""
     next_op: np.ndarray
-    """The op after each on its stream, −1; int64 [tasks]."""
+    """The next op on the stream of each op; −1 for none. int64 [tasks]."""
     launch: np.ndarray
-    """The host task that each op hangs on, −1; int64 [tasks]."""
+    """The host task from which each op has a launch edge; −1 for none. int64 [tasks]."""
     call: np.ndarray
-    """The call task after that, −1; int64 [tasks]."""
+    """The call task after that host task; −1 for none. int64 [tasks]."""
     stream_edge: np.ndarray
-    """The edge from the op before each on its stream, −1; int64 [tasks]."""
+    """The edge from the previous op on the stream of each op; −1 for none. int64 [tasks]."""
     fixed_ns: np.ndarray
     """The part of each collective's duration that does not scale with bytes; float64 [tasks]."""
     heavy_ns: np.ndarray
-    """Starts of the ops that are neither collectives nor fusible, sorted."""
+    """Start times of the heavy compute ops, sorted."""
     signature: np.ndarray
-    """Equal for ops that look alike: name and a coarse duration; int64 [tasks]."""
+    """Equal for ops that have the same name and about the same duration; int64 [tasks]."""
 
     def may_join(self, members: Sequence[int]) -> bool:
-        """Whether tensors can be sent as one: one family, and nothing that a member's result may feed stands
-        between its first use and the last member's producer.
+        """Whether tensors can be sent as one message.
 
-        Data flow through memory is not in a trace. Copies and elementwise ops (unpacking, averaging) may wait
-        for the bucket; a matrix product or convolution in between may feed the later member, and forbids it.
+        They must be of one family, and no heavy op may be between the first use of a member and the time at which the
+        last member is ready. Data flow through memory is not in a trace. Copies and elementwise ops (unpacking,
+        averaging) can wait for the bucket, but a matrix product or convolution might depend on an early member and
+        produce a later one.
         """
         chosen = [self.tensors[k] for k in members]
         if len({(t.family, len(t.tasks)) for t in chosen}) > 1:
@@ -95,7 +96,7 @@ class Coarse:
 
 
 def coarsen(g: DataflowGraph, r: Replay) -> Coarse:
-    """The coarsened view of every rank; tensors of different ranks are joined by their order on the rank."""
+    """Returns the coarsened view of all ranks."""
     n = len(g)
     gpu = on_stream(g.kind)
     light = np.array([bool(FUSIBLE.search(x)) and not _HEAVY.search(x) for x in g.names])[g.name] & gpu
@@ -163,7 +164,7 @@ def _stream_label(g: DataflowGraph, i: int) -> int:
 
 
 def _by_order(g: DataflowGraph, r: Replay) -> list[list[int]]:
-    """Collectives of all ranks, joined: by gang where there is one, else each on its own."""
+    """Returns the collectives in order of time, as lists of their tasks on all ranks that share them."""
     comm = np.flatnonzero((g.kind == COLLECTIVE) & (g.operation != OPERATIONS.index("barrier")))
     comm = comm[np.argsort(r.start_ns[comm], kind="stable")]
     groups: dict[tuple[int, int], list[int]] = {}

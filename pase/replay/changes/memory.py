@@ -1,4 +1,4 @@
-"""Peak memory of an iteration, from the allocator's events, and what recomputation or accumulation would make of it."""
+"""Measures the peak memory of an iteration from allocator events, and predicts recomputation and accumulation."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["MemoryOption", "MemoryUse", "memory_options", "memory_use"]
 
 _KEPT = re.compile(r"(^|::)_?(mm|addmm|bmm|baddbmm|matmul|linear|conv\w*|\w*convolution\w*|\w*attention\w*)$")
 _FLOOR_NS = 2_000.0
-"""No device op gets shorter than this, however small its batch."""
+"""The shortest duration of a device op, however small its batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """Bytes on one rank. kept: share of the activations that matrix products and convolutions write."""
+    """Memory on one rank. kept: the fraction of activations that are written by matrix products and convolutions."""
 
     rank: int
     peak_bytes: int
@@ -37,7 +37,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOption:
-    """A way to need less memory, with its predicted time and peak."""
+    """A way to use less memory, with its predicted time and peak."""
 
     name: str
     iteration_ns: float
@@ -45,7 +45,10 @@ class MemoryOption:
 
 
 def memory_use(m: Measured) -> MemoryUse | None:
-    """The rank with the highest peak in the steady iterations; None where the trace has no memory events."""
+    """Returns the memory use of the rank with the highest peak in the steady iterations.
+
+    None if the trace has no memory events.
+    """
     t = m.timeline
     events = np.flatnonzero(
         (t["kind"] == KINDS.index("memory")) & (t["nbytes"] >= 0) & np.isin(t["iteration"], m.steady())
@@ -80,7 +83,8 @@ def memory_use(m: Measured) -> MemoryUse | None:
 
 
 def memory_options(g: DataflowGraph, use: MemoryUse) -> list[MemoryOption]:
-    """As it is, with recomputation (matrix products and convolutions kept), and with 2 to 8 accumulation steps."""
+    """Returns options: unchanged, recomputation (results of matrix products and convolutions are kept), and gradient
+    accumulation over 2, 4 and 8 steps."""
     base = max(evaluate(g).values())
     out = [MemoryOption(name="as it is", iteration_ns=base, peak_bytes=use.peak_bytes)]
     again = _recomputed(g)
@@ -107,9 +111,9 @@ def memory_options(g: DataflowGraph, use: MemoryUse) -> list[MemoryOption]:
 
 
 def _recomputed(g: DataflowGraph) -> DataflowGraph | None:
-    """The graph with the light forward ops run again before backward begins; None where backward is not seen.
+    """Returns the graph in which light ops of forward run again before backward begins; None if backward is not found.
 
-    Backward begins where the main thread hands over to another one, as PyTorch's autograd does.
+    Backward begins when the main thread hands over to another thread, as with PyTorch's autograd.
     """
     handed = np.flatnonzero(g.edge_kind == EDGES.index("handoff"))
     if not len(handed):

@@ -1,4 +1,4 @@
-"""dPRO's Algorithm 1: improve the critical path step by step with graph passes; a step that does not help is undone."""
+"""dPRO's Algorithm 1: improves the critical path step by step with graph passes, and undoes steps that do not help."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ __all__ = ["OptimizeResult", "Trial", "optimize_graph", "representative"]
 
 _ALL = 1 << 20
 _BETTER = 1e-4
-"""Relative gain below which a step is not worth having."""
+"""The smallest relative gain for which a step is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One change that was tried. Times are replayed steady iterations in ns: of the representative rank during the
-    search, of all ranks in an ``OptimizeResult``."""
+    """One change that was tried.
+
+    Times are replayed steady iterations in ns, of the representative rank during the search and of all ranks in an
+    ``OptimizeResult``.
+    """
 
     name: str
     what: str
@@ -39,10 +42,10 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OptimizeResult:
-    """What the search found, by replays of the whole graph with all ranks.
+    """The result of the search. Times are replays of the whole graph with all ranks.
 
-    The first step starts at before_ns, each later step starts where the previous one ended, and the last ends at
-    after_ns. ``graph`` has all of them applied.
+    The first step starts at before_ns, each later step starts where the previous one ended, and the last one ends at
+    after_ns. ``graph`` has all steps applied.
     """
 
     before_ns: float
@@ -52,7 +55,7 @@ class OptimizeResult:
     graph: DataflowGraph
     steps: tuple[Trial, ...]
     undone: int
-    """Steps that were tried and did not help."""
+    """The number of steps that were tried and undone."""
     evaluations: int
     seconds: float
     ended: str
@@ -62,8 +65,7 @@ class OptimizeResult:
 
 
 def representative(g: DataflowGraph) -> DataflowGraph:
-    """The slowest rank, which by symmetry represents all. Its collectives cost what they take once the last rank has
-    arrived."""
+    """Returns the graph of the slowest rank, which represents all. Its collectives do not wait for other ranks."""
     if len(g.ranks) < 2:
         return g
     r = replay_graph(g)
@@ -82,14 +84,20 @@ def optimize_graph(
     memory: MemoryUse | None = None,
     memory_limit_bytes: int | None = None,
 ) -> OptimizeResult:
-    """Search for a plan that shortens the iteration, within a time budget.
+    """Searches for a plan that shortens the iteration, within a time budget.
 
-    passes: names from PASSES; empty means all. PaseError for an unknown pass. Infeasible if no memory pass meets a
-    given memory limit.
+    budget_s: the time budget.
+    passes: names from PASSES; empty means all.
+    scheme: how collectives are synchronized, "ring" or "ps" (parameter servers).
+    memory: the measured memory use.
+    memory_limit_bytes: the limit on a rank's memory.
+
+    Raises PaseError for an unknown pass, or for a limit without measured memory use. Raises Infeasible if no memory
+    pass meets the limit.
     """
     begun = time.perf_counter()
     for name in passes:
-        _ = PASSES[name]  # PaseError if there is none
+        _ = PASSES[name]  # raises PaseError if the pass is unknown
     chosen = list(passes) or list(PASSES)
     option, options = _fit_memory(g, memory, memory_limit_bytes)
     before = max(evaluate(g).values())
@@ -117,8 +125,11 @@ def optimize_graph(
 
 
 def _on_all_ranks(search: _PassSearch, g: DataflowGraph, coarse: Coarse, before: float) -> list[Trial]:
-    """The search's steps replayed on the whole graph; consecutive steps of one pass become one. A step that helps one
-    rank may hurt all: it is then taken only together with later steps that make up for it."""
+    """Returns the search's steps, replayed on the whole graph. Consecutive steps of one pass are merged.
+
+    A step that helps the representative rank may not help the whole run. It is then kept only together with later steps
+    if all of them together help.
+    """
     out: list[Trial] = []
     pending: list[str] = []
     best = before
@@ -142,26 +153,29 @@ def _on_all_ranks(search: _PassSearch, g: DataflowGraph, coarse: Coarse, before:
 def _fit_memory(
     g: DataflowGraph, use: MemoryUse | None, limit: int | None
 ) -> tuple[MemoryOption | None, list[MemoryOption]]:
-    """Line 1 of the algorithm: if memory does not fit, the fastest memory pass that makes it fit."""
+    """Line 1 of the algorithm: returns the fastest option that meets the memory limit, and all options."""
     options = memory_options(g, use) if use is not None else []
     if limit is None:
         return (options[0] if options else None), options
     if use is None:
         raise PaseError(
-            "a memory limit needs to know what memory is used, and these traces hold no memory events; "
-            "record them with torch.profiler.profile(profile_memory=True)"
+            "the traces have no memory events, which a memory limit needs",
+            where="--memory-limit",
+            fix="record them with torch.profiler.profile(profile_memory=True)",
         )
     fitting = [o for o in options if o.peak_bytes <= limit]
     if not fitting:
         least = min(options, key=lambda o: o.peak_bytes)
         raise Infeasible(
-            f"no memory pass fits {limit / 2**30:.2f} GiB: {least.name} still needs {least.peak_bytes / 2**30:.2f} GiB"
+            f"no memory pass fits {limit / 2**30:.2f} GiB: {least.name} still needs "
+            f"{least.peak_bytes / 2**30:.2f} GiB",
+            where="--memory-limit",
         )
     return min(fitting, key=lambda o: o.iteration_ns), options
 
 
 class _PassSearch:
-    """The plan so far on the representative rank, and the steps that led to it."""
+    """Searches on the representative rank. It has the plan so far, and the steps that led to it."""
 
     def __init__(self, g: DataflowGraph, scheme: str, deadline: float) -> None:
         self.graph, self.deadline = g, deadline
@@ -183,13 +197,13 @@ class _PassSearch:
         return time.perf_counter() > self.deadline
 
     def attempt(self, name: str, what: str, plan: GraphChanges) -> bool:
-        """Try a plan and keep it if it is better; otherwise the current plan stays."""
+        """Tries a plan, and keeps it if it is better. Returns whether it was kept."""
         if plan == self.plan:
             return False
         try:
             ns = self.cost(plan)
         except PaseError:
-            # The change creates a cycle: a fused run would wait for a tensor that waits for the run.
+            # The change creates a cycle: a fused run would wait for a tensor that waits for that run.
             ns = math.inf
         kept = ns < self.best * (1 - _BETTER)
         self.steps.append(Trial(name=name, what=what, before_ns=self.best, after_ns=ns, kept=kept, plan=plan))
@@ -211,7 +225,7 @@ class _PassSearch:
         )
 
     def start(self, chosen: Sequence[str]) -> None:
-        """Well-known plans as starting points, and each pass's proposals all at once."""
+        """Tries well-known plans as starting points, and all proposals of each pass together."""
         if "tensor-fusion" in chosen:
             known = any(t.nbytes > 0 for t in self.coarse.tensors)
             for mib in (1, 5, 25, 64, _ALL) if known else (_ALL,):
@@ -226,7 +240,10 @@ class _PassSearch:
                 self.attempt(name, "everything that it proposes", plan)
 
     def _bucketed(self, limit: int) -> GraphChanges:
-        """DDP's rule: in order of readiness, close a bucket once it reaches the limit. Unknown sizes count as zero."""
+        """Returns DDP's buckets: tensors in order of readiness, with a new bucket whenever one has reached the limit.
+
+        Unknown sizes count as zero.
+        """
         bucket: dict[int, int] = {}
         open_: list[int] = []
         size = 0
@@ -244,7 +261,7 @@ class _PassSearch:
         return replace(self.plan, bucket=fused)
 
     def climb(self, chosen: Sequence[str]) -> str:
-        """Sweep over the passes until a sweep keeps nothing or the time is up."""
+        """Repeats all passes until none of them finds an improvement or the time is up. Returns why it ended."""
         while True:
             kept = False
             for name in chosen:
@@ -279,12 +296,12 @@ def _union(a: GraphChanges, b: GraphChanges) -> GraphChanges:
 
 
 def _for_all_ranks(search: _PassSearch, plan: GraphChanges, g: DataflowGraph, coarse: Coarse) -> GraphChanges:
-    """Apply the representative's plan to every rank: tensors have the same numbers, runs the same positions."""
+    """Converts the representative's plan to a plan for all ranks: tensors have equal numbers, and runs equal keys."""
     if len(g.ranks) < 2:
         return plan
     base = plan
     if len(coarse.tensors) != len(search.coarse.tensors):
-        # Ranks disagree on their collectives: only op fusion carries over.
+        # Ranks have different collectives, so only op fusion can be applied to all.
         base = replace(plan, bucket=(), parts=())
     wanted = {tuple(search.graph.key[i] for i in run) for run in plan.runs}
     place: dict[object, dict[int, int]] = {}
@@ -300,7 +317,7 @@ def _for_all_ranks(search: _PassSearch, plan: GraphChanges, g: DataflowGraph, co
 
 
 def _strip(key: object) -> object:
-    """A task's key without its rank, which is the second part in ops and the third or fourth in host tasks."""
+    """Returns a task's key without its rank: the second part for ops, or the third or fourth for host tasks."""
     if not isinstance(key, tuple):
         return key
     return tuple(x for i, x in enumerate(key) if not (isinstance(x, int) and i < len(key) - 1))

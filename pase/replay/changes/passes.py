@@ -1,6 +1,7 @@
-"""The graph passes of the optimizer: what may be changed, and what the graph looks like once it is.
+"""The graph passes of the optimizer, and the changes that they propose.
 
-``GraphChanges`` say what to change; ``apply_plan`` makes the graph. Passes propose them; register your own:
+``GraphChanges`` describes changes, and ``apply_plan`` applies them to a graph. Passes propose changes. To add a pass,
+register a function:
 
     @graph_pass("half-gemm")
     def half_gemm(view): yield "16-bit matmuls", replace(view.plan, op_scale=(("gemm", 0.5),))
@@ -29,10 +30,12 @@ _E = {k: i for i, k in enumerate(EDGES)}
 
 @dataclass(frozen=True, kw_only=True)
 class GraphChanges:
-    """Changes to a graph. bucket: tensor number → number of the bucket's last tensor, for fused ones.
+    """Changes to a graph.
 
-    parts: last tensor of a bucket → number of parts. runs: heads of fused runs of ops, as (first, last) tasks.
-    op_scale: (regular expression, factor) on the durations of device ops.
+    bucket: (tensor number, number of the last tensor of its bucket), for fused tensors.
+    parts: (last tensor of a bucket, number of parts in which it is sent).
+    runs: the tasks of each fused run of ops.
+    op_scale: (regular expression, factor) for the durations of device ops.
     """
 
     bucket: tuple[tuple[int, int], ...] = ()
@@ -41,7 +44,7 @@ class GraphChanges:
     op_scale: tuple[tuple[str, float], ...] = ()
 
     def buckets(self, n: int) -> dict[int, list[int]]:
-        """Last tensor → members, for every tensor of n."""
+        """Returns last tensor → members of its bucket, for all n tensors."""
         to = dict(self.bucket)
         out: dict[int, list[int]] = {}
         for k in range(n):
@@ -51,7 +54,7 @@ class GraphChanges:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CollectiveCosts:
-    """Fixed part (ns) and cost per byte (ns) of collectives, per family; from the trace."""
+    """The fixed part (ns) of each family's collectives, from the trace, and how they are synchronized (``scheme``)."""
 
     fixed_ns: dict[tuple[int, int, int], float]
     scheme: str = "ring"
@@ -59,7 +62,7 @@ class CollectiveCosts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class View:
-    """What a pass sees: the graph as measured and under the plan so far, its replay, and the critical path."""
+    """The input of a pass: the graph as measured and under the plan so far, its replay, and the critical path."""
 
     measured: DataflowGraph
     graph: DataflowGraph
@@ -73,13 +76,14 @@ class View:
 Proposals = Iterator[tuple[str, GraphChanges]]
 PASSES: Registry[Callable[[View], Proposals]] = Registry("pass")
 graph_pass = PASSES.register
-"""Registers a pass: a function from a View to (what it does, the changed plan), most promising first."""
+"""Registers a pass: a function that takes a View and yields (description, changed plan), most promising first."""
 
 
 def bucket_ns(g: DataflowGraph, c: Coarse, members: list[int], column: int, parts: int = 1) -> float:
-    """Duration (ns) of the members' tensors sent as one: one fixed part, all the bytes.
+    """Returns the duration (ns) of the members' tensors as one message: one fixed part, and the time of all bytes.
 
-    column: which of the tensors' tasks, that is, which rank. parts > 1 pays the fixed part again for each.
+    column: the index of the tensors' tasks, which determines the rank.
+    parts: the number of parts in which it is sent; each has the fixed part.
     """
     tasks = [c.tensors[k].tasks[column] for k in members]
     moved = sum(float(g.duration_ns[i] - c.fixed_ns[i]) for i in tasks)
@@ -87,13 +91,16 @@ def bucket_ns(g: DataflowGraph, c: Coarse, members: list[int], column: int, part
 
 
 def apply_plan(g: DataflowGraph, c: Coarse, plan: GraphChanges) -> DataflowGraph:
-    """The graph under the plan. Members of a bucket but the last cost nothing and bind nothing any more; their
-    consumers wait for the last; a fused run is one launch, and what waited for its inside waits for its end."""
+    """Returns the graph under the plan.
+
+    In a bucket, all members but the last take no time, and nothing waits for them. The work of their consumers moves
+    behind the last member. A fused run has one launch, and tasks that waited for an op in it wait for its end.
+    """
     duration, lag, gang = g.duration_ns.copy(), g.lag_ns.copy(), g.gang.copy()
     for pattern, factor in plan.op_scale:
         found = np.array([bool(re.search(pattern, n)) for n in g.names])[g.name]
         duration[found & (g.kind != COLLECTIVE)] *= factor
-    # One more place at the end, so that −1 (no such task or edge) points at something harmless.
+    # Append an unused entry, so that the index −1 (no task or edge) has no effect.
     duration, lag = np.append(duration, 0.0), np.append(lag, 0.0)
     parts = dict(plan.parts)
     gone: list[int] = []
@@ -106,7 +113,7 @@ def apply_plan(g: DataflowGraph, c: Coarse, plan: GraphChanges) -> DataflowGraph
             after = final.consumers[column]
             for k in members[:-1]:
                 gone.append(c.tensors[k].tasks[column])
-                # Their consumers' work moves behind the bucket.
+                # Move the work of its consumers behind the bucket.
                 for b in c.tensors[k].consumers[column] if after else ():
                     if b not in after:
                         duration[after[0]] += duration[b]
@@ -146,10 +153,10 @@ def apply_plan(g: DataflowGraph, c: Coarse, plan: GraphChanges) -> DataflowGraph
 
 @graph_pass("tensor-fusion")
 def tensor_fusion(view: View) -> Proposals:
-    """Merge neighbouring buckets, or cut one in two; theorem 2 ranks the merges, the replay decides.
+    """Proposes to merge adjacent buckets, or to cut a bucket in two. Theorem 2 ranks the merges.
 
-    Theorem 2: fuse q_{n−1} and q_n if q_{n−1} ends after p_n ends by more than the fused tensor's time exceeds
-    q_n's alone: then q_n would have queued behind q_{n−1} anyway.
+    Theorem 2: fuse q_{n−1} and q_n if the time by which q_{n−1} ends after p_n is longer than the time by which the
+    fused tensor takes longer than q_n alone. In that case, q_n would have to wait for q_{n−1} anyway.
     """
     c, r = view.coarse, view.replay
     n = len(c.tensors)
@@ -170,7 +177,7 @@ def tensor_fusion(view: View) -> Proposals:
         why = "theorem 2 holds" if holds else "against theorem 2"
         moved = {**dict(view.plan.bucket), **dict.fromkeys(buckets[a], b)}
         yield f"fuse tensors {buckets[a][0]}..{a} with {b} ({why})", _with_buckets(view.plan, moved)
-    # A merge too many is undone by a cut, and a boundary between two buckets may move.
+    # A cut can undo a merge, and the boundary between two buckets may move.
     for last, members in buckets.items():
         for cut in _spots(len(members)):
             moved = {**dict(view.plan.bucket), **dict.fromkeys(members[:cut], members[cut - 1])}
@@ -188,7 +195,7 @@ def tensor_fusion(view: View) -> Proposals:
 
 
 def _spots(n: int) -> list[int]:
-    """Up to 16 places to cut n things in two, from the middle outwards."""
+    """Returns up to 15 positions at which to cut n items in two, from the middle outwards."""
     some = range(1, n) if n <= 16 else sorted({n * k // 16 for k in range(1, 16)})
     return sorted(some, key=lambda k: abs(k - n / 2))
 
@@ -199,9 +206,9 @@ def _with_buckets(plan: GraphChanges, to: dict[int, int]) -> GraphChanges:
 
 @graph_pass("tensor-partition")
 def tensor_partition(view: View) -> Proposals:
-    """Send a bucket in parts where dPRO's OptPartNum, by replay of its sends and receives, says it is faster.
+    """Proposes to send a bucket in parts if dPRO's OptPartNum, a replay of its sends and receives, finds it faster.
 
-    On a ring the parts only repeat the latency; with parameter servers push and pull of different parts overlap.
+    On a ring, parts only repeat the latency. With parameter servers, push and pull of different parts overlap.
     """
     c = view.coarse
     for last, members in view.plan.buckets(len(c.tensors)).items():
@@ -227,10 +234,10 @@ def tensor_partition(view: View) -> Proposals:
 
 @graph_pass("op-fusion")
 def op_fusion(view: View) -> Proposals:
-    """Fuse runs of fusible ops on a stream: one launch for all, no gaps.
+    """Proposes to fuse runs of fusible ops on a stream, which then have one launch and no gaps.
 
-    Theorem 1: a run may cross the op that a collective waits for only if the collective takes no longer than the
-    fusion saves; by symmetry a run is fused wherever the same ops stand in the same order.
+    Theorem 1: a run may extend beyond an op that a collective waits for only if the collective takes no longer than the
+    fusion saves. By symmetry, a run is fused wherever the same sequence of ops occurs.
     """
     g, c = view.graph, view.coarse
     taken = {i for run in view.plan.runs for i in run}
@@ -258,7 +265,7 @@ def op_fusion(view: View) -> Proposals:
 
 
 def _runs(view: View) -> list[tuple[int, ...]]:
-    """Longest runs of fusible ops, cut where theorem 1 forbids to delay a collective."""
+    """Returns the longest runs of fusible ops, cut where theorem 1 does not allow a collective to be delayed."""
     g, c, r = view.graph, view.coarse, view.replay
     waits = np.isin(g.edge_kind, (_E["wait"], _E["data"]))
     produces = {
@@ -273,7 +280,7 @@ def _runs(view: View) -> list[tuple[int, ...]]:
         i = int(c.next_op[head])
         while i >= 0 and c.fusible[i]:
             tensor = produces.get(run[-1])
-            # An op that waits for another stream cannot start with the run.
+            # An op that waits for another stream cannot be launched with the run.
             stop = i in blocked
             if tensor is not None and not stop:
                 saved = sum(float(g.duration_ns[h]) for h in (c.launch[i], c.call[i]) if h >= 0)

@@ -1,9 +1,8 @@
-"""Pipeline stages put into a measured graph: a stage is the measured tasks of its layers, in the order of a schedule.
+"""Splits a measured graph into pipeline stages. A stage has the measured tasks of its layers, ordered by a schedule.
 
-A stage's rank has the threads and streams of the measured rank. Its forwards and backwards are copies of what was
-measured of that micro-batch and those layers, one action after the other on each thread and stream; what passes from
-one stage to the next is a transfer on a link. Gradients are summed and parameters updated as measured, by the stage's
-share of the layers.
+A stage's rank has the threads and streams of the measured rank. Its forward and backward actions are copies of the
+tasks measured for that micro-batch and those layers, in sequence on each thread and stream. Data between stages is sent
+by a transfer on a link. The gradient all-reduces and the update are scaled by the stage's fraction of the layers.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _E = {k: i for i, k in enumerate(EDGES)}
 _IN_ORDER = (_E["program"], _E["stream"])
 
 StageAction = tuple[StepPhase, int]
-"""Forward or backward of a micro-batch."""
+"""(forward or backward, micro-batch)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTransfer:
-    """What is sent from a stage to the next, and its gradient back: bytes, and how long (ns) it takes."""
+    """The activation sent from a stage to the next (or its gradient sent back): bytes, and the time (ns) it takes."""
 
     nbytes: int
     duration_ns: float
@@ -38,9 +37,12 @@ class StageTransfer:
 def staged(
     g: DataflowGraph, s: Sections, orders: list[list[StageAction]], layers: list[int], sent: StageTransfer
 ) -> DataflowGraph:
-    """The graph of a pipeline: one rank a stage. orders: of each stage, its actions in order. layers: of each stage.
+    """Returns the graph of a pipeline with one rank per stage.
 
-    Infeasible where a stage would have nothing to do.
+    orders: the ordered actions of each stage. layers: the number of layers of each stage. sent: a transfer between
+    stages.
+
+    Raises Infeasible if a stage would have no kernel in one of its actions.
     """
     made = _Pipelined(g, s, sent)
     first = np.concatenate([[0], np.cumsum(layers)])
@@ -52,7 +54,7 @@ def staged(
 
 @dataclass(eq=False)
 class _Pipelined:
-    """Tasks and edges under construction. of: new task → measured one, −1 for a transfer."""
+    """Builds the tasks and edges of a pipeline. of: new task → measured task; −1 for a transfer."""
 
     g: DataflowGraph
     s: Sections
@@ -78,7 +80,7 @@ class _Pipelined:
     def stage(
         self, stage: int, order: list[StageAction], mine: np.ndarray, *, last: bool, share: float
     ) -> None:
-        """One rank: its actions, then the update."""
+        """Adds a stage's rank: its actions, and then the update."""
         s = self.s
         rank = _StageRank(number=stage)
         for phase, micro in order:
@@ -86,7 +88,9 @@ class _Pipelined:
             kernels = [i for i in chosen.tolist() if self._computes(i)]
             if not kernels:
                 raise Infeasible(
-                    f"stage {stage} would have no kernel in its {phase.name.lower()} of micro-batch {micro}"
+                    f"it would have no kernel in {phase.name.lower()} of micro-batch {micro}",
+                    where=f"stage {stage}",
+                    fix="give fewer stages",
                 )
             new = self._copy(rank, chosen, 1.0)
             forward = phase == StepPhase.FORWARD
@@ -97,7 +101,7 @@ class _Pipelined:
                 self.edges.append((new[kernels[-1]], send, 0.0, _E["wait"]))
                 self.sends[phase, stage, micro] = send
         self._copy(rank, s.order[(s.phase == StepPhase.UPDATE)[s.order]], share)
-        if rank.first_host >= 0:  # a compiled program's trace has no threads that launch
+        if rank.first_host >= 0:  # the trace of a compiled program has no launching threads
             self.root[stage] = rank.first_host
             self.tail[stage] = rank.latest.get(self.g.tail[s.rank], rank.last_host)
 
@@ -118,7 +122,10 @@ class _Pipelined:
         return len(self.of) - 1
 
     def _copy(self, rank: _StageRank, chosen: np.ndarray, scale: float) -> dict[int, int]:
-        """Tasks behind what the rank did before. scale: of their durations. Returns measured task → its copy."""
+        """Adds copies of tasks after the rank's previous tasks. Returns measured task → its copy.
+
+        scale: the factor for their durations.
+        """
         g = self.g
         new: dict[int, int] = {}
         host_before = rank.last_host
@@ -139,7 +146,7 @@ class _Pipelined:
                     lag_in_order = lag
                 elif a in rank.latest:
                     self.edges.append((rank.latest[a], k, lag, kind))
-            # Order on a thread or stream, whatever was measured between the two.
+            # Keep the order on a thread or stream, even if the two tasks were not consecutive in the measured graph.
             if not ordered and here in rank.last:
                 kind = _E["program" if self.on_host[i] else "stream"]
                 self.edges.append((rank.last[here], k, lag_in_order, kind))
@@ -166,7 +173,7 @@ class _Pipelined:
         def picked(column: np.ndarray, other: float) -> np.ndarray:
             return np.where(sent, other, column[at]).astype(column.dtype)
 
-        # A reader of a rank's order needs names of its own for copies of one task.
+        # Copies of one task need different keys.
         key = [("stage", n, i) for n, i in enumerate(self.of)]
         return replace(
             g,
@@ -198,7 +205,7 @@ class _Pipelined:
 
 @dataclass(eq=False)
 class _StageRank:
-    """Where a stage's rank has got to. latest: measured task → its newest copy; last: device → its last task."""
+    """The state of a stage's rank. latest: measured task → its latest copy. last: device → its last task."""
 
     number: int
     queue: dict[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What if: the same iteration on another network, with faster ops, a lighter host, more ranks, no straggler."""
+"""Changes a measured graph: another network, faster ops, a faster host, more ranks, or no stragglers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = [
 ]
 
 KNOBS = {
-    "bandwidth": "bandwidth=2: collectives move bytes twice as fast",
+    "bandwidth": "bandwidth=2: collectives send bytes twice as fast",
     "latency": "latency=0.5: the fixed part of a collective halves",
-    "ranks": "ranks=128: collectives over as many ranks as that, ring rules",
-    "data": "data=128: so many data-parallel ranks, each with as many examples as now",
+    "ranks": "ranks=128: collectives over 128 ranks, by the rules of a ring",
+    "data": "data=128: 128 data-parallel ranks, each with as many examples as now",
     "host": "host=0.5: CPU work and driver calls take half the time",
     "op": "op:REGEX=0.5: device ops whose name matches take half the time",
     "balance": "balance=1: no rank is later or slower than the median rank",
@@ -40,7 +40,7 @@ _HOST_KINDS = (KINDS.index("host"), KINDS.index("runtime"))
 
 
 def parse_knob(text: str) -> tuple[str, str, float]:
-    """("op", "gemm", 0.5) from "op:gemm=0.5". PaseError if it is not a knob.
+    """Parses a knob: "op:gemm=0.5" becomes ("op", "gemm", 0.5). Raises PaseError if the text is not a knob.
 
     >>> parse_knob("bandwidth=2")
     ('bandwidth', '', 2.0)
@@ -60,40 +60,49 @@ def parse_knob(text: str) -> tuple[str, str, float]:
         or (name == "op") != bool(pattern)
     ):
         others = (
-            "stages=P: so many pipeline stages; tensor=N: so much tensor parallelism; "
-            "bucket-plan=POLICY: gradients as that policy sends them; strategy=LAYOUT: another strategy"
+            "stages=P: P pipeline stages; tensor=N: tensor parallelism over N devices; "
+            "bucket-plan=POLICY: gradients sent by that policy; strategy=LAYOUT: another strategy"
         )
-        raise PaseError(f"what-if '{text}': expected one of {'; '.join(KNOBS.values())}; {others}")
+        raise PaseError(
+            "not a known change",
+            where=f"what-if '{text}'",
+            fix=f"give one of {'; '.join(KNOBS.values())}; {others}",
+        )
     if name == "op":
         try:
             re.compile(pattern)
         except re.error as e:
-            raise PaseError(f"what-if '{text}': '{pattern}' is not a regular expression ({e})") from e
+            raise PaseError(
+                f"'{pattern}' is not a regular expression ({e})", where=f"what-if '{text}'"
+            ) from e
     return name, pattern, number
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CollectiveParts:
-    """What each collective's time consists of, float64 [tasks] in ns, 0 for other tasks. What is in neither grows with
-    the bytes, and a faster link does not shorten it: copies and sums, and what a link loses of its rate."""
+    """The parts of each collective's time, float64 [tasks] in ns; 0 for other tasks.
+
+    The rest of the time is in neither part. It grows with the bytes, but a faster link does not shorten it: copies,
+    reductions, and bandwidth that the collective does not use.
+    """
 
     fixed_ns: np.ndarray
-    """Startups: what a collective of no bytes would take."""
+    """The startup, which is the time of a collective without bytes."""
     link_ns: np.ndarray
-    """What scales with the link's rate."""
+    """The part that is inversely proportional to the link's bandwidth."""
 
 
 def split_cost(g: DataflowGraph, wire_bytes_per_s: float | None = None) -> CollectiveParts:
-    """Fixed part and link's part of each collective's time.
+    """Returns the fixed part and the link's part of each collective's time.
 
     If bytes are known and differ, the fixed part comes from a line through (bytes, duration) of the smaller collectives
-    of that operation, and is at most the shortest of them. Otherwise the trace cannot separate the two parts: the fixed
-    part is the shortest duration, but at most 20 µs, which is what small NCCL messages take. It never exceeds the
-    duration itself. All the rest is the link's.
+    of that operation, and is at most the shortest of them. Otherwise the trace cannot separate the two parts, and the
+    fixed part is the shortest duration, but at most 20 µs, which is the time of small NCCL messages. It never exceeds
+    the duration itself. All the rest is the link's part.
 
-    wire_bytes_per_s: the bandwidth of a rank's link in each direction, if known. It gives the time for the bytes that a
-    collective puts on the link (ring rules), and only that is the link's. Collectives of a rank that run at the same
-    time share its link: of each, the share of their total time that the link's bytes account for.
+    wire_bytes_per_s: the bandwidth of a rank's link in each direction, if known. The link's part is then only the time
+    for the bytes that a collective sends over the link (by the rules of a ring). Collectives of a rank that run at the
+    same time share its link, and each gets the same fraction of its time.
     """
     fixed = np.zeros(len(g))
     for operation in np.unique(g.operation[g.kind == COLLECTIVE]).tolist():
@@ -105,7 +114,7 @@ def split_cost(g: DataflowGraph, wire_bytes_per_s: float | None = None) -> Colle
             small = known & (b <= np.median(b[known]))
             if np.ptp(b[small]) < 0.5 * b[small].max():
                 small = known
-            # Noise on sizes that hardly differ can put the line's intercept above the durations it was fitted to.
+            # If sizes hardly differ, noise can make the intercept larger than the durations themselves.
             base = min(_intercept(b[small], d[small], base), float(d[known].min()))
         fixed[mine] = np.minimum(d, max(base, 0.0))
     link = np.where(g.kind == COLLECTIVE, g.duration_ns - fixed, 0.0)
@@ -118,19 +127,20 @@ def split_cost(g: DataflowGraph, wire_bytes_per_s: float | None = None) -> Colle
 
 @dataclass(frozen=True, kw_only=True)
 class WireLine:
-    """The time that a message takes, from the run's own collectives."""
+    """The time of a message, from the run's own collectives."""
 
     step_ns: float
-    """The fixed part, for each of a ring's steps from a rank to the next."""
+    """The fixed part of each step of a ring, from a rank to the next."""
     ns_per_wire_byte: float
+    """The time per byte on a rank's link."""
 
     def all_reduce_ns(self, nbytes: float, ways: int) -> float:
-        """By ring rules."""
+        """Returns the time (ns) of a ring all-reduce."""
         return (ways - 1) * (self.step_ns + 2 * nbytes / ways * self.ns_per_wire_byte)
 
 
 def collective_line(g: DataflowGraph) -> WireLine | None:
-    """From the medians of the run's all-reduces with known size and ranks, by ring rules. None if there are none."""
+    """Fits the time of a message to the run's all-reduces whose size and ranks are known; None if there are none."""
     sent = _sent_bytes(g)
     of_sum = g.operation == OPERATIONS.index("all_reduce")
     mine = np.flatnonzero((g.kind == COLLECTIVE) & of_sum & np.isfinite(sent) & (np.nan_to_num(sent) > 0))
@@ -143,8 +153,10 @@ def collective_line(g: DataflowGraph) -> WireLine | None:
 
 
 def _on_the_wire(g: DataflowGraph, bytes_per_s: float) -> np.ndarray:
-    """The share of each collective's time that bytes on its rank's link account for; NaN if sizes or ranks are unknown,
-    and for other tasks."""
+    """Returns the fraction of each collective's time that is due to bytes on its rank's link.
+
+    It is NaN for other tasks, or if sizes or ranks are unknown.
+    """
     part = np.full(len(g), np.nan)
     sent = _sent_bytes(g)
     r = replay_graph(g)
@@ -155,7 +167,7 @@ def _on_the_wire(g: DataflowGraph, bytes_per_s: float) -> np.ndarray:
         begin = r.finish_ns[mine] - g.duration_ns[mine]
         order = np.argsort(begin, kind="stable")
         mine, begin, end = mine[order], begin[order], r.finish_ns[mine[order]]
-        # An interval in which at least one of them is always running.
+        # Divide time into intervals in which at least one collective is always running.
         fresh = np.append(True, begin[1:] >= np.maximum.accumulate(end)[:-1])
         stretch = np.cumsum(fresh) - 1
         span = np.maximum.reduceat(end, np.flatnonzero(fresh)) - begin[fresh]
@@ -165,7 +177,7 @@ def _on_the_wire(g: DataflowGraph, bytes_per_s: float) -> np.ndarray:
 
 
 def _sent_bytes(g: DataflowGraph) -> np.ndarray:
-    """Bytes of each collective on a rank's link in each direction, by ring rules; NaN if size or ranks are unknown."""
+    """Returns the bytes of each collective on a rank's link per direction, for a ring; NaN if unknown."""
     n = np.where(g.ways > 1, g.ways, np.nan).astype(np.float64)
     passes = np.full(len(g), 1.0)
     for operation, times in (
@@ -186,7 +198,11 @@ def _intercept(b: np.ndarray, d: np.ndarray, default: float) -> float:
 def apply(
     g: DataflowGraph, knobs: Iterable[tuple[str, str, float]], wire_bytes_per_s: float | None = None
 ) -> DataflowGraph:
-    """The graph with the knobs turned, one after the other. wire_bytes_per_s: see ``split_cost``."""
+    """Returns the graph with the knobs applied, one after another. wire_bytes_per_s: see ``split_cost``.
+
+    Raises PaseError if a knob matches no op or the numbers of ranks are unknown. Raises Infeasible if the change cannot
+    be predicted from the trace.
+    """
     for name, pattern, value in knobs:
         duration = g.duration_ns.copy()
         lag = g.lag_ns
@@ -213,7 +229,7 @@ def apply(
             found = np.array([bool(re.search(pattern, n)) for n in g.names])[g.name]
             mine = found & on_stream(g.kind)
             if not mine.any():
-                raise PaseError(f"what-if op:{pattern}: no device op has a name that matches")
+                raise PaseError("no device op has a name that matches", where=f"what-if op:{pattern}")
             duration[mine] *= value
         elif name == "balance":
             g = _balanced(g)
@@ -223,26 +239,30 @@ def apply(
 
 
 def _check_one_group(g: DataflowGraph) -> None:
-    """Infeasible if collectives have different numbers of ranks: some are then not sums over replicas."""
+    """Raises Infeasible if collectives have different numbers of ranks, because some are then not over replicas."""
     ways = np.unique(g.ways[(g.kind == COLLECTIVE) & (g.ways > 1)])
     if len(ways) > 1:
         raise Infeasible(
-            f"what-if data: the run's collectives join groups of {', '.join(map(str, ways))} ranks, and the trace does "
-            "not say which of them are replicas; ranks= changes them all"
+            f"the run's collectives have groups of {', '.join(map(str, ways))} ranks, and the trace does not show "
+            "which of them are replicas",
+            where="what-if data",
+            fix="give ranks= to change all of them",
         )
 
 
 def _ring_growth(g: DataflowGraph, ranks: float) -> tuple[np.ndarray, np.ndarray]:
-    """Factors of the moved and the fixed part when a collective's group grows to ``ranks`` ranks.
+    """Returns the factors of the bytes' part and of the fixed part if a collective's group changes to ``ranks`` ranks.
 
-    Ring: n−1 of n parts are moved (twice in an all-reduce), in n−1 steps. An all-gather and a
-    reduce-scatter keep the size of their larger buffer.
+    A ring sends n−1 of n chunks (twice in an all-reduce), in n−1 steps. The larger buffer of an all-gather or a
+    reduce-scatter keeps its size.
     """
     more, steps = np.ones(len(g)), np.ones(len(g))
     mine = g.ways > 1
     n = np.where(mine, g.ways, 2).astype(np.float64)
     if (g.kind == COLLECTIVE).any() and not mine.any():
-        raise PaseError("what-if ranks: the trace does not say how many ranks a collective joins")
+        raise PaseError(
+            "the trace does not have the number of ranks of any collective", where="what-if ranks"
+        )
     ring = mine & np.isin(g.operation, [OPERATIONS.index(o) for o in OPERATIONS[1:5]])
     more[ring] = ((ranks - 1) / ranks) / ((n[ring] - 1) / n[ring])
     steps[ring] = (ranks - 1) / (n[ring] - 1)
@@ -250,12 +270,12 @@ def _ring_growth(g: DataflowGraph, ranks: float) -> tuple[np.ndarray, np.ndarray
 
 
 def _balanced(g: DataflowGraph) -> DataflowGraph:
-    """No rank takes longer than the median rank, and none starts later than the first: delays only shrink.
+    """Returns the graph in which no rank takes longer than the median rank, and none starts later than the first.
 
-    A rank is slow where its tasks together, on its host or its device, take longer than the median rank's, and late
-    where its delays together do; then those of its tasks (delays) that are longer than on the median rank are cut, to
-    the median rank's sum. Task by task it would be the shorter of two noisy times, which is no rank's usual one. Of an
-    even number of ranks the median is the lower one of the two in the middle.
+    A rank is slow if the sum of its tasks, on its host or its device, is longer than the median rank's. It is late if
+    the sum of its delays is. Then its tasks (delays) that are longer than the median are shortened, so that their sum
+    equals the median rank's. Sums are used because the shorter of two noisy times of a single task is not typical of
+    any rank. For an even number of ranks, the median is the lower one of the two in the middle.
     """
     free, release = g.device_free_ns.copy(), g.release_ns.copy()
     groups = twins(g)
@@ -270,7 +290,7 @@ def _balanced(g: DataflowGraph) -> DataflowGraph:
         release[members] = np.minimum(release[members], g.release_ns[members].min())
 
     def evened(dst: np.ndarray, kind: np.ndarray, lag: np.ndarray) -> np.ndarray:
-        # By what waits, not by what for: a rank that is late may wait for another of the ops that ended before.
+        # Group by the waiting task, not by the awaited one, because a late rank may wait for another earlier op.
         into: dict[tuple[int, int], dict[int, list[int]]] = {}
         for e, (task, why) in enumerate(zip(dst.tolist(), kind.tolist(), strict=True)):
             if of[task] >= 0:
@@ -298,12 +318,12 @@ def _balanced(g: DataflowGraph) -> DataflowGraph:
 
 
 _RankSums = dict[tuple[object, ...], list[dict[int, list[int]]]]
-"""What is summed over together and which ranks have it → of each of its parts, rank → places of its times, of which
-the longest counts."""
+"""(kind of time, ranks that have it) → a list of parts. A part maps each rank to the indices of its times, of which the
+longest counts. The sums over all parts are compared between ranks."""
 
 
 def _as_the_median_rank(ns: np.ndarray, shares: _RankSums) -> np.ndarray:
-    """The times with each sum cut to the median rank's; none becomes longer."""
+    """Returns the times, reduced so that no rank's sum exceeds the median rank's. No time increases."""
     out = ns.copy()
     for parts in shares.values():
         ranks = list(parts[0])
@@ -319,14 +339,17 @@ def _as_the_median_rank(ns: np.ndarray, shares: _RankSums) -> np.ndarray:
 
 
 def _cut(own: np.ndarray, usual: np.ndarray, total: float) -> np.ndarray:
-    """min(own, s · usual) with that s for which they sum to ``total``, less than the sum of ``own``.
+    """Returns min(own, s · usual) with the s for which the sum is ``total``, which must be less than the sum of
+    ``own``.
 
     >>> _cut(np.array([10.0, 4.0]), np.array([2.0, 4.0]), 9.0)
     array([5., 4.])
     """
     times = np.divide(own, usual, out=np.full(len(own), np.inf), where=usual > 0)
     order = np.argsort(times)
-    below = np.concatenate([[0.0], np.cumsum(own[order])[:-1]])  # whole, where all from here on are cut
+    below = np.concatenate(
+        [[0.0], np.cumsum(own[order])[:-1]]
+    )  # the sum of uncut times, if all from here on are cut
     rest = np.cumsum(usual[order][::-1])[::-1]
     s = np.divide(total - below, rest, out=np.full(len(own), np.inf), where=rest > 0)
     at = int(np.argmax(s <= times[order])) if (s <= times[order]).any() else len(own) - 1
@@ -336,8 +359,11 @@ def _cut(own: np.ndarray, usual: np.ndarray, total: float) -> np.ndarray:
 def balanced_rows(
     g: DataflowGraph, own_ns: np.ndarray, own_lag_ns: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Times of iterations, float64 [iterations, tasks] and [iterations, edges], each balanced by itself: ranks that
-    take turns at being late are late in no median."""
+    """Returns the times of iterations, each balanced separately, because ranks that are late in turn are not late in
+    the medians.
+
+    own_ns: float64 [iterations, tasks]. own_lag_ns: float64 [iterations, edges].
+    """
     rows = [
         _balanced(replace(g, duration_ns=own, lag_ns=lag))
         for own, lag in zip(own_ns, own_lag_ns, strict=True)
