@@ -115,7 +115,9 @@ def grouped(
     for i, (kind, count) in enumerate(kinds):
         if isinstance(kind, GroupedMachine):
             raise PaseError(
-                f"group {i} ('{kind.name}') is itself a machine of groups", where=f"machine '{name}'"
+                f"group {i} ('{kind.name}') is itself a machine of groups",
+                where=f"machine '{name}'",
+                fix="list its groups in this file instead",
             )
         level_ways(count, kind)  # raises PaseError if the kind has no room for so many devices
         twice = sum(k.name == kind.name for k, _ in kinds) > 1

@@ -82,6 +82,7 @@ def parse(text: str, where: str, folder: Path | None = None) -> Machine:
             raise PaseError(
                 f"it is a machine of groups ('{GROUPS_SCHEMA}'), which must be in a file of its own",
                 where=where,
+                fix="load it by the path of its file",
             )
         return _grouped(tree, where, folder)
     if tree.get("schema") != SCHEMA:

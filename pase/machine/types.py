@@ -267,7 +267,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledForm:
-    """How the machine's compiler changes a synchronous collective of a program.
+    """How the machine's compiler changes a collective that a program calls as one collective over all its axes.
 
     kind: the collective in the program.
     becomes: the collective that runs instead, on the larger local buffer.
@@ -340,7 +340,7 @@ class Machine:
     def as_compiled(
         self, kind: CollectiveKind, ways: Sequence[int], devices: int, nbytes: int
     ) -> CollectiveKind:
-        """The collective that runs if a program on this many devices calls a synchronous one of this kind.
+        """The collective that runs if a program on this many devices calls one of this kind over all its axes.
 
         ways: the number of devices that it joins, at each link level.
         """

@@ -186,6 +186,7 @@ def manual(
                 raise PaseError(
                     f"a dim of size {size} cannot be split evenly over {', '.join(over)}",
                     where=f"{name} at {b.source}",
+                    fix="pad the dim, or split it over fewer axes",
                 )
             inner = () if is_one(rest) else (f"{prefix}_{i}",)
             dims.update({d: (rest, "replicated") for d in inner})

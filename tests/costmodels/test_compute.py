@@ -64,9 +64,7 @@ def test_a_dtype_that_is_not_listed_is_slow_but_never_free():
 
 @pytest.mark.parametrize("name", names())
 def test_an_unknown_kind_of_work_is_refused(name):
-    with pytest.raises(
-        ValueError, match="compute kind must be 'matmul', 'conv', 'attention' or 'memory', got 'sort'"
-    ):
+    with pytest.raises(ValueError, match="got 'sort'"):
         get(name, flat()).compute("sort", "float32", 1.0, 1.0)
 
 

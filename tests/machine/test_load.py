@@ -89,7 +89,7 @@ def test_a_file_with_any_line_replaced_is_read_or_gets_one_clear_error(changes):
     try:
         machine = parse("\n".join(lines), "f.toml")
     except PaseError as e:
-        assert str(e).startswith("f.toml: ") and "\n" not in str(e)
+        assert e.where == "f.toml" and "\n" not in str(e)
     else:
         assert machine.device.memory_bytes == 16_000_000_000 and len(machine.levels) == 2
 

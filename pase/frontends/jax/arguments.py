@@ -58,11 +58,16 @@ def _check_leaves(tree: Tree, what: str) -> None:
             )
         for s in shape:
             if isinstance(s, (float, np.floating)):
-                raise PaseError(f"it has shape {tuple(shape)}, but {s} is not a whole number", where=where)
+                raise PaseError(
+                    f"it has shape {tuple(shape)}, but {s} is not a whole number",
+                    where=where,
+                    fix="use whole numbers as sizes",
+                )
             if isinstance(s, (int, np.integer)) and s < 1:
                 raise PaseError(
                     f"it has shape {tuple(shape)}, and a dim of {s} elements cannot be parallelized",
                     where=where,
+                    fix="give every dim at least one element",
                 )
 
 
@@ -150,7 +155,9 @@ def _fixed(path: str, rank: int, given: Sharding | None) -> FixedLayout | None:
         )
     if len(spec) > rank:
         raise PaseError(
-            f"it has {rank} dims, but its sharding {spec} names {len(spec)}", where=f"argument '{path}'"
+            f"it has {rank} dims, but its sharding {spec} names {len(spec)}",
+            where=f"argument '{path}'",
+            fix="give its sharding at most one entry per dim",
         )
     dims: list[tuple[str, ...] | None] = []
     for entry in (*spec, *[None] * (rank - len(spec))):

@@ -336,6 +336,7 @@ class ModuleFunction:
                 raise PaseError(
                     f"it is {given.tree}, but the plan was compiled for {frame.tree}",
                     where=f"argument {i} of {self.__name__}",
+                    fix="pass an argument of that structure, or compile another plan",
                 )
         modules = _modules_in(args)
         graph, values = _split(modules, frames[0].count)
@@ -349,7 +350,9 @@ class ModuleFunction:
         """Like ``open``, for all of the user's arguments."""
         if len(args) != len(self.frames):
             raise PaseError(
-                f"it takes {len(self.frames)} arguments, but got {len(args)}", where=self.__name__
+                f"it takes {len(self.frames)} arguments, but got {len(args)}",
+                where=self.__name__,
+                fix="pass the arguments that the plan was compiled for",
             )
         return self.open(*args)
 

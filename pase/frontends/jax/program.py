@@ -59,14 +59,20 @@ def threaded(
     for k, at in pairs.items():
         if not 0 <= k < len(args):
             raise PaseError(
-                f"it names batch argument {k - stored}, but there are {len(args) - stored}", where="carry"
+                f"it names batch argument {k - stored}, but there are {len(args) - stored}",
+                where="carry",
+                fix="count the arguments after the parameters from 0 (in a step, those after the optimizer state)",
             )
         inside = numbered
         try:
             for key in at:
                 inside = inside[key]
         except (KeyError, IndexError, TypeError) as e:
-            raise PaseError(f"the function returns nothing at {at}", where="carry") from e
+            raise PaseError(
+                f"the function returns nothing at {at}",
+                where="carry",
+                fix="give the index, the key, or the tuple of them at which the function returns the next value",
+            ) from e
         absent = (lambda x: x is None) if partly else None
         given, new = jax.tree.leaves(args[k]), jax.tree.leaves(inside, is_leaf=absent)
         form: Tree = jax.tree.structure(args[k])
