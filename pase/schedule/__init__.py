@@ -1,6 +1,8 @@
-"""Communication scheduling: which tensors travel together, in which order, on which link, and when they apply.
+"""Communication scheduling: which tensors share a message, in which order and on which link messages are sent, and when
+updates are applied.
 
-`ScheduleProblem` in, `BucketPlan` out, and one evaluator for all policies. Papers and figures: docs/schedule.md.
+A policy takes a `ScheduleProblem` and returns a `BucketPlan`; one evaluator judges all policies. docs/schedule.md has
+the papers and figures.
 """
 
 from pase.schedule.bound import lower_bound_s
@@ -18,7 +20,7 @@ from pase.schedule.types import (
     problem_from_times,
 )
 
-# What they were called before a compilation and a trace had problems of their own.
+# Former names of these types, kept for existing programs.
 Problem, Tensor = ScheduleProblem, Transfer
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Lower bounds for every plan, no matter what is fused, cut, reordered or moved to another link."""
+"""Lower bounds on the iteration that hold for every plan: for any fusion, partition, order and choice of links."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["delayed_bound_s", "jackson_s", "lower_bound_s", "preemptive_bound_s"
 
 
 def jackson_s(ready: np.ndarray, seconds: np.ndarray, tail: np.ndarray) -> float:
-    """Least max(end + tail) on one machine that may be preempted at no cost; all float64 [n].
+    """The least max(end + tail) on one machine with free preemption. All arrays are float64 [n].
 
-    Always run the ready job of the longest tail. Jackson 1955; Carlier, EJOR 1982.
+    The optimum always runs the ready job with the longest tail. Jackson 1955; Carlier, EJOR 1982.
 
     >>> jackson_s(np.array([0.0, 2.0]), np.array([5.0, 1.0]), np.array([0.0, 9.0]))
     12.0
@@ -26,7 +26,7 @@ def jackson_s(ready: np.ndarray, seconds: np.ndarray, tail: np.ndarray) -> float
 
 
 def _minorants(curve: SendTime, most_bytes: float) -> Iterator[tuple[float, float]]:
-    """(a, b) with a + b * bytes <= seconds for every message of at most that many bytes."""
+    """Pairs (a, b) with a + b * bytes <= seconds for every message of at most this many bytes."""
     yield 0.0, curve.best_s_per_byte(most_bytes)
     a = curve.startup_s
     xs = [x for x in curve.bytes_ if 0 < x < most_bytes] + [most_bytes]
@@ -34,7 +34,7 @@ def _minorants(curve: SendTime, most_bytes: float) -> Iterator[tuple[float, floa
 
 
 def _weights(rates: np.ndarray) -> list[np.ndarray]:
-    """Weights over links to try, from rates (seconds per byte, inf = does not carry) [groups, links]."""
+    """Weights over the links to try. rates: seconds per byte [groups, links]; inf if the link does not carry it."""
     links = rates.shape[1]
     out = [row for row in np.eye(links)]
     if links > 1:
@@ -54,17 +54,18 @@ def _table(problem: ScheduleProblem) -> tuple[np.ndarray, list[list[SendTime | N
 
 
 def _least_weighted(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """min over links of weight * value; inf values never count. values: [..., links]."""
+    """The minimum over the links of weight * value, without values that are inf. values: [..., links]."""
     finite = np.isfinite(values)
     return np.where(finite, weights * np.where(finite, values, 0.0), np.inf).min(-1)
 
 
 def _relaxations(problem: ScheduleProblem) -> Iterator[tuple[float, np.ndarray]]:
-    """(startup, seconds per tensor) of one-machine relaxations of the links.
+    """Relaxations of the links to a single machine, each as (startup, seconds per tensor).
 
-    For weights w >= 0 that sum to 1, the weighted busy time of the links within any window is at most the window,
-    and at least the sum over tensors of min over links of w * seconds: linear-programming duality. Weights tried:
-    each link alone (for what only it may carry), and the links' relative speeds.
+    Let w >= 0 be weights of the links that sum to 1. Within any time window, the weighted busy time of the links is at
+    most the window. By linear-programming duality it is at least the sum over tensors of the minimum over links of
+    w * seconds. The weights tried are each link alone (for tensors that only it may carry), and the links' relative
+    speeds.
     """
     most = float(problem.nbytes)
     nbytes = np.asarray([t.nbytes for t in problem.tensors], float)
@@ -82,9 +83,11 @@ def _relaxations(problem: ScheduleProblem) -> Iterator[tuple[float, np.ndarray]]
 
 
 def _crowded_s(problem: ScheduleProblem, view: PlainView, low: float, high: float) -> float:
-    """The smallest K that passes this test: a message with tensor i may take at most K - ready_i - tail_i, so its size
-    is at most `bytes_within` that time, and each byte of i costs at least the best rate up to that size. If startups
-    matter, this determines how many messages there must be.
+    """A lower bound by bisection: the smallest iteration K in [low, high] that passes a necessary test.
+
+    A message that holds tensor i can take at most K - ready_i - tail_i seconds. Its size is therefore at most
+    `bytes_within` this time, and each byte of i costs at least the best rate up to this size. With these costs, the
+    one-machine bounds must not exceed K. If startups matter, this limits how few messages there can be.
     """
     which, curves = _table(problem)
     most = float(problem.nbytes)
@@ -115,14 +118,14 @@ def _crowded_s(problem: ScheduleProblem, view: PlainView, low: float, high: floa
 
 
 def preemptive_bound_s(problem: ScheduleProblem, view: PlainView | None = None) -> float:
-    """The bound for plain problems without the startup: preemptive priority without overhead."""
+    """The bound for plain problems without startups: preemptive priority without overhead."""
     view = view or plain_view(problem)
     zero = (s for a, s in _relaxations(problem) if a == 0.0)
     return max([view.compute, *(jackson_s(view.ready, s, view.tail) for s in zero)])
 
 
 def lower_bound_s(problem: ScheduleProblem, *, view: PlainView | None = None) -> float:
-    """No plan without staleness has a shorter iteration."""
+    """Seconds of an iteration that no plan without staleness can be shorter than."""
     best = problem.compute_s
     if not problem.tensors:
         return best
@@ -139,17 +142,17 @@ def lower_bound_s(problem: ScheduleProblem, *, view: PlainView | None = None) ->
 
 
 def _window_s(problem: ScheduleProblem, seconds: np.ndarray) -> float:
-    """Largest (communication that must fit between block a's end and block b's start) + compute outside.
+    """The largest bound over pairs of blocks (a, b): communication between them plus compute outside.
 
-    A set of tensors all ready only after block a and all needed before block b takes its time between the two,
-    while the compute from b to a (once around the iteration) takes its own.
+    Tensors that are ready only after block a and needed before block b must be sent between the two. The compute from
+    b through a, across the end of the iteration, comes in addition.
     """
     n = len(problem.blocks)
     ready, need = (np.asarray(x, int) for x in positions(problem))
     upto = np.concatenate(([0.0], np.cumsum([b.seconds for b in problem.blocks])))
     best = 0.0
     for lag in (0, 1):
-        # Windows that end in the same iteration need a < b, in the next one b <= a: less than once around.
+        # A window must be shorter than one iteration: a < b if it ends in the same iteration, b <= a if in the next.
         a_of, b_of = ready, need - lag * n
         mine = ((b_of > a_of) & (b_of <= n)) if lag == 0 else ((b_of <= a_of) & (b_of >= 0))
         if not mine.any():
@@ -169,8 +172,9 @@ def _window_s(problem: ScheduleProblem, seconds: np.ndarray) -> float:
 
 
 def delayed_bound_s(problem: ScheduleProblem, staleness: int) -> float:
-    """No plan whose oldest gradient is applied after `staleness` iterations is shorter: compute, or the links'
-    load at one update every staleness + 1 iterations.
+    """Seconds of an iteration that no plan with at most this staleness can be shorter than.
+
+    It is the larger of the compute and the links' load with one update every staleness + 1 iterations.
     """
     load = max((startup + float(s.sum()) for startup, s in _relaxations(problem)), default=0.0)
     return max(problem.compute_s, load / (staleness + 1))

@@ -1,6 +1,6 @@
-"""Plain problems as heads and tails: the evaluator's answer in one pass over the messages, compiled.
+"""Evaluates plans of plain problems in one compiled pass over the messages, with heads and tails.
 
-A test holds these to `simulate.evaluate`.
+A test checks that the results equal those of `simulate.evaluate`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["message_arrays", "plain_iteration_s", "sequence_s"]
 
 
 def message_arrays(problem: ScheduleProblem, plan: BucketPlan, view: PlainView) -> tuple[np.ndarray, ...]:
-    """(release, seconds, tail, link) of each message, in the plan's order."""
+    """Arrays (release, seconds, tail, link) of the messages, in the plan's order."""
     release = np.asarray([max(view.ready[p.tensor] for p in m.pieces) + m.hold_s for m in plan.messages])
     tail = np.asarray([max(view.tail[p.tensor] for p in m.pieces) for m in plan.messages])
     if plan.barrier and tail.size:
@@ -27,13 +27,13 @@ def message_arrays(problem: ScheduleProblem, plan: BucketPlan, view: PlainView) 
 
 
 def _after_cut(problem: ScheduleProblem) -> float:
-    """Compute from the first block that makes a gradient to the end of the iteration, seconds."""
+    """Seconds of compute from the first block that makes a gradient to the end of the iteration."""
     cut = min((t.ready_after or 0 for t in problem.tensors), default=0)
     return sum(b.seconds for b in problem.blocks[cut:])
 
 
 def plain_iteration_s(problem: ScheduleProblem, plan: BucketPlan, view: PlainView | None = None) -> float:
-    """Iteration seconds of an undelayed plan on a plain problem; equals `evaluate(...).iteration_s`."""
+    """Seconds of an iteration of an undelayed plan on a plain problem; equal to `evaluate(...).iteration_s`."""
     from pase.schedule.kernels_chain import priority, sequence
 
     view = view or plain_view(problem)
@@ -51,7 +51,7 @@ def plain_iteration_s(problem: ScheduleProblem, plan: BucketPlan, view: PlainVie
 def sequence_s(
     release: np.ndarray, seconds: np.ndarray, tail: np.ndarray, link: np.ndarray, links: int, compute: float
 ) -> float:
-    """Iteration seconds when each link sends strictly in the order given."""
+    """Seconds of an iteration if each link sends strictly in the given order."""
     from pase.schedule.kernels_chain import sequence
 
     return float(sequence(release, seconds, tail, link, links, compute))

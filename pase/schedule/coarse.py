@@ -1,8 +1,8 @@
-"""Groups thousands of tensors into a few hundred places for the local search, and splits them again.
+"""Coarsens thousands of tensors to a few hundred places for the local search, and refines the result.
 
-A run of neighbours that a plan sends uncut in one message becomes a few places. They are fine at both ends of the run
-(1, 2, 4, … tensors), where the search moves its boundaries. A place is ready as late and needed as early as its worst
-tensor, so the plan that the search finds is at least as good once the places are split again.
+A run of neighbouring tensors that a plan sends uncut in one message becomes a few places. Places are small at both ends
+of the run (1, 2, 4, … tensors), because the search moves the run's boundaries. A place becomes ready with its last
+tensor and is needed with its first, so a refined plan is at least as good as the coarse one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["coarsen", "refine"]
 
 
 def coarsen(inst: Instance, pieces: Pieces) -> tuple[Instance, Pieces, np.ndarray]:
-    """(instance of places, the plan on it, first tensor of each place: int64 [places + 1])."""
+    """Returns (instance of places, the plan on it, first tensor of each place: int64 [places + 1])."""
     msg, at, nbytes, link = pieces
     n = inst.order.size
     count = np.bincount(at, minlength=n)
     of = np.full(n, -1)
     of[at] = msg
-    of = np.where(count == 1, of, -1 - np.arange(n))  # a cut tensor is a place of its own
+    of = np.where(count == 1, of, -1 - np.arange(n))  # a tensor that is cut gets its own place
     key = np.stack((of, inst.tensors["group"]))
     starts = np.flatnonzero(np.concatenate(([True], (key[:, 1:] != key[:, :-1]).any(0))))
     first: list[int] = []
@@ -50,7 +50,7 @@ def coarsen(inst: Instance, pieces: Pieces) -> tuple[Instance, Pieces, np.ndarra
 
 
 def refine(inst: Instance, pieces: Pieces, first: np.ndarray) -> Pieces:
-    """The plan on tensors: a place cut between messages gives its first tensors to the first message."""
+    """The plan on tensors. If a place is cut between messages, its first tensors go to the first message."""
     msg, at, nbytes, link = pieces
     rows: list[tuple[int, int, float]] = []
     left = inst.tensors["nbytes"].copy()

@@ -1,4 +1,4 @@
-"""Policies side by side on one problem: the table `pase schedule` prints."""
+"""Compares policies on one problem, for the table of `pase schedule`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["PolicyResult", "compare_policies"]
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyResult:
-    """One policy's plan and what it costs; plan None where the policy does not apply, with the reason in note."""
+    """A policy's plan and its evaluation. If the policy does not apply, both are None and note gives the reason."""
 
     policy: str
     plan: BucketPlan | None
@@ -32,7 +32,7 @@ class PolicyResult:
 
     @property
     def gap(self) -> float:
-        """How far above the bound, as a share of it."""
+        """How far the iteration is above the bound, as a fraction of the bound."""
         return max(0.0, self.evaluation.iteration_s / self.bound_s - 1.0) if self.evaluation else float("inf")
 
     def to_json(self) -> JsonObject:
@@ -59,9 +59,10 @@ class PolicyResult:
 def compare_policies(
     problem: ScheduleProblem, names: Iterable[str] | None, options: Options
 ) -> list[PolicyResult]:
-    """Every policy named (None: all), ours last and warm-started from the others, each as one fixed order.
+    """Evaluate the named policies (None for all), each as a plan with one fixed order.
 
-    A policy that does not apply is in the list with its reason when all were asked for, and an error when named.
+    "ours" comes last and starts from the plans of the others. If all policies were asked for, one that does not apply
+    is in the list with the reason. If it was named, Infeasible is raised.
     """
     wanted = [get_policy(n) for n in names] if names is not None else list(all_policies().values())
     wanted.sort(key=lambda p: p.name == "ours")
@@ -87,7 +88,7 @@ def compare_policies(
             plan = as_sequence(problem, plan)
         evaluation = evaluate(problem, plan)
         out.append(PolicyResult(policy=policy.name, plan=plan, evaluation=evaluation, bound_s=bound))
-    # What ours proved holds for everybody.
+    # A bound that ours has proven holds for every plan without staleness.
     proven = max([bound, *(_sync_bound(o.plan) for o in out if o.policy == "ours" and o.plan)])
     late = delayed_bound_s(problem, options.staleness)
     return [

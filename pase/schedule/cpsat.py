@@ -1,7 +1,7 @@
-"""Order and link of whole messages, exactly (CP-SAT, extra `ortools`): the notes' interval model.
+"""Finds the best order and links of given messages exactly, with CP-SAT (extra `ortools`).
 
-One optional interval per message and link, no overlap per link, released when its tensors are ready, and the
-iteration at least its end plus the compute that waits for it.
+The model has one optional interval for each message and link. Intervals on one link do not overlap. An interval starts
+when the message's tensors are ready, and the iteration is at least its end plus the compute that waits for it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from pase.schedule.view import plain_view
 __all__ = ["best_order"]
 
 TICKS = 10_000_000
-"""Ticks in the iteration of the plan given: a resolution of 1e-7."""
+"""Number of ticks in the given plan's iteration, which makes the resolution 1e-7 of it."""
 
 
 def best_order(
     problem: ScheduleProblem, plan: BucketPlan, *, time_limit_s: float = 10.0, seed: int = 0
 ) -> tuple[BucketPlan, float]:
-    """(plan with the same messages in the best order on the best links, lower bound for such plans)."""
+    """Returns (the plan with the same messages in the best order and on the best links, lower bound for such plans)."""
     try:
         from ortools.sat.python import cp_model
     except ImportError as e:
-        raise PaseError(f"this needs ortools: {install_line('ortools')}") from e
+        raise PaseError(
+            "the package ortools is not installed", where="CP-SAT", fix=f"run {install_line('ortools')}"
+        ) from e
     view = plain_view(problem)
     tick = plain_iteration_s(problem, plan, view) / TICKS
     model = cp_model.CpModel()

@@ -1,7 +1,7 @@
-"""Ours with staleness: every k batches merged, applied d iterations later, d + k - 1 within what is allowed.
+"""Delayed plans for the policy ours: k batches are merged and applied d iterations later, with d + k - 1 <= staleness.
 
-With a delay of one iteration no compute waits for a message that is on its way unless the links fall behind, so
-the iteration is about max(compute, load / k): few large messages, spread over the links.
+With a delay of one iteration, compute waits for a message only if the links fall behind. The iteration is therefore
+about max(compute, load / k), and few large messages, spread over the links, are best.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CAPS = (8 * MIB, 64 * MIB, 512 * MIB)
 def delayed_plans(
     problem: ScheduleProblem, sync: BucketPlan, staleness: int
 ) -> Iterator[tuple[float, BucketPlan]]:
-    """(iteration seconds, plan) for every (k, d), best message size of each."""
+    """Yields (iteration seconds, plan) for every (k, d), each with the best message size."""
     view = plain_view(problem)
     for k in range(1, staleness + 2):
         for d in range(0, staleness + 2 - k):
@@ -44,7 +44,7 @@ def delayed_plans(
 
 
 def _spread(problem: ScheduleProblem, cap: int, ready: list[float]) -> tuple[Message, ...]:
-    """Tensors in ready order in messages of about cap bytes, each on the link that would end it first."""
+    """Messages of about cap bytes with the tensors in ready order, each on the link that would finish it first."""
     messages: list[Message] = []
     free = [0.0] * len(problem.links)
     pieces: list[Piece] = []

@@ -1,4 +1,4 @@
-"""Bucket plans for what others run: XLA flags and profile text, PyTorch DDP caps."""
+"""Writes bucket plans as settings of other programs: XLA flags, XLA profile text and PyTorch DDP bucket caps."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _THRESHOLD = {
 
 
 def xla_flags(problem: ScheduleProblem, plan: BucketPlan) -> list[str]:
-    """XLA's combiner thresholds are one number a kind for the whole program: the largest bucket of each kind, with
-    the latency-hiding scheduler on. A plan of unequal buckets needs explicit collectives
-    (`backends.jax.bucket_runner`).
+    """XLA flags that come closest to the plan: combiner thresholds and the latency-hiding scheduler.
+
+    XLA has one threshold per kind of collective for the whole program, so it is set to the largest bucket of the kind.
+    A plan with unequal buckets needs explicit collectives (`backends.jax.bucket_runner`).
     """
     largest: dict[str, int] = {}
     for m in plan.messages:
@@ -34,9 +35,9 @@ def xla_flags(problem: ScheduleProblem, plan: BucketPlan) -> list[str]:
 
 
 def pgle_text(problem: ScheduleProblem, plan: BucketPlan) -> str:
-    """Profile-guided latency estimates, text proto: cost in microseconds of each message's start op, in plan order.
+    """XLA's profile-guided latency estimates as a text proto: microseconds of each message's start op, in plan order.
 
-    XLA numbers the ops of a kind as they stand in the program; the first has no suffix.
+    XLA numbers the ops of a kind in program order; the first has no suffix.
     """
     seen: dict[str, int] = {}
     lines = []
@@ -50,10 +51,10 @@ def pgle_text(problem: ScheduleProblem, plan: BucketPlan) -> str:
 
 
 def ddp_caps_mb(problem: ScheduleProblem, plan: BucketPlan) -> list[float]:
-    """Caps in MiB, bucket by bucket in order of sending: bucket_cap_mb_list of newer PyTorch, and for bucket_cap_mb of
-    older the largest.
+    """DDP's bucket caps in MiB, in the order in which buckets are sent.
 
-    DDP closes a bucket once it reaches its cap, so caps are exact: rounded up, a bucket would take the next tensor in.
-    It never splits a tensor: those that the plan cuts need `backends.emit.ddp_hook`.
+    Newer PyTorch takes them as bucket_cap_mb_list. For bucket_cap_mb of older versions, use the largest. DDP closes a
+    bucket when it reaches its cap, so the caps are exact: with a cap that is rounded up, a bucket would also take the
+    next tensor. DDP never splits a tensor; a plan that cuts tensors needs `backends.emit.ddp_hook`.
     """
     return [m.nbytes / MIB for m in plan.messages if problem.tensors[m.pieces[0].tensor].lag == 1]

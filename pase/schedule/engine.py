@@ -1,6 +1,6 @@
-"""The event loop under the evaluator: jobs on exclusive resources, as plain arrays.
+"""The event loop of the evaluator: jobs on exclusive resources, given as plain arrays.
 
-One function, run by numba or as ordinary Python; a test holds the two to the same answer.
+One function runs either compiled by numba or as ordinary Python. A test checks that both give the same result.
 """
 
 from __future__ import annotations
@@ -12,17 +12,23 @@ import numpy as np
 __all__ = ["run_jobs"]
 
 NUMBA_FROM_JOBS = 200_000
-"""Below this many jobs plain Python takes less than loading the compiled loop."""
+"""With fewer jobs, plain Python takes less time than loading the compiled loop."""
 
 
 def run_jobs(*, kernel: str = "auto", **arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Start and end of every job, float64 [jobs]; nan for a job that never became ready.
+    """Returns the start and the end of every job, float64 [jobs]; nan for a job that never becomes ready.
 
-    seconds: float64 [J]; resource: int64 [J], -1 = takes none; rank: int64 [J], distinct: lower goes first;
-    npred: int64 [J]; succ_ptr, succ: CSR of successors; hold: float64 [J], seconds from ready to startable;
-    size: float64 [J], counted against credit: float64 [R];
-    strict: bool [R]: jobs strictly by rank, else the first ready one; strict resources take one at a time.
-    Resource 0 is dispatched before the others, so that a tensor made by a block of no length is seen.
+    seconds: float64 [J], the duration.
+    resource: int64 [J], the resource that the job takes; -1 for none.
+    rank: int64 [J], distinct; lower ranks go first.
+    npred: int64 [J], the number of predecessors.
+    succ_ptr, succ: the successors as compressed sparse rows (CSR).
+    hold: float64 [J], seconds from ready to startable.
+    size: float64 [J], counted against credit, float64 [R].
+    strict: bool [R]. A strict resource runs its jobs strictly by rank, one at a time. Any other resource runs the first
+        ready job.
+
+    Resource 0 is dispatched before the others, so that they see a tensor that a block of zero length makes.
     """
     if kernel == "auto":
         kernel = "numba" if arrays["seconds"].size >= NUMBA_FROM_JOBS else "python"
@@ -31,7 +37,7 @@ def run_jobs(*, kernel: str = "auto", **arrays: np.ndarray) -> tuple[np.ndarray,
     first = np.searchsorted(arrays["resource"][order], np.arange(arrays["strict"].size + 1))
     names = ("seconds", "resource", "rank", "npred", "succ_ptr", "succ", "hold", "size", "credit", "strict")
     a: list[np.ndarray] = [arrays[k] for k in names] + [order.astype(np.int64), first.astype(np.int64)]
-    if kernel == "python":  # lists are several times faster to index than arrays
+    if kernel == "python":  # Python indexes lists several times faster than arrays
         jobs = arrays["seconds"].size
         start, end = [float("nan")] * jobs, [float("nan")] * jobs
         loop(*(x.tolist() for x in a), start, end)

@@ -1,4 +1,4 @@
-"""The loop of `engine`: the same source runs as Python and compiled."""
+"""The event loop of `engine`. The same source runs as Python and compiled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["loop"]
 
 WholeColumn: TypeAlias = "list[int] | np.ndarray"
-"""Whole numbers, one for each job or resource: a list where the loop runs as Python, an array where it is compiled."""
+"""Integers, one for each job or resource: a list if the loop runs as Python, an array if it is compiled."""
 RealColumn: TypeAlias = "list[float] | np.ndarray"
 
 
@@ -74,7 +74,7 @@ def loop(
                     heapq.heappush(events, (now + hold[s], 1, s))
         for r in range(resources):
             if r == 1 and len(events) > 0 and events[0][0] == now:
-                break  # something more becomes ready at this very moment: look before a link commits
+                break  # another event happens at this time: process it before a link chooses a message
             if strict[r]:
                 if running[r] < 0 and pointer[r] < first[r + 1] and is_ready[order[pointer[r]]]:
                     job = order[pointer[r]]

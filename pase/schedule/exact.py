@@ -1,16 +1,18 @@
-"""Ours, exact mode: fusion, partition, order and link in one mixed-integer program (HiGHS, through scipy).
+"""The exact mode of the policy ours: fusion, partition, order and link as one mixed-integer program.
 
-Each link has a row of message slots in the order of sending; a slot takes any bytes of any tensors of one group.
-How many slots are enough: take an optimal plan, and two messages in a row on a link such that no tensor ends in the
-first and nothing is released between their starts. Fusing them saves a startup and delays nothing, so in some
-optimal plan every message but the last ends a tensor or is followed by a release: at most 2n, where fusing never
-costs more, t(a + b) <= t(a) + t(b).
+The program is solved by HiGHS through scipy. Each link has a row of message slots in the order of sending. A slot takes
+any bytes of any tensors of one group.
 
-What makes it solvable is the incremental form: "slot j starts no earlier than the release of tensor i" is a
-binary that can only switch on along the slots and, among tensors sorted by release, switches on in that order; the
-start of the slot is then at least the sum of the release steps switched on. Deadlines likewise. With one binary
-for each (tensor, slot) and big-M rows instead, CP-SAT did not prove three tensors in 10 s; this proves twelve.
-CP-SAT answers the smaller question of whole messages, in `cpsat.py`.
+Number of slots: in an optimal plan, take two consecutive messages on a link such that no tensor ends in the first and
+no tensor is released between their starts. Fusing them saves a startup and delays nothing. Therefore an optimal plan
+exists in which every message but the last ends a tensor or is followed by a release. This gives at most 2n messages, if
+fusing never costs more: t(a + b) <= t(a) + t(b).
+
+The incremental form makes the program solvable. "Slot j starts no earlier than the release of tensor i" is a binary.
+It can only switch from 0 to 1 along the slots, and for tensors sorted by release it switches in that order. The start
+of the slot is then at least the sum of the release steps that are switched on. Deadlines are modelled in the same way.
+With one binary for each (tensor, slot) and big-M rows instead, CP-SAT did not prove three tensors in 10 s; this form
+proves twelve. `cpsat.py` uses CP-SAT for the smaller problem of whole messages.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ from pase.schedule.view import PlainView, plain_view
 __all__ = ["Exact", "exact_plan", "slots_needed"]
 
 PROVEN = 1e-5
-"""Relative gap below which an answer counts as proven; HiGHS keeps its rows to about 1e-7."""
+"""An answer counts as proven if its relative gap is below this. HiGHS satisfies its rows to about 1e-7."""
 SAFETY = 2e-6
-"""What is taken off HiGHS's bound for its tolerances."""
+"""Fraction by which HiGHS's bound is reduced to allow for its tolerances."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exact:
-    """A plan and its iteration. bound_s: no plan is shorter; proven: the gap is below PROVEN."""
+    """A plan and its iteration.
+
+    bound_s: a lower bound for every plan, in seconds. proven: whether the gap is below PROVEN. seconds: time spent.
+    """
 
     plan: BucketPlan
     iteration_s: float
@@ -49,7 +54,10 @@ class Exact:
 def exact_plan(
     problem: ScheduleProblem, start: BucketPlan, *, time_limit_s: float = 10.0, bound_s: float = 0.0
 ) -> Exact:
-    """Improve on `start`, an undelayed plan of a plain problem, until proven or out of time."""
+    """Improve `start`, an undelayed plan of a plain problem, until it is proven optimal or the time limit is reached.
+
+    bound_s: a lower bound that is already known.
+    """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_matrix
 
@@ -81,7 +89,7 @@ def exact_plan(
     if model.complete:
         if found.mip_dual_bound is not None and np.isfinite(found.mip_dual_bound):
             bound = max(bound, float(found.mip_dual_bound) * model.scale * (1 - SAFETY))
-        elif found.status == 2:  # infeasible: nothing is better than the plan we started from
+        elif found.status == 2:  # infeasible: no plan is better than the start
             bound = best_s * (1 - SAFETY)
     bound = min(bound, best_s)
     return Exact(
@@ -94,14 +102,14 @@ def exact_plan(
 
 
 def _falls_per_byte(c: SendTime) -> bool:
-    """Whether seconds per byte never rise with size, so that fusing never costs more."""
+    """Whether the seconds per byte never rise with the size, which means that fusing never costs more."""
     rates = [y / x for x, y in zip(c.bytes_, c.seconds, strict=True) if x > 0]
     last = c.seconds[-1] - c.tail_s_per_byte * c.bytes_[-1]
     return all(a >= b - 1e-18 for a, b in itertools.pairwise(rates)) and last >= -1e-15
 
 
 def slots_needed(problem: ScheduleProblem, view: PlainView, link: int, best_s: float) -> int:
-    """2n, or as many messages as fit on the link in the best known iteration."""
+    """The number of slots of a link: 2n, or fewer if fewer messages fit into the best known iteration."""
     n = len(problem.tensors)
     axes = {t.axes for t in problem.tensors if problem.links[link].carries(t.axes)}
     if not axes:
@@ -115,7 +123,10 @@ def slots_needed(problem: ScheduleProblem, view: PlainView, link: int, best_s: f
 
 
 class _IntegerProgram:
-    """The program's rows and columns. Column 0 is the iteration; times and work are in units of `scale`."""
+    """Rows and columns of the mixed-integer program.
+
+    Column 0 is the iteration. Times and work are in units of `scale`, the best known iteration in seconds.
+    """
 
     def __init__(self, problem: ScheduleProblem, view: PlainView, best_s: float, bound_s: float) -> None:
         self.problem, self.view, self.scale = problem, view, best_s
@@ -136,7 +147,7 @@ class _IntegerProgram:
         )
         self.new(bound_s / best_s, 1.0 + 1e-9)
         self.shares: dict[tuple[int, int, int], int] = {}
-        """(slot, link, tensor) -> column of the tensor's share in that message, 0..1."""
+        """(slot, link, tensor) -> column of the fraction of the tensor that is in this message, 0..1."""
         for k in range(len(problem.links)):
             self.link(k, slots_needed(problem, view, k, best_s))
         for i in range(len(problem.tensors)):
@@ -166,8 +177,8 @@ class _IntegerProgram:
         before: tuple[int, int, dict[int, int], dict[int, int]] | None = None
         for j in range(slots):
             start, end, used = self.new(), self.new(), self.new(binary=True)
-            after = {i: self.new(binary=True) for i in mine}  # the slot starts after i's release
-            early = {i: self.new(binary=True) for i in mine}  # the slot ends before i's deadline
+            after = {i: self.new(binary=True) for i in mine}  # the slot starts after the release of i
+            early = {i: self.new(binary=True) for i in mine}  # the slot ends before the deadline of i
             for i in mine:
                 y = self.shares[j, k, i] = self.new()
                 for switch in (after[i], early[i], used):
@@ -196,7 +207,10 @@ class _IntegerProgram:
             before = (used, end, after, early)
 
     def length(self, k: int, j: int, start: int, end: int, used: int, mine: list[int]) -> None:
-        """end - start >= the curve of the slot's bytes. A used slot picks one group and one stretch of its curve."""
+        """Add the rows for end - start >= curve(bytes of the slot).
+
+        A slot that is used selects one group and one linear segment of the group's curve.
+        """
         problem = self.problem
         groups = sorted({problem.tensors[i].group for i in mine}, key=str)
         whole = [(end, 1.0), (start, -1.0)]
@@ -222,7 +236,7 @@ class _IntegerProgram:
         self.add(whole, 0.0, np.inf)
 
     def read(self, x: np.ndarray) -> BucketPlan:
-        """The plan, with shares converted back to bytes. The rounding error goes to the tensor's largest piece."""
+        """The plan of a solution. Fractions become bytes; the rounding error goes to the tensor's largest piece."""
         sizes: dict[int, dict[tuple[int, int], int]] = {}
         for (j, k, i), c in self.shares.items():
             if (n := round(float(x[c]) * self.problem.tensors[i].nbytes)) > 0 and x[c] > 1e-6:
@@ -240,7 +254,7 @@ class _IntegerProgram:
 
 
 def _stretches(c: SendTime, most_bytes: float) -> Iterator[tuple[float, float, float, float]]:
-    """(from bytes, seconds there, seconds per byte, width in bytes) of the curve up to most_bytes."""
+    """The linear segments of the curve up to most_bytes: (first bytes, seconds there, seconds per byte, width)."""
     xs, ys = list(c.bytes_), list(c.seconds)
     if xs[0] > 0:
         xs, ys = [0.0, *xs], [ys[0], *ys]

@@ -1,4 +1,4 @@
-"""Ours, fast mode: construct by bisection on the makespan, then a fixed budget of local search."""
+"""The fast mode of the policy ours: construction by bisection on the makespan, then a fixed budget of local search."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ["fast_plan"]
 
 RESERVES = (0.0, 0.01, 0.04, 0.15, 0.5)
 LEAST = (0.3, 1.0, 4.0)
-"""Shortest message worth cutting off, in startups."""
+"""Shortest message that a tensor is cut for, in startups."""
 STEPS = 9
 WORK = 3_500_000
-"""Atoms and messages visited by the local search in all, per link; a quarter where the tensors are taken together."""
+"""Number of atoms and messages that the local search visits, per link; a quarter of it if the tensors are coarsened."""
 HEATS = (0.02, 0.1, 0.02)
 HEATS_LINKS = (0.02, 0.3, 0.1, 0.02, 0.3, 0.05)
-"""One search each, on one link and on several."""
+"""Initial temperatures, one search for each. HEATS is for one link, HEATS_LINKS for several."""
 COARSE_FROM = 300
 ENOUGH = 1e-6
-"""A gap to the bound not worth searching on for: a byte's rounding leaves about 1e-8."""
+"""The search stops at this relative gap to the bound. Rounding to whole bytes alone leaves about 1e-8."""
 
 
 def fast_plan(
     problem: ScheduleProblem, *, seed: int = 0, warm_starts: tuple[BucketPlan, ...] = (), work: int = WORK
 ) -> tuple[BucketPlan, float, float]:
-    """(plan, iteration seconds, lower bound) for a plain problem, no worse than any warm start."""
+    """Returns (plan, iteration seconds, lower bound) for a plain problem. The plan is no worse than any warm start."""
     view = plain_view(problem)
     bound = lower_bound_s(problem, view=view)
     inst = instance(problem, view)
@@ -85,8 +85,10 @@ def _evaluations(pieces: Pieces, work: float) -> int:
 
 
 def _construct(problem: ScheduleProblem, inst: Instance, bound: float) -> list[tuple[float, Pieces]]:
-    """Results of bisections on the target, over reserves for startups and minimum lengths of a cut message: the best
-    for each length, then all tensors in one message per group, which always exists.
+    """Candidates (cost, pieces) for the local search.
+
+    They are: one message per group, which always exists; preemptive priority, if startups are small or tensors are few;
+    and the best result of bisections on the makespan for each minimum length of a cut message.
     """
     axes = {t.axes for t in problem.tensors}
     startup = max(k.curve_for(a).startup_s for k in problem.links for a in axes if k.carries(a))
@@ -117,7 +119,7 @@ def _construct(problem: ScheduleProblem, inst: Instance, bound: float) -> list[t
 
 
 def _openings(inst: Instance) -> list[np.ndarray]:
-    """Start times of the links: immediately, or all but one slightly, half a backward, or a full backward later."""
+    """Start times of the links to try: all at 0, or all but one slightly, half a backward or a full backward later."""
     out = [np.zeros(inst.links)]
     if inst.links > 1:
         last = float(inst.tensors["ready"].max())
@@ -130,7 +132,7 @@ def _openings(inst: Instance) -> list[np.ndarray]:
 
 
 def _all_in_one(inst: Instance) -> tuple[float, Pieces]:
-    """Each group in one message, on its fastest link."""
+    """One message for each group, on its fastest link."""
     n = inst.order.size
     groups, axes, nbytes = (inst.tensors[f] for f in ("group", "axes", "nbytes"))
     first = {int(g): i for i, g in reversed(list(enumerate(groups.tolist())))}
@@ -155,7 +157,7 @@ def _seconds(inst: Instance, row: int, nbytes: float) -> float:
 
 
 def _preemptive(inst: Instance) -> list[tuple[float, Pieces]]:
-    """Preemptive priority on one link, unchanged: the optimum if startups cost nothing."""
+    """The preemptive priority schedule on one link, which is optimal if startups cost nothing."""
     if inst.links > 1:
         return []
     pieces: Pieces = preemptive(inst)
@@ -177,7 +179,7 @@ def _pieces_of(inst: Instance, plan: BucketPlan) -> Pieces:
 
 
 def _to_plan(inst: Instance, pieces: Pieces) -> BucketPlan:
-    """Offsets go to the pieces of a tensor in the order in which they are sent."""
+    """The plan of these pieces. Pieces of one tensor get ascending offsets in the order in which they are sent."""
     msg, at, nbytes, link = pieces
     taken = np.zeros(inst.order.size, np.int64)
     members: list[dict[int, int]] = [{} for _ in range(link.size)]

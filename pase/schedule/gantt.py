@@ -1,4 +1,4 @@
-"""Draw a steady iteration: compute and links as rows of bars. HTML needs nothing, PNG needs matplotlib."""
+"""Draws a steady iteration with compute and links as rows of bars, as HTML or as PNG. PNG needs matplotlib."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["as_html", "drawn_iteration", "write_gantt"]
 
 FORWARD, BACKWARD = "#4e79a7", "#a0bbd8"
 MESSAGES = ("#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1")
-"""In turn, so that neighbours differ."""
+"""Colours of messages, used cyclically so that neighbours differ."""
 MOST_DRAWN = 60
-"""Policies on one picture; more would be too tall for an ordinary viewer to open."""
+"""Largest number of policies on one picture. Ordinary viewers cannot open a picture that is taller."""
 
 
 def _rows(
     problem: ScheduleProblem, e: Evaluation
 ) -> list[tuple[str, list[tuple[Interval, float, float, str]]]]:
-    """(row, [(interval, start, end, colour)]) with times in ms within the iteration, compute first."""
+    """Rows (name, [(interval, start, end, colour)]), compute first. Times are in ms from the iteration's start."""
     phase = {b.name: b.phase for b in problem.blocks}
     out = []
     for name in ("compute", *(link.name for link in problem.links)):
@@ -50,7 +50,7 @@ def _span_ms(e: Evaluation) -> float:
 
 
 def _ends_ms(e: Evaluation) -> list[float]:
-    """Ends of the iterations that are drawn: one, or those of a period of delayed updates."""
+    """Ends in ms of the iterations that are drawn: one, or all iterations of a period with delayed updates."""
     last = max((i.end_s for i in e.timeline if i.message is None), default=e.iteration_s)
     return [e.iteration_s * 1e3 * (k + 1) for k in range(max(1, round(last / e.iteration_s)))]
 
@@ -64,7 +64,7 @@ def _title(e: Evaluation) -> str:
 
 
 def as_html(problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> str:
-    """One self-contained page: the policies compared, and a timeline of each that zooms and can be searched."""
+    """A self-contained page that compares the policies and has a searchable timeline with zoom for each."""
     from pase.pages.parts import bar, table
     from pase.pages.shell import Section, page
     from pase.pages.streams import timeline_mount
@@ -90,7 +90,7 @@ def as_html(problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> str:
     drawn = (f"<h3>{html.escape(_title(e))}</h3>{timeline_mount(str(k))}" for k, e in enumerate(best))
     return page(
         title=f"Bucket plans for {problem.name}",
-        lead="<p>One steady iteration under each policy: what compute does, and what each link carries meanwhile.</p>",
+        lead="<p>One steady iteration under each policy: the blocks of compute, and the messages on each link.</p>",
         sections=[
             Section(anchor="policies", title="Policies compared", body=compared),
             Section(anchor="timelines", title="The iteration under each policy", body="".join(drawn)),
@@ -101,7 +101,7 @@ def as_html(problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> str:
 
 
 def drawn_iteration(problem: ScheduleProblem, e: Evaluation) -> JsonObject:
-    """A steady iteration for the timeline widget: a stream of compute, and one for each link."""
+    """A steady iteration as data for the timeline widget: one stream for compute and one for each link."""
     from pase.pages.streams import StreamBox, drawn_streams
 
     phase = {b.name: b.phase for b in problem.blocks}
@@ -123,24 +123,34 @@ def drawn_iteration(problem: ScheduleProblem, e: Evaluation) -> JsonObject:
 
 
 def write_gantt(path: Path, problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> None:
-    """Write .html or .png, by the name's ending."""
+    """Write an .html or .png file, depending on the suffix of the path."""
     if not evaluations:
-        raise PaseError("nothing to draw: no policy applied")
+        raise PaseError(
+            "there is nothing to draw, because no policy applies",
+            where="--gantt",
+            fix="choose other policies",
+        )
     if path.suffix == ".html":
         write_atomically(path, as_html(problem, evaluations))
         return
     if path.suffix != ".png":
-        raise PaseError(f"--gantt {path}: write to .html or .png")
+        raise PaseError(
+            f"'{path}' is not a file name for a drawing",
+            where="--gantt",
+            fix="give a name that ends in .html or .png",
+        )
     _figure(problem, evaluations[:MOST_DRAWN]).savefig(path, dpi=120)
 
 
 def _figure(problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> Figure:
-    """A matplotlib Figure, one panel per policy on a common time axis."""
+    """A matplotlib Figure with one panel per policy and a common time axis."""
     try:
         from matplotlib.figure import Figure
     except ImportError as missing:
         raise PaseError(
-            "--gantt to .png needs matplotlib: pip install matplotlib; or write .html"
+            "matplotlib is not installed, which .png needs",
+            where="--gantt",
+            fix="run pip install matplotlib, or write .html",
         ) from missing
     from matplotlib.patches import Patch
 

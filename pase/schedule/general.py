@@ -1,7 +1,7 @@
-"""Ours on problems that are not plain: gathers before use, pulls after pushes, dataflow compute.
+"""The policy ours on problems that are not plain: gathers before use, pulls after pushes, or dataflow compute.
 
-No heads and tails to lean on, so candidates are built and judged by the evaluator itself: tensors in order of need or
-of readiness, fused up to a size or cut down to one, then the sizes of each kind tuned one at a time.
+Such problems have no heads and tails, so the evaluator judges each candidate. Candidates take the tensors in order of
+need or of readiness, and fuse or cut them to a size. Then the sizes of each kind are tuned one at a time.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ __all__ = ["fused_plan", "general_plan"]
 
 CAPS = (32 * MIB, 256 * MIB, 4 * MIB, 0)
 EVALUATED_TENSORS = 12_000
-"""Tensors visited by evaluations in all: about half a second."""
+"""Number of tensors that all evaluations visit together, which takes about half a second."""
 ENOUGH = 2.5e-4
-"""A gap to the bound that is not worth more messages."""
+"""The search stops at this relative gap to the bound, and smaller gains do not count."""
 
 
 def fused_plan(
     problem: ScheduleProblem, caps: dict[str, int], cuts: dict[str, int], *, by_need: bool
 ) -> BucketPlan:
-    """Neighbours in the order fused up to caps[kind] bytes; tensors above cuts[kind] bytes cut into equal pieces."""
+    """A plan that fuses neighbours up to caps[kind] bytes and cuts tensors above cuts[kind] bytes into equal pieces.
+
+    by_need: whether the order is that in which compute needs the tensors, instead of that in which they become ready.
+    """
     order = need_order(problem) if by_need else ready_order(problem)
     messages: list[Message] = []
     members: dict[TransferGroup, list[int]] = {}
@@ -70,7 +73,7 @@ def fused_plan(
 def general_plan(
     problem: ScheduleProblem, *, warm_starts: tuple[BucketPlan, ...] = ()
 ) -> tuple[BucketPlan, float, float]:
-    """(plan, iteration seconds, lower bound), no worse than any warm start."""
+    """Returns (plan, iteration seconds, lower bound). The plan is no worse than any warm start."""
     kinds = sorted({t.kind for t in problem.tensors})
     budget = max(5, EVALUATED_TENSORS // max(1, len(problem.tensors)))
     cache: dict[tuple[object, ...], tuple[float, BucketPlan]] = {}
@@ -105,7 +108,7 @@ def general_plan(
                     if c < best[0] * (1 - ENOUGH):
                         best = (c, settings[0], settings[1], best[3])
                         improved = True
-    near = [x for x in cache.values() if x[0] <= best[0]]  # of equals, the fewest messages
+    near = [x for x in cache.values() if x[0] <= best[0]]  # if several are equal, take the fewest messages
     cost, plan = min(near, key=lambda x: (len(x[1].messages), x[0]))
     for start in warm_starts:
         if start.staleness == 0 and start.period == 1:

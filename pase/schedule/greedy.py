@@ -1,11 +1,11 @@
-"""The fast solver's construction: given a makespan to meet, send the largest messages that still meet it.
+"""The construction of the fast solver: given a target makespan, send the largest messages that still meet it.
 
-Line up the tensors by tail (compute that waits for them), longest first. At any moment a free link takes the
-first ready bytes of the line. With a target K a tensor of tail q must have arrived by K - q, so a message that
-starts now may last until the earliest of: the deadline of its own first tensor; and for every tensor u passed over
-(not ready yet, or of another group), u's deadline less the work up to u. Bigger messages save startups, so each
-is as big as that allows; nothing is cut that need not be. Bisection on K, and on how much slack to keep for the
-startups still to come, does the rest. One pass is O(messages * tensors), compiled.
+The tensors stand in a line, sorted by tail (the compute that waits for them), longest first. A free link takes the
+first ready bytes of the line. With a target K, a tensor of tail q must arrive by K - q. A message that starts now may
+therefore last until the earliest of: the deadline of its own first tensor; and, for every tensor u that it passes over
+(because u is not ready yet, or is of another group), the deadline of u minus the work up to u. Larger messages save
+startups, so each message is as large as this allows, and no tensor is cut unless it must be. The caller bisects on K
+and tries several reserves for the startups that are still to come. One pass is O(messages * tensors) and compiled.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ CORNER = np.dtype([("nbytes", float), ("seconds", float)])
 
 
 class Curves(NamedTuple):
-    """Cost curves of (axes a, link k), each in row a * links + k.
+    """Cost curves. The curve of axes a on link k is row a * links + k.
 
-    rows: CURVE [axes * links], the corners first … last and the slope after them; slope -1 = the link does not carry
-    it. corners: CORNER, the corners of all curves.
+    rows: CURVE [axes * links], the range of the curve's corners (first to last, exclusive) and the slope after the last
+        corner. A slope of -1 means that the link does not carry these axes.
+    corners: CORNER, the corners of all curves.
     """
 
     rows: np.ndarray
@@ -47,11 +48,13 @@ class Curves(NamedTuple):
 
 
 class Instance(NamedTuple):
-    """A plain problem as arrays, tensors sorted by tail (longest first), then by readiness (latest first): the line.
+    """A plain problem as arrays. The tensors are sorted by tail (longest first), then by readiness (latest first).
 
-    A named tuple of structured arrays, since compiled functions take that as it is. order: int64 [T] the problem's
-    tensor at each place; tensors: TENSOR [T], with group a number of fusible tensors, axes for the rows of the curves,
-    and fluid the seconds it takes if all links share it.
+    It is a named tuple of structured arrays because compiled functions accept this type.
+
+    order: int64 [T], the problem's tensor at each place.
+    tensors: TENSOR [T]. group numbers the sets of tensors that may be fused, axes selects rows of the curves, and fluid
+        is the seconds that the tensor takes if all links share it.
     """
 
     order: np.ndarray
@@ -97,12 +100,13 @@ def instance(problem: ScheduleProblem, view: PlainView) -> Instance:
 def construct(
     inst: Instance, target_s: float, reserve: float, least_s: float, from_s: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """(message, place, bytes) per piece and (link) per message, aiming at target_s.
+    """Messages that aim at the makespan target_s: (message, place, bytes) per piece and (link) per message.
 
-    reserve: share by which work to come is inflated, for startups; least_s: do not cut off a message shorter than
-    that, unless it is all there is;
-    from_s: float64 [links], before which a link is left alone. No message at all: the target is out of reach, or
-    takes too many.
+    reserve: fraction by which the remaining work is inflated to allow for startups.
+    least_s: no message shorter than this is cut off, unless it is all that is left of the tensor.
+    from_s: float64 [links], the time from which each link may be used.
+
+    The result has no messages if the target cannot be met, or if it would need too many messages.
     """
     from pase.schedule.kernels_greedy import greedy
 
@@ -111,9 +115,10 @@ def construct(
 
 
 def preemptive(inst: Instance) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Pieces of the preemptive priority schedule on one link: the ready tensor needed soonest, always.
+    """Pieces of the preemptive priority schedule on one link, which always sends the ready tensor needed soonest.
 
-    Its messages are as the preemptions cut them, at most two a tensor; with startups they cost more than the bound.
+    Each preemption ends a message, so there are at most two messages per tensor on average. With startups they cost
+    more than the bound.
     """
     line = inst.tensors
     left = line["fluid"].tolist()

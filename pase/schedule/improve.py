@@ -1,7 +1,7 @@
-"""The fast solver's local search: move, merge, split and reorder messages; compiled.
+"""The compiled local search of the fast solver: it moves bytes between messages, and merges, splits and reorders them.
 
-State: atoms (pieces of tensors, each in one message) and the order of the messages. An evaluation is one pass
-over the atoms and one over the messages; a run is a fixed number of them, seeded, so that it repeats exactly.
+The state is the atoms (pieces of tensors, each in one message) and the order of the messages. An evaluation is one pass
+over the atoms and one over the messages. A run is a fixed number of evaluations with a seed, so it is reproducible.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ Pieces = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 def improve(
     inst: Instance, pieces: Pieces, *, evaluations: int, bound_s: float, seed: int, heat: float = 0.02
 ) -> tuple[float, Pieces]:
-    """(iteration seconds, pieces) no worse than those given. Stops early at the bound.
+    """Returns (iteration seconds, pieces) no worse than the given pieces. The search stops early at the bound.
 
-    heat: worsenings accepted at first, as a share of the gap to the bound."""
+    evaluations: number of moves to try. heat: the initial temperature, as a fraction of the gap to the bound.
+    """
     from pase.schedule.kernels_search import search
 
     cost, found = search(inst, *pieces, evaluations, bound_s, seed, heat)

@@ -1,4 +1,4 @@
-"""Problems and bucket plans as versioned JSON; the published schemas are made of the forms here."""
+"""Reads and writes problems and bucket plans as versioned JSON. The published schemas are made from these forms."""
 
 from __future__ import annotations
 
@@ -47,11 +47,14 @@ T = TypeVar("T")
 
 
 class Closed(Struct, forbid_unknown_fields=True):
-    """A form that takes no further keys: files are written by hand too, and a slip of the pen must be said."""
+    """A form that refuses unknown keys. People also write these files, and a typing error must be reported."""
 
 
 class CurveForm(Closed, kw_only=True, rename={"bytes_": "bytes"}):
-    """Seconds by bytes: alpha_s and beta_s_per_byte; or bytes and seconds, with what each byte beyond costs."""
+    """Seconds of a message by its bytes: either alpha_s and beta_s_per_byte, or a table of bytes and seconds.
+
+    tail_s_per_byte: seconds for each byte beyond the table.
+    """
 
     alpha_s: NotNegative | UnsetType = UNSET
     beta_s_per_byte: NotNegative | UnsetType = UNSET
@@ -61,7 +64,10 @@ class CurveForm(Closed, kw_only=True, rename={"bytes_": "bytes"}):
 
 
 class LinkForm(Closed, kw_only=True):
-    """What carries one message at a time. by_axes: other curves for groups of axes; axes: the groups it carries."""
+    """A link, which carries one message at a time.
+
+    by_axes: other curves for groups of axes. axes: the groups of axes that the link carries.
+    """
 
     name: str
     curve: CurveForm
@@ -70,7 +76,7 @@ class LinkForm(Closed, kw_only=True):
 
 
 class BlockForm(Closed, kw_only=True):
-    """A stretch of compute. after: the blocks it waits for, where the problem is a dataflow."""
+    """A block of compute. after: the blocks that it waits for, if the problem is a dataflow."""
 
     name: str | UnsetType = UNSET
     phase: BlockPhase
@@ -79,7 +85,8 @@ class BlockForm(Closed, kw_only=True):
 
 
 class TransferForm(Closed, kw_only=True, rename={"nbytes": "bytes"}):
-    """What is sent once per iteration, by blocks (ready_after, needed_before) or by times (ready_s, next_use_s)."""
+    """A tensor that is sent once per iteration, given by blocks (ready_after, needed_before) or by times (ready_s,
+    next_use_s)."""
 
     name: str
     nbytes: AtLeastOne
@@ -95,7 +102,7 @@ class TransferForm(Closed, kw_only=True, rename={"nbytes": "bytes"}):
 
 
 class ProblemForm(Closed, kw_only=True):
-    """A communication scheduling problem: blocks; or forward_s and backward_s, with tensors given by times."""
+    """A communication scheduling problem: either blocks, or forward_s and backward_s with tensors given by times."""
 
     schema: ProblemVersion
     name: str
@@ -109,7 +116,7 @@ class ProblemForm(Closed, kw_only=True):
 
 
 class PieceForm(Closed, kw_only=True, rename={"nbytes": "bytes"}):
-    """A part of a tensor."""
+    """A contiguous range of a tensor's bytes."""
 
     tensor: str
     offset: Count
@@ -117,7 +124,7 @@ class PieceForm(Closed, kw_only=True, rename={"nbytes": "bytes"}):
 
 
 class MessageForm(Closed, kw_only=True, rename={"nbytes": "bytes"}):
-    """Pieces that travel together."""
+    """Pieces that are sent in one collective."""
 
     link: str
     nbytes: AtLeastOne | UnsetType = UNSET
@@ -130,7 +137,7 @@ class MessageForm(Closed, kw_only=True, rename={"nbytes": "bytes"}):
 
 
 class UpdateForm(Closed, kw_only=True):
-    """Which iterations' gradients an update applies, and when."""
+    """The gradients of iterations first to last, applied after iteration at."""
 
     first: int
     last: int
@@ -138,9 +145,9 @@ class UpdateForm(Closed, kw_only=True):
 
 
 class PlanForm(Closed, kw_only=True):
-    """A bucket plan: messages in the one order in which all ranks issue them.
+    """A bucket plan: messages in the order in which all ranks issue them.
 
-    link_costs: the links that it was made for, as a problem lists them.
+    link_costs: the links that the plan was made for, as in a problem.
     """
 
     schema: PlanVersion
@@ -165,7 +172,7 @@ _FORMS: Mapping[str, Callable[[], JsonObject]] = {
 
 
 def made_schema(name: str) -> JsonObject:
-    """The JSON Schema called "problem" or "bucket_plan", made of its form; the committed file is equal to it."""
+    """Make the JSON Schema called "problem" or "bucket_plan" from its form. The committed file must be equal to it."""
     return _FORMS[name]()
 
 
@@ -178,9 +185,15 @@ def schema(name: str) -> JsonObject:
 
 def _read(data: Json, form: type[T], version: str, where: str) -> T:
     if not isinstance(data, dict):
-        raise PaseError(f"{where}: expected a JSON object, got {type(data).__name__}")
+        raise PaseError(
+            f"expected a JSON object, got {type(data).__name__}", where=where, fix=f"write schema {version!r}"
+        )
     if data.get("schema") != version:
-        raise PaseError(f"{where}: schema is {data.get('schema')!r}; this version of pase reads {version!r}")
+        raise PaseError(
+            f"schema is {data.get('schema')!r}, but this version of pase reads {version!r}",
+            where=where,
+            fix="use the version of pase that wrote it, or write it again",
+        )
     return convert(data, form, where)
 
 
@@ -199,16 +212,24 @@ def _curve(form: CurveForm) -> SendTime:
     if form.alpha_s is not UNSET and form.beta_s_per_byte is not UNSET and {*table, tail} == {UNSET}:
         return SendTime.alpha_beta(alpha_s=form.alpha_s, beta_s_per_byte=form.beta_s_per_byte)
     if form.bytes_ is UNSET or form.seconds is UNSET or {*line} != {UNSET}:
-        raise PaseError("a cost curve is either alpha_s and beta_s_per_byte, or bytes and seconds")
+        raise PaseError(
+            "the keys are not those of one form of curve",
+            where="cost curve",
+            fix="give either alpha_s and beta_s_per_byte, or bytes and seconds",
+        )
     if tail is not UNSET:
         return SendTime(bytes_=form.bytes_, seconds=form.seconds, tail_s_per_byte=tail)
     if len(form.bytes_) != len(form.seconds):
-        raise PaseError(f"a cost curve has {len(form.bytes_)} bytes but {len(form.seconds)} seconds")
+        raise PaseError(
+            f"it has {len(form.bytes_)} bytes but {len(form.seconds)} seconds",
+            where="cost curve",
+            fix="give as many seconds as bytes",
+        )
     return SendTime.table(form.bytes_, form.seconds)
 
 
 def _link_form(link: Link) -> JsonObject:
-    """As a tree: what stands at its default is left out."""
+    """The link as a JSON tree, without the values that are defaults."""
     form = LinkForm(
         name=link.name,
         curve=_curve_form(link.curve),
@@ -258,19 +279,24 @@ def problem_to_json(p: ScheduleProblem) -> JsonObject:
 
 
 def problem_from_json(data: Json, *, where: str = "problem") -> ScheduleProblem:
-    """Read a problem; ``where`` names the file in errors."""
+    """Read a problem. where: the name of the file, for errors."""
     form = _read(data, ProblemForm, PROBLEM_SCHEMA, where)
     try:
         links = tuple(map(_link, form.links))
         if form.blocks is UNSET:
             return _from_times(form, links)
         if form.forward_s is not UNSET or form.backward_s is not UNSET:
-            raise PaseError("forward_s and backward_s stand for blocks: give the one or the other")
+            raise PaseError(
+                "it has blocks and also forward_s or backward_s",
+                where="problem",
+                fix="give blocks, or forward_s and backward_s, but not both",
+            )
         for i, t in enumerate(form.tensors):
             if t.ready_s is not UNSET or t.next_use_s is not UNSET:
                 raise PaseError(
-                    f"tensors/{i} '{t.name}' gives times, but the problem gives blocks: use ready_after and "
-                    f"needed_before, or leave out blocks and give forward_s and backward_s"
+                    "the tensor gives times, but the problem gives blocks",
+                    where=f"tensors/{i} '{t.name}'",
+                    fix="use ready_after and needed_before, or replace blocks by forward_s and backward_s",
                 )
         return ScheduleProblem(
             name=form.name,
@@ -302,23 +328,31 @@ def problem_from_json(data: Json, *, where: str = "problem") -> ScheduleProblem:
             source=form.source,
         )
     except PaseError as e:
-        raise PaseError(f"{where}: {e}") from e
+        raise PaseError(e.what, where=f"{where}: {e.where}", fix=e.fix) from e
 
 
 def _from_times(form: ProblemForm, links: tuple[Link, ...]) -> ScheduleProblem:
     if form.forward_s is UNSET or form.backward_s is UNSET:
-        raise PaseError("a problem needs blocks, or forward_s and backward_s with tensors given by times")
+        raise PaseError(
+            "it has neither blocks nor forward_s and backward_s",
+            where="problem",
+            fix="give blocks, or forward_s and backward_s with tensors given by times",
+        )
     rows = []
     for i, t in enumerate(form.tensors):
         if t.ready_s is UNSET or t.next_use_s is UNSET:
             raise PaseError(
-                f"tensors/{i} '{t.name}' needs ready_s and next_use_s, as the problem has no blocks"
+                "the problem has no blocks, and the tensor gives no times",
+                where=f"tensors/{i} '{t.name}'",
+                fix="give ready_s and next_use_s",
             )
         rows.append((t.name, t.nbytes, t.ready_s, t.next_use_s))
     axes = {t.axes for t in form.tensors}
     if len(axes) > 1:
         raise PaseError(
-            f"tensors given by times must share their axes, got {sorted(axes)}; give blocks instead"
+            f"tensors that are given by times have different axes: {sorted(axes)}",
+            where="tensors",
+            fix="give all of them the same axes, or give blocks",
         )
     return problem_from_times(
         name=form.name,
@@ -339,9 +373,10 @@ def plan_to_json(
     starts_s: Sequence[float] | np.ndarray | None = None,
     link_costs: bool = False,
 ) -> JsonObject:
-    """The plan as a JSON object of schema "pase.schedule.bucket_plan/1": names, not indices.
+    """The plan as a JSON object of schema "pase.schedule.bucket_plan/1". It has names instead of indices.
 
-    link_costs: with the links' cost curves, so that `links_from_json` finds what it was made for.
+    evaluation: figures of the plan to store with it. starts_s: start of each message in seconds.
+    link_costs: whether to store the links' cost curves, so that `links_from_json` can read them.
     """
     messages = tuple(
         MessageForm(
@@ -378,30 +413,43 @@ def plan_to_json(
 
 
 def links_from_json(data: Json, *, where: str = "bucket plan") -> tuple[Link, ...]:
-    """The links that a bucket plan was made for; empty where it does not say."""
+    """The links that a bucket plan was made for; empty if the plan does not store them."""
     form = _read(data, PlanForm, PLAN_SCHEMA, where)
     try:
         return () if form.link_costs is UNSET else tuple(map(_link, form.link_costs))
     except PaseError as e:
-        raise PaseError(f"{where}: {e}") from e
+        raise PaseError(e.what, where=f"{where}: {e.where}", fix=e.fix) from e
 
 
 def plan_from_json(data: Json, problem: ScheduleProblem, *, where: str = "bucket plan") -> BucketPlan:
-    """Read a plan made for that problem; names that the problem lacks, or has twice, are an error."""
+    """Read a plan that was made for this problem.
+
+    Raises PaseError if a name is missing from the problem or is not unique in it, or if the plan is not valid.
+    """
     form = _read(data, PlanForm, PLAN_SCHEMA, where)
     links = {link.name: i for i, link in enumerate(problem.links)}
     tensors: dict[str, int] = {}
     for i, t in enumerate(problem.tensors):
         if t.name in tensors:
-            raise PaseError(f"{where}: problem '{problem.name}' has two tensors named '{t.name}'")
+            raise PaseError(
+                f"problem '{problem.name}' has two tensors named '{t.name}'",
+                where=where,
+                fix="give each tensor its own name",
+            )
         tensors[t.name] = i
     for i, m in enumerate(form.messages):
         if m.link not in links:
-            raise PaseError(f"{where}, at messages/{i}: no link '{m.link}' in problem '{problem.name}'")
+            raise PaseError(
+                f"problem '{problem.name}' has no link '{m.link}'",
+                where=f"{where}, at messages/{i}",
+                fix="use the problem that the plan was made for",
+            )
         for p in m.pieces:
             if p.tensor not in tensors:
                 raise PaseError(
-                    f"{where}, at messages/{i}: no tensor '{p.tensor}' in problem '{problem.name}'"
+                    f"problem '{problem.name}' has no tensor '{p.tensor}'",
+                    where=f"{where}, at messages/{i}",
+                    fix="use the problem that the plan was made for",
                 )
     plan = BucketPlan(
         policy=form.policy,
@@ -416,7 +464,7 @@ def plan_from_json(data: Json, problem: ScheduleProblem, *, where: str = "bucket
     try:
         check_plan(problem, plan)
     except PaseError as e:
-        raise PaseError(f"{where}: {e}") from e
+        raise PaseError(e.what, where=f"{where}: {e.where}", fix=e.fix) from e
     return plan
 
 

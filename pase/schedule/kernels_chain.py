@@ -1,7 +1,7 @@
-"""Compiled: cost curves, sequences and priorities on plain problems, Jackson's bound.
+"""Compiled kernels for plain problems: cost curves, sequences, priorities and Jackson's bound.
 
-This file imports numba when it is imported: import it inside functions only. Kernels are at module level, because
-numba's cache does not find a function that closes over another one again.
+Importing this module imports numba, so import it inside functions only. Kernels are at module level, because numba's
+cache cannot find functions that close over another function.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["bytes_within", "jackson", "priority", "seconds_of", "sequence"]
 
 @numba.njit(cache=True)
 def seconds_of(curves, row, nbytes):
-    """Seconds for one message of this many bytes by the curve in ``row`` of ``Curves``; 0 for an empty one."""
+    """Seconds for one message of this many bytes, from the curve in ``row`` of ``Curves``; 0 for an empty message."""
     if nbytes <= 0.0:
         return 0.0
     curve, corners = curves.rows[row], curves.corners
@@ -25,7 +25,7 @@ def seconds_of(curves, row, nbytes):
         return corners[i]["seconds"]
     if nbytes >= corners[last]["nbytes"]:
         return corners[last]["seconds"] + (nbytes - corners[last]["nbytes"]) * curve["slope"]
-    while last - i > 1:  # the corners on either side
+    while last - i > 1:  # find the corners on either side
         middle = (i + last) // 2
         if corners[middle]["nbytes"] < nbytes:
             i = middle
@@ -38,7 +38,7 @@ def seconds_of(curves, row, nbytes):
 
 @numba.njit(cache=True)
 def bytes_within(curves, row, seconds):
-    """The largest message that takes no longer, by the curve in ``row``, in bytes; 0 if even the smallest is slower."""
+    """Bytes of the largest message that takes at most this long, from the curve in ``row``; 0 if there is none."""
     curve, corners = curves.rows[row], curves.corners
     last = curve["last"] - 1
     if seconds < corners[curve["first"]]["seconds"]:
@@ -57,7 +57,7 @@ def bytes_within(curves, row, seconds):
 
 @numba.njit(cache=True)
 def sequence(release, seconds, tail, link, links, compute):
-    """Makespan when each link sends its messages strictly in the order given."""
+    """The makespan if each link sends its messages strictly in the given order."""
     free = np.zeros(links)
     worst = compute
     for m in range(release.size):
@@ -70,8 +70,10 @@ def sequence(release, seconds, tail, link, links, compute):
 
 @numba.njit(cache=True)
 def priority_on_link(release, seconds, size, credit, mine, start):
-    """One link sends its messages: whenever fewer than ``credit`` bytes are in flight, it accepts the ready message
-    that is first in the plan's order. mine: the link's messages by release; start: float64 [M], filled.
+    """Simulate one link and fill ``start`` (float64 [M]) for its messages.
+
+    Whenever fewer than ``credit`` bytes are in flight, the link accepts the ready message that is first in the plan's
+    order. mine: the link's messages, sorted by release.
     """
     ready = [0 for _ in range(0)]
     accepted = [0 for _ in range(0)]
@@ -94,7 +96,7 @@ def priority_on_link(release, seconds, size, credit, mine, start):
         head += 1
         start[m] = now
         now += seconds[m]
-        # What becomes ready while it runs may be accepted in the meantime, in order of arrival.
+        # Messages that become ready while this one is sent are accepted in the meantime, in order of arrival.
         while i < mine.size and release[mine[i]] < now:
             heapq.heappush(ready, mine[i])
             i += 1
@@ -107,7 +109,7 @@ def priority_on_link(release, seconds, size, credit, mine, start):
 
 @numba.njit(cache=True)
 def priority(release, seconds, tail, link, links, size, credit, compute):
-    """(makespan, start of each message) when each link takes the first message in order that is ready."""
+    """Returns (makespan, start of each message) if each link takes the first ready message in the plan's order."""
     start = np.zeros(release.size)
     by_release = np.argsort(release, kind="mergesort")
     for k in range(links):
@@ -120,7 +122,7 @@ def priority(release, seconds, tail, link, links, size, credit, compute):
 
 @numba.njit(cache=True)
 def jackson(ready, seconds, tail, order):
-    """Least max(end + tail) on one machine with free preemption; order: jobs by readiness."""
+    """The least max(end + tail) on one machine with free preemption. order: the jobs sorted by readiness."""
     left = seconds.copy()
     waiting = [(0.0, 0) for _ in range(0)]
     now, worst, i, n = 0.0, 0.0, 0, len(order)

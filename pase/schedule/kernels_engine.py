@@ -1,7 +1,7 @@
-"""Compiled: the event loop of `engine`.
+"""The compiled event loop of `engine`.
 
-This file imports numba when it is imported: import it inside functions only. Kernels are at module level, because
-numba's cache does not find a function that closes over another one again.
+Importing this module imports numba, so import it inside functions only. Kernels are at module level, because numba's
+cache cannot find functions that close over another function.
 """
 
 from __future__ import annotations

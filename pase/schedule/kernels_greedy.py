@@ -1,7 +1,7 @@
-"""Compiled: the construction described in `greedy`.
+"""The compiled construction that `greedy` describes.
 
-This file imports numba when it is imported: import it inside functions only. Kernels are at module level, because
-numba's cache does not find a function that closes over another one again.
+Importing this module imports numba, so import it inside functions only. Kernels are at module level, because numba's
+cache cannot find functions that close over another function.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ __all__ = ["greedy"]
 
 
 class Front(NamedTuple):
-    """The front of the line that nothing was taken from yet, for every length of it: [n + 1].
+    """Sums over the first tensors of the line, for every number of them: arrays of [n + 1].
 
-    work: seconds of its tensors; tightest: the latest end, less the target, that leaves room for them; soonest: when
-    its first tensor is ready. While none of it is ready the front needs no walk.
+    The front is the first tensors of the line, of which no bytes have been taken yet. While none of them is ready,
+    these sums replace a walk over them.
+
+    work: seconds of the tensors.
+    tightest: the latest end of a message that leaves time for the tensors, minus the target.
+    soonest: when the first of the tensors becomes ready.
     """
 
     work: np.ndarray
@@ -29,8 +33,10 @@ class Front(NamedTuple):
 
 
 class Aim(NamedTuple):
-    """target: makespan to meet; least: do not cut off a message shorter than that; work: float64 [n], seconds that
-    each tensor is taken to cost while it waits.
+    """The aim of a construction.
+
+    target: the makespan to meet. least: the shortest message in seconds that may be cut off. work: float64 [n], the
+    assumed seconds of each tensor that is still waiting.
     """
 
     target: float
@@ -51,7 +57,7 @@ def make_front(inst, work):
 
 @numba.njit(cache=True)
 def startups(inst):
-    """The shortest message of each link, seconds."""
+    """Seconds of the shortest message of each link."""
     out = np.full(inst.links, np.inf)
     for row in range(inst.curves.rows.size):
         if inst.curves.rows[row]["slope"] >= 0.0:
@@ -62,7 +68,7 @@ def startups(inst):
 
 @numba.njit(cache=True)
 def next_place(skip, t):
-    """The next place at or after t with bytes left, by path halving."""
+    """The first place at or after t that has bytes left, found with path halving."""
     while skip[t] != t:
         skip[t] = skip[skip[t]]
         t = skip[t]
@@ -71,15 +77,16 @@ def next_place(skip, t):
 
 @numba.njit(cache=True)
 def shortest_piece(inst, aim, row, left):
-    """Bytes of the shortest message worth sending, of ``left``."""
+    """Bytes of the shortest message that is worth sending, at most ``left``."""
     return min(left, max(1.0, bytes_within(inst.curves, row, aim.least)))
 
 
 @numba.njit(cache=True)
 def find_head(inst, aim, left, skip, k, now, begin, before, limit, shortest):
-    """(head, latest end, work passed over): the first tensor, from place ``begin`` on, that link k can send now.
+    """Find the first tensor, from place ``begin`` on, that link k can send now.
 
-    before: work passed over so far; limit: the latest end that leaves room for it. head is -1 where there is none.
+    Returns (head, latest end, work passed over); head is -1 if there is none. before: the work passed over so far.
+    limit: the latest end that leaves time for this work.
     """
     n = inst.order.size
     t = next_place(skip, begin)
@@ -97,7 +104,10 @@ def find_head(inst, aim, left, skip, k, now, begin, before, limit, shortest):
 
 @numba.njit(cache=True)
 def bytes_to_take(inst, aim, row, left, room, size):
-    """Bytes of a tensor of which ``left`` are left that join a message of ``size`` with ``room`` more; 0: none."""
+    """Bytes of a tensor that join a message; 0 for none.
+
+    left: remaining bytes of the tensor. size: bytes of the message so far. room: bytes that it may still take.
+    """
     take = min(left, np.floor(room))
     if take <= 0.0:
         if size > 0.0:
@@ -105,15 +115,16 @@ def bytes_to_take(inst, aim, row, left, room, size):
         take = min(left, max(1.0, np.floor(bytes_within(inst.curves, row, aim.least))))
     sliver = left - take > 0.0 and size > 0.0 and take < left - take
     if sliver and seconds_of(inst.curves, row, take) < 2.0 * aim.least:
-        return 0.0  # cut from the front of a tensor it would cost the rest a startup of its own
+        return 0.0  # the rest of the tensor would need a startup of its own
     return take
 
 
 @numba.njit(cache=True)
 def fill(inst, aim, left, skip, k, now, head, latest, before, piece_at, piece_bytes):
-    """(tensors finished, bytes): the largest message that starts now with ``head`` and ends by ``latest``.
+    """Make the largest message that starts now with ``head`` and ends by ``latest``. Returns (tensors finished, bytes).
 
-    Its pieces are appended; each tensor passed over, and all passed over before (``before``), must still be in time.
+    The message's pieces are appended to piece_at and piece_bytes. All tensors that are passed over must still be in
+    time. before: the work passed over so far.
     """
     n = inst.order.size
     row = inst.tensors[head]["axes"] * inst.links + k
@@ -144,7 +155,7 @@ def fill(inst, aim, left, skip, k, now, head, latest, before, piece_at, piece_by
 
 @numba.njit(cache=True)
 def first_free(free, alive):
-    """The link that is free first; -1 where none is alive."""
+    """The link that becomes free first; -1 if no link is alive."""
     k = -1
     for j in range(free.size):
         if alive[j] and (k < 0 or free[j] < free[k]):
@@ -154,7 +165,8 @@ def first_free(free, alive):
 
 @numba.njit(cache=True)
 def greedy(inst, target, reserve, least, from_s):
-    """(message, place, bytes) per piece and (link) per message; arguments as `greedy.construct` has them."""
+    """Returns (message, place, bytes) per piece and (link) per message. The arguments are those of
+    `greedy.construct`."""
     n = inst.order.size
     aim = Aim(target, least, inst.tensors["fluid"] * (1.0 + reserve))
     front = make_front(inst, aim.work)
@@ -167,13 +179,15 @@ def greedy(inst, target, reserve, least, from_s):
     piece_msg, piece_at, msg_link = [0 for _ in range(0)], [0 for _ in range(0)], [0 for _ in range(0)]
     piece_bytes = [0.0 for _ in range(0)]
     sent, length = 0, n
-    while sent < n and len(msg_link) <= min(2 * n, 256) + 64:  # beyond: crumbs, the target is out of reach
+    while (
+        sent < n and len(msg_link) <= min(2 * n, 256) + 64
+    ):  # so many messages mean that the target cannot be met
         k = first_free(free, alive)
         if k < 0:
-            break  # nobody can meet the target
+            break  # no link can meet the target
         now = free[k]
         while length > 0 and front.soonest[length] <= now:
-            length -= 1  # times only grow, so the front only shrinks
+            length -= 1  # time only increases, so the front only shrinks
         head, latest, before = find_head(
             inst,
             aim,
@@ -191,7 +205,7 @@ def greedy(inst, target, reserve, least, from_s):
             if following < n:
                 free[k] = releases[following]
             else:
-                alive[k] = False  # nothing here in time: leave the rest to the other links
+                alive[k] = False  # this link can send nothing in time; the other links take the rest
             continue
         finished, size = fill(inst, aim, left, skip, k, now, head, latest, before, piece_at, piece_bytes)
         sent += finished

@@ -1,8 +1,8 @@
-"""Compiled: the local search described in `improve`. A move is a function of the state; the search keeps or undoes it.
+"""The compiled local search that `improve` describes. A move changes the state; the search keeps or undoes it.
 
-This file imports numba when it is imported: import it inside functions only. Kernels are at module level, because
-numba's cache does not find a function that closes over another one again. State is named tuples of arrays, which
-numba takes as they are; counts that change are in an array of their own.
+Importing this module imports numba, so import it inside functions only. Kernels are at module level, because numba's
+cache cannot find functions that close over another function. The state is a named tuple of arrays, which numba accepts;
+counts that change are in an array.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pase.schedule.kernels_chain import seconds_of
 __all__ = ["cost_of", "move", "search", "start"]
 
 MORE_ATOMS = 96
-"""Cuts of atoms that there is room for."""
+"""Number of cuts of atoms for which the state has space."""
 MORE_MESSAGES = 2048
 
 REORDER, MERGE, SPLIT, GIVE_FRONT, GIVE_BACK, SHIFT_BYTES, CUT, RELINK = range(8)
@@ -31,12 +31,15 @@ MESSAGE = np.dtype(
 
 
 class State(NamedTuple):
-    """A plan under way: atoms (pieces of tensors), each in a message, and the order of the messages.
+    """A plan that the search changes: atoms (pieces of tensors), each in a message, and the order of the messages.
 
-    atoms: ATOM [room], its message's id, its tensor's place in the line, bytes. messages: MESSAGE [ids], by id: the
-    link is the state's, the rest `cost_of` writes. seq: int64 [ids], ids in the order of sending; spare: int64 [ids],
-    a stack of ids that were given up. n: int64 [4], how many are in use: ATOMS, MESSAGES, IDS ever used, SPARE.
-    Structured arrays: numba counts a reference for each array that a call takes.
+    atoms: ATOM [space], the id of the atom's message, its tensor's place in the line, and its bytes.
+    messages: MESSAGE [ids], by id. The link is part of the state; `cost_of` writes the other fields.
+    seq: int64 [ids], the ids in the order of sending.
+    spare: int64 [ids], a stack of ids that are free again.
+    n: int64 [4], the numbers in use of ATOMS, MESSAGES, IDS ever used, and SPARE.
+
+    The arrays are structured because numba counts a reference for each array that a call takes.
     """
 
     atoms: np.ndarray
@@ -48,7 +51,7 @@ class State(NamedTuple):
 
 @numba.njit(cache=True)
 def start(msg, at, nbytes, link):
-    """The state of a plan: atoms as in `State`, messages numbered in the order of sending."""
+    """The state of a plan. The messages get ids in the order of sending."""
     atoms, messages = msg.size, link.size
     ids = messages + MORE_MESSAGES
     s = State(
@@ -69,7 +72,7 @@ def start(msg, at, nbytes, link):
 
 @numba.njit(cache=True)
 def copy(source, target):
-    """Write all of ``source`` that is in use over ``target``."""
+    """Copy the parts of ``source`` that are in use to ``target``."""
     target.n[:] = source.n
     for a in range(source.n[ATOMS]):
         target.atoms[a] = source.atoms[a]
@@ -81,7 +84,10 @@ def copy(source, target):
 
 @numba.njit(cache=True)
 def cost_of(inst, s, free):
-    """(makespan, busy time of the links, place of the critical message or -1). free: float64 [links], scratch."""
+    """Returns (makespan, busy time of the links, place of the critical message or -1).
+
+    free: float64 [links], scratch space.
+    """
     for i in range(s.n[MESSAGES]):
         m = s.messages[s.seq[i]]
         m["ready"] = 0.0
@@ -113,7 +119,7 @@ def cost_of(inst, s, free):
 
 @numba.njit(cache=True)
 def span_of(s, x):
-    """(first place, last place) of a message's atoms in the line."""
+    """The (first place, last place) of a message's atoms in the line."""
     lo, hi = np.int64(1 << 60), np.int64(-1)
     for a in range(s.n[ATOMS]):
         if s.atoms[a]["msg"] == x:
@@ -123,7 +129,7 @@ def span_of(s, x):
 
 @numba.njit(cache=True)
 def group_of(inst, s, x):
-    """The group of a message's tensors; -1 where it has none."""
+    """The group of a message's tensors; -1 if it has no tensors."""
     for a in range(s.n[ATOMS]):
         if s.atoms[a]["msg"] == x:
             return inst.tensors[s.atoms[a]["at"]]["group"]
@@ -132,7 +138,7 @@ def group_of(inst, s, x):
 
 @numba.njit(cache=True)
 def draw_atom(s, x):
-    """An atom at random, of the message if eight tries find one."""
+    """A random atom, which is of the message if one of eight tries finds one."""
     a = np.random.randint(s.n[ATOMS])
     for _ in range(8):
         if s.atoms[a]["msg"] == x:
@@ -148,7 +154,7 @@ def draw_side():
 
 @numba.njit(cache=True)
 def remove_message(s, i):
-    """Take the message at place i out of the order; its id may be used again."""
+    """Remove the message at place i from the order. Its id becomes free."""
     s.spare[s.n[SPARE]] = s.seq[i]
     s.n[SPARE] += 1
     s.n[MESSAGES] -= 1
@@ -184,7 +190,7 @@ def new_id(s, like, links):
 
 @numba.njit(cache=True)
 def reorder(s, i):
-    """Send the message at place i some places earlier or later."""
+    """Move the message at place i some places earlier or later."""
     if s.n[MESSAGES] < 2:
         return False
     j = i + int(np.sign(np.random.random() - 0.5)) * (1 + int(np.random.exponential(1.5)))
@@ -200,7 +206,7 @@ def reorder(s, i):
 
 @numba.njit(cache=True)
 def merge(inst, s, i):
-    """Put the message at place i into its neighbour in the order."""
+    """Merge the message at place i into its neighbour in the order."""
     if s.n[MESSAGES] < 2:
         return False
     j = i + draw_side()
@@ -218,7 +224,7 @@ def merge(inst, s, i):
 
 @numba.njit(cache=True)
 def split(inst, s, i):
-    """Cut the message at place i in two, at a place of the line."""
+    """Split the message at place i in two, at a place of the line."""
     x = s.seq[i]
     lo, hi = span_of(s, x)
     if hi <= lo or not has_id(s):
@@ -252,7 +258,7 @@ def give(inst, s, i, front):
             s.atoms[a]["at"] <= lo + reach if front else s.atoms[a]["at"] >= hi - reach
         ):
             s.atoms[a]["msg"] = y
-    if group_of(inst, s, x) < 0:  # nothing is left of it
+    if group_of(inst, s, x) < 0:  # the message is empty now
         remove_message(s, i)
     return True
 
@@ -276,7 +282,7 @@ def shift_bytes(s, i):
 
 @numba.njit(cache=True)
 def cut_atom(inst, s, i):
-    """Cut an atom in two, and give a part to a message near place i or to one of its own."""
+    """Cut an atom in two, and move one part to a message near place i or to a new message."""
     if s.n[ATOMS] == s.atoms.size:
         return False
     a = draw_atom(s, s.seq[i])
@@ -311,7 +317,7 @@ def relink(inst, s, i):
 
 @numba.njit(cache=True)
 def move(inst, s, kind, i):
-    """Try a move at the message in place i; whether the state changed."""
+    """Try a move on the message at place i. Returns whether the state changed."""
     if kind == REORDER:
         return reorder(s, i)
     if kind == MERGE:
@@ -329,7 +335,7 @@ def move(inst, s, kind, i):
 
 @numba.njit(cache=True)
 def aim(s, critical):
-    """A place to try: most of the time the critical message or what goes just before it."""
+    """A place to try, most often that of the critical message or of a message shortly before it."""
     if critical >= 0 and np.random.random() < 0.7:
         return critical - min(critical, int(np.random.exponential(2.0)))
     return np.random.randint(s.n[MESSAGES])
@@ -337,7 +343,7 @@ def aim(s, critical):
 
 @numba.njit(cache=True)
 def pieces_of(s):
-    """(msg, at, nbytes) per atom and (link) per message, messages numbered by their place in the order."""
+    """Returns (msg, at, nbytes) per atom and (link) per message. Messages are numbered by their place in the order."""
     atoms, messages = s.n[ATOMS], s.n[MESSAGES]
     place = np.zeros(s.seq.size, np.int64)
     place[s.seq[:messages]] = np.arange(messages)
@@ -347,9 +353,10 @@ def pieces_of(s):
 
 @numba.njit(cache=True)
 def search(inst, msg, at, nbytes, link, evaluations, bound, seed, warmth):
-    """(makespan, pieces as in `pieces_of`): simulated annealing from the pieces given, the best state seen.
+    """Simulated annealing from the given pieces. Returns (makespan, pieces as in `pieces_of`) of the best state.
 
-    evaluations: moves tried; bound: stops there; warmth: the first temperature, as a share of the gap to the bound.
+    evaluations: number of moves to try. bound: the search stops at this makespan. warmth: the initial temperature, as a
+    fraction of the gap to the bound.
     """
     np.random.seed(seed)
     s = start(msg, at, nbytes, link)
@@ -367,7 +374,7 @@ def search(inst, msg, at, nbytes, link, evaluations, bound, seed, warmth):
         if not move(inst, s, np.random.randint(8 if inst.links > 1 else 7), i):
             continue
         c, b, where = cost_of(inst, s, free)
-        # A shorter iteration wins; between equals, less time on the links.
+        # A shorter iteration is better. Among equals, less time on the links is better.
         rise = (c - cost) + 1e-3 * (b - busy)
         keep = rise <= 0.0 or (temperature > 0.0 and np.random.random() < np.exp(-rise / temperature))
         if not keep:

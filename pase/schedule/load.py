@@ -1,4 +1,4 @@
-"""A scheduling problem from a file: our JSON, or a PipeDream-style profile."""
+"""Loads a scheduling problem from a file: pase's JSON or a PipeDream-style profile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ DEFAULT_LINKS = ("net:50us:5GB/s",)
 
 
 def parse_link(text: str) -> Link:
-    """ "NAME:STARTUP:BANDWIDTH", as "nccl:50us:5GB/s"; or "NAME:FILE.csv" with bytes and seconds in two columns.
+    """The link that a text describes: "NAME:STARTUP:BANDWIDTH" or "NAME:FILE.csv".
+
+    The CSV file has bytes and seconds in two columns.
 
     >>> parse_link("nccl:50us:5GB/s").curve.tail_s_per_byte
     2e-10
@@ -27,7 +29,9 @@ def parse_link(text: str) -> Link:
         return Link(name=parts[0], curve=_curve_from_csv(Path(parts[1])))
     if len(parts) != 3 or not parts[0]:
         raise PaseError(
-            f"--link: '{text}' is neither NAME:STARTUP:BANDWIDTH (nccl:50us:5GB/s) nor NAME:FILE.csv"
+            f"'{text}' is not a link",
+            where="--link",
+            fix="write NAME:STARTUP:BANDWIDTH, as in nccl:50us:5GB/s, or NAME:FILE.csv",
         )
     startup_s, rate = parse_seconds(parts[1], "--link"), parse_rate(parts[2], "--link")
     return Link(name=parts[0], curve=SendTime.alpha_beta(alpha_s=startup_s, beta_s_per_byte=1.0 / rate))
@@ -42,17 +46,24 @@ def _curve_from_csv(path: Path) -> SendTime:
         except (ValueError, IndexError):
             if number > 1:  # the first line may be a heading
                 raise PaseError(
-                    f"{path}, line {number}: expected 'bytes,seconds', got {line[:60]!r}"
+                    f"{line[:60]!r} is not two numbers",
+                    where=f"{path}, line {number}",
+                    fix="write bytes,seconds",
                 ) from None
     if not rows:
-        raise PaseError(f"{path}: no rows of bytes and seconds")
+        raise PaseError(
+            "the file has no rows", where=str(path), fix="write bytes,seconds on each line, as two numbers"
+        )
     return SendTime.table([r[0] for r in rows], [r[1] for r in rows])
 
 
 def load_problem(path: Path, *, links: tuple[Link, ...] = (), dataflow: bool = False) -> ScheduleProblem:
-    """Read the file, whichever of the two it is. links are for profiles, which name none, and replace a problem's.
+    """Read the problem in a file of either format.
 
-    Raises PaseError naming the file and the place in it.
+    links: the links of the problem. Profiles have no links of their own; a problem's links are replaced.
+    dataflow: for profiles, whether compute may run in any order that the graph allows.
+
+    Raises PaseError, which names the file and the place in it.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     given = links or tuple(parse_link(x) for x in DEFAULT_LINKS)

@@ -1,7 +1,8 @@
-"""Read PipeDream-style profiles: a DAG of layers with forward and backward ms and parameter bytes.
+"""Reads PipeDream-style profiles: a DAG of layers with milliseconds of forward and backward and bytes of parameters.
 
-Lines "ID -- DESCRIPTION -- forward_compute_time=…, backward_compute_time=…, activation_size=…,
-parameter_size=…" (ms, bytes), then lines "<tab>ID -- ID" for edges. msr-fiddle/pipedream, profiler/*/profiles.
+A profile has lines "ID -- DESCRIPTION -- forward_compute_time=…, backward_compute_time=…, activation_size=…,
+parameter_size=…" (ms and bytes), then lines "<tab>ID -- ID" for edges. Source: msr-fiddle/pipedream,
+profiler/*/profiles.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|[^,\s]+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer: parameters holds (name, bytes) of each tensor to synchronise; after = layers it reads."""
+    """A layer. parameters: (name, bytes) of each tensor to synchronise. after: indices of the layers that it reads."""
 
     name: str
     forward_s: float
@@ -45,7 +46,12 @@ def read_pipedream(
     axes: AxisGroup = ALL_DEVICES,
     dataflow: bool = False,
 ) -> ScheduleProblem:
-    """A data-parallel problem from the profile; errors name the line."""
+    """The data-parallel problem of a profile.
+
+    text: the profile. name: its file name. links, axes, dataflow: as in `ScheduleProblem` and `Transfer`.
+
+    Raises PaseError, which names the line.
+    """
     rows: dict[str, tuple[str, float, float, int]] = {}
     edges: list[tuple[int, str, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -53,7 +59,7 @@ def read_pipedream(
             continue
         if printable(line) != line:
             raise PaseError(
-                f"{name}, line {number}: a control character, which no layer's name holds; take it out"
+                "there is a control character in the line", where=f"{name}, line {number}", fix="remove it"
             )
         if edge := _EDGE.match(line):
             edges.append((number, edge[1], edge[2]))
@@ -61,8 +67,9 @@ def read_pipedream(
         node = _NODE.match(line)
         if node is None:
             raise PaseError(
-                f"{name}, line {number}: neither a layer ('ID -- DESCRIPTION -- forward_compute_time=…') nor an "
-                f"edge ('<tab>ID -- ID'): {line[:80]!r}"
+                f"{line[:80]!r} is neither a layer nor an edge",
+                where=f"{name}, line {number}",
+                fix="write 'ID -- DESCRIPTION -- forward_compute_time=…' or '<tab>ID -- ID'",
             )
         fields = dict(_FIELD.findall(node[3]))
         values = []
@@ -70,26 +77,40 @@ def read_pipedream(
             try:
                 values.append(float(fields[key]))
             except (KeyError, ValueError):
-                raise PaseError(f"{name}, line {number}: layer '{node[1]}' has no number for {key}") from None
+                raise PaseError(
+                    f"layer '{node[1]}' has no number for {key}",
+                    where=f"{name}, line {number}",
+                    fix=f"write {key}=NUMBER",
+                ) from None
             if not 0 <= values[-1] < float("inf"):
-                raise PaseError(f"{name}, line {number}: layer '{node[1]}' has {key}={values[-1]}")
+                raise PaseError(
+                    f"layer '{node[1]}' has {key}={values[-1]}",
+                    where=f"{name}, line {number}",
+                    fix="give a finite number, 0 or more",
+                )
         if node[1] in rows:
-            raise PaseError(f"{name}, line {number}: layer '{node[1]}' is listed twice")
+            raise PaseError(
+                f"layer '{node[1]}' is listed twice",
+                where=f"{name}, line {number}",
+                fix="give each layer its own ID",
+            )
         rows[node[1]] = (node[2], values[0] / 1e3, values[1] / 1e3, round(values[2]))
     if not rows:
-        raise PaseError(f"{name}: no layers in the profile")
+        raise PaseError("the profile has no layers", where=name, fix="write at least one layer")
     graph: nx.DiGraph[str] = nx.DiGraph()
     graph.add_nodes_from(rows)
     for number, a, b in edges:
         for end in (a, b):
             if end not in rows:
                 raise PaseError(
-                    f"{name}, line {number}: edge to '{end}', which is not a layer of the profile"
+                    f"the edge names '{end}', which is not a layer of the profile",
+                    where=f"{name}, line {number}",
+                    fix="add the layer or remove the edge",
                 )
         graph.add_edge(a, b)
     if not nx.is_directed_acyclic_graph(graph):
         cycle = " -> ".join(str(a) for a, _ in nx.find_cycle(graph))
-        raise PaseError(f"{name}: its layers form a cycle ({cycle})")
+        raise PaseError(f"the layers form a cycle ({cycle})", where=name, fix="remove one of its edges")
     number_of = {r: int(m[0]) if (m := re.findall(r"\d+", r)) else 0 for r in rows}
     order = list(nx.lexicographical_topological_sort(graph, key=lambda r: (number_of[r], r)))
     at = {r: i for i, r in enumerate(order)}
@@ -117,8 +138,9 @@ def problem_from_layers(
     dataflow: bool = False,
     source: str = "",
 ) -> ScheduleProblem:
-    """Forward through the layers, backward in reverse; each parameter's gradient is ready after its layer's
-    backward and needed before its layer's next forward.
+    """Make a problem whose forward runs the layers in order and whose backward runs them in reverse.
+
+    A parameter's gradient is ready after its layer's backward and needed before its layer's next forward.
 
     >>> from pase.schedule.types import SendTime
     >>> net = Link(name="net", curve=SendTime.alpha_beta(alpha_s=0.0, beta_s_per_byte=1.0))
@@ -138,7 +160,7 @@ def problem_from_layers(
         )
         for layer in layers
     ]
-    # Backward of layer i stands at 2n - 1 - i and waits for its readers' backward, or for its own forward.
+    # The backward of layer i is block 2n - 1 - i. It waits for its readers' backward, or for its own forward.
     for i in reversed(range(n)):
         waits = tuple(sorted(2 * n - 1 - r for r in readers[i])) or (i,)
         blocks.append(

@@ -1,4 +1,4 @@
-"""What a policy decides: messages, their links and order, and when updates are applied."""
+"""The bucket plan that a policy returns: messages, their links and order, and when updates are applied."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["BucketPlan", "Message", "Piece", "Update", "check_plan", "check_upda
 
 
 _SHOWN = 8
-"""Tensors of a message that are listed."""
+"""Number of tensors that a notebook lists per message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +29,12 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One collective: pieces fused into one buffer, on one link.
+    """One collective: pieces that are fused into one buffer and sent on one link.
 
-    update: the update (index into the plan's) whose gradients it carries.
-    hold_s: it is issued that long after its last piece is ready (Horovod's cycle).
-    iteration, phase: not before that phase of that many iterations after the update's last gradient was made;
-    None = as soon as it is ready.
+    update: index of the plan's update whose gradients the message carries.
+    hold_s: the message is issued this many seconds after its last piece is ready (Horovod's cycle).
+    iteration, phase: the message is not issued before this phase of the iteration that comes this many iterations after
+        the update's last gradient was made. phase None: as soon as it is ready.
     """
 
     pieces: tuple[Piece, ...]
@@ -51,9 +51,9 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """The mean gradient of iterations first..last (of a period) is applied after iteration ``at``.
+    """Applies the mean gradient of iterations first..last of a period after iteration ``at``.
 
-    The plain update is (0, 0, 0). at > last is a delayed update; last > first merges batches.
+    The plain update is (0, 0, 0). If at > last, the update is delayed. If last > first, batches are merged.
     """
 
     first: int = 0
@@ -66,19 +66,19 @@ class Update:
 
     @property
     def staleness(self) -> int:
-        """Age in iterations of the oldest gradient when it is applied; 0 = the plain update."""
+        """Age in iterations of the oldest gradient when it is applied; 0 for the plain update."""
         return self.at - self.first
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPlan:
-    """Messages in the one order in which every rank issues them.
+    """Messages in the order in which every rank issues them.
 
-    dispatch: "sequence": each link sends its messages strictly in this order (what runs on devices);
-    "priority": each link sends the first ready one, so that position is priority.
-    credit_bytes: bytes a link may have accepted at once under "priority" (ByteScheduler); 1 = one message.
-    barrier: the next forward starts only when every message of the update has arrived (optimizer.step()).
-    period: iterations after which the plan repeats; updates tile it.
+    dispatch: "sequence": each link sends its messages strictly in this order, as on devices. "priority": each link
+        sends the first message that is ready, so a message's position is its priority.
+    credit_bytes: bytes that a link may have accepted at once under "priority" (ByteScheduler); 1 for one message.
+    barrier: if True, the next forward starts only when every message of the update has arrived (optimizer.step()).
+    period: number of iterations after which the plan repeats. The updates cover it without gaps or overlaps.
     """
 
     policy: str
@@ -99,8 +99,10 @@ class BucketPlan:
         return len(self.updates) / self.period
 
     def waiting(self, added: int, whole: int) -> int:
-        """Bytes of gradients that wait between two iterations, at most, once the run is steady. An update's gradients
-        have ``added`` bytes while those of further iterations are added to them, and ``whole`` bytes after that."""
+        """The largest number of bytes of gradients that wait between two iterations of a steady run.
+
+        added: bytes of an update's gradients while further iterations are added to them. whole: their bytes after that.
+        """
         p = self.period
 
         def after(n: int, u: Update) -> int:
@@ -110,7 +112,7 @@ class BucketPlan:
         return max(sum(after(n, u) for u in self.updates) for n in range(p))
 
     def _repr_html_(self) -> str:
-        """For notebooks: its messages in order; what they hold is numbered as the problem's tensors are."""
+        """For notebooks: the messages in order. Tensors are shown by their index in the problem."""
         from pase.pages.parts import in_notebook
 
         rows = (
@@ -130,7 +132,7 @@ class BucketPlan:
 def whole(
     problem: ScheduleProblem, tensors: Iterable[int], *, link: int | None = None, hold_s: float = 0.0
 ) -> Message:
-    """One message of whole tensors, on the link given or the first that may carry them."""
+    """One message of whole tensors, on the given link or on the first link that may carry them."""
     ts = tuple(tensors)
     return Message(
         pieces=tuple(Piece(tensor=t, offset=0, nbytes=problem.tensors[t].nbytes) for t in ts),
@@ -142,8 +144,9 @@ def whole(
 def issue_order(
     problem: ScheduleProblem, messages: Sequence[Message], place: Sequence[int]
 ) -> tuple[Message, ...]:
-    """Messages by the latest place of their tensors, but none before one that holds what its tensors follow: a
-    link that sends strictly in order would wait for ever.
+    """The messages sorted by the last position of their tensors, but after every message that they follow.
+
+    Otherwise a link that sends strictly in order would deadlock. place: the position of each tensor.
     """
     holder: dict[int, list[int]] = {}
     for i, m in enumerate(messages):
@@ -173,28 +176,45 @@ def issue_order(
 
 
 def check_plan(problem: ScheduleProblem, plan: BucketPlan) -> None:
-    """Raise unless every byte of every tensor is sent exactly once per update, on a link that may carry it,
-    fused only within its group, and updates cover every iteration once, in order.
+    """Raise PaseError unless the plan is valid for the problem.
+
+    Every byte of every tensor must be sent exactly once per update, on a link that may carry it, and fused only within
+    its group. The updates must cover every iteration once, in order.
     """
     check_updates(plan.updates, plan.period, f"plan '{plan.policy}'")
     spans: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for i, m in enumerate(plan.messages):
         where = f"plan '{plan.policy}', messages[{i}]"
         if not m.pieces:
-            raise PaseError(f"{where} is empty")
+            raise PaseError("the message has no pieces", where=where, fix="leave it out")
         if not 0 <= m.link < len(problem.links):
-            raise PaseError(f"{where} is on link {m.link}; there are {len(problem.links)}")
+            raise PaseError(
+                f"it is on link {m.link}, but the problem has {len(problem.links)} links", where=where
+            )
         if not 0 <= m.update < len(plan.updates):
-            raise PaseError(f"{where} feeds update {m.update}; there are {len(plan.updates)}")
+            raise PaseError(
+                f"it belongs to update {m.update}, but the plan has {len(plan.updates)} updates", where=where
+            )
         for p in m.pieces:
             if not 0 <= p.tensor < len(problem.tensors):
-                raise PaseError(f"{where} names tensor {p.tensor}; there are {len(problem.tensors)}")
+                raise PaseError(
+                    f"it has tensor {p.tensor}, but the problem has {len(problem.tensors)} tensors",
+                    where=where,
+                )
             spans.setdefault((m.update, p.tensor), []).append((p.offset, p.nbytes))
         groups = {problem.tensors[p.tensor].group for p in m.pieces}
         if len(groups) > 1:
-            raise PaseError(f"{where} fuses tensors that cannot share a collective: {sorted(groups)}")
+            raise PaseError(
+                f"it fuses tensors that cannot share a collective: {sorted(groups)}",
+                where=where,
+                fix="fuse only tensors with the same kind, axes and dtype",
+            )
         if not problem.links[m.link].carries(problem.tensors[m.pieces[0].tensor].axes):
-            raise PaseError(f"{where}: link '{problem.links[m.link].name}' does not carry these axes")
+            raise PaseError(
+                f"link '{problem.links[m.link].name}' does not carry the axes of its tensors",
+                where=where,
+                fix="send it on another link",
+            )
     for u in range(len(plan.updates)):
         for t, tensor in enumerate(problem.tensors):
             _check_cover(plan.policy, tensor.name, tensor.nbytes, u, sorted(spans.get((u, t), [])))
@@ -205,35 +225,55 @@ def _check_cover(policy: str, name: str, nbytes: int, u: int, spans: Sequence[tu
     for offset, size in spans:
         if offset != at or size <= 0:
             raise PaseError(
-                f"plan '{policy}', update {u}: tensor '{name}' is covered up to byte {at}, then comes a piece at "
-                f"{offset} of {size} bytes; every byte must be sent exactly once"
+                f"bytes 0 to {at} of tensor '{name}' are sent, and the next piece is {size} bytes at {offset}",
+                where=f"plan '{policy}', update {u}",
+                fix="send every byte exactly once",
             )
         at += size
     if at != nbytes:
         raise PaseError(
-            f"plan '{policy}', update {u}: {at} of the {nbytes} bytes of tensor '{name}' are sent"
+            f"{at} of the {nbytes} bytes of tensor '{name}' are sent",
+            where=f"plan '{policy}', update {u}",
+            fix="send every byte exactly once",
         )
 
 
 def check_updates(updates: Sequence[Update], period: int, where: str) -> None:
-    """Raise unless the updates take every iteration of a period that repeats once, in order, and each is applied after
-    its gradients are made and after the update before it. where: names them in errors.
+    """Raise PaseError unless the updates take every iteration of the period exactly once and in order.
+
+    Each update must be applied after its gradients are made and after the update before it. where: names the plan in
+    errors.
     """
     if period < 1 or not updates:
-        raise PaseError(f"{where} needs a period of at least 1 and at least one update")
+        raise PaseError(
+            f"the period is {period} and there are {len(updates)} updates",
+            where=where,
+            fix="give a period of at least 1 and at least one update",
+        )
     expect = updates[0].first
     for i, u in enumerate(updates):
         if u.first != expect or u.last < u.first or u.at < u.last:
             raise PaseError(
-                f"{where}, updates[{i}]: iterations {u.first}..{u.last} applied after {u.at}; updates "
-                f"must take every iteration once, in order (expected {expect}), and never before it is made"
+                f"iterations {u.first}..{u.last} are applied after iteration {u.at}",
+                where=f"{where}, updates[{i}]",
+                fix=f"take every iteration once and in order (next is {expect}), and apply it after it has run",
             )
         if i and u.at <= updates[i - 1].at:
-            raise PaseError(f"{where}, updates[{i}] is applied no later than the one before it")
+            raise PaseError(
+                "it is applied no later than the update before it",
+                where=f"{where}, updates[{i}]",
+                fix="apply updates in order",
+            )
         expect = u.last + 1
     if expect - updates[0].first != period:
         raise PaseError(
-            f"{where}: its updates take {expect - updates[0].first} iterations, its period is {period}"
+            f"the updates take {expect - updates[0].first} iterations, but the period is {period}",
+            where=where,
+            fix="cover the period exactly",
         )
     if updates[0].at + period <= updates[-1].at:
-        raise PaseError(f"{where}: the period's last update falls behind the next period's first")
+        raise PaseError(
+            "the period's last update is applied after the first update of the next period",
+            where=where,
+            fix="apply updates in order",
+        )

@@ -1,8 +1,8 @@
-"""DeFT's Preserver: does a sequence of merged batches reach about the loss of the plain sequence?
+"""DeFT's Preserver: decides whether a sequence of merged batches reaches about the loss of the plain sequence.
 
-Training as a Gaussian walk with rebound at the lowest loss (Yin et al., KDD 2017; DeFT section IV.C). DeFT prints
-the expected next state with eta * delta_s where eta * mu is meant; this is the corrected form, which Monte Carlo
-confirms (tests/schedule/test_deft.py).
+Training is modelled as a Gaussian walk with rebound at the lowest loss (Yin et al., KDD 2017; DeFT section IV.C). The
+DeFT paper prints the expected next state with eta * delta_s, but eta * mu is meant. This module uses the corrected
+form, which a Monte Carlo test confirms (tests/schedule/test_deft.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ __all__ = ["TrainingState", "Verdict", "expected_loss", "expected_next", "judge"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """The state of training. loss: s; lowest: S*; lr: eta; mean: mu, the squared norm of the gradient;
-    spread: sigma; batch: B.
+    """The state of training, with the paper's symbols.
 
-    lr_scaling: a merge of k batches steps with k times the learning rate. DeFT's Table V needs it (its merged
-    step falls .0091 where a plain one falls .0045), and its code sums gradients, which for SGD is the same.
-    The defaults are that table's: .2103 falling to .1922 in 4 steps.
+    loss: s. lowest: S*. lr: eta. mean: mu, the squared norm of the gradient. spread: sigma. batch: B.
+    lr_scaling: whether a merge of k batches steps with k times the learning rate. DeFT's Table V needs this (its merged
+        step falls by .0091, a plain one by .0045), and DeFT's code sums gradients, which is the same for SGD.
+
+    The defaults are those of the table: the loss falls from .2103 to .1922 in 4 steps.
     """
 
     loss: float = 0.2103
@@ -37,14 +38,16 @@ class TrainingState:
     def __post_init__(self) -> None:
         if not self.loss > self.lowest or self.lr <= 0 or self.spread <= 0 or self.batch < 1:
             raise PaseError(
-                f"a loss walk needs loss > lowest and positive lr, spread and batch; got loss={self.loss}, "
-                f"lowest={self.lowest}, lr={self.lr}, spread={self.spread}, batch={self.batch}"
+                f"loss={self.loss}, lowest={self.lowest}, lr={self.lr}, spread={self.spread}, batch={self.batch} "
+                "is not a state of training",
+                where="--loss",
+                fix="give loss > lowest and positive lr, spread and batch",
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """plain, planned: expected loss after the same iterations; ratio = plain / planned."""
+    """The Preserver's result. plain, planned: expected loss after the same iterations; ratio: plain / planned."""
 
     plain: float
     planned: float
@@ -67,7 +70,7 @@ def _phi(x: float) -> float:
 
 
 def expected_next(walk: TrainingState, batches: int = 1) -> float:
-    """E[s'] after one step on ``batches`` merged batches: |N(s - S* - eta mu, (eta sigma)^2 / B)| + S*."""
+    """E[s'] after one step on this many merged batches: |N(s - S* - eta mu, (eta sigma)^2 / B)| + S*."""
     lr = walk.lr * (batches if walk.lr_scaling else 1)
     gap = walk.loss - walk.lowest - lr * walk.mean
     noise = lr * walk.spread / math.sqrt(walk.batch * batches)
@@ -78,14 +81,15 @@ def expected_next(walk: TrainingState, batches: int = 1) -> float:
 
 
 def expected_loss(walk: TrainingState, batches: Sequence[int]) -> float:
-    """Expected loss after one update per entry, each merging that many batches."""
+    """The expected loss after one update for each entry of batches, which merges that many batches."""
     for k in batches:
         walk = replace(walk, loss=max(expected_next(walk, k), walk.lowest + 1e-12))
     return walk.loss
 
 
 def judge(walk: TrainingState, batches: Sequence[int], *, epsilon: float = 0.01) -> Verdict:
-    """Compare the sequence of merges with as many plain iterations; passed if the ratio lies in 1 ± epsilon."""
+    """Compare the sequence of merges with the same number of plain iterations. It passes if the ratio is in
+    1 ± epsilon."""
     plain = expected_loss(walk, [1] * sum(batches))
     planned = expected_loss(walk, batches)
     unscaled = replace(walk, lr_scaling=False)

@@ -1,4 +1,5 @@
-"""Policies by name. A new one is a registered function in a file of `policies`; every table and test then has it."""
+"""The registry of policies. A new policy is a registered function in a file of `policies`; all tables and tests then
+include it."""
 
 from __future__ import annotations
 
@@ -20,10 +21,15 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a user may set. staleness: the greatest age in iterations a gradient may have when applied; 0 = none.
+    """Options of policies that a user may set.
 
-    walk: the Preserver's state; None = its default. time_limit_s bounds the exact solver.
-    mode: ours only: "fast", "exact", or "auto" (exact where small).
+    staleness: the greatest age in iterations that a gradient may have when it is applied; 0 for plain updates.
+    walk: the Preserver's state; None for its default.
+    mode: for the policy ours: "fast", "exact", or "auto", which is exact for small problems.
+    time_limit_s: seconds for the exact solver.
+    seed: random seed of the local search.
+    ddp_first_bytes, ddp_cap_bytes: sizes of DDP's first bucket and of the others.
+    partition_elements: DeFT's partition size, in float32 elements.
     """
 
     staleness: int = 0
@@ -48,19 +54,20 @@ class Policy:
     make: Make
     plain_only: bool = False
     delays: bool = False
-    """Whether it delays updates, and so runs only where staleness is allowed."""
+    """Whether the policy delays updates. It then runs only if staleness is allowed."""
 
 
 POLICIES = Registry[Policy]("scheduling policy", package="pase.schedule.policies")
-"""Every file of `pase/schedule/policies` is imported when this is first read; each registers what it defines."""
+"""All policies. When this is first read, every file of `pase/schedule/policies` is imported and registers its own."""
 
 
 def register(
     name: str, summary: str, *, plain_only: bool = False, delays: bool = False, rank: int = 1
 ) -> Callable[[Make], Make]:
-    """Decorator: make the function a policy of that name.
+    """Decorator: register the function as the policy of this name.
 
-    rank: the place in tables: 0 what frameworks do by themselves, 1 published, 2 ours.
+    plain_only: whether it applies only to plain gradient synchronisation. delays: whether it delays updates.
+    rank: the position in tables: 0 for defaults of frameworks, 1 for published policies, 2 for ours.
     """
 
     def add(make: Make) -> Make:
@@ -77,5 +84,5 @@ def all_policies() -> dict[str, Policy]:
 
 
 def get_policy(name: str) -> Policy:
-    """The policy of that name; PaseError, which lists all, where there is none."""
+    """The policy of this name. Raises PaseError, which lists all policies, if there is none."""
     return POLICIES[name]

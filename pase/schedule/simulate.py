@@ -1,4 +1,4 @@
-"""The one evaluator every policy is judged by: a discrete-event run of several iterations."""
+"""Evaluates a bucket plan with a discrete-event simulation of several iterations. All policies are judged by it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ MOST_PERIODS = 48
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """One block or message in the steady period, seconds from the period's start.
+    """A block or a message in the steady period. Times are in seconds from the start of the period.
 
-    resource: "compute" or a link's name; iteration: within the run, for telling periods apart. message: index into
-    the plan's messages; None for a block.
+    resource: "compute" or the name of a link.
+    iteration: the iteration of the run, which distinguishes the periods.
+    message: index into the plan's messages; None for a block.
     """
 
     resource: str
@@ -35,10 +36,11 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What a plan costs in the steady state, per iteration.
+    """The cost of a plan per iteration in the steady state.
 
-    exposed_s: a link is busy while compute waits; bubble_s: compute waits, for whatever reason.
-    efficiency, speedup: TicTac's E and S, with U the sum of all work and L the busiest resource.
+    exposed_s: seconds in which a link is busy while compute waits.
+    bubble_s: seconds in which compute waits, for any reason.
+    efficiency, speedup: TicTac's E and S, where U is the sum of all work and L is the busiest resource.
     """
 
     policy: str
@@ -63,7 +65,7 @@ class Evaluation:
 
 
 def message_seconds(problem: ScheduleProblem, messages: tuple[Message, ...]) -> np.ndarray:
-    """Seconds each message holds its link, float64 [M]."""
+    """Seconds for which each message occupies its link, float64 [M]."""
     out = np.zeros(len(messages))
     by_curve: dict[tuple[int, AxisGroup], list[int]] = {}
     for i, m in enumerate(messages):
@@ -83,18 +85,23 @@ def evaluate(
     check: bool = True,
     seconds: np.ndarray | None = None,
 ) -> Evaluation:
-    """Run the plan until its period settles and report the steady iteration.
+    """Run the plan until its period settles, and report the steady iteration.
 
-    seconds: per-message times to use in place of the links' curves, float64 [M].
-    Raises PaseError where the plan does not cover the problem, or deadlocks.
+    kernel: "python", "numba", or "auto", which chooses by the number of jobs.
+    timeline: whether to record the intervals of the steady period.
+    check: whether to check the plan with `check_plan` first.
+    seconds: seconds of each message, used instead of the links' curves; float64 [M].
+
+    Raises PaseError if the plan does not cover the problem, or if it deadlocks.
     """
     if check:
         check_plan(problem, plan)
     delayed = plan.period > 1 or plan.staleness > 0
     if delayed and any(t.lag == 0 or t.follows for t in problem.tensors):
         raise PaseError(
-            f"plan '{plan.policy}' delays updates, but problem '{problem.name}' has tensors needed within their "
-            f"own iteration; delayed updates are for plain gradients"
+            f"the plan delays updates, but problem '{problem.name}' has tensors that are needed in their own iteration",
+            where=f"plan '{plan.policy}'",
+            fix="delay updates only for plain gradients",
         )
     periods = 3 if problem.is_plain and not delayed else 4 + 2 * delayed
     while True:
@@ -103,18 +110,21 @@ def evaluate(
         if np.isnan(end).any():
             stuck = int(np.flatnonzero(np.isnan(end))[0])
             raise PaseError(
-                f"plan '{plan.policy}' deadlocks on problem '{problem.name}': {run.name(stuck)} never starts. "
-                f"Its order asks for something that waits for what comes later"
+                f"the plan deadlocks on problem '{problem.name}': {run.name(stuck)} never starts, because it waits for "
+                "something that is later in the order",
+                where=f"plan '{plan.policy}'",
+                fix="send each message after those that its tensors follow",
             )
         marks = end[run.iteration_ends()][plan.period - 1 :: plan.period]
         steps = np.diff(np.concatenate(([0.0], marks)))
         steady = abs(steps[-1] - steps[-2]) <= 1e-9 * max(steps[-1], 1e-30)
-        # A delayed plan may run ahead of its links for a while; it has settled only once the backlog bites.
+        # Compute of a delayed plan can run ahead of the links for some time. The plan has settled only when the
+        # backlog of messages limits it.
         load = max(run.link_load_s(), default=0.0)
         if (steady and steps[-1] >= load * (1 - 1e-9)) or periods >= MOST_PERIODS:
             break
         periods *= 2
-    # A plan that never settles alternates between a few step times: take their mean over the second half.
+    # A plan that never settles alternates between a few step times. Take their mean over the second half of the run.
     half = len(marks) // 2
     period_s = float(steps[-1]) if steady else float((marks[-1] - marks[half - 1]) / (len(marks) - half))
     period_s = max(period_s, load)
@@ -122,13 +132,13 @@ def evaluate(
 
 
 class _Periods:
-    """The jobs of several periods, as the arrays `run_jobs` takes."""
+    """The jobs of several periods as the arrays that `run_jobs` takes."""
 
     def __init__(
         self, problem: ScheduleProblem, plan: BucketPlan, periods: int, seconds: np.ndarray | None
     ) -> None:
         self.problem, self.plan, self.periods = problem, plan, periods
-        self.nb = nb = len(problem.blocks) + 1  # one marker closes each iteration
+        self.nb = nb = len(problem.blocks) + 1  # a marker job ends each iteration
         self.iterations = periods * plan.period
         self.base = self.iterations * nb
         self.message_ids = list(self._instances())
@@ -163,7 +173,7 @@ class _Periods:
                     yield p, m
 
     def _issue(self, p: int, m: int) -> tuple[int, int]:
-        """(iteration, 0 forward | 1 backward) in which the message may be issued at the earliest."""
+        """The earliest (iteration, phase) in which the message may be issued; phase 0 is forward, 1 is backward."""
         message = self.plan.messages[m]
         at = p * self.plan.period + self.plan.updates[message.update].last + message.iteration
         return at, 0 if message.phase == "forward" else 1
@@ -175,7 +185,7 @@ class _Periods:
         return ranks
 
     def _edges(self) -> tuple[list[int], list[int]]:
-        """(before, after) job pairs."""
+        """The dependencies as two lists: job i of the first list must end before job i of the second starts."""
         problem, plan, nb, base = self.problem, self.plan, self.nb, self.base
         blocks = problem.blocks
         first_of = {
@@ -217,7 +227,9 @@ class _Periods:
                     lo_b, hi_b = piece.offset * scale, (piece.offset + piece.nbytes) * scale
                     for other, lo, hi in holders.get((message.update, f), ()):
                         if lo < hi_b - 1e-6 and hi > lo_b + 1e-6:
-                            waits_for.add(base + j - m + other)  # same period: nothing is delayed here
+                            waits_for.add(
+                                base + j - m + other
+                            )  # of the same period, because no update is delayed here
                 at = p * plan.period + update.at + 1 if t.lag else it
                 if at < self.iterations:
                     block = nb - 1 if t.needed_before is None else t.needed_before
@@ -236,7 +248,7 @@ class _Periods:
         return pred, succ
 
     def link_load_s(self) -> list[float]:
-        """Busy seconds of each link in a period."""
+        """Seconds per period in which each link is busy."""
         on = np.asarray([m.link for m in self.plan.messages], int)
         return [float(self.seconds_m[on == k].sum()) for k in range(len(self.problem.links))]
 
@@ -254,7 +266,7 @@ class _Periods:
 
 
 def _holders(problem: ScheduleProblem, plan: BucketPlan) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
-    """(update, tensor) -> (message, from byte, to byte), for tensors that something follows."""
+    """(update, tensor) -> (message, first byte, end byte), for tensors that other tensors follow."""
     followed = {f for t in problem.tensors for f in t.follows}
     out: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     if followed:
@@ -266,7 +278,7 @@ def _holders(problem: ScheduleProblem, plan: BucketPlan) -> dict[tuple[int, int]
 
 
 def message_name(problem: ScheduleProblem, message: Message) -> str:
-    """A short name for tables and drawings."""
+    """A short name of the message, for tables and drawings."""
     first, n = message.pieces[0], len(message.pieces)
     name = problem.tensors[first.tensor].name
     if n > 1:
@@ -291,7 +303,7 @@ def _report(
         for i, link in enumerate(problem.links)
     }
     marks = end[run.iteration_ends()]
-    # The last period but one: nothing of it is cut off by the end of the run.
+    # The last period but one, because the end of the run does not cut it off.
     last = run.iterations - plan.period
     t1 = float(marks[last - 1])
     t0 = float(marks[last - plan.period - 1]) if last > plan.period else 0.0
@@ -327,14 +339,14 @@ def _report(
 
 
 def _exposed(run: _Periods, start: np.ndarray, end: np.ndarray, t0: float, t1: float) -> float:
-    """Seconds in [t0, t1] in which some link is busy and compute is not."""
+    """Seconds in [t0, t1] in which a link is busy and compute is not."""
     b0, b1 = np.clip(start[run.base :], t0, t1), np.clip(end[run.base :], t0, t1)
     c0, c1 = np.clip(start[: run.base], t0, t1), np.clip(end[: run.base], t0, t1)
     return _union(np.concatenate((b0, c0)), np.concatenate((b1, c1))) - _union(c0, c1)
 
 
 def _union(lo: np.ndarray, hi: np.ndarray) -> float:
-    """Length of the union of intervals."""
+    """Length of the union of the intervals [lo, hi]."""
     order = np.argsort(lo, kind="stable")
     lo, hi = lo[order], np.maximum.accumulate(hi[order])
     before = np.concatenate(([lo[0] if lo.size else 0.0], hi[:-1]))
@@ -365,15 +377,15 @@ def _timeline(run: _Periods, start: np.ndarray, end: np.ndarray, t0: float, t1: 
 
 
 def as_sequence(problem: ScheduleProblem, plan: BucketPlan, *, kernel: str = "auto") -> BucketPlan:
-    """The same plan as one fixed order for all ranks: the order in which its messages start (of a plain plan).
+    """The same plan with dispatch "sequence": messages in the order in which they start in the simulation.
 
-    Ranks that choose by what happens to be ready may issue overlapping collectives in different orders and
-    deadlock; a plan that is to run has one order.
+    If each rank chose the first ready message, ranks could issue overlapping collectives in different orders and
+    deadlock. A plan that runs on devices therefore needs one order. A delayed plan is returned unchanged.
     """
     from dataclasses import replace
 
     if plan.dispatch == "sequence" or plan.period > 1 or plan.staleness > 0:
-        return plan  # a delayed plan says itself in which iteration each message goes
+        return plan  # each message of a delayed plan has its iteration and phase
     starts = evaluate(problem, plan, kernel=kernel, timeline=False).starts_s
     assert starts is not None
     order = np.argsort(starts, kind="stable")

@@ -1,6 +1,6 @@
-"""The scheduling problem: compute blocks, tensors to communicate, links that carry them.
+"""The scheduling problem: blocks of compute, tensors to communicate, and the links that carry them.
 
-Everything a policy may look at is here; nothing a policy decides is (that is `plan.BucketPlan`).
+This module holds everything that a policy may read. What a policy decides is a `plan.BucketPlan`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ BlockPhase = Literal["forward", "backward"]
 
 @dataclass(frozen=True, kw_only=True)
 class SendTime:
-    """Seconds to send one message, by its bytes: piecewise linear, never falling.
+    """Seconds to send one message as a function of its size. The curve is piecewise linear and never falls.
 
-    ``bytes_`` and ``seconds`` are the corners (at least one, bytes ascending); before the first corner
-    the curve is flat, after the last it rises by ``tail_s_per_byte``. A startup of alpha and an inverse
-    bandwidth of beta is one corner at 0 bytes. One alpha-beta fit is 31-50% wrong on measured NCCL
-    tables up to 32 MB, so a table is used.
+    bytes_, seconds: the corners of the curve, at least one, with ascending bytes. The curve is flat before the first
+        corner.
+    tail_s_per_byte: the slope after the last corner.
+
+    The alpha-beta model (a startup and an inverse bandwidth) is a curve with one corner at 0 bytes. A single
+    alpha-beta fit is 31-50% wrong on measured NCCL tables up to 32 MB, which is why tables are supported.
 
     >>> c = SendTime.alpha_beta(alpha_s=1.0, beta_s_per_byte=0.5)
     >>> c.seconds_for(4)
@@ -51,29 +53,35 @@ class SendTime:
     def __post_init__(self) -> None:
         if len(self.bytes_) != len(self.seconds) or not self.bytes_:
             raise PaseError(
-                f"a cost curve needs as many seconds as bytes, at least one; got {len(self.bytes_)} bytes, "
-                f"{len(self.seconds)} seconds"
+                f"the curve has {len(self.bytes_)} bytes and {len(self.seconds)} seconds",
+                where="cost curve",
+                fix="give as many seconds as bytes, at least one of each",
             )
         xs, ys = np.asarray(self.bytes_, float), np.asarray(self.seconds, float)
         if not (np.isfinite(xs).all() and np.isfinite(ys).all() and np.isfinite(self.tail_s_per_byte)):
-            raise PaseError("a cost curve holds a number that is not finite")
+            raise PaseError("a number is not finite", where="cost curve", fix="give finite numbers")
         if (np.diff(xs) <= 0).any() or xs[0] < 0:
-            raise PaseError(f"the bytes of a cost curve must rise from 0 or more, got {self.bytes_}")
+            raise PaseError(
+                f"the bytes are {self.bytes_}", where="cost curve", fix="give bytes that rise, from 0 or more"
+            )
         if (np.diff(ys) < 0).any() or ys[0] < 0 or self.tail_s_per_byte < 0:
             raise PaseError(
-                f"the seconds of a cost curve may not fall, got {self.seconds} and then "
-                f"{self.tail_s_per_byte} s/byte; Curve.table() smooths a measured table"
+                f"the seconds fall: {self.seconds}, then {self.tail_s_per_byte} s/byte",
+                where="cost curve",
+                fix="give seconds that do not fall; SendTime.table() smooths a measured table",
             )
 
     @staticmethod
     def alpha_beta(*, alpha_s: float, beta_s_per_byte: float) -> SendTime:
-        """alpha + beta * bytes."""
+        """The curve alpha + beta * bytes."""
         return SendTime(bytes_=(0.0,), seconds=(float(alpha_s),), tail_s_per_byte=float(beta_s_per_byte))
 
     @staticmethod
     def table(nbytes: Sequence[float], seconds: Sequence[float]) -> SendTime:
-        """From measured points. Where noise makes time fall with size, the running maximum is used. A rise of less
-        than a millionth counts as none (its inverse would be lost in rounding).
+        """The curve through measured points.
+
+        If noise makes the time fall with the size, the running maximum is used. A relative rise below one millionth
+        counts as flat, because rounding would destroy its inverse.
         """
         order = np.argsort(np.asarray(nbytes, float), kind="stable")
         xs = np.asarray(nbytes, float)[order]
@@ -82,7 +90,11 @@ class SendTime:
             if ys[i] < ys[i - 1] * (1 + 1e-6):
                 ys[i] = ys[i - 1]
         if (np.diff(xs) <= 0).any():
-            raise PaseError(f"the bytes of a cost curve must rise, got {xs.tolist()}")
+            raise PaseError(
+                f"two points have the same size: the bytes are {xs.tolist()}",
+                where="cost curve",
+                fix="give each size once",
+            )
         if xs.size > 1:
             tail = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])
             tail = tail if tail > 0 else ys[-1] / xs[-1]
@@ -91,18 +103,18 @@ class SendTime:
         return SendTime(bytes_=tuple(xs.tolist()), seconds=tuple(ys.tolist()), tail_s_per_byte=float(tail))
 
     def seconds_for(self, nbytes: float) -> float:
-        """Seconds for one message of that many bytes; 0 for an empty one."""
+        """Seconds for one message of this many bytes; 0 for an empty message."""
         return float(self.seconds_of(np.asarray([nbytes], float))[0])
 
     def seconds_of(self, nbytes: np.ndarray) -> np.ndarray:
-        """Seconds of each message; nbytes float64, any shape."""
+        """Seconds of each message. nbytes: float64 array of any shape."""
         n = np.asarray(nbytes, float)
         s = np.interp(n, self.bytes_, self.seconds)
         s = s + np.maximum(n - self.bytes_[-1], 0.0) * self.tail_s_per_byte
         return np.where(n > 0, s, 0.0)
 
     def bytes_within(self, seconds: np.ndarray) -> np.ndarray:
-        """The largest message that takes no longer, in bytes; 0 if even the smallest takes longer."""
+        """Bytes of the largest message that takes at most this long; 0 if even the smallest takes longer."""
         s = np.asarray(seconds, float)
         xs, ys = np.asarray(self.bytes_), np.asarray(self.seconds)
         i = np.clip(np.searchsorted(ys, s, side="right") - 1, 0, len(ys) - 1)
@@ -115,7 +127,7 @@ class SendTime:
         return np.where(s < ys[0], 0.0, np.where(i == len(ys) - 1, beyond, inside))
 
     def best_rates(self, most_bytes: np.ndarray) -> np.ndarray:
-        """`best_s_per_byte` of each; inf where no byte can be sent."""
+        """`best_s_per_byte` of each element; inf for an element of 0 bytes."""
         n = np.asarray(most_bytes, float)
         with np.errstate(divide="ignore", invalid="ignore"):
             out = np.where(n > 0, self.seconds_of(n) / n, np.inf)
@@ -128,7 +140,7 @@ class SendTime:
 
     @property
     def startup_s(self) -> float:
-        """The cost of the smallest message."""
+        """Seconds of the smallest message."""
         return self.seconds[0]
 
     def best_s_per_byte(self, most_bytes: float) -> float:
@@ -139,9 +151,11 @@ class SendTime:
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """The mesh axes that a tensor is synchronised over. collective: its kind, if the price depends on it; else "".
+    """The mesh axes over which a tensor is synchronised. An empty tuple stands for all devices.
 
-    In files it is text: AXIS,AXIS/COLLECTIVE. Without axes it means all devices.
+    collective: the kind of collective if the price depends on it, otherwise "".
+
+    In files, a group is written as text: AXIS,AXIS/COLLECTIVE.
 
     >>> str(AxisGroup.parse("data,model/all_reduce"))
     'data,model/all_reduce'
@@ -161,15 +175,16 @@ class AxisGroup:
 
 ALL_DEVICES = AxisGroup()
 TransferGroup: TypeAlias = tuple[str, AxisGroup, str]
-"""Kind, axes and dtype of tensors that may share a message."""
+"""(kind, axes, dtype): tensors for which all three are equal may share a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Something that carries one message at a time: a NCCL stream, a gloo NIC, a level of the network.
+    """A link carries one message at a time: an NCCL stream, a gloo NIC, or a level of the network.
 
-    ``by_axes`` overrides the curve for tensors synchronised over those mesh axes.
-    ``axes``: the axis groups it can carry; None = any.
+    curve: seconds per message.
+    by_axes: replaces the curve for tensors that are synchronised over these axis groups.
+    axes: the axis groups that the link can carry; None for all of them.
     """
 
     name: str
@@ -178,7 +193,7 @@ class Link:
     axes: tuple[AxisGroup, ...] | None = None
 
     def carries(self, group: AxisGroup) -> bool:
-        """Whether tensors of that axis group may go here."""
+        """Whether tensors of this axis group may use the link."""
         return self.axes is None or group in self.axes
 
     def curve_for(self, group: AxisGroup) -> SendTime:
@@ -189,8 +204,8 @@ class Link:
 class ComputeBlock:
     """A block of compute on the single compute stream. Blocks are listed in execution order.
 
-    after: indices of blocks it waits for, used only if the problem is ``dataflow``;
-    None = the block before it.
+    after: indices of the blocks that it waits for; None for the block before it. Used only if the problem is
+        ``dataflow``.
     """
 
     name: str
@@ -201,15 +216,18 @@ class ComputeBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Something to communicate once per iteration.
+    """A tensor that is communicated once per iteration.
 
-    ready_after: the block whose end makes it ready; None = ready when the iteration starts (or when what it
-    follows has arrived).
-    needed_before: the block that waits for it, ``lag`` iterations later; None = the end of that iteration.
-    A gradient has lag 1: made in backward, needed by the next forward. A parameter gathered for use has lag 0.
-    follows: tensors (by index) of the same iteration that must have arrived first: an all-gather after its
-    reduce-scatter, a pull after its push.
-    axes: mesh axes it is synchronised over; only equal (kind, axes, dtype) may be fused.
+    ready_after: the block whose end makes the tensor ready. None: ready when the iteration starts, or when the tensors
+        that it follows have arrived.
+    needed_before: the block that waits for the tensor, ``lag`` iterations later. None: the end of that iteration.
+    lag: 1 for a gradient, which is made in backward and needed by the next forward; 0 for a parameter that is gathered
+        before use.
+    axes: the mesh axes over which it is synchronised.
+    follows: indices of tensors of the same iteration that must arrive first: the reduce-scatter before its all-gather,
+        or the push before its pull.
+
+    Only tensors with equal (kind, axes, dtype) may be fused.
     """
 
     name: str
@@ -224,16 +242,16 @@ class Transfer:
 
     @property
     def group(self) -> TransferGroup:
-        """Tensors of one group may share a message."""
+        """The group: tensors of the same group may share a message."""
         return (self.kind, self.axes, self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleProblem:
-    """One training iteration, repeated: blocks in execution order, tensors, links.
+    """One training iteration that repeats: blocks in execution order, tensors and links.
 
-    dataflow: the compute stream may run any block whose inputs are there (TensorFlow's executor); otherwise
-    blocks run in the order given (PyTorch, JAX).
+    dataflow: if True, the compute stream may run any block whose inputs are available, as TensorFlow's executor does.
+        Otherwise blocks run in the given order, as in PyTorch and JAX.
     """
 
     name: str
@@ -256,10 +274,11 @@ class ScheduleProblem:
 
     @property
     def is_plain(self) -> bool:
-        """Gradients only, all made after the last one needed: in-order compute, lag 1, nothing follows.
+        """Whether the problem is plain gradient synchronisation: compute in order, lag 1, no tensor follows another,
+        and every tensor is needed before the first one becomes ready.
 
-        Then an iteration can be cut between the last need and the first release, nothing crosses the cut, and
-        the steady iteration is a makespan with heads (release) and tails (compute still to come).
+        The iteration can then be cut between the last need and the first release, and nothing crosses the cut. The
+        steady iteration is a makespan with heads (release times) and tails (compute still to come).
         """
         ts = self.tensors
         return (
@@ -273,72 +292,97 @@ class ScheduleProblem:
         )
 
     def links_for(self, tensor: int) -> list[int]:
-        """Indices of the links that may carry that tensor."""
+        """Indices of the links that may carry this tensor."""
         axes = self.tensors[tensor].axes
         return [i for i, link in enumerate(self.links) if link.carries(axes)]
 
     def message_s(self, link: int, tensor: int, nbytes: float) -> float:
-        """Seconds for one message of that many bytes of that tensor's group on that link."""
+        """Seconds for one message of this many bytes, of this tensor's group, on this link."""
         return self.links[link].curve_for(self.tensors[tensor].axes).seconds_for(nbytes)
 
 
 def _check(p: ScheduleProblem) -> None:
-    """Reject what cannot be scheduled, naming the place."""
+    """Raise PaseError if the problem cannot be scheduled. The error names the block, tensor or link."""
     where = f"problem '{p.name}'"
     if not p.blocks:
-        raise PaseError(f"{where} has no compute blocks; give at least one forward and one backward block")
+        raise PaseError(
+            "there are no compute blocks",
+            where=where,
+            fix="give at least one forward and one backward block",
+        )
     if not p.links:
-        raise PaseError(f"{where} has no links; give at least one with its cost curve")
+        raise PaseError("there are no links", where=where, fix="give at least one link with its cost curve")
     names = [link.name for link in p.links]
     if len(set(names)) < len(names):
-        raise PaseError(f"{where}: two links share a name ({', '.join(names)}); give each its own")
+        raise PaseError(
+            f"two links have the same name ({', '.join(names)})", where=where, fix="give each its own name"
+        )
     for i, b in enumerate(p.blocks):
         if not (np.isfinite(b.seconds) and b.seconds >= 0):
-            raise PaseError(f"{where}, blocks[{i}] '{b.name}': seconds = {b.seconds}; it must be 0 or more")
+            raise PaseError(
+                f"seconds is {b.seconds}", where=f"{where}, blocks[{i}] '{b.name}'", fix="give 0 or more"
+            )
         for j in b.after or ():
             if not 0 <= j < i:
                 raise PaseError(
-                    f"{where}, blocks[{i}] '{b.name}' waits for block {j}, which does not stand before it; "
-                    f"list the blocks in an order in which they can run"
+                    f"it waits for block {j}, which is not listed before it",
+                    where=f"{where}, blocks[{i}] '{b.name}'",
+                    fix="list the blocks in an order in which they can run",
                 )
     n = len(p.blocks)
     for i, t in enumerate(p.tensors):
         here = f"{where}, tensors[{i}] '{t.name}'"
         if t.nbytes <= 0:
-            raise PaseError(f"{here}: nbytes = {t.nbytes}; leave out tensors that need no communication")
+            raise PaseError(
+                f"nbytes is {t.nbytes}", where=here, fix="leave out tensors that need no communication"
+            )
         for key, block in (("ready_after", t.ready_after), ("needed_before", t.needed_before)):
             if block is not None and not 0 <= block < n:
-                raise PaseError(f"{here}: {key} = {block}; there are {n} blocks")
+                raise PaseError(
+                    f"{key} is {block}, but there are {n} blocks", where=here, fix=f"give 0 to {n - 1}"
+                )
         if t.lag not in (0, 1):
             raise PaseError(
-                f"{here}: lag = {t.lag}; it is 1 (needed in the next iteration) or 0 (in the same)"
+                f"lag is {t.lag}",
+                where=here,
+                fix="give 1 (needed in the next iteration) or 0 (needed in the same iteration)",
             )
         if t.lag == 0 and t.needed_before is not None and (t.ready_after or -1) >= t.needed_before:
             raise PaseError(
-                f"{here} is ready after block {t.ready_after} but needed before block {t.needed_before} of the "
-                f"same iteration, which would never start; a gradient has lag 1"
+                f"it is ready after block {t.ready_after} but needed before block {t.needed_before} of the same "
+                "iteration, which would never start",
+                where=here,
+                fix="give a gradient lag 1",
             )
         for f in t.follows:
             if not 0 <= f < i:
-                raise PaseError(f"{here} follows tensor {f}; it may only follow one listed before it")
+                raise PaseError(
+                    f"it follows tensor {f}, which is not listed before it",
+                    where=here,
+                    fix="list a tensor after those that it follows",
+                )
         if not p.links_for(i):
             raise PaseError(
-                f"{here} is synchronised over axes '{t.axes}', which no link carries "
-                f"(links: {', '.join(link.name for link in p.links)})"
+                f"it is synchronised over axes '{t.axes}', which no link carries "
+                f"(links: {', '.join(link.name for link in p.links)})",
+                where=here,
+                fix="add these axes to a link",
             )
     _check_lag0_chains(p)
 
 
 def _check_lag0_chains(p: ScheduleProblem) -> None:
-    """A lag-0 tensor that follows another must still be able to arrive in time."""
+    """Raise PaseError if a tensor of lag 0 follows a tensor that becomes ready too late for it."""
     latest: list[int] = []
     for i, t in enumerate(p.tensors):
         ready = max([-1 if t.ready_after is None else t.ready_after, *(latest[f] for f in t.follows)])
         latest.append(ready)
         if t.lag == 0 and t.needed_before is not None and ready >= t.needed_before:
             raise PaseError(
-                f"problem '{p.name}', tensors[{i}] '{t.name}' follows a tensor that is ready only after block "
-                f"{ready}, but is needed before block {t.needed_before} of the same iteration"
+                f"it follows a tensor that is ready only after block {ready}, but it is needed before block "
+                f"{t.needed_before} of the same iteration",
+                where=f"problem '{p.name}', tensors[{i}] '{t.name}'",
+                fix="give it lag 1, or have the other tensor ready earlier",
             )
 
 
@@ -352,10 +396,11 @@ def problem_from_times(
     axes: AxisGroup = ALL_DEVICES,
     source: str = "",
 ) -> ScheduleProblem:
-    """A problem from absolute times: tensors are (name, bytes, ready_s, next_use_s).
+    """Make a problem from absolute times.
 
-    Both times count from the start of an iteration whose forward takes forward_s and whose backward follows
-    at once; next_use_s is the moment of the next iteration's forward that needs the tensor.
+    tensors: (name, bytes, ready_s, next_use_s) of each tensor. Both times count from the start of an iteration.
+        next_use_s is the time in the next iteration's forward at which the tensor is needed.
+    forward_s, backward_s: seconds of forward and of backward, which follows immediately.
 
     >>> p = problem_from_times(name="toy", forward_s=2.0, backward_s=4.0,
     ...     tensors=[("a", 8, 6.0, 0.0), ("b", 8, 4.0, 1.0)],
@@ -367,13 +412,15 @@ def problem_from_times(
     for tname, _, ready_s, next_use_s in tensors:
         if not forward_s - 1e-12 <= ready_s <= total + 1e-12:
             raise PaseError(
-                f"problem '{name}', tensor '{tname}': ready_s = {ready_s} lies outside backward, which runs from "
-                f"{forward_s} to {total}"
+                f"ready_s is {ready_s}, which is outside backward ({forward_s} to {total})",
+                where=f"problem '{name}', tensor '{tname}'",
+                fix="give a time within backward",
             )
         if not -1e-12 <= next_use_s <= forward_s + 1e-12:
             raise PaseError(
-                f"problem '{name}', tensor '{tname}': next_use_s = {next_use_s} lies outside forward, which runs "
-                f"from 0 to {forward_s}"
+                f"next_use_s is {next_use_s}, which is outside forward (0 to {forward_s})",
+                where=f"problem '{name}', tensor '{tname}'",
+                fix="give a time within forward",
             )
     starts = sorted({0.0, *(min(max(t[3], 0.0), forward_s) for t in tensors)} - {forward_s})
     ends = sorted({total, *(min(max(t[2], forward_s), total) for t in tensors)} - {forward_s})

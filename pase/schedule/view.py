@@ -1,4 +1,4 @@
-"""What policies read off a problem: when each tensor is ready, how much compute waits for it."""
+"""Views of a problem for policies: when each tensor is ready, and how much compute waits for it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,16 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class PlainView:
-    """A plain problem as heads and tails, seconds.
+    """A plain problem as heads and tails, in seconds.
 
-    Time 0 is the start of the first block that makes a gradient. ready: float64 [T]; tail: float64 [T], compute
-    from the block that needs the tensor to the end of the iteration so cut. An iteration takes
-    max(compute, max over messages of end + tail).
+    Time 0 is the start of the first block that makes a gradient, and iterations are cut there.
+
+    ready: float64 [T], when each tensor is ready.
+    tail: float64 [T], compute from the block that needs the tensor to the end of the iteration.
+    compute: compute of the iteration.
+    nbytes: float64 [T].
+
+    An iteration takes max(compute, max over messages of end + tail).
     """
 
     ready: np.ndarray
@@ -42,10 +47,12 @@ class PlainView:
 
 
 def plain_view(problem: ScheduleProblem) -> PlainView:
-    """Heads and tails of a plain problem; raises for any other."""
+    """The heads and tails of a plain problem. Raises PaseError for any other problem."""
     if not problem.is_plain:
         raise PaseError(
-            f"problem '{problem.name}' is not plain gradient synchronisation; it has no heads and tails"
+            "the problem is not plain gradient synchronisation, so it has no heads and tails",
+            where=f"problem '{problem.name}'",
+            fix="use a policy for gathers, pulls or dataflow",
         )
     seconds = np.asarray([b.seconds for b in problem.blocks])
     after = np.asarray([t.ready_after for t in problem.tensors], int)
@@ -61,7 +68,7 @@ def plain_view(problem: ScheduleProblem) -> PlainView:
 
 
 def ready_s(problem: ScheduleProblem) -> np.ndarray:
-    """When each tensor could be ready at the earliest if compute never waited, from the iteration's start."""
+    """The earliest time at which each tensor can be ready if compute never waits, from the iteration's start."""
     upto = np.cumsum([b.seconds for b in problem.blocks])
     out = np.zeros(len(problem.tensors))
     for i, t in enumerate(problem.tensors):
@@ -76,7 +83,10 @@ def ready_s(problem: ScheduleProblem) -> np.ndarray:
 
 @once
 def positions(problem: ScheduleProblem) -> tuple[list[int], list[int]]:
-    """Per tensor: the block it is ready after (-1: the start) and the absolute block it is needed before."""
+    """For each tensor, the block that it is ready after (-1 for the start) and the block that it is needed before.
+
+    The latter counts on into the next iteration: block b of the next iteration is b + number of blocks.
+    """
     n = len(problem.blocks)
     ready: list[int] = []
     for t in problem.tensors:
@@ -89,8 +99,9 @@ def positions(problem: ScheduleProblem) -> tuple[list[int], list[int]]:
 
 
 def ready_order(problem: ScheduleProblem) -> list[int]:
-    """Tensors in the order in which they become ready; ties: the one made later in the list first (as autograd
-    visits parameters backwards), but never before what it follows.
+    """The tensors in the order in which they become ready, but none before a tensor that it follows.
+
+    Among equals, the later one in the list comes first, because autograd visits parameters in reverse.
     """
     ready, need = positions(problem)
     depth: list[int] = []
@@ -100,7 +111,10 @@ def ready_order(problem: ScheduleProblem) -> list[int]:
 
 
 def need_order(problem: ScheduleProblem) -> list[int]:
-    """Tensors in the order in which compute waits for them; ties in list order, followers after the followed."""
+    """The tensors in the order in which compute waits for them, but none before a tensor that it follows.
+
+    Equal ones keep the order of the list.
+    """
     _, need = positions(problem)
     depth: list[int] = []
     for t in problem.tensors:
@@ -110,9 +124,10 @@ def need_order(problem: ScheduleProblem) -> list[int]:
 
 @once
 def stages(problem: ScheduleProblem) -> list[int]:
-    """Per tensor, 0; or how many it follows one after another, where its group follows itself in a circle.
+    """For each tensor, the length of the chain of tensors that it follows if its group is in a cycle; otherwise 0.
 
-    Messages of one group and one stage can be fused freely: where no circle of groups exists, none of messages does.
+    A group is in a cycle if it follows itself, directly or through other groups. Messages of one group and one stage
+    can be fused freely: messages can only form a cycle if groups do.
     """
     if not any(t.follows for t in problem.tensors):
         return [0] * len(problem.tensors)
@@ -130,8 +145,10 @@ def stages(problem: ScheduleProblem) -> list[int]:
 
 
 def can_fuse(problem: ScheduleProblem, tensors: list[int], more: int) -> bool:
-    """Whether `more` may join: one group, no tensor needed before another is ready in the same iteration, and no way
-    for messages to wait for each other in a circle.
+    """Whether tensor `more` may be fused with these tensors.
+
+    All must be of one group, none may be needed before another is ready in the same iteration, and messages must not
+    be able to wait for each other in a cycle.
     """
     if problem.tensors[tensors[0]].group != problem.tensors[more].group:
         return False
@@ -148,7 +165,7 @@ def can_fuse(problem: ScheduleProblem, tensors: list[int], more: int) -> bool:
 
 
 def fastest_link(problem: ScheduleProblem, tensor: int) -> int:
-    """The link on which the whole tensor takes least time."""
+    """The link on which the whole tensor takes the least time."""
     return min(
         problem.links_for(tensor), key=lambda k: problem.message_s(k, tensor, problem.tensors[tensor].nbytes)
     )

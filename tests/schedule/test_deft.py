@@ -1,4 +1,4 @@
-"""DeFT: its figures, its four cases, its Preserver; and delayed updates of ours."""
+"""DeFT: the paper's figures, the Solver's four cases, and the Preserver; and delayed updates of the policy ours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GLOO = link("gloo", beta=BETA * 1.65)
 @pytest.mark.parametrize(("links", "updates"), [((NCCL,), 28), ((NCCL, GLOO), 44)])
 @pytest.mark.parametrize("release_aware", [False, True])
 def test_updates_in_60_iterations_of_vgg19(links: tuple, updates: int, release_aware: bool) -> None:  # type: ignore[type-arg]
-    """notes/comm.md: 28 on one link (effective coverage 1.98), 44 on two (1.23)."""
+    """From the paper: 28 updates on one link (effective coverage 1.98), 44 on two (1.23)."""
     p = profile(vgg19(*links), PARTITION)
     assert solve(p, release_aware=release_aware, iterations=60, stop=False).updates == updates
 
@@ -36,7 +36,7 @@ def test_partition_fits_the_least_knapsack() -> None:
 
 
 def test_vgg19_with_delayed_updates_is_compute_bound() -> None:
-    """DeFT's +115% over DDP implies 137 ms; without the overheads of a real run its plan takes compute's 130.28."""
+    """The paper's +115% over DDP implies 137 ms. Without the overheads of a real run, only compute is left."""
     for links in ((NCCL,), (NCCL, GLOO)):
         problem = vgg19(*links)
         plan = get_policy("deft").make(problem, Options(staleness=4))
@@ -52,7 +52,8 @@ def test_vgg19_with_delayed_updates_is_compute_bound() -> None:
 def test_speedups_from_table_1(
     times_ms: tuple[float, float, float], parameters: int, least: float, most: float
 ) -> None:
-    """Table I gives totals: 13 equal buckets. The paper: +33..73% for ResNet-101, +29..62% for GPT-2 (uneven)."""
+    """Table I gives totals, so this test uses 13 equal buckets. The paper has +33..73% for ResNet-101 and +29..62% for
+    GPT-2, whose buckets are unequal."""
     f, b, c = (x * 1e-3 for x in times_ms)
     n, beta = 13, c / (4 * parameters)
     nccl, gloo = link("nccl", beta=beta), link("gloo", beta=1.65 * beta)
@@ -71,10 +72,11 @@ def test_speedups_from_table_1(
 
 @pytest.mark.parametrize("head", [0.0, 0.48])
 def test_gpt2_by_its_shapes(head: float) -> None:
-    """81,894,144 parameters is a GPT-2 of six layers, whose tied embedding is nearly half of them: made last, needed
-    first, so that no order without delays hides it. head: the share of compute in the output layer.
+    """The paper's 81,894,144 parameters are a GPT-2 of six layers. Its tied embedding is nearly half of them. The
+    embedding's gradient is made last and needed first, so no order without delays hides it.
 
-    The paper's +29..62% lies between this (the embedding in one bucket) and 13 equal buckets.
+    head: the fraction of compute in the output layer. The paper's +29..62% is between this test (the embedding in one
+    bucket) and 13 equal buckets.
     """
     d, vocabulary, context, layers = 768, 50257, 1024, 6
     layer, embedding = 12 * d * d + 13 * d, (vocabulary + context) * d
@@ -95,15 +97,17 @@ def test_gpt2_by_its_shapes(head: float) -> None:
         policy: evaluate(plain, get_policy(policy).make(plain, Options())).iteration_s / late - 1
         for policy in ("ddp", "bytescheduler", "us_byte", "ours")
     }
-    # The embedding and the first layer are made last and needed first: beside them, compute can do nothing.
+    # The gradients of the embedding and the first layer are made last and needed first: no compute overlaps them.
     alone = 4 * (embedding + layer) * beta / (f + b)
     assert all(alone * (1 - 1e-6) <= g <= 0.75 for g in gains.values())
     assert gains["ours"] == pytest.approx(alone, rel=1e-2) and gains["ddp"] >= gains["us_byte"] * (1 - 1e-3)
 
 
 def test_gpt2_with_the_bucket_that_the_paper_speaks_of() -> None:
-    """What cannot overlap (the first bucket's time on the network, the last one's backward) takes about 25% of the
-    iteration: a first bucket of 29% of the bytes, for which ByteScheduler and US-Byte are 29% behind, as claimed.
+    """The paper's claims about GPT-2 hold if the first bucket has 29% of the bytes.
+
+    The time that cannot overlap (the first bucket on the network and the last bucket's backward) is then about 25% of
+    the iteration, and ByteScheduler and US-Byte are 29% behind.
     """
     n, f, b, c, share = 13, 0.169, 0.381, 0.5464, 0.291
     sizes = [int(1e9 * share), *[int(1e9 * (1 - share) / (n - 1))] * (n - 1)]
@@ -118,7 +122,7 @@ def test_gpt2_with_the_bucket_that_the_paper_speaks_of() -> None:
 
 
 def test_release_times_keep_sends_within_backward() -> None:
-    """The printed Algorithm 1 overruns backward; ours never does."""
+    """The printed Algorithm 1 overruns backward; the release-aware form never does."""
     overran = 0
     for seed in range(8):
         problem = random_problem(12, seed, startup=0.0)
@@ -151,15 +155,16 @@ def test_staleness_is_a_limit() -> None:
         plan = get_policy("deft").make(problem, Options(staleness=allowed))
         assert plan.staleness <= allowed
         assert plan.detail["retries"] > 0
-    with pytest.raises(Infeasible, match="allow it with --staleness"):
+    with pytest.raises(Infeasible, match="--staleness"):
         compare_policies(problem, ["deft"], Options())
 
 
 def test_a_solver_that_finds_no_period_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And asks for no staleness, which would not help."""
+    """The message does not ask for staleness, which would not help."""
     monkeypatch.setattr("pase.schedule.policies.deft.solve", partial(solve, iterations=1))
-    with pytest.raises(Infeasible, match=r"does not repeat itself within 600 iterations[^-]*$"):
+    with pytest.raises(Infeasible, match="does not repeat") as e:
         get_policy("deft").make(vgg19(NCCL), Options(staleness=4))
+    assert "VGG-19" in e.value.where and "--staleness" not in str(e.value)
 
 
 def test_ours_with_staleness() -> None:
@@ -169,7 +174,8 @@ def test_ours_with_staleness() -> None:
         plan = get_policy("ours").make(problem, Options(staleness=allowed, mode="fast"))
         cost = evaluate(problem, plan).iteration_s
         assert plan.staleness <= allowed
-        assert cost <= last * (1 + 2e-4)  # equals within 1e-4 go to the plan that updates more often
+        # Among plans that are within 1e-4, the policy takes the one that updates more often.
+        assert cost <= last * (1 + 2e-4)
         assert cost >= delayed_bound_s(problem, allowed) * (1 - 1e-9)
         if allowed:
             deft = get_policy("deft").make(problem, Options(staleness=allowed))
@@ -181,8 +187,9 @@ def test_ours_with_staleness() -> None:
 
 def test_no_part_small_enough_is_said() -> None:
     problem = chain([1.0, 1.0], [1.0, 1.0], [50, 50], link(alpha_s=5.0))
-    with pytest.raises(Infeasible, match="no part of tensor"):
+    with pytest.raises(Infeasible) as e:
         get_policy("deft").make(problem, Options(staleness=2))
+    assert any(f"'{t.name}'" in e.value.what for t in problem.tensors)
 
 
 # --- Preserver -----------------------------------------------------------------------------------------------------
@@ -203,18 +210,27 @@ def test_expected_next_agrees_with_monte_carlo(batches: int, lr_scaling: bool) -
 
 
 def test_table_5() -> None:
-    """O_B falls .2103 -> .1922 in four steps; O_D's merged first step reaches .2012, its end .1935: ratio .993."""
+    """Table V: the plain sequence falls from .2103 to .1922 in four steps. The merged sequence reaches .2012 with its
+    first step and ends at .1935, a ratio of .993, which is within DeFT's threshold of 1%."""
     walk = TrainingState()
+    assert walk.loss == 0.2103
     assert expected_loss(walk, [1] * 4) == pytest.approx(0.1922, abs=5e-5)
     assert expected_next(walk, 2) == pytest.approx(0.2012, abs=1e-4)
-    assert pytest.approx(0.993, abs=5e-4) == 0.1922 / 0.1935
     verdict = judge(walk, [2, 1, 1])
-    assert verdict.passed and verdict.ratio == pytest.approx(1.0, abs=0.01)
-    # Averaging without a larger learning rate loses one step of four, and fails the paper's own threshold.
-    assert verdict.ratio_without_lr_scaling == pytest.approx(0.1922 / 0.1967, abs=2e-3)
-    assert "FAILS" in str(judge(TrainingState(lr_scaling=False), [2, 1, 1]))
+    assert verdict.planned == pytest.approx(0.1935, rel=0.01)
+    assert verdict.passed and verdict.ratio == verdict.plain / verdict.planned
+    assert verdict.ratio == pytest.approx(0.993, abs=0.01)
+
+
+def test_averaging_without_lr_scaling_loses_a_step() -> None:
+    """Three steps at the plain learning rate, whatever they merge, get about as far as three plain steps."""
+    verdict = judge(TrainingState(), [2, 1, 1])
+    plain = [expected_loss(TrainingState(lr_scaling=False), [1] * steps) for steps in (3, 4)]
+    assert verdict.ratio_without_lr_scaling == pytest.approx(plain[1] / plain[0], abs=1e-3)
+    assert not judge(TrainingState(lr_scaling=False), [2, 1, 1]).passed
 
 
 def test_a_walk_must_make_sense() -> None:
-    with pytest.raises(PaseError, match="loss > lowest"):
+    with pytest.raises(PaseError) as e:
         TrainingState(loss=0.1, lowest=0.2)
+    assert e.value.where == "--loss" and "loss=0.1" in e.value.what

@@ -1,4 +1,4 @@
-"""Files in and out."""
+"""Files of scheduling problems and bucket plans: JSON, PipeDream profiles, layouts, and settings of other programs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_problem_given_by_times() -> None:
     }
     problem = problem_from_json(data)
     assert problem.compute_s == 6.0 and problem.is_plain
-    # b is sent from 4 to 5 and a from 6 to 7: then forward's 2 s.
+    # b is sent from 4 to 5 and a from 6 to 7. Then forward takes 2 s.
     assert evaluate(problem, get_policy("fifo").make(problem, Options())).iteration_s == 4 + 1 + 2
 
 
@@ -84,62 +84,58 @@ def broken(path: list[Any], value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "where", "what"),
     [
-        ([], "expected a JSON object, got list"),
-        (
-            broken(["schema"], "pase.schedule.problem/9"),
-            "schema is 'pase.schedule.problem/9'; this",
-        ),
-        (
-            broken(["blocks", 0, "seconds"], -1.0),
-            "x.json: at blocks/0/seconds: must be at least 0, got -1.0",
-        ),
-        (broken(["blocks", 0, "seconds"], float("nan")), "at blocks/0/seconds: must be at least 0, got nan"),
-        (broken(["tensors", 1, "ready_after"], 99), "tensors[1] 'w1': ready_after = 99; there are 4 blocks"),
-        (broken(["tensors", 1, "bytes"], 0), "at tensors/1/bytes"),
-        (broken(["tensors", 0, "lag"], 0), "would never start"),
-        (broken(["tensors", 0, "follows"], [1]), "may only follow one listed before it"),
-        (broken(["links", 0, "axes"], ["model"]), "synchronised over axes '', which no link carries"),
-        (broken(["links"], []), "at links"),
-        (broken(["links", 0, "curve"], {"bytes": [2, 2], "seconds": [1.0, 1.0]}), "must rise"),
-        (broken(["links", 0, "curve"], {"bytes": [2], "seconds": [1.0, 1.0]}), "1 bytes but 2 seconds"),
-        (broken(["tensors", 0, "ready_s"], 1.0), "gives times, but the problem gives blocks"),
-        (broken(["colour"], "red"), "at colour: is not known; the top level takes: schema, name, source"),
-        (
-            broken(["links", 0, "curve"], {"alpha_s": 1.0}),
-            "either alpha_s and beta_s_per_byte, or bytes and seconds",
-        ),
+        ([], "", "list"),
+        (broken(["schema"], "pase.schedule.problem/9"), "", "'pase.schedule.problem/9'"),
+        (broken(["blocks", 0, "seconds"], -1.0), "at blocks/0/seconds", "-1.0"),
+        (broken(["blocks", 0, "seconds"], float("nan")), "at blocks/0/seconds", "nan"),
+        (broken(["tensors", 1, "ready_after"], 99), "tensors[1] 'w1'", "ready_after is 99"),
+        (broken(["tensors", 1, "bytes"], 0), "at tensors/1/bytes", "0"),
+        (broken(["tensors", 0, "lag"], 0), "tensors[0] 'w0'", "never start"),
+        (broken(["tensors", 0, "follows"], [1]), "tensors[0] 'w0'", "follows tensor 1"),
+        (broken(["links", 0, "axes"], ["model"]), "tensors[0] 'w0'", "axes ''"),
+        (broken(["links"], []), "at links", ""),
+        (broken(["links", 0, "curve"], {"bytes": [2, 2], "seconds": [1.0, 1.0]}), "cost curve", "[2.0, 2.0]"),
+        (broken(["links", 0, "curve"], {"bytes": [2], "seconds": [1.0, 1.0]}), "cost curve", "2 seconds"),
+        (broken(["tensors", 0, "ready_s"], 1.0), "tensors/0 'w0'", "blocks"),
+        (broken(["colour"], "red"), "at colour", ""),
+        (broken(["links", 0, "curve"], {"alpha_s": 1.0}), "cost curve", "one form"),
         (
             broken(
                 ["links", 0, "curve"], {"alpha_s": 1.0, "beta_s_per_byte": 1.0, "bytes": [1], "seconds": [1]}
             ),
-            "either alpha_s and beta_s_per_byte, or bytes and seconds",
+            "cost curve",
+            "one form",
         ),
-        (broken(["forward_s"], 1.0), "give the one or the other"),
+        (broken(["forward_s"], 1.0), "problem", "forward_s"),
     ],
 )
-def test_bad_problems_are_named(data: Any, message: str) -> None:
+def test_bad_problems_are_named(data: Any, where: str, what: str) -> None:
     with pytest.raises(PaseError) as e:
         problem_from_json(data, where="x.json")
-    assert message in str(e.value) and "x.json" in str(e.value)
+    place = str(e.value).removesuffix(f"; {e.value.fix}")  # some errors of files have the place in their text
+    assert place.startswith("x.json: ") and where in place and what in place
 
 
 def test_bad_plans_are_named() -> None:
     problem = vgg19()
     data = plan_to_json(problem, get_policy("fifo").make(problem, Options()))
     data["messages"][0]["pieces"][0]["tensor"] = "bucket 9"
-    with pytest.raises(PaseError, match="messages/0: no tensor 'bucket 9'"):
-        plan_from_json(data, problem)
+    with pytest.raises(PaseError) as e:
+        plan_from_json(data, problem, where="b.json")
+    assert e.value.where == "b.json, at messages/0" and "'bucket 9'" in e.value.what
     data = plan_to_json(problem, get_policy("fifo").make(problem, Options()))
     del data["messages"][2]
-    with pytest.raises(PaseError, match="bytes of tensor 'bucket 4' are sent"):
-        plan_from_json(data, problem)
+    with pytest.raises(PaseError) as e:
+        plan_from_json(data, problem, where="b.json")
+    assert e.value.where.startswith("b.json: plan 'fifo'") and "'bucket 4'" in e.value.what
 
 
 def test_times_outside_the_iteration_are_named() -> None:
-    with pytest.raises(PaseError, match=r"tensor 'a': ready_s = 9\.0 lies outside backward"):
+    with pytest.raises(PaseError) as e:
         problem_from_times(name="x", forward_s=1.0, backward_s=2.0, tensors=[("a", 1, 9.0, 0.0)], links=NET)
+    assert "'a'" in e.value.where and "ready_s is 9.0" in e.value.what
 
 
 # --- profiles and layouts --------------------------------------------------------------------------------------
@@ -157,26 +153,23 @@ def test_a_pipedream_profile() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("old", "new", "where", "what"),
     [
-        ("\tnode2 -- node3", "\tnode2 -- node9", "p, line 5: edge to 'node9'"),
-        ("\tnode2 -- node3", "\tnode3 -- node1", "form a cycle"),
-        (
-            "parameter_size=8000000.000",
-            "parameter_size=big",
-            "line 3: layer 'node3' has no number for parameter_size",
-        ),
-        ("forward_compute_time=2.000", "forward_compute_time=-2.000", "line 2"),
-        ("node3 -- Linear", "node1 -- Linear", "line 3: layer 'node1' is listed twice"),
-        ("node2 -- ReLU(inplace) --", "hello", "line 1: neither a layer"),
+        ("\tnode2 -- node3", "\tnode2 -- node9", "p, line 5", "'node9'"),
+        ("\tnode2 -- node3", "\tnode3 -- node1", "p", "cycle"),
+        ("parameter_size=8000000.000", "parameter_size=big", "p, line 3", "parameter_size"),
+        ("forward_compute_time=2.000", "forward_compute_time=-2.000", "p, line 2", "-2.0"),
+        ("node3 -- Linear", "node1 -- Linear", "p, line 3", "'node1'"),
+        ("node2 -- ReLU(inplace) --", "hello", "p, line 1", "hello"),
     ],
 )
-def test_bad_profiles_are_named(old: str, new: str, message: str) -> None:
+def test_bad_profiles_are_named(old: str, new: str, where: str, what: str) -> None:
     text = PROFILE.replace(old, new)
     if new == "\tnode3 -- node1":
         text += "\tnode2 -- node3\n"
-    with pytest.raises(PaseError, match=message):
+    with pytest.raises(PaseError) as e:
         read_pipedream(text, NET, name="p")
+    assert e.value.where == where and what in e.value.what
 
 
 @pytest.mark.data("traces/pipedream_profiles")
@@ -193,7 +186,8 @@ def test_the_shared_profiles(name: str, tensors: int, megabytes: int) -> None:
 
 
 def stepped(**changes: Any) -> PlanData:
-    """Two repeated layers: w gathered over `a` (and again for backward), its gradient scattered then reduced."""
+    """A plan of two repeated layers. w is gathered over `a` for forward and for backward; its gradient is
+    reduce-scattered over `a` and all-reduced over `b`."""
 
     def move(
         kind: Any, tensor: str, axes: str, nbytes: int, times: int, phase: Any, source: str
@@ -257,7 +251,8 @@ def stepped(**changes: Any) -> PlanData:
 
 def test_a_layout() -> None:
     p = communication_problem(stepped(), where="toy")
-    # Each dot: a third of 3 s, its share of the update, and the activation's all-reduce, which nothing hides.
+    # The seconds of each dot: a third of 3 s in forward, its share of the update, and the activation's all-reduce,
+    # which overlaps nothing.
     assert [b.seconds for b in p.blocks] == [1 + 2 + 3, 1 + 2 + 3, 1, 2, 2, 2]
     names = [t.name for t in p.tensors]
     assert names[:4] == [
@@ -282,7 +277,7 @@ def test_a_layout() -> None:
 
 
 def test_stages_of_a_layout_follow_one_another() -> None:
-    """A gather axis by axis, and again for backward: each stage takes what the one before left."""
+    """A gather runs axis by axis, for forward and for backward. Each step takes the result of the one before it."""
     gather, *rest = stepped().collectives
     moved = (gather, replace(gather, axes=("b",), nbytes=16), *rest)
     w = TensorPlan(shape=(), dtype="bfloat16", storage=())
@@ -298,7 +293,7 @@ def test_stages_of_a_layout_follow_one_another() -> None:
 
 
 def test_messages_do_not_wait_for_each_other_in_a_circle() -> None:
-    """Two stages of one kind over the same axes, and two parameters whose stages are swapped, fused where possible."""
+    """Two steps of one kind over the same axes, and two parameters whose steps are swapped, fused if possible."""
     net = link("net", alpha_s=1.0, beta=0.0)
     blocks = (
         ComputeBlock(name="f", phase="forward", seconds=1.0),
@@ -320,15 +315,17 @@ def test_messages_do_not_wait_for_each_other_in_a_circle() -> None:
         p = ScheduleProblem(name="circle", blocks=blocks, tensors=tensors, links=(net,))
         for name in ("ddp", "horovod", "ours", "fifo", "tac"):
             e = evaluate(p, get_policy(name).make(p, Options()))
-            assert e.iteration_s >= 2 + 2  # two stages at the least
+            assert e.iteration_s >= 2 + 2  # at least two messages, one after the other
         assert evaluate(p, get_policy("ours").make(p, Options())).messages < 4 or one != other
 
 
 def test_bad_layouts_are_named() -> None:
-    with pytest.raises(PaseError, match=r"l\.json: .*FLOP"):
+    with pytest.raises(PaseError, match="FLOP") as e:
         communication_problem(stepped(unit="FLOP"), where="l.json")
-    with pytest.raises(PaseError, match=r"l\.json: .*nothing to schedule"):
+    assert e.value.where == "l.json"
+    with pytest.raises(PaseError, match="nothing to schedule") as e:
         communication_problem(stepped(collectives=stepped().collectives[3:]), where="l.json")
+    assert e.value.where == "l.json"
 
 
 def test_links_on_the_command_line(tmp_path: Path) -> None:
@@ -357,5 +354,6 @@ def test_emitters() -> None:
 
 
 def test_a_profile_cannot_command_the_terminal() -> None:
-    with pytest.raises(PaseError, match=r"p, line \d+: a control character"):
+    with pytest.raises(PaseError, match="control character") as e:
         read_pipedream(PROFILE.replace("node3", "node3\x1b[2J", 1), (), name="p")
+    assert e.value.where == "p, line 3"

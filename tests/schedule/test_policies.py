@@ -1,4 +1,4 @@
-"""Each named policy does what its paper says, on cases small enough to follow."""
+"""Each policy does what its paper says, on small cases."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_horovod_sends_at_ticks() -> None:
 
 
 def test_mg_wfbp_merges_what_would_wait_anyway() -> None:
-    """Startup 3: the second gradient is ready 1 s after the first, before the first could have gone out."""
+    """With a startup of 3 s, the second gradient is ready 1 s after the first, before the first could be sent."""
     slow = chain([1.0] * 3, [1.0, 9.0, 1.0], [1, 1, 1], link(alpha_s=3.0))
     assert [len(m.pieces) for m in get_policy("mg_wfbp").make(slow, Options()).messages] == [1, 2]
     cheap = chain([1.0] * 3, [1.0, 9.0, 1.0], [1, 1, 1], link(alpha_s=0.0))
@@ -83,7 +83,7 @@ def test_bytescheduler_partitions_and_is_tuned() -> None:
 
 
 def test_credit_lets_later_needed_bytes_through() -> None:
-    """With credit for two, the second message is accepted before the urgent third is ready."""
+    """With credit for two messages, the link accepts the second message before the urgent third is ready."""
     problem = chain([5.0, 5.0], [3.0, 1.0], [4, 8])
     pieces = [whole(problem, [0]), *(_half(problem, 1, i) for i in (0, 1))]
     costs = []
@@ -112,7 +112,7 @@ def test_us_byte_fills_gaps_and_keeps_only_swaps_that_pay() -> None:
 
 
 def two_machine_flow_shop(m: list[float], p: list[float]) -> ScheduleProblem:
-    """Transfers of m seconds, each freeing one independent block of p seconds; then one block of nothing."""
+    """Transfers of m seconds, each of which frees one independent block of p seconds."""
     layers = [
         Layer(name=f"x{i}", forward_s=c, backward_s=0.0, parameters=((f"x{i}", int(t)),), after=())
         for i, (t, c) in enumerate(zip(m, p, strict=True))
@@ -136,7 +136,7 @@ def test_tac_is_johnsons_rule_and_optimal_on_flow_shops(jobs: list[tuple[int, in
 
 
 def test_the_printed_comparator_is_reversed_and_not_transitive() -> None:
-    """(P, M, M+) = (2,3,3), (1,1,4), (3,2,5): Eq. 6 with ties by M+ is a cycle."""
+    """For (P, M, M+) = (2,3,3), (1,1,4), (3,2,5), Eq. 6 with ties broken by M+ gives a cycle."""
     ops = [(2, 3, 3), (1, 1, 4), (3, 2, 5)]
 
     def before(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
@@ -168,7 +168,7 @@ def test_properties_of_figure_1() -> None:
 
 
 def test_figure_4b_the_pair_that_frees_a_block_goes_first() -> None:
-    """All P are 0: A and B free a block together, C and D only later; M+ decides."""
+    """All P are 0. A and B free a block together, C and D only later, so M+ decides."""
     layers = [
         Layer(name="ab", forward_s=1.0, backward_s=0.0, parameters=(("A", 2), ("B", 2))),
         Layer(name="abc", forward_s=1.0, backward_s=0.0, parameters=(("C", 1),), after=(0,)),
@@ -184,7 +184,7 @@ def test_in_a_chain_tac_and_tic_are_layer_order() -> None:
 
 
 def test_efficiency_and_speedup() -> None:
-    """U = all work, L = the busiest resource: 4 + 4 s of compute, 6 s on the link."""
+    """U is all work and L is the busiest resource: 4 + 4 s of compute, 6 s on the link."""
     problem = chain([2.0, 2.0], [2.0, 2.0], [3, 3])
     plan = BucketPlan(policy="x", messages=(whole(problem, [1]), whole(problem, [0])))
     e = evaluate(problem, plan)
@@ -194,7 +194,8 @@ def test_efficiency_and_speedup() -> None:
 
 
 def test_a_dag_with_many_receives_in_both_forms() -> None:
-    """A branch whose transfer is late must not hold up the other (dataflow), in all-reduce and server form."""
+    """With dataflow, a branch whose transfer is late must not delay the other branch, with all-reduce and with a
+    parameter server."""
     layers = [
         Layer(name="stem", forward_s=1.0, backward_s=1.0, parameters=(("s", 1),)),
         Layer(name="wide", forward_s=1.0, backward_s=1.0, parameters=(("w", 20),), after=(0,)),
@@ -231,7 +232,7 @@ def test_heterogeneous_links_take_their_own_time() -> None:
 
 @pytest.mark.parametrize("name", list(TABLE_1))
 def test_tictac_table_1(name: str) -> None:
-    """The ten models' parameters and MiB."""
+    """The number of parameters and MiB of the ten models."""
     sizes = [n for layer in MODELS[name]() for _, n in layer.parameters]
     assert len(sizes) == TABLE_1[name][0]
     assert sum(sizes) / 2**20 == pytest.approx(TABLE_1[name][1], abs=0.006)
@@ -239,13 +240,14 @@ def test_tictac_table_1(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Inception v1", "ResNet-50 v2", "AlexNet v2"])
 def test_order_matters_as_tictac_says(name: str) -> None:
-    """All pulls ready when the iteration starts, compute as a DAG: TIC is about TAC, both beat a random order."""
+    """All pulls are ready when the iteration starts, and compute is a DAG. TIC is about as good as TAC, and both beat a
+    random order."""
     layers = MODELS[name]()
     rate = sum(n for x in layers for _, n in x.parameters) / sum(x.forward_s for x in layers)
     made = problem_from_layers(layers, (link(beta=1 / rate),), name=name, dataflow=True)
     forward = [b for b in made.blocks if b.phase == "forward"]
     pulls = tuple(replace(t, ready_after=None, lag=0) for t in made.tensors)
-    problem = replace(made, blocks=tuple(forward), tensors=pulls)  # inference: the agent's pass
+    problem = replace(made, blocks=tuple(forward), tensors=pulls)  # inference, with forward only
 
     def efficiency(order: list[int]) -> float:
         messages = tuple(whole(problem, [t]) for t in order)

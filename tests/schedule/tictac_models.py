@@ -1,6 +1,6 @@
 """TicTac's models (its Table 1) by their shapes in TF-slim: parameters, bytes and branches.
 
-Batch norm has an offset and no scale there, which the paper's counts confirm. Times are proportional to
+In TF-slim, batch norm has an offset and no scale, which the paper's counts confirm. Times are proportional to
 multiply-adds.
 """
 
@@ -27,7 +27,7 @@ TABLE_1 = {
 
 @dataclass
 class Net:
-    """Layers as they are added; `at` is the last one, `c` its channels, `hw` its height and width."""
+    """Collects the layers of a model. `at` is the last layer, `c` its channels, `hw` its height and width."""
 
     c: int = 3
     hw: float = 224.0
@@ -37,7 +37,7 @@ class Net:
     def add(self, shapes: dict[str, int], work: float) -> None:
         name = f"l{len(self.layers)}"
         parameters = tuple((f"{name}.{k}", 4 * n) for k, n in shapes.items())
-        # A training step of these models takes about a second on the paper's K80: 1e-11 s a multiply-add.
+        # A training step of these models takes about a second on the paper's K80: 1e-11 s per multiply-add.
         self.layers.append(
             Layer(
                 name=name,
@@ -59,7 +59,7 @@ class Net:
         self.c = c
 
     def branches(self, *branches: list[tuple[int, ...]]) -> None:
-        """Each branch a list of (channels, kernel[, kernel]); channels are concatenated."""
+        """Add parallel branches, each a list of (channels, kernel[, kernel]), and concatenate their channels."""
         start, c, ends, total = self.at, self.c, [], 0
         for branch in branches:
             self.at, self.c = start, c

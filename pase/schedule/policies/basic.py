@@ -1,4 +1,4 @@
-"""What frameworks do by default: wait-free backpropagation, PyTorch DDP, Horovod; and plain priority."""
+"""The defaults of frameworks (wait-free backpropagation, PyTorch DDP, Horovod), and plain priority."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ __all__ = ["ddp", "fifo", "horovod", "priority"]
 
 @register("fifo", "wait-free backpropagation: each tensor alone, as it becomes ready", rank=0)
 def fifo(problem: ScheduleProblem, options: Options) -> BucketPlan:
-    """Poseidon's WFBP: send each gradient the moment it is made. Zhang et al., USENIX ATC 2017."""
+    """Poseidon's WFBP: send each gradient as soon as it is made. Zhang et al., USENIX ATC 2017."""
     messages = [whole(problem, [t], link=fastest_link(problem, t)) for t in ready_order(problem)]
     return BucketPlan(policy="fifo", messages=tuple(messages))
 
 
 @register("priority", "each tensor alone, the ready one needed soonest first", rank=0)
 def priority(problem: ScheduleProblem, options: Options) -> BucketPlan:
-    """P3 without its partitions: non-preemptive priority by next use. Jayarajan et al., MLSys 2019."""
+    """P3 without partitions: non-preemptive priority by next use. Jayarajan et al., MLSys 2019."""
     messages = [whole(problem, [t], link=fastest_link(problem, t)) for t in need_order(problem)]
     return BucketPlan(policy="priority", messages=tuple(messages), dispatch="priority")
 
 
 @register("ddp", "PyTorch DDP: buckets of 1 MiB, then 25 MiB, in ready order; step() waits for all", rank=0)
 def ddp(problem: ScheduleProblem, options: Options) -> BucketPlan:
-    """A bucket closes once its size reaches the limit (never splits a tensor); rebuilt in ready order, as DDP
-    does after its first iteration. Li et al., VLDB 2020; torch/csrc/distributed/c10d/reducer.cpp.
+    """PyTorch DDP: a bucket closes when its size reaches the limit. No tensor is split.
+
+    Buckets follow the ready order, as DDP rebuilds them after its first iteration. Li et al., VLDB 2020;
+    torch/csrc/distributed/c10d/reducer.cpp.
     """
     buckets: list[list[int]] = []
     current: dict[TransferGroup, tuple[list[int], int]] = {}
@@ -49,7 +51,7 @@ def ddp(problem: ScheduleProblem, options: Options) -> BucketPlan:
             closed[group] = closed.get(group, 0) + 1
         else:
             current[group] = (members, size)
-    # A bucket is launched when its last tensor is ready, in bucket order.
+    # DDP launches a bucket when its last tensor is ready, in bucket order.
     messages = [whole(problem, b, link=fastest_link(problem, b[0])) for b in buckets]
     return BucketPlan(policy="ddp", messages=_launched(problem, messages), barrier=_steps(problem))
 
@@ -68,8 +70,10 @@ def _launched(problem: ScheduleProblem, messages: list[Message]) -> tuple[Messag
     rank=0,
 )
 def horovod(problem: ScheduleProblem, options: Options) -> BucketPlan:
-    """Every cycle the ready tensors are fused, in ready order, up to the fusion threshold; Horovod's autotuner
-    walks over both, here by the evaluator. Sergeev & Del Balso, 2018.
+    """Horovod: in every cycle, the ready tensors are fused in ready order, up to the fusion threshold.
+
+    Horovod tunes the cycle and the threshold while it trains; here the evaluator chooses both. Sergeev & Del Balso,
+    2018.
     """
     best: tuple[float, BucketPlan] | None = None
     for cycle_s in (1e-3, 2.5e-3, 5e-3):
@@ -110,5 +114,5 @@ def _horovod(problem: ScheduleProblem, cycle_s: float, limit_bytes: int) -> Buck
 
 
 def _steps(problem: ScheduleProblem) -> bool:
-    """Whether optimizer.step() can be a barrier: nothing is gathered after it for the next forward."""
+    """Whether optimizer.step() can be a barrier: no tensor is gathered after it for the next forward."""
     return not any(t.follows for t in problem.tensors)

@@ -1,7 +1,8 @@
-"""ByteScheduler: partitioned tensors, priority by next use, a credit of bytes in flight; both tuned.
+"""ByteScheduler: partitioned tensors, priority by next use, and a credit of bytes in flight. Peng et al., SOSP 2019.
 
-Peng et al., SOSP 2019. Their tuner is Bayesian because each trial costs seconds of training; an evaluation here
-costs less than a millisecond, so the grid is walked whole and then refined: at least as good a tuning.
+The partition size and the credit are tuned. The paper's tuner is Bayesian because each trial costs seconds of training.
+An evaluation here takes less than a millisecond, so the whole grid is tried and then refined, which tunes at least as
+well.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ __all__ = ["bytescheduler", "partitioned"]
 
 PARTITIONS = tuple(int(MIB * 2.0**k) for k in range(0, 9))
 CREDITS = (1, 2, 4)
-"""In partitions."""
+"""Credits to try, in partitions."""
 MOST_MESSAGES = 4000
 
 
 def partitioned(
     problem: ScheduleProblem, partition_bytes: int, *, order: list[int] | None = None
 ) -> list[Message]:
-    """Each tensor cut into equal pieces of at most that size, one message each, in order of next use."""
+    """Cut each tensor into equal pieces of at most this size, one message each, in order of next use."""
     messages = []
     for t in need_order(problem) if order is None else order:
         nbytes, link = problem.tensors[t].nbytes, fastest_link(problem, t)
@@ -42,7 +43,7 @@ def partitioned(
 
 @register("bytescheduler", "ByteScheduler: partition and credit, priority by next use, tuned")
 def bytescheduler(problem: ScheduleProblem, options: Options) -> BucketPlan:
-    """The best (partition, credit) of a grid, then of the neighbourhood of the best partition."""
+    """The best (partition, credit) of a grid and of the neighbourhood of its best partition."""
     view = plain_view(problem) if problem.is_plain else None
     tried: dict[tuple[int, int], tuple[float, BucketPlan]] = {}
 

@@ -1,15 +1,17 @@
-"""DeFT: knapsacks of communication under forward and backward, paid for by delayed and merged updates.
+"""DeFT: fills forward and backward with communication like knapsacks, and delays and merges updates. Meng & Sun, 2025.
 
-Meng & Sun, 2025. Profiler (`profile`) -> Solver (`solve`) -> Preserver (`pase.schedule.preserver`), with feedback:
-where the Preserver objects, the knapsacks grow and the Solver runs again, up to ten times.
+It consists of the Profiler (`profile`), the Solver (`solve`) and the Preserver (`pase.schedule.preserver`), with
+feedback: if the Preserver fails a plan, the knapsacks grow and the Solver runs again, up to ten times.
 
-Built otherwise than printed:
+Differences from the paper:
 - Algorithm 2 is missing from the paper; `solve` follows its four cases.
-- Problem 2's second capacity is the stage's time over mu, not times mu: here every link has the stage's time, and
-  each bucket its own time on each link.
-- Algorithm 1 ignores when buckets are ready and so overruns backward; `release_aware` (the default) fills a knapsack
-  only with what can be ready in time. The printed one is kept (`release_aware=False`) for the paper's figures.
-- Updates average over the merged batches and skip the optimizer between (the released code steps with zeros and sums).
+- The second capacity of Problem 2 is the stage's time divided by mu, not multiplied. Here every link has the stage's
+  time as capacity, and each bucket has its own time on each link.
+- Algorithm 1 ignores when buckets become ready, so it overruns backward. With `release_aware` (the default), a knapsack
+  takes only buckets that can be ready in time. The printed form (`release_aware=False`) is kept for the paper's
+  figures.
+- Updates average over the merged batches and skip the optimizer in between. The released code steps with zeros, and
+  sums.
 """
 
 from __future__ import annotations
@@ -31,14 +33,16 @@ __all__ = ["Horizon", "Profile", "Send", "deft", "profile", "solve"]
 RETRIES = 10
 GROWTH = 1.2
 HORIZON = 600
-"""Iterations within which the Solver's state must have repeated: a plan repeats itself."""
+"""The Solver's state must repeat within this many iterations, because a plan must be periodic."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Buckets in the order they become ready (DeFT's N … 1). Times in seconds.
+    """Buckets in the order in which they become ready (DeFT's N … 1). Times are in seconds.
 
-    pieces: per bucket; ready_s: from the start of backward; seconds: float64 [buckets, links], inf = not carried.
+    pieces: the pieces of each bucket.
+    ready_s: when each bucket is ready, from the start of backward.
+    seconds: float64 [buckets, links]; inf if the link does not carry the bucket.
     """
 
     pieces: tuple[tuple[Piece, ...], ...]
@@ -50,7 +54,7 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Send:
-    """One bucket of one generation, sent in a phase of an iteration on a link."""
+    """One bucket of one generation of gradients, sent in a phase of an iteration on a link."""
 
     bucket: int
     generation: int
@@ -61,12 +65,16 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True)
 class Horizon:
-    """sends and generations (first, last, applied after) of every generation applied within the horizon."""
+    """The Solver's result.
+
+    sends: everything that is sent. generations: the (first, last, applied after) iterations of every generation of
+    gradients that is applied within the horizon.
+    """
 
     sends: tuple[Send, ...]
     generations: dict[int, tuple[int, int, int]]
     period: tuple[int, int] | None
-    """Iterations [from, to) after which the state repeats."""
+    """The iterations [begin, end) of one period of the state; None if it does not repeat."""
 
     @property
     def updates(self) -> int:
@@ -74,10 +82,10 @@ class Horizon:
 
 
 def profile(problem: ScheduleProblem, partition_bytes: int) -> Profile:
-    """Tensors fused up to the partition size or cut down to it, then cut until the largest fits the least knapsack.
+    """Fuse or cut the tensors to buckets of the partition size, and cut further until each fits the smallest knapsack.
 
-    DeFT III.D: 6.5 M parameters; then every bucket shorter than forward / mu, that is, on every link it may use
-    shorter than forward.
+    DeFT III.D: 6.5 M parameters per bucket. Then every bucket must be shorter than forward / mu, which means shorter
+    than forward on every link that it may use.
     """
     view = plain_view(problem)
     cut = min(t.ready_after or 0 for t in problem.tensors)
@@ -109,15 +117,17 @@ def profile(problem: ScheduleProblem, partition_bytes: int) -> Profile:
 def _cut(
     problem: ScheduleProblem, members: list[int], size: int, partition_bytes: int, forward_s: float
 ) -> list[tuple[Piece, ...]]:
-    """The members as one bucket, or as equal parts short enough for both limits."""
+    """The members as one bucket, or as equal parts that are short enough for both limits."""
     t = members[0]
     parts = -(-size // partition_bytes)
     while max(problem.message_s(k, t, size / parts) for k in problem.links_for(t)) >= forward_s:
         parts += 1
         if parts > 10_000:
             raise Infeasible(
-                f"problem '{problem.name}': no part of tensor '{problem.tensors[t].name}' is sent within forward's "
-                f"{forward_s:.3g} s, so DeFT has no knapsack for it"
+                f"no part of tensor '{problem.tensors[t].name}' can be sent within forward's {forward_s:.3g} s, so "
+                "DeFT has no knapsack for it",
+                where=f"problem '{problem.name}'",
+                fix="use another policy",
             )
     edges = np.linspace(0, size, parts + 1).round().astype(int).tolist()
     out: list[list[Piece]] = [[] for _ in range(parts)]
@@ -137,7 +147,10 @@ Chosen = dict[int, int]
 
 
 def _knapsack(p: Profile, items: Sequence[int], room: np.ndarray) -> Chosen:
-    """Knapsacks by rising capacity (in units of the fastest link), items by falling time, first fit: O(N M)."""
+    """Greedy multi-knapsack in O(N M): knapsacks by rising capacity, items by falling time, first fit.
+
+    Capacities are compared in units of the fastest link.
+    """
     relative = np.asarray([np.median(p.seconds[:, k] / p.seconds.min(1)) for k in range(room.size)])
     chosen: Chosen = {}
     left = room.copy()
@@ -155,7 +168,7 @@ def _worth(p: Profile, chosen: Chosen) -> float:
 
 
 def _printed_recursive(p: Profile, items: Sequence[int], room: np.ndarray) -> Chosen:
-    """Algorithm 1 as printed: drop the first-ready bucket and the backward time after it, or do not."""
+    """Algorithm 1 as printed: try to drop the first-ready bucket together with the backward time after it."""
     best: Chosen = {}
     left = room.copy()
     for start in range(len(items)):
@@ -170,11 +183,11 @@ def _printed_recursive(p: Profile, items: Sequence[int], room: np.ndarray) -> Ch
 
 
 def _released(p: Profile, items: Sequence[int], room: np.ndarray, end_s: float) -> Chosen:
-    """What can be sent by end_s given when each bucket is ready, longest total first.
+    """The buckets to send by end_s with the largest total time, considering when each becomes ready.
 
-    Sending in order of readiness is optimal for a common deadline, so a set fits a link iff it does in that order.
-    Slow links first, as in the knapsack; on each, a dynamic program over (finish, worth) pairs none of which is
-    beaten in both.
+    Sending in order of readiness is optimal for a common deadline, so a set fits a link if and only if it fits in that
+    order. Slow links come first, as in the knapsack. On each link, a dynamic program keeps the (finish, worth) pairs
+    that no other pair dominates.
     """
     chosen: Chosen = {}
     for k in np.argsort(-np.median(p.seconds, axis=0), kind="stable").tolist():
@@ -196,7 +209,7 @@ def _released(p: Profile, items: Sequence[int], room: np.ndarray, end_s: float) 
 def _undominated(
     states: list[tuple[float, float, tuple[int, ...]]], most: int = 256
 ) -> list[tuple[float, float, tuple[int, ...]]]:
-    """States that finish earlier than every one of more worth; thinned evenly beyond `most`."""
+    """The states that no other state dominates in finish and worth. If there are more than `most`, a uniform sample."""
     states.sort(key=lambda s: (s[0], -s[1]))
     kept: list[tuple[float, float, tuple[int, ...]]] = []
     for s in states:
@@ -216,9 +229,11 @@ def solve(
     iterations: int = HORIZON,
     stop: bool = True,
 ) -> Horizon:
-    """The two queues and four cases, iteration by iteration, until the state repeats.
+    """Run the Solver's two queues and four cases, iteration by iteration, until the state repeats.
 
-    capacity: factor on the knapsacks, which the Preserver's feedback raises; stop: once the period is known.
+    capacity: factor on the knapsacks, which the Preserver's feedback raises.
+    release_aware: whether knapsacks consider when buckets become ready.
+    stop: whether to stop when the period is known.
     """
     links = p.seconds.shape[1]
     forward, backward = np.full(links, p.forward_s * capacity), np.full(links, p.backward_s * capacity)
@@ -257,11 +272,11 @@ def solve(
             future_first = it
         k_future += 1
         fits = _knapsack(p, current, backward)
-        if len(fits) < len(current):  # case 2: this iteration's gradients join those kept
+        if len(fits) < len(current):  # case 2: this iteration's gradients are merged with those kept
             send(fits, generation, it, "backward")
             current = [i for i in current if i not in fits]
             continue
-        send(fits, generation, it, "backward")  # case 3, or nothing in case 4
+        send(fits, generation, it, "backward")  # case 3; in case 4 there is nothing to send
         if k_current:
             generations[generation] = (*last_of[generation], it)
         room = backward.copy()
@@ -277,7 +292,7 @@ def solve(
 
 
 def to_plan(problem: ScheduleProblem, p: Profile, solution: Horizon) -> BucketPlan:
-    """The steady period as a bucket plan; iterations count from the period's start."""
+    """The steady period as a bucket plan. Iterations are counted from the start of the period."""
     assert solution.period is not None
     begin, end = solution.period
     chosen = [g for g, (_, last, _) in solution.generations.items() if begin <= last < end]
@@ -316,7 +331,7 @@ def to_plan(problem: ScheduleProblem, p: Profile, solution: Horizon) -> BucketPl
     delays=True,
 )
 def deft(problem: ScheduleProblem, options: Options) -> BucketPlan:
-    """The Solver's plan at the smallest capacity that the Preserver, and the staleness allowed, let pass."""
+    """The Solver's plan at the smallest capacity that passes the Preserver and keeps to the allowed staleness."""
     walk = options.walk or TrainingState()
     p = profile(problem, options.partition_elements * 4)
     best: tuple[BucketPlan, Verdict, int] | None = None
@@ -336,11 +351,14 @@ def deft(problem: ScheduleProblem, options: Options) -> BucketPlan:
         larger = f"even with knapsacks {GROWTH**RETRIES:.1f} times as large"
         if not stale:
             raise Infeasible(
-                f"DeFT on '{problem.name}' does not repeat itself within {HORIZON} iterations, {larger}"
+                f"DeFT's schedule does not repeat within {HORIZON} iterations, {larger}",
+                where=f"problem '{problem.name}'",
+                fix="use another policy",
             )
         raise Infeasible(
-            f"DeFT on '{problem.name}' needs gradients at least {min(stale)} iterations old, {larger}; allowed are "
-            f"{options.staleness}. Try --staleness {min(stale)}"
+            f"DeFT needs gradients at least {min(stale)} iterations old, {larger}, but {options.staleness} are allowed",
+            where=f"problem '{problem.name}'",
+            fix=f"allow them with --staleness {min(stale)}",
         )
     plan, verdict, retry = best
     detail = {

@@ -1,4 +1,4 @@
-"""MG-WFBP: merge a gradient into the next where the startup saved outweighs the wait. Shi et al., 2019."""
+"""MG-WFBP: merges a gradient into the next one if the startup saved outweighs the wait. Shi et al., 2019."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ __all__ = ["mg_wfbp"]
 
 @register("mg_wfbp", "MG-WFBP: merge gradients where a startup saved outweighs the wait")
 def mg_wfbp(problem: ScheduleProblem, options: Options) -> BucketPlan:
-    """Walk the tensors in ready order with the link's clock; merge the pending bucket into the next tensor when
-    that is ready before the bucket could start, or less than a startup after. Any cost curve serves: its value
-    at no bytes is alpha.
+    """Go through the tensors in ready order and keep track of the link's time.
+
+    The pending bucket is merged with the next tensor if that is ready before the bucket can start, or less than one
+    startup later. This works with any cost curve: alpha is its value at 0 bytes.
     """
     ready = ready_s(problem)
     buckets: list[list[int]] = []
@@ -24,7 +25,7 @@ def mg_wfbp(problem: ScheduleProblem, options: Options) -> BucketPlan:
     for t in ready_order(problem):
         if members:
             link = fastest_link(problem, members[0])
-            # start: when the pending bucket could begin; it is merged, or sent and the clock moves on.
+            # start: when the pending bucket can begin. It is either merged or sent at that time.
             start = max(link_free, float(ready[members[-1]]))
             seconds = problem.message_s(link, members[0], size)
             alpha = problem.links[link].curve_for(problem.tensors[members[0]].axes).startup_s

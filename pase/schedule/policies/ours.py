@@ -1,4 +1,4 @@
-"""Ours: fusion, partition, order and link at once, with a lower bound and the gap."""
+"""The policy ours: optimizes fusion, partition, order and link together, and gives a lower bound and the gap."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from pase.schedule.types import ScheduleProblem
 __all__ = ["ours"]
 
 AUTO_EXACT_TENSORS = 8
-"""mode="auto" tries for a proof up to this many tensors."""
+"""mode="auto" uses the exact solver for up to this many tensors."""
 
 
 @register("ours", "fusion + partition + order + link at once, with a lower bound and the gap", rank=2)
 def ours(problem: ScheduleProblem, options: Options) -> BucketPlan:
-    """The best plan found and, in detail, bound_s, gap, proven and how it was found."""
+    """The best plan found. Its detail has bound_s, gap, proven, and how it was found."""
     if options.mode not in ("auto", "fast", "exact"):
-        raise PaseError(f"mode '{options.mode}' is not one of auto, fast, exact")
+        raise PaseError(
+            f"there is no mode '{options.mode}'", where="--mode", fix="choose auto, fast or exact"
+        )
     if not problem.tensors:
         return BucketPlan(policy="ours", messages=(), detail={"bound_s": problem.compute_s, "gap": 0.0})
     if problem.is_plain:
@@ -41,8 +43,9 @@ def ours(problem: ScheduleProblem, options: Options) -> BucketPlan:
     else:
         if options.mode == "exact":
             raise PaseError(
-                f"problem '{problem.name}' is not plain gradient synchronisation (it has gathers, pulls or dataflow "
-                f"compute), which exact mode does not cover; use mode fast"
+                "exact mode is for plain gradient synchronisation, and the problem has gathers, pulls or dataflow",
+                where=f"problem '{problem.name}'",
+                fix="use mode fast",
             )
         plan, cost, bound = general_plan(problem, warm_starts=options.warm_starts)
         how, proven = "general", cost <= bound * (1 + PROVEN)
@@ -54,8 +57,9 @@ def ours(problem: ScheduleProblem, options: Options) -> BucketPlan:
 
 
 def _delayed(problem: ScheduleProblem, sync: BucketPlan, cost: float, options: Options) -> BucketPlan:
-    """The shortest iteration among the plain plan, merges and delays, and DeFT's, that the Preserver lets pass; of
-    equals, the one that updates most often, then the freshest.
+    """The plan with the shortest iteration that passes the Preserver: plain, merged, delayed, or DeFT's.
+
+    Among equals, it is the one that updates most often, then the one with the smallest staleness.
     """
     walk = options.walk or TrainingState()
     candidates = [(cost, sync), *delayed_plans(problem, sync, options.staleness)]

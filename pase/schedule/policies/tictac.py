@@ -1,10 +1,10 @@
-"""TicTac: order the receives of a DAG by structure (TIC) or by times (TAC). Hashemi et al., MLSys 2019.
+"""TicTac: orders the receives of a DAG by its structure (TIC) or by times (TAC). Hashemi et al., MLSys 2019.
 
-Two of the paper's statements are not built as printed. Algorithm 3's comparator is reversed against its own
-Eq. 6 (Eq. 6 is right: A first iff min(P_B, M_A) < min(P_A, M_B)); and the comparator is not transitive, though
-the paper says so, hence "the minimum" is ill defined. Eq. 6 is Johnson's rule for two machines: transfers with
-M < P first, by rising M, then the rest by falling P. That is a total preorder, and is what `tac_order` sorts by;
-ties go to the smaller M+, then to the order of the blocks.
+This module deviates from the paper in two points. First, the comparator of Algorithm 3 is the reverse of Eq. 6; Eq. 6
+is correct (A goes first if and only if min(P_B, M_A) < min(P_A, M_B)). Second, the comparator is not transitive,
+although the paper claims it, so "the minimum" is not well defined. Eq. 6 is Johnson's rule for two machines: transfers
+with M < P first, by rising M, then the others by falling P. This is a total preorder, and `tac_order` sorts by it. Ties
+go to the smaller M+, then to the order of the blocks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ __all__ = ["dependencies", "parameter_server", "tac", "tac_order", "tic", "tic_o
 
 
 def parameter_server(problem: ScheduleProblem, *, push: Link, pull: Link) -> ScheduleProblem:
-    """The problem with each all-reduce as a push after backward and a pull before the next forward.
+    """The problem in which each all-reduce is a push after backward and a pull before the next forward.
 
-    push and pull are the two directions of the worker's channel; every pull of an iteration becomes ready once
-    its own push has arrived.
+    push and pull are the two directions of the worker's channel. A pull becomes ready when its push has arrived.
     """
     if any(t.lag != 1 or t.follows for t in problem.tensors):
-        raise PaseError(f"problem '{problem.name}' is not plain gradients; it has no parameter-server form")
+        raise PaseError(
+            "the problem is not plain gradient synchronisation, so it has no parameter-server form",
+            where=f"problem '{problem.name}'",
+            fix="give a problem with gradients only",
+        )
     pushes = [
         replace(t, name=f"{t.name}.push", kind="push", axes=AxisGroup(("push",)), needed_before=None)
         for t in problem.tensors
@@ -56,7 +59,7 @@ def parameter_server(problem: ScheduleProblem, *, push: Link, pull: Link) -> Sch
 
 
 def dependencies(problem: ScheduleProblem) -> np.ndarray:
-    """op.dep as bool [blocks, tensors]: the transfers each block waits for, directly or through other blocks."""
+    """The paper's op.dep as bool [blocks, tensors]: the transfers that a block waits for, directly or indirectly."""
     blocks: tuple[ComputeBlock, ...] = problem.blocks
     dep = np.zeros((len(blocks), len(problem.tensors)), bool)
     for i, t in enumerate(problem.tensors):
@@ -72,10 +75,10 @@ def dependencies(problem: ScheduleProblem) -> np.ndarray:
 def update_properties(
     dep: np.ndarray, block_s: np.ndarray, transfer_s: np.ndarray, outstanding: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(P, M+) of every outstanding transfer, Algorithm 1. outstanding: bool [tensors].
+    """(P, M+) of every outstanding transfer; Algorithm 1. outstanding: bool [tensors].
 
-    P: compute that only this transfer holds back; M+: the least communication that frees a block which waits for
-    this and at least one other.
+    P is the compute that waits only for this transfer. M+ is the least communication that frees a block which waits for
+    this transfer and at least one other.
     """
     d = dep & outstanding
     count, m = d.sum(1), d @ transfer_s
@@ -92,9 +95,10 @@ def _receives(problem: ScheduleProblem) -> list[int]:
 
 
 def tic_order(problem: ScheduleProblem) -> list[int]:
-    """Receives by M+ under the general time oracle (1 per transfer, 0 per block).
+    """The receives sorted by M+ under the general time oracle (1 per transfer, 0 per block).
 
-    The paper leaves ties open (in a chain the first two transfers always tie); block order settles them.
+    The paper does not say how to break ties, and in a chain the first two transfers always tie. Here the order of the
+    blocks breaks them.
     """
     dep = _distinct(dependencies(problem))
     n = len(problem.tensors)
@@ -103,7 +107,7 @@ def tic_order(problem: ScheduleProblem) -> list[int]:
 
 
 def tac_order(problem: ScheduleProblem) -> list[int]:
-    """Receives in the order TAC sends them: at each step Johnson's first, with P and M+ brought up to date."""
+    """The receives in TAC's order: at each step the first by Johnson's rule, with P and M+ updated."""
     dep = dependencies(problem)
     block_s = np.asarray([b.seconds for b in problem.blocks])
     transfer_s = np.asarray(
@@ -112,7 +116,7 @@ def tac_order(problem: ScheduleProblem) -> list[int]:
     left = dict.fromkeys(_receives(problem))
     count = dep.sum(1)
     waits = dep @ transfer_s
-    names = dep @ np.arange(dep.shape[1])  # where one transfer is outstanding, this is its index
+    names = dep @ np.arange(dep.shape[1])  # if exactly one transfer is outstanding, this is its index
     outstanding = np.ones(dep.shape[1], bool)
     order: list[int] = []
     while left:
@@ -151,7 +155,7 @@ def _distinct(dep: np.ndarray) -> np.ndarray:
 
 
 def _plan(problem: ScheduleProblem, policy: str, receives: list[int]) -> BucketPlan:
-    """Sends in the order they become ready, receives by priority; each link takes the first that is ready."""
+    """Sends in the order in which they become ready, then receives by priority; each link takes the first ready one."""
     chosen = set(receives)
     order = [t for t in ready_order(problem) if t not in chosen] + receives
     messages = tuple(whole(problem, [t], link=fastest_link(problem, t)) for t in order)

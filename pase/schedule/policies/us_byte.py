@@ -1,4 +1,4 @@
-"""US-Byte: unequal-sized tensor blocks, then a greedy search over the order. Gao et al., TPDS 2023."""
+"""US-Byte: tensor blocks of unequal size, then a greedy search over the order. Gao et al., TPDS 2023."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from pase.schedule.view import fastest_link, need_order, plain_view
 __all__ = ["us_byte"]
 
 BLOCK_BYTES = 1 * MIB
-"""The basic block S_p; a message is a whole number of them."""
+"""The basic block S_p. A message is a multiple of it."""
 PASSES = 2
 
 
 @register("us_byte", "US-Byte: blocks sized to the gaps of backward, then a greedy order", plain_only=True)
 def us_byte(problem: ScheduleProblem, options: Options) -> BucketPlan:
-    """Phase 1: while backward runs, whenever the link is free, the ready layer needed soonest sends as many basic
-    blocks as fit before the next gradient (at least one). Phase 2: what is left, one message a layer, in order of
-    next use; then, from the last layer down, a layer's priority is raised while the iteration shortens.
+    """US-Byte's two phases.
+
+    Phase 1: while backward runs, whenever the link is free, the ready layer that is needed soonest sends as many basic
+    blocks as fit before the next gradient, at least one. Phase 2: the rest of each layer is one message, in order of
+    next use. Then, from the last layer down, a layer's priority is raised while this shortens the iteration.
     """
     view = plain_view(problem)
     messages: list[Message] = []
@@ -64,7 +66,7 @@ def us_byte(problem: ScheduleProblem, options: Options) -> BucketPlan:
 def _fill(
     problem: ScheduleProblem, link: int, tensors: list[int], ready: np.ndarray
 ) -> tuple[list[Message], list[Message]]:
-    """Phase 1's messages in order of sending, and phase 2's. ``tensors`` are in order of next use."""
+    """The messages of phase 1 in the order of sending, and those of phase 2. tensors: in order of next use."""
     place = {t: i for i, t in enumerate(tensors)}
     coming = sorted(tensors, key=lambda t: (ready[t], place[t]))
     backward_end = float(max(ready[t] for t in tensors))
@@ -102,7 +104,7 @@ def _fill(
 
 
 def _blocks(curve: SendTime, gap_s: float) -> int:
-    """ceil((gap - alpha) / (beta S_p)), at least 1; a table's beta is its rise over one block."""
+    """ceil((gap - alpha) / (beta S_p)), at least 1. The beta of a table is its rise over one block."""
     beta = curve.seconds_for(2 * BLOCK_BYTES) - curve.seconds_for(BLOCK_BYTES)
     if gap_s <= curve.startup_s:
         return 1
