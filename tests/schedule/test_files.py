@@ -114,8 +114,8 @@ def broken(path: list[Any], value: Any) -> dict[str, Any]:
 def test_bad_problems_are_named(data: Any, where: str, what: str) -> None:
     with pytest.raises(PaseError) as e:
         problem_from_json(data, where="x.json")
-    place = str(e.value).removesuffix(f"; {e.value.fix}")  # some errors of files have the place in their text
-    assert place.startswith("x.json: ") and where in place and what in place
+    fault = f"{e.value.where}: {e.value.what}"  # an error of a form has the place within the file in `what`
+    assert fault.startswith("x.json: ") and where in fault and what in fault
 
 
 def test_bad_plans_are_named() -> None:
