@@ -245,7 +245,7 @@ class _Retensored:
                 else "all"
             )
             + (" are measured at their new shape" if not share else "")
-            + f"; {light} other kernels scaled with what they read, update ×{update:.3g}; {moved}"
+            + f"; {light} other kernels scaled with their operands, update ×{update:.3g}; {moved}"
         )
         return out, {"method": "shapes", "note": note, "scaled_by_roofline": float(share)}
 
@@ -376,7 +376,7 @@ class _Retensored:
         return cost[1] / cost[0] if cost[0] > 0 else 1.0
 
     def _update(self) -> float:
-        """Scales the update's kernels and the gradient all-reduces by the parameter bytes per device.
+        """Scales the update's kernels and the gradient collectives by the parameter bytes per device.
 
         Returns the ratio.
         """
@@ -460,7 +460,7 @@ class _Retensored:
         s = self.s
         mine = [i for i, p in self.pair.items() if p.node == node and s.phase[i] == phase]
         if mine and phase == StepPhase.BACKWARD:
-            # A product has two gradient products. A collective that waits for both goes after the second.
+            # A product has two gradient products. The collective goes after the second one, when both have run.
             mine = mine[1::2] if len(mine) == 2 * times * s.micro_batches else mine
         if mine:
             return mine

@@ -198,6 +198,7 @@ def _tasks(g: DataflowGraph, problem: ScheduleProblem) -> np.ndarray:
         raise PaseError(
             "it belongs to another run, because it has more collectives than this one",
             where=f"profile '{problem.name}'",
+            fix="make the profile from this run's traces",
         )
     first = by_rank[0][place]
     named = _occurrences(g, by_rank[0])
@@ -394,13 +395,16 @@ def _waiting_ops(
         name = g.task_name(task)
         if g.kind[task] not in GPU_KINDS or g.kind[task] == COLLECTIVE:
             raise PaseError(
-                "under this bucket plan it would wait for a message that waits for it", where=f"'{name}'"
+                "under this bucket plan it would wait for a message that waits for it",
+                where=f"'{name}'",
+                fix="choose another bucket plan",
             )
         if not FUSIBLE.search(name):
             raise PaseError(
                 "under this bucket plan it would have to wait for a message that is sent after it, and it is not an "
                 "elementwise op whose work could be moved",
                 where=f"'{name}'",
+                fix="choose another bucket plan",
             )
         target = next(
             (b for a, b, _, _ in rows if a == message and b < len(g) and g.kind[b] in GPU_KINDS), None
@@ -409,6 +413,7 @@ def _waiting_ops(
             raise PaseError(
                 "under this bucket plan it waits for a message that no other op waits for, so its work cannot be moved",
                 where=f"'{name}'",
+                fix="choose another bucket plan",
             )
         out.append((task, target))
     return out

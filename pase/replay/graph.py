@@ -154,7 +154,7 @@ def csr(g: DataflowGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns (ptr [tasks + 1], dst, lag) with edges ordered by source. Raises PaseError if an edge is out of range."""
     n = len(g)
     if len(g.src) and (min(g.src.min(), g.dst.min()) < 0 or max(g.src.max(), g.dst.max()) >= n):
-        raise PaseError(f"an edge of the graph points outside its {n} tasks")
+        raise PaseError(f"an edge of the graph has an end that is not one of its {n} tasks")
     order = np.argsort(g.src, kind="stable")
     ptr = np.zeros(n + 1, dtype=np.int64)
     np.cumsum(np.bincount(g.src, minlength=n), out=ptr[1:])
@@ -175,7 +175,7 @@ def launching_calls(g: DataflowGraph) -> dict[int, int]:
 def twins(g: DataflowGraph) -> dict[object, dict[int, int]]:
     """Returns, for each set of tasks that differ only in their rank, rank → task.
 
-    The key of such a set is the tasks' key without the rank.
+    The key of such a set is the tasks' key without the rank, which comes before names and counts in a task's key.
     """
     out: dict[object, dict[int, int]] = {}
     rank = g.rank.tolist()

@@ -170,6 +170,7 @@ def _fit_memory(
             f"no memory pass fits {limit / 2**30:.2f} GiB: {least.name} still needs "
             f"{least.peak_bytes / 2**30:.2f} GiB",
             where="--memory-limit",
+            fix="raise the limit",
         )
     return min(fitting, key=lambda o: o.iteration_ns), options
 

@@ -229,7 +229,11 @@ def apply(
             found = np.array([bool(re.search(pattern, n)) for n in g.names])[g.name]
             mine = found & on_stream(g.kind)
             if not mine.any():
-                raise PaseError("no device op has a name that matches", where=f"what-if op:{pattern}")
+                raise PaseError(
+                    "no device op has a name that matches",
+                    where=f"what-if op:{pattern}",
+                    fix="give a regular expression that matches a name in the trace",
+                )
             duration[mine] *= value
         elif name == "balance":
             g = _balanced(g)

@@ -29,7 +29,7 @@ CAUSES = {
     "allocator": "idle: the CPU was in the driver's memory allocator",
     "data": "idle: the CPU was loading data",
     "stream": "idle: between ops that were queued, event and stream latencies included",
-    "unexplained": "idle: nothing in the trace says why the next op had not begun",
+    "unexplained": "idle: nothing in the trace shows why the next op had not begun",
 }
 """The causes, with their descriptions. Every moment of an iteration has the first cause that applies, in this order."""
 

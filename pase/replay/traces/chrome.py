@@ -182,7 +182,11 @@ def _read_header(stream: BoundedReader, path: Path) -> JsonObject:
             what = f"the file is empty or not readable ({stream.broken or 'no bytes'})"
             raise PaseError(what, where=str(path)) from e
         raise PaseError(f"not a JSON trace: {stream.broken or _short(e)}", where=str(path)) from e
-    raise PaseError('it has no "traceEvents", so it is not a Chrome-format trace', where=str(path))
+    raise PaseError(
+        'it has no "traceEvents", so it is not a Chrome-format trace',
+        where=str(path),
+        fix="give a trace of torch.profiler or jax.profiler",
+    )
 
 
 def _short(e: Exception) -> str:

@@ -315,14 +315,14 @@ def read_small_json(path: Path, limit: int = 1 << 30) -> Any:
         while chunk := stream.read():
             parts.append(chunk)
     if stream.broken:
-        raise PaseError(f"the file is cut or damaged ({stream.broken})", where=str(path))
+        raise PaseError(
+            f"the file is cut or damaged ({stream.broken})", where=str(path), fix="write it again"
+        )
     return parse_json(b"".join(parts), str(path))
 
 
 def read_member(archive: zipfile.ZipFile, name: str, limit: int = 512 << 20) -> bytes:
-    """Reads one member of a zip archive. Raises PaseError if it has more than ``limit`` bytes, whatever its header
-    says.
-    """
+    """Reads one member of a zip archive. Raises PaseError if it really has more than ``limit`` bytes."""
     where = f"{archive.filename}:{name}"
     try:
         info = archive.getinfo(name)
