@@ -143,7 +143,7 @@ def test_sampled_traces_are_read_and_paired() -> None:
     files = sorted((TRACES / "hta").glob("trace_filter_sampled_rank-*"))
     t = align(load(files))
     assert t.ranks == (0, 1)
-    assert any("126 of 128 ranks left no trace" in str(p) for p in t.problems)
+    assert any("126 of 128 ranks have no trace" in str(p) for p in t.problems)
     matches, _ = match_collectives(t)
     assert matches
 
