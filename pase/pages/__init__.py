@@ -1,1 +1,2 @@
-"""Pages of HTML: one file each, no network, light and dark, for phones, keyboards and screen readers."""
+"""HTML pages, each in one file that needs no network. They have light and dark themes, and work on phones, with keyboards
+and with screen readers."""

@@ -1,4 +1,4 @@
-"""Charts as SVG that need no script: points under a roofline, and areas stacked over time."""
+"""SVG charts without scripts: points under a roofline, and areas stacked over time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ _LEFT, _BOTTOM, _TOP, _RIGHT = 78, 40, 24, 30
 
 @dataclass(frozen=True, kw_only=True)
 class WorkPoint:
-    """A piece of work: FLOPs per byte, FLOPs per second, its share of the whole (its area). title: shown to the reader.
-    node: the page's node that it belongs to."""
+    """A piece of work in a roofline chart.
+
+    intensity: FLOPs per byte. rate: FLOPs per second. share: its fraction of the total time, which is the point's area.
+    title: the text that is shown for the point. node: the page's node that it belongs to.
+    """
 
     intensity: float
     rate: float
@@ -28,7 +31,7 @@ class WorkPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Roof:
-    """Work is limited to ``rate`` FLOP/s, and to what ``bandwidth`` bytes/s allow at its intensity."""
+    """A limit for work: ``rate`` FLOP/s, or what ``bandwidth`` bytes/s allow at the work's intensity."""
 
     name: str
     rate: float
@@ -40,7 +43,8 @@ def _decades(low: float, high: float) -> tuple[int, int]:
 
 
 def _engineering(x: float) -> str:
-    """
+    """The number with three digits and the prefix of its power of 1000.
+
     >>> _engineering(3.35e12), _engineering(1e15), _engineering(0.1)
     ('3.35 T', '1 P', '0.1')
     """
@@ -51,7 +55,7 @@ def _engineering(x: float) -> str:
 
 
 def roofline(points: Sequence[WorkPoint], roofs: Sequence[Roof]) -> str:
-    """Both axes are logarithmic. Raises ValueError if there are no points."""
+    """A roofline chart with logarithmic axes. Raises ValueError if there are no points."""
     across = [p.intensity for p in points] + [r.rate / r.bandwidth for r in roofs]
     rates = [p.rate for p in points] + [r.rate for r in roofs]
     x0, x1 = _decades(min(across), max(across) * 1.5)
@@ -72,7 +76,7 @@ def roofline(points: Sequence[WorkPoint], roofs: Sequence[Roof]) -> str:
         out.append(
             f"<text x='{_LEFT - 6}' y='{y(10.0**d) + 4:.1f}' text-anchor='end'>{_engineering(10.0**d)}</text>"
         )
-    out.append(f"<text x='{_WIDE / 2}' y='{_HIGH - 4}' text-anchor='middle'>FLOP a byte moved</text>")
+    out.append(f"<text x='{_WIDE / 2}' y='{_HIGH - 4}' text-anchor='middle'>FLOP per byte moved</text>")
     out.append(f"<text x='14' y='{_HIGH / 2}' transform='rotate(-90 14 {_HIGH / 2})'>FLOP/s</text>")
     for r in roofs:
         knee, low = r.rate / r.bandwidth, max(10.0**x0, 10.0**y0 / r.bandwidth)
@@ -99,8 +103,11 @@ def areas(
     value: str = "GiB",
     end: str = "",
 ) -> str:
-    """Layers (name, colour, one value a time) stacked from the bottom up, over times that do not fall; limits: lines
-    (name, value). value: the unit written next to the axis. end: the label at the last time."""
+    """A chart of areas that are stacked from the bottom up.
+
+    times: the times, which must not fall. layers: (name, colour, a value for each time). limits: (name, value) of
+    horizontal lines. label: the chart's accessible name. value: the unit on the axis. end: the label of the last time.
+    """
     most = max([*(sum(v[i] for *_, v in layers) for i in range(len(times))), *(v for _, v in limits)]) or 1.0
     whole = times[-1] or 1.0
 
@@ -129,13 +136,13 @@ def areas(
         out.append(
             f"<text x='{_WIDE - _RIGHT - 4}' y='{y(v) + 15:.1f}' text-anchor='end'>{escape(name)}</text>"
         )
-    out.append(f"<text x='{_LEFT}' y='{_HIGH - 18}'>begin of the step</text>")
+    out.append(f"<text x='{_LEFT}' y='{_HIGH - 18}'>start of the step</text>")
     out.append(f"<text x='{_WIDE - _RIGHT}' y='{_HIGH - 18}' text-anchor='end'>{escape(end)}</text>")
     return "".join([*out, "</svg>"])
 
 
 def _nice(x: float) -> float:
-    """The smallest of 1, 2 or 5 times a power of ten that is at least x.
+    """The smallest number of the form 1, 2 or 5 times a power of ten that is at least x.
 
     >>> _nice(0.013), _nice(34)
     (0.02, 50.0)

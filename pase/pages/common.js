@@ -1,5 +1,5 @@
 "use strict";
-/* What every widget needs. Text from the data goes into the page as text, never as markup. */
+/* Helpers for all widgets. Text from the data goes into the page as text, never as markup. */
 const data = JSON.parse(document.getElementById("data").textContent);
 
 function el(tag, attributes = {}, ...children) {
@@ -35,7 +35,7 @@ function bytes(value) {
 
 const count = (n) => n.toLocaleString("en");
 
-/* Canvases ask for a colour of the sheet by its name; an element resolves light and dark. */
+/* The colour of the style sheet with this name, for canvases. A hidden element resolves light and dark. */
 const probe = el("span", { hidden: true });
 document.body.append(probe);
 function colour(name) {
@@ -61,7 +61,7 @@ theme.addEventListener("click", () => {
 });
 theme.textContent = matchMedia("(prefers-color-scheme: dark)").matches ? "Light" : "Dark";
 
-/* A canvas as large as its box, sharp on fine screens; draw(context, width, height) in CSS pixels. */
+/* Fit a canvas to its box, sharp on high-resolution screens; draw(context, width, height) is in CSS pixels. */
 function fitted(canvas, height, draw) {
   const width = canvas.clientWidth;
   if (!width) return;
@@ -77,7 +77,7 @@ function fitted(canvas, height, draw) {
   draw(context, width, height);
 }
 
-/* The section that is read is marked in the list of sections. */
+/* Mark the section that is being read in the list of sections. */
 const links = new Map([...document.querySelectorAll("nav a")].map((a) => [a.hash.slice(1), a]));
 const reading = new IntersectionObserver(
   (seen) => {

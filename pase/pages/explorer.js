@@ -1,7 +1,7 @@
-/* The model as a graph that unfolds, a layer in full, and which device holds what and talks to whom. */
+/* The explorer: the model as a graph that unfolds, the details of a layer, and a map of what each device holds and which devices communicate. */
 function explorer(root) {
   const nodes = data.nodes, moves = data.moves, shown = data.order, stages = data.stages;
-  /* Stages of a rank that have a node, and how a stage splits it. Without stages there is one, of all devices. */
+  /* The stages of a rank that have a node, and how a stage splits the node. Without stages, there is one stage with all devices. */
   const stagesWith = (i, rank) => (stages ? (stages.of[i] ?? stages.list.map((_, k) => k)).filter((k) => stages.list[k].rank === rank) : [0]);
   const splitIn = (i, stage) => (stages && stages.splits[stages.list[stage].splits][i]) || nodes[i].split;
   const whole = Math.max(...shown.map((i) => sum(nodes[i].cost)), 0);
@@ -60,7 +60,7 @@ function explorer(root) {
     tree.replaceChildren(arcs(gutter), ...made);
     if (focus && chosen) { const k = rows.indexOf(chosen); made[k]?.focus({ preventScroll: true }); made[k]?.scrollIntoView({ block: "nearest" }); }
   }
-  /* What reads what, between the rows that are seen; orange where the reading moves data between devices. */
+  /* Lines from producers to readers, between the visible rows; orange if the edge moves data between devices. */
   function arcs(gutter) {
     const NS = "http://www.w3.org/2000/svg", H = 28, row = new Map(), seen = new Map();
     rows.forEach((r, k) => { if (!r.children || !r.open) leaves(r).forEach((i) => row.set(i, k)); });
@@ -114,7 +114,7 @@ function explorer(root) {
     search.focus();
   }
 
-  /* Of a split, what is work or storage: what is pending is a gradient's, what is state an optimizer's. */
+  /* A split without some dims. "pending" is for partial sums of gradients, "state" for the optimizer's state. */
   const without = (split, ...dims) => Object.fromEntries(Object.entries(split).filter(([d]) => !dims.includes(d)));
   const words = (split) => Object.entries(without(split, "pending")).map(([d, axes]) => `${d} over ${axes.join("·")}`).join(", ") || "not split";
   function grid(head, body) {
@@ -136,7 +136,7 @@ function explorer(root) {
     ]), grid(["most expensive", "split", "a step"], heavy.map((i) => [nodes[i].name, words(nodes[i].split), cost(total(i))])));
     devices(heavy[0]);
   }
-  /* How the stages that have a node split it: one row for all that do so alike. */
+  /* How the stages that have a node split it, with one row for all stages that split it equally. */
   function inStages(i) {
     const rows = new Map();
     for (const k of stages.of[i] ?? stages.list.keys()) {
@@ -148,26 +148,26 @@ function explorer(root) {
   const spans = (ks) => ks.reduce((out, k) => { const last = out.at(-1); if (last && last[1] === k - 1) last[1] = k; else out.push([k, k]); return out; }, []).map(([a, b]) => (a === b ? a : `${a} to ${b}`)).join(", ");
   function layer(i) {
     const n = nodes[i], weights = n.reads.filter((j) => nodes[j].role === "parameter");
-    const next = n.next === null ? "" : n.next === "impossible" ? "no other split is possible" : `${(100 * n.next).toFixed(2)}% more for the whole step, at least`;
+    const next = n.next === null ? "" : n.next === "impossible" ? "no other split is possible" : `the step costs at least ${(100 * n.next).toFixed(2)}% more`;
     detail.replaceChildren(...[
       el("h3", {}, n.name + (n.times > 1 ? ` ×${count(n.times)}` : "")),
-      facts([["op", `${n.op}  ${n.einsum}`], ["sizes", shape(n)], ["split", words(n.split)], ["if split otherwise", next],
+      facts([["op", `${n.op}  ${n.einsum}`], ["sizes", shape(n)], ["split", words(n.split)], ["with another split", next],
         ["a step", PARTS.map((p, k) => (n.cost[k] ? `${p} ${cost(n.cost[k])}` : null)).filter(Boolean).join(", ") || "nothing"],
         ["a device keeps", Object.entries(n.keeps).map(([k, b]) => `${k} ${bytes(b)}`).join(", ")],
         ["while recomputed", n.again ? bytes(n.again) : ""], ["written at", n.source]]),
       stages ? el("h3", {}, "In the stages") : null,
       stages ? grid(["split", "stages"], inStages(i)) : null,
-      n.moves.length ? el("h3", {}, "What it sends, and why") : null,
+      n.moves.length ? el("h3", {}, "Collectives and their reasons") : null,
       n.moves.length ? grid(["why", "between", "bytes", stages ? "times, all ranks" : "times", "a step"], n.moves.map((m) => [moves[m].why, moves[m].axes.join("·"), bytes(moves[m].bytes), count(moves[m].times), cost(moves[m].cost)])) : null,
-      n.work.length ? el("h3", {}, "What one device does") : null,
-      n.work.length ? grid(["pass", "work", "GFLOP", "moved", "a step"], n.work.map((w) => [w.phase, `${w.kind} ${w.dtype}`, Number((w.flops / 1e9).toPrecision(3)).toLocaleString("en"), bytes(w.bytes), cost(w.cost)])) : null,
+      n.work.length ? el("h3", {}, "Work of one device") : null,
+      n.work.length ? grid(["pass", "work", "GFLOP", "bytes", "a step"], n.work.map((w) => [w.phase, `${w.kind} ${w.dtype}`, Number((w.flops / 1e9).toPrecision(3)).toLocaleString("en"), bytes(w.bytes), cost(w.cost)])) : null,
       weights.length ? el("h3", {}, "Its parameters") : null,
       weights.length ? grid(["parameter", "stored", "a device"], weights.map((j) => [nodes[j].name, words(nodes[j].split), nodes[j].keeps.parameters === undefined ? "" : bytes(nodes[j].keeps.parameters)])) : null,
     ].filter(Boolean));
     devices(i);
   }
 
-  /* The mesh: devices in the order of their numbers, hosts side by side; with stages, a band for each rank. */
+  /* The mesh: devices in the order of their numbers, hosts side by side. With stages, there is a band for each rank. */
   const { names, sizes, host } = data.mesh, EACH = sizes.reduce((a, b) => a * b, 1), RANKS = stages ? stages.ranks : 1, D = EACH * RANKS;
   const strides = sizes.map((_, k) => sizes.slice(k + 1).reduce((a, b) => a * b, 1));
   const place = (device) => sizes.map((s, k) => Math.floor((device % EACH) / strides[k]) % s), rankOf = (device) => Math.floor(device / EACH);
@@ -175,7 +175,7 @@ function explorer(root) {
   const canvas = el("canvas", { tabindex: "0", role: "application", "aria-roledescription": "map of devices" });
   const view = el("select", { "aria-label": "What the map shows" });
   const said = el("p", { class: "said", "aria-live": "polite" });
-  map.replaceChildren(el("h3", {}, "Who holds what, who talks to whom"), el("div", { class: "tools" }, el("label", {}, "Show ", view)), canvas, said);
+  map.replaceChildren(el("h3", {}, "What each device holds, and which devices communicate"), el("div", { class: "tools" }, el("label", {}, "Show ", view)), canvas, said);
   let views = [], COLUMNS = 1, CELL = 1, ROWS = 1;
   const HEAD = stages ? 20 : 0, bandTop = (rank) => rank * (ROWS * CELL + HEAD + (stages ? 6 : 0)) + HEAD;
   function shard(split, at) {
@@ -191,12 +191,12 @@ function explorer(root) {
   }
   const rest = (axes) => Object.fromEntries(names.filter((a) => !axes.includes(a)).map((a) => [a, [a]]));
   const keep = (split) => () => split;
-  /* A view's split of a node, rank by rank: null where the rank has no stage with the node. */
+  /* The split of a node by rank, for a view; null if no stage of the rank has the node. */
   const splitBy = (i, ...dims) => (rank) => { const s = stagesWith(i, rank)[0]; return s === undefined ? null : without(splitIn(i, s), ...dims); };
   function devices(i) {
     const n = nodes[i], before = view.value;
     const same = (rank) => { const s = stagesWith(i, rank)[0]; return s !== undefined && JSON.stringify(splitIn(i, s)) === JSON.stringify(n.split); };
-    views = [...(n.role === "parameter" ? [] : [{ text: `what each works on in ${n.name}`, split: splitBy(i, "pending", "state"), verb: "works on" }]),
+    views = [...(n.role === "parameter" ? [] : [{ text: `the part of ${n.name} that each device works on`, split: splitBy(i, "pending", "state"), verb: "works on" }]),
       ...[i, ...n.reads].filter((j) => nodes[j].role === "parameter").flatMap((j) => stored(j)),
       ...n.moves.map((m) => ({ text: `${moves[m].kind.replaceAll("_", "-")}, ${moves[m].phase}: ${moves[m].why}`, axes: moves[m].axes, split: (rank) => (same(rank) ? rest(moves[m].axes) : null), absent: "moves nothing so: it splits this otherwise, or has none of it" })),
       ...(stages ? [{ text: "what a stage sends to the next one: each micro-batch's activations, and their gradients back", sends: true, split: keep(rest([])) }] : [])];
@@ -214,7 +214,7 @@ function explorer(root) {
   const NEAR = 12, listed = (all) => all.slice(0, NEAR).join(", ") + (all.length > NEAR ? ` and ${count(all.length - NEAR)} more` : "");
   const some = (all) => `${all.length > 1 ? "devices" : "device"} ${listed(all)}`;
   const stagesText = (rank) => { const all = stages.list.map((s, k) => [s, k]).filter(([s]) => s.rank === rank), blocks = sum(all.map(([s]) => s.blocks)); return `${all.length > 1 ? "stages" : "stage"} ${all.map(([, k]) => k).join(", ")}; ${blocks} ${blocks === 1 ? "block" : "blocks"}`; };
-  /* The devices that the chosen one sends to or shares with: at its place in the ranks of the stages next to its own, or in its own rank. */
+  /* The devices that the selected device sends to or shares a shard with: those at the same place in the ranks of neighbouring stages, or those of its own rank. */
   function partners(v, splits) {
     if (!v.sends) {
       const mine = splits[rankOf(device)] && shard(splits[rankOf(device)], place(device)).index, first = rankOf(device) * EACH, out = [];
@@ -239,7 +239,7 @@ function explorer(root) {
     fitted(canvas, bandTop(RANKS - 1) + ROWS * CELL + 2, (c) => {
       for (let rank = 0; stages && rank < RANKS; rank++) {
         c.fillStyle = colour(splits[rank] ? "ink" : "soft");
-        c.fillText(`rank ${rank}: ${stagesText(rank)}${splits[rank] ? "" : v.axes ? "; split otherwise, or none of this" : "; has none of this"}`, 0, bandTop(rank) - HEAD / 2);
+        c.fillText(`rank ${rank}: ${stagesText(rank)}${splits[rank] ? "" : v.axes ? "; other split, or none of this" : "; has none of this"}`, 0, bandTop(rank) - HEAD / 2);
       }
       for (let d = 0; d < D; d++) {
         const rank = rankOf(d), k = d % EACH, x = (k % COLUMNS) * CELL, y = bandTop(rank) + Math.floor(k / COLUMNS) * CELL, s = splits[rank] && !v.sends ? shard(splits[rank], place(d)) : null;
@@ -257,8 +257,8 @@ function explorer(root) {
     const where = [stages ? `rank ${rankOf(device)}: ${stagesText(rankOf(device))}` : "", host > 1 && host < D ? `host ${Math.floor(device / host)}` : ""].filter(Boolean).join("; ");
     const who = `Device ${device}${where ? ` (${where})` : ""}, at ${names.map((a, k) => `${a} ${at[k]}`).join(", ")}`;
     said.textContent = !mine ? `${who}: ${v.absent ?? "has none of this"}.`
-      : v.sends ? `${who}: sends to and receives from ${some(others)}, at the same place of their ranks.`
-      : v.axes ? `${who}: talks to ${others.length ? some(others) : "no other device"} over ${v.axes.join("·")}.`
+      : v.sends ? `${who}: sends to and receives from ${some(others)}, at the same place in their ranks.`
+      : v.axes ? `${who}: communicates with ${others.length ? some(others) : "no other device"} over ${v.axes.join("·")}.`
       : `${who}: ${v.verb} ${shard(mine, at).text}; ${others.length ? `the same as ${some(others)}` : `no other device${stages ? " of its rank" : ""} does`}.`;
     canvas.setAttribute("aria-label", `${count(D)} devices; arrow keys go from device to device. ${v.text}`);
   }

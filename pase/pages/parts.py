@@ -1,4 +1,4 @@
-"""Parts of a page that need no script: tables with bars, figures, keys. Cells and values are HTML, escaped already."""
+"""Parts of a page without scripts: tables with bars, key figures and legends. Cells and values must be escaped HTML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["bar", "cards", "in_notebook", "key", "table"]
 
 
 def bar(parts: Iterable[tuple[str, float]], whole: float) -> str:
-    """Parts of the whole as one bar; (colour of the sheet, part of it)."""
+    """One bar of several parts. parts: (colour of the style sheet, value). whole: the value of the full width."""
     return "".join(
         f"<span class='bar f-{kind}' style='width:{100 * value / whole:.2f}%'></span>"
         for kind, value in parts
@@ -18,7 +18,7 @@ def bar(parts: Iterable[tuple[str, float]], whole: float) -> str:
 
 
 def table(label: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table that scrolls where it is too wide. Columns whose title ends in '>' are numbers, in '|' bars."""
+    """A table that scrolls if it is too wide. A title that ends in '>' marks a column of numbers, '|' one of bars."""
     kinds = ["n" if h.endswith(">") else "b" if h.endswith("|") else "" for h in head]
     titles = (h.rstrip(">|") for h in head)
     out = [
@@ -35,13 +35,13 @@ def table(label: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 
 
 def in_notebook(line: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A line of plain text and a table, for a notebook, which has its own style."""
+    """A line of plain text and a table for a notebook, which has its own style sheet."""
     style = "<style>.pase td.n,.pase th.n{text-align:right}.pase td,.pase th{text-align:left}</style>"
     return f"<div class='pase'>{style}<p>{escape(line)}</p>{table(line, head, rows)}</div>"
 
 
 def cards(figures: Iterable[tuple[str, str, str]]) -> str:
-    """Key figures: (what, value, a remark in small print)."""
+    """Key figures. figures: (what, value, a remark in small print)."""
     inside = (
         f"<div><dt>{what}</dt><dd>{value}{f'<small>{remark}</small>' if remark else ''}</dd></div>"
         for what, value, remark in figures
@@ -50,7 +50,7 @@ def cards(figures: Iterable[tuple[str, str, str]]) -> str:
 
 
 def key(names: Iterable[tuple[str, str]]) -> str:
-    """What each colour means: (colour of the sheet, name)."""
+    """A legend. names: (colour of the style sheet, name)."""
     return (
         "<ul class='key'>"
         + "".join(f"<li><i class='f-{c}'></i>{escape(name)}" for c, name in names)

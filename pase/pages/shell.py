@@ -1,4 +1,4 @@
-"""The page around what is shown: head, list of sections, style, scripts; everything in one file."""
+"""Assembles a page in one file: head, list of sections, content, style sheet and scripts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Section", "Widget", "page"]
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 Widget = Literal["timeline", "explorer"]
-"""A script of this package that brings elements of the page to life."""
+"""A script of this package that draws elements of the page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,13 @@ def page(
     widgets: Sequence[Widget] = (),
     data: JsonObject | None = None,
 ) -> str:
-    """The page as text. title: plain text; lead, foot and sections' bodies: HTML, in which what comes from files is
-    escaped already. data: what the widgets draw, as JSON.
+    """The page as text.
 
-    The page may load nothing and run nothing but its own script: its Content-Security-Policy says so to the browser. No
-    character in it commands a terminal.
+    title: plain text. lead, foot and the sections' bodies: HTML, in which text from files must already be escaped.
+    widgets: the scripts that the page needs. data: what the widgets draw, as JSON.
+
+    The page's Content-Security-Policy forbids it to load anything or to run any script but its own. Control characters
+    are replaced, so that printing the page cannot control a terminal.
     """
     script = "\n".join(_asset(f"{name}.js") for name in ("common", *widgets))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

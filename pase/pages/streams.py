@@ -1,4 +1,4 @@
-"""What the timeline widget draws: streams of boxes, one at a time on each, in nanoseconds."""
+"""Data for the timeline widget: streams of boxes in nanoseconds. The boxes of a stream do not overlap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["StreamBox", "drawn_streams", "timeline_mount"]
 
 @dataclass(frozen=True, kw_only=True)
 class StreamBox:
-    """Something that ran on a stream. kind: index into the timeline's kinds. more: shown when the box is chosen."""
+    """Something that ran on a stream. kind: index into the timeline's kinds. more: text shown if it is selected."""
 
     label: str
     kind: int
@@ -30,8 +30,11 @@ def drawn_streams(
     hint: str,
     narrow: int = 46,
 ) -> JsonObject:
-    """JSON for the timeline widget. kinds: (name, colour of the sheet). Each name is stored once. narrow: pixels from
-    which a box shows its name."""
+    """The JSON of a timeline for the widget. Each label is stored once.
+
+    streams: name -> boxes. kinds: (name, colour of the style sheet). end_ns: the end of the timeline. hint: a line of
+    help. narrow: the smallest width in pixels at which a box shows its label.
+    """
     labels: dict[str, int] = {}
     more: dict[str, int] = {}
     rows = []

@@ -1,4 +1,4 @@
-/* Streams as rows, what ran on them as boxes, with zoom and search: each element with data-timeline names its data. */
+/* The timeline: streams as rows and what ran on them as boxes, with zoom and search. Each element with data-timeline names its data. */
 function timeline(root, spec) {
   const ROW = 26, AXIS = 24, GAP = 2;
   const groups = spec.streams, left = () => (root.clientWidth < 600 ? 74 : 130);
@@ -31,7 +31,7 @@ function timeline(root, spec) {
         for (let i = first(s, from); i < s.start.length && s.start[i] < to; i++) {
           const a = x0 + Math.max(0, (s.start[i] - from) * scale), b = x0 + Math.min(width - x0, (s.start[i] + s.length[i] - from) * scale);
           const hit = matches(s.label[i]), chosen = at && at[0] === row && at[1] === i;
-          if (b < last + 0.4 && !hit && !chosen) continue; // hidden by what was drawn
+          if (b < last + 0.4 && !hit && !chosen) continue; // another box already covers this pixel
           last = b;
           c.globalAlpha = wanted && !hit ? 0.25 : 1;
           c.fillStyle = hit || chosen ? ours : colours[s.kind[i]];
@@ -54,7 +54,7 @@ function timeline(root, spec) {
       }
     });
   }
-  /* Boxes of a stream follow one another: the first that ends behind a time, by halving. */
+  /* The first box of a stream that ends after a time, by binary search: the boxes of a stream do not overlap. */
   function first(s, time) {
     let low = 0, high = s.start.length;
     while (low < high) {

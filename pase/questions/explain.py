@@ -1,4 +1,4 @@
-"""Explains a plan: every second and byte by cause, and what the next-best choice would cost."""
+"""Explains a plan: the cause of every second and byte, and the cost of the alternatives."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ Split = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """One reason why time is spent, summed over all layers and one step; costs in the plan's unit.
+    """One cause of time, summed over all layers of a step. Costs are in the plan's unit.
 
-    group: "compute", "communication" or "update". nbytes: bytes of one device's larger buffer, summed over all runs.
+    group: "compute", "communication", "update" or "stages". nbytes: bytes of one device's larger buffer, summed over
+    all runs. count: the number of items that were summed.
     """
 
     group: str
@@ -47,8 +48,8 @@ class Cause:
 class WorkItem(LocalWork):
     """Local work of a layer, and how fast it is.
 
-    achieved_flops, achieved_bytes: the fraction of the device's peak FLOP/s and of its memory bandwidth that this
-    prediction reaches; None where the cost model is not in seconds or the machine is not known.
+    achieved_flops, achieved_bytes: the fractions of the device's peak FLOP/s and of its memory bandwidth that this
+        prediction reaches. None if the cost model is not in seconds or the machine is not known.
     """
 
     achieved_flops: float | None
@@ -67,9 +68,11 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """One layer: what it does, what it moves and why, what it keeps, and what else it could have been.
+    """One layer: its work, its collectives with their reasons, the memory it keeps, and other ways to split it.
 
-    work and holds are empty in layouts from before they were stored, alternatives if the plan's model is not available.
+    local: the sizes of the layer's dims on one device.
+    work, holds: empty if the layout was written before these were stored.
+    alternatives: empty if the plan's model is not available.
     """
 
     node: NodePlan
@@ -82,12 +85,13 @@ class LayerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A plan's costs by cause; ``layer`` is set if one was asked for.
+    """The costs of a plan by cause.
 
-    next_best: layer -> cost of the best strategy that splits it in other numbers of ways, in the order of the plan;
-    only for layers that were tried within the time limit.
-    unfused: attention that the model writes out as products and that a fused kernel would run faster. machine, problem:
-    what the plan was made for, if available; otherwise remark says why not.
+    layer: the report on one layer, if one was asked for.
+    next_best: layer -> cost of the best strategy that splits this layer in other numbers of ways, in the order of the
+        plan. Only layers that were tried within the time limit are in it.
+    unfused: attention that the model writes out as products and that a fused kernel would run faster.
+    machine, problem: those of the plan, if they are available. Otherwise remark says why not.
     """
 
     plan: PlanData
@@ -110,23 +114,21 @@ _WORDS = {
 }
 
 
-_NOTHING = 1e-6  # of the plan's cost: rounding
+_NOTHING = 1e-6  # relative differences of costs below this are rounding
 
 
 def why(c: Collective, op_of: Mapping[str, str]) -> str:
-    """The reason for a collective in words, equal for similar ones. op_of: node name -> its op."""
+    """The reason for a collective in words. Similar collectives have the same reason. op_of: node name -> its op."""
     backward = c.phase == "backward"
     kind = _WORDS.get(c.kind, c.kind)
     if op_of.get(c.source) == "parameter":
         if c.phase == "update":
-            return f"updated parameters are put together again ({kind})"
+            return f"updated shards of parameters are gathered ({kind})"
         if not backward:
-            stored = (
-                "gathered where they are used" if c.kind == "all_gather" else "brought to where they are used"
-            )
-            return f"parameters stored split are {stored} ({kind})"
+            stored = "gathered before use" if c.kind == "all_gather" else "resharded before use"
+            return f"sharded parameters are {stored} ({kind})"
         kept = (
-            "each device keeps the shard it stores"
+            "each device keeps the shard that it stores"
             if c.kind == "reduce_scatter"
             else "every device has the sum"
         )
@@ -134,22 +136,24 @@ def why(c: Collective, op_of: Mapping[str, str]) -> str:
     what = "gradients of activations" if backward else "activations"
     if c.source == c.node:
         if c.kind == "permute" and op_of.get(c.node) == "attention":
-            return f"attention in a ring: {what} go round behind the compute, what is longer is waited for ({kind})"
+            return (
+                f"ring attention: {what} circulate and overlap compute; this is the time not hidden ({kind})"
+            )
         if c.kind == "permute":
-            return f"windows reach over the shard's border: halos of {what} ({kind})"
-        return f"a sum over a split dim is needed inside the layer: {what} ({kind})"
+            return f"windows reach beyond the shard: halos of {what} ({kind})"
+        return f"the layer needs a sum over a split dim: {what} ({kind})"
     reason = {
-        "all_reduce": "arrive as partial sums and are read whole",
-        "reduce_scatter": "arrive as partial sums and are read split",
-        "all_gather": "are written split and read whole",
-        "all_to_all": "are written split along one dim and read split along another",
-        "permute": "lie on other devices than where they are read",
-    }.get(c.kind, "change their layout")
+        "all_reduce": "are partial sums and are read replicated",
+        "reduce_scatter": "are partial sums and are read sharded",
+        "all_gather": "are written sharded and read replicated",
+        "all_to_all": "are written sharded along one dim and read sharded along another",
+        "permute": "are on other devices than those that read them",
+    }.get(c.kind, "are resharded")
     return f"{what} {reason} ({kind})"
 
 
 def causes(plan: PlanData) -> tuple[Cause, ...]:
-    """The plan's whole cost by cause, largest first. Time hidden by overlap comes last, as a negative cost."""
+    """The plan's total cost by cause, largest first. Time hidden by overlap comes last, as a negative cost."""
     op_of = {n.name: n.op for n in plan.nodes}
     found: dict[tuple[str, str], list[float]] = {}
 
@@ -176,10 +180,10 @@ def causes(plan: PlanData) -> tuple[Cause, ...]:
     for c in plan.collectives:
         add("communication", why(c, op_of), c.cost, c.nbytes * c.times)
     if plan.hidden:
-        add("communication", "less what runs beside compute", -plan.hidden, 0, count=0)
+        add("communication", "minus communication that overlaps compute", -plan.hidden, 0, count=0)
     if plan.pipeline is not None:
         waits = plan.cost - sum(cost for cost, _, _ in found.values())
-        add("stages", "ranks wait for one another and for what they send each other", waits, 0, count=0)
+        add("stages", "ranks wait for other ranks and for transfers between them", waits, 0, count=0)
     return tuple(
         Cause(group=group, what=what, cost=cost, nbytes=round(nbytes), count=round(count))
         for (group, what), (cost, nbytes, count) in sorted(found.items(), key=lambda kv: -kv[1][0])
@@ -195,15 +199,16 @@ def explain(
     time_limit: float = 20.0,
     progress: Callable[[str], None] | None = None,
 ) -> Explanation:
-    """Where the plan's predicted time and memory come from, and how close the other choices are.
+    """Explain where a plan's predicted time and memory come from, and how close the alternatives are.
 
-    layer: a node's name (or a parameter's path) to report on in full.
-    model: the name of the plan's model, to trace it again. It is not needed for zoo models, or if the plan still has
-        its model. Without the model the report says what moves and why, but not the alternatives.
+    layer: the name of a node, or the path of a parameter, to report on in full.
+    model: the name of the plan's model, which is traced again. It is not needed for zoo models, or if the plan still
+        has its model. Without the model, the result has the collectives and their reasons, but no alternatives.
     machine: the machine file that the plan was made for, if it is not one of pase's own.
     time_limit: seconds to spend on the next-best choices of all layers.
+    progress: a function that is called with a line of text at each step.
 
-    Raises PaseError for an unknown layer, a model or machine that is not the plan's.
+    Raises PaseError if the layer is unknown, or if the model or machine is not the plan's.
     """
     say = progress or (lambda _: None)
     node = None if layer is None else _find(plan, layer)
@@ -211,7 +216,7 @@ def explain(
     problem = None
     if plan.pipeline is not None:
         remark = (
-            "the layers' costs are a rank's, on average; other splits of stages are not priced one by one"
+            "the layers' costs are averages over the ranks; alternatives are not priced for a pipelined plan"
         )
     elif there is not None:
         traced, remark = _model_of(plan, model, say)
@@ -224,7 +229,7 @@ def explain(
 
         written_out = unfused(plan, problem)
         next_best, skipped = _next_best(plan, problem, time_limit, say)
-        remark = f"time was up: {skipped} layers were not tried" if skipped else remark
+        remark = f"the time limit was reached, and {skipped} layers were not tried" if skipped else remark
     if node is not None:
         report = _layer(plan, node, there, problem, say)
     return Explanation(
@@ -246,11 +251,11 @@ def _remarks(
     report: LayerReport | None,
     remark: str,
 ) -> str:
-    """What the costs of the alternatives leave out, followed by the remark."""
+    """The remark, after a warning if an alternative is cheaper because it ignores the memory limit."""
     said = [remark] if remark else []
     others = [*next_best.values(), *(a.cost for a in (report.alternatives if report is not None else ()))]
     if plan.memory_limit is not None and min(others, default=plan.cost) < plan.cost * (1 - _NOTHING):
-        said.insert(0, "what else could be is priced without the memory limit: what is cheaper does not fit.")
+        said.insert(0, "alternatives are priced without the memory limit: those that are cheaper do not fit.")
     return " ".join(said)
 
 
@@ -261,19 +266,24 @@ def _find(plan: PlanData, layer: str) -> NodePlan:
     close = difflib.get_close_matches(layer, by_name, n=4, cutoff=0.3)
     holding = [n for n in by_name if layer in n][:4]
     hint = ", ".join(dict.fromkeys([*holding, *close])) or ", ".join(list(by_name)[:4])
-    raise PaseError(f"the plan for '{plan.model}' has no layer '{layer}'; near it: {hint}")
+    raise PaseError(f"the plan for '{plan.model}' has no layer '{layer}'", where="--layer", fix=f"try {hint}")
 
 
 def _model_of(plan: PlanData, model: str | None, say: Callable[[str], None]) -> tuple[Traced | None, str]:
-    """The trace of the plan's model, or why it is not available. A layout may be untrusted, so only what the user names
-    is imported."""
+    """The trace of the plan's model, or the reason why it is not available.
+
+    A layout may be untrusted, so only a model that the user names is imported.
+    """
     if plan.traced is not None:
         return plan.traced, ""
     name = model if model is not None else plan.model if plan.model.startswith("zoo:") else None
     if name is None:
-        return None, "the plan's model is not at hand: name it (--model) to see alternatives"
+        return None, "the plan's model is not available; name it with --model to see alternatives"
     if model is None and importlib.util.find_spec("jax") is None:
-        return None, "models of the zoo are traced by JAX, which is not installed: without it no alternatives"
+        return (
+            None,
+            "models of the zoo are traced by JAX, which is not installed; install it to see alternatives",
+        )
     from pase.compiler.resolve import attached, resolve
 
     say("tracing the model")
@@ -281,7 +291,10 @@ def _model_of(plan: PlanData, model: str | None, say: Callable[[str], None]) -> 
 
 
 def _machine_of(plan: PlanData, machine: str | None) -> tuple[Machine | None, str]:
-    """The machine that the plan was made for, or why it is not available. PaseError if the user named another one."""
+    """The machine that the plan was made for, or the reason why it is not available.
+
+    Raises PaseError if the user named another machine.
+    """
     from pase.machine import load
 
     try:
@@ -289,14 +302,18 @@ def _machine_of(plan: PlanData, machine: str | None) -> tuple[Machine | None, st
     except PaseError as e:
         if machine is not None:
             raise
-        return None, f"{e}; name its file (--machine) to see alternatives"
+        return None, f"{e}; name its file with --machine to see alternatives"
     if there.digest == plan.machine_digest:
         return there, ""
     if machine is not None:
-        raise PaseError(f"machine '{machine}' is not the one that the plan was made for: its figures differ")
+        raise PaseError(
+            f"machine '{machine}' has other figures than the machine that the plan was made for",
+            where="--machine",
+            fix="give that machine, or compile again",
+        )
     return (
         None,
-        f"machine '{plan.machine}' has other figures now than when the plan was made: compile it again",
+        f"the figures of machine '{plan.machine}' have changed since the plan was made; compile it again",
     )
 
 
@@ -341,7 +358,7 @@ def _fixed(plan: PlanData, traced: Traced) -> dict[str, FixedLayout]:
 
 
 def _groups(plan: PlanData, problem: SplitProblem, v: int) -> dict[tuple[int, ...], list[int]]:
-    """Config indices of node v, grouped by how many ways each dim is split: axes of equal size are interchangeable."""
+    """Config indices of node v, grouped by the number of ways that each dim is split, whichever axes split it."""
     space = problem.pricing.space(plan.mesh)
     out: dict[tuple[int, ...], list[int]] = {}
     for i, cfg in enumerate(space.configs[v]):
@@ -354,7 +371,8 @@ def _groups(plan: PlanData, problem: SplitProblem, v: int) -> dict[tuple[int, ..
 
 
 def _solved(plan: PlanData, problem: SplitProblem, v: int, allowed: Sequence[int]) -> tuple[float, int]:
-    """The cheapest strategy in which node v has one of these configs: (cost, which one); inf if there is none."""
+    """The cheapest strategy in which node v has one of these configs, as (cost, config); the cost is inf if there is
+    none."""
     import numpy as np
 
     from pase.search import Known, Solution, solve
@@ -384,7 +402,9 @@ def _chosen_index(plan: PlanData, problem: SplitProblem, v: int) -> int:
     hit = (space.configs[v] == config_of(node, split, plan.mesh)).all(axis=1).nonzero()[0]
     if not len(hit):
         raise PaseError(
-            f"layer '{node.name}' is split in a way that this version does not offer: compile it again"
+            "this version of pase does not split the layer in this way",
+            where=f"layer '{node.name}'",
+            fix="compile the plan again",
         )
     return int(hit[0])
 
@@ -392,7 +412,7 @@ def _chosen_index(plan: PlanData, problem: SplitProblem, v: int) -> int:
 def _next_best(
     plan: PlanData, problem: SplitProblem, time_limit: float, say: Callable[[str], None]
 ) -> tuple[dict[str, float], int]:
-    """Layer -> cost of the best strategy that splits it in other numbers of ways; and how many layers were left out."""
+    """Returns (layer -> cost of the best strategy that splits it in other numbers of ways, number of layers left)."""
     start = time.perf_counter()
     out: dict[str, float] = {}
     nodes = [v for v, n in enumerate(problem.graph.nodes) if n.kind not in ("output", "constant")]

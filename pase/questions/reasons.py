@@ -1,4 +1,4 @@
-"""Explains in sentences why a plan splits a model as it does, from its meshes, its layers and other priced plans."""
+"""Explains in sentences why a plan splits a model as it does, from its layers, its meshes and other priced plans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reasons(e: Explanation) -> list[str]:
 
 
 def _axes(plan: PlanData) -> Iterator[str]:
-    """What the mesh's axes split, weighted by the products' time; axes that split the same dims are named together."""
+    """What each mesh axis splits, weighted by the products' time. Axes that split the same dims share a sentence."""
     heavy = [n for n in plan.nodes if n.op in _HEAVY]
     whole = sum(n.cost.compute for n in heavy)
     alike: dict[tuple[str, str], list[str]] = {}
@@ -44,7 +44,7 @@ def _axes(plan: PlanData) -> Iterator[str]:
         ways = math.prod(size[a] for a in axes)
         named = f"{'Axes' if len(axes) > 1 else 'Axis'} {', '.join(axes)} ({ways} ways)"
         does = f"{'split' if len(axes) > 1 else 'splits'} {f'dimension {dim}' if dim else 'nothing'}"
-        yield f"{named} {does} in products that take {share} of products' time."
+        yield f"{named} {does} in products that take {share} of the time of all products."
 
 
 def _storage(plan: PlanData) -> Iterator[str]:
@@ -53,11 +53,9 @@ def _storage(plan: PlanData) -> Iterator[str]:
     if not plan.parameters:
         return
     kept = bytes_text(plan.memory.parameters)
-    text = f"{split} of {len(plan.parameters)} parameters are stored split; a device holds {kept} of them."
+    text = f"{split} of {len(plan.parameters)} parameters are sharded; a device holds {kept} of parameters."
     if state:
-        text += (
-            f" Of {state}, gradient and optimizer state are split further than the parameter (as in ZeRO-2)."
-        )
+        text += f" For {state}, gradient and optimizer state are sharded further than the parameter, as in ZeRO-2."
     yield text
 
 
@@ -69,8 +67,8 @@ def _communication(e: Explanation) -> Iterator[str]:
         return
     yield (
         f"Communication is {plan.communication / plan.cost:.1%} of the step"
-        + (f", {cost_text(plan.hidden, plan.unit)} of it hidden behind compute" if plan.hidden else "")
-        + f"; most of it because {sent[0].what} ({cost_text(sent[0].cost, plan.unit)})."
+        + (f"; {cost_text(plan.hidden, plan.unit)} of it overlaps compute" if plan.hidden else "")
+        + f". The largest cause: {sent[0].what}, {cost_text(sent[0].cost, plan.unit)}."
     )
 
 
@@ -85,13 +83,13 @@ def _meshes(plan: PlanData) -> Iterator[str]:
 
 
 def _best_baseline(plan: PlanData) -> Iterator[str]:
-    """The best manual strategy: among those that fit in memory, or among all if none fits."""
+    """The best baseline: among those that fit in memory, or among all if none fits."""
     if not plan.baselines or not plan.cost:
         return
     fitting = {n: c for n, c in plan.baselines.items() if n not in plan.too_large}
     cost, name = min((c, n) for n, c in (fitting or plan.baselines).items())
     ways = "is as good" if cost <= plan.cost * (1 + _TIE) else f"costs {cost / plan.cost - 1:.2%} more"
-    yield f"The best that people do by hand, {name.replace('_', ' ')}, {ways}."
+    yield f"The best baseline, {name.replace('_', ' ')}, {ways}."
 
 
 def _next_best(e: Explanation) -> Iterator[str]:
@@ -101,8 +99,8 @@ def _next_best(e: Explanation) -> Iterator[str]:
         return
     near, far = min(finite, key=lambda n: finite[n]), max(finite, key=lambda n: finite[n])
     yield (
-        f"Of the {len(finite)} layers that were tried, {near} is nearest to another choice: the best plan that "
-        f"splits it otherwise costs {max(finite[near], 0.0):.3%} more."
+        f"Of the {len(finite)} layers that were tried, {near} has the closest alternative: the best plan that splits "
+        f"it differently costs {max(finite[near], 0.0):.3%} more."
     )
     if len(finite) > 1:
-        yield f"The split that matters most is that of {far}: any other costs at least {finite[far]:.1%} more."
+        yield f"The split of {far} matters most: any other split costs at least {finite[far]:.1%} more."

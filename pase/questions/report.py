@@ -1,4 +1,4 @@
-"""A plan as one page: what was chosen and why, its model and devices to explore, the step, and the alternatives."""
+"""Makes the HTML report of a plan: the choice and its reasons, the model and devices, the step, and alternatives."""
 
 from __future__ import annotations
 
@@ -33,13 +33,17 @@ _KINDS = [*_HELD.items(), ("buffers", "other")]
 
 
 def report_page(e: Explanation, swings: list[Swing] | None = None) -> str:
-    """The page as text; everything from the layout is escaped. swings: how good the plan stays if the machine's figures
-    are wrong, see ``pase.questions.sensitivity.swings``."""
+    """The page as text. Everything that comes from the layout is escaped.
+
+    swings: the plan's costs if the machine's figures are wrong, from ``pase.questions.sensitivity.swings``.
+    """
     plan = e.plan
     step, note = _step(plan)
     timelines = {} if step is None else {"step": step}
     drawn = "" if step is None else timeline_mount("step")
-    explorer = "<div data-explorer><p>The model is drawn by the page's script; all of it stands below, too.</p></div>"
+    explorer = (
+        "<div data-explorer><p>A script draws the model here; the tables below have the same data.</p></div>"
+    )
     sections = [
         Section(anchor="strategies", title="Strategies compared", body=_strategies(plan)),
         Section(anchor="time", title="Where the time goes", body=_causes(e)),
@@ -47,7 +51,7 @@ def report_page(e: Explanation, swings: list[Swing] | None = None) -> str:
         Section(anchor="timeline", title="The step", body=f"<p>{note}</p>{drawn}{stages_table(plan)}"),
         Section(anchor="roofline", title="Roofline", body=_roofline(e)),
         Section(anchor="memory", title="Memory", body=_memory(plan)),
-        Section(anchor="sensitivity", title="If the machine is not as stated", body=_swings(e, swings)),
+        Section(anchor="sensitivity", title="If the machine's figures are wrong", body=_swings(e, swings)),
         Section(anchor="layers", title="Layer by layer", body=_layers(e)),
         Section(anchor="storage", title="How parameters are stored", body=_storage(plan)),
         Section(anchor="certificate", title="Certificate and origin", body=_certificate(plan)),
@@ -77,7 +81,7 @@ def _lead(e: Explanation) -> str:
             bytes_text(plan.memory.total),
             f"of {bytes_text(plan.memory_there)}" + ("" if plan.fits else ": does not fit"),
         ),
-        ("certificate", proof, "under that cost model"),
+        ("certificate", proof, "under this cost model"),
     ]
     if speed is not None:
         figures.insert(1, ("speed", f"{speed.mfu:.1%} MFU", escape(str(speed).partition(" · ")[2])))
@@ -117,7 +121,7 @@ def _strategies(plan: PlanData) -> str:
     if len(plan.tried) > 1:
         tried = sorted(plan.tried, key=lambda t: t.cost)[:8]
         listed = ", ".join(f"{'×'.join(map(str, t.mesh))} {cost_text(t.cost, plan.unit)}" for t in tried)
-        out += f"<p>Best on each mesh searched ({len(plan.tried)} in all): {listed}.</p>"
+        out += f"<p>The best meshes of the {len(plan.tried)} that were searched: {listed}.</p>"
     return out
 
 
@@ -140,42 +144,43 @@ def _causes(e: Explanation) -> str:
 
 def _about_model(plan: PlanData) -> str:
     text = (
-        "<p>Choose a block to unfold it, a layer to see how it is split; the map shows which device holds what. Lines "
-        "on the left join what is made to what reads it, and are orange where that moves data between devices.</p>"
+        "<p>Click a block to unfold it, or a layer to see how it is split. The map shows what each device holds. Lines "
+        "on the left join a tensor's producer to its readers; they are orange if data moves between devices.</p>"
     )
     if plan.pipeline is not None:
         text += (
-            "<p>Layers' costs are a rank's, on average; the map has a band for each rank, which shows the stage of it "
-            "that has the layer.</p>"
+            "<p>The layers' costs are averages over the ranks. The map has a band for each rank, which shows the "
+            "rank's stage that has the layer.</p>"
         )
     if not any(n.reads for n in plan.nodes):
         text += (
-            "<p>The layout was made before layouts held the model's graph: compile it again to see it.</p>"
+            "<p>This layout was written before layouts had the model's graph. Compile it again to see it.</p>"
         )
     return text
 
 
 def _step(plan: PlanData) -> tuple[JsonObject | None, str]:
-    """The step for the timeline widget, and what it shows; None where costs are not in seconds."""
+    """Returns (the step for the timeline widget, a text that explains it). The step is None if costs are not in
+    seconds."""
     from pase.plan.buckets import schedule_of
     from pase.schedule.gantt import drawn_iteration
     from pase.schedule.simulate import evaluate
 
     if plan.unit != "s":
-        return None, f"Costs are in {escape(plan.unit)}: they have no place in time."
+        return None, f"Costs are in {escape(plan.unit)}, not in seconds, so there is no timeline."
     if plan.pipeline is not None:
         said = f"A pipeline of {escape(str(plan.pipeline))}: bubble {plan.pipeline.bubble:.1%} of the step."
-        return drawn_schedule(plan), f"{said} Each row is a rank: which micro-batch it works on when."
+        return drawn_schedule(plan), f"{said} Each row is a rank and shows its micro-batches over time."
     scheduled = schedule_of(plan)
     if scheduled is None:
-        return priced_step(plan), "The step as it is priced, one piece after another."
+        return priced_step(plan), "The step as it is priced: its parts run one after another."
     problem, buckets = scheduled
     done = evaluate(problem, buckets)
     return drawn_iteration(problem, done), (
-        f"The steady step with its collectives of parameters sent under the bucket plan '{escape(done.policy)}', "
-        f"beside compute: {cost_text(done.iteration_s, 's')}, of which compute waits "
-        f"{cost_text(done.exposed_s, 's')} for the network. The plan's own price, {cost_text(plan.cost, 's')}, "
-        + ("has them beside compute, too." if plan.hidden else "lets nothing run beside anything.")
+        f"The steady step, in which the collectives of parameters follow the bucket plan '{escape(done.policy)}' and "
+        f"overlap compute. It takes {cost_text(done.iteration_s, 's')}, of which compute waits "
+        f"{cost_text(done.exposed_s, 's')} for the network. The plan's own price is {cost_text(plan.cost, 's')}, "
+        + ("also with overlap." if plan.hidden else "without overlap.")
     )
 
 
@@ -185,7 +190,7 @@ _MOST_POINTS = 400
 def _roofline(e: Explanation) -> str:
     plan = e.plan
     if plan.unit != "s":
-        return f"<p>Costs are in {escape(plan.unit)}: there is no rate to draw.</p>"
+        return f"<p>Costs are in {escape(plan.unit)}, not in seconds, so there is no roofline.</p>"
     points, types = [], set[str]()
     whole = plan.compute or 1.0
     for i, n in enumerate(plan.nodes):
@@ -201,12 +206,14 @@ def _roofline(e: Explanation) -> str:
                     share=w.cost / whole,
                     colour={"forward": "compute", "backward": "backward", "update": "update"}[w.phase],
                     title=f"{n.name}, {w.phase}, {w.kind} {w.dtype}: {rate / 1e12:.3g} TFLOP/s at "
-                    f"{w.flops / w.nbytes:.3g} FLOP a byte, {w.cost / whole:.2%} of the work",
+                    f"{w.flops / w.nbytes:.3g} FLOP per byte, {w.cost / whole:.2%} of the time",
                     node=i,
                 )
             )
     if not points:
-        return "<p>The layout was made before layouts held each layer's work: compile it again to see it.</p>"
+        return (
+            "<p>This layout was written before layouts had each layer's work. Compile it again to see it.</p>"
+        )
     left_out = max(len(points) - _MOST_POINTS, 0)
     points = sorted(points, key=lambda p: -p.share)[:_MOST_POINTS]
     roofs = []
@@ -219,13 +226,12 @@ def _roofline(e: Explanation) -> str:
             if r not in [rates[u] for u in sorted(types) if u < t]
         ]
     text = (
-        "<p>Each point is a layer's work in one pass, as the cost model predicts it; its area is its share of the "
-        "time. Under the slope memory is the limit, under the roof the arithmetic. Choose a point to see its layer.</p>"
+        "<p>Each point is a layer's work in one pass, as the cost model predicts it. The area of a point is its share "
+        "of the time. Memory bandwidth limits points below the slope, and arithmetic limits points below the flat "
+        "roof. Click a point to see its layer.</p>"
     )
     if left_out:
-        text += (
-            f"<p class='soft'>The {_MOST_POINTS} points that take longest; {left_out} more are not drawn.</p>"
-        )
+        text += f"<p class='soft'>The {_MOST_POINTS} longest points are drawn; {left_out} others are not.</p>"
     colours = [("compute", "forward"), ("backward", "backward"), ("update", "update"), ("ours", "roofs")]
     rows = ((escape(p.title), f"{p.share:.1%}") for p in points[:12])
     listed = table("The longest work", ["the longest", "share>"], rows)
@@ -252,13 +258,12 @@ def _course(plan: PlanData, course: StepMemory) -> str:
     layers: list[tuple[str, str, list[float]]]
     layers = [(k, c, [v / scale for v in course.held[k]]) for k, c in _HELD.items()]
     layers.append(("buffers", "other", [plan.memory.buffers / scale] * len(course.times)))
-    limits = [("counted: each kind at its most", plan.memory.total / scale)]
+    limits = [("counted: each kind at its peak", plan.memory.total / scale)]
     if plan.memory_there < 3 * plan.memory.total:
         limits.append(("a device may hold", plan.memory_there / scale))
     text = (
-        f"<p>As the step goes on, by kind. The most at once is about {bytes_text(course.peak + plan.memory.buffers)}; "
-        f"what is counted against the limit adds up each kind at its most, whenever it lives: "
-        f"{bytes_text(plan.memory.total)}.</p>"
+        f"<p>Memory over the step, by kind. The peak is about {bytes_text(course.peak + plan.memory.buffers)}. The "
+        f"figure that is compared with the limit is the sum of each kind's peak, {bytes_text(plan.memory.total)}.</p>"
     )
     chart = areas(
         course.times,
@@ -287,11 +292,11 @@ def _swings(e: Explanation, swings: list[Swing] | None) -> str:
         for s in swings
     )
     text = (
-        "<p>What the same split takes on a machine with one figure off, and how much more that is than the best split "
-        "of the same mesh there: where the last number is small, the choice does not depend on the figure. "
+        "<p>The step of the same split on a machine with one figure changed, and how much more it costs than the best "
+        "split of the same mesh there. If the last number is small, the choice does not depend on the figure. "
         "<code>pase compare --vary</code> searches all meshes.</p>"
     )
-    head = ["the machine's", "step>", "against as stated>", "above the best there>", "|"]
+    head = ["the machine's", "step>", "to this plan>", "above the best there>", "|"]
     return text + table("Sensitivity", head, rows)
 
 
@@ -320,8 +325,8 @@ def _layers(e: Explanation) -> str:
                 bar(parts, most),
             )
         )
-    note = "split otherwise: how much more the best strategy costs that splits this layer in another way."
-    head = ["layer", "op", "split", "step>", "split otherwise>", "|"]
+    note = "other split: how much more the best strategy costs that splits this layer differently."
+    head = ["layer", "op", "split", "step>", "other split>", "|"]
     out = key(_PARTS) + table("The most expensive layers", head, rows[:_MOST_LAYERS])
     if len(rows) > _MOST_LAYERS:
         rest = table("The other layers", head, rows[_MOST_LAYERS:])
@@ -354,11 +359,11 @@ def _storage(plan: PlanData) -> str:
 
 def _certificate(plan: PlanData) -> str:
     if plan.optimal:
-        proof = f"No strategy that was allowed costs less than {cost_text(plan.cost, plan.unit)}: proven"
+        proof = f"It is proven that no allowed strategy costs less than {cost_text(plan.cost, plan.unit)}"
     else:
         proof = (
-            f"The best found costs {cost_text(plan.cost, plan.unit)}; nothing below {cost_text(plan.bound, plan.unit)} "
-            f"exists, so it is at most {_gap(plan)} above the best: proven"
+            f"The best strategy found costs {cost_text(plan.cost, plan.unit)}. It is proven that none costs less than "
+            f"{cost_text(plan.bound, plan.unit)}, so it is at most {_gap(plan)} above the best"
         )
     how = (
         f"{proof}, under cost model '{escape(plan.cost_model)}' with {escape(plan.objective)}, over the meshes that "
@@ -369,7 +374,7 @@ def _certificate(plan: PlanData) -> str:
         "model's graph": f"digest {plan.graph_digest}",
         "optimizer": plan.optimizer,
         "micro-batches": str(plan.accumulate),
-        "once a step": ", ".join(hoisted_text(plan.once)) or "nothing of parameters",
+        "hoisted, once a step": ", ".join(hoisted_text(plan.once)) or "no collectives of parameters",
         **plan.provenance,
         **{f"seconds: {k}": f"{v:.3f}" for k, v in plan.seconds.items()},
     }

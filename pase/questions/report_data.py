@@ -1,4 +1,4 @@
-"""What the widgets of a report draw: the model as a graph, its mesh, and the step as streams."""
+"""Data for the widgets of a report: the model as a graph, its mesh, and the step as streams."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pase.tables.itemize import Collective
 __all__ = ["explorer_data", "priced_step"]
 
 PARAMETERS = "parameters"
-"""The name of the group in which a layer's parameters stand."""
+"""The name of the group that holds a layer's parameters."""
 
 
 def explorer_data(e: Explanation) -> JsonObject:
-    """Nodes and moves by number, the order in which they are listed, and the mesh."""
+    """Data for the explorer widget: nodes and collectives by number, the order of the list, the mesh and the stages."""
     plan = e.plan
     op_of = {n.name: n.op for n in plan.nodes}
     number = {n.name: i for i, n in enumerate(plan.nodes)}
@@ -79,17 +79,17 @@ def explorer_data(e: Explanation) -> JsonObject:
 
 
 def _short(x: float) -> float:
-    """Rounded to six digits: more than a reader needs, and half the size in the file."""
+    """Round to six digits, which halves the size in the file and is more than a reader needs."""
     return float(f"{x:.6g}")
 
 
 def _host(e: Explanation) -> int:
-    """Number of devices that the machine's innermost level connects; 1 if not known."""
+    """The number of devices that the machine's innermost level connects; 1 if it is not known."""
     return 1 if e.machine is None else e.machine.levels[0].ways or 1
 
 
 def _next(e: Explanation, layer: str) -> float | str | None:
-    """How much more the next best strategy costs, as a fraction of this one's cost."""
+    """How much more the best strategy with another split of this layer costs, as a fraction of the plan's cost."""
     other, whole = e.next_best.get(layer), e.plan.cost
     if other is None or not whole:
         return None
@@ -97,11 +97,11 @@ def _next(e: Explanation, layer: str) -> float | str | None:
 
 
 def layer_paths(nodes: Sequence[NodePlan]) -> dict[str, list[str]]:
-    """Node -> its groups, outermost first. Nodes are listed in the order in which they run, a layer's parameters before
-    their readers.
+    """Node -> its groups, outermost first. Nodes are in execution order, and parameters come before their readers.
 
-    An op belongs to the module whose parameter it reads. Any other op joins the group of the op that it reads in the
-    same repeated block, or else of its next reader. After the last op with a parameter, ops are grouped by function.
+    An op belongs to the module whose parameter it reads. Any other op joins the group of an op that it reads in the
+    same repeated block, or else that of its next reader. After the last op with a parameter, ops are grouped by
+    function.
     """
     module, last = _modules(nodes)
     users = _first_users(nodes)
@@ -124,7 +124,7 @@ def layer_paths(nodes: Sequence[NodePlan]) -> dict[str, list[str]]:
 
 
 def _module(path: str) -> list[str]:
-    """The module of a parameter: its path without the last name, unless the path is only one name.
+    """The module of a parameter: its path without the last name, unless the path has only one name.
 
     >>> _module("blocks.attention.wq"), _module("wte")
     (['blocks', 'attention'], ['wte'])
@@ -134,7 +134,7 @@ def _module(path: str) -> list[str]:
 
 
 def _modules(nodes: Sequence[NodePlan]) -> tuple[dict[str, list[str]], int]:
-    """(node -> module, index of the last node that reads a parameter, counted without the parameters)."""
+    """Returns (node -> module, index of the last node that reads a parameter, where parameters are not counted)."""
     of = {n.name: n for n in nodes}
     working = [n for n in nodes if n.op != "parameter"]
     found: dict[str, list[str]] = {}
@@ -149,7 +149,7 @@ def _modules(nodes: Sequence[NodePlan]) -> tuple[dict[str, list[str]], int]:
         elif n.op == "input":
             found[n.name] = ["inputs"]
     placed = set(found)
-    for n in reversed(working):  # what nothing before it places, its first reader does
+    for n in reversed(working):  # a node without a module so far takes that of its reader
         for r in n.reads:
             if r not in placed and of[r].times == n.times and n.name in found:
                 found[r] = found[n.name]
@@ -167,7 +167,7 @@ def _first_users(nodes: Sequence[NodePlan]) -> dict[str, str]:
 
 
 def priced_step(plan: PlanData) -> JsonObject:
-    """The step as priced, for the timeline widget: its pieces run one after another, without overlap."""
+    """The step as it is priced, for the timeline widget: its parts run one after another, without overlap."""
     from pase.pages.streams import StreamBox, drawn_streams
 
     streams: Mapping[str, list[StreamBox]] = {"compute": [], "communication": []}
@@ -192,7 +192,7 @@ def priced_step(plan: PlanData) -> JsonObject:
 
 
 def _bars(plan: PlanData) -> Iterator[tuple[str, str, int, float]]:
-    """(stream, label, kind, cost): forward in the order of the nodes, backward in reverse, then the update."""
+    """Yields (stream, label, kind, cost): forward in the order of the nodes, backward in reverse, then the update."""
     kinds = {"forward": 0, "backward": 1, "update": 2}
     sent: dict[tuple[str, str], list[Collective]] = {}
     for c in plan.collectives:

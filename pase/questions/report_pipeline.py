@@ -1,4 +1,4 @@
-"""A pipelined plan in a report: its stages with their ranks, and a drawing of the schedule, rank by rank."""
+"""The parts of a report for a pipelined plan: a table of the stages, and a drawing of the schedule by rank."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _MOST_STAGES = 20
 
 
 def stages_table(plan: PlanData) -> str:
-    """A row for each stage: its rank, devices, blocks, seconds of a micro-batch and memory. HTML; empty without
-    stages."""
+    """An HTML table with a row for each stage: its rank, devices, blocks, seconds per micro-batch and memory.
+
+    Empty if the plan has no stages.
+    """
     p = plan.pipeline
     if p is None:
         return ""
@@ -49,8 +51,8 @@ def stages_table(plan: PlanData) -> str:
 
 
 def stages_data(plan: PlanData) -> JsonObject | None:
-    """What the map of devices needs of the stages: the rank and the split of each, and the nodes that it has. None
-    without stages."""
+    """Data about the stages for the map of devices: the rank, the split and the nodes of each. None if there are no
+    stages."""
     p = plan.pipeline
     if p is None:
         return None
@@ -58,7 +60,7 @@ def stages_data(plan: PlanData) -> JsonObject | None:
     return {
         "ranks": p.degree,
         "list": [{"rank": s.rank, "blocks": s.blocks, "splits": s.strategy} for s in p.stages],
-        # Only where they differ from the plan's own: most nodes are split alike in all stages.
+        # Only the splits that differ from the plan's own, because most nodes are split equally in all stages.
         "splits": [
             {
                 number[name]: split
@@ -72,8 +74,10 @@ def stages_data(plan: PlanData) -> JsonObject | None:
 
 
 def drawn_schedule(plan: PlanData) -> JsonObject | None:
-    """The schedule for the timeline widget: one stream for each rank, with the micro-batches that it works on. None
-    where ``simulated_stages`` is."""
+    """The schedule for the timeline widget: one stream for each rank, with its micro-batches.
+
+    None if ``simulated_stages`` is None.
+    """
     stages = simulated_stages(plan)
     if stages is None:
         return None
@@ -93,7 +97,7 @@ def drawn_schedule(plan: PlanData) -> JsonObject | None:
             ("forward", "compute"),
             ("backward", "backward"),
             ("weights' gradients", "activations"),
-            ("once a step", "update"),
+            ("hoisted, once a step", "update"),
         ],
         end_ns=round(stages.done.step_s * 1e9),
         narrow=16,

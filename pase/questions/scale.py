@@ -1,4 +1,4 @@
-"""How many devices? The best plan at each number of them, and what it costs."""
+"""Finds the best plan for each of several numbers of devices, to decide how many to use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class ScalePoint:
-    """The best plan for this number of devices. If plan is None, why_not says why there is none."""
+    """The best plan for this number of devices. If plan is None, why_not gives the reason."""
 
     devices: int
     plan: PlanData | None
@@ -28,12 +28,12 @@ class ScalePoint:
 
     @property
     def device_s(self) -> float | None:
-        """Device-seconds of a step, summed over all devices: what is paid for."""
+        """Device-seconds of a step, summed over all devices, which is what users pay for."""
         return None if self.plan is None else self.plan.cost * self.devices
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
-    """Numbers of devices: ``8..4096`` doubles from the first to the last; a list is used as given.
+    """Parse numbers of devices: ``8..4096`` doubles from the first to the last; ``8,24,96`` is a list.
 
     >>> parse_devices("8..64"), parse_devices("8,24,96")
     ((8, 16, 32, 64), (8, 24, 96))
@@ -41,12 +41,20 @@ def parse_devices(text: str) -> tuple[int, ...]:
     first, dots, last = text.partition("..")
     parts = [first, last] if dots else text.split(",")
     if not all(p.strip().isascii() and p.strip().isdigit() and 0 < int(p) <= _MOST for p in parts):
-        raise PaseError(f"--devices '{text}': write 8..4096, or a list as 8,24,96, of 1 to {_MOST:,} devices")
+        raise PaseError(
+            f"'{text}' is not a range or list of devices",
+            where="--devices",
+            fix=f"write 8..4096 or 8,24,96, with 1 to {_MOST:,} devices",
+        )
     numbers = [int(p) for p in parts]
     if not dots:
         return tuple(dict.fromkeys(sorted(numbers)))
     if numbers[1] < numbers[0]:
-        raise PaseError(f"--devices '{text}': the last number is below the first")
+        raise PaseError(
+            f"in '{text}', the last number is below the first",
+            where="--devices",
+            fix="give the smaller number first",
+        )
     out = [numbers[0]]
     while out[-1] * 2 <= numbers[1]:
         out.append(out[-1] * 2)
@@ -59,8 +67,10 @@ def scale(
     options: CompileOptions,
     progress: Callable[[str], None] | None = None,
 ) -> list[ScalePoint]:
-    """The best plan of the same model with the same global batch, for each number of devices. The devices in options
-    are ignored. A number without a plan says why."""
+    """Compile the same model with the same global batch for each number of devices.
+
+    The devices in ``options`` are ignored. If there is no plan for a number, its ScalePoint has the reason.
+    """
     from pase.compiler.compilation import compile_model
 
     out = []

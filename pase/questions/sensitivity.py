@@ -1,4 +1,7 @@
-"""Does a strategy stay optimal if the machine file is inaccurate? Compares its cost with the optimum at each factor."""
+"""Tests whether a strategy stays optimal if the machine file is inaccurate.
+
+The machine's figures are multiplied by factors, and the strategy's cost is compared with the optimum for each factor.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,13 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Results on the machine scaled by ``factors``; costs in the cost model's unit.
+    """Results on the machine that is scaled by ``factors``. Costs are in the cost model's unit.
 
-    ours: cost on this machine of the strategy found for the unscaled one. best: cost found by a new search here.
-    others: costs here of the other methods' unchanged strategies. winner: the cheapest among ours and others.
-    changed: nodes that the new search splits in another way (None if its mesh differs).
+    ours: cost of the strategy that was found for the unscaled machine.
+    best: cost of the strategy that a new search finds for the scaled machine.
+    others: costs of the baselines' strategies for the unscaled machine.
+    mesh: the mesh of the new search.
+    changed: number of nodes that the new search splits differently; None if its mesh differs.
     """
 
     factors: Mapping[str, float]
@@ -54,7 +59,7 @@ class Point:
 
     @property
     def regret(self) -> float:
-        """How much more ours costs than the best here, as a fraction of the best."""
+        """How much more ours costs than the best, as a fraction of the best."""
         return self.ours / self.best - 1 if self.best else 0.0
 
     @property
@@ -65,7 +70,8 @@ class Point:
 
 
 def parse_range(text: str) -> Range:
-    """Reads a quantity and its factors; see ``pase.files.quantities.parse_factors``. Raises PaseError if it cannot.
+    """Read a quantity and its factors, as ``pase.files.quantities.parse_factors`` does. Raises PaseError if the text is
+    not of this form.
 
     >>> parse_range("bandwidth=0.25..4").factors
     (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -73,10 +79,16 @@ def parse_range(text: str) -> Range:
     quantity, equals, factors = text.partition("=")
     if not equals:
         raise PaseError(
-            f"cannot read --vary '{text}': write bandwidth=0.5..2, bandwidth=0.5..2:9 or bandwidth=0.5,1,2"
+            f"'{text}' has no factors",
+            where="--vary",
+            fix="write bandwidth=0.5..2, bandwidth=0.5..2:9 or bandwidth=0.5,1,2",
         )
     if quantity.strip() not in QUANTITIES:
-        raise PaseError(f"cannot vary '{quantity.strip()}'; known: {', '.join(QUANTITIES)}")
+        raise PaseError(
+            f"there is no quantity '{quantity.strip()}'",
+            where="--vary",
+            fix=f"choose {', '.join(QUANTITIES)}",
+        )
     return Range(quantity=quantity.strip(), factors=parse_factors(factors, f"--vary '{text}'"))
 
 
@@ -89,12 +101,15 @@ def sensitivity(
     vary: Sequence[str | Range],
     progress: Callable[[str], None] | None = None,
 ) -> list[Point]:
-    """Finds the best strategy on the machine as it is, then prices it, the other methods' and a new search's on
-    every combination of the factors.
+    """Compare the best strategy with the baselines and with new searches on scaled machines.
+
+    The strategy and the baselines are found for the unscaled machine. Then they are priced on every combination of the
+    factors, and a new search is run there.
 
     model, params, batch: as for ``pase.compile``.
-    vary: what to vary and by which factors; text as ``parse_range`` reads it.
+    vary: the quantities and their factors, as ``Range`` or as text for ``parse_range``.
     {options}
+    progress: a function that is called with a line of text at each step.
     """
     return vary_machine(model, params, batch, options, vary, progress)
 
@@ -107,18 +122,22 @@ def vary_machine(
     vary: Sequence[str | Range],
     progress: Callable[[str], None] | None,
 ) -> list[Point]:
-    """What ``sensitivity`` does."""
+    """The implementation of ``sensitivity``, with all arguments by position."""
     from pase.compiler.compilation import compile_model
     from pase.tables.itemize import config_of
 
     if options.pipeline != "none":
         raise PaseError(
-            f"what a pipeline's stages take on other machines is not asked yet: leave out pipeline={options.pipeline}"
+            "pipelined plans are not priced on other machines yet",
+            where="--vary",
+            fix=f"leave out pipeline={options.pipeline}",
         )
     ranges = [v if isinstance(v, Range) else parse_range(v) for v in vary]
     if len({r.quantity for r in ranges}) < len(ranges):
         raise PaseError(
-            "--vary names a quantity twice; give all of its factors at once, as bandwidth=0.5,1,2"
+            "a quantity is given twice",
+            where="--vary",
+            fix="give all its factors at once, as in bandwidth=0.5,1,2",
         )
     done = compile_model(model, params, batch, options, progress)
     ours = {
@@ -133,8 +152,10 @@ def vary_machine(
 
 @dataclass(frozen=True, kw_only=True)
 class Swing:
-    """One quantity of the machine times a factor: the cost of the plan then, and of the best strategy found on the same
-    mesh (without a memory limit), in the cost model's unit."""
+    """The plan on a machine with one quantity multiplied by a factor. Costs are in the cost model's unit.
+
+    ours: cost of the plan. best: cost of the best strategy on the same mesh, without a memory limit.
+    """
 
     quantity: str
     factor: float
@@ -145,7 +166,7 @@ class Swing:
 def swings(
     plan: PlanData, problem: SplitProblem, factors: Sequence[float] = (0.5, 2.0), seconds: float = 20.0
 ) -> list[Swing]:
-    """Varies one quantity of the machine at a time, slower and faster; stops early at the time limit in seconds."""
+    """Vary one quantity of the machine at a time by each factor. Stops early after ``seconds``."""
     from pase.tables.itemize import config_of
 
     start, out = time.perf_counter(), list[Swing]()
@@ -161,7 +182,7 @@ def swings(
 
 
 def _on(problem: SplitProblem, factors: Mapping[str, float]) -> SplitProblem:
-    """The problem on its machine, scaled."""
+    """The problem on its machine, scaled by the factors."""
     from pase import costmodels
 
     machine = scaled(problem.machine, factors)
@@ -169,14 +190,14 @@ def _on(problem: SplitProblem, factors: Mapping[str, float]) -> SplitProblem:
 
 
 class _MemoryLimit(NamedTuple):
-    """Memory limit of a device in bytes, and the options that say how much to work for it."""
+    """The memory limit of a device in bytes, and the options that limit the work of the search."""
 
     nbytes: float
     options: CompileOptions
 
 
 def _given(problem: SplitProblem, found: Found, strategy: tuple[Mesh, Mapping[str, np.ndarray]]) -> Found:
-    """A strategy as what was found: where a search within the limit ends before it finds one."""
+    """A given strategy as the result of a search, for a search within the limit that ends without a result."""
     mesh, configs = strategy
     space = problem.pricing.space(mesh)
     solution = replace(found.solution, choice=space.index(configs), cost=problem.pricing.cost(mesh, configs))
@@ -200,7 +221,7 @@ def _points(
         here = _on(problem, at)
         over = here.meshes(mesh, max_axes)
         known = {m.sizes for m in over}
-        # If a method has its own mesh, the search may use it too, so that it is never worse than any method.
+        # The search may also use the baselines' meshes, so that it is never worse than any of them.
         over += [m for m in {m.sizes: m for m, _ in strategies.values()}.values() if m.sizes not in known]
         found = search_meshes(here, over)
         if within is not None and memory_of(here, found.configs, found.mesh).total > within.nbytes:

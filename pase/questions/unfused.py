@@ -1,4 +1,4 @@
-"""Attention that a model writes out, as two products and a softmax: what a fused kernel would save of it."""
+"""Finds attention that a model writes out as two products and a softmax, and what a fused kernel would save."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ __all__ = ["Unfused", "unfused"]
 
 @dataclass(frozen=True, kw_only=True)
 class Unfused:
-    """An attention that is written out. layers: the scores' product, the softmax, the product with the values.
+    """An attention that is written out.
 
-    cost: what they take of a step, in the plan's unit; fused: what one kernel would under the same split, causal or
-    not (half of it where the mask is causal). kept: bytes of scores and weights that a device keeps for backward.
+    layers: the scores' product, the softmax, and the product with the values.
+    source: the user's line of the softmax.
+    cost: their cost in a step, in the plan's unit.
+    fused: the cost of one fused kernel that computes all scores, with the same split. With a causal mask, it is half
+        of this.
+    kept: bytes of scores and weights that a device keeps for backward.
     """
 
     layers: tuple[str, str, str]
@@ -38,7 +42,7 @@ class Unfused:
 
 
 def unfused(plan: PlanData, problem: SplitProblem) -> tuple[Unfused, ...]:
-    """Each attention of the model that is written out, and that a fused kernel would run faster."""
+    """Every attention of the model that is written out and that a fused kernel would run faster."""
     graph, mesh = problem.graph, plan.mesh
     configs = {n.name: config_of(n, plan.strategy[n.name], mesh) for n in graph.nodes}
     cost = {n.name: n.cost.compute for n in plan.nodes}
@@ -60,7 +64,8 @@ def unfused(plan: PlanData, problem: SplitProblem) -> tuple[Unfused, ...]:
 
 
 def _written_out(graph: Graph) -> Iterator[tuple[Node, Node, Node]]:
-    """Products of two activations with a softmax between them, over the dim that the second one sums."""
+    """Yields (product, softmax, product), where the products are of activations and the second one sums over the dim of
+    the softmax."""
     for weights in graph.nodes:
         computed = {op.function for op in weights.ops}
         if functions.EXP not in computed or functions.SUM not in computed:
@@ -84,7 +89,7 @@ def _of_activations(graph: Graph, n: Node) -> bool:
 
 
 def _sums(weights: Node, values: Node) -> bool:
-    """Does the product sum over the dim that the softmax runs along?"""
+    """Whether the product sums over the dim along which the softmax runs."""
     over = next(op for op in weights.ops if op.function is functions.SUM)
     (along, *more) = [
         i for i, w in enumerate(over.reads[0].map.walks) if not set(w.dims) & set(over.writes[0].map.dims)
@@ -102,7 +107,7 @@ def _as_one(
     mesh: Mesh,
     model: CostModel,
 ) -> float:
-    """The price of both products as one fused kernel, once a step, forward and backward."""
+    """The cost of both products as one fused kernel, forward and backward, summed over a step."""
     scores, weights, values = found
     first, second = (_products(graph, n, configs, mesh) for n in (scores, values))
     (k, keys), flops = (np.asarray(w[0].mnk)[2] for w in (first, second)), first[0].flops + second[0].flops
@@ -127,6 +132,6 @@ def _products(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Me
 
 
 def _local(graph: Graph, n: Node, access: Access, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
-    """Bytes of a tensor on one device, as the node has it."""
+    """Bytes of a tensor on one device in the layout that the node has."""
     ways = shards(configs[n.name][None], dim_index(n, access.map.dims), mesh)
     return float(concrete_size(graph.tensors[access.tensor].nbytes, access.tensor) / ways[0])

@@ -1,4 +1,4 @@
-"""The figures of docs/: every one that a page asks for is drawn, and shows what the results say."""
+"""Figures of docs/: every figure that a page asks for is drawn, and agrees with the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many devices: one plan a number, its cost, and what has none."""
+"""`pase scale`: one plan for each number of devices, its cost, and the reason if there is none."""
 
 from __future__ import annotations
 
@@ -49,5 +49,6 @@ def test_nothing_is_cut_at_eighty_columns(monkeypatch):
 
 @pytest.mark.parametrize("text", ["8..", "x", "0..8", "8..4", "8,,9", "-8", "9999999999"])
 def test_what_is_no_range_is_refused(text):
-    with pytest.raises(PaseError, match="--devices"):
+    with pytest.raises(PaseError) as e:
         parse_devices(text)
+    assert e.value.where == "--devices" and f"'{text}'" in e.value.what
