@@ -36,8 +36,7 @@ def add_handoffs(
 ) -> None:
     """Adds the hand-offs between threads to the program.
 
-    If a thread idles while another one works from the start to the end of the gap, the first started and awaited that
-    work.
+    A thread that idles while another one works from the start to the end of the gap started and awaited that work.
     """
     s0 = mark.start_ns
     main = main_lane(t, mark)
