@@ -44,8 +44,7 @@ def add_handoffs(
         main = min(threads, key=lambda x: int(x.busy[0, 0])).lane
     started_by: dict[int, set[int]] = {x.lane: {x.lane} for x in threads}
     for a in threads:
-        # A hand-off goes from the thread that starts the work. Seen from the other thread, the same alternation would
-        # look like a hand-off, too, and make a cycle. ``started_by`` excludes it.
+        # A hand-off goes from the thread that starts the work. ``started_by`` excludes the way back (a cycle).
         begins = np.r_[mark.start_ns, t.end_ns[a.calls]] if len(a.calls) else np.zeros(0, np.int64)
         for k, c in enumerate([*a.calls.tolist(), -1]):
             # The gap is before call c, or after the last call.
