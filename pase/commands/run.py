@@ -144,7 +144,7 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> JsonObject:
         return {"plan": staged, "model": model, "dropped": list(lost)}
     problem = SplitProblem.of(traced.graph, devices, plan.machine, plan.cost_model, plan.optimizer)
     if plan.accumulate > 1 or plan.remat:
-        how = {b.again for b in plan.remat}
+        how = {b.recompute for b in plan.remat}
         blocks = recomputed(traced, next(w for w in ("light", "attention", "all") if w in how)) if how else ()
         micro = math.gcd(plan.accumulate, batch_size(traced))
         problem = problem.varied(traced, Variant(accumulate=micro, blocks=blocks, hoisted=plan.once))

@@ -25,7 +25,7 @@ def with_copies(graph: Graph) -> Graph:
     for n in graph.nodes:
         for op, a in n.reads:
             readers[a.tensor, op.scope].setdefault(n.name, op)
-            if a.again:
+            if a.recompute:
                 again.add((a.tensor, op.scope))
     copies: dict[str, list[Node]] = defaultdict(list)
     renames: dict[tuple[str, tuple[Scope, ...]], str] = {}
@@ -46,7 +46,7 @@ def with_copies(graph: Graph) -> Graph:
             name="copy",
             kind="copy",
             function=functions.COPY,
-            reads=(Access(t, m, again=(t, scope) in again),),
+            reads=(Access(t, m, recompute=(t, scope) in again),),
             writes=(Access(new, m),),
             flops_per_point=0,
             over=(),

@@ -39,13 +39,13 @@ and of fused attention, which are kept. attention: the attention, which is then 
 class Block:
     """A run of equations: ``start`` to ``stop - 1`` in the list of equations whose paths begin with ``prefix``.
 
-    again: what backward recomputes of the block.
+    recompute: what backward recomputes of the block.
     """
 
     prefix: str
     start: int
     stop: int
-    again: RecomputeKind = "all"
+    recompute: RecomputeKind = "all"
 
     @property
     def region(self) -> Scope:
@@ -58,10 +58,10 @@ _PARTS = {"all": "{}", "light": "light work of {}", "attention": "attention of {
 def recompute_text(blocks: Sequence[Block]) -> list[str]:
     """Describes what is recomputed, one part per kind.
 
-    >>> recompute_text([Block(prefix="3.", start=0, stop=9, again="light")])
+    >>> recompute_text([Block(prefix="3.", start=0, stop=9, recompute="light")])
     ['light work of 1 block recomputed']
     """
-    many = Counter(b.again for b in blocks)
+    many = Counter(b.recompute for b in blocks)
     return [f"{_PARTS[how].format(f'{n} block' + 's' * (n != 1))} recomputed" for how, n in many.items()]
 
 
@@ -89,7 +89,7 @@ def kept_results(graph: Graph, blocks: Sequence[Block]) -> frozenset[Place]:
     result and whatever else it computes from that is linear in it, because backward then needs none of its internal
     values.
     """
-    light = [b for b in blocks if b.again == "light"]
+    light = [b for b in blocks if b.recompute == "light"]
     if not light:
         return frozenset()
     derived, held_by = _weights(graph), holders(light)
@@ -158,7 +158,7 @@ def _around(places: Sequence[Place]) -> Block | None:
     )
     prefix = "".join(f"{number}." for number in paths[0][:depth])
     numbers = [p[depth] for p in paths]
-    return Block(prefix=prefix, start=min(numbers), stop=max(numbers) + 1, again="attention")
+    return Block(prefix=prefix, start=min(numbers), stop=max(numbers) + 1, recompute="attention")
 
 
 def _weights(graph: Graph) -> set[str]:

@@ -104,7 +104,7 @@ def mark_recomputed(graph: Graph) -> Graph:
             if any(graph.tensors[a.tensor].needs_grad for a in op.writes)
             else set()
         )
-        reads = tuple(replace(a, again=id(op) in recomputed or a.tensor in own) for a in op.reads)
+        reads = tuple(replace(a, recompute=id(op) in recomputed or a.tensor in own) for a in op.reads)
         return replace(op, reads=reads, remat=id(op) in recomputed)
 
     return replace(graph, nodes=tuple(replace(n, ops=tuple(map(marked, n.ops))) for n in graph.nodes))

@@ -11,7 +11,7 @@
 
 There is one line per tensor, one per node, and below the node one per op. An op's line has its kind, its name, its
 reads, ``->`` and its writes. Each read or write is a tensor and its access map. It may be preceded by ``sparse`` (few
-elements are used), ``again`` (backward gathers it a second time) or ``gradient`` (its gradient is handed back). Then
+elements are used), ``recompute`` (backward gathers it a second time) or ``gradient`` (its gradient is handed back). Then
 come the fields that differ from the default: ``fn`` (the function, if neither kind nor name implies it), ``flops`` (per
 point), ``over`` (dims), ``times``, ``chance``, ``scope`` (one per enclosing loop), ``remat``, ``backward``, ``nodiff``,
 ``as``, ``eqn``, ``source``. A size is an integer, a symbol, or an expression in braces. A name with characters other
@@ -110,8 +110,11 @@ def _size(size: Size) -> str:
     return text if _INTEGER.fullmatch(text) or _SYMBOL.fullmatch(text) else f"{{{text}}}"
 
 
-_MARKS = ("sparse", "again", "gradient")
+_MARKS = ("sparse", "recompute", "gradient")
 """Flags of an access, written in front of it."""
+
+_FORMER_MARKS = {"recompute": "again"}
+"""The names of flags in texts that older versions wrote. They are still read."""
 
 
 def _access(a: Access) -> str:
@@ -449,7 +452,8 @@ def _read_access(line: TextLine) -> Access:
     marks = {}
     for mark in _MARKS:
         line.at_end()
-        found = re.compile(rf"{mark}(?= +[^\[ ])").match(line.text, line.position)
+        words = f"{mark}|{_FORMER_MARKS[mark]}" if mark in _FORMER_MARKS else mark
+        found = re.compile(rf"(?:{words})(?= +[^\[ ])").match(line.text, line.position)
         marks[mark] = found is not None
         if found is not None:
             line.position = found.end()

@@ -122,14 +122,14 @@ class Access:
 
     sparse: the op touches only as many elements as it has points (an embedding lookup, one layer's slice of a stack),
         not the whole tensor.
-    again: the read is inside a rematerialised region and backward needs the value, so it is gathered a second time.
+    recompute: the read is inside a rematerialised region and backward needs the value, so it is gathered a second time.
     gradient: for a read of an op of kind "gradient": nothing is read; the tensor's gradient is handed back here.
     """
 
     tensor: str
     map: AccessMap
     sparse: bool = False
-    again: bool = False
+    recompute: bool = False
     gradient: bool = False
 
 
@@ -382,8 +382,8 @@ class Graph:
                 edge = Edge(src=self.producer[a.tensor].name, dst=n.name, tensor=a.tensor, op=op, access=a)
                 if old is not None and (old.op.differentiable or not op.differentiable):
                     edge = old
-                again = a.again or (old is not None and old.access.again)
-                found[key] = replace(edge, access=replace(edge.access, again=again))
+                again = a.recompute or (old is not None and old.access.recompute)
+                found[key] = replace(edge, access=replace(edge.access, recompute=again))
         return tuple(found.values())
 
     @cached_property

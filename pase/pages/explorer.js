@@ -154,7 +154,7 @@ function explorer(root) {
       facts([["op", `${n.op}  ${n.einsum}`], ["sizes", shape(n)], ["split", words(n.split)], ["with another split", next],
         ["a step", PARTS.map((p, k) => (n.cost[k] ? `${p} ${cost(n.cost[k])}` : null)).filter(Boolean).join(", ") || "nothing"],
         ["a device keeps", Object.entries(n.keeps).map(([k, b]) => `${k} ${bytes(b)}`).join(", ")],
-        ["while recomputed", n.again ? bytes(n.again) : ""], ["written at", n.source]]),
+        ["while recomputed", n.recompute ? bytes(n.recompute) : ""], ["written at", n.source]]),
       stages ? el("h3", {}, "In the stages") : null,
       stages ? grid(["split", "stages"], inStages(i)) : null,
       n.moves.length ? el("h3", {}, "Collectives and their reasons") : null,

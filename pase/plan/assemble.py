@@ -52,7 +52,7 @@ class _KeptBytes(TypedDict):
     """The bytes that a node keeps on a device, as ``NodePlan`` holds them."""
 
     keeps: Mapping[MemoryKind, int]
-    kept_again: int
+    kept_for_recompute: int
 
 
 def _kept(graph: Graph, node: Node, config: np.ndarray, mesh: Mesh, optimizer: str) -> _KeptBytes:
@@ -64,7 +64,7 @@ def _kept(graph: Graph, node: Node, config: np.ndarray, mesh: Mesh, optimizer: s
             keeps[h.kind] = keeps.get(h.kind, 0.0) + nbytes
         else:
             recompute += nbytes
-    return _KeptBytes(keeps={k: round(v) for k, v in keeps.items()}, kept_again=round(recompute))
+    return _KeptBytes(keeps={k: round(v) for k, v in keeps.items()}, kept_for_recompute=round(recompute))
 
 
 def assemble(

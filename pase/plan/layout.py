@@ -129,7 +129,7 @@ def _node_form(n: NodePlan) -> NodeForm:
         reads=n.reads or UNSET,
         work=n.work or UNSET,
         keeps=dict(n.keeps) or UNSET,
-        kept_again=n.kept_again or UNSET,
+        kept_for_recompute=n.kept_for_recompute or UNSET,
     )
 
 
@@ -284,7 +284,7 @@ def _node_of(n: NodeForm, cost: CostForm) -> NodePlan:
         reads=n.reads or (),
         work=n.work or (),
         keeps=n.keeps or {},
-        kept_again=n.kept_again or 0,
+        kept_for_recompute=n.kept_for_recompute or 0,
     )
 
 

@@ -73,7 +73,7 @@ class NodeForm(Struct, kw_only=True):
     """A node of the graph and how it is split: iteration dim -> mesh axes.
 
     reads: the nodes that make what it reads. work: what one device does for it in a step. keeps: bytes that a device
-    keeps for it; for a parameter, without what is counted elsewhere. kept_again: bytes kept while its region is
+    keeps for it; for a parameter, without what is counted elsewhere. kept_for_recompute: bytes kept while its region is
     recomputed.
     """
 
@@ -87,7 +87,7 @@ class NodeForm(Struct, kw_only=True):
     reads: tuple[str, ...] | UnsetType = UNSET
     work: tuple[LocalWork, ...] | UnsetType = UNSET
     keeps: dict[MemoryKind, int] | UnsetType = UNSET
-    kept_again: Count | UnsetType = UNSET
+    kept_for_recompute: Count | UnsetType = UNSET
 
 
 class ReshardForm(Struct, kw_only=True):

@@ -30,7 +30,7 @@ class StagePlan:
     weights: whether they are gathered and their gradients summed once per step, or at each micro-batch.
     forward_s, backward_s: seconds of one micro-batch; backward includes recomputation.
     memory_bytes: bytes on a device of its rank, for all stages of that rank.
-    weight_s, again_s: the parts of backward_s that are weights' gradients and recomputation.
+    weight_s, recompute_s: the parts of backward_s that are weights' gradients and recomputation.
     send_s, back_s: seconds to send to the next stage, and to send gradients back. If back_s is None, it equals send_s.
     kept_bytes: what a device holds of one micro-batch until its backward.
     waiting_bytes: the part of kept_bytes that stays until the weights' gradients, if these are computed separately.
@@ -44,12 +44,12 @@ class StagePlan:
     blocks: Count
     strategy: Count
     recomputes: bool
-    weights: Literal["once", "each"]
+    weights: Literal["hoisted", "each"]
     forward_s: NotNegative
     backward_s: NotNegative
     memory_bytes: Count
     weight_s: NotNegative | None = None
-    again_s: NotNegative | None = None
+    recompute_s: NotNegative | None = None
     send_s: NotNegative | None = None
     back_s: NotNegative | None = None
     kept_bytes: Count | None = None
@@ -100,7 +100,7 @@ class PipelinePlan:
     strategies: tuple[Mapping[str, Mapping[str, tuple[str, ...]]], ...]
     others: Mapping[str, float]
     scope: str
-    again: tuple[tuple[Block, ...], ...] = ()
+    recompute: tuple[tuple[Block, ...], ...] = ()
     """For each of ``strategies``, the blocks of equations that its backward recomputes. Empty in layouts written before
     this field existed."""
     before_s: tuple[NotNegative, ...] = ()
@@ -114,7 +114,7 @@ class PipelinePlan:
     """Node -> the stages that have it, for nodes that not all stages have. Every model has such nodes; this is empty
     only in layouts written before this field existed."""
 
-    narrow: bool = False
+    cut_points: bool = False
     """Whether the model has no equal blocks, so that ``cuts`` counts the units between the cut points of its graph."""
     groups: tuple[str, ...] = ()
     """The machine's group to which each rank belongs. Empty if all devices are equal."""
@@ -128,8 +128,8 @@ class PipelinePlan:
 
     def recomputed_blocks(self, strategy: int, all_of_them: tuple[Block, ...]) -> tuple[Block, ...]:
         """Return the blocks that the stages of a strategy recompute. all_of_them: the plan's own, for older layouts."""
-        if self.again:
-            return self.again[strategy]
+        if self.recompute:
+            return self.recompute[strategy]
         return all_of_them if any(s.recomputes for s in self.stages if s.strategy == strategy) else ()
 
     def actions(self) -> Schedule:
@@ -160,7 +160,7 @@ def lines(plan: PlanData) -> list[str]:
     out = [
         f"stages {p} · bubble {p.bubble:.1%} · imbalance {p.imbalance:.1%}"
         + (f" · {' · '.join(how)}" if how else ""),
-        f"cuts   {runs(p.cuts)} {'units' if p.narrow else 'blocks'} a stage; the mesh is one rank's",
+        f"cuts   {runs(p.cuts)} {'units' if p.cut_points else 'blocks'} a stage; the mesh is one rank's",
     ]
     out += unequal(p, plan.cost)
     slower = sorted((s, name) for name, s in p.others.items())

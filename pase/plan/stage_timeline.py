@@ -87,7 +87,7 @@ def simulated_stages(plan: PlanData) -> SimulatedStages | None:
 
 def _times(p: PipelinePlan) -> StageTimes | None:
     """Return the stages' seconds; None for layouts written before they were stored."""
-    parts = [(s.weight_s, s.again_s, s.send_s) for s in p.stages]
+    parts = [(s.weight_s, s.recompute_s, s.send_s) for s in p.stages]
     if not p.before_s or any(x is None for part in parts for x in part):
         return None
     weight, recompute, _ = np.array(parts, dtype=float).T

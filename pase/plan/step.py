@@ -396,7 +396,7 @@ def _rerun(graph: Graph) -> Graph:
     def again(op: Op) -> Op:
         if op.region is None:
             return op
-        return replace(op, remat=True, reads=tuple(replace(a, again=True) for a in op.reads))
+        return replace(op, remat=True, reads=tuple(replace(a, recompute=True) for a in op.reads))
 
     return replace(graph, nodes=tuple(replace(n, ops=tuple(map(again, n.ops))) for n in graph.nodes))
 

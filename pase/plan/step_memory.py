@@ -57,7 +57,7 @@ def step_memory(plan: PlanData) -> StepMemory | None:
     recompute = m.activations - sums["activations"]
     slack = len(plan.nodes) + 1  # each node's bytes are rounded
     alike = all(abs(sums[k] - getattr(m, k)) <= slack for k in _KINDS if k != "activations")
-    most_recompute = sum(n.kept_again for n in plan.nodes)
+    most_recompute = sum(n.kept_for_recompute for n in plan.nodes)
     if not alike or not any(sums.values()) or not -slack <= recompute <= most_recompute + slack:
         return None
     # A parameter keeps what its readers gather, minus what is stored. It lives as long as the readers run.
@@ -117,7 +117,7 @@ def _runs(plan: PlanData, recompute: float) -> list[_Stretch]:
                     backward=sum(_cost(n, False) + sent.get(n.name, (0.0, 0.0))[1] for n in nodes),
                     activations=kept,
                     gradients=sum(gradient.get(n.name, 0.0) for n in nodes),
-                    recompute=recompute if any(n.kept_again for n in nodes) else 0.0,
+                    recompute=recompute if any(n.kept_for_recompute for n in nodes) else 0.0,
                 )
             )
     if carried:  # by loops with a single iteration

@@ -45,7 +45,7 @@ class NodePlan:
     work: what one device does for it in a step.
     keeps: bytes that a device keeps for it through the step. For a parameter that is kept gathered for backward, this
         excludes its stored shard.
-    kept_again: bytes kept while its rematerialized region is recomputed.
+    kept_for_recompute: bytes kept while its rematerialized region is recomputed.
 
     The last four are empty in layouts that were written before these fields existed.
     """
@@ -61,7 +61,7 @@ class NodePlan:
     reads: tuple[str, ...] = ()
     work: tuple[LocalWork, ...] = ()
     keeps: Mapping[MemoryKind, int] = field(default_factory=dict)
-    kept_again: int = 0
+    kept_for_recompute: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -490,5 +490,5 @@ def _reached(w: LocalWork, device: Device | None) -> WorkItem:
 
 
 def _holds(node: NodePlan) -> dict[str, int]:
-    recompute = {"activations while recomputed": node.kept_again} if node.kept_again else {}
+    recompute = {"activations while recomputed": node.kept_for_recompute} if node.kept_for_recompute else {}
     return {kind: nbytes for kind, nbytes in node.keeps.items()} | recompute

@@ -45,7 +45,7 @@ def explorer_data(e: Explanation) -> JsonObject:
                 "cost": [_short(n.cost.compute), _short(n.cost.communication), _short(n.cost.update)],
                 "reads": [number[r] for r in n.reads],
                 "keeps": dict(n.keeps),
-                "again": n.kept_again,
+                "recompute": n.kept_for_recompute,
                 "moves": sent.get(n.name, []),
                 "work": [
                     {

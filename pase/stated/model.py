@@ -67,7 +67,7 @@ def _unmarked(graph: Graph) -> Graph:
     """Return the graph without recomputation, because the strategy decides what is recomputed."""
 
     def plain(op: Op) -> Op:
-        reads = tuple(replace(a, again=False) for a in op.reads)
+        reads = tuple(replace(a, recompute=False) for a in op.reads)
         return replace(op, remat=False, reads=reads, scope=op.loops)
 
     return replace(graph, nodes=tuple(replace(n, ops=tuple(map(plain, n.ops))) for n in graph.nodes))

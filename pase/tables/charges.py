@@ -260,7 +260,7 @@ def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
     times = runs_of(maker, edge.src) if edge.op.function is UNSTACK else runs_of(edge.op, edge.dst)
     bucketed = graph.producer[edge.tensor].kind == "parameter"
     hoisted = hoisted_of(graph) if bucketed else "none"
-    repeats = 2 if edge.access.again and hoisted == "none" else 1
+    repeats = 2 if edge.access.recompute and hoisted == "none" else 1
     rounds = micro_batches_of(graph)
     read, made = ((), ()) if bucketed else (read_by(graph, edge), made_by(graph, edge))
     phase: Phase = "forward" if bucketed else phase_of(edge.op)

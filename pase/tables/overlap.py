@@ -182,7 +182,7 @@ def alone(graph: Graph) -> Alone:
     reads = [e for e in graph.edges if graph.producer[e.tensor].kind == "parameter"]
     first = min((place[e.dst] for e in reads), default=-1)
     last = max((place[e.dst] for e in reads), default=-1)
-    rerun = max((place[e.dst] for e in reads if e.access.again), default=-1)
+    rerun = max((place[e.dst] for e in reads if e.access.recompute), default=-1)
 
     def at(where: int) -> tuple[float, ...]:
         return tuple(t if i == where else 0.0 for i, t in enumerate(turn))

@@ -20,11 +20,11 @@ from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
 from pase.tables.reshard_path import reshard_steps
 from pase.tables.walks import walked
 
-__all__ = ["KNOWN_PLANS", "Plans", "ReshardStep", "compare", "reshard"]
+__all__ = ["KNOWN_PLANS", "PairedStep", "Plans", "compare", "reshard"]
 
 
 @dataclass(frozen=True)
-class ReshardStep:
+class PairedStep:
     """One collective per pair of layouts.
 
     axes: bit sets, 0 for no collective. fraction: bytes as in CostModel.collective, as a fraction of the whole tensor.
@@ -58,7 +58,7 @@ class Plans:
         return np.where(single, price[self.codes].sum(axis=1), 0.0)[self.index]
 
 
-def reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[ReshardStep]:
+def reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[PairedStep]:
     """Steps from each src layout to each dst layout: int64 [S, axes], [D, axes] -> arrays [S, D].
 
     A dst state of PARTIAL lets the tensor stay (or become) partial over that axis.
@@ -69,16 +69,16 @@ def reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[ReshardStep]:
 
 
 @lru_cache(maxsize=1 << 14)
-def _reshard_one(src: tuple[int, ...], dst: tuple[int, ...], mesh: Mesh) -> tuple[ReshardStep, ...]:
+def _reshard_one(src: tuple[int, ...], dst: tuple[int, ...], mesh: Mesh) -> tuple[PairedStep, ...]:
     """``reshard`` for one pair of layouts, cached."""
     return tuple(
-        ReshardStep(m.kind, np.array([[m.axes]]), np.array([[1.0 / mesh.ways(m.split)]]))
+        PairedStep(m.kind, np.array([[m.axes]]), np.array([[1.0 / mesh.ways(m.split)]]))
         for m in reshard_steps(src, dst, mesh.sizes)
         if m.kind != "slice"
     )
 
 
-def _reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[ReshardStep]:
+def _reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[PairedStep]:
     """``reshard`` for many pairs of layouts."""
     n, steps = len(mesh.sizes), []
     (plans,) = compare([(src, dst)], mesh)
@@ -89,7 +89,7 @@ def _reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[ReshardStep]:
             on = (code >= 0) & (code >> 2 * n == k)
             if on.any():
                 axes = np.where(on, code >> n & (1 << n) - 1, 0)
-                steps.append(ReshardStep(kind, axes, 1.0 / ways[code & (1 << n) - 1]))
+                steps.append(PairedStep(kind, axes, 1.0 / ways[code & (1 << n) - 1]))
     return steps
 
 

@@ -1,6 +1,7 @@
 """A function is read on a screen: a limit, and what is longer with its reason.
 
-A function is measured without its signature and its docstring: a command's options are a list, not code.
+A function is measured without its signature, its docstring and the further lines of what it raises: a command's options
+are a list, and the message of an error is prose, not code.
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ LONGER = {
 
 
 def lengths(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """(name, lines of the body without its docstring) of each function, inner ones too."""
+    """(name, lines of the body without its docstring; one line per raise) of each function, inner ones too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node) is not None and node.body[1:] else node.body
             assert node.end_lineno is not None
-            yield node.name, node.end_lineno - body[0].lineno + 1
+            raised = [n for b in body for n in ast.walk(b) if isinstance(n, ast.Raise)]
+            messages = sum((n.end_lineno or n.lineno) - n.lineno for n in raised)
+            yield node.name, node.end_lineno - body[0].lineno + 1 - messages
 
 
 def long_functions() -> dict[str, int]:

@@ -224,7 +224,7 @@ def test_a_layout_of_before_graphs_were_kept_has_its_page(plan: Plan, tmp_path: 
     data = json.loads((tmp_path / "layout.json").read_text())
     data["machine"]["name"] = "a machine of their own"
     for n in data["strategy"]:
-        for key in ("reads", "work", "keeps", "kept_again"):
+        for key in ("reads", "work", "keeps", "kept_for_recompute"):
             n.pop(key, None)
     (tmp_path / "layout.json").write_text(json.dumps(data))
     printed("report", tmp_path / "layout.json", "-o", tmp_path / "page.html")

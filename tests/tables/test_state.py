@@ -110,7 +110,7 @@ def test_every_config_of_a_parameter_costs_what_its_parts_do(model: str) -> None
             reduce = "all_reduce" if c == NOT_SPLIT else "reduce_scatter"
             want = times * seconds(reduce, nbytes)
             if c != NOT_SPLIT and c != state_index(src)[0]:
-                want += times * (2 if e.access.again else 1) * seconds("all_gather", nbytes)
+                want += times * (2 if e.access.recompute else 1) * seconds("all_gather", nbytes)
             assert dense[i] == pytest.approx(want, rel=1e-9)
         vector, (s,) = tables.node_costs[at[e.src]], state_index(src)
         whole = float(graph.tensors[src.ops[0].writes[0].tensor].nbytes)

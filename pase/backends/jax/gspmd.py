@@ -195,7 +195,7 @@ class JaxprWalk:
 
         # If the block is the whole body of a loop, XLA has nothing that it could merge the recomputation with.
         alone = block.stop - block.start == len(jaxpr.eqns) and block.prefix != ""
-        keeps = jax.checkpoint_policies.save_only_these_names(KEPT) if block.again == "light" else None
+        keeps = jax.checkpoint_policies.save_only_these_names(KEPT) if block.recompute == "light" else None
         made = jax.checkpoint(body, prevent_cse=not alone, policy=keeps)(*[env[v] for v in reads])
         env.update(zip(makes, made, strict=True))
 

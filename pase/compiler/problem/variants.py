@@ -265,7 +265,7 @@ def _in_part(raw: Graph, blocks: tuple[Block, ...], what: str) -> tuple[Block, .
     if what == "attention":
         return attention_cores(raw, blocks)
     if what == "light":
-        light = tuple(replace(b, again="light") for b in blocks)
+        light = tuple(replace(b, recompute="light") for b in blocks)
         return light if kept_results(raw, light) else ()
     return blocks
 

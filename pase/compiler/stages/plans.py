@@ -174,7 +174,7 @@ def _shared(n: NodePlan, part: float, run: float, sent: Mapping[str, tuple[float
         replace(w, times=w.times * of.get(w.phase, part * run), cost=w.cost * of.get(w.phase, part * run))
         for w in n.work
     )
-    return replace(n, cost=cost, work=work, keeps={}, kept_again=0)
+    return replace(n, cost=cost, work=work, keeps={}, kept_for_recompute=0)
 
 
 def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, scope: str, groups: tuple[str, ...]) -> PipelinePlan:
@@ -196,7 +196,7 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, scope: str, groups: tuple[
             backward_s=float(times.full[k] - times.forward[k]),
             memory_bytes=memory[rank].total,
             weight_s=float(times.weight[k]),
-            again_s=float(times.recompute[k]),
+            recompute_s=float(times.recompute[k]),
             send_s=float(times.send[0, k]) if k < last else 0.0,
             back_s=float(times.send[1, k]) if k < last else 0.0,
             send_bytes=round(menu.sent_bytes(split)[0]) if k < last else 0,
@@ -231,7 +231,7 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, scope: str, groups: tuple[
         ),
         scope=scope,
         groups=tuple(groups[i] for i in menu.groups) if groups else (),
-        again=tuple(split.variant.blocks for split in strategies),
+        recompute=tuple(split.variant.blocks for split in strategies),
         before_s=tuple(map(float, times.before)),
         after_s=tuple(map(float, times.after)),
         hidden_s=float(np.mean(s.problem.hidden(np.array(counts)))),

@@ -37,7 +37,7 @@ def staged_elsewhere(plan: PlanData, traced: TracedJax, devices: int) -> tuple[P
     mesh = shrunk_mesh(plan.mesh, devices // ranks)
     strategies, again, dropped = [], [], dict[str, None]()
     for i, strategy in enumerate(p.strategies):
-        how = {b.again for b in p.recomputed_blocks(i, plan.remat)}
+        how = {b.recompute for b in p.recomputed_blocks(i, plan.remat)}
         again.append(
             recomputed(traced, next(w for w in ("light", "attention", "all") if w in how)) if how else ()
         )
@@ -64,7 +64,7 @@ def staged_elsewhere(plan: PlanData, traced: TracedJax, devices: int) -> tuple[P
         narrow=isinstance(places, UnitPlaces),
         stages=stages,
         strategies=tuple(strategies),
-        again=tuple(again),
+        recompute=tuple(again),
         stages_of=places.stages_of(cuts),
     )
     return replace(made, devices=devices, pipeline=pipeline), tuple(dropped)

@@ -49,7 +49,7 @@ def step(problem, plan, mesh, chosen):
     stored = {n.name for n in graph.nodes if n.kind == "parameter"}
     place = {n.name: i for i, n in enumerate(graph.nodes)}
     readers = [place[e.dst] for e in graph.edges if e.src in stored]
-    again = [place[e.dst] for e in graph.edges if e.src in stored and e.access.again]
+    again = [place[e.dst] for e in graph.edges if e.src in stored and e.access.recompute]
     first, last = min(readers), max(readers)
     waited, compute, moved = 0.0, {"forward": 0.0, "backward": 0.0}, {"forward": 0.0, "backward": 0.0}
     updated = 0.0

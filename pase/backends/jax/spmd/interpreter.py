@@ -168,7 +168,7 @@ class ManualWalk:
             return packed(made)
 
         alone = block.stop - block.start == len(jaxpr.eqns) and block.prefix != ""  # a loop's body
-        keeps = jax.checkpoint_policies.save_only_these_names(KEPT) if block.again == "light" else None
+        keeps = jax.checkpoint_policies.save_only_these_names(KEPT) if block.recompute == "light" else None
         arrays = jax.checkpoint(body, prevent_cse=not alone, policy=keeps)(*packed(given))
         env.clear()
         env.update(outside)

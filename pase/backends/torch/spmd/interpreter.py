@@ -251,7 +251,7 @@ class RankWalk:
                     self._step(scope, j, block.prefix, mine)
             return [v for k, v in mine.values.items() if k not in before.values and k in self._leave[block]]
 
-        light = block.again == "light"
+        light = block.recompute == "light"
         around = create_selective_checkpoint_contexts(policy) if light else [contextlib.nullcontext()] * 2
         body.values.update({v.tensor: v for v in recomputed(inside, *around)})
 

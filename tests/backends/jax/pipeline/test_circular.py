@@ -44,7 +44,7 @@ def circular(plan, strategy, weights):
         cuts=(n,) * p.degree,
         stages=tuple(replace(one, rank=r) for r in range(p.degree)),
         strategies=(strategy,),
-        again=p.again[:1],
+        recompute=p.recompute[:1],
     )
     return replace(plan, pipeline=made)
 

@@ -49,14 +49,14 @@ def staged(plan, name, chunks, cuts, seed=None):
     p, ranks = plan.pipeline, schedule(name, 2, MICRO, chunks).rank_of
     first, middle, last = p.stages[0].strategy, p.stages[1].strategy, p.stages[-1].strategy
     which = [first, *[middle] * (len(cuts) - 2), last]
-    strategies, again = p.strategies, p.again
+    strategies, again = p.strategies, p.recompute
     if seed is not None:
         rng, graph = np.random.default_rng(seed), plan.graph
         strategies = tuple(
             {n.name: split_of(n, rng.choice(configs(n, plan.mesh)), plan.mesh) for n in graph.nodes}
             for _ in which
         )
-        which, again = range(len(cuts)), tuple(p.again[i] for i in which)
+        which, again = range(len(cuts)), tuple(p.recompute[i] for i in which)
     stages = tuple(
         StagePlan(
             rank=rank,
@@ -71,7 +71,7 @@ def staged(plan, name, chunks, cuts, seed=None):
         for k, (rank, n, s) in enumerate(zip(ranks, cuts, which, strict=True))
     )
     made = replace(
-        p, schedule=name, chunks=chunks, cuts=cuts, stages=stages, strategies=strategies, again=again
+        p, schedule=name, chunks=chunks, cuts=cuts, stages=stages, strategies=strategies, recompute=again
     )
     return replace(plan, pipeline=made)
 

@@ -129,7 +129,7 @@ def staged(plan: Any, name: str, chunks: int, cuts: tuple[int, ...], seed: int) 
     """The plan with another schedule, other cuts, and a random split of each stage."""
     p, ranks = plan.pipeline, schedule(name, RANKS, MICRO_BATCHES, chunks).rank_of
     rng = np.random.default_rng(seed)
-    graph = named(simplify(rematerialised(plan.traced.graph, p.again[0])))
+    graph = named(simplify(rematerialised(plan.traced.graph, p.recompute[0])))
     strategies = tuple(
         {n.name: split_of(n, rng.choice(configs(n, plan.mesh)), plan.mesh) for n in graph.nodes} for _ in cuts
     )
@@ -146,9 +146,9 @@ def staged(plan: Any, name: str, chunks: int, cuts: tuple[int, ...], seed: int) 
         )
         for k, (rank, n) in enumerate(zip(ranks, cuts, strict=True))
     )
-    again = tuple(p.again[min(k, len(p.again) - 1)] for k in range(len(cuts)))
+    again = tuple(p.recompute[min(k, len(p.recompute) - 1)] for k in range(len(cuts)))
     made = replace(
-        p, schedule=name, chunks=chunks, cuts=cuts, stages=stages, strategies=strategies, again=again
+        p, schedule=name, chunks=chunks, cuts=cuts, stages=stages, strategies=strategies, recompute=again
     )
     return replace(plan, pipeline=made)
 
