@@ -68,7 +68,7 @@ def measured(model: str, strategy: str) -> dict[str, Any] | None:
     plan = reduced(model).plan(strategy)
     if plan is None:
         return None
-    ahead = replace(plan, beside=0.0)  # loops gather one turn ahead, as under the default price
+    ahead = replace(plan, overlap=0.0)  # loops gather one turn ahead, as under the default price
     ways: list[tuple[str, Plan, Lowering]] = [("annotated", plan, "annotated"), ("manual", plan, "manual")]
     ways.append(("manual, ahead", ahead, "manual"))
     if plan.unit == "s":

@@ -184,7 +184,7 @@ def accumulated(graph: Graph, micro_batches: int, hoisted: Hoisted = "none") -> 
     hoisted: which collectives of parameters run only once per step (``pase.tables.charges.edge_flows``).
     """
     if hoisted != "none":
-        graph = replace(graph, meta={**graph.meta, "once": hoisted})
+        graph = replace(graph, meta={**graph.meta, "hoisted": hoisted})
     if micro_batches == 1:
         return graph
 
@@ -204,7 +204,7 @@ def micro_batches_of(graph: Graph) -> int:
 
 def hoisted_of(graph: Graph) -> Hoisted:
     """Which collectives of parameters run only once per step."""
-    return next((o for o in _HOISTED if o == graph.meta.get("once")), "none")
+    return next((o for o in _HOISTED if o == graph.meta.get("hoisted")), "none")
 
 
 _HOISTED: Mapping[Hoisted, tuple[str, ...]] = {

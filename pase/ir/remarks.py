@@ -8,7 +8,7 @@ from typing import Literal, get_args
 __all__ = ["Remark", "RemarkKind"]
 
 RemarkKind = Literal[
-    "assumed", "turns", "opaque", "unknown", "empty", "activations", "step", "communication", "state"
+    "assumed", "trip_count", "opaque", "unknown", "empty", "activations", "step", "communication", "state"
 ]
 """What a remark is about.
 
@@ -25,7 +25,7 @@ state: the program computes a next value of a state and drops it.
 class Remark:
     """One remark. what: a sentence. where: the op and the user's line that it is about, if there is one.
 
-    >>> str(Remark("turns", "the loop is priced as one iteration", "train.py:3"))
+    >>> str(Remark("trip_count", "the loop is priced as one iteration", "train.py:3"))
     'the loop is priced as one iteration (train.py:3)'
     >>> Remark("assumed", "the first branch is priced").doubtful, Remark("empty", "no parameters").doubtful
     (False, True)

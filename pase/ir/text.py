@@ -11,7 +11,8 @@
 
 There is one line per tensor, one per node, and below the node one per op. An op's line has its kind, its name, its
 reads, ``->`` and its writes. Each read or write is a tensor and its access map. It may be preceded by ``sparse`` (few
-elements are used), ``recompute`` (backward gathers it a second time) or ``gradient`` (its gradient is handed back). Then
+elements are used), ``recompute`` (backward gathers it a second time) or ``gradient`` (its gradient is handed back).
+Then
 come the fields that differ from the default: ``fn`` (the function, if neither kind nor name implies it), ``flops`` (per
 point), ``over`` (dims), ``times``, ``chance``, ``scope`` (one per enclosing loop), ``remat``, ``backward``, ``nodiff``,
 ``as``, ``eqn``, ``source``. A size is an integer, a symbol, or an expression in braces. A name with characters other
@@ -72,8 +73,12 @@ MAX_LINE = 1 << 18
 
 def digest(graph: Graph) -> str:
     """The sha256 of the graph's text, in hex. The text is without source lines, so that equal models agree wherever
-    their files are, and without functions, which are implied by the ops' names and FLOPs."""
-    return hashlib.sha256(to_text(graph, sources=False, functions=False).encode()).hexdigest()
+    their files are, and without functions, which are implied by the ops' names and FLOPs. Flags have their first names
+    in it, so that digests in files of older versions stay valid."""
+    text = to_text(graph, sources=False, functions=False)
+    for mark, former in _FORMER_MARKS.items():
+        text = re.sub(rf"(?<![^ (]){mark}(?= +[^\[ ]+\[)", former, text)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def to_text(graph: Graph, *, sources: bool = True, functions: bool = True) -> str:
@@ -197,7 +202,8 @@ def from_text(text: str) -> Graph:
             key = line.word("a key")
             meta[key] = line.word("a value")
         elif keyword == "remark":
-            kind = line.choice(RemarkKind, "a kind of remark")
+            # "turns" is what older versions wrote.
+            kind = "trip_count" if line.accept("turns") else line.choice(RemarkKind, "a kind of remark")
             remarks += (Remark(kind, line.word("what it says"), line.word("where")),)
         elif keyword == "tensor":
             tensor = _read_tensor(line)

@@ -126,7 +126,7 @@ def assemble(
         accumulate=accumulate,
         remat=tuple(remat),
         once=hoisted,
-        beside=overlap,
+        overlap=overlap,
         graph_digest=graph_digest,
         provenance=dict(provenance),
         traced=traced,

@@ -197,7 +197,7 @@ def _slower(
     parameters: Collection[str],
 ) -> dict[str, float]:
     """Return the factor by which each pass is slower while collectives of parameters hold a part of the device."""
-    hold = plan.beside or 0.0
+    hold = plan.overlap or 0.0
     times = {n.name: n.times for n in plan.nodes}
     overlapped = {"forward": 0.0, "backward": 0.0}
     for c in moved:

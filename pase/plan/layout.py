@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -80,7 +80,7 @@ def _form_of(plan: PlanData) -> LayoutForm:
         memory=plan.memory,
         work=_if_given(plan.work),
         throughput=_if_given(plan.throughput),
-        beside=_if_given(plan.beside),
+        overlap=_if_given(plan.overlap),
         memory_limit=_if_given(plan.memory_limit),
         misfit=_if_given(plan.misfit),
         accumulate=plan.accumulate,
@@ -189,7 +189,7 @@ def from_json(data: Json, where: str = "layout") -> PlanData:
             where=where,
             fix="use the version of pase that wrote it, or compile again",
         )
-    form = convert(data, LayoutForm, where)
+    form = convert(_renewed(data), LayoutForm, where)
     for problem in problems(form):
         place, _, what = problem.partition(": ")
         raise PaseError(what, where=f"{where}: at {place}")
@@ -199,6 +199,54 @@ def from_json(data: Json, where: str = "layout") -> PlanData:
 
         read_buckets(plan, plan.buckets, f"{where}: at bucket_plan")
     return plan
+
+
+def _renamed(value: Json, former: Mapping[str, str]) -> Json:
+    """Return the object with its former keys renamed; anything else as it is."""
+    return {former.get(k, k): v for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _replaced(value: Json, key: str, former: Json, now: Json) -> Json:
+    """Return the object with a former value of one key replaced; anything else as it is."""
+    return value | {key: now} if isinstance(value, dict) and value.get(key) == former else value
+
+
+def _renewed(data: Json) -> Json:
+    """Return the layout with the keys and words that this version writes, in place of those of earlier versions."""
+
+    def block(value: Json) -> Json:
+        return _renamed(value, {"again": "recompute"})
+
+    def blocks(value: Json) -> Json:
+        return [block(v) for v in value] if isinstance(value, list) else value
+
+    def stage(value: Json) -> Json:
+        return _replaced(_renamed(value, {"again_s": "recompute_s"}), "weights", "once", "hoisted")
+
+    def pipeline(value: Json) -> Json:
+        return within(
+            _renamed(value, {"again": "recompute", "narrow": "cut_points"}),
+            {"stages": stage, "recompute": blocks},
+        )
+
+    def within(value: Json, lists: Mapping[str, Callable[[Json], Json]]) -> Json:
+        if not isinstance(value, dict):
+            return value
+        return {
+            k: [lists[k](x) for x in v] if k in lists and isinstance(v, list) else v for k, v in value.items()
+        }
+
+    data = within(
+        _renamed(data, {"beside": "overlap"}),
+        {
+            "strategy": lambda node: _renamed(node, {"kept_again": "kept_for_recompute"}),
+            "remat": block,
+            "remarks": lambda remark: _replaced(remark, "kind", "turns", "trip_count"),
+        },
+    )
+    if isinstance(data, dict) and "pipeline" in data:
+        return data | {"pipeline": pipeline(data["pipeline"])}
+    return data
 
 
 def _plan_of(form: LayoutForm) -> PlanData:
@@ -226,7 +274,7 @@ def _plan_of(form: LayoutForm) -> PlanData:
         },
         copies=_copies_by_name(form.layouts) if form.copies is UNSET else form.copies,
         collectives=tuple(_copied(c, Collective) for c in form.collectives),
-        beside=_or_none(form.beside),
+        overlap=_or_none(form.overlap),
         memory_limit=_or_none(form.memory_limit),
         misfit=_or_none(form.misfit),
         baseline_memory=cost.baseline_memory or {},

@@ -195,7 +195,7 @@ class LayoutForm(Struct, kw_only=True):
     throughput: (
         Annotated[Throughput, Meta(description="throughput of the predicted step, per device")] | UnsetType
     ) = UNSET
-    beside: (
+    overlap: (
         Annotated[
             NotNegative,
             Meta(

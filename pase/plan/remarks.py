@@ -48,7 +48,7 @@ def _empty(graph: Graph) -> Iterator[Remark]:
 
 def _opaque(graph: Graph) -> Iterator[Remark]:
     """Yield a remark for each op that is not split, unless the frontend has made one."""
-    said = {r.where for r in graph.remarks if r.kind in ("opaque", "unknown", "turns")}
+    said = {r.where for r in graph.remarks if r.kind in ("opaque", "unknown", "trip_count")}
     for n in graph.nodes:
         for op in n.ops:
             if op.kind == "opaque" and str(op.source) not in said and _has_data(graph, op):

@@ -142,7 +142,7 @@ class PlanData:
     """Which collectives of parameters are hoisted: they run once per step, not per micro-batch and per read."""
     buckets: JsonObject | None = field(default=None, repr=False)
     """A bucket plan as layout.json holds it, with the links that it was made for. None if no bucket plan was chosen."""
-    beside: float | None = None
+    overlap: float | None = None
     """The fraction of the device that collectives of parameters occupy while they overlap with compute, if the price
     includes such overlap (``pase.tables.overlap``). None if nothing overlaps."""
     memory_limit: int | None = None
@@ -266,9 +266,9 @@ class PlanData:
     def objective(self) -> str:
         """What ``cost`` and ``bound`` measure, in words. The plan is proven cheapest only by this measure."""
         if self.pipeline is not None:
-            hides = "not " if self.beside is None else ""
+            hides = "not " if self.overlap is None else ""
             return f"the schedule's simulated step, collectives of parameters {hides}hidden behind compute"
-        if self.beside is not None or self.hidden:
+        if self.overlap is not None or self.hidden:
             return "collectives of parameters hidden behind compute"
         return "nothing hidden behind compute"
 

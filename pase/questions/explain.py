@@ -323,7 +323,7 @@ def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
     from pase.tables.decompose import Decompose
 
     target: PlanTarget = "dtensor" if plan.provenance.get("target") == "dtensor" else "any"
-    overlap = "none" if plan.beside is None else "parameters"
+    overlap = "none" if plan.overlap is None else "parameters"
     problem = SplitProblem.of(
         traced.graph,
         plan.devices,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pase.errors import PaseError
-from pase.ir import AccessMap, Graph, SourceLine, digest, from_text, to_text
+from pase.ir import AccessMap, Graph, Remark, SourceLine, digest, from_text, to_text
 from tests.ir.graphs import graphs, raw, simple
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -99,6 +100,16 @@ def test_errors_name_line_and_column(text: str, where: str, what: str) -> None:
         from_text(text)
     assert e.value.where == f"graph text {where}"
     assert what in e.value.what
+
+
+def test_texts_of_earlier_versions_are_read_and_have_the_same_digest() -> None:
+    remark = Remark("trip_count", "priced as one iteration", "a.py:3")
+    g = replace(simple("gpt2"), remarks=(remark,))
+    former = to_text(g).replace(" recompute t", " again t").replace("remark trip_count", "remark turns")
+    assert former.count(" again t") > 10
+    assert from_text(former) == g
+    unlocated = to_text(g, sources=False, functions=False).replace(" recompute t", " again t")
+    assert digest(g) == sha256(unlocated.encode()).hexdigest()
 
 
 def test_digest_is_of_the_model_not_of_where_it_lies() -> None:

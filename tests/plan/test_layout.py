@@ -10,7 +10,7 @@ import pytest
 import pase
 from pase.errors import PaseError
 from pase.files.atomic import write_atomically
-from pase.plan.layout import SCHEMA, from_json, schema, to_json
+from pase.plan.layout import SCHEMA, _renewed, from_json, schema, to_json
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,37 @@ def test_copies_are_said_and_in_files_of_before_known_by_their_names(plan):
     data.pop("copies", None)
     assert from_json(data).copies["t27c1"] == "t27"
     assert from_json({**data, "copies": {"t27c1": "t3"}}).copies == {"t27c1": "t3"}
+
+
+def test_keys_of_earlier_versions_are_read(plan):
+    block = {"prefix": "3.", "start": 0, "stop": 9}
+    now = {**to_json(plan), "overlap": 0.25, "remat": [{**block, "recompute": "light"}]}
+    former = {**to_json(plan), "beside": 0.25, "remat": [{**block, "again": "light"}]}
+    former.pop("overlap", None)
+    now["strategy"] = [{**n, "kept_for_recompute": 3} for n in now["strategy"]]
+    former["strategy"] = [{**n, "kept_again": 3} for n in former["strategy"]]
+    now["remarks"], former["remarks"] = (
+        [{"kind": kind, "what": "priced as one iteration", "where": "a.py:3"}]
+        for kind in ("trip_count", "turns")
+    )
+    found = from_json(former)
+    assert found == from_json(now)
+    assert found.overlap == 0.25 and found.remat[0].recompute == "light"
+    assert found.noted[0].kind == "trip_count"
+
+
+def test_pipelines_of_earlier_versions_are_read():
+    stage, block = (
+        {"rank": 0, "recompute_s": 1.0, "weights": "hoisted"},
+        {"prefix": "3.", "recompute": "light"},
+    )
+    former_stage, former_block = (
+        {"rank": 0, "again_s": 1.0, "weights": "once"},
+        {"prefix": "3.", "again": "light"},
+    )
+    former = {"pipeline": {"stages": [former_stage], "again": [[former_block]], "narrow": True}}
+    assert _renewed(former) == {"pipeline": {"stages": [stage], "recompute": [[block]], "cut_points": True}}
+    assert former["pipeline"]["stages"] == [former_stage], "the caller's object is as it was"
 
 
 def test_a_layout_tells_nothing_of_its_maker(plan):

@@ -110,7 +110,7 @@ def test_sums_that_nothing_sends(plan: PlanData) -> None:
 
 def test_a_loop_of_unknown_length() -> None:
     plan = compiled(turning, W, X, S((), jnp.int32))
-    assert kinds(plan) == ["turns"] and "test_remarks.py" in plan.noted[0].where and not plan.sound
+    assert kinds(plan) == ["trip_count"] and "test_remarks.py" in plan.noted[0].where and not plan.sound
     assert compiled(turning, W, X, S((), jnp.int32), dims={"while0": 7}).sound
 
 
@@ -203,7 +203,7 @@ def test_every_command_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert code == 1 and "the while loop 'while0'" in " ".join(out.split())
     assert run("compile", model, "--devices", 4, "--trips", "while0=3", "--strict")[0] == 0
     (told,) = reported("compile", model, "--devices", 4)["remarks"]
-    assert told["kind"] == "turns" and "turning_model.py" in told["where"]
+    assert told["kind"] == "trip_count" and "turning_model.py" in told["where"]
     for words in (
         ("compare", model, "--devices", 4),
         ("explain", layout, "--model", model),
@@ -221,7 +221,7 @@ def test_every_command_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_files(plan: PlanData) -> None:
     """A layout keeps remarks with their kinds; a layout of an earlier version has them as lines."""
-    said = (Remark("turns", "priced as one turn", "a.py:3"), Remark("assumed", "taken"))
+    said = (Remark("trip_count", "priced as one turn", "a.py:3"), Remark("assumed", "taken"))
     tree = json.loads(json.dumps(to_json(replace(plan, noted=said))))
     assert from_json(tree).noted == said
     del tree["remarks"]
@@ -230,7 +230,7 @@ def test_files(plan: PlanData) -> None:
 
 
 def test_a_graph_s_text_keeps_remarks() -> None:
-    graph = replace(resolve("zoo:mlp").graph, remarks=(Remark("turns", 'said "so"', "a b.py:3"),))
+    graph = replace(resolve("zoo:mlp").graph, remarks=(Remark("trip_count", 'said "so"', "a b.py:3"),))
     assert from_text(to_text(graph)) == graph
     with pytest.raises(PaseError, match="'odd' is not a kind of remark"):
-        from_text(to_text(graph).replace("remark turns", "remark odd"))
+        from_text(to_text(graph).replace("remark trip_count", "remark odd"))

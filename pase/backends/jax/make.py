@@ -52,7 +52,7 @@ def jax_plan(plan: PlanData) -> JaxPlan:
         accesses=plan.accesses,
         strategy=plan.strategy,
         schedule=ProgramSchedule.of(plan),
-        prefetch=plan.beside is not None,
+        prefetch=plan.overlap is not None,
         model=model_of(plan),
         devices=fixed_devices(plan.traced.shardings)
         if "fixed" in plan.provenance and isinstance(plan.traced, TracedJax)

@@ -44,7 +44,7 @@ class Summed:
 
     @property
     def occupied(self) -> float | None:
-        """The value that plans record (``PlanData.beside``)."""
+        """The value that plans record (``PlanData.overlap``)."""
         return None
 
     def configs(self, mesh: Mesh) -> tuple[np.ndarray, ...]:

@@ -103,7 +103,7 @@ class TablesMade:
             mesh,
             group.model,
             self.optimizer,
-            "once",
+            "hoisted",
             group.number,
             self.spent,
             group.slow,

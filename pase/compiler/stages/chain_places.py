@@ -16,7 +16,7 @@ __all__ = ["UnitPlaces", "UnitRange", "divided"]
 
 UnitRange = tuple[int, int]
 """Units of a chain: (first, end)."""
-_ONCE = "once"
+_PER_STEP = "per step"
 """The part of what several iterations of a loop read unchanged."""
 _MOST_OUTSIDE = 0.5
 """If more than this fraction of the work is outside of written-out equal blocks, the model is cut at its cut points."""
@@ -57,12 +57,12 @@ class UnitPlaces(Places):
             first = min((max(r[0], units[0]) for r in found if _overlap(r, units)), default=None)
             if first is not None:
                 label = self.labels[first]
-                parts[name] = (label if name in self.by_iteration or self.sizes[label] == 1 else _ONCE,)
+                parts[name] = (label if name in self.by_iteration or self.sizes[label] == 1 else _PER_STEP,)
         return Places(parts=parts, blocks=self.blocks, crossing=(), numbers={}, sizes=self.sizes)
 
     def parts_in(self, units: UnitRange) -> list[StagePart]:
         """Return the parts of a stage with these units: the part that is there once, then one per unit."""
-        return [_ONCE, *self.labels[slice(*units)]]
+        return [_PER_STEP, *self.labels[slice(*units)]]
 
     @cached_property
     def labels(self) -> list[StagePart]:
@@ -126,7 +126,7 @@ def _by_units(graph: Graph, chain: UnitChain) -> UnitPlaces:
     ranges, by_iteration = _ranges(graph, chain)
     first = {u: (a, b) for a, b in chain.loops.values() for u in range(a, b)}
     sizes = {f"unit {first.get(u, (u, u + 1))[0]}": 1 for u in range(chain.units)}
-    sizes |= {f"unit {a}": b - a for a, b in chain.loops.values()} | {_ONCE: 1}
+    sizes |= {f"unit {a}": b - a for a, b in chain.loops.values()} | {_PER_STEP: 1}
     return UnitPlaces(
         parts={name: (f"unit {first.get(min(r)[0], min(r))[0]}",) for name, r in ranges.items()},
         blocks=chain.units,

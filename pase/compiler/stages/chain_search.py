@@ -279,7 +279,7 @@ class ChainMenu(StageMenu):
         size = float(np.abs(weights).max())
         key = role, np.round(weights / size, 12).tobytes()
         if key not in self._least:
-            some = [t for t in self._at(role.group) if t.weights == "once"]
+            some = [t for t in self._at(role.group) if t.weights == "hoisted"]
             if not slower_may_weigh_less(weights):
                 some = some[:1]
             elif np.isfinite(self.limits).any():

@@ -36,8 +36,8 @@ __all__ = [
 
 PARTS: tuple[StagePart, ...] = ("first", "block", "last")
 
-GatheredWeights = Literal["once", "each"]
-"""When split parameters are gathered and their gradients summed. ``once``: once per step, so that gathered weights and
+GatheredWeights = Literal["hoisted", "each"]
+"""When split parameters are gathered and their gradients summed. ``hoisted``: once per step, so that gathered weights and
 unreduced sums of gradients are kept through the step. ``each``: in each micro-batch."""
 
 
@@ -204,7 +204,7 @@ def collective_shares(
     reader: the node that pays for it.
     times: how often it runs in a step.
     """
-    m, hoisted = micro_batches, weights == "once"
+    m, hoisted = micro_batches, weights == "hoisted"
     # ZeRO gathers updated parameters, which overlaps with the first forward of the next step.
     if phase == "update":
         return {"before" if hoisted else "after": 1.0}
@@ -230,7 +230,7 @@ def _hold(
     known: PricedParts,
 ) -> None:
     """Add bytes to the parts. Gathered weights and unreduced sums of gradients are counted in the readers' layouts."""
-    whole = weights == "once" and micro_batches_of(graph) > 1
+    whole = weights == "hoisted" and micro_batches_of(graph) > 1
     regions: dict[tuple[StagePart, object], float] = {}
     for n in graph.nodes:
         key = n.name, configs[n.name].tobytes()
@@ -238,7 +238,7 @@ def _hold(
             known.held[key] = list(held(graph, n, configs[n.name][None, :], mesh, optimizer))
         for h in known.held[key]:
             nbytes = float(h.nbytes[0])
-            if (h.weights and weights == "once") or (h.kind == "gradients" and whole):
+            if (h.weights and weights == "hoisted") or (h.kind == "gradients" and whole):
                 continue
             for place in places.parts.get(n.name, ()):
                 if h.region is not None:
@@ -249,7 +249,7 @@ def _hold(
                     out[place].kept += nbytes
     for (place, _), nbytes in regions.items():
         out[place].inner = max(out[place].inner, nbytes)
-    if weights == "once":
+    if weights == "hoisted":
         for place, copied, summed in _as_read(graph, places, mesh, configs, known.read):
             out[place].keep("activations", copied)
             if whole:

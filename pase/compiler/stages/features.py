@@ -221,11 +221,11 @@ class _StagePricing:
 
     def _bytes(self, n: Node, cfg: np.ndarray) -> _ByFeature:
         """Return what a node keeps, except in a region that is recomputed."""
-        whole = self.weights == "once" and self.micro_batches > 1
+        whole = self.weights == "hoisted" and self.micro_batches > 1
         out = _ByFeature()
         waits = not (self.recomputes and self.places.of(n.name) == "block")
         for h in held(self.graph, n, cfg, self.mesh, self.optimizer):
-            apart = (h.weights and self.weights == "once") or (h.kind == "gradients" and whole)
+            apart = (h.weights and self.weights == "hoisted") or (h.kind == "gradients" and whole)
             if h.region is not None or apart:
                 continue
             if h.kind != "activations" or h.weights or n.kind == "input":

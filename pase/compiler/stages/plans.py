@@ -47,9 +47,9 @@ def plan_staged(
     mesh = axes_by_use(t.graph, s.mesh, configs)
     bound = min(found.bound, step_s)
     # As ``costs`` prices it, gathers and sums of parameters are hoisted, unless a stage has them in each micro-batch.
-    hoisted = all(split.weights == "once" for split in s.splits)
+    hoisted = all(split.weights == "hoisted" for split in s.splits)
     plan = assemble(
-        replace(t.graph, meta={**t.graph.meta, "once": "all"}) if hoisted else t.graph,
+        replace(t.graph, meta={**t.graph.meta, "hoisted": "all"}) if hoisted else t.graph,
         mesh,
         configs,
         model=problem.model,
@@ -86,7 +86,7 @@ def plan_staged(
     staged = replace(
         plan,
         devices=problem.devices,
-        beside=problem.pricing.occupied,
+        overlap=problem.pricing.occupied,
         memory=max(memory, key=lambda m: m.total),
         memory_limit=None if np.isinf(menu.limits).all() else int(menu.limits.max()),
         nodes=tuple(_shared(n, 1 / s.schedule.ranks, run, sent) for n in plan.nodes),
@@ -219,7 +219,7 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, scope: str, groups: tuple[
         micro_batches=s.micro_batches,
         schedule=s.schedule.name,
         cuts=counts,
-        narrow=isinstance(menu, ChainMenu),
+        cut_points=isinstance(menu, ChainMenu),
         bubble=sim.bubble,
         imbalance=sim.imbalance,
         cuts_bound=s.cuts.bound,

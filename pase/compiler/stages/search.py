@@ -169,7 +169,7 @@ class StageMenu:
     def bounded(self, below: float) -> tuple[float, Staged | None]:
         """Return (a lower bound on every pipeline of these ranks under the schedules, within the limit; the best
         pipeline that takes less than ``below``, from the splits that the bound's searches found)."""
-        hoisted = [t for t in self.tables if t.weights == "once"]
+        hoisted = [t for t in self.tables if t.weights == "hoisted"]
         limited = np.isfinite(self.limits).any()
         self.bounds = StageBounds(
             tables=hoisted + [t.sent_each() for t in hoisted if limited],

@@ -61,7 +61,7 @@ def staged_elsewhere(plan: PlanData, traced: TracedJax, devices: int) -> tuple[P
         chunks=chunks,
         micro_batches=m,
         cuts=cuts,
-        narrow=isinstance(places, UnitPlaces),
+        cut_points=isinstance(places, UnitPlaces),
         stages=stages,
         strategies=tuple(strategies),
         recompute=tuple(again),

@@ -62,7 +62,7 @@ class AtRunTime:
         known = _known_trip_count(eqn)
         if known is None:
             b.remark(
-                "turns",
+                "trip_count",
                 f"the while loop '{name}' at {b.source or 'an unknown line'} is priced as one iteration, because its "
                 f"trip count is not known before it runs; state it with dims={{'{name}': N}}, or --trips {name}=N",
             )

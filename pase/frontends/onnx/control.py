@@ -270,7 +270,7 @@ def _loop(
     if not 0 < trip_count < _ENDLESS:
         trip_count = 0
         low.b.remark(
-            "turns",
+            "trip_count",
             f"{c.place} is priced as one iteration, because its trip count is not known before it runs; give it a "
             f"constant trip count",
         )

@@ -320,7 +320,7 @@ def _region(
             shapes.append((t.shape, t.dtype))  # type: ignore[arg-type]
     loop = node.op.endswith("While")
     once = "as one iteration, because its trip count is not known" if loop else "at its most expensive branch"
-    b.remark("turns" if loop else "opaque", f"'{node.op}' at {path} is not split, and is priced {once}")
+    b.remark("trip_count" if loop else "opaque", f"'{node.op}' at {path} is not split, and is priced {once}")
     tensors = nests.opaque(b, node.op, xs, shapes, flops=flops)
     for k, at in where:
         v = outs[k]

@@ -291,13 +291,13 @@ def test_the_machine_says_whether_anything_runs_beside_compute():
         for m in ("h100x8", "cpu_host")
     )
     assert gpu.objective == "collectives of parameters hidden behind compute"
-    assert gpu.beside == 20 / 132
+    assert gpu.overlap == 20 / 132
     assert cpu.objective == "nothing hidden behind compute"
-    assert cpu.beside is None
+    assert cpu.overlap is None
     served = pase.compile(
         "zoo:mlp", devices=4, mesh="4", mode="inference", overlap="machine", baselines=False
     )
-    assert served.beside is None
+    assert served.overlap is None
 
 
 def test_what_cannot_be_asked_for():
@@ -316,7 +316,7 @@ def test_stages_hide_their_gathers_and_sums_too():
     name = "zoo:gpt2?layers=4&batch=32&remat=0"
     none, beside = (pase.compile(name, overlap=how, **options) for how in ("none", "machine"))
     p = beside.pipeline
-    assert none.beside is None and none.hidden < 1e-12 and beside.beside == 20 / 132
+    assert none.overlap is None and none.hidden < 1e-12 and beside.overlap == 20 / 132
     assert p is not None and beside.hidden == p.hidden_s > 0
     assert beside.bound <= beside.cost < none.cost
     assert "parameters hidden behind compute" in beside.objective and "not hidden" in none.objective
@@ -330,7 +330,7 @@ def test_stages_hide_their_gathers_and_sums_too():
     assert scan.cost < beside.cost
     either = pase.compile(name, **options | {"pipeline": "auto", "mesh": None})
     flat = pase.compile(name, devices=4, baselines=False, remat="none", accumulate=4)
-    assert either.beside == flat.beside and either.cost <= flat.cost * (1 + 1e-9)
+    assert either.overlap == flat.overlap and either.cost <= flat.cost * (1 + 1e-9)
 
 
 def test_a_memory_limit_holds_with_overlap_too():

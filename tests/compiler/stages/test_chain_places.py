@@ -198,7 +198,7 @@ def planned(model, ranks=2, **more):
 )
 def test_stages_of_unequal_units_equal_the_unsharded_step(model, ranks):
     plan = planned(model, ranks)
-    assert plan.pipeline.narrow and "units a stage" in str(plan) and plan.bound <= plan.cost
+    assert plan.pipeline.cut_points and "units a stage" in str(plan) and plan.bound <= plan.cost
     params, batch = arguments(model)
     whole = unsharded_step(model, OPTIMIZER, params, batch)
     jp = plan.jax
@@ -295,7 +295,7 @@ def test_ranges_of_units_equal_enumeration(name, p, v, limit):
 
 
 @cache
-def tables_of(model, weights="once"):
+def tables_of(model, weights="hoisted"):
     traced, _ = traced_model(model, None, (), CompileOptions(devices=8))
     variant, blocks = Variant(accumulate=4), blocks_of(traced)
     problem = SplitProblem.of(traced.graph, 8, "h100x8", "analytic", "adam", "parameters")
@@ -309,7 +309,7 @@ TRANSFORMER = "zoo:transformer?batch=32&layers=3&seq=64&vocab=2048&remat=0"
 
 
 @pytest.mark.parametrize("model", [TRANSFORMER, "zoo:alexnet?batch=32"])
-@pytest.mark.parametrize("weights", ["once", "each"])
+@pytest.mark.parametrize("weights", ["hoisted", "each"])
 def test_a_range_of_units_is_priced_as_the_model_is(model, weights):
     """The parts of each range add up to the price of its tables, and all units to that of the model's tables."""
     t = tables_of(model, weights)

@@ -103,7 +103,7 @@ def tables(model):
     graph, mesh = graph_of(traced, variant), Mesh(names=("x", "y"), sizes=(2, 2))
     places, slow = divided(graph, blocks_of(traced)), problem.pricing.occupied or 1.0
     assert isinstance(places, UnitPlaces)
-    return StageTables(graph, places, variant, mesh, problem.model, "adam", "once", slow=slow)
+    return StageTables(graph, places, variant, mesh, problem.model, "adam", "hoisted", slow=slow)
 
 
 def shortest_of_all(menu, s, ways):

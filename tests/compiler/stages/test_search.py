@@ -56,7 +56,7 @@ def tables_of(  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("model", [SCANNED, WRITTEN_OUT])
-@pytest.mark.parametrize("weights", ["once", "each"])
+@pytest.mark.parametrize("weights", ["hoisted", "each"])
 @pytest.mark.parametrize("again", [False, True])
 def test_the_parts_of_a_stage_are_what_the_tables_price(model, weights, again):
     """A stage's parts add up to the search's own cost. With all blocks and both ends they are the whole model."""
@@ -90,9 +90,11 @@ def test_one_stage_with_one_micro_batch_costs_what_the_step_without_stages_does(
     methods, _ = price_baselines(problem)
     assert slow is not None and {"zero2", "megatron_sp_fsdp_2x2"} <= {b.name for b in methods}
     for b in methods:
-        parts = part_costs(graph, places, b.mesh, b.strategy, problem.model, "adam", "once")
+        parts = part_costs(graph, places, b.mesh, b.strategy, problem.model, "adam", "hoisted")
         step, added = (
-            StageSplit(role=ONLY, variant=variant, weights="once", configs=b.strategy, parts=parts, slow=part)
+            StageSplit(
+                role=ONLY, variant=variant, weights="hoisted", configs=b.strategy, parts=parts, slow=part
+            )
             for part in (slow, 1.0)
         )
         work = [w for of in local_work(graph, b.mesh, b.strategy, problem.model).values() for w in of]
@@ -128,7 +130,7 @@ def test_the_bytes_of_a_stage_are_the_accounts(again):
 
 
 def test_once_a_step_holds_whole_sums_of_gradients():
-    each, once = (tables_of(SCANNED, 4, w) for w in ("each", "once"))
+    each, once = (tables_of(SCANNED, 4, w) for w in ("each", "hoisted"))
     configs = once.cheapest(MIDDLE, 4).configs
     a, b = (
         part_costs(t.graph, t.places, t.mesh, configs, t.model, "adam", t.weights)["block"]
@@ -301,7 +303,7 @@ def test_tied_tables_are_summed_between_the_ends():
 
 
 @pytest.mark.parametrize("model", [SCANNED, WRITTEN_OUT])
-@pytest.mark.parametrize("weights", ["once", "each"])
+@pytest.mark.parametrize("weights", ["hoisted", "each"])
 @pytest.mark.parametrize("again", [False, True])
 def test_the_features_of_any_split_are_its_seconds_and_no_more_than_its_bytes(model, weights, again):
     t = tables_of(model, 4, weights, again)
@@ -333,7 +335,7 @@ def test_the_choice_of_ways_and_blocks_is_the_one_with_the_least_busiest_rank():
 
     With equal stages, each rank has the ways with the least work.
     """
-    ways = [tables_of(SCANNED, 4, weights, again) for weights, again in (("once", False), ("each", True))]
+    ways = [tables_of(SCANNED, 4, weights, again) for weights, again in (("hoisted", False), ("each", True))]
     for part, (name, chunks) in itertools.product((0.6, 0.8, 1.0), (("1f1b", 1), ("interleaved", 2))):
         most = part * ways[0].cheapest(FIRST, 4).nbytes(4, 2)
         menu, s = StageMenu(ways, 2, 4, most), schedule(name, 2, 4, chunks)
@@ -392,7 +394,7 @@ def test_no_splits_and_no_cuts_beat_the_bound(limited, slow):
 
     If only the schedule with the lowest bound gets more rounds, the least bound is as high as if all of them did.
     """
-    tried = (("once", False), ("each", False), ("each", True))
+    tried = (("hoisted", False), ("each", False), ("each", True))
     ways = [tables_of(SCANNED, 4, weights, again, slow) for weights, again in tried]
     rng, closest = np.random.default_rng(0), 0.0
     most = 0.9 * ways[0].cheapest(FIRST, 4).nbytes(4, 2)

@@ -300,7 +300,7 @@ def test_a_loop_that_may_end_earlier_or_never_is_remarked_on() -> None:
     assert remark.kind == "assumed" and "'turns' is priced as 5 iterations" in remark.what
     for turns in (None, 2**63 - 1):
         found = graph_of(_loop(turns))
-        assert [r.kind for r in found.remarks] == ["turns", "opaque"]
+        assert [r.kind for r in found.remarks] == ["trip_count", "opaque"]
         assert [t.path for t in found.parameters] == ["turns.w"]
 
 

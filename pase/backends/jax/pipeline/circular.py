@@ -155,7 +155,7 @@ def _stages_of(split: JaxPlan, p: PipelinePlan) -> tuple[Stage, Stage, Stage]:
     """
     traced = split.traced
     loops = loops_of(traced, sum(p.cuts))
-    if p.narrow or len(loops) != 1:
+    if p.cut_points or len(loops) != 1:
         raise PaseError(
             f"it cannot be run as one program: the circular schedule needs one loop over its layers (scan), but it has "
             f"{len(loops)} loops with {sum(p.cuts)} iterations",

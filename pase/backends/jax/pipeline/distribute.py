@@ -126,7 +126,7 @@ class OnRanks:
                 raise PaseError(
                     f"the optimizer cannot be run in stages: its '{eqn.primitive.name}' works on parameters of several "
                     "stages at once, but only scalars, such as a norm, may depend on all of them",
-                    where=source_line(eqn),
+                    where=str(source_line(eqn)),
                     fix="choose an optimizer that updates each parameter by itself, or compile with pipeline='none'",
                 )
             can[i] = ranks
@@ -286,6 +286,6 @@ def _mixes(eqn: Eqn, parts: frozenset[tuple[str, int]]) -> PaseError:
     return PaseError(
         f"the optimizer cannot be run in stages: its '{eqn.primitive.name}' makes the update of each layer of "
         f"'{stack}' depend on the other layers, which are in other stages",
-        where=source_line(eqn),
+        where=str(source_line(eqn)),
         fix="make each layer a leaf of its own, or choose an optimizer that updates elements independently",
     )

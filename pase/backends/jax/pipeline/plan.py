@@ -103,7 +103,7 @@ class JaxPipeline:
     @cached_property
     def chain(self) -> UnitChain | None:
         """The chain of units between which the model is cut, or None if it is cut between equal blocks."""
-        if not self.pipeline.narrow:
+        if not self.pipeline.cut_points:
             return None
         found = chain_of(simplify(self.traced.graph), blocks_of(self.traced))
         if found.units != sum(self.pipeline.cuts):

@@ -134,7 +134,7 @@ class RunningStages:
                 for w in stage.weights
             ],
             splits_backward=plan.schedule.splits_backward,
-            hoisted=plan.pipeline.stages[k].weights == "once",
+            hoisted=plan.pipeline.stages[k].weights == "hoisted",
             unreduced=groups,
         )
 

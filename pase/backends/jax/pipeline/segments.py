@@ -274,7 +274,7 @@ class SegmentList:
         return Segment(reads=tuple(reads), makes=(var,), block=block, run=run)
 
 
-ITERATIONS = ("turns",)
+ITERATIONS = ("iterations",)
 """The environment's key for the (first, end) of a stage's iterations."""
 _ELEMENTWISE = frozenset({"convert_element_type", "mul", "add", "sub", "div", "neg", "tanh", "exp", "copy"})
 

@@ -215,7 +215,7 @@ def torch_pipeline(plan: PlanData) -> TorchPipeline:
             strategy=strategy,
             accumulate=p.micro_batches,
             blocks=p.recomputed_blocks(i, plan.remat),
-            hoisted="all" if weights.get(i) == "once" else "none",
+            hoisted="all" if weights.get(i) == "hoisted" else "none",
         )
         for i, strategy in enumerate(p.strategies)
     )

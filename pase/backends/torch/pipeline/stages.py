@@ -57,7 +57,7 @@ def _units(traced: TracedTorch, pipeline: PipelinePlan) -> list[int]:
     """Node -> its block, or unit: -1 before the first, and their number after the last."""
     name, many, nodes = traced.graph.name, sum(pipeline.cuts), traced.scope.nodes
     blocks = blocks_of(traced)
-    if not pipeline.narrow:
+    if not pipeline.cut_points:
         if any(b.prefix for b in blocks) or len(blocks) != many:
             raise PaseError(
                 f"the model cannot be run in stages: the plan cuts between {many} equal layers in a row, but the graph "

@@ -81,7 +81,7 @@ def test_one_program_equals_the_unsharded_step(ranks, mesh, remat, seed, lanes):
     base = planned(ranks, mesh, remat)
     data = base.mesh.names[0] if lanes else None
     strategy = base.pipeline.strategies[0] if seed is None else drawn(base, seed, data)
-    jp, whole = circular(base, strategy, "once" if lanes else "each").jax, reference(True)
+    jp, whole = circular(base, strategy, "hoisted" if lanes else "each").jax, reference(True)
     assert (jp.unreduced_groups is not None) == lanes
     params, batch = arguments(True)
     if lanes or ranks > 2:
@@ -139,7 +139,7 @@ def test_without_a_named_schedule_it_is_tried_where_the_program_can_run_it():
 
 def test_a_rank_that_works_on_either_end_is_not_idle():
     """All ranks together work as long as a single rank would. The rest is bubble."""
-    t = tables_of("zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0", 4, "once")
+    t = tables_of("zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0", 4, "hoisted")
     for ranks in (1, 2):
         menu, s = StageMenu([t], ranks, 4, np.inf, only="circular"), schedule("circular", ranks, 4)
         best, _ = circular_staged(menu, s, np.inf, ())
@@ -150,7 +150,7 @@ def test_a_rank_that_works_on_either_end_is_not_idle():
         assert done.bubble == pytest.approx(1 - work.sum() / ranks / done.step_s, rel=1e-12)
 
 
-@pytest.mark.parametrize("weights", ["once", "each"])
+@pytest.mark.parametrize("weights", ["hoisted", "each"])
 def test_the_price_is_one_sum_over_nodes_and_edges_and_what_crosses(weights):
     """On one rank there are no transfers, so the bound is the step. On two ranks no split takes less than the bound."""
     t, rng = (
@@ -192,7 +192,7 @@ def test_what_cannot_be_one_program_is_refused():
             remat="none",
         ).jax
     base = planned()
-    uneven = circular(base, base.pipeline.strategies[0], "once")
+    uneven = circular(base, base.pipeline.strategies[0], "hoisted")
     with pytest.raises(PaseError) as e:
         _ = replace(uneven, pipeline=replace(uneven.pipeline, cuts=(1, 3))).jax
     assert e.value.where == "the circular schedule" and "(1, 3)" in e.value.what

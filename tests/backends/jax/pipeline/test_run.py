@@ -63,7 +63,7 @@ def staged(plan, name, chunks, cuts, seed=None):
             blocks=n,
             strategy=s,
             recomputes=False,
-            weights="each" if rank else "once",
+            weights="each" if rank else "hoisted",
             forward_s=1.0,
             backward_s=2.0,
             memory_bytes=1,
@@ -126,7 +126,7 @@ def over_data(plan, seed=None):
         return fits[rng.integers(len(fits))]
 
     strategies = tuple({n.name: split(n) for n in plan.graph.nodes} for _ in p.strategies)
-    stages = tuple(replace(s, weights="once") for s in p.stages)
+    stages = tuple(replace(s, weights="hoisted") for s in p.stages)
     return replace(plan, pipeline=replace(p, strategies=strategies, stages=stages))
 
 

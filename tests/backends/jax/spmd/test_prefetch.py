@@ -90,7 +90,7 @@ def early(body):
 def test_the_first_gather_of_a_turn_runs_in_the_turn_before(again, layers):
     params, batch = example(layers)
     plain = case_of(model(jax.checkpoint(layer) if again else layer), params, batch).plan("fsdp")
-    ahead = replace(plain, beside=0.0)
+    ahead = replace(plain, overlap=0.0)
     before = sharded_step(plain, OPTIMIZER, params, batch, lowering="manual")
     step = sharded_step(ahead, OPTIMIZER, params, batch, lowering="manual")
     assert step.differences(before) == dict.fromkeys(TOLERANCE, 0.0)
@@ -103,7 +103,7 @@ def test_the_first_gather_of_a_turn_runs_in_the_turn_before(again, layers):
 
 def test_messages_that_wait_for_nothing_go_ahead_too():
     params, batch = example(4)
-    plan = replace(case_of(model(jax.checkpoint(layer)), params, batch).plan("fsdp"), beside=0.0)
+    plan = replace(case_of(model(jax.checkpoint(layer)), params, batch).plan("fsdp"), overlap=0.0)
     scheduled = plan.scheduled("ours")
     step = sharded_step(scheduled, OPTIMIZER, params, batch, lowering="manual")
     assert step.differences(sharded_step(plan, OPTIMIZER, params, batch, lowering="manual")) == dict.fromkeys(
@@ -139,7 +139,7 @@ def test_what_reads_an_inner_loop_waits_for_it_in_the_account_and_in_the_step():
     plan = case_of(model(jax.checkpoint(after_a_loop)), params, batch).plan("fsdp")
     configs = {n.name: config_of(n, plan.strategy[n.name], plan.mesh) for n in plan.split_graph.nodes}
     assert prefetched_bytes(plan.split_graph, configs, plan.mesh) == 0
-    lowered = replace(plan, beside=0.0).jax.lower_train_step(OPTIMIZER, lowering="manual")
+    lowered = replace(plan, overlap=0.0).jax.lower_train_step(OPTIMIZER, lowering="manual")
     assert not any(map(early, bodies(lowered.compile().as_text())))
 
 

@@ -139,7 +139,7 @@ def staged(plan: Any, name: str, chunks: int, cuts: tuple[int, ...], seed: int) 
             blocks=n,
             strategy=k,
             recomputes=False,
-            weights="once" if k % 2 else "each",
+            weights="hoisted" if k % 2 else "each",
             forward_s=1.0,
             backward_s=2.0,
             memory_bytes=1,

@@ -58,7 +58,7 @@ def test_a_model_without_equal_layers_is_cut_between_its_units() -> None:
     """With the cuts and splits that the plan chose."""
     module, batch = funnel()
     plan = planned(module, batch)
-    assert plan.pipeline is not None and plan.pipeline.narrow
+    assert plan.pipeline is not None and plan.pipeline.cut_points
     assert {len(s.enters) for s in plan.torch.stages} == {0, 1}
     check(plan, module, batch, alone(module, batch))
 
