@@ -202,8 +202,9 @@ def from_text(text: str) -> Graph:
             key = line.word("a key")
             meta[key] = line.word("a value")
         elif keyword == "remark":
-            # "turns" is what older versions wrote.
-            kind = "trip_count" if line.accept("turns") else line.choice(RemarkKind, "a kind of remark")
+            kind: RemarkKind = "trip_count"
+            if not line.accept("turns"):  # the word for it in texts of earlier versions
+                kind = line.choice(RemarkKind, "a kind of remark")
             remarks += (Remark(kind, line.word("what it says"), line.word("where")),)
         elif keyword == "tensor":
             tensor = _read_tensor(line)

@@ -37,8 +37,8 @@ __all__ = [
 PARTS: tuple[StagePart, ...] = ("first", "block", "last")
 
 GatheredWeights = Literal["hoisted", "each"]
-"""When split parameters are gathered and their gradients summed. ``hoisted``: once per step, so that gathered weights and
-unreduced sums of gradients are kept through the step. ``each``: in each micro-batch."""
+"""When split parameters are gathered and their gradients summed. ``hoisted``: once per step, so that gathered weights
+and unreduced sums of gradients are kept through the step. ``each``: in each micro-batch."""
 
 
 @dataclass(kw_only=True)

@@ -143,7 +143,7 @@ def test_a_stack_that_two_loops_read_is_there_once_in_a_stage_and_whole():
         assert got == pytest.approx(t.solved(role, 0.0, t.step).bound)
     menu = ChainMenu([t], 2, MICRO, np.inf)
     parts = [menu.splits(StageRole(units=u))[0] for u in ((0, 1), (1, n), (0, n))]
-    one, both = (w.parts["once"].memory["parameters"] for w in parts[::2])
+    one, both = (w.parts["per step"].memory["parameters"] for w in parts[::2])
     assert 0 < one <= both  # as in the backend, each stage with an iteration has all rows
     assert (menu.tied_after(schedule("1f1b", 2, MICRO, 1), parts[:2]) > 0).all()
 
