@@ -194,10 +194,7 @@ def trace(
     Raises PaseError, with the line of the user's program if it is known.
     """
     if params is None:
-        raise PaseError(
-            "the loss function has no example arguments",
-            fix="pass them after the function: pase.compile(loss_fn, params, batch, devices=…)",
-        )
+        raise _no_arguments_error()
     import jax
 
     versions.check()
@@ -212,9 +209,7 @@ def trace(
     param_paths = _paths(as_shapes[:stored] if stored > 1 else as_shapes[0])
     input_paths = _paths(as_shapes[stored:])
     if twice := [path for path, n in Counter(param_paths).items() if n > 1]:
-        raise PaseError(
-            f"two parameters have the path '{twice[0]}'", fix="give the keys of the pytree distinct names"
-        )
+        raise _same_path_error(twice[0])
     b = GraphBuilder(name=called, frozen=mode != "train")
     programs = programs_of(fn, closed)
     lower = _JaxLowering(
@@ -231,11 +226,7 @@ def trace(
     returned = [lower.read(v) for v in closed.jaxpr.outvars]
     outs = [t for t in (returned[:1] if mode == "train" else returned) if t is not None]
     if mode == "train" and not (outs and b.tensors[outs[0].name].needs_grad):
-        raise PaseError(
-            "its loss does not depend on any parameter",
-            where=called,
-            fix=_no_gradient(called, bool(lower.told.loops)),
-        )
+        raise _no_gradient_error(called, bool(lower.told.loops))
     lower.thread(closed.jaxpr, program.carried, returned)
     for t in dict.fromkeys(t for t in outs if t.role == "activation"):
         b.output(t)
@@ -282,12 +273,27 @@ def _pure(
     return fn, args, mode, carry
 
 
-def _no_gradient(called: str, loops: bool) -> str:
-    """What to do about a loss without a gradient. loops: whether the program contains while loops."""
+def _no_arguments_error() -> PaseError:
+    return PaseError(
+        "the loss function has no example arguments",
+        fix="pass them after the function: pase.compile(loss_fn, params, batch, devices=…)",
+    )
+
+
+def _same_path_error(path: str) -> PaseError:
+    return PaseError(
+        f"two parameters have the path '{path}'", fix="give the keys of the pytree distinct names"
+    )
+
+
+def _no_gradient_error(called: str, loops: bool) -> PaseError:
+    """The error for a loss without a gradient. loops: whether the program contains while loops."""
     loop = "; JAX cannot differentiate a while loop in reverse: use lax.scan, or fori_loop with numbers as bounds"
-    return (
-        f"pass the parameters first, {called}(params, *batch), and make sure that at least one is floating-point and "
-        f"reaches the loss{loop if loops else ''}"
+    return PaseError(
+        "its loss does not depend on any parameter",
+        where=called,
+        fix=f"pass the parameters first, {called}(params, *batch), and make sure that at least one is floating-point "
+        f"and reaches the loss{loop if loops else ''}",
     )
 
 
