@@ -1,4 +1,4 @@
-"""pase finds how to split every layer of a model over the devices, and proves the split best under its cost model."""
+"""pase finds how to split every layer of a model over devices, and proves that the split is best under a cost model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m pase``: the ``pase`` program, where its folder of scripts is not on the path."""
+"""``python -m pase`` runs the ``pase`` program, for environments whose scripts are not on the path."""
 
 from __future__ import annotations
 

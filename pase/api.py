@@ -1,4 +1,4 @@
-"""The public functions compile, compare, price and load, and the Plan that they return."""
+"""The public functions compile, compare, price and load, and the class Plan."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["Plan", "compare", "compile", "load", "price", "resolve"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(PlanData):
-    """What ``pase.compile`` returns and ``layout.json`` holds. Costs are in ``unit``: predicted, not measured."""
+    """The result of ``pase.compile``, and the content of layout.json. Its costs are predictions, in ``unit``."""
 
     @classmethod
     def of(cls, data: PlanData) -> Plan:
@@ -84,7 +84,7 @@ class Plan(PlanData):
     ) -> Plan:
         """Attach the model to a loaded plan: ``plan.bind(loss_fn, params, *batch)``, or a PyTorch module and its batch.
 
-        The model is traced again. Pass the same mode, carry, dims, chances and loss that it was compiled with. Raises
+        The model is traced again, so pass the mode, carry, dims, chances and loss that it was compiled with. Raises
         PaseError if it is not the model of the plan.
         """
         from pase.frontends import registry
@@ -104,10 +104,10 @@ class Plan(PlanData):
 
     @cached_property
     def bucket_plan(self) -> BucketPlan | None:
-        """Which collectives of a step are sent together, in which order and on which link. None if nothing is sent.
+        """Which collectives of a step share a message, and in which order and on which link messages are sent.
 
-        This is the bucket plan that ``scheduled`` chose or that the layout holds. Otherwise it is ours, with plain
-        updates.
+        This is the bucket plan that ``scheduled`` chose or that the layout has. Otherwise it is made with the policy
+        "ours" and plain updates. None if nothing is sent.
         """
         return None if self._schedule is None else self._schedule[1]
 
@@ -118,8 +118,10 @@ class Plan(PlanData):
 
     @cached_property
     def timeline(self) -> Timeline | None:
-        """The predicted step, as `pase replay` reads it: under the bucket plan, or the stages of a pipeline on their
-        ranks. None if nothing is sent."""
+        """The predicted step as a timeline that `pase replay` can read. None if nothing is sent.
+
+        It follows the bucket plan. For a pipelined plan, it shows the stages on their ranks.
+        """
         from pase.plan.step_timeline import step_timeline
 
         return step_timeline(self, None if self.pipeline is not None else self._schedule)
@@ -131,10 +133,10 @@ class Plan(PlanData):
         return schedule_of(self)
 
     def scheduled(self, policy: str = "ours", options: Options | None = None) -> Plan:
-        """Return this plan with the policy's bucket plan in it, for ``save`` and ``bucket_plan``.
+        """Return this plan with the bucket plan of a policy, for ``save`` and ``bucket_plan``.
 
-        If nothing is sent, the plan is returned unchanged. ``options`` allow delayed updates and more; see
-        `pase.schedule.Options`.
+        If nothing is sent, the plan is returned unchanged. options: for example whether delayed updates are allowed;
+        see `pase.schedule.Options`.
         """
         from pase.plan.buckets import with_buckets
 
@@ -157,7 +159,7 @@ class Plan(PlanData):
         if self.traced is None and self.model.startswith("zoo:"):
             return attached(self, resolve(self.model)).jax
         self._warn_of_waits(
-            "with lowering='annotated' XLA takes them apart (--xla_gpu_threshold_for_windowed_einsum_mib=0 "
+            "use lowering='annotated' and let XLA decompose them (--xla_gpu_threshold_for_windowed_einsum_mib=0 "
             "--xla_gpu_multi_streamed_windowed_einsum=true; on TPU --xla_tpu_decompose_all_gather_einsum=true "
             "--xla_tpu_decompose_einsum_reduce_scatter=true)"
         )
@@ -167,19 +169,21 @@ class Plan(PlanData):
 
     @cached_property
     def torch(self) -> TorchPlan | TorchPipeline:
-        """The plan of a PyTorch module. PyTorch runs it on the ranks of ``torch.distributed``, a pipelined one stage by
-        stage."""
+        """The plan in PyTorch, for a torch.nn.Module.
+
+        It runs on the ranks of ``torch.distributed``. A pipelined plan runs its stages on them.
+        """
         from pase.backends.torch.pipeline.plan import torch_pipeline
         from pase.backends.torch.plan import torch_plan
 
-        self._warn_of_waits("run the strategy in a program that takes them apart, such as torchtitan's")
+        self._warn_of_waits("run the strategy in a program that decomposes them, such as torchtitan")
         return torch_plan(self) if self.pipeline is None else torch_pipeline(self)
 
     def _warn_of_waits(self, instead: str) -> None:
         if self.provenance.get("decompose") == "products":
             warnings.warn(
-                "the plan's price has gathers and scatters run during the products beside them (decompose='products'), "
-                f"and this program waits for them: {instead}",
+                "the plan's price assumes that gathers and scatters overlap the products next to them "
+                f"(decompose='products'), but this program waits for them: {instead}",
                 stacklevel=3,
             )
 
@@ -194,8 +198,8 @@ def compile(
         callable ``loss_fn(params, *batch) -> scalar`` followed by its example arguments (shapes are enough), a
         torch.nn.Module followed by an example batch, "hf:CLASS?setting=…" for a model of transformers, or anything
         that another frontend reads: "model.onnx", an onnx.ModelProto, …
-    params, batch: JAX arrays and shapes that have a NamedSharding over several devices keep it: the search decides the
-        rest (docs/programs.md, "Arrays that lie on a mesh already").
+    params, batch: JAX arrays and shapes. Those that have a NamedSharding over several devices keep it, and the search
+        decides the rest (docs/programs.md, "Arrays that lie on a mesh already").
     {options}
     progress: a function that is called with a line of text at each step of the compilation.
 
@@ -212,7 +216,7 @@ def compile(
 
 
 class Comparison(list["tuple[str, Plan]"]):
-    """Names of methods with their plans, cheapest first."""
+    """A list of (name, plan): the baselines and "pase", cheapest first."""
 
     def _repr_html_(self) -> str:
         from pase.pages.parts import in_notebook
@@ -241,7 +245,7 @@ class Comparison(list["tuple[str, Plan]"]):
 def compare(
     model: Tree, params: Tree = None, *batch: Tree, options: CompileOptions, progress: Progress | None = None
 ) -> Comparison:
-    """Return the plan of every method that applies and ours ("pase"), priced in the same way, cheapest first.
+    """Return the plan of every baseline that applies and of pase ("pase"), priced in the same way, cheapest first.
 
     model, params, batch: as for ``compile``.
     {options}
@@ -264,14 +268,16 @@ def price(
     unknown: Literal["error", "replicate"] = "error",
     dims: Mapping[str, int] | None = None,
 ) -> Priced:
-    """Price a given strategy without a search: seconds by cause, memory on the fullest rank, collectives.
+    """Price a given strategy without a search: seconds by cause, memory on the fullest rank, and collectives.
 
-    model, params, batch: as for ``compile``; a JAX function or a PyTorch module, of a loop over layers or of at least
-    three equal layers in a row. strategy: for example
-    ``"fsdp=32,tp=8,sp,remat=full"``; ``pase price --help`` lists the terms. executor: how the program runs, one of
-    ``pase.stated.program.PROGRAMS``.
+    model, params, batch: as for ``compile``. The model is a JAX function or a PyTorch module with a loop over layers or
+        with at least three equal layers in a row.
+    devices: the number of devices.
+    strategy: for example ``"fsdp=32,tp=8,sp,remat=full"``. ``pase price --help`` lists the terms.
+    executor: how the program runs, one of ``pase.stated.program.PROGRAMS``.
+    machine, unknown, dims: as for ``compile``.
 
-    Raises PaseError for bad input, and Infeasible, with the reason, if the model cannot be split in this way.
+    Raises PaseError for bad input. Raises Infeasible, with the reason, if the model cannot be split in this way.
     """
     from pase.compiler.problem.problem import SplitProblem
     from pase.compiler.resolve import traced_model

@@ -1,8 +1,9 @@
-"""The ``pase`` program. Each file of ``pase/commands`` is a command, found by itself and imported only when it is run.
+"""The ``pase`` program.
 
-Exit status: 0 done; 1 the request cannot be met (``Infeasible``); 2 bad usage or bad input
-(``PaseError``, a file that cannot be read); 130 stopped by Ctrl-C; 70 a fault of pase's own,
-with its traceback.
+Each file of ``pase/commands`` is a command. It is found automatically, and imported only when it runs.
+
+Exit status: 0 for success; 1 if the request cannot be met (``Infeasible``); 2 for bad usage or bad input
+(``PaseError``, or a file that cannot be read); 130 if stopped by Ctrl-C; 70 for a defect of pase, with its traceback.
 """
 
 from __future__ import annotations
@@ -30,32 +31,35 @@ INFEASIBLE, BAD_INPUT, OWN_FAULT, INTERRUPTED = 1, 2, 70, 130
 
 PACKAGE = "pase.commands"
 SHARED = "options"
-"""The module of that package that is not a command; it holds what several commands share."""
+"""The module of the package that is not a command: it has the options that several commands share."""
 
-HELP = """How to split every layer of a model over the devices, proven best under its cost model."""
+HELP = (
+    """Find how to split every layer of a model over devices. The split is proven best under a cost model."""
+)
 
 EPILOG = """Examples:
 
-  pase zoo                                     the models that you can try
-  pase compile zoo:gpt2 --devices 32           the best strategy, next to data parallelism
+  pase zoo                                     list the models that you can try
+  pase compile zoo:gpt2 --devices 32           find the best strategy
   pase compile mymodel:step --devices 8 --machine a100x8 -o layout.json
-  pase compare zoo:gpt2 --devices 32           known strategies, priced by one cost model
-  pase run layout.json --reduced --devices 8   one step of it here, on host devices
+  pase compare zoo:gpt2 --devices 32           compare it with known strategies
+  pase explain layout.json                     see where its time and memory go
+  pase run layout.json --reduced --devices 8   run one step on this machine
 
 MODEL is zoo:NAME (with ?batch=128&seq=1024), a file, or package.module:function.
-With --json, a command prints one JSON object on standard output and nothing else there.
-Exit status: 0 done, 1 the request cannot be met, 2 bad usage or input.
+With --json, a command prints one JSON object and nothing else on standard output.
+Exit status: 0 success, 1 the request cannot be met, 2 bad usage or input.
 Use pase COMMAND --help for details."""
 
 
 def _names(package: str) -> list[str]:
-    """The commands of a package: its modules, none of them imported."""
+    """The names of a package's commands. The modules are not imported."""
     found = pkgutil.iter_modules(importlib.import_module(package).__path__)
     return [m.name for m in found if m.name != SHARED]
 
 
 def _line(package: str, name: str) -> str:
-    """One line of help: the first of the docstring of the command's function, which is not imported for it."""
+    """The line of help of a command: the first line of its function's docstring. The module is not imported."""
     spec = importlib.util.find_spec(f"{package}.{name}")
     assert spec is not None and spec.origin is not None
     for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
@@ -65,7 +69,7 @@ def _line(package: str, name: str) -> str:
 
 
 def _loaded(package: str, name: str) -> Any:
-    """The command, with the options that its function's signature asks for."""
+    """The command with the options of its function's signature. This imports its module."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(name=name)(getattr(importlib.import_module(f"{package}.{name}"), name))
     return typer.main.get_command(app)
@@ -77,12 +81,12 @@ def _fail(message: str, status: int) -> NoReturn:
 
 
 def _stop_writing() -> None:
-    """Whoever read our output (head, say) has seen enough: the rest goes nowhere, without complaint."""
+    """Discard further output, because its reader (for example head) has closed the pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Commands(TyperGroup):
-    """Lists all commands, loads only the one that runs, maps its errors."""
+    """Lists all commands, loads only the one that runs, and maps its errors to exit status."""
 
     package: str
 
@@ -115,17 +119,20 @@ class _Commands(TyperGroup):
             raise typer.Exit(INTERRUPTED) from None
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        # Kept line by line: it holds examples to copy.
+        # The lines are not wrapped, because they have examples to copy.
         if self.epilog:
             formatter.write("\n" + self.epilog + "\n")
 
 
 def _placeholder() -> None:
-    """Stands for a command in the list of commands; resolve_command puts the real one in its place."""
+    """A placeholder in the list of commands. resolve_command replaces it by the real command."""
 
 
 def command_group(package: str = "") -> Any:
-    """The program with the commands of a package, pase's own unless one is named; call its ``main(args=…)``."""
+    """The program with the commands of a package. Call its ``main(args=…)``.
+
+    package: the package of commands; pase's own if it is empty.
+    """
     package = package or PACKAGE
     app = typer.Typer(
         cls=_Commands,
@@ -140,9 +147,9 @@ def command_group(package: str = "") -> Any:
     @app.callback(invoke_without_command=True)
     def pase(
         ctx: typer.Context,
-        version: bool = typer.Option(False, "--version", help="Print the version and leave."),
+        version: bool = typer.Option(False, "--version", help="Print the version and exit."),
         wide: bool = typer.Option(
-            False, "--wide", help="Wrap nothing, however wide: pase --wide compile ..."
+            False, "--wide", help="Do not wrap lines. Give it before the command: pase --wide compile ..."
         ),
     ) -> None:
         if wide:
@@ -163,7 +170,7 @@ def command_group(package: str = "") -> Any:
 
 
 def main(args: list[str] | None = None) -> NoReturn:
-    """Run the program and leave with its exit status; ``args`` defaults to the command line's."""
+    """Run the program and exit with its status. args: the arguments; None for those of the command line."""
     try:
         command_group().main(args=args, prog_name="pase")
     except SystemExit:
@@ -172,9 +179,9 @@ def main(args: list[str] | None = None) -> NoReturn:
         except BrokenPipeError:
             _stop_writing()
         raise
-    except Exception:  # whatever input is to blame for has been mapped in _Group.invoke
+    except Exception:  # _Commands.invoke has already mapped the errors that input can cause
         traceback.print_exc()
-        typer.echo("Error: this is a fault of pase itself; please report it with the lines above", err=True)
+        typer.echo("Error: this is a defect of pase; please report it with the lines above", err=True)
         sys.exit(OWN_FAULT)
     raise AssertionError("main() of the command line always exits")
 

@@ -1,4 +1,7 @@
-"""A deadline for work that comes in pieces which cannot be stopped: one begins where its like would end in time."""
+"""A deadline for work in pieces that cannot be interrupted.
+
+A piece starts only if the longest piece of the same kind so far would end in time.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,23 @@ __all__ = ["Deadline", "Stopped", "never"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MARGIN = 1.25  # a piece may take this much longer than the longest of its kind
+_MARGIN = 1.25  # a piece is assumed to take at most this factor times the longest piece of its kind
 
 
 class Stopped(Exception):
-    """Work that was asked to stop, and has no result."""
+    """Raised by work that was asked to stop and has no result."""
 
 
 def never() -> bool:
-    """For work that nothing stops."""
+    """Returns False: a stop condition for work that is never stopped."""
     return False
 
 
 class Deadline:
-    """ends_at: seconds of ``time.perf_counter``, inf: never. Remembers what the longest piece of each kind took."""
+    """A deadline that remembers the seconds of the longest piece of each kind.
+
+    ends_at: seconds of ``time.perf_counter``; inf for no deadline.
+    """
 
     def __init__(self, ends_at: float) -> None:
         self.ends_at = ends_at
@@ -33,27 +39,29 @@ class Deadline:
 
     @classmethod
     def after(cls, began: float, seconds: float | None) -> Deadline:
-        """That many seconds after ``began``; None: never."""
+        """The deadline this many seconds after ``began``. None: there is no deadline."""
         return cls(math.inf if seconds is None else began + seconds)
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds until the deadline."""
         return self.ends_at - time.perf_counter()
 
     def past(self, part: float) -> Callable[[], bool]:
-        """Asks whether this part of the time that is left now is over."""
+        """A function that returns whether this fraction of the time that is left now has passed."""
         at = time.perf_counter() + part * max(self.left, 0.0)
         return lambda: time.perf_counter() >= at
 
     def allows(self, kind: str) -> bool:
-        """Whether a piece of this kind would end in time; one not seen yet begins as long as there is time."""
+        """Whether a piece of this kind is expected to end in time. A new kind may start if any time is left."""
         return self.left > _MARGIN * self.longest.get(kind, 0.0)
 
     def took(self, kind: str, seconds: float) -> None:
+        """Record the seconds of a piece."""
         self.longest[kind] = max(self.longest.get(kind, 0.0), seconds)
 
     def run(self, kind: str, piece: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Run a piece and record its seconds."""
         began = time.perf_counter()
         try:
             return piece(*args, **options)

@@ -1,4 +1,4 @@
-"""Kernels compiled by numba, which is imported when the first one is compiled."""
+"""Compiles kernels with numba, which is imported when the first kernel is compiled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ NumbaLoop = TypeVar("NumbaLoop", bound=Callable[..., object])
 
 
 def jit(*signature: str) -> Callable[[NumbaLoop], NumbaLoop]:
-    """Decorator: njit, cached on disk where a folder is writable. signature: of the one type that it is called with.
+    """Decorator: numba's njit, cached on disk if a folder is writable.
+
+    signature: the signature of the kernel, if it is called with only one. It is then compiled at once.
 
     >>> jit()(lambda x: x + 1)(1)
     2
@@ -26,7 +28,9 @@ def jit(*signature: str) -> Callable[[NumbaLoop], NumbaLoop]:
     def compiled(kernel: NumbaLoop) -> NumbaLoop:
         try:
             made: NumbaLoop = numba.njit(*signature, cache=True, nogil=True)(kernel)  # type: ignore
-        except RuntimeError:  # "cannot cache function": a read-only install without a home
+        except (
+            RuntimeError
+        ):  # "cannot cache function": pase is installed read-only and there is no home directory
             made = numba.njit(*signature, nogil=True)(kernel)  # type: ignore
         return _for_any_number(made)
 
@@ -34,8 +38,11 @@ def jit(*signature: str) -> Callable[[NumbaLoop], NumbaLoop]:
 
 
 def _for_any_number(made: NumbaLoop) -> NumbaLoop:
-    """``made``, compiled once for all numbers that other kernels pass to it. By default numba compiles a function again
-    for each number that is written at a call (``clear(w, 4)``, ``clear(w, 5)``): twice as many functions."""
+    """Make a kernel compile once for all literal numbers that other kernels pass to it.
+
+    By default, numba compiles a function again for each literal number in a call (``clear(w, 4)``, ``clear(w, 5)``),
+    which doubles the number of compiled functions.
+    """
     from numba import types
 
     typed = getattr(made, "get_call_template", None)
@@ -52,13 +59,14 @@ def _for_any_number(made: NumbaLoop) -> NumbaLoop:
 
 
 def is_compiled(kernel: Callable[..., object]) -> bool:
-    """Whether a kernel of ``jit`` was called in this process, or lies in numba's cache; True where numba is told not to
-    compile.
+    """Whether a kernel of ``jit`` is already compiled, in this process or in numba's cache.
+
+    True if numba is disabled.
 
     >>> is_compiled(jit()(lambda x: x + 1))
     False
     """
-    source = getattr(kernel, "py_func", None)  # numba's dispatcher has it
+    source = getattr(kernel, "py_func", None)  # an attribute of numba's dispatcher
     if source is None or bool(getattr(kernel, "signatures", False)):
         return True
     code, folder = source.__code__, getattr(kernel, "stats").cache_path  # noqa: B009 - numba has no types

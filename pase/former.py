@@ -1,4 +1,4 @@
-"""Former names of modules that were moved: they import the module that is there now."""
+"""Keeps former names of modules that were moved: importing a former name imports the module under its new name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["former_names"]
 
 
 class _FormerNames:
-    """Finds and loads modules by their former names. now: former name -> the module's name, both in full."""
+    """A finder and loader for former names of modules. now: former name -> present name, both as full dotted names."""
 
     def __init__(self, now: Mapping[str, str]) -> None:
         self._now = now
@@ -27,17 +27,18 @@ class _FormerNames:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """The module has run. The import system gave it the spec of its former name: it gets its own again."""
+        """Restore the module's own spec, which the import system has replaced. The module itself has already run."""
         assert module.__spec__ is not None
         module.__spec__ = self._specs.pop(module.__spec__.name)
 
 
 def former_names(package: str, names: Mapping[str, str]) -> None:
-    """Let modules of a package be imported by their former names, for programs that have them.
+    """Make modules of a package importable by their former names, for existing programs.
 
-    names: former name -> name now, both within the package; the module is loaded when it is asked for. Raises
-    ImportError if the package was imported through its link at the top of the repository: every module would then be
-    there twice.
+    names: former name -> present name, both relative to the package. A module is loaded when it is imported.
+
+    Raises ImportError if the package was imported through its link at the top of the repository, because every module
+    would then exist twice.
     """
     if not package.startswith("pase."):
         raise ImportError(

@@ -1,4 +1,4 @@
-"""Making many objects that are all kept."""
+"""Controls Python's garbage collector for work that makes many objects and keeps them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from contextlib import contextmanager
 __all__ = ["seldom_collected", "uncollected"]
 
 _YOUNG = 100_000
-"""Objects made between two looks at the youngest; Python's own number is 700."""
+"""Number of new objects between two collections of the youngest generation. Python's default is 700."""
 
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """With the garbage collector at work a hundred times less often: for work that makes many objects, keeps most of
-    them, and leaves some garbage, too. jax has a callback of its own at every collection."""
+    """A context in which the garbage collector runs about a hundred times less often.
+
+    It is for work that makes many objects and keeps most of them, but also leaves some garbage. Collections are
+    expensive because jax adds a callback to each.
+    """
     before = gc.get_threshold()
     if 0 < before[0] < _YOUNG:
         gc.set_threshold(_YOUNG, *before[1:])
@@ -27,9 +30,11 @@ def seldom_collected() -> Iterator[None]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without the garbage collector: nothing made here is garbage yet, and looking at all of it, and at all that jax
-    holds, time and again takes a quarter of the time of tables and twice that of lowering
-    (bench/search/onnx_size.py)."""
+    """A context without the garbage collector, for work that makes no garbage.
+
+    Repeated scans of its objects, and of all objects that jax holds, would take a quarter of the time of making tables
+    and twice the time of lowering (bench/search/onnx_size.py).
+    """
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""A function of a graph, or of another value that never changes, is worked out once and kept with the value."""
+"""Caches the results of functions with the immutable value (for example a graph) that they were computed from."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ More = TypeVarTuple("More")
 
 
 def once(function: Callable[[T, *More], R]) -> Callable[[T, *More], R]:
-    """Decorator: the function's result is kept with its first argument, one for each of its further arguments.
+    """Decorator: cache the function's result in its first argument, separately for all values of the other arguments.
 
-    The first argument is a frozen dataclass without slots, the others can be hashed; all are given by position. A copy
-    with other fields (``dataclasses.replace``) has nothing kept.
+    The first argument must be a frozen dataclass without slots, and the other arguments must be hashable. All are given
+    by position. A copy of the dataclass (``dataclasses.replace``) has an empty cache.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
@@ -25,11 +25,11 @@ def once(function: Callable[[T, *More], R]) -> Callable[[T, *More], R]:
     ...     length: int
     >>> @once
     ... def cube(side: Side) -> int:
-    ...     print("worked out")
+    ...     print("computed")
     ...     return side.length**3
     >>> side = Side(2)
     >>> cube(side), cube(side)
-    worked out
+    computed
     (8, 8)
     """
     name = _name(function)
@@ -45,7 +45,7 @@ def once(function: Callable[[T, *More], R]) -> Callable[[T, *More], R]:
 
 
 def forget(function: Callable[..., object], value: object) -> None:
-    """Let a function that is worked out ``once`` be worked out again for this value."""
+    """Remove the cached results of a function for this value."""
     value.__dict__.pop(_name(function), None)
 
 

@@ -1,4 +1,4 @@
-"""What JAX and PyTorch call a pytree, as a type."""
+"""The type of a pytree, as JAX and PyTorch use it."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from typing import Any, TypeAlias
 __all__ = ["Tree"]
 
 Tree: TypeAlias = Any
-"""A pytree: containers, registered or not, of leaves. Python's types have no word for it, so it may be anything."""
+"""A pytree: nested containers of leaves. Python's type system cannot express it, so it is Any."""

@@ -1,4 +1,4 @@
-"""Things of one kind by name: rules, frontends, backends, cost models, policies, … A name stands for one of them."""
+"""Registries of things by name: rules, frontends, backends, cost models, policies, … Names are unique in a registry."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ V = TypeVar("V")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """A mapping to which modules add what they define, and which refuses a name that is taken.
+    """A mapping to which modules add their definitions. It refuses a name that is already registered.
 
-    kind: what the names stand for, in the singular, as messages say it.
-    package: a package whose modules register themselves when they are imported. They are, all of them, when the
-        registry is first read; so a new file is all that a new member takes. prefix: only modules of these names.
-        each: not the package's own modules, but the module of this name in each package inside it that has one.
+    kind: what a name stands for, in the singular, for messages.
+    package: a package whose modules register their members when they are imported. All of them are imported when the
+        registry is first read, so a new member only needs a new file.
+    prefix: import only modules whose names start with this.
+    each: import the module of this name in each subpackage, instead of the package's own modules.
 
-    Members come in the order of their ``rank``, then of their registration; those of a package, where chance may
-    decide which module is imported first, by rank and name.
+    Members are sorted by ``rank``, then by the order of their registration. Those of a package are sorted by rank and
+    name, because the order of imports may vary.
 
     >>> shapes = Registry[int]("shape")
     >>> shapes.add("square", 4)
     4
     >>> shapes["sqare"]
     Traceback (most recent call last):
-    pase.errors.PaseError: no shape 'sqare'; there is: square (did you mean 'square'?)
+    pase.errors.PaseError: no shape 'sqare' (did you mean 'square'?); choose from: square
     >>> shapes.add("square", 5)
     Traceback (most recent call last):
     ValueError: shape 'square' is registered twice
@@ -48,14 +49,14 @@ class Registry(Mapping[str, T], Generic[T]):
         self._lock = threading.RLock()
 
     def add(self, name: str, member: T, *, rank: int = 0) -> T:
-        """Register one; ValueError where the name is taken."""
+        """Register a member. Raises ValueError if the name is already registered."""
         if name in self._members:
             raise ValueError(f"{self.kind} '{name}' is registered twice")
         self._members[name] = (rank, member)
         return member
 
     def register(self, *names: str, rank: int = 0) -> Callable[[V], V]:
-        """Decorator: what is decorated stands for each of these names.
+        """Decorator: register the decorated object under each of these names.
 
         >>> tools = Registry("tool")
         >>> @tools.register("saw", "knife")
@@ -72,7 +73,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return add
 
     def remove(self, name: str) -> None:
-        """Take a member out again, as a test does with what it added."""
+        """Remove a member, for tests that have added one."""
         del self._members[name]
 
     def __getitem__(self, name: str) -> T:
@@ -80,10 +81,10 @@ class Registry(Mapping[str, T], Generic[T]):
         if name in self._members:
             return self._members[name][1]
         known = list(self)
-        there = f"there {'is' if len(known) == 1 else 'are'}: {', '.join(known) or 'none'}"
         near = difflib.get_close_matches(str(name), known, n=1)
         raise PaseError(
-            f"no {self.kind} '{name}'; {there}" + (f" (did you mean '{near[0]}'?)" if near else "")
+            f"no {self.kind} '{name}'" + (f" (did you mean '{near[0]}'?)" if near else ""),
+            fix=f"choose from: {', '.join(known) or 'nothing, because none is registered'}",
         )
 
     def __contains__(self, name: object) -> bool:
@@ -91,7 +92,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return name in self._members
 
     def get(self, name: str, default: V | None = None) -> T | V | None:  # type: ignore[override]
-        """The member of this name, or the default."""
+        """The member of this name, or the default if there is none."""
         self._discover()
         return self._members[name][1] if name in self._members else default
 
@@ -105,13 +106,13 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._members)
 
     def _discover(self) -> None:
-        """Import the package's modules, once. One that cannot be imported is an error, each time it is asked for."""
+        """Import the package's modules, once. If a module cannot be imported, every call raises its error."""
         if self._done:
             return
-        with self._lock:  # another thread waits until all are there
+        with self._lock:  # another thread waits until all modules are imported
             if self._found:
                 return
-            self._found = True  # a module may read the registry while it registers
+            self._found = True  # a module may read the registry while it is imported
             try:
                 for name in self._modules():
                     importlib.import_module(name)
@@ -121,7 +122,7 @@ class Registry(Mapping[str, T], Generic[T]):
             self._done = True
 
     def _modules(self) -> Iterator[str]:
-        """The names of the modules that register members."""
+        """The full names of the modules that register members."""
         package = importlib.import_module(str(self._package))
         for module in pkgutil.iter_modules(package.__path__):
             name = f"{self._package}.{module.name}"

@@ -1,1 +1,1 @@
-"""One file per CLI command."""
+"""The commands of the command line, one file for each."""

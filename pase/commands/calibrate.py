@@ -1,4 +1,4 @@
-"""``pase calibrate``: measure the devices here and write a machine file."""
+"""``pase calibrate``: measures the devices of this machine and writes a machine file."""
 
 from __future__ import annotations
 
@@ -28,18 +28,23 @@ __all__ = ["calibrate"]
 
 _PROGRAM_S = 0.01
 _ROUNDS = 4
-"""Number of fits. After each but the last, the samples that the fit doubts are measured again."""
+"""Number of fits. After each fit except the last, doubtful samples are measured again."""
 
 
 def calibrate(
     output: Annotated[
         Path,
-        typer.Option("-o", "--output", help="The machine file to write; --machine takes it.", metavar="FILE"),
+        typer.Option(
+            "-o",
+            "--output",
+            help="The machine file to write, for --machine of other commands.",
+            metavar="FILE",
+        ),
     ] = Path("machine.toml"),
     budget: Annotated[
         str,
         typer.Option(
-            help="Time for the measurements: 60s, 5m, 1h. Coarse tables come first, finer ones later."
+            help="Time for the measurements: 60s, 5m, 1h. Coarse tables are measured first, finer ones later."
         ),
     ] = "5m",
     dtypes: Annotated[
@@ -51,24 +56,22 @@ def calibrate(
     levels: Annotated[
         str | None,
         typer.Option(
-            help="Link levels, innermost first: gpu=8,node=2. Default: devices of a process, then processes."
+            help="Link levels, innermost first: gpu=8,node=2. Default: the devices of a process, then the processes."
         ),
     ] = None,
     devices: Annotated[
         int | None,
-        typer.Option("--devices", "-n", help="CPU: the number of host devices per process.", min=1),
+        typer.Option("--devices", "-n", help="For CPUs: the number of host devices per process.", min=1),
     ] = None,
     coordinator: Annotated[
-        str | None, typer.Option(help="Several processes: HOST:PORT of process 0.", metavar="HOST:PORT")
+        str | None, typer.Option(help="For several processes: HOST:PORT of process 0.", metavar="HOST:PORT")
     ] = None,
-    processes: Annotated[
-        int | None, typer.Option(help="Several processes: the number of processes.", min=1)
-    ] = None,
+    processes: Annotated[int | None, typer.Option(help="For several processes: their number.", min=1)] = None,
     process_id: Annotated[
-        int | None, typer.Option(help="Several processes: the number of this one, from 0.", min=0)
+        int | None, typer.Option(help="For several processes: the index of this one, from 0.", min=0)
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Ignore the existing journal and start again.")
+        bool, typer.Option("--fresh", help="Ignore an existing journal and start from the beginning.")
     ] = False,
     max_spread: Annotated[
         float,
@@ -81,24 +84,28 @@ def calibrate(
         Path | None,
         typer.Option(
             "--from",
-            help="Measure nothing: take collectives from a run's traces and put them into --base.",
+            help="Measure nothing. Take collectives from the traces of a run and add them to --base.",
             metavar="TRACES",
         ),
     ] = None,
     base: Annotated[
-        str | None, typer.Option(help="With --from: the machine that receives them, a name or a .toml file.")
+        str | None,
+        typer.Option(help="With --from: the machine to which they are added, a name or a .toml file."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
     """Measure this machine and write a machine file.
 
-    Measured are: matmuls by m, n, k and dtype, in the three forms that training needs; memory-bound ops and
-    collectives by size; launch overhead; convolutions. All devices work at the same time, as in training, so the
-    figures include contention for shared resources. Every sample is a median of repeats with its spread. Each sample
-    is written to FILE.journal as soon as it is measured. After a stop (Ctrl-C), the same command continues from there,
-    and a larger --budget refines the existing measurements. A machine file is written only if the measurements make
-    sense. A sample that varies too much, a table that is not monotone, or a physically impossible rate is refused,
-    and the message names it.
+    Measures matmuls by m, n, k and dtype, in the three forms that training needs; memory-bound ops and collectives by
+    size; launch overhead; and convolutions. All devices work at the same time, as in training, so the figures include
+    contention for shared resources. Every sample is a median of repeats with its spread.
+
+    Each sample is written to FILE.journal immediately. After a stop (Ctrl-C), the same command continues from there,
+    and a larger --budget refines the existing measurements.
+
+    The machine file is written only if the measurements are plausible. A sample that varies too much, a table that is
+    not monotone, or a physically impossible rate is an error that names it. Then the command prints the measured rates
+    of matmuls, memory, links and collectives.
 
     \b
     Examples:
@@ -111,7 +118,7 @@ def calibrate(
       pase compile zoo:gpt2 --devices 4 --machine machine.toml
 
     \b
-    Exit status: 0 written; 1 the measurements make no sense, nothing was written; 2 bad usage; 130 stopped.
+    Exit status: 0 written; 1 implausible measurements, nothing written; 2 bad usage; 130 stopped.
     """
     from pase.errors import PaseError
 
@@ -119,14 +126,17 @@ def calibrate(
     if traces is not None:
         result = _from_traces(traces, base, output, name)
     elif base is not None:
-        raise PaseError("--base goes with --from TRACES; a calibration measures everything itself")
+        raise PaseError(
+            "it is only for --from TRACES, because a calibration measures everything itself",
+            where="--base",
+            fix="give --from, or leave out --base",
+        )
     else:
         budget_s, wanted = _seconds(budget), _dtypes(dtypes)
         from pase.calibrate.here import start
 
         console(err=True).print(
-            f"measuring for about {budget_s:.0f} s, and compiling what is measured; Ctrl-C stops, and the same command "
-            f"goes on from there",
+            f"measuring for about {budget_s:.0f} s, in addition to compiling; after Ctrl-C, the same command continues",
         )
         with _quiet_output():
             start(host_devices=devices, coordinator=coordinator, processes=processes, process_id=process_id)
@@ -149,7 +159,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 < value < float("inf"):
-        raise PaseError(f"--budget '{text}': write 60s, 5m or 1h")
+        raise PaseError(f"'{text}' is not a time", where="--budget", fix="write 60s, 5m or 1h")
     return value
 
 
@@ -162,7 +172,7 @@ def _measured(
     max_spread: float,
     name: str | None,
 ) -> JsonObject | None:
-    """Measure and, on the first process, write the file. Returns None on the other processes."""
+    """Measure, and write the file on the first process. Returns None on the other processes."""
     from pase.calibrate import Journal, Settings, suite
     from pase.calibrate.device import Devices
     from pase.calibrate.here import find
@@ -176,7 +186,7 @@ def _measured(
     wanted = dtypes or ("float32", "bfloat16")[:: 1 if here.platform == "cpu" else -1]
     path = output.with_name(output.name + ".journal")
     if first:
-        # Told before hours are spent, not after.
+        # An output that cannot be written is an error before the measurements, not after hours of them.
         output.parent.mkdir(parents=True, exist_ok=True)
         if not output.exists():
             output.touch()
@@ -196,13 +206,16 @@ def _measured(
     except KeyboardInterrupt:
         if first:
             console(err=True).print(
-                f"{len(journal.samples)} measurements are kept in {path}; the same command goes on from there",
+                f"{len(journal.samples)} measurements are in {path}; the same command continues from there",
             )
         raise
     if fitted is None:
         return None
     if isinstance(fitted, Exception):
-        raise Infeasible(f"{fitted}\nNothing was written to {output}; the measurements are in {path}.")
+        raise Infeasible(
+            f"{fitted}\nNothing was written to {output}",
+            fix=f"measure again with the same command; the measurements are in {path}",
+        )
     write_atomically(output, dumps(fitted.machine))
     return {"output": str(output), "journal": str(path), **_outcome(outcome, fitted, journal)}
 
@@ -216,9 +229,10 @@ def _in_rounds(
     name: str,
     told: Callable[[str, int, int], None],
 ) -> tuple[SessionResult, Fitted | Refused | None]:
-    """Measure, fit, and measure again the samples that the fit doubts.
+    """Measure, fit, and measure the samples again that the fit reports as doubtful.
 
-    Returns the last fit, or the reason why there is none. Returns None on every process but the first.
+    Returns the outcome of the session, and the last fit or the reason why there is none; None on every process except
+    the first.
     """
     from pase.calibrate import Refused, session
     from pase.calibrate.session import remeasured
@@ -278,15 +292,15 @@ def _dtypes(text: str | None) -> tuple[str, ...]:
     known = ("float32", "bfloat16", "float16")
     for dtype in wanted:
         if dtype not in known:
-            raise PaseError(f"--dtypes: '{dtype}' is not one of {', '.join(known)}")
+            raise PaseError(
+                f"there is no dtype '{dtype}'", where="--dtypes", fix=f"choose from {', '.join(known)}"
+            )
     return wanted
 
 
 @contextmanager
 def _quiet_output() -> Iterator[None]:
-    """Redirect what libraries such as gloo print on standard output to standard error, so that it holds only our
-    result.
-    """
+    """Redirect standard output to standard error, so that libraries such as gloo do not print into the result."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -298,7 +312,7 @@ def _quiet_output() -> Iterator[None]:
 
 
 def _asides(journal: Journal, budget_s: float) -> dict[str, str]:
-    """Measurements that are worth recording but have no place in a machine's tables."""
+    """Facts about the measurements that are worth recording but are not in a machine's tables."""
     out = {"budget": f"{budget_s:g} s"}
     dispatch = next((s for s in journal.samples.values() if s.key.startswith("dispatch")), None)
     if dispatch is not None:
@@ -313,7 +327,9 @@ def _from_traces(traces: Path, base: str | None, output: Path, name: str | None)
 
     if base is None:
         raise PaseError(
-            "--from TRACES measures collectives alone; say with --base NAME which machine they belong to"
+            "traces have collectives only",
+            where="--from",
+            fix="give the machine to add them to with --base NAME",
         )
     machine, told = with_traces(load(base), traces, name or output.stem)
     write_atomically(output, dumps(machine))
@@ -398,7 +414,7 @@ def _print(r: JsonObject) -> None:
         out.print(f"note: {note}")
     if "measured" in r:
         out.print(
-            f"{r['measured']} measured, {r['resumed']} from the journal, {r['beyond_budget']} beyond the budget, "
+            f"{r['measured']} measured, {r['resumed']} from the journal, {r['beyond_budget']} not within the budget, "
             f"{len(r['too_slow'])} too slow for it, in {r['seconds']:.0f} s; median spread {r['median_spread']:.0%}",
         )
     out.print(f"written: {r['output']}")

@@ -1,4 +1,4 @@
-"""``pase compare``: strategies that people write by hand and ours, priced by the same cost model."""
+"""``pase compare``: compares expert strategies with the one that pase finds, priced by the same cost model."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ def compare(
         list[str] | None,
         typer.Option(
             "--vary",
-            help="Is our strategy still the best if the machine file is wrong? bandwidth, latency, flops or memory "
-            "(its bandwidth) times factors: bandwidth=0.5..2, bandwidth=0.5..2:9, flops=0.8,1.2. "
-            "Several: all combinations.",
+            help="Test whether the strategy stays the best if the machine file is wrong. Multiplies bandwidth, "
+            "latency, flops or memory (its bandwidth) by factors: bandwidth=0.5..2, bandwidth=0.5..2:9, "
+            "flops=0.8,1.2. If given several times, all combinations are tried.",
         ),
     ] = None,
     json: JsonOption = False,
     strict: StrictOption = False,
 ) -> None:
-    """Compare data parallelism, expert strategies and ours.
+    """Compare expert strategies with the best one that pase finds.
 
-    Compares data parallelism, FSDP, one weird trick, Megatron at every degree, and our own strategy.
+    The expert strategies are data parallelism, ZeRO, FSDP, one weird trick, and Megatron at every degree. The row
+    'pase' is the best strategy that fits the memory limit. Takes every option of 'pase compile'.
 
-    It takes every option of 'pase compile'. Ours is the best strategy that fits the memory limit. Methods that do not
-    fit are listed and marked.
+    Prints one line for each strategy: mesh, step time, MFU, compute, communication, bytes sent and memory. Strategies
+    that do not fit in memory are listed and marked.
 
-    Each method is a strategy on the same graph. The same exact search tunes it as far as the method allows, and the
-    same cost model prices it. The figures are predictions, not measurements. Ours is never worse than any other that
-    fits.
+    Each strategy is on the same graph. The same exact search tunes it as far as the strategy allows, and the same cost
+    model prices it. The figures are predictions, not measurements. 'pase' is never worse than another that fits.
 
     \b
     Examples:
@@ -90,7 +90,7 @@ def compare(
 
 
 def _sent_bytes(p: PlanData) -> float:
-    """Bytes that a device sends in a step."""
+    """Bytes that a device sends per step."""
     return sum(c.nbytes * c.times for c in p.collectives)
 
 
@@ -125,7 +125,7 @@ def _comparison(ours: PlanData, rows: Rows) -> dict[str, object]:
 
 
 _SPARED = ("sends", "comm.", "compute")
-"""Columns that a narrow terminal goes without, the first before the others."""
+"""Columns that are left out on a narrow terminal, in this order."""
 
 
 def _table(ours: PlanData, rows: Rows, without: Sequence[str]) -> Table:
@@ -201,12 +201,12 @@ def _varied(points: list[Point], model: str, options: CompileOptions) -> dict[st
 
 
 def _print_varied(points: list[Point], model: str, options: CompileOptions) -> None:
-    """Print what holds at each factor, as a table."""
+    """Print a table with a row for each combination of factors."""
     from pase.plan.columns import columns
     from pase.plan.table import cost_text
 
     unit = "FLOP" if options.cost_model == "paper" else "s"
-    words = ("its mesh", "cheapest of the methods", "next method")
+    words = ("its mesh", "cheapest strategy", "next strategy")
     out = columns(*points[0].factors, "ours", "best of a new search", "regret", *words, left=words)
     for p in points:
         follower = min(p.others.items(), key=lambda pair: pair[1], default=None)
@@ -223,8 +223,8 @@ def _print_varied(points: list[Point], model: str, options: CompileOptions) -> N
     worst = max(points, key=lambda p: p.regret)
     c = console()
     c.print(
-        f"{model} on {options.devices} devices of {options.machine or DEFAULT}: ours as found for the machine as it "
-        f"is, where that is off",
+        f"{model} on {options.devices} devices of {options.machine or DEFAULT}: the strategy found for this machine, "
+        f"on machines with other figures",
     )
     c.print(out)
     where = ", ".join(f"{k} ×{v:g}" for k, v in worst.factors.items())
@@ -232,8 +232,8 @@ def _print_varied(points: list[Point], model: str, options: CompileOptions) -> N
     c.print(
         f"worst regret {worst.regret:.2%} at {where}; "
         + (
-            f"another method is ahead somewhere: {', '.join(beaten)}"
+            f"other strategies are better somewhere: {', '.join(beaten)}"
             if beaten
-            else "no other method is ahead anywhere"
+            else "no other strategy is better anywhere"
         ),
     )

@@ -1,4 +1,4 @@
-"""``pase compile``: the best strategy for a model, printed and written."""
+"""``pase compile``: finds the best strategy for a model, prints it and writes it."""
 
 from __future__ import annotations
 
@@ -35,27 +35,33 @@ def compile(
         str | None,
         typer.Option(
             "--schedule",
-            help="Schedule the communication by this policy (ours, ddp, …) and keep the bucket plan in the layout.",
+            help="Schedule the communication with this policy (ours, ddp, …) and store the bucket plan in the layout.",
             metavar="POLICY",
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write the plan to this file, as layout JSON.", metavar="FILE"),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write the plan to this file, as layout JSON. Other commands read it.",
+            metavar="FILE",
+        ),
     ] = None,
     json: JsonOption = False,
     strict: StrictOption = False,
 ) -> None:
     """Find a model's best strategy, print it, write layout.json.
 
-    Finds the best split of every layer of MODEL over the devices, over every mesh that fits the machine.
+    Finds the best split of every layer of MODEL over the devices. It searches every mesh that fits the machine.
 
-    Prints the chosen strategy next to data parallelism and expert strategies, all priced by the same cost model. The
-    figures are predictions, not measurements. The output says whether the answer is proven optimal under that model.
+    Prints the step time, memory and split of each layer, next to the step times of data parallelism and expert
+    strategies. The same cost model prices all of them; the figures are predictions, not measurements. The output says
+    whether the strategy is proven optimal under that model.
 
-    The plan fits a device's memory: it is the cheapest plan that does, with micro-batches and recomputation if they are
-    needed. If no plan fits, the best plan without a limit is printed with a warning that says what would fit (with
-    --strict, the exit status is 1).
+    The plan is the cheapest that fits in a device's memory, with micro-batches and recomputation if they are needed. If
+    no plan fits, the best plan without a limit is printed, with a warning that says what would fit. With --strict, the
+    exit status is then 1.
 
     \b
     Examples:
@@ -86,7 +92,7 @@ def compile(
         e = plan.buckets["evaluation"]
         console().print(
             f"bucket plan '{plan.buckets['policy']}': {len(plan.buckets['messages'])} messages, "
-            f"{e['iteration_s'] * 1e3:.3f} ms a step, of which {e['exposed_s'] * 1e3:.3f} ms wait for the network",
+            f"{e['iteration_s'] * 1e3:.3f} ms a step, of which {e['exposed_s'] * 1e3:.3f} ms are exposed communication",
         )
     if output is not None:
         console(err=True).print(f"wrote {output}")
@@ -94,8 +100,9 @@ def compile(
 
 
 def rates(plan: PlanData) -> dict[str, float | None]:
-    """The step's speed on one device, for the JSON output. Fields are null if costs are not in seconds or the batch has
-    no tokens.
+    """The step's speed per device, for the JSON output.
+
+    Fields are None if costs are not in seconds, or if the batch has no tokens.
     """
     names = ("mfu", "tflops_per_device", "tokens_per_s_per_device", "examples_per_s_per_device")
     return {name: getattr(plan.throughput, name, None) for name in names}

@@ -1,4 +1,4 @@
-"""``pase diagnose``: why a traced run is slow."""
+"""``pase diagnose``: explains why a traced run is slow."""
 
 from __future__ import annotations
 
@@ -18,17 +18,31 @@ __all__ = ["diagnose"]
 
 def diagnose(
     traces: Annotated[Path, typer.Argument(help="A folder of traces, or one trace.")],
-    page: Annotated[Path | None, typer.Option("-o", "--output", help="Write an HTML page.")] = None,
+    page: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the findings as an HTML page.")
+    ] = None,
     timeline: Annotated[
         Path | None,
-        typer.Option(help="Write the aligned timeline with findings and critical path, for Perfetto."),
+        typer.Option(
+            help="Write the aligned timeline with the findings and the critical path, for Perfetto."
+        ),
     ] = None,
-    align: Annotated[str, typer.Option(help="How clocks are aligned: ends, dpro or none.")] = "ends",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    align: Annotated[
+        str, typer.Option(help="How to align the clocks of ranks: ends, dpro or none.")
+    ] = "ends",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")
+    ] = False,
 ) -> None:
-    """Why a traced run is slow.
+    """Explain why a traced run is slow.
 
-    Lists each reason in plain words, with the time that it costs.
+    Prints, for each rank, the parts of an iteration (compute, exposed communication, waiting, ...), then each finding:
+    what it costs, and the op in the trace that shows it. Reads traces of JAX and PyTorch, as pase profile writes them.
+
+    \b
+    Examples:
+      pase diagnose traces/
+      pase diagnose traces/ -o diagnosis.html --timeline timeline.json.gz
     """
     from pase.errors import PaseError
     from pase.replay.measurement.clocks import align as align_clocks
@@ -40,7 +54,7 @@ def diagnose(
     from pase.replay.traces.timeline_io import save_timeline
 
     if align not in ("ends", "dpro", "none"):
-        raise PaseError(f"--align {align}: choose ends, dpro or none")
+        raise PaseError(f"there is no method '{align}'", where="--align", fix="choose ends, dpro or none")
     m = measure(align_clocks(load_any(traces), align))
     d = diagnose_run(m)
     report = diagnosis_report(str(traces), d)

@@ -1,4 +1,4 @@
-"""``pase diff``: two layouts of one model, in words."""
+"""``pase diff``: lists the differences between two layouts of one model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def diff(
     new: Annotated[Path, typer.Argument(help="The layout.json to compare it with.", metavar="NEW.json")],
     json: JsonOption = False,
 ) -> None:
-    """What differs between two layouts, in words.
+    """List the differences between two layouts of a model.
 
-    Prints a line for each difference, then the change in step time and memory.
+    Prints one line for each difference (mesh, layers, parameters, ...), then the change in step time and memory.
 
     \b
     Example:
@@ -43,7 +43,7 @@ def diff(
         )
         return
     say = console().print
-    for line in lines or ["both lay everything out alike"]:
+    for line in lines or ["the layouts are the same"]:
         say(line)
     say(
         f"step {cost_text(a.cost, a.unit)} -> {cost_text(b.cost, b.unit)}, memory {bytes_text(a.memory.total)} -> "

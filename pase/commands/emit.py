@@ -1,4 +1,4 @@
-"""``pase emit``: write a layout for another program."""
+"""``pase emit``: writes a layout in the format of another program."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ __all__ = ["emit"]
 def emit(
     layout: LayoutFile,
     to: Annotated[
-        str, typer.Option("--to", help="The target format: see the list above.", show_default=False)
+        str, typer.Option("--to", help="The target format, from the list above.", show_default=False)
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The file to write.", metavar="FILE", show_default=False)
     ],
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Where the model is now. Default: where it was when it was compiled."),
+        typer.Option(
+            "--model", help="Where the model is now. Default: where it was when the layout was compiled."
+        ),
     ] = None,
     json: JsonOption = False,
     strict: StrictOption = False,
 ) -> None:
-    """Write a layout in the terms of ONNX or another program.
+    """Write a layout in the format of ONNX or another program.
+
+    Writes FILE and prints what is in it. The formats are:
 
     BACKENDS
 

@@ -1,4 +1,4 @@
-"""``pase explain``: where every second and byte of a layout comes from, and what the alternatives would cost."""
+"""``pase explain``: shows the cause of every second and byte of a layout, and the cost of the alternatives."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def explain(
     layout: LayoutFile,
     layer: Annotated[
         str | None,
-        typer.Option("--layer", "-l", help="Report on this layer in full (a name from the tables)."),
+        typer.Option("--layer", "-l", help="Report on this layer in full. Takes a name from the tables."),
     ] = None,
     model: LayoutModel = None,
     machine: LayoutMachine = None,
@@ -48,15 +48,14 @@ def explain(
     json: JsonOption = False,
     strict: StrictOption = False,
 ) -> None:
-    """Where every second and byte of a layout comes from.
+    """Show where the time and memory of a layout go, and why.
 
-    Also shows how close the alternatives are.
+    Without --layer, prints every cause of time (products, gathers of parameters, sums of gradients, ...). For each
+    layer, it prints the cost of the best strategy that splits this layer differently.
 
-    Without --layer, it prints every cause of time (products, gathers of parameters, sums of gradients, ...) and, for
-    each layer, the cost of the best strategy that splits this layer differently. With --layer, it prints the layer's
-    work on one device, each collective with its reason, the bytes that it keeps, and every other way to split it. Each
-    alternative has the cost of the best complete strategy around it. This cost is exact, not an estimate from this
-    layer alone.
+    With --layer, prints the layer's work on one device, each collective with its reason, the bytes that the layer
+    keeps, and every other way to split it. Each alternative has the cost of the best complete strategy around it. This
+    cost is exact, not an estimate from this layer alone.
 
     \b
     Examples:
@@ -181,7 +180,7 @@ def _layer_summary(r: LayerReport) -> dict[str, object]:
 
 
 def _table(*columns: str) -> RichTable:
-    """A rich table; a column whose name ends in '>' is aligned to the right."""
+    """A rich table. A column whose name ends in '>' is aligned to the right."""
     from rich.table import Table
 
     out = Table(box=None, pad_edge=False, header_style="bold")
@@ -210,7 +209,7 @@ def _overview(e: Explanation, c: Console) -> None:
         )
     c.print(table)
     c.print()
-    table = _table("layer", "split", "step>", "share>", "split otherwise, at best>")
+    table = _table("layer", "split", "step>", "share>", "best other split>")
     for n in sorted(plan.nodes, key=lambda n: -n.cost.total):
         if not n.cost.total and n.name not in e.next_best:
             continue
@@ -229,7 +228,7 @@ def _overview(e: Explanation, c: Console) -> None:
 
 
 def _fusable(e: Explanation) -> str:
-    """How much a fused kernel would save for attention that is written out as products, and how to ask for one."""
+    """A sentence about what a fused kernel would save for attention that is written out, and how to use one."""
     from pase.plan.table import bytes_text, cost_text
 
     saved, kept = sum(u.cost - u.fused for u in e.unfused), sum(u.kept for u in e.unfused)
@@ -237,9 +236,9 @@ def _fusable(e: Explanation) -> str:
     scores = f" and {bytes_text(kept)} of scores kept on a device" if kept else ""
     return (
         f"attention is written out around {places}: a fused kernel would save {cost_text(saved, e.plan.unit)} of the "
-        f"step ({saved / e.plan.cost:.0%}; more where the mask is causal){scores}. "
-        f"Ask for it with jax.nn.dot_product_attention(q, k, v, is_causal=..., implementation='cudnn'), in "
-        f"the zoo with attention=fused"
+        f"step ({saved / e.plan.cost:.0%}; more if the mask is causal){scores}. "
+        f"Use jax.nn.dot_product_attention(q, k, v, is_causal=..., implementation='cudnn'), or attention=fused for a "
+        f"zoo model"
     )
 
 
@@ -265,10 +264,7 @@ def _layer(e: Explanation, r: LayerReport, c: Console, most: int | None) -> None
     say(f"{n.name}: {n.op}  {n.einsum}" + (f"   in {n.source}" if n.source else ""))
     say("sizes    " + "  ".join(f"{d}={s}" for d, s in n.sizes.items()) + f"   {n.times} times a step")
     say(
-        "split    "
-        + _split(n.split)
-        + "   leaving on a device  "
-        + "  ".join(f"{d}={s}" for d, s in r.local.items())
+        "split    " + _split(n.split) + "   on a device  " + "  ".join(f"{d}={s}" for d, s in r.local.items())
     )
     say(
         f"costs    {cost_text(n.cost.total, unit)} of {cost_text(plan.cost, unit)}: "
@@ -277,7 +273,7 @@ def _layer(e: Explanation, r: LayerReport, c: Console, most: int | None) -> None
     )
     if r.holds:
         held = [
-            f"{k} {bytes_text(b)}" if b >= 0 else f"less {bytes_text(-b)} that its readers count as theirs"
+            f"{k} {bytes_text(b)}" if b >= 0 else f"minus {bytes_text(-b)} that is counted at its readers"
             for k, b in r.holds.items()
         ]
         say("keeps    " + " · ".join(held) + " on a device")
@@ -317,7 +313,7 @@ def _work_table(r: LayerReport, unit: str) -> RichTable:
 def _collectives_table(r: LayerReport, plan: PlanData) -> RichTable:
     from pase.plan.table import bytes_text, cost_text
 
-    table = _table("moves", "from", "over", "bytes>", "times>", "step>", "why")
+    table = _table("collective", "from", "over", "bytes>", "times>", "step>", "why")
     sizes = plan.mesh.by_name
     for m, reason in r.collectives:
         table.add_row(

@@ -1,4 +1,4 @@
-"""``pase machines``: the known machines, and the source of each of their numbers."""
+"""``pase machines``: lists the known machines, with the source of each number."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _table(all_machines: list[Machine]) -> RichTable:
 
 
 def _details(m: Machine) -> Group:
-    """Tables of one machine's numbers and of their sources."""
+    """Tables of a machine's numbers and of their sources."""
     from rich.console import Group
     from rich.table import Table
 
@@ -104,15 +104,24 @@ def _details(m: Machine) -> Group:
 
 def machines(
     name: Annotated[
-        str | None, typer.Argument(help="Show this one: a name, or the path of a .toml file.")
+        str | None, typer.Argument(help="The machine to show: a name, or the path of a .toml file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")
+    ] = False,
 ) -> None:
-    """The machines that come with pase, each number with its source.
+    """List the machines that come with pase, or show one of them.
 
-    Lists all machines. With a name or a file of your own, shows that machine with every source.
+    Without NAME, prints one line for each machine: memory, bandwidth, matmul rate and links. With a NAME or a file,
+    prints all numbers of that machine, each with its source.
 
-    Pass --machine FILE to other commands to use an edited copy of a machine file, or one that pase calibrate wrote.
+    Other commands take --machine NAME, or --machine FILE for a machine file that you have edited or that pase calibrate
+    has written.
+
+    \b
+    Examples:
+      pase machines
+      pase machines h100x8
     """
     from pase.machine import load, names
 

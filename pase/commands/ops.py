@@ -1,4 +1,4 @@
-"""``pase ops``: the framework ops that pase can read, listed from the frontends' own rules."""
+"""``pase ops``: lists the framework ops that pase can read, from the rules of its frontends."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ __all__ = ["ops"]
 
 
 def ops(json: JsonOption = False) -> None:
-    """The framework ops that pase can read.
+    """List the framework ops that pase can read.
 
-    Also says which loop nest each op becomes.
+    Prints a table with a row for each kind of loop nest and a column for each framework. A cell has the ops that become
+    this kind of loop nest.
 
-    An op that is not listed raises an error that names it and its place in your model. With --unknown replicate it is
-    accepted, but it is not split.
+    For an op that is not listed, pase compile raises an error that names the op and its line in your model. With
+    --unknown replicate, such an op is accepted but not split.
+
+    \b
+    Example:
+      pase ops
     """
     from pase.frontends.registry import coverage
 

@@ -1,4 +1,4 @@
-"""``pase optimize``: what would make a traced run faster."""
+"""``pase optimize``: searches for changes that make a traced run faster."""
 
 from __future__ import annotations
 
@@ -18,24 +18,36 @@ __all__ = ["optimize"]
 
 def optimize(
     traces: Annotated[Path, typer.Argument(help="A folder of traces, or one trace.")],
-    budget: Annotated[float, typer.Option(help="Seconds for the search.")] = 10.0,
-    passes: Annotated[str, typer.Option(help="Comma-separated passes; all by default.")] = "",
+    budget: Annotated[float, typer.Option(help="Seconds to spend on the search.")] = 10.0,
+    passes: Annotated[str, typer.Option(help="The passes to try, separated by commas. Default: all.")] = "",
     scheme: Annotated[
-        str, typer.Option(help="How tensors are synchronised: ring, or ps (parameter servers).")
+        str, typer.Option(help="How the run synchronises tensors: ring, or ps (parameter servers).")
     ] = "ring",
     memory_limit: Annotated[
-        str, typer.Option(help="Reduce peak memory below this first, for example 16GiB.")
+        str, typer.Option(help="First reduce the peak memory below this, for example 16GiB.")
     ] = "",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan as JSON.")] = None,
-    align: Annotated[str, typer.Option(help="How clocks are aligned: ends, dpro or none.")] = "ends",
+    align: Annotated[
+        str, typer.Option(help="How to align the clocks of ranks: ends, dpro or none.")
+    ] = "ends",
     force: Annotated[
-        bool, typer.Option(help="Optimize even though the replay of this run is not reliable.")
+        bool, typer.Option(help="Optimize even if the replay of this run is not reliable.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")
+    ] = False,
 ) -> None:
-    """What would make a traced run faster.
+    """Find changes that would make a traced run faster.
 
-    Tries tensor fusion and partition, op fusion, and memory passes.
+    Replays the run and tries tensor fusion and partition, op fusion, and recomputation and gradient accumulation for memory.
+
+    Prints each change that helps, with the predicted time of an iteration before and after it, then the buckets and the
+    memory of each alternative.
+
+    \b
+    Examples:
+      pase optimize traces/ --budget 30
+      pase optimize traces/ --memory-limit 16GiB -o changes.json
     """
     from pase.errors import PaseError
     from pase.files.quantities import parse_bytes
@@ -48,11 +60,15 @@ def optimize(
     from pase.replay.reports.trust import Run
 
     if align not in ("ends", "dpro", "none"):
-        raise PaseError(f"--align {align}: choose ends, dpro or none")
+        raise PaseError(f"there is no method '{align}'", where="--align", fix="choose ends, dpro or none")
     if scheme not in ("ring", "ps"):
-        raise PaseError(f"--scheme {scheme}: choose ring or ps")
+        raise PaseError(f"there is no scheme '{scheme}'", where="--scheme", fix="choose ring or ps")
     if not 0 < budget < 1e6:
-        raise PaseError(f"--budget {budget}: give a positive number of seconds")
+        raise PaseError(
+            f"{budget} is not a time for the search",
+            where="--budget",
+            fix="give a positive number of seconds",
+        )
     run = Run(measured=measure(align_clocks(load_any(traces), align)))
     chosen = [p.strip() for p in passes.split(",") if p.strip()]
     run.must_be_believed(f"{traces}: optimize", force)
@@ -80,7 +96,7 @@ def _print_plan(report: JsonObject) -> None:
         f"{report['seconds']:.2f} s, {report['ended']}"
     )
     if report["within_spread"] and report["speedup"] != 1:
-        out.print(f"  less than iterations differ from each other (±{report['spread']:.1%})")
+        out.print(f"  smaller than the spread of the iterations (±{report['spread']:.1%})")
     for s in report["steps"]:
         out.print(
             f"  {s['pass']}: {s['what']}: {s['before_s'] * 1e3:.2f} -> {s['after_s'] * 1e3:.2f} ms",

@@ -1,4 +1,4 @@
-"""Options that several commands share, and functions that report progress and problems."""
+"""Options that several commands share, and functions that print progress, reports and warnings."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ ModelName = Annotated[
     str,
     typer.Argument(
         autocompletion=_complete_model,
-        help="zoo:NAME (with settings: 'zoo:gpt2?batch=128&seq=1024'), a model file (.onnx, .keras, .pb, a "
-        "SavedModel's folder), or package.module:function, where the function returns (loss_fn, params, *batch) or "
-        "a model object of a framework; shapes are enough.",
+        help="zoo:NAME (with settings: 'zoo:gpt2?batch=128&seq=1024'), a model file (.onnx, .keras, .pb, or the folder "
+        "of a SavedModel), or package.module:function. The function returns (loss_fn, params, *batch) or a model "
+        "object of a framework; shapes are enough.",
         metavar="MODEL",
         show_default=False,
     ),
@@ -71,20 +71,20 @@ LayoutModel = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="The layout's model, if it is not a zoo model: it is traced again to price the alternatives.",
+        help="The layout's model, if it is not a zoo model. It is traced again to price the alternatives.",
     ),
 ]
 LayoutMachine = Annotated[
     str | None,
     typer.Option(
         "--machine",
-        help="The machine file of the layout, if it is not one of pase's own.",
+        help="The machine file that the layout was compiled for, if it is not one of pase's own.",
         autocompletion=_complete_machine,
     ),
 ]
 ChoicesTimeLimit = Annotated[
     float,
-    typer.Option("--time-limit", help="Seconds for finding the next-best choices of all layers.", min=0.0),
+    typer.Option("--time-limit", help="Seconds to spend on the best alternative of each layer.", min=0.0),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")
@@ -92,9 +92,7 @@ JsonOption = Annotated[
 
 StrictOption = Annotated[
     bool,
-    typer.Option(
-        "--strict", help="Exit with status 1 if the plan does not fit, or if a remark speaks against it."
-    ),
+    typer.Option("--strict", help="Exit with status 1 if the plan does not fit in memory or has a warning."),
 ]
 
 
@@ -105,8 +103,10 @@ def strictly(sound: bool, strict: bool) -> None:
 
 
 def warn_misfit(plan: PlanData) -> None:
-    """Warn on standard error of a plan that does not fit, and of what speaks against it, for commands whose standard
-    output is for programs, or for something else than the plan."""
+    """Print a plan's warnings on standard error: that it does not fit, and remarks that cast doubt on it.
+
+    This is for commands whose standard output is JSON or does not show the plan.
+    """
     from pase.plan.table import misfit_text
 
     out = console(err=True)
@@ -118,9 +118,9 @@ def warn_misfit(plan: PlanData) -> None:
 
 
 def compile_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add fields of CompileOptions as flags to a command that takes ``options: CompileOptions``.
+    """Decorator: add fields of CompileOptions as flags to a command that takes ``options: CompileOptions``.
 
-    With no names given, all fields that have a flag are added. They come between the command's arguments and its own
+    names: the fields; none for all fields that have a flag. The flags come between the command's arguments and its own
     flags.
     """
 
@@ -140,7 +140,7 @@ def compile_options(*names: str) -> Callable[[Callable[..., None]], Callable[...
             read = {f.name: given.pop(f.name) for f in chosen if f.name in given}
             pairs = {f.name: f.metadata["flag"].pairs for f in chosen if f.metadata["flag"].pairs}
             many = {name: parse(read.get(name)) for name, parse in pairs.items()}
-            # A command that does not take the number of devices from here says it itself, for each plan.
+            # A command without this flag sets the number of devices itself, for each plan.
             one = {} if any(f.name == "devices" for f in chosen) else {"devices": 1}
             command(**given, options=CompileOptions(**one | read | many))
 
@@ -152,7 +152,7 @@ def compile_options(*names: str) -> Callable[[Callable[..., None]], Callable[...
 
 
 def _as_flag(f: Field[object]) -> inspect.Parameter:
-    """The typer parameter of an option. Numbers are parsed here; everything else is text that the options parse."""
+    """The typer parameter of an option. Typer parses numbers; everything else is text that CompileOptions parses."""
     flag = f.metadata["flag"]
     types = (f.type, *get_args(f.type))
     number = next((t for t in (int, float) if t in types and str not in types), str)
@@ -173,9 +173,10 @@ def _as_flag(f: Field[object]) -> inspect.Parameter:
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """say(text): report progress on standard error, with the elapsed time and an estimate of the remaining time.
+    """Yields a function that shows a line of progress on standard error.
 
-    If standard error is not a terminal, nothing is printed.
+    The line has the elapsed time and an estimate of the remaining time. If standard error is not a terminal, nothing is
+    printed.
     """
     err = console(err=True)
     if not err.is_terminal:
@@ -186,7 +187,7 @@ def progress() -> Iterator[Progress]:
 
 
 def print_report(report: JsonObject, as_json: bool, human: Callable[[JsonObject], None]) -> None:
-    """Print a report: as one line of JSON, or for people by ``human``."""
+    """Print a report as one line of JSON, or with the function ``human``."""
     if as_json:
         typer.echo(json.dumps(report, allow_nan=False))
     else:
@@ -194,5 +195,6 @@ def print_report(report: JsonObject, as_json: bool, human: Callable[[JsonObject]
 
 
 def print_json(data: object) -> None:
+    """Print an object as indented JSON."""
     json.dump(data, sys.stdout, indent=1)
     sys.stdout.write("\n")

@@ -1,4 +1,4 @@
-"""``pase price``: the time and memory of a given strategy, without a search."""
+"""``pase price``: prices a given strategy, without a search."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def price(
             "--as",
             help="The strategy, for example fsdp=32,tp=8. Degrees: dp, fsdp, tp, cp, ep, pp, vp (chunks per stage), "
             "micro (examples per micro-batch). Others: zero=0..3, sp, async, remat=none|selective|full, "
-            "schedule=gpipe|1f1b|interleaved, precision=bf16|fp8|nvfp4. The rest of the devices is data parallel.",
+            "schedule=gpipe|1f1b|interleaved, precision=bf16|fp8|nvfp4. The remaining devices are data parallel.",
             metavar="STRATEGY",
         ),
     ] = "",
@@ -45,10 +45,13 @@ def price(
     json: JsonOption = False,
     strict: StrictOption = False,
 ) -> None:
-    """What a strategy that you state takes: step, memory, sends.
+    """Price a strategy that you give: step time, memory, collectives.
 
-    Nothing is searched. The strategy is placed on the model's own graph and priced as a framework runs it: with gathers
-    and sums that overlap compute, recomputation, the pipeline bubble, and the memory on the fullest rank.
+    There is no search. The strategy is applied to the model's own graph and priced as a framework would run it, with
+    gathers and sums that overlap compute, recomputation, and the pipeline bubble.
+
+    Prints the step time by cause, the MFU, the memory on the fullest rank, and the bytes of each kind of collective.
+    The figures are predictions, not measurements.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""``pase profile``: run a program and collect the traces that replay needs."""
+"""``pase profile``: runs a program and collects the traces that ``pase replay`` needs."""
 
 from __future__ import annotations
 
@@ -16,43 +16,64 @@ def profile(
     command: Annotated[
         list[str], typer.Argument(help="The program, after --: pase profile -- python train.py")
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the traces.")] = Path("traces"),
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder for the traces.")] = Path(
+        "traces"
+    ),
     seconds: Annotated[
         float, typer.Option(help="Stop tracing after this many seconds; 0 traces to the end.")
     ] = 0.0,
-    skip: Annotated[int, typer.Option(min=1, help="PyTorch: optimizer steps to skip first.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="PyTorch: optimizer steps to trace after those.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    skip: Annotated[
+        int, typer.Option(min=1, help="For PyTorch: number of optimizer steps to skip first.")
+    ] = 2,
+    steps: Annotated[
+        int, typer.Option(min=1, help="For PyTorch: number of optimizer steps to trace after that.")
+    ] = 10,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")
+    ] = False,
 ) -> None:
-    """Run a program and collect what replay needs.
+    """Run a program and collect traces for pase replay.
 
-    PROGRAM uses JAX or PyTorch. All processes that it starts are profiled.
+    The program uses JAX or PyTorch and does not need to be changed. All processes that it starts are profiled. Writes
+    one trace for each process to the folder, and prints how many.
+
+    \b
+    Examples:
+      pase profile -o traces -- python train.py
+      pase profile -o traces --skip 5 --steps 20 -- torchrun --nproc-per-node 8 train.py
     """
     from pase.errors import PaseError
     from pase.replay.collect.autostart import environment
 
     if seconds < 0:
-        raise PaseError(f"--seconds {seconds}: give 0 or a positive number")
+        raise PaseError(f"{seconds} is negative", where="--seconds", fix="give 0 or a positive number")
     before = {p: p.stat().st_mtime_ns for p in _traces(output)}
     try:
-        # With --json the program's own output must not stand beside the one object.
+        # With --json, the program's own output must not be mixed with the JSON object.
         done = subprocess.run(
             command, env=environment(output, seconds, skip, steps), stdout=2 if as_json else None, check=False
         )
     except OSError as e:
-        raise PaseError(f"cannot run '{command[0]}': {e.strerror or e}") from e
+        raise PaseError(
+            f"it cannot be run: {e.strerror or e}",
+            where=f"'{command[0]}'",
+            fix="give a program that exists, after --",
+        ) from e
     files = sorted(p for p in _traces(output) if before.get(p) != p.stat().st_mtime_ns)
     if as_json:
         report = {"output": str(output), "status": done.returncode, "traces": [str(f) for f in files]}
         typer.echo(json.dumps(report))
     if done.returncode:
         raise PaseError(
-            f"'{' '.join(command)}' ended with status {done.returncode}; {len(files)} traces were written"
+            f"the program ended with status {done.returncode}, and {len(files)} traces were written",
+            where=f"'{' '.join(command)}'",
         )
     if not files:
         raise PaseError(
-            f"'{' '.join(command)}' wrote no trace: it ran no JAX computation that was compiled, and no PyTorch "
-            f"optimizer took more than {skip} steps"
+            f"no trace was written: the program ran no compiled JAX computation, and no PyTorch optimizer took more "
+            f"than {skip} steps",
+            where=f"'{' '.join(command)}'",
+            fix="run more steps, or lower --skip",
         )
     if not as_json:
         written = "1 trace" if len(files) == 1 else f"{len(files)} traces"
@@ -60,5 +81,5 @@ def profile(
 
 
 def _traces(folder: Path) -> list[Path]:
-    """The traces that JAX's and PyTorch's profilers have written there."""
+    """The traces in the folder that the profilers of JAX and PyTorch have written."""
     return [*folder.rglob("*.xplane.pb"), *folder.rglob("rank*/trace.json.gz")] if folder.exists() else []

@@ -1,4 +1,4 @@
-"""``pase replay``: align a run's traces, replay them, and say how well the replay predicts."""
+"""``pase replay``: aligns and replays the traces of a run, and reports how well the replay predicts it."""
 
 from __future__ import annotations
 
@@ -31,39 +31,45 @@ def replay(
     predicted: Annotated[
         Path | None, typer.Option(help="Write the replayed iteration as a separate timeline.")
     ] = None,
-    align: Annotated[str, typer.Option(help="How clocks are aligned: ends, dpro or none.")] = "ends",
+    align: Annotated[
+        str, typer.Option(help="How to align the clocks of ranks: ends, dpro or none.")
+    ] = "ends",
     what_if: Annotated[
         list[str] | None,
         typer.Option(
             "--what-if",
-            help="bandwidth=2, latency=0.5, ranks=128, data=128, host=0.5, op:REGEX=0.5, balance=1, stages=4, tensor=2 "
-            "(with --model), bucket-plan=ours (or another policy of pase schedule), strategy=OTHER_LAYOUT.json.",
+            help="Predict the effect of a change: bandwidth=2, latency=0.5, ranks=128, data=128, host=0.5, "
+            "op:REGEX=0.5, balance=1, stages=4, tensor=2 (with --model), bucket-plan=ours (or another policy of pase "
+            "schedule), strategy=OTHER_LAYOUT.json. May be given several times.",
         ),
     ] = None,
     layout: Annotated[
-        Path | None, typer.Option(help="The layout of the traced run, for --what-if strategy=.")
+        Path | None, typer.Option(help="For --what-if strategy=: the layout of the traced run.")
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="For --what-if tensor=: the model of the run, such as 'zoo:gpt2?batch=4', with the batch of one "
-            "micro-batch of one rank."
+            help="For --what-if tensor=: the model of the run, such as 'zoo:gpt2?batch=4', with the batch size of one "
+            "micro-batch on one rank."
         ),
     ] = None,
     ran: Annotated[str, typer.Option(help="For --what-if tensor=: the strategy of the traced run.")] = "tp=1",
     kernels: Annotated[
         list[Path] | None,
         typer.Option(
-            help="For --what-if tensor=: traces of other runs on such a device, whose kernels are taken by shape."
+            help="For --what-if tensor=: traces of other runs on the same device, as a source of kernel times by shape."
         ),
     ] = None,
     machine: Annotated[
-        str | None, typer.Option(help="For --what-if tensor=: the machine whose roofline scales the rest.")
+        str | None,
+        typer.Option(
+            help="For --what-if tensor=: the machine whose roofline scales kernels that were not measured."
+        ),
     ] = None,
     link: Annotated[
         list[str] | None,
         typer.Option(
-            help="For --what-if bucket-plan=, where the trace lacks sizes: NAME:STARTUP:BANDWIDTH (nccl:50us:5GB/s)."
+            help="For --what-if bucket-plan=, if the trace has no sizes: NAME:STARTUP:BANDWIDTH (nccl:50us:5GB/s)."
         ),
     ] = None,
     wire: Annotated[
@@ -74,29 +80,50 @@ def replay(
         ),
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(help="Traces of the same plan: compare a layout's timeline op by op.")
+        Path | None,
+        typer.Option(
+            help="Traces of a run of the layout: compare them with its predicted timeline, op by op."
+        ),
     ] = None,
     force: Annotated[
-        bool, typer.Option(help="Go on even though the replay of this run is not reliable.")
+        bool, typer.Option(help="Continue even if the replay of this run is not reliable.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")
+    ] = False,
 ) -> None:
-    """Replay traces of a run, or a layout, as one timeline."""
+    """Replay a run's traces, and predict the effect of changes.
+
+    Aligns the clocks of the traces, builds the graph of dependencies between ops, and replays an iteration on it.
+
+    Prints the measured and the replayed time, how well the replay predicts iterations that it has not seen, and for
+    each rank the milliseconds of compute, exposed communication and idle time. Each --what-if changes the graph, and
+    prints the predicted iteration and its speedup.
+
+    For a layout.json, the predicted step is replayed instead.
+
+    \b
+    Examples:
+      pase replay traces/ -o timeline.json.gz
+      pase replay traces/ --what-if bandwidth=2 --what-if bucket-plan=ours
+      pase replay layout.json --against traces/
+    """
     from pase.replay.reports.report import compare_timelines, replay_report
 
     planned = _planned(traces)
     if planned is not None and any(not k.startswith("strategy=") for k in what_if or ()):
         raise PaseError(
-            f"{traces}: a layout's step says when things run, not what they wait for, so nothing can be changed in "
-            "it but its strategy (strategy=OTHER_LAYOUT.json); compile with another --machine, or schedule with "
-            "another --link"
+            "the step of a layout has no dependencies between its ops, so only its strategy can be changed",
+            where=str(traces),
+            fix="use --what-if strategy=OTHER_LAYOUT.json, compile with another --machine, or schedule with another "
+            "--link",
         )
     if against is not None:
         report = compare_timelines(traces, against, align, timeline=planned)
         print_report(report, as_json, _comparison)
         return
     if align not in ("ends", "dpro", "none"):
-        raise PaseError(f"--align {align}: choose ends, dpro or none")
+        raise PaseError(f"there is no method '{align}'", where="--align", fix="choose ends, dpro or none")
     report = replay_report(
         traces,
         align=align,
@@ -115,7 +142,7 @@ def replay(
 
 
 def _rate(wire: str | None) -> float | None:
-    """Bytes per second."""
+    """The bytes per second that --wire gives; None if it is not given."""
     if wire is None:
         return None
     from pase.files.quantities import parse_rate
@@ -124,7 +151,7 @@ def _rate(wire: str | None) -> float | None:
 
 
 def _planned(path: Path) -> Timeline | None:
-    """The step that a layout predicts, under its own bucket plan or ours. None if the file is not a layout."""
+    """The predicted step of a layout, with its own bucket plan or with ours. None if the file is not a layout."""
     from pase.replay.reports.report import is_layout
     from pase.replay.traces.reader import read_small_json
 
@@ -135,14 +162,18 @@ def _planned(path: Path) -> Timeline | None:
 
     planned = load(path).timeline
     if planned is None:
-        raise Infeasible(f"{path}: no collective on a parameter: this plan has nothing to schedule or replay")
+        raise Infeasible(
+            "no collective is on a parameter, so there is nothing to schedule or replay",
+            where=str(path),
+            fix="compile for more devices",
+        )
     return planned
 
 
 def _rewrites(
     what_if: list[str], layout: Path | None, is_planned: bool, link: list[str]
 ) -> dict[str, Rewrite]:
-    """The changes that replay cannot make by itself: bucket plans and strategies."""
+    """The changes that ``pase.replay`` cannot make by itself: bucket plans and strategies."""
     out: dict[str, Rewrite] = {}
     for text in what_if:
         name, _, value = text.partition("=")
@@ -156,8 +187,9 @@ def _rewrites(
 
             if layout is None:
                 raise PaseError(
-                    f"what-if {text}: give the layout that the run had as well (--layout NOW.json); the measured step "
-                    "is scaled by what is predicted of the two"
+                    "the measured step is scaled by the predictions for two layouts, and that of the run is missing",
+                    where=f"--what-if {text}",
+                    fix="give the layout of the run with --layout NOW.json",
                 )
             out[text] = (by_prediction if is_planned else by_ratio)(layout, Path(value))
     return out
@@ -171,7 +203,7 @@ def _degrees(
     machine: str | None,
     wire_bytes_per_s: float | None,
 ) -> dict[str, Rewrite]:
-    """Other degrees of pipeline and tensor parallelism."""
+    """The changes to other degrees of pipeline and tensor parallelism."""
     out: dict[str, Rewrite] = {}
     measured: KernelTimes | None = None
     for text in what_if:
@@ -179,7 +211,11 @@ def _degrees(
         if name not in ("stages", "tensor"):
             continue
         if not (value.isascii() and value.isdigit() and len(value) < 7 and int(value)):
-            raise PaseError(f"what-if '{text}': expected a whole number, as {name}=4")
+            raise PaseError(
+                f"'{value}' is not a positive whole number",
+                where=f"--what-if {text}",
+                fix=f"write it as {name}=4",
+            )
         from pase.bridges.degrees import by_stages, by_tensor, loaded_kernel_times
 
         if name == "stages":
@@ -187,8 +223,9 @@ def _degrees(
             continue
         if model is None:
             raise PaseError(
-                f"what-if {text}: give the model of the run (--model 'zoo:gpt2?batch=4', or a file's function) with "
-                "the batch of one micro-batch of one rank: its products say which part each device would do"
+                "the model of the run is needed to find which part of each product a device computes",
+                where=f"--what-if {text}",
+                fix="give --model 'zoo:gpt2?batch=4' or MODULE:FUNCTION, with the batch of one micro-batch of one rank",
             )
         measured = loaded_kernel_times(kernels) if measured is None else measured
         out[text] = by_tensor(int(value), model=model, ran=ran, machine=machine, measured=measured)
@@ -229,13 +266,13 @@ def _summary(report: JsonObject) -> None:
             f"what if {w['knob']}: {w['iteration_s'] * 1e3:.2f} ms (now {w['base_s'] * 1e3:.2f}, ×{w['speedup']:.3f})",
         )
         if w["doubt"]:
-            out.print(f"  not to be relied on: {w['doubt']}")
+            out.print(f"  not reliable: {w['doubt']}")
         if w["within_spread"] and w["speedup"] != 1:
-            out.print(f"  less than iterations differ from each other (±{report['spread']:.1%})")
+            out.print(f"  smaller than the spread of the iterations (±{report['spread']:.1%})")
         if "control_s" in w:
             out.print(
-                f"  {w['messages']} messages for {w['tensors']} collectives; the run's own plan with durations from "
-                f"the same fitted curve: {w['control_s'] * 1e3:.2f} ms, with which the speedup compares"
+                f"  {w['messages']} messages for {w['tensors']} collectives; the speedup compares with the run's own "
+                f"plan with durations from the same fitted curve, {w['control_s'] * 1e3:.2f} ms"
             )
         if "note" in w:
             out.print(f"  {w['note']}")

@@ -1,4 +1,4 @@
-"""``pase report``: a layout as one page of HTML."""
+"""``pase report``: writes a layout as an HTML page."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def report(
         Path | None,
         typer.Option(
             "--timeline",
-            help="Also write the predicted step as a timeline for Perfetto (ui.perfetto.dev) and for pase replay; "
-            ".json or .json.gz.",
+            help="Also write the predicted step as a timeline (.json or .json.gz), for Perfetto (ui.perfetto.dev) and "
+            "pase replay.",
             metavar="FILE",
         ),
     ] = None,
@@ -47,11 +47,11 @@ def report(
     json: JsonOption = False,
     strict: StrictOption = False,
 ) -> None:
-    """A layout as one page of HTML.
+    """Write a layout as an HTML page.
 
-    The page is one file that needs no network. It shows the model as a graph that unfolds, which device holds what, the
+    The page is one file that needs no network. It shows the model as a graph that unfolds, what each device holds, the
     step as a timeline, the roofline, memory, costs by cause and by layer, a comparison of strategies, and how certain
-    the choice is.
+    the choice is. Prints the name of the file.
 
     \b
     Example:
@@ -87,14 +87,15 @@ def report(
 
 
 def _write_timeline(plan: Plan, path: Path) -> None:
-    """PaseError for a plan that has no timeline."""
+    """Write the predicted step of a plan. Raises PaseError if the plan has no timeline."""
     from pase.errors import PaseError
     from pase.replay.traces.timeline_io import save_timeline
 
     made = plan.timeline
     if made is None:
         raise PaseError(
-            f"--timeline {path}: the plan for '{plan.model}' has none: it sends nothing, or its stages are from an "
-            "older version (compile it again)"
+            f"the plan for '{plan.model}' has no timeline, because it sends nothing or is from an older version",
+            where=f"--timeline {path}",
+            fix="leave out --timeline, or compile the plan again",
         )
     save_timeline(made, path)

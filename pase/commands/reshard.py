@@ -1,4 +1,4 @@
-"""``pase reshard``: the parameters that move between two layouts of one model."""
+"""``pase reshard``: shows which parameters must be sent to change from one layout of a model to another."""
 
 from __future__ import annotations
 
@@ -20,22 +20,27 @@ def reshard(
             help="The layout.json that describes where the parameters are now.", metavar="OLD.json"
         ),
     ],
-    new: Annotated[Path, typer.Argument(help="The layout.json that they move to.", metavar="NEW.json")],
+    new: Annotated[
+        Path, typer.Argument(help="The layout.json to which they are resharded.", metavar="NEW.json")
+    ],
     machine: Annotated[
         str | None,
         typer.Option(
-            "--machine", help="A name or a .toml file. Default: the machine of NEW.", metavar="MACHINE"
+            "--machine",
+            help="A machine's name or a .toml file. Default: the machine of NEW.",
+            metavar="MACHINE",
         ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Which parameters move between two layouts, and how long.
+    """Show which parameters must be sent between two layouts.
 
-    Shows the links that carry them and how long the transfer takes.
+    Prints one line for each parameter that is resharded: its old and new layout, the bytes over each level of links,
+    and the time.
 
-    Counts only the parameters. Optimizer state of the same shapes moves in the same way. Devices have the same numbers
-    in both layouts. Data that a device already has, or can get from a nearer device, is not sent again. The figures are
-    predicted, not measured.
+    Only parameters are counted; optimizer state of the same shapes is resharded in the same way. A device has the same
+    number in both layouts. A device receives only what it does not have, from the nearest device that has it. The
+    figures are predictions, not measurements.
 
     \b
     Example:
@@ -73,7 +78,7 @@ def reshard(
         return
     say = console().print
     say(
-        f"{len(found)} of {len(after.parameters)} parameters move; a device receives at most "
+        f"{len(found)} of {len(after.parameters)} parameters are resharded; a device receives at most "
         f"{bytes_text(sum(m.nbytes for m in found))}, about {cost_text(seconds, 's')} on {on.name}",
     )
     if found:

@@ -1,4 +1,4 @@
-"""``pase run``: one training step of a layout on the devices here, compared with the same step unsharded."""
+"""``pase run``: runs one training step of a layout on this machine and compares it with the unsharded step."""
 
 from __future__ import annotations
 
@@ -30,17 +30,26 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 TOLERANCE = 1e-4
-"""Largest difference allowed, relative to the largest element of all gradients (or parameters): float32 sums
-in another order differ by about 1e-7 times the square root of their length; a wrong layout by orders more."""
+"""The largest allowed difference, relative to the largest element of all gradients (or parameters).
+
+float32 sums in another order differ by about 1e-7 times the square root of their length. A wrong layout makes
+differences that are larger by orders of magnitude.
+"""
 
 
 def run(
     layout: LayoutFile,
     devices: Annotated[
-        int | None, typer.Option("--devices", "-n", help="Devices to use here. Default: the layout's.", min=1)
+        int | None,
+        typer.Option(
+            "--devices",
+            "-n",
+            help="Number of devices to use on this machine. Default: that of the layout.",
+            min=1,
+        ),
     ] = None,
     reduced: Annotated[
-        bool, typer.Option("--reduced", help="Use the zoo model's reduced size, split in the same way.")
+        bool, typer.Option("--reduced", help="Use the reduced size of the zoo model, split in the same way.")
     ] = False,
     seed: Annotated[
         int, typer.Option("--seed", help="Random seed of the parameters and the batch.", min=0)
@@ -48,13 +57,17 @@ def run(
     json: JsonOption = False,
     strict: StrictOption = False,
 ) -> None:
-    """Run one sharded training step of a layout on devices here.
+    """Run one training step of a layout here, and check it.
 
-    On a machine without accelerators, the devices are JAX host devices. The command compares the loss, every gradient
-    and every updated parameter with those of the unsharded step. It also compares the bytes that the compiled program
-    sends with the predicted bytes, except for a pipelined plan, which consists of many programs. Last, it checks each
-    gradient near these parameters: along lines of parameters, the loss must change by the gradient's integral. The exit
-    status is 1 if the numbers do not agree.
+    On a machine without accelerators, the devices are JAX host devices. The model must be a zoo model.
+
+    The command compares the loss, every gradient and every updated parameter with those of the unsharded step. It also
+    compares the bytes that the compiled program sends with the predicted bytes, except for a pipelined plan, which
+    consists of many programs. Last, it checks the gradient: along lines through these parameters, the loss must change
+    by the integral of the gradient.
+
+    Prints both losses, the largest difference, and the bytes of each kind of collective. The exit status is 1 if the
+    steps do not agree.
 
     \b
     Example:
@@ -87,14 +100,15 @@ def run(
         console().print(str(found), highlight=False)
     if not result["agrees"] or found.verdict == "off":
         raise Infeasible(
-            "the sharded step differs from the unsharded one by more than rounding, or its gradient is not the slope "
-            "of its loss; please report it"
+            "the sharded step differs from the unsharded step by more than rounding, or its gradient is wrong",
+            where=str(layout),
+            fix="please report it",
         )
     strictly(plan.sound, strict)
 
 
 def _host_devices(devices: int) -> None:
-    """Request enough host devices before JAX starts. Real accelerators are used if there are enough."""
+    """Request enough host devices before JAX starts. Accelerators are used if there are enough of them."""
     flag = "--xla_force_host_platform_device_count"
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={devices}".strip()
@@ -120,17 +134,21 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> JsonObject:
 
     if not plan.model.startswith("zoo:"):
         raise PaseError(
-            f"'pase run' can only generate parameters and a batch for zoo models; "
-            f"for '{plan.model}' use plan.jax.train_step"
+            "pase run can generate parameters and a batch for zoo models only",
+            where=f"model '{plan.model}'",
+            fix="run the plan in your own program with plan.jax.train_step",
         )
     name = plan.model.removeprefix("zoo:")
     model = zoo.reduced(name.partition("?")[0]) if reduced else zoo.get(name)
-    if reduced and plan.pipeline is not None and "layers" in model.settings:  # two ranks' stages
+    if (
+        reduced and plan.pipeline is not None and "layers" in model.settings
+    ):  # two layers for each stage of a rank
         model = zoo.reduced(name.partition("?")[0], layers=2 * plan.pipeline.chunks)
     if zoo.get(name).task != "train":
         raise PaseError(
-            f"'pase run' runs training steps: for '{plan.model}' use plan.jax.prefill, plan.jax.decode or "
-            f"plan.jax.apply (docs/inference.md)"
+            "pase run can run training steps only, and this is a plan for inference",
+            where=f"model '{plan.model}'",
+            fix="use plan.jax.prefill, plan.jax.decode or plan.jax.apply (docs/inference.md)",
         )
     if not reduced and devices == plan.devices:
         return {
@@ -161,8 +179,9 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> JsonObject:
 def step_against_unsharded(
     plan: PlanData, model: ZooModel, seed: int, say: Callable[[str], None] = lambda _: None
 ) -> JsonObject:
-    """Run one Adam step both ways. Returns the losses, the largest differences, and the predicted and compiled
-    bytes.
+    """Run one Adam step with and without sharding.
+
+    Returns both losses, the largest differences, and the predicted and compiled bytes.
     """
     import jax
     import numpy as np
@@ -179,8 +198,8 @@ def step_against_unsharded(
     split = sharded_step(plan, optimizer, params, batch)
     seconds = time.perf_counter() - began
     off = whole.differences(split)
-    # Adam divides by the gradient's own size: where a gradient is rounding noise, its sign is too, and an
-    # update may differ by twice the learning rate. The gradients are the test; the update's bound says so.
+    # Adam divides by the size of the gradient. If a gradient is only rounding noise, so is its sign, and the updates
+    # may differ by twice the learning rate. The test is therefore on gradients; for parameters, the bound is loose.
     del off["parameters"]
     moved = max(
         float(np.abs(np.asarray(x) - np.asarray(y)).max())
@@ -203,7 +222,7 @@ def step_against_unsharded(
             }
             for r in (
                 [] if split.compiled is None else compare(plan, split.compiled, split.lowering)
-            )  # stages: many programs
+            )  # a pipelined plan is many programs, so there is nothing to compare
         ],
         "seconds": {"compile_and_step": seconds},
     }
@@ -230,7 +249,7 @@ def _print(r: JsonObject) -> None:
     out.print(f"{r['model']} · {size}{r['devices']} devices here · mesh {mesh}")
     if r["dropped_splits"]:
         out.print(
-            f"not split here, the small size does not divide: {', '.join(r['dropped_splits'])}",
+            f"not split here, because the reduced size does not divide: {', '.join(r['dropped_splits'])}",
         )
     d = r["difference"]
     out.print(

@@ -1,4 +1,4 @@
-"""``pase scale``: how many devices to use."""
+"""``pase scale``: compares numbers of devices for one model."""
 
 from __future__ import annotations
 
@@ -39,15 +39,17 @@ def scale(
     devices: Annotated[
         str,
         typer.Option(
-            "--devices", "-n", help="8..4096 doubles from 8 to 4096; or a list: 8,24,96.", metavar="RANGE"
+            "--devices", "-n", help="8..4096 doubles from 8 to 4096. 8,24,96 is a list.", metavar="RANGE"
         ),
     ],
     json: JsonOption = False,
 ) -> None:
-    """Step, MFU, memory and cost against the number of devices.
+    """Compare numbers of devices: step, MFU, memory and cost.
 
-    Finds the best plan for each number of devices, for the same model and the same global batch, and prints one table
-    and one chart. Cost is what all devices together take: device-seconds per step, and device-hours per billion tokens.
+    Finds the best plan for each number of devices, for the same model and the same global batch.
+
+    Prints a table with the step time, MFU, memory and cost of each, and a chart of the speed-up. The cost is that of
+    all devices together: device-seconds per step, and device-hours per billion tokens.
 
     \b
     Examples:
@@ -123,7 +125,7 @@ def _print(model: str, points: list[ScalePoint]) -> None:
     plan = first.plan if first is not None else None
     name, measured = ("", "") if plan is None else (plan.machine, f", {plan.objective}")
     console().print(
-        f"{model} on {name}: the same whole batch on each number of devices; predictions{measured}"
+        f"{model} on {name}: the same global batch for each number of devices; predictions{measured}"
     )
     console().print(out)
     console().print()

@@ -1,4 +1,4 @@
-"""``pase solve``: run the search engine alone, on an instance file."""
+"""``pase solve``: runs the search engine alone, on an instance file."""
 
 from __future__ import annotations
 
@@ -28,36 +28,45 @@ _END_SHARE = 0.1  # of the time that reading took
 def solve(
     instance: Annotated[
         Path,
-        typer.Argument(help="IOPDDL .json or .json.gz, or an index .json with its .npz in the same folder."),
+        typer.Argument(
+            help="An IOPDDL .json or .json.gz, or an index .json with its .npz in the same folder."
+        ),
     ],
     time_limit: Annotated[
         float | None,
         typer.Option(
             "--time-limit",
             min=0.0,
-            help="Seconds, including reading the file; then the best answer found so far is returned.",
+            help="Seconds, including those to read the file. Then the best solution found so far is returned.",
         ),
     ] = None,
     rounds: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Rounds of the search at most, where no elimination order is affordable. Each is a fixed amount of "
-            "work. Default: 60, or no limit if there is a time limit.",
+            help="The largest number of rounds of the search, if no elimination order is affordable. Each is a fixed "
+            "amount of work. Default: 60, or no limit if there is a time limit.",
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the answer: a JSON list, one index per node.")
+        Path | None,
+        typer.Option("--output", "-o", help="Write the solution as a JSON list with one index per node."),
     ] = None,
     seed: Annotated[
         int,
         typer.Option(
-            help="Random seed. The same seed gives the same answer, unless a time limit stops the search."
+            help="Random seed. The same seed gives the same solution, unless a time limit stops the search."
         ),
     ] = 0,
-    method: Annotated[str, typer.Option("--search", help="auto, bounded, paper or brute_force.")] = "auto",
-    kernel: Annotated[str, typer.Option(help="numba (fast) or numpy (to check it).")] = "numba",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    method: Annotated[
+        str, typer.Option("--search", help="The search: auto, bounded, paper or brute_force.")
+    ] = "auto",
+    kernel: Annotated[
+        str, typer.Option(help="The kernels: numba (fast) or numpy (to check them).")
+    ] = "numba",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")
+    ] = False,
 ) -> None:
     """Run the search engine alone, on an instance file.
 
@@ -65,6 +74,14 @@ def solve(
 
     The search is exact if an elimination order fits in memory. Otherwise it returns the best solution found within its
     budget of work, with a lower bound. A time limit or Ctrl-C ends it earlier, with the best solution found so far.
+
+    Prints the cost, whether it is proven optimal or its gap to the lower bound, and the time. The exit status is 1 if
+    no solution within the memory limit was found.
+
+    \b
+    Examples:
+      pase solve instance.json
+      pase solve instance.json.gz --time-limit 60 -o solution.json
     """
     began = time.perf_counter() - _since_start()
     from pase.errors import Infeasible, PaseError
@@ -72,14 +89,18 @@ def solve(
     from pase.search.registry import SEARCHES, SearchOptions
 
     if kernel not in ("numba", "numpy"):
-        raise PaseError(f"--kernel {kernel}: choose numba or numpy")
+        raise PaseError(f"there are no kernels '{kernel}'", where="--kernel", fix="choose numba or numpy")
     search = SEARCHES[method]
     read_from = time.perf_counter()
     tables, memory = read_instance(instance)
     read_s = time.perf_counter() - read_from
     if memory is not None and not search.takes_limit:
-        raise PaseError(f"--search {method} does not support memory limits, and {instance} has one")
-    if time_limit is not None:  # writing the answer and giving back the memory take a while, too
+        raise PaseError(
+            f"{instance} has a memory limit, which {method} does not support",
+            where="--search",
+            fix="choose auto",
+        )
+    if time_limit is not None:  # writing the solution and freeing the memory also take time
         time_limit = max(0.0, time_limit - (time.perf_counter() - began) - _END_S - _END_SHARE * read_s)
     counts = {"nodes": len(tables.node_costs), "edges": len(tables.edges)}
 
@@ -132,13 +153,14 @@ def _verdict(found: Solution) -> str:
         return f"optimal, proven by {found.certificate}"
     if found.feasible:
         return f"lower bound {found.bound:,.12g} ({found.certificate}), gap {found.gap:.3%}"
-    return "no choice within the memory limit was found; none was proven impossible"
+    return "no solution within the memory limit was found, but none is proven not to exist"
 
 
 @contextmanager
 def _progress(what: str) -> Iterator[SearchProgress | None]:
-    """A line on the terminal that shows how far the search is. None if standard error is not a terminal (rich is then
-    not imported).
+    """Yields a function that shows the search's progress on a line of the terminal.
+
+    None if standard error is not a terminal; rich is then not imported.
     """
     if not sys.stderr.isatty():
         yield None
@@ -153,7 +175,7 @@ def _progress(what: str) -> Iterator[SearchProgress | None]:
 
 
 def _since_start() -> float:
-    """Seconds since this program began, from the operating system if it knows, else the CPU time used."""
+    """Seconds since this program started, from the operating system, or else the CPU time used."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
@@ -163,7 +185,7 @@ def _since_start() -> float:
 
 
 def _number(x: float) -> float | int | None:
-    """Format a number for JSON, which has no infinity. Whole numbers are written without a fraction."""
+    """A number for JSON: None if it is not finite, and an int if it is a whole number."""
     if x != x or x in (float("inf"), float("-inf")):
         return None
     return int(x) if x == int(x) and abs(x) < 2**63 else x

@@ -1,4 +1,4 @@
-"""``pase zoo``: the models that come with pase."""
+"""``pase zoo``: lists the models that come with pase."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ def zoo(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A model to show in full, with its settings and source.", metavar="NAME", show_default=False
+            help="The model to show in full, with its settings and source.",
+            metavar="NAME",
+            show_default=False,
         ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """The models that come with pase.
+    """List the models that come with pase, or show one of them.
 
-    Prints a line for each model. With a NAME, prints that model's settings, their defaults and the source of its
-    figures.
+    Without NAME, prints one line for each model. With NAME, prints the settings of that model with their defaults, and
+    the source of its figures.
 
-    Pass a model as zoo:NAME, with settings as in zoo:gpt2?batch=32&seq=512.
+    Other commands take a model as zoo:NAME, with settings as in 'zoo:gpt2?batch=32&seq=512'.
 
     \b
     Examples:
@@ -73,7 +75,7 @@ def _list(models: list[Entry]) -> None:
         table.add_row(m.name, count, shorten(m.description, max(room, 20), placeholder=" …"))
     out.print(table)
     out.print(
-        "\nUse one as zoo:NAME, with settings as in 'zoo:gpt2?batch=32&seq=512'; pase zoo NAME lists them."
+        "\nUse a model as zoo:NAME, with settings as in 'zoo:gpt2?batch=32&seq=512'; pase zoo NAME lists them."
     )
 
 

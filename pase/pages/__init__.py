@@ -1,2 +1,2 @@
-"""HTML pages, each in one file that needs no network. They have light and dark themes, and work on phones, with keyboards
-and with screen readers."""
+"""HTML pages, each in one file that needs no network. They have a light and a dark theme, and work on phones, with
+keyboards and with screen readers."""

@@ -26,12 +26,13 @@ def test_a_name_is_given_once() -> None:
 
 def test_an_unknown_name_is_told_what_there_is() -> None:
     registry: Registry[int] = Registry("machine")
-    with pytest.raises(PaseError, match=r"no machine 'h200'; there are: none$"):
+    with pytest.raises(PaseError, match="no machine 'h200'"):
         registry["h200"]
     registry.add("h100", 1)
     registry.add("tpu", 2)
-    with pytest.raises(PaseError, match=r"no machine 'h10'; there are: h100, tpu \(did you mean 'h100'\?\)"):
+    with pytest.raises(PaseError, match="no machine 'h10'") as e:
         registry["h10"]
+    assert "'h100'" in e.value.what and "h100, tpu" in e.value.fix
 
 
 def test_members_come_by_rank_then_in_order() -> None:
