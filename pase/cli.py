@@ -46,8 +46,8 @@ EPILOG = """Examples:
   pase explain layout.json                     see where its time and memory go
   pase run layout.json --reduced --devices 8   run one step on this machine
 
-MODEL is zoo:NAME (with ?batch=128&seq=1024), a file, or package.module:function.
-With --json, a command prints one JSON object and nothing else on standard output.
+MODEL is zoo:NAME (or 'zoo:NAME?batch=128'), a file, or package.module:function.
+With --json, a command prints one JSON object on standard output, and only that.
 Exit status: 0 success, 1 the request cannot be met, 2 bad usage or input.
 Use pase COMMAND --help for details."""
 

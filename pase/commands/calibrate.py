@@ -109,16 +109,20 @@ def calibrate(
 
     \b
     Examples:
-      pase calibrate -o machine.toml                     the GPUs, TPUs or the CPU of this process
-      pase calibrate -o cpu.toml -n 4 --budget 60s       four host devices on a CPU
-      pase calibrate -o pair.toml --coordinator a:1234 --processes 2 --process-id 0
-                                                         on host a; the same with --process-id 1 on b
+      pase calibrate -o machine.toml                   the devices of this process
+      pase calibrate -o cpu.toml -n 4 --budget 60s     four host devices on a CPU
       pase calibrate -o net.toml --levels host=2,rack=2 --coordinator ...
       pase calibrate --from traces/ --base h100x8 -o ours.toml
       pase compile zoo:gpt2 --devices 4 --machine machine.toml
 
     \b
-    Exit status: 0 written; 1 implausible measurements, nothing written; 2 bad usage; 130 stopped.
+    Two processes, on hosts a and b (on b, with --process-id 1):
+      pase calibrate -o pair.toml --coordinator a:1234 --processes 2 \\
+                     --process-id 0
+
+    \b
+    Exit status: 0 written; 1 implausible measurements, nothing written;
+    2 bad usage; 130 stopped.
     """
     from pase.errors import PaseError
 

@@ -66,7 +66,7 @@ def compile(
     \b
     Examples:
       pase compile zoo:gpt2 --devices 32
-      pase compile 'zoo:llama3_8b?batch=64' --devices 64 --machine a100x8 -o layout.json
+      pase compile zoo:llama3_8b --devices 64 --machine a100x8 -o layout.json
       pase compile model.onnx --devices 32 --dim batch=64 -o layout.json
       pase compile mypackage.train:model --devices 8 --mesh data=4,model=2 --json
       pase compile 'hf:LlamaForCausalLM?batch=32' --devices 32

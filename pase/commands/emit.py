@@ -34,7 +34,7 @@ def emit(
 ) -> None:
     """Write a layout in the format of ONNX or another program.
 
-    Writes FILE and prints what is in it. The formats are:
+    Writes FILE and prints what is in it. The formats:
 
     BACKENDS
 

@@ -39,7 +39,8 @@ def optimize(
 ) -> None:
     """Find changes that would make a traced run faster.
 
-    Replays the run and tries tensor fusion and partition, op fusion, and recomputation and gradient accumulation for memory.
+    Replays the run and tries tensor fusion and partition, op fusion, and, to save memory, recomputation and gradient
+    accumulation.
 
     Prints each change that helps, with the predicted time of an iteration before and after it, then the buckets and the
     memory of each alternative.

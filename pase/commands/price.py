@@ -56,8 +56,10 @@ def price(
     \b
     Examples:
       pase price 'zoo:llama3_8b?batch=128' --devices 64 --as fsdp=64,remat=full
-      pase price 'zoo:llama3_70b?batch=512' --devices 256 --as fsdp=32,tp=8,sp,micro=1 --executor megatron
-      pase price 'zoo:llama3_70b?batch=512' --devices 512 --as dp=16,zero=1,tp=8,sp,pp=4,vp=5 --executor megatron --json
+      pase price 'zoo:llama3_70b?batch=512' --devices 256 \\
+                 --as fsdp=32,tp=8,sp,micro=1 --executor megatron
+      pase price 'zoo:llama3_70b?batch=512' --devices 512 \\
+                 --as dp=16,zero=1,tp=8,sp,pp=4,vp=5 --executor megatron --json
     """
     from pase.api import price as priced
     from pase.stated.table import as_lines

@@ -99,7 +99,7 @@ def test_optimize_reports_steps_and_buckets(tmp_path: Path) -> None:
         (["optimize", "{traces}", "--memory-limit", "8GiB"], "no memory events"),
         (["optimize", "{traces}", "--passes", "magic"], "no pass 'magic'"),
         (["diagnose", "{traces}", "--align", "stars"], "choose ends, dpro or none"),
-        (["profile", "--", "no-such-program-anywhere"], "cannot run"),
+        (["profile", "--", "no-such-program-anywhere"], "'no-such-program-anywhere'"),
     ],
 )
 def test_bad_input_is_one_clear_message(traces: Path, argv: list[str], words: str) -> None:
@@ -155,7 +155,7 @@ def test_a_layout_is_replayed_as_it_is_scheduled(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     code, _, err = run("replay", layout, "--what-if", "bandwidth=2")
     assert code == 2
-    assert "nothing can be changed" in " ".join(err.split())
+    assert str(layout) in err and "strategy=OTHER_LAYOUT.json" in err
 
 
 @pytest.mark.parametrize("command", ["replay", "diagnose", "optimize"])
