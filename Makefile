@@ -48,7 +48,7 @@ test-corpus: $(CORPUS) ## before a release: the programs of other libraries, in 
 test-root: $(STAMP) ## the tests that need root and iproute2: networks of namespaces, taken down again
 	$(BIN)/python -m pytest -m root $(ARGS)
 
-test-data: $(STAMP) ## the tests on recorded data: make test-data PASE_DATA=FOLDER (docs/replay.md, docs/search.md)
+test-data: $(STAMP) ## the tests on recorded data: make test-data PASE_DATA=FOLDER (docs/how-to/replay.md, docs/explanation/search.md)
 	PASE_DATA=$(PASE_DATA) $(BIN)/python -m pytest -n $(JOBS) -m data $(ARGS)
 
 test-wheel: $(STAMP) ## wheel and sdist installed on each Python here, nothing pinned, and tried (minutes)

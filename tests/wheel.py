@@ -93,7 +93,7 @@ def check_sdist(wheel: Path, sdist: Path, folder: Path) -> None:
         packed.extractall(folder / "unpacked", filter="data")
     for wanted in (
         "tests/conftest.py",
-        "docs/cost-model.md",
+        "docs/explanation/cost-model.md",
         "examples/train.py",
         "constraints.txt",
         "constraints-corpus.txt",

@@ -7,9 +7,9 @@ stand are kept .venv/bin/python -m bench.audit.communication --lines vit_l16 our
 line; --32 likewise .venv/bin/python -m bench.audit.communication --manual mlp gpt2:ours  # lowered by hand; with --32
 compiled, not run .venv/bin/python -m bench.audit.communication --without=cse gpt2      # pairs by hand that are off,
 compiled without this pass .venv/bin/python -m bench.audit.communication --render           #
-docs/communication-truth.md from the results alone
+docs/evidence/communication.md from the results alone
 
-Writes bench/results/comm_truth.json and docs/communication-truth.md. The devices are 8 JAX host devices, or 32.
+Writes bench/results/comm_truth.json and docs/evidence/communication.md. The devices are 8 JAX host devices, or 32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bench.provenance import RESULTS, ROOT, save
 
 FILE = RESULTS / "comm_truth.json"
 MANUAL = RESULTS / "comm_truth_manual.json"
-PAGE = ROOT / "docs" / "communication-truth.md"
+PAGE = ROOT / "docs" / "evidence" / "communication.md"
 STRATEGIES = (
     "data_parallel",
     "fsdp",
@@ -52,7 +52,8 @@ WIDE = (
 
 
 def main(arguments: list[str]) -> None:
-    """Writes bench/results/comm_truth.json, and from it docs/communication-truth.md; --render writes the page alone."""
+    """Writes bench/results/comm_truth.json, and from it docs/evidence/communication.md; --render writes the page
+    alone."""
     if arguments != ["--render"]:
         wide = "--32" in arguments
         os.environ["JAX_PLATFORMS"] = "cpu"

@@ -1,5 +1,5 @@
-"""docs/communication-truth.md, made from the rows that ``bench/audit/communication.py`` writes, with why some rows are
-off."""
+"""docs/evidence/communication.md, made from the rows that ``bench/audit/communication.py`` writes, with why some rows
+are off."""
 
 from __future__ import annotations
 
@@ -108,17 +108,22 @@ def manual_lines(rows: list[dict[str, Any]], annotated: list[dict[str, Any]]) ->
     more = sum(b["compiled"] > b["predicted"] for _, _, b in pairs)
     worst = max((r["differences"]["gradients"] for r in done if "differences" in r), default=0.0)
     out = [
-        "## Lowered by hand",
+        "## The manual lowering",
         "",
-        "Here the same plans are lowered by hand (`docs/local.md`). Each collective is the plan's own, including",
-        "reduce-scatters, and the prediction is not adjusted for the habits of XLA listed above. The models are",
+        "Here the same plans are lowered with `lowering='manual'` (`docs/explanation/local.md`). Each",
+        "collective is the",
+        "plan's own, including reduce-scatters, and the prediction is not adjusted for the habits of XLA",
+        "listed above. The models are",
         ", ".join(dict.fromkeys(r["model"] for r in rows)) + ".",
         f"{exact} of {len(pairs)} (plan, kind) pairs agree to the byte, and {more} send more than the plan. The others "
         "send less:",
-        "the compiler runs once what two readers request alike, or does not gather what it knows to be equal, and JAX",
-        "moves what no turn of a loop changes before the loop (`docs/local.md` says how each was traced). The largest",
-        f"difference of a gradient from the unsharded step's is {worst:.0e}. The table lists the pairs that are off in",
-        "either way of lowering.",
+        "the compiler runs one collective for two readers that ask for the same layout, it does not gather",
+        "values that it",
+        "knows to be equal, and JAX hoists what no iteration changes out of a loop",
+        "(`docs/explanation/local.md` says how",
+        f"each was traced). The largest difference of a gradient from the unsharded step's is {worst:.0e}.",
+        "The table lists",
+        "the pairs that are off in either lowering.",
         "",
         "| model | strategy | devices | kind | plan | by hand | annotated, as on CPU → compiled |",
         "|---|---|--:|---|--:|--:|--:|",
@@ -193,7 +198,7 @@ def summary(cells: list[tuple[dict[str, Any], str, dict[str, int]]]) -> list[str
 
 
 def page(result: dict[str, Any], by_hand: Sequence[dict[str, Any]] = ()) -> str:
-    """The text of docs/communication-truth.md."""
+    """The text of docs/evidence/communication.md."""
     searched = [r for r in result["rows"] if not r["strategy"].startswith("random")]
     cells = [(r, k, b) for r in searched for k, b in r["collectives"].items() if b["on_cpu"] or b["compiled"]]
     exact = sum(b["on_cpu"] == b["compiled"] for _, _, b in cells)

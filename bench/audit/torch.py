@@ -2,12 +2,12 @@
 
     python -m bench.audit.torch                      # twelve models, eight strategies (10 minutes on one core)
     python -m bench.audit.torch --only Llama         # these again; the others' rows are kept
-    python -m bench.audit.torch --page               # docs/torch-truth.md from the result file
+    python -m bench.audit.torch --page               # docs/evidence/torch-steps.md from the result file
 
 Numbers: float64 throughout, 4 ranks as threads of one process (a 2x2 mesh, or 4); loss, every gradient, and parameters
 and buffers after an update by AdamW. ``gloo``: the same by four processes. Bytes: one rank of 32 on fake tensors; each
 collective by kind, axes and bytes. Each model has a process of its own. Writes bench/results/torch_truth.json and
-docs/torch-truth.md.
+docs/evidence/torch-steps.md.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ OVER_GLOO = {
     "ResNet": ("data parallel", "ours"),
 }
 """What four processes run, too."""
-PAGE = ROOT / "docs" / "torch-truth.md"
+PAGE = ROOT / "docs" / "evidence" / "torch-steps.md"
 
 
 def measured(name: str) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Writes bench/results/torch_truth.json, a row for each model, and docs/torch-truth.md."""
+    """Writes bench/results/torch_truth.json, a row for each model, and docs/evidence/torch-steps.md."""
     from bench.audit.torch_page import page
 
     args = parser(__doc__, "torch_truth")

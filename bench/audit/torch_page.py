@@ -1,4 +1,4 @@
-"""docs/torch-truth.md, made from the rows that ``bench/audit/torch.py`` writes."""
+"""docs/evidence/torch-steps.md, made from the rows that ``bench/audit/torch.py`` writes."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ libtpu changes how JAX starts, so this bench has an environment of its own:
     /tmp/tpu/bin/python -m bench.audit.tpu "--only=ours,FSDP,Megatron, sequence parallel"
     /tmp/tpu/bin/python -m bench.audit.tpu "--only=ours, manual" --keep=/tmp/texts gpt2     # keeps the compiled texts
     .venv/bin/python -m bench.audit.tpu --predict         # what is predicted of the rows there are; compiles nothing
-    .venv/bin/python -m bench.audit.tpu --render          # docs/tpu-witness.md's tables from the results alone
+    .venv/bin/python -m bench.audit.tpu --render          # docs/evidence/tpu.md's tables from the results alone
 
 Writes bench/results/tpu_aot.json: one row per (model, strategy, digest of what was compiled), with the commit at which
 it was compiled. Nothing is run: cycles
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pase.backends.jax.spmd.lower import Lowering
 
 FILE = RESULTS / "tpu_aot.json"
-PAGE = ROOT / "docs" / "tpu-witness.md"
+PAGE = ROOT / "docs" / "evidence" / "tpu.md"
 MACHINE = "tpu_v5e"
 MODELS = {
     "gpt2": ("gpt2?vocab=50304&attention=plain", "v5e:4x8", 32),
@@ -77,7 +77,7 @@ RECORDED = {
 
 
 def main(arguments: list[str]) -> None:
-    """Writes bench/results/tpu_aot.json, and from it the tables of docs/tpu-witness.md (with --render these alone)."""
+    """Writes bench/results/tpu_aot.json, and from it the tables of docs/evidence/tpu.md (with --render these alone)."""
     if "--predict" in arguments:
         for name in [a for a in arguments if not a.startswith("-")] or list(MODELS):
             predict(name)

@@ -6,7 +6,7 @@
     sudo .venv/bin/python -m bench.netlab strategies --hosts 2   # a part
     sudo .venv/bin/python -m bench.netlab pipelines    # others: racks levels lowerings buckets torch frameworks replay
     sudo .venv/bin/python -m bench.netlab clean        # what a killed run left behind
-    .venv/bin/python -m bench.netlab render            # docs/proof.md's tables from the result files
+    .venv/bin/python -m bench.netlab render            # docs/evidence/measured.md's tables from the result files
 
 Writes bench/results/netlab_<part>.json as it goes (quick: netlab_quick.json). Without root or iproute2 it says so
 and does nothing. What was calibrated is kept in --folder and taken up; --fresh calibrates again.

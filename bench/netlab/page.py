@@ -1,4 +1,5 @@
-"""The tables of docs/proof.md, from the result files: between markers, the words around them are written by hand."""
+"""The tables of docs/evidence/measured.md, from the result files: between markers, the words around them are written by
+hand."""
 
 from __future__ import annotations
 

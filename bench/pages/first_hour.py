@@ -1,4 +1,5 @@
-"""A newcomer's first hour: every command of docs/first-hour.md in a new environment, with its time and what it printed.
+"""A newcomer's first hour: every command of docs/start/first-hour.md in a new environment, with its time and what it
+printed.
 
     python -m bench.pages.first_hour [--page FILE] [-o FILE]
 
@@ -27,7 +28,7 @@ from pathlib import Path
 from bench.arguments import parser
 from bench.provenance import BEGAN, ROOT, save
 
-PAGE = ROOT / "docs" / "first-hour.md"
+PAGE = ROOT / "docs" / "start" / "first-hour.md"
 COLUMNS = 100
 BLOCK = re.compile(
     r"(?P<given>(?:^<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<kind>sh|python)\n(?P<body>.*?)^```\n)"

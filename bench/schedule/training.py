@@ -41,7 +41,7 @@ COLOURS = {
 
 def text(held_out: bool) -> np.ndarray:
     """The bytes of the docs as training data, or of the one page that is held out."""
-    files = sorted((ROOT / "docs").glob("*.md"))
+    files = sorted((ROOT / "docs").rglob("*.md"))
     joined = "\n".join(f.read_text() for f in files if (f.name == HELD_OUT) == held_out)
     return np.frombuffer(joined.encode(), np.uint8).astype(np.int32)
 

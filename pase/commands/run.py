@@ -148,7 +148,7 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> JsonObject:
         raise PaseError(
             "pase run can run training steps only, and this is a plan for inference",
             where=f"model '{plan.model}'",
-            fix="use plan.jax.prefill, plan.jax.decode or plan.jax.apply (docs/inference.md)",
+            fix="use plan.jax.prefill, plan.jax.decode or plan.jax.apply (docs/how-to/inference.md)",
         )
     if not reduced and devices == plan.devices:
         return {

@@ -1,7 +1,7 @@
 """PaSE's own search space and costs (Elango, IPDPS 2021) on our graphs, for comparison with the paper's tables.
 
 A config is a tuple of split counts, one per iteration dim, whose product is at most p. Costs are the
-paper's, with the constants of its prototype; see ``docs/paper.md``.
+paper's, with the constants of its prototype; see ``docs/evidence/pase-paper.md``.
 """
 
 from pase.paper.costs import PROTOTYPE, SOUND, Rules

@@ -92,7 +92,7 @@ def placement(states: np.ndarray, tensor: Tensor, mesh: Mesh) -> Placement | Non
 
 
 WIDEST_GATHER = 32
-"""The most devices that one gather on a torus may join, for XLA for TPU v5e, libtpu 0.0.51 (docs/tpu-witness.md)."""
+"""The most devices that one gather on a torus may join, for XLA for TPU v5e, libtpu 0.0.51 (docs/evidence/tpu.md)."""
 
 
 def stages(mesh: Mesh, machine: Machine) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Communication scheduling: which tensors share a message, in which order and on which link messages are sent, and when
 updates are applied.
 
-A policy takes a `ScheduleProblem` and returns a `BucketPlan`; one evaluator judges all policies. docs/schedule.md has
-the papers and figures.
+A policy takes a `ScheduleProblem` and returns a `BucketPlan`; one evaluator judges all policies.
+docs/how-to/schedule.md has the papers and figures.
 """
 
 from pase.schedule.bound import lower_bound_s

@@ -311,7 +311,8 @@ for _p in (
         decomposition=Decomposition(near=False),
         reserve_bytes=1e9,
         source="by_weight: XLA's partitioner gathers a weight for the product that reads it, and scatters its gradient "
-        "after the product that makes it (docs/communication-truth.md); it has no separate buffers to copy to and from",
+        "after the product that makes it (docs/evidence/communication.md); it has no separate buffers to copy to and "
+        "from",
     ),
     Program(
         name="megatron",

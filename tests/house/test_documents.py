@@ -16,7 +16,7 @@ from tests import program
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     *(ROOT / n for n in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 PRESENT = [d for d in DOCUMENTS if d.exists()]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "glossary.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "glossary.md"
 NAMES = re.findall(r"`(pase(?:\.\w+)+)`", PAGE.read_text(encoding="utf-8"))
 
 

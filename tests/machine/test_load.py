@@ -328,7 +328,7 @@ def test_what_is_not_there():
 
 
 def test_the_examples_of_the_documentation_load():
-    page = Path(__file__).parents[2] / "docs" / "cost-model.md"
+    page = Path(__file__).parents[2] / "docs" / "explanation" / "cost-model.md"
     examples = re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     assert len(examples) == 1
     text = GOOD.replace("ways = 4", "ways = 8").replace("[sources]\n", examples[0] + SOURCES)

@@ -27,7 +27,7 @@ def figures() -> ModuleType:
 
 
 def asked() -> set[str]:
-    pages = (ROOT / "docs").glob("*.md")
+    pages = (ROOT / "docs").rglob("*.md")
     return {
         name
         for p in pages

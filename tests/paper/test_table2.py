@@ -1,8 +1,8 @@
 """Table II of the paper (p = 32, 1080Ti), searched with its formulas, with each deviation and its cause.
 
 Costs are those of the released prototype (tests/paper/test_prototype.py checks them against its exported tables).
-``docs/paper.md`` describes the same in prose. Configs are compared by what they split; dims that are not split are left
-out.
+``docs/evidence/pase-paper.md`` describes the same in prose. Configs are compared by what they split; dims that are not
+split are left out.
 """
 
 from dataclasses import replace

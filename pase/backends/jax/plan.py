@@ -526,7 +526,7 @@ class JaxPlan:
         most_lines: int = 50,
         progress: Callable[[str], None] | None = None,
     ) -> GradientCheck:
-        """Check that a step under this plan computes the gradient of the model's loss (``docs/check.md``).
+        """Check that a step under this plan computes the gradient of the model's loss (``docs/how-to/check.md``).
 
         Along lines in parameter space that start near the given parameters, the loss must change by the integral of
         the gradient. Both come from the plan's own step, so the check works at any size. In addition, gradients are

@@ -302,7 +302,8 @@ class ParallelModule:
         most_lines: int = 50,
         progress: Say | None = None,
     ) -> GradientCheck:
-        """Check that this step computes the gradient of the model's loss (``docs/check.md``). Every rank must call it.
+        """Check that this step computes the gradient of the model's loss (``docs/how-to/check.md``). Every rank must
+        call it.
 
         Along lines in parameter space that start near the present values, the loss must change by the integral of the
         gradient. In addition, the gradients are compared with those of the unsharded module on rank 0, if it has

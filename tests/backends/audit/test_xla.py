@@ -32,7 +32,8 @@ NEAR = {
         "megatron/megatron_sp_zero2_2x4",
     ): 0.01,  # norms' gradients are summed over one axis at a time
 }
-"""(model, strategy) -> the largest relative error of all bytes together. docs/communication-truth.md explains why."""
+"""(model, strategy) -> the largest relative error of all bytes together. docs/evidence/communication.md explains
+why."""
 
 
 @pytest.mark.parametrize(("model", "strategy"), EXACT, ids=lambda x: x.split("/")[-1])

@@ -299,7 +299,7 @@ def blocks_in_a_row(rng: np.random.Generator, layers: int, forbid: float = 0.05)
 
 
 def test_the_documentation_runs() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "search.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "explanation" / "search.md").read_text()
     code = text.split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {}
     exec(code, names)

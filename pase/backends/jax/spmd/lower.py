@@ -45,7 +45,7 @@ __all__ = ["Lowering", "Manual", "lowered", "lowerings", "manual_or_annotated"]
 Lowering = Literal["annotated", "manual", "auto"]
 """What partitions the program. annotated: XLA's partitioner, with the plan's constraints. manual: pase itself, by
 ``shard_map``. auto: pase if it can lower the whole program, otherwise XLA. On TPUs, auto is XLA, because it is not
-known well enough which forms of collectives XLA's compiler keeps there (``docs/tpu-witness.md``)."""
+known well enough which forms of collectives XLA's compiler keeps there (``docs/evidence/tpu.md``)."""
 
 
 def lowerings(lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
