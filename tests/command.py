@@ -1,4 +1,4 @@
-"""``pase`` as a user types it, within this process."""
+"""Runs ``pase`` commands as a user types them, within this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pase.cli import main
 
 
 def run(*words: object) -> tuple[int, str, str]:
-    """(exit status, standard output, standard error) of ``pase WORDS``."""
+    """Run ``pase WORDS``. Returns (exit status, standard output, standard error)."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
         main([str(w) for w in words])
@@ -21,12 +21,12 @@ def run(*words: object) -> tuple[int, str, str]:
 
 
 def printed(*words: object) -> str:
-    """Standard output of ``pase WORDS``, which must end well."""
+    """The standard output of ``pase WORDS``, which must succeed."""
     code, out, err = run(*words)
     assert code == 0, err
     return out
 
 
 def reported(*words: object) -> Any:
-    """What ``pase WORDS --json`` prints, parsed."""
+    """The parsed JSON that ``pase WORDS --json`` prints."""
     return json.loads(printed(*words, "--json"))

@@ -1,4 +1,4 @@
-"""Settings that must stand before jax or numba is imported, the hypothesis profiles, and what tests may need."""
+"""Settings that must be made before jax or numba is imported, hypothesis profiles, and skipping of tests by need."""
 
 import gc
 import os
@@ -15,18 +15,20 @@ from tests.program import COMPILED_QUICKLY
 DEVICES = 8
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")  # the default one kills forked children
+os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")  # the default layer kills forked child processes
 os.environ.pop(
     "COLUMNS", None
-)  # processes that run tests side by side have it; a test that minds says how wide
+)  # pytest-xdist sets it in its workers; a test that depends on the width sets its own
 for flag in (f"--xla_force_host_platform_device_count={DEVICES}", *COMPILED_QUICKLY.split()):
     if flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-# Compiled programs are kept between runs; a fresh checkout starts without any.
+# Compiled programs are cached between runs. A fresh checkout starts with an empty cache.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 
 if "jax" in sys.modules:
-    raise RuntimeError("jax was imported before tests/conftest.py; its device count is already settled")
+    raise RuntimeError(
+        "jax was imported before tests/conftest.py, so its device count cannot be set any more"
+    )
 
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True)
@@ -48,8 +50,11 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """Tracing makes objects by the million. The garbage collector looks at them thirty times less often than by itself,
-    and never at the modules and tests that are there by now: a twentieth of the CPU time."""
+    """Make the garbage collector run less often, which saves a twentieth of the CPU time.
+
+    Tracing makes millions of objects. Collections are thirty times rarer than by default, and never scan the modules
+    and tests that exist now.
+    """
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
 
@@ -64,7 +69,7 @@ def pytest_runtest_setup(item):
 
 
 def skipped(terminal):
-    """Why tests were skipped -> how many, without what differs from test to test (the brackets at the end)."""
+    """Reason for skipping -> number of tests. The text in brackets at the end, which differs by test, is removed."""
     reasons = (report.longrepr[2].removeprefix("Skipped: ") for report in terminal.stats.get("skipped", ()))
     return Counter(reason.partition(" (")[0] for reason in reasons)
 
@@ -78,7 +83,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session):
-    """Under CI nothing is skipped but for a need that is written down."""
+    """Under CI, a test that is skipped for a reason other than a known need fails the run."""
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
     if not os.environ.get("CI") or terminal is None or hasattr(session.config, "workerinput"):
         return

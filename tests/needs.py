@@ -1,8 +1,8 @@
-"""What a test may need that a machine with the default extras may lack, and how to run the tests that need it.
+"""Needs of tests that a machine with the default extras may not have, and how to run the tests that have them.
 
-A test says so by a mark of the need's name (``@pytest.mark.torch``); ``conftest.py`` skips it where the thing is
-missing, and lists at the end of a run what was skipped and how to run it. Under CI a test that is skipped for any other
-reason fails the run.
+A test declares a need with the mark of its name (``@pytest.mark.torch``). ``conftest.py`` skips the test if the need is
+not met, and lists at the end of a run what was skipped and how to run it. Under CI, a test that is skipped for any
+other reason fails the run.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["NEEDS", "SHARED", "Need"]
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Something that not every machine has."""
+    """Something that some tests need and that not every machine has."""
 
     what: str
     how: str
-    """The command that runs the tests that need it, where it is."""
+    """The command that runs the tests, on a machine that has it."""
     missing: Callable[..., str | None]
-    """Why a test that is marked so (with the mark's arguments) cannot run here; None where it can."""
+    """Returns the reason why a test with this mark and its arguments cannot run here; None if it can."""
     asked: bool = False
-    """Whether such tests run only where the mark is asked for (``-m``)."""
+    """Whether such tests run only if the mark is selected with ``-m``."""
 
     @property
     def reason(self) -> str:
@@ -55,13 +55,13 @@ NEEDS = {
         missing=lambda: _installed("torch", "onnxscript", "transformers"),
     ),
     "minutes": Need(
-        what="minutes: it starts a program, as people do",
+        what="minutes, because it starts a program as users do",
         how="make test-all",
         missing=lambda: None,
         asked=True,
     ),
     "corpus": Need(
-        what="the libraries whose programs bench/programs holds",
+        what="the libraries of the programs in bench/programs",
         how="make test-corpus",
         missing=_installed,
     ),

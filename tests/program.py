@@ -1,5 +1,8 @@
-"""Programs as people start them, each in a process of its own: a fork of one that has imported JAX and pase, and done
-nothing with them yet. So a program starts at once, and need not import for three seconds what all of them need."""
+"""Runs programs as users start them, each in its own process.
+
+The process is a fork of one that has imported JAX and pase but has not used them. A program therefore starts at once,
+without three seconds of imports.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,11 @@ from bench.processes import forks_of
 __all__ = ["COMPILED_QUICKLY", "Started", "run", "start"]
 
 COMPILED_QUICKLY = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-"""Tests compile much and run little: XLA leaves machine code unoptimised, and makes it with the emitters that take a
-third of the time. The program that it is made from is the same."""
+"""XLA flags for tests, which compile much and run little.
+
+XLA does not optimise machine code, and uses the emitters that take a third of the time. The optimised HLO program is
+the same.
+"""
 
 IMPORTED = (
     "jax",
@@ -33,7 +39,7 @@ IMPORTED = (
 
 
 class Started:
-    """A program that runs, or has ended."""
+    """A program that is running or has ended."""
 
     def __init__(self, words: tuple[str, ...], folder: Path, environment: Mapping[str, str]) -> None:
         self.words = words
@@ -45,7 +51,7 @@ class Started:
         self._process.start()
 
     def ended(self, seconds: float = 600.0) -> subprocess.CompletedProcess[str]:
-        """How it ended, and what it said; AssertionError if it has not by then."""
+        """Wait for the end, and return the exit status and the output. Raises AssertionError if it still runs then."""
         self._process.join(seconds)
         code = self._process.exitcode
         self._process.kill()
@@ -57,19 +63,19 @@ class Started:
 
 
 def start(*words: object, folder: Path, environment: Mapping[str, str] = os.environ) -> Started:
-    """Start ``pase …``, ``python FILE …`` or ``python -m MODULE …`` there."""
+    """Start ``pase …``, ``python FILE …`` or ``python -m MODULE …`` in a folder."""
     return Started(tuple(map(str, words)), folder, environment)
 
 
 def run(
     *words: object, folder: Path, environment: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
-    """Run it to its end."""
+    """Start a program and wait for its end."""
     return start(*words, folder=folder, environment=environment).ended()
 
 
 def _become(words: tuple[str, ...], folder: Path, environment: dict[str, str], said: str) -> None:
-    """The whole of the process."""
+    """The main function of the process: become the program. said: the folder for its output."""
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(said, name), os.O_WRONLY | os.O_CREAT), number)
     os.chdir(folder)

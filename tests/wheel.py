@@ -1,10 +1,10 @@
-"""Wheel and sdist as users get them: installed without constraints, beside the newest frameworks, and tried.
+"""Tests the wheel and the sdist as users get them: installed without constraints, with the newest frameworks.
 
     python tests/wheel.py [--python 3.11,3.13] [--extras jax,onnx]     # what `make test-wheel` runs
 
-Builds both from this tree, and for each Python that is there and each extra makes an empty environment, installs the
-wheel with nothing pinned, and runs the README's first commands for that kind of user in an empty folder. The sdist is
-unpacked and built again: its wheel must hold the same files. One line a trial; exit status 1 where one failed.
+Builds both from this tree. For each installed Python and each set of extras, makes an empty environment, installs the
+wheel without pins, and runs the README's first commands for these extras in an empty folder. The sdist is unpacked and
+built again, and its wheel must have the same files. Prints one line per trial. The exit status is 1 if one failed.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ TRIALS: dict[str, tuple[str, ...]] = {
     ),
     "jax,torch": ("python -c 'import torch, pase.backends.emit.ddp_hook'", *JAX[1:2]),
 }
-"""Extras -> what a user of them runs first, in an empty folder."""
+"""Extras -> the commands that a user of them runs first, in an empty folder."""
 HEAVY = ("jax,torch",)
-"""Tried when asked for alone: gigabytes, where the index has no build for CPUs."""
+"""Extras that are tried only on request: they take gigabytes if the index has no build for CPUs."""
 
 
 def run(*command: object, where: Path, path: Path | None = None) -> None:
-    """One command; RuntimeError with the end of what it printed where it fails."""
+    """Run a command. Raises RuntimeError with the end of its output if it fails."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     if path is not None:
         environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
@@ -68,7 +68,7 @@ def run(*command: object, where: Path, path: Path | None = None) -> None:
 
 
 def built(folder: Path) -> tuple[Path, Path]:
-    """(wheel, sdist) of this tree, from a copy: building leaves folders behind."""
+    """Build (wheel, sdist) of this tree, from a copy because building leaves folders behind."""
     source = folder / "source"
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -82,12 +82,12 @@ def built(folder: Path) -> tuple[Path, Path]:
 
 
 def uv() -> Path:
-    """The installer, from this environment."""
+    """The installer uv of this environment."""
     return Path(sys.executable).with_name("uv")
 
 
 def check_sdist(wheel: Path, sdist: Path, folder: Path) -> None:
-    """The sdist alone makes the same wheel, and holds what a clone holds."""
+    """Raise RuntimeError unless the sdist builds the same wheel and has the files of a clone."""
     with tarfile.open(sdist) as packed:
         names = {n.partition("/")[2] for n in packed.getnames()}
         packed.extractall(folder / "unpacked", filter="data")
@@ -110,7 +110,7 @@ def check_sdist(wheel: Path, sdist: Path, folder: Path) -> None:
 
 
 def found(version: str) -> Path | None:
-    """A Python of this version: on the path, or among pyenv's; None where none runs."""
+    """A Python of this version, from the path or from pyenv; None if there is none that runs."""
     on_path = shutil.which(f"python{version}")
     pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
     for candidate in (*([Path(on_path)] if on_path else []), *pyenv):
@@ -120,14 +120,14 @@ def found(version: str) -> Path | None:
 
 
 def attempt(wheel: Path, python: Path, extras: str, place: Path) -> None:
-    """One environment: install, run; RuntimeError with what went wrong."""
+    """Install and run in one new environment. Raises RuntimeError if something fails."""
     empty = place / "here"
     empty.mkdir(parents=True)
     run(uv(), "venv", "-q", "-p", python, place / "env", where=empty)
     wanted = f"pase[{extras}] @ {wheel.as_uri()}" if extras else wheel
     if "torch" in extras.split(
         ","
-    ):  # by pip, which may know an index of CPU builds; the default one brings CUDA
+    ):  # with pip, whose configuration may have an index of CPU builds; the default index has CUDA builds
         run(uv(), "pip", "install", "-q", "-p", place / "env/bin/python", "pip", where=empty)
         run(place / "env/bin/python", "-m", "pip", "install", "-q", "torch", where=empty)
     run(uv(), "pip", "install", "-q", "-p", place / "env/bin/python", wanted, where=empty)
@@ -141,7 +141,9 @@ def main() -> None:
     )
     parser.add_argument("--python", default=",".join(PYTHONS))
     parser.add_argument(
-        "--extras", action="append", help="one set of extras, as jax,onnx; may be given again"
+        "--extras",
+        action="append",
+        help="one set of extras, for example jax,onnx; may be given several times",
     )
     chosen = parser.parse_args()
     failed = 0

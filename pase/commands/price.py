@@ -50,8 +50,8 @@ def price(
     There is no search. The strategy is applied to the model's own graph and priced as a framework would run it, with
     gathers and sums that overlap compute, recomputation, and the pipeline bubble.
 
-    Prints the step time by cause, the MFU, the memory on the fullest rank, and the bytes of each kind of collective.
-    The figures are predictions, not measurements.
+    Prints the step time by cause, the MFU, the time of each kind of collective, and the memory on the fullest rank by
+    kind. The figures are predictions, not measurements.
 
     \b
     Examples:

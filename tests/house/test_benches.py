@@ -1,4 +1,4 @@
-"""Each bench starts, and writes what it says: its smallest setting is run in a copy of the folder."""
+"""Each bench runs and writes its results: its smallest setting is run in a copy of the folder."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ RECORDED = {
     "search/pase": "--only alexnet --solvers pase --repeats 1",
     "published/vtrain": '--only "1024 wide, 1 tensor, 1 micro"',
 }
-"""The same, of benches on recorded data."""
+"""Bench on recorded data -> its smallest arguments."""
 WITH_TORCH = {
     "audit/check_rates_torch": "--seeds 4 --faults 1",
     "audit/torch_coverage": "--only GPT2LM",
     "search/torch_frontend": '--only "one mesh"',
     "audit/torch": "--only ConvNeXt",
 }
-"""The same, of benches that need PyTorch."""
+"""Bench that needs PyTorch -> its smallest arguments."""
 ELSEWHERE = {
     "pages/first_hour": "installs from a registry; test_commands runs the commands of its page",
     "netlab": "needs root; tests/netlab runs a part of it where it can",
@@ -84,7 +84,7 @@ ELSEWHERE = {
     "audit/tpu": "needs libtpu",
     "audit/tpu_forms": "needs libtpu",
 }
-"""Benches that no test starts, and why."""
+"""Bench that no test starts -> the reason."""
 PROGRAMS = {
     f.parent.name if f.name == "__main__.py" else f.relative_to(ROOT / "bench").with_suffix("").as_posix()
     for f in (ROOT / "bench").rglob("*.py")
@@ -93,7 +93,7 @@ PROGRAMS = {
 
 
 def run(name: str, arguments: str, folder: Path) -> None:
-    """A bench in a copy of its folder, where its result files and pages cannot replace the project's."""
+    """Run a bench in a copy of its folder, so that it cannot replace the results and pages of the project."""
     shutil.copytree(ROOT / "bench", folder / "bench", ignore=shutil.ignore_patterns("results", "__pycache__"))
     shutil.copytree(ROOT / "docs", folder / "docs")
     command = [sys.executable, "-m", f"bench.{name.replace('/', '.')}", *shlex.split(arguments)]

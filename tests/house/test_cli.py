@@ -1,4 +1,4 @@
-"""The command line's shell: exit status, one clear message, nothing loaded before it is needed."""
+"""The command line: exit status, one clear message per error, and commands that are loaded only when they run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COMMANDS = {
 
 @pytest.fixture
 def group(tmp_path, monkeypatch):
-    """The program with dummy commands, each in a file of a package, beside what they share."""
+    """The program with dummy commands, each in a file of a package that also has an ``options`` module."""
     folder = tmp_path / "dummy_commands"
     folder.mkdir()
     for name, source in {"__init__": "", "options": "later = 1\n", **COMMANDS}.items():
@@ -86,7 +86,7 @@ def test_failures_have_one_message_and_their_status(group, capsys, command, stat
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["okk"], "No such command 'okk'. Did you mean 'ok'?"),
+        (["okk"], "'okk'. Did you mean 'ok'?"),
         (["ok", "--size", "many"], "Invalid value for '--size'"),
         (["ok", "--colour"], "No such option: --colour"),
         (["options"], "No such command 'options'"),

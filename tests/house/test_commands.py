@@ -1,9 +1,11 @@
-"""Every command line of the README and of the pages beside it that need no files of the reader's own, in order.
+"""Runs every command of the README and of the pages in docs/ that needs no files of the reader, in order.
 
-They run as they stand in one folder per document, so that a line may read what an earlier one wrote. The comment
-``<!-- run with: COMMAND OPTIONS; … -->`` before a block adds options here, where a command takes minutes as written
-(behind ``--``: to the program that the command starts);
-``<!-- not run: why -->`` leaves a block out; ``<!-- saved as: NAME -->`` before Python makes it a file there.
+The commands of a document run in one folder, so a command may read what an earlier one has written. Comments before a
+block change how it runs:
+- ``<!-- run with: COMMAND OPTIONS; … -->`` adds options to a command that would take minutes. Options after ``--`` go
+  to the program that the command starts.
+- ``<!-- not run: why -->`` leaves the block out.
+- ``<!-- saved as: NAME -->`` before a Python block writes it to a file in the folder.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from tests.house.test_documents import DOCUMENTS, MARKS, ROOT, blocks
 
 SHELL = ("pase", "python")
 LEFT_OUT = ("make", "pip", ".venv/bin/python", ".venv/bin/pre-commit")
-"""Typed by CI itself (make), by make test-wheel (pip), or a bench that writes results."""
+"""Not run here: CI runs make, make test-wheel runs pip, and the others are benches that write results."""
 
 
 def lines(document: str) -> list[str]:
-    """The commands of a document's sh blocks, in order, with what its notes add."""
+    """The commands of a document's sh blocks, in order, with the options that its comments add."""
     out = []
     for name, note, body in blocks("sh"):
         if name != document or note.startswith("not run:"):
@@ -70,7 +72,7 @@ def test_commands_of_a_document_run_in_order(document, tmp_path):
         if name == document and note.startswith("saved as:"):
             (tmp_path / note.removeprefix("saved as:").strip()).write_text(body)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    # As in a reader's shell, where no devices are forced.
+    # Without forced devices, as in a reader's shell.
     env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "XLA_FLAGS": program.COMPILED_QUICKLY}
     for line in lines(document):
         done = program.run(*shlex.split(line), folder=tmp_path, environment=env)

@@ -1,4 +1,4 @@
-"""What the documents say is run, or at least looked up: code, commands, and the files that they name."""
+"""The documents are correct: their Python runs, their commands parse, and the files that they name exist."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DOCUMENTS = [
 ]
 PRESENT = [d for d in DOCUMENTS if d.exists()]
 
-# A fenced block, and the comment on the line before it, where there is one.
+# A fenced block, and the comment on the line before it, if there is one.
 BLOCK = re.compile(r"(?:<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.M | re.S)
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-# Written in code quotes, with a slash, and with an ending that this repository has.
+# A path in code quotes that has a slash.
 PATH = re.compile(r"`([\w.\-]+(?:/[\w.\-*<>]+)+/?)`")
 
 
@@ -56,7 +56,7 @@ def python_of(document: Path) -> list[str]:
 
 
 MARKS = {"torch.md": [pytest.mark.torch]}
-"""Of documents whose framework is not installed by default."""
+"""Marks of documents whose framework is not installed by default."""
 
 
 def documents_with_python() -> list[object]:
@@ -65,10 +65,10 @@ def documents_with_python() -> list[object]:
 
 @pytest.mark.parametrize("document", documents_with_python())
 def test_python_in_documents_runs(document, tmp_path):
-    """Top to bottom in one process, as a reader would; ``<!-- not run: why -->`` before a block skips it, as does
-    ``<!-- saved as: NAME -->``, which is a file for the document's commands.
+    """The blocks of a document run in order in one process.
 
-    Blocks with prompts (``>>>``) are doctests.
+    ``<!-- not run: why -->`` before a block skips it, and so does ``<!-- saved as: NAME -->``, which makes it a file
+    for the document's commands. Blocks with prompts (``>>>``) are doctests.
     """
     bodies = python_of(document)
     for prompted, options in ((False, []), (True, ["-m", "doctest", "-o", "ELLIPSIS"])):
@@ -80,7 +80,7 @@ def test_python_in_documents_runs(document, tmp_path):
 
 
 def commands() -> list[str]:
-    """The lines of sh blocks, comments off and continued lines joined."""
+    """The lines of sh blocks without comments and with continued lines joined."""
     lines = re.findall(r"^\t\$\(BIN\)/(pase .*)$", (ROOT / "Makefile").read_text(), re.M)
     for _, _, body in blocks("sh"):
         for line in body.replace("\\\n", " ").splitlines():
@@ -109,7 +109,7 @@ def test_commands_in_documents_exist(line):
 
 
 def named() -> list[tuple[str, str]]:
-    """(document, path): not patterns for names that a contributor chooses, nor paths of other repositories."""
+    """(document, path), without patterns for names that contributors choose, and without paths of other projects."""
     found = {(d.name, path) for d in PRESENT for path in PATH.findall(d.read_text())}
     return sorted((d, path) for d, path in found if "<" not in path and (ROOT / path.split("/")[0]).exists())
 

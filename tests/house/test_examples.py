@@ -1,4 +1,4 @@
-"""The examples run as they stand."""
+"""The examples run unchanged."""
 
 import json
 import os
@@ -18,7 +18,7 @@ EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("*.py"))
 
 
 def run(example: str, *options: str, folder: Path = ROOT) -> str:
-    """What an example prints."""
+    """Run an example and return what it prints."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = program.run("python", ROOT / "examples" / example, *options, folder=folder, environment=env)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -42,7 +42,7 @@ def test_a_step_of_ones_own_learns():
 
 @pytest.mark.parametrize("library", ["linen", pytest.param("haiku", marks=pytest.mark.corpus("haiku"))])
 def test_batch_statistics_are_kept(library):
-    """After 40 steps the statistics are those of the data: evaluation by them is close to training's own."""
+    """After 40 steps the statistics are those of the data, so evaluation with them is close to training."""
     printed = run("batch_stats.py", "--library", library, "--steps", "40")
     first, *_, last = losses(printed)
     assert last < first
@@ -66,7 +66,7 @@ def test_an_onnx_file_is_written(tmp_path):
     ("ranks", "more"), [(2, ()), pytest.param(4, ("--pipeline", "2"), marks=pytest.mark.minutes)], ids=str
 )
 def test_torchrun_starts_processes_that_train_as_one(ranks, more):
-    """Gloo processes, in stages or not: norms and losses that PyTorch alone has, and the weights from a checkpoint."""
+    """Gloo processes, with and without stages, have the norms, losses and weights of PyTorch in one process."""
     import torch
 
     from examples import torch_train
@@ -125,7 +125,7 @@ NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 @pytest.mark.minutes
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_notebook_runs(notebook, tmp_path):
-    """Its cells one after another, in a process of its own; what a cell ends with is shown as HTML where it can be."""
+    """The cells run in order in one process. The last value of a cell is shown as HTML if it has such a form."""
     code = [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]
     assert code and not any(c["outputs"] for c in code)
     cells = tmp_path / "cells.py"

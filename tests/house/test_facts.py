@@ -1,4 +1,4 @@
-"""Facts are values of types: in the core, text is taken apart only where text from outside is read."""
+"""Facts are typed values: the core parses text only where it reads text from outside."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TAKES_APART = {
     "removeprefix",
     "removesuffix",
 }
-STRIPS = {"strip", "lstrip", "rstrip"}  # of white space, it is no taking apart
+STRIPS = {"strip", "lstrip", "rstrip"}  # without an argument they remove white space, which is not parsing
 
-# file -> the text that it reads or writes. Whoever adds a line here says what text it is; a fact that
-# one part of pase tells another is no text: give it a field.
+# file -> the text that it reads or writes. A new line must say which text it is. A fact that one part of pase passes to
+# another must not be text: give it a field.
 READS_TEXT = {
     "pase/compiler/batch.py": "a model as the user names it: zoo:NAME",
     "pase/compiler/problem/pairs.py": "NAME=VALUE as people type it",
@@ -41,7 +41,7 @@ READS_TEXT = {
 
 
 def taken_apart(tree: ast.Module) -> Iterator[str]:
-    """``LINE: call`` of each call that takes a text apart: a method of these names, but for numpy's own split."""
+    """Yields ``LINE: call`` for each call of a method that parses text, except numpy's split."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -58,7 +58,7 @@ def core_files() -> list[str]:
 def test_no_fact_is_read_out_of_a_name(file: str) -> None:
     found = list(taken_apart(ast.parse((ROOT / file).read_text(encoding="utf-8"))))
     if file in READS_TEXT:
-        assert found, f"{file} takes no text apart any more: it need not stand here"
+        assert found, f"{file} does not parse text any more; remove it from the list"
     else:
         assert not found, f"{file} reads facts out of text; give them a typed field: {found}"
 

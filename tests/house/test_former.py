@@ -1,4 +1,4 @@
-"""Former names of modules: each is the module that is there now, and the module knows nothing of it."""
+"""Former names of modules import the present module, whose own name and spec stay unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The glossary: each name that it gives is there, and each class name stands for one thing."""
+"""The glossary: each name in it exists, and each term and class is in it once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which module may import which: the table of the design, read off the code by ast."""
+"""Checks which module may import which. The imports are read from the code with ast."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ FRAMEWORKS = {
 }
 SOLVERS = {"ortools", "highspy", "cvxpy"}
 
-# What every layer may import: errors, registries, results kept with a value, the garbage collector held off, deadlines,
-# the type of pytrees, compiled kernels, former names of modules, and files (written whole, sizes as people write them).
+# Modules that every layer may import: errors, registries, cached results, control of the garbage collector, deadlines,
+# the type of pytrees, compiled kernels, former names of modules, and files and quantities.
 FOUNDATION = {
     "pase.clock",
     "pase.compiled",
@@ -43,8 +43,8 @@ FOUNDATION = {
     "pase.registry",
 }
 
-# layer -> the other layers of pase that it may import, besides the foundation and its own modules; from the bottom up.
-# Every package and module of pase has a row, and imports inside of functions count.
+# layer -> the other layers of pase that it may import, in addition to the foundation and its own modules. Layers are
+# listed from the bottom up. Every package and module of pase has a row, and imports inside functions count.
 MAY_IMPORT: dict[str, set[str]] = {
     "pase.errors": set(),
     "pase.clock": set(),
@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pase.pytree": set(),
     "pase.compiled": set(),
     "pase.files": set(),
-    # Pages of HTML: what they are made of, whatever they show.
+    # Building blocks of HTML pages, for any content.
     "pase.pages": set(),
     "pase.ir": set(),
     "pase.ops": {"pase.ir"},
@@ -72,9 +72,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pase.hlo": {"pase.machine"},
     "pase.replay": {"pase.ir", "pase.machine", "pase.hlo", "pase.pages"},
     "pase.calibrate": {"pase.machine", "pase.replay"},
-    # Schedules of stages, their simulation and the best cuts: numbers in, numbers out.
+    # Schedules of stages, their simulation and the best cuts. Inputs and results are numbers.
     "pase.pipeline": set(),
-    # Plan data, and what follows from it alone: its file, its table, its communication as a scheduling problem.
+    # Plan data and what follows from it: its file, its table, and its communication as a scheduling problem.
     "pase.plan": {
         "pase.ir",
         "pase.ops",
@@ -86,10 +86,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pase.replay",
         "pase.pipeline",
     },
-    # What one device does and sends under a strategy; how a framework says it is the backends' affair.
+    # The program of one device under a strategy. Backends translate it to their frameworks.
     "pase.local": {"pase.ir", "pase.machine", "pase.tables", "pase.schedule", "pase.plan"},
-    # A backend finds its framework's ops again by the way in which that framework's frontend numbered them.
-    # It asks the tables what a layout is, and runs bucket plans; it prices nothing.
+    # A backend finds its framework's ops by the numbers that the framework's frontend gave them. It reads layouts from
+    # the tables and runs bucket plans, but it computes no prices.
     "pase.backends": {
         "pase.ir",
         "pase.ops",
@@ -116,7 +116,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pase.pipeline",
         "pase.plan",
     },
-    # Strategies that people state, placed on the same graph and priced as a program runs them.
+    # Strategies that users give, applied to the same graph and priced as a program runs them.
     "pase.stated": {
         "pase.ir",
         "pase.machine",
@@ -181,8 +181,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pase": {"pase.api", "pase.replay"},
 }
 
-# room, a folder inside of a package -> the rooms of the same package that it may import. A folder's own files are a
-# room, too: in pase/search these are types and oracles, which the folders inside use, and the entry, which uses them.
+# room (a folder inside a package) -> the rooms of the same package that it may import. The files directly in a folder
+# are also a room: in pase/search they are types and oracles, which the inner folders use, and the entry point, which
+# uses the inner folders.
 ROOMS: dict[str, set[str]] = {
     "pase.frontends.jax": {"pase.frontends", "pase.frontends.common"},
     "pase.frontends.jax.padding": {"pase.frontends", "pase.frontends.jax"},
@@ -236,14 +237,14 @@ ROOMS: dict[str, set[str]] = {
     },
 }
 
-# Rooms that import each other: a folder's own files, and folders inside of it. None may be added.
+# Rooms that import each other: the files directly in a folder, and folders inside it. No entry may be added.
 MUTUAL = {
     frozenset({"pase.backends.jax", "pase.backends.jax.pipeline"}),
     frozenset({"pase.frontends.torch", "pase.frontends.torch.export"}),
     frozenset({"pase.search", "pase.search.bounded", "pase.search.limits"}),
 }
 
-# layer -> the packages that it may import at the top of a file (the standard library and numpy always).
+# layer -> the packages that it may import at the top of a file, in addition to the standard library and numpy.
 OUTSIDE: dict[str, set[str]] = {
     "pase.compiled": set(),
     "pase.files": {"msgspec"},
@@ -263,7 +264,7 @@ OUTSIDE: dict[str, set[str]] = {
     "pase.backends": set(),
     "pase.baselines": set(),
     "pase.paper": set(),
-    "pase.zoo": {"jax"},  # the models themselves, each loaded when it is asked for
+    "pase.zoo": {"jax"},  # the models, each of which is loaded when it is used
     "pase.commands": {"typer"},
     "pase": {"typer"},
 }
@@ -278,12 +279,12 @@ MAY_USE_FRAMEWORKS = {
     "pase",
 }
 
-# Layers with loops that need numba: at the top of files named *kernel*, elsewhere inside of functions.
+# Layers that use numba: at the top of files named *kernel*, and elsewhere inside functions.
 COMPILED = {"pase.compiled", "pase.tables", "pase.search", "pase.replay", "pase.schedule", "pase.pipeline"}
 
 
 def modules() -> list[tuple[str, Path]]:
-    """(dotted name, file) of every module of pase."""
+    """The (dotted name, file) of every module of pase."""
     return [
         (".".join(p for p in file.relative_to(ROOT).with_suffix("").parts if p != "__init__"), file)
         for file in sorted((ROOT / "pase").rglob("*.py"))
@@ -291,21 +292,21 @@ def modules() -> list[tuple[str, Path]]:
 
 
 def layer(name: str) -> str:
-    """The layer a module belongs to: its package under pase, or the module directly under pase."""
+    """The layer of a module: its package under pase, or the module itself if it is directly under pase."""
     return ".".join(name.split(".")[:2])
 
 
 def for_types_alone(node: ast.If) -> bool:
-    """Is it ``if TYPE_CHECKING:``?"""
+    """Whether it is ``if TYPE_CHECKING:``."""
     return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def imports(
     tree: ast.Module, name: str, package: bool, known: Container[str] = ()
 ) -> list[tuple[str, bool, int]]:
-    """(module, at the top of the file, line) of each import; those for type checkers alone are left out.
+    """The (module, at the top of the file, line) of each import, without those for type checkers only.
 
-    Of "from a.b import c" it is a.b.c if that is among the known modules, else a.b.
+    For "from a.b import c", the module is a.b.c if it is among the known modules, otherwise a.b.
     """
     found: list[tuple[str, bool, int]] = []
 
@@ -326,7 +327,7 @@ def imports(
                 found.append((whole if base == "pase" or whole in known else base, top, line))
         inner = top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for child in ast.iter_child_nodes(node):
-            # An expression imports nothing.
+            # Expressions have no imports.
             if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
                 visit(child, inner)
 
@@ -336,7 +337,7 @@ def imports(
 
 @cache
 def read() -> list[tuple[str, Path, list[tuple[str, bool, int]]]]:
-    """(name, file, imports) of each module. Files are read when the first test asks."""
+    """The (name, file, imports) of each module. Files are read when the first test needs them."""
     names = {name for name, _ in modules()}
     return [
         (name, file, imports(ast.parse(file.read_text()), name, file.stem == "__init__", names))
@@ -371,7 +372,7 @@ def test_layers_import_downwards_only(upper):
         for target, _, line in found:
             if (
                 layer(target) not in MAY_IMPORT or target == "pase"
-            ):  # another package; or what stands in pase itself
+            ):  # another package, or the names in pase/__init__.py
                 continue
             if layer(target) not in MAY_IMPORT[upper] | FOUNDATION | {upper}:
                 wrong.append(f"{file.relative_to(ROOT)}:{line} imports {target}")
@@ -383,14 +384,14 @@ def test_every_module_has_a_row():
 
 
 def test_the_rows_lead_downwards():
-    """What a row names stands above it in the table: so no two layers lead to each other."""
+    """A row names only rows above it in the table, so there is no cycle of layers."""
     order = list(MAY_IMPORT)
     upwards = [f"{a} -> {b}" for a in order for b in MAY_IMPORT[a] if order.index(b) >= order.index(a)]
     assert not upwards, upwards
 
 
 def test_no_circle_of_files():
-    """Imports inside of functions included; \"from pase.search import solve\" imports the module, where it is one."""
+    """Imports inside functions count. \"from pase.search import solve\" imports the module if solve is a module."""
     names = {name for name, _, _ in read()}
     graph = nx.DiGraph(
         (name, target)
@@ -403,7 +404,7 @@ def test_no_circle_of_files():
 
 
 def rooms() -> dict[str, set[str]]:
-    """Room -> the other rooms of its package that its modules import."""
+    """room -> the other rooms of its package that its modules import."""
     known = {name for name, _, _ in read()}
     room = {n: n if file.stem == "__init__" else n.rpartition(".")[0] for n, file, _ in read()}
     found: dict[str, set[str]] = {}
@@ -425,7 +426,7 @@ def test_rooms_are_in_no_circle_but_those_that_are_known():
 
 @pytest.mark.parametrize("upper", sorted(OUTSIDE))
 def test_heavy_packages_are_imported_where_they_are_needed(upper):
-    """At the top of a file: what the layer's row names. In functions: frameworks, in the layers for them."""
+    """A file imports at its top only packages of its layer's row, and frameworks only in layers that may use them."""
     wrong = []
     for name, file, found in read():
         if (layer(name) if layer(name) in OUTSIDE else "pase") != upper:
@@ -453,7 +454,7 @@ def test_heavy_packages_are_imported_where_they_are_needed(upper):
     ids=["pase", "pase.cli", "layers"],
 )
 def test_importing_loads_nothing_heavy(loaded, besides):
-    """The layers one after another in one process: what each loads is among what all do."""
+    """All layers are imported in one process, one after another, so this covers what each one loads."""
     heavy = FRAMEWORKS | SOLVERS | {"plotly", "pandas"} | besides
     program = (
         f"import importlib, sys\nfor name in {loaded!r}:\n    importlib.import_module(name)\n"

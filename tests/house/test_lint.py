@@ -1,4 +1,4 @@
-"""ruff and mypy, so that one command says all: ``make test``. ``make format`` fixes most of it."""
+"""ruff and mypy, so that ``make test`` runs all checks. ``make format`` fixes most of their findings."""
 
 from __future__ import annotations
 

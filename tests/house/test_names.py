@@ -1,4 +1,4 @@
-"""One meaning a name: no class and no type alias is named twice, public or private."""
+"""Each name has one meaning: no two classes or type aliases have the same name, public or private."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("pase", "bench")
-# Names that may stand twice, each with the reason.
+# Names that may be defined twice, each with the reason.
 TWICE: dict[str, str] = {}
 
 
 def types_of(tree: ast.Module) -> Iterator[str]:
-    """The classes and the aliases of types that a module defines, without a leading underscore."""
+    """The names of the classes and type aliases that a module defines, without leading underscores."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             yield node.name.lstrip("_")

@@ -1,4 +1,4 @@
-"""A machine with the default extras alone can load every test, and what it skips has a name and a command."""
+"""With the default extras, every test can be collected, and every skipped test has a named need and a command."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ def packages(extra: set[str]) -> set[str]:
 
 
 def test_no_test_needs_what_the_default_extras_lack_to_be_collected():
-    """What the other extras bring is imported inside of functions, by tests and by what of bench they load; of pase,
-    tests/house/test_layering.py says so. ``make test`` in a clean clone shows it by collecting every test without these
-    packages; this says it where PyTorch is installed too."""
+    """Tests, and the modules of bench that they load, import packages of other extras only inside functions.
+
+    For pase, tests/house/test_layering.py checks this. ``make test`` in a clean clone shows it by collecting every test
+    without these packages; this test also works if PyTorch is installed.
+    """
     beyond = packages(extras("BESIDES")) - packages(extras("EXTRAS"))
     assert beyond >= {"torch", "onnxscript", "transformers"}
     files = {
@@ -49,7 +51,7 @@ def test_no_test_needs_what_the_default_extras_lack_to_be_collected():
 
 
 def test_what_not_every_machine_has_is_asked_for_by_a_mark():
-    """Not by importorskip, which skips for a reason that fails CI, and only where the package is not installed."""
+    """Tests do not use importorskip for these: its reason fails CI, and it skips only if the package is missing."""
     beyond = packages(extras("BESIDES")) - packages(extras("EXTRAS"))
     asked = rf"importorskip\(\s*[\"'](?:{'|'.join(map(re.escape, sorted(beyond)))})\b"
     assert re.search(asked, 'importorskip("torch")') and not re.search(asked, 'importorskip("onnx")')
@@ -58,7 +60,7 @@ def test_what_not_every_machine_has_is_asked_for_by_a_mark():
 
 
 def test_what_may_be_skipped_and_the_command_that_runs_it():
-    """PyTorch is CI's second command; other libraries, root, and data that is not ours have targets of their own."""
+    """Each need has a make target that runs its tests."""
     assert set(NEEDS) == {"torch", "minutes", "corpus", "root", "data"}
     targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
     for need in NEEDS.values():
@@ -69,7 +71,7 @@ def test_what_may_be_skipped_and_the_command_that_runs_it():
 def test_ci_is_the_readmes_command_and_what_that_leaves_out():
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
     run = [line for line in lines if "make " in line and not line.startswith("#")]
-    # No variables in those of the tests: what a newcomer types. What runs beside them has its exit status asked for.
+    # The test commands have no variables, as a newcomer types them. The background job's exit status is checked.
     wheel = 'make test-wheel ARGS="--python 3.13 --extras jax" & wheel=$!'
     assert run == ["make test", wheel, "make test-all"] and lines[-1] == 'wait "$wheel"'
     readme = (ROOT / "README.md").read_text()

@@ -1,6 +1,5 @@
-"""A frontend, a backend, a cost model, a pipeline schedule, a command: each is one new file, found by itself.
-
-A frontend's file lies in a folder of its own."""
+"""A frontend, a backend, a cost model, a pipeline schedule and a command each need one new file, which is found
+automatically. A frontend's file is in its own folder."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ def greet(name: str) -> None:
 
 @pytest.fixture
 def new_file(tmp_path, monkeypatch):
-    """Puts a module into a package of pase for one test, as a file in a folder of its own."""
+    """Adds a module to a package of pase for one test, from a file in a temporary folder."""
     added = []
 
     def add(package: str, name: str, source: str) -> None:
@@ -90,7 +89,7 @@ def new_file(tmp_path, monkeypatch):
 
 
 def rediscovered(registry, monkeypatch) -> None:
-    """As in a process in which it has not been asked yet. What it has by then it has again after the test."""
+    """Make a registry discover its members again, as in a new process. The test's end restores its present members."""
     list(registry)
     for discovered in ("_found", "_done"):
         monkeypatch.setattr(registry, discovered, False)
@@ -127,14 +126,14 @@ class Recipe:
 
 
 def test_a_frontend(new_file, monkeypatch):
-    """Its models are compiled, and ``pase ops`` lists its ops; the frontends before it are asked as before."""
+    """Models of the new frontend are compiled, and ``pase ops`` lists its ops."""
     rediscovered(FRONTENDS, monkeypatch)
     new_file("pase.frontends", "recipes/frontend", FRONTEND)
     assert coverage()["recipes"] == {"elementwise": ["mix"]}
     plan = pase.compile(Recipe(), devices=4, machine="h100x8")
     assert plan.cost > 0 and [*plan.parameters] == ["spice"] and [*plan.inputs] == ["dish"]
     assert plan.parameters["spice"].shape == Recipe.shape
-    with pytest.raises(PaseError, match=r"recipe.* no symbolic size 'salt'"):
+    with pytest.raises(PaseError, match="'salt'"):
         pase.compile(Recipe(), devices=4, machine="h100x8", dims={"salt": 2})
 
 

@@ -1,4 +1,4 @@
-"""What a user installs: a wheel that holds the packages and their data, and names nothing else's."""
+"""The wheel has pase's packages and their data and nothing else, and requirements and pins are consistent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINKED = ("frontends", "backends", "costmodels")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel, built from a copy: setuptools leaves a build folder behind."""
+    """The wheel, built from a copy of the sources because setuptools leaves a build folder."""
     source = tmp_path_factory.mktemp("source")
     skipped = shutil.ignore_patterns("__pycache__", "*.nbi", "*.nbc")
     shutil.copytree(ROOT / "pase", source / "pase", ignore=skipped)
@@ -77,14 +77,14 @@ def test_a_bare_import_of_a_top_level_folder_is_refused(name):
 
 @pytest.mark.parametrize("name", LINKED)
 def test_the_links_are_relative(name):
-    """Where the checkout has links: an archive without them works, too."""
+    """If the checkout has links, they are relative. An archive without links works too."""
     link = ROOT / name
     assert not link.exists() or (link.is_symlink() and str(link.readlink()) == f"pase/{name}")
     assert not (ROOT / "pase" / name).is_symlink()
 
 
 def test_folders_of_tests_are_packages():
-    """Otherwise two files of one name in different folders stop pytest."""
+    """Otherwise pytest fails if two files in different folders have the same name."""
     folders = {p.parent for p in (ROOT / "tests").rglob("test_*.py")}
     assert [f for f in sorted(folders) if not (f / "__init__.py").exists()] == []
 
@@ -105,7 +105,7 @@ def pins(file: str = "constraints.txt") -> dict[str, str]:
 
 
 def canonical(requirement: str) -> str:
-    """The name of what is required, as an index would spell it."""
+    """The name of the required package in the normalised form of package indexes."""
     found = re.match(r"[A-Za-z0-9._-]+", requirement)
     assert found is not None, requirement
     return re.sub(r"[-_.]+", "-", found[0]).lower()
@@ -121,13 +121,13 @@ def test_constraints_are_plain_pins_of_all_that_is_asked_for(file: str) -> None:
     if file == "constraints.txt":
         asked += project["build-system"]["requires"]
         asked += [a for name, extra in extras.items() if name != "corpus" for a in extra]
-    else:  # libraries that only the bench of programs reads, in an environment of its own
+    else:  # libraries that only the bench of programs needs, in a separate environment
         asked += [a for name in ("jax", "dev", "corpus") for a in extras[name]]
     assert {canonical(a) for a in asked} <= {canonical(n) for n in pins(file)}
 
 
 def test_the_corpus_s_pins_satisfy_what_is_asked_for() -> None:
-    """They clashed: a pin of constraints.txt that a library of the corpus does not take."""
+    """A library of the corpus may need another version than the pin in constraints.txt."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     have = {canonical(n): v for n, v in pins("constraints-corpus.txt").items()}
     for asked in (Requirement(a) for name in ("jax", "dev", "corpus") for a in extras[name]):
@@ -135,7 +135,7 @@ def test_the_corpus_s_pins_satisfy_what_is_asked_for() -> None:
 
 
 def test_what_is_imported_is_asked_for():
-    """A package that is only there because another one brought it may be gone tomorrow."""
+    """A package that is only a dependency of another one may disappear."""
     owners = packages_distributions()
     imported = set()
     for folder in ("pase", "tests", "bench"):
@@ -151,7 +151,7 @@ def test_what_is_imported_is_asked_for():
     }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *(d for e in project["optional-dependencies"].values() for d in e)]
-    # jax brings its own jaxlib, TensorFlow its own Keras, in step with it; google.* belongs to several.
+    # jax installs the matching jaxlib, and TensorFlow the matching Keras. google.* belongs to several packages.
     assert outside - {canonical(a) for a in asked} <= {"jaxlib", "keras", "googleapis-common-protos"}
 
 
@@ -163,8 +163,8 @@ def test_this_environment_is_the_pinned_one():
         try:
             found = version(name)
         except PackageNotFoundError:
-            continue  # of an extra that is not installed here
-        if found.partition("+")[0] != pinned:  # "+cpu" and the like say how it was built
+            continue  # a package of an extra that is not installed
+        if found.partition("+")[0] != pinned:  # suffixes such as "+cpu" are the kind of build
             wrong[name] = f"{found}, pinned {pinned}"
     assert not wrong
 

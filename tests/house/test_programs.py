@@ -1,4 +1,4 @@
-"""The corpus's results: each program has a row, nearly all agree, none ended XLA, what is far off has a reason."""
+"""Results of the corpus: each program has a row, nearly all agree, none aborts XLA, and outliers have reasons."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_what_is_far_from_xlas_count_has_a_reason(name: str) -> None:
 
 
 def test_every_reason_is_needed() -> None:
-    """A fixed outlier's reason goes."""
+    """If an outlier is fixed, its reason must be removed."""
     used = {
         (figure, pattern)
         for name, row in DONE.items()

@@ -1,4 +1,4 @@
-"""The one registry class: what it refuses, in which order it answers, and how it finds a package's modules."""
+"""The registry class: its errors, the order of its members, and how it finds a package's modules."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_members_come_by_rank_then_in_order() -> None:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A package with a registry, two modules that register and one that is none of its business."""
+    """A package with a registry, two modules that register members, and one that must not be imported."""
     folder = tmp_path / "things_of_a_test"
     folder.mkdir()
     (folder / "__init__.py").write_text(
@@ -69,7 +69,7 @@ def test_a_new_file_is_all_that_a_new_member_takes(package: str, tmp_path: Path)
     (tmp_path / package / "of_new.py").write_text(f"from {package} import THINGS\nTHINGS.add('new', 'new')\n")
     from things_of_a_test import THINGS, of_z  # noqa: F401
 
-    assert list(THINGS) == ["a", "new", "z"]  # although z came first
+    assert list(THINGS) == ["a", "new", "z"]  # although z was imported first
 
 
 def test_a_file_of_one_name_in_each_folder(package: str, tmp_path: Path) -> None:

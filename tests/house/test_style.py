@@ -1,4 +1,4 @@
-"""What a reader of the sources may rely on: the formatter formats all of them, and the benches say what they write."""
+"""The formatter formats all sources, and the public functions of benches have docstrings."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_public_functions_of_a_bench_say_what_they_write(file: str) -> None:
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
         and not node.name.startswith("_")
         and not ast.get_docstring(node)
-        # A program of the corpus is what its name says, in the library that its module says; so is a pattern.
+        # The name of a program of the corpus says what it is, and its module says in which library. So do patterns.
         and not any(ast.unparse(d).partition("(")[0] in NAMED_BY for d in node.decorator_list)
     ]
     assert not silent, f"{file}: without docstring: {silent}"
 
 
 def test_the_formatter_formats_all() -> None:
-    """No part of a file is kept from it."""
+    """No part of a file is excluded from formatting."""
     kept = ("fmt: " + "skip", "fmt: " + "off")
     found = [
         str(f.relative_to(ROOT)) for f in sources(*ROOMS) if any(k in f.read_text("utf-8") for k in kept)
