@@ -1,5 +1,6 @@
-"""pase.compile on callables, and what it says of bad input."""
+"""pase.compile on callables, and its errors for bad input."""
 
+import re
 from unittest.mock import Mock
 
 import jax
@@ -28,7 +29,7 @@ def test_a_callable_on_shapes_alone():
 
 
 def test_a_plan_shows_itself_in_a_line_and_in_a_notebook():
-    """Names of a model are text there, whatever they are."""
+    """Names from the model are shown as text and never as markup."""
     shape = jax.ShapeDtypeStruct((8, 8), "float32")
     plan = pase.compile(lambda p, x: (x @ p["<b>w[red]"]).sum(), {"<b>w[red]": shape}, shape, devices=4)
     assert repr(plan).startswith("<Plan ") and "predicted, optimal>" in repr(plan) and "\n" not in repr(plan)
@@ -49,7 +50,7 @@ def test_the_mesh_can_be_given_and_keeps_its_names():
 
 
 def test_a_finer_mesh_is_never_worse():
-    """A mesh's strategies are among those of a mesh that splits its axes further."""
+    """The strategies of a mesh are also strategies of a mesh that splits its axes further."""
     coarse = pase.compile(loss, PARAMS, BATCH, devices=8, mesh="8", baselines=False)
     fine = pase.compile(loss, PARAMS, BATCH, devices=8, mesh="2x2x2", baselines=False)
     assert fine.cost <= coarse.cost * (1 + 1e-9)
@@ -83,63 +84,45 @@ def unknown_op(params, x):
     return jnp.mean(mystery.bind(x @ params["w"]))
 
 
+def on_8(model, params=PARAMS, *batch, **options):
+    return pase.compile(model, params, *(batch or (BATCH,)), devices=8, **options)
+
+
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "named"),
     [
-        (lambda: pase.compile("zoo:gpt2", devices=0), "devices: must be a positive whole number, got 0"),
-        (lambda: pase.compile("zoo:gpt2", devices=2.5), "devices: must be a positive whole number, got 2.5"),
-        (lambda: pase.compile("zoo:gpt3", devices=8), "gpt3"),
-        (lambda: pase.compile("gpt2", devices=8), "'gpt2' is not a model; write zoo:NAME"),
-        (
-            lambda: pase.compile("no.such.module:f", devices=8),
-            "'no.such.module:f': cannot import 'no.such.module'",
-        ),
-        (lambda: pase.compile("tests.api.test_compile:nothing", devices=8), "has no 'nothing'"),
-        (
-            lambda: pase.compile("tests.api.test_compile:loss", devices=8),
-            "must be a function without arguments",
-        ),
-        (lambda: pase.compile("zoo:mlp", PARAMS, devices=8), "takes no further arguments"),
-        (lambda: pase.compile(loss, devices=8), "no example arguments"),
-        (
-            lambda: pase.compile(3, devices=8),
-            "not int; see pase.compile's help",
-        ),
-        (lambda: pase.compile(loss, PARAMS, BATCH, devices=8, mesh="3x3"), "9 devices, but 8 were asked for"),
-        (lambda: pase.compile(loss, PARAMS, BATCH, devices=8, machine="abacus"), "abacus"),
-        (
-            lambda: pase.compile(loss, PARAMS, BATCH, devices=8, cost_model="vibes"),
-            "no cost model 'vibes'",
-        ),
-        (
-            lambda: pase.compile(loss, PARAMS, BATCH, devices=8, optimizer="hope"),
-            "no optimizer 'hope'; use one of sgd",
-        ),
-        (
-            lambda: pase.compile(loss, PARAMS, BATCH, devices=8, unknown="free"),
-            "unknown: must be 'error' or 'replicate'",
-        ),
-        (lambda: pase.compile(loss, {"w": "text"}, BATCH, devices=8), "params['w']: it is str"),
-        (
-            lambda: pase.compile(loss, PARAMS | {"w": S((65, 128), "float32")}, BATCH, devices=8),
-            "JAX cannot trace loss on these shapes",
-        ),
-        (lambda: pase.compile(lambda p, x: x @ p["w"], PARAMS, BATCH, devices=8), "pase needs a scalar loss"),
-        (
-            lambda: pase.compile(unknown_op, PARAMS, BATCH, devices=8),
-            "no lowering for JAX primitive 'mystery'",
-        ),
+        (lambda: pase.compile("zoo:gpt2", devices=0), ["devices", "0"]),
+        (lambda: pase.compile("zoo:gpt2", devices=2.5), ["devices", "2.5"]),
+        (lambda: pase.compile("zoo:gpt3", devices=8), ["gpt3"]),
+        (lambda: pase.compile("gpt2", devices=8), ["'gpt2'", "zoo:NAME"]),
+        (lambda: pase.compile("no.such.module:f", devices=8), ["'no.such.module:f'"]),
+        (lambda: pase.compile("tests.api.test_compile:nothing", devices=8), ["'nothing'"]),
+        (lambda: pase.compile("tests.api.test_compile:loss", devices=8), ["without arguments"]),
+        (lambda: pase.compile("zoo:mlp", PARAMS, devices=8), ["zoo:mlp", "arguments"]),
+        (lambda: pase.compile(loss, devices=8), ["example arguments"]),
+        (lambda: pase.compile(3, devices=8), ["int"]),
+        (lambda: on_8(loss, mesh="3x3"), ["9 devices", "8"]),
+        (lambda: on_8(loss, machine="abacus"), ["abacus"]),
+        (lambda: on_8(loss, cost_model="vibes"), ["cost model 'vibes'", "analytic"]),
+        (lambda: on_8(loss, optimizer="hope"), ["optimizer 'hope'", "sgd"]),
+        (lambda: on_8(loss, unknown="free"), ["unknown", "'replicate'"]),
+        (lambda: on_8(loss, {"w": "text"}), ["params['w']", "str"]),
+        (lambda: on_8(loss, PARAMS | {"w": S((65, 128), "float32")}), ["loss", "shapes"]),
+        (lambda: on_8(lambda p, x: x @ p["w"]), ["scalar loss"]),
+        (lambda: on_8(unknown_op), ["'mystery'"]),
     ],
 )
-def test_bad_input_gets_one_clear_error(call, message):
+def test_bad_input_gets_one_clear_error(call, named):
+    """The message names what is wrong: the option, argument or op, and its value or the choices."""
     with pytest.raises(PaseError) as e:
         call()
-    assert message in str(e.value)
+    assert all(text in str(e.value) for text in named), str(e.value)
 
 
 def test_an_unknown_op_names_the_users_line_and_can_be_replicated():
-    with pytest.raises(PaseError, match=r"test_compile.py:\d+.*\(unknown_op\)"):
+    with pytest.raises(PaseError) as e:
         pase.compile(unknown_op, PARAMS, BATCH, devices=8)
+    assert re.search(r"test_compile\.py:\d+.*\(unknown_op\)", e.value.where)
     plan = pase.compile(unknown_op, PARAMS, BATCH, devices=8, unknown="replicate")
     assert not next(n for n in plan.nodes if n.op == "opaque").split
 
@@ -152,8 +135,11 @@ def test_dims_that_do_not_divide_are_left_whole():
 
 
 def test_the_readmes_first_command_runs_its_second(tmp_path, monkeypatch):
-    """make demo, by hand: a plan of the published size, run in the reduced one (bfloat16 there, float32 here). The
-    gradient check takes three times as long as all else; the README's own commands run it (tests/house)."""
+    """As ``make demo``: a plan of the published size (bfloat16) is run in the reduced size (float32).
+
+    The gradient check is left out, because it would take three times as long as the rest. tests/house runs it with the
+    commands of the README.
+    """
     layout = tmp_path / "layout.json"
     pase.compile("zoo:gpt2", devices=32).save(layout)
     left_out = Mock(as_json=dict, verdict="undecided")

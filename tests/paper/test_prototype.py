@@ -123,8 +123,9 @@ def test_joint_products_save_the_prototype_two_all_reduces():
     # Two of three all-reduces in the 12 self-attentions of 18 attentions.
     saved = extra * (12 * 2) / (18 * 3)
     theirs = instance("transformer_p64")[0]["exact"]["optimum"]
-    assert found.cost / theirs == pytest.approx(1.056, abs=0.002)
-    assert (found.cost - saved) / theirs == pytest.approx(1, abs=0.015)
+    # Without this difference, the optima agree as closely as at smaller p.
+    assert found.cost > theirs * (1 + 1.5e-2)
+    assert found.cost - saved == pytest.approx(theirs, rel=1.5e-2)
 
 
 @pytest.mark.parametrize("p", [8, 16, 64])
