@@ -28,6 +28,7 @@ from pase.ir import (
     parse_size,
     simplify,
     to_text,
+    verify,
 )
 from pase.ir.functions import FUNCTIONS
 from pase.ir.places import Place, Scope, ScopeKind, SourceLine
@@ -45,6 +46,17 @@ def raw(model: str) -> Graph:
 @lru_cache(maxsize=64)
 def simple(model: str) -> Graph:
     return named(simplify(raw(model)))
+
+
+def at_sizes(name: str, batch: int, seq: int) -> tuple[Any, Any, Any]:
+    """The loss, parameters and batch of a reduced zoo model at this size of batch and, if it has one, of sequence."""
+    settings = {"batch": batch} | ({"seq": seq} if "seq" in zoo.entry(name).settings else {})
+    m = zoo.reduced(name, **settings)
+    return m.loss_fn, m.params, m.batch
+
+
+def graph_of(fn: Any, params: Any, batch: Any) -> Graph:
+    return verify(named(simplify(trace(fn, params, batch, name="m").graph)))
 
 
 def flops(graph: Graph, *kinds: str) -> float:

@@ -19,7 +19,7 @@ from pase.compiler.problem.variants import Variant, graph_of
 from pase.errors import Infeasible, PaseError
 from pase.frontends.jax.frontend import trace
 from pase.frontends.jax.padding.program import extents
-from pase.frontends.jax.padding.traced import as_padded, extents_to_pad
+from pase.frontends.jax.padding.traced import as_padded
 from pase.frontends.registry import NotInParts
 from pase.plan.layout import from_json, to_json
 from pase.plan.parameter_reshard import parameter_reshards
@@ -254,11 +254,3 @@ def test_padding_is_searched_where_it_alone_fits():
     with pytest.raises(Infeasible) as written:
         at_most("1kB")
     assert str(neither.value) == str(written.value) != str(whole.value)
-
-
-@pytest.mark.parametrize("frontend", ["torch", "onnx", "tf"])
-def test_other_frontends_are_refused_by_name(frontend):
-    traced = SimpleNamespace(frontend=frontend, graph=SimpleNamespace(name="net"))
-    for pad in (lambda: extents_to_pad(traced, 8, 1), lambda: as_padded(traced, {31: 32})):
-        with pytest.raises(PaseError, match=f"read by the {frontend} frontend"):
-            pad()

@@ -17,8 +17,6 @@ from bench.audit.check_faults import gradient_fault, planted, state_fault
 from bench.cases.plans import case_of
 from pase.backends.jax.spmd.lower import Manual
 from pase.errors import PaseError
-from pase.frontends.jax.doubts import doubts
-from pase.frontends.jax.frontend import trace
 
 B, D, F = 16, 8, 16
 KEYS = jax.random.split(jax.random.key(0), 6)
@@ -184,35 +182,3 @@ def test_micro_batches_and_stages():
     assert found.verdict == "agrees" and found.lowering == "in stages" and found.devices == 4, str(found)
     assert [p.name for p in found.parameters] == ["head", "layers"]
     assert np.asarray(params["layers"]).shape == (4, D, D)
-
-
-def test_doubts_lie_between_a_parameter_and_the_loss():
-    @jax.custom_vjp
-    def own(x):
-        return x
-
-    own.defvjp(lambda x: (x, None), lambda _, c: (2 * c,))
-
-    def fn(p, x):
-        def body(h, w):
-            return jax.nn.softmax(h @ w), jnp.argmax(h)
-
-        h, found = jax.lax.scan(body, x @ own(p["ruled"]), p["layers"])
-        accuracy = jnp.mean(jnp.round(p["plain"]))
-        return jnp.sum(h * p["plain"]) + jnp.sum(jnp.floor(p["floored"])) + p["smooth"].sum(), (
-            accuracy,
-            found,
-        )
-
-    square = jnp.eye(3)
-    p = {
-        "ruled": square,
-        "layers": jnp.stack([square] * 2),
-        "plain": square,
-        "floored": square,
-        "smooth": square,
-    }
-    found = doubts(trace(fn, p, square))
-    assert set(found) == {"ruled", "floored"}
-    assert found["ruled"].startswith("a derivative rule at") and "test_check.py" in found["ruled"]
-    assert found["floored"].startswith("a rounded value (floor) at")

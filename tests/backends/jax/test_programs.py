@@ -142,55 +142,6 @@ def test_a_train_step_of_ones_own() -> None:
         pase.compile(step, params, state, X, devices=8)
 
 
-def test_what_is_no_loss_is_said() -> None:
-    params, stats = (
-        {"w": jnp.ones((16, 16)), "b": jnp.ones(16)},
-        {"mean": jnp.zeros(16), "steps": jnp.int32(0)},
-    )
-
-    def loss_first(p: Any, x: Any) -> Any:
-        return jnp.sum(x @ p["w"]), jax.tree.map(lambda w: 2 * w, p)
-
-    def batch_first(batch: Any, params: Any) -> Any:
-        return jnp.sum(batch @ params["w"])
-
-    with pytest.raises(PaseError, match="mode='step'"):
-        pase.compile(loss_first, params, X, devices=8)
-    with pytest.raises(PaseError) as e:
-        pase.compile(batch_first, X, params, devices=8)
-    assert e.value.where == "batch_first(batch, params)" and "fn(params, …)" in e.value.fix
-    with pytest.raises(PaseError, match="nothing"):
-        pase.compile(with_statistics, PARAMS, X, stats, devices=8, carry={1: (1, "nothing")})
-
-
-def test_statistics_of_the_parameters_form_are_no_parameters() -> None:
-    """A single batch normalization of Keras: two weights and two statistics for each channel."""
-
-    def loss(p: Any, stats: Any, x: Any) -> Any:
-        mean, spread = jnp.mean(x, 0), jnp.var(x, 0)
-        made = (x - mean) / jnp.sqrt(spread + 1e-3) * p[0] + p[1]
-        return jnp.mean(made**2), [0.9 * stats[0] + 0.1 * mean, 0.9 * stats[1] + 0.1 * spread]
-
-    ones = [jnp.ones(16), jnp.ones(16)]
-    assert pase.compile(loss, ones, ones, X[:, :16], devices=8)
-
-    def with_momentum(p: Any, momentum: Any, x: Any) -> Any:
-        value, rest = loss(p, momentum, x)
-        return value, rest, p
-
-    with pytest.raises(PaseError, match="returns new parameters"):
-        pase.compile(with_momentum, ones, ones, X[:, :16], devices=8)
-
-
-def test_a_users_exception_stays_what_it_is() -> None:
-    def loss(p: Any, x: Any) -> Any:
-        return {}["missing"]
-
-    with pytest.raises(KeyError) as e:
-        pase.compile(loss, {"w": X}, X, devices=8)
-    assert any("while pase traced loss" in note for note in e.value.__notes__)
-
-
 def test_parameters_are_restored_into_the_plans_layouts(tmp_path: Any) -> None:
     import orbax.checkpoint as ocp
 

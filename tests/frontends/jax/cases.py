@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pase.frontends.jax.frontend import trace
+from pase.ir import Graph, named, simplify, verify
+
 Case = tuple[Callable[..., Any], Any, tuple[Any, ...]]
 CASES: dict[str, Callable[[], Case]] = {}
 
@@ -342,3 +345,12 @@ plain("segment_sum", lambda p, x, i: jnp.sum(jax.ops.segment_sum(x @ p, i, 4)), 
 plain("bfloat16", lambda p, x: jnp.sum((x.astype(jnp.bfloat16) @ p.astype(jnp.bfloat16)).astype(jnp.float32)))
 plain("aux", lambda p, x: (jnp.sum(x @ p), {"best": jnp.argmax(x @ p, -1)}))
 plain("no_batch", lambda p: jnp.sum(p**2), W)
+
+
+def graphs(name: str, **options: Any) -> tuple[Graph, Graph]:
+    """The traced graph of a case, and the simplified graph with names."""
+    loss, params, batch = CASES[name]()
+    if name == "no_batch":
+        batch = ()
+    raw = verify(trace(loss, params, *batch, name=name, **options).graph)
+    return raw, verify(named(simplify(raw)))

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pase.frontends.jax.frontend import trace
-from pase.ir import Graph, named, simplify, verify
-from tests.frontends.jax.cases import CASES, W, X
+from pase.errors import PaseError
+from pase.frontends.jax.frontend import UnknownOp, trace
+from pase.ir import simplify, verify
+from tests.frontends.jax.cases import CASES, W, X, graphs
 from tests.ir.graphs import flops
 from tests.ir.test_simplify import check
 
 ROWS = 8 * 16
-
-
-def graphs(name: str, **options: Any) -> tuple[Graph, Graph]:
-    loss, params, batch = CASES[name]()
-    if name == "no_batch":
-        batch = ()
-    raw = verify(trace(loss, params, *batch, name=name, **options).graph)
-    return raw, verify(named(simplify(raw)))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -73,15 +69,6 @@ def test_products(name: str, products: float) -> None:
 )
 def test_names(name: str, nodes: set[str]) -> None:
     assert nodes <= set(graphs(name)[1].node)
-
-
-def test_batches_of_matrices_may_be_split() -> None:
-    raw, _ = graphs("fft")
-    (fft,) = [n for n in raw.nodes if n.main.name == "fft"]
-    assert [d.kind for d in fft.space][:2] == ["parallel", "parallel"]
-    assert {d.kind for d in list(fft.space)[2:]} == {"replicated"}
-    (svd,) = [n for n in graphs("linalg")[0].nodes if n.main.name == "svd"]
-    assert svd.space.dims[0].kind == "parallel" and svd.space.dims[0].size == 8
 
 
 def test_printing_is_free() -> None:
@@ -140,3 +127,48 @@ def test_unknown_ops_run_replicated_in_a_sharded_step() -> None:
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
     for k in "ab":
         np.testing.assert_allclose(grads[k], wanted_grads[k], rtol=1e-4, atol=1e-6)
+
+
+SQUARE = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+MYSTERY = jax.extend.core.Primitive("mystery")
+MYSTERY.def_abstract_eval(lambda a: a)
+
+
+def by_hand(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sum(MYSTERY.bind(x) @ w)
+
+
+def test_unknown_primitive_names_op_and_line() -> None:
+    with pytest.raises(UnknownOp) as e:
+        trace(by_hand, SQUARE, SQUARE)
+    line = by_hand.__code__.co_firstlineno + 1
+    assert "'mystery'" in e.value.what
+    assert f"{Path(__file__).name}:{line}" in e.value.where and "(by_hand)" in e.value.where
+    assert "unknown='replicate'" in e.value.fix and "frontends/jax/rules.py" in e.value.fix
+
+
+def test_unknown_may_be_replicated() -> None:
+    graph = simplify(trace(by_hand, SQUARE, SQUARE, unknown="replicate").graph)
+    (remark,) = graph.remarks
+    assert remark.kind == "unknown" and "test_frontend.py" in remark.where
+    (node,) = [n for n in verify(graph).nodes if n.main.name == "mystery"]
+    assert {d.kind for d in node.space} == {"replicated"}
+
+
+def total(p: Any, *batch: Any) -> Any:
+    return sum(jnp.sum(leaf) for leaf in jax.tree.leaves((p, batch)))
+
+
+@pytest.mark.parametrize(
+    ("fn", "params", "message"),
+    [
+        (lambda p: 1.0, SQUARE, "loss does not depend on any parameter"),
+        (lambda p: jnp.sum(jax.lax.stop_gradient(p)), SQUARE, "loss does not depend on any parameter"),
+        (total, {"a.b": SQUARE, "a": {"b": SQUARE}}, "two parameters have the path 'a.b'"),
+    ],
+)
+def test_bad_input(fn: Callable[..., Any], params: Any, message: str) -> None:
+    with pytest.raises(PaseError) as e:
+        trace(fn, params)
+    assert message in str(e.value)
+    assert "\n" not in str(e.value).partition("on these shapes")[0]

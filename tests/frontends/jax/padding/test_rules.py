@@ -6,19 +6,9 @@ import numpy as np
 import pytest
 from jax.lax import GatherDimensionNumbers, GatherScatterMode
 
-from pase.frontends.jax.frontend import trace
-from pase.frontends.jax.padding.traced import as_padded
+from tests.frontends.jax.padding.cases import agrees
 
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(300, 4)), jnp.float32)
-
-
-def agrees(fn, *args, sizes):
-    """Compares the padded program's result, without padding, with the result of the program as written."""
-    made = as_padded(trace(fn, *args, mode="forward"), sizes)
-    wide = [jnp.pad(x, [(0, sizes.get(n, n) - n) for n in x.shape]) for x in args]
-    assert [x.shape for x in wide] == [a.shape for a in made.jaxpr.in_avals]
-    want = np.asarray(fn(*args))
-    np.testing.assert_array_equal(np.asarray(made.fn(*wide))[tuple(map(slice, want.shape))], want)
 
 
 @pytest.mark.parametrize("fn", [jnp.argmax, jnp.argmin, jnp.max, jnp.min, jnp.all, jnp.any])

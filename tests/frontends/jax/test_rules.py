@@ -1,4 +1,4 @@
-"""The graph's FLOPs against independent counts."""
+"""The FLOPs that the rules give to a graph, against independent counts."""
 
 from __future__ import annotations
 
