@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from pase.calibrate.smooth import smoothed
 from pase.calibrate.suite import SMALLEST_EXTENT
 from pase.calibrate.types import (
     COLLECTIVE_OPS,
@@ -24,7 +23,7 @@ from pase.errors import PaseError
 from pase.machine import CollectiveCurve, Curve, Device, Host, LinkLevel, Machine, MatmulTable
 from pase.machine.tables import matmul_flops_per_s
 
-__all__ = ["Ceilings", "Fitted", "Refused", "fit", "fit_line"]
+__all__ = ["Ceilings", "Fitted", "Refused", "fit", "fit_line", "smoothed"]
 
 _XLA_TILE = (8, 128)
 _FILLED_AT_MOST = 0.25
@@ -71,6 +70,27 @@ class Fitted:
     smoothed: Mapping[str, float] = field(default_factory=dict)
     checks: Mapping[str, float] = field(default_factory=dict)
     notes: Sequence[str] = ()
+
+
+def smoothed(seconds: np.ndarray) -> tuple[np.ndarray, float, int]:
+    """Smooths a measured table, so that more work never takes less time.
+
+    Returns (times that do not decrease along any axis, the largest relative change, its flat index).
+
+    The result is the geometric mean of the smallest non-decreasing table above the measured one and the largest one
+    below it. So a decrease by x between two points changes each by about x/2. A non-decreasing table is unchanged.
+
+    >>> smoothed(np.array([1.0, 4.0, 1.0, 8.0]))
+    (array([1., 2., 2., 8.]), 1.0, 1)
+    """
+    above, below = seconds.copy(), seconds.copy()
+    for axis in range(seconds.ndim):
+        above = np.maximum.accumulate(above, axis=axis)
+        below = np.flip(np.minimum.accumulate(np.flip(below, axis), axis=axis), axis)
+    best = np.sqrt(above * below)
+    change = np.maximum(best / seconds, seconds / best) - 1.0
+    at = int(change.argmax())
+    return best, float(change.flat[at]), at
 
 
 def fit_line(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:

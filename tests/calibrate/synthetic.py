@@ -90,6 +90,9 @@ class Fake:
 ONE = (Level(name="device", ways=4),)
 TWO = (Level(name="device", ways=4), Level(name="process", ways=2))
 
+HERE = {"host": "a", "devices": 4}
+"""The fingerprint of the simulated machine."""
+
 
 def target(levels: tuple[Level, ...] = ONE) -> Target:
     return Target(levels=levels, dtypes=("float32",), largest_extent=512, largest_traffic=1 << 26)

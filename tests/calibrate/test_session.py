@@ -1,38 +1,13 @@
 """Sessions: the order of tasks, the budget, interruptions and resuming."""
 
-import dataclasses
-import json
-
 import pytest
 
-from pase.calibrate import Journal, Level, Settings, fit, session, suite
-from pase.calibrate.here import level_layout, parse_levels
+from pase.calibrate import Journal, Settings, fit, session, suite
 from pase.calibrate.session import measure, remeasured
-from pase.calibrate.suite import budgeted, ways_of
 from pase.calibrate.types import Sample, Task
 from pase.costmodels.analytic import Analytic
-from pase.errors import PaseError
 from pase.machine import mesh_from
-from tests.calibrate.synthetic import ONE, TWO, Fake, target
-
-HERE = {"host": "a", "devices": 4}
-
-
-def test_coarse_comes_first_and_every_prefix_of_ranks_is_a_whole_machine():
-    tasks = suite(target(TWO))
-    assert [t.rank for t in tasks] == sorted(t.rank for t in tasks)
-    assert len({t.key for t in tasks}) == len(tasks)
-    for rank in range(max(t.rank for t in tasks) + 1):
-        some = [t for t in tasks if t.rank <= rank]
-        journal = Journal(None, {})
-        session(some, Fake(levels=TWO), journal, Settings(budget_s=1e9))
-        more = {"name": "f", "device_name": "F", "memory_bytes": 1, "levels": TWO, "provenance": {}}
-        assert len(fit(tasks, journal.samples, **more).machine.levels) == 2
-
-
-def test_groups_are_levels_parts_of_them_and_all_together():
-    assert dict(ways_of(TWO)) == {(4, 1): 0, (1, 2): 0, (4, 2): 0, (2, 1): 2}
-    assert ways_of((Level(name="device", ways=1),)) == []
+from tests.calibrate.synthetic import HERE, ONE, TWO, Fake, target
 
 
 def test_the_shortest_budget_prices_all_levels_together_as_measured():
@@ -67,15 +42,6 @@ def test_what_would_eat_the_budget_is_left_out():
     assert "all_reduce float32 268435456B over [4]" in outcome.too_slow
     longest = max(s.seconds for s in journal.samples.values() if "all_reduce" in s.key)
     assert longest < 10.0
-
-
-def test_sizes_follow_from_a_first_look():
-    fast, slow = Fake(levels=ONE, peak=1e15, memory=1e12, launch=1e-8), Fake(levels=ONE, peak=1e9, memory=1e8)
-    for bench, extent in ((fast, 8192), (slow, 128)):
-        got = budgeted(bench, Journal(None, {}), Settings(budget_s=60.0), ONE, ("float32",), 1 << 36)
-        assert got.largest_extent == extent
-    small = budgeted(fast, Journal(None, {}), Settings(budget_s=60.0), ONE, ("float32",), 1 << 24)
-    assert small.largest_extent == 512 and 8 * small.largest_traffic < 1 << 24
 
 
 def test_dispatch_is_amortised_and_the_median_taken():
@@ -148,67 +114,3 @@ def test_what_is_doubted_is_measured_again(tmp_path):
     journal.add(Sample(key=key, seconds=99.0, spread=0.0, repeats=1, inner=1))
     assert remeasured(tasks, ["no such key", key], bench, journal, Settings()) == 1
     assert bench.timed == [key] and journal.samples[key].seconds < 1
-
-
-def test_a_journal_of_another_machine_is_refused(tmp_path):
-    path = tmp_path / "m.journal"
-    Journal(path, HERE).add(Sample(key="x", seconds=1.0, spread=0.0, repeats=1, inner=1))
-    with pytest.raises(PaseError, match="devices is 4") as e:
-        Journal(path, {**HERE, "devices": 8})
-    assert e.value.where == str(path) and "--fresh" in e.value.fix
-    assert not Journal(path, {**HERE, "devices": 8}, fresh=True).samples
-
-
-def test_what_is_no_journal_is_refused_and_damage_is_named(tmp_path):
-    path = tmp_path / "m.journal"
-    path.write_text("hello\n")
-    with pytest.raises(PaseError, match="not a journal") as e:
-        Journal(path, HERE)
-    assert e.value.where == str(path)
-    Journal(path, HERE, fresh=True)
-    line = json.dumps(dataclasses.asdict(Sample(key="x", seconds=1.0, spread=0.0, repeats=1, inner=1)))
-    path.write_text(path.read_text() + "torn\n" + line + "\n")
-    with pytest.raises(PaseError, match="cannot be read") as e:
-        Journal(path, HERE)
-    assert e.value.where == f"{path}:2"
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    id: int
-    process_index: int = 0
-    coords: tuple[int, int, int] | None = None
-    platform: str = "tpu"
-
-    @property
-    def core_on_chip(self) -> int:
-        if self.platform != "tpu":
-            raise AttributeError
-        return 0
-
-
-def test_levels_are_processes_or_a_torus():
-    ordered, levels = level_layout([Chip(i, i // 4) for i in reversed(range(8))])
-    assert [d.id for d in ordered] == list(range(8))
-    assert [(l.name, l.ways) for l in levels] == [("device", 4), ("process", 2)]
-    assert [(l.name, l.ways) for l in level_layout([Chip(i, i) for i in range(2)])[1]] == [("process", 2)]
-    assert [(l.name, l.ways) for l in level_layout([Chip(0)])[1]] == [("device", 1)]
-    torus, levels = level_layout([Chip(i, i // 4, (i % 4, i // 4, 0)) for i in range(8)])
-    assert [(l.name, l.ways, l.topology) for l in levels] == [("x", 4, "torus"), ("y", 2, "torus")]
-    assert [d.coords[:2] for d in torus] == [(x, y) for y in range(2) for x in range(4)]
-    cards = [Chip(i, i // 4, (0, i // 4, i % 4), "gpu") for i in reversed(range(8))]
-    ordered, levels = level_layout(cards)
-    assert [d.id for d in ordered] == list(range(8))
-    assert [(l.name, l.ways) for l in levels] == [("device", 4), ("process", 2)]
-    with pytest.raises(PaseError, match="numbers of devices"):
-        level_layout([Chip(0), Chip(1), Chip(2, 1)])
-
-
-def test_levels_by_hand():
-    assert [l.ways for l in parse_levels("host=2, rack=3", 6)] == [2, 3]
-    with pytest.raises(PaseError, match="6 devices") as e:
-        parse_levels("host=2,rack=3", 8)
-    assert e.value.where == "--levels" and "8" in e.value.fix
-    with pytest.raises(PaseError, match="'2x3'") as e:
-        parse_levels("2x3", 6)
-    assert e.value.where == "--levels" and "NAME=WAYS" in e.value.fix

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from pase.machine import Algorithm, Device, LinkLevel, Machine, Mesh
+from pase.machine import Algorithm, CollectiveCurve, Curve, Device, LinkLevel, Machine, MatmulTable, Mesh
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "broadcast")
 
@@ -81,3 +81,18 @@ def axes(*sizes: int) -> Mesh:
 kinds = st.sampled_from(KINDS)
 # 0, or anything from a byte to a terabyte.
 sizes_of_buffers = st.one_of(st.just(0.0), st.floats(0, 12).map(lambda e: 10.0**e))
+
+# Measured tables.
+TABLE = MatmulTable(
+    dtype="bfloat16",
+    m=(128, 1024, 8192),
+    n=(128, 1024),
+    k=(64, 1024),
+    flops_per_s=tuple(1e12 * x for x in (1, 3, 4, 9, 5, 12, 20, 40, 8, 20, 30, 60)),
+)
+CURVES = (
+    CollectiveCurve(
+        kind="all_reduce", ways=(4, 1), curve=Curve(nbytes=(1e3, 1e6, 1e9), seconds=(2e-5, 5e-5, 2e-2))
+    ),
+    CollectiveCurve(kind="all_gather", ways=(1, 4), curve=Curve(nbytes=(1e3, 1e9), seconds=(4e-5, 1e-1))),
+)

@@ -1,4 +1,4 @@
-"""The HLO reader finds the collectives of compiled JAX programs whose collectives are known."""
+"""Collectives that the HLO reader finds: those of compiled JAX programs, and those of handwritten HLO text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from pase.hlo import collectives as hlo
 from pase.machine.types import Mesh
-from tests.hlo.programs import ALONG_X, ALONG_Y, MESH, X, Y, one
+from tests.hlo.programs import ALONG_X, ALONG_Y, MESH, X, Y, module, one
 
 
 def compiled(f, *shapes, specs=None, out=None, dtype="float32"):
@@ -196,3 +196,133 @@ def test_sixteen_bits_are_widened_on_the_host_and_marked():
     f = local(lambda a: jax.lax.psum(a, "x"), P("x", "y"), P(None, "y"))
     c = one(hlo.collectives(compiled(f, (8, 16), dtype="bfloat16")))
     assert (c.dtypes, c.promoted, c.bytes) == (("f32",), True, 2 * 8 * 4)
+
+
+WRAPPED = """\
+%wrapped (q: f32[16]) -> f32[4] {
+  %q = f32[16]{0} parameter(0)
+  ROOT %rs = f32[4]{0} reduce-scatter(%q), channel_id=5, replica_groups=[2,4]<=[8], dimensions={0}, to_apply=%add
+}
+%exchanged (r: f32[16]) -> f32[16] {
+  %r = f32[16]{0} parameter(0)
+  ROOT %aa = f32[16]{0} all-to-all(%r), channel_id=6, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+}"""
+
+
+TWO = "(f32[64]{0}, f32[64]{0})"
+
+
+@pytest.mark.parametrize(
+    ("start", "done", "made", "kind", "nbytes"),
+    [
+        (
+            "f32[16]{0} all-reduce-start(%p), replica_groups=[2,4]<=[8], to_apply=%add",
+            "all-reduce-done(%s)",
+            "f32[16]{0}",
+            "all_reduce",
+            64,
+        ),
+        (
+            f"((f32[16]{{0}}, f32[16]{{0}}), {TWO}) all-gather-start(%p, %p), "
+            "replica_groups=[2,4]<=[8], dimensions={0}",
+            "all-gather-done(%s)",
+            TWO,
+            "all_gather",
+            2 * 64 * 4,
+        ),
+        (
+            "(f32[16]{0:S(5)}, f32[16]{0}, u32[]{:S(2)}, u32[]{:S(2)}) "
+            "collective-permute-start(f32[16]{0} %p), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}",
+            "collective-permute-done(%s)",
+            "f32[16]{0}",
+            "permute",
+            64,
+        ),
+        (
+            "((f32[16]{0}), f32[4]{0}, u32[]) async-start(%p), calls=%wrapped",
+            "async-done(%s), calls=%wrapped",
+            "f32[4]{0}",
+            "reduce_scatter",
+            64,
+        ),
+        (
+            "((f32[16]{0}), f32[16]{0}) async-start(%p), calls=%exchanged",
+            "async-done(%s), calls=%exchanged",
+            "f32[16]{0}",
+            "all_to_all",
+            64,
+        ),
+    ],
+    ids=["all-reduce", "all-gather", "permute", "reduce-scatter", "all-to-all"],
+)
+def test_async_forms_count_once(start, done, made, kind, nbytes):
+    lines = ("%p = f32[16]{0} parameter(0)", f"%s = {start}", f"ROOT %d = {made} {done}")
+    c = one(hlo.collectives(module(*lines, before=WRAPPED, made=made)))
+    assert (c.kind, c.bytes, c.group_size) == (kind, nbytes, 4)
+
+
+def test_no_groups_means_all_devices_and_one_device_is_no_traffic():
+    lines = (
+        "%p = f32[16]{0} parameter(0)",
+        "%a = f32[16]{0} all-reduce(%p), replica_groups={}, to_apply=%add",
+        "ROOT %b = f32[16]{0} all-reduce(%a), replica_groups=[8,1]<=[8], to_apply=%add",
+    )
+    found = hlo.collectives(module(*lines), MESH)
+    assert [(c.group_size, c.axes) for c in found] == [(8, X | Y), (1, 0)]
+    assert hlo.summary(found) == {"all_reduce": (1, 64)}
+
+
+def test_a_computation_called_twice_counts_twice():
+    lines = (
+        "%p = f32[16]{0} parameter(0)",
+        "%a = f32[4]{0} call(%p), to_apply=%wrapped",
+        "ROOT %b = f32[4]{0} fusion(%p), kind=kCustom, calls=%wrapped",
+    )
+    c = one(hlo.collectives(module(*lines, before=WRAPPED, made="f32[4]")))
+    assert (c.kind, c.count) == ("reduce_scatter", 2)
+    assert hlo.summary([c]) == {"reduce_scatter": (2, 128)}
+
+
+OVERLAPPED = """\
+%start (a: f32[4]) -> (f32[4], f32[16]) {
+  %a = f32[4]{0} parameter(0)
+  %g0 = f32[16]{0} all-gather(%a), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT %c0 = (f32[4]{0}, f32[16]{0}) custom-call(%g0), custom_call_target="AsyncCollectiveStart"
+}
+%beside (b: f32[4]) -> f32[16] {
+  %b = f32[4]{0} parameter(0)
+  ROOT %g1 = f32[16]{0} all-gather(%b), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}, \
+backend_config={"async_collective_fusion_config":{"flag_start":"2"}}
+}
+%end (c: f32[4]) -> f32[16] {
+  %c = f32[4]{0} parameter(0)
+  %g2 = f32[16]{0} all-gather(%c), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT %c2 = f32[16]{0} custom-call(%c, %g2), custom_call_target="AsyncCollectiveDone"
+}"""
+
+
+def test_a_collective_fused_with_the_work_that_hides_it_counts_once():
+    lines = (
+        "%p = f32[4]{0} parameter(0)",
+        "%s = (f32[4]{0}, f32[16]{0}) fusion(%p), kind=kCustom, calls=%start",
+        "%t = f32[16]{0} fusion(%p), kind=kOutput, calls=%beside",
+        "ROOT %e = f32[16]{0} fusion(%p), kind=kCustom, calls=%end",
+    )
+    c = one(hlo.collectives(module(*lines, before=OVERLAPPED, read="f32[4]")))
+    assert (c.kind, c.bytes, c.name, c.count) == ("all_gather", 64, "g0", 1)
+
+
+def test_tpus_fused_reduce_scatter_is_one():
+    before = """\
+%all-reduce-scatter.1 (input: f32[16]) -> f32[4] {
+  %input = f32[16]{0:T(128)} parameter(0)
+  %ar = f32[16]{0:T(128)} all-reduce(%input), channel_id=9, replica_groups=[2,4]<=[8], to_apply=%add
+  %at = u32[] partition-id()
+  ROOT %ds = f32[4]{0:T(128)} dynamic-slice(%ar, %at), dynamic_slice_sizes={4}
+}"""
+    lines = (
+        "%p = f32[16]{0} parameter(0)",
+        "ROOT %f = f32[4]{0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1",
+    )
+    c = one(hlo.collectives(module(*lines, before=before, made="f32[4]")))
+    assert (c.kind, c.bytes, c.group_size) == ("reduce_scatter", 64, 4)

@@ -3,11 +3,9 @@
 import math
 import re
 import tomllib
-from importlib import resources
 from pathlib import Path
 
 import jsonschema
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -347,22 +345,6 @@ def test_a_memory_tile_is_rows_and_columns():
         with pytest.raises(PaseError) as e:
             parse(text, "f.toml")
         assert "device/memory_tile" in str(e.value) and message in str(e.value)
-
-
-def test_efficiency_by_dtype_and_kernels_by_name():
-    """A dtype's own efficiency takes precedence over its kind's. A named attention kernel has a rate per direction."""
-    h100 = load("h100x8").device
-    assert h100.reached("matmul", "float8_e4m3fn") == 0.647 < h100.reached("matmul", "bfloat16") == 0.72
-    assert h100.reached("conv", "bfloat16") == 0.6 and h100.reached("other", "bfloat16") == 1.0
-    flash2, cudnn, _ = h100.attention_kernels
-    assert (flash2.name, cudnn.name) == ("flash2", "cudnn")
-    keys = np.array([512.0, 8192.0])
-    assert (flash2.at(keys, backward=False) < cudnn.at(keys, backward=False)).all()
-    text = (resources.files("pase.machine") / "data" / "h100x8.toml").read_text(encoding="utf-8")
-    with pytest.raises(PaseError, match=r"matmul\.float9: is not known"):
-        parse(text.replace("matmul.float8_e5m2", "matmul.float9"), "x")
-    with pytest.raises(PaseError, match="attention_kernels/0/forward"):
-        parse(text.replace("forward = [0.193", "forward = [1.5, 0.193"), "x")
 
 
 def test_a_number_of_thousands_of_digits_is_refused():

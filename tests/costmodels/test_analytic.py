@@ -1,4 +1,4 @@
-"""Costs of local work, measured tables, and PaSE's own model."""
+"""Costs of local work in seconds, by formulas and by measured tables. Collectives are in ``test_collectives.py``."""
 
 from dataclasses import replace
 
@@ -7,41 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pase.costmodels import get, names
+from pase.costmodels import get
 from pase.costmodels.analytic import Analytic
-from pase.errors import PaseError
-from pase.machine import (
-    CollectiveCurve,
-    CostModel,
-    Curve,
-    MatmulTable,
-    Tile,
-    load,
-    mesh_from,
-)
+from pase.machine import Curve, Tile, load
 from pase.machine import names as machine_names
-from pase.machine.tables import curve_s, matmul_flops_per_s
-from tests.costmodels.machines import axes, device, flat, nested
+from tests.costmodels.machines import CURVES, TABLE, axes, device, flat, nested
 
 GPUS = ["1080tix8", "2080tix8", "v100x8", "a100x8", "h100x8", "h200x8"]
 work = st.floats(0, 16).map(lambda e: 10.0**e)
 extents = st.integers(1, 20000)
-
-
-@pytest.mark.parametrize("name", names())
-@pytest.mark.parametrize("machine", machine_names())
-def test_every_model_answers_the_protocol_on_every_machine(name, machine):
-    model = get(name, load(machine))
-    assert isinstance(model, CostModel)
-    assert (model.name, model.unit) in {("analytic", "s"), ("paper", "FLOP")}
-    got = model.compute("matmul", "bfloat16", np.array([0.0, 1e12]), np.array([0.0, 1e9]))
-    assert got[0] == 0 < got[1]
-    assert model.collective("all_reduce", mesh_from("2x4", 8), np.arange(4), 1e6).shape == (4,)
-
-
-def test_an_unknown_model_names_those_there_are():
-    with pytest.raises(PaseError, match="no cost model 'guess'"):
-        get("guess", flat())
 
 
 # -- roofline --
@@ -60,12 +34,6 @@ def test_roofline_is_the_slower_of_two_plus_a_launch():
 def test_a_dtype_that_is_not_listed_is_slow_but_never_free():
     model = Analytic(flat())
     assert model.compute("matmul", "int4", 1e12, 0) == model.compute("matmul", "float32", 1e12, 0)
-
-
-@pytest.mark.parametrize("name", names())
-def test_an_unknown_kind_of_work_is_refused(name):
-    with pytest.raises(ValueError, match="got 'sort'"):
-        get(name, flat()).compute("sort", "float32", 1.0, 1.0)
 
 
 @given(
@@ -165,19 +133,6 @@ def test_a_head_of_64_half_fills_the_tpus_128_rows():
 
 # -- measured tables --
 
-TABLE = MatmulTable(
-    dtype="bfloat16",
-    m=(128, 1024, 8192),
-    n=(128, 1024),
-    k=(64, 1024),
-    flops_per_s=tuple(1e12 * x for x in (1, 3, 4, 9, 5, 12, 20, 40, 8, 20, 30, 60)),
-)
-CURVES = (
-    CollectiveCurve(
-        kind="all_reduce", ways=(4, 1), curve=Curve(nbytes=(1e3, 1e6, 1e9), seconds=(2e-5, 5e-5, 2e-2))
-    ),
-    CollectiveCurve(kind="all_gather", ways=(1, 4), curve=Curve(nbytes=(1e3, 1e9), seconds=(4e-5, 1e-1))),
-)
 MEASURED = Analytic(
     replace(
         nested(8),
@@ -227,31 +182,6 @@ def test_a_convolution_keeps_its_distance_from_measured_matmuls():
     assert conv == pytest.approx(matmul * 0.8 / 0.6)
 
 
-def test_a_curve_between_points_is_a_startup_and_a_rate():
-    c = CURVES[0].curve
-    mid = float(curve_s(c, np.array(sum(c.nbytes[:2]) / 2)))
-    assert mid == pytest.approx(sum(c.seconds[:2]) / 2)
-    # Below the table: its first time. Above: its last rate.
-    assert curve_s(c, np.array([1.0, 4e9])) == pytest.approx([2e-5, 8e-2])
-
-
-def test_a_product_between_points_takes_seconds_straight_in_each_extent():
-    """A cost of launch, operands, result and multiply-adds is interpolated exactly between the corners."""
-
-    def seconds(m, n, k):
-        return 1e-6 + 1e-9 * (m * n + 2 * n * k + 3 * m * k) + 1e-11 * m * n * k
-
-    extents = (8, 128, 2048)
-    rates = tuple(m * n * k * 2 / seconds(m, n, k) for m in extents for n in extents for k in extents)
-    table = MatmulTable(dtype="float32", m=extents, n=extents, k=extents, flops_per_s=rates)
-    for m, n, k in ((8, 128, 2048), (24, 500, 129), (2000, 9, 1024)):
-        rate = matmul_flops_per_s(table, *(np.array(float(x)) for x in (m, n, k)))
-        assert float(rate) == pytest.approx(2 * m * n * k / seconds(m, n, k))
-    assert float(matmul_flops_per_s(TABLE, np.array(1e9), np.array(1.0), np.array(1.0))) == pytest.approx(
-        8e12
-    )
-
-
 def test_unmeasured_ways_follow_the_nearest_measured_ones():
     """8 devices in a node, measured for 4: scaled as the formulas scale large tensors, by 7/8 over 3/4."""
     n = np.array([1e3, 1e6, 1e9])
@@ -262,54 +192,6 @@ def test_unmeasured_ways_follow_the_nearest_measured_ones():
     assert MEASURED.collective("all_reduce", axes(4, 8), 1, n) == pytest.approx(
         plain.collective("all_reduce", axes(4, 8), 1, n)
     )
-
-
-# -- PaSE's model --
-
-
-def test_paper_model_prices_the_prototypes_gemm():
-    """B'(3m'n'k' + AR(m'n',P_k) + AR(m'k',P_n) + AR(n'k',P_m)), AR(w,P) = r 2(P-1)/P w, r = 5000."""
-    model = get("paper", load("1080tix8"))
-    mesh = mesh_from("m=4,n=2,k=4", 32)
-    m, n, k = 64, 32, 128
-    lm, ln, lk = m / 4, n / 2, k / 4
-
-    def reduce(words, axis_set):
-        return float(model.collective("all_reduce", mesh, axis_set, 8 * words))
-
-    forward = float(model.compute("matmul", "float32", 2 * lm * ln * lk, 1e9))
-    got = 3 * forward + reduce(lm * ln, 4) + reduce(lm * lk, 2) + reduce(ln * lk, 1)
-
-    def ar(words, p):
-        return 5000 * 2 * (p - 1) / p * words
-
-    assert got == pytest.approx(3 * lm * ln * lk + ar(lm * ln, 4) + ar(lm * lk, 2) + ar(ln * lk, 4))
-
-
-def test_paper_model_counts_a_multiply_add_once():
-    model = get("paper", load("1080tix8"))
-    assert [float(model.compute(kind, "float32", 100.0, 1e9)) for kind in ("matmul", "conv", "memory")] == [
-        50.0,
-        50.0,
-        100.0,
-    ]
-
-
-def test_paper_model_knows_no_hierarchy_and_halves_the_all_reduce():
-    model = get("paper", load("1080tix8"))
-    inner, outer = (float(model.collective("all_reduce", mesh_from("8x8", 64), s, 1e6)) for s in (2, 1))
-    assert inner == outer
-    for kind in ("reduce_scatter", "all_gather"):
-        assert 2 * float(model.collective(kind, mesh_from("8x8", 64), 1, 1e6)) == outer
-
-
-def test_paper_model_takes_its_ratio_from_the_machine():
-    def r(name):
-        model = get("paper", load(name))
-        return float(model.collective("permute", mesh_from("2", 2), 1, 8.0))
-
-    assert r("1080tix8") == r("2080tix8") == 5000
-    assert r("h100x8") == pytest.approx(8 * 494.7e12 / 50e9)
 
 
 def test_fused_attention_runs_at_its_own_rate():

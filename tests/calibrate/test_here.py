@@ -1,0 +1,49 @@
+"""The link levels of this host's devices, found or stated."""
+
+import dataclasses
+
+import pytest
+
+from pase.calibrate.here import level_layout, parse_levels
+from pase.errors import PaseError
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    id: int
+    process_index: int = 0
+    coords: tuple[int, int, int] | None = None
+    platform: str = "tpu"
+
+    @property
+    def core_on_chip(self) -> int:
+        if self.platform != "tpu":
+            raise AttributeError
+        return 0
+
+
+def test_levels_are_processes_or_a_torus():
+    ordered, levels = level_layout([Chip(i, i // 4) for i in reversed(range(8))])
+    assert [d.id for d in ordered] == list(range(8))
+    assert [(l.name, l.ways) for l in levels] == [("device", 4), ("process", 2)]
+    assert [(l.name, l.ways) for l in level_layout([Chip(i, i) for i in range(2)])[1]] == [("process", 2)]
+    assert [(l.name, l.ways) for l in level_layout([Chip(0)])[1]] == [("device", 1)]
+    torus, levels = level_layout([Chip(i, i // 4, (i % 4, i // 4, 0)) for i in range(8)])
+    assert [(l.name, l.ways, l.topology) for l in levels] == [("x", 4, "torus"), ("y", 2, "torus")]
+    assert [d.coords[:2] for d in torus] == [(x, y) for y in range(2) for x in range(4)]
+    cards = [Chip(i, i // 4, (0, i // 4, i % 4), "gpu") for i in reversed(range(8))]
+    ordered, levels = level_layout(cards)
+    assert [d.id for d in ordered] == list(range(8))
+    assert [(l.name, l.ways) for l in levels] == [("device", 4), ("process", 2)]
+    with pytest.raises(PaseError, match="numbers of devices"):
+        level_layout([Chip(0), Chip(1), Chip(2, 1)])
+
+
+def test_levels_by_hand():
+    assert [l.ways for l in parse_levels("host=2, rack=3", 6)] == [2, 3]
+    with pytest.raises(PaseError, match="6 devices") as e:
+        parse_levels("host=2,rack=3", 8)
+    assert e.value.where == "--levels" and "8" in e.value.fix
+    with pytest.raises(PaseError, match="'2x3'") as e:
+        parse_levels("2x3", 6)
+    assert e.value.where == "--levels" and "NAME=WAYS" in e.value.fix
