@@ -52,7 +52,7 @@ def lines(document: str) -> list[str]:
 
 
 def test_notes_add_options_to_the_commands_they_name():
-    found = lines("README.md")
+    found = lines("command-line.md")
     assert sum("--budget" in line for line in found) == 1
     assert "pase profile -o traces -- python examples/train.py --steps 8" in found
     assert sum(line.startswith("pase ") for line in found) >= 15
