@@ -1,17 +1,17 @@
-"""Every answer that a change of the code's structure must leave alone, written down; and two such files compared.
+"""Records the answers of the public commands, and compares two such records.
 
     python -m bench.answers write FILE [--parts zoo,search,schedule,replay] [--models gpt2,vgg19] [--devices 8,32]
-    python -m bench.answers compare BEFORE AFTER     # exit status 1 where they differ
+    python -m bench.answers compare BEFORE AFTER     # exit status 1 if they differ
 
-``write`` puts into FILE, through the public commands alone, so that one script serves two versions: each zoo model's
-layout for 8, 32 and 64 devices (cost, bound, memory by kind, strategy, collectives, baselines), the cost of each
-instance that ``--data`` has, the bucket plans of all policies on three layouts, and replays of the traces. Numbers are
-compared to a relative 1e-9. Seconds spent are kept beside the answers and never compared, but their sums are printed.
+A refactoring must not change these answers. ``write`` uses only the public commands, so that one script serves two
+versions. It writes the layout of each zoo model for 8, 32 and 64 devices (cost, bound, memory by kind, strategy,
+collectives, baselines), the cost of each instance in ``--data``, the bucket plans of all policies on three layouts, and
+replays of the traces. Numbers are compared to a relative 1e-9. Seconds are recorded but not compared; their sums are
+printed.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.cases import SHARED
-from bench.provenance import ROOT, save
+from bench.runner import ROOT, parser, save
 
 DEVICES = (8, 32, 64)
 SCHEDULED = ("gpt2", "vgg19", "resnet101")
@@ -191,10 +191,8 @@ def compare(before: Path, after: Path) -> int:
 
 def main() -> None:
     """Writes the answers to FILE, or compares two such files and prints where they differ."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
+    made = parser(__doc__, "")
+    commands = made.add_subparsers(dest="command", required=True)
     w = commands.add_parser("write")
     w.add_argument("file", type=Path)
     w.add_argument("--parts", default=",".join(PARTS))
@@ -204,7 +202,7 @@ def main() -> None:
     c = commands.add_parser("compare")
     c.add_argument("before", type=Path)
     c.add_argument("after", type=Path)
-    a = parser.parse_args()
+    a = made.parse_args()
     if a.command == "compare":
         sys.exit(1 if compare(a.before, a.after) else 0)
     answers: dict[str, Any] = {}

@@ -1,36 +1,33 @@
-"""How often ``plan.jax.check`` raises a false alarm, and which planted faults it misses.
-
-Programs of the composer (float64), in the ways in which they are planned and run, and models of the zoo in their
-reduced sizes (float32). Each is checked as it is, and with faults (``bench/audit/check_faults.py``). A fault does harm
-if, on any device, the loss, the next state or a gradient is another than without it, by more than 1e-3 of its largest
-element: the check itself is not asked. Some rows have the verdict of lines alone, too, as of a model that no device
-holds. Lines can find faults with the right loss; of a wrong loss the gradient may be right.
+"""False alarms and missed faults of ``plan.jax.check``.
 
     python -m bench.audit.check_rates --seeds 0-20 --zoo mlp gpt2
+
+The programs are those of the composer (float64), in each way to plan and run them, and zoo models in their reduced
+sizes (float32). Each is checked as it is, and with planted faults (``bench/audit/check_faults.py``). A fault does harm
+if it changes the loss, the next state or a gradient on any device by more than 1e-3 of the largest element; the check
+itself does not decide this. Some rows also have the verdict of a check along lines alone, as for a model that no device
+can hold. Lines can find faults that leave the loss right; if the loss is wrong, its gradient may still be right.
+Writes bench/results/check_rates.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import os
 import time
 import warnings
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
 from bench.composer.runner import ENVIRONMENT
-from bench.provenance import BEGAN, RESULTS, save
+from bench.runner import Benchmark, numbers, option
 
-OUT = RESULTS / "check_rates.json"
 HARM = 1e-3
 
 
@@ -186,35 +183,6 @@ def _harm(row: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def programs(seeds: list[int], parts: int, zoo: list[str]) -> Iterator[tuple[str, Checker]]:
-    """Each program in each of its ways to be run."""
-    from bench.cases.plans import reduced
-    from bench.composer.jax_manners import planned
-    from bench.composer.jax_programs import draw, program_of
-    from pase.errors import PaseError
-
-    for name in zoo:
-        case = reduced(name)
-        for strategy in ("ours@2x4", "fsdp"):
-            if (plan := case.plan(strategy)) is not None:
-                arguments = case.model.init(0)
-                yield f"zoo:{name} {strategy}", Checker(plan=plan, arguments=arguments, lowering="manual")
-    for seed in seeds:
-        spec = draw(seed)
-        if len(spec.parts) > parts:
-            continue
-        program = program_of(spec)
-        for manner in spec.manners:
-            word, lowering, _ = manner.split("/")
-            try:
-                plan = planned(program, word)
-            except PaseError:
-                continue
-            if plan is not None:
-                arguments = (program.params, program.batch)
-                yield f"{seed} {manner}", Checker(plan=plan, arguments=arguments, lowering=lowering)
-
-
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts: false alarms of right steps, and planted faults that do harm and are not found."""
     right = [r for r in rows if "fault" not in r and r["verdict"] != "refused"]
@@ -241,40 +209,73 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def numbers(text: str) -> list[int]:
-    """
-    >>> numbers("3,7-9")
-    [3, 7, 8, 9]
-    """
-    parts = [part.partition("-") for part in text.split(",")]
-    return [n for first, _, last in parts for n in range(int(first), int(last or first) + 1)]
+def programs(given: Namespace) -> dict[str, tuple[int | None, str]]:
+    """Returns (seed, way to run) of each composed program, and (None, strategy) of each zoo model."""
+    from bench.composer.jax_programs import draw
+
+    zoo = {f"zoo:{name} {s}": (None, f"{name} {s}") for name in given.zoo for s in ("ours@2x4", "fsdp")}
+    specs = {seed: draw(seed) for seed in given.seeds}
+    drawn = {
+        f"{seed} {manner}": (seed, manner)
+        for seed, spec in specs.items()
+        if len(spec.parts) <= given.parts
+        for manner in spec.manners
+    }
+    return zoo | drawn
 
 
-def main() -> None:
-    """Writes bench/results/check_rates.json after each program; programs that it has are not run again."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=numbers, default=list(range(40)))
-    parser.add_argument("--parts", type=int, default=4, help="programs of at most so many layers")
-    parser.add_argument("--zoo", nargs="*", default=["mlp", "gpt2"])
-    parser.add_argument("--faults", type=int, default=5, help="in what the step computes, of each program")
-    parser.add_argument("--lines", type=int, default=2, help="of so many of them lines are run, too")
-    parser.add_argument("--moves", type=int, default=1, help="whether a move is made wrong, too")
-    parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args()
-    os.environ |= ENVIRONMENT
-    warnings.simplefilter("ignore")
-    rows: list[dict[str, Any]] = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
-    known = {r["program"] for r in rows}
-    for name, checker in programs(given.seeds, given.parts, given.zoo):
-        if name in known:
-            continue
+def checker(seed: int | None, manner: str) -> Checker | None:
+    """Returns the checker of one program in one way to run it; None if it has no such plan."""
+    from bench.cases.plans import reduced
+    from bench.composer.jax_manners import planned
+    from bench.composer.jax_programs import draw, program_of
+    from pase.errors import PaseError
+
+    if seed is None:
+        name, strategy = manner.split()
+        case = reduced(name)
+        plan, arguments, lowering = case.plan(strategy), case.model.init(0), "manual"
+    else:
+        program = program_of(draw(seed))
+        word, lowering, _ = manner.split("/")
+        arguments = (program.params, program.batch)
+        try:
+            plan = planned(program, word)
+        except PaseError:
+            return None
+    return None if plan is None else Checker(plan=plan, arguments=arguments, lowering=lowering)
+
+
+def measured(case: tuple[int | None, str], given: Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the rows of one program."""
+    seed, manner = case
+    if (found := checker(seed, manner)) is not None:
+        name = f"zoo:{manner}" if seed is None else f"{seed} {manner}"
         rng = np.random.default_rng([*name.encode()])
-        for found in checks(name, checker, given.faults, given.lines, given.moves, rng):
-            rows.append(found | {"commit": BEGAN["commit"]})
-            print(json.dumps(found), flush=True)
-        save({"summary": summary(rows), "rows": rows}, given.out)
-    print(json.dumps(summary(rows), indent=1))
+        yield from checks(name, found, given.faults, given.lines, given.moves, rng)
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="check_rates",
+    rows=programs,
+    measure=measured,
+    named="{program}",
+    head=lambda rows, _: {"summary": summary(rows)},
+    line=lambda name, r: f"{r['program']} {r.get('fault', '')}: {r['verdict']}",
+    options=[
+        option("--seeds", type=numbers, default=list(range(40))),
+        option("--parts", type=int, default=4, help="programs of at most this many layers"),
+        option("--zoo", nargs="*", default=["mlp", "gpt2"]),
+        option("--faults", type=int, default=5, help="faults in what the step computes, per program"),
+        option("--lines", type=int, default=2, help="check this many of them by lines alone, too"),
+        option("--moves", type=int, default=1, help="0: no fault in a reshard"),
+    ],
+    prepare=lambda _: warnings.simplefilter("ignore"),
+    environment=ENVIRONMENT,
+    resumes=True,
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

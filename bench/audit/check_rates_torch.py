@@ -1,29 +1,26 @@
-"""How often ``plan.torch.check`` raises a false alarm, and which planted faults it misses.
-
-Programs of the composer (``bench.composer``, float64) on four ranks, which are threads. Each is checked as it is, and
-with one of the following wrong: one rank's or all ranks' gradient of a parameter, the batch of which the gradients are,
-gradients of an earlier step, the buffers that a step leaves.
+"""False alarms and missed faults of ``plan.torch.check``.
 
     python -m bench.audit.check_rates_torch --seeds 0-20
+
+The programs are those of the composer (float64), on four ranks that are threads. Each is checked as it is, and with one
+of these faults: a wrong gradient of a parameter on one rank or on all, gradients of another batch, gradients of an
+earlier step, or wrong buffers after the step. Writes bench/results/check_rates_torch.json.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-from bench.audit.check_rates import HARM, numbers, summary
-from bench.provenance import BEGAN, RESULTS, save
-
-OUT = RESULTS / "check_rates_torch.json"
+from bench.audit.check_rates import HARM, summary
+from bench.runner import Benchmark, numbers, option
 
 
 def _rolled(g: Any) -> Any:
@@ -173,52 +170,64 @@ def checked(
     return out
 
 
-def main() -> None:
-    """Writes bench/results/check_rates_torch.json after each program; programs that it has are not run again."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=numbers, default=list(range(40)))
-    parser.add_argument("--faults", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    import torch
+def programs(given: Namespace) -> dict[str, tuple[int, str]]:
+    """Returns (seed, way to run) of each program that is run eagerly."""
+    from bench.composer.torch_programs import draw
 
+    ways = {f"{seed} {manner}": (seed, manner) for seed in given.seeds for manner in draw(seed).manners}
+    return {name: way for name, way in ways.items() if way[1].split("/")[1] == "eager"}
+
+
+def measured(case: tuple[int, str], given: Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the rows of one program: as it is, and with faults."""
     from bench.composer.torch_manners import planned
     from bench.composer.torch_programs import draw, program_of
     from pase.errors import PaseError
 
+    seed, manner = case
+    name = f"{seed} {manner}"
+    program = program_of(draw(seed))
+    try:
+        plan = planned(program, manner.split("/")[0])
+    except PaseError:
+        return
+    if plan is None or plan.pipeline is not None:
+        return
+    rng = np.random.default_rng([*name.encode()])
+    held: dict[Any, Any] = {}
+    clean = checked(plan, program.module, program.batch, None, True, held)
+    yield {"program": name} | clean | {"lines": clean["verdict"]}
+    if clean.get("reference") is True:
+        source = faults(tuple(clean["parameters"]), clean["written"], rng)
+        for kind, where, fault in itertools.islice(source, given.faults):
+            row = checked(plan, program.module, program.batch, fault, False, held)
+            yield {"program": name, "fault": kind, "where": where, "harm": True} | row
+
+
+def prepare(_: Namespace) -> None:
+    """Sets PyTorch to one thread."""
+    import torch
+
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
-    known = {r["program"] for r in rows}
-    for seed in given.seeds:
-        spec = draw(seed)
-        for manner in spec.manners:
-            name, (word, runs, _) = f"{seed} {manner}", manner.split("/")
-            if name in known or runs != "eager":
-                continue
-            program = program_of(spec)
-            try:
-                plan = planned(program, word)
-            except PaseError:
-                continue
-            if plan is None or plan.pipeline is not None:
-                continue
-            rng = np.random.default_rng([*name.encode()])
-            held: dict[Any, Any] = {}
-            clean = checked(plan, program.module, program.batch, None, True, held)
-            made = [clean | {"lines": clean["verdict"]}]
-            if clean.get("reference") is True:
-                source = faults(tuple(clean["parameters"]), clean["written"], rng)
-                for _ in range(given.faults):
-                    kind, where, fault = next(source)
-                    row = checked(plan, program.module, program.batch, fault, False, held)
-                    made.append({"fault": kind, "where": where, "harm": True} | row)
-            for row in made:
-                rows.append({"program": name, "commit": BEGAN["commit"]} | row)
-                print(json.dumps(rows[-1]), flush=True)
-            save({"summary": summary(rows), "rows": rows}, given.out)
-    print(json.dumps(summary(rows), indent=1))
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="check_rates_torch",
+    rows=programs,
+    measure=measured,
+    named="{program}",
+    head=lambda rows, _: {"summary": summary(rows)},
+    line=lambda name, r: f"{r['program']} {r.get('fault', '')}: {r['verdict']}",
+    options=[
+        option("--seeds", type=numbers, default=list(range(40))),
+        option("--faults", type=int, default=8, help="per program"),
+    ],
+    prepare=prepare,
+    resumes=True,
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,28 +1,27 @@
-"""Communication truth: bytes that plans predict beside bytes in the compiled programs, and their steps' numbers.
+"""Audits communication: predicted bytes against compiled programs.
 
-.venv/bin/python -m bench.audit.communication                    # every reduced zoo model × every strategy; an hour on
-two cores .venv/bin/python -m bench.audit.communication gpt2 mlp           # these models again; the others' rows are
-kept .venv/bin/python -m bench.audit.communication --32 gpt2 mlp      # on 32 devices: compiled, not run; rows that
-stand are kept .venv/bin/python -m bench.audit.communication --lines vit_l16 ours@2x4    # what has no partner, line by
-line; --32 likewise .venv/bin/python -m bench.audit.communication --manual mlp gpt2:ours  # lowered by hand; with --32
-compiled, not run .venv/bin/python -m bench.audit.communication --without=cse gpt2      # pairs by hand that are off,
-compiled without this pass .venv/bin/python -m bench.audit.communication --render           #
-docs/evidence/communication.md from the results alone
+    python -m bench.audit.communication               # each reduced zoo model and strategy; an hour on two cores
+    python -m bench.audit.communication gpt2 mlp      # the rows of these models again
+    python -m bench.audit.communication --32 gpt2     # on 32 devices: compiled, not run
+    python -m bench.audit.communication --lines vit_l16 ours@2x4  # the collectives without a partner, one by one
+    python -m bench.audit.communication --manual "gpt2 ours"      # the manual lowering; with --32 compiled, not run
+    python -m bench.audit.communication --without=cse gpt2        # manual rows that differ, without this pass of XLA
+    python -m bench.audit.communication --page        # docs/evidence/communication.md from the result files
 
-Writes bench/results/comm_truth.json and docs/evidence/communication.md. The devices are 8 JAX host devices, or 32.
+It also compares the step's numbers with the unsharded step. The devices are 8 JAX host devices, or 32. Writes
+bench/results/comm_truth.json (manual lowering: comm_truth_manual.json) and docs/evidence/communication.md.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from functools import lru_cache
 from typing import Any
 
 from bench.audit.communication_page import page
-from bench.provenance import RESULTS, ROOT, save
+from bench.runner import RESULTS, ROOT, Benchmark, option
 
 FILE = RESULTS / "comm_truth.json"
 MANUAL = RESULTS / "comm_truth_manual.json"
@@ -51,123 +50,87 @@ WIDE = (
 """Strategies on 32 devices."""
 
 
-def main(arguments: list[str]) -> None:
-    """Writes bench/results/comm_truth.json, and from it docs/evidence/communication.md; --render writes the page
-    alone."""
-    if arguments != ["--render"]:
-        wide = "--32" in arguments
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ["XLA_FLAGS"] = (
-            f"--xla_force_host_platform_device_count={32 if wide else 8} --xla_backend_optimization_level=0"
-        )
-        without = next((a.partition("=")[2] for a in arguments if a.startswith("--without=")), "")
-        if without:
-            os.environ["XLA_FLAGS"] += f" --xla_disable_hlo_passes={without}"
-        names = [a for a in arguments if not a.startswith("--")]
-        if "--lines" in arguments:
-            lines(*names, wide=wide)
-            return
-        if without:
-            for name in names:
-                for row in rows_without(name, without, wide=wide):
-                    _keep_manual(row)
-        elif "--manual" in arguments:
-            for model in names:
-                name, _, strategy = model.partition(":")
-                for row in manual_rows_of(name, (strategy,) if strategy else (), wide=wide):
-                    _keep_manual(row)
-        else:
-            measure(names, wide=wide)
-    by_hand = json.loads(MANUAL.read_text())["rows"] if MANUAL.exists() else []
-    PAGE.write_text(page(json.loads(FILE.read_text()), by_hand))
-    print(f"wrote {PAGE}", file=sys.stderr)
-
-
-def measure(models: list[str], *, wide: bool) -> None:
-    """Compiles the models under every strategy and puts their rows into the result file."""
-    from pase import zoo
-
-    alike: dict[str, str] = {}
-    first: dict[str, str] = {}
-    for name in zoo.names():
-        m = zoo.reduced(name)
-        alike[name] = first.setdefault(str((m.params, m.batch)), name)
-    devices = 32 if wide else 8
-    for name in models or [name for name, same in alike.items() if name == same]:
-        known = {r["strategy"] for r in _rows() if r["model"] == name and r.get("devices", 8) == devices}
-        for row in wide_rows_of(name, known) if wide else rows_of(name):
-            _keep(row, alike)
-
-
-def _rows() -> list[dict[str, Any]]:
-    return json.loads(FILE.read_text())["rows"] if FILE.exists() else []
-
-
-def _keep(row: dict[str, Any], alike: dict[str, str]) -> None:
-    """Add the row to those in the file. Each is written as soon as it is made, so that an interrupt loses none."""
-    import jax
-
-    from pase import zoo
-
-    print(json.dumps(row), file=sys.stderr, flush=True)
-    key = ("model", "strategy", "devices")
-    rows = [r for r in _rows() if any(r.get(k) != row.get(k) for k in key)] + [row]
-    models, strategies = list(zoo.names()), [*STRATEGIES, *WIDE]
-    result = {
-        "jax": jax.__version__,
-        "devices": 8,
-        "alike": {n: same for n, same in alike.items() if n != same},
-        "rows": sorted(
-            rows,
-            key=lambda r: (models.index(r["model"]), r.get("devices", 8), strategies.index(r["strategy"])),
-        ),
-    }
-    save(result, FILE)
-
-
-def rows_of(name: str) -> Iterator[dict[str, Any]]:
-    """One row per strategy of a model: predicted and compiled bytes, and how far its step is from the unsharded one."""
+@lru_cache(1)
+def _unsharded(name: str) -> Any:
+    """The model's step on one device, which the rows of all strategies are compared with."""
     import optax
 
     from bench.cases.plans import reduced
-    from pase.backends.audit.xla import compare, sharded_step, unsharded_step
+    from pase.backends.audit.xla import unsharded_step
+
+    case = reduced(name)
+    return unsharded_step(case.model.loss_fn, optax.sgd(0.1, momentum=0.9), *case.model.init(0))
+
+
+def measured(name: str, strategy: str, given: Namespace) -> dict[str, Any] | None:
+    """Returns a row: predicted and compiled bytes, and on 8 devices how far the step is from the unsharded one.
+
+    None if the strategy does not apply to the model. The step is run on 8 devices; on 32 it is only compiled. With
+    ``--without``: the row of the result file, with the bytes of a program that XLA compiled without these passes.
+    """
+    import optax
+
+    from bench.cases.plans import reduced
+    from pase.backends.audit.xla import compare, sharded_step
+    from pase.backends.jax.spmd.values import NotManual
 
     optimizer = optax.sgd(0.1, momentum=0.9)
-    case = reduced(name)
-    params, batch = case.model.init(0)
-    whole = unsharded_step(case.model.loss_fn, optimizer, params, batch)
-    for strategy in STRATEGIES:
-        plan = case.plan(strategy)
-        if plan is None:
-            continue
-        began = time.perf_counter()
-        step = sharded_step(plan, optimizer, params, batch, lowering="annotated")
-        off = whole.differences(step)
-        collectives = {
-            r.kind: {"predicted": r.predicted, "on_cpu": r.on_cpu, "compiled": r.compiled}
-            for r in compare(plan, step.compiled)
-            if r.predicted or r.on_cpu or r.compiled
-        }
-        row = {
-            "model": name,
-            "strategy": strategy,
-            "mesh": list(plan.mesh.sizes),
-            "collectives": collectives,
-            "differences": {k: float(f"{v:.2g}") for k, v in off.items()},
-            "rematerialised": len(step.rematerialised),
-            "seconds": round(time.perf_counter() - began, 1),
-        }
-        yield row
+    case = wide_case(name) if given.wide else reduced(name)
+    plan = case.plan(strategy)
+    if plan is None:
+        return None
+    began = time.perf_counter()
+    manual = given.manual or bool(given.without)
+    lowering = "manual" if manual else "annotated"
+    row: dict[str, Any] = {"model": name, "strategy": strategy}
+    row |= {"devices": 32 if given.wide else 8} if manual or given.wide else {}
+    row["mesh"] = list(plan.mesh.sizes)
+    try:
+        if given.wide or given.without:
+            compiled = plan.jax.lower_train_step(optimizer, lowering=lowering).compile()
+        else:
+            step = sharded_step(plan, optimizer, *case.model.init(0), lowering=lowering)
+            off = _unsharded(name).differences(step)
+            row["differences"] = {k: float(f"{v:.2g}") for k, v in off.items()}
+            compiled = step.compiled
+            row |= {} if manual else {"rematerialised": len(step.rematerialised)}
+    except NotManual as e:
+        return row | {"refused": str(e).replace(f"{ROOT}/", "")}
+    found = compare(plan, compiled, lowering)
+    if given.without:
+        known = _off(given)[name, strategy]
+        pairs = {r.kind: r.compiled for r in found if r.kind in _pairs_off(known)}
+        return known | {"without": {**known.get("without", {}), given.without: pairs}}
+    row["collectives"] = {
+        r.kind: {"predicted": r.predicted, **({} if manual else {"on_cpu": r.on_cpu}), "compiled": r.compiled}
+        for r in found
+        if r.predicted or r.compiled or (r.on_cpu and not manual)
+    }
+    return row if manual else row | {"seconds": round(time.perf_counter() - began, 1)}
 
 
-def lines(model: str, strategy: str, *, wide: bool) -> None:
-    """Print the collectives of one plan that the compiled step does not have, and the other way round."""
+def _pairs_off(row: dict[str, Any]) -> list[str]:
+    return [k for k, b in row.get("collectives", {}).items() if b["predicted"] != b["compiled"]]
+
+
+def _off(given: Namespace) -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows of steps lowered as manual in which a kind of collective differs from the prediction."""
+    devices = 32 if given.wide else 8
+    rows = json.loads(MANUAL.read_text())["rows"]
+    return {(r["model"], r["strategy"]): r for r in rows if r["devices"] == devices and _pairs_off(r)}
+
+
+def lines(given: Namespace) -> bool:
+    """With ``--lines``, prints the collectives that only the plan has, and those that only the compiled step has."""
+    if not given.lines:
+        return False
     import optax
 
     from bench.cases.plans import reduced
     from pase.backends.audit.xla import unmatched
 
-    plan = (wide_case(model) if wide else reduced(model)).plan(strategy)
+    model, strategy = given.lines
+    plan = (wide_case(model) if given.wide else reduced(model)).plan(strategy)
     if plan is None:
         raise SystemExit(f"{model} has no strategy {strategy}")
     compiled = plan.jax.lower_train_step(optax.sgd(0.1, momentum=0.9), lowering="annotated").compile()
@@ -181,6 +144,7 @@ def lines(model: str, strategy: str, *, wide: bool) -> None:
         print(
             f"compiled only: {h.count} x {h.kind} {h.bytes:,} of {h.group_size}: {h.computation}/{h.name}, {h.op_name}"
         )
+    return True
 
 
 def wide_case(name: str) -> Any:
@@ -192,107 +156,83 @@ def wide_case(name: str) -> Any:
     return case_of(m.loss_fn, m.params, m.batch, name=f"zoo:{name}", devices=32)
 
 
-def wide_rows_of(name: str, known: set[str]) -> Iterator[dict[str, Any]]:
-    """Rows on 32 devices but the known ones: the step is compiled and not run."""
-    import optax
+def alike() -> dict[str, str]:
+    """Returns for each zoo model the first one that is the same in its reduced size."""
+    from pase import zoo
 
-    from pase.backends.audit.xla import compare
-
-    case = wide_case(name)
-    for strategy in WIDE:
-        plan = None if strategy in known else case.plan(strategy)
-        if plan is None:
-            continue
-        began = time.perf_counter()
-        compiled = plan.jax.lower_train_step(optax.sgd(0.1, momentum=0.9), lowering="annotated").compile()
-        collectives = {
-            r.kind: {"predicted": r.predicted, "on_cpu": r.on_cpu, "compiled": r.compiled}
-            for r in compare(plan, compiled)
-            if r.predicted or r.on_cpu or r.compiled
-        }
-        row = {
-            "model": name,
-            "strategy": strategy,
-            "devices": 32,
-            "mesh": list(plan.mesh.sizes),
-            "collectives": collectives,
-            "seconds": round(time.perf_counter() - began, 1),
-        }
-        yield row
+    first: dict[str, str] = {}
+    models = {name: zoo.reduced(name) for name in zoo.names()}
+    return {name: first.setdefault(str((m.params, m.batch)), name) for name, m in models.items()}
 
 
-def manual_rows_of(name: str, strategies: Sequence[str] = (), *, wide: bool) -> Iterator[dict[str, Any]]:
-    """Rows of steps lowered by hand, under these strategies, or all; on 32 devices the step is compiled and not run."""
-    import optax
-
-    from bench.cases.plans import reduced
-    from pase.backends.audit.xla import compare, sharded_step, unsharded_step
-    from pase.backends.jax.spmd.values import NotManual
-
-    optimizer = optax.sgd(0.1, momentum=0.9)
-    case = wide_case(name) if wide else reduced(name)
-    params, batch = case.model.init(0) if not wide else (None, None)
-    whole = None if wide else unsharded_step(case.model.loss_fn, optimizer, params, batch)
-    for strategy in strategies or (WIDE if wide else STRATEGIES):
-        plan = case.plan(strategy)
-        if plan is None:
-            continue
-        row: dict[str, Any] = {
-            "model": name,
-            "strategy": strategy,
-            "devices": 32 if wide else 8,
-            "mesh": list(plan.mesh.sizes),
-        }
-        try:
-            if whole is None:
-                compiled = plan.jax.lower_train_step(optimizer, lowering="manual").compile()
-            else:
-                step = sharded_step(plan, optimizer, params, batch, lowering="manual")
-                off = whole.differences(step)
-                row["differences"] = {k: float(f"{v:.2g}") for k, v in off.items()}
-                compiled = step.compiled
-        except NotManual as e:
-            yield row | {"refused": str(e).replace(f"{ROOT}/", "")}
-            continue
-        yield row | {
-            "collectives": {
-                r.kind: {"predicted": r.predicted, "compiled": r.compiled}
-                for r in compare(plan, compiled, "manual")
-                if r.predicted or r.compiled
-            }
-        }
+def rows(given: Namespace) -> dict[str, tuple[str, str]]:
+    """Returns (model, strategy) of each row."""
+    models = [name for name, same in alike().items() if name == same]
+    every = [(m, s) for m in models for s in (WIDE if given.wide else STRATEGIES)]
+    return {
+        f"{m} {s} on {32 if given.wide else 8}": (m, s) for m, s in (_off(given) if given.without else every)
+    }
 
 
-def rows_without(name: str, passes: str, *, wide: bool) -> Iterator[dict[str, Any]]:
-    """The rows of a model lowered by hand of which a pair is off, with the bytes of a program that XLA compiled without
-    some passes, "cse" or "cse,algsimp"."""
-    import optax
-
-    from bench.cases.plans import reduced
-    from pase.backends.audit.xla import compare
-
-    devices = 32 if wide else 8
-    for row in json.loads(MANUAL.read_text())["rows"]:
-        pairs = row.get("collectives", {})
-        off = {k for k, b in pairs.items() if b["predicted"] != b["compiled"]}
-        if (row["model"], row["devices"]) != (name, devices) or not off:
-            continue
-        plan = (wide_case(name) if wide else reduced(name)).plan(row["strategy"])
-        compiled = plan.jax.lower_train_step(optax.sgd(0.1, momentum=0.9), lowering="manual").compile()
-        found = {r.kind: r.compiled for r in compare(plan, compiled, "manual") if r.kind in off}
-        yield row | {"without": {**row.get("without", {}), passes: found}}
-
-
-def _keep_manual(row: dict[str, Any]) -> None:
+def head(_: object, given: Namespace) -> dict[str, Any]:
+    """Returns the version of JAX, and which models are alike."""
     import jax
 
-    print(json.dumps(row), file=sys.stderr, flush=True)
-    key = ("model", "strategy", "devices")
-    rows = json.loads(MANUAL.read_text())["rows"] if MANUAL.exists() else []
-    kept = [r for r in rows if any(r[k] != row[k] for k in key)] + [row]
-    kept.sort(key=lambda r: (r["model"], r["devices"], [*STRATEGIES, *WIDE].index(r["strategy"])))
-    save({"jax": jax.__version__, "rows": kept}, MANUAL)
+    if given.manual or given.without:
+        return {"jax": jax.__version__}
+    others = {name: same for name, same in alike().items() if name != same}
+    return {"jax": jax.__version__, "devices": 8, "alike": others}
+
+
+def order(_: str, row: dict[str, Any]) -> Any:
+    """Rows stand in the order of the zoo, then by devices and strategy."""
+    from pase import zoo
+
+    return (
+        list(zoo.names()).index(row["model"]),
+        row.get("devices", 8),
+        [*STRATEGIES, *WIDE].index(row["strategy"]),
+    )
+
+
+def environment(given: Namespace) -> dict[str, str]:
+    """Returns the variables for 8 or 32 host devices, without the passes that are left out."""
+    flags = (
+        f"--xla_force_host_platform_device_count={32 if given.wide else 8} --xla_backend_optimization_level=0"
+    )
+    without = f" --xla_disable_hlo_passes={given.without}" if given.without else ""
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags + without}
+
+
+def write_page(*_: object) -> None:
+    """Writes docs/evidence/communication.md from both result files."""
+    manual = json.loads(MANUAL.read_text())["rows"] if MANUAL.exists() else []
+    PAGE.write_text(page(json.loads(FILE.read_text()), manual))
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result=lambda given: "comm_truth_manual" if given.manual or given.without else "comm_truth",
+    rows=rows,
+    measure=lambda row, given: measured(*row, given=given),
+    named=lambda row: f"{row['model']} {row['strategy']} on {row.get('devices', 8)}",
+    head=head,
+    order=order,
+    options=[
+        option("--32", dest="wide", action="store_true", help="compile for 32 devices, do not run"),
+        option("--manual", action="store_true", help="lowered as manual"),
+        option(
+            "--without", default="", metavar="PASSES", help="rows with bytes off, again without XLA's passes"
+        ),
+        option(
+            "--lines", nargs=2, metavar=("MODEL", "STRATEGY"), help="print the collectives without a partner"
+        ),
+    ],
+    environment=environment,
+    instead=lines,
+    page=write_page,
+)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    BENCH.run()

@@ -1,29 +1,24 @@
-"""What a step costs as XLA splits it and as pase does: compile time and step time on 8 host devices.
+"""Compile time and step time of the annotated and the manual lowering.
 
-    .venv/bin/python -m bench.audit.lowerings                # reduced zoo models under a few strategies; ten minutes
-    .venv/bin/python -m bench.audit.lowerings --only "mlp"   # these rows again; the others are kept
+    python -m bench.audit.lowerings                # reduced zoo models under a few strategies; ten minutes
+    python -m bench.audit.lowerings --only "mlp"   # these rows again
 
-For each model and strategy, the same plan's train step as annotated, manual, manual with loops that gather one turn
-ahead (the default), and manual with the messages of ``ours``.
-Compile time is CPU seconds of this process in XLA's compiler, so that other work on the machine counts little; tracing
-and lowering by JAX are apart. Of the step the smallest of several wall times is kept, all taken in turn. Eight
-devices on a few cores share them, so a step here is all devices' computation and the copies between them, without any
-overlap. Writes bench/results/lowerings.json.
+For each model and strategy, the train step of one plan is lowered as annotated, as manual, as manual with prefetching
+loops (the default), and as manual with the messages of the policy ``ours``. Compile time is the CPU time of this
+process in XLA's compiler, which other work on the machine affects little; tracing and lowering by JAX are separate.
+Step time is the shortest of several wall times, with the variants taken in turn. Eight devices share a few cores, so a
+step here is the computation of all devices plus the copies between them, without overlap. Writes
+bench/results/lowerings.json.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.arguments import parser, wanted
-from bench.provenance import save
+from bench.runner import Benchmark
 
 if TYPE_CHECKING:
     from pase.api import Plan
@@ -36,29 +31,6 @@ ROWS = [
 ]
 ROUNDS = 15
 """Steps of each kind, taken in turn."""
-
-
-def main() -> None:
-    """Measures the rows asked for and writes them beside those that stand."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-    options = parser(__doc__, "lowerings").parse_args()
-    for model, strategy in wanted([(" ".join(row), row) for row in ROWS], options.only):
-        row = measured(model, strategy)
-        if row is not None:
-            print(json.dumps(row), file=sys.stderr, flush=True)
-            keep(row, options.o)
-
-
-def keep(row: dict[str, Any], path: Path) -> None:
-    """The row in the file, instead of an older one. Each is written as soon as it is made."""
-    import jax
-
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    names = [list(row) for row in ROWS]
-    rows = [r for r in rows if (r["model"], r["strategy"]) != (row["model"], row["strategy"])] + [row]
-    rows.sort(key=lambda r: names.index([r["model"], r["strategy"]]))
-    save({"jax": jax.__version__, "devices": 8, "rounds": ROUNDS, "rows": rows}, path)
 
 
 def measured(model: str, strategy: str) -> dict[str, Any] | None:
@@ -120,5 +92,23 @@ def prepared(
     return costs, step
 
 
+def versions(*_: object) -> dict[str, Any]:
+    """Returns the version of JAX, and how steps are measured."""
+    import jax
+
+    return {"jax": jax.__version__, "devices": 8, "rounds": ROUNDS}
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="lowerings",
+    rows={f"{model} {strategy}": (model, strategy) for model, strategy in ROWS},
+    measure=lambda row, _: measured(*row),
+    named="{model} {strategy}",
+    head=versions,
+    environment={"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+)
+
+
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,17 +1,16 @@
-"""Our layouts against those of mesh_tensorflow.auto_mtf, on the same models and meshes.
+"""Compares our layouts with those of mesh_tensorflow.auto_mtf.
 
-.venv/bin/python -m bench.audit.mesh_tf [--models mlp,…]      # writes bench/results/mesh_tf.json
+    python -m bench.audit.mesh_tf [mlp]
 
-A Keras model is read, and a Mesh-TensorFlow program written for a plan that splits nothing: its dims have one name
-each, and auto_mtf chooses their layout. Its choice is then priced as a strategy on our graph (what it leaves open, the
-search fills in), ours by its own estimate, which is of peak memory in elements, and Mesh-TF's counters of a lowered
-step say how many bytes each moves. auto_mtf minimizes memory, not time: the two have different aims.
+A Keras model is read, and a Mesh-TensorFlow program is written for a plan that splits nothing: each dim has one name,
+and auto_mtf chooses the layout of the dims. Its choice is then priced as a strategy on our graph (the search fills in
+what it leaves open). Our choice is rated by its estimate, which is peak memory in elements. The counters of Mesh-TF say
+how many bytes each lowered step sends. auto_mtf minimizes memory and pase minimizes time, so their aims differ. Writes
+bench/results/mesh_tf.json.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 import types
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.provenance import RESULTS, save
+from bench.runner import Benchmark
 
 MESH = "4x2"
 DEVICES = 8
@@ -241,25 +240,16 @@ def compare(name: str, loss: Any, specs: list[Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Writes bench/results/mesh_tf.json after each model."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", default="mlp,alexnet,transformer,lstm")
-    wanted = parser.parse_args().models.split(",")
-    rows = {}
-    for name, (loss, specs) in models().items():
-        if name in wanted:
-            rows[name] = compare(name, loss, specs)
-            print(name, json.dumps(rows[name], indent=1), flush=True)
-            write(rows)
-
-
-def write(rows: dict[str, Any]) -> None:
-    """Writes the rows measured so far to bench/results/mesh_tf.json."""
-    save({"devices": DEVICES, "mesh": MESH, "runs": RUNS, "models": rows}, RESULTS / "mesh_tf.json")
+BENCH = Benchmark(
+    doc=__doc__,
+    result="mesh_tf",
+    rows=lambda _: {name: (name, *model) for name, model in models().items()},
+    measure=lambda model, _: compare(*model),
+    at="models",
+    head=lambda *_: {"devices": DEVICES, "mesh": MESH, "runs": RUNS},
+    line=lambda name, r: f"{name} costs {r['ratio']:.2f} times ours",
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

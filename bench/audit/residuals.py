@@ -1,28 +1,26 @@
-"""Residual truth: what a plan says backward keeps of forward, beside what JAX lists and PyTorch saves, on one device.
+"""Audits residuals: what backward keeps, against JAX and PyTorch.
 
-.venv/bin/python -m bench.audit.residuals           # all rows; minutes
-.venv/bin/python -m bench.audit.residuals zoo       # these again (zoo, patterns, composer, torch); the others are kept
-.venv/bin/python -m bench.audit.residuals composer --seeds 10
+    python -m bench.audit.residuals           # all groups: zoo, patterns, composer, torch; minutes
+    python -m bench.audit.residuals zoo       # this group again
+    python -m bench.audit.residuals composer --seeds 10
 
-A row has bytes without parameters and inputs. ``kept``: from forward on (what a rematerialised region makes again is
-left out). ``listed``: by ``jax.linearize``, or saved by PyTorch's autograd, by distinct storage. ``fused``: the part of
-JAX's list that a compiler keeps at least (``bench.audit.residuals_jax``). ``explanation``: why ``kept`` is not within
-10% of ``listed``; null where it is, "unexplained" where no known reason is enough.
-
-Writes bench/results/residual_truth.json.
+Everything is on one device. A row has bytes, without parameters and inputs. ``kept``: what the plan says backward keeps
+of forward (without what a rematerialized region recomputes). ``listed``: what ``jax.linearize`` lists or PyTorch's
+autograd saves, counted by distinct storage. ``fused``: the part of JAX's list that a compiler keeps at least
+(``bench.audit.residuals_jax``). ``explanation``: why ``kept`` is not within 10% of ``listed``; null if it is, and
+"unexplained" if no known reason suffices. Writes bench/results/residual_truth.json.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from bench.provenance import RESULTS, save
+from bench.runner import Benchmark, option
 from pase.tables.layouts import concrete_size
 
 if TYPE_CHECKING:
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from bench.composer.spec import Spec
     from pase.ir import Graph
 
-FILE = RESULTS / "residual_truth.json"
 SMALL = 1024
 """Bytes below which a difference says nothing."""
 WITHIN = 0.1
@@ -178,20 +175,22 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 GROUPS = {"zoo": zoo_rows, "patterns": pattern_rows, "composer": composer_rows, "torch": torch_rows}
 
 
-def main() -> None:
-    """Writes bench/results/residual_truth.json: what is kept beside what JAX lists and PyTorch saves, by program."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("groups", nargs="*", choices=[*GROUPS, []])
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many programs of the composer")
-    args = parser.parse_args()
-    found = json.loads(FILE.read_text())["groups"] if FILE.exists() else {}
-    for group in args.groups or GROUPS:
-        began = time.perf_counter()
-        rows = list(composer_rows(args.seeds) if group == "composer" else GROUPS[group]())
-        found[group] = summary(rows) | {"seconds": round(time.perf_counter() - began), "rows": rows}
-        save({"groups": found}, FILE)
-        print(group, {k: v for k, v in found[group].items() if k != "rows"})
+def measured(group: str, given: Namespace) -> dict[str, Any]:
+    """Returns the rows of one group of programs, with their summary."""
+    began = time.perf_counter()
+    rows = list(composer_rows(given.seeds) if group == "composer" else GROUPS[group]())
+    return summary(rows) | {"seconds": round(time.perf_counter() - began), "rows": rows}
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="residual_truth",
+    rows={group: group for group in GROUPS},
+    measure=measured,
+    at="groups",
+    options=[option("--seeds", type=int, default=SEEDS, help="how many programs of the composer")],
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,9 +1,10 @@
-"""Every model of keras.applications through the TensorFlow frontend: multiply-adds, parameters, nodes, seconds.
+"""Reads every model of keras.applications by the TensorFlow frontend.
 
-.venv/bin/python -m bench.audit.tf_applications          # all 40, 20 minutes on two cores
-.venv/bin/python -m bench.audit.tf_applications VGG19    # these again; the others' rows are kept
+    python -m bench.audit.tf_applications          # all 40; 20 minutes on two cores
+    python -m bench.audit.tf_applications VGG19    # these again
 
-Shapes of all results are compared with TensorFlow's own inference. Writes bench/results/tf_applications.json.
+A row has the multiply-adds, parameters, nodes and seconds of a model. The shapes of all results are compared with
+TensorFlow's own inference. Writes bench/results/tf_applications.json.
 """
 
 from __future__ import annotations
@@ -14,20 +15,17 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import gc
-import json
 import math
-import sys
 import time
 from typing import Any
 
 import keras
 
-from bench.provenance import RESULTS, save
+from bench.runner import Benchmark
 from pase.errors import PaseError
 from pase.frontends.tf.frontend import trace
 from pase.ir import Place, simplify
 
-FILE = RESULTS / "tf_applications.json"
 BATCH = 2
 
 
@@ -85,20 +83,25 @@ def measured(name: str) -> dict[str, Any]:
     return out
 
 
-def main() -> None:
-    """Writes bench/results/tf_applications.json after each model."""
-    found: dict[str, Any] = json.loads(FILE.read_text())["models"] if FILE.exists() and sys.argv[1:] else {}
-    _unweighted()
-    for name in sys.argv[1:] or names():
-        try:
-            found[name] = measured(name)
-        except PaseError as e:
-            found[name] = {"error": str(e)}
-        print(name, found[name], flush=True)
-        gc.collect()
-        result = {"keras": keras.__version__, "batch": BATCH, "models": dict(sorted(found.items()))}
-        save(result, FILE)
+def row(name: str) -> dict[str, Any]:
+    """Returns a model's row, or the error that says why it is not read."""
+    gc.collect()
+    try:
+        return measured(name)
+    except PaseError as e:
+        return {"error": str(e)}
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="tf_applications",
+    rows={name: name for name in names()},
+    measure=lambda name, _: row(name),
+    at="models",
+    head=lambda *_: {"keras": keras.__version__, "batch": BATCH},
+    prepare=lambda _: _unweighted(),
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

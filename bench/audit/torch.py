@@ -1,30 +1,29 @@
-"""What a plan of a PyTorch model computes and sends, beside the unsharded step and the plan's own list.
+"""Audits plans of PyTorch models: their numbers and collectives.
 
-    python -m bench.audit.torch                      # twelve models, eight strategies (10 minutes on one core)
-    python -m bench.audit.torch --only Llama         # these again; the others' rows are kept
+    python -m bench.audit.torch                      # twelve models, eight strategies; 10 minutes on one core
+    python -m bench.audit.torch --only Llama         # these again
     python -m bench.audit.torch --page               # docs/evidence/torch-steps.md from the result file
 
-Numbers: float64 throughout, 4 ranks as threads of one process (a 2x2 mesh, or 4); loss, every gradient, and parameters
-and buffers after an update by AdamW. ``gloo``: the same by four processes. Bytes: one rank of 32 on fake tensors; each
-collective by kind, axes and bytes. Each model has a process of its own. Writes bench/results/torch_truth.json and
+Numbers: in float64, on 4 ranks that are threads of one process (a 2x2 mesh, or 4), the loss, every gradient, and the
+parameters and buffers after an update by AdamW are compared with the unsharded step. ``gloo``: the same with four
+processes. Bytes: one rank of 32 runs on fake tensors, and each collective is compared with the plan's list by kind,
+axes and bytes. Each model runs in its own process. Writes bench/results/torch_truth.json and
 docs/evidence/torch-steps.md.
 """
 
 from __future__ import annotations
 
 import copy
-import json
+import importlib.metadata
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.arguments import parser, wanted
 from bench.cases.torch_models import MODELS, TorchExample, in_float64, state_of
 from bench.cases.torch_ranks import alone_among, on_processes, on_ranks
 from bench.processes import forks_of, row_apart
-from bench.provenance import BEGAN, ROOT, save
+from bench.runner import BEGAN, ROOT, Benchmark
 
 PRELOADED = (
     "torch.export",
@@ -207,32 +206,35 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def main() -> None:
-    """Writes bench/results/torch_truth.json, a row for each model, and docs/evidence/torch-steps.md."""
+def row(name: str) -> dict[str, Any]:
+    """Returns a model's row, measured in a process of its own."""
+    found = row_apart(forks_of(PRELOADED), measured, name, cpu_s=CPU_S, memory=MEMORY)
+    return found | {"commit": BEGAN["commit"]}
+
+
+def head(rows: dict[str, Any], _: object) -> dict[str, Any]:
+    """Returns the versions, and the summary of all rows."""
+    versions = {p: importlib.metadata.version(p) for p in ("torch", "transformers")}
+    return {"versions": versions, "summary": summary(rows)}
+
+
+def write_page(found: dict[str, Any], _: object) -> None:
+    """Writes docs/evidence/torch-steps.md."""
     from bench.audit.torch_page import page
 
-    args = parser(__doc__, "torch_truth")
-    args.add_argument("--page", action="store_true", help="only the page, from the result file")
-    given = args.parse_args()
-    path = Path(given.o)
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    rows: dict[str, Any] = found.get("rows", {})
-    if not given.page:
-        import torch
-        import transformers
-
-        processes = forks_of(PRELOADED)
-        for name in wanted(((n, n) for n in MODELS), given.only):
-            row = row_apart(processes, measured, name, cpu_s=CPU_S, memory=MEMORY)
-            rows = {
-                k: r for k in MODELS if (r := rows.get(k) if k != name else row | {"commit": BEGAN["commit"]})
-            }
-            print(name, row.get("error") or json.dumps(summary({name: row})), flush=True)
-            versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-            found = {"versions": versions, "summary": summary(rows), "rows": rows}
-            save(found, path)
     PAGE.write_text(page(found, tuple(STRATEGIES), LIMIT))
 
 
+BENCH = Benchmark(
+    doc=__doc__,
+    result="torch_truth",
+    rows={name: name for name in MODELS},
+    measure=lambda name, _: row(name),
+    head=head,
+    line=lambda name, row: f"{name} {row.get('error') or summary({name: row})}",
+    page=write_page,
+)
+
+
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,39 +1,43 @@
-"""Which classes of transformers are read, op by op, and searched: each in a process of its own.
+"""Which PyTorch model classes can be read and searched.
 
-    python -m bench.audit.torch_coverage                       # every class that has no row by today's reader
-    python -m bench.audit.torch_coverage --only Llama --again  # these again; the others' rows are kept
+    python -m bench.audit.torch_coverage                       # each class without a row by the present reader
+    python -m bench.audit.torch_coverage --only Llama --again  # these again
     python -m bench.audit.torch_coverage --sample 40           # some, spread evenly over the alphabet
     python -m bench.audit.torch_coverage --failing             # those that torch.export takes and pase does not
-    python -m bench.audit.torch_coverage --list timm           # a list alone: causal, huggingface, timm, torchvision
+    python -m bench.audit.torch_coverage --list timm           # another list: huggingface, timm, torchvision
 
-Lists: the causal language models of the installed transformers; and of PyTorch's own benchmarks (pytorch/pytorch,
-benchmarks/dynamo/*_models_list.txt, read 2026-11-22) the classes of transformers, the models of timm, and those of
-torchbench that torchvision has (the others are not on any index). Each is built from its configuration's defaults
-(which are a published size), those of transformers with two layers if it can be built so, on meta tensors; nothing is
-downloaded, no weight is made. A list whose package is not installed is left out. ``exported``: by pase's own tracing;
-where that fails, ``pase.frontends.torch.export.module`` says whether plain torch.export takes the same step.
-``lowered``: no op was left without a rule. ``searched``: the best strategy for 8 devices was found and proven.
-``flops``: of products, convolutions and attention, beside what PyTorch's FlopCounterMode counts of the same step.
-``parameters_equal``: each parameter has the bytes that the module has, and those that get a gradient are those that
-PyTorch's own backward gives one. ``reader``: a digest of the files that read a module; a row of another one is measured
-again. Seconds are CPU time. Writes bench/results/torch_coverage.json.
+The lists are the causal language models of the installed transformers, and three from PyTorch's own benchmarks
+(pytorch/pytorch, benchmarks/dynamo/*_models_list.txt, read 2026-11-22): the classes of transformers, the models of
+timm, and those of torchbench that torchvision has (the others are not on any index). Each model is built on meta
+tensors from its configuration's defaults, which are a published size; models of transformers get two layers if they can
+be built so. Nothing is downloaded and no weight is made. A list whose package is not installed is left out. Each class
+runs in its own process.
+
+``exported``: pase traced it; if not, ``pase.frontends.torch.export.module`` says whether plain torch.export takes the
+same step. ``lowered``: every op has a rule. ``searched``: the best strategy for 8 devices was found and proven.
+``flops``: of products, convolutions and attention, and what PyTorch's FlopCounterMode counts for the same step.
+``parameters_equal``: each parameter has the module's number of bytes, and gets a gradient if PyTorch's own backward
+gives it one. ``reader``: a digest of the files that read a module; a row with another digest is measured again. Seconds
+are CPU time. Writes bench/results/torch_coverage.json.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import math
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bench.arguments import parser, wanted
 from bench.processes import forks_of, row_apart
-from bench.provenance import BEGAN, save
+from bench.runner import Benchmark, option, wanted
 
 PRELOADED = ("torch.export", "pase.compiler.compilation", "pase.frontends.torch.frontend")
 OF_TRANSFORMERS = "transformers.models.mixtral.modeling_mixtral"
@@ -337,6 +341,7 @@ def _by_torch_alone(module: Any, batch: Any, loss: Any) -> bool:
     return True
 
 
+@cache
 def reader() -> str:
     """A digest of pase's files that read a module."""
     from pase.frontends.torch import frontend as from_torch
@@ -379,56 +384,63 @@ def _some(every: list[str], count: int) -> list[str]:
     return [every[i * len(every) // count] for i in range(min(count, len(every)))]
 
 
-def main() -> None:
-    """Writes bench/results/torch_coverage.json: a row for each class, after each class."""
-    import torch
-    import transformers
+def row(name: str, given: Namespace) -> dict[str, Any]:
+    """Returns a class's row, measured in a process of its own."""
+    blank = {"exported": False, "lowered": False, "searched": False}
+    # torchvision and timm import transformers, without the ops that ``built`` defines.
+    images = given.list in ("timm", "torchvision")
+    processes = forks_of(PRELOADED if images else (*PRELOADED, OF_TRANSFORMERS))
+    found = row_apart(processes, measured, name, cpu_s=CPU_S, memory=MEMORY)
+    return blank | found | {"reader": reader()}
 
-    args = parser(__doc__, "torch_coverage")
-    args.add_argument(
-        "--list", default="causal", help="causal (by default), huggingface, timm or torchvision"
-    )
-    args.add_argument("--sample", type=int, metavar="N", help="so many classes, spread evenly")
-    args.add_argument("--again", action="store_true", help="classes that have a row too")
-    args.add_argument(
-        "--failing", action="store_true", help="those that torch.export takes and pase does not"
-    )
-    given = args.parse_args()
-    path = Path(given.o)
-    rows: dict[str, Any] = json.loads(path.read_text())["rows"] if path.exists() else {}
-    every, today = lists(), reader()
+
+def chosen(given: Namespace) -> dict[str, str]:
+    """Returns the classes of the list. SystemExit if there is no such list here."""
+    every = lists()
     if given.list not in every:
         raise SystemExit(
-            f"there is no list '{given.list}' here: {', '.join(every)}; is its package installed?"
+            f"there is no list {given.list!r} here: {', '.join(every)}; is its package installed?"
         )
-    chosen = wanted(((n, n) for n in every[given.list]), given.only)
+    found = every[given.list]
     if given.sample:
-        chosen = _some(chosen, given.sample)
+        found = _some(wanted(found, given.only), given.sample)
     if given.failing:
+        given.resume = False
+        rows = json.loads(given.out.read_text())["rows"]
         done = {k for k, r in rows.items() if r["lowered"] and r["searched"]}
-        chosen = [n for n in chosen if n in rows and n not in done and rows[n].get("torch_export", True)]
-    elif not given.again:
-        chosen = [n for n in chosen if rows.get(n, {}).get("reader") != today]
-    images = given.list in (
-        "timm",
-        "torchvision",
-    )  # transformers imports them, without the ops that ``built`` defines
-    processes = forks_of(PRELOADED if images else (*PRELOADED, OF_TRANSFORMERS))
-    for name in chosen:
-        blank = {"exported": False, "lowered": False, "searched": False}
-        row = blank | row_apart(processes, measured, name, cpu_s=CPU_S, memory=MEMORY)
-        rows[name] = row | {"commit": BEGAN["commit"], "reader": today}
-        print(
-            f"{name:36} {'ok' if row['lowered'] and row['searched'] else row.get('stage', 'no'):7} "
-            f"{row.get('cpu_s', '')} {row.get('missing') or ''} {row.get('error', '')[:200]}",
-            flush=True,
-        )
-        rows = {k: rows[k] for k in sorted(rows)}
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        of = {k: {n: rows[n] for n in listed if n in rows} for k, listed in listed_names().items()}
-        found = {k: summary(r) for k, r in of.items() if r}
-        save({"versions": versions, "summary": found, "rows": rows}, path)
+        found = [n for n in found if n in rows and n not in done and rows[n].get("torch_export", True)]
+    return {name: name for name in found}
+
+
+def head(rows: dict[str, Any], _: Namespace) -> dict[str, Any]:
+    """Returns the versions, and a summary of each list."""
+    of = {k: {n: rows[n] for n in listed if n in rows} for k, listed in listed_names().items()}
+    return {
+        "versions": {p: importlib.metadata.version(p) for p in ("torch", "transformers")},
+        "summary": {k: summary(r) for k, r in of.items() if r},
+    }
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="torch_coverage",
+    rows=chosen,
+    measure=row,
+    head=head,
+    order=lambda name, _: name,
+    line=lambda name, r: (
+        f"{name:36} {'ok' if r['lowered'] and r['searched'] else r.get('stage', 'no'):7} "
+        f"{r.get('cpu_s', '')} {r.get('missing') or ''} {r.get('error', '')}"
+    ),
+    options=[
+        option("--list", default="causal", help="causal (by default), huggingface, timm or torchvision"),
+        option("--sample", type=int, metavar="N", help="this many classes, spread evenly"),
+        option("--failing", action="store_true", help="those that torch.export takes and pase does not"),
+    ],
+    resumes=True,
+    current=lambda row: row.get("reader") == reader(),
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -11,7 +11,7 @@ _HEAD = """# PyTorch truth
 
 `bench/audit/torch.py` made this page. Twelve models of transformers, in small sizes, are split by the methods that
 people use by hand, by our own search (on a given mesh, at prices under which everything is split), and at random. The
-plans are run by PyTorch as [PyTorch in and out](torch.md) describes.
+plans are run by PyTorch as [PyTorch in and out](../how-to/torch.md) describes.
 """
 _NUMBERS = """## Numbers
 

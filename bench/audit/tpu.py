@@ -1,20 +1,18 @@
-"""XLA for TPU as a witness, ahead of time and without a TPU: the same train step under several strategies.
+"""Compares predictions with XLA's compiler for TPU, without a TPU.
 
-libtpu changes how JAX starts, so this bench has an environment of its own:
+libtpu changes how JAX starts, so this bench has its own environment:
 
     uv venv -p 3.11 /tmp/tpu && uv pip install --python /tmp/tpu/bin/python -e ".[jax]" jax==0.10.2 libtpu==0.0.51
-    /tmp/tpu/bin/python -m bench.audit.tpu                # every row that is not there yet, 20 to 120 s each
-    /tmp/tpu/bin/python -m bench.audit.tpu gpt2           # the rows of these models
-    /tmp/tpu/bin/python -m bench.audit.tpu --again gpt2   # these again
-    /tmp/tpu/bin/python -m bench.audit.tpu "--only=ours,FSDP,Megatron, sequence parallel"
-    /tmp/tpu/bin/python -m bench.audit.tpu "--only=ours, manual" --keep=/tmp/texts gpt2     # keeps the compiled texts
-    .venv/bin/python -m bench.audit.tpu --predict         # what is predicted of the rows there are; compiles nothing
-    .venv/bin/python -m bench.audit.tpu --render          # docs/evidence/tpu.md's tables from the results alone
+    /tmp/tpu/bin/python -m bench.audit.tpu               # compiles what has changed, 20 to 120 s for each row
+    /tmp/tpu/bin/python -m bench.audit.tpu gpt2          # the rows of these models
+    /tmp/tpu/bin/python -m bench.audit.tpu --recompile "gpt2: ours"         # compiles these in any case
+    /tmp/tpu/bin/python -m bench.audit.tpu --keep /tmp/texts "gpt2: ours"   # also writes the compiled programs
+    python -m bench.audit.tpu --predict                  # predicts again what the file has; compiles nothing
+    python -m bench.audit.tpu --page                     # the tables of docs/evidence/tpu.md from the result file
 
-Writes bench/results/tpu_aot.json: one row per (model, strategy, digest of what was compiled), with the commit at which
-it was compiled. Nothing is run: cycles
-are the compiler's estimates, and it gives none for collectives that stand alone in the schedule (``waiting``); those
-are priced with the machine file's links.
+One train step is compiled ahead of time under several strategies; nothing is run. Cycles are the compiler's estimates.
+It gives none for collectives that are not overlapped (``waiting``); those are priced with the machine file's links.
+Writes bench/results/tpu_aot.json: a row per model and strategy, with a digest of what was compiled and the commit.
 """
 
 from __future__ import annotations
@@ -22,17 +20,17 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import re
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.provenance import BEGAN, RESULTS, ROOT, save
+from bench.runner import BEGAN, RESULTS, ROOT, Benchmark, option
 
 if TYPE_CHECKING:
     from pase.backends.jax.spmd.lower import Lowering
@@ -76,105 +74,70 @@ RECORDED = {
 """Figures of others, measured once with the same meter; no row of ours is among them."""
 
 
-def main(arguments: list[str]) -> None:
-    """Writes bench/results/tpu_aot.json, and from it the tables of docs/evidence/tpu.md (with --render these alone)."""
-    if "--predict" in arguments:
-        for name in [a for a in arguments if not a.startswith("-")] or list(MODELS):
-            predict(name)
-    elif "--render" not in arguments:
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
-        names = [a for a in arguments if not a.startswith("-")] or list(MODELS)
-        only = [
-            name for a in arguments if a.startswith("--only=") for name in listed(a.removeprefix("--only="))
-        ]
-        kept = next((Path(a.removeprefix("--keep=")) for a in arguments if a.startswith("--keep=")), None)
-        for name in names:
-            measure(name, again="--again" in arguments, only=only, kept=kept)
+NAMES = (
+    *("ours", MANUAL, AHEAD, "data parallel", "FSDP", "Megatron", "Megatron, sequence parallel"),
+    *("expert parallel", "ZeRO-3 by hand"),
+)
+"""Strategies; a model has some of them."""
+
+
+def _known() -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows in the file by model and strategy, each with the commit at which it was compiled."""
+    result = json.loads(FILE.read_text()) if FILE.exists() else {"rows": []}
+    return {(r["model"], r["strategy"]): {"commit": result["commit"]} | r for r in result["rows"]}
+
+
+@lru_cache(1)
+def _strategies(name: str, predict: bool) -> dict[str, tuple[dict[str, Any], Callable[[], Any]]]:
+    """What is predicted of each strategy of a model, and how to lower it."""
+    zoo_name, topology, devices = MODELS[name]
+    on = [] if predict else _topology(topology)
+    return {strategy: (facts, lower) for strategy, facts, lower in strategies(zoo_name, devices, on)}
+
+
+def measured(name: str, strategy: str, given: Namespace) -> dict[str, Any] | None:
+    """Returns the row of one model and strategy; None if it has no such strategy.
+
+    A program that was compiled before is not compiled again, unless with ``--recompile``: only what is predicted of it
+    is taken anew. With ``--predict`` nothing is compiled.
+    """
+    facts, lower = _strategies(name, given.predict).get(strategy, (None, None))
+    row = _known().get((name, strategy))
+    if facts is None or lower is None:
+        return None
+    if given.predict:
+        if row is None or "predicted_s" not in row:
+            return None
+        if any(row[k] != facts[k] for k in ("mesh", "predicted_collectives")):
+            print(f"{name}, {strategy}: the plan has changed; compile it again", file=sys.stderr)
+            return None
+        return {k: v for k, v in row.items() if k != "account"} | facts
+    lowered = lower()
+    digest = _digest(lowered)
+    if row is not None and row["digest"] == digest and not given.recompile:
+        return row | facts
+    zoo_name, topology, _ = MODELS[name]
+    about = {"model": name, "zoo": zoo_name, "topology": topology, "strategy": strategy, "digest": digest}
+    text = given.keep and given.keep / f"{name}, {strategy}.txt"
+    return about | {"commit": BEGAN["commit"]} | facts | compiled(lowered, facts["mesh"], text)
+
+
+def head(_: object, given: Namespace) -> dict[str, Any]:
+    """Returns the versions of the compiler, and others' figures."""
+    before = json.loads(FILE.read_text()) if given.predict else {}
+    return {
+        "target": "TPU, ahead of time: nothing ran on one",
+        **{p: before.get(p) or importlib.metadata.version(p) for p in ("jax", "libtpu")},
+        "recorded": RECORDED,
+    }
+
+
+def write_page(result: dict[str, Any], given: Namespace) -> None:
+    """Writes the tables of docs/evidence/tpu.md."""
     from bench.audit.tpu_page import tables
 
     head, _, _ = PAGE.read_text().partition("<!-- tables -->")
-    PAGE.write_text(head + "<!-- tables -->\n\n" + tables(json.loads(FILE.read_text())))
-
-
-def listed(names: str) -> list[str]:
-    """Strategies of a list; a comma within a name has a space behind it.
-
-    >>> listed("ours,Megatron, sequence parallel,FSDP")
-    ['ours', 'Megatron, sequence parallel', 'FSDP']
-    """
-    return re.split(r",(?! )", names)
-
-
-def measure(name: str, *, again: bool, only: list[str], kept: Path | None) -> None:
-    """Add the rows of one model, or of the strategies in ``only`` if any are named. kept: where the compiled texts are
-    written to; None: nowhere."""
-    zoo_name, topology, devices = MODELS[name]
-    mesh_devices = _topology(topology)
-    for strategy, facts, lower in strategies(zoo_name, devices, mesh_devices):
-        if only and strategy not in only:
-            continue
-        lowered = lower()
-        digest = _digest(lowered)
-        known = _known()
-        mine = [r for r in known if (r["model"], r["strategy"]) == (name, strategy)]
-        if any(r["digest"] == digest for r in mine) and not again:
-            # What was compiled has not changed; what is predicted of it may have.
-            rows = [r | facts if r in mine else r for r in known]
-        else:
-            row = {
-                "model": name,
-                "zoo": zoo_name,
-                "topology": topology,
-                "strategy": strategy,
-                "digest": digest,
-                "commit": BEGAN["commit"],
-            }
-            row |= facts | compiled(lowered, facts["mesh"], kept and kept / f"{name}, {strategy}.txt")
-            print(json.dumps(row), file=sys.stderr, flush=True)
-            # Read again: this took a while, and another process may have added rows.
-            known = _known()
-            mine = [r for r in known if (r["model"], r["strategy"]) == (name, strategy)]
-            rows = [r for r in known if r not in mine] + [row]
-        _write(rows)
-
-
-def _known() -> list[dict[str, Any]]:
-    """The rows in the file, each with the commit at which it was compiled."""
-    if not FILE.exists():
-        return []
-    result = json.loads(FILE.read_text())
-    return [{"commit": result["commit"]} | r for r in result["rows"]]
-
-
-def predict(name: str) -> None:
-    """Predict the rows of one model again, where the plan is the one that was compiled: the same mesh, and the same
-    bytes of every kind of collective. Says which are not."""
-    zoo_name, _, devices = MODELS[name]
-    facts = {strategy: f for strategy, f, _ in strategies(zoo_name, devices, [])}
-    rows = _known()
-    for row in rows:
-        now = facts.get(row["strategy"], {})
-        if row["model"] != name or "predicted_s" not in row:
-            continue
-        if any(row[k] != now.get(k) for k in ("mesh", "predicted_collectives")):
-            print(f"{name}, {row['strategy']}: the plan has changed; compile it again", file=sys.stderr)
-            continue
-        row.pop("account", None)
-        row.update(now)
-    save(json.loads(FILE.read_text()) | {"rows": rows}, FILE)
-
-
-def _write(rows: list[dict[str, Any]]) -> None:
-    order = list(MODELS)
-    result = {
-        "target": "TPU, ahead of time: nothing ran on one",
-        "jax": importlib.metadata.version("jax"),
-        "libtpu": importlib.metadata.version("libtpu"),
-        "recorded": RECORDED,
-        "rows": sorted(rows, key=lambda r: order.index(r["model"])),
-    }
-    save(result, FILE)
+    PAGE.write_text(head + "<!-- tables -->\n\n" + tables(result))
 
 
 def _topology(name: str) -> list[Any]:
@@ -310,5 +273,22 @@ def compiled(lowered: Any, mesh_sizes: list[int], text: Path | None = None) -> d
     }
 
 
+BENCH = Benchmark(
+    doc=__doc__,
+    result="tpu_aot",
+    rows={f"{model}: {strategy}": (model, strategy) for model in MODELS for strategy in NAMES},
+    measure=lambda row, given: measured(*row, given=given),
+    named="{model}: {strategy}",
+    head=head,
+    options=[
+        option("--predict", action="store_true", help="only predict again what the file has"),
+        option("--recompile", action="store_true", help="compile also what has not changed"),
+        option("--keep", type=Path, metavar="FOLDER", help="write the compiled programs to this folder"),
+    ],
+    environment={"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
+    page=write_page,
+)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    BENCH.run()

@@ -1,27 +1,23 @@
-"""What XLA for TPU makes of gathers and scattered sums that a program asks for, ahead of time and without a TPU.
+"""The collectives that XLA for TPU makes of gathers and scattered sums.
 
-    /tmp/tpu/bin/python -m bench.audit.tpu_forms        # in the environment of bench/audit/tpu.py; a few seconds a row
+    /tmp/tpu/bin/python -m bench.audit.tpu_forms        # in the environment of bench/audit/tpu.py; seconds per row
     /tmp/tpu/bin/python -m bench.audit.tpu_forms --only 8192x2048
 
-Each row is a program of its own under ``shard_map``: a product whose result is partial on every device, scattered along
-one of its dims ("tiled": along the dim itself; "apart": along a dim of the parts, in front of it, as
-``backends/jax/spmd/collectives.py`` does), or a weight that is gathered and read by a product. Mesh axes are joined in
-one collective ("ab") or go one after another ("a-b"). Writes bench/results/tpu_forms.json: the collectives in each
-compiled program, with their larger local buffers. Nothing is run.
+Each row is a program under ``shard_map``, compiled ahead of time and not run: a product whose partial result on every
+device is scattered along one of its dims, or a weight that is gathered and read by a product. A scatter is "tiled"
+(along the dim itself) or "apart" (along a dim of the parts in front of it, as ``backends/jax/spmd/collectives.py``
+does). Mesh axes are joined in one collective ("ab") or follow one another ("a-b"). Writes bench/results/tpu_forms.json:
+the collectives in each compiled program, with their larger local buffers.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import math
-import os
-import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench.arguments import parser, wanted
-from bench.provenance import save
+from bench.runner import Benchmark
 
 CONTRACTED = 64
 """Rows of each device that the products sum over."""
@@ -94,21 +90,6 @@ def _gathers() -> list[AskedForm]:
 ROWS = [(a.name, a) for a in (*_sums(), *_gathers())]
 
 
-def main() -> None:
-    """Compiles the rows asked for and writes them beside those that stand."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
-    options = parser(__doc__, "tpu_forms").parse_args()
-    for asked in wanted(ROWS, options.only):
-        row = {"name": asked.name, **asdict(asked), "compiled": compiled(asked)}
-        print(row["name"], row["compiled"], file=sys.stderr, flush=True)
-        rows = json.loads(options.o.read_text())["rows"] if options.o.exists() else []
-        names = [name for name, _ in ROWS]
-        rows = [r for r in rows if r["name"] in names and r["name"] != asked.name] + [row]
-        versions = {p: importlib.metadata.version(p) for p in ("jax", "libtpu")}
-        save(versions | {"rows": sorted(rows, key=lambda r: names.index(r["name"]))}, options.o)
-
-
 def compiled(asked: AskedForm) -> list[dict[str, Any]]:
     """The collectives of the compiled program: kind and bytes of the larger local buffer."""
     import jax
@@ -158,5 +139,17 @@ def compiled(asked: AskedForm) -> list[dict[str, Any]]:
     return [{"kind": c.kind, "bytes": c.bytes, "devices": c.group_size} for c in found]
 
 
+BENCH = Benchmark(
+    doc=__doc__,
+    result="tpu_forms",
+    rows=dict(ROWS),
+    measure=lambda asked, _: {"name": asked.name, **asdict(asked), "compiled": compiled(asked)},
+    named="{name}",
+    head=lambda *_: {p: importlib.metadata.version(p) for p in ("jax", "libtpu")},
+    line=lambda name, r: f"{r['name']}: {r['compiled']}",
+    environment={"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
+)
+
+
 if __name__ == "__main__":
-    main()
+    BENCH.run()

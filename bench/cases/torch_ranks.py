@@ -1,5 +1,6 @@
 """All ranks of ``torch.distributed`` as threads of one process, by PyTorch's own threaded process group; as forks of
-one process, by Gloo; or one of many, whose messages go nowhere."""
+one process, by Gloo; or one of many, whose messages go nowhere.
+"""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""Programs as people write them: composed from patterns, planned, run, compared with the step that is not sharded.
+"""Programs composed from patterns, compared with the unsharded step.
 
-python -m bench.composer                              # 5,000 programs in JAX; those in the result file are kept
-python -m bench.composer --framework torch            # 2,000 in PyTorch
-python -m bench.composer --seeds 0-199 --again        # these again
-python -m bench.composer --faults                     # those again that are in the result file with a fault
-python -m bench.composer --show 17                    # one program: its trace, its row
-python -m bench.composer --shrink 17                  # the smallest program found that ends as this one does
-python -m bench.composer --program "8,4,8 glu.3! | mean_square.1 @ default/auto/sgd" --show 0
+    python -m bench.composer                              # 5,000 programs in JAX; rows in the result file are kept
+    python -m bench.composer --framework torch            # 2,000 in PyTorch
+    python -m bench.composer --seeds 0-199 --again        # these again
+    python -m bench.composer --faults                     # those in the result file with a fault, again
+    python -m bench.composer --show 17                    # one program: its source and its row
+    python -m bench.composer --shrink 17                  # the smallest program found that ends in the same way
+    python -m bench.composer --program "8,4,8 glu.3! | mean_square.1 @ default/auto/sgd" --show 0
 
 A seed draws one to four layers, transforms of their weights, a loss, and one or two ways to plan, lower and run the
 step. It is compared with the unsharded step in float64 over three steps: each loss, parameter and buffer. Each program
-runs in a child process, so that one that aborts is a row. Writes bench/results/composer_jax.json, or with --framework
-torch composer_torch.json: how many ended how, by pattern and by way of running, and each program that did not agree. A
-row's program is a line that --program takes.
+runs in a child process, so that a program that aborts becomes a row. Writes bench/results/composer_jax.json, or
+composer_torch.json: how many programs ended how, by pattern and by way to run, and each program that did not agree. The
+program of a row is a line that ``--program`` takes.
 """
 
 from __future__ import annotations
@@ -25,23 +25,11 @@ from typing import Any
 
 from bench.composer.runner import MODULES, Server, counted, ended, failing, rows, shrunk
 from bench.composer.spec import Spec, parse
-from bench.provenance import BEGAN, RESULTS, save
+from bench.runner import BEGAN, RESULTS, numbers, option, parser, save
 
 SEEDS = {"jax": 5000, "torch": 2000}
 ROW = ("program", "patterns", "commit", "ends", "cpu_s")
 """What the result file holds of each program, in this order."""
-
-
-def numbers(text: str) -> list[int]:
-    """
-    >>> numbers("3,7-9")
-    [3, 7, 8, 9]
-    """
-    out: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        out += range(int(first), int(last or first) + 1)
-    return out
 
 
 def drawn(server: Server, seeds: list[int]) -> dict[int, Spec]:
@@ -54,18 +42,18 @@ def drawn(server: Server, seeds: list[int]) -> dict[int, Spec]:
 
 def arguments() -> argparse.Namespace:
     """What the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--framework", choices=list(MODULES), default="jax")
-    parser.add_argument("--seeds", type=numbers, help="as in 3,7-9; default: all")
-    parser.add_argument("--again", action="store_true", help="also those that the result file has")
-    parser.add_argument("--faults", action="store_true", help="those that the result file has with a fault")
-    parser.add_argument("--show", type=int, metavar="SEED", help="print its trace and its row; keep nothing")
-    parser.add_argument("--shrink", type=int, metavar="SEED", help="leave out what can be; keep nothing")
-    parser.add_argument("--program", type=parse, help="this program, not a seed's")
-    parser.add_argument("-o", type=Path, help="the result file")
-    return parser.parse_args()
+    return parser(
+        __doc__,
+        "",
+        option("--framework", choices=list(MODULES), default="jax"),
+        option("--seeds", type=numbers, help="as in 3,7-9; default: all"),
+        option("--again", action="store_true", help="also those that the result file has"),
+        option("--faults", action="store_true", help="those that the result file has with a fault"),
+        option("--show", type=int, metavar="SEED", help="print its trace and its row; save nothing"),
+        option("--shrink", type=int, metavar="SEED", help="leave out what can be; save nothing"),
+        option("--program", type=parse, help="this program, not a seed's"),
+        option("-o", "--out", type=Path, help="the result file"),
+    ).parse_args()
 
 
 def look(server: Server, spec: Spec, smallest: bool) -> None:
@@ -122,7 +110,7 @@ def main() -> None:
         spec = given.program or drawn(server, [seed])[seed]
         look(server, spec, smallest=given.shrink is not None)
         return
-    file = given.o or RESULTS / f"composer_{given.framework}.json"
+    file = given.out or RESULTS / f"composer_{given.framework}.json"
     found = read(file)
     seeds = given.seeds if given.seeds is not None else list(range(SEEDS[given.framework]))
     if given.faults:

@@ -1,17 +1,18 @@
-"""Mutated files of every kind that pase reads: an answer, or one clear error; no traceback, no hang.
+"""Mutated files of every kind that pase reads.
 
-    .venv/bin/python -m bench.fuzz.files [--count 100000] [--seed 0] [--only layout] [--resume] [--jobs 2] [-o FILE]
-    .venv/bin/python -m bench.fuzz.files --again
+    python -m bench.fuzz.files [--count 100000] [--seed 0] [--only layout] [--resume] [--jobs 2] [-o FILE]
+    python -m bench.fuzz.files --again
 
-Good files of each kind (``bench/cases/files.py``) are made here; each case changes one of them one to four times:
-values replaced by what is too large, too deep, too long, of another type or no number; keys lost, doubled, swapped;
-bytes turned, cut, repeated; packed files also inside, and bombs in their place. Then it is read, and used as its
-command uses it. What may come of it: an answer, a PaseError or an OSError, within 20 s of CPU time and 6 GiB. The cases
-run in a process of their own: one that dies, or that no signal stops, is a fault, and the next case goes on in a new
-one. Traces are also changed event by event, in a bench of their own (replay_fuzz). Writes bench/results/file_fuzz.json
-every thousand cases, so that ``--resume`` goes on from there: outcomes by kind, and the faults with the case that makes
-each again. ``--again`` runs these and writes what comes of them now; the commit, command and date of the first run are
-then under ``first``.
+Each case takes a good file of some kind (``bench/cases/files.py``) and mutates it one to four times: values that are
+too large, too deep, too long, of another type or not a number; keys that are removed, doubled or swapped; bytes that
+are flipped, cut or repeated. Archives are also mutated inside, or replaced by bombs. The file is then read and used as
+its command uses it. The outcome must be an answer, a PaseError or an OSError, within 20 s of CPU time and 6 GiB. The
+cases run in a separate process: if it dies, or no signal stops it, that is a fault, and the next case runs in a new
+process. (``bench.fuzz.traces`` mutates the events of traces.)
+
+Writes bench/results/file_fuzz.json every thousand cases: outcomes by kind, and the faults with what reproduces them.
+``--resume`` continues from there. ``--again`` runs the faults again and records how they end now; the commit, command
+and date of the first run are then under ``first``.
 """
 
 from __future__ import annotations
@@ -41,9 +42,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.arguments import parser, wanted
 from bench.cases.files import GZIP, KINDS, FileKind
-from bench.provenance import save
+from bench.runner import option, parser, save, wanted
 from pase.errors import PaseError
 
 MOST_BYTES = 6 << 30
@@ -345,21 +345,22 @@ def run_again(file: Path) -> None:
 
 def main() -> None:
     """Writes bench/results/file_fuzz.json: how the mutated files ended, by kind, and the faults."""
-    options = parser(__doc__, "file_fuzz")
-    options.add_argument("--count", type=int, default=100_000)
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--resume", action="store_true", help="go on from the result file's last case")
-    options.add_argument("--jobs", type=int, default=1, help="processes side by side")
-    options.add_argument(
-        "--again", action="store_true", help="run the result file's faults again, and nothing else"
-    )
-    given = options.parse_args()
+    given = parser(
+        __doc__,
+        "file_fuzz",
+        option("--count", type=int, default=100_000),
+        option("--seed", type=int, default=0),
+        option("--only", action="append", metavar="TEXT", help="the kinds with this in their name"),
+        option("--resume", action="store_true", help="go on from the result file's last case"),
+        option("--jobs", type=int, default=1, help="processes in parallel"),
+        option("--again", action="store_true", help="only run the result file's faults again"),
+    ).parse_args()
     if given.again:
-        run_again(given.o)
-    names = wanted([(name, name) for name in KINDS], given.only)
+        run_again(given.out)
+    names = wanted(KINDS, given.only or ())
     so_far: dict[str, Any] = {"cases": 0, "faults": [], "all_faults": 0, "outcomes": {}}
-    if given.resume and given.o.exists():
-        so_far = json.loads(given.o.read_text())
+    if given.resume and given.out.exists():
+        so_far = json.loads(given.out.read_text())
         assert so_far["seed"] == given.seed and so_far["kinds"] == names, "another seed, or other kinds"
     found = {name: Counter[str](so_far["outcomes"].get(name, {})) for name in names}
     for k, name, said, data in fuzz(names, so_far["cases"], given.count, given.seed, given.jobs):
@@ -370,7 +371,7 @@ def main() -> None:
             so_far["faults"] = [*so_far["faults"], {"k": k, "kind": name, "what": said, "file": data}][:50]
         if (k + 1) % SAVED_EVERY == 0 or k + 1 == given.count:
             so_far |= {"cases": k + 1, "seed": given.seed, "kinds": names}
-            save(so_far | {"outcomes": {n: dict(c) for n, c in found.items()}}, given.o)
+            save(so_far | {"outcomes": {n: dict(c) for n, c in found.items()}}, given.out)
     print(f"{so_far['cases']} cases, {so_far['all_faults']} faults")
 
 

@@ -1,23 +1,22 @@
-"""Mutated traces: no absurd result without a warning, and no error but one that says what is wrong.
+"""Mutated traces: no absurd result without a warning, only clear errors.
 
-    .venv/bin/python -m bench.fuzz.traces [--count 100000] [--seed 0]   # writes bench/results/replay_fuzz.json
-    .venv/bin/python -m bench.fuzz.traces --resume --cpu-minutes 12    # goes on where that file ends
+    python -m bench.fuzz.traces [--count 100000] [--seed 0]
+    python -m bench.fuzz.traces --resume --cpu-minutes 12    # continues where the result file ends
 
-Case k of a seed is always the same: its random numbers come from (seed, k). What was reached is written every
-thousand cases, so that a run may stop anywhere.
+Small simulated runs (``bench/cases/timelines.py``) are written as Kineto traces with one to four mutations each: events
+are dropped, doubled, moved, stretched, renamed or put on other streams, launches and marks are lost, ids are shared,
+times are invalid, files are cut. Each trace is loaded, aligned, measured, replayed and diagnosed. The outcome must be a
+PaseError, or a report whose numbers are finite and whose parts sum to the iteration. A report is absurd if an iteration
+is longer than the trace or has no length, or if the replay is outside of twice the range of the measured iterations; it
+must then have a warning: a doubt, an iteration left out, or a note on the trace. A what-if that takes time away (twice
+the bandwidth, half the host's work, balanced ranks) must be refused or must not make an iteration longer.
 
-Small imagined runs (``bench/cases/timelines.py``) are written as Kineto traces with one to four mutations each: events
-dropped, doubled, moved, stretched, renamed, put on other streams, launches and marks lost, ids shared, times that are
-no times, files cut. Each is loaded, aligned, measured, replayed and diagnosed. What may result: a PaseError, or a
-report whose numbers are finite and whose parts sum to the iteration. A report is absurd where an iteration is longer
-than the trace or has no length, or the replay lies outside of twice the range of the measured iterations; then it must
-say so: a doubt, an iteration left out, or a note on the trace. A what-if that takes time away (twice the bandwidth,
-half the host's work, balanced ranks) must be refused, or not make an iteration longer.
+Case k of a seed is always the same: its random numbers come from (seed, k). Writes bench/results/replay_fuzz.json every
+thousand cases, so that a run may stop at any time.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import tempfile
@@ -31,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from bench.cases.timelines import ImaginedRun, simulate, trace
-from bench.provenance import RESULTS, save
+from bench.runner import option, parser, save
 from pase.errors import Infeasible, PaseError
 from pase.replay import align, load, measure
 from pase.replay.changes.whatif import apply
@@ -227,19 +226,21 @@ def verdict(folder: Path) -> str:
 
 def main() -> None:
     """Writes bench/results/replay_fuzz.json: how the mutated traces ended, and the faults."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true", help="go on where the result file ends")
-    parser.add_argument("--cpu-minutes", type=float, default=math.inf, help="begin no case after so many")
-    parser.add_argument("-o", type=Path, default=RESULTS / "replay_fuzz.json")
-    args = parser.parse_args()
+    made = parser(
+        __doc__,
+        "replay_fuzz",
+        option("--count", type=int, default=100_000),
+        option("--seed", type=int, default=0),
+        option("--resume", action="store_true", help="go on where the result file ends"),
+        option("--cpu-minutes", type=float, default=math.inf, help="start no case after so many"),
+    )
+    args = made.parse_args()
     found: Counter[str] = Counter()
     faults: list[dict[str, Any]] = []
-    if args.resume and args.o.exists():
-        before = json.loads(args.o.read_text())
+    if args.resume and args.out.exists():
+        before = json.loads(args.out.read_text())
         if before["seed"] != args.seed:
-            parser.error(f"{args.o} holds seed {before['seed']}; --resume goes on with that one")
+            made.error(f"{args.out} holds seed {before['seed']}; --resume goes on with that one")
         found = Counter(before["outcomes"])
         # Earlier faults run again: those that were fixed since then now have another outcome.
         again, faults = fuzz([f["k"] for f in before["faults"]], args.seed)
@@ -250,8 +251,8 @@ def main() -> None:
         more, wrong = fuzz(range(at, min(at + 1000, args.count)), args.seed, 60 * args.cpu_minutes)
         found, faults = found + more, faults + wrong
         out = {"count": sum(found.values()), "seed": args.seed, "outcomes": dict(found)}
-        save({**out, "faults": faults[:50], "cpu_s_of_last_run": time.process_time()}, args.o)
-    print(args.o.read_text())
+        save({**out, "faults": faults[:50], "cpu_s_of_last_run": time.process_time()}, args.out)
+    print(args.out.read_text())
 
 
 def fuzz(

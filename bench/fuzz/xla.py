@@ -1,15 +1,15 @@
-"""Does XLA survive our plans? Small random programs under random strategies, each compiled and read for its end.
+"""Compiles small random programs under random strategies with XLA.
 
-    .venv/bin/python -m bench.fuzz.xla                        # 2,000 cases; those that stand in the results are kept
-    .venv/bin/python -m bench.fuzz.xla --cases 100-200        # these again
-    .venv/bin/python -m bench.fuzz.xla --cases 17 --show      # one case: its program, its splits, how it ends
-    .venv/bin/python -m bench.fuzz.xla --kinds conv           # with convolutions alone
-    .venv/bin/python -m bench.fuzz.xla --manual --cases 0-99  # lowered by hand; what cannot be says so
+    python -m bench.fuzz.xla                        # 2,000 cases; rows in the result file are kept
+    python -m bench.fuzz.xla --cases 100-200        # these again
+    python -m bench.fuzz.xla --cases 17 --show      # one case: its program, its splits, how it ends
+    python -m bench.fuzz.xla --kinds conv           # only with convolutions
+    python -m bench.fuzz.xla --manual --cases 0-99  # the manual lowering; what it refuses is a row too
 
-A failed check inside of XLA ends the process, so cases are compiled in a child, which says what it begins; where it
-dies, the parent notes the case and goes on behind it with another child. Writes bench/results/xla_fuzz.json (lowered by
-hand: xla_fuzz_manual.json): how many cases ended how, and each case that did not compile. Gradients are compiled too.
-Nothing is run.
+A failed check inside XLA ends the process, so a child process compiles the cases and announces each before it starts.
+If the child dies, the parent records that case and continues with another child. Gradients are compiled too; nothing is
+run. Writes bench/results/xla_fuzz.json (manual lowering: xla_fuzz_manual.json): how many cases ended how, and each case
+that did not compile.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.provenance import RESULTS, ROOT, save
+from bench.runner import ROOT, Benchmark, numbers, option
 
 if TYPE_CHECKING:
     import jax
 
     from pase.backends.jax.plan import Lowering
 
-FILE = RESULTS / "xla_fuzz.json"
-MANUAL = RESULTS / "xla_fuzz_manual.json"
 CASES = 2000
 MESHES = ("2x4", "4x2", "2x2x2", "8")
 BATCH = 25
@@ -307,60 +306,57 @@ def rows(cases: list[int], kinds: list[str], lowering: Lowering = "annotated") -
             raise RuntimeError(f"the child fell before its first case:\n{error[-2000:]}")
 
 
-def numbers(text: str) -> list[int]:
-    """
-    >>> numbers("3,7-9")
-    [3, 7, 8, 9]
-    """
-    out: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        out += range(int(first), int(last or first) + 1)
-    return out
+def cases(given: Namespace) -> dict[str, int]:
+    """Returns the cases; their programs differ by kinds."""
+    of = "mixed" if given.kinds == ",".join(KINDS) else given.kinds.replace(",", "+")
+    given.resume &= not given.cases
+    return {f"{of} {case}": case for case in given.cases or range(CASES)}
 
 
-def main() -> None:
-    """Writes bench/results/xla_fuzz.json: how each case ended."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument(
-        "--cases", type=numbers, help="these again, as in 3,7-9; default: all that are missing"
-    )
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--show", action="store_true", help="print each program and its splits; keep no rows")
-    parser.add_argument(
-        "--manual", action="store_true", help="lowered by hand: bench/results/xla_fuzz_manual.json"
-    )
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    kinds, lowering = given.kinds.split(","), "manual" if given.manual else "annotated"
+def compiled(chosen: dict[str, int], given: Namespace) -> Iterator[tuple[str, Any]]:
+    """Yields how each case ends: "compiled", or a row."""
+    names = {case: name for name, case in chosen.items()}
+    for row in rows(list(names), given.kinds.split(","), _lowering(given)):
+        yield names[row.pop("case")], "compiled" if row["end"] == "compiled" else row
+
+
+def shown(given: Namespace) -> bool:
+    """Compiles the cases in this process, for ``--show``, or as the child of another."""
     if given.child or given.show:
-        child(given.cases, kinds, given.show, lowering)
-        return
-    file = MANUAL if given.manual else FILE
-    known = json.loads(file.read_text())["cases"] if file.exists() else {}
-    of = "mixed" if kinds == list(KINDS) else "+".join(kinds)
-    wanted = given.cases or [c for c in range(CASES) if f"{of} {c}" not in known]
-    for done, row in enumerate(rows(wanted, kinds, lowering), 1):
-        known[f"{of} {row.pop('case')}"] = "compiled" if row["end"] == "compiled" else row
-        if row["end"] != "compiled":
-            print(row, flush=True)
-        if done % 25 == 0 or done == len(wanted):
-            _save(known, file)
+        child(given.cases, given.kinds.split(","), given.show, _lowering(given))
+    return given.child or given.show
 
 
-def _save(known: dict[str, Any], file: Path) -> None:
-    """known: "KINDS CASE" -> how it ended; the programs of a case differ by kinds."""
+def _lowering(given: Namespace) -> Lowering:
+    return "manual" if given.manual else "annotated"
 
-    def place(item: tuple[str, Any]) -> tuple[str, int]:
-        of, case = item[0].split()
-        return of, int(case)
 
-    ends: dict[str, int] = {}
-    for row in known.values():
-        end = row if isinstance(row, str) else row["end"]
-        ends[end] = ends.get(end, 0) + 1
-    save({"of": len(known), "ends": ends, "cases": dict(sorted(known.items(), key=place))}, file)
+def ends(found: dict[str, Any], _: Namespace) -> dict[str, Any]:
+    """Returns how many cases ended how."""
+    counts = Counter(row if isinstance(row, str) else row["end"] for row in found.values())
+    return {"of": len(found), "ends": dict(counts)}
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result=lambda given: "xla_fuzz_manual" if given.manual else "xla_fuzz",
+    rows=cases,
+    stream=compiled,
+    at="cases",
+    head=ends,
+    order=lambda name, _: (name.split()[0], int(name.split()[1])),
+    line=lambda name, row: f"{name}: {row}",
+    options=[
+        option("--cases", type=numbers, help="these again, as in 3,7-9; default: all that are missing"),
+        option("--kinds", default=",".join(KINDS)),
+        option("--show", action="store_true", help="print each program and its splits; save no rows"),
+        option("--manual", action="store_true", help="lowered as manual: xla_fuzz_manual.json"),
+        option("--child", action="store_true", help=argparse.SUPPRESS),
+    ],
+    instead=shown,
+    resumes=True,
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,11 +1,13 @@
-"""Ops of which XLA has code of its own (sorts, LAPACK's calls, convolutions, windows, gathers), with their dims split.
+"""Ops for which XLA has special code, with their dims split.
 
-    .venv/bin/python -m bench.fuzz.xla_ops                          # all of them; those in the results are kept
-    .venv/bin/python -m bench.fuzz.xla_ops --ops sort,qr --seeds 9  # these, under nine random strategies
+    python -m bench.fuzz.xla_ops                          # all; rows in the result file are kept
+    python -m bench.fuzz.xla_ops --ops sort,qr --seeds 9  # these, under nine random strategies
 
-Each op stands between a product and a loss, so that every dim may be split in front of it and behind it. A step under a
-random strategy, lowered by hand (what cannot be is left to XLA) and annotated, is compiled and run on four host
-devices, and compared with the unsharded one. A failed check inside of XLA ends the process: steps run in a child.
+The ops are sorts, calls of LAPACK, convolutions, windows, gathers and others. Each op stands between a product and a
+loss, so that every dim may be split before and after it. A step under a random strategy is compiled and run on four
+host devices and compared with the unsharded step, in the manual lowering (with XLA where that is not possible) and
+annotated. A failed check inside XLA ends the process, so steps run in a child process. Writes
+bench/results/xla_ops.json.
 """
 
 from __future__ import annotations
@@ -15,19 +17,18 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.provenance import RESULTS, ROOT, save
+from bench.runner import ROOT, Benchmark, option
 
 if TYPE_CHECKING:
     from pase.backends.jax.plan import Lowering
 
-OUT = RESULTS / "xla_ops.json"
 MESHES = ("2x2", "4")
 
 
@@ -269,32 +270,47 @@ def rows(cases: list[list[str]]) -> Iterator[tuple[str, dict[str, Any]]]:
             raise RuntimeError(f"the child fell before its first case:\n{error[-2000:]}")
 
 
-def main() -> None:
-    """Writes bench/results/xla_ops.json: how each case ended."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--ops", help="default: all")
-    parser.add_argument("--seeds", type=int, default=4, help="random strategies of each")
-    parser.add_argument("--again", action="store_true", help="also those that the results have")
-    parser.add_argument("-o", type=Path, default=OUT)
-    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.child:
-        child(given.child)
-        return
-    known: dict[str, Any] = json.loads(given.o.read_text())["cases"] if given.o.exists() else {}
-    wanted = [
+def cases(given: Namespace) -> dict[str, list[str]]:
+    """Returns (op, strategy, lowering) of each case."""
+    found = [
         [op, f"random{seed}@{MESHES[seed % 2]}", lowering]
         for seed in range(given.seeds)
         for op in (given.ops.split(",") if given.ops else operations())
         for lowering in ("auto", "annotated")
     ]
-    for case, end in rows([c for c in wanted if given.again or " ".join(c) not in known]):
-        known[case] = end
-        if end["end"] != "agrees":
-            print(case, end, flush=True)
-        counts = Counter(e["end"] for e in known.values())
-        save({"of": len(known), "ends": dict(counts.most_common()), "cases": known}, given.o)
+    return {" ".join(case): case for case in found}
+
+
+def as_child(given: Namespace) -> bool:
+    """Runs the cases in this process, if it is the child of another."""
+    if given.child:
+        child(given.child)
+    return bool(given.child)
+
+
+def ends(found: dict[str, Any], _: Namespace) -> dict[str, Any]:
+    """Returns how many cases ended how."""
+    counts = Counter(row["end"] for row in found.values())
+    return {"of": len(found), "ends": dict(counts.most_common())}
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="xla_ops",
+    rows=cases,
+    stream=lambda chosen, _: rows(list(chosen.values())),
+    at="cases",
+    head=ends,
+    line=lambda name, row: f"{name}: {row['end']} {row.get('message', '')}",
+    options=[
+        option("--ops", help="comma-separated; default: all"),
+        option("--seeds", type=int, default=4, help="random strategies of each"),
+        option("--child", type=json.loads, help=argparse.SUPPRESS),
+    ],
+    instead=as_child,
+    resumes=True,
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

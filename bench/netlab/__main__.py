@@ -1,15 +1,15 @@
-"""The network laboratory.
+"""The network laboratory: real training steps over shaped networks.
 
     sudo .venv/bin/python -m bench.netlab quick        # a few minutes: every part once, small
-    sudo .venv/bin/python -m bench.netlab full         # within --minutes, an hour where nothing else is said
+    sudo .venv/bin/python -m bench.netlab full         # within --minutes, by default about an hour
     sudo .venv/bin/python -m bench.netlab full --resume          # what a stopped run of this commit had not done
-    sudo .venv/bin/python -m bench.netlab strategies --hosts 2   # a part
+    sudo .venv/bin/python -m bench.netlab strategies --hosts 2   # one part
     sudo .venv/bin/python -m bench.netlab pipelines    # others: racks levels lowerings buckets torch frameworks replay
-    sudo .venv/bin/python -m bench.netlab clean        # what a killed run left behind
+    sudo .venv/bin/python -m bench.netlab clean        # removes what a killed run left behind
     .venv/bin/python -m bench.netlab render            # docs/evidence/measured.md's tables from the result files
 
-Writes bench/results/netlab_<part>.json as it goes (quick: netlab_quick.json). Without root or iproute2 it says so
-and does nothing. What was calibrated is kept in --folder and taken up; --fresh calibrates again.
+Writes bench/results/netlab_<part>.json as it goes (quick: netlab_quick.json). Without root or iproute2 it prints why it
+does nothing. Calibrations are kept in --folder and used again; --fresh calibrates again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bench.netlab.models import BATCHES, LOOPED, SIZES
 from bench.netlab.net import LabError, Topology, clean, interruptible, unavailable
 from bench.netlab.page import render
 from bench.netlab.session import Session
-from bench.provenance import RESULTS, ROOT
+from bench.runner import RESULTS, ROOT, option, parser
 
 PARTS = (
     "strategies",
@@ -59,31 +59,27 @@ EXPECTED_MIN = {
 
 def main() -> int:
     """Runs the parts asked for, which write their result files and pages. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("part", choices=("quick", "full", *PARTS, "clean", "render"))
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "paselab")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier calibrations")
-    parser.add_argument("--resume", action="store_true", help="keep what was measured at this commit")
-    parser.add_argument(
-        "--minutes", type=float, help="begin nothing new after so many (full: 58; else no limit)"
-    )
-    parser.add_argument("--only", help="full: these parts alone, comma-separated")
-    parser.add_argument("--models", help="strategies, replay: of these alone, comma-separated")
-    parser.add_argument("--calibrate-s", type=float, default=45.0, help="seconds for each network")
-    parser.add_argument(
-        "--mbit", type=float, help="strategies, frameworks: on the networks of this rate alone"
-    )
-    parser.add_argument("--hosts", type=int, help="strategies: on the networks of so many hosts alone")
-    parser.add_argument("--batches", default="0,1", choices=("0", "1", "0,1"), help="0: small, 1: large")
-    parser.add_argument("--rates", help="buckets, torch: these coverage rates alone, comma-separated")
-    parser.add_argument("--iterations", type=int, default=12, help="buckets, torch, replay: of each run")
-    parser.add_argument("--training", type=int, default=48, help="buckets: iterations of the loss curves")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the result files go")
-    args = parser.parse_args()
+    args = parser(
+        __doc__,
+        "",
+        option("part", choices=("quick", "full", *PARTS, "clean", "render")),
+        option("--folder", type=Path, default=Path(tempfile.gettempdir()) / "paselab"),
+        option("--fresh", action="store_true", help="forget earlier calibrations"),
+        option("--resume", action="store_true", help="keep what was measured at this commit"),
+        option("--minutes", type=float, help="begin nothing new after so many (full: 58; else no limit)"),
+        option("--only", help="full: these parts alone, comma-separated"),
+        option("--models", help="strategies, replay: of these alone, comma-separated"),
+        option("--calibrate-s", type=float, default=45.0, help="seconds for each network"),
+        option("--mbit", type=float, help="strategies, frameworks: on the networks of this rate alone"),
+        option("--hosts", type=int, help="strategies: on the networks of so many hosts alone"),
+        option("--batches", default="0,1", choices=("0", "1", "0,1"), help="0: small, 1: large"),
+        option("--rates", help="buckets, torch: these coverage rates alone, comma-separated"),
+        option("--iterations", type=int, default=12, help="buckets, torch, replay: of each run"),
+        option("--training", type=int, default=48, help="buckets: iterations of the loss curves"),
+        option("--results", type=Path, default=RESULTS, help="where the result files go"),
+    ).parse_args()
     if args.part == "render":
-        render(ROOT / "docs" / "proof.md", args.results)
+        render(ROOT / "docs" / "evidence" / "measured.md", args.results)
         return 0
     reason = unavailable()
     if reason:

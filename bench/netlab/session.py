@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.provenance import BEGAN, RESULTS, save
+from bench.runner import BEGAN, RESULTS, save
 
 __all__ = ["Session", "rows_of"]
 

@@ -1,9 +1,9 @@
-"""Runs on every host: joins the others, measures what a job file lists, the first host writes the results.
+"""The process on each host of the laboratory: measures the cells of a job.
 
     python -m bench.netlab.worker JOB.json RANK
 
-Results are appended one line a cell, so that a job that dies is taken up behind the
-model that killed it.
+The workers join one another and measure what the job file lists; the first host appends one line per cell to the
+results. If a job dies, it is therefore continued after the model that killed it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""A newcomer's first hour: every command of docs/start/first-hour.md in a new environment, with its time and what it
-printed.
+"""Runs the commands of docs/start/first-hour.md in a new environment.
 
     python -m bench.pages.first_hour [--page FILE] [-o FILE]
 
 Clones this repository's last commit into an empty folder, makes an environment there and runs the page's sh blocks in
-order in a folder beside the clone: nothing is cached, and the project is not on the path. Files are written from the
-blocks under ``<!-- saved as: NAME -->``. What each block printed goes into the page below it; ``<!-- shown: … -->``
-before a block says which lines: ``20 lines`` from the first, ``layer 7 lines`` from the first that begins with
-"layer", several of these joined with ";". Exit status 1, and an untouched page, where a command fails. Writes
-bench/results/first_hour.json: seconds, CPU seconds, exit status, and the bytes that the environment's packages take.
+order, in a folder next to the clone: nothing is cached, and the project is not on the path. A block under ``<!-- saved
+as: NAME -->`` is written to that file. The output of each block goes into the page below it. A comment ``<!-- shown: …
+-->`` before a block selects lines: ``20 lines`` from the first, or ``layer 7 lines`` from the first line that starts
+with "layer"; several selections are joined with ";". If a command fails, the exit status is 1 and the page stays as it
+is. Writes bench/results/first_hour.json: seconds, CPU seconds and exit status of each command, and the size of the
+environment's packages in bytes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.arguments import parser
-from bench.provenance import BEGAN, ROOT, save
+from bench.runner import BEGAN, ROOT, option, parser, save
 
 PAGE = ROOT / "docs" / "start" / "first-hour.md"
 COLUMNS = 100
@@ -195,9 +194,8 @@ def hour(page: str, place: FreshPlace) -> tuple[str, list[Ran]]:
 
 def main() -> None:
     """Writes bench/results/first_hour.json, and the page's outputs."""
-    p = parser(__doc__, "first_hour")
-    p.add_argument("--page", type=Path, default=PAGE, help="the page whose commands are run")
-    args = p.parse_args()
+    page = option("--page", type=Path, default=PAGE, help="the page whose commands are run")
+    args = parser(__doc__, "first_hour", page).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         place = FreshPlace(Path(folder))
         text, ran = hour(args.page.read_text(encoding="utf-8"), place)
@@ -215,7 +213,7 @@ def main() -> None:
     told = f"{BEGAN['date'][:10]}, {BEGAN['machine']}: {sum(r.cpu_s for r in ran):.0f} s in all, installation included."
     args.page.write_text(placed(text, "ran", told), encoding="utf-8")
     figures = [{k: v for k, v in vars(r).items() if k != "printed"} for r in ran]
-    save({"commands": figures, "bytes": sizes}, args.o)
+    save({"commands": figures, "bytes": sizes}, args.out)
 
 
 if __name__ == "__main__":

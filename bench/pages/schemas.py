@@ -1,8 +1,8 @@
-"""Writes the JSON Schemas of pase's files from the types again: after a change of a form.
+"""Writes the JSON Schemas of pase's files from their types.
 
-Writes what ``SCHEMAS`` lists; tests hold these files equal to the types.
+    python -m bench.pages.schemas
 
-    python bench/pages/schemas.py
+Run it after a change of a file format. ``SCHEMAS`` lists the files; tests compare them with the types.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Every page in a real browser: what it looks like, and what a person on a phone or with a keyboard meets.
+"""Opens every generated page in a real browser and looks for faults.
 
     pip install playwright     # with a Chromium of the system: apt install chromium
     python -m bench.pages.screenshots [--only gpt2] [--pictures FOLDER]
 
-Pages of ``pase report`` (GPT-2 on 8 devices, and in 2 stages; Llama-3 405B on 16,384, and in 16 stages),
-``pase schedule --gantt`` and ``pase diagnose -o`` are opened on a phone, a laptop and a wide screen, light and dark. A
-fault is: a message on the console, a request, a page wider than its screen, a control without a name, a widget that
-keys do not move. Writes bench/results/screenshots.json (bytes, seconds until the page is drawn, faults), and pictures
-of each page, and tables at each width of a terminal, into a folder outside of the repository. Exit status 1 where there
-is a fault.
+Pages of ``pase report`` (GPT-2 on 8 devices, and in 2 stages; Llama-3 405B on 16,384, and in 16 stages), of
+``pase schedule --gantt`` and of ``pase diagnose -o`` are opened on a phone, a laptop and a wide screen, light and dark.
+Faults are: a message on the console, a request, a page wider than its screen, a control without a name, a widget that
+the keyboard does not move. Writes bench/results/screenshots.json (bytes, seconds until the page is drawn, faults), and
+pictures of each page and of tables at each width of a terminal into a folder outside of the repository. The exit status
+is 1 if there is a fault.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from bench.arguments import parser
 from bench.cases.timelines import ImaginedRun, simulate, write
-from bench.provenance import save
+from bench.runner import option, parser, save
 
 SCREENS = {"phone": (390, 844), "laptop": (1366, 850), "wide": (2200, 1200)}
 LOOKS = ("light", "dark")
@@ -135,9 +134,12 @@ def terminals(layout: Path, pictures: Path) -> None:
 
 def main() -> None:
     """Writes bench/results/screenshots.json."""
-    p = parser(__doc__, "screenshots")
-    p.add_argument("--pictures", type=Path, default=Path(tempfile.gettempdir()) / "pase-screenshots")
-    args = p.parse_args()
+    args = parser(
+        __doc__,
+        "screenshots",
+        option("--only", default="", metavar="TEXT", help="the pages with this in their name"),
+        option("--pictures", type=Path, default=Path(tempfile.gettempdir()) / "pase-screenshots"),
+    ).parse_args()
     from playwright.sync_api import sync_playwright
 
     args.pictures.mkdir(parents=True, exist_ok=True)
@@ -155,7 +157,7 @@ def main() -> None:
         nbytes = {name: path.stat().st_size for name, path in pages.items()}
         for layout in Path(made).glob("*.json"):
             terminals(layout, args.pictures)
-    save({"bytes": nbytes, "pages": rows}, args.o)
+    save({"bytes": nbytes, "pages": rows}, args.out)
     for row in rows:
         print(row["page"], row["screen"], row["look"], f"{row['opened_s']} s", *row["faults"], sep="  ")
     print(f"pictures in {args.pictures}")

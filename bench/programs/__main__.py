@@ -1,18 +1,18 @@
-"""The corpus: programs from libraries, each in a process of its own with a limit of CPU time.
+"""The corpus: programs from libraries, planned, run and compared.
 
-python -m bench.programs                 # all of them
-python -m bench.programs 'haiku.*' nnx   # these again; the others' rows are kept
-python -m bench.programs --missing       # those without a row, or that were not done in time
-python -m bench.programs --failing       # those that do not agree
-python -m bench.programs --recount       # FLOPs alone, after what counts them has changed
+    python -m bench.programs                 # all of them
+    python -m bench.programs 'haiku.*' nnx   # these again; the other rows are kept
+    python -m bench.programs --missing       # those without a row, and those that ran out of time
+    python -m bench.programs --failing       # those that do not agree
+    python -m bench.programs --recount       # only the FLOPs, after a change of what counts them
 
-Needs the packages of the extra 'corpus' (make test-corpus has them). Writes bench/results/programs.json. The exit
-status is 1 if a program does not agree that did.
+Each program runs in its own process with a limit of CPU time. Needs the packages of the extra 'corpus'
+(``make test-corpus`` installs them). Writes bench/results/programs.json. The exit status is 1 if a program that agreed
+before does not agree now.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -22,7 +22,7 @@ from typing import Any
 from bench.processes import forks_of, row_apart
 from bench.programs import child
 from bench.programs.catalog import PACKAGES, load
-from bench.provenance import BEGAN, RESULTS, save
+from bench.runner import BEGAN, RESULTS, option, parser, save
 
 FILE = RESULTS / "programs.json"
 ENVIRONMENT = {
@@ -57,17 +57,15 @@ def read() -> dict[str, Any]:
 
 def main() -> None:
     """Writes bench/results/programs.json: for each program whether the sharded step agrees, or what stopped it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("programs", nargs="*", help="patterns of names")
-    parser.add_argument("--cpu-s", type=int, default=200, help="seconds of CPU time for each program")
-    parser.add_argument("--missing", action="store_true", help="only what has no row yet, or ran out of time")
-    parser.add_argument("--failing", action="store_true", help="only what has a row and does not agree")
-    parser.add_argument(
-        "--recount", action="store_true", help="FLOPs alone, of rows that agree; the rest is kept"
-    )
-    given = parser.parse_args()
+    given = parser(
+        __doc__,
+        "",
+        option("programs", nargs="*", help="patterns of names"),
+        option("--cpu-s", type=int, default=200, help="seconds of CPU time for each program"),
+        option("--missing", action="store_true", help="only what has no row yet, or ran out of time"),
+        option("--failing", action="store_true", help="only what has a row and does not agree"),
+        option("--recount", action="store_true", help="only the FLOPs, of rows that agree; the rest is kept"),
+    ).parse_args()
     rows = read()
 
     def wanted(name: str) -> bool:

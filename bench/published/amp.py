@@ -1,20 +1,21 @@
-"""AMP's measured steps of GPT-2 on equal and unequal hosts, predicted, stage by stage on the devices of each.
+"""AMP's measured steps of GPT-2 on equal and unequal hosts, predicted.
 
-    python -m bench.published.amp [--only unequal] [-o bench/results/amp.json]
+    python -m bench.published.amp [--only unequal]
 
-Nothing is fitted. A stage is priced as ``pase price`` prices one, on the machine of its devices; where a stage has
-devices of both kinds, the slower one counts. Transfers and sums that leave a host share its link. The rest is what
-their code does (DachengLi1/AMP at 72eeea4, with its copies of DeepSpeed and Megatron-LM), file by file:
+Nothing is fitted. Each stage is priced as ``pase price`` does, on the machine of its devices; if a stage has devices of
+both kinds, the slower one counts. Transfers and sums that leave a host share its link. The rest follows their code
+(DachengLi1/AMP at 72eeea4, with its copies of DeepSpeed and Megatron-LM), file by file:
 
-- DeepSpeed/deepspeed/runtime/pipe/schedule.py (TrainSchedule): in each turn neighbours exchange what they made in the
-  turn before, then both compute. p2p.py: a transfer is a broadcast that both wait for. engine.py, and
+- DeepSpeed/deepspeed/runtime/pipe/schedule.py (TrainSchedule): in each round, neighbours exchange what they computed in
+  the round before, then both compute. p2p.py: a transfer is a broadcast that both wait for. engine.py, and
   wall_clock_breakdown in examples/ds_config.json: the host waits for the device after each instruction.
-- runtime/pipe/engine.py: tensor-parallel ranks send an activation in parts, which are gathered where it arrives and
-  once more where it left, before its backward; but each of them sends the whole gradient. A mask goes along with
-  activations.
+- runtime/pipe/engine.py: tensor-parallel ranks send an activation in parts, which are gathered on arrival, and once
+  on the sending stage before its backward; but each of them sends the whole gradient. A mask is sent with activations.
 - runtime/engine.py (allreduce_bucket): gradients are copied into one tensor, cast to float32, divided, summed, cast and
-  copied back. No recomputation.
+  copied back. There is no recomputation.
 - megatron/model/transformer.py (ParallelTransformerLayerPipe): a block's forward runs twice, once to print its shape.
+
+Writes bench/results/amp.json.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.arguments import parser, wanted
-from bench.provenance import save
 from bench.published.amp_rows import FORWARD_S, HOMOGENEOUS, UNEQUAL
 from bench.published.megatron_gpt import padded_vocabulary
 from bench.published.vtrain import graph_of
+from bench.runner import Benchmark
 from pase.costmodels.analytic import Analytic
 from pase.machine import GroupedMachine, LinkLevel, Machine, load
 from pase.stated.parts import parts_of
@@ -40,7 +40,7 @@ from pase.stated.program import PROGRAMS
 from pase.stated.step import StatedStep
 from pase.stated.strategy import Strategy
 
-MACHINES = Path(__file__).parent / "machines"
+MACHINES = Path(__file__).parents[1] / "machines"
 HOST, DEVICES, BATCH = 4, 16, 32
 LAYERS, WIDTH, HEADS, SEQUENCE = 24, 1024, 16, 1024
 _BLOCKS = range(2, 2 + LAYERS)
@@ -260,29 +260,33 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return out | {"best_s": float(measured.min())}
 
 
-def main() -> None:
-    """Writes bench/results/amp.json: each trial with what is predicted, and a summary per table."""
-    args = parser(__doc__, "amp").parse_args()
-    rows = [
-        {
-            "table": t.table,
-            "trial": t.name,
-            "measured_s": t.measured_s,
-            "amp_s": t.theirs_s,
-            "ours_s": step_s(t, measured=False),
-            "floored_s": step_s(t, measured=True),
-        }
-        for t in wanted([(t.name, t) for t in trials()], args.only)
-    ]
+def row(t: AmpTrial) -> dict[str, Any]:
+    """Returns a trial's measured step, AMP's prediction and ours."""
+    return {
+        "table": t.table,
+        "trial": t.name,
+        "measured_s": t.measured_s,
+        "amp_s": t.theirs_s,
+        "ours_s": step_s(t, measured=False),
+        "floored_s": step_s(t, measured=True),
+    }
+
+
+def summaries(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the summary of each table with at least two trials."""
     tables = {name: [r for r in rows if r["table"] == name] for name in ("homogeneous", "unequal")}
-    told = {name: summary(of) for name, of in tables.items() if len(of) > 1}
-    print(save({"summary": told, "rows": rows}, args.o))
-    for r in rows:
-        said = "  ".join(f"{who} {r[f'{who}_s']:.2f}" for who in ("measured", "ours", "floored", "amp"))
-        print(f"{r['trial']:45} {said}")
-    for name, of in told.items():
-        print(name, of)
+    return {"summary": {name: summary(of) for name, of in tables.items() if len(of) > 1}}
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="amp",
+    rows={t.name: t for t in trials()},
+    measure=lambda trial, _: row(trial),
+    named="{trial}",
+    head=lambda rows, _: summaries(rows),
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

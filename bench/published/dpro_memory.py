@@ -1,24 +1,27 @@
-"""dPRO's tables 3 and 4: peak memory of BERT-base, ResNet50, InceptionV3 and VGG16 under TensorFlow, predicted.
+"""dPRO's measured peak memory under TensorFlow, predicted.
 
-    python -m bench.published.dpro_memory [-o bench/results/dpro_memory.json]
+    python -m bench.published.dpro_memory
 
-One device's share of data parallelism: 32 samples, and 64 for BERT with nothing, recomputation, or two micro-batches.
-float32; Adam for BERT, momentum for the others; images of 224 (InceptionV3: 299). The paper does not give BERT's
-sequence length; 128 is what phase one of pre-training has.
+Tables 3 and 4 of dPRO: BERT-base, ResNet50, InceptionV3 and VGG16, one device's share of data parallelism with 32
+samples, and BERT with 64 samples: plain, with recomputation, or with two micro-batches. float32; Adam for BERT,
+momentum for the others; images of 224 (InceptionV3: 299). The paper does not give BERT's sequence length; 128 is that
+of phase one of pre-training.
 
-Two accounts. pase's own is of what a compiler keeps for backward. TensorFlow 1 does not fuse, so the other keeps the
-operands that each op's own derivative needs; BERT's dropout (0.1 on attention, on both outputs of a layer and on the
-embedding: the zoo has none) then keeps its scaled input and its mask, both float32 (tf.nn.dropout).
+There are two accounts. pase's own is of what a compiler keeps for backward. TensorFlow 1 does not fuse, so the other
+account keeps the operands that the derivative of each op needs. BERT's dropout (0.1 on attention, on both outputs of a
+layer and on the embedding; the zoo's model has none) then keeps its scaled input and its mask, both float32
+(tf.nn.dropout). Writes bench/results/dpro_memory.json.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from bench.arguments import parser, wanted
-from bench.provenance import save
+from bench.runner import Benchmark
 from pase.frontends.jax.frontend import trace
 from pase.ir import named, simplify
 from pase.ir.recompute import needs
@@ -36,22 +39,28 @@ VGG16 = dict(stages=((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)), hidden=40
 BERT = dict(seq=128, layers=12, vocab=30522, dtype="float32", scan=0, d=768, heads=12, context=512)
 
 
-def models() -> list[tuple[str, Built, str, float, float]]:
+def models() -> list[tuple[str, Callable[[], Built], str, float, float]]:
     """(name, model, optimizer, measured GB, dPRO's estimate in GB)."""
     image: dict[str, Any] = dict(batch=32, classes=1000, dtype="float32")
     return [
-        ("BERT, 32", bert(batch=32, remat=0, attention="plain", **BERT), "adam", 9.96, 10.25),
-        ("ResNet50, 32", resnet(image=224, **image, **RESNET50), "momentum", 5.41, 5.71),
+        ("BERT, 32", partial(bert, batch=32, remat=0, attention="plain", **BERT), "adam", 9.96, 10.25),
+        ("ResNet50, 32", partial(resnet, image=224, **image, **RESNET50), "momentum", 5.41, 5.71),
         (
             "InceptionV3, 32",
-            inception(image=299, narrow=1, blocks=(3, 4, 2), **image),
+            partial(inception, image=299, narrow=1, blocks=(3, 4, 2), **image),
             "momentum",
             3.91,
             4.05,
         ),
-        ("VGG16, 32", vgg(image=224, **image, **VGG16), "momentum", 5.91, 5.83),
-        ("BERT, 64", bert(batch=64, remat=0, attention="plain", **BERT), "adam", 16.42, 16.97),
-        ("BERT, 64, recomputation", bert(batch=64, remat=1, attention="plain", **BERT), "adam", 7.43, 7.20),
+        ("VGG16, 32", partial(vgg, image=224, **image, **VGG16), "momentum", 5.91, 5.83),
+        ("BERT, 64", partial(bert, batch=64, remat=0, attention="plain", **BERT), "adam", 16.42, 16.97),
+        (
+            "BERT, 64, recomputation",
+            partial(bert, batch=64, remat=1, attention="plain", **BERT),
+            "adam",
+            7.43,
+            7.20,
+        ),
     ]  # type: ignore[arg-type]
 
 
@@ -83,41 +92,37 @@ def dropout_bytes(batch: int) -> float:
     return 2.0 * 4 * batch * (layers * (heads * seq**2 + 2 * seq * d) + seq * d)
 
 
-def main() -> None:
-    """Writes bench/results/dpro_memory.json: predicted peak memory beside dPRO's measured and simulated figures."""
-    args = parser(__doc__, "dpro_memory").parse_args()
-    rows = []
-    for name, built, optimizer, measured, theirs in wanted(((m[0], m) for m in models()), args.only):
-        m = predict(built, optimizer)
-        parts = {k: round(v / 1e9, 3) for k, v in vars(m).items()}
-        # Regions that are run again keep other things: the second account has no say there.
-        apart = None if "recomputation" in name else unfused_bytes(built, optimizer) / 1e9
-        if apart is not None and name.startswith("BERT"):
-            apart += dropout_bytes(int(name.split(", ")[1])) / 1e9
-        rows.append(
-            {
-                "model": name,
-                "measured_gb": measured,
-                "dpro_gb": theirs,
-                "dpro_error": theirs / measured - 1,
-                "predicted_gb": m.total / 1e9,
-                "error": m.total / 1e9 / measured - 1,
-                "parts_gb": parts,
-                "unfused_gb": apart,
-                "unfused_error": apart and apart / measured - 1,
-            }
-        )
-        r = rows[-1]
-        print(
-            f"{name:26s} measured {measured:6.2f}  predicted {r['predicted_gb']:6.2f} {r['error']:+.1%}  "
-            f"unfused {apart or 0:.2f} {r['unfused_error'] or 0:+.1%}  {parts}",
-            flush=True,
-        )
-    record = {
-        "rows": rows,
+def measured(
+    name: str, built: Callable[[], Built], optimizer: str, measured_gb: float, theirs_gb: float
+) -> dict[str, Any]:
+    """Returns a row: predicted peak memory by both accounts, and the measured one."""
+    model = built()
+    m = predict(model, optimizer)
+    # With recomputation, backward keeps other tensors: the second account does not cover that.
+    apart = None if "recomputation" in name else unfused_bytes(model, optimizer) / 1e9
+    if apart is not None and name.startswith("BERT"):
+        apart += dropout_bytes(int(name.split(", ")[1])) / 1e9
+    return {
+        "model": name,
+        "measured_gb": measured_gb,
+        "dpro_gb": theirs_gb,
+        "dpro_error": theirs_gb / measured_gb - 1,
+        "predicted_gb": m.total / 1e9,
+        "error": m.total / 1e9 / measured_gb - 1,
+        "parts_gb": {k: round(v / 1e9, 3) for k, v in vars(m).items()},
+        "unfused_gb": apart,
+        "unfused_error": apart and apart / measured_gb - 1,
     }
-    save(record, args.o)
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="dpro_memory",
+    rows={model[0]: model for model in models()},
+    measure=lambda model, _: measured(*model),
+    named="{model}",
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,22 +1,23 @@
 """Published step times of large GPTs on A100 80 GB, predicted.
 
-    python -m bench.published.megatron [-o bench/results/published.json]
+    python -m bench.published.megatron
 
 Korthikanti et al. 2022 (arXiv 2205.05198), tables 3 and 5: full recomputation, and selective recomputation with
-sequence parallelism. Nothing is fitted. The strategy is the Megatron baseline at tensor parallelism 8; where the paper
-adds a pipeline, a step is (micro-batches + (stages - 1) / chunks) passes of one stage, the bubble of the interleaved
-schedule (Narayanan et al. 2021, section 2.2.2), with the first and last stage's embedding and logits in the slowest.
+sequence parallelism. Nothing is fitted. The strategy is the Megatron baseline at tensor parallelism 8. If the paper
+adds a pipeline, a step is (micro-batches + (stages - 1) / chunks) passes of one stage, with the bubble of the
+interleaved schedule (Narayanan et al. 2021, section 2.2.2), and the embedding of the first and the logits of the last
+stage in the slowest one. Writes bench/results/published.json.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench.arguments import parser, wanted
-from bench.provenance import save
 from bench.published.megatron_gpt import padded_vocabulary
 from bench.published.vtrain import graph_of, strategy
+from bench.runner import Benchmark
 from pase import costmodels, machine
 from pase.machine import Machine
 from pase.plan.step import COMPILED, EAGER, Executor, StepTime, step_time
@@ -140,38 +141,31 @@ def predict(p: Published, recompute: str, m: Machine, executor: Executor = MEGAT
     return (passes + bubble) * stage_s + passes * ends_s + update_s
 
 
-def main() -> None:
-    """Writes bench/results/published.json: predicted beside published step times, and the mean absolute error."""
-    args = parser(__doc__, "published").parse_args()
+def rows(p: Published) -> Iterator[dict[str, Any]]:
+    """Yields a row for each way to recompute."""
     m = machine.load("a100x8")
-    rows: list[dict[str, Any]] = []
-    for p in wanted(((p.name, p) for p in MODELS), args.only):
-        for recompute, measured in (("full", p.full_s), ("selective", p.selective_s)):
-            found = {e.name: predict(p, recompute, m, e) for e in (MEGATRON, COMPILED)}
-            rows.append(
-                {
-                    "model": p.name,
-                    "recompute": recompute,
-                    "devices": 8 * p.stages,
-                    "measured_s": measured,
-                    "predicted_s": found["eager"],
-                    "error": found["eager"] / measured - 1,
-                    "predicted_compiled_s": found["compiled"],
-                }
-            )
-            r = rows[-1]
-            print(
-                f"{p.name:5s} {recompute:10s} measured {measured:7.2f} s  predicted {r['predicted_s']:7.2f} s  "
-                f"{r['error']:+.1%}  (compiled {r['predicted_compiled_s']:.2f})",
-                flush=True,
-            )
-    record = {
-        "rows": rows,
-        "mean_absolute_error": sum(abs(r["error"]) for r in rows) / len(rows),
-    }
-    print(f"mean {record['mean_absolute_error']:.1%}")
-    save(record, args.o)
+    for recompute, measured in (("full", p.full_s), ("selective", p.selective_s)):
+        found = {e.name: predict(p, recompute, m, e) for e in (MEGATRON, COMPILED)}
+        yield {
+            "model": p.name,
+            "recompute": recompute,
+            "devices": 8 * p.stages,
+            "measured_s": measured,
+            "predicted_s": found["eager"],
+            "error": found["eager"] / measured - 1,
+            "predicted_compiled_s": found["compiled"],
+        }
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="published",
+    rows={p.name: p for p in MODELS},
+    measure=lambda p, _: rows(p),
+    named="{model}",
+    head=lambda rows, _: {"mean_absolute_error": sum(abs(r["error"]) for r in rows) / len(rows)},
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,5 +1,6 @@
 """The model of a published run, from its public shape: a GPT (two matrices a layer), a Llama (three, gated), or a
-mixture of experts with routing forced even, of the zoo's parts."""
+mixture of experts with routing forced even, of the zoo's parts.
+"""
 
 from __future__ import annotations
 

@@ -1,20 +1,17 @@
-"""Published runs beside our own configuration under the same price.
+"""Published runs compared with our configuration under the same price.
 
-    python -m bench.published.ours [FILE.csv] [--only PREFIX] [--minutes M] [--resume] [-o FILE]
+    python -m bench.published.ours [--file FILE.csv] [--only TEXT] [--minutes M] [--resume] [-o FILE]
 
-Each row's configuration, priced as ``bench/published/steps.py`` prices it, is changed one degree at a time as long as
-that is cheaper and fits (``pase.stated.better``): executor, precision, batch, model and devices stay. As the search
-begins with the published configuration, the answer is never above it, unless that does not fit by the price: then what
-fits comes first. What changes is said in words. Rows of all sources in turn; --resume goes on with rows that the result
-file lacks, for at most so many minutes of CPU. With --only, these rows are priced again.
+Each row's configuration is priced as ``bench/published/steps.py`` prices it, and then changed one degree at a time as
+long as that is cheaper and fits (``pase.stated.better``). Executor, precision, batch, model and devices stay the same.
+The search starts at the published configuration, so its answer is never more expensive, unless the published one does
+not fit by the price: then it looks for one that fits. The rows of all sources are taken in turn, so that a run that
+``--minutes`` ends has some of each. Writes bench/results/published_ours.json, with the changes in words.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable
 from itertools import zip_longest
@@ -27,11 +24,11 @@ if not __package__:  # started by its path
 import numpy as np
 
 from bench.cases import SHARED
-from bench.provenance import RESULTS, save
 from bench.published.cards import card
 from bench.published.models import graph_of
 from bench.published.rows import PublishedRow, read
 from bench.published.steps import is_old, price_row, program_of
+from bench.runner import Benchmark, option
 from pase import costmodels
 from pase.stated.better import better, changes
 from pase.stated.price import Priced, price_strategy
@@ -86,35 +83,19 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Writes for each row its own step, ours under the same price, and what ours changes."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("file", nargs="?", default=str(SHARED / "published_steps" / "given.csv"))
-    parser.add_argument("--only", default="", help="rows whose id begins so")
-    parser.add_argument("--minutes", type=float, default=30.0, help="of CPU, after which no new row is begun")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that the result file has")
-    parser.add_argument("-o", default=str(RESULTS / "published_ours.json"))
-    args = parser.parse_args()
-    done: dict[str, dict[str, Any]] = {}
-    if args.resume and Path(args.o).exists():
-        done = json.loads(Path(args.o).read_text(encoding="utf-8"))["runs"]
-        if args.only:
-            done = {k: v for k, v in done.items() if not k.startswith(args.only)}
-    for row in _in_turn(r for r in read(args.file) if r.id.startswith(args.only) and r.id not in done):
-        if time.process_time() > 60 * args.minutes:
-            break
-        found = ours(row)
-        if found is None:
-            continue
-        done[row.id] = found
-        save(summary(done) | {"runs": done}, args.o)
-        less = 1 - found["ours_s"] / found["published_s"]
-        print(f"{row.id:8s} {less:6.1%} less: {', '.join(found['changes']) or 'the same'}", flush=True)
-    told = {k: v for k, v in summary(done).items() if k != "changed"}
-    print(json.dumps(told, indent=1))
+BENCH = Benchmark(
+    doc=__doc__,
+    result="published_ours",
+    rows=lambda given: {row.id: row for row in _in_turn(read(given.file))},
+    measure=lambda row, _: ours(row),
+    at="runs",
+    head=lambda rows, _: summary(rows),
+    line=lambda name, r: (
+        f"{name:8} {1 - r['ours_s'] / r['published_s']:6.1%} less: {', '.join(r['changes']) or 'the same'}"
+    ),
+    options=[option("--file", default=str(SHARED / "published_steps" / "given.csv"))],
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

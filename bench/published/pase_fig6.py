@@ -1,20 +1,20 @@
-"""PaSE's Figure 6 predicted: speedup over data parallelism on 1080 Ti and 2080 Ti machines, 4 to 64 devices.
+"""PaSE's Figure 6 predicted: speedups over data parallelism.
 
-    python -m bench.published.pase_fig6 [-o bench/results/pase_fig6.json]
+    python -m bench.published.pase_fig6
 
-Strategies: PaSE's, found by our exact search under PaSE's own cost model (FLOP-equivalents) at the paper's batches;
-the expert's: one weird trick for CNNs, tensor within data parallelism (the best degree) for the Transformer; data
-parallelism. Each is then priced by ``analytic`` on the machine file, float32, and divided into data parallelism. The
-expert's RNNLM is a pipeline and FlexFlow's strategies are not published: neither can be priced. Measured: read off
-the figure (+-0.01).
+The machines have 4 to 64 1080 Ti or 2080 Ti. The strategies are PaSE's (found by our exact search under PaSE's own cost
+model, in FLOP equivalents, at the paper's batches), the expert's (one weird trick for CNNs, tensor within data
+parallelism at the best degree for the Transformer), and data parallelism. Each is priced by ``analytic`` on the machine
+file in float32, and divided into data parallelism. The expert's RNNLM is a pipeline and FlexFlow's strategies are not
+published, so neither is priced. The measured speedups were read off the figure (+-0.01). Writes
+bench/results/pase_fig6.json.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from bench.arguments import parser, wanted
-from bench.provenance import save
+from bench.runner import Benchmark
 from pase import zoo
 from pase.baselines import Baseline, baselines
 from pase.compiler.meshes.search import search_meshes
@@ -74,58 +74,52 @@ def predicted(model: str, machine: str, devices: int) -> dict[str, float]:
     return out
 
 
-def main() -> None:
-    """Writes bench/results/pase_fig6.json: predicted speedups beside the figure's."""
-    args = parser(__doc__, "pase_fig6").parse_args()
-    rows: list[dict[str, Any]] = []
-    cells = [
-        (f"{machine} {model} {p}", (machine, model, i, p, strategies))
-        for machine, models in MEASURED.items()
-        for model, strategies in models.items()
-        for i, p in enumerate(DEVICES)
-    ]
-    for machine, model, i, p, strategies in wanted(cells, args.only):
-        s = predicted(model, machine, p)
-        speedup = {k: s["data_parallel"] / v for k, v in s.items()}
-        measured = {k: v[i] for k, v in strategies.items()} | {"data_parallel": 1.0}
-        names = sorted(measured)
-        # Pairs that the figure tells apart by more than its reading error.
-        pairs = [(a, b) for a in names for b in names if measured[a] > measured[b] + 0.02]
-        right = sum(speedup[a] >= speedup[b] * (1 - 1e-9) for a, b in pairs)
-        rows.append(
-            {
-                "machine": machine,
-                "model": model,
-                "devices": p,
-                "measured": measured,
-                "predicted": {k: round(speedup[k], 3) for k in (*names, "ours")},
-                "pairs": len(pairs),
-                "pairs_right": right,
-                "error": {k: speedup[k] / v - 1 for k, v in measured.items() if k != "data_parallel"},
-            }
-        )
-        r = rows[-1]
-        print(
-            machine,
-            model,
-            p,
-            {k: v for k, v in measured.items() if k != "data_parallel"},
-            r["predicted"],
-            f"{right}/{len(pairs)}",
-            flush=True,
-        )
+def compared(machine: str, model: str, i: int) -> dict[str, Any]:
+    """Returns a row: the figure's speedups and the predicted ones, at ``DEVICES[i]`` devices."""
+    s = predicted(model, machine, DEVICES[i])
+    speedup = {k: s["data_parallel"] / v for k, v in s.items()}
+    measured = {k: v[i] for k, v in MEASURED[machine][model].items()} | {"data_parallel": 1.0}
+    names = sorted(measured)
+    # Pairs that the figure tells apart by more than its reading error.
+    pairs = [(a, b) for a in names for b in names if measured[a] > measured[b] + 0.02]
+    return {
+        "machine": machine,
+        "model": model,
+        "devices": DEVICES[i],
+        "measured": measured,
+        "predicted": {k: round(speedup[k], 3) for k in (*names, "ours")},
+        "pairs": len(pairs),
+        "pairs_right": sum(speedup[a] >= speedup[b] * (1 - 1e-9) for a, b in pairs),
+        "error": {k: speedup[k] / v - 1 for k, v in measured.items() if k != "data_parallel"},
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns in how many cells the order is right, and the errors of the magnitudes."""
     errors = [abs(e) for r in rows for e in r["error"].values()]
-    record = {
+    return {
         "cells": len(rows),
         "cells_with_every_pair_in_order": sum(r["pairs"] == r["pairs_right"] for r in rows),
         "magnitudes": len(errors),
         "magnitudes_within_15_percent": sum(e <= 0.15 for e in errors),
         "mean_absolute_error": sum(errors) / len(errors),
-        "rows": rows,
     }
-    print({k: v for k, v in record.items() if k != "rows"})
-    save(record, args.o)
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="pase_fig6",
+    rows={
+        f"{machine} {model} {p}": (machine, model, i)
+        for machine, models in MEASURED.items()
+        for model in models
+        for i, p in enumerate(DEVICES)
+    },
+    measure=lambda cell, _: compared(*cell),
+    named="{machine} {model} {devices}",
+    head=lambda rows, _: summary(rows),
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

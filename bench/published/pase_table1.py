@@ -1,21 +1,22 @@
-"""Table I of PaSE: time to find the best strategy, ours beside the paper's and its released prototype's.
+"""PaSE's Table I: seconds to find the best strategy, ours and the paper's.
 
-    .venv/bin/python -m bench.published.pase_table1 [--repeats 3]      # writes bench/results/paper_table1.json
+    python -m bench.published.pase_table1 [--repeats 3]
 
-Same models, same space (powers of two: as good as all divisors on every instance tried), same costs
-(tests/paper holds them to the prototype's own tables). ``tables_s`` prices all configs and edges of the
-traced graph, ``search_s`` finds the optimum and proves it. The paper's figures are Table I (Xeon E5,
-its tables included); the prototype's were measured on a machine with two cores, its dynamic program alone.
+The models, the space (powers of two: as good as all divisors on every instance tried) and the costs are the same;
+tests/paper compares the costs with the prototype's own tables. ``tables_s`` is the time to price all configs and edges
+of the traced graph, ``search_s`` the time to find the optimum and prove it. The paper's figures are those of Table I
+(Xeon E5, tables included); the prototype's were measured on a machine with two cores, for its dynamic program alone.
+Writes bench/results/paper_table1.json.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
+from collections.abc import Iterator
+from typing import Any
 
-from bench.arguments import parser, wanted
-from bench.provenance import save
+from bench.runner import Benchmark, option
 
 DEVICES = (4, 8, 16, 32, 64)
 PAPER_S = {  # PaSE (IPDPS 2021), Table I, column "Ours"
@@ -40,61 +41,58 @@ PROTOTYPE_S = {  # CPU seconds of the released prototype's search; None: not mea
 MODELS = (*PAPER_S, "transformer?scan=0")
 
 
-def main() -> None:
-    """Writes bench/results/paper_table1.json: our seconds beside the paper's and its prototype's."""
-    options = parser(__doc__, "paper_table1")
-    options.add_argument("--repeats", type=int, default=3)
-    args = options.parse_args()
-    repeats = args.repeats
+def measured(model: str, repeats: int) -> Iterator[dict[str, Any]]:
+    """Yields a row for each number of devices. SystemExit if an optimum is not proven."""
     from pase import zoo
     from pase.frontends.jax.frontend import trace
     from pase.ir import named, simplify
     from pase.paper import build
     from pase.search import solve
 
-    rows = []
-    for model in wanted(((m, m) for m in MODELS), args.only):
-        name = model.partition("?")[0]
-        paper = PAPER_S[name]
-        m = zoo.get(model)
-        began = time.perf_counter()
-        graph = named(simplify(trace(m.loss_fn, m.params, m.batch).graph))
-        traced = time.perf_counter() - began
-        solve(build(graph, 4)[0])  # compiles the kernels, where they are used
-        for i, p in enumerate(DEVICES):
-            tables_s, search_s = [], []
-            for _ in range(repeats):
-                t0 = time.perf_counter()
-                tables, space = build(graph, p)
-                t1 = time.perf_counter()
-                found = solve(tables)
-                tables_s.append(t1 - t0)
-                search_s.append(time.perf_counter() - t1)
-            if not found.optimal:
-                raise SystemExit(f"{model} p={p}: not proven optimal")
-            row = {
-                "model": model,
-                "p": p,
-                "layers": len(space.layers.nodes),
-                "most_configs": max(len(c) for c in space.configs),
-                "cost_flop": found.cost,
-                "trace_s": round(traced, 3),
-                "tables_s": round(statistics.median(tables_s), 4),
-                "search_s": round(statistics.median(search_s), 4),
-                "search_least_s": round(min(search_s), 4),
-                "paper_s": paper[i],
-                "flexflow_s": FLEXFLOW_S[name][i] if name in FLEXFLOW_S else None,
-                "prototype_search_s": PROTOTYPE_S[name][i],
-            }
-            row["paper_over_ours"] = round(paper[i] / (row["tables_s"] + row["search_s"]), 1)
-            rows.append(row)
-            print(
-                f"{model:20s} p={p:<3d} tables {row['tables_s']:.3f} s  search {row['search_s']:.3f} s  "
-                f"paper {paper[i]:.3f} s",
-                file=sys.stderr,
-            )
-    save({"repeats": repeats, "rows": rows}, args.o)
+    name = model.partition("?")[0]
+    m = zoo.get(model)
+    began = time.perf_counter()
+    graph = named(simplify(trace(m.loss_fn, m.params, m.batch).graph))
+    traced = time.perf_counter() - began
+    solve(build(graph, 4)[0])  # compiles the kernels
+    for i, p in enumerate(DEVICES):
+        tables_s, search_s = [], []
+        for _ in range(repeats):
+            t0 = time.perf_counter()
+            tables, space = build(graph, p)
+            t1 = time.perf_counter()
+            found = solve(tables)
+            tables_s.append(t1 - t0)
+            search_s.append(time.perf_counter() - t1)
+        if not found.optimal:
+            raise SystemExit(f"{model} p={p}: not proven optimal")
+        row = {
+            "model": model,
+            "p": p,
+            "layers": len(space.layers.nodes),
+            "most_configs": max(len(c) for c in space.configs),
+            "cost_flop": found.cost,
+            "trace_s": round(traced, 3),
+            "tables_s": round(statistics.median(tables_s), 4),
+            "search_s": round(statistics.median(search_s), 4),
+            "search_least_s": round(min(search_s), 4),
+            "paper_s": PAPER_S[name][i],
+            "flexflow_s": FLEXFLOW_S[name][i] if name in FLEXFLOW_S else None,
+            "prototype_search_s": PROTOTYPE_S[name][i],
+        }
+        yield row | {"paper_over_ours": round(PAPER_S[name][i] / (row["tables_s"] + row["search_s"]), 1)}
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="paper_table1",
+    rows={model: model for model in MODELS},
+    measure=lambda model, given: measured(model, given.repeats),
+    named="{model}",
+    head=lambda _, given: {"repeats": given.repeats},
+    options=[option("--repeats", type=int, default=3)],
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,16 +1,15 @@
-"""Published training steps, each priced in its own configuration with the executor of its framework.
+"""Published training steps, priced in their own configurations.
 
     python -m bench.published.steps FILE.csv [--json] [--only PREFIX] [-o bench/results/published_steps.json]
 
-Nothing is fitted: cards are machine files (``bench/published/cards.py``), frameworks are entries of
-``pase.stated.program``. Values missing from a row take the framework's defaults (``configured``). A row that cannot be
-priced says why. JSON: {"rows": [{"id", "step_s", "predicted_s", "error", "why_not"}], "median_error", "tau"};
-median_error and tau are over the rows that have a step time and a price.
+Nothing is fitted: cards are machine files (``bench/published/cards.py``), and frameworks are entries of
+``pase.stated.program`` with their executors. Values missing from a row take the framework's defaults (``configured``).
+A row that cannot be priced states why. JSON: {"rows": [{"id", "step_s", "predicted_s", "error", "why_not"}],
+"median_error", "tau"}; median_error and tau are over the rows that have a step time and a price.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -26,11 +25,11 @@ if not __package__:  # started by its path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.cases import SHARED
-from bench.provenance import save
 from bench.published.cards import card
 from bench.published.models import graph_of, head_width, is_gated
 from bench.published.programs import is_old, program_of
 from bench.published.rows import PublishedRow, read
+from bench.runner import option, parser, save
 from pase import costmodels
 from pase.errors import Infeasible, PaseError
 from pase.ir.precision import FP8
@@ -282,14 +281,14 @@ def _groups(answers: list[PricedRun]) -> Iterator[tuple[str, list[PricedRun]]]:
 
 def main() -> None:
     """Writes a row for each run of the file, predicted beside measured, as text or JSON; -o: what they add up to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("file", nargs="?", default=str(SHARED / "published_steps" / "given.csv"))
-    parser.add_argument("-o", help="write errors and order by kind of run here, without the rows")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", default="", help="rows whose id begins so")
-    args = parser.parse_args()
+    args = parser(
+        __doc__,
+        "",
+        option("file", nargs="?", default=str(SHARED / "published_steps" / "given.csv")),
+        option("-o", "--out", help="write the errors and the order by kind of run here, without the rows"),
+        option("--json", action="store_true"),
+        option("--only", default="", help="the rows whose id begins with this"),
+    ).parse_args()
     try:
         rows = [r for r in read(args.file) if r.id.startswith(args.only)]
     except PaseError as e:
@@ -303,8 +302,8 @@ def main() -> None:
         "tau": whole["tau"],
     }
     found = digest(answers)
-    if args.o:
-        save(found, args.o)
+    if args.out:
+        save(found, args.out)
     if args.json:
         json.dump(record, sys.stdout, indent=1)
         sys.stdout.write("\n")

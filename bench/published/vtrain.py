@@ -1,17 +1,18 @@
-"""vTrain's measured step times, predicted: Megatron-DeepSpeed GPTs on one node of 8 A100, with stages and without.
+"""vTrain's measured step times of GPTs on 8 A100, predicted.
 
-    python -m bench.published.vtrain [-o bench/results/vtrain.json]
+    python -m bench.published.vtrain
 
-Nothing is fitted to the rows. The machine is a100x8 with the NCCL all-reduce times that vTrain measured on the same
-node (its own inputs, in the same folder) in place of the formulas; the strategy is the Megatron baseline (or data
-parallelism) on the row's degrees; the program is the eager executor of ``pase.plan.step``. Micro-batches, float16
-parameters with float32 copies, no recomputation: with it, 8 samples of width 2048 would run at 89% of the peak. Rows
-with stages are 1F1B of equal stages (``pase.stated``), on the same executor.
+The rows are Megatron-DeepSpeed GPTs on one node, with and without pipeline stages. Nothing is fitted to them. The
+machine is a100x8 with the NCCL all-reduce times that vTrain measured on the same node (its own inputs, in the same
+folder) in place of the formulas; the strategy is the Megatron baseline (or data parallelism) at the row's degrees; the
+program is the eager executor of ``pase.plan.step``. Micro-batches, float16 parameters with float32 copies, no
+recomputation: with it, 8 samples of width 2048 would run at 89% of the peak. Rows with stages are 1F1B of equal stages
+(``pase.stated``) on the same executor. Writes bench/results/vtrain.json.
 
     python -m bench.published.vtrain --multi ground_truth_multi.csv
 
 also predicts the rows without pipeline of vTrain's other table (VIA-Research/vTrain, data/), which was first looked at
-after all code was written: 64 and 256 A100 over 800 Gb/s a node, full recomputation, Megatron's optimizer.
+after all code was written: 64 and 256 A100 over 800 Gb/s per node, full recomputation, Megatron's optimizer.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ from typing import Any
 import numpy as np
 from scipy.stats import kendalltau
 
-from bench.arguments import parser, wanted
 from bench.cases import SHARED
-from bench.provenance import save
 from bench.published.megatron_gpt import gpt, padded_vocabulary
+from bench.runner import option, parser, save, wanted
 from pase import costmodels, machine
 from pase.baselines import Baseline, baselines
 from pase.frontends.jax.frontend import trace
@@ -330,13 +330,18 @@ def staged_rows(
 
 def main() -> None:
     """Writes bench/results/vtrain.json: predicted beside measured steps, by measured and computed collectives."""
-    options = parser(__doc__, "vtrain")
-    options.add_argument("--multi", type=Path, help="vTrain's data/ground_truth_multi.csv")
-    args = options.parse_args()
+    args = parser(
+        __doc__,
+        "vtrain",
+        option("--multi", type=Path, help="vTrain's data/ground_truth_multi.csv"),
+        option("--only", action="append", metavar="TEXT", help="the rows with this in their name"),
+    ).parse_args()
     base = machine.load("a100x8")
     tables = with_measured_all_reduce(base, "a100")
-    named_rows = ((f"{r.d} wide, {r.tensor} tensor, {r.micro_batch} micro", r) for r in rows())
-    chosen = wanted(named_rows, args.only)
+    every = rows()
+    names = [f"{r.d} wide, {r.tensor} tensor, {r.micro_batch} micro" for r in every]
+    texts = wanted(names, args.only or ())
+    chosen = [r for name, r in zip(names, every, strict=True) if name in texts]
     measured = [r for r in chosen if r.pipeline == 1]
     staged = [r for r in chosen if r.pipeline > 1]
     out: dict[str, Any] = {"composed": composed(measured)}
@@ -368,7 +373,7 @@ def main() -> None:
         found = [(r, predict(r, m, model, executor, "full")) for r in rows_of_many_nodes(args.multi)]
         out["many nodes"] = {"all": summary(found), "by_tensor": by(found, "d", "tensor")}
         print("many nodes", json.dumps(out["many nodes"]["all"]))
-    save({"executor": EAGER.source, **out}, args.o)
+    save({"executor": EAGER.source, **out}, args.out)
 
 
 if __name__ == "__main__":

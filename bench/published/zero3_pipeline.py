@@ -1,23 +1,22 @@
-"""ZeRO-3 against a pipeline with tensor parallelism, on 384 to 1,536 A100: is the faster of two measured runs priced as
-the faster one?
+"""ZeRO-3 against a pipeline with tensor parallelism, on up to 1,536 A100.
 
-    python -m bench.published.zero3_pipeline [--out bench/results/zero3_pipeline.json]
+    python -m bench.published.zero3_pipeline
 
-Narayanan et al. 2021 (arXiv 2104.04473), table 2: a GPT of 174.6B (96 layers of 12,288, vocabulary 51,200, sequences of
-2,048, batch 1,536, everything recomputed), ZeRO-3 by DeepSpeed without model parallelism and PTD-P with 8-way tensor
-parallelism in 12 stages. TFLOP/s count recomputation, by that paper's formula. Both run Megatron-LM's own layers, with
-its fused kernels (section 4.2), in float16. Nothing is fitted.
+Is the faster of two measured runs also priced as the faster one? Narayanan et al. 2021 (arXiv 2104.04473), table 2: a
+GPT of 174.6B (96 layers of 12,288, vocabulary 51,200, sequences of 2,048, batch 1,536, everything recomputed), by
+DeepSpeed's ZeRO-3 without model parallelism, and by PTD-P with 8-way tensor parallelism in 12 stages. TFLOP/s count
+recomputation, by that paper's formula. Both run Megatron-LM's own layers with its fused kernels (section 4.2), in
+float16. Nothing is fitted. Writes bench/results/zero3_pipeline.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import replace
 from typing import Any
 
-from bench.provenance import RESULTS, save
 from bench.published.vtrain import graph_of
+from bench.runner import Benchmark
 from pase import costmodels
 from pase.machine import load
 from pase.stated.price import Priced, price_strategy
@@ -64,47 +63,46 @@ def priced(s: Strategy, program: Program) -> Priced:
     return price_strategy(graph, s, program, costmodels.get("analytic", load("a100x8")), BATCH)
 
 
-def rows() -> list[dict[str, Any]]:
-    """For each number of GPUs, both runs as measured and as priced, and whether the order is right."""
-    out = []
-    for gpus, micro, zero3, piped in MEASURED:
-        ways = (
-            (f"fsdp={gpus},micro={micro},remat=full", DEEPSPEED, zero3),
-            (f"dp={gpus // 96},tp=8,pp=12,micro=1,remat=full", MEGATRON, piped),
-        )
-        steps = []
-        for text, program, tflops in ways:
-            found = priced(parse(text, gpus), program)
-            measured = flops() / gpus / tflops / 1e12
-            steps.append(
-                {
-                    "strategy": text,
-                    "measured_s": measured,
-                    "priced_s": found.step_s,
-                    "error": found.step_s / measured - 1,
-                    "seconds": dict(found.seconds),
-                }
-            )
-        first, second = steps
-        right = (first["measured_s"] < second["measured_s"]) == (first["priced_s"] < second["priced_s"])
-        out.append({"gpus": gpus, "zero3": first, "pipeline": second, "ordered_rightly": right})
-    return out
-
-
-def main() -> None:
-    """Writes bench/results/zero3_pipeline.json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", default=str(RESULTS / "zero3_pipeline.json"))
-    args = parser.parse_args()
+def row(gpus: int, micro: int, zero3: float, piped: float) -> dict[str, Any]:
+    """Returns both runs on this many GPUs, as measured and as priced, and whether the order is right."""
     began = time.process_time()
-    found = rows()
-    result = {"rows": found, "ordered_rightly": sum(r["ordered_rightly"] for r in found)}
-    print(save(result | {"cpu_s": time.process_time() - began}, args.out))
-    for row in found:
-        print(row)
+    ways = (
+        (f"fsdp={gpus},micro={micro},remat=full", DEEPSPEED, zero3),
+        (f"dp={gpus // 96},tp=8,pp=12,micro=1,remat=full", MEGATRON, piped),
+    )
+    steps = []
+    for text, program, tflops in ways:
+        found = priced(parse(text, gpus), program)
+        measured = flops() / gpus / tflops / 1e12
+        steps.append(
+            {
+                "strategy": text,
+                "measured_s": measured,
+                "priced_s": found.step_s,
+                "error": found.step_s / measured - 1,
+                "seconds": dict(found.seconds),
+            }
+        )
+    first, second = steps
+    right = (first["measured_s"] < second["measured_s"]) == (first["priced_s"] < second["priced_s"])
+    return {
+        "gpus": gpus,
+        "zero3": first,
+        "pipeline": second,
+        "ordered_rightly": right,
+        "cpu_s": time.process_time() - began,
+    }
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="zero3_pipeline",
+    rows={f"{case[0]} GPUs": case for case in MEASURED},
+    measure=lambda case, _: row(*case),
+    named="{gpus} GPUs",
+    head=lambda rows, _: {"ordered_rightly": sum(r["ordered_rightly"] for r in rows)},
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

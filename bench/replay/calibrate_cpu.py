@@ -1,14 +1,13 @@
-"""This host's CPU calibrated, and small models' step times predicted from that and then measured.
+"""Predicts and measures steps of small models on this calibrated host.
 
-    .venv/bin/python -m bench.replay.calibrate_cpu [--budget 60] [--devices 2]     # writes
-    bench/results/calibrate_cpu.json .venv/bin/python -m bench.replay.calibrate_cpu --add      # one more run, beside
-    those that the file holds
+    python -m bench.replay.calibrate_cpu [--budget 60] [--devices 2]
+    python -m bench.replay.calibrate_cpu --add      # one more run; those in the result file are kept
 
-Two host devices in one process. Every strategy of each model is priced with the machine file measured in that run, and
-then run as ``plan.jax.train_step`` lowers it by default: nothing is fitted to the steps. A step during which other
-programs took more than a fifth of a core is measured again, a few times; each row says what they took. glibc is told to
-keep what a step frees: by default it gives large blocks back to the kernel, or not, by what the process did before, and
-touching them anew costs up to a third of a step.
+The host has two devices in one process. Every strategy of each model is priced with the machine file measured in that
+run, and then run as ``plan.jax.train_step`` lowers it by default: nothing is fitted to the steps. A step during which
+other programs took more than a fifth of a core is measured again, a few times; each row states how much they took.
+glibc is set to keep what a step frees. By default it returns large blocks to the kernel or not depending on what the
+process did before, and touching them again costs up to a third of a step. Writes bench/results/calibrate_cpu.json.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.arguments import parser, wanted
-from bench.provenance import BEGAN, ROOT, save
+from bench.runner import BEGAN, ROOT, Benchmark, option
 
 if TYPE_CHECKING:
     from bench.netlab.steps import Running
@@ -44,50 +43,6 @@ KEPT = {
 """Blocks of any size stay in the heap, and in the one that grows: a thread's own holds 64 MB."""
 
 
-def main() -> None:
-    """Writes bench/results/calibrate_cpu.json: each run's calibration, and each strategy's predicted and measured
-    time."""
-    options = parser(__doc__, "calibrate_cpu")
-    options.add_argument("--budget", type=float, default=60.0, help="seconds that calibrating takes")
-    options.add_argument("--max-spread", type=float, default=3.0, help="as of pase calibrate")
-    options.add_argument("--devices", type=int, default=2)
-    options.add_argument("--machine", help="a machine file measured before; default: measure now")
-    options.add_argument("--add", action="store_true", help="keep the runs that the result file holds")
-    args = options.parse_args()
-    if any(os.environ.get(k) != v for k, v in KEPT.items()):  # the allocator reads it as the process begins
-        command = [sys.executable, "-m", "bench.replay.calibrate_cpu", *sys.argv[1:]]
-        os.execve(sys.executable, command, {**os.environ, **KEPT})
-    cases = wanted(((f"{model} {batch}", (model, batch)) for model, batch in CASES), args.only)
-    before = json.loads(args.o.read_text()).get("runs", []) if args.add and args.o.exists() else []
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(args.machine or f"{folder}/cpu.toml")
-        measured = {} if args.machine else calibrated(file, args.devices, args.budget, args.max_spread)
-        rows = predicted_and_measured(cases, file, args.devices, Path(folder))
-    errors = [abs(r["predicted_s"] / r["measured_s"] - 1) for r in rows]
-    run = {
-        **{k: BEGAN[k] for k in ("commit", "command", "date", "load_1min")},
-        "median_error": statistics.median(errors),
-        "largest_error": max(errors),
-        "kendall_tau": tau([r["predicted_s"] for r in rows], [r["measured_s"] for r in rows]),
-        "rows": rows,
-        "calibration": measured,
-    }
-    runs = [*before, run]
-    result = {
-        "devices": args.devices,
-        "median_errors": [r["median_error"] for r in runs],
-        "kendall_taus": [r["kendall_tau"] for r in runs],
-        "runs": runs,
-    }
-    save(result, args.o)
-    for r in rows:
-        print(
-            f"{r['model']:>12} {r['batch']:>4} {r['strategy']:<14} predicted {r['predicted_s'] * 1e3:8.2f} ms, "
-            f"measured {r['measured_s'] * 1e3:8.2f} ms, {r['predicted_s'] / r['measured_s']:.2f}"
-        )
-    print(f"median error {run['median_error']:.0%}, Kendall tau {run['kendall_tau']:.2f}")
-
-
 def calibrated(file: Path, devices: int, budget_s: float, max_spread: float) -> dict[str, Any]:
     """Runs ``pase calibrate`` into a machine file; what it says of that."""
     command = ["calibrate", "-o", str(file), "-n", str(devices), "--budget", f"{budget_s}s"]
@@ -100,33 +55,27 @@ def calibrated(file: Path, devices: int, budget_s: float, max_spread: float) -> 
 
 
 def predicted_and_measured(
-    cases: list[tuple[str, int]], file: Path, devices: int, folder: Path
-) -> list[dict[str, Any]]:
-    """One row a model: predicted and measured seconds of each of its strategies on host devices."""
+    model: str, batch: int, file: Path, devices: int, folder: Path
+) -> Iterator[dict[str, Any]]:
+    """Yields a row for each strategy of a model: its predicted and measured seconds on host devices."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
     from bench.netlab.steps import Running, planned
 
-    rows = []
-    for model, batch in cases:
-        cells = [c for c in planned(model, batch, devices, file, folder) if c.same_as is None]
-        for cell, steps in zip(
-            cells, in_rounds([Running(replace(c, lowering="auto")) for c in cells]), strict=True
-        ):
-            rows.append(
-                {
-                    "model": model,
-                    "batch": batch,
-                    "strategy": cell.strategy,
-                    "mesh": list(cell.mesh),
-                    "predicted_s": cell.predicted_s,
-                    "predicted_compute_s": cell.predicted_compute_s,
-                    **steps,
-                }
-            )
-    return rows
+    cells = [c for c in planned(model, batch, devices, file, folder) if c.same_as is None]
+    measured = in_rounds([Running(replace(c, lowering="auto")) for c in cells])
+    for cell, steps in zip(cells, measured, strict=True):
+        yield {
+            "model": model,
+            "batch": batch,
+            "strategy": cell.strategy,
+            "mesh": list(cell.mesh),
+            "predicted_s": cell.predicted_s,
+            "predicted_compute_s": cell.predicted_compute_s,
+            **steps,
+        }
 
 
 def in_rounds(running: Sequence[Running]) -> list[dict[str, float]]:
@@ -180,5 +129,67 @@ def tau(a: list[float], b: list[float]) -> float:
     return float(kendalltau(a, b).statistic)
 
 
+def keep_memory(module: str) -> None:
+    """Starts ``python -m module`` again with ``KEPT``, which the allocator reads when a process starts."""
+    if any(os.environ.get(k) != v for k, v in KEPT.items()):
+        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], {**os.environ, **KEPT})
+
+
+def prepare(given: Namespace) -> None:
+    """Calibrates this machine if no machine file is given, and reads the earlier runs that are kept."""
+    keep_memory("bench.replay.calibrate_cpu")
+    given.before = json.loads(given.out.read_text())["runs"] if given.add and given.out.exists() else []
+    given.folder = tempfile.TemporaryDirectory()
+    given.calibration = {}
+    if not given.machine:
+        given.machine = f"{given.folder.name}/cpu.toml"
+        given.calibration = calibrated(Path(given.machine), given.devices, given.budget, given.max_spread)
+
+
+def summary(rows: list[dict[str, Any]], given: Namespace) -> dict[str, Any]:
+    """Returns the runs, the last of which is this one, and how well each predicted."""
+    errors = [abs(r["predicted_s"] / r["measured_s"] - 1) for r in rows]
+    run = {
+        **{k: BEGAN[k] for k in ("commit", "command", "date", "load_1min")},
+        "median_error": statistics.median(errors),
+        "largest_error": max(errors),
+        "kendall_tau": tau([r["predicted_s"] for r in rows], [r["measured_s"] for r in rows]),
+        "rows": rows,
+        "calibration": given.calibration,
+    }
+    runs = [*given.before, run]
+    return {
+        "devices": given.devices,
+        "median_errors": [r["median_error"] for r in runs],
+        "kendall_taus": [r["kendall_tau"] for r in runs],
+        "runs": runs,
+    }
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="calibrate_cpu",
+    rows={f"{model} {batch}": (model, batch) for model, batch in CASES},
+    measure=lambda case, given: predicted_and_measured(
+        *case, file=Path(given.machine), devices=given.devices, folder=Path(given.folder.name)
+    ),
+    named="{model} {batch}",
+    at="",
+    head=summary,
+    line=lambda name, r: (
+        f"{r['model']:>8} {r['batch']:>4} {r['strategy']:<14} predicted {r['predicted_s'] * 1e3:8.2f} ms, "
+        f"measured {r['measured_s'] * 1e3:8.2f} ms"
+    ),
+    options=[
+        option("--budget", type=float, default=60.0, help="seconds that calibrating takes"),
+        option("--max-spread", type=float, default=3.0, help="as of pase calibrate"),
+        option("--devices", type=int, default=2),
+        option("--machine", help="a machine file measured before; default: measure now"),
+        option("--add", action="store_true", help="keep the runs that the result file holds"),
+    ],
+    prepare=prepare,
+)
+
+
 if __name__ == "__main__":
-    main()
+    BENCH.run()

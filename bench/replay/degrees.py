@@ -1,11 +1,11 @@
-"""What-ifs of other degrees of parallelism against the truth: an independent simulation, traced and simulated again.
+"""What-ifs of other degrees of parallelism, compared with a simulation.
 
-    .venv/bin/python -m bench.replay.degrees [--only TEXT]   # writes bench/results/replay_degrees.json
+    python -m bench.replay.degrees [--only TEXT]
 
-A GPT of four layers (``bench/cases/transformers.py``) is traced on one rank, with 1% noise, at one degree. Asked are
-pipeline stages, tensor parallelism (with the kernels of a short run at that degree, and by the roofline alone), and
-more replicas whose hosts are late by chance (``bench/cases/timelines.py``, four ranks traced). The truth is the
-changed run.
+A GPT of four layers (``bench/cases/transformers.py``) is simulated at one degree and traced on one rank, with 1% noise.
+The what-ifs are pipeline stages, tensor parallelism (with the kernels of a short run at that degree, or by the roofline
+alone), and more replicas whose hosts are late at random (``bench/cases/timelines.py``, four ranks traced). They are
+compared with an independent simulation of the changed run. Writes bench/results/replay_degrees.json.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.arguments import parser, wanted
 from bench.cases import timelines
 from bench.cases.transformers import ImaginedTransformer, simulate, write
-from bench.provenance import save
+from bench.runner import Benchmark
 from pase.bridges.degrees import by_stages, by_tensor, kernel_times
 from pase.replay import align, load, measure
 from pase.replay.changes.whatif import apply
@@ -109,17 +108,23 @@ def questions() -> Iterator[tuple[str, Callable[[], Row]]]:
             yield f"late by {late_us:g} µs: data={ranks}", partial(chance, late_us, ranks)
 
 
-def main() -> None:
-    """Writes bench/results/replay_degrees.json: every what-if beside the truth."""
-    args = parser(__doc__, "replay_degrees").parse_args()
-    rows = [
-        {"what_if": name, **ask()} for name, ask in wanted(((n, (n, a)) for n, a in questions()), args.only)
-    ]
+def summary(rows: list[Row]) -> Row:
+    """Returns the number of questions, and the median and worst error of each kind."""
     groups = {"stages": "stages=", "shapes measured": "shapes", "roofline": "roofline", "chance": "late by"}
     errors = {k: [abs(r["error"]) for r in rows if text in r["what_if"]] for k, text in groups.items()}
-    summary = {k: {"median": statistics.median(v), "worst": max(v)} for k, v in errors.items() if v}
-    print(save({"what_ifs": len(rows), "summary": summary, "rows": rows}, args.o).read_text())
+    each = {k: {"median": statistics.median(v), "worst": max(v)} for k, v in errors.items() if v}
+    return {"what_ifs": len(rows), "summary": each}
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="replay_degrees",
+    rows={name: (name, ask) for name, ask in questions()},
+    measure=lambda question, _: {"what_if": question[0], **question[1]()},
+    named="{what_if}",
+    head=lambda rows, _: summary(rows),
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

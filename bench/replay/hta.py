@@ -1,21 +1,22 @@
-"""The sums of Holistic Trace Analysis, computed by pase and by HTA itself on the same traces, number by number.
+"""The sums of Holistic Trace Analysis, compared with HTA number by number.
 
     python -m venv /tmp/hta && /tmp/hta/bin/pip install HolisticTraceAnalysis==0.5.0
-    .venv/bin/python -m bench.replay.hta --hta /tmp/hta/bin/python    # writes bench/results/replay_hta.json
-    .venv/bin/python -m bench.replay.hta      # the same with HTA's numbers as that file has them
+    python -m bench.replay.hta --hta /tmp/hta/bin/python
+    python -m bench.replay.hta      # with HTA's numbers as the result file has them
 
-HTA needs its own package versions, so it runs in its own environment. Times in µs; ``difference`` is relative for times
-and absolute for percentages. A number that differs is computed again by HTA's definition, and ``as_hta`` gives the
-bounds of that result; ``why`` gives the definition and says which of the two is right. The bounds differ if HTA's
-answer depends on how pandas sorts simultaneous events: one with all begins first, and one with all ends first.
+HTA needs its own package versions, so it runs in its own environment. Times are in µs; ``difference`` is relative for
+times and absolute for percentages. A number that differs is computed again by HTA's definition, and ``as_hta`` has the
+bounds of that result; ``why`` states the definition and which of the two is right. The bounds differ if HTA's answer
+depends on how pandas sorts simultaneous events: one has all begins first, the other all ends first. Writes
+bench/results/replay_hta.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import subprocess
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ from typing import Any
 import numpy as np
 
 from bench.cases import SHARED
-from bench.provenance import RESULTS, save
+from bench.runner import RESULTS, Benchmark, option
 from pase.replay.reports.streams import copies, queue_courses, queue_lengths, stream_idle, streams
 from pase.replay.traces.ingest import load
 from pase.replay.types import Timeline
 
 EQUAL = 1e-4
+COMMITTED = json.loads((RESULTS / "replay_hta.json").read_text(encoding="utf-8"))
 FILES = (
     "hta/nccl_parser_config_nccl_data.json.gz",
     "hta/df_index_resolver_df_index_resolver.json.gz",
@@ -79,27 +81,27 @@ WHY = {
 }
 
 
-def main() -> None:
-    """Writes bench/results/replay_hta.json: HTA's sums beside ours, trace by trace."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--traces", type=Path, default=SHARED / "traces")
-    parser.add_argument("--hta", type=Path, help="a Python that has HolisticTraceAnalysis")
-    args = parser.parse_args()
-    before = json.loads((RESULTS / "replay_hta.json").read_text())
-    out: dict[str, Any] = {"version": _version(args.hta) if args.hta else before["version"], "traces": {}}
-    for name in FILES:
-        path = args.traces / name
-        kept = {r["number"]: r["hta"] for r in before["traces"][name] if r["hta"] is not None}
-        rows = compared(ours(load(path)), theirs(args.hta, path) if args.hta else kept)
-        out["traces"][name] = explained(rows, path)
-    rows = [r for t in out["traces"].values() for r in t]
-    known = [r for r in rows if r["difference"] is not None]
-    out["numbers"], out["equal"] = len(known), sum(abs(r["difference"]) < EQUAL for r in known)
+def measured(name: str, given: Namespace) -> list[dict[str, Any]]:
+    """Returns the numbers of one trace, ours and HTA's; without ``--hta``, HTA's as the committed file has them."""
+    path = given.traces / name
+    if given.hta:
+        return explained(compared(ours(load(path)), theirs(given.hta, path)), path)
+    kept = {r["number"]: r["hta"] for r in COMMITTED["traces"][name] if r["hta"] is not None}
+    return explained(compared(ours(load(path)), kept), path)
+
+
+def summary(traces: dict[str, list[dict[str, Any]]], given: Namespace) -> dict[str, Any]:
+    """Returns how many numbers are equal, and why the others differ."""
+    known = [r for rows in traces.values() for r in rows if r["difference"] is not None]
     differing = [r for r in known if abs(r["difference"]) >= EQUAL]
-    out["explained"] = sum(bool(r["explained"]) for r in differing)
-    out["causes"] = {c: sum(r["why"] == w for r in differing) for c, w in WHY.items()}
-    out["largest_difference"] = max(abs(r["difference"]) for r in known)
-    print(save(out, RESULTS / "replay_hta.json").read_text())
+    return {
+        "version": _version(given.hta) if given.hta else COMMITTED["version"],
+        "numbers": len(known),
+        "equal": len(known) - len(differing),
+        "explained": sum(bool(r["explained"]) for r in differing),
+        "causes": {c: sum(r["why"] == w for r in differing) for c, w in WHY.items()},
+        "largest_difference": max(abs(r["difference"]) for r in known),
+    }
 
 
 def _version(python: Path) -> str:
@@ -211,5 +213,20 @@ def running_sums(trace: Path) -> dict[str, tuple[float, float]]:
     return out
 
 
+BENCH = Benchmark(
+    doc=__doc__,
+    result="replay_hta",
+    rows={name: name for name in FILES},
+    stream=lambda chosen, given: ((name, measured(name, given)) for name in chosen),
+    at="traces",
+    head=summary,
+    line=lambda name, rows: f"{name}: {len(rows)} numbers",
+    options=[
+        option("--traces", type=Path, default=SHARED / "traces"),
+        option("--hta", type=Path, help="a Python that has HolisticTraceAnalysis"),
+    ],
+)
+
+
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,15 +1,15 @@
-"""pase profile on a run of several processes on this machine: what tracing costs, and what replay makes of it.
+"""The overhead of ``pase profile``, and the error of the replay.
 
-    .venv/bin/python -m bench.replay.profile [--processes 2] [--rounds 3]   # writes bench/results/replay_profile.json
+    python -m bench.replay.profile [--processes 2] [--rounds 3]
 
-A data-parallel JAX program on CPU devices, one a process, joined by gloo. The same program runs with and without
-``pase profile`` in turn; the overhead is the ratio of median step times as the program itself measures them. On a
-machine that does other work as well the steps vary by tens of percent: read the figures beside the load recorded.
+A data-parallel JAX program runs on CPU devices, one per process, joined by gloo, with and without ``pase profile`` in
+turn. The overhead is the ratio of the median step times that the program itself measures. If the machine does other
+work as well, the steps vary by tens of percent: compare the figures with the recorded load. Writes
+bench/results/replay_profile.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import socket
 import statistics
@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.provenance import RESULTS, save
+from bench.runner import option, parser, save
 
 PROGRAM = """
 import json, sys, time
@@ -58,10 +58,12 @@ sys.exit(max(abs(p.wait()) for p in ranks))
 
 def main() -> None:
     """Writes bench/results/replay_profile.json: seconds with and without tracing, and the error of the replay."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+    args = parser(
+        __doc__,
+        "replay_profile",
+        option("--processes", type=int, default=2),
+        option("--rounds", type=int, default=3),
+    ).parse_args()
     from pase.replay.reports.report import replay_report
 
     plain, traced = [], []
@@ -85,7 +87,7 @@ def main() -> None:
         "ranks": [{k: r[k] for k in keep} for r in report["ranks"]],
         "problems": report["problems"],
     }
-    print(save(out, RESULTS / "replay_profile.json").read_text())
+    print(save(out, args.out).read_text())
 
 
 def run(command: list[str], program: Path, processes: int) -> float:

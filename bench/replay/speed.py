@@ -1,54 +1,25 @@
 """How fast traces are read and graphs replayed, and in how much memory.
 
-    .venv/bin/python -m bench.replay.speed [--megabytes 1000]      # writes bench/results/replay_speed.json
+    python -m bench.replay.speed [--megabytes 1000]
 
-The trace is an imagined run's with Kineto's usual arguments, repeated until it is as large as asked for. Every part
-runs in a process of its own, so that its peak memory is its own.
+The trace is that of a simulated run with Kineto's usual arguments, repeated to the requested size. Each part runs in
+its own process, which has its own peak memory. Writes bench/results/replay_speed.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
-import subprocess
-import sys
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from bench.provenance import RESULTS, ROOT, save
+from bench.processes import forks_of, row_apart
+from bench.runner import Benchmark, option
 
-
-def main() -> None:
-    """Writes bench/results/replay_speed.json: seconds and memory to read a trace, and to replay a graph."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--megabytes", type=int, default=1000)
-    parser.add_argument("--part", choices=("read", "replay"))
-    parser.add_argument("--file", type=Path)
-    args = parser.parse_args()
-    if args.part == "read":
-        print(json.dumps(read(args.file)))
-    elif args.part == "replay":
-        print(json.dumps(replay()))
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "rank0.json"
-            written = generate(file, args.megabytes << 20)
-            out = {
-                "read": {"megabytes": written / 1e6, **part("read", "--file", str(file))},
-                "replay": part("replay"),
-            }
-        print(save(out, RESULTS / "replay_speed.json").read_text())
-
-
-def part(name: str, *more: str) -> dict[str, Any]:
-    """One part of the bench in a process of its own; its row."""
-    command = [sys.executable, "-m", "bench.replay.speed", "--part", name, *more]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    return json.loads(done.stdout)
-
+CPU_S = 3600
 
 # What Kineto writes with every event of a kind, here with the same value each time: it only has to be read past.
 PADDING = {
@@ -155,5 +126,27 @@ def replay() -> dict[str, Any]:
     }
 
 
+def measured(part: str, given: Namespace) -> dict[str, Any]:
+    """Runs one part in a process of its own and returns its row."""
+    processes = forks_of([])
+    if part == "replay":
+        return row_apart(processes, replay, cpu_s=CPU_S)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rank0.json"
+        written = generate(file, given.megabytes << 20)
+        return {"megabytes": written / 1e6, **row_apart(processes, read, file, cpu_s=CPU_S)}
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="replay_speed",
+    rows={part: part for part in ("read", "replay")},
+    measure=measured,
+    at="",
+    head=lambda parts, _: parts,
+    options=[option("--megabytes", type=int, default=1000)],
+)
+
+
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,35 +1,35 @@
-"""Replay on real traces: how well iterations and ranks are predicted that were not used, how clocks are recovered.
+"""Replay on real traces: predictions of held-out iterations and ranks.
 
-    .venv/bin/python -m bench.replay.traces [--traces ../shared/data/traces] [--also TRACE ...]
-    # writes bench/results/replay_traces.json
+    python -m bench.replay.traces [--traces ../shared/data/traces] [--also TRACE ...]
 
-held_out: each steady iteration predicted from the others. "naive" is their mean: what one would guess without any
-replay; iterations of host-bound runs differ from each other by as much. What the replay adds is that it still predicts
-when something is changed (``bench/replay/whatif.py``): other_ranks predicts each rank with the compute times of the
-other ranks only. first_and_other: of the replays from the first iteration and one other, the one that lies farthest
-outside of what these two took. few_iterations: what is said of the first one, two and three iterations alone.
-own_ops_and_gaps_of_others: each iteration from what its own ops took and the others' gaps, beside the others' mean.
-distance_from_mean: of an iteration from the mean of all, in the median. Whatever tells one length for all of a run's
-iterations is off by as much, so a run is called steady where it is below 1%. halves: the mean of every second iteration
-from the other ones, which is what published errors of replays are of: a run's mean step.
-gaps: what delays between tasks are of the replayed iteration, the longest of them, and how many are above 20 ms.
-findings: what pase diagnose says first. optimize: where it begins and ends, beside the replayed iteration. device_only
-is the error of a replay that leaves the CPU out.
+held_out: each steady iteration predicted from the others. "naive" is their mean, the guess without any replay;
+iterations of host-bound runs differ from each other by as much. A replay, however, still predicts when something is
+changed (``bench/replay/whatif.py``). other_ranks: each rank predicted with the compute times of the other ranks only.
+first_and_other: of the replays from the first iteration and one other, the one farthest outside of what these two took.
+few_iterations: the report on the first one, two and three iterations alone. own_ops_and_gaps_of_others: each iteration
+from its own ops and the gaps of the others, compared with the others' mean. distance_from_mean: the median distance of
+an iteration from the mean of all. Any prediction of one length for all iterations has this error, so a run is called
+steady if it is below 1%. halves: the mean of every second iteration predicted from the others; published errors of
+replays are of this kind, a run's mean step. gaps: the share of delays between tasks in the replayed iteration, the
+longest one, and the number above 20 ms. findings: the first findings of pase diagnose. optimize: its first and last
+iteration time, with the replayed one. device_only: the error of a replay that leaves out the CPU. Writes
+bench/results/replay_traces.json.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.arguments import parser, wanted
 from bench.cases import SHARED
-from bench.provenance import save
+from bench.runner import Benchmark, option
 from pase.replay import align, estimate, load, measure, optimize_graph
 from pase.replay.measurement.model import own_times
 from pase.replay.reports.diagnose import diagnose_run
@@ -45,22 +45,6 @@ RUNS = {
     "DDP on 2 V100, rank 1, 404 unfused all-reduces (launch-bound)": "hta/df_index_resolver_df_index_resolver.json.gz",
     "DLRM-like on 8 A100, rank 3": "hta/trace_diff_control_control.json.gz",
 }
-
-
-def main() -> None:
-    """Writes bench/results/replay_traces.json: errors of prediction, and of clocks that were set wrong."""
-    options = parser(__doc__, "replay_traces")
-    options.add_argument("--traces", type=Path, default=SHARED / "traces")
-    options.add_argument(
-        "--also", type=Path, nargs="*", default=[], metavar="TRACE", help="other runs, named by file"
-    )
-    args = options.parse_args()
-    chosen = wanted(((name, name) for name in RUNS), args.only)
-    out: dict[str, Any] = {"runs": {name: one_run(args.traces / RUNS[name]) for name in chosen}}
-    out["also"] = {path.name.partition(".")[0]: one_run(path) for path in args.also}
-    if not args.only:
-        out["alignment"] = alignment(args.traces / RUNS["pax FSDP on 4 A100 (device-bound)"])
-    print(save(out, args.o).read_text())
 
 
 def one_run(path: Path) -> dict[str, Any]:
@@ -243,5 +227,39 @@ def disturbed(t: Timeline, skew: np.ndarray, drift: np.ndarray) -> Timeline:
     return replace(t, columns=columns)
 
 
+def rows(given: Namespace) -> dict[str, Path]:
+    """Returns the file of each run, and of the alignment of clocks."""
+    runs = {name: given.traces / file for name, file in RUNS.items()}
+    also = {path.name.partition(".")[0]: path for path in given.also}
+    return runs | also | {"alignment": given.traces / next(iter(RUNS.values()))}
+
+
+def measured(files: dict[str, Path], _: Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the rows of the runs, and the alignment of clocks."""
+    for name, file in files.items():
+        yield name, (alignment if name == "alignment" else one_run)(file)
+
+
+def result(rows: dict[str, dict[str, Any]], _: Namespace) -> dict[str, Any]:
+    """Returns the rows of the recorded runs, those of other runs, and the alignment."""
+    also = {name: row for name, row in rows.items() if name not in RUNS and name != "alignment"}
+    aligned = {"alignment": rows["alignment"]} if "alignment" in rows else {}
+    return {"runs": {n: r for n, r in rows.items() if n in RUNS}, "also": also} | aligned
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="replay_traces",
+    rows=rows,
+    stream=measured,
+    at="",
+    head=result,
+    options=[
+        option("--traces", type=Path, default=SHARED / "traces"),
+        option("--also", type=Path, nargs="*", default=[], metavar="TRACE", help="other runs, named by file"),
+    ],
+)
+
+
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,12 +1,12 @@
-"""What-ifs against the truth: runs of an independent simulator, traced as they are and simulated again with the change.
+"""What-ifs compared with an independent simulation of the changed run.
 
-    .venv/bin/python -m bench.replay.whatif [--only TEXT]   # writes bench/results/replay_whatif.json
+    python -m bench.replay.whatif [--only TEXT]
 
-Each what-if sees only eight traced iterations of the run as it is (four ranks where not said otherwise, 2% noise). The
-truth is the mean of 200 iterations of the changed run with noise of its own (``bench/cases/timelines.py``, which shares
-no code with the replay): a replay predicts a mean, and what ranks wait for each other because of noise is in it.
-``quiet_ms`` is the changed run without noise, whose ranks never wait for chance. Links, kernels, launches, fused
-kernels, other buckets, a rank that is no longer late or slow.
+A what-if gets only eight traced iterations of the unchanged run (four ranks unless stated otherwise, 2% noise). It is
+compared with the mean of 200 iterations of the changed run with other noise (``bench/cases/timelines.py``, which shares
+no code with the replay): a replay predicts a mean, which includes the waiting for one another that noise causes.
+``quiet_ms`` is the changed run without noise. The changes are of links, kernels, launches, fused kernels, other
+buckets, and a rank that is no longer late or slow. Writes bench/results/replay_whatif.json.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.arguments import parser, wanted
 from bench.cases.timelines import ImaginedRun, bucketed, simulate, write
-from bench.provenance import save
+from bench.runner import Benchmark
 from pase.bridges.replan import replan
 from pase.bridges.trace_profile import problem_from_timeline
 from pase.replay import align, load, measure, optimize_graph
@@ -145,22 +144,27 @@ def true_ns(run: ImaginedRun) -> float:
     return statistics.fmean(list(map(max, zip(*simulate(run).iteration_us, strict=True)))[1:]) * 1e3
 
 
-def main() -> None:
-    """Writes bench/results/replay_whatif.json: every what-if beside the truth."""
-    options = parser(__doc__, "replay_whatif")
-    args = options.parse_args()
-    rows = [answered(q) for q in wanted(((q.name, q) for q in questions()), args.only)]
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the number of questions, and the median and worst errors."""
     errors, to_quiet = ([abs(r[k]) for r in rows] for k in ("error", "error_to_quiet"))
-    summary = {
+    return {
         "what_ifs": len(rows),
         "median": statistics.median(errors),
         "worst": max(errors),
         "median_to_quiet": statistics.median(to_quiet),
         "worst_to_quiet": max(to_quiet),
     }
-    out = {**summary, "rows": rows}
-    print(save(out, args.o).read_text())
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="replay_whatif",
+    rows={q.name: q for q in questions()},
+    measure=lambda question, _: answered(question),
+    named="{what_if}",
+    head=lambda rows, _: summary(rows),
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

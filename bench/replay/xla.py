@@ -1,26 +1,25 @@
-"""Another degree of tensor parallelism from traces of jax.profiler, beside the run that really has it.
+"""Another degree of tensor parallelism, predicted from traces of jax.profiler.
 
-    .venv/bin/python -m bench.replay.xla [--budget 30]     # writes bench/results/replay_xla.json
+    python -m bench.replay.xla [--budget 30]
 
-Two host devices in one process, each with a core. A GPT-2 of two layers runs whole on both and split by Megatron's
-rule. Steps of the two are traced in turn, a few times over: the machine's speed changes by the minute, and that must
-not pass for a degree's. From each turn's traces the other degree is predicted: with the kernels of the other run, by
-shape, and by the roofline of a machine file alone that is measured in the same run. Nothing is fitted to the steps.
+Two host devices in one process have a core each. A GPT-2 of two layers runs unsplit on both, and split by Megatron's
+rule; steps of the two are traced in turn, several times, because the machine's speed changes by the minute and that
+must not be taken for an effect of the degree. From the traces of each round the other degree is predicted: with the
+kernels of the other run by shape, and by the roofline of a machine file measured in the same run. Nothing is fitted to
+the steps. Writes bench/results/replay_xla.json.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
-import sys
 import tempfile
+from argparse import Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.arguments import parser, wanted
-from bench.provenance import save
-from bench.replay.calibrate_cpu import KEPT, calibrated
+from bench.replay.calibrate_cpu import calibrated, keep_memory
+from bench.runner import Benchmark, option
 
 if TYPE_CHECKING:
     from pase.replay.reports.trust import Run
@@ -52,28 +51,6 @@ def gpt2_32() -> tuple[Any, ...]:
 def gpt2_64() -> tuple[Any, ...]:
     """With 64."""
     return gpt2(64)
-
-
-def main() -> None:
-    """Writes bench/results/replay_xla.json: each prediction beside the traced run at that degree."""
-    options = parser(__doc__, "replay_xla")
-    options.add_argument("--budget", type=float, default=30.0, help="seconds that calibrating takes")
-    options.add_argument("--machine", help="a machine file measured before; default: measure now")
-    args = options.parse_args()
-    if any(os.environ.get(k) != v for k, v in KEPT.items()):  # the allocator reads it as the process begins
-        os.execve(
-            sys.executable, [sys.executable, "-m", "bench.replay.xla", *sys.argv[1:]], {**os.environ, **KEPT}
-        )
-    batches = wanted(((f"gpt2 {b}", b) for b in BATCHES), args.only)
-    with tempfile.TemporaryDirectory() as folder:
-        machine = Path(args.machine or f"{folder}/cpu.toml")
-        if not args.machine:
-            calibrated(machine, 2, args.budget, 3.0)
-        rows = [row for b in batches for row in compared(b, machine, Path(folder))]
-    kinds = {"shapes measured": True, "roofline": False}
-    errors = {k: [abs(r["error"]) for r in rows if r["kernels_measured"] is v] for k, v in kinds.items()}
-    summary = {k: {"median": statistics.median(e), "worst": max(e)} for k, e in errors.items()}
-    print(save({"what_ifs": len(rows), "summary": summary, "rows": rows}, args.o).read_text())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,5 +134,37 @@ def measured_run(traces: Path) -> Run:
     return Run(measured=measure(align(load(traces))))
 
 
+def prepare(given: Namespace) -> None:
+    """Starts the process again if the allocator is not set; calibrates this machine if no machine file is given."""
+    keep_memory("bench.replay.xla")
+    given.folder = tempfile.TemporaryDirectory()
+    if not given.machine:
+        given.machine = f"{given.folder.name}/cpu.toml"
+        calibrated(Path(given.machine), 2, given.budget, 3.0)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the number of questions, and the median and worst error with measured kernels and by the roofline."""
+    kinds = {"shapes measured": True, "roofline": False}
+    errors = {k: [abs(r["error"]) for r in rows if r["kernels_measured"] is v] for k, v in kinds.items()}
+    each = {k: {"median": statistics.median(e), "worst": max(e)} for k, e in errors.items() if e}
+    return {"what_ifs": len(rows), "summary": each}
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="replay_xla",
+    rows={f"gpt2, {b} examples": b for b in BATCHES},
+    measure=lambda batch, given: compared(batch, Path(given.machine), Path(given.folder.name)),
+    named="{what_if:.17}",  # the what-if's name begins with that of the row
+    head=lambda rows, _: summary(rows),
+    options=[
+        option("--budget", type=float, default=30.0, help="seconds that calibrating takes"),
+        option("--machine", help="a machine file measured before; default: measure now"),
+    ],
+    prepare=prepare,
+)
+
+
 if __name__ == "__main__":
-    main()
+    BENCH.run()

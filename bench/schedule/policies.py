@@ -1,19 +1,21 @@
-"""Ours against every policy, the exact optimum and the bounds, on random and measured instances.
+"""Our bucket plans against every policy, the exact optimum and the bounds.
 
     python -m bench.schedule.policies [--quick] [--only TEXT]
 
-Writes bench/results/schedule_policies.json. Seconds are CPU seconds of this process (the machine may be shared).
+The instances are random or measured. Seconds are CPU seconds of this process (the machine may be shared). Writes
+bench/results/schedule_policies.json.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from argparse import Namespace
+from functools import cache
 from typing import Any
 
-from bench.arguments import parser, wanted
 from bench.cases.schedules import BETA, PROFILES, link, profile, random_problem, vgg19
-from bench.provenance import save
+from bench.runner import Benchmark, option
 from pase.schedule import Options, all_policies, evaluate, get_policy
 from pase.schedule.bound import lower_bound_s, preemptive_bound_s
 from pase.schedule.chain import plain_iteration_s
@@ -57,6 +59,7 @@ def one(problem: ScheduleProblem, exact_up_to: int) -> dict[str, Any]:
     return row
 
 
+@cache
 def large_plan() -> dict[str, Any]:
     """CPU seconds from a 405B-parameter model's plan on 512 devices to its bucket plan, the problem's building
     included; the third of three, so that nothing is compiled any more.
@@ -87,81 +90,70 @@ def large_plan() -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Writes bench/results/schedule_policies.json: a row for each instance."""
-    options = parser(__doc__, "schedule_policies")
-    options.add_argument(
-        "--quick", action="store_true", help="fewer seeds, exact solvers on smaller problems"
-    )
-    args = options.parse_args()
-    quick = args.quick
-    fast_plan(random_problem(20, 99))  # compile
-    problems = [
-        random_problem(n, s) for n in (6, 8, 12, 30, 100, 500, 2000) for s in range(3 if quick else 6)
+def problems(given: Namespace) -> dict[str, ScheduleProblem]:
+    """Returns random problems, and those of recorded profiles if there are any."""
+    found = [
+        random_problem(n, s) for n in (6, 8, 12, 30, 100, 500, 2000) for s in range(3 if given.quick else 6)
     ]
-    problems += [random_problem(n, s, links=2) for n in (4, 20, 200) for s in range(3)]
-    if PROFILES.exists():
-        for path in sorted(PROFILES.glob("*.graph.txt")):
-            for b in BANDWIDTHS:
-                net = link(f"{b / 1e9:g} GB/s", alpha_s=50e-6, beta=1 / b)
-                problems.append(profile(path.name.removesuffix(".graph.txt"), net))
-    rows = []
-    for p in wanted(((p.name, p) for p in problems), args.only):
-        rows.append(one(p, 8 if quick else 12))
-        r = rows[-1]
-        exact, ms = r.get("gap_to_exact", float("nan")), r["cpu_seconds"] * 1e3
-        print(
-            f"{r['problem']:22s} n={r['tensors']:5d} links={r['links']} gap {r['gap_to_bound']:8.4%} preemptive "
-            f"{r['gap_to_preemptive']:8.4%} exact {exact:8.4%} {ms:6.1f} ms"
-            f" {r['worse_than'] or ''}",
-            flush=True,
-        )
-    deft = {}
-    for name, links in (
-        ()
-        if args.only
-        else (
-            ("one link", (link("nccl", beta=BETA),)),
-            ("two links", (link("nccl", beta=BETA), link("gloo", beta=BETA * 1.65))),
-        )
-    ):
-        q = vgg19(*links)
-        for policy, staleness in (
-            ("ddp", 0),
-            ("bytescheduler", 0),
-            ("us_byte", 0),
-            ("ours", 0),
-            ("deft", 4),
-            ("ours", 2),
-        ):
-            e = evaluate(q, get_policy(policy).make(q, Options(staleness=staleness)))
-            deft[f"{name}, {policy}, staleness {staleness}"] = {
+    found += [random_problem(n, s, links=2) for n in (4, 20, 200) for s in range(3)]
+    for path in sorted(PROFILES.glob("*.graph.txt")):
+        for b in BANDWIDTHS:
+            net = link(f"{b / 1e9:g} GB/s", alpha_s=50e-6, beta=1 / b)
+            found.append(profile(path.name.removesuffix(".graph.txt"), net))
+    return {p.name: p for p in found}
+
+
+@cache
+def deft() -> dict[str, Any]:
+    """Returns the iteration time of VGG-19 under several policies, on DeFT's links."""
+    found = {}
+    first, second = link("nccl", beta=BETA), link("gloo", beta=BETA * 1.65)
+    for name, links in (("one link", (first,)), ("two links", (first, second))):
+        problem = vgg19(*links)
+        ways = {"ddp": (0,), "bytescheduler": (0,), "us_byte": (0,), "ours": (0, 2), "deft": (4,)}
+        for policy, staleness in ((p, s) for p, each in ways.items() for s in each):
+            e = evaluate(problem, get_policy(policy).make(problem, Options(staleness=staleness)))
+            found[f"{name}, {policy}, staleness {staleness}"] = {
                 "iteration_ms": e.iteration_s * 1e3,
                 "updates_per_iteration": e.updates_per_iteration,
             }
+    return found
+
+
+def summary(rows: list[dict[str, Any]], given: Namespace) -> dict[str, Any]:
+    """Returns the largest gaps and times; without ``--only``, also the plan of a large model and DeFT's example."""
     large = [r["cpu_seconds"] for r in rows if r["tensors"] == 2000]
     known = [r["gap_to_exact"] for r in rows if r.get("exact", {}).get("proven")]
-    out = {
+    unknown = [r for r in rows if not r.get("exact", {}).get("proven") and r["gap_to_bound"] > 1e-6]
+    return {
         "median_cpu_seconds_2000_tensors": statistics.median(large) if large else None,
         "most_cpu_seconds_2000_tensors": max(large, default=None),
-        "plan_405b": None if args.only else large_plan(),
+        "plan_405b": None if given.only else large_plan(),
         "largest_gap_to_proven_optimum": max(known, default=None),
         "proven": len(known),
         "largest_gap_to_preemptive_where_not_proven": max(
-            (
-                r["gap_to_preemptive"]
-                for r in rows
-                if not r.get("exact", {}).get("proven") and r["gap_to_bound"] > 1e-6
-            ),
-            default=None,
+            (r["gap_to_preemptive"] for r in unknown), default=None
         ),
         "worse_than_some_policy": [r["problem"] for r in rows if r["worse_than"]],
-        "vgg19_deft": deft,
-        "rows": rows,
+        "vgg19_deft": {} if given.only else deft(),
     }
-    save(out, args.o)
-    print({k: v for k, v in out.items() if k != "rows"})
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="schedule_policies",
+    rows=problems,
+    measure=lambda problem, given: one(problem, 8 if given.quick else 12),
+    named="{problem}",
+    head=summary,
+    line=lambda name, r: (
+        f"{r['problem']:20} gap {r['gap_to_bound']:7.3%}, preemptive {r['gap_to_preemptive']:7.3%}, "
+        f"{r['cpu_seconds'] * 1e3:.1f} ms {r['worse_than'] or ''}"
+    ),
+    options=[option("--quick", action="store_true", help="fewer seeds, exact solvers on smaller problems")],
+    prepare=lambda _: fast_plan(random_problem(20, 99)),  # compiles the kernels
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,15 +1,18 @@
-"""Loss curves side by side: plain data parallelism, and the same training by bucket plans with and without delays.
+"""Loss curves of plain data parallelism and of bucket plans with delays.
 
     python -m bench.schedule.training [--steps 400] [--only deft] [--picture FILE.png] [-o FILE]
 
-GPT-2 in its reduced size on 8 host devices, next-byte prediction on this repository's documentation, a network slow
-enough that gradients take twice as long as compute. Writes bench/results/schedule_training.json. Losses are of a
-held-out page's batches; nothing here is a time.
+GPT-2 in its reduced size on 8 host devices predicts the next byte of this repository's documentation, on a network so
+slow that gradients take twice as long as compute. Losses are those of batches of a held-out page; nothing here is a
+measured time. Writes bench/results/schedule_training.json.
 """
 
 from __future__ import annotations
 
 import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +25,13 @@ import jax
 import numpy as np
 import optax
 
-from bench.arguments import parser, wanted
-from bench.provenance import ROOT, save
+from bench.runner import ROOT, Benchmark, option
 from pase import zoo
 from pase.backends.jax.bucket_runner import BucketRunner, gradient_problem
 from pase.schedule import Link, Options, SendTime, evaluate, get_policy
 
 BATCH, SEQ, RATE = 64, 16, 1e-3
+FORWARD_S, BACKWARD_S = 0.004, 0.008
 HELD_OUT = "cost-model.md"
 COLOURS = {
     "plain step": "#000000",
@@ -63,72 +66,77 @@ def slow_links(params: Any, compute_s: float) -> tuple[Link, Link]:
     )
 
 
-def main() -> None:
-    """Writes bench/results/schedule_training.json: loss curves with and without bucket plans."""
-    options = parser(__doc__, "schedule_training")
-    options.add_argument("--steps", type=int, default=400)
-    options.add_argument("--picture", type=Path)
-    given = options.parse_args()
-    model = zoo.reduced("gpt2")
-    start = model.init(0)[0]
-    train, test = text(False), text(True)
-    held = [batch_of(test, np.random.default_rng(10**6 + i)) for i in range(8)]
-    score = jax.jit(model.loss_fn)
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:8]), ("data",))
-    problem = gradient_problem(
-        start, slow_links(start, 0.012), forward_s=0.004, backward_s=0.008, name="GPT-2, reduced"
-    )
-    optimizer = optax.adam(RATE)
-    every = max(1, given.steps // 20)
-    curves: dict[str, Any] = {}
+@dataclass(kw_only=True)
+class LossCurves:
+    """What all runs share: the model and its first parameters, batches, and the problem of sending its gradients."""
 
-    def held_out(params: Any) -> float:
-        return float(np.mean([float(score(params, b)) for b in held]))
+    steps: int
+    model: Any = field(default_factory=lambda: zoo.reduced("gpt2"))
+    optimizer: Any = field(default_factory=lambda: optax.adam(RATE))
 
-    @jax.jit
-    def plain(params: Any, state: Any, batch: Any) -> Any:
-        _, grads = jax.value_and_grad(model.loss_fn)(params, batch)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+    def __post_init__(self) -> None:
+        self.start = self.model.init(0)[0]
+        self.train, test = text(False), text(True)
+        self.held = [batch_of(test, np.random.default_rng(10**6 + i)) for i in range(8)]
+        self.score = jax.jit(self.model.loss_fn)
+        self.problem = gradient_problem(
+            self.start,
+            slow_links(self.start, FORWARD_S + BACKWARD_S),
+            forward_s=FORWARD_S,
+            backward_s=BACKWARD_S,
+            name="GPT-2, reduced",
+        )
 
-    def record(name: str, steps: list[int], losses: list[float], **figures: Any) -> None:
-        curves[name] = {"step": steps, "loss": losses} | figures
-        print(f"{name:14s} {losses[0]:.3f} -> {losses[-1]:.4f}", figures, flush=True)
+    def curve(self, step: Callable[[Any], None], parameters: Callable[[], Any]) -> dict[str, Any]:
+        """Returns the held-out losses over the steps. step: trains on a batch. parameters: those after it."""
+        every = max(1, self.steps // 20)
+        out: dict[str, Any] = {"step": [], "loss": []}
+        for i in range(self.steps + 1):
+            if i % every == 0:
+                params = parameters()
+                out["step"].append(i)
+                out["loss"].append(float(np.mean([float(self.score(params, b)) for b in self.held])))
+            if i < self.steps:
+                step(batch_of(self.train, np.random.default_rng(i)))
+        return out
 
-    params, state, losses, steps = start, optimizer.init(start), [held_out(start)], [0]
-    for i in range(given.steps):
-        params, state = plain(params, state, batch_of(train, np.random.default_rng(i)))
-        if (i + 1) % every == 0:
-            steps.append(i + 1)
-            losses.append(held_out(params))
-    record("plain step", steps, losses)
-    expected = params
-    runs = (
-        ("ours", "ours", 0, False),
-        ("ours, 2 late", "ours", 2, False),
-        ("deft", "deft", 4, False),
-        ("deft, rate scaled", "deft", 4, True),
-    )
-    for name, policy, staleness, scaled in wanted([(run[0], run) for run in runs], given.only):
-        plan = get_policy(policy).make(problem, Options(staleness=staleness, mode="fast"))
-        e = evaluate(problem, plan)
-        # The Preserver's verdict takes k times the learning rate for k merged batches.
-        mine = optax.adam(RATE / plan.updates_per_iteration) if scaled else optimizer
+    def plain(self) -> tuple[dict[str, Any], Any]:
+        """Returns the curve of plain data parallelism, and its last parameters."""
+        state = self.start, self.optimizer.init(self.start)
+
+        @jax.jit
+        def one(params: Any, state: Any, batch: Any) -> Any:
+            _, grads = jax.value_and_grad(self.model.loss_fn)(params, batch)
+            updates, state = self.optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        def step(batch: Any) -> None:
+            nonlocal state
+            state = one(*state, batch)
+
+        return self.curve(step, lambda: state[0]), state[0]
+
+    def by_plan(self, policy: str, staleness: int, scaled: bool, expected: Any) -> dict[str, Any]:
+        """Returns the curve of a policy's bucket plan, its predicted times, and without delays its difference from
+        the expected parameters. scaled: the learning rate is divided by the number of merged batches, which the
+        Preserver's verdict assumes."""
+        plan = get_policy(policy).make(self.problem, Options(staleness=staleness, mode="fast"))
+        e = evaluate(self.problem, plan)
         runner = BucketRunner(
-            loss_fn=model.loss_fn,
-            problem=problem,
+            loss_fn=self.model.loss_fn,
+            problem=self.problem,
             plan=plan,
-            optimizer=mine,
-            mesh=mesh,
+            optimizer=optax.adam(RATE / plan.updates_per_iteration) if scaled else self.optimizer,
+            mesh=jax.sharding.Mesh(np.asarray(jax.devices()[:8]), ("data",)),
             data_axes=("data",),
         )
-        run, losses, steps = runner.init(start), [held_out(start)], [0]
-        for i in range(given.steps):
-            run, _ = runner.step(run, batch_of(train, np.random.default_rng(i)))
-            if (i + 1) % every == 0:
-                steps.append(i + 1)
-                losses.append(held_out(runner.finish(run)[0]))
-        figures: dict[str, Any] = {
+        run = runner.init(self.start)
+
+        def step(batch: Any) -> None:
+            nonlocal run
+            run, _ = runner.step(run, batch)
+
+        out = self.curve(step, lambda: runner.finish(run)[0]) | {
             "iteration_ms": e.iteration_s * 1e3,
             "updates_per_iteration": e.updates_per_iteration,
             "staleness": e.staleness,
@@ -136,26 +144,34 @@ def main() -> None:
             "preserver": str(plan.detail.get("preserver", "")),
         }
         if not staleness:
-            got = runner.finish(run)[0]
-            worst = [
-                float(np.abs(a - b).max())
-                for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True)
-            ]
-            figures["largest_parameter_difference_to_plain"] = max(worst)
-        record(name, steps, losses, **figures)
-    out = {
+            pairs = zip(*map(jax.tree.leaves, (runner.finish(run)[0], expected)), strict=True)
+            out["largest_parameter_difference_to_plain"] = max(float(np.abs(a - b).max()) for a, b in pairs)
+        return out
+
+
+def curves(runs: dict[str, tuple[Any, ...]], given: Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the curve of each run. The plain step always runs: the others are compared with it."""
+    training = LossCurves(steps=given.steps)
+    curve, expected = training.plain()
+    yield "plain step", curve
+    for name, run in runs.items():
+        if run:
+            yield name, training.by_plan(*run, expected=expected)
+
+
+def head(curves: dict[str, Any], _: Namespace) -> dict[str, Any]:
+    """Returns what the runs share, and their last losses."""
+    return {
         "devices": "8 host devices",
-        "compute_ms": problem.compute_s * 1e3,
+        "compute_ms": (FORWARD_S + BACKWARD_S) * 1e3,
         "final": {name: c["loss"][-1] for name, c in curves.items()},
-        "curves": curves,
     }
-    save(out, given.o)
-    if given.picture:
-        draw(out, given.picture)
 
 
-def draw(out: dict[str, Any], path: Path) -> None:
+def draw(out: dict[str, Any], given: Namespace) -> None:
     """Loss by step, and by predicted time: what is late per step may be early per second."""
+    if not given.picture:
+        return
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")
@@ -176,8 +192,27 @@ def draw(out: dict[str, Any], path: Path) -> None:
         ax.legend(fontsize=8, frameon=False)
         ax.spines[["top", "right"]].set_visible(False)
     figure.suptitle("GPT-2 (reduced) on this repository's docs, 8 host devices", fontsize=11)
-    figure.savefig(path, dpi=110)
+    figure.savefig(given.picture, dpi=110)
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="schedule_training",
+    rows={
+        "plain step": (),
+        "ours": ("ours", 0, False),
+        "ours, 2 late": ("ours", 2, False),
+        "deft": ("deft", 4, False),
+        "deft, rate scaled": ("deft", 4, True),
+    },
+    stream=curves,
+    at="curves",
+    head=head,
+    line=lambda name, c: f"{name:18} loss {c['loss'][0]:.3f} -> {c['loss'][-1]:.4f}",
+    options=[option("--steps", type=int, default=400), option("--picture", type=Path)],
+    page=draw,
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from bench.arguments import parser
 from bench.cases import SHARED
-from bench.provenance import save
+from bench.runner import Option, option
 from pase.errors import Infeasible
 from pase.search import MemoryProfile, solve, verify
 from pase.search.bounded.contract import contract, fixed_bytes
@@ -29,20 +27,19 @@ TOO_LARGE: dict[str, Any] = {"cost": None, "bound": None, "optimal": False, "not
 DATA = SHARED
 
 
-def options(doc: str | None, result: str, *, seconds: float, repeats: int = 3) -> argparse.Namespace:
-    """The options of a search bench, as the command line has them."""
-    return search_options(doc, result, seconds=seconds, repeats=repeats).parse_args()
+def search_options(*, seconds: float, repeats: int = 3) -> list[Option]:
+    """Returns the options of a search bench: a time limit, repeats, and which solvers."""
+    return [
+        option("--seconds", type=float, default=seconds, help="time limit of each run"),
+        option("--repeats", type=int, default=repeats),
+        option("--solvers", default="pase,cpsat,highs,toulbar2", help="comma-separated"),
+    ]
 
 
-def search_options(
-    doc: str | None, result: str, *, seconds: float, repeats: int = 3
-) -> argparse.ArgumentParser:
-    """The options of a search bench: those of every bench, a time limit, repeats, and which solvers."""
-    made = parser(doc, result)
-    made.add_argument("--seconds", type=float, default=seconds, help="time limit of each run")
-    made.add_argument("--repeats", type=int, default=repeats)
-    made.add_argument("--solvers", default="pase,cpsat,highs,toulbar2", help="comma-separated")
-    return made
+def settings(_: object, given: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """Returns the entry of the result file with the bench's own options."""
+    own = ("seconds", "repeats", "solvers", "runs", "rounds", "files")
+    return {"settings": {k: v for k, v in vars(given).items() if k in own} | more}
 
 
 def _pase(tables: CostTables, memory: MemoryProfile | None, seconds: float) -> dict[str, Any]:
@@ -217,9 +214,8 @@ def _child(
 
 def measure(
     name: str, tables: CostTables, memory: MemoryProfile | None, args: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """One row per solver, each in a fresh process, killed at three times its limit plus a minute."""
-    rows = []
+) -> Iterator[dict[str, Any]]:
+    """Yields a row per solver, each from a fresh process, killed at three times its limit plus a minute."""
     for solver in args.solvers.split(","):
         ours, theirs = multiprocessing.get_context("fork").Pipe()
         process = multiprocessing.get_context("fork").Process(
@@ -237,21 +233,13 @@ def measure(
         process.kill()
         process.join()
         row = {"instance": name, "solver": solver, "limit_s": args.seconds, **answer}
-        rows.append({k: _plain(v) for k, v in row.items()})
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
+        yield {k: _plain(v) for k, v in row.items()}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and not np.isfinite(value) else value
-
-
-def write_results(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """The result file: what the run was, its settings, its rows."""
-    settings = {k: v for k, v in vars(args).items() if k != "o"}
-    print("written to", save({"settings": settings, "rows": rows}, args.o))
 
 
 def contracted_size(tables: CostTables, memory: MemoryProfile | None) -> dict[str, int]:

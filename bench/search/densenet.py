@@ -1,10 +1,10 @@
-"""DenseNet on 32 devices under PaSE's cost model: a graph that no elimination order fits.
-
-Each dense layer reads the features of all layers before it, so that a block of 24 layers is nearly a
-clique. Costs follow the paper's formulas (a convolution as a GEMM with its three all-reduces, edges by
-the bytes that a consumer's shard lacks), over splits of batch, height, width, input and output channels.
+"""DenseNet on 32 devices: a graph that no elimination order fits.
 
     python -m bench.search.densenet [--seconds 10]
+
+Each dense layer reads the features of all layers before it, so a block of 24 layers is nearly a clique. Costs follow
+the paper's formulas (a convolution as a GEMM with its three all-reduces, edges by the bytes that a consumer's shard
+lacks), over splits of batch, height, width, input and output channels. Writes bench/results/search_densenet.json.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import math
 
 import numpy as np
 
-from bench.arguments import wanted
-from bench.search.common import measure, options, write_results
+from bench.runner import Benchmark
+from bench.search.common import measure, search_options, settings
 from pase.tables.types import CostTables, EdgeTable
 
 BATCH, GROWTH, RATIO = 128, 32, 5000.0  # 10 TFLOPS over 16 GB/s, as the paper's prototype
@@ -114,14 +114,16 @@ def densenet(name: str, devices: int) -> CostTables:
     return g.tables()
 
 
-def main() -> None:
-    """Writes bench/results/search_densenet.json: a row for each block and solver."""
-    args = options(__doc__, "search_densenet", seconds=10.0)
-    rows = []
-    for name in wanted(((name, name) for name in BLOCKS), args.only):
-        rows += measure(name + "@32", densenet(name, 32), None, args)
-    write_results(args, rows)
+BENCH = Benchmark(
+    doc=__doc__,
+    result="search_densenet",
+    rows={f"{name}@32": name for name in BLOCKS},
+    measure=lambda name, given: measure(f"{name}@32", densenet(name, 32), None, given),
+    named="{instance}",
+    head=settings,
+    options=search_options(seconds=10.0),
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,9 +1,10 @@
-"""What compiling takes by the number of layers, where they are written out one by one.
+"""Compile time by the number of layers that are written out one by one.
 
-    python -m bench.search.depth [--only "8 layers"] [-o bench/results/depth.json]
+    python -m bench.search.depth [--only "8 layers"]
 
-CPU seconds of one process, kernels warm: of the search alone, with its parts on the clock as the plan states them; and
-of compiling as it is by default, which prices what people do by hand and keeps to the machine's memory.
+CPU seconds of one process with warm kernels: of the search alone, with the seconds of its parts as the plan states
+them; and of a default compilation, which also prices the baselines and keeps to the machine's memory. Writes
+bench/results/depth.json.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from __future__ import annotations
 import time
 
 import pase
-from bench.arguments import parser, wanted
-from bench.provenance import save
+from bench.runner import Benchmark
 
 LAYERS = (2, 8, 32, 128)
 
@@ -36,16 +36,15 @@ def measured(layers: int) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Writes bench/results/depth.json: a row for each number of layers."""
-    args = parser(__doc__, "depth").parse_args()
-    pase.compile("zoo:mlp", devices=8)  # imports
-    rows = []
-    for layers in wanted(((f"{n} layers", n) for n in LAYERS), args.only):
-        rows.append(measured(layers))
-        print(rows[-1], flush=True)
-    save({"rows": rows}, args.o)
+BENCH = Benchmark(
+    doc=__doc__,
+    result="depth",
+    rows={f"{n} layers": n for n in LAYERS},
+    measure=lambda layers, _: measured(layers),
+    named="{layers} layers",
+    prepare=lambda _: pase.compile("zoo:mlp", devices=8),  # imports and kernels
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,18 +1,16 @@
-"""What a proof over every mesh of the devices finds and takes, beyond the meshes that are searched by default.
+"""What a proof over every mesh finds and takes, compared with the default.
 
-    python -m bench.search.every_mesh [--only "gpt2, 32"] [-o bench/results/every_mesh.json]
+    python -m bench.search.every_mesh [--only "gpt2, 32"]
 
-CPU seconds of one process; without a memory limit and without baselines. Rows that are not run again are kept.
+CPU seconds of one process, without a memory limit and without baselines. Writes bench/results/every_mesh.json.
 """
 
 from __future__ import annotations
 
-import json
 import time
 
 import pase
-from bench.arguments import parser, wanted
-from bench.provenance import save
+from bench.runner import Benchmark
 
 ROWS = (
     ("mlp", 32),
@@ -46,19 +44,15 @@ def measured(model: str, devices: int) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Writes bench/results/every_mesh.json: a row for each model and number of devices."""
-    args = parser(__doc__, "every_mesh").parse_args()
-    pase.compile("zoo:mlp", devices=8)  # imports
-    before = json.loads(args.o.read_text())["rows"] if args.o.exists() else []
-    rows = {(r["model"], r["devices"]): r for r in before if (r["model"], r["devices"]) in ROWS}
-    for row in wanted(((f"{m}, {n}", (m, n)) for m, n in ROWS), args.only):
-        rows[row] = measured(*row)
-        print(rows[row], flush=True)
-        save(
-            {"rows": [rows[r] for r in ROWS if r in rows]}, args.o
-        )  # each row, so that a run that is ended keeps those before
+BENCH = Benchmark(
+    doc=__doc__,
+    result="every_mesh",
+    rows={f"{model}, {devices}": (model, devices) for model, devices in ROWS},
+    measure=lambda row, _: measured(*row),
+    named="{model}, {devices}",
+    prepare=lambda _: pase.compile("zoo:mlp", devices=8),  # imports and kernels
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

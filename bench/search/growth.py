@@ -1,21 +1,23 @@
-"""Search time as a model grows from 2 to 1,000 equal layers: with repetition used, and without.
+"""Search time as a model grows from 2 to 1,000 equal layers.
 
-A layer of 12 nodes with residual edges, in the sizes of the paper's Transformer at p = 64: 566 configs a
-node, 84 classes an edge. Costs are random: nothing prunes them.
+    python -m bench.search.growth [--only "5 layers"]
 
-    python -m bench.search.growth            # writes search_growth.json and search_growth.html
+The search may use the repetition (equal layers) or not (layers that differ). A layer has 12 nodes with residual edges,
+in the sizes of the paper's Transformer at p = 64: 566 configs per node, 84 classes per edge. Costs are random, so that
+nothing prunes them. Writes bench/results/search_growth.json and search_growth.html.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from bench.arguments import wanted
-from bench.provenance import ROOT
-from bench.search.common import options, write_results
+from bench.runner import Benchmark, option
+from bench.search.common import settings
 from pase.search import solve, verify
 from pase.tables.types import CostTables, EdgeTable
 
@@ -53,33 +55,8 @@ def stack(
     return CostTables(node_costs=tuple(nodes), edges=tuple(edges))
 
 
-def main() -> None:
-    """Writes bench/results/search_growth.json: seconds by number of layers; and a picture of them."""
-    args = options(__doc__, "search_growth", seconds=60.0)
-    solve(stack(2))  # kernels
-    rows = []
-    for layers in wanted(((f"{layers} layers", layers) for layers in LAYERS), args.only):
-        row: dict[str, object] = {"layers": layers, "nodes": 12 * layers}
-        for kind in ("shared", "unlike"):
-            if kind == "unlike" and layers > 126:
-                continue
-            tables = stack(layers, shared=kind == "shared")
-            times = []
-            for _ in range(args.repeats):
-                began = time.perf_counter()
-                found = solve(tables)
-                times.append(time.perf_counter() - began)
-            verify(tables, found)
-            row[f"{kind}_s"] = round(statistics.median(times), 5)
-            row[f"{kind}_work"] = found.work
-        rows.append(row)
-        print(row, flush=True)
-    write_results(args, rows)
-    plot(rows)
-
-
-def plot(rows: list[dict[str, object]]) -> None:
-    """Writes bench/results/search_growth.html, a picture of the rows."""
+def plot(rows: list[dict[str, Any]], out: Path) -> None:
+    """Writes a picture of the rows."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
@@ -93,10 +70,37 @@ def plot(rows: list[dict[str, object]]) -> None:
         xaxis={"title": "layers", "type": "log"},
         yaxis={"title": "seconds", "type": "log"},
     )
-    out = ROOT / "bench" / "results" / "search_growth.html"
     figure.write_html(out, include_plotlyjs="cdn")
     print(f"written to {out}")
 
 
+def measured(layers: int, repeats: int) -> dict[str, Any]:
+    """Returns a row: median seconds with equal layers, and with layers that differ (up to 126)."""
+    row: dict[str, Any] = {"layers": layers, "nodes": 12 * layers}
+    for kind in ("shared", "unlike") if layers <= 126 else ("shared",):
+        tables = stack(layers, shared=kind == "shared")
+        times = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            found = solve(tables)
+            times.append(time.perf_counter() - began)
+        verify(tables, found)
+        row |= {f"{kind}_s": round(statistics.median(times), 5), f"{kind}_work": found.work}
+    return row
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="search_growth",
+    rows={f"{layers} layers": layers for layers in LAYERS},
+    measure=lambda layers, given: measured(layers, given.repeats),
+    named="{layers} layers",
+    head=settings,
+    options=[option("--repeats", type=int, default=3)],
+    prepare=lambda _: solve(stack(2)),  # compiles the kernels
+    page=lambda result, given: plot(result["rows"], given.out.with_suffix(".html")),
+)
+
+
 if __name__ == "__main__":
-    main()
+    BENCH.run()

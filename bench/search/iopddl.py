@@ -1,11 +1,11 @@
-"""The IOPDDL contest's instances, several times each; general solvers on the same tables beside.
+"""The instances of the IOPDDL contest, by pase and by general solvers.
 
-python -m bench.search.iopddl [--only S] [--runs 0,1,0] [--rounds 60] [--solvers pase,cpsat]
+    python -m bench.search.iopddl [--only S] [--runs 0,1,0] [--rounds 60] [--solvers pase,cpsat]
 
-pase has a budget in rounds of work and asks no clock, so that a seed that is run twice must give the same choice,
-whatever else the machine does meanwhile: ``load_1min`` of each run says what it did. ``wall_s`` is the whole program,
-from its start to its end; ``in_time`` whether that is within the contest's limit, which was for eight cores. Other
-solvers get 60 s.
+pase runs several times. Its budget is in rounds of work and does not depend on a clock, so a seed that runs twice must
+give the same choice whatever else the machine does; ``load_1min`` of each run states the load. ``wall_s`` is the time
+of the whole program; ``in_time`` is whether that is within the contest's limit, which was for eight cores. Other
+solvers get 60 s. Writes bench/results/search_iopddl.json.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from bench.arguments import wanted
 from bench.processes import children_s
-from bench.provenance import BEGAN
-from bench.search.common import DATA, contracted_size, measure, search_options, write_results
+from bench.runner import BEGAN, Benchmark, option
+from bench.search.common import DATA, contracted_size, measure, search_options, settings
 from pase.search import Solution, verify
 from pase.search.instances.readers import read_instance
 from pase.search.types import MemoryProfile
@@ -111,45 +112,49 @@ def worst(instance: str, known: int, runs: list[dict[str, object]]) -> dict[str,
     }
 
 
-def main() -> None:
-    """Writes bench/results/search_iopddl.json: a row for each instance and solver."""
-    made = search_options(__doc__, "search_iopddl", seconds=OTHERS_S)
-    made.add_argument("--runs", default="0,1,0", help="the seed of each of pase's runs")
-    made.add_argument("--rounds", type=int, default=60, help="pase's budget")
-    made.add_argument("--add", action="store_true", help="keep the result file's rows of other instances")
-    args = made.parse_args()
-    rows: list[dict[str, object]] = []
-    solvers = args.solvers.split(",")
-    cases = ((name, (name, *case)) for name, case in BEST_KNOWN.items())
-    for name, known, limit in wanted(cases, args.only):
-        path = DATA / "iopddl" / f"asplos-2025-iopddl-{name}.json.gz"
-        began = time.perf_counter()
-        tables, memory = read_instance(path)
-        size = {
-            "nodes": len(tables.node_costs),
-            "edges": len(tables.edges),
-            "read_s": round(time.perf_counter() - began, 2),
-            "best_known": known,
-        }
-        if "pase" in solvers:
-            size |= contracted_size(tables, memory)
-            runs = []
-            for seed in map(int, args.runs.split(",")):
-                row = by_command(path, limit, seed, args.rounds, tables, memory)
-                row["over_best_known"] = row["cost"] / known - 1 if isinstance(row["cost"], float) else None
-                runs.append({"instance": name, "solver": "pase", "limit_s": limit, **size, **row})
-                print(runs[-1], flush=True)
-            rows += [*runs, worst(name, known, runs)]
-        others = ",".join(s for s in solvers if s in ("cpsat", "highs"))
-        if others:
-            how = argparse.Namespace(solvers=others, seconds=args.seconds, repeats=0)
-            rows += [{**row, "best_known": known} for row in measure(name, tables, memory, how)]
-    if args.add and args.o.exists():
-        ran = {row["instance"] for row in rows}
-        before = [row for row in json.loads(args.o.read_text())["rows"] if row["instance"] not in ran]
-        rows = sorted(before + rows, key=lambda row: list(BEST_KNOWN).index(str(row["instance"])))
-    write_results(args, rows)
+def measured(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the rows of one instance: each run of pase, the worst of them, and the other solvers."""
+    known, limit = BEST_KNOWN[name]
+    path = DATA / "iopddl" / f"asplos-2025-iopddl-{name}.json.gz"
+    began = time.perf_counter()
+    tables, memory = read_instance(path)
+    size = {
+        "nodes": len(tables.node_costs),
+        "edges": len(tables.edges),
+        "read_s": round(time.perf_counter() - began, 2),
+        "best_known": known,
+    }
+    solvers = given.solvers.split(",")
+    if "pase" in solvers:
+        size |= contracted_size(tables, memory)
+        runs = []
+        for seed in map(int, given.runs.split(",")):
+            row = by_command(path, limit, seed, given.rounds, tables, memory)
+            row["over_best_known"] = row["cost"] / known - 1 if isinstance(row["cost"], float) else None
+            runs.append({"instance": name, "solver": "pase", "limit_s": limit, **size, **row})
+            yield runs[-1]
+        yield worst(name, known, runs)
+    others = ",".join(s for s in solvers if s in ("cpsat", "highs"))
+    if others:
+        how = argparse.Namespace(solvers=others, seconds=given.seconds, repeats=0)
+        for row in measure(name, tables, memory, how):
+            yield row | {"best_known": known}
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="search_iopddl",
+    rows={name: name for name in BEST_KNOWN},
+    measure=measured,
+    named="{instance}",
+    head=settings,
+    options=[
+        *search_options(seconds=OTHERS_S),
+        option("--runs", default="0,1,0", help="the seed of each of pase's runs"),
+        option("--rounds", type=int, default=60, help="pase's budget"),
+    ],
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,8 +1,9 @@
-"""Compiling within the machine's memory: the cost, what is proven, and what it takes.
+"""Compilation within the machine's memory: cost, proof and time.
 
-    python -m bench.search.memory [--only NAME] [-o bench/results/memory_search.json]
+    python -m bench.search.memory [--only NAME]
 
-CPU seconds are of this process, tracing included and the baselines left out; numba's cache is warm.
+CPU seconds are of this process, with tracing and without the baselines; numba's cache is warm. Writes
+bench/results/memory_search.json.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import resource
 import time
 
 import pase
-from bench.arguments import parser, wanted
-from bench.provenance import save
+from bench.runner import Benchmark
 
 CASES = {
     "mlp, 8": ("zoo:mlp", 8),
@@ -47,17 +47,16 @@ def measured(model: str, devices: int) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Writes bench/results/memory_search.json: a row for each case."""
-    args = parser(__doc__, "memory_search").parse_args()
-    pase.compile("zoo:mlp", devices=8)  # imports
-    rows = []
-    for name, case in wanted(((name, (name, case)) for name, case in CASES.items()), args.only):
-        rows.append({"case": name, **measured(*case)})
-        r = rows[-1]
-        print(f"{name:28} {r['step_s']:.6f} s  gap {r['gap']:.1e}  {r['cpu_s']} CPU s", flush=True)
-    save({"target": "h100x8 (predicted)", "rows": rows}, args.o)
+BENCH = Benchmark(
+    doc=__doc__,
+    result="memory_search",
+    rows={name: (name, CASES[name]) for name in CASES},
+    measure=lambda case, _: {"case": case[0], **measured(*case[1])},
+    named="{case}",
+    head=lambda *_: {"target": "h100x8 (predicted)"},
+    prepare=lambda _: pase.compile("zoo:mlp", devices=8),  # imports and kernels
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,11 +1,11 @@
-"""How long an ONNX file takes to lower, and how much memory, against its nodes and against its weights.
+"""Time and memory to lower an ONNX file, by its nodes and its weights.
 
-    python -m bench.search.onnx_size            # writes bench/results/onnx_size.json
+    python -m bench.search.onnx_size
 
-Chains of transformer blocks as exporters write them (their sizes computed by Shape, Gather, Concat and Reshape),
-up to 50,000 nodes; one file with 600 MB of weights and the same graph without any. Each measurement is a process
-of its own: its time is CPU time of ``pase.frontends.onnx.frontend.trace`` (reading included; one thread), its memory
-the growth of the peak resident set.
+The files are chains of transformer blocks as exporters write them (with sizes computed by Shape, Gather, Concat and
+Reshape), up to 50,000 nodes, and one file with 600 MB of weights and the same graph without any. Each measurement is a
+process of its own: its time is the CPU time of ``pase.frontends.onnx.frontend.trace`` (reading included; one thread),
+its memory the growth of the peak resident set. Writes bench/results/onnx_size.json.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.arguments import parser, wanted
-from bench.provenance import ROOT, save
+from bench.runner import ROOT, Benchmark
 
 CHILD = """
 import json, resource, sys, time
@@ -39,7 +38,7 @@ print(json.dumps({"lower_cpu_s": seconds, "memory_mb": grown, "raw_nodes": len(t
 
 
 def blocks(count: int, d: int, weights: bool) -> Any:
-    """A ModelProto of ``count`` transformer blocks over [batch, 32, d], 42 nodes each."""
+    """A ModelProto of ``count`` transformer blocks over [batch, 32, d], 45 nodes each."""
     import numpy as np
     from onnx import TensorProto, helper, numpy_helper
 
@@ -118,25 +117,32 @@ def measured(path: Path, simplify: bool, repeats: int) -> dict[str, Any]:
     return {k: None if runs[0][k] is None else median(r[k] for r in runs) for k in runs[0]}
 
 
-def main() -> None:
-    """Writes bench/results/onnx_size.json: a row for each size of file."""
-    args = parser(__doc__, "onnx_size").parse_args()
-    rows = []
+def file_measured(what: str, nodes: int, d: int, weights: bool) -> dict[str, Any]:
+    """Returns the row of one file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.onnx"
-        cases = [("nodes", n, 256, False) for n in (1_000, 5_000, 20_000, 50_000)]
-        cases += [("weights", 84, 2048, False), ("weights", 84, 2048, True)]
-        for what, nodes, d, weights in wanted(((f"{c[0]} {c[1]}", c) for c in cases), args.only):
-            model = blocks(-(-nodes // 42), d, weights)
-            path.write_bytes(model.SerializeToString())
-            size = path.stat().st_size
-            count = len(model.graph.node)
-            del model
-            row = {"varies": what, "nodes_in_file": count, "file_mb": size / 2**20}
-            rows.append(row | measured(path, count <= 6_000, 3))
-            print(json.dumps(rows[-1]), flush=True)
-    save({"rows": rows}, args.o)
+        model = blocks(nodes // 45, d, weights)
+        path.write_bytes(model.SerializeToString())
+        row = {"varies": what, "nodes_in_file": len(model.graph.node), "file_mb": path.stat().st_size / 2**20}
+        del model
+        return row | measured(path, nodes <= 6_000, 3)
+
+
+CASES = {
+    f"{what} {45 * count}": [(what, 45 * count, d, w) for w in weights]
+    for what, count, d, weights in (
+        *(("nodes", count, 256, [False]) for count in (24, 120, 477, 1191)),
+        ("weights", 2, 2048, [False, True]),
+    )
+}
+BENCH = Benchmark(
+    doc=__doc__,
+    result="onnx_size",
+    rows=CASES,
+    measure=lambda files, _: (file_measured(*file) for file in files),
+    named="{varies} {nodes_in_file}",
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,16 +1,21 @@
-"""PaSE's own instances: every optimum, against general solvers on the same tables.
-
-The paper's times and its prototype's are in the notes beside ../shared/data/pase_instances.
+"""PaSE's own instances: every optimum, and general solvers.
 
     python -m bench.search.pase [--seconds 20] [--only transformer]
+
+The solvers get the same tables. The times of the paper and of its prototype are in the notes next to
+../shared/data/pase_instances. Writes bench/results/search_pase.json.
 """
 
 from __future__ import annotations
 
 import json
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from bench.arguments import wanted
-from bench.search.common import DATA, measure, options, write_results
+from bench.runner import Benchmark
+from bench.search.common import DATA, measure, search_options, settings
 from pase.search.instances.readers import read_instance
 
 PAPER_S = {  # Table I, PaSE's column; for p = 8, 16, 64
@@ -21,22 +26,29 @@ PAPER_S = {  # Table I, PaSE's column; for p = 8, 16, 64
 }
 
 
-def main() -> None:
-    """Writes bench/results/search_pase.json: a row for each instance and solver."""
-    args = options(__doc__, "search_pase", seconds=20.0, repeats=5)
-    rows = []
-    files = sorted((DATA / "pase_instances").glob("*.json"))
-    for path in wanted(((file.stem, file) for file in files), args.only):
-        tables, _ = read_instance(path)
-        optimum = json.loads(path.read_text())["exact"]["optimum"]
-        model, p = path.stem.split("_p")
-        for row in measure(path.stem, tables, None, args):
-            row["optimum"] = optimum
-            row["paper_s"] = PAPER_S[model][int(p)]
-            row["right"] = row.get("cost") == optimum
-            rows.append(row)
-    write_results(args, rows)
+def measured(path: Path, given: Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a row for each solver."""
+    tables, _ = read_instance(path)
+    optimum = json.loads(path.read_text())["exact"]["optimum"]
+    model, p = path.stem.split("_p")
+    for row in measure(path.stem, tables, None, given):
+        yield row | {
+            "optimum": optimum,
+            "paper_s": PAPER_S[model][int(p)],
+            "right": row.get("cost") == optimum,
+        }
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="search_pase",
+    rows=lambda _: {file.stem: file for file in sorted((DATA / "pase_instances").glob("*.json"))},
+    measure=measured,
+    named="{instance}",
+    head=settings,
+    options=search_options(seconds=20.0, repeats=5),
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,20 +1,21 @@
-"""Pipelines: what each schedule takes on equal stages, how near the bounds are, how many simulations prove cuts, and
-Llama-3 405B on 16,384 H100 with the published shape among the choices, and a GPT of 39B on 64 V100.
+"""Pipeline schedules, their bounds and cuts, and two published pipelines.
 
-    python -m bench.search.pipelines [--compile llama3_405b|llama3_405b_any|gpt_39b] [--out FILE]
+    python -m bench.search.pipelines [--compile llama3_405b|llama3_405b_any|gpt_39b] [-o FILE]
 
-``--compile`` searches one model, to a file of its own; 405B takes about a minute of CPU, on any mesh several.
+What each schedule takes on equal stages, how close the bounds are, and how many simulations prove the cuts. Writes
+bench/results/pipelines.json. ``--compile`` searches one model instead, and writes a file of its own: Llama-3 405B on
+16,384 H100 with the published shape among the choices (about a minute of CPU; several for any mesh), or a GPT of 39B on
+64 V100.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
 import numpy as np
 
-from bench.provenance import RESULTS, save
+from bench.runner import Benchmark, option
 from pase.pipeline.bounds import lower_bound, slowest_stage_bound, wait_paths, work_paths
 from pase.pipeline.cuts import CutProblem, best_cuts
 from pase.pipeline.registry import SCHEDULES, schedule
@@ -161,28 +162,21 @@ def searched(asked: str, model: tuple[Any, ...], devices: int, **options: Any) -
     }
 
 
-def main() -> None:
-    """Writes bench/results/pipelines.json: schedules, bounds and cuts. With --compile: a model's searches alone, to a
-    file of its own, such as bench/results/pipelines_gpt_39b.json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    searches = {"llama3_405b": llama, "llama3_405b_any": llama_any, "gpt_39b": gpt_39b}
-    parser.add_argument("--compile", choices=list(searches))
-    parser.add_argument("--out")
-    args = parser.parse_args()
-    out = args.out or RESULTS / (f"pipelines_{args.compile}.json" if args.compile else "pipelines.json")
-    result: dict[str, Any]
-    if args.compile:
-        result = {args.compile: searches[args.compile]()}
-    else:
-        result = {"schedules": schedules(), "bounds": bounds(), "cuts": cuts()}
-    print(save(result, str(out)))
-    for key, rows in result.items():
-        print(key)
-        for row in rows.items() if isinstance(rows, dict) else rows:
-            print("  ", row)
+SEARCHES = {"llama3_405b": llama, "llama3_405b_any": llama_any, "gpt_39b": gpt_39b}
+BENCH = Benchmark(
+    doc=__doc__,
+    result=lambda given: f"pipelines_{given.compile}" if given.compile else "pipelines",
+    rows=lambda given: (
+        {given.compile: SEARCHES[given.compile]}
+        if given.compile
+        else {"schedules": schedules, "bounds": bounds, "cuts": cuts}
+    ),
+    stream=lambda parts, _: ((name, part()) for name, part in parts.items()),
+    at="",
+    head=lambda parts, _: parts,
+    options=[option("--compile", choices=list(SEARCHES), help="search one model, to a file of its own")],
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

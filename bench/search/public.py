@@ -1,17 +1,18 @@
-"""Weighted CSPs and graphical models from files, against the solvers that are made for them.
+"""Weighted CSPs and graphical models from files, by pase and by others.
 
     python -m bench.search.public --files FOLDER [--seconds 10] [--only 404] [--solvers pase,toulbar2]
 
-FOLDER holds .wcsp and .uai files. The rows of bench/results are files of toulbar2's own repository
+FOLDER has .wcsp and .uai files. The rows of bench/results are of files from toulbar2's own repository
 (github.com/toulbar2/toulbar2: validation/default, cover and web/EXAMPLES), which are not copied here; each row has its
-file's hash. toulbar2 reads the file itself, functions of three variables and all; the others get pase's tables. Costs
-of a .uai are whole numbers, -ln of a weight times 10^7, for all of them.
+file's hash. toulbar2 reads the file itself, including functions of three variables; the others get pase's tables. For
+all of them the costs of a .uai file are integers: -ln of a weight times 10^7. Writes bench/results/search_public.json.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.arguments import wanted
-from bench.provenance import ROOT
-from bench.search.common import SOLVERS, measure, search_options, write_results
+from bench.runner import ROOT, Benchmark, option
+from bench.search.common import SOLVERS, measure, search_options, settings
 from pase.search import MemoryProfile
 from pase.search.bounded.contract import contract
 from pase.search.instances.readers import read_instance
@@ -69,27 +69,34 @@ def whole(tables: CostTables) -> CostTables:
     return replace(tables, node_costs=tuple(map(rounded, tables.node_costs)), edges=edges)
 
 
-def main() -> None:
-    """Writes bench/results/search_public.json: a row for each file and solver."""
-    made = search_options(__doc__, "search_public", seconds=10.0, repeats=1)
-    made.add_argument("--files", type=Path, default=ROOT / "examples", metavar="FOLDER")
-    args = made.parse_args()
-    rows = []
-    files = sorted(f for f in args.files.iterdir() if f.suffix in (".wcsp", ".uai"))
-    for path in wanted(((file.name, file) for file in files), args.only):
-        tables, memory = read_instance(path)
-        tables = whole(tables) if path.suffix == ".uai" else tables
-        about = {
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest()[:16],
-            "nodes": len(tables.node_costs),
-            "edges": len(tables.edges),
-            "largest": max(c.size for c in tables.node_costs),
-        }
-        SOLVERS["toulbar2"] = partial(_native, path)
-        rows += [about | row for row in measure(path.name, tables, memory, args)]
-    args.files = args.files.name
-    write_results(args, rows)
+def measured(path: Path, given: Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a row for each solver."""
+    tables, memory = read_instance(path)
+    tables = whole(tables) if path.suffix == ".uai" else tables
+    about = {
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest()[:16],
+        "nodes": len(tables.node_costs),
+        "edges": len(tables.edges),
+        "largest": max(c.size for c in tables.node_costs),
+    }
+    SOLVERS["toulbar2"] = partial(_native, path)
+    for row in measure(path.name, tables, memory, given):
+        yield about | row
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="search_public",
+    rows=lambda given: {f.name: f for f in sorted(given.files.iterdir()) if f.suffix in (".wcsp", ".uai")},
+    measure=measured,
+    named="{instance}",
+    head=lambda rows, given: settings(rows, given, files=given.files.name),
+    options=[
+        *search_options(seconds=10.0, repeats=1),
+        option("--files", type=Path, default=ROOT / "examples", metavar="FOLDER"),
+    ],
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

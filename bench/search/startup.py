@@ -1,9 +1,10 @@
-"""How long `import pase`, `pase --help` and `pase solve` take: medians of fresh processes, beside a bare interpreter.
+"""Seconds of `import pase`, `pase --help` and `pase solve`.
 
-`pase solve` searches the largest of the paper's instances (Transformer at p = 64), if ../shared has it. What else the
-machine does changes CPU seconds less than the others.
+    python -m bench.search.startup
 
-.venv/bin/python -m bench.search.startup        # writes bench/results/startup.json
+Medians of new processes, compared with a bare interpreter. `pase solve` searches the largest of the paper's instances
+(Transformer at p = 64), if ../shared has it. Other work on the machine changes CPU seconds less than wall seconds.
+Writes bench/results/startup.json.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import statistics
 import subprocess
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
 
-from bench.arguments import parser, wanted
 from bench.cases import SHARED
 from bench.processes import children_s
-from bench.provenance import ROOT, save
+from bench.runner import ROOT, Benchmark, option
 
 PAPER = SHARED / "pase_instances" / "transformer_p64.json"
 CASES = {
@@ -27,28 +30,39 @@ CASES = {
 }
 
 
-def main() -> None:
-    """Writes bench/results/startup.json: median seconds and CPU seconds of each command."""
-    options = parser(__doc__, "startup")
-    options.add_argument("--runs", type=int, default=21)
-    args = options.parse_args()
-    cases = wanted(((name, (name, arguments)) for name, arguments in CASES.items()), args.only)
-    seconds: dict[str, list[float]] = {name: [] for name, _ in cases}
-    cpu: dict[str, list[float]] = {name: [] for name, _ in cases}
-    for _ in range(args.runs):  # in turn, so that a busy moment falls on all of them
-        for name, arguments in cases:
+def rounds(cases: dict[str, list[str]], given: Namespace) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """Runs the commands in turn, so that a busy moment affects all of them; yields the seconds of each."""
+    rows: dict[str, dict[str, list[float]]] = {name: {"s": [], "cpu_s": []} for name in cases}
+    for _ in range(given.runs):
+        for name, arguments in cases.items():
             began, before = time.perf_counter(), children_s()
             subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
-            seconds[name].append(time.perf_counter() - began)
-            cpu[name].append(children_s() - before)
-    result = {
-        "runs": args.runs,
-        "median_s": {name: round(statistics.median(s), 4) for name, s in seconds.items()},
-        "least_s": {name: round(min(s), 4) for name, s in seconds.items()},
-        "median_cpu_s": {name: round(statistics.median(s), 4) for name, s in cpu.items()},
+            rows[name]["s"].append(time.perf_counter() - began)
+            rows[name]["cpu_s"].append(children_s() - before)
+    yield from rows.items()
+
+
+def summary(rows: dict[str, dict[str, list[float]]], given: Namespace) -> dict[str, Any]:
+    """Returns the median and least seconds, and the median CPU seconds, of each command."""
+    return {
+        "runs": given.runs,
+        "median_s": {name: round(statistics.median(r["s"]), 4) for name, r in rows.items()},
+        "least_s": {name: round(min(r["s"]), 4) for name, r in rows.items()},
+        "median_cpu_s": {name: round(statistics.median(r["cpu_s"]), 4) for name, r in rows.items()},
     }
-    print(save(result, args.o).read_text())
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="startup",
+    rows=CASES,
+    stream=rounds,
+    at="",
+    head=summary,
+    line=lambda name, row: f"{name}: median {statistics.median(row['s']):.3f} s",
+    options=[option("--runs", type=int, default=21)],
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

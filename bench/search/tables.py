@@ -1,22 +1,20 @@
-"""Seconds to build the cost tables of zoo models over every mesh that a search looks at.
+"""Seconds to build the cost tables of zoo models over all searched meshes.
 
-    python -m bench.search.tables [-o bench/results/tables.json]
+    python -m bench.search.tables
 
-Each model is traced once; then the tables of all meshes of up to three axes are built, in the order of the
-search and without anything kept from an earlier model; the whole is repeated and the median taken. CPU seconds
-of one process, so that a busy machine does not tell.
+Each model is traced once. Then the tables of all meshes of up to three axes are built, in the order of the search and
+with nothing cached from an earlier model; this is repeated, and the median is taken. Seconds are CPU seconds of one
+process, so that other work on the machine does not matter. Writes bench/results/tables.json.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from itertools import groupby
-from operator import itemgetter
+from functools import lru_cache
+from typing import Any
 
-from bench.arguments import parser, wanted
-from bench.provenance import save
+from bench.runner import Benchmark, option
 from pase import costmodels, machine, zoo
 from pase.frontends.jax.frontend import trace
 from pase.ir import Graph, named, simplify
@@ -36,6 +34,7 @@ BEFORE_S = {  # commit 67aa103, this machine, 64 devices: pairs priced one edge 
 }
 
 
+@lru_cache(1)
 def graph(name: str) -> Graph:
     """The simplified graph of a zoo model."""
     m = zoo.get(name)
@@ -55,25 +54,27 @@ def seconds(g: Graph, devices: int, axes: int) -> tuple[float, int]:
     return time.process_time() - start, len(meshes)
 
 
-def main() -> None:
-    """Writes bench/results/tables.json: a row for each model and number of devices."""
-    options = parser(__doc__, "tables")
-    options.add_argument("--repeats", type=int, default=3)
-    args = options.parse_args()
-    rows = []
-    cells = ((f"{name} {devices}", (name, devices)) for name in MODELS for devices in DEVICES)
-    for name, found in groupby(wanted(cells, args.only), key=itemgetter(0)):
-        g = graph(name)
-        for _, devices in found:
-            runs = [seconds(g, devices, 3) for _ in range(args.repeats)]
-            median = statistics.median(s for s, _ in runs)
-            row = {"model": name, "devices": devices, "meshes": runs[0][1], "cpu_s": round(median, 3)}
-            if devices == 64:
-                row["before_cpu_s"] = BEFORE_S[name]
-            rows.append(row)
-            print(row, file=sys.stderr, flush=True)
-    save({"rows": rows}, args.o)
+def measured(name: str, devices: int, repeats: int) -> dict[str, Any]:
+    """Returns a row: the median CPU seconds for the tables of all meshes."""
+    runs = [seconds(graph(name), devices, 3) for _ in range(repeats)]
+    row = {
+        "model": name,
+        "devices": devices,
+        "meshes": runs[0][1],
+        "cpu_s": round(statistics.median(s for s, _ in runs), 3),
+    }
+    return row | ({"before_cpu_s": BEFORE_S[name]} if devices == 64 else {})
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="tables",
+    rows={f"{name} {devices}": (name, devices) for name in MODELS for devices in DEVICES},
+    measure=lambda row, given: measured(*row, repeats=given.repeats),
+    named="{model} {devices}",
+    options=[option("--repeats", type=int, default=3)],
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,11 +1,11 @@
-"""What reading and splitting Llama-3 8B from PyTorch takes, in CPU seconds, beside autoparallel's published seconds.
+"""Seconds to read and split Llama-3 8B from PyTorch, and autoparallel's.
 
-    python -m bench.search.torch_frontend [--only "all meshes"] [-o bench/results/torch_speed.json]
+    python -m bench.search.torch_frontend [--only "all meshes"]
 
-64 devices, transformers' model, forward and loss traced on meta tensors. ``one mesh`` is what autoparallel solves: the
-mesh is given. ``decomposed`` is the same with PyTorch's decomposition of the whole graph, which pase leaves out where
-the graph is functional as it is. Published: its issues meta-pytorch/autoparallel#438 (15 s to build, 36.5 s to solve,
-seconds on a clock, the mesh given). Imports are not counted. Writes bench/results/torch_speed.json.
+64 devices, the model of transformers, forward and loss traced on meta tensors. ``one mesh`` is what autoparallel
+solves: the mesh is given. ``decomposed`` is the same with PyTorch's decomposition of the whole graph, which pase leaves
+out if the graph is already functional. Published: meta-pytorch/autoparallel#438 (15 s to build, 36.5 s to solve, wall
+seconds, the mesh given). Imports are not counted. Writes bench/results/torch_speed.json.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import itertools
 import time
 from unittest.mock import patch
 
-from bench.arguments import parser, wanted
-from bench.provenance import save
+from bench.runner import Benchmark
 
 DEVICES = 64
 MODEL = (
@@ -62,22 +61,27 @@ def measured(row: str) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Writes bench/results/torch_speed.json: a row for each way to read and search."""
+def prepare(_: object) -> None:
+    """Imports, and compiles the kernels."""
     import torch  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import pase
 
-    args = parser(__doc__, "torch_speed").parse_args()
-    pase.compile("zoo:mlp", devices=8)  # imports and kernels
+    pase.compile("zoo:mlp", devices=8)
     pase.compile("hf:LlamaForCausalLM?num_hidden_layers=1&batch=8", devices=8)
-    rows = []
-    for row in wanted(((r, r) for r in ROWS), args.only):
-        rows.append(measured(row))
-        print(rows[-1], flush=True)
-    save({"published": PUBLISHED, "rows": rows}, args.o)
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="torch_speed",
+    rows={row: row for row in ROWS},
+    measure=lambda row, _: measured(row),
+    named="{row}",
+    head=lambda *_: {"published": PUBLISHED},
+    prepare=prepare,
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

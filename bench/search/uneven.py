@@ -1,9 +1,10 @@
-"""Dims that the devices do not divide: padded, as written, and beside the next extents that divide.
+"""Dims that the devices do not divide: padded and as written.
 
-    python -m bench.search.uneven [--only "gpt2, 8"] [-o bench/results/uneven.json]
+    python -m bench.search.uneven [--only "gpt2, 8"]
 
-``layers`` is a model of one hidden layer; its machine is an H100 whose products take a million times as long, so that a
-small model is worth splitting. Its bound holds for the model as written and for the paddings that were searched.
+Both are compared with the next extents that the devices divide. ``layers`` is a model of one hidden layer; its machine
+is an H100 whose products take a million times as long, so that a small model is worth splitting. Its bound holds for
+the model as written and for the paddings that were searched. Writes bench/results/uneven.json.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import pase
-from bench.arguments import parser, wanted
-from bench.provenance import save
+from bench.runner import Benchmark
 from pase.api import Plan
 
 DEVICES = 8
@@ -77,15 +77,15 @@ def measured(model: Callable[[str], Plan], divisible: Callable[[], Plan]) -> dic
     }
 
 
-def main() -> None:
-    """Writes bench/results/uneven.json: a row for each model."""
-    args = parser(__doc__, "uneven").parse_args()
-    rows = []
-    for name, row in wanted(((n, (n, r)) for n, r in ROWS.items()), args.only):
-        rows.append({"case": name, **measured(*row)})
-        print(rows[-1], flush=True)
-    save({"devices": DEVICES, "target": "h100x8 (predicted)", "rows": rows}, args.o)
+BENCH = Benchmark(
+    doc=__doc__,
+    result="uneven",
+    rows={name: (name, ROWS[name]) for name in ROWS},
+    measure=lambda row, _: {"case": row[0], **measured(*row[1])},
+    named="{case}",
+    head=lambda *_: {"devices": DEVICES, "target": "h100x8 (predicted)"},
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -1,19 +1,20 @@
-"""Every zoo model compiled for 8, 32 and 64 devices: predicted step, best baseline, and what compiling took.
+"""Every zoo model compiled for 8, 32 and 64 devices.
 
-.venv/bin/python -m bench.search.zoo [--devices 8,32,64] [-o FILE] [MODEL…]     # writes bench/results/zoo_compile.json
-.venv/bin/python -m bench.search.zoo llama3_405b --devices 1024,16384 -o bench/results/zoo_compile_405b.json
+    python -m bench.search.zoo [--devices 8,32,64] [-o FILE] [MODEL…]
+    python -m bench.search.zoo llama3_405b --devices 1024,16384 -o bench/results/zoo_compile_405b.json
 
-Costs are predictions of the cost model. Seconds are of this process on this machine, kernels warm.
+A row has the predicted step, the best baseline, and the seconds of this process on this machine with warm kernels.
+Writes bench/results/zoo_compile.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import resource
 import time
+from argparse import Namespace
 
 import pase
-from bench.provenance import RESULTS, save
+from bench.runner import Benchmark, option
 from pase import zoo
 
 
@@ -44,31 +45,29 @@ def measured(name: str, devices: int) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Writes bench/results/zoo_compile.json: a row for each model and number of devices."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=None)
-    parser.add_argument("--devices", default="8,32,64")
-    parser.add_argument("-o", default=str(RESULTS / "zoo_compile.json"))
-    arguments = parser.parse_args()
-    pase.compile("zoo:mlp", devices=8)  # kernels, imports
-    rows = []
-    for name in arguments.models or zoo.names():
-        for devices in map(int, arguments.devices.split(",")):
-            row = measured(name, devices)
-            rows.append(row)
-            print(
-                f"{name:14} {devices:4}  {row['step_s'] * 1e3:10.3f} ms  best baseline {row['best_baseline']} "
-                f"×{(row['best_baseline_s'] or 0) / row['step_s']:.3f}  {row['seconds']}",
-                flush=True,
-            )
-    result = {
+def rows(given: Namespace) -> dict[str, tuple[str, int]]:
+    """Returns the model and number of devices of each row."""
+    return {f"{name} {n}": (name, n) for name in zoo.names() for n in map(int, given.devices.split(","))}
+
+
+BENCH = Benchmark(
+    doc=__doc__,
+    result="zoo_compile",
+    rows=rows,
+    measure=lambda row, _: measured(*row),
+    named="{model} {devices}",
+    head=lambda *_: {
         "target": "h100x8 (predicted)",
         "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "rows": rows,
-    }
-    save(result, arguments.o)
+    },
+    line=lambda name, r: (
+        f"{r['model']:14} {r['devices']:5} {r['step_s'] * 1e3:10.3f} ms, "
+        f"{r['best_baseline']} ×{(r['best_baseline_s'] or 0) / r['step_s']:.3f}"
+    ),
+    options=[option("--devices", default="8,32,64", help="comma-separated")],
+    prepare=lambda _: pase.compile("zoo:mlp", devices=8),  # imports and kernels
+)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

@@ -12,91 +12,87 @@ from pathlib import Path
 import pytest
 
 from bench.cases import SHARED
+from bench.runner import benches
 
 ROOT = Path(__file__).parents[2]
 SMALLEST = {
-    "published/amp": '--only "unequal micro=32"',
+    "published.amp": '--only "unequal micro=32"',
     "answers": "write answers.json --parts search --data .",
-    "replay/calibrate_cpu": '--budget 1 --max-spread 1000 --only "mlp 256"',
-    "audit/check_rates": "--seeds 6 --zoo --faults 1 --moves 0 --lines 0",
-    "audit/communication": "mlp",
+    "replay.calibrate_cpu": '--budget 1 --max-spread 1000 --only "mlp 256"',
+    "audit.check_rates": "--seeds 6 --zoo --faults 1 --moves 0 --lines 0",
+    "audit.communication": "mlp",
     "composer": "--seeds 4",
-    "search/depth": '--only "2 layers"',
-    "published/dpro_memory": "--only VGG16",
-    "search/every_mesh": '--only "mlp, 32"',
-    "search/uneven": "--only layers",
-    "fuzz/files": "--count 45 --only in",
-    "audit/lowerings": '--only "mlp data_parallel"',
-    "search/memory": "--only mlp",
-    "audit/memory": "mlp",
-    "audit/mesh_tf": "--models mlp",
-    "search/onnx_size": '--only "nodes 1000"',
-    "published/pase_table1": "--repeats 1 --only alexnet",
-    "published/pase_fig6": '--only "1080tix8 alexnet 4"',
-    "search/pipelines": "--out pipelines.json",
+    "search.depth": '--only "2 layers"',
+    "published.dpro_memory": "--only VGG16",
+    "search.every_mesh": '--only "mlp, 32"',
+    "search.uneven": "--only layers",
+    "fuzz.files": "--count 45 --only in",
+    "audit.lowerings": '--only "mlp data_parallel"',
+    "search.memory": "--only mlp",
+    "audit.memory": "mlp",
+    "audit.mesh_tf": "mlp",
+    "search.onnx_size": '--only "nodes 1080"',
+    "published.pase_table1": "--repeats 1 --only alexnet",
+    "published.pase_fig6": '--only "1080tix8 alexnet 4"',
+    "search.pipelines": "--out pipelines.json",
     "programs": "*ntxent*",
-    "published/megatron": "--only 22B",
-    "replay/degrees": '--only "device-bound: stages=2"',
-    "fuzz/traces": "--count 3",
-    "replay/profile": "--processes 1 --rounds 1",
-    "replay/speed": "--megabytes 1",
-    "replay/whatif": '--only "one of 2 ranks 5 ms late"',
-    "replay/xla": f"--machine {ROOT / 'pase/machine/data/cpu_host.toml'} --only 'gpt2 16'",
-    "audit/residuals": "composer --seeds 2",
-    "schedule/policies": '--quick --only "random 6 0"',
-    "schedule/training": '--steps 1 --only "ours, 2"',
-    "search/densenet": "--seconds 1 --repeats 1 --solvers pase --only 121",
-    "search/growth": '--repeats 1 --only "5 layers"',
-    "search/public": f"--files {ROOT / 'examples'} --solvers pase --seconds 1",
-    "search/sensitivity": "--only alexnet",
-    "search/startup": "--runs 1",
-    "search/tables": '--repeats 1 --only "gpt2 32"',
-    "audit/tf_applications": "MobileNet",
-    "fuzz/xla": "--cases 0",
-    "fuzz/xla_ops": "--ops sort --seeds 1",
-    "published/zero3_pipeline": "--out zero3_pipeline.json",
-    "search/zoo": "mlp --devices 8",
+    "published.megatron": "--only 22B",
+    "replay.degrees": '--only "device-bound: stages=2"',
+    "fuzz.traces": "--count 3",
+    "replay.profile": "--processes 1 --rounds 1",
+    "replay.speed": "--megabytes 1",
+    "replay.whatif": '--only "one of 2 ranks 5 ms late"',
+    "replay.xla": f"--machine {ROOT / 'pase/machine/data/cpu_host.toml'} --only 'gpt2, 16'",
+    "audit.residuals": "composer --seeds 2",
+    "schedule.policies": '--quick --only "random 6 0"',
+    "schedule.training": '--steps 1 --only "ours, 2"',
+    "search.densenet": "--seconds 1 --repeats 1 --solvers pase --only 121",
+    "search.growth": '--repeats 1 --only "5 layers"',
+    "search.public": f"--files {ROOT / 'examples'} --solvers pase --seconds 1",
+    "search.sensitivity": "--only alexnet",
+    "search.startup": "--runs 1",
+    "search.tables": '--repeats 1 --only "gpt2 32"',
+    "audit.tf_applications": "MobileNet",
+    "fuzz.xla": "--cases 0",
+    "fuzz.xla_ops": "--ops sort --seeds 1",
+    "published.zero3_pipeline": "--out zero3_pipeline.json",
+    "search.zoo": "--only mlp --devices 8",
 }
 """Bench -> its smallest arguments."""
 RECORDED = {
-    "published/ours": "--only ttn001 --minutes 1 -o published_ours.json",
-    "published/steps": "--only ttn001 -o published_steps.json",
-    "replay/traces": "--only DLRM",
-    "search/iopddl": "--only B --solvers pase --runs 0 --rounds 1",
-    "search/pase": "--only alexnet --solvers pase --repeats 1",
-    "published/vtrain": '--only "1024 wide, 1 tensor, 1 micro"',
+    "published.ours": "--only ttn001 --minutes 1 -o published_ours.json",
+    "published.steps": "--only ttn001 -o published_steps.json",
+    "replay.traces": "--only DLRM",
+    "search.iopddl": "--only B --solvers pase --runs 0 --rounds 1",
+    "search.pase": "--only alexnet --solvers pase --repeats 1",
+    "published.vtrain": '--only "1024 wide, 1 tensor, 1 micro"',
 }
 """Bench on recorded data -> its smallest arguments."""
 WITH_TORCH = {
-    "audit/check_rates_torch": "--seeds 4 --faults 1",
-    "audit/torch_coverage": "--only GPT2LM",
-    "search/torch_frontend": '--only "one mesh"',
-    "audit/torch": "--only ConvNeXt",
+    "audit.check_rates_torch": "--seeds 4 --faults 1",
+    "audit.torch_coverage": "--only GPT2LM",
+    "search.torch_frontend": '--only "one mesh"',
+    "audit.torch": "--only ConvNeXt",
 }
 """Bench that needs PyTorch -> its smallest arguments."""
 ELSEWHERE = {
-    "pages/first_hour": "installs from a registry; test_commands runs the commands of its page",
+    "pages.first_hour": "installs from a registry; test_commands runs the commands of its page",
     "netlab": "needs root; tests/netlab runs a part of it where it can",
-    "netlab/worker": "a process that netlab starts",
-    "replay/hta": "needs an environment with HolisticTraceAnalysis",
-    "pages/schemas": "writes the schemas that tests/files holds equal to the types",
-    "pages/screenshots": "needs a browser",
-    "audit/tpu": "needs libtpu",
-    "audit/tpu_forms": "needs libtpu",
+    "netlab.worker": "a process that netlab starts",
+    "replay.hta": "needs an environment with HolisticTraceAnalysis",
+    "pages.schemas": "writes the schemas that tests/files holds equal to the types",
+    "pages.screenshots": "needs a browser",
+    "audit.tpu": "needs libtpu",
+    "audit.tpu_forms": "needs libtpu",
 }
 """Bench that no test starts -> the reason."""
-PROGRAMS = {
-    f.parent.name if f.name == "__main__.py" else f.relative_to(ROOT / "bench").with_suffix("").as_posix()
-    for f in (ROOT / "bench").rglob("*.py")
-    if 'if __name__ == "__main__"' in f.read_text()
-}
 
 
 def run(name: str, arguments: str, folder: Path) -> None:
     """Run a bench in a copy of its folder, so that it cannot replace the results and pages of the project."""
     shutil.copytree(ROOT / "bench", folder / "bench", ignore=shutil.ignore_patterns("results", "__pycache__"))
     shutil.copytree(ROOT / "docs", folder / "docs")
-    command = [sys.executable, "-m", f"bench.{name.replace('/', '.')}", *shlex.split(arguments)]
+    command = [sys.executable, "-m", "bench", name, *shlex.split(arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PASE_DATA": str(SHARED)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
@@ -106,7 +102,7 @@ def run(name: str, arguments: str, folder: Path) -> None:
 
 
 def test_every_bench_is_listed_once():
-    assert sorted([*SMALLEST, *RECORDED, *WITH_TORCH, *ELSEWHERE]) == sorted(PROGRAMS)
+    assert sorted([*SMALLEST, *RECORDED, *WITH_TORCH, *ELSEWHERE]) == sorted(benches())
 
 
 @pytest.mark.minutes

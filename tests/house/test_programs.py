@@ -8,7 +8,7 @@ import pytest
 
 from bench.programs.catalog import load
 from bench.programs.outliers import REASONS, outliers, reason
-from bench.provenance import RESULTS
+from bench.runner import RESULTS
 
 ROWS = json.loads((RESULTS / "programs.json").read_text())["programs"]
 DONE = {name: row for name, row in ROWS.items() if row.get("stage") == "done"}
