@@ -40,7 +40,7 @@ def profile(
     \b
     Examples:
       pase profile -o traces -- python train.py
-      pase profile -o traces --skip 5 --steps 20 -- torchrun --nproc-per-node 8 train.py
+      pase profile --skip 5 --steps 20 -- torchrun --nproc-per-node 8 train.py
     """
     from pase.errors import PaseError
     from pase.replay.collect.autostart import environment
@@ -67,6 +67,7 @@ def profile(
         raise PaseError(
             f"the program ended with status {done.returncode}, and {len(files)} traces were written",
             where=f"'{' '.join(command)}'",
+            fix="see its own output, and correct the program",
         )
     if not files:
         raise PaseError(

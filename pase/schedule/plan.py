@@ -189,17 +189,22 @@ def check_plan(problem: ScheduleProblem, plan: BucketPlan) -> None:
             raise PaseError("the message has no pieces", where=where, fix="leave it out")
         if not 0 <= m.link < len(problem.links):
             raise PaseError(
-                f"it is on link {m.link}, but the problem has {len(problem.links)} links", where=where
+                f"it is on link {m.link}, but the problem has {len(problem.links)} links",
+                where=where,
+                fix=f"give 0 to {len(problem.links) - 1}",
             )
         if not 0 <= m.update < len(plan.updates):
             raise PaseError(
-                f"it belongs to update {m.update}, but the plan has {len(plan.updates)} updates", where=where
+                f"it belongs to update {m.update}, but the plan has {len(plan.updates)} updates",
+                where=where,
+                fix=f"give 0 to {len(plan.updates) - 1}",
             )
         for p in m.pieces:
             if not 0 <= p.tensor < len(problem.tensors):
                 raise PaseError(
                     f"it has tensor {p.tensor}, but the problem has {len(problem.tensors)} tensors",
                     where=where,
+                    fix=f"give 0 to {len(problem.tensors) - 1}",
                 )
             spans.setdefault((m.update, p.tensor), []).append((p.offset, p.nbytes))
         groups = {problem.tensors[p.tensor].group for p in m.pieces}

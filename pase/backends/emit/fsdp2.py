@@ -93,6 +93,4 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
     return f"{path}: parallelize(module) by fully_shard, for a PyTorch program{rest}"
 
 
-BACKENDS.add(
-    "fsdp2", Backend(writes="FSDP2 (fully_shard) as a Python file, if the plan is equivalent", emit=emit)
-)
+BACKENDS.add("fsdp2", Backend(writes="FSDP2 (fully_shard) in Python, if it can express the plan", emit=emit))

@@ -270,7 +270,5 @@ def _plain(a: np.ndarray) -> np.ndarray:
 
 BACKENDS.add(
     "mesh-tf",
-    Backend(
-        writes="a Mesh-TensorFlow program with its mesh_shape and layout_rules", emit=emit, needs_model=True
-    ),
+    Backend(writes="Mesh-TensorFlow program with mesh_shape and layout_rules", emit=emit, needs_model=True),
 )

@@ -261,7 +261,7 @@ def _specs(proto: Message, name: str, mesh: Mesh) -> Iterator[tuple[tuple[int, s
 BACKENDS.add(
     "onnx",
     Backend(
-        writes="the ONNX model itself, with ONNX's own sharding annotations; for plans of .onnx files",
+        writes="the .onnx model with ONNX's own sharding annotations",
         emit=emit,
     ),
 )

@@ -43,7 +43,5 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
 
 BACKENDS.add(
     "torch-schedule",
-    Backend(
-        writes="CSV: a pipelined plan's actions, for torch.distributed.pipelining", emit=emit, stages=True
-    ),
+    Backend(writes="CSV of a pipeline's actions, torch.distributed.pipelining", emit=emit, stages=True),
 )

@@ -71,5 +71,5 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
 
 
 BACKENDS.add(
-    "torchtitan", Backend(writes="torchtitan's [parallelism], if the plan is equivalent to it", emit=emit)
+    "torchtitan", Backend(writes="torchtitan's [parallelism], if it can express the plan", emit=emit)
 )

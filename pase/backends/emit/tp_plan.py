@@ -74,6 +74,4 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
     return f"{path}: tp_plan of {len(data)} kinds of layers over {ways} devices{copies}, for from_pretrained(tp_plan=…)"
 
 
-BACKENDS.add(
-    "tp-plan", Backend(writes="a tp_plan of transformers, if the plan is equivalent to it", emit=emit)
-)
+BACKENDS.add("tp-plan", Backend(writes="a tp_plan of transformers, if it can express the plan", emit=emit))
