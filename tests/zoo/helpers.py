@@ -6,6 +6,8 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from pase import zoo
 
@@ -31,3 +33,14 @@ def reduced_step(name: str) -> tuple[Any, Any, Any]:
     model = zoo.reduced(name)
     params, batch = model.init(0)
     return params, batch, compiled(jax.value_and_grad(model.loss_fn), params, batch)
+
+
+RNG = np.random.default_rng(0)
+
+
+def draw(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.standard_normal(shape, dtype=np.float32))
+
+
+def close(x: Any, y: Any, tolerance: float = 2e-5) -> None:
+    np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
