@@ -20,7 +20,7 @@ from pase.local.simulate import resharded, whole_of
 from pase.local.types import LocalReshardStep
 from pase.local.verify import verify_program
 from pase.machine import CompiledForm, mesh_from
-from tests.local.test_moves import SHAPE, cases, chain, held
+from tests.local.layouts import SHAPE, cases, chain, held
 
 V5E = costmodels.get("analytic", machine.load("tpu_v5e"))
 BARE = costmodels.get("analytic", replace(machine.load("tpu_v5e"), forms=()))

@@ -17,15 +17,12 @@ from pase.compiler.meshes.plans import plan_of
 from pase.compiler.meshes.search import search_meshes
 from pase.compiler.problem.variants import Variant
 from pase.errors import PaseError
-from pase.frontends.jax.attention import call_of
-from pase.frontends.jax.frontend import inlined, inner_jaxpr
-from pase.frontends.jax.versions import is_literal
-from pase.ir import Place
-from pase.local.interpret import OpRule, loss_and_gradients, mean_over_micro_batches
+from pase.local.interpret import loss_and_gradients, mean_over_micro_batches
 from pase.local.lower import local_program
 from pase.local.verify import verify_program
 from pase.machine import mesh_from
 from pase.tables.layouts import configs
+from tests.local.jaxpr_rules import numbers_of, plain_attention, rules_of
 
 
 def attending(p, x):
@@ -124,75 +121,6 @@ SHAPES = {
 }
 
 
-def numbers_of(jaxpr, prefix=""):
-    """The literals in a jaxpr's equations, by place."""
-    out = {}
-    for i, eqn in enumerate(jaxpr.eqns):
-        at = f"{prefix}{i}"
-        out[Place(at)] = tuple(
-            float(v.val) if is_literal(v) and v.aval.shape == () else None for v in eqn.invars
-        )
-        if eqn.primitive.name == "scan":
-            out |= numbers_of(eqn.params["jaxpr"].jaxpr, f"{at}.")
-        elif eqn.primitive.name == "cond":
-            for k, branch in enumerate(eqn.params["branches"]):
-                out |= numbers_of(branch.jaxpr, f"{at}.{k}.")
-        elif inlined(eqn):
-            out |= numbers_of(inner_jaxpr(eqn)[0], f"{at}.")
-    return out
-
-
-def in_jax(fn):
-    """A function of arrays as an op's rule, in float64, with JAX's derivative."""
-
-    def made(xs):
-        with jax.enable_x64(True):
-            return np.asarray(fn(*xs))
-
-    def pulled(xs, g):
-        with jax.enable_x64(True):
-            return [np.asarray(x) for x in jax.vjp(fn, *map(jnp.asarray, xs))[1](jnp.asarray(g))]
-
-    return OpRule(made=made, pulled=pulled)
-
-
-def plain_attention(q, k, v):
-    scores = jnp.einsum("bqhk,bshk->bhqs", q, k) / np.sqrt(q.shape[-1])
-    return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), v)
-
-
-def rule_of(eqn):
-    """The rule of an equation that the graph does not determine, for parts of any size along other dims; or None."""
-    p = eqn.params
-    match eqn.primitive.name:
-        case "sort":
-            return in_jax(lambda x: jnp.sort(x, axis=p["dimension"]))
-        case "cumsum":
-            return in_jax(lambda x: jax.lax.cumsum(x, axis=p["axis"], reverse=p["reverse"]))
-        case "integer_pow":
-            return in_jax(lambda x: x ** p["y"])
-        case "concatenate":
-            return in_jax(lambda *xs: jnp.concatenate(xs, p["dimension"]))
-        case "slice":
-            kept = zip(p["start_indices"], p["limit_indices"], eqn.invars[0].aval.shape, strict=True)
-            cut = tuple(slice(None) if b - a == n else slice(a, b) for a, b, n in kept)
-            return in_jax(lambda x: x[cut])
-        case "pad":
-            return in_jax(lambda x: jax.lax.pad(x, np.zeros((), x.dtype), p["padding_config"]))
-    return in_jax(plain_attention) if call_of(eqn) is not None else None
-
-
-def rules_of(jaxpr, prefix=""):
-    """The rules of a jaxpr's equations, by place."""
-    out = {}
-    for i, eqn in enumerate(jaxpr.eqns):
-        if (rule := rule_of(eqn)) is not None:
-            out[Place(f"{prefix}{i}")] = rule
-        elif inlined(eqn):
-            out |= rules_of(inner_jaxpr(eqn)[0], f"{prefix}{i}.")
-    return out
-
-
 @functools.cache
 def case(fn):
     """(case, values by tensor, loss and gradients as JAX computes them)."""
@@ -278,19 +206,3 @@ def test_jax_by_hand_and_numpy_agree(fn, k):
     for path, g in grads.items():
         there = pulled.get(names[path], np.zeros(g.shape))
         np.testing.assert_allclose(there, np.asarray(g), rtol=0, atol=1e-12 * max(1, np.abs(g).max()))
-
-
-def test_what_the_graph_does_not_determine_is_named():
-    for fn, op, fix in (
-        (lambda p, x: jnp.sum(x @ p * 2.5), "mul", "numbers"),
-        (lambda p, x: jnp.sum((x @ p)[:, 1:3]), "slice", "rules"),
-        (lambda p, x: jnp.sum(jnp.concatenate([x @ p, x])), "concatenate", "rules"),
-    ):
-        made = case_of(fn, jnp.ones((4, 4)), jnp.ones((4, 4)))
-        graph, mesh = made.problem.graph, mesh_from("1", 1)
-        program = local_program(graph, mesh, {n.name: configs(n, mesh)[0] for n in graph.nodes})
-        given_ = {t.name: np.ones((4, 4)) for t in (*graph.parameters, *graph.inputs)}
-        with pytest.raises(PaseError) as e:
-            loss_and_gradients(program, graph, given_, graph.outputs[0])
-        assert e.value.where.startswith(f"'{op}' at ") and "test_interpret.py" in e.value.where
-        assert f"`{fix}`" in e.value.fix

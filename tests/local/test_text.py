@@ -15,6 +15,7 @@ from pase.local.text import program_from_text, program_text
 from pase.local.verify import verify_program
 from pase.machine import mesh_from
 from pase.tables.layouts import configs
+from tests.local.programs import planned_program
 
 
 @functools.cache
@@ -94,3 +95,10 @@ def test_nothing_and_too_much_are_refused():
         assert "line 1, column 1" in e.value.where and "NAME on AXIS=SIZE" in e.value.fix
     with pytest.raises(PaseError, match="at most 262144"):
         program_from_text("local program p on a=2\n" + "x" * 300_000)
+
+
+def test_it_reads_well():
+    _, local = planned_program("mlp", "megatron/megatron_2x4")
+    text = program_text(local)
+    assert text.startswith("local program zoo:mlp on data=2 model=4\n")
+    assert "dot_general" in text and "\n    there " in text and "all_reduce model" in text

@@ -21,7 +21,7 @@ from pase.local.lower import local_program
 from pase.local.verify import verify_program
 from pase.machine import mesh_from
 from pase.tables.layouts import configs
-from tests.local.test_interpret import numbers_of, rules_of
+from tests.local.jaxpr_rules import numbers_of, rules_of
 
 
 def mixing(p, x):

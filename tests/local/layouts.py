@@ -1,0 +1,55 @@
+"""Shared by the tests of reshard steps: meshes, layouts drawn at random, and shards that add up to a tensor."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from pase.local.lower import between, layout_of
+from pase.local.simulate import part_of, places
+from pase.machine import Mesh
+from pase.tables.layouts import PARTIAL, REPLICATED, digit_state
+
+MESHES = [Mesh(names=("a", "b"), sizes=(2, 4)), Mesh(names=("a", "b", "c"), sizes=(2, 2, 2))]
+
+SHAPE = (16, 8)
+
+
+def chain(src, dst, mesh):
+    """The reshard steps between two layouts."""
+    return between(layout_of(src), layout_of(dst), mesh)
+
+
+def held(x, layout, mesh):
+    """Parts whose sum over the partial axes is x; the summands differ from device to device."""
+    out = {}
+    for place in places(mesh):
+        partial = [place[i] for i, s in enumerate(layout) if s == "partial"]
+        ways = [mesh.sizes[i] for i, s in enumerate(layout) if s == "partial"]
+        rank = int(np.ravel_multi_index(partial, ways)) if ways else 0
+        summand = x - sum(range(1, int(np.prod(ways)))) if rank == 0 and ways else np.full_like(x, rank)
+        out[place] = part_of(summand if ways else x, layout, place, mesh)
+    return out
+
+
+@st.composite
+def states(draw, mesh, partial):
+    """A layout. Each axis splits a dim (in the order of the mesh, possibly below a digit that no axis holds), or is
+    replicated or partial."""
+    out, blocks = [], [draw(st.sampled_from([1, 2])), 1]
+    for ways in mesh.sizes:
+        dim = draw(st.sampled_from([None, 0, 1] + ["partial"] * partial))
+        if dim is None or dim == "partial":
+            out.append(REPLICATED if dim is None else PARTIAL)
+            continue
+        blocks[dim] *= ways
+        out.append(digit_state(dim, blocks[dim]) if blocks[dim] <= SHAPE[dim] else REPLICATED)
+        if out[-1] == REPLICATED:
+            blocks[dim] //= ways
+    return tuple(out)
+
+
+@st.composite
+def cases(draw):
+    mesh = draw(st.sampled_from(MESHES))
+    src, dst = draw(states(mesh, True)), draw(states(mesh, False))
+    x = np.random.default_rng(draw(st.integers(0, 99))).integers(-9, 9, SHAPE).astype(float)
+    return mesh, src, dst, x
