@@ -1,4 +1,4 @@
-"""ONNX's own test cases of single ops, the models of the onnx package, and a builder for small models."""
+"""ONNX's own test cases of single ops, the models of the onnx package, and builders of small models."""
 
 from __future__ import annotations
 
@@ -9,13 +9,27 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 
 from pase.errors import PaseError
-from pase.frontends.onnx.frontend import OnnxLowering, lowered
+from pase.frontends.onnx.frontend import OnnxLowering, lowered, trace
 from pase.frontends.onnx.model import load
+from pase.ir import Graph, named, simplify, verify
 
-__all__ = ["DATA", "light", "model_of", "node_cases", "read_case", "stored_models"]
+__all__ = [
+    "DATA",
+    "graph_of",
+    "light",
+    "model_of",
+    "node",
+    "node_cases",
+    "ones",
+    "product",
+    "read_case",
+    "small",
+    "stored_as_w",
+    "stored_models",
+]
 
 DATA = Path(os.path.dirname(onnx.__file__)) / "backend" / "test" / "data"
 
@@ -70,7 +84,7 @@ def model_of(
     inputs, outputs: name -> shape or (dtype, shape). outputs may also be a list of names. weights: name -> array, or
     the shape of an array of zeros.
     """
-    from onnx import TensorProto, helper
+    from onnx import TensorProto
 
     def info(name: str, shape: Any) -> Any:
         dtype = TensorProto.FLOAT
@@ -92,3 +106,33 @@ def model_of(
     )
     opsets = [helper.make_opsetid("", opset), *more.pop("opsets", [])]
     return helper.make_model(graph, opset_imports=opsets, **more)
+
+
+node = helper.make_node
+
+
+def graph_of(model: Any, **options: Any) -> Graph:
+    """The simplified graph of a model, in which every node has a name."""
+    return verify(named(simplify(verify(trace(model, **options).graph))))
+
+
+def ones(*shape: int, dtype: str = "float32") -> np.ndarray:
+    return np.ones(shape, dtype)
+
+
+def stored_as_w(values: Any) -> Any:
+    """A TensorProto named w."""
+    return numpy_helper.from_array(values, "w")
+
+
+def product(w: str, out: str = "z", x: str = "x") -> Any:
+    """The node of x @ w."""
+    return node("MatMul", [x, w], [out])
+
+
+def small(*nodes: Any, **more: Any) -> Any:
+    """A model with the product of x [4 8] and w [8 16], followed by these nodes."""
+    first = node("MatMul", ["x", "w"], ["y"], name="product")
+    more.setdefault("outputs", [nodes[-1].output[0] if nodes else "y"])
+    weights = {"w": (8, 16)} | more.pop("weights", {})
+    return model_of([first, *nodes], {"x": (4, 8)} | more.pop("inputs", {}), weights=weights, **more)

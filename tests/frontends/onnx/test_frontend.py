@@ -13,17 +13,14 @@ import pytest
 
 onnx = pytest.importorskip("onnx")
 
+
 import pase  # noqa: E402
 from pase.errors import PaseError  # noqa: E402
 from pase.frontends.onnx import frontend as from_onnx  # noqa: E402
-from pase.ir import Graph, named, simplify, verify  # noqa: E402
+from pase.ir import verify  # noqa: E402
 from tests.frontends.onnx import exports  # noqa: E402
-from tests.frontends.onnx.cases import light, stored_models  # noqa: E402
+from tests.frontends.onnx.cases import graph_of, light, stored_models  # noqa: E402
 from tests.ir.graphs import flops  # noqa: E402
-
-
-def graph(model: Any, **options: Any) -> Graph:
-    return verify(named(simplify(verify(from_onnx.trace(model, **options).graph))))
 
 
 def products_by_onnx(path: Path) -> float:
@@ -45,7 +42,7 @@ def products_by_onnx(path: Path) -> float:
 
 @pytest.mark.parametrize("path", light(), ids=lambda p: p.stem)
 def test_light_models(path: Path) -> None:
-    found = graph(path)
+    found = graph_of(path)
     assert flops(found, "conv", "matmul") == products_by_onnx(path) > 1e8
     model = onnx.load(path).graph
     made = {n.output[0] for n in model.node if n.op_type == "ConstantOfShape"} | {
@@ -108,35 +105,17 @@ def test_resnet() -> None:
     with pytest.raises(PaseError, match="input 'x'") as e:
         from_onnx.trace(model)
     assert "batch" in e.value.what and "--dim 'batch=64'" in e.value.fix
-    found = graph(model, dims={"batch": 16})
+    found = graph_of(model, dims={"batch": 16})
     assert [t.shape for t in found.inputs] == [(16, 3, 32, 32)]
-    assert flops(graph(model, dims={"batch": 32}), "conv") == 2 * flops(found, "conv")
+    assert flops(graph_of(model, dims={"batch": 32}), "conv") == 2 * flops(found, "conv")
     with pytest.raises(PaseError, match="'seq'"):
         from_onnx.trace(model, dims={"batch": 2, "seq": 3})
 
 
-@pytest.mark.torch
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-def test_recurrent(kind: str) -> None:
-    """One loop per layer and direction, with the model's weights in ONNX's order."""
-    model, shapes = exports.recurrent(kind)
-    found = graph(model)
-    loops = {op.scope for n in found.nodes for op in n.ops if op.scope}
-    assert len(loops) == {"LSTM": 2, "GRU": 4}[kind]
-    assert {op.times for n in found.nodes for op in n.ops if op.scope} == {10}
-    elements = sum(t.elements for t in found.parameters if len(t.shape) > 1)  # type: ignore[misc]
-    tables = 100 * 32 + 100 * {"LSTM": 48, "GRU": 96}[kind]
-    biases = {"LSTM": 2 * 8 * 48, "GRU": 4 * 6 * 48}[kind]
-    assert elements in (sum(map(math.prod, shapes)) + tables + extra for extra in (0, biases))
-    split = next(n for n in found.nodes if n.kind == "matmul" and n.times == 10)
-    assert all(d.kind in ("parallel", "reduction") for d in split.space if d.size > 4)
-
-
 KERAS = """
-import sys
-import keras
-import numpy as np
-from keras import layers
+import sys  # noqa: E402
+import keras  # noqa: E402
+from keras import layers  # noqa: E402
 model = keras.Sequential([
     layers.Input((32, 32, 3)), layers.Conv2D(16, 3, padding="same", activation="relu"), layers.MaxPooling2D(),
     layers.BatchNormalization(), layers.Flatten(), layers.Dense(64, activation="relu"), layers.Dense(10),
@@ -159,7 +138,7 @@ def test_keras(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    found = graph(path, dims={"batch": 8})
+    found = graph_of(path, dims={"batch": 8})
     assert flops(found, "conv") == 2 * 8 * 32 * 32 * 16 * 27
     assert flops(found, "matmul") == 2 * 8 * (16 * 16 * 16 * 64 + 64 * 10)
     assert all(t.needs_grad for t in found.parameters) and [t.shape for t in found.inputs] == [(8, 32, 32, 3)]
@@ -168,7 +147,7 @@ def test_keras(tmp_path: Path) -> None:
 @pytest.mark.torch
 def test_gpt2() -> None:
     """A transformer from a library has few nodes per layer, as from JAX, and one parameter for the tied embedding."""
-    found = graph(exports.gpt2(layers=2))
+    found = graph_of(exports.gpt2(layers=2))
     inner = [n for n in found.nodes if n.kind not in ("parameter", "input", "output")]
     assert len(inner) <= 2 * 14 + 6
     assert sum(t.shape == (512, 64) for t in found.parameters) == 1

@@ -10,13 +10,12 @@ import pytest
 onnx = pytest.importorskip("onnx")
 
 import numpy as np  # noqa: E402
-from onnx import helper  # noqa: E402
 
 from pase.frontends.onnx import frontend as from_onnx  # noqa: E402
 from pase.frontends.onnx.rules import RULES  # noqa: E402
 from pase.ir import simplify, verify  # noqa: E402
 from pase.ir.names import dim_classes  # noqa: E402
-from tests.frontends.onnx.cases import model_of, node_cases, read_case  # noqa: E402
+from tests.frontends.onnx.cases import node_cases, read_case  # noqa: E402
 
 # The output size depends on the data: pase takes the largest possible size.
 UP_TO = {"Compress", "NonMaxSuppression", "NonZero", "Unique"}
@@ -159,33 +158,6 @@ def test_shards_compute_the_result() -> None:
                 )
                 done[node.op_type] += 1
     assert {"MatMul", "Einsum", "Softmax", "ReduceSum", "Gather", "Attention", "Concat"} <= set(done)
-
-
-@pytest.mark.parametrize("axis", [0, 1, 2])
-@pytest.mark.parametrize("opset", [17, 20])
-def test_the_transformed_dim_of_a_fourier_transform_is_not_split(axis: int, opset: int) -> None:
-    if opset == 17:
-        node, weights = helper.make_node("DFT", ["x"], ["y"], axis=axis), {}
-    else:
-        node, weights = helper.make_node("DFT", ["x", "", "axis"], ["y"]), {"axis": np.array(axis, np.int64)}
-    model = model_of([node], {"x": [4, 4, 4, 2]}, {"y": [4, 4, 4, 2]}, weights, opset)
-    (dft,) = [n for n in from_onnx.trace(model).graph.nodes if n.main.name == "dft"]
-    walks = [[dft.space[d].kind for d in w.dims] for w in dft.main.reads[0].map.walks]
-    assert walks == [["parallel"] if i < axis else ["replicated"] for i in range(4)]
-
-
-def test_a_window_is_read_whole() -> None:
-    """The window of an STFT is not split, even if it has as many elements as there are signals."""
-    nodes = [
-        helper.make_node("Exp", ["w"], ["window"]),
-        helper.make_node("STFT", ["x", "step", "window"], ["y"]),
-    ]
-    weights = {"w": np.ones(8, np.float32), "step": np.array(4, np.int64)}
-    model = model_of(nodes, {"x": [8, 32, 1]}, {"y": [8, 7, 5, 2]}, weights)
-    (stft,) = [n for n in from_onnx.trace(model).graph.nodes if n.main.name == "stft"]
-    signals, window = stft.main.reads
-    assert [stft.space[d].kind for w in signals.map.walks for d in w.dims] == ["parallel", "replicated"]
-    assert [stft.space[d].kind for w in window.map.walks for d in w.dims] == ["replicated"]
 
 
 def test_the_coverage_table() -> None:
