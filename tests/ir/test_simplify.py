@@ -150,25 +150,6 @@ def test_a_looked_up_row_moves_in_its_narrow_type() -> None:
     assert not [t for t in wide if kept(graph)[t].region is None]
 
 
-def test_names_are_of_what_is_multiplied() -> None:
-    nodes = compute(simple("gpt2"))
-    assert {"wte:take", "wte:dot", "blocks.attention.wq:dot", "blocks.ff.w2:dot"} <= set(nodes)
-    assert {"attention@fused_attend"} <= set(nodes) and "dot@attend" in compute(
-        simple("gpt2?attention=plain")
-    )
-    assert not [n for n in nodes if ".b" in n.removeprefix("blocks").partition(":")[0] and ":dot" in n]
-    assert {"lstm.0.wx:dot", "lstm.0.wh:dot", "classifier.w:dot"} <= set(compute(simple("rnnlm")))
-    assert {"blocks.ff.router:dot", "blocks.ff.gate:dot"} <= set(compute(simple("mixtral_8x7b")))
-
-
-def test_the_width_is_d() -> None:
-    for model in ("gpt2", "llama3_8b", "bert_base", "vit_l16", "mixtral_8x7b"):
-        graph = simple(model)
-        (name,) = [n.name for n in graph.nodes if n.kind == "matmul" and n.name.endswith("attention.wq:dot")]
-        assert [d.name for d in graph.node[name].space][:1] == ["b"]
-        assert graph.node[name].space["d"].size == 64
-
-
 def test_fused_projections_keep_their_heads() -> None:
     """After one matmul for q, k and v, the parts of the result cannot be split, but the heads of the scores can."""
     import jax

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pase.errors import PaseError
-from pase.ir import AccessMap, Graph, Remark, SourceLine, digest, from_text, to_text
+from pase.ir import Graph, Remark, SourceLine, digest, from_text, to_text
 from tests.ir.graphs import graphs, raw, simple
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -41,16 +41,6 @@ def test_golden(model: str, update_golden: bool) -> None:
     if update_golden:
         file.write_text(text)
     assert text == file.read_text()
-
-
-@given(st.text(max_size=60) | st.text(st.sampled_from("ab1@/() 23"), max_size=20))
-def test_maps_parse_or_say_why(text: str) -> None:
-    try:
-        m = AccessMap.parse(text)
-    except PaseError as e:
-        assert "access map" in str(e)
-    else:
-        assert AccessMap.parse(str(m)) == m
 
 
 @settings(max_examples=100)

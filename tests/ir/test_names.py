@@ -1,0 +1,29 @@
+"""Nodes are named after what they multiply, and dims of one meaning share a letter."""
+
+from __future__ import annotations
+
+from pase.ir import Graph
+from tests.ir.graphs import simple
+
+
+def compute(graph: Graph) -> list[str]:
+    return [n.name for n in graph.nodes if n.kind not in ("parameter", "input")]
+
+
+def test_names_are_of_what_is_multiplied() -> None:
+    nodes = compute(simple("gpt2"))
+    assert {"wte:take", "wte:dot", "blocks.attention.wq:dot", "blocks.ff.w2:dot"} <= set(nodes)
+    assert {"attention@fused_attend"} <= set(nodes) and "dot@attend" in compute(
+        simple("gpt2?attention=plain")
+    )
+    assert not [n for n in nodes if ".b" in n.removeprefix("blocks").partition(":")[0] and ":dot" in n]
+    assert {"lstm.0.wx:dot", "lstm.0.wh:dot", "classifier.w:dot"} <= set(compute(simple("rnnlm")))
+    assert {"blocks.ff.router:dot", "blocks.ff.gate:dot"} <= set(compute(simple("mixtral_8x7b")))
+
+
+def test_the_width_is_d() -> None:
+    for model in ("gpt2", "llama3_8b", "bert_base", "vit_l16", "mixtral_8x7b"):
+        graph = simple(model)
+        (name,) = [n.name for n in graph.nodes if n.kind == "matmul" and n.name.endswith("attention.wq:dot")]
+        assert [d.name for d in graph.node[name].space][:1] == ["b"]
+        assert graph.node[name].space["d"].size == 64
