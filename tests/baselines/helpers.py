@@ -8,8 +8,9 @@ from functools import cache
 
 import numpy as np
 
-from pase import zoo
-from pase.baselines import Baseline
+from pase import costmodels, machine, zoo
+from pase.baselines import Baseline, baselines, roles
+from pase.baselines.rules import RULES
 from pase.frontends.jax.frontend import trace
 from pase.ir import Graph, named, simplify
 from pase.machine import Mesh
@@ -64,3 +65,32 @@ def _sent(src: str, dst: str, charges: Iterator[Charge], mesh: Mesh) -> Iterator
                 phase=c.phase,
                 times=c.times,
             )
+
+
+H100 = machine.load("h100x8")
+MODEL = costmodels.get("analytic", H100)
+LAYERS, BATCH, SEQ, WIDTH, VOCAB = 3, 128, 1024, 768, 50304
+GPT = f"gpt2?layers={LAYERS}&vocab={VOCAB}&remat=0"
+GPT_REMAT = f"gpt2?layers={LAYERS}&vocab={VOCAB}&remat=1"
+
+
+@cache
+def made(model, devices, name):
+    """The strategy of this name."""
+    (found,) = baselines(graph_of(model), devices, H100, MODEL, only=(name,))
+    return found
+
+
+def offered(model, devices):
+    """What each baseline offers before the search fills it in: name -> intent, or the reason if there is none."""
+    return {m.name: m for rule in RULES.values() for m in rule(graph_of(model), devices, H100)}
+
+
+def split(graph, b, node):
+    """Axis -> dim that it splits, by name, for one node."""
+    dims = graph.node[node].space.dims
+    return {b.mesh.names[a]: dims[d].name for a, d in enumerate(b.strategy[node]) if d >= 0}
+
+
+def weights(graph):
+    return {w.parameter for w in roles(graph).weights}

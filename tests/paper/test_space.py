@@ -1,77 +1,21 @@
-"""The paper's formulas computed independently, loops unrolled in their edges, and the search against brute force."""
-
-from collections import Counter
+"""The search space of the paper: against brute force, and its refusals."""
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pase import zoo
 from pase.errors import PaseError
 from pase.frontends.jax.frontend import trace
-from pase.ir import AccessMap, named, simplify
-from pase.paper import PROTOTYPE, SOUND, LayerFlow, build, complete, layers_of
-from pase.paper.costs import flow_cost
+from pase.ir import named, simplify
+from pase.paper import PROTOTYPE, SOUND, build, complete, layers_of
 from pase.search import solve
 from pase.search.check import brute_force
 from tests.baselines.helpers import graph_of
-from tests.paper.table2 import full, product_dims
-
-R = 5000.0
 
 
 def reduced(model):
     m = zoo.reduced(model)
     return named(simplify(trace(m.loss_fn, m.params, m.batch).graph))
-
-
-def transfer(shape, a, b, times=1.0):
-    nothing = AccessMap(())
-    flow = LayerFlow(src="u", dst="v", shape=shape, written=nothing, read=nothing, times=times)
-    return flow_cost(flow, np.array([a]), np.array([b]), PROTOTYPE)[0, 0] / R
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "words"),
-    [
-        ((4, 1), (4, 1), 0),  # the same split
-        ((1, 1), (4, 1), 2 * 16),  # sliced locally, but charged all the same (notes: fault 8)
-        ((4, 1), (1, 1), 2 * (64 - 16)),  # gathered: the missing words, both ways
-        ((4, 1), (1, 4), 2 * (16 - 4)),  # all-to-all: a quarter of the block is already there
-        ((4, 1), (2, 2), 2 * (16 - 8)),
-        ((2, 1), (4, 1), 2 * 16),  # more parts than at the writer: nothing counts as being there already
-    ],
-)
-def test_edges_by_hand(a, b, words):
-    assert transfer((8, 8), a, b) == words
-    assert transfer((8, 8), a, b, times=3) == 3 * words
-
-
-@given(st.tuples(*[st.sampled_from([1, 2, 4, 8])] * 4))
-def test_edges_cost_nothing_where_nothing_changes_and_never_less(splits):
-    a, b = splits[:2], splits[2:]
-    assert transfer((64, 64), a, a) == 0
-    assert transfer((64, 64), a, b) >= 0
-
-
-def test_products_by_hand():
-    """A layer of b = 256, k = 1024, n = 4096 in every split over 8 devices: the three all-reduces of the notes."""
-    tables, space = build(graph_of("mlp"), 8)
-    v = next(i for i, n in enumerate(space.layers.nodes) if n in full(space.layers))
-    node = space.layers.nodes[v]
-    b, (out,), (into,) = product_dims(node)
-    index = {d.name: i for i, d in enumerate(node.space)}
-    assert len(space.configs[v]) == 20  # ways to place at most three factors of two on three dims
-    for counts, cost in zip(space.configs[v], tables.node_costs[v], strict=True):
-        pm, pn, pk = (int(counts[index[d]]) for d in (b, out, into))
-        m, n, k = 256 / pm, 4096 / pn, 1024 / pk
-
-        def all_reduce(words, ways):
-            return R * 2 * (ways - 1) / ways * words
-
-        want = 3 * m * n * k + all_reduce(m * n, pk) + all_reduce(m * k, pn) + all_reduce(n * k, pm)
-        assert cost == pytest.approx(want, rel=1e-12)
 
 
 @pytest.mark.parametrize("model", ["mlp", "alexnet"])
@@ -102,23 +46,6 @@ def _cost(tables, costs, picked, where):
     return total + sum(e.cost[e.src_class[choice[e.src]], e.dst_class[choice[e.dst]]] for e in tables.edges)
 
 
-def test_stacked_layers_pass_their_state_on():
-    """Twelve layers: the first reads the sum of the embeddings, eleven read the previous layer, and the last norm reads
-    the last layer."""
-    layers = layers_of(graph_of("gpt2"))
-    kinds = {n.name: n.kind for n in layers.nodes}
-    assert not {"copy", "carry", "parameter", "input"} & set(kinds.values())
-    into = Counter()
-    for f in layers.flows:
-        if f.dst == "reduce@layer_norm":
-            into[f.src] += f.times
-    assert into == {"map@gpt.loss_fn": 1, "map@feed_forward": 11}
-    read = {f.dst: f.src for f in layers.flows}
-    # Looked up, cast, summed.
-    assert read["map@gpt.loss_fn"] == "map@lookup" and read["map@lookup"] == "wte:take"
-    assert [f.src for f in layers.flows if f.dst == "reduce@layer_norm~3"] == ["map@feed_forward"]
-
-
 def test_a_loop_over_layers_is_as_good_as_its_layers():
     """All iterations of a loop share a config. Separate configs per layer are not better."""
     rolled, apart = graph_of("transformer?layers=2"), graph_of("transformer?layers=2&scan=0")
@@ -126,17 +53,6 @@ def test_a_loop_over_layers_is_as_good_as_its_layers():
     cost = [solve(build(g, 8)[0]).cost for g in (rolled, apart)]
     assert cost[1] <= cost[0] * (1 + 1e-12)
     assert cost[1] == pytest.approx(cost[0], rel=1e-6)
-
-
-def test_recurrence_is_one_layer():
-    layers = layers_of(graph_of("rnnlm"))
-    lstm = next(n for n in layers.nodes if n.name == "lstm")
-    assert {d.name: d.size for d in lstm.space} == dict(l=2, b=64, s=256, d=2048, e=2048, g=4, two=2)
-    assert {(f.src, f.dst) for f in layers.flows if "lstm" in (f.src, f.dst)} == {
-        ("embedding:take", "lstm"),
-        ("lstm", "lstm"),
-        ("lstm", "classifier.w:dot"),
-    }
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])

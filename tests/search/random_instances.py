@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import strategies as st
 
 from pase.search import MemoryProfile
 from pase.tables.types import CostTables, EdgeTable
+
+seeds = st.integers(0, 2**32 - 1)
 
 
 def random_tables(rng: np.random.Generator, *, max_choices: int = 4000) -> CostTables:

@@ -67,3 +67,14 @@ def nested(mesh: Mesh, *rows: tuple[int, ...]) -> bool:
     ]
     bounds = [(t, edge) for t, low, high in spans for edge in (low, high)]
     return all(t != u or x % y == 0 or y % x == 0 for t, x in bounds for u, y in bounds)
+
+
+SHAPES = st.sampled_from([(8,), (24, 4), (8, 8), (12, 12), (4, 4, 4), (16, 6)])
+Rows = list[tuple[int, ...]]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Mesh, Rows, Rows]:
+    mesh, shape = draw(meshes()), draw(SHAPES)
+    src, dst = (draw(st.lists(layouts(mesh, shape, True), min_size=1, max_size=6)) for _ in range(2))
+    return mesh, src, dst

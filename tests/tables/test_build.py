@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pase import costmodels, machine, zoo
-from pase.frontends.jax.frontend import trace
-from pase.ir import Graph, named, simplify
-from pase.machine import Mesh
-from pase.search.check import cost_of
-from pase.tables.build import build, charge_cost, config_space, phase_costs, work_cost
-from pase.tables.charges import Charge, edge_charges, edge_flows, node_charges
-from pase.tables.itemize import collectives, local_work, node_costs
-from pase.tables.layouts import configs, read_states, write_states
+from pase import costmodels, machine
+from pase.ir import Graph
+from pase.machine import BUCKET_BYTES, Mesh
+from pase.tables.build import (
+    GRANULE_BYTES,
+    build,
+    charge_cost,
+    charge_price,
+    config_space,
+    phase_costs,
+    work_cost,
+)
+from pase.tables.charges import Charge, edge_charges, node_charges
+from pase.tables.layouts import (
+    NOT_SPLIT,
+    read_states,
+    state_index,
+    write_states,
+)
 from pase.tables.work import node_work
-
-MACHINE = machine.load("h100x8")
-MODEL = costmodels.get("analytic", MACHINE)
-
-
-def graph(name: str) -> Graph:
-    m = zoo.get(name)
-    return named(simplify(trace(m.loss_fn, m.params, m.batch).graph))
-
-
-@pytest.fixture(scope="module")
-def unrolled() -> Graph:
-    return graph("gpt2?scan=0&layers=6")
+from tests.ir.graphs import simple
+from tests.tables.graphs import CPU, HERE, MODEL, TILE, TPU, block, untiled
 
 
 @pytest.mark.parametrize("sizes", [(8,), (4, 2), (2, 2, 2)])
@@ -55,74 +52,6 @@ def test_tables_are_the_rule(unrolled: Graph, sizes: tuple[int, ...]) -> None:
         want = charge_cost(edge_charges(unrolled, e, have, want_rows, mesh), MODEL, mesh)
         got = priced[u, v].dense()[np.ix_(ks, kd)] if (u, v) in priced else np.zeros((9, 9))
         np.testing.assert_allclose(got, np.broadcast_to(want, (9, 9)), rtol=1e-12, atol=1e-15)
-
-
-def drawn(graph: Graph, mesh: Mesh, seed: int) -> dict[str, np.ndarray]:
-    """A random strategy in which equal layers sometimes have equal configs: node -> int8 [axes]."""
-    rng = np.random.default_rng(seed)
-    return {
-        n.name: cfg[min(int(rng.geometric(0.4)), len(cfg)) - 1]
-        for n in graph.nodes
-        for cfg in [configs(n, mesh)]
-    }
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_strategys_collectives_are_the_rule(unrolled: Graph, seed: int) -> None:
-    """Collectives that are priced once for equal nodes and edges equal those of each node and edge priced separately,
-    under its own names. With the local work, they sum to the cost in the tables."""
-    mesh = Mesh(names=("a", "b"), sizes=(4, 2))
-    strategy = drawn(unrolled, mesh, seed)
-    moved = collectives(unrolled, mesh, strategy, MODEL)
-    want = []
-    for n in unrolled.nodes:
-        own: list[tuple[str, Charge]] = []
-        for e in unrolled.edges:
-            if e.dst == n.name:
-                src, tensor = unrolled.node[e.src], unrolled.tensors[e.tensor]
-                have = write_states(src, *src.write_of(e.tensor), tensor, strategy[e.src][None], mesh)
-                wanted = read_states(n, e.op, e.access, tensor, strategy[n.name][None], mesh)
-                own += [(e.src, c) for c in edge_charges(unrolled, e, have, wanted, mesh)]
-        own += [(n.name, c) for c in node_charges(unrolled, n, strategy[n.name][None], mesh)]
-        for source, c in own:
-            if int(np.ravel(c.axes)[0]) and float(np.ravel(c.nbytes)[0]) and float(np.ravel(c.rounds)[0]):
-                cost = float(np.ravel(charge_cost([c], MODEL, mesh))[0])
-                want.append(
-                    (c.kind, c.tensor, c.phase, n.name, source, round(float(np.ravel(c.nbytes)[0])), cost)
-                )
-    assert [(c.kind, c.tensor, c.phase, c.node, c.source, c.nbytes, c.cost) for c in moved] == want
-    tables, space = build(unrolled, mesh, MODEL)
-    total = sum(c.total for c in node_costs(local_work(unrolled, mesh, strategy, MODEL), moved).values())
-    assert total == pytest.approx(cost_of(tables, space.index(strategy)), rel=1e-12)
-
-
-def test_sums_of_gradients_in_eight_bits_are_those_of_the_product() -> None:
-    """XLA sums the gradient of an fp8 operand in the dtype of the product's result, also through copies of it."""
-    low = jnp.float8_e4m3fn
-
-    def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        a, w = x.astype(low), params["v"].astype(low)
-        y = jnp.dot(a, params["u"].astype(low), preferred_element_type=jnp.float32)
-        z = jnp.dot(a, w, preferred_element_type=jnp.bfloat16)
-        return jnp.mean((y + z + jnp.dot(a, w, preferred_element_type=jnp.float32)) ** 2)
-
-    params = {k: jax.ShapeDtypeStruct((64, 64), "float32") for k in "uv"}
-    eight = named(simplify(trace(loss, params, jax.ShapeDtypeStruct((32, 64), "float32")).graph))
-    mesh, rng = Mesh(names=("a", "b"), sizes=(2, 2)), np.random.default_rng(0)
-    tables, space = build(eight, mesh, MODEL)
-    for _ in range(40):
-        choice = np.array([rng.integers(len(cfg)) for cfg in space.configs])
-        nodes = zip(eight.nodes, space.configs, choice, strict=True)
-        strategy = {n.name: cfg[i] for n, cfg, i in nodes}
-        work = local_work(eight, mesh, strategy, MODEL, "adam")
-        listed = node_costs(work, collectives(eight, mesh, strategy, MODEL))
-        np.testing.assert_allclose(cost_of(tables, choice), sum(c.total for c in listed.values()), rtol=1e-12)
-    factors = {"copy": set(), "matmul": set()}
-    for e in eight.edges:
-        for f in edge_flows(eight, e):
-            if eight.tensors[e.tensor].itemsize == 1 and f.back:
-                factors[e.op.kind].add(f.sum_nbytes // f.nbytes)
-    assert factors == {"copy": {4}, "matmul": {2, 4}}
 
 
 def test_repeated_layers_share_their_arrays(unrolled: Graph) -> None:
@@ -153,3 +82,87 @@ def test_equal_nodes_may_keep_different_configs(unrolled: Graph) -> None:
     for v, cfg in enumerate(space):
         kept = slice(v % 3, None, 3) if len(cfg) > 3 else slice(None)
         np.testing.assert_array_equal(part[v].total, whole[v].total[kept])
+
+
+def test_tables_price_what_is_padded() -> None:
+    graph, mesh = block(197), Mesh(names=("a",), sizes=(8,))
+    model = costmodels.get("analytic", TPU)
+    tables, space = build(graph, mesh, model)
+    dense, _ = build(graph, mesh, costmodels.get("analytic", untiled()))
+    pairs = list(zip(tables.node_costs, dense.node_costs, strict=True))
+    assert all((a >= b * (1 - 1e-12)).all() for a, b in pairs)
+    assert any((a > 1.1 * b).any() for a, b in pairs)
+    v = next(i for i, n in enumerate(graph.nodes) if n.name.endswith("attention.wq:dot"))
+    n, cfg = graph.nodes[v], space.configs[v]
+    want = work_cost(node_work(graph, n, cfg, mesh, "adam", TILE), model)
+    np.testing.assert_allclose(tables.node_costs[v], np.broadcast_to(want, len(cfg)), rtol=1e-12)
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt2"])
+def test_every_config_of_a_parameter_costs_what_its_parts_do(model: str) -> None:
+    """Independent prices on one axis, which also splits the batch: replicated, stored split, or only its state
+    split."""
+    graph, mesh = simple(model), Mesh(names=("a",), sizes=(8,))
+    tables, space = build(graph, mesh, MODEL)
+    at = {n.name: v for v, n in enumerate(graph.nodes)}
+    checked = 0
+
+    def seconds(kind: str, nbytes: float) -> float:
+        def one(n: float) -> float:
+            return float(MODEL.collective(kind, mesh, np.array([1]), np.array([n]))[0])
+
+        sent = max(nbytes, 8 * GRANULE_BYTES)  # each device's shard is padded to whole granules
+        return one(nbytes) if sent >= BUCKET_BYTES else one(BUCKET_BYTES) * sent / BUCKET_BYTES
+
+    for e in graph.edges:
+        src, dst = graph.node[e.src], graph.node[e.dst]
+        rows = [t for t in tables.edges if (t.src, t.dst) == (at[e.src], at[e.dst])]
+        if src.kind != "parameter" or dst.kind != "matmul" or len(rows) != 1 or not state_index(src):
+            continue
+        tensor, op = graph.tensors[e.tensor], e.op
+        batch = next(i for i, d in enumerate(dst.space) if d.name == "b")
+        j = int(np.flatnonzero(space.configs[at[e.dst]][:, 0] == batch)[0])
+        dense, nbytes, times = rows[0].dense()[:, j], float(tensor.nbytes), float(op.times)
+        for i, (c,) in enumerate(space.configs[at[e.src]]):
+            reduce = "all_reduce" if c == NOT_SPLIT else "reduce_scatter"
+            want = times * seconds(reduce, nbytes)
+            if c != NOT_SPLIT and c != state_index(src)[0]:
+                want += times * (2 if e.access.recompute else 1) * seconds("all_gather", nbytes)
+            assert dense[i] == pytest.approx(want, rel=1e-9)
+        vector, (s,) = tables.node_costs[at[e.src]], state_index(src)
+        whole = float(graph.tensors[src.ops[0].writes[0].tensor].nbytes)
+        by = {int(c): float(v) for (c,), v in zip(space.configs[at[e.src]], vector, strict=True)}
+        # The update of an eighth, and the casts of the whole parameter.
+        casts = by[s] - seconds("all_gather", whole)
+        assert casts < by[NOT_SPLIT]
+        checked += 1
+    assert checked > 1
+
+
+def test_without_buckets_a_small_collective_pays_its_own_latency() -> None:
+    mesh = Mesh(names=("a",), sizes=(8,))
+    small = Charge(
+        kind="all_reduce",
+        axes=np.array([1]),
+        nbytes=np.array([4096.0]),
+        tensor="w",
+        phase="backward",
+        times=3.0,
+        bucketed=True,
+    )
+    models = [costmodels.get("analytic", m) for m in (HERE, CPU)]
+    shared, alone = (float(charge_price(small, m, mesh)[0]) for m in models)
+    assert alone == pytest.approx(3 * float(models[1].collective("all_reduce", mesh, [1], [4096.0])[0]))
+    assert shared < alone / 5
+
+
+def test_no_gradient_waits_for_another_reader() -> None:
+    graph, mesh = simple("gpt2"), Mesh(names=("a", "b"), sizes=(2, 2))
+    found = {}
+    for m in (HERE, CPU):
+        _, space = build(graph, mesh, costmodels.get("analytic", m))
+        found[m] = sum(
+            int(np.isin(c, [i for i, d in enumerate(n.space) if d.kind == "pending"]).any(axis=1).sum())
+            for n, c in zip(graph.nodes, space.configs, strict=True)
+        )
+    assert found[HERE] > 0 == found[CPU]

@@ -9,10 +9,21 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pase.ir import Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Tensor, functions
+from pase.ir import Access, AccessMap, Dim, IterationSpace, Node, Op, Tensor, functions
 from pase.machine import Mesh
-from pase.tables.charges import node_charges
-from pase.tables.layouts import PARTIAL, configs, read_states, write_states
+from pase.tables.layouts import (
+    NOT_SPLIT,
+    PARTIAL,
+    blocks_of,
+    configs,
+    forward_states,
+    gradient_states,
+    read_states,
+    state_index,
+    tensor_dim,
+    write_rule,
+    write_states,
+)
 from tests.tables.holdings import coordinates, held
 from tests.tables.strategies import meshes
 
@@ -165,37 +176,6 @@ def test_partial_is_where_numbers_differ(mesh: Mesh, case: tuple[str, str, str],
         assert partial(row) == sums_needed(f"{right},{other}->{letters}", [g, value], node, config, mesh)
 
 
-def test_halo_bytes_are_those_that_a_shard_lacks() -> None:
-    """A 3-wide filter over 16 rows, stride 1, same padding: each shard lacks a row above and one below."""
-    tensors = {
-        "x": Tensor(name="x", shape=(16, 5), dtype="float32"),
-        "y": Tensor(name="y", shape=(16, 5), dtype="float32"),
-    }
-    op = Op(
-        name="conv",
-        kind="conv",
-        function=functions.CONV,
-        reads=(Access("x", AccessMap.parse("h@3 c")), Access("x", AccessMap.parse("h c"))),
-        writes=(Access("y", AccessMap.parse("h c")),),
-        differentiable=False,
-    )
-    space = IterationSpace((Dim(name="h", size=16), Dim(name="c", size=5)))
-    node = Node(name="n", space=space, ops=(op,))
-    graph = Graph(name="g", tensors=tensors, nodes=(node,))
-    for ways in (2, 4):
-        mesh = Mesh(names=("a",), sizes=(ways,))
-        charges = [
-            c for c in node_charges(graph, node, np.array([[0]], dtype=np.int8), mesh) if c.kind == "permute"
-        ]
-        own = 16 // ways
-        needed = {r for r in range(own - 1, 2 * own + 1)} & set(range(16))  # of the second shard
-        lacking = len(needed - set(range(own, 2 * own)))
-        inner = 2 if ways > 2 else 1
-        assert lacking == inner
-        # All shards are charged the two rows of the middle shards, which take longest.
-        assert [float(c.nbytes[0]) for c in charges] == [2 * 5 * 4]
-
-
 def test_what_is_stored_is_split_in_contiguous_shards():
     """A stored dim that its readers view as two dims: the minor dim may be split only behind the whole major dim."""
     sizes = {"b": 8, "d": 2, "h": 4}
@@ -212,3 +192,53 @@ def test_what_is_stored_is_split_in_contiguous_shards():
     b, d, h = range(3)
     assert {(d, h), (h, d), (b, d), (d, -1)} <= found
     assert not found & {(h, h), (b, h), (h, -1), (-1, h)}
+
+
+def parameter(shape: tuple[int, ...]) -> Node:
+    names = [f"d{i}" for i in range(len(shape))]
+    dims = [Dim(name=n, size=s) for n, s in zip(names, shape, strict=True)]
+    write = Access("w", AccessMap.of(*names))
+    op = Op(
+        name="parameter", kind="parameter", function=functions.BY_KIND["parameter"], reads=(), writes=(write,)
+    )
+    space = IterationSpace((*dims, Dim(name="state", size=0, kind="state")))
+    return Node(name="w", space=space, ops=(op,))
+
+
+@settings(max_examples=150)
+@given(st.data(), meshes(), st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 12]), min_size=1, max_size=3))
+def test_shards_of_the_state_cover_the_parameter_once(data, mesh: Mesh, shape: list[int]) -> None:
+    """Element by element: devices that differ on a state axis hold different shards of the gradient, and devices that
+    differ on a storage axis hold different shards of both. A parameter shard consists of whole gradient shards."""
+    node = parameter(tuple(shape))
+    (state,) = state_index(node)
+    cfg = configs(node, mesh)
+    row = cfg[data.draw(st.integers(0, len(cfg) - 1))]
+    written = write_rule(node, node.ops[0], node.ops[0].writes[0]).states(row[None], mesh)[0]
+
+    def holds(states: np.ndarray) -> dict[tuple[int, ...], frozenset[int]]:
+        out = {}
+        index = np.arange(prod(shape)).reshape(shape)
+        for device in itertools.product(*map(range, mesh.sizes)):
+            mine = np.ones(shape, dtype=bool)
+            for a, s in enumerate(states):
+                if s >= 0:
+                    t, blocks = tensor_dim(int(s)), blocks_of(int(s))
+                    digit = np.indices(shape)[t] * blocks // shape[t] % mesh.sizes[a]
+                    mine &= digit == device[a]
+            out[device] = frozenset(index[mine].tolist())
+        return out
+
+    whole, part = holds(forward_states(written)), holds(gradient_states(written))
+    assert all(part[d] <= whole[d] for d in whole)
+    ways = prod(n for n, c in zip(mesh.sizes, row, strict=True) if c == state)
+    assert all(len(part[d]) * ways == len(whole[d]) for d in whole)
+    for d in whole:
+        group = [e for e in whole if all(x == y or c == state for x, y, c in zip(d, e, row, strict=True))]
+        assert frozenset().union(*(part[e] for e in group)) == whole[d]
+
+
+def test_an_axis_that_divides_no_dim_cannot_split_the_state() -> None:
+    mesh = Mesh(names=("a",), sizes=(4,))
+    assert configs(parameter((6, 10)), mesh).tolist() == [[NOT_SPLIT]]
+    assert configs(parameter((6, 8)), mesh).tolist() == [[NOT_SPLIT], [1], [2]]

@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 
 from pase.errors import Infeasible
 from pase.search import MemoryProfile, brute_force, cost_of, solve
-from pase.search.bounded import kernels_depth, kernels_flat
 from pase.search.bounded.contract import contract
 from pase.search.bounded.depth_first import DepthFirst, depth_first_fits
 from pase.search.bounded.residual import Residual
 from pase.search.bounded.search import bounded_search
 from pase.search.elimination import exact
 from pase.tables.types import CostTables, EdgeTable
-from tests.kernels.cases import flat_instance
 from tests.search.random_instances import random_tables
 
 
@@ -90,16 +88,3 @@ def test_a_limit_is_not_its_to_see() -> None:
     for room, fits in ((8.0, True), (4.0, False)):  # 8 is all that four nodes can hold
         memory = MemoryProfile.all_live(held, limit_bytes=room)
         assert depth_first_fits(Residual(contract(tables, memory, until=0.0), memory)) == fits
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_with_nothing_decided_a_sweep_is_that_of_the_dual(seed: int) -> None:
-    flat = flat_instance(np.random.default_rng(seed))
-    tree, message = kernels_depth.new_tree(flat.slot, np.zeros(flat.messages)), np.zeros(flat.messages)
-    choice, reduced = np.zeros(flat.n, np.int64), np.zeros(flat.cost.size)
-    for forward in (True, False) * 3:
-        want = kernels_flat.trws_pass(flat.graph, flat.cost, message, choice, reduced, forward, False)
-        assert kernels_depth.sweep(flat.graph, flat.cost, tree, forward) == pytest.approx(want, rel=1e-12)
-        assert np.allclose(tree.message, message, atol=1e-12) and np.allclose(
-            tree.excess, reduced, atol=1e-12
-        )

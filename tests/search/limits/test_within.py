@@ -1,4 +1,4 @@
-"""The cheapest choice within a memory limit, against brute force: sums, labels, and the search that combines them."""
+"""The cheapest choice within a memory limit, against brute force."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from hypothesis import strategies as st
 
 from pase.errors import Infeasible
 from pase.search import Known, MemoryProfile, brute_force, cost_of, price_memory, solve, verify
-from pase.search.elimination.priced import effort_of, prepare
-from pase.search.limits.labels import label_choices
+from pase.search.elimination.priced import effort_of
 from pase.search.limits.sums import alike, sums_of
 from pase.search.limits.within import Within, fits
 from pase.tables.types import CostTables
-from tests.search.random_instances import chain_of_blocks, random_memory, random_tables
-
-seeds = st.integers(0, 2**32 - 1)
+from tests.search.random_instances import chain_of_blocks, random_memory, random_tables, seeds
 
 
 def problem(seed: int) -> tuple[CostTables, MemoryProfile, np.ndarray, float | None] | None:
@@ -80,118 +77,6 @@ def test_what_is_known_ends_it_earlier_and_proves_no_less(seed: int, above: floa
         assert search.cost == want
     else:
         assert search.cost == want or search.bound >= below - rounding
-
-
-@settings(max_examples=200, deadline=None)
-@given(seeds, st.floats(0.0, 3.0), st.floats(0.0, 2.0))
-def test_labels_are_all_that_matters_below_the_cap(seed: int, price: float, part: float) -> None:
-    """The cheapest choice within the sums that costs at most the cap above the bound at these prices is among the
-    labels, with its true cost."""
-    rng = np.random.default_rng(seed)
-    tables = random_tables(rng, max_choices=500)
-    memory = random_memory(rng, tables)
-    try:
-        brute_force(tables)
-    except Infeasible:
-        return
-    points = int(memory.stop.max(initial=0))
-    if not points:
-        return
-    groups = [rng.random(points) < 0.7 for _ in range(int(rng.integers(1, 4)))]
-    groups = [g if g.any() else np.ones(points, bool) for g in groups]
-    sums = sums_of(memory, groups)
-    prices = rng.uniform(0.0, price + 1e-9, len(groups))
-    priced = prepare(tables, sums.held, "numpy", 1, 0)
-    assert priced is not None
-    _, least, pool = priced.at(prices)
-    cap = part * (1.0 + abs(least))
-    got = label_choices(priced, pool, prices, least, sums.room, cap, 10**6)
-    assert got.whole
-    want = np.inf
-    for choice in np.ndindex(*(c.size for c in tables.node_costs)):
-        chosen = np.array(choice)
-        cost, used = cost_of(tables, chosen), sums.used(chosen)
-        if cost + sums.room @ prices <= least + cap * (1 - 1e-9) and (used <= sums.room).all():
-            want = min(want, cost)
-    for i in range(got.cost.size):
-        choice = got.choice(i)
-        assert np.isclose(got.cost[i], cost_of(tables, choice), rtol=1e-9, atol=1e-6)
-        assert (sums.used(choice) <= sums.room * (1 + 1e-9) + 1e-6).all()
-    assert want == np.inf or got.cost[0] <= want + 1e-9 * (1 + abs(want))
-
-
-@settings(max_examples=200, deadline=None)
-@given(seeds, st.floats(0.01, 2.0))
-def test_labels_hold_the_cheapest_with_an_excess(seed: int, part: float) -> None:
-    """Under a limit, with excess sums: the cheapest choice up to the cap above the bound is among the labels."""
-    rng = np.random.default_rng(seed)
-    tables = random_tables(rng, max_choices=500)
-    try:
-        brute_force(tables)
-    except Infeasible:
-        return
-    limited = int(rng.integers(0, 2))
-    held = tuple(
-        np.hstack([rng.uniform(0, 5, (c.size, limited)), rng.uniform(-3, 3, (c.size, 2))])
-        for c in tables.node_costs
-    )
-    if not held:
-        return
-    room = np.append(rng.uniform(1, 3 * len(held), limited), [np.inf, np.inf])
-    prices = np.append(rng.uniform(0, 0.5, limited), rng.choice([0.0, 0.3, 0.8, 1.0], 2))
-    priced = prepare(tables, held, "numpy", 1, 0)
-    assert priced is not None
-    _, least, pool = priced.at(prices)
-    bound = least - float(prices[:limited] @ room[:limited])
-    cap = part * (1.0 + abs(least))
-    got = label_choices(priced, pool, prices, least, room, cap, 10**6)
-    assert got.whole
-
-    def paid(cost: float, used: np.ndarray) -> float:
-        return cost + float(np.maximum(used[limited:], 0.0).sum())
-
-    want = np.inf
-    for choice in np.ndindex(*(c.size for c in tables.node_costs)):
-        used = np.sum([h[k] for h, k in zip(held, choice, strict=True)], axis=0)
-        if (used[:limited] <= room[:limited]).all():
-            want = min(want, paid(cost_of(tables, np.array(choice)), used))
-    found = min((paid(c, u) for c, u in zip(got.cost, got.used, strict=True)), default=np.inf)
-    if np.isinf(want):
-        assert np.isinf(found)
-        return
-    assert found >= want - 1e-9 * (1 + abs(want))
-    if want <= bound + cap * (1 - 1e-9):
-        assert found <= want + 1e-9 * (1 + abs(want))
-
-
-@settings(max_examples=100, deadline=None)
-@given(seeds)
-def test_a_sum_is_an_average_over_its_points_and_alike_points_hold_alike(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    tables = random_tables(rng)
-    memory = random_memory(rng, tables)
-    points = int(memory.stop.max(initial=0))
-    if not points:
-        return
-    group = rng.random(points) < 0.5
-    group[int(rng.integers(points))] = True
-    sums = sums_of(memory, [group])
-    numbers = alike(memory)
-    for _ in range(5):
-        choice = np.array([rng.integers(c.size) for c in tables.node_costs])
-        usage = memory.usage(choice)
-        assert np.isclose(memory.limit_bytes - sums.room[0] + sums.used(choice)[0], usage[group].mean())
-    live = [
-        sorted(
-            memory.bytes[v].tobytes()
-            for v in range(len(memory.bytes))
-            if memory.start[v] <= t < memory.stop[v]
-        )
-        for t in range(points)
-    ]
-    for t in range(points):
-        for u in range(t):
-            assert (numbers[t] == numbers[u]) == (live[t] == live[u])
 
 
 def test_layers_of_a_chain_share_the_limit_exactly() -> None:

@@ -1,16 +1,40 @@
-"""Results under a memory limit, against an integer program that shares nothing with the search: HiGHS through scipy,
-with a row for every memory point and a separately linearised product for every pair of configs."""
+"""The search as a whole, under memory limits and time limits: against brute force and an integer program."""
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from pase.commands.solve import _since_start
 from pase.errors import Infeasible
-from pase.search import MemoryProfile, solve, verify
+from pase.search import (
+    MemoryProfile,
+    brute_force,
+    solve,
+    verify,
+)
+from pase.search.bounded.search import bounded_search
 from pase.tables.types import CostTables, EdgeTable
+from tests.search.answers import answer
+from tests.search.random_instances import random_memory, random_tables
+
+
+def test_impossible_memory_limit_says_by_how_much() -> None:
+    tables = CostTables(node_costs=(np.array([5.0, 1.0]),), edges=())
+    memory = MemoryProfile.all_live((np.array([7.0, 9.0]),), 4.0)
+    with pytest.raises(Infeasible) as e:
+        solve(tables, memory)
+    assert e.value.where == "memory limit" and e.value.fix
+    assert "4 bytes" in e.value.what and "3 bytes" in e.value.what
+
+
+def test_memory_of_another_graph_is_refused() -> None:
+    tables = CostTables(node_costs=(np.zeros(2),), edges=())
+    with pytest.raises(ValueError, match="2 nodes"):
+        solve(tables, MemoryProfile.all_live((np.zeros(2), np.zeros(2)), 4.0))
 
 
 def instance(rng: np.random.Generator) -> tuple[CostTables, MemoryProfile]:
@@ -93,3 +117,45 @@ def test_the_optimum_under_a_limit_is_the_integer_programs(block: int) -> None:
             continue
         found = solve(tables, memory, time_limit=30)
         assert found.optimal and verify(tables, found, memory) == pytest.approx(want, rel=1e-6), seed
+
+
+def test_no_time_at_all_still_gives_an_answer() -> None:
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        tables = random_tables(rng)
+        memory = random_memory(rng, tables)
+        try:
+            want = brute_force(tables, memory).cost
+        except Infeasible:
+            continue
+        found = solve(tables, memory, time_limit=0.0)
+        assert found.bound <= want, seed
+        if found.feasible:
+            assert verify(tables, found, memory) >= want, seed
+        loose = bounded_search(tables, None, 0.0, 0, time.perf_counter())
+        assert loose.bound <= want + 1e-9
+
+
+def test_what_the_program_has_done_before_counts() -> None:
+    before = time.process_time()
+    age = _since_start()
+    assert age >= before and age <= _since_start()
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_solve_is_brute_force(block: int) -> None:
+    for seed in range(block * 2500, block * 2500 + 2500):
+        tables = random_tables(np.random.default_rng(seed))
+        want = answer(brute_force, tables)
+        assert answer(solve, tables) == want, seed
+
+
+def test_no_finite_config_names_the_node() -> None:
+    tables = CostTables(node_costs=(np.zeros(2), np.full(3, np.inf)), edges=(), names=("a", "b"))
+    with pytest.raises(Infeasible) as e:
+        solve(tables)
+    assert e.value.where == "node b"
+
+
+def test_empty_graph_costs_nothing() -> None:
+    assert solve(CostTables(node_costs=(), edges=())).cost == 0.0

@@ -1,72 +1,26 @@
-"""Time limits: no part of the search starts if it would end too late, and reductions that stop early are valid."""
+"""Elimination in parts: it stops where it is told, and is exact where it is not."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pase.clock import Deadline, Stopped
-from pase.commands.solve import _since_start
-from pase.errors import Infeasible
-from pase.search import brute_force, cost_of, solve, verify
-from pase.search.bounded.contract import contract
-from pase.search.bounded.search import bounded_search
+from pase.clock import Stopped
+from pase.search import (
+    brute_force,
+    find_best_strategy,
+    solve,
+)
 from pase.search.elimination import eliminate, kernels_numpy, plan
 from pase.search.elimination.eliminate import run_plan
 from pase.search.elimination.exact import best_plan
 from pase.search.elimination.factors import Pool, load
 from pase.tables.types import CostTables, EdgeTable
-from tests.search.random_instances import chain_of_blocks, random_memory, random_tables
-
-
-def test_a_piece_begins_where_its_like_would_end_in_time() -> None:
-    clock = Deadline(time.perf_counter() + 60.0)
-    assert clock.allows("move")
-    clock.took("move", 1.0)
-    clock.took("move", 0.5)
-    assert clock.longest == {"move": 1.0} and clock.allows("move")
-    clock.took("bound", 59.0)  # more than a minute with its margin
-    assert not clock.allows("bound") and clock.allows("move")
-    assert clock.run("other", lambda a, b: a + b, 2, b=3) == 5
-    assert set(clock.longest) == {"move", "bound", "other"}
-    assert not Deadline(time.perf_counter() - 1.0).allows("move")
-
-
-def test_reductions_that_stop_at_once_keep_the_optimum() -> None:
-    for seed in range(300):
-        tables = random_tables(np.random.default_rng(seed))
-        try:
-            want = brute_force(tables).cost
-        except Infeasible:
-            continue
-        left = contract(tables, until=0.0)
-        sizes = [c.size for c in left.costs]
-        full = (
-            left.expand(np.array(np.unravel_index(i, sizes), np.int64).reshape(-1))
-            for i in range(int(np.prod(sizes)))
-        )
-        assert min(cost_of(tables, choice) for choice in full) == want, seed
-
-
-def test_no_time_at_all_still_gives_an_answer() -> None:
-    for seed in range(40):
-        rng = np.random.default_rng(seed)
-        tables = random_tables(rng)
-        memory = random_memory(rng, tables)
-        try:
-            want = brute_force(tables, memory).cost
-        except Infeasible:
-            continue
-        found = solve(tables, memory, time_limit=0.0)
-        assert found.bound <= want, seed
-        if found.feasible:
-            assert verify(tables, found, memory) >= want, seed
-        loose = bounded_search(tables, None, 0.0, 0, time.perf_counter())
-        assert loose.bound <= want + 1e-9
+from tests.search.answers import answer
+from tests.search.random_instances import chain_of_blocks, random_tables
 
 
 def test_elimination_stops_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +85,12 @@ def test_one_step_stops_within(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made <= 3 * 2 * 256  # of 4 ** 6 sums of each half
 
 
-def test_what_the_program_has_done_before_counts() -> None:
-    before = time.process_time()
-    age = _since_start()
-    assert age >= before and age <= _since_start()
+@pytest.mark.parametrize("cells", [1, 5, 30])
+def test_tables_made_in_parts_are_brute_force(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result does not depend on the size of the parts in which a table is computed."""
+    monkeypatch.setattr(eliminate, "_SIDE", cells)
+    monkeypatch.setattr(eliminate, "_PRODUCTS", cells)
+    for seed in range(300):
+        tables = random_tables(np.random.default_rng(seed))
+        want = answer(brute_force, tables)
+        assert answer(lambda t: find_best_strategy(t, kernel="numpy"), tables) == want, seed

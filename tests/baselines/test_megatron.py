@@ -1,0 +1,114 @@
+"""Tensor parallelism sends the collectives that its authors describe."""
+
+from collections import Counter
+
+from pase.baselines import Intent, Skipped, roles
+from tests.baselines.helpers import (
+    BATCH,
+    GPT,
+    GPT_REMAT,
+    LAYERS,
+    SEQ,
+    VOCAB,
+    WIDTH,
+    collectives,
+    graph_of,
+    made,
+    offered,
+    split,
+)
+
+
+def between_layers(graph, b, axis):
+    """(kind, phase) -> how often an activation of the residual stream is sent within a block."""
+    data = dict(zip(b.mesh.names, b.mesh.sizes, strict=True)).get("data", 1)
+    stream = BATCH // data * SEQ * WIDTH * 2
+    counts = Counter()
+    for c in collectives(graph, b):
+        if axis in c.axes and graph.node[c.src].kind != "parameter" and c.times >= LAYERS:
+            assert c.nbytes == stream, c
+            counts[c.kind, c.phase] += c.times / LAYERS
+    return counts
+
+
+def test_megatron_all_reduces_twice_forward_and_twice_backward():
+    """Shoeybi et al. 2019, figure 4 and section 3: two all-reduces in the forward pass of a layer and two in the
+    backward pass, each of batch × sequence × width."""
+    graph = graph_of(GPT)
+    b = made(GPT, 32, "megatron_8x4")
+    assert between_layers(graph, b, "model") == {("all_reduce", "forward"): 2, ("all_reduce", "backward"): 2}
+
+
+def test_sequence_parallelism_halves_each_all_reduce():
+    """Korthikanti et al. 2022, section 4.2.2: each all-reduce becomes an all-gather and a reduce-scatter.
+
+    The paper gathers the input again in the backward pass instead of keeping it; pase keeps it.
+    """
+    graph = graph_of(GPT)
+    b = made(GPT, 32, "megatron_sp_8x4")
+    kinds = ("all_gather", "reduce_scatter")
+    assert between_layers(graph, b, "model") == {(k, p): 2 for k in kinds for p in ("forward", "backward")}
+
+
+def test_megatron_with_recomputation_sends_the_forward_again():
+    """All-reduces: up to 4 in forward and its recomputation, fewer if no gradient needs one again; 2 in backward."""
+    graph = graph_of(GPT_REMAT)
+    counts = between_layers(graph, made(GPT_REMAT, 32, "megatron_8x4"), "model")
+    assert counts["all_reduce", "backward"] == 2
+    assert 3 <= counts["all_reduce", "forward"] <= 4
+
+
+def test_megatron_splits_columns_then_rows_and_the_vocabulary():
+    graph = graph_of(GPT)
+    b = made(GPT, 32, "megatron_8x4")
+    r = roles(graph)
+    for name in ("blocks.attention.wq", "blocks.attention.wo", "blocks.ff.w1", "blocks.ff.w2", "wte"):
+        (dim,) = split(graph, b, name).values()
+        assert split(graph, b, name) == {"model": dim}
+        assert r.classes[name, dim] in r.tensor
+    assert [graph.node[n].space[split(graph, b, n)["model"]].size for n in ("blocks.ff.w1", "wte")] == [
+        3072,
+        VOCAB,
+    ]
+    # The look-up's partial sums and the logits' gradient are each all-reduced once.
+    ends = [c for c in collectives(graph, b) if "model" in c.axes and c.times == 1 and c.nbytes > 2**24]
+    assert Counter(c.phase for c in ends) == {"forward": 1, "backward": 1}
+
+
+def test_key_value_heads_are_repeated_where_they_do_not_divide():
+    graph = graph_of("llama3_8b")
+    b = made("llama3_8b", 32, "megatron_2x16")
+    assert b.mesh.sizes[0] == 2 and sorted(b.mesh.sizes[1:]) == [2, 8]
+
+    def ways(node):
+        sizes = dict(zip(b.mesh.names, b.mesh.sizes, strict=True))
+        out = 1
+        for axis in split(graph, b, node):
+            out *= sizes[axis]
+        return out
+
+    assert ways("blocks.attention.wq") == ways("blocks.ff.up") == 16
+    assert ways("blocks.attention.wk") == ways("blocks.attention.wv") == 8
+    assert any("divisible by 16" in note for note in b.notes)
+
+
+def test_tensor_parallelism_with_stored_splits():
+    """Weights are split over both axes and gathered over the data axis only; their gradients are reduce-scattered."""
+    graph = graph_of(GPT)
+    b = made(GPT, 32, "megatron_sp_fsdp_8x4")
+    assert between_layers(graph, b, "model") == between_layers(
+        graph, made(GPT, 32, "megatron_sp_8x4"), "model"
+    )
+    for name in ("blocks.attention.wq", "blocks.attention.wo", "blocks.ff.w1", "blocks.ff.w2"):
+        assert set(split(graph, b, name)) == {"data", "model"}
+        mine = [c for c in collectives(graph, b) if c.src == name]
+        assert {(c.kind, c.phase, c.axes) for c in mine} == {
+            ("all_gather", "forward", ("data",)),
+            ("reduce_scatter", "backward", ("data",)),
+        }
+
+
+def test_small_batches_leave_tensor_parallelism():
+    found = offered("gpt2?batch=8", 32)
+    assert isinstance(found["data_parallel"], Skipped)
+    assert isinstance(found["megatron_8x4"], Intent)

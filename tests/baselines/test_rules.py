@@ -1,0 +1,105 @@
+"""Each baseline sends the collectives that its authors describe, or says why it does not apply."""
+
+from collections import Counter
+
+import pytest
+
+from pase.baselines import Skipped
+from pase.baselines.masks import PERSISTENT_ELEMENTS
+from tests.baselines.helpers import (
+    GPT,
+    GPT_REMAT,
+    LAYERS,
+    SEQ,
+    VOCAB,
+    WIDTH,
+    collectives,
+    graph_of,
+    made,
+    offered,
+    split,
+    weights,
+)
+
+
+def test_fsdp_gathers_each_weight_for_use_and_scatters_its_gradient():
+    """Rajbhandari et al. 2020, section 7.1: a gather of each parameter in forward, one in backward (here for
+    recomputation, when forward runs again), and a reduce-scatter of its gradient."""
+    graph = graph_of(GPT_REMAT)
+    b = made(GPT_REMAT, 32, "fsdp")
+    sent = collectives(graph, b)
+    for name in weights(graph) - {"wte"}:
+        kinds = Counter()
+        dims = [d.size for d in graph.node[name].space if d.kind == "parallel"]
+        elements = 1
+        for size in dims:
+            elements *= size
+        if elements < PERSISTENT_ELEMENTS:
+            continue
+        for c in sent:
+            if c.src == name:
+                assert c.nbytes == elements * 2, "the cast to bfloat16 is sent"
+                kinds[c.kind, c.phase] += c.times / LAYERS
+        assert kinds == {("all_gather", "forward"): 2, ("reduce_scatter", "backward"): 1}, name
+    assert not [c for c in sent if c.kind == "all_reduce" and c.nbytes > 4 * PERSISTENT_ELEMENTS]
+
+
+def test_data_parallel_all_reduces_each_gradient_once():
+    """One all-reduce per use of a parameter, with the gradient's bytes in the dtype of that use."""
+    graph = graph_of(GPT)
+    b = made(GPT, 32, "data_parallel")
+    sent = collectives(graph, b)
+    assert {c.kind for c in sent} == {"all_reduce"}
+    for e in graph.edges:
+        if graph.node[e.src].kind == "parameter":
+            mine = [c for c in sent if (c.src, c.dst) == (e.src, e.dst)]
+            t = graph.tensors[e.tensor]
+            assert [c.nbytes for c in mine] == [t.nbytes], e
+            assert mine[0].times == e.op.times and mine[0].phase == "backward"
+    gradients = sum(c.nbytes * c.times for c in sent if graph.node[c.src].kind == "parameter")
+    # bfloat16 weights, the embedding twice (float32 for the look-up, bfloat16 for logits), float32 norms
+    block = 12 * WIDTH**2 + 9 * WIDTH
+    norms = (4 * LAYERS + 2) * WIDTH * 4
+    assert gradients == LAYERS * block * 2 + (4 + 2) * VOCAB * WIDTH + SEQ * WIDTH * 2 + norms
+
+
+def test_one_weird_trick():
+    graph = graph_of("alexnet")
+    b = made("alexnet", 8, "owt")
+    for n in graph.nodes:
+        if n.kind == "conv":
+            assert [n.space[d].size for d in split(graph, b, n.name).values()] == [128]
+    full = [n for n in graph.nodes if n.kind == "matmul"]
+    assert [[n.space[d].size for d in split(graph, b, n.name).values()] for n in full] == [
+        [4096],
+        [4096],
+        [1000],
+    ]
+    sent = collectives(graph, b)
+    assert not [c for c in sent if c.src in {"fc.0.w", "fc.1.w", "fc.2.w"}]
+    convolved = [c for c in sent if c.src in {f"conv.{i}.w" for i in range(5)}]
+    assert Counter(c.kind for c in convolved) == {"all_reduce": 5}
+
+
+def test_one_weird_trick_says_which_layer_it_cannot_split():
+    b = made("alexnet", 32, "owt")
+    (note,) = b.notes
+    assert note.startswith("1000 out-channels")
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "name", "words"),
+    [
+        ("gpt2?batch=24", 32, "data_parallel", ("batch of 24", "by 32")),
+        ("gpt2?batch=24", 32, "fsdp", ("batch of 24", "by 32")),
+        ("gpt2?batch=24", 32, "megatron_16x2", ("batch of 24", "by 16")),
+        ("gpt2", 32, "owt", ("0 convolutions",)),
+        ("alexnet", 32, "megatron", ("no dim",)),
+        ("gpt2", 8, "hsdp", ("h100x8", "fsdp")),
+        ("vit_l16", 8, "megatron_sp_4x2", ("[197]", "by 2")),
+    ],
+)
+def test_a_method_that_does_not_apply_says_why(model, devices, name, words):
+    found = offered(model, devices)[name]
+    assert isinstance(found, Skipped)
+    assert all(word in found.reason for word in words), found.reason
