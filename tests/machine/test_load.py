@@ -1,2 +1,1 @@
 """Machine files: those of the package, and the errors for broken ones."""
-

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 import pase
-from pase import costmodels, machine
+from pase import machine
 from pase.api import Plan
 from pase.errors import Infeasible, PaseError
-from pase.machine import mesh_from
 from pase.plan import buckets
-from pase.plan.communication import curves_from_model
 from pase.plan.layout import from_json, to_json
 from pase.replay import load
 from pase.replay.traces.timeline_io import save_timeline
@@ -26,21 +24,6 @@ from pase.schedule import Options, check_plan, evaluate
 @cache
 def plan() -> Plan:
     return pase.compile("zoo:alexnet?batch=256", devices=16, mesh="2x8", baselines=False)
-
-
-def test_links_are_the_machines_levels() -> None:
-    m = machine.load("h100x8")
-    model = costmodels.get("analytic", m)
-    mesh = mesh_from("outer=4,inner=8", 32)
-    curve_of = curves_from_model(model, m, mesh)
-    levels = [level.name for level in m.levels]
-    assert curve_of("all_reduce", ("inner",))[0] == levels[0]
-    assert curve_of("all_reduce", ("outer",))[0] == levels[-1]
-    assert curve_of("all_gather", ("outer", "inner"))[0] == levels[-1]
-    bits = 1 << mesh.names.index("inner")
-    for nbytes in (2.0**12, 2.0**20, 2.0**30):
-        asked = float(model.collective("all_reduce", mesh, bits, nbytes))
-        assert curve_of("all_reduce", ("inner",))[1].seconds_for(nbytes) == pytest.approx(asked, rel=1e-5)
 
 
 def test_a_plans_problem_has_its_machines_links() -> None:

@@ -61,7 +61,10 @@ def instance(rng: np.random.Generator) -> tuple[CostTables, MemoryProfile]:
 
 
 def by_ilp(tables: CostTables, memory: MemoryProfile) -> float | None:
-    """The optimum; None if nothing fits."""
+    """The optimum by HiGHS, which shares nothing with the search; None if nothing fits.
+
+    It has a row for every memory point and a separately linearised product for every pair of configs.
+    """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     first = np.concatenate([[0], np.cumsum([c.size for c in tables.node_costs])])

@@ -160,7 +160,7 @@ def solve_ilp(problem: dict[str, np.ndarray]) -> IlpAnswer:
     ends_at = time.monotonic() + seconds
     # Scale by powers of two, so that numbers stay exact, and skip presolve for small problems. With presolve, costs
     # times 1e6 / 72 and a row times 1e4 / 117, HiGHS (scipy 1.17) returned 715 as optimal although 710 fits:
-    # tests/search/test_memory_ilp.py, seed 17.
+    # tests/search/test_solve.py, seed 17.
     factor = float(_power_of_two(np.array(_COST_SCALE / scale)))
     objective, equal, rhs = _polytope(problem)
     memory = _Capacity(problem)

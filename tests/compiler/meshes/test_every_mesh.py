@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 
 import pase
@@ -13,11 +10,8 @@ from pase.compiler.meshes.search import search_meshes
 from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.resolve import resolve
 from pase.errors import PaseError
-from pase.machine import mesh_from
-from pase.search import Solution
 from tests.command import run
 
-FREE = np.zeros(0, np.int64)
 MLP = "zoo:mlp?batch=48"
 GPT2 = "zoo:gpt2?layers=1&batch=48&seq=24&vocab=96"
 
@@ -114,18 +108,3 @@ def test_what_cannot_be_proven_is_refused() -> None:
 def test_the_command_says_so() -> None:
     done = run("compile", MLP, "--devices", "8", "--meshes", "all", "--overlap", "none")
     assert done[0] == 0 and "over all 3 meshes of the devices" in done[1]
-
-
-def test_a_mesh_is_listed_with_the_answer_of_its_further_search() -> None:
-    """The list of meshes has the cost that ``close`` finds for the mesh."""
-
-    class TwoSteps:
-        space = staticmethod(lambda mesh: None)
-        glance = staticmethod(lambda mesh: 1.0)
-        solve = staticmethod(lambda mesh, below: Solution(choice=FREE, cost=2.0, bound=1.0, optimal=False))
-        close = staticmethod(lambda mesh, below: Solution(choice=FREE, cost=1.5, bound=1.5, optimal=True))
-
-    mesh = mesh_from("2x4", 8)
-    found = search_meshes(SimpleNamespace(pricing=TwoSteps()), [mesh])  # type: ignore[arg-type]
-    assert found.solution.cost == 1.5
-    assert found.tried == ((mesh, 1.5),)

@@ -11,6 +11,7 @@ import pase
 from pase.cli import PACKAGE, _loaded
 from pase.compiler.problem.options import CompileOptions
 from pase.errors import PaseError
+from pase.machine import load
 from pase.questions.sensitivity import sensitivity
 
 
@@ -65,3 +66,19 @@ def test_what_makes_no_sense_is_refused(option, known):
         CompileOptions(**{"devices": 2} | option)
     assert e.value.where == name
     assert known in e.value.what and e.value.what.endswith(f"got {value!r}")
+
+
+def test_bytes_are_read_as_people_write_them():
+    def limit(text, machine="h100x8"):
+        return CompileOptions(devices=1, memory_limit=text).limit_bytes(load(machine))
+
+    assert limit("80GiB") == 80 * 2**30
+    assert limit("1.5 gb") == 1.5e9
+    assert limit(2**30) == limit("1GiB")
+    assert limit("machine", "v100x8") < limit("machine", "h200x8")
+    assert limit("none") is limit(None) is None
+    assert limit("machine") == load("h100x8").device.usable_bytes < load("h100x8").device.memory_bytes
+    for text in ("much", "-3GiB", "nan", "inf", "0", "3 PB", ""):
+        with pytest.raises(PaseError) as e:
+            limit(text)
+        assert e.value.where == "memory limit" and f"'{text}'" in e.value.what

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
-from pase.compiler.meshes.fit import _takes_less
 from pase.compiler.problem.options import CompileOptions
 from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.problem.variants import variants
 from pase.compiler.resolve import resolve
 from pase.machine import mesh_from
-from pase.search import Solution
 
 
 @pytest.mark.parametrize(
@@ -49,12 +45,3 @@ def test_no_variant_of_a_strategy_takes_less_than_the_step_as_written(model, mac
             compared += 1
             assert p.pricing.cost(mesh, drawn) >= written * (1 - 1e-9), v
     assert compared >= 20 * len(some)
-
-
-def test_a_variant_that_takes_less_is_noticed():
-    """Meshes may then have been skipped wrongly, so nothing counts as proven."""
-    free = SimpleNamespace(bounds={(2, 4): 1.0, (8,): 3.0})
-    for cost, less in ((1.0, False), (0.9, True)):
-        answer = Solution(choice=np.zeros(0, np.int64), cost=cost, bound=cost, optimal=True)
-        found = SimpleNamespace(answers={(2, 4): answer, (4, 2): answer})
-        assert _takes_less(found, free) == less

@@ -19,7 +19,7 @@ from pase.pipeline.registry import schedule
 from pase.pipeline.simulate import simulate
 from pase.tables.itemize import split_of
 from pase.tables.layouts import configs
-from tests.compiler.stages.test_search import tables_of
+from tests.compiler.stages.staged import tables_of
 from tests.pipeline.small import MICRO, OPTIMIZER, arguments, gpt, reference
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import pase
 from pase import machine, zoo
-from pase.compiler.meshes.baselines import memory_of, price_baselines
+from pase.compiler.meshes.baselines import price_baselines
 from pase.compiler.meshes.plans import plan_of
 from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.problem.variants import Variant
@@ -79,36 +77,3 @@ def test_the_profile_is_no_more_than_the_course(accumulate):
         assert plan.memory == peak(problem.graph, mesh, configs, tile=(8, 128))
         ratios.append(seen.usage(choice).max() / plan.memory.total)
     assert 0.5 < min(ratios) <= max(ratios) <= 1 + 1e-9
-
-
-def test_a_limit_holds_by_the_compilers_account():
-    """On a machine that fuses, a limit at the course's peak changes nothing, and a tighter one is met."""
-    small = "zoo:gpt2?layers=2&batch=32&vocab=4096&remat=0"
-    v5e = machine.load("tpu_v5e")
-    fused, summed = (
-        pase.compile(small, devices=4, mesh="4", machine=replace(v5e, fuses_products=f), baselines=False)
-        for f in (True, False)
-    )
-    assert fused.cost == summed.cost and fused.memory.total < summed.memory.total
-    for part in (1.0, 0.8):
-        limit = part * fused.memory.total
-        tight = pase.compile(
-            small, devices=4, mesh="4", machine="tpu_v5e", memory_limit=limit, baselines=False
-        )
-        assert tight.memory.total <= limit and tight.bound <= tight.cost
-        assert (tight.cost == fused.cost) == (part == 1.0)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_what_a_node_alone_has_in_flight_is_in_every_strategys_buffers(seed):
-    m = zoo.get("llama3_8b?layers=2&batch=8&seq=256")
-    problem = SplitProblem.of(trace(m.loss_fn, m.params, m.batch).graph, 8, "h100x8", "analytic", "adam")
-    (mesh,) = problem.meshes("2x2x2", 3)
-    space = problem.pricing.space(mesh)
-    flight = problem.account.in_flight_at_least(problem.graph, mesh, space.configs)
-    rng = np.random.default_rng(seed)
-    for _ in range(5):
-        choice = [int(rng.integers(len(c))) for c in space.configs]
-        chosen = {n.name: c[i] for n, c, i in zip(space.graph.nodes, space.configs, choice, strict=True)}
-        least = max(float(f[i]) for f, i in zip(flight, choice, strict=True))
-        assert 0 < least <= memory_of(problem, chosen, mesh).buffers + 1

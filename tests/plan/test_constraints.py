@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
-from types import SimpleNamespace
 
 import jax
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +15,6 @@ from pase import compile as pase_compile
 from pase import machine, zoo
 from pase.hlo.collectives import collectives
 from pase.machine import Mesh, mesh_from
-from pase.machine.jax_devices import as_linked
 from pase.plan.constraints import WIDEST_GATHER, _staged, stages
 from pase.tables.layouts import REPLICATED
 
@@ -64,69 +60,6 @@ def test_stages_follow_the_links():
     assert stages(mesh_from("8x8", 64), v5e) == (1, 0)
     assert stages(mesh_from("4x2x2x4", 64), v5e) == (1, 1, 0, 0)
     assert stages(mesh_from("8x8", 64), h100) == (0, 0)
-
-
-@pytest.mark.parametrize("shape", [(4, 8, 1), (8, 4, 1), (2, 2, 2)])
-def test_chips_stand_as_the_links_join_them(shape):
-    chips = [
-        SimpleNamespace(id=i, platform="tpu", coords=(x, y, z), core_on_chip=0)
-        for i, (z, y, x) in enumerate(itertools.product(*map(range, reversed(shape))))
-    ]
-    ordered = as_linked(chips)
-    longest = max(range(3), key=lambda i: (shape[i], i))
-    along = [c.coords[longest] for c in ordered[: shape[longest]]]
-    assert along == list(range(shape[longest]))
-    assert sorted(c.id for c in ordered) == list(range(len(chips)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Card:
-    """A GPU device of JAX: it has coords, which are numbers of slice, host and card, but no core on a chip."""
-
-    id: int
-    process_index: int
-    coords: tuple[int, int, int]
-    slice_index: int = 0
-    local_hardware_id: int | None = None
-    platform: str = "gpu"
-
-    @property
-    def core_on_chip(self) -> int:
-        raise AttributeError
-
-
-def test_gpus_stand_by_hosts():
-    """First 4 hosts of 8 GPUs, in an order that alternates between hosts; then 2 domains of 2 hosts."""
-    cards = [Card(i, i % 4, (0, i % 4, i // 4)) for i in range(32)]
-    ordered = as_linked(cards)
-    assert [c.process_index for c in ordered] == [h for h in range(4) for _ in range(8)]
-    assert [c.id for c in ordered[:8]] == [0, 4, 8, 12, 16, 20, 24, 28]
-    numbered = [Card(i, i % 4, (0, 0, 0), local_hardware_id=7 - i // 4) for i in range(32)]
-    assert [c.id for c in as_linked(numbered)[:8]] == [28, 24, 20, 16, 12, 8, 4, 0]
-    domains = [Card(i, i % 4, (i % 2, 0, 0), slice_index=i % 2) for i in range(8)]
-    assert [(c.slice_index, c.process_index) for c in as_linked(domains)] == [
-        (s, p) for s in range(2) for p in (s, s, s + 2, s + 2)
-    ]
-
-
-def test_a_plan_has_a_mesh_on_gpus(monkeypatch):
-    """The inner axis of a plan's mesh is inside of a host."""
-    from pase.backends.emit import shardings_json
-
-    params = {"w": jax.ShapeDtypeStruct((16, 16), "float32")}
-    batch = jax.ShapeDtypeStruct((32, 16), "float32")
-    case = case_of(lambda p, x: (x @ p["w"]).sum(), params, batch, devices=8)
-    cards = np.array([Card(i, i % 2, (0, i % 2, i // 2)) for i in range(8)], dtype=object)
-    made = []
-    monkeypatch.setattr(jax.sharding, "Mesh", lambda grid, names: made.append(grid))
-    plan = case.plan("random1@2x4")
-    plan.jax.mesh(cards)
-    monkeypatch.setattr(jax, "devices", lambda: list(cards))
-    data = {"mesh": {"a": 2, "b": 4}, "parameters": {}, "inputs": {}, "activations": {}}
-    shardings_json.jax_shardings(data)
-    for grid in made:
-        assert [{c.process_index for c in row} for row in grid] == [{0}, {1}]
-    assert len(made) == 2
 
 
 def test_weights_are_cast_and_then_gathered_inside_the_loop():
