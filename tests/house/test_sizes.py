@@ -26,7 +26,7 @@ LONGER = {
     "bench/netlab/buckets.py:run_cells": "a program that runs in a process of its own",
     "bench/published/megatron_gpt.py:gpt": "a model as Megatron writes it",
     "bench/search/onnx_size.py:blocks": "a model written node by node",
-    "tests/backends/emit/mesh_tf_worker.py:models": "the models of a test, one after another",
+    "tests/backends/mesh_tf/worker.py:models": "the models of a test, one after another",
     "tests/frontends/onnx/test_rules.py:test_shards_compute_the_result": "one check of many kinds of ops",
     "tests/frontends/onnx/exports.py:pair": "the models of a test, one after another",
     "tests/hlo/test_cycles.py:program": "a program of HLO written out",

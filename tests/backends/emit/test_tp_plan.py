@@ -1,0 +1,41 @@
+"""A plan as a tp_plan: PyTorch's own styles, applied as written, give the unsharded step."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.cases.torch_ranks import on_ranks
+from pase.backends.registry import emit
+from tests.backends.emit.torch_plans import plan_of
+from tests.backends.torch.models import case
+
+pytestmark = pytest.mark.torch
+RANKS = 4
+
+
+def test_a_tp_plan_as_written_is_the_unsharded_step(tmp_path: Path) -> None:
+    """The plan is applied by PyTorch's parallelize_module, whose styles transformers uses."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    c, path = case("tower", RANKS), tmp_path / "tp.json"
+    emit(plan_of("tower", "megatron/megatron_1x4"), "tp-plan", path)
+    styles = json.loads(path.read_text())
+    assert styles == {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+    def on_rank(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        made = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+        module = parallelize_module(copy.deepcopy(c.module), mesh, {k: made[v]() for k, v in styles.items()})
+        module(*c.batch).backward()
+        grads = {k: p.grad for k, p in module.named_parameters()}
+        return {k: g.full_tensor() if hasattr(g, "full_tensor") else g for k, g in grads.items()}
+
+    for gradients in on_ranks(RANKS, on_rank):
+        torch.testing.assert_close(gradients, c.gradients)

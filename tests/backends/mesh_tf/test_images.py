@@ -1,0 +1,11 @@
+"""Images in Mesh-TensorFlow: steps with split rows and channels equal TensorFlow's on one device."""
+
+import pytest
+
+from tests.backends.mesh_tf.results import assert_steps_are_tensorflows, needs_mesh_tf
+
+
+@needs_mesh_tf
+@pytest.mark.parametrize("model", ["alexnet", "rows"])
+def test_a_step_is_tensorflow_s(model):
+    assert_steps_are_tensorflows(model)

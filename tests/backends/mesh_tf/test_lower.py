@@ -1,0 +1,67 @@
+"""Rules that all frontends share. All missing translations are listed at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from pase.backends.mesh_tf.lower import MeshTfRules, apply, check_known
+from pase.backends.mesh_tf.names import Names
+from pase.backends.mesh_tf.program import Input, MeshTfProgram, SourceOp
+from pase.errors import PaseError
+from pase.ir import from_text
+from pase.machine import Mesh
+
+
+def rules() -> MeshTfRules:
+    made = MeshTfRules(
+        file="backends/mesh_tf/some_ops.py",
+        unary={"Exp": "mtf.exp"},
+        binary={"Add": "mtf.add"},
+        reduce={"Sum": "mtf.reduce_sum"},
+        views=frozenset({"Reshape"}),
+        axes=lambda op: ([0], False),
+    )
+    made.instead["Sort"] = "its rows are not split; sort before the step"
+    return made
+
+
+def op(name: str) -> SourceOp:
+    return SourceOp(
+        at=None,
+        name=name,
+        label=f"model.py:{len(name)}",
+        inputs=(Input(tensor="t", shape=(8,)),),
+        outputs=("u",),
+        shapes=((8,),),
+        dtypes=("float32",),
+    )
+
+
+def test_every_op_without_a_translation_is_listed_once() -> None:
+    """With the first place of each, and with what to do instead if that is known."""
+    made = rules()
+    check_known(made, [op("Exp"), op("Add"), op("Sum"), op("Reshape")])
+    with pytest.raises(PaseError) as e:
+        check_known(made, [op("Sort"), op("Exp"), op("Cumsum"), op("Sort")])
+    said = str(e.value)
+    assert said.count("'Sort' at model.py:4") == 1 and "sort before the step" in said
+    assert said.count("'Cumsum' at model.py:6") == 1 and "some_ops.py" in said and "Exp" not in said
+
+
+def test_a_rule_is_known_under_each_of_its_names() -> None:
+    made = rules()
+
+    @made.rule("First", "Second")
+    def rule(p: MeshTfProgram, op: SourceOp) -> list[None]:
+        return []
+
+    assert made.known == ["Add", "Exp", "First", "Reshape", "Second", "Sum"]
+    assert made.rules["First"] is made.rules["Second"] is rule
+
+
+def test_an_op_that_no_table_has_is_refused() -> None:
+    graph = from_text("graph g\ntensor t float32[8] activation\nnode t (b=8)\n  generate iota -> t[b]\n")
+    p = MeshTfProgram(Names(graph, Mesh(names=("x",), sizes=(2,)), {}))
+    with pytest.raises(PaseError, match="sort before the step") as e:
+        apply(rules(), p, op("Sort"))
+    assert e.value.where == "'Sort' at model.py:4"
