@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["CASES", "IDS", "IMAGES", "VOLUMES", "W", "X"]
+from pase.frontends.tf.frontend import trace
+from pase.ir import Node
+
+__all__ = ["CASES", "IDS", "IMAGES", "VOLUMES", "W", "X", "nodes_of"]
 
 raw = tf.raw_ops
 X = tf.TensorSpec((4, 6, 8), name="x")
@@ -281,4 +284,14 @@ def _effects(x: Any) -> list[Any]:
         tf.identity(x) * 1.0,
         tf.debugging.check_numerics(x, "finite"),
         tf.stop_gradient(x) + tf.ensure_shape(x, (4, 6, 8)),
+    ]
+
+
+def nodes_of(f: Callable[[Any], Any], spec: tf.TensorSpec) -> list[Node]:
+    """The nodes of a function, without its inputs and results."""
+    loss = tf.function(lambda x: tf.reduce_sum(tf.cast(f(x), "float32")) + tf.reduce_sum(W), autograph=False)
+    return [
+        n
+        for n in trace(loss, spec).graph.nodes
+        if n.ops[0].kind not in ("parameter", "input", "constant", "output")
     ]

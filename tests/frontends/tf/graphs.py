@@ -10,10 +10,14 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import keras
+import pytest
 import tensorflow as tf
 from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
 
-__all__ = ["convnet", "frozen", "graph", "lstm", "transformer"]
+from pase.errors import PaseError
+from pase.frontends.tf.frontend import trace
+
+__all__ = ["convnet", "frozen", "graph", "lstm", "refused", "transformer"]
 
 
 def lstm(vocabulary: int = 50, width: int = 8, steps: int = 6) -> Any:
@@ -93,3 +97,11 @@ def graph(*nodes: tuple[str, str, list[str], dict[str, Any]], shape: tuple[int, 
             else:
                 n.attr[key].CopyFrom(value)
     return out
+
+
+def refused(graph_def: Any, *words: str, **options: Any) -> None:
+    """Assert that a graph is refused, by a message with these words."""
+    with pytest.raises(PaseError) as e:
+        trace(graph_def, **options)
+    for word in words:
+        assert word in str(e.value), str(e.value)

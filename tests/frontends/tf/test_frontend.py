@@ -6,7 +6,6 @@ versions.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +19,8 @@ import pase
 from pase.errors import PaseError
 from pase.frontends import registry
 from pase.frontends.tf.frontend import TracedTf, trace
-from pase.ir import Place, named, simplify, verify
-from tests.frontends.tf.graphs import convnet, frozen, lstm, transformer
+from pase.ir import Place, simplify, verify
+from tests.frontends.tf.graphs import convnet, lstm, transformer
 from tests.frontends.tf.twins import TWINS, twin
 from tests.ir.graphs import flops
 
@@ -122,80 +121,6 @@ def test_same_architecture_as_through_jax(model: str) -> None:
     assert a.cost == pytest.approx(b.cost, rel=1e-3)
     assert a.mesh.sizes == b.mesh.sizes
     assert {k: v.storage for k, v in a.parameters.items()} == {k: v.storage for k, v in b.parameters.items()}
-
-
-def test_lstm_is_a_loop_whose_body_is_lowered() -> None:
-    """2·4·(in + hidden)·hidden FLOPs per layer and time step, plus the classifier, for every form of the model."""
-    model = lstm(vocabulary=50, width=8, steps=6)
-    wanted = 4 * (2 * 6 * 2 * 4 * (8 + 8) * 8 + 2 * 8 * 50)
-    live = trace(model, dims=BATCH)
-    assert flops(live.graph, "matmul") == wanted
-    assert {op.times for n in live.graph.nodes for op in n.ops if op.kind == "matmul"} == {1, 6}
-    assert sum(n.kind == "carry" for n in live.graph.nodes) == 4
-    for form in ("lstm", "lstm v1"):
-        assert flops(trace(frozen(form), dims=BATCH).graph, "matmul") == wanted
-
-
-def test_a_compiled_keras_model_brings_its_loss() -> None:
-    model = transformer()
-    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    traced = trace(model, dims=BATCH)
-    assert "labels" in traced.input_paths and traced.graph.tensors[traced.graph.outputs[0]].shape == ()
-
-
-def test_saved_model(tmp_path: Path) -> None:
-    """A SavedModel is read from its protos, with the signature's inputs and the model's paths, without weights."""
-    model = transformer()
-    model.export(tmp_path / "m", verbose=False)
-    for file in (tmp_path / "m" / "variables").iterdir():
-        file.unlink()
-    traced = trace(str(tmp_path / "m"), dims=BATCH)
-    assert set(traced.param_paths) == {v.path for v in model.trainable_variables}
-    assert traced.input_paths == ("tokens",)
-    inference = flops(trace(model, dims=BATCH).graph, "matmul")
-    assert flops(traced.graph, "matmul") == inference
-    with pytest.raises(PaseError, match="--dim batch=64"):
-        trace(tmp_path / "m")
-
-
-def test_functions_and_control_flow() -> None:
-    w = tf.Variable(tf.ones((32, 32)), name="w")
-    x = tf.TensorSpec((8, 32), name="x")
-
-    @tf.function
-    def counted(a: Any) -> Any:
-        for _ in tf.range(10):
-            a = tf.tanh(a @ w)
-        return tf.reduce_sum(a)
-
-    @tf.function
-    def by_data(a: Any) -> Any:
-        a = tf.cond(tf.reduce_sum(a) > 0, lambda: tf.tanh(a @ w @ w), lambda: a @ w)
-        return tf.reduce_sum(tf.while_loop(lambda b: tf.reduce_sum(b) > 3.0, lambda b: [b @ w], [a])[0])
-
-    @tf.function
-    def step(a: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(a @ w))
-        w.assign_sub(tape.gradient(loss, w))
-        return loss
-
-    product = 2.0 * 8 * 32 * 32
-    assert flops(trace(counted, x).graph, "matmul") == 10 * product
-    regions = [op for n in trace(by_data, x).graph.nodes for op in n.ops if op.kind == "opaque"]
-    assert [op.flops_per_point >= times * product for op, times in zip(regions, (2, 1), strict=True)] == [
-        True
-    ] * 2
-    assert {d.kind for n in trace(by_data, x).graph.nodes if n.kind == "opaque" for d in n.space} == {
-        "replicated"
-    }
-    assert flops(trace(step, x).graph, "matmul") == product  # pase derives backward itself
-    graph = named(simplify(trace(step, x).graph))
-    assert {"w", "in.x", "w:dot"} <= {n.name for n in graph.nodes}
-    assert any(f"{Path(__file__).name}:" in n.source.place for n in graph.nodes)
-    with pytest.raises(PaseError, match="example arguments") as e:
-        trace(counted)
-    assert e.value.where == "counted" and "tf.TensorSpec" in e.value.fix
 
 
 def test_compile_takes_a_keras_model() -> None:

@@ -15,9 +15,8 @@ from pase.errors import PaseError
 from pase.frontends.tf import frontend as from_tf
 from pase.frontends.tf.frontend import TracedTf, trace
 from pase.frontends.tf.rules import RULES
-from pase.ir import Node, Place, simplify, verify
-from tests.frontends.tf.cases import CASES, IDS, IMAGES, W, X
-from tests.frontends.tf.graphs import graph
+from pase.ir import Place, simplify, verify
+from tests.frontends.tf.cases import CASES, IDS, IMAGES, W, X, nodes_of
 
 
 def traced(name: str) -> TracedTf:
@@ -48,26 +47,9 @@ def test_shapes_and_dtypes(name: str) -> None:
     verify(simplify(t.graph))
 
 
-def _nodes(f: Callable[[Any], Any], spec: tf.TensorSpec) -> list[Node]:
-    loss = tf.function(lambda x: tf.reduce_sum(tf.cast(f(x), "float32")) + tf.reduce_sum(W), autograph=False)
-    return [
-        n
-        for n in trace(loss, spec).graph.nodes
-        if n.ops[0].kind not in ("parameter", "input", "constant", "output")
-    ]
-
-
-def test_flattened_products_keep_their_dims() -> None:
-    """Keras flattens batch and sequence before a matrix product. The loop nest has both dims."""
-    nodes = _nodes(lambda x: tf.tensordot(x, W, 1), X)
-    (product,) = [n for n in nodes if n.kind == "matmul"]
-    assert product.ops[0].einsum == "m0 m1 k0, k0 n1 -> m0 m1 n1"
-    assert not [n for n in nodes if n.kind == "view"]
-
-
 def test_what_may_be_split() -> None:
     def kinds(f: Callable[[Any], Any], spec: tf.TensorSpec, op: str) -> list[str]:
-        node = next(n for n in _nodes(f, spec) if n.ops[0].name == op)
+        node = next(n for n in nodes_of(f, spec) if n.ops[0].name == op)
         return [d.kind for d in node.space]
 
     assert kinds(lambda x: tf.cumsum(x, 1), X, "Cumsum") == ["parallel", "replicated", "parallel"]
@@ -95,19 +77,3 @@ def test_operands_that_must_be_known_are_refused() -> None:
 def test_coverage_lists_every_rule() -> None:
     listed = {op for ops in from_tf.coverage().values() for op in ops}
     assert set(RULES) <= listed
-
-
-def test_a_version_1_conditional_has_both_branches() -> None:
-    choice = tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(True))
-    t = trace(
-        graph(
-            ("p", "Const", [], {"value": choice}),
-            ("s", "Switch", ["x", "p"], {}),
-            ("a", "MatMul", ["s:1", "w"], {"T": tf.float32}),
-            ("b", "Exp", ["s:0"], {"T": tf.float32}),
-            ("m", "Merge", ["b", "a"], {"T": tf.float32}),
-        )
-    )
-    names = [n.ops[0].name for n in t.graph.nodes]
-    assert {"MatMul", "Exp", "Merge"} <= set(names)
-    assert t.graph.tensors[t.graph.outputs[0]].shape == (4, 4)

@@ -1,9 +1,10 @@
-"""Models with PyTorch's higher-order ops."""
+"""Models with PyTorch's higher-order ops, and a single layer."""
 
 from __future__ import annotations
 
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 
 @cache
@@ -79,3 +80,9 @@ def models():
             return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, self.w(x)), (zero, x))[1].sum()
 
     return SimpleNamespace(Branches=Branches, Maps=Maps, Scans=Scans, Turns=Turns, Attends=attends())
+
+
+def linear() -> Any:
+    import torch
+
+    return torch.nn.Linear(4, 4)

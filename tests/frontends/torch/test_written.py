@@ -10,6 +10,7 @@ from bench.audit.torch_coverage import products
 from pase.errors import PaseError
 from pase.frontends import registry
 from pase.ir import simplify, verify
+from tests.backends.torch.steps import assert_unsharded
 
 pytestmark = pytest.mark.torch
 STEPS, BATCH, WIDE, HIDDEN = 50, 8, 12, 16
@@ -75,3 +76,17 @@ def test_sizes_that_depend_on_data_are_refused() -> None:
             registry.trace(Picks(kind), x)
         assert where in e.value.where and fix in e.value.fix
         assert "test_written.py:" in e.value.where
+
+
+PAIRS = [
+    ("lstm", "fsdp"),
+    ("lstm", "random1@2x2"),
+    ("cells", "ours@2x2"),
+    ("cells", "random2@2x2"),
+    *((model, strategy) for model in ("bags", "masks", "waves") for strategy in ("fsdp", "random1@2x2")),
+]
+
+
+@pytest.mark.parametrize(("model", "strategy"), PAIRS)
+def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
+    assert_unsharded(model, strategy)

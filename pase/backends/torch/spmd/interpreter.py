@@ -19,7 +19,6 @@ from pase.backends.torch.spmd.call import NodeOps
 from pase.backends.torch.spmd.collectives import resharded, there_and_back
 from pase.backends.torch.spmd.constants import Constants, NodeIndex
 from pase.backends.torch.spmd.control import ControlNode
-from pase.backends.torch.spmd.kept import KeptTransfers
 from pase.backends.torch.spmd.messages import joined_sums, joined_values
 from pase.backends.torch.spmd.pairs import OpPair
 from pase.backends.torch.spmd.process_groups import AxisGroups
@@ -43,7 +42,46 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["Body", "Keeping", "RankWalk"]
+__all__ = ["Body", "Keeping", "KeptTransfers", "RankWalk"]
+
+
+@dataclass(kw_only=True)
+class KeptTransfers:
+    """The results of transfers that a walk keeps for later readers, by number.
+
+    A kept value is the same for every reader, whichever op reads it first: an op under ``torch.no_grad``, an op of a
+    recomputed block, or an op of a loop's iteration. It is therefore computed in the gradient mode of its walk. It
+    belongs to one body: one micro-batch, one stage, one iteration, and either the first run or a recomputation.
+
+    watched: whether autograd records the walk that computes them.
+    received: the results that were computed before the walk and are valid in all of it.
+    """
+
+    watched: bool
+    received: dict[int, Tensor] = field(default_factory=dict)
+    made: dict[int, Tensor] = field(default_factory=dict)
+
+    def receive(self, sent: Mapping[int, Tensor]) -> None:
+        """Add the results of transfers that ran before the walk."""
+        self.received.update(sent)
+        self.made.update(sent)
+
+    def inner(self) -> KeptTransfers:
+        """The initial state for a nested body: only the results from before the walk."""
+        return KeptTransfers(watched=self.watched, received=self.received, made=dict(self.received))
+
+    def of(self, number: int, make: Callable[[], Tensor]) -> Tensor:
+        """The result of a transfer. ``make`` computes it for all readers if it is not there yet.
+
+        If the first reader ran under ``torch.no_grad`` and computed it there, later readers that are differentiated
+        would get a value without history, and their gradients would be lost silently.
+        """
+        if number not in self.made:
+            import torch
+
+            with torch.set_grad_enabled(self.watched):
+                self.made[number] = make()
+        return self.made[number]
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +253,10 @@ def compared(ranks: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
             np.testing.assert_allclose(v, wanted[k], rtol=1e-10, atol=1e-13, err_msg=k)
         found |= made.keys()
     assert found == wanted.keys()
+
+
+@cache
+def model() -> tuple[Any, ...]:
+    """(module, batch, plan, the results of PyTorch alone)."""
+    module, batch = words()
+    return module, batch, planned(module, batch), alone(module, batch)

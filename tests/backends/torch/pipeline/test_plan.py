@@ -7,7 +7,6 @@ import copy
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,13 @@ import pytest
 
 from bench.cases.torch_ranks import alone_among, on_processes, on_ranks
 from pase.errors import PaseError
-from pase.pipeline.registry import SCHEDULES
 from tests.backends.torch.pipeline.pipelines import (
     MICRO_BATCHES,
     RANKS,
     alone,
-    branching,
     by_threads,
-    check,
     compared,
-    funnel,
+    model,
     on_rank,
     planned,
     resumed,
@@ -33,43 +29,6 @@ from tests.backends.torch.pipeline.pipelines import (
 )
 
 pytestmark = pytest.mark.torch
-LAYERS = 4
-
-
-@cache
-def model() -> tuple[Any, ...]:
-    """(module, batch, plan, the results of PyTorch alone)."""
-    module, batch = words()
-    return module, batch, planned(module, batch), alone(module, batch)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_stages_under_any_schedule_are_the_model_alone(name: str) -> None:
-    """A step of AdamW. Labels are counted over all micro-batches, and embeddings are tied (zb-v and dualpipev have the
-    first and the last stage on one rank). Each stage is split at random, and sums gradients either per micro-batch or
-    once per step. Within stages, exactly the collectives on the plan's list are sent."""
-    module, batch, plan, wanted = model()
-    chunks, seed = max(SCHEDULES[name].chunks[0], 1), list(SCHEDULES).index(name)
-    cuts = (1,) * LAYERS if chunks == 2 else ((1, 3), (2, 2), (3, 1))[seed % 3]
-    check(staged(plan, name, chunks, cuts, seed), module, batch, wanted)
-
-
-def test_a_model_without_equal_layers_is_cut_between_its_units() -> None:
-    """With the cuts and splits that the plan chose."""
-    module, batch = funnel()
-    plan = planned(module, batch)
-    assert plan.pipeline is not None and plan.pipeline.cut_points
-    assert {len(s.enters) for s in plan.torch.stages} == {0, 1}
-    check(plan, module, batch, alone(module, batch))
-
-
-@pytest.mark.minutes
-def test_branches_within_layers_run_in_stages() -> None:
-    """What is sent is not compared, because the plan lists the messages of both branches."""
-    module, batch = branching()
-    plan, wanted = planned(module, batch), alone(module, batch)
-    cuts = (1, sum(plan.pipeline.cuts) - 1)
-    check(staged(plan, "1f1b", 1, cuts, 1), module, batch, wanted, counted=False)
 
 
 def test_a_checkpoint_of_stages_is_read_under_other_stages(tmp_path: Path) -> None:
@@ -82,30 +41,6 @@ def test_a_checkpoint_of_stages_is_read_under_other_stages(tmp_path: Path) -> No
     with by_threads():
         made = on_ranks(2 * RANKS, lambda rank: resumed(before, after, module, batch, tmp_path))
     compared(made, {k: v for k, v in alone(module, batch, steps=2).items() if k.startswith("after")})
-
-
-def test_what_crosses_is_what_the_plan_says() -> None:
-    """Bytes per micro-batch from a device of one stage to the next stage, and of gradients back."""
-    import torch
-
-    from pase.backends.torch.pipeline.p2p import Letter, StageLinks
-    from pase.backends.torch.spmd.process_groups import AxisGroups
-
-    for plan in (model()[2], planned(*funnel())):
-        run, device = plan.torch, torch.device("cpu")
-        groups = AxisGroups(mesh=plan.mesh, devices=None, place=(0,))  # type: ignore[arg-type]
-        links = StageLinks(plan=run, groups=groups, device=device, rank=0, inner=0, channels={})
-        for k, stage in enumerate(plan.pipeline.stages[:-1]):
-            letters = Letter("there", k, k + 1, 0), Letter("back", k + 1, k, 0)
-            there, back = (sum(x.nbytes for x in links.blank(letter)) for letter in letters)
-            assert (there, back) == (stage.send_bytes, stage.back_bytes) and there and back
-
-
-def test_recomputed_stages_are_the_model_alone() -> None:
-    module, batch, _, wanted = model()
-    plan = planned(module, batch, remat="all")
-    assert plan.torch.splits[0].blocks
-    check(staged(plan, "zb-h1", 1, (1, 3), 5), module, batch, wanted)
 
 
 def in_processes() -> list[dict[str, Any]]:

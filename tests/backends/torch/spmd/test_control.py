@@ -12,7 +12,7 @@ from bench.cases.torch_ranks import alone_among, on_ranks
 from pase.backends.audit.torch import planned, sent_by_one_rank
 from pase.errors import PaseError
 from tests.backends.torch.models import case
-from tests.backends.torch.test_plan import one_step, whole
+from tests.backends.torch.steps import assert_unsharded, whole
 
 pytestmark = pytest.mark.torch
 RANKS = 4
@@ -26,28 +26,7 @@ SPLITS = ("fsdp", "zero2", "ours@2x2", "random1@2x2", "random2@2x2", "random5@4"
 def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
     """Loss, gradients and updated parameters. Layers of a branch that is not taken have a gradient of zero, as in
     PyTorch."""
-    import torch
-
-    c = case(model, RANKS)
-    for loss, gradients, after in one_step(c, strategy):
-        torch.testing.assert_close(loss, c.loss, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(gradients, c.gradients, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(after, c.after, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("model", "strategy"),
-    [(m, s) for m in ("flexes", "shares") for s in ("fsdp", "zero2", "ours@2x2", "random3@2x2")]
-    + [("shares", "random1@2x2"), ("shares", "random2@2x2")],
-)
-def test_functions_of_flex_attention_are_given_places_in_the_whole(model: str, strategy: str) -> None:
-    test_the_step_is_the_unsharded_one(model, strategy)
-
-
-def test_flex_attention_goes_around_no_ring() -> None:
-    with pytest.raises(PaseError) as e:
-        one_step(case("flexes", RANKS), "random1@2x2")
-    assert "flex_attention" in e.value.where and "ring" in e.value.what
+    assert_unsharded(model, strategy)
 
 
 def gradients_of(model: str, ranks: int, *, compile: bool = False, **options: Any) -> list[Any]:

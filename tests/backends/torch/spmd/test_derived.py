@@ -9,7 +9,7 @@ import pytest
 
 import pase
 from pase.errors import PaseError
-from tests.backends.torch.test_unwatched import agrees
+from tests.backends.torch.trained import agrees
 
 pytestmark = pytest.mark.torch
 

@@ -1,0 +1,25 @@
+"""Rows of neighbouring ranks under a window."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.cases.torch_ranks import alone_among
+from tests.backends.torch.models import case
+
+pytestmark = pytest.mark.torch
+RANKS = 4
+
+
+def test_rows_of_neighbours_are_one_message() -> None:
+    """On every rank, including those at an end: exactly the plan's list."""
+    from pase.backends.audit.torch import planned, sent_by_one_rank
+
+    for ranks in (RANKS, 8):
+        plan = case("pixels", ranks).case.plan(f"random1@{ranks // 2}x2")
+        assert plan is not None
+        program = plan.torch.program
+        assert any(o.halo for op in program.ops for o in op.operands)
+        for rank in range(ranks):
+            with alone_among(ranks, rank=rank):
+                assert sent_by_one_rank(plan.torch) == planned(program)

@@ -1,0 +1,59 @@
+"""Steps that ``torch.compile`` compiles: results are those of the step that is not compiled."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+
+import pase
+from bench.cases.torch_ranks import on_ranks
+from tests.backends.torch.micro_batches import assert_equal_alone, losses, model
+
+pytestmark = pytest.mark.torch
+
+
+def test_a_compiled_step_counts_too() -> None:
+    module, *batch = model()
+    assert_equal_alone(module, tuple(batch), losses()["counted"], 4, compile="eager")
+
+
+def test_a_compiled_step_drops_and_computes_again() -> None:
+    """Each step and micro-batch has the masks of the step that is not compiled. Recomputed ops are in the graph
+    twice."""
+    import torch
+    from torch import nn
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.drop, self.down = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)
+
+        def forward(self, x: Any) -> Any:
+            return x + self.down(self.drop(torch.tanh(self.up(x))))
+
+    torch.manual_seed(0)
+    module, x = nn.Sequential(*(Layer() for _ in range(3))).double(), torch.randn(8, 8).double()
+    products = {}
+    for remat in ("none", "all"):
+        run = pase.compile(
+            module, x, loss=lambda m, x: m(x).square().mean(), devices=1, accumulate=2, remat=remat
+        ).torch
+        assert run.leaves and run.sums.outputs and run.program.ops
+
+        def on_rank(rank: int, compile: Any, run: Any = run) -> Any:
+            mine = copy.deepcopy(module)
+            step = run.parallelize(mine, compile=compile)
+            step.seed = 7
+            losses = [step.backward(x) for _ in range(2)]
+            return losses, {k: p.grad.full_tensor() for k, p in mine.named_parameters()}, step._graph
+
+        ((losses, gradients, graph),) = on_ranks(1, partial(on_rank, compile="eager"))
+        ((plain, wanted, _),) = on_ranks(1, partial(on_rank, compile=False))
+        assert losses[0] != losses[1]
+        torch.testing.assert_close((losses, gradients), (plain, wanted), rtol=1e-12, atol=1e-14)
+        called = [str(n.target) for n in graph.run._orig_mod.graph.nodes]
+        products[remat] = called.count("aten.bmm.default")
+    assert products["none"] < products["all"]

@@ -1,0 +1,59 @@
+"""Why PyTorch cannot export a model: what its code does, where, and what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pase.errors import PaseError
+from pase.frontends import registry
+from tests.frontends.torch.bodies import linear
+
+pytestmark = pytest.mark.torch
+
+
+def test_a_module_named_by_a_keyword_is_refused():
+    """PyTorch writes self.layers.in when it runs its decompositions, and cannot parse it."""
+    import torch
+
+    from pase.frontends.torch.reasons import why
+
+    parts = torch.nn.ModuleList([torch.nn.ModuleDict({"in": torch.nn.ModuleList([linear()])})])
+    e = why("Model", SyntaxError("invalid syntax"), [], parts)
+    assert e.where == "Model" and "keyword" in e.what and "0.in" in e.what and "name" in e.fix
+
+
+def test_every_place_that_depends_on_the_data_is_listed() -> None:
+    """With real tensors. The model, its batch, the random state and the log levels stay unchanged."""
+    import logging
+
+    import torch
+
+    class Asks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 4)
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x: Any) -> Any:
+            self.seen.add_(1)
+            y = self.inner(x.mul_(2)) + torch.rand_like(x)
+            if y.sum() > 0:
+                y = y * 2
+            first = int(x.abs().sum().item())
+            return y[:first].sum()
+
+    module, batch, state = Asks(), torch.ones(4, 4), torch.get_rng_state()
+    with pytest.raises(PaseError) as told:
+        registry.trace(module, batch)
+    assert batch.eq(1).all() and torch.get_rng_state().equal(state)
+    text = told.value.what
+    assert "cannot export Asks" in text and "There are 2 such places:" in text
+    assert "test_reasons.py:" in told.value.where and "torch.where" in told.value.fix
+    assert "test_reasons.py" in text and "if y.sum() > 0:" in text and "int(x.abs().sum().item())" in text
+    assert (
+        float(module.seen) == 0.0 and logging.getLogger("torch.export._draft_export").level == logging.NOTSET
+    )
+    with torch.device("meta"), pytest.raises(PaseError, match=r"cannot export Asks.* torch.where"):
+        registry.trace(Asks(), torch.ones(4, 4))
