@@ -35,7 +35,7 @@ from pase.errors import Infeasible, PaseError
 from pase.replay import align, load, measure
 from pase.replay.changes.whatif import apply
 from pase.replay.reports.diagnose import diagnose_run
-from pase.replay.reports.report_diagnose import diagnosis_report
+from pase.replay.reports.report import diagnosis_report
 
 HELPS = (("bandwidth", "", 2.0), ("host", "", 0.5), ("balance", "", 1.0))
 """What-ifs that take time away."""

@@ -49,8 +49,7 @@ def diagnose(
     from pase.replay.measurement.model import measure
     from pase.replay.reports.diagnose import diagnose_run
     from pase.replay.reports.page import diagnosis_page
-    from pase.replay.reports.report import load_any
-    from pase.replay.reports.report_diagnose import diagnosis_report
+    from pase.replay.reports.report import diagnosis_report, load_any
     from pase.replay.traces.timeline_io import save_timeline
 
     if align not in ("ends", "dpro", "none"):

@@ -56,8 +56,7 @@ def optimize(
     from pase.replay.changes.optimize import optimize_graph
     from pase.replay.measurement.clocks import align as align_clocks
     from pase.replay.measurement.model import measure
-    from pase.replay.reports.report import load_any
-    from pase.replay.reports.report_optimize import optimize_report
+    from pase.replay.reports.report import load_any, optimize_report
     from pase.replay.reports.trust import Run
 
     if align not in ("ends", "dpro", "none"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,18 @@ from bench.cases.timelines import ImaginedRun
 from bench.cases.timelines import simulate as simulate_data_parallel
 from bench.cases.timelines import write as write_data_parallel
 from bench.cases.transformers import ImaginedTransformer, simulate, write
-from pase.bridges.degrees import by_stages, by_tensor, kernel_times
+from pase.bridges.degrees import _Pair, by_stages, by_tensor, kernel_times
 from pase.errors import Infeasible
 from pase.replay import align, load, measure
 from pase.replay.changes.whatif import apply
 from pase.replay.reports.report import replay_report
 from pase.replay.reports.trust import Run
 from pase.replay.simulation import chance
-from pase.replay.simulation.chance import mean_iteration_ns, spreads, with_ranks
-from pase.replay.simulation.sections import OpShape, StepPhase, product_of, sections
+from pase.replay.simulation.chance import mean_iteration_ns, spreads
+from pase.replay.simulation.sections import StepPhase, sections
 from pase.replay.simulation.steady import evaluate
 from pase.replay.traces.timeline_io import from_json, to_json
+from pase.tables.itemize import LocalWork
 from tests.command import run as command
 
 MODEL = "zoo:gpt2?batch=2&seq=128&layers=4&vocab=1021&context=128&dtype=float32"
@@ -129,14 +131,6 @@ def test_shapes_outlive_a_file(plain: Run) -> None:
     assert (from_json(old)["shape"] == -1).all()
 
 
-def test_products_are_told_however_they_are_laid_out() -> None:
-    one = OpShape(name="aten::mm", operands=((6, 4), (4, 10)))
-    turned = OpShape(name="aten::addmm", operands=((10,), (6, 4), (4, 10), ()))
-    assert product_of(one) == product_of(turned) == (24, 40, 60)
-    assert product_of(OpShape(name="aten::mm", operands=((6, 4), (5, 10)))) is None
-    assert product_of(OpShape(name="aten::add", operands=((6, 4), (6, 4)))) is None
-
-
 def test_more_ranks_wait_for_a_later_one(tmp_path: Path) -> None:
     """Hosts are late at random. The mean of the slowest rank is right, and medians are at least a tenth too short."""
     late: dict[str, Any] = {
@@ -181,16 +175,18 @@ def test_more_ranks_than_can_be_replayed_are_not_made(plain: Run, monkeypatch: p
     assert mean_iteration_ns(plain.graph, spread, 10**9) is None
 
 
-def test_an_op_of_scalars_alone_has_one_element() -> None:
-    assert OpShape(name="aten::add", operands=((), ())).elements == 1
-
-
-def test_ranks_that_are_copies_replay_as_the_traced_ones_do(tmp_path: Path) -> None:
-    run = simulate_data_parallel(ImaginedRun(ranks=2, iterations=3))
-    g = Run(measured=measure(align(load(write_data_parallel(run, tmp_path))))).graph
-    many = with_ranks(g, 5)
-    assert many is not None and len(many.graph.ranks) == 5
-    assert max(evaluate(many.graph).values()) == pytest.approx(max(evaluate(g).values()), rel=1e-6)
-    alone = simulate_data_parallel(ImaginedRun(ranks=1, iterations=3))
-    g = Run(measured=measure(align(load(write_data_parallel(alone, tmp_path / "one"))))).graph
-    assert with_ranks(g, 2) is None
+def test_the_products_of_an_attention_are_those_of_its_heads() -> None:
+    now = LocalWork(
+        phase="forward",
+        kind="attention",
+        dtype="float32",
+        flops=8e6,
+        nbytes=0,
+        times=1,
+        cost=2.0,
+        mnk=(32, 32, 24),
+    )
+    half = replace(now, flops=4e6, cost=1.0)
+    p = _Pair(node="attend", now=now, then=half, heads=256)
+    assert p.key(now) == (256 * 32 * 24, 256 * 32 * 24, 256 * 32 * 32)
+    assert p.key(half) == (128 * 32 * 24, 128 * 32 * 24, 128 * 32 * 32) and p.roofline == 0.5

@@ -169,3 +169,11 @@ def test_traces_of_different_runs_are_told_apart(tmp_path: Path, command: str) -
     code, _, err = run(command, folder)
     assert code == 2
     assert "no iteration is complete on every rank" in " ".join(err.split())
+
+
+def test_reports_fit_eighty_columns(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    folder = write(simulate(ImaginedRun(ranks=3, iterations=4, skew_us=(0.0, 25e3, -17e3))), tmp_path / "x")
+    for command in ("replay", "diagnose", "optimize"):
+        lines = printed(command, folder).splitlines()
+        assert max(map(len, lines)) <= 80 and "…" not in "".join(lines)

@@ -1,4 +1,4 @@
-"""Makes reports of a replay as plain values, for the commands and for programs."""
+"""Makes reports of a replay, a diagnosis and an optimization as plain values, for the commands and for programs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from pase.errors import Infeasible, PaseError
 from pase.files.json_values import JsonObject
 from pase.replay.changes.whatif import apply, parse_knob
 from pase.replay.graph import DataflowGraph
-from pase.replay.measurement.breakdown import Breakdown, breakdowns
+from pase.replay.measurement.breakdown import CAUSES, Breakdown, breakdowns
 from pase.replay.measurement.clocks import align as align_clocks
 from pase.replay.measurement.model import measure
 from pase.replay.reports.trust import Run, unexplained_ns
@@ -28,12 +29,18 @@ from pase.replay.traces.reader import read_small_json
 from pase.replay.traces.timeline_io import from_json, save_timeline
 from pase.replay.types import KINDS, Timeline, on_stream
 
+if TYPE_CHECKING:
+    from pase.replay.changes.optimize import OptimizeResult
+    from pase.replay.reports.diagnose import Diagnosis
+
 __all__ = [
     "Rewrite",
     "compare_timelines",
+    "diagnosis_report",
     "is_layout",
     "layout_timeline",
     "load_any",
+    "optimize_report",
     "replay_report",
     "summary",
     "use",
@@ -365,3 +372,102 @@ def _op_seconds(t: Timeline, iterations: list[int] | None) -> dict[str, float]:
     total = np.bincount(t["name"][keep], weights=t["duration_ns"][keep], minlength=len(t.names))
     ranks = max(1, len(t.ranks))
     return {t.names[i]: float(total[i]) / 1e9 / runs / ranks for i in np.flatnonzero(total).tolist()}
+
+
+def diagnosis_report(source: str, d: Diagnosis) -> JsonObject:
+    """Returns everything that ``pase diagnose`` prints. Times are in seconds; events count from the trace's begin."""
+    t = d.run.measured.timeline
+    zero = float(t.global_start_ns().min())
+    ranks = []
+    for b in d.breakdowns:
+        row = use(b)
+        parts = [{**p, "in_words": CAUSES[p["cause"]]} for p in row.pop("parts")]
+        length = b.iteration_ns / 1e9
+        ranks.append({"rank": b.rank, "measured_s": length, "iteration_s": length, **row, "parts": parts})
+    return {
+        "source": source,
+        **summary(d.run),
+        "iteration_s": d.iteration_ns / 1e9,
+        "findings": [
+            {
+                "kind": f.kind,
+                "title": f.title,
+                "detail": f.detail,
+                "cost_s": f.cost_ns / 1e9,
+                "share": f.cost_ns / d.iteration_ns if d.iteration_ns else 0.0,
+                "measured_s": f.measured_ns / 1e9,
+                "evidence": [
+                    {
+                        "rank": e.rank,
+                        "name": e.name,
+                        "start_s": (e.start_ns - zero) / 1e9,
+                        "seconds": e.duration_ns / 1e9,
+                    }
+                    for e in f.evidence
+                ],
+            }
+            for f in d.findings
+        ],
+        "ranks": ranks,
+        "stragglers": [
+            {
+                "rank": x.rank,
+                "iteration": x.iteration,
+                "caused_s": x.caused_ns / 1e9,
+                "last": x.last,
+                "of": x.of,
+                "device_s": x.device_ns / 1e9,
+                "host_s": x.host_ns / 1e9,
+                "where": x.where,
+            }
+            for x in d.stragglers
+        ],
+        "problems": [str(p) for p in t.problems],
+    }
+
+
+def optimize_report(source: str, run: Run, o: OptimizeResult) -> JsonObject:
+    """Returns everything that ``pase optimize`` prints: the run, the optimized run, and the steps of the search."""
+    parts = dict(o.plan.parts)
+    buckets = []
+    for last, members in sorted(o.plan.buckets(len(o.coarse.tensors)).items()):
+        if len(members) > 1 or last in parts:
+            sizes = [o.coarse.tensors[k].nbytes for k in members]
+            total = sum(sizes) if min(sizes) >= 0 else None
+            buckets.append({"tensors": members, "bytes": total, "parts": parts.get(last, 1)})
+    return {
+        "source": source,
+        **summary(run),
+        "before_s": o.before_ns / 1e9,
+        "after_s": o.after_ns / 1e9,
+        "speedup": o.before_ns / o.after_ns,
+        "within_spread": run.within_spread(o.before_ns / o.after_ns),
+        "seconds": o.seconds,
+        "evaluations": o.evaluations,
+        "ended": o.ended,
+        "tensors": len(o.coarse.tensors),
+        "buckets": buckets,
+        "fused_runs": len(o.plan.runs),
+        "fused_ops": sum(len(r) for r in o.plan.runs),
+        "rolled_back": o.undone,
+        "steps": [
+            {
+                "pass": s.name,
+                "what": s.what,
+                "before_s": s.before_ns / 1e9,
+                "after_s": s.after_ns / 1e9,
+                "kept": s.kept,
+            }
+            for s in o.steps
+        ],
+        "memory": [
+            {
+                "name": x.name,
+                "iteration_s": x.iteration_ns / 1e9,
+                "peak_bytes": x.peak_bytes,
+                "chosen": x is o.memory,
+            }
+            for x in o.memory_options
+        ],
+        "problems": [str(p) for p in run.measured.timeline.problems],
+    }

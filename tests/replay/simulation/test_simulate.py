@@ -1,4 +1,4 @@
-"""The simulation on random graphs: bounds, monotonicity, symmetry, and numba against plain Python."""
+"""The simulation on random graphs: bounds, monotonicity and symmetry."""
 
 from __future__ import annotations
 
@@ -12,56 +12,8 @@ from hypothesis import strategies as st
 
 from pase.errors import PaseError
 from pase.replay.graph import DataflowGraph, build_graph
-from pase.replay.simulation.analyse import path_steps
-from pase.replay.simulation.simulate import critical_path, replay_graph, subgraph
-from pase.replay.simulation.steady import steady
-
-
-@st.composite
-def graphs(draw: st.DrawFn, gangs: bool = True, chained: bool = False) -> DataflowGraph:
-    """Random DAGs with integer times. chained: each device's tasks have a fixed order, as in a trace."""
-    ranks = draw(st.integers(1, 3))
-    n = draw(st.integers(1, 12))
-    tasks, edges = [], []
-    for _ in range(n):
-        collective = gangs and ranks > 1 and draw(st.booleans())
-        members = range(ranks) if collective else [draw(st.integers(0, ranks - 1))]
-        gang = max((t["gang"] for t in tasks), default=-1) + 1 if collective else -1
-        stream = "stream c" if collective else f"stream {draw(st.integers(0, 1))}"
-        first = len(tasks)
-        for r in members:
-            times = {"duration_ns": draw(st.integers(0, 9)), "release_ns": draw(st.integers(0, 3))}
-            tasks.append(
-                {
-                    "device": (r, stream),
-                    "gang": gang,
-                    "priority": 0 if gangs else draw(st.integers(0, 2)),
-                    **times,
-                }
-            )
-        for k, r in enumerate(members):
-            for earlier in range(first):
-                same = tasks[earlier]["device"] == (r, stream)
-                # Collectives run in the same order on all ranks, as NCCL requires.
-                if same and (collective or chained):
-                    edges.append((earlier, first + k, 0))
-                elif draw(st.integers(0, 5)) == 0:
-                    edges.append((earlier, first + k, draw(st.integers(0, 3))))
-    return build_graph(tasks, edges)
-
-
-@given(graphs())
-def test_numba_is_python(g: DataflowGraph) -> None:
-    a, b = replay_graph(g), replay_graph(g, "python")
-    for field in ("start_ns", "finish_ns", "ready_ns", "cause", "latest", "order"):
-        assert np.array_equal(getattr(a, field), getattr(b, field)), field
-
-
-@given(graphs(gangs=False))
-def test_numba_is_python_with_priorities(g: DataflowGraph) -> None:
-    a, b = replay_graph(g), replay_graph(g, "python")
-    assert np.array_equal(a.start_ns, b.start_ns)
-    assert np.array_equal(a.cause, b.cause)
+from pase.replay.simulation.simulate import replay_graph, subgraph
+from tests.replay.simulation.graphs import graphs
 
 
 def lower_bound_ns(g: DataflowGraph) -> float:
@@ -103,16 +55,6 @@ def test_the_schedule_is_sound(g: DataflowGraph) -> None:
         assert np.allclose(r.finish_ns[members], r.start_ns[members].max() + g.duration_ns[members])
 
 
-@given(graphs())
-def test_the_critical_path_explains_the_makespan(g: DataflowGraph) -> None:
-    r = replay_graph(g)
-    path = critical_path(g, r)
-    assert r.finish_ns[path[-1]] == r.makespan_ns
-    steps = path_steps(g, r)
-    assert sum(s.added_ns for s in steps) == pytest.approx(r.makespan_ns)
-    assert all(s.added_ns >= 0 for s in steps)
-
-
 @given(graphs(chained=True), st.data())
 def test_slower_ops_never_help_in_a_fixed_order(g: DataflowGraph, data: st.DataObject) -> None:
     """This holds only if devices keep their order, as in a trace: greedy list schedules have Graham's anomalies."""
@@ -120,29 +62,6 @@ def test_slower_ops_never_help_in_a_fixed_order(g: DataflowGraph, data: st.DataO
     slow = g.duration_ns.copy()
     slow[data.draw(st.integers(0, len(g) - 1))] += data.draw(st.integers(0, 9))
     assert replay_graph(replace(g, duration_ns=slow)).makespan_ns >= base
-
-
-@given(graphs(), st.data())
-def test_faster_ops_only_help_in_the_order_of_before(g: DataflowGraph, data: st.DataObject) -> None:
-    shorter = [data.draw(st.integers(0, int(d))) for d in g.duration_ns]
-    less = replace(g, duration_ns=np.array(shorter, dtype=np.float64))
-    before, after = (steady(x, before=b).replay.finish_ns for x, b in ((g, None), (less, g)))
-    assert (after <= before).all()
-
-
-def test_less_to_do_takes_longer_only_in_another_order() -> None:
-    """Graham's anomaly: with a shorter copy, 'short' is ready before 'long' and runs first."""
-    tasks = [
-        {"device": (0, "copies"), "duration_ns": 3, "name": "copy"},
-        {"device": (0, "first"), "duration_ns": 2, "name": "start"},
-        {"device": (0, "link"), "duration_ns": 9, "name": "long"},
-        {"device": (0, "link"), "duration_ns": 9, "name": "short"},
-        {"device": (0, "last"), "duration_ns": 20, "name": "end"},
-    ]
-    g = build_graph(tasks, [(0, 3), (1, 2), (2, 4)])
-    less = replace(g, duration_ns=np.array([1.0, 2, 9, 9, 20]))
-    assert replay_graph(less).makespan_ns > replay_graph(g).makespan_ns
-    assert steady(less, before=g).replay.makespan_ns == replay_graph(g).makespan_ns
 
 
 @given(graphs(), st.randoms())

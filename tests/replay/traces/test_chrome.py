@@ -1,4 +1,5 @@
-"""Traces with values that JSON does not allow, or faults of profilers: harmless ones are read, others are reported."""
+"""Traces in Chrome's format: kinds of events and devices. Of values that JSON does not allow and faults of profilers,
+harmless ones are read, and others are reported."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import pytest
 from pase.errors import PaseError
 from pase.replay.traces.chrome import read_chrome
 from pase.replay.traces.ingest import load
-from pase.replay.types import Timeline
+from pase.replay.types import KINDS, OPERATIONS, Timeline
+from tests.replay.traces.files import kernel, trace_file
 
 pytest.importorskip("ijson")
 
@@ -198,3 +200,89 @@ def test_a_bomb_in_a_zip(tmp_path: Path) -> None:
     with pytest.raises(PaseError, match="zip bomb") as e:
         load(tmp_path / "t.json.zip")
     assert e.value.where == str(tmp_path / "t.json.zip")
+
+
+@pytest.mark.parametrize(
+    ("category", "name", "kind"),
+    [
+        ("mtia_runtime", "runFunction - job_prep_and_submit_for_execution", "runtime"),
+        ("xpu_driver", "zeCommandListAppendLaunchKernel", "runtime"),
+        ("privateuse1_runtime", "launch", "runtime"),
+        ("mtia_ccp_events", "fc-dtype_Float", "kernel"),
+        ("mtia_ccp_events", "dma_request", "memcpy"),
+        ("mtia_ccp_events", "event_wait", "annotation"),
+        ("Kernel", "sgemm", "kernel"),
+        ("Memcpy", "Memcpy HtoD (Pageable -> Device)", "memcpy"),
+        ("Runtime", "cudaLaunchKernel", "runtime"),
+        ("Operator", "aten::add", "host"),
+        ("Operator", "ProfilerStep#16", "annotation"),
+    ],
+)
+def test_other_devices_and_older_traces(tmp_path: Path, category: str, name: str, kind: str) -> None:
+    """MTIA's queue records computing, copying and waiting. Each kind of device has its own driver calls. PyTorch 1.8
+    and 1.9 wrote other categories."""
+    args = {"stream": 7, "correlation": 3, "size" if "mtia" in category else "bytes": 1852}
+    e = next(iter(load(trace_file(tmp_path, [kernel(0, cat=category, name=name, args=args)]))))
+    assert e.kind == kind
+    if kind == "memcpy":
+        assert e.nbytes == 1852
+
+
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "all_reduce"),
+        ("ncclAllReduceRingLLKernel_sum_f32(ncclColl)", "all_reduce"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all_gather"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevComm*)", "reduce_scatter"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "send_recv"),
+        ("ncclKernel_Broadcast_RING_LL_Sum_int8_t(ncclDevComm*)", "broadcast"),
+    ],
+)
+def test_nccl_kernels_old_and_new(tmp_path: Path, name: str, operation: str) -> None:
+    t = load(trace_file(tmp_path, [kernel(0, name=name)]))
+    assert (KINDS[t["kind"][0]], OPERATIONS[t["operation"][0]]) == ("collective", operation)
+
+
+def test_times_keep_nanoseconds_at_unix_epoch(tmp_path: Path) -> None:
+    t = load(trace_file(tmp_path, [kernel(0, ts=1669783687464181, dur=1.5)]))
+    assert t["start_ns"][0] == 1669783687464181000
+    assert t["duration_ns"][0] == 1500
+
+
+def test_nan_and_infinity_are_left_out_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    good = json.dumps(kernel(1))
+    path.write_text(
+        '{{"traceEvents": [{}, {}, {}]}}'.format(
+            good,
+            good.replace('"ts": 10', '"ts": NaN'),
+            good.replace('"dur": 5', '"dur": 5, "x": -Infinity'),
+        )
+    )
+    t = load(path)
+    assert len(t) == 2
+    text = " ".join(map(str, t.problems))
+    assert "2 bare NaN or Infinity" in text
+    assert "1 events whose time is not a finite number" in text
+
+
+def test_negative_absurd_and_foreign_entries_are_left_out(tmp_path: Path) -> None:
+    t = load(
+        trace_file(tmp_path, [kernel(1), kernel(2, dur=-4), kernel(3, ts=1e300), 7, None, kernel(4, ts="x")])
+    )
+    assert len(t) == 1
+    text = " ".join(map(str, t.problems))
+    assert "2 events with a negative or absurd time" in text
+    assert "2 entries that are not events" in text
+
+
+def test_begin_and_end_events_are_paired(tmp_path: Path) -> None:
+    events = [
+        {"ph": p, "name": "f", "pid": 1, "tid": 1, "ts": ts}
+        for p, ts in (("B", 1), ("B", 2), ("E", 5), ("E", 9))
+    ]
+    t = load(trace_file(tmp_path, events))
+    assert sorted(
+        zip((t["start_ns"] // 1000).tolist(), (t["duration_ns"] // 1000).tolist(), strict=True)
+    ) == [(1, 8), (2, 3)]

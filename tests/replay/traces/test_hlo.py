@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pase.replay.traces.hlo import read_hlo
+from tests.replay.traces.compiled import varint
 
 TEXT = """\
 HloModule step, is_scheduled=true, num_partitions=4
@@ -30,11 +31,6 @@ ENTRY %main (p: f32[8]) -> (f32[8], f32[4], f32[16]) {{
   ROOT %out = (f32[8]{{0}}, f32[4]{{0}}, f32[16]{{0}}) tuple(%beside, %ended, %all)
 }}
 """
-
-
-def varint(n: int) -> bytes:
-    """Encodes a number as a protobuf varint."""
-    return bytes([n]) if n < 128 else bytes([n % 128 + 128]) + varint(n // 128)
 
 
 @pytest.mark.parametrize("groups", ["{{0,2},{1,3}}", "[2,2]<=[2,2]T(1,0)", "mesh['a'=2,'b'=2] {'a'}"])
