@@ -19,7 +19,7 @@ SENT = StageTransfer(nbytes=64, duration_ns=5.0)
 
 
 def measured(micro_batches: int) -> tuple[DataflowGraph, Sections]:
-    """One stream with two layers: 10 and 20 ns in forward, 30 (layer 1) and 40 (layer 0) in backward, 8 in the update."""
+    """One stream with two layers: 10 and 20 ns in forward, 30 (layer 1) and 40 (layer 0) in backward, 8 in update."""
     rows = [
         row
         for m in range(micro_batches)
