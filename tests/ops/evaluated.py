@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from pase.ir import Node
+from pase.ir.types import LEAF
 
 
 def evaluated(node: Node, *arrays: np.ndarray) -> np.ndarray:
@@ -40,3 +41,12 @@ def numbers(*shape: int) -> np.ndarray:
 def kinds(node: Node, kind: str) -> Sequence[str]:
     """The dims of this kind."""
     return [d.name for d in node.space if d.kind == kind]
+
+
+def results(nodes: Iterable[Node], given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensor -> its value, for a graph of linear loop nests. given: the values of the parameters and inputs."""
+    known = dict(given)
+    for n in nodes:
+        if n.kind not in LEAF:
+            known[n.ops[0].writes[0].tensor] = evaluated(n, *(known[a.tensor] for a in n.ops[0].reads))
+    return known
