@@ -1,0 +1,89 @@
+"""Collectives over the axes of a mesh. The oracle is numpy on the ranks' tensors together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.cases.torch_ranks import on_ranks
+from pase.backends.torch.spmd.process_groups import AxisGroups, axis_groups
+from pase.errors import PaseError
+from pase.machine import Mesh
+
+MESH = Mesh(names=("x", "one", "y"), sizes=(2, 1, 3))
+AXES = [("x",), ("y",), ("x", "y")]
+
+
+def at(*place: int) -> AxisGroups:
+    return AxisGroups(mesh=MESH, devices=None, place=place)  # type: ignore[arg-type]
+
+
+def test_ranks_of_a_group_are_numbered_row_major() -> None:
+    places = [(i, 0, k) for i in range(2) for k in range(3)]
+    assert [at(*p).number(("x", "y")) for p in places] == list(range(6))
+    assert [at(*p).number(("y", "x")) for p in places] == [0, 2, 4, 1, 3, 5]
+    assert [p for p in places if at(*p).first(("y",))] == [(0, 0, 0), (1, 0, 0)]
+    assert at(1, 0, 2).wide(("one", "y")) == ("y",) and at(1, 0, 2).ways(("x", "one", "y")) == 6
+    assert at(1, 0, 2).index("y") == 2
+
+
+def test_groups_and_sums_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(PaseError, match="no process group over x, y"):
+        at(0, 0, 0)._group(("x", "one", "y"))
+    with pytest.raises(PaseError, match="only by sum, maximum or minimum") as e:
+        at(0, 0, 0).all_reduce(None, ("x",), "other")  # type: ignore[arg-type]
+    assert e.value.where == "all-reduce over x"
+
+
+@pytest.mark.torch
+def test_collectives_are_numpys_on_all_ranks() -> None:
+    """[x, y, ways, 2] numbers: each group's ranks are an axis or both, and no rank outside of it takes part."""
+    import torch
+
+    given = {
+        axes: np.random.default_rng(0).standard_normal(
+            (2, 3, int(np.prod([MESH.by_name[a] for a in axes])), 2)
+        )
+        for axes in AXES
+    }
+
+    def on_rank(rank: int) -> Any:
+        groups = axis_groups(MESH, AXES, "cpu")
+        i, _, k = groups.place
+        out = {}
+        for axes, every in given.items():
+            x = torch.from_numpy(every[i, k])
+            out[axes] = (
+                groups.all_reduce(x, axes),
+                groups.all_reduce(x, axes, "max"),
+                groups.all_gather(x, axes),
+                groups.reduce_scatter(x, axes),
+                groups.all_to_all(x, axes),
+            )
+        return (i, k), out
+
+    for (i, k), out in on_ranks(6, on_rank):
+        for axes, made in out.items():
+            every = given[axes]
+            group = {("x",): every[:, k], ("y",): every[i], ("x", "y"): every.reshape(6, *every.shape[2:])}[
+                axes
+            ]
+            me = {("x",): i, ("y",): k, ("x", "y"): 3 * i + k}[axes]
+            wanted = (group.sum(0), group.max(0), group, group.sum(0)[me], group[:, me])
+            for mine, numpy in zip(made, wanted, strict=True):
+                np.testing.assert_allclose(mine.numpy(), numpy, rtol=1e-14)
+
+
+@pytest.mark.torch
+def test_a_permutation_sends_each_part_to_one_rank_and_booleans_too() -> None:
+    import torch
+
+    def on_rank(rank: int) -> Any:
+        groups = axis_groups(MESH, AXES, "cpu")
+        flags = torch.tensor([rank % 2 == 0, True])
+        moved = groups.permute(flags, ("x", "y"), [(r, (r + 1) % 6) for r in range(6)])
+        return moved.dtype == torch.bool, moved.tolist()
+
+    assert on_ranks(6, on_rank) == [(True, [(r - 1) % 6 % 2 == 0, True]) for r in range(6)]
