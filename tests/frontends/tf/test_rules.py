@@ -11,7 +11,6 @@ pytest.importorskip("tensorflow")
 
 import tensorflow as tf
 
-from pase.errors import PaseError
 from pase.frontends.tf import frontend as from_tf
 from pase.frontends.tf.frontend import TracedTf, trace
 from pase.frontends.tf.rules import RULES
@@ -58,20 +57,6 @@ def test_what_may_be_split() -> None:
     assert kinds(lambda x: tf.gather(W, x), IDS, "gather")[-1] == "reduction"  # the table's rows
     assert "replicated" not in kinds(lambda x: tf.one_hot(x, 5), IDS, "OneHot")
     assert kinds(lambda x: tf.image.resize(x, (4, 4)), IMAGES, "ResizeBilinear").count("replicated") == 4
-
-
-def test_operands_that_must_be_known_are_refused() -> None:
-    by_data = tf.function(
-        lambda x: tf.reduce_sum(tf.reshape(x, tf.cast(x[0, 0, :2], "int32")) @ W), autograph=False
-    )
-    with pytest.raises(PaseError, match="computed from data") as e:
-        trace(by_data, X)
-    assert "'Reshape' at Reshape" in e.value.where and "shape" in e.value.what and "constant" in e.value.fix
-    ragged = tf.function(
-        lambda x: tf.reduce_sum(tf.boolean_mask(x, x > 0)) + tf.reduce_sum(W), autograph=False
-    )
-    with pytest.raises(PaseError, match="'Where' at"):
-        trace(ragged, X)
 
 
 def test_coverage_lists_every_rule() -> None:

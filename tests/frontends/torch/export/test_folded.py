@@ -7,7 +7,6 @@ import contextlib
 import pytest
 
 from pase.frontends.torch.export import module as torch_export
-from pase.frontends.torch.export.equal import PythonState
 from pase.frontends.torch.export.folded import folding
 from pase.frontends.torch.lower import reads_op
 from tests.frontends.torch.export.layers import models, written
@@ -110,19 +109,6 @@ def test_a_list_that_layers_share_gets_a_tensor_from_each():
     model = models().Stack("list")
     ours = torch_export.program_of(model, (torch.empty(4, 8),), None, reads_op)
     assert len(ours.parameters) == 2 + 7 * 5
-
-
-def test_a_second_attempt_begins_with_what_the_first_did():
-    model = models().Stack("list")
-    box, held = model.layers[0].box, PythonState.by(model)
-    box[0].append(1)
-    model.layers[2].kept = 1
-    model.layers[3].box = [[]]
-    model.layers[4].more = {}
-    assert held.changed()
-    held.put_back()
-    assert not held.changed() and box == [[]] and model.layers[3].box is box
-    assert model.layers[2].kept is None and "more" not in vars(model.layers[4])
 
 
 def test_errors_are_those_of_the_attempt_without_folding(monkeypatch):

@@ -1,0 +1,63 @@
+"""PyTorch is changed while a model is traced, and only then."""
+
+from __future__ import annotations
+
+import pytest
+
+from pase.frontends.torch.export.traceable import traceable
+
+pytestmark = pytest.mark.torch
+
+
+def test_inference_mode_only_stops_gradients_within() -> None:
+    """PyTorch's own would give tensors that no graph records. Nested regions are left one by one."""
+    import torch
+
+    w = torch.ones(2, requires_grad=True)
+    with traceable("step.py"):
+        with torch.inference_mode():
+            y = 2 * w
+            with torch.inference_mode(False):
+                assert torch.is_grad_enabled()
+            assert not torch.is_grad_enabled()
+        assert torch.is_grad_enabled() and not y.requires_grad and not y.is_inference()
+        assert not w.data.requires_grad
+    with torch.inference_mode():
+        assert (2 * w).is_inference()
+
+
+def test_a_checkpoint_runs_its_function_once_and_keeps_its_gradient() -> None:
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    ran: list[None] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        ran.append(None)
+        return x.square()
+
+    for reentrant in (False, True):
+        ran.clear()
+        w = torch.full((2,), 3.0, requires_grad=True)
+        with traceable("step.py"):
+            y = checkpoint(block, w, use_reentrant=reentrant)
+        y.sum().backward()
+        assert len(ran) == 1 and w.grad is not None and w.grad.tolist() == [6, 6]
+    with traceable("step.py"):  # as in PyTorch, a re-entrant block of operands without gradients has none
+        assert not checkpoint(lambda x: w * x, torch.ones(2), use_reentrant=True).requires_grad
+    ran.clear()
+    checkpoint(block, w, use_reentrant=False).sum().backward()
+    assert len(ran) == 2
+
+
+def test_checks_of_distributions_are_back_afterwards_even_after_an_error() -> None:
+    import torch
+    from torch.distributions import Distribution, Normal
+
+    usual, data = Distribution._validate_args, torch.Tensor.__dict__.get("data")
+    with pytest.raises(ZeroDivisionError), traceable("step.py"):
+        Normal(torch.zeros(1), -torch.ones(1))
+        _ = 1 / 0
+    assert Distribution._validate_args == usual and torch.Tensor.__dict__.get("data") is data
+    with pytest.raises(ValueError, match="scale"):
+        Normal(torch.zeros(1), -torch.ones(1), validate_args=True)
