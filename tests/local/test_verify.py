@@ -2,9 +2,12 @@
 
 from dataclasses import replace
 
+import jax.numpy as jnp
 import pytest
 
+from bench.cases.plans import case_of
 from pase.errors import PaseError
+from pase.local.lower import program_of
 from pase.local.verify import verify_program
 from tests.local.programs import planned_program
 
@@ -49,3 +52,34 @@ def test_a_move_that_hands_on_no_whole_parts_is_named():
     with pytest.raises(PaseError) as e:
         verify_program(with_transfer(local, k, replace(t, forward=(crossed,))))
     assert f"all_to_all of '{t.tensor}' for {t.dst} over x, y: " in e.value.what
+
+
+def changed(program, tensor, **fields):
+    """The program with changed fields of one result. tensor: names the result."""
+
+    def of(op):
+        results = (replace(r, **fields) if r.tensor == tensor else r for r in op.results)
+        return replace(op, results=tuple(results))
+
+    return replace(program, ops=tuple(map(of, program.ops)))
+
+
+def test_a_derivative_at_anything_but_the_value_is_refused():
+    def of(f, method="zero2"):
+        case = case_of(lambda p, x: (x @ f(p["w"])).sum(), {"w": jnp.ones((16, 32))}, jnp.ones((16, 16)))
+        plan = case.plan(method)
+        made = program_of(case.problem.graph, plan.mesh, plan.strategy)
+        verify_program(made)
+        (tensor,) = (r.tensor for op in made.ops for r in op.results if op.op.kind == "parameter")
+        return made, tensor
+
+    made, w = of(lambda w: jnp.exp(2 * w))
+    assert made.result(w).layout != made.result(w).gradient
+    with pytest.raises(PaseError, match=r"'exp' at .*test_verify.* at zeros"):
+        verify_program(changed(made, w, gradient_carrier="zeros"))
+    split, w = of(lambda w: jnp.exp(2 * w), "fsdp")
+    elsewhere = tuple(s and (1 - s[0], s[1]) for s in split.result(w).gradient)
+    with pytest.raises(PaseError, match="lies on other devices"):
+        verify_program(changed(split, w, gradient=elsewhere))
+    straight, w = of(lambda w: -(2 * w).T.reshape(16, 32))
+    verify_program(changed(straight, w, gradient_carrier="zeros"))

@@ -255,30 +255,3 @@ def test_a_model_in_another_mode_is_refused() -> None:
         pase.compile(squares, model, BATCH, devices=8, mode="step")
     with pytest.raises(Infeasible, match="stages"):
         pase.compile(squares, model, BATCH, devices=8, pipeline=2)
-
-
-class Stack(nnx.Module):
-    """Layers that write nothing, and a Variable that is only read."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.scale = nnx.Variable(jnp.full(WIDTH, 0.5))
-        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(4)])
-
-    def __call__(self, x: Any) -> Any:
-        for layer in self.layers:
-            x = x + jnp.tanh(layer(x)) * self.scale[...]
-        return x
-
-
-def test_a_model_that_writes_nothing_runs_in_stages() -> None:
-    args = Stack(rngs()), BATCH
-    expected = unsharded(squares, args, 2)
-    plan = pase.compile(squares, Stack(rngs()), BATCH, devices=4, pipeline=2, accumulate=2)
-    model, batch = plan.jax.device_put(Stack(rngs()), BATCH)
-    step, state = plan.jax.train_step(OPTIMIZER), plan.jax.init(OPTIMIZER, model)
-    losses = []
-    for _ in range(2):
-        model, state, value = step(model, state, batch)
-        losses.append(float(value))
-    np.testing.assert_allclose(losses, expected, rtol=2e-5)
-    assert_alike(variables(plan.jax.gathered(model)), variables(args[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import tomllib
 import warnings
@@ -10,11 +11,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.extend.core import Primitive
+from jax import lax
+from jax.extend.core import Literal, Primitive
 
 from pase.errors import PaseError
 from pase.frontends.jax import versions
 from pase.frontends.jax.frontend import from_jax
+from pase.frontends.jax.versions import literal_array
 
 ROOT = Path(__file__).parents[3]
 ONLY_THERE = re.compile(
@@ -77,3 +80,19 @@ def test_a_polynomial_costs_a_product_and_a_sum_a_term():
     graph = from_jax(lambda x: jnp.sum(polynomial.bind(x, 1.0, 0.5, 2.0)), S((8, 4), "float32"))
     (node,) = (n for n in graph.nodes if n.name.startswith("polynomial"))
     assert [op.flops_per_point for op in node.ops] == [4.0]
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_a_literal_is_an_array_of_its_dtype(x64: bool) -> None:
+    with jax.enable_x64(x64):
+        eqns = jax.make_jaxpr(
+            lambda x, y: (
+                x * 2.0 + jnp.full(3, -jnp.inf, x.dtype),
+                lax.broadcast_in_dim(True, (3,), ()),
+                y + 1,
+            )
+        )(jnp.ones(3, jnp.bfloat16), jnp.ones(3, jnp.int8)).eqns
+    literals = [v for v in itertools.chain(*(e.invars for e in eqns)) if isinstance(v, Literal)]
+    assert len(literals) == 4
+    for v in literals:
+        assert (literal_array(v).shape, literal_array(v).dtype) == ((), v.aval.dtype)

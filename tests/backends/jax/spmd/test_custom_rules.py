@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -166,3 +167,58 @@ def test_an_op_without_a_rule_is_named_in_the_users_backward() -> None:
     with pytest.raises(PaseError, match="'unheard_of'") as e:
         trace(lambda p, x: jnp.sum(twice(x @ p["a"])), PARAMS, X)
     assert "test_custom_rules.py" in e.value.where
+
+
+@jax.custom_vjp
+def scored(x, w, ids):
+    """The loss of each token, with a rule that returns half of its gradient."""
+    logits = x @ w
+    return jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, ids[..., None], -1)[..., 0]
+
+
+def _scored_back(kept, g):
+    x, w, ids = kept
+    p = (jax.nn.softmax(x @ w) - jax.nn.one_hot(ids, w.shape[1], dtype=x.dtype)) * g[..., None] / 2
+    return p @ w.T, jnp.einsum("bsd,bsv->dv", x, p), None
+
+
+scored.defvjp(lambda *args: (scored(*args), args), _scored_back)
+
+
+@jax.custom_jvp
+def normed(x, scale):
+    """A norm, with a rule that treats the sum of squares as a constant and doubles the gradient of the scale."""
+    return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + 1) * scale
+
+
+@normed.defjvp
+def _normed_jvp(primals, tangents):
+    (x, scale), (dx, dscale) = primals, tangents
+    r = jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + 1)
+    return x * r * scale, dx * r * scale + 2 * x * r * dscale
+
+
+def ruled_loss(params, batch):
+    def layer(x, p):
+        return x + jax.nn.silu(normed(x, p["scale"]) @ p["up"]) @ p["down"], None
+
+    x = jax.lax.scan(jax.checkpoint(layer), params["table"][batch["ids"]], params["layers"])[0]
+    return scored(jax.nn.softmax(x), params["table"].T, batch["next"]).mean()
+
+
+@pytest.mark.parametrize("strategy", ["ours@2x4", "random1@2x4"])
+def test_derivative_rules_of_the_users_are_kept(strategy):
+    """Both kinds of rule sum over devices, and return something else than the derivative."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        params = {
+            "table": jnp.asarray(rng.normal(size=(32, 16)) / 2),
+            "layers": {
+                k: jnp.asarray(rng.normal(size=s) / 2)
+                for k, s in {"scale": (2, 16), "up": (2, 16, 32), "down": (2, 32, 16)}.items()
+            },
+        }
+        batch = {k: jnp.asarray(rng.integers(0, 32, (8, 8))) for k in ("ids", "next")}
+        plan, optimizer = case_of(ruled_loss, params, batch).plan(strategy), optax.adam(1e-2, eps=1e-3)
+        step = sharded_step(plan, optimizer, params, batch, lowering="manual")
+        assert max(unsharded_step(ruled_loss, optimizer, params, batch).differences(step).values()) < 1e-12

@@ -8,26 +8,8 @@ import pytest
 
 from bench.cases.plans import case_of, reduced
 from pase.backends.audit.xla import sharded_step, unsharded_step, worst_difference
-from pase.backends.jax.make import jax_plan
-from pase.compiler.meshes.baselines import complete
-from pase.compiler.meshes.plans import plan_of
 from pase.errors import PaseError
-from pase.machine import mesh_from
-from pase.tables.layouts import configs, state_index
-
-KEYS = jax.random.split(jax.random.key(0), 3)
-PARAMS = {
-    "norm": {"scale": jnp.ones(16)},
-    "up": jax.random.normal(KEYS[0], (16, 128)) / 4,
-    "down": jax.random.normal(KEYS[1], (128, 16)) / 11,
-}
-X = jax.random.normal(KEYS[2], (8, 16))
-
-
-def loss_fn(params, x):
-    h = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)) * params["norm"]["scale"]
-    return jnp.mean((jax.nn.relu(h @ params["up"]) @ params["down"] - x) ** 2)
-
+from tests.backends.jax.steps.trained import PARAMS, X, data_parallel_plan, loss_fn
 
 OPTIMIZERS = {
     "adamw_masked": optax.adamw(
@@ -47,14 +29,10 @@ OPTIMIZERS = {
 }
 
 
-def _plan():
-    return case_of(loss_fn, PARAMS, X).plan("ours@2x4")
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
     """Three steps with each optimizer. State that mirrors a parameter has the layout of the parameter."""
-    optimizer, plan = OPTIMIZERS[name], _plan()
+    optimizer, plan = OPTIMIZERS[name], data_parallel_plan()
     jp = plan.jax
     mesh = jp.mesh()
     params, state = PARAMS, optimizer.init(PARAMS)
@@ -77,54 +55,6 @@ def test_optimizers(name):
     sharded = [s for s in jax.tree.leaves(placed_state) if s.shape == (16, 128)]
     assert all(s.sharding == placed["up"].sharding for s in sharded)
     assert not placed["up"].sharding.is_fully_replicated
-
-
-def test_state_is_split_where_parameters_are_whole():
-    """ZeRO-2: every device has all parameters and an eighth of each moment. Three steps equal the unsharded ones."""
-    case, optimizer = case_of(loss_fn, PARAMS, X), optax.adamw(1e-2, eps=1e-3)
-    p = case.problem
-    space = {n.name: configs(n, mesh_from("8", 8)) for n in p.graph.nodes}
-    state = {n.name: state_index(n) for n in p.graph.nodes}
-    split = {name: np.array(i, np.int8) for name, i in state.items() if i}
-    assert all((space[name] == c).all(axis=1).any() for name, c in split.items())
-    mesh = mesh_from("8", 8)
-    jp = jax_plan(plan_of(p, complete(p, split, mesh), mesh, "model", case.traced))
-    mesh, params, moments = jp.mesh(), PARAMS, optimizer.init(PARAMS)
-    placed, x = jp.device_put(PARAMS, X, mesh=mesh)
-    placed_moments = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer, mesh))(placed)
-    step = jp.train_step(optimizer, mesh)
-    for _ in range(3):
-        grads = jax.grad(loss_fn)(params, X)
-        updates, moments = optimizer.update(grads, moments, params)
-        params = optax.apply_updates(params, updates)
-        placed, placed_moments, _ = step(placed, placed_moments, x)
-    assert worst_difference(params, placed) < 1e-5
-    assert worst_difference(moments, placed_moments) < 1e-5
-    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed))
-    for leaf in jax.tree.leaves(placed_moments):
-        assert leaf.ndim == 0 or leaf.addressable_shards[0].data.size * 8 == leaf.size
-    _, grads = jax.jit(jp.value_and_grad(mesh))(placed, x)
-    assert all(g.addressable_shards[0].data.size * 8 == g.size for g in jax.tree.leaves(grads))
-
-
-def test_step_donates():
-    """A step reuses the memory of its parameters and state, but not that of the caller's own arrays."""
-    plan, optimizer = _plan(), optax.adam(1e-3)
-    jp = plan.jax
-    params, x = jp.device_put(PARAMS, X)
-    state = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer))(params)
-    jp.train_step(optimizer)(params, state, x)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((params, state)))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((PARAMS, X, x)))
-    sizes = jp.lower_train_step(optimizer).compile().memory_analysis()
-    stored = sum(
-        leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(jp.device_put(PARAMS, X)[0])
-    )
-    assert sizes.alias_size_in_bytes >= 3 * stored
-    kept, x = jp.device_put(PARAMS, X)
-    state = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer))(kept)
-    jp.train_step(optimizer, donate=False)(kept, state, x)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((kept, state)))
 
 
 def test_auxiliary_results():
@@ -150,7 +80,7 @@ def test_scan_and_remat_survive():
 
 
 def test_errors_say_what_to_do():
-    jp = _plan().jax
+    jp = data_parallel_plan().jax
     with pytest.raises(PaseError) as e:
         jp.mesh(jax.devices()[:4])
     assert "JAX sees 4" in e.value.what and "device_count=8" in e.value.fix

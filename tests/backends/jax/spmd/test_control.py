@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax import lax
 
-from bench.cases.plans import TOLERANCE, case_of
+from bench.cases.plans import TOLERANCE, case_of, measured
 from pase.backends.audit.xla import sharded_step, unsharded_step
 from pase.backends.jax.plan import Lowering
 
@@ -63,3 +63,9 @@ def test_step_equals_unsharded(fn: Any, strategy: str, lowering: Lowering) -> No
             sharded_step(plan, optimizer, *args, lowering=lowering)
         )
         assert {k: v for k, v in off.items() if v > TOLERANCE[k]} == {}
+
+
+def test_stacks_that_a_loop_slices_are_moved_before_it():
+    off, rows = measured("rnnlm", "random1@2x4", "manual")
+    assert {k: v for k, v in off.items() if v > TOLERANCE[k]} == {}
+    assert all(r.compiled <= r.predicted for r in rows)

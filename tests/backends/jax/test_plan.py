@@ -142,24 +142,6 @@ def test_a_train_step_of_ones_own() -> None:
         pase.compile(step, params, state, X, devices=8)
 
 
-def test_parameters_are_restored_into_the_plans_layouts(tmp_path: Any) -> None:
-    import orbax.checkpoint as ocp
-
-    def loss(p: Any, x: Any) -> Any:
-        return jnp.mean((x @ p["w"]) ** 2)
-
-    params = {"w": jax.random.normal(KEY, (16, 64))}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "saved", params)
-    plan = pase.compile(loss, params, X, devices=8, mesh="2x4", baselines=False)
-    found = plan.jax.restore(tmp_path / "saved")
-    np.testing.assert_array_equal(found["w"], params["w"])
-    assert found["w"].sharding.is_equivalent_to(plan.jax.in_shardings()[0]["w"], 2)
-    with pytest.raises(PaseError) as e:
-        plan.jax.restore(tmp_path / "missing")
-    assert e.value.where == str(tmp_path / "missing") and "'loss'" in e.value.what
-
-
 def test_in_shardings_warn_where_they_stand_alone() -> None:
     params = {"up": jax.random.normal(KEY, (16, 64)) / 4, "down": jax.random.normal(KEY, (64, 16)) / 8}
     plan = pase.compile(
@@ -177,7 +159,7 @@ def test_in_shardings_warn_where_they_stand_alone() -> None:
 
 def test_carry_and_chances_on_the_command_line() -> None:
     def compiled(carry: str, chance: str) -> tuple[int, str]:
-        told = "compile tests.backends.jax.test_programs:made --devices 8 --mode inference --json"
+        told = "compile tests.backends.jax.test_plan:made --devices 8 --mode inference --json"
         code, _, error = run(*told.split(), "--carry", carry, "--chance", chance)
         return code, error
 

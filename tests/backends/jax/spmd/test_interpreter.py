@@ -1,4 +1,4 @@
-"""Gradients of parameters that pass through functions before they are used, if value and gradient differ in layout.
+"""The walk over a manually lowered program: one trace, defects that it finds, and the gradients of parameters.
 
 ZeRO-2 keeps a parameter replicated and its gradient split, so each derivative is taken at a part of the value.
 """
@@ -14,10 +14,43 @@ import pytest
 import pase
 from bench.cases.plans import case_of
 from pase.backends.audit.xla import compare, sharded_step, unsharded_step
-from pase.backends.jax.spmd.values import NotManual
+from pase.backends.jax.spmd.interpreter import ManualWalk
 from pase.errors import PaseError
-from pase.local.lower import program_of
-from pase.local.verify import verify_program
+
+
+def test_auto_traces_the_step_once(monkeypatch):
+    """It is the manual step if the whole program can be lowered, which the step's own tracing finds out."""
+    plan = case_of(lambda p, x: jnp.sum((x @ p) ** 2), jnp.ones((8, 8)), jnp.ones((8, 8))).plan("fsdp")
+    walks, run = [], ManualWalk.run
+    monkeypatch.setattr(ManualWalk, "run", lambda self, *given: walks.append(given[3]) or run(self, *given))
+    text = plan.jax.lower_train_step(optax.sgd(0.1)).as_text()
+    assert walks == [""] and "sdy.manual_computation" in text and "stablehlo.reduce_scatter" in text
+
+
+def test_a_defect_of_ours_names_the_way_on_and_the_default_takes_it(monkeypatch):
+    """A value in another layout than its reader expects stops a step that must be lowered manually, and no other."""
+    params, batch = {"up": jnp.ones((8, 16)), "down": jnp.ones((16, 8))}, jnp.ones((8, 8))
+
+    def mean(p, x):
+        return jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2)
+
+    plan = case_of(mean, params, batch).plan("data_parallel")
+    program = plan.jax.program
+    wrong = next(o for op in program.ops for o in op.operands if o.transfer is None and not o.constant)
+    held = tuple(None if s == (0, 8) else (0, 8) for s in wrong.layout)
+
+    def moved(op):
+        operands = tuple(replace(o, layout=held) if o is wrong else o for o in op.operands)
+        return replace(op, operands=operands)
+
+    broken = replace(program, ops=tuple(map(moved, program.ops)))
+    monkeypatch.setitem(vars(plan.jax), "program", broken)
+    with pytest.raises(PaseError) as e:
+        plan.jax.lower_train_step(optax.sgd(0.1), lowering="manual")
+    assert "defect of pase.local" in e.value.what and "lowering='annotated'" in e.value.fix
+    with pytest.warns(UserWarning, match=r"defect of pase\.local.* left to XLA"):
+        plan.jax.lower_train_step(optax.sgd(0.1))
+
 
 D, B = 16, 16
 SEEN = jnp.asarray(np.tril(np.ones((D, D))))
@@ -163,55 +196,3 @@ def test_a_value_that_has_moved_is_kept_with_its_gradient():
             case_of(of, params, batch).plan("random1@2x2x2"), optimizer, params, batch, lowering="manual"
         )
         assert {k: e for k, e in off(step.gradients, whole.gradients).items() if e > 1e-9} == {}
-
-
-def test_summands_are_not_rounded_to_eight_bits():
-    """JAX rounds the gradient of an fp8 operand after the sum, and so does a step that is left to XLA. The summands are
-    sent in the dtype in which the product makes them, and priced accordingly."""
-
-    def of(params, x):
-        a, w = (y.astype(jnp.float8_e4m3fn) for y in (x, params["w"]))
-        return (jnp.dot(a, w, preferred_element_type=jnp.float32) ** 2).mean()
-
-    rng = np.random.default_rng(0)
-    params, x = ({"w": jnp.asarray(rng.normal(size=(D, D)), "float32")}, jnp.ones((B, D), "float32"))
-    plan = case_of(of, params, x).plan("data_parallel")
-    with pytest.raises(NotManual) as e:
-        sharded_step(plan, optax.sgd(1e-2), params, x, lowering="manual")
-    assert e.value.where.startswith("'dot_general' at ") and "float8_e4m3fn" in e.value.what
-    with pytest.warns(UserWarning, match="left to XLA"):
-        step = sharded_step(plan, optax.sgd(1e-2), params, x)
-    np.testing.assert_array_equal(step.gradients["w"], jax.grad(of)(params, x)["w"])
-    sums = next(r for r in compare(plan, step.compiled, step.lowering) if r.kind == "all_reduce")
-    assert sums.compiled >= 4 * D * D and sums.error == 0
-
-
-def changed(program, tensor, **fields):
-    """The program with changed fields of one result. tensor: names the result."""
-
-    def of(op):
-        results = (replace(r, **fields) if r.tensor == tensor else r for r in op.results)
-        return replace(op, results=tuple(results))
-
-    return replace(program, ops=tuple(map(of, program.ops)))
-
-
-def test_a_derivative_at_anything_but_the_value_is_refused():
-    def of(f, method="zero2"):
-        case = case_of(lambda p, x: (x @ f(p["w"])).sum(), {"w": jnp.ones((16, 32))}, jnp.ones((16, 16)))
-        plan = case.plan(method)
-        made = program_of(case.problem.graph, plan.mesh, plan.strategy)
-        verify_program(made)
-        (tensor,) = (r.tensor for op in made.ops for r in op.results if op.op.kind == "parameter")
-        return made, tensor
-
-    made, w = of(lambda w: jnp.exp(2 * w))
-    assert made.result(w).layout != made.result(w).gradient
-    with pytest.raises(PaseError, match=r"'exp' at .*test_derivatives.* at zeros"):
-        verify_program(changed(made, w, gradient_carrier="zeros"))
-    split, w = of(lambda w: jnp.exp(2 * w), "fsdp")
-    elsewhere = tuple(s and (1 - s[0], s[1]) for s in split.result(w).gradient)
-    with pytest.raises(PaseError, match="lies on other devices"):
-        verify_program(changed(split, w, gradient=elsewhere))
-    straight, w = of(lambda w: -(2 * w).T.reshape(16, 32))
-    verify_program(changed(straight, w, gradient_carrier="zeros"))

@@ -1,0 +1,96 @@
+"""Gradients that are reduced over the data-parallel devices once per step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pase
+from pase.backends.audit.xla import worst_difference
+from pase.backends.jax.pipeline import run as jax_pipeline_run
+from pase.hlo.collectives import collectives
+from pase.tables.itemize import split_of
+from pase.tables.layouts import configs
+from tests.backends.jax.pipeline.staged import chain, planned, staged
+from tests.pipeline.small import MICRO, OPTIMIZER, arguments, reference
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def over_data(plan, seed=None):
+    """The plan with the first mesh axis splitting only the batch, and weights gathered once per step.
+
+    seed: draws random splits for the other axis.
+    """
+    rng, p, (data, *_) = np.random.default_rng(seed), plan.pipeline, plan.mesh.names
+
+    def split(n):
+        every = [split_of(n, cfg, plan.mesh) for cfg in configs(n, plan.mesh)]
+        fits = [
+            s
+            for s in every
+            if all((data in axes) == (dim == "b") for dim, axes in s.items() if data in axes or dim == "b")
+            and (seed is not None or all(set(axes) <= {data} for axes in s.values()))
+            and (data in s.get("b", ()) or "b" not in {d.name for d in n.space})
+        ]
+        return fits[rng.integers(len(fits))]
+
+    strategies = tuple({n.name: split(n) for n in plan.graph.nodes} for _ in p.strategies)
+    stages = tuple(replace(s, weights="hoisted") for s in p.stages)
+    return replace(plan, pipeline=replace(p, strategies=strategies, stages=stages))
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts", "scan"),
+    [("1f1b", (1, 3), True), pytest.param("zb-h1", (2, 2), False, marks=pytest.mark.minutes)],
+)
+def test_gradients_summed_once_a_step_equal_the_unsharded_ones(name, cuts, scan):
+    """Each rank has tensor parallelism on the other axis."""
+    plan = over_data(staged(planned(scan), name, 1, cuts), seed=5)
+    jp, whole = plan.jax, reference(scan)
+    params, batch = arguments(scan)
+    placed, there = jp.device_put(params, batch)
+    loss, grads = jp.value_and_grad()(placed, there)
+    assert jp.unreduced_groups is not None and jp.unreduced_groups.many == 2
+    assert abs(float(loss) - whole.loss) < 1e-12 and abs(float(jp.loss()(placed, there)) - whole.loss) < 1e-12
+    assert worst_difference(whole.gradients, jp.gathered(grads)) < 1e-12
+    updated, *_ = jp.train_step(OPTIMIZER)(placed, jp.init(OPTIMIZER, placed), there)
+    assert worst_difference(whole.parameters, jp.gathered(updated)) < 1e-12
+
+
+def test_backward_sends_no_gradients_where_they_are_summed_once(monkeypatch):
+    """The compiled programs have no collective in backward, and one reduction of each stage's gradients after it."""
+    sent, late = [], []
+    run, mean = jax_pipeline_run._run_summing, jax_pipeline_run._mean_of
+
+    def told(program, sums, values):
+        text = program.run.lower(sums, [values[v] for v in program.reads]).compile().as_text()
+        sent.extend(collectives(text))
+        return run(program, sums, values)
+
+    def means(*of):
+        def at_last(sums):
+            late.append(collectives(mean(*of).lower(sums).compile().as_text()))
+            return mean(*of)(sums)
+
+        return at_last
+
+    monkeypatch.setattr(jax_pipeline_run, "_run_summing", told)
+    monkeypatch.setattr(jax_pipeline_run, "_mean_of", means)
+    w, x = jnp.full((4, 4, 4), 0.1), jnp.arange(64.0).reshape(16, 4) / 64
+
+    def alone(params, x):
+        return chain(params, x)[0]
+
+    plan = pase.compile(alone, w, x, devices=4, machine="h100x8", pipeline=2, mesh="2", accumulate=MICRO)
+    plan = over_data(staged(plan, "1f1b", 1, (1, 3)))
+    loss, grads = plan.jax.value_and_grad()(w, x)
+    want = jax.value_and_grad(alone)(w, x)
+    assert abs(float(loss - want[0])) < 1e-14
+    assert worst_difference(want[1], plan.jax.gathered(grads)) < 1e-14
+    assert not sent
+    assert [sum(c.bytes for c in of) for of in late] == [1 * 4 * 4 * 8, 3 * 4 * 4 * 8]
