@@ -190,9 +190,8 @@ def from_json(data: Json, where: str = "layout") -> PlanData:
             fix="use the version of pase that wrote it, or compile again",
         )
     form = convert(_renewed(data), LayoutForm, where)
-    for problem in problems(form):
-        place, _, what = problem.partition(": ")
-        raise PaseError(what, where=f"{where}: at {place}")
+    for fault in problems(form):
+        raise PaseError(fault.what, where=f"{where}: at {fault.place}")
     plan = _plan_of(form)
     if plan.buckets is not None:
         from pase.plan.buckets import read_buckets

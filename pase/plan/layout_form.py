@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -246,8 +246,15 @@ class LayoutForm(Struct, kw_only=True):
     pipeline: Annotated[PipelinePlan, Meta(description="stages; the mesh is one rank's")] | UnsetType = UNSET
 
 
-def problems(form: LayoutForm) -> Iterator[str]:
-    """Yield errors that types cannot express, each as "place: what".
+class LayoutFault(NamedTuple):
+    """What is wrong with a layout, and the place in the file that has it."""
+
+    place: str
+    what: str
+
+
+def problems(form: LayoutForm) -> Iterator[LayoutFault]:
+    """Yield errors that types cannot express.
 
     Axes must exist, a tensor may use an axis only once, and shards must divide dims evenly.
     """
@@ -257,9 +264,8 @@ def problems(form: LayoutForm) -> Iterator[str]:
     if p is not UNSET and p.replicas:
         devices = sum(r.pipeline.degree * math.prod(r.mesh.values()) for r in p.replicas)
     if devices != form.devices:
-        yield f"mesh: {size} is not {form.devices} devices" + (
-            "" if form.pipeline is UNSET else f" in {form.pipeline.degree} ranks"
-        )
+        ranks = "" if form.pipeline is UNSET else f" in {form.pipeline.degree} ranks"
+        yield LayoutFault("mesh", f"{size} is not {form.devices} devices{ranks}")
     if p is not UNSET:
         yield from _stage_problems(p, size, "pipeline")
         for i, replica in enumerate(p.replicas):
@@ -274,7 +280,7 @@ def problems(form: LayoutForm) -> Iterator[str]:
         yield from _misplaced(f"strategy/{n.node}/split", list(n.split.values()), size)
         for read in n.reads or ():
             if read not in names:
-                yield f"strategy/{n.node}/reads: there is no node '{read}'"
+                yield LayoutFault(f"strategy/{n.node}/reads", f"there is no node '{read}'")
     for name, layouts in form.layouts.items():
         for layout in layouts:
             yield from _misplaced(f"layouts/{name}", layout, size)
@@ -283,7 +289,7 @@ def problems(form: LayoutForm) -> Iterator[str]:
     for i, c in enumerate(form.collectives):
         yield from _misplaced(f"collectives/{i}/axes", [c.axes], size)
         if not c.axes:
-            yield f"collectives/{i}/axes: a collective must run along at least one mesh axis"
+            yield LayoutFault(f"collectives/{i}/axes", "a collective must run along at least one mesh axis")
     for r in form.reshards:
         for layout in (*r.layouts, *(() if r.gradient is UNSET else (r.gradient,))):
             yield from _misplaced(f"reshards/{r.at} of {r.tensor}", layout, size)
@@ -291,45 +297,53 @@ def problems(form: LayoutForm) -> Iterator[str]:
         known = len(form.accesses.layouts)
         for at, e in form.accesses.equations.items():
             if max((*e.reads.values(), *e.writes.values()), default=-1) >= known:
-                yield f"accesses/equations/{at}: a layout number is out of range; there are {known}, counted from 0"
+                yield LayoutFault(
+                    f"accesses/equations/{at}",
+                    f"a layout number is out of range; there are {known}, counted from 0",
+                )
 
 
-def _stage_problems(p: PipelinePlan, size: Mapping[str, int], place: str) -> Iterator[str]:
+def _stage_problems(p: PipelinePlan, size: Mapping[str, int], place: str) -> Iterator[LayoutFault]:
     """Check that the stages refer to existing ranks and strategies, and that there are as many stages as cuts."""
     if not len(p.cuts) == len(p.stages) == p.degree * p.chunks:
-        yield f"{place}: {len(p.cuts)} cuts and {len(p.stages)} stages for {p.degree} ranks of {p.chunks} chunks"
+        yield LayoutFault(
+            place, f"{len(p.cuts)} cuts and {len(p.stages)} stages for {p.degree} ranks of {p.chunks} chunks"
+        )
     if len(p.groups) not in (0, p.degree):
-        yield f"{place}/groups: {len(p.groups)} groups for {p.degree} ranks"
+        yield LayoutFault(f"{place}/groups", f"{len(p.groups)} groups for {p.degree} ranks")
     for i, s in enumerate(p.stages):
         if s.rank >= p.degree or s.strategy >= len(p.strategies):
-            yield f"{place}/stages/{i}: rank {s.rank} or strategy {s.strategy} does not exist"
+            yield LayoutFault(f"{place}/stages/{i}", f"rank {s.rank} or strategy {s.strategy} does not exist")
     for i, strategy in enumerate(p.strategies):
         for node, split in strategy.items():
             yield from _misplaced(f"{place}/strategies/{i}/{node}", list(split.values()), size)
     for node, stages in p.stages_of.items():
         if max(stages, default=0) >= len(p.stages):
-            yield f"{place}/stages_of/{node}: a stage is out of range; there are {len(p.stages)}, counted from 0"
+            yield LayoutFault(
+                f"{place}/stages_of/{node}",
+                f"a stage is out of range; there are {len(p.stages)}, counted from 0",
+            )
 
 
 def _misplaced(
     place: str, layout: Sequence[Sequence[str]], size: Mapping[str, int], shape: Sequence[int] | None = None
-) -> Iterator[str]:
+) -> Iterator[LayoutFault]:
     """Yield what is wrong with a layout on a mesh (axis -> size), for a tensor of this shape."""
     used = [a for axes in layout for a in axes]
     for a in used:
         if a not in size:
-            yield f"{place}: mesh axis '{a}' does not exist; the mesh has {', '.join(size)}"
+            yield LayoutFault(place, f"mesh axis '{a}' does not exist; the mesh has {', '.join(size)}")
             return
     if len(set(used)) != len(used):
-        yield f"{place}: a mesh axis is used twice in {[list(x) for x in layout]}"
+        yield LayoutFault(place, f"a mesh axis is used twice in {[list(x) for x in layout]}")
     if shape is None:
         return
     if len(layout) != len(shape):
-        yield f"{place}: the layout has {len(layout)} dims, but the shape is {list(shape)}"
+        yield LayoutFault(place, f"the layout has {len(layout)} dims, but the shape is {list(shape)}")
         return
     for extent, axes in zip(shape, layout, strict=True):
         ways = 1
         for a in axes:
             ways *= size[a]
         if extent % ways:
-            yield f"{place}: a dim of {extent} elements cannot be split evenly into {ways} shards"
+            yield LayoutFault(place, f"a dim of {extent} elements cannot be split evenly into {ways} shards")

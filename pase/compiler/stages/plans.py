@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from pase.plan.assemble import assemble, axes_by_use
 from pase.plan.pipeline import PipelinePlan, ReplicaPlan, StagePlan
 from pase.plan.remarks import remarked
 from pase.plan.types import NodePlan, PlanData, Tried
-from pase.tables.itemize import NodeCost, split_of
+from pase.tables.itemize import Collective, NodeCost, split_of
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
@@ -79,10 +79,7 @@ def plan_staged(
     micro_batches = micro_batches_of(t.graph)
     run = s.micro_batches / micro_batches
     counted = [(c, run if c.times >= micro_batches else 1.0) for c in plan.collectives]
-    sent: dict[str, tuple[float, float]] = {}
-    for c, part in counted:
-        before, after = sent.get(c.node, (0.0, 0.0))
-        sent[c.node] = (before + c.cost, after + c.cost * part)
+    sent = _sent_by_node(counted)
     staged = replace(
         plan,
         devices=problem.devices,
@@ -101,6 +98,15 @@ def plan_staged(
         ),
     )
     return remarked(staged, t.graph, problem.machine)
+
+
+def _sent_by_node(counted: Iterable[tuple[Collective, float]]) -> dict[str, tuple[float, float]]:
+    """Return node -> (cost of its collectives, the part of it that a replica runs)."""
+    sent: dict[str, tuple[float, float]] = {}
+    for c, part in counted:
+        before, after = sent.get(c.node, (0.0, 0.0))
+        sent[c.node] = (before + c.cost, after + c.cost * part)
+    return sent
 
 
 def _names(problem: SplitProblem) -> tuple[str, ...]:

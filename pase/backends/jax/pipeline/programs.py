@@ -117,12 +117,9 @@ def stage_programs(
             run = jax.vmap(gradients, in_axes=(None, 0, 0, 0), spmd_axis_name=unreduced.axes)
         return run(weights, part(batch, micro), entered, cotangents)
 
-    def every(x: ShapeDtypeStruct) -> ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*many, *x.shape), x.dtype)
-
-    cotangents = [every(x) for x, on in zip(out, returned, strict=True) if on]
+    cotangents = [_stacked(many, x) for x, on in zip(out, returned, strict=True) if on]
     micro = jax.ShapeDtypeStruct((), jnp.int32)
-    args = (list(weights), list(batch), micro, [every(x) for x in entered], cotangents)
+    args = (list(weights), list(batch), micro, [_stacked(many, x) for x in entered], cotangents)
     closed: ClosedJaxpr = jax.make_jaxpr(joint)(*args)
     if splits_backward:
         closed = flat(closed)
@@ -136,13 +133,8 @@ def stage_programs(
         activations={*x, *ct},
         hoisted=hoisted,
     )
-    prepare, forward, backward = cut.programs(
-        y,
-        dx,
-        dw,
-        kept if unreduced is None else [unreduced.stacked(s) for s in kept],
-        2 if splits_backward else 1,
-    )
+    shardings = kept if unreduced is None else [unreduced.stacked(s) for s in kept]
+    prepare, forward, backward = cut.programs(y, dx, dw, shardings, 2 if splits_backward else 1)
     return StagePrograms(
         prepare=prepare,
         forward=forward,
@@ -155,6 +147,13 @@ def stage_programs(
         leaves=tuple(y),
         entered_gradients=tuple(_spread([not on for on in smooth], dx)),
     )
+
+
+def _stacked(many: tuple[int, ...], x: ShapeDtypeStruct) -> ShapeDtypeStruct:
+    """The shape of a value with a leading dim of unreduced groups, if there are any."""
+    import jax
+
+    return jax.ShapeDtypeStruct((*many, *x.shape), x.dtype)
 
 
 def _gradients(

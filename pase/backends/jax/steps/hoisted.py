@@ -109,9 +109,8 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
 
     def micro_batch(micro: Sequence[Array]) -> tuple[list[Array], Tree]:
         mine = [x for x, on in zip(arrived, smooth, strict=True) if on]
-        (_, outs), (there, own) = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(
-            mine, gradient_carriers, micro
-        )
+        value_and_grad = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)
+        (_, outs), (there, own) = value_and_grad(mine, gradient_carriers, micro)
         return outs, (jax.tree.map(jnp.add, own, back_to_parameters(there)) if each else (there, own))
 
     if k == 1:
