@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -19,20 +19,22 @@ from pase.compiler.stages.places import Places, places_of
 from pase.errors import Infeasible
 from pase.ir import Access, Graph, Node, Op
 from pase.ir.blocks import Block, holders
+from pase.ir.functions import CAUSAL_ATTENTION
 from pase.ir.precision import FP8, operand_bytes
 from pase.ir.types import LEAF
-from pase.machine import CollectiveKind, CostModel
+from pase.machine import CollectiveKind, CostModel, Mesh
 from pase.memory.residuals import kept
-from pase.plan.step import launches, saved_by_kernels
+from pase.plan.step import executed_work, launches, saved_by_kernels
 from pase.stated.program import Program
 from pase.stated.strategy import PRODUCTS_IN, Strategy
-from pase.stated.work import priced_work
+from pase.tables.build import work_price
 from pase.tables.itemize import collectives
 from pase.tables.layouts import concrete_size, dim_index, shards
-from pase.tables.work import Phase
+from pase.tables.work import SCALE_PASSES, Phase, Work
 
 __all__ = ["Part", "Parts", "Sent", "parts_of"]
 
+_OPTIMIZER = "adam"
 HEAVY = ("matmul", "conv", "attention")
 
 
@@ -241,7 +243,7 @@ class _PartsInTheMaking:
         part, many, share = self.parts[self.places.of(n.name)], self.runs(n.name), self.share
         inside = self.places.of(n.name) == "block"
         cfg = self.placed.strategy[n.name][None, :]
-        for w, seconds in priced_work(
+        for w, seconds in _priced_work(
             self.graph, n, cfg, self.placed.mesh, self.strategy, self.program, self.model
         ):
             each = w.times * seconds / many
@@ -511,3 +513,48 @@ def _read_by_recompute(graph: Graph, program: Program) -> tuple[set[str], set[st
             elif op.kind == "carry":
                 out |= {a.tensor for a in op.writes}
     return by_weights, out
+
+
+def _priced_work(
+    graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, s: Strategy, program: Program, model: CostModel
+) -> Iterator[tuple[Work, float]]:
+    """Yield the node's work on one device as the program's own kernels run it, each piece with its price for one run.
+
+    The program defines what casts to fp8 read. NVFP4 has a scale of the whole tensor, for which the tensor is read once
+    more (Transformer Engine, NVFP4BlockScaling).
+    """
+    for w in executed_work(graph, n, cfg, mesh, model, program.executor, _OPTIMIZER):
+        if w.kind == "attention":
+            yield w, _attention_s(graph, n, cfg, mesh, w, program, model)
+            continue
+        if w.casts:
+            written = 2 * operand_bytes(PRODUCTS_IN[s.precision] or FP8)
+            passes = max(program.fp8_passes, 1.0) if s.precision == "nvfp4" else program.fp8_passes
+            own, had = (2 * (1 + often) + written for often in (passes, SCALE_PASSES))
+            w = replace(w, nbytes=w.nbytes * own / had)
+        yield w, float(np.ravel(work_price(w, model))[0])
+
+
+def _attention_s(
+    graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, w: Work, program: Program, model: CostModel
+) -> float:
+    """Return the seconds of an attention with the program's own kernel, if the machine knows it.
+
+    With a causal mask and a sharded sequence, all ranks have the same work, because all frameworks assign chunks in
+    pairs (zigzag).
+    """
+    op = next(op for op in n.ops if op.kind == "attention")
+    if op.function is CAUSAL_ATTENTION:
+        queries = op.writes[1].map.walks[1].dims
+        ways = float(shards(cfg, dim_index(n, queries), mesh)[0])
+        w = replace(w, flops=w.flops * (0.5 / (1 - 1 / (2 * ways))))
+    device = model.machine.device
+    known = {k.name: k for k in device.attention_kernels}
+    name = next((name for name in program.attention if name in known), None)
+    seconds = float(np.ravel(work_price(w, model))[0])
+    if name is None or w.mnk is None:
+        return seconds
+    rate = device.peak(w.dtype) * float(
+        known[name].at(np.asarray(w.mnk[1]), backward=w.phase == "backward").ravel()[0]
+    )
+    return float(np.ravel(w.flops)[0]) / rate + device.launch_s

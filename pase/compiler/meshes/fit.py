@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from pase.compiler.meshes.baselines import memory_of
-from pase.compiler.meshes.footprints import Footprint, least_memory, needs_on_more, nothing_fits
 from pase.compiler.meshes.search import Found, add_seconds, closed, search_meshes
 from pase.compiler.problem.problem import Progress, SplitProblem
 from pase.compiler.problem.spent import Spent
@@ -33,6 +32,14 @@ if TYPE_CHECKING:
     from pase.frontends.registry import Traced
 
 __all__ = ["cheapest_free", "fit_limit", "fit_more", "fit_variants"]
+
+
+class _Footprint(NamedTuple):
+    """The least memory that a variant needs: bytes on a device, on the mesh on which it needs the least."""
+
+    nbytes: float
+    mesh: Mesh
+    variant: Variant
 
 
 def cheapest_free(
@@ -93,7 +100,7 @@ def fit_variants(
     if memory_of(problem, free.configs, free.mesh).total <= limit:
         return problem, free
     best: tuple[SplitProblem, Found] | None = None
-    least: list[Footprint] = []
+    least: list[_Footprint] = []
     bound, least_first, whole = float("inf"), True, True
     seconds = dict(free.seconds)
     for group in tries:
@@ -109,9 +116,9 @@ def fit_variants(
                 break
             first = variant == problem.variant
             below = float("inf") if best is None else best[1].solution.cost
-            needs = {m: least_memory(p, m) for m in over}
+            needs = {m: _least_memory(p, m) for m in over}
             where = min(over, key=needs.__getitem__)
-            least.append(Footprint(needs[where], where, variant))
+            least.append(_Footprint(needs[where], where, variant))
             promising |= needs[where] > limit
             # A variant works at least as much as the step as written, whose bound on a mesh therefore holds for it too.
             meshes = [m for m in over if needs[m] <= limit and free.bounds[m.sizes] < below]
@@ -130,8 +137,8 @@ def fit_variants(
         if best is not None and (not whole or not promising):
             break
     if best is None:
-        more = list(needs_on_more(problem, traced, least, limit))
-        raise nothing_fits(least, limit, problem.devices, more)
+        more = list(_needs_on_more(problem, traced, least, limit))
+        raise _nothing_fits(least, limit, problem.devices, more)
     if not whole:  # a variant that was not tried takes no less than the first one without the limit
         bound = min(bound, free.solution.bound)
     s = replace(best[1].solution, bound=min(bound, best[1].solution.cost))
@@ -465,3 +472,52 @@ def _forbid(tables: CostTables, flight: Sequence[np.ndarray], most: float) -> Co
         key = (id(cost), over.tobytes())
         costs.append(same.setdefault(key, np.where(over, np.inf, cost) if over.any() else cost))
     return replace(tables, node_costs=tuple(costs))
+
+
+def _least_memory(problem: SplitProblem, mesh: Mesh) -> float:
+    """Return a lower bound on the bytes per device that any strategy on this mesh needs, without bytes in flight."""
+    spaces = problem.pricing.configs(mesh)
+    p = problem.account.profile(problem.graph, mesh, spaces, float("inf"), problem.optimizer)
+    lowest = {id(b): b.min() for b in p.bytes}
+    least = np.array([lowest[id(b)] for b in p.bytes])
+    least[p.stop <= p.start] = 0.0
+    change = np.zeros(int(p.stop.max()) + 1)
+    np.add.at(change, p.start, least)
+    np.add.at(change, p.stop, -least)
+    return float(np.cumsum(change)[:-1].max())
+
+
+def _needs_on_more(
+    problem: SplitProblem, traced: Traced, least: Sequence[_Footprint], limit: float
+) -> Iterator[tuple[int, float]]:
+    """Yield (devices, least bytes) of the smallest variant on 2, 4, … 64 times the devices, until it fits."""
+    p = problem.varied(traced, min(least, key=lambda n: n.nbytes).variant)
+    for factor in (2, 4, 8, 16, 32, 64):
+        more = replace(p, devices=factor * p.devices, graph=replace(p.graph, fixed={}))
+        needs = min((_least_memory(more, m) for m in more.meshes(None, 2)), default=float("inf"))
+        yield more.devices, needs
+        if needs <= limit:
+            return
+
+
+def _nothing_fits(
+    least: Sequence[_Footprint], limit: float, devices: int, more: Sequence[tuple[int, float]]
+) -> Infeasible:
+    """Return the error that says what would fit.
+
+    more: (devices, least bytes) of the smallest variant on more devices.
+    """
+    nbytes, mesh, variant = min(least, key=lambda n: n.nbytes)
+    enough = next((n for n, b in more if b <= limit), None)
+    if enough is not None:
+        fix = f"use {enough} devices, on which it may fit, or a smaller batch"
+    elif more:
+        fix = f"use a smaller batch or model; even {more[-1][0]} devices do not suffice"
+    else:
+        fix = "use more devices or a smaller batch"
+    shape = "×".join(map(str, mesh.sizes))
+    return Infeasible(
+        f"no strategy found that fits {limit / 2**30:.4g} GiB per device on {devices} devices: each needs at least "
+        f"{nbytes / 2**30:.4g} GiB ({variant}, mesh {shape})",
+        fix=fix,
+    )

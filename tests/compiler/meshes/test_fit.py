@@ -20,14 +20,14 @@ from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.problem.spent import Spent
 from pase.compiler.problem.variants import Variant, variants
 from pase.compiler.resolve import resolve
-from pase.errors import PaseError
+from pase.errors import Infeasible, PaseError
 from pase.frontends.jax.batch import examples_meet
 from pase.frontends.jax.blocks import blocks_of
 from pase.frontends.jax.frontend import trace
 from pase.machine import Mesh, mesh_from
 from pase.search import Solution
 from pase.tables.layouts import configs
-from tests.compiler.meshes.models import WIDE, S, wide
+from tests.compiler.meshes.models import MODEL, WIDE, S, wide
 
 
 def norms(params, x):
@@ -186,3 +186,18 @@ def test_a_variant_that_takes_less_is_noticed():
         answer = Solution(choice=np.zeros(0, np.int64), cost=cost, bound=cost, optimal=True)
         found = SimpleNamespace(answers={(2, 4): answer, (4, 2): answer})
         assert _takes_less(found, free) == less
+
+
+def test_what_cannot_fit_says_what_would():
+    with pytest.raises(Infeasible, match=r"0\.0009766 GiB .* on 4 devices: .* [\d.]+ GiB") as e:
+        pase.compile(MODEL, devices=4, memory_limit=2**20)
+    assert "devices" in e.value.fix
+
+
+def test_what_cannot_fit_says_how_near_it_comes():
+    with pytest.raises(Infeasible, match=r"\(4096 micro-batches, mesh 2\)") as e:
+        pase.compile(wide, *WIDE, devices=2, memory_limit=64)
+    assert "128 devices" in e.value.fix
+    with pytest.raises(Infeasible, match=r"on 2 devices: .*; use (4|8|16) devices"):
+        least = pase.compile(wide, *WIDE, devices=2, accumulate=4096, baselines=False).memory
+        pase.compile(wide, *WIDE, devices=2, memory_limit=least.total / 4)
