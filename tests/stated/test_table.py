@@ -1,0 +1,36 @@
+"""A priced strategy as text: its numbers with units, and a warning where it does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pase.plan.table import bytes_text, cost_text
+from pase.stated.table import as_lines
+from tests.stated.prices import price
+
+
+def test_every_part_of_the_step_has_its_line() -> None:
+    p = price("fsdp=8,remat=full")
+    text = as_lines("a Llama", p)
+    assert text[0].startswith("a Llama as fsdp=8") and "8 devices of h100x8" in text[0]
+    assert cost_text(p.step_s, "s") in text[1] and str(p.throughput) in text[1]
+    assert all(f"{k} {cost_text(v, 's')}" in text[2] for k, v in p.seconds.items() if v > 0)
+    assert text[3].startswith(
+        "runs   1 micro-batch of 2 on each of 8 data-parallel ranks, recomputation full"
+    )
+    sent = next(line for line in text if line.startswith("sends"))
+    assert all(f"{k} {cost_text(v, 's')}" in sent for k, v in p.collectives_s.items())
+    memory = next(line for line in text if line.startswith("memory"))
+    assert f"{bytes_text(p.memory.total)} of {bytes_text(p.device_memory)}" in memory
+    assert not any(line.startswith(("stages", "WARNING")) for line in text)
+
+
+def test_stages_have_a_line_of_their_own_and_what_does_not_fit_a_warning() -> None:
+    p = price("dp=2,tp=2,pp=2,micro=1", program="megatron")
+    assert p.pipeline is not None
+    assert any(
+        line.startswith("stages 2 of 1 chunks: bubble") and f"{p.pipeline.bubble:.1%}" in line
+        for line in as_lines("it", p)
+    )
+    tight = replace(p, device_memory=int(p.memory.total) - 1)
+    assert not tight.fits and "WARNING it does not fit" in as_lines("it", tight)
