@@ -87,7 +87,7 @@ def test_explain_says_the_bubble_and_what_other_schedules_would_cost(tmp_path):
     staged().save(tmp_path / "layout.json")
     text = printed("explain", tmp_path / "layout.json")
     assert "bubble" in text and "imbalance" in text and "other schedules, each with its own best cuts" in text
-    assert "other splits of stages are not priced one by one" in " ".join(text.split())
+    assert "alternatives are not priced for a pipelined plan" in " ".join(text.split())
     told = reported("explain", tmp_path / "layout.json")["pipeline"]
     assert told["degree"] == 2 and told["others"] == dict(staged().pipeline.others)
     with pytest.raises(PaseError, match="leave out pipeline=2"):
