@@ -171,9 +171,13 @@ def slice_arguments(c: OnnxCall, rank: int) -> tuple[list[int], list[int], list[
 
 
 def slice_bounds(start: int, end: int, step: int, size: int) -> tuple[int, int | None, int]:
-    """(start, end, step) for Python's slice. A negative end, which means "before the first element", becomes None."""
+    """(start, end, step) for Python's slice. A negative end, which means "before the first element", becomes None.
+
+    A start before the first element is the first element in either direction, as the specification of Slice says and
+    onnxruntime does. (Python's slices are empty there if the step is negative.)
+    """
     start, end, step = slice(start, end, step).indices(size)
-    return start, None if end < 0 else end, step
+    return max(start, 0), None if end < 0 else end, step
 
 
 @_folds("Squeeze")
