@@ -199,7 +199,7 @@ def compile(
         torch.nn.Module followed by an example batch, "hf:CLASS?setting=…" for a model of transformers, or anything
         that another frontend reads: "model.onnx", an onnx.ModelProto, …
     params, batch: JAX arrays and shapes. Those that have a NamedSharding over several devices keep it, and the search
-        decides the rest (docs/how-to/programs.md, "Arrays that lie on a mesh already").
+        decides the rest (docs/how-to/programs.md, "Arrays that already have a sharding").
     {options}
     progress: a function that is called with a line of text at each step of the compilation.
 

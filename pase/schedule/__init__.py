@@ -2,7 +2,7 @@
 updates are applied.
 
 A policy takes a `ScheduleProblem` and returns a `BucketPlan`; one evaluator judges all policies.
-docs/how-to/schedule.md has the papers and figures.
+docs/explanation/bucket-plans.md has the papers, and docs/evidence/bucket-plans.md the figures.
 """
 
 from pase.schedule.bound import lower_bound_s

@@ -75,7 +75,7 @@ def test_three_sizes_far_apart_predict_those_between(gpu, ways):
 
 def test_steps_of_small_gpts_in_order():
     """Some of vTrain's rows without a pipeline: what is slower is predicted slower. The predictions are 22% low,
-    whether the host or the device is the bottleneck (docs/explanation/cost-model.md)."""
+    whether the host or the device is the bottleneck (docs/evidence/predictions.md)."""
     pytest.importorskip("jax")
     from bench.published import vtrain
 

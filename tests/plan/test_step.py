@@ -141,7 +141,7 @@ def test_a_measured_host_launches_at_its_own_pace():
 
 @pytest.mark.data("traces/vtrain")
 def test_vtrains_rows_are_sums_of_a_few_profiles():
-    """docs/explanation/cost-model.md says so: the rows are sums to the last digit, and a measured row would stand
+    """docs/evidence/predictions.md says so: the rows are sums to the last digit, and a measured row would stand
     out."""
     from bench.published import vtrain
 
