@@ -8,6 +8,7 @@ import pytest
 
 from pase.frontends import registry
 from pase.frontends.registry import UnknownOp
+from tests.frontends.torch.formulas import assert_unsharded
 
 pytestmark = pytest.mark.torch
 
@@ -35,3 +36,23 @@ def test_an_op_without_rule_is_decomposed_or_named() -> None:
     assert e.value.where.startswith("Mystery: pase_test.mystery.default") and "replicate" in e.value.fix
     graph = registry.trace(Mystery(), x, unknown="replicate").graph
     assert any(op.kind == "opaque" for n in graph.nodes for op in n.ops)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "GRUCell",
+        "LSTMCell",
+        "RNNCell",
+        "cdist",
+        "pdist",
+        "cosine",
+        "ranking",
+        "diagonal",
+        "median",
+        "mixture",
+        "mesh grid",
+    ],
+)
+def test_the_step_is_the_unsharded_one(kind: str) -> None:
+    assert_unsharded(kind)

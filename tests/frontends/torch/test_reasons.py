@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import pase
 from pase.errors import PaseError
 from pase.frontends import registry
 from tests.frontends.torch.bodies import linear
@@ -57,3 +58,16 @@ def test_every_place_that_depends_on_the_data_is_listed() -> None:
     )
     with torch.device("meta"), pytest.raises(PaseError, match=r"cannot export Asks.* torch.where"):
         registry.trace(Asks(), torch.ones(4, 4))
+
+
+def test_why_ctc_loss_is_not_read() -> None:
+    import torch
+
+    def loss(m: Any, x: Any) -> Any:
+        found = m(x).log_softmax(-1)[:, None].expand(16, 4, 8)
+        long, few = torch.full((4,), 16), torch.full((4,), 3)
+        return torch.nn.functional.ctc_loss(found, torch.ones(4, 3, dtype=torch.int64), long, few)
+
+    with pytest.raises(PaseError, match="ctc_loss") as e:
+        pase.compile(torch.nn.Linear(16, 8), torch.randn(16, 16), devices=2, loss=loss)
+    assert "scan" in e.value.fix

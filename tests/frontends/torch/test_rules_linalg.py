@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pase.frontends import registry
+from tests.frontends.torch.formulas import assert_unsharded
 from tests.ir.graphs import flops
 
 pytestmark = pytest.mark.torch
@@ -40,3 +41,8 @@ def test_a_batch_of_matrices_is_split_and_a_matrix_is_not(name: str, factor: flo
     assert [(d.size, d.kind) for d in node.space if d.kind == "parallel"] == [(6, "parallel")]
     assert {d.kind for d in node.space} == {"parallel", "replicated"}
     assert flops(graph, node.kind) == pytest.approx(6 * factor * 8**3)
+
+
+@pytest.mark.parametrize("kind", ["svdvals", "eigh", "qr", "cholesky", "solve", "slogdet", "of a batch"])
+def test_the_step_is_the_unsharded_one(kind: str) -> None:
+    assert_unsharded(kind)

@@ -1,17 +1,10 @@
-"""Ops of PyTorch that the frontend reads by PyTorch's decomposition, writes in other ops, or splits only along their
-batch. A step of each equals the unsharded one."""
+"""Formulas with ops that PyTorch decomposes, that pase writes in other ops, or that are split along their batch only."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-import pase
-from pase.errors import PaseError
 from tests.backends.torch.trained import agrees
-
-pytestmark = pytest.mark.torch
 
 
 def formulas() -> dict[str, Any]:
@@ -54,14 +47,8 @@ def formulas() -> dict[str, Any]:
     }
 
 
-KINDS = (
-    *("GRUCell", "LSTMCell", "RNNCell", "cdist", "pdist", "cosine", "ranking", "diagonal", "median"),
-    *("svdvals", "eigh", "qr", "cholesky", "solve", "slogdet", "of a batch", "mixture", "mesh grid"),
-)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_step_is_the_unsharded_one(kind: str) -> None:
+def assert_unsharded(kind: str) -> None:
+    """Steps with this formula are those of one process without pase."""
     import torch
     from torch import nn
 
@@ -76,16 +63,3 @@ def test_the_step_is_the_unsharded_one(kind: str) -> None:
 
     torch.manual_seed(1)
     agrees(Formula(), 2)
-
-
-def test_why_ctc_loss_is_not_read() -> None:
-    import torch
-
-    def loss(m: Any, x: Any) -> Any:
-        found = m(x).log_softmax(-1)[:, None].expand(16, 4, 8)
-        long, few = torch.full((4,), 16), torch.full((4,), 3)
-        return torch.nn.functional.ctc_loss(found, torch.ones(4, 3, dtype=torch.int64), long, few)
-
-    with pytest.raises(PaseError, match="ctc_loss") as e:
-        pase.compile(torch.nn.Linear(16, 8), torch.randn(16, 16), devices=2, loss=loss)
-    assert "scan" in e.value.fix
