@@ -1,4 +1,4 @@
-"""Formulas with ops that PyTorch decomposes, that pase writes in other ops, or that are split along their batch only."""
+"""Formulas with ops that PyTorch decomposes, that pase writes in other ops, or that only their batch splits."""
 
 from __future__ import annotations
 
