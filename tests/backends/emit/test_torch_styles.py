@@ -1,5 +1,4 @@
-"""Plans as PyTorch's own parallel styles. The written files run and give the unsharded step. A plan that does not have
-a style is refused."""
+"""Plans as PyTorch's own parallel styles. A plan that does not have a style is refused."""
 
 from __future__ import annotations
 

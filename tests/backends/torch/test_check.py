@@ -1,4 +1,4 @@
-"""``plan.torch.check`` on 4 ranks: right steps agree, planted faults are found by name, and no state changes."""
+"""``plan.torch.check`` on 4 ranks: planted faults are found by name, and a checked step trains."""
 
 from __future__ import annotations
 
