@@ -11,12 +11,14 @@ import ast
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -146,59 +148,61 @@ DONE = object()
 """Follows the rows of a name: all have been measured."""
 
 
-def _rows_alone(rows: Any, given: argparse.Namespace) -> dict[str, Any]:
-    return {}
+def _called(function: Any, *arguments: Any, given: argparse.Namespace) -> Any:
+    """Calls the function, with ``given`` if it has such a parameter; returns anything else as it is."""
+    if not callable(function):
+        return function
+    return function(*arguments, **({"given": given} if "given" in signature(function).parameters else {}))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Benchmark:
-    """A bench that measures rows.
+    """A bench that measures rows. A function in it that has a parameter ``given`` gets the options.
 
-    doc: the module's docstring, which ``--help`` shows.
     result: the name of the result file in bench/results.
-    rows: the name of each row and its arguments, or a function that returns them from the options.
-    measure: measures one row from its arguments and the options. Returns the row, several rows, or None for no row.
-    stream: in place of ``measure``: measures many rows together, and yields (name, row).
-    named: the format of a row's name from the row's fields, or a function. If empty, the file has rows by name, not in
-        a list.
+    rows: the arguments with which each row is measured (a tuple for several), by its name; or only names.
+    measure: measures a row from its arguments. Returns the row, several rows, or None for no row.
+    named: the format of a row's name from the row's fields, or a function. A single field that a row lacks is added. If
+        empty, the file has rows by name, not in a list.
+    stream: in place of ``measure``: measures many rows together, from ``rows``, and yields (name, row).
     at: the key of the rows in the result file. If empty, the result is ``head`` alone, and no row can be kept.
-    head: from all rows (as the file has them) and the options, the other entries of the result file.
+    head: the other entries of the result file, from all rows (as the file has them).
     order: the key by which rows are sorted, from a row's name and the row; by default the order of ``rows``.
     line: what is printed about a row, from its name and the row; by default its fields.
     options: the bench's own options.
-    prepare: runs before the first row: warms up, or sets what must be set.
-    environment: variables that are set before ``rows``, ``prepare`` and ``measure`` (which import jax) run.
+    prepare: runs before the first row.
+    environment: variables that are set before the other functions (which import jax) run.
     page: makes something else from the whole result, after all rows. ``--page`` does this alone.
     resumes: rows that the result file has are not measured again by default. New rows have the commit.
     current: whether ``--resume`` may keep this row of the result file.
     instead: does something else than to measure, and returns whether it did.
     """
 
-    doc: str | None
-    result: str | Callable[[argparse.Namespace], str]
-    rows: NamedRows | Callable[[argparse.Namespace], NamedRows]
-    measure: Callable[[Any, argparse.Namespace], dict[str, Any] | Iterable[dict[str, Any]] | None] | None = (
-        None
-    )
-    stream: Callable[[dict[str, Any], argparse.Namespace], Iterable[tuple[str, Any]]] | None = None
+    result: str | Callable[..., str]
+    rows: NamedRows | Sequence[str] | Callable[..., NamedRows | Sequence[str]]
+    measure: Callable[..., dict[str, Any] | Iterable[dict[str, Any]] | None] | None = None
     named: str | Callable[[dict[str, Any]], str] = ""
+    _: KW_ONLY
+    stream: Callable[..., Iterable[tuple[str, Any]]] | None = None
     at: str = "rows"
-    head: Callable[[Any, argparse.Namespace], dict[str, Any]] = _rows_alone
+    head: Mapping[str, Any] | Callable[..., dict[str, Any]] = field(default_factory=dict)
     order: Callable[[str, Any], Any] | None = None
     line: Callable[[str, Any], str] | None = None
     options: Sequence[Option] = ()
-    prepare: Callable[[argparse.Namespace], object] | None = None
-    environment: Mapping[str, str] | Callable[[argparse.Namespace], Mapping[str, str]] | None = None
-    page: Callable[[dict[str, Any], argparse.Namespace], object] | None = None
+    prepare: Callable[..., object] = lambda: None
+    environment: Mapping[str, str] | Callable[..., Mapping[str, str]] = field(default_factory=dict)
+    page: Callable[..., object] | None = None
     resumes: bool = False
     current: Callable[[Any], bool] = lambda row: True
-    instead: Callable[[argparse.Namespace], bool] = lambda given: False
+    instead: Callable[..., bool] = lambda: False
 
     def parser(self) -> argparse.ArgumentParser:
         """Returns the parser of the common options and of the bench's own."""
         page = [option("--page", "--render", action="store_true", help="make the page, measure nothing")]
         of = self.result if isinstance(self.result, str) else "NAME"
-        made = parser(self.doc, of, *self.options, *COMMON, *(page if self.page else ()))
+        made = parser(
+            sys.modules["__main__"].__doc__, of, *self.options, *COMMON, *(page if self.page else ())
+        )
         made.set_defaults(resume=self.resumes)
         return made
 
@@ -206,24 +210,24 @@ class Benchmark:
         """Runs the bench by its command line: measures rows, prints them, and saves them."""
         given = self.parser().parse_args(arguments)
         if not isinstance(self.result, str) and given.out == RESULTS / "NAME.json":
-            given.out = RESULTS / f"{self.result(given)}.json"
+            given.out = RESULTS / f"{_called(self.result, given=given)}.json"
         given.only = [*given.only, *given.texts]
         if self.page and given.page:
-            self.page(json.loads(given.out.read_text(encoding="utf-8")), given)
+            _called(self.page, json.loads(given.out.read_text(encoding="utf-8")), given=given)
             return
-        environment = self.environment(given) if callable(self.environment) else self.environment
-        os.environ.update(environment or {})
-        if self.instead(given):
+        os.environ.update(_called(self.environment, given=given))
+        if _called(self.instead, given=given):
             return
-        cases = dict(self.rows(given) if callable(self.rows) else self.rows)
+        rows = _called(self.rows, given=given)
+        cases = dict(rows) if isinstance(rows, Mapping) else {name: name for name in rows}
         chosen = wanted(cases, given.only)
         found = self._before(given.out, None if callable(self.rows) else cases)
         if found:  # if the rows are from another version, this raises now and not after hours
             self._result(found, cases, given)
         if given.resume:
             chosen = [n for n in chosen if n not in found or not all(map(self.current, found[n]))]
-        if chosen and self.prepare:
-            self.prepare(given)
+        if chosen:
+            _called(self.prepare, given=given)
         said = sys.stderr if given.json else sys.stdout
         result = self._measured({name: cases[name] for name in chosen}, cases, found, given, said)
         if given.json:
@@ -233,7 +237,7 @@ class Benchmark:
                 print(text)
             print(f"wrote {given.out}" if chosen else f"{given.out} has all rows")
         if self.page:
-            self.page(result, given)
+            _called(self.page, result, given=given)
 
     def _name(self, row: dict[str, Any]) -> str:
         return self.named.format_map(row) if isinstance(self.named, str) else self.named(row)
@@ -259,7 +263,7 @@ class Benchmark:
         if self.order:
             pairs.sort(key=lambda pair: self.order(*pair))
         rows = [row for _, row in pairs] if self.named else dict(pairs)
-        return self.head(rows, given) | ({self.at: rows} if self.at else {})
+        return dict(_called(self.head, rows, given=given)) | ({self.at: rows} if self.at else {})
 
     def _measured(
         self,
@@ -277,7 +281,7 @@ class Benchmark:
             for name, row in self._stream(chosen, given):
                 now = time.monotonic()
                 if row is not DONE:
-                    new.setdefault(name, []).append(self._stamped(row))
+                    new.setdefault(name, []).append(self._stamped(name, row))
                     left = (now - began) / len(new) * (len(chosen) - len(new))
                     done = f"{len(new):{len(str(len(chosen)))}}/{len(chosen)} {_left(left)}"
                     text = self.line(name, row) if self.line else _fields(name, row)
@@ -292,17 +296,20 @@ class Benchmark:
                 save(self._result(found, cases, given), given.out)
         return self._result(found, cases, given) if found else {}
 
-    def _stamped(self, row: Any) -> Any:
+    def _stamped(self, name: str, row: Any) -> Any:
+        """The row with its name, if that is a field which it lacks, and with the commit."""
+        field = isinstance(self.named, str) and re.fullmatch(r"\{(\w+)\}", self.named)
+        row = {field[1]: name} | row if field else row
         return {"commit": BEGAN["commit"]} | row if self.resumes and isinstance(row, dict) else row
 
     def _stream(self, chosen: dict[str, Any], given: argparse.Namespace) -> Iterator[tuple[str, Any]]:
         """Yields (name, row) of the chosen rows, and (name, DONE) after the rows of each name, while there is time."""
-        for name, row in self.stream(chosen, given) if self.stream else ():
+        for name, row in _called(self.stream, chosen, given=given) or ():
             yield from ((name, row), (name, DONE))
         for name, case in chosen.items() if self.measure else ():
             if given.minutes is not None and time.process_time() > 60 * given.minutes:
                 return
-            rows = self.measure(case, given)
+            rows = _called(self.measure, *(case if isinstance(case, tuple) else (case,)), given=given)
             for row in [rows] if isinstance(rows, dict) else rows or ():
                 yield name, row
             yield name, DONE

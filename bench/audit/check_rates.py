@@ -246,9 +246,8 @@ def checker(seed: int | None, manner: str) -> Checker | None:
     return None if plan is None else Checker(plan=plan, arguments=arguments, lowering=lowering)
 
 
-def measured(case: tuple[int | None, str], given: Namespace) -> Iterator[dict[str, Any]]:
+def measured(seed: int | None, manner: str, given: Namespace) -> Iterator[dict[str, Any]]:
     """Yields the rows of one program."""
-    seed, manner = case
     if (found := checker(seed, manner)) is not None:
         name = f"zoo:{manner}" if seed is None else f"{seed} {manner}"
         rng = np.random.default_rng([*name.encode()])
@@ -256,12 +255,11 @@ def measured(case: tuple[int | None, str], given: Namespace) -> Iterator[dict[st
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="check_rates",
-    rows=programs,
-    measure=measured,
+    "check_rates",
+    programs,
+    measured,
     named="{program}",
-    head=lambda rows, _: {"summary": summary(rows)},
+    head=lambda rows: {"summary": summary(rows)},
     line=lambda name, r: f"{r['program']} {r.get('fault', '')}: {r['verdict']}",
     options=[
         option("--seeds", type=numbers, default=list(range(40))),
@@ -271,7 +269,7 @@ BENCH = Benchmark(
         option("--lines", type=int, default=2, help="check this many of them by lines alone, too"),
         option("--moves", type=int, default=1, help="0: no fault in a reshard"),
     ],
-    prepare=lambda _: warnings.simplefilter("ignore"),
+    prepare=lambda: warnings.simplefilter("ignore"),
     environment=ENVIRONMENT,
     resumes=True,
 )

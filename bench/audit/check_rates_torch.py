@@ -178,13 +178,12 @@ def programs(given: Namespace) -> dict[str, tuple[int, str]]:
     return {name: way for name, way in ways.items() if way[1].split("/")[1] == "eager"}
 
 
-def measured(case: tuple[int, str], given: Namespace) -> Iterator[dict[str, Any]]:
+def measured(seed: int, manner: str, given: Namespace) -> Iterator[dict[str, Any]]:
     """Yields the rows of one program: as it is, and with faults."""
     from bench.composer.torch_manners import planned
     from bench.composer.torch_programs import draw, program_of
     from pase.errors import PaseError
 
-    seed, manner = case
     name = f"{seed} {manner}"
     program = program_of(draw(seed))
     try:
@@ -204,7 +203,7 @@ def measured(case: tuple[int, str], given: Namespace) -> Iterator[dict[str, Any]
             yield {"program": name, "fault": kind, "where": where, "harm": True} | row
 
 
-def prepare(_: Namespace) -> None:
+def prepare() -> None:
     """Sets PyTorch to one thread."""
     import torch
 
@@ -213,12 +212,11 @@ def prepare(_: Namespace) -> None:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="check_rates_torch",
-    rows=programs,
-    measure=measured,
+    "check_rates_torch",
+    programs,
+    measured,
     named="{program}",
-    head=lambda rows, _: {"summary": summary(rows)},
+    head=lambda rows: {"summary": summary(rows)},
     line=lambda name, r: f"{r['program']} {r.get('fault', '')}: {r['verdict']}",
     options=[
         option("--seeds", type=numbers, default=list(range(40))),

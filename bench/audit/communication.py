@@ -174,7 +174,7 @@ def rows(given: Namespace) -> dict[str, tuple[str, str]]:
     }
 
 
-def head(_: object, given: Namespace) -> dict[str, Any]:
+def head(rows: object, given: Namespace) -> dict[str, Any]:
     """Returns the version of JAX, and which models are alike."""
     import jax
 
@@ -204,17 +204,16 @@ def environment(given: Namespace) -> dict[str, str]:
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags + without}
 
 
-def write_page(*_: object) -> None:
+def write_page(result: object) -> None:
     """Writes docs/evidence/communication.md from both result files."""
     manual = json.loads(MANUAL.read_text())["rows"] if MANUAL.exists() else []
     PAGE.write_text(page(json.loads(FILE.read_text()), manual))
 
 
 BENCH = Benchmark(
-    doc=__doc__,
     result=lambda given: "comm_truth_manual" if given.manual or given.without else "comm_truth",
     rows=rows,
-    measure=lambda row, given: measured(*row, given=given),
+    measure=measured,
     named=lambda row: f"{row['model']} {row['strategy']} on {row.get('devices', 8)}",
     head=head,
     order=order,

@@ -92,7 +92,7 @@ def prepared(
     return costs, step
 
 
-def versions(*_: object) -> dict[str, Any]:
+def versions(rows: object) -> dict[str, Any]:
     """Returns the version of JAX, and how steps are measured."""
     import jax
 
@@ -100,10 +100,9 @@ def versions(*_: object) -> dict[str, Any]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="lowerings",
-    rows={f"{model} {strategy}": (model, strategy) for model, strategy in ROWS},
-    measure=lambda row, _: measured(*row),
+    "lowerings",
+    {f"{model} {strategy}": (model, strategy) for model, strategy in ROWS},
+    measured,
     named="{model} {strategy}",
     head=versions,
     environment={"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},

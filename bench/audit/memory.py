@@ -27,7 +27,7 @@ STRATEGIES = (
 )
 
 
-def models(_: object) -> dict[str, str]:
+def models() -> dict[str, str]:
     """Returns the zoo's models that differ in their reduced sizes."""
     from bench.cases.plans import distinct_models
 
@@ -74,12 +74,11 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="memory_truth",
-    rows=models,
-    measure=lambda name, _: measured(name),
+    "memory_truth",
+    models,
+    measured,
     named="{model}",
-    head=lambda rows, _: summary(rows),
+    head=summary,
     order=lambda _, row: (row["model"], row["strategy"]),
     environment={"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
 )

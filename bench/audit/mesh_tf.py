@@ -241,12 +241,11 @@ def compare(name: str, loss: Any, specs: list[Any]) -> dict[str, Any]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="mesh_tf",
-    rows=lambda _: {name: (name, *model) for name, model in models().items()},
-    measure=lambda model, _: compare(*model),
+    "mesh_tf",
+    lambda: {name: (name, *model) for name, model in models().items()},
+    compare,
     at="models",
-    head=lambda *_: {"devices": DEVICES, "mesh": MESH, "runs": RUNS},
+    head={"devices": DEVICES, "mesh": MESH, "runs": RUNS},
     line=lambda name, r: f"{name} costs {r['ratio']:.2f} times ours",
 )
 

@@ -183,10 +183,9 @@ def measured(group: str, given: Namespace) -> dict[str, Any]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="residual_truth",
-    rows={group: group for group in GROUPS},
-    measure=measured,
+    "residual_truth",
+    GROUPS,
+    measured,
     at="groups",
     options=[option("--seeds", type=int, default=SEEDS, help="how many programs of the composer")],
 )

@@ -93,13 +93,12 @@ def row(name: str) -> dict[str, Any]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="tf_applications",
-    rows={name: name for name in names()},
-    measure=lambda name, _: row(name),
+    "tf_applications",
+    names(),
+    row,
     at="models",
-    head=lambda *_: {"keras": keras.__version__, "batch": BATCH},
-    prepare=lambda _: _unweighted(),
+    head={"keras": keras.__version__, "batch": BATCH},
+    prepare=_unweighted,
 )
 
 

@@ -212,13 +212,13 @@ def row(name: str) -> dict[str, Any]:
     return found | {"commit": BEGAN["commit"]}
 
 
-def head(rows: dict[str, Any], _: object) -> dict[str, Any]:
+def head(rows: dict[str, Any]) -> dict[str, Any]:
     """Returns the versions, and the summary of all rows."""
     versions = {p: importlib.metadata.version(p) for p in ("torch", "transformers")}
     return {"versions": versions, "summary": summary(rows)}
 
 
-def write_page(found: dict[str, Any], _: object) -> None:
+def write_page(found: dict[str, Any]) -> None:
     """Writes docs/evidence/torch-steps.md."""
     from bench.audit.torch_page import page
 
@@ -226,10 +226,9 @@ def write_page(found: dict[str, Any], _: object) -> None:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="torch_truth",
-    rows={name: name for name in MODELS},
-    measure=lambda name, _: row(name),
+    "torch_truth",
+    MODELS,
+    row,
     head=head,
     line=lambda name, row: f"{name} {row.get('error') or summary({name: row})}",
     page=write_page,

@@ -412,7 +412,7 @@ def chosen(given: Namespace) -> dict[str, str]:
     return {name: name for name in found}
 
 
-def head(rows: dict[str, Any], _: Namespace) -> dict[str, Any]:
+def head(rows: dict[str, Any]) -> dict[str, Any]:
     """Returns the versions, and a summary of each list."""
     of = {k: {n: rows[n] for n in listed if n in rows} for k, listed in listed_names().items()}
     return {
@@ -422,10 +422,9 @@ def head(rows: dict[str, Any], _: Namespace) -> dict[str, Any]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="torch_coverage",
-    rows=chosen,
-    measure=row,
+    "torch_coverage",
+    chosen,
+    row,
     head=head,
     order=lambda name, _: name,
     line=lambda name, r: (

@@ -122,7 +122,7 @@ def measured(name: str, strategy: str, given: Namespace) -> dict[str, Any] | Non
     return about | {"commit": BEGAN["commit"]} | facts | compiled(lowered, facts["mesh"], text)
 
 
-def head(_: object, given: Namespace) -> dict[str, Any]:
+def head(rows: object, given: Namespace) -> dict[str, Any]:
     """Returns the versions of the compiler, and others' figures."""
     before = json.loads(FILE.read_text()) if given.predict else {}
     return {
@@ -274,10 +274,9 @@ def compiled(lowered: Any, mesh_sizes: list[int], text: Path | None = None) -> d
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="tpu_aot",
-    rows={f"{model}: {strategy}": (model, strategy) for model in MODELS for strategy in NAMES},
-    measure=lambda row, given: measured(*row, given=given),
+    "tpu_aot",
+    {f"{model}: {strategy}": (model, strategy) for model in MODELS for strategy in NAMES},
+    measured,
     named="{model}: {strategy}",
     head=head,
     options=[

@@ -140,12 +140,11 @@ def compiled(asked: AskedForm) -> list[dict[str, Any]]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="tpu_forms",
-    rows=dict(ROWS),
-    measure=lambda asked, _: {"name": asked.name, **asdict(asked), "compiled": compiled(asked)},
+    "tpu_forms",
+    dict(ROWS),
+    lambda asked: asdict(asked) | {"compiled": compiled(asked)},
     named="{name}",
-    head=lambda *_: {p: importlib.metadata.version(p) for p in ("jax", "libtpu")},
+    head={p: importlib.metadata.version(p) for p in ("jax", "libtpu")},
     line=lambda name, r: f"{r['name']}: {r['compiled']}",
     environment={"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
 )

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Literal
 
 from bench.composer.outcomes import FAULTS
 from bench.composer.spec import Spec, parse
-from bench.processes import forks_of
+from bench.processes import forks_of, rows_apart
 
 __all__ = ["ENVIRONMENT", "Framework", "counted", "ended", "failing", "rows", "shrunk"]
 
@@ -47,14 +44,10 @@ ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 """Code of XLA in one piece, and no tracebacks in HLO: a third of a program's CPU time."""
-CHILD = 25
-"""Programs of one child, which takes about a second to start and keeps what it compiled."""
 ALONE = re.compile(r"/(aot_eager|graph|inductor)/")
 """Programs with a child of their own: torch.compile needs processes as ranks, which are forked before any backward."""
 CPU_S = 150
 """CPU seconds after which a program is ended."""
-QUIET_S = 900
-"""Seconds without a word after which a child is ended though it has used no more CPU: it waits for ever."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,83 +66,28 @@ class Server:
         )
 
 
-def _child(framework: Framework, programs: Sequence[str], answer: Any, said: str) -> None:
-    """The whole of a child: a word before each program and its row behind it."""
-    file = os.open(said, os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    module = import_module(MODULES[framework])
-    gc.freeze()
-    gc.set_threshold(200_000)
-    for text in programs:
-        answer.send(text)
-        answer.send(module.attempt(parse(text)))
-
-
-def _cpu_s(pid: int) -> float:
-    """CPU seconds that a process has used."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _heard(child: Any, pipe: Any) -> Any:
-    """The next word of a child. EOFError: it died; TimeoutError: it took too long, and was ended."""
-    began, quiet = _cpu_s(child.pid), 0.0
-    while not pipe.poll(2):
-        quiet += 2
-        if _cpu_s(child.pid) - began > CPU_S or quiet > QUIET_S:
-            child.kill()
-            raise TimeoutError
-    return pipe.recv()
-
-
-def _turn(left: Sequence[str]) -> list[str]:
-    """The programs of the next child."""
-    alone = [i for i, text in enumerate(left[:CHILD]) if ALONE.search(text)]
-    return list(left[: max(alone[0], 1)] if alone else left[:CHILD])
+def _attempt(framework: Framework, text: str) -> dict[str, Any]:
+    row: dict[str, Any] = import_module(MODULES[framework]).attempt(parse(text))
+    return row
 
 
 def rows(server: Server, programs: Iterable[Spec]) -> Iterator[dict[str, Any]]:
-    """The row of each program, in order."""
-    left = list(map(str, programs))
-    while left:
-        with tempfile.NamedTemporaryFile() as said:
-            ours, theirs = server.processes.Pipe(duplex=False)
-            turn, begun = _turn(left), ""
-            child = server.processes.Process(target=_child, args=(server.framework, turn, theirs, said.name))
-            child.start()
-            theirs.close()
-            try:
-                for text in turn:
-                    begun = _heard(child, ours)
-                    row = _heard(child, ours)
-                    left.remove(text)
-                    yield row
-            except (EOFError, TimeoutError) as e:
-                child.join()
-                words = Path(said.name).read_text(errors="replace")
-                if not begun:
-                    raise RuntimeError(f"a child ended before its first program:\n{words[-2000:]}") from e
-                yield _lost(
-                    left.pop(0), "too long" if isinstance(e, TimeoutError) else "aborted", child, words
-                )
-            finally:
-                child.kill()
-                child.join()
+    """Yields the row of each program, in order."""
+    cases = [(server.framework, str(spec)) for spec in programs]
+    found = rows_apart(
+        server.processes, _attempt, cases, cpu_s=CPU_S, alone=lambda case: bool(ALONE.search(case[1]))
+    )
+    for (_, text), row in found:
+        yield _lost(text, row) if "end" in row else row
 
 
-def _lost(text: str, end: str, child: Any, words: str) -> dict[str, Any]:
-    """The row of a program whose process ended."""
-    check = [line for line in words.splitlines() if "Check failed" in line or line.startswith("F0")]
-    message = f"exit {child.exitcode}: {(check or [words[-500:]])[0][-500:]}"
+def _lost(text: str, end: dict[str, Any]) -> dict[str, Any]:
+    """Returns the row of a program whose process ended."""
     spec = parse(text)
     return {
         "program": text,
         "patterns": sorted({p.pattern for p in (*spec.parts, spec.loss)}),
-        "ends": {m: {"end": end, "message": message} for m in spec.manners},
+        "ends": {m: end for m in spec.manners},
     }
 
 

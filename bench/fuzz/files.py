@@ -24,7 +24,6 @@ import gzip
 import io
 import json
 import multiprocessing
-import os
 import queue
 import resource
 import shutil
@@ -43,6 +42,7 @@ from typing import Any
 import numpy as np
 
 from bench.cases.files import GZIP, KINDS, FileKind
+from bench.processes import cpu_of
 from bench.runner import option, parser, save, wanted
 from pase.errors import PaseError
 
@@ -236,12 +236,6 @@ def _work(names: list[str], folder: Path, seed: int, pipe: Connection) -> None:
         pipe.send((name, said, packed if len(packed) <= KEPT_BYTES else ""))
 
 
-def cpu_s(pid: int) -> float:
-    """CPU time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 class FuzzWorker:
     """The process that runs the cases; a new one where the last one died or was stopped."""
 
@@ -264,10 +258,10 @@ class FuzzWorker:
         pid = self.process.pid
         assert pid is not None
         try:
-            begun = cpu_s(pid)
+            begun = cpu_of(pid)
             self.pipe.send((k, data))
             while not self.pipe.poll(5.0):
-                if cpu_s(pid) - begun > 4 * LIMIT_S:
+                if cpu_of(pid) - begun > 4 * LIMIT_S:
                     self.process.kill()
                     self.process.join()
                     self.start()

@@ -14,10 +14,6 @@ that did not compile.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -27,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench.processes import forks_of, rows_apart
 from bench.runner import ROOT, Benchmark, numbers, option
 
 if TYPE_CHECKING:
@@ -36,8 +33,7 @@ if TYPE_CHECKING:
 
 CASES = 2000
 MESHES = ("2x4", "4x2", "2x2x2", "8")
-BATCH = 25
-"""Cases of one child, which starts in a few seconds."""
+PRELOADED = ("bench.cases.plans", "bench.fuzz.xla")
 LIMIT_S = 120.0
 """Seconds that one case may take."""
 
@@ -255,55 +251,20 @@ def compile_case(case: int, kinds: list[str], show: bool = False, lowering: Lowe
     jax.jit(graded).lower(*given).compile()
 
 
-def child(cases: list[int], kinds: list[str], show: bool, lowering: Lowering) -> None:
-    """Compile case by case; on standard output a line before each and one behind it."""
-    for case in cases:
-        print(json.dumps({"case": case, "words": program(case, kinds).words}), flush=True)
-        try:
-            compile_case(case, kinds, show, lowering)
-            said = {"end": "compiled"}
-        except Exception as e:  # what it was is what this bench is to find out
-            said = {"end": type(e).__name__, "message": str(e).replace(f"{ROOT}/", "")[:300]}
-        print(json.dumps(said), flush=True)
+def ended(case: int, kinds: list[str], lowering: Lowering) -> dict[str, Any]:
+    """Returns how a case ends."""
+    try:
+        compile_case(case, kinds, lowering=lowering)
+    except Exception as e:  # this bench looks for any
+        return {"end": type(e).__name__, "message": str(e).replace(f"{ROOT}/", "")[:300]}
+    return {"end": "compiled"}
 
 
-def rows(cases: list[int], kinds: list[str], lowering: Lowering = "annotated") -> Iterator[dict[str, Any]]:
-    """One row a case, in order: what it is made of and how it ends."""
-    left = list(cases)
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
-    }
-    while left:
-        command = [sys.executable, "-m", "bench.fuzz.xla", "--child", "--kinds", ",".join(kinds)]
-        command += ["--manual"] * (lowering == "manual")
-        with subprocess.Popen(
-            [*command, "--cases", ",".join(map(str, left[:BATCH]))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=ROOT,
-        ) as running:
-            try:
-                said, error = running.communicate(timeout=LIMIT_S * len(left[:BATCH]))
-            except subprocess.TimeoutExpired:
-                running.kill()
-                said, error = running.communicate()
-        begun: dict[str, Any] | None = None
-        for line in map(json.loads, said.splitlines()):
-            if "case" in line:
-                begun = line
-            elif begun is not None:
-                yield begun | line
-                left.remove(begun["case"])
-                begun = None
-        if begun is not None:
-            why = [x for x in error.splitlines() if "Check failed" in x or x.startswith("F0")]
-            yield begun | {"end": f"died: {running.returncode}", "message": (why or [error[-300:]])[0][-300:]}
-            left.remove(begun["case"])
-        elif running.returncode:
-            raise RuntimeError(f"the child fell before its first case:\n{error[-2000:]}")
+def rows(cases: list[int], kinds: list[str], lowering: Lowering = "annotated") -> Iterator[tuple[int, Any]]:
+    """Yields each case and how it ends, with the words of its program; the cases are compiled in child processes."""
+    arguments = [(case, kinds, lowering) for case in cases]
+    for (case, *_), row in rows_apart(forks_of(PRELOADED), ended, arguments, cpu_s=LIMIT_S):
+        yield case, {"words": program(case, kinds).words, **row}
 
 
 def cases(given: Namespace) -> dict[str, int]:
@@ -316,29 +277,28 @@ def cases(given: Namespace) -> dict[str, int]:
 def compiled(chosen: dict[str, int], given: Namespace) -> Iterator[tuple[str, Any]]:
     """Yields how each case ends: "compiled", or a row."""
     names = {case: name for name, case in chosen.items()}
-    for row in rows(list(names), given.kinds.split(","), _lowering(given)):
-        yield names[row.pop("case")], "compiled" if row["end"] == "compiled" else row
+    for case, row in rows(list(names), given.kinds.split(","), _lowering(given)):
+        yield names[case], "compiled" if row["end"] == "compiled" else row
 
 
 def shown(given: Namespace) -> bool:
-    """Compiles the cases in this process, for ``--show``, or as the child of another."""
-    if given.child or given.show:
-        child(given.cases, given.kinds.split(","), given.show, _lowering(given))
-    return given.child or given.show
+    """Compiles the cases in this process, for ``--show``."""
+    for case in given.cases if given.show else ():
+        compile_case(case, given.kinds.split(","), show=True, lowering=_lowering(given))
+    return given.show
 
 
 def _lowering(given: Namespace) -> Lowering:
     return "manual" if given.manual else "annotated"
 
 
-def ends(found: dict[str, Any], _: Namespace) -> dict[str, Any]:
+def ends(found: dict[str, Any]) -> dict[str, Any]:
     """Returns how many cases ended how."""
     counts = Counter(row if isinstance(row, str) else row["end"] for row in found.values())
     return {"of": len(found), "ends": dict(counts)}
 
 
 BENCH = Benchmark(
-    doc=__doc__,
     result=lambda given: "xla_fuzz_manual" if given.manual else "xla_fuzz",
     rows=cases,
     stream=compiled,
@@ -351,8 +311,11 @@ BENCH = Benchmark(
         option("--kinds", default=",".join(KINDS)),
         option("--show", action="store_true", help="print each program and its splits; save no rows"),
         option("--manual", action="store_true", help="lowered as manual: xla_fuzz_manual.json"),
-        option("--child", action="store_true", help=argparse.SUPPRESS),
     ],
+    environment={
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+    },
     instead=shown,
     resumes=True,
 )

@@ -12,11 +12,6 @@ bench/results/xla_ops.json.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
-import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench.processes import forks_of, rows_apart
 from bench.runner import ROOT, Benchmark, option
 
 if TYPE_CHECKING:
     from pase.backends.jax.plan import Lowering
 
+CPU_S = 300
 MESHES = ("2x2", "4")
 
 
@@ -227,49 +224,6 @@ def ended(op: str, strategy: str, lowering: Lowering) -> dict[str, Any]:
     return {"end": "agrees"}
 
 
-def child(cases: Any) -> None:
-    """Case by case; on standard output a line before each and one behind it."""
-    import warnings
-
-    warnings.simplefilter("ignore")
-    for case in cases:
-        print(json.dumps(case), flush=True)
-        print(json.dumps(ended(*case)), flush=True)
-
-
-def rows(cases: list[list[str]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(case, how it ended), in order."""
-    left = list(cases)
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_X64": "1",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
-    }
-    while left:
-        command = [sys.executable, "-m", "bench.fuzz.xla_ops", "--child", json.dumps(left)]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT
-        ) as running:
-            assert running.stdout is not None and running.stderr is not None
-            begun: list[str] | None = None
-            for line in running.stdout:
-                said = json.loads(line)
-                if isinstance(said, list):
-                    begun = said
-                    continue
-                assert begun is not None
-                left.remove(begun)
-                yield " ".join(begun), said
-                begun = None
-            error = running.stderr.read()
-        if begun is not None:
-            why = [x for x in error.splitlines() if "Check failed" in x or x.startswith("F0")]
-            left.remove(begun)
-            yield " ".join(begun), {"end": "aborted", "message": (why or [error[-300:]])[0][-300:]}
-        elif left:
-            raise RuntimeError(f"the child fell before its first case:\n{error[-2000:]}")
-
-
 def cases(given: Namespace) -> dict[str, list[str]]:
     """Returns (op, strategy, lowering) of each case."""
     found = [
@@ -281,33 +235,37 @@ def cases(given: Namespace) -> dict[str, list[str]]:
     return {" ".join(case): case for case in found}
 
 
-def as_child(given: Namespace) -> bool:
-    """Runs the cases in this process, if it is the child of another."""
-    if given.child:
-        child(given.child)
-    return bool(given.child)
+def rows(chosen: dict[str, list[str]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields how each case ended, in child processes."""
+    found = rows_apart(
+        forks_of(["bench.cases.plans"]), ended, [tuple(c) for c in chosen.values()], cpu_s=CPU_S
+    )
+    for case, row in found:
+        yield " ".join(case), row
 
 
-def ends(found: dict[str, Any], _: Namespace) -> dict[str, Any]:
+def ends(found: dict[str, Any]) -> dict[str, Any]:
     """Returns how many cases ended how."""
     counts = Counter(row["end"] for row in found.values())
     return {"of": len(found), "ends": dict(counts.most_common())}
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="xla_ops",
-    rows=cases,
-    stream=lambda chosen, _: rows(list(chosen.values())),
+    "xla_ops",
+    cases,
+    stream=rows,
     at="cases",
     head=ends,
     line=lambda name, row: f"{name}: {row['end']} {row.get('message', '')}",
     options=[
         option("--ops", help="comma-separated; default: all"),
         option("--seeds", type=int, default=4, help="random strategies of each"),
-        option("--child", type=json.loads, help=argparse.SUPPRESS),
     ],
-    instead=as_child,
+    environment={
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_X64": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
+    },
     resumes=True,
 )
 

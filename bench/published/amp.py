@@ -278,14 +278,7 @@ def summaries(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"summary": {name: summary(of) for name, of in tables.items() if len(of) > 1}}
 
 
-BENCH = Benchmark(
-    doc=__doc__,
-    result="amp",
-    rows={t.name: t for t in trials()},
-    measure=lambda trial, _: row(trial),
-    named="{trial}",
-    head=lambda rows, _: summaries(rows),
-)
+BENCH = Benchmark("amp", {t.name: t for t in trials()}, row, named="{trial}", head=summaries)
 
 
 if __name__ == "__main__":

@@ -115,13 +115,7 @@ def measured(
     }
 
 
-BENCH = Benchmark(
-    doc=__doc__,
-    result="dpro_memory",
-    rows={model[0]: model for model in models()},
-    measure=lambda model, _: measured(*model),
-    named="{model}",
-)
+BENCH = Benchmark("dpro_memory", {model[0]: model for model in models()}, measured, named="{model}")
 
 
 if __name__ == "__main__":

@@ -158,12 +158,11 @@ def rows(p: Published) -> Iterator[dict[str, Any]]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="published",
-    rows={p.name: p for p in MODELS},
-    measure=lambda p, _: rows(p),
+    "published",
+    {p.name: p for p in MODELS},
+    rows,
     named="{model}",
-    head=lambda rows, _: {"mean_absolute_error": sum(abs(r["error"]) for r in rows) / len(rows)},
+    head=lambda rows: {"mean_absolute_error": sum(abs(r["error"]) for r in rows) / len(rows)},
 )
 
 

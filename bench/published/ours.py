@@ -84,12 +84,11 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="published_ours",
-    rows=lambda given: {row.id: row for row in _in_turn(read(given.file))},
-    measure=lambda row, _: ours(row),
+    "published_ours",
+    lambda given: {row.id: row for row in _in_turn(read(given.file))},
+    ours,
     at="runs",
-    head=lambda rows, _: summary(rows),
+    head=summary,
     line=lambda name, r: (
         f"{name:8} {1 - r['ours_s'] / r['published_s']:6.1%} less: {', '.join(r['changes']) or 'the same'}"
     ),

@@ -107,17 +107,16 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="pase_fig6",
-    rows={
+    "pase_fig6",
+    {
         f"{machine} {model} {p}": (machine, model, i)
         for machine, models in MEASURED.items()
         for model in models
         for i, p in enumerate(DEVICES)
     },
-    measure=lambda cell, _: compared(*cell),
+    compared,
     named="{machine} {model} {devices}",
-    head=lambda rows, _: summary(rows),
+    head=summary,
 )
 
 

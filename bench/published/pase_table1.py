@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,7 +42,7 @@ PROTOTYPE_S = {  # CPU seconds of the released prototype's search; None: not mea
 MODELS = (*PAPER_S, "transformer?scan=0")
 
 
-def measured(model: str, repeats: int) -> Iterator[dict[str, Any]]:
+def measured(model: str, given: Namespace) -> Iterator[dict[str, Any]]:
     """Yields a row for each number of devices. SystemExit if an optimum is not proven."""
     from pase import zoo
     from pase.frontends.jax.frontend import trace
@@ -57,7 +58,7 @@ def measured(model: str, repeats: int) -> Iterator[dict[str, Any]]:
     solve(build(graph, 4)[0])  # compiles the kernels
     for i, p in enumerate(DEVICES):
         tables_s, search_s = [], []
-        for _ in range(repeats):
+        for _ in range(given.repeats):
             t0 = time.perf_counter()
             tables, space = build(graph, p)
             t1 = time.perf_counter()
@@ -84,10 +85,9 @@ def measured(model: str, repeats: int) -> Iterator[dict[str, Any]]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="paper_table1",
-    rows={model: model for model in MODELS},
-    measure=lambda model, given: measured(model, given.repeats),
+    "paper_table1",
+    MODELS,
+    measured,
     named="{model}",
     head=lambda _, given: {"repeats": given.repeats},
     options=[option("--repeats", type=int, default=3)],

@@ -95,12 +95,11 @@ def row(gpus: int, micro: int, zero3: float, piped: float) -> dict[str, Any]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="zero3_pipeline",
-    rows={f"{case[0]} GPUs": case for case in MEASURED},
-    measure=lambda case, _: row(*case),
+    "zero3_pipeline",
+    {f"{case[0]} GPUs": case for case in MEASURED},
+    row,
     named="{gpus} GPUs",
-    head=lambda rows, _: {"ordered_rightly": sum(r["ordered_rightly"] for r in rows)},
+    head=lambda rows: {"ordered_rightly": sum(r["ordered_rightly"] for r in rows)},
 )
 
 

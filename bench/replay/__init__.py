@@ -1,1 +1,1 @@
-"""How far replays and what-ifs of traces can be trusted, and how fast they are."""
+"""Benches of how accurate and how fast replays and what-ifs of traces are."""

@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 CASES = (("mlp", 256), ("mlp", 2048), ("gpt2", 32), ("alexnet", 32))
 """(reduced zoo model, batch)."""
 STEPS, ROUNDS = 5, 5
-"""Timed steps of a strategy each time that its turn comes, and turns."""
+"""Timed steps of a strategy in each round, and the number of rounds."""
 DISTURBED, TRIES = 0.2, 5
-"""Cores that other programs may take while a step is measured, and how often it is tried."""
+"""How many cores other programs may take while steps are measured, and the number of tries."""
 KEPT = {
     "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:"
     "glibc.malloc.arena_max=1"
 }
-"""Blocks of any size stay in the heap, and in the one that grows: a thread's own holds 64 MB."""
+"""Blocks of any size stay in the main heap, which grows: the heap of a thread holds only 64 MB."""
 
 
 def calibrated(file: Path, devices: int, budget_s: float, max_spread: float) -> dict[str, Any]:
-    """Runs ``pase calibrate`` into a machine file; what it says of that."""
+    """Runs ``pase calibrate`` to write a machine file, and returns its JSON output."""
     command = ["calibrate", "-o", str(file), "-n", str(devices), "--budget", f"{budget_s}s"]
     more = ["--dtypes", "float32", "--json", "--max-spread", str(max_spread)]
     run = [sys.executable, "-m", "pase.cli", *command, *more]
@@ -79,9 +79,9 @@ def predicted_and_measured(
 
 
 def in_rounds(running: Sequence[Running]) -> list[dict[str, float]]:
-    """Of each strategy the median step, its spread, the CPU time of a device's step (waiting takes none), and how many
-    cores other programs took meanwhile. All run in turn, a few times over: the machine's speed changes by the minute,
-    and that must not decide their order."""
+    """Returns for each strategy the median step, its spread, the CPU time of a device's step (without waiting), and how
+    many cores other programs took meanwhile. The strategies run in turn, for several rounds: the machine's speed
+    changes by the minute, and that must not decide their order."""
     import jax
 
     visits = [[visit(r) for r in running] for _ in range(ROUNDS)]
@@ -98,7 +98,7 @@ def in_rounds(running: Sequence[Running]) -> list[dict[str, float]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Visit:
-    """Some steps' seconds, the process's CPU time of one of them, and cores that other programs took meanwhile."""
+    """The seconds of some steps, the process's CPU time per step, and how many cores other programs took meanwhile."""
 
     times: list[float]
     cpu_s: float
@@ -106,8 +106,8 @@ class Visit:
 
 
 def visit(running: Running) -> Visit:
-    """Some steps: the least disturbed of a few tries. One step goes before, since another program's arrays are in the
-    caches."""
+    """Runs some steps, and returns the least disturbed of several tries. A step before them is not timed, because the
+    caches have the arrays of another program."""
     from pase.calibrate.here import others_s
 
     found: list[Visit] = []
@@ -123,7 +123,7 @@ def visit(running: Running) -> Visit:
 
 
 def tau(a: list[float], b: list[float]) -> float:
-    """Kendall's rank correlation of two lists."""
+    """Returns Kendall's rank correlation of two lists."""
     from scipy.stats import kendalltau
 
     return float(kendalltau(a, b).statistic)
@@ -167,10 +167,9 @@ def summary(rows: list[dict[str, Any]], given: Namespace) -> dict[str, Any]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="calibrate_cpu",
-    rows={f"{model} {batch}": (model, batch) for model, batch in CASES},
-    measure=lambda case, given: predicted_and_measured(
+    "calibrate_cpu",
+    {f"{model} {batch}": (model, batch) for model, batch in CASES},
+    lambda case, given: predicted_and_measured(
         *case, file=Path(given.machine), devices=given.devices, folder=Path(given.folder.name)
     ),
     named="{model} {batch}",

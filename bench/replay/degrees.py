@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 def measured(**shape: Any) -> Run:
-    """A traced run as replay sees it."""
+    """Returns a simulated and traced run as the replay measures it."""
     with tempfile.TemporaryDirectory() as folder:
         return Run(
             measured=measure(align(load(write(simulate(ImaginedTransformer(**BASE | shape)), Path(folder)))))
@@ -43,12 +43,12 @@ def measured(**shape: Any) -> Run:
 
 
 def truth_ns(**shape: Any) -> float:
-    """The run without noise."""
+    """Returns the time of an iteration of the run without noise, in ns."""
     return simulate(ImaginedTransformer(**BASE | shape | {"noise": 0.0})).iteration_us[-1] * 1e3
 
 
 def compared(run: Run, predicted_ns: float, true_ns: float, **more: Any) -> Row:
-    """A row: predicted beside true."""
+    """Returns a row with the predicted and the true time."""
     return {
         "now_ms": run.replayed_ns / 1e6,
         "predicted_ms": predicted_ns / 1e6,
@@ -59,14 +59,14 @@ def compared(run: Run, predicted_ns: float, true_ns: float, **more: Any) -> Row:
 
 
 def stages(bound: str, many: int) -> Row:
-    """A run cut into stages."""
+    """Returns the row of a run that is cut into stages."""
     run = measured(**BOUND[bound])
     graph, _ = by_stages(many)(run.measured.timeline, run.graph)
     return compared(run, max(evaluate(graph).values()), truth_ns(stages=many, **BOUND[bound]))
 
 
 def tensor(bound: str, now: int, then: int, shapes: bool) -> Row:
-    """A run at another degree of tensor parallelism. shapes: with the kernels of two layers at that degree."""
+    """Returns the row of another degree of tensor parallelism. shapes: use the kernels of two layers at that degree."""
     run = measured(tensor=now, **BOUND[bound])
     known = None
     if shapes:
@@ -79,7 +79,10 @@ def tensor(bound: str, now: int, then: int, shapes: bool) -> Row:
 
 
 def chance(late_us: float, ranks: int) -> Row:
-    """More replicas than the four that were traced, each late by chance; medians: what a replay of those says."""
+    """Returns the row of more replicas than the four traced ones, each late at random.
+
+    ``error_of_medians`` is the error of a replay with the median times.
+    """
     shape = LATE | {"kernel_us": 200.0, "between_us": 4.0, "chance_us": late_us}
     four = timelines.simulate(timelines.ImaginedRun(ranks=4, **shape))
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +98,7 @@ def chance(late_us: float, ranks: int) -> Row:
 
 
 def questions() -> Iterator[tuple[str, Callable[[], Row]]]:
-    """All of them, by name."""
+    """Yields the name of each what-if and the function that measures it."""
     for bound in BOUND:
         for many in (2, 4):
             yield f"{bound}: stages={many}", partial(stages, bound, many)
@@ -116,14 +119,7 @@ def summary(rows: list[Row]) -> Row:
     return {"what_ifs": len(rows), "summary": each}
 
 
-BENCH = Benchmark(
-    doc=__doc__,
-    result="replay_degrees",
-    rows={name: (name, ask) for name, ask in questions()},
-    measure=lambda question, _: {"what_if": question[0], **question[1]()},
-    named="{what_if}",
-    head=lambda rows, _: summary(rows),
-)
+BENCH = Benchmark("replay_degrees", dict(questions()), lambda ask: ask(), named="{what_if}", head=summary)
 
 
 if __name__ == "__main__":

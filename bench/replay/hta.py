@@ -110,14 +110,14 @@ def _version(python: Path) -> str:
 
 
 def theirs(python: Path, trace: Path) -> dict[str, Any]:
-    """HTA's sums of a trace, by name."""
+    """Returns HTA's sums of a trace, by name."""
     done = subprocess.run([python, "-c", THEIRS, trace], check=True, capture_output=True, text=True)
     numbers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return numbers
 
 
 def ours(t: Timeline) -> dict[str, float]:
-    """The same sums by pase."""
+    """Returns the same sums by pase."""
     (rank,) = t.ranks
     s = streams(t, rank)
     out = {
@@ -134,7 +134,7 @@ def ours(t: Timeline) -> dict[str, float]:
 
 
 def compared(mine: dict[str, float], other: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each number that either has; a category that HTA leaves out is zero there."""
+    """Returns a row for each number that either has; a category that HTA leaves out is zero there."""
     rows = []
     for name in sorted({*mine, *other}):
         a, b = mine.get(name), other.get(name)
@@ -148,7 +148,7 @@ def compared(mine: dict[str, float], other: dict[str, Any]) -> list[dict[str, An
 
 
 def explained(rows: list[dict[str, Any]], trace: Path) -> list[dict[str, Any]]:
-    """Rows that differ with what HTA's own definition gives (``as_hta``, lowest and highest) and why it differs."""
+    """Adds to rows that differ the result of HTA's own definition (``as_hta``: lowest and highest) and the reason."""
     t = load(trace)
     read = in_whole_us(t)
     rounded = ours(read)
@@ -176,21 +176,21 @@ def explained(rows: list[dict[str, Any]], trace: Path) -> list[dict[str, Any]]:
 
 
 def in_whole_us(t: Timeline) -> Timeline:
-    """Begins rounded up and ends rounded down to whole µs, as in HTA's parser."""
+    """Rounds begins up and ends down to whole µs, as HTA's parser does."""
     start = -(-t["start_ns"] // 1000) * 1000
     length = np.maximum(t.end_ns // 1000 * 1000 - start, 0)
     return replace(t, columns={**t.columns, "start_ns": start, "duration_ns": length})
 
 
 def queue_bounds(t: Timeline) -> dict[str, tuple[float, float]]:
-    """Mean queue lengths with simultaneous ops first, and with simultaneous launches first."""
+    """Returns mean queue lengths with simultaneous ops first, and with simultaneous launches first."""
     (rank,) = t.ranks
     low, high = (queue_courses(t, rank, launches_first=first) for first in (False, True))
     return {f"queue of stream {k}: mean": (float(low[k].mean()), float(high[k].mean())) for k in low}
 
 
 def running_sums(trace: Path) -> dict[str, tuple[float, float]]:
-    """HTA's mean bandwidths of copies: over the changes of the sum of the stated bandwidths, where that is not zero."""
+    """Returns HTA's mean bandwidths of copies: over the changes of the sum of the stated bandwidths, if not zero."""
     with gzip.open(trace) as f:
         events = json.load(f)["traceEvents"]
     of: dict[str, list[tuple[int, int, float]]] = {}
@@ -214,9 +214,8 @@ def running_sums(trace: Path) -> dict[str, tuple[float, float]]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="replay_hta",
-    rows={name: name for name in FILES},
+    "replay_hta",
+    FILES,
     stream=lambda chosen, given: ((name, measured(name, given)) for name in chosen),
     at="traces",
     head=summary,

@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def run(command: list[str], program: Path, processes: int) -> float:
-    """Median step time in seconds, as rank 0 measured it."""
+    """Returns the median step time in seconds, as rank 0 measured it."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])

@@ -48,7 +48,7 @@ RUNS = {
 
 
 def one_run(path: Path) -> dict[str, Any]:
-    """The row of a recorded run: its size, seconds to read and replay it, and the error on what was held out."""
+    """Returns the row of a recorded run: its size, the seconds to read and replay it, and the held-out errors."""
     begun = time.perf_counter()
     t = align(load(path))
     loaded = time.perf_counter()
@@ -107,7 +107,7 @@ def one_run(path: Path) -> dict[str, Any]:
 
 
 def halves(run: Run) -> list[float] | None:
-    """Errors of the mean of every second iteration as the others predict it; None of fewer than four."""
+    """Returns the errors of the mean of every second iteration, predicted from the others; None for fewer than four."""
     if len(run.iterations) < 4:
         return None
     out = []
@@ -119,7 +119,7 @@ def halves(run: Run) -> list[float] | None:
 
 
 def gaps(run: Run) -> dict[str, float]:
-    """Delays between tasks on the replayed critical path (launches, streams, events, and what nothing explains)."""
+    """Returns the delays between tasks on the replayed critical path (launches, streams, events, and unexplained)."""
     lags = [s.lag_ns for s in run.replay.path()]
     return {
         "share": sum(lags) / run.replayed_ns,
@@ -129,7 +129,7 @@ def gaps(run: Run) -> dict[str, float]:
 
 
 def few_iterations(t: Timeline) -> dict[int, dict[str, Any]]:
-    """What is said of the run where only its first iterations were traced."""
+    """Returns the report on the run if only its first iterations had been traced."""
     out = {}
     numbers = sorted({m.iteration for m in t.marks})
     for count in (1, 2, 3):
@@ -147,7 +147,7 @@ def few_iterations(t: Timeline) -> dict[int, dict[str, Any]]:
 
 
 def first_and_other(run: Run) -> dict[str, Any]:
-    """Replays of two iterations, the first and one other, warm-up or not; the one farthest outside of its range."""
+    """Replays the first iteration and one other, warm-up or not; returns the replay farthest outside of their range."""
     m = run.measured
     first, *others = m.iterations()
     out = []
@@ -167,7 +167,7 @@ def first_and_other(run: Run) -> dict[str, Any]:
 
 
 def device_only(run: Run) -> float:
-    """Error of a replay of the device ops alone, as Daydream-like simulators without launching threads make it."""
+    """Returns the error of a replay of the device ops alone, as in simulators like Daydream without launching threads."""
     g = run.graph
     part = subgraph(g, on_stream(g.kind))
     part = replace(part, root={}, tail={}, release_ns=np.zeros(len(part)))
@@ -175,7 +175,7 @@ def device_only(run: Run) -> float:
 
 
 def alignment(path: Path) -> dict[str, Any]:
-    """Skews within ±5 ms and drifts within ±50 ppm put on the real traces; errors of what comes back."""
+    """Adds skews within ±5 ms and drifts within ±50 ppm to real traces; returns the errors of the recovered clocks."""
     t = load(path)
     base = align(t)
     rng = np.random.default_rng(0)
@@ -214,7 +214,7 @@ def alignment(path: Path) -> dict[str, Any]:
 
 
 def disturbed(t: Timeline, skew: np.ndarray, drift: np.ndarray) -> Timeline:
-    """The timeline with clocks set wrong: skew in ns and drift by rank."""
+    """Returns the timeline with wrong clocks: skew in ns and drift by rank."""
     columns = {k: v.copy() for k, v in t.columns.items()}
     for k, r in enumerate(t.ranks):
         mine = t.rank_of == r
@@ -234,13 +234,13 @@ def rows(given: Namespace) -> dict[str, Path]:
     return runs | also | {"alignment": given.traces / next(iter(RUNS.values()))}
 
 
-def measured(files: dict[str, Path], _: Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+def measured(files: dict[str, Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the rows of the runs, and the alignment of clocks."""
     for name, file in files.items():
         yield name, (alignment if name == "alignment" else one_run)(file)
 
 
-def result(rows: dict[str, dict[str, Any]], _: Namespace) -> dict[str, Any]:
+def result(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Returns the rows of the recorded runs, those of other runs, and the alignment."""
     also = {name: row for name, row in rows.items() if name not in RUNS and name != "alignment"}
     aligned = {"alignment": rows["alignment"]} if "alignment" in rows else {}
@@ -248,9 +248,8 @@ def result(rows: dict[str, dict[str, Any]], _: Namespace) -> dict[str, Any]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="replay_traces",
-    rows=rows,
+    "replay_traces",
+    rows,
     stream=measured,
     at="",
     head=result,

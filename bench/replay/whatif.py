@@ -34,14 +34,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "communication-bound": {"kernel_us": 60.0, "bucket_bytes": 64 << 20},
 }
 LONG, OTHER_SEED = 200, 1
-"""Iterations of the truth, and the seed of its noise."""
+"""The number of iterations of the changed run, and the seed of its noise."""
 Predict = Callable[[Run], float]
-"""From a measured run to the nanoseconds of an iteration under the change."""
+"""Predicts the time of an iteration under the change, in ns, from a measured run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """A question and its answer. traced: the run that is traced; changed: the run that the change makes of it."""
+    """A what-if. traced: the run that is traced. changed: the same run with the change."""
 
     name: str
     traced: ImaginedRun
@@ -50,17 +50,17 @@ class WhatIf:
 
 
 def knob(name: str, pattern: str, value: float) -> Predict:
-    """A what-if of ``pase replay``."""
+    """Returns a predictor by a change of ``pase replay``."""
     return lambda run: run.changed_ns(apply(run.graph, [(name, pattern, value)]))
 
 
 def fused(run: Run) -> float:
-    """Every run of elementwise kernels as one, as ``pase optimize`` proposes it."""
+    """Predicts the run with each sequence of elementwise kernels fused, as ``pase optimize`` proposes it."""
     return optimize_graph(run.graph, passes=["op-fusion"]).after_ns
 
 
 def rebucketed(together: int) -> Predict:
-    """So many of the run's buckets sent as one."""
+    """Returns a predictor that sends this many of the run's buckets as one."""
 
     def predict(run: Run) -> float:
         p = problem_from_timeline(run.measured.timeline)
@@ -72,7 +72,7 @@ def rebucketed(together: int) -> Predict:
 
 
 def questions() -> Iterator[WhatIf]:
-    """All of them."""
+    """Yields all what-ifs."""
     for name, shape in SHAPES.items():
         base: dict[str, Any] = {"ranks": 4, "iterations": 8, "bucket_growth": 0.3, "noise": 0.02, **shape}
         plain = ImaginedRun(**base)
@@ -119,7 +119,7 @@ def _asked(name: str, predict: Predict, base: dict[str, Any], change: dict[str, 
 
 
 def answered(q: WhatIf) -> dict[str, Any]:
-    """The row of a what-if: the run as it is, what is predicted of the change, and what it really makes."""
+    """Returns the row of a what-if: the unchanged run, the prediction, and the changed run."""
     with tempfile.TemporaryDirectory() as folder:
         run = Run(measured=measure(align(load(write(simulate(q.traced), Path(folder))))))
     want, quiet = (
@@ -140,7 +140,7 @@ def answered(q: WhatIf) -> dict[str, Any]:
 
 
 def true_ns(run: ImaginedRun) -> float:
-    """The mean iteration of a run: that of its slowest rank in each, without the first."""
+    """Returns the mean iteration of a run in ns: of the slowest rank in each iteration, without the first."""
     return statistics.fmean(list(map(max, zip(*simulate(run).iteration_us, strict=True)))[1:]) * 1e3
 
 
@@ -157,12 +157,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="replay_whatif",
-    rows={q.name: q for q in questions()},
-    measure=lambda question, _: answered(question),
-    named="{what_if}",
-    head=lambda rows, _: summary(rows),
+    "replay_whatif", {q.name: q for q in questions()}, answered, named="{what_if}", head=summary
 )
 
 

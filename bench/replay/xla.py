@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from pase.replay.reports.trust import Run
 
 STEPS, TURNS = 6, 5
-"""Traced steps of a strategy each time that its turn comes, and turns."""
+"""Traced steps of a strategy in each round, and the number of rounds."""
 BATCHES = (16, 32, 64)
 WHOLE, SPLIT = "no split", "megatron"
 
 
 def gpt2(batch: int) -> tuple[Any, ...]:
-    """The model: its loss, parameters and batch."""
+    """Returns the model's loss, parameters and batch."""
     from bench.netlab.models import model
 
     m = model("gpt2", batch)
@@ -39,23 +39,23 @@ def gpt2(batch: int) -> tuple[Any, ...]:
 
 
 def gpt2_16() -> tuple[Any, ...]:
-    """With 16 examples; ``--model`` names a function without arguments."""
+    """Returns the model with 16 examples; ``--model`` needs a function without arguments."""
     return gpt2(16)
 
 
 def gpt2_32() -> tuple[Any, ...]:
-    """With 32."""
+    """Returns the model with 32 examples."""
     return gpt2(32)
 
 
 def gpt2_64() -> tuple[Any, ...]:
-    """With 64."""
+    """Returns the model with 64 examples."""
     return gpt2(64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """The traces of one turn: of either strategy some steps, directly behind the other's. others_cores: how many of
+    """The traces of one round: some steps of each strategy, one directly after the other. others_cores: how many of
     this machine's cores other programs took meanwhile."""
 
     traces: dict[str, Path]
@@ -63,7 +63,8 @@ class Turn:
 
 
 def traced(batch: int, machine: Path, folder: Path) -> list[Turn]:
-    """Both strategies on two host devices, in turn. A step goes before each: the other's arrays are in the caches."""
+    """Traces both strategies on two host devices, in turn. A step before each is not traced, because the caches have the
+    other strategy's arrays."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -86,8 +87,8 @@ def traced(batch: int, machine: Path, folder: Path) -> list[Turn]:
 
 
 def compared(batch: int, machine: Path, folder: Path) -> list[dict[str, Any]]:
-    """Four what-ifs: either degree from the other, with its kernels and without; each asked of every turn, and compared
-    with what the same turn measured. The error is the median of the turns'."""
+    """Returns the rows of four what-ifs: each degree from the other, with its kernels and without. Each is predicted and
+    compared within each round; the error is the median over the rounds."""
     from pase.bridges.degrees import by_tensor, loaded_kernel_times
 
     turns = traced(batch, machine, folder)
@@ -127,7 +128,7 @@ def compared(batch: int, machine: Path, folder: Path) -> list[dict[str, Any]]:
 
 
 def measured_run(traces: Path) -> Run:
-    """The traced steps of a turn."""
+    """Returns the traced steps of a round as the replay measures them."""
     from pase.replay import align, load, measure
     from pase.replay.reports.trust import Run
 
@@ -152,12 +153,11 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="replay_xla",
-    rows={f"gpt2, {b} examples": b for b in BATCHES},
-    measure=lambda batch, given: compared(batch, Path(given.machine), Path(given.folder.name)),
+    "replay_xla",
+    {f"gpt2, {b} examples": b for b in BATCHES},
+    lambda batch, given: compared(batch, Path(given.machine), Path(given.folder.name)),
     named="{what_if:.17}",  # the what-if's name begins with that of the row
-    head=lambda rows, _: summary(rows),
+    head=summary,
     options=[
         option("--budget", type=float, default=30.0, help="seconds that calibrating takes"),
         option("--machine", help="a machine file measured before; default: measure now"),

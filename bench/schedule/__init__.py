@@ -1,1 +1,1 @@
-"""Communication schedules: bucket plans of every policy, and training under them."""
+"""Benches of communication schedules: bucket plans of every policy, and training under them."""

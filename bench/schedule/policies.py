@@ -27,9 +27,9 @@ BANDWIDTHS = (5e9, 1e9, 2.5e8)
 
 
 def one(problem: ScheduleProblem, exact_up_to: int) -> dict[str, Any]:
-    """The row of a problem: every policy's period over ours, the bound, the exact optimum where it is small enough."""
+    """Returns a row: each policy's period over ours, the bound, and the exact optimum if the problem is small enough."""
     seconds = float("inf")
-    for _ in range(3):  # the least of three: what runs beside only adds
+    for _ in range(3):  # the least of three: other work on the machine only adds time
         began = time.process_time()
         plan, cost, bound = fast_plan(problem)
         seconds = min(seconds, time.process_time() - began)
@@ -61,8 +61,8 @@ def one(problem: ScheduleProblem, exact_up_to: int) -> dict[str, Any]:
 
 @cache
 def large_plan() -> dict[str, Any]:
-    """CPU seconds from a 405B-parameter model's plan on 512 devices to its bucket plan, the problem's building
-    included; the third of three, so that nothing is compiled any more.
+    """Returns the CPU seconds from a 405B-parameter model's plan on 512 devices to its bucket plan, including the time to
+    build the problem. The third of three runs counts, because the kernels are compiled by then.
     """
     import pase
     from pase.plan.buckets import scheduled
@@ -140,10 +140,9 @@ def summary(rows: list[dict[str, Any]], given: Namespace) -> dict[str, Any]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="schedule_policies",
-    rows=problems,
-    measure=lambda problem, given: one(problem, 8 if given.quick else 12),
+    "schedule_policies",
+    problems,
+    lambda problem, given: one(problem, 8 if given.quick else 12),
     named="{problem}",
     head=summary,
     line=lambda name, r: (
@@ -151,7 +150,7 @@ BENCH = Benchmark(
         f"{r['cpu_seconds'] * 1e3:.1f} ms {r['worse_than'] or ''}"
     ),
     options=[option("--quick", action="store_true", help="fewer seeds, exact solvers on smaller problems")],
-    prepare=lambda _: fast_plan(random_problem(20, 99)),  # compiles the kernels
+    prepare=lambda: fast_plan(random_problem(20, 99)),  # compiles the kernels
 )
 
 

@@ -43,21 +43,22 @@ COLOURS = {
 
 
 def text(held_out: bool) -> np.ndarray:
-    """The bytes of the docs as training data, or of the one page that is held out."""
+    """Returns the bytes of the docs as training data, or those of the held-out page."""
     files = sorted((ROOT / "docs").rglob("*.md"))
     joined = "\n".join(f.read_text() for f in files if (f.name == HELD_OUT) == held_out)
     return np.frombuffer(joined.encode(), np.uint8).astype(np.int32)
 
 
 def batch_of(data: np.ndarray, g: np.random.Generator) -> dict[str, Any]:
-    """A batch of byte sequences and what follows each byte."""
+    """Returns a batch of byte sequences, and the byte after each byte as the label."""
     at = g.integers(0, len(data) - SEQ - 1, BATCH)
     rows = np.stack([data[a : a + SEQ + 1] for a in at])
     return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
 
 
 def slow_links(params: Any, compute_s: float) -> tuple[Link, Link]:
-    """As DeFT's NCCL and gloo: gradients take twice the compute on the first alone, 1.65 times that on the second."""
+    """Returns links like DeFT's NCCL and gloo: gradients take twice the compute time on the first, 1.65 times that on the
+    second."""
     nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     beta = 2 * compute_s / nbytes
     return (
@@ -159,7 +160,7 @@ def curves(runs: dict[str, tuple[Any, ...]], given: Namespace) -> Iterator[tuple
             yield name, training.by_plan(*run, expected=expected)
 
 
-def head(curves: dict[str, Any], _: Namespace) -> dict[str, Any]:
+def head(curves: dict[str, Any]) -> dict[str, Any]:
     """Returns what the runs share, and their last losses."""
     return {
         "devices": "8 host devices",
@@ -169,7 +170,7 @@ def head(curves: dict[str, Any], _: Namespace) -> dict[str, Any]:
 
 
 def draw(out: dict[str, Any], given: Namespace) -> None:
-    """Loss by step, and by predicted time: what is late per step may be early per second."""
+    """Draws the loss by step and by predicted time: a run that is behind per step may be ahead per second."""
     if not given.picture:
         return
     from matplotlib.figure import Figure
@@ -196,9 +197,8 @@ def draw(out: dict[str, Any], given: Namespace) -> None:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="schedule_training",
-    rows={
+    "schedule_training",
+    {
         "plain step": (),
         "ours": ("ours", 0, False),
         "ours, 2 late": ("ours", 2, False),

@@ -1,1 +1,1 @@
-"""What a search finds and how long it takes: models, meshes, memory limits, contest instances, other solvers."""
+"""Benches of the search: results and times on models, meshes, memory limits and contest instances, and other solvers."""

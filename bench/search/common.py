@@ -1,4 +1,4 @@
-"""What the search benches share: one way to run a solver on tables, one form of the result files."""
+"""Runs pase and other solvers on cost tables, for the search benches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pase.search.bounded.ilp import ilp_problem, solve_ilp
 from pase.search.bounded.rows import Rows, memory_rows
 from pase.tables.types import CostTables
 
-MOST_PAIRS = {"highs": 4_000_000, "cpsat": 2_000_000}  # more would take the machine's memory
+MOST_PAIRS = {"highs": 4_000_000, "cpsat": 2_000_000}  # more pairs do not fit into memory
 TOO_LARGE: dict[str, Any] = {"cost": None, "bound": None, "optimal": False, "note": "too many pairs to state"}
 DATA = SHARED
 
@@ -36,7 +36,7 @@ def search_options(*, seconds: float, repeats: int = 3) -> list[Option]:
     ]
 
 
-def settings(_: object, given: argparse.Namespace, **more: Any) -> dict[str, Any]:
+def settings(rows: object, given: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """Returns the entry of the result file with the bench's own options."""
     own = ("seconds", "repeats", "solvers", "runs", "rounds", "files")
     return {"settings": {k: v for k, v in vars(given).items() if k in own} | more}
@@ -56,12 +56,12 @@ def _pase(tables: CostTables, memory: MemoryProfile | None, seconds: float) -> d
 
 
 def _highs(tables: CostTables, memory: MemoryProfile | None, seconds: float) -> dict[str, Any]:
-    """scipy's HiGHS on the local polytope, memory rows added as they are broken."""
+    """scipy's HiGHS on the local polytope; memory rows are added when they are violated."""
     costs, pairs, matrices, rows = plain(tables, memory)
     if sum(m.size for m in matrices) > MOST_PAIRS["highs"]:
         return TOO_LARGE
     scale = float(np.median([np.abs(c[np.isfinite(c)]).max() for c in costs])) or 1.0
-    # A forbidden config is one without an allowed pair; where a node has no pairs, one too expensive for any answer.
+    # A forbidden config has no allowed pair. If a node has no pairs, it gets a cost that is too high for any solution.
     joined = {v for pair in pairs for v in pair}
     allowed = [np.isfinite(c) for c in costs]
     matrices = [
@@ -80,7 +80,7 @@ def _highs(tables: CostTables, memory: MemoryProfile | None, seconds: float) -> 
 
 
 def _cpsat(tables: CostTables, memory: MemoryProfile | None, seconds: float) -> dict[str, Any]:
-    """OR-tools CP-SAT: a Boolean a config, a Boolean an allowed pair; costs in whole numbers."""
+    """OR-tools CP-SAT: a Boolean per config and per allowed pair; costs are integers."""
     from ortools.sat.python import cp_model
 
     costs, pairs, matrices, rows = plain(tables, memory)
@@ -134,7 +134,7 @@ def _cpsat(tables: CostTables, memory: MemoryProfile | None, seconds: float) -> 
 
 
 def _toulbar2(tables: CostTables, memory: MemoryProfile | None, seconds: float) -> dict[str, Any]:
-    """toulbar2 with virtual arc consistency, on whole numbers; no memory limit."""
+    """toulbar2 with virtual arc consistency, on integers; without a memory limit."""
     import pytoulbar2
 
     if memory is not None:
@@ -166,7 +166,7 @@ SOLVERS: dict[str, Callable[[CostTables, MemoryProfile | None, float], dict[str,
 def plain(
     tables: CostTables, memory: MemoryProfile | None
 ) -> tuple[list[np.ndarray], list[tuple[int, int]], list[np.ndarray], Rows]:
-    """The problem as the others get it: dense matrices, parallel edges added, nothing reduced."""
+    """Returns the problem for the other solvers: dense matrices, parallel edges added, nothing reduced."""
     matrices: dict[tuple[int, int], np.ndarray] = {}
     for e in tables.edges:
         a, b, m = (e.src, e.dst, e.dense()) if e.src < e.dst else (e.dst, e.src, e.dense().T)
@@ -186,7 +186,7 @@ def plain(
 def _child(
     pipe: Any, solver: str, tables: CostTables, memory: MemoryProfile | None, seconds: float, repeats: int
 ) -> None:
-    """In a process of its own: peak memory is then this solver's."""
+    """Runs a solver in its own process, so that peak memory is that of this solver."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     times = []
     first_s = 0.0
@@ -200,7 +200,7 @@ def _child(
         took = time.perf_counter() - began
         if i == 0:
             first_s = took  # kernels loaded from the cache, or compiled
-            if took > 5 or solver != "pase":  # long runs, and those of others, are not repeated
+            if took > 5 or solver != "pase":  # long runs, and those of other solvers, are not repeated
                 times = [took]
                 break
         else:
@@ -243,7 +243,7 @@ def _plain(value: Any) -> Any:
 
 
 def contracted_size(tables: CostTables, memory: MemoryProfile | None) -> dict[str, int]:
-    """How much the exact reductions leave."""
+    """Returns the size of the problem after the exact reductions."""
     left = contract(tables, memory)
     points = 0
     if memory is not None:

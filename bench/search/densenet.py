@@ -39,7 +39,7 @@ class TableBuilder:
         self._tables: dict[object, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def configs(self, space: LayerSizes) -> np.ndarray:
-        """int64 [K, 5]: splits in powers of two, at most ``devices`` parts, none smaller than one."""
+        """Returns the splits, int64 [K, 5]: powers of two, at most ``devices`` parts, no part smaller than one."""
         if space not in self._configs:
             powers = [2**i for i in range(self.devices.bit_length())]
             every = itertools.product(*([p for p in powers if size % p == 0] for size in space[:5]))
@@ -68,7 +68,7 @@ class TableBuilder:
         return len(self.costs) - 1
 
     def edge(self, src: int, dst: int) -> None:
-        """dst reads all that src writes, perhaps as some of its input channels, at dst's resolution."""
+        """Adds an edge: dst reads all that src writes, possibly as part of its input channels, at dst's resolution."""
         a, b = self.spaces[src], self.spaces[dst]
         if (a, b) not in self._tables:
             tensor = np.array([a[0], b[1], b[2], a[4]], float)  # batch, height, width, channels
@@ -90,7 +90,7 @@ class TableBuilder:
 
 
 def densenet(name: str, devices: int) -> CostTables:
-    """Cost tables of DenseNet ``name`` (every dense layer joined to all layers of its block before it)."""
+    """Returns the cost tables of DenseNet ``name``, where each dense layer reads all earlier layers of its block."""
     g = TableBuilder(devices)
     side, channels = 56, 64
     before = [g.conv("stem", (BATCH, 112, 112, 3, 64, 49))]
@@ -115,10 +115,9 @@ def densenet(name: str, devices: int) -> CostTables:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="search_densenet",
-    rows={f"{name}@32": name for name in BLOCKS},
-    measure=lambda name, given: measure(f"{name}@32", densenet(name, 32), None, given),
+    "search_densenet",
+    {f"{name}@32": name for name in BLOCKS},
+    lambda name, given: measure(f"{name}@32", densenet(name, 32), None, given),
     named="{instance}",
     head=settings,
     options=search_options(seconds=10.0),

@@ -18,7 +18,7 @@ LAYERS = (2, 8, 32, 128)
 
 
 def measured(layers: int) -> dict[str, object]:
-    """One row: what compiling a decoder of that many layers takes, whole and by part."""
+    """Returns a row: the time to compile a decoder with this many layers, in total and by part."""
     model = f"zoo:llama3_8b?scan=0&batch=64&layers={layers}"
     began = time.process_time()
     plan = pase.compile(model, devices=64, memory_limit="none", baselines=False, overlap="none")
@@ -37,12 +37,11 @@ def measured(layers: int) -> dict[str, object]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="depth",
-    rows={f"{n} layers": n for n in LAYERS},
-    measure=lambda layers, _: measured(layers),
+    "depth",
+    {f"{n} layers": n for n in LAYERS},
+    measured,
     named="{layers} layers",
-    prepare=lambda _: pase.compile("zoo:mlp", devices=8),  # imports and kernels
+    prepare=lambda: pase.compile("zoo:mlp", devices=8),  # imports and kernels
 )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ LAYERS = (2, 5, 10, 20, 50, 100, 126, 200, 500, 1000)
 def stack(
     layers: int, *, shared: bool = True, block: int = 12, configs: int = 566, classes: int = 84
 ) -> CostTables:
-    """``layers`` blocks of 12 nodes with residual edges; ``shared=False`` gives each layer arrays of its own."""
+    """Returns the tables of blocks of 12 nodes with residual edges; with ``shared=False`` each layer has its own arrays."""
     rng = np.random.default_rng(0)
     node = [rng.integers(0, 1000, configs).astype(float) for _ in range(block)]
     cls = [rng.integers(0, classes, configs).astype(np.int32) for _ in range(4)]
@@ -74,13 +75,13 @@ def plot(rows: list[dict[str, Any]], out: Path) -> None:
     print(f"written to {out}")
 
 
-def measured(layers: int, repeats: int) -> dict[str, Any]:
+def measured(layers: int, given: Namespace) -> dict[str, Any]:
     """Returns a row: median seconds with equal layers, and with layers that differ (up to 126)."""
     row: dict[str, Any] = {"layers": layers, "nodes": 12 * layers}
     for kind in ("shared", "unlike") if layers <= 126 else ("shared",):
         tables = stack(layers, shared=kind == "shared")
         times = []
-        for _ in range(repeats):
+        for _ in range(given.repeats):
             began = time.perf_counter()
             found = solve(tables)
             times.append(time.perf_counter() - began)
@@ -90,14 +91,13 @@ def measured(layers: int, repeats: int) -> dict[str, Any]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="search_growth",
-    rows={f"{layers} layers": layers for layers in LAYERS},
-    measure=lambda layers, given: measured(layers, given.repeats),
+    "search_growth",
+    {f"{layers} layers": layers for layers in LAYERS},
+    measured,
     named="{layers} layers",
     head=settings,
     options=[option("--repeats", type=int, default=3)],
-    prepare=lambda _: solve(stack(2)),  # compiles the kernels
+    prepare=lambda: solve(stack(2)),  # compiles the kernels
     page=lambda result, given: plot(result["rows"], given.out.with_suffix(".html")),
 )
 

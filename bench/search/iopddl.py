@@ -48,7 +48,7 @@ OTHERS_S = 60.0
 def by_command(
     path: Path, limit: int, seed: int, rounds: int, tables: CostTables, memory: MemoryProfile | None
 ) -> dict[str, object]:
-    """``pase solve`` as a user runs it; its answer recomputed from the tables."""
+    """Runs ``pase solve`` as a user does, and verifies its answer with the tables."""
     command = [sys.executable, "-c", "from pase.cli import main; main()", "solve", str(path)]
     options = ["--seed", str(seed), "--rounds", str(rounds), "--json"]
     ran: dict[str, object] = {"seed": seed, "rounds": rounds}
@@ -93,7 +93,7 @@ def by_command(
 
 
 def worst(instance: str, known: int, runs: list[dict[str, object]]) -> dict[str, object]:
-    """Of several runs the highest cost, the largest gap, the longest time and the most memory."""
+    """Returns the highest cost, the largest gap, the longest time and the most memory of several runs."""
     costs = [row["cost"] for row in runs]
     choices = [(row["seed"], row["choice"]) for row in runs if "choice" in row]
     seeds = len({seed for seed, _ in choices})
@@ -142,10 +142,9 @@ def measured(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="search_iopddl",
-    rows={name: name for name in BEST_KNOWN},
-    measure=measured,
+    "search_iopddl",
+    BEST_KNOWN,
+    measured,
     named="{instance}",
     head=settings,
     options=[

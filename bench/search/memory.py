@@ -25,7 +25,7 @@ CASES = {
 
 
 def measured(model: str, devices: int) -> dict[str, object]:
-    """One row: the step found within the machine's memory, its proof, and what finding it took."""
+    """Returns a row: the step found within the machine's memory, its proof, and the time to find it."""
     cpu, began = time.process_time(), time.perf_counter()
     plan = pase.compile(model, devices=devices, baselines=False)
     return {
@@ -48,13 +48,12 @@ def measured(model: str, devices: int) -> dict[str, object]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="memory_search",
-    rows={name: (name, CASES[name]) for name in CASES},
-    measure=lambda case, _: {"case": case[0], **measured(*case[1])},
+    "memory_search",
+    CASES,
+    measured,
     named="{case}",
-    head=lambda *_: {"target": "h100x8 (predicted)"},
-    prepare=lambda _: pase.compile("zoo:mlp", devices=8),  # imports and kernels
+    head={"target": "h100x8 (predicted)"},
+    prepare=lambda: pase.compile("zoo:mlp", devices=8),  # imports and kernels
 )
 
 

@@ -38,7 +38,7 @@ print(json.dumps({"lower_cpu_s": seconds, "memory_mb": grown, "raw_nodes": len(t
 
 
 def blocks(count: int, d: int, weights: bool) -> Any:
-    """A ModelProto of ``count`` transformer blocks over [batch, 32, d], 45 nodes each."""
+    """Returns a ModelProto of ``count`` transformer blocks over [batch, 32, d], 45 nodes each."""
     import numpy as np
     from onnx import TensorProto, helper, numpy_helper
 
@@ -103,7 +103,7 @@ def blocks(count: int, d: int, weights: bool) -> Any:
 
 
 def measured(path: Path, simplify: bool, repeats: int) -> dict[str, Any]:
-    """Medians over fresh processes: seconds to load and to lower the file, and peak memory."""
+    """Returns medians over new processes: the seconds to lower the file, and the growth of memory."""
     runs = []
     for _ in range(repeats):
         out = subprocess.run(
@@ -136,10 +136,9 @@ CASES = {
     )
 }
 BENCH = Benchmark(
-    doc=__doc__,
-    result="onnx_size",
-    rows=CASES,
-    measure=lambda files, _: (file_measured(*file) for file in files),
+    "onnx_size",
+    CASES,
+    lambda files: (file_measured(*file) for file in files),
     named="{varies} {nodes_in_file}",
 )
 

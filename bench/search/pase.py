@@ -40,10 +40,9 @@ def measured(path: Path, given: Namespace) -> Iterator[dict[str, Any]]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="search_pase",
-    rows=lambda _: {file.stem: file for file in sorted((DATA / "pase_instances").glob("*.json"))},
-    measure=measured,
+    "search_pase",
+    lambda: {file.stem: file for file in sorted((DATA / "pase_instances").glob("*.json"))},
+    measured,
     named="{instance}",
     head=settings,
     options=search_options(seconds=20.0, repeats=5),

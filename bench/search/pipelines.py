@@ -27,7 +27,7 @@ DEVICES = 16384
 
 
 def schedules(ranks: int = 8, micro_batches: int = 16) -> list[dict[str, Any]]:
-    """Equal ranks whose forward, and both parts of backward, take one unit each, without transfers and with them."""
+    """Returns rows of equal ranks: forward and both parts of backward take one unit each, with and without transfers."""
     rows = []
     for name, d in SCHEDULES.items():
         v = max(d.chunks[0], 1)
@@ -53,7 +53,7 @@ def schedules(ranks: int = 8, micro_batches: int = 16) -> list[dict[str, Any]]:
 
 
 def bounds(pipelines: int = 1000) -> dict[str, float]:
-    """Of 1F1B with random unequal stages: how far the bounds are from the simulation, on average and at worst."""
+    """Returns the mean and the largest gap of the bounds to the simulation, for 1F1B with random unequal stages."""
     rng, off = np.random.default_rng(0), dict[str, list[float]]()
     for _ in range(pipelines):
         p, m = int(rng.integers(2, 9)), int(rng.integers(4, 33))
@@ -72,7 +72,7 @@ def bounds(pipelines: int = 1000) -> dict[str, float]:
 
 
 def cuts(chains: int = 8) -> list[dict[str, Any]]:
-    """Chains of equal blocks with an embedding and a head: simulations until the cuts are proven."""
+    """Returns the number of simulations that prove the cuts of chains of equal blocks with an embedding and a head."""
     rng, rows = np.random.default_rng(1), []
     for i in range(chains):
         p, blocks = ((3, 9), (4, 12), (4, 16), (5, 20), (6, 24), (8, 32), (12, 96), (16, 126))[i % 8]
@@ -107,17 +107,17 @@ def cuts(chains: int = 8) -> list[dict[str, Any]]:
 
 
 def llama() -> list[dict[str, Any]]:
-    """Llama-3 405B in the published shape (TP 8, PP 16, DP 128, 16 micro-batches)."""
+    """Searches Llama-3 405B in the published shape (TP 8, PP 16, DP 128, 16 micro-batches)."""
     return [searched("16 ranks of 128×8, 16 micro-batches", (MODEL,), DEVICES, mesh="128x8", accumulate=16)]
 
 
 def llama_any() -> list[dict[str, Any]]:
-    """Llama-3 405B on 16 ranks of any mesh, with any number of micro-batches."""
+    """Searches Llama-3 405B on 16 ranks of any mesh, with any number of micro-batches."""
     return [searched("16 ranks", (MODEL,), DEVICES)]
 
 
 def gpt_39b() -> list[dict[str, Any]]:
-    """The GPT of Alpa's figure 7 (Zheng et al., OSDI 2022: 48 layers of 8,192, batch 1,024 × 1,024) on 64 V100, whose
+    """Searches the GPT of Alpa's figure 7 (Zheng et al., OSDI 2022: 48 layers of 8,192, batch 1,024 × 1,024) on 64 V100, whose
     plan has 16 stages on 4 devices each."""
     from pase.zoo.layers import shapes
     from pase.zoo.transformers import gpt
@@ -140,7 +140,7 @@ def gpt_39b() -> list[dict[str, Any]]:
 
 
 def searched(asked: str, model: tuple[Any, ...], devices: int, **options: Any) -> dict[str, Any]:
-    """What the search over 16 ranks finds within the machine's memory, with its bound."""
+    """Returns the result of the search over 16 ranks within the machine's memory, with its bound."""
     import pase
 
     began = time.process_time()
@@ -164,16 +164,15 @@ def searched(asked: str, model: tuple[Any, ...], devices: int, **options: Any) -
 
 SEARCHES = {"llama3_405b": llama, "llama3_405b_any": llama_any, "gpt_39b": gpt_39b}
 BENCH = Benchmark(
-    doc=__doc__,
     result=lambda given: f"pipelines_{given.compile}" if given.compile else "pipelines",
     rows=lambda given: (
         {given.compile: SEARCHES[given.compile]}
         if given.compile
         else {"schedules": schedules, "bounds": bounds, "cuts": cuts}
     ),
-    stream=lambda parts, _: ((name, part()) for name, part in parts.items()),
+    stream=lambda parts: ((name, part()) for name, part in parts.items()),
     at="",
-    head=lambda parts, _: parts,
+    head=dict,
     options=[option("--compile", choices=list(SEARCHES), help="search one model, to a file of its own")],
 )
 

@@ -28,12 +28,12 @@ from pase.search.instances.readers import read_instance
 from pase.tables.types import CostTables
 
 UNIT = 1e7
-"""Of a .uai's costs; toulbar2 rounds to it as well."""
+"""The unit of the costs of a .uai file; toulbar2 rounds to it as well."""
 
 
 def _native(path: Path, tables: CostTables, memory: MemoryProfile | None, seconds: float) -> dict[str, Any]:
-    """toulbar2 on the file as it is, with virtual arc consistency. It leaves out a constant of a .uai: cost and bound
-    are moved to what its choice costs in pase's tables."""
+    """toulbar2 on the file itself, with virtual arc consistency. It leaves out a constant of a .uai file, so cost and
+    bound are shifted to the cost of its choice in pase's tables."""
     import pytoulbar2
 
     problem = pytoulbar2.CFN(vac=1)
@@ -47,7 +47,7 @@ def _native(path: Path, tables: CostTables, memory: MemoryProfile | None, second
 
 
 def cost_given(tables: CostTables, values: Sequence[int]) -> float:
-    """What the file's variables, which are the first nodes, cost at these values: they decide all other nodes."""
+    """Returns the cost of these values of the file's variables, the first nodes, which determine all other nodes."""
     costs = list(tables.node_costs)
     for v, k in enumerate(values):
         costs[v] = np.where(np.arange(costs[v].size) == k, costs[v], np.inf)
@@ -57,7 +57,7 @@ def cost_given(tables: CostTables, values: Sequence[int]) -> float:
 
 
 def whole(tables: CostTables) -> CostTables:
-    """All costs in units, rounded; what is forbidden stays so. Equal matrices stay one array."""
+    """Returns all costs in units, rounded; forbidden entries stay forbidden, and equal matrices stay one array."""
     made: dict[int, np.ndarray] = {}
 
     def rounded(a: np.ndarray) -> np.ndarray:
@@ -85,10 +85,9 @@ def measured(path: Path, given: Namespace) -> Iterator[dict[str, Any]]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="search_public",
-    rows=lambda given: {f.name: f for f in sorted(given.files.iterdir()) if f.suffix in (".wcsp", ".uai")},
-    measure=measured,
+    "search_public",
+    lambda given: {f.name: f for f in sorted(given.files.iterdir()) if f.suffix in (".wcsp", ".uai")},
+    measured,
     named="{instance}",
     head=lambda rows, given: settings(rows, given, files=given.files.name),
     options=[

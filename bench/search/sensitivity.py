@@ -39,12 +39,11 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="sensitivity",
-    rows={model: model for model in MODELS},
-    measure=lambda model, _: points(model),
+    "sensitivity",
+    MODELS,
+    points,
     named="{model}",
-    head=lambda rows, _: summary(rows),
+    head=summary,
     line=lambda name, r: f"{r['model']} {r['factors']} regret {r['regret']:.2%}, best: {r['winner']}",
 )
 

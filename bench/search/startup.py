@@ -53,9 +53,8 @@ def summary(rows: dict[str, dict[str, list[float]]], given: Namespace) -> dict[s
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="startup",
-    rows=CASES,
+    "startup",
+    CASES,
     stream=rounds,
     at="",
     head=summary,

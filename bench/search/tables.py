@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from argparse import Namespace
 from functools import lru_cache
 from typing import Any
 
@@ -36,13 +37,13 @@ BEFORE_S = {  # commit 67aa103, this machine, 64 devices: pairs priced one edge 
 
 @lru_cache(1)
 def graph(name: str) -> Graph:
-    """The simplified graph of a zoo model."""
+    """Returns the simplified graph of a zoo model."""
     m = zoo.get(name)
     return named(simplify(trace(m.loss_fn, m.params, m.batch).graph))
 
 
 def seconds(g: Graph, devices: int, axes: int) -> tuple[float, int]:
-    """(CPU seconds to build the tables of all meshes, how many meshes)."""
+    """Returns the CPU seconds to build the tables of all meshes, and the number of meshes."""
     m = machine.load("h100x8")
     model = costmodels.get("analytic", m)
     meshes = machine.meshes(devices, m, axes, max_prime_axes=0)
@@ -54,9 +55,9 @@ def seconds(g: Graph, devices: int, axes: int) -> tuple[float, int]:
     return time.process_time() - start, len(meshes)
 
 
-def measured(name: str, devices: int, repeats: int) -> dict[str, Any]:
+def measured(name: str, devices: int, given: Namespace) -> dict[str, Any]:
     """Returns a row: the median CPU seconds for the tables of all meshes."""
-    runs = [seconds(graph(name), devices, 3) for _ in range(repeats)]
+    runs = [seconds(graph(name), devices, 3) for _ in range(given.repeats)]
     row = {
         "model": name,
         "devices": devices,
@@ -67,10 +68,9 @@ def measured(name: str, devices: int, repeats: int) -> dict[str, Any]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="tables",
-    rows={f"{name} {devices}": (name, devices) for name in MODELS for devices in DEVICES},
-    measure=lambda row, given: measured(*row, repeats=given.repeats),
+    "tables",
+    {f"{name} {devices}": (name, devices) for name in MODELS for devices in DEVICES},
+    measured,
     named="{model} {devices}",
     options=[option("--repeats", type=int, default=3)],
 )

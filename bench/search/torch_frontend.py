@@ -23,11 +23,11 @@ MODEL = (
 )
 PUBLISHED = {"tool": "autoparallel", "build_s": 15.0, "solve_s": 36.5}
 ROWS = {"one mesh": ("8x8", False), "all meshes": (None, False), "decomposed, one mesh": ("8x8", True)}
-"""Row -> the mesh that is given, and whether the whole graph is decomposed."""
+"""The given mesh of each row, and whether the whole graph is decomposed."""
 
 
 def measured(row: str) -> dict[str, object]:
-    """One row: CPU seconds of each part."""
+    """Returns a row: the CPU seconds of each part."""
     from pase import machine
     from pase.compiler.meshes.search import search_meshes
     from pase.compiler.problem.problem import SplitProblem
@@ -61,7 +61,7 @@ def measured(row: str) -> dict[str, object]:
     }
 
 
-def prepare(_: object) -> None:
+def prepare() -> None:
     """Imports, and compiles the kernels."""
     import torch  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
@@ -73,13 +73,7 @@ def prepare(_: object) -> None:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="torch_speed",
-    rows={row: row for row in ROWS},
-    measure=lambda row, _: measured(row),
-    named="{row}",
-    head=lambda *_: {"published": PUBLISHED},
-    prepare=prepare,
+    "torch_speed", ROWS, measured, named="{row}", head={"published": PUBLISHED}, prepare=prepare
 )
 
 

@@ -35,7 +35,7 @@ def _gpt2(vocabulary: int, uneven: str) -> Plan:
 
 
 def _layers(sizes: tuple[int, int, int], uneven: str) -> Plan:
-    """sizes: of the batch, of its features, and of the hidden layer."""
+    """sizes: those of the batch, of its features, and of the hidden layer."""
 
     def loss(p: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
         h = jax.nn.relu(x @ p["up"] + p["bias"])
@@ -56,11 +56,11 @@ ROWS: dict[str, tuple[Callable[[str], Plan], Callable[[], Plan]]] = {
     "layers 31 x 63 x 61, 8": (lambda u: _layers((31, 63, 61), u), lambda: _layers((32, 64, 64), "whole")),
     "gpt2, 8": (lambda u: _gpt2(50_257, u), lambda: _gpt2(50_264, "whole")),
 }
-"""Name: (the model as ``uneven`` says, the same with the next extents that 8 divides)."""
+"""The model by the option ``uneven``, and the same model with the next extents that 8 divides, by name."""
 
 
 def measured(model: Callable[[str], Plan], divisible: Callable[[], Plan]) -> dict[str, object]:
-    """One row: the padded plan, the plan without padding, and that of the neighbour whose dims divide."""
+    """Returns a row: the padded plan, the plan without padding, and that of the neighbour whose dims divide."""
     began = time.process_time()
     padded = model("padded")
     took = time.process_time() - began
@@ -78,12 +78,7 @@ def measured(model: Callable[[str], Plan], divisible: Callable[[], Plan]) -> dic
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="uneven",
-    rows={name: (name, ROWS[name]) for name in ROWS},
-    measure=lambda row, _: {"case": row[0], **measured(*row[1])},
-    named="{case}",
-    head=lambda *_: {"devices": DEVICES, "target": "h100x8 (predicted)"},
+    "uneven", ROWS, measured, named="{case}", head={"devices": DEVICES, "target": "h100x8 (predicted)"}
 )
 
 

@@ -19,7 +19,7 @@ from pase import zoo
 
 
 def measured(name: str, devices: int) -> dict[str, object]:
-    """One model's row: predicted step, best baseline, seconds to compile."""
+    """Returns a row: predicted step, best baseline, seconds to compile."""
     began = time.perf_counter()
     plan = pase.compile(f"zoo:{name}", devices=devices)
     total = time.perf_counter() - began
@@ -51,12 +51,11 @@ def rows(given: Namespace) -> dict[str, tuple[str, int]]:
 
 
 BENCH = Benchmark(
-    doc=__doc__,
-    result="zoo_compile",
-    rows=rows,
-    measure=lambda row, _: measured(*row),
+    "zoo_compile",
+    rows,
+    measured,
     named="{model} {devices}",
-    head=lambda *_: {
+    head={
         "target": "h100x8 (predicted)",
         "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     },
@@ -65,7 +64,7 @@ BENCH = Benchmark(
         f"{r['best_baseline']} ×{(r['best_baseline_s'] or 0) / r['step_s']:.3f}"
     ),
     options=[option("--devices", default="8,32,64", help="comma-separated")],
-    prepare=lambda _: pase.compile("zoo:mlp", devices=8),  # imports and kernels
+    prepare=lambda: pase.compile("zoo:mlp", devices=8),  # imports and kernels
 )
 
 

@@ -22,12 +22,11 @@ def squares(measured: list[int], **more: Any) -> Benchmark:
         return {"n": n, "square": n * n}
 
     of: dict[str, Any] = {
-        "doc": "Squares.",
         "result": "squares",
         "rows": {f"n {n}": n for n in (1, 2, 3)},
         "measure": measure,
         "named": "n {n}",
-        "head": lambda rows, _: {"sum": sum(r["square"] for r in rows)},
+        "head": lambda rows: {"sum": sum(r["square"] for r in rows)},
         "options": [option("--fails", type=int)],
     }
     return Benchmark(**of | more)
@@ -95,7 +94,15 @@ def test_a_row_that_the_bench_no_longer_has_is_dropped(run, tmp_path):
     (tmp_path / "squares.json").write_text(json.dumps({"commit": "abc", "rows": [{"n": 4, "square": 16}]}))
     assert [r["n"] for r in run("--only", "2")[1]["rows"]] == [2]
     (tmp_path / "squares.json").write_text(json.dumps({"commit": "abc", "rows": [{"n": 4, "square": 16}]}))
-    assert [r["n"] for r in run("--only", "2", rows=lambda _: {"n 2": 2})[1]["rows"]] == [2, 4]
+    assert [r["n"] for r in run("--only", "2", rows=lambda: {"n 2": 2})[1]["rows"]] == [2, 4]
+
+
+def test_a_row_may_have_several_arguments_and_gets_its_name_as_a_field(run):
+    def measure(a, b, given):
+        return {"square": a * b, "failed": given.fails}
+
+    rows = run(rows={"n 6": (2, 3)}, measure=measure, named="{n}")[1]["rows"]
+    assert rows == [{"n": "n 6", "square": 6, "failed": None}]
 
 
 def test_json_is_the_result_alone(run, capsys):
@@ -105,6 +112,6 @@ def test_json_is_the_result_alone(run, capsys):
 
 def test_a_page_is_made_from_the_file_alone(run):
     pages: list[int] = []
-    run(page=lambda result, _: pages.append(result["sum"]))
-    assert run("--page", page=lambda result, _: pages.append(result["sum"]))[0] == []
+    run(page=lambda result: pages.append(result["sum"]))
+    assert run("--page", page=lambda result: pages.append(result["sum"]))[0] == []
     assert pages == [14, 14]
