@@ -37,12 +37,12 @@ REPLAYED = (
 
 
 def digest(value: object) -> str:
-    """The first twelve hex digits of a JSON value's SHA-256."""
+    """Returns the first twelve hex digits of a JSON value's SHA-256."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def pase(*arguments: object) -> dict[str, Any]:
-    """What a command prints with --json, and the seconds of CPU it took."""
+    """Runs a command with --json, and returns its output with its CPU seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     command = [sys.executable, "-m", "pase.cli", *map(str, arguments), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -53,7 +53,7 @@ def pase(*arguments: object) -> dict[str, Any]:
 
 
 def layout_answer(layout: dict[str, Any]) -> dict[str, Any]:
-    """What of a layout must not change; names of nodes and tensors may."""
+    """Returns the part of a layout that must not change; names of nodes and tensors may change."""
     cost = layout["cost"]
     strategy = sorted(
         [n["einsum"], sorted(map(str, n["sizes"].values())), sorted(n["split"].items()), n["times"]]
@@ -76,19 +76,20 @@ def layout_answer(layout: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswersWanted:
-    """What is asked. models: of the zoo and to schedule; empty: all. devices: of the zoo. data: the shared data."""
+    """The requested answers. models: zoo models to compile and schedule; empty: all. devices: the numbers of devices
+    for zoo models. data: the shared data."""
 
     models: tuple[str, ...] = ()
     devices: tuple[int, ...] = DEVICES
     data: Path = SHARED
 
     def has(self, model: str) -> bool:
-        """Whether a model is asked for."""
+        """Returns whether a model is requested."""
         return not self.models or model in self.models
 
 
 def zoo_answers(chosen: AnswersWanted) -> Iterator[tuple[str, dict[str, Any]]]:
-    """For each zoo model and number of devices (name.devices, its layout.json without its times, and the seconds)."""
+    """Yields for each zoo model and number of devices its name, and its layout without the times, with the seconds."""
     import pase as package
     from pase import zoo
 
@@ -104,7 +105,7 @@ def zoo_answers(chosen: AnswersWanted) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def search_answers(chosen: AnswersWanted) -> Iterator[tuple[str, dict[str, Any]]]:
-    """For each of PaSE's recorded instances (name, the answer of pase solve, and the seconds)."""
+    """Yields the name of each of PaSE's recorded instances, and the answer of pase solve with the seconds."""
     for file in sorted((chosen.data / "pase_instances").glob("*.json")):
         found = pase("solve", file)
         yield (
@@ -115,7 +116,7 @@ def search_answers(chosen: AnswersWanted) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def schedule_answers(chosen: AnswersWanted) -> Iterator[tuple[str, dict[str, Any]]]:
-    """For each scheduled model (name, what every policy makes of it, and the seconds)."""
+    """Yields the name of each scheduled model, and the bucket plans of all policies with the seconds."""
     with tempfile.TemporaryDirectory() as folder:
         for name in filter(chosen.has, SCHEDULED):
             file = Path(folder) / f"{name}.json"
@@ -125,14 +126,14 @@ def schedule_answers(chosen: AnswersWanted) -> Iterator[tuple[str, dict[str, Any
 
 
 def replay_answers(chosen: AnswersWanted) -> Iterator[tuple[str, dict[str, Any]]]:
-    """For each recorded run (name, the report of pase replay, and the seconds)."""
+    """Yields the name of each recorded run, and the report of pase replay with the seconds."""
     for name in REPLAYED:
         found = pase("replay", chosen.data / "traces" / name)
         yield name, {"seconds": {"cpu_s": found.pop("cpu_s", 0.0)}, "answer": numbers(found)}
 
 
 def numbers(value: Any) -> Any:
-    """A JSON value without what tells only of this run."""
+    """Returns a JSON value without what depends on the run, such as seconds and paths."""
     if isinstance(value, dict):
         return {
             k: numbers(v) for k, v in value.items() if not k.startswith(("seconds", "cpu", "path", "file"))
@@ -149,7 +150,7 @@ PARTS: dict[str, Callable[[AnswersWanted], Iterator[tuple[str, dict[str, Any]]]]
 
 
 def differences(before: Any, after: Any, where: str = "") -> Iterator[str]:
-    """A line for each place where two answers differ; ``seconds`` are left out."""
+    """Yields a line for each place where two answers differ; ``seconds`` are left out."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in dict.fromkeys([*before, *after]):
             if key != "seconds":
@@ -165,7 +166,7 @@ def differences(before: Any, after: Any, where: str = "") -> Iterator[str]:
 
 
 def total_seconds(part: dict[str, Any]) -> dict[str, float]:
-    """The seconds of all rows of a part, added up by what they measure."""
+    """Returns the sums of the seconds of all rows of a part, by what they measure."""
     out: dict[str, float] = {}
     for row in part.values():
         for key, value in row["seconds"].items():
@@ -174,7 +175,7 @@ def total_seconds(part: dict[str, Any]) -> dict[str, float]:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Prints what differs and what each took; returns the number of differences."""
+    """Prints the differences and the seconds of each; returns the number of differences."""
     b, a = (json.loads(p.read_text())["answers"] for p in (before, after))
     found = 0
     for part in dict.fromkeys([*b, *a]):

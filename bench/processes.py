@@ -1,4 +1,4 @@
-"""Measures a row in its own process with limits of CPU time and memory; a crash or a hang becomes an error in the row."""
+"""Measures rows in their own processes with limits of CPU time and memory; a crash or a hang is an error in its row."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 __all__ = ["children_s", "cpu_of", "forks_of", "row_apart", "rows_apart"]
 
 IDLE = 10
-"""A process that stays below its limit of CPU time is killed after this many times the limit in wall time. It may only be
-waiting on a busy machine, which must not count as a failure, but it may also wait forever."""
+"""A process that stays below its limit of CPU time is killed after this many times the limit in wall time. It may only
+be waiting on a busy machine, which must not count as a failure, but it may also wait forever."""
 TOGETHER = 25
 """Cases of one child, which takes about a second to start and keeps what it compiled."""
 QUIET_S = 900

@@ -165,7 +165,8 @@ class Benchmark:
     named: the format of a row's name from the row's fields, or a function. A single field that a row lacks is added. If
         empty, the file has rows by name, not in a list.
     stream: in place of ``measure``: measures many rows together, from ``rows``, and yields (name, row).
-    at: the key of the rows in the result file. If empty, the result is ``head`` alone, and no row can be kept.
+    at: the key of the rows in the result file. If empty, the result is ``head`` alone (or the rows by name, if there is
+        no head), and no row can be kept.
     head: the other entries of the result file, from all rows (as the file has them).
     order: the key by which rows are sorted, from a row's name and the row; by default the order of ``rows``.
     line: what is printed about a row, from its name and the row; by default its fields.
@@ -263,7 +264,8 @@ class Benchmark:
         if self.order:
             pairs.sort(key=lambda pair: self.order(*pair))
         rows = [row for _, row in pairs] if self.named else dict(pairs)
-        return dict(_called(self.head, rows, given=given)) | ({self.at: rows} if self.at else {})
+        head = dict(_called(self.head, rows, given=given))
+        return head | {self.at: rows} if self.at else head or rows
 
     def _measured(
         self,

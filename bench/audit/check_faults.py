@@ -29,11 +29,11 @@ __all__ = ["MOVES", "gradient_fault", "moved_wrongly", "planted", "state_fault",
 StepRun = Callable[..., tuple[Any, Any]]
 
 MOVES = ("dropped", "mean", "counted too often", "a part is missing", "at the wrong device")
-"""Faults of a move between devices."""
+"""Kinds of faults in a reshard between devices."""
 
 
 def _wrong(fault: str, move: Any, x: Any, right: Callable[[Any], Any]) -> Any:
-    """A move with a fault in it."""
+    """Returns the result of a reshard with a fault."""
     axis, ways = move.axes[0], jax.lax.axis_size(tuple(move.axes))
     me = jax.lax.axis_index(axis)
     if fault == "dropped" and move.kind == "all_reduce":
@@ -50,7 +50,10 @@ def _wrong(fault: str, move: Any, x: Any, right: Callable[[Any], Any]) -> Any:
 
 @contextmanager
 def moved_wrongly(fault: str, number: int) -> Iterator[list[str]]:
-    """The move of this number that a lowering makes is wrong. Yields the moves made, filled in as they are."""
+    """Plants a fault in the reshard with this number, as counted during lowering.
+
+    Yields the list of the reshards, which is filled as they are lowered.
+    """
     right, made = jax_moves._step, []
 
     def step(x: Any, move: Any, *rest: Any) -> Any:
@@ -65,7 +68,7 @@ def moved_wrongly(fault: str, number: int) -> Iterator[list[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFault:
-    """A fault in what a step computes or returns. kind: which; where: of which parameter or equation."""
+    """A fault in what a step computes or returns. kind: the kind of fault. where: its parameter or equation."""
 
     kind: str
     where: str
@@ -74,7 +77,7 @@ class StepFault:
 
 @contextmanager
 def planted(fault: Callable[[CheckedProgram, TracedJax], StepFault]) -> Iterator[None]:
-    """Every check made within it runs the wrong step."""
+    """Every check inside this context runs the step with the fault."""
     right = check_plans.check_of
 
     def wrong(program: CheckedProgram, traced: TracedJax, *rest: Any) -> Any:
@@ -85,7 +88,7 @@ def planted(fault: Callable[[CheckedProgram, TracedJax], StepFault]) -> Iterator
 
 
 def step_faults(program: CheckedProgram, traced: TracedJax, rng: np.random.Generator) -> Iterator[StepFault]:
-    """Faults without end, of kinds in turn, those that this program can have."""
+    """Yields faults endlessly, alternating between the kinds that this program can have."""
     kinds = (_of_gradients, _of_equations, _of_equations, _of_batch, _of_state, _of_equations)
     while True:
         for kind in kinds:
@@ -94,7 +97,7 @@ def step_faults(program: CheckedProgram, traced: TracedJax, rng: np.random.Gener
                 yield found
 
 
-# ---- what the step returns
+# ---- faults in what the step returns
 
 
 def _rolled(x: Any) -> Any:
@@ -103,7 +106,7 @@ def _rolled(x: Any) -> Any:
 
 
 def _one_part(x: Any, to: Callable[[Any], Any]) -> Any:
-    """With one device's part changed."""
+    """Returns the array with the part of one device changed."""
     index = x.sharding.addressable_devices_indices_map(x.shape)
     mine = sorted({str(i): i for i in index.values()}.values(), key=str)[-1]
     made = np.array(x)
@@ -112,7 +115,7 @@ def _one_part(x: Any, to: Callable[[Any], Any]) -> Any:
 
 
 def _one_copy(x: Any) -> Any:
-    """One device's copy is half of what it should be, and the others are right."""
+    """Returns the array with one device's copy halved; the others are right."""
     parts = [s.data for s in x.addressable_shards]
     parts[-1] = parts[-1] / 2
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
@@ -135,7 +138,7 @@ def _of_gradients(program: CheckedProgram, traced: TracedJax, rng: np.random.Gen
 
 
 def gradient_fault(program: CheckedProgram, kind: str, k: int) -> StepFault:
-    """The gradient of the trained array of this number is wrong."""
+    """Returns a fault in the gradient of the trained array with this number."""
 
     def run(*args: Any) -> Any:
         value, grads = program.run(*args)
@@ -148,7 +151,7 @@ def gradient_fault(program: CheckedProgram, kind: str, k: int) -> StepFault:
 
 
 def _of_batch(program: CheckedProgram, traced: TracedJax, rng: np.random.Generator) -> StepFault | None:
-    """The gradients are those of a batch half of which counts twice, and the other half not at all."""
+    """Yields faults with the gradients of a batch of which one half counts twice and the other not at all."""
     split = split_inputs(traced)
 
     def twice(x: Any, on: bool) -> Any:
@@ -169,7 +172,7 @@ def _of_state(program: CheckedProgram, traced: TracedJax, rng: np.random.Generat
 
 
 def state_fault(program: CheckedProgram, traced: TracedJax) -> StepFault:
-    """The state that the step hands on is the one that it was given."""
+    """Returns a fault in which the step returns the state that it was given."""
 
     def run(*args: Any) -> Any:
         value, grads = program.run(*args)
@@ -182,7 +185,7 @@ def state_fault(program: CheckedProgram, traced: TracedJax) -> StepFault:
     return StepFault(kind="state not advanced", where="state", run=run)
 
 
-# ---- the derivative of one equation
+# ---- faults in the derivative of one equation
 
 SMOOTH_AT_ZERO = frozenset(
     {"exp", "tanh", "logistic", "sin", "cos", "erf", "integer_pow", "square", "mul", "expm1", "dot_general"}
@@ -192,7 +195,7 @@ NONLINEAR = SMOOTH_AT_ZERO | {"log", "rsqrt", "sqrt", "div", "pow", "log1p", "ab
 
 @dataclass(frozen=True, kw_only=True)
 class FaultSite:
-    """An operand of an equation. again: whether its value has other readers, too."""
+    """An operand of an equation. again: whether its value has other readers as well."""
 
     number: int
     operand: int
@@ -202,7 +205,7 @@ class FaultSite:
 
 def _of_equations(program: CheckedProgram, traced: TracedJax, rng: np.random.Generator) -> StepFault | None:
     if not program.one or traced.jaxpr.in_avals[-1].shape != jax.tree.leaves(program.batch)[-1].shape:
-        return None  # on several meshes; or the traced program is that of a micro-batch
+        return None  # on several meshes, or the traced program is that of a micro-batch
     kind = str(rng.choice(list(EQUATIONS)))
     fits, how = EQUATIONS[kind]
     sites = [s for s in _sites(traced) if fits(s)]
@@ -233,12 +236,12 @@ def _of_equations(program: CheckedProgram, traced: TracedJax, rng: np.random.Gen
 
 
 def _needed(traced: TracedJax) -> Any:
-    """The program of the loss alone."""
+    """Returns the program that computes only the loss."""
     return without_dead_code(traced.jaxpr, [k == 0 for k in range(len(traced.jaxpr.jaxpr.outvars))])
 
 
 def _sites(traced: TracedJax) -> list[FaultSite]:
-    """Operands through which a gradient reaches a parameter."""
+    """Yields the operands through which a gradient reaches a parameter."""
     out: list[FaultSite] = []
     count = [0]
 
@@ -272,7 +275,7 @@ def _sites(traced: TracedJax) -> list[FaultSite]:
 
 
 def _evaluated(closed: Any, args: Sequence[Any], site: FaultSite, how: Callable[..., Any]) -> list[Any]:
-    """The program's results; the derivative of one equation is wrong."""
+    """Returns the program's results, with a wrong derivative of one equation."""
     count = [0]
 
     def run(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
@@ -298,7 +301,7 @@ def _evaluated(closed: Any, args: Sequence[Any], site: FaultSite, how: Callable[
 
 
 def _gradient_as(change: Callable[[Any], Any]) -> Callable[..., list[Any]]:
-    """The gradient to the operand is changed."""
+    """Returns a way to run an equation in which the gradient to the operand is changed."""
 
     def how(apply: Callable[..., list[Any]], ins: list[Any], operand: int) -> list[Any]:
         same = jax.custom_vjp(lambda x: x)
@@ -309,7 +312,7 @@ def _gradient_as(change: Callable[[Any], Any]) -> Callable[..., list[Any]]:
 
 
 def _linearised_at(change: Callable[[Any], Any]) -> Callable[..., list[Any]]:
-    """The derivative is taken where the operand has another value."""
+    """Returns a way to run an equation whose derivative is taken at another value of the operand."""
 
     def how(apply: Callable[..., list[Any]], ins: list[Any], operand: int) -> list[Any]:
         smooth = [j for j, x in enumerate(ins) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
@@ -344,4 +347,4 @@ EQUATIONS: Mapping[str, tuple[Callable[[FaultSite], bool], Callable[..., list[An
     "a missing scale": (lambda s: True, _gradient_as(lambda g: g / 2)),
     "a permuted cotangent": (lambda s: True, _gradient_as(_rolled)),
 }
-"""Kind -> (where it can be, how the equation is run)."""
+"""Kind of fault -> (where it is possible, how the equation is run)."""

@@ -33,7 +33,7 @@ HARM = 1e-3
 
 @dataclass(kw_only=True)
 class Checker:
-    """Checks of one plan. What does not depend on a fault is computed once."""
+    """Checks one plan. What does not depend on a fault is computed once."""
 
     plan: Any
     arguments: tuple[Any, ...]
@@ -42,7 +42,8 @@ class Checker:
 
     @contextmanager
     def watching(self, *, lowered_again: bool) -> Iterator[None]:
-        """The program, and which gradients are not slopes, are noted; the reference is run once."""
+        """Inside this context, a check records the program and the gradients that are not slopes, and runs the
+        reference only once."""
         from pase.backends.jax import check as jax_check
         from pase.backends.jax import check_plans
         from pase.backends.jax.check import JaxSteps
@@ -87,7 +88,7 @@ class Checker:
             yield
 
     def check(self, against: str, lowered_again: bool) -> Any:
-        """A check as a user runs it."""
+        """Runs a check as a user does."""
         how: dict[str, Any] = {"against": against}
         if self.plan.pipeline is None:
             how["lowering"] = self.lowering
@@ -95,7 +96,7 @@ class Checker:
             return self.plan.jax.check(*self.arguments, **how)
 
     def row(self, *, lowered_again: bool = False, lines: bool = True) -> dict[str, Any]:
-        """A check as a row. lines: whether there is one by lines alone, too."""
+        """Returns the row of a check. lines: whether to also check along lines alone."""
         from pase.errors import PaseError
 
         began = time.process_time()
@@ -125,7 +126,7 @@ class Checker:
         return out | {"cpu_s": round(time.process_time() - began, 1)}
 
     def _harm(self) -> tuple[bool, bool]:
-        """Whether the loss, and whether gradients or state are others than in the first check of this plan."""
+        """Returns whether the loss, and whether gradients or state, differ from the first check of this plan."""
         steps, traced = self.made["steps"], self.made["program"][1]
         state = [steps.results[j] for j in traced.carried.values()]
         mine = [_parts(x) for x in (steps.results[0], *steps.gradients, *state)]
@@ -140,7 +141,7 @@ class Checker:
 
 
 def _parts(x: Any) -> list[np.ndarray]:
-    """Of an array, on each device."""
+    """Returns the parts of an array on the devices."""
     import jax
 
     if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -152,7 +153,7 @@ def _parts(x: Any) -> list[np.ndarray]:
 def checks(
     name: str, checker: Checker, faults: int, lines: int, moves: int, rng: Any
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one program: as it is, and with planted faults."""
+    """Yields the rows of one program: as it is, and with planted faults."""
     from bench.audit.check_faults import MOVES, moved_wrongly, planted, step_faults
 
     with moved_wrongly("", -1) as made:
@@ -174,7 +175,7 @@ def checks(
 
 
 def _harm(row: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
-    """The row, and whether its fault does any harm. A step that is refused tells so by itself."""
+    """Adds to the row whether its fault does harm. A step that is refused counts as harm: the user sees an error."""
     refused = row["verdict"] == "refused"
     shown = set(row.get("not_slopes", ())) - set(right["not_slopes"])
     return row | {
@@ -184,7 +185,7 @@ def _harm(row: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts: false alarms of right steps, and planted faults that do harm and are not found."""
+    """Counts the false alarms of right steps, and the harmful faults that are found and missed."""
     right = [r for r in rows if "fault" not in r and r["verdict"] != "refused"]
     planted = [r for r in rows if "fault" in r]
     harmful = [r for r in planted if r["harm"]]

@@ -28,7 +28,7 @@ def _rolled(g: Any) -> Any:
 
 
 def _twice(right: Any, run: Any, *batch: Any) -> Any:
-    """The loss is right; the gradients are those of a batch half of which counts twice."""
+    """Runs a step with the right loss, but with the gradients of a batch of which one half counts twice."""
     import torch
     from torch.utils._pytree import tree_map_only
 
@@ -57,7 +57,7 @@ def _unwritten(right: Any, run: Any, *batch: Any) -> Any:
 
 
 def faults(names: tuple[str, ...], written: bool, rng: np.random.Generator) -> Iterator[tuple[str, str, Any]]:
-    """(kind, where, backward(right, run, *batch) -> the loss) without end."""
+    """Yields (kind, where, backward(right, run, *batch) -> loss) endlessly."""
     import torch
 
     def changed(change: Callable[[Any], Any], rank: int | None) -> Callable[..., Any]:
@@ -110,7 +110,7 @@ def faults(names: tuple[str, ...], written: bool, rng: np.random.Generator) -> I
 def checked(
     plan: Any, module: Callable[[], Any], batch: Any, fault: Any, lines: bool, right: dict[Any, Any]
 ) -> dict[str, Any]:
-    """A check on all ranks, as a row. right: what each rank has without a fault, filled in if it is empty."""
+    """Returns the row of a check on all ranks. right: the results of each rank without a fault; filled if empty."""
     import torch
 
     from bench.cases.torch_ranks import on_ranks
@@ -119,7 +119,7 @@ def checked(
     from pase.errors import PaseError
 
     began, run = time.process_time(), plan.torch
-    assert run.program.ops and run.leaves and run.sums  # worked out once, not once on each thread
+    assert run.program.ops and run.leaves and run.sums  # computed once, not on each thread
     check_module, driver = check_plans.check_module, torch_check.gradient_check
     mine: dict[Any, Any] = {}
 

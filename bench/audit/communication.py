@@ -52,7 +52,7 @@ WIDE = (
 
 @lru_cache(1)
 def _unsharded(name: str) -> Any:
-    """The model's step on one device, which the rows of all strategies are compared with."""
+    """Returns the step on one device, with which the rows of all strategies are compared."""
     import optax
 
     from bench.cases.plans import reduced
@@ -114,7 +114,7 @@ def _pairs_off(row: dict[str, Any]) -> list[str]:
 
 
 def _off(given: Namespace) -> dict[tuple[str, str], dict[str, Any]]:
-    """The rows of steps lowered as manual in which a kind of collective differs from the prediction."""
+    """Returns the rows of the manual lowering in which the bytes of a kind of collective differ from the prediction."""
     devices = 32 if given.wide else 8
     rows = json.loads(MANUAL.read_text())["rows"]
     return {(r["model"], r["strategy"]): r for r in rows if r["devices"] == devices and _pairs_off(r)}
@@ -148,7 +148,7 @@ def lines(given: Namespace) -> bool:
 
 
 def wide_case(name: str) -> Any:
-    """A reduced zoo model with a batch of 32 on 32 devices."""
+    """Returns a reduced zoo model with a batch of 32 on 32 devices."""
     from bench.cases.plans import case_of
     from pase import zoo
 
@@ -185,7 +185,7 @@ def head(rows: object, given: Namespace) -> dict[str, Any]:
 
 
 def order(_: str, row: dict[str, Any]) -> Any:
-    """Rows stand in the order of the zoo, then by devices and strategy."""
+    """Sorts rows by the order of the zoo, then by devices and strategy."""
     from pase import zoo
 
     return (

@@ -95,11 +95,11 @@ REASONS: list[tuple[str, str, str, str]] = [
         "operands in its own way. These differences were not traced line by line.",
     ),
 ]
-"""(model, strategy, kind, why): the first pattern that matches explains a row that is off by more than NOTED."""
+"""(model, strategy, kind, reason): the first pattern that matches explains a row with an error above NOTED."""
 
 
 def manual_lines(rows: list[dict[str, Any]], annotated: list[dict[str, Any]]) -> list[str]:
-    """The section on steps lowered by hand, compared with the annotated steps of the same plans."""
+    """Returns the section on the manual lowering, compared with the annotated steps of the same plans."""
     if not rows:
         return []
     done = [r for r in rows if "collectives" in r]
@@ -148,12 +148,12 @@ def manual_lines(rows: list[dict[str, Any]], annotated: list[dict[str, Any]]) ->
 
 
 def error(bytes_: dict[str, int]) -> float:
-    """Relative error of the predicted bytes."""
+    """Returns the relative error of the predicted bytes."""
     return (bytes_["on_cpu"] - bytes_["compiled"]) / max(bytes_["compiled"], 1)
 
 
 def reason(model: str, strategy: str, kind: str) -> str:
-    """Why prediction and program differ, from REASONS."""
+    """Returns the reason why prediction and program differ, from REASONS."""
     for m, s, k, why in REASONS:
         if fnmatch(model, m) and fnmatch(strategy, s) and fnmatch(kind, k):
             return why
@@ -171,7 +171,7 @@ BASELINES = {
 
 
 def summary(cells: list[tuple[dict[str, Any], str, dict[str, int]]]) -> list[str]:
-    """A table by method and number of devices: how many pairs there are, and how far they are off."""
+    """Returns a table by strategy and number of devices: the number of pairs and their errors."""
     out = [
         "| method | devices | models | pairs | to the byte | within 1% | median error | largest | of all bytes |"
     ]
@@ -198,7 +198,7 @@ def summary(cells: list[tuple[dict[str, Any], str, dict[str, int]]]) -> list[str
 
 
 def page(result: dict[str, Any], by_hand: Sequence[dict[str, Any]] = ()) -> str:
-    """The text of docs/evidence/communication.md."""
+    """Returns the text of docs/evidence/communication.md."""
     searched = [r for r in result["rows"] if not r["strategy"].startswith("random")]
     cells = [(r, k, b) for r in searched for k, b in r["collectives"].items() if b["on_cpu"] or b["compiled"]]
     exact = sum(b["on_cpu"] == b["compiled"] for _, _, b in cells)
@@ -238,7 +238,7 @@ def page(result: dict[str, Any], by_hand: Sequence[dict[str, Any]] = ()) -> str:
 
 
 def _model_lines(result: dict[str, Any], model: str) -> list[str]:
-    """A model's table, with the reasons for rows that are off."""
+    """Returns a model's table, with the reasons for rows that differ."""
     same = [n for n, m in result["alike"].items() if m == model]
     lines = [f"## {model}", ""]
     lines += [f"In reduced size, {', '.join(same)} are the same model.", ""] if same else []

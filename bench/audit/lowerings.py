@@ -30,17 +30,17 @@ ROWS = [
     for strategy in ("data_parallel", "fsdp", "megatron/megatron_sp_2x4", "ours@2x4")
 ]
 ROUNDS = 15
-"""Steps of each kind, taken in turn."""
+"""Steps of each variant, taken in turn."""
 
 
 def measured(model: str, strategy: str) -> dict[str, Any] | None:
-    """One row; None where the strategy does not apply to the model."""
+    """Returns a row; None if the strategy does not apply to the model."""
     from bench.cases.plans import reduced
 
     plan = reduced(model).plan(strategy)
     if plan is None:
         return None
-    ahead = replace(plan, overlap=0.0)  # loops gather one turn ahead, as under the default price
+    ahead = replace(plan, overlap=0.0)  # loops prefetch the next iteration, as under the default price
     ways: list[tuple[str, Plan, Lowering]] = [("annotated", plan, "annotated"), ("manual", plan, "manual")]
     ways.append(("manual, ahead", ahead, "manual"))
     if plan.unit == "s":
@@ -61,8 +61,8 @@ def measured(model: str, strategy: str) -> dict[str, Any] | None:
 def prepared(
     plan: Plan, lowering: Lowering, params: Any, batch: Any
 ) -> tuple[dict[str, Any], Callable[[], float]]:
-    """(CPU seconds of JAX and of XLA, collectives in the program; a function that runs a step and returns its wall
-    seconds)."""
+    """Returns the CPU seconds of JAX and of XLA with the collectives in the program, and a function that runs a step
+    and returns its wall seconds."""
     import jax
     import optax
 

@@ -27,7 +27,7 @@ RUNS = 3
 
 
 def models() -> dict[str, tuple[Any, list[Any]]]:
-    """name -> (loss function, its specs): built, never run."""
+    """Returns the loss function and its specs for each model; they are built but never run."""
     import keras
     import tensorflow as tf
 
@@ -90,14 +90,14 @@ def models() -> dict[str, tuple[Any, list[Any]]]:
 
 
 def module(text: str) -> Any:
-    """The generated program as a module."""
+    """Returns the generated program as a module."""
     program = types.ModuleType("generated")
     exec(compile(text, "generated_mtf.py", "exec"), program.__dict__)
     return program
 
 
 def built(program: Any) -> tuple[Any, Any, Any, list[Any]]:
-    """(tf.Graph, Mesh-TF's graph, its mesh, loss and gradients), of a program's training step."""
+    """Builds a program's training step; returns (tf.Graph, Mesh-TF's graph, its mesh, loss and gradients)."""
     from pase.backends.mesh_tf.runtime_ops import descend
     from pase.backends.mesh_tf.shim import mesh_tensorflow
 
@@ -113,8 +113,10 @@ def built(program: Any) -> tuple[Any, Any, Any, list[Any]]:
 
 
 def moved_bytes(program: Any, mesh_shape: str, rules: str) -> dict[str, float] | str:
-    """Kind -> bytes that a device's buffers have, summed over the collectives of a lowered step (4-byte elements).
-    What Mesh-TF says, where it cannot lower the program under these rules."""
+    """Returns the bytes of a device's buffers (4-byte elements) by kind, summed over the collectives of a lowered step.
+
+    If Mesh-TF cannot lower the program under these rules, returns its message.
+    """
     from pase.backends.mesh_tf.shim import mesh_tensorflow
 
     mtf, _ = mesh_tensorflow()
@@ -136,7 +138,7 @@ def moved_bytes(program: Any, mesh_shape: str, rules: str) -> dict[str, float] |
 
 
 def as_strategy(names: Any, space: Any, rules: Mapping[str, str], axes: list[str]) -> dict[str, np.ndarray]:
-    """Configs that a layout by dims' names gives our nodes; nodes for which there is no such config are left out."""
+    """Returns the configs that a layout by dims' names gives our nodes; nodes without such a config are left out."""
     pinned = {}
     for node, configs in zip(space.graph.nodes, space.configs, strict=True):
         row = np.full(len(axes), -1, dtype=np.int8)
@@ -153,7 +155,7 @@ def as_strategy(names: Any, space: Any, rules: Mapping[str, str], axes: list[str
 
 
 def compare(name: str, loss: Any, specs: list[Any]) -> dict[str, Any]:
-    """One model's row: bytes, seconds and numbers of our layout and of auto_mtf's."""
+    """Returns a row: bytes, seconds and numbers of our layout and of auto_mtf's."""
     from pase.backends.emit import mesh_tf
     from pase.backends.mesh_tf.legality import parse_pairs
     from pase.backends.mesh_tf.names import Names

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from pase.ir import Graph
 
 SMALL = 1024
-"""Bytes below which a difference says nothing."""
+"""A difference of fewer bytes is ignored."""
 WITHIN = 0.1
 SEEDS = 100
 
 
 def zoo_rows() -> Iterator[dict[str, Any]]:
-    """The zoo's models in full and reduced, as marked (layers run again), and with all residuals kept."""
+    """Yields the zoo's models in full and reduced size, with their own recomputation and with all residuals kept."""
     from bench.cases.plans import distinct_models
     from pase import zoo
 
@@ -54,7 +54,7 @@ def zoo_rows() -> Iterator[dict[str, Any]]:
 
 
 def pattern_rows() -> Iterator[dict[str, Any]]:
-    """Small programs, one for each pattern."""
+    """Yields the rows of small programs, one for each pattern."""
     from tests.memory.patterns import PATTERNS, pattern
     from tests.memory.programs import JAX_LOOPS, jax_loop
 
@@ -65,7 +65,7 @@ def pattern_rows() -> Iterator[dict[str, Any]]:
 
 
 def composer_rows(seeds: int = SEEDS) -> Iterator[dict[str, Any]]:
-    """Programs that the composer draws, those apart that carry state."""
+    """Yields the rows of programs that the composer draws, without those that carry state."""
     from bench.composer.jax_programs import LAYERS, draw
 
     for seed in range(seeds):
@@ -75,7 +75,7 @@ def composer_rows(seeds: int = SEEDS) -> Iterator[dict[str, Any]]:
 
 
 def loss_of(spec: Spec) -> tuple[Callable[[Any, Any], Any], Any, Any]:
-    """(loss, parameters, batch) of a composed program; without its metrics."""
+    """Returns (loss, parameters, batch) of a composed program, without its metrics."""
     from bench.composer.jax_programs import program_of
 
     program = program_of(spec)
@@ -88,7 +88,7 @@ def loss_of(spec: Spec) -> tuple[Callable[[Any, Any], Any], Any, Any]:
 
 
 def torch_rows() -> Iterator[dict[str, Any]]:
-    """Modules of PyTorch: those of the tests, and small models of transformers."""
+    """Yields the rows of PyTorch modules: those of the tests, and small models of transformers."""
     from bench.audit.residuals_torch import row
     from tests.backends.torch import models
 
@@ -115,7 +115,7 @@ def _jax_row(name: str, loss: Callable[..., Any], params: Any, *batch: Any) -> d
 
 
 def _guarded(name: str, made: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The row, or what stopped it."""
+    """Returns the row, or the error."""
     try:
         row = {"program": name} | made()
     except Exception as e:
@@ -134,7 +134,7 @@ def _near(kept: int, truth: int) -> bool:
 
 
 def explained(kept: int, found: Residuals, scores: int) -> str | None:
-    """Why kept is not near what is listed; "unexplained" if none of the known reasons is enough."""
+    """Returns why kept is not near listed; None if it is, and "unexplained" if no known reason suffices."""
     if _near(kept, found.listed):
         return None
     if _within(kept, found.fused, found.listed):
@@ -151,7 +151,7 @@ def _within(kept: int, least: int, most: int) -> bool:
 
 
 def scores_of(graph: Graph) -> int:
-    """Bytes of two arrays of scores for each attention that is one op: what attention keeps that is written out."""
+    """Returns the bytes of two arrays of scores for each attention op; attention written as products keeps them."""
     total = 0
     for op in (op for n in graph.nodes for op in n.ops if op.kind == "attention"):
         q, k = (graph.tensors[a.tensor] for a in op.reads[:2])
@@ -161,7 +161,7 @@ def scores_of(graph: Graph) -> int:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many rows are near, explained, not explained, or could not be made."""
+    """Returns how many rows are near, explained, unexplained, or failed."""
     done = [r for r in rows if "error" not in r]
     return {
         "programs": len(rows),

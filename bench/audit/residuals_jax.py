@@ -18,23 +18,23 @@ _CALLS = ("pjit", "jit", "custom_jvp_call", "custom_vjp_call", "closed_call", "c
 _MOVES = "broadcast_in_dim reshape transpose squeeze expand_dims convert_element_type copy rev slice iota stop_gradient"
 _VIEWS = frozenset("reshape transpose squeeze expand_dims".split())  # noqa: SIM905
 _OF_WEIGHTS = _VIEWS | {"convert_element_type", "concatenate", "broadcast_in_dim", "copy", "slice", "rev"}
-"""Primitives that leave a parameter a parameter: it is read in another form."""
+"""Primitives whose result still counts as a parameter: it is the parameter in another form."""
 _LIGHT = "add sub neg mul max min abs sign select_n integer_pow square clamp eq ne lt le gt ge and or not xor is_finite"
 _CHEAP = frozenset(f"{_MOVES} {_LIGHT} name reduce_precision add_any copy_p floor round real imag".split())
-"""Primitives that XLA computes again inside the fusion that reads them (``InstructionFusion::IsExpensive`` says no)."""
+"""Primitives that XLA recomputes in each fusion that reads them (``InstructionFusion::IsExpensive`` is false)."""
 
 
 _SUMS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_and reduce_or exp log tanh logistic erf rsqrt sqrt div".split()  # noqa: SIM905
 )
-"""Primitives that are computed once, in a fusion with what makes their operands."""
+"""Primitives that are computed once, in a fusion with the producers of their operands."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Residuals:
-    """listed: bytes of the values that JAX lists. fused: of those that a compiler keeps for them, if it computes cheap
-    functions of one large value again where they are read. in_loops: the part of both that loops stack or branches
-    return, where no fusion reaches. of_weights: the part of fused that depends on parameters alone."""
+    """listed: bytes of the values that JAX lists. fused: bytes that a compiler keeps for them if it recomputes cheap
+    functions of one large value in their readers. in_loops: the part of both that loops stack or branches return, which
+    cannot be fused. of_weights: the part of fused that depends only on parameters."""
 
     listed: int
     fused: int
@@ -43,11 +43,11 @@ class Residuals:
 
 
 def residuals(loss: Callable[..., Any], params: Any, *batch: Any) -> Residuals:
-    """Of loss(params, *batch), with gradients of params. The arguments may be shapes: nothing runs."""
+    """Returns the residuals of loss(params, *batch) for gradients of params. Nothing runs, so shapes suffice."""
     leaves, tree = jax.tree.flatten(params)
     arrays = {
         i: x for i, x in enumerate(leaves) if hasattr(x, "dtype")
-    }  # the others are a module's functions
+    }  # the others are functions of a module
 
     def whole(p: Mapping[int, Any]) -> Any:
         return jax.tree.unflatten(tree, [p.get(i, x) for i, x in enumerate(leaves)])
@@ -61,7 +61,7 @@ def residuals(loss: Callable[..., Any], params: Any, *batch: Any) -> Residuals:
     same = dict(_flat(traced, made))
     weights = set(traced.invars[: len(arrays)])
     data, batched = set(traced.invars), set(traced.invars) - weights
-    for v, eqn in made.items():  # in the order in which they are made
+    for v, eqn in made.items():  # in the order in which they are computed
         operands = [w for o in eqn.invars if not _literal(w := _found(o, same))]
         if operands and eqn.primitive.name in _OF_WEIGHTS and weights.issuperset(operands):
             weights.add(v)
@@ -94,7 +94,7 @@ def residuals(loss: Callable[..., Any], params: Any, *batch: Any) -> Residuals:
 
 
 def _viewed(values: Iterable[Any], made: Mapping[Any, Any], same: Mapping[Any, Any]) -> frozenset[Any]:
-    """What these values are views of."""
+    """Returns the values of which these are views."""
 
     def of(v: Any) -> Any:
         while v in made and made[v].primitive.name in _VIEWS:
@@ -113,8 +113,8 @@ def _bytes(values: set[Any]) -> int:
 
 
 def _flat(jaxpr: Any, made: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    """Fills made (value -> its equation) with the equations of a jaxpr and of the calls in it. Yields (a value, the
-    value that it is) for what goes into a call and comes out of it."""
+    """Fills made (value -> its equation) with the equations of a jaxpr and of the calls in it. Yields (value, the same
+    value outside or inside) for the operands and results of calls."""
     for eqn in jaxpr.eqns:
         inner = next((p for k, p in eqn.params.items() if k in ("jaxpr", "call_jaxpr")), None)
         if eqn.primitive.name in _CALLS and inner is not None:
@@ -127,16 +127,16 @@ def _flat(jaxpr: Any, made: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _fresh(jaxpr: Any, consts: Sequence[Any]) -> Any:
-    """The same jaxpr with variables of its own: one that is called twice makes its values twice."""
+    """Returns the jaxpr with new variables, because a jaxpr that is called twice computes its values twice."""
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
     return jax.make_jaxpr(lambda *a: jax.core.eval_jaxpr(jaxpr, consts, *a))(*shapes).jaxpr
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Linearized:
-    """A linearized program, flat. made: value -> its equation. same: values that are other values. given: parameters
-    and inputs. heavy: operands of products and the like, which are in memory as they are. forward: what the loss
-    depends on; what it does not depend on is computed in backward, however expensive."""
+    """A linearized program without calls. made: value -> its equation. same: values that equal other values. given:
+    parameters and inputs. heavy: operands of products and the like, which are in memory themselves. forward: the values
+    that the loss depends on; all others are computed in backward, even if they are expensive."""
 
     made: Mapping[Any, Any]
     same: Mapping[Any, Any]
@@ -145,8 +145,8 @@ class _Linearized:
     forward: frozenset[Any]
 
     def roots(self, v: Any) -> frozenset[Any]:
-        """What is kept for v: the one large value that it is cheaply computed from, or v itself. What backward alone
-        computes is computed from all of its operands."""
+        """Returns what is kept for v: the one large value from which it is cheap to compute, or v itself. A value that
+        only backward computes is computed from all of its operands."""
         if _literal(v) or v in self.given or v not in self.made:
             return frozenset()
         eqn, ahead = self.made[v], v in self.forward
@@ -168,7 +168,7 @@ def _found(v: Any, same: Mapping[Any, Any]) -> Any:
 
 
 def _above(values: Iterable[Any], made: Mapping[Any, Any], same: Mapping[Any, Any]) -> frozenset[Any]:
-    """These values and all that they are computed from."""
+    """Returns these values and all values from which they are computed."""
     seen: set[Any] = set()
     left = list(values)
     while left:

@@ -8,7 +8,7 @@ __all__ = ["row", "saved_bytes"]
 
 
 def saved_bytes(module: Any, batch: tuple[Any, ...]) -> int:
-    """Bytes of the distinct storages that autograd saves of module(*batch), without parameters, buffers and inputs."""
+    """Returns the bytes of the distinct storages that autograd saves, without parameters, buffers and inputs."""
     import torch
 
     given = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers(), *batch)}
@@ -29,7 +29,7 @@ def saved_bytes(module: Any, batch: tuple[Any, ...]) -> int:
 
 
 def row(module: Any, batch: tuple[Any, ...]) -> dict[str, Any]:
-    """A row of the result: the account keeps less where a compiler makes values again in the fusions that read them."""
+    """Returns a row. The account keeps less if a compiler recomputes values in the fusions that read them."""
     from pase.frontends import registry
     from pase.ir import named, simplify
     from pase.memory.residuals import kept_bytes

@@ -30,12 +30,12 @@ BATCH = 2
 
 
 def names() -> list[str]:
-    """The models of keras.applications."""
+    """Returns the names of the models of keras.applications."""
     return [n for n in dir(keras.applications) if n[0].isupper() and callable(getattr(keras.applications, n))]
 
 
 def _unweighted() -> None:
-    """Zeros for random numbers: nothing here reads a weight, and drawing 350 million of them takes minutes."""
+    """Initializes weights with zeros: nothing here reads them, and drawing 350 million takes minutes."""
     base = (
         keras.initializers.VarianceScaling,
         keras.initializers.RandomNormal,
@@ -46,7 +46,7 @@ def _unweighted() -> None:
 
 
 def measured(name: str) -> dict[str, Any]:
-    """One model's row: multiply-adds, parameters, nodes, seconds."""
+    """Returns a model's row: multiply-adds, parameters, nodes, seconds."""
     t0 = time.perf_counter()
     model = getattr(keras.applications, name)(weights=None)
     built = time.perf_counter() - t0

@@ -45,19 +45,19 @@ STRATEGIES = {
     "random 1": ("random1@2x2", "random1@4x8"),
     "random 2": ("random2@2x2", "random2@4x8"),
 }
-"""Strategy -> on few devices and on many, as ``bench.cases.plans.Case`` names them."""
+"""Strategy -> its names for few and for many devices, as in ``bench.cases.plans.Case``."""
 OVER_GLOO = {
     "Llama": ("ours", "Megatron, sequence"),
     "GPT-2": ("FSDP", "random 1"),
     "Mixtral": ("ours", "Megatron"),
     "ResNet": ("data parallel", "ours"),
 }
-"""What four processes run, too."""
+"""Strategies that four processes run as well."""
 PAGE = ROOT / "docs" / "evidence" / "torch-steps.md"
 
 
 def measured(name: str) -> dict[str, Any]:
-    """One model's rows: by strategy, how far the numbers are off, and what is sent."""
+    """Returns a model's rows: the errors of the numbers and the sent bytes, by strategy."""
     import torch
 
     torch.set_num_threads(1)
@@ -67,7 +67,7 @@ def measured(name: str) -> dict[str, Any]:
     for how, chosen in (
         ("gloo", OVER_GLOO.get(name, ())),
         ("threads", tuple(STRATEGIES)),
-    ):  # gloo forks first
+    ):  # gloo forks, so it comes first
         for s in chosen:
             ran.append((s, how, _tried(lambda s=s, how=how: _stepped(few, STRATEGIES[s][0], how))))
     for s, how, made in ran:
@@ -85,7 +85,7 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def _tried(run: Any) -> Any:
-    """What it returns, or why it does not."""
+    """Returns its result, or the reason why it has none."""
     from pase.errors import PaseError
 
     try:
@@ -97,7 +97,7 @@ def _tried(run: Any) -> Any:
 
 
 def _plan(e: TorchExample, label: str) -> Any:
-    """Raises Infeasible, with the method's own reason, if it has no strategy for this model."""
+    """Returns the plan. Raises Infeasible with the baseline's reason if it has no strategy for this model."""
     from pase.baselines import Skipped, baselines
     from pase.errors import Infeasible
 
@@ -111,10 +111,10 @@ def _plan(e: TorchExample, label: str) -> Any:
 
 
 def _stepped(e: TorchExample, label: str, how: str) -> Any:
-    """(the mesh, each rank's state after a step)."""
+    """Returns the mesh, and each rank's state after a step."""
     plan = _plan(e, label)
     run = plan.torch
-    assert run.program.ops and run.leaves  # worked out once, not once on each thread
+    assert run.program.ops and run.leaves  # computed once, not on each thread
 
     def on_rank(rank: int) -> dict[str, Any]:
         module = copy.deepcopy(e.module)
@@ -129,8 +129,11 @@ def _stepped(e: TorchExample, label: str, how: str) -> Any:
 
 
 def _apart(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> dict[str, Any]:
-    """The largest difference of any element on any rank, of the largest element of the same tensor (or of a thousandth
-    of the largest of all tensors, where that is more): of the loss, the gradients, and the state after the update."""
+    """Returns the largest difference of an element on any rank for the loss, the gradients, and the state after the
+    update.
+
+    It is relative to the largest element of the same tensor, or to a thousandth of that of all tensors if that is more.
+    """
     out: dict[str, Any] = {}
     for kind in ("loss", "gradient", "after"):
         mine = {k: v for k, v in alone.items() if k.startswith(kind)}
@@ -142,7 +145,7 @@ def _apart(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> dict[str, Any]
             for k, v in mine.items():
                 scale = max(float(np.abs(v).max()), 1e-3 * largest)
                 apart = float(np.abs(made[k] - v).max()) / scale
-                if not apart <= worst:  # not a number is worse than any
+                if not apart <= worst:  # NaN is worse than any number
                     worst, at = apart, k
         out[kind] = worst
         if worst > LIMIT:
@@ -151,11 +154,11 @@ def _apart(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> dict[str, Any]
 
 
 LIMIT = 1e-9
-"""Rounding of float64 stays below; a missing term, or one too many, does not."""
+"""Rounding in float64 stays below this; a missing or superfluous term does not."""
 
 
 def _sent(e: TorchExample, label: str) -> dict[str, Any]:
-    """What one rank of many sends in a step, and the plan's list."""
+    """Returns what one rank of many sends in a step, and the plan's list."""
     from pase.backends.audit.torch import planned, sent_by_one_rank
 
     plan = _plan(e, label)
@@ -180,7 +183,7 @@ def _by_kind(counts: Any) -> dict[str, int]:
 
 
 def summary(rows: dict[str, Any]) -> dict[str, Any]:
-    """Counts over all models and strategies, for each way to run them."""
+    """Returns counts over all models and strategies, for each way to run them."""
     out: dict[str, Any] = {}
     cells = [(m, s, r) for m, row in rows.items() for s, r in row.get("strategies", {}).items()]
     for how in ("threads", "gloo"):

@@ -102,7 +102,7 @@ HUGGINGFACE = [
     "MistralForCausalLM",
     "GptOssForCausalLM",
 ]
-"""The list's names as classes: its T5Small is T5ForConditionalGeneration again, its CamemBert CamembertForMaskedLM."""
+"""The list's names as classes. Its T5Small is T5ForConditionalGeneration, and its CamemBert CamembertForMaskedLM."""
 TIMM = [
     "inception_v3",
     "beit_base_patch16_224",
@@ -122,7 +122,7 @@ TIMM = [
     "vit_base_patch14_dinov2",
     "vit_base_patch16_siglip_256",
 ]
-"""Without the names of weights: adv_inception_v3 is inception_v3 again."""
+"""The names without those of weights: adv_inception_v3 is inception_v3."""
 TORCHVISION = [
     "alexnet",
     "densenet121",
@@ -140,7 +140,7 @@ TORCHVISION = [
 
 
 def lists() -> dict[str, list[str]]:
-    """List -> its rows, of the packages that are installed."""
+    """Returns the rows of each list whose package is installed."""
     return {
         k: v
         for k, v in listed_names().items()
@@ -149,7 +149,7 @@ def lists() -> dict[str, list[str]]:
 
 
 def listed_names() -> dict[str, list[str]]:
-    """List -> its rows, also where a package is not installed."""
+    """Returns the rows of each list, including lists whose package is not installed."""
     return {
         "causal": names(),
         "huggingface": sorted(HUGGINGFACE),
@@ -159,14 +159,14 @@ def listed_names() -> dict[str, list[str]]:
 
 
 def names() -> list[str]:
-    """The causal language models of the installed transformers."""
+    """Returns the causal language models of the installed transformers."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MAPPING
 
     return sorted(set(MAPPING.values()))
 
 
 def built(name: str) -> tuple[str, Any, tuple[Any, ...], Any]:
-    """(the model by name, module, batch, loss), on meta tensors."""
+    """Returns (the model by name, module, batch, loss), on meta tensors."""
     from pase.errors import PaseError
     from pase.frontends.torch import hf
 
@@ -202,8 +202,8 @@ def built(name: str) -> tuple[str, Any, tuple[Any, ...], Any]:
 
 
 def settings(name: str) -> tuple[str, str]:
-    """The class with few layers, as ``hf:`` has it, and with all of its own, which some classes' other defaults need; a
-    class whose text model is a part of it: its part's."""
+    """Returns the settings of a class with few layers, as for ``hf:``, and with all of its layers, which the other
+    defaults of some classes need. If the text model is a part of the class, the settings are those of the part."""
     import transformers
 
     config = getattr(transformers, name).config_class()
@@ -222,7 +222,7 @@ def settings(name: str) -> tuple[str, str]:
 
 
 def measured(name: str) -> dict[str, Any]:
-    """One class's row: how far it came, in how many seconds, and which ops have no rule."""
+    """Returns a class's row: how far it came, in how many seconds, and which ops have no rule."""
     from pase.errors import PaseError
     from pase.frontends.torch.export.module import program_of
     from pase.frontends.torch.frontend import lowered
@@ -276,20 +276,20 @@ def _searched(traced: Any) -> dict[str, Any]:
 
 
 def _missing(graph: Any) -> dict[str, int]:
-    """Ops without a rule, which are named as PyTorch has them -> how many of them there are."""
+    """Returns the number of each op without a rule; such ops have PyTorch's names."""
     return dict(
         Counter(op.name for n in graph.nodes for op in n.ops if op.kind == "opaque" and "." in op.name)
     )
 
 
 def _whole(graph: Any) -> dict[str, int]:
-    """Ops whose rule says that they are not split."""
+    """Returns the ops whose rule does not split them."""
     every = (op for n in graph.nodes for op in n.ops if op.kind == "opaque" and "." not in op.name)
     return dict(Counter(op.name for op in every))
 
 
 def products(graph: Any) -> float:
-    """FLOPs of matrix products, convolutions and attention."""
+    """Returns the FLOPs of matrix products, convolutions and attention."""
     return sum(
         op.flops_per_point * math.prod(float(n.space[d].size) for d in op.worked) * float(op.times)
         for n in graph.nodes
@@ -299,7 +299,7 @@ def products(graph: Any) -> float:
 
 
 def _compared(graph: Any, module: Any, batch: Any, loss: Any) -> dict[str, Any]:
-    """Beside the step by PyTorch alone, forward and backward, on fake tensors."""
+    """Returns the comparison with PyTorch's own step, forward and backward, on fake tensors."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -329,7 +329,7 @@ def _compared(graph: Any, module: Any, batch: Any, loss: Any) -> dict[str, Any]:
 
 
 def _by_torch_alone(module: Any, batch: Any, loss: Any) -> bool:
-    """Does plain torch.export take the step, on the same meta tensors?"""
+    """Returns whether plain torch.export takes the step, on the same meta tensors."""
     import torch
 
     from pase.frontends.torch.export.module import step_of
@@ -343,7 +343,7 @@ def _by_torch_alone(module: Any, batch: Any, loss: Any) -> bool:
 
 @cache
 def reader() -> str:
-    """A digest of pase's files that read a module."""
+    """Returns a digest of pase's files that read a module."""
     from pase.frontends.torch import frontend as from_torch
 
     from_torch.coverage()  # imports all rules
@@ -356,8 +356,10 @@ def reader() -> str:
 
 
 def summary(rows: dict[str, Any]) -> dict[str, Any]:
-    """Counts over the rows, and the ops that are missing with the number of classes that need each. A row whose process
-    did not end counts as one that torch.export takes: it is not known, and must not flatter the share."""
+    """Returns counts over the rows, and the missing ops with the number of classes that need each.
+
+    A row whose process failed counts as one that torch.export takes. This is unknown, and must not improve the share.
+    """
     undecided = [r for r in rows.values() if "torch_export" not in r and r.get("stage") != "build"]
     taken = [r for r in rows.values() if r.get("torch_export")] + undecided
     reasons = Counter(op for r in rows.values() for op in r.get("missing", {}))
@@ -380,7 +382,7 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def _some(every: list[str], count: int) -> list[str]:
-    """So many of them, spread evenly."""
+    """Returns this many of them, spread evenly."""
     return [every[i * len(every) // count] for i in range(min(count, len(every)))]
 
 

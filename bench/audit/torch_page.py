@@ -31,7 +31,7 @@ thousands.
 
 
 def page(found: dict[str, Any], strategies: Sequence[str], limit: float) -> str:
-    """The whole page. found: what the result file holds. limit: the largest difference that is rounding."""
+    """Returns the page. found: the contents of the result file. limit: the largest difference that is rounding."""
     rows: dict[str, Any] = found["rows"]
     total, versions = found["summary"], found["versions"]
     notes: list[str] = []

@@ -48,10 +48,10 @@ MODELS = {
     "llama3_8b": ("llama3_8b?batch=256&seq=2048&attention=plain", "v5e:16x16", 256),
     "mixtral_8x7b": ("mixtral_8x7b?batch=256&seq=1024&attention=plain", "v5e:16x16", 256),
 }
-"""Name -> zoo model, topology, devices."""
+"""Name -> zoo model, topology, number of devices."""
 
 MANUAL, AHEAD = "ours, manual", "ours, manual, gathers ahead"
-"""Our plan lowered by hand, each turn of a loop by itself or gathering ahead; other rows are lowered by annotations."""
+"""Our plan in the manual lowering, without and with prefetch in loops. Other rows have the annotated lowering."""
 
 RECORDED = {
     "source": "jax 0.10.0, libtpu 0.0.40, a GPT of the same sizes written for the occasion; "
@@ -71,25 +71,25 @@ RECORDED = {
         )
     ],
 }
-"""Figures of others, measured once with the same meter; no row of ours is among them."""
+"""Figures of other implementations, measured once in the same way; none of them is ours."""
 
 
 NAMES = (
     *("ours", MANUAL, AHEAD, "data parallel", "FSDP", "Megatron", "Megatron, sequence parallel"),
     *("expert parallel", "ZeRO-3 by hand"),
 )
-"""Strategies; a model has some of them."""
+"""The strategies, of which each model has some."""
 
 
 def _known() -> dict[tuple[str, str], dict[str, Any]]:
-    """The rows in the file by model and strategy, each with the commit at which it was compiled."""
+    """Returns the rows of the file by model and strategy, each with the commit at which it was compiled."""
     result = json.loads(FILE.read_text()) if FILE.exists() else {"rows": []}
     return {(r["model"], r["strategy"]): {"commit": result["commit"]} | r for r in result["rows"]}
 
 
 @lru_cache(1)
 def _strategies(name: str, predict: bool) -> dict[str, tuple[dict[str, Any], Callable[[], Any]]]:
-    """What is predicted of each strategy of a model, and how to lower it."""
+    """Returns the prediction for each strategy of a model, and a function that lowers it."""
     zoo_name, topology, devices = MODELS[name]
     on = [] if predict else _topology(topology)
     return {strategy: (facts, lower) for strategy, facts, lower in strategies(zoo_name, devices, on)}
@@ -98,8 +98,8 @@ def _strategies(name: str, predict: bool) -> dict[str, tuple[dict[str, Any], Cal
 def measured(name: str, strategy: str, given: Namespace) -> dict[str, Any] | None:
     """Returns the row of one model and strategy; None if it has no such strategy.
 
-    A program that was compiled before is not compiled again, unless with ``--recompile``: only what is predicted of it
-    is taken anew. With ``--predict`` nothing is compiled.
+    A program that was compiled before is compiled again only with ``--recompile``; otherwise only the prediction is
+    updated. With ``--predict`` nothing is compiled.
     """
     facts, lower = _strategies(name, given.predict).get(strategy, (None, None))
     row = _known().get((name, strategy))
@@ -149,7 +149,7 @@ def _topology(name: str) -> list[Any]:
 def strategies(
     zoo_name: str, devices: int, on: list[Any]
 ) -> Iterator[tuple[str, dict[str, Any], Callable[[], Any]]]:
-    """(name, what is predicted, how to lower it)."""
+    """Yields (name, prediction, function that lowers it)."""
     import jax
     import numpy as np
     import optax
@@ -160,7 +160,7 @@ def strategies(
     optimizer = optax.adam(1e-4)
     found = compare(f"zoo:{zoo_name}", devices=devices, machine=MACHINE)
     chosen: dict[str, Any] = {}
-    for name, plan in found:  # cheapest first: of each method, its best mesh
+    for name, plan in found:  # sorted by cost, so the first of each baseline is that on its best mesh
         method = "megatron_sp" if name.startswith("megatron_sp") else name.partition("_")[0]
         kept = {
             "pase": "ours",
@@ -203,13 +203,13 @@ def _by_kind(pairs: Any) -> dict[str, int]:
 
 
 def _digest(lowered: Any) -> str:
-    """Of the program handed to the compiler, and of the compiler."""
+    """Returns a digest of the program given to the compiler, and of the compiler's version."""
     versions = [importlib.metadata.version(p) for p in ("jax", "libtpu")]
     return hashlib.sha256(json.dumps([lowered.as_text(), *versions]).encode()).hexdigest()[:16]
 
 
 def out_of_memory(said: str) -> tuple[int, int] | None:
-    """(bytes asked for, bytes there) of the compiler's message that a program does not fit.
+    """Returns (requested bytes, available bytes) from the compiler's message that a program does not fit.
 
     >>> out_of_memory("Ran out of memory in memory space hbm. Used 22.03G of 15.75G hbm.")[1] / 2**30
     15.75
@@ -227,7 +227,8 @@ def out_of_memory(said: str) -> tuple[int, int] | None:
 
 
 def compiled(lowered: Any, mesh_sizes: list[int], text: Path | None = None) -> dict[str, Any]:
-    """Compile and read: cycles, peak bytes, collectives; or that it does not fit. text: where the program is kept."""
+    """Compiles a program; returns its cycles, peak bytes and collectives, or that it does not fit. text: the file for
+    the compiled program."""
     import jax
 
     from pase import costmodels, machine

@@ -20,13 +20,13 @@ from typing import Any
 from bench.runner import Benchmark
 
 CONTRACTED = 64
-"""Rows of each device that the products sum over."""
+"""The rows of each device over which the products sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AskedForm:
-    """kind: of collective. shape: of the whole gradient or weight, in bfloat16. axes: of a mesh with the topology's
-    sides, or with the sizes given; dim: that they split. form: tiled or apart."""
+    """kind: the kind of collective. shape: that of the whole gradient or weight, in bfloat16. axes: those of a mesh
+    with the topology's sides, or with the given sizes. dim: the dim that they split. form: tiled or apart."""
 
     kind: str
     topology: str
@@ -91,7 +91,7 @@ ROWS = [(a.name, a) for a in (*_sums(), *_gathers())]
 
 
 def compiled(asked: AskedForm) -> list[dict[str, Any]]:
-    """The collectives of the compiled program: kind and bytes of the larger local buffer."""
+    """Returns the collectives of the compiled program: kind and bytes of the larger local buffer."""
     import jax
     import numpy as np
     from jax.experimental import topologies

@@ -21,7 +21,7 @@ from pase.zoo.layers import cross_entropy, layer_norm, run_layers
 
 
 def lower(model: Any, mesh: Mesh, optimizer: Any) -> Any:
-    """The train step of a zoo GPT (``zoo.get``) on a mesh of one axis, lowered on shapes."""
+    """Returns the train step of a zoo GPT (``zoo.get``) on a mesh of one axis, lowered on shapes."""
     (axis,) = mesh.axis_names
     ways = mesh.devices.size
     whole = NamedSharding(mesh, P())
@@ -51,7 +51,8 @@ def _struct(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def _spec(path: Any, shape: tuple[int, ...], ways: int, axis: str) -> P:
-    """Matrices over all devices along their longest dim that divides (never the layers'); vectors whole."""
+    """Returns the spec: matrices are split over all devices along their longest divisible dim (not that of the layers),
+    vectors are replicated."""
     first = 1 if any(getattr(k, "key", None) == "blocks" for k in path) else 0
     dims = [i for i in range(first, len(shape)) if shape[i] % ways == 0]
     if len(shape) - first < 2 or not dims:

@@ -9,12 +9,12 @@ CLOCK_HZ = 1.5e9
 
 
 def step_s(row: dict[str, Any]) -> float | None:
-    """The compiler's cycles plus the time spent waiting; None if the step does not fit."""
+    """Returns the seconds of the compiler's cycles plus the waiting time; None if the step does not fit."""
     return row["mcycles"] * 1e6 / CLOCK_HZ + row["waiting_s"] if "mcycles" in row else None
 
 
 def tables(result: dict[str, Any]) -> str:
-    """The tables as Markdown."""
+    """Returns the tables as Markdown."""
     rows = result["rows"]
     lines = [
         f"Compiled with jax {result['jax']} and libtpu {result['libtpu']}. Figures in italics were recorded elsewhere,",
@@ -59,13 +59,13 @@ def _line(r: dict[str, Any], *, bold: bool) -> str:
 
 
 def _compile(r: dict[str, Any]) -> str:
-    """Seconds: of the processor where they were counted, else on the clock."""
+    """Returns the compile time: CPU seconds if they were measured, otherwise wall seconds."""
     return f"{r['compile_cpu_s']:.0f} CPU" if "compile_cpu_s" in r else f"{r['compile_s']:.0f}"
 
 
 def _agreement(rows: list[dict[str, Any]]) -> list[str]:
-    """How predicted and compiled agree, over all rows that have both; of a plan that is lowered in several ways, the
-    annotated one."""
+    """Returns how predicted and compiled values agree over all rows that have both. If a plan has several lowerings,
+    the annotated one counts."""
     from scipy.stats import kendalltau
 
     rows = [r for r in rows if not r["strategy"].startswith("ours, ")]

@@ -49,7 +49,7 @@ from pase.errors import PaseError
 MOST_BYTES = 6 << 30
 SAVED_EVERY = 1000
 KEPT_BYTES = 4000
-"""A fault's file is kept in the result where it is not larger, packed."""
+"""The result has the file of a fault if it is not larger than this, compressed."""
 LIMIT_S = 20.0
 EXTREMES: tuple[Any, ...] = (
     -1e308,
@@ -102,7 +102,7 @@ def _holder(tree: Any, place: tuple[Any, ...]) -> Any:
 
 
 def change_tree(text: str, rng: np.random.Generator) -> bytes:
-    """One value of a JSON file replaced, lost, doubled, put elsewhere, or nested too deep."""
+    """Replaces, removes, doubles, or moves a value of a JSON file, or nests it too deep."""
     tree = json.loads(text)
     places = list(_places(tree))
     place = places[rng.integers(len(places))]
@@ -125,7 +125,7 @@ def change_tree(text: str, rng: np.random.Generator) -> bytes:
 
 
 def change_bytes(data: bytes, rng: np.random.Generator) -> bytes:
-    """Bytes turned, cut off, repeated, or numbers in them made extreme."""
+    """Flips, cuts or repeats bytes, or makes numbers in them extreme."""
     if not data:
         return b"\0"
     at = int(rng.integers(len(data)))
@@ -149,12 +149,12 @@ def change_bytes(data: bytes, rng: np.random.Generator) -> bytes:
 
 @cache
 def bomb() -> bytes:
-    """A gzip file of 300 KB that unpacks to 300 MB."""
+    """Returns a gzip file of 300 KB that unpacks to 300 MB."""
     return gzip.compress(bytes(300 << 20), 9)
 
 
 def mutated(good: bytes, kind: FileKind, rng: np.random.Generator) -> bytes:
-    """One to four changes of a good file; of a packed one mostly inside."""
+    """Returns a good file with one to four changes; in an archive, mostly inside."""
     if kind.packing is not None and rng.random() < 0.6:
         return kind.packing.put(good, changed(kind.packing.taken(good), kind.json, rng))
     if kind.packing is GZIP and rng.random() < 0.05:
@@ -163,7 +163,7 @@ def mutated(good: bytes, kind: FileKind, rng: np.random.Generator) -> bytes:
 
 
 def changed(good: bytes, is_json: bool, rng: np.random.Generator) -> bytes:
-    """One to four changes, of JSON mostly to its tree."""
+    """Returns the data with one to four changes, in JSON mostly to its tree."""
     for _ in range(min(int(rng.geometric(0.6)), 4)):
         if is_json and rng.random() < 0.8:
             with contextlib.suppress(ValueError, RecursionError, AttributeError):
@@ -181,7 +181,7 @@ def _alarm(*_: Any) -> None:
 
 
 def verdict(kind: FileKind, path: Path) -> str:
-    """What comes of a file: "answered", "refused", or what must not be, beginning with "fault"."""
+    """Reads and uses a file; returns "answered", "refused", or a text that begins with "fault"."""
     signal.signal(signal.SIGVTALRM, _alarm)
     signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
     said = io.StringIO()
@@ -192,7 +192,7 @@ def verdict(kind: FileKind, path: Path) -> str:
         return _clean(str(e))
     except _TookTooLong:
         return f"fault: above {LIMIT_S:g} s"
-    except Exception as e:  # whatever else is raised here is what is looked for
+    except Exception as e:  # any other exception is a fault
         last = traceback.extract_tb(e.__traceback__)[-1]
         return f"fault: {type(e).__name__}: {str(e)[:100]} at {Path(last.filename).name}:{last.lineno}"
     finally:
@@ -201,7 +201,7 @@ def verdict(kind: FileKind, path: Path) -> str:
 
 
 def _clean(message: str) -> str:
-    """A message says something, and carries nothing that commands a terminal."""
+    """Returns whether a message has text and no control characters for a terminal."""
     if not message or "\x1b" in message:
         return f"fault: the message is {message[:60]!r}"
     return f"refused: {message}"
@@ -211,7 +211,7 @@ def _clean(message: str) -> str:
 
 
 def order(kinds: Mapping[str, FileKind]) -> list[str]:
-    """The kinds of successive cases, each as often as its share says, spread evenly."""
+    """Returns the kinds of successive cases, each with its share, spread evenly."""
     most = sum(kind.share for kind in kinds.values())
     turns = [((i + 0.5) / kind.share, name) for name, kind in kinds.items() for i in range(kind.share)]
     assert len(turns) == most
@@ -219,8 +219,8 @@ def order(kinds: Mapping[str, FileKind]) -> list[str]:
 
 
 def _work(names: list[str], folder: Path, seed: int, pipe: Connection) -> None:
-    """In a process of its own: for each (number, file or nothing) that comes through the pipe, what came of that case
-    goes back."""
+    """Runs in the child process: receives (number, file or None) through the pipe, and sends the outcome of that case
+    back."""
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     turns = order({name: KINDS[name] for name in names})
     good = {name: (folder / name / KINDS[name].name).read_bytes() for name in names}
@@ -237,7 +237,7 @@ def _work(names: list[str], folder: Path, seed: int, pipe: Connection) -> None:
 
 
 class FuzzWorker:
-    """The process that runs the cases; a new one where the last one died or was stopped."""
+    """The process that runs the cases, and a new one after it died or was stopped."""
 
     def __init__(self, names: list[str], folder: Path, seed: int) -> None:
         self.given = names, folder, seed
@@ -251,7 +251,7 @@ class FuzzWorker:
         theirs.close()
 
     def case(self, k: int, data: bytes = b"") -> tuple[str, str, str]:
-        """(kind, verdict, the file if it is a fault and small). data: the file, if it is known."""
+        """Runs a case; returns (kind, verdict, the file if it is a small fault). data: the file, if it is known."""
         names = self.given[0]
         turns = order({name: KINDS[name] for name in names})
         kind = turns[k % len(turns)]
@@ -280,7 +280,7 @@ class FuzzWorker:
 
 
 def make_good(names: list[str], folder: Path) -> None:
-    """Writes a good file of each kind, in a folder of its name. AssertionError where one is not answered."""
+    """Writes a good file of each kind into a folder of its name. Raises AssertionError if one is not answered."""
     for name in names:
         path = folder / name / KINDS[name].name
         path.parent.mkdir(parents=True)
@@ -292,7 +292,7 @@ def make_good(names: list[str], folder: Path) -> None:
 def fuzz(
     names: list[str], first: int, count: int, seed: int, jobs: int = 1
 ) -> Iterator[tuple[int, str, str, str]]:
-    """(case, kind, verdict, file) of the cases from ``first`` on; jobs: processes side by side."""
+    """Yields (case, kind, verdict, file) of the cases from ``first`` on. jobs: the number of parallel processes."""
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(jobs) as pool:
         make_good(names, Path(made) / "good")
         free: queue.SimpleQueue[FuzzWorker] = queue.SimpleQueue()
@@ -314,8 +314,8 @@ def fuzz(
 
 
 def again(names: list[str], faults: list[dict[str, Any]], seed: int) -> Iterator[str]:
-    """What comes of each fault now, and writes it into it. A file that was too large to keep is made again, from
-    today's good file."""
+    """Runs each fault again, stores its present outcome in it, and yields a line about it. A file that was too large to
+    store is made again from the present good file."""
     with tempfile.TemporaryDirectory() as made:
         make_good(names, Path(made))
         worker = FuzzWorker(names, Path(made), seed)
@@ -327,7 +327,7 @@ def again(names: list[str], faults: list[dict[str, Any]], seed: int) -> Iterator
 
 
 def run_again(file: Path) -> None:
-    """Runs the faults of a result file again and stores what comes of them. SystemExit 1 where one still is a fault."""
+    """Runs the faults of a result file again and stores the outcomes. SystemExit 1 if one still is a fault."""
     so_far = json.loads(file.read_text())
     for line in again(so_far["kinds"], so_far["faults"], so_far["seed"]):
         print(line, flush=True)

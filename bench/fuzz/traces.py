@@ -51,7 +51,7 @@ SHAPES: tuple[dict[str, Any], ...] = (
 
 
 def _copied(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Events of their own: mutations change what lies one level deep."""
+    """Copies the events, because mutations change their first level."""
     return [{**e, "args": {**e["args"]}} for e in events]
 
 
@@ -60,13 +60,13 @@ def _draw_indices(events: list[dict[str, Any]], rng: np.random.Generator, most: 
 
 
 def drop(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Events removed."""
+    """Removes events."""
     gone = set(_draw_indices(events, rng, 60))
     return [e for i, e in enumerate(events) if i not in gone] or events
 
 
 def drop_kind(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-    """All events of one category, in one part of the trace."""
+    """Removes all events of one category in one part of the trace."""
     cat = rng.choice(["kernel", "cuda_runtime", "cpu_op", "user_annotation"])
     a, b = np.sort(rng.uniform(0, 1, 2))
     last = max(e["ts"] for e in events if isinstance(e["ts"], float))
@@ -79,12 +79,12 @@ def drop_kind(events: list[dict[str, Any]], rng: np.random.Generator) -> list[di
 
 
 def double(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Events written twice."""
+    """Doubles events."""
     return events + _copied(events[i] for i in _draw_indices(events, rng))
 
 
 def move(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Starts shifted, by up to a second."""
+    """Shifts starts by up to a second."""
     for i in _draw_indices(events, rng):
         if isinstance(events[i]["ts"], float):
             events[i]["ts"] += float(rng.normal() * 10.0 ** rng.integers(0, 7))
@@ -92,7 +92,7 @@ def move(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[st
 
 
 def stretch(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Durations scaled by up to four orders of magnitude, either way."""
+    """Scales durations up or down by up to four orders of magnitude."""
     for i in _draw_indices(events, rng):
         if isinstance(events[i]["dur"], float):
             events[i]["dur"] *= float(10.0 ** rng.uniform(-4, 4))
@@ -100,7 +100,7 @@ def stretch(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict
 
 
 def shift_rest(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-    """The clock jumps, of the device or of all."""
+    """Makes the clock jump, for the device or for all events."""
     at, by = float(rng.uniform(0, 30_000)), float(rng.normal() * 10.0 ** rng.integers(1, 7))
     cat = rng.choice(["kernel", ""])
     for e in events:
@@ -110,7 +110,7 @@ def shift_rest(events: list[dict[str, Any]], rng: np.random.Generator) -> list[d
 
 
 def nonsense(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Times that are no times."""
+    """Makes times invalid."""
     values: list[Any] = [float("nan"), float("inf"), -1.0, 0.0, 1e17, -1e17, "x", None, [], {}]
     for i in _draw_indices(events, rng, 5):
         events[i][str(rng.choice(["ts", "dur"]))] = values[int(rng.integers(len(values)))]
@@ -118,7 +118,7 @@ def nonsense(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dic
 
 
 def ids(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Correlation ids shared, lost or out of their range."""
+    """Makes correlation ids shared, missing or out of range."""
     for i in _draw_indices(events, rng, 40):
         if "correlation" in events[i]["args"]:
             events[i]["args"]["correlation"] = int(rng.choice([-5, 0, 1, 2, 3, 1 << 40]))
@@ -126,7 +126,7 @@ def ids(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str
 
 
 def streams(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Kernels moved to other streams."""
+    """Moves kernels to other streams."""
     for i in _draw_indices(events, rng):
         if "stream" in events[i]["args"]:
             events[i]["args"]["stream"] = int(rng.choice([7, 20, 99]))
@@ -134,7 +134,7 @@ def streams(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict
 
 
 def names(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Events renamed to what means something to the reader."""
+    """Renames events to names with a meaning for the reader."""
     words = [
         "cudaDeviceSynchronize",
         "cudaMalloc",
@@ -149,7 +149,7 @@ def names(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[s
 
 
 def marks(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Steps renumbered, nested, or without an end."""
+    """Renumbers or nests steps, or removes their ends."""
     for e in events:
         if e["name"].startswith("ProfilerStep") and rng.random() < 0.5:
             e["name"] = f"ProfilerStep#{int(rng.integers(0, 4))}"
@@ -159,7 +159,7 @@ def marks(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[s
 
 
 def cut(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-    """The end of the file missing."""
+    """Cuts off the end of the file."""
     return events[: max(1, int(rng.integers(len(events))))]
 
 
@@ -180,7 +180,7 @@ MUTATIONS: tuple[Mutation, ...] = (
 
 
 def mutated(documents: list[Document], rng: np.random.Generator) -> tuple[list[Document], list[str]]:
-    """A copy of a run's traces with one to four mutations, each of one rank, and which they were."""
+    """Returns a copy of a run's traces with one to four mutations, each of one rank, and their names."""
     out = [{**d, "traceEvents": _copied(d["traceEvents"])} for d in documents]
     done = []
     for _ in range(int(rng.integers(1, 5))):
@@ -192,7 +192,7 @@ def mutated(documents: list[Document], rng: np.random.Generator) -> tuple[list[D
 
 
 def verdict(folder: Path) -> str:
-    """What the traces in a folder lead to: "refused", "warned", "plain", or what is wrong with the report."""
+    """Returns the outcome for traces in a folder: "refused", "warned", "plain", or what is wrong with the report."""
     try:
         t = align(load(folder))
         d = diagnose_run(measure(t))
@@ -242,7 +242,7 @@ def main() -> None:
         if before["seed"] != args.seed:
             made.error(f"{args.out} holds seed {before['seed']}; --resume goes on with that one")
         found = Counter(before["outcomes"])
-        # Earlier faults run again: those that were fixed since then now have another outcome.
+        # Earlier faults run again, because those fixed since then have another outcome now.
         again, faults = fuzz([f["k"] for f in before["faults"]], args.seed)
         found = found + again
         found["fault"] -= len(before["faults"])
@@ -258,9 +258,9 @@ def main() -> None:
 def fuzz(
     cases: Sequence[int], seed: int, until_cpu_s: float = math.inf
 ) -> tuple[Counter[str], list[dict[str, Any]]]:
-    """Outcomes of these mutated runs, and those that must not happen, each with what reproduces it.
+    """Runs these cases; returns the count of each outcome, and the faults with what reproduces them.
 
-    until_cpu_s: of this process, after which no case is begun.
+    until_cpu_s: CPU seconds of this process after which no case is started.
     """
     runs = [simulate(ImaginedRun(iterations=4, bucket_layers=2, noise=0.02, **shape)) for shape in SHAPES]
     bases = [[trace(run, r) for r in range(run.ranks)] for run in runs]
@@ -278,7 +278,7 @@ def fuzz(
                 (Path(name) / f"rank{rank}.json").write_text(json.dumps(d))
             try:
                 said = verdict(Path(name))
-            except Exception:  # whatever is raised here is what is looked for
+            except Exception:  # any exception here is a fault
                 said = "fault: " + traceback.format_exc().strip().splitlines()[-1]
                 said += " at " + traceback.format_exc().strip().splitlines()[-3].strip()
             found[said.partition(":")[0]] += 1

@@ -35,12 +35,12 @@ CASES = 2000
 MESHES = ("2x4", "4x2", "2x2x2", "8")
 PRELOADED = ("bench.cases.plans", "bench.fuzz.xla")
 LIMIT_S = 120.0
-"""Seconds that one case may take."""
+"""The limit of CPU seconds for a case."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomProgram:
-    """A loss over a pytree of parameters and one batch, and what it is made of."""
+    """A loss over a pytree of parameters and one batch, and the names of its steps."""
 
     words: tuple[str, ...]
     loss: Callable[[dict[str, jax.Array], jax.Array], jax.Array]
@@ -49,11 +49,11 @@ class RandomProgram:
 
 
 ProgramStep = tuple[str, dict[str, tuple[int, ...]], Callable[..., Any], tuple[int, ...]]
-"""What it is called, its parameters' shapes, f(params, x) and the shape of what it makes."""
+"""Name, shapes of the parameters, f(params, x), and shape of the result."""
 
 
 def convolution(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> ProgramStep:
-    """Of any groups, strides, dilations and padding, the batch and the channels first or last."""
+    """Draws a convolution with any groups, strides, dilations and padding; batch and channels are first or last."""
     import jax
 
     _, height, width, channels = shape
@@ -89,7 +89,7 @@ def convolution(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> 
 
 
 def product(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> ProgramStep:
-    """The last dim times a matrix; or by groups of it, each times its own."""
+    """Draws a product of the last dim and a matrix, or of its groups and a matrix for each."""
     import jax.numpy as jnp
 
     *outer, inner = shape
@@ -111,7 +111,7 @@ def product(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> Prog
 
 
 def attention(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> ProgramStep:
-    """Of all but the first and the last dim, over themselves, in heads."""
+    """Draws self-attention with heads, over all dims but the first and the last."""
     import jax
     import jax.numpy as jnp
 
@@ -140,7 +140,8 @@ def attention(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> Pr
 
 
 def light(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> ProgramStep:
-    """Norms, poolings, permutations, sorts, cumulative sums, padding, slices, joins: what has no product."""
+    """Draws a step without a product: norm, pooling, permutation, sort, cumulative sum, padding, slice or
+    concatenation."""
     import jax
     import jax.numpy as jnp
 
@@ -169,7 +170,7 @@ def light(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> Progra
 
 
 def repeated(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> ProgramStep:
-    """A scan over layers of square matrices, rematerialised or not."""
+    """Draws a scan over layers of square matrices, with or without rematerialization."""
     import jax
     import jax.numpy as jnp
 
@@ -191,11 +192,11 @@ KINDS: dict[str, tuple[Callable[[np.random.Generator, tuple[int, ...], str], Pro
     "light": (light, 3.0),
     "scan": (repeated, 1.0),
 }
-"""Name -> (what makes a step of the kind, how often it is drawn)."""
+"""Name -> (function that draws a step of the kind, its relative frequency)."""
 
 
 def program(case: int, kinds: list[str]) -> RandomProgram:
-    """The program of a case: one to four steps, the mean of squares as the loss."""
+    """Returns the program of a case: one to four steps, with the mean of squares as the loss."""
     import jax
     import jax.numpy as jnp
 
@@ -232,7 +233,7 @@ def program(case: int, kinds: list[str]) -> RandomProgram:
 
 
 def compile_case(case: int, kinds: list[str], show: bool = False, lowering: Lowering = "annotated") -> None:
-    """Compile loss and gradients of one case for 8 host devices, as its plan lays them out."""
+    """Compiles loss and gradients of one case for 8 host devices, in the layouts of its plan."""
     import jax
 
     from bench.cases.plans import case_of

@@ -30,14 +30,14 @@ MESHES = ("2x2", "4")
 
 
 def _positive(x: Any) -> Any:
-    """A positive definite matrix for each example."""
+    """Returns a positive definite matrix for each example."""
     import jax.numpy as jnp
 
     return x @ jnp.swapaxes(x, -1, -2) / x.shape[-1] + jnp.eye(x.shape[1])
 
 
 def operations() -> dict[str, Callable[[Any], Any]]:
-    """Ops of which XLA has code of its own, custom calls or sharding rules, on [batch, n, n]."""
+    """Returns ops with special code in XLA (custom calls, sharding rules), on [batch, n, n]."""
     return _sorts() | _linear_algebra() | _windows() | _indexed() | _others()
 
 
@@ -191,7 +191,7 @@ def _others() -> dict[str, Callable[[Any], Any]]:
 
 
 def ended(op: str, strategy: str, lowering: Lowering) -> dict[str, Any]:
-    """How a step with one op under one strategy ends."""
+    """Returns how a step with one op under one strategy ends."""
     import jax
     import jax.numpy as jnp
 
@@ -214,7 +214,7 @@ def ended(op: str, strategy: str, lowering: Lowering) -> dict[str, Any]:
         value, grads = plan.jax.value_and_grad(lowering=lowering)(params, batch)
     except PaseError as e:
         return {"end": "refused", "message": str(e)[:300]}
-    except Exception as e:  # what it was is what this bench is to find out
+    except Exception as e:  # this bench looks for any exception
         return {"end": type(e).__name__, "message": str(e).replace(f"{ROOT}/", "")[:300]}
     right, slopes = jax.jit(jax.value_and_grad(loss))(params, batch)
     off = {k: float(jnp.max(jnp.abs(grads[k] - slopes[k])) / jnp.max(jnp.abs(slopes[k]))) for k in params}

@@ -34,7 +34,7 @@ BLOCK = re.compile(
     r"(?P<made>\n```text\n.*?^```\n(?:\n\*[^\n]*\*\n)?|\n\*[^\n]*\*\n)?",
     re.MULTILINE | re.DOTALL,
 )
-"""A block of the page, the note before it, and what this program wrote below it."""
+"""A block of the page, the note before it, and the text that this program wrote below it."""
 LEAST_LINES = 12
 
 SIZES = """
@@ -64,12 +64,12 @@ for extras in ((), ("jax", "traces")):
     out[",".join(extras)] = found
 print(json.dumps(out))
 """
-"""Bytes of pase and of every package that it asks for, with no extra and with the page's; compiled files included."""
+"""A program that prints the bytes of pase and its required packages, without extras and with those of the page."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """A command of the page. cpu_s: of all its processes, user and system."""
+    """A command of the page. cpu_s: CPU seconds of all its processes, user and system."""
 
     command: str
     seconds: float
@@ -79,13 +79,13 @@ class Ran:
 
 
 def cpu_s() -> float:
-    """Of the processes that this one has waited for, in all."""
+    """Returns the CPU seconds of all processes that this one has waited for."""
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     return spent.ru_utime + spent.ru_stime
 
 
 class FreshPlace:
-    """A clone, and a folder beside it in which commands are run as a newcomer's shell would."""
+    """A clone, and a folder next to it in which commands run as in a newcomer's shell."""
 
     def __init__(self, folder: Path) -> None:
         self.clone, self.work = folder / "pase", folder / "first-hour"
@@ -98,7 +98,7 @@ class FreshPlace:
         self.environment["PATH"] = f"{self.work / 'env' / 'bin'}:/usr/local/bin:/usr/bin:/bin"
 
     def run(self, command: str, at: Path) -> Ran:
-        """One command; its messages stand among what it prints."""
+        """Runs one command; its messages are part of its output."""
         began, before = time.perf_counter(), cpu_s()
         done = subprocess.run(
             ["bash", "-c", command],
@@ -118,16 +118,16 @@ class FreshPlace:
         )
 
     def block(self, body: str, installs: bool) -> Iterator[Ran]:
-        """The commands of a block, in order. The one that installs is run in the clone, with this Python."""
+        """Runs the commands of a block, in order. The command that installs runs in the clone, with this Python."""
         for line in body.replace("\\\n", " ").splitlines():
             if installs and line.startswith(("cd ", ". ")):
-                continue  # every command is run in a shell of its own
+                continue  # every command runs in its own shell
             typed = line.replace("python3 ", f"{sys.executable} ", 1) if installs else line
             yield replace(self.run(typed, self.clone if installs else self.work), command=line)
 
 
 def shown(printed: str, wanted: str) -> list[str]:
-    """The lines that a note asks for, "…" for those between; see the module's text.
+    """Returns the lines that a note selects, with "…" for those between; see the module's docstring.
 
     >>> shown("a\\nb\\nc\\nd", "1 lines; c 1 lines")
     ['a', '…', 'c', '…']
@@ -145,7 +145,7 @@ def shown(printed: str, wanted: str) -> list[str]:
 
 
 def _below(ran: list[Ran], note: str, quiet: bool) -> str:
-    """What stands under a block: its output, unless quiet, then its time."""
+    """Returns the text below a block: its output, unless quiet, and its time."""
     wanted = note.removeprefix("shown: ") if note.startswith("shown: ") else f"{LEAST_LINES} lines"
     lines = []
     for r in ran:
@@ -156,7 +156,7 @@ def _below(ran: list[Ran], note: str, quiet: bool) -> str:
 
 
 def placed(text: str, name: str, said: str) -> str:
-    """The page with this sentence below the comment of this name, in place of the last one.
+    """Returns the page with this text below the comment of this name, in place of the earlier one.
 
     >>> placed("a\\n<!-- x -->\\nold\\n\\nb", "x", "new")
     'a\\n<!-- x -->\\nnew\\n\\nb'
@@ -165,12 +165,12 @@ def placed(text: str, name: str, said: str) -> str:
 
 
 def megabytes(packages: dict[str, int]) -> int:
-    """Of packages' bytes, in all."""
+    """Returns the sum of the packages' bytes, in MB."""
     return round(sum(packages.values()) / 1e6)
 
 
 def hour(page: str, place: FreshPlace) -> tuple[str, list[Ran]]:
-    """The page with new outputs, and its commands. SystemExit where one fails."""
+    """Runs the page's commands; returns the page with new outputs, and the commands. SystemExit if one fails."""
     ran: list[Ran] = []
 
     def again(m: re.Match[str]) -> str:

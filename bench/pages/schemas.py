@@ -30,7 +30,7 @@ SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
     "pase/schedule/schemas/problem.schema.json": partial(io.made_schema, "problem"),
     "pase/schedule/schemas/bucket_plan.schema.json": partial(io.made_schema, "bucket_plan"),
 }
-"""File -> what makes it."""
+"""File -> the function that makes its schema."""
 
 
 def main() -> None:

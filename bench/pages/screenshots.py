@@ -35,7 +35,7 @@ TOO_WIDE = "() => document.documentElement.scrollWidth - document.documentElemen
 
 
 def pase(*words: object) -> None:
-    """Runs ``pase WORDS`` in this process; writes what that command writes. RuntimeError where it fails."""
+    """Runs ``pase WORDS`` in this process, which writes the command's files. Raises RuntimeError if it fails."""
     from pase.cli import main
 
     said = io.StringIO()
@@ -48,7 +48,7 @@ def pase(*words: object) -> None:
 
 
 def made_pages(folder: Path, only: str) -> dict[str, Path]:
-    """Page -> its file; writes the pages whose name has ``only`` in it, and the layouts that they are of."""
+    """Writes the pages whose name contains ``only``, and their layouts; returns the file of each page."""
     pages: dict[str, Path] = {}
     for model, devices, ranks in (
         ("gpt2", 8, None),
@@ -75,7 +75,7 @@ def made_pages(folder: Path, only: str) -> dict[str, Path]:
 
 
 def keyed(page: Any) -> Iterator[str]:
-    """Widgets that keys do not move."""
+    """Returns the widgets that the keyboard does not move."""
     for name, selector, key, said in (
         ("timeline", "[data-timeline] canvas", "ArrowRight", "[data-timeline] .said"),
         ("map of devices", "[data-explorer] canvas", "ArrowRight", "[data-explorer] .said"),
@@ -96,7 +96,7 @@ def keyed(page: Any) -> Iterator[str]:
 
 
 def seen(browser: Any, path: Path, screen: str, look: str, pictures: Path) -> dict[str, Any]:
-    """What comes of opening a page; writes its picture."""
+    """Opens a page, and returns its row; writes its picture."""
     width, height = SCREENS[screen]
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=look)
     page = context.new_page()
@@ -122,7 +122,7 @@ def seen(browser: Any, path: Path, screen: str, look: str, pictures: Path) -> di
 
 
 def terminals(layout: Path, pictures: Path) -> None:
-    """Writes the plan as a terminal of each width shows it."""
+    """Writes the plan as it looks in a terminal of each width."""
     from pase.files.terminal import console
     from pase.plan.layout import load
     from pase.plan.table import render

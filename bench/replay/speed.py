@@ -139,10 +139,9 @@ def measured(part: str, given: Namespace) -> dict[str, Any]:
 
 BENCH = Benchmark(
     "replay_speed",
-    {part: part for part in ("read", "replay")},
+    ("read", "replay"),
     measured,
     at="",
-    head=dict,
     options=[option("--megabytes", type=int, default=1000)],
 )
 

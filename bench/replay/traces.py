@@ -167,7 +167,7 @@ def first_and_other(run: Run) -> dict[str, Any]:
 
 
 def device_only(run: Run) -> float:
-    """Returns the error of a replay of the device ops alone, as in simulators like Daydream without launching threads."""
+    """Returns the error of a replay of the device ops alone, as in simulators without launching threads (Daydream)."""
     g = run.graph
     part = subgraph(g, on_stream(g.kind))
     part = replace(part, root={}, tail={}, release_ns=np.zeros(len(part)))

@@ -63,8 +63,8 @@ class Turn:
 
 
 def traced(batch: int, machine: Path, folder: Path) -> list[Turn]:
-    """Traces both strategies on two host devices, in turn. A step before each is not traced, because the caches have the
-    other strategy's arrays."""
+    """Traces both strategies on two host devices, in turn. A step before each is not traced, because the caches have
+    the other strategy's arrays."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -87,8 +87,8 @@ def traced(batch: int, machine: Path, folder: Path) -> list[Turn]:
 
 
 def compared(batch: int, machine: Path, folder: Path) -> list[dict[str, Any]]:
-    """Returns the rows of four what-ifs: each degree from the other, with its kernels and without. Each is predicted and
-    compared within each round; the error is the median over the rounds."""
+    """Returns the rows of four what-ifs: each degree from the other, with its kernels and without. Each is predicted
+    and compared within each round; the error is the median over the rounds."""
     from pase.bridges.degrees import by_tensor, loaded_kernel_times
 
     turns = traced(batch, machine, folder)

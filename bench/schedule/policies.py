@@ -27,7 +27,7 @@ BANDWIDTHS = (5e9, 1e9, 2.5e8)
 
 
 def one(problem: ScheduleProblem, exact_up_to: int) -> dict[str, Any]:
-    """Returns a row: each policy's period over ours, the bound, and the exact optimum if the problem is small enough."""
+    """Returns a row: each policy's period over ours, the bound, and the exact optimum if the problem is small."""
     seconds = float("inf")
     for _ in range(3):  # the least of three: other work on the machine only adds time
         began = time.process_time()
@@ -61,9 +61,8 @@ def one(problem: ScheduleProblem, exact_up_to: int) -> dict[str, Any]:
 
 @cache
 def large_plan() -> dict[str, Any]:
-    """Returns the CPU seconds from a 405B-parameter model's plan on 512 devices to its bucket plan, including the time to
-    build the problem. The third of three runs counts, because the kernels are compiled by then.
-    """
+    """Returns the CPU seconds from a 405B-parameter model's plan on 512 devices to its bucket plan, including the time
+    to build the problem. The third of three runs counts, because the kernels are compiled by then."""
     import pase
     from pase.plan.buckets import scheduled
 

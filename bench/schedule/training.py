@@ -57,8 +57,8 @@ def batch_of(data: np.ndarray, g: np.random.Generator) -> dict[str, Any]:
 
 
 def slow_links(params: Any, compute_s: float) -> tuple[Link, Link]:
-    """Returns links like DeFT's NCCL and gloo: gradients take twice the compute time on the first, 1.65 times that on the
-    second."""
+    """Returns links like DeFT's NCCL and gloo: gradients take twice the compute time on the first, 1.65 times that on
+    the second."""
     nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     beta = 2 * compute_s / nbytes
     return (

@@ -1,1 +1,1 @@
-"""Benches of the search: results and times on models, meshes, memory limits and contest instances, and other solvers."""
+"""Benches of the search: its results and times on models, meshes, memory limits and contest instances."""

@@ -28,7 +28,8 @@ LAYERS = (2, 5, 10, 20, 50, 100, 126, 200, 500, 1000)
 def stack(
     layers: int, *, shared: bool = True, block: int = 12, configs: int = 566, classes: int = 84
 ) -> CostTables:
-    """Returns the tables of blocks of 12 nodes with residual edges; with ``shared=False`` each layer has its own arrays."""
+    """Returns the tables of blocks of 12 nodes with residual edges; with ``shared=False`` each layer has its own
+    arrays."""
     rng = np.random.default_rng(0)
     node = [rng.integers(0, 1000, configs).astype(float) for _ in range(block)]
     cls = [rng.integers(0, classes, configs).astype(np.int32) for _ in range(4)]

@@ -27,7 +27,7 @@ DEVICES = 16384
 
 
 def schedules(ranks: int = 8, micro_batches: int = 16) -> list[dict[str, Any]]:
-    """Returns rows of equal ranks: forward and both parts of backward take one unit each, with and without transfers."""
+    """Returns rows of equal ranks: forward and both parts of backward take one unit each. Some have transfers."""
     rows = []
     for name, d in SCHEDULES.items():
         v = max(d.chunks[0], 1)
@@ -117,8 +117,8 @@ def llama_any() -> list[dict[str, Any]]:
 
 
 def gpt_39b() -> list[dict[str, Any]]:
-    """Searches the GPT of Alpa's figure 7 (Zheng et al., OSDI 2022: 48 layers of 8,192, batch 1,024 × 1,024) on 64 V100, whose
-    plan has 16 stages on 4 devices each."""
+    """Searches the GPT of Alpa's figure 7 (Zheng et al., OSDI 2022: 48 layers of 8,192, batch 1,024 × 1,024) on 64
+    V100, whose plan has 16 stages on 4 devices each."""
     from pase.zoo.layers import shapes
     from pase.zoo.transformers import gpt
 
@@ -172,7 +172,6 @@ BENCH = Benchmark(
     ),
     stream=lambda parts: ((name, part()) for name, part in parts.items()),
     at="",
-    head=dict,
     options=[option("--compile", choices=list(SEARCHES), help="search one model, to a file of its own")],
 )
 
