@@ -184,7 +184,7 @@ def measured(group: str, given: Namespace) -> dict[str, Any]:
 
 BENCH = Benchmark(
     "residual_truth",
-    GROUPS,
+    list(GROUPS),
     measured,
     at="groups",
     options=[option("--seeds", type=int, default=SEEDS, help="how many programs of the composer")],

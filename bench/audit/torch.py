@@ -230,7 +230,7 @@ def write_page(found: dict[str, Any]) -> None:
 
 BENCH = Benchmark(
     "torch_truth",
-    MODELS,
+    list(MODELS),
     row,
     head=head,
     line=lambda name, row: f"{name} {row.get('error') or summary({name: row})}",

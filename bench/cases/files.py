@@ -42,18 +42,18 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """How a file holds what is worth changing: one text inside of it, and the way back into a file."""
+    """How to get the text inside of a file that is worth mutating, and how to put it back."""
 
     taken: Callable[[bytes], bytes]
     put: Callable[[bytes, bytes], bytes]
-    """(the good file, the changed text) -> a file."""
+    """(the good file, the changed text) -> the new file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileKind:
-    """A kind of file. name: of the file, in a folder of its own, in which ``make`` writes a good one and what stands
-    beside it; use: reads it and does with it what its command does. json: is it, or what is packed in it, JSON?
-    share: cases of this kind among those of all, against other kinds'."""
+    """A kind of file. name: the file's name, in its own folder, to which ``make`` writes a good file and its
+    companions. use: reads the file and uses it as its command does. json: whether it, or its packed contents, is JSON.
+    share: the relative number of cases of this kind."""
 
     name: str
     make: Callable[[Path], object]
@@ -67,7 +67,7 @@ GZIP = Packing(taken=gzip.decompress, put=lambda _, text: gzip.compress(text, 1)
 
 
 def in_zip(member: str) -> Packing:
-    """A member of a zip archive."""
+    """Returns the packing of a member of a zip archive."""
 
     def taken(data: bytes) -> bytes:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -96,7 +96,7 @@ def _use_layout(path: Path) -> object:
 
 
 def _evaluated(problem: ScheduleProblem) -> object:
-    """By two policies that need no search."""
+    """Evaluates two policies that need no search."""
     return [evaluate(problem, get_policy(p).make(problem, Options())) for p in ("ddp", "tac")]
 
 

@@ -26,11 +26,11 @@ from pase.tables.layouts import configs
 
 DEVICES = 8
 TOLERANCE = {"loss": 1e-5, "gradients": 5e-5, "parameters": 5e-5}
-"""Of a sharded step beside the unsharded one, float32; see ``StepResult.differences``."""
+"""The largest differences between a sharded step and the unsharded one in float32; see ``StepResult.differences``."""
 
 
 class ExpensiveCompute:
-    """Compute costs so much that everything gets split, small as these models are."""
+    """A cost model in which compute is so expensive that even these small models are split everywhere."""
 
     name, unit = "expensive_compute", "FLOP"
 
@@ -46,14 +46,18 @@ class ExpensiveCompute:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A traced model and what it may be split by."""
+    """A traced model, and its problem of splitting."""
 
     traced: Traced
     problem: SplitProblem
     model: Any = None
 
     def plan(self, strategy: str) -> Plan | None:
-        """``data_parallel`` and the like, ``ours``, ``ours@2x4`` (expensive compute), ``random3@2x4``; None."""
+        """Returns the plan of a baseline (``data_parallel``), ``ours``, ``ours@2x4`` (expensive compute) or
+        ``random3@2x4``.
+
+        None if the strategy does not apply to the model.
+        """
         name = self.traced.graph.name
         kind, _, shape = strategy.partition("@")
         if kind == "ours" and not shape:
@@ -79,7 +83,7 @@ class Case:
         p, (method, _, label) = self.problem, kind.partition("/")
         with patch.object(
             masks, "PERSISTENT_ELEMENTS", 0
-        ):  # else none of these small models' parameters is split
+        ):  # otherwise no parameter of these small models is split
             made = baselines(p.graph, p.devices, p.machine, p.model, only=(method,))
         for b in made:
             if isinstance(b, Baseline) and b.name.endswith(label):
@@ -101,8 +105,8 @@ def case_of(
     padding: Mapping[int, int] | None = None,
     carry: Mapping[int, Any] | None = None,
 ) -> Case:
-    """The case of a function of (params, *batch), split on the first devices of an h100x8. padding: extent -> what its
-    dims are padded to. carry: as ``pase.compile`` takes it."""
+    """Returns the case of a function of (params, *batch), split on the first devices of an h100x8. padding: extent ->
+    the extent to which its dims are padded. carry: as for ``pase.compile``."""
     traced = as_padded(trace(fn, params, *batch, name=name, carry=carry), padding or {})
     problem = SplitProblem.of(traced.graph, devices, machine.load("h100x8"), "analytic", "adam")
     return Case(traced=traced, problem=problem)
@@ -110,7 +114,7 @@ def case_of(
 
 @cache
 def reduced(name: str) -> Case:
-    """A zoo model in its reduced size."""
+    """Returns the case of a zoo model in its reduced size."""
     m = zoo.reduced(name)
     return replace(case_of(m.loss_fn, m.params, m.batch, name=f"zoo:{name}"), model=m)
 
@@ -119,7 +123,7 @@ def reduced(name: str) -> Case:
 def measured(
     model: str, strategy: str, lowering: Lowering = "annotated"
 ) -> tuple[dict[str, float], list[CollectiveRow]]:
-    """One step of a reduced zoo model both ways: how far the numbers are apart, and bytes by kind."""
+    """Runs one step of a reduced zoo model, sharded and unsharded; returns the differences, and the bytes by kind."""
     import optax
 
     case = reduced(model)
@@ -132,7 +136,7 @@ def measured(
 
 
 def total_error(rows: Sequence[CollectiveRow]) -> float:
-    """Error of all bytes together."""
+    """Returns the relative error of the sum of all bytes."""
     compiled, on_cpu = sum(r.compiled for r in rows), sum(r.on_cpu for r in rows)
     return (on_cpu - compiled) / compiled if compiled else float(on_cpu > 0)
 
@@ -148,7 +152,7 @@ def _whole(model: str, optimizer: Any) -> StepResult:
 
 
 def distinct_models() -> list[str]:
-    """Zoo models that differ in their reduced sizes too."""
+    """Returns the zoo models that also differ in their reduced sizes."""
     first: dict[str, str] = {}
     for name in zoo.names():
         m = zoo.reduced(name)

@@ -20,12 +20,12 @@ BETA = sum(COMMUNICATION_US) * 1e-6 / VGG19_BYTES
 
 
 def link(name: str = "net", *, alpha_s: float = 0.0, beta: float = 1.0) -> Link:
-    """A link on which a message takes alpha_s seconds, and beta seconds a byte."""
+    """Returns a link on which a message takes alpha_s seconds plus beta seconds per byte."""
     return Link(name=name, curve=SendTime.alpha_beta(alpha_s=alpha_s, beta_s_per_byte=beta))
 
 
 def vgg19(*links: Link) -> ScheduleProblem:
-    """DeFT's six buckets; the default link takes exactly the table's times."""
+    """Returns the problem of DeFT's six buckets; the default link takes exactly the table's times."""
     rows = zip(FORWARD_US, BACKWARD_US, COMMUNICATION_US, strict=True)
     layers = [
         Layer(
@@ -42,7 +42,7 @@ def vgg19(*links: Link) -> ScheduleProblem:
 def chain(
     forward: list[float], backward: list[float], nbytes: list[int], *links: Link, name: str = "chain"
 ) -> ScheduleProblem:
-    """Layers in a row, one parameter each: seconds forward and backward, bytes to send."""
+    """Returns the problem of a chain of layers with one parameter each: seconds forward and backward, bytes to send."""
     layers = [
         Layer(name=f"l{i}", forward_s=f, backward_s=b, parameters=((f"w{i}", n),))
         for i, (f, b, n) in enumerate(zip(forward, backward, nbytes, strict=True))
@@ -51,7 +51,8 @@ def chain(
 
 
 def random_problem(n: int, seed: int, *, links: int = 1, startup: float | None = None) -> ScheduleProblem:
-    """Lognormal layers; communication 0.5 to 4 times compute; startups 0 to 0.2 of the mean message."""
+    """Returns a problem with lognormal layers, communication of 0.5 to 4 times compute, and startups of 0 to 0.2 of the
+    mean message."""
     g = np.random.default_rng(seed)
     ratio = float(g.choice([0.5, 0.9, 1.2, 2.0, 4.0]))
     f = g.lognormal(0, 1, n)
@@ -66,7 +67,7 @@ def random_problem(n: int, seed: int, *, links: int = 1, startup: float | None =
 
 @st.composite
 def small_problems(draw: st.DrawFn, most: int = 6, links: int = 1) -> ScheduleProblem:
-    """Chains with whole-number times, so that sums are exact."""
+    """Draws chains with integer times, so that sums are exact."""
     n = draw(st.integers(1, most))
     times = st.integers(0, 9)
     f = [float(draw(times)) for _ in range(n)]
@@ -79,7 +80,7 @@ def small_problems(draw: st.DrawFn, most: int = 6, links: int = 1) -> SchedulePr
 
 
 def profile(name: str, *links: Link, dataflow: bool = False) -> ScheduleProblem:
-    """A measured PipeDream profile by its file's name, on a link of 50 µs and 5 GB/s where no other is given."""
+    """Returns the problem of a measured PipeDream profile, by default on a link of 50 µs and 5 GB/s."""
     path = PROFILES / f"{name}.graph.txt"
     net = links or (link("net", alpha_s=50e-6, beta=2e-10),)
     return read_pipedream(path.read_text(), net, name=name, dataflow=dataflow)

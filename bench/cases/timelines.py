@@ -19,7 +19,7 @@ import numpy as np
 
 @dataclass(kw_only=True)
 class ImaginedRun:
-    """What the imagined run looks like."""
+    """The settings of the simulated run."""
 
     ranks: int = 2
     iterations: int = 5
@@ -37,17 +37,17 @@ class ImaginedRun:
     bandwidth_bytes_per_us: float = 60_000.0
     collective_us: float = 20.0
     light: int = 0
-    """Elementwise kernels behind each forward kernel."""
+    """The number of elementwise kernels after each forward kernel."""
     light_us: float = 8.0
     fused: bool = False
-    """Those of a layer are one kernel that takes as long as all of them."""
+    """Whether the elementwise kernels of a layer are one kernel that takes as long as all of them."""
     noise: float = 0.0
     slow_rank: int = -1
     slow_by: float = 1.0
     late_us: float = 0.0
-    """What the slow rank's host does more before the first launch of each step."""
+    """Additional host time of the slow rank before the first launch of each step, in µs."""
     chance_us: float = 0.0
-    """The same of every rank, in the mean of an exponential distribution, drawn for each step."""
+    """The mean of an exponential distribution of the same time for every rank, drawn for each step."""
     skew_us: tuple[float, ...] = ()
     drift: tuple[float, ...] = ()
     seed: int = 0
@@ -58,7 +58,7 @@ class ImaginedRun:
 
 
 def bucketed(layers_a_bucket: int, mib: float = 8.0, **changed: Any) -> ImaginedRun:
-    """A run with buckets of that many layers each; every such run sends the same bytes for each layer."""
+    """Returns a run with buckets of this many layers; all these runs send the same bytes for each layer."""
     n, growth = layers_a_bucket, 0.2
     first = 1 + growth * (n - 1) / 2
     fields: dict[str, Any] = {"layers": 12, "iterations": 4, "bucket_layers": n, "collective_us": 150.0}
@@ -67,7 +67,7 @@ def bucketed(layers_a_bucket: int, mib: float = 8.0, **changed: Any) -> Imagined
 
 
 def simulate(run: ImaginedRun) -> ImaginedRun:
-    """Fill events, true iteration times [rank][iteration] and the true cross-stream waits."""
+    """Fills the run's events, its true iteration times [rank][iteration] and its true cross-stream waits."""
     run.events = {r: [] for r in range(run.ranks)}
     walk = _Clockwork(run)
     starts: list[list[float]] = [[] for _ in range(run.ranks)]
@@ -90,8 +90,7 @@ def simulate(run: ImaginedRun) -> ImaginedRun:
 
 
 class _Clockwork:
-    """Where each rank's two threads and two streams have got to, in µs. main, auto: the threads; compute, comm: the
-    streams."""
+    """The present time of each rank's two threads (main, auto) and two streams (compute, comm), in µs."""
 
     def __init__(self, run: ImaginedRun) -> None:
         self.run, self.rng = run, np.random.default_rng(run.seed)
@@ -102,26 +101,26 @@ class _Clockwork:
         self.number = 0
 
     def jitter(self) -> float:
-        """A factor of noise around one."""
+        """Returns a factor of noise around one."""
         return float(1 + self.run.noise * self.rng.standard_normal()) if self.run.noise else 1.0
 
     def slow_by(self, r: int) -> float:
-        """How much longer kernels take on this rank."""
+        """Returns the factor by which kernels take longer on this rank."""
         return self.run.slow_by if r == self.run.slow_rank else 1.0
 
     def kernel_us(self, r: int) -> float:
-        """What a layer's forward kernel takes on this rank."""
+        """Returns the time of a layer's forward kernel on this rank."""
         return self.run.kernel_us * self.slow_by(r)
 
     def host(
         self, r: int, tid: int, name: str, at: float, length: float, cat: str = "cpu_op", **args: Any
     ) -> None:
-        """An event of a host's thread."""
+        """Adds an event of a host's thread."""
         event = {"ph": "X", "cat": cat, "name": name, "pid": 10 + r, "tid": tid, "ts": at, "dur": length}
         self.run.events[r].append({**event, "args": args})
 
     def kernel(self, r: int, stream: int, name: str, begin: float, length: float, **args: Any) -> None:
-        """An event of a device's stream, of the last launch."""
+        """Adds an event of a device's stream, which the last launch started."""
         event = {
             "ph": "X",
             "cat": "kernel",
@@ -137,7 +136,7 @@ class _Clockwork:
     def launch(
         self, r: int, tid: int, at: float, name: str, length: float, ready: float = 0.0
     ) -> tuple[float, float]:
-        """Host time after the launch of a kernel on the compute stream, and end of the kernel."""
+        """Launches a kernel on the compute stream; returns the host time afterwards, and the end of the kernel."""
         self.number += 1
         cost = self.run.launch_us * self.jitter()
         begin = max(at + self.run.latency_us, self.compute[r] + self.run.gap_us, ready)
@@ -147,13 +146,13 @@ class _Clockwork:
         return at + cost, begin + length
 
     def between(self, r: int, tid: int, at: float, name: str) -> float:
-        """Host time after an op's own work."""
+        """Returns the host time after an op's own work."""
         length = self.run.between_us * self.jitter()
         self.host(r, tid, name, at, length)
         return at + length
 
     def forward(self, r: int) -> None:
-        """A rank's forward pass, on the main thread."""
+        """Simulates a rank's forward pass, on the main thread."""
         run, at = self.run, self.main[r]
         if run.late_us and r == run.slow_rank:
             self.host(r, 1, "preparing", at, run.late_us)
@@ -174,8 +173,8 @@ class _Clockwork:
         self.auto[r] = at + 30.0
 
     def backward(self, back: int) -> list[float]:
-        """A layer's backward pass on every rank, the last layer is 0; where its bucket is full, when that was summed on
-        each rank, else nothing."""
+        """Simulates a layer's backward pass on every rank; the last layer is 0. If its bucket is full, returns when
+        that was reduced on each rank, otherwise nothing."""
         run, layer = self.run, self.run.layers - 1 - back
         full = (back + 1) % run.bucket_layers == 0 or back == run.layers - 1
         bucket = back // run.bucket_layers
@@ -194,7 +193,7 @@ class _Clockwork:
         return self.all_reduce(bucket, begins, hosts) if full else []
 
     def all_reduce(self, bucket: int, begins: list[float], hosts: list[float]) -> list[float]:
-        """A bucket's sum, which ends at once on every rank."""
+        """Simulates the all-reduce of a bucket, which ends at the same time on every rank."""
         run = self.run
         held = round(run.bucket_bytes * (1 + run.bucket_growth * bucket))
         cost = (run.collective_us + held / run.bandwidth_bytes_per_us) * self.jitter()
@@ -218,7 +217,7 @@ class _Clockwork:
         return [end] * run.ranks
 
     def update(self, r: int, summed: float) -> None:
-        """A rank's optimizer, once the last bucket is summed, and a blocking read of the loss."""
+        """Simulates a rank's optimizer after the last bucket is reduced, and a blocking read of the loss."""
         run, at = self.run, self.auto[r] + 25.0
         self.host(r, 1, "cudaStreamWaitEvent", at, 1.0, "cuda_runtime")
         at += 1.0
@@ -242,13 +241,13 @@ def _set_clocks(run: ImaginedRun) -> None:
 
 
 def trace(run: ImaginedRun, rank: int) -> dict[str, Any]:
-    """One rank's Kineto document."""
+    """Returns one rank's Kineto document."""
     info = {"backend": "nccl", "rank": rank, "world_size": run.ranks}
     return {"schemaVersion": 1, "distributedInfo": info, "traceEvents": run.events[rank]}
 
 
 def write(run: ImaginedRun, folder: Path) -> Path:
-    """All ranks' traces, as the profiler would leave them."""
+    """Writes all ranks' traces as the profiler does."""
     folder.mkdir(parents=True, exist_ok=True)
     for r in range(run.ranks):
         with gzip.open(folder / f"rank{r}.json.gz", "wt", compresslevel=1) as f:

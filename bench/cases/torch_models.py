@@ -21,7 +21,7 @@ _VISION = {"image_size": SIDE, "patch_size": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class _TinyModel:
-    """A class of transformers, its settings, and what its batch has."""
+    """A class of transformers, its settings, and the contents of its batch."""
 
     name: str
     settings: Mapping[str, Any]
@@ -145,13 +145,13 @@ MODELS: dict[str, _TinyModel] = {
         batch=lambda batch: {"input_ids": _ids(batch, 8), "labels": _ids(batch, 8)},
     ),
 }
-"""Name -> the model. Heads, experts, widths and vocabularies can be split eight ways or four."""
+"""Name -> the model. Heads, experts, widths and vocabularies can be split into eight or four parts."""
 
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """Whatever asks for float32 here gets float64: models of transformers compute norms, losses and shares of experts
-    in float32, whatever they are in, and rounding would hide a wrong term of its size."""
+    """Replaces float32 by float64 inside this context. Models of transformers compute norms, losses and shares of
+    experts in float32, whatever their dtype, and rounding would hide a wrong term of its size."""
     import torch
     from torch.overrides import TorchFunctionMode
     from torch.utils._pytree import tree_map
@@ -173,7 +173,7 @@ def in_float64() -> Iterator[None]:
 
 
 def _without_chance(config: Any) -> None:
-    """No dropout in a configuration, nor in those inside of it."""
+    """Removes dropout from a configuration and from those inside of it."""
     for key, value in vars(config).items():
         if hasattr(value, "to_dict"):
             _without_chance(value)
@@ -182,7 +182,7 @@ def _without_chance(config: Any) -> None:
 
 
 def example(name: str, batch: int) -> tuple[Any, dict[str, Any]]:
-    """(module, batch) in float64. No parameter is zero or one, so that none of the gradients vanishes."""
+    """Returns (module, batch) in float64. No parameter is zero or one, so that no gradient vanishes."""
     import torch
     import transformers
 
@@ -202,7 +202,7 @@ def example(name: str, batch: int) -> tuple[Any, dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchExample:
-    """A model, its batch, and what it may be split by."""
+    """A model, its batch, and its problem of splitting."""
 
     module: Any
     batch: dict[str, Any]
@@ -210,7 +210,7 @@ class TorchExample:
 
     @classmethod
     def of(cls, name: str, batch: int, devices: int) -> TorchExample:
-        """Raises PaseError for a model that cannot be read."""
+        """Returns the example. Raises PaseError for a model that cannot be read."""
         from pase import machine
         from pase.compiler.problem.problem import SplitProblem
         from pase.frontends import registry
@@ -223,10 +223,10 @@ class TorchExample:
 
     @cached_property
     def alone(self) -> dict[str, Any]:
-        """The state after a step by PyTorch alone; see ``state_of``."""
+        """Returns the state after a step by PyTorch alone; see ``state_of``."""
         with in_float64():
             module = copy.deepcopy(self.module)
-            # One expert after the other: an oracle for the products by groups, which PyTorch has in float32 alone.
+            # One expert after the other: an oracle for grouped products, which PyTorch only has in float32.
             module.config._experts_implementation = "eager"
             loss = module(**self.batch).loss
             loss.backward()
@@ -234,7 +234,8 @@ class TorchExample:
 
 
 def state_of(module: Any, loss: Any) -> dict[str, Any]:
-    """Loss, gradients, and parameters and buffers after an update, whole, as numpy arrays: for a module after backward.
+    """Returns the whole loss, gradients, and parameters and buffers after an update as numpy arrays, for a module after
+    backward.
 
     Every rank of a sharded module must call it.
     """

@@ -1,5 +1,5 @@
-"""All ranks of ``torch.distributed`` as threads of one process, by PyTorch's own threaded process group; as forks of
-one process, by Gloo; or one of many, whose messages go nowhere.
+"""Runs ranks of ``torch.distributed`` on one machine: all ranks as threads of one process (PyTorch's threaded process
+group) or as processes (Gloo), or one rank of many whose messages are discarded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 
 def on_ranks(count: int, run: Callable[[int], Any]) -> list[Any]:
-    """What ``run(rank)`` returns on each rank; the first error of a rank is raised."""
+    """Returns the result of ``run(rank)`` on each rank, which is a thread. Raises the first error of a rank."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
@@ -34,7 +34,7 @@ def on_ranks(count: int, run: Callable[[int], Any]) -> list[Any]:
             results[rank] = run(rank)
         except BaseException as e:
             errors.append(e)
-            threaded.ProcessLocalGroup.exception_handle(e)  # wakes the ranks that wait
+            threaded.ProcessLocalGroup.exception_handle(e)  # wakes the ranks that are waiting
         finally:
             dist.destroy_process_group()
 
@@ -57,8 +57,8 @@ def on_ranks(count: int, run: Callable[[int], Any]) -> list[Any]:
 
 @contextmanager
 def by_threads() -> Iterator[None]:
-    """``isend`` and ``recv`` between ranks that are threads, whose process group has none. As a library with a buffer
-    does, a message waits until it is asked for."""
+    """Adds ``isend`` and ``recv`` between ranks that are threads, because their process group has none. A message is
+    buffered until it is received."""
     import torch.distributed as dist
 
     boxes: dict[Any, queue.Queue[Any]] = defaultdict(queue.Queue)
@@ -78,10 +78,11 @@ def by_threads() -> Iterator[None]:
 def on_processes(
     count: int, run: Callable[[int], Any], how: str = "fork", seconds: float = 120.0
 ) -> list[Any]:
-    """What ``run(rank)`` returns on each rank, each a process, over Gloo; RuntimeError if one failed.
+    """Returns the result of ``run(rank)`` on each rank, which is a process, over Gloo. Raises RuntimeError if one
+    fails.
 
-    run: returns what can be pickled, and no tensors. how: "fork", if this process has not called ``backward`` before
-        (PyTorch's threads for it do not survive a fork); else "forkserver", and ``run`` can be pickled.
+    run: its result must be picklable and have no tensors. how: "fork" if this process has not called ``backward``
+    before (PyTorch's threads for it do not survive a fork); otherwise "forkserver", and ``run`` must be picklable.
     """
     made = multiprocessing.get_context(how)
     if how == "forkserver":
@@ -108,7 +109,7 @@ def on_processes(
 
 
 def _rank(rank: int, count: int, store: str, seconds: float, run: Callable[[int], Any], answer: Any) -> None:
-    """The whole of a rank's process."""
+    """Runs a rank in its own process."""
     import torch
     import torch.distributed as dist
 
@@ -126,12 +127,12 @@ def _rank(rank: int, count: int, store: str, seconds: float, run: Callable[[int]
     except BaseException:
         answer.send((False, traceback.format_exc()))
     finally:
-        os._exit(0)  # Gloo's threads may abort the interpreter's own end
+        os._exit(0)  # Gloo's threads may abort the interpreter's shutdown
 
 
 @contextmanager
 def alone_among(count: int, rank: int) -> Iterator[None]:
-    """This process is one rank of so many that there are not."""
+    """Makes this process one rank of ``count`` inside this context; the others do not exist."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -19,7 +19,7 @@ import numpy as np
 
 @dataclass(kw_only=True)
 class ImaginedTransformer:
-    """What is trained, and how. data, tensor, stages: degrees; batch: sequences of a micro-batch of one rank."""
+    """The settings of simulated training. data, tensor, stages: degrees. batch: sequences per micro-batch and rank."""
 
     layers: int = 4
     d: int = 768
@@ -52,7 +52,7 @@ class ImaginedTransformer:
 
 OperandLists = list[list[int]]
 _ImaginedOp = tuple[str, str, float, OperandLists]
-"""Framework's op, kernel, µs, operands."""
+"""The framework's op, the kernel, µs, operands."""
 
 
 def _product_us(run: ImaginedTransformer, m: int, n: int, k: int) -> float:
@@ -69,18 +69,18 @@ def _light(name: str, *dims: int) -> _ImaginedOp:
 
 
 def _sum_us(run: ImaginedTransformer, nbytes: float, ways: int) -> float:
-    return (ways - 1) * (run.collective_us + 2 * nbytes / ways / run.link_bytes_per_us)  # a ring's turns
+    return (ways - 1) * (run.collective_us + 2 * nbytes / ways / run.link_bytes_per_us)  # rounds of a ring
 
 
 def _between(run: ImaginedTransformer) -> list[_ImaginedOp]:
-    """Megatron's sum of partial activations or gradients, where there is any."""
+    """Returns Megatron's all-reduce of partial activations or gradients, if there is any."""
     nbytes = 4 * run.rows * run.d
     name = "ncclDevKernel_AllReduce_Sum_f32"
     return [("c10d::allreduce_", name, _sum_us(run, nbytes, run.tensor), [[nbytes // 4]])] * (run.tensor > 1)
 
 
 def layer_forward(run: ImaginedTransformer) -> list[_ImaginedOp]:
-    """A layer's ops on one tensor-parallel rank."""
+    """Returns a layer's ops on one tensor-parallel rank."""
     rows, d, part = run.rows, run.d, run.d // run.tensor
     heads = run.heads // run.tensor
     scores = 4e-6 * run.batch * heads * run.seq * run.seq * 64 / run.peak_flops_per_us * 1e6
@@ -107,7 +107,7 @@ def layer_forward(run: ImaginedTransformer) -> list[_ImaginedOp]:
 
 
 def layer_backward(run: ImaginedTransformer) -> list[_ImaginedOp]:
-    """The same in reverse; two products for each of forward's."""
+    """Returns the ops of a layer's backward, with two products for each product of forward."""
     rows, d, part = run.rows, run.d, run.d // run.tensor
 
     def both(name: str, n: int, k: int) -> list[_ImaginedOp]:
@@ -130,7 +130,7 @@ def layer_backward(run: ImaginedTransformer) -> list[_ImaginedOp]:
 
 
 def _embedding(run: ImaginedTransformer) -> int:
-    """Elements of the tables of words and positions, which are not split."""
+    """Returns the elements of the tables of words and positions, which are not split."""
     return (run.vocab + run.seq) * run.d
 
 
@@ -143,7 +143,7 @@ def _head(run: ImaginedTransformer, backward: bool) -> list[_ImaginedOp]:
 
 
 class _StageClock:
-    """One stage's rank: where its two threads and two streams have got to, in µs."""
+    """The present time of two threads and two streams of one rank of a stage, in µs."""
 
     def __init__(self, run: ImaginedTransformer, rng: np.random.Generator) -> None:
         self.run, self.rng = run, rng
@@ -159,7 +159,7 @@ class _StageClock:
         self.run.events.append(event)
 
     def ops(self, ops: list[_ImaginedOp], tid: int, ready: float = 0.0) -> None:
-        """Launch them from a thread, one after the other; the first waits until ``ready``."""
+        """Launches ops from a thread, one after the other; the first waits until ``ready``."""
         run, at = self.run, self.main if tid == 1 else self.auto
         for name, kernel, us, dims in ops:
             began, between = at, run.between_us * self.jitter()
@@ -183,7 +183,7 @@ class _StageClock:
             self.auto = at
 
     def sum_gradients(self, elements: int) -> None:
-        """A bucket over the replicas, on a stream of its own."""
+        """Simulates the all-reduce of a bucket over the replicas, on its own stream."""
         run, at = self.run, self.auto
         self.number += 1
         self.emit("cuda_runtime", "cudaEventRecord", 2, at, 1.0)
@@ -198,7 +198,8 @@ class _StageClock:
         self.comm, self.auto = start + us, at + run.launch_us
 
     def update(self, sizes: list[int]) -> None:
-        """The optimizer, once gradients are summed, and a blocking read of the loss. sizes: elements of parameters."""
+        """Simulates the optimizer after the gradients are reduced, and a blocking read of the loss. sizes: elements of
+        the parameters."""
         run, at = self.run, self.main
         self.emit("cuda_runtime", "cudaStreamWaitEvent", 1, at, 1.0)
         self.main = at + 1.0
@@ -219,7 +220,7 @@ def _group(elements: int, ranks: list[int], name: str) -> dict[str, Any]:
 
 
 def simulate(run: ImaginedTransformer) -> ImaginedTransformer:
-    """Fill the events (of the last stage walked) and the iterations' times: of the stage that takes longest."""
+    """Simulates the run: fills the events (of the last stage) and the iterations' times (of the slowest stage)."""
     rng = np.random.default_rng(run.seed)
     run.events = []
     walks = [_StageClock(run, rng) for _ in range(run.stages)]
@@ -236,7 +237,7 @@ def simulate(run: ImaginedTransformer) -> ImaginedTransformer:
 
 
 def _step(run: ImaginedTransformer, walks: list[_StageClock]) -> None:
-    """1F1B, action by action as soon as what it needs is there."""
+    """Simulates 1F1B; each action runs as soon as its inputs are available."""
     p, m = run.stages, run.micro_batches
     orders = []
     for s in range(p):
@@ -281,7 +282,7 @@ def _act(run: ImaginedTransformer, w: _StageClock, s: int, kind: str, i: int, re
 
 
 def write(run: ImaginedTransformer, folder: Path) -> Path:
-    """The trace of one rank of a run without stages, as the profiler would leave it."""
+    """Writes the trace of one rank of a run without stages as the profiler does."""
     assert run.stages == 1
     folder.mkdir(parents=True, exist_ok=True)
     world = run.data * run.tensor

@@ -26,8 +26,8 @@ from bench.runner import BEGAN, RESULTS, option, parser, save
 
 FILE = RESULTS / "programs.json"
 ENVIRONMENT = {
-    # Eight devices that wait for each other on two busy cores are not stuck. LLVM's optimizer, a third of the time,
-    # changes neither numbers nor buffers.
+    # Eight devices that wait for each other on two busy cores are slow, not stuck. LLVM's optimizer takes a third of
+    # the time and changes neither numbers nor buffers.
     "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_terminate_timeout_seconds=600 "
     "--xla_cpu_collective_timeout_seconds=600 --xla_backend_optimization_level=0 "
     "--xla_cpu_parallel_codegen_split_count=1",
@@ -38,20 +38,20 @@ ENVIRONMENT = {
 
 
 def server(names: list[str]) -> Any:
-    """Where processes come from: forks of one that has imported what these programs need, and done nothing else."""
+    """Returns a context whose processes are forks of a server that has only imported what these programs need."""
     os.environ |= ENVIRONMENT
     packages = {p for name in names for p in PACKAGES[name.partition(".")[0]]}
     return forks_of(["bench.programs.child", *child.PRELOADED, *sorted(packages)])
 
 
 def run(processes: Any, name: str, cpu_s: int, what: child.What = "step") -> dict[str, Any]:
-    """One program's row; a process that dies or does not end says so."""
+    """Returns a program's row; a process that dies or does not end is an error in the row."""
     row = row_apart(processes, child.ROWS[what], name, cpu_s=cpu_s)
     return {"agrees": False} | row if "error" in row else row
 
 
 def read() -> dict[str, Any]:
-    """The rows in the result file."""
+    """Returns the rows of the result file."""
     return json.loads(FILE.read_text())["programs"] if FILE.exists() else {}
 
 
@@ -89,7 +89,9 @@ def main() -> None:
             row["float64"] = run(processes, name, given.cpu_s, "float64")
         if not row["agrees"] and rows.get(name, {}).get("agrees"):
             lost.append(name)
-        rows = read() | {name: row | {"commit": BEGAN["commit"]}}  # another run may go on beside this one
+        rows = read() | {
+            name: row | {"commit": BEGAN["commit"]}
+        }  # another run may write the file at the same time
         print(
             f"{name:36} {'agrees' if row['agrees'] else row.get('stage')} {row.get('cpu_s', '')} "
             f"{row.get('flops', 0):.2f} {row.get('memory', 0):.2f} {row.get('error', '')[:160]}",

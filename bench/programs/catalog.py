@@ -26,18 +26,18 @@ PACKAGES = {
     "learning": (),
     "probability": ("distrax",),
 }
-"""Module -> packages that most of its programs need, imported once for all of them."""
+"""Module -> packages that most of its programs need; they are imported once for all of them."""
 
 
 def program(make: Callable[[], LibraryProgram]) -> Callable[[], LibraryProgram]:
-    """Registers the program under its module's and its function's name, haiku.mlp."""
+    """Registers a program under the names of its module and function, such as haiku.mlp."""
     library = make.__module__.rpartition(".")[2].removesuffix("_")
     PROGRAMS[f"{library}.{make.__name__}"] = make
     return make
 
 
 def load() -> dict[str, Callable[[], LibraryProgram]]:
-    """All programs; a library is imported when its program is made."""
+    """Returns all programs. A library is imported when one of its programs is made."""
     for file in Path(__file__).parent.glob("*.py"):
         if file.stem.removesuffix("_") in PACKAGES:
             importlib.import_module(f"bench.programs.{file.stem}")
@@ -45,14 +45,14 @@ def load() -> dict[str, Callable[[], LibraryProgram]]:
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Any:
-    """Normally distributed numbers of this shape."""
+    """Returns normally distributed numbers of this shape."""
     import jax
 
     return scale * jax.random.normal(jax.random.key(seed), shape)
 
 
 def integers(high: int, *shape: int, seed: int = 0) -> Any:
-    """Whole numbers from 0 to high - 1."""
+    """Returns integers from 0 to high - 1."""
     import jax
 
     return jax.random.randint(jax.random.key(seed), shape, 0, high)

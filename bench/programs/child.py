@@ -8,16 +8,16 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 What = Literal["step", "float64", "count"]
-"""What a process does: a row, the same step in float64, or the row's FLOPs alone."""
+"""What a process does: measure a row, run the same step in float64, or only count the row's FLOPs."""
 PRELOADED = ("jax", "optax", "bench.cases.plans", "pase.backends.audit.xla", "pase.backends.audit.xla_memory")
-"""What every program needs, imported once for all of their processes."""
+"""Packages that every program needs; they are imported once for all processes."""
 
 STRATEGY = "ours@2x4"
-"""Compute is made expensive, so that all that may be split is split over a mesh of 2 x 4."""
+"""Compute is made expensive, so that everything that can be split is split over a mesh of 2 x 4."""
 
 
 def recount(name: str) -> dict[str, Any]:
-    """Recompute the FLOPs of a program's row after the counting has changed."""
+    """Counts the FLOPs of a program's row again, after the counting has changed."""
     from bench.cases.plans import case_of
     from bench.programs.catalog import load
 
@@ -26,8 +26,8 @@ def recount(name: str) -> dict[str, Any]:
 
 
 def main(name: str) -> dict[str, Any]:
-    """planned, ran, agrees: how far the program came; off: relative differences from the unsharded step; flops,
-    memory: predicted over XLA's."""
+    """Returns a program's row. planned, ran, agrees: how far the program came. off: relative differences from the
+    unsharded step. flops, memory: predicted value over XLA's."""
     import optax
 
     from bench.cases.plans import TOLERANCE, case_of
@@ -68,8 +68,9 @@ def main(name: str) -> dict[str, Any]:
 
 
 def in_float64(name: str) -> dict[str, Any]:
-    """Of a program that disagrees in float32: ``off`` in float64, and ``rounding``, how far its unsharded step in
-    float32 is from the one in float64. ``explained``: the plan is right in float64, and float32 cannot tell."""
+    """Runs a program that disagrees in float32 in float64. Returns ``off`` in float64, and ``rounding``: the difference
+    of the unsharded steps in float32 and float64. ``explained``: the plan is right in float64, and the difference in
+    float32 is within rounding."""
     import jax
     import optax
 
@@ -77,12 +78,12 @@ def in_float64(name: str) -> dict[str, Any]:
     from bench.programs.catalog import load
     from pase.backends.audit.xla import sharded_step, unsharded_step
 
-    fn, *narrow = load()[name]()  # made in float32, so that both begin with the same numbers
+    fn, *narrow = load()[name]()  # made in float32, so that both start with the same numbers
     jax.config.update("jax_enable_x64", True)
     fn_wide = fn
     if keras := sys.modules.get(
         "keras"
-    ):  # its layers compute in a dtype of their own, its norms never in float64
+    ):  # its layers compute in their own dtype, and its norms never in float64
         keras.config.set_floatx("float64")
         keras.config.set_dtype_policy("float64")
         sys.modules["keras.src.backend.common.dtypes"].BIT64_TO_BIT32_DTYPE.pop("float64")
@@ -96,7 +97,7 @@ def in_float64(name: str) -> dict[str, Any]:
     assert plan is not None
     whole = unsharded_step(fn_wide, optimizer, *wide)
     off = whole.differences(sharded_step(plan, optimizer, *wide))
-    with jax.enable_x64(False):  # else what the program makes by itself would be float64
+    with jax.enable_x64(False):  # otherwise arrays that the program creates itself would be float64
         rounding = whole.differences(unsharded_step(fn, optimizer, *narrow))
     right = all(v <= TOLERANCE[k] for k, v in off.items())
     blurred = any(v > TOLERANCE[k] for k, v in rounding.items())
@@ -104,8 +105,8 @@ def in_float64(name: str) -> dict[str, Any]:
 
 
 def flops(fn: Any, args: Any, graph: Any) -> dict[str, float]:
-    """FLOPs of loss and gradients as XLA counts them: ours over XLA's. XLA counts the body of a loop once, one FLOP for
-    any function of a point, and functions like exp apart, in ``transcendentals``."""
+    """Returns our FLOPs of loss and gradients over XLA's, counted as XLA does: the body of a loop once, one FLOP for
+    any elementwise function, and functions like exp separately (``transcendentals``)."""
     import jax
     import numpy as np
 
@@ -130,7 +131,7 @@ def flops(fn: Any, args: Any, graph: Any) -> dict[str, float]:
 
 
 def as_xla_counts(graph: Any) -> Any:
-    """The graph with bodies of loops run once, and with XLA's FLOPs a point."""
+    """Returns the graph with loops of one iteration, and with XLA's FLOPs per point."""
     from dataclasses import replace
 
     def counted(op: Any) -> Any:
@@ -144,4 +145,4 @@ def as_xla_counts(graph: Any) -> Any:
 
 
 ROWS: dict[What, Callable[[str], dict[str, Any]]] = {"step": main, "float64": in_float64, "count": recount}
-"""What a process does -> the row that it returns."""
+"""What a process does -> the function that returns the row."""

@@ -81,7 +81,7 @@ _BOTH: Mapping[str, Mapping[str, Any]] = {
 
 
 def _predicts(name: str, head: str, config: Mapping[str, Any]) -> Callable[[], LibraryProgram]:
-    """The mean cross entropy of the next token, or of the token itself, of 8 texts of 16 tokens."""
+    """Returns a program: the mean cross entropy of the next token, or of the token itself, in 8 texts of 16 tokens."""
 
     def made() -> LibraryProgram:
         import jax

@@ -118,7 +118,7 @@ def separable_conv() -> LibraryProgram:
 
 
 def _layer(name: str, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
-    """A network of one of Haiku's modules between two linear layers."""
+    """Returns a program: one of Haiku's modules between two linear layers."""
 
     def net(x: Any) -> Any:
         import haiku as hk
@@ -171,7 +171,7 @@ def conv_lstm() -> LibraryProgram:
 
 @program
 def reset_core() -> LibraryProgram:
-    """A recurrence that restarts where a flag is set, as in RL agents."""
+    """A recurrence that restarts when a flag is set, as in RL agents."""
     import haiku as hk
 
     def net(x: Any) -> Any:

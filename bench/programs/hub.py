@@ -149,7 +149,7 @@ def _ones() -> Any:
 
 
 def _texts() -> dict[str, Any]:
-    """8 texts of 16 tokens out of 64, by all the names that a backbone may have for them."""
+    """Returns 8 texts of 16 tokens out of 64, under all names that a backbone may use."""
     tokens, ones = integers(64, 8, 16), _ones()
     return {
         "token_ids": tokens,

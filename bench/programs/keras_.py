@@ -8,7 +8,7 @@ from bench.programs.catalog import LibraryProgram, integers, normal, program
 
 
 def trained(model: Any, *inputs: Any) -> LibraryProgram:
-    """The mean square of all that the model makes in training."""
+    """Returns a program: the mean square of all outputs of the model in training."""
     import jax
     import jax.numpy as jnp
 

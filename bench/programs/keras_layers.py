@@ -9,7 +9,7 @@ from bench.programs.catalog import PROGRAMS, LibraryProgram, integers, normal
 from bench.programs.keras_ import trained
 
 MakeLayer = Callable[[Any], Any]
-"""Of ``keras.layers`` a layer."""
+"""Name -> the shape of the input, and a function that makes a layer of ``keras.layers``."""
 
 _ROW, _SEQUENCE, _IMAGE, _VOLUME = (8, 24), (8, 12, 16), (8, 12, 12, 8), (8, 6, 6, 6, 4)
 _LAYERS: Mapping[str, tuple[tuple[int, ...], MakeLayer]] = {
@@ -63,7 +63,7 @@ _LAYERS: Mapping[str, tuple[tuple[int, ...], MakeLayer]] = {
 
 
 def _alone(shape: tuple[int, ...], make: MakeLayer) -> Callable[[], LibraryProgram]:
-    """The layer by itself; behind a dense one where it has no weights."""
+    """Returns a program of the layer alone, or after a dense layer if it has no weights."""
 
     def made() -> LibraryProgram:
         import keras

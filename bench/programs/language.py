@@ -22,7 +22,7 @@ def _tokens() -> Any:
 
 
 def _next_token(logits: Any, tokens: Any) -> Any:
-    """The mean cross entropy of each next token."""
+    """Returns the mean cross entropy of each next token."""
     import optax
 
     return optax.softmax_cross_entropy_with_integer_labels(
@@ -54,7 +54,7 @@ _GEMMAS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _gemma(settings: Mapping[str, Any]) -> Callable[[], LibraryProgram]:
-    """A local and a global layer of DeepMind's own code."""
+    """Returns a program: a local and a global layer of DeepMind's own code."""
 
     def made() -> LibraryProgram:
         import jax
@@ -92,13 +92,13 @@ PROGRAMS.update({f"language.{name}": _gemma(settings) for name, settings in _GEM
 
 @program
 def griffin() -> LibraryProgram:
-    """RecurrentGemma: gated linear recurrences beside local attention."""
+    """RecurrentGemma: gated linear recurrences and local attention."""
     import jax
     import typeguard
 
     with patch.object(
         typeguard, "typechecked", lambda f: f
-    ):  # Gemma wants a newer one, which cannot read its types
+    ):  # Gemma needs a newer version, which cannot read its types
         from recurrentgemma import common
         from recurrentgemma.jax import griffin
 
@@ -130,7 +130,7 @@ _TUNIX: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def _tunix(name: str, model: str, settings: Mapping[str, Any]) -> Callable[[], LibraryProgram]:
-    """Google's Tunix, in nnx."""
+    """Returns a program of a model of Google's Tunix, in nnx."""
 
     def made() -> LibraryProgram:
         import importlib

@@ -23,7 +23,7 @@ def _uniform(*shape: int, seed: int = 0) -> Any:
 
 
 Loss = Callable[[Any, Any, Mapping[str, Any]], Any]
-"""Of rlax, the layer's output [states, actions] and what else was seen."""
+"""Losses of rlax, from the layer's output [states, actions] and other observations."""
 
 _LOSSES: Mapping[str, Loss] = {
     "q_learning": lambda r, y, s: r.q_learning(y, s["action"], s["reward"], s["discount"], s["next"]),
@@ -56,7 +56,7 @@ _LOSSES: Mapping[str, Loss] = {
 
 
 def _per_state(make: Loss) -> Callable[[], LibraryProgram]:
-    """A loss of one transition, over a batch of them."""
+    """Returns a program: a loss of one transition, over a batch of transitions."""
 
     def made() -> LibraryProgram:
         import jax
@@ -92,7 +92,7 @@ _OF_TIME: Mapping[str, Loss] = {
 
 
 def _of_time(make: Loss) -> Callable[[], LibraryProgram]:
-    """A loss of a sequence of 12 values, over a batch of sequences."""
+    """Returns a program: a loss of a sequence of 12 values, over a batch of sequences."""
 
     def made() -> LibraryProgram:
         import jax
@@ -125,7 +125,7 @@ _RANKINGS = (
 
 
 def _ranking(name: str) -> Callable[[], LibraryProgram]:
-    """32 lists of 16 documents with labels from 0 to 4."""
+    """Returns a program: a ranking loss of 32 lists of 16 documents with labels from 0 to 4."""
 
     def made() -> LibraryProgram:
         import rax
@@ -160,8 +160,9 @@ def sinkhorn() -> LibraryProgram:
 
 @program
 def soft_sort() -> LibraryProgram:
-    """Not begun from sorted values, OTT's default: JAX cannot differentiate that loop, split or not. With more entropy
-    than by default: else the implicit gradient's solver gives up, on one device too, without LLVM's optimizer."""
+    """OTT's soft sort, without starting from sorted values (its default): JAX cannot differentiate that loop, split or
+    not. It has more entropy than by default; otherwise the implicit gradient's solver fails without LLVM's optimizer,
+    also on one device."""
     from ott.initializers.linear.initializers import DefaultInitializer
     from ott.tools import soft_sort
 
@@ -180,7 +181,7 @@ def soft_sort() -> LibraryProgram:
 @program
 def soft_dtw() -> LibraryProgram:
     import jax
-    from ott.math import utils  # the soft minimum of OTT
+    from ott.math import utils  # OTT's soft minimum
 
     def loss(p: Any, x: Any, y: Any) -> Any:
         return jax.vmap(lambda a, b: utils.softmin((a[:, None] - b[None]) ** 2, gamma=0.1))(x @ p, y).mean()
@@ -190,7 +191,7 @@ def soft_dtw() -> LibraryProgram:
 
 @program
 def monte_carlo_tree_search() -> LibraryProgram:
-    """DeepMind's MCTX chooses targets for a policy."""
+    """DeepMind's MCTX computes targets for a policy."""
     import jax
     import jax.numpy as jnp
     import mctx

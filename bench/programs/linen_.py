@@ -9,7 +9,7 @@ from bench.programs.catalog import PROGRAMS, LibraryProgram, integers, normal, p
 
 
 def _program(module: Any, *inputs: Any) -> LibraryProgram:
-    """Mean square of what the module makes; collections besides params are returned as the loss has them."""
+    """Returns a program: the mean square of the module's output. Collections other than params are its state."""
     import jax
     import jax.numpy as jnp
 
@@ -176,7 +176,7 @@ def _of_module(make: Callable[[Any], Any], shape: tuple[int, ...]) -> LibraryPro
 
 @program
 def ensemble() -> LibraryProgram:
-    """Four networks at once, by nn.vmap."""
+    """Four networks in parallel, by nn.vmap."""
     import flax.linen as nn
 
     class Net(nn.Module):

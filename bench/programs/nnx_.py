@@ -9,7 +9,7 @@ from bench.programs.catalog import PROGRAMS, LibraryProgram, normal, program
 
 
 def _program(make: Callable[[Any], Any], *inputs: Any) -> LibraryProgram:
-    """All of the module's state as parameters, as nnx.split gives it."""
+    """Returns a program with the module's whole state as parameters, as nnx.split returns it."""
     import jax.numpy as jnp
     from flax import nnx
 

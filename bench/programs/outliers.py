@@ -11,7 +11,7 @@ __all__ = ["BOUNDS", "REASONS", "Figure", "outliers", "reason"]
 Figure = Literal["flops", "memory"]
 
 BOUNDS: Mapping[Figure, tuple[float, float]] = {"flops": (0.5, 2.0), "memory": (0.5, 2.0)}
-"""Ours over XLA's, within which no reason is asked for."""
+"""Bounds of our value over XLA's within which no reason is needed."""
 
 _LAPACK = "factorizations and triangular solves are calls of LAPACK, which XLA counts at nothing"
 _STACKS = (
@@ -57,14 +57,14 @@ REASONS: Mapping[Figure, Mapping[str, str]] = {
         ),
     },
 }
-"""Figure -> pattern of names -> the reason. The first one counts."""
+"""Figure -> pattern of names -> the reason. The first match counts."""
 
 
 def outliers(row: Mapping[str, Any]) -> list[Figure]:
-    """The figures of a program's row that are out of bounds."""
+    """Returns the figures of a program's row that are out of bounds."""
     return [figure for figure, (low, high) in BOUNDS.items() if not low <= row[figure] <= high]
 
 
 def reason(name: str, figure: Figure) -> tuple[str, str] | None:
-    """The first pattern that a program's name fits, and its reason; None: there is none."""
+    """Returns the first pattern that matches a program's name, and its reason; None if there is none."""
     return next(((p, why) for p, why in REASONS[figure].items() if fnmatch(name, p)), None)

@@ -48,7 +48,7 @@ def _flow(name: str, settings: Mapping[str, Any]) -> Callable[[], LibraryProgram
 
         def loss(p: Any, x: Any, *given: Any) -> Any:
             made = unwrap(eqx.combine(p, static))
-            if name == "planar_flow":  # it has no inverse: its own samples
+            if name == "planar_flow":  # it has no inverse, so its own samples are used
                 return (made.sample(jax.random.key(1), (), *given) ** 2).mean()
             return -made.log_prob(x, *given).mean()
 
@@ -63,7 +63,7 @@ PROGRAMS.update({f"probability.{name}": _flow(name, settings) for name, settings
 def _distrax(
     make: Callable[[Any, Any], Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> Callable[[], LibraryProgram]:
-    """Maximum likelihood of a bijector over a normal distribution."""
+    """Returns a program: maximum likelihood of a bijector over a normal distribution."""
 
     def made() -> LibraryProgram:
         import distrax
@@ -117,7 +117,7 @@ PROGRAMS["probability.lower_upper_affine"] = _distrax(_lower_upper, {"matrix": (
 def _likelihood(
     make: Callable[[Any, Any], Any], shapes: Mapping[str, tuple[int, ...]], data: Callable[[], Any]
 ) -> Callable[[], LibraryProgram]:
-    """Maximum likelihood of a distribution of TensorFlow Probability's JAX half."""
+    """Returns a program: maximum likelihood of a distribution of TensorFlow Probability on JAX."""
 
     def made() -> LibraryProgram:
         from tensorflow_probability.substrates import jax as tfp
@@ -179,7 +179,7 @@ PROGRAMS.update({f"probability.{name}": _likelihood(*of) for name, of in _DISTRI
 
 
 def _numpyro(make: Callable[[Any, Any], None], guide: str) -> Callable[[], LibraryProgram]:
-    """The evidence lower bound of a model under one of NumPyro's guides."""
+    """Returns a program: the evidence lower bound of a model under one of NumPyro's guides."""
 
     def made() -> LibraryProgram:
         import numpyro
@@ -233,7 +233,7 @@ def deep_kernel() -> LibraryProgram:
 
 @program
 def quasiseparable() -> LibraryProgram:
-    """TinyGP's kernel on a line, solved by a scan."""
+    """TinyGP's kernel in one dimension, solved by a scan."""
     import jax.numpy as jnp
     import tinygp
 

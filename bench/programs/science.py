@@ -213,7 +213,7 @@ def jaxopt_implicit() -> LibraryProgram:
     import jaxopt
 
     def loss(p: Any, x: Any, y: Any) -> Any:
-        # The data are arguments: a rule of one's own that closes over tracers cannot stand inside of jax.jit.
+        # The data are arguments, because a custom rule that closes over tracers fails inside jax.jit.
         def ridge(w: Any, l2: Any, x: Any, y: Any) -> Any:
             return jnp.mean((x @ w - y) ** 2) + jnp.exp(l2) * jnp.sum(w**2)
 

@@ -44,7 +44,7 @@ MACHINES = Path(__file__).parents[1] / "machines"
 HOST, DEVICES, BATCH = 4, 16, 32
 LAYERS, WIDTH, HEADS, SEQUENCE = 24, 1024, 16, 1024
 _BLOCKS = range(2, 2 + LAYERS)
-"""The places of blocks among those that are cut."""
+"""The indices of blocks among the layers that can be cut."""
 _MEGATRON = PROGRAMS["megatron_2021"]
 PROGRAM = replace(
     _MEGATRON,
@@ -54,21 +54,22 @@ PROGRAM = replace(
         traffic={"softmax": (8 / 4, 10 / 6), "bias_gelu": (8 / 4, 1.0), "bias_dropout_add": (15 / 7, 1.0)},
     ),
 )
-"""traffic: bytes of the kernels that are run over those of a fused one. The fusions are options that their script does
+"""traffic: bytes of the kernels that run over those of a fused kernel. The fusions are options that their script does
 not set (megatron/arguments.py): masked_fill_ and softmax (megatron/model/fused_softmax.py), bias and gelu, bias,
 dropout and addition (megatron/model/transformer.py)."""
 _MASK_BYTES = SEQUENCE * SEQUENCE * 2
-"""Sent along with activations by each rank, in half precision (runtime/pipe/engine.py, _exec_send_activations)."""
+"""The mask that each rank sends with activations, in half precision (runtime/pipe/engine.py, _exec_send_activations).
+"""
 _FORWARDS = 2
 """How often a block's forward runs."""
 _SUMMED_COPIES = (2 + 2) + (2 + 4) + (4 + 4) + (4 + 2) + (2 + 2)
-"""Bytes of device memory, read and written, of each gradient that is summed: into one tensor, to float32, divided, back
-to half precision, into the gradients."""
+"""Bytes of device memory read and written for each gradient that is reduced: copied into one tensor, cast to float32,
+divided, cast back to half precision, and copied into the gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AmpTrial:
-    """A measured step. cuts: where its stages begin and end."""
+    """A measured step. cuts: the first layer of each stage, and the end."""
 
     table: str
     micro: int
@@ -91,7 +92,7 @@ class AmpTrial:
 
 
 def trials() -> Iterator[AmpTrial]:
-    """The measured steps of both tables, in the order in which AMP predicts them."""
+    """Yields the measured steps of both tables, in the order in which AMP predicts them."""
     for table, text in (("homogeneous", HOMOGENEOUS), ("unequal", UNEQUAL)):
         for line in text.split("\n"):
             if line:
@@ -110,7 +111,7 @@ def trials() -> Iterator[AmpTrial]:
 
 
 def hosts(table: str) -> list[Machine]:
-    """The machine of each host, in the order of ranks."""
+    """Returns the machine of each host, in the order of ranks."""
     if table == "homogeneous":
         return [load(MACHINES / "g4dn_12xlarge.toml")] * (DEVICES // HOST)
     both = load(MACHINES / "amp.toml")
@@ -120,9 +121,9 @@ def hosts(table: str) -> list[Machine]:
 
 @cache
 def priced(machine: Machine, t: Strategy) -> StatedStep:
-    """The parts of a step on devices of one kind."""
+    """Returns the parts of a step on devices of one kind."""
     micro, model = t.micro or 1, Analytic(machine, flat=True)
-    at_once = max(micro * t.data, 2)  # a batch of one example is no batch to a tracer
+    at_once = max(micro * t.data, 2)  # tracing needs at least two examples to find the batch dim
     graph = graph_of(at_once, SEQUENCE, LAYERS, WIDTH, HEADS, padded_vocabulary(50257, t.tensor))
     placed = place(graph, t, model)
     parts = parts_of(graph, placed, t, PROGRAM, model, micro * t.data / at_once)
@@ -137,7 +138,8 @@ def priced(machine: Machine, t: Strategy) -> StatedStep:
 
 
 def sent_s(a: Machine, b: Machine, nbytes: float, together: int, messages: int, *, inside: bool) -> float:
-    """Seconds for a device to send bytes to another, while so many devices of its host do. inside: its own host."""
+    """Returns the seconds for a device to send bytes to another. together: how many devices of its host send at the
+    same time. inside: the other device is in the same host."""
     level = a.levels[0] if inside else max((m.levels[1] for m in (a, b)), key=_slowness)
     share = 1.0 if inside else together / HOST
     return messages * level.latency_s + nbytes * share / level.bandwidth_bytes_per_s
@@ -148,9 +150,9 @@ def _slowness(level: LinkLevel) -> float:
 
 
 def passes_s(run: StatedStep, blocks: int, first: bool, last: bool, *, measured: bool) -> tuple[float, float]:
-    """Seconds of a stage's forward and backward of one micro-batch.
+    """Returns the seconds of a stage's forward and backward of one micro-batch.
 
-    measured: no part's forward is shorter than its measured forward of one example, and no backward than one forward.
+    measured: whether a part's forward takes at least its measured forward of one example, and its backward one forward.
     """
     forward, backward = (
         run.units(way, blocks, first, last, gathers=False, sums=False) for way in (False, True)
@@ -170,7 +172,7 @@ def passes_s(run: StatedStep, blocks: int, first: bool, last: bool, *, measured:
 
 
 def step_s(t: AmpTrial, *, measured: bool) -> float:
-    """Seconds that the trial's step is predicted to take."""
+    """Returns the predicted seconds of the trial's step."""
     where, size = hosts(t.table), t.data * t.tensor
     forward, backward, after, there, back = [], [], [], [], []
     of_stage = [range(i * size // HOST, -(-(i + 1) * size // HOST)) for i in range(t.stages)]
@@ -188,7 +190,7 @@ def step_s(t: AmpTrial, *, measured: bool) -> float:
             out, into = of_stage[i][-1], of_stage[i + 1][-1]
             ways = where[out], where[into]
             many, inside = min(size, HOST), out == into
-            parts = 2 + (t.tensor > 1)  # a part of an activation comes with its place in the whole
+            parts = 2 + (t.tensor > 1)  # a part of an activation is sent with its position
             there.append(sent_s(*ways, entry / t.tensor + _MASK_BYTES, many, parts, inside=inside))
             back.append(sent_s(*ways, entry, many, 1, inside=inside))
     if t.stages > 1:  # the tied embedding's gradient, in its own type
@@ -209,9 +211,9 @@ def in_turns_s(
     after: list[float],
     micro_batches: int,
 ) -> float:
-    """Seconds of a step in which a stage and its neighbour exchange what they made in the turn before, and then
-    compute: one of them a forward, the other a backward. there, back: seconds of a transfer to the next stage, and
-    back.
+    """Returns the seconds of a step with rounds. In each, a stage and its neighbour exchange the results of the round
+    before, and then compute, one of them a forward and the other a backward. there, back: seconds of a transfer to the
+    next stage, and back.
 
     >>> in_turns_s([1.0, 1.0], [2.0, 2.0], [0.0], [0.0], [0.0, 0.0], 4)
     15.0
@@ -233,7 +235,7 @@ def in_turns_s(
 
 
 def once_s(run: StatedStep, blocks: int, first: bool, last: bool) -> float:
-    """Seconds after a stage's last backward: sums of gradients, and the update."""
+    """Returns the seconds after a stage's last backward: all-reduces of gradients, and the update."""
     p = run.parts
     of = [(p.block, blocks), (p.first, int(first)), (p.last, int(last))]
     copies = _SUMMED_COPIES if run.s.data > 1 else 0
@@ -242,7 +244,7 @@ def once_s(run: StatedStep, blocks: int, first: bool, last: bool) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Kendall's tau and errors of a table, ours and AMP's."""
+    """Returns Kendall's tau and the errors of a table, ours and AMP's."""
     from scipy.stats import kendalltau
 
     measured = np.array([r["measured_s"] for r in rows])

@@ -18,7 +18,7 @@ FORWARD_S = {
     ("NVIDIA V100 SXM2 16GB", 2): (1.32e-3, 5.24e-3, 1.28e-3),
     ("NVIDIA V100 SXM2 16GB", 4): (1.31e-3, 4.52e-3, 0.69e-3),
 }
-"""Device and tensor ways -> measured seconds of one example's forward: embedding, block (mean of 24), head.
+"""Device and tensor parallelism -> measured seconds of one example's forward: embedding, block (mean of 24), head.
 known_cost/gpt2_{G4,P3}_{1,2,4}.npy of the same commit. AMP predicts from these alone."""
 
 HOMOGENEOUS = """

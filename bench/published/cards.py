@@ -20,8 +20,8 @@ def _device(m: Machine, **changed: object) -> Machine:
 
 
 def _shown(name: str, mebibytes: int) -> Machine:
-    """With all the memory that NVIDIA's driver shows of the card (nvidia-smi), more than the datasheet's decimal
-    figure; what a program cannot have of it is the executor's own reserve."""
+    """Returns the machine with the memory that NVIDIA's driver shows for the card (nvidia-smi), which is more than the
+    datasheet's decimal figure. The part that a program cannot use is the executor's reserve."""
     return _device(machine.load(name), memory_bytes=mebibytes * 2**20)
 
 
@@ -32,11 +32,14 @@ def _link(m: Machine, level: int, bytes_per_s: float) -> Machine:
 
 
 def _meta_h100(memory_bytes: int) -> Machine:
-    """Meta's H100: HBM2e at 2.4 TB/s, 500 W. torchao (benchmarks/float8/float8_roofline.py and roofline_utils.py, 2024)
-    measured on it: products reach 0.6 of either peak, light kernels 0.92 of the memory bandwidth."""
+    """Returns Meta's H100: HBM2e at 2.4 TB/s, 500 W. torchao (benchmarks/float8/float8_roofline.py and
+    roofline_utils.py, 2024) measured on it: products reach 0.6 of either peak, light kernels 0.92 of the memory
+    bandwidth."""
     m = machine.load("h100x8")
     efficiency = {"matmul": 0.6, "conv": m.device.efficiency["conv"], "memory": 0.92}
-    part = 0.6 / m.device.efficiency["matmul"]  # the power limit holds attention's products back alike
+    part = (
+        0.6 / m.device.efficiency["matmul"]
+    )  # the power limit slows attention's products down in the same way
     kernels = tuple(
         replace(k, forward=tuple(part * e for e in k.forward), backward=tuple(part * e for e in k.backward))
         for k in m.device.attention_kernels
@@ -92,7 +95,7 @@ _CARDS: dict[str, Callable[[], Machine]] = {
 
 
 def card(gpu: str) -> Machine:
-    """The machine of a card's name; PaseError where there is no machine file for it."""
+    """Returns the machine of a card's name. Raises PaseError if there is no machine file for it."""
     if gpu not in _CARDS:
         raise PaseError(f"no machine file for '{gpu}'")
     return _CARDS[gpu]()

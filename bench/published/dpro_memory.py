@@ -40,7 +40,7 @@ BERT = dict(seq=128, layers=12, vocab=30522, dtype="float32", scan=0, d=768, hea
 
 
 def models() -> list[tuple[str, Callable[[], Built], str, float, float]]:
-    """(name, model, optimizer, measured GB, dPRO's estimate in GB)."""
+    """Returns (name, model, optimizer, measured GB, dPRO's estimate in GB) of each row."""
     image: dict[str, Any] = dict(batch=32, classes=1000, dtype="float32")
     return [
         ("BERT, 32", partial(bert, batch=32, remat=0, attention="plain", **BERT), "adam", 9.96, 10.25),
@@ -65,7 +65,7 @@ def models() -> list[tuple[str, Callable[[], Built], str, float, float]]:
 
 
 def predict(built: Built, optimizer: str) -> Memory:
-    """Bytes on one device that holds the whole model."""
+    """Returns the bytes on one device that holds the whole model."""
     graph = named(simplify(trace(built.loss_fn, shapes(built.params), shapes(built.batch)).graph))
     mesh = Mesh(names=("data",), sizes=(1,))
     configs = {n.name: np.full(1, -1, np.int8) for n in graph.nodes}
@@ -73,7 +73,8 @@ def predict(built: Built, optimizer: str) -> Memory:
 
 
 def unfused_bytes(built: Built, optimizer: str) -> float:
-    """Parameters, gradients, optimizer state, and the operands that each op's own derivative needs, none made again."""
+    """Returns the bytes of parameters, gradients, optimizer state, and the operands that the derivative of each op
+    needs, without recomputation."""
     graph = named(simplify(trace(built.loss_fn, shapes(built.params), shapes(built.batch)).graph))
     stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
     wanted: set[str] = set()
@@ -87,7 +88,7 @@ def unfused_bytes(built: Built, optimizer: str) -> float:
 
 
 def dropout_bytes(batch: int) -> float:
-    """What BERT's dropouts keep, unfused: their input scaled and their mask, in float32."""
+    """Returns the bytes that BERT's unfused dropouts keep: their scaled input and their mask, in float32."""
     seq, layers, d, heads = (int(str(BERT[k])) for k in ("seq", "layers", "d", "heads"))
     return 2.0 * 4 * batch * (layers * (heads * seq**2 + 2 * seq * d) + seq * d)
 

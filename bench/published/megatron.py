@@ -106,7 +106,7 @@ def _stage(
 ) -> StepTime:
     model = costmodels.get("analytic", m)
     vocab = padded_vocabulary(50257, 8)
-    # A batch of one has no batch dim, and roles cannot tell sequences from batches: two samples, half of their time.
+    # A batch of one has no batch dim, and the roles of dims cannot be found: half of the time of two samples.
     samples = max(p.micro_batch, 2)
     graph = graph_of(samples, 2048, layers, p.d, p.heads, vocab, recompute=recompute)
     s = strategy(graph, 1, 8, m, model, by_sequence=recompute == "selective")
@@ -121,18 +121,18 @@ def _stage(
 
 
 def predict(p: Published, recompute: str, m: Machine, executor: Executor = MEGATRON) -> float:
-    """Seconds of a step on 8 x stages devices."""
+    """Returns the seconds of a step on 8 x stages devices."""
     passes = p.batch // p.micro_batch
     each = p.layers // p.stages
     if p.stages == 1:
         return _stage(p, each, recompute, m, executor, passes).total_s
-    # Layers alone, from two depths; what is left is the ends: embedding and logits.
+    # The time of a layer follows from two depths; the remainder is that of embedding and logits.
     few, many = (_stage(p, n, recompute, m, executor, passes) for n in (2, 3))
     layer_s = many.micro_batch_s - few.micro_batch_s
     ends_s = few.micro_batch_s - 2 * layer_s
     update_s = few.update_s + (each - 2) * (many.update_s - few.update_s)
-    # The last stage has the logits as well, and sets the pace; what is sent on is split over the node's 8 devices,
-    # forward and back, once for each chunk of layers (Narayanan et al. 2021, section 4.1).
+    # The last stage also has the logits and is the slowest. Activations that are sent are split over the node's 8
+    # devices, forward and backward, once for each chunk of layers (Narayanan et al. 2021, section 4.1).
     nbytes = p.micro_batch * 2048 * p.d * 2 / 8
     across = machine.mesh_from("stage=2,model=8", 16)
     sent_s = float(costmodels.get("analytic", m).collective("permute", across, 1, nbytes))

@@ -21,7 +21,7 @@ _DROPOUT = 0.1
 
 
 def padded_vocabulary(vocabulary: int, tensor_parallel: int) -> int:
-    """Megatron's: up to a multiple of 128 x tensor parallelism.
+    """Returns the size padded to a multiple of 128 x tensor parallelism, as Megatron does.
 
     >>> padded_vocabulary(50257, 8)
     51200
@@ -41,10 +41,10 @@ def gpt(
     dtype: str = "float16",
     recompute: str = "none",
 ) -> tuple[Any, Any, Any]:
-    """(loss_fn, params, batch) with shapes for arrays.
+    """Returns (loss_fn, params, batch) with shapes for arrays.
 
     recompute: "none"; "full" (each layer from its input); "selective" (scores, softmax and dropout of the
-    attention alone: Korthikanti et al. 2022).
+    attention only: Korthikanti et al. 2022).
     """
     k = d // heads
     width = jnp.dtype(dtype)

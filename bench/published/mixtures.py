@@ -29,8 +29,8 @@ class Latent:
 
     @property
     def width(self) -> int:
-        """The width of an attention whose queries, keys and values are equally wide, with the products and the bytes
-        of this one: q·kᵀ over plain + rotated and the rest over value."""
+        """Returns the width of an attention with equally wide queries, keys and values that has the same products and
+        bytes as this one: q·kᵀ over plain + rotated and the rest over value."""
         return (self.plain + self.rotated + self.value) // 2
 
 
@@ -42,8 +42,8 @@ LATENT = {
     "deepseek-coder-v2-lite": Latent(queries=0, keys=512, shared=2),
     "deepseek-v2": Latent(queries=1536, keys=512, shared=2),
 }
-"""By the beginning of the model's name: q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim,
-n_shared_experts of its public config.json. The longer names first."""
+"""By the prefix of the model's name: q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim,
+n_shared_experts of its public config.json. Longer prefixes come first."""
 
 
 def mixture(
@@ -61,8 +61,8 @@ def mixture(
     head_dim: int,
     latent: Latent | None,
 ) -> Built:
-    """A decoder whose layers are all alike: attention, and experts with SwiGLU. Dense first layers of such models are
-    as wide as the experts that a token takes, so they compute as much."""
+    """Returns a decoder with equal layers: attention, and experts with SwiGLU. The dense first layers of such models
+    are as wide as the experts that a token takes, so they have the same FLOPs."""
 
     def forward(x: jax.Array, p: Weights) -> jax.Array:
         out = even_experts(x, p, chosen=chosen)
@@ -104,12 +104,12 @@ def mixture(
 
 
 def even_experts(x: jax.Array, p: Weights, *, chosen: int) -> jax.Array:
-    """x [b, s, d] through experts with routing forced even: the n-th choices of a row's tokens go to the experts of the
-    n-th part in turn, whatever the router says. A token's choices so lie on experts far apart, as they do by chance:
-    dispatch moves each of them, and computes nothing. The router's gates weigh what comes back.
+    """Passes x [b, s, d] through experts with uniform routing: the n-th choices of a row's tokens go to the experts of
+    the n-th part in turn, whatever the router says. A token's choices are therefore on experts far apart, as in random
+    routing: dispatch sends each of them and computes nothing. The router's gates weight the results.
 
-    The experts are a multiple of the choices; where the tokens do not divide over a part's experts, each is padded to
-    as many. Gate and up are one product, as Megatron-Core has them.
+    The number of experts is a multiple of the choices. If a part's experts do not divide the tokens, each is padded to
+    the same number. Gate and up are one product, as in Megatron-Core.
     """
     b, s, d = x.shape
     experts = p["router"].shape[-1]
@@ -128,8 +128,8 @@ def even_experts(x: jax.Array, p: Weights, *, chosen: int) -> jax.Array:
 
 
 def latent_attention(x: jax.Array, p: Weights, cos: jax.Array, sin: jax.Array, sizes: Latent) -> jax.Array:
-    """Causal attention of x [b, s, d] whose queries, keys and values are compressed: the products with weights, the
-    norms and the rotations of the model; between them an attention of ``sizes.width``."""
+    """Returns causal attention of x [b, s, d] with compressed queries, keys and values: the products with weights, the
+    norms and the rotations of the model, and an attention of ``sizes.width`` between them."""
     dtype = x.dtype
     half = sizes.rotated // 2
     queries = x

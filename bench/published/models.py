@@ -37,13 +37,13 @@ _UNGATED = (
     "maxtext 22b",
     "maxtext 52b",
 )
-"""Models whose feed-forward has two matrices, by the beginning of the name: their public configs."""
+"""Prefixes of the names of models whose feed-forward has two matrices, from their public configs."""
 _HEAD_DIM = {"qwen3": 128, "gpt-oss": 64, "maxtext 22b": 256, "maxtext 52b": 256, "maxtext": 128}
-"""Width of a head where it is not hidden / heads: the models' public configs (config.json), MaxText's scripts."""
+"""Width of a head if it is not hidden / heads, from the models' public configs (config.json) and MaxText's scripts."""
 
 
 def padded(vocab: int, tensor: int) -> int:
-    """Up to a multiple of 128 x tensor parallelism, as Megatron pads it.
+    """Returns the size padded to a multiple of 128 x tensor parallelism, as Megatron does.
 
     >>> padded(50257, 8)
     51200
@@ -52,21 +52,21 @@ def padded(vocab: int, tensor: int) -> int:
 
 
 def head_width(row: PublishedRow) -> int:
-    """Elements of a head: hidden / heads, or what the model's public configuration says."""
+    """Returns the elements of a head: hidden / heads, or the value of the model's public configuration."""
     name = (row.text("model") or "").lower()
     default = (row.whole("hidden") or 0) // (row.whole("heads") or 1)
     return next((v for k, v in _HEAD_DIM.items() if name.startswith(k)), default)
 
 
 def is_gated(row: PublishedRow) -> bool:
-    """Has its feed-forward three matrices?"""
+    """Returns whether the feed-forward has three matrices."""
     name = (row.text("model") or "").lower()
     return not name.startswith(_UNGATED)
 
 
 def graph_of(row: PublishedRow, batch: int, tensor: int, *, written_out: bool = False) -> Graph:
-    """The simplified graph of the row's model for a batch; written_out: Megatron's GPT of 2021, with dropout and scores
-    in memory. Infeasible, with the reason, where its shape is not told."""
+    """Returns the simplified graph of the row's model for a batch. written_out: use Megatron's GPT of 2021, with
+    dropout and scores in memory. Raises Infeasible with the reason if the shape is unknown."""
     name = (row.text("model") or "").lower()
     latent = next((ranks for k, ranks in LATENT.items() if name.startswith(k)), None)
     if latent is None and "deepseek" in name:
@@ -90,7 +90,7 @@ def graph_of(row: PublishedRow, batch: int, tensor: int, *, written_out: bool = 
         return _megatron(**common, d=d, heads=heads)
     if not gated and ffn == 4 * d and head_dim * heads == d and kv == heads:
         return _traced("gpt", **common, d=d, heads=heads, context=sizes["seq"])
-    # A llama with two matrices in place of three of the same size is what an ungated one costs.
+    # An ungated model costs as much as a llama with two matrices of that size in place of three.
     wide = ffn if gated else ffn * 2 // 3
     return _traced(
         "llama", **common, d=d, ff=wide, kv_heads=kv, group=heads // kv, head_dim=head_dim, theta=1e4

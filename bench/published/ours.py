@@ -36,7 +36,7 @@ from pase.stated.strategy import Strategy
 
 
 def ours(row: PublishedRow) -> dict[str, Any] | None:
-    """The row's configuration and ours; None where the row has no price."""
+    """Returns the row's configuration and ours; None if the row has no price."""
     run = price_row(row)
     if run.priced is None:
         return None
@@ -61,7 +61,7 @@ def ours(row: PublishedRow) -> dict[str, Any] | None:
 
 
 def _in_turn(rows: Iterable[PublishedRow]) -> list[PublishedRow]:
-    """Rows of every source in turn, so that a run that is cut short has some of each."""
+    """Returns the rows of all sources in turn, so that a run that is stopped early has some of each."""
     by: dict[str, list[PublishedRow]] = {}
     for r in rows:
         by.setdefault(r.source, []).append(r)
@@ -69,8 +69,8 @@ def _in_turn(rows: Iterable[PublishedRow]) -> list[PublishedRow]:
 
 
 def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """How much less ours takes where the published one fits, how often it is the published one, and what it changes
-    most often."""
+    """Returns how much less time ours takes if the published one fits, how often they are the same, and the most
+    frequent changes."""
     less = [1 - r["ours_s"] / r["published_s"] for r in rows.values() if r["published_fits"]]
     words = Counter(c for r in rows.values() for c in r["changes"])
     return {

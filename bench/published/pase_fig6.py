@@ -47,13 +47,13 @@ EXPERT = {"alexnet": "owt", "inception_v3": "owt", "transformer": "megatron"}
 
 
 def predicted(model: str, machine: str, devices: int) -> dict[str, float]:
-    """Seconds of a step by strategy."""
+    """Returns the seconds of a step by strategy."""
     m = zoo.get(SETTINGS[model])
     raw = trace(m.loss_fn, m.params, m.batch).graph
     real = SplitProblem.of(raw, devices, machine, "analytic", "momentum")
     paper = SplitProblem.of(raw, devices, machine, "paper", "momentum")
     out: dict[str, float] = {}
-    # PaSE's costs know no hierarchy: among equally good meshes, the one that suits the machine.
+    # PaSE's costs have no link levels: of equally good meshes, take the best one for the machine.
     over = paper.meshes(None, 3)
     found = [search_meshes(paper, [mesh]) for mesh in over]
     least = min(f.solution.cost for f in found)
@@ -67,7 +67,7 @@ def predicted(model: str, machine: str, devices: int) -> dict[str, float]:
     given = baselines(real.graph, devices, real.machine, real.model, only=wanted, tables_of=real.tables)
     for b in given:
         if not isinstance(b, Baseline) or "_sp" in b.name:
-            continue  # sequence parallelism came later
+            continue  # sequence parallelism was published later
         name = "data_parallel" if b.name == "data_parallel" else "expert"
         out[name] = min(out.get(name, float("inf")), b.cost)
     out["ours"] = search_meshes(real, real.meshes(None, 3)).solution.cost
@@ -80,7 +80,7 @@ def compared(machine: str, model: str, i: int) -> dict[str, Any]:
     speedup = {k: s["data_parallel"] / v for k, v in s.items()}
     measured = {k: v[i] for k, v in MEASURED[machine][model].items()} | {"data_parallel": 1.0}
     names = sorted(measured)
-    # Pairs that the figure tells apart by more than its reading error.
+    # Pairs that differ in the figure by more than the reading error.
     pairs = [(a, b) for a in names for b in names if measured[a] > measured[b] + 0.02]
     return {
         "machine": machine,

@@ -38,7 +38,7 @@ PROTOTYPE_S = {  # CPU seconds of the released prototype's search; None: not mea
     "transformer": (4.9, 20.5, 133.0, None, None),
 }
 
-# The last has each of the 12 layers apart, as PaSE; the one before shares a config among those of a loop.
+# The last one has each of the 12 layers separately, as PaSE; the one before shares a config in a loop.
 MODELS = (*PAPER_S, "transformer?scan=0")
 
 

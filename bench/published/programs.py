@@ -55,11 +55,11 @@ _DEEPSPEED: dict[str, Any] = {
     "whole_passes": 0.0,  # shards alone
     "bytes": replace(PROGRAMS["megatron_2021"].bytes, gradient=2),
 }
-"""DeepSpeed of 2021 fetches parameter by parameter (runtime/zero/partition_parameters.py, all_gather of each)."""
+"""DeepSpeed of 2021 gathers one parameter at a time (runtime/zero/partition_parameters.py, all_gather of each)."""
 _AUTOMODEL = Bytes(weight=2, gradient=2, state=4, used=2, summed=4)
 """NeMo Automodel's benchmarks (examples/llm_benchmark): from_config's torch_dtype "auto" is bfloat16
-(nemo_automodel/_transformers/auto_model.py), torch.optim.Adam keeps its moments so; sums in float32 (FSDP2's policy in
-components/distributed/config.py)."""
+(nemo_automodel/_transformers/auto_model.py), in which torch.optim.Adam also keeps its moments; sums are in float32
+(FSDP2's policy in components/distributed/config.py)."""
 _SCALING: dict[str, Any] = {
     # Aleph Alpha's own framework, public since 2024 (Aleph-Alpha/scaling@737f855, src/scaling/core and transformer).
     # bytes, sums_whole, whole_passes: optimizer/optimizer.py and allreduce.py all-reduce bfloat16 gradients in float32,
@@ -78,8 +78,8 @@ _SCALING: dict[str, Any] = {
     "around": AroundAttention(waits=1),
 }
 _DEEPSEEK: dict[str, Any] = {
-    # DeepSeek-V3 (arXiv 2412.19437): 3.2.1, DualPipe runs the exchange of tokens beside another micro-batch's compute;
-    # 3.3.3, Adam's moments in bfloat16; 3.2.3, norms, up-projections of attention and SwiGLU's product run again.
+    # DeepSeek-V3 (arXiv 2412.19437): 3.2.1, DualPipe overlaps the exchange of tokens with compute of a micro-batch;
+    # 3.3.3, Adam's moments in bfloat16; 3.2.3, norms, up-projections of attention and SwiGLU's product are recomputed.
     "exchange_overlaps": True,
     "bytes": replace(PROGRAMS["megatron"].bytes, state=8.0),
     "selective": all_but_products,
@@ -87,12 +87,13 @@ _DEEPSEEK: dict[str, Any] = {
 
 
 def is_old(row: PublishedRow) -> bool:
-    """Megatron of 2021 and 2022, and its contemporaries: unfused attention, no Transformer Engine kernels."""
+    """Returns whether the row ran Megatron of 2021 or 2022 or a similar framework: unfused attention, no kernels of
+    Transformer Engine."""
     return row.source in ("mlm", "alp") and "h100" not in (row.text("gpu") or "").lower()
 
 
 def program_of(row: PublishedRow) -> Program:
-    """The executor of the row's framework."""
+    """Returns the executor of the row's framework."""
     notes, kernel = row.notes, (row.text("attn_kernel") or "").lower()
     if is_old(row):
         return replace(
@@ -154,8 +155,9 @@ def program_of(row: PublishedRow) -> Program:
 
 
 def _repeated_heads(row: PublishedRow, program: Program) -> AroundAttention:
-    """torchtitan writes keys and values once for each query head before attention, and sums their gradients over the
-    group behind it (torchtitan/models/llama/model.py, repeat_kv). Compiled, the keys' rotation writes them so."""
+    """Returns the program with repeated keys and values: torchtitan writes them once for each query head before
+    attention, and sums their gradients over the group after it (torchtitan/models/llama/model.py, repeat_kv). If
+    compiled, the rotation of the keys writes them in this form."""
     heads = row.whole("heads") or 1
     group = heads // (row.whole("kv_heads") or heads)
     if group <= 1:
@@ -165,7 +167,8 @@ def _repeated_heads(row: PublishedRow, program: Program) -> AroundAttention:
 
 
 def _compiles_loss(row: PublishedRow) -> bool:
-    """torchtitan compiles its loss too, in the files of its benchmarks from June 2025 on (torchtitan/components/loss.py
-    then; its train.py of December 2024: "compiling loss function causes CUDA errors, turning off for now")."""
+    """Returns whether the row compiles its loss: torchtitan does, in the files of its benchmarks from June 2025 on
+    (torchtitan/components/loss.py then; its train.py of December 2024: "compiling loss function causes CUDA errors,
+    turning off for now")."""
     told = re.search(r"_(20\d{4})_", row.notes)
     return row.source == "ttn" and told is not None and int(told.group(1)) >= 202506

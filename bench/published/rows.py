@@ -18,7 +18,7 @@ _UNKNOWN = ("", "unknown", "-", "?", "n/a", "none told")
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRow:
-    """One run. Text as it stands; a column that is absent, blank or 'unknown' is None."""
+    """One published run, with its columns as text; a column that is absent, blank or 'unknown' is None."""
 
     id: str
     columns: Mapping[str, str]
@@ -45,7 +45,7 @@ class PublishedRow:
 
     @property
     def source(self) -> str:
-        """Its prefix: what is before the number of three digits ("ll3001" is "ll3")."""
+        """The prefix of the id before the number of three digits ("ll3001" has "ll3")."""
         found = re.match(r"(.+?)\d{3}$", self.id) or re.match(r"([A-Za-z_]+)", self.id)
         return found.group(1).lower() if found else self.id
 
@@ -55,13 +55,13 @@ class PublishedRow:
 
     @property
     def memory_bytes(self) -> float | None:
-        """What the run's notes print: "memory 82.4 GiB"."""
+        """The memory in the run's notes, such as "memory 82.4 GiB"."""
         found = re.search(r"memory ([\d.]+) gib", self.notes)
         return float(found.group(1)) * 2**30 if found else None
 
     @property
     def vocab(self) -> int | None:
-        """The column, or the notes' "a vocabulary near 128k"."""
+        """The column, or the value in the notes, such as "a vocabulary near 128k"."""
         near = re.search(r"vocabulary near (\d+)k", self.notes)
         return self.whole("vocab") or (int(near.group(1)) * 1000 if near else None)
 
@@ -71,7 +71,7 @@ class PublishedRow:
 
 
 def read(path: str | Path) -> list[PublishedRow]:
-    """The file's rows; PaseError where it is no such file."""
+    """Returns the file's rows. Raises PaseError if it is not such a file."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as f:
             reader = csv.DictReader(line for line in f if not line.startswith("#"))

@@ -63,7 +63,7 @@ class PricedRun:
 
     @property
     def rate_error(self) -> float | None:
-        """Of TFLOP/s, for a run that states these and no time."""
+        """The error of TFLOP/s, for a run that states these and no time."""
         counted = counted_flops(self.row) if self.step_s is None and self.priced is not None else None
         if counted is None or self.priced is None:
             return None
@@ -85,7 +85,7 @@ _NODE = 8
 
 
 def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
-    """(the row's strategy, its batch); Infeasible if its layout is not stated.
+    """Returns (the row's strategy, its batch). Raises Infeasible if the layout is not stated.
 
     Defaults for what is not stated: no recomputation unless the row's TFLOP/s count it, or, if that does not fit, the
     least recomputation that fits (``price_row``; the row did run). ZeRO is 1 under Megatron (its distributed optimizer)
@@ -154,10 +154,10 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
 
 
 def overlaps_tensor(row: PublishedRow, precision: Precision) -> bool:
-    """Do collectives of tensor parallelism overlap with the products that they feed?
+    """Returns whether collectives of tensor parallelism overlap with the products that they feed.
 
-    If the notes say so (torchtitan's async TP, Megatron-LM's README), and by recipe: Megatron-Bridge's for Llama 3
-    (scripts/performance/configs/llama: llama31_llm_pretrain.py has userbuffers for 405B, but not with NVFP4;
+    They do if the notes say so (torchtitan's async TP, Megatron-LM's README), and by recipe: Megatron-Bridge's for
+    Llama 3 (scripts/performance/configs/llama: llama31_llm_pretrain.py has userbuffers for 405B, but not with NVFP4;
     llama3_llm_finetune.py: tp_comm_overlap if TP is above 1; qwen3_llm_pretrain.py switches it off where Qwen3 has TP
     on H100), and NeMo's for GPT-3 175B (NeMo-Framework-Launcher, 175b_fp8_performance.yaml: ub_tp_comm_overlap; it is
     off in llama2_70b.yaml).
@@ -171,7 +171,7 @@ def overlaps_tensor(row: PublishedRow, precision: Precision) -> bool:
 
 
 def counts_recomputation(row: PublishedRow) -> bool:
-    """Do a Megatron row's TFLOP/s and step time multiply to four passes over its layers?
+    """Returns whether a Megatron row's TFLOP/s and step time multiply to four passes over its layers.
 
     Its counter at that time was 96·B·s·l·h²(1 + s/6h) + 6·B·s·h·V, with recomputation (Narayanan et al. 2021, 5.1).
     """
@@ -185,7 +185,7 @@ def counts_recomputation(row: PublishedRow) -> bool:
 
 
 def _with_recomputation(row: PublishedRow) -> float | None:
-    """FLOPs of a step by Megatron's counter of 2021; None where the row's shape is not a GPT's."""
+    """Returns the FLOPs of a step by Megatron's counter of 2021; None if the row's shape is not that of a GPT."""
     known = [row.number(k) for k in ("global_batch", "seq", "layers", "hidden", "vocab", "ffn")]
     batch, seq, layers, h, vocab, ffn = (x or 0.0 for x in known)
     if not all(known) or ffn != 4 * h:
@@ -195,10 +195,10 @@ def _with_recomputation(row: PublishedRow) -> float | None:
 
 
 def counted_flops(row: PublishedRow) -> float | None:
-    """FLOPs of a step as the row's TFLOP/s count them; None where their convention is not known.
+    """Returns the FLOPs of a step as the row's TFLOP/s count them; None if their convention is unknown.
 
-    Alpa's count recomputation (its notes say so); MaxText's are six a token and weight of the products, and attention
-    whole, not its causal half.
+    Alpa's count recomputation (its notes say so). MaxText's are six per token and weight of the products, plus the
+    whole attention, not its causal half.
     """
     if "counts recomputation" in row.notes:
         return _with_recomputation(row)
@@ -214,16 +214,16 @@ def counted_flops(row: PublishedRow) -> float | None:
 
 
 def _replicas(row: PublishedRow, ranks: int) -> int:
-    """Groups of an HSDP run: TPU slices if the notes name them ("4x v4-128"), else nodes of 8."""
+    """Returns the number of groups of an HSDP run: TPU slices if the notes name them ("4x v4-128"), else nodes of 8."""
     slices = re.search(r"(\d+)x v\d\w*-\d+", row.notes)
     groups = int(slices.group(1)) if slices else ranks // _NODE
     return groups if groups and ranks % groups == 0 else 1
 
 
 def _chunks(row: PublishedRow, stages: int) -> int:
-    """Chunks of layers per stage. Megatron overlaps sends between stages with compute only in its interleaved schedule:
-    a run that does so without stating a number has one block per chunk. torchtitan's schedule has two chunks
-    (torchtitan/parallelisms/pipelining_utils.py)."""
+    """Returns the number of chunks of layers per stage. Megatron overlaps sends between stages with compute only in its
+    interleaved schedule: a run that does so without stating a number has one block per chunk. torchtitan's schedule has
+    two chunks (torchtitan/parallelisms/pipelining_utils.py)."""
     told = row.whole("vp")
     if told is None and row.source == "ttn" and stages > 1 and "interleaved" in row.notes:
         return 2
@@ -233,7 +233,7 @@ def _chunks(row: PublishedRow, stages: int) -> int:
 
 
 def price_row(row: PublishedRow) -> PricedRun:
-    """A row's price. Problems are reported in the result, never raised: rows are external input."""
+    """Returns a row's price. Problems are reported in the result, never raised: rows are external input."""
     try:
         program = program_of(row)
         s, batch = configured(row, program)
@@ -241,7 +241,9 @@ def price_row(row: PublishedRow) -> PricedRun:
         tries = [s]
         if row.text("micro_batch") is None and s.pipeline == 1:  # not stated: the largest that fits
             tries = [replace(s, micro=k) for k in range(s.micro or 1, 0, -1) if (s.micro or 1) % k == 0]
-        if row.text("act_ckpt") is None:  # not stated: the least that fits, since it ran
+        if (
+            row.text("act_ckpt") is None
+        ):  # not stated: the least recomputation that fits, because the run did fit
             least = get_args(Remat).index(s.remat or "none")
             tries = [replace(t, remat=how) for how in get_args(Remat)[least:] for t in tries]
         for t in tries:
@@ -257,7 +259,7 @@ def price_row(row: PublishedRow) -> PricedRun:
 
 
 def summary(answers: list[PricedRun]) -> dict[str, Any]:
-    """Median absolute error and Kendall's tau over rows with both a time and a price; None if there are none."""
+    """Returns the median absolute error and Kendall's tau over rows with both a time and a price; None without any."""
     from scipy.stats import kendalltau
 
     known = [a for a in answers if a.error is not None]
@@ -280,7 +282,7 @@ def _groups(answers: list[PricedRun]) -> Iterator[tuple[str, list[PricedRun]]]:
 
 
 def main() -> None:
-    """Writes a row for each run of the file, predicted beside measured, as text or JSON; -o: what they add up to."""
+    """Prints a row for each run of the file, predicted and measured, as text or JSON; with -o, writes their summary."""
     args = parser(
         __doc__,
         "",
@@ -324,7 +326,7 @@ def main() -> None:
 
 
 def digest(answers: list[PricedRun]) -> dict[str, Any]:
-    """Errors and order by kind of run, and the runs that are said not to fit: what may be stored without the file."""
+    """Returns errors and order by kind of run, and the runs that do not fit by the price, without the rows."""
     groups = {name: summary(group) for name, group in _groups(answers)}
     priced = [(a.row, a.priced) for a in answers if a.priced is not None]
     memory = [abs(p.memory.total / row.memory_bytes - 1) for row, p in priced if row.memory_bytes]
@@ -340,7 +342,7 @@ def digest(answers: list[PricedRun]) -> dict[str, Any]:
 
 
 def _by_rate(answers: list[PricedRun]) -> dict[str, dict[str, float]]:
-    """Errors of predicted TFLOP/s by kind of device, of the runs that state these and no time."""
+    """Returns the errors of predicted TFLOP/s by kind of device, for runs that state these and no time."""
     found: dict[str, list[float]] = {}
     for a in answers:
         if a.rate_error is not None:

@@ -67,13 +67,13 @@ class MeasuredRow:
 
 
 def rows(folder: Path = DATA) -> list[MeasuredRow]:
-    """All measured rows of the single node, pipelines included."""
+    """Returns all measured rows of the single node, including pipelines."""
     with open(folder / "ground_truth_single.csv") as f:
         return _rows([r for r in csv.reader(f) if not r[0].startswith("#")])
 
 
 def rows_of_many_nodes(path: Path) -> list[MeasuredRow]:
-    """Rows of the other table without a pipeline and with tensor parallelism within a node."""
+    """Returns the rows of the other table without a pipeline and with tensor parallelism within a node."""
     with open(path, encoding="utf-8-sig") as f:
         found = _rows([r[1:] for r in csv.reader(f) if r and not r[0].startswith("Param")])
     return [r for r in found if r.pipeline == 1 and r.tensor <= 8]
@@ -88,7 +88,7 @@ def _rows(found: list[list[str]]) -> list[MeasuredRow]:
 
 
 def with_measured_all_reduce(base: Machine, gpu: str, folder: Path = DATA) -> Machine:
-    """The machine with vTrain's NCCL tables: sizes of powers of two, in-place times, weakly increasing."""
+    """Returns the machine with vTrain's NCCL tables: sizes of powers of two, in-place times, made monotonic."""
     curves = []
     for ways in (2, 4, 6, 8):
         with open(folder / f"{gpu}_AR_GPU{ways}_1M_1024M_LUT.csv") as f:
@@ -102,7 +102,7 @@ def with_measured_all_reduce(base: Machine, gpu: str, folder: Path = DATA) -> Ma
 
 @cache
 def graph_of(batch: int, seq: int, layers: int, d: int, heads: int, vocab: int, **how: Any) -> Graph:
-    """Simplified graph of a Megatron GPT for a batch over all data-parallel devices."""
+    """Returns the simplified graph of a Megatron GPT for a batch over all data-parallel devices."""
     loss_fn, params, data = gpt(batch=batch, seq=seq, layers=layers, d=d, heads=heads, vocab=vocab, **how)
     return named(simplify(trace(loss_fn, params, data).graph))
 
@@ -110,7 +110,7 @@ def graph_of(batch: int, seq: int, layers: int, d: int, heads: int, vocab: int, 
 def strategy(
     graph: Graph, data: int, tensor: int, m: Machine, model: CostModel, *, by_sequence: bool = False
 ) -> Baseline:
-    """Megatron's own strategy at these degrees."""
+    """Returns Megatron's own strategy at these degrees."""
     kind = "megatron_sp" if by_sequence else "megatron"
     name = f"{kind}_{data}x{tensor}" if tensor > 1 else "data_parallel"
     if data * tensor == 1:
@@ -125,7 +125,7 @@ def strategy(
 def predict(
     row: MeasuredRow, m: Machine, model: CostModel, executor: Executor = EAGER, recompute: str = "none"
 ) -> StepTime:
-    """The row's step, without a pipeline."""
+    """Predicts the row's step without a pipeline."""
     assert row.pipeline == 1
     vocab = padded_vocabulary(50257, row.tensor)
     graph = graph_of(
@@ -144,9 +144,9 @@ def predict(
 
 
 def predict_pipelined(row: MeasuredRow, model: CostModel) -> Priced:
-    """The row's step with stages, 1F1B, by the same executor and optimizer as without; one transfer at a time."""
+    """Predicts the row's step with stages (1F1B), by the same executor and optimizer; one transfer at a time."""
     at_once = row.micro_batch * row.data
-    samples = max(at_once, 2)  # a batch of one is no dim
+    samples = max(at_once, 2)  # a batch of one has no dim
     vocab = padded_vocabulary(50257, row.tensor)
     graph = graph_of(samples, row.seq, row.layers, row.d, row.heads, vocab, recompute="none")
     s = Strategy(
@@ -162,10 +162,10 @@ def predict_pipelined(row: MeasuredRow, model: CostModel) -> Priced:
 
 
 def accuracy(measured: Sequence[float], predicted: Sequence[float]) -> dict[str, Any]:
-    """Errors of predictions (mean, median, and after removing one common factor), and Kendall's tau."""
+    """Returns errors of predictions (mean, median, and after removing one common factor), and Kendall's tau."""
     m, p = np.array(measured), np.array(predicted)
     error = p / m - 1
-    # The error left after one factor for all rows is removed: how far the order and the proportions are right.
+    # The error after one common factor is removed measures the order and the proportions.
     shape = p / m / np.median(p / m) - 1
     return {
         "rows": len(m),
@@ -178,7 +178,7 @@ def accuracy(measured: Sequence[float], predicted: Sequence[float]) -> dict[str,
 
 
 def summary(found: list[tuple[MeasuredRow, StepTime]]) -> dict[str, Any]:
-    """``accuracy``, and the share of rows that are host-bound."""
+    """Returns ``accuracy``, and the share of rows that are host-bound."""
     measured, predicted = [r.measured_s for r, _ in found], [t.total_s for _, t in found]
     error = np.array(predicted) / np.array(measured) - 1
     host = np.array([t.host_bound for _, t in found])
@@ -191,7 +191,7 @@ def summary(found: list[tuple[MeasuredRow, StepTime]]) -> dict[str, Any]:
 
 
 def by(found: list[tuple[MeasuredRow, StepTime]], *fields: str) -> dict[str, Any]:
-    """Summaries of the rows that agree in these fields."""
+    """Returns summaries of the rows that agree in these fields."""
     keys = sorted({tuple(getattr(r, f) for f in fields) for r, _ in found})
     return {
         ",".join(f"{f}={v}" for f, v in zip(fields, key, strict=True)): summary(
@@ -203,24 +203,24 @@ def by(found: list[tuple[MeasuredRow, StepTime]], *fields: str) -> dict[str, Any
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """The components that measured rows of one width and tensor parallelism without stages add up from, as far as the
+    """The components whose sums are the measured rows of one width and tensor parallelism without stages, as far as the
     rows determine them."""
 
     layer_s: dict[int, float]
-    """Micro-batch → a layer, of one micro-batch."""
+    """Micro-batch → seconds of a layer for one micro-batch."""
     rest_s: dict[int, float]
-    """Micro-batch → all else of one micro-batch."""
+    """Micro-batch → all other seconds of one micro-batch."""
     once_s: dict[tuple[int, int], float]
-    """(layers, data parallelism) → what a step does once."""
+    """(layers, data parallelism) → seconds of what a step does once."""
     deviation: float
-    """The largest of a row from its sum, relative."""
+    """The largest relative difference of a row from its sum."""
     rows_left_over: int
-    """Rows that could contradict."""
+    """The number of rows that could contradict the profile."""
 
 
 def profile(mine: list[MeasuredRow]) -> StepProfile:
-    """Two unknowns for each micro-batch (a layer, and all else), and for each number of layers and data parallelism one
-    for what a step does once."""
+    """Fits a profile, with two unknowns for each micro-batch (a layer, and everything else), and one for each number of
+    layers and data parallelism (what a step does once)."""
     micro = sorted({r.micro_batch for r in mine})
     once = sorted({(r.layers, r.data) for r in mine})
     a = np.zeros((len(mine), 2 * len(micro) + len(once)))
@@ -246,8 +246,8 @@ def profile(mine: list[MeasuredRow]) -> StepProfile:
 
 
 def composed(found: list[MeasuredRow]) -> dict[str, Any]:
-    """Are the rows sums of a few profiles, one for each width, tensor parallelism and micro-batch? How many rows are
-    left over to contradict that, and by how much the worst does."""
+    """Returns how well the rows are sums of a few profiles, one for each width, tensor parallelism and micro-batch: the
+    number of rows that could contradict that, and the largest difference."""
     keys = sorted({(r.d, r.tensor, r.micro_batch) for r in found})
     made = [profile([r for r in found if (r.d, r.tensor, r.micro_batch) == k]) for k in keys]
     return {
@@ -259,7 +259,7 @@ def composed(found: list[MeasuredRow]) -> dict[str, Any]:
 
 
 def from_profile(row: MeasuredRow, p: StepProfile, model: CostModel) -> float | None:
-    """Seconds of a row with stages, composed from the components of measured rows without stages.
+    """Returns the seconds of a row with stages, composed from the components of measured rows without stages.
 
     Stages are equal. Everything else in a micro-batch (nearly all of it logits and loss) belongs to the last stage. A
     third of a layer is forward. The once-per-step work is that for a stage's layers. None if the rows do not determine
@@ -280,8 +280,9 @@ def from_profile(row: MeasuredRow, p: StepProfile, model: CostModel) -> float | 
 
 
 def from_other_degrees(found: list[tuple[MeasuredRow, StepTime]]) -> dict[str, Any]:
-    """Rows predicted from rows of the same model and micro-batch at another degree: their measured time multiplied by
-    the ratio of the two predictions. A what-if of a traced run scales by the same prices if no kernel was measured."""
+    """Returns the accuracy of rows predicted from rows of the same model and micro-batch at another degree: their
+    measured time multiplied by the ratio of the two predictions. A what-if of a traced run scales by the same prices if
+    no kernel was measured."""
     pairs: dict[str, list[tuple[float, float]]] = {"tensor": [], "data": []}
     for r, t in found:
         for o, u in found:
@@ -301,7 +302,7 @@ def from_other_degrees(found: list[tuple[MeasuredRow, StepTime]]) -> dict[str, A
 
 
 def pipelined(found: list[MeasuredRow], predicted: list[float]) -> dict[str, Any]:
-    """``accuracy`` of rows with stages: all, and by stages and tensor parallelism."""
+    """Returns the ``accuracy`` of rows with stages: all, and by stages and tensor parallelism."""
     groups: dict[str, list[int]] = {"all": list(range(len(found)))}
     for i, r in enumerate(found):
         groups.setdefault(f"pipeline={r.pipeline},tensor={r.tensor}", []).append(i)
@@ -315,7 +316,7 @@ def pipelined(found: list[MeasuredRow], predicted: list[float]) -> dict[str, Any
 def staged_rows(
     staged: list[MeasuredRow], plain: list[MeasuredRow], model: CostModel
 ) -> dict[str, list[tuple[MeasuredRow, float]]]:
-    """Rows with stages and their predicted times: by the cost model, and from the measured rows without stages."""
+    """Returns rows with stages and their predicted times: by the cost model, and from measured rows without stages."""
     keys = {(r.d, r.tensor) for r in plain}
     known = {k: profile([r for r in plain if (r.d, r.tensor) == k]) for k in keys}
     measured = []
@@ -329,7 +330,7 @@ def staged_rows(
 
 
 def main() -> None:
-    """Writes bench/results/vtrain.json: predicted beside measured steps, by measured and computed collectives."""
+    """Writes bench/results/vtrain.json: predicted and measured steps, by measured and computed collectives."""
     args = parser(
         __doc__,
         "vtrain",

@@ -25,7 +25,7 @@ from pase.stated.strategy import Strategy, parse
 
 LAYERS, WIDTH, VOCABULARY, SEQUENCE, BATCH = 96, 12288, 51200, 2048, 1536
 MEASURED = ((384, 4, 144.0, 153.0), (768, 2, 88.0, 149.0), (1536, 1, 44.0, 141.0))
-"""GPUs, ZeRO-3's micro-batch, TFLOP/s of a GPU under ZeRO-3 and under PTD-P."""
+"""GPUs, ZeRO-3's micro-batch, TFLOP/s per GPU with ZeRO-3 and with PTD-P."""
 
 MEGATRON = PROGRAMS["megatron_2021"]
 _NARROW_S, _COPY_S = 2.8e-6, 3.8e-6
@@ -37,27 +37,28 @@ DEEPSPEED = replace(
     stays=1e5,
     stays_within=1e9,
 )
-"""DeepSpeed of spring 2021 gathers each parameter by itself, and waits for the device before each gather, so that none
-runs beside compute (runtime/zero/partition_parameters.py; DeepSpeed#1069 and #1188, June 2021). What was gathered is
+"""DeepSpeed of spring 2021 gathers one parameter at a time, and waits for the device before each gather, so that none
+overlaps with compute (runtime/zero/partition_parameters.py; DeepSpeed#1069 and #1188, June 2021). The result is
 copied twice: by torch.distributed.all_gather into its list, and from there into the parameter (#1188, point 3).
 
-host_for_rank_s: each gather and scatter takes a list with a part for each rank. DeepSpeed makes it in a loop of Python
-(_allgather_param, _reduce_scatter_gradient: a Tensor.narrow and get_rank a turn), after it has waited for the device,
-and PyTorch copies each part by a kernel of its own (ProcessGroupNCCL.cpp, allgather and reduce_scatter of lists).
-_NARROW_S: such a turn as measured on a host without GPU (PyTorch 2.13, median of 60 lists of 384). _COPY_S: a kernel
+host_for_rank_s: each gather and scatter takes a list with a part for each rank. DeepSpeed makes it in a Python loop
+(_allgather_param, _reduce_scatter_gradient: a Tensor.narrow and get_rank per iteration) after waiting for the device,
+and PyTorch copies each part by its own kernel (ProcessGroupNCCL.cpp, allgather and reduce_scatter of lists). _NARROW_S:
+such an iteration as measured on a host without GPU (PyTorch 2.13, median of 60 lists of 384). _COPY_S: a kernel
 launched after another, NVIDIA's "Getting Started with CUDA Graphs" (quoted from memory). stays, stays_within:
 stage3_param_persistence_threshold and stage3_max_reuse_distance (runtime/zero/constants.py; stage3.py,
-get_reuse_distance_in_numel)."""
+get_reuse_distance_in_numel).
+"""
 
 
 def flops() -> float:
-    """Of a step (the paper's equation 3)."""
+    """Returns the FLOPs of a step (the paper's equation 3)."""
     of_layers = 96 * BATCH * SEQUENCE * LAYERS * WIDTH**2
     return of_layers * (1 + SEQUENCE / (6 * WIDTH) + VOCABULARY / (16 * LAYERS * WIDTH))
 
 
 def priced(s: Strategy, program: Program) -> Priced:
-    """The step of a strategy on A100 by a program."""
+    """Returns the price of a strategy's step on A100 by a program."""
     at_once = (s.micro or 1) * s.ranks
     graph = graph_of(at_once, SEQUENCE, LAYERS, WIDTH, 96, VOCABULARY, recompute="none")
     return price_strategy(graph, s, program, costmodels.get("analytic", load("a100x8")), BATCH)

@@ -143,7 +143,7 @@ def measured(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 BENCH = Benchmark(
     "search_iopddl",
-    BEST_KNOWN,
+    list(BEST_KNOWN),
     measured,
     named="{instance}",
     head=settings,

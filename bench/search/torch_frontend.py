@@ -26,7 +26,7 @@ ROWS = {"one mesh": ("8x8", False), "all meshes": (None, False), "decomposed, on
 """The given mesh of each row, and whether the whole graph is decomposed."""
 
 
-def measured(row: str) -> dict[str, object]:
+def measured(shape: str | None, decomposed: bool) -> dict[str, object]:
     """Returns a row: the CPU seconds of each part."""
     from pase import machine
     from pase.compiler.meshes.search import search_meshes
@@ -34,7 +34,6 @@ def measured(row: str) -> dict[str, object]:
     from pase.frontends import registry
     from pase.frontends.torch.export import module as torch_export
 
-    shape, decomposed = ROWS[row]
     laps = [time.process_time()]
     with patch.object(
         torch_export, "is_functional", (lambda *_: False) if decomposed else torch_export.is_functional
@@ -48,7 +47,6 @@ def measured(row: str) -> dict[str, object]:
     laps.append(time.process_time())
     trace_s, simplify_s, search_s = (round(b - a, 2) for a, b in itertools.pairwise(laps))
     return {
-        "row": row,
         "meshes": len(over),
         "mesh": list(found.mesh.sizes),
         "nodes": len(problem.graph.nodes),
