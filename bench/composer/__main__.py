@@ -29,11 +29,11 @@ from bench.runner import BEGAN, RESULTS, numbers, option, parser, save
 
 SEEDS = {"jax": 5000, "torch": 2000}
 ROW = ("program", "patterns", "commit", "ends", "cpu_s")
-"""What the result file holds of each program, in this order."""
+"""The values of each program in the result file, in this order."""
 
 
 def drawn(server: Server, seeds: list[int]) -> dict[int, Spec]:
-    """The programs of these seeds."""
+    """Returns the programs of these seeds."""
     from importlib import import_module
 
     module = import_module(MODULES[server.framework])
@@ -41,7 +41,7 @@ def drawn(server: Server, seeds: list[int]) -> dict[int, Spec]:
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line says."""
+    """Returns the options of the command line."""
     return parser(
         __doc__,
         "",
@@ -57,7 +57,7 @@ def arguments() -> argparse.Namespace:
 
 
 def look(server: Server, spec: Spec, smallest: bool) -> None:
-    """Print one program and how it ends, or the smallest that ends so."""
+    """Prints a program and how it ends, or the smallest program that ends in the same way."""
     from importlib import import_module
 
     (row,) = rows(server, [spec])
@@ -70,7 +70,7 @@ def look(server: Server, spec: Spec, smallest: bool) -> None:
 
 
 def run(server: Server, seeds: list[int], found: dict[str, Any], file: Path) -> None:
-    """Run them, and write the file now and then."""
+    """Runs the programs of these seeds, and writes the file every 25 programs."""
     programs = {s: parse(found[str(s)]["program"]) for s in seeds if str(s) in found}
     programs = programs | drawn(server, [s for s in seeds if s not in programs])
     for done, (seed, row) in enumerate(zip(programs, rows(server, programs.values()), strict=True), 1):
@@ -84,7 +84,7 @@ def run(server: Server, seeds: list[int], found: dict[str, Any], file: Path) -> 
 
 
 def write(found: Mapping[str, Any], file: Path) -> None:
-    """All rows, and what they come to. Of rows that agree the file holds the program alone."""
+    """Writes all rows with their counts. For rows that agree, the file only has the values of ``ROW``."""
     order = {k: found[k] for k in sorted(found, key=int)}
     kept = {k: [row.get(name) for name in ROW] for k, row in order.items()}
     commits: dict[str, int] = {}
@@ -94,7 +94,7 @@ def write(found: Mapping[str, Any], file: Path) -> None:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The rows of a result file, by seed."""
+    """Returns the rows of a result file, by seed."""
     if not file.exists():
         return {}
     held = json.loads(file.read_text())["programs"]

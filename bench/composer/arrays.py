@@ -15,7 +15,7 @@ from bench.composer.values import TOKENS
 
 @layer(whole=True)
 def typed_keys(m: Maker) -> Apply:
-    """A typed random key in the batch: split, folded in, in a scan; categorical, truncated, permuted, uniform."""
+    """A typed random key in the batch: split, folded in, used in a scan; categorical, truncated, permuted, uniform."""
     _b, s, d = m.shape
     key = m.input("typed", jax.random.key(int(m.values.integers(1 << 30))))  # type: ignore[arg-type]
     w, kind = m.weight(d, d), m.choose("split", "fold", "scan", "categorical", "permuted", "uniform")
@@ -49,7 +49,7 @@ def typed_keys(m: Maker) -> Apply:
 
 @layer(2)
 def indexed_writes(m: Maker) -> Apply:
-    """Scatters that multiply, take the least, drop what is outside; strided writes; counts; rolls by a number."""
+    """Scatters that multiply, take the minimum, or drop indices out of range; strided writes; counts; rolls."""
     b, s, d = m.shape
     at = m.input("at", m.values.integers(0, s + 2, (b, s)).astype(np.int32))
     by = m.input("by", np.asarray(m.values.integers(1, s), np.int32))
@@ -86,7 +86,7 @@ def indexed_writes(m: Maker) -> Apply:
 
 @layer(2)
 def dispatched_experts(m: Maker) -> Apply:
-    """Tokens to experts with a capacity: by sums over the past, by sorting, by a ragged product."""
+    """Experts with a capacity: tokens are dispatched by cumulative sums, by sorting, or by a ragged product."""
     b, s, d = m.shape
     n, kind = m.choose(2, 4), m.choose("capacity", "sorted", "ragged")
     router, up = m.weight(d, n), m.weight(n, d, d)
@@ -98,7 +98,7 @@ def dispatched_experts(m: Maker) -> Apply:
         best = jnp.argmax(chances, -1)
         gate = jnp.max(chances, -1)
         if kind == "capacity":
-            # A place in each example's queue of its expert; those behind the capacity are dropped.
+            # The position in the expert's queue of each example; tokens beyond the capacity are dropped.
             chosen = jax.nn.one_hot(best, n, dtype=x.dtype)
             place = jnp.cumsum(chosen, 1) * chosen - 1
             there = jax.nn.one_hot(place.astype(jnp.int32), 2, dtype=x.dtype) * chosen[..., None]
@@ -127,7 +127,7 @@ def dispatched_experts(m: Maker) -> Apply:
 
 @layer()
 def convolutions(m: Maker) -> Apply:
-    """Transposed, dilated, over patches, pooled by mean or least; in two dims, depthwise."""
+    """Convolutions: transposed, dilated, over patches, pooled by mean or minimum; in two dims, depthwise."""
     _b, s, d = m.shape
     kind = m.choose("transposed", "dilated", "patches", "mean", "least", "depthwise", "correlate")
     w, v = m.weight(3, d, d), m.weight(d, d)
@@ -196,7 +196,7 @@ def complex_products(m: Maker) -> Apply:
 
 @layer(2)
 def reductions(m: Maker) -> Apply:
-    """Products, deviations, norms of other orders, quantiles, reversed cumulative sums, monoids that users write."""
+    """Reductions: products, deviations, norms of other orders, quantiles, reversed cumulative sums, custom monoids."""
     _b, s, d = m.shape
     kind = m.choose(
         "prod", "std", "norms", "quantile", "reverse", "monoid", "associative", "nan", "any", "logsum"
@@ -274,7 +274,7 @@ def contractions(m: Maker) -> Apply:
 
 @layer()
 def integers_and_bits(m: Maker) -> Apply:
-    """Quantised weights of eight bits with a learned scale; bits packed in integers; hashed features."""
+    """Weights quantized to eight bits with a learned scale; bits packed in integers; hashed features."""
     b, s, d = m.shape
     kind = m.choose("int8", "bits", "hashed", "bitcast")
     codes = m.leaf(m.values.integers(-7, 8, (d, d)).astype(np.int8))
@@ -298,7 +298,7 @@ def integers_and_bits(m: Maker) -> Apply:
 
 @layer()
 def chunks(m: Maker) -> Apply:
-    """The sequence in chunks with halos: padded, gathered by a sliding window, joined again."""
+    """The sequence in chunks with halos: padded, gathered by a sliding window, concatenated again."""
     _b, s, d = m.shape
     size = m.choose(*divisors(s))
     w, kind = m.weight(d, d), m.choose("window", "halo", "tiles")

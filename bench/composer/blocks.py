@@ -31,7 +31,7 @@ def mlp(m: Maker) -> Apply:
 
 @layer(2)
 def glu(m: Maker) -> Apply:
-    """A gate: one product for both halves, or one each."""
+    """A gated linear unit: one product for both halves, or one for each."""
     d = m.shape[2]
     act, joint = m.choose(jax.nn.sigmoid, jax.nn.silu, jax.nn.gelu), m.chance(0.5)
     down = m.weight(2 * d, d)
@@ -70,7 +70,7 @@ def norm(m: Maker) -> Apply:
 
 @layer(whole=True)
 def batch_norm(m: Maker) -> Apply:
-    """By the batch's statistics; running ones are among the parameters and not trained, their next values metrics."""
+    """Batch norm. The running statistics are parameters that are not trained; their next values are metrics."""
     d = m.shape[2]
     gain, bias, mean, var = m.vector(d, 1), m.vector(d), m.param(d), m.leaf(np.ones(d))
     part = m.choose(0.0, 0.5)
@@ -86,7 +86,7 @@ def batch_norm(m: Maker) -> Apply:
 
 
 def rotated(x: Any, base: float = 100.0) -> Any:
-    """Rotary embedding of x [batch, sequence, heads, width]."""
+    """Returns the rotary embedding of x [batch, sequence, heads, width]."""
     half = x.shape[-1] // 2
     angle = jnp.arange(x.shape[1])[:, None] * base ** (-jnp.arange(half) / half)
     sin, cos = jnp.sin(angle)[:, None], jnp.cos(angle)[:, None]
@@ -96,7 +96,7 @@ def rotated(x: Any, base: float = 100.0) -> Any:
 
 @layer(3)
 def attention(m: Maker) -> Apply:
-    """Heads, grouped or not; causal, in a window, biased by distance, capped; rotary, normed queries and keys."""
+    """Attention with heads, grouped or not; causal, windowed, biased by distance, capped; rotary, with QK norm."""
     _b, s, d = m.shape
     heads = m.choose(*(h for h in (1, 2, 4) if d % h == 0))
     groups = m.choose(*(g for g in (1, 2, 4) if heads % g == 0))
@@ -154,7 +154,7 @@ def library_attention(m: Maker) -> Apply:
 
 @layer()
 def linear_attention(m: Maker) -> Apply:
-    """By a feature map, with sums over the past or over all."""
+    """Linear attention by a feature map, with sums over the past or over all tokens."""
     _b, s, d = m.shape
     q, k, v, causal = m.weight(d, d), m.weight(d, d), m.weight(d, d), m.chance(0.5)
 
@@ -176,7 +176,7 @@ def linear_attention(m: Maker) -> Apply:
 
 @layer()
 def latents(m: Maker) -> Apply:
-    """Perceiver: learned queries read the sequence, which then reads them."""
+    """Perceiver: learned latents attend to the sequence, which then attends to them."""
     _b, _s, d = m.shape
     n = m.choose(2, 3, 4)
     queries, k, v, back = m.param(n, d), m.weight(d, d), m.weight(d, d), m.weight(d, d)
@@ -208,7 +208,7 @@ def windows(m: Maker) -> Apply:
 
 @layer()
 def convolution(m: Maker) -> Apply:
-    """Over the sequence: grouped, depthwise, dilated, causal."""
+    """A convolution over the sequence: grouped, depthwise, dilated, or causal."""
     _b, _s, d = m.shape
     groups, window, causal = m.choose(1, 2, d), m.choose(1, 2, 3), m.chance(0.5)
     w, bias = m.weight(window, d // groups, d), m.vector(d)
@@ -226,7 +226,7 @@ def convolution(m: Maker) -> Apply:
 
 @layer()
 def image(m: Maker) -> Apply:
-    """The width as a small image with channels: a convolution, a pool, and back."""
+    """The width as a small image with channels: a convolution, a pooling, and back."""
     _b, s, d = m.shape
     c = d // 4
     w, back = m.weight(3, 3, c, 2 * c), m.weight(2 * c, d)
@@ -246,7 +246,7 @@ def image(m: Maker) -> Apply:
 
 @layer()
 def experts(m: Maker) -> Apply:
-    """The best of a few experts, chosen by top-k and mixed by one-hot or by gathering, with a balancing loss."""
+    """A mixture of experts, chosen by top-k and combined by one-hot or by gathering, with a balancing loss."""
     _b, _s, d = m.shape
     n, best, gathering = m.choose(2, 4), m.choose(1, 2), m.chance(0.4)
     router, up, down = m.weight(d, n), m.weight(n, d, d), m.weight(n, d, d)
@@ -268,7 +268,7 @@ def experts(m: Maker) -> Apply:
 
 @layer()
 def ensemble(m: Maker) -> Apply:
-    """vmap over members' parameters; the mean of what they say."""
+    """vmap over the parameters of members, whose outputs are averaged."""
     _b, _s, d = m.shape
     w, bias = m.weight(3, d, d, scale=d**-0.5), m.weight(3, d)
 
@@ -280,7 +280,7 @@ def ensemble(m: Maker) -> Apply:
 
 @layer()
 def by_example(m: Maker) -> Apply:
-    """vmap over the batch of a function of one example, which is itself mapped over its tokens."""
+    """vmap over the batch of a function of one example, which is itself a vmap over tokens."""
     d = m.shape[2]
     w, g = m.weight(d, d), m.vector(d)
 
@@ -317,7 +317,7 @@ def frequencies(m: Maker) -> Apply:
 
 @layer()
 def rotation(m: Maker) -> Apply:
-    """Pairs of numbers as complex ones, turned by learned angles."""
+    """Pairs of numbers as complex numbers, rotated by learned angles."""
     _b, _s, d = m.shape
     angle, size = m.vector(d // 2), m.vector(d // 2)
 
@@ -334,7 +334,7 @@ def rotation(m: Maker) -> Apply:
 
 @layer()
 def tied(m: Maker) -> Apply:
-    """The same weight twice, once transposed; it may be another part's too."""
+    """The same weight twice, once transposed; another part may use it as well."""
     d = m.shape[2]
     name, act = m.common("tied", d, d, scale=d**-0.5), m.choose(*ACTIVATIONS)
     return lambda p, x, env: x + act(x @ env.shared[name]) @ env.shared[name].T
@@ -342,7 +342,7 @@ def tied(m: Maker) -> Apply:
 
 @layer()
 def condition(m: Maker) -> Apply:
-    """FiLM: a leaf of the batch says how channels are scaled and moved; or squeeze and excitation."""
+    """FiLM, where a leaf of the batch scales and shifts channels; or squeeze and excitation."""
     b, _s, d = m.shape
     excited = m.chance(0.5)
     given = "" if excited else m.input("condition", m.normal(b, 4))

@@ -16,7 +16,7 @@ from bench.composer.maker import Apply, Env, Maker, layer
 
 @layer(2)
 def jitted_helpers(m: Maker) -> Apply:
-    """jax.jit within jax.jit: called twice, with static arguments, inlined, one that closes over a traced weight."""
+    """jax.jit inside jax.jit: called twice, with static arguments, inlined, or with a closure over a traced weight."""
     d = m.shape[2]
     w, v, gain = m.weight(d, d), m.weight(d, d), m.vector(d, 1)
     inline, named = m.chance(0.5), m.chance(0.5)
@@ -45,7 +45,7 @@ def jitted_helpers(m: Maker) -> Apply:
 
 @layer()
 def literals(m: Maker) -> Apply:
-    """Booleans, numbers and arrays of the program itself, several results of one equation, one of them constant."""
+    """Literal booleans, numbers and arrays; several results of one equation, of which one is constant."""
     _b, s, d = m.shape
     w, kind = m.weight(d, d), m.choose("full", "bool", "placed", "where", "iota", "large")
 
@@ -84,7 +84,7 @@ _affine.defvjp(lambda tree, x: (_affine(tree, x), (tree, x)), _affine_back)
 
 @layer(2)
 def derivative_rules(m: Maker) -> Apply:
-    """custom_vjp with arguments that are not differentiated, integers, trees, closures; within scan, vmap, remat."""
+    """custom_vjp with nondifferentiable arguments, integers, trees and closures; inside scan, vmap and remat."""
     _b, s, d = m.shape
     w, bias, kind = (
         m.weight(d, d),
@@ -142,7 +142,7 @@ def derivative_rules(m: Maker) -> Apply:
 
 @layer()
 def solvers(m: Maker) -> Apply:
-    """Conjugate gradients, a linear solve and a root with derivatives of their own, over each example."""
+    """Conjugate gradients, a linear solve and a root with custom derivatives, for each example."""
     d = m.shape[2]
     w, kind = m.weight(d, 4), m.choose("cg", "solve", "root", "triangular", "cholesky")
 
@@ -206,7 +206,8 @@ def decompositions(m: Maker) -> Apply:
 
 @layer(2)
 def scans_of_many_forms(m: Maker) -> Apply:
-    """Without inputs, unrolled, with a counter and a key in the carry, with a branch, a written buffer, a stop."""
+    """Scans without inputs, unrolled, with a counter and a key in the carry, with a branch, a written buffer, or a stop
+    condition."""
     _b, s, d = m.shape
     kind = m.choose("length", "unrolled", "counter", "branch", "buffer", "stacked", "reverse", "tied")
     w, u = m.weight(d, d), m.weight(d, d)
@@ -259,7 +260,7 @@ def scans_of_many_forms(m: Maker) -> Apply:
 
             h, said = lax.scan(back, jnp.zeros_like(x[:, 0]), turns, reverse=True)
             return jnp.swapaxes(said[0] + said[1], 0, 1) + h[:, None]
-        # A weight that is read in the loop, before it and behind it.
+        # A weight that is read before, inside and after the loop.
         h = x @ w(p)
         h = lax.scan(lambda h, _: (jnp.tanh(h @ w(p) + x @ u(p)), None), h, None, length=2)[0]
         return h @ w(p).T
@@ -269,7 +270,7 @@ def scans_of_many_forms(m: Maker) -> Apply:
 
 @layer()
 def loops_of_many_forms(m: Maker) -> Apply:
-    """Branches within branches, a switch under vmap, a map in batches, a while loop that is only run forward."""
+    """Nested branches, a switch under vmap, a map in batches, a while loop that only runs forward."""
     _b, s, d = m.shape
     kind = m.choose("nested", "mapped_switch", "batched_map", "while", "fori")
     w, v = m.weight(d, d), m.weight(d, d)
@@ -325,7 +326,7 @@ def mapped_collectives(m: Maker) -> Apply:
 
 @layer()
 def mapped_axes(m: Maker) -> Apply:
-    """vmap with axes in dicts and out of others, nested, over weights and not over values."""
+    """vmap with in_axes in dicts and other out_axes, nested, over weights but not over values."""
     _b, s, d = m.shape
     kind = m.choose("tree", "out", "heads", "weights", "vectorize")
     w, g = m.weight(d, d), m.weight(3, d)
@@ -349,7 +350,7 @@ def mapped_axes(m: Maker) -> Apply:
 
 @layer()
 def higher_derivatives(m: Maker) -> Apply:
-    """Steps of an inner optimisation on weights, products with a Hessian, Jacobians, a transposed linear function."""
+    """Steps of an inner optimization of weights, Hessian-vector products, Jacobians, a transposed linear function."""
     d = m.shape[2]
     kind = m.choose("maml", "hessian", "jacobian", "transpose", "linearize", "divergence")
     w, v = m.weight(d, d), m.weight(d, 2)
@@ -382,7 +383,7 @@ def higher_derivatives(m: Maker) -> Apply:
 
 @layer()
 def checkpoints_of_many_forms(m: Maker) -> Apply:
-    """jax.checkpoint nested, in a scan, with static arguments, with policies that are joined, of a jitted helper."""
+    """jax.checkpoint: nested, in a scan, with static arguments, with combined policies, of a jitted helper."""
     d = m.shape[2]
     up, down = m.weight(d, d), m.weight(d, d)
     kind = m.choose("nested", "static", "joined", "jitted", "scan", "named")

@@ -24,9 +24,9 @@ DEVICES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Manner:
-    """odds: how often it is drawn. micro_batches, layers: whether it needs a loss that is a mean over examples, or a
-    loop over layers. stateless: whether it takes no program that hands state on. plans: the words of its plans.
-    lowerings: by which it may be lowered."""
+    """A way to plan a program. odds: its relative frequency. micro_batches, layers: whether it needs a loss that is a
+    mean over examples, or a loop over layers. stateless: whether it only works for programs without state. plans: the
+    words of its plans. lowerings: its possible lowerings."""
 
     odds: float
     plans: tuple[str, ...]
@@ -66,7 +66,7 @@ MANNERS = {
 
 @cache
 def slow_machine() -> Machine:
-    """Compute so slow, and links so quick, that programs this small are worth splitting."""
+    """Returns a machine with such slow compute and fast links that these small programs are worth splitting."""
     from pase import machine
     from pase.machine.scale import scaled
 
@@ -74,7 +74,7 @@ def slow_machine() -> Machine:
 
 
 def planned(program: ComposedProgram, word: str) -> Plan | None:
-    """The plan that a word names; None if the program has none of this kind. Raises PaseError."""
+    """Returns the plan that a word names; None if the program has no such plan. Raises PaseError."""
     kind, _, mesh = word.partition("@")
     if mesh:
         from bench.cases.plans import case_of
@@ -90,7 +90,7 @@ def planned(program: ComposedProgram, word: str) -> Plan | None:
 
 
 def _method(program: ComposedProgram, number: int) -> Plan | None:
-    """The plan of one of the methods that apply; even small parameters are split."""
+    """Returns the plan of one of the baselines that apply; even small parameters are split."""
     from bench.cases.plans import case_of
     from pase.baselines import Baseline, baselines, masks
     from pase.compiler.meshes.plans import plan_of
@@ -106,7 +106,7 @@ def _method(program: ComposedProgram, number: int) -> Plan | None:
 
 
 def _compiled(program: ComposedProgram, kind: str) -> Plan | None:
-    """As a user compiles it, on a machine on which it is worth splitting."""
+    """Returns a plan compiled as by a user, on a machine on which it is worth splitting."""
     import pase
     from pase.errors import Infeasible, PaseError
 
@@ -131,7 +131,7 @@ def _compiled(program: ComposedProgram, kind: str) -> Plan | None:
     except Infeasible:
         return None
     except PaseError as e:
-        # What was asked for does not apply to the program; that is no gap in what it may hold.
+        # The requested option does not apply to the program, which is not a missing feature.
         if "cannot be run in stages" in str(e) or "has no repeated block" in str(e):
             return None
         raise

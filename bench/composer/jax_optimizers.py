@@ -14,7 +14,7 @@ EPS = 1e-3
 
 
 def _matrices(params: Any) -> Any:
-    """Whether each has two dims or more: those decay."""
+    """Returns for each parameter whether it has at least two dims, and therefore weight decay."""
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
 

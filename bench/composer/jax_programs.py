@@ -41,11 +41,11 @@ SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ComposedProgram:
-    """loss(params, batch) -> a number, or (a number, {"metrics": …, "state": …}) of what it has.
+    """A program: loss(params, batch) -> a number, or (a number, {"metrics": …, "state": …}).
 
-    state: what one call hands to the next; then the program is loss(params, batch, state). modules: modules of Flax NNX
-    that the model holds, each made anew; then it is loss(model, batch), and the model has the parameters and the state
-    as Variables. patterns: names of what it is made of. epsilon: the machine epsilon of the narrowest type in it.
+    state: what one call passes to the next; the program is then loss(params, batch, state). modules: functions that
+    make the model's modules of Flax NNX; the program is then loss(model, batch), and the model has the parameters and
+    the state as Variables. patterns: the names of its patterns. epsilon: the machine epsilon of its narrowest type.
     """
 
     run: Callable[..., Any]
@@ -60,21 +60,21 @@ class ComposedProgram:
 
     @property
     def carry(self) -> dict[int, Any] | None:
-        """What a call hands to the next, as ``pase.compile`` takes it."""
+        """What a call passes to the next, as the argument of ``pase.compile``."""
         return {1: (1, "state")} if self.state and not self.modules else None
 
     @property
     def holds(self) -> bool:
-        """Whether a call hands anything to the next."""
+        """Whether a call passes anything to the next."""
         return bool(self.state or self.modules)
 
     @property
     def aux(self) -> bool:
-        """Whether there is more than the loss."""
+        """Whether the program returns more than the loss."""
         return self.metrics or self.carry is not None
 
     def arguments(self) -> tuple[Any, ...]:
-        """Of ``loss``; modules are made anew."""
+        """The arguments of ``loss``, with new modules."""
         if self.modules:
             from bench.composer.nnx_model import ComposedModel
 
@@ -99,7 +99,7 @@ def _drawn(rng: np.random.Generator, of: dict[str, Pattern]) -> ProgramPart:
 
 
 def draw(seed: int) -> Spec:
-    """The program of a seed: one to four layers and a loss, run in one or two ways that apply to it."""
+    """Returns the program of a seed: one to four layers and a loss, with one or two ways to run it that apply."""
     rng = np.random.default_rng([seed, 32])
     shape = SIZES[int(rng.integers(len(SIZES)))]
     drawn = [_drawn(rng, LAYERS) for _ in range(int(rng.choice([1, 2, 3, 4], p=[0.3, 0.35, 0.25, 0.1])))]
@@ -119,7 +119,7 @@ def draw(seed: int) -> Spec:
 
 
 def program_of(spec: Spec) -> ComposedProgram:
-    """The program of a spec, with its arrays. The same spec always gives the same program."""
+    """Returns the program of a spec, with its arrays. The same spec always gives the same program."""
     batch: dict[str, Any] = {"x": np.random.default_rng(7).normal(size=spec.shape)}
     shared: dict[str, Any] = {}
     made, makers = [], []

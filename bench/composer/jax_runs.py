@@ -28,8 +28,8 @@ STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The numbers of a few steps, on the host. losses: one for each step; arrays: parameters and state, by their paths;
-    metrics: of the last step; level: parameters whose gradients are zero but for rounding."""
+    """The numbers of a few steps, on the host. losses: one for each step. arrays: parameters and state, by their paths.
+    metrics: those of the last step. level: parameters whose gradients are zero up to rounding."""
 
     losses: list[float]
     arrays: dict[str, np.ndarray]
@@ -38,7 +38,7 @@ class Trained:
 
 
 def _named(*trees: Any) -> dict[str, np.ndarray]:
-    """The arrays of trees and modules, by their paths; of random keys their data."""
+    """Returns the arrays of trees and modules by their paths, and the data of random keys."""
     if "flax.nnx" in sys.modules:
         from flax import nnx
 
@@ -53,7 +53,7 @@ def _named(*trees: Any) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True, eq=False)
 class ProgramTrial:
-    """A program and its unsharded steps, which are run once for each optimizer."""
+    """A program and its unsharded steps, which run once for each optimizer."""
 
     spec: Spec
 
@@ -66,14 +66,14 @@ class ProgramTrial:
         return {}
 
     def unsharded(self, optimizer: str, parts: int = 1) -> Trained:
-        """As any user would write it, on one device. parts: micro-batches of a step, one after the other."""
+        """Runs steps as a user would write them, on one device. parts: the number of micro-batches of a step."""
         if (optimizer, parts) not in self._unsharded:
             run = _modules_unsharded if self.program.modules else _unsharded
             self._unsharded[optimizer, parts] = run(self.program, OPTIMIZERS[optimizer](), parts)
         return self._unsharded[optimizer, parts]
 
     def sharded(self, plan: Plan, lowering: str, optimizer: str) -> Trained:
-        """The plan's steps."""
+        """Runs the plan's steps."""
         program, opt = self.program, OPTIMIZERS[optimizer]()
         how: dict[str, Any] = {} if plan.pipeline is not None else {"lowering": lowering}
         step = plan.jax.train_step(opt, **how)
@@ -103,7 +103,7 @@ class ProgramTrial:
         plan = planned(self.program, word)
         if plan is None:
             return None
-        # State goes through micro-batches one after the other; without any they are the same as the whole batch.
+        # State passes through micro-batches in sequence; without state, they are the same as the whole batch.
         whole = self.unsharded(optimizer, plan.accumulate if self.program.holds else 1)
         if not np.max(np.abs(whole.losses)) < 1e3 * (1 + abs(whole.losses[0])):
             return None  # it diverges: rounding grows as fast as the loss
@@ -111,13 +111,13 @@ class ProgramTrial:
 
 
 def _parts(batch: Any, examples: int, parts: int) -> list[Any]:
-    """The micro-batches of a batch, each of every so-many-th example."""
+    """Returns the micro-batches of a batch, each with every n-th example."""
     on = lambda x: np.ndim(x) > 0 and x.shape[0] == examples  # noqa: E731
     return [jax.tree.map(lambda x, k=k: x[k::parts] if on(x) else x, batch) for k in range(parts)]
 
 
 def _unsharded(program: ComposedProgram, opt: optax.GradientTransformation, parts: int) -> Trained:
-    """Steps of a function of arrays, jitted, with the parameters that are not of floats kept."""
+    """Runs jitted steps of a function of arrays; parameters that are not floats stay as they are."""
     leaves, tree = jax.tree.flatten(program.params)
     arrays = [isinstance(x, np.ndarray | np.generic | jax.Array) for x in leaves]
     mine = [
@@ -166,7 +166,7 @@ def _unsharded(program: ComposedProgram, opt: optax.GradientTransformation, part
 
 
 def _modules_unsharded(program: ComposedProgram, opt: optax.GradientTransformation, parts: int) -> Trained:
-    """Steps of a function of modules, as Flax's guides write them."""
+    """Runs steps of a function of modules, as in Flax's guides."""
     from flax import nnx
 
     model, batch = program.arguments()
@@ -199,7 +199,7 @@ def _modules_unsharded(program: ComposedProgram, opt: optax.GradientTransformati
 
 
 def differences(program: ComposedProgram, whole: Trained, split: Trained) -> list[Difference]:
-    """What differs by more than rounding, by its name: a loss, a metric, a parameter."""
+    """Returns the losses, metrics and parameters that differ by more than rounding, by name."""
     bound = tolerance(program.epsilon)
     params, _, *held = program.arguments()
     before = _named(params, *held)
@@ -217,7 +217,7 @@ def differences(program: ComposedProgram, whole: Trained, split: Trained) -> lis
     moved = max((float(np.abs(a - start).max()) for _, start, a, _ in rows), default=0.0)
     for name, start, a, b in rows:
         mine = float(np.abs(a - start).max())
-        # A gradient that is zero but for rounding is multiplied by 1,000 by optimizers that divide by |g| + 1e-3.
+        # Optimizers that divide by |g| + 1e-3 multiply a gradient that is zero up to rounding by 1,000.
         noise = program.epsilon * (1e3 * moved + 32 * float(np.abs(a).max()))
         allowed = bound * (mine + 1e-3 * moved) + noise + OF_LEVEL * moved * (name in whole.level)
         off = float(np.abs(a - b).max())
@@ -225,7 +225,7 @@ def differences(program: ComposedProgram, whole: Trained, split: Trained) -> lis
     metrics = [jax.tree_util.tree_leaves_with_path(jax.device_get(t.metrics)) for t in (whole, split)]
     for (path, said), (_, got) in zip(*metrics, strict=True):
         other = np.asarray(got)
-        if np.ndim(other) > np.ndim(said):  # of a step in micro-batches, those of each are stacked
+        if np.ndim(other) > np.ndim(said):  # in a step of micro-batches, the metrics of each are stacked
             other = other.mean(0)
         size, apart = float(np.abs(said).max()), float(np.abs(said - other).max())
         name = f"metric {jax.tree_util.keystr(path)}"
@@ -234,7 +234,7 @@ def differences(program: ComposedProgram, whole: Trained, split: Trained) -> lis
 
 
 def attempt(spec: Spec) -> dict[str, Any]:
-    """The row of a program: what it is made of, and how each of its ways to be run ended."""
+    """Returns the row of a program: its patterns, and how each way to run it ended."""
     trial, began = ProgramTrial(spec), time.process_time()
     row: dict[str, Any] = {"program": str(spec), "patterns": list(trial.program.patterns)}
     if trial.program.epsilon > 2.0**-52:
@@ -244,7 +244,7 @@ def attempt(spec: Spec) -> dict[str, Any]:
 
 
 def written(spec: Spec) -> str:
-    """The program as JAX traces it."""
+    """Returns the program as JAX traces it."""
     program = program_of(spec)
     if program.modules or not all(hasattr(x, "dtype") for x in jax.tree.leaves(program.arguments())):
         return str(spec)

@@ -17,7 +17,7 @@ POLICIES = ("none", "all", "dots_saveable", "nothing_saveable", "dots_with_no_ba
 
 
 def recomputed(policy: str, body: Callable[..., Any]) -> Callable[..., Any]:
-    """The body under jax.checkpoint with a policy."""
+    """Returns the body under jax.checkpoint with a policy."""
     if policy == "none":
         return body
     if policy == "all":
@@ -29,7 +29,7 @@ def recomputed(policy: str, body: Callable[..., Any]) -> Callable[..., Any]:
 
 @layer(2, loops=True)
 def layer_scan(m: Maker) -> Apply:
-    """A scan over stacked layers: a perceptron or a gate; outputs stacked or not."""
+    """A scan over stacked layers: a perceptron or a gated unit; outputs are stacked or not."""
     _b, _s, d = m.shape
     n, policy, out, gated = m.choose(2, 4), m.choose(*POLICIES), m.chance(0.3), m.chance(0.3)
     w, v, g = m.weight(n, d, d, scale=d**-0.5), m.weight(n, d, d, scale=d**-0.5), m.weight(n, d)
@@ -52,7 +52,7 @@ def layer_scan(m: Maker) -> Apply:
 
 @layer(loops=True)
 def attention_scan(m: Maker) -> Apply:
-    """Transformer blocks in a scan, normed before."""
+    """Transformer blocks with pre-norm in a scan."""
     _b, _s, d = m.shape
     n, policy = m.choose(2, 4), m.choose(*POLICIES)
     qkv, o = m.weight(n, d, 3 * d, scale=d**-0.5), m.weight(n, d, d, scale=d**-0.5)
@@ -168,7 +168,7 @@ def nested_scans(m: Maker) -> Apply:
 
 @layer()
 def blockwise_attention(m: Maker) -> Apply:
-    """Keys and values block by block, with a running maximum and sum."""
+    """Attention by blocks of keys and values, with a running maximum and sum."""
     _b, s, d = m.shape
     block = m.choose(*divisors(s))
     q, k, v = m.weight(d, d), m.weight(d, d), m.weight(d, d)
@@ -195,7 +195,7 @@ def blockwise_attention(m: Maker) -> Apply:
 
 @layer()
 def shared_turns(m: Maker) -> Apply:
-    """The same block several times, by fori_loop, or as a loop in Python; the number of the turn is used."""
+    """The same block several times, by fori_loop or by a Python loop; it uses the number of the iteration."""
     d = m.shape[2]
     w, unrolled, n = m.weight(d, d), m.chance(0.3), m.choose(2, 3)
 
@@ -214,7 +214,7 @@ def shared_turns(m: Maker) -> Apply:
 
 @layer()
 def branches(m: Maker) -> Apply:
-    """cond or switch by a number of the batch; each branch has weights of its own."""
+    """cond or switch by a number of the batch; each branch has its own weights."""
     d = m.shape[2]
     n = m.choose(2, 3)
     ws = [m.weight(d, d) for _ in range(n)]
@@ -252,7 +252,7 @@ def while_loop(m: Maker) -> Apply:
 
 @layer()
 def fixed_point(m: Maker) -> Apply:
-    """An implicit layer: iterated forward, its gradient by a custom_vjp that iterates too."""
+    """An implicit layer: an iteration in forward, and a custom_vjp with another iteration for its gradient."""
     d = m.shape[2]
     w, u = m.weight(d, d), m.weight(d, d)
 
@@ -326,7 +326,7 @@ def running_average(m: Maker) -> Apply:
 
 @layer()
 def ordinary_differential(m: Maker) -> Apply:
-    """A few steps of Runge-Kutta over a learned field, with the time as an input."""
+    """A few Runge-Kutta steps of a learned vector field, with the time as an input."""
     d = m.shape[2]
     w, t_in, n = m.weight(d, d), m.vector(d), m.choose(2, 3)
 

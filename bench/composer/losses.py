@@ -31,7 +31,7 @@ def sum_square(m: Maker) -> Apply:
 
 @loss(3)
 def cross_entropy(m: Maker) -> Apply:
-    """Of labels, by one-hot, by taking along the axis, or by optax; smoothed; the head may be the embedding."""
+    """Cross entropy of labels, by one-hot, take_along_axis or optax; smoothed; the head may be the embedding."""
     import optax
 
     b, s, d = m.shape
@@ -57,7 +57,7 @@ def cross_entropy(m: Maker) -> Apply:
 
 @loss(whole=True)
 def masked_tokens(m: Maker) -> Apply:
-    """The mean over those that count."""
+    """The mean over the tokens that are not masked."""
     b, s, d = m.shape
     head = m.weight(d, TOKENS)
     labels = m.input("labels", m.values.integers(0, TOKENS, (b, s)).astype(np.int32))
@@ -102,7 +102,7 @@ def contrastive(m: Maker) -> Apply:
 
 @loss()
 def weighted(m: Maker) -> Apply:
-    """Each example with its own weight: Huber's, a quantile's, or of log cosh."""
+    """A Huber, quantile or log-cosh loss with a weight for each example."""
     b, _s, _d = m.shape
     target, weights = _target(m), m.input("weights", np.abs(m.normal(b)))
     kind = m.choose("huber", "quantile", "logcosh")
@@ -122,7 +122,7 @@ def weighted(m: Maker) -> Apply:
 
 @loss()
 def log_mean_exp(m: Maker) -> Apply:
-    """Of the tokens of each example."""
+    """The log-mean-exp of the tokens of each example."""
     d = m.shape[2]
     w = m.weight(d)
     return lambda p, x, env: jnp.mean(jax.nn.logsumexp(jnp.tanh(x @ w(p)) * 2, axis=1))
@@ -130,7 +130,7 @@ def log_mean_exp(m: Maker) -> Apply:
 
 @loss()
 def self_distilled(m: Maker) -> Apply:
-    """Against its own other half, which is not trained."""
+    """A loss against the other half of the same values, without a gradient."""
     d = m.shape[2]
     w = m.weight(d, 6)
 
@@ -173,7 +173,7 @@ def decorrelated(m: Maker) -> Apply:
 
 @loss()
 def regularised(m: Maker) -> Apply:
-    """With a penalty on every parameter that is trained."""
+    """A loss with a penalty on every trained parameter."""
     target = _target(m)
 
     def of(p: Any, x: Any, env: Env) -> Any:
@@ -187,7 +187,7 @@ def regularised(m: Maker) -> Apply:
 
 @loss()
 def margin(m: Maker) -> Apply:
-    """A hinge with the largest wrong score, or focal."""
+    """A hinge loss with the largest wrong score, or a focal loss."""
     b, _s, d = m.shape
     w, focal = m.weight(d, 5), m.chance(0.5)
     labels = m.input("labels", m.values.integers(0, 5, b).astype(np.int32))

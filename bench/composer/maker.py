@@ -28,22 +28,22 @@ T = TypeVar("T")
 Holds = Literal["state", "modules"]
 
 Apply = Callable[[Tree, Any, "Env"], Any]
-"""f(the part's parameters, x [batch, sequence, width], env) -> x of the same shape; of a loss: -> a number."""
+"""f(the part's parameters, x [batch, sequence, width], env) -> x of the same shape; for a loss: -> a number."""
 Get = Callable[[Tree], Any]
 """f(the part's parameters) -> a weight."""
 
 
 def divisors(n: int) -> tuple[int, ...]:
-    """Sizes of parts into which n divides: 2 to 4, or n itself."""
+    """Returns the divisors of n from 2 to 4, or n itself."""
     return tuple(k for k in (2, 3, 4) if n % k == 0) or (n,)
 
 
 @dataclass(kw_only=True)
 class Env:
-    """What all parts of a program see while it is called. shared: parameters that several parts read.
+    """What all parts of a program see during a call. shared: parameters that several parts read.
 
-    state: what the last call handed on; parts write the next values into it. modules: modules of Flax NNX, by name.
-    terms: what parts add to the loss. metrics: what the program returns in addition to its loss.
+    state: what the last call passed on; parts write the next values into it. modules: modules of Flax NNX, by name.
+    terms: terms that parts add to the loss. metrics: what the program returns in addition to its loss.
     """
 
     batch: dict[str, Any]
@@ -57,7 +57,7 @@ class Env:
 
 @dataclass(kw_only=True)
 class Maker:
-    """One part in the making. shape: batch, sequence, width of what it reads and returns.
+    """Builds one part. shape: batch, sequence, width of its input and output.
 
     epsilon: the machine epsilon of the narrowest type in which the part computes.
     """
@@ -77,7 +77,7 @@ class Maker:
     transforms: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
-        # Three streams: a plain part makes the same choices and has the same values as the one with transforms.
+        # Three streams, so that a plain part has the same choices and values as the one with transforms.
         self.rng, self.values, self.transforms = (
             np.random.default_rng([self.part.seed, i]) for i in range(3)
         )
@@ -92,45 +92,45 @@ class Maker:
         return self.values.normal(size=shape) * scale
 
     def param(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> str:
-        """A new parameter of normal numbers; returns its name."""
+        """Adds a parameter of normally distributed numbers; returns its name."""
         return self.leaf(self.normal(*shape, scale=scale) + shift)
 
     def leaf(self, tree: Tree) -> str:
-        """A new entry of the part's parameters."""
+        """Adds an entry to the part's parameters."""
         name = f"{'abcdefghijklmnopqrstuvwxyz'[len(self.params) % 26]}{len(self.params)}"
         self.params[name] = tree
         return name
 
     def input(self, word: str, array: np.ndarray) -> str:
-        """A new leaf of the batch; returns its name."""
+        """Adds a leaf to the batch; returns its name."""
         name = f"{self.name}_{word}"
         self.batch[name] = array
         return name
 
     def held(self, word: str, tree: Tree) -> str:
-        """A new entry of the state that one call hands to the next; returns its name."""
+        """Adds an entry to the state that one call passes to the next; returns its name."""
         name = f"{self.name}_{word}"
         self.state[name] = tree
         return name
 
     def module(self, make: Callable[[], Any]) -> str:
-        """A module of Flax NNX that the model holds; make: makes it anew. Returns its name."""
+        """Adds a module of Flax NNX to the model; make: makes a new one. Returns its name."""
         name = f"{self.name}_{len(self.modules)}"
         self.modules[name] = make
         return name
 
     def key(self) -> str:
-        """A random key in the batch."""
+        """Adds a random key to the batch; returns its name."""
         return self.input("key", np.array(self.values.integers(0, 1 << 31, 2), np.uint32))
 
     def common(self, name: str, *shape: int, scale: float = 1.0) -> str:
-        """A parameter that every part which asks for this name shares."""
+        """Returns a parameter that all parts with this name share."""
         if name not in self.shared:
             self.shared[name] = np.random.default_rng([len(name), *shape]).normal(size=shape) * scale
         return name
 
     def weight(self, *shape: int, scale: float | None = None) -> Get:
-        """A weight: a parameter, or a function of parameters. scale: default, so that a product keeps its size."""
+        """Returns a weight: a parameter, or a function of parameters. The default scale keeps the size of a product."""
         scale = float(np.prod(shape[:-1]) ** -0.5) if scale is None and len(shape) > 1 else (scale or 1.0)
         if self.part.plain or self.transforms.random() < 0.55:
             name = self.param(*shape, scale=scale)
@@ -142,18 +142,18 @@ class Maker:
         return lambda p: made(p) * scale
 
     def vector(self, n: int, shift: float = 0.0) -> Get:
-        """A bias or a gain."""
+        """Returns a bias or a gain."""
         made = self.weight(n, scale=0.3)
         return lambda p: made(p) + shift
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """make: returns the pattern's function; it adds parameters and leaves of the batch to the maker.
+    """A pattern. make: returns the pattern's function, and adds parameters and leaves of the batch to the maker.
 
-    odds: how often it is drawn, beside 1. whole: it mixes examples, so that the mean over micro-batches is another
-    number. loops: it holds a loop over layers, which may be cut into stages. holds: what it keeps from call to call, of
-    which a program holds one kind. fits: of a transform, for which shapes.
+    odds: its frequency relative to 1. whole: it mixes examples, so that the mean over micro-batches is another number.
+    loops: it has a loop over layers, which may be cut into stages. holds: the kind of state that it keeps between
+    calls; a program has one kind. fits: the shapes to which a transform applies.
     """
 
     make: Callable[..., Any]
@@ -182,15 +182,15 @@ def _registered(into: dict[str, Pattern], **what: Any) -> Callable[[M], M]:
 def layer(
     odds: float = 1.0, *, whole: bool = False, loops: bool = False, holds: Holds | None = None
 ) -> Callable[[M], M]:
-    """Register a layer: it makes f(params, x, env) -> x."""
+    """Registers a layer, which makes f(params, x, env) -> x."""
     return _registered(LAYERS, odds=odds, whole=whole, loops=loops, holds=holds)
 
 
 def loss(odds: float = 1.0, *, whole: bool = False) -> Callable[[M], M]:
-    """Register a loss: it makes f(params, x, env) -> a number."""
+    """Registers a loss, which makes f(params, x, env) -> a number."""
     return _registered(LOSSES, odds=odds, whole=whole)
 
 
 def transform(fits: Callable[[Sequence[int]], bool] = lambda shape: True) -> Callable[[M], M]:
-    """Register a transform of weights: given a shape, it makes f(params) -> an array of this shape."""
+    """Registers a transform of weights, which makes f(params) -> an array of a given shape."""
     return _registered(TRANSFORMS, fits=fits)

@@ -18,7 +18,7 @@ class Fixed(nnx.Variable[Any]):
 
 
 class ComposedModel(nnx.Module):
-    """Arrays of floats are nnx.Param, others Variables of their own kind; what is no array is static."""
+    """A model whose arrays of floats are nnx.Param, other arrays their own kind of Variable, and the rest static."""
 
     def __init__(self, params: Any, modules: Mapping[str, Any]) -> None:
         leaves, self.form = jax.tree.flatten(params)
@@ -33,18 +33,18 @@ class ComposedModel(nnx.Module):
             setattr(self, name, module)
 
     def params(self) -> Any:
-        """The tree of parameters."""
+        """Returns the tree of parameters."""
         return jax.tree.unflatten(
             self.form, [getattr(self, f"p{i}")[...] if x is None else x for i, x in enumerate(self.static)]
         )
 
 
 class Counted(nnx.Variable[Any]):
-    """A counter of a user's own kind."""
+    """A counter with a custom kind of Variable."""
 
 
 class CountingBlock(nnx.Module):
-    """Dropout behind a product, and a counter."""
+    """Dropout after a product, and a counter."""
 
     def __init__(self, d: int, rngs: nnx.Rngs) -> None:
         self.inner = nnx.Linear(d, d, rngs=rngs, param_dtype=jnp.float64)
@@ -57,7 +57,7 @@ class CountingBlock(nnx.Module):
 
 
 def with_streams(kind: str, d: int, seed: int) -> Any:
-    """A module of Flax NNX whose streams, counters or vectors advance."""
+    """Returns a module of Flax NNX whose random streams, counters or vectors change in each call."""
     rngs = nnx.Rngs(seed, dropout=seed + 1)
     wide: dict[str, Any] = {"rngs": rngs, "param_dtype": jnp.float64}
     if kind == "dropout":
@@ -72,7 +72,7 @@ def with_streams(kind: str, d: int, seed: int) -> Any:
         return nnx.LoRA(d, 2, d, **wide)
     if kind == "nested":
         one = CountingBlock(d, rngs)
-        return nnx.Sequential(one, CountingBlock(d, rngs), one)  # a module twice
+        return nnx.Sequential(one, CountingBlock(d, rngs), one)  # the same module twice
     if kind == "scan":
         layers = nnx.vmap(lambda r: CountingBlock(d, r), in_axes=(0,), out_axes=0)
         return layers(rngs.fork(split=2))

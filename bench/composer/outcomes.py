@@ -22,33 +22,34 @@ End = Literal[
     "no plan",
 ]
 FAULTS: tuple[End, ...] = ("wrong", "refused without a line", "exception", "aborted", "too long")
-"""Ends that must not be. A refusal that names op and line is honest; where it is of a common pattern, it is a gap.
-"unstable": rounding alone moves the unsharded step as far."""
+"""Ends that are faults. A refusal that names op and line is not; for a common pattern it is a missing feature.
+"unstable": rounding alone changes the unsharded step by as much."""
 
 
 def tolerance(epsilon: float) -> float:
-    """How far a step may be from the unsharded one, relative to the largest update of a parameter: 1e-9 in float64.
+    """Returns the allowed difference from the unsharded step, relative to the largest update of a parameter: 1e-9 in
+    float64.
 
-    A program that computes in a narrower type adds in another order when it is split, so its bound follows from its
-    type; a gradient that is wrong is off by far more.
+    A split program adds in another order, so the bound depends on the narrowest type. A wrong gradient differs by much
+    more.
     """
     return 1e-9 if epsilon <= 2.0**-52 else 1e3 * epsilon if epsilon <= 2.0**-23 else 16 * epsilon
 
 
 OF_LEVEL = 1e-2
-"""How far a parameter without a slope may be off, relative to the largest update: optimizers that divide by |g| + 1e-3
-make of rounding in its gradient what they make of it."""
+"""The allowed difference of a parameter without a slope, relative to the largest update: optimizers that divide by
+|g| + 1e-3 amplify the rounding in its gradient."""
 
 
 def level_of(gradients: Mapping[str, float]) -> frozenset[str]:
-    """Parameters whose largest gradient is rounding beside the largest of all, also in parts that a library computes in
-    float32. gradients: the largest by name."""
+    """Returns the parameters whose largest gradient is rounding compared with the largest of all, also in parts that a
+    library computes in float32. gradients: the largest element by name."""
     return frozenset(name for name, g in gradients.items() if g <= 1e-7 * max(gradients.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """off: how many times more than is allowed."""
+    """A value that differs. off: the difference over the allowed one."""
 
     what: str
     off: float
@@ -56,7 +57,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """fell_back: what a warning said of a program that was not lowered as asked."""
+    """How a program ended. fell_back: the warning of a program that was not lowered as requested."""
 
     end: End
     message: str = ""
@@ -78,8 +79,8 @@ class Outcome:
 def outcome_of(
     run: Callable[[], list[Difference] | None], unstable: Callable[[], bool] = lambda: False
 ) -> Outcome:
-    """run: returns what differs, or None if there is nothing to compare. unstable: whether the unsharded step differs
-    as much from itself if its operands are rounded otherwise; asked where something differs."""
+    """Returns the outcome of a run. run: returns the differences, or None if there is nothing to compare. unstable:
+    returns whether the unsharded step differs as much from itself with other rounding; called if something differs."""
     from pase.errors import PaseError
 
     try:
@@ -89,7 +90,7 @@ def outcome_of(
         return Outcome(
             end="refused" if re.search(r"\.py:\d+", text) else "refused without a line", message=text
         )
-    except Exception as e:  # what else may be raised is what is to be found out
+    except Exception as e:  # any other exception is a fault
         where = "".join(traceback.format_exception(e)[-4:])[-900:]
         return Outcome(end="exception", message=f"{type(e).__name__}: {str(e)[:400]}\n{where}")
     if off is None:

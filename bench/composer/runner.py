@@ -1,4 +1,4 @@
-"""Programs in child processes: one that dies or hangs costs its own row, and the next ones go on in another child."""
+"""Runs programs in child processes, counts how they end, and finds the smallest program that ends in the same way."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ ENVIRONMENT = {
     "NUMBA_THREADING_LAYER": "workqueue",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
-"""Code of XLA in one piece, and no tracebacks in HLO: a third of a program's CPU time."""
+"""XLA generates code in one piece, and HLO has no tracebacks: this saves a third of a program's CPU time."""
 ALONE = re.compile(r"/(aot_eager|graph|inductor)/")
-"""Programs with a child of their own: torch.compile needs processes as ranks, which are forked before any backward."""
+"""Programs that need their own child: torch.compile needs processes as ranks, which are forked before any backward."""
 CPU_S = 150
-"""CPU seconds after which a program is ended."""
+"""The limit of CPU seconds for a program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """Where children come from: forks of a process that has imported what they need, and done nothing else."""
+    """Starts children as forks of a process that has only imported what they need."""
 
     framework: Framework
     processes: Any
@@ -92,20 +92,20 @@ def _lost(text: str, end: dict[str, Any]) -> dict[str, Any]:
 
 
 def ended(row: Mapping[str, Any]) -> str:
-    """How a program ended: the worst of its ways."""
+    """Returns how a program ended, in the worst of its ways to run."""
     ends = [e["end"] for e in row["ends"].values()]
     return min(ends, key=lambda e: (*FAULTS, "refused", "agrees", "unstable", "no plan").index(e))
 
 
 def failing(row: Mapping[str, Any]) -> bool:
-    """Whether a program ended as none must."""
+    """Returns whether a program ended with a fault."""
     return ended(row) in FAULTS
 
 
 def shrunk(
     server: Server, spec: Spec, alike: Callable[[Mapping[str, Any]], bool]
 ) -> tuple[Spec, dict[str, Any]]:
-    """The smallest program found that still ends alike, and its row: whatever can be left out is."""
+    """Returns the smallest program found that ends in the same way, and its row, by leaving out parts."""
     (row,) = rows(server, [spec])
     tried = {str(spec)}
     while True:
@@ -122,7 +122,7 @@ def shrunk(
 
 
 def counted(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Of rows by seed: how many ended how, by way of running and by pattern; refusals by what they say."""
+    """Returns how many rows ended how, by way to run and by pattern, and the refusals by message."""
     ends = Counter(ended(row) for row in found.values())
     ways: dict[str, Counter[str]] = {}
     patterns: dict[str, Counter[str]] = {}
@@ -151,6 +151,6 @@ def counted(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _kind(message: str) -> str:
-    """What a refusal says, without its line and numbers."""
+    """Returns the message of a refusal without lines and numbers."""
     text = re.sub(r" at \S+\.py:\d+(:\d+)?( \([^)]*\))?", "", message.splitlines()[0])
     return re.sub(r"\d+", "#", text)[:160]

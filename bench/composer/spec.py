@@ -21,7 +21,7 @@ class ProgramPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A program without its arrays. shape: batch, sequence, width. manners: the ways in which it is planned and run."""
+    """A program without its arrays. shape: batch, sequence, width. manners: the ways to plan and run it."""
 
     shape: tuple[int, int, int]
     parts: tuple[ProgramPart, ...]
@@ -29,7 +29,7 @@ class Spec:
     manners: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """The text that ``parse`` reads.
+        """Returns the text that ``parse`` reads.
 
         >>> str(parse("8,4,16 glu.3 attention.1! | mean_square.2 @ default random1@2x2/manual"))
         '8,4,16 glu.3 attention.1! | mean_square.2 @ default random1@2x2/manual'
@@ -38,7 +38,7 @@ class Spec:
         return " ".join([model, "@", *self.manners]) if self.manners else model
 
     def smaller(self) -> list[Spec]:
-        """Programs with less in them: a part, a transform of weights or a way of running fewer."""
+        """Yields smaller programs: without a part, a transform of weights, or a way to run."""
         found = [replace(self, manners=(m,)) for m in self.manners] if len(self.manners) > 1 else []
         n = len(self.parts)
         if n > 2:
@@ -61,7 +61,7 @@ def _part(text: str) -> ProgramPart:
 
 
 def parse(text: str) -> Spec:
-    """The program that a line names. ValueError if it is none."""
+    """Returns the program of a line. Raises ValueError if it is not one."""
     model, _, manners = text.partition(" @ ")
     shape, *parts, bar, loss = model.split()
     if bar != "|":

@@ -15,7 +15,7 @@ FLOAT32 = 2.0**-23
 
 
 def double(tree: Any) -> Any:
-    """Its arrays of floats in float64, on the host."""
+    """Returns the tree with its arrays of floats in float64, on the host."""
 
     def one(x: Any) -> Any:
         if not isinstance(x, np.ndarray | jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -27,7 +27,7 @@ def double(tree: Any) -> Any:
 
 @layer(2, holds="modules")
 def nnx_streams(m: Maker) -> Apply:
-    """Modules of Flax NNX in the model, whose random streams, counters and vectors advance; examples do not meet."""
+    """Modules of Flax NNX whose random streams, counters and vectors change in each call; examples stay independent."""
     from flax import nnx
 
     from bench.composer.nnx_model import with_streams
@@ -58,7 +58,7 @@ def nnx_streams(m: Maker) -> Apply:
 
 @layer(holds="modules", whole=True)
 def nnx_statistics(m: Maker) -> Apply:
-    """Modules of Flax NNX with statistics of the batch, noise from a stream, a moving mean; metrics that add up."""
+    """Modules of Flax NNX with batch statistics, noise from a stream, a moving mean, and accumulated metrics."""
     from flax import nnx
 
     d = m.shape[2]
@@ -69,7 +69,7 @@ def nnx_statistics(m: Maker) -> Apply:
         """A moving mean."""
 
     class Noisy(nnx.Module):
-        """Noise, or a moving mean, beside a product."""
+        """A product with noise or a moving mean."""
 
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.inner = nnx.Linear(d, d, rngs=rngs, param_dtype=jnp.float64)
@@ -85,7 +85,7 @@ def nnx_statistics(m: Maker) -> Apply:
             return h
 
     if kind == "batch_norm":
-        m.epsilon = max(m.epsilon, FLOAT32)  # its statistics are float32
+        m.epsilon = max(m.epsilon, FLOAT32)  # its statistics are in float32
         name = m.module(lambda: nnx.BatchNorm(d, momentum=0.8, rngs=nnx.Rngs(seed), param_dtype=jnp.float64))
     else:
         name = m.module(lambda: Noisy(nnx.Rngs(seed, noise=seed + 1)))
@@ -104,7 +104,7 @@ def nnx_statistics(m: Maker) -> Apply:
 
 @layer(holds="state")
 def carried_state(m: Maker) -> Apply:
-    """A counter, a typed key that is split, an average of the weights: handed on as a dict; examples do not meet."""
+    """A counter, a split typed key and an average of the weights, passed on as a dict; examples stay independent."""
     d = m.shape[2]
     w, kind = m.weight(d, d), m.choose("counter", "key", "average", "schedule")
     name = m.held(
@@ -138,7 +138,7 @@ def carried_state(m: Maker) -> Apply:
 
 @layer(holds="state", whole=True)
 def carried_statistics(m: Maker) -> Apply:
-    """A codebook's counts and sums, batch statistics, a memory of past examples, a centre: of the whole batch."""
+    """A codebook's counts and sums, batch statistics, a memory of past examples, or a center, for the whole batch."""
     b, _s, d = m.shape
     w, kind = m.weight(d, d), m.choose("codebook", "statistics", "queue", "centre")
     start: dict[str, Any] = {
@@ -186,7 +186,7 @@ def linen_collections(m: Maker) -> Apply:
     d, kind = m.shape[2], m.choose("batch_norm", "dropout", "own", "spectral", "scan")
 
     class Own(nn.Module):
-        """A variable of a collection of its own."""
+        """A variable in its own collection."""
 
         @nn.compact
         def __call__(self, x: Any) -> Any:
@@ -225,7 +225,7 @@ def linen_collections(m: Maker) -> Apply:
             return scanned(Normed(name="layer"), x, None)[0]
 
     module: Any = {"own": Own, "dropout": Own, "scan": Layers}.get(kind, Normed)()
-    m.epsilon = max(m.epsilon, FLOAT32)  # statistics are float32
+    m.epsilon = max(m.epsilon, FLOAT32)  # statistics are in float32
     keys = {"params": jax.random.key(m.part.seed), "dropout": jax.random.key(1)}
     made = dict(module.init(keys, jnp.zeros(m.shape)))
     name = m.leaf(double(made.pop("params")))
@@ -245,7 +245,7 @@ def linen_collections(m: Maker) -> Apply:
 
 @layer(holds="state", whole=True)
 def equinox_state(m: Maker) -> Apply:
-    """A module of Equinox with a State: batch statistics over a vmap, spectral norm, an index of the user's own."""
+    """A module of Equinox with a State: batch statistics over a vmap, spectral norm, a custom index."""
     import equinox as eqx
 
     d = m.shape[2]

@@ -33,7 +33,7 @@ def mlp(m: TorchMaker) -> TorchApply:
 
 @torch_layer()
 def sequential(m: TorchMaker) -> TorchApply:
-    """As nn.Sequential has it, with activations that have parameters, and parts that do nothing."""
+    """nn.Sequential, with activations that have parameters, and parts that do nothing."""
     d, own = m.shape[2], m.own
     last = m.choose(nn.PReLU(d), nn.PReLU(), nn.Hardtanh(), nn.Softplus(), nn.Identity(), nn.Dropout(0.0))
     if isinstance(last, nn.PReLU) and last.num_parameters > 1:
@@ -67,7 +67,7 @@ def glu(m: TorchMaker) -> TorchApply:
 
 @torch_layer(1.5)
 def norm(m: TorchMaker) -> TorchApply:
-    """Of each token: by PyTorch's modules, or written out."""
+    """A norm of each token, by PyTorch's modules or written out."""
     d, own = m.shape[2], m.own
     how = m.choose("layer", "rms", "written", "group", "plain", "both", "gemma", "instance")
     own.layer, own.rms, own.group = nn.LayerNorm(d), nn.RMSNorm(d, eps=1e-5), nn.GroupNorm(divisors(d)[0], d)
@@ -104,7 +104,8 @@ def norm(m: TorchMaker) -> TorchApply:
 
 @torch_layer(1.5, whole=True)
 def batch_norm(m: TorchMaker) -> TorchApply:
-    """In training, with running statistics; of one or two dims behind the channels; in eval; without statistics."""
+    """Batch norm in training, with running statistics; with one or two dims after the channels; in eval; or without
+    statistics."""
     _b, s, d = m.shape
     own, how = m.own, m.choose("1d", "flat", "2d", "eval", "untracked", "cumulative")
     if how == "2d":
@@ -130,7 +131,7 @@ def batch_norm(m: TorchMaker) -> TorchApply:
 
 @torch_layer(2)
 def attention(m: TorchMaker) -> TorchApply:
-    """Fused or written out; causal, masked, with fewer heads for keys, rotated, biased, or linear."""
+    """Attention, fused or written out; causal, masked, grouped-query, rotary, biased, or linear."""
     _b, s, d = m.shape
     h, own = divisors(d)[0], m.own
     how = m.choose(
@@ -236,7 +237,7 @@ def transformer_layer(m: TorchMaker) -> TorchApply:
 
 @torch_layer(1.5)
 def convolution(m: TorchMaker) -> TorchApply:
-    """Along the sequence, or over sequence and width as an image."""
+    """A convolution along the sequence, or over sequence and width as an image."""
     _b, s, d = m.shape
     how, own = (
         m.choose("1d", "depthwise", "dilated", "causal", "2d", "image", "circular", "separable", "up"),
@@ -285,7 +286,7 @@ def convolution(m: TorchMaker) -> TorchApply:
 
 @torch_layer()
 def pooling(m: TorchMaker) -> TorchApply:
-    """Pooling along the sequence, and what undoes it."""
+    """Pooling along the sequence, and its inverse."""
     _b, s, d = m.shape
     how, own = m.choose("avg", "max", "adaptive", "squeeze", "interpolate", "lp", "shuffle"), m.own
     own.lin = m.linear(d, d)
@@ -335,7 +336,7 @@ def recurrence(m: TorchMaker) -> TorchApply:
 
 @torch_layer(1.5)
 def cells(m: TorchMaker) -> TorchApply:
-    """Python's own loop over a cell, or over a state-space model's turns."""
+    """A Python loop over a cell, or over the steps of a state-space model."""
     _b, _s, d = m.shape
     own, how = m.own, m.choose("gru", "lstm", "rnn", "ssm", "leaky", "attention")
     own.cell = {"gru": nn.GRUCell, "lstm": nn.LSTMCell, "rnn": nn.RNNCell}.get(how, nn.Linear)(d, d)
@@ -414,7 +415,7 @@ def repeated(m: TorchMaker) -> TorchApply:
 
 @torch_layer()
 def experts(m: TorchMaker) -> TorchApply:
-    """A mixture of experts: all run, or the top ones weigh; by a ModuleList, or one stacked parameter."""
+    """A mixture of all experts or of the top ones, in a ModuleList or as one stacked parameter."""
     d, own, n = m.shape[2], m.own, 4
     how, k = m.choose("list", "bmm", "top", "one_hot"), m.choose(1, 2)
     own.router = m.linear(d, n, False)

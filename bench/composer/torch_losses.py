@@ -13,7 +13,7 @@ from bench.composer.torch_maker import TOKENS, TorchApply, TorchEnv, TorchMaker,
 
 @torch_loss(2)
 def mean_square(m: TorchMaker) -> TorchApply:
-    """The mean square, written three ways."""
+    """The mean square, written in three ways."""
     target, how = m.input("target", m.normal(*m.shape)), m.choose("mse", "written", "module")
 
     def run(own: Any, x: Tensor, env: TorchEnv) -> Tensor:
@@ -25,7 +25,7 @@ def mean_square(m: TorchMaker) -> TorchApply:
 
 @torch_loss()
 def robust(m: TorchMaker) -> TorchApply:
-    """Of an error: smooth, Huber's, absolute, log-cosh, summed or weighed."""
+    """A loss of an error: smooth L1, Huber, absolute, log-cosh; summed or weighted."""
     target = m.input("target", m.normal(*m.shape))
     how = m.choose("smooth", "huber", "l1", "logcosh", "sum", "weights", "none", "rows")
     weights = m.input("weights", m.normal(m.shape[0], m.shape[1]).abs()) if how == "weights" else ""
@@ -54,7 +54,7 @@ def robust(m: TorchMaker) -> TorchApply:
 
 @torch_loss(4)
 def cross_entropy(m: TorchMaker) -> TorchApply:
-    """Of labels: smoothed, weighed, some ignored; the head may be the embedding."""
+    """Cross entropy of labels: smoothed, weighted, some ignored; the head may be the embedding."""
     b, s, d = m.shape
     own = m.own
     how = m.choose(
@@ -104,7 +104,7 @@ def cross_entropy(m: TorchMaker) -> TorchApply:
 
 @torch_loss(1.5)
 def binary(m: TorchMaker) -> TorchApply:
-    """Losses of labels that are on or off."""
+    """Losses of binary labels."""
     b, s, d = m.shape
     own, how = (
         m.own,
@@ -140,7 +140,7 @@ def binary(m: TorchMaker) -> TorchApply:
 
 @torch_loss(1.5)
 def divergence(m: TorchMaker) -> TorchApply:
-    """Between distributions: a teacher's without a gradient, given ones, or Gaussians."""
+    """A divergence between distributions: a teacher's without a gradient, given ones, or Gaussians."""
     b, s, d = m.shape
     own, how = m.own, m.choose("kl", "log", "sum", "written", "gaussian", "poisson", "vae", "entropy")
     own.student, own.teacher = m.linear(d, TOKENS), m.linear(d, TOKENS)
@@ -176,7 +176,7 @@ def divergence(m: TorchMaker) -> TorchApply:
 
 @torch_loss(1.5)
 def embeddings(m: TorchMaker) -> TorchApply:
-    """Between vectors of the same example."""
+    """Losses between vectors of the same example."""
     b, _s, d = m.shape
     own = m.own
     how = m.choose(
@@ -252,8 +252,8 @@ def contrastive(m: TorchMaker) -> TorchApply:
 
 @torch_loss(1.5)
 def bootstrapped(m: TorchMaker) -> TorchApply:
-    """Against values without a gradient: pseudo labels, TD targets, BYOL's and PPO's; made before or after the values
-    with a gradient."""
+    """Losses against values without a gradient: pseudo labels, TD targets, BYOL's and PPO's. They are computed before
+    or after the values with a gradient."""
     b, s, d = m.shape
     own, how = (
         m.own,
@@ -310,7 +310,7 @@ def bootstrapped(m: TorchMaker) -> TorchApply:
 
 @torch_loss(whole=True)
 def masked_tokens(m: TorchMaker) -> TorchApply:
-    """The mean over those that count, by a mask of the batch."""
+    """The mean over the tokens that a mask of the batch selects."""
     b, s, d = m.shape
     own, how = m.own, m.choose("divide", "ignore", "nanmean", "top")
     own.head = m.linear(d, TOKENS)

@@ -36,18 +36,18 @@ TOKENS = 12
 
 @dataclass(kw_only=True)
 class TorchEnv:
-    """What all parts of a program see while it is called. terms: what parts add to the loss."""
+    """What all parts of a program see during a call. terms: terms that parts add to the loss."""
 
     batch: dict[str, Tensor]
     terms: list[Tensor] = field(default_factory=list)
 
 
 TorchApply = Callable[[Any, Tensor, TorchEnv], Tensor]
-"""f(the part's module, x [batch, sequence, width], env) -> x of the same shape; of a loss: -> a number."""
+"""f(the part's module, x [batch, sequence, width], env) -> x of the same shape; for a loss: -> a number."""
 
 
 class TorchPart(nn.Module):
-    """A layer or a loss: a module with parameters of its own, and the function that reads them."""
+    """A layer or a loss: a module with its own parameters, and the function that reads them."""
 
     run: TorchApply
 
@@ -78,7 +78,7 @@ class LinearOfWeight(nn.Module):
 
 
 class ElementwiseParametrization(nn.Module):
-    """Of ``torch.nn.utils.parametrize``."""
+    """A module for ``torch.nn.utils.parametrize``."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -90,9 +90,9 @@ class ElementwiseParametrization(nn.Module):
 
 @dataclass(kw_only=True)
 class TorchMaker:
-    """One part in the making. shape: batch, sequence, width of what it reads and returns.
+    """Builds one part. shape: batch, sequence, width of its input and output.
 
-    own: the module that holds the part's parameters. epsilon: the machine epsilon of the narrowest type in which the
+    own: the module with the part's parameters. epsilon: the machine epsilon of the narrowest type in which the
     part computes. shared: parameters that several parts read. drops: whether it draws random numbers.
     """
 
@@ -110,7 +110,7 @@ class TorchMaker:
     transforms: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
-        # Three streams: a plain part makes the same choices and has the same values as the one with transforms.
+        # Three streams, so that a plain part has the same choices and values as the one with transforms.
         self.rng, self.values, self.transforms = (
             np.random.default_rng([self.part.seed, i]) for i in range(3)
         )
@@ -132,13 +132,13 @@ class TorchMaker:
         return nn.Parameter(self.normal(*shape, scale=scale) + shift)
 
     def input(self, word: str, value: Tensor) -> str:
-        """A new tensor of the batch; returns its name."""
+        """Adds a tensor to the batch; returns its name."""
         name = f"{self.name}_{word}"
         self.batch[name] = value
         return name
 
     def common(self, name: str, *shape: int, scale: float = 1.0) -> nn.Parameter:
-        """A parameter that every part which asks for this name shares: tied weights."""
+        """Returns a parameter that all parts with this name share: tied weights."""
         if name not in self.shared:
             made = np.random.default_rng([len(name), *shape]).normal(size=shape) * scale
             self.shared[name] = nn.Parameter(torch.tensor(made))
@@ -151,8 +151,8 @@ class TorchMaker:
         return made
 
     def weight(self, *shape: int, scale: float | None = None) -> nn.Module:
-        """forward() -> a weight: a parameter, or a function of parameters. scale: default, so that a product keeps its
-        size."""
+        """Returns a module whose forward() is a weight: a parameter, or a function of parameters. The default scale
+        keeps the size of a product."""
         scale = float(np.prod(shape[:-1]) ** -0.5) if scale is None and len(shape) > 1 else (scale or 1.0)
         if self.part.plain or self.transforms.random() < 0.35:
             made = TransformedWeight(lambda own: own.w, 1.0)
@@ -162,7 +162,7 @@ class TorchMaker:
         return self.transformed(shape, scale, str(self.transforms.choice(fitting)))
 
     def vector(self, n: int, shift: float = 0.0) -> nn.Module:
-        """forward() -> a bias or a gain."""
+        """Returns a module whose forward() is a bias or a gain."""
         made = self.weight(n, scale=0.3)
         if isinstance(made, TransformedWeight) and shift:
             get = made.get
@@ -170,7 +170,7 @@ class TorchMaker:
         return made
 
     def linear(self, i: int, o: int, bias: bool = True) -> nn.Module:
-        """x [..., i] -> [..., o]: nn.Linear, one with a parametrization, or one whose weight is computed."""
+        """Returns a module from x [..., i] to [..., o]: nn.Linear, plain, parametrized, or with a computed weight."""
         if self.part.plain or (how := self.transforms.random()) < 0.4:
             return nn.Linear(i, o, bias=bias)
         if how < 0.75:
@@ -178,7 +178,7 @@ class TorchMaker:
         return self.parametrized(nn.Linear(i, o, bias=bias))
 
     def parametrized(self, module: nn.Module) -> nn.Module:
-        """The module, whose weight is now a function of another parameter, by PyTorch's own means."""
+        """Returns the module with a weight that is a function of another parameter, by PyTorch's own means."""
         from bench.composer.torch_weights import ELEMENTWISE, PARAMETRIZED
 
         word = str(self.transforms.choice([*PARAMETRIZED, *ELEMENTWISE]))
@@ -206,16 +206,16 @@ def _registered(into: dict[str, Pattern], **what: Any) -> Callable[[M], M]:
 
 
 def torch_layer(odds: float = 1.0, *, whole: bool = False, loops: bool = False) -> Callable[[M], M]:
-    """Register a layer: given a maker, it makes a ``TorchApply``."""
+    """Registers a layer, which makes a ``TorchApply`` from a maker."""
     return _registered(TORCH_LAYERS, odds=odds, whole=whole, loops=loops)
 
 
 def torch_loss(odds: float = 1.0, *, whole: bool = False) -> Callable[[M], M]:
-    """Register a loss: it makes a ``TorchApply`` that returns a number."""
+    """Registers a loss, which makes a ``TorchApply`` that returns a number."""
     return _registered(TORCH_LOSSES, odds=odds, whole=whole)
 
 
 def torch_transform(fits: Callable[[Sequence[int]], bool] = lambda shape: True) -> Callable[[M], M]:
-    """Register a transform of weights: given a maker, a module for its parameters and a shape, it makes f(module) -> a
-    tensor of this shape."""
+    """Registers a transform of weights, which makes f(module) -> a tensor of a given shape, from a maker and a module
+    for its parameters."""
     return _registered(TORCH_TRANSFORMS, fits=fits)

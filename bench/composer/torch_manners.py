@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["TORCH_MANNERS", "planned"]
 
 RUNS = ("eager",) * 18 + ("aot_eager", "graph")
-"""How ops are run: one by one, or as one graph; ``inductor`` is chosen by hand, as it takes a minute."""
+"""How ops run: one by one, or as one graph. ``inductor`` is not drawn, because it takes a minute."""
 
 
 def _manner(odds: float, *plans: str, runs: tuple[str, ...] = RUNS, **what: bool) -> Manner:
@@ -39,7 +39,7 @@ TORCH_MANNERS = {
 
 
 def case_of(program: TorchProgramMade, devices: int) -> Case:
-    """The program on the first devices of an h100x8."""
+    """Returns the program's case on the first devices of an h100x8."""
     from bench.cases.plans import Case
     from pase import machine
     from pase.compiler.problem.problem import SplitProblem
@@ -49,7 +49,7 @@ def case_of(program: TorchProgramMade, devices: int) -> Case:
 
 
 def planned(program: TorchProgramMade, word: str) -> Plan | None:
-    """The plan that a word names; None if the program has none of this kind. Raises PaseError."""
+    """Returns the plan that a word names; None if the program has no such plan. Raises PaseError."""
     kind, _, mesh = word.partition("@")
     if mesh:
         return case_of(program, int(np.prod([int(n) for n in mesh.split("x")]))).plan(word)
@@ -59,7 +59,7 @@ def planned(program: TorchProgramMade, word: str) -> Plan | None:
 
 
 def _method(program: TorchProgramMade, number: int) -> Plan | None:
-    """The plan of one of the methods that apply; even small parameters are split."""
+    """Returns the plan of one of the baselines that apply; even small parameters are split."""
     from pase.baselines import Baseline, baselines, masks
     from pase.compiler.meshes.plans import plan_of
 
@@ -74,7 +74,7 @@ def _method(program: TorchProgramMade, number: int) -> Plan | None:
 
 
 def _compiled(program: TorchProgramMade, kind: str) -> Plan | None:
-    """As a user compiles it, on a machine on which it is worth splitting."""
+    """Returns a plan compiled as by a user, on a machine on which it is worth splitting."""
     import pase
     from pase.errors import Infeasible, PaseError
 
@@ -97,7 +97,7 @@ def _compiled(program: TorchProgramMade, kind: str) -> Plan | None:
     except Infeasible:
         return None
     except PaseError as e:
-        # What was asked for does not apply to the program; that is no gap in what it may hold.
+        # The requested option does not apply to the program, which is not a missing feature.
         if "cannot be run in stages" in str(e) or "has no repeated block" in str(e):
             return None
         raise

@@ -47,7 +47,7 @@ class ComposedModule(nn.Module):
 
 @dataclass(frozen=True)
 class TorchProgramMade:
-    """A program of a spec, with its modules: each call of ``module`` makes an equal one."""
+    """A program of a spec; each call of ``module`` makes an equal module."""
 
     spec: Spec
 
@@ -76,7 +76,7 @@ class TorchProgramMade:
 
     @cached_property
     def traced(self) -> TracedTorch:
-        """As pase reads it."""
+        """The program as pase reads it."""
         from pase.frontends.torch.frontend import trace
 
         return trace(self.module(), self.batch)
@@ -100,7 +100,7 @@ class TorchProgramMade:
 
 
 def program_of(spec: Spec) -> TorchProgramMade:
-    """The program of a spec. The same spec always gives the same program."""
+    """Returns the program of a spec. The same spec always gives the same program."""
     return TorchProgramMade(spec)
 
 
@@ -111,7 +111,7 @@ def _drawn(rng: np.random.Generator, of: dict[str, Pattern]) -> ProgramPart:
 
 
 def draw(seed: int) -> Spec:
-    """The program of a seed: one to four layers and a loss, run in one or two ways that apply to it."""
+    """Returns the program of a seed: one to four layers and a loss, with one or two ways to run it that apply."""
     rng = np.random.default_rng([seed, 33])
     shape = SIZES[int(rng.integers(len(SIZES)))]
     parts = tuple(

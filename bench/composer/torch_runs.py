@@ -35,13 +35,13 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 COMPILERS = {"graph": "eager", "aot_eager": "aot_eager", "inductor": "inductor"}
-"""How a step is run, if not op by op -> a backend of torch.compile."""
+"""How a step runs, if not op by op -> the backend of torch.compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchTrained:
     """The numbers of a few steps. losses: one for each step. state: parameters and buffers by their paths, whole.
-    level: parameters whose gradients are zero but for rounding, as that of a softmax's shift is."""
+    level: parameters whose gradients are zero up to rounding, such as the shift of a softmax."""
 
     losses: list[float]
     state: dict[str, np.ndarray]
@@ -49,7 +49,7 @@ class TorchTrained:
 
 
 def state_of(module: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Parameters and buffers under all of their paths, gathered from all ranks."""
+    """Returns parameters and buffers under all of their paths, gathered from all ranks."""
     both = (
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
@@ -63,7 +63,7 @@ def state_of(module: torch.nn.Module) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True, eq=False)
 class TorchTrial:
-    """A program and its unsharded steps, which are run once for each optimizer."""
+    """A program and its unsharded steps, which run once for each optimizer."""
 
     spec: Spec
 
@@ -80,7 +80,7 @@ class TorchTrial:
         return {}
 
     def unsharded(self, optimizer: str) -> TorchTrained:
-        """By PyTorch alone, in one process; of a program with random numbers, by pase on one device."""
+        """Runs steps by PyTorch alone in one process, or by pase on one device if the program draws random numbers."""
         if optimizer not in self._unsharded:
             if self.program.drops:
                 found = self.sharded("alone", "eager", optimizer)
@@ -91,7 +91,7 @@ class TorchTrial:
         return self._unsharded[optimizer]
 
     def _alone(self, optimizer: str, moved: float = 0.0) -> TorchTrained:
-        """Steps by PyTorch alone. moved: by which share of itself each parameter is moved before."""
+        """Runs steps by PyTorch alone. moved: the relative change of each parameter before them."""
         module, losses = self.program.module(), []
         with torch.no_grad():
             for p in module.parameters() if moved else ():
@@ -110,7 +110,7 @@ class TorchTrial:
         return TorchTrained(losses=losses, state=state_of(module), level=level or frozenset())
 
     def sharded(self, word: str, runs: str, optimizer: str) -> list[TorchTrained] | None:
-        """The plan's steps on each rank; None if the program has no such plan."""
+        """Runs the plan's steps on each rank; returns None if the program has no such plan."""
         program, plan = self.program, planned(self.program, word)
         if plan is None or (program.drops and plan.accumulate > 1):  # each micro-batch draws its own numbers
             return None
@@ -123,8 +123,8 @@ class TorchTrial:
                 and all(s.program.ops and s.leaves and s.sums for s in run.splits)
             )
         else:
-            assert run.program.ops and run.leaves and run.sums  # worked out once, not once on each thread
-        # Made one after the other: they draw from the one random state of the process.
+            assert run.program.ops and run.leaves and run.sums  # computed once, not on each thread
+        # Made one after the other, because they draw from the same random state of the process.
         modules = [program.module() for _ in range(count)]
         torch.manual_seed(11)
         how: dict[str, Any] = {} if runs == "eager" else {"compile": COMPILERS[runs]}
@@ -148,8 +148,8 @@ class TorchTrial:
             )
 
     def _unstable(self, optimizer: str) -> bool:
-        """Whether steps from parameters that are moved by a few roundings differ from the unsharded ones by ten
-        thousand times what is allowed: what is off by rounding alone cannot be told from what is wrong."""
+        """Returns whether a change of the parameters by a few roundings changes the steps by ten thousand times the
+        allowed difference. Rounding then cannot be told from an error."""
         if self.program.drops:
             return False
         whole, again = self.unsharded(optimizer), self._alone(optimizer, moved=64 * self.program.epsilon)
@@ -176,7 +176,7 @@ class TorchTrial:
 
 
 def _by_processes(count: int, on_rank: Callable[[int], TorchTrained]) -> list[TorchTrained]:
-    """What each rank returns. A PaseError of a rank is raised as one."""
+    """Returns the result of each rank. A PaseError of a rank is raised as a PaseError."""
 
     def tried(rank: int) -> TorchTrained | str:
         try:
@@ -194,7 +194,7 @@ def _by_processes(count: int, on_rank: Callable[[int], TorchTrained]) -> list[To
 def differences(
     before: Mapping[str, np.ndarray], whole: TorchTrained, rank: TorchTrained, bound: float, epsilon: float
 ) -> list[Difference]:
-    """What differs on a rank by more than rounding, by its name: a loss, a parameter, a buffer."""
+    """Returns the losses, parameters and buffers that differ on a rank by more than rounding, by name."""
     found = []
     for i, (right, mine) in enumerate(zip(whole.losses, rank.losses, strict=True)):
         found.append(Difference(what=f"loss {i}", off=abs(right - mine) / (max(abs(right), 1e-3) * bound)))
@@ -219,12 +219,12 @@ def differences(
 
 
 def apart(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest difference, where infinities may be equal."""
+    """Returns the largest difference; equal infinities do not differ."""
     return float(np.where(a == b, 0.0, np.abs(a - b)).max())
 
 
 def attempt(spec: Spec) -> dict[str, Any]:
-    """The row of a program: what it is made of, and how each of its ways to be run ended."""
+    """Returns the row of a program: its patterns, and how each way to run it ended."""
     torch.set_num_threads(1)
     trial, began = TorchTrial(spec), time.process_time()
     row: dict[str, Any] = {"program": str(spec), "patterns": list(trial.program.patterns)}
@@ -236,7 +236,7 @@ def attempt(spec: Spec) -> dict[str, Any]:
 
 
 def written(spec: Spec) -> str:
-    """The program as PyTorch exports it."""
+    """Returns the program as PyTorch exports it."""
     program = program_of(spec)
     try:
         code = program.traced.program.graph.code

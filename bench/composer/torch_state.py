@@ -68,7 +68,7 @@ def _in_regions(how: str, own: Any, x: Tensor, env: TorchEnv) -> Tensor:
 
 @torch_layer(2)
 def without_gradient(m: TorchMaker) -> TorchApply:
-    """Values under no_grad and the like, which other readers have with a gradient, before or after."""
+    """Values under no_grad and similar, which other readers use with a gradient, before or after."""
     d, own = m.shape[2], m.own
     how = m.choose(
         "before",
@@ -176,8 +176,8 @@ def moving_average(m: TorchMaker) -> TorchApply:
 
 @torch_layer(1.5)
 def codebook(m: TorchMaker) -> TorchApply:
-    """Vector quantisation: the nearest code, straight through, with a commitment loss; codes by gradient, or by a
-    moving average."""
+    """Vector quantization: the nearest code, straight through, with a commitment loss. Codes are trained by gradients
+    or by a moving average."""
     d, own, n = m.shape[2], m.own, 6
     how, near = (
         m.choose("gradient", "average", "buffer", "gumbel-free"),
@@ -212,7 +212,7 @@ def codebook(m: TorchMaker) -> TorchApply:
                 ours = F.one_hot(at, n).to(x.dtype)
                 own.count.mul_(0.9).add_(ours.sum(0), alpha=0.1)
                 own.book.mul_(0.9).add_((ours.T @ flat) / (own.count[:, None] + 1e-3), alpha=0.1)
-        # Tokens of one code would be equal but for rounding, and a maximum over them anyone's choice.
+        # Tokens of one code would be equal up to rounding, and a maximum over them ambiguous.
         return x + y + (code - y).detach()
 
     return run
@@ -245,7 +245,7 @@ def own_derivative(m: TorchMaker) -> TorchApply:
 
 @torch_layer(1.5)
 def checkpointed(m: TorchMaker) -> TorchApply:
-    """torch.utils.checkpoint of a module or a function, which may read what is around it."""
+    """torch.utils.checkpoint of a module or a function, which may be a closure."""
     d, own = m.shape[2], m.own
     how, old = m.choose("module", "closure", "two", "nested", "sequential", "no_grad"), m.chance(0.2)
     own.net, own.w = nn.Sequential(m.linear(d, 2 * d), nn.GELU(), m.linear(2 * d, d)), m.weight(d, d)
@@ -277,7 +277,7 @@ def checkpointed(m: TorchMaker) -> TorchApply:
 
 @torch_layer()
 def hooked(m: TorchMaker) -> TorchApply:
-    """Hooks of modules that change what they return; hooks on gradients, which are to be refused."""
+    """Hooks of modules that change their outputs; hooks on gradients, which must be refused."""
     d, own = m.shape[2], m.own
     how = m.choose("forward", "pre", "kwargs", "hidden", "gradient") if m.chance(0.9) else "gradient"
     own.a, own.b = m.linear(d, d), m.linear(d, d)
@@ -390,7 +390,7 @@ def written_in_place(m: TorchMaker) -> TorchApply:
 
 @torch_layer(1.5)
 def transformed_function(m: TorchMaker) -> TorchApply:
-    """torch.func and the like: vmap, functional_call, a gradient within the step."""
+    """torch.func: vmap, functional_call, a gradient inside the step."""
     _b, _s, d = m.shape
     own, how = (
         m.own,
@@ -425,8 +425,8 @@ def transformed_function(m: TorchMaker) -> TorchApply:
 
 @torch_layer(1.5, whole=True)
 def random_numbers(m: TorchMaker) -> TorchApply:
-    """Dropout, noise, stochastic depth. Compared with the same plan's step on one device: how a seed becomes numbers is
-    not PyTorch's own way."""
+    """Dropout, noise, stochastic depth. They are compared with the step of the same plan on one device, because pase
+    generates random numbers in another way than PyTorch."""
     _b, _s, d = m.shape
     own, how = (
         m.own,

@@ -131,7 +131,7 @@ def triangle_of_entries(m: TorchMaker, own: Any, shape: Sequence[int]) -> Tensor
 
 @torch_transform(matrix)
 def transposed(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
-    """A matrix that is stored the other way around."""
+    """A matrix that is stored transposed."""
     own.a, n = m.param(*shape[::-1]), len(shape)
     return lambda own: own.a.permute(*range(n)[::-1]).contiguous()
 
@@ -156,7 +156,7 @@ def reshaped(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
 
 @torch_transform()
 def masked(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
-    """By a buffer, as pruning does it."""
+    """A weight masked by a buffer, as in pruning."""
     own.a, how = m.param(*shape), m.choose("times", "fill", "where")
     own.register_buffer("mask", m.normal(*shape) > -0.3)
 
@@ -174,7 +174,7 @@ def masked(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
 
 @torch_transform()
 def fake_quantised(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
-    """Straight through: by detach, or by PyTorch's own op."""
+    """Fake quantization, straight through: by detach, or by PyTorch's own op."""
     own.a, how = m.param(*shape), m.choose("rows", "mean", "op")
 
     def get(own: Any) -> Tensor:
@@ -214,14 +214,14 @@ def polar(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
 
 @torch_transform()
 def complex_parameter(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
-    """A real matrix of a complex parameter."""
+    """A real matrix from a complex parameter."""
     own.a = nn.Parameter(torch.complex(m.normal(*shape), m.normal(*shape)))
     return lambda own: own.a.real * own.a.abs() - own.a.imag
 
 
 @torch_transform()
 def single_precision(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
-    """Computed as float32 in part."""
+    """A weight that is partly computed in float32."""
     own.a, cast = m.param(*shape), m.choose(lambda t: t.float(), lambda t: t.to(torch.float32))
     m.epsilon = max(m.epsilon, 2.0**-23)
     return lambda own: cast(own.a).sin().double()
@@ -229,7 +229,7 @@ def single_precision(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet
 
 @torch_transform()
 def gathered_rows(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
-    """Rows of a table by fixed numbers."""
+    """Rows of a table by fixed indices."""
     own.table, how = m.param(shape[0] + 2, *shape[1:]), m.choose("index", "select", "take", "embedding")
     own.register_buffer("at", m.integers(shape[0] + 2, shape[0]))
 
@@ -251,7 +251,7 @@ def gathered_rows(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
 
 @torch_transform()
 def of_pieces(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
-    """Joined from pieces, repeated, rolled, flipped or padded."""
+    """A weight concatenated from pieces, repeated, rolled, flipped or padded."""
     n, how = (
         shape[0],
         m.choose("cat", "repeat", "roll", "flip", "pad", "stack", "narrow", "interleave", "outer"),
@@ -282,7 +282,7 @@ def of_pieces(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
 
 @torch_transform(matrix)
 def generated(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
-    """By a small network from a code, as hypernetworks do it."""
+    """A weight that a small network generates from a code, as in hypernetworks."""
     own.code, own.make = m.param(6), nn.Linear(6, int(torch.Size(shape).numel()))
     return lambda own: own.make(own.code.tanh()).view(*shape) * 1.5
 
@@ -305,7 +305,7 @@ def kronecker(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
 
 @torch_transform()
 def averaged(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
-    """A mixture of several, by a softmax; as a ParameterList, or as one stacked parameter."""
+    """A mixture of several weights by a softmax, as a ParameterList or as one stacked parameter."""
     own.mix, listed = m.param(3), m.chance(0.5)
     if listed:
         own.all = nn.ParameterList([m.param(*shape) for _ in range(3)])
@@ -323,7 +323,7 @@ def averaged(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
 
 @torch_transform()
 def spectral(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
-    """Given by its Fourier transform."""
+    """A weight given by its Fourier transform."""
     n = shape[-1]
     own.a, own.b = m.param(*shape[:-1], n // 2 + 1), m.param(*shape[:-1], n // 2 + 1)
     return lambda own: torch.fft.irfft(torch.complex(own.a, own.b), n=n) * 3
@@ -331,7 +331,7 @@ def spectral(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
 
 @torch_transform()
 def with_frozen_part(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
-    """A sum of a frozen parameter, a buffer and a trained one; another parameter is not used at all."""
+    """The sum of a frozen parameter, a buffer and a trained one; another parameter is unused."""
     own.a, own.frozen, own.unused = m.param(*shape), m.param(*shape), m.param(3)
     own.frozen.requires_grad_(False)
     own.register_buffer("held", m.normal(*shape), persistent=False)

@@ -13,7 +13,7 @@ from bench.composer.torch_maker import TOKENS, TorchApply, TorchEnv, TorchMaker,
 
 @torch_layer(2)
 def embedding(m: TorchMaker) -> TorchApply:
-    """Rows of a table by the batch's tokens; the table may be another part's too."""
+    """Rows of a table by the batch's tokens; another part may use the table as well."""
     b, s, d = m.shape
     own, how = (
         m.own,
@@ -45,7 +45,7 @@ def embedding(m: TorchMaker) -> TorchApply:
 
 @torch_layer()
 def positions(m: TorchMaker) -> TorchApply:
-    """Learned ones, cut from a longer table; fixed waves; relative ones."""
+    """Positions: learned, sliced from a longer table; fixed sinusoids; relative."""
     _b, s, d = m.shape
     own, how = m.own, m.choose("slice", "embedding", "waves", "relative", "buffer")
     own.table = m.weight(s + 3, d, scale=0.5)
@@ -74,7 +74,7 @@ def positions(m: TorchMaker) -> TorchApply:
 
 @torch_layer(2)
 def picked(m: TorchMaker) -> TorchApply:
-    """Elements by indices of the batch, changed and put back."""
+    """Elements by indices of the batch, changed and written back."""
     b, s, d = m.shape
     own, n = m.own, max(s // 2, 1)
     how = m.choose(
@@ -147,7 +147,7 @@ def graph(m: TorchMaker) -> TorchApply:
 
 @torch_layer(1.5)
 def ordered(m: TorchMaker) -> TorchApply:
-    """Sorted along the sequence, or by a score; the largest few; the median."""
+    """Sorted along the sequence or by a score; the largest few; the median."""
     _b, s, d = m.shape
     own, how = (
         m.own,
@@ -185,7 +185,7 @@ def ordered(m: TorchMaker) -> TorchApply:
 
 @torch_layer(1.5)
 def masking(m: TorchMaker) -> TorchApply:
-    """Masks: by lengths, of infinities, by bounds."""
+    """Masks: by lengths, with infinities, by bounds."""
     b, s, d = m.shape
     own, how = m.own, m.choose("lengths", "fill", "where", "tril", "nan", "isin", "clip", "sign", "heaviside")
     lengths = m.input("lengths", m.integers(s, b) + 1)
@@ -326,7 +326,7 @@ def complex_numbers(m: TorchMaker) -> TorchApply:
 
 @torch_layer(1.5)
 def mixed_types(m: TorchMaker) -> TorchApply:
-    """A part in a narrower type, integers made of floats, a cast by autocast."""
+    """A part in a narrower type, integers from floats, a cast by autocast."""
     _b, _s, d = m.shape
     own, how = m.own, m.choose("float", "bfloat16", "autocast", "integers", "norm", "booleans", "half loss")
     own.lin = m.linear(d, d)
@@ -364,7 +364,7 @@ def mixed_types(m: TorchMaker) -> TorchApply:
 
 @torch_layer(2)
 def views(m: TorchMaker) -> TorchApply:
-    """Shapes changed and restored; some join the batch with another dim."""
+    """Reshapes and their inverses; some merge the batch with another dim."""
     _b, s, d = m.shape
     own = m.own
     how = m.choose(
@@ -412,7 +412,7 @@ def views(m: TorchMaker) -> TorchApply:
 
 @torch_layer(whole=True)
 def across_the_batch(m: TorchMaker) -> TorchApply:
-    """Examples that meet: mixed up, compared, normalised, halved, merged with another dim."""
+    """Ops that mix examples: mixup, comparison, normalization, halving, merging with another dim."""
     b, s, d = m.shape
     own, how = (
         m.own,
@@ -451,7 +451,7 @@ def across_the_batch(m: TorchMaker) -> TorchApply:
 
 @torch_layer()
 def linear_algebra(m: TorchMaker) -> TorchApply:
-    """Of each example."""
+    """Linear algebra of each example."""
     _b, s, d = m.shape
     own, how = (
         m.own,

@@ -17,11 +17,11 @@ from bench.composer.torch_maker import TORCH_TRANSFORMS, TorchMaker, torch_trans
 from bench.composer.weights import matrix
 
 TensorGet = Callable[[Any], Tensor]
-"""f(the module that holds the parameters) -> a weight."""
+"""f(the module with the parameters) -> a weight."""
 
 
 class RoundedThrough(torch.autograd.Function):
-    """Rounded to quarters; its gradient passes straight through where the weight is small."""
+    """Rounds to quarters; the gradient passes straight through if the weight is small."""
 
     @staticmethod
     def forward(ctx: Any, w: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class RoundedThrough(torch.autograd.Function):
 
 
 class SwishOwnBackward(torch.autograd.Function):
-    """x * sigmoid(x), which keeps x alone."""
+    """x * sigmoid(x), which keeps only x for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def normalised(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
 
 @torch_transform(matrix)
 def standardised(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
-    """A weight less its mean, over its deviation."""
+    """A weight minus its mean, over its standard deviation."""
     own.v, how = m.param(*shape), m.choose("var_mean", "std", "layer_norm")
 
     def get(own: Any) -> Tensor:
@@ -187,7 +187,7 @@ def standardised(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
 
 @torch_transform(matrix)
 def centred(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
-    """A weight less its mean."""
+    """A weight minus its mean."""
     own.v = m.param(*shape)
     return lambda own: own.v - own.v.mean(-1, keepdim=True)
 

@@ -16,7 +16,7 @@ TOKENS = 12
 
 @layer(2)
 def embedding(m: Maker) -> Apply:
-    """Rows of a table by the batch's tokens: indexed, taken, or by one-hot; the table may be another part's too."""
+    """Rows of a table by the batch's tokens: by indexing, take, or one-hot; another part may use the table as well."""
     b, s, d = m.shape
     tokens = m.input("tokens", m.values.integers(0, TOKENS, (b, s)).astype(np.int32))
     how, tied = m.choose("index", "take", "one_hot", "clip"), m.chance(0.5)
@@ -36,7 +36,7 @@ def embedding(m: Maker) -> Apply:
 
 @layer()
 def positions(m: Maker) -> Apply:
-    """Learned ones, cut from a longer table at a fixed or a given place; or fixed waves."""
+    """Positions: learned, sliced from a longer table at a fixed or a given index; or fixed sinusoids."""
     _b, s, d = m.shape
     kind, table = m.choose("slice", "dynamic", "waves"), m.weight(s + 3, d, scale=0.5)
     start = m.input("start", np.asarray(m.values.integers(3), np.int32)) if kind == "dynamic" else ""
@@ -92,7 +92,7 @@ def graph(m: Maker) -> Apply:
 
 @layer()
 def ordered(m: Maker) -> Apply:
-    """Sorted along the sequence, or by a score; the largest few; the median."""
+    """Sorted along the sequence or by a score; the largest few; the median."""
     _b, s, d = m.shape
     kind, w, k = m.choose("sort", "argsort", "top", "median"), m.weight(d), max(s // 2, 1)
 
@@ -136,7 +136,7 @@ def random_numbers(m: Maker) -> Apply:
 
 @layer()
 def codebook(m: Maker) -> Apply:
-    """Vector quantisation: the nearest code, straight through, with a commitment loss and a moving average."""
+    """Vector quantization: the nearest code, straight through, with a commitment loss and a moving average."""
     d = m.shape[2]
     codes, by_gradient = m.param(6, d), m.chance(0.5)
     w = m.weight(d, d)
@@ -154,7 +154,7 @@ def codebook(m: Maker) -> Apply:
             env.metrics[m.name] = 0.9 * book + 0.1 * jnp.einsum(
                 "bsn,bsd->nd", chosen, lax.stop_gradient(y)
             ) / len(x)
-        # Tokens of one code would be equal but for rounding, and a maximum over them anyone's choice.
+        # Tokens of one code would be equal up to rounding, and a maximum over them ambiguous.
         return x + y + lax.stop_gradient(code - y)
 
     return apply
@@ -162,7 +162,7 @@ def codebook(m: Maker) -> Apply:
 
 @layer()
 def target_network(m: Maker) -> Apply:
-    """A target that is not trained predicts; the online weights are drawn to it."""
+    """An untrained target network predicts, and the online weights are trained towards it."""
     d = m.shape[2]
     w, target = m.weight(d, d), m.param(d, d, scale=d**-0.5)
 
@@ -178,7 +178,7 @@ def target_network(m: Maker) -> Apply:
 
 @layer()
 def shapes(m: Maker) -> Apply:
-    """Joined, cut, padded, rolled, flipped, transposed, every second one: views of all kinds around a weight."""
+    """Views around a weight: concatenation, slices, padding, rolls, flips, transposes, strides."""
     _b, s, d = m.shape
     w, word = m.weight(d, d), m.choose("join", "pad", "roll", "flip", "second", "shift", "merge", "heads")
 
@@ -206,7 +206,7 @@ def shapes(m: Maker) -> Apply:
 
 @layer()
 def given_mask(m: Maker) -> Apply:
-    """A padding mask of the batch: attention sees no padding, means leave it out."""
+    """A padding mask of the batch, for attention and for means."""
     b, s, d = m.shape
     lengths = m.input("lengths", m.values.integers(1, s + 1, b).astype(np.int32))
     w, v = m.weight(d, d), m.weight(d, d)
@@ -239,7 +239,7 @@ def cumulative_sums(m: Maker) -> Apply:
 
 @layer()
 def own_rules(m: Maker) -> Apply:
-    """custom_vjp and custom_jvp on activations: a reversed, clipped or scaled gradient; statistics that are kept."""
+    """custom_vjp and custom_jvp on activations: a reversed, clipped or scaled gradient; saved statistics."""
     d = m.shape[2]
     w, kind, size = m.weight(d, d), m.choose("reverse", "clip", "full", "normed"), m.choose(0.5, 2.0)
 
@@ -288,7 +288,7 @@ def inner_gradient(m: Maker) -> Apply:
 
 @layer()
 def nested_parameters(m: Maker) -> Apply:
-    """Parameters in lists, tuples and dicts, a number and a boolean among them, one not used at all."""
+    """Parameters in lists, tuples and dicts, with a number and a boolean; one is unused."""
     d = m.shape[2]
     w = lambda: m.normal(d, d, scale=d**-0.5)  # noqa: E731
     tree = {"layers": [{"w": w(), "b": m.normal(d)}, {"w": w(), "b": m.normal(d)}], "pair": (m.normal(), w())}
@@ -305,7 +305,7 @@ def nested_parameters(m: Maker) -> Apply:
 
 @layer(whole=True)
 def among_examples(m: Maker) -> Apply:
-    """Examples read each other: attention over the batch, or a batch mean."""
+    """Ops that mix examples: attention over the batch, or a batch mean."""
     _b, _s, d = m.shape
     w, mean = m.weight(d, d), m.chance(0.4)
 
@@ -355,7 +355,7 @@ def special_functions(m: Maker) -> Apply:
 
 @layer()
 def resized(m: Maker) -> Apply:
-    """The sequence made longer by interpolation, worked on, and made short again by pooling."""
+    """The sequence lengthened by interpolation, and shortened again by pooling."""
     _b, s, d = m.shape
     w, how = m.weight(d, d), m.choose("nearest", "linear")
 
@@ -412,7 +412,7 @@ def nnx_module(m: Maker) -> Apply:
 
     d = m.shape[2]
     rngs = nnx.Rngs(m.part.seed % 1000)
-    m.epsilon = max(m.epsilon, 2.0**-23)  # its attention is jax.nn's, whose scores are float32
+    m.epsilon = max(m.epsilon, 2.0**-23)  # its attention is that of jax.nn, with scores in float32
     module = m.choose(
         lambda: nnx.Linear(d, d, rngs=rngs, param_dtype=jnp.float64),
         lambda: nnx.LayerNorm(d, rngs=rngs, param_dtype=jnp.float64),

@@ -14,12 +14,12 @@ from bench.composer.maker import TRANSFORMS, Get, Maker, Pattern, transform
 
 
 def matrix(shape: Sequence[int]) -> bool:
-    """Two dims or more."""
+    """Returns whether there are at least two dims."""
     return len(shape) >= 2
 
 
 def square(shape: Sequence[int]) -> bool:
-    """Two equal dims."""
+    """Returns whether there are two equal dims."""
     return len(shape) == 2 and shape[0] == shape[1]
 
 
@@ -145,7 +145,7 @@ def symmetric(m: Maker, shape: Sequence[int]) -> Get:
 
 @transform(square)
 def cayley(m: Maker, shape: Sequence[int]) -> Get:
-    """Orthogonal by solving a system."""
+    """An orthogonal matrix, by solving a linear system."""
     a, eye = m.param(*shape, scale=0.3), np.eye(shape[0])
 
     def get(p: Any) -> Any:
@@ -187,14 +187,14 @@ def masked(m: Maker, shape: Sequence[int]) -> Get:
 
 @transform()
 def mask_among_parameters(m: Maker, shape: Sequence[int]) -> Get:
-    """A boolean leaf of the parameters: it is not trained."""
+    """A boolean mask among the parameters, which is not trained."""
     a, mask = m.param(*shape), m.leaf(m.normal(*shape) > -0.3)
     return lambda p: jnp.where(p[mask], p[a], 0.1)
 
 
 @transform()
 def fake_quantised(m: Maker, shape: Sequence[int]) -> Get:
-    """Eight bits, straight through."""
+    """Fake quantization to eight bits, straight through."""
     a = m.param(*shape)
 
     def get(p: Any) -> Any:
@@ -207,7 +207,7 @@ def fake_quantised(m: Maker, shape: Sequence[int]) -> Get:
 
 @transform(matrix)
 def ternary(m: Maker, shape: Sequence[int]) -> Get:
-    """BitNet's: scaled by the mean of the absolutes, rounded to -1, 0, 1, straight through."""
+    """BitNet's weights: scaled by the mean absolute value, rounded to -1, 0, 1, straight through."""
     a = m.param(*shape)
 
     def get(p: Any) -> Any:
@@ -233,7 +233,7 @@ def complex_parts(m: Maker, shape: Sequence[int]) -> Get:
 
 @transform()
 def single_precision(m: Maker, shape: Sequence[int]) -> Get:
-    """Stored as float32, used as float64."""
+    """A weight that is stored in float32 and used in float64."""
     a = m.leaf(m.normal(*shape).astype(np.float32))
     m.epsilon = max(m.epsilon, 2.0**-23)  # its update is rounded to its type
     return lambda p: p[a].astype(jnp.float64)
@@ -254,7 +254,7 @@ def gathered_rows(m: Maker, shape: Sequence[int]) -> Get:
 
 @transform()
 def rows_by_parameter(m: Maker, shape: Sequence[int]) -> Get:
-    """A leaf of integers among the parameters says which rows."""
+    """Rows selected by integers among the parameters."""
     a = m.param(*shape)
     rows = m.leaf(m.values.permutation(shape[0]).astype(np.int32))
     return lambda p: jnp.take(p[a], p[rows], axis=0)
@@ -318,7 +318,7 @@ def interpolated(m: Maker, shape: Sequence[int]) -> Get:
 
 @transform()
 def moving_average(m: Maker, shape: Sequence[int]) -> Get:
-    """Half from an average that is not trained."""
+    """A weight that is half an untrained average."""
     a, ema = m.param(*shape), m.param(*shape)
     return lambda p: p[a] + lax.stop_gradient(0.9 * p[ema] + 0.1 * p[a])
 
@@ -332,14 +332,14 @@ def outer_product(m: Maker, shape: Sequence[int]) -> Get:
 
 @transform(matrix)
 def generated(m: Maker, shape: Sequence[int]) -> Get:
-    """A hypernetwork: the weight is made by a product."""
+    """A hypernetwork: the weight is a product."""
     z, g = m.param(4), m.param(4, int(np.prod(shape)), scale=0.5)
     return lambda p: (jnp.tanh(p[z]) @ p[g]).reshape(shape)
 
 
 @transform(matrix)
 def mapped(m: Maker, shape: Sequence[int]) -> Get:
-    """One function of each row, by vmap."""
+    """A function of each row, by vmap."""
     a, s = m.param(*shape), m.param(shape[0], scale=0.3)
 
     def row(w: Any, t: Any) -> Any:
@@ -350,7 +350,7 @@ def mapped(m: Maker, shape: Sequence[int]) -> Get:
 
 @transform(matrix)
 def spectral(m: Maker, shape: Sequence[int]) -> Get:
-    """Divided by its largest singular value, by a step of power iteration that has no gradient."""
+    """A weight over its largest singular value, by a step of power iteration without a gradient."""
     a, u = m.param(*shape), m.normal(int(np.prod(shape[:-1])))
 
     def get(p: Any) -> Any:
@@ -365,7 +365,7 @@ def spectral(m: Maker, shape: Sequence[int]) -> Get:
 
 @transform(square)
 def circulant(m: Maker, shape: Sequence[int]) -> Get:
-    """Toeplitz: a vector, gathered into a matrix."""
+    """A Toeplitz matrix, gathered from a vector."""
     n = shape[0]
     a, where = m.param(n), (np.arange(n)[:, None] - np.arange(n)) % n
     return lambda p: jnp.sin(p[a])[where]
@@ -415,7 +415,7 @@ def own_tangent(m: Maker, shape: Sequence[int]) -> Get:
 
 @transform()
 def conditional(m: Maker, shape: Sequence[int]) -> Get:
-    """One of two functions, as a parameter's sign says."""
+    """One of two functions, by a parameter's sign."""
     a, s = m.param(*shape), m.param()
     return lambda p: lax.cond(p[s] > 0, lambda w: jnp.sin(w), lambda w: w**2, p[a])
 
@@ -446,13 +446,13 @@ def unit_interval(m: Maker, shape: Sequence[int]) -> Get:
 
 @transform()
 def batched_mean(m: Maker, shape: Sequence[int]) -> Get:
-    """Scaled by a number that the whole weight gives."""
+    """A weight scaled by a function of the whole weight."""
     a = m.param(*shape)
     return lambda p: p[a] / jnp.sqrt(jnp.mean(p[a] ** 2) + 0.01)
 
 
 @transform()
 def variational(m: Maker, shape: Sequence[int]) -> Get:
-    """A mean and a log-variance, with noise that is a constant of the program."""
+    """A mean and a log-variance, with constant noise."""
     mean, logvar, noise = m.param(*shape), m.param(*shape, scale=0.3, shift=-1), m.normal(*shape)
     return lambda p: p[mean] + jnp.exp(0.5 * p[logvar]) * noise

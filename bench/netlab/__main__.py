@@ -54,11 +54,11 @@ EXPECTED_MIN = {
     "pipelines": 9.0,
     "frameworks": 6.0,
 }
-"""In full, on two cores; every part says more as it begins."""
+"""Minutes of a full run on two cores; each part prints details when it starts."""
 
 
 def main() -> int:
-    """Runs the parts asked for, which write their result files and pages. Returns the exit status."""
+    """Runs the requested parts, which write their result files and pages. Returns the exit status."""
     args = parser(
         __doc__,
         "",
@@ -66,15 +66,17 @@ def main() -> int:
         option("--folder", type=Path, default=Path(tempfile.gettempdir()) / "paselab"),
         option("--fresh", action="store_true", help="forget earlier calibrations"),
         option("--resume", action="store_true", help="keep what was measured at this commit"),
-        option("--minutes", type=float, help="begin nothing new after so many (full: 58; else no limit)"),
-        option("--only", help="full: these parts alone, comma-separated"),
-        option("--models", help="strategies, replay: of these alone, comma-separated"),
+        option(
+            "--minutes", type=float, help="start nothing new after this many (full: 58; otherwise no limit)"
+        ),
+        option("--only", help="full: only these parts, comma-separated"),
+        option("--models", help="strategies, replay: only these, comma-separated"),
         option("--calibrate-s", type=float, default=45.0, help="seconds for each network"),
-        option("--mbit", type=float, help="strategies, frameworks: on the networks of this rate alone"),
-        option("--hosts", type=int, help="strategies: on the networks of so many hosts alone"),
+        option("--mbit", type=float, help="strategies, frameworks: only on networks with this rate"),
+        option("--hosts", type=int, help="strategies: only on networks with this many hosts"),
         option("--batches", default="0,1", choices=("0", "1", "0,1"), help="0: small, 1: large"),
-        option("--rates", help="buckets, torch: these coverage rates alone, comma-separated"),
-        option("--iterations", type=int, default=12, help="buckets, torch, replay: of each run"),
+        option("--rates", help="buckets, torch: only these coverage rates, comma-separated"),
+        option("--iterations", type=int, default=12, help="buckets, torch, replay: iterations of each run"),
         option("--training", type=int, default=48, help="buckets: iterations of the loss curves"),
         option("--results", type=Path, default=RESULTS, help="where the result files go"),
     ).parse_args()
@@ -111,7 +113,7 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace, session: Session) -> int:
-    """The parts asked for, one after the other; one that fails does not take the others with it."""
+    """Runs the requested parts, one after the other; if one fails, the others still run."""
     if args.part == "quick":
         quick(session)
         return 0
@@ -140,7 +142,8 @@ def run(args: argparse.Namespace, session: Session) -> int:
 def _steps(
     args: argparse.Namespace, session: Session, parts: list[str]
 ) -> list[tuple[str, str, Callable[[], None]]]:
-    """(part, which networks, what to do): larger networks late, so that every part gets its turn; PyTorch last."""
+    """Returns (part, networks, function) for each step: larger networks come late, so that every part runs; PyTorch
+    last."""
     chosen = [
         t
         for t in strategies.FULL
@@ -156,7 +159,7 @@ def _steps(
 
     def measured(part: str, topology: Topology, these: list[str]) -> Callable[[], None]:
         def step() -> None:
-            # What is measured now replaces the rows of these networks; the others of this commit stay.
+            # New rows replace those of these networks; the other rows of this commit stay.
             every = [t.name for t in networks.get(part, (topology,))]
             before = rows.get(part, session.kept(part, every))
 
@@ -193,7 +196,7 @@ def _steps(
 
 
 def _policies(args: argparse.Namespace, session: Session, part: str, training: int) -> None:
-    """As a step of ``_steps``: bucket plans in JAX, or in PyTorch."""
+    """Runs the step of bucket plans in JAX, or in PyTorch."""
     buckets.measure(
         session,
         rates=tuple(map(float, args.rates.split(","))) if args.rates else buckets.RATES,
@@ -206,17 +209,17 @@ def _policies(args: argparse.Namespace, session: Session, part: str, training: i
 
 
 def _replay(args: argparse.Namespace, session: Session, models: list[str]) -> None:
-    """As a step of ``_steps``."""
+    """Runs the step of replays."""
     cases = [c for c in replays.CASES if c[0] in models]
     found = replays.measure(session, cases=cases, steps=args.iterations, plans=not args.models)
-    if args.models:  # the other runs stay, each with the commit that it was measured at
+    if args.models:  # the other runs stay, with the commit at which they were measured
         found["rows"] = [*session.others("replay", [r["run"] for r in found["rows"]]), *found["rows"]]
         found["summary"] = replays.summary(found["rows"])
     session.write("replay", found)
 
 
 def _both_ways(session: Session, models: Sequence[str], batches: Sequence[int]) -> None:
-    """The same plans annotated and lowered by hand."""
+    """Runs the step of the same plans in the annotated and the manual lowering."""
 
     def put(rows: list[dict[str, Any]]) -> None:
         if all(any("measured_s" in r and r["lowering"] == how for r in rows) for how in strategies.LOWERINGS):
@@ -227,7 +230,7 @@ def _both_ways(session: Session, models: Sequence[str], batches: Sequence[int]) 
 
 
 def _compared(args: argparse.Namespace, session: Session) -> list[tuple[str, str, Callable[[], None]]]:
-    """As ``_steps``: PyTorch's own ways beside ours, network by network."""
+    """Returns the steps that compare PyTorch's own strategies with ours, for each network."""
     rows = session.kept("frameworks", [t.name for t in frameworks.NETWORKS])
 
     def step(topology: Topology) -> Callable[[], None]:
@@ -242,7 +245,7 @@ def _compared(args: argparse.Namespace, session: Session) -> list[tuple[str, str
 
 
 def quick(session: Session) -> None:
-    """Every part once, small."""
+    """Runs every part once, small."""
     rows = strategies.measure(strategies.QUICK[0], ("mlp", "gpt2"), (0,), session)
     result: dict[str, Any] = {"strategies": {"summary": strategies.summary(rows), "rows": rows}}
     policies = ("fifo", "ddp", "deft", "ours")

@@ -23,22 +23,22 @@ __all__ = ["POLICIES", "RATES", "chosen", "measure", "run_cells"]
 RATES = (0.5, 1.0, 2.0)
 POLICIES = ("fifo", "priority", "ddp", "mg_wfbp", "bytescheduler", "us_byte", "tac", "deft", "ours")
 TRAINED, TRAINED_AT = ("ddp", "deft", "ours"), 2.0
-"""Policies whose training is run to a fixed quality, and where: there delays pay most."""
+"""Policies that train to a fixed loss, and the coverage rate: delays pay most there."""
 IN_TORCH = ("fifo", "ddp", "mg_wfbp", "us_byte", "tac", "deft", "ours")
-"""DDP waits for every message before the optimizer's step: orders that only differ beyond it are not run again."""
+"""DDP waits for every message before the optimizer's step, so orders that only differ after it are not run again."""
 HOSTS = 2
 WIDTH, ROWS, DEPTH = 256, 2048, 6
 TAIL = ((256, 1024), (1024, 1024), (1024, 256))
 STALENESS = 3
 ROUNDS = 3
 LEARNING_RATE = 0.3
-# DDP's 1 and 25 MiB are made for models a hundred times as large; these are as large a part of this one.
+# DDP's 1 and 25 MiB are meant for models a hundred times as large; these are the same fractions of this one.
 DDP_FIRST, DDP_CAP = 1 << 16, 1 << 19
 SIZES = tuple(1 << k for k in (10, 13, 15, 17, 18, 19, 20, 21, 22, 23))
 
 
 def parameters(seed: int) -> dict[str, Any]:
-    """Names in the order of use: a00 … are the computing layers, b0 … the holding ones."""
+    """Returns parameters, named in the order of use: a00 … in layers that compute, b0 … in those with many bytes."""
     random = np.random.default_rng(seed)
     front = {f"a{i:02}": (WIDTH, WIDTH) for i in range(DEPTH)}
     tail = {f"b{i}": shape for i, shape in enumerate(TAIL)}
@@ -49,7 +49,8 @@ def parameters(seed: int) -> dict[str, Any]:
 
 
 def loss_fn(params: Any, x: Any, y: Any) -> Any:
-    """x [batch, rows, width]: the computing layers see every row, the holding ones one a sample."""
+    """Returns the loss. x [batch, rows, width]: layers that compute see every row, those with many bytes one per
+    sample."""
     import jax.numpy as jnp
 
     for i in range(DEPTH):
@@ -61,7 +62,7 @@ def loss_fn(params: Any, x: Any, y: Any) -> Any:
 
 
 def batches(mesh: Any, count: int, samples: int) -> list[tuple[Any, Any]]:
-    """Global batches, the targets made by other weights of the same kind."""
+    """Returns global batches, with targets from other weights of the same kind."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -78,7 +79,7 @@ def batches(mesh: Any, count: int, samples: int) -> list[tuple[Any, Any]]:
 
 
 def problem_for(params: Any, compute_s: float, nbytes: list[float], seconds: list[float]) -> Any:
-    """Blocks by FLOPs, a third of them forward; one link with the measured curve."""
+    """Returns the problem: blocks by FLOPs, of which a third is forward, and one link with the measured curve."""
     from pase.schedule import SendTime
     from pase.schedule.pipedream import Layer, problem_from_layers
     from pase.schedule.types import Link
@@ -100,7 +101,7 @@ def problem_for(params: Any, compute_s: float, nbytes: list[float], seconds: lis
 
 
 def chosen(problem: Any, policies: Sequence[str]) -> list[tuple[Any, str]]:
-    """(outcome, name) of each policy's plan; ours within the staleness that DeFT has, and ours with none."""
+    """Returns (outcome, name) of each policy's plan; ours with at most DeFT's staleness, and ours without delays."""
     from pase.schedule import Options
     from pase.schedule.compare import compare_policies
 
@@ -120,7 +121,7 @@ def chosen(problem: Any, policies: Sequence[str]) -> list[tuple[Any, str]]:
 
 
 def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
-    """On every host: compute alone, the network's curve, then each policy's plan."""
+    """Runs on every host: measures compute alone, the network's curve, then each policy's plan."""
     import jax
     import optax
     from jax.sharding import Mesh
@@ -168,7 +169,7 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> Non
             )
             for outcome, _ in plans
         ]
-        # In turn, so that what drifts in a run drifts under all policies.
+        # In turn, so that drift during a run affects all policies.
         for _ in range(ROUNDS):
             for r in running:
                 r.run(-(-cell["iterations"] // ROUNDS))
@@ -193,7 +194,7 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> Non
 
 
 def _compute(mesh: Any, params: Any, optimizer: Any, data: list[Any], repeats: int) -> list[float]:
-    """Seconds of the step without its messages: each host its own gradients and its own update."""
+    """Returns the seconds of the step without messages: each host has its own gradients and update."""
     import jax
     import optax
     from jax.sharding import PartitionSpec as P
@@ -217,7 +218,7 @@ def _compute(mesh: Any, params: Any, optimizer: Any, data: list[Any], repeats: i
 
 
 class _RunningPlan:
-    """A plan at work: its iterations' seconds once all of its programs are compiled, its losses from the start."""
+    """A running plan: the seconds of its iterations after all programs are compiled, and its losses from the start."""
 
     def __init__(self, runner: Any, params: Any, data: list[Any]) -> None:
         import jax
@@ -226,12 +227,13 @@ class _RunningPlan:
         self.state = runner.init(jax.tree.map(jax.numpy.asarray, params))
         self.times: list[float] = []
         self.losses: list[float] = []
-        # The first period opens updates, the second meets them, the third is steady.
+        # The first period starts delayed updates, the second receives them, and the third is steady.
         self.run(3 * runner.plan.period)
         self.times.clear()
 
     def run(self, iterations: int) -> None:
-        """Whole periods of at least so many: a delayed plan's iterations differ, and are averaged over one."""
+        """Runs whole periods of at least this many iterations: those of a delayed plan differ, and are averaged over a
+        period."""
         import jax
 
         period = self.runner.plan.period
@@ -254,10 +256,10 @@ def measure(
     kind: str = "buckets",
     on_rows: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
-    """Rows by coverage rate and policy. kind: "buckets": the JAX runner; "torch": PyTorch's DDP.
+    """Returns rows by coverage rate and policy. kind: "buckets" for the JAX runner, "torch" for PyTorch's DDP.
 
     training: iterations of a longer run of ``TRAINED`` at the coverage ``TRAINED_AT``, for its losses; 0: none.
-    on_rows: told of all so far as each rate is done.
+    on_rows: called with all rows so far after each rate.
     """
     nbytes = sum(p.nbytes for p in parameters(0).values())
     common = {"kind": kind, "learning_rate": LEARNING_RATE}

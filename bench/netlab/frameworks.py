@@ -42,11 +42,11 @@ PLANNED = {
     "FSDP2": "fsdp",
     "tensor parallel, by transformers": "megatron/",
 }
-"""Row -> the strategy that it is."""
+"""Row -> the same strategy's name in pase."""
 
 
 def measure(topology: Topology, session: Session, iterations: int) -> list[dict[str, Any]]:
-    """A row for each way to split the step on this network."""
+    """Returns a row for each way to split the step on this network."""
     with Network(topology) as network:
         machine = calibrated(network, session)
         found = results_of(
@@ -63,7 +63,7 @@ def measure(topology: Topology, session: Session, iterations: int) -> list[dict[
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """For each network: the order of predictions and of measurements, errors, and how much faster ours is."""
+    """Returns for each network the order of predictions and of measurements, errors, and the speedup of ours."""
     from scipy.stats import kendalltau
 
     out: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None], rank: int) -> None:
-    """On every host: each way's steps, some of each in every round; the first host says the row."""
+    """Runs on every host: some steps of each way in every round. The first host writes the rows."""
     import torch
     import torch.distributed as dist
 
@@ -121,11 +121,11 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None], rank: 
             )
         say({"key": cell["key"], "rows": rows})
     dist.barrier()
-    os._exit(0)  # Gloo's threads may abort the interpreter's own end
+    os._exit(0)  # Gloo's threads may abort the interpreter's shutdown
 
 
 def _plans(machine: Path, devices: int) -> dict[str, Any]:
-    """Strategy -> its plan, on every host the same."""
+    """Returns the plan of each strategy, which is the same on every host."""
     from bench.cases.plans import Case
     from pase.compiler.problem.problem import SplitProblem
     from pase.frontends import registry
@@ -149,7 +149,7 @@ def _model() -> tuple[Any, dict[str, Any]]:
 
 
 def _way(way: str, plan: Any) -> Callable[[], Any]:
-    """A step with its update; returns the loss of this rank."""
+    """Returns a function that runs a step with its update and returns the loss of this rank."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -183,7 +183,7 @@ def _way(way: str, plan: Any) -> Callable[[], Any]:
 
 
 def _by_its_own_plan(module: Any, mesh: Any) -> Any:
-    """The plan that transformers has for the class, in PyTorch's styles."""
+    """Returns the plan of transformers for the class, in PyTorch's styles."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -201,7 +201,7 @@ def _by_its_own_plan(module: Any, mesh: Any) -> Any:
 
 
 def _timed(step: Callable[[], Any], count: int) -> list[float]:
-    """Seconds of each step on the slowest host; the hosts begin together."""
+    """Returns the seconds of each step on the slowest host; the hosts start together."""
     import torch.distributed as dist
 
     out = []

@@ -16,9 +16,9 @@ __all__ = ["calibrated", "results_of"]
 
 
 def calibrated(network: Network, session: Session) -> Path:
-    """The machine file of this network, measured by ``pase calibrate`` on its hosts; taken up where one is there."""
+    """Returns the machine file of this network, measured by ``pase calibrate`` on its hosts, or read if it exists."""
     folder = session.folder
-    # Racks have tables of three kinds: of a level alone, of the other, and of both together.
+    # Racks have three kinds of tables: of each level alone, and of both together.
     budget_s = session.calibrate_s * (1 if len(network.topology.racks) == 1 else 3)
     out = folder / f"{network.topology.slug}.toml"
     if out.exists():
@@ -37,7 +37,7 @@ def calibrated(network: Network, session: Session) -> Path:
             str(i),
         ]
         more = ["--levels", network.topology.levels, "--dtypes", "float32", "--budget", f"{budget_s:g}s"]
-        # Two cores under four hosts: a wide spread is no news here, and is recorded.
+        # Four hosts share two cores: a wide spread is expected here, and is recorded.
         return ["-m", "pase.cli", "calibrate", "-o", str(out), "--max-spread", "3", *team, *more]
 
     on_every_host(network, argv, folder / f"logs_{network.topology.slug}", timeout_s=6 * budget_s + 300)
@@ -45,8 +45,9 @@ def calibrated(network: Network, session: Session) -> Path:
 
 
 def _seeded(out: Path, topology: Topology) -> None:
-    """A journal for this network with the compute samples of another with as many hosts: they are the same hosts,
-    and only the collectives are its own, also where they stand in racks. Hosts with cores of their own are others."""
+    """Writes a journal for this network with the compute samples of another one with the same number of hosts. The
+    hosts are the same, with or without racks, and only the collectives differ. Hosts with their own cores are
+    different."""
     journal = out.with_name(out.name + ".journal")
     others = sorted(out.parent.glob(f"{topology.hosts}hosts_*.toml.journal"))
     other = next((o for o in others if "acore" not in o.name), None)
@@ -72,10 +73,10 @@ def results_of(
     on_row: Callable[[dict[str, dict[str, Any]]], None] | None = None,
     **more: Any,
 ) -> dict[str, dict[str, Any]]:
-    """key -> what was measured of each cell, all in one program where none of them fails.
+    """Returns the measured row of each cell by key; all cells run in one program if none fails.
 
-    A cell that fails has {"failed": why}, one that the time did not suffice for {"left_out": why}. Rows go into
-    a journal as they are made; on_row is told of all that there are, as they come.
+    A cell that fails has {"failed": why}, and a cell for which there was no time {"left_out": why}. Rows are written to
+    a journal as they are measured. on_row: called with all rows so far, as they come.
     """
     session.folder.mkdir(parents=True, exist_ok=True)
     results = session.folder / f"{name}.jsonl"

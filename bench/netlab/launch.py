@@ -20,7 +20,7 @@ _next_port = 41000
 
 
 def port() -> int:
-    """A port that no earlier program of this run listened on."""
+    """Returns a port on which no earlier program of this run listened."""
     global _next_port
     _next_port += 1
     return _next_port
@@ -37,7 +37,7 @@ def on_every_host(
 ) -> None:
     """Runs ``python argv(i)`` on each host i and waits. Output goes to logs/host<i>.log. watch: called meanwhile.
 
-    Raises LabError with the end of the log of the first that fails, or where the time is up; the others are ended.
+    Raises LabError with the end of the log of the first program that fails, or on a timeout; the others are killed.
     """
     logs.mkdir(parents=True, exist_ok=True)
     hosts = network.topology.hosts
@@ -47,7 +47,7 @@ def on_every_host(
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "GLOO_SOCKET_IFNAME": "eth0",
     }
-    # Another bandwidth is the same program.
+    # With another bandwidth the program is the same.
     more |= {
         "JAX_COMPILATION_CACHE_DIR": str(logs.parent / "xla_cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
@@ -85,7 +85,7 @@ def _wait(
     while any(p.poll() is None for p in started):
         failed = [i for i, p in enumerate(started) if p.poll() not in (None, 0)]
         if failed:
-            # The first to fail takes the others with it; theirs is not the reason. Give it time to say why.
+            # The first program that fails makes the others fail, so only its error has the reason. Wait for it.
             time.sleep(1.0)
             break
         if time.monotonic() > until:

@@ -19,14 +19,14 @@ from bench.netlab.session import Session
 __all__ = ["MESSAGES", "measure", "run_cells", "summary"]
 
 MESSAGES = (1 << 20, 1 << 22)
-"""Bytes on each host."""
+"""Message sizes in bytes on each host."""
 REPEATS = 7
 WAYS = {"host": ("host",), "rack": ("rack",), "as one group": ("rack", "host")}
 BOTH = "host and rack, independent"
 
 
 def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
-    """On every host: seconds of the all-reduces, until the last host has them, and bytes that each host sent."""
+    """Runs on every host: measures the all-reduces until the last host is done, and the bytes that each host sent."""
     import jax
     import numpy as np
     from jax import lax
@@ -66,13 +66,13 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> Non
 
 
 def _sent() -> int:
-    """Bytes that this host's link has sent, headers with them."""
+    """Returns the bytes that this host's link has sent, including headers."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     return next(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
 
 
 def measure(topology: Topology, session: Session) -> dict[str, Any]:
-    """A row for each size and each kind of sum."""
+    """Returns a row for each size and each kind of all-reduce."""
     about = [(n, what) for n in MESSAGES for what in (*WAYS, BOTH)]
     cells = [{"key": f"{what} {n}", "what": what, "nbytes": n} for n, what in about]
     with Network(topology) as network:
@@ -97,8 +97,9 @@ def measure(topology: Topology, session: Session) -> dict[str, Any]:
 
 
 def summary(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """By size: both levels' sums in one program over the sum of each alone; over the longer one it would be at most 1
-    if they ran beside each other. And bytes that a host sends for a sum over both, over the message's."""
+    """Returns by size the time of both levels' all-reduces in one program over the sum of both alone, and over the
+    longer one, which is at most 1 if they overlap; and the bytes that a host sends for an all-reduce over both levels,
+    over those of the message."""
     out: dict[str, Any] = {}
     for n in sorted({r["nbytes"] for r in rows}):
         by = {r["what"]: r for r in rows if r["nbytes"] == n}

@@ -19,10 +19,10 @@ SIZES: dict[str, dict[str, Any]] = {
 LOOPED: dict[str, dict[str, Any]] = {
     "gpt2_loop": dict(seq=32, layers=8, vocab=256, d=192, context=32, scan=1, remat=0),
 }
-"""The same models with a loop over their layers, which one program runs in stages. Eight layers hold 14 MB, and what
-crosses a cut is a twentieth of that."""
+"""The same models with a loop over their layers, which one program runs in stages. Eight layers have 14 MB; the
+activations at a cut have a twentieth of that."""
 RANKS = (2, 4)
-"""In how many stages a model of ``LOOPED`` is run beside all else."""
+"""The numbers of stages in which a model of ``LOOPED`` also runs."""
 BATCHES: dict[str, tuple[int, int]] = {
     "mlp": (1024, 8192),
     "alexnet": (32, 256),
@@ -32,11 +32,11 @@ BATCHES: dict[str, tuple[int, int]] = {
     "mixtral_8x7b": (64, 768),
     "gpt2_loop": (32, 96),
 }
-"""Small: splitting pays on the faster links at most; large: compute is worth splitting on the slower ones too."""
+"""Small: splitting pays at most on the faster links. Large: splitting compute pays on the slower links as well."""
 
 
 def model(name: str, batch: int) -> ZooModel:
-    """The model in the laboratory's size."""
+    """Returns the model in the laboratory's size."""
     found = entry(name.removesuffix("_loop"))
     sizes = {**found.reduced, **(SIZES | LOOPED)[name], "batch": batch, "dtype": "float32"}
     settings = {k: sizes.get(k, v) for k, v in found.settings.items()}

@@ -30,14 +30,14 @@ BURST, QUEUE = "96kb", "4mb"
 
 
 class LabError(RuntimeError):
-    """The laboratory could not be set up, or a program in it failed; says which and why."""
+    """The laboratory could not be set up, or a program in it failed; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """racks: hosts in each. host_mbit: every host's link, both ways; 0: unlimited. uplink_mbit: each rack's link to
-    the others, both ways. hosts_a_core: that many hosts share a core of this machine and see no other; 0: all share
-    all."""
+    """A simulated network. racks: the number of hosts in each. host_mbit: the rate of every host's link in both
+    directions; 0: unlimited. uplink_mbit: that of each rack's link to the others. hosts_a_core: this many hosts share a
+    core of this machine and see no other; 0: all hosts share all cores."""
 
     racks: tuple[int, ...]
     host_mbit: float
@@ -62,14 +62,14 @@ class Topology:
 
     @property
     def levels(self) -> str:
-        """For ``pase calibrate --levels``."""
+        """The value of ``pase calibrate --levels``."""
         if len(self.racks) == 1:
             return f"host={self.hosts}"
         return f"host={self.racks[0]},rack={len(self.racks)}"
 
 
 def unavailable() -> str | None:
-    """Why there can be no laboratory here; None: there can."""
+    """Returns why the laboratory cannot run here; None if it can."""
     if platform.system() != "Linux":
         return f"network namespaces are Linux's, this is {platform.system()}"
     if os.geteuid() != 0:
@@ -77,7 +77,7 @@ def unavailable() -> str | None:
     missing = [p for p in ("ip", "tc") if shutil.which(p) is None]
     if missing:
         return f"no {' or '.join(missing)}: install iproute2"
-    probe = f"{PREFIX}probe{os.getpid()}"  # a killed run may have left its own
+    probe = f"{PREFIX}probe{os.getpid()}"  # a killed run may have left namespaces behind
     tried = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     if tried.returncode:
         return f"network namespaces cannot be made here: {tried.stderr.strip()}"
@@ -103,7 +103,7 @@ def _inside(namespace: str, *command: str) -> str:
 
 
 def _limit(device: str, mbit: float) -> list[str]:
-    """tc's words for a token bucket that can hold little: a burst at full speed would flatter small messages."""
+    """Returns the arguments of tc for a small token bucket: a burst at full speed speeds small messages up."""
     rate = ["rate", f"{mbit:g}mbit", "burst", BURST, "limit", QUEUE]
     return ["qdisc", "replace", "dev", device, "root", "tbf", *rate]
 
@@ -114,7 +114,7 @@ def _namespaces() -> list[str]:
 
 
 def clean() -> list[str]:
-    """Removes every namespace of the laboratory, with the processes in it; their names."""
+    """Removes every namespace of the laboratory with its processes, and returns the names."""
     found = _namespaces()
     for name in found:
         pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
@@ -139,9 +139,9 @@ def _delete(name: str) -> None:
 
 
 class Network:
-    """Context manager: the hosts of a topology, up inside, gone outside.
+    """Context manager for the hosts of a topology, which exist only inside of it.
 
-    ``command(i, argv)`` is what runs argv on host i, ``address(i)`` its IP.
+    ``command(i, argv)`` returns the command that runs argv on host i, ``address(i)`` its IP.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -199,7 +199,7 @@ class Network:
                 number += 1
             if rack:
                 self._uplink(rack, switch)
-        # The limits last: bridges and addresses are then settled.
+        # The limits come last, after bridges and addresses are set up.
         self.limit(t.host_mbit, t.uplink_mbit)
 
     def _host(self, i: int, switch: str) -> None:
@@ -212,13 +212,13 @@ class Network:
         _inside(name, "ip", "link", "set", "lo", "up")
         _inside(name, "ip", "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
         _inside(name, "ip", "link", "set", "eth0", "up")
-        # gloo binds to what the host's name resolves to; ip netns exec shows this file as /etc/hosts.
+        # gloo binds to the address of the host's name; ip netns exec shows this file as /etc/hosts.
         folder = ETC / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{self.address(i)} {socket.gethostname()}\n")
 
     def _uplink(self, rack: int, switch: str) -> None:
-        """Every rack hangs from the first one's switch, each by a link of its own."""
+        """Connects a rack to the switch of the first one, by its own link."""
         ends = (f"u{rack}", f"{PREFIX}s0"), ("u0", switch)
         (a, core), (b, _) = ends
         _run("ip", "link", "add", a, "netns", core, "type", "veth", "peer", "name", b, "netns", switch)
@@ -226,7 +226,7 @@ class Network:
             _inside(place, "ip", "link", "set", end, "master", "br0", "up")
 
     def limit(self, host_mbit: float, uplink_mbit: float = 0.0) -> None:
-        """Sets the links' rates, also while programs run; 0: none."""
+        """Sets the links' rates, also while programs run; 0: no limit."""
         number = 0
         for rack, hosts in enumerate(self.topology.racks):
             switch = f"{PREFIX}s{rack}"
@@ -248,12 +248,12 @@ class Network:
             )
 
     def core(self, i: int) -> int:
-        """The core of host i, if hosts have one: its programs then find one core, as XLA's thread pools do."""
+        """Returns the core of host i, if hosts have one: its programs and XLA's thread pools then see one core."""
         cores = sorted(os.sched_getaffinity(0))
         return cores[i // self.topology.hosts_a_core % len(cores)]
 
     def command(self, i: int, argv: list[str]) -> list[str]:
-        """argv, to be run on host i; it dies with whoever starts it, however that ends."""
+        """Returns the command that runs argv on host i and dies with its parent process."""
         leash = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
         if self.topology.hosts_a_core:
             leash += ["taskset", "-c", str(self.core(i))]
@@ -262,7 +262,7 @@ class Network:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program as Ctrl-C does, so that what stands is taken down."""
+    """Makes SIGTERM and SIGHUP end the program like Ctrl-C, so that the laboratory is taken down."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -85,7 +85,7 @@ def _strategies(d: Mapping[str, Any]) -> str:
 
 
 def _pipelines(d: Mapping[str, Any]) -> str:
-    """Of each cell the pipelines, and the fastest of what has no stages; then every strategy's two times."""
+    """Returns a table of each cell's pipelines and the fastest strategy without stages, and one of all strategies."""
     head = ["network", "model", "batch", "pipeline", "best without", "times its speed, predicted", "measured"]
     rows = [
         [
@@ -118,7 +118,7 @@ def _quartiles(xs: Sequence[float]) -> str:
 
 
 def _summary(d: Mapping[str, Any]) -> str:
-    """All cells, and those of each number of hosts: beyond two, hosts share this machine's two cores."""
+    """Returns the outcome of all cells, and by the number of hosts: more than two share this machine's two cores."""
     sizes = sorted({r["hosts"] for r in d["rows"]})
     parts = [(f"{n} hosts", [r for r in d["rows"] if r["hosts"] == n]) for n in sizes]
     parts = [*parts, ("all", d["rows"])] if len(parts) > 1 else parts
@@ -142,7 +142,7 @@ _GOALS = (
 
 
 def _outcome(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What ``_GOALS`` lists, of these rows."""
+    """Returns the values of ``_GOALS`` for these rows."""
     s = summary(rows)
     cells = [
         by
@@ -171,7 +171,7 @@ def _outcome(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _by_strategy(d: Mapping[str, Any]) -> str:
-    """Where the errors are."""
+    """Returns the errors by strategy."""
     ratios: dict[str, list[float]] = defaultdict(list)
     for r in d["rows"]:
         if "measured_s" in r and not r["same_as"]:
@@ -235,13 +235,13 @@ _PASS = 8
 
 
 def _passes(losses: Sequence[float]) -> list[float]:
-    """Mean loss of the pass that ends at each iteration, from the first whole one on."""
+    """Returns the mean loss of the pass that ends at each iteration, from the first whole pass on."""
     return [sum(losses[i - _PASS : i]) / _PASS for i in range(_PASS, len(losses) + 1)]
 
 
 def _losses(d: Mapping[str, Any]) -> str:
-    """Seconds to the loss that plain DDP has after three quarters of its run: the longer training where there is one,
-    else the iterations that were timed."""
+    """Returns the seconds to the loss of plain DDP after three quarters of its run, in the longer training if there is
+    one, otherwise in the timed iterations."""
     rows = []
     trained = d.get("training") or d["rows"]
     for rate in sorted({r["coverage"] for r in trained}):
@@ -279,7 +279,7 @@ def _replay(d: Mapping[str, Any]) -> str:
 
 
 def _before(r: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The one what-if of result files from before there were several."""
+    """Returns the one what-if of older result files, which had no list."""
     if "what_if_s" not in r:
         return []
     said = {"now_s": r["traced_s"], "predicted_s": r["what_if_s"], "measured_s": r["faster_traced_s"]}
@@ -287,7 +287,7 @@ def _before(r: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _changed(c: Mapping[str, Any]) -> list[str]:
-    """Cells of a what-if: now, predicted, measured, error, and what pase itself said of it."""
+    """Returns the cells of a what-if: now, predicted, measured, error, and pase's own remarks."""
     if "error" not in c:
         return ["", "", "", "", str(c.get("refused") or c.get("failed"))]
     trusted = "" if c["believable"] else "not to be relied on"
@@ -308,7 +308,7 @@ _TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
 
 
 def render(page: Path, results: Path) -> None:
-    """Fills every marked place whose result file is there."""
+    """Fills every marked place of the page whose result file exists."""
 
     def filled(m: re.Match[str]) -> str:
         part, make = _TABLES[m["name"]]

@@ -32,14 +32,14 @@ BASELINES = ("data_parallel", "fsdp", "megatron")
 HOSTS = 2
 MBIT = 200.0
 LATE_S = 0.1
-"""What the last host waits before each step of a run that is traced so."""
+"""Seconds that the last host waits before each step in a run with a late host."""
 TRACED_PLAN, OTHER_PLANS = "fifo", ("ddp", "mg_wfbp")
-"""The bucket plan of the traced run of DDP, and those that it is asked for and then really has."""
+"""The bucket plan of the traced run of DDP, and those of the what-ifs and of the changed runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ChangedRun:
-    """How the same runs are run once more. times: the batch over the usual one."""
+    """A way to change the runs. times: the batch over the usual one."""
 
     name: str
     mbit: float = MBIT
@@ -56,20 +56,21 @@ VARIANTS = (
     _ChangedRun(name="faster", mbit=2 * MBIT),
     _ChangedRun(name="slower", mbit=MBIT / 2),
 )
-"""All but one under the profiler, which slows steps down: like is compared with like."""
+"""All but one run under the profiler, because it slows steps down and the comparison must be fair."""
 
 
 PAYLOAD = 1448 / 1514
-"""Of a frame on the link: what is left beside the heads of Ethernet, IP and TCP (1500 bytes of IP, time stamps on)."""
+"""The payload of a frame without the headers of Ethernet, IP and TCP (1500 bytes of IP, with timestamps), over its
+size."""
 WIRE = MBIT * 1e6 / 8 * PAYLOAD
-"""Bytes a second each way on a host's link: what anyone knows who knows the network (``pase replay --wire``)."""
+"""Bytes per second in each direction on a host's link; a user knows it from the network (``pase replay --wire``)."""
 
 
 def measure(
     session: Session, *, cases: Sequence[tuple[str, int]], steps: int, plans: bool = True
 ) -> dict[str, Any]:
-    """A row a run: the replay's error by rank, and each what-if beside the run that really changed. plans: DDP
-    of PyTorch under other bucket plans as well."""
+    """Returns a row per run: the replay's error by rank, and each what-if compared with the changed run. plans: whether
+    to run PyTorch's DDP under other bucket plans as well."""
     if not session.resume:
         shutil.rmtree(session.folder / "traces", ignore_errors=True)
     with Network(Topology(racks=(HOSTS,), host_mbit=MBIT, hosts_a_core=1)) as network:
@@ -86,7 +87,7 @@ def measure(
 def _cells(
     session: Session, machine: Path, cases: Sequence[tuple[str, int]], hosts: int, times: int, steps: int
 ) -> list[dict[str, Any]]:
-    """What the hosts are told of each run: its plan and how many steps."""
+    """Returns the job of each run for the hosts: its plan and the number of steps."""
     made = session.folder / f"plans_replay_{hosts}_{times}"
     made.mkdir(parents=True, exist_ok=True)
     return [
@@ -108,7 +109,7 @@ def _traces(session: Session, key: str, name: str) -> Path:
 def _variants(
     network: Network, session: Session, machine: Path, cases: Sequence[tuple[str, int]], steps: int
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Variant -> run -> what was measured of it, with its layout."""
+    """Returns for each variant and run the measurement with its layout."""
     out = {}
     session.say(f"every run {len(VARIANTS)} times: {', '.join(v.name for v in VARIANTS)}")
     for v in VARIANTS:
@@ -128,7 +129,7 @@ def _variants(
 def _row(
     session: Session, key: str, found: Mapping[str, Mapping[str, dict[str, Any]]], wire: float
 ) -> dict[str, Any]:
-    """A run and its what-ifs. A variant that another strategy won has no such run."""
+    """Returns the row of a run and its what-ifs. A variant in which another strategy is the best has no such run."""
     seconds = {v: _median_s(runs.get(key, {})) for v, runs in found.items()}
     others = {
         v: runs[key]["others_cores"] for v, runs in found.items() if "others_cores" in runs.get(key, {})
@@ -158,7 +159,8 @@ def _median_s(row: Mapping[str, Any]) -> float:
 def _more_hosts(
     session: Session, machine: Path, wire: float, cases: Sequence[tuple[str, int]], steps: int
 ) -> list[dict[str, Any]]:
-    """Data parallelism over twice the hosts, two of them a core before and after; every host has as much to do."""
+    """Returns the rows of data parallelism over twice the hosts, with two hosts per core before and after, and the same
+    work per host."""
     runs: list[dict[str, dict[str, Any]]] = []
     for hosts, times in ((HOSTS, 1), (2 * HOSTS, 2)):
         cells = [
@@ -184,7 +186,7 @@ def _more_hosts(
 
 
 def _bucket_plans(session: Session, steps: int) -> list[dict[str, Any]]:
-    """PyTorch's DDP under one bucket plan, asked for others, and under those."""
+    """Returns the rows of PyTorch's DDP under one bucket plan, with what-ifs of others that are then run."""
     from bench.netlab.buckets import POLICIES
     from pase.bridges.replan import by_policy
 
@@ -208,7 +210,7 @@ def _bucket_plans(session: Session, steps: int) -> list[dict[str, Any]]:
 def _change(
     traces: Path, what_if: str, wire: float | None, measured_s: float, rewrite: Rewrite | None = None
 ) -> dict[str, Any]:
-    """A what-if beside the run that really changed."""
+    """Returns a what-if compared with the changed run."""
     made = _replayed(traces, wire, what_if, rewrite)
     if "what_if_s" not in made:
         return {"what_if": what_if, "measured_s": measured_s, "refused": made["refused"]}
@@ -255,7 +257,7 @@ def _replayed(
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Errors over all runs, and by kind of what-if: of those that pase itself does not call into question."""
+    """Returns errors over all runs, and by kind of what-if, without those that pase itself doubts."""
     by_rank = [abs(e) for r in rows for e in r.get("errors_by_rank", ())]
     changes = [c for r in rows for c in r.get("changes", ())]
     kept = [c for c in changes if c.get("believable")]

@@ -1,4 +1,4 @@
-"""One run of the laboratory: where things lie, until when, what of an earlier run is taken up, what is written."""
+"""One run of the laboratory: its files, its time limit, and what it keeps of an earlier run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["Session", "rows_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """folder: calibrations, layouts, journals, traces. results: where result files go. resume: what was measured
-    at this commit, on these machine files, is not measured again. until: time.time() after which nothing new is
-    begun. calibrate_s: the budget for each network."""
+    """folder: for calibrations, layouts, journals, traces. results: the folder of result files. resume: whether to keep
+    what was measured at this commit with these machine files. until: time.time() after which nothing new is started.
+    calibrate_s: the budget for each network."""
 
     folder: Path
     results: Path = RESULTS
@@ -35,38 +35,39 @@ class Session:
         return str(BEGAN["commit"])
 
     def stamp(self, machine: Path | None = None) -> str:
-        """What must be the same for a measurement to be taken up again."""
+        """Returns what must be equal for a measurement to be kept."""
         if machine is None:
             return self.commit
         return f"{self.commit} {hashlib.sha256(machine.read_bytes()).hexdigest()[:12]}"
 
     def has(self, seconds: float) -> bool:
-        """Is there time for something that takes so long?"""
+        """Returns whether there is time for something that takes this many seconds."""
         return time.time() + seconds < self.until
 
     def say(self, text: str) -> None:
         print(f"[{(time.time() - self.began) / 60:5.1f} min] {text}", file=sys.stderr, flush=True)
 
     def write(self, part: str, result: dict[str, Any]) -> None:
-        """netlab_<part>.json, whole or not at all; called again as results come in."""
+        """Writes netlab_<part>.json atomically; it is called again as results come in."""
         about = {"seconds": round(time.time() - self.began, 1), "load_average": list(os.getloadavg())}
         save(about | result, self.results / f"netlab_{part}.json")
 
     def kept(self, part: str, networks: Sequence[str]) -> list[dict[str, Any]]:
-        """Rows of this commit in the part's file, of networks that are not measured now."""
+        """Returns the rows of this commit in the part's file, of networks that are not measured now."""
         file = self.results / f"netlab_{part}.json"
         before = json.loads(file.read_text()).get("rows", []) if file.exists() else []
         return [r for r in before if r["network"] not in networks and r.get("commit") == self.commit]
 
     def others(self, part: str, runs: Sequence[str]) -> list[dict[str, Any]]:
-        """Rows of the part's file, of other runs than these; each says the commit that it was measured at."""
+        """Returns the rows of other runs in the part's file, each with the commit at which it was measured."""
         file = self.results / f"netlab_{part}.json"
         before = json.loads(file.read_text()) if file.exists() else {"rows": []}
         return [{"commit": before["commit"], **r} for r in before["rows"] if r["run"] not in runs]
 
 
 def rows_of(results: Path, stamp: str, since: float = 0.0) -> tuple[dict[str, dict[str, Any]], str | None]:
-    """(key -> row of every cell that is done, key of the last one begun since then) in a journal, of this stamp."""
+    """Reads a journal; returns the rows of finished cells with this stamp by key, and the key of the last cell that was
+    started since then."""
     done: dict[str, dict[str, Any]] = {}
     begun = None
     for line in results.read_text().splitlines() if results.exists() else ():

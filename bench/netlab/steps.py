@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["ALONE", "PIPELINE", "ROUNDS", "Cell", "Running", "in_turn", "planned", "timed"]
 
 ALONE = "no split"
-"""Every host does the whole step: what a strategy has to beat."""
+"""Every host does the whole step; a strategy has to be faster than that."""
 PIPELINE = "pipeline"
 BASELINES = (
     "ours",
@@ -34,7 +34,7 @@ BASELINES = (
 )
 ROUNDS = 3
 DISTURBED, TRIES = 0.2, 3
-"""Cores that programs other than the hosts' may take while a run is traced, and how often it is tried."""
+"""How many cores other programs may take while a run is traced, and the number of tries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +49,14 @@ class Cell:
     predicted_s: float
     predicted_compute_s: float
     same_as: str | None = None
-    """Another strategy of this model that is this one; it is measured once."""
+    """Another strategy of this model that is identical to this one; it is measured once."""
     lowering: Lowering = "annotated"
 
 
 def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, stamp: str = "") -> list[Cell]:
-    """Our strategy, the cheapest of every method and the unsharded one, priced on the machine file, as layouts in a
-    folder; cheapest first. Of a model with a loop over its layers also ours in stages, each number of ``RANKS``: `auto`
-    takes the cheapest of ours. stamp: plans made under the same stamp are read back."""
+    """Writes layouts of our strategy, the cheapest one of every baseline and the unsharded one, priced on the machine
+    file, to a folder; returns them cheapest first. A model with a loop over its layers also has ours in stages, for
+    each number in ``RANKS``: `auto` takes the cheapest of ours. stamp: plans with the same stamp are read instead."""
     from pase.api import Plan
     from pase.compiler.compilation import compile_model
     from pase.compiler.meshes.baselines import price_baselines
@@ -83,7 +83,7 @@ def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, st
     for strategy, plan in sorted(found, key=lambda pair: (pair[1].cost, pair[0] != "ours")):
         method = next((x for x in BASELINES if strategy.startswith(x)), None)
         if method is None or any(c.strategy == method for c in cells):
-            continue  # sorted: the first of a method is its cheapest
+            continue  # sorted: the first of a baseline is its cheapest
         same = next((s for s, other in seen.items() if _same(plan, other)), None)
         path = folder / f"{name}_{batch}_{method}.json"
         Plan.of(plan).save(path)
@@ -106,12 +106,12 @@ def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, st
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether everything is split the same way over a mesh of the same sizes; axis names may differ. Stages are never
-    the same as something else here."""
+    """Returns whether everything is split in the same way over a mesh of the same sizes; axis names may differ.
+    Pipelines are never equal to other strategies here."""
     if a.pipeline is not None or b.pipeline is not None:
         return False
     if not any(split for p in (a, b) for split in map(_taken, p.strategy.values())):
-        return True  # neither splits anything, whatever the mesh
+        return True  # neither splits anything, so the mesh does not matter
     if a.mesh.sizes != b.mesh.sizes:
         return False
     number = [{n: i for i, n in enumerate(p.mesh.names)} for p in (a, b)]
@@ -130,7 +130,7 @@ def _taken(split: Any) -> bool:
 
 
 class Running:
-    """A cell's step on this process, compiled and warm. All processes call it alike."""
+    """A cell's step on this process, compiled and warm. All processes call it in the same way."""
 
     def __init__(self, cell: Cell) -> None:
         import jax
@@ -155,16 +155,16 @@ class Running:
         self.forget()
 
     def forget(self) -> None:
-        """As if no step had run."""
+        """Resets the measurements."""
         self.times.clear()
         self.cpu_s = self.busy_s = 0.0
 
     def run(self, steps: int, traces: Path | None = None, late_s: float = 0.0) -> None:
-        """Run steps and wait for each, under the profiler if a folder is given. late_s: how long this process idles
+        """Runs steps and waits for each, under the profiler if a folder is given. late_s: how long this process idles
         before it launches each step, like a host that prepares its batch.
 
-        All hosts start together. Otherwise a step that sends nothing could run while the others are elsewhere, and
-        have this machine's cores to itself.
+        All hosts start together. Otherwise a step that sends nothing could have this machine's cores to itself while
+        the others do something else.
         """
         import jax
         from jax.experimental import multihost_utils
@@ -188,9 +188,9 @@ class Running:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """steps_s: each until it was done on the last host. cpu_s: CPU time of this process per step, with sending.
-        others_cores: how many of this machine's cores programs other than the hosts' took; all hosts read the first's.
-        """
+        """Returns steps_s: each until the last host is done; cpu_s: CPU time of this process per step, including
+        sending; others_cores: how many of this machine's cores other programs took (all hosts use the first host's
+        value)."""
         from jax.experimental import multihost_utils
 
         own = np.array([self.cpu_s, self.busy_s, *self.times])
@@ -210,8 +210,8 @@ def timed(
     traces: Path | None = None,
     late_s: float = 0.0,
 ) -> dict[str, Any]:
-    """Seconds of each step of one cell. traces: a folder in which they are profiled as well. late_s: see ``run``. Where
-    other programs disturb it, it runs once more, a few times in all."""
+    """Returns the seconds of each step of one cell. traces: a folder in which the steps are also profiled. late_s: see
+    ``run``. If other programs disturb the steps, they run again, up to a number of tries."""
     running = Running(cell)
     for _ in range(TRIES):
         running.forget()
@@ -225,7 +225,7 @@ def timed(
 def in_turn(
     cells: Sequence[tuple[Cell, int]], rounds: int, begin: Callable[[int], None]
 ) -> list[dict[str, Any]]:
-    """The steps of several cells, some of each in every round, so that drift during a run affects all of them.
+    """Runs the steps of several cells, some of each in every round, so that drift during a run affects all of them.
 
     begin: called with the number of each cell before it is compiled.
     """

@@ -23,14 +23,14 @@ __all__ = ["FULL", "LOWERINGS", "QUICK", "RACKS", "STAGED", "beside", "measure",
 
 FULL = tuple(Topology(racks=(hosts,), host_mbit=mbit) for hosts in (2, 4) for mbit in (1000.0, 200.0))
 RACKS = Topology(racks=(2, 2), host_mbit=1000.0, uplink_mbit=200.0)
-"""Two levels of links: measured on two models."""
+"""Two levels of links, on which two models are measured."""
 STAGED = (Topology(racks=(4,), host_mbit=200.0), RACKS)
-"""Where stages are measured beside what has none: every link slow, and the one between two racks."""
+"""Networks on which pipelines are compared with other strategies: all links slow, or only that between two racks."""
 QUICK = (Topology(racks=(2,), host_mbit=200.0),)
 LOWERINGS: tuple[Lowering, ...] = ("annotated", "manual")
 _NOISE = 0.05
 COMPILE_S = 1.2
-"""A program's compilation, by hosts that share two cores; from runs of this laboratory."""
+"""Seconds to compile a program on hosts that share two cores, from runs of this laboratory."""
 
 
 def measure(
@@ -41,9 +41,10 @@ def measure(
     on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
     lowerings: Sequence[Lowering] = ("annotated",),
 ) -> list[dict[str, Any]]:
-    """A row for every strategy of every model and batch on this network. batches: 0: the small one, 1: the large.
+    """Returns a row for every strategy of every model and batch on this network. batches: 0: the small one, 1: the
+    large.
 
-    on_rows: told of all rows so far, as they come. lowerings: each strategy is measured under all of these, in turn.
+    on_rows: called with all rows so far, as they come. lowerings: each strategy is measured in all of these, in turn.
     """
     with Network(topology) as network:
         machine = calibrated(network, session)
@@ -87,7 +88,7 @@ def _key(model: str, batch: int, strategy: str, lowering: Lowering) -> str:
 
 
 def _expected_s(cells: Sequence[Mapping[str, Any]], hosts: int) -> float:
-    """Starting, compiling on two cores, two steps to warm up, and the steps."""
+    """Returns the seconds to start, compile on two cores, warm up by two steps, and run the steps."""
     steps = sum((2 + ROUNDS * -(-c["repeats"] // ROUNDS)) * c["cell"]["predicted_s"] for c in cells)
     return 8.0 + COMPILE_S * hosts * len(cells) + 1.2 * steps
 
@@ -127,7 +128,7 @@ def _row(
 
 
 def beside(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The same plans lowered by hand beside annotated, from rows of both; and ``summary`` of each."""
+    """Returns the comparison of the manual and the annotated lowering of the same plans, and ``summary`` of each."""
     once = [r for r in rows if not r["same_as"]]
     by = {(r["network"], _key(r["model"], r["batch"], r["strategy"], r["lowering"])): r for r in once}
     pairs = []
@@ -148,9 +149,9 @@ def beside(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def staged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The best of a cell's pipelines beside the best that has no stages, each as predicted and as measured.
+    """Compares the best pipeline of each cell with the best strategy without stages, as predicted and as measured.
 
-    A prediction holds if the one that was predicted to be faster was, by more than the noise of both or within it.
+    A prediction holds if the strategy that was predicted to be faster is faster, or within the noise of both.
     """
     cells: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for r in rows:
@@ -169,7 +170,7 @@ def staged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for key in ("predicted_s", "measured_s")
         )
         predicted = plain["predicted_s"] / piped["predicted_s"]
-        # What would be run is the pipeline that was predicted to be the fastest; what it has to beat is the fastest.
+        # A user would run the pipeline with the fastest prediction; it is compared with the fastest other strategy.
         measured = other["measured_s"] / piped["measured_s"]
         noise = max(_NOISE, (other["spread"] + piped["spread"]) / 2)
         found.append(
@@ -197,7 +198,7 @@ def staged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Orders and errors over all rows that ran; a strategy that is another one counts once."""
+    """Returns orders and errors over all rows that ran; identical strategies count once."""
     from scipy.stats import kendalltau
 
     ran = [r for r in rows if "measured_s" in r]

@@ -68,7 +68,7 @@ def _data(rank: int, count: int) -> list[tuple[Any, Any]]:
 
 
 def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None], rank: int) -> None:
-    """On every host, as ``buckets.run_cells``; "ddp itself" is DDP with its buckets and no hook of ours."""
+    """Runs on every host, like ``buckets.run_cells``; "ddp itself" is DDP with its own buckets, without our hook."""
     import torch
     import torch.distributed as dist
 
@@ -96,14 +96,15 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None], rank: 
             continue
         say({"key": key, "rows": _under_policies(cell, job, data, agreed)})
     dist.barrier()
-    # Threads of gloo outlive the group now and then, and the interpreter's end then aborts; what counts is written.
+    # Gloo's threads sometimes outlive the group, and the interpreter's shutdown then aborts; the results are written.
     os._exit(0)
 
 
 def _under_policies(
     cell: Mapping[str, Any], job: Mapping[str, Any], data: list[Any], agreed: Callable[[float], float]
 ) -> list[dict[str, Any]]:
-    """A row of each policy's plan, predicted and measured, and of DDP as it is. agreed: the slowest host's seconds."""
+    """Returns a row for each policy's plan, predicted and measured, and for plain DDP. agreed: takes the seconds of the
+    slowest host."""
     from pase.schedule import evaluate
 
     seconds = [agreed(s) for s in _curve()]
@@ -128,7 +129,7 @@ def _under_policies(
     for outcome, name in plans:
         times, losses = _train(_tower(), (problem, outcome.plan), data, iterations, rate)
         low, middle, high = np.percentile(times, [25, 50, 75])
-        # DDP waits for every message before the optimizer's step: nothing is sent beside the next forward.
+        # DDP waits for every message before the optimizer's step: no message overlaps with the next forward.
         e = (
             evaluate(problem, replace(outcome.plan, barrier=True))
             if not outcome.plan.staleness
@@ -151,8 +152,8 @@ def _under_policies(
 
 
 def _traced(cell: Mapping[str, Any], job: Mapping[str, Any], data: list[Any]) -> list[float]:
-    """Seconds of traced steps under a policy whose buckets follow from sizes and order alone, with its own limits, as
-    ``pase replay --what-if bucket-plan=`` has it."""
+    """Returns the seconds of traced steps under a policy whose buckets depend only on sizes and order, with its own
+    limits, as in ``pase replay --what-if bucket-plan=``."""
     from pase.schedule.registry import Options, get_policy
 
     problem = problem_for(parameters(0), job["compute_s"], [1e3, 1e9], [1e-4, 40.0])
@@ -180,9 +181,9 @@ def _curve() -> list[float]:
 def _train(
     model: Any, given: Any, data: list[Any], iterations: int, rate: float, traces: Path | None = None
 ) -> tuple[list[float], list[float]]:
-    """(seconds an iteration, averaged over the plan's period; losses). given: None: no communication at all;
-    (None, None): DDP as it is; (problem, plan): DDP under the plan. traces: where the profiler writes what it saw of
-    the iterations that count."""
+    """Returns (seconds per iteration, averaged over the plan's period; losses). given: None: no communication;
+    (None, None): plain DDP; (problem, plan): DDP under the plan. traces: the folder for the profiler's traces of the
+    timed iterations."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 

@@ -73,7 +73,7 @@ def main(job_file: str, rank: str) -> None:
 
 
 def _in_time(until: float) -> bool:
-    """The first host looks at the clock for all."""
+    """Returns whether there is time; the first host decides for all."""
     import numpy as np
     from jax.experimental import multihost_utils
 
