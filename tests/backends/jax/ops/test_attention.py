@@ -58,7 +58,7 @@ def test_parts_are_the_whole(split: dict[str, str], mesh: str, causal: bool) -> 
 @pytest.mark.usefixtures("float64")
 def test_a_device_without_the_kernel_says_so() -> None:
     plan = planned(case(True, "cudnn"), {"q": "a"}, "a=8")
-    with pytest.warns(UserWarning, match=r"test_attention\.py.* cuDNN.* cpu devices lack"):
+    with pytest.warns(UserWarning, match=r"attending\.py.* cuDNN.* cpu devices lack"):
         jax.eval_shape(plan.jax.loss(), *arrays())
 
 
