@@ -264,8 +264,8 @@ class Benchmark:
         if self.order:
             pairs.sort(key=lambda pair: self.order(*pair))
         rows = [row for _, row in pairs] if self.named else dict(pairs)
-        head = dict(_called(self.head, rows, given=given))
-        return head | {self.at: rows} if self.at else head or rows
+        head: dict[str, Any] = dict(_called(self.head, rows, given=given))
+        return head | {self.at: rows} if self.at else head or dict(rows)
 
     def _measured(
         self,

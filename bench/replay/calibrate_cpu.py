@@ -169,8 +169,8 @@ def summary(rows: list[dict[str, Any]], given: Namespace) -> dict[str, Any]:
 BENCH = Benchmark(
     "calibrate_cpu",
     {f"{model} {batch}": (model, batch) for model, batch in CASES},
-    lambda case, given: predicted_and_measured(
-        *case, file=Path(given.machine), devices=given.devices, folder=Path(given.folder.name)
+    lambda model, batch, given: predicted_and_measured(
+        model, batch, file=Path(given.machine), devices=given.devices, folder=Path(given.folder.name)
     ),
     named="{model} {batch}",
     at="",
