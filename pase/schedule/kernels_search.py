@@ -1,4 +1,4 @@
-"""The compiled local search that `improve` describes. A move changes the state; the search keeps or undoes it.
+"""The compiled local search that `fast.improve` describes. A move changes the state; the search keeps or undoes it.
 
 Importing this module imports numba, so import it inside functions only. Kernels are at module level, because numba's
 cache cannot find functions that close over another function. The state is a named tuple of arrays, which numba accepts;

@@ -2,7 +2,7 @@
 
 Training is modelled as a Gaussian walk with rebound at the lowest loss (Yin et al., KDD 2017; DeFT section IV.C). The
 DeFT paper prints the expected next state with eta * delta_s, but eta * mu is meant. This module uses the corrected
-form, which a Monte Carlo test confirms (tests/schedule/test_deft.py).
+form, which a Monte Carlo test confirms (tests/schedule/test_preserver.py).
 """
 
 from __future__ import annotations
