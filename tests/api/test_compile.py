@@ -1,7 +1,6 @@
 """pase.compile on callables, and its errors for bad input."""
 
 import re
-from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,6 @@ from jax.extend.core import Primitive
 
 import pase
 from pase.errors import PaseError
-from tests.command import reported
 
 S = jax.ShapeDtypeStruct
 PARAMS = {"w": S((64, 128), "float32"), "v": S((128, 8), "float32")}
@@ -132,23 +130,6 @@ def test_dims_that_do_not_divide_are_left_whole():
     plan = pase.compile(loss, odd, S((31, 63), "float32"), devices=8)
     assert all(not axes for t in plan.parameters.values() for axes in t.storage)
     assert "data_parallel" in plan.skipped
-
-
-def test_the_readmes_first_command_runs_its_second(tmp_path, monkeypatch):
-    """As ``make demo``: a plan of the published size (bfloat16) is run in the reduced size (float32).
-
-    The gradient check is left out, because it would take three times as long as the rest. tests/house runs it with the
-    commands of the README.
-    """
-    layout = tmp_path / "layout.json"
-    pase.compile("zoo:gpt2", devices=32).save(layout)
-    left_out = Mock(as_json=dict, verdict="undecided")
-    monkeypatch.setattr("pase.commands.run.gradient_check", lambda *_: left_out)
-    result = reported("run", layout, "--reduced", "--devices", 8)
-    assert result["agrees"]
-    by_kind = {c["kind"]: c for c in result["collectives"]}
-    assert by_kind["all_reduce"]["compiled_bytes"] > 0 < by_kind["reduce_scatter"]["compiled_bytes"]
-    assert all(c["compiled_bytes"] == c["predicted_on_cpu"] for c in by_kind.values())
 
 
 def test_compare_lists_every_baseline_priced_as_compile_prices_it():

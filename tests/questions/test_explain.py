@@ -17,7 +17,6 @@ from pase.compiler.problem.problem import SplitProblem
 from pase.errors import PaseError
 from pase.questions.explain import causes, explain
 from pase.search import brute_force
-from tests.command import printed, reported, run
 
 
 def squares(w: Any, x: Any) -> Any:
@@ -133,31 +132,6 @@ def test_another_machine_is_refused(plan: Plan) -> None:
     with pytest.raises(PaseError, match="'a100x8'") as e:
         explain(plan, machine="a100x8")
     assert e.value.where == "--machine"
-
-
-def test_the_program(plan: Plan, tmp_path: Path) -> None:
-    path = tmp_path / "layout.json"
-    plan.save(path)
-    layer = next(n.name for n in plan.nodes if n.op == "matmul")
-    found = reported("explain", path)
-    assert sum(c["cost"] for c in found["causes"]) == pytest.approx(found["cost"])
-    said = printed("explain", path, "--layer", layer)
-    assert "(chosen)" in said and layer in said
-    assert run("explain", path, "--layer", "no")[0] == 2
-
-
-def test_the_page(plan: Plan, tmp_path: Path) -> None:
-    """The page names every layer that costs something, and escapes text that comes from the layout."""
-    path, page = tmp_path / "layout.json", tmp_path / "page.html"
-    plan.save(path)
-    data = json.loads(path.read_text())
-    data["cost"]["skipped"] = {"<script>alert(1)</script>": "a & b"}
-    path.write_text(json.dumps(data))
-    printed("report", path, "-o", page)
-    text = page.read_text()
-    assert "<script>alert" not in text and "&lt;script&gt;" in text and "a &amp; b" in text
-    assert all(n.name in text for n in plan.nodes if n.cost.total)
-    assert all(p in text for p in plan.parameters)
 
 
 def test_what_is_cheaper_but_does_not_fit_is_said() -> None:

@@ -1,11 +1,8 @@
 """``pase compare --vary``: whether the strategy stays the best if the machine's figures are wrong."""
 
-import json
-
 import pytest
 
 import pase
-from pase.commands.compare import compare
 from pase.errors import PaseError
 from pase.machine import load
 from pase.machine.scale import QUANTITIES, scaled
@@ -83,12 +80,3 @@ def test_a_quantity_is_named_once():
     with pytest.raises(PaseError, match="twice") as e:
         sensitivity(MODEL, devices=2, vary=["flops=1,2", "flops=3,4"])
     assert e.value.where == "--vary"
-
-
-def test_the_command_prints_a_table_or_one_json_object(capsys):
-    compare(MODEL, 4, vary=["bandwidth=0.5,2"], json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert [r["factors"] for r in found["vary"]] == [{"bandwidth": f} for f in (0.5, 1.0, 2.0)]
-    assert all(r["regret"] >= 0 and r["cost"] >= r["best"] for r in found["vary"])
-    compare(MODEL, 4, vary=["bandwidth=0.5,2"])
-    assert "worst regret" in capsys.readouterr().out

@@ -8,7 +8,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pase.commands.solve import _since_start
 from pase.errors import Infeasible
 from pase.search import (
     MemoryProfile,
@@ -137,12 +136,6 @@ def test_no_time_at_all_still_gives_an_answer() -> None:
             assert verify(tables, found, memory) >= want, seed
         loose = bounded_search(tables, None, 0.0, 0, time.perf_counter())
         assert loose.bound <= want + 1e-9
-
-
-def test_what_the_program_has_done_before_counts() -> None:
-    before = time.process_time()
-    age = _since_start()
-    assert age >= before and age <= _since_start()
 
 
 @pytest.mark.parametrize("block", range(4))

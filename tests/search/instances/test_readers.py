@@ -13,39 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from pase.commands.solve import solve as solve_command
-from pase.errors import Infeasible, PaseError
+from pase.errors import PaseError
 from pase.search import brute_force, solve, verify
 from pase.search.instances.readers import read_instance, write_solution
 from tests.needs import SHARED
-
-# The contest's own example (README of its repository): 5 is forbidden, one edge, two strategies each.
-PROBLEM = {
-    "problem": {
-        "name": "example",
-        "nodes": {
-            "intervals": [[15, 75], [50, 65], [0, 0]],
-            "costs": [[15, 55, 65], [45, 10], [1, 0]],
-            "usages": [[10, 25, 20], [45, 50], [99, 99]],
-        },
-        "edges": {"nodes": [[0, 1], [1, 2]], "costs": [[30, 40, 10, 10**18, 0, 5], [1, 2, 3, 4]]},
-        "usage_limit": 70,
-    }
-}
-
-
-def changed(*path_and_value: Any) -> Any:
-    """PROBLEM with one value changed."""
-    doc = json.loads(json.dumps(PROBLEM))
-    *path, last, value = path_and_value
-    at = doc
-    for key in path:
-        at = at[key]
-    at[last] = value
-    return doc
+from tests.search.instances.example import PROBLEM, changed
 
 
 @pytest.mark.parametrize("suffix", [".json", ".json.gz"])
@@ -192,38 +165,6 @@ def test_corrupt_archives(tmp_path: Path) -> None:
             read_instance(path)
 
 
-app = typer.Typer()
-app.command()(solve_command)
-
-
-def test_command_prints_one_json_object_and_writes_the_choice(tmp_path: Path) -> None:
-    path, out = tmp_path / "x.json", tmp_path / "out.json"
-    path.write_text(json.dumps(PROBLEM))
-    result = CliRunner().invoke(app, [str(path), "--json", "-o", str(out)])
-    assert result.exit_code == 0
-    answer = json.loads(result.stdout)
-    assert answer["cost"] == answer["bound"] == 69
-    assert answer["optimal"] is True and answer["feasible"] is True
-    assert answer["nodes"] == 3 and answer["edges"] == 2 and answer["seconds"] >= 0
-    assert json.loads(out.read_text()) == [0, 1, 0]
-
-
-def test_command_in_words(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps(PROBLEM))
-    result = CliRunner().invoke(app, [str(path)])
-    assert result.exit_code == 0
-    assert "cost 69   optimal, proven by" in result.stdout
-
-
-def test_command_on_an_impossible_limit(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps(changed("problem", "usage_limit", 5)))
-    result = CliRunner().invoke(app, [str(path), "--json"])
-    assert isinstance(result.exception, Infeasible)
-    assert json.loads(result.stdout)["feasible"] is False
-
-
 @pytest.mark.data("pase_instances")
 @pytest.mark.parametrize(
     "path", sorted((SHARED / "pase_instances").glob("*.json")) or [SHARED], ids=lambda p: p.stem
@@ -241,20 +182,6 @@ def test_contest_instance_g_is_proven() -> None:
     found = solve(tables, memory, time_limit=120)
     assert verify(tables, found, memory) == 217_039
     assert found.optimal
-
-
-def test_a_small_instance_is_solved_without_loading_numba(tmp_path: Path) -> None:
-    """A cold start is mostly imports, so a small instance does not load modules that it does not need."""
-    path = tmp_path / "small.json"
-    path.write_text(json.dumps(changed("problem", "usage_limit", 1000)))
-    heavy = ["numba", "scipy", "rich", "sympy", "networkx", "highspy", "jax", "tensorflow", "torch"]
-    program = (
-        "import sys\nfrom pase.cli import main\n"
-        f"try: main(['solve', {str(path)!r}])\n"
-        f"except SystemExit as e: print(e.code, sorted(set({heavy!r}) & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[0].startswith("cost ") and done.stdout.splitlines()[-1] == "0 []"
 
 
 def test_kernels_are_numpys_until_numba_is_worth_its_import() -> None:

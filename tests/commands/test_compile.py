@@ -1,0 +1,57 @@
+"""``pase compile``: what it prints and writes, and its exit status."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import pase
+from pase.commands.compile import summary
+from pase.machine import dumps, load
+from tests.command import printed, reported, run
+
+MODEL = ("zoo:mlp", "--devices", 4, "--mesh", "2x2")
+
+
+def test_json_is_the_plans_summary(tmp_path: Path) -> None:
+    """It names the layout that was written, which is the plan."""
+    out = tmp_path / "layout.json"
+    said = reported("compile", *MODEL, "-o", out)
+    plan = pase.load(out)
+    assert said.pop("layout") == str(out)
+    wanted = summary(plan)
+    assert said.keys() == wanted.keys()
+    assert {k: said[k] for k in ("cost", "memory_bytes", "optimal", "baselines")} == {
+        k: wanted[k] for k in ("cost", "memory_bytes", "optimal", "baselines")
+    }
+    assert said["mesh"] == plan.mesh.by_name and said["nodes"] == len(plan.nodes)
+
+
+def test_a_bucket_plan_is_scheduled_on_request() -> None:
+    assert "bucket plan 'ddp'" in printed("compile", *MODEL, "--schedule", "ddp")
+    assert reported("compile", *MODEL, "--schedule", "ddp")["bucket_plan"]["iteration_s"] > 0
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A machine whose devices have a kilobyte of memory."""
+    m = load("h100x8")
+    path = tmp_path / "tiny.toml"
+    path.write_text(dumps(replace(m, device=replace(m.device, memory_bytes=1000, reserved_bytes=0))))
+    return path
+
+
+@pytest.mark.parametrize(("strict", "status"), [((), 0), (("--strict",), 1)])
+def test_what_does_not_fit_is_a_failure_only_if_asked(
+    tiny: Path, strict: tuple[str, ...], status: int
+) -> None:
+    """The best plan without a limit is printed in any case, with a warning."""
+    code, out, _ = run("compile", *MODEL, "--machine", tiny, *strict)
+    assert code == status and "WARNING" in out
+
+
+def test_a_limit_that_nothing_fits_is_a_failure() -> None:
+    code, out, error = run("compile", *MODEL, "--memory-limit", "1KiB")
+    assert code == 1 and out == "" and error.startswith("Error: ")

@@ -1,0 +1,24 @@
+"""``pase price``."""
+
+from __future__ import annotations
+
+import pase
+from tests.command import reported, run
+
+MODEL = "zoo:llama3_8b?batch=8&seq=256&layers=2&vocab=512"
+GIVEN = (MODEL, "--devices", 4, "--as", "fsdp=2,tp=2")
+
+
+def test_it_prints_what_the_library_prices() -> None:
+    said = reported("price", *GIVEN)
+    assert said.pop("model") == MODEL
+    assert said == pase.price(MODEL, devices=4, strategy="fsdp=2,tp=2").to_json()
+
+
+def test_the_executor_changes_the_price() -> None:
+    assert reported("price", *GIVEN, "--executor", "eager") != reported("price", *GIVEN)
+
+
+def test_a_strategy_that_makes_no_sense_is_refused() -> None:
+    code, out, error = run("price", MODEL, "--devices", 4, "--as", "tp=3")
+    assert code != 0 and out == "" and error.startswith("Error: ")

@@ -1,0 +1,23 @@
+"""``pase run``."""
+
+from unittest.mock import Mock
+
+import pase
+from tests.command import reported
+
+
+def test_the_readmes_first_command_runs_its_second(tmp_path, monkeypatch):
+    """As ``make demo``: a plan of the published size (bfloat16) is run in the reduced size (float32).
+
+    The gradient check is left out, because it would take three times as long as the rest. tests/house runs it with the
+    commands of the README.
+    """
+    layout = tmp_path / "layout.json"
+    pase.compile("zoo:gpt2", devices=32).save(layout)
+    left_out = Mock(as_json=dict, verdict="undecided")
+    monkeypatch.setattr("pase.commands.run.gradient_check", lambda *_: left_out)
+    result = reported("run", layout, "--reduced", "--devices", 8)
+    assert result["agrees"]
+    by_kind = {c["kind"]: c for c in result["collectives"]}
+    assert by_kind["all_reduce"]["compiled_bytes"] > 0 < by_kind["reduce_scatter"]["compiled_bytes"]
+    assert all(c["compiled_bytes"] == c["predicted_on_cpu"] for c in by_kind.values())

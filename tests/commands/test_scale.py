@@ -1,0 +1,32 @@
+"""``pase scale``."""
+
+from __future__ import annotations
+
+import json
+
+from tests.command import printed
+
+MODEL = "zoo:mlp"
+
+
+def test_the_command_prints_a_table_and_json():
+    shown = printed("scale", MODEL, "--devices", "2..8")
+    assert "device-seconds" in shown and "█" in shown
+    found = json.loads(printed("scale", MODEL, "--devices", "2,8", "--json"))["points"]
+    assert [p["devices"] for p in found] == [2, 8]
+    assert all(p["device_s"] == p["cost"] * p["devices"] and 0 < p["mfu"] < 1 for p in found)
+
+
+def test_nothing_is_cut_at_eighty_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    wide = "scale", MODEL, "--devices", "2..8"
+    priced = (
+        "price",
+        "zoo:llama3_8b?batch=8&seq=256&layers=2&vocab=512",
+        "--devices",
+        "4",
+        "--as",
+        "fsdp=2,tp=2",
+    )
+    for shown in (printed(*wide), printed(*priced)):
+        assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
