@@ -24,7 +24,7 @@ def test_plans_that_gather_parameters_refuse_delays(drawn, strategy):
     period, updates = DELAYED["one, two, one"]
     params, batch = jax.tree.map(lambda x: jnp.asarray(x, "float32"), (params, batches[0]))
     plan = case_of(looped, params, batch).plan(strategy)
-    with pytest.raises(PaseError, match="delayed updates"):
+    with pytest.raises(PaseError, match="delays updates"):
         scheduled(plan, period, updates)
 
 
