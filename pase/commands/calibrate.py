@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["calibrate"]
 
 _PROGRAM_S = 0.01
+"""How long a measured program should take at least: an op is repeated in it, so that its launch does not matter."""
 _ROUNDS = 4
 """Number of fits. After each fit except the last, doubtful samples are measured again."""
 
@@ -154,6 +155,7 @@ def calibrate(
 
 
 def _seconds(text: str) -> float:
+    """The value of --budget in seconds."""
     from pase.errors import PaseError
 
     scale = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 0.0)
@@ -200,12 +202,12 @@ def _measured(
     try:
         with progress() as say:
 
-            def told(what: str, done: int, of: int) -> None:
+            def report(what: str, done: int, of: int) -> None:
                 say(f"[{done}/{of}] {what}")
 
             target = budgeted(bench, journal, settings, here.levels, wanted, here.memory_bytes)
             outcome, fitted = _in_rounds(
-                here, suite(target), bench, journal, settings, name or output.stem, told
+                here, suite(target), bench, journal, settings, name or output.stem, report
             )
     except KeyboardInterrupt:
         if first:
@@ -231,9 +233,11 @@ def _in_rounds(
     journal: Journal,
     settings: Settings,
     name: str,
-    told: Callable[[str, int, int], None],
+    report: Callable[[str, int, int], None],
 ) -> tuple[SessionResult, Fitted | Refused | None]:
-    """Measure, fit, and measure the samples again that the fit reports as doubtful.
+    """Measure and fit, then repeat the samples that the fit reports as doubtful and fit again, a few times.
+
+    report: called with (what is measured, how many measurements are done, of how many).
 
     Returns the outcome of the session, and the last fit or the reason why there is none; None on every process except
     the first.
@@ -241,21 +245,22 @@ def _in_rounds(
     from pase.calibrate import Refused, session
     from pase.calibrate.session import remeasured
 
-    outcome = session(tasks, bench, journal, settings, told)
+    outcome = session(tasks, bench, journal, settings, report)
     fitted: Fitted | Refused | None = None
-    for left in reversed(range(_ROUNDS)):
+    for remaining in reversed(range(_ROUNDS)):
         if here.process == 0:
             try:
                 fitted = _fitted(here, tasks, journal, settings, name)
             except Refused as e:
                 fitted = e
         doubtful = fitted.doubtful if isinstance(fitted, Refused) else ()
-        if not left or not remeasured(tasks, doubtful, bench, journal, settings, told):
+        if not remaining or not remeasured(tasks, doubtful, bench, journal, settings, report):
             break
     return outcome, fitted
 
 
 def _outcome(outcome: SessionResult, fitted: Fitted, journal: Journal) -> JsonObject:
+    """What --json prints about the measurements and the fit, in addition to the files."""
     spreads = sorted(s.spread for s in journal.samples.values())
     return {
         "machine": _outline(fitted.machine),
@@ -290,6 +295,7 @@ def _fitted(here: Here, tasks: Sequence[Task], journal: Journal, settings: Setti
 
 
 def _dtypes(text: str | None) -> tuple[str, ...]:
+    """The value of --dtypes; empty if it was not given."""
     from pase.errors import PaseError
 
     wanted = tuple(text.split(",")) if text else ()
@@ -325,6 +331,7 @@ def _asides(journal: Journal, budget_s: float) -> dict[str, str]:
 
 
 def _from_traces(traces: Path, base: str | None, output: Path, name: str | None) -> JsonObject:
+    """Write the machine ``base`` with the collectives of these traces."""
     from pase.calibrate.traces import with_traces
     from pase.errors import PaseError
     from pase.machine import dumps, load
@@ -335,12 +342,13 @@ def _from_traces(traces: Path, base: str | None, output: Path, name: str | None)
             where="--from",
             fix="give the machine to add them to with --base NAME",
         )
-    machine, told = with_traces(load(base), traces, name or output.stem)
+    machine, facts = with_traces(load(base), traces, name or output.stem)
     write_atomically(output, dumps(machine))
-    return {"output": str(output), "machine": _outline(machine), **told}
+    return {"output": str(output), "machine": _outline(machine), **facts}
 
 
 def _outline(machine: Machine) -> JsonObject:
+    """What --json prints about a machine: its numbers, and the sizes of its tables."""
     device = machine.device
     return {
         "name": machine.name,
@@ -380,6 +388,7 @@ def _outline(machine: Machine) -> JsonObject:
 
 
 def _print(r: JsonObject) -> None:
+    """Print the result of the command as tables. r: as --json prints it."""
     from rich.table import Table
 
     from pase.commands.machines import _si
@@ -418,7 +427,8 @@ def _print(r: JsonObject) -> None:
         out.print(f"note: {note}")
     if "measured" in r:
         out.print(
-            f"{r['measured']} measured, {r['resumed']} from the journal, {r['beyond_budget']} not within the budget, "
-            f"{len(r['too_slow'])} too slow for it, in {r['seconds']:.0f} s; median spread {r['median_spread']:.0%}",
+            f"{r['measured']} measured, {r['resumed']} from the journal, {r['beyond_budget']} not reached within the "
+            f"budget, {len(r['too_slow'])} left out as too slow for it, in {r['seconds']:.0f} s; median spread "
+            f"{r['median_spread']:.0%}",
         )
     out.print(f"written: {r['output']}")

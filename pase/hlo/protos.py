@@ -125,6 +125,7 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
 
 @cache
 def _classes() -> dict[str, type[Message]]:
+    """The protobuf class of each message, made from ``_MESSAGES`` at run time."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     fd = descriptor_pb2.FieldDescriptorProto

@@ -1,7 +1,7 @@
 """Lowers a graph and its strategy to the local program.
 
-The states of accesses, and the collectives between and inside nodes, are the ones that the tables price
-(``pase.tables``).
+Layouts, and the collectives between and inside nodes, come from the same functions with which the search prices them
+(``pase.tables``). There, a layout is an array with one integer, the *state*, per mesh axis.
 """
 
 from __future__ import annotations
@@ -88,25 +88,32 @@ _COMBINES: dict[str, Combine] = {
 
 
 def _combine(op: Op) -> Combine:
+    """How partial results of an op are reduced."""
     return _COMBINES.get(op.function.name, "sum")
 
 
 class _Lower:
+    """Lowers the nodes and edges of one strategy. configs: node name -> int8 [axes]."""
+
     def __init__(self, graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> None:
         self.graph, self.mesh, self.configs = graph, mesh, configs
 
     def _read(self, node: Node, op: Op, a: Access) -> np.ndarray:
+        """The states in which an op reads a tensor, [1, axes]. PARTIAL: the tensor's gradient is partial there."""
         config = self.configs[node.name][None, :]
         return read_states(node, op, a, self.graph.tensors[a.tensor], config, self.mesh)
 
     def _write(self, node: Node, op: Op, a: Access) -> np.ndarray:
+        """The states in which an op writes a tensor, [1, axes]."""
         config = self.configs[node.name][None, :]
         return write_states(node, op, a, self.graph.tensors[a.tensor], config, self.mesh)
 
     def _shape(self, tensor: str) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
         return tuple(concrete_size(s, tensor) for s in self.graph.tensors[tensor].shape)
 
     def _axes(self, bits: int) -> tuple[str, ...]:
+        """The names of the axes in a bit set."""
         return tuple(name for i, name in enumerate(self.mesh.names) if bits >> i & 1)
 
     def transfer(self, edge: Edge) -> LocalTransfer:
@@ -129,11 +136,15 @@ class _Lower:
         )
 
     def _reshard_steps(self, flow: Flow, have: np.ndarray, want: np.ndarray) -> tuple[LocalReshardStep, ...]:
-        (now,), (goal,) = (tuple(map(tuple, rows.tolist())) for rows in flow.ends(have, want))
-        return tuple(_path(now, goal, flow.bytes_of, self.mesh))
+        """The reshard steps of a flow. have, want: the states in which the tensor is written and read."""
+        (start,), (end,) = (tuple(map(tuple, rows.tolist())) for rows in flow.ends(have, want))
+        return tuple(_path(start, end, flow.bytes_of, self.mesh))
 
     def node(self, node: Node, edges: Mapping[object, int]) -> Iterable[LocalOp]:
-        """The node's ops, each with the collectives inside it."""
+        """The node's ops, each with the collectives inside it. Those of the whole node go to its main op.
+
+        edges: ``shared_edge`` of a read -> the number of its transfer.
+        """
         config = self.configs[node.name][None, :]
         inside: dict[int, list[Charge]] = defaultdict(list)
         main = next(k for k, op in enumerate(node.ops) if op is node.main)
@@ -143,15 +154,16 @@ class _Lower:
             yield self._op(node, op, inside[k], edges)
 
     def _op(self, node: Node, op: Op, inside: list[Charge], edges: Mapping[object, int]) -> LocalOp:
-        here = "backward" if op.backward else "forward"
+        own_phase = "backward" if op.backward else "forward"
 
         def over(phase: str, kind: str, access: int) -> tuple[str, ...]:
-            found = (
+            """The axes over which the op's collectives of this kind run for one of its reads or writes."""
+            charges = (
                 c
                 for c in inside
                 if c.within is not None and (c.phase, c.kind, c.within.access) == (phase, kind, access)
             )
-            return self._axes(sum({int(np.ravel(c.axes)[0]) for c in found}))
+            return self._axes(sum({int(np.ravel(c.axes)[0]) for c in charges}))
 
         def operand(i: int, a: Access) -> LocalOperand:
             made_here = a.tensor in node.internal
@@ -164,20 +176,20 @@ class _Lower:
                 transfer=None if made_here else edges.get(shared_edge(node, op, a)),
                 constant=a.tensor not in self.graph.producer,
                 summed=over("backward", "all_reduce", i),
-                halo=over(here, "permute", i),
+                halo=over(own_phase, "permute", i),
             )
 
         def result(i: int, a: Access) -> LocalResult:
             states = self._write(node, op, a)[0]
             layout, gradient = layout_of(forward_states(states)), layout_of(gradient_states(states))
-            held = op.kind != "parameter" or all(m.free for m in between(layout, gradient, self.mesh))
+            has_part = op.kind != "parameter" or all(m.free for m in between(layout, gradient, self.mesh))
             return LocalResult(
                 tensor=a.tensor,
                 shape=self._shape(a.tensor),
                 layout=layout,
                 gradient=gradient,
-                summed=over(here, "all_reduce", i),
-                gradient_carrier="value" if held else "zeros",
+                summed=over(own_phase, "all_reduce", i),
+                gradient_carrier="value" if has_part else "zeros",
             )
 
         return LocalOp(
@@ -241,14 +253,15 @@ def _path(
             nbytes=0 if m.kind == "slice" else round(bytes_of(m.kind) / mesh.ways(m.split)),
         )
         have = m.after
-    if keep := [i for i, (h, w) in enumerate(zip(have, want, strict=True)) if w == PARTIAL != h]:
-        after = layout_of(PARTIAL if i in keep else s for i, s in enumerate(have))
+    if to_partial := [i for i, (h, w) in enumerate(zip(have, want, strict=True)) if w == PARTIAL != h]:
+        after = layout_of(PARTIAL if i in to_partial else s for i, s in enumerate(have))
         yield LocalReshardStep(
-            kind="own", axes=tuple(mesh.names[i] for i in keep), before=layout_of(have), after=after
+            kind="own", axes=tuple(mesh.names[i] for i in to_partial), before=layout_of(have), after=after
         )
 
 
 def _state(state: int) -> AxisState:
+    """One entry of ``layout_of``."""
     if state >= 0:
         return tensor_dim(state), blocks_of(state)
     return "partial" if state == PARTIAL else None

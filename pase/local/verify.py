@@ -44,26 +44,28 @@ def verify_program(program: LocalProgram) -> None:
 
 
 def _problems(program: LocalProgram) -> Iterator[str]:
-    read: dict[int, Layout] = {}
-    left: dict[int, Layout] = {}
+    """What is unsound about the program, as sentences."""
+    read_layout: dict[int, Layout] = {}
+    gradient_layout: dict[int, Layout] = {}
     for op in program.ops:
         for o in op.operands:
             if o.transfer is None:
                 yield from _made_here(program, op, o.tensor, o.layout, o.constant)
-            elif read.setdefault(o.transfer, o.layout) != o.layout:
+            elif read_layout.setdefault(o.transfer, o.layout) != o.layout:
                 yield f"{op.node} reads '{o.tensor}' in two layouts, but one transfer brings it"
-            elif left.setdefault(o.transfer, o.gradient) != o.gradient:
+            elif gradient_layout.setdefault(o.transfer, o.gradient) != o.gradient:
                 yield f"gradients of '{o.tensor}' leave {op.node} in two layouts, but one transfer takes them back"
     for k, t in enumerate(program.transfers):
-        if k not in read:
+        if k not in read_layout:
             yield f"no op reads '{t.tensor}' after its transfer to {t.dst}"
             continue
         made = program.result(t.tensor)
         for m in (*t.forward, *(t.backward or ())):
             yield from _sendable(t, m, made.shape, program.mesh)
-        yield from _way(t, t.forward, made.layout, read[k] if t.runs[0] else made.layout)
+        # A transfer that never runs forward must have no forward steps.
+        yield from _chain(t, t.forward, made.layout, read_layout[k] if t.runs[0] else made.layout)
         if t.backward is not None:
-            yield from _way(t, t.backward, left[k], made.gradient)
+            yield from _chain(t, t.backward, gradient_layout[k], made.gradient)
     yield from _derivatives(program)
     try:
         check_updates(program.updates, program.period, "its schedule")
@@ -80,17 +82,17 @@ def _derivatives(program: LocalProgram) -> Iterator[str]:
     result. Then it is taken at the gradient carriers of a parameter (``GradientCarrier``) and of the values that ops of
     the parameter's node make of it.
     """
-    carried: set[str] = set()
-    zeros: set[str] = set()
+    carried: set[str] = set()  # tensors whose gradient is taken at a gradient carrier
+    zeros: set[str] = set()  # those of them whose carrier holds zeros instead of the value
     for op in program.ops:
         where = f"'{op.op.name}' at {op.op.source}"
-        curved = not linear(op.op, [o.tensor for o in op.operands if o.constant])
+        nonlinear = not linear(op.op, [o.tensor for o in op.operands if o.constant])
         for o in op.operands:
-            if curved and "partial" in o.layout:
+            if nonlinear and "partial" in o.layout:
                 yield f"{where} is not linear, but reads partial values of '{o.tensor}'"
-        inside = [o for o in op.operands if o.transfer is None and not o.constant]
+        made_here = [o for o in op.operands if o.transfer is None and not o.constant]
         for r in op.results:
-            if _split(r.layout) == _split(r.gradient) and not any(o.tensor in carried for o in inside):
+            if _split(r.layout) == _split(r.gradient) and not any(o.tensor in carried for o in made_here):
                 continue
             carried.add(r.tensor)
             if op.op.kind == "parameter":
@@ -102,14 +104,14 @@ def _derivatives(program: LocalProgram) -> Iterator[str]:
                         f"other devices: the value is kept as {r.layout}"
                     )
                 continue
-            if alone := [o.tensor for o in op.operands if o.tensor not in carried]:
+            if not_carried := [o.tensor for o in op.operands if o.tensor not in carried]:
                 yield (
-                    f"the gradient of {where} has another layout than its result, and no device has '{alone[0]}' "
+                    f"the gradient of {where} has another layout than its result, and no device has '{not_carried[0]}' "
                     f"in that layout"
                 )
-            if at_zeros := [o.tensor for o in inside if o.tensor in zeros]:
+            if at_zeros := [o.tensor for o in made_here if o.tensor in zeros]:
                 zeros.add(r.tensor)
-                if curved:
+                if nonlinear:
                     yield (
                         f"{where} is not linear, and its derivative would be taken at zeros instead of the value of "
                         f"'{at_zeros[0]}'"
@@ -123,13 +125,16 @@ def _split(layout: Layout) -> Layout:
 
 def _messages(program: LocalProgram) -> Iterator[str]:
     """Checks that messages carry every byte exactly once for each update, one reshard step of a transfer after the
-    other, and that each message starts before anything needs what it brings."""
+    other, and that each message starts before anything needs what it brings.
+
+    A message's ``way`` is "there" (forward) or "back" (gradients). A chunk's ``stage`` is the number of a reshard step.
+    """
     sent: dict[tuple[TransferPart, TransferDirection, int], list[tuple[int, MessageChunk]]] = {}
     for i, m in enumerate(program.messages):
         yield from _in_time(program, i, m)
         for p in m.chunks:
             if not 0 <= p.stage < len(program.stages(p.transfer, m.way)):
-                yield f"message {i} carries step {p.stage} {m.way} of transfer {p.transfer}, which does not exist"
+                yield f"message {i} ({m.way}) carries step {p.stage} of transfer {p.transfer}, which does not exist"
                 return
             sent.setdefault((p.part, m.way, m.update), []).append((i, p))
         yield from _joinable(program, i, m)
@@ -138,10 +143,10 @@ def _messages(program: LocalProgram) -> Iterator[str]:
                 f"message {i} waits for '{m.after}', which begins too late: this message or a later one on its link is "
                 f"needed before"
             )
-    waiting = {(part, u) for part, way, u in sent if way == "back"} if program.delayed else set()
-    yield from _every_update(program, waiting)
+    delayed_parts = {(part, u) for part, way, u in sent if way == "back"} if program.delayed else set()
+    yield from _every_update(program, delayed_parts)
     for ((number, iteration), way, update), chunks in sent.items():
-        what, last = f"'{program.transfers[number].tensor}' {way}", (0, -1)
+        what, last = f"'{program.transfers[number].tensor}' ({way})", (0, -1)
         what += (
             f" of iteration {iteration}" * (iteration is not None) + f" for update {update}" * program.delayed
         )
@@ -152,12 +157,15 @@ def _messages(program: LocalProgram) -> Iterator[str]:
                 yield f"messages do not carry each byte of step {stage} of {what} exactly once"
             when = [(program.messages[i].late, i) for *_, i in mine]
             if when and min(when) <= last:
-                yield f"message {last[1]} carries a step of {what}, and no later message the next one"
+                yield f"message {last[1]} carries a step of {what}, but no later message carries the next step"
             last = max([last, *when])
 
 
 def _in_time(program: LocalProgram, i: int, m: LocalMessage) -> Iterator[str]:
-    """Checks that a message belongs to an update, and is sent before that update is applied."""
+    """Checks that a message belongs to an update, and is sent before that update is applied.
+
+    ``late``, ``at`` and ``last`` count training steps (see ``LocalMessage`` and ``Update``).
+    """
     if not 0 <= m.update < len(program.updates):
         yield f"message {i} is for update {m.update}, but there are only {len(program.updates)} updates"
     elif m.late > program.updates[m.update].at - program.updates[m.update].last + 1:
@@ -169,9 +177,10 @@ def _in_time(program: LocalProgram, i: int, m: LocalMessage) -> Iterator[str]:
 
 
 def _every_update(program: LocalProgram, sent: set[tuple[TransferPart, int]]) -> Iterator[str]:
-    """Checks that a gradient that waits for later steps does so in every update, for every iteration of its loop."""
-    waiting = {number for (number, _), _ in sent}
-    for number in sorted(waiting):
+    """Checks that a gradient that waits for later training steps is sent for every update and every iteration of its
+    loop. sent: the gradients that messages carry, each with the number of an update."""
+    transfers = {number for (number, _), _ in sent}
+    for number in sorted(transfers):
         runs = round(program.runs(number, "back"))
         iterations: list[int | None] = [None] if runs == 1 else [*range(runs)]
         wanted = {((number, iteration), u) for iteration in iterations for u in range(len(program.updates))}
@@ -206,8 +215,13 @@ def _made_here(
         yield f"'{tensor}' is made as {program.result(tensor).layout}, but {op.node} reads it as {layout}"
 
 
-def _way(t: LocalTransfer, steps: tuple[LocalReshardStep, ...], start: Layout, end: Layout) -> Iterator[str]:
-    """Checks that the reshard steps form a chain from one layout to another."""
+def _chain(
+    t: LocalTransfer, steps: tuple[LocalReshardStep, ...], start: Layout, end: Layout
+) -> Iterator[str]:
+    """Checks that the reshard steps of a transfer form a chain from one layout to another.
+
+    t: the transfer. steps: its forward steps, or those of its gradient.
+    """
     now = start
     for m in steps:
         if m.before != now:
@@ -219,8 +233,8 @@ def _way(t: LocalTransfer, steps: tuple[LocalReshardStep, ...], start: Layout, e
 
 
 def _sendable(t: LocalTransfer, m: LocalReshardStep, shape: Extents, mesh: Mesh) -> Iterator[str]:
-    """Checks that sources and targets are well defined: only whole digits are sent, or every device sends as much as it
-    receives."""
+    """Checks that a reshard step says which device sends what to which: it sends only whole digits, or every device
+    sends as much as it receives. All-reduces, and steps that make a value partial, need no such check."""
     try:
         if m.kind not in ("all_reduce", "own") and not nests(m, shape, mesh):
             exchange(m, shape, mesh)
@@ -231,12 +245,12 @@ def _sendable(t: LocalTransfer, m: LocalReshardStep, shape: Extents, mesh: Mesh)
 def _step(t: LocalTransfer, m: LocalReshardStep) -> Iterator[str]:
     """Checks the axes that a reshard step changes: only sums reduce partial axes, and they reduce all axes that they
     run over; only 'own' makes a value partial."""
-    reduces, begins = m.kind in ("all_reduce", "reduce_scatter"), m.kind == "own"
+    reduces, makes_partial = m.kind in ("all_reduce", "reduce_scatter"), m.kind == "own"
     changed = [i for i, (a, b) in enumerate(zip(m.before, m.after, strict=True)) if a != b]
     for i in changed:
         if (m.before[i] == "partial") != reduces:
             yield f"{m.kind} of '{t.tensor}' for {t.dst} starts from an axis that is {m.before[i] or 'replicated'}"
-        if (m.after[i] == "partial") != begins:
+        if (m.after[i] == "partial") != makes_partial:
             yield f"{m.kind} of '{t.tensor}' for {t.dst} ends with an axis that is {m.after[i] or 'replicated'}"
     if len(changed) != len(m.axes):
         yield f"{m.kind} of '{t.tensor}' for {t.dst} over {', '.join(m.axes)} changes {len(changed)} axes"

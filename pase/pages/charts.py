@@ -17,8 +17,8 @@ _LEFT, _BOTTOM, _TOP, _RIGHT = 78, 40, 24, 30
 class WorkPoint:
     """A piece of work in a roofline chart.
 
-    intensity: FLOPs per byte. rate: FLOPs per second. share: its fraction of the total time, which is the point's area.
-    title: the text that is shown for the point. node: the page's node that it belongs to.
+    intensity: FLOPs per byte. rate: FLOPs per second. share: its fraction of the total time, shown as the point's area.
+    title: the point's tooltip. node: the number of the page's node that it belongs to, for the page's scripts.
     """
 
     intensity: float
@@ -39,6 +39,7 @@ class Roof:
 
 
 def _decades(low: float, high: float) -> tuple[int, int]:
+    """The powers of ten that enclose both numbers."""
     return math.floor(math.log10(low)), math.ceil(math.log10(high))
 
 
@@ -105,7 +106,7 @@ def areas(
 ) -> str:
     """A chart of areas that are stacked from the bottom up.
 
-    times: the times, which must not fall. layers: (name, colour, a value for each time). limits: (name, value) of
+    times: the times, which must not decrease. layers: (name, colour, a value for each time). limits: (name, value) of
     horizontal lines. label: the chart's accessible name. value: the unit on the axis. end: the label of the last time.
     """
     most = max([*(sum(v[i] for *_, v in layers) for i in range(len(times))), *(v for _, v in limits)]) or 1.0
@@ -152,8 +153,10 @@ def _nice(x: float) -> float:
 
 
 def _open(label: str) -> str:
+    """The start of a chart's SVG element. label: the chart's accessible name."""
     return f"<svg class='chart' viewBox='0 0 {_WIDE} {_HIGH}' role='img' aria-label='{escape(label, quote=True)}'>"
 
 
 def _rule(x0: float, y0: float, x1: float, y1: float) -> str:
+    """A line of the grid."""
     return f"<path class='grid' d='M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}'/>"

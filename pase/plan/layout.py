@@ -1,4 +1,8 @@
-"""Reads and writes layout.json: a plan as a versioned file with a JSON Schema."""
+"""Reads and writes layout.json: a plan as a versioned file with a JSON Schema.
+
+The plan is converted to and from ``LayoutForm``, whose fields are the file's. Files with the keys of earlier versions
+are converted first. ``diff`` compares the layouts of two plans.
+"""
 
 from __future__ import annotations
 
@@ -103,6 +107,7 @@ def _if_given(value: T | None) -> T | UnsetType:
 
 
 def _or_none(value: T | UnsetType) -> T | None:
+    """Return the value of a field, or None if the file does not have the field."""
     return None if isinstance(value, UnsetType) else value
 
 
@@ -159,22 +164,22 @@ def _cost_form(plan: PlanData) -> CostForm:
 
 
 def _copied(value: object, cls: type[T]) -> T:
-    """Return the same fields as an instance of another class."""
+    """Return an instance of ``cls`` whose fields are those of ``value``, by name."""
     return cls(**{name: getattr(value, name) for name in cls.__annotations__})
 
 
 def _accesses_form(accesses: Mapping[Place, EquationLayouts]) -> AccessesForm:
-    """Return each layout once, and for each equation the numbers of the layouts in which it reads and writes."""
-    number: dict[Digits, int] = {layout: i for i, layout in enumerate(distinct(accesses))}
+    """Return the distinct layouts, and for each equation the layouts in which it reads and writes, as indices."""
+    index: dict[Digits, int] = {layout: i for i, layout in enumerate(distinct(accesses))}
 
     def numbered(layouts: Mapping[str, Digits]) -> dict[str, int]:
-        return {t: number[d] for t, d in layouts.items()}
+        return {t: index[d] for t, d in layouts.items()}
 
     equations = {
         str(at): EquationForm(reads=numbered(e.reads), writes=numbered(e.writes))
         for at, e in accesses.items()
     }
-    return AccessesForm(layouts=tuple(number), equations=equations)
+    return AccessesForm(layouts=tuple(index), equations=equations)
 
 
 def from_json(data: Json, where: str = "layout") -> PlanData:
@@ -318,7 +323,7 @@ def _tensor_of(t: TensorForm) -> TensorPlan:
 
 
 def _node_of(n: NodeForm, cost: CostForm) -> NodePlan:
-    nothing = NodeCost(compute=0.0, communication=0.0, update=0.0)
+    no_cost = NodeCost(compute=0.0, communication=0.0, update=0.0)
     return NodePlan(
         name=n.node,
         op=n.op,
@@ -327,7 +332,7 @@ def _node_of(n: NodeForm, cost: CostForm) -> NodePlan:
         split=n.split,
         times=n.times,
         source=n.source,
-        cost=cost.by_node.get(n.node, nothing),
+        cost=cost.by_node.get(n.node, no_cost),
         reads=n.reads or (),
         work=n.work or (),
         keeps=n.keeps or {},
@@ -336,7 +341,10 @@ def _node_of(n: NodeForm, cost: CostForm) -> NodePlan:
 
 
 def _copies_by_name(tensors: Iterable[str]) -> dict[str, str]:
-    """Return the copies of files written before ``copies`` existed, where those of t27 were named t27c, t27c1, …"""
+    """Return ``copies`` (copy -> the tensor that it copies) from the names, for files written before the field existed.
+
+    In those files, the copies of t27 are named t27c, t27c1, …
+    """
     return {t: m[1] for t in tensors if (m := re.fullmatch(r"(t\d+)c\d*", t))}
 
 
@@ -382,6 +390,7 @@ def diff(a: PlanData, b: PlanData) -> list[str]:
 
 
 def _stored(tensors: Mapping[str, TensorPlan]) -> Mapping[str, Any]:
+    """Return the layout in which each tensor is stored, by path, and that of its optimizer state if it differs."""
     return {
         k + what: layout
         for k, t in tensors.items()
@@ -391,6 +400,7 @@ def _stored(tensors: Mapping[str, TensorPlan]) -> Mapping[str, Any]:
 
 
 def _variant(x: Any) -> str:
+    """Return the value of an option as text. ``remat`` is a tuple of blocks."""
     return f"{len(x)} blocks" if isinstance(x, tuple) else str(x)
 
 

@@ -142,7 +142,7 @@ def _end(w, s, done):
 
 @jit()
 def _unsettled(w):
-    """As ``_LayoutWalk.unsettled``."""
+    """As ``_LayoutWalk.unfinished``."""
     some = False
     for a in range(w.shape[1]):
         some |= w[GOAL, a] >= 0 and w[NOW, a] != w[GOAL, a]

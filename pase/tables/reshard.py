@@ -1,8 +1,9 @@
 """Reshards for many pairs of layouts at once: which collectives, over which axes, on how many bytes.
 
-The steps depend only on which digit of which tensor dim each axis selects before and after. Pairs that agree in this
-share a *plan*. ``pase.tables.reshard_path.reshard_steps`` defines the plan. It is computed once and reused across
-edges, tensors and meshes.
+The steps from one layout to another are called the *plan* of this pair. The plan depends only on the size of each axis
+and on which digit of which tensor dim the axis selects before and after; which tensor dims they are does not matter.
+``pase.tables.reshard_path`` defines plans. They are computed once for each distinct (*canonical*) case, and reused
+across edges, tensors and meshes.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[PairedStep]:
 
     A dst state of PARTIAL lets the tensor stay (or become) partial over that axis.
     """
-    if len(src) == len(dst) == 1:  # a strategy: its equal layers ask for the same pair, so cache it
+    # A single pair comes from the edge of a strategy. Equal layers have equal pairs, so results are cached.
+    if len(src) == len(dst) == 1:
         return list(_reshard_one(tuple(src[0].tolist()), tuple(dst[0].tolist()), mesh))
     return _reshard(src, dst, mesh)
 
@@ -94,7 +96,10 @@ def _reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[PairedStep]:
 
 
 def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]], mesh: Mesh) -> list[Plans]:
-    """The plans of all pairs of layouts, for each (src [S, axes], dst [D, axes])."""
+    """The plans of all pairs of layouts, for each (src [S, axes], dst [D, axes]).
+
+    Each pair of layouts is packed into one integer key. The plans of distinct keys are then computed together.
+    """
     n = len(mesh.sizes)
     values = np.unique(
         np.concatenate([REPLICATED, *(rows.ravel() for pair in pairs for rows in pair)], axis=None)
@@ -109,19 +114,24 @@ def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]], mesh: Mesh) -> list[
     found = []
     for src, dst in pairs:
         s, d = np.searchsorted(values, src), np.searchsorted(values, dst)
-        used = _dims(src)[:, None] | _dims(dst)[None, :]
-        left = np.einsum("san,a->sn", ranked[s], weights[:n])
-        right = np.einsum("dan,a->dn", ranked[d], weights[n:])
-        keys = left[np.arange(len(src))[:, None], used] + right[np.arange(len(dst))[None, :], used]
+        used_dims = _dims(src)[:, None] | _dims(dst)[None, :]
+        src_keys = np.einsum("san,a->sn", ranked[s], weights[:n])
+        dst_keys = np.einsum("dan,a->dn", ranked[d], weights[n:])
+        keys = (
+            src_keys[np.arange(len(src))[:, None], used_dims]
+            + dst_keys[np.arange(len(dst))[None, :], used_dims]
+        )
         first, index = distinct(keys.ravel())
         found.append((keys.ravel()[first], index.reshape(keys.shape)))
-    every = np.concatenate([keys for keys, _ in found])
-    first, which = distinct(every)
-    digits = vocabulary[every[first][:, None] // weights % base]
+    all_keys = np.concatenate([keys for keys, _ in found])
+    first, which = distinct(all_keys)
+    digits = vocabulary[all_keys[first][:, None] // weights % base]
     table = _codes(digits[:, :n], digits[:, n:], np.array(mesh.sizes))
     ends = np.cumsum([len(keys) for keys, _ in found])[:-1]
-    mine = np.split(which, ends)
-    return [Plans(index=index, codes=table[rows]) for (_, index), rows in zip(found, mine, strict=True)]
+    plan_numbers = np.split(which, ends)
+    return [
+        Plans(index=index, codes=table[rows]) for (_, index), rows in zip(found, plan_numbers, strict=True)
+    ]
 
 
 def _dims(rows: np.ndarray) -> np.ndarray:
@@ -130,9 +140,11 @@ def _dims(rows: np.ndarray) -> np.ndarray:
 
 
 def _ranked(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Renumber tensor dims among those that a pair uses, because plans do not depend on which dims they are.
+    """Renumber the tensor dims of states among the dims that a pair of layouts uses, because plans do not depend on
+    which dims they are.
 
-    Returns indices into the vocabulary, [values, sets of dims], and the vocabulary.
+    values: the distinct states. Returns (indices into the vocabulary, [values, sets of used dims], the vocabulary of
+    renumbered states).
     """
     dims = np.where(values >= 0, values // _DIM, -1)
     out = np.repeat(values[:, None], 1 << int(dims.max()) + 1, axis=1)
@@ -159,7 +171,10 @@ def _codes(src: np.ndarray, dst: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 class _KnownPlans:
-    """Cache of the plans of canonical cases. Meshes, tensors and models share it."""
+    """Cache of the plans of canonical cases. Meshes, tensors and models share it.
+
+    number: case, as bytes -> the row of its plan. parts: int32 [3, rows, steps], the kind, axes and split of each step.
+    """
 
     def __init__(self) -> None:
         self.number: dict[bytes, int] = {}
@@ -208,17 +223,17 @@ def _distinct(cases: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     Each case is packed into one integer, axis by axis, because sorting rows takes ten times as long.
     """
-    one = np.zeros(cases[:, 0].shape, dtype=np.int64)
+    states = np.zeros(cases[:, 0].shape, dtype=np.int64)
     for k in range(3):
         values = cases[:, k].ravel()
         first, column = distinct(values - values.min(initial=0))
-        one = one * len(first) + column.reshape(one.shape)
-    kinds, column = distinct(one.ravel())
+        states = states * len(first) + column.reshape(states.shape)
+    distinct_states, column = distinct(states.ravel())
     packed = np.zeros(len(cases), dtype=np.int64)
-    for place in column.reshape(one.shape).T:
-        if int(packed.max(initial=0)) + 1 > (1 << 62) // len(kinds):
+    for place in column.reshape(states.shape).T:
+        if int(packed.max(initial=0)) + 1 > (1 << 62) // len(distinct_states):
             packed = distinct(packed)[1].astype(np.int64)
-        packed = packed * len(kinds) + place
+        packed = packed * len(distinct_states) + place
     return distinct(packed)
 
 
@@ -226,20 +241,20 @@ def _canonical(src: np.ndarray, dst: np.ndarray, sizes: np.ndarray) -> tuple[np.
     """Canonical cases (see ``pase.tables.reshard_path``) of pairs of rows: [U, 3, axes] (ways, src, dst), and the axis
     at each position, [U, axes]."""
     goal = np.where((dst == PARTIAL) & (src >= 0), REPLICATED, dst)
-    idle = (src < 0) & ((dst == src) | (dst == PARTIAL))
-    ways = np.where(idle, 1, sizes[None, :])
-    src, goal = np.where(idle, REPLICATED, src), np.where(idle, REPLICATED, goal)
+    unchanged = (src < 0) & ((dst == src) | (dst == PARTIAL))
+    ways = np.where(unchanged, 1, sizes[None, :])
+    src, goal = np.where(unchanged, REPLICATED, src), np.where(unchanged, REPLICATED, goal)
     keys = [np.where(x < 0, x, x % _DIM) for x in (src, goal)]
     order = np.lexsort((goal, src, keys[1], keys[0], ways), axis=1)
     ways, src, goal = (np.take_along_axis(x, order, axis=1) for x in (ways, src, goal))
     dims = int(max(src.max(initial=0), goal.max(initial=0))) // _DIM + 1
-    place, seen = np.full((len(src), dims), -1), np.zeros(len(src), dtype=np.int64)
+    new_dim, dims_seen = np.full((len(src), dims), -1), np.zeros(len(src), dtype=np.int64)
     for a in range(src.shape[1]):
         for states in (src, goal):
             on = np.flatnonzero(states[:, a] >= 0)
             t = states[on, a] // _DIM
-            new = place[on, t] < 0
-            place[on[new], t[new]] = seen[on[new]]
-            seen[on[new]] += 1
-            states[on, a] += (place[on, t] - t) * _DIM
+            new = new_dim[on, t] < 0
+            new_dim[on[new], t[new]] = dims_seen[on[new]]
+            dims_seen[on[new]] += 1
+            states[on, a] += (new_dim[on, t] - t) * _DIM
     return np.stack([ways, src, goal], axis=1), order

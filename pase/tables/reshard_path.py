@@ -2,9 +2,11 @@
 
 Data is sent while the local buffer is smallest: slices (free) and reduce-scatters come first, then changes from one
 tensor dim to another (all-to-all) and relabelled axes (permute), then all-reduce, and all-gather last.
-An axis can take a digit only if no other axis holds a part of it or holds an incompatible digit (halves and thirds of
-the same dim, for example, would give devices shards of different sizes). Axes that block each other exchange what they
-hold in one permute if that is enough. Otherwise the blocking axis changes its dim or is gathered first.
+
+A mesh axis that splits a tensor holds a digit of the index of one tensor dim (``pase.tables.layouts``). It can take a
+digit only if no other axis holds a part of it or holds an incompatible digit (halves and thirds of the same dim, for
+example, would give devices shards of different sizes). Axes that block each other exchange what they hold in one
+permute if that is enough. Otherwise the blocking axis changes its dim or is gathered first.
 
 This module is the reference for one pair of layouts; ``pase.tables.reshard`` prices many pairs at once.
 """
@@ -29,9 +31,10 @@ ReshardKind = CollectiveKind | Literal["slice"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardStep:
-    """One collective (or a free slice). axes: a bit set. after: the layout after the step.
+    """One collective (or a free slice). axes: the axes that it runs over, a bit set. after: the layout after the step.
 
-    split: the axes (a bit set) that split the larger of its local buffers, which is the tensor divided by their ways.
+    split: the axes that split the larger of its two local buffers, a bit set. The buffer's size is the tensor's divided
+    by the ways of these axes.
     """
 
     kind: ReshardKind
@@ -41,7 +44,7 @@ class ReshardStep:
 
 
 def path(src: Sequence[int], dst: Sequence[int], mesh: Mesh) -> list[tuple[int, ...]]:
-    """The layouts through which a partitioner is led, including src and dst, with one collective between neighbours.
+    """The layouts that a partitioner is asked for one after another, from src to dst, one collective apart.
 
     All-to-alls and permutes are separate steps (axes that leave one tensor dim for another together are one step).
     Slices come first and gathers last. Layouts with PARTIAL cannot be written in JAX, so callers must skip them.
@@ -52,7 +55,10 @@ def path(src: Sequence[int], dst: Sequence[int], mesh: Mesh) -> list[tuple[int, 
 
 
 def overlap(a: int, ways_a: int, b: int, ways_b: int) -> bool:
-    """Whether two digits (given by strides, see ``_LayoutWalk``) select from the same part of the same tensor dim."""
+    """Whether two digits overlap: they select from the same part of the same tensor dim.
+
+    a, b: tensor dim * _DIM + stride (see ``_LayoutWalk``), or a negative state. ways_a, ways_b: the axes' sizes.
+    """
     if a < 0 or b < 0 or a // _DIM != b // _DIM:
         return False
     return a % _DIM < b % _DIM * ways_b and b % _DIM < a % _DIM * ways_a
@@ -110,13 +116,13 @@ def _canonical(
 ) -> tuple[AxisChanges, list[int], list[int]]:
     """The canonical case, the axis at each of its positions, and the tensor dim for each of its dim numbers.
 
-    Axes that need no step count as having one way.
+    Axes that need no step count as having one way, so that cases that differ only in them are equal.
     """
     rows = []
     for a, (s, d, ways) in enumerate(zip(src, dst, sizes, strict=True)):
         goal = REPLICATED if d == PARTIAL and s >= 0 else d
-        idle = s < 0 and d in (s, PARTIAL)
-        rows.append((1, REPLICATED, REPLICATED, a) if idle else (ways, s, goal, a))
+        unchanged = s < 0 and d in (s, PARTIAL)
+        rows.append((1, REPLICATED, REPLICATED, a) if unchanged else (ways, s, goal, a))
     rows.sort(key=lambda r: (r[0], _blocks(r[1]), _blocks(r[2]), r[1], r[2]))
     dims = list(dict.fromkeys(s // _DIM for r in rows for s in r[1:3] if s >= 0))
     place = {t: i for i, t in enumerate(dims)}
@@ -138,7 +144,7 @@ def canonical_steps(case: AxisChanges) -> tuple[ReshardStep, ...]:
     """``reshard_steps`` of a canonical case."""
     w, extent = _walked(case)
     return tuple(
-        ReshardStep(kind=kind, axes=axes, split=split, after=tuple(_turned(after, extent)))
+        ReshardStep(kind=kind, axes=axes, split=split, after=tuple(_converted(after, extent)))
         for kind, axes, split, after in w.done
     )
 
@@ -149,20 +155,21 @@ def canonical_collectives(case: AxisChanges) -> tuple[tuple[CollectiveKind, int,
     return tuple((kind, axes, split) for kind, axes, split, _ in w.done if kind != "slice")
 
 
-def _turned(states: Sequence[int], extent: Mapping[int, int]) -> list[int]:
+def _converted(states: Sequence[int], extent: Mapping[int, int]) -> list[int]:
     """Convert blocks to strides, or strides to blocks."""
     return [s if s < 0 else s - s % _DIM + extent[s // _DIM] // (s % _DIM) for s in states]
 
 
 def _walked(case: AxisChanges) -> tuple[_LayoutWalk, dict[int, int]]:
-    """The finished walk of a case, and per tensor dim an extent that every digit divides into whole strides."""
+    """The finished walk of a case, and per tensor dim an extent that can stand for the real one: it is divisible by the
+    number of blocks of every digit, so that each digit has a whole stride."""
     sizes, src, dst = zip(*case, strict=True)
     extent: dict[int, int] = {}
     for s in (*src, *dst):
         if s >= 0:
             extent[s // _DIM] = lcm(extent.get(s // _DIM, 1), s % _DIM)
-    w = _LayoutWalk(_turned(src, extent), _turned(dst, extent), sizes, extent)
-    while w.unsettled() and (
+    w = _LayoutWalk(_converted(src, extent), _converted(dst, extent), sizes, extent)
+    while w.unfinished() and (
         w.enter("slice", REPLICATED)
         or w.enter("reduce_scatter", PARTIAL)
         or w.exchange(movers=False)
@@ -181,8 +188,8 @@ def _walked(case: AxisChanges) -> tuple[_LayoutWalk, dict[int, int]]:
     return w, extent
 
 
-_ONE = ("slice", "reduce_scatter", "permute")
-"""Two steps in a row of one of these kinds are merged into one."""
+_MERGED = ("slice", "reduce_scatter", "permute")
+"""Two consecutive steps of the same kind are merged into one if it is one of these kinds."""
 
 Span = tuple[int, int, int]
 """The range that digits select from: (tensor dim, low, high). A digit of stride s and n ways is (dim, s, s * n)."""
@@ -193,7 +200,8 @@ class _LayoutWalk:
     there were any.
 
     Digits are (tensor dim, stride) here. The digit right below one of stride s, with n ways, has stride s / n. A digit
-    hangs if it is neither the topmost of its dim nor right below another; then shards are not contiguous.
+    *hangs* if it is neither the topmost of its dim nor right below another; then shards are not contiguous. A change is
+    *solid* if no digit hangs that did not hang before. Partitioners express only such changes as one collective.
     """
 
     def __init__(
@@ -203,8 +211,8 @@ class _LayoutWalk:
         self.axes = range(len(sizes))
         self.done: list[tuple[ReshardKind, int, int, tuple[int, ...]]] = []  # the fields of each ReshardStep
         self.extent = extent
-        # If one end already has digits that are not compatible, although all devices hold equal shards (halves beside
-        # thirds of other digits), only overlapping digits are kept apart.
+        # If now or goal itself has incompatible digits (such as halves and thirds of the same dim), digits may be held
+        # together unless they overlap.
         self._apart = _compatible if _even(now, sizes) and _even(goal, sizes) else _disjoint
         self._last: ReshardKind | None = None
         self._before = now  # the layout before the last step
@@ -213,7 +221,7 @@ class _LayoutWalk:
         self._tangled: list[list[int]] | None = None
         self._hung: set[int] | None = None
 
-    def unsettled(self) -> bool:
+    def unfinished(self) -> bool:
         """Whether some axis does not hold its goal digit yet."""
         return any(g >= 0 and s != g for s, g in zip(self.now, self.goal, strict=True))
 
@@ -269,14 +277,19 @@ class _LayoutWalk:
     def exchange(self, *, movers: bool) -> bool:
         """A permute among axes that block each other, after which each axis has its goal.
 
-        Digits that no axis holds yet are first taken by axes that hold nothing (a slice or a reduce-scatter) and, if
-        ``movers``, by axes whose own digit no axis wants (an all-to-all). Digits that no axis wants go to axes that are
-        gathered later.
+        Digits that no axis holds yet are first taken by axes that hold nothing (a slice or a reduce-scatter).
+
+        Digits that no axis wants go to axes that are gathered later.
+
+        movers: digits may also be taken by axes whose own digit no axis wants (an all-to-all).
         """
         return any([self._exchange(g, movers) for g in list(self._tangles())])
 
     def sink(self) -> bool:
-        """A permute within a tensor dim that gives the lowest digits to the axes that are free to leave the dim."""
+        """A permute within a tensor dim that gives the lowest digits to the axes that are free to leave the dim.
+
+        When they then leave, no digit hangs below theirs.
+        """
         for (t, u), change in self._departures().items():
             inside = [a for a in self.axes if self.now[a] // _DIM == t and self.now[a] >= 0]
             held = _joined(self._spans(self.now, inside))
@@ -286,7 +299,7 @@ class _LayoutWalk:
         return False
 
     def relabel(self) -> bool:
-        """A permute that gives blocked axes their goals. The axes that held these digits take what is left."""
+        """A permute that gives blocked axes their goals. The axes that held these digits take those given up for it."""
         return any([self._relabel(g) for g in list(self._tangles())])
 
     def _tangles(self) -> list[list[int]]:
@@ -320,19 +333,19 @@ class _LayoutWalk:
         held, wanted = _joined(self._spans(self.now, group)), _joined(self._spans(self.goal, group))
         if not _nested(held + wanted):
             return False
-        enter = [a for a in group if self.now[a] < 0 <= self.goal[a]]
+        takers = [a for a in group if self.now[a] < 0 <= self.goal[a]]
         if movers:
-            more = [a for a in group if self.goal[a] >= 0 and self._unwanted(a, wanted)]
-            if not more:  # the same as without movers, which was already tried
+            occupied = [a for a in group if self.goal[a] >= 0 and self._unwanted(a, wanted)]
+            if not occupied:  # the same as without movers, which was already tried
                 return False
-            enter += more
-        taken = _tile(_minus(wanted, held), enter, self.sizes)
+            takers += occupied
+        taken = _tile(_minus(wanted, held), takers, self.sizes)
         rounds = None if taken is None else self._rounds(taken)
         if taken is None or rounds is None:
             return False
         spare = _minus(held, wanted + self._spans(self.now, taken))
-        left = _tile(spare, [a for a in group if self.goal[a] < 0 <= self.now[a]], self.sizes)
-        if left is None:
+        swapped = _tile(spare, [a for a in group if self.goal[a] < 0 <= self.now[a]], self.sizes)
+        if swapped is None:
             return False
         self._reshard_step("slice", {a: digit for a, digit in taken.items() if self.now[a] == REPLICATED})
         self._reshard_step(
@@ -340,24 +353,26 @@ class _LayoutWalk:
         )
         for change in rounds:
             self._reshard_step("all_to_all", change)
-        self._permute(group, {a: self.goal[a] for a in group if self.goal[a] >= 0} | left)
+        self._permute(group, {a: self.goal[a] for a in group if self.goal[a] >= 0} | swapped)
         return True
 
     def _rounds(self, taken: dict[int, int]) -> list[dict[int, int]] | None:
         """The all-to-alls by which axes take their digits, after those of axes that hold nothing. None if shards would
         become less contiguous on the way."""
-        left = self._together({a: digit for a, digit in taken.items() if self.now[a] >= 0})
-        done = {a: digit for a, digit in taken.items() if self.now[a] < 0}
-        if left and not self._solid(done):
+        pending = self._together({a: digit for a, digit in taken.items() if self.now[a] >= 0})
+        changed = {a: digit for a, digit in taken.items() if self.now[a] < 0}
+        if pending and not self._solid(changed):
             return None
         rounds = []
-        while left:
-            hung = self._hanging(done)
-            solid = (k for k, change in left.items() if self._hanging(done | change) <= hung - change.keys())
-            if (k := next(solid, None)) is None:
+        while pending:
+            hung = self._hanging(changed)
+            possible = (
+                k for k, change in pending.items() if self._hanging(changed | change) <= hung - change.keys()
+            )
+            if (k := next(possible, None)) is None:
                 return None
-            rounds.append(left.pop(k))
-            done |= rounds[-1]
+            rounds.append(pending.pop(k))
+            changed |= rounds[-1]
         return rounds
 
     def _unwanted(self, a: int, wanted: list[Span]) -> bool:
@@ -368,17 +383,17 @@ class _LayoutWalk:
     def _relabel(self, group: list[int]) -> bool:
         """``relabel`` for one group of axes."""
         held = _joined(self._spans(self.now, group))
-        stuck = [a for a in group if self.goal[a] >= 0 and not self._free(a)]
-        wanted = _joined(self._spans(self.goal, stuck))
+        blocked = [a for a in group if self.goal[a] >= 0 and not self._free(a)]
+        wanted = _joined(self._spans(self.goal, blocked))
         if not _nested(held + wanted) or _minus(wanted, held):
             return False
-        others = [a for a in group if a not in stuck and self.now[a] >= 0]
+        others = [a for a in group if a not in blocked and self.now[a] >= 0]
         # Axes that change again later get the lower digits, so that no digit hangs after they leave.
         others.sort(key=lambda a: self.goal[a] >= 0)
-        left = _tile(_minus(held, wanted), others, self.sizes)
-        if left is None:
+        swapped = _tile(_minus(held, wanted), others, self.sizes)
+        if swapped is None:
             return False
-        self._permute(group, {a: self.goal[a] for a in stuck} | left)
+        self._permute(group, {a: self.goal[a] for a in blocked} | swapped)
         return True
 
     def _permute(self, group: list[int], digits: dict[int, int]) -> None:
@@ -428,7 +443,7 @@ class _LayoutWalk:
         axis."""
         if not change:
             return False
-        if kind in _ONE and kind == self._last:
+        if kind in _MERGED and kind == self._last:
             split = self.done.pop()[2]
         else:
             split, self._before = self._split(), self.now.copy()
@@ -444,7 +459,7 @@ class _LayoutWalk:
         return True
 
     def _split(self) -> int:
-        """The axes that split the tensor, as a bit set."""
+        """The axes that split the tensor now, as a bit set."""
         return _bits(a for a in self.axes if self.now[a] >= 0)
 
     def _free(self, a: int) -> bool:
@@ -498,20 +513,21 @@ def _nested(spans: list[Span]) -> bool:
 def _tile(
     spans: list[Span], axes: list[int], sizes: Sequence[int], whole: bool = True
 ) -> dict[int, int] | None:
-    """Digits for some of the axes that together are exactly these spans, with the first axes major. None if impossible.
+    """Digits for some of the axes that together cover exactly these spans, with the first axes major. None if there are
+    no such digits.
 
-    whole: if False, digits that begin at the tops of the spans are enough.
+    whole: if False, the digits need to cover only the tops of the spans.
     """
     out: dict[int, int] = {}
     for t, low, high in spans:
-        left = [a for a in axes if a not in out]
+        unused = [a for a in axes if a not in out]
         while low < high:
-            a = next((a for a in left if high % (low * sizes[a]) == 0), None)
+            a = next((a for a in unused if high % (low * sizes[a]) == 0), None)
             if a is None:
                 if whole:
                     return None
                 break
-            left.remove(a)
+            unused.remove(a)
             high //= sizes[a]
             out[a] = t * _DIM + high
     return out

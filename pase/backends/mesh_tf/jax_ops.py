@@ -1,4 +1,7 @@
-"""Translates JAX's primitives to Mesh-TensorFlow ops."""
+"""Translates JAX's primitives to Mesh-TensorFlow ops.
+
+The rules come first. ``source_ops`` reads a jaxpr as the list of ops that they translate.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ _NO_LOOPS = (
     "fori_loop with constant bounds, which is unrolled"
 )
 _MOST_TRIPS = 200
+"""The most iterations of a loop that are unrolled."""
 
 RULES = MeshTfRules(
     file="backends/mesh_tf/jax_ops.py",
@@ -168,7 +172,7 @@ def _pool(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     x = p.arg(op, 0)
     kind = "MAX" if op.name.endswith("max") else "AVG"
     y = images.pool2d(p, op, x, kind, op.shapes[0], window=window[1:3], strides=strides[1:3], padding="VALID")
-    if kind == "AVG":
+    if kind == "AVG":  # the sum over a window is its mean times its size
         y = p.let(f"{y.code} * {float(window[1] * window[2])}", y.order, y.dims, y.dtype)
     return y
 
@@ -198,24 +202,32 @@ def source_ops(traced: TracedJax, roles: Mapping[str, str]) -> Iterator[SourceOp
 
 
 def _value(array: np.ndarray, tensor: str | None = None) -> Input:
+    """An operand whose value is known. tensor: its name in the plan's graph, if it has one."""
     return Input(tensor=tensor, value=array, shape=array.shape, dtype=str(array.dtype))
 
 
 class _JaxprReader:
+    """Reads a jaxpr as a list of ops, in the names of the plan's graph.
+
+    In its methods, ``inside`` is the path of the call around the equations that is one op in the plan's graph, so that
+    the values inside have no names there; "" outside of such calls.
+    """
+
     def __init__(self, traced: TracedJax, roles: Mapping[str, str]):
         self.traced, self.roles, self.fresh, self.line = traced, roles, 0, NOWHERE
 
     def eqns(
         self, eqns: Sequence[Eqn], env: dict[Var, Input], prefix: str, inside: str = ""
     ) -> Iterator[SourceOp]:
+        """The ops of these equations. env: variable -> its value; results are added to it."""
+
         def read(var: Var) -> Input:
             return _value(np.asarray(literal_array(var))) if is_literal(var) else env[var]
 
         for i, eqn in enumerate(eqns):
             at = Place(inside or f"{prefix}{i}")
-            self.line = (
-                source_line(eqn) or self.line
-            )  # the equations of a cached inner jaxpr have no source lines
+            # The equations of a cached inner jaxpr have no source lines.
+            self.line = source_line(eqn) or self.line
             name = _ATTENTION if call_of(eqn) else eqn.primitive.name
             ins = [read(v) for v in eqn.invars]
             if name in INLINED:
@@ -241,11 +253,11 @@ class _JaxprReader:
                 env.update(zip(eqn.outvars, made, strict=True))
                 continue
             if all(x.value is not None for x in ins):
-                env.update(zip(eqn.outvars, self._known(eqn, ins, at, inside), strict=True))
+                env.update(zip(eqn.outvars, self._evaluated(eqn, ins, at, inside), strict=True))
                 continue
             names = list(self.traced.results.get(at, ())) if not inside else []
             if not names:
-                names = [self._inner(v) for v in eqn.outvars]
+                names = [self._new_name(v) for v in eqn.outvars]
             op = SourceOp(
                 at=at,
                 name=name,
@@ -263,8 +275,11 @@ class _JaxprReader:
     def scan(
         self, eqn: Eqn, ins: Sequence[Input], prefix: str, at: Place, inside: str, out: list[Input]
     ) -> Iterator[SourceOp]:
-        """Unroll the iterations. Each iteration sets the loop's carries, slices and results again, under the names of
-        the plan's single body. Appends the loop's results to ``out``."""
+        """Unroll the iterations. Appends the loop's results to ``out``.
+
+        The plan's graph has a single body. Each iteration therefore sets values of the same names again, and a value
+        that is needed after the next iteration must first get another name.
+        """
         closed, length = eqn.params["jaxpr"], int(eqn.params["length"])
         body, (nc, nk) = closed.jaxpr, scan_groups(eqn)
         if length > _MOST_TRIPS:
@@ -273,58 +288,61 @@ class _JaxprReader:
                 f"unrolled",
                 where=f"'scan' at {self.line or 'an unknown line'}",
             )
-        consts, now, stacks = [*ins[:nc]], [*ins[nc : nc + nk]], [*ins[nc + nk :]]
+        consts, carry, stacks = [*ins[:nc]], [*ins[nc : nc + nk]], [*ins[nc + nk :]]
         for part, values in (("const", consts), ("xs", stacks)):
             for k in range(len(values)):
-                yield from self._rename(values, k, self._made(at.its(part, k), inside))  # type: ignore[arg-type]
+                yield from self._rename(values, k, self._loop_name(at.its(part, k), inside))  # type: ignore[arg-type]
         ys: list[list[Input]] = [[] for _ in body.outvars[nk:]]
         for iteration in range(length):
             index = length - 1 - iteration if eqn.params["reverse"] else iteration
-            yield from self._apart(now)
+            yield from self._renamed_apart(carry)
             for k in range(nk):
-                yield from self._rename(now, k, self._made(at.its("carry", k), inside))
+                yield from self._rename(carry, k, self._loop_name(at.its("carry", k), inside))
             env = dict(zip(body.constvars, (_value(np.asarray(c)) for c in closed.consts), strict=True))
-            env.update(zip(body.invars[: nc + nk], (*consts, *now), strict=True))
+            env.update(zip(body.invars[: nc + nk], (*consts, *carry), strict=True))
             for k, (var, stacked) in enumerate(zip(body.invars[nc + nk :], stacks, strict=True)):
                 if stacked.value is not None:
                     env[var] = _value(stacked.value[index])
                     continue
-                where = at.its("x", k)
-                env[var] = self._named(var, self._made(where, inside) or self._inner(var))
-                yield self._own("take", where, [stacked], env[var], index=index)
+                slice_at = at.its("x", k)
+                env[var] = self._named(var, self._loop_name(slice_at, inside) or self._new_name(var))
+                yield self._pase_op("take", slice_at, [stacked], env[var], index=index)
             yield from self.eqns(body.eqns, env, prefix, inside)
-            made = [_value(np.asarray(literal_array(v))) if is_literal(v) else env[v] for v in body.outvars]
-            now = made[:nk]
-            for rows, y in zip(ys, made[nk:], strict=True):
+            results = [
+                _value(np.asarray(literal_array(v))) if is_literal(v) else env[v] for v in body.outvars
+            ]
+            carry = results[:nk]
+            for rows, y in zip(ys, results[nk:], strict=True):
                 rows.append(y)
-                yield from self._kept(rows, len(rows) - 1)  # the next iteration sets the same name again
-        yield from self._apart(now)
+                # The next iteration sets the same name again.
+                yield from self._renamed_for_good(rows, len(rows) - 1)
+        yield from self._renamed_apart(carry)
         for k in range(nk):
-            yield from self._rename(now, k, self._made(at.its("carry", k), inside))
-        out += now
+            yield from self._rename(carry, k, self._loop_name(at.its("carry", k), inside))
+        out += carry
         for k, rows in enumerate(ys):
             yield from self._stacked(eqn, rows[::-1] if eqn.params["reverse"] else rows, k, at, inside, out)
 
     def _stacked(
         self, eqn: Eqn, rows: list[Input], k: int, at: Place, inside: str, out: list[Input]
     ) -> Iterator[SourceOp]:
-        """Stack the results of all iterations into one tensor."""
+        """Stack one result of all iterations into one tensor, which is appended to ``out``. k: the result's index."""
         if all(y.value is not None for y in rows):
             out.append(_value(np.stack([y.value for y in rows if y.value is not None])))
             return
         names = () if inside else self.traced.results.get(at, ())
         var = eqn.outvars[len(out)]
-        out.append(self._named(var, names[len(out)] if names and names[len(out)] else self._inner(var)))
-        yield self._own("stack", at.its("y", k), rows, out[-1])
+        out.append(self._named(var, names[len(out)] if names and names[len(out)] else self._new_name(var)))
+        yield self._pase_op("stack", at.its("y", k), rows, out[-1])
 
-    def _made(self, at: Place, inside: str) -> str:
-        """The name in the plan's graph of a value at a loop's border; empty if it has none."""
+    def _loop_name(self, at: Place, inside: str) -> str:
+        """The name in the plan's graph of a value that enters or leaves a loop's body; empty if it has none."""
         return "" if inside else next(iter(self.traced.results.get(at, ())), "")
 
-    def _own(
+    def _pase_op(
         self, name: str, at: Place | None, given: Sequence[Input], made: Input, **attrs: object
     ) -> SourceOp:
-        """An op that does not exist in JAX, but only in pase."""
+        """An op that only pase has (``same``, ``take`` or ``stack``): given -> made."""
         assert made.tensor is not None
         return SourceOp(
             at=at,
@@ -338,37 +356,39 @@ class _JaxprReader:
         )
 
     def _rename(self, values: list[Input], k: int, name: str) -> Iterator[SourceOp]:
-        """Give a value the name under which the plan's loop reads it."""
+        """Give values[k] this name, under which the plan's loop reads it. Nothing happens if the name is empty."""
         if name and values[k].tensor != name:
             given, values[k] = values[k], Input(tensor=name, shape=values[k].shape, dtype=values[k].dtype)
-            yield self._own("same", None, [given], values[k])
+            yield self._pase_op("same", None, [given], values[k])
 
-    def _kept(self, values: list[Input], k: int) -> Iterator[SourceOp]:
-        """Give a value a name that nothing sets again."""
+    def _renamed_for_good(self, values: list[Input], k: int) -> Iterator[SourceOp]:
+        """Give values[k] a new name, which nothing sets again."""
         if values[k].value is None:
             self.fresh += 1
             yield from self._rename(values, k, f"{values[k].tensor}@{self.fresh}")
 
-    def _apart(self, values: list[Input]) -> Iterator[SourceOp]:
-        """Give each value a name of its own before several are renamed, because one may have another's new name."""
+    def _renamed_apart(self, values: list[Input]) -> Iterator[SourceOp]:
+        """Give each value a new name before several are renamed, because one may have the name that another gets."""
         for k in range(len(values)):
             if len(values) > 1:
-                yield from self._kept(values, k)
+                yield from self._renamed_for_good(values, k)
 
     def _named(self, var: Var, tensor: str) -> Input:
+        """The variable's value as a tensor of this name."""
         return Input(tensor=tensor, shape=tuple(var.aval.shape), dtype=str(var.aval.dtype))
 
     def _returned(self, eqn: Eqn, made: Sequence[Input], at: Place) -> Iterator[SourceOp]:
         """Give the results of a call that is one op in the graph the names that they have in the graph."""
         for var, value, name in zip(eqn.outvars, made, self.traced.results[at], strict=True):
-            yield self._own("same", None, [value], self._named(var, name))
+            yield self._pase_op("same", None, [value], self._named(var, name))
 
-    def _inner(self, var: Var) -> str:
+    def _new_name(self, var: Var) -> str:
         """A name for a value that has none in the graph, because it is inside a call that is one op there."""
         self.fresh += 1
         return f"inner{self.fresh}"
 
-    def _known(self, eqn: Eqn, ins: Sequence[Input], at: Place, inside: str) -> list[Input]:
+    def _evaluated(self, eqn: Eqn, ins: Sequence[Input], at: Place, inside: str) -> list[Input]:
+        """The results of an equation whose operands are all known."""
         out = eqn.primitive.bind(*(x.value for x in ins), **eqn.params)
         made = out if eqn.primitive.multiple_results else [out]
         names = () if inside else self.traced.results.get(at, ())

@@ -43,7 +43,7 @@ class MeshTfRules:
     """The translations of a frontend's ops: names for simple ops, and functions for the others."""
 
     file: str
-    """The file in which to add an op."""
+    """The file in which to add an op, relative to the package."""
     unary: dict[str, str]
     """op -> a Mesh-TF function, or a TensorFlow function that runs on slices ("tf.…")."""
     binary: dict[str, str]
@@ -57,6 +57,8 @@ class MeshTfRules:
     """Op that Mesh-TF cannot express -> the reason, and what to do instead."""
 
     def rule(self, *names: str) -> Callable[[MeshTfRule], MeshTfRule]:
+        """A decorator that registers a rule for these ops."""
+
         def register(f: MeshTfRule) -> MeshTfRule:
             self.rules.update(dict.fromkeys(names, f))
             return f
@@ -65,11 +67,12 @@ class MeshTfRules:
 
     def missing(self, name: str) -> str:
         """Why an op has no translation, and what to do."""
-        add = f"this op has no Mesh-TensorFlow translation; add one to backends/{self.file}"
+        add = f"this op has no Mesh-TensorFlow translation; add one to pase/{self.file}"
         return self.instead.get(name, add)
 
     @property
     def known(self) -> list[str]:
+        """The ops that have a translation, sorted."""
         return sorted(self.all)
 
     @property
@@ -121,6 +124,7 @@ def call(fn: str, *args: str, dtype: str = "") -> str:
 
 
 def unary(p: MeshTfProgram, op: SourceOp, fn: str) -> MeshTfValue:
+    """Translate an elementwise op of one operand. fn: as for ``call``; "same" if the op does nothing here."""
     x = p.arg(op, 0)
     if fn in ("", "same"):
         return x
@@ -134,24 +138,27 @@ _BOOLEAN = frozenset(
 
 
 def binary(p: MeshTfProgram, op: SourceOp, fn: str) -> MeshTfValue:
-    """Translate a binary op, whose operands broadcast as in numpy. Dims of size 1 are left out."""
-    a, b = p.scalar(op, 0), p.scalar(op, 1)
-    out = len(op.shapes[0])
+    """Translate a binary op, whose operands broadcast as in numpy.
+
+    Mesh-TF broadcasts by the names of dims, so dims of size 1 do not occur. A known number becomes a literal.
+    """
+    left, right = p.scalar(op, 0), p.scalar(op, 1)
+    rank = len(op.shapes[0])
     infix = _INFIX.get(fn)
-    if (a is not None and b is None) or (b is not None and a is None):
-        x = p.arg(op, 1 if a is not None else 0)
-        if infix is not None and not (a is not None and infix == "/"):
-            code = f"{a} {infix} {x.code}" if a is not None else f"{x.code} {infix} {b}"
+    if (left is not None and right is None) or (right is not None and left is None):
+        x = p.arg(op, 1 if left is not None else 0)
+        if infix is not None and not (left is not None and infix == "/"):
+            code = f"{left} {infix} {x.code}" if left is not None else f"{x.code} {infix} {right}"
         elif fn == "mtf.divide":
-            code = f"{a} * mtf.reciprocal({x.code})" if a != "1.0" else f"mtf.reciprocal({x.code})"
+            code = f"{left} * mtf.reciprocal({x.code})" if left != "1.0" else f"mtf.reciprocal({x.code})"
         else:
-            literal = f"mtf.constant(mesh, {a or b}, shape={p.shape(x.order)}, dtype=tf.{x.dtype})"
+            literal = f"mtf.constant(mesh, {left or right}, shape={p.shape(x.order)}, dtype=tf.{x.dtype})"
             code = call(
-                fn, *((literal, x.code) if a is not None else (x.code, literal)), dtype=_dtype(fn, op)
+                fn, *((literal, x.code) if left is not None else (x.code, literal)), dtype=_dtype(fn, op)
             )
-        return p.let(code, x.order, _aligned(x.dims, out), op.dtypes[0])
+        return p.let(code, x.order, _aligned(x.dims, rank), op.dtypes[0])
     x, y = p.arg(op, 0), p.arg(op, 1)
-    xd, yd = _aligned(x.dims, out), _aligned(y.dims, out)
+    xd, yd = _aligned(x.dims, rank), _aligned(y.dims, rank)
     dims = tuple(g or h for g, h in zip(xd, yd, strict=True))
     order = (
         x.order if set(y.order) <= set(x.order) else y.order if set(x.order) <= set(y.order) else flat(dims)
@@ -159,27 +166,29 @@ def binary(p: MeshTfProgram, op: SourceOp, fn: str) -> MeshTfValue:
     if infix is not None and set(order) in (set(x.order), set(y.order)) and x.order == order:
         return p.let(f"{x.code} {infix} {y.code}", order, dims, op.dtypes[0])
     if fn.startswith("tf."):
-        wide = sorted((x, y), key=lambda v: -len(v.order))
-        order = (*wide[0].order, *(d for d in wide[1].order if d not in wide[0].order))
+        by_rank = sorted((x, y), key=lambda v: -len(v.order))
+        order = (*by_rank[0].order, *(d for d in by_rank[1].order if d not in by_rank[0].order))
         return p.let(call(fn, x.code, y.code, dtype=_dtype(fn, op)), order, dims, op.dtypes[0])
     return p.let(f"{fn}({x.code}, {y.code}, output_shape={p.shape(order)})", order, dims, op.dtypes[0])
 
 
 def _dtype(fn: str, op: SourceOp) -> str:
+    """The result's dtype, as ``call`` needs it: "" if it is that of the operands."""
     return "" if op.inputs[0].dtype == op.dtypes[0] else op.dtypes[0]
 
 
 def _aligned(dims: TensorDims, rank: int) -> TensorDims:
+    """The dims of an operand, with leading dims of size 1 (which have no Mesh-TF dim) up to the result's rank."""
     return ((),) * (rank - len(dims)) + dims
 
 
 def select(p: MeshTfProgram, op: SourceOp, condition: int, yes: int, no: int) -> MeshTfValue:
     """Translate a selection (``where``). All three operands broadcast."""
     parts = [p.arg(op, k) for k in (condition, yes, no)]
-    out = len(op.shapes[0])
-    dims: TensorDims = ((),) * out
+    rank = len(op.shapes[0])
+    dims: TensorDims = ((),) * rank
     for x in parts:
-        dims = tuple(g or h for g, h in zip(dims, _aligned(x.dims, out), strict=True))
+        dims = tuple(g or h for g, h in zip(dims, _aligned(x.dims, rank), strict=True))
     order: tuple[MeshTfDim, ...] = ()
     for x in sorted(parts, key=lambda v: -len(v.order)):
         order += tuple(d for d in x.order if d not in order)
@@ -195,18 +204,18 @@ def same(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
 
 
 def pick(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int, k: int) -> MeshTfValue:
-    """Element k of a dim, without the dim."""
+    """x at index k of a tensor dim, which the result lacks."""
     part = cut(p, op, x, axis, k, 1)
     return replace(part, dims=(*part.dims[:axis], *part.dims[axis + 1 :]))
 
 
 def take(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """Translate the selection of one element of a list that is a stacked tensor."""
+    """Translate the selection of one element from a list (such as a TensorList) that is held as one stacked tensor."""
     return pick(p, op, p.held(op, op.inputs[0].tensor), 0, int(op.attrs["index"]))
 
 
 def stack(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """Stack all elements of a list. Some may be constants, such as the first carry of a loop."""
+    """Stack all elements of a list into one tensor. Some may be constants, such as the first carry of a loop."""
     like = next(p.held(op, i.tensor) for i in op.inputs if i.value is None)
     xs = [
         p.held(op, i.tensor) if i.value is None else p.constant(i.value, like.dims, like.dtype)
@@ -234,21 +243,22 @@ def nests(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
             raise refuse(op, f"its loop nest '{nest.name}' is neither a view nor a product")
         p.keep(write.tensor, made)
     if made is None:  # the op moves and computes nothing
-        made = _seen_with_ones(p, op)
+        made = _omitted(p, op)
     return made
 
 
-def _seen_with_ones(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """The result of an op that the plan's graph omits: its operand, or a view that differs in dims of size 1."""
+def _omitted(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
+    """The result of an op for which the plan's graph has no loop nest: the operand itself, or the operand with other
+    dims of size 1. Raises PaseError if the op does more than that."""
     x = p.arg(op, 0)
-    (wanted, *_), moves = op.shapes, op.name.lower() == "transpose"
-    if x.shape == wanted and not moves:
+    (shape, *_), reorders = op.shapes, op.name.lower() == "transpose"
+    if x.shape == shape and not reorders:
         return x
     kept = [g for g in x.dims if g]
-    if moves or [math.prod(d.size for d in g) for g in kept] != [n for n in wanted if n > 1]:
+    if reorders or [math.prod(d.size for d in g) for g in kept] != [n for n in shape if n > 1]:
         raise refuse(op, "the plan's graph does not contain its result")
-    left = iter(kept)
-    return replace(x, dims=tuple(() if n == 1 else next(left) for n in wanted))
+    groups = iter(kept)
+    return replace(x, dims=tuple(() if n == 1 else next(groups) for n in shape))
 
 
 def reduce(p: MeshTfProgram, op: SourceOp, fn: str, axes: Sequence[int], keep: bool) -> MeshTfValue:
@@ -289,8 +299,11 @@ def squeezed(p: MeshTfProgram, x: MeshTfValue) -> MeshTfValue:
 
 
 def cut(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int, begin: int, size: int) -> MeshTfValue:
-    """Slice elements begin … begin + size of one tensor dim. The dim is made unsplit, or cut between its major
-    parts."""
+    """Slice elements begin … begin + size of one tensor dim.
+
+    If the dim consists of several Mesh-TF dims, the first of them is unsplit, and the slice consists of whole elements
+    of it, only that one is sliced. Otherwise the tensor dim first becomes one unsplit Mesh-TF dim.
+    """
     extent = x.shape[axis]
     if begin == 0 and size == extent:
         return x
@@ -302,11 +315,11 @@ def cut(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int, begin: int, s
     else:
         x, part = single(p, op, x, axis)
         rest = ()
-    kept = MeshTfDim(part.base, size, None)
+    sliced = MeshTfDim(part.base, size, None)
     code = f'mtf.slice({x.code}, {begin}, {size}, "{p.names.name(part)}")'
-    order = tuple(kept if d == part else d for d in x.order)
-    dims = tuple((kept, *rest) if i == axis else g for i, g in enumerate(x.dims))
-    p.dim(kept)
+    order = tuple(sliced if d == part else d for d in x.order)
+    dims = tuple((sliced, *rest) if i == axis else g for i, g in enumerate(x.dims))
+    p.dim(sliced)
     return squeezed(p, p.let(code, order, dims, x.dtype))
 
 
@@ -314,13 +327,13 @@ def concat(p: MeshTfProgram, op: SourceOp, xs: Sequence[MeshTfValue], axis: int)
     """Concatenate along a tensor dim that is not split."""
     if len(xs) == 1:
         return xs[0]
-    made: list[MeshTfValue] = []
-    first: TensorDims | None = None
+    operands: list[MeshTfValue] = []
+    first_dims: TensorDims | None = None
     base = p.names.fresh(1).base
     for x in xs:
         part = MeshTfDim(base, x.shape[axis])
-        rest = x.dims if first is None else first
-        first = rest
+        rest = x.dims if first_dims is None else first_dims
+        first_dims = rest
         dims = (*rest[:axis], (part,), *rest[axis + 1 :])
         if x.shape[axis] > 1:
             y = p.to(x, dims)
@@ -328,11 +341,11 @@ def concat(p: MeshTfProgram, op: SourceOp, xs: Sequence[MeshTfValue], axis: int)
             x = p.to(x, (*rest[:axis], (), *rest[axis + 1 :]))
             x = p.ordered(x, flat(x.dims))
             y = p.let(f"mtf.reshape({x.code}, {p.shape(flat(dims))})", flat(dims), dims, x.dtype)
-        made.append(p.ordered(y, flat(dims)))
-    assert first is not None
-    whole = MeshTfDim(base, sum(x.shape[axis] for x in xs))
-    dims = (*first[:axis], (whole,), *first[axis + 1 :])
-    code = f'mtf.concat([{", ".join(y.code for y in made)}], "{p.names.name(whole)}")'
+        operands.append(p.ordered(y, flat(dims)))
+    assert first_dims is not None
+    joined = MeshTfDim(base, sum(x.shape[axis] for x in xs))
+    dims = (*first_dims[:axis], (joined,), *first_dims[axis + 1 :])
+    code = f'mtf.concat([{", ".join(y.code for y in operands)}], "{p.names.name(joined)}")'
     return p.let(code, flat(dims), dims, xs[0].dtype)
 
 

@@ -1,7 +1,11 @@
 """Finds the cheapest strategy within a memory limit, over variants of a step that need less memory.
 
-Variants are searched in an outer loop, cheapest first. If the unconstrained optimum of a variant is no better than the
-best answer found within the limit, the variant cannot help and is not searched further.
+Variants are searched in an outer loop, cheapest first, in groups that have the same number of micro-batches. If the
+unconstrained optimum of a variant is no better than the best answer found within the limit, the variant cannot help and
+is not searched further.
+
+Bytes *in flight* are those that a node needs only while it runs: what it reads and makes, or the buffers of its
+collectives. They count once, for the node that has the most.
 """
 
 from __future__ import annotations
@@ -58,7 +62,9 @@ def cheapest_free(
     gather has only one micro-batch to overlap with. Nothing else can be cheaper.
 
     problem: that of the first variant of the first group.
-    limit: in bytes; if the answer does not fit, its gap is left open.
+    group: the variants among which to choose.
+    limit: in bytes, for the caller's later search. If the first variant's answer does not fit it, the gap between this
+        answer and its bound may stay open, because another answer will be searched for.
     """
     first, overlaps = problem.variant, problem.pricing.occupied is not None
     others = [v for v in group if v.hoisted != first.hoisted and replace(v, hoisted=first.hoisted) == first]
@@ -67,15 +73,15 @@ def cheapest_free(
     if limit is not None and memory_of(problem, found.configs, found.mesh).total <= limit:
         found = closed(problem, over, found)
     for v in others:
-        p = problem.varied(traced, v)
-        other = search_meshes(p, over, say)
+        other_problem = problem.varied(traced, v)
+        other = search_meshes(other_problem, over, say)
         bounds = {m: min(b, other.bounds[m]) for m, b in found.bounds.items()}
         seconds = add_seconds(found.seconds, other.seconds)
         low = min(found.solution.bound, other.solution.bound)
         if other.solution.cost < found.solution.cost:
-            problem, found = p, other
-        s = replace(found.solution, bound=low, optimal=low >= found.solution.cost * (1 - 1e-9))
-        found = replace(found, solution=s, bounds=bounds, seconds=seconds)
+            problem, found = other_problem, other
+        solution = replace(found.solution, bound=low, optimal=low >= found.solution.cost * (1 - 1e-9))
+        found = replace(found, solution=solution, bounds=bounds, seconds=seconds)
     return problem, found
 
 
@@ -96,30 +102,33 @@ def fit_variants(
     them. The strategy's ``seconds`` are the sum over all searches.
 
     problem, free: the results of ``cheapest_free``. If ``free`` fits, it is the answer.
+    tries: the variants, in groups by number of micro-batches.
+    over: the meshes.
+    spent: counts the work, which is limited.
     """
     if memory_of(problem, free.configs, free.mesh).total <= limit:
         return problem, free
     best: tuple[SplitProblem, Found] | None = None
     least: list[_Footprint] = []
-    bound, least_first, whole = float("inf"), True, True
+    bound, least_first, all_tried = float("inf"), True, True
     seconds = dict(free.seconds)
     for group in tries:
         promising = False
         try:
-            ways = [(v, problem if v == problem.variant else problem.varied(traced, v)) for v in group]
+            problems = [(v, problem if v == problem.variant else problem.varied(traced, v)) for v in group]
         except NotInParts as e:
             say(str(e))
             break
-        for variant, p in ways:
+        for variant, p in problems:
             if best is not None and spent.over():
-                whole = False
+                all_tried = False
                 break
             first = variant == problem.variant
             below = float("inf") if best is None else best[1].solution.cost
             needs = {m: _least_memory(p, m) for m in over}
-            where = min(over, key=needs.__getitem__)
-            least.append(_Footprint(needs[where], where, variant))
-            promising |= needs[where] > limit
+            smallest = min(over, key=needs.__getitem__)
+            least.append(_Footprint(needs[smallest], smallest, variant))
+            promising |= needs[smallest] > limit  # it may fit with more micro-batches, in the next group
             # A variant works at least as much as the step as written, whose bound on a mesh therefore holds for it too.
             meshes = [m for m in over if needs[m] <= limit and free.bounds[m.sizes] < below]
             if not meshes:
@@ -134,12 +143,12 @@ def fit_variants(
             bound = min(bound, done.bound)
             if done.found is not None:
                 best = (p, done.found)
-        if best is not None and (not whole or not promising):
+        if best is not None and (not all_tried or not promising):
             break
     if best is None:
         more = list(_needs_on_more(problem, traced, least, limit))
         raise _nothing_fits(least, limit, problem.devices, more)
-    if not whole:  # a variant that was not tried takes no less than the first one without the limit
+    if not all_tried:  # a variant that was not tried takes no less than the first one without the limit
         bound = min(bound, free.solution.bound)
     s = replace(best[1].solution, bound=min(bound, best[1].solution.cost))
     s = replace(s, optimal=least_first and s.bound >= s.cost * (1 - 1e-9))
@@ -150,9 +159,11 @@ def fit_variants(
 class _VariantAnswer:
     """The result for one variant.
 
-    bound: a lower bound on the strategies of the variant that fit and cost less than asked for.
-    promising: whether it could have such a strategy.
-    least: whether it is nowhere cheaper than the first variant's bounds.
+    found: the cheapest strategy that fits and costs less than the best one before, if there is one.
+    bound: a lower bound on all such strategies of the variant.
+    promising: whether the variant's optimum without the limit leaves room for such a strategy.
+    least: whether the variant costs, on every mesh and without the limit, at least as much as the bound proven for the
+        first variant.
     """
 
     found: Found | None = None
@@ -177,18 +188,18 @@ def _fit_variant(
     The most promising meshes are searched first. Of the others, only those are searched whose bound is below the cost
     of what fits on the first ones.
 
-    unlimited: its answers without the limit, if they are known.
+    unlimited: the variant's answers without the limit, if they are known.
     free: the answers of the first variant, which bound it on each mesh.
     """
     out, tried = _VariantAnswer(), list[tuple[Mesh, float]]()
     ordered = sorted(meshes, key=lambda m: free.bounds[m.sizes])
-    for part in (meshes,) if unlimited is not None else (ordered[:_FIRST_MESHES], ordered[_FIRST_MESHES:]):
-        some = [m for m in part if free.bounds[m.sizes] < below]
-        if not some:
+    for batch in (meshes,) if unlimited is not None else (ordered[:_FIRST_MESHES], ordered[_FIRST_MESHES:]):
+        worthwhile = [m for m in batch if free.bounds[m.sizes] < below]
+        if not worthwhile:
             continue
         answers = unlimited
         if answers is None:
-            answers = search_meshes(p, some, say, close=False)
+            answers = search_meshes(p, worthwhile, say, close=False)
             out.seconds = add_seconds(out.seconds, answers.seconds)
         tried += answers.tried
         out.least &= not _takes_less(answers, free)
@@ -196,7 +207,7 @@ def _fit_variant(
             continue
         out.promising = True
         start = time.perf_counter()
-        found, proven = fit_limit(p, answers, some, limit, spent, say, below)
+        found, proven = fit_limit(p, answers, worthwhile, limit, spent, say, below)
         out.seconds = add_seconds(out.seconds, {"search": time.perf_counter() - start})
         out.bound = min(out.bound, proven)
         if found is not None:
@@ -264,7 +275,7 @@ def fit_limit(
         for m in over
     }
     price = 0.0
-    todo, priced, done = list(over), set[Mesh](), list[Mesh]()
+    todo, priced, searched = list(over), set[Mesh](), list[Mesh]()
     while todo:
         mesh = min(todo, key=lambda m: proven[m])
         if proven[mesh] >= below or (spent.over() and np.isfinite(below)):
@@ -274,15 +285,15 @@ def fit_limit(
             priced.add(mesh)
             if not spent.over():
                 say(f"pricing bytes on {name}")
-                least, worth = searches[mesh].priced(price)
+                least, byte_price = searches[mesh].priced(price)
                 proven[mesh] = max(proven[mesh], least)
-                price = price or worth
+                price = price or byte_price
                 continue
-        say(PieceOfWork(f"{name} within {limit / 2**30:.4g} GiB", len(done), len(over)))
-        open_before = any(proven[m] < min(below, proven[mesh]) for m in done)
+        say(PieceOfWork(f"{name} within {limit / 2**30:.4g} GiB", len(searched), len(over)))
+        open_before = any(proven[m] < min(below, proven[mesh]) for m in searched)
         answer = searches[mesh].cheapest(below, price, close=not open_before)
         todo.remove(mesh)
-        done.append(mesh)
+        searched.append(mesh)
         proven[mesh] = max(proven[mesh], answer.bound)
         if answer.solution is not None:
             best = replace(free, mesh=mesh, space=problem.pricing.space(mesh), solution=answer.solution)
@@ -310,8 +321,8 @@ class _Answer:
 class _Attempt:
     """A strategy found with some bytes set aside.
 
-    unseen: the part of its memory that the search's limit does not count.
-    alone: the most that any one of its nodes has in flight, whatever the other nodes do.
+    unseen: the bytes of its memory that the search's limit does not count (mainly those in flight).
+    alone: the most that one of its nodes has in flight for its own config alone, whatever configs other nodes have.
     """
 
     solution: Solution
@@ -324,8 +335,11 @@ class _Attempt:
 class _Region:
     """Strategies that have at least ``low`` bytes in flight, and in which no single node has more than ``high``.
 
+    To search them, ``low`` bytes are set aside, and configs that alone have more than ``high`` in flight are excluded.
+
     bound: no strategy of the region that fits costs less.
-    guess: whether other regions also contain its strategies, so that it proves nothing.
+    guess: whether ``low`` is only a guess at what a good strategy has in flight. Other regions also contain the
+        strategies of such a region, so that it proves nothing.
     """
 
     guess: bool
@@ -382,7 +396,7 @@ class _LimitedSearch:
         close: whether to close the gap between the Lagrangian bound and the best strategy found.
         """
         best: Solution | None = None
-        left = np.inf  # a lower bound on the strategies that were left without a proof
+        unproven = np.inf  # a lower bound on the strategies that were left without a proof
         queue = [_Region(guess=False, bound=-np.inf, low=self._least, high=np.inf)]
         for _ in range(_MOST_ATTEMPTS):
             done = best is not None or np.isfinite(below)
@@ -391,30 +405,30 @@ class _LimitedSearch:
             region = heapq.heappop(queue)
             if region.bound >= below:
                 continue
-            found = self._attempt(region, below, price, close)
-            if found is None:
+            attempt = self._attempt(region, below, price, close)
+            if attempt is None:
                 continue
-            s = found.solution
+            s = attempt.solution
             price = s.byte_price or price
             bound = max(s.bound, region.bound)
             if s.feasible and s.cost >= below:
-                left = left if region.guess else min(left, bound)
+                unproven = unproven if region.guess else min(unproven, bound)
                 continue
-            if s.feasible and found.memory.total <= self.limit:
+            if s.feasible and attempt.memory.total <= self.limit:
                 best, below = s, s.cost
-            elif s.feasible and s.bound < below and found.alone > region.low:
-                less = float(np.nextafter(found.alone, 0.0))
-                heapq.heappush(queue, replace(region, bound=bound, high=less))
-                heapq.heappush(queue, replace(region, bound=bound, low=found.alone))
+            elif s.feasible and s.bound < below and attempt.alone > region.low:
+                just_below = float(np.nextafter(attempt.alone, 0.0))
+                heapq.heappush(queue, replace(region, bound=bound, high=just_below))
+                heapq.heappush(queue, replace(region, bound=bound, low=attempt.alone))
                 continue
-            elif s.feasible and found.unseen > region.low:
+            elif s.feasible and attempt.unseen > region.low:
                 for part in (1.0, 0.5, 0.25, 0.125, 1.25, 2.0) if not region.guess else (1.0,):
-                    low = max(found.unseen * part, self._least)
+                    low = max(attempt.unseen * part, self._least)
                     heapq.heappush(queue, _Region(guess=True, bound=bound, low=low, high=low))
             if not region.guess:
-                left = min(left, bound)
-        left = min([left, *(r.bound for r in queue if not r.guess)])
-        return _Answer(solution=best, bound=left, byte_price=price)
+                unproven = min(unproven, bound)
+        unproven = min([unproven, *(r.bound for r in queue if not r.guess)])
+        return _Answer(solution=best, bound=unproven, byte_price=price)
 
     @cached_property
     def _in_flight(self) -> list[np.ndarray]:
@@ -424,14 +438,15 @@ class _LimitedSearch:
 
     @property
     def _least(self) -> float:
+        """A lower bound on the bytes that any strategy has in flight."""
         return max((float(f.min()) for f in self._in_flight), default=0.0)
 
-    def _profile(self, aside: float) -> MemoryProfile:
+    def _profile(self, set_aside: float) -> MemoryProfile:
         """Return the limit minus the bytes set aside. Raises Infeasible if nothing is left."""
         p, space = self.problem, self.problem.pricing.space(self.mesh)
-        if aside > self.limit:
-            raise Infeasible(f"at least {aside:,.0f} bytes are in flight, which is more than the limit")
-        return p.account.profile(p.graph, self.mesh, space.configs, self.limit - aside, p.optimizer)
+        if set_aside > self.limit:
+            raise Infeasible(f"at least {set_aside:,.0f} bytes are in flight, which is more than the limit")
+        return p.account.profile(p.graph, self.mesh, space.configs, self.limit - set_aside, p.optimizer)
 
     def _attempt(self, region: _Region, below: float, price: float, close: bool) -> _Attempt | None:
         """Search a region. Returns None if nothing is left of the limit or of a node's configs, or if nothing fits."""
@@ -462,15 +477,20 @@ class _LimitedSearch:
 
 
 def _forbid(tables: CostTables, flight: Sequence[np.ndarray], most: float) -> CostTables:
-    """Return the tables without configs that alone have more bytes in flight. Equal vectors remain one array."""
+    """Return the tables without the configs that alone have more than ``most`` bytes in flight.
+
+    Nodes that shared a cost vector still share one, so that equal layers are recognized.
+
+    flight: per node, the least bytes that each config has in flight.
+    """
     if not any((f > most).any() for f in flight):
         return tables
-    same: dict[tuple[int, bytes], np.ndarray] = {}
+    shared: dict[tuple[int, bytes], np.ndarray] = {}
     costs = []
     for cost, f in zip(tables.node_costs, flight, strict=True):
         over = f > most
         key = (id(cost), over.tobytes())
-        costs.append(same.setdefault(key, np.where(over, np.inf, cost) if over.any() else cost))
+        costs.append(shared.setdefault(key, np.where(over, np.inf, cost) if over.any() else cost))
     return replace(tables, node_costs=tuple(costs))
 
 

@@ -15,10 +15,13 @@ __all__ = ["join", "part", "spread", "take", "take_along"]
 def part(
     c: Site, x: Value, shape: Sequence[int], kept: Sequence[bool], name: str, note: tuple[object, ...]
 ) -> Value:
-    """A slice of a tensor. A slice of a weight is made only if something other than a reordering of the weight reads
-    it.
+    """A slice of a tensor.
 
-    note: (axis, start) if the slice may be one of several equal parts, else empty.
+    The op for a slice of a weight is added to the graph only when something reads the slice. If it is only read by a
+    concatenation of all slices of that weight (``join``), it is never added.
+
+    shape: of the slice. kept: for each dim, whether it is kept whole. note: (axis, start, …) if the slice is a
+    contiguous range of one dim, else empty.
     """
     shape = c.shape(shape)
     if math.prod(shape) == 0:
@@ -37,15 +40,17 @@ def part(
 
 
 def join(c: Site, values: Sequence[Value], axis: int) -> Value:
-    """A concatenation along an axis."""
+    """A concatenation along an axis. Values without elements are left out."""
     if not values:
-        raise c.fail("nothing to join")
+        raise c.fail("it concatenates no tensors")
     rank = len(values[0].shape)
     axis = c.axis(axis, rank)
     shape = list(values[0].shape)
     for v in values[1:]:
         if len(v.shape) != rank or any(i != axis and v.shape[i] != shape[i] for i in range(rank)):
-            raise c.fail(f"{list(values[0].shape)} and {list(v.shape)} cannot be joined along dim {axis}")
+            raise c.fail(
+                f"{list(values[0].shape)} and {list(v.shape)} cannot be concatenated along dim {axis}"
+            )
     shape[axis] = sum(v.shape[axis] for v in values)
     shape = list(c.shape(shape))
     full = [v for v in values if v.elements]
@@ -59,8 +64,8 @@ def join(c: Site, values: Sequence[Value], axis: int) -> Value:
 
 
 def _reordered(values: Sequence[Value], axis: int) -> Value | None:
-    """The weight itself, if the values are all its parts in another order (the gates of a recurrent layer). The weight
-    is then stored in that order."""
+    """The weight itself, if the values are all of its slices, in any order (the gates of a recurrent layer). None if
+    not. The weight is then stored in that order."""
     if any(v.note[:1] != ("slice",) or v.note[1] is not values[0].note[1] for v in values):
         return None
     base: Value = values[0].note[1]
@@ -79,8 +84,8 @@ def spread(c: Site, x: Value, shape: Sequence[int]) -> Value:
         return x
     if math.prod(shape) == 0 or x.literal or (x.tensor is None and x.make is None):
         return c.nothing(shape, x.dtype)
-    lead = len(shape) - len(x.shape)
-    return c.value(nests.broadcast(c.b, c.tensor(x), shape, [i + lead for i in range(len(x.shape))]))
+    new_dims = len(shape) - len(x.shape)
+    return c.value(nests.broadcast(c.b, c.tensor(x), shape, [i + new_dims for i in range(len(x.shape))]))
 
 
 def take(c: Site, x: Value, ids: Value, axis: int) -> Value:
@@ -90,18 +95,22 @@ def take(c: Site, x: Value, ids: Value, axis: int) -> Value:
     if math.prod(shape) == 0 or x.elements == 0:
         return c.nothing(shape, x.dtype)
     if ids.elements == 1 and ids.data is not None:  # a single known index is a slice
-        one = [1 if i == axis else s for i, s in enumerate(x.shape)]
-        kept = [i != axis for i in range(len(one))]
-        cut = x if x.shape[axis] == 1 else c.value(nests.restrict(c.b, "slice", [c.tensor(x)], one, kept))
-        return c.reshape(cut, shape)
-    lead = c.reshape(ids, (*ids.shape, 1))
+        sliced_shape = [1 if i == axis else s for i, s in enumerate(x.shape)]
+        kept = [i != axis for i in range(len(sliced_shape))]
+        element = (
+            x
+            if x.shape[axis] == 1
+            else c.value(nests.restrict(c.b, "slice", [c.tensor(x)], sliced_shape, kept))
+        )
+        return c.reshape(element, shape)
+    indices = c.reshape(ids, (*ids.shape, 1))
     n = len(ids.shape)
     return c.value(
         indexed.gather(
             c.b,
             "gather",
             c.tensor(x),
-            c.tensor(lead),
+            c.tensor(indices),
             shape,
             offset_dims=[i for i in range(len(shape)) if not axis <= i < axis + n],
             collapsed=(axis,),
@@ -112,7 +121,8 @@ def take(c: Site, x: Value, ids: Value, axis: int) -> Value:
 
 
 def take_along(c: Site, x: Value, ids: Value, axis: int) -> Value:
-    """One element of x per index, along a dim; in the other dims, at the index's own position."""
+    """For each index, one element of x: along ``axis`` the one that the index names, and in the other dims the one at
+    the index's own position (``torch.gather``)."""
     rank = len(x.shape)
     axis = c.axis(axis, rank)
     if len(ids.shape) != rank:
@@ -123,13 +133,13 @@ def take_along(c: Site, x: Value, ids: Value, axis: int) -> Value:
     if any(ids.shape[i] != x.shape[i] for i in others):
         kept = [i != axis and ids.shape[i] == x.shape[i] for i in range(rank)]
         return c.value(nests.restrict(c.b, "gather", c.tensors(x, ids), c.shape(ids.shape), kept))
-    lead = c.reshape(ids, (*ids.shape, 1))
+    indices = c.reshape(ids, (*ids.shape, 1))
     return c.value(
         indexed.gather(
             c.b,
             "gather",
             c.tensor(x),
-            c.tensor(lead),
+            c.tensor(indices),
             ids.shape,
             offset_dims=(),
             collapsed=(axis,),

@@ -26,6 +26,7 @@ class HeldOut:
 
     @property
     def error(self) -> float:
+        """The relative error of the replay; positive if it predicts too long a time."""
         return self.replayed_ns / self.measured_ns - 1
 
     @property
@@ -63,7 +64,10 @@ def held_out(m: Measured, iterations: list[int] | None = None, folds: int = 10) 
 
 
 def mean_lengths(e: OwnTimes) -> dict[int, float]:
-    """Returns rank → mean length (ns) of the iterations, replayed consecutively, each with its own times."""
+    """Returns rank → mean length (ns) of the iterations, replayed consecutively, each with its own times.
+
+    If they cannot be replayed so (``lengths_in_a_row``), it is the length of one iteration with median times.
+    """
     lengths = lengths_in_a_row(e.graph, e.own_ns, e.own_lag_ns)
     if lengths is None:
         return evaluate(e.graph)
@@ -74,7 +78,10 @@ def mean_lengths(e: OwnTimes) -> dict[int, float]:
 def held_out_ranks(m: Measured, g: DataflowGraph, iterations: list[int]) -> list[HeldOut]:
     """Predicts the mean iteration of each rank from the times of the other ranks; empty if there is only one rank.
 
-    g: the graph of these iterations. Tasks that only one rank has keep their own times.
+    Each task of the rank gets the median time of its twins, the same task on the other ranks. Tasks that only one rank
+    has keep their own times. ``HeldOut.iteration`` is the first of the iterations.
+
+    g: the graph of these iterations.
     """
     if len(g.ranks) < 2:
         return []

@@ -1,4 +1,8 @@
-"""Fills timeline columns event by event, within limits, and counts events that are left out."""
+"""Fills timeline columns event by event, within limits, and counts events that are left out.
+
+``Builder`` makes the timeline of one rank. The functions below it mend timelines, divide them by device, and combine
+those of several ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from pase.replay.types import COLUMNS, GPU_KINDS, Group, Lane, Mark, Problem, Sh
 __all__ = ["Builder", "combine", "is_sound", "split_devices"]
 
 _FAR_NS = 1 << 61
+"""The bound of valid times and other numbers. Sums and differences of two of them still fit into 64 bits."""
 
 
 def is_sound(start_ns: int, duration_ns: int) -> bool:
@@ -26,7 +31,11 @@ _JUMP_NS = 600 * 10**9
 
 
 class Builder:
-    """Builds the columns of one rank."""
+    """Builds the timeline of one rank.
+
+    Readers first ask for the indices of names, lanes, shapes and groups, and then ``add`` events. They write the other
+    public attributes directly.
+    """
 
     def __init__(self, where: str, rank: int, limits: Limits = LIMITS) -> None:
         self.where, self.rank, self.limits = where, rank, limits
@@ -75,6 +84,7 @@ class Builder:
         return self.shapes.setdefault(operands, len(self.shapes))
 
     def group(self, name: str, ranks: tuple[int, ...] = ()) -> int:
+        """Returns the index of a group of ranks. ranks: empty if they are not known (yet)."""
         if name not in self.groups or (ranks and not self.groups[name]):
             self.groups[name] = ranks
         return list(self.groups).index(name)
@@ -93,7 +103,7 @@ class Builder:
         iteration: int = -1,
         shape: int = -1,
     ) -> None:
-        """Appends one event, or counts why it cannot be used."""
+        """Appends one event, or counts why it cannot be used. The arguments are the timeline's columns (``Event``)."""
         if lane < 0:
             self.left_out[f"events on threads beyond the first {self.limits.lanes} of this rank"] += 1
         elif not is_sound(start_ns, duration_ns):
@@ -178,7 +188,7 @@ def _largest_cluster(starts: np.ndarray) -> np.ndarray | None:
 
 
 def without_overruns(t: Timeline) -> Timeline:
-    """Shortens ops that end after the next op of their stream, and reports them as a Problem.
+    """Shortens device ops that end after the next op of their stream, and reports them as a Problem.
 
     A stream runs its launches in order, so an op that outlasts the op of the next launch has a wrong end. (ROCm's
     profiler writes such ends.) It is shortened to end where the next op begins. Ops of one launch (a CUDA graph) may
@@ -190,30 +200,35 @@ def without_overruns(t: Timeline) -> Timeline:
     lane, start, end, launch = (c[ops] for c in (t["lane"], t["start_ns"], t.end_ns, t["correlation"]))
     if len(ops) < 2:
         return t
-    later = (lane[1:] == lane[:-1]) & (launch[1:] != launch[:-1]) & (launch[1:] >= 0) & (launch[:-1] >= 0)
-    wrong = np.flatnonzero(later & (end[:-1] > end[1:]) & (start[1:] > start[:-1]))
+    new_launch = (
+        (lane[1:] == lane[:-1]) & (launch[1:] != launch[:-1]) & (launch[1:] >= 0) & (launch[:-1] >= 0)
+    )
+    wrong = np.flatnonzero(new_launch & (end[:-1] > end[1:]) & (start[1:] > start[:-1]))
     if not len(wrong):
         return t
     durations = t["duration_ns"].copy()
     durations[ops[wrong]] = start[wrong + 1] - start[wrong]
     worst = ops[wrong[np.argmax(end[wrong] - end[wrong + 1])]]
-    where = t.lanes[int(t["lane"][worst])]
+    stream = t.lanes[int(t["lane"][worst])]
     what = (
         f"{len(wrong)} ops outlast the next op of their stream, which is impossible, so they are ended where the next "
-        f"op begins; the worst is '{t.names[int(t['name'][worst])]}' on stream {where.name}"
+        f"op begins; the worst is '{t.names[int(t['name'][worst])]}' on stream {stream.name}"
     )
-    problem = Problem(where=f"rank {where.rank}", what=what)
+    problem = Problem(where=f"rank {stream.rank}", what=what)
     return replace(t, columns={**t.columns, "duration_ns": durations}, problems=(*t.problems, problem))
 
 
 def split_devices(t: Timeline, executions: list[tuple[int, Mark]] | None = None) -> Timeline:
     """Makes one rank per device if a process drives several devices (XLA lanes are named "device:stream").
 
-    Device d of process p becomes rank p · devices + d. The first rank gets the CPU threads. Every rank gets the
-    process's iterations, because they share a clock or, if no step is marked, the executions on its device.
+    Device d of process p becomes rank p · devices + d. The first of these ranks gets the process's CPU threads. Every
+    rank gets the marks of the process's iterations, because the devices share a clock. If no iteration is marked, each
+    rank gets the executions of programs on its device instead.
+
+    executions: (device, mark) of each execution.
     """
-    parsed = [lane.name.partition(":") if lane.device else ("", "", "") for lane in t.lanes]
-    numbers = sorted({int(p[0]) for p in parsed if p[1] and p[0].isdigit()})
+    name_parts = [lane.name.partition(":") if lane.device else ("", "", "") for lane in t.lanes]
+    numbers = sorted({int(p[0]) for p in name_parts if p[1] and p[0].isdigit()})
     if not numbers:
         return t
     base = t.lanes[0].rank * len(numbers)
@@ -221,16 +236,16 @@ def split_devices(t: Timeline, executions: list[tuple[int, Mark]] | None = None)
         Lane(
             rank=base + (numbers.index(int(p[0])) if p[1] else 0), name=p[2] or lane.name, device=lane.device
         )
-        for lane, p in zip(t.lanes, parsed, strict=True)
+        for lane, p in zip(t.lanes, name_parts, strict=True)
     ]
     ranks = range(base, base + len(numbers))
     marks = tuple(replace(m, rank=r) for r in ranks for m in t.marks)
     if not marks:
         marks = tuple(replace(m, rank=base + numbers.index(d)) for d, m in executions or () if d in numbers)
     host = next(iter(t.hosts.values()), "")
-    everyone = tuple(Group(name=g.name, ranks=g.ranks or tuple(ranks) * (len(numbers) > 1)) for g in t.groups)
+    groups = tuple(Group(name=g.name, ranks=g.ranks or tuple(ranks) * (len(numbers) > 1)) for g in t.groups)
     return replace(
-        t, lanes=tuple(lanes), marks=marks, groups=everyone, hosts=dict.fromkeys(ranks, host) if host else {}
+        t, lanes=tuple(lanes), marks=marks, groups=groups, hosts=dict.fromkeys(ranks, host) if host else {}
     )
 
 
@@ -243,7 +258,8 @@ def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Tim
     columns: dict[str, list[np.ndarray]] = {k: [] for k in COLUMNS}
     for t in parts:
         name_map = np.array([names.setdefault(n, len(names)) for n in t.names], dtype=np.int32)
-        # Groups of equal name and ranks are one group, as are groups of equal name whose ranks are unknown.
+        # Groups of equal name and ranks are one group, as are groups of equal name whose ranks are unknown. The last
+        # entry of the maps keeps an index of -1, which means none.
         keys = [(g.name, g.ranks) for g in t.groups]
         group_map = np.array([groups.setdefault(k, len(groups)) for k in keys] + [-1], dtype=np.int32)
         shape_map = np.array([shapes.setdefault(s, len(shapes)) for s in t.shapes] + [-1], dtype=np.int32)

@@ -1,11 +1,12 @@
-"""Branch and bound for the gap that prices alone leave: one node's configs are split, and each part gets its own
-prices.
+"""Branch and bound that closes the gap between a Lagrangian bound and the best choice: one node's configs are split,
+and each part gets its own prices.
 
-Limits and excesses apply to sums over nodes and pairs. With prices on these sums, an elimination bounds every choice
-(``priced``). At the best prices, several choices cost the same but lie on different sides of a sum, and the bound
-represents their mean, which is no single choice. So the search branches on the node about which these choices disagree
-most. Its configs are grouped by the choice whose config they resemble, and the bound of each group is higher. Before
-that, configs whose min-marginal (``marginals``) reaches the best known cost are dropped.
+Limits and excesses apply to sums over nodes and pairs, such as bytes. With prices on these sums, one elimination gives
+the Lagrangian bound of every choice (``priced``). At the best prices, several choices cost the same, some within a
+limit and some beyond it, and the bound is the cost of their weighted mean, which is no single choice. So the search
+branches on the node about which these choices disagree most. Its configs are grouped by the choice whose config they
+resemble, and the bound of each group is higher. Before that, configs whose min-marginal (``marginals``) reaches the
+best known cost are dropped.
 
 Held & Karp, Mathematical Programming 1971, with the bounds of Geoffrion, Mathematical Programming Study 1974.
 """
@@ -28,11 +29,11 @@ from pase.tables.types import CostTables
 
 __all__ = ["Branches", "SummedTables"]
 
-_EXACT = 1e-9
-_MOST_CUTS = 12  # the most prices tried for one part
+_EXACT = 1e-9  # choices whose costs differ by less than this fraction count as equally good
+_MOST_CUTS = 12  # the most prices tried for one part; each adds a cutting plane
 _ENOUGH = 0.02  # fraction of the gap; prices that promise less are not tried
 _LOOK, _CLOSED = 16, 0.9  # after this many parts, at most this fraction of the gap may be left
-_ROUNDED = 1e-12
+_ROUNDED = 1e-12  # relative allowance for rounding
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,8 +42,9 @@ class SummedTables:
 
         cost = tables + sum over s of (max(sum_s, 0) if s is an excess, inf if sum_s > room_s)
 
-    held: per node, float64 [K, sums]. along: what pairs of nodes add. room: float64 [sums]; inf for an excess, which
-    is charged above zero. weights: float64 [sums], the fraction of each sum that the tables' costs already include.
+    held: per node, float64 [K, sums], what each config adds to each sum. along: what pairs of nodes add. room: float64
+    [sums], the limit of each sum; inf for an excess, which is no limit but a cost: the part of the sum above zero.
+    weights: float64 [sums], the fraction of each sum that the tables' costs already include.
     """
 
     tables: CostTables
@@ -58,7 +60,7 @@ class SummedTables:
 
     @cached_property
     def limits(self) -> np.ndarray:
-        """The room of each sum; 0 for an excess."""
+        """The limit of each sum; 0 for an excess, which is charged above zero."""
         return np.where(self.paid, 0.0, self.room)
 
     def sums(self, choice: np.ndarray) -> np.ndarray:
@@ -93,7 +95,10 @@ class SummedTables:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _ChoicePlane:
-    """A choice, int64 [nodes], as a plane: height is its cost at price 0, and slopes is what a price of 1 adds."""
+    """A choice, int64 [nodes], as a plane over prices: its cost is height + prices · slopes.
+
+    slopes: its sums minus their limits. The Lagrangian bound at some prices is the lowest plane there.
+    """
 
     choice: np.ndarray
     height: float
@@ -104,8 +109,9 @@ class _ChoicePlane:
 class _Parted:
     """A part of the search: some configs of each node.
 
-    bound: no choice in the part costs less. planes, shares: the choices that meet at the best prices (float64 [sums]),
-    and the weight of each in their mean, float64 [planes].
+    among: per node, the remaining configs. bound: no choice in the part costs less. prices: float64 [sums], those of
+    the highest bound. planes: the choices found. shares: float64 [planes], the weight of each choice in the mean that
+    the bound represents; above 0 for the choices whose planes meet at these prices.
     """
 
     among: list[np.ndarray]
@@ -145,7 +151,7 @@ class Branches:
         self._order = prepared.plan.order
         first = self._bounded(whole, prices, [], prepared)
         queue = [] if first is None else [(first.bound, 0, first)]
-        made, gap = 1, np.inf
+        number, gap = 1, np.inf
         while queue and self.parts < most and not self.stop():
             bound, _, part = queue[0]
             if bound >= self._enough:
@@ -159,14 +165,15 @@ class Branches:
             heapq.heappop(queue)
             self.parts += 1
             for among in self._divided(part):
-                less = self._bounded(among, part.prices, part.planes, None)
-                if less is not None:
-                    heapq.heappush(queue, (max(less.bound, bound), made, less))
-                    made += 1
+                child = self._bounded(among, part.prices, part.planes, None)
+                if child is not None:
+                    heapq.heappush(queue, (max(child.bound, bound), number, child))
+                    number += 1
         return min(self.top(), queue[0][0]) if queue else self.top()
 
     @property
     def _enough(self) -> float:
+        """A part whose bound reaches this has no choice that is cheaper than the best known one."""
         top = self.top()
         return top - _EXACT * abs(top) if np.isfinite(top) else top
 
@@ -212,9 +219,9 @@ class Branches:
             known = np.isfinite(self.top())
             if height <= best + (_ENOUGH * (self.top() - best) if known else _EXACT * abs(best)):
                 break
-        room = self._enough - best
+        allowed = self._enough - best
         slack = [m - m.min() for m in min_marginals(prepared.plan, pool)]
-        left = [k[s < room] for k, s in zip(among, slack, strict=True)]
+        left = [k[s < allowed] for k, s in zip(among, slack, strict=True)]
         if any(not k.size for k in left):
             return None
         if all(k.size == 1 for k in left):
@@ -278,9 +285,10 @@ class Branches:
 def _highest(
     planes: Sequence[_ChoicePlane], at: np.ndarray, paid: np.ndarray
 ) -> tuple[float, np.ndarray, np.ndarray]:
-    """(Height, prices, shares) of the highest point below all planes.
+    """(Height, prices, shares) of the highest point below all planes, by a linear program.
 
-    The price of an excess is in [0, 1]. Other prices are limited to a multiple of their best value ``at`` so far.
+    The price of an excess is in [0, 1]. Other prices are at most 4 times their best value ``at`` so far or, if that is
+    more, 4 times the price at which the sums matter as much as the heights.
     shares: the weight of each plane in the mean, float64 [planes].
     """
     from scipy.optimize import linprog
@@ -290,10 +298,10 @@ def _highest(
     widest = np.maximum(np.abs(slopes).max(axis=0), 1e-300)
     unit = np.where(paid, 1.0, np.maximum(at, scale / widest))  # the unit of each price
     rows = np.hstack([np.ones((len(planes), 1)), -slopes * unit / scale])
-    box = [(None, None), *((0.0, 1.0 if one else 4.0) for one in paid)]
+    variable_bounds = [(None, None), *((0.0, 1.0 if is_excess else 4.0) for is_excess in paid)]
     objective = np.zeros(1 + paid.size)
     objective[0] = -1.0
-    answer = linprog(objective, A_ub=rows, b_ub=heights / scale, bounds=box)
+    answer = linprog(objective, A_ub=rows, b_ub=heights / scale, bounds=variable_bounds)
     if answer.x is None or answer.status != 0:
         return -np.inf, at, np.ones(len(planes))
     prices = np.clip(answer.x[1:], 0.0, np.where(paid, 1.0, np.inf)) * unit

@@ -52,8 +52,8 @@ def test_joins_of_what_has_no_elements() -> None:
 @pytest.mark.parametrize(
     ("other", "axis", "what"),
     [
-        ((2, 4), 0, "cannot be joined along dim 0"),
-        ((2,), 0, "cannot be joined"),
+        ((2, 4), 0, "concatenated along dim 0"),
+        ((2,), 0, "concatenated"),
         ((2, 3), 2, "out of range"),
     ],
 )

@@ -1,6 +1,7 @@
 """A traced model as a list of segments, from which the stages of a pipeline are built.
 
 A segment reads and makes values. It is one equation, one written-out block, or one iteration of the loop over layers.
+The program consists either of equal blocks (written out, or as one loop), or of a chain of units between cut points.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ class StageRows:
 class Segment:
     """A segment of the program.
 
-    run: reads the inputs from the environment and writes the results to it. block: the index of the segment's block or
-    unit; -1 before the blocks, and the number of blocks after them. by_rows: path of a loop -> a segment that does the
-    same on only those rows of stacks that a stage's iterations of the loop read; None if that is not possible.
+    run: reads the inputs from the environment and writes the results to it. Its arguments are the walk that lowers
+    equations, the environment, and the copies of tensors that the walk has already made. block: the index of the
+    segment's block or unit; -1 before the blocks, and the number of blocks after them. by_rows: path of a loop -> a
+    segment that does the same on only those rows of stacks that a stage's iterations of the loop read; None if that is
+    not possible.
     """
 
     reads: tuple[StageKey, ...]
@@ -57,7 +60,14 @@ class Segment:
 
 @dataclass(kw_only=True)
 class SegmentList:
-    """The program's segments, in order. blocks: the number of equal blocks, or of units of the chain."""
+    """The program's segments, in order.
+
+    blocks: the number of equal blocks, or of units of the chain. recomputed: the blocks that backward recomputes.
+    chain: the units between cut points; None if the program has equal blocks.
+
+    ``segments`` also fills names (value -> tensor of the graph), constants (value -> array) and avals (value -> shape
+    and dtype).
+    """
 
     traced: TracedJax
     blocks: int
@@ -73,8 +83,10 @@ class SegmentList:
     """(prefix, first equation) of a written-out block -> the equation after its last one."""
     reverse: dict[str, bool] = field(default_factory=dict)
     """Path of a loop over layers -> whether it runs in reverse: its first iteration reads the last rows."""
-    _met: int = -1
-    _bodies: int = 0
+    _current: int = -1
+    """The block or unit of the segments that are being made; -1 before the first."""
+    _begun: int = 0
+    """How many blocks have been begun."""
 
     def __post_init__(self) -> None:
         if self.chain is not None:
@@ -95,6 +107,7 @@ class SegmentList:
         self.runs = {(b.prefix, b.start): b.stop for b in found}
 
     def segments(self) -> list[Segment]:
+        """The segments of the whole program, in order."""
         closed = self.traced.jaxpr
         self.constants.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         return list(self._of(closed.jaxpr, ""))
@@ -108,11 +121,12 @@ class SegmentList:
         return len({unit for p, unit in at.items() if p.startswith(within)}) > 1
 
     def _of(self, jaxpr: Jaxpr, prefix: str) -> Iterator[Segment]:
+        """The segments of a jaxpr. Calls that contain blocks or several units are inlined. prefix: of its paths."""
         i = 0
         while i < len(jaxpr.eqns):
             eqn, path, stop = jaxpr.eqns[i], f"{prefix}{i}", i + 1
             if self.chain is not None:
-                self._met = self._unit(path)
+                self._current = self._unit(path)
             if path in self.loops:
                 yield from self._layers_loop(eqn, Place(path))
             elif inlined(eqn) and self._holds_blocks(path):
@@ -124,8 +138,8 @@ class SegmentList:
             else:
                 is_block = (prefix, i) in self.runs
                 if is_block:
-                    stop, self._met = self.runs[prefix, i], self._met + 1
-                    self._bodies += 1
+                    stop, self._current = self.runs[prefix, i], self._current + 1
+                    self._begun += 1
                 else:
                     stop = max(
                         (b.stop for b in self.recomputed if (b.prefix, b.start) == (prefix, i)), default=i + 1
@@ -140,12 +154,15 @@ class SegmentList:
         return self.chain.at.get(path, max(within, default=-1))
 
     def _here(self) -> int:
-        """The block index of a segment that is not a block: before, between, or after the blocks."""
+        """The block index of a segment that is not a block itself: the latest block, or the number of blocks (which
+        means after all of them) once all have begun."""
         if self.chain is not None:
-            return self._met
-        return self.blocks if self._bodies == self.blocks else self._met
+            return self._current
+        return self.blocks if self._begun == self.blocks else self._current
 
     def _alias(self, source: StageKey, target: StageKey) -> Segment:
+        """A segment that passes a value into or out of an inlined call, whose jaxpr has other variables."""
+
         def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
             env[target] = value_of(source, env)
 
@@ -156,23 +173,23 @@ class SegmentList:
 
     def _span(self, jaxpr: Jaxpr, prefix: str, start: int, stop: int, is_block: bool) -> Segment:
         """The equations [start, stop) of a jaxpr as one segment."""
-        mine = jaxpr.eqns[start:stop]
-        makes = tuple(v for e in mine for v in e.outvars if not is_dropped(v))
+        eqns = jaxpr.eqns[start:stop]
+        makes = tuple(v for e in eqns for v in e.outvars if not is_dropped(v))
         reads = tuple(
-            dict.fromkeys(v for v in variables([v for e in mine for v in e.invars]) if v not in makes)
+            dict.fromkeys(v for v in variables([v for e in eqns for v in e.invars]) if v not in makes)
         )
-        for i, e in enumerate(mine, start):
+        for i, e in enumerate(eqns, start):
             for v, name in zip(e.outvars, self.traced.results[Place(f"{prefix}{i}")], strict=True):
                 self.names[v], self.avals[v] = name, v.aval
 
         def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
             walk.span(jaxpr, env, start, stop, prefix, copies)
 
-        at_rows = self._here()
+        here = self._here()
 
         @cache
         def on_rows(loop: str) -> Segment:
-            def some(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
+            def run_on_rows(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
                 inner: StageEnv = {v: env[StageRows(v, loop) if v.aval.shape else v] for v in reads}
                 walk.span(jaxpr, inner, start, stop, prefix, {})
                 env.update({StageRows(v, loop): inner[v] for v in makes})
@@ -180,55 +197,64 @@ class SegmentList:
             return Segment(
                 reads=tuple(StageRows(v, loop) if v.aval.shape else v for v in reads),
                 makes=tuple(StageRows(v, loop) for v in makes),
-                block=at_rows,
-                run=some,
+                block=here,
+                run=run_on_rows,
             )
 
-        by_rows = on_rows if not is_block and stop == start + 1 and _elementwise(mine[0]) else None
-        block = self._met if is_block else self._here()
+        by_rows = on_rows if not is_block and stop == start + 1 and _elementwise(eqns[0]) else None
+        block = self._current if is_block else self._here()
         return Segment(reads=reads, makes=makes, block=block, run=run, by_rows=by_rows)
 
     def _layers_loop(self, eqn: Eqn, at: Place) -> Iterator[Segment]:
         """The segments of a loop over layers: its operands in the body's layouts, its iterations, its results."""
         nc, nk = scan_groups(eqn)
         path, (begin, end) = at.path, self.loops[at.path]
-        many, reverse = end - begin, bool(eqn.params["reverse"])
+        trip_count, reverse = end - begin, bool(eqn.params["reverse"])
         self.reverse[path] = reverse
         if self.chain is not None:
-            self._met = begin
+            self._current = begin
         operands, names = list(eqn.invars), self.traced.operands[at]
         consts: list[StageKey] = [(at.path, "const", k) for k in range(nc)]
         stacks = [(at.path, "xs", k) for k in range(len(operands) - nc - nk)]
-        carry: list[list[StageKey]] = [[(at.path, "carry", t, k) for k in range(nk)] for t in range(many + 1)]
-        made = eqn.params["jaxpr"].jaxpr.outvars
+        carry: list[list[StageKey]] = [
+            [(at.path, "carry", t, k) for k in range(nk)] for t in range(trip_count + 1)
+        ]
+        body_results = eqn.params["jaxpr"].jaxpr.outvars
         for keys in carry:
             for k, key in enumerate(keys):
-                self.avals[key] = made[k].aval
+                self.avals[key] = body_results[k].aval
                 self.names[key] = self.traced.results[at.its("carry", k)][0]
         parts: list[tuple[PlacePart, int, StageKey]] = [("const", k, key) for k, key in enumerate(consts)]
         parts += [("carry", k, key) for k, key in enumerate(carry[0])]
+        # The operands are the constants, the carry and then the stacks, which follow below.
         for (part, k, key), var, name in zip(parts, operands, names, strict=False):
             yield self._layout_segment(at.its(part, k), var, var, key, key, name)
         for k, (key, var, name) in enumerate(zip(stacks, operands[nc + nk :], names[nc + nk :], strict=True)):
             rows = StageRows(var, path), StageRows(key, path)
             yield self._layout_segment(at.its("xs", k), var, rows[0], key, rows[1], name)
-        ys = [[(at.path, "y", t, k) for k in range(len(made) - nk)] for t in range(many)]
-        for t in range(many):
-            self._met = begin + t
+        ys = [[(at.path, "y", t, k) for k in range(len(body_results) - nk)] for t in range(trip_count)]
+        for t in range(trip_count):
+            self._current = begin + t
             for k, key in enumerate(ys[t]):
-                self.avals[key] = made[nk + k].aval
+                self.avals[key] = body_results[nk + k].aval
             yield self._iteration(eqn, at, t, (consts, carry[t], stacks), (carry[t + 1], ys[t]))
-        self._bodies = self.blocks
+        self._begun = self.blocks
         results = self.traced.results[at]
         for k, var in enumerate(eqn.outvars):
             if not is_dropped(var):
                 iterations = ys[::-1] if reverse else ys
-                last = [carry[-1][k]] if k < nk else [y[k - nk] for y in iterations]
-                yield self._result(var, last, results[k], k >= nk)
+                sources = [carry[-1][k]] if k < nk else [y[k - nk] for y in iterations]
+                yield self._result(var, sources, results[k], k >= nk)
 
     def _layout_segment(
         self, at: Place, var: Var, reads: StageKey, key: StageKey, makes: StageKey, name: str | None
     ) -> Segment:
+        """A segment that brings an operand of the loop over layers into the layout in which the body reads it.
+
+        at: the place of the operand in the loop. reads, makes: the operand before and after, whole or as rows. key: the
+        whole operand inside the loop. name: its tensor in the graph.
+        """
+
         def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
             env[makes] = walk.in_loop_layout(
                 at, literal_array(var) if is_literal(var) else env[reads], name, copies
@@ -245,6 +271,10 @@ class SegmentList:
         reads: tuple[Sequence[StageKey], Sequence[StageKey], Sequence[StageKey]],
         makes: tuple[Sequence[StageKey], Sequence[StageKey]],
     ) -> Segment:
+        """Iteration t of the loop over layers. reads: (constants, carry, stacks). makes: (next carry, stacked results).
+
+        The environment has only those rows of stacks that the stage's iterations read (``ITERATIONS``).
+        """
         consts, carry, stacks = reads
         path, (begin, end) = at.path, self.loops[at.path]
 
@@ -263,6 +293,8 @@ class SegmentList:
         )
 
     def _result(self, var: Var, reads: Sequence[StageKey], name: str, stacked: bool) -> Segment:
+        """A result of the loop over layers. reads: the last carry or, if ``stacked``, a row from each iteration."""
+
         def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
             import jax.numpy as jnp
 
@@ -270,20 +302,21 @@ class SegmentList:
             env[var] = walk.defined(jnp.stack(values) if stacked else values[0], name)
 
         self.names[var], self.avals[var] = name, var.aval
-        block = self.blocks if self.chain is None else self._met
+        block = self.blocks if self.chain is None else self._current
         return Segment(reads=tuple(reads), makes=(var,), block=block, run=run)
 
 
 ITERATIONS = ("iterations",)
-"""The environment's key for the (first, end) of a stage's iterations."""
+"""The environment's key for the (first, end) of a stage's iterations, counted in blocks of the whole program."""
 _ELEMENTWISE = frozenset({"convert_element_type", "mul", "add", "sub", "div", "neg", "tanh", "exp", "copy"})
 
 
 def _elementwise(eqn: Eqn) -> bool:
-    """Whether each row of the result depends only on the same row of the operands."""
+    """Whether an equation is known to compute each row of its result only from the same row of the operands."""
     shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
     return eqn.primitive.name in _ELEMENTWISE and len(shapes) == 1
 
 
 def variables(values: Sequence[StageKey]) -> tuple[StageKey, ...]:
+    """The values without literals."""
     return tuple(v for v in values if not is_literal(v))

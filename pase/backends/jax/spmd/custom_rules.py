@@ -1,8 +1,11 @@
-"""Runs calls with their own derivative rule on one device: the rule's forward and backward programs, on parts.
+"""Runs calls with their own derivative rule on one device: the rule's forward and backward programs, on shards.
 
 The rule is read as two programs, as ``jax.vjp`` runs it: forward to the results and residuals, and backward to the
 gradients. Each is traced separately, split according to its operands' layouts (``pase.local.follow``), and lowered to
 its own local program. The plan gives the layouts of the call's operands and results, and of the gradients of both.
+
+Here, the call becomes a ``jax.custom_vjp`` over shards. Operands enter it twice: the values without a gradient, and the
+arrays to which their gradients are returned, which may be gradient carriers.
 """
 
 from __future__ import annotations
@@ -40,34 +43,34 @@ def call_with_rule(
     call = _RuledCall.of(walk, eqn, ins, at)
     read = [call.as_read(i, cache) for i in range(len(ins))]
     targets = [call.gradient_target(i, read[i], cache) for i in range(len(ins)) if call.trained[i]]
-    ahead, back, smooth = pulled_back(eqn, call.trained)
-    kept: list[DeviceValue] = []
+    forward_program, backward_program, has_gradient = pulled_back(eqn, call.trained)
+    residuals: list[DeviceValue] = []
 
     def forward(arrays: Sequence[Array]) -> tuple[list[Array], list[Array | None]]:
         values = [replace(h, array=x) for h, x in zip(read, arrays, strict=True)]
-        outs = _ran(walk, ahead, values, [*map(call.made_as, call.results)])
-        kept[:] = outs[len(smooth) :]
-        made = [h.array for h in outs[: len(smooth)]]
+        forward_results = _ran(walk, forward_program, values, [*map(call.made_as, call.results)])
+        residuals[:] = forward_results[len(has_gradient) :]
+        made = [h.array for h in forward_results[: len(has_gradient)]]
         return made, [call.gradient_carrier(n, x) for n, x in zip(call.results, made, strict=True)]
 
     def backward(
-        held: Sequence[Array], gradients: tuple[Sequence[Array], Sequence[Array | None]]
+        residual_arrays: Sequence[Array], gradients: tuple[Sequence[Array], Sequence[Array | None]]
     ) -> tuple[list[Array], None]:
-        given = [replace(h, array=x) for h, x in zip(kept, held, strict=True)]
-        for g, of_carrier, n, on in zip(*gradients, call.results, smooth, strict=True):
-            if on:
-                given.append(
+        backward_operands = [replace(h, array=x) for h, x in zip(residuals, residual_arrays, strict=True)]
+        for g, of_carrier, n, has in zip(*gradients, call.results, has_gradient, strict=True):
+            if has:
+                backward_operands.append(
                     DeviceValue(array=g if of_carrier is None else of_carrier, layout=call.gradient_of(n))
                 )
-        found = _ran(walk, back, given, [layout for _, layout in targets])
+        found = _ran(walk, backward_program, backward_operands, [layout for _, layout in targets])
         return [h.array for h in found], None
 
     run = jax.custom_vjp(lambda _, arrays: forward(arrays))
-    run.defvjp(lambda _, arrays: (forward(arrays), [h.array for h in kept]), backward)
+    run.defvjp(lambda _, arrays: (forward(arrays), [h.array for h in residuals]), backward)
     made, gradient_carriers = run([x for x, _ in targets], [jax.lax.stop_gradient(h.array) for h in read])
     found = {
-        n: DeviceValue(array=x, tensor=n, layout=call.made_as(n), gradient_carrier=s)
-        for n, x, s in zip(call.results, made, gradient_carriers, strict=True)
+        n: DeviceValue(array=x, tensor=n, layout=call.made_as(n), gradient_carrier=c)
+        for n, x, c in zip(call.results, made, gradient_carriers, strict=True)
     }
     # A result that nothing reads has no array.
     return [found.get(n, DeviceValue(array=None, tensor=n)) for n in walk.traced.results[at]]  # type: ignore[arg-type]
@@ -78,8 +81,8 @@ class _RuledCall:
     """What the plan contains about a call with a derivative rule.
 
     ins: the operands. trained: which of them have gradients. results: the names of the results that are used. reads:
-    for each operand, how the first op inside reads it. hands: for each operand with a gradient, how a rule for
-    vector-Jacobian products returns the gradient.
+    for each operand, how the first op inside reads it; None if none does. returns: if the user's rule has a backward
+    function (``custom_vjp``), each operand with a gradient as the op that returns this gradient has it.
     """
 
     walk: ManualWalk
@@ -88,7 +91,7 @@ class _RuledCall:
     trained: list[bool]
     results: list[str]
     reads: list[LocalOperand | None]
-    hands: list[LocalOperand]
+    returns: list[LocalOperand]
 
     @classmethod
     def of(cls, walk: ManualWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place) -> _RuledCall:
@@ -107,7 +110,7 @@ class _RuledCall:
             trained=[h.tensor is not None and tensors[h.tensor].needs_grad for h in ins],
             results=[n for n, v in names if not is_dropped(v)],
             reads=[read(h) for h in ins],
-            hands=[op.operands[1] for op in ops if op.op.kind == "gradient"],
+            returns=[op.operands[1] for op in ops if op.op.kind == "gradient"],
         )
 
     def as_read(self, i: int, cache: Cache) -> DeviceValue:
@@ -118,9 +121,9 @@ class _RuledCall:
     def gradient_target(self, i: int, read: DeviceValue, cache: Cache) -> tuple[Array, Layout]:
         """(the array that receives an operand's gradient, the layout in which the gradient is returned)."""
         h, program = self.ins[i], self.walk.program
-        handed = next((o for o in self.hands if program.original(o.tensor) == h.tensor), None)
-        if handed is not None:
-            return self.walk.gradient_carrier(h, handed, cache), handed.gradient
+        returned = next((o for o in self.returns if program.original(o.tensor) == h.tensor), None)
+        if returned is not None:
+            return self.walk.gradient_carrier(h, returned, cache), returned.gradient
         wanted = self.reads[i]
         if wanted is None:
             raise self.walk.refusal(
@@ -157,39 +160,40 @@ class _RuledCall:
 
 
 def _ran(
-    walk: ManualWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], wants: Sequence[Layout]
+    walk: ManualWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], layouts: Sequence[Layout]
 ) -> list[DeviceValue]:
     """Run a program on values in their layouts.
 
-    wants: the layouts of its first results. In the other results, partial sums are reduced.
+    layouts: of its first results. In the other results, partial sums are reduced.
     """
     mesh, jaxpr = walk.program.mesh, opened(closed)[0]
-    whole: Layout = (None,) * len(mesh.names)
-    lie = [whole if h.layout is None else h.layout for h in values]
-    pairs = zip(jaxpr.invars, lie, strict=True)
-    ways = {(tuple(v.aval.shape), layout) for v, layout in pairs if math.prod(v.aval.shape) > 1}
-    if len(ways) == 1 and _pointwise(jaxpr, next(iter(ways))[0]):
-        ((shape, layout),) = ways
+    replicated: Layout = (None,) * len(mesh.names)
+    have = [replicated if h.layout is None else h.layout for h in values]
+    shaped = zip(jaxpr.invars, have, strict=True)
+    layouts_of_arrays = {(tuple(v.aval.shape), layout) for v, layout in shaped if math.prod(v.aval.shape) > 1}
+    # A pointwise program on arrays that are all split alike runs on the shards as it is.
+    if len(layouts_of_arrays) == 1 and _pointwise(jaxpr, next(iter(layouts_of_arrays))[0]):
+        ((shape, layout),) = layouts_of_arrays
         arrays = _on_parts(closed, [h.array for h in values], local_shape(shape, layout, mesh))
         outs = [
-            DeviceValue(array=x, layout=layout if tuple(v.aval.shape) == shape else whole)
+            DeviceValue(array=x, layout=layout if tuple(v.aval.shape) == shape else replicated)
             for x, v in zip(arrays, jaxpr.outvars, strict=True)
         ]
         inner = walk
     else:
-        inner, outs = _traced(walk, closed, values, lie)
+        inner, outs = _traced(walk, closed, values, have)
     return [
-        inner.resharded(h, wants[k] if k < len(wants) else None, tuple(v.aval.shape))
+        inner.resharded(h, layouts[k] if k < len(layouts) else None, tuple(v.aval.shape))
         for k, (h, v) in enumerate(zip(outs, jaxpr.outvars, strict=True))
     ]
 
 
 def _traced(
-    walk: ManualWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], lie: Sequence[Layout]
+    walk: ManualWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], layouts: Sequence[Layout]
 ) -> tuple[ManualWalk, list[DeviceValue]]:
     """Run a program as a separate local program: (the walk that ran it, its results).
 
-    lie: the layouts of the values.
+    layouts: of the values.
     """
     import jax
 
@@ -197,33 +201,37 @@ def _traced(
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
     traced = trace(lambda leaves: called(closed)(*leaves), shapes, name="rule", mode="inference")
     names = [n.ops[0].writes[0].tensor for n in traced.graph.nodes if n.kind == "parameter"]
-    configs = followed(traced.graph, mesh, dict(zip(names, lie, strict=True)))
+    configs = followed(traced.graph, mesh, dict(zip(names, layouts, strict=True)))
     program = local_program(traced.graph, mesh, configs)
     inner = replace(walk, program=program, traced=traced, blocks=(), kept=frozenset())
     args = [
-        inner.resharded(DeviceValue(array=h.array, tensor=n, layout=have), program.result(n).layout, v.shape)
-        for h, n, have, v in zip(values, names, lie, shapes, strict=True)
+        inner.resharded(
+            DeviceValue(array=h.array, tensor=n, layout=layout), program.result(n).layout, v.shape
+        )
+        for h, n, layout, v in zip(values, names, layouts, shapes, strict=True)
     ]
     return inner, inner.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, args, "", Cache())
 
 
 def _pointwise(jaxpr: Jaxpr, shape: tuple[int, ...]) -> bool:
-    """Whether a program computes pointwise, on arrays of one shape and on scalars. Then it does not matter which points
-    a device has.
+    """Whether a program computes pointwise, on arrays of one shape and on scalars. It may then run on any part of
+    the arrays.
     """
 
-    def alike(eqn: Eqn) -> bool:
+    def computes_pointwise(eqn: Eqn) -> bool:
         if eqn.primitive.name in INLINED:
             return _pointwise(inner_jaxpr(eqn)[0], shape)
-        made = all(tuple(v.aval.shape) == shape or math.prod(v.aval.shape) == 1 for v in eqn.outvars)
-        spread = eqn.primitive.name == "broadcast_in_dim" and math.prod(eqn.invars[0].aval.shape) == 1
-        return made and (spread or isinstance(RULES.get(eqn.primitive.name), Elementwise))
+        fits = all(tuple(v.aval.shape) == shape or math.prod(v.aval.shape) == 1 for v in eqn.outvars)
+        broadcasts_scalar = (
+            eqn.primitive.name == "broadcast_in_dim" and math.prod(eqn.invars[0].aval.shape) == 1
+        )
+        return fits and (broadcasts_scalar or isinstance(RULES.get(eqn.primitive.name), Elementwise))
 
-    return all(map(alike, jaxpr.eqns))
+    return all(map(computes_pointwise, jaxpr.eqns))
 
 
-def _on_parts(closed: ClosedJaxpr, arrays: Sequence[Array], here: tuple[int, ...]) -> list[Array]:
-    """Run a pointwise program on parts of the shape ``here``."""
+def _on_parts(closed: ClosedJaxpr, arrays: Sequence[Array], part_shape: tuple[int, ...]) -> list[Array]:
+    """Run a pointwise program on parts of the shape ``part_shape``."""
     import jax
 
     jaxpr, consts = opened(closed)
@@ -232,9 +240,9 @@ def _on_parts(closed: ClosedJaxpr, arrays: Sequence[Array], here: tuple[int, ...
     for eqn in jaxpr.eqns:
         ins = [value_of(v, env) for v in eqn.invars]
         if eqn.primitive.name in INLINED:
-            outs = _on_parts(eqn.params[INLINED[eqn.primitive.name]], ins, here)
+            outs = _on_parts(eqn.params[INLINED[eqn.primitive.name]], ins, part_shape)
         elif eqn.primitive.name == "broadcast_in_dim" and math.prod(eqn.params["shape"]) > 1:
-            outs = [jax.numpy.broadcast_to(jax.numpy.reshape(ins[0], ()), here)]
+            outs = [jax.numpy.broadcast_to(jax.numpy.reshape(ins[0], ()), part_shape)]
         else:
             outs = evaluate(eqn, ins, info)
         env.update(zip(eqn.outvars, outs, strict=True))

@@ -4,7 +4,8 @@ positions.
 In each round, a rank attends to the keys that it has just received, and merges the results by their sums of
 exponentials (Liu et al. 2023, arXiv 2310.01889). In backward, the gradients of keys and values travel with them and
 reach their own rank at the end. Under a causal mask, positions are redistributed first, so that all ranks have the same
-work: of 2n chunks, rank i of n gets chunks i and 2n-1-i (Llama 3, section 3.3.2).
+work: of 2n chunks, rank i of n gets chunks i and 2n-1-i (Llama 3, section 3.3.2). Tensors in this order are called
+*dealt*. Results are put back into the original order.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["RankRing"]
 
 _ROWS = 512
-"""Number of queries processed together. Their scores against the keys of one round are in memory."""
+"""Number of queries processed together. It limits memory: their scores against all keys of a round exist at once."""
 
 
 class RingResiduals(Protocol):
@@ -37,6 +38,7 @@ class RingResiduals(Protocol):
 
 @cache
 def _function() -> type[TorchFunction]:
+    """The autograd function of ``RankRing``."""
     import torch
 
     class Ring(torch.autograd.Function):
@@ -97,49 +99,63 @@ class RankRing:
 
         wide = torch.promote_types(q.dtype, torch.float32)
         out, sums = _attended(q, k, v, self.scale, causal=self.causal)
-        for iteration in range(1, self.ranks):
+        for round_index in range(1, self.ranks):
             k, v = self._next([k, v])
-            rows, keys = self._met(iteration, k)
-            if rows is None:
+            queries, keys = self._attending(round_index, k)
+            if queries is None:
                 continue
-            more, of_more = _attended(q[..., rows, :], k[..., keys, :], v[..., keys, :], self.scale)
-            both = torch.logaddexp(sums[..., rows], of_more)
-            merged = out[..., rows, :] * (sums[..., rows] - both).exp()[..., None]
-            out[..., rows, :] = merged + more * (of_more - both).exp()[..., None]
-            sums[..., rows] = both
+            new_out, new_sums = _attended(q[..., queries, :], k[..., keys, :], v[..., keys, :], self.scale)
+            merged_sums = torch.logaddexp(sums[..., queries], new_sums)
+            rescaled = out[..., queries, :] * (sums[..., queries] - merged_sums).exp()[..., None]
+            out[..., queries, :] = rescaled + new_out * (new_sums - merged_sums).exp()[..., None]
+            sums[..., queries] = merged_sums
         assert out.dtype == wide
         return out.to(q.dtype), sums
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, gradient: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values. The other arguments are those and the results of ``forward``."""
+        """Gradients of queries, keys and values.
+
+        gradient: of the result. The other arguments are the operands and the results of ``forward``.
+        """
         import torch
 
         wide = torch.promote_types(q.dtype, torch.float32)
-        given = (q, sums, gradient, (gradient.to(wide) * out.to(wide)).sum(-1))
-        dq, dk, dv = _pulled(*given, k, v, self.scale, causal=self.causal)
-        for iteration in range(1, self.ranks):
+        by_query = (q, sums, gradient, (gradient.to(wide) * out.to(wide)).sum(-1))
+        dq, dk, dv = _gradients(*by_query, k, v, self.scale, causal=self.causal)
+        for round_index in range(1, self.ranks):
             k, v, dk, dv = self._next([k, v, dk, dv])
-            rows, keys = self._met(iteration, k)
-            if rows is None:
+            queries, keys = self._attending(round_index, k)
+            if queries is None:
                 continue
-            some = (q[..., rows, :], sums[..., rows], gradient[..., rows, :], given[3][..., rows])
-            more = _pulled(*some, k[..., keys, :], v[..., keys, :], self.scale)
-            for whole, at, part in zip((dq, dk, dv), (rows, keys, keys), more, strict=True):
-                whole[..., at, :] += part
+            attending = (
+                q[..., queries, :],
+                sums[..., queries],
+                gradient[..., queries, :],
+                by_query[3][..., queries],
+            )
+            gradients = _gradients(*attending, k[..., keys, :], v[..., keys, :], self.scale)
+            for total, index, part in zip((dq, dk, dv), (queries, keys, keys), gradients, strict=True):
+                total[..., index, :] += part
         dk, dv = self._next([dk, dv])
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _met(self, iteration: int, k: Tensor) -> tuple[slice | None, slice]:
-        """The queries that attend to keys of this round, and these keys. None for the queries if none attends."""
-        every = slice(None)
+    def _attending(self, round_index: int, k: Tensor) -> tuple[slice | None, slice]:
+        """The queries that attend to any of this round's keys, and the keys that they attend to.
+
+        None for the queries if no query attends to any. In round r, the keys are those of rank ``rank - r``, modulo the
+        number of ranks.
+        """
+        everything = slice(None)
         if not self.causal:
-            return every, every
+            return everything, everything
         half = k.shape[-2] // 2
-        if iteration <= self.rank:  # the keys come from a rank before this one
-            return every, slice(half) if self.deals(k) else every
-        return (slice(half, None) if self.deals(k) else None), every
+        # If positions are dealt, rank i has chunks i and 2n-1-i. Of a lower rank's keys, the first chunk is before all
+        # queries and the second chunk is after them. A higher rank's keys are between the two chunks of queries.
+        if round_index <= self.rank:  # the keys come from a lower rank
+            return everything, slice(half) if self.deals(k) else everything
+        return (slice(half, None) if self.deals(k) else None), everything
 
     def _next(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Send each rank's tensors to the next rank, in one message."""
@@ -147,22 +163,23 @@ class RankRing:
         return self._sent(parts, [(i, (i + 1) % n) for i in range(n)])
 
     def _sent(self, parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Send tensors from rank to rank in one message, and return what this rank receives. pairs: (from, to)."""
         import torch
 
-        wire = torch.cat([p.contiguous().view(torch.uint8).reshape(-1) for p in parts])
-        received = self.groups.permute(wire, self.axes, pairs).split(
+        message = torch.cat([p.contiguous().view(torch.uint8).reshape(-1) for p in parts])
+        received = self.groups.permute(message, self.axes, pairs).split(
             [p.numel() * p.element_size() for p in parts]
         )
         return [c.view(p.dtype).reshape(p.shape) for c, p in zip(received, parts, strict=True)]
 
-    # Under a causal mask.
+    # Redistribution of positions under a causal mask
 
     def deals(self, x: Tensor) -> bool:
         """Whether positions are redistributed, which needs two equal chunks per rank."""
         return self.causal and x.shape[-2] % 2 == 0
 
     def _chunk_owners(self, odd: int) -> list[tuple[int, int]]:
-        """Where each rank's even (or odd) chunk is sent: (from, to)."""
+        """Where each rank sends its even chunk (odd = 0) or its odd chunk (odd = 1): (from, to)."""
         chunks = [2 * i + odd for i in range(self.ranks)]
         return [(i, min(c, 2 * self.ranks - 1 - c)) for i, c in enumerate(chunks)]
 
@@ -183,19 +200,24 @@ class RankRing:
         return [torch.cat([a, b], -2) for a, b in zip(even, odd, strict=True)]
 
     def _ordered(self, one: Tensor, other: Tensor) -> Tensor:
-        """Concatenates (one, other) on even ranks and (other, one) on odd ranks, whose chunk i is an odd one."""
+        """Concatenate (one, other) on even ranks and (other, one) on odd ranks.
+
+        This converts between (even chunk, odd chunk) and the order of positions, (chunk i, chunk 2n-1-i): on an odd
+        rank i, the even chunk is the later one.
+        """
         import torch
 
         return torch.cat([one, other] if self.rank % 2 == 0 else [other, one], -2)
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
+    """Keys or values, repeated so that there are as many heads as of queries."""
     return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, first: int, causal: bool) -> Tensor:
-    """Scores of queries against keys. first: the position of the first query, for a causal mask over equal
-    positions."""
+    """Scores of queries against keys. first: the position of the first query, if the mask is causal. The first key is
+    then at position 0."""
     import torch
 
     scores = q @ k.transpose(-1, -2) * scale
@@ -219,31 +241,34 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = Fals
     return torch.cat(outs, -2), torch.cat(sums, -1)
 
 
-def _pulled(
+def _gradients(
     q: Tensor,
     sums: Tensor,
     gradient: Tensor,
-    along: Tensor,
+    delta: Tensor,
     k: Tensor,
     v: Tensor,
     scale: float,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values through these keys, at least in float32. along: Σ gradient · result."""
+    """Gradients of queries, keys and values, as far as they come from attention to these keys, at least in float32.
+
+    sums: logarithms of the sums of exponentials over the keys of all ranks. delta: per query, Σ gradient · result.
+    """
     import torch
 
     wide, heads = torch.promote_types(q.dtype, torch.float32), k.shape[-3]
     k, v = (_repeated(x, q.shape[-3]).to(wide) for x in (k, v))
     dk, dv, dq = torch.zeros_like(k), torch.zeros_like(v), []
-    every = (x.to(wide).split(_ROWS, -2) for x in (q, gradient))
+    by_rows = (x.to(wide).split(_ROWS, -2) for x in (q, gradient))
     for i, (rows, g, s, a) in enumerate(
-        zip(*every, sums.split(_ROWS, -1), along.to(wide).split(_ROWS, -1), strict=True)
+        zip(*by_rows, sums.split(_ROWS, -1), delta.to(wide).split(_ROWS, -1), strict=True)
     ):
-        share = (_scores(rows, k, scale, i * _ROWS, causal) - s[..., None]).exp()
-        dv = dv + share.transpose(-1, -2) @ g
-        inner = share * (g @ v.transpose(-1, -2) - a[..., None]) * scale
-        dq.append(inner @ k)
-        dk = dk + inner.transpose(-1, -2) @ rows
+        weights = (_scores(rows, k, scale, i * _ROWS, causal) - s[..., None]).exp()
+        dv = dv + weights.transpose(-1, -2) @ g
+        of_scores = weights * (g @ v.transpose(-1, -2) - a[..., None]) * scale
+        dq.append(of_scores @ k)
+        dk = dk + of_scores.transpose(-1, -2) @ rows
     if heads != k.shape[-3]:
         dk, dv = (x.unflatten(-3, (heads, -1)).sum(-3) for x in (dk, dv))
     return torch.cat(dq, -2), dk, dv

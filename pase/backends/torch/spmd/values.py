@@ -32,8 +32,8 @@ __all__ = [
 class NotOnParts(PaseError):
     """An op cannot be run on parts of its operands.
 
-    The code that raises it says only why, as a clause about the op. The walk adds the op and its place, and sets
-    ``told`` so that an outer walk passes the error on unchanged.
+    The code that raises it gives only the reason, in ``what``. The walk over the graph adds the op and its place, and
+    sets ``told``, so that an outer walk, for which the op is inside a loop's body, passes the error on unchanged.
     """
 
     def __init__(self, what: str, *, where: str = "", fix: str = "", told: bool = False) -> None:
@@ -73,12 +73,13 @@ class ReorderStep:
 
 
 Steps = tuple[ReshapeStep | ReorderStep, ...]
-"""The views, in order, by which one value is made from another."""
+"""Views (reshapes and transposes) that make one value from another, in order."""
 
 
 def steps_from(value: Value) -> Iterator[tuple[Value, Steps]]:
-    """The value and each value that it is a view of, as the frontend recorded them, with the steps from there to the
-    value.
+    """The value itself, the value that it is a view of, the value that that is a view of, and so on.
+
+    Each comes with the steps that lead from it to the value. The frontend recorded the views in ``Value.note``.
     """
     steps: Steps = ()
     while True:
@@ -112,6 +113,7 @@ def layout_through(layout: Layout, steps: Steps, mesh: Mesh) -> Layout:
 
 
 def _layout_after(layout: Layout, step: ReshapeStep | ReorderStep, mesh: Mesh) -> Layout:
+    """``layout_through`` for one step."""
     if isinstance(step, ReshapeStep):
         return through_reshape(layout, step.shape, step.new, mesh)
     return tuple((step.order.index(s[0]), s[1]) if isinstance(s, tuple) else s for s in layout)
@@ -129,7 +131,10 @@ def inverse(steps: Steps) -> Steps:
 
 
 def through_reshape(layout: Layout, shape: Extents, new: Extents, mesh: Mesh) -> Layout:
-    """The layout of a tensor after a reshape: each digit keeps its place in the row-major order of elements.
+    """The layout of a tensor after a reshape, such that each device keeps its elements.
+
+    A digit is a range of the row-major index of elements, which a reshape does not change. Raises NotOnParts if
+    one axis would have to split several dims of the new shape.
 
     >>> mesh = Mesh(names=("a", "b"), sizes=(2, 4))
     >>> through_reshape(((0, 2), (2, 4)), (6, 5, 8), (30, 4, 2), mesh)
@@ -148,6 +153,7 @@ def through_reshape(layout: Layout, shape: Extents, new: Extents, mesh: Mesh) ->
 
 
 def _digit(low: int, high: int, new: Sequence[int]) -> tuple[int, int]:
+    """The digit of a shape that is index % high // low of the row-major index of elements."""
     for dim, extent in enumerate(new):
         inner = math.prod(new[dim + 1 :])
         if low % inner == 0 and inner <= low and high <= inner * extent and inner * extent % low == 0:

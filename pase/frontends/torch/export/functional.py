@@ -1,6 +1,7 @@
-"""Recognizes exported graphs that are already functional.
+"""Recognizes exported graphs that are already functional, and inlines their ``torch.no_grad`` regions.
 
-They skip PyTorch's decomposition, which traces the graph a second time and takes half of the time to read a model.
+Such graphs skip PyTorch's decomposition, which traces the graph a second time and takes half of the time to read a
+model.
 """
 
 from __future__ import annotations
@@ -35,16 +36,18 @@ Decomposition turns them into a view, a copy or nothing. This makes no differenc
 
 
 def is_functional(graph_module: GraphModule, reads: Callable[[str], bool]) -> bool:
-    """Whether no op writes in place and no op that has a rule would be decomposed.
+    """Whether no op writes in place and PyTorch's decomposition would keep every op that pase has a rule for.
 
-    reads: tells whether an op has a rule. An op without one is decomposed separately. Regions under ``torch.no_grad``
-    are checked too. Other regions are not functional: the casts of autocast, for example, appear only after
-    decomposition.
+    reads: tells whether pase has a rule for an op. Ops without a rule are not considered, because they are decomposed
+    one by one when the graph is lowered. Neither are the ops in ``_READ_AS_THEY_ARE``. Regions under ``torch.no_grad``
+    are checked too. Other regions are not
+    functional: the casts of autocast, for example, appear only after decomposition.
     """
     return all(_is_plain(n, graph_module, reads) for n in graph_module.graph.nodes if n.op == "call_function")
 
 
 def _is_plain(n: FxNode, graph_module: GraphModule, reads: Callable[[str], bool]) -> bool:
+    """``is_functional`` for one node."""
     import torch
 
     if n.target is operator.getitem:
@@ -68,7 +71,7 @@ def _is_decomposed(op: OpOverload) -> bool:
 
 
 def refuse_autocast(what: str) -> None:
-    """PaseError under ``torch.autocast``. what: says what is being done, as the start of a sentence.
+    """Raise PaseError if ``torch.autocast`` is active. what: what the caller does, as the message's first words.
 
     The graph of a step does not contain an autocast around the step, so a plan could not reproduce its dtypes.
     """
@@ -83,7 +86,7 @@ def refuse_autocast(what: str) -> None:
 
 
 def unwatch(n: FxNode) -> None:
-    """Mark a node that has no gradient."""
+    """Mark a node as one that runs without gradients (``NO_GRADIENT``)."""
     n.meta["custom"] = {**(n.meta.get("custom") or {}), NO_GRADIENT: 1}
 
 
@@ -95,16 +98,16 @@ def inline_regions(graph_module: GraphModule) -> None:
     for n in list(graph.nodes):
         if n.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
             continue
-        watched, inner, *given = n.args
-        region = getattr(graph_module, inner.target)
-        copies = dict(zip((m for m in region.graph.nodes if m.op == "placeholder"), given, strict=True))
+        grad_enabled, region_attr, *operands = n.args
+        region = getattr(graph_module, region_attr.target)
+        copies = dict(zip((m for m in region.graph.nodes if m.op == "placeholder"), operands, strict=True))
         with graph.inserting_before(n):
-            made: Any = graph.graph_copy(region.graph, copies)
+            results: Any = graph.graph_copy(region.graph, copies)
         for m in region.graph.nodes:
-            if not watched and m.op == "call_function":
+            if not grad_enabled and m.op == "call_function":
                 unwatch(copies[m])
-        for reader in list(n.users):
-            assert reader.target is operator.getitem, reader
-            reader.replace_all_uses_with(made[reader.args[1]])
-            graph.erase_node(reader)
+        for user in list(n.users):
+            assert user.target is operator.getitem, user
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
         graph.erase_node(n)

@@ -73,10 +73,10 @@ class TorchProgram:
     settings: ReadSettings
 
     def without_data(self, nodes: Collection[str]) -> TorchProgram:
-        """The same program, with the buffers written by these nodes as counters: they depend on no data."""
-        free = {n: path for n, path in self.mutated.items() if n in nodes}
-        left = {n: path for n, path in self.mutated.items() if n not in nodes}
-        return replace(self, mutated=left, counters={**self.counters, **free})
+        """The same program, with the buffers that these nodes write as ``counters`` instead of ``mutated``."""
+        counters_now = {n: path for n, path in self.mutated.items() if n in nodes}
+        still_mutated = {n: path for n, path in self.mutated.items() if n not in nodes}
+        return replace(self, mutated=still_mutated, counters={**self.counters, **counters_now})
 
 
 def program_of(
@@ -123,36 +123,44 @@ def _exported(
     noted: the attributes that the step reads are added to it. Raises PaseError if the step changes Python state that it
     reads, because the next step would then be a different program.
     """
-    held = PythonState.by(module)
+    state_before = PythonState.by(module)
     changed: list[str] = []
     try:
-        made = _from_now(
-            module, batch, loss, reads, paths, held, lambda: changed.extend(left_behind(module, held)), noted
+        exported = _exported_folded(
+            module,
+            batch,
+            loss,
+            reads,
+            paths,
+            state_before,
+            lambda: changed.extend(left_behind(module, state_before)),
+            noted,
         )
         if changed:
-            held.put_back()
+            state_before.put_back()
             refuse_state(
-                module, held, lambda end: _traced(module, batch, loss, reads, end, {}), paths, changed
+                module, state_before, lambda end: _traced(module, batch, loss, reads, end, {}), paths, changed
             )
-        return made
+        return exported
     finally:
-        held.put_back()
+        state_before.put_back()
 
 
-def _from_now(
+def _exported_folded(
     module: Module,
     batch: Sequence[Tree],
     loss: Callable[..., Tree] | None,
     reads: Callable[[str], bool],
     paths: Mapping[str, str],
-    held: PythonState,
+    state_before: PythonState,
     at_end: Callable[[], None],
     noted: ReadNames,
 ) -> ExportedProgram:
-    """Export with equal layers folded: only three of them are traced.
+    """Export the step, tracing only three of a set of equal layers (``export.folded``).
 
     If that fails (the layers differ after all, or PyTorch cannot trace the rest), the Python state is put back and each
     layer is traced. Errors are those of this second attempt. at_end: called when the step has been traced.
+    state_before: the Python state to put back.
     """
     fold: Folding | None = None
     try:
@@ -163,7 +171,7 @@ def _from_now(
     except Exception:
         if fold is None or not fold.layers:
             raise
-    held.put_back()
+    state_before.put_back()
     with folding(module, paths, False):
         return _traced(module, batch, loss, reads, at_end, noted)
 
@@ -176,6 +184,7 @@ def _traced(
     at_end: Callable[[], None],
     noted: ReadNames,
 ) -> ExportedProgram:
+    """Export the step once, on fake tensors, as a functional graph."""
     import torch
 
     with faked(module) as fake:
@@ -190,9 +199,8 @@ def _traced(
                 inline_regions(exported.graph_module)
                 return exported
             _by_node(exported.graph_module)
-            for (
-                n
-            ) in exported.graph.nodes:  # PyTorch refuses placeholders whose marks differ in the second trace
+            # PyTorch refuses placeholders whose marks differ in the second trace.
+            for n in exported.graph.nodes:
                 if n.op == "placeholder":
                     n.meta.pop("custom", None)
             return exported.run_decompositions({})
@@ -318,13 +326,13 @@ def _scalar(out: Tree, what: str) -> Tensor:
     """
     import torch
 
-    found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
-    found = found[0] if isinstance(found, (tuple, list)) and found else found
-    if isinstance(found, torch.Tensor) and found.numel() == 1 and found.is_floating_point():
-        return found.reshape(())
-    got = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else type(out).__name__
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+    loss = loss[0] if isinstance(loss, (tuple, list)) and loss else loss
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return loss.reshape(())
+    kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(out).__name__
     raise PaseError(
-        f"it returns {got}, but pase needs a scalar loss",
+        f"it returns {kind}, but pase needs a scalar loss",
         where=what,
         fix="give one with pase.compile(module, batch, loss=lambda module, batch: …), or let the module return it "
         "(transformers models do so if the batch has 'labels')",
@@ -347,27 +355,27 @@ def marked_blocks(nodes: Iterable[FxNode]) -> tuple[Block, ...]:
     return tuple(out)
 
 
-def _by_node(graph_module: GraphModule, watched: bool = True) -> None:
+def _by_node(graph_module: GraphModule, grad_enabled: bool = True) -> None:
     """Make regions (no_grad, autocast) run node by node when they are inlined, so that lines, layers and marks survive.
 
-    watched: whether gradients are enabled around the region. PyTorch's decomposition forgets where they were disabled,
-    and parameters would get gradients that they do not have. Therefore such nodes are marked.
+    grad_enabled: whether gradients are enabled around the region. PyTorch's decomposition forgets where they were
+    disabled, and parameters would get gradients that they do not have. Therefore such nodes are marked.
     """
     import torch
 
     ops = torch.ops.higher_order
-    at = {ops.wrap_with_set_grad_enabled: 1, ops.wrap_with_autocast: 4}
+    region_argument = {ops.wrap_with_set_grad_enabled: 1, ops.wrap_with_autocast: 4}
     for node in graph_module.graph.nodes:
         if node.op != "call_function":
             continue
-        if not watched:
+        if not grad_enabled:
             unwatch(node)
-        which = at.get(node.target)
-        if which is not None:
-            inner = getattr(graph_module, node.args[which].target)
-            switched = node.target is ops.wrap_with_set_grad_enabled
-            _by_node(inner, bool(node.args[0]) if switched else watched)
-            inner.forward = torch.fx.Interpreter(inner).run
+        region_index = region_argument.get(node.target)
+        if region_index is not None:
+            region = getattr(graph_module, node.args[region_index].target)
+            sets_grad = node.target is ops.wrap_with_set_grad_enabled
+            _by_node(region, bool(node.args[0]) if sets_grad else grad_enabled)
+            region.forward = torch.fx.Interpreter(region).run
 
 
 def _described(
@@ -390,6 +398,7 @@ def _described(
             if spec.kind is InputKind.CONSTANT_TENSOR:
                 constants[path] = exported.constants[spec.target]
         elif spec.kind is InputKind.USER_INPUT:
+            # torch.export names the leaves of forward's *batch batch_0_…, batch_1_…
             inputs[name] = name.removeprefix("batch_").removeprefix("0_")
     written: dict[str, str] = {}
     losses: list[str] = []
@@ -409,15 +418,15 @@ def _described(
     state = {name: path for name, path in parameters.items() if path in set(written.values())}
     parameters = {name: path for name, path in parameters.items() if name not in state}
     buffers |= state  # parameters that are written and not trained, such as the weights of a momentum encoder
-    of_data = data_written(exported.graph, written, buffers, (*parameters, *inputs))
+    data_dependent = data_written(exported.graph, written, buffers, (*parameters, *inputs))
     read = set(parameters.values())
     return TorchProgram(
         graph=exported.graph_module,
         parameters=parameters,
         buffers=buffers,
         frozen=frozenset(path for path, needs in first.values() if not needs),
-        mutated={n: path for n, path in written.items() if n in of_data},
-        counters={n: path for n, path in written.items() if n not in of_data},
+        mutated={n: path for n, path in written.items() if n in data_dependent},
+        counters={n: path for n, path in written.items() if n not in data_dependent},
         constants=constants,
         inputs=inputs,
         losses=tuple(losses),

@@ -22,9 +22,10 @@ CHECKPOINTED = "pase_again"
 
 @contextlib.contextmanager
 def traceable(step_file: str) -> Iterator[None]:
-    """Within, exported graphs contain regions without a gradient, and mark calls of ``torch.utils.checkpoint``.
+    """Within, ``torch.export`` works with all patches of this file.
 
-    step_file: see ``lines_kept``.
+    Exported graphs then contain regions without a gradient, calls of ``torch.utils.checkpoint`` (marked), derivative
+    rules that the user wrote, and the source lines of nodes. step_file: see ``lines_kept``.
     """
     import torch.fx.traceback as traceback
 
@@ -50,27 +51,27 @@ def _inference_traced() -> Iterator[None]:
     """
     import torch
 
-    mode = torch.inference_mode
-    data = torch.Tensor.data
-    enter, leave = mode.__enter__, mode.__exit__
+    inference_mode = torch.inference_mode
+    original_data = torch.Tensor.data
+    enter, leave = inference_mode.__enter__, inference_mode.__exit__
 
-    def entered(self: Any) -> None:
+    def enter_traced(self: Any) -> None:
         self._pase_before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(not self.mode)
 
-    def left(self: Any, *error: object) -> None:
+    def exit_traced(self: Any, *error: object) -> None:
         torch._C._set_grad_enabled(self._pase_before)
 
-    def of_data(self: Tensor) -> Tensor:
+    def detached(self: Tensor) -> Tensor:
         return self.detach()
 
-    mode.__enter__, mode.__exit__ = entered, left  # type: ignore[method-assign, assignment]
-    torch.Tensor.data = property(of_data, data.__set__)  # type: ignore[assignment, attr-defined]
+    inference_mode.__enter__, inference_mode.__exit__ = enter_traced, exit_traced  # type: ignore[method-assign, assignment]
+    torch.Tensor.data = property(detached, original_data.__set__)  # type: ignore[assignment, attr-defined]
     try:
         yield
     finally:
         del torch.Tensor.data  # the parent class's attribute becomes visible again
-        mode.__enter__, mode.__exit__ = enter, leave  # type: ignore[method-assign]
+        inference_mode.__enter__, inference_mode.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -82,12 +83,12 @@ def _distributions_unchecked() -> Iterator[None]:
     """
     from torch.distributions import Distribution
 
-    usual = Distribution._validate_args
+    original = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
         yield
     finally:
-        Distribution.set_default_validate_args(usual)
+        Distribution.set_default_validate_args(original)
 
 
 @contextlib.contextmanager
@@ -102,7 +103,8 @@ def _checkpoints_marked() -> Iterator[None]:
 
     calls = itertools.count(1)
 
-    def around(function: Callable[..., Tree], *_: object, **__: object) -> Iterator[None]:
+    # The original is a generator that does its work before and after the function's call.
+    def marked(function: Callable[..., Tree], *_: object, **__: object) -> Iterator[None]:
         with traceback.annotate({CHECKPOINTED: next(calls)}):
             yield
 
@@ -110,20 +112,20 @@ def _checkpoints_marked() -> Iterator[None]:
         @staticmethod
         def apply(function: Callable[..., Tree], preserve: bool, *args: Tree) -> Tree:
             # The original's backward starts at the operands: if none needs a gradient, the result has none.
-            watched = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+            needs_grad = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
             with (
                 traceback.annotate({CHECKPOINTED: next(calls)}),
-                contextlib.nullcontext() if watched else torch.no_grad(),
+                contextlib.nullcontext() if needs_grad else torch.no_grad(),
             ):
                 return function(*args)
 
-    held = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
-    checkpoint._checkpoint_without_reentrant_generator = around  # type: ignore[assignment]
+    originals = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
+    checkpoint._checkpoint_without_reentrant_generator = marked  # type: ignore[assignment]
     checkpoint.CheckpointFunction = Reentrant  # type: ignore[assignment, misc]
     try:
         yield
     finally:
-        checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction = held  # type: ignore[misc]
+        checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction = originals  # type: ignore[misc]
 
 
 @contextlib.contextmanager
@@ -134,9 +136,9 @@ def _flex_traced() -> Iterator[None]:
     """
     from torch.nn.attention import flex_attention as flex
 
-    usual = flex._validate_device
+    original = flex._validate_device
     flex._validate_device = lambda query, key, value: None
     try:
         yield
     finally:
-        flex._validate_device = usual
+        flex._validate_device = original
