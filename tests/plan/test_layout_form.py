@@ -14,13 +14,13 @@ from tests.plan.plans import mlp, staged
 
 
 def found(*path: str | int, value: Any, of: Any = mlp) -> list[str]:
-    """Return the faults of the plan's layout with one value changed."""
+    """Return the faults of the plan's layout with one value changed, each as "place: what"."""
     data = json.loads(json.dumps(to_json(of())))
     at = data
     for key in path[:-1]:
         at = at[key]
     at[path[-1]] = value
-    return list(problems(convert(data, LayoutForm, "layout")))
+    return [f"{fault.place}: {fault.what}" for fault in problems(convert(data, LayoutForm, "layout"))]
 
 
 def test_a_layout_that_was_written_has_none() -> None:
