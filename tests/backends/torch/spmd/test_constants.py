@@ -1,0 +1,92 @@
+"""Constants of a step: each is computed once and whole, and one that would need data is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pase.backends.torch.spmd.constants import Constants, NodeIndex
+from pase.backends.torch.spmd.values import NotOnParts
+from pase.frontends.common.values import Value
+from pase.frontends.torch.values import TorchScope
+from pase.ir import Tensor
+
+pytestmark = pytest.mark.torch
+
+
+def graph() -> tuple[Any, dict[str, Any]]:
+    """A graph of a buffer and an input of the step: (graph, its nodes by name)."""
+    import torch
+
+    g = torch.fx.Graph()
+    buffer, x = g.placeholder("buffer"), g.placeholder("x")
+    x.meta["val"] = torch.zeros(3, dtype=torch.float64)
+    aten = torch.ops.aten
+    made = {
+        "buffer": buffer,
+        "x": x,
+        "doubled": g.call_function(aten.mul.Tensor, (buffer, 2)),
+        "zeros": g.call_function(aten.zeros_like.default, (x,)),
+        "drawn": g.call_function(aten.rand.default, ([4],)),
+        "reads": g.call_function(aten.neg.default, (x,)),
+    }
+    return g, made
+
+
+def constants(g: Any, made: dict[str, Any], seed: int = 0) -> Constants:
+    import torch
+
+    data = Value(
+        shape=(3,), dtype="float64", tensor=Tensor(name="t", shape=(3,), dtype="float64", role="input")
+    )
+    scope = TorchScope(nodes=list(g.nodes), values={made["x"]: data})
+    return Constants(
+        index=NodeIndex(scope=scope, data=frozenset({"t"})),
+        buffers={"buffer": torch.tensor([1.0, 2.0])},
+        device=torch.device("cpu"),
+        seed_at=lambda path: seed + len(path),
+    )
+
+
+def test_a_constant_is_computed_once_from_the_buffers() -> None:
+    g, made = graph()
+    c = constants(g, made)
+    assert c.of(made["doubled"]).tolist() == [2.0, 4.0]
+    assert c.of(made["doubled"]) is c.of(made["doubled"])
+
+
+def test_of_data_only_the_shape_may_be_read() -> None:
+    g, made = graph()
+    c = constants(g, made)
+    zeros = c.of(made["zeros"])
+    assert zeros.tolist() == [0, 0, 0] and str(zeros.dtype) == "torch.float64"
+    with pytest.raises(NotOnParts, match="is a constant in the plan, but it reads data"):
+        c.of(made["reads"])
+    with pytest.raises(NotOnParts, match="'x' is not an operand"):
+        c.of(made["x"])
+
+
+def test_random_constants_follow_from_the_seed_and_leave_the_random_state_alone() -> None:
+    import torch
+
+    g, made = graph()
+    before = torch.get_rng_state()
+    one, again, other = (constants(g, made, seed).of(made["drawn"]) for seed in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_iteration_gives_values_to_its_own_placeholders() -> None:
+    import torch
+
+    g, made = graph()
+    c = constants(g, made)
+    inner = Constants(
+        index=c.index,
+        buffers={},
+        device=c.device,
+        seed_at=c.seed_at,
+        given={made["buffer"]: lambda: torch.tensor([5.0])},
+    )
+    assert inner.of(made["doubled"]).tolist() == [10.0]
