@@ -1,1 +1,1 @@
-"""What a plan predicts, compared with what the frameworks' own compilers make of it: bytes, memory, numbers."""
+"""Audits of predictions against the frameworks' own compilers: bytes, memory, numbers."""

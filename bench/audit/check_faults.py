@@ -1,7 +1,7 @@
-"""Faults that are planted in a step, to see whether ``plan.jax.check`` finds them.
+"""Plants faults in a step, to see whether ``plan.jax.check`` finds them.
 
-Three places: a move between devices goes wrong while a program is lowered by hand; the derivative of one equation is
-wrong; what the step returns is wrong. The last two work whatever the plan, and need no new compilation of it.
+The fault may be in a reshard between devices (manual lowering), in the derivative of one equation, or in what the step
+returns. The last two kinds work for any plan, and do not need a new compilation of it.
 """
 
 from __future__ import annotations

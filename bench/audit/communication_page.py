@@ -1,5 +1,5 @@
-"""docs/evidence/communication.md, made from the rows that ``bench/audit/communication.py`` writes, with why some rows
-are off."""
+"""Generates docs/evidence/communication.md from the rows of ``bench/audit/communication.py``, with the causes of
+errors."""
 
 from __future__ import annotations
 
@@ -110,22 +110,16 @@ def manual_lines(rows: list[dict[str, Any]], annotated: list[dict[str, Any]]) ->
     out = [
         "## The manual lowering",
         "",
-        "Here the same plans are lowered with `lowering='manual'` (`docs/explanation/local.md`). Each",
-        "collective is the",
-        "plan's own, including reduce-scatters, and the prediction is not adjusted for the habits of XLA",
-        "listed above. The models are",
-        ", ".join(dict.fromkeys(r["model"] for r in rows)) + ".",
-        f"{exact} of {len(pairs)} (plan, kind) pairs agree to the byte, and {more} send more than the plan. The others "
-        "send less:",
-        "the compiler runs one collective for two readers that ask for the same layout, it does not gather",
-        "values that it",
-        "knows to be equal, and JAX hoists what no iteration changes out of a loop",
-        "(`docs/explanation/local.md` says how",
-        f"each was traced). The largest difference of a gradient from the unsharded step's is {worst:.0e}.",
-        "The table lists",
-        "the pairs that are off in either lowering.",
+        "Here the same plans are lowered with `lowering='manual'` (`docs/explanation/local.md`). Each collective",
+        "is that of the plan, including reduce-scatters, and the prediction is not adjusted for the habits of XLA",
+        "listed above. The models are " + ", ".join(dict.fromkeys(r["model"] for r in rows)) + ".",
+        f"{exact} of {len(pairs)} (plan, kind) pairs agree to the byte, and {more} send more than the plan. The",
+        "others send less: the compiler runs one collective for two readers that need the same layout, it does",
+        "not gather values that it knows to be equal, and JAX hoists what no iteration changes out of a loop",
+        "(`docs/explanation/local.md` says how each was traced). The largest difference of a gradient from that",
+        f"of the unsharded step is {worst:.0e}. The table lists the pairs that differ in either lowering.",
         "",
-        "| model | strategy | devices | kind | plan | by hand | annotated, as on CPU → compiled |",
+        "| model | strategy | devices | kind | plan | manual | annotated, as on CPU → compiled |",
         "|---|---|--:|---|--:|--:|--:|",
     ]
     beside = {(r["model"], r["strategy"], r.get("devices", 8)): r["collectives"] for r in annotated}

@@ -1,7 +1,8 @@
-"""What JAX keeps of a program's forward for its backward, on one device: the residuals of ``jax.linearize``.
+"""The residuals of ``jax.linearize`` on one device: what JAX keeps of a program's forward for its backward.
 
 ``jax.ad_checkpoint.print_saved_residuals`` lists the same ones. Bytes are those of distinct values, without parameters
-and inputs, casts, views and stacks of parameters (the account has these as weights), and what depends on neither.
+and inputs; without casts, views and stacks of parameters (the account counts these as weights); and without values that
+depend on neither.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What PyTorch saves of a module's forward for its backward, beside what the plan's account keeps of it."""
+"""What PyTorch saves of a module's forward for its backward, compared with what the plan's account keeps."""
 
 from __future__ import annotations
 

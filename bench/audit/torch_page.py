@@ -1,4 +1,4 @@
-"""docs/evidence/torch-steps.md, made from the rows that ``bench/audit/torch.py`` writes."""
+"""Generates docs/evidence/torch-steps.md from the rows of ``bench/audit/torch.py``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ __all__ = ["page"]
 
 _HEAD = """# PyTorch truth
 
-`bench/audit/torch.py` made this page. Twelve models of transformers, in small sizes, are split by the methods that
-people use by hand, by our own search (on a given mesh, at prices under which everything is split), and at random. The
-plans are run by PyTorch as [PyTorch in and out](../how-to/torch.md) describes.
+`bench/audit/torch.py` made this page. Twelve models of transformers, in small sizes, are split by the baselines, by our
+own search (on a given mesh, at prices under which everything is split), and at random. PyTorch runs the plans as
+[PyTorch in and out](../how-to/torch.md) describes.
 """
 _NUMBERS = """## Numbers
 
-A step on four ranks, which are threads of one process, beside the same step by PyTorch alone: the loss, every gradient,
-and all parameters and buffers after an update by AdamW. All of it is computed in float64, including what transformers
-computes in float32, so that rounding cannot hide an error. A cell is the largest difference of any element on any rank,
-as a share of the largest element of the same tensor (or of a thousandth of the largest element of all, if that is
-larger).
+A step on four ranks, which are threads of one process, is compared with the same step by PyTorch alone: the loss, every
+gradient, and all parameters and buffers after an update by AdamW. All of it is computed in float64, including what
+transformers computes in float32, so that rounding cannot hide an error. A cell is the largest difference of any element
+on any rank, as a share of the largest element of the same tensor (or of a thousandth of the largest element of all, if
+that is larger).
 """
 _BYTES = """## Bytes
 

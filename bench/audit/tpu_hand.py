@@ -1,8 +1,8 @@
-"""ZeRO-3 for the zoo's GPT as an expert writes it by hand: the baseline of bench/audit/tpu.py.
+"""ZeRO-3 for the zoo's GPT as an expert writes it: a baseline of bench/audit/tpu.py.
 
-Parameters, gradients and optimizer state are stored split over all devices; a weight is cast to bfloat16 and
-gathered where the block uses it; activations are split over the batch at the block's entry and after the embedding.
-The arithmetic is the zoo's (pase/zoo/transformers.py).
+Parameters, gradients and optimizer state are sharded over all devices. A weight is cast to bfloat16 and gathered where
+the block uses it. Activations are split over the batch at the block's entry and after the embedding. The arithmetic is
+that of the zoo (pase/zoo/transformers.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of docs/evidence/tpu.md, from bench/results/tpu_aot.json."""
+"""Generates the tables of docs/evidence/tpu.md from bench/results/tpu_aot.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A good file of each kind that pase reads, and what its command does with it, for ``bench/fuzz/files.py``."""
+"""Makes a good file of each kind that pase reads, and uses it as its command does, for ``bench/fuzz/files.py``."""
 
 from __future__ import annotations
 

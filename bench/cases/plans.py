@@ -1,4 +1,4 @@
-"""Plans that move data, of small models on 8 host devices."""
+"""Plans of small models on 8 host devices that need communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems that the scheduling tests share."""
+"""Scheduling problems that tests and benches share."""
 
 from __future__ import annotations
 

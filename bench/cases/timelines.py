@@ -1,8 +1,8 @@
-"""A data-parallel PyTorch-like run on imagined GPUs, with every dependency known, written as Kineto traces.
+"""Simulates a data-parallel PyTorch-like run with known dependencies, and writes it as Kineto traces.
 
-Independent of pase's simulator: it walks the one program that all ranks run, in order, and computes starts
-by hand. Times in µs. Forward on the main thread, backward and bucketed all-reduces on the autograd thread,
-the optimizer on the main thread again, then a blocking read of the loss.
+It is independent of pase's simulator: it walks the one program that all ranks run, in order, and computes the starts
+itself. Times are in µs. Forward runs on the main thread, backward and bucketed all-reduces on the autograd thread, the
+optimizer on the main thread again, followed by a blocking read of the loss.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""One rank of a Megatron-like GPT on imagined GPUs, at any degree of data, tensor and pipeline parallelism.
+"""Simulates one rank of a Megatron-like GPT at any degree of data, tensor and pipeline parallelism.
 
-Independent of pase: it walks the program op by op and computes starts by hand, in µs. A product's time follows from
-its extents by a law that is not the roofline's: small extents reach less. Ranks of one stage are alike, so one of each
-stage is walked; runs without stages can be written as Kineto traces with the shapes of operands.
+It is independent of pase: it walks the program op by op and computes the starts itself, in µs. The time of a product
+follows from its extents by a law other than the roofline's: small extents are less efficient. Ranks of one stage are
+equal, so one of each stage is simulated. Runs without stages can be written as Kineto traces with the shapes of
+operands.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Programs as people write them, composed from patterns and compared with the step that is not sharded."""
+"""Programs composed from patterns that people write, and compared with the unsharded step."""

@@ -1,4 +1,4 @@
-"""The ways in which a JAX program is planned and run. A way is a word: ``random3@2x2/manual/adam``."""
+"""The ways to plan and run a JAX program. A way is a word, such as ``random3@2x2/manual/adam``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JAX programs: drawn from a seed, and made from a spec."""
+"""Draws JAX programs from a seed, and makes them from a spec."""
 
 from __future__ import annotations
 

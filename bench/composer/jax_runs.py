@@ -1,4 +1,4 @@
-"""One JAX program, planned and run in one way, beside its unsharded step in float64 over three steps."""
+"""Plans and runs a JAX program in one way, and compares it with its unsharded step in float64 over three steps."""
 
 from __future__ import annotations
 

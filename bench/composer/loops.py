@@ -1,4 +1,4 @@
-"""Layers with control flow: scans over layers and over time, loops, branches, rematerialised and fixed-point parts."""
+"""Layers with control flow: scans over layers and over time, loops, branches, rematerialized and fixed-point parts."""
 
 from __future__ import annotations
 

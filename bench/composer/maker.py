@@ -1,4 +1,4 @@
-"""What a pattern in JAX is made with: random choices, parameters, leaves of the batch, weights behind a transform."""
+"""Builds patterns in JAX: random choices, parameters, leaves of the batch, and weights with a transform."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A composed program's parameters as a module of Flax NNX, beside modules that the program holds; such modules."""
+"""A composed program as a module of Flax NNX, and modules that such a program contains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run of a program ended: in which of a few ways, and with which words."""
+"""How a run of a program ended, and with which message."""
 
 from __future__ import annotations
 

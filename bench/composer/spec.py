@@ -1,4 +1,4 @@
-"""What a composed program is, as one line of text: its shape, its parts, its loss and the ways in which it is run."""
+"""A composed program as one line of text: its shape, its parts, its loss and the ways to run it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pattern in PyTorch is made with: random choices, parameters, buffers, inputs, weights behind a transform."""
+"""Builds patterns in PyTorch: random choices, parameters, buffers, inputs, and weights with a transform."""
 
 from __future__ import annotations
 

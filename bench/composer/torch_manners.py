@@ -1,4 +1,4 @@
-"""The ways in which a PyTorch program is planned and run. A way is a word: ``random3@2x2/eager/adam``."""
+"""The ways to plan and run a PyTorch program. A way is a word, such as ``random3@2x2/eager/adam``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One PyTorch program, planned and run in one way, beside its unsharded step in float64 over three steps.
+"""Plans and runs a PyTorch program in one way, and compares it with its unsharded step in float64 over three steps.
 
-Ranks are threads of one process, whose process group is PyTorch's own; messages between stages go by queues. Ranks of a
-compiled step are processes, over Gloo.
+Ranks are threads of one process with PyTorch's threaded process group, and messages between stages go through queues.
+The ranks of a compiled step are processes, over Gloo.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layers with state, without gradients, or with derivatives of their own, in PyTorch: what a graph of ops may lose."""
+"""Layers with state, without gradients, or with custom derivatives, in PyTorch: what a graph of ops may lose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights with a structure, in PyTorch: of low rank, orthogonal, circulant, masked, joined from pieces."""
+"""Weights with a structure, in PyTorch: low-rank, orthogonal, circulant, masked, concatenated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers about values more than products, in PyTorch: indices, order, shapes, numbers of other types."""
+"""Layers with few products, in PyTorch: indices, order, shapes, other dtypes."""
 
 from __future__ import annotations
 

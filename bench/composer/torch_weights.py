@@ -1,6 +1,5 @@
 """Weights that are functions of parameters, in PyTorch. Each makes f(module) -> a tensor of the shape, of about unit
-size.
-"""
+size."""
 
 from __future__ import annotations
 

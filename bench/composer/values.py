@@ -1,4 +1,4 @@
-"""Layers about values more than products: indices, order, random numbers, shapes, derivatives that users write."""
+"""Layers with few products: indices, order, random numbers, shapes, custom derivatives."""
 
 from __future__ import annotations
 

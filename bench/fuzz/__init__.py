@@ -1,1 +1,1 @@
-"""Random programs and damaged files: an answer or one clear error, never a crash or a wrong answer."""
+"""Random programs and damaged files: each must give an answer or a clear error, never a crash or a wrong answer."""

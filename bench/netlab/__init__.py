@@ -1,1 +1,1 @@
-"""Hosts with a slow network between them, on one Linux machine: what is predicted is measured there."""
+"""A laboratory of hosts with a slow network on one Linux machine, in which predictions are measured."""

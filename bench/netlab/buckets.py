@@ -1,8 +1,8 @@
-"""Bucket plans on a network: the same training step under every policy, predicted by the evaluator and measured.
+"""Measures bucket plans on a network: one training step under every policy, predicted by the evaluator and measured.
 
-The model is like VGG: layers that compute much and hold little, then layers that hold nearly everything. The links are
-set so that its gradients take 0.5, 1 and 2 times as long as its compute (the coverage rate); each policy then plans
-for the cost curve that is measured on that network, and the JAX runner executes the plan.
+The model resembles VGG: layers with many FLOPs and few parameters, then layers with nearly all parameters. The links
+are set so that its gradients take 0.5, 1 and 2 times as long as its compute (the coverage rate). Each policy plans for
+the cost curve that is measured on that network, and the JAX runner executes the plan.
 """
 
 from __future__ import annotations

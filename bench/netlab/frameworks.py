@@ -1,8 +1,7 @@
-"""A step of a Llama in PyTorch on a slow network: our plan beside DistributedDataParallel, FSDP2, and tensor
-parallelism by transformers' own plan.
+"""Measures a step of a Llama in PyTorch on a slow network: our plan, DDP, FSDP2, and transformers' tensor parallelism.
 
-Every framework's way has a prediction: the price of the strategy that it is (data parallel, FSDP, Megatron), on the
-network's calibrated machine file.
+Each framework's way has a prediction: the price of the equal strategy (data parallel, FSDP, Megatron) on the network's
+calibrated machine file.
 """
 
 from __future__ import annotations

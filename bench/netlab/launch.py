@@ -1,4 +1,4 @@
-"""One program on every host: started together, watched together, ended together."""
+"""Starts one program on every host, waits for all of them, and ends them together."""
 
 from __future__ import annotations
 

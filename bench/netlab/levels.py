@@ -1,7 +1,7 @@
-"""Collectives of two levels of links: each level alone, both as one group, and both at work in one program.
+"""Measures collectives on two levels of links: each level alone, both as one group, and both in one program.
 
-What a machine file holds is each of them alone. A program may hold sums of either level that do not wait for one
-another; here is what they take, and how many bytes each host sends for a sum over both levels.
+A machine file has each of them alone. A program may have all-reduces on both levels that do not depend on each other;
+this measures their time, and the bytes that each host sends for an all-reduce over both levels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The models of the laboratory: the zoo's, of a size at which the network, not two cores, is what is measured."""
+"""The models of the laboratory: zoo models in sizes at which the network, not the two cores, limits the step."""
 
 from __future__ import annotations
 

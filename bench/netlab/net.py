@@ -1,7 +1,7 @@
-"""Hosts as network namespaces, joined by veth and bridges with tc limits; always taken down again.
+"""Hosts as network namespaces, joined by veth pairs and bridges with tc limits, which are always removed again.
 
-Everything lies in namespaces whose names begin with ``paselab-``: the machine's own network is not touched. What a
-killed run left behind is removed when the next one starts; a lock keeps two from running at once.
+Everything is in namespaces whose names start with ``paselab-``: the machine's own network is not changed. What a killed
+run left behind is removed when the next one starts; a lock prevents two runs at once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The tables of docs/evidence/measured.md, from the result files: between markers, the words around them are written by
-hand."""
+"""Generates the tables of docs/evidence/measured.md from the result files, between markers in the text."""
 
 from __future__ import annotations
 

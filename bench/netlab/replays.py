@@ -1,9 +1,9 @@
-"""Traces of real runs: replayed, asked what a change would give, and the run that really changed then measured.
+"""Replays traces of real runs, predicts changes, and measures the changed runs.
 
-Changed are the links' rate (twice and half of it), a host that is late in each step (from its trace ``balance=1``
-predicts the run without the delay), the batch (twice of it), the number of hosts (twice of it, each with as many
-examples as before), and the bucket plan of PyTorch's DDP. Each host has a core of its own, or half of one where the
-number of hosts changes, so that what one does takes nothing from another but on the network.
+The changes are: twice and half the links' rate; a host that is late in each step (``balance=1`` predicts the run
+without the delay from its trace); twice the batch; twice the number of hosts with the same number of examples each; and
+another bucket plan of PyTorch's DDP. Each host has its own core, or half of one if the number of hosts changes, so that
+hosts only affect each other on the network.
 """
 
 from __future__ import annotations

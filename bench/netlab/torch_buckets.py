@@ -1,4 +1,4 @@
-"""The tower of ``buckets`` in PyTorch: DistributedDataParallel over gloo as it is, and under each policy's plan."""
+"""The model of ``buckets`` in PyTorch: plain DistributedDataParallel over gloo, and under each policy's plan."""
 
 from __future__ import annotations
 

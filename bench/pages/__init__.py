@@ -1,1 +1,1 @@
-"""Pages and schemas that are generated, and how they look and read."""
+"""Generated pages and schemas, and checks of how they look."""

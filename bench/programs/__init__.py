@@ -1,1 +1,1 @@
-"""Programs from libraries: each is planned, run on 8 host devices, compared with its unsharded step and with XLA."""
+"""Programs from libraries, each planned, run on 8 host devices, and compared with its unsharded step and with XLA."""

@@ -1,4 +1,4 @@
-"""The programs' register. A program is a function without arguments: (loss_fn, params, *batch), with small arrays."""
+"""Registers the programs. A program is a function without arguments: (loss_fn, params, *batch), with small arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One program in a process of its own: planned, run sharded and unsharded, compared with XLA."""
+"""Runs one program in its own process: plans it, runs it sharded and unsharded, and compares it with XLA."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Released language models, as Hugging Face's Flax code builds them, in small sizes.
+"""Released language models as Hugging Face's Flax code builds them, in small sizes.
 
-Each is an architecture of its own: rotary or learned positions, ALiBi, grouped queries, sliding windows, two stacks.
+Each has another architecture: rotary or learned positions, ALiBi, grouped queries, sliding windows, two stacks.
 """
 
 from __future__ import annotations

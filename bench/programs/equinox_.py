@@ -1,4 +1,4 @@
-"""Equinox modules as they are: what is no array in them is static."""
+"""Equinox modules as they are: leaves that are not arrays are static."""
 
 from __future__ import annotations
 

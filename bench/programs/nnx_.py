@@ -1,4 +1,4 @@
-"""flax.nnx modules as they are: counters, keys and statistics among their leaves."""
+"""flax.nnx modules as they are: their leaves include counters, keys and statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why FLOPs or memory of a program are far from XLA's, where they are; ``tests/house/test_programs.py`` asks for it."""
+"""Reasons why FLOPs or memory of programs are far from XLA's, which ``tests/house/test_programs.py`` requires."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plain JAX programs do: control flow, collectives under vmap, callbacks, sparse arrays, the user's own rules."""
+"""Plain JAX programs: control flow, collectives under vmap, callbacks, sparse arrays, custom derivatives."""
 
 from __future__ import annotations
 

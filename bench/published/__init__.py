@@ -1,1 +1,1 @@
-"""Published measurements, predicted: each run in its own configuration, and next to what pase would choose."""
+"""Published measurements compared with predictions of each run in its own configuration, and with pase's choice."""

@@ -1,9 +1,9 @@
-"""Measured steps of GPT-2 on 16 devices, as AMP's authors publish them (Li et al., NeurIPS 2022).
+"""Measured steps of GPT-2 on 16 devices, published by AMP's authors (Li et al., NeurIPS 2022).
 
-Each line: examples of a micro-batch, tensor ways, data-parallel ways, stages, seconds that AMP predicts, seconds
-measured, where the stages are cut. Of 30 places the first is the embedding, 2 to 25 are blocks, 28 is the head. Trials
-that ran out of memory are left out. Source: src/results/{homogeneous,het_cluster}_results.txt of DachengLi1/AMP at
-72eeea4: 4 hosts of 4 T4 (AWS g4dn.12xlarge); 3 hosts of 4 V100 (p3.8xlarge) and one of 4 T4.
+Each line has: examples per micro-batch, tensor parallelism, data parallelism, stages, seconds predicted by AMP,
+measured seconds, and where the stages are cut. Of 30 layers, the first is the embedding, 2 to 25 are blocks, and 28 is
+the head. Trials that ran out of memory are left out. Source: src/results/{homogeneous,het_cluster}_results.txt of
+DachengLi1/AMP at 72eeea4: 4 hosts of 4 T4 (AWS g4dn.12xlarge); 3 hosts of 4 V100 (p3.8xlarge) and one of 4 T4.
 """
 
 from __future__ import annotations

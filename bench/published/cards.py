@@ -1,6 +1,6 @@
-"""The machine of a published run: a machine file, or one with a few figures of the card that the page names.
+"""The machine of a published run: a machine file, possibly with a few other figures of the card that the page names.
 
-Each figure has its source beside it; none is from a row.
+Each figure has its source next to it; none is fitted to a row.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The GPT that Megatron-LM trains, as a loss function in JAX: what the benches against its published times price.
+"""The GPT that Megatron-LM trains, as a loss function in JAX, for the benches of its published times.
 
-Beside the zoo's GPT: parameters and activations in float16 or bfloat16, queries, keys and values from one product,
-scores in the activations' dtype with the softmax's arithmetic in float32 (Megatron's fused kernel), dropout on
-the attention and on both residuals, untied biases everywhere. Shoeybi et al. 2019; Narayanan et al. 2021.
+Unlike the zoo's GPT, it has parameters and activations in float16 or bfloat16, queries, keys and values from one
+product, scores in the activations' dtype with the softmax computed in float32 (Megatron's fused kernel), dropout on the
+attention and on both residuals, and untied biases everywhere. Shoeybi et al. 2019; Narayanan et al. 2021.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mixtures of experts as benchmarks train them, of the zoo's parts: routing forced even, latent attention."""
+"""Mixtures of experts as in published benchmarks, from the zoo's parts: uniform routing, latent attention."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The model of a published run, from its public shape: a GPT (two matrices a layer), a Llama (three, gated), or a
-mixture of experts with routing forced even, of the zoo's parts.
-"""
+"""The model of a published run, from its public shape and the zoo's parts: a GPT (two matrices per feed-forward), a
+Llama (three, gated), or a mixture of experts with uniform routing."""
 
 from __future__ import annotations
 

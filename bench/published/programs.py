@@ -1,6 +1,6 @@
-"""The executor of a published run: an entry of ``pase.stated.program``, with what its framework does otherwise.
+"""The executor of a published run: an entry of ``pase.stated.program`` with the differences of its framework.
 
-Each difference has its source beside it; none is from a row.
+Each difference has its source next to it; none is fitted to a row.
 """
 
 from __future__ import annotations

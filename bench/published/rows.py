@@ -1,4 +1,4 @@
-"""Rows of a file of published training steps: what each run says of itself, read as it is."""
+"""Reads a file of published training steps, with each run as it is stated."""
 
 from __future__ import annotations
 
