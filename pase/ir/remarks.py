@@ -14,7 +14,7 @@ RemarkKind = Literal[
 
 assumed: how the program runs, as stated by the user (which branch is taken) or decided by an executor.
 The other kinds are doubts:
-turns: the trip count of a loop is not known. opaque: an op is not split. unknown: some work is not priced.
+trip_count: the trip count of a loop is not known. opaque: an op is not split. unknown: some work is not priced.
 empty: there are no parameters, no gradients or no FLOPs. activations: more activations than the program writes.
 step: the step is shorter than the machine allows. communication: sums over devices that nothing sends.
 state: the program computes a next value of a state and drops it.
