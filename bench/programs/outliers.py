@@ -28,7 +28,7 @@ REASONS: Mapping[Figure, Mapping[str, str]] = {
         ("learning.sinkhorn", "probability.full_gaussian", "probability.lower_upper_affine"), _LAPACK
     ),
     "memory": {
-        "losses.ntxent": "XLA fuses a product into its sum for TPUs, not for CPUs: docs/explanation/memory.md",
+        "losses.ntxent": "XLA fuses a product into its sum for TPUs, not for CPUs: docs/evidence/memory.md",
         "equimo.vssd": "XLA for CPUs makes the weights' gradient of a depthwise convolution between all channels, and "
         "selects the diagonal: s32[288,288,4] and more of that size",
         **dict.fromkeys(

@@ -154,7 +154,7 @@ def restated(digits: Digits, shape: Sequence[int], new: Sequence[int], mesh: Mes
         inner = math.prod(new)
         for i, n in enumerate(new):
             inner //= n
-            if stride % inner == 0 and inner * n >= stride * mesh.sizes[a] and (inner * n) % stride == 0:
+            if stride % inner == 0 and inner * n % (stride * mesh.sizes[a]) == 0:
                 out.append((i, inner * n // stride))
                 break
         else:

@@ -87,6 +87,9 @@ def test_a_spec_says_where_every_element_is(case: Any) -> None:
     assert (
         back is not None and (element_owners(shape, back, MESH) == element_owners(shape, digits, MESH)).all()
     )
+    for new in ((n, flat[0] // n) for n in range(1, flat[0] + 1) if flat[0] % n == 0):
+        if (divided := restated(moved, flat, new, MESH)) is not None:
+            assert (element_owners(new, divided, MESH) == wanted.reshape(MESH.devices, *new)).all()
 
 
 def broken(change: Any) -> Any:

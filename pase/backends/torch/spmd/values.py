@@ -156,6 +156,6 @@ def _digit(low: int, high: int, new: Sequence[int]) -> tuple[int, int]:
     """The digit of a shape that is index % high // low of the row-major index of elements."""
     for dim, extent in enumerate(new):
         inner = math.prod(new[dim + 1 :])
-        if low % inner == 0 and inner <= low and high <= inner * extent and inner * extent % low == 0:
+        if low % inner == 0 and inner * extent % high == 0:
             return dim, inner * extent // low
     raise NotOnParts(f"one mesh axis would split several dims of {list(new)}")

@@ -47,7 +47,10 @@ def layouts(shape: Sequence[int]) -> list[Layout]:
     return [(a, b) for a in states[0] for b in states[1]]
 
 
-@pytest.mark.parametrize(("shape", "new"), [((12, 6), (72,)), ((4, 3, 6), (12, 6)), ((2, 6, 6), (6, 12))])
+@pytest.mark.parametrize(
+    ("shape", "new"),
+    [((12, 6), (72,)), ((72,), (12, 6)), ((4, 3, 6), (12, 6)), ((2, 6, 6), (6, 12))],
+)
 def test_a_reshape_moves_no_element(shape: tuple[int, ...], new: tuple[int, ...]) -> None:
     """Every layout of the shape either has the same owners after the reshape, or is refused."""
     moved = refused = 0
