@@ -98,7 +98,7 @@ def test_micro_batches(planted: None, once: str) -> None:
     plan = pase.compile(
         loss, PARAMS, X, devices=8, mesh="2x4", accumulate=2, once=once, baselines=False, remat="none"
     )
-    said = ASKS + (".*, which sends at each micro-batch" if plan.once != "none" else "")
+    said = ASKS + (".*, which sends in each micro-batch" if plan.once != "none" else "")
     with pytest.warns(UserWarning, match=said):
         value, grads = plan.jax.value_and_grad()(PARAMS, X)
     np.testing.assert_allclose(float(value), float(WANTED), rtol=1e-5)
