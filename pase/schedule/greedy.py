@@ -106,7 +106,7 @@ def construct(
     least_s: no message shorter than this is cut off, unless it is all that is left of the tensor.
     from_s: float64 [links], the time from which each link may be used.
 
-    The result has no messages if the target cannot be met, or if it would need too many messages.
+    The array of links is empty if the target cannot be met, or if it would need too many messages.
     """
     from pase.schedule.kernels_greedy import greedy
 

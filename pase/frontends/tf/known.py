@@ -144,7 +144,7 @@ _add_rules(
     SelectV2=lambda c, a, b: np.where(c, a, b),
     ZerosLike=np.zeros_like,
     OnesLike=np.ones_like,
-    InvertPermutation=np.argsort,
+    InvertPermutation=lambda a: np.argsort(a).astype(a.dtype),
     AddN=lambda *a: sum(a[1:], a[0]),
     ClipByValue=lambda a, lo, hi: np.clip(a, lo, hi),
 )

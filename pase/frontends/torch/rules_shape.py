@@ -82,7 +82,8 @@ def _cut(
     shape = [size if i == axis else s for i, s in enumerate(x.shape)]
     if x.note == ("filled",):
         return c.filled(shape, x.dtype)
-    return part(c, x, shape, [i != axis for i in range(len(shape))], name, (axis, start) if step == 1 else ())
+    note = (axis, start, stop) if step == 1 else ()
+    return part(c, x, shape, [i != axis for i in range(len(shape))], name, note)
 
 
 @lowers("slice", "narrow", "slice_copy")

@@ -46,7 +46,7 @@ def known(op: str, *arrays: Any, **attributes: Any) -> list[np.ndarray] | None:
         ("Slice", dict(input=A, begin=np.array([0, 1], "int32"), size=np.array([1, -1], "int32"))),
         ("MatrixBandPart", dict(input=A, num_lower=np.int64(0), num_upper=np.int64(-1))),
         ("ListDiff", dict(x=A[0], y=B[0])),
-        ("InvertPermutation", dict(x=np.array([2, 0, 1], "int64"))),
+        *(("InvertPermutation", dict(x=np.array([2, 0, 1], dtype))) for dtype in ("int32", "int64")),
         *((op, dict(input=A, axis=np.array([1], "int32"))) for op in ("Sum", "Prod", "Max", "Min", "Mean")),
     ],
 )
