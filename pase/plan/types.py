@@ -63,6 +63,11 @@ class NodePlan:
     keeps: Mapping[MemoryKind, int] = field(default_factory=dict)
     kept_for_recompute: int = 0
 
+    @property
+    def kept_again(self) -> int:
+        """The former name of ``kept_for_recompute``."""
+        return self.kept_for_recompute
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
@@ -179,6 +184,11 @@ class PlanData:
                 fix="call plan.bind(fn, params, batch) first",
             )
         return named(simplify(self.traced.graph))
+
+    @property
+    def beside(self) -> float | None:
+        """The former name of ``overlap``."""
+        return self.overlap
 
     def check_emitted(self) -> None:
         """Raise PaseError for a pipelined plan. It is for callers that need a plan without stages."""

@@ -165,7 +165,8 @@ def test_keys_of_earlier_versions_are_read(plan):
     )
     found = from_json(former)
     assert found == from_json(now)
-    assert found.overlap == 0.25 and found.remat[0].recompute == "light"
+    assert found.overlap == found.beside == 0.25 and found.remat[0].recompute == "light"
+    assert all(n.kept_for_recompute == n.kept_again == 3 for n in found.nodes)
     assert found.noted[0].kind == "trip_count"
 
 
