@@ -217,7 +217,6 @@ ROOMS: dict[str, set[str]] = {
     "pase.backends.jax.steps": {"pase.backends.jax.spmd"},
     "pase.backends.jax": {
         "pase.backends.jax.ops",
-        "pase.backends.jax.pipeline",
         "pase.backends.jax.spmd",
         "pase.backends.jax.steps",
     },
@@ -239,7 +238,6 @@ ROOMS: dict[str, set[str]] = {
 
 # Rooms that import each other: the files directly in a folder, and folders inside it. No entry may be added.
 MUTUAL = {
-    frozenset({"pase.backends.jax", "pase.backends.jax.pipeline"}),
     frozenset({"pase.frontends.torch", "pase.frontends.torch.export"}),
     frozenset({"pase.search", "pase.search.bounded", "pase.search.limits"}),
 }

@@ -1,4 +1,4 @@
-"""``plan.jax.check`` for plans without stages and plans in stages, and a train step that runs the check first."""
+"""``plan.jax.check`` for plans without stages, and a train step that runs the check first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 
 from pase.backends.jax.check import CheckedProgram, JaxSteps, check_of
 from pase.backends.jax.check_reference import StepNumbers, Unsharded, compared, rounded_differently
-from pase.backends.jax.pipeline.arrays import is_cut
 from pase.backends.jax.spmd.values import NotManual
 from pase.frontends.jax.leaves import arrays, static
 from pase.frontends.jax.types import Jaxpr
@@ -23,19 +22,16 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
 
-    from pase.backends.jax.pipeline.placement import StagePlacement
     from pase.backends.jax.plan import JaxPlan
     from pase.backends.jax.spmd.lower import Lowering
 
-__all__ = ["Against", "CheckedStep", "check_plan", "check_stages"]
+__all__ = ["Against", "CheckedStep", "check_plan", "coarsest"]
 
 Against = Literal["auto", "unsharded", "lowering", "none"]
 """What gradients are compared with, in addition to the slope of the loss: the unsharded step, another lowering of the
 plan, or nothing. auto: the unsharded step if one device has the memory for it, otherwise another lowering."""
 
 _WORDS = {"manual": "in the manual lowering", "annotated": "in the annotated lowering (XLA's partitioner)"}
-
-_ONE_LOWERING = "stages have one lowering"
 
 
 def check_plan(
@@ -92,11 +88,11 @@ def _program(
         own_shapes=tuple(tuple(traced.unpadded.get(traced.param_paths[k], leaves[k].shape)) for k in mine),
         one=True,
         lowering=lowering,
-        coarsest=_coarsest(traced.jaxpr.jaxpr),
+        coarsest=coarsest(traced.jaxpr.jaxpr),
     )
 
 
-def _coarsest(jaxpr: Jaxpr) -> float:
+def coarsest(jaxpr: Jaxpr) -> float:
     """The spacing of numbers just above 1 in the coarsest floating-point dtype of a program."""
     import jax.numpy as jnp
 
@@ -211,73 +207,6 @@ def _by_other_lowering(
     (theirs, too) = [StepNumbers(results=jax.tree.leaves(v), gradients=jax.tree.leaves(g)) for v, g in both]
     mine = StepNumbers(results=steps.results, gradients=steps.gradients)
     return compared(steps, plan.traced, f"the plan {_WORDS[other]}", False, mine, theirs, too)
-
-
-def check_stages(
-    placement: StagePlacement,
-    graded: Callable[..., tuple[Tree, Tree]],
-    params: Tree,
-    batch: tuple[Tree, ...],
-    placed: tuple[Tree, ...],
-    devices: int,
-    micro_batches: int,
-    against: Against,
-    seed: int,
-    most_lines: int,
-    say: Callable[[str], None] | None,
-) -> GradientCheck:
-    """Check a plan in stages.
-
-    graded: f(params, *batch) -> (value, gradients). params, batch: the user's arguments. placed: (params, *batch) where
-    the plan stores them. devices, micro_batches: their numbers in the whole step.
-    """
-    import jax
-
-    pipeline = placement.plan
-    traced = pipeline.traced
-
-    def run(params: Tree, *batch: Tree) -> tuple[Tree, Tree]:
-        value, grads = graded(params, *batch)
-        return arrays(value), grads
-
-    mine, *given = arrays(placed)
-    leaves = [
-        (path, x)
-        for path, x in zip(traced.param_paths, jax.tree.leaves(mine, is_leaf=is_cut), strict=True)
-        if jax.numpy.issubdtype(jax.tree.leaves(x)[0].dtype, jax.numpy.inexact)
-    ]
-    parts = [(i, part) for i, (_, x) in enumerate(leaves) for part in jax.tree.leaves(x)]
-    program = CheckedProgram(
-        run=run,
-        params=mine,
-        batch=tuple(given),
-        names=tuple(path for path, _ in leaves),
-        owners=tuple(i for i, _ in parts),
-        own_shapes=tuple(tuple(x.shape) for _, x in parts),
-        one=False,
-        lowering="in stages",
-        coarsest=_coarsest(traced.jaxpr.jaxpr),
-    )
-    fixed, one = static((params, *batch)), placement.grid.flat[0]
-
-    def reference(steps: JaxSteps) -> GradientReference | str:
-        if against == "none":
-            return "not asked for"
-        if against == "lowering":
-            return _ONE_LOWERING
-        alone = Unsharded(
-            traced=traced,
-            fixed=fixed,
-            batch=arrays(batch),
-            device=one,
-            micro_batches=micro_batches,
-            whole=pipeline.gathered,
-        )
-        found = alone.compared(steps, remarks)
-        return f"{found}; {_ONE_LOWERING}" if isinstance(found, str) else found
-
-    remarks: list[str] = []
-    return check_of(program, traced, devices, reference, remarks, seed, most_lines, say)
 
 
 @dataclass(kw_only=True)

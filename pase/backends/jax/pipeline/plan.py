@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Never
 
-from pase.backends.jax.check_plans import Against, CheckedStep, check_stages
+from pase.backends.jax.check_plans import Against, CheckedStep
 from pase.backends.jax.pipeline.arrays import is_cut, merged, registered
+from pase.backends.jax.pipeline.check import check_stages
 from pase.backends.jax.pipeline.circular import JaxCircular, circular_of
 from pase.backends.jax.pipeline.optimizer import StagedOptimizer
 from pase.backends.jax.pipeline.placement import StagePlacement

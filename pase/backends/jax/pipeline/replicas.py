@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.check_plans import Against, CheckedStep, check_stages
+from pase.backends.jax.check_plans import Against, CheckedStep
 from pase.backends.jax.make import traced_by_jax
 from pase.backends.jax.pipeline.arrays import StackCut, is_cut
+from pase.backends.jax.pipeline.check import check_stages
 from pase.backends.jax.pipeline.circular import JaxCircular
 from pase.backends.jax.pipeline.placement import StagePlacement
 from pase.backends.jax.pipeline.plan import JaxPipeline, StagedStep, one_program_of, pipeline_of

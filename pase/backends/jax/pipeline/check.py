@@ -1,0 +1,88 @@
+"""``plan.jax.check`` for plans in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pase.backends.jax.check import CheckedProgram, JaxSteps, check_of
+from pase.backends.jax.check_plans import Against, coarsest
+from pase.backends.jax.check_reference import Unsharded
+from pase.backends.jax.pipeline.arrays import is_cut
+from pase.frontends.jax.leaves import arrays, static
+from pase.plan.gradient_check import GradientCheck, GradientReference
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from pase.backends.jax.pipeline.placement import StagePlacement
+
+__all__ = ["check_stages"]
+
+_ONE_LOWERING = "stages have one lowering"
+
+
+def check_stages(
+    placement: StagePlacement,
+    graded: Callable[..., tuple[Tree, Tree]],
+    params: Tree,
+    batch: tuple[Tree, ...],
+    placed: tuple[Tree, ...],
+    devices: int,
+    micro_batches: int,
+    against: Against,
+    seed: int,
+    most_lines: int,
+    say: Callable[[str], None] | None,
+) -> GradientCheck:
+    """Check a plan in stages.
+
+    graded: f(params, *batch) -> (value, gradients). params, batch: the user's arguments. placed: (params, *batch) where
+    the plan stores them. devices, micro_batches: their numbers in the whole step.
+    """
+    import jax
+
+    pipeline = placement.plan
+    traced = pipeline.traced
+
+    def run(params: Tree, *batch: Tree) -> tuple[Tree, Tree]:
+        value, grads = graded(params, *batch)
+        return arrays(value), grads
+
+    mine, *given = arrays(placed)
+    leaves = [
+        (path, x)
+        for path, x in zip(traced.param_paths, jax.tree.leaves(mine, is_leaf=is_cut), strict=True)
+        if jax.numpy.issubdtype(jax.tree.leaves(x)[0].dtype, jax.numpy.inexact)
+    ]
+    parts = [(i, part) for i, (_, x) in enumerate(leaves) for part in jax.tree.leaves(x)]
+    program = CheckedProgram(
+        run=run,
+        params=mine,
+        batch=tuple(given),
+        names=tuple(path for path, _ in leaves),
+        owners=tuple(i for i, _ in parts),
+        own_shapes=tuple(tuple(x.shape) for _, x in parts),
+        one=False,
+        lowering="in stages",
+        coarsest=coarsest(traced.jaxpr.jaxpr),
+    )
+    fixed, one = static((params, *batch)), placement.grid.flat[0]
+
+    def reference(steps: JaxSteps) -> GradientReference | str:
+        if against == "none":
+            return "not asked for"
+        if against == "lowering":
+            return _ONE_LOWERING
+        alone = Unsharded(
+            traced=traced,
+            fixed=fixed,
+            batch=arrays(batch),
+            device=one,
+            micro_batches=micro_batches,
+            whole=pipeline.gathered,
+        )
+        found = alone.compared(steps, remarks)
+        return f"{found}; {_ONE_LOWERING}" if isinstance(found, str) else found
+
+    remarks: list[str] = []
+    return check_of(program, traced, devices, reference, remarks, seed, most_lines, say)
