@@ -113,9 +113,12 @@ def test_resnet() -> None:
 
 
 KERAS = """
-import sys  # noqa: E402
-import keras  # noqa: E402
-from keras import layers  # noqa: E402
+import sys
+
+import keras
+import numpy as np
+from keras import layers
+
 model = keras.Sequential([
     layers.Input((32, 32, 3)), layers.Conv2D(16, 3, padding="same", activation="relu"), layers.MaxPooling2D(),
     layers.BatchNormalization(), layers.Flatten(), layers.Dense(64, activation="relu"), layers.Dense(10),
