@@ -54,10 +54,10 @@ def test_checks_of_distributions_are_back_afterwards_even_after_an_error() -> No
     import torch
     from torch.distributions import Distribution, Normal
 
-    usual, data = Distribution._validate_args, torch.Tensor.__dict__.get("data")
+    usual, data = Distribution._validate_args, torch.Tensor.data
     with pytest.raises(ZeroDivisionError), traceable("step.py"):
         Normal(torch.zeros(1), -torch.ones(1))
         _ = 1 / 0
-    assert Distribution._validate_args == usual and torch.Tensor.__dict__.get("data") is data
+    assert Distribution._validate_args == usual and torch.Tensor.data is data
     with pytest.raises(ValueError, match="scale"):
         Normal(torch.zeros(1), -torch.ones(1), validate_args=True)
