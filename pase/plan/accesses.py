@@ -6,7 +6,8 @@ means that the tensor is replicated over the axis. A partial sum has the layout 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -25,6 +26,7 @@ __all__ = [
     "access_states",
     "distinct",
     "equation_layouts",
+    "reshaped",
 ]
 
 Digit: TypeAlias = "tuple[int, int] | None"
@@ -101,6 +103,24 @@ def equation_layouts(graph: Graph, states: Mapping[str, NodeStates]) -> dict[Pla
 
 def _digits(states: np.ndarray) -> Digits:
     return tuple(_digit(s) for s in forward_states(states).tolist())
+
+
+def reshaped(digit: tuple[int, int], ways: int, shape: Sequence[int], new: Sequence[int]) -> Digit:
+    """The digit of a reshaped tensor that selects the same elements; None if no dim of the new shape has such a digit.
+
+    ways: the size of the digit's mesh axis. A digit is a range of the row-major index of elements, which a reshape does
+    not change.
+
+    >>> reshaped((0, 2), 2, (4, 6), (24,)), reshaped((1, 2), 2, (4, 6), (24,)), reshaped((0, 36), 2, (72,), (12, 6))
+    ((0, 2), (0, 8), None)
+    """
+    dim, blocks = digit
+    low = shape[dim] // blocks * math.prod(shape[dim + 1 :])
+    for i, extent in enumerate(new):
+        inner = math.prod(new[i + 1 :])
+        if low % inner == 0 and inner * extent % (low * ways) == 0:
+            return i, inner * extent // low
+    return None
 
 
 def _digit(state: int) -> Digit:

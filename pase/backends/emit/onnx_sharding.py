@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.machine import Mesh
-from pase.plan.accesses import Digit, Digits
+from pase.plan.accesses import Digit, Digits, reshaped
 
 if TYPE_CHECKING:
     from onnx import ModelProto, ShardingSpecProto
@@ -149,16 +149,10 @@ def restated(digits: Digits, shape: Sequence[int], new: Sequence[int], mesh: Mes
         if d is None:
             out.append(None)
             continue
-        dim, blocks = d
-        stride = math.prod(shape[dim + 1 :]) * (shape[dim] // blocks)  # elements between two blocks
-        inner = math.prod(new)
-        for i, n in enumerate(new):
-            inner //= n
-            if stride % inner == 0 and inner * n % (stride * mesh.sizes[a]) == 0:
-                out.append((i, inner * n // stride))
-                break
-        else:
+        moved = reshaped(d, mesh.sizes[a], shape, new)
+        if moved is None:
             return None
+        out.append(moved)
     return tuple(out)
 
 

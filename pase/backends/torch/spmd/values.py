@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from pase.errors import PaseError
 from pase.frontends.common.values import Value
 from pase.local.types import Extents, Layout, local_shape
 from pase.machine import Mesh
+from pase.plan.accesses import reshaped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,8 +133,7 @@ def inverse(steps: Steps) -> Steps:
 def through_reshape(layout: Layout, shape: Extents, new: Extents, mesh: Mesh) -> Layout:
     """The layout of a tensor after a reshape, such that each device keeps its elements.
 
-    A digit is a range of the row-major index of elements, which a reshape does not change. Raises NotOnParts if
-    one axis would have to split several dims of the new shape.
+    Raises NotOnParts if one axis would have to split several dims of the new shape.
 
     >>> mesh = Mesh(names=("a", "b"), sizes=(2, 4))
     >>> through_reshape(((0, 2), (2, 4)), (6, 5, 8), (30, 4, 2), mesh)
@@ -145,17 +144,8 @@ def through_reshape(layout: Layout, shape: Extents, new: Extents, mesh: Mesh) ->
         if not isinstance(state, tuple):
             out.append(state)
             continue
-        dim, blocks = state
-        low = shape[dim] // blocks * math.prod(shape[dim + 1 :])
-        high = low * mesh.sizes[axis]
-        out.append(_digit(low, high, new))
+        after = reshaped(state, mesh.sizes[axis], shape, new)
+        if after is None:
+            raise NotOnParts(f"one mesh axis would split several dims of {list(new)}")
+        out.append(after)
     return tuple(out)  # type: ignore[arg-type]
-
-
-def _digit(low: int, high: int, new: Sequence[int]) -> tuple[int, int]:
-    """The digit of a shape that is index % high // low of the row-major index of elements."""
-    for dim, extent in enumerate(new):
-        inner = math.prod(new[dim + 1 :])
-        if low % inner == 0 and inner * extent % high == 0:
-            return dim, inner * extent // low
-    raise NotOnParts(f"one mesh axis would split several dims of {list(new)}")
