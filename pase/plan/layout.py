@@ -230,8 +230,14 @@ def _renewed(data: Json) -> Json:
     def pipeline(value: Json) -> Json:
         return within(
             _renamed(value, {"again": "recompute", "narrow": "cut_points"}),
-            {"stages": stage, "recompute": blocks},
+            {"stages": stage, "recompute": blocks, "replicas": with_pipeline},
         )
+
+    def with_pipeline(value: Json) -> Json:
+        """The plan, or one of its replicas."""
+        if isinstance(value, dict) and "pipeline" in value:
+            return value | {"pipeline": pipeline(value["pipeline"])}
+        return value
 
     def within(value: Json, lists: Mapping[str, Callable[[Json], Json]]) -> Json:
         if not isinstance(value, dict):
@@ -240,7 +246,7 @@ def _renewed(data: Json) -> Json:
             k: [lists[k](x) for x in v] if k in lists and isinstance(v, list) else v for k, v in value.items()
         }
 
-    data = within(
+    plan = within(
         _renamed(data, {"beside": "overlap"}),
         {
             "strategy": lambda node: _renamed(node, {"kept_again": "kept_for_recompute"}),
@@ -248,9 +254,7 @@ def _renewed(data: Json) -> Json:
             "remarks": lambda remark: _replaced(remark, "kind", "turns", "trip_count"),
         },
     )
-    if isinstance(data, dict) and "pipeline" in data:
-        return data | {"pipeline": pipeline(data["pipeline"])}
-    return data
+    return with_pipeline(plan)
 
 
 def _plan_of(form: LayoutForm) -> PlanData:

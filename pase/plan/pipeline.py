@@ -153,9 +153,9 @@ def lines(plan: PlanData) -> list[str]:
     p = plan.pipeline
     if p is None:
         return []
-    recompute_s = sum(s.recomputes for s in p.stages)
+    recomputed = sum(s.recomputes for s in p.stages)
     each = sum(s.weights == "each" for s in p.stages)
-    how = [f"{recompute_s} of {len(p.stages)} stages recomputed in backward"] if recompute_s else []
+    how = [f"{recomputed} of {len(p.stages)} stages recomputed in backward"] if recomputed else []
     how += [f"{each} gather and sum in each micro-batch"] if each else []
     out = [
         f"stages {p} · bubble {p.bubble:.1%} · imbalance {p.imbalance:.1%}"

@@ -180,7 +180,9 @@ def test_pipelines_of_earlier_versions_are_read():
         {"prefix": "3.", "again": "light"},
     )
     former = {"pipeline": {"stages": [former_stage], "again": [[former_block]], "narrow": True}}
-    assert _renewed(former) == {"pipeline": {"stages": [stage], "recompute": [[block]], "cut_points": True}}
+    former["pipeline"]["replicas"] = [{"group": "h100", "pipeline": dict(former["pipeline"])}]
+    now = {"stages": [stage], "recompute": [[block]], "cut_points": True}
+    assert _renewed(former) == {"pipeline": {**now, "replicas": [{"group": "h100", "pipeline": now}]}}
     assert former["pipeline"]["stages"] == [former_stage], "the caller's object is as it was"
 
 
