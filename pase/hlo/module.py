@@ -103,6 +103,12 @@ class Instruction:
     op_name: str
     """The framework's name of the source op ("jit(f)/dot_general"), or ""."""
     backend_config: str
+    source: str = ""
+    """The user's line ("model.py:12") from which the op comes, or ""."""
+    contracted: tuple[int, ...] = ()
+    """The dims of a dot's first factor over which it sums."""
+    out_features: tuple[int, int] = (0, 0)
+    """The dims of a convolution's filter and output that count the output's features."""
 
     def noted(self, key: str) -> Any:
         """Returns the value of a key in the backend config, at any depth; None if the config does not have it."""
@@ -202,8 +208,11 @@ def read(data: bytes, where: str) -> Module:
 
 def _module(message: Message, where: str, text: Callable[[], str] | None = None) -> Module:
     scheduled = message.schedule.sequences
+    lines = _lines(message.stack_frame_index)
     found = {
-        c.id: _computation(c, list(scheduled[c.id].instruction_ids) if c.id in scheduled else [], where)
+        c.id: _computation(
+            c, list(scheduled[c.id].instruction_ids) if c.id in scheduled else [], where, lines
+        )
         for c in message.computations
     }
     if message.entry_computation_id not in found:
@@ -217,8 +226,19 @@ def _module(message: Message, where: str, text: Callable[[], str] | None = None)
     return Module(name=message.name, computations=found, entry=found[message.entry_computation_id], text=text)
 
 
-def _computation(message: Message, order: list[int], where: str) -> Computation:
-    found = {i.id: _instruction(i) for i in message.instructions}
+def _lines(index: Message) -> dict[int, str]:
+    """Returns the source line of each stack frame. Numbers in the index count from 1."""
+    out: dict[int, str] = {}
+    for number, frame in enumerate(index.stack_frames, 1):
+        if 0 < frame.file_location_id <= len(index.file_locations):
+            place = index.file_locations[frame.file_location_id - 1]
+            if 0 < place.file_name_id <= len(index.file_names):
+                out[number] = f"{index.file_names[place.file_name_id - 1]}:{place.line}"
+    return out
+
+
+def _computation(message: Message, order: list[int], where: str, lines: Mapping[int, str]) -> Computation:
+    found = {i.id: _instruction(i, lines) for i in message.instructions}
     for i in found.values():
         if not found.keys() >= {*i.operands, *i.waits_for}:
             raise PaseError(f"HLO op '{i.name}' reads an op that is not in its computation", where=where)
@@ -232,7 +252,9 @@ def _computation(message: Message, order: list[int], where: str) -> Computation:
     )
 
 
-def _instruction(i: Message) -> Instruction:
+def _instruction(i: Message, lines: Mapping[int, str]) -> Instruction:
+    stated = f"{i.metadata.source_file}:{i.metadata.source_line}" if i.metadata.source_file else ""
+    convolution = i.convolution_dimension_numbers
     return Instruction(
         id=i.id,
         name=i.name,
@@ -250,6 +272,9 @@ def _instruction(i: Message) -> Instruction:
         custom_call_target=i.custom_call_target,
         op_name=i.metadata.op_name,
         backend_config=i.backend_config.decode(errors="replace"),
+        source=stated or lines.get(i.metadata.stack_frame_id, ""),
+        contracted=tuple(i.dot_dimension_numbers.lhs_contracting_dimensions),
+        out_features=(convolution.kernel_output_feature_dimension, convolution.output_feature_dimension),
     )
 
 

@@ -89,12 +89,24 @@ class CompiledOp:
     operands: the shapes of its operands.
     product: the shapes of the two factors and the result, if it is or contains exactly one matrix product; else empty.
     itemsize: bytes per element of its result.
+    work: the kind of its work, as ``pase.hlo.work`` says; "" in files of earlier versions.
+    flops: 0 if it has no product. nbytes: what it reads and writes at least; −1 if unknown.
+    dtype: the element type of a product's first factor, or of the result.
+    op_name, source: the framework's name of the op and the user's line; "" if the program has none.
+    kernel: the name of the longest kernel that runs it; "" if kernels have the op's own name.
     """
 
     part: Literal["forward", "backward", "update"]
     operands: Shapes
     product: Shapes = ()
     itemsize: int = 4
+    work: str = ""
+    flops: int = 0
+    nbytes: int = -1
+    dtype: str = ""
+    op_name: str = ""
+    source: str = ""
+    kernel: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +219,8 @@ class Timeline:
     """The values of the column "shape", which has an index into this tuple; −1 if the shape is unknown."""
     compiled: dict[str, CompiledOp] = field(default_factory=dict)
     """Op name → facts from the compiled program, if the trace contains that program (XLA's HLO)."""
+    devices: dict[int, str] = field(default_factory=dict)
+    """The name of each rank's device, if known ("NVIDIA H100 80GB HBM3")."""
 
     def __post_init__(self) -> None:
         if set(self.columns) != set(COLUMNS):

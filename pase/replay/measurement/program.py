@@ -14,7 +14,7 @@ import numpy as np
 from pase.replay.measurement.handoff import add_handoffs, main_lane
 from pase.replay.measurement.tasks import RankProgram, Thread
 from pase.replay.measurement.waits import SYNC, WAIT, Launches, add_waits
-from pase.replay.types import KINDS, Mark, Timeline, on_stream
+from pase.replay.types import BESIDE, KINDS, Mark, Timeline, on_stream
 
 __all__ = ["RankProgram", "extract"]
 
@@ -54,14 +54,47 @@ def _launched(t: Timeline, ops: np.ndarray) -> dict[int, list[int]]:
 
 def _device_tasks(t: Timeline, p: RankProgram, ops: np.ndarray, zero: int) -> list[int]:
     seen: dict[tuple[str, int], int] = defaultdict(int)
-    lanes, names = t["lane"][ops].tolist(), t["name"][ops].tolist()
+    names, kinds = t["name"][ops].tolist(), t["kind"][ops].tolist()
     starts, ends = (t["start_ns"][ops] - zero).tolist(), (t.end_ns[ops] - zero).tolist()
-    kinds = t["kind"][ops].tolist()
+    queues = _queues(t, ops, starts, ends)
     out = []
-    for e, lane, name, s, f, k in zip(ops.tolist(), lanes, names, starts, ends, kinds, strict=True):
-        stream, text = t.lanes[lane].stream, t.names[name]
+    for e, queue, name, s, f, k in zip(ops.tolist(), queues, names, starts, ends, kinds, strict=True):
+        stream, text = queue.partition(BESIDE)[0], t.names[name]
         n = seen[(stream, name)] = seen[(stream, name)] + 1
-        out.append(p.task(("op", p.rank, stream, text, n), (t.lanes[lane].name, "stream"), text, k, s, f, e))
+        out.append(p.task(("op", p.rank, stream, text, n), (queue, "stream"), text, k, s, f, e))
+    return out
+
+
+def _queues(t: Timeline, ops: np.ndarray, starts: list[int], ends: list[int]) -> list[str]:
+    """Returns the queue of each op, and shortens ops in ``ends`` that overlap with their successor.
+
+    The ops that are launched on one stream of a GPU run in order, but the next one may begin while the last blocks of
+    an op still run (programmatic dependent launch, tails of CUDA graphs). That time counts for the next op. An op that
+    ends within another one runs beside it, as branches of CUDA graphs do.
+    """
+    shared = {(x.rank, x.stream) for x in t.lanes if x.device and BESIDE in x.name}
+    out = []
+    last: dict[tuple[int, str], int] = {}
+    beside: dict[tuple[int, str], list[int]] = {}
+    launched = (t["correlation"][ops] >= 0).tolist()
+    for i, lane in enumerate(t["lane"][ops].tolist()):
+        info = t.lanes[lane]
+        stream = (info.rank, info.stream)
+        if stream not in shared or not launched[i]:
+            out.append(info.name)
+            continue
+        before = last.get(stream, -1)
+        if before >= 0 and ends[i] < ends[before]:
+            # It gets the first queue beside the stream that is free.
+            busy = beside.setdefault(stream, [])
+            slot = next((k for k, end in enumerate(busy) if end <= starts[i]), len(busy))
+            busy[slot : slot + 1] = [ends[i]]
+            out.append(f"{info.stream}{BESIDE}{slot + 2}")
+            continue
+        if before >= 0:
+            ends[before] = min(ends[before], max(starts[i], starts[before]))
+        last[stream] = i
+        out.append(info.stream)
     return out
 
 

@@ -6,6 +6,7 @@ If the CPU runs ahead of the device, an op may wait for an op of the previous it
 
 from __future__ import annotations
 
+import heapq
 import re
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from pase.replay.graph import EDGES
 from pase.replay.measurement.tasks import RankProgram, Thread
-from pase.replay.types import COLLECTIVE, Timeline
+from pase.replay.types import BESIDE, COLLECTIVE, Timeline
 
 __all__ = ["BLOCKED_NS", "SYNC", "WAIT", "Launches", "add_waits"]
 
@@ -89,18 +90,42 @@ def add_waits(t: Timeline, p: RankProgram, x: Launches, before: RankProgram | No
 
 
 def _stream_edges(t: Timeline, p: RankProgram, x: Launches, old: _Before) -> None:
-    last: dict[int, int] = {}
+    last: dict[str, int] = {}
     ended = old.last_on()
-    for e, task in zip(t["lane"][x.ops].tolist(), x.task, strict=True):
-        if e in last:
-            p.edge(last[e], task, "stream")
+    finished = _Finished(p)
+    launched = (t["correlation"][x.ops] >= 0).tolist()
+    for e, task, is_launched in zip(t["lane"][x.ops].tolist(), x.task, launched, strict=True):
+        queue, stream = p.device[task][0], t.lanes[e].stream
+        before = finished.before(stream, task)
+        if is_launched and BESIDE in queue and before >= 0:
+            # It runs while another op of its stream does (CUDA graphs have branches), so it does not wait for that.
+            p.edge(before, task, "stream")
+        elif queue in last:
+            p.edge(last[queue], task, "stream")
         elif p.root < 0 and p.tail < 0 and old.keys:
             # If no thread marks the steps, an iteration is one execution of a compiled program. It begins when the
             # previous execution has ended completely.
             p.carried[old.keys[-1], task] = _E["stream"]
-        elif p.device[task][0] in ended:
-            p.carried[old.keys[ended[p.device[task][0]]], task] = _E["stream"]
-        last[e] = task
+        elif queue in ended:
+            p.carried[old.keys[ended[queue]], task] = _E["stream"]
+        last[queue] = task
+
+
+class _Finished:
+    """The op that ended last on each stream, as one goes through the ops by their starts."""
+
+    def __init__(self, p: RankProgram) -> None:
+        self.p = p
+        self.running: dict[str, list[tuple[int, int]]] = {}
+        self.last: dict[str, tuple[int, int]] = {}
+
+    def before(self, stream: str, task: int) -> int:
+        """Returns the op of the stream that ended last before a task begins, −1 for none, and adds the task."""
+        running = self.running.setdefault(stream, [])
+        while running and running[0][0] <= self.p.start[task]:
+            self.last[stream] = max(self.last.get(stream, (-1 << 62, -1)), heapq.heappop(running))
+        heapq.heappush(running, (self.p.end[task], task))
+        return self.last.get(stream, (0, -1))[1]
 
 
 def _launch_edges(t: Timeline, p: RankProgram, x: Launches) -> None:

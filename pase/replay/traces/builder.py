@@ -218,14 +218,16 @@ def without_overruns(t: Timeline) -> Timeline:
     return replace(t, columns={**t.columns, "duration_ns": durations}, problems=(*t.problems, problem))
 
 
-def split_devices(t: Timeline, executions: list[tuple[int, Mark]] | None = None) -> Timeline:
+def split_devices(
+    t: Timeline, executions: list[tuple[int, Mark]] | None = None, devices: dict[int, str] | None = None
+) -> Timeline:
     """Makes one rank per device if a process drives several devices (XLA lanes are named "device:stream").
 
     Device d of process p becomes rank p · devices + d. The first of these ranks gets the process's CPU threads. Every
     rank gets the marks of the process's iterations, because the devices share a clock. If no iteration is marked, each
     rank gets the executions of programs on its device instead.
 
-    executions: (device, mark) of each execution.
+    executions: (device, mark) of each execution. devices: the names of devices, by number.
     """
     name_parts = [lane.name.partition(":") if lane.device else ("", "", "") for lane in t.lanes]
     numbers = sorted({int(p[0]) for p in name_parts if p[1] and p[0].isdigit()})
@@ -244,8 +246,14 @@ def split_devices(t: Timeline, executions: list[tuple[int, Mark]] | None = None)
         marks = tuple(replace(m, rank=base + numbers.index(d)) for d, m in executions or () if d in numbers)
     host = next(iter(t.hosts.values()), "")
     groups = tuple(Group(name=g.name, ranks=g.ranks or tuple(ranks) * (len(numbers) > 1)) for g in t.groups)
+    known = {base + numbers.index(d): name for d, name in (devices or {}).items() if d in numbers}
     return replace(
-        t, lanes=tuple(lanes), marks=marks, groups=groups, hosts=dict.fromkeys(ranks, host) if host else {}
+        t,
+        lanes=tuple(lanes),
+        marks=marks,
+        groups=groups,
+        hosts=dict.fromkeys(ranks, host) if host else {},
+        devices=known,
     )
 
 
@@ -285,5 +293,6 @@ def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Tim
         hosts={r: h for t in parts for r, h in t.hosts.items()},
         dataflow={k: v for t in parts for k, v in t.dataflow.items()},
         compiled={k: v for t in parts for k, v in t.compiled.items()},
+        devices={r: d for t in parts for r, d in t.devices.items()},
         shapes=tuple(shapes),
     )

@@ -11,11 +11,13 @@ from typing import Any
 from pase.errors import PaseError, needed
 from pase.files.json_values import JsonObject
 from pase.files.terminal import printable
+from pase.replay.kernels import collective_operation, operation_of
 from pase.replay.traces.builder import Builder, is_sound, split_devices, without_overruns
 from pase.replay.traces.gloo import tie_gloo
+from pase.replay.traces.launches import in_graph
 from pase.replay.traces.reader import LIMITS, BoundedReader, Limits, open_stream
 from pase.replay.traces.xla import Executions, untangle
-from pase.replay.types import COLLECTIVE, KINDS, OPERATIONS, Mark, Problem, Timeline
+from pase.replay.types import COLLECTIVE, KINDS, Mark, Problem, Timeline
 
 __all__ = ["DEVICE_LINES", "collective_operation", "hlo_collective", "read_chrome", "step_marks", "xla_lane"]
 
@@ -44,17 +46,6 @@ _DTYPE_BYTES = {
     **dict.fromkeys(("byte", "char", "int8", "uint8", "bool", "signed char", "unsigned char"), 1),
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "c10::float8_e4m3fn", "c10::float8_e5m2"), 1),
 }
-_WORDS = (
-    ("allreduce", "all_reduce"),
-    ("reducescatter", "reduce_scatter"),
-    ("allgather", "all_gather"),
-    ("alltoall", "all_to_all"),
-    ("collectivepermute", "permute"),
-    ("collectivebroadcast", "broadcast"),
-    ("broadcast", "broadcast"),
-    ("sendrecv", "send_recv"),
-    ("barrier", "barrier"),
-)
 _OPERANDS = 64
 """Ops with more operands (such as all tensors of a model) are not matrix products, so their shapes are dropped."""
 _STEP = re.compile(r"^ProfilerStep\s?#(\d+)$")
@@ -80,23 +71,6 @@ def _kind_of(category: object, name: str) -> int:
     if category == "mtia_ccp_events" and name in _MTIA_KINDS:
         return _MTIA_KINDS[name]
     return _CATEGORIES.get(category, -1)
-
-
-def collective_operation(text: str) -> int:
-    """Returns the index in OPERATIONS of an NCCL kernel, an annotation or an HLO op; 0 if it is not a collective.
-
-    >>> OPERATIONS[collective_operation("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)")]
-    'reduce_scatter'
-    >>> OPERATIONS[collective_operation("_reduce_scatter_base")], collective_operation("gemm")
-    ('reduce_scatter', 0)
-    """
-    flat = re.sub(r"[^a-z]", "", text.lower())
-    for word, operation in _WORDS:
-        if word in flat:
-            return OPERATIONS.index(operation)
-    if "reduce" in flat:
-        return OPERATIONS.index("reduce")
-    return OPERATIONS.index("send_recv") if flat in ("send", "recv", "ncclsend", "ncclrecv") else 0
 
 
 def read_chrome(path: Path, rank: int | None = None, limits: Limits = LIMITS) -> Timeline:
@@ -261,18 +235,22 @@ class _Feed:
         if kind == _K["host"] and "Input Dims" in args:
             shape = self._shape(args["Input Dims"])
         if device or kind == _K["host"]:
-            if "ccl" in text and device and kind == _K["kernel"]:
-                kind, operation = COLLECTIVE, collective_operation(str(args.get("Collective name") or text))
+            if device and (sent := operation_of(text)):
+                kind = COLLECTIVE
+                operation = collective_operation(str(args.get("Collective name") or "")) or sent
                 nbytes, group = self._collective(args)
             elif "hlo_op" in args:
-                text = str(args["hlo_op"])
+                kernel = text
+                # In a CUDA graph, the profiler knows only the graph, so its ops are known by their kernels.
+                text = kernel if in_graph(str(args["hlo_op"])) else str(args["hlo_op"])
                 operation = hlo_collective(text)
                 if operation:
                     kind, group = COLLECTIVE, b.group("", self.default_group)
                 correlation = _whole(args.get("correlation_id"), -1)
                 ordinal, module = str(args.get("device_ordinal", 0)), str(args.get("hlo_module", ""))[:200]
                 number = int(ordinal) if ordinal.isdigit() and len(ordinal) < 9 else 0
-                self.executions.add(number, module, str(args.get("run_id", ""))[:40], start, start + duration)
+                run = str(args.get("run_id", ""))[:40]
+                self.executions.add(number, module, run, start, start + duration, str(lane), kernel)
             stated = args.get("bytes", args.get("size") if cat == "mtia_ccp_events" else None)
             nbytes = _integer(stated, nbytes)
         elif kind == _K["annotation"]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal
 
 from pase.hlo.collectives import HloKind, kind_of, sent
 from pase.hlo.groups import Groups
+from pase.hlo.loops import trip_count
 from pase.hlo.module import Computation, Instruction, Module, read
+from pase.hlo.work import is_product, op_work
 from pase.replay.types import CompiledOp, Shapes
 
 __all__ = ["HloFacts", "read_hlo"]
@@ -26,8 +29,7 @@ _FREE = {
 }
 """Opcodes that launch nothing; they only pass data on."""
 _CALLS = ("while", "call", "conditional", "async-start")
-_PRODUCTS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__onednn$matmul")
-"""Targets of custom calls that are matrix products. Their first two operands are the factors."""
+_MOST_LAUNCHES = 200_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,8 @@ class HloFacts:
     """Collectives with a separate done op, which run on a separate stream."""
     ops: dict[str, CompiledOp]
     """Op → facts about it, for the entry computation and the bodies of its loops and branches."""
+    launched: tuple[str, ...] = ()
+    """The ops that launch something, in the order in which one execution runs them, loops unrolled."""
 
 
 def read_hlo(data: bytes, where: str) -> HloFacts:
@@ -57,6 +61,13 @@ def read_hlo(data: bytes, where: str) -> HloFacts:
     entry = module.entry
     reads, started = _dataflow(module, entry)
     found = [c for i in entry.instructions.values() if (c := _collective(module, entry, i)) is not None]
+    ops = {i.name: _compiled(module, c, i) for c, i in _run(module, entry) if i.opcode not in _FREE}
+    if any(op.part == "backward" for op in ops.values()):
+        # What a training step computes outside of its derivative updates the parameters.
+        ops = {
+            n: replace(op, work="optimizer") if (op.part, op.work) == ("update", "elementwise") else op
+            for n, op in ops.items()
+        }
     return HloFacts(
         module=module.name,
         order=tuple(_named(module, entry, i) for i in entry.instructions.values()),
@@ -65,8 +76,23 @@ def read_hlo(data: bytes, where: str) -> HloFacts:
         nbytes={i.name: sum(s.nbytes for s in sent(c, i)) for c, i in found},
         groups={i.name: i.groups for _, i in found},
         asynchronous=frozenset(started & {i.name for _, i in found}),
-        ops={i.name: _compiled(module, c, i) for c, i in _run(module, entry) if i.opcode not in _FREE},
+        ops=ops,
+        launched=tuple(islice(_launched(module, entry), _MOST_LAUNCHES)),
     )
+
+
+def _launched(module: Module, computation: Computation) -> Iterator[str]:
+    """Yields the ops of one execution in order. A loop of unknown length is unrolled once."""
+    for i in computation.instructions.values():
+        if i.opcode == "while":
+            body = module.called(i)[0]
+            for _ in range(trip_count(module, computation, i) or 1):
+                yield from _launched(module, body)
+        elif i.opcode in _CALLS:
+            for body in module.called(i):
+                yield from _launched(module, body)
+        elif i.opcode not in _FREE and not i.opcode.endswith("-done"):
+            yield i.name
 
 
 def _run(module: Module, computation: Computation) -> Iterator[tuple[Computation, Instruction]]:
@@ -85,7 +111,7 @@ def _compiled(module: Module, computation: Computation, i: Instruction) -> Compi
     inside = [(computation, i)]
     if i.opcode == "fusion":
         inside = [(c, x) for c in module.called(i) for x in c.instructions.values()]
-    products = [(c, x) for c, x in inside if x.opcode == "dot" or x.custom_call_target in _PRODUCTS]
+    products = [(c, x) for c, x in inside if is_product(x)]
     product: Shapes = ()
     if len(products) == 1:
         place, dot = products[0]
@@ -99,7 +125,19 @@ def _compiled(module: Module, computation: Computation, i: Instruction) -> Compi
         part = "forward"
     made = next(iter(i.shape.arrays()), None)
     width = max(made.nbytes // max(math.prod(made.dims), 1), 1) if made is not None else 1
-    return CompiledOp(part=part, operands=extents(computation, i), product=product, itemsize=width)
+    does = op_work(module, computation, i)
+    return CompiledOp(
+        part=part,
+        operands=extents(computation, i),
+        product=product,
+        itemsize=width,
+        work=does.work,
+        flops=does.flops,
+        nbytes=does.nbytes,
+        dtype=does.dtype,
+        op_name=does.name,
+        source=does.source,
+    )
 
 
 def _dataflow(module: Module, entry: Computation) -> tuple[dict[str, tuple[str, ...]], set[str]]:

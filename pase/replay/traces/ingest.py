@@ -14,6 +14,7 @@ from pase.replay.traces.builder import combine
 from pase.replay.traces.chrome import read_chrome
 from pase.replay.traces.nsys_jax import is_nsys_jax, read_nsys_jax
 from pase.replay.traces.reader import LIMITS, Limits, open_stream
+from pase.replay.traces.repeats import found_iterations
 from pase.replay.traces.sizes import (
     from_annotations,
     from_execution_trace,
@@ -26,7 +27,7 @@ from pase.replay.types import KINDS, Mark, Problem, Timeline, on_stream
 
 __all__ = ["load"]
 
-_SUFFIXES = (".json", ".json.gz", ".zip", ".pb")
+_SUFFIXES = (".json", ".json.gz", ".zip", ".pb", ".pb.gz")
 _IGNORED = ("manifest.json", "config.json", "tools.json")
 _RANK = re.compile(r"(?:^|[^a-z])(?:rank|proc|process|worker|gpu|node)[-_ =]?(\d{1,6})(?!\d)", re.IGNORECASE)
 
@@ -93,7 +94,7 @@ def _files(paths: list[Path]) -> tuple[list[Path], list[Problem]]:
         else:
             files.append(p)
     # jax.profiler writes the events twice. The planes are complete, but the Chrome trace ends after 10⁶ events.
-    planes = {f.parent for f in files if f.name.endswith(".xplane.pb")}
+    planes = {f.parent for f in files if f.name.endswith((".xplane.pb", ".xplane.pb.gz"))}
     kept = [f for f in files if not (f.name.endswith(".trace.json.gz") and f.parent in planes)]
     problems = []
     if len(kept) > 4096:
@@ -102,7 +103,7 @@ def _files(paths: list[Path]) -> tuple[list[Path], list[Problem]]:
 
 
 def _read(path: Path, limits: Limits) -> Timeline:
-    if path.name.endswith(".pb"):
+    if path.name.endswith((".pb", ".pb.gz")):
         return read_xplane(path, _rank_in_name(path), limits)
     with path.open("rb") as f:
         magic = f.read(4)
@@ -230,13 +231,19 @@ def _label_iterations(t: Timeline) -> Timeline:
         here = rank == r
         mine = [m for m in marks if m.rank == r]
         if not mine and here.any():
+            mine, how = found_iterations(t, r)
+            marks.extend(mine)
+            if mine:
+                what = f"no step is marked; {len(mine)} iterations were found by the {how}"
+                problems.append(Problem(where=f"rank {r}", what=what))
+        if not mine and here.any():
             start, end = int(t["start_ns"][here].min()), int(t.end_ns[here].max())
             mine = [Mark(rank=r, iteration=0, start_ns=start, end_ns=end)]
             marks.extend(mine)
             problems.append(
                 Problem(
                     where=f"rank {r}",
-                    what="no step is marked, so the whole trace is used as one iteration "
+                    what="no step is marked and nothing repeats, so the whole trace is used as one iteration "
                     "(mark steps with torch.profiler's step() or jax.profiler.StepTraceAnnotation)",
                 )
             )
@@ -249,10 +256,14 @@ def _label_iterations(t: Timeline) -> Timeline:
             np.int32
         )
         iteration[here] = labels
-        # Device ops get the iteration of their launch.
         calls = np.flatnonzero(here & launch & (t["correlation"] >= 0))
         ops = np.flatnonzero(here & gpu & (t["correlation"] >= 0))
         call = launch_of(t, calls, ops)
+        if np.isin(edges[:-1], t["start_ns"][here & gpu]).all():
+            # Iterations were found on the device, ahead of which the CPU may run. A call belongs to what it launches.
+            iteration[call[call >= 0][::-1]] = iteration[ops[call >= 0][::-1]]
+            continue
+        # Device ops get the iteration of their launch.
         iteration[ops[call >= 0]] = iteration[call[call >= 0]]
         iteration[ops[_launched_before(t, ops, call >= 0)]] = -1
     return replace(

@@ -112,6 +112,7 @@ class TimelineForm(Struct, kw_only=True):
     dataflow: dict[str, tuple[str, ...]] = {}
     shapes: tuple[Shapes, ...] | UnsetType = UNSET
     compiled: dict[str, CompiledOp] | UnsetType = UNSET
+    devices: dict[int, str] | UnsetType = UNSET
     columns: ColumnsForm
 
 
@@ -144,6 +145,7 @@ def _form_of(t: Timeline) -> TimelineForm:
         dataflow=t.dataflow,
         shapes=t.shapes or UNSET,
         compiled=t.compiled or UNSET,
+        devices=t.devices or UNSET,
         columns=ColumnsForm(
             **{k: v.tolist() for k, v in t.columns.items() if k != "shape"},
             shape=t["shape"].tolist() if t.shapes else UNSET,
@@ -201,6 +203,7 @@ def from_json(d: Json, where: str = "timeline") -> Timeline:
         dataflow=form.dataflow,
         shapes=shapes,
         compiled={} if form.compiled is UNSET else form.compiled,
+        devices={} if form.devices is UNSET else form.devices,
     )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from pase.replay.traces.hlo import HloFacts
+from pase.replay.traces.repeats import repeats
 from pase.replay.types import BESIDE, COLLECTIVE, OPERATIONS, Group, Lane, Mark, Timeline, on_stream
 
 __all__ = ["Executions", "describe", "untangle"]
@@ -18,15 +20,28 @@ _MOST_LANES = 16
 
 
 class Executions:
-    """Collects the executions of modules, by (device, module, run)."""
+    """Collects the executions of modules, by (device, module, run).
+
+    Profilers of GPUs record no runs. There, an execution is one repetition of the ops of the module (``repeats``), on
+    the stream of the device that is busy longest.
+    """
 
     def __init__(self) -> None:
         self.spans: dict[tuple[int, str, str], list[int]] = {}
+        self._symbols: dict[str, int] = {}
+        self._ops: dict[tuple[int, str], dict[str, list[tuple[int, int, int]]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        """(device, module) → stream → (start, end, symbol) of the ops without a run."""
 
-    def add(self, device: int, module: str, run: str, start: int, end: int) -> None:
+    def add(self, device: int, module: str, run: str, start: int, end: int, stream: str, op: str) -> None:
+        """Adds an op. run: empty if it is not recorded."""
         span = self.spans.setdefault((device, module, run), [start, end, 0])
         span[0], span[1] = min(span[0], start), max(span[1], end)
         span[2] += end - start
+        if not run:
+            symbol = self._symbols.setdefault(op, len(self._symbols))
+            self._ops[device, module][stream].append((start, end, symbol))
 
     def main(self) -> str:
         """Returns the module that ran longest, of those that ran more than once if any; "" if nothing ran."""
@@ -40,19 +55,38 @@ class Executions:
     def marks(self, rank: int) -> list[tuple[int, Mark]]:
         """Returns (device, mark) for every execution of the main module. The first one is often cut by the profiler."""
         main = self.main()
-        by_device: dict[int, list[list[int]]] = defaultdict(list)
-        for (device, module, _), span in self.spans.items():
+        by_device: dict[int, list[tuple[int, int, bool]]] = defaultdict(list)
+        for (device, module, run), (start, end, _) in self.spans.items():
             if module == main:
-                by_device[device].append(span)
+                by_device[device] += [(start, end, True)] if run else self._repeated(device, module)
         out = []
         for device, spans in by_device.items():
-            for i, (start, end, _) in enumerate(sorted(spans)):
-                out.append((device, Mark(rank=rank, iteration=i, start_ns=start, end_ns=max(end, start + 1))))
+            for i, (start, end, whole) in enumerate(sorted(spans)):
+                mark = Mark(
+                    rank=rank, iteration=i, start_ns=start, end_ns=max(end, start + 1), complete=whole
+                )
+                out.append((device, mark))
         return out
 
+    def _repeated(self, device: int, module: str) -> list[tuple[int, int, bool]]:
+        """Returns (start, end, whether it is complete) of each repetition of a module's ops on a device."""
+        streams = self._ops[device, module]
+        busiest = max(streams, key=lambda s: sum(end - start for start, end, _ in streams[s]))
+        ops = np.array(sorted(streams[busiest]), dtype=np.int64)
+        every = [x for s in streams.values() for x in s]
+        first, last = min(x[0] for x in every), max(x[1] for x in every)
+        found = repeats(ops[:, 2], ops[:, 0])
+        if found is None:
+            return [(first, last, True)]
+        starts = [first, *ops[list(found.starts[1:]), 0].tolist()]
+        return list(zip(starts, [*starts[1:], last], found.complete, strict=True))
 
-def describe(t: Timeline, facts: HloFacts) -> Timeline:
-    """Returns the timeline with kinds, bytes, groups and data flow from the HLO of its main module."""
+
+def describe(t: Timeline, facts: HloFacts, kernels: Mapping[str, str] | None = None) -> Timeline:
+    """Returns the timeline with kinds, bytes, groups and data flow from the HLO of its main module.
+
+    kernels: op → the kernel that runs it.
+    """
     nbytes, group = t["nbytes"].copy(), t["group"].copy()
     kind, operation = t["kind"].copy(), t["operation"].copy()
     sends = {k: OPERATIONS.index(facts.kinds[n]) for k, n in enumerate(t.names) if n in facts.kinds}
@@ -77,9 +111,8 @@ def describe(t: Timeline, facts: HloFacts) -> Timeline:
                 groups.append(Group(name=f"replicas {ranks}", ranks=ranks))
             group[i] = known[ranks]
     columns = {**t.columns, "nbytes": nbytes, "group": group, "kind": kind, "operation": operation}
-    return replace(
-        t, columns=columns, groups=tuple(groups), dataflow=dict(facts.reads), compiled=dict(facts.ops)
-    )
+    compiled = {n: replace(op, kernel=(kernels or {}).get(n, "")) for n, op in facts.ops.items()}
+    return replace(t, columns=columns, groups=tuple(groups), dataflow=dict(facts.reads), compiled=compiled)
 
 
 def untangle(t: Timeline) -> Timeline:

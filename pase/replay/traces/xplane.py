@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import re
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,9 +12,11 @@ from pase.errors import PaseError
 from pase.files.json_values import JsonObject
 from pase.files.terminal import printable
 from pase.hlo.protos import parse
+from pase.replay.kernels import operation_of
 from pase.replay.traces.builder import Builder, split_devices
 from pase.replay.traces.chrome import DEVICE_LINES, hlo_collective, step_marks, xla_lane
 from pase.replay.traces.hlo import HloFacts, read_hlo
+from pase.replay.traces.launches import Kernels, in_graph, named
 from pase.replay.traces.reader import LIMITS, Limits
 from pase.replay.traces.xla import Executions, describe, untangle
 from pase.replay.types import COLLECTIVE, KINDS, Timeline
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["read_xplane"]
 
 _LAUNCH = re.compile(r"^(cu|hip|cuda)[A-Z]\w*")
+_MESSAGE = 2 << 30
 _SYNTHETIC = ("ThreadpoolListener::", "end: ")
 
 
@@ -31,32 +36,61 @@ def read_xplane(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
 
     Raises PaseError if the file is not an XSpace or has no usable event.
     """
-    size = path.stat().st_size
-    if size > 2 << 30:
-        raise PaseError(
-            f"it has {size >> 20} MiB, but protobuf messages have at most 2 GiB",
-            where=str(path),
-            fix="profile fewer steps",
-        )
-    space = parse("XSpace", path.read_bytes(), str(path))
+    space = parse("XSpace", _bytes(path, limits), str(path))
     b = Builder(str(path), rank or 0, limits)
     begun = _start_ns(space)
     if begun:
         # Times count from the profile's start. If that is known, processes on one machine share a clock.
         b.host = space.hostnames[0] if space.hostnames else ""
     steps: list[tuple[int, int, int]] = []
-    executions = Executions()
+    executions, kernels = Executions(), Kernels()
     for plane in space.planes:
-        _plane(plane, b, steps, executions, begun)
+        _plane(plane, b, steps, executions, kernels, begun)
     if not len(b):
         raise PaseError(
             f"no usable event in {len(space.planes)} planes ({printable('; '.join(b.left_out)) or 'empty'})",
             where=str(path),
         )
     b.marks.extend(step_marks(steps, b.rank, False))
-    t = split_devices(b.finish(), executions.marks(b.rank))
+    marks = executions.marks(b.rank)
+    t = split_devices(b.finish(), marks, _devices(space))
     facts = _facts(space, executions.main(), str(path))
-    return untangle(describe(t, facts) if facts else t)
+    if facts is None:
+        return untangle(t)
+    return untangle(describe(named(t, facts, kernels), facts, kernels.longest))
+
+
+def _bytes(path: Path, limits: Limits) -> bytes:
+    """Returns the bytes of a file that may be packed by gzip. Raises PaseError if they are too many for protobuf."""
+    size = path.stat().st_size
+    most = _MESSAGE if path.suffix != ".gz" else int(min(_MESSAGE, limits.unpacked(size)))
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as f:
+            data = f.read(most + 1) if size <= _MESSAGE else b""
+    except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+        raise PaseError(f"it cannot be decompressed ({e})", where=str(path)) from e
+    if size > _MESSAGE or len(data) > most:
+        raise PaseError(
+            f"it has more than {most >> 20} MiB; protobuf messages have at most 2 GiB, and a packed file at most "
+            f"{limits.ratio:.0f} times its size",
+            where=str(path),
+            fix="profile fewer steps",
+        )
+    return data
+
+
+def _devices(space: Message) -> dict[int, str]:
+    """Returns the number and the name of each device that has a plane with its name."""
+    out: dict[int, str] = {}
+    for plane in space.planes:
+        number = plane.name.rpartition(":")[2]
+        if plane.name.startswith("/device:") and number.isdigit():
+            names = {k: v.name for k, v in plane.stat_metadata.items()}
+            stats = {names.get(s.metadata_id): s.str_value for s in plane.stats}
+            found = stats.get("gpu_device_name") or stats.get("device_type_string")
+            if found:
+                out[int(number)] = found
+    return out
 
 
 def _facts(space: Message, module: str, where: str) -> HloFacts | None:
@@ -83,7 +117,12 @@ def _start_ns(space: Message) -> int:
 
 
 def _plane(
-    plane: Message, b: Builder, steps: list[tuple[int, int, int]], executions: Executions, begun: int
+    plane: Message,
+    b: Builder,
+    steps: list[tuple[int, int, int]],
+    executions: Executions,
+    kernels: Kernels,
+    begun: int,
 ) -> None:
     stat_names = {k: v.name for k, v in plane.stat_metadata.items()}
     device_plane = plane.name.startswith("/device:")
@@ -111,6 +150,7 @@ def _plane(
                 stat_names,
                 steps,
                 executions,
+                kernels,
             )
 
 
@@ -125,6 +165,7 @@ def _event(
     stat_names: dict[int, str],
     steps: list[tuple[int, int, int]],
     executions: Executions,
+    kernels: Kernels,
 ) -> None:
     op = _text(stats.get("hlo_op"), stat_names)
     correlation = _number(stats.get("correlation_id"))
@@ -132,11 +173,15 @@ def _event(
         plane, line[1], _number(stats.get("device_ordinal")) if "device_ordinal" in stats else None
     )
     if name and (op or plane.startswith("/device:")):
+        # In a CUDA graph, the profiler knows only the graph, so its ops are known by their kernels.
+        known = "" if in_graph(op) else op
         lane = b.lane((name, ordinal), True, f"{ordinal}:{name}")
-        operation = hlo_collective(op or text)
+        operation = hlo_collective(known or text) or operation_of(text)
         group = b.group("") if operation else -1
         kind = COLLECTIVE if operation else KINDS.index("kernel")
-        b.add(lane, kind, b.name(op or text), start, duration, correlation, -1, operation, group)
+        b.add(lane, kind, b.name(known or text), start, duration, correlation, -1, operation, group)
+        if known:
+            kernels.add(known, text, duration)
         if op:
             # Programs may share a name, such as a step that was compiled twice, or two plans of one model.
             program, run = _number(stats.get("program_id")), stats.get("run_id")
@@ -147,6 +192,8 @@ def _event(
                 str(run.int64_value or run.uint64_value) if run else "",
                 start,
                 start + duration,
+                line[1],
+                known or text,
             )
         return
     lane = b.lane(line, False, line[1] or str(line[0]))
