@@ -86,6 +86,8 @@ def _become(words: tuple[str, ...], folder: Path, environment: dict[str, str], s
         program, *rest = "python", "-m", "pase.cli", *rest
     assert program == "python", program
     if rest[0] == "-m":
+        for name in [n for n in sys.modules if n.partition(".")[0] == "bench"]:
+            del sys.modules[name]  # the folder may have its own copy
         sys.argv, sys.path[:0] = rest[1:], [str(folder)]
         runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
     else:

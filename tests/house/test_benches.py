@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bench.cases import SHARED
 from bench.runner import benches
+from tests import program
 
 ROOT = Path(__file__).parents[2]
 SMALLEST = {
@@ -92,9 +91,9 @@ def run(name: str, arguments: str, folder: Path) -> None:
     """Run a bench in a copy of its folder, so that it cannot replace the results and pages of the project."""
     shutil.copytree(ROOT / "bench", folder / "bench", ignore=shutil.ignore_patterns("results", "__pycache__"))
     shutil.copytree(ROOT / "docs", folder / "docs")
-    command = [sys.executable, "-m", "bench", name, *shlex.split(arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PASE_DATA": str(SHARED)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    words = ("python", "-m", "bench", name, *shlex.split(arguments))
+    done = program.run(*words, folder=folder, environment=environment)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     written = [*(folder / "bench").rglob("results/*.json"), *folder.glob("*.json")]
     assert written, "no result file"

@@ -18,7 +18,8 @@ from pase.backends.jax.spmd.generated import random_part
 from pase.backends.jax.spmd.halo import WINDOWED
 from pase.errors import PaseError
 from pase.frontends.jax.attention import call_of
-from pase.frontends.jax.rules import SCATTERS
+from pase.frontends.jax.contexts import without_mesh
+from pase.frontends.jax.rules import RULES, SCATTERS
 from pase.frontends.jax.types import Eqn
 from pase.frontends.jax.versions import evaluate as plain
 from pase.frontends.jax.versions import source_line
@@ -27,6 +28,7 @@ from pase.local.types import Extents, LocalOperand, LocalProgram, LocalResult
 if TYPE_CHECKING:
     from jax import Array
     from jax.lax import GatherScatterMode
+    from jax.stages import Traced
     from jax.typing import DTypeLike
 
     from pase.backends.jax.spmd.values import DeviceValue
@@ -49,10 +51,53 @@ def evaluate(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
         if isinstance(e, PaseError):
             raise
         raise NotLowered(f"JAX refuses it on parts: {str(e).splitlines()[0]}") from e
+    if name not in RULES:
+        _check_compiles(call, ins)
     for x, shape in zip(outs, call.shapes, strict=True):
         if shape is not None and tuple(x.shape) != shape:
             raise NotLowered(f"its result on parts has shape {tuple(x.shape)}, but the plan has {shape}")
     return [x if r is None else _summed(call, x, r) for x, r in zip(outs, call.results, strict=True)]
+
+
+def _check_compiles(call: ManualCall, ins: Sequence[Array]) -> None:
+    """Raises NotLowered if a primitive of another library cannot be compiled inside ``shard_map``, or its derivative.
+
+    JAX runs such a library's code when it compiles the step, after the walk. An error would then reach the user, and
+    the annotated lowering could not take over.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+
+    floats = [i for i, x in enumerate(ins) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def forward_and_backward(*xs: Array) -> list[Array]:
+        def made(*given: Array) -> list[Array]:
+            whole = dict(zip(floats, given, strict=True))
+            outs = plain(call.eqn, [whole.get(i, x) for i, x in enumerate(xs)], call.info)
+            return [x for x in outs if x is not None and jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        outs, pull = jax.vjp(made, *(xs[i] for i in floats))
+        return [*outs, *pull([jnp.ones_like(x) for x in outs])]
+
+    def forward(*xs: Array) -> list[Array]:
+        return [x for x in plain(call.eqn, list(xs), call.info) if x is not None]
+
+    def traced(fn: Callable[..., list[Array]]) -> Traced:
+        whole = PartitionSpec()
+        mapped = jax.shard_map(fn, mesh=call.devices, in_specs=whole, out_specs=whole, check_vma=False)
+        return jax.jit(mapped).trace(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ins))
+
+    with without_mesh():
+        try:
+            step = traced(forward_and_backward if floats and call.op.op.differentiable else forward)
+        except Exception:  # it has no derivative by all operands at once; the walk differentiates it by some
+            step = traced(forward)
+        try:
+            step.lower()
+        except Exception as e:  # the library's own code may raise anything
+            said = str(e).strip().partition("\n")[0]
+            raise NotLowered(f"its library cannot compile it on parts: {type(e).__name__}: {said}") from e
 
 
 def check_sums(

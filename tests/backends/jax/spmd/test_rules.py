@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax import lax
 
+import pase
 from bench.cases.plans import TOLERANCE, case_of
 from pase.backends.audit.xla import compare, sharded_step, unsharded_step, worst_difference
 from pase.backends.jax.plan import Lowering
@@ -141,3 +142,38 @@ def test_summands_are_not_rounded_to_eight_bits():
     np.testing.assert_array_equal(step.gradients["w"], jax.grad(of)(params, x)["w"])
     sums = next(r for r in compare(plan, step.compiled, step.lowering) if r.kind == "all_reduce")
     assert sums.compiled >= 4 * D * D and sums.error == 0
+
+
+def doubled_outside_shard_map() -> Any:
+    """A primitive of another library, whose code runs when JAX compiles the step, and fails inside ``shard_map``."""
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, mlir
+
+    doubled = Primitive("doubled_outside_shard_map")
+
+    def double(x: Any) -> Any:
+        if jax.typeof(x).sharding.mesh.manual_axes:
+            raise ValueError("structures do not match")
+        return 2 * x
+
+    doubled.def_impl(double)
+    doubled.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+    ad.deflinear2(doubled, lambda g, x: [doubled.bind(g)])
+    mlir.register_lowering(doubled, mlir.lower_fun(double, multiple_results=False))
+    return doubled
+
+
+def test_a_primitive_that_its_library_cannot_compile_on_parts_is_left_to_xla() -> None:
+    doubled = doubled_outside_shard_map()
+
+    def loss(w: Any, x: Any) -> Any:
+        return (doubled.bind(x @ w) ** 2).mean()
+
+    w, x = jnp.eye(8) + 0.1, jnp.arange(64.0).reshape(8, 8) / 64
+    plan = pase.compile(loss, w, x, devices=2)
+    with pytest.warns(UserWarning, match="cannot compile it on parts: ValueError: structures do not match"):
+        made = jax.jit(plan.jax.value_and_grad())(w, x)
+    for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(jax.value_and_grad(loss)(w, x)), strict=True):
+        assert jnp.allclose(a, b, rtol=1e-5)
+    with pytest.raises(NotManual, match="structures do not match"):
+        jax.jit(plan.jax.value_and_grad(lowering="manual"))(w, x)
