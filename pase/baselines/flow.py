@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pase.ir import Graph, Node, Op, dim_classes
-from pase.ir.names import DimKey
+from pase.ir.names import DimKey, view_classes
 from pase.once import once
 
 __all__ = ["Roles", "Weight", "roles"]
@@ -85,7 +85,8 @@ def roles(graph: Graph) -> Roles:
     model = _model_dims(weights)
     experts = frozenset(c for w in weights for c in w.shared) - batch
     inner, ends = (
-        frozenset(found) - experts - batch - model for found in _tensor_dims(graph, classes, weights, model)
+        frozenset(found) - experts - batch - model
+        for found in _tensor_dims(graph, classes, weights, model, view_classes(graph, classes))
     )
     tensor = inner | ends
     sequence = frozenset(
@@ -175,9 +176,16 @@ def _model_dims(weights: tuple[Weight, ...]) -> frozenset[int]:
 
 
 def _tensor_dims(
-    graph: Graph, classes: dict[DimKey, int], weights: tuple[Weight, ...], model: frozenset[int]
+    graph: Graph,
+    classes: dict[DimKey, int],
+    weights: tuple[Weight, ...],
+    model: frozenset[int],
+    views: Mapping[int, frozenset[int]],
 ) -> tuple[set[int], set[int]]:
-    """(Dims between a column weight and its row weight, dims at which look-ups start or columns end)."""
+    """(Dims between a column weight and its row weight, dims at which look-ups start or columns end).
+
+    views: dim -> the dims that are split in the same way.
+    """
     inner: set[int] = set()
     ends: set[int] = set()
     products = [w for w in weights if w.op.kind != "conv"]
@@ -195,10 +203,13 @@ def _tensor_dims(
                 for m in _reach(before, w.node, readers)
                 if m not in readers and graph.node[m].kind in ("matmul", "attention")
             ]
-            inner.update([c for c in summed if all(c in here for here in between)] if between else summed[:1])
+            shared = (
+                [c for c in summed if all(views[c] & here for here in between)] if between else summed[:1]
+            )
+            inner.update(*(views[c] for c in shared))
         elif model & {*w.contracted} and not rows & _reach(after, w.node, readers):
             ends.update([c for c in w.out if c not in model][:1])
-    return inner, ends
+    return inner - ends, ends
 
 
 def _neighbours(graph: Graph) -> tuple[dict[str, list[str]], dict[str, list[str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 import networkx as nx
@@ -10,7 +11,7 @@ import networkx as nx
 from pase.ir.maps import AccessMap, Walk
 from pase.ir.types import Access, Graph, IterationSpace, Node, Op
 
-__all__ = ["dim_classes", "named"]
+__all__ = ["dim_classes", "named", "view_classes"]
 
 _LETTERS = "dhkfevcnmpqrtuwxyzagijlo"
 _VERBS: dict[str, str] = {"matmul": "dot", "conv": "conv", "gather": "take"}
@@ -37,6 +38,26 @@ def dim_classes(graph: Graph) -> dict[DimKey, int]:
             ):
                 alike.add_edges_from(((e.src, x), (e.dst, y)) for x, y in zip(made, read, strict=True))
     return {key: number for number, keys in enumerate(nx.connected_components(alike)) for key in keys}
+
+
+def view_classes(graph: Graph, classes: Mapping[DimKey, int]) -> dict[int, frozenset[int]]:
+    """Class -> the classes that views make of its dims and whose blocks are the same, itself included.
+
+    For example, the dim (heads features) of a projection, heads, and the factor (heads of keys) of heads: blocks of a
+    dim are blocks of its major factor.
+    """
+    alike: nx.Graph[int] = nx.Graph()
+    alike.add_nodes_from(classes.values())
+    major: dict[tuple[str, int], int] = {}
+    for n in graph.nodes:
+        for op in n.ops:
+            for a in (*op.reads, *op.writes):
+                for t, walk in enumerate(a.map.walks):
+                    dims = [d for d in walk.dims if n.space[d].kind != "ring"]
+                    if dims:
+                        first = classes[n.name, dims[0]]
+                        alike.add_edge(first, major.setdefault((a.tensor, t), first))
+    return {c: frozenset(same) for same in nx.connected_components(alike) for c in same}
 
 
 def named(graph: Graph) -> Graph:

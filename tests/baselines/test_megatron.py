@@ -2,12 +2,18 @@
 
 from collections import Counter
 
-from pase.baselines import Intent, Skipped, roles
+import jax
+
+from pase.baselines import Intent, Skipped, baselines, roles
+from pase.frontends.jax.frontend import trace
+from pase.ir import named, simplify
 from tests.baselines.helpers import (
     BATCH,
     GPT,
     GPT_REMAT,
+    H100,
     LAYERS,
+    MODEL,
     SEQ,
     VOCAB,
     WIDTH,
@@ -16,6 +22,7 @@ from tests.baselines.helpers import (
     made,
     offered,
     split,
+    weights,
 )
 
 
@@ -112,3 +119,40 @@ def test_small_batches_leave_tensor_parallelism():
     found = offered("gpt2?batch=8", 32)
     assert isinstance(found["data_parallel"], Skipped)
     assert isinstance(found["megatron_8x4"], Intent)
+
+
+def merged_heads():
+    """Three decoder layers whose projections have one dim (heads features), as PyTorch's and Flax's Linear have, with
+    fewer heads of keys and values than of queries."""
+    heads, few, width, hidden = 8, 4, 64, 128
+
+    def loss(p, x):
+        b, s, _ = x.shape
+        for layer in p:
+            q, k, v = (
+                (x @ layer[name]).reshape(b, s, n, width // heads)
+                for name, n in (("q", heads), ("k", few), ("v", few))
+            )
+            y = jax.nn.dot_product_attention(q, k, v).reshape(b, s, width)
+            x = x + y @ layer["o"]
+            x = x + jax.nn.gelu(x @ layer["up"]) @ layer["down"]
+        return (x**2).mean()
+
+    def shape(*sizes):
+        return jax.ShapeDtypeStruct(sizes, "float32")
+
+    narrow = width * few // heads
+    layer = {"q": shape(width, width), "k": shape(width, narrow), "v": shape(width, narrow)}
+    layer |= {"o": shape(width, width), "up": shape(width, hidden), "down": shape(hidden, width)}
+    return named(simplify(trace(loss, [layer] * 3, shape(16, 32, width)).graph))
+
+
+def test_projections_to_all_heads_at_once_are_split_too():
+    """Heads are a factor of the projections' dim. Without that, every model device would project all heads."""
+    graph = merged_heads()
+    (b,) = baselines(graph, 8, H100, MODEL, only=("megatron_2x4",))
+    for name in weights(graph):
+        assert list(split(graph, b, name)) == ["model"], name
+    # Two all-reduces a layer in the forward pass, as with separate heads, and nothing else.
+    sent = [c for c in collectives(graph, b) if "model" in c.axes and c.phase == "forward"]
+    assert [c.kind for c in sent] == ["all_reduce"] * (2 * 3)

@@ -27,3 +27,24 @@ def test_the_width_is_d() -> None:
         (name,) = [n.name for n in graph.nodes if n.kind == "matmul" and n.name.endswith("attention.wq:dot")]
         assert [d.name for d in graph.node[name].space][:1] == ["b"]
         assert graph.node[name].space["d"].size == 64
+
+
+def test_blocks_of_a_projection_are_blocks_of_its_heads() -> None:
+    """Heads of 4, of which 2 share keys: (heads features), heads and (groups, members) have the same blocks."""
+    import jax
+
+    from pase.frontends.jax.frontend import trace
+    from pase.ir import simplify
+    from pase.ir.names import dim_classes, named, view_classes
+
+    def loss(p, x):  # type: ignore[no-untyped-def]
+        y = (x @ p["q"]).reshape(8, 4, 16).reshape(8, 2, 2, 16) @ p["m"]
+        return (y**2).sum()
+
+    shapes = {"q": jax.ShapeDtypeStruct((32, 64), "float32"), "m": jax.ShapeDtypeStruct((16, 16), "float32")}
+    graph = named(simplify(trace(loss, shapes, jax.ShapeDtypeStruct((8, 32), "float32")).graph))
+    classes = dim_classes(graph)
+    views = view_classes(graph, classes)
+    sizes = {c: graph.node[n].space[d].size for (n, d), c in classes.items()}
+    (wide,) = {c for c in classes.values() if sizes[c] == 64}
+    assert {sizes[c] for c in views[wide]} >= {64, 2} and 32 not in {sizes[c] for c in views[wide]}
