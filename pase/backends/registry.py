@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from pase.errors import PaseError
+from pase.plan.targets import TARGETS, limited_to
 from pase.registry import Registry
 
 if TYPE_CHECKING:
+    from pase.plan.targets import PlanTarget
     from pase.plan.types import PlanData
 
-__all__ = ["BACKENDS", "Backend", "Emit", "emit"]
+__all__ = ["BACKENDS", "Backend", "Emit", "NotExpressed", "emit"]
 
 
 class Emit(Protocol):
@@ -38,6 +41,10 @@ class Backend:
     """Whether it writes the stages of a pipelined plan. All other backends refuse such plans."""
 
 
+class NotExpressed(PaseError):
+    """A plan that a backend cannot express. ``emit`` adds how to compile one that it can."""
+
+
 BACKENDS: Registry[Backend] = Registry("backend", package="pase.backends.emit")
 
 
@@ -46,4 +53,25 @@ def emit(plan: PlanData, to: str, path: str | Path, model: object = None) -> str
     backend = BACKENDS[to]
     if not backend.stages:
         plan.check_emitted()
-    return backend.emit(plan, Path(path), model=plan.model if model is None else model)
+    try:
+        if to in TARGETS:
+            _check_step(plan, to, TARGETS[to])
+        return backend.emit(plan, Path(path), model=plan.model if model is None else model)
+    except NotExpressed as e:
+        if to not in TARGETS or limited_to(plan, to):
+            raise
+        fix = f"compile for it with --for {to} (target='{to}')" + (f", or {e.fix}" if e.fix else "")
+        raise NotExpressed(e.what, where=e.where, fix=fix) from None
+
+
+def _check_step(plan: PlanData, to: str, target: PlanTarget) -> None:
+    """Raise NotExpressed if the plan's step has micro-batches or recomputation that the target does not run."""
+    unknown = [f"{plan.accumulate} micro-batches"] if plan.accumulate > 1 and not target.micro_batches else []
+    # A target recomputes every layer or none, as the search for it does.
+    known = target.recomputes and limited_to(plan, to)
+    unknown += ["recomputed blocks"] if plan.remat and not known else []
+    if unknown:
+        raise NotExpressed(
+            f"{target.program} cannot express its {' and '.join(unknown)}",
+            where=f"the plan for '{plan.model}'",
+        )

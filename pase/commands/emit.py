@@ -11,6 +11,7 @@ from pase.backends.registry import BACKENDS
 from pase.backends.registry import emit as write
 from pase.commands.options import JsonOption, LayoutFile, StrictOption, print_json, strictly, warn_misfit
 from pase.files.terminal import console
+from pase.plan.targets import TARGETS
 
 __all__ = ["emit"]
 
@@ -38,10 +39,12 @@ def emit(
 
     BACKENDS
 
+    To search only what one of these can express: pase compile --for TARGETS.
+
     \b
     Example:
-      pase compile model.onnx --devices 32 -o layout.json
-      pase emit layout.json --to onnx -o annotated.onnx
+      pase compile 'hf:LlamaForCausalLM?batch=32' --devices 32 --for fsdp2 -o layout.json
+      pase emit layout.json --to fsdp2 -o parallelize.py
     """
     import pase
     from pase.compiler.resolve import attached, resolve
@@ -61,4 +64,4 @@ def emit(
 
 _WIDE = max(map(len, BACKENDS))
 _LISTED = "\n    ".join(["\b", *(f"--to {name:<{_WIDE}} {b.writes}" for name, b in BACKENDS.items())])
-emit.__doc__ = (emit.__doc__ or "").replace("BACKENDS", _LISTED)
+emit.__doc__ = (emit.__doc__ or "").replace("BACKENDS", _LISTED).replace("TARGETS", ", ".join(TARGETS))

@@ -23,6 +23,7 @@ from pase.compiler.problem.variants import Variant, variants
 from pase.compiler.resolve import traced_model
 from pase.compiler.stages.pipelines import search_pipelines
 from pase.compiler.stages.plans import plan_staged
+from pase.compiler.targets import for_target
 from pase.compiler.uneven import or_padded
 from pase.errors import Infeasible, PaseError
 from pase.frontends.registry import NotInParts
@@ -34,6 +35,7 @@ from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
+    from pase.plan.targets import TargetForm
     from pase.plan.types import PlanData
 
 __all__ = ["Compiled", "compare_model", "compile_model"]
@@ -66,6 +68,8 @@ def compile_model(
     start = time.perf_counter()
     say("tracing the model")
     traced, name = traced_model(model, params, batch, options)
+    if options.target != "any":
+        return for_target(options, lambda o, form: _compiled(traced, name, o, say, start, form), say)
     if options.uneven == "whole":
         return _compiled(traced, name, options, say, start)
     written: Compiled | Infeasible
@@ -83,9 +87,20 @@ def compile_model(
     )
 
 
-def _compiled(traced: Traced, name: str, options: CompileOptions, say: Progress, start: float) -> Compiled:
-    """Return a traced model's plan without stages. start: the time when the work on it began."""
-    problem = _problem(traced, options)
+def _compiled(
+    traced: Traced,
+    name: str,
+    options: CompileOptions,
+    say: Progress,
+    start: float,
+    form: TargetForm | None = None,
+) -> Compiled:
+    """Return a traced model's plan without stages.
+
+    start: the time when the work on it began.
+    form: the form that its strategy must have; None for any strategy.
+    """
+    problem = _problem(traced, options, form)
     written, limit = problem, options.limit_bytes(problem.machine)
     tries = list(variants(traced, problem.graph, options, limit is not None))
     if tries[0][0] != Variant():
@@ -123,13 +138,15 @@ def _compiled(traced: Traced, name: str, options: CompileOptions, say: Progress,
     total_s = time.perf_counter() - start
     seconds = {"trace": traced_s, **found.seconds, **methods, "total": total_s}
     fit = NO_LIMIT if limit is None else Fit(limit=int(limit), misfit=misfit, baselines=needs)
+    if form is not None:
+        proven = {**proven, "target": options.target, "form": form.name}
     plan = plan_found(problem, found, name, traced, seconds, given, skipped, fit, proven)
     if options.pipeline == "auto":
         plan = _or_staged(plan, written, traced, name, options, say)
     return Compiled(plan=plan, problem=problem, traced=traced, given=tuple(given))
 
 
-def _problem(traced: Traced, o: CompileOptions) -> SplitProblem:
+def _problem(traced: Traced, o: CompileOptions, form: TargetForm | None = None) -> SplitProblem:
     """Return the problem of the model as written. Raises PaseError if the machine does not support the options."""
     if traced.fixed and o.uneven != "whole":
         raise PaseError(
@@ -138,7 +155,7 @@ def _problem(traced: Traced, o: CompileOptions) -> SplitProblem:
             fix=f"leave out uneven (--uneven), or {FREE_LAYOUTS}",
         )
     problem = SplitProblem.of(
-        traced.graph, o.devices, o.machine, o.cost_model, o.optimizer, o.overlap, o.target, traced.fixed
+        traced.graph, o.devices, o.machine, o.cost_model, o.optimizer, o.overlap, form, traced.fixed
     )
     _check_machine(problem, o)
     return problem

@@ -349,8 +349,6 @@ class Graph:
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...] = ()
     meta: Mapping[str, str] = field(default_factory=dict)
-    one_axis_a_dim: bool = False
-    """Whether each dim of a tensor may be split along at most one mesh axis. Some targets cannot express more."""
     fixed: Mapping[str, FixedLayout] = field(default_factory=dict)
     """Parameter or input -> the layout that the user fixed. The search decides the layouts of the others."""
     remarks: tuple[Remark, ...] = ()

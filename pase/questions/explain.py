@@ -16,7 +16,6 @@ from pase.plan.types import NodePlan, PlanData
 from pase.tables.itemize import Collective, LocalWork
 
 if TYPE_CHECKING:
-    from pase.compiler.problem.options import PlanTarget
     from pase.compiler.problem.problem import SplitProblem
     from pase.frontends.registry import Traced
     from pase.ir import FixedLayout
@@ -320,9 +319,10 @@ def _machine_of(plan: PlanData, machine: str | None) -> tuple[Machine | None, st
 def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
     from pase.compiler.problem.problem import SplitProblem
     from pase.compiler.problem.variants import ProductPrecision, Variant
+    from pase.plan.targets import form_of
     from pase.tables.decompose import Decompose
 
-    target: PlanTarget = "dtensor" if plan.provenance.get("target") == "dtensor" else "any"
+    form = form_of(plan.provenance.get("target", ""), plan.provenance.get("form", "any"))
     overlap = "none" if plan.overlap is None else "parameters"
     problem = SplitProblem.of(
         traced.graph,
@@ -331,7 +331,7 @@ def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
         plan.cost_model,
         plan.optimizer,
         overlap,
-        target,
+        form,
         _fixed(plan, traced),
     )
     precision: ProductPrecision = "fp8" if plan.provenance.get("precision") == "fp8" else "model"

@@ -3,26 +3,28 @@ for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pase.ir import FixedLayout, Graph
+from pase.ir import FixedLayout, Graph, Node
 from pase.machine import COLLECTIVES, CollectiveKind, CostModel, Mesh
 from pase.tables.charges import SUMS, Charge, Flow, node_charges
 from pase.tables.decompose import TAKEN_APART, decomposed_times
 from pase.tables.facts import EdgeFacts, Facts, facts
 from pase.tables.fixed import as_fixed, fixed_layout
-from pase.tables.layouts import LayoutRule, access_rules, configs
+from pase.tables.layouts import LayoutRule, configs
 from pase.tables.reshard import Plans, compare
 from pase.tables.types import CostTables, EdgeTable
 from pase.tables.work import Work, node_work
 
 __all__ = [
     "GRANULE_BYTES",
+    "ConfigLimit",
     "EdgeCosts",
     "PhaseCosts",
     "Space",
@@ -223,21 +225,33 @@ def phase_costs(
     return tuple(made[key] for key in keys)
 
 
-def config_space(graph: Graph, mesh: Mesh, model: CostModel) -> tuple[np.ndarray, ...]:
-    """The configs of each node; equal nodes share an array.
+class ConfigLimit(Protocol):
+    """A limit on the configs of nodes, for instance to those that a target can express."""
+
+    def alike(self, node: Node, /) -> Hashable:
+        """Nodes with equal dims for which this is equal have the same allowed configs."""
+
+    def allowed(self, node: Node, cfg: np.ndarray, mesh: Mesh, /) -> np.ndarray:
+        """bool [K]: which of the configs are allowed. cfg: int8 [K, axes]."""
+
+
+def config_space(
+    graph: Graph, mesh: Mesh, model: CostModel, limit: ConfigLimit | None = None
+) -> tuple[np.ndarray, ...]:
+    """The configs of each node within the limit; equal nodes share an array.
 
     If the machine's compiler reduces the gradient of each reader separately, configs that leave a gradient partial are
     excluded. For a tensor with a fixed layout, only configs with that layout remain; there are none if the mesh cannot
     hold it.
     """
     apart = not model.machine.sums_readers
-    memo: dict[tuple[int, tuple[LayoutRule, ...], FixedLayout | None], np.ndarray] = {}
+    memo: dict[tuple[int, Hashable, FixedLayout | None], np.ndarray] = {}
     same: dict[bytes, np.ndarray] = {}
     out = []
     for n, number in zip(graph.nodes, facts(graph).space, strict=True):
-        rules = tuple(access_rules(n)) if graph.one_axis_a_dim else ()
         fixed = fixed_layout(graph, n)
-        key = (number, rules, None if fixed is None else replace(fixed, path=""))
+        alike = None if limit is None else limit.alike(n)
+        key = (number, alike, None if fixed is None else replace(fixed, path=""))
         if key not in memo:
             cfg = configs(n, mesh)
             if fixed is not None:
@@ -245,8 +259,8 @@ def config_space(graph: Graph, mesh: Mesh, model: CostModel) -> tuple[np.ndarray
             if apart:
                 waiting = [i for i, d in enumerate(n.space) if d.kind == "pending"]
                 cfg = cfg[~np.isin(cfg, waiting).any(axis=1)]
-            for rule in rules:
-                cfg = cfg[rule.by_one_axis(cfg, mesh)]
+            if limit is not None:
+                cfg = cfg[limit.allowed(n, cfg, mesh)]
             memo[key] = same.setdefault(cfg.tobytes(), cfg)
         out.append(memo[key])
     return tuple(out)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pase
 from pase.backends.registry import BACKENDS
+from pase.plan.targets import TARGETS
 from tests.command import printed, reported, run
 
 
@@ -24,6 +25,10 @@ def test_a_layout_is_written_in_another_format(plan: pase.Plan, tmp_path: Path) 
 def test_the_help_lists_every_format() -> None:
     text = printed("emit", "--help")
     assert all(f"--to {name}" in text for name in BACKENDS)
+    # Those for which a plan can be compiled are listed there and in the help of compile.
+    for command in ("emit", "compile"):
+        said = " ".join(printed(command, "--help").partition("--for")[2].split()).replace("- ", "-")
+        assert all(name in said for name in TARGETS)
 
 
 def test_an_unknown_format_is_refused(plan: pase.Plan, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pase.backends.emit.torch_styles import DataStyle, data_style, units_of
-from pase.backends.registry import BACKENDS, Backend
-from pase.errors import PaseError
+from pase.backends.registry import BACKENDS, Backend, NotExpressed
+from pase.plan.targets import TARGETS, PlanTarget, TargetAxis, TargetForm, limited_to
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
@@ -17,6 +17,7 @@ __all__ = ["emit", "source"]
 
 _FILE = '''"""{model} on {devices} devices by FSDP2, as pase planned it."""
 
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -25,6 +26,8 @@ MESH = {mesh}
 UNITS = {units}
 SHARD_DIMS = {dims}
 RESHARD_AFTER_FORWARD = {reshard}
+RECOMPUTE = {recompute}  # whether backward runs each unit again instead of keeping what is inside of it
+MICRO_BATCHES = {micro}
 
 
 def parallelize(module, device_type="cuda"):
@@ -32,6 +35,9 @@ def parallelize(module, device_type="cuda"):
     the means over the ranks."""
     mesh = init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
     dims = {{id(module.get_parameter(path)): dim for path, dim in SHARD_DIMS.items()}}
+    if RECOMPUTE:
+        units = {{id(module.get_submodule(path)) for path in UNITS}}
+        apply_activation_checkpointing(module, check_fn=lambda part: id(part) in units)
     for unit in [*map(module.get_submodule, UNITS), module]:
         fully_shard(
             unit,
@@ -40,29 +46,42 @@ def parallelize(module, device_type="cuda"):
             shard_placement_fn=lambda parameter: Shard(dims.get(id(parameter), 0)),
         )
     return module
+
+
+def backward(loss, module, *batch):
+    """Run the step's forward and backward passes on this rank's part of the batch. loss(module, *batch): a mean over
+    its examples. Returns the mean loss; gradients are added to those that are there."""
+    parts = list(zip(*(x.chunk(MICRO_BATCHES) for x in batch), strict=True))
+    total = 0.0
+    for part in parts:
+        value = loss(module, *part) / len(parts)
+        value.backward()
+        total += value.detach()
+    return total
 '''
 
 
 def source(plan: PlanData) -> tuple[str, DataStyle]:
     """The contents of the file, and the plan's style. Raises PaseError if the plan is not equivalent to FSDP2."""
-    style = data_style(plan, "FSDP2")
+    style = data_style(plan, "FSDP2", limited=limited_to(plan, "fsdp2"))
     if not style.shard:
-        raise PaseError(
+        raise NotExpressed(
             "this plan is not FSDP2: it shards neither parameters nor their state",
             where=f"the plan for '{plan.model}'",
             fix="use DistributedDataParallel",
         )
-    if plan.accumulate > 1 or plan.remat:
-        raise PaseError(
-            "FSDP2 cannot express its micro-batches or recomputed blocks",
+    order = [a for a in plan.mesh.names if a in (*style.replicate, *style.shard)]
+    if order != [*style.replicate, *style.shard]:
+        raise NotExpressed(
+            "this plan is not FSDP2: it replicates parameters within the groups over which it shards them, but FSDP2 "
+            "shards them within replicas",
             where=f"the plan for '{plan.model}'",
             fix="run it with plan.torch",
         )
-    order = [a for a in plan.mesh.names if a in (*style.replicate, *style.shard)]
-    if order != [*style.replicate, *style.shard]:
-        raise PaseError(
-            "this plan is not FSDP2: it replicates parameters within the groups over which it shards them, but FSDP2 "
-            "shards them within replicas",
+    units = units_of(plan)
+    if plan.remat and len(plan.remat) != len(units):
+        raise NotExpressed(
+            f"it recomputes {len(plan.remat)} blocks, which are not the {len(units)} numbered modules of the model",
             where=f"the plan for '{plan.model}'",
             fix="run it with plan.torch",
         )
@@ -72,9 +91,11 @@ def source(plan: PlanData) -> tuple[str, DataStyle]:
         model=plan.model,
         devices=plan.devices,
         mesh=mesh,
-        units=pprint.pformat(list(units_of(plan)), width=100),
+        units=pprint.pformat(list(units), width=100),
         dims=pprint.pformat({path: dim for path, dim in style.dims.items() if dim}, width=100),
         reshard=style.gathered,
+        recompute=bool(plan.remat),
+        micro=plan.accumulate,
     )
     return text, style
 
@@ -93,4 +114,22 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
     return f"{path}: parallelize(module) by fully_shard, for a PyTorch program{rest}"
 
 
+_REPLICATE = TargetAxis(name="replicate", use="replicate")
+TARGETS.add(
+    "fsdp2",
+    PlanTarget(
+        program="FSDP2",
+        says="the batch over all devices, and parameters or their state over all of them or within groups",
+        micro_batches=True,
+        recomputes=True,
+        forms=(
+            TargetForm(
+                name="parameters", axes=(_REPLICATE, TargetAxis(name="shard", use="shard", at_least=2))
+            ),
+            TargetForm(
+                name="state", axes=(_REPLICATE, TargetAxis(name="shard", use="shard_state", at_least=2))
+            ),
+        ),
+    ),
+)
 BACKENDS.add("fsdp2", Backend(writes="FSDP2 (fully_shard) in Python, if it can express the plan", emit=emit))

@@ -26,6 +26,7 @@ from pase.backends.mesh_tf.program import MeshTfProgram, MeshTfValue, SourceOp, 
 from pase.backends.registry import BACKENDS, Backend
 from pase.errors import PaseError
 from pase.ir import Graph
+from pase.plan.targets import TARGETS, PlanTarget, TargetForm
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData, TensorPlan
@@ -268,6 +269,14 @@ def _plain(a: np.ndarray) -> np.ndarray:
     return a.astype(np.float32) if a.dtype.name == "bfloat16" else a
 
 
+TARGETS.add(
+    "mesh-tf",
+    PlanTarget(
+        program="Mesh-TensorFlow",
+        says="each dim of a tensor along one mesh dim, and optimizer state laid out as its parameter",
+        forms=(TargetForm(one_axis_a_dim=True, state_as_stored=True),),
+    ),
+)
 BACKENDS.add(
     "mesh-tf",
     Backend(writes="Mesh-TensorFlow program with mesh_shape and layout_rules", emit=emit, needs_model=True),

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pase.backends.registry import BACKENDS, Backend
-from pase.errors import PaseError
+from pase.backends.registry import BACKENDS, Backend, NotExpressed
 from pase.files.json_values import JsonObject
+from pase.plan.targets import TARGETS, PlanTarget, TargetForm
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -86,18 +86,18 @@ def _joined(plan: PlanData, tensors: Sequence[tuple[str, Placement]]) -> dict[st
             if owner.setdefault(a, axes) != axes:
                 where = next(path for path, p in tensors if axes in p or owner[a] in p)
                 wide = " and ".join(axes if len(axes) > len(owner[a]) else owner[a])
-                raise PaseError(
+                raise NotExpressed(
                     f"DTensor splits a tensor's dim along one mesh dim, but this plan splits one along {wide}, which "
                     f"it also uses separately",
                     where=f"tensor '{where}'",
-                    fix="compile for it with --for dtensor (target='dtensor'), or emit --to names",
+                    fix="write its layouts with emit --to names",
                 )
         if at != list(range(at[0], at[0] + len(at))):
-            raise PaseError(
+            raise NotExpressed(
                 f"DTensor splits a tensor's dim along one mesh dim, but this plan splits one along {', '.join(axes)}, "
                 f"which are not adjacent in its mesh {'×'.join(map(str, plan.mesh.sizes))}",
                 where=f"the plan for '{plan.model}'",
-                fix="compile for it with --for dtensor (target='dtensor'), or emit --to names",
+                fix="write its layouts with emit --to names",
             )
     return {a: "_".join(owner.get(a, (a,))) for a in names}
 
@@ -149,4 +149,12 @@ def read_layouts(data: JsonObject, mesh: Tree) -> dict[str, Tree]:
     return {path: dtensor.Layout(specs, mesh) for path, specs in data.get("reads", {}).items()}
 
 
+TARGETS.add(
+    "dtensor",
+    PlanTarget(
+        program="DTensor",
+        says="each dim of a tensor along one mesh dim",
+        forms=(TargetForm(one_axis_a_dim=True),),
+    ),
+)
 BACKENDS.add("dtensor", Backend(writes="TensorFlow DTensor layouts, by variable name", emit=emit))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pase.errors import PaseError
+from pase.backends.registry import NotExpressed
 
 if TYPE_CHECKING:
     from pase.plan.constraints import Placement
@@ -57,18 +57,22 @@ class DataStyle:
         return out
 
 
-def data_style(plan: PlanData, target: str, *, other_axes: tuple[str, ...] = ()) -> DataStyle:
+def data_style(
+    plan: PlanData, target: str, *, other_axes: tuple[str, ...] = (), limited: bool = False
+) -> DataStyle:
     """The plan's data-parallel style.
 
     other_axes: axes that another style uses.
+    limited: whether the search was limited to this style. What the plan sends is then part of it, such as the sum of
+        the gradient of a slice of a parameter, which the target sums as part of the parameter's gradient.
 
     Raises PaseError if the plan is not data parallel; the message names the layer and the reason.
     """
     batch = _batch_axes(plan, target, other_axes)
-    for c in plan.collectives:
+    for c in () if limited else plan.collectives:
         if _of_parameter(plan, c) or c.nbytes <= _FEW or not set(c.axes) & set(batch):
             continue
-        raise PaseError(
+        raise NotExpressed(
             f"this plan is not {target}: '{c.node}' sends a {c.kind} of activations over {', '.join(c.axes)}, but data "
             f"parallelism sends only parameters and gradients",
             where=f"the plan for '{plan.model}'",
@@ -81,7 +85,7 @@ def data_style(plan: PlanData, target: str, *, other_axes: tuple[str, ...] = ())
         if not axes:
             whole.append(path)
         elif axes != shard or dim is None:
-            raise PaseError(
+            raise NotExpressed(
                 f"this plan is not {target}: '{path}' is split over {', '.join(axes)} or over several dims, but others "
                 f"over {', '.join(shard)}",
                 where=f"the plan for '{plan.model}'",
@@ -89,11 +93,11 @@ def data_style(plan: PlanData, target: str, *, other_axes: tuple[str, ...] = ())
             )
         else:
             dims[path] = dim
-    if shard:
+    if shard and not limited:
         _check_small(plan, target, whole)
     stored = {path for path, t in plan.parameters.items() if _placed(t.storage, batch)[0]}
     if stored and stored != set(dims):
-        raise PaseError(
+        raise NotExpressed(
             f"this plan is not {target}: '{min(set(dims) - stored)}' is replicated and only its state is sharded, but "
             f"other parameters are sharded",
             where=f"the plan for '{plan.model}'",
@@ -114,7 +118,7 @@ def _batch_axes(plan: PlanData, target: str, other_axes: tuple[str, ...]) -> tup
         if size > 1 and a not in found and a not in other_axes
     ]
     if idle:
-        raise PaseError(
+        raise NotExpressed(
             f"this plan is not {target}: the axis {idle[0]} of its mesh does not split the batch",
             where=f"the plan for '{plan.model}'",
             fix=_INSTEAD,
@@ -134,7 +138,7 @@ def _check_small(plan: PlanData, target: str, whole: list[str]) -> None:
     sizes = {path: _elements(t) for path, t in plan.parameters.items()}
     if whole and sum(sizes[p] for p in whole) > _SMALL * sum(sizes.values()):
         most = max(whole, key=lambda p: sizes[p])
-        raise PaseError(
+        raise NotExpressed(
             f"this plan is not {target}: it replicates '{most}' but shards other parameters",
             where=f"the plan for '{plan.model}'",
             fix=_INSTEAD,
@@ -173,7 +177,7 @@ def tensor_style(plan: PlanData, target: str, axis: str, *, sequence: bool) -> d
             if (
                 c.kind != "all_reduce" or not sequence
             ):  # with split positions, gradients are partial and summed
-                raise PaseError(
+                raise NotExpressed(
                     f"this plan is not {target}: it sends '{c.source}' in a {c.kind} over {axis}",
                     where=f"the plan for '{plan.model}'",
                     fix=_INSTEAD,
@@ -181,7 +185,7 @@ def tensor_style(plan: PlanData, target: str, axis: str, *, sequence: bool) -> d
         elif c.kind == "all_gather" and styles.get(maker) == "colwise" and not sequence:
             styles[maker] = "colwise_gather_output"
         elif not _expected(c, styles.get(maker), sequence):
-            raise PaseError(
+            raise NotExpressed(
                 f"this plan is not {target}: '{c.node}' sends a {c.kind} over {axis}, which this style does not send",
                 where=f"the plan for '{plan.model}'",
                 fix=_INSTEAD,

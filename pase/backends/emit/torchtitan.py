@@ -1,5 +1,5 @@
-"""Writes a plan that is equivalent to torchtitan's data and tensor parallelism as the ``[parallelism]`` section of its
-TOML file.
+"""Writes a plan that is equivalent to torchtitan's data and tensor parallelism as sections of its TOML file:
+``[parallelism]``, the batch, and whether layers are recomputed.
 
 torchtitan's tensor parallelism splits positions between layers (sequence parallelism), and the vocabulary in the loss.
 """
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from pase.backends.emit.torch_styles import data_style, tensor_style
 from pase.backends.emit.tp_plan import tensor_axis
-from pase.backends.registry import BACKENDS, Backend
-from pase.errors import PaseError
+from pase.backends.registry import BACKENDS, Backend, NotExpressed
+from pase.plan.targets import TARGETS, PlanTarget, TargetAxis, TargetForm, limited_to
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
@@ -28,30 +28,36 @@ fsdp_reshard_after_forward = "{reshard}"
 tensor_parallel_degree = {tensor}
 context_parallel_degree = 1
 pipeline_parallel_degree = 1
+
+[training]
+local_batch_size = {local}
+global_batch_size = {examples}
+
+[activation_checkpoint]
+mode = "{checkpoint}"
 """
 
 
 def to_toml(plan: PlanData) -> str:
     """The TOML text. Raises PaseError if the plan is not equivalent to this parallelism."""
     target = "torchtitan's"
-    if plan.accumulate > 1 or plan.remat:
-        raise PaseError(
-            "torchtitan's [parallelism] cannot express its micro-batches or recomputed blocks",
-            where=f"the plan for '{plan.model}'",
-            fix="run it with plan.torch",
-        )
     batch = {a for t in plan.inputs.values() for axes in t.storage[:1] for a in axes}
     pure = all(n == 1 or a in batch for a, n in zip(plan.mesh.names, plan.mesh.sizes, strict=True))
     axis = () if pure else (tensor_axis(plan, target),)
-    style = data_style(plan, target, other_axes=axis)
+    limited = limited_to(plan, "torchtitan")
+    style = data_style(plan, target, other_axes=axis, limited=limited)
     for a in axis:
         if not tensor_style(plan, target, a, sequence=True):
-            raise PaseError(
+            raise NotExpressed(
                 f"this plan is not {target}: it splits no layer over {a}",
                 where=f"the plan for '{plan.model}'",
                 fix="run it with plan.torch",
             )
     sizes = plan.mesh.by_name
+    ways = style.ways(plan, style.replicate) * style.ways(plan, style.shard)
+    examples = None if plan.work is None else plan.work.examples
+    if examples is None:
+        raise NotExpressed("its model has no batch", where=f"the plan for '{plan.model}'")
     return _FILE.format(
         model=plan.model,
         devices=plan.devices,
@@ -59,6 +65,9 @@ def to_toml(plan: PlanData) -> str:
         shard=style.ways(plan, style.shard),
         reshard="always" if style.gathered else "never",
         tensor=sizes[axis[0]] if axis else 1,
+        local=examples // (ways * plan.accumulate),
+        examples=examples,
+        checkpoint="full" if plan.remat else "none",
     )
 
 
@@ -67,9 +76,27 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
     from pase.files.atomic import write_atomically
 
     write_atomically(path, to_toml(plan))
-    return f"{path}: [parallelism] of a torchtitan TOML"
+    return f"{path}: [parallelism], [training] and [activation_checkpoint] of a torchtitan TOML"
 
 
+_REPLICATE = TargetAxis(name="replicate", use="replicate")
+_TENSOR = TargetAxis(name="tensor", use="tensor_sequence")
+TARGETS.add(
+    "torchtitan",
+    PlanTarget(
+        program="torchtitan",
+        says="HSDP with tensor and sequence parallelism",
+        micro_batches=True,
+        recomputes=True,
+        forms=(
+            TargetForm(name="parameters", axes=(_REPLICATE, TargetAxis(name="shard", use="shard"), _TENSOR)),
+            TargetForm(
+                name="state",
+                axes=(_REPLICATE, TargetAxis(name="shard", use="shard_state", at_least=2), _TENSOR),
+            ),
+        ),
+    ),
+)
 BACKENDS.add(
     "torchtitan", Backend(writes="torchtitan's [parallelism], if it can express the plan", emit=emit)
 )

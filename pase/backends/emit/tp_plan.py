@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pase.backends.emit.torch_styles import TensorStyle, data_style, tensor_style
-from pase.backends.registry import BACKENDS, Backend
-from pase.errors import PaseError
+from pase.backends.registry import BACKENDS, Backend, NotExpressed
+from pase.plan.targets import TARGETS, PlanTarget, TargetAxis, TargetForm, limited_to
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
@@ -23,7 +23,7 @@ def tensor_axis(plan: PlanData, target: str) -> str:
     batch = {a for t in plan.inputs.values() for axes in t.storage[:1] for a in axes}
     others = [a for a, n in zip(plan.mesh.names, plan.mesh.sizes, strict=True) if n > 1 and a not in batch]
     if len(others) != 1:
-        raise PaseError(
+        raise NotExpressed(
             f"this plan is not {target}: {len(others)} axes of its mesh {'×'.join(map(str, plan.mesh.sizes))} do not "
             f"split the batch, but tensor parallelism has only one such axis",
             where=f"the plan for '{plan.model}'",
@@ -38,9 +38,10 @@ def to_json(plan: PlanData) -> dict[str, TensorStyle]:
     """
     target = "a tp_plan"
     axis = tensor_axis(plan, target)
-    data = data_style(plan, target, other_axes=(axis,))
+    limited = limited_to(plan, "tp-plan")
+    data = data_style(plan, target, other_axes=(axis,), limited=limited)
     if data.shard:
-        raise PaseError(
+        raise NotExpressed(
             f"a tp_plan cannot express it: parameters or their state are also split over {', '.join(data.shard)}",
             where=f"the plan for '{plan.model}'",
             fix="run it with plan.torch, or try emit --to torchtitan",
@@ -49,13 +50,13 @@ def to_json(plan: PlanData) -> dict[str, TensorStyle]:
     for path, style in tensor_style(plan, target, axis, sequence=False).items():
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
         if out.setdefault(pattern, style) != style:
-            raise PaseError(
+            raise NotExpressed(
                 f"this plan is not a tp_plan: '{path}' is {style}, but others of '{pattern}' are {out[pattern]}",
                 where=f"the plan for '{plan.model}'",
                 fix="run it with plan.torch",
             )
     if not out:
-        raise PaseError(
+        raise NotExpressed(
             f"this plan is not a tp_plan: it splits no layer over {axis}",
             where=f"the plan for '{plan.model}'",
             fix="run it with plan.torch",
@@ -74,4 +75,20 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
     return f"{path}: tp_plan of {len(data)} kinds of layers over {ways} devices{copies}, for from_pretrained(tp_plan=…)"
 
 
+TARGETS.add(
+    "tp-plan",
+    PlanTarget(
+        program="a tp_plan",
+        says="tensor parallelism in each part of the batch, with whole parameters beyond that",
+        forms=(
+            TargetForm(
+                name="tensor",
+                axes=(
+                    TargetAxis(name="data", use="replicate"),
+                    TargetAxis(name="model", use="tensor", at_least=2, whole_logits=True),
+                ),
+            ),
+        ),
+    ),
+)
 BACKENDS.add("tp-plan", Backend(writes="a tp_plan of transformers, if it can express the plan", emit=emit))

@@ -99,7 +99,7 @@ def prune_mesh(problem: SplitProblem, mesh: Mesh, below: float, most_pairs: int)
     """Return what a mesh has that costs less than ``below``. most_pairs: the most pairs of layouts to price."""
     graph, model = problem.graph, problem.model
     try:
-        space = config_space(graph, mesh, model)
+        space = config_space(graph, mesh, model, problem.pricing.limit)
     except PaseError:  # there are too many configs to list; all that is known is that costs are not negative
         return Pruned(bound=0.0, space=Space(graph=graph, mesh=mesh, configs=()))
     whole = Space(graph=graph, mesh=mesh, configs=space)

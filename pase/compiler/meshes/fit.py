@@ -514,7 +514,11 @@ def _needs_on_more(
     p = problem.varied(traced, min(least, key=lambda n: n.nbytes).variant)
     for factor in (2, 4, 8, 16, 32, 64):
         more = replace(p, devices=factor * p.devices, graph=replace(p.graph, fixed={}))
-        needs = min((_least_memory(more, m) for m in more.meshes(None, 2)), default=float("inf"))
+        try:
+            meshes = more.meshes(None, 2)
+        except Infeasible:  # the target has no mesh of so many devices
+            meshes = []
+        needs = min((_least_memory(more, m) for m in meshes), default=float("inf"))
         yield more.devices, needs
         if needs <= limit:
             return

@@ -13,6 +13,7 @@ import numpy as np
 import pase
 from pase.baselines import Baseline, Skipped
 from pase.compiler.meshes.search import Found
+from pase.compiler.problem.limits import without_single
 from pase.compiler.problem.problem import SplitProblem
 from pase.ir import Graph, digest
 from pase.machine import Mesh
@@ -60,10 +61,14 @@ def plan_found(
     proven: additional entries of its provenance.
     """
     s = found.solution
+    mesh, configs = found.mesh, found.configs
+    if problem.form is not None and problem.form.axes:
+        mesh, kept = without_single(mesh)
+        configs = {node: c[kept] for node, c in configs.items()}
     plan = assemble(
         problem.graph,
-        axes_by_use(problem.graph, found.mesh, found.configs),
-        found.configs,
+        axes_by_use(problem.graph, mesh, configs),
+        configs,
         model=problem.model,
         machine=problem.machine,
         name=name,
@@ -131,6 +136,5 @@ def provenance_of(graph: Graph, method: str, certificate: str) -> dict[str, str]
         "edges": str(len(graph.edges)),
         "search": method,
         "certificate": certificate,
-        **({"target": "dtensor"} if graph.one_axis_a_dim else {}),
         **({"fixed": json.dumps(sorted(graph.fixed))} if graph.fixed else {}),
     }

@@ -18,12 +18,9 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     from pase.machine import Machine
 
-__all__ = ["CompileOptions", "Flag", "PlanTarget", "takes_options"]
+__all__ = ["CompileOptions", "Flag", "takes_options"]
 
 R = TypeVar("R")
-
-PlanTarget = Literal["any", "dtensor"]
-"""The program for which a plan is made. A strategy that the program cannot express is not searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,12 +184,13 @@ class CompileOptions:
         "product does not hide is priced; your executor must do it. 'none': compute waits for them.",
         "--decompose",
     )
-    target: PlanTarget = _option(  # noqa: RUF009 it is a field
+    target: str = _option(
         "any",
-        "Search only what this program can express. 'dtensor': TensorFlow DTensor splits each dim of a tensor along "
-        "one mesh dim; the plan is the cheapest of that kind, for pase emit --to dtensor. Default 'any': everything is "
-        "searched.",
+        "Search only what this program can express, so that 'pase emit --to' can write the plan for it: ddp, fsdp2, "
+        "torchtitan, tp-plan, maxtext, flax-rules, dtensor or mesh-tf. The plan says what this costs against the best "
+        "plan of all. Default 'any': everything is searched.",
         "--for",
+        metavar="TARGET",
     )
     pipeline: int | str = _option(
         "none",
@@ -259,10 +257,8 @@ class CompileOptions:
                 f"must be 'none', 'auto' or a number of groups above 1, got {self.pipeline!r}",
                 where="pipeline",
             )
-        if self.target != "any" and self.pipeline != "none":
-            raise PaseError(
-                "it takes no stages", where=f"target '{self.target}'", fix="leave out pipeline (--pipeline)"
-            )
+        if self.target != "any":
+            self._check_target()
         if self.pipeline != "none" and self.uneven != "whole":
             raise PaseError(
                 "it takes no stages", where="uneven='padded'", fix="leave out pipeline (--pipeline)"
@@ -295,6 +291,17 @@ class CompileOptions:
                 raise PaseError(
                     f"must be {', '.join(most)} or {last}, got {getattr(self, name)!r}", where=name
                 )
+
+    def _check_target(self) -> None:
+        """Raise PaseError if the target is unknown, or takes no plan that these options ask for."""
+        from pase.plan.targets import TARGETS
+
+        _ = TARGETS[self.target]
+        where = f"target '{self.target}'"
+        if self.pipeline != "none":
+            raise PaseError("it takes no stages", where=where, fix="leave out pipeline (--pipeline)")
+        if self.uneven != "whole":
+            raise PaseError("it takes no padded dims", where=where, fix="leave out uneven (--uneven)")
 
     @property
     def ranks(self) -> int | None:

@@ -17,7 +17,7 @@ from pase.registry import Registry
 from pase.search import Known, Solution, solve
 from pase.search.check import cost_of
 from pase.tables import CostTables
-from pase.tables.build import Space, build, config_space, edge_tables, phase_costs
+from pase.tables.build import ConfigLimit, Space, build, config_space, edge_tables, phase_costs
 from pase.tables.decompose import slowed
 from pase.tables.overlap import StepTables, edges_at, nodes_at, passes_of
 from pase.tables.types import EdgeTable
@@ -36,8 +36,10 @@ PRICINGS: Registry[type[Summed]] = Registry("overlap")
 class Summed:
     """A step takes the sum of its compute and its communication. Tables are built once per mesh."""
 
-    def __init__(self, graph: Graph, model: CostModel, optimizer: str) -> None:
-        self.graph, self.model, self.optimizer = graph, model, optimizer
+    def __init__(
+        self, graph: Graph, model: CostModel, optimizer: str, limit: ConfigLimit | None = None
+    ) -> None:
+        self.graph, self.model, self.optimizer, self.limit = graph, model, optimizer, limit
         self._tables: dict[tuple[int, ...], tuple[CostTables, Space]] = {}
         self._free: dict[tuple[int, ...], Solution] = {}
         self._configs: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}
@@ -50,7 +52,7 @@ class Summed:
     def configs(self, mesh: Mesh) -> tuple[np.ndarray, ...]:
         """Return the configs of ``space(mesh)``, per node int8 [K, axes], without its tables."""
         if mesh.sizes not in self._configs:
-            self._configs[mesh.sizes] = config_space(self.graph, mesh, self.model)
+            self._configs[mesh.sizes] = config_space(self.graph, mesh, self.model, self.limit)
         return self._configs[mesh.sizes]
 
     def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:
@@ -134,8 +136,10 @@ class Overlapped(Summed):
     """Collectives of parameters overlap with the compute of their pass, as far as their position allows
     (``pase.tables.overlap``)."""
 
-    def __init__(self, graph: Graph, model: CostModel, optimizer: str) -> None:
-        super().__init__(graph, model, optimizer)
+    def __init__(
+        self, graph: Graph, model: CostModel, optimizer: str, limit: ConfigLimit | None = None
+    ) -> None:
+        super().__init__(graph, model, optimizer, limit)
         self._searches: dict[tuple[int, ...], OverlapSearch] = {}
         self._passes = passes_of(graph, self.occupied)
         self._cheapest, self._weights = np.inf, self._passes.longest

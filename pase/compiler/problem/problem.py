@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pase.compiler.problem.variants import Variant, graph_of
-from pase.errors import PaseError
+from pase.errors import Infeasible, PaseError
 from pase.frontends.registry import NotInParts
 from pase.ir import FixedLayout, Remark
 from pase.ir.fixed import FREE_LAYOUTS
 from pase.tables.fixed import why_not
 
 if TYPE_CHECKING:
-    from pase.compiler.problem.options import PlanTarget
     from pase.compiler.problem.pricing import Summed
     from pase.frontends.registry import Traced
     from pase.ir import Graph
     from pase.machine import CostModel, Machine, Mesh
     from pase.memory.accounts import Account
+    from pase.plan.targets import TargetForm
     from pase.tables import CostTables
     from pase.tables.build import Space
 
@@ -33,9 +33,8 @@ _MOST_PRIME_AXES = 4
 """The mesh of prime factors is also searched if it has at most this many axes."""
 
 
-def _limited(graph: Graph, target: PlanTarget, fixed: Mapping[str, FixedLayout]) -> Graph:
-    """Return the graph limited to what the target can express and to the layouts that the user fixed."""
-    graph = replace(graph, one_axis_a_dim=True) if target == "dtensor" else graph
+def _limited(graph: Graph, fixed: Mapping[str, FixedLayout]) -> Graph:
+    """Return the graph limited to the layouts that the user fixed."""
     if not fixed:
         return graph
     paths = [f"'{layout.path}'" for layout in fixed.values()]
@@ -53,7 +52,10 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class SplitProblem:
-    """A graph to split over the devices of a machine, under a cost model. overlap, target: as in ``CompileOptions``."""
+    """A graph to split over the devices of a machine, under a cost model.
+
+    overlap: as in ``CompileOptions``. form: the form that strategies must have; None for any strategy.
+    """
 
     graph: Graph
     devices: int
@@ -62,7 +64,7 @@ class SplitProblem:
     optimizer: str
     variant: Variant
     overlap: str = "none"
-    target: PlanTarget = "any"
+    form: TargetForm | None = None
 
     @classmethod
     def of(
@@ -73,7 +75,7 @@ class SplitProblem:
         cost_model: str,
         optimizer: str,
         overlap: str = "none",
-        target: PlanTarget = "any",
+        form: TargetForm | None = None,
         fixed: Mapping[str, FixedLayout] | None = None,
     ) -> SplitProblem:
         """Return the problem of a traced graph as written. overlap: may also be "machine". fixed: ``Graph.fixed``.
@@ -97,7 +99,7 @@ class SplitProblem:
             if isinstance(machine, Machine)
             else load_machine(machine if machine is not None else DEFAULT)
         )
-        graph, priced = _limited(named(simplify(raw)), target, fixed or {}), costmodels.get(cost_model, m)
+        graph, priced = _limited(named(simplify(raw)), fixed or {}), costmodels.get(cost_model, m)
         _check_fixed(graph, devices)
         if overlap == "machine":
             overlap = "parameters" if m.overlaps and priced.unit == "s" and is_trained(graph) else "none"
@@ -109,7 +111,7 @@ class SplitProblem:
             optimizer=optimizer,
             variant=Variant(),
             overlap=overlap,
-            target=target,
+            form=form,
         )
 
     def varied(self, traced: Traced, variant: Variant) -> SplitProblem:
@@ -117,7 +119,7 @@ class SplitProblem:
 
         Raises NotInParts if a micro-batch cannot be split in the layout that the user fixed for the batch.
         """
-        graph = _limited(graph_of(traced, variant), self.target, self.graph.fixed)
+        graph = _limited(graph_of(traced, variant), self.graph.fixed)
         own = _own_mesh(graph)
         if own is not None and (why := why_not(graph, own)) is not None:
             raise NotInParts(f"in {variant.accumulate} micro-batches, {why}")
@@ -126,13 +128,18 @@ class SplitProblem:
     def meshes(self, mesh: str | None, max_axes: int) -> list[Mesh]:
         """Return the meshes to search: the given one, or all with at most the allowed number of axes.
 
+        If the problem has a form with axes, these are its meshes, with any number of axes.
+
         If the user fixed layouts, these are the mesh of those layouts, and the meshes that divide its axes further.
 
-        Raises PaseError if the given mesh cannot hold the fixed layouts.
+        Raises PaseError if the given mesh cannot hold the fixed layouts or is none of the form's, and Infeasible if
+        there are none.
         """
         from pase.machine import mesh_from, meshes
 
         own = _own_mesh(self.graph)
+        if self.form is not None and self.form.axes:
+            return self._meshes_of(self.form, mesh)
         if mesh is not None:
             asked = mesh_from(mesh, self.devices)
             if own is not None and (why := why_not(self.graph, asked)) is not None:
@@ -144,12 +151,39 @@ class SplitProblem:
         finer = [m for m in every if m.sizes != own.sizes and why_not(self.graph, m) is None]
         return [own, *(_named_after(self.graph, m) for m in finer)]
 
+    def _meshes_of(self, form: TargetForm, asked: str | None) -> list[Mesh]:
+        """Return the meshes of a form with axes, or the one that the user asks for."""
+        from pase.compiler.problem.limits import form_meshes, without_single
+        from pase.machine import mesh_from
+
+        every = form_meshes(form, self.graph, self.devices, self.machine)
+        if asked is not None:
+            wanted, _ = without_single(mesh_from(asked, self.devices))
+            shaped = [m for m in every if without_single(m)[0].sizes == wanted.sizes]
+            every = [m for m in shaped if "=" not in asked or without_single(m)[0].names == wanted.names]
+            if not every:
+                axes = ", ".join(a.name for a in form.axes)
+                raise Infeasible(
+                    f"the target has no mesh {asked} for this model: its axes are {axes}, in this order",
+                    where="mesh",
+                    fix="leave out mesh, or give sizes by these names",
+                )
+        why = [reason for m in every if (reason := why_not(self.graph, m)) is not None]
+        if len(why) == len(every):
+            raise Infeasible(why[0], where="target", fix=FREE_LAYOUTS)
+        return [m for m in every if why_not(self.graph, m) is None] if why else every
+
     @cached_property
     def pricing(self) -> Summed:
         """How seconds add up, with the tables built for it so far."""
         from pase.compiler.problem.pricing import PRICINGS
 
-        return PRICINGS[self.overlap](self.graph, self.model, self.optimizer)
+        limit = None
+        if self.form is not None:
+            from pase.compiler.problem.limits import FormLimit
+
+            limit = FormLimit(form=self.form, graph=self.graph)
+        return PRICINGS[self.overlap](self.graph, self.model, self.optimizer, limit)
 
     @property
     def account(self) -> Account:

@@ -29,6 +29,8 @@ def test_fsdp2_as_written_is_the_unsharded_step(strategy: str, tmp_path: Path) -
     assert written["UNITS"] == ["layers.0", "layers.1", "layers.2"]
     assert written["RESHARD_AFTER_FORWARD"] == (strategy == "fsdp")
 
+    assert not written["RECOMPUTE"] and written["MICRO_BATCHES"] == 1
+
     def on_rank(rank: int) -> Any:
         module = written["parallelize"](copy.deepcopy(c.module), "cpu")
         module(*(x.chunk(RANKS)[rank] for x in c.batch)).backward()
