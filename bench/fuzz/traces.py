@@ -6,10 +6,12 @@
 Small simulated runs (``bench/cases/timelines.py``) are written as Kineto traces with one to four mutations each: events
 are dropped, doubled, moved, stretched, renamed or put on other streams, launches and marks are lost, ids are shared,
 times are invalid, files are cut. Each trace is loaded, aligned, measured, replayed and diagnosed. The outcome must be a
-PaseError, or a report whose numbers are finite and whose parts sum to the iteration. A report is absurd if an iteration
+PaseError, or a report whose numbers are finite, whose parts sum to the iteration and in which no cause costs more than
+the time that it takes. A report is absurd if an iteration
 is longer than the trace or has no length, or if the replay is outside of twice the range of the measured iterations; it
 must then have a warning: a doubt, an iteration left out, or a note on the trace. A what-if that takes time away (twice
-the bandwidth, half the host's work, balanced ranks) must be refused or must not make an iteration longer.
+the bandwidth, half the host's work, balanced ranks) must be refused or must not make an iteration longer, nor shorter
+than the work that it leaves to the busiest stream.
 
 Case k of a seed is always the same: its random numbers come from (seed, k). Writes bench/results/replay_fuzz.json every
 thousand cases, so that a run may stop at any time.
@@ -36,6 +38,7 @@ from pase.replay import align, load, measure
 from pase.replay.changes.whatif import apply
 from pase.replay.reports.diagnose import diagnose_run
 from pase.replay.reports.report import diagnosis_report
+from pase.replay.reports.trust import busiest_ns
 
 HELPS = (("bandwidth", "", 2.0), ("host", "", 0.5), ("balance", "", 1.0))
 """What-ifs that take time away."""
@@ -206,6 +209,12 @@ def verdict(folder: Path) -> str:
     for b in d.breakdowns:
         if sum(b.parts.values()) != b.total_ns or min(b.parts.values(), default=0) < 0:
             return "fault: the parts do not sum to the iterations"
+    for s in d.spent:
+        parts = [*(a.clock_ns for a in s.kinds.values()), *s.idle.values()]
+        if sum(parts) != s.total_ns or min(parts, default=0) < 0:
+            return "fault: kinds of work and causes of idling do not sum to the iterations"
+    if any(f.measured_ns and f.cost_ns > f.measured_ns for f in d.findings):
+        return "fault: a cause costs more than the time that it takes"
     run = d.run
     warned = bool(run.doubts or run.measured.left_out or t.problems)
     low, high = float(run.lengths_ns.min()), float(run.lengths_ns.max())
@@ -213,10 +222,13 @@ def verdict(folder: Path) -> str:
     absurd = low <= 0 or high > extent * (1 + 1e-9) or not low / 2 <= run.replayed_ns <= 2 * high
     absurd |= not math.isfinite(run.replayed_ns)
     for knob in HELPS:
+        changed = apply(run.graph, [knob])
         try:
-            ns = run.must_be_explained(knob[0], apply(run.graph, [knob]))
+            ns = run.must_be_explained(knob[0], changed)
         except Infeasible:
             continue
+        if ns < min(busiest_ns(changed), run.replayed_ns):
+            return f"fault: {knob[0]}={knob[2]:g} takes {ns:.0f} ns, less than the busiest stream works"
         if not ns <= run.replayed_ns:
             return f"fault: {knob[0]}={knob[2]:g} takes {ns:.0f} ns, the run as it is {run.replayed_ns:.0f}"
     if absurd and not warned:

@@ -36,8 +36,10 @@ def diagnose(
 ) -> None:
     """Explain why a traced run is slow.
 
-    Prints, for each rank, the parts of an iteration (compute, exposed communication, waiting, ...), then each finding:
-    what it costs, and the op in the trace that shows it. Reads traces of JAX and PyTorch, as pase profile writes them.
+    Prints where the time goes: by kind of work, with the rates that it reaches, and the ops that take longest, by the
+    names of the model, with their least times. Then, for each rank, the parts of an iteration (compute, exposed
+    communication, waiting, ...) and each finding: what it costs, what to change, and the op in the trace that shows it.
+    Reads traces of JAX and PyTorch, as pase profile writes them and as other profilers do.
 
     \b
     Examples:
@@ -70,12 +72,18 @@ def diagnose(
 
 
 def _print_findings(report: JsonObject) -> None:
+    from pase.replay.reports.spent import spent_lines
+
     out = console()
     out.print(report["headline"])
     out.print(
         f"{report['source']}: {report['measured_s'] * 1e3:.2f} ms an iteration, replayed "
         f"{report['replayed_s'] * 1e3:.2f} ms",
     )
+    if report["spent"]:
+        slowest = max(report["spent"], key=lambda s: s["step_s"])
+        for line in spent_lines(slowest):
+            out.print(line, markup=False, highlight=False)
     for r in report["ranks"]:
         out.print(f"\nrank {r['rank']}: {r['measured_s'] * 1e3:.2f} ms")
         small = 0.0

@@ -235,6 +235,8 @@ def _degrees(
 def _summary(report: JsonObject) -> None:
     from rich.table import Table
 
+    from pase.replay.reports.spent import spent_lines
+
     out = console()
     out.print(report["headline"])
     out.print(
@@ -261,6 +263,9 @@ def _summary(report: JsonObject) -> None:
             f", from the others {i['replayed_s'] * 1e3:.2f} ms ({i['error']:+.2%})" if i["replayed_s"] else ""
         )
         out.print(f"iteration {i['iteration']}: {i['measured_s'] * 1e3:.2f} ms{predicted}{note}")
+    if report["spent"]:
+        for line in spent_lines(max(report["spent"], key=lambda s: s["step_s"]), 5):
+            out.print(line, markup=False, highlight=False)
     for w in report["what_if"]:
         out.print(
             f"what if {w['knob']}: {w['iteration_s'] * 1e3:.2f} ms (now {w['base_s'] * 1e3:.2f}, ×{w['speedup']:.3f})",

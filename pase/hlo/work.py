@@ -17,6 +17,7 @@ HloWork = Literal[
 _PRODUCTS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__onednn$matmul")
 """Targets of custom calls that are matrix products. Their first two operands are the factors."""
 _SLICES = ("dynamic-slice", "slice", "gather")
+_IN_PLACE = ("dynamic-update-slice", "scatter")
 _OPCODES: tuple[tuple[HloWork, tuple[str, ...]], ...] = (
     ("collective", ("all-", "reduce-scatter", "collective-", "ragged-all-to-all", "send", "recv")),
     ("convolution", ("convolution",)),
@@ -144,8 +145,8 @@ def _bytes(place: Computation, i: Instruction) -> int:
     if i.opcode in _SLICES:
         return 2 * i.shape.nbytes
     operands = place.operands(i)
-    if i.opcode == "dynamic-update-slice" and len(operands) > 1:
-        return 2 * operands[1].shape.nbytes
+    if i.opcode in _IN_PLACE and len(operands) > 1:
+        return 2 * operands[-1 if i.opcode == "scatter" else 1].shape.nbytes
     results = list(i.shape.arrays())
     # A library's scratch memory is the last result, in bytes.
     if i.custom_call_target and len(results) > 1 and results[-1].dtype in ("u8", "s8"):
@@ -169,8 +170,8 @@ def _fused_bytes(module: Module, place: Computation, i: Instruction) -> int:
             while root.opcode in ("bitcast", "reshape") and root.operands:
                 root = c.operands(root)[0]
             written = root
-            if root.opcode == "dynamic-update-slice":
-                written = c.operands(root)[1]
+            if root.opcode in _IN_PLACE and len(root.operands) > 1:
+                written = c.operands(root)[-1 if root.opcode == "scatter" else 1]
             total += written.shape.nbytes
     return total
 
@@ -183,7 +184,7 @@ def _read(c: Computation, users: dict[int, list[Instruction]], x: Instruction, d
             total += _read(c, users, user, deep - 1)
         elif user.opcode in _SLICES and user.operands[0] == x.id:
             total += user.shape.nbytes
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] == x.id:
+        elif user.opcode in _IN_PLACE and user.operands[0] == x.id:
             continue  # it is written in place
         else:
             return x.shape.nbytes

@@ -46,7 +46,7 @@ _RULES: tuple[tuple[KernelWork, str], ...] = (
         r"conv(?!ert)|fprop|dgrad|wgrad|winograd|igemm_(fwd|bwd|wrw)|implicit_?gemm|miopensp3|sp3asm",
     ),
     # Quantizing is a cast, also where the kernel's name says for which product it is.
-    ("copy", r"cast|quantize|convert_fusion|wrapped_convert"),
+    ("copy", r"(?<!no)cast|quantize|convert_fusion|wrapped_convert"),
     (
         "product",
         r"gemm|gemv|matmul|nvjet|xmma|cijk_|cutlass|tensorop|splitk|wgmma|dot_kernel|\bdot\b|custom_ampere|"
@@ -84,7 +84,7 @@ _PRECISIONS: tuple[tuple[str, str], ...] = (
     ("fp16", r"fp16|f16|half|h?16816|s884|h884|_HHS_|_HSS_|_H_HS_|hgemm"),
     ("tf32", r"tf32"),
     ("fp64", r"fp64|f64|dgemm|double"),
-    ("fp32", r"f32f32|sgemm|simt|ffma|_SB_|_S_B_|float"),
+    ("fp32", r"sgemm|simt|ffma|f32f32_f32f32|_SB_|_S_B_"),
 )
 _PRECISION = tuple((name, re.compile(rule, re.IGNORECASE)) for name, rule in _PRECISIONS)
 

@@ -219,6 +219,8 @@ class Timeline:
     """The values of the column "shape", which has an index into this tuple; −1 if the shape is unknown."""
     compiled: dict[str, CompiledOp] = field(default_factory=dict)
     """Op name → facts from the compiled program, if the trace contains that program (XLA's HLO)."""
+    widths: tuple[tuple[int, ...], ...] = ()
+    """Bytes per element of each operand in ``shapes``, 0 if unknown; empty if no width is known."""
     devices: dict[int, str] = field(default_factory=dict)
     """The name of each rank's device, if known ("NVIDIA H100 80GB HBM3")."""
 

@@ -42,7 +42,7 @@ WORK = {
     ],
     "elementwise": [
         "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl(at::TensorIteratorBase&)>",
-        "void at::native::elementwise_kernel<128, 4, at::native::CUDAFunctor_add<c10::BFloat16>>(int)",
+        "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<CUDAFunctor_add<T>>>",
         "triton_poi_fused_add_mul_7",
         "rotary_kernel",
         "loop_multiply_fusion_1",

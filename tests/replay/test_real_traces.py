@@ -120,7 +120,8 @@ def test_a_device_only_replay_would_miss_the_launching_thread() -> None:
     m = _measured(DDP)
     findings = {f.kind: f for f in diagnose_run(m).findings}
     f = findings["launch-bound"]
-    assert f.cost_ns > 0.75 * np.median([m.measured_ns[k] for k in m.programs])
+    # At most the time that the device waits for launches, not what else ends with it.
+    assert f.measured_ns >= f.cost_ns > 0.7 * np.median([m.measured_ns[k] for k in m.programs])
     assert f.evidence
 
 

@@ -86,6 +86,7 @@ def _of_rank(
     marks = sorted((m for m in t.marks if m.rank == rank), key=lambda m: m.start_ns)
     usually_lost = float(np.median([lost[m.iteration] for m in marks])) if marks else 0.0
     before: tuple[int, int] | None = None
+    backlog = _backlog(t, rank)
     for m in marks:
         if m.iteration not in spans or (rank, m.iteration) in out:
             continue
@@ -96,6 +97,8 @@ def _of_rank(
         allowed = usually_lost + max(1.0, _SAME_OPS * ops)
         if before is not None and before[0] == m.iteration - 1:
             begin = before[1]
+        elif threaded and m.start_ns < backlog <= start:
+            begin = backlog
         elif threaded and done > m.end_ns + _SAME_OPS * (m.end_ns - m.start_ns):
             why = "the device runs behind its step and nothing shows where the previous iteration ended"
         elif not threaded:
@@ -117,6 +120,19 @@ def _of_rank(
             why_not=why,
             partial=partial,
         )
+
+
+def _backlog(t: Timeline, rank: int) -> int:
+    """Returns when the ops that were launched before the first iteration have ended: the iteration before ends there.
+
+    They are the ops without an iteration that begin before the first one of an iteration. Far in the past if there are
+    none.
+    """
+    ops = np.flatnonzero(on_stream(t["kind"]) & (t.rank_of == rank))
+    ops = ops[np.argsort(t["start_ns"][ops], kind="stable")]
+    known = np.flatnonzero(t["iteration"][ops] >= 0)
+    earlier = ops[: known[0]] if len(known) else ops[:0]
+    return int(t.end_ns[earlier].max(initial=-(1 << 62)))
 
 
 def _launches_without_op(t: Timeline, rank: int) -> Counter[int]:

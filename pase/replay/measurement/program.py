@@ -38,8 +38,8 @@ def extract(t: Timeline, mark: Mark, before: RankProgram | None = None) -> RankP
     launches = Launches(
         threads=threads, ops=ops, task=op_task, of_call=of_op, call_task=call_task, work_task=work_task
     )
-    add_waits(t, p, launches, before)
     _previous_backlog(t, p, mark, ops)
+    add_waits(t, p, launches, before)
     return p
 
 

@@ -231,6 +231,7 @@ def _sync_edges(t: Timeline, p: RankProgram, x: Launches, old: _Before) -> None:
     duration."""
     by_end = sorted(x.task, key=lambda i: p.end[i])
     ends = np.array([p.end[i] for i in by_end], dtype=np.int64)
+    backlog = max(p.busy_until.values(), default=-(1 << 62))
     for thread in x.threads:
         for c in thread.calls.tolist():
             text, call = t.names[int(t["name"][c])], x.call_task[c]
@@ -245,6 +246,9 @@ def _sync_edges(t: Timeline, p: RankProgram, x: Launches, old: _Before) -> None:
                 if j >= 0 and int(old.end[j]) > max(done, start):
                     p.carried[old.keys[j], call] = _E["sync"]
                     p.blocked[call] = int(old.end[j])
+                elif not old.keys and max(done, start) < backlog <= end:
+                    # It waited for ops that were launched before the trace began.
+                    p.blocked[call] = backlog
                 elif k >= 0 and p.start[by_end[k]] <= end:
                     _blocks(p, by_end[k], call)
                     if text == "gloo wait":  # it waits for all of them; which one is last varies

@@ -6,13 +6,15 @@ iteration without the cause, if the replay can be trusted. Costs of different fi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 
 from pase.pages.parts import in_notebook
 from pase.replay.measurement.breakdown import Breakdown, breakdowns
 from pase.replay.measurement.model import Measured
+from pase.replay.measurement.spending import Spending, spendings
 from pase.replay.measurement.stragglers import Straggler, stragglers
+from pase.replay.reports.advice import advice
 from pase.replay.reports.findings import LOOKS, Evidence, Finding, Scene, remarks
 from pase.replay.reports.trust import Run
 
@@ -30,6 +32,7 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     breakdowns: tuple[Breakdown, ...] = field(default=())
     stragglers: tuple[Straggler, ...] = field(default=())
+    spent: tuple[Spending, ...] = field(default=())
 
     @property
     def iteration_ns(self) -> float:
@@ -56,9 +59,12 @@ def diagnose_run(m: Measured) -> Diagnosis:
     run = Run(measured=m)
     parts = tuple(breakdowns(m))
     late = tuple(stragglers(m, run.iterations))
+    spent = tuple(spendings(m))
     scene = Scene(run=run, parts=parts, late=late)
-    found = [f for look in LOOKS for f in look(scene)]
+    found = [f for look in LOOKS for f in look(scene)] + advice(scene, spent)
+    # A cause cannot cost more than the time that it takes.
+    found = [replace(f, cost_ns=min(f.cost_ns, f.measured_ns)) if f.measured_ns else f for f in found]
     found = [f for f in found if max(f.cost_ns, f.measured_ns) >= _WORTH * run.measured_ns]
     found.sort(key=lambda f: (-f.cost_ns, -f.measured_ns))
     found.extend(remarks(run))
-    return Diagnosis(run=run, findings=tuple(found), breakdowns=parts, stragglers=late)
+    return Diagnosis(run=run, findings=tuple(found), breakdowns=parts, stragglers=late, spent=spent)

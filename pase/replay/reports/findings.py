@@ -13,6 +13,7 @@ from pase.files.quantities import bytes_text
 from pase.replay.changes.whatif import apply, split_cost
 from pase.replay.graph import EDGES, DataflowGraph
 from pase.replay.measurement.breakdown import Breakdown
+from pase.replay.measurement.origins import user_name
 from pase.replay.measurement.stragglers import Straggler
 from pase.replay.reports.trust import Run
 from pase.replay.simulation.analyse import merged, overlap_ns, waits_ns
@@ -66,11 +67,14 @@ class Scene:
     def graph(self) -> DataflowGraph:
         return self.run.graph
 
-    def saved(self, without: DataflowGraph) -> float:
-        """Returns the time that the graph without a cause saves; 0 if the replay is not trusted."""
+    def saved(self, without: DataflowGraph, cause_ns: float) -> float:
+        """Returns the time that the graph without a cause saves, at most the time of the cause.
+
+        It is 0 if the replay is not trusted.
+        """
         if self.run.doubts:
             return 0.0
-        return max(0.0, self.run.replayed_ns - self.run.changed_ns(without))
+        return min(max(0.0, self.run.replayed_ns - self.run.changed_ns(without)), cause_ns)
 
     def most(self, cause: str) -> Breakdown:
         """Returns the breakdown of the rank on which a cause takes the most time."""
@@ -113,17 +117,14 @@ def _launch_bound(s: Scene) -> list[Finding]:
     if not n or not on_device.any() or idle < _SHARE * b.iteration_ns:
         return []
     free = apply(g, [("host", "", 1e-6)])
-    cost = s.saved(replace(free, lag_ns=np.where(into, 0.0, free.lag_ns)))
+    cost = s.saved(replace(free, lag_ns=np.where(into, 0.0, free.lag_ns)), idle)
     r = replay_graph(g)
     ops = np.flatnonzero(on_stream(g.kind) & (g.rank == b.rank))
     order = ops[np.argsort(r.start_ns[ops], kind="stable")]
     gaps = r.start_ns[order[1:]] - np.maximum.accumulate(r.finish_ns[order])[:-1]
     top = order[1:][np.argsort(-gaps)[:3]]
     if cost:
-        free_text = (
-            f" If launches and all other CPU work were free, an iteration would take "
-            f"{_ms(s.run.replayed_ns - cost)}."
-        )
+        free_text = f" If the CPU launched in time, an iteration would take {_ms(s.run.replayed_ns - cost)}."
     else:
         free_text = ""
     return [
@@ -167,7 +168,8 @@ def _blocking(s: Scene) -> list[Finding]:
             c, src=c.src[carried], dst=c.dst[carried], lag_ns=c.lag_ns[carried], kind=c.kind[carried]
         ),
     )
-    cost = s.saved(without) if sync.any() or not carried.all() else 0.0
+    held = max((sum(x.total_ns for x in b.blocked) / len(b.iterations) for b in s.parts), default=0.0)
+    cost = s.saved(without, held) if sync.any() or not carried.all() else 0.0
     out = []
     for b in s.parts:
         n = len(b.iterations)
@@ -254,7 +256,7 @@ def _exposed(s: Scene) -> list[Finding]:
         return []
     none = g.duration_ns.copy()
     none[comm] = 0.0
-    cost = s.saved(replace(g, duration_ns=none))
+    cost = s.saved(replace(g, duration_ns=none), b.exposed_ns)
     order, exposed = _exposed_tasks(g, comm)
     labels = dict.fromkeys(_label(g, i) for i in order)
     first = [next(i for i in order if _label(g, i) == name) for name in list(labels)[:3]]
@@ -329,7 +331,7 @@ def _stragglers(s: Scene) -> list[Finding]:
         "host": f"its host works {_ms(host)} longer than the median rank",
         "start": "neither its device nor its host works longer: it begins later",
     }[where]
-    cost = s.saved(apply(s.graph, [("balance", "", 1.0)]))
+    cost = s.saved(apply(s.graph, [("balance", "", 1.0)]), worst)
     balanced = (
         f" With balanced ranks, an iteration would take {_ms(s.run.replayed_ns - cost)}." if cost else ""
     )
@@ -403,7 +405,9 @@ def _small_collectives(s: Scene) -> list[Finding]:
                 f"{_ms(float(fixed[small].sum()) / len(g.ranks))} of it fixed cost. The cost of this finding is what "
                 "fusing ten into one would save. Use larger buckets (bucket_cap_mb, combine thresholds)."
             ),
-            cost_ns=s.saved(replace(g, duration_ns=duration)),
+            cost_ns=s.saved(
+                replace(g, duration_ns=duration), float((g.duration_ns - duration).sum()) / len(g.ranks)
+            ),
             evidence=s.tasks(np.flatnonzero(small)[:3].tolist()),
         )
     ]
@@ -411,7 +415,7 @@ def _small_collectives(s: Scene) -> list[Finding]:
 
 def _hot_ops(s: Scene) -> list[Finding]:
     """Finds the three device ops with the most time on the critical path, and what halving each would save."""
-    g = s.graph
+    g, t = s.graph, s.run.measured.timeline
     weight: defaultdict[int, float] = defaultdict(float)
     for step in s.run.replay.path():
         task = step.task % len(g)
@@ -425,12 +429,12 @@ def _hot_ops(s: Scene) -> list[Finding]:
         out.append(
             Finding(
                 kind="hot-op",
-                title=f"{_ms(on_path)} of the critical path is {g.names[name][:80]}",
+                title=f"{_ms(on_path)} of the critical path is {user_name(t, g.names[name])}",
                 detail=(
                     f"{_times(int(mine.sum()) // len(g.ranks))} per iteration on each rank. The cost of this finding "
                     "is what running it twice as fast would save."
                 ),
-                cost_ns=s.saved(replace(g, duration_ns=duration)),
+                cost_ns=s.saved(replace(g, duration_ns=duration), 0.5 * on_path),
                 evidence=s.tasks(first[np.argsort(-g.duration_ns[first])[:2]].tolist()),
             )
         )

@@ -18,6 +18,8 @@ from pase.replay.graph import DataflowGraph
 from pase.replay.measurement.breakdown import CAUSES, Breakdown, breakdowns
 from pase.replay.measurement.clocks import align as align_clocks
 from pase.replay.measurement.model import measure
+from pase.replay.measurement.spending import spendings
+from pase.replay.reports.spent import spending_report
 from pase.replay.reports.trust import Run, unexplained_ns
 from pase.replay.simulation.analyse import to_timeline
 from pase.replay.simulation.chance import mean_iteration_ns, spreads
@@ -137,6 +139,7 @@ def replay_report(
         "held_out": bool(run.held_out),
         "iterations": _iterations(run),
         "ranks": _ranks(run),
+        "spent": spending_report(spendings(run.measured)) if timeline is None else [],
         "critical_path": _by_kind(run),
         "what_if": changes,
         "problems": [str(p) for p in t.problems],
@@ -409,6 +412,7 @@ def diagnosis_report(source: str, d: Diagnosis) -> JsonObject:
             for f in d.findings
         ],
         "ranks": ranks,
+        "spent": spending_report(d.spent),
         "stragglers": [
             {
                 "rank": x.rank,

@@ -16,7 +16,7 @@ from pase.replay.simulation.predict import HeldOut, held_out, held_out_ranks
 from pase.replay.simulation.steady import Steady, evaluate, lengths_in_a_row, steady, stretched
 from pase.replay.types import on_stream
 
-__all__ = ["UNEXPLAINED", "Run", "unexplained_ns", "unexplained_share"]
+__all__ = ["UNEXPLAINED", "Run", "busiest_ns", "unexplained_ns", "unexplained_share"]
 
 UNEXPLAINED = 0.1
 """If a larger fraction of the critical path is unexplained, the replay of a changed run cannot be trusted."""
@@ -86,9 +86,11 @@ class Run:
         longer (Graham, 1969). If no time increased but the replay did, devices run their ops in the present order. Then
         no op can end later, and the result is capped at the present time.
         """
-        ns = self._changed_ns(changed)
+        # A stream runs one op at a time, so an iteration is never shorter than the work that a change leaves to it.
+        least = min(busiest_ns(changed), self.replayed_ns)
+        ns = max(self._changed_ns(changed), least)
         if ns > self.replayed_ns and _only_shorter(self.graph, changed):
-            return min(self._changed_ns(changed, in_order=True), self.replayed_ns)
+            return min(max(self._changed_ns(changed, in_order=True), least), self.replayed_ns)
         return ns
 
     def _changed_ns(self, changed: DataflowGraph, in_order: bool = False) -> float:
@@ -397,6 +399,12 @@ def _only_shorter(g: DataflowGraph, changed: DataflowGraph) -> bool:
         (g.device_free_ns, changed.device_free_ns),
     )
     return all(bool((after <= before + 1e-6).all()) for before, after in times)
+
+
+def busiest_ns(g: DataflowGraph) -> float:
+    """Returns the time (ns) of the ops on the stream that is busy longest."""
+    work = np.bincount(g.device, weights=g.duration_ns * on_stream(g.kind), minlength=len(g.devices))
+    return float(work.max(initial=0.0))
 
 
 def unexplained_share(g: DataflowGraph, replay: Steady) -> float:

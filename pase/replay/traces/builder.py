@@ -46,7 +46,7 @@ class Builder:
         self.lanes: dict[tuple[object, bool], int] = {}
         self.lane_names: list[str] = []
         self.groups: dict[str, tuple[int, ...]] = {}
-        self.shapes: dict[Shapes, int] = {}
+        self.shapes: dict[tuple[Shapes, tuple[int, ...]], int] = {}
         self.marks: list[Mark] = []
         self.left_out: Counter[str] = Counter()
         self.noted: Counter[str] = Counter()
@@ -77,11 +77,15 @@ class Builder:
         self.lane_names.append(label[:100])
         return len(self.lane_names) - 1
 
-    def shape(self, operands: Shapes) -> int:
-        """Returns the index of an op's operand shapes; −1 if they are new and the limit of names is reached."""
+    def shape(self, operands: Shapes, widths: tuple[int, ...] = ()) -> int:
+        """Returns the index of an op's operand shapes; −1 if they are new and the limit of names is reached.
+
+        widths: bytes per element of each operand, 0 if unknown.
+        """
+        key = (operands, widths)
         if len(self.shapes) >= self.limits.names:
-            return self.shapes.get(operands, -1)
-        return self.shapes.setdefault(operands, len(self.shapes))
+            return self.shapes.get(key, -1)
+        return self.shapes.setdefault(key, len(self.shapes))
 
     def group(self, name: str, ranks: tuple[int, ...] = ()) -> int:
         """Returns the index of a group of ranks. ranks: empty if they are not known (yet)."""
@@ -168,7 +172,8 @@ class Builder:
             problems=tuple(problems),
             hosts={self.rank: self.host} if self.host else {},
             dataflow=self.dataflow,
-            shapes=tuple(self.shapes),
+            shapes=tuple(s for s, _ in self.shapes),
+            widths=tuple(w for _, w in self.shapes) if any(w for _, w in self.shapes) else (),
         )
 
 
@@ -261,7 +266,7 @@ def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Tim
     """Combines the timelines of ranks into one, with merged names, groups and shapes."""
     names: dict[str, int] = {}
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
-    shapes: dict[Shapes, int] = {}
+    shapes: dict[tuple[Shapes, tuple[int, ...]], int] = {}
     lanes: list[Lane] = []
     columns: dict[str, list[np.ndarray]] = {k: [] for k in COLUMNS}
     for t in parts:
@@ -270,7 +275,8 @@ def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Tim
         # entry of the maps keeps an index of -1, which means none.
         keys = [(g.name, g.ranks) for g in t.groups]
         group_map = np.array([groups.setdefault(k, len(groups)) for k in keys] + [-1], dtype=np.int32)
-        shape_map = np.array([shapes.setdefault(s, len(shapes)) for s in t.shapes] + [-1], dtype=np.int32)
+        sized = zip(t.shapes, t.widths or [()] * len(t.shapes), strict=True)
+        shape_map = np.array([shapes.setdefault(s, len(shapes)) for s in sized] + [-1], dtype=np.int32)
         for k, v in t.columns.items():
             if k == "name":
                 v = name_map[v] if len(name_map) else v
@@ -294,5 +300,6 @@ def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Tim
         dataflow={k: v for t in parts for k, v in t.dataflow.items()},
         compiled={k: v for t in parts for k, v in t.compiled.items()},
         devices={r: d for t in parts for r, d in t.devices.items()},
-        shapes=tuple(shapes),
+        shapes=tuple(s for s, _ in shapes),
+        widths=tuple(w for _, w in shapes) if any(w for _, w in shapes) else (),
     )

@@ -104,6 +104,10 @@ def read_chrome(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
         raise PaseError(f"no usable event ({printable(why)})", where=str(path))
     feed.finish(bool(stream.broken or cut))
     t = b.finish()
+    devices = header.get("deviceProperties") or _devices_after(stream.recent)
+    named = {d["name"] for d in devices if isinstance(d, dict) and isinstance(d.get("name"), str)}
+    if len(named) == 1:
+        t = replace(t, devices={b.rank: named.pop()[:100]})
     t = replace(t, problems=(*t.problems, *problems))
     if feed.executions.spans:
         return untangle(split_devices(t, feed.executions.marks(b.rank)))
@@ -129,6 +133,17 @@ def _integer(x: object, default: int = -1) -> int:
     return x if isinstance(x, int) else default
 
 
+_HEADERS = {"distributedInfo": "end_map", "deviceProperties": "end_array"}
+"""The values that are read, and what ends them."""
+
+
+def _devices_after(end: bytes) -> list[JsonObject]:
+    """Returns the devices from the end of a file whose events come before them."""
+    found = re.search(rb'"deviceProperties"\s*:\s*\[([^\]]*)\]', end)
+    names = re.findall(rb'"name"\s*:\s*"([^"\\]*)"', found[1]) if found else []
+    return [{"name": n.decode(errors="replace")} for n in names]
+
+
 def _header(path: Path, limits: Limits) -> JsonObject:
     """Returns the top-level values before the events, and the ijson prefix of the events."""
     with open_stream(path, limits) as stream:
@@ -147,9 +162,9 @@ def _read_header(stream: BoundedReader, path: Path) -> JsonObject:
                 return {**out, "prefix": "traceEvents.item"}
             if prefix == "" and event == "map_key":
                 key, builder = value, ijson.ObjectBuilder()
-            elif builder is not None and prefix.split(".", 1)[0] == key and key == "distributedInfo":
+            elif builder is not None and prefix.split(".", 1)[0] == key and key in _HEADERS:
                 builder.event(event, value)
-                if prefix == key and event == "end_map":
+                if prefix == key and event == _HEADERS[key]:
                     out[key], builder = builder.value, None
     except ijson.JSONError as e:
         if not stream.total:
@@ -233,7 +248,7 @@ class _Feed:
         correlation = self._correlation(args.get("correlation"))
         nbytes, operation, group, shape = -1, 0, -1, -1
         if kind == _K["host"] and "Input Dims" in args:
-            shape = self._shape(args["Input Dims"])
+            shape = self._shape(args["Input Dims"], args.get("Input type"))
         if device or kind == _K["host"]:
             if device and (sent := operation_of(text)):
                 kind = COLLECTIVE
@@ -274,7 +289,7 @@ class _Feed:
             return self.far.setdefault(number, _FAR + len(self.far))
         return number
 
-    def _shape(self, dims: Any) -> int:
+    def _shape(self, dims: Any, types: Any) -> int:
         """Returns the index of an op's operand shapes; −1 if no operand is a tensor."""
         if not isinstance(dims, list) or len(dims) > _OPERANDS:
             return -1
@@ -282,7 +297,12 @@ class _Feed:
             tuple(d) if isinstance(d, list) and all(type(x) is int and x >= 0 for x in d) else ()
             for d in dims
         )
-        return self.b.shape(operands) if any(operands) else -1
+        if not any(operands):
+            return -1
+        known = isinstance(types, list) and len(types) == len(operands)
+        return self.b.shape(
+            operands, tuple(_DTYPE_BYTES.get(str(x).lower(), 0) for x in types) if known else ()
+        )
 
     def _jax_kind(self, e: JsonObject, args: JsonObject) -> tuple[int, bool]:
         """Returns the kind of an event without a Kineto category, and whether it runs on a device, as XLA ops do."""

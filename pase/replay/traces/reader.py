@@ -90,6 +90,8 @@ class BoundedReader:
         self.not_text = 0
         self._text = codecs.getincrementaldecoder("utf-8")("replace")
         self.tail = b""
+        self.recent = b""
+        """The bytes that were read last, at most ``CHUNK``."""
         self._rest = b""
         self._depth = 0
 
@@ -103,6 +105,7 @@ class BoundedReader:
             self.not_numbers += count
         if _MAYBE_LARGE.search(chunk):
             chunk = _NUMBER.sub(self._representable, chunk)
+        self.recent = (self.recent + chunk)[-self.CHUNK :]
         return chunk
 
     def _representable(self, found: re.Match[bytes]) -> bytes:

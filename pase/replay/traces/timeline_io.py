@@ -112,6 +112,7 @@ class TimelineForm(Struct, kw_only=True):
     dataflow: dict[str, tuple[str, ...]] = {}
     shapes: tuple[Shapes, ...] | UnsetType = UNSET
     compiled: dict[str, CompiledOp] | UnsetType = UNSET
+    widths: tuple[tuple[int, ...], ...] | UnsetType = UNSET
     devices: dict[int, str] | UnsetType = UNSET
     columns: ColumnsForm
 
@@ -145,6 +146,7 @@ def _form_of(t: Timeline) -> TimelineForm:
         dataflow=t.dataflow,
         shapes=t.shapes or UNSET,
         compiled=t.compiled or UNSET,
+        widths=t.widths or UNSET,
         devices=t.devices or UNSET,
         columns=ColumnsForm(
             **{k: v.tolist() for k, v in t.columns.items() if k != "shape"},
@@ -184,6 +186,9 @@ def from_json(d: Json, where: str = "timeline") -> Timeline:
     if given["shape"] is UNSET:
         given["shape"] = [-1] * len(given["lane"])
     shapes = () if form.shapes is UNSET else form.shapes
+    widths = () if form.widths is UNSET else form.widths
+    if widths and len(widths) != len(shapes):
+        raise PaseError("the lists of shapes and of widths have different lengths", where=where)
     columns = {k: np.array(given[k], dtype) for k, dtype in COLUMNS.items()}
     if len({len(c) for c in columns.values()}) != 1:
         raise PaseError("the columns of the timeline have different lengths", where=where)
@@ -203,6 +208,7 @@ def from_json(d: Json, where: str = "timeline") -> Timeline:
         dataflow=form.dataflow,
         shapes=shapes,
         compiled={} if form.compiled is UNSET else form.compiled,
+        widths=widths,
         devices={} if form.devices is UNSET else form.devices,
     )
 

@@ -1,0 +1,118 @@
+"""What device ops are for: the user's names, shapes, FLOPs and bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pase.replay.measurement.origins import Origin, origins
+from pase.replay.traces.ingest import load
+from pase.replay.types import CompiledOp, Event, from_events
+from tests.replay.traces.files import trace_file
+
+GEMM = "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64"
+
+
+def span(cat: str, name: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur, "args": args}
+
+
+def launched(tmp_path: Path, kernel: str, *around: dict[str, Any]) -> Origin:
+    """The origin of a kernel whose launch is inside of these events."""
+    call = span("cuda_runtime", "cudaLaunchKernel", 50.0, 1.0, correlation=1)
+    op = {**span("kernel", kernel, 60.0, 20.0, correlation=1, stream=7, device=0), "tid": 7}
+    t = load(trace_file(tmp_path, [*around, call, op]))
+    (found,) = origins(t, 0).of.values()
+    return found
+
+
+def test_a_product_has_its_module_shapes_flops_and_bytes(tmp_path: Path) -> None:
+    o = launched(
+        tmp_path,
+        GEMM,
+        span("python_function", "nn.Module: Encoder_0", 0, 100),
+        span("python_function", "nn.Module: Linear_12", 10, 80),
+        span("python_function", "torch/nn/modules/linear.py(114): forward", 11, 78),
+        span("cpu_op", "aten::linear", 20, 60, **{"Input Dims": [[8, 64], [32, 64]]}),
+        span(
+            "cpu_op",
+            "aten::addmm",
+            30,
+            40,
+            **{"Input Dims": [[32], [8, 64], [64, 32]], "Input type": ["c10::BFloat16"] * 3},
+        ),
+    )
+    assert (o.kind, o.name, o.where) == ("product bf16", "aten::addmm", "Encoder.Linear")
+    assert o.flops == 2 * 8 * 64 * 32
+    assert o.nbytes == 2 * (32 + 8 * 64 + 64 * 32 + 8 * 32)
+
+
+def test_without_modules_an_op_has_the_users_line(tmp_path: Path) -> None:
+    o = launched(
+        tmp_path,
+        "void at::native::vectorized_elementwise_kernel<4, Gelu>",
+        span("python_function", "/home/me/model.py(7): forward", 0, 100),
+        span("python_function", "torch/nn/functional.py(9): gelu", 5, 90),
+        span("cpu_op", "aten::gelu", 30, 40, **{"Input Dims": [[8, 64]]}),
+    )
+    assert (o.kind, o.name, o.where, o.operands) == (
+        "elementwise",
+        "aten::gelu",
+        "model.py:7 forward",
+        ((8, 64),),
+    )
+
+
+def test_kernels_of_the_optimizer_are_the_optimizers(tmp_path: Path) -> None:
+    o = launched(
+        tmp_path,
+        "void at::native::vectorized_elementwise_kernel<4, Add>",
+        span("user_annotation", "Optimizer.step#AdamW.step", 0, 100),
+        span("cpu_op", "aten::add_", 30, 40),
+    )
+    assert o.kind == "optimizer"
+
+
+def test_a_convolution_that_runs_as_a_product_is_one(tmp_path: Path) -> None:
+    kernel = "_ZN2ck16tensor_operation6device37kernel_batched_gemm_xdlops_bwd"
+    assert (
+        launched(tmp_path, kernel, span("cpu_op", "aten::convolution_backward", 30, 40)).kind == "convolution"
+    )
+
+
+def test_a_dispatch_is_communication(tmp_path: Path) -> None:
+    o = launched(tmp_path, "void deep_ep::internode::dispatch<false, 8>(int4*)")
+    assert (o.kind, o.name) == ("dispatch", "dispatch")
+
+
+def test_an_unknown_kernel_is_other_by_its_name(tmp_path: Path) -> None:
+    o = launched(tmp_path, "void mine<int>(float*)")
+    assert (o.kind, o.name) == ("other", "mine")
+
+
+def test_an_op_of_a_compiled_program_and_its_kernels_are_one_call() -> None:
+    compiled = CompiledOp(
+        part="backward",
+        operands=((8, 64), (64, 32)),
+        product=((8, 64), (64, 32), (8, 32)),
+        work="product",
+        flops=2 * 8 * 64 * 32,
+        nbytes=100,
+        dtype="f32",
+        op_name="jit(f)/transpose(jvp(Layer))/dot_general",
+        source="/home/me/model.py:7",
+        kernel="sm90_xmma_gemm_f32f32_tf32f32_f32",
+    )
+    names = ("dot.1", "dot.1", "add.1", "dot.1")
+    device: dict[str, Any] = {"rank": 0, "lane": "Stream", "device": True, "kind": "kernel", "duration_ns": 5}
+    t = from_events([Event(name=n, start_ns=10 * i, **device) for i, n in enumerate(names)])
+    t = type(t)(**{**vars(t), "compiled": {"dot.1": compiled}})
+    found = origins(t, 0)
+    o = found.of[0]
+    assert (o.kind, o.name, o.where, o.flops) == (
+        "product tf32",
+        "dot_general, backward",
+        "model.py:7",
+        compiled.flops,
+    )
+    assert [found.call[i] for i in range(4)] == [0, 0, 2, 3]
