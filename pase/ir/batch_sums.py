@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pase.ir.batch_dims import BatchDims, batch_dims
-from pase.ir.functions import ARGSORT, CAST, FLOOR, NEG, SORT
+from pase.ir.functions import ARGSORT, CAST, FLOOR_DIV, NEG, SORT
 from pase.ir.places import Place, Scope
 from pase.ir.types import LEAF, Access, Graph, Node, Op, is_floating
 
@@ -282,7 +282,7 @@ class _SumsWalk:
     def _places(self, op: Op, reads: Sequence[_OfBatch], where: str) -> str:
         """Indices of a sort stay indices if they are moved, cast, or divided by an example's number of choices."""
         told = next((v for v in reads if v.places), _NONE)
-        kept = op.kind in ("view", "copy") or op.function is CAST or (op.function is FLOOR and told.order)
+        kept = op.kind in ("view", "copy") or op.function is CAST or (op.function is FLOOR_DIV and told.order)
         if told.places and not (kept and len(reads) == 1):
             raise ExamplesMeet(where)
         return told.places

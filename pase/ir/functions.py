@@ -48,6 +48,8 @@ class Function:
     listed: what JAX lists as the residuals of a non-linear elementwise op. A compiler keeps exactly these only inside a
         loop. "own": for each operand with a gradient, an array of the result's size by which backward multiplies;
         "needs": what ``needs`` says; "both": both of these.
+    operands: the least and the greatest number of operands, literals included (None: any number); None if the number
+        is not fixed, or if the function has no definition by its operands alone.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Function:
     hands_on: bool = False
     boolean: bool = False
     listed: Listed = "own"
+    operands: tuple[int, int | None] | None = None
 
     @property
     def linear(self) -> bool:
@@ -66,6 +69,37 @@ class Function:
 
 
 FUNCTIONS: Registry[Function] = Registry("function")
+
+_OPERANDS: dict[str, tuple[int, int | None]] = {
+    name: count
+    for names, count in {
+        "neg square abs sign one_minus_square real imag conj cast copy stop_gradient bitcast": (1, 1),
+        "is_finite is_nan is_inf is_false floor ceil round trunc not population_count clz": (1, 1),
+        "sqrt rsqrt cbrt exp exp2 expm1 log log2 log10 log1p sigmoid tanh erf erfc erf_inv": (1, 1),
+        "sin cos tan sinh cosh asin acos atan asinh acosh atanh lgamma digamma": (1, 1),
+        "bessel_i0 bessel_i0e bessel_i1 bessel_i1e dawsn expint spence": (1, 1),
+        "reciprocal": (1, 2),
+        "sub div rem mod floor_div trunc_div pow integer_pow atan2 complex nextafter xlogy xlog1py": (2, 2),
+        "eq ne lt le gt ge shift_left shift_right shift_right_logical mulhi": (2, 2),
+        "polygamma zeta igamma igammac igamma_grad random_gamma_grad": (2, 2),
+        "add mul max min all_of any_of and or xor": (2, None),
+        "clamp where reduce_precision add_scaled incomplete_beta": (3, 3),
+        "select": (3, None),
+    }.items()
+    for name in names.split()
+}
+"""Numbers of operands. The definitions of functions whose operands have roles:
+
+reciprocal: 1 / x; with two operands, a number divided by x.
+mod: the remainder with the sign of the divisor; rem: with the sign of the dividend.
+integer_pow: x, and the exponent as a literal. polygamma: the order, then x. reduce_precision: x, the bits of the
+    exponent, the bits of the mantissa.
+add_scaled: x + c y, of x, y and c.
+clamp: the lower bound, x, the upper bound.
+where: a condition, the value where it is true, the value where it is false. select: an index, then the values from
+    which it selects; false is 0.
+all_of, any_of: whether all, or any, of the operands are not zero.
+round: to the nearest integer, halves to even."""
 
 
 def _add(
@@ -92,6 +126,7 @@ def _add(
             hands_on=hands_on,
             boolean=boolean,
             listed=listed,
+            operands=_OPERANDS.get(name),
         )
         FUNCTIONS.add(name, f)
     return f
@@ -100,12 +135,14 @@ def _add(
 # Point by point: simple arithmetic.
 ADD = _add("add", needs="nothing", hands_on=True)
 SUB = _add("sub", needs="nothing", hands_on=True)
+ADD_SCALED = _add("add_scaled", needs="nothing", hands_on=True)
 NEG = _add("neg", needs="nothing")
 MUL = _add("mul", needs="factors")
 SQUARE = _add("square")
 MAX = _add("max")
 MIN = _add("min")
 SELECT = _add("select", needs="choice")
+WHERE = _add("where", needs="choice")
 CLAMP = _add("clamp", 2.0)
 _add("one_minus_square polynomial", 2.0)
 _add("abs sign")
@@ -121,11 +158,16 @@ EQUAL = _add("eq", needs="nothing", differentiable=False, boolean=True)
 _add("ne lt le gt ge is_finite is_nan is_inf", needs="nothing", differentiable=False, boolean=True)
 _add("all_of any_of is_false", needs="nothing", differentiable=False, boolean=True)
 FLOOR = _add("floor", needs="nothing", differentiable=False)
-_add("and or xor not ceil round nextafter", needs="nothing", differentiable=False)
-_add("shift_left shift_right population_count clz mulhi bucketize", needs="nothing", differentiable=False)
+FLOOR_DIV = _add("floor_div", needs="nothing", differentiable=False)
+_add("and or xor not ceil round trunc trunc_div nextafter", needs="nothing", differentiable=False)
+_add(
+    "shift_left shift_right shift_right_logical population_count clz mulhi bucketize",
+    needs="nothing",
+    differentiable=False,
+)
 # Divisions and roots.
 DIV = _add("div", 4.0, "factors")
-_add("rem", 4.0)
+_add("rem mod", 4.0)
 RECIPROCAL = _add("reciprocal", 4.0, "result")
 INTEGER_POW = _add("integer_pow", 4.0, expensive=False)
 RSQRT = _add("rsqrt", 4.0, "result")
@@ -134,6 +176,7 @@ _add("cbrt", 4.0, "result")
 # Transcendental functions.
 EXP = _add("exp", 10.0, "result", listed="needs")
 LOG = _add("log", 10.0, listed="needs")
+_add("log10", 10.0, listed="needs")
 SIGMOID = _add("sigmoid", 10.0, "result")
 TANH = _add("tanh", 10.0, "result", listed="both")
 ERF = _add("erf", 10.0)
@@ -146,7 +189,7 @@ _add("sin cos tan sinh cosh asin acos atan asinh acosh atanh erfc atan2", 10.0)
 # Special functions, as series.
 _add("lgamma digamma polygamma zeta igamma igammac igamma_grad random_gamma_grad incomplete_beta", 40.0)
 _add("bessel_i0 bessel_i0e bessel_i1 bessel_i1e bessel_j bessel_k bessel_y dawsn expint fresnel spence", 40.0)
-_add("xlogy", 10.0)
+_add("xlogy xlog1py", 10.0)
 # Gradients that are ops of their own in a framework's graph.
 _add("gradient_of_max")
 _add("gradient_of_result", 4.0)
@@ -177,6 +220,7 @@ MATMUL = _add("matmul", 2.0)
 CONV = _add("conv", 2.0)
 GATHER = _add("gather", needs="choice")
 SCATTER = _add("scatter", needs="choice")
+SCATTER_ADD = _add("scatter_add", needs="choice")
 _add("scatter_mul scatter_min scatter_max")
 ATTENTION = _add("attention", 2.0, "both")
 CAUSAL_ATTENTION = _add("causal_attention", 2.0, "both")

@@ -15,7 +15,8 @@ elements are used), ``recompute`` (backward gathers it a second time) or ``gradi
 Then
 come the fields that differ from the default: ``fn`` (the function, if neither kind nor name implies it), ``flops`` (per
 point), ``over`` (dims), ``times``, ``chance``, ``scope`` (one per enclosing loop), ``remat``, ``backward``, ``nodiff``,
-``as``, ``eqn``, ``source``. A size is an integer, a symbol, or an expression in braces. A name with characters other
+``as``, ``literals`` (the operands that are numbers; ``_`` for one that is read, ``?`` if they are not known), ``eqn``,
+``source``. A size is an integer, a symbol, or an expression in braces. A name with characters other
 than letters, digits and ``_.@:~/<>+*-`` is a JSON string. ``#`` starts a comment line.
 """
 
@@ -31,6 +32,7 @@ from typing import Any, NoReturn, get_args
 from pase.errors import PaseError
 from pase.files.terminal import printable
 from pase.ir.functions import BY_KIND, FUNCTIONS, Function
+from pase.ir.literals import Literals, literals_text, read_literals
 from pase.ir.places import Place, Scope, SourceLine
 from pase.ir.remarks import Remark, RemarkKind
 from pase.ir.sizes import Size, parse_size
@@ -48,6 +50,7 @@ from pase.ir.types import (
     Role,
     Tensor,
 )
+from pase.ir.verify import wrong_operands
 
 __all__ = [
     "MAX_CHARACTERS",
@@ -66,6 +69,7 @@ _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
 _INTEGER = re.compile(r"\d{1,18}(?![\w.])", re.ASCII)
 _SYMBOL = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _FLOAT = re.compile(r"\d+(?:\.\d*)?(?:e[+-]?\d{1,3})?", re.ASCII)
+_LITERAL = re.compile(r"[\w.+\-]+", re.ASCII)
 
 MAX_CHARACTERS = 1 << 28
 MAX_LINE = 1 << 18
@@ -73,8 +77,8 @@ MAX_LINE = 1 << 18
 
 def digest(graph: Graph) -> str:
     """The sha256 of the graph's text, in hex. The text is without source lines, so that equal models agree wherever
-    their files are, and without functions, which are implied by the ops' names and FLOPs. Flags have their first names
-    in it, so that digests in files of older versions stay valid."""
+    their files are, and without functions and literals, which are implied or were not in older texts. Flags have their
+    first names in it. So digests in files of older versions stay valid."""
     text = to_text(graph, sources=False, functions=False)
     for mark, former in _FORMER_MARKS.items():
         text = re.sub(rf"(?<![^ (]){mark}(?= +[^\[ ]+\[)", former, text)
@@ -83,7 +87,7 @@ def digest(graph: Graph) -> str:
 
 def to_text(graph: Graph, *, sources: bool = True, functions: bool = True) -> str:
     """Returns the graph's text, from which ``from_text`` reads an equal graph. ``sources`` and ``functions`` say
-    whether the text contains these."""
+    whether the text contains these; ``functions`` includes literals."""
     out = [f"graph {word_text(graph.name)}"]
     out += [f"meta {word_text(k)} {word_text(v)}" for k, v in graph.meta.items()]
     if sources:
@@ -153,6 +157,8 @@ def op_text(op: Op, *, sources: bool = True, functions: bool = True) -> str:
         more.append(f"chance={float(op.chance)!r}")
     more += [f"scope={word_text(str(s))}" for s in op.scope]
     more += ["remat"] * op.remat + ["backward"] * op.backward + ["nodiff"] * (not op.differentiable)
+    if functions and op.literals != ():
+        more.append(f"literals={literals_text(op.literals)}")
     if op.product_dtype is not None:
         more.append(f"as={word_text(op.product_dtype)}")
     if op.eqn:
@@ -385,6 +391,8 @@ def read_op(line: TextLine) -> Op:
     function = more.pop("function", None) or _implied(kind, name)
     if function is None:
         line.fail(f"'{name}' is not a known function, so the line needs fn=", start)
+    if "literals" not in more and wrong_operands(function, (), len(reads), kind == "elementwise"):
+        more["literals"] = None  # a text of an earlier version, which has no literals
     return Op(kind=kind, name=name, function=function, reads=reads, writes=writes, **more)
 
 
@@ -405,6 +413,7 @@ def _read_more(line: TextLine, kind: OpKind) -> dict[str, Any]:
         "over": ("over", line.names),
         "times": ("times", line.size),
         "fn": ("function", lambda: _read_function(line)),
+        "literals": ("literals", lambda: _read_literals(line)),
         "as": ("product_dtype", lambda: line.word("a type")),
         "eqn": ("eqn", lambda: (Place if kind in LEAF else Place.parse)(line.word("a value"))),
         "source": ("source", lambda: SourceLine.parse(line.word("a value"))),
@@ -426,7 +435,8 @@ def _read_more(line: TextLine, kind: OpKind) -> dict[str, Any]:
             more[field] = value
         else:
             line.fail(
-                f"expected fn=, flops=, over=, times=, chance=, scope=, as=, eqn=, source=, remat or nodiff; "
+                f"expected fn=, flops=, over=, times=, chance=, scope=, as=, literals=, eqn=, source=, remat or "
+                f"nodiff; "
                 f"found '{line.text[at:][:20]}'",
                 at,
             )
@@ -438,6 +448,23 @@ def _read_number(line: TextLine) -> float:
     if found is None:
         line.fail(f"expected a number, found {line.next_shown()}")
     return float(found)
+
+
+def _read_literals(line: TextLine) -> Literals:
+    at = line.position
+    if line.accept("?"):
+        return None
+    line.expect("(")
+    words: list[str] = []
+    while not line.accept(")"):
+        word = line.match(_LITERAL)
+        if word is None:
+            line.fail(f"expected a number, '_' or ')', found {line.next_shown()}")
+        words.append(word)
+    try:
+        return read_literals(words)
+    except PaseError as e:
+        line.fail(str(e), at)
 
 
 def _read_function(line: TextLine) -> Function:

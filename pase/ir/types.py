@@ -15,6 +15,7 @@ from typing import Literal
 from pase.errors import PaseError
 from pase.ir.fixed import FixedLayout
 from pase.ir.functions import Function
+from pase.ir.literals import Literals
 from pase.ir.maps import AccessMap
 from pase.ir.places import NO_PLACE, NOWHERE, Place, Scope, SourceLine
 from pase.ir.remarks import Remark
@@ -139,6 +140,8 @@ class Op:
 
     name: the framework's name, for people to read.
     function: what the op computes; its cost, gradient and memory follow from this.
+    literals: the function's operands: the numbers among them, and None for each that is read, in order; () if all are
+        read; None if the graph does not determine them. Only the ops of kind "elementwise" have literals.
     flops_per_point: FLOPs (a multiply-add counts as two) per point of the dims in ``over``.
     over: the dims whose points count as work; None means all dims of the maps.
     eqn: where the frontend found the op, so that a backend can find it again; for a leaf, its name in the model.
@@ -168,6 +171,7 @@ class Op:
     remat: bool = False
     backward: bool = False
     product_dtype: str | None = None
+    literals: Literals = ()
 
     @cached_property
     def dims(self) -> tuple[str, ...]:
@@ -179,6 +183,12 @@ class Op:
     def worked(self) -> tuple[str, ...]:
         """The dims whose points count as the op's work. The node that contains it may have more."""
         return self.dims if self.over is None else self.over
+
+    @property
+    def numbers(self) -> Literals:
+        """One entry per operand of the function: the number, or None for the op's next read. None if the graph does not
+        determine the operands."""
+        return self.literals if self.literals != () else (None,) * len(self.reads)
 
     @property
     def factors(self) -> tuple[Access, ...]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pase.errors import PaseError
+from pase.ir.functions import Function
+from pase.ir.literals import Literals, literals_text
 from pase.ir.sizes import product
 from pase.ir.types import Access, Graph, Node, Op
 
-__all__ = ["verify"]
+__all__ = ["verify", "wrong_operands"]
 
 
 def verify(graph: Graph) -> Graph:
@@ -30,6 +32,8 @@ def verify(graph: Graph) -> Graph:
         for op in n.ops:
             for access in (*op.reads, *op.writes):
                 _check(graph, n, op, access)
+            if what := wrong_operands(op.function, op.literals, len(op.reads), op.kind == "elementwise"):
+                raise _wrong(n, f"op {op.name}: {what}")
             for d in op.over or ():
                 if d not in n.space:
                     raise _wrong(n, f"op {op.name} works on dim '{d}', which the node lacks")
@@ -78,6 +82,22 @@ def _check(graph: Graph, n: Node, op: Op, a: Access) -> None:
             raise _wrong(
                 n, f"op {op.name}: '{w}' may be split, but its blocks do not align with those of {t.name}"
             )
+
+
+def wrong_operands(function: Function, literals: Literals, reads: int, elementwise: bool) -> str | None:
+    """What is wrong with an op's operands: literals that do not fit its number of reads, or operands that are missing
+    or too many. None if nothing is."""
+    if literals is None:
+        return None
+    if literals and (not elementwise or literals.count(None) != reads):
+        return f"its literals {literals_text(literals)} do not fit its {reads} reads"
+    if not elementwise or function.operands is None:
+        return None
+    (low, high), count = function.operands, len(literals) or reads
+    if low <= count <= (count if high is None else high):
+        return None
+    wanted = f"{low}" if low == high else f"{low} or more" if high is None else f"{low} to {high}"
+    return f"function '{function.name}' has {count} operands, literals included, but needs {wanted}"
 
 
 def _wrong(n: Node, what: str) -> PaseError:

@@ -22,7 +22,7 @@ from pase.errors import PaseError
 from pase.ir import Access, Graph, Place, Scope
 from pase.ir.types import LEAF
 from pase.local.lower import between
-from pase.local.nests import LocalNest, OpNumbers, SlidingDim, coordinates
+from pase.local.nests import LocalNest, SlidingDim, coordinates
 from pase.local.simulate import DeviceParts, part_of, places, resharded, whole_of
 from pase.local.types import (
     Extents,
@@ -64,14 +64,13 @@ def mean_over_micro_batches(
     graph: Graph,
     given: Sequence[Mapping[str, np.ndarray]],
     loss: str,
-    numbers: OpNumbers | None = None,
     rules: OpRules | None = None,
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """``loss_and_gradients`` of a step in micro-batches: the means over the micro-batches.
 
     given: the values of parameters and inputs, for each micro-batch.
     """
-    every = [loss_and_gradients(program, graph, each, loss, numbers, rules) for each in given]
+    every = [loss_and_gradients(program, graph, each, loss, rules) for each in given]
     trained = dict.fromkeys(t for _, grads in every for t in grads)
     total = {t: np.sum([grads[t] for _, grads in every if t in grads], axis=0) for t in trained}
     return np.mean([value for value, _ in every], axis=0), {t: g / len(every) for t, g in total.items()}
@@ -82,16 +81,15 @@ def loss_and_gradients(
     graph: Graph,
     given: Mapping[str, np.ndarray],
     loss: str,
-    numbers: OpNumbers | None = None,
     rules: OpRules | None = None,
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """(the tensor ``loss``, its gradient by each trained parameter), unsharded.
 
     graph: the graph that the program was lowered from. given: the values of its parameters, inputs and constants.
-    numbers: the literal operands of its ops. rules: place of an op -> its rule. Raises PaseError if the graph, the
-    numbers and the rules do not determine what an op computes.
+    rules: place of an op -> its rule. Raises PaseError if the graph and the rules do not determine what an op
+    computes.
     """
-    run = _NumpyRun(program=program, graph=graph, given=given, numbers=numbers or {}, rules=rules or {})
+    run = _NumpyRun(program=program, graph=graph, given=given, rules=rules or {})
     r = program.result(loss)
     made = run.value(loss, (), ())
     run.gradients[loss, ()] = {at: np.ones(run.local(r.shape, r.gradient)) for at in places(program.mesh)}
@@ -122,7 +120,6 @@ class _NumpyRun:
     program: LocalProgram
     graph: Graph
     given: Mapping[str, np.ndarray]
-    numbers: OpNumbers
     rules: OpRules
     values: dict[TurnedTensor, DeviceParts] = field(default_factory=dict)
     tape: list[tuple[LocalOp, LoopIndices]] = field(default_factory=list)
@@ -179,10 +176,6 @@ class _NumpyRun:
     def read(self, o: LocalOperand, indices: LoopIndices, loops: Sequence[Scope]) -> DeviceParts:
         """An operand in the layout in which its op reads it."""
         if o.constant:
-            if o.tensor not in self.given:
-                raise PaseError(
-                    f"the value of the constant '{o.tensor}' is not in the graph", fix="pass it in `given`"
-                )
             return self._parts(o.tensor, o.layout)
         if o.transfer is None:
             return self.value(o.tensor, indices, loops)
@@ -211,6 +204,8 @@ class _NumpyRun:
 
     def _parts(self, tensor: str, layout: Layout) -> DeviceParts:
         """Each device's part of a value of ``given``."""
+        if tensor not in self.given:
+            raise PaseError(f"the value of '{tensor}' is not in the graph", fix="pass it in `given`")
         mesh = self.program.mesh
         return {at: part_of(self.given[tensor], layout, at, mesh) for at in places(mesh)}
 
@@ -245,7 +240,8 @@ class _NumpyRun:
         return self.joined(made, r.summed, nest)
 
     def _nest(self, op: LocalOp, back: bool) -> LocalNest:
-        return LocalNest.of(op, self.graph.node[op.node], self.program.mesh.sizes, self.numbers, back)
+        dtype = self.graph.tensors[op.op.writes[0].tensor].dtype
+        return LocalNest.of(op, self.graph.node[op.node], self.program.mesh.sizes, dtype, back)
 
     def _where(self, nest: LocalNest, op: LocalOp, at: tuple[int, ...]) -> np.ndarray | None:
         """For a lookup or an update by index, the index of each of the nest's points on this device; otherwise None."""

@@ -29,9 +29,11 @@ from pase.ir import (
     Tensor,
 )
 from pase.ir.functions import BY_KIND, CARRY, Function
+from pase.ir.literals import Literals
 from pase.ir.places import NO_PLACE, NOWHERE
 from pase.ir.sizes import is_one
 from pase.ir.types import is_floating
+from pase.ir.verify import wrong_operands
 
 __all__ = ["Dims", "GraphBuilder", "Read", "Write", "parallel_dims", "plain_map"]
 
@@ -84,6 +86,7 @@ class GraphBuilder:
     """Whether the next nests have no gradient, because they are in a while loop or in a program that is not trained."""
     lying: set[str] = field(default_factory=set)
     """Tensors that are parts of other tensors and are read in place."""
+    _undetermined: bool = False
     _scope: tuple[Scope, ...] = ()
     _times: Size = 1
     _chance: float = 1.0
@@ -178,6 +181,18 @@ class GraphBuilder:
             self.frozen = before
 
     @contextmanager
+    def undetermined(self, unless: bool = False) -> Iterator[None]:
+        """A context in which the graph gives the cost of added nests, but does not determine what they compute.
+
+        unless: the context has no effect.
+        """
+        before, self._undetermined = self._undetermined, self._undetermined or not unless
+        try:
+            yield
+        finally:
+            self._undetermined = before
+
+    @contextmanager
     def in_backward(self) -> Iterator[None]:
         """A context in which added nests run once during backward, in the loops and branches of the forward here."""
         before = self._backward, self._remat
@@ -216,6 +231,7 @@ class GraphBuilder:
         flops: float | None = None,
         over: Sequence[str] | None = None,
         differentiable: bool = True,
+        literals: Literals = (),
     ) -> tuple[Tensor, ...]:
         """Adds one loop nest over ``dims`` and returns the tensors that it writes.
 
@@ -223,6 +239,7 @@ class GraphBuilder:
         function: what the op computes; None means the function of its kind.
         flops: FLOPs per point of ``over`` (all dims if None), if they differ from the function's. A multiply-add counts
             as two.
+        literals: the function's operands that are numbers (``pase.ir.literals``).
         """
         function = BY_KIND[kind] if function is None else function
         differentiable = differentiable and function.differentiable
@@ -231,6 +248,12 @@ class GraphBuilder:
                 f"it has more than {_MAX_NODES} ops",
                 where=f"graph '{self.name}'",
                 fix="roll its loops with scan",
+            )
+        if what := wrong_operands(function, literals, len(reads), kind == "elementwise"):
+            raise PaseError(
+                what,
+                where=f"op '{name}' at {self.source}",
+                fix="list its numbers among the operands, and None for an operand that is not known",
             )
         differentiable = differentiable and not self.frozen
         grad = differentiable and any(r.tensor.needs_grad for r in reads)
@@ -261,6 +284,7 @@ class GraphBuilder:
             chance=self._chance,
             remat=self._remat and not self.saved,
             backward=self._backward,
+            literals=None if self._undetermined else literals,
         )
         space = IterationSpace(tuple(Dim(name=n, size=s, kind=k) for n, (s, k) in dims.items()))
         self.nodes.append(Node(name=node_name, space=space, ops=(op,)))

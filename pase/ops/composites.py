@@ -24,12 +24,15 @@ from pase.ir.functions import (
     SUM,
     Function,
 )
+from pase.ir.literals import Literal
+from pase.ir.sizes import product
 from pase.ops import indexed, nests
 from pase.ops.builder import GraphBuilder
 
 __all__ = [
     "Normalized",
     "apply",
+    "count",
     "cross_entropy",
     "cross_entropy_of_logits",
     "log_softmax",
@@ -43,9 +46,13 @@ __all__ = [
 ]
 
 
-def apply(b: GraphBuilder, function: Function, *inputs: Tensor, flops: float | None = None) -> Tensor:
-    """The function of these tensors, which broadcast. The result has the first tensor's dtype."""
-    return nests.elementwise(b, function, inputs, [inputs[0].dtype], flops=flops)[0]
+def apply(
+    b: GraphBuilder, function: Function, *inputs: Tensor | Literal | None, flops: float | None = None
+) -> Tensor:
+    """The function of these tensors, which broadcast, and numbers (``nests.elementwise``). The result has the first
+    tensor's dtype."""
+    dtype = next(t.dtype for t in inputs if isinstance(t, Tensor))
+    return nests.elementwise(b, function, inputs, [dtype], flops=flops)[0]
 
 
 def _reduced(b: GraphBuilder, function: Function, x: Tensor, axes: Sequence[int]) -> Tensor:
@@ -59,7 +66,13 @@ def shifted(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> Tensor:
 
 def mean(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> Tensor:
     """The mean over some dims, which are kept with size one."""
-    return apply(b, DIV, _reduced(b, SUM, x, axes))
+    return apply(b, DIV, _reduced(b, SUM, x, axes), count(x, axes))
+
+
+def count(x: Tensor, axes: Sequence[int]) -> int | None:
+    """The number of elements over these dims; None if a size is symbolic."""
+    n = product(x.shape[i] for i in axes)
+    return n if isinstance(n, int) else None
 
 
 def softmax(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> Tensor:
@@ -83,24 +96,26 @@ class Normalized(NamedTuple):
     inverse: Tensor
 
 
-def normalize(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> Normalized:
-    """Normalizes x to mean 0 and variance 1 over these dims."""
+def normalize(b: GraphBuilder, x: Tensor, axes: Sequence[int], epsilon: float | None) -> Normalized:
+    """Normalizes x to mean 0 and variance 1 over these dims. epsilon: is added to the variance."""
     m = mean(b, x, axes)
     y = apply(b, SUB, x, m)
     variance = mean(b, apply(b, SQUARE, y), axes)
-    inverse = apply(b, RSQRT, apply(b, ADD, variance))
+    inverse = apply(b, RSQRT, apply(b, ADD, variance, epsilon))
     return Normalized(apply(b, MUL, y, inverse), m, variance, inverse)
 
 
-def rescale(b: GraphBuilder, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+def rescale(b: GraphBuilder, x: Tensor, mean: Tensor, variance: Tensor, epsilon: float | None) -> Tensor:
     """Normalizes x with a known mean and variance, as batch norm does in inference. They broadcast against x."""
-    return apply(b, MUL, apply(b, SUB, x, mean), apply(b, RSQRT, apply(b, ADD, variance)))
+    return apply(b, MUL, apply(b, SUB, x, mean), apply(b, RSQRT, apply(b, ADD, variance, epsilon)))
 
 
-def rms_normalize(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
+def rms_normalize(
+    b: GraphBuilder, x: Tensor, axes: Sequence[int], epsilon: float | None
+) -> tuple[Tensor, Tensor]:
     """Returns x scaled to mean square 1 over these dims, and the inverse of its root mean square."""
     square = mean(b, apply(b, SQUARE, x), axes)
-    inverse = apply(b, RSQRT, apply(b, ADD, square))
+    inverse = apply(b, RSQRT, apply(b, ADD, square, epsilon))
     return apply(b, MUL, x, inverse), inverse
 
 

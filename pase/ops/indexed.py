@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from pase.errors import PaseError
 from pase.ir import AccessMap, DimKind, Size, Tensor, Walk
-from pase.ir.functions import SCATTER, Function
+from pase.ir.functions import SCATTER, SCATTER_ADD, Function
 from pase.ir.sizes import is_one, quotient
 from pase.ops.builder import Dims, GraphBuilder, Read, Write
 
@@ -76,12 +76,14 @@ def scatter(
     x_batch: Sequence[int] = (),
     ids_batch: Sequence[int] = (),
     combines: bool = True,
-    function: Function = SCATTER,
+    function: Function | None = None,
 ) -> Tensor:
     """XLA's scatter.
 
     combines: whether updates combine (by a sum or a maximum), so that shards of them give partial results.
+    function: how updates combine; None: they are added, or replace what was there if they do not combine.
     """
+    function = function or (SCATTER_ADD if combines else SCATTER)
     dims: Dims = {}
     walks_x: list[Walk] = [Walk()] * len(x.shape)
     walks_i: list[Walk] = [Walk()] * len(ids.shape)

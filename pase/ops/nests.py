@@ -12,6 +12,7 @@ from dataclasses import replace
 from pase.errors import PaseError
 from pase.ir import AccessMap, DimKind, Size, Tensor, Walk
 from pase.ir.functions import Function
+from pase.ir.literals import Literal, Literals, literal
 from pase.ir.sizes import is_one, quotient
 from pase.ops.builder import Dims, GraphBuilder, Read, Write, parallel_dims, plain_map
 
@@ -38,7 +39,7 @@ __all__ = [
 def elementwise(
     b: GraphBuilder,
     function: Function,
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Tensor | Literal | None],
     dtypes: Sequence[str],
     *,
     name: str = "",
@@ -48,27 +49,33 @@ def elementwise(
 ) -> tuple[Tensor, ...]:
     """An elementwise op. Its results have one shape, to which the inputs broadcast as in numpy.
 
+    inputs: the function's operands, in its order: tensors and numbers. None stands for one that the graph does not
+        hold; the op is then priced, but nothing can compute it from the graph.
     name: the framework's name, if it differs from the function's.
     flops: FLOPs per point, if they differ from the function's (a sum of many operands).
     """
+    tensors = [t for t in inputs if isinstance(t, Tensor)]
     if shape is None:
-        rank = max((len(t.shape) for t in inputs), default=0)
+        rank = max((len(t.shape) for t in tensors), default=0)
         shape = [1] * rank
-        for t in inputs:
+        for t in tensors:
             for i, s in enumerate(t.shape, start=rank - len(t.shape)):
                 if is_one(shape[i]):
                     shape[i] = s
                 elif not is_one(s) and s != shape[i]:
                     raise PaseError(
-                        f"shapes {[t.shape for t in inputs]} do not broadcast",
+                        f"shapes {[t.shape for t in tensors]} do not broadcast",
                         where=f"{name or function.name} at {b.source}",
                     )
     reads = []
-    for t in inputs:
+    for t in tensors:
         lead = len(shape) - len(t.shape)
         walks = tuple(Walk(() if is_one(s) else (f"d{i + lead}",)) for i, s in enumerate(t.shape))
         reads.append(Read(t, AccessMap(walks)))
     writes = [Write(tuple(shape), d, plain_map(shape)) for d in dtypes]
+    literals: Literals = None
+    if all(t is not None for t in inputs):
+        literals = tuple(None if isinstance(t, Tensor) else literal(t) for t in inputs)
     return b.nest(
         name or function.name,
         "elementwise",
@@ -78,6 +85,7 @@ def elementwise(
         function=function,
         flops=flops,
         differentiable=differentiable,
+        literals=() if len(tensors) == len(inputs) else literals,
     )
 
 

@@ -89,14 +89,9 @@ def conv(
             dims[f"r{k}"] = (extent, "window")
             walks_w[j] = Walk((f"r{k}",))
     reads = [Read(x, AccessMap(tuple(walks_x))), Read(w, AccessMap(tuple(walks_w)))]
-    return b.nest(
-        "conv",
-        "conv",
-        reads,
-        [Write(tuple(shape), dtype, AccessMap(tuple(walks_o)))],
-        dims,
-        flops=2.0 * there,
-    )[0]
+    write = Write(tuple(shape), dtype, AccessMap(tuple(walks_o)))
+    with b.undetermined(unless=there == 1.0):
+        return b.nest("conv", "conv", reads, [write], dims, flops=2.0 * there)[0]
 
 
 def window_reduce(
@@ -128,6 +123,7 @@ def window_reduce(
     out = AccessMap.of(*[() if is_one(s) else (f"d{i}",) for i, s in enumerate(shape)])
     write = Write(tuple(shape), x.dtype, out)
     read = Read(x, AccessMap(tuple(walks)))
-    return b.nest(
-        name or function.name, "window", [read], [write], dims, function=function, flops=float(points)
-    )[0]
+    with b.undetermined(unless=all(d == 1 for d in dilation)):
+        return b.nest(
+            name or function.name, "window", [read], [write], dims, function=function, flops=float(points)
+        )[0]

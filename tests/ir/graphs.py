@@ -75,8 +75,10 @@ def without_places(text: str) -> str:
 
 
 def canonical(graph: Graph) -> str:
-    """The nodes only, with renumbered tensors. It is equal for traces that differ in dead or constant tensors."""
+    """The nodes only, with renumbered tensors and without literals. It is equal for traces that differ in dead or
+    constant tensors, or in numbers."""
     lines = without_places(to_text(graph, sources=False)).splitlines()
+    lines = [re.sub(r" literals=(\?|\([^)]*\))", "", x).removesuffix(" |") for x in lines]
     text = "\n".join(x for x in lines if x.startswith(("node", "  ")))
     numbers: dict[str, str] = {}
     constant = {t.name for t in graph.tensors.values() if t.role == "constant"}

@@ -20,7 +20,8 @@ def op_of(function: str, *, trained: int = 2, kind: str = "elementwise") -> tupl
     for t in (x, y)[:trained]:
         b.tensors[t.name] = replace(t, needs_grad=True)
     operands = [b.tensors[t.name] for t in (x, y)]
-    nests.elementwise(b, FUNCTIONS[function], operands, ["float32"])
+    most = (FUNCTIONS[function].operands or (2, None))[1]
+    nests.elementwise(b, FUNCTIONS[function], operands[:most], ["float32"])
     return b.nodes[-1].ops[0], b.tensors
 
 
@@ -32,7 +33,7 @@ def op_of(function: str, *, trained: int = 2, kind: str = "elementwise") -> tupl
         ("mul", 1, ("t2",)),  # x's gradient is the result's times y; y has none
         ("div", 2, ("t1", "t2")),
         ("max", 2, ("t1", "t2")),
-        ("exp", 2, ("t3",)),
+        ("exp", 1, ("t3",)),
         ("gt", 2, ()),
     ],
 )

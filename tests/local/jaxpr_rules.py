@@ -1,4 +1,4 @@
-"""Shared by tests that interpret a local program: the literals and the rules of a jaxpr's equations."""
+"""Shared by tests that interpret a local program: the rules of a jaxpr's equations."""
 
 import jax
 import jax.numpy as jnp
@@ -6,27 +6,8 @@ import numpy as np
 
 from pase.frontends.jax.attention import call_of
 from pase.frontends.jax.frontend import inlined, inner_jaxpr
-from pase.frontends.jax.versions import is_literal
 from pase.ir import Place
 from pase.local.interpret import OpRule
-
-
-def numbers_of(jaxpr, prefix=""):
-    """The literals in a jaxpr's equations, by place."""
-    out = {}
-    for i, eqn in enumerate(jaxpr.eqns):
-        at = f"{prefix}{i}"
-        out[Place(at)] = tuple(
-            float(v.val) if is_literal(v) and v.aval.shape == () else None for v in eqn.invars
-        )
-        if eqn.primitive.name == "scan":
-            out |= numbers_of(eqn.params["jaxpr"].jaxpr, f"{at}.")
-        elif eqn.primitive.name == "cond":
-            for k, branch in enumerate(eqn.params["branches"]):
-                out |= numbers_of(branch.jaxpr, f"{at}.{k}.")
-        elif inlined(eqn):
-            out |= numbers_of(inner_jaxpr(eqn)[0], f"{at}.")
-    return out
 
 
 def in_jax(fn):
@@ -56,8 +37,6 @@ def rule_of(eqn):
             return in_jax(lambda x: jnp.sort(x, axis=p["dimension"]))
         case "cumsum":
             return in_jax(lambda x: jax.lax.cumsum(x, axis=p["axis"], reverse=p["reverse"]))
-        case "integer_pow":
-            return in_jax(lambda x: x ** p["y"])
         case "concatenate":
             return in_jax(lambda *xs: jnp.concatenate(xs, p["dimension"]))
         case "slice":

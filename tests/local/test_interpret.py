@@ -22,7 +22,7 @@ from pase.local.lower import local_program
 from pase.local.verify import verify_program
 from pase.machine import mesh_from
 from pase.tables.layouts import configs
-from tests.local.jaxpr_rules import numbers_of, plain_attention, rules_of
+from tests.local.jaxpr_rules import plain_attention, rules_of
 
 
 def attending(p, x):
@@ -145,9 +145,8 @@ def ran(fn, mesh, seed):
     rows = {n.name: configs(n, mesh) for n in graph.nodes}
     program = local_program(graph, mesh, {n: r[rng.integers(len(r))] for n, r in rows.items()})
     verify_program(program)
-    numbers = numbers_of(made.traced.jaxpr.jaxpr)
     rules = rules_of(made.traced.jaxpr.jaxpr)
-    return loss_and_gradients(program, graph, values, graph.outputs[0], numbers, rules)
+    return loss_and_gradients(program, graph, values, graph.outputs[0], rules)
 
 
 PROGRAMS = [attending, normed, branching, imaging, looking, looping, choosing, ordering, fused]
@@ -197,9 +196,7 @@ def test_jax_by_hand_and_numpy_agree(fn, k):
     weights = {t.name: np.asarray(params[t.path]) for t in graph.parameters}
     each = [{**weights, **{t.name: np.asarray(x[i::k]) for t in graph.inputs}} for i in range(k)]
     jaxpr = plan.jax.traced.jaxpr.jaxpr
-    value, pulled = mean_over_micro_batches(
-        program, graph, each, graph.outputs[0], numbers_of(jaxpr), rules_of(jaxpr)
-    )
+    value, pulled = mean_over_micro_batches(program, graph, each, graph.outputs[0], rules_of(jaxpr))
     assert float(value) == pytest.approx(float(loss), rel=1e-12)
     names = {t.path: t.name for t in graph.parameters}
     assert sum(m.nbytes for t in program.transfers for m in t.forward) > 0

@@ -30,7 +30,7 @@ CASES: dict[str, tuple[Callable[[GraphBuilder, Tensor], Tensor], Callable[..., A
     "softmax": (lambda b, x: composites.softmax(b, x, [2]), lambda x: jax.nn.softmax(x, -1)),
     "log_softmax": (lambda b, x: composites.log_softmax(b, x, [2]), lambda x: jax.nn.log_softmax(x, -1)),
     "mean": (lambda b, x: composites.mean(b, x, [1, 2]), lambda x: jnp.mean(x, (1, 2), keepdims=True)),
-    "rms norm": (lambda b, x: composites.rms_normalize(b, x, [2])[0], _rms),
+    "rms norm": (lambda b, x: composites.rms_normalize(b, x, [2], 1e-5)[0], _rms),
 }
 
 
@@ -60,10 +60,10 @@ def test_work_is_that_of_jax(name: str) -> None:
 
 def test_statistics_of_a_normalization_keep_the_reduced_dims() -> None:
     b = GraphBuilder("g")
-    made = composites.normalize(b, b.input("x", SHAPE, "float32"), [1, 2])
+    made = composites.normalize(b, b.input("x", SHAPE, "float32"), [1, 2], 1e-5)
     assert made.value.shape == SHAPE
     assert made.mean.shape == made.variance.shape == made.inverse.shape == (4, 1, 1)
-    again = composites.rescale(b, b.input("y", SHAPE, "float32"), made.mean, made.variance)
+    again = composites.rescale(b, b.input("y", SHAPE, "float32"), made.mean, made.variance, 1e-5)
     scaled = composites.scale_and_shift(b, again, b.parameter("s", (8,), "float32"), None)
     assert again.shape == scaled.shape == SHAPE
     assert composites.scale_and_shift(b, scaled, None, None) is scaled

@@ -12,6 +12,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.ir import Tensor
 from pase.ir.functions import Function
+from pase.ir.literals import Literal, literal
 from pase.ops import GraphBuilder, nests
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Value:
     note: tuple[Any, ...] = ()
     items: tuple[Value, ...] | None = None
     weight: bool = False
+    number: Literal | None = None
+    """The number that every element is, if it is known but not stored as ``data``."""
     _data: np.ndarray | None = None
 
     @property
@@ -65,6 +68,13 @@ class Value:
     def literal(self) -> bool:
         """Whether this is one number, which becomes part of the op that reads it."""
         return self.foldable and self.elements == 1 and self.tensor is None
+
+    @property
+    def scalar(self) -> Literal | None:
+        """The number that every element is; None if that is not known."""
+        if self.number is not None or self.data is None or self.elements != 1 or self.dtype == "string":
+            return self.number
+        return literal(self.data)
 
 
 def known(array: ArrayLike, dtype: str | None = None) -> Value:
@@ -149,21 +159,24 @@ class Site:
 
     def elementwise(
         self,
-        values: Sequence[Value],
+        operands: Sequence[Value | Literal | None],
         function: Function,
         *,
         dtype: str | None = None,
         flops: float | None = None,
+        name: str = "",
     ) -> Value:
-        """A function of broadcast inputs, point by point. Numbers among them become part of the op."""
+        """A function of broadcast operands, point by point. Numbers among them become part of the op; None is an
+        operand that is not known (``nests.elementwise``)."""
+        values = [v for v in operands if isinstance(v, Value)]
         shape = self.shape(self.broadcast(*(v.shape for v in values)))
         dtype = "bool" if function.boolean else dtype or values[0].dtype
         if math.prod(shape) == 0:
             return Value(shape=shape, dtype=dtype)
-        reads = [self.tensor(v) for v in values if not v.literal]
-        if not reads:
+        if all(v.literal for v in values):
             return Value(shape=shape, dtype=dtype, foldable=False)
-        (out,) = nests.elementwise(self.b, function, reads, [dtype], flops=flops, shape=shape)
+        reads = [(v.scalar if v.literal else self.tensor(v)) if isinstance(v, Value) else v for v in operands]
+        (out,) = nests.elementwise(self.b, function, reads, [dtype], name=name, flops=flops, shape=shape)
         return self.value(out)
 
     def reshape(self, v: Value, shape: Sequence[int]) -> Value:

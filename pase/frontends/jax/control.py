@@ -305,7 +305,7 @@ def _held(
         wide = nests.broadcast(lower.b, goes_on, before.shape, range(len(goes_on.shape)))
         (kept,) = nests.elementwise(
             lower.b,
-            functions.SELECT,
+            functions.WHERE,
             [wide, new, before],
             [before.dtype],
             name="select_n",

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pase.frontends.jax.types import Eqn, Var
+from pase.frontends.jax.versions import is_literal, literal_array
 from pase.ir import Size, Tensor, functions, parse_size
 from pase.ir.functions import FUNCTIONS, Function
+from pase.ir.literals import Literal, literal
 from pase.ir.sizes import is_one, product
 from pase.ops import GraphBuilder, indexed, nests, windows
 from pase.registry import Registry
@@ -36,7 +38,7 @@ _OTHER_NAME = {
     "eq_to": "eq",
     "le_to": "le",
     "lt_to": "lt",
-    "shift_right_logical": "shift_right",
+    "shift_right_logical": "shift_right_logical",
     "shift_right_arithmetic": "shift_right",
     "shift_left": "shift_left",
     "igamma_grad_a": "igamma_grad",
@@ -71,8 +73,9 @@ class Elementwise:
         if function is functions.DIV and ins[0] is None:
             function = functions.RECIPROCAL
         dtypes = [_dtype(v) for v in eqn.outvars]
+        operands = [*_operands(eqn, ins), *_more(eqn)]
         return nests.elementwise(
-            b, function, _tensors(ins), dtypes, name=eqn.primitive.name, shape=_shape(eqn.outvars[0])
+            b, function, operands, dtypes, name=eqn.primitive.name, shape=_shape(eqn.outvars[0])
         )
 
 
@@ -87,6 +90,27 @@ def _shape(var: Var) -> tuple[Size, ...]:
 def _dtype(var: Var) -> str:
     text = str(var.aval.dtype)
     return "key" if text.startswith("key<") else text
+
+
+def _operands(eqn: Eqn, ins: Sequence[Tensor | None]) -> list[Tensor | Literal | None]:
+    """The operands of an elementwise equation: tensors and numbers. None for a number that is not known when the
+    program is traced, such as a symbolic size."""
+
+    def number(v: Var) -> Literal | None:
+        known = is_literal(v) and product(_shape(v)) == 1 and _dtype(v) != "key"
+        return literal(literal_array(v)) if known else None  # type: ignore[arg-type]
+
+    return [t if t is not None else number(v) for t, v in zip(ins, eqn.invars, strict=True)]
+
+
+_PARAMETERS = {"integer_pow": ("y",), "reduce_precision": ("exponent_bits", "mantissa_bits")}
+"""Primitive -> the parameters that are further operands of its function."""
+
+
+def _more(eqn: Eqn) -> list[Literal | None]:
+    if eqn.primitive.name == "round" and eqn.params["rounding_method"] != 1:  # halves away from zero
+        return [None]
+    return [eqn.params[p] for p in _PARAMETERS.get(eqn.primitive.name, ())]
 
 
 def _tensors(ins: Sequence[Tensor | None]) -> list[Tensor]:
@@ -111,7 +135,7 @@ def _polynomial(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequ
     """Horner's rule: one product and one sum for each coefficient except the highest."""
     out, terms = eqn.outvars[0], len(ins) - 2
     return nests.elementwise(
-        b, FUNCTIONS["polynomial"], _tensors(ins), [_dtype(out)], flops=2.0 * terms, shape=_shape(out)
+        b, FUNCTIONS["polynomial"], _operands(eqn, ins), [_dtype(out)], flops=2.0 * terms, shape=_shape(out)
     )
 
 
@@ -339,8 +363,9 @@ SCATTERS = (
 def _scatter(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     d = eqn.params["dimension_numbers"]
     x, ids, updates = (_operand(b, eqn, ins, i) for i in range(3))
-    return [
-        indexed.scatter(
+    function = FUNCTIONS.get(eqn.primitive.name.replace("-", "_"))
+    with b.undetermined(unless=function is not None):  # a difference is priced as a sum
+        made = indexed.scatter(
             b,
             eqn.primitive.name,
             x,
@@ -352,9 +377,9 @@ def _scatter(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequenc
             x_batch=d.operand_batching_dims,
             ids_batch=d.scatter_indices_batching_dims,
             combines=eqn.primitive.name != "scatter",
-            function=FUNCTIONS.get(eqn.primitive.name.replace("-", "_")) or functions.SCATTER,
+            function=function,
         )
-    ]
+    return [made]
 
 
 @lowers("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")

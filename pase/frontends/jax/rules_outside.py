@@ -66,10 +66,10 @@ def _reduce_axis(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Seq
         if by_number:
             out += nests.reduce(b, function, [x], by_number, [_dtype(v)], differentiable=function.linear)
         else:
-            out += nests.elementwise(
+            out += nests.elementwise(  # over an axis of a mesh or of vmap, which the graph does not have
                 b,
                 function,
-                [x],
+                [x, None],
                 [_dtype(v)],
                 name=eqn.primitive.name,
                 shape=x.shape,
@@ -193,8 +193,14 @@ def _passed_on(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Seque
     shape = _shape(eqn.outvars[0])
     inputs = [t for t in _tensors(ins) if t.shape in (shape, ())]
     name = eqn.primitive.name
-    function = functions.SELECT if name == "select_if_vmap" else functions.COPY
-    return nests.elementwise(b, function, inputs, [_dtype(eqn.outvars[0])], name=name, shape=shape)
+    if name != "select_if_vmap":
+        operands: list[Tensor | None] = [*inputs] if len(inputs) == 1 else [*inputs, None]
+        return nests.elementwise(
+            b, functions.COPY, operands, [_dtype(eqn.outvars[0])], name=name, shape=shape
+        )
+    return nests.elementwise(
+        b, functions.WHERE, [*inputs, None], [_dtype(eqn.outvars[0])], name=name, shape=shape
+    )
 
 
 @lowers("maybe_set")

@@ -6,6 +6,7 @@ opsets: ``call.version`` is the opset, and an input that used to be an attribute
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from pase.frontends.common.values import Value, known
 from pase.frontends.onnx.values import OnnxCall
 from pase.ir import functions
 from pase.ir.functions import FUNCTIONS, Function
+from pase.ir.literals import Literal
 from pase.ops.activations import ACTIVATIONS
 from pase.registry import Registry
 
@@ -37,7 +39,6 @@ _FUNCTIONS = {
     "Mul": "mul",
     "Max": "max",
     "Min": "min",
-    "Clip": "clamp",
     "Not": "is_false",
     "And": "all_of",
     "Or": "any_of",
@@ -46,7 +47,6 @@ _FUNCTIONS = {
     "BitwiseOr": "or",
     "BitwiseXor": "xor",
     "BitwiseNot": "not",
-    "BitShift": "shift_left",
     "Sign": "sign",
     "Ceil": "ceil",
     "Floor": "floor",
@@ -59,7 +59,6 @@ _FUNCTIONS = {
     "IsNaN": "is_nan",
     "IsInf": "is_inf",
     "Div": "div",
-    "Mod": "rem",
     "Sqrt": "sqrt",
     "Reciprocal": "reciprocal",
     "Exp": "exp",
@@ -109,17 +108,47 @@ def _elementwise(function: Function, c: OnnxCall) -> Value:
     values = [c.x(i) for i, v in enumerate(c.ins) if v is not None]
     if not values:
         raise c.fail("it has no inputs")
-    if c.op == "Clip":  # bounds that are numbers belong to the op
-        values = values[:1] + [v for v in values[1:] if not v.literal]
     if c.version < 7 and len(values) == 2:
         values = [values[0], _aligned(c, *values)]
+    operands: list[Value | Literal | None] = [*values]
     power = values[-1].data if function is functions.POW and values[-1].literal else None
     if power is not None and float(power.reshape(())).is_integer():
         function = functions.INTEGER_POW
     if function is functions.DIV and values[0].literal:
         function = functions.RECIPROCAL
+    if function is functions.DIV and "int" in values[0].dtype:  # rounds to zero
+        operands.append(None)
+    if c.op == "IsInf" and not (c.integer("detect_negative", 1) and c.integer("detect_positive", 1)):
+        operands.append(None)
     flops = function.flops * max(len(values) - 1, 1) if function is functions.ADD else None
-    return c.elementwise(values, function, flops=flops)
+    if function in (functions.ADD, functions.MAX, functions.MIN) and len(values) == 1:  # a sum of one operand
+        operands.append(None)
+    return c.elementwise(operands, function, flops=flops)
+
+
+@lowers("Clip")
+def _clip(c: OnnxCall) -> Value:
+    """Bounds that are numbers belong to the op; a bound that is computed is read after the operand."""
+    x, bounds = c.x(), [c.opt(1), c.opt(2)]
+    if any(v is not None and not v.literal for v in bounds):
+        return c.elementwise(
+            [x, *(v for v in bounds if v is not None and not v.literal), None], functions.CLAMP
+        )
+    low, high = (None if v is None else v.scalar for v in bounds)
+    low = c.real("min", -math.inf) if bounds[0] is None else low
+    high = c.real("max", math.inf) if bounds[1] is None else high
+    return c.elementwise([low, x, high], functions.CLAMP)
+
+
+@lowers("Mod")
+def _mod(c: OnnxCall) -> Value:
+    return c.elementwise([c.x(0), c.x(1)], FUNCTIONS["rem" if c.integer("fmod") else "mod"], name="rem")
+
+
+@lowers("BitShift")
+def _shift(c: OnnxCall) -> Value:
+    function = FUNCTIONS["shift_left" if c.text("direction") == "LEFT" else "shift_right_logical"]
+    return c.elementwise([c.x(0), c.x(1)], function, name="shift_left")
 
 
 def _aligned(c: OnnxCall, x: Value, y: Value) -> Value:
@@ -136,16 +165,27 @@ for _op, _name in _FUNCTIONS.items():
     RULES.add(_op, partial(_elementwise, FUNCTIONS[_name]))
 
 
-def activation(c: OnnxCall, name: str, x: Value) -> Value:
+def activation(c: OnnxCall, name: str, x: Value, *numbers: float | None) -> Value:
     """An activation in the ops that jax.nn uses, so that its cost and its residuals are the same as in JAX."""
     if x.literal or not x.elements:
         return Value(shape=x.shape, dtype=x.dtype, foldable=False)
-    return c.value(ACTIVATIONS[name](c.b, c.tensor(x)))
+    return c.value(ACTIVATIONS[name](c.b, c.tensor(x), *numbers))
 
 
 @lowers(*_ACTIVATIONS)
 def _activation(c: OnnxCall) -> Value:
-    return activation(c, _ACTIVATIONS[c.low.key(c.node)], c.x())
+    name = _ACTIVATIONS[c.low.key(c.node)]
+    numbers: list[float | None] = []
+    if c.op in ("LeakyRelu", "Elu", "Celu", "QuickGelu"):
+        numbers = [c.real("alpha", {"LeakyRelu": 0.01, "QuickGelu": 1.702}.get(c.op, 1.0))]
+    elif c.op == "Selu":
+        numbers = [c.real("alpha", 1.67326319217681884765625), c.real("gamma", 1.05070102214813232421875)]
+    elif c.op == "HardSigmoid":
+        alpha = c.real("alpha", 0.2)
+        numbers = [c.real("beta", 0.5) / alpha, 1.0 / alpha] if alpha > 0 else [None, None]
+    elif c.op == "Swish" and c.real("alpha", 1.0) != 1.0:
+        return c.elementwise([c.x(), c.elementwise([c.x()], functions.SIGMOID), None], functions.MUL)
+    return activation(c, name, c.x(), *numbers)
 
 
 @lowers("Gelu")
@@ -163,7 +203,8 @@ def _biased_gelu(c: OnnxCall) -> Value:
 @lowers("SwiGLU")
 def _swiglu(c: OnnxCall) -> Value:
     gated = [c.x(i) for i, v in enumerate(c.ins) if v is not None and i < 2]
-    return c.elementwise([activation(c, "silu", gated[0]), *gated[1:]], functions.MUL)
+    more = [] if len(gated) == 2 and c.real("alpha", 1.0) == 1.0 else [None]
+    return c.elementwise([activation(c, "silu", gated[0]), *gated[1:], *more], functions.MUL)
 
 
 @lowers("PRelu")
@@ -172,26 +213,28 @@ def _prelu(c: OnnxCall) -> Value:
     if c.version < 7 and len(slope.shape) == 1 and len(x.shape) > 1:
         slope = c.reshape(slope, (slope.shape[0], *[1] * (len(x.shape) - 2)))
     below = c.elementwise([x, slope], functions.MUL)
-    return c.elementwise([_positive(c, x), below, x], functions.SELECT, dtype=x.dtype)
+    return c.elementwise([_above(c, x, 0.0), below, x], functions.SELECT, dtype=x.dtype)
 
 
 @lowers("ThresholdedRelu", "Shrink")
 def _cut(c: OnnxCall) -> Value:
     """Zero within a threshold. Shrink also moves the other values towards zero."""
     x = c.x()
-    left = c.elementwise([x], functions.SUB) if c.op == "Shrink" else x
-    return c.elementwise([_positive(c, x), left], functions.SELECT, dtype=x.dtype)
+    if c.op == "Shrink":  # it compares on both sides of zero, which is priced as one comparison
+        left = c.elementwise([x, None], functions.SUB)
+        return c.elementwise([_above(c, x, None), left, None], functions.SELECT, dtype=x.dtype)
+    return c.elementwise([_above(c, x, c.real("alpha", 1.0)), 0.0, x], functions.SELECT, dtype=x.dtype)
 
 
-def _positive(c: OnnxCall, x: Value) -> Value:
-    return c.elementwise([x], FUNCTIONS["gt"])
+def _above(c: OnnxCall, x: Value, threshold: float | None) -> Value:
+    return c.elementwise([x, threshold], FUNCTIONS["gt"])
 
 
 @lowers("Where")
 def _where(c: OnnxCall) -> Value:
     if len(c.ins) < 3:
         raise c.fail(f"it has {len(c.ins)} inputs, but needs 3")
-    return c.elementwise([c.x(0), c.x(1), c.x(2)], functions.SELECT, dtype=c.x(1).dtype)
+    return c.elementwise([c.x(0), c.x(1), c.x(2)], functions.WHERE, dtype=c.x(1).dtype, name="select")
 
 
 @lowers("Mean")
@@ -199,13 +242,16 @@ def _mean(c: OnnxCall) -> Value:
     values = [c.x(i) for i, v in enumerate(c.ins) if v is not None]
     if not values:
         raise c.fail("it has no inputs")
-    total = c.elementwise(values, functions.ADD, flops=float(len(values) - 1))
-    return c.elementwise([total], functions.DIV)
+    more = [0.0] if len(values) == 1 else []
+    total = c.elementwise([*values, *more], functions.ADD, flops=float(len(values) - 1))
+    return c.elementwise([total, len(values)], functions.DIV)
 
 
 @lowers("com.microsoft:IsAllFinite")
 def _all_finite(c: OnnxCall) -> Value:
-    return c.elementwise([c.x(i) for i, v in enumerate(c.ins) if v is not None], FUNCTIONS["is_finite"])
+    return c.elementwise(
+        [*(c.x(i) for i, v in enumerate(c.ins) if v is not None), None], FUNCTIONS["is_finite"]
+    )
 
 
 @lowers("Identity", "Optional", "OptionalGetElement", "com.microsoft:Identity")
@@ -234,7 +280,7 @@ def _cast(c: OnnxCall) -> Value:
         return x
     if x.note[:1] == ("initializer",) and x.tensor is None and x.foldable and not x.weight:
         return Value(shape=x.shape, dtype=dtype, foldable=False)
-    return c.elementwise([x], functions.CAST, dtype=dtype)
+    return c.elementwise([x, *([None] if c.op == "BitCast" else [])], functions.CAST, dtype=dtype)
 
 
 @lowers("Dropout")
@@ -245,7 +291,7 @@ def _dropout(c: OnnxCall) -> Sequence[Value | None]:
     training = mode is not None and mode.data is not None and bool(mode.data.reshape(-1)[:1].any())
     if c.version < 7:
         training = c.integer("is_test", 1) == 0
-    out = c.elementwise([x], functions.MUL, flops=2.0) if training else x
+    out = c.elementwise([x, None], functions.MUL, flops=2.0) if training else x
     return [out, nothing(x.shape, "bool")]
 
 

@@ -85,8 +85,9 @@ def _scatter_nd(c: OnnxCall) -> Value:
     if updates.elements == 0:
         return x
     found = list(range(k))
-    return c.value(
-        indexed.scatter(
+    how = c.text("reduction", "none")
+    with c.b.undetermined(unless=how in ("none", "add")):
+        made = indexed.scatter(
             c.b,
             "scatter",
             c.tensor(x),
@@ -95,9 +96,9 @@ def _scatter_nd(c: OnnxCall) -> Value:
             window_dims=list(range(n, len(updates.shape))),
             inserted=found,
             indexed=found,
-            combines=c.text("reduction", "none") != "none",
+            combines=how != "none",
         )
-    )
+    return c.value(made)
 
 
 @lowers("TensorScatter")
@@ -143,7 +144,9 @@ def _one_hot(c: OnnxCall) -> Value:
     if math.prod(shape) == 0:
         return nothing(shape, values.dtype)
     lead = c.tensor(c.reshape(ids, (*ids.shape[:axis], 1, *ids.shape[axis:])))
-    (out,) = nests.elementwise(c.b, functions.EQUAL, [lead], [values.dtype], name="one_hot", shape=shape)
+    (out,) = nests.elementwise(
+        c.b, functions.EQUAL, [lead, None], [values.dtype], name="one_hot", shape=shape
+    )
     return c.value(out)
 
 

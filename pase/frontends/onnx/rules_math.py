@@ -19,13 +19,16 @@ __all__: list[str] = []
 
 @lowers("MatMul", "MatMulInteger")
 def _matmul(c: OnnxCall) -> Value:
-    return matmul(c, c.x(0), c.x(1), "int32" if c.op == "MatMulInteger" else None)
+    with c.b.undetermined(unless=c.opt(2) is None and c.opt(3) is None):  # zero points
+        return matmul(c, c.x(0), c.x(1), "int32" if c.op == "MatMulInteger" else None)
 
 
 @lowers("QLinearMatMul")
 def _qlinear_matmul(c: OnnxCall) -> Value:
     zero = c.x(7)
-    return c.elementwise([matmul(c, c.x(0), c.x(3), "int32")], functions.QUANTIZE, dtype=zero.dtype)
+    with c.b.undetermined():  # scales and zero points
+        out = matmul(c, c.x(0), c.x(3), "int32")
+    return c.elementwise([out], functions.QUANTIZE, dtype=zero.dtype)
 
 
 @lowers("com.microsoft:FusedMatMul", "com.microsoft:TransposeMatMul")
@@ -37,7 +40,8 @@ def _fused_matmul(c: OnnxCall) -> Value:
         return c.transpose(v, order)
 
     out = matmul(c, turned(c.x(0), "transA"), turned(c.x(1), "transB"))
-    return c.elementwise([out], functions.MUL) if c.real("alpha", 1.0) != 1.0 else out
+    alpha = c.real("alpha", 1.0)
+    return c.elementwise([out, alpha], functions.MUL) if alpha != 1.0 else out
 
 
 @lowers("Gemm")
@@ -61,10 +65,13 @@ def _gemm(c: OnnxCall) -> Value:
         x = c.unmerged(x)
     out = c.value(nests.contract(c.b, c.tensor(x), c.tensor(y), ([len(x.shape) - 1 if ka else 0], [kb])))
     if c.real("alpha", 1.0) != 1.0:
-        out = c.elementwise([out], functions.MUL)
+        out = c.elementwise([out, c.real("alpha", 1.0)], functions.MUL)
     if bias is not None:
         bias = c.reshape(bias, bias.shape[-1:]) if math.prod(bias.shape[:-1]) == 1 else bias
-        out = c.elementwise([out, bias], functions.ADD, flops=1.0 if c.real("beta", 1.0) == 1.0 else 2.0)
+        if (beta := c.real("beta", 1.0)) == 1.0:
+            out = c.elementwise([out, bias], functions.ADD)
+        else:
+            out = c.elementwise([out, bias, beta], functions.ADD_SCALED, flops=2.0, name="add")
     return c.reshape(out, shape)
 
 
@@ -110,7 +117,11 @@ def _reduce(c: OnnxCall) -> Value:
         x = c.elementwise([x], FUNCTIONS[before])
     (out,) = nests.reduce(c.b, FUNCTIONS[over], [c.tensor(x)], axes, [x.dtype], keepdims=keep)
     made = c.value(out)
-    return made if after is None else c.elementwise([made], FUNCTIONS[after])
+    if after is None:
+        return made
+    count = [math.prod(x.shape[i] for i in axes)] if c.op == "ReduceMean" else []
+    more = [None] if c.op == "ReduceLogSumExp" else []  # the maximum, which is not added back
+    return c.elementwise([made, *count, *more], FUNCTIONS[after])
 
 
 @lowers("ArgMax", "ArgMin")
@@ -151,7 +162,7 @@ def _softmax(c: OnnxCall) -> Value:
         (top,) = nests.reduce(
             c.b, FUNCTIONS["argmax"], [c.tensor(x)], axes, [x.dtype], keepdims=True, combines=False
         )
-        return c.elementwise([x, c.value(top)], functions.STOP_GRADIENT)
+        return c.elementwise([x, c.value(top), None], functions.STOP_GRADIENT)
     make = composites.softmax if c.op == "Softmax" else composites.log_softmax
     return c.value(make(c.b, c.tensor(x), axes))
 
@@ -169,11 +180,12 @@ def _loss(c: OnnxCall) -> Sequence[Value | None]:
     last = c.transpose(logp, [0, *range(2, rank), 1])
     losses = c.value(composites.cross_entropy(c.b, c.tensor(last), c.tensor(labels)))
     if (weights := c.opt(2)) is not None:  # one weight per class, looked up by the label
-        losses = c.elementwise([losses], functions.MUL) if weights.elements else losses
+        losses = c.elementwise([losses, None], functions.MUL) if weights.elements else losses
     how = c.text("reduction", "mean")
     if how != "none":
         (total,) = nests.reduce(c.b, functions.SUM, [c.tensor(losses)], range(len(losses.shape)), [x.dtype])
         losses = c.value(total)
         if how == "mean":
-            losses = c.elementwise([losses], functions.DIV)
+            plain = weights is None and not c.has("ignore_index")
+            losses = c.elementwise([losses, labels.elements if plain else None], functions.DIV)
     return [losses, logp]

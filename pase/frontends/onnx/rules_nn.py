@@ -116,12 +116,14 @@ def _conv(c: OnnxCall) -> Value:
 
 @lowers("ConvInteger")
 def _conv_integer(c: OnnxCall) -> Value:
-    return _convolve(c, c.x(0), c.x(1), "int32")
+    with c.b.undetermined(unless=c.opt(2) is None and c.opt(3) is None):  # zero points
+        return _convolve(c, c.x(0), c.x(1), "int32")
 
 
 @lowers("QLinearConv")
 def _qlinear_conv(c: OnnxCall) -> Value:
-    out = _biased(c, _convolve(c, c.x(0), c.x(3), "int32"), 8)
+    with c.b.undetermined():  # scales and zero points
+        out = _biased(c, _convolve(c, c.x(0), c.x(3), "int32"), 8)
     return c.elementwise([out], functions.QUANTIZE, dtype=c.x(7).dtype)
 
 
@@ -133,20 +135,21 @@ def _causal(c: OnnxCall) -> Sequence[Value]:
         raise c.fail(f"its filter {list(w.shape)} does not fit an input {list(x.shape)}")
     n = len(x.shape) - 2
     dims = tuple(range(2, n + 2))
-    made = windows.conv(
-        c.b,
-        c.tensor(x),
-        c.tensor(w),
-        x.shape,
-        x.dtype,
-        x_dims=(0, 1, dims),
-        w_dims=(0, 1, dims),
-        out_dims=(0, 1, dims),
-        strides=[1] * n,
-        dilation=[1] * n,
-        padding=[k - 1 for k in w.shape[2:]],
-        groups=x.shape[1],
-    )
+    with c.b.undetermined():  # the state, and an activation
+        made = windows.conv(
+            c.b,
+            c.tensor(x),
+            c.tensor(w),
+            x.shape,
+            x.dtype,
+            x_dims=(0, 1, dims),
+            w_dims=(0, 1, dims),
+            out_dims=(0, 1, dims),
+            strides=[1] * n,
+            dilation=[1] * n,
+            padding=[k - 1 for k in w.shape[2:]],
+            groups=x.shape[1],
+        )
     return [_biased(c, c.value(made), 2), nothing((*x.shape[:-1], w.shape[-1] - 1), x.dtype)]
 
 
@@ -185,21 +188,22 @@ def _conv_transpose(c: OnnxCall) -> Value:
     if math.prod(shape) == 0:
         return nothing(shape, x.dtype)
     w_dims = (0, 1, dims) if groups > 1 else (1, 0, dims)
-    out = windows.conv(
-        c.b,
-        c.tensor(x),
-        c.tensor(w),
-        shape,
-        x.dtype,
-        x_dims=(0, 1, dims),
-        w_dims=w_dims,
-        out_dims=(0, 1, dims),
-        strides=[1] * n,
-        dilation=dilation,
-        padding=before,
-        input_dilation=strides,
-        groups=groups,
-    )
+    with c.b.undetermined():  # the filters are flipped
+        out = windows.conv(
+            c.b,
+            c.tensor(x),
+            c.tensor(w),
+            shape,
+            x.dtype,
+            x_dims=(0, 1, dims),
+            w_dims=w_dims,
+            out_dims=(0, 1, dims),
+            strides=[1] * n,
+            dilation=dilation,
+            padding=before,
+            input_dilation=strides,
+            groups=groups,
+        )
     return _biased(c, c.value(out), 2)
 
 
@@ -217,7 +221,7 @@ def _pool(c: OnnxCall) -> Sequence[Value | None]:
     extents, padding = _windows(c, x.shape[2:], kernel, dilation)
     shape = c.shape((*x.shape[:2], *extents))
     if c.op == "LpPool":
-        x = c.elementwise([x], functions.INTEGER_POW)
+        x = c.elementwise([x, None], functions.INTEGER_POW)
     function = functions.WINDOW_MAX if c.op == "MaxPool" else functions.WINDOW_SUM
     strides = _positive(c, "strides", n)
     out = c.value(
@@ -233,7 +237,11 @@ def _pool(c: OnnxCall) -> Sequence[Value | None]:
         )
     )
     if c.op != "MaxPool":
-        out = c.elementwise([out], functions.DIV)
+        plain = c.op == "AveragePool" and not any(padding) and not c.integer("ceil_mode")
+        plain = (
+            plain and not any(c.ints("pads") or ()) and c.text("auto_pad", "NOTSET") in ("NOTSET", "VALID")
+        )
+        out = c.elementwise([out, math.prod(kernel) if plain else None], functions.DIV)
     return [out, nothing(shape, "int64")]
 
 
@@ -244,10 +252,13 @@ def _global_pool(c: OnnxCall) -> Value:
     if not axes:
         raise c.fail(f"its input {list(x.shape)} has no spatial dims to pool over")
     if c.op == "GlobalLpPool":
-        x = c.elementwise([x], functions.INTEGER_POW)
+        x = c.elementwise([x, None], functions.INTEGER_POW)
     function = functions.REDUCE_MAX if c.op == "GlobalMaxPool" else functions.SUM
     out = c.value(nests.reduce(c.b, function, [c.tensor(x)], axes, [x.dtype], keepdims=True)[0])
-    return out if c.op == "GlobalMaxPool" else c.elementwise([out], functions.DIV)
+    if c.op == "GlobalMaxPool":
+        return out
+    count = math.prod(x.shape[2:]) if c.op == "GlobalAveragePool" else None
+    return c.elementwise([out, count], functions.DIV)
 
 
 @lowers("LRN")
@@ -267,7 +278,7 @@ def _lrn(c: OnnxCall) -> Value:
         [1] * len(x.shape),
         [(k - 1) // 2 for k in window],
     )
-    scale = c.elementwise([c.value(total)], functions.POW, flops=12.0)
+    scale = c.elementwise([c.value(total), None], functions.POW, flops=12.0)
     return c.elementwise([x, scale], functions.DIV)
 
 
@@ -287,10 +298,14 @@ def _batch_norm(c: OnnxCall) -> Sequence[Value | None]:
                 f"input {i} has shape {list(c.x(i).shape)}, which does not fit {x.shape[1]} channels"
             )
     if training:
-        out = c.value(composites.normalize(c.b, c.tensor(x), [i for i in range(rank) if i != 1]).value)
+        out = c.value(
+            composites.normalize(
+                c.b, c.tensor(x), [i for i in range(rank) if i != 1], c.real("epsilon", 1e-5)
+            ).value
+        )
     else:
-        stats = [c.tensor(_channels(c, c.value(c.buffer(c.x(i))), rank)) for i in (3, 4)]
-        out = c.value(composites.rescale(c.b, c.tensor(x), *stats))
+        mean, variance = (c.tensor(_channels(c, c.value(c.buffer(c.x(i))), rank)) for i in (3, 4))
+        out = c.value(composites.rescale(c.b, c.tensor(x), mean, variance, c.real("epsilon", 1e-5)))
     out = c.elementwise([out, _channels(c, c.x(1), rank)], functions.MUL)
     out = c.elementwise([out, _channels(c, c.x(2), rank)], functions.ADD)
     stat = nothing((x.shape[1],), x.dtype)
@@ -303,18 +318,18 @@ def _moments(c: OnnxCall) -> Value:
     rank = len(x.shape)
     if c.op == "MeanVarianceNormalization":
         axes = c.axes(c.ints("axes") or ([0, 2, 3] if rank == 4 else [0]), rank)
-        return c.value(composites.normalize(c.b, c.tensor(x), axes).value)
+        return c.value(composites.normalize(c.b, c.tensor(x), axes, None).value)
     if rank < 3:
         raise c.fail(f"its input {list(x.shape)} has no spatial dims")
-    scale, shift = c.x(1), c.x(2)
+    scale, shift, epsilon = c.x(1), c.x(2), c.real("epsilon", 1e-5)
     if c.op == "InstanceNormalization":
-        y = c.value(composites.normalize(c.b, c.tensor(x), list(range(2, rank))).value)
+        y = c.value(composites.normalize(c.b, c.tensor(x), list(range(2, rank)), epsilon).value)
         return _affine(c, y, _channels(c, scale, rank), _channels(c, shift, rank))
     groups = c.integer("num_groups", 1)
     if groups < 1 or x.shape[1] % groups:
         raise c.fail(f"its {x.shape[1]} channels cannot be divided into {groups} groups")
     cut = c.reshape(x, (x.shape[0], groups, x.shape[1] // groups, *x.shape[2:]))
-    y = c.value(composites.normalize(c.b, c.tensor(cut), list(range(2, rank + 1))).value)
+    y = c.value(composites.normalize(c.b, c.tensor(cut), list(range(2, rank + 1)), epsilon).value)
     if scale.shape == (groups,) != (x.shape[1],):  # before opset 21, there is one scale per group
         y = _affine(c, y, _channels(c, scale, rank + 1), _channels(c, shift, rank + 1))
         return c.reshape(y, x.shape)
@@ -336,15 +351,15 @@ def _affine(c: OnnxCall, x: Value, scale: Value | None, shift: Value | None) -> 
 def _layer_norm(c: OnnxCall) -> Sequence[Value | None]:
     x = c.x(0)
     axis = c.axis(c.integer("axis", -1), len(x.shape))
-    axes = list(range(axis, len(x.shape)))
+    axes, epsilon = list(range(axis, len(x.shape))), c.real("epsilon", 1e-5)
     if c.op == "LayerNormalization":
-        found = composites.normalize(c.b, c.tensor(x), axes)
+        found = composites.normalize(c.b, c.tensor(x), axes, epsilon)
         return [
             _affine(c, c.value(found.value), c.x(1), c.opt(2)),
             c.value(found.mean),
             c.value(found.inverse),
         ]
-    y, inverse = (c.value(t) for t in composites.rms_normalize(c.b, c.tensor(x), axes))
+    y, inverse = (c.value(t) for t in composites.rms_normalize(c.b, c.tensor(x), axes, epsilon))
     return [_affine(c, y, c.x(1), None), inverse]
 
 
@@ -355,11 +370,11 @@ def _skip_norm(c: OnnxCall) -> Sequence[Value | None]:
     total = c.elementwise([c.x(0), c.x(1)], functions.ADD)
     if (bias := c.opt(3 if simple else 4)) is not None:
         total = c.elementwise([total, bias], functions.ADD)
-    axes = [len(total.shape) - 1]
+    axes, epsilon = [len(total.shape) - 1], c.real("epsilon", 1e-12)
     if simple:
-        y = c.value(composites.rms_normalize(c.b, c.tensor(total), axes)[0])
+        y = c.value(composites.rms_normalize(c.b, c.tensor(total), axes, epsilon)[0])
     else:
-        y = c.value(composites.normalize(c.b, c.tensor(total), axes).value)
+        y = c.value(composites.normalize(c.b, c.tensor(total), axes, epsilon).value)
     stat = nothing((*total.shape[:-1], 1), "float32")
     return [_affine(c, y, c.x(2), None if simple else c.opt(3)), stat, stat, total]
 
@@ -370,7 +385,8 @@ def _lp_norm(c: OnnxCall) -> Value:
     axis = c.axis(c.integer("axis", -1), len(x.shape))
     square = c.elementwise([x], functions.SQUARE)
     (total,) = nests.reduce(c.b, functions.SUM, [c.tensor(square)], [axis], [x.dtype], keepdims=True)
-    return c.elementwise([x, c.elementwise([c.value(total)], functions.SQRT)], functions.DIV)
+    root = c.elementwise([c.value(total)], functions.SQRT)
+    return c.elementwise([x, root, None], functions.DIV)  # p may be 1, and a norm may be zero
 
 
 # Images and signals. A batch may be split; a single image or signal is not split.

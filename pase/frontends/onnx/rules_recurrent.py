@@ -155,7 +155,8 @@ def _gru(c: OnnxCall, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Te
     update = apply(c.b, functions.SIGMOID, apply(c.b, functions.ADD, _gate(c, x, 0), update))
     new = apply(c.b, functions.TANH, new)
     kept = apply(c.b, functions.MUL, update, h)
-    return [apply(c.b, functions.ADD, apply(c.b, functions.MUL, new, update, flops=2.0), kept)]
+    mixed = apply(c.b, functions.MUL, new, update, None, flops=2.0)  # with 1 - update
+    return [apply(c.b, functions.ADD, mixed, kept)]
 
 
 def _rnn(c: OnnxCall, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
@@ -308,4 +309,4 @@ def _rotary(c: OnnxCall) -> Value:
         cut = c.reshape(x, (*x.shape[:2], x.shape[2] // d, d))
     kept = [i < len(cut.shape) - 1 for i in range(len(cut.shape))]
     turned = c.value(nests.restrict(c.b, "rotate", [c.tensor(cut)], cut.shape, kept))
-    return c.reshape(c.elementwise([turned], functions.MUL, flops=5.0), x.shape)
+    return c.reshape(c.elementwise([turned, None], functions.MUL, flops=5.0), x.shape)

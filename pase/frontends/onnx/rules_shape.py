@@ -193,7 +193,7 @@ def _reverse(c: OnnxCall) -> Value:
 
 @lowers("Trilu")
 def _trilu(c: OnnxCall) -> Value:
-    return c.elementwise([c.x()], functions.SELECT)
+    return c.elementwise([None, c.x(), 0], functions.WHERE, name="select")
 
 
 @lowers("Resize", "Upsample")

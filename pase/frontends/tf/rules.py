@@ -14,6 +14,7 @@ import numpy as np
 from pase.frontends.tf.values import StaticValue, TfCall, TfValue, elements
 from pase.ir import Tensor, functions
 from pase.ir.functions import FUNCTIONS, Function
+from pase.ir.literals import Literal, literal
 from pase.ops import composites, nests
 from pase.ops.activations import ACTIVATIONS
 from pase.registry import Registry
@@ -43,7 +44,7 @@ _FUNCTIONS = {
     "Conj": "conj",
     "Complex": "complex",
     "Angle": "atan2",
-    "Select SelectV2": "select",
+    "Select SelectV2": "where",
     "ClipByValue": "clamp",
     "Equal": "eq",
     "NotEqual": "ne",
@@ -75,7 +76,8 @@ _FUNCTIONS = {
     "DebugIdentity DebugIdentityV2 DebugIdentityV3 DeepCopy RefIdentity XlaSharding": "copy",
     "StopGradient": "stop_gradient",
     "Div RealDiv DivNoNan": "div",
-    "TruncateDiv FloorDiv FloorMod Mod TruncateMod": "rem",
+    "TruncateDiv FloorDiv TruncateMod Mod": "rem",
+    "FloorMod": "mod",
     "Sqrt": "sqrt",
     "Rsqrt": "rsqrt",
     "Reciprocal Inv": "reciprocal",
@@ -121,13 +123,33 @@ _FUNCTIONS = {
     "Expint": "expint",
     "FresnelCos FresnelSin": "fresnel",
     "Spence": "spence",
-    "Xlogy Xlog1py": "xlogy",
+    "Xlogy": "xlogy",
+    "Xlog1py": "xlog1py",
     "Xdivy": "div",
     "ReluGrad Relu6Grad LeakyReluGrad": "gradient_of_max",
     "InvGrad ReciprocalGrad SqrtGrad RsqrtGrad SigmoidGrad TanhGrad SoftsignGrad": "gradient_of_result",
     "SoftplusGrad EluGrad SeluGrad": "gradient_of_exp",
 }
 """Elementwise ops, separated by spaces -> the function that they compute (``pase.ir.functions``)."""
+
+_INEXACT = frozenset(
+    (
+        *(
+            "Angle",
+            "ApproximateEqual",
+            "TruncateDiv",
+            "FloorDiv",
+            "Mod",
+            "Ndtri",
+            "Xdivy",
+            "DivNoNan",
+            "MulNoNan",
+        ),
+        *("BesselJ0", "BesselJ1", "BesselK0", "BesselK0e", "BesselK1", "BesselK1e", "BesselY0", "BesselY1"),
+        *("FresnelCos", "FresnelSin", "RightShift", "BiasAddV1"),
+    )
+)
+"""Ops whose function has their cost, but is not exactly what they compute, or not for every dtype."""
 
 _TYPED = {
     "Cast": "DstT",
@@ -157,12 +179,24 @@ def pointwise(function: Function, c: TfCall) -> Sequence[TfValue]:
     if "int" in dtype and any(c.dtype(i) == "key" for i in range(len(c.ins))):
         dtype = "key"  # arithmetic on a random seed
     numbers = [isinstance(v, StaticValue) and v.array.size == 1 for v in c.ins]
-    xs = [c.x(i) for i, number in enumerate(numbers) if not number]
-    if not xs:
+    if all(numbers):
         return [c.b.constant(shape, dtype)]
+    operands = [
+        _number(v) if number else c.x(i) for i, (v, number) in enumerate(zip(c.ins, numbers, strict=True))
+    ]
+    if function is functions.CLAMP and len(operands) == 3:
+        x, low, high = operands
+        bounds = isinstance(low, Tensor) or isinstance(high, Tensor)
+        operands = [*operands, None] if bounds else [low, x, high]
     if function is functions.DIV and numbers[0]:
         function = functions.RECIPROCAL
-    return nests.elementwise(c.b, function, xs, [dtype], name=op, shape=shape)
+    elif op in _INEXACT or (function is functions.DIV and "int" in dtype):
+        operands.append(None)
+    return nests.elementwise(c.b, function, operands, [dtype], name=op, shape=shape)
+
+
+def _number(v: TfValue) -> Literal | None:
+    return literal(v.array) if isinstance(v, StaticValue) and v.array.dtype.kind in "biufc" else None
 
 
 for _ops, _name in _FUNCTIONS.items():
@@ -189,7 +223,8 @@ _ACTIVATIONS = {
 @lowers(*_ACTIVATIONS)
 def _activation(c: TfCall) -> Sequence[TfValue]:
     """An activation in the ops that jax.nn uses, so that its cost and its residuals are the same as in JAX."""
-    return [ACTIVATIONS[_ACTIVATIONS[c.node.op]](c.b, c.x())]
+    numbers = [c.real("alpha", 0.2)] if c.node.op == "LeakyRelu" else []
+    return [ACTIVATIONS[_ACTIVATIONS[c.node.op]](c.b, c.x(), *numbers)]
 
 
 @lowers("SquaredDifference")
@@ -235,9 +270,16 @@ def _shape_of(c: TfCall) -> Sequence[TfValue]:
 @lowers("AddN", "AccumulateNV2")
 def _add_n(c: TfCall) -> Sequence[TfValue]:
     xs = [c.x(i) for i in range(max(len(c.ins), 1))]
+    more = [0] if len(xs) == 1 else []
     shape = broadcast_shape(c, [c.shape(i) for i in range(len(c.ins))])
     return nests.elementwise(
-        c.b, functions.ADD, xs, [xs[0].dtype], name="AddN", flops=max(len(xs) - 1.0, 0.0), shape=shape
+        c.b,
+        functions.ADD,
+        [*xs, *more],
+        [xs[0].dtype],
+        name="AddN",
+        flops=max(len(xs) - 1.0, 0.0),
+        shape=shape,
     )
 
 
@@ -276,8 +318,9 @@ def _reduce(c: TfCall) -> Sequence[TfValue]:
     if op == "EuclideanNorm":
         x = composites.apply(c.b, functions.SQUARE, x)
     (out,) = nests.reduce(c.b, FUNCTIONS[_REDUCTIONS[op]], [x], axes, [x.dtype], keepdims=keep, name=op)
-    after = {"Mean": functions.DIV, "EuclideanNorm": functions.SQRT}.get(op)
-    return [out if after is None else composites.apply(c.b, after, out)]
+    if op == "Mean":
+        return [composites.apply(c.b, functions.DIV, out, composites.count(x, axes))]
+    return [composites.apply(c.b, functions.SQRT, out) if op == "EuclideanNorm" else out]
 
 
 @lowers("ArgMax", "ArgMin")
@@ -292,14 +335,10 @@ def _arg(c: TfCall) -> Sequence[TfValue]:
 
 @lowers("L2Loss")
 def _l2(c: TfCall) -> Sequence[TfValue]:
+    """Half of the sum of squares. The half is part of the squares."""
     x = c.x()
-    return nests.reduce(
-        c.b,
-        functions.SUM,
-        [composites.apply(c.b, functions.SQUARE, x, flops=2.0)],
-        range(len(x.shape)),
-        [x.dtype],
-    )
+    half = nests.elementwise(c.b, functions.SQUARE, [x, None], [x.dtype], flops=2.0)
+    return nests.reduce(c.b, functions.SUM, half, range(len(x.shape)), [x.dtype])
 
 
 @lowers(

@@ -115,7 +115,8 @@ def _fused(c: TfCall, x: Tensor, channel: int) -> Tensor:
                 bias = nests.reshape(c.b, bias, (*bias.shape, *[1] * (len(x.shape) - 1 - channel)))
             (x,) = nests.elementwise(c.b, functions.ADD, [x, bias], [x.dtype], name=op, shape=x.shape)
         elif op in _FUSED:
-            x = ACTIVATIONS[_FUSED[op]](c.b, x)
+            numbers = [c.real("leakyrelu_alpha", 0.2)] if op == "LeakyRelu" else []
+            x = ACTIVATIONS[_FUSED[op]](c.b, x, *numbers)
         else:
             raise c.fail(
                 f"pase does not support the fused op '{op[:40]}'", fix="freeze the graph before optimizing it"
@@ -145,8 +146,9 @@ def _transposed(c: TfCall) -> Sequence[TfValue]:
     if filters[-1] != shape[channel] or out[batch] != shape[batch] or out[channel] != filters[-2]:
         raise c.fail(f"its filters of shape {filters} do not fit an input {shape} and a result {out}")
     overlap = [(filters[k] - 1) * dilations[i] for k, i in enumerate(spatial)]
-    return [
-        windows.conv(
+    pads = [n - _extent(c, i, out[i], n + 1, strides[i])[1] for i, n in zip(spatial, overlap, strict=True)]
+    with c.b.undetermined():  # the filters are flipped
+        made = windows.conv(
             c.b,
             c.x(2),
             c.x(1),
@@ -157,12 +159,10 @@ def _transposed(c: TfCall) -> Sequence[TfValue]:
             out_dims=(batch, channel, spatial),
             strides=[1] * len(spatial),
             dilation=[dilations[i] for i in spatial],
-            padding=[
-                n - _extent(c, i, out[i], n + 1, strides[i])[1] for i, n in zip(spatial, overlap, strict=True)
-            ],
+            padding=pads,
             input_dilation=[strides[i] for i in spatial],
         )
-    ]
+    return [made]
 
 
 @lowers("MaxPool", "AvgPool", "MaxPoolV2", "MaxPool3D", "AvgPool3D", "MaxPoolWithArgmax")
@@ -180,7 +180,8 @@ def _pool(c: TfCall) -> Sequence[TfValue]:
     function = functions.WINDOW_SUM if c.node.op.startswith("Avg") else functions.WINDOW_MAX
     made = windows.window_reduce(c.b, function, x, c.make(out), window, strides, padding, name=c.node.op)
     if function is functions.WINDOW_SUM:
-        made = composites.apply(c.b, functions.DIV, made)
+        plain = not any(padding) and c.text("padding") == "VALID"
+        made = composites.apply(c.b, functions.DIV, made, elements(window) if plain else None)
     return (
         [made, c.b.constant(c.make(out), c.type("Targmax"))] if c.node.op == "MaxPoolWithArgmax" else [made]
     )
@@ -210,12 +211,12 @@ def _batch_norm(c: TfCall) -> Sequence[TfValue]:
             )
     y = x if dtype == "float32" else _cast(c, x, "float32")
     if c.flag("is_training", True):
-        found = composites.normalize(c.b, y, around)
+        found = composites.normalize(c.b, y, around, c.real("epsilon", 1e-4))
         out = found.value
         mean, variance = (nests.reshape(c.b, t, (x.shape[channel],)) for t in (found.mean, found.variance))
     else:
         mean, variance = c.x(3), c.x(4)
-        out = composites.rescale(c.b, y, spread(mean), spread(variance))
+        out = composites.rescale(c.b, y, spread(mean), spread(variance), c.real("epsilon", 1e-4))
     out = composites.scale_and_shift(c.b, out, spread(c.x(1)), spread(c.x(2)))
     if dtype != "float32":
         out = _cast(c, out, dtype)
@@ -292,7 +293,7 @@ def _resize(c: TfCall) -> Sequence[TfValue]:
     made = nests.restrict(c.b, c.node.op, [x], c.make([batch, *size, channels]), [True, False, False, True])
     if flops == 1.0 and dtype == x.dtype:
         return [made]
-    return nests.elementwise(c.b, functions.CAST, [made], [dtype], name=c.node.op, flops=flops - 1.0)
+    return nests.elementwise(c.b, functions.CAST, [made, None], [dtype], name=c.node.op, flops=flops - 1.0)
 
 
 @lowers("CropAndResize")

@@ -272,7 +272,7 @@ def _matrix_part(c: TfCall) -> Sequence[TfValue]:
     """A triangle or a diagonal of a matrix. If the shape changes, the dims of the matrix are not split."""
     x, shape, op = c.x(), c.shape(0), c.node.op
     if op == "MatrixBandPart" or op.startswith("MatrixSetDiag"):
-        return nests.elementwise(c.b, functions.SELECT, [x], [x.dtype], name=op)
+        return nests.elementwise(c.b, functions.WHERE, [None, x, 0], [x.dtype], name=op)
     if op in ("Diag", "DiagPart"):
         n = len(shape)
         out = (*shape, *shape) if op == "Diag" else shape[: n // 2]
@@ -293,7 +293,7 @@ def _one_hot(c: TfCall) -> Sequence[TfValue]:
     out = c.make([*shape[:axis], depth, *shape[axis:]])
     ids = nests.reshape(c.b, c.x(0), [*shape[:axis], 1, *shape[axis:]])
     dtype = c.type("T") if "T" in c.node.attr else c.dtype(2)
-    return nests.elementwise(c.b, functions.EQUAL, [ids], [dtype], name="OneHot", shape=out)
+    return nests.elementwise(c.b, functions.EQUAL, [ids, None], [dtype], name="OneHot", shape=out)
 
 
 @lowers("GatherV2", "Gather", "ResourceGather")
@@ -372,8 +372,9 @@ def _scatter(c: TfCall) -> Sequence[TfValue]:
     if not 1 <= n <= len(shape) or updates != (*ids[:-1], *shape[n:]):
         raise c.fail(f"its updates of shape {updates} at indices of shape {ids} do not fit shape {shape}")
     x = c.b.constant(shape, c.dtype(of)) if fresh else c.x(0)
-    return [
-        indexed.scatter(
+    known = ("ScatterNd", "TensorScatterUpdate", "TensorScatterAdd")
+    with c.b.undetermined(unless=c.node.op in known):
+        made = indexed.scatter(
             c.b,
             c.node.op,
             x,
@@ -384,7 +385,7 @@ def _scatter(c: TfCall) -> Sequence[TfValue]:
             indexed=range(n),
             combines=c.node.op != "TensorScatterUpdate",
         )
-    ]
+    return [made]
 
 
 @lowers(
@@ -404,8 +405,8 @@ def _segment(c: TfCall) -> Sequence[TfValue]:
     count = c.number(2, "number of segments") if len(c.ins) > 2 else c.hinted()[0]
     x = c.b.constant(c.make([count, *shape[len(ids) :]]), c.dtype(0))
     rows = nests.reshape(c.b, c.x(1), (*ids, 1))
-    return [
-        indexed.scatter(
+    with c.b.undetermined(unless="Sum" in c.node.op):
+        made = indexed.scatter(
             c.b,
             c.node.op,
             x,
@@ -415,7 +416,7 @@ def _segment(c: TfCall) -> Sequence[TfValue]:
             inserted=(0,),
             indexed=(0,),
         )
-    ]
+    return [made]
 
 
 @lowers("Cumsum", "Cumprod", "CumulativeLogsumexp")
@@ -490,6 +491,6 @@ def _merge(c: TfCall) -> Sequence[TfValue]:
     if all(isinstance(v, (Tensor, StaticValue, Handle)) for v in values):
         shape = broadcast_shape(c, [c.shape(i) for i in range(len(values))])
         xs = [c.x(i) for i in range(len(values))]
-        out = nests.elementwise(c.b, functions.ADD, xs, [xs[0].dtype], name="Merge", shape=shape)
+        out = nests.elementwise(c.b, functions.ADD, [*xs, None], [xs[0].dtype], name="Merge", shape=shape)
         return [*out, StaticValue(np.array(0, np.int32))]
     return [values[0], StaticValue(np.array(0, np.int32))]

@@ -212,6 +212,9 @@ class TfCall:
             raise self.fail(f"attribute '{key}' is missing")
         return default
 
+    def real(self, key: str, default: float) -> float:
+        return float(self.node.attr[key].f) if key in self.node.attr else default
+
     def wholes(self, key: str) -> list[int]:
         return [int(i) for i in self.node.attr[key].list.i] if key in self.node.attr else []
 

@@ -18,12 +18,12 @@ from pase.frontends.common.values import Value
 from pase.frontends.registry import NotInParts
 from pase.frontends.torch.blocks import batch_size
 from pase.frontends.torch.control import loop_operands
-from pase.frontends.torch.numbers import NumberUnknown, node_numbers, numbers_missing, op_name
 from pase.frontends.torch.rules import POINTWISE, RULES
 from pase.frontends.torch.types import FxNode
-from pase.frontends.torch.values import TorchOperand, arguments, specs_of
+from pase.frontends.torch.values import TorchOperand, arguments, op_name, specs_of
 from pase.ir import Graph, Op, Place, named, simplify
 from pase.ir.batch_sums import BatchSums, ExamplesMeet, batch_sums, counting_ops
+from pase.ir.literals import Literal
 
 if TYPE_CHECKING:
     from pase.frontends.torch.frontend import TracedTorch
@@ -125,21 +125,17 @@ class _WholeAndPart:
         big, small = self._nodes[0].get(at), self._nodes[1].get(at)
         if small is not None and any(map(self._constant_differs, self._constants(small))):
             return None
-        wanted = numbers_missing(op)
-        if not wanted:
+        if op.literals == () or op.kind != "elementwise":
             return 0
         if big is None or small is None or str(big.target) != str(small.target):
             return None
-        every = self._ops.get(at, [])
-        mine = next((i for i, o in enumerate(every) if o.writes[0].tensor == op.writes[0].tensor), 0)
-        first = sum(numbers_missing(o) for o in every[:mine])
-        try:
-            one, other = ([*node_numbers(n)][first : first + wanted] for n in (big, small))
-        except NumberUnknown:
-            one, other = [], []
-        if len(one) == wanted == len(other):
-            return self._ratio(one, other)
-        if len(every) > 1 and op.function.name in ("mul", "div") and self._whole_shape(op):
+        wholes, parts = (ops.get(at, []) for ops in self._ops)
+        mine = next((i for i, o in enumerate(parts) if o.writes[0].tensor == op.writes[0].tensor), 0)
+        if op.literals is not None and len(wholes) == len(parts):
+            other = wholes[mine]
+            same = other.function == op.function and other.literals is not None
+            return self._ratio(other.literals, op.literals) if same and other.literals else None
+        if len(parts) > 1 and op.function.name in ("mul", "div") and self._whole_shape(op):
             return None  # the number may be a count that follows from shapes
         return self._ratio(_numbers(big), _numbers(small))
 
@@ -157,13 +153,15 @@ class _WholeAndPart:
         big, small = (x.graph.tensors.get(t) for x in (self.whole, self.part))
         return big is None or small is None or big.shape == small.shape
 
-    def _ratio(self, big: Sequence[float], small: Sequence[float]) -> int | None:
-        differ = (
-            [(a, b) for a, b in zip(big, small, strict=True) if a != b] if len(big) == len(small) else None
-        )
-        if differ is None or len(differ) > 1:
+    def _ratio(self, big: Sequence[Literal | None], small: Sequence[Literal | None]) -> int | None:
+        if len(big) != len(small):
+            return None
+        differ = [(a, b) for a, b in zip(big, small, strict=True) if a is not b and a != b]
+        if len(differ) > 1:
             return None
         for a, b in differ:
+            if not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
+                return None
             powers = (p for p in (1, -1, 2, -2) if math.isclose(a, b * self.k**p, rel_tol=1e-12))
             return next(powers, None)
         return 0
@@ -280,14 +278,18 @@ class _WholeAndPart:
         return whole, part
 
     @cached_property
-    def _ops(self) -> Mapping[str, list[Op]]:
-        """Place -> the ops there, in the order in which they were traced."""
-        found: dict[str, list[Op]] = {}
-        for n in self.part.graph.nodes:
-            for op in n.ops:
-                if op.reads:
-                    found.setdefault(op.eqn.path, []).append(op)
-        return found
+    def _ops(self) -> tuple[dict[str, list[Op]], dict[str, list[Op]]]:
+        """Place -> the ops there, in the order in which they were traced, for the whole batch and for a micro-batch."""
+        return _ops_at(self.whole), _ops_at(self.part)
+
+
+def _ops_at(traced: TracedTorch) -> dict[str, list[Op]]:
+    found: dict[str, list[Op]] = {}
+    for n in traced.graph.nodes:
+        for op in n.ops:
+            if op.reads:
+                found.setdefault(op.eqn.path, []).append(op)
+    return found
 
 
 def _numbers(n: FxNode) -> list[float]:

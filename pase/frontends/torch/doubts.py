@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pase.frontends.torch.export.functional import NO_GRADIENT
 from pase.frontends.torch.frontend import TracedTorch
 from pase.frontends.torch.lower import live, source_of
-from pase.frontends.torch.numbers import op_name
 from pase.frontends.torch.types import FxNode
+from pase.frontends.torch.values import op_name
 
 __all__ = ["coarsest", "doubts", "random_ops"]
 

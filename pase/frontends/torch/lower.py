@@ -15,11 +15,18 @@ from pase.frontends.registry import Unknown, UnknownOp
 from pase.frontends.torch.control import CONTROL
 from pase.frontends.torch.export.functional import NO_GRADIENT
 from pase.frontends.torch.export.module import STEP_FILE
-from pase.frontends.torch.numbers import op_name
 from pase.frontends.torch.reasons import of_pytorch
 from pase.frontends.torch.rules import RULES
 from pase.frontends.torch.types import FxNode
-from pase.frontends.torch.values import TorchCall, TorchOperand, TorchScope, arguments, dtype_of, specs_of
+from pase.frontends.torch.values import (
+    TorchCall,
+    TorchOperand,
+    TorchScope,
+    arguments,
+    dtype_of,
+    op_name,
+    specs_of,
+)
 from pase.frontends.torch.written import WRITTEN
 from pase.ir import Place, SourceLine, Tensor
 from pase.ir.places import NOWHERE

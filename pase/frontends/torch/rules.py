@@ -6,6 +6,7 @@ shapes and dtypes of the results are those that PyTorch found.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -26,9 +27,6 @@ lowers = RULES.register
 """Decorator: registers a rule for these ops. An op of a namespace other than aten is written "namespace::op"."""
 
 POINTWISE = {
-    "add": "add",
-    "sub": "sub",
-    "rsub": "sub",
     "mul": "mul",
     "neg": "neg",
     "abs": "abs",
@@ -38,8 +36,6 @@ POINTWISE = {
     "minimum": "min",
     "fmax": "max",
     "fmin": "min",
-    "clamp": "clamp",
-    "hardtanh": "clamp",
     "clamp_min": "max",
     "clamp_max": "min",
     "exp": "exp",
@@ -47,7 +43,7 @@ POINTWISE = {
     "expm1": "expm1",
     "log": "log",
     "log2": "log2",
-    "log10": "log",
+    "log10": "log10",
     "log1p": "log1p",
     "sqrt": "sqrt",
     "rsqrt": "rsqrt",
@@ -72,11 +68,10 @@ POINTWISE = {
     "xlogy": "xlogy",
     "floor": "floor",
     "ceil": "ceil",
-    "round": "round",
-    "trunc": "floor",
+    "trunc": "trunc",
     "fmod": "rem",
-    "remainder": "rem",
-    "floor_divide": "floor",
+    "remainder": "mod",
+    "floor_divide": "floor_div",
     "eq": "eq",
     "ne": "ne",
     "lt": "lt",
@@ -101,7 +96,7 @@ POINTWISE = {
     "__rshift__": "shift_right",
     "bitwise_left_shift": "shift_left",
     "bitwise_right_shift": "shift_right",
-    "where": "select",
+    "where": "where",
     "real": "real",
     "imag": "imag",
     "conj": "conj",
@@ -128,19 +123,71 @@ _ACTIVATIONS = {
 }
 
 
+_NAMES = {
+    "log10": "log",
+    "trunc": "floor",
+    "floor_div": "floor",
+    "trunc_div": "floor",
+    "mod": "rem",
+    "where": "select",
+}
+"""Function -> the name of its ops in a graph, which a digest contains, if it is not the function's."""
+
+_INEXACT = frozenset(("fmax", "fmin", "logical_xor"))
+"""Ops whose function is not exactly what they compute: it differs for NaN, or for operands that are not boolean."""
+
+
 def _elementwise(function: Function, c: TorchCall) -> Value:
-    scaled = c.arg("alpha", 1) != 1
-    return c.pointwise(function, flops=function.flops + 1.0 if scaled else None)
+    inexact = [None] if c.op in _INEXACT else []
+    return c.pointwise(function, [*c.operands, *inexact], name=_NAMES.get(function.name, ""))
 
 
 for _op, _name in POINTWISE.items():
     RULES.add(_op, partial(_elementwise, FUNCTIONS[_name]))
 
 
+@lowers("add", "sub", "rsub")
+def _sum(c: TorchCall) -> Value:
+    """A sum or difference. The second operand is multiplied by ``alpha``; in "rsub", the operands are swapped."""
+    x, y, alpha = c.given["self"], c.given["other"], c.arg("alpha", 1)
+    function = functions.ADD if c.op == "add" else functions.SUB
+    if alpha == 1:
+        if c.op == "rsub":
+            return c.pointwise(function, [x, y, None] if isinstance(y, Value) else [y, x])
+        return c.pointwise(function, [x, y])
+    flops, factor = function.flops + 1.0, alpha if c.op == "add" else -alpha
+    if isinstance(factor, Value) or c.op == "rsub":
+        return c.pointwise(function, [x, y, None], flops=flops)
+    if not isinstance(y, Value):
+        return c.pointwise(function, [x, y * alpha], flops=flops)
+    return c.pointwise(functions.ADD_SCALED, [x, y, factor], flops=flops, name=function.name)
+
+
+@lowers("clamp", "hardtanh")
+def _clamp(c: TorchCall) -> Value:
+    bounds = (
+        [c.given["min_val"], c.given["max_val"]] if c.op == "hardtanh" else [c.given["min"], c.given["max"]]
+    )
+    if any(isinstance(v, Value) for v in bounds):
+        return c.pointwise(functions.CLAMP, [*c.values, None])
+    low, high = bounds
+    return c.pointwise(
+        functions.CLAMP, [-math.inf if low is None else low, c.x(), math.inf if high is None else high]
+    )
+
+
+@lowers("round")
+def _round(c: TorchCall) -> Value:
+    return c.pointwise(FUNCTIONS["round"], [c.x(), *([None] if "decimals" in c.given else [])])
+
+
 @lowers("div", "true_divide")
 def _div(c: TorchCall) -> Value:
     """A quotient that is rounded has no gradient."""
-    return c.pointwise(functions.DIV if c.arg("rounding_mode") is None else FUNCTIONS["floor"])
+    how = c.arg("rounding_mode")
+    if how is None:
+        return c.pointwise(functions.DIV)
+    return c.pointwise(FUNCTIONS[f"{how}_div"], name="floor")
 
 
 @lowers("pow", "float_power")
@@ -153,8 +200,9 @@ def _pow(c: TorchCall) -> Value:
             -0.5: functions.RSQRT,
             -1.0: functions.RECIPROCAL,
         }
-        whole = functions.INTEGER_POW if float(power).is_integer() else functions.POW
-        return c.pointwise(known.get(float(power), whole))
+        if (function := known.get(float(power))) is not None:
+            return c.pointwise(function, [c.x()])
+        return c.pointwise(functions.INTEGER_POW if float(power).is_integer() else functions.POW)
     return c.pointwise(functions.POW)
 
 
@@ -165,13 +213,15 @@ def _square(c: TorchCall) -> Value:
 
 @lowers("masked_fill")
 def _masked_fill(c: TorchCall) -> Value:
-    return c.pointwise(functions.SELECT, [c.x("mask"), c.x()])
+    value = c.arg("value")
+    number = value.scalar if isinstance(value, Value) else value
+    return c.pointwise(functions.WHERE, [c.x("mask"), number, c.x()], name="select")
 
 
 @lowers("tril", "triu")
 def _triangle(c: TorchCall) -> Value:
     """Selects each value or zero by the positions in the last two dims."""
-    return c.pointwise(functions.SELECT, [c.x()])
+    return c.pointwise(functions.WHERE, [None, c.x(), 0], name="select")
 
 
 @lowers("_to_copy", "to", "type_as")
@@ -194,14 +244,23 @@ def _pairs(c: TorchCall) -> Value:
     return join(c, [c.reshape(v, (*x.shape, 1)) for v in parts], len(x.shape))
 
 
-def activation(c: TorchCall, name: str, x: Value) -> Value:
+def activation(c: TorchCall, name: str, x: Value, *numbers: float | None) -> Value:
     """An activation in the ops that jax.nn uses, so that its cost and its residuals are the same as in JAX."""
-    return c.value(ACTIVATIONS[name](c.b, c.tensor(x)))
+    return c.value(ACTIVATIONS[name](c.b, c.tensor(x), *numbers))
 
 
 @lowers(*_ACTIVATIONS)
 def _activation(c: TorchCall) -> Value:
-    return activation(c, _ACTIVATIONS[c.op], c.x())
+    numbers: list[float | None] = []
+    if c.op == "leaky_relu":
+        numbers = [c.arg("negative_slope")]
+    elif c.op == "celu":
+        numbers = [c.arg("alpha")]
+    elif c.op == "elu":
+        numbers = [c.arg("alpha") if c.arg("scale") == c.arg("input_scale") == 1 else None]
+    elif c.op == "softplus":  # above its threshold, it is the identity
+        numbers = [0.0 if c.arg("beta") == 1 and c.arg("threshold") >= 20 else None]
+    return activation(c, _ACTIVATIONS[c.op], c.x(), *numbers)
 
 
 @lowers("gelu")
@@ -236,8 +295,13 @@ def _over(
 def _reduce(c: TorchCall) -> Value:
     over, after = _REDUCE[c.op]
     x = c.x()
-    made = _over(c, FUNCTIONS[over], x, c.dims("dim", len(x.shape)), bool(c.arg("keepdim", False)))
-    return made if after is None else c.elementwise([made], FUNCTIONS[after])
+    axes = c.dims("dim", len(x.shape))
+    made = _over(c, FUNCTIONS[over], x, axes, bool(c.arg("keepdim", False)))
+    return (
+        made
+        if after is None
+        else c.elementwise([made, math.prod(x.shape[i] for i in axes)], FUNCTIONS[after])
+    )
 
 
 @lowers("prod", "max", "min", "argmax", "argmin")
@@ -268,7 +332,10 @@ def _variance(c: TorchCall) -> Value | Sequence[Value]:
     square = composites.apply(
         c.b, functions.SQUARE, composites.apply(c.b, functions.SUB, c.tensor(x), centre)
     )
-    spread = c.value(composites.mean(c.b, square, axes))
+    total = nests.reduce(c.b, functions.SUM, [square], axes, [square.dtype], keepdims=True)[0]
+    correction = int(c.arg("unbiased")) if "unbiased" in c.given else c.arg("correction", 1)
+    count = math.prod(x.shape[i] for i in axes)
+    spread = c.elementwise([c.value(total), count - correction], functions.DIV)
     if c.op.startswith("std"):
         spread = c.elementwise([spread], functions.SQRT)
     spread = c.reshape(spread, c.shape_out)

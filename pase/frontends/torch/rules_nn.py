@@ -50,9 +50,11 @@ def _addmm(c: TorchCall) -> Value:
     if x.note[:1] == ("view",) and out.note[:1] == ("view",) and len(added.shape) == 1:
         out = out.note[1]  # the product before its rows were merged
     if c.arg("alpha", 1) != 1:
-        out = c.elementwise([out], functions.MUL)
-    flops = 1.0 if c.arg("beta", 1) == 1 else 2.0
-    return c.reshape(c.elementwise([out, added], functions.ADD, flops=flops), c.shape_out)
+        out = c.elementwise([out, c.arg("alpha")], functions.MUL)
+    if (beta := c.arg("beta", 1)) == 1:
+        return c.reshape(c.elementwise([out, added], functions.ADD), c.shape_out)
+    total = c.elementwise([out, added, beta], functions.ADD_SCALED, flops=2.0, name="add")
+    return c.reshape(total, c.shape_out)
 
 
 @lowers("einsum")
@@ -157,8 +159,8 @@ def _convolution(c: TorchCall) -> Value:
         per = w.shape[0] // groups
         w = c.transpose(c.reshape(w, (groups, per, *w.shape[1:])), [0, 2, 1, *range(3, rank + 1)])
         w = c.reshape(w, (w.shape[0] * w.shape[1], per, *w.shape[3:]))
-    out = c.value(
-        windows.conv(
+    with c.b.undetermined(unless=not turned):  # the filters are flipped
+        made = windows.conv(
             c.b,
             c.tensor(x),
             c.tensor(w),
@@ -173,7 +175,7 @@ def _convolution(c: TorchCall) -> Value:
             input_dilation=strides if turned else (),
             groups=groups,
         )
-    )
+    out = c.value(made)
     if bias is not None:
         out = c.elementwise([out, _a_channel(c, bias, rank)], functions.ADD)
     return c.reshape(out, c.shape_out)
@@ -221,9 +223,17 @@ def _pool(c: TorchCall) -> Sequence[Value]:
     )
     out = c.value(made)
     if c.op.startswith("avg"):
-        out = c.elementwise([out], functions.DIV)
+        out = c.elementwise([out, _pooled(c, kernel)], functions.DIV)
     found = c.reshape(out, c.shape_out)
     return [found, *(c.nothing(*s) for s in c.outs[1:] if s is not None)]
+
+
+def _pooled(c: TorchCall, kernel: Sequence[int]) -> float | None:
+    """The number by which a mean over windows divides; None if it is not the same for all windows."""
+    if (told := c.arg("divisor_override")) is not None:
+        return float(told)
+    padded = any(c.ints("padding", 1, [0])) and not c.arg("count_include_pad", True)
+    return None if padded or c.arg("ceil_mode", False) else math.prod(kernel)
 
 
 @lowers(
@@ -248,20 +258,24 @@ def _adaptive(c: TorchCall) -> Sequence[Value]:
         function = functions.REDUCE_MAX if largest else functions.SUM
         axes = list(range(rank - n, rank))
         made = nests.reduce(c.b, function, [c.tensor(x)], axes, [x.dtype], keepdims=True)[0]
+        count: float | None = math.prod(x.shape[-n:])
     else:
         ways = [-(-s // t) for s, t in zip(x.shape[-n:], sizes, strict=True)]
+        equal = all(s % t == 0 for s, t in zip(x.shape[-n:], sizes, strict=True))
+        count = math.prod(ways) if equal else None
         steps = [max(s // t, 1) for s, t in zip(x.shape[-n:], sizes, strict=True)]
         front = [1] * (rank - n)
-        made = windows.window_reduce(
-            c.b,
-            _POOLS["max_pool" if largest else "avg_pool"],
-            c.tensor(x),
-            c.shape_out,
-            [*front, *ways],
-            [*front, *steps],
-            [0] * rank,
-        )
-    out = c.value(made) if largest else c.elementwise([c.value(made)], functions.DIV)
+        with c.b.undetermined(unless=equal):
+            made = windows.window_reduce(
+                c.b,
+                _POOLS["max_pool" if largest else "avg_pool"],
+                c.tensor(x),
+                c.shape_out,
+                [*front, *ways],
+                [*front, *steps],
+                [0] * rank,
+            )
+    out = c.value(made) if largest else c.elementwise([c.value(made), count], functions.DIV)
     return [out, *(c.nothing(*s) for s in c.outs[1:] if s is not None)]
 
 
@@ -279,11 +293,21 @@ def _layer_norm(c: TorchCall) -> Sequence[Value]:
     x = c.x("input")
     axes = list(range(len(x.shape) - len(c.arg("normalized_shape")), len(x.shape)))
     if c.op == "rms_norm":
-        y, inverse = (c.value(t) for t in composites.rms_normalize(c.b, c.tensor(x), axes))
+        epsilon = c.arg("eps")
+        if epsilon is None:
+            epsilon = _smallest(x.dtype)
+        y, inverse = (c.value(t) for t in composites.rms_normalize(c.b, c.tensor(x), axes, epsilon))
         return [_affine(c, y, c.opt("weight"), None), inverse]
-    found = composites.normalize(c.b, c.tensor(x), axes)
+    found = composites.normalize(c.b, c.tensor(x), axes, c.arg("eps"))
     out = _affine(c, c.value(found.value), c.opt("weight"), c.opt("bias"))
     return [out, c.value(found.mean), c.value(found.inverse)]
+
+
+def _smallest(dtype: str) -> float:
+    """The difference between 1 and the next number of a dtype, which is the default epsilon of an RMS norm."""
+    import torch
+
+    return torch.finfo(getattr(torch, dtype)).eps
 
 
 @lowers("group_norm", "native_group_norm", "instance_norm")
@@ -292,7 +316,7 @@ def _group_norm(c: TorchCall) -> Sequence[Value]:
     rank, channels = len(x.shape), x.shape[1]
     groups = channels if c.op == "instance_norm" else c.arg("num_groups") or c.arg("group")
     cut = c.reshape(x, (x.shape[0], groups, channels // groups, *x.shape[2:]))
-    found = composites.normalize(c.b, c.tensor(cut), list(range(2, rank + 1)))
+    found = composites.normalize(c.b, c.tensor(cut), list(range(2, rank + 1)), c.arg("eps"))
     scale, shift = (None if v is None else _a_channel(c, v, rank) for v in (c.opt("weight"), c.opt("bias")))
     out = _affine(c, c.reshape(c.value(found.value), x.shape), scale, shift)
     two = (x.shape[0], groups)
@@ -315,22 +339,24 @@ def _batch_norm(c: TorchCall) -> Sequence[Value]:
         for v in (c.opt(n) for n in ("weight", "bias", "running_mean", "running_var"))
     )
     if c.arg("training", False) or mean is None or variance is None:
-        found = composites.normalize(c.b, c.tensor(x), [i for i in range(rank) if i != 1])
+        found = composites.normalize(c.b, c.tensor(x), [i for i in range(rank) if i != 1], c.arg("eps"))
         out, own = c.value(found.value), [c.value(found.mean), c.value(found.inverse)]
-        pairs = [(mean, found.mean), (variance, found.variance)] if len(c.outs) > 3 else []
-        new = [_running(c, old, c.value(now)) for old, now in pairs if old is not None]
+        count, m = x.elements // x.shape[1], c.arg("momentum", 0.1)
+        pairs = [(mean, found.mean, m), (variance, found.variance, m * count / max(count - 1, 1))]
+        pairs = pairs if len(c.outs) > 3 else []
+        new = [_running(c, old, c.value(now), 1 - m, by) for old, now, by in pairs if old is not None]
     else:
-        out = c.value(composites.rescale(c.b, c.tensor(x), c.tensor(mean), c.tensor(variance)))
+        out = c.value(composites.rescale(c.b, c.tensor(x), c.tensor(mean), c.tensor(variance), c.arg("eps")))
         own, new = [], []
     flat = [c.reshape(v, (x.shape[1],)) for v in (*own, *new)]
     rest = [c.nothing(*s) for s in c.outs[1 + len(flat) :] if s is not None]
     return [_affine(c, out, scale, shift), *flat, *rest]
 
 
-def _running(c: TorchCall, old: Value, now: Value) -> Value:
+def _running(c: TorchCall, old: Value, now: Value, kept: float, new: float) -> Value:
     """The running statistic, updated by a fraction of the batch's statistic."""
     return c.elementwise(
-        [c.elementwise([old], functions.MUL), c.elementwise([now], functions.MUL)], functions.ADD
+        [c.elementwise([old, kept], functions.MUL), c.elementwise([now, new], functions.MUL)], functions.ADD
     )
 
 
@@ -349,7 +375,9 @@ def _dropout(c: TorchCall) -> Sequence[Value]:
     if not c.arg("train", False) or c.arg("p", 0.0) == 0.0:
         return [x, c.filled(x.shape, "bool")]
     mask = nests.generate(c.b, functions.RANDOM, x.shape, "bool", name="dropout")
-    (out,) = nests.elementwise(c.b, functions.MUL, [c.tensor(x), mask], [x.dtype], flops=2.0)
+    plain = c.op in ("native_dropout", "dropout") and c.arg("p") < 1
+    scale = 1.0 / (1.0 - c.arg("p")) if plain else None
+    (out,) = nests.elementwise(c.b, functions.MUL, [c.tensor(x), mask, scale], [x.dtype], flops=2.0)
     return [c.value(out), c.value(mask)]
 
 
@@ -394,18 +422,23 @@ def _cross_entropy(c: TorchCall) -> Sequence[Value]:
     if "float" in labels.dtype:
         moved = labels if flat is x else c.transpose(labels, [0, *range(2, rank), 1])
         return [_of_probabilities(c, logp, c.reshape(moved, x.shape))]
+
+    def if_known(v: Value, dtype: str) -> Value:
+        return c.elementwise([known, v, 0.0], functions.WHERE, dtype=dtype, name="select")
+
     losses = c.value(composites.cross_entropy(c.b, c.tensor(logp), c.tensor(labels)))
-    known = counts = c.elementwise([labels], FUNCTIONS["ne"])
+    known = counts = c.elementwise([labels, c.arg("ignore_index", -100)], FUNCTIONS["ne"])
     if (weight := c.opt("weight")) is not None:
         each = take(c, weight, labels, 0)
-        counts = c.elementwise([known, each], functions.SELECT, dtype=each.dtype)
+        counts = if_known(each, each.dtype)
         losses = c.elementwise([losses, counts], functions.MUL)
-    if c.arg("label_smoothing", 0.0):
+    if smoothing := c.arg("label_smoothing", 0.0):
         scores = logp if weight is None else c.elementwise([logp, weight], functions.MUL)
         (every,) = nests.reduce(c.b, functions.SUM, [c.tensor(scores)], [rank - 1], [x.dtype])
-        parts = [c.elementwise([v], functions.MUL) for v in (losses, c.value(every))]
-        losses = c.elementwise(parts, functions.ADD)
-    losses = c.elementwise([known, losses], functions.SELECT, dtype=x.dtype)
+        losses = c.elementwise([losses, 1 - smoothing], functions.MUL)
+        spread = c.elementwise([c.value(every), -smoothing / x.shape[-1]], functions.MUL)
+        losses = c.elementwise([losses, spread], functions.ADD)
+    losses = if_known(losses, x.dtype)
     how = c.arg("reduction", 1)
     if how == 0:
         return [c.reshape(losses, c.shape_out)]
@@ -431,11 +464,14 @@ def _unflattened(x: Value) -> Value:
 
 def _of_probabilities(c: TorchCall, logp: Value, target: Value) -> Value:
     """The loss for labels that are probabilities: log-probabilities of the classes, weighted by the labels."""
-    each = c.elementwise([logp, target], functions.MUL)
+    more = [None] if c.opt("weight") is not None or c.arg("label_smoothing", 0.0) else []
+    each = c.elementwise([logp, target, *more], functions.MUL)
     how, rank = c.arg("reduction", 1), len(logp.shape)
     axes = [rank - 1] if how == 0 else range(rank)
     out = c.value(nests.reduce(c.b, functions.SUM, [c.tensor(each)], axes, [logp.dtype])[0])
-    return c.elementwise([out], functions.DIV) if how == 1 else c.elementwise([out], functions.NEG)
+    if how == 1:
+        return c.elementwise([out, -math.prod(logp.shape[:-1])], functions.DIV)
+    return c.elementwise([out], functions.NEG)
 
 
 @lowers("mse_loss", "l1_loss")
@@ -446,7 +482,7 @@ def _distance(c: TorchCall) -> Value:
     if how == 0:
         return x
     (total,) = nests.reduce(c.b, functions.SUM, [c.tensor(x)], range(len(x.shape)), [x.dtype])
-    return c.elementwise([c.value(total)], functions.DIV) if how == 1 else c.value(total)
+    return c.elementwise([c.value(total), x.elements], functions.DIV) if how == 1 else c.value(total)
 
 
 @lowers("glu")
@@ -463,4 +499,4 @@ def _prelu(c: TorchCall) -> Value:
     x, slope = c.x(), c.x("weight")
     slope = _a_channel(c, slope, len(x.shape)) if slope.elements > 1 else slope
     below = c.elementwise([x, slope], functions.MUL)
-    return c.elementwise([c.elementwise([x], FUNCTIONS["gt"]), below, x], functions.SELECT, dtype=x.dtype)
+    return c.elementwise([c.elementwise([x, 0], FUNCTIONS["gt"]), below, x], functions.SELECT, dtype=x.dtype)

@@ -42,7 +42,7 @@ def _view(c: TorchCall) -> Value:
     """The same elements in another shape. Dims of one element may be broadcast."""
     x, (shape, dtype) = c.x("src" if c.op == "copy" else "self"), c.out()
     if x.note == ("filled",):
-        return c.filled(shape, dtype)
+        return c.filled(shape, dtype, x.number if x.dtype == dtype else None)
     x = x if x.dtype == dtype else c.elementwise([x], functions.CAST, dtype=dtype)
     return c.reshape(x, shape) if math.prod(shape) == x.elements else spread(c, x, shape)
 
@@ -68,7 +68,7 @@ def _permute(c: TorchCall) -> Value:
     elif rank > 1:
         order[-2:] = order[:-3:-1]
     if x.note == ("filled",):
-        return c.filled(c.shape_out, x.dtype)
+        return c.filled(c.shape_out, x.dtype, x.number)
     return c.transpose(x, order)
 
 
@@ -81,7 +81,7 @@ def _cut(
         return x
     shape = [size if i == axis else s for i, s in enumerate(x.shape)]
     if x.note == ("filled",):
-        return c.filled(shape, x.dtype)
+        return c.filled(shape, x.dtype, x.number)
     note = (axis, start, stop) if step == 1 else ()
     return part(c, x, shape, [i != axis for i in range(len(shape))], name, note)
 
@@ -229,7 +229,7 @@ def _indices(c: TorchCall, rank: int) -> tuple[list[int], list[Value]]:
 
 
 def _wide(c: TorchCall, v: Value, shape: Sequence[int]) -> Value:
-    return c.filled(shape, v.dtype) if v.note == ("filled",) else spread(c, v, shape)
+    return c.filled(shape, v.dtype, v.number) if v.note == ("filled",) else spread(c, v, shape)
 
 
 def _together(c: TorchCall, ids: Sequence[Value]) -> Value:
@@ -317,7 +317,9 @@ def _scatter(c: TorchCall) -> Value:
 def _one_hot(c: TorchCall) -> Value:
     shape, dtype = c.out()
     ids = c.reshape(c.x(), (*c.x().shape, 1))
-    (out,) = nests.elementwise(c.b, functions.EQUAL, [c.tensor(ids)], [dtype], name="one_hot", shape=shape)
+    (out,) = nests.elementwise(
+        c.b, functions.EQUAL, [c.tensor(ids), None], [dtype], name="one_hot", shape=shape
+    )
     return c.value(out)
 
 
@@ -350,7 +352,11 @@ def _arange(c: TorchCall) -> Value:
     "empty_permuted",
 )
 def _filled(c: TorchCall) -> Value:
-    return c.filled(*c.out()) if c.op != "eye" else c.nothing(*c.out())
+    if c.op == "eye":
+        return c.nothing(*c.out())
+    known = {"zeros": 0, "ones": 1}.get(c.op.removeprefix("new_").removesuffix("_like"))
+    told = next((c.given[k] for k in ("fill_value", "value", "s") if k in c.given), known)
+    return c.filled(*c.out(), told.scalar if isinstance(told, Value) else told)
 
 
 @lowers("histc", "bincount")

@@ -16,6 +16,7 @@ from pase.frontends.common.values import Site, Value
 from pase.frontends.torch.types import FxNode
 from pase.ir import Tensor
 from pase.ir.functions import Function
+from pase.ir.literals import Literal
 from pase.ops import GraphBuilder, nests
 from pase.pytree import Tree
 
@@ -26,7 +27,16 @@ if TYPE_CHECKING:
 
     from pase.frontends.torch.lower import TorchLowering
 
-__all__ = ["TorchCall", "TorchOperand", "TorchScope", "TorchSpec", "arguments", "dtype_of", "specs_of"]
+__all__ = [
+    "TorchCall",
+    "TorchOperand",
+    "TorchScope",
+    "TorchSpec",
+    "arguments",
+    "dtype_of",
+    "op_name",
+    "specs_of",
+]
 
 TorchSpec = tuple[tuple[int, ...], str]
 """Shape and dtype."""
@@ -76,6 +86,12 @@ def arguments(
     return out
 
 
+def op_name(n: FxNode) -> str:
+    """The name of a call's op, with its library unless that is aten; for a higher-order op, its target's name."""
+    schema = getattr(n.target, "_schema", None)
+    return str(n.target) if schema is None else str(schema.name).removeprefix("aten::")
+
+
 @dataclass
 class TorchCall(Site):
     """One call of an op.
@@ -121,6 +137,11 @@ class TorchCall(Site):
             out += [x for x in (v if isinstance(v, (list, tuple)) else (v,)) if isinstance(x, Value)]
         return out
 
+    @property
+    def operands(self) -> list[Value | Literal]:
+        """The op's tensors and numbers in the schema's order."""
+        return [v for v in self.given.values() if isinstance(v, (Value, bool, int, float, complex))]
+
     def ints(self, name: str, n: int, default: Sequence[int] = ()) -> list[int]:
         """An operand as a list of n integers. A single integer applies to all n."""
         v = self.arg(name)
@@ -145,9 +166,9 @@ class TorchCall(Site):
     def shape_out(self) -> tuple[int, ...]:
         return self.out()[0]
 
-    def filled(self, shape: Sequence[int], dtype: str) -> Value:
-        """A tensor with the same number everywhere. It becomes part of the op that reads it."""
-        return Value(shape=tuple(shape), dtype=dtype, foldable=True, note=("filled",))
+    def filled(self, shape: Sequence[int], dtype: str, number: Literal | None = None) -> Value:
+        """A tensor with the same number everywhere; None: it is not known. It becomes part of the op that reads it."""
+        return Value(shape=tuple(shape), dtype=dtype, foldable=True, note=("filled",), number=number)
 
     def transpose(self, v: Value, order: Sequence[int]) -> Value:
         """The value with its dims in another order.
@@ -169,18 +190,27 @@ class TorchCall(Site):
         return nests.transpose(self.b, self.tensor(base), order)
 
     def pointwise(
-        self, function: Function, values: Sequence[Value] | None = None, *, flops: float | None = None
+        self,
+        function: Function,
+        operands: Sequence[Value | Literal | None] | None = None,
+        *,
+        flops: float | None = None,
+        name: str = "",
     ) -> Value:
         """The op's result, computed elementwise from its operands. Operands that are numbers become part of the op.
 
-        values: the operands; all tensor operands by default. flops: per element; the function's own by default.
+        operands: the function's operands (``nests.elementwise``); by default, the tensors and numbers that the op is
+            given. flops: per element; the function's own by default. name: of the op, if not the function's.
         """
         shape, dtype = self.out()
-        values = self.values if values is None else values
-        reads = [v for v in values if v.note != ("filled",)]
-        if not reads or math.prod(shape) == 0:
+        operands = self.operands if operands is None else operands
+        if math.prod(shape) == 0 or not any(isinstance(v, Value) and v.note != ("filled",) for v in operands):
             return self.filled(shape, dtype)
-        made = nests.elementwise(self.b, function, self.tensors(*reads), [dtype], flops=flops, shape=shape)
+        given = [
+            (v.scalar if v.note == ("filled",) else self.tensor(v)) if isinstance(v, Value) else v
+            for v in operands
+        ]
+        made = nests.elementwise(self.b, function, given, [dtype], name=name, flops=flops, shape=shape)
         return self.value(made[0])
 
 

@@ -21,7 +21,7 @@ from pase.local.lower import local_program
 from pase.local.verify import verify_program
 from pase.machine import mesh_from
 from pase.tables.layouts import configs
-from tests.local.jaxpr_rules import numbers_of, rules_of
+from tests.local.jaxpr_rules import rules_of
 
 
 def mixing(p, x):
@@ -115,9 +115,7 @@ def test_padded_programs_under_any_strategy_are_the_unpadded_ones(fn, extents, s
     program = local_program(graph, mesh, {n: r[rng.integers(len(r))] for n, r in rows.items()})
     verify_program(program)
     jaxpr = made.traced.jaxpr.jaxpr
-    value, found = loss_and_gradients(
-        program, graph, values, graph.outputs[0], numbers_of(jaxpr), rules_of(jaxpr)
-    )
+    value, found = loss_and_gradients(program, graph, values, graph.outputs[0], rules_of(jaxpr))
     assert value == pytest.approx(loss, rel=1e-12)
     paths = {t.name: t.path for t in graph.parameters}
     for t, g in found.items():

@@ -6,7 +6,7 @@ is resharded or summed between its ops. Otherwise its ops run one by one (``nest
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pase.backends.torch.spmd import flex_attention, halo  # noqa: F401, registers their rules
 from pase.backends.torch.spmd.collectives import part, summed
 from pase.backends.torch.spmd.nests import run_nest
-from pase.backends.torch.spmd.pairs import Anchor, OpPair, made_by, partitioned, passed_over
+from pase.backends.torch.spmd.pairs import Anchor, OpPair, made_by, partitioned
 from pase.backends.torch.spmd.rules import JOINING, RankCall, ShapeAndLayout, evaluate
 from pase.backends.torch.spmd.values import (
     NotOnParts,
@@ -30,9 +30,8 @@ from pase.backends.torch.spmd.values import (
 from pase.errors import PaseError
 from pase.frontends.common.values import Value
 from pase.frontends.torch.control import flex_operands
-from pase.frontends.torch.numbers import NumberUnknown, node_numbers, op_name
 from pase.frontends.torch.types import FxNode
-from pase.frontends.torch.values import arguments
+from pase.frontends.torch.values import arguments, op_name
 from pase.ir import Op
 from pase.local.types import Layout, LocalOp, LocalOperand, LocalResult, local_shape
 from pase.pytree import Tree
@@ -276,37 +275,27 @@ class NodeOps:
             return flex_operands(self.node)
         return arguments(self.node.target, self.node.args, self.node.kwargs)
 
-    @property
-    def _numbers(self) -> Iterator[float]:
-        try:
-            return node_numbers(self.node)
-        except NumberUnknown as e:
-            raise NotOnParts(str(e)) from None
-
     def _one_by_one(self, work: Sequence[OpPair]) -> None:
         """Run these ops in traced order, together with the node's ops between them that read only constants."""
-        numbers, mine = self._numbers, {id(pair.op): pair for pair in work}
+        mine = {id(pair.op): pair for pair in work}
         known = self.walk.program.maker
         for op in self.walk.ops[self.path]:
             if id(op) in mine:
-                self._nest(mine[id(op)], numbers)
+                self.nest(mine[id(op)])
             elif len(op.writes) == 1 and op.writes[0].tensor not in known:
-                self._fold(op, numbers)
-            else:
-                passed_over(numbers, op)
+                self._fold(op)
 
-    def _fold(self, op: Op, numbers: Iterator[float]) -> None:
+    def _fold(self, op: Op) -> None:
         """Compute a constant that only this node has, for ``_constant``."""
         tensors, ins = self.walk.traced.graph.tensors, []
         for a in op.reads:
             x = self.folded[a.tensor] if a.tensor in self.folded else self._of_inputs(a.tensor)
             if x is None:  # no op that runs one by one reads it, or ``_constant`` raises
-                passed_over(numbers, op)
                 return
             ins.append(x)
         (w,) = op.writes
         shape = tuple(int(s) for s in tensors[w.tensor].shape)
-        made = run_nest(op, None, ins, shape, numbers, self.walk.groups)
+        made = run_nest(op, None, ins, shape, self.walk.groups)
         self.folded[w.tensor] = made.to(_dtype(tensors[w.tensor].dtype))
 
     def _of_inputs(self, tensor: str) -> Tensor | None:
@@ -320,29 +309,23 @@ class NodeOps:
         return None
 
     def nest(self, pair: OpPair) -> None:
-        """Run one of the node's ops that needs no numbers, such as a view."""
-        self._nest(pair, iter(()))
-
-    def _nest(self, pair: OpPair, numbers: Iterator[float]) -> None:
         """Run one of the node's ops."""
         op, local = pair
         if any(o.halo for o in local.operands) or len(local.results) != 1:
             raise NotOnParts(f"'{op.name}' in it cannot be run separately from the rest")
         (r,) = local.results
         ins = [self._constant(o) if o.constant else self.walk.read(o, self.body) for o in local.operands]
-        known = tuple(numbers) if any(v.gradient_carrier is not None for v in ins) else None
 
         def computed(arrays: Sequence[Tensor], layout: Layout) -> Tree:
             shape = local_shape(r.shape, layout, self.walk.program.mesh)
-            source = numbers if known is None else iter(known)
             with self.body.keeping.of(not local.op.remat):
-                x = run_nest(op, local, arrays, shape, source, self.walk.groups)
+                x = run_nest(op, local, arrays, shape, self.walk.groups)
             dtype = _dtype(self.walk.traced.graph.tensors[r.tensor].dtype)
             return x if x.dtype == dtype else x.to(dtype)
 
         x = self._checked(computed([v.array for v in ins], r.layout), r, False)
         gradient_carrier = None
-        if known is not None:
+        if any(v.gradient_carrier is not None for v in ins):
             gradient_carrier = computed(
                 [v.array if v.gradient_carrier is None else v.gradient_carrier for v in ins], r.gradient
             )

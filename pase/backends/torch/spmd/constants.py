@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 from pase.backends.torch.spmd.rules import seeded
 from pase.backends.torch.spmd.values import NotOnParts, steps_from
 from pase.frontends.common.values import Value
-from pase.frontends.torch.numbers import op_name
 from pase.frontends.torch.types import FxNode
-from pase.frontends.torch.values import TorchScope
+from pase.frontends.torch.values import TorchScope, op_name
 
 if TYPE_CHECKING:
     import torch

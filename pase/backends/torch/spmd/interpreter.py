@@ -30,9 +30,8 @@ from pase.frontends.common.values import Value
 from pase.frontends.torch.export.functional import NO_GRADIENT
 from pase.frontends.torch.frontend import TracedTorch
 from pase.frontends.torch.lower import place_of, source_of
-from pase.frontends.torch.numbers import op_name
 from pase.frontends.torch.types import FxNode
-from pase.frontends.torch.values import TorchScope
+from pase.frontends.torch.values import TorchScope, op_name
 from pase.ir import Op, Place
 from pase.ir.blocks import Block, holders
 from pase.local.types import LocalOperand, LocalProgram

@@ -7,14 +7,13 @@ its parts. Otherwise PyTorch's own op runs (``rules``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, reduce
 from typing import TYPE_CHECKING, Any
 
 from pase.backends.torch.spmd.collectives import places_of
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.values import NotOnParts
-from pase.frontends.torch.numbers import numbers_missing
 from pase.ir import Op
 from pase.local.types import Extents, LocalOp
 
@@ -33,15 +32,19 @@ def _functions() -> dict[str, Callable[..., Tensor]]:
     import torch
 
     return {
-        **{n: getattr(torch, n) for n in ("add", "sub", "mul", "div", "ne", "eq", "gt", "lt", "ge", "le")},
-        **{
-            n: getattr(torch, n)
-            for n in ("neg", "exp", "log", "sqrt", "rsqrt", "square", "reciprocal", "abs")
-        },
+        **{n: getattr(torch, n) for n in ("sub", "div", "ne", "eq", "gt", "lt", "ge", "le", "pow")},
+        **{n: getattr(torch, n) for n in ("neg", "exp", "log", "sqrt", "rsqrt", "square", "abs", "expm1")},
         **{n: getattr(torch, n) for n in ("sin", "cos", "tanh", "erf", "erfc", "sigmoid", "log1p")},
-        "max": torch.maximum,
-        "min": torch.minimum,
-        "select": lambda c, a, b: torch.where(c != 0, a, b),
+        "add": lambda *xs: reduce(torch.add, xs),
+        "mul": lambda *xs: reduce(torch.mul, xs),
+        "max": lambda *xs: reduce(torch.maximum, xs),
+        "min": lambda *xs: reduce(torch.minimum, xs),
+        "add_scaled": lambda x, y, c: x + c * y,
+        "integer_pow": torch.pow,
+        "reciprocal": lambda *xs: torch.reciprocal(xs[-1]) if len(xs) == 1 else xs[0] / xs[1],
+        "clamp": lambda low, x, high: torch.clamp(x, low, high),
+        "where": lambda c, a, b: torch.where(c != 0, a, b),
+        "select": lambda c, a, b: torch.where(c != 0, b, a),
         "stop_gradient": torch.Tensor.detach,
         "cast": lambda x: x,
         "copy": lambda x: x,
@@ -53,7 +56,6 @@ def run_nest(
     local: LocalOp | None,
     ins: Sequence[Tensor],
     shape: Extents,
-    numbers: Iterator[float],
     groups: AxisGroups,
 ) -> Tensor:
     """The op's result on this rank.
@@ -61,11 +63,10 @@ def run_nest(
     op: the op as traced.
     local: how the program splits it; None if it is not split, because it reads constants only.
     shape: the shape of the result on this rank.
-    numbers: those operands of the node that are plain numbers.
     """
     match op.kind:
         case "elementwise":
-            return _elementwise(op, ins, numbers)
+            return _elementwise(op, ins)
         case "reduce":
             return _reduce(op, ins[0])
         case "matmul":
@@ -85,18 +86,17 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _elementwise(op: Op, ins: Sequence[Tensor], numbers: Iterator[float]) -> Tensor:
-    name = op.function.name
+def _elementwise(op: Op, ins: Sequence[Tensor]) -> Tensor:
+    name, numbers = op.function.name, op.numbers
     if name not in _functions():
         raise NotOnParts(f"'{name}' in it cannot be run separately from the rest")
-    given: list[Any] = list(ins)
-    for _ in range(numbers_missing(op)):
-        number = next(numbers, None)
-        if number is None:
-            raise NotOnParts(f"a number that '{name}' in it needs is unknown")
-        given.append(
-            given[0].new_full((), number) if given[0].is_floating_point() or name == "ne" else number
-        )
+    if numbers is None:
+        raise NotOnParts(f"a number that '{name}' in it needs is unknown")
+    left, first = iter(ins), ins[0]
+    as_tensor = first.is_floating_point() or name == "ne"
+    given: list[Any] = [
+        next(left) if n is None else first.new_full((), n) if as_tensor else n for n in numbers
+    ]
     return _functions()[name](*given)
 
 

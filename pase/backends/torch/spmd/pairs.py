@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pase.backends.torch.spmd.values import ReorderStep, ReshapeStep, Steps
-from pase.frontends.torch.numbers import numbers_missing
 from pase.ir import Op
 from pase.local.types import LocalOp
 
-__all__ = ["Anchor", "OpPair", "made_by", "partitioned", "passed_over"]
+__all__ = ["Anchor", "OpPair", "made_by", "partitioned"]
 
 
 class OpPair(NamedTuple):
@@ -56,12 +55,6 @@ def partitioned(pairs: Sequence[OpPair]) -> tuple[list[OpPair], list[OpPair], li
         if pair.is_view and not made_by([pair]) & readers:
             after.insert(0, pair)
     return before, [p for p in rest if p not in after], after
-
-
-def passed_over(numbers: Iterator[float], op: Op) -> None:
-    """Skip the numbers of an op that is not run, because the numbers after them belong to the next ops."""
-    for _ in range(numbers_missing(op)):
-        next(numbers, None)
 
 
 def made_by(pairs: Sequence[OpPair]) -> set[str]:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
-from pase.frontends.torch.numbers import op_name
 from pase.frontends.torch.types import FxNode
+from pase.frontends.torch.values import op_name
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

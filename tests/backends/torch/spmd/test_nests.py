@@ -9,7 +9,7 @@ import pytest
 
 from pase.backends.torch.spmd.nests import run_nest
 from pase.backends.torch.spmd.values import NotOnParts
-from pase.ir import Tensor, functions
+from pase.ir import functions
 from pase.ops import GraphBuilder, nests
 
 pytestmark = pytest.mark.torch
@@ -17,9 +17,7 @@ X = np.random.default_rng(0).standard_normal((2, 3, 4))
 W = np.random.default_rng(1).standard_normal((4, 5))
 
 
-def ran(
-    make: Any, shape: tuple[int, ...], *arrays: np.ndarray, numbers: tuple[float, ...] = ()
-) -> np.ndarray:
+def ran(make: Any, shape: tuple[int, ...], *arrays: np.ndarray) -> np.ndarray:
     """What the last op that a function of a builder and its inputs makes gives on these arrays."""
     import torch
 
@@ -27,8 +25,9 @@ def ran(
     made = make(b, *(b.input(f"x{i}", a.shape, "float64") for i, a in enumerate(arrays)))
     assert (made[0] if isinstance(made, tuple) else made).shape == shape
     op = b.nodes[-1].ops[-1]
-    given = [torch.from_numpy(a) for a in arrays]
-    return run_nest(op, None, given, shape, iter(numbers), None).numpy()  # type: ignore[arg-type]
+    known = {n.ops[0].writes[0].tensor: a for n, a in zip(b.nodes, arrays, strict=False)}
+    given = [torch.from_numpy(known[a.tensor]) for a in op.reads]
+    return run_nest(op, None, given, shape, None).numpy()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -39,13 +38,29 @@ def test_an_elementwise_op(function: Any, numpy: Any) -> None:
     np.testing.assert_allclose(made, numpy(X), rtol=1e-14)
 
 
-def test_a_number_among_the_operands_is_the_next_of_the_node() -> None:
-    def less(b: GraphBuilder, x: Tensor) -> Any:
-        return nests.elementwise(b, functions.SUB, [x], ["float64"])
+@pytest.mark.parametrize(
+    ("function", "operands", "numpy"),
+    [
+        (functions.SUB, lambda x: [x, 0.5], lambda x: x - 0.5),
+        (functions.SUB, lambda x: [0.5, x], lambda x: 0.5 - x),
+        (functions.MAX, lambda x: [x, 0.0], lambda x: np.maximum(x, 0)),
+        (functions.CLAMP, lambda x: [-0.5, x, 0.5], lambda x: np.clip(x, -0.5, 0.5)),
+        (functions.INTEGER_POW, lambda x: [x, 3], lambda x: x**3),
+        (functions.RECIPROCAL, lambda x: [2.0, x], lambda x: 2 / x),
+        (functions.ADD_SCALED, lambda x: [x, x, -2.5], lambda x: -1.5 * x),
+        (functions.MUL, lambda x: [x, x, 2.0], lambda x: 2 * x * x),
+        (functions.WHERE, lambda x: [x, 1.0, x], lambda x: np.where(x != 0, 1.0, x)),
+        (functions.SELECT, lambda x: [x, 1.0, x], lambda x: np.where(x != 0, x, 1.0)),
+    ],
+)
+def test_numbers_among_the_operands_are_in_the_graph(function: Any, operands: Any, numpy: Any) -> None:
+    made = ran(lambda b, x: nests.elementwise(b, function, operands(x), ["float64"]), X.shape, X)
+    np.testing.assert_allclose(made, numpy(X), rtol=1e-14)
 
-    np.testing.assert_allclose(ran(less, X.shape, X, numbers=(0.5, 9.0)), X - 0.5)
+
+def test_a_number_that_the_graph_does_not_have_is_refused() -> None:
     with pytest.raises(NotOnParts, match="number that 'sub' in it needs is unknown"):
-        ran(less, X.shape, X)
+        ran(lambda b, x: nests.elementwise(b, functions.SUB, [x, None], ["float64"]), X.shape, X)
 
 
 @pytest.mark.parametrize(("function", "numpy"), [(functions.SUM, np.sum), (functions.REDUCE_MAX, np.max)])

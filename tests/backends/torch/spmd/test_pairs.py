@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pase.backends.torch.spmd.pairs import OpPair, made_by, partitioned, passed_over
+from pase.backends.torch.spmd.pairs import OpPair, made_by, partitioned
 from pase.backends.torch.spmd.values import ReorderStep
-from pase.ir import Op, Tensor, functions
+from pase.ir import Tensor, functions
 from pase.ops import GraphBuilder, nests
 
 
@@ -66,17 +66,3 @@ def test_a_transpose_is_its_order(order: tuple[int, ...]) -> None:
     (step,) = pair.as_steps
     assert pair.is_view and isinstance(step, ReorderStep)
     assert np.zeros((2, 3, 4)).transpose(step.order).shape == np.zeros((2, 3, 4)).transpose(order).shape
-
-
-def test_numbers_of_an_op_that_is_not_run_are_skipped() -> None:
-    def op(count: int) -> Op:
-        def make(b: GraphBuilder, x: Tensor) -> None:
-            nests.elementwise(b, functions.ADD, [x] * count, ["float32"])
-
-        return pairs(make)[-1].op
-
-    numbers = iter([1.0, 2.0, 3.0])
-    passed_over(numbers, op(2))
-    assert next(numbers) == 1.0
-    passed_over(numbers, op(1))
-    assert list(numbers) == [3.0]
