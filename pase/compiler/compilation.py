@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pase.baselines import Baseline, Skipped
 from pase.compiler.batch import most_throughput
+from pase.compiler.constraints import fixed_of, with_costs
 from pase.compiler.meshes.baselines import memory_of, never_worse, price_baselines
 from pase.compiler.meshes.every_mesh import close_meshes
 from pase.compiler.meshes.fit import cheapest_free, fit_more, fit_variants
@@ -35,6 +36,7 @@ from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
+    from pase.ir import FixedLayout
     from pase.plan.targets import TargetForm
     from pase.plan.types import PlanData
 
@@ -68,10 +70,15 @@ def compile_model(
     start = time.perf_counter()
     say("tracing the model")
     traced, name = traced_model(model, params, batch, options)
-    if options.target != "any":
-        return for_target(options, lambda o, form: _compiled(traced, name, o, say, start, form), say)
+
+    def compiled(o: CompileOptions) -> Compiled:
+        if o.target == "any":
+            return _compiled(traced, name, o, say, start)
+        return for_target(o, lambda limited, form: _compiled(traced, name, limited, say, start, form), say)
+
     if options.uneven == "whole":
-        return _compiled(traced, name, options, say, start)
+        made = compiled(options)
+        return with_costs(made, options, compiled) if options.constraints and options.baselines else made
     written: Compiled | Infeasible
     try:
         written = _compiled(traced, name, options, say, start)
@@ -148,14 +155,15 @@ def _compiled(
 
 def _problem(traced: Traced, o: CompileOptions, form: TargetForm | None = None) -> SplitProblem:
     """Return the problem of the model as written. Raises PaseError if the machine does not support the options."""
-    if traced.fixed and o.uneven != "whole":
+    fixed = fixed_of(traced, o)
+    if fixed and o.uneven != "whole":
         raise PaseError(
-            f"it pads arguments, but {_fixed_text(traced)}",
+            f"it pads arguments, but {_fixed_text(fixed)}",
             where=f"uneven='{o.uneven}'",
             fix=f"leave out uneven (--uneven), or {FREE_LAYOUTS}",
         )
     problem = SplitProblem.of(
-        traced.graph, o.devices, o.machine, o.cost_model, o.optimizer, o.overlap, form, traced.fixed
+        traced.graph, o.devices, o.machine, o.cost_model, o.optimizer, o.overlap, form, fixed
     )
     _check_machine(problem, o)
     return problem
@@ -193,9 +201,9 @@ def _compile_staged(
     say("tracing the model")
     start = time.perf_counter()
     traced, name = traced_model(model, params, batch, options)
-    if traced.fixed:
+    if fixed := fixed_of(traced, options):
         raise PaseError(
-            f"stages store arguments on groups of devices, but {_fixed_text(traced)}",
+            f"stages store arguments on groups of devices, but {_fixed_text(fixed)}",
             where="pipeline",
             fix=f"leave out pipeline (--pipeline), or {FREE_LAYOUTS}",
         )
@@ -215,8 +223,8 @@ def _compile_staged(
     return Compiled(plan=plan, problem=problem, traced=traced, given=())
 
 
-def _fixed_text(traced: Traced) -> str:
-    first = next(iter(traced.fixed.values()))
+def _fixed_text(fixed: Mapping[str, FixedLayout]) -> str:
+    first = next(iter(fixed.values()))
     return f"the layout of '{first.path}' is fixed, {first}"
 
 
@@ -244,7 +252,11 @@ def _or_staged(
     below = plan.cost if plan.misfit is None else math.inf
     if problem.graph.fixed:
         return replace(
-            plan, skipped={**plan.skipped, "stages": f"{_fixed_text(traced)}, and stages would change it"}
+            plan,
+            skipped={
+                **plan.skipped,
+                "stages": f"{_fixed_text(problem.graph.fixed)}, and stages would change it",
+            },
         )
     try:
         found = search_pipelines(problem, traced, options, say, below)

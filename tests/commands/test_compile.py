@@ -34,6 +34,18 @@ def test_a_bucket_plan_is_scheduled_on_request() -> None:
     assert reported("compile", *MODEL, "--schedule", "ddp")["bucket_plan"]["iteration_s"] > 0
 
 
+def test_constraints_are_kept_and_their_layout_is_explained(tmp_path: Path) -> None:
+    layout = tmp_path / "layout.json"
+    asked = ("zoo:mlp", "--devices", 4, "--mesh", "data=2,model=2", "--constrain", "batch=data", "-o", layout)
+    said = reported("compile", *asked)
+    assert any("under your constraint 'batch'" in r["what"] for r in said["remarks"])
+    assert all(t.storage[0] == ("data",) for t in pase.load(layout).inputs.values())
+    assert "batch" in pase.load(layout).provenance["constraints"]
+    assert reported("explain", layout)["cost"] == said["cost"]
+    code, _, error = run("compile", "zoo:mlp", "--devices", 4, "--constrain", "batch=data,,")
+    assert code == 2 and "--constrain" in error
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """A machine whose devices have a kilobyte of memory."""

@@ -10,7 +10,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
-from pase.compiler.problem.pairs import parse_chances, parse_places, parse_sizes
+from pase.compiler.problem.pairs import parse_chances, parse_layouts, parse_places, parse_sizes
 from pase.errors import PaseError
 from pase.files.quantities import parse_bytes
 from pase.pytree import Tree
@@ -78,6 +78,17 @@ class CompileOptions:
         "--trips",
         metavar="NAME=SIZE",
         pairs=parse_sizes,
+    )
+    constraints: Mapping[str, Any] | None = _option(
+        None,
+        "Layouts that the plan must have; the search decides the rest, and the plan says what each costs. A name or "
+        "pattern of parameters and batch arrays, or 'batch' for all of these -> one entry for each dim: an axis of the "
+        "mesh, a tuple of axes, None (whole) or ... (the search decides); or one axis for the first dim. For example "
+        "{'blocks.*.wq': P(None, 'model'), 'batch': 'data'} with mesh='data=4,model=2'; on the command line "
+        "'blocks.*.wq=-,model' and batch=data (- is whole, ? is open, a+b are two axes).",
+        "--constrain",
+        metavar="NAME=DIMS",
+        pairs=parse_layouts,
     )
     mode: Literal["train", "inference", "step"] = _option(
         "train",

@@ -7,7 +7,7 @@ from typing import Any
 
 from pase.errors import PaseError
 
-__all__ = ["parse_chances", "parse_places", "parse_sizes"]
+__all__ = ["parse_chances", "parse_layouts", "parse_places", "parse_sizes"]
 
 
 def _pairs(given: Sequence[str] | None, flag: str, form: str) -> list[tuple[str, str]]:
@@ -67,3 +67,30 @@ def parse_chances(given: Sequence[str] | None) -> dict[str, tuple[float, ...]]:
                 f"'{name}={shares}' has a chance that is not a number", where="--chance", fix=f"write {form}"
             ) from e
     return out
+
+
+def parse_layouts(given: Sequence[str] | None) -> dict[str, Any]:
+    """Return name -> its layout, with an entry for each dim. A single axis is for the first dim alone.
+
+    >>> parse_layouts(["blocks.*.wq=-,model", "batch=data", "x=data+model,?"])
+    {'blocks.*.wq': (None, 'model'), 'batch': 'data', 'x': (('data', 'model'), Ellipsis)}
+    """
+    out: dict[str, Any] = {}
+    form = "NAME=DIMS, for example --constrain 'blocks.*.wq=-,model'"
+    for name, dims in _pairs(given, "--constrain", form):
+        entries = [_entry(text.strip()) for text in dims.split(",")]
+        if "" in entries:
+            raise PaseError(f"'{name}={dims}' has an empty dim", where="--constrain", fix=f"write {form}")
+        if name in out:
+            raise PaseError(
+                f"'{name}' is constrained twice", where="--constrain", fix="leave out one of them"
+            )
+        single = len(entries) == 1 and isinstance(entries[0], str)
+        out[name] = entries[0] if single else tuple(entries)
+    return out
+
+
+def _entry(text: str) -> Any:
+    if text in ("-", "?"):
+        return None if text == "-" else ...
+    return tuple(text.split("+")) if "+" in text else text

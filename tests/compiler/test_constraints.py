@@ -1,0 +1,101 @@
+"""Layouts that the user requires: the plan keeps them, and says what each costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pase
+from pase.errors import PaseError
+
+MESH = "data=4,model=2"
+WIDTH, HIDDEN = 512, 2048
+
+
+def loss(params: Any, batch: Any) -> Any:
+    x = batch["x"]
+    for layer in params:
+        x = x + jax.nn.gelu(x @ layer["up"]) @ layer["down"]
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def shape(*sizes: int, spec: Any = None) -> Any:
+    own = None if spec is None else NamedSharding(AbstractMesh((4, 2), ("data", "model")), spec)
+    return jax.ShapeDtypeStruct(sizes, "float32", sharding=own)
+
+
+def arguments(up: Any = None, batch: Any = None) -> tuple[Any, ...]:
+    layers = [{"up": shape(WIDTH, HIDDEN, spec=up), "down": shape(HIDDEN, WIDTH)} for _ in range(3)]
+    return loss, layers, {"x": shape(256, WIDTH, spec=batch), "y": shape(256, WIDTH, spec=batch)}
+
+
+def planned(constraints: Any = None, *args: Any, **options: Any) -> pase.Plan:
+    return pase.compile(*(args or arguments()), devices=8, mesh=MESH, constraints=constraints, **options)
+
+
+def test_a_constraint_is_as_the_same_sharding_of_the_arrays() -> None:
+    """The reference are arrays that have these shardings."""
+    asked = {"*.up": P(None, "model"), "batch": P("data")}
+    plan = planned(asked, baselines=False)
+    given = planned(None, *arguments(P(None, "model"), P("data")), baselines=False)
+    assert plan.cost == given.cost and plan.optimal
+    assert {p: t.storage for p, t in plan.parameters.items()} == {
+        p: t.storage for p, t in given.parameters.items()
+    }
+    assert all(plan.parameters[f"{i}.up"].storage == ((), ("model",)) for i in range(3))
+    assert all(t.storage == (("data",), ()) for t in plan.inputs.values())
+
+
+def test_the_plan_says_what_each_constraint_costs() -> None:
+    asked = {"*.down": (None, None), "batch": "data"}
+    plan, free = planned(asked), planned(baselines=False)
+    assert plan.cost > free.cost
+    said = str(plan.noted[-1])
+    assert f"together cost {plan.cost / free.cost - 1:.1%}" in said
+    for name in asked:
+        fewer = planned({k: v for k, v in asked.items() if k != name}, baselines=False)
+        more = plan.cost / fewer.cost - 1
+        assert f"'{name}' " + (f"{more:.1%} (" if more >= 0.0005 else "nothing") in said
+    # "data" alone is for the first dim; the search decides the others.
+    assert all(t.storage[0] == ("data",) for t in plan.inputs.values())
+
+
+def test_dims_may_be_left_to_the_search() -> None:
+    open_ = planned({"0.up": (..., "model")}, baselines=False)
+    assert open_.parameters["0.up"].storage[1] == ("model",)
+    assert planned({"0.up": (..., ...)}, baselines=False).cost == planned(baselines=False).cost
+    assert planned({"0.up": P(P.UNCONSTRAINED, "model")}, baselines=False).cost == open_.cost
+
+
+@pytest.mark.parametrize(
+    ("constraints", "what"),
+    [
+        ({"0.upp": "model"}, "did you mean '0.up'"),
+        ({"0.up": "modle"}, "no axis 'modle'"),
+        ({"0.up": ("model", "data", None)}, "3 entries, but '0.up' has 2 dims"),
+        ({"0.up": 3}, "3 is no layout"),
+        ({"0.up": ("model", "model")}, "two dims"),
+        ({"0.up": P("data"), "*.up": P("model")}, "by constraint '0.up'"),
+    ],
+)
+def test_a_constraint_that_cannot_be_kept_is_refused(constraints: Any, what: str) -> None:
+    with pytest.raises(PaseError) as e:
+        planned(constraints, baselines=False)
+    assert what in e.value.what and e.value.where.startswith("constraint '") and e.value.fix
+
+
+def test_the_axes_need_names_and_stages_take_no_constraints() -> None:
+    for mesh in (None, "4x2"):
+        with pytest.raises(PaseError, match="--mesh data=4,model=2"):
+            pase.compile(*arguments(), devices=8, mesh=mesh, constraints={"batch": "data"})
+    with pytest.raises(PaseError) as e:
+        planned({"batch": "data"}, pipeline=2)
+    assert "'0.x'" in e.value.what and "stages" in e.value.what
+    with pytest.raises(PaseError) as e:
+        planned({"batch": P("data")}, *arguments(batch=P("model")), baselines=False)
+    assert "own sharding" in e.value.what
