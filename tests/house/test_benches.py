@@ -25,6 +25,7 @@ SMALLEST = {
     "published.dpro_memory": "--only VGG16",
     "search.every_mesh": '--only "mlp, 32"',
     "search.uneven": "--only layers",
+    "gpu.jax_steps": "--only mlp --steps 1",
     "fuzz.files": "--count 45 --only in",
     "audit.lowerings": '--only "mlp data_parallel"',
     "search.memory": "--only mlp",
@@ -72,6 +73,7 @@ WITH_TORCH = {
     "audit.torch_coverage": "--only GPT2LM",
     "search.torch_frontend": '--only "one mesh"',
     "audit.torch": "--only ConvNeXt",
+    "gpu.torch_steps": '--only "tiny bert" --steps 1 --ways eager plan',
 }
 """Bench that needs PyTorch -> its smallest arguments."""
 ELSEWHERE = {
