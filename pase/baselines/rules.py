@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from pase.baselines.flow import Roles, roles
-from pase.baselines.masks import by_batch, free, most, no_batch, only, state_apart, stored_apart
+from pase.baselines.masks import by_batch, fits, free, most, no_batch, only, state_apart, stored_apart
 from pase.baselines.types import Allow, Intent, Skipped
 from pase.ir import Graph, Node
 from pase.machine import Machine, Mesh, level_ways
@@ -31,7 +32,7 @@ def names() -> list[str]:
     """The names of all baselines.
 
     >>> names()
-    ['data_parallel', 'zero2', 'fsdp', 'hsdp', 'owt', 'expert', 'megatron']
+    ['data_parallel', 'zero2', 'fsdp', 'hsdp', 'owt', 'expert', 'megatron', 'context']
     """
     return list(RULES)
 
@@ -162,29 +163,111 @@ def owt(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipp
 
 @rule("expert", rank=5)
 def expert(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
-    """Expert parallelism (GShard, Lepikhin et al. 2020): experts over all devices, everything else by batch."""
+    """Expert parallelism (GShard, Lepikhin et al. 2020): experts over the devices, everything else by batch.
+
+    With fewer experts than devices, ``expert_8x4`` has 8 groups of devices with all experts, over 4 devices each. In
+    ``expert_fsdp_8x4`` all parameters and their state are also stored split over whatever axes are left (DeepSpeed-MoE,
+    Rajbhandari et al. 2022, with ZeRO-3).
+    """
     r = roles(graph)
     own = {w.parameter for w in r.weights if r.experts & set(w.shared)}
-    products = {w.node for w in r.weights if w.parameter in own}
     sizes = r.sizes(graph, r.experts)
+    degree = math.gcd(devices, *sizes)
     why = no_batch(graph, r, devices) if own else "no weights belong to experts"
-    if why is None and any(size % devices for size in sizes):
-        why = f"the numbers of experts ({', '.join(map(str, sizes))}) are not all divisible by {devices}"
+    if why is None and degree == 1 < devices:
+        why = (
+            f"no group of the {devices} devices divides the numbers of experts ({', '.join(map(str, sizes))})"
+        )
     if why:
         yield Skipped(name="expert", reason=why)
         return
+    data = devices // degree
+    mesh = Mesh(names=("data", "expert"), sizes=(data, degree))
+    if data == 1:
+        mesh = Mesh(names=("devices",), sizes=(devices,))
+    label = "" if data == 1 else f"_{data}x{degree}"
+    if data > 1 and not fits(mesh, machine):
+        reason = (
+            f"groups of {degree} devices are neither whole nodes of {machine.name} nor equal parts of one"
+        )
+        yield Skipped(name=f"expert{label}", reason=reason)
+        return
+    yield Intent(name=f"expert{label}", mesh=mesh, allow=_experts(r, own, stored=False))
+    if any(t.needs_grad for t in graph.parameters):
+        yield Intent(name=f"expert_fsdp{label}", mesh=mesh, allow=_experts(r, own, stored=True))
+
+
+def _experts(r: Roles, own: set[str], *, stored: bool) -> Allow:
+    """Experts over the last axis, and the batch over all. own: the experts' weights. stored: whether parameters are
+    stored split over the axes that do not split them for compute."""
+    products = {w.node for w in r.weights if w.parameter in own}
 
     def allow(node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
-        mine = r.dims(node, r.experts)
-        if node.name in own or node.name in products:
-            return only(cfg, [0], mine)
+        axes = list(range(len(mesh.sizes)))
+        last, mine = axes[-1], r.dims(node, r.experts)
         if node.kind == "parameter":
-            return only(cfg, [0], [NOT_SPLIT])
+            split = only(cfg, [last], mine) if node.name in own else np.ones(len(cfg), dtype=bool)
+            rest = axes[:-1] if node.name in own else axes
+            if not stored or not rest:
+                return split & only(cfg, rest, [NOT_SPLIT])
+            return split & stored_apart(node, cfg, mesh, rest, taken=mine)
+        if node.name in products:
+            return only(cfg, [last], mine) & by_batch(r, node, cfg, mesh, axes[:-1])
         if mine:  # between the experts and the rest, the all-to-all goes wherever it is cheapest
-            return only(cfg, [0], [*mine, *r.dims(node, r.batch)])
-        return by_batch(r, node, cfg, mesh, [0])
+            return only(cfg, [last], [*mine, *r.dims(node, r.batch)]) & by_batch(
+                r, node, cfg, mesh, axes[:-1]
+            )
+        return by_batch(r, node, cfg, mesh, axes)
 
-    yield Intent(name="expert", mesh=Mesh(names=("devices",), sizes=(devices,)), allow=allow)
+    return allow
+
+
+@rule("context", rank=7)
+def context(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
+    """Context parallelism within FSDP, for batches with fewer sequences than devices: each sequence over several
+    devices, with the keys and values of all positions gathered, or sent around a ring (Grattafiori et al. 2024, section
+    3.3.2; Liu et al. 2023). ``context_8x4`` is data 8 × context 4; parameters are stored split over all devices.
+    """
+    r = roles(graph)
+    if no_batch(graph, r, devices) is None:
+        yield Skipped(
+            name="context", reason="the batch divides among all devices, so no sequence has to be split"
+        )
+        return
+    sequence = r.sizes(graph, r.sequence)
+    if not sequence:
+        yield Skipped(name="context", reason="the model has no sequence dim")
+        return
+    for degree in (t for t in range(2, devices + 1) if devices % t == 0):
+        data = devices // degree
+        names, outer = (("data",), (data,)) if data > 1 else ((), ())
+        mesh = Mesh(names=(*names, "context"), sizes=(*outer, degree))
+        why = no_batch(graph, r, data)
+        if why is None and not any(s % degree == 0 for s in sequence):
+            why = f"no sequence dim ({', '.join(map(str, sequence))}) divides by {degree}"
+        if why is None and not fits(mesh, machine):
+            why = (
+                f"groups of {degree} devices are neither whole nodes of {machine.name} nor equal parts of one"
+            )
+        if why:
+            yield Skipped(name=f"context_{data}x{degree}", reason=why)
+        else:
+            yield Intent(name=f"context_{data}x{degree}", mesh=mesh, allow=_positions(r))
+
+
+def _positions(r: Roles) -> Allow:
+    """The batch over all axes but the last, positions over the last one, and parameters stored split over all."""
+
+    def allow(node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
+        axes = list(range(len(mesh.sizes)))
+        if node.kind == "parameter":
+            return stored_apart(node, cfg, mesh, axes)
+        ok = by_batch(r, node, cfg, mesh, axes[:-1])
+        ring = [i for i, d in enumerate(node.space) if d.kind == "ring"]
+        split = only(cfg, axes[-1:], [*r.dims(node, r.sequence), *ring])
+        return ok & (split if split.any() else only(cfg, axes[-1:], free(node)))
+
+    return allow
 
 
 def _downstream(graph: Graph, start: set[str]) -> set[str]:

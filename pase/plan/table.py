@@ -162,10 +162,15 @@ def _shortlist(plan: PlanData) -> list[tuple[str, float]]:
     """Return data parallelism, FSDP, and the best of each other family. If any fits, only those that fit."""
     best: dict[str, tuple[bool, float, str]] = {}
     for name, cost in plan.baselines.items():
-        family = name.split("_")[0] if name.startswith("megatron") else name
+        head = name.split("_")[0]
+        family = head if head in _FAMILIES else name
         rank = (name in plan.too_large, cost, name)
         best[family] = min(best.get(family, rank), rank)
     return [(name, cost) for _, cost, name in best.values()]
+
+
+_FAMILIES = {"megatron", "expert", "context"}
+"""Baselines of several degrees, of which the best is shown."""
 
 
 def _elements(t: TensorPlan) -> int:

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from pase.baselines import Skipped
+from pase.baselines import Skipped, roles
 from pase.baselines.masks import PERSISTENT_ELEMENTS
 from tests.baselines.helpers import (
     GPT,
@@ -103,3 +103,46 @@ def test_a_method_that_does_not_apply_says_why(model, devices, name, words):
     found = offered(model, devices)[name]
     assert isinstance(found, Skipped)
     assert all(word in found.reason for word in words), found.reason
+
+
+MIXTRAL = "mixtral_8x7b?layers=2&batch=64&seq=256&vocab=1024&remat=0"
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_fewer_experts_than_devices_are_split_within_groups(stored):
+    """GShard (Lepikhin et al. 2020, section 3.2): two all-to-alls a layer and direction, here within groups of 8.
+    Gradients of experts are summed over the groups that have the same experts, all others over all devices."""
+    graph = graph_of(MIXTRAL)
+    b = made(MIXTRAL, 64, "expert_fsdp_8x8" if stored else "expert_8x8")
+    sent = collectives(graph, b)
+    tokens = Counter()
+    for c in sent:
+        if c.kind == "all_to_all":
+            assert c.axes == ("expert",)
+            tokens[c.phase] += c.times
+    assert tokens == {"forward": 2 * 2, "backward": 2 * 2}
+    experts = {w.parameter for w in roles(graph).weights if w.shared}
+    assert experts == {f"blocks.ff.{w}" for w in ("gate", "up", "down")}
+    sums = [
+        c for c in sent if c.phase == "backward" and c.kind == ("reduce_scatter" if stored else "all_reduce")
+    ]
+    for c in sums:
+        of = c.src.partition(":")[0]
+        if of in experts:
+            assert c.axes == ("data",), c
+        elif of in weights(graph):
+            assert c.axes == ("data", "expert"), c
+    assert experts <= {c.src.partition(":")[0] for c in sums}
+
+
+def test_context_parallelism_sends_keys_and_values_around_a_ring():
+    """Beside parameters, which are gathered for use over all devices, only keys and values are sent."""
+    model = "llama3_8b?layers=2&batch=2&seq=8192&vocab=1024&remat=0"
+    graph = graph_of(model)
+    b = made(model, 8, "context_2x4")
+    between = [c for c in collectives(graph, b) if graph.node[c.src].kind != "parameter" and c.nbytes > 2**20]
+    assert {(c.kind, c.axes) for c in between} == {("permute", ("context",))}
+    assert {graph.node[c.src].kind for c in between} == {"attention"}
+    for name in weights(graph):
+        assert set(split(graph, b, name)) == {"data", "context"}, name
+    assert "divides among all devices" in offered(GPT, 8)["context"].reason
