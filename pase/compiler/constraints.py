@@ -35,7 +35,7 @@ def fixed_of(traced: Traced, o: CompileOptions) -> Mapping[str, FixedLayout]:
     """
     if not o.constraints:
         return traced.fixed
-    mesh = _mesh(traced, o)
+    mesh, single = _mesh(traced, o)
     out = dict(traced.fixed)
     owner: dict[str, str] = {}
     for pattern, spec in o.constraints.items():
@@ -43,7 +43,7 @@ def fixed_of(traced: Traced, o: CompileOptions) -> Mapping[str, FixedLayout]:
         if not matched:
             raise _unmatched(traced, pattern)
         for t in matched:
-            layout = FixedLayout(path=t.path, mesh=mesh, dims=_dims(t, pattern, spec, mesh))
+            layout = FixedLayout(path=t.path, mesh=mesh, dims=_dims(t, pattern, spec, mesh, single))
             if out.setdefault(t.name, layout) != layout:
                 other = f"constraint '{owner[t.name]}'" if t.name in owner else "the array's own sharding"
                 raise PaseError(
@@ -52,13 +52,14 @@ def fixed_of(traced: Traced, o: CompileOptions) -> Mapping[str, FixedLayout]:
                     fix="leave out one of them",
                 )
             owner[t.name] = pattern
-    return out
+    return out if mesh.names else {}
 
 
-def _mesh(traced: Traced, o: CompileOptions) -> FixedMesh:
+def _mesh(traced: Traced, o: CompileOptions) -> tuple[FixedMesh, frozenset[str]]:
+    """Return the mesh whose axes constraints name, and its axes of one device, which split nothing."""
     own = next((layout.mesh for layout in traced.fixed.values()), None)
     if own is not None:
-        return own
+        return own, frozenset()
     if o.mesh is None or "=" not in o.mesh:
         raise PaseError(
             "constraints name axes of a mesh, but the mesh's axes have no names",
@@ -69,7 +70,7 @@ def _mesh(traced: Traced, o: CompileOptions) -> FixedMesh:
 
     asked = mesh_from(o.mesh, o.devices)
     ways = {name: size for name, size in asked.by_name.items() if size > 1}
-    return FixedMesh(names=tuple(ways), sizes=tuple(ways.values()))
+    return FixedMesh(names=tuple(ways), sizes=tuple(ways.values())), frozenset({*asked.names} - {*ways})
 
 
 def _matched(traced: Traced, pattern: str) -> Iterator[Tensor]:
@@ -100,7 +101,7 @@ def _unmatched(traced: Traced, pattern: str) -> PaseError:
     )
 
 
-def _dims(t: Tensor, pattern: str, spec: object, mesh: FixedMesh) -> DimAxes:
+def _dims(t: Tensor, pattern: str, spec: object, mesh: FixedMesh, single: frozenset[str]) -> DimAxes:
     """Return a constraint as one entry per dim. A single axis is for the first dim, with the others open."""
     where, rank = f"constraint '{pattern}'", len(t.shape)
     if isinstance(spec, str):
@@ -120,9 +121,9 @@ def _dims(t: Tensor, pattern: str, spec: object, mesh: FixedMesh) -> DimAxes:
             out.append(None)
             continue
         axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)  # type: ignore[arg-type]
-        if unknown := [a for a in axes if a not in mesh.names]:
+        if unknown := [a for a in axes if a not in mesh.names and a not in single]:
             raise PaseError(f"the mesh {mesh} has no axis {unknown[0]!r}", where=where, fix=_FORMS)
-        out.append(tuple(axes))
+        out.append(tuple(a for a in axes if a not in single))
     used = [a for axes in out for a in axes or ()]
     if len(set(used)) < len(used):
         raise PaseError("an axis splits two dims of one array", where=where, fix=_FORMS)

@@ -89,6 +89,14 @@ def test_a_constraint_that_cannot_be_kept_is_refused(constraints: Any, what: str
     assert what in e.value.what and e.value.where.startswith("constraint '") and e.value.fix
 
 
+def test_an_axis_of_one_device_splits_nothing() -> None:
+    """So a program may run on any number of devices, one included."""
+    for mesh, devices in (("data=1,model=8", 8), ("data=1", 1)):
+        asked = {"batch": ("data", None)}
+        plan = pase.compile(*arguments(), devices=devices, mesh=mesh, constraints=asked, baselines=False)
+        assert all(t.storage == ((), ()) for t in plan.inputs.values())
+
+
 def test_the_axes_need_names_and_stages_take_no_constraints() -> None:
     for mesh in (None, "4x2"):
         with pytest.raises(PaseError, match="--mesh data=4,model=2"):

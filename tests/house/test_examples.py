@@ -162,3 +162,18 @@ def test_every_example_has_a_test():
         "torch_train.py",
         "train.py",
     ]
+
+
+@pytest.mark.minutes
+def test_a_run_on_several_hosts_goes_on_with_another_number_of_devices(tmp_path):
+    """Losses are those of one device that was never stopped, to the last printed digit or one off it."""
+    folder = tmp_path / "run"
+    first = losses(
+        run("multi_host.py", "--local", "4", "--devices-each", "2", "--steps", "3", "--save", str(folder))
+    )
+    then = losses(
+        run("multi_host.py", "--local", "2", "--devices-each", "1", "--steps", "2", "--resume", str(folder))
+    )
+    alone = losses(run("multi_host.py", "--local", "1", "--devices-each", "1", "--steps", "5"))
+    assert len(alone) == 5
+    assert [*first, *then] == pytest.approx(alone, abs=2e-6)
