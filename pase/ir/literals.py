@@ -9,11 +9,11 @@ from typing import TypeAlias
 
 from pase.errors import PaseError
 
-__all__ = ["Literal", "Literals", "literal", "literals_text", "read_literals"]
+__all__ = ["Literals", "Number", "literal", "literals_text", "read_literals"]
 
-Literal: TypeAlias = "bool | int | float | complex"
+Number: TypeAlias = "bool | int | float | complex"
 
-Literals: TypeAlias = "tuple[Literal | None, ...] | None"
+Literals: TypeAlias = "tuple[Number | None, ...] | None"
 """One entry per operand of an op's function: the number, or None for the op's next read. The empty tuple if all
 operands are read. None if the graph does not determine the operands, so that the op can only be priced."""
 
@@ -21,7 +21,7 @@ _MAX_DIGITS = 400
 _INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 
 
-def literal(value: object) -> Literal:
+def literal(value: object) -> Number:
     """A number of Python, numpy or a framework as a Python number. There is one object for "not a number", so that
     equal ops are equal. Raises PaseError for anything else.
 
@@ -48,7 +48,7 @@ def literals_text(literals: Literals) -> str:
     return "?" if literals is None else f"({' '.join(map(_text, literals))})"
 
 
-def _text(x: Literal | None) -> str:
+def _text(x: Number | None) -> str:
     if x is None:
         return "_"
     if isinstance(x, bool):
@@ -61,7 +61,7 @@ def read_literals(words: Sequence[str]) -> Literals:
     return tuple(map(_read, words))
 
 
-def _read(word: str) -> Literal | None:
+def _read(word: str) -> Number | None:
     if word in ("_", "true", "false"):
         return None if word == "_" else word == "true"
     try:

@@ -15,9 +15,9 @@ elements are used), ``recompute`` (backward gathers it a second time) or ``gradi
 Then
 come the fields that differ from the default: ``fn`` (the function, if neither kind nor name implies it), ``flops`` (per
 point), ``over`` (dims), ``times``, ``chance``, ``scope`` (one per enclosing loop), ``remat``, ``backward``, ``nodiff``,
-``as``, ``literals`` (the operands that are numbers; ``_`` for one that is read, ``?`` if they are not known), ``eqn``,
-``source``. A size is an integer, a symbol, or an expression in braces. A name with characters other
-than letters, digits and ``_.@:~/<>+*-`` is a JSON string. ``#`` starts a comment line.
+``as``, ``literals`` (the operands that are numbers; ``_`` for one that is read, ``?`` if they are not known),
+``parameters``, ``eqn``, ``source``. A size is an integer, a symbol, or an expression in braces. A name with characters
+other than letters, digits and ``_.@:~/<>+*-`` is a JSON string. ``#`` starts a comment line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from typing import Any, NoReturn, get_args
 from pase.errors import PaseError
 from pase.files.terminal import printable
 from pase.ir.functions import BY_KIND, FUNCTIONS, Function
-from pase.ir.literals import Literals, literals_text, read_literals
+from pase.ir.literals import Literals, Number, literals_text, read_literals
+from pase.ir.parameters import Parameters, parameters_text, read_parameters
 from pase.ir.places import Place, Scope, SourceLine
 from pase.ir.remarks import Remark, RemarkKind
 from pase.ir.sizes import Size, parse_size
@@ -70,6 +71,7 @@ _INTEGER = re.compile(r"\d{1,18}(?![\w.])", re.ASCII)
 _SYMBOL = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _FLOAT = re.compile(r"\d+(?:\.\d*)?(?:e[+-]?\d{1,3})?", re.ASCII)
 _LITERAL = re.compile(r"[\w.+\-]+", re.ASCII)
+_PARAMETERS = re.compile(r"[a-z]+\([^()]*\)", re.ASCII)
 
 MAX_CHARACTERS = 1 << 28
 MAX_LINE = 1 << 18
@@ -77,8 +79,8 @@ MAX_LINE = 1 << 18
 
 def digest(graph: Graph) -> str:
     """The sha256 of the graph's text, in hex. The text is without source lines, so that equal models agree wherever
-    their files are, and without functions and literals, which are implied or were not in older texts. Flags have their
-    first names in it. So digests in files of older versions stay valid."""
+    their files are, and without functions, literals and parameters, which are implied or were not in older texts. Flags
+    have their first names in it. So digests in files of older versions stay valid."""
     text = to_text(graph, sources=False, functions=False)
     for mark, former in _FORMER_MARKS.items():
         text = re.sub(rf"(?<![^ (]){mark}(?= +[^\[ ]+\[)", former, text)
@@ -87,7 +89,7 @@ def digest(graph: Graph) -> str:
 
 def to_text(graph: Graph, *, sources: bool = True, functions: bool = True) -> str:
     """Returns the graph's text, from which ``from_text`` reads an equal graph. ``sources`` and ``functions`` say
-    whether the text contains these; ``functions`` includes literals."""
+    whether the text contains these; ``functions`` includes literals and parameters."""
     out = [f"graph {word_text(graph.name)}"]
     out += [f"meta {word_text(k)} {word_text(v)}" for k, v in graph.meta.items()]
     if sources:
@@ -97,6 +99,8 @@ def to_text(graph: Graph, *, sources: bool = True, functions: bool = True) -> st
             raise PaseError(f"tensor {t.name} is stored under the key '{key}'", where=f"graph '{graph.name}'")
         line = f"tensor {word_text(t.name)} {word_text(t.dtype)}[{', '.join(map(_size, t.shape))}] {t.role}"
         line += (f" {json.dumps(t.path)}" if t.path else "") + (" grad" if t.needs_grad else "")
+        if functions and t.number is not None:
+            line += f" number={literals_text((t.number,))[1:-1]}"
         out.append(line + (f" copy={word_text(t.copy_of)}" if t.copy_of else ""))
     if graph.outputs:
         out.append("outputs " + " ".join(map(word_text, graph.outputs)))
@@ -159,6 +163,8 @@ def op_text(op: Op, *, sources: bool = True, functions: bool = True) -> str:
     more += ["remat"] * op.remat + ["backward"] * op.backward + ["nodiff"] * (not op.differentiable)
     if functions and op.literals != ():
         more.append(f"literals={literals_text(op.literals)}")
+    if functions and op.parameters is not None:
+        more.append(f"parameters={parameters_text(op.parameters)}")
     if op.product_dtype is not None:
         more.append(f"as={word_text(op.product_dtype)}")
     if op.eqn:
@@ -353,10 +359,27 @@ def _read_tensor(line: TextLine) -> Tensor:
     line.at_end()
     path = line.word("a path") if line.text.startswith('"', line.position) else ""
     grad = line.accept("grad")
+    number = _read_number_of(line) if line.accept("number=") else None
     copy_of = line.word("a tensor") if line.accept("copy=") else ""
     return Tensor(
-        name=name, shape=tuple(shape), dtype=dtype, role=role, path=path, needs_grad=grad, copy_of=copy_of
+        name=name,
+        shape=tuple(shape),
+        dtype=dtype,
+        role=role,
+        path=path,
+        needs_grad=grad,
+        number=number,
+        copy_of=copy_of,
     )
+
+
+def _read_number_of(line: TextLine) -> Number | None:
+    at = line.position
+    try:
+        (number,) = read_literals([line.match(_LITERAL) or ""]) or (None,)
+    except PaseError as e:
+        line.fail(str(e), at)
+    return number
 
 
 def _read_space(line: TextLine) -> IterationSpace:
@@ -414,6 +437,7 @@ def _read_more(line: TextLine, kind: OpKind) -> dict[str, Any]:
         "times": ("times", line.size),
         "fn": ("function", lambda: _read_function(line)),
         "literals": ("literals", lambda: _read_literals(line)),
+        "parameters": ("parameters", lambda: _read_parameters(line)),
         "as": ("product_dtype", lambda: line.word("a type")),
         "eqn": ("eqn", lambda: (Place if kind in LEAF else Place.parse)(line.word("a value"))),
         "source": ("source", lambda: SourceLine.parse(line.word("a value"))),
@@ -435,8 +459,8 @@ def _read_more(line: TextLine, kind: OpKind) -> dict[str, Any]:
             more[field] = value
         else:
             line.fail(
-                f"expected fn=, flops=, over=, times=, chance=, scope=, as=, literals=, eqn=, source=, remat or "
-                f"nodiff; "
+                f"expected fn=, flops=, over=, times=, chance=, scope=, as=, literals=, parameters=, eqn=, "
+                f"source=, remat or nodiff; "
                 f"found '{line.text[at:][:20]}'",
                 at,
             )
@@ -463,6 +487,15 @@ def _read_literals(line: TextLine) -> Literals:
         words.append(word)
     try:
         return read_literals(words)
+    except PaseError as e:
+        line.fail(str(e), at)
+
+
+def _read_parameters(line: TextLine) -> Parameters:
+    at = line.position
+    found = line.match(_PARAMETERS)
+    try:
+        return read_parameters(found or line.next_shown())
     except PaseError as e:
         line.fail(str(e), at)
 

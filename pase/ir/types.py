@@ -15,8 +15,9 @@ from typing import Literal
 from pase.errors import PaseError
 from pase.ir.fixed import FixedLayout
 from pase.ir.functions import Function
-from pase.ir.literals import Literals
+from pase.ir.literals import Literals, Number
 from pase.ir.maps import AccessMap
+from pase.ir.parameters import Parameters
 from pase.ir.places import NO_PLACE, NOWHERE, Place, Scope, SourceLine
 from pase.ir.remarks import Remark
 from pase.ir.sizes import Size, bind_size, free_symbols, product
@@ -142,6 +143,7 @@ class Op:
     function: what the op computes; its cost, gradient and memory follow from this.
     literals: the function's operands: the numbers among them, and None for each that is read, in order; () if all are
         read; None if the graph does not determine them. Only the ops of kind "elementwise" have literals.
+    parameters: what the op computes beyond its function, literals and maps (``pase.ir.parameters``).
     flops_per_point: FLOPs (a multiply-add counts as two) per point of the dims in ``over``.
     over: the dims whose points count as work; None means all dims of the maps.
     eqn: where the frontend found the op, so that a backend can find it again; for a leaf, its name in the model.
@@ -172,6 +174,7 @@ class Op:
     backward: bool = False
     product_dtype: str | None = None
     literals: Literals = ()
+    parameters: Parameters | None = None
 
     @cached_property
     def dims(self) -> tuple[str, ...]:
@@ -276,6 +279,8 @@ class Tensor:
     path: str = ""
     """The user's name for it: a parameter's path in the pytree, or an input's argument name."""
     needs_grad: bool = False
+    number: Number | None = None
+    """For a constant: what every element is, if it is the same number."""
     copy_of: str = ""
     """The tensor of which this one is a copy for several readers; "" if it is not a copy."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pase.errors import PaseError
 from pase.ir.functions import Function
 from pase.ir.literals import Literals, literals_text
+from pase.ir.parameters import EqualPart, Iota, Parameters, Slice, parameters_text
 from pase.ir.sizes import product
 from pase.ir.types import Access, Graph, Node, Op
 
@@ -17,7 +18,7 @@ def verify(graph: Graph) -> Graph:
     Names are unique. Every tensor that is read is written once, is constant, or is a carry. Every map has one walk per
     tensor dim. Sizes agree (for conv and pooling, a window times its stride may differ by the padding). No access walks
     a dim twice. Dims that an op works on exist. Gradients are handed back only to tensors that have one, by ops that do
-    nothing else.
+    nothing else. Functions have all of their operands, read or literal. Parameters fit the shapes.
     """
     seen: set[str] = set()
     written: set[str] = set()
@@ -33,6 +34,8 @@ def verify(graph: Graph) -> Graph:
             for access in (*op.reads, *op.writes):
                 _check(graph, n, op, access)
             if what := wrong_operands(op.function, op.literals, len(op.reads), op.kind == "elementwise"):
+                raise _wrong(n, f"op {op.name}: {what}")
+            if op.parameters is not None and (what := _wrong_parameters(graph, op, op.parameters)):
                 raise _wrong(n, f"op {op.name}: {what}")
             for d in op.over or ():
                 if d not in n.space:
@@ -98,6 +101,27 @@ def wrong_operands(function: Function, literals: Literals, reads: int, elementwi
         return None
     wanted = f"{low}" if low == high else f"{low} or more" if high is None else f"{low} to {high}"
     return f"function '{function.name}' has {count} operands, literals included, but needs {wanted}"
+
+
+def _wrong_parameters(graph: Graph, op: Op, p: Parameters) -> str | None:
+    """What is wrong with an op's parameters: they have other dims than its first operand, or take what it has not."""
+    made = graph.tensors[op.writes[0].tensor].shape
+    shape = made if isinstance(p, Iota) else graph.tensors[op.reads[0].tensor].shape
+    text = parameters_text(p)
+    for name in ("start", "step", "before", "interior", "dilation"):
+        value = getattr(p, name, None)
+        if isinstance(value, tuple) and len(value) != len(shape):
+            return f"its parameters {text} do not have {len(shape)} dims"
+    if not 0 <= getattr(p, "axis", 0) < max(len(shape), 1):
+        return f"its parameters {text} do not name one of {len(shape)} dims"
+    if isinstance(p, Slice):
+        for a, by, n, size in zip(p.start, p.step, made, shape, strict=True):
+            ends = (a, a + (n - 1) * by) if isinstance(n, int) else (a,)
+            if n != 0 and isinstance(size, int) and not all(0 <= at < size for at in ends):
+                return f"its parameters {text} take {n} elements of a dim of {size}"
+    if isinstance(p, EqualPart) and (not 0 <= p.index < p.count or made[p.axis] * p.count != shape[p.axis]):  # type: ignore[operator]
+        return f"its parameters {text} do not divide a dim of {shape[p.axis]} into parts of {made[p.axis]}"
+    return None
 
 
 def _wrong(n: Node, what: str) -> PaseError:

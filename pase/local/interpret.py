@@ -4,15 +4,16 @@ Each op is computed from its maps, without any framework (``pase.local.nests``).
 graph says, starting at the first element of a stack. Of a conditional, only the branch that its index selects runs.
 Recomputed regions have the same values as the first time, so they are computed only once here.
 
-The graph does not determine what some ops compute (a sort, where a slice begins, attention). Their rules can be passed
-in addition to the graph. A rule is applied to each device's part, because no split cuts a dim that such an op works
+Ops that work along a whole dim (slices, sorts) are computed from their parameters (``pase.local.op_rules``). The graph
+does not determine what some ops compute (attention, a body of the user's). Their rules can be passed in addition to
+the graph. A rule is applied to each device's part, because no split cuts a dim that such an op works
 along; if a split does, as in a ring of keys and values, the op is refused. Ops that neither the graph nor a rule
 determines are refused, too (the end of a while loop, an op with several results).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -20,9 +21,11 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.ir import Access, Graph, Place, Scope
+from pase.ir.parameters import Iota
 from pase.ir.types import LEAF
 from pase.local.lower import between
 from pase.local.nests import LocalNest, SlidingDim, coordinates
+from pase.local.op_rules import OpRule, rule_of
 from pase.local.simulate import DeviceParts, part_of, places, resharded, whole_of
 from pase.local.types import (
     Extents,
@@ -42,18 +45,6 @@ PartsKey = TypeVar("PartsKey", bound=Hashable)
 LoopIndices = tuple[int, ...]
 """The iteration of each surrounding loop, outermost first."""
 TurnedTensor = tuple[str, LoopIndices]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpRule:
-    """The function of an op that the graph does not determine.
-
-    made: the result, from the operands. pulled: the operands' gradients, from the operands and the result's gradient.
-    Both must accept parts of any size along the dims that the op does not work along.
-    """
-
-    made: Callable[[Sequence[np.ndarray]], np.ndarray]
-    pulled: Callable[[Sequence[np.ndarray], np.ndarray], Sequence[np.ndarray]]
 
 
 OpRules = Mapping[Place, OpRule]
@@ -203,15 +194,27 @@ class _NumpyRun:
         return o, (*indices, 0), self.program.maker[o.tensor].op.loops
 
     def _parts(self, tensor: str, layout: Layout) -> DeviceParts:
-        """Each device's part of a value of ``given``."""
-        if tensor not in self.given:
+        """Each device's part of a value that is given, or that the graph holds."""
+        whole, mesh = self.given.get(tensor), self.program.mesh
+        if whole is None:
+            whole = self._held(tensor)
+        return {at: part_of(whole, layout, at, mesh) for at in places(mesh)}
+
+    def _held(self, tensor: str) -> np.ndarray:
+        """A constant of one number, or an iota."""
+        t, node = self.graph.tensors[tensor], self.graph.producer.get(tensor)
+        shape = tuple(concrete_size(s, tensor) for s in t.shape)
+        if t.number is not None:
+            return np.full(shape, t.number)
+        p = node.write_of(tensor)[0].parameters if node is not None else None
+        if not isinstance(p, Iota):
             raise PaseError(f"the value of '{tensor}' is not in the graph", fix="pass it in `given`")
-        mesh = self.program.mesh
-        return {at: part_of(self.given[tensor], layout, at, mesh) for at in places(mesh)}
+        along = np.arange(shape[p.axis]) * p.step + p.start
+        return np.broadcast_to(along.reshape([-1 if i == p.axis else 1 for i in range(len(shape))]), shape)
 
     def _made(self, op: LocalOp, key: TurnedTensor) -> DeviceParts:
         mesh, indices, loops = self.program.mesh, key[1], op.op.loops
-        if op.op.kind in LEAF or (op.op.kind == "generate" and key[0] in self.given):
+        if op.op.kind in LEAF or op.op.kind == "generate":
             return self._parts(key[0], self.program.result(key[0]).layout)
         if op.op.kind == "carry":
             return self.read(*self._source(op, indices))
@@ -223,7 +226,7 @@ class _NumpyRun:
         read = [self.read(o, indices, loops) for o in op.operands]
         if op.op.function.name == "unstack":
             return {at: x[indices[-1]] for at, x in read[0].items()}
-        if (rule := self.rules.get(op.op.eqn)) is not None:
+        if (rule := self._rule(op)) is not None:
             if op.sent:  # such as a ring of keys and values: no part can be computed by itself
                 kinds = ", ".join(dict.fromkeys(c.kind for c in op.sent))
                 raise PaseError(
@@ -238,6 +241,12 @@ class _NumpyRun:
             for at in places(mesh)
         }
         return self.joined(made, r.summed, nest)
+
+    def _rule(self, op: LocalOp) -> OpRule | None:
+        given = self.rules.get(op.op.eqn)
+        if given is not None or not op.operands:
+            return given
+        return rule_of(op.op, op.operands[0].shape, op.results[0].shape)
 
     def _nest(self, op: LocalOp, back: bool) -> LocalNest:
         dtype = self.graph.tensors[op.op.writes[0].tensor].dtype
@@ -377,7 +386,7 @@ class _NumpyRun:
             self._hand(o, {at: grads[i] for at, grads in found.items()}, indices, op.op.loops)
 
     def _pulled(self, op: LocalOp, g: DeviceParts, indices: LoopIndices) -> None:
-        if (rule := self.rules.get(op.op.eqn)) is not None:
+        if (rule := self._rule(op)) is not None:
             return self._by_rule(op, rule, g, indices)
         nest, (r,), mesh = self._nest(op, True), op.results, self.program.mesh
         read = self._at(op, indices)

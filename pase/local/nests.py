@@ -17,7 +17,8 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.ir import Access, Node, Op, Window
-from pase.ir.literals import Literal
+from pase.ir.literals import Number
+from pase.ir.parameters import Windows
 from pase.ir.types import is_floating
 from pase.local.parts import iteration_dim
 from pase.local.types import Combine, Extents, Layout, LocalOp, LocalOperand, LocalResult
@@ -25,7 +26,7 @@ from pase.tables.layouts import concrete_size
 
 __all__ = ["LocalNest", "SlidingDim", "coordinates"]
 
-PointValues: TypeAlias = "np.ndarray | Literal"
+PointValues: TypeAlias = "np.ndarray | Number"
 """What a function is applied to: an array over iteration dims, or a number."""
 Pointwise = Callable[..., PointValues]
 
@@ -210,7 +211,7 @@ class LocalNest:
     combine: Combine
     joins: Combine
     sizes: Mapping[str, int]
-    numbers: tuple[Literal | None, ...]
+    numbers: tuple[Number | None, ...]
     sliding: Mapping[int, SlidingDim] = field(default_factory=dict)
     looked: str | None = None
     rows: int = 0
@@ -413,7 +414,8 @@ def _sliding(
             tap = taps.pop(0) if w.extent > 1 else f"{dim}@"
             count = whole.get(tap, 1)
         else:
-            tap, count = f"{dim}@", w.extent
+            far = op.parameters.dilation[i] if isinstance(op.parameters, Windows) else 1
+            tap, count = f"{dim}@", (w.extent - 1) // far + 1
         if count > 1 and (w.extent - 1) % (count - 1):
             raise PaseError(
                 "the graph does not determine the dilation of its window", where=f"'{op.name}' at {op.source}"

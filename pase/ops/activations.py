@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from pase.ir import Tensor, functions
 from pase.ir.functions import FUNCTIONS
-from pase.ir.literals import Literal
+from pase.ir.literals import Number
 from pase.ops import nests
 from pase.ops.builder import GraphBuilder
 from pase.ops.composites import apply
@@ -31,7 +31,7 @@ def _above(b: GraphBuilder, x: Tensor, threshold: float | None = 0.0) -> Tensor:
     return nests.elementwise(b, FUNCTIONS["gt"], [x, threshold], ["bool"])[0]
 
 
-def _select(b: GraphBuilder, condition: Tensor, *values: Tensor | Literal | None) -> Tensor:
+def _select(b: GraphBuilder, condition: Tensor, *values: Tensor | Number | None) -> Tensor:
     """The second value where the condition is true, and the first one elsewhere."""
     dtype = next(v.dtype for v in values if isinstance(v, Tensor))
     return nests.elementwise(b, functions.SELECT, [condition, *values], [dtype])[0]

@@ -29,7 +29,8 @@ from pase.ir import (
     Tensor,
 )
 from pase.ir.functions import BY_KIND, CARRY, Function
-from pase.ir.literals import Literals
+from pase.ir.literals import Literals, Number
+from pase.ir.parameters import Parameters
 from pase.ir.places import NO_PLACE, NOWHERE
 from pase.ir.sizes import is_one
 from pase.ir.types import is_floating
@@ -210,9 +211,13 @@ class GraphBuilder:
         """Adds a batch input. It may arrive in any layout."""
         return self._leaf("input", path, shape, dtype)
 
-    def constant(self, shape: Sequence[Size], dtype: str) -> Tensor:
-        """Adds a value that is known without data (a mask, a table). Every device has all of it."""
-        return self._leaf("constant", f"const{self._count}", shape, dtype)
+    def constant(self, shape: Sequence[Size], dtype: str, number: Number | None = None) -> Tensor:
+        """Adds a value that is known without data (a mask, a table). Every device has all of it. number: what all of
+        its elements are, if they are the same."""
+        t = self._leaf("constant", f"const{self._count}", shape, dtype)
+        if number is not None:
+            t = self.tensors[t.name] = replace(t, number=number)
+        return t
 
     def output(self, tensor: Tensor) -> None:
         """Marks a result of the model. Every device gets the whole of a scalar; other results keep their layout."""
@@ -232,6 +237,7 @@ class GraphBuilder:
         over: Sequence[str] | None = None,
         differentiable: bool = True,
         literals: Literals = (),
+        parameters: Parameters | None = None,
     ) -> tuple[Tensor, ...]:
         """Adds one loop nest over ``dims`` and returns the tensors that it writes.
 
@@ -240,6 +246,7 @@ class GraphBuilder:
         flops: FLOPs per point of ``over`` (all dims if None), if they differ from the function's. A multiply-add counts
             as two.
         literals: the function's operands that are numbers (``pase.ir.literals``).
+        parameters: what the nest computes beyond its maps (``pase.ir.parameters``).
         """
         function = BY_KIND[kind] if function is None else function
         differentiable = differentiable and function.differentiable
@@ -285,6 +292,7 @@ class GraphBuilder:
             remat=self._remat and not self.saved,
             backward=self._backward,
             literals=None if self._undetermined else literals,
+            parameters=parameters,
         )
         space = IterationSpace(tuple(Dim(name=n, size=s, kind=k) for n, (s, k) in dims.items()))
         self.nodes.append(Node(name=node_name, space=space, ops=(op,)))

@@ -24,7 +24,7 @@ from pase.ir.functions import (
     SUM,
     Function,
 )
-from pase.ir.literals import Literal
+from pase.ir.literals import Number
 from pase.ir.sizes import product
 from pase.ops import indexed, nests
 from pase.ops.builder import GraphBuilder
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def apply(
-    b: GraphBuilder, function: Function, *inputs: Tensor | Literal | None, flops: float | None = None
+    b: GraphBuilder, function: Function, *inputs: Tensor | Number | None, flops: float | None = None
 ) -> Tensor:
     """The function of these tensors, which broadcast, and numbers (``nests.elementwise``). The result has the first
     tensor's dtype."""

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pase.errors import PaseError
 from pase.ir import AccessMap, DimKind, Size, Tensor, Walk
 from pase.ir.functions import Function
-from pase.ir.literals import Literal, Literals, literal
+from pase.ir.literals import Literals, Number, literal
+from pase.ir.parameters import Concatenate, EqualPart, Parameters
 from pase.ir.sizes import is_one, quotient
 from pase.ops.builder import Dims, GraphBuilder, Read, Write, parallel_dims, plain_map
 
@@ -39,7 +40,7 @@ __all__ = [
 def elementwise(
     b: GraphBuilder,
     function: Function,
-    inputs: Sequence[Tensor | Literal | None],
+    inputs: Sequence[Tensor | Number | None],
     dtypes: Sequence[str],
     *,
     name: str = "",
@@ -241,11 +242,15 @@ def restrict(
     inputs: Sequence[Tensor],
     shape: Sequence[Size],
     dims_kept: Sequence[bool],
+    parameters: Parameters | None = None,
 ) -> Tensor:
-    """A slice, pad, roll or similar. A dim that is kept whole may be split; a dim that changes may not."""
+    """A slice, pad, roll or similar. A dim that is kept whole may be split; a dim that changes may not.
+
+    parameters: which elements the result has; None if the graph does not say.
+    """
     dims, reads, m = _restricted(inputs, shape, dims_kept)
     write = Write(tuple(shape), inputs[0].dtype, m)
-    return b.nest(name, "view", reads, [write], dims, flops=1.0, over=m.dims)[0]
+    return b.nest(name, "view", reads, [write], dims, flops=1.0, over=m.dims, parameters=parameters)[0]
 
 
 def put(
@@ -259,7 +264,12 @@ def put(
 
 
 def taken(
-    b: GraphBuilder, name: str, inputs: Sequence[Tensor], shape: Sequence[Size], dims_kept: Sequence[bool]
+    b: GraphBuilder,
+    name: str,
+    inputs: Sequence[Tensor],
+    shape: Sequence[Size],
+    dims_kept: Sequence[bool],
+    parameters: Parameters | None = None,
 ) -> Tensor:
     """A part of the first input; the rest is not touched. A contiguous part (one row of a stack) is read in place."""
     dims, (whole, *others), m = _restricted(inputs, shape, dims_kept)
@@ -267,7 +277,8 @@ def taken(
     lies = all(is_one(s) for s in shape[:cut])
     write = Write(tuple(shape), inputs[0].dtype, m, sparse=lies)
     reads = [replace(whole, sparse=True), *others]
-    (t,) = b.nest(name, "view", reads, [write], dims, flops=1.0, over=() if lies else m.dims)
+    over = () if lies else m.dims
+    (t,) = b.nest(name, "view", reads, [write], dims, flops=1.0, over=over, parameters=parameters)
     b.lying |= {t.name} if lies else set()
     return t
 
@@ -304,8 +315,8 @@ def _restricted(
     return dims, reads, AccessMap(tuple(out))
 
 
-def part(b: GraphBuilder, name: str, x: Tensor, axis: int, parts: int) -> Tensor:
-    """One of ``parts`` equal parts of a dim. Shards suffice if x is split equally within each part."""
+def part(b: GraphBuilder, name: str, x: Tensor, axis: int, parts: int, index: int) -> Tensor:
+    """The part ``index`` of ``parts`` equal parts of a dim. Shards suffice if x is split equally within each part."""
     size = quotient(x.shape[axis], parts)
     assert size is not None
     shape = tuple(size if i == axis else s for i, s in enumerate(x.shape))
@@ -313,7 +324,9 @@ def part(b: GraphBuilder, name: str, x: Tensor, axis: int, parts: int) -> Tensor
     walks = [Walk(("p", *w.dims)) if i == axis else w for i, w in enumerate(write.walks)]
     dims = parallel_dims(shape) | {"p": (parts, "replicated")}
     read = Read(x, AccessMap(tuple(walks)))
-    return b.nest(name, "view", [read], [Write(shape, x.dtype, write)], dims, flops=1.0, over=write.dims)[0]
+    out = Write(shape, x.dtype, write)
+    which = EqualPart(axis=axis, index=index, count=parts)
+    return b.nest(name, "view", [read], [out], dims, flops=1.0, over=write.dims, parameters=which)[0]
 
 
 def concat(b: GraphBuilder, inputs: Sequence[Tensor], axis: int) -> Tensor:
@@ -323,7 +336,8 @@ def concat(b: GraphBuilder, inputs: Sequence[Tensor], axis: int) -> Tensor:
     for t in inputs:
         total = total + t.shape[axis]  # type: ignore[operator]
     shape[axis] = total
-    return restrict(b, "concatenate", inputs, shape, [i != axis for i in range(len(shape))])
+    kept = [i != axis for i in range(len(shape))]
+    return restrict(b, "concatenate", inputs, shape, kept, Concatenate(axis=axis))
 
 
 def sequential(
@@ -336,6 +350,7 @@ def sequential(
     name: str = "",
     flops: float | None = None,
     differentiable: bool = True,
+    parameters: Parameters | None = None,
 ) -> tuple[Tensor, ...]:
     """A cumulative sum, sort, top-k or similar. Every dim except ``axis`` may be split."""
     shape = inputs[0].shape
@@ -363,6 +378,7 @@ def sequential(
         function=function,
         flops=flops,
         differentiable=differentiable,
+        parameters=parameters,
     )
 
 
@@ -374,6 +390,7 @@ def generate(
     inputs: Sequence[Tensor] = (),
     *,
     name: str = "",
+    parameters: Parameters | None = None,
 ) -> Tensor:
     """Generated values (iota, random bits). Every dim may be split; inputs are small and replicated."""
     dims = parallel_dims(shape)
@@ -393,6 +410,7 @@ def generate(
         function=function,
         over=m.dims,
         differentiable=False,
+        parameters=parameters,
     )[0]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pase.errors import PaseError
 from pase.ir import AccessMap, DimKind, Size, Tensor, Walk, Window
 from pase.ir.functions import Function
+from pase.ir.parameters import Windows
 from pase.ir.sizes import is_one, quotient
 from pase.ops.builder import Dims, GraphBuilder, Read, Write
 
@@ -123,7 +124,13 @@ def window_reduce(
     out = AccessMap.of(*[() if is_one(s) else (f"d{i}",) for i, s in enumerate(shape)])
     write = Write(tuple(shape), x.dtype, out)
     read = Read(x, AccessMap(tuple(walks)))
-    with b.undetermined(unless=all(d == 1 for d in dilation)):
-        return b.nest(
-            name or function.name, "window", [read], [write], dims, function=function, flops=float(points)
-        )[0]
+    return b.nest(
+        name or function.name,
+        "window",
+        [read],
+        [write],
+        dims,
+        function=function,
+        flops=float(points),
+        parameters=Windows(dilation=tuple(dilation)) if any(d != 1 for d in dilation) else None,
+    )[0]

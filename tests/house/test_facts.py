@@ -30,6 +30,7 @@ READS_TEXT = {
     "pase/compiler/resolve.py": "a model as the user names it: zoo:NAME, MODULE:FUNCTION, a path",
     "pase/ir/functions.py": "the table's own words",
     "pase/ir/maps.py": "an access map as einsum text",
+    "pase/ir/parameters.py": "the text form of parameters",
     "pase/ir/places.py": "a Python function's qualified name",
     "pase/ir/text.py": "the IR's text form",
     "pase/ir/types.py": "a framework's dtype names",

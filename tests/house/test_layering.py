@@ -188,7 +188,7 @@ ROOMS: dict[str, set[str]] = {
     "pase.frontends.jax": {"pase.frontends", "pase.frontends.common"},
     "pase.frontends.jax.padding": {"pase.frontends", "pase.frontends.jax"},
     "pase.frontends.onnx": {"pase.frontends", "pase.frontends.common"},
-    "pase.frontends.tf": {"pase.frontends"},
+    "pase.frontends.tf": {"pase.frontends", "pase.frontends.common"},
     "pase.frontends.torch": {"pase.frontends", "pase.frontends.common", "pase.frontends.torch.export"},
     "pase.frontends.torch.export": {"pase.frontends.torch"},
     "pase.search": {"pase.search.bounded", "pase.search.elimination", "pase.search.limits"},

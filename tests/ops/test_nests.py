@@ -102,7 +102,7 @@ def test_dims_that_a_slice_or_a_concatenation_changes_may_not_be_split() -> None
 
 def test_one_of_equal_parts_may_be_split_within_the_part() -> None:
     b, (x,) = start((2, 12))
-    out = nests.part(b, "part", x, 1, 3)
+    out = nests.part(b, "part", x, 1, 3, 0)
     node = b.nodes[-1]
     assert (
         out.shape == (2, 4) and kinds(node, "parallel") == ["d0", "d1"] and kinds(node, "replicated") == ["p"]

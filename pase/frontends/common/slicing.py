@@ -7,13 +7,20 @@ from collections.abc import Sequence
 
 from pase.frontends.common.values import Site, Value
 from pase.ir import Tensor
+from pase.ir.parameters import Slice
 from pase.ops import indexed, nests
 
-__all__ = ["join", "part", "spread", "take", "take_along"]
+__all__ = ["join", "one_dim", "part", "spread", "take", "take_along"]
 
 
 def part(
-    c: Site, x: Value, shape: Sequence[int], kept: Sequence[bool], name: str, note: tuple[object, ...]
+    c: Site,
+    x: Value,
+    shape: Sequence[int],
+    kept: Sequence[bool],
+    name: str,
+    note: tuple[object, ...],
+    parameters: Slice | None = None,
 ) -> Value:
     """A slice of a tensor.
 
@@ -21,22 +28,34 @@ def part(
     concatenation of all slices of that weight (``join``), it is never added.
 
     shape: of the slice. kept: for each dim, whether it is kept whole. note: (axis, start, …) if the slice is a
-    contiguous range of one dim, else empty.
+    contiguous range of one dim, else empty. parameters: where the slice begins, and its steps.
     """
     shape = c.shape(shape)
     if math.prod(shape) == 0:
         return c.nothing(shape, x.dtype)
+    if parameters is None and note:
+        parameters = one_dim(x.shape, int(note[0]), int(note[1]))  # type: ignore[call-overload]
 
     def make() -> Tensor:
         if note:  # one of several equal parts (a fused projection's queries, a recurrent layer's gate)
             axis, start = int(note[0]), int(note[1])  # type: ignore[call-overload]
             if x.shape[axis] % shape[axis] == 0 and start % shape[axis] == 0 and shape[axis] > 1:
-                return nests.part(c.b, name, c.tensor(x), axis, x.shape[axis] // shape[axis])
-        return nests.restrict(c.b, name, [c.tensor(x)], shape, kept)
+                parts, index = x.shape[axis] // shape[axis], start // shape[axis]
+                return nests.part(c.b, name, c.tensor(x), axis, parts, index)
+        return nests.restrict(c.b, name, [c.tensor(x)], shape, kept, parameters)
 
     if x.note[:1] == ("initializer",) and note:
         return c.later(shape, x.dtype, make, ("slice", x, *note))
     return c.value(make())
+
+
+def one_dim(shape: Sequence[int], axis: int, start: int, step: int = 1) -> Slice:
+    """The parameters of a slice of one dim of a tensor of this shape."""
+    rank = range(len(shape))
+    return Slice(
+        start=tuple(start if i == axis else 0 for i in rank),
+        step=tuple(step if i == axis else 1 for i in rank),
+    )
 
 
 def join(c: Site, values: Sequence[Value], axis: int) -> Value:
@@ -97,10 +116,11 @@ def take(c: Site, x: Value, ids: Value, axis: int) -> Value:
     if ids.elements == 1 and ids.data is not None:  # a single known index is a slice
         sliced_shape = [1 if i == axis else s for i, s in enumerate(x.shape)]
         kept = [i != axis for i in range(len(sliced_shape))]
+        parameters = one_dim(x.shape, axis, int(ids.data.reshape(())) % x.shape[axis])
         element = (
             x
             if x.shape[axis] == 1
-            else c.value(nests.restrict(c.b, "slice", [c.tensor(x)], sliced_shape, kept))
+            else c.value(nests.restrict(c.b, "slice", [c.tensor(x)], sliced_shape, kept, parameters))
         )
         return c.reshape(element, shape)
     indices = c.reshape(ids, (*ids.shape, 1))

@@ -12,7 +12,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.ir import Tensor
 from pase.ir.functions import Function
-from pase.ir.literals import Literal, literal
+from pase.ir.literals import Number, literal
 from pase.ops import GraphBuilder, nests
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Value:
     note: tuple[Any, ...] = ()
     items: tuple[Value, ...] | None = None
     weight: bool = False
-    number: Literal | None = None
+    number: Number | None = None
     """The number that every element is, if it is known but not stored as ``data``."""
     _data: np.ndarray | None = None
 
@@ -70,7 +70,7 @@ class Value:
         return self.foldable and self.elements == 1 and self.tensor is None
 
     @property
-    def scalar(self) -> Literal | None:
+    def scalar(self) -> Number | None:
         """The number that every element is; None if that is not known."""
         if self.number is not None or self.data is None or self.elements != 1 or self.dtype == "string":
             return self.number
@@ -159,7 +159,7 @@ class Site:
 
     def elementwise(
         self,
-        operands: Sequence[Value | Literal | None],
+        operands: Sequence[Value | Number | None],
         function: Function,
         *,
         dtype: str | None = None,

@@ -10,7 +10,8 @@ from pase.frontends.jax.types import Eqn, Var
 from pase.frontends.jax.versions import is_literal, literal_array
 from pase.ir import Size, Tensor, functions, parse_size
 from pase.ir.functions import FUNCTIONS, Function
-from pase.ir.literals import Literal, literal
+from pase.ir.literals import Number, literal
+from pase.ir.parameters import Cumulative, Iota, Pad, Slice, Sort
 from pase.ir.sizes import is_one, product
 from pase.ops import GraphBuilder, indexed, nests, windows
 from pase.registry import Registry
@@ -92,22 +93,23 @@ def _dtype(var: Var) -> str:
     return "key" if text.startswith("key<") else text
 
 
-def _operands(eqn: Eqn, ins: Sequence[Tensor | None]) -> list[Tensor | Literal | None]:
+def _operands(eqn: Eqn, ins: Sequence[Tensor | None]) -> list[Tensor | Number | None]:
     """The operands of an elementwise equation: tensors and numbers. None for a number that is not known when the
     program is traced, such as a symbolic size."""
+    return [t if t is not None else _number(v) for t, v in zip(ins, eqn.invars, strict=True)]
 
-    def number(v: Var) -> Literal | None:
-        known = is_literal(v) and product(_shape(v)) == 1 and _dtype(v) != "key"
-        return literal(literal_array(v)) if known else None  # type: ignore[arg-type]
 
-    return [t if t is not None else number(v) for t, v in zip(ins, eqn.invars, strict=True)]
+def _number(v: Var) -> Number | None:
+    """The number of a literal; None for a variable."""
+    known = is_literal(v) and product(_shape(v)) == 1 and _dtype(v) != "key"
+    return literal(literal_array(v)) if known else None  # type: ignore[arg-type]
 
 
 _PARAMETERS = {"integer_pow": ("y",), "reduce_precision": ("exponent_bits", "mantissa_bits")}
 """Primitive -> the parameters that are further operands of its function."""
 
 
-def _more(eqn: Eqn) -> list[Literal | None]:
+def _more(eqn: Eqn) -> list[Number | None]:
     if eqn.primitive.name == "round" and eqn.params["rounding_method"] != 1:  # halves away from zero
         return [None]
     return [eqn.params[p] for p in _PARAMETERS.get(eqn.primitive.name, ())]
@@ -120,7 +122,8 @@ def _tensors(ins: Sequence[Tensor | None]) -> list[Tensor]:
 def _operand(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None], i: int = 0) -> Tensor:
     """Operand i; a literal becomes a constant."""
     t = ins[i]
-    return t if t is not None else b.constant(_shape(eqn.invars[i]), _dtype(eqn.invars[i]))
+    v = eqn.invars[i]
+    return t if t is not None else b.constant(_shape(v), _dtype(v), _number(v))
 
 
 @lowers("dot_general")
@@ -204,7 +207,7 @@ def _general_reduce(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> 
 def _broadcast(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     shape = _shape(eqn.outvars[0])
     if ins[0] is None:
-        return [b.constant(shape, _dtype(eqn.outvars[0]))]
+        return [b.constant(shape, _dtype(eqn.outvars[0]), _number(eqn.invars[0]))]
     return [nests.broadcast(b, ins[0], shape, eqn.params["broadcast_dimensions"])]
 
 
@@ -247,7 +250,19 @@ def _stack(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[
         ]
     kept = [i != axis for i in range(len(wide))]
     x = _operand(b, eqn, ins)
-    return [nests.reshape(b, nests.restrict(b, "unstack", [x], one, kept), _shape(v)) for v in eqn.outvars]
+    out: list[Tensor] = []
+    for i, v in enumerate(eqn.outvars):
+        row = nests.restrict(b, "unstack", [x], one, kept, _from(x, axis, i))
+        out.append(nests.reshape(b, row, _shape(v)))
+    return out
+
+
+def _from(x: Tensor, axis: int, start: Size) -> Slice | None:
+    """The parameters of a slice of one dim. None if its start is symbolic."""
+    if not isinstance(start, int):
+        return None
+    rank = len(x.shape)
+    return Slice(start=tuple(start if i == axis else 0 for i in range(rank)), step=(1,) * rank)
 
 
 @lowers("tile")
@@ -269,9 +284,25 @@ def _slice(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[
         eqn.primitive.name == "pad"
     ):  # cutting and adding equally many elements preserves the size but not the elements
         kept = [k and not any(c) for k, c in zip(kept, eqn.params["padding_config"], strict=True)]
+    parameters = _parameters(eqn, x, shape)
     if b.frozen and eqn.primitive.name == "dynamic_slice":  # with a gradient, that has the operand's size
-        return [nests.taken(b, "dynamic_slice", [x, *others], shape, kept)]
-    return [nests.restrict(b, eqn.primitive.name, [x, *others], shape, kept)]
+        return [nests.taken(b, "dynamic_slice", [x, *others], shape, kept, parameters)]
+    return [nests.restrict(b, eqn.primitive.name, [x, *others], shape, kept, parameters)]
+
+
+def _parameters(eqn: Eqn, x: Tensor, shape: Sequence[Size]) -> Slice | Pad | None:
+    """The parameters of a slice or a padding. None if sizes are symbolic, or an index or a value is a tensor."""
+    numbers = [_number(v) for v in eqn.invars[1:]]
+    if None in numbers or not all(isinstance(s, int) for s in (*x.shape, *shape)):
+        return None
+    p = eqn.params
+    if eqn.primitive.name == "pad":
+        before, _, interior = zip(*p["padding_config"], strict=True) if x.shape else ((), (), ())
+        return Pad(before=before, interior=interior, value=numbers[0])  # type: ignore[arg-type]
+    if eqn.primitive.name == "slice":
+        return Slice(start=tuple(p["start_indices"]), step=tuple(p["strides"] or (1,) * len(shape)))
+    starts = (max(0, min(int(n), s - t)) for n, s, t in zip(numbers, x.shape, shape, strict=True))  # type: ignore
+    return Slice(start=tuple(starts), step=(1,) * len(shape))
 
 
 @lowers("dynamic_update_slice")
@@ -287,19 +318,25 @@ def _update(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence
 
 @lowers("rev")
 def _rev(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    x = _operand(b, eqn, ins)
-    return [
-        nests.restrict(
-            b, "rev", [x], x.shape, [i not in eqn.params["dimensions"] for i in range(len(x.shape))]
-        )
-    ]
+    x, turned = _operand(b, eqn, ins), eqn.params["dimensions"]
+    parameters = None
+    if all(isinstance(s, int) for s in x.shape):
+        ends = tuple(int(s) - 1 if i in turned else 0 for i, s in enumerate(x.shape))  # type: ignore[call-overload]
+        parameters = Slice(start=ends, step=tuple(-1 if i in turned else 1 for i in range(len(ends))))
+    kept = [i not in turned for i in range(len(x.shape))]
+    return [nests.restrict(b, "rev", [x], x.shape, kept, parameters)]
 
 
 @lowers("split")
 def _split(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     x, axis = _operand(b, eqn, ins), eqn.params["axis"]
     kept = [i != axis for i in range(len(x.shape))]
-    return [nests.restrict(b, "split", [x], _shape(v), kept) for v in eqn.outvars]
+    out: list[Tensor] = []
+    at: Size = 0
+    for v in eqn.outvars:
+        out.append(nests.restrict(b, "split", [x], _shape(v), kept, _from(x, axis, at)))
+        at = at + _shape(v)[axis]  # type: ignore[operator]
+    return out
 
 
 @lowers("reduce_window_max", "reduce_window_min", "reduce_window_sum")
@@ -385,14 +422,18 @@ def _scatter(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequenc
 @lowers("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def _cumulative(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     x = _operand(b, eqn, ins)
-    return nests.sequential(b, FUNCTIONS[eqn.primitive.name], [x], eqn.params["axis"], [(x.shape, x.dtype)])
+    axis, name = eqn.params["axis"], eqn.primitive.name
+    parameters = Cumulative(axis=axis, reverse=bool(eqn.params["reverse"]), exclusive=False)
+    return nests.sequential(b, FUNCTIONS[name], [x], axis, [(x.shape, x.dtype)], parameters=parameters)
 
 
 @lowers("sort")
 def _sort(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     inputs = [_operand(b, eqn, ins, i) for i in range(len(ins))]
     outs = [(t.shape, t.dtype) for t in inputs]
-    return nests.sequential(b, functions.SORT, inputs, eqn.params["dimension"], outs)
+    axis = eqn.params["dimension"]
+    parameters = Sort(axis=axis, descending=False) if len(inputs) == 1 else None
+    return nests.sequential(b, functions.SORT, inputs, axis, outs, parameters=parameters)
 
 
 @lowers("top_k", "approx_top_k")
@@ -405,7 +446,9 @@ def _top_k(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[
 
 @lowers("iota")
 def _iota(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    return [nests.generate(b, functions.IOTA, _shape(eqn.outvars[0]), _dtype(eqn.outvars[0]))]
+    parameters = Iota(axis=eqn.params["dimension"], start=0, step=1)
+    out = eqn.outvars[0]
+    return [nests.generate(b, functions.IOTA, _shape(out), _dtype(out), parameters=parameters)]
 
 
 @lowers("random_bits", "rng_uniform")

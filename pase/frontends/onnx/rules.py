@@ -18,7 +18,7 @@ from pase.frontends.common.values import Value, known
 from pase.frontends.onnx.values import OnnxCall
 from pase.ir import functions
 from pase.ir.functions import FUNCTIONS, Function
-from pase.ir.literals import Literal
+from pase.ir.literals import Number
 from pase.ops.activations import ACTIVATIONS
 from pase.registry import Registry
 
@@ -110,7 +110,7 @@ def _elementwise(function: Function, c: OnnxCall) -> Value:
         raise c.fail("it has no inputs")
     if c.version < 7 and len(values) == 2:
         values = [values[0], _aligned(c, *values)]
-    operands: list[Value | Literal | None] = [*values]
+    operands: list[Value | Number | None] = [*values]
     power = values[-1].data if function is functions.POW and values[-1].literal else None
     if power is not None and float(power.reshape(())).is_integer():
         function = functions.INTEGER_POW

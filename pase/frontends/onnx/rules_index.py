@@ -11,6 +11,7 @@ from pase.frontends.onnx.rules import lowers, nothing
 from pase.frontends.onnx.values import OnnxCall
 from pase.ir import functions
 from pase.ir.functions import FUNCTIONS
+from pase.ir.parameters import Cumulative
 from pase.ops import indexed, nests
 
 __all__: list[str] = []
@@ -129,10 +130,12 @@ def _top_k(c: OnnxCall) -> Sequence[Value]:
 @lowers("CumSum", "CumProd")
 def _cumulative(c: OnnxCall) -> Value:
     x = c.x()
-    axis = c.axis(c.ints_of(1, "axis")[0], len(x.shape))
-    return c.value(
-        nests.sequential(c.b, FUNCTIONS[c.op.lower()], [c.tensor(x)], axis, [(x.shape, x.dtype)])[0]
+    axis, function = c.axis(c.ints_of(1, "axis")[0], len(x.shape)), FUNCTIONS[c.op.lower()]
+    parameters = Cumulative(
+        axis=axis, reverse=bool(c.integer("reverse")), exclusive=bool(c.integer("exclusive"))
     )
+    made = nests.sequential(c.b, function, [c.tensor(x)], axis, [(x.shape, x.dtype)], parameters=parameters)
+    return c.value(made[0])
 
 
 @lowers("OneHot")

@@ -15,6 +15,7 @@ from pase.frontends.onnx.model import dtype_name
 from pase.frontends.onnx.rules import lowers, nothing
 from pase.frontends.onnx.values import MOST_KNOWN, OnnxCall
 from pase.ir import functions
+from pase.ir.parameters import Pad, Slice
 from pase.ops import nests
 
 __all__: list[str] = []
@@ -74,12 +75,15 @@ def _slice(c: OnnxCall) -> Value:
     starts, ends, axes, steps = slice_arguments(c, len(x.shape))
     shape, kept = list(x.shape), [True] * len(x.shape)
     note: tuple[object, ...] = ()
+    first, by = [0] * len(shape), [1] * len(shape)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         a, b, t = slice_bounds(start, end, step, x.shape[axis])
         shape[axis] = len(range(a, -1 if b is None else b, t))
+        first[axis], by[axis] = a, t
         kept[axis] = (a, shape[axis], t) == (0, x.shape[axis], 1)
         note = (axis, a, a + shape[axis]) if t == 1 and len(axes) == 1 else ()
-    return x if all(kept) else part(c, x, shape, kept, "slice", note)
+    parameters = Slice(start=tuple(first), step=tuple(by))
+    return x if all(kept) else part(c, x, shape, kept, "slice", note, parameters)
 
 
 @lowers("Split")
@@ -143,7 +147,15 @@ def _pad(c: OnnxCall) -> Value:
     full = c.shape(shape)
     if math.prod(full) == 0 or x.elements == 0:
         return nothing(full, x.dtype)
-    return c.value(nests.restrict(c.b, "pad", [c.tensor(x)], full, kept))
+    told = c.opt(2)
+    value = c.real("value", 0.0) if told is None else told.scalar
+    parameters = None
+    if c.text("mode", "constant") == "constant" and value is not None:
+        before = [0] * rank
+        for k, axis in enumerate(axes):
+            before[axis] = pads[k]
+        parameters = Pad(before=tuple(before), interior=(0,) * rank, value=value)
+    return c.value(nests.restrict(c.b, "pad", [c.tensor(x)], full, kept, parameters))
 
 
 @lowers("CenterCropPad")

@@ -14,7 +14,7 @@ import numpy as np
 from pase.frontends.tf.values import StaticValue, TfCall, TfValue, elements
 from pase.ir import Tensor, functions
 from pase.ir.functions import FUNCTIONS, Function
-from pase.ir.literals import Literal, literal
+from pase.ir.literals import Number, literal
 from pase.ops import composites, nests
 from pase.ops.activations import ACTIVATIONS
 from pase.registry import Registry
@@ -195,7 +195,7 @@ def pointwise(function: Function, c: TfCall) -> Sequence[TfValue]:
     return nests.elementwise(c.b, function, operands, [dtype], name=op, shape=shape)
 
 
-def _number(v: TfValue) -> Literal | None:
+def _number(v: TfValue) -> Number | None:
     return literal(v.array) if isinstance(v, StaticValue) and v.array.dtype.kind in "biufc" else None
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
+from pase.frontends.common.slicing import one_dim
 from pase.frontends.tf.rules import broadcast_shape, lowers, opaque
 from pase.frontends.tf.slices import positions
 from pase.frontends.tf.values import Handle, Reshaped, StaticValue, TfCall, TfValue, elements
 from pase.ir import Tensor, functions
 from pase.ir.functions import FUNCTIONS
+from pase.ir.parameters import Parameters, Slice
 from pase.ops import indexed, nests
 
 __all__ = ["pack", "take"]
@@ -160,7 +163,11 @@ def _split(c: TfCall) -> Sequence[TfValue]:
     kept = [i != axis for i in range(len(shape))]
     x = c.x(which)
     wide = [c.make([*shape[:axis], s, *shape[axis + 1 :]]) for s in sizes]
-    return [nests.restrict(c.b, "split", [x], s, kept) for s in wide]
+    starts = itertools.accumulate(sizes, initial=0)
+    return [
+        nests.restrict(c.b, "split", [x], s, kept, one_dim(shape, axis, at))
+        for s, at in zip(wide, starts, strict=False)
+    ]
 
 
 @lowers("Slice")
@@ -173,7 +180,7 @@ def _slice(c: TfCall) -> Sequence[TfValue]:
     starts = [None] * len(shape) if begin is None else [int(i) for i in begin.reshape(-1)]
     if len(starts) != len(shape):
         raise c.fail(f"its start {starts} does not match shape {shape}")
-    out = []
+    out: list[int] = []
     for n, start, s in zip(shape, starts, size, strict=True):
         if s == -1 and start is None:
             raise c.fail(
@@ -183,14 +190,18 @@ def _slice(c: TfCall) -> Sequence[TfValue]:
         if take_n > n or (start is not None and not 0 <= start <= n - take_n):
             raise c.fail(f"it takes {take_n} elements from position {start} of a dim of {n} elements")
         out.append(take_n)
-    return [_part(c, c.make(out), [n == s for n, s in zip(shape, out, strict=True)])]
+    known = tuple(s for s in starts if s is not None)
+    parameters = Slice(start=known, step=(1,) * len(out)) if len(known) == len(out) else None
+    return [_part(c, c.make(out), [n == s for n, s in zip(shape, out, strict=True)], parameters)]
 
 
-def _part(c: TfCall, shape: Sequence[int], kept: Sequence[bool]) -> Tensor:
+def _part(
+    c: TfCall, shape: Sequence[int], kept: Sequence[bool], parameters: Parameters | None = None
+) -> Tensor:
     x = c.x(0)
     if all(kept):
         return x
-    return nests.restrict(c.b, c.node.op, [x], shape, kept)
+    return nests.restrict(c.b, c.node.op, [x], shape, kept, parameters)
 
 
 @lowers("StridedSlice")
@@ -209,7 +220,11 @@ def _strided(c: TfCall) -> Sequence[TfValue]:
         raise c.fail(f"its slice of shape {shape} is invalid: {e}") from None
     old = [p for p in picks if p is None or not p.fresh]
     part = c.make([n if p is None else len(p.picked) for n, p in zip(shape, old, strict=True)])
-    x = _part(c, part, [p is None or n == 1 for n, p in zip(shape, old, strict=True)])
+    where = [range(n) if p is None else p.picked for n, p in zip(shape, old, strict=True)]
+    parameters = Slice(start=tuple(r.start for r in where), step=tuple(r.step for r in where))
+    dynamic = any(p is not None and p.dynamic for p in old)
+    kept = [p is None or n == 1 for n, p in zip(shape, old, strict=True)]
+    x = _part(c, part, kept, None if dynamic else parameters)
     sizes = iter(part)
     out = []
     for p in picks:

@@ -23,7 +23,7 @@ from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import TorchOperand, arguments, op_name, specs_of
 from pase.ir import Graph, Op, Place, named, simplify
 from pase.ir.batch_sums import BatchSums, ExamplesMeet, batch_sums, counting_ops
-from pase.ir.literals import Literal
+from pase.ir.literals import Number
 
 if TYPE_CHECKING:
     from pase.frontends.torch.frontend import TracedTorch
@@ -153,7 +153,7 @@ class _WholeAndPart:
         big, small = (x.graph.tensors.get(t) for x in (self.whole, self.part))
         return big is None or small is None or big.shape == small.shape
 
-    def _ratio(self, big: Sequence[Literal | None], small: Sequence[Literal | None]) -> int | None:
+    def _ratio(self, big: Sequence[Number | None], small: Sequence[Number | None]) -> int | None:
         if len(big) != len(small):
             return None
         differ = [(a, b) for a, b in zip(big, small, strict=True) if a is not b and a != b]

@@ -15,6 +15,7 @@ from pase.frontends.common.values import Value
 from pase.frontends.torch.values import TorchCall
 from pase.ir import functions
 from pase.ir.functions import FUNCTIONS, Function
+from pase.ir.parameters import Cumulative, Sort
 from pase.ops import composites, nests
 from pase.ops.activations import ACTIVATIONS
 from pase.registry import Registry
@@ -391,7 +392,11 @@ def _sequential(c: TorchCall) -> Sequence[Value]:
         made = nests.opaque(c.b, c.op, [c.tensor(x)], [s for s in c.outs if s], flops=20.0 * x.elements)
         return [c.value(t) for t in made]
     axis = c.axis(c.arg("dim", -1), len(x.shape))
-    made = nests.sequential(
-        c.b, FUNCTIONS[_SEQUENTIAL[c.op]], [c.tensor(x)], axis, [s for s in c.outs if s], name=c.op
-    )
+    parameters: Cumulative | Sort | None = None
+    if c.op in ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"):
+        parameters = Cumulative(axis=axis, reverse=False, exclusive=False)
+    elif c.op in ("sort", "argsort"):
+        parameters = Sort(axis=axis, descending=bool(c.arg("descending", False)))
+    function, outs = FUNCTIONS[_SEQUENTIAL[c.op]], [s for s in c.outs if s]
+    made = nests.sequential(c.b, function, [c.tensor(x)], axis, outs, name=c.op, parameters=parameters)
     return [c.value(t) for t in made]

@@ -490,7 +490,7 @@ def _glu(c: TorchCall) -> Value:
     """One half of the dim times the sigmoid of the other half."""
     x = c.x()
     axis = c.axis(c.arg("dim", -1), len(x.shape))
-    halves = [c.value(nests.part(c.b, "split", c.tensor(x), axis, 2)) for _ in range(2)]
+    halves = [c.value(nests.part(c.b, "split", c.tensor(x), axis, 2, i)) for i in range(2)]
     return c.elementwise([halves[0], activation(c, "sigmoid", halves[1])], functions.MUL)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pase.frontends.common.slicing import join, part, spread, take, take_along
+from pase.frontends.common.slicing import join, one_dim, part, spread, take, take_along
 from pase.frontends.common.values import Value
 from pase.frontends.torch.rules import lowers
 from pase.frontends.torch.values import TorchCall
 from pase.ir import functions
+from pase.ir.parameters import Iota, Pad, Slice
 from pase.ops import indexed, nests
 
 __all__: list[str] = []
@@ -83,7 +84,8 @@ def _cut(
     if x.note == ("filled",):
         return c.filled(shape, x.dtype, x.number)
     note = (axis, start, stop) if step == 1 else ()
-    return part(c, x, shape, [i != axis for i in range(len(shape))], name, note)
+    kept = [i != axis for i in range(len(shape))]
+    return part(c, x, shape, kept, name, note, one_dim(x.shape, axis, start, step))
 
 
 @lowers("slice", "narrow", "slice_copy")
@@ -192,7 +194,17 @@ def _restrict(c: TorchCall) -> Value:
         return x
     if x.note == ("filled",):
         return c.filled(shape, x.dtype)
-    return c.value(nests.restrict(c.b, c.op.strip("_"), [c.tensor(x)], shape, kept))
+    parameters: Slice | Pad | None = None
+    if c.op == "flip":
+        parameters = Slice(
+            start=tuple(s - 1 if i in changed else 0 for i, s in enumerate(shape)),
+            step=tuple(-1 if i in changed else 1 for i in range(len(shape))),
+        )
+    elif c.op == "constant_pad_nd" or (c.op == "pad" and c.arg("mode", "constant") == "constant"):
+        ends = list(c.arg("pad"))
+        before = [0] * (len(shape) - len(ends) // 2) + ends[-2::-2]
+        parameters = Pad(before=tuple(before), interior=(0,) * len(shape), value=c.arg("value", 0.0))
+    return c.value(nests.restrict(c.b, c.op.strip("_"), [c.tensor(x)], shape, kept, parameters))
 
 
 @lowers("slice_scatter", "select_scatter")
@@ -328,7 +340,11 @@ def _one_hot(c: TorchCall) -> Value:
 
 @lowers("arange", "linspace")
 def _arange(c: TorchCall) -> Value:
-    return c.value(nests.generate(c.b, functions.IOTA, *c.out()))
+    shape, dtype = c.out()
+    start, step = c.arg("start", 0), c.arg("step", 1)
+    known = c.op == "arange" and all(isinstance(v, (int, float)) for v in (start, step))
+    parameters = Iota(axis=0, start=start, step=step) if known else None
+    return c.value(nests.generate(c.b, functions.IOTA, shape, dtype, parameters=parameters))
 
 
 @lowers(

@@ -16,7 +16,7 @@ from pase.frontends.common.values import Site, Value
 from pase.frontends.torch.types import FxNode
 from pase.ir import Tensor
 from pase.ir.functions import Function
-from pase.ir.literals import Literal
+from pase.ir.literals import Number
 from pase.ops import GraphBuilder, nests
 from pase.pytree import Tree
 
@@ -138,7 +138,7 @@ class TorchCall(Site):
         return out
 
     @property
-    def operands(self) -> list[Value | Literal]:
+    def operands(self) -> list[Value | Number]:
         """The op's tensors and numbers in the schema's order."""
         return [v for v in self.given.values() if isinstance(v, (Value, bool, int, float, complex))]
 
@@ -166,7 +166,7 @@ class TorchCall(Site):
     def shape_out(self) -> tuple[int, ...]:
         return self.out()[0]
 
-    def filled(self, shape: Sequence[int], dtype: str, number: Literal | None = None) -> Value:
+    def filled(self, shape: Sequence[int], dtype: str, number: Number | None = None) -> Value:
         """A tensor with the same number everywhere; None: it is not known. It becomes part of the op that reads it."""
         return Value(shape=tuple(shape), dtype=dtype, foldable=True, note=("filled",), number=number)
 
@@ -192,7 +192,7 @@ class TorchCall(Site):
     def pointwise(
         self,
         function: Function,
-        operands: Sequence[Value | Literal | None] | None = None,
+        operands: Sequence[Value | Number | None] | None = None,
         *,
         flops: float | None = None,
         name: str = "",

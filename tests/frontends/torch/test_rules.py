@@ -57,6 +57,10 @@ def _functions() -> dict[str, Callable[[Any], Any]]:
         "products": lambda x: t.baddbmm(x, x * 2, t.tanh(x.transpose(1, 2) @ x), beta=0.3, alpha=1.7),
         "addmm": lambda x: t.addmm(x.sum(1), x.sum(2), x.sum(0), beta=2, alpha=0.5),
         "pools": lambda x: F.avg_pool1d(x, 2).sum(-1, keepdim=True) + F.adaptive_avg_pool1d(x, 1),
+        "slices": lambda x: x[:, 1:3] * x[:, ::2] + x.unbind(1)[2].unsqueeze(1) + x.flip(1).narrow(1, 0, 2),
+        "parts": lambda x: F.glu(x, -1) + t.cat([a * a for a in x.split(2, -1)][1:3], -1),
+        "pads": lambda x: F.pad(x, (1, 2, 0, 3), value=0.5).square(),
+        "running": lambda x: x.cumsum(1) * x.cumsum(-1) + t.stack([x, x * x]).sum(0) + x.logcumsumexp(1),
         "losses": lambda x: F.mse_loss(x, x * x) + F.l1_loss(x, x * 2) + F.mse_loss(x, -x, reduction="sum"),
         "of probabilities": lambda x: F.cross_entropy(x, x.detach().softmax(1)),
     }
@@ -86,7 +90,18 @@ NAMES = [
         "batch norm",
         "inference",
     ),
-    *("softmax", "products", "addmm", "pools", "losses", "of probabilities"),
+    *(
+        "softmax",
+        "products",
+        "addmm",
+        "pools",
+        "slices",
+        "parts",
+        "pads",
+        "running",
+        "losses",
+        "of probabilities",
+    ),
 ]
 
 
