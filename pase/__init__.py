@@ -6,16 +6,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pase.api import Plan, compare, compile, load, price
+    from pase.errors import Infeasible, PaseError
     from pase.frontends.jax.generation import Generation
     from pase.frontends.jax.rules_outside import register_kernel
     from pase.replay.collect.profiling import profile
 
 __version__ = "0.1.0"
 
-__all__ = ["Generation", "Plan", "compare", "compile", "load", "price", "profile", "register_kernel"]
+__all__ = [
+    "Generation",
+    "Infeasible",
+    "PaseError",
+    "Plan",
+    "compare",
+    "compile",
+    "load",
+    "price",
+    "profile",
+    "register_kernel",
+]
 
 _WHERE = {
     "Generation": "pase.frontends.jax.generation",
+    "Infeasible": "pase.errors",
+    "PaseError": "pase.errors",
     "Plan": "pase.api",
     "compare": "pase.api",
     "compile": "pase.api",
@@ -36,4 +50,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted(["__version__", *__all__])

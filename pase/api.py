@@ -196,7 +196,8 @@ def compile(
 
     model: "zoo:NAME?batch=…", "package.module:function" (which returns loss_fn, params, *batch), a JAX
         callable ``loss_fn(params, *batch) -> scalar`` followed by its example arguments (shapes are enough), a
-        torch.nn.Module followed by an example batch, "hf:CLASS?setting=…" for a model of transformers, or anything
+        torch.nn.Module followed by an example batch, "hf:CLASS?setting=…" or "hf:./config.json?batch=…" for a model of
+        transformers, or anything
         that another frontend reads: "model.onnx", an onnx.ModelProto, …
     params, batch: JAX arrays and shapes. Those that have a NamedSharding over several devices keep it, and the search
         decides the rest (docs/how-to/programs.md, "Arrays that already have a sharding").

@@ -123,6 +123,8 @@ def summary(plan: PlanData) -> dict[str, object]:
         "communication": plan.communication,
         "hidden": plan.hidden,
         **rates(plan),
+        "dtype": None if plan.peak is None else plan.peak[0],
+        "peak_tflops_per_device": None if plan.peak is None else plan.peak[1] / 1e12,
         "memory_bytes": plan.memory.total,
         "memory_limit_bytes": plan.memory_limit,
         "fits": plan.fits,

@@ -90,7 +90,7 @@ def headline(plan: PlanData) -> list[str]:
         + (f" · {against}" if against else "")
     )
     if plan.throughput is not None:
-        lines.append(f"speed  {plan.throughput}")
+        lines.append(f"speed  {plan.throughput}{_peak_text(plan)}")
     lines += stage_lines(plan)
     if plan.padding:
         lines.append(f"padded {padding_text(plan)}")
@@ -122,6 +122,11 @@ def headline(plan: PlanData) -> list[str]:
     under += ", and the notes above" if plan.remarks else ""
     lines.append(f"{proof} {under} · {len(plan.nodes)} nodes, {edges} edges · {times}")
     return lines
+
+
+def _peak_text(plan: PlanData) -> str:
+    """What MFU refers to."""
+    return "" if plan.peak is None else f" · peak {plan.peak[1] / 1e12:.3g} TFLOP/s ({plan.peak[0]})"
 
 
 def in_a_line(plan: PlanData) -> str:

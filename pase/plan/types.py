@@ -307,6 +307,21 @@ class PlanData:
             return None
         return self.work.at(self.cost, self.devices)
 
+    @property
+    def peak(self) -> tuple[str, float] | None:
+        """What MFU refers to: the dtype of most products, and a device's peak in FLOP/s for the products as they are.
+
+        None if nothing is multiplied, or costs are not in seconds.
+        """
+        flops: dict[str, float] = {}
+        for n in self.nodes:
+            for w in n.work:
+                if w.kind in ("matmul", "conv", "attention"):
+                    flops[w.dtype] = flops.get(w.dtype, 0.0) + w.flops * w.times
+        if self.work is None or self.unit != "s" or not flops or not self.work.at_peak_s:
+            return None
+        return max(flops, key=lambda dtype: flops[dtype]), self.work.flops / self.work.at_peak_s
+
     def with_model(self, traced: Traced) -> Self:
         """Return the plan with its model's trace attached. Raises PaseError if it is not the model of the plan."""
         if self.graph_digest not in (digest(traced.graph), _digest_with_remarks(traced.graph)):

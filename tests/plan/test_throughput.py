@@ -104,3 +104,14 @@ def test_a_plan_says_it_and_its_layout_keeps_it():
         del tree[old]
     assert from_json(tree).throughput is None
     assert pase.compile(mlp, PARAMS, BATCH, devices=4, cost_model="paper").throughput is None
+
+
+@pytest.mark.parametrize(("dtype", "peak"), [("float32", 494.7e12), ("bfloat16", 989.4e12)])
+def test_a_plan_says_which_peak_its_mfu_refers_to(dtype, peak):
+    """That of the products' dtype in the machine file; in float32 it is half of what the card does in bfloat16."""
+    shapes = [jax.ShapeDtypeStruct((64, 64), dtype)] * 2
+    plan = pase.compile(
+        lambda p, x: ((x @ p) ** 2).mean(), *shapes, devices=2, machine="h100x8", baselines=False
+    )
+    assert plan.peak == (dtype, pytest.approx(peak))
+    assert f"peak {peak / 1e12:.3g} TFLOP/s ({dtype})" in str(plan)

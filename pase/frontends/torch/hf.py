@@ -1,6 +1,6 @@
-"""Builds models of the transformers library by name, on meta tensors. Nothing is downloaded.
+"""Builds models of the transformers library by name or configuration, on meta tensors. Nothing is downloaded.
 
-A model has the defaults of its configuration class, which are those of a published model.
+A model that is given by its class has the defaults of its configuration class, which are those of a published model.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError, install_line
+from pase.files.codec import read_json
 from pase.files.json_values import JsonObject
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ _HEADS = ("LM", "Classification", "Generation", "Answering", "LMHeadModel", "CTC
 def build(name: str) -> tuple[Module, tuple[dict[str, Tensor]]]:
     """(module, (batch,)) for ``hf:CLASS?setting=value&…``, with meta tensors: 405 B parameters need no memory.
 
+    In place of CLASS there may be a configuration: a config.json, a folder that has one, or the name of a model whose
+    config.json is in the cache of the Hugging Face Hub. It also gives the dtype, if it names one.
+
     A setting is a field of the class's configuration (``text_config.hidden_size=512`` for a nested one), or ``batch``,
     ``sequence`` or ``dtype``. ``sequence`` is by default as long as the model's positions allow, but at most 512. The
     batch has labels, so that the model returns its loss.
@@ -43,10 +48,12 @@ def build(name: str) -> tuple[Module, tuple[dict[str, Tensor]]]:
             "reading it needs the transformers package", where=name, fix=f"run: {install_line('exports')}"
         ) from None
     class_name, _, query = name.removeprefix(PREFIX).partition("?")
-    made = _class(transformers, class_name)
+    found = _configuration(name, class_name)
+    made = _class(transformers, class_name if found is None else _architecture(name, found))
     settings = _settings(name, query)
     batch, sequence = (_size(name, settings, k) for k in ("batch", "sequence"))
-    dtype = settings.pop("dtype", "float32")
+    own = found or {}
+    dtype = settings.pop("dtype", own.get("dtype") or own.get("torch_dtype") or "float32")
     known = getattr(torch, str(dtype), None)
     if not isinstance(known, torch.dtype) or not known.is_floating_point:
         raise PaseError(
@@ -55,7 +62,7 @@ def build(name: str) -> tuple[Module, tuple[dict[str, Tensor]]]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(known)
     try:
-        config = _config(name, made.config_class, settings)
+        config = _config(name, made.config_class, settings, own)
         with torch.device("meta"):
             module = made(config)
             example = _example(name, module, batch or _BATCH, sequence)
@@ -67,6 +74,50 @@ def build(name: str) -> tuple[Module, tuple[dict[str, Tensor]]]:
     finally:
         torch.set_default_dtype(before)
     return module, (example,)
+
+
+def _configuration(name: str, text: str) -> JsonObject | None:
+    """The contents of the config.json that a name refers to; None if the name is that of a class."""
+    if text.isidentifier():
+        return None
+    path = Path(text)
+    if path.is_dir():
+        path = path / "config.json"
+    elif path.suffix != ".json":
+        path = _cached(name, text)
+    data = read_json(path, "a configuration", 16 << 20)
+    if not isinstance(data, dict):
+        raise PaseError("it is not a configuration, which is one JSON object", where=str(path))
+    return data
+
+
+def _cached(name: str, model: str) -> Path:
+    """The config.json of a model of the Hub that was downloaded before."""
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(model, "config.json", local_files_only=True)
+    except (OSError, ValueError):  # it is not in the cache, or is no name of a model
+        found = None
+    if not isinstance(found, str):
+        raise PaseError(
+            f"'{model}' is no class, no config.json, no folder that has one, and no model in the Hub's cache",
+            where=name,
+            fix=f"write hf:./config.json, or download the model's configuration: hf download {model} config.json",
+        )
+    return Path(found)
+
+
+def _architecture(name: str, config: JsonObject) -> str:
+    """The class of transformers that a configuration names."""
+    named = config.get("architectures")
+    if not isinstance(named, list) or not named or not isinstance(named[0], str):
+        raise PaseError(
+            "it names no class in 'architectures'",
+            where=name,
+            fix='add "architectures": ["LlamaForCausalLM"], say',
+        )
+    return named[0]
 
 
 def _class(transformers: ModuleType, name: str) -> Any:
@@ -105,15 +156,16 @@ def _size(name: str, settings: JsonObject, key: str) -> int | None:
     return value
 
 
-def _config(name: str, kind: Any, settings: JsonObject) -> Any:
-    """A configuration with the class's defaults and these settings. The constructor derives other fields from them."""
+def _config(name: str, kind: Any, settings: JsonObject, own: JsonObject) -> Any:
+    """A configuration with the class's defaults, its own fields and these settings. The constructor derives other
+    fields from them. own: the fields of a config.json."""
     plain = {k: v for k, v in settings.items() if "." not in k}
-    config = kind()
+    config = kind.from_dict(own)
     for key in plain:
         _part(name, config, key)
     if hasattr(config, "use_cache"):
         plain = {"use_cache": False} | plain
-    config = kind(**plain)
+    config = kind.from_dict({**own, **plain})
     for path in settings.keys() - plain.keys():
         part, key = _part(name, config, path)
         setattr(part, key, settings[path])
