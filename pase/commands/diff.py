@@ -1,4 +1,4 @@
-"""``pase diff``: lists the differences between two layouts of one model."""
+"""``pase diff``: lists the differences between two layouts of one model, or between two traced runs."""
 
 from __future__ import annotations
 
@@ -8,24 +8,42 @@ from typing import Annotated
 import typer
 
 from pase.commands.options import JsonOption, print_json
+from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 
 __all__ = ["diff"]
 
 
 def diff(
-    old: Annotated[Path, typer.Argument(help="A layout.json.", metavar="OLD.json")],
-    new: Annotated[Path, typer.Argument(help="The layout.json to compare it with.", metavar="NEW.json")],
+    old: Annotated[
+        Path, typer.Argument(help="A layout.json, or a folder of traces or one trace.", metavar="OLD")
+    ],
+    new: Annotated[
+        Path, typer.Argument(help="What to compare it with: the same kind of file.", metavar="NEW")
+    ],
     json: JsonOption = False,
 ) -> None:
-    """List the differences between two layouts of a model.
+    """List the differences between two layouts or two traced runs.
 
-    Prints one line for each difference (mesh, layers, parameters, ...), then the change in step time and memory.
+    For layouts, prints one line for each difference (mesh, layers, parameters, ...), then the change in step time and
+    memory.
+
+    For traces (another card, a changed program, another rank), prints what each kind of work and each cause of idle
+    time takes in both, and the ops that differ most, matched by name, module and shape, with what differs. All
+    differences add up to that of the step.
 
     \b
-    Example:
+    Examples:
       pase diff layout.json layout-with-more-memory.json
+      pase diff traces-h100/ traces-mi300/
+      pase diff before/ after/ --json
     """
+    from pase.replay.reports.report import is_layout
+
+    layouts = [is_layout(x) for x in (old, new)]
+    if not any(layouts) and all(x.exists() for x in (old, new)):
+        _traces(old, new, json)
+        return
     from pase.plan.layout import diff as differences
     from pase.plan.layout import load
     from pase.plan.table import bytes_text, cost_text
@@ -49,3 +67,29 @@ def diff(
         f"step {cost_text(a.cost, a.unit)} -> {cost_text(b.cost, b.unit)}, memory {bytes_text(a.memory.total)} -> "
         f"{bytes_text(b.memory.total)} a device",
     )
+
+
+def _traces(old: Path, new: Path, json: bool) -> None:
+    """Compares the slowest ranks of two traced runs."""
+    from pase.replay.measurement.clocks import align
+    from pase.replay.measurement.model import measure
+    from pase.replay.measurement.spending import spendings
+    from pase.replay.reports.compare import compare_spendings, compared_lines
+    from pase.replay.reports.report import load_any
+
+    both = []
+    problems: list[str] = []
+    for path in (old, new):
+        t = align(load_any(path))
+        problems += [f"{path}: {p}" for p in t.problems]
+        spent = spendings(measure(t))
+        both.append(max(spent, key=lambda s: s.total_ns / len(s.iterations)))
+    report: JsonObject = {"old": str(old), "new": str(new), **compare_spendings(*both), "problems": problems}
+    if json:
+        print_json(report)
+        return
+    out = console()
+    for line in compared_lines(report):
+        out.print(line, markup=False, highlight=False)
+    for p in problems:
+        out.print(f"note: {p}")

@@ -246,8 +246,8 @@ def _launched(t: Timeline, kernel: str, place: LaunchPlace) -> Origin:
     flops = -1 if work in _FLOPS else 0
     if work == "product" and product:
         flops = 2 * math.prod(product[2]) * product[0][-1]
-        if not precision and itemsize:
-            precision = {1: "fp8", 2: "16-bit", 4: "f32", 8: "fp64"}.get(itemsize, "")
+    if work in _FLOPS and not precision:
+        precision = {1: "fp8", 2: "16-bit", 4: "f32", 8: "fp64"}.get(itemsize, "")
     known = bool(widths) and all(w or not s for w, s in zip(widths, operands, strict=True))
     read = sum(w * math.prod(s) for w, s in zip(widths, operands, strict=True) if s) if known else -1
     # An op writes at least as much as the result of its product; of other ops, only what they read is known.

@@ -40,12 +40,13 @@ _IDLE = list(CAUSES)[3:]
 class Amount:
     """What the ops of one origin or kind take in the steady iterations together.
 
-    clock_ns: the moments that are attributed to them; busy_ns: the sum of their durations. Both count overlapping ops
-    differently. flops, nbytes: of those ops for which they are known; timed_ns, moved_ns: the durations of these.
-    floor_ns: the least time by the card's rates; −1 if unknown.
+    calls, kernels: a call may run several kernels. clock_ns: the moments that are attributed to them; busy_ns: the sum
+    of their durations. Both count overlapping ops differently. flops, nbytes: of those ops for which they are known;
+    timed_ns, moved_ns: the durations of these. floor_ns: the least time by the card's rates; −1 if unknown.
     """
 
     calls: int
+    kernels: int
     clock_ns: int
     busy_ns: int
     flops: int = 0
@@ -180,6 +181,7 @@ def _amount(
     calls = len(set(call_of.values()))
     return Amount(
         calls=calls,
+        kernels=len(call_of),
         clock_ns=sum(clock.get(e, 0) for e in events),
         busy_ns=busy,
         flops=max(origin.flops, 0) * calls,
@@ -199,7 +201,16 @@ def _by_kind(ops: dict[Origin, Amount]) -> dict[str, Amount]:
         kind: Amount(
             **{
                 k: sum(getattr(a, k) for a in group)
-                for k in ("calls", "clock_ns", "busy_ns", "flops", "nbytes", "timed_ns", "moved_ns")
+                for k in (
+                    "calls",
+                    "kernels",
+                    "clock_ns",
+                    "busy_ns",
+                    "flops",
+                    "nbytes",
+                    "timed_ns",
+                    "moved_ns",
+                )
             },
             floor_ns=sum(max(a.floor_ns, 0.0) for a in group)
             if any(a.floor_ns >= 0 for a in group)

@@ -30,7 +30,9 @@ LOGITS = Origin(
 
 
 def amount(**more: float) -> Amount:
-    return Amount(**{"calls": 1, "clock_ns": 10**7, "busy_ns": 10**7, "floor_ns": 2.5e6, **more})  # type: ignore[arg-type]
+    return Amount(
+        **{"calls": 1, "kernels": 1, "clock_ns": 10**7, "busy_ns": 10**7, "floor_ns": 2.5e6, **more}
+    )  # type: ignore[arg-type]
 
 
 def test_shares_sum_to_one_and_the_report_is_json(tmp_path: Path) -> None:
