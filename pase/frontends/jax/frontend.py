@@ -24,7 +24,7 @@ from pase.frontends.jax.derivatives import has_custom_rule, lower_with_rule
 from pase.frontends.jax.dropped import say_dropped
 from pase.frontends.jax.generation import Generation, programs_of
 from pase.frontends.jax.modules import ModuleFunction, has_modules, opened
-from pase.frontends.jax.program import Carry, Mode, check_order, name_of, program_of
+from pase.frontends.jax.program import Carry, Mode, check_order, name_of, program_of, stored_arguments
 from pase.frontends.jax.rules import Elementwise
 from pase.frontends.jax.rules_outside import RULES
 from pase.frontends.jax.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Var
@@ -199,13 +199,16 @@ def trace(
 
     versions.check()
     called = name or name_of(fn)
+    asked = mode
     fn, args, mode, carry = _pure(fn, (params, *batch), mode, carry)
     as_shapes, trip_counts, symbols = arguments(args, dims, called)
     program = program_of(fn, args, as_shapes, mode, carry)
     if isinstance(fn, ModuleFunction):
         fn, program = advancing(fn, program, args, as_shapes, mode, carry, INLINED)
+        if asked == "step" and not program.carried:
+            raise _no_step_error(called)
     closed = program.jaxpr
-    stored = 2 if mode == "step" else 1
+    stored = stored_arguments(mode, args)
     param_paths = _paths(as_shapes[:stored] if stored > 1 else as_shapes[0])
     input_paths = _paths(as_shapes[stored:])
     if twice := [path for path, n in Counter(param_paths).items() if n > 1]:
@@ -269,6 +272,10 @@ def _pure(
         mode, carry = "inference", {len(batch): (1, 0), len(batch) + 1: (1, 1)}
         args = (*args, *fn.state(params, tuple(batch)))
     check_order(fn, len(args))
+    if mode == "step" and has_modules(
+        args
+    ):  # what it passes on are its Variables, as in any function of modules
+        mode = "inference"
     fn, carry, args = opened(fn, mode, carry, args)
     return fn, args, mode, carry
 
@@ -277,6 +284,15 @@ def _no_arguments_error() -> PaseError:
     return PaseError(
         "the loss function has no example arguments",
         fix="pass them after the function: pase.compile(loss_fn, params, batch, devices=…)",
+    )
+
+
+def _no_step_error(called: str) -> PaseError:
+    return PaseError(
+        "it writes no Variable of its modules, so it is no train step",
+        where=f"mode='step' of {called}",
+        fix="write it as step(model, optimizer, *batch), with optimizer.update(model, grads) for an nnx.Optimizer, or "
+        "compile the loss",
     )
 
 

@@ -246,12 +246,6 @@ class ModuleFunction:
     @classmethod
     def of(cls, fn: Callable[..., Tree], mode: str, args: Sequence[Tree]) -> ModuleFunction:
         """Builds the pure function. args: the example arguments, of which at least one contains a module."""
-        if mode == "step":
-            raise PaseError(
-                "mode='step' takes arrays, but an argument is a Flax NNX module",
-                fix="compile the loss, loss(model, *batch), whose plan.jax.train_step(optimizer) updates the model; or "
-                "write the step on nnx.state(model)",
-            )
         frames: list[_Frame] = []
         for arg in args:
             frames.append(_Frame.of(arg, sum(f.count for f in frames)))

@@ -16,17 +16,60 @@ from pase.frontends.jax.state import written_state
 from pase.frontends.jax.types import ClosedJaxpr
 from pase.pytree import Tree
 
-__all__ = ["Carry", "JaxProgram", "Mode", "check_order", "name_of", "program_of", "threaded"]
+__all__ = [
+    "Carry",
+    "JaxProgram",
+    "Mode",
+    "check_order",
+    "name_of",
+    "program_of",
+    "stored_arguments",
+    "threaded",
+]
 
 Mode = Literal["train", "inference", "step"]
 """train: ``fn(params, *batch)`` returns a loss or (loss, aux); its gradient and the update are priced with it.
 inference: ``fn(params, *inputs)`` returns anything; nothing is trained.
 step: ``fn(params, opt_state, *batch) -> (params, opt_state, …)`` is a whole train step, including gradient and
-update."""
+update. Instead of the first two there may be one state that has both, such as Flax's ``TrainState``:
+``fn(state, *batch) -> (state, …)``, or ``-> state``."""
 
 Carry = Mapping[int, Tree]
 """Batch argument (0 is the first after the parameters, or in a step, after the optimizer state) -> where the function
 returns its next value: an index, a key, or a tuple of them."""
+
+
+def stored_arguments(mode: Mode, args: tuple[Tree, ...]) -> int:
+    """How many of the first arguments are what a call passes to the next one, or does not change: parameters, and in a
+    step also the optimizer state, which may be one argument with the parameters."""
+    return 2 if mode == "step" and not _is_state(args[0]) else 1
+
+
+def _is_state(x: Tree) -> bool:
+    """Whether it has parameters and optimizer state in one, as Flax's TrainState."""
+    return hasattr(x, "params") and hasattr(x, "opt_state")
+
+
+def _next_values(args: tuple[Tree, ...], out: Tree) -> dict[int, tuple[int, ...]]:
+    """Argument of a step -> where the step returns its next value. Raises PaseError if it is no step."""
+    if _is_state(args[0]):
+        if _is_state(out):
+            return {0: ()}
+        if isinstance(out, tuple) and out and _is_state(out[0]):
+            return {0: (0,)}
+        raise PaseError(
+            f"it takes a {type(args[0]).__name__}, but does not return its next value",
+            where="mode='step'",
+            fix="write it as step(state, *batch) -> (state, …), or -> state",
+        )
+    if not isinstance(out, tuple) or len(args) < 2 or len(out) < 2:
+        raise PaseError(
+            "the function is no train step",
+            where="mode='step'",
+            fix="write it as step(params, opt_state, *batch) -> (params, opt_state, …), or with one state that has "
+            "params and opt_state: step(state, *batch) -> (state, …)",
+        )
+    return {0: (0,), 1: (1,)}
 
 
 def threaded(
@@ -40,16 +83,10 @@ def threaded(
     """
     import jax
 
-    stored = 2 if mode == "step" else 1
+    stored = stored_arguments(mode, args)
     pairs = {stored + k: at if isinstance(at, tuple) else (at,) for k, at in (carry or {}).items()}
     if mode == "step":
-        if not isinstance(out, tuple) or len(args) < 2 or len(out) < 2:
-            raise PaseError(
-                "the function is no train step",
-                where="mode='step'",
-                fix="write it as step(params, opt_state, *batch) -> (params, opt_state, …)",
-            )
-        pairs |= {0: (0,), 1: (1,)}
+        pairs |= _next_values(args, out)
     first = [0]
     for arg in args:
         first.append(first[-1] + len(jax.tree.leaves(arg)))
@@ -133,7 +170,7 @@ def program_of(
     def run(*arrays: Tree) -> Tree:
         with written_state(called) as state:
             out = fn(*state.given(jax_leaves.combine(arrays, kept)))
-        named = {**state.carried(out, 2 if mode == "step" else 1), **(carry or {})}
+        named = {**state.carried(out, stored_arguments(mode, args)), **(carry or {})}
         leaves = jax.tree.leaves(jax_leaves.arrays(out))
         found = threaded(mode, named, arrays, jax_leaves.arrays(out), isinstance(fn, ModuleFunction))
         out = jax_leaves.loss_and_aux(out) if mode == "train" else out

@@ -251,7 +251,38 @@ def test_a_model_in_another_mode_is_refused() -> None:
     with pytest.raises(PaseError) as e:
         plan.jax.train_step(nnx.Optimizer(Dropped(rngs()), OPTIMIZER, wrt=nnx.Param))
     assert e.value.where == "optimizer" and "give tx" in e.value.fix
-    with pytest.raises(PaseError, match="mode='step'"):
-        pase.compile(squares, model, BATCH, devices=8, mode="step")
     with pytest.raises(Infeasible, match="stages"):
         pase.compile(squares, model, BATCH, devices=8, pipeline=2)
+
+
+def test_a_train_step_of_modules_updates_model_and_optimizer() -> None:
+    """As Flax documents it: step(model, optimizer, batch). The reference is nnx.jit of the same step."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.up, self.down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
+
+    def made() -> tuple[Any, Any]:
+        model = Net(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        def loss(m: Any) -> Any:
+            return jnp.mean((m.down(nnx.relu(m.up(x))) - x) ** 2)
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    x, (model, optimizer), (alone, its) = jnp.linspace(-1, 1, 32 * 16).reshape(32, 16), made(), made()
+    plan = pase.compile(step, model, optimizer, x, devices=8, mode="step", baselines=False)
+    model, optimizer, x = plan.jax.device_put(model, optimizer, x)
+    for _ in range(3):
+        assert float(plan.jax.apply(model, optimizer, x)) == pytest.approx(
+            float(nnx.jit(step)(alone, its, x))
+        )
+    assert int(optimizer.step[...]) == 3
+    for a, b in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(alone)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    with pytest.raises(PaseError, match="writes no Variable"):
+        pase.compile(lambda m, x: jnp.mean(m.up(x) ** 2), alone, x, devices=8, mode="step")

@@ -184,3 +184,34 @@ def made() -> Any:
         jax.ShapeDtypeStruct((16, 32, 64), "float32"),
         jax.ShapeDtypeStruct((16, 64), "float32"),
     )
+
+
+def test_a_step_of_one_train_state_is_the_unsharded_one():
+    """Flax's TrainState has parameters, optimizer state and a counter in one."""
+    import flax.linen as nn
+    from flax.training.train_state import TrainState
+
+    model, x = nn.Dense(16), jnp.linspace(-1, 1, 32 * 16).reshape(32, 16)
+    params = model.init(jax.random.key(0), x)["params"]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
+
+    def step(state, x):
+        def loss(p):
+            return jnp.mean((state.apply_fn({"params": p}, x) - x) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    plan = pase.compile(step, state, x, devices=8, mode="step", mesh="data=4,model=2", baselines=False)
+    assert {"params.kernel", "opt_state.0.mu.kernel", "step"} <= plan.parameters.keys()
+    sharded, got, wanted = plan.jax.step(donate=False), state, state
+    for _ in range(2):
+        (got, value), (wanted, plain) = sharded(got, x), step(wanted, x)
+    assert isinstance(got, TrainState) and int(got.step) == 2
+    assert float(value) == pytest.approx(float(plain), rel=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got.params, wanted.params)
+    alone = pase.compile(lambda s, x: step(s, x)[0], state, x, devices=8, mode="step", baselines=False)
+    assert isinstance(alone.jax.step(donate=False)(state, x), TrainState)
+    with pytest.raises(PaseError) as e:
+        pase.compile(lambda s, x: step(s, x)[1], state, x, devices=8, mode="step")
+    assert "TrainState" in e.value.what and "step(state" in e.value.fix

@@ -103,11 +103,6 @@ def test_what_cannot_be_carried_is_refused(fn: Any, what: str) -> None:
         made(*made.open(Counting(), X).arguments)
 
 
-def test_a_train_step_on_modules_is_refused() -> None:
-    with pytest.raises(PaseError, match="mode='step' takes arrays"):
-        pure(mode="step")
-
-
 def test_other_arguments_than_those_compiled_for_are_refused() -> None:
     with pytest.raises(PaseError, match="but the plan was compiled for") as e:
         pure().open(X, X)
