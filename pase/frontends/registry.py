@@ -56,7 +56,7 @@ class NotInParts(PaseError):
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A model as a frontend read it. ``graph`` is raw: one node per op; ``graph.meta["frontend"]`` names the
+    """A model as a frontend read it. ``graph`` is raw: one node per op; ``graph.facts.frontend`` names the
     frontend."""
 
     graph: Graph
@@ -70,7 +70,7 @@ class Traced:
 
     @property
     def frontend(self) -> str:
-        return self.graph.meta["frontend"]
+        return self.graph.facts.frontend
 
     @cached_property
     def fixed(self) -> Mapping[str, FixedLayout]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pase.ir.facts import Hoisted
 from pase.ir.places import Place, Scope
 from pase.ir.types import LEAF, Graph, Node, Op
 
@@ -173,18 +174,13 @@ def _weights(graph: Graph) -> set[str]:
     return made
 
 
-Hoisted = Literal["none", "gathers", "all"]
-"""What runs once per step rather than once per micro-batch or recomputation: nothing; the all-gathers of parameters,
-which then stay gathered; or these and the reductions of gradients, which stay partial sums until then."""
-
-
 def accumulated(graph: Graph, micro_batches: int, hoisted: Hoisted = "none") -> Graph:
     """Returns the graph of a step, given the graph of one micro-batch: all but the update runs once per micro-batch.
 
     hoisted: which collectives of parameters run only once per step (``pase.tables.charges.edge_flows``).
     """
     if hoisted != "none":
-        graph = replace(graph, meta={**graph.meta, "hoisted": hoisted})
+        graph = replace(graph, facts=replace(graph.facts, hoisted=hoisted))
     if micro_batches == 1:
         return graph
 
@@ -193,18 +189,18 @@ def accumulated(graph: Graph, micro_batches: int, hoisted: Hoisted = "none") -> 
             return n
         return replace(n, ops=tuple(replace(op, times=op.times * micro_batches) for op in n.ops))
 
-    meta = {**graph.meta, "accumulate": str(micro_batches)}
-    return replace(graph, nodes=tuple(map(repeated, graph.nodes)), meta=meta)
+    facts = replace(graph.facts, micro_batches=micro_batches)
+    return replace(graph, nodes=tuple(map(repeated, graph.nodes)), facts=facts)
 
 
 def micro_batches_of(graph: Graph) -> int:
     """The number of micro-batches per step."""
-    return int(graph.meta.get("accumulate", "1"))
+    return graph.facts.micro_batches
 
 
 def hoisted_of(graph: Graph) -> Hoisted:
     """Which collectives of parameters run only once per step."""
-    return next((o for o in _HOISTED if o == graph.meta.get("hoisted")), "none")
+    return graph.facts.hoisted
 
 
 _HOISTED: Mapping[Hoisted, tuple[str, ...]] = {

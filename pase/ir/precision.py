@@ -55,7 +55,7 @@ def in_fp8(graph: Graph, dtype: str = FP8) -> Graph:
     return replace(
         graph,
         nodes=tuple(map(turned, graph.nodes)),
-        meta={**graph.meta, "precision": name},
+        facts=replace(graph.facts, precision=name),
         remarks=(*graph.remarks, Remark("assumed", _REMARK.format(name=name))),
     )
 

@@ -26,11 +26,12 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, get_args
 
 from pase.errors import PaseError
 from pase.files.terminal import printable
+from pase.ir.facts import read_facts
 from pase.ir.functions import BY_KIND, FUNCTIONS, Function
 from pase.ir.literals import Literals, Number, literals_text, read_literals
 from pase.ir.parameters import Parameters, parameters_text, read_parameters
@@ -77,11 +78,18 @@ MAX_CHARACTERS = 1 << 28
 MAX_LINE = 1 << 18
 
 
-def digest(graph: Graph) -> str:
+def digest(graph: Graph, *, remarks: bool = False) -> str:
     """The sha256 of the graph's text, in hex. The text is without source lines, so that equal models agree wherever
     their files are, and without functions, literals and parameters, which are implied or were not in older texts. Flags
-    have their first names in it. So digests in files of older versions stay valid."""
+    have their first names in it. So digests in files of older versions stay valid.
+
+    remarks: whether they are part of the text, as in the first versions.
+    """
     text = to_text(graph, sources=False, functions=False)
+    if remarks:
+        head = to_text(replace(graph, tensors={}, nodes=(), outputs=()), sources=False, functions=False)
+        told = word_text("\n".join(map(str, graph.remarks)))
+        text = f"{head}meta remarks {told}\n{text.removeprefix(head)}"
     for mark, former in _FORMER_MARKS.items():
         text = re.sub(rf"(?<![^ (]){mark}(?= +[^\[ ]+\[)", former, text)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -185,7 +193,7 @@ def from_text(text: str) -> Graph:
             f"the text has {len(text)} characters; at most {MAX_CHARACTERS} are read", where="graph text"
         )
     name: str | None = None
-    meta: dict[str, str] = {}
+    facts: dict[str, str] = {}
     tensors: dict[str, Tensor] = {}
     outputs: tuple[str, ...] = ()
     remarks: tuple[Remark, ...] = ()
@@ -211,8 +219,13 @@ def from_text(text: str) -> Graph:
                 line.fail("there is a second 'graph' line", start)
             name = line.word("the graph's name")
         elif keyword == "meta":
+            at = line.position
             key = line.word("a key")
-            meta[key] = line.word("a value")
+            facts[key] = line.word("a value")
+            try:
+                read_facts(facts)
+            except PaseError as e:
+                line.fail(str(e), at)
         elif keyword == "remark":
             kind: RemarkKind = "trip_count"
             if not line.accept("turns"):  # the word for it in texts of earlier versions
@@ -236,7 +249,9 @@ def from_text(text: str) -> Graph:
             "the text is empty", where="graph text line 1, column 1", fix="begin with the line 'graph NAME'"
         )
     built = tuple(Node(name=n, space=space, ops=tuple(ops)) for n, space, ops in nodes)
-    return Graph(name=name, tensors=tensors, nodes=built, outputs=outputs, meta=meta, remarks=remarks)
+    return Graph(
+        name=name, tensors=tensors, nodes=built, outputs=outputs, facts=read_facts(facts), remarks=remarks
+    )
 
 
 @dataclass

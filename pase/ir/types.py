@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from pase.errors import PaseError
+from pase.ir.facts import GraphFacts, facts_text
 from pase.ir.fixed import FixedLayout
 from pase.ir.functions import Function
 from pase.ir.literals import Literals, Number
@@ -363,11 +364,16 @@ class Graph:
     tensors: Mapping[str, Tensor]
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...] = ()
-    meta: Mapping[str, str] = field(default_factory=dict)
+    facts: GraphFacts = field(default_factory=GraphFacts)
     fixed: Mapping[str, FixedLayout] = field(default_factory=dict)
     """Parameter or input -> the layout that the user fixed. The search decides the layouts of the others."""
     remarks: tuple[Remark, ...] = ()
     """What the frontend and later passes note about the graph's cost."""
+
+    @property
+    def meta(self) -> Mapping[str, str]:
+        """The facts as text, by the keys that layout files have."""
+        return facts_text(self.facts)
 
     @cached_property
     def node(self) -> dict[str, Node]:

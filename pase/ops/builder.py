@@ -28,6 +28,7 @@ from pase.ir import (
     SourceLine,
     Tensor,
 )
+from pase.ir.facts import GraphFacts
 from pase.ir.functions import BY_KIND, CARRY, Function
 from pase.ir.literals import Literals, Number
 from pase.ir.parameters import Parameters
@@ -336,14 +337,17 @@ class GraphBuilder:
         )
         self.nodes[at] = replace(node, ops=(*node.ops, back))
 
-    def finish(self, outputs: Sequence[Tensor] = (), **meta: str) -> Graph:
-        """Returns the finished graph."""
+    def finish(
+        self, outputs: Sequence[Tensor] = (), *, frontend: str = "", dims: Mapping[str, int] | None = None
+    ) -> Graph:
+        """Returns the finished graph. frontend: the framework that the model comes from. dims: the sizes that the user
+        gave to its symbolic dims."""
         return Graph(
             name=self.name,
             tensors=dict(self.tensors),
             nodes=tuple(self.nodes),
             outputs=tuple(t.name for t in outputs),
-            meta=meta,
+            facts=GraphFacts(frontend=frontend, dims=dims or {}),
             remarks=tuple(dict.fromkeys(self.remarks)),
         )
 

@@ -335,4 +335,4 @@ class PlanData:
 
 def _digest_with_remarks(graph: Graph) -> str:
     """Return the graph's digest as it was computed when remarks were part of it, for layouts written then."""
-    return digest(replace(graph, meta={**graph.meta, "remarks": "\n".join(map(str, graph.remarks))}))
+    return digest(graph, remarks=True)

@@ -55,7 +55,7 @@ def decomposed(graph: Graph) -> Graph:
     """The graph for an executor that decomposes collectives next to products. graph: the simplified graph."""
     return replace(
         graph,
-        meta={**graph.meta, "decompose": "products"},
+        facts=replace(graph.facts, decomposed=True),
         remarks=(*graph.remarks, Remark("assumed", _REMARK)),
     )
 
@@ -103,7 +103,7 @@ def read_by(graph: Graph, edge: Edge) -> Products:
     Empty if nothing is decomposed. It is also empty for edges from a copy node: its tensor was gathered before the
     copy.
     """
-    if graph.meta.get("decompose") != "products" or graph.node[edge.src].kind == "copy":
+    if not graph.facts.decomposed or graph.node[edge.src].kind == "copy":
         return ()
     reader = graph.node[edge.dst]
     if reader.kind == "copy":
@@ -129,7 +129,7 @@ def _of_copies(graph: Graph) -> dict[str, list[tuple[Node, Op, Access]]]:
 def made_by(graph: Graph, edge: Edge) -> Products:
     """The product that makes an edge's tensor. Empty if another op makes it, or if nothing is decomposed."""
     maker, _ = graph.node[edge.src].write_of(edge.tensor)
-    if graph.meta.get("decompose") != "products" or maker.kind != "matmul":
+    if not graph.facts.decomposed or maker.kind != "matmul":
         return ()
     found = [_product(graph, graph.node[edge.src], maker, a) for a in maker.reads]
     return tuple(p for p in found if p is not None)

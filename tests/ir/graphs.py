@@ -30,6 +30,7 @@ from pase.ir import (
     to_text,
     verify,
 )
+from pase.ir.facts import GraphFacts, Hoisted
 from pase.ir.functions import FUNCTIONS
 from pase.ir.places import Place, Scope, ScopeKind, SourceLine
 
@@ -177,5 +178,12 @@ def graphs(draw: Callable[..., Any]) -> Graph:
         tensors=tensors,
         nodes=tuple(nodes),
         outputs=tuple(draw(st.lists(st.sampled_from(keys), max_size=2))),
-        meta=draw(st.dictionaries(names, names, max_size=2)),
+        facts=GraphFacts(
+            frontend=draw(st.just("") | names),
+            dims=draw(st.dictionaries(names, st.integers(0, 99), max_size=2)),
+            precision=draw(st.sampled_from(["", "fp8"])),
+            hoisted=draw(st.sampled_from(get_args(Hoisted))),
+            micro_batches=draw(st.integers(1, 64)),
+            decomposed=draw(st.booleans()),
+        ),
     )

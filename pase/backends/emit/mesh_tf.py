@@ -113,7 +113,7 @@ def _with_model(plan: PlanData, model: object) -> PlanData:
 def _source(traced: Any, graph: Graph) -> tuple[MeshTfRules, Iterator[SourceOp]]:
     """The frontend's table of ops, and the model's ops in order."""
     roles = {t.name: t.role for t in graph.tensors.values()}
-    frontend = traced.graph.meta.get("frontend", "")
+    frontend = traced.graph.facts.frontend
     if frontend == "jax":
         from pase.backends.mesh_tf import jax_ops
 

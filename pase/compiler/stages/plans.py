@@ -49,7 +49,7 @@ def plan_staged(
     # As ``costs`` prices it, gathers and sums of parameters are hoisted, unless a stage has them in each micro-batch.
     hoisted = all(split.weights == "hoisted" for split in s.splits)
     plan = assemble(
-        replace(t.graph, meta={**t.graph.meta, "hoisted": "all"}) if hoisted else t.graph,
+        replace(t.graph, facts=replace(t.graph.facts, hoisted="all")) if hoisted else t.graph,
         mesh,
         configs,
         model=problem.model,

@@ -13,7 +13,6 @@ nor optimizer: gradients flow into every float output.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,8 +126,7 @@ def _trace(m: OnnxModel, unknown: Unknown) -> TracedOnnx:
         )
     for t in {t.name: t for t in outs}.values():
         b.output(t)
-    meta = {"frontend": "onnx"} | ({"dims": json.dumps(m.dims)} if m.dims else {})
-    graph = b.finish(outs, **meta)
+    graph = b.finish(outs, frontend="onnx", dims=m.dims)
     made: dict[str, tuple[str, tuple[int, ...]]] = {}
     for k, v in low.env.items():
         of = v.note[1] if v.tensor is None and v.note[:1] == ("view",) else v
