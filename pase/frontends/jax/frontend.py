@@ -208,11 +208,7 @@ def trace(
         if asked == "step" and not program.carried:
             raise _no_step_error(called)
     closed = program.jaxpr
-    stored = stored_arguments(mode, args)
-    param_paths = _paths(as_shapes[:stored] if stored > 1 else as_shapes[0])
-    input_paths = _paths(as_shapes[stored:])
-    if twice := [path for path, n in Counter(param_paths).items() if n > 1]:
-        raise _same_path_error(twice[0])
+    param_paths, input_paths = _leaf_paths(as_shapes, stored_arguments(mode, args))
     b = GraphBuilder(name=called, frozen=mode != "train")
     programs = programs_of(fn, closed)
     lower = _JaxLowering(
@@ -255,6 +251,15 @@ def trace(
         modules=fn if isinstance(fn, ModuleFunction) else None,
         shardings=shardings(args),
     )
+
+
+def _leaf_paths(as_shapes: tuple[Tree, ...], stored: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(Paths of the leaves of the first ``stored`` arguments, those of the others). Raises PaseError if two of the
+    first are equal."""
+    param_paths = _paths(as_shapes[:stored] if stored > 1 else as_shapes[0])
+    if twice := [path for path, n in Counter(param_paths).items() if n > 1]:
+        raise _same_path_error(twice[0])
+    return param_paths, _paths(as_shapes[stored:])
 
 
 def _pure(
