@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.cases.plans import Case
 
-__all__ = ["MODELS", "TorchExample", "example", "in_float64", "state_of"]
+__all__ = ["MODELS", "TorchExample", "example", "in_float32", "in_float64", "state_of"]
 
 VOCABULARY, LENGTH, SIDE, LABELS = 128, 16, 16, 8
 _TEXT = {"vocab_size": VOCABULARY}
@@ -181,8 +181,8 @@ def _without_chance(config: Any) -> None:
             setattr(config, key, 0.0)
 
 
-def example(name: str, batch: int) -> tuple[Any, dict[str, Any]]:
-    """Returns (module, batch) in float64. No parameter is zero or one, so that no gradient vanishes."""
+def _module(name: str) -> Any:
+    """Returns the model as the library makes it, without dropout."""
     import torch
     import transformers
 
@@ -193,11 +193,23 @@ def example(name: str, batch: int) -> tuple[Any, dict[str, Any]]:
     if hasattr(config, "use_cache"):
         config.use_cache = False
     torch.manual_seed(0)
-    module = made(config).double().train()
+    return made(config).train()
+
+
+def in_float32(name: str, batch: int) -> tuple[Any, dict[str, Any]]:
+    """Returns (module, batch) as the library makes them, without dropout."""
+    return _module(name), MODELS[name].batch(batch)
+
+
+def example(name: str, batch: int) -> tuple[Any, dict[str, Any]]:
+    """Returns (module, batch) in float64. No parameter is zero or one, so that no gradient vanishes."""
+    import torch
+
+    module = _module(name).double()
     with torch.no_grad():
         for p in module.parameters():
             p.add_(0.1 * torch.randn(p.shape))
-    return module, kind.batch(batch)
+    return module, MODELS[name].batch(batch)
 
 
 @dataclass(frozen=True, kw_only=True)

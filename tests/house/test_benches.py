@@ -74,6 +74,7 @@ WITH_TORCH = {
     "search.torch_frontend": '--only "one mesh"',
     "audit.torch": "--only ConvNeXt",
     "gpu.torch_steps": '--only "tiny bert" --steps 1 --ways eager plan',
+    "audit.torch_dispatch": '--only "GPT-2 one rank"',
 }
 """Bench that needs PyTorch -> its smallest arguments."""
 ELSEWHERE = {

@@ -5,12 +5,14 @@ The step may run on fake tensors over a process group that sends nothing, for ex
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from pase.backends.torch.gradients import LocalGradients
 from pase.backends.torch.plan import ParallelModule, TorchPlan
 from pase.backends.torch.spmd.messages import joined_sums
 from pase.backends.torch.spmd.process_groups import AxisGroups
@@ -151,6 +153,14 @@ def recorded(groups: AxisGroups) -> TorchDispatchMode:
     return _recorder()(groups)
 
 
+class _ImaginedGradients(LocalGradients):
+    """The leaves of parameters that have no data, and keep no gradients."""
+
+    @contextlib.contextmanager
+    def collected(self, stored: Mapping[str, Any]) -> Iterator[Mapping[str, Tensor]]:
+        yield {t: x.to_local() for t, x in stored.items()}
+
+
 class _Imagined(ParallelModule):
     """A step whose parameters and buffers have shapes but no data."""
 
@@ -202,7 +212,14 @@ def sent_by_one_rank(plan: TorchPlan) -> SentCounts:
 
     device = torch.device("cpu")
     groups = plan.groups("cpu")
-    step = _Imagined(plan=plan, module=torch.nn.Module(), walk=plan.walk(groups), device=device, seed=0)
+    step = _Imagined(
+        plan=plan,
+        module=torch.nn.Module(),
+        walk=plan.walk(groups),
+        device=device,
+        seed=0,
+        gradients=_ImaginedGradients(),
+    )
     tensors = plan.traced.graph.tensors
     dtypes = {t: getattr(torch, tensors[t].dtype) for t in plan.leaves.values()}
     with FakeTensorMode(allow_non_fake_inputs=True), recorded(groups) as found:

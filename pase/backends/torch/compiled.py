@@ -21,11 +21,10 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch.distributed.tensor import DTensor
     from torch.fx import GraphModule
     from torch.fx import Node as FxNode
 
-__all__ = ["CompiledStep", "added", "compiled"]
+__all__ = ["CompiledStep", "compiled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,25 +119,3 @@ def _taken_out(graph: GraphModule, name: str) -> Iterator[tuple[int, Callable[[]
     for n in graph.graph.nodes:  # the annotations of recomputed regions have had their effect
         n.meta = {"val": n.meta["val"]} if "val" in n.meta else {}
     graph.recompile()
-
-
-def added(parameter: DTensor, gradient: Tensor) -> None:
-    """Add this rank's part of a gradient to a parameter's ``grad``.
-
-    The first gradient is copied: autograd may pass one tensor to both operands of a sum, and a broadcast tensor has one
-    number in many places.
-    """
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    if parameter.grad is not None:
-        parameter.grad.to_local().add_(gradient)  # type: ignore[attr-defined]
-        return
-    parameter.grad = DTensor.from_local(
-        gradient.clone(memory_format=torch.contiguous_format),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -17,7 +17,10 @@ from pase.backends.torch.batch import leaves_as_compiled
 from pase.backends.torch.buffers import StepBuffers
 from pase.backends.torch.check_plans import TorchAgainst, check_parallel, unsharded_copy
 from pase.backends.torch.clip import clipped
-from pase.backends.torch.compiled import CompiledStep, added, compiled
+from pase.backends.torch.code import groups_of_one, rank_code
+from pase.backends.torch.compiled import CompiledStep, compiled
+from pase.backends.torch.gradients import LocalGradients, added
+from pase.backends.torch.program import RecordedPrograms, can_record
 from pase.backends.torch.spmd.collectives import part, resharded
 from pase.backends.torch.spmd.interpreter import Body, RankWalk
 from pase.backends.torch.spmd.process_groups import AxisGroups, axis_groups
@@ -34,6 +37,7 @@ from pase.ir import Graph, named, simplify
 from pase.ir.batch_sums import BatchSums
 from pase.ir.blocks import Block, Hoisted, accumulated, rematerialised
 from pase.local.bucket_messages import ProgramSchedule
+from pase.local.idle import without_idle_axes
 from pase.local.lower import program_of
 from pase.local.types import LocalProgram, LocalReshardStep, local_shape
 from pase.local.verify import verify_program
@@ -78,7 +82,7 @@ class TorchPlan:
         made = program_of(accumulated(self._graph, self.accumulate, self.hoisted), self.mesh, self.strategy)
         made = made if self.schedule is None else self.schedule.placed(made)
         verify_program(made)
-        return made
+        return without_idle_axes(made)
 
     @cached_property
     def _graph(self) -> Graph:
@@ -143,6 +147,19 @@ class TorchPlan:
             counting=self.sums.counting,
             totals=frozenset(self.sums.totals),
         )
+
+    def code(self, rank: int = 0) -> str:
+        """The program that a rank runs for each micro-batch, as Python code: PyTorch's ops on the rank's parts, with
+        the user's layers as comments. Functions ``plan_...`` are the plan's: reshards of a value and, in backward, of
+        its gradient, recomputed blocks, and random values. It needs no ranks and no memory for data.
+
+        Raises PaseError if there is no such rank, or if the model has branches that depend on data.
+        """
+        import torch
+
+        walk = self.walk(groups_of_one(self, rank))
+        module, device = torch.nn.Module(), torch.device("cpu")
+        return rank_code(ParallelModule(plan=self, module=module, walk=walk, device=device, seed=0), rank)
 
     def parallelize(
         self, module: Module, *, device: torch.device | str | None = None, compile: bool | str = False
@@ -221,6 +238,8 @@ class ParallelModule:
     """The number of steps that have run. Random values depend on it and on ``seed``."""
     compiler: str | None = None
     """The backend of ``torch.compile`` that ``backward`` uses; None: ops run one by one."""
+    gradients: LocalGradients = field(default_factory=LocalGradients, repr=False)
+    """What autograd sees of the parameters in ``backward``."""
     _graph: CompiledStep | None = field(default=None, repr=False)
     """The compiled step, once there is one."""
     stored: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -283,15 +302,17 @@ class ParallelModule:
     def backward(self, *batch: Tree) -> Tensor:
         """Returns the detached loss. Adds the gradients of all micro-batches to the parameters' ``grad``."""
         refuse_autocast(f"the step of '{self.plan.program.name}' runs")
-        losses: list[Tensor] = []
-        held = self.parameters(self.local()) if self.compiler is None else {}
-        for body in self.bodies(batch):
-            if self.compiler is not None:
-                losses.append(self._at_once(body))
-                continue
-            loss = self._loss(held, body) * self.share
-            loss.backward()
-            losses.append(loss.detach())
+        if self.compiler is not None:
+            losses = [self._at_once(body) for body in self.bodies(batch)]
+            return sum(losses[1:], losses[0])
+        losses = []
+        with self.gradients.collected(self.stored) as leaves:
+            held = self.parameters(leaves)
+            for body in self.bodies(batch):
+                loss = self._loss(held, body)
+                loss = loss if self.share == 1.0 else loss * self.share
+                loss.backward()
+                losses.append(loss.detach())
         return sum(losses[1:], losses[0])
 
     def check(
@@ -346,16 +367,28 @@ class ParallelModule:
 
     def _loss(self, parameters: Mapping[str, RankValue], body: Body) -> Tensor:
         body.values.update({**parameters, **self.buffers.entering()})
-        loss = self.walked(body)
-        self.buffers.write_back(self.buffers.leaving(body))
+        loss, *new = self.results(body)
+        self.buffers.write_back(dict(zip(self.buffers.written, new, strict=True)))
         self.steps += 1
         return loss
 
-    def walked(self, body: Body) -> Tensor:
-        """Walk the graph. Returns the loss."""
+    def results(self, body: Body) -> Sequence[Tensor]:
+        """The loss of a micro-batch, and the next values of the buffers that the step writes."""
+        if can_record(self.walk):
+            return self.programs.run(body, self.finished)
         self.walk.run(body)
+        return self.finished(body)
+
+    def finished(self, body: Body) -> Sequence[Tensor]:
+        """``results`` from a body after the walk."""
         (name,) = self.plan.traced.program.losses
-        return self.walk.output(self.value(name), body).reshape(())
+        loss = self.walk.output(self.value(name), body).reshape(())
+        return loss, *self.buffers.leaving(body).values()
+
+    @cached_property
+    def programs(self) -> RecordedPrograms:
+        """The recorded programs of this rank."""
+        return RecordedPrograms(walk=self.walk)
 
     @property
     def buffers(self) -> StepBuffers:
@@ -385,9 +418,10 @@ class ParallelModule:
                 {**read, **self.parameters(held)}, {n: next(mine) for n in constants}, self.device, self.seed
             )
             body.kept.receive(received)
-            loss = self.walked(body) * self.share
+            loss, *new = self.results(body)
+            loss = loss * self.share
             found = torch.autograd.grad(loss, [held[t] for t in trained], allow_unused=True)
-            return loss.detach(), found, list(self.buffers.leaving(body).values())
+            return loss.detach(), found, new
 
         if self._graph is None:
             assert self.compiler is not None

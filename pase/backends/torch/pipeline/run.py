@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.torch.check_plans import TorchAgainst, check_stages
 from pase.backends.torch.clip import clipped
-from pase.backends.torch.compiled import added
+from pase.backends.torch.gradients import added
 from pase.backends.torch.pipeline.p2p import Letter, StageLinks
 from pase.backends.torch.plan import ParallelModule, agreed_seed
 from pase.backends.torch.spmd.collectives import resharded
@@ -202,7 +202,7 @@ class _StagesStep:
         body.values.update({v.tensor: v for v in entered})
         back = [v.array for v in entered if v.array.requires_grad]
         if k + 1 == len(plan.stages):
-            loss = p.walked(body) * p.share
+            loss = p.results(body)[0] * p.share
             self.loss = loss.detach() + (0 if self.loss is None else self.loss)
             self.running[k, i] = back, [loss]
             return

@@ -46,8 +46,10 @@ if TYPE_CHECKING:
 __all__ = ["NodeOps"]
 
 
-_SUM = 2
-"""ATen's value of ``reduction`` for a loss that is summed."""
+_MEAN, _SUM = 1, 2
+"""ATen's values of ``reduction`` for a loss that is averaged or summed."""
+_MEANS = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "mse_loss", "l1_loss"})
+"""Losses that are a sum divided by a count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +78,11 @@ class NodeOps:
                 self.nest(pair)
         elif self._closed(work):
             self._at_once(work, before, self._anchors(work), {})
-        elif work and work[0].op.kind == "conv":  # the bias is added separately
-            first = work[0].op.writes[0].tensor
-            self._at_once(work[:1], before, [(first, ())], {"bias": None})
+        elif work and work[0].op.kind in ("conv", "matmul") and self._arguments.get("bias") is not None:
+            # The bias is added separately. The product has the shape of the sum, and the same views lead to the result.
+            views = [a[1] for a in self._anchors(work) if a is not None]
+            product = work[0].op.writes[0].tensor
+            self._at_once(work[:1], before, [(product, views[0] if views else ())], {"bias": None})
             for pair in work[1:]:
                 self.nest(pair)
         elif len(work) > 1 and not any(r.tensor in made_by(work) for pair in work for r in pair.op.reads):
@@ -87,10 +91,35 @@ class NodeOps:
                 self._at_once(
                     [pair], before, [a if a and a[0] in made_by([pair]) else None for a in anchors], {}
                 )
+        elif total := self._total(work):
+            above = _needed(work, total)
+            self._at_once(above, before, [(total, ())], {"reduction": _SUM})
+            counts = [p for a in work[-1].op.reads if a.tensor != total for p in _needed(work, a.tensor)]
+            self._one_by_one([*counts, work[-1]])
         else:
             self._one_by_one(work)
         for pair in after:
             self.nest(pair)
+
+    def _total(self, work: Sequence[OpPair]) -> str | None:
+        """The sum of a loss over a batch that is split, of which the loss is the mean. PyTorch's own op computes it
+        with the reduction "sum"; only the division, and what it divides by, is left. None if the node is another."""
+        if self._name not in _MEANS or self._arguments.get("reduction") != _MEAN or not work:
+            return None
+        *_, last = work
+        if last.op.function.name != "div" or self._of_probabilities:
+            return None
+        total = last.op.reads[0].tensor
+        return total if total in made_by(work) and self._closed(_needed(work, total)) else None
+
+    @property
+    def _of_probabilities(self) -> bool:
+        """Whether the labels of a loss are probabilities. Its sum then has the other sign."""
+        return (
+            "mse" not in self._name
+            and self._name != "l1_loss"
+            and (self._arguments["target"].meta["val"].is_floating_point())
+        )
 
     def some(self, pairs: Sequence[OpPair]) -> None:
         """Run these ops of the node, and no others."""
@@ -142,7 +171,11 @@ class NodeOps:
         return out
 
     def _closed(self, work: Sequence[OpPair]) -> bool:
-        """Whether nothing is resharded or summed between these ops, and each operand is read in only one layout."""
+        """Whether nothing is resharded or summed between these ops, and each operand is read in only one layout.
+
+        In a recomputed region, ops of several nodes run separately: backward may need only the first again, and then
+        the operands of the others must not be sent again.
+        """
         program, own = self.walk.program, made_by(work)
         ways: dict[str, set[object]] = {}
         for pair in work:
@@ -150,16 +183,28 @@ class NodeOps:
                 name = program.original(o.tensor)
                 if name not in own:
                     ways.setdefault(name, set()).add(None if o.constant else self._way(o))
-                elif o.summed or (o.transfer is not None and not self._pooled(o.transfer)):
+                elif (
+                    o.summed
+                    or (o.transfer is not None and not self.walk.unchanged(o.transfer))
+                    or (
+                        o.transfer is not None
+                        and pair.local.op.region is not None
+                        and not self._pooled(o.transfer)
+                    )
+                ):
                     return False
-        partial = any(r.summed or "partial" in r.layout for pair in work for r in pair.local.results)
+        read = {program.original(o.tensor) for pair in work for o in pair.local.operands}
+        partial = any(
+            (r.summed or "partial" in r.layout) and (r.tensor in read or pair.local.combine != "sum")
+            for pair in work
+            for r in pair.local.results
+        )
         return bool(work) and all(len(w) == 1 for w in ways.values()) and (len(work) == 1 or not partial)
 
     def _pooled(self, transfer: int) -> bool:
-        """Whether the transfer passes the result of a window op on unchanged. (A product runs separately from what is
-        added to it, because one of them may be kept and the other recomputed.)"""
-        t = self.walk.program.transfers[transfer]
-        return not (t.forward or t.backward) and self.walk.program.maker[t.tensor].op.kind == "window"
+        """Whether a window op computes what the transfer passes on."""
+        program = self.walk.program
+        return program.maker[program.transfers[transfer].tensor].op.kind == "window"
 
     def _way(self, o: LocalOperand) -> object:
         """A key that is equal for operands that share one transfer."""
@@ -469,6 +514,16 @@ class _Reads:
         if read is None:
             return x, (value.shape, nowhere)
         return part(x, value.shape, read, walk.groups), (value.shape, read)
+
+
+def _needed(work: Sequence[OpPair], tensor: str) -> list[OpPair]:
+    """The ops of the work that a tensor depends on."""
+    wanted, found = {tensor}, []
+    for pair in reversed(work):
+        if made_by([pair]) & wanted:
+            found.append(pair)
+            wanted |= {a.tensor for a in pair.op.reads}
+    return found[::-1]
 
 
 def _shape_through(shape: tuple[int, ...], steps: Steps) -> tuple[int, ...]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, reduce
+from dataclasses import dataclass
+from functools import cache, partial, reduce
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pase.backends.torch.spmd.process_groups import AxisGroups
+from pase.backends.torch.spmd.record import whole
 from pase.errors import PaseError
 from pase.local.exchange import nests
 from pase.local.parts import WireView, digits, held, pairs, view
@@ -60,19 +62,34 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction]]:
     return Edge, OntoCarrier
 
 
-def there_and_back(value: Tensor, gradient_carrier: Tensor | None, there: Way, back: Way | None) -> Tensor:
+def there_and_back(
+    value: Tensor, gradient_carrier: Tensor | None, there: Way, back: Way | None, name: str = "edge"
+) -> Tensor:
     """Returns ``there(value)``. The gradient, ``back`` of the incoming gradient, goes to ``gradient_carrier`` if that
     is given, else to ``value``.
 
     gradient_carrier: a tensor in the layout in which the gradient arrives, if that is not the value's layout.
     back: None means that no gradient passes.
+    name: in a recorded program.
     """
     if back is None or not (value.is_floating_point() or value.is_complex()):
-        return there(value.detach())
-    edge, onto_carrier = _functions()
-    if gradient_carrier is None:
-        return edge.apply(value, there, back)
-    return onto_carrier.apply(value.detach(), gradient_carrier, there, back)
+        return there(value.detach() if value.requires_grad else value)
+    carriers = () if gradient_carrier is None else (gradient_carrier,)
+    return whole(_EdgeCall(there, back), value, *carriers, name=name)
+
+
+@dataclass(frozen=True)
+class _EdgeCall:
+    """An edge, as one call with a derivative of its own."""
+
+    there: Way
+    back: Way
+
+    def __call__(self, value: Tensor, gradient_carrier: Tensor | None = None) -> Tensor:
+        edge, onto_carrier = _functions()
+        if gradient_carrier is None:
+            return edge.apply(value, self.there, self.back)
+        return onto_carrier.apply(value.detach(), gradient_carrier, self.there, self.back)
 
 
 def resharded(
@@ -88,7 +105,8 @@ def _step(x: Tensor, step: LocalReshardStep, shape: Extents, combine: Combine, g
         case "all_reduce":
             return groups.all_reduce(x, axes, combine)
         case "permute" | "all_to_all" if not nests(step, shape, mesh):
-            return _exchanged(x, step, shape, axes, groups)
+            sent = partial(_exchanged, step=step, shape=shape, axes=axes, groups=groups)
+            return whole(sent, x, name="exchange")
         case "permute":
             return groups.permute(x, axes, pairs(step, shape, mesh))
         case "own":
@@ -190,7 +208,7 @@ def summed(x: Tensor, axes: tuple[str, ...], groups: AxisGroups) -> Tensor:
     """All-reduce a result whose reader belongs to the same node. Every summand gets the gradient of the sum."""
     if not x.is_floating_point():
         return groups.all_reduce(x, axes)
-    return there_and_back(x, None, lambda y: groups.all_reduce(y, axes), lambda g: g)
+    return there_and_back(x, None, lambda y: groups.all_reduce(y, axes), lambda g: g, "all_reduce")
 
 
 def part(x: Tensor, shape: Extents, layout: Layout, groups: AxisGroups) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from pase.backends.torch.spmd.record import outside_blocks
 from pase.backends.torch.spmd.rules import seeded
 from pase.backends.torch.spmd.values import NotOnParts, steps_from
 from pase.frontends.common.values import Value
@@ -94,7 +95,8 @@ class Constants:
     def of(self, n: FxNode) -> Tensor:
         """The whole value of a node."""
         if n not in self.made:
-            self.made[n] = self._worked_out(n)
+            with outside_blocks():
+                self.made[n] = self._worked_out(n)
         return self.made[n]
 
     def _worked_out(self, n: FxNode) -> Tensor:

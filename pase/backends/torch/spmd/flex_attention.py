@@ -7,9 +7,11 @@ all scores are in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pase.backends.torch.spmd.collectives import positions
+from pase.backends.torch.spmd.record import whole as recorded_whole
 from pase.backends.torch.spmd.rules import RANK_RULES, RankCall
 from pase.backends.torch.spmd.values import NotOnParts
 
@@ -32,12 +34,33 @@ def _flex(call: RankCall) -> Tensor:
         raise NotOnParts("attention cannot be computed on such parts of its heads")
     at = [positions(i, shape, layout, call.groups, q.device) for i in range(3)]
     at.append(torch.arange(k.shape[2], device=q.device))
+    run = partial(_attended, **{name: call.given[name] for name in ("scale", "score", "mask")})
+    return recorded_whole(
+        run, q, k, v, at, call.given["score_reads"], call.given["mask_reads"], name="flex_attention"
+    )
+
+
+def _attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    at: Sequence[Tensor],
+    score_reads: Sequence[Tensor],
+    mask_reads: Sequence[Tensor],
+    *,
+    scale: float,
+    score: Callable[..., Tensor],
+    mask: Callable[..., Tensor],
+) -> Tensor:
+    """at: the positions of the batch, heads, queries and keys in the whole tensors."""
+    import torch
+
     wide = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
     keys, values = (x.to(wide).repeat_interleave(group, 1) for x in (k, v))
-    scores = q.to(wide) @ keys.transpose(-2, -1) * call.given["scale"]
-    scores = _each(call.given["score"], at, call.given["score_reads"], scores)
-    seen = _each(call.given["mask"], at, call.given["mask_reads"]).expand(scores.shape)
+    scores = q.to(wide) @ keys.transpose(-2, -1) * scale
+    scores = _each(score, at, score_reads, scores)
+    seen = _each(mask, at, mask_reads).expand(scores.shape)
     shares = torch._safe_softmax(
         scores.masked_fill(~seen, -torch.inf), -1
     )  # zeros if the mask hides all keys

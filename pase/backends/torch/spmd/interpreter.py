@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pase.backends.torch.spmd.call import NodeOps
 from pase.backends.torch.spmd.collectives import resharded, there_and_back
@@ -23,23 +23,27 @@ from pase.backends.torch.spmd.messages import joined_sums, joined_values
 from pase.backends.torch.spmd.pairs import OpPair
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.recompute import recomputed
+from pase.backends.torch.spmd.record import Recording, at_layer, recorder
 from pase.backends.torch.spmd.rules import RANK_RULES, SEEDS_APART
 from pase.backends.torch.spmd.values import NotOnParts, RankValue, apply_views, steps_from
 from pase.errors import PaseError
 from pase.frontends.common.values import Value
 from pase.frontends.torch.export.functional import NO_GRADIENT
 from pase.frontends.torch.frontend import TracedTorch
-from pase.frontends.torch.lower import place_of, source_of
+from pase.frontends.torch.lower import layer_of, place_of, source_of
 from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import TorchScope, op_name
 from pase.ir import Op, Place
 from pase.ir.blocks import Block, holders
-from pase.local.types import LocalOperand, LocalProgram
+from pase.local.types import LocalOperand, LocalProgram, LocalTransfer
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.utils.checkpoint import CheckpointPolicy
+
+T = TypeVar("T")
 
 __all__ = ["Body", "Keeping", "KeptTransfers", "RankWalk"]
 
@@ -103,12 +107,14 @@ class Body:
     """The state of a walk: what it has computed so far.
 
     constants: values that do not depend on data.
+    seed: the seed of all random ops together.
     kept: results of transfers, within the current recomputed block or outside of all blocks.
     values: results of ops, by tensor.
     """
 
     constants: Constants
     kept: KeptTransfers
+    seed: int
     values: dict[str, RankValue] = field(default_factory=dict)
     keeping: Keeping = field(default_factory=Keeping)
 
@@ -117,6 +123,7 @@ class Body:
         return Body(
             constants=constants,
             kept=self.kept.inner(),
+            seed=self.seed,
             values=dict(self.values),
             keeping=keeping or self.keeping,
         )
@@ -193,12 +200,16 @@ class RankWalk:
         """
         import torch
 
-        def seed_at(path: str) -> int:
-            return seed * SEEDS_APART + zlib.crc32(path.encode())
+        base = seed * SEEDS_APART
 
-        constants = Constants(index=self.index, buffers=buffers, device=device, seed_at=seed_at)
+        def seed_at(path: str) -> int:
+            return base + zlib.crc32(path.encode())
+
         return Body(
-            constants=constants, kept=KeptTransfers(watched=torch.is_grad_enabled()), values=dict(leaves)
+            constants=Constants(index=self.index, buffers=buffers, device=device, seed_at=seed_at),
+            kept=KeptTransfers(watched=torch.is_grad_enabled()),
+            seed=base,
+            values=dict(leaves),
         )
 
     def run(self, body: Body) -> None:
@@ -289,8 +300,17 @@ class RankWalk:
             return [v for k, v in mine.values.items() if k not in before.values and k in self._leave[block]]
 
         light = block.recompute == "light"
-        around = create_selective_checkpoint_contexts(policy) if light else [contextlib.nullcontext()] * 2
-        body.values.update({v.tensor: v for v in recomputed(inside, *around)})
+
+        def run(what: Callable[[], T]) -> T:
+            around = create_selective_checkpoint_contexts(policy) if light else [contextlib.nullcontext()] * 2
+            return recomputed(what, *around)
+
+        into = recorder()
+        if into is None:
+            made = run(inside)
+        else:
+            made = _recorded_block(into, inside, run, keeping, f"block_{block.prefix}{block.start}")
+        body.values.update({v.tensor: v for v in made})
 
     @cached_property
     def _leave(self) -> dict[Block, frozenset[str]]:
@@ -324,7 +344,7 @@ class RankWalk:
         if n.op != "call_function" or n.target is operator.getitem:
             return
         unwatched = NO_GRADIENT in (n.meta.get("custom") or {})
-        with torch.no_grad() if unwatched else contextlib.nullcontext():
+        with at_layer(lambda: layer_of(n)), torch.no_grad() if unwatched else contextlib.nullcontext():
             try:
                 if isinstance(n.target, torch._ops.HigherOrderOperator) and op_name(n) not in RANK_RULES:
                     self._control(scope, n, path, body, of)
@@ -382,9 +402,23 @@ class RankWalk:
         if not o.summed:
             return value
         array = there_and_back(
-            value.array, value.gradient_carrier, lambda x: x, lambda g: self.groups.all_reduce(g, o.summed)
+            value.array,
+            value.gradient_carrier,
+            lambda x: x,
+            lambda g: self.groups.all_reduce(g, o.summed),
+            "gradient_all_reduce",
         )
         return replace(value, array=array, gradient_carrier=None)
+
+    def unchanged(self, number: int) -> bool:
+        """Whether a transfer passes its tensor, and the gradient, on as they are."""
+        t = self.program.transfers[number]
+        if t.forward or t.backward:
+            return False
+        if t.tensor not in self.program.originals:
+            return True
+        (copy,) = self.program.maker[t.tensor].operands
+        return copy.transfer is None or self.unchanged(copy.transfer)
 
     def _transferred(self, value: RankValue, number: int, body: Body) -> Tensor:
         """The value after a transfer, which runs once per body. A transfer of a copy starts from the result of the
@@ -398,6 +432,8 @@ class RankWalk:
             (copy,) = self.program.maker[t.tensor].operands
             assert copy.transfer is not None
             value = replace(value, array=self._transferred(value, copy.transfer, body), gradient_carrier=None)
+        if not t.forward and t.backward == () and value.gradient_carrier is None:
+            return value.array
         shape = self.program.result(t.tensor).shape
 
         def there(x: Tensor) -> Tensor:
@@ -407,7 +443,7 @@ class RankWalk:
             return resharded(g, t.backward or (), shape, "sum", self.groups)
 
         return there_and_back(
-            value.array, value.gradient_carrier, there, None if t.backward is None else back
+            value.array, value.gradient_carrier, there, None if t.backward is None else back, _named(t)
         )
 
     def output(self, value: Value, body: Body) -> Tensor:
@@ -433,3 +469,26 @@ class RankWalk:
             "the plan has no layout for the next value of one of its buffers",
             where=f"model '{self.program.name}'",
         )
+
+
+def _named(t: LocalTransfer) -> str:
+    """The name of an edge in a recorded program: its reshard steps, and those of its gradient."""
+    there, back = ("_".join(s.kind for s in steps) for steps in (t.forward, t.backward or ()))
+    return "_".join(filter(None, (there, f"gradient_{back}" if back else ""))) or "edge"
+
+
+def _recorded_block(
+    into: Recording,
+    inside: Callable[[], list[RankValue]],
+    run: Callable[[Callable[[], Tree]], Tree],
+    keeping: Keeping,
+    name: str,
+) -> list[RankValue]:
+    """Record a recomputed block as one call of a graph of its own."""
+    block = into.block(keeping)
+    with block.running():
+        found = inside()
+        carried = [v.gradient_carrier for v in found if v.gradient_carrier is not None]
+        block.returned([v.array for v in found], carried)
+    into.call_of(block, run, [*(v.array for v in found), *carried], name)
+    return found

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from pase.backends.torch.spmd.process_groups import AxisGroups
+from pase.backends.torch.spmd.record import whole
 from pase.backends.torch.spmd.values import RankValue
 from pase.local.types import LocalMessage, LocalProgram, local_shape
 
@@ -74,7 +75,8 @@ def joined_values(
     for same in by_dtype.values():
         axes = program.reshard_steps(same[0], "back")[0].axes
         arrays = [values[program.transfers[n].tensor].array for n in same]
-        out |= zip(same, _joined().apply(groups, axes, *arrays), strict=True)
+        read = whole(partial(_joined().apply, groups, axes), *arrays, name="joined_gradients")
+        out |= zip(same, read, strict=True)
     return out
 
 

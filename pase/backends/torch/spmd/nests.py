@@ -136,7 +136,8 @@ def _kept(op: Op, x: Tensor) -> list[int]:
 
 
 def _product(op: Op, ins: Sequence[Tensor], shape: Extents) -> Tensor:
-    """Compute a product from its maps, as an einsum. Dims of size 1 get no letter."""
+    """Compute a product from its maps, as an einsum. Dims of size 1 get no letter. A product of rows with a matrix is
+    PyTorch's own op, which does not permute its operands."""
     import torch
 
     letters: dict[str, int] = {}
@@ -146,8 +147,14 @@ def _product(op: Op, ins: Sequence[Tensor], shape: Extents) -> Tensor:
         names = [letters.setdefault(d, len(letters)) for i in kept for d in walks[i].dims]
         return x.reshape([x.shape[i] for i in kept]), names
 
-    terms = [t for x, a in zip(ins, op.reads, strict=True) for t in term(x, a.map.walks)]
+    terms: list[Any] = [t for x, a in zip(ins, op.reads, strict=True) for t in term(x, a.map.walks)]
     out = [letters[d] for w in op.writes[0].map.walks for d in w.dims]
+    if len(terms) == 4 and len(terms[3]) == 2:
+        x, rows, w, of = terms
+        if rows[:-1] and out[:-1] == rows[:-1] and of == [rows[-1], out[-1]]:
+            return torch.matmul(x, w).reshape(shape)
+        if rows[:-1] and out[:-1] == rows[:-1] and of == [out[-1], rows[-1]]:
+            return torch.nn.functional.linear(x, w).reshape(shape)
     return torch.einsum(*terms, out).reshape(shape)
 
 

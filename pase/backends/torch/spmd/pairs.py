@@ -45,10 +45,9 @@ def partitioned(pairs: Sequence[OpPair]) -> tuple[list[OpPair], list[OpPair], li
     own = made_by(pairs)
     before: list[OpPair] = []
     for pair in pairs:
-        if not pair.is_view or {r.tensor for r in pair.op.reads} & own - made_by(before):
-            break
-        before.append(pair)
-    rest = list(pairs[len(before) :])
+        if pair.is_view and not {r.tensor for r in pair.op.reads} & own - made_by(before):
+            before.append(pair)
+    rest = [pair for pair in pairs if pair not in before]
     after: list[OpPair] = []
     for pair in reversed(rest):
         readers = {r.tensor for p in rest if p is not pair and p not in after for r in p.op.reads}

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
 
 from pase.backends.torch.spmd.process_groups import AxisGroups
+from pase.backends.torch.spmd.record import whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +83,7 @@ class RankRing:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """This rank's part of the attention to all positions."""
-        made: Tensor = _function().apply(self, q, k, v)
+        made: Tensor = whole(partial(_function().apply, self), q, k, v, name="ring_attention")
         return made
 
     @property

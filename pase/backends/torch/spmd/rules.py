@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.torch.spmd.collectives import part, places_of, positions
 from pase.backends.torch.spmd.process_groups import AxisGroups
+from pase.backends.torch.spmd.record import seed_of
 from pase.backends.torch.spmd.ring_attention import RankRing
 from pase.backends.torch.spmd.values import NotOnParts
 from pase.frontends.torch.values import TorchOperand
@@ -438,7 +439,8 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with _DRAWING, torch.random.fork_rng(devices=devices), annotate({SEED: seed}):
         torch.manual_seed(seed % 2**63)
-        yield
+        with seed_of(seed, seeded):
+            yield
 
 
 def random_state(device: torch.device) -> Callable[[], None]:

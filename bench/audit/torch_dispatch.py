@@ -1,0 +1,152 @@
+"""Counts what a rank of a PyTorch plan does besides PyTorch's own step: dispatched ops, and bytes saved for backward.
+
+    python -m bench.audit.torch_dispatch                  # six models, five strategies; two minutes on one core
+    python -m bench.audit.torch_dispatch --only "GPT-2"
+
+Each row is one model under one strategy: forward and backward of rank 0, after a first step, against the model's own
+forward and backward on the whole batch. ``ops``: aten ops that PyTorch dispatches below autograd, views included.
+``edges``: collectives among ours, without their waits. ``saved``: bytes of the storages that autograd keeps for
+backward, without parameters and buffers; on several ranks, against the whole batch's divided by the ranks. ``step``:
+milliseconds on the CPU, where these tiny models are mostly Python and dispatch. Writes
+bench/results/torch_dispatch.json.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import Any
+
+from bench.cases.plans import Case
+from bench.cases.torch_models import in_float32
+from bench.cases.torch_ranks import alone_among
+from bench.processes import forks_of, row_apart
+from bench.runner import Benchmark
+
+MODELS = ("GPT-2", "Llama", "BERT", "ViT", "T5", "ResNet")
+STRATEGIES = {
+    "one rank": ("ours", 1),
+    "data parallel": ("data_parallel", 4),
+    "FSDP": ("fsdp", 4),
+    "Megatron": ("megatron/megatron_2x2", 4),
+    "ours": ("ours@2x2", 4),
+}
+"""Strategy -> its name as in ``bench.cases.plans.Case``, and the number of devices."""
+CPU_S, MEMORY, STEPS = 300, 24 << 30, 5
+
+
+def dispatched(run: Callable[[], object]) -> Counter[str]:
+    """Returns the ops that PyTorch dispatches below autograd while ``run`` runs, by name."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    found: Counter[str] = Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found[str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        run()
+    return found
+
+
+def saved(run: Callable[[], object], without: Collection[Any]) -> int:
+    """Returns the bytes of the storages that autograd saves for backward while ``run`` runs.
+
+    without: tensors whose storages do not count.
+    """
+    import torch
+
+    known = {x.untyped_storage()._cdata for x in without}
+    storages: dict[int, Any] = {}  # they are kept, so that no second one gets the place of the first
+
+    def pack(x: Any) -> Any:
+        storage = x.untyped_storage()
+        if storage._cdata not in known:
+            storages[storage._cdata] = storage
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        run()
+    return sum(s.nbytes() for s in storages.values())
+
+
+def compared(module: Any, batch: dict[str, Any], label: str, devices: int) -> dict[str, Any] | None:
+    """Returns ours and PyTorch's counts. None if the strategy does not apply to the model."""
+    from pase import machine
+    from pase.compiler.problem.problem import SplitProblem
+    from pase.frontends import registry
+
+    traced = registry.trace(module, batch)
+    problem = SplitProblem.of(traced.graph, devices, machine.load("h100x8"), "analytic", "adam")
+    plan = Case(traced=traced, problem=problem).plan(label)
+    if plan is None:
+        return None
+    mine = copy.deepcopy(module)
+
+    def eager() -> None:
+        module(**batch).loss.backward()
+
+    with alone_among(devices, rank=0):
+        step = plan.torch.parallelize(mine)
+
+        def ours() -> None:
+            step.backward(batch)
+
+        local = [x.to_local() if hasattr(x, "to_local") else x for x in (*mine.parameters(), *mine.buffers())]
+        out: dict[str, Any] = {}
+        for name, run, own in (
+            ("pytorch", eager, [*module.parameters(), *module.buffers()]),
+            ("ours", ours, local),
+        ):
+            run()  # makes the first gradients, and records our program
+            ops = dispatched(run)
+            sent = sum(n for op, n in ops.items() if "c10d" in op and "wait" not in op)
+            out[name] = {"ops": sum(ops.values()), "edges": sent, "saved": saved(run, own)}
+            began = time.perf_counter()
+            for _ in range(STEPS):
+                run()
+            out[name]["step_ms"] = round((time.perf_counter() - began) / STEPS * 1e3, 2)
+    a, b = out["ours"], out["pytorch"]
+    return out | {
+        "ops": round(a["ops"] / b["ops"], 3),
+        "saved": round(a["saved"] * devices / b["saved"], 3),
+        "step": round(a["step_ms"] / b["step_ms"], 2),
+    }
+
+
+def measured(model: str, strategy: str) -> dict[str, Any]:
+    """Returns the row of a model under a strategy."""
+    import torch
+
+    torch.set_num_threads(1)
+    label, devices = STRATEGIES[strategy]
+    module, batch = in_float32(model, 4 * devices)
+    found = compared(module, batch, label, devices)
+    return {"model": model, "strategy": strategy, **({"refused": True} if found is None else found)}
+
+
+def row(model: str, strategy: str) -> dict[str, Any]:
+    """Returns a row, measured in a process of its own."""
+    preloaded = ("torch.export", "bench.cases.torch_models", "pase.frontends.torch.frontend")
+    made = row_apart(forks_of(preloaded), measured, model, strategy, cpu_s=CPU_S, memory=MEMORY)
+    return {"model": model, "strategy": strategy} | made
+
+
+BENCH = Benchmark(
+    "torch_dispatch",
+    {f"{m} {s}": (m, s) for m in MODELS for s in STRATEGIES},
+    row,
+    "{model} {strategy}",
+    line=lambda name, row: (
+        f"{name}: "
+        + ", ".join(f"{k} {row[k]}" for k in ("ops", "saved", "step", "refused", "error") if k in row)
+    ),
+)
+
+
+if __name__ == "__main__":
+    BENCH.run()

@@ -1,0 +1,172 @@
+"""Removes from a recorded program what nothing needs: views that undo each other, views and constants made twice, and
+ops whose result nothing reads.
+
+The program's results, their derivatives, and what is sent stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING
+
+from pase.backends.torch.spmd.record import Drawn, ProgramCall
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.fx import Graph
+    from torch.fx import Node as FxNode
+
+    from pase.frontends.torch.values import TorchOperand
+
+__all__ = ["tidied"]
+
+_RESHAPES = frozenset({"reshape", "view", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten"})
+"""Views whose result has the same elements in the same order."""
+_PERMUTES = frozenset({"permute", "transpose", "t"})
+_OTHERS = frozenset({"expand", "narrow", "slice", "select", "split", "detach", "getitem"})
+
+
+def tidied(graph: Graph) -> None:
+    """Tidy a graph in place. The values of its nodes (``meta["val"]``) must be known."""
+    _views(graph)
+    _made_twice(graph)
+    for n in reversed(list(graph.nodes)):
+        if not n.users and n.op in ("call_function", "call_method", "get_attr") and not _acts(n):
+            graph.erase_node(n)
+
+
+def _views(graph: Graph) -> None:
+    """Replace chains of views by the shortest ones."""
+    for n in list(graph.nodes):
+        base = _viewed(n)
+        if base is None:
+            continue
+        name, shape = _name(n), tuple(n.meta["val"].shape)
+        if name in _RESHAPES:
+            while _name(base) in _RESHAPES and (under := _viewed(base)) is not None:
+                base = under
+            if tuple(base.meta["val"].shape) == shape:
+                n.replace_all_uses_with(base)
+            elif base is not n.args[0]:
+                _become(graph, n, base, "reshape", shape)
+        elif name in _PERMUTES:
+            order = _order(n)
+            while order is not None and _name(base) in _PERMUTES:
+                before, under = _order(base), _viewed(base)
+                if before is None or under is None:
+                    break
+                order, base = tuple(before[i] for i in order), under
+            if order == tuple(range(len(shape))):
+                n.replace_all_uses_with(base)
+            elif order is not None and base is not n.args[0]:
+                _become(graph, n, base, "permute", order)
+        elif name == "expand" and tuple(base.meta["val"].shape) == shape:
+            n.replace_all_uses_with(base)
+
+
+def _become(graph: Graph, n: FxNode, base: FxNode, method: str, to: tuple[int, ...]) -> None:
+    """Replace a node by a view of another."""
+    with graph.inserting_before(n):
+        made = graph.call_method(method, (base, to))
+    made.meta |= n.meta
+    n.replace_all_uses_with(made)
+
+
+def _made_twice(graph: Graph) -> None:
+    """Compute equal views, and equal constants, once."""
+    seen: dict[Hashable, FxNode] = {}
+    for n in list(graph.nodes):
+        key = _key(n)
+        if key is None:
+            continue
+        first = seen.setdefault(key, n)
+        if first is not n:
+            n.replace_all_uses_with(first)
+
+
+def _key(n: FxNode) -> Hashable | None:
+    """Equal for two nodes that compute the same; None if it must stay alone."""
+    import torch
+
+    if n.op not in ("call_function", "call_method") or isinstance(n.target, ProgramCall):
+        return None
+    name = _name(n)
+    pure = isinstance(n.target, torch._ops.OpOverload) and not _acts(n)
+    if name not in _RESHAPES | _PERMUTES | _OTHERS and not (pure and not _differentiated(n)):
+        return None
+    return n.op, n.target, _frozen(n.args), _frozen(n.kwargs)
+
+
+def _frozen(x: TorchOperand) -> Hashable:
+    """Arguments as a key. The type is part of it: 1, 1.0 and True are equal, but not the same argument."""
+    if isinstance(x, (list, tuple)):
+        return tuple(map(_frozen, x))
+    if isinstance(x, dict):
+        return tuple(sorted((k, _frozen(v)) for k, v in x.items()))
+    if isinstance(x, slice):
+        return "slice", _frozen(x.start), _frozen(x.stop), _frozen(x.step)
+    return type(x).__name__, x
+
+
+def _differentiated(n: FxNode) -> bool:
+    return any(x.requires_grad for x in _tensors(n.meta.get("val")))
+
+
+def _tensors(val: TorchOperand) -> Iterator[Tensor]:
+    import torch
+
+    for x in val if isinstance(val, (list, tuple)) else [val]:
+        if isinstance(x, torch.Tensor):
+            yield x
+
+
+def _acts(n: FxNode) -> bool:
+    """Whether running the node has an effect besides its result: it sends, or draws from PyTorch's generator."""
+    import torch
+
+    if isinstance(n.target, ProgramCall):
+        return not isinstance(n.target.run, Drawn)
+    if isinstance(n.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        schema = n.target._schema if isinstance(n.target, torch._ops.OpOverload) else None
+        random = torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
+        return "c10d" in str(n.target) or random or schema is None or schema.is_mutable
+    return False
+
+
+def _name(n: FxNode) -> str:
+    """The name of a method, a function of PyTorch, or an op."""
+    import torch
+
+    if n.op == "call_method":
+        return str(n.target)
+    if isinstance(n.target, torch._ops.OpOverload):
+        return n.target._schema.name.removeprefix("aten::") if n.target.namespace == "aten" else ""
+    return "" if isinstance(n.target, ProgramCall) else str(getattr(n.target, "__name__", ""))
+
+
+def _viewed(n: FxNode) -> FxNode | None:
+    """The tensor that a node is a view of; None if the node is no view."""
+    import torch
+
+    if n.op not in ("call_function", "call_method") or _name(n) not in _RESHAPES | _PERMUTES | {"expand"}:
+        return None
+    base = n.args[0] if n.args else n.kwargs.get("self")
+    known = isinstance(base, torch.fx.Node) and isinstance(base.meta.get("val"), torch.Tensor)
+    return base if known and isinstance(n.meta.get("val"), torch.Tensor) else None
+
+
+def _order(n: FxNode) -> tuple[int, ...] | None:
+    """The order of dims that a permute gives; None if its arguments have another form."""
+    rank, name = n.meta["val"].dim(), _name(n)
+    rest = [*n.args[1:], *(v for k, v in n.kwargs.items() if k != "self")]
+    if name == "t":
+        return tuple(reversed(range(rank)))
+    if name == "permute":
+        dims = rest[0] if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else rest
+        return tuple(int(d) % rank for d in dims)
+    if len(rest) != 2 or not all(isinstance(d, int) for d in rest) or n.kwargs:
+        return None
+    order = list(range(rank))
+    a, b = (d % rank for d in rest)
+    order[a], order[b] = order[b], order[a]
+    return tuple(order)

@@ -1,0 +1,60 @@
+"""A recorded program without views that undo each other, and without what is computed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pase.backends.torch.spmd.record import whole
+from pase.backends.torch.spmd.tidy import tidied
+from tests.backends.torch.spmd.test_record import recorded
+
+pytestmark = pytest.mark.torch
+
+CASES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
+    "reshapes": (lambda x: x.reshape(6, 4).reshape(24).reshape(2, 3, 4).exp(), ["exp"]),
+    "one reshape is left": (lambda x: x.unsqueeze(0).reshape(6, 4).exp(), ["reshape", "exp"]),
+    "permutes": (lambda x: x.transpose(0, 1).permute(1, 0, 2).exp(), ["exp"]),
+    "one permute is left": (lambda x: x.transpose(0, 1).transpose(1, 2).exp(), ["permute", "exp"]),
+    "a reshape of a permute stays": (
+        lambda x: x.transpose(0, 1).reshape(24).exp(),
+        ["transpose", "reshape", "exp"],
+    ),
+    "views made twice": (lambda x: x.reshape(24) * x.reshape(24), ["reshape", "mul"]),
+    "an op that nothing reads": (lambda x: (x.exp(), x.sin())[1], ["sin"]),
+    "a call of the plan stays": (
+        lambda x: (whole(lambda y: y + 1, x, name="edge"), x.sin())[1],
+        ["edge", "sin"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_shortest_program_computes_the_same(name: str) -> None:
+    import torch
+
+    make, wanted = CASES[name]
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    into = recorded(make, x)
+    tidied(into.graph)
+    into.graph.lint()
+    called = [n for n in into.graph.nodes if n.op.startswith("call")]
+    assert [getattr(n.target, "__name__", n.target) for n in called] == wanted
+    (made,) = into.module("M")(x)
+    torch.testing.assert_close(made, make(x))
+
+
+def test_constants_are_computed_once_and_differentiated_ops_are_not_joined() -> None:
+    import torch
+
+    def make(x: Any) -> Any:
+        aten = torch.ops.aten
+        a, b = (aten.arange.default(3) for _ in range(2))
+        return aten.exp.default(x) * aten.exp.default(x) * a * b
+
+    into = recorded(make, torch.randn(3, requires_grad=True))
+    tidied(into.graph)
+    called = [str(n.target) for n in into.graph.nodes]
+    assert (called.count("aten.arange.default"), called.count("aten.exp.default")) == (1, 2)
