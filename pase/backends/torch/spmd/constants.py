@@ -119,8 +119,8 @@ class Constants:
             inner = self.index.inside.get(source)  # the node's other results may depend on data
             return self.of(source)[which] if inner is None else self.of(inner.results[which])
         args, kwargs = torch.fx.map_arg((n.args, n.kwargs), lambda m: self._operand(m, n))
-        if kwargs.get("device") is not None:
-            kwargs = {**kwargs, "device": self.device}
+        args = tuple(self.device if isinstance(x, torch.device) else x for x in args)
+        kwargs = {k: self.device if isinstance(x, torch.device) else x for k, x in kwargs.items()}
         tags = getattr(n.target, "tags", ())
         with torch.no_grad():
             if torch.Tag.nondeterministic_seeded not in tags:

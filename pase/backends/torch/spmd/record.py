@@ -179,7 +179,7 @@ class Recording:
             )
         else:
             name = f"constant_{len(self.held)}"
-            self.held[name] = x if x.device.type == "meta" else x.to(self.device)
+            self.held[name] = x
             with self.graph.inserting_before(self.first):
                 node = self.graph.get_attr(name)
         node.meta["val"] = x
@@ -290,7 +290,7 @@ class Recording:
     def module(self, name: str) -> GraphModule:
         from torch.fx import GraphModule
 
-        return GraphModule(dict(self.held), self.graph, name)
+        return GraphModule({k: x.to(self.device) for k, x in self.held.items()}, self.graph, name)
 
     # Recomputed blocks.
 

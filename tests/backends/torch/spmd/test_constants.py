@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 
+import pase
+from bench.cases.torch_ranks import alone_among
 from pase.backends.torch.spmd.constants import Constants, NodeIndex
 from pase.backends.torch.spmd.values import NotOnParts
 from pase.frontends.common.values import Value
@@ -90,3 +93,30 @@ def test_an_iteration_gives_values_to_its_own_placeholders() -> None:
         given={made["buffer"]: lambda: torch.tensor([5.0])},
     )
     assert inner.of(made["doubled"]).tolist() == [10.0]
+
+
+def test_constants_are_where_the_step_runs() -> None:
+    """A model that was traced on the CPU runs on another device, with its tables and the devices that it names."""
+    import torch
+    from torch import nn
+
+    class Rotated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+            self.register_buffer("rates", torch.rand(4), persistent=False)
+
+        def forward(self, x: Any) -> Any:
+            at = torch.arange(8, device=x.device).float()
+            table = torch.outer(at, self.rates.to(x.device, torch.float32)) + torch.tensor(
+                [0.0, 1.0, 2.0, 3.0]
+            )
+            return (self.up(x) * table.to(x.device).cos()).square().mean()
+
+    module, x = Rotated(), torch.randn(2, 8, 4)
+    plan = pase.compile(module, x, devices=1)
+    with alone_among(1, rank=0):
+        step = plan.torch.parallelize(copy.deepcopy(module).to("meta"), device="meta")
+        assert step.backward(x.to("meta")).is_meta
+        (program,) = step.programs.made.values()
+    assert "cpu" not in program.module.code and all(t.is_meta for t in program.module.buffers())
