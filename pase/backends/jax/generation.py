@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pase.backends.jax.gspmd import JaxprWalk
 from pase.backends.jax.spmd.lower import Lowering, Manual, lowered
-from pase.backends.jax.steps.stepper import Stepper
+from pase.backends.jax.steps.stepper import Stepper, with_static
 from pase.errors import PaseError
 from pase.frontends.jax.frontend import inner_jaxpr
-from pase.frontends.jax.leaves import combine
 from pase.frontends.jax.types import Var
 from pase.frontends.jax.versions import value_of
 from pase.pytree import Tree
@@ -63,7 +62,7 @@ def part_of(
         in_shardings=tuple(shardings[k] for k in takes),
         out_shardings=tuple(shardings[-2:]),
         donate=(2,) if donate and name == "decode" else (),
-        whole=lambda out: combine(out, traced.kept_out[number]),
+        whole=with_static(traced.kept_out[number]),
     )
 
 

@@ -22,7 +22,7 @@ from pase.backends.jax.steps.delayed import DelayedStepper, delayed_step
 from pase.backends.jax.steps.hoisted import hoisted_value_and_grad
 from pase.backends.jax.steps.layouts import returned, state_shardings
 from pase.backends.jax.steps.micro_batches import summed, writes_parameters
-from pase.backends.jax.steps.stepper import Stepper, global_array, shape_and_dtype
+from pase.backends.jax.steps.stepper import Stepper, global_array, shape_and_dtype, with_static
 from pase.backends.jax.steps.train import Training
 from pase.errors import PaseError
 from pase.frontends.jax.contexts import in_any_context, untyped, without_mesh
@@ -474,14 +474,14 @@ class JaxPlan:
                 fix="use plan.jax.train_step(optimizer)",
             )
         mesh = mesh if mesh is not None else self.mesh()
-        fn, kept = self.loss(mesh, lowering=lowering), self.traced.kept_out
+        fn = self.loss(mesh, lowering=lowering)
         return Stepper(
             run=lambda *args: arrays(fn(*args)),
             in_shardings=self._in_shardings(mesh),
             out_shardings=self._returned(mesh),
             donate=threaded_arguments(self) if donate else (),
-            whole=lambda out: combine(out, kept),
-            padded=self.padded,
+            whole=with_static(self.traced.kept_out),
+            padded=self.padded if self.traced.padding else tuple,
         )
 
     @cached_property

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.frontends.jax.contexts import untyped, without_mesh
-from pase.frontends.jax.leaves import arrays
+from pase.frontends.jax.leaves import arrays, combine
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from jax import Array
     from jax.sharding import NamedSharding
 
-__all__ = ["Stepper", "global_array", "shape_and_dtype"]
+__all__ = ["Stepper", "global_array", "shape_and_dtype", "with_static"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Form:
+    """The form of arguments that the program takes as they are: nothing is moved, padded or copied."""
+
+    tree: Tree
+    types: list[type]
+    layouts: list[object]
+    taken: list[bool]
+    """Which leaves are passed to the program. The others are static."""
+    passed: Tree
+    """The tree structure of what is passed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +38,9 @@ class Stepper:
 
     Arguments are moved to the layouts that it expects. Static leaves of modules are not passed to the program; they are
     put back into the results.
+
+    A training loop calls it with arguments of one form again and again. This form is remembered, because it takes the
+    host longer to check every leaf than to start the program.
     """
 
     run: Callable[..., Tree]
@@ -35,7 +51,9 @@ class Stepper:
     whole: Callable[[Tree], Tree]
     """Puts the static leaves back into the results."""
     padded: Callable[[tuple[Tree, ...]], tuple[Tree, ...]] = tuple
-    """Adds the plan's padding to the arguments."""
+    """Adds the plan's padding to the arguments. ``tuple`` if it has none."""
+    _last: list[_Form] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The form of the last arguments that the program took as they were, if there were any."""
 
     @cached_property
     def jitted(self) -> Tree:
@@ -53,6 +71,27 @@ class Stepper:
     def __call__(self, *args: Tree) -> Tree:
         import jax
 
+        leaves, tree = jax.tree.flatten(args)
+        types = [type(x) for x in leaves]
+        for form in self._last:
+            if tree == form.tree and types == form.types and _layouts(leaves) == form.layouts:
+                if not all(form.taken):
+                    left = [x for x, t in zip(leaves, form.taken, strict=True) if t]
+                    args = jax.tree.unflatten(form.passed, left)
+                return self.whole(self.jitted(*args))
+        placed = self._placed(args)
+        passed, passed_tree = jax.tree.flatten(placed)
+        taken = _positions(passed, leaves)
+        if self.padded is tuple and taken is not None and not any(isinstance(x, jax.core.Tracer) for x in leaves):
+            self._last[:] = [
+                _Form(tree=tree, types=types, layouts=_layouts(leaves), taken=taken, passed=passed_tree)
+            ]
+        return self.whole(self.jitted(*placed))
+
+    def _placed(self, args: tuple[Tree, ...]) -> tuple[Tree, ...]:
+        """The arguments of the program, in the layouts that it expects."""
+        import jax
+
         given = arrays(args)
         if len(given) != len(self.in_shardings):
             raise PaseError(
@@ -67,8 +106,7 @@ class Stepper:
                     where=f"argument {k} of the step",
                     fix="to make the optimizer's state, call plan.jax.init(optimizer, params)",
                 )
-        placed = jax.tree.map(_placed, self.padded(given), self.in_shardings)
-        return self.whole(self.jitted(*placed))
+        return tuple(jax.tree.map(_placed, self.padded(given), self.in_shardings))
 
     @without_mesh()
     def lower(self, *args: Tree) -> Tree:
@@ -79,6 +117,31 @@ class Stepper:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         return self.jitted.lower(*jax.tree.map(struct, arrays(args), self.in_shardings))
+
+
+def with_static(kept: Tree) -> Callable[[Tree], Tree]:
+    """Returns a function that puts the static leaves ``kept`` back into a tree of this structure."""
+    import jax
+
+    return (lambda out: combine(out, kept)) if jax.tree.leaves(kept) else (lambda out: out)
+
+
+def _layouts(leaves: Sequence[Tree]) -> list[object]:
+    """What besides its type decides whether a leaf must be moved or left out: the sharding of JAX's arrays, and the
+    dtype of NumPy's."""
+    return [getattr(x, "sharding", None) or getattr(x, "dtype", None) for x in leaves]
+
+
+def _positions(passed: Sequence[object], leaves: Sequence[object]) -> list[bool] | None:
+    """For each leaf, whether it is among ``passed``, which has the same order. None if ``passed`` has anything else.
+
+    >>> a, b, c = object(), object(), object()
+    >>> _positions([a, c], [a, b, c]), _positions([a, object()], [a, b, c])
+    ([True, False, True], None)
+    """
+    rest = list(reversed(passed))
+    taken = [bool(rest) and rest[-1] is x and rest.pop() is x for x in leaves]
+    return None if rest else taken
 
 
 def _placed(x: Tree, sharding: Tree) -> Tree:

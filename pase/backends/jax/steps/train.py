@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.steps.micro_batches import written
-from pase.backends.jax.steps.stepper import Stepper
+from pase.backends.jax.steps.stepper import Stepper, with_static
 from pase.frontends.jax.leaves import arrays, combine, trained, untrained
 from pase.pytree import Tree
 
@@ -77,15 +77,12 @@ class Training:
         """
         arrive = self.plan._in_shardings(self.mesh)[1:]
         stored, state = self.shardings()
-        fixed, fixed_out = self.plan.traced.kept[0], self.plan.traced.kept_out
+        fixed = with_static(self.plan.traced.kept[0])
+        fixed_out = with_static(self.plan.traced.kept_out if self.plan.traced.has_aux else ())
 
         def whole(out: Tree) -> Tree:
             params, *others, value = out
-            return (
-                combine(params, fixed),
-                *others,
-                combine(value, fixed_out) if self.plan.traced.has_aux else value,
-            )
+            return fixed(params), *others, fixed_out(value)
 
         def padded(args: tuple[Tree, ...]) -> tuple[Tree, ...]:
             beside = args[1 : 2 + len(held)]
@@ -98,5 +95,5 @@ class Training:
             out_shardings=(stored, state, *left, self.plan._returned(self.mesh)),
             donate=tuple(range(2 + overwrites * len(held))) if self.donate else (),
             whole=whole,
-            padded=padded,
+            padded=padded if self.plan.traced.padding else tuple,
         )
