@@ -16,12 +16,15 @@ from pase.plan.types import PlanData
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    from optax import GradientTransformation
+
+    from pase.backends.audit.verify import Verified
     from pase.backends.jax.modules import JaxModulePlan
     from pase.backends.jax.pipeline.circular import JaxCircular
     from pase.backends.jax.pipeline.modules import StagedModulePlan
     from pase.backends.jax.pipeline.plan import JaxPipeline
     from pase.backends.jax.pipeline.replicas import JaxReplicas
-    from pase.backends.jax.plan import JaxPlan
+    from pase.backends.jax.plan import JaxPlan, Lowering
     from pase.backends.torch.pipeline.plan import TorchPipeline
     from pase.backends.torch.plan import TorchPlan
     from pase.compiler.problem.problem import Progress
@@ -178,6 +181,38 @@ class Plan(PlanData):
 
         self._warn_of_waits("run the strategy in a program that decomposes them, such as torchtitan")
         return torch_plan(self) if self.pipeline is None else torch_pipeline(self)
+
+    def verify(
+        self,
+        target: str | Path | None = None,
+        *,
+        lowering: Lowering = "auto",
+        optimizer: GradientTransformation | None = None,
+        timeout_s: float = 3600.0,
+        progress: Callable[[str], None] | None = None,
+    ) -> Verified:
+        """Compile the step with the target's own compiler, on any machine, and compare it with the prediction.
+
+        Nothing runs and no device is needed (docs/how-to/verify.md). print() of the result shows both side by side.
+
+        target: a machine by name or by the path of its file, by default the plan's; "cpu" for host devices. lowering:
+            as for ``plan.jax.train_step``. optimizer: by default optax's optimizer of the plan's name. timeout_s: how
+            long the compiler may take. progress: called with a line of text while it works.
+
+        Raises PaseError if the plan has no JAX model or has stages, or if the compiler is missing or fails. Raises
+        Infeasible if the compiler itself says that the step does not fit.
+        """
+        from pase.backends.audit.verify import verify
+        from pase.compiler.meshes.retarget import priced_on
+
+        if self.traced is None and self.model.startswith("zoo:"):
+            return attached(self, resolve(self.model)).verify(
+                target, lowering=lowering, optimizer=optimizer, timeout_s=timeout_s, progress=progress
+            )
+        priced, model = priced_on(self, "cpu_host" if target == "cpu" else target)
+        return verify(
+            priced, model, lowering=lowering, optimizer=optimizer, timeout_s=timeout_s, progress=progress
+        )
 
     def _warn_of_waits(self, instead: str) -> None:
         if self.provenance.get("decompose") == "products":

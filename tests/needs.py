@@ -54,6 +54,11 @@ NEEDS = {
         how="make test-all",
         missing=lambda: _installed("torch", "onnxscript", "transformers"),
     ),
+    "gpu_compiler": Need(
+        what="XLA's compiler for CUDA (JAX's plugin), too large to be installed by default",
+        how="make test-gpu-compiler",
+        missing=lambda: _installed("jax_cuda12_plugin", "flatbuffers"),
+    ),
     "minutes": Need(
         what="minutes, because it starts a program as users do",
         how="make test-all",

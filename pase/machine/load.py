@@ -162,6 +162,17 @@ def _problems(form: MachineFile) -> Iterator[str]:
                 f"shapes/{devices}: needs one number of ways per link level ({levels}) with product {devices}, "
                 f"got {list(ways)}"
             )
+    if (t := form.compiler) is not None:
+        needs = {
+            "cuda": ("clock_hz", "cache_bytes", "unit_lanes", "unit_shared_bytes", "block_shared_bytes"),
+            "tpu": ("topology", "clock_hz"),
+            "cpu": (),
+        }[t.platform]
+        yield from (
+            f"compiler/{f}: is needed for platform '{t.platform}'" for f in needs if not getattr(t, f)
+        )
+        if t.platform == "cuda" and len(t.compute_capability) != 2:
+            yield f"compiler/compute_capability: must be major and minor, got {list(t.compute_capability)}"
     seen = set()
     for i, c in enumerate(form.collectives):
         if len(c.ways) != levels or max(c.ways) < 2:

@@ -24,6 +24,7 @@ __all__ = [
     "AttentionKernel",
     "CollectiveCurve",
     "CollectiveKind",
+    "CompileTarget",
     "CostModel",
     "Curve",
     "Device",
@@ -288,6 +289,28 @@ class CompiledForm:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompileTarget:
+    """What XLA must be told to compile for the device on a machine without one (``pase verify``).
+
+    platform: the compiler. The machine's other fields tell it the units, the memory and its bandwidth.
+    topology: libtpu's name of the TPU, as in "v5e".
+    clock_hz: the clock at which the compiler estimates cycles.
+    compute_capability: of a CUDA device, major and minor.
+    cache_bytes: its L2 cache. unit_lanes: float32 lanes of a compute unit.
+    unit_shared_bytes, block_shared_bytes: shared memory of a compute unit, and the most that a thread block may take.
+    """
+
+    platform: Literal["cuda", "tpu", "cpu"]
+    topology: str = ""
+    clock_hz: NotNegative = 0.0
+    compute_capability: tuple[Count, ...] = ()
+    cache_bytes: Count = 0
+    unit_lanes: Count = 0
+    unit_shared_bytes: Count = 0
+    block_shared_bytes: Count = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """Devices that are joined by link levels, innermost first.
 
@@ -312,6 +335,7 @@ class Machine:
         with compute.
     forms: collectives that the compiler does not run as they are written. Steps of the manual lowering are written
         accordingly (``pase.local.forms``).
+    compiler: how to compile for the device without one; None if that is not possible.
     """
 
     name: str
@@ -333,6 +357,7 @@ class Machine:
     sums_alone: bool = False
     lone_gather_bytes: Count = 0
     forms: tuple[CompiledForm, ...] = ()
+    compiler: CompileTarget | None = None
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -354,10 +379,11 @@ class Machine:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 of what affects costs: every field except name, title, sources, provenance, overlaps and forms."""
+        """The sha256 of what affects costs: every field except name, title, sources, provenance, overlaps, forms and
+        compiler."""
         content = dataclasses.asdict(self)
         # overlaps determines which price a plan is made for, not what anything costs; the plan records the price.
-        for key in ("name", "title", "sources", "provenance", "overlaps", "forms"):
+        for key in ("name", "title", "sources", "provenance", "overlaps", "forms", "compiler"):
             del content[key]
         # These fields are newer than the digests in layouts. At their defaults, the digests stay the same.
         newer = "bucket_bytes", "sums_readers", "collective_units", "sums_alone", "lone_gather_bytes"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ from pase.tables.itemize import Collective, LocalWork
 if TYPE_CHECKING:
     from pase.compiler.problem.problem import SplitProblem
     from pase.frontends.registry import Traced
-    from pase.ir import FixedLayout
     from pase.machine import Machine
     from pase.machine.types import Device
     from pase.questions.unfused import Unfused
@@ -212,6 +210,8 @@ def explain(
     say = progress or (lambda _: None)
     node = None if layer is None else _find(plan, layer)
     there, remark = _machine_of(plan, machine)
+    from pase.compiler.meshes.retarget import problem_of
+
     problem = None
     if plan.pipeline is not None:
         remark = (
@@ -219,7 +219,7 @@ def explain(
         )
     elif there is not None:
         traced, remark = _model_of(plan, model, say)
-        problem = None if traced is None else _problem(plan, traced, there)
+        problem = None if traced is None else problem_of(plan, traced, there)
     next_best: dict[str, float] = {}
     report = None
     written_out: tuple[Unfused, ...] = ()
@@ -314,47 +314,6 @@ def _machine_of(plan: PlanData, machine: str | None) -> tuple[Machine | None, st
         None,
         f"the figures of machine '{plan.machine}' have changed since the plan was made; compile it again",
     )
-
-
-def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
-    from pase.compiler.problem.problem import SplitProblem
-    from pase.compiler.problem.variants import ProductPrecision, Variant
-    from pase.plan.targets import form_of
-    from pase.tables.decompose import Decompose
-
-    form = form_of(plan.provenance.get("target", ""), plan.provenance.get("form", "any"))
-    overlap = "none" if plan.overlap is None else "parameters"
-    problem = SplitProblem.of(
-        traced.graph,
-        plan.devices,
-        machine,
-        plan.cost_model,
-        plan.optimizer,
-        overlap,
-        form,
-        _fixed(plan, traced),
-    )
-    precision: ProductPrecision = "fp8" if plan.provenance.get("precision") == "fp8" else "model"
-    decompose: Decompose = "products" if plan.provenance.get("decompose") == "products" else "none"
-    variant = Variant(
-        accumulate=plan.accumulate,
-        blocks=plan.remat,
-        precision=precision,
-        hoisted=plan.once,
-        decompose=decompose,
-    )
-    return problem if variant == Variant() else problem.varied(traced, variant)
-
-
-def _fixed(plan: PlanData, traced: Traced) -> dict[str, FixedLayout]:
-    """The layouts that were fixed when the plan was made, on the plan's mesh."""
-    from pase.ir import FixedLayout, FixedMesh
-
-    names: list[str] = json.loads(plan.provenance.get("fixed", "[]"))
-    mesh, stored = plan.mesh, {**plan.inputs, **plan.parameters}
-    paths = {name: traced.graph.tensors[name].path for name in names}
-    own = FixedMesh(names=mesh.names, sizes=mesh.sizes)
-    return {n: FixedLayout(path=path, mesh=own, dims=stored[path].storage) for n, path in paths.items()}
 
 
 def _groups(plan: PlanData, problem: SplitProblem, v: int) -> dict[tuple[int, ...], list[int]]:

@@ -231,6 +231,7 @@ ROOMS: dict[str, set[str]] = {
         "pase.backends.jax",
         "pase.backends.jax.pipeline",
         "pase.backends.jax.spmd",
+        "pase.backends.jax.steps",
         "pase.backends.torch",
         "pase.backends.torch.spmd",
     },

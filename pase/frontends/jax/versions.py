@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KNOWN",
+    "assuming_cudnn",
     "at_line",
     "attention_by",
     "called",
@@ -246,6 +247,20 @@ def attention_by(stand_in: Callable[[Attention, Attention], Attention], file: st
         yield
     finally:
         namespace.update(kept)
+
+
+@contextmanager
+def assuming_cudnn() -> Iterator[None]:
+    """Temporarily lets programs with cuDNN's attention be traced on a machine without cuDNN, to be compiled for GPUs
+    that have it."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    kept = cudnn.check_cudnn_version
+    cudnn.check_cudnn_version = lambda: 91000  # the version that XLA's facts about H100 name
+    try:
+        yield
+    finally:
+        cudnn.check_cudnn_version = kept
 
 
 def cudnn_attention(q: Array, k: Array, v: Array, *, causal: bool, scale: float) -> tuple[Array, Array]:

@@ -24,6 +24,7 @@ from pase.backends.jax.ops.attention_kernels import (
     merged,
 )
 from pase.backends.jax.ops.jaxprs import KEPT
+from pase.backends.jax.ops.platforms import platform_of
 from pase.backends.jax.ops.ring_attention import RingAttention
 from pase.frontends.jax.attention import AttentionCall
 from pase.frontends.jax.types import Aval
@@ -118,20 +119,6 @@ def kernel_for(call: AttentionCall, platform: str, dtype: np.dtype, source: Sour
     return Reference()
 
 
-def _platform(mesh: JaxMesh) -> str:
-    """The platform of the devices.
-
-    The mesh inside of a region that is manual over some axes has no devices. It may name their platform; otherwise, the
-    platform is the one that JAX compiles for.
-    """
-    import jax
-
-    if not isinstance(mesh, jax.sharding.AbstractMesh):
-        return mesh.devices.flat[0].platform
-    said = mesh.abstract_device
-    return jax.default_backend() if said is None or said.platform is None else said.platform
-
-
 def _said(call: AttentionCall, why: str, source: SourceLine) -> None:
     whose = {"cudnn": "cuDNN's kernel", "flash": "Pallas' kernel for TPUs"}[call.asked]
     warnings.warn(
@@ -163,7 +150,7 @@ def of_plan(
     if split is None:
         _said(call, "which cannot run with a bias or a mask, or on this split of its operands", source)
         return None
-    kernel = kernel_for(call, _platform(mesh), avals[0].dtype, source)
+    kernel = kernel_for(call, platform_of(mesh), avals[0].dtype, source)
     run = _DeviceShare(
         kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh
     ).differentiable()
@@ -188,7 +175,7 @@ def on_a_device(
         return None
     if len(operands) > 3:  # with a bias or a mask, which only JAX's own definition takes
         return None if split.ring or (call.causal and split.queries) else _with_bias(call)
-    kernel = kernel_for(call, _platform(mesh), dtype, source)
+    kernel = kernel_for(call, platform_of(mesh), dtype, source)
     local = _DeviceShare(kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh)
     return _ordered(call, local.on_a_device())
 

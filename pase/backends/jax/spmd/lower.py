@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from pase.backends.jax.ops.platforms import platform_of
 from pase.backends.jax.spmd.collectives import resharded
 from pase.backends.jax.spmd.interpreter import ManualWalk
 from pase.backends.jax.spmd.prefetch import prefetched
@@ -52,8 +53,7 @@ def lowerings(lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
     """The lowerings to try on these devices, in order, until one can lower the whole program."""
     if lowering != "auto":
         return (lowering,)
-    tpu = mesh.devices.flat[0].platform == "tpu"
-    return ("annotated",) if tpu else ("manual", "annotated")
+    return ("annotated",) if platform_of(mesh) == "tpu" else ("manual", "annotated")
 
 
 def lowered(

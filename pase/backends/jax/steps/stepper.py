@@ -82,7 +82,11 @@ class Stepper:
         placed = self._placed(args)
         passed, passed_tree = jax.tree.flatten(placed)
         taken = _positions(passed, leaves)
-        if self.padded is tuple and taken is not None and not any(isinstance(x, jax.core.Tracer) for x in leaves):
+        if (
+            self.padded is tuple
+            and taken is not None
+            and not any(isinstance(x, jax.core.Tracer) for x in leaves)
+        ):
             self._last[:] = [
                 _Form(tree=tree, types=types, layouts=_layouts(leaves), taken=taken, passed=passed_tree)
             ]

@@ -1,0 +1,63 @@
+"""A process that compiles: what it is given, and how it may end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import jax
+import pytest
+
+import pase
+from pase.backends.audit import ahead
+from pase.errors import PaseError
+from pase.machine import load
+
+W, X = (jax.ShapeDtypeStruct(s, "float32") for s in ((16, 16), (8, 16)))
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return pase.compile(lambda w, x: (x @ w).mean(), W, X, devices=2, baselines=False)
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was ended by SIGSEGV"),
+        ("import sys; print('broken'); sys.exit(3)", "ended with status 3: broken"),
+    ],
+)
+def test_a_crash_of_the_compiler_is_one_error(plan, monkeypatch, program, said):
+    started = ahead.subprocess.Popen
+    monkeypatch.setattr(
+        ahead.subprocess, "Popen", lambda command, **how: started([sys.executable, "-c", program], **how)
+    )
+    with pytest.raises(PaseError, match=said):
+        ahead.compiled_ahead(plan, load("cpu_host"))
+
+
+def test_a_program_that_the_compiler_refuses_is_its_message(plan, monkeypatch):
+    """A program for 2 devices, with a mesh of 3."""
+    run = ahead._run
+
+    def on_another_mesh(folder, *rest):
+        job = json.loads((folder / "job.json").read_text())
+        (folder / "job.json").write_text(json.dumps(job | {"sizes": [3]}))
+        run(folder, *rest)
+
+    monkeypatch.setattr(ahead, "_run", on_another_mesh)
+    with pytest.raises(PaseError, match="the compiler refuses the program: ValueError"):
+        ahead.compiled_ahead(plan, load("cpu_host"))
+
+
+def test_a_step_that_is_not_one_program_is_refused(plan):
+    with pytest.raises(PaseError, match="many programs"):
+        ahead.compiled_ahead(dataclasses.replace(plan, pipeline="two stages"), load("cpu_host"))
+
+
+def test_inference_is_compiled_too():
+    plan = pase.compile(lambda w, x: x @ w, W, X, devices=2, mode="inference", baselines=False)
+    found = ahead.compiled_ahead(plan, load("cpu_host"))
+    assert found.peak > 0 and found.text.startswith("HloModule")
