@@ -80,7 +80,7 @@ _FORMER = {"once": "hoisted"}
 def _dims(text: str) -> dict[str, int]:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or nested too deeply
         found = None
     if not isinstance(found, dict) or not all(type(v) is int for v in found.values()):
         raise PaseError(f"'{text[:40]}' are no sizes of dims", fix='write a JSON object such as {"batch": 8}')

@@ -52,6 +52,7 @@ def test_a_former_key_is_read() -> None:
         ("dims", '{"batch": "8"}'),
         ("dims", '{"batch": true}'),
         ("dims", "{"),
+        ("dims", "[" * 100_000),
     ],
 )
 def test_any_other_text_is_refused(key: str, value: str) -> None:
