@@ -121,10 +121,10 @@ def _step(x: Tensor, step: LocalReshardStep, shape: Extents, combine: Combine, g
                     fix="compile with another mesh or strategy",
                 )
             v = view(step, shape, mesh)
-            return groups.reduce_scatter(_to_front(x, v), axes).reshape(v.shape)
+            return _shaped(groups.reduce_scatter(_to_front(x, v), axes), v.shape)
         case "all_gather":
             v = view(step, shape, mesh)
-            return _from_front(groups.all_gather(x.reshape(v.seen), axes), v)
+            return _from_front(groups.all_gather(_shaped(x, v.seen), axes), v)
         case _:
             assert step.kind == "all_to_all"
             v = view(step, shape, mesh)
@@ -186,22 +186,33 @@ def _grid(have: ElementSets, wanted: ElementSets, x: Tensor) -> tuple[Tensor, ..
 
 
 def _sliced(x: Tensor, v: WireView, axes: Sequence[str], groups: AxisGroups) -> Tensor:
-    x = x.reshape(v.seen)
+    x = _shaped(x, v.seen)
     for axis, at in zip(axes, v.leaving, strict=True):
         x = x.narrow(at, groups.index(axis), 1)
-    return x.reshape(v.shape)
+    return _shaped(x, v.shape)
 
 
 def _to_front(x: Tensor, v: WireView) -> Tensor:
     """Move the outgoing digits into the first dim; the other dims keep their order."""
-    x = x.reshape(v.seen).permute(*v.to_front)
-    return x.reshape(math.prod(v.ways), *x.shape[len(v.leaving) :])
+    order = tuple(v.to_front)
+    rest = [v.seen[i] for i in order[len(v.leaving) :]]
+    return _shaped(_permuted(x, v.seen, order), (math.prod(v.ways), *rest))
 
 
 def _from_front(x: Tensor, v: WireView) -> Tensor:
     """Distribute the first dim to the arriving digits, each in its place."""
     assert v.arriving is not None
-    return x.reshape(*v.ways, *x.shape[1:]).permute(v.arriving).reshape(v.shape)
+    return _shaped(_permuted(x, (*v.ways, *x.shape[1:]), v.arriving), v.shape)
+
+
+def _shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor in a shape. A view that changes nothing is not made, because each is an op."""
+    return x if tuple(x.shape) == tuple(shape) else x.reshape(shape)
+
+
+def _permuted(x: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
+    """The tensor, seen in a shape, with its dims in an order. In the present order, its shape stays as it is."""
+    return x if tuple(order) == tuple(range(len(shape))) else _shaped(x, shape).permute(order)
 
 
 def summed(x: Tensor, axes: tuple[str, ...], groups: AxisGroups) -> Tensor:

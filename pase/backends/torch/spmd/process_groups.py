@@ -100,7 +100,8 @@ class AxisGroups:
         n = self.ways(axes)
         if n == 1:
             return x[None]
-        made = self._sent(x[None], lambda w: self._ops().all_gather_into_tensor(w, n, self._group(axes)))
+        wire = x if x.dim() else x[None]
+        made = self._sent(wire, lambda w: self._ops().all_gather_into_tensor(w, n, self._group(axes)))
         return made.reshape(n, *x.shape)
 
     def reduce_scatter(self, x: Tensor, axes: Sequence[str]) -> Tensor:
