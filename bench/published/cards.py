@@ -36,10 +36,10 @@ def _meta_h100(memory_bytes: int) -> Machine:
     roofline_utils.py, 2024) measured on it: products reach 0.6 of either peak, light kernels 0.92 of the memory
     bandwidth."""
     m = machine.load("h100x8")
-    efficiency = {"matmul": 0.6, "conv": m.device.efficiency["conv"], "memory": 0.92}
-    part = (
-        0.6 / m.device.efficiency["matmul"]
-    )  # the power limit slows attention's products down in the same way
+    assert m.device.products is not None
+    rates = {dtype: 0.6 for dtype in m.device.products.rate}
+    # The power limit slows attention's products down in the same way.
+    part = 0.6 / m.device.reached("matmul", "bfloat16")
     kernels = tuple(
         replace(k, forward=tuple(part * e for e in k.forward), backward=tuple(part * e for e in k.backward))
         for k in m.device.attention_kernels
@@ -48,7 +48,8 @@ def _meta_h100(memory_bytes: int) -> Machine:
         m,
         memory_bytes=memory_bytes,
         memory_bandwidth_bytes_per_s=2.4e12,
-        efficiency=efficiency,
+        efficiency=m.device.efficiency | {"memory": 0.92},
+        products=replace(m.device.products, rate=rates, steady=1.0),
         attention_kernels=kernels,
     )
 

@@ -43,7 +43,7 @@ def _layers(sizes: tuple[int, int, int], uneven: str) -> Plan:
 
     machine = pase.machine.load("h100x8")
     rates = {k: v / SLOWER for k, v in machine.device.peak_flops.items()}
-    machine = replace(machine, device=replace(machine.device, peak_flops=rates, tiles=()))
+    machine = replace(machine, device=replace(machine.device, peak_flops=rates, products=None))
     b, d, e = sizes
     params = {"up": jnp.ones((d, e)), "bias": jnp.ones(e), "down": jnp.ones((e, d))}
     batch = jnp.ones((b, d))

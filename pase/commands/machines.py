@@ -70,6 +70,12 @@ def _details(m: Machine) -> Group:
     numbers.add_row("memory bandwidth", _si(device.memory_bandwidth_bytes_per_s, "B/s"))
     for dtype, peak in device.peak_flops.items():
         numbers.add_row(f"peak {dtype}", _si(peak, "FLOP/s"))
+    if device.products is not None:
+        for dtype, part in device.products.rate.items():
+            slow = device.products.unaligned.get(dtype)
+            rows = "" if slow is None else f", {slow:.0%} if rows are no multiple of 16 bytes"
+            numbers.add_row(f"products, {dtype}", f"{part:.0%} of the peak{rows}")
+        numbers.add_row("products at the power limit", f"{device.products.steady:.0%} of that")
     for kind, part in device.efficiency.items():
         numbers.add_row(f"efficiency, {kind}", f"{part:.0%}")
     numbers.add_row("launch", f"{device.launch_s * 1e6:g} µs")

@@ -8,7 +8,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pase.costmodels.collectives import DeviceGroup, group, lines
+from pase.costmodels.products import product_s
 from pase.costmodels.registry import register
+from pase.ir.precision import FP4, operand_bytes
+from pase.ir.types import itemsize
 from pase.machine import CollectiveCurve, CollectiveKind, Machine, Mesh
 from pase.machine.tables import curve_s, matmul_flops_per_s
 
@@ -32,10 +35,15 @@ class Analytic:
     name = "analytic"
     unit = "s"
 
-    def __init__(self, machine: Machine, *, flat: bool = False) -> None:
-        """flat: whether collectives are single calls of a library whose rings go through all devices (NCCL)."""
+    def __init__(self, machine: Machine, *, flat: bool = False, steady: bool = True) -> None:
+        """flat: whether collectives are single calls of a library whose rings go through all devices (NCCL).
+
+        steady: whether the device is at its power limit, as it is during a training step. If false, an op is priced as
+            a benchmark of this op alone shows it.
+        """
         self.machine = machine
         self.flat = flat
+        self.steady = steady
         self._coefficients: dict[tuple[CollectiveKind, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
         self._by_group: dict[tuple[CollectiveKind, DeviceGroup], np.ndarray] = {}
         self._groups: dict[tuple[int, ...], list[DeviceGroup]] = {}
@@ -57,6 +65,10 @@ class Analytic:
             raise ValueError(f"compute kind must be 'matmul', 'conv', 'attention' or 'memory', got '{kind}'")
         flops, nbytes = np.asarray(flops, dtype=float), np.asarray(nbytes, dtype=float)
         launch = device.launch_s
+        busy = (flops > 0) | (nbytes > 0)
+        measured = any(t.dtype == dtype for t in device.matmul_tables)
+        if kind in ("matmul", "conv") and device.products is not None and not measured:
+            return np.where(busy, self._kernels_s(kind, dtype, flops, nbytes, mnk), 0.0)
         if device.memory_curve is not None:
             moving = curve_s(device.memory_curve, nbytes)
             # The curve was measured with its launch, so a memory-bound op pays no second one.
@@ -67,8 +79,27 @@ class Analytic:
             working = flops / (device.vector_flops or min(device.peak_flops.values()))
         else:
             working = self._products_s(kind, dtype, flops, mnk)
-        busy = (flops > 0) | (nbytes > 0)
         return np.where(busy, np.maximum(working, moving) + launch, 0.0)
+
+    def _kernels_s(
+        self,
+        kind: str,
+        dtype: str,
+        flops: np.ndarray,
+        nbytes: np.ndarray,
+        mnk: tuple[ArrayLike, ArrayLike, ArrayLike] | None,
+    ) -> np.ndarray:
+        """The seconds of products by the library's kernels. A convolution is a product at its own part of the peak."""
+        device = self.machine.device
+        assert device.products is not None  # compute chose this
+        part = device.efficiency.get("conv") if kind == "conv" else None
+        rate = device.peak(dtype) * (part or device.products.rate_of(dtype))
+        extents = None
+        if mnk is not None:
+            m, n, k = (np.asarray(x, dtype=float) for x in mnk)
+            extents = m, n, k
+        width = operand_bytes(FP4) if dtype == FP4 else itemsize(dtype)
+        return product_s(device, device.products, rate, width, flops, nbytes, extents, steady=self.steady)
 
     def _products_s(
         self,

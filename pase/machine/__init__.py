@@ -22,6 +22,7 @@ from pase.machine.types import (
     MatmulTable,
     Mesh,
     PaperFigures,
+    ProductKernels,
     Tile,
 )
 
@@ -46,6 +47,7 @@ __all__ = [
     "MatmulTable",
     "Mesh",
     "PaperFigures",
+    "ProductKernels",
     "Tile",
     "axis_levels",
     "dumps",

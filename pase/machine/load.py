@@ -135,6 +135,13 @@ def _problems(form: MachineFile) -> Iterator[str]:
             yield f"device/efficiency/{kind}: is not known; device/efficiency takes: {', '.join(most)}"
         elif part > most[kind]:
             yield f"device/efficiency/{kind}: must be at most {most[kind]:g}, got {part:g}"
+    if device.products is not None:
+        replaced = [f"device/efficiency/{kind}" for kind in device.efficiency if kind.startswith("matmul")]
+        replaced += ["device/tiles"] if device.tiles else []
+        for place in replaced:
+            yield f"{place}: is replaced by device/products; keep one of them"
+        if not device.compute_units:
+            yield "device/compute_units: must be above 0 with device/products"
     if len(device.memory_tile) not in (0, 2):
         yield f"device/memory_tile: must be rows and columns, got {list(device.memory_tile)}"
     curves = [

@@ -34,6 +34,7 @@ __all__ = [
     "MatmulTable",
     "Mesh",
     "PaperFigures",
+    "ProductKernels",
     "Tile",
 ]
 
@@ -103,6 +104,38 @@ class Tile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProductKernels:
+    """How the product kernels of a GPU's library run (``costmodels/products.py``).
+
+    rate: by dtype, the fraction of the peak that a compute unit reaches while it multiplies. The slowest listed rate is
+        used for a dtype that is not listed.
+    unaligned: by dtype, the same if rows in memory are no multiple of 16 bytes; a dtype that is not listed has
+        ``rate``.
+    steady: the fraction of ``rate`` that is left where product follows product, at the card's power limit.
+    start_s: the time until a kernel is busy, its launch included.
+    output_bytes_per_s: the rate at which a unit writes its part of the result, and multiplies nothing meanwhile.
+    split_s: the additional time of a product whose contraction is divided among several units.
+    memory: the fraction of the memory bandwidth that products reach.
+    """
+
+    rate: Annotated[dict[str, Share], Meta(min_length=1)]
+    start_s: NotNegative
+    output_bytes_per_s: Positive
+    split_s: NotNegative
+    memory: Share
+    steady: Share = 1.0
+    unaligned: dict[str, Share] = field(default_factory=dict)
+
+    def rate_of(self, dtype: str) -> float:
+        """The fraction of the peak in a dtype, before the card throttles."""
+        return self.rate.get(dtype) or min(self.rate.values())
+
+    def slowdown(self, dtype: str) -> float:
+        """The factor by which the arithmetic takes longer if rows are no multiple of 16 bytes."""
+        return max(self.rate_of(dtype) / self.unaligned.get(dtype, self.rate_of(dtype)), 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionCurve:
     """The fraction of the peak that a fused attention kernel reaches, by the number of keys; constant beyond its
     ends."""
@@ -149,6 +182,7 @@ class Device:
     vector_flops: FLOP/s outside the matrix units. None means as slow as the slowest matmul dtype.
     compute_units, tiles: matmul kernels fill the units tile by tile (tile and wave quantization). 0 and empty mean that
         there is no such effect.
+    products: how the library's product kernels run. It replaces ``tiles``, and the efficiency of "matmul".
     attention: the rates of a fused attention kernel. None means that attention is priced as its two products.
     attention_kernels: the kernels that programs may name.
     matmul_tables, memory_curve: measurements, which replace efficiency, tiles and launch.
@@ -166,6 +200,7 @@ class Device:
     launch_s: NotNegative = 0.0
     compute_units: Count = 0
     tiles: tuple[Tile, ...] = ()
+    products: ProductKernels | None = None
     matmul_tables: tuple[MatmulTable, ...] = ()
     memory_curve: Curve | None = None
     attention: AttentionCurve | None = None
@@ -179,7 +214,9 @@ class Device:
         return max(self.memory_bytes - self.reserved_bytes, 0)
 
     def reached(self, kind: str, dtype: str) -> float:
-        """The fraction of the peak that large work of a kind reaches in a dtype."""
+        """The fraction of the peak that large work of a kind reaches in a dtype, in a step that takes seconds."""
+        if kind == "matmul" and self.products is not None:
+            return self.products.rate_of(dtype) * self.products.steady
         return self.efficiency.get(f"{kind}.{dtype}", self.efficiency.get(kind, 1.0))
 
     @property
@@ -390,7 +427,7 @@ class Machine:
         for f in dataclasses.fields(self):
             if f.name in newer and content[f.name] == f.default:
                 del content[f.name]
-        for key in ("attention", "attention_kernels"):
+        for key in ("attention", "attention_kernels", "products"):
             if not content["device"][key]:
                 del content["device"][key]
         del content["device"]["reserved_bytes"]  # it determines what fits, not what anything costs

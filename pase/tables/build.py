@@ -115,12 +115,21 @@ def work_cost(work: Iterable[Work], model: CostModel) -> np.ndarray | float:
 
 def work_price(work: Work, model: CostModel) -> np.ndarray:
     """The cost of one run of a piece of work."""
-    mnk = None if work.mnk is None else (work.mnk[0] * work.padding, *work.mnk[1:])
-    price = model.compute(work.kind, work.dtype, work.flops * work.padding, work.nbytes, mnk=mnk)
+    longer = work.padding * _unaligned_slowdown(work, model)
+    mnk = None if work.mnk is None else (work.mnk[0] * longer, *work.mnk[1:])
+    price = model.compute(work.kind, work.dtype, work.flops * longer, work.nbytes, mnk=mnk)
     if work.kind == "memory" and work.phase != "update":
         price = np.maximum(price, work.nbytes / _light_bytes_per_s(model))
         price = price + work.windowed / _windowed_flops_per_s(model)
     return price
+
+
+def _unaligned_slowdown(work: Work, model: CostModel) -> np.ndarray | float:
+    """The factor by which a product's arithmetic takes longer because its rows are not aligned."""
+    kernels = model.machine.device.products
+    if model.unit != "s" or kernels is None or not np.any(work.unaligned):
+        return 1.0
+    return np.where(work.unaligned, kernels.slowdown(work.dtype), 1.0)
 
 
 def _light_bytes_per_s(model: CostModel) -> float:

@@ -9,7 +9,7 @@ configs. With a single config, the result is the plan's own list.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,7 +19,7 @@ from pase.ir import Access, Graph, Node, Op, Tensor
 from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.ir.functions import CAUSAL_ATTENTION
 from pase.ir.precision import operand_bytes
-from pase.ir.types import WORKLESS
+from pase.ir.types import WORKLESS, itemsize
 from pase.machine import Mesh
 from pase.tables.layouts import concrete_size, dim_index, local_bytes, ring_of, shards, state_index
 from pase.tables.tiles import padding, rounded
@@ -51,6 +51,7 @@ class Work:
 
     nbytes: includes the padding of arrays. padding: for a product, the factor by which padded rows increase ``flops``.
     (The cost model's own tiles round up the columns and the contraction.)
+    unaligned: for a product, whether rows of an operand or of the result are no multiple of 16 bytes in memory.
     windowed: the FLOPs of light ops that slide a window over an operand (pools).
     casts: whether this work casts operands of a product to the type in which the product runs.
     recompute: whether recomputation repeats this work, so that ``times`` counts it twice.
@@ -64,6 +65,7 @@ class Work:
     phase: Phase
     times: float
     padding: np.ndarray | float = 1.0
+    unaligned: np.ndarray | bool = False
     windowed: np.ndarray | float = 0.0
     casts: bool = False
     recompute: bool = False
@@ -108,6 +110,40 @@ def _padded(
         for extent, walk in zip(tensor.shape, access.map.walks, strict=True)
     ]
     return padding(extents, tile)
+
+
+_ALIGNED_BYTES = 16
+"""What a GPU's asynchronous copies to shared memory move at a time (CUDA programming guide: cp.async, TMA)."""
+
+
+def _unaligned(
+    graph: Graph,
+    node: Node,
+    accesses: Iterable[Access],
+    groups: Sequence[set[str]],
+    dtype: str,
+    cfg: np.ndarray,
+    mesh: Mesh,
+) -> np.ndarray | bool:
+    """Whether a tensor's local rows, as a matrix in this dtype, are no multiple of 16 bytes, under each config.
+
+    groups: the dims of the rows, of the columns and of the contraction. A matrix's row consists of all last dims of one
+    group. Shorter rows than 16 bytes are not copied asynchronously at all, and a last dim of a batch is one that a
+    compiler stores elsewhere.
+    """
+    found: np.ndarray | bool = False
+    width = max(_ALIGNED_BYTES // itemsize(dtype), 1)
+    for a in accesses:
+        walks, shape = a.map.walks, graph.tensors[a.tensor].shape
+        group = next((g for g in groups if walks and set(walks[-1].dims) <= g), None)
+        if group is None:
+            continue
+        last = next((i for i in range(len(walks), 0, -1) if not set(walks[i - 1].dims) <= group), 0)
+        row = math.prod(concrete_size(s, a.tensor) for s in shape[last:])
+        if row > width:
+            split = shards(cfg, dim_index(node, [d for w in walks[last:] for d in w.dims]), mesh)
+            found = found | (row % (split * width) != 0)
+    return found
 
 
 def has_gradient(graph: Graph, op: Op, tensor: str) -> bool:
@@ -234,6 +270,9 @@ def _products(
     for a in accesses if kind == "matmul" else ():
         most = np.maximum(most, _padded(node, graph.tensors[a.tensor], a, cfg, mesh, tile))
 
+    parts = out - w, out - x, set(op.dims) - out - groups - ends
+    unaligned = kind == "matmul" and _unaligned(graph, node, accesses, parts, dtype, cfg, mesh)
+
     def product(
         mnk: tuple[np.ndarray, np.ndarray, np.ndarray], phase: Phase, times: float, recompute: bool = False
     ) -> Work:
@@ -247,6 +286,7 @@ def _products(
             phase=phase,
             times=times,
             padding=np.maximum(most / known, 1.0),
+            unaligned=unaligned,
             recompute=recompute,
         )
 

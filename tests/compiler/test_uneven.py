@@ -30,7 +30,7 @@ def slow():
     """A machine whose products take so long that even small models are split."""
     m = machine.load("h100x8")
     rates = {k: v / 1e6 for k, v in m.device.peak_flops.items()}
-    return replace(m, device=replace(m.device, peak_flops=rates, tiles=()))
+    return replace(m, device=replace(m.device, peak_flops=rates, products=None))
 
 
 def loss(p, x, y):
@@ -129,13 +129,12 @@ def test_files_hold_the_padding_and_bind_to_the_model_as_written(tmp_path):
 
 
 def test_the_vocabulary_of_gpt2_is_padded_where_that_is_cheaper():
-    """With two examples on eight devices, the table is split, and so is the last product."""
+    """50,257 columns are no multiple of 16 bytes, and 50,264 are: the last products take a third of the time."""
     whole, plan = (pase.compile("zoo:gpt2?batch=2", devices=8, uneven=how) for how in ("whole", "padded"))
-    assert plan.padding == {50257: 50258}
-    assert plan.parameters["wte"].shape == (50258, 768)
+    assert plan.padding == {50257: 50264}
+    assert plan.parameters["wte"].shape == (50264, 768)
     assert plan.parameters["wte"].unpadded == (50257, 768)
-    assert plan.cost < whole.cost
-    assert plan.memory.total < whole.memory.total
+    assert plan.cost < 0.96 * whole.cost
 
 
 def test_padded_plans_reshard_to_plans_without_padding():
@@ -174,7 +173,7 @@ def test_padded_plans_are_emitted_in_padded_shapes(tmp_path):
     plan = pase.compile("zoo:gpt2?batch=2", devices=8, uneven="padded", baselines=False)
     plan.save(tmp_path / "layout.json")
     reported("emit", str(tmp_path / "layout.json"), "--to", "names", "-o", str(tmp_path / "out.json"))
-    assert "50258" in (tmp_path / "out.json").read_text()
+    assert "50264" in (tmp_path / "out.json").read_text()
 
 
 def test_what_cannot_be_padded_says_why():

@@ -31,7 +31,7 @@ def rising(numbers):
     words=st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=20),
 )
 def test_measured_machines_survive_a_round_trip(seconds, bandwidth, latency, words):
-    base = load("h100x8")
+    base = load("v100x8")
     curve = Curve(nbytes=tuple(10.0**i for i in range(len(seconds))), seconds=seconds)
     table = MatmulTable(dtype="bfloat16", m=(1, 2), n=(3,), k=(4,), flops_per_s=(1e12, 1.5e12))
     m = replace(

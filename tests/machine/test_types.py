@@ -16,7 +16,13 @@ from pase.machine.types import CompiledForm
 def test_efficiency_by_dtype_and_kernels_by_name():
     """A dtype's own efficiency takes precedence over its kind's. A named attention kernel has a rate per direction."""
     h100 = load("h100x8").device
-    assert h100.reached("matmul", "float8_e4m3fn") == 0.647 < h100.reached("matmul", "bfloat16") == 0.72
+    products = h100.products
+    assert products.rate_of("float8_e4m3fn") == 0.81 < products.rate_of("bfloat16") == 0.867
+    assert h100.reached("matmul", "bfloat16") == 0.867 * products.steady
+    assert products.rate_of("float64") == min(products.rate.values())  # not listed: the slowest, never free
+    assert products.slowdown("bfloat16") == 0.867 / 0.23 and products.slowdown("float8_e4m3fn") == 1.0
+    v100 = load("v100x8").device
+    assert v100.reached("matmul", "bfloat16") == v100.efficiency["matmul"]
     assert h100.reached("conv", "bfloat16") == 0.6 and h100.reached("other", "bfloat16") == 1.0
     flash2, cudnn, _ = h100.attention_kernels
     assert (flash2.name, cudnn.name) == ("flash2", "cudnn")
@@ -24,7 +30,9 @@ def test_efficiency_by_dtype_and_kernels_by_name():
     assert (flash2.at(keys, backward=False) < cudnn.at(keys, backward=False)).all()
     text = (resources.files("pase.machine") / "data" / "h100x8.toml").read_text(encoding="utf-8")
     with pytest.raises(PaseError, match=r"matmul\.float9: is not known"):
-        parse(text.replace("matmul.float8_e5m2", "matmul.float9"), "x")
+        parse(text.replace("conv = 0.6", '"matmul.float9" = 0.6'), "x")
+    with pytest.raises(PaseError, match="efficiency/matmul: is replaced by device/products"):
+        parse(text.replace("conv = 0.6", "conv = 0.6\nmatmul = 0.7"), "x")
     with pytest.raises(PaseError, match="attention_kernels/0/forward"):
         parse(text.replace("forward = [0.193", "forward = [1.5, 0.193"), "x")
 

@@ -128,7 +128,7 @@ def test_22_billion_parameters_on_8_a100(recompute, measured_s):
     from bench.published.megatron import MODELS, predict
     from pase.machine import load
 
-    assert predict(MODELS[0], recompute, load("a100x8")) == pytest.approx(measured_s, rel=0.05)
+    assert predict(MODELS[0], recompute, load("a100x8")) == pytest.approx(measured_s, rel=0.06)
 
 
 def test_a_measured_host_launches_at_its_own_pace():

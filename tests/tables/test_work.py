@@ -1,15 +1,17 @@
-"""The local work of a node: products over padded tokens take longer."""
+"""The local work of a node: products over padded tokens and products of unaligned rows take longer."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import numpy as np
 import pytest
 
 from pase import costmodels, machine
-from pase.ir import Graph
+from pase.ir import Graph, simplify
 from pase.machine import Mesh
-from pase.tables.build import array_tile, work_cost
-from pase.tables.work import node_work
+from pase.tables.build import array_tile, work_cost, work_price
+from pase.tables.work import Work, node_work
 from tests.tables.graphs import TPU, block, untiled
 
 
@@ -35,3 +37,67 @@ def test_queries_are_made_over_padded_tokens(seq: int, factor: float) -> None:
     assert tiled[query] / dense[query] == pytest.approx(factor, rel=0.02)
     (up,) = (n for n in tiled if n.endswith("ff.w1:dot"))
     assert tiled[up] / dense[up] == pytest.approx(1.0, rel=0.02)
+
+
+def unaligned(function, *shapes, split: int = -1, dtype: str = "bfloat16") -> dict[str, list[bool]]:
+    """For each product of a function of arrays, whether forward and each backward product have unaligned rows."""
+    import jax
+
+    from pase.frontends.jax.frontend import trace
+
+    args = [jax.ShapeDtypeStruct(s, dtype) for s in shapes]
+    graph = simplify(trace(lambda *a: function(*a).astype("float32").sum(), *args).graph)
+    mesh = Mesh(names=("a",), sizes=(8,))
+    return {
+        n.name: [
+            bool(np.ravel(w.unaligned)[0])
+            for w in node_work(graph, n, np.full((1, 1), split, dtype=np.int8), mesh)
+            if w.kind == "matmul"
+        ]
+        for n in graph.nodes
+        if n.kind == "matmul"
+    }
+
+
+def test_rows_that_are_no_multiple_of_16_bytes():
+    import jax.numpy as jnp
+
+    def only(found):
+        (flags,) = found.values()
+        return set(flags)
+
+    product = jnp.matmul
+    assert only(unaligned(product, (64, 768), (768, 50304))) == {False}
+    assert only(unaligned(product, (64, 768), (768, 50257))) == {True}
+    assert only(unaligned(product, (64, 100), (100, 256))) == {True}
+    assert only(unaligned(product, (64, 100), (100, 256), dtype="float32")) == {False}
+    # Odd numbers of rows do not matter, and neither do rows of fewer than 16 bytes.
+    assert only(unaligned(product, (63, 768), (768, 256))) == {False}
+    assert only(unaligned(product, (64, 4), (4, 256))) == {False}
+    # The last dims of one matrix's rows count together: 86 * 32 is a multiple of 8.
+    experts, joined = (partial(jnp.einsum, names) for names in ("ecd,edf->efc", "bcd,fd->fbc"))
+    assert only(unaligned(experts, (4, 86, 64), (4, 64, 256))) == {True}
+    assert only(unaligned(joined, (32, 86, 64), (256, 64))) == {False}
+
+
+def test_an_unaligned_product_takes_longer_and_a_machine_without_the_figure_does_not_care():
+    aligned, odd = (
+        Work(
+            kind="matmul",
+            dtype="bfloat16",
+            flops=np.array([2.0 * 4096**3]),
+            nbytes=np.array([3 * 2 * 4096.0**2]),
+            mnk=(np.array([4096.0]),) * 3,
+            phase="forward",
+            times=1.0,
+            unaligned=flag,
+        )
+        for flag in (np.array([False]), np.array([True]))
+    )
+    h100, v100, paper = (
+        costmodels.get(name, machine.load(m))
+        for name, m in (("analytic", "h100x8"), ("analytic", "v100x8"), ("paper", "h100x8"))
+    )
+    assert 3 < float(work_price(odd, h100)[0] / work_price(aligned, h100)[0]) < 4
+    for model in (v100, paper):
+        assert work_price(odd, model) == work_price(aligned, model)

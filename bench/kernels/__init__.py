@@ -1,0 +1,1 @@
+"""Single kernels that others measured, priced by the machine files."""

@@ -1,0 +1,421 @@
+"""Reads public tables of kernel times. Each gives groups of rows of one kind, with the function that prices them.
+
+A table is recognized by its name (``READERS``); the shared folder's README files say where each is from. Rows that no
+machine file or dtype stands for are left out: cards without a file, float32 products that do not run as TF32.
+"""
+
+from __future__ import annotations
+
+import csv
+import fnmatch
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pase import machine
+from pase.errors import PaseError
+from pase.ir.precision import FP4, FP8
+from pase.machine import CostModel, Machine
+
+__all__ = ["KernelRows", "read"]
+
+Price = Callable[[CostModel], np.ndarray]
+KEPT_OF = 3
+"""One row in so many is kept back from fits, by the checksum of its shape."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelRows:
+    """Measured kernels of one kind.
+
+    kind: what they are, e.g. "product bfloat16".
+    seconds: float [rows].
+    price: from a cost model to predicted seconds, float [rows].
+    kept: whether a row is kept back from fits, bool [rows].
+    steady: whether they ran one after the other in a model, so that the card was at its power limit.
+    """
+
+    kind: str
+    machine: Machine
+    seconds: np.ndarray
+    price: Price
+    kept: np.ndarray
+    steady: bool = False
+
+
+def _kept(*columns: Sequence[Any]) -> np.ndarray:
+    texts = ("x".join(map(str, row)).encode() for row in zip(*columns, strict=True))
+    return np.array([zlib.crc32(t) % KEPT_OF == 0 for t in texts], dtype=bool)
+
+
+def _product(dtype: str, m: np.ndarray, n: np.ndarray, k: np.ndarray, batch: Any = 1.0) -> Price:
+    """The price of m x n x k products. The operands are read and the result, in at least 16 bits, is written once."""
+    width = {FP8: 1.0, FP4: 0.5, "float32": 4.0}.get(dtype, 2.0)
+    nbytes = batch * (width * (m * k + k * n) + max(width, 2.0) * m * n)
+    flops = 2.0 * batch * m * n * k
+
+    def price(model: CostModel) -> np.ndarray:
+        slow: Any = 1.0
+        kernels = model.machine.device.products
+        if kernels is not None:
+            row = 16 / width
+            slow = np.where((n % row == 0) & (k % row == 0), 1.0, kernels.slowdown(dtype))
+        return model.compute("matmul", dtype, flops * slow, nbytes, mnk=(m * slow, n, k))
+
+    return price
+
+
+def _light(dtype: str, *passes: Any) -> Price:
+    """The price of kernels that move these bytes, one after the other."""
+    return lambda model: sum((model.compute("memory", dtype, 0.0, p) for p in passes), np.float64(0))
+
+
+def _table(file: Path, columns: Sequence[str]) -> dict[str, np.ndarray]:
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(file, columns=list(columns))
+    return {c: table[c].to_numpy() for c in columns}
+
+
+_SYSTEMS = {
+    "a100_sxm": "a100x8",
+    "h100_sxm": "h100x8",
+    "h200_sxm": "h200x8",
+    "b200_sxm": "b200x8",
+    "gb200": "gb200_nvl72",
+}
+_QUANTIZE_KERNELS = {"trtllm": 4, "vllm": 1}
+"""Kernels that bring an operand to eight bits. TensorRT-LLM: maximum, two for the scale, cast (quantization.cu). vLLM:
+one for each token (per_token_quant)."""
+
+
+def _gemm(file: Path) -> Iterator[KernelRows]:
+    system, _, framework = file.name.split("__")[:3]
+    t = _table(file, ["gemm_dtype", "m", "n", "k", "latency"])
+    for theirs, dtype in (("bfloat16", "bfloat16"), ("fp8", FP8), ("nvfp4", FP4)):
+        at = t["gemm_dtype"] == theirs
+        m, n, k = (t[c][at].astype(float) for c in "mnk")
+        if not at.any():
+            continue
+        product = _product(dtype, m, n, k)
+        kind = f"product {theirs}"
+        price = product
+        if dtype != "bfloat16":
+            kind += f" with its cast, {framework}"
+            kernels = _QUANTIZE_KERNELS[framework]
+            width = 1.0 if dtype == FP8 else 0.5
+            maximum = (2.0 * m * k,) if kernels > 1 else ()
+            cast = _light(
+                "bfloat16", *maximum, *(np.full(len(m), 4.0) for _ in range(kernels - 2)), (2 + width) * m * k
+            )
+            price = _sum(product, cast)
+        yield KernelRows(
+            kind=kind,
+            machine=machine.load(_SYSTEMS[system]),
+            seconds=t["latency"][at] * 1e-3,
+            price=price,
+            kept=_kept(m, n, k),
+        )
+
+
+def _sum(*prices: Price) -> Price:
+    return lambda model: sum((p(model) for p in prices), np.float64(0))
+
+
+def _attention_price(
+    b: Any, h: Any, kv: Any, s: Any, width: Any, part: float, backward: bool = False
+) -> Price:
+    """The price of self-attention over s positions; part: the part of the scores that the mask leaves."""
+    flops = part * 4.0 * b * h * s * s * width
+    nbytes = 2.0 * b * s * width * 2 * (h + kv)
+    extents = (s, s, width)
+
+    def price(model: CostModel) -> np.ndarray:
+        forward = model.compute("attention", "bfloat16", flops, nbytes, mnk=extents)
+        if not backward:
+            return forward
+        return forward + model.compute("attention", "bfloat16", 2.5 * flops, 2 * nbytes, mnk=extents)
+
+    return price
+
+
+def _context(file: Path) -> Iterator[KernelRows]:
+    names = (
+        "batch_size isl num_heads num_key_value_heads head_dim window_size attn_dtype kv_cache_dtype latency"
+    )
+    t = _table(file, names.split())
+    whole = (t["window_size"] == 0) & (t["attn_dtype"] == "bfloat16") & (t["kv_cache_dtype"] == "bfloat16")
+    for kind, at in (
+        ("attention forward, up to 1,024 positions", t["isl"] <= 1024),
+        ("attention forward, above 1,024 positions", t["isl"] > 1024),
+    ):
+        b, s, h, kv, width = (t[c][at & whole].astype(float) for c in names.split()[:5])
+        kv = np.where(kv == 0, h, kv)
+        yield KernelRows(
+            kind=kind,
+            machine=machine.load(_SYSTEMS[file.name.split("__")[0]]),
+            seconds=t["latency"][at & whole] * 1e-3,
+            price=_attention_price(b, h, kv, s, width, 0.5),
+            kept=_kept(b, s, h, kv, width),
+        )
+
+
+def _experts(file: Path) -> Iterator[KernelRows]:
+    names = "moe_dtype kernel_source distribution num_tokens hidden_size inter_size topk num_experts"
+    names += " moe_tp_size moe_ep_size latency"
+    t = _table(file, names.split())
+    at = (t["moe_dtype"] == "bfloat16") & (t["distribution"] == "balanced")
+    at &= t["kernel_source"] == "moe_torch_flow_cutlass"
+    tokens, hidden, inter, top, experts, tp, ep = (t[c][at].astype(float) for c in names.split()[3:10])
+    rows, local, inner = tokens * top / ep, experts / ep, inter / tp
+    used = np.minimum(local, np.maximum(rows, 1.0))
+    each = rows / used
+    up, down = (_product("bfloat16", each, n, k, used) for n, k in ((2 * inner, hidden), (hidden, inner)))
+    yield KernelRows(
+        kind="experts bfloat16, balanced",
+        machine=machine.load(_SYSTEMS[file.name.split("__")[0]]),
+        seconds=t["latency"][at] * 1e-3,
+        price=_sum(up, _light("bfloat16", 2 * 3 * rows * inner), down),
+        kept=_kept(tokens, hidden, inter, top, experts, tp, ep),
+    )
+
+
+def _vidur(file: Path) -> Iterator[KernelRows]:
+    """The ops of a layer of Llama-2 70B, timed within the model. Each row is the median of its repetitions."""
+    with file.open(newline="") as f:
+        rows = list(csv.DictReader(f))
+    card = machine.load(f"{file.name.split('__')[3]}x8")
+    tokens, ways = (
+        np.array([float(r[c]) for r in rows]) for c in ("num_tokens", "num_tensor_parallel_workers")
+    )
+    width, inner = 8192.0, 28672.0
+    heads, kv = 64 * 128 / ways, 2 * 8 * 128 / np.minimum(ways, 8)
+    products = {
+        "attn_pre_proj": (heads + kv, width + 0 * ways),
+        "attn_post_proj": (width + 0 * ways, heads),
+        "mlp_up_proj": (2 * inner / ways, width + 0 * ways),
+        "mlp_down_proj": (width + 0 * ways, inner / ways),
+    }
+    light = {
+        "input_layernorm": ("norm", 2 * 2 * tokens * width),
+        "post_attention_layernorm": ("norm", 2 * 2 * tokens * width),
+        "mlp_act": ("activation", 2 * 3 * tokens * inner / ways),
+        "add": ("sum", 2 * 3 * tokens * width),
+    }
+    priced: dict[str, tuple[str, Price]] = {
+        op: ("product bfloat16, in a model", _product("bfloat16", tokens, n, k))
+        for op, (n, k) in products.items()
+    }
+    priced |= {
+        op: (f"{kind} bfloat16, in a model", _light("bfloat16", nbytes))
+        for op, (kind, nbytes) in light.items()
+    }
+    for op, (kind, price) in priced.items():
+        yield KernelRows(
+            kind=kind,
+            machine=card,
+            seconds=np.array([float(r[f"time_stats.{op}.median"]) * 1e-3 for r in rows]),
+            price=price,
+            kept=_kept(tokens.astype(int), ways.astype(int)),
+            steady=True,
+        )
+
+
+_PCIE = {"NVIDIA A100 80GB PCIe": ("a100x8", 1.935e12), "NVIDIA A100-PCIE-40GB": ("a100x8", 1.555e12)}
+"""Card -> the machine file of its chip, and its own memory bandwidth (NVIDIA A100 datasheets)."""
+
+
+def _neusight(file: Path) -> Iterator[KernelRows]:
+    """Softmax and layer norm in float32. (Its products are not TF32, for which machine files have no rate.)"""
+    kind = "softmax" if "softmax" in file.name else "norm"
+    with file.open(newline="") as f:
+        rows = list(csv.DictReader(f))
+    for card, (name, bandwidth) in _PCIE.items():
+        own = [r for r in rows if r["Device"] == card]
+        b, h = (np.array([float(r[c]) for r in own]) for c in "BH")
+        m = machine.load(name)
+        yield KernelRows(
+            kind=f"{kind} float32, PCIe cards",
+            machine=replace(m, device=replace(m.device, memory_bandwidth_bytes_per_s=bandwidth)),
+            seconds=np.array([float(r["Latency"]) * 1e-3 for r in own]),
+            price=_light("float32", 2 * 4 * b * h),
+            kept=_kept(b, h),
+        )
+
+
+def _simumax(file: Path) -> Iterator[KernelRows]:
+    """Shares of the peak that Megatron's products and attention reach on 8 B200."""
+    ops = json.loads(file.read_text())["accelerator"]["op"]
+    for op, kind in (("matmul", "product"), ("group_matmul", "grouped product")):
+        peak = ops[op]["tflops"] * 1e12
+        for accumulates in (False, True):
+            found = [
+                (dict(p.split("=") for p in key.split(", ")), share)
+                for key, share in ops[op]["accurate_efficient_factor"].items()
+                if ("accumulate=True" in key) == accumulates
+            ]
+            extent = [
+                [float(k[n]) for k, _ in found]
+                for n in (("b", "m", "n", "k") if op == "matmul" else ("ng", "M", "N", "K"))
+            ]
+            batch, m, n, k = map(np.array, extent)
+            share = np.array([s for _, s in found])
+            # The sum of gradients is read and written in float32, in place of a result in 16 bits.
+            more = 6.0 * batch * m * n if accumulates else None
+            yield KernelRows(
+                kind=f"{kind} bfloat16, Megatron" + (", added to gradients" if accumulates else ""),
+                machine=machine.load("b200x8"),
+                seconds=2 * batch * m * n * k / (share * peak),
+                price=_with_bytes(batch, m, n, k, more),
+                kept=_kept(batch, m, n, k),
+                steady=True,
+            )
+
+
+def _with_bytes(
+    batch: np.ndarray, m: np.ndarray, n: np.ndarray, k: np.ndarray, more: np.ndarray | None
+) -> Price:
+    nbytes = 2 * batch * (m * k + k * n + m * n) + (0.0 if more is None else more)
+    return lambda model: model.compute("matmul", "bfloat16", 2 * batch * m * n * k, nbytes, mnk=(m, n, k))
+
+
+def _tracelens(file: Path) -> Iterator[KernelRows]:
+    """The products of one model in PyTorch. Above 10 us: below, the times are those of the launch."""
+    with file.open(newline="") as f:
+        rows = [r for r in csv.DictReader(f) if float(r["Kernel Time (µs)_median"]) > 10]
+    m, n, k, b = (np.array([float(r[f"param: {c}"]) for r in rows]) for c in "MNKB")
+    yield KernelRows(
+        kind="product bfloat16, in a model",
+        machine=machine.load("mi300x8" if "mi300" in file.name else "h100x8"),
+        seconds=np.array([float(r["Kernel Time (µs)_median"]) * 1e-6 for r in rows]),
+        price=_product("bfloat16", m, n, k, b),
+        kept=_kept(m, n, k, b),
+        steady=True,
+    )
+
+
+def _ops(file: Path) -> Iterator[KernelRows]:
+    """Single ops by XLA on an H100. Each row is a group of its own kind; ``read`` joins them."""
+    h100 = machine.load("h100x8")
+    with file.open(newline="") as f:
+        for r in csv.DictReader(f):
+            found = _op_price(r["kind"], r["dtype"], [int(x) for x in r["shape"].split("x")], r["note"])
+            if found is not None:
+                kind, price = found
+                yield KernelRows(
+                    kind=f"{kind} {r['dtype']}, XLA",
+                    machine=h100,
+                    seconds=np.array([float(r["device_s"])]),
+                    price=price,
+                    kept=_kept([r["kind"]], [r["dtype"]], [r["shape"]], [r["note"]]),
+                )
+
+
+_PASSES = {
+    ("elementwise", "x+y"): 3,
+    ("elementwise", ""): 2,
+    ("reduce all", ""): 1,
+    ("reduce rows", ""): 1,
+    ("reduce columns", ""): 1,
+    ("transpose", ""): 2,
+    ("softmax", ""): 2,
+    ("layer norm", "forward"): 2,
+    ("layer norm", "forward and gradients"): 6,
+    ("batch norm and relu", "forward"): 2,
+    ("batch norm and relu", "forward and gradients"): 6,
+    ("cross entropy", ""): 3,
+    ("adam", ""): 7,
+}
+"""How often a light op moves its array: operands and results once, twice that in backward (``pase.tables.work``)."""
+
+
+def _op_price(kind: str, dtype: str, shape: list[int], note: str) -> tuple[str, Price] | None:
+    width = 4.0 if dtype == "float32" else 2.0
+    sizes = [np.array([float(x)]) for x in shape]
+    if kind == "matmul":
+        return "product", _product(dtype, sizes[0], sizes[1], sizes[2])
+    if kind == "batched matmul":
+        return "batched product", _product(dtype, sizes[1], sizes[2], sizes[3], sizes[0])
+    if kind == "attention":
+        b, h, s, d = sizes
+        part = 0.5 if "causal" in note else 1.0
+        price = _attention_price(b, h, h, s, d, part, "gradients" in note)
+        return (
+            (f"attention, cuDNN, {note.partition(' ')[2].partition(' ')[2]}", price)
+            if "cudnn" in note
+            else None
+        )
+    if kind == "conv":
+        return f"convolution, {note}", _convolution(dtype, shape, note)
+    if kind == "embedding":
+        rows, d, tokens = sizes
+        return f"embedding {note}", _light(
+            dtype, 2 * 4 * tokens * d + (4 * rows * d if note == "gradient" else 0.0)
+        )
+    passes = _PASSES.get((kind, note)) or _PASSES.get((kind, ""))
+    if passes is None:
+        return None
+    n = np.prod(sizes, axis=0) * (sizes[1] if kind.startswith("batch norm") else 1.0)
+    return f"{kind}{', ' + note if 'forward' in note else ''}", _light(dtype, passes * width * n)
+
+
+def _convolution(dtype: str, shape: list[int], note: str) -> Price:
+    b, image, cin, cout, size, stride = (float(x) for x in shape)
+    out = np.ceil(image / stride)
+    m, n, k = b * out * out, cout, cin * size * size
+    m, n, k = {"forward": (m, n, k), "gradient of the filter": (k, n, m), "gradient of the input": (m, k, n)}[
+        note
+    ]
+    width = 4.0 if dtype == "float32" else 2.0
+    nbytes = np.array([width * (b * image * image * cin + b * out * out * cout + cin * cout * size * size)])
+    flops = np.array([2 * m * n * k])
+    return lambda model: model.compute("conv", dtype, flops, nbytes, mnk=(m, n, k))
+
+
+READERS: Mapping[str, Callable[[Path], Iterator[KernelRows]]] = {
+    "*gemm_perf.parquet": _gemm,
+    "*context_attention_perf.parquet": _context,
+    "*moe_perf.parquet": _experts,
+    "*profiling__compute__*mlp.csv": _vidur,
+    "*dataset__test__softmax.csv": _neusight,
+    "*dataset__test__ln.csv": _neusight,
+    "*configs__system__b200*.json": _simumax,
+    "*perf_report_csvs__GEMM.csv": _tracelens,
+    "*ops.csv": _ops,
+}
+
+
+def read(file: Path) -> list[KernelRows]:
+    """Reads a table. Rows of one kind on one machine are one group. Raises PaseError if its name is not known."""
+    for pattern, reader in READERS.items():
+        if fnmatch.fnmatch(file.name, pattern):
+            try:
+                groups = [g for g in reader(file) if len(g.seconds)]
+            except (OSError, KeyError, ValueError, ArithmeticError) as e:
+                raise PaseError(f"this table of kernels cannot be read: {e}", where=str(file)) from e
+            return list(_joined(groups))
+    raise PaseError(
+        "it is not known which table of kernels this is",
+        where=str(file),
+        fix=f"name it as it was published: {', '.join(re.sub('[*]', '…', p) for p in READERS)}",
+    )
+
+
+def _joined(groups: list[KernelRows]) -> Iterator[KernelRows]:
+    by: dict[tuple[str, str, bool], list[KernelRows]] = {}
+    for g in groups:
+        by.setdefault((g.kind, g.machine.digest, g.steady), []).append(g)
+    for same in by.values():
+        prices = [g.price for g in same]
+        yield replace(
+            same[0],
+            seconds=np.concatenate([g.seconds for g in same]),
+            kept=np.concatenate([g.kept for g in same]),
+            price=lambda model, prices=prices: np.concatenate([np.atleast_1d(p(model)) for p in prices]),
+        )

@@ -1,0 +1,96 @@
+"""The time of matrix products on a GPU whose file has ``[device.products]``.
+
+A library has hundreds of product kernels and chooses among them. What they have in common suffices: the result is
+divided into squares of 64 x 64, a compute unit takes one after the other, and the contraction proceeds by 128 bytes of
+each operand's row. Thus the time has
+
+- whole waves of squares over the units: 133 squares take two waves of 132 units;
+- a square's arithmetic, and the write of its result, during which its unit multiplies nothing;
+- for products of few squares, a contraction that is divided among units, whose float32 partial sums are written, read
+  and added up;
+- the operands' and the result's way through memory, which overlaps with the arithmetic, but not perfectly: the time of
+  both together is the cube root of the sum of their cubes (1.26 times either if both take equally long);
+- a start;
+- throttling: at its power limit, a card multiplies more slowly.
+
+Four constants of a card and a rate of each dtype are fitted to a public table of some 20,000 products (the file names
+it), and the part that is left at the power limit to the table's longest products or to products that were timed within
+a model. A third of the rows is kept back from the fit. ``python -m bench.kernels`` compares.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pase.machine import Device, ProductKernels
+
+__all__ = ["product_s"]
+
+SQUARE = 64
+"""Rows and columns of the result that are a unit's work. Larger squares, or several sizes, fit the tables no better."""
+
+ROW_BYTES = 128
+"""The bytes of an operand's row that a unit multiplies at a time: the widest swizzle of shared memory."""
+
+LEAST_OUTPUT_BYTES = 2
+"""Products of eight and four bits write their results in 16."""
+
+SPLITS = (1, 2, 4, 8, 16, 32)
+
+THROTTLED_AFTER_S = 2e-3
+"""A benchmark repeats a product some tens of times, and a card's limiter reacts within about a tenth of a second. A
+product that takes this long is half throttled in a benchmark."""
+
+_OVERLAP = 3.0
+
+
+def product_s(
+    device: Device,
+    kernels: ProductKernels,
+    rate: float,
+    itemsize: float,
+    flops: np.ndarray,
+    nbytes: np.ndarray,
+    mnk: tuple[np.ndarray, np.ndarray, np.ndarray] | None,
+    *,
+    steady: bool,
+) -> np.ndarray:
+    """Seconds of products, the start included.
+
+    rate: FLOP/s of the whole device before it throttles.
+    itemsize: bytes of an operand's element.
+    mnk: extents of one product of a batch of equal ones; without them, the units are evenly loaded.
+    steady: whether the device is at its power limit, as it is during a training step. Otherwise only products that take
+        long by themselves throttle, as in a benchmark of one product.
+    """
+    work = flops / rate if mnk is None else _units_s(device, kernels, rate, itemsize, flops, mnk)
+    throttled = 1.0 if steady else work / (work + THROTTLED_AFTER_S)
+    work = work * (1 + (1 / kernels.steady - 1) * throttled)
+    moving = nbytes / (device.memory_bandwidth_bytes_per_s * kernels.memory)
+    return np.asarray(kernels.start_s + np.cbrt(work**_OVERLAP + moving**_OVERLAP))
+
+
+def _units_s(
+    device: Device,
+    kernels: ProductKernels,
+    rate: float,
+    itemsize: float,
+    flops: np.ndarray,
+    mnk: tuple[np.ndarray, np.ndarray, np.ndarray],
+) -> np.ndarray:
+    """Seconds of the units, for the best division of the contraction."""
+    m, n, k = (np.maximum(x, 1.0) for x in mnk)
+    units = max(device.compute_units, 1)
+    batch = flops / (2 * m * n * k)
+    squares = batch * np.ceil(m / SQUARE) * np.ceil(n / SQUARE)
+    deep = ROW_BYTES / itemsize
+    deep_s = 2.0 * SQUARE * SQUARE * deep * units / rate
+    written = np.minimum(m, SQUARE) * np.minimum(n, SQUARE) * max(itemsize, LEAST_OUTPUT_BYTES)
+    write_s = written / kernels.output_bytes_per_s
+    # Four bytes of each partial sum are written, and read again.
+    partial_s = 2 * 4 * batch * m * n / (2 * device.memory_bandwidth_bytes_per_s * kernels.memory)
+    best = np.ceil(squares / units) * (np.ceil(k / deep) * deep_s + write_s)
+    for split in SPLITS[1:]:
+        seconds = np.ceil(squares * split / units) * (np.ceil(k / (split * deep)) * deep_s + write_s)
+        best = np.minimum(best, seconds + kernels.split_s + split * partial_s)
+    return np.asarray(best)

@@ -1,0 +1,103 @@
+"""Products on GPUs: laws of the model, and measured products of an H100 that the fit did not see."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pase.costmodels.analytic import Analytic
+from pase.machine import ProductKernels, load
+from pase.machine import names as machine_names
+
+MEASURED_US = {
+    ("bfloat16", 4096, 4096, 4096): 176.5,
+    ("bfloat16", 8192, 1024, 1024): 27.0,
+    ("bfloat16", 16384, 768, 3072): 101.0,
+    ("bfloat16", 2048, 8192, 2048): 90.9,
+    ("bfloat16", 512, 32000, 1024): 52.7,
+    ("bfloat16", 16384, 2048, 8192): 657.0,
+    ("float32", 4096, 4096, 4096): 329.8,
+    ("float32", 4096, 14336, 4096): 1152.7,
+}
+"""Products by XLA on an H100 SXM5, from the profiler's kernel times (JAX 0.11.2). No bfloat16 row was fitted to."""
+
+
+def seconds(model: Analytic, dtype: str, m: float, n: float, k: float) -> float:
+    width = {"float32": 4, "bfloat16": 2}[dtype]
+    nbytes = width * (m * k + k * n + m * n)
+    return float(model.compute("matmul", dtype, 2.0 * m * n * k, nbytes, mnk=(m, n, k)))
+
+
+@pytest.mark.parametrize(("row", "us"), MEASURED_US.items(), ids=str)
+def test_single_products_of_an_h100(row, us):
+    alone = Analytic(load("h100x8"), steady=False)
+    assert 1e6 * seconds(alone, *row) == pytest.approx(us, rel=0.15 if row[0] == "bfloat16" else 0.3)
+
+
+GPUS = [name for name in machine_names() if load(name).device.products is not None]
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_step_is_never_faster_than_a_benchmark_and_both_agree_on_long_and_short_products(name):
+    machine = load(name)
+    alone, steady = Analytic(machine, steady=False), Analytic(machine)
+    rate = machine.device.products.steady
+    sizes = (128, 1024, 4096, 16384, 65536)
+    ratios = [seconds(steady, "bfloat16", s, s, s) / seconds(alone, "bfloat16", s, s, s) for s in sizes]
+    assert min(ratios) >= 1 - 1e-12 and max(ratios) <= 1 / rate + 1e-12
+    assert ratios[-1] == pytest.approx(1, rel=0.01)
+
+
+def test_a_square_too_many_takes_another_wave():
+    model = Analytic(load("h100x8"), steady=False)
+
+    def s(squares: int) -> float:
+        m, n, k = 64 * squares, 64, 1024
+        return float(model.compute("matmul", "bfloat16", 2.0 * m * n * k, 0.0, mnk=(m, n, k)))
+
+    full, fits, more = s(131), s(132), s(133)
+    assert fits == pytest.approx(full, rel=0.01)
+    assert more > 1.1 * full
+
+
+def test_few_squares_divide_the_contraction():
+    """One square of deep contraction: 32 units share it, until its operands' way through memory takes longer."""
+    machine = load("h100x8")
+    one, deep = (seconds(Analytic(machine), "bfloat16", 64, 64, k) for k in (64 * 1024, 2 * 1024 * 1024))
+    serial = 2.0 * 64 * 64 * 2 * 1024 * 1024 / (989.4e12 * 0.867 * 0.835 / 132)
+    assert one < deep < serial / 12
+
+
+def test_a_dtype_without_a_rate_is_slow_and_no_extents_mean_full_units():
+    machine = load("b200x8")
+    model = Analytic(machine)
+    assert machine.device.products.rate_of("float64") == min(machine.device.products.rate.values())
+    flops = 2.0 * 8192**3
+    plain = float(model.compute("matmul", "bfloat16", flops, 0.0))
+    assert plain == pytest.approx(
+        flops / (2250e12 * machine.device.reached("matmul", "bfloat16")) + machine.device.products.start_s
+    )
+    assert plain <= float(model.compute("matmul", "bfloat16", flops, 0.0, mnk=(8192, 8192, 8192)))
+
+
+def test_arithmetic_and_memory_overlap_but_not_perfectly():
+    kernels = ProductKernels(
+        rate={"float32": 1.0}, start_s=0.0, output_bytes_per_s=1e15, split_s=0.0, memory=1.0
+    )
+    h100 = load("h100x8")
+    device = replace(
+        h100.device, peak_flops={"float32": 1e12}, products=kernels, memory_bandwidth_bytes_per_s=1e12
+    )
+    model = Analytic(replace(h100, device=device))
+    got = model.compute("matmul", "float32", [1e12, 1e12, 0.0, 0.0], [1e12, 0.0, 1e12, 0.0])
+    assert got == pytest.approx([np.cbrt(2), 1, 1, 0])
+
+
+def test_measured_products_of_a_dtype_replace_the_model():
+    from pase.machine import MatmulTable
+
+    h100 = load("h100x8")
+    table = MatmulTable(dtype="bfloat16", m=(128,), n=(128,), k=(128,), flops_per_s=(1e12,))
+    model = Analytic(replace(h100, device=replace(h100.device, matmul_tables=(table,))))
+    assert seconds(model, "bfloat16", 128, 128, 128) == pytest.approx(2 * 128**3 / 1e12, rel=1e-6)
+    assert seconds(model, "float32", 128, 128, 128) == seconds(Analytic(h100), "float32", 128, 128, 128)
