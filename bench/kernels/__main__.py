@@ -1,4 +1,4 @@
-"""Kernels that others measured, priced: products, attention, norms, experts, convolutions.
+"""Kernels and collectives that others measured, priced: products, attention, norms, experts, convolutions, NCCL.
 
     python -m bench.kernels [FILE ...] [--machine NAME] [--json] [-o bench/results/kernels.json]
 

@@ -21,7 +21,7 @@ import numpy as np
 from pase import machine
 from pase.errors import PaseError
 from pase.ir.precision import FP4, FP8
-from pase.machine import CostModel, Machine
+from pase.machine import CollectiveKind, CostModel, Machine, Mesh
 
 __all__ = ["KernelRows", "read"]
 
@@ -378,10 +378,42 @@ def _convolution(dtype: str, shape: list[int], note: str) -> Price:
     return lambda model: model.compute("conv", dtype, flops, nbytes, mnk=(m, n, k))
 
 
+_KINDS: dict[str, CollectiveKind] = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+}
+
+
+def _nccl(file: Path) -> Iterator[KernelRows]:
+    """Collectives among some devices of one node. Sizes are in elements, of the larger buffer."""
+    t = _table(file, ["nccl_dtype", "num_gpus", "message_size", "op_name", "latency"])
+    nbytes = t["message_size"].astype(float) * np.where(t["nccl_dtype"] == "half", 2, 1)
+    for theirs, kind in _KINDS.items():
+        for ways in (2, 4, 8):
+            for size, large in (("from 16 MB", True), ("below 16 MB", False)):
+                at = (t["op_name"] == theirs) & (t["num_gpus"] == ways) & ((nbytes >= 16e6) == large)
+                if at.any():
+                    yield KernelRows(
+                        kind=f"{kind} among {ways}, {size}",
+                        machine=machine.load(_SYSTEMS[file.name.split("__")[0]]),
+                        seconds=t["latency"][at] * 1e-3,
+                        price=_collective(kind, ways, nbytes[at]),
+                        kept=_kept(np.full(at.sum(), theirs), t["num_gpus"][at], nbytes[at]),
+                    )
+
+
+def _collective(kind: CollectiveKind, ways: int, nbytes: np.ndarray) -> Price:
+    mesh = Mesh(names=("all",), sizes=(ways,))
+    return lambda model: model.collective(kind, mesh, 1, nbytes)
+
+
 READERS: Mapping[str, Callable[[Path], Iterator[KernelRows]]] = {
     "*gemm_perf.parquet": _gemm,
     "*context_attention_perf.parquet": _context,
     "*moe_perf.parquet": _experts,
+    "*nccl_perf.parquet": _nccl,
     "*profiling__compute__*mlp.csv": _vidur,
     "*dataset__test__softmax.csv": _neusight,
     "*dataset__test__ln.csv": _neusight,

@@ -82,6 +82,12 @@ def _seconds_per_byte(machine: Machine, g: DeviceGroup, fraction: float) -> list
     return out
 
 
+def _own_part(machine: Machine, g: DeviceGroup) -> float:
+    """Seconds per byte of the whole in which a device copies its own part, which it sends to nobody."""
+    rate = machine.own_part_bytes_per_s
+    return 1 / (math.prod(g.ways) * rate) if rate else 0.0
+
+
 def _ring(
     a: Algorithm, machine: Machine, g: DeviceGroup, passes: int, flat: bool
 ) -> list[tuple[float, float]]:
@@ -90,6 +96,7 @@ def _ring(
     spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
     levels = [l for l, w in enumerate(g.ways) if w > 1]
     total = math.prod(g.ways)
+    own = _own_part(machine, g)
     below = [math.prod(g.ways[:l]) for l in range(len(g.ways))]
     # Flat: one ring (per device below, each with its share of the bytes) goes through all devices. A byte makes
     # total - 1 hops, of which (w - 1) * (ways above) are at a level; Patarasuk & Yuan 2009.
@@ -97,7 +104,7 @@ def _ring(
     out = [
         (
             a.launch_s + passes * hops,
-            passes * (total - 1) / total * max(spb[l] / below[l] for l in levels),
+            own + passes * (total - 1) / total * max(spb[l] / below[l] for l in levels),
         )
     ]
     if len(levels) > 1 and not flat:
@@ -107,7 +114,7 @@ def _ring(
         out.append(
             (
                 calls * a.launch_s + passes * sum((g.ways[l] - 1) * a.step_s[l] for l in levels),
-                passes * sum((g.ways[l] - 1) / g.ways[l] / below[l] * spb[l] for l in levels),
+                own + passes * sum((g.ways[l] - 1) / g.ways[l] / below[l] * spb[l] for l in levels),
             )
         )
     if len(levels) > 1 and all(machine.levels[l].topology == "torus" for l in levels):
@@ -165,7 +172,7 @@ def _all_to_all(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[fl
                 crossing = (total - below) / total
             beta = max(beta, crossing * spb[l])
         below *= w
-    return [(alpha, beta)]
+    return [(alpha, beta + _own_part(machine, g))]
 
 
 def _permute(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:

@@ -61,6 +61,7 @@ def scaled(machine: Machine, factors: Mapping[str, float]) -> Machine:
             replace(a, launch_s=a.launch_s * steps, step_s=tuple(s * steps for s in a.step_s))
             for a in machine.algorithms
         ),
+        own_part_bytes_per_s=machine.own_part_bytes_per_s * links,
         collectives=tuple(replace(c, curve=_curve(c.curve, steps, links)) for c in machine.collectives),
         paper=None
         if machine.paper is None

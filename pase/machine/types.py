@@ -368,6 +368,8 @@ class Machine:
         the compute.
     overlaps: whether collectives of parameters overlap with compute (``overlap="machine"``).
     sums_alone: whether the compiler overlaps reductions of gradients with nothing, so that only all-gathers overlap.
+    own_part_bytes_per_s: the rate at which a device copies its own part of a collective to the result, in the kernel
+        that also sends; 0 if this costs nothing.
     lone_gather_bytes: below this size, the compiler neither joins a parameter's all-gather with others nor overlaps it
         with compute.
     forms: collectives that the compiler does not run as they are written. Steps of the manual lowering are written
@@ -393,6 +395,7 @@ class Machine:
     overlaps: bool = False
     sums_alone: bool = False
     lone_gather_bytes: Count = 0
+    own_part_bytes_per_s: NotNegative = 0.0
     forms: tuple[CompiledForm, ...] = ()
     compiler: CompileTarget | None = None
 
@@ -423,7 +426,8 @@ class Machine:
         for key in ("name", "title", "sources", "provenance", "overlaps", "forms", "compiler"):
             del content[key]
         # These fields are newer than the digests in layouts. At their defaults, the digests stay the same.
-        newer = "bucket_bytes", "sums_readers", "collective_units", "sums_alone", "lone_gather_bytes"
+        newer = {"bucket_bytes", "sums_readers", "collective_units", "sums_alone", "lone_gather_bytes"}
+        newer |= {"own_part_bytes_per_s"}
         for f in dataclasses.fields(self):
             if f.name in newer and content[f.name] == f.default:
                 del content[f.name]
