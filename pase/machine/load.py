@@ -18,7 +18,7 @@ from pase.files.codec import AtLeastOne, convert, json_schema, refuse_control
 from pase.files.json_values import JsonObject
 from pase.machine.groups import GROUPS_SCHEMA, GroupedMachine, GroupsFile, grouped
 from pase.machine.tables import check_attention, check_curve, check_matmul
-from pase.machine.types import AttentionCurve, CollectiveCurve, CollectiveKind, Curve, Machine
+from pase.machine.types import AttentionCurve, CollectiveCurve, CollectiveKind, Curve, Device, Machine
 
 __all__ = ["DEFAULT", "SCHEMA", "load", "made_groups_schema", "made_schema", "names", "parse", "schema"]
 
@@ -135,13 +135,7 @@ def _problems(form: MachineFile) -> Iterator[str]:
             yield f"device/efficiency/{kind}: is not known; device/efficiency takes: {', '.join(most)}"
         elif part > most[kind]:
             yield f"device/efficiency/{kind}: must be at most {most[kind]:g}, got {part:g}"
-    if device.products is not None:
-        replaced = [f"device/efficiency/{kind}" for kind in device.efficiency if kind.startswith("matmul")]
-        replaced += ["device/tiles"] if device.tiles else []
-        for place in replaced:
-            yield f"{place}: is replaced by device/products; keep one of them"
-        if not device.compute_units:
-            yield "device/compute_units: must be above 0 with device/products"
+    yield from _product_problems(device)
     if len(device.memory_tile) not in (0, 2):
         yield f"device/memory_tile: must be rows and columns, got {list(device.memory_tile)}"
     curves = [
@@ -190,6 +184,18 @@ def _problems(form: MachineFile) -> Iterator[str]:
         if (c.kind, c.ways) in seen:
             yield f"collectives/{i}: repeats {c.kind} over ways {list(c.ways)}; keep one of them"
         seen.add((c.kind, c.ways))
+
+
+def _product_problems(device: Device) -> Iterator[str]:
+    """Yields what contradicts the model of a device's product kernels, if it has one."""
+    if device.products is None:
+        return
+    replaced = [f"device/efficiency/{kind}" for kind in device.efficiency if kind.startswith("matmul")]
+    replaced += ["device/tiles"] if device.tiles else []
+    for place in replaced:
+        yield f"{place}: is replaced by device/products; keep one of them"
+    if not device.compute_units:
+        yield "device/compute_units: must be above 0 with device/products"
 
 
 def _numbers(tree: object, path: str) -> Iterator[str]:

@@ -179,7 +179,7 @@ NCCL_US = {
     ("b200x8", "all_reduce", 8): 1400,
     ("gb200_nvl72", "all_gather", 4): 705,
 }
-"""512 MiB on one node by nccl-tests (ai-dynamo/aiconfigurator@095f58a). On two devices, a device copies as much to itself
+"""512 MiB on one node by nccl-tests (ai-dynamo/aiconfigurator@095f58a). Of two devices, each copies as much to itself
 as it sends."""
 
 

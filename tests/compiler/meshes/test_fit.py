@@ -161,7 +161,7 @@ def test_a_mesh_that_is_too_dear_without_the_limit_is_not_priced(monkeypatch):
     traced = trace(
         lambda p, x: jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"]) ** 2), weights, S((4096, 512), "float32")
     )
-    problem = SplitProblem.of(traced.graph, 16, None, "analytic", "adam", "parameters")
+    problem = SplitProblem.of(traced.graph, 16, "mi300x8", "analytic", "adam", "parameters")
     over = problem.meshes(None, 2)
     free = search_meshes(problem, over, close=False)
     limit = 0.6 * memory_of(problem, free.configs, free.mesh).total
