@@ -85,6 +85,7 @@ ELSEWHERE = {
     "replay.hta": "needs an environment with HolisticTraceAnalysis",
     "pages.schemas": "writes the schemas that tests/files holds equal to the types",
     "pages.screenshots": "needs a browser",
+    "audit.gpu": "needs XLA's compiler for CUDA",
     "audit.tpu": "needs libtpu",
     "audit.tpu_forms": "needs libtpu",
 }

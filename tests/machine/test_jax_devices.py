@@ -138,3 +138,21 @@ def test_a_plan_has_a_mesh_on_gpus(monkeypatch):
     for grid in made:
         assert [{c.process_index for c in row} for row in grid] == [{0}, {1}]
     assert len(made) == 2
+
+
+@pytest.mark.gpu_compiler
+def test_a_plan_s_mesh_on_hosts_of_compile_only_gpus():
+    """XLA's own devices for 4 hosts of 8 GPUs, in another order: the inner axis of the mesh is inside of a host."""
+    from jax.experimental import topologies
+
+    from pase.backends.audit.targets import devices_of
+    from pase.machine import load
+
+    target = devices_of(load("h100x8"), 32)
+    made = topologies.get_topology_desc("", "cuda", target_config=target.config, topology=target.topology)
+    assert len({d.process_index for d in made.devices}) == 4
+    params = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
+    batch = jax.ShapeDtypeStruct((64, 64), "float32")
+    plan = case_of(lambda p, x: (x @ p["w"]).sum(), params, batch, devices=32).plan("random1@4x8")
+    grid = plan.jax.mesh(shuffled(made.devices)).devices
+    assert [{d.process_index for d in row} for row in grid] == [{0}, {1}, {2}, {3}]

@@ -1,0 +1,82 @@
+"""Compares predictions with XLA's compiler for NVIDIA GPUs, without a GPU.
+
+It needs JAX's CUDA plugin of JAX's own version, which is no part of the default extras:
+
+    python -m venv /tmp/gpu && /tmp/gpu/bin/pip install -c constraints.txt -e ".[jax,verify-cuda]"
+    /tmp/gpu/bin/python -m bench.audit.gpu --resume       # 6 to 190 s for each row
+    /tmp/gpu/bin/python -m bench.audit.gpu gpt2           # the rows of these models
+
+One train step is compiled ahead of time under several strategies; nothing is run. Seconds are a roofline of the
+compiled program (``pase.hlo.kernels``). Writes bench/results/gpu_aot.json: a row per model, method, lowering and number
+of GPUs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+from functools import lru_cache
+from typing import Any
+
+from bench.runner import Benchmark
+
+MACHINE = "h100x8"
+MODELS = {
+    "mlp": "mlp",
+    "gpt2": "gpt2?batch=64",
+    "bert_base": "bert_base?batch=256",
+    "llama": "llama3_8b?layers=2&batch=8&seq=512&vocab=8192",
+}
+CELLS = [
+    *(
+        (m, method, lowering, 8)
+        for m in MODELS
+        for method, lowering in (("pase", "manual"), ("data_parallel", "manual"))
+    ),
+    ("mlp", "pase", "annotated", 8),
+    ("gpt2", "pase", "annotated", 8),
+    ("gpt2", "fsdp", "manual", 8),
+    ("mlp", "pase", "manual", 32),
+    ("gpt2", "pase", "manual", 32),
+]
+
+
+@lru_cache(2)
+def _plans(model: str, devices: int) -> dict[str, Any]:
+    import pase
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return dict(pase.compare(f"zoo:{MODELS[model]}", devices=devices, machine=MACHINE))
+
+
+def measured(model: str, method: str, lowering: str, devices: int) -> dict[str, Any] | None:
+    """Returns the row of a cell; None if the model has no such method."""
+    plan = _plans(model, devices).get(method)
+    if plan is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = plan.verify(MACHINE, lowering=lowering)
+    about = {"model": model, "zoo": MODELS[model], "method": method, "mesh": list(plan.mesh.sizes)}
+    return (
+        about | {"asked": lowering} | {k: v for k, v in found.to_json().items() if k not in ("model", "how")}
+    )
+
+
+BENCH = Benchmark(
+    "gpu_aot",
+    {f"{m}: {method}, {lowering}, {n}": (m, method, lowering, n) for m, method, lowering, n in CELLS},
+    measured,
+    named="{model}: {method}, {asked}, {devices}",
+    head=lambda rows: {
+        "target": f"{MACHINE}, ahead of time: nothing ran on one",
+        **{p: importlib.metadata.version(p) for p in ("jax", "jax-cuda12-plugin")},
+    },
+    environment={"JAX_PLATFORMS": "cpu"},
+    resumes=True,
+)
+
+
+if __name__ == "__main__":
+    BENCH.run()
