@@ -252,15 +252,21 @@ def attention_by(stand_in: Callable[[Attention, Attention], Attention], file: st
 @contextmanager
 def assuming_cudnn() -> Iterator[None]:
     """Temporarily lets programs with cuDNN's attention be traced on a machine without cuDNN, to be compiled for GPUs
-    that have it."""
+    that have it.
+
+    JAX also wants devices where it lowers these kernels, to split them. A plan calls them on one device's part.
+    """
+    from jax._src import dispatch
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    kept = cudnn.check_cudnn_version
+    kept, wanting = cudnn.check_cudnn_version, dispatch.prim_requires_devices_during_lowering
     cudnn.check_cudnn_version = lambda: 91000  # the version that XLA's facts about H100 name
+    dispatch.prim_requires_devices_during_lowering = set()
     try:
         yield
     finally:
         cudnn.check_cudnn_version = kept
+        dispatch.prim_requires_devices_during_lowering = wanting
 
 
 def cudnn_attention(q: Array, k: Array, v: Array, *, causal: bool, scale: float) -> tuple[Array, Array]:
