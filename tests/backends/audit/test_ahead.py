@@ -61,3 +61,17 @@ def test_inference_is_compiled_too():
     plan = pase.compile(lambda w, x: x @ w, W, X, devices=2, mode="inference", baselines=False)
     found = ahead.compiled_ahead(plan, load("cpu_host"))
     assert found.peak > 0 and found.text.startswith("HloModule")
+
+
+def test_a_kernel_of_cudnn_is_exported_without_devices_and_without_cudnn():
+    """On a machine with neither, the step calls the kernel that a GPU would run."""
+    q = jax.ShapeDtypeStruct((4, 64, 2, 64), "bfloat16")
+
+    def loss_fn(w, x):
+        return jax.nn.dot_product_attention(x * w, x, x, implementation="cudnn").mean()
+
+    w = jax.ShapeDtypeStruct((64,), "bfloat16")
+    plan = pase.compile(loss_fn, w, q, devices=2, baselines=False)
+    target = ahead.devices_of(load("h100x8"), 2)
+    made = ahead._exported(ahead.jax_plan(plan), plan, target, "manual", None)
+    assert b"fmhaSoftmaxBackward" in made.data
