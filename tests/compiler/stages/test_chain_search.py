@@ -99,7 +99,7 @@ def products(b=4096, d=512):
 def tables(model):
     loss, args = model
     traced, variant = trace(loss, *args), Variant(accumulate=MICRO)
-    problem = SplitProblem.of(traced.graph, 8, "h100x8", "analytic", "adam", "parameters")
+    problem = SplitProblem.of(traced.graph, 8, "a100x8", "analytic", "adam", "parameters")
     graph, mesh = graph_of(traced, variant), Mesh(names=("x", "y"), sizes=(2, 2))
     places, slow = divided(graph, blocks_of(traced)), problem.pricing.occupied or 1.0
     assert isinstance(places, UnitPlaces)
