@@ -64,7 +64,6 @@ def verify(
       pase verify layout.json --target b200x8 --json
       pase verify layout.json --target cpu
     """
-    import logging
     import os
 
     import pase
@@ -72,6 +71,7 @@ def verify(
     from pase.compiler.resolve import attached, resolve
     from pase.errors import PaseError
     from pase.files.atomic import write_atomically
+    from pase.frontends.jax.versions import quiet_about_drivers
 
     if lowering not in get_args(Lowering):
         raise PaseError(
@@ -79,7 +79,7 @@ def verify(
         )
     # This process only traces. It needs no GPU, and JAX need not say that its CUDA plugin finds no driver here.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)
+    quiet_about_drivers()
     plan = pase.load(layout)
     with progress() as say:
         say("tracing the model")

@@ -30,7 +30,8 @@ def measured(gpu: str, ways: int) -> tuple[np.ndarray, np.ndarray]:
         ("a100", 2, 0.21),
         ("a100", 4, 0.09),
         ("a100", 6, 0.07),
-        ("a100", 8, 0.05),
+        # The file follows NCCL's tests of another eight A100, whose small and large messages these are slower than.
+        ("a100", 8, 0.07),
         ("v100", 2, 0.03),
         ("v100", 4, 0.04),
         ("v100", 6, 0.05),

@@ -50,7 +50,7 @@ def test_a_product_of_unknown_size_is_not_free():
 def test_the_roofline_is_the_longer_of_products_and_bytes():
     device = load("h100x8").device
     product = HloKernel(work="product", flops=10**12, nbytes=0, dtype="bf16")
-    rate = device.peak("bfloat16") * device.efficiency["matmul"]
+    rate = device.peak("bfloat16") * device.reached("matmul", "bfloat16")
     assert roofline_s(product, device) == pytest.approx(1e12 / rate + device.launch_s)
     large = dataclasses.replace(product, nbytes=10**12)
     assert roofline_s(large, device) == pytest.approx(1e12 / device.moved_bytes_per_s + device.launch_s)
@@ -59,5 +59,5 @@ def test_the_roofline_is_the_longer_of_products_and_bytes():
         1e12 / device.peak("bfloat16") / 0.596 + device.launch_s
     )
     unknown = dataclasses.replace(product, dtype="f8e5m2fnuz")
-    slowest = min(device.peak_flops.values()) * device.efficiency["matmul"]
+    slowest = min(device.peak_flops.values()) * device.reached("matmul", "u64")
     assert roofline_s(unknown, device) == pytest.approx(1e12 / slowest + device.launch_s)

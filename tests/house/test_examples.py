@@ -157,6 +157,7 @@ def test_every_example_has_a_test():
         "keras_model.py",
         "make_onnx.py",
         "measure.py",
+        "multi_host.py",
         "onnx_file.py",
         "own_step.py",
         "torch_train.py",

@@ -12,6 +12,7 @@ the tests with the version, fix what differs below, and add it to ``KNOWN`` and 
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,7 @@ __all__ = [
     "opened",
     "outside_jit",
     "pulled_back",
+    "quiet_about_drivers",
     "scan_groups",
     "source_line",
     "static_arguments",
@@ -449,6 +451,11 @@ def function_of(
     jaxpr, consts = opened(closed)
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     return called(_assembled(jaxpr.constvars, reads, makes, eqns, info, consts))
+
+
+def quiet_about_drivers() -> None:
+    """Keeps JAX from reporting that a plugin for a GPU finds no driver."""
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)
 
 
 def evaluate(eqn: Eqn, ins: Sequence[Array], info: DebugInfo) -> list[Any]:

@@ -56,7 +56,7 @@ def stored(plan: Plan, layouts: dict[str, Any]) -> Plan:
 @cache
 def plans() -> dict[str, Plan]:
     """The search's plan, the FSDP plan, and one that uses both axes, with layers stored as by Megatron."""
-    options = {"devices": 4, "mesh": "data=2,model=2", "dims": {"batch": 8}}
+    options = {"devices": 4, "mesh": "data=2,model=2", "dims": {"batch": 8}, "machine": "v100x8"}
     found = dict(pase.compare(keras_mlp(), **options))
     rows, columns, each = (("model",), ()), ((), ("model",)), (("model",),)
     megatron = {

@@ -114,7 +114,9 @@ def test_a_step_of_decoding_reads_the_cache_once() -> None:
 
 def test_what_is_stored_is_split_as_it_is_read() -> None:
     """Parameters stored unsplit would cost the same seconds and more memory."""
-    plan = pase.compile("zoo:llama3_8b?task=decode&batch=64", devices=8, mesh="1x8", baselines=False)
+    plan = pase.compile(
+        "zoo:llama3_8b?task=decode&batch=64", devices=8, mesh="1x8", machine="a100x8", baselines=False
+    )
     whole, embedding = 2 * 8_030_261_248, 2 * 128_256 * 4096  # rows are looked up by each device for its own
     assert plan.memory.parameters == pytest.approx(whole / 8 + embedding * 7 / 8, rel=0.01)
     assert plan.cost == pytest.approx(sum(n.cost.total for n in plan.nodes), rel=1e-9)

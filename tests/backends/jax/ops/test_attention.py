@@ -15,7 +15,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 
 from bench.cases.plans import case_of
-from pase.backends.jax.ops.attention import _platform
+from pase.backends.jax.ops.platforms import platform_of
 from tests.backends.jax.ops.attending import (
     EXACT,
     D,
@@ -105,6 +105,6 @@ def test_a_flash_attention_of_parts_is_found_with_its_scale_and_blocks() -> None
 
 def test_a_mesh_without_devices_says_what_they_are() -> None:
     mesh = jax.make_mesh((2,), ("a",)).abstract_mesh
-    assert _platform(mesh) == mesh.abstract_device.platform == "cpu"
+    assert platform_of(mesh) == mesh.abstract_device.platform == "cpu"
     other = mesh.abstract_device.__class__(device_kind="H100", num_cores=None, platform="gpu")
-    assert _platform(mesh.update(abstract_device=other)) == "gpu"
+    assert platform_of(mesh.update(abstract_device=other)) == "gpu"

@@ -67,7 +67,9 @@ def test_numbers_and_bytes(fn, shape, k, again, tmp_path):
     if fn is unrolled:  # as emitted by hand; XLA on CPUs makes one of gathers that a block repeats
         emitted = plan.jax.lower_train_step(optimizer, lowering="manual").as_text()
         for kind in ("all_gather", "reduce_scatter"):
-            planned = sum(c.times for c in plan.collectives if c.kind == kind)
+            # Gathers of updated parameters are left to XLA.
+            mine = [c for c in plan.collectives if c.kind == kind and c.phase != "update"]
+            planned = sum(c.times for c in mine)
             assert planned == k * emitted.count(f"stablehlo.{kind}"), kind
     jaxpr = str(jax.make_jaxpr(plan.jax.value_and_grad(plan.jax.mesh()))(*plan.jax._shapes()))
     assert ("remat" in jaxpr) is again
