@@ -32,6 +32,7 @@ CASES = (
     "rnnlm?batch=64",
     "llama3_8b?layers=2&batch=2",
     "mlp",
+    "gpt2?layers=1&batch=2&seq=64&vocab=1024",
 )
 ROUNDS = 2
 CPU_S = 900

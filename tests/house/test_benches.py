@@ -25,7 +25,7 @@ SMALLEST = {
     "published.dpro_memory": "--only VGG16",
     "search.every_mesh": '--only "mlp, 32"',
     "search.uneven": "--only layers",
-    "gpu.jax_steps": "--only mlp --steps 1",
+    "gpu.jax_steps": "--only layers=1 --steps 1",
     "fuzz.files": "--count 45 --only in",
     "audit.lowerings": '--only "mlp data_parallel"',
     "search.memory": "--only mlp",

@@ -84,8 +84,10 @@ def test_every_file_of_the_package() -> None:
 def test_the_same_model_from_jax(name: str) -> None:
     """The same nodes, cost and strategy as from JAX."""
     model, fn, params, batch = exports.pair(name)
-    ours = pase.compile(model, devices=8, mesh="2x4", baselines=False)
-    jax = pase.compile(fn, params, batch, devices=8, mesh="2x4", baselines=False)
+    # On some cards, a strategy and its mirror image cost the same.
+    settings: Any = {"devices": 8, "mesh": "2x4", "machine": "mi300x8", "baselines": False}
+    ours = pase.compile(model, **settings)
+    jax = pase.compile(fn, params, batch, **settings)
     assert len(ours.nodes) == len(jax.nodes)
     # Labels and tokens are 64-bit integers here and 32-bit there.
     assert ours.cost == pytest.approx(jax.cost, rel=1e-4)

@@ -20,7 +20,7 @@ def test_what_crosses_is_what_the_plan_says() -> None:
     from pase.backends.torch.pipeline.p2p import Letter, StageLinks
     from pase.backends.torch.spmd.process_groups import AxisGroups
 
-    for plan in (model()[2], planned(*funnel())):
+    for plan in (model()[2], planned(*funnel(), machine="v100x8")):
         run, device = plan.torch, torch.device("cpu")
         groups = AxisGroups(mesh=plan.mesh, devices=None, place=(0,))  # type: ignore[arg-type]
         links = StageLinks(plan=run, groups=groups, device=device, rank=0, inner=0, channels={})
