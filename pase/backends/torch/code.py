@@ -80,6 +80,8 @@ def _body(step: ParallelModule) -> Body:
 
     values = {}
     for node, tensor in plan.leaves.items():
+        if tensor not in plan.program.maker:  # a buffer that is only read is a constant
+            continue
         r, trained = plan.program.result(tensor), node in traced.parameters and tensors[tensor].needs_grad
         apart = node in traced.parameters and r.layout != r.gradient
         values[tensor] = RankValue(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.torch.spmd import flex_attention, halo  # noqa: F401, registers their rules
 from pase.backends.torch.spmd.collectives import part, summed
+from pase.backends.torch.spmd.masks import ATTENTION
 from pase.backends.torch.spmd.nests import run_nest
 from pase.backends.torch.spmd.pairs import Anchor, OpPair, made_by, partitioned
 from pase.backends.torch.spmd.rules import JOINING, RankCall, ShapeAndLayout, evaluate
@@ -264,6 +265,7 @@ class NodeOps:
             groups=self.walk.groups,
             seed=self.body.constants.seed_at(self.path),
             whole=_values(self.node.meta["val"]),
+            causal=self._name == ATTENTION and self._arguments.get("attn_mask") in self.walk.causal_masks,
         )
         try:
             with self.body.keeping.of(any(not pair.local.op.remat for pair in work)):

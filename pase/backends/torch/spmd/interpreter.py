@@ -19,6 +19,7 @@ from pase.backends.torch.spmd.call import NodeOps
 from pase.backends.torch.spmd.collectives import resharded, there_and_back
 from pase.backends.torch.spmd.constants import Constants, NodeIndex
 from pase.backends.torch.spmd.control import ControlNode
+from pase.backends.torch.spmd.masks import causal_masks
 from pase.backends.torch.spmd.messages import joined_sums, joined_values
 from pase.backends.torch.spmd.pairs import OpPair
 from pase.backends.torch.spmd.process_groups import AxisGroups
@@ -160,6 +161,14 @@ class RankWalk:
     @cached_property
     def index(self) -> NodeIndex:
         return NodeIndex(scope=self.traced.scope, data=frozenset(self.program.maker))
+
+    @cached_property
+    def causal_masks(self) -> frozenset[FxNode]:
+        """The operands of attention that are the causal mask."""
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes():  # masks are compared as real tensors
+            return causal_masks(self.index.paths, self.index)
 
     @cached_property
     def borders(self) -> Mapping[Place, list[OpPair]]:

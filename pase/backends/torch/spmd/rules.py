@@ -52,6 +52,7 @@ class RankCall:
     outs: the whole shapes and layouts that the results must have; None if nothing reads a result.
     seed: the seed of random values drawn here.
     whole: the whole results, as fake tensors.
+    causal: for attention, whether its mask is the causal one.
     """
 
     target: Callable[..., Tree]
@@ -62,6 +63,7 @@ class RankCall:
     groups: AxisGroups
     seed: int
     whole: Sequence[Tensor]
+    causal: bool = False
 
     def run(self, /, **changes: TorchOperand) -> Tree:
         """Run the op itself, with some operands replaced."""
@@ -369,7 +371,9 @@ def _attention(call: RankCall) -> Tensor:
     if q.dim() > 3 and q.shape[-3] != k.shape[-3]:
         changes["enable_gqa"] = True
     shape, layout = call.layouts["query"]
-    if call.given.get("is_causal") and q.shape[-2] != shape[-2]:
+    if call.causal and q.shape[-2] == shape[-2]:
+        changes |= {"attn_mask": None, "is_causal": True}
+    elif call.given.get("is_causal") and q.shape[-2] != shape[-2]:
         rows = positions(len(shape) - 2, shape, layout, call.groups, q.device)
         columns = positions(len(whole) - 2, whole, (None,) * len(layout), call.groups, q.device)
         changes |= {"is_causal": False, "attn_mask": columns[None, :] <= rows[:, None]}

@@ -1,0 +1,89 @@
+"""Masks of attention that are the causal one."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import pase
+from bench.cases.torch_ranks import on_ranks
+
+pytestmark = pytest.mark.torch
+
+
+def added(behind: float) -> Any:
+    import torch
+
+    return torch.zeros(2, 1, 5, 5).masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), behind)
+
+
+def test_causal_masks_are_told_from_others() -> None:
+    import torch
+
+    from pase.backends.torch.spmd.masks import is_causal
+
+    ones = torch.ones(5, 5, dtype=torch.bool)
+    least = torch.finfo(torch.float32).min
+    assert all(map(is_causal, (ones.tril(), ones.tril().expand(3, 1, 5, 5), added(-math.inf), added(least))))
+    others = (ones, ones.tril(1), ones.tril().triu(-2), ones.tril()[:, :4], ones.tril().int(), added(-1e4))
+    assert not any(map(is_causal, others))
+    one_differs = ones.tril().repeat(2, 1, 1)
+    one_differs[1, 4, 0] = False
+    assert not is_causal(one_differs)
+
+
+def net(mask: Callable[[Any], Any]) -> Any:
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+            self.register_buffer("scale", torch.full((16,), 0.5))
+
+        def forward(self, x: Any) -> Any:
+            b, n, _ = x.shape
+            q, k, v = (t.view(b, n, 2, 8).transpose(1, 2) for t in self.qkv(x * self.scale).split(16, -1))
+            seen = mask(torch.arange(n)).expand(b, 1, n, n)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+            return self.out(y.transpose(1, 2).reshape(b, n, 16)).square().mean()
+
+    torch.manual_seed(0)
+    return Net().double()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_with_a_causal_mask_runs_without_the_mask(window: int | None) -> None:
+    """As its eager code would call it; the mask is not computed either. A mask with a window is kept."""
+    import torch
+
+    def mask(at: Any) -> Any:
+        before = at[None, :] <= at[:, None]
+        return before if window is None else before & (at[None, :] > at[:, None] - window)
+
+    module, x = net(mask), torch.randn(4, 6, 16, dtype=torch.float64)
+    run = pase.compile(module, x, devices=2, mesh="2", baselines=False).torch
+    code = run.code(rank=0)
+    assert ("is_causal = True" in code, "arange" in code) == (window is None, window is not None)
+
+    def on_rank(rank: int) -> list[float]:
+        mine = copy.deepcopy(module)
+        step = run.train_step(mine, torch.optim.SGD, lr=0.5)
+        return [float(step(x)) for _ in range(3)]
+
+    eager, alone = copy.deepcopy(module), list[float]()
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.5)
+    for _ in range(3):
+        loss = eager(x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        alone.append(float(loss))
+    assert run.program.ops and run.leaves
+    for found in on_ranks(2, on_rank):
+        assert found == pytest.approx(alone, rel=1e-12)
