@@ -40,6 +40,11 @@ class FxNode(Protocol):
         ...
 
     @property
+    def users(self) -> Mapping[FxNode, None]:
+        """The nodes that read its results."""
+        ...
+
+    @property
     def meta(self) -> dict[str, Any]:
         """``val``: fake tensors of the results; and further notes of the export."""
         ...

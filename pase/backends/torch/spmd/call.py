@@ -6,12 +6,14 @@ is resharded or summed between its ops. Otherwise its ops run one by one (``nest
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.backends.torch.spmd import flex_attention, halo  # noqa: F401, registers their rules
+from pase.backends.torch.spmd.batch_norm import NormOps, SplitNorm
 from pase.backends.torch.spmd.collectives import part, summed
 from pase.backends.torch.spmd.masks import ATTENTION
 from pase.backends.torch.spmd.nests import run_nest
@@ -97,10 +99,58 @@ class NodeOps:
             self._at_once(above, before, [(total, ())], {"reduction": _SUM})
             counts = [p for a in work[-1].op.reads if a.tensor != total for p in _needed(work, a.tensor)]
             self._one_by_one([*counts, work[-1]])
+        elif (norm := self._split_norm(work)) is not None and self._normalized(norm):
+            for pair in norm.rest:
+                self.nest(pair)
         else:
             self._one_by_one(work)
         for pair in after:
             self.nest(pair)
+
+    def _split_norm(self, work: Sequence[OpPair]) -> NormOps | None:
+        """The ops of a batch norm whose batch is split, if nothing but the node itself reads its statistics."""
+        norm = NormOps.of(work) if "batch_norm" in self._name else None
+        if norm is None:
+            return None
+        others = (op for op in self.walk.program.ops if op.op.eqn.path != self.path)
+        if any(o.tensor in norm.inside for op in others for o in op.operands):
+            return None
+        statistics = (u for u in self.node.users if u.target is operator.getitem and u.args[1] in (1, 2))
+        return None if any(u.users for u in statistics) else norm
+
+    def _normalized(self, norm: NormOps) -> bool:
+        """Run a batch norm whose batch is split as one op. Returns False, and does nothing, for dtypes of which
+        PyTorch's op adds up the statistics in another dtype, and if a parameter has a gradient carrier."""
+        import torch
+
+        own, given = norm.own, list[RankValue]()
+        x = self.walk.read(own[0].local.operands[0], self.body)
+        if x.array.requires_grad and not norm.differentiated:
+            return False
+        for pair in (norm.scale, norm.shift):
+            if pair is not None:
+                given.append(self.walk.read(pair.local.operands[1], self.body))
+        values = (x, *given)
+        (dtype, *others) = {v.array.dtype for v in values}
+        if (
+            others
+            or dtype not in (torch.float32, torch.float64)
+            or any(v.gradient_carrier is not None for v in values)
+        ):
+            return False
+        count, eps = (
+            next(float(n) for n in own[i].op.numbers or () if isinstance(n, (int, float))) for i in (1, 6)
+        )
+        run = SplitNorm(groups=self.walk.groups, axes=norm.axes, count=count, eps=eps)
+        weight, bias = (*(v.array.reshape(-1) for v in given), None, None)[:2]
+        with self.body.keeping.of(any(not pair.local.op.remat for pair in own)):
+            made, mean, variance = run(x.array, weight, bias)
+        inverse = (variance + run.eps).rsqrt()
+        for pair, value in ((own[1], mean), (own[5], variance), (own[7], inverse), (norm.last, made)):
+            (r,) = pair.local.results
+            shape = local_shape(r.shape, r.layout, self.walk.program.mesh)
+            self._keep(r, self._checked(value.reshape(shape), r, False), None)
+        return True
 
     def _total(self, work: Sequence[OpPair]) -> str | None:
         """The sum of a loss over a batch that is split, of which the loss is the mean. PyTorch's own op computes it

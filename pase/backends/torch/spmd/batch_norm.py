@@ -1,0 +1,195 @@
+"""Batch normalization whose batch is split over ranks, as one op with the plan's sums of statistics and gradients.
+
+Op by op, the sums over ranks would lie between ops, and autograd would keep the centred and the normalized input. Here
+the ranks sum what the plan's ops sum, in the same number of collectives of the same bytes, and PyTorch's own op
+normalizes by the sums. It keeps its input only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING, Protocol
+
+from pase.backends.torch.spmd.pairs import OpPair
+from pase.backends.torch.spmd.process_groups import AxisGroups
+from pase.backends.torch.spmd.record import whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd import Function as TorchFunction
+
+__all__ = ["NormOps", "SplitNorm"]
+
+_NORM = ("reduce_sum", "div", "sub", "square", "reduce_sum", "div", "add", "rsqrt", "mul")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormOps:
+    """The ops of a node that normalizes by the statistics of a batch.
+
+    own: the ops from the first sum to the normalized input.
+    scale, shift: multiply by the weight and add the bias; None if the norm has none.
+    rest: the other ops of the node, which update running statistics.
+    axes: the mesh axes over which the statistics are summed.
+    differentiated: whether their gradients are summed, too. They have none if the input has none.
+    """
+
+    own: Sequence[OpPair]
+    scale: OpPair | None
+    shift: OpPair | None
+    rest: Sequence[OpPair]
+    axes: tuple[str, ...]
+    differentiated: bool
+
+    @classmethod
+    def of(cls, work: Sequence[OpPair]) -> NormOps | None:
+        """These ops of a node's work, in traced order. None if it is no such norm, or nothing is summed."""
+        own, rest = work[: len(_NORM)], list(work[len(_NORM) :])
+        if tuple(p.op.function.name for p in own) != _NORM:
+            return None
+        total, mean, centred, squares, summed, variance, shifted, inverse, normal = map(_made, own)
+        x = own[0].op.reads[0].tensor
+        reads = [(x,), (total,), (x, mean), (centred,), (squares,), (summed,), (variance,), (shifted,)]
+        if [_read(p) for p in own] != [*reads, (centred, inverse)]:
+            return None
+        scale = next((p for p in rest if p.op.function.name == "mul" and normal in _read(p)), None)
+        shift = None if scale is None else next((p for p in rest if _made(scale) in _read(p)), None)
+        affine = [p for p in (scale, shift) if p is not None]
+        axes = own[0].local.results[0].summed
+        back = {p.local.operands[1].summed for p in (own[2], own[8])}
+        first, again = own[0].local.operands[0], own[2].local.operands[0]
+        inner = [o for p in own[1:] for o in p.local.operands if o is not again]
+        inner += [o for p in affine for o in p.local.operands[:1]]
+        if (
+            not axes
+            or own[4].local.results[0].summed != axes
+            or back not in ({axes}, {()})
+            or (first.transfer, first.layout, first.summed) != (again.transfer, again.layout, ())
+            or any(o.transfer is not None or o.constant for o in inner)
+            or any("partial" in r.layout for p in (*own, *affine) for r in p.local.results)
+            or any(p.op.function.name != "add" or len(_read(p)) != 2 for p in affine[1:])
+            or any(len(_read(p)) != 2 or p.local.operands[1].constant for p in affine)
+        ):
+            return None
+        return cls(
+            own=own,
+            scale=scale,
+            shift=shift,
+            rest=[p for p in rest if p not in affine],
+            axes=axes,
+            differentiated=back == {axes},
+        )
+
+    @property
+    def last(self) -> OpPair:
+        """The op that makes the result."""
+        return self.shift or self.scale or self.own[-1]
+
+    @property
+    def inside(self) -> set[str]:
+        """The tensors that nothing else may read, because they are not made, or have no gradient."""
+        affine = [] if self.scale is None else [self.scale]
+        return {_made(p) for p in (*self.own, *affine)} - {_made(self.last)}
+
+
+def _made(pair: OpPair) -> str:
+    return pair.op.writes[0].tensor
+
+
+def _read(pair: OpPair) -> tuple[str, ...]:
+    return tuple(a.tensor for a in pair.op.reads)
+
+
+class NormResiduals(Protocol):
+    """The autograd context of a call, with the residuals for its backward."""
+
+    norm: SplitNorm
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+
+
+@cache
+def _function() -> type[TorchFunction]:
+    """The autograd function of ``SplitNorm``."""
+    import torch
+
+    class Norm(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: NormResiduals, norm: SplitNorm, x: Tensor, weight: Tensor, bias: Tensor | None
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            mean, variance = norm.statistics(x)
+            made: Tensor = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, norm.eps)[0]
+            ctx.norm = norm
+            ctx.save_for_backward(x, weight, mean, variance)
+            ctx.mark_non_differentiable(mean, variance)
+            return made, mean, variance
+
+        @staticmethod
+        def backward(ctx: NormResiduals, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+            x, weight, mean, variance = ctx.saved_tensors
+            own, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+                gradient, x, weight, mean, variance, None, None, False, ctx.norm.eps, [True, True, True]
+            )
+            if ctx.needs_input_grad[1]:
+                own = ctx.norm.through_statistics(own, of_weight, of_bias, ctx.saved_tensors)
+            return None, own, of_weight, of_bias if ctx.needs_input_grad[3] else None
+
+    return Norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitNorm:
+    """Batch normalization on one rank, whose part of the batch is [examples, channels, ...].
+
+    axes: the mesh axes over which statistics are summed.
+    count: the number of elements of a channel on all ranks together.
+    """
+
+    groups: AxisGroups
+    axes: tuple[str, ...]
+    count: float
+    eps: float
+
+    def __call__(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(the result, the whole batch's mean [channels], its variance [channels]). The last two have no gradient."""
+        weight = x.new_ones(x.shape[1]) if weight is None else weight
+        made: tuple[Tensor, Tensor, Tensor] = whole(
+            partial(_function().apply, self), x, weight, bias, name="batch_norm"
+        )
+        return made
+
+    def statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(mean, variance) of the whole batch, [channels] each."""
+        import torch
+
+        n = x.numel() // x.shape[1]
+        variance, mean = torch.var_mean(x, [i for i in range(x.dim()) if i != 1], correction=0)
+        all_mean = self.groups.all_reduce(mean * n, self.axes) / self.count
+        squares = (variance + (mean - all_mean).square()) * n
+        return all_mean, self.groups.all_reduce(squares, self.axes) / self.count
+
+    def through_statistics(
+        self, own: Tensor, of_weight: Tensor, of_bias: Tensor, residuals: Sequence[Tensor]
+    ) -> Tensor:
+        """The input's gradient. own: the part of it that does not pass through the statistics; it is overwritten.
+
+        of_weight, of_bias: sums over this rank's part of the result's gradient, times the normalized input or alone.
+        """
+        x, weight, mean, variance = residuals
+        all_of_bias = self.groups.all_reduce(of_bias, self.axes)
+        all_of_weight = self.groups.all_reduce(of_weight, self.axes)
+        inverse = (variance + self.eps).rsqrt()
+        factor = weight * inverse / self.count
+        slope = factor * inverse * all_of_weight
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        own.sub_((factor * all_of_bias - slope * mean).reshape(shape))
+        return own.addcmul_(x, slope.reshape(shape), value=-1)

@@ -1,0 +1,69 @@
+"""Batch normalization of a batch that is split."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+import pase
+from bench.cases.torch_ranks import on_ranks
+
+pytestmark = pytest.mark.torch
+
+
+def net(affine: bool, first: bool) -> Any:
+    """A model with a batch norm, whose input has a gradient unless it is the ``first`` layer."""
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Identity() if first else nn.Conv2d(4, 4, 3, padding=1, bias=False)
+            self.norm, self.b = nn.BatchNorm2d(4, affine=affine), nn.Linear(4, 8)
+
+        def forward(self, x: Any) -> Any:
+            return self.b(self.norm(self.a(x)).relu().mean((2, 3))).square().mean()
+
+    torch.manual_seed(0)
+    return Net().double()
+
+
+@pytest.mark.parametrize(("affine", "first"), [(True, False), (False, False), (True, True)])
+def test_it_is_one_op_and_equals_the_whole_batch_s(affine: bool, first: bool) -> None:
+    """Losses, parameters and running statistics of three steps; it keeps its input and no other value of that size."""
+    import torch
+
+    module, x = net(affine, first), 2 + torch.randn(8, 4, 3, 3, dtype=torch.float64)
+    run = pase.compile(module, x, devices=4, mesh="4", target="ddp", baselines=False).torch
+    code = run.code(rank=0)
+    assert code.count("= plan_batch_norm(") == 1 and "rsqrt" not in code and "square(sub" not in code
+    assert run.program.ops and run.leaves
+
+    def trained(of: Any, step: Any) -> tuple[list[float], dict[str, list[Any]]]:
+        losses = [float(step(x)) for _ in range(3)]
+        state = {k: getattr(t, "full_tensor", lambda t=t: t)() for k, t in of.state_dict().items()}
+        return losses, {k: t.detach().reshape(-1).tolist() for k, t in state.items()}
+
+    def on_rank(rank: int) -> tuple[list[float], dict[str, list[Any]]]:
+        mine = copy.deepcopy(module)
+        return trained(mine, run.train_step(mine, torch.optim.SGD, lr=0.5))
+
+    eager = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.5)
+
+    def alone(x: Any) -> Any:
+        optimizer.zero_grad()
+        loss = eager(x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    losses, state = trained(eager, alone)
+    for found, after in on_ranks(4, on_rank):
+        assert found == pytest.approx(losses, rel=1e-12)
+        assert after.keys() == state.keys()
+        for k, values in state.items():
+            assert after[k] == pytest.approx(values, rel=1e-11, abs=1e-13), k
