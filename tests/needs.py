@@ -55,7 +55,7 @@ NEEDS = {
         missing=lambda: _installed("torch", "onnxscript", "transformers"),
     ),
     "gpu_compiler": Need(
-        what="XLA's compiler for CUDA (JAX's plugin), too large to be installed by default",
+        what="XLA's compiler for CUDA, too large to be installed by default",
         how="make test-gpu-compiler",
         missing=lambda: _installed("jax_cuda12_plugin", "flatbuffers"),
     ),

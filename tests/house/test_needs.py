@@ -64,6 +64,7 @@ def test_what_may_be_skipped_and_the_command_that_runs_it():
     assert set(NEEDS) == {"torch", "gpu_compiler", "minutes", "corpus", "root", "data"}
     targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
     for need in NEEDS.values():
+        assert " (" not in need.reason  # the details of a skipped test follow in brackets
         program, target, *_ = need.how.split()
         assert program == "make" and target in targets, need.how
 
