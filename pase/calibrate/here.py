@@ -264,7 +264,8 @@ def ceilings(here: Here) -> Ceilings:
 
     Other devices get limits that no known device reaches.
     """
-    from pase.machine import load, names
+    from pase.machine import load
+    from pase.machine.recognize import machine_named
 
     if here.platform == "cpu":
         cores = os.cpu_count() or 1
@@ -273,13 +274,11 @@ def ceilings(here: Here) -> Ceilings:
             memory_bytes_per_s=_CPU_MEMORY_BYTES_PER_S,
             source=f"{cores} cores of any CPU",
         )
-    for name in names():
+    if (name := machine_named(here.device_name)) is not None:
         device = load(name).device
-        model = {w for w in device.name.replace("-", " ").lower().split() if any(c.isdigit() for c in w)}
-        if model & set(here.device_name.replace("-", " ").lower().split()):
-            return Ceilings(
-                flops_per_s=1.2 * max(device.peak_flops.values()),
-                memory_bytes_per_s=1.2 * device.memory_bandwidth_bytes_per_s,
-                source=f"the datasheet in {name} plus 20%",
-            )
+        return Ceilings(
+            flops_per_s=1.2 * max(device.peak_flops.values()),
+            memory_bytes_per_s=1.2 * device.memory_bandwidth_bytes_per_s,
+            source=f"the datasheet in {name} plus 20%",
+        )
     return Ceilings()

@@ -8,7 +8,7 @@ from functools import cache
 from pase.machine.load import load, names
 from pase.machine.types import Device
 
-__all__ = ["device_named"]
+__all__ = ["device_named", "machine_named"]
 
 _SIZE = re.compile(r"^\d+(gb|gib|g)$")
 
@@ -28,17 +28,23 @@ def _model(name: str) -> set[str]:
 
 
 @cache
-def device_named(name: str) -> Device | None:
-    """Returns the device of the machine file with this model; None if no file has it.
+def machine_named(name: str) -> str | None:
+    """Returns the name of the machine file whose device has this model; None if no file has it.
 
     name: as a driver or profiler reports it ("NVIDIA H100 80GB HBM3").
 
-    >>> device_named("AMD Instinct MI300X VF").name, device_named("NVIDIA H800")
-    ('AMD Instinct MI300X 192GB', None)
+    >>> machine_named("NVIDIA H100 80GB HBM3"), machine_named("NVIDIA H800")
+    ('h100x8', None)
     """
     wanted = _model(name)
-    for machine in names():
-        device = load(machine).device
-        if wanted & _model(device.name):
-            return device
-    return None
+    return next((m for m in names() if wanted & _model(load(m).device.name)), None)
+
+
+def device_named(name: str) -> Device | None:
+    """Returns the device of ``machine_named``.
+
+    >>> device_named("AMD Instinct MI300X VF").name
+    'AMD Instinct MI300X 192GB'
+    """
+    found = machine_named(name)
+    return None if found is None else load(found).device

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from pase.calibrate.here import level_layout, parse_levels
+from pase.calibrate.here import Here, ceilings, level_layout, parse_levels
 from pase.errors import PaseError
 
 
@@ -47,3 +47,24 @@ def test_levels_by_hand():
     with pytest.raises(PaseError, match="'2x3'") as e:
         parse_levels("2x3", 6)
     assert e.value.where == "--levels" and "NAME=WAYS" in e.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [("NVIDIA H100 80GB HBM3", "h100x8"), ("NVIDIA A100-SXM4-80GB", "a100x8"), ("NVIDIA L40S", "")],
+)
+def test_the_datasheet_is_that_of_the_card_s_model(name: str, source: str) -> None:
+    """Not that of another card with as much memory, by which measured rates would be refused as not physical."""
+    here = Here(
+        devices=(),
+        levels=(),
+        platform="gpu",
+        device_name=name,
+        memory_bytes=1,
+        process=0,
+        processes=1,
+        fingerprint={},
+        provenance={},
+    )
+    found = ceilings(here).source
+    assert found == f"the datasheet in {source} plus 20%" if source else "datasheet in" not in found
