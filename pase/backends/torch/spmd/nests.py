@@ -51,18 +51,8 @@ def _functions() -> dict[str, Callable[..., Tensor]]:
     }
 
 
-@cache
-def _with_numbers() -> dict[str, Callable[..., Tensor]]:
-    """The functions that PyTorch computes of a tensor and plain numbers in this order, without a tensor for each
-    number."""
-    import torch
-
-    return {
-        "add": lambda *xs: reduce(torch.add, xs),
-        "mul": lambda *xs: reduce(torch.mul, xs),
-        **{n: getattr(torch, n) for n in ("sub", "div", "pow")},
-        "integer_pow": torch.pow,
-    }
+_WITH_NUMBERS = frozenset({"add", "mul", "sub", "div", "pow", "integer_pow"})
+"""The functions that PyTorch computes of a tensor and plain numbers after it, without a tensor for each number."""
 
 
 def run_nest(
@@ -107,10 +97,8 @@ def _elementwise(op: Op, ins: Sequence[Tensor]) -> Tensor:
     if numbers is None:
         raise NotOnParts(f"a number that '{name}' in it needs is unknown")
     left, first = iter(ins), ins[0]
-    plain = _with_numbers().get(name)
-    if plain is not None and numbers and numbers[0] is None:
-        return plain(*(next(left) if n is None else n for n in numbers))
-    as_tensor = first.is_floating_point() or name == "ne"
+    plain = name in _WITH_NUMBERS and numbers[:1] == (None,)
+    as_tensor = not plain and (first.is_floating_point() or name == "ne")
     given: list[Any] = [
         next(left) if n is None else first.new_full((), n) if as_tensor else n for n in numbers
     ]
