@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 CASES = (("mlp", 256), ("mlp", 2048), ("gpt2", 32), ("alexnet", 32))
 """(reduced zoo model, batch)."""
 STEPS, ROUNDS = 5, 5
-"""Timed steps of a strategy in each round, and the number of rounds."""
+"""Timed steps of a strategy in each round, and the number of rounds unless another is asked for."""
 DISTURBED, TRIES = 0.2, 5
-"""How many cores other programs may take while steps are measured, and the number of tries."""
+"""How many cores other programs may take while steps are measured, and the number of tries unless another is asked
+for."""
 KEPT = {
     "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:"
     "glibc.malloc.arena_max=1"
@@ -55,7 +56,14 @@ def calibrated(file: Path, devices: int, budget_s: float, max_spread: float) -> 
 
 
 def predicted_and_measured(
-    model: str, batch: int, file: Path, devices: int, folder: Path
+    model: str,
+    batch: int,
+    *,
+    file: Path,
+    devices: int,
+    folder: Path,
+    rounds: int = ROUNDS,
+    tries: int = TRIES,
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each strategy of a model: its predicted and measured seconds on host devices."""
     import jax
@@ -65,7 +73,7 @@ def predicted_and_measured(
     from bench.netlab.steps import Running, planned
 
     cells = [c for c in planned(model, batch, devices, file, folder) if c.same_as is None]
-    measured = in_rounds([Running(replace(c, lowering="auto")) for c in cells])
+    measured = in_rounds([Running(replace(c, lowering="auto")) for c in cells], rounds, tries)
     for cell, steps in zip(cells, measured, strict=True):
         yield {
             "model": model,
@@ -78,13 +86,13 @@ def predicted_and_measured(
         }
 
 
-def in_rounds(running: Sequence[Running]) -> list[dict[str, float]]:
+def in_rounds(running: Sequence[Running], rounds: int, tries: int) -> list[dict[str, float]]:
     """Returns for each strategy the median step, its spread, the CPU time of a device's step (without waiting), and how
     many cores other programs took meanwhile. The strategies run in turn, for several rounds: the machine's speed
     changes by the minute, and that must not decide their order."""
     import jax
 
-    visits = [[visit(r) for r in running] for _ in range(ROUNDS)]
+    visits = [[visit(r, tries) for r in running] for _ in range(rounds)]
     out = []
     for own in zip(*visits, strict=True):
         low, middle, high = statistics.quantiles([t for v in own for t in v.times], n=4)
@@ -105,13 +113,13 @@ class Visit:
     others_cores: float
 
 
-def visit(running: Running) -> Visit:
+def visit(running: Running, tries: int) -> Visit:
     """Runs some steps, and returns the least disturbed of several tries. A step before them is not timed, because the
     caches have the arrays of another program."""
     from pase.calibrate.here import others_s
 
     found: list[Visit] = []
-    while not found or (found[-1].others_cores > DISTURBED and len(found) < TRIES):
+    while not found or (found[-1].others_cores > DISTURBED and len(found) < tries):
         running.run(1)
         running.forget()
         began, others = time.perf_counter(), others_s()
@@ -170,7 +178,13 @@ BENCH = Benchmark(
     "calibrate_cpu",
     {f"{model} {batch}": (model, batch) for model, batch in CASES},
     lambda model, batch, given: predicted_and_measured(
-        model, batch, file=Path(given.machine), devices=given.devices, folder=Path(given.folder.name)
+        model,
+        batch,
+        file=Path(given.machine),
+        devices=given.devices,
+        folder=Path(given.folder.name),
+        rounds=given.rounds,
+        tries=given.tries,
     ),
     named="{model} {batch}",
     at="",
@@ -183,6 +197,8 @@ BENCH = Benchmark(
         option("--budget", type=float, default=60.0, help="seconds that calibrating takes"),
         option("--max-spread", type=float, default=3.0, help="as of pase calibrate"),
         option("--devices", type=int, default=2),
+        option("--rounds", type=int, default=ROUNDS, help="rounds, in each of which every strategy runs"),
+        option("--tries", type=int, default=TRIES, help="how often disturbed steps are measured again"),
         option("--machine", help="a machine file measured before; default: measure now"),
         option("--add", action="store_true", help="keep the runs that the result file holds"),
     ],

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pase.replay.reports.trust import Run
 
 STEPS, TURNS = 6, 5
-"""Traced steps of a strategy in each round, and the number of rounds."""
+"""Traced steps of a strategy in each round, and the number of rounds unless another is asked for."""
 BATCHES = (16, 32, 64)
 WHOLE, SPLIT = "no split", "megatron"
 
@@ -62,7 +62,7 @@ class Turn:
     others_cores: float
 
 
-def traced(batch: int, machine: Path, folder: Path) -> list[Turn]:
+def traced(batch: int, machine: Path, folder: Path, turns: int) -> list[Turn]:
     """Traces both strategies on two host devices, in turn. A step before each is not traced, because the caches have
     the other strategy's arrays."""
     import jax
@@ -74,7 +74,7 @@ def traced(batch: int, machine: Path, folder: Path) -> list[Turn]:
     cells = {c.strategy: c for c in planned("gpt2", batch, 2, machine, folder)}
     running = {s: Running(replace(cells[s], lowering="auto")) for s in (WHOLE, SPLIT)}
     out = []
-    for turn in range(TURNS):
+    for turn in range(turns):
         traces = {s: folder / f"{batch}_{turn}_{s.replace(' ', '_')}" for s in running}
         for s, r in running.items():
             r.run(1)
@@ -86,21 +86,22 @@ def traced(batch: int, machine: Path, folder: Path) -> list[Turn]:
     return out
 
 
-def compared(batch: int, machine: Path, folder: Path) -> list[dict[str, Any]]:
+def compared(batch: int, machine: Path, folder: Path, turns: int) -> list[dict[str, Any]]:
     """Returns the rows of four what-ifs: each degree from the other, with its kernels and without. Each is predicted
     and compared within each round; the error is the median over the rounds."""
-    from pase.bridges.degrees import by_tensor, loaded_kernel_times
+    from pase.bridges.degrees import by_tensor, kernel_times
 
-    turns = traced(batch, machine, folder)
-    read = [{s: measured_run(path) for s, path in t.traces.items()} for t in turns]
+    rounds = traced(batch, machine, folder, turns)
+    read = [{s: measured_run(path) for s, path in t.traces.items()} for t in rounds]
+    kernels = [{s: kernel_times([(r.measured.timeline, r.graph)]) for s, r in runs.items()} for runs in read]
     rows = []
     for now, then, ran, ways in ((WHOLE, SPLIT, "tp=1,sp", 2), (SPLIT, WHOLE, "tp=2,sp", 1)):
         for known in (True, False):
             asked = []
-            for turn, runs in zip(turns, read, strict=True):
-                kernels = loaded_kernel_times([turn.traces[then]]) if known else None
+            for turn, runs, times in zip(rounds, read, kernels, strict=True):
                 model = f"bench.replay.xla:gpt2_{batch}"
-                change = by_tensor(ways, model=model, ran=ran, machine=str(machine), measured=kernels)
+                measured = times[then] if known else None
+                change = by_tensor(ways, model=model, ran=ran, machine=str(machine), measured=measured)
                 graph, said = change(runs[now].measured.timeline, runs[now].graph)
                 ns = runs[now].changed_ns(graph)
                 asked.append(
@@ -155,10 +156,13 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 BENCH = Benchmark(
     "replay_xla",
     {f"gpt2, {b} examples": b for b in BATCHES},
-    lambda batch, given: compared(batch, Path(given.machine), Path(given.folder.name)),
+    lambda batch, given: compared(batch, Path(given.machine), Path(given.folder.name), given.turns),
     named="{what_if:.17}",  # the what-if's name begins with that of the row
     head=summary,
     options=[
+        option(
+            "--turns", type=int, default=TURNS, help="rounds, in each of which both strategies are traced"
+        ),
         option("--budget", type=float, default=30.0, help="seconds that calibrating takes"),
         option("--machine", help="a machine file measured before; default: measure now"),
     ],

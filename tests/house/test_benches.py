@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 SMALLEST = {
     "published.amp": '--only "unequal micro=32"',
     "answers": "write answers.json --parts search --data .",
-    "replay.calibrate_cpu": '--budget 1 --max-spread 1000 --only "mlp 256"',
+    "replay.calibrate_cpu": '--budget 1 --max-spread 1000 --rounds 1 --tries 1 --only "mlp 256"',
     "audit.check_rates": "--seeds 6 --zoo --faults 1 --moves 0 --lines 0",
     "audit.communication": "mlp",
     "composer": "--seeds 4",
@@ -42,7 +42,7 @@ SMALLEST = {
     "replay.profile": "--processes 1 --rounds 1",
     "replay.speed": "--megabytes 1",
     "replay.whatif": '--only "one of 2 ranks 5 ms late"',
-    "replay.xla": f"--machine {ROOT / 'pase/machine/data/cpu_host.toml'} --only 'gpt2, 16'",
+    "replay.xla": f"--machine {ROOT / 'pase/machine/data/cpu_host.toml'} --only 'gpt2, 16' --turns 1",
     "audit.residuals": "composer --seeds 2",
     "schedule.policies": '--quick --only "random 6 0"',
     "schedule.training": '--steps 1 --only "ours, 2"',

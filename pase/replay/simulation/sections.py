@@ -1,10 +1,10 @@
 """Assigns each task of a measured iteration to forward, backward or update, to a micro-batch, and to a layer.
 
-The names of the model's parts are not used. PyTorch launches forward and update from the program's thread, and backward
-from autograd's thread; each alternation between the two is a micro-batch. In a compiled XLA program, op names show
-which
-ops JAX made by transposition: they are backward. A matrix product of forward after one of backward begins the next
-micro-batch. Layers are found by repetition: products of one shape occur once per layer, or a fixed number of times.
+The names of the model's parts are not used. PyTorch launches forward and update from the program's thread, and
+backward from autograd's thread; each alternation between the two is a micro-batch. In a compiled XLA program, op names
+show which ops JAX made by transposition: they are backward. A matrix product of forward that the program has after one
+of backward begins the next micro-batch. Layers are found by repetition: products of one shape occur once per layer, or
+a fixed number of times.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def _shape_of(name: str, op: CompiledOp) -> OpShape:
 class Sections:
     """Phase, micro-batch and layer of each task of one rank's iteration, [tasks]; −1 for tasks of other ranks.
 
-    order: the rank's tasks in the order in which the replay starts them.
+    order: the rank's tasks in the order in which the replay starts them; the ops of a compiled program without a loop
+    in the program's order.
     product: device task → the key of the matrix product that it is.
     shapes: device task → its op.
     """
@@ -201,6 +202,7 @@ def _of_program(t: Timeline, g: DataflowGraph, rank: int, order: np.ndarray) -> 
             "the compiled program in the trace has no matrix product, so its layers cannot be found"
         )
     phase, micro, layer = (np.full(len(g), -1, dtype=np.int64) for _ in range(3))
+    order = _as_in_program(t, g, order, shapes)
     ops = [i for i in order.tolist() if i in shapes]
     for i in ops:
         phase[i] = StepPhase[t.compiled[g.task_name(i)].part.upper()]
@@ -226,6 +228,23 @@ def _of_program(t: Timeline, g: DataflowGraph, rank: int, order: np.ndarray) -> 
         product=product,
         shapes=shapes,
     )
+
+
+def _as_in_program(t: Timeline, g: DataflowGraph, order: np.ndarray, ops: dict[int, OpShape]) -> np.ndarray:
+    """Returns the tasks with the compiled ops in the program's order, if each of them runs once.
+
+    Ops that do not depend on each other run in any order on several threads or streams: a product of the next
+    micro-batch may run before the last one of this micro-batch's backward. An op that runs more often is in a loop,
+    whose turns follow each other.
+    """
+    place = {name: k for k, name in enumerate(t.compiled)}
+    mine = [i for i in order.tolist() if i in ops]
+    names = [g.task_name(i) for i in mine]
+    if len(set(names)) < len(names):
+        return order
+    out = order.copy()
+    out[np.isin(order, mine)] = sorted(mine, key=lambda i: place[g.task_name(i)])
+    return out
 
 
 def _micro_batch_of_ops(phase: np.ndarray, is_product: np.ndarray) -> np.ndarray:

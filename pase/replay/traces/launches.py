@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,10 +18,9 @@ from pase.replay.kernels import work_of
 from pase.replay.traces.hlo import HloFacts
 from pase.replay.types import Timeline, on_stream
 
-__all__ = ["Kernels", "align_kernels", "in_graph", "named"]
+__all__ = ["Kernels", "align_kernels", "graph_kernel", "in_graph", "named"]
 
-from dataclasses import replace
-
+_IN_GRAPH = "command_buffer kernel "
 _EXACT, _STEM, _KIND = 6.0, 4.0, 3.0
 """How well a kernel fits an op: by the op's name, by the name of a fusion of its kind, by the kind of work."""
 _SKIPPED = 0.5
@@ -35,6 +35,11 @@ def in_graph(op: str) -> bool:
     return op.startswith("command_buffer")
 
 
+def graph_kernel(kernel: str) -> str:
+    """Returns the name that a kernel of a CUDA graph has until ``named`` finds its op: no op has such a name."""
+    return _IN_GRAPH + kernel
+
+
 class Kernels:
     """The kernel that takes longest of those that run an op."""
 
@@ -47,14 +52,25 @@ class Kernels:
             self.longest[op], self._duration[op] = kernel, duration_ns
 
 
-def named(t: Timeline, facts: HloFacts, kernels: Kernels) -> Timeline:
+def named(t: Timeline, facts: HloFacts | None, kernels: Kernels) -> Timeline:
     """Returns the timeline with the program's ops in place of the kernels of its CUDA graphs, execution by execution.
 
-    Adds their kernels to ``kernels``.
+    An event whose op the profiler recorded keeps it, whatever the order: ops that do not depend on each other run in
+    any order on several threads or streams. A kernel without an op, or of a program that is not known (``facts`` is
+    None), gets its own name. Adds the kernels to ``kernels``.
     """
+    anonymous = np.array([n.startswith(_IN_GRAPH) for n in t.names], dtype=bool)[t["name"]]
+    if not anonymous.any():
+        return t
     names, numbers = list(t.names), {n: i for i, n in enumerate(t.names)}
     column = t["name"].copy()
-    known: dict[bytes, list[str]] = {}
+
+    def rename(event: int, to: str) -> None:
+        column[event] = numbers.setdefault(to, len(numbers))
+        if len(numbers) > len(names):
+            names.append(to)
+
+    aligned: dict[bytes, list[str]] = {}
     device = np.flatnonzero(on_stream(t["kind"]))
     rank = t.rank_of[device]
     for r in t.ranks:
@@ -62,32 +78,36 @@ def named(t: Timeline, facts: HloFacts, kernels: Kernels) -> Timeline:
         mine = mine[np.argsort(t["start_ns"][mine], kind="stable")]
         starts = sorted(m.start_ns for m in t.marks if m.rank == r)
         for part in np.split(mine, np.searchsorted(t["start_ns"][mine], starts)):
-            if not len(part):
+            if not anonymous[part].any():
                 continue
+            texts = [t.names[n].removeprefix(_IN_GRAPH) for n in t["name"][part].tolist()]
             key = t["name"][part].tobytes()
-            if key not in known:
-                known[key] = align_kernels([t.names[n] for n in t["name"][part].tolist()], facts)
-            for e, op in zip(part.tolist(), known[key], strict=True):
-                kernel = t.names[int(t["name"][e])]
-                if op and op != kernel:
-                    kernels.add(op, kernel, int(t["duration_ns"][e]))
-                    column[e] = numbers.setdefault(op, len(numbers))
-                    if len(numbers) > len(names):
-                        names.append(op)
+            if key not in aligned:
+                known = (~anonymous[part]).tolist()
+                aligned[key] = [""] * len(part) if facts is None else align_kernels(texts, facts, known)
+            for e, kernel, op in zip(part.tolist(), texts, aligned[key], strict=True):
+                if anonymous[e]:
+                    rename(e, op or kernel)
+                    if op:
+                        kernels.add(op, kernel, int(t["duration_ns"][e]))
     return replace(t, columns={**t.columns, "name": column}, names=tuple(names))
 
 
-def align_kernels(kernels: Sequence[str], facts: HloFacts) -> list[str]:
-    """Returns the op that each kernel runs, "" if none is known. kernels: of one execution, in order, or names of ops.
+def align_kernels(kernels: Sequence[str], facts: HloFacts, known: Sequence[bool] | None = None) -> list[str]:
+    """Returns the op that each kernel runs, "" if none is known. kernels: of one execution, in order.
+
+    known: which of them are the names of ops instead, which stay as they are; default: none.
 
     Maximizes how well the pairs fit, in the order of both. A kernel without an op of its own belongs to the op beside
     it: a fill to the next one, whose output it clears, and others to the library's op before.
     """
     ops = list(facts.launched)
+    given = [False] * len(kernels) if known is None else list(known)
     out = [""] * len(kernels)
     at = 0
     for begin in range(0, len(kernels), _BLOCK):
-        block = list(kernels[begin : begin + 2 * _BLOCK])
+        end = begin + 2 * _BLOCK
+        block = list(zip(kernels[begin:end], given[begin:end], strict=True))
         within = ops[at : at + len(block) + _AHEAD]
         if not within:
             break
@@ -97,12 +117,16 @@ def align_kernels(kernels: Sequence[str], facts: HloFacts) -> list[str]:
             if found[k] >= 0:
                 out[begin + k] = within[found[k]]
         at += max(found[:kept], default=-1) + 1
+    out = [name if is_op else op for name, is_op, op in zip(kernels, given, out, strict=True)]
     _adopt(kernels, out, facts)
     return out
 
 
-def _aligned(kernels: list[str], ops: list[str], facts: HloFacts) -> list[int]:
-    """Returns the op's index for each kernel, increasing; −1 for none. Ops at the end may be left over for free."""
+def _aligned(kernels: list[tuple[str, bool]], ops: list[str], facts: HloFacts) -> list[int]:
+    """Returns the op's index for each kernel, increasing; −1 for none. Ops at the end may be left over for free.
+
+    kernels: the name of each, and whether it is that of its op.
+    """
     m = len(ops)
     safe = np.array([_safe(o) for o in ops])
     stem = np.array([_NUMBER.sub("", s) for s in safe])
@@ -112,20 +136,23 @@ def _aligned(kernels: list[str], ops: list[str], facts: HloFacts) -> list[int]:
     library |= work == "copy"  # a fusion that only takes or puts a slice is a copy of the runtime's
     fills = np.array(["broadcast" in s for s in safe])
     names = np.array(ops)
-    places = np.arange(1, m + 1) * _SKIPPED
+    # An op that the profiler recorded needs no kernel of the graph, wherever it ran.
+    places = np.cumsum(np.where(np.isin(names, [k for k, is_op in kernels if is_op]), 0.0, _SKIPPED))
     score = np.zeros((len(kernels) + 1, m + 1), dtype=np.float32)
-    score[0] = -np.arange(m + 1) * _SKIPPED
-    fit: dict[str, np.ndarray] = {}
-    for k, kernel in enumerate(kernels):
-        if kernel not in fit:
+    score[0, 1:] = -places
+    fit: dict[tuple[str, bool], np.ndarray] = {}
+    for k, (kernel, is_op) in enumerate(kernels):
+        if is_op:
+            fit.setdefault((kernel, True), np.where(names == kernel, _EXACT, 0.0).astype(np.float32))
+        elif (kernel, False) not in fit:
             own = _safe(kernel)
             exact = np.where((names == kernel) | (safe == own), _EXACT, 0.0)
             kind = np.where(library & (work == work_of(kernel)), _KIND, 0.0) if own not in fused else 0.0
             if kernel.startswith("Memset"):
                 kind = np.where(fills, _KIND, 0.0)
             alike = np.where(stem == _NUMBER.sub("", own), _STEM, 0.0)
-            fit[kernel] = np.maximum(np.maximum(exact, kind), alike).astype(np.float32)
-        gain = fit[kernel]
+            fit[kernel, False] = np.maximum(np.maximum(exact, kind), alike).astype(np.float32)
+        gain = fit[kernel, is_op]
         matched = np.where(gain > 0, score[k, :-1] + gain, -np.inf)
         best = np.maximum(score[k, 1:], matched)
         # An op that is passed over costs the same wherever it is, so the best place before is a running maximum.

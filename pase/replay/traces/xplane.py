@@ -16,7 +16,7 @@ from pase.replay.kernels import operation_of
 from pase.replay.traces.builder import Builder, split_devices
 from pase.replay.traces.chrome import DEVICE_LINES, hlo_collective, step_marks, xla_lane
 from pase.replay.traces.hlo import HloFacts, read_hlo
-from pase.replay.traces.launches import Kernels, in_graph, named
+from pase.replay.traces.launches import Kernels, graph_kernel, in_graph, named
 from pase.replay.traces.reader import LIMITS, Limits
 from pase.replay.traces.xla import Executions, describe, untangle
 from pase.replay.types import COLLECTIVE, KINDS, Timeline
@@ -55,9 +55,8 @@ def read_xplane(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
     marks = executions.marks(b.rank)
     t = split_devices(b.finish(), marks, _devices(space))
     facts = _facts(space, executions.main(), str(path))
-    if facts is None:
-        return untangle(t)
-    return untangle(describe(named(t, facts, kernels), facts, kernels.longest))
+    t = named(t, facts, kernels)
+    return untangle(t if facts is None else describe(t, facts, kernels.longest))
 
 
 def _bytes(path: Path, limits: Limits) -> bytes:
@@ -173,13 +172,14 @@ def _event(
         plane, line[1], _number(stats.get("device_ordinal")) if "device_ordinal" in stats else None
     )
     if name and (op or plane.startswith("/device:")):
-        # In a CUDA graph, the profiler knows only the graph, so its ops are known by their kernels.
+        # In a CUDA graph, the profiler knows only the graph, so its ops are found by their kernels (``named``).
         known = "" if in_graph(op) else op
         lane = b.lane((name, ordinal), True, f"{ordinal}:{name}")
         operation = hlo_collective(known or text) or operation_of(text)
         group = b.group("") if operation else -1
         kind = COLLECTIVE if operation else KINDS.index("kernel")
-        b.add(lane, kind, b.name(known or text), start, duration, correlation, -1, operation, group)
+        name_of = graph_kernel(text) if in_graph(op) else known or text
+        b.add(lane, kind, b.name(name_of), start, duration, correlation, -1, operation, group)
         if known:
             kernels.add(known, text, duration)
         if op:

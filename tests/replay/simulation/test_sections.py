@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pase.bridges.degrees import by_stages
 from pase.errors import Infeasible
@@ -41,7 +44,43 @@ def test_a_compiled_program_says_what_its_ops_belong_to() -> None:
     assert max(evaluate(graph).values()) == pytest.approx(want, rel=0.01)
 
 
-@pytest.mark.parametrize("micro_batches", [2, 8])
+@given(seed=st.integers(0, 1 << 20))
+@settings(max_examples=10, deadline=None)
+def test_phases_do_not_depend_on_when_the_ops_ran(seed: int) -> None:
+    """Two micro-batches without a loop: the ops of a step start in any order, each step in another one."""
+    shape = ((8, 16), (16, 16), (8, 16))
+    parts = [*["forward"] * 3, *["backward"] * 6] * 2
+    compiled = {
+        f"dot.{i}": CompiledOp(part=p, operands=shape[:2], product=shape) for i, p in enumerate(parts)
+    }  # type: ignore[arg-type]
+    shuffle = random.Random(seed).sample
+    starts = [shuffle(range(len(parts)), len(parts)) for _ in range(3)]
+    long = 10 * US * len(parts)
+    events = [
+        Event(
+            rank=0,
+            lane="XLA ops",
+            device=True,
+            kind="kernel",
+            name=name,
+            start_ns=k * long + 10 * US * at,
+            duration_ns=10 * US,
+            iteration=k,
+        )
+        for k, order in enumerate(starts)
+        for name, at in zip(compiled, order, strict=True)
+    ]
+    marks = [Mark(rank=0, iteration=k, start_ns=k * long, end_ns=(k + 1) * long) for k in range(3)]
+    t = replace(from_events(events, marks=tuple(marks)), compiled=compiled)
+    g = Run(measured=measure(align(t))).graph
+    s = sections(t, g)
+    ops = [i for i in s.order.tolist() if i in s.product]
+    assert [g.task_name(i) for i in ops] == list(compiled)
+    assert [StepPhase(int(p)).name.lower() for p in s.phase[ops]] == parts
+    assert s.micro[ops].tolist() == [0] * 9 + [1] * 9 and (s.layers, s.micro_batches) == (3, 2)
+
+
+@pytest.mark.parametrize("micro_batches", [8])
 def test_a_program_that_accumulates_in_a_loop_has_micro_batches(micro_batches: int) -> None:
     """Iterations of the loop are recognized as micro-batches, not as layers."""
     shape = ((8, 16), (16, 16), (8, 16))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pase.replay.traces.hlo import HloFacts
 from pase.replay.traces.ingest import load
-from pase.replay.traces.launches import align_kernels
-from pase.replay.types import CompiledOp, on_stream
+from pase.replay.traces.launches import Kernels, align_kernels, graph_kernel, named
+from pase.replay.types import CompiledOp, Event, from_events, on_stream
 from tests.needs import SHARED
 
 WORK = {"loop_add_fusion": "elementwise", "custom-call": "product", "copy": "copy", "attention": "attention"}
@@ -50,6 +50,20 @@ def test_each_kernel_runs_the_op_at_its_place(kinds: list[str]) -> None:
     launched = [f"{k}.{i}" for i, k in enumerate(kinds)]
     kernels, ops = kernels_of(launched)
     assert align_kernels(kernels, facts(launched)) == ops
+
+
+@given(st.data())
+def test_an_op_that_the_profiler_recorded_keeps_its_name(data: st.DataObject) -> None:
+    """Ops that do not depend on each other run in any order; equal fusions would fit each other's places."""
+    launched = [f"loop_add_fusion.{i}" for i in range(8)]
+    ran = data.draw(st.permutations(launched))
+    events = [
+        Event(rank=0, lane="XLA ops", device=True, kind="kernel", name=n, start_ns=k, duration_ns=1)
+        for k, n in enumerate([*ran, graph_kernel("nvjet_sm90_tst_128x128")])
+    ]
+    t = named(from_events(events), facts([*launched, "custom-call.9"]), Kernels())
+    assert [e.name for e in t] == [*ran, "custom-call.9"]
+    assert [e.name for e in named(from_events(events), None, Kernels())][-1] == "nvjet_sm90_tst_128x128"
 
 
 def test_an_op_without_a_kernel_is_passed_over() -> None:
