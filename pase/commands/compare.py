@@ -114,6 +114,7 @@ def _comparison(ours: PlanData, rows: Rows) -> dict[str, object]:
     return {
         "model": ours.model,
         "devices": ours.devices,
+        "idle": ours.idle,
         "machine": ours.machine,
         "unit": ours.unit,
         "remarks": [r.to_json() for r in ours.noted],
@@ -154,7 +155,7 @@ def _table(ours: PlanData, rows: Rows, without: Sequence[str]) -> Table:
 
 
 def _print(ours: PlanData, rows: Rows) -> None:
-    from pase.plan.table import misfit_text
+    from pase.plan.table import devices_text, misfit_text
 
     c = console()
     tables = (_table(ours, rows, _SPARED[:n]) for n in range(len(_SPARED) + 1))
@@ -164,7 +165,7 @@ def _print(ours: PlanData, rows: Rows) -> None:
         _table(ours, rows, _SPARED),
     )
     c.print(
-        f"{ours.model} on {ours.devices} devices of {ours.machine}, cost model '{ours.cost_model}': predictions, "
+        f"{ours.model} on {devices_text(ours)} of {ours.machine}, cost model '{ours.cost_model}': predictions, "
         f"{ours.objective}",
     )
     c.print(out)

@@ -113,6 +113,7 @@ def summary(plan: PlanData) -> dict[str, object]:
     return {
         "model": plan.model,
         "devices": plan.devices,
+        "idle": plan.idle,
         "machine": plan.machine,
         "cost_model": plan.cost_model,
         "mesh": plan.mesh.by_name,

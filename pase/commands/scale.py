@@ -76,6 +76,7 @@ def _row(p: ScalePoint) -> JsonObject:
     tokens = None if p.plan.work is None else p.plan.work.tokens
     return {
         "devices": p.devices,
+        "idle": p.plan.idle,
         "mesh": p.plan.mesh.by_name,
         "cost": p.plan.cost,
         "unit": p.plan.unit,
@@ -120,7 +121,8 @@ def _print(model: str, points: list[ScalePoint]) -> None:
             str(p.devices),
             f"×{gain:.2f}",
             "█" * reached + "▒" * max(round(_WIDTH * ideal / most) - reached, 0),
-            " ".join(f"{k}={v}" for k, v in row["mesh"].items()),
+            " ".join(f"{k}={v}" for k, v in row["mesh"].items())
+            + (f", {p.plan.idle} idle" if p.plan.idle else ""),
         )
     plan = first.plan if first is not None else None
     name, measured = ("", "") if plan is None else (plan.machine, f", {plan.objective}")

@@ -1,4 +1,4 @@
-"""Finds the batch size with the highest throughput, trying powers of two up to what fits in memory."""
+"""Finds the batch size with the highest throughput, trying powers of two as long as a larger batch pays."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["most_throughput"]
 
 _LARGEST = 1 << 24
+_LEAST_GAIN = 1.01
+"""By what factor a batch of twice the size must raise the throughput, once every device has an example."""
 
 Compile = Callable[[Tree, Tree, Sequence[Tree], CompileOptions, "Progress | None"], "Compiled"]
 
@@ -32,7 +34,8 @@ def most_throughput(
 ) -> Compiled:
     """Return the plan for the batch size that processes the most examples per second within the memory limit.
 
-    The default limit is the machine's. Raises PaseError if the model has no open batch size, or if its costs are not in
+    A step in micro-batches fits with any batch, and each doubling then gains less. The search ends where a doubling
+    gains less than 1%. The default limit is the machine's. Raises PaseError if the model has no open batch size, or if its costs are not in
     seconds. Raises Infeasible if no batch size fits.
     """
     with_batch = _batches(model, params, batch, options)
@@ -62,10 +65,11 @@ def most_throughput(
                 f"not even a batch of one fits within {limit / 2**30:.4g} GiB",
                 fix="use more devices or a smaller model",
             )
-        if size / found.plan.cost < 0.9 * rate:
+        now = size / found.plan.cost
+        if now < 0.9 * rate or (size > options.devices and now < _LEAST_GAIN * rate):
             break
-        if size / found.plan.cost > rate:
-            best, rate = size, size / found.plan.cost
+        if now > rate:
+            best, rate = size, now
         size *= 2
     named, sized = with_batch(best, replace(asked, baselines=baselines))
     return compile_(named, params, batch, sized, say)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pase.baselines import Baseline, Skipped
 from pase.compiler.batch import most_throughput
 from pase.compiler.constraints import fixed_of, with_costs
+from pase.compiler.idle import or_fewer
 from pase.compiler.meshes.baselines import memory_of, never_worse, price_baselines
 from pase.compiler.meshes.every_mesh import close_meshes
 from pase.compiler.meshes.fit import cheapest_free, fit_more, fit_variants
@@ -71,14 +72,22 @@ def compile_model(
     say("tracing the model")
     traced, name = traced_model(model, params, batch, options)
 
-    def compiled(o: CompileOptions) -> Compiled:
+    def split(o: CompileOptions) -> Compiled:
         if o.target == "any":
             return _compiled(traced, name, o, say, start)
         return for_target(o, lambda limited, form: _compiled(traced, name, limited, say, start, form), say)
 
-    if options.uneven == "whole":
-        made = compiled(options)
-        return with_costs(made, options, compiled) if options.constraints and options.baselines else made
+    def compiled(o: CompileOptions) -> Compiled:
+        if o.uneven == "padded":
+            return _padded(traced, name, o, say, start)
+        made = split(o)
+        return with_costs(made, o, split) if o.constraints and o.baselines else made
+
+    return or_fewer(compiled(options), options, compiled, say)
+
+
+def _padded(traced: Traced, name: str, options: CompileOptions, say: Progress, start: float) -> Compiled:
+    """Return the plan of a traced model, as written or with padded dims."""
     written: Compiled | Infeasible
     try:
         written = _compiled(traced, name, options, say, start)

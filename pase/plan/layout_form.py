@@ -238,6 +238,12 @@ class LayoutForm(Struct, kw_only=True):
         ]
         | UnsetType
     ) = UNSET
+    idle: (
+        Annotated[
+            Count, Meta(description="devices that the user offered besides, and that the plan leaves idle")
+        ]
+        | UnsetType
+    ) = UNSET
     graph_digest: str
     seconds: dict[str, float]
     provenance: dict[str, str]

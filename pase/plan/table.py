@@ -22,6 +22,7 @@ __all__ = [
     "as_text",
     "bytes_text",
     "cost_text",
+    "devices_text",
     "headline",
     "in_a_line",
     "layer_table",
@@ -60,6 +61,13 @@ def _mesh_text(plan: PlanData) -> str:
     return "  ".join(f"{n}={s}" for n, s in zip(plan.mesh.names, plan.mesh.sizes, strict=True))
 
 
+def devices_text(plan: PlanData) -> str:
+    """Return how many devices the plan uses, and of how many if it leaves some idle."""
+    offered = plan.devices + plan.idle
+    used = f"{plan.devices} of " if plan.idle else ""
+    return f"{used}{offered} device{'s' * (offered > 1)}"
+
+
 def headline(plan: PlanData) -> list[str]:
     """Return the lines above the table: model, mesh, predicted step, memory, certificate."""
     count = sum(t.elements for t in plan.parameters.values())
@@ -67,8 +75,7 @@ def headline(plan: PlanData) -> list[str]:
     batch = ", ".join(
         f"{path} {'×'.join(map(str, t.shape)) or 'scalar'}" for path, t in list(plan.inputs.items())[:3]
     )
-    devices = f"{plan.devices} device{'s' * (plan.devices > 1)}"
-    lines = [f"{plan.model} · {scale} parameters · {batch} · {devices} of {plan.machine}"]
+    lines = [f"{plan.model} · {scale} parameters · {batch} · {devices_text(plan)} of {plan.machine}"]
     tried = sorted(plan.tried, key=lambda t: t.cost)
     others = [t for t in tried if t.mesh != plan.mesh.sizes and t.cost > plan.cost * (1 + 1e-9)][:2]
     runners = ", ".join(f"{'×'.join(map(str, t.mesh))} +{(t.cost / plan.cost - 1):.1%}" for t in others)

@@ -164,6 +164,8 @@ class PlanData:
     """The work of a step. None in layouts written before this field existed."""
     noted: tuple[Remark, ...] = ()
     """What the price assumes, and reasons to doubt it (``pase.plan.remarks``)."""
+    idle: int = 0
+    """The number of devices that the user offered, in addition to ``devices``, and that the plan leaves idle."""
     traced: Traced | None = field(default=None, repr=False, compare=False)
 
     @cached_property

@@ -50,6 +50,12 @@ def test_the_search_ends_where_throughput_falls() -> None:
     assert found.size == 8 and asked == [1, 2, 4, 8, 16, 8]
 
 
+def test_the_search_ends_where_twice_the_batch_gains_less_than_one_percent() -> None:
+    """A batch of any size fits, in micro-batches, and the update of 1 second is spread over more and more examples."""
+    found, asked = best(held=lambda n: 1.0)
+    assert found.size == 64 and asked[-2:] == [128, 64]
+
+
 def test_not_even_one_example_fits() -> None:
     with pytest.raises(Infeasible, match="not even a batch of one fits: too large"):
         best(memory_limit=1 * GB, held=lambda n: n * 2 * GB)

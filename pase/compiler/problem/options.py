@@ -99,9 +99,9 @@ class CompileOptions:
     )
     objective: Literal["latency", "throughput"] = _option(
         "latency",
-        "'latency': the fewest seconds for one call. 'throughput': the most examples per second and device, with a "
-        "batch as large as memory allows. The batch size must be left open (a zoo model without batch=, or one "
-        "symbolic size); powers of two are tried.",
+        "'latency': the fewest seconds for one call. 'throughput': the most examples per second and device. The batch "
+        "size must be left open (a zoo model without batch=, or one symbolic size). Powers of two are tried, up to what "
+        "fits in memory or until twice the batch gains less than 1%.",
         "--objective",
     )
     carry: Mapping[int, Tree] | None = _option(
@@ -166,6 +166,13 @@ class CompileOptions:
         "which stay unreduced until then; 'auto', the cheapest within the memory limit. plan.jax runs such a plan with "
         "lowering='manual'.",
         "--once",
+    )
+    idle: Literal["allowed", "none"] = _option(
+        "allowed",
+        "Whether devices may be left idle. 'allowed': if the devices would repeat each other's work, because they "
+        "divide few of the model's sizes, smaller numbers of them are searched too, and the plan is for fewer if that "
+        "is at least 5% faster; it says so. 'none': the plan is for all of them.",
+        "--idle",
     )
     uneven: Literal["whole", "padded"] = _option(
         "whole",
