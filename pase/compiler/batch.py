@@ -35,8 +35,10 @@ def most_throughput(
     """Return the plan for the batch size that processes the most examples per second within the memory limit.
 
     A step in micro-batches fits with any batch, and each doubling then gains less. The search ends where a doubling
-    gains less than 1%. The default limit is the machine's. Raises PaseError if the model has no open batch size, or if its costs are not in
-    seconds. Raises Infeasible if no batch size fits.
+    gains less than 1%. The default limit is the machine's.
+
+    Raises PaseError if the model has no open batch size, or if its costs are not in seconds. Raises Infeasible if no
+    batch size fits.
     """
     with_batch = _batches(model, params, batch, options)
     baselines = options.baselines

@@ -100,8 +100,8 @@ class CompileOptions:
     objective: Literal["latency", "throughput"] = _option(
         "latency",
         "'latency': the fewest seconds for one call. 'throughput': the most examples per second and device. The batch "
-        "size must be left open (a zoo model without batch=, or one symbolic size). Powers of two are tried, up to what "
-        "fits in memory or until twice the batch gains less than 1%.",
+        "size must be left open (a zoo model without batch=, or one symbolic size). Powers of two are tried, up to "
+        "what fits in memory or until twice the batch gains less than 1%.",
         "--objective",
     )
     carry: Mapping[int, Tree] | None = _option(
