@@ -169,7 +169,7 @@ class _Imagined(ParallelModule):
         every = self.plan.traced.program.buffers.items()
         like = next(nodes[name].meta["val"] for name, p in every if p == path)
         local = None if path not in self.plan.traced.program.mutated.values() else self._written(path)
-        return _ImaginedTensor(_fake(like.shape if local is None else local, like.dtype))
+        return _fake(like.shape if local is None else local, like.dtype)
 
     def leaves(self, batch: Sequence[Tree]) -> list[Tensor]:
         return list(batch)  # the batch is already in the plan's form
@@ -188,12 +188,6 @@ class _ImaginedTensor:
 
     def to_local(self) -> Tensor:
         return self._local
-
-    def to(self, device: torch.device) -> Tensor:
-        return self._local
-
-    def copy_(self, x: Tensor) -> None:
-        """Do nothing: the next value has no data either."""
 
 
 def _fake(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> Tensor:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from pase.backends.torch.spmd.values import RankValue
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+    from torch.distributed.tensor import DTensor
 
     from pase.backends.torch.plan import ParallelModule
     from pase.backends.torch.spmd.interpreter import Body
@@ -25,11 +27,12 @@ class StepBuffers:
     A buffer that depends on data (``mutated``) is a DTensor and flows through the plan. Every rank has all other
     buffers whole, and computes the next values of ``counters`` itself.
 
-    A buffer that the step reads and writes is copied first, because autograd may have saved it and the step writes it
-    before backward.
+    copied: whether a buffer that the step reads and writes is copied first. It must be if the step writes it before
+    backward, because autograd may have saved it, or if a later micro-batch reads its value before the step.
     """
 
     step: ParallelModule
+    copied: bool = True
 
     @property
     def _program(self) -> TorchProgram:
@@ -42,7 +45,7 @@ class StepBuffers:
         for node, path in self._program.buffers.items():
             if path not in split:
                 x = self.step.buffer(path).to(self.step.device)
-                out[node] = x.clone() if path in counted else x
+                out[node] = x.clone() if self.copied and path in counted else x
         return out
 
     def entering(self) -> dict[str, RankValue]:
@@ -51,7 +54,8 @@ class StepBuffers:
         for node, path in self._program.buffers.items():
             if path in split and node in plan.leaves:
                 r = plan.program.result(plan.leaves[node])
-                x = self.step.buffer(path).to_local().clone()
+                x = _local(self.step.buffer(path))
+                x = x.clone() if self.copied else x
                 out[r.tensor] = RankValue(array=x, tensor=r.tensor, shape=r.shape, layout=r.layout)
         return out
 
@@ -72,8 +76,22 @@ class StepBuffers:
         return split | {path: body.constants.of(nodes[n]) for n, path in program.counters.items()}
 
     def write_back(self, new: Mapping[str, Tensor]) -> None:
-        """Store the next values of buffers."""
-        split = set(self._program.mutated.values())
+        """Store the next values of buffers, all of a dtype in one op."""
+        import torch
+
+        held = {path: _local(self.step.buffer(path)) for path in new}
+        storages = {x.untyped_storage()._cdata for x in held.values()}
+        by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for path, x in new.items():
-            held = self.step.buffer(path)
-            (held.to_local() if path in split else held).copy_(x)
+            if x.untyped_storage()._cdata in storages:  # a buffer's next value may be another's present one
+                x = x.clone()
+            by_dtype.setdefault(held[path].dtype, []).append((held[path], x))
+        with torch.no_grad():
+            for same in by_dtype.values():
+                torch._foreach_copy_([into for into, _ in same], [x for _, x in same])
+
+
+def _local(buffer: Tensor | DTensor) -> Tensor:
+    """This rank's part of a buffer. ``to_local`` makes a view of it, which is an op, for autograd."""
+    local = getattr(buffer, "_local_tensor", buffer)
+    return buffer.to_local() if buffer.requires_grad and local is not buffer else local  # type: ignore[union-attr]

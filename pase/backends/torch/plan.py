@@ -296,22 +296,26 @@ class ParallelModule:
                 where="step(*batch)",
                 fix="use loss = step.backward(*batch)",
             )
-        (body,) = self.bodies(batch)
-        return self._loss(self.parameters(self.local()), body)
+        (body,) = self.bodies(batch, self.buffers)
+        loss, new = self._loss(self.parameters(self.local()), body, self.buffers)
+        self.buffers.write_back(new)
+        return loss
 
     def backward(self, *batch: Tree) -> Tensor:
         """Returns the detached loss. Adds the gradients of all micro-batches to the parameters' ``grad``."""
         refuse_autocast(f"the step of '{self.plan.program.name}' runs")
         if self.compiler is not None:
-            losses = [self._at_once(body) for body in self.bodies(batch)]
+            losses = [self._at_once(body) for body in self.bodies(batch, self.buffers)]
             return sum(losses[1:], losses[0])
         losses = []
         with self.gradients.collected(self.stored) as leaves:
             held = self.parameters(leaves)
-            for body in self.bodies(batch):
-                loss = self._loss(held, body)
+            buffers = StepBuffers(step=self, copied=self.plan.accumulate > 1)
+            for body in self.bodies(batch, buffers):
+                loss, new = self._loss(held, body, buffers)
                 loss = loss if self.share == 1.0 else loss * self.share
                 loss.backward()
+                buffers.write_back(new)
                 losses.append(loss.detach())
         return sum(losses[1:], losses[0])
 
@@ -347,10 +351,10 @@ class ParallelModule:
         (power,) = self.plan.sums.outputs.values()
         return float(self.plan.accumulate**-power)
 
-    def bodies(self, batch: Sequence[Tree]) -> Iterator[Body]:
+    def bodies(self, batch: Sequence[Tree], buffers: StepBuffers) -> Iterator[Body]:
         """The state of each micro-batch before its walk, with its inputs and the sums over all micro-batches."""
         k, totals, given = self.plan.accumulate, self.walk.totals, self.leaves(batch)
-        first, constants = self.seed + self.steps, self.buffers.constants()
+        first, constants = self.seed + self.steps, buffers.constants()
         bodies = (self.walk.body(self._inputs(given, i), constants, self.device, first + i) for i in range(k))
         if not totals:
             yield from bodies
@@ -365,12 +369,14 @@ class ParallelModule:
                 body.values[t] = replace(body.values[t], array=whole)
         yield from every
 
-    def _loss(self, parameters: Mapping[str, RankValue], body: Body) -> Tensor:
-        body.values.update({**parameters, **self.buffers.entering()})
+    def _loss(
+        self, parameters: Mapping[str, RankValue], body: Body, buffers: StepBuffers
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a micro-batch, and path -> the next value of a buffer that the step writes."""
+        body.values.update({**parameters, **buffers.entering()})
         loss, *new = self.results(body)
-        self.buffers.write_back(dict(zip(self.buffers.written, new, strict=True)))
         self.steps += 1
-        return loss
+        return loss, dict(zip(buffers.written, new, strict=True))
 
     def results(self, body: Body) -> Sequence[Tensor]:
         """The loss of a micro-batch, and the next values of the buffers that the step writes."""

@@ -153,7 +153,7 @@ class _StagesStep:
     """Stage -> its parameters."""
 
     def __post_init__(self) -> None:
-        self.bodies = {k: dict(enumerate(p.bodies(self.batch))) for k, p in self.of.stages.items()}
+        self.bodies = {k: dict(enumerate(p.bodies(self.batch, p.buffers))) for k, p in self.of.stages.items()}
         self.held = self._gathered()
 
     def _gathered(self) -> Mapping[int, StepParameters]:

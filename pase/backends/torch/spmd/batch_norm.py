@@ -20,9 +20,48 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd import Function as TorchFunction
 
-__all__ = ["NormOps", "SplitNorm"]
+__all__ = ["NormOps", "RunningUpdate", "SplitNorm"]
 
 _NORM = ("reduce_sum", "div", "sub", "square", "reduce_sum", "div", "add", "rsqrt", "mul")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningUpdate:
+    """The ops that update a running statistic: ``kept`` times the present one, plus ``new`` times the batch's.
+
+    fading, added: the product with ``kept``, and the sum.
+    batch: the tensor that is the batch's statistic.
+    """
+
+    fading: OpPair
+    added: OpPair
+    batch: str
+    kept: float
+    new: float
+
+    @classmethod
+    def every(
+        cls, rest: Sequence[OpPair], statistics: Sequence[str]
+    ) -> list[tuple[RunningUpdate, list[OpPair]]]:
+        """Each update among these ops, with its ops."""
+        found = []
+        products = {_made(p): (p, n) for p in rest if (n := _scaled_by(p)) is not None}
+        for p in rest:
+            read = [products.get(t) for t in _read(p)]
+            if p.op.function.name != "add" or len(read) != 2 or None in read:
+                continue
+            (fading, kept), (own, new) = (x for x in read if x is not None)
+            batch, *_ = _read(own)
+            if batch in statistics and all(o.transfer is None for q in (own, p) for o in q.local.operands):
+                made = cls(fading=fading, added=p, batch=batch, kept=kept, new=new)
+                found.append((made, [fading, own, p]))
+        return found
+
+    def __call__(self, present: Tensor, batch: Tensor) -> Tensor:
+        """The next value of the statistic, [channels]."""
+        import torch
+
+        return torch.add(torch.mul(present, self.kept), batch, alpha=self.new)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +70,8 @@ class NormOps:
 
     own: the ops from the first sum to the normalized input.
     scale, shift: multiply by the weight and add the bias; None if the norm has none.
-    rest: the other ops of the node, which update running statistics.
+    updates: the updates of running statistics.
+    rest: the other ops of the node.
     axes: the mesh axes over which the statistics are summed.
     differentiated: whether their gradients are summed, too. They have none if the input has none.
     """
@@ -39,6 +79,7 @@ class NormOps:
     own: Sequence[OpPair]
     scale: OpPair | None
     shift: OpPair | None
+    updates: Sequence[RunningUpdate]
     rest: Sequence[OpPair]
     axes: tuple[str, ...]
     differentiated: bool
@@ -73,11 +114,14 @@ class NormOps:
             or any(len(_read(p)) != 2 or p.local.operands[1].constant for p in affine)
         ):
             return None
+        updates = RunningUpdate.every([p for p in rest if p not in affine], (mean, variance))
+        done = [*affine, *(p for _, ops in updates for p in ops)]
         return cls(
             own=own,
             scale=scale,
             shift=shift,
-            rest=[p for p in rest if p not in affine],
+            updates=[u for u, _ in updates],
+            rest=[p for p in rest if p not in done],
             axes=axes,
             differentiated=back == {axes},
         )
@@ -91,7 +135,8 @@ class NormOps:
     def inside(self) -> set[str]:
         """The tensors that nothing else may read, because they are not made, or have no gradient."""
         affine = [] if self.scale is None else [self.scale]
-        return {_made(p) for p in (*self.own, *affine)} - {_made(self.last)}
+        between = {t for u in self.updates for t in _read(u.added)}
+        return between | {_made(p) for p in (*self.own, *affine)} - {_made(self.last)}
 
 
 def _made(pair: OpPair) -> str:
@@ -100,6 +145,13 @@ def _made(pair: OpPair) -> str:
 
 def _read(pair: OpPair) -> tuple[str, ...]:
     return tuple(a.tensor for a in pair.op.reads)
+
+
+def _scaled_by(pair: OpPair) -> float | None:
+    """The number that an op multiplies a tensor by; None if it is another op."""
+    numbers = [n for n in pair.op.numbers or () if isinstance(n, (int, float))]
+    one = pair.op.function.name == "mul" and len(_read(pair)) == len(numbers) == 1
+    return float(numbers[0]) if one else None
 
 
 class NormResiduals(Protocol):
@@ -112,6 +164,8 @@ class NormResiduals(Protocol):
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
 
 
 @cache
@@ -129,10 +183,13 @@ def _function() -> type[TorchFunction]:
             ctx.norm = norm
             ctx.save_for_backward(x, weight, mean, variance)
             ctx.mark_non_differentiable(mean, variance)
+            ctx.set_materialize_grads(False)  # the statistics would get gradients of zeros
             return made, mean, variance
 
         @staticmethod
-        def backward(ctx: NormResiduals, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        def backward(ctx: NormResiduals, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+            if gradient is None:
+                return None, None, None, None
             x, weight, mean, variance = ctx.saved_tensors
             own, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
                 gradient, x, weight, mean, variance, None, None, False, ctx.norm.eps, [True, True, True]
@@ -171,11 +228,11 @@ class SplitNorm:
         """(mean, variance) of the whole batch, [channels] each."""
         import torch
 
-        n = x.numel() // x.shape[1]
+        share = x.numel() // x.shape[1] / self.count
         variance, mean = torch.var_mean(x, [i for i in range(x.dim()) if i != 1], correction=0)
-        all_mean = self.groups.all_reduce(mean * n, self.axes) / self.count
-        squares = (variance + (mean - all_mean).square()) * n
-        return all_mean, self.groups.all_reduce(squares, self.axes) / self.count
+        all_mean = self.groups.all_reduce(mean * share, self.axes)
+        off = mean - all_mean
+        return all_mean, self.groups.all_reduce(torch.addcmul(variance, off, off) * share, self.axes)
 
     def through_statistics(
         self, own: Tensor, of_weight: Tensor, of_bias: Tensor, residuals: Sequence[Tensor]
@@ -188,8 +245,9 @@ class SplitNorm:
         all_of_bias = self.groups.all_reduce(of_bias, self.axes)
         all_of_weight = self.groups.all_reduce(of_weight, self.axes)
         inverse = (variance + self.eps).rsqrt()
-        factor = weight * inverse / self.count
+        factor = weight * inverse
         slope = factor * inverse * all_of_weight
+        constant = (factor * all_of_bias).addcmul_(slope, mean, value=-1)
         shape = [1, -1, *[1] * (x.dim() - 2)]
-        own.sub_((factor * all_of_bias - slope * mean).reshape(shape))
-        return own.addcmul_(x, slope.reshape(shape), value=-1)
+        own.sub_(constant.reshape(shape), alpha=1 / self.count)
+        return own.addcmul_(x, slope.reshape(shape), value=-1 / self.count)

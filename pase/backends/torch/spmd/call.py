@@ -146,7 +146,13 @@ class NodeOps:
         with self.body.keeping.of(any(not pair.local.op.remat for pair in own)):
             made, mean, variance = run(x.array, weight, bias)
         inverse = (variance + run.eps).rsqrt()
-        for pair, value in ((own[1], mean), (own[5], variance), (own[7], inverse), (norm.last, made)):
+        statistics = {own[1].op.writes[0].tensor: mean, own[5].op.writes[0].tensor: variance}
+        updated = []
+        for u in norm.updates:
+            present = self.walk.read(u.fading.local.operands[0], self.body).array.reshape(-1)
+            updated.append((u.added, u(present, statistics[u.batch])))
+        done = ((own[1], mean), (own[5], variance), (own[7], inverse), *updated, (norm.last, made))
+        for pair, value in done:
             (r,) = pair.local.results
             shape = local_shape(r.shape, r.layout, self.walk.program.mesh)
             self._keep(r, self._checked(value.reshape(shape), r, False), None)

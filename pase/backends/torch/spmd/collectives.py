@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd import Function as TorchFunction
 
-__all__ = ["part", "places_of", "positions", "resharded", "summed", "there_and_back"]
+__all__ = ["EdgeCall", "part", "places_of", "positions", "resharded", "summed", "there_and_back"]
 
 Way: TypeAlias = "Callable[[Tensor], Tensor]"
 
@@ -63,7 +63,13 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction]]:
 
 
 def there_and_back(
-    value: Tensor, gradient_carrier: Tensor | None, there: Way, back: Way | None, name: str = "edge"
+    value: Tensor,
+    gradient_carrier: Tensor | None,
+    there: Way,
+    back: Way | None,
+    name: str = "edge",
+    *,
+    anyshape: bool = False,
 ) -> Tensor:
     """Returns ``there(value)``. The gradient, ``back`` of the incoming gradient, goes to ``gradient_carrier`` if that
     is given, else to ``value``.
@@ -71,19 +77,24 @@ def there_and_back(
     gradient_carrier: a tensor in the layout in which the gradient arrives, if that is not the value's layout.
     back: None means that no gradient passes.
     name: in a recorded program.
+    anyshape: see ``EdgeCall``.
     """
     if back is None or not (value.is_floating_point() or value.is_complex()):
         return there(value.detach() if value.requires_grad else value)
     carriers = () if gradient_carrier is None else (gradient_carrier,)
-    return whole(_EdgeCall(there, back), value, *carriers, name=name)
+    return whole(EdgeCall(there, back, anyshape), value, *carriers, name=name)
 
 
 @dataclass(frozen=True)
-class _EdgeCall:
-    """An edge, as one call with a derivative of its own."""
+class EdgeCall:
+    """An edge, as one call with a derivative of its own.
+
+    anyshape: whether it passes the value on, and does the same to each element of the gradient.
+    """
 
     there: Way
     back: Way
+    anyshape: bool = False
 
     def __call__(self, value: Tensor, gradient_carrier: Tensor | None = None) -> Tensor:
         edge, onto_carrier = _functions()

@@ -416,6 +416,7 @@ class RankWalk:
             lambda x: x,
             lambda g: self.groups.all_reduce(g, o.summed),
             "gradient_all_reduce",
+            anyshape=True,
         )
         return replace(value, array=array, gradient_carrier=None)
 
@@ -451,8 +452,14 @@ class RankWalk:
         def back(g: Tensor) -> Tensor:
             return resharded(g, t.backward or (), shape, "sum", self.groups)
 
+        alone = not t.forward and all(s.kind == "all_reduce" for s in t.backward or ())
         return there_and_back(
-            value.array, value.gradient_carrier, there, None if t.backward is None else back, _named(t)
+            value.array,
+            value.gradient_carrier,
+            there,
+            None if t.backward is None else back,
+            _named(t),
+            anyshape=alone,
         )
 
     def output(self, value: Value, body: Body) -> Tensor:
@@ -473,7 +480,8 @@ class RankWalk:
         for made, steps in steps_from(value):
             if made.tensor is not None and made.tensor.name in wanted:
                 got = self.read(wanted[made.tensor.name], body)
-                return apply_views(got.array, got.layout, steps, self.program.mesh).detach()
+                x = apply_views(got.array, got.layout, steps, self.program.mesh)
+                return x.detach() if x.requires_grad else x
         raise PaseError(
             "the plan has no layout for the next value of one of its buffers",
             where=f"model '{self.program.name}'",

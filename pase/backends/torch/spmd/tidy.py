@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
+from pase.backends.torch.spmd.collectives import EdgeCall
 from pase.backends.torch.spmd.record import Drawn, ProgramCall
 
 if TYPE_CHECKING:
@@ -28,11 +29,32 @@ _OTHERS = frozenset({"expand", "narrow", "slice", "select", "split", "detach", "
 
 def tidied(graph: Graph) -> None:
     """Tidy a graph in place. The values of its nodes (``meta["val"]``) must be known."""
+    _edges_first(graph)
     _views(graph)
     _made_twice(graph)
     for n in reversed(list(graph.nodes)):
         if not n.users and n.op in ("call_function", "call_method", "get_attr") and not _acts(n):
             graph.erase_node(n)
+
+
+def _edges_first(graph: Graph) -> None:
+    """Reshape after an edge that is the same in any shape, instead of before it, so that views around it meet."""
+    for n in list(graph.nodes):
+        edge = n.target.run if isinstance(n.target, ProgramCall) else None
+        if not (isinstance(edge, EdgeCall) and edge.anyshape and len(n.args) == 1):
+            continue
+        base = n.args[0]
+        while _name(base) in _RESHAPES and (under := _viewed(base)) is not None:
+            base = under
+        if base is n.args[0]:
+            continue
+        with graph.inserting_before(n):
+            first = graph.call_function(n.target, (base,))
+            first.meta |= n.meta | {"val": base.meta["val"]}
+            shaped = graph.call_method("reshape", (first, tuple(n.meta["val"].shape)))
+        shaped.meta |= n.meta
+        n.replace_all_uses_with(shaped)
+        graph.erase_node(n)
 
 
 def _views(graph: Graph) -> None:

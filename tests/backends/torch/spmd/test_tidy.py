@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pase.backends.torch.spmd.collectives import there_and_back
 from pase.backends.torch.spmd.record import whole
 from pase.backends.torch.spmd.tidy import tidied
 from tests.backends.torch.spmd.test_record import recorded
@@ -28,6 +29,12 @@ CASES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
         lambda x: (whole(lambda y: y + 1, x, name="edge"), x.sin())[1],
         ["edge", "sin"],
     ),
+    "views around a sum of gradients": (
+        lambda x: there_and_back(x.reshape(24), None, lambda y: y, lambda g: 2 * g, anyshape=True).reshape(
+            2, 3, 4
+        ),
+        ["edge"],
+    ),
 }
 
 
@@ -44,6 +51,8 @@ def test_the_shortest_program_computes_the_same(name: str) -> None:
     assert [getattr(n.target, "__name__", n.target) for n in called] == wanted
     (made,) = into.module("M")(x)
     torch.testing.assert_close(made, make(x))
+    slopes = [torch.autograd.grad(y.sum(), x)[0] for y in (made, make(x))]
+    torch.testing.assert_close(*slopes)
 
 
 def test_constants_are_computed_once_and_differentiated_ops_are_not_joined() -> None:
