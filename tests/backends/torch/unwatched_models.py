@@ -146,7 +146,7 @@ BUFFERS: tuple[str, ...] = (
         "assigned",
         "assigned and read",
         "of one element",
-        "filled",
+        "previous",
         "counter",
         "codebook",
         "queue",
@@ -166,6 +166,7 @@ def buffers(kind: str) -> Any:
             super().__init__()
             self.enc = nn.Linear(16, 8)
             self.register_buffer("code", torch.randn(8))
+            self.register_buffer("before", torch.randn(8))
             self.register_buffer("one", torch.zeros(()))
             self.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent=False)
             self.register_buffer("book", torch.randn(12, 8))
@@ -206,9 +207,9 @@ def written(self: Any, z: Any, d: Any, kind: str) -> Any:
         case "of one element":
             ema(self.one, (d**2).mean())
             return z.mean() * self.one
-        case "filled":
-            self.code.fill_(2.0)
-            return (z * self.code).mean()
+        case "previous":  # the old value of one buffer is the new one of another, as a view
+            self.before, self.code = self.code.view(2, 4).view(8), d.mean(0)
+            return (z * self.before).mean()
         case "counter":
             self.steps.add_(1)
             ema(self.code, d.mean(0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
@@ -48,9 +48,21 @@ def assignments_in_place(module: Module) -> Iterator[None]:
         with torch.no_grad():
             old.copy_(new)
 
+    def refuse_one_tensor(path: str, new: Tensor, now: Iterable[tuple[str, Tensor | None]]) -> None:
+        same = [p for p, t in now if p != path and _share(t, new)]
+        if same:
+            raise PaseError(
+                f"after the step, '{path}' and '{same[0]}' are one tensor, so that a later write to one changes both",
+                where=type(module).__name__,
+                fix=f"assign a copy to '{path}' (….clone())",
+            )
+
     def set_data(self: Tensor, new: Tensor) -> None:
         if id(self) in paths:
-            written(self, new, paths[id(self)])
+            refuse_one_tensor(
+                paths[id(self)], new, ((path, old) for _, path, _, old in held if old is not self)
+            )
+            written(self, new.clone() if _share(self, new) else new, paths[id(self)])
         elif self.grad_fn is not None:
             raise PaseError(
                 "the step assigns .data of a tensor that is differentiated, which PyTorch's export does not record",
@@ -65,10 +77,8 @@ def assignments_in_place(module: Module) -> Iterator[None]:
         yield
     finally:
         torch.Tensor.data = data  # type: ignore[method-assign]
-    for tensors, path, name, old in held:
-        new = tensors.get(name)
-        if new is old:
-            continue
+    assigned = [(*x, tensors.get(x[2])) for x in held if (tensors := x[0]).get(x[2]) is not x[3]]
+    for _, path, name, old, new in assigned:
         if old is None:
             raise PaseError(
                 f"the step replaces '{path}', which is None, by {_kind(new)}",
@@ -81,8 +91,21 @@ def assignments_in_place(module: Module) -> Iterator[None]:
                 where=type(module).__name__,
                 fix=f"write it in place ({name}.copy_(…))",
             )
-        written(old, new, path)
+        if new is not None:
+            refuse_one_tensor(path, new, ((p, t.get(n)) for t, p, n, _ in held))
+    # A new value may be the old one of another buffer: it is read before anything is written.
+    olds = [old for *_, old in held]
+    values = [
+        new.clone() if new is not None and any(_share(o, new) for o in olds) else new for *_, new in assigned
+    ]
+    for (tensors, path, name, old, _), value in zip(assigned, values, strict=True):
+        written(old, value, path)
         tensors[name] = old  # type: ignore[assignment]
+
+
+def _share(a: Tensor | None, b: Tensor) -> bool:
+    """Whether two tensors have the same memory."""
+    return a is not None and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def _kind(x: object) -> str:

@@ -79,8 +79,8 @@ def _inference_traced() -> Iterator[None]:
 def _bodies_of_known_sizes() -> Iterator[None]:
     """Within, the bodies of ``scan``, ``map`` and ``cond`` are traced with sizes that are numbers, as the step is.
 
-    ``torch.export`` makes each of their sizes a symbol of its own. That can only lose: no size of a step is unknown, and
-    PyTorch then sometimes fails with "s67 is not tracked with proxy", depending on what the process ran before.
+    ``torch.export`` makes each of their sizes a symbol. No size of a step is unknown, so nothing is gained, and PyTorch
+    then sometimes fails ("s67 is not tracked with proxy"), depending on what the process ran before.
     """
     from torch.export._trace import DEFAULT_EXPORT_DYNAMO_CONFIG as CONFIG
 

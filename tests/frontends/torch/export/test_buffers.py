@@ -57,6 +57,53 @@ def test_what_cannot_be_written_into_the_old_tensor_is_refused() -> None:
         tied.seen = torch.ones(2)
 
 
+def test_values_are_read_before_buffers_are_written() -> None:
+    """Also if they are views of old values, in either order, and if a tensor is written into itself."""
+    import torch
+
+    def views(m: Any) -> None:
+        m.seen, m.code = m.code.view(1, 2).view(2), m.seen.view(1, 2).view(2)
+
+    def tensors(m: Any) -> None:
+        m.seen, m.code = m.code, m.seen
+
+    for swap in (views, tensors):
+        m = module()
+        m.register_buffer("code", torch.ones(2))
+        with assignments_in_place(m):
+            swap(m)
+        assert m.seen.tolist() == [1, 1] and m.code.tolist() == [0, 0]
+    m = module()
+    m.seen = torch.arange(4.0).view(2, 2)
+    m.weight.data = torch.arange(4.0).view(2, 2)
+    with assignments_in_place(m):
+        m.seen, m.weight.data = m.seen.T, m.weight.data.T
+    assert m.seen.tolist() == m.weight.tolist() == [[0, 2], [1, 3]]
+
+
+def test_two_names_of_one_tensor_after_the_step_are_refused() -> None:
+    """In the next step, what the module writes to one changes the other too."""
+    import torch
+
+    def changed(change: Any) -> str:
+        m = module()
+        m.register_buffer("code", torch.ones(2))
+        m.register_parameter("other", torch.nn.Parameter(torch.ones(2, 2)))
+        with pytest.raises(PaseError) as e, assignments_in_place(m):
+            change(m)
+        return str(e.value)
+
+    def both(m: Any) -> None:
+        m.seen = m.code = torch.zeros(2)
+
+    assert "'seen' and 'code' are one tensor" in changed(both)
+    assert "'seen' and 'code' are one tensor" in changed(
+        lambda m: setattr(m, "seen", m.code.view(1, 2).view(2))
+    )
+    assert "'weight' and 'other' are one" in changed(lambda m: setattr(m.weight, "data", m.other.data))
+    assert "'weight' and 'other' are one" in changed(lambda m: setattr(m.weight, "data", m.other.detach().T))
+
+
 def test_a_buffer_that_follows_another_ones_data_depends_on_data() -> None:
     """A counter is written from itself alone. A mean follows the batch, and its trace follows the mean."""
     import torch
