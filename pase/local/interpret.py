@@ -23,10 +23,11 @@ from pase.errors import PaseError
 from pase.ir import Access, Graph, Place, Scope
 from pase.ir.parameters import Iota
 from pase.ir.types import LEAF
+from pase.local.halo import widened, widened_back
 from pase.local.lower import between
-from pase.local.nests import LocalNest, SlidingDim, coordinates
+from pase.local.nests import LocalNest, coordinates
 from pase.local.op_rules import OpRule, rule_of
-from pase.local.simulate import DeviceParts, part_of, places, resharded, whole_of
+from pase.local.simulate import AllDevices, DeviceParts, part_of, places, resharded, whole_of
 from pase.local.types import (
     Extents,
     Layout,
@@ -276,19 +277,9 @@ class _NumpyRun:
 
     # Windows that cross the border of a shard.
 
-    def _neighbour(self, o: LocalOperand, dim: int, at: tuple[int, ...], step: int) -> tuple[int, ...] | None:
-        """The device that holds the previous (-1) or next (1) shard along a dim."""
-        held, out = sorted((blocks, axis) for axis, blocks in digits_of(o.layout, dim)), list(at)
-        place = 0
-        for _, axis in held:
-            place = place * self.program.mesh.sizes[axis] + at[axis]
-        place += step
-        for _, axis in reversed(held):
-            out[axis], place = place % self.program.mesh.sizes[axis], place // self.program.mesh.sizes[axis]
-        return None if place else tuple(out)
-
-    def _slides(self, nest: LocalNest, o: LocalOperand) -> Sequence[tuple[int, SlidingDim]]:
-        """The dims under a window. PaseError if a window reads a neighbour's rows that the program does not send."""
+    def _borders(self, nest: LocalNest, o: LocalOperand) -> Mapping[int, tuple[int, int]]:
+        """Dim under a window -> how many rows before and after a shard the windows read. PaseError if a window reads a
+        neighbour's rows that the program does not send."""
         for dim, s in nest.sliding.items():
             split = any(self.program.mesh.sizes[axis] > 1 for axis, _ in digits_of(o.layout, dim))
             if split and max(s.before, s.behind) > (s.rows if o.halo else 0):
@@ -296,43 +287,17 @@ class _NumpyRun:
                     "its window reads rows that no device sends",
                     where=f"'{nest.op.name}' at {nest.op.source}",
                 )
-        return list(nest.sliding.items())
+        return {dim: (s.before, s.behind) for dim, s in nest.sliding.items()}
 
     def _widened(self, nest: LocalNest, o: LocalOperand, parts: DeviceParts) -> DeviceParts:
         """Each shard with the rows before and after it that its windows read."""
-        for dim, s in self._slides(nest, o):
-            wide = {}
-            for at, x in parts.items():
-                x = np.moveaxis(x, dim, 0)
-                rows = [x[max(-s.before, 0) : len(x) - max(-s.behind, 0)]]
-                for step, count in ((-1, s.before), (1, s.behind)):
-                    neighbour = self._neighbour(o, dim, at, step)
-                    there = None if neighbour is None else np.moveaxis(parts[neighbour], dim, 0)
-                    edge = np.full((max(count, 0), *x.shape[1:]), nest.neutral)
-                    if there is not None and count > 0:
-                        edge = there[-count:] if step < 0 else there[:count]
-                    rows.insert(0 if step < 0 else len(rows), edge)
-                wide[at] = np.moveaxis(np.concatenate(rows), 0, dim)
-            parts = wide
-        return parts
+        devices, borders = AllDevices(mesh=self.program.mesh), self._borders(nest, o)
+        return devices.apart(widened(devices.together(parts), borders, o.layout, nest.neutral, devices))
 
     def _narrowed(self, nest: LocalNest, o: LocalOperand, parts: DeviceParts) -> DeviceParts:
         """The transpose: gradients of rows return to the devices that the rows came from."""
-        for dim, s in reversed(self._slides(nest, o)):
-            out = {at: np.zeros(_with(x.shape, dim, s.rows)) for at, x in parts.items()}
-            for at, x in parts.items():
-                x, mine = np.moveaxis(x, dim, 0), np.moveaxis(out[at], dim, 0)
-                here = x[max(s.before, 0) : len(x) - max(s.behind, 0)]
-                mine[max(-s.before, 0) : s.rows - max(-s.behind, 0)] += here
-                for step, count in ((-1, s.before), (1, s.behind)):
-                    neighbour = self._neighbour(o, dim, at, step)
-                    if neighbour is not None and count > 0:
-                        there = np.moveaxis(out[neighbour], dim, 0)
-                        (there[-count:] if step < 0 else there[:count])[...] += (
-                            x[:count] if step < 0 else x[-count:]
-                        )
-            parts = out
-        return parts
+        devices, borders = AllDevices(mesh=self.program.mesh), self._borders(nest, o)
+        return devices.apart(widened_back(devices.together(parts), borders, o.layout, devices))
 
     # Backward.
 
@@ -431,10 +396,6 @@ class _NumpyRun:
             return
         step = LocalReshardStep(kind="all_reduce", axes=o.summed, before=o.gradient, after=o.gradient)
         _add(self.gradients, key, resharded(g, [step] if o.summed else [], o.shape, self.program.mesh))
-
-
-def _with(shape: Extents, dim: int, n: int) -> Extents:
-    return (*shape[:dim], n, *shape[dim + 1 :])
 
 
 def _add(into: dict[PartsKey, DeviceParts], key: PartsKey, parts: DeviceParts) -> None:

@@ -5,20 +5,21 @@ This is an oracle for the backends.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from pase.errors import PaseError
-from pase.local.exchange import nests
-from pase.local.parts import held, pairs, view
+from pase.local.arrays import Arrays, check_combine
+from pase.local.parts import held
+from pase.local.reshard import resharded as resharded_on
 from pase.local.types import Combine, Extents, Layout, LocalReshardStep
 from pase.machine import Mesh
+from pase.pytree import Tree
 
-__all__ = ["DeviceParts", "part_of", "places", "resharded", "whole_of"]
+__all__ = ["AllDevices", "DeviceParts", "part_of", "places", "resharded", "whole_of"]
 
 DeviceParts = dict[tuple[int, ...], np.ndarray]
 """Place of a device on the mesh (its index along each axis) -> what the device holds."""
@@ -62,89 +63,103 @@ def resharded(
     combine: Combine = "sum",
 ) -> DeviceParts:
     """What all devices hold after these reshard steps. shape: of the whole tensor. combine: reduces partial values."""
-    for step in steps:
-        parts = _after_step(parts, step, shape, mesh, combine)
-    return parts
+    devices = AllDevices(mesh=mesh)
+    return devices.apart(resharded_on(devices.together(parts), steps, shape, combine, devices))
 
 
-def _join(combine: Combine) -> Callable[[list[np.ndarray]], np.ndarray]:
-    """The reduction of partial values. PaseError if no collective does it."""
-    by = {"sum": np.add, "max": np.maximum, "min": np.minimum}
-    if combine not in by:
-        raise PaseError(
-            "no collective reduces these partial results: only sums, maxima and minima can be reduced"
-        )
-    return lambda values: functools.reduce(by[combine], values)
+@dataclass(frozen=True, kw_only=True)
+class AllDevices(Arrays[np.ndarray]):
+    """The arrays of all devices as one: its first dims are the axes of the mesh, the others those of a device."""
+
+    mesh: Mesh
+
+    def together(self, parts: DeviceParts) -> np.ndarray:
+        every = np.stack([parts[p] for p in places(self.mesh)])
+        return every.reshape(*self.mesh.sizes, *every.shape[1:])
+
+    def apart(self, x: np.ndarray) -> DeviceParts:
+        return {p: x[p] for p in places(self.mesh)}
+
+    @property
+    def _lead(self) -> int:
+        return len(self.mesh.sizes)
+
+    def shape(self, x: np.ndarray) -> Extents:
+        return x.shape[self._lead :]
+
+    def reshape(self, x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        return x.reshape(*self.mesh.sizes, *shape)
+
+    def transpose(self, x: np.ndarray, order: Sequence[int]) -> np.ndarray:
+        return x.transpose(*range(self._lead), *(self._lead + i for i in order))
+
+    def concat(self, xs: Sequence[np.ndarray], dim: int) -> np.ndarray:
+        return np.concatenate(xs, self._lead + dim)
+
+    def narrow(self, x: np.ndarray, dim: int, start: int, count: int) -> np.ndarray:
+        return x[(slice(None),) * (self._lead + dim) + (slice(start, start + count),)]
+
+    def padded(self, x: np.ndarray, dim: int, before: int, behind: int) -> np.ndarray:
+        return np.pad(x, [(before, behind) if i == self._lead + dim else (0, 0) for i in range(x.ndim)])
+
+    def reduced(self, x: np.ndarray, combine: Combine) -> np.ndarray:
+        return np.asarray(_UFUNCS[combine].reduce(x, axis=self._lead))
+
+    def number(self, axes: Sequence[str], rank: int) -> np.ndarray:
+        """The number of each device along these axes, [*mesh, 1, ...] with a 1 for each of ``rank`` dims."""
+        out = np.zeros((*self.mesh.sizes, *(1,) * rank), np.int64)
+        for axis in axes:
+            i = self.mesh.names.index(axis)
+            along = np.arange(self.mesh.sizes[i]).reshape(-1, *(1,) * (out.ndim - i - 1))
+            out = out * self.mesh.sizes[i] + along
+        return out
+
+    def index(self, axis: str, x: np.ndarray) -> np.ndarray:
+        return self.number([axis], x.ndim - self._lead)
+
+    def chosen(self, x: np.ndarray, dim: int, axis: str) -> np.ndarray:
+        return np.take_along_axis(x, self.index(axis, x), self._lead + dim)
+
+    def rows(self, x: np.ndarray, table: np.ndarray, axes: Sequence[str]) -> np.ndarray:
+        mine = table[self.number(axes, 0)]
+        return np.take_along_axis(x, mine.reshape(*mine.shape, *(1,) * (x.ndim - mine.ndim)), self._lead)
+
+    def on_first(self, x: np.ndarray, axes: Sequence[str]) -> np.ndarray:
+        return np.where(self.number(axes, x.ndim - self._lead) == 0, x, np.zeros((), x.dtype))
+
+    def at_end(self, x: np.ndarray, axes: Sequence[str], last: bool, value: Tree) -> np.ndarray:
+        end = self.ways(axes) - 1 if last else 0
+        return np.where(self.number(axes, x.ndim - self._lead) == end, value, x)
+
+    def all_reduce(self, x: np.ndarray, axes: Sequence[str], combine: Combine = "sum") -> np.ndarray:
+        check_combine(combine, axes)
+        return self.reduced(self.all_gather(x, axes), combine)
+
+    def all_gather(self, x: np.ndarray, axes: Sequence[str]) -> np.ndarray:
+        among = [self.mesh.names.index(a) for a in axes]
+        front = np.moveaxis(x, among, range(self._lead - len(among), self._lead))
+        joined = front.reshape(*front.shape[: self._lead - len(among)], -1, *self.shape(x))
+        joined = np.expand_dims(joined, tuple(among))
+        return np.broadcast_to(joined, (*self.mesh.sizes, *joined.shape[self._lead :]))
+
+    def reduce_scatter(self, x: np.ndarray, axes: Sequence[str]) -> np.ndarray:
+        return self._own_row(self.all_reduce(x, axes), 0, axes)
+
+    def all_to_all(self, x: np.ndarray, axes: Sequence[str]) -> np.ndarray:
+        return self._own_row(self.all_gather(x, axes), 1, axes)
+
+    def permute(self, x: np.ndarray, axes: Sequence[str], pairs: Sequence[tuple[int, int]]) -> np.ndarray:
+        source = np.full((self.ways(axes), 1), self.ways(axes))
+        for a, b in pairs:
+            source[b] = a
+        every = self.all_gather(x, axes)
+        nothing = np.zeros_like(self.narrow(every, 0, 0, 1))
+        return self.rows(self.concat([every, nothing], 0), source, axes).reshape(x.shape)
+
+    def _own_row(self, x: np.ndarray, dim: int, axes: Sequence[str]) -> np.ndarray:
+        """Of a dim with an element for each device along the axes, the device's own. The dim is gone then."""
+        mine = np.take_along_axis(x, self.number(axes, x.ndim - self._lead), self._lead + dim)
+        return mine.squeeze(self._lead + dim)
 
 
-def _after_step(
-    parts: DeviceParts, step: LocalReshardStep, shape: Extents, mesh: Mesh, combine: Combine
-) -> DeviceParts:
-    axes, joined = [mesh.names.index(a) for a in step.axes], _join(combine)
-    out: DeviceParts = {}
-    for place in places(mesh):
-        group = [
-            tuple(dict(zip(axes, along, strict=True)).get(i, p) for i, p in enumerate(place))
-            for along in itertools.product(*(range(mesh.sizes[a]) for a in axes))
-        ]
-        out[place] = _on_one(parts, step, shape, mesh, place, group, joined)
-    return out
-
-
-def _on_one(
-    parts: DeviceParts,
-    step: LocalReshardStep,
-    shape: Extents,
-    mesh: Mesh,
-    place: tuple[int, ...],
-    group: list[tuple[int, ...]],
-    joined: Callable[[list[np.ndarray]], np.ndarray],
-) -> np.ndarray:
-    """What one device holds after a reshard step. group: the places of the devices that take part, row-major."""
-    mine = group.index(place)
-    if step.kind not in ("all_reduce", "own") and not nests(step, shape, mesh):
-        return _by_definition(parts, step, shape, mesh, place, group)
-    match step.kind:
-        case "all_reduce":
-            return joined([parts[p] for p in group])
-        case "own":
-            return parts[place] if mine == 0 else np.zeros_like(parts[place])
-        case "permute":
-            return parts[group[next(a for a, b in pairs(step, shape, mesh) if b == mine)]]
-    v = view(step, shape, mesh)
-    rest = [i for i in range(len(v.seen)) if i not in v.leaving]
-
-    def on_wire(p: tuple[int, ...]) -> np.ndarray:
-        seen = parts[p].reshape(v.seen).transpose(*v.leaving, *rest)
-        return seen.reshape(len(group) if v.leaving else 1, *(v.seen[i] for i in rest))
-
-    if v.arriving is None:  # a slice, or a slice of the sum
-        sources = [place] if step.kind == "slice" else group
-        return joined([on_wire(p)[mine] for p in sources]).reshape(v.shape)
-    received = np.stack([on_wire(p)[mine if v.leaving else 0] for p in group])
-    return received.reshape(*v.ways, *received.shape[1:]).transpose(v.arriving).reshape(v.shape)
-
-
-def _by_definition(
-    parts: DeviceParts,
-    step: LocalReshardStep,
-    shape: Extents,
-    mesh: Mesh,
-    place: tuple[int, ...],
-    group: list[tuple[int, ...]],
-) -> np.ndarray:
-    """What one device holds afterwards, by the definition of a layout: each element is copied from a device of the
-    group that holds it."""
-    numbers = np.arange(math.prod(shape)).reshape(shape)
-    whole = np.empty(numbers.size, next(iter(parts.values())).dtype)
-    there = np.zeros(numbers.size, dtype=bool)
-    for p in group:
-        had = part_of(numbers, step.before, p, mesh)
-        whole[had], there[had] = parts[p], True
-    wanted = part_of(numbers, step.after, place, mesh)
-    if not there[wanted].all():
-        raise PaseError(
-            "a device needs elements that no device of its group holds",
-            where=f"{step.kind} over {', '.join(step.axes)}",
-        )
-    return whole[wanted]
+_UFUNCS: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum, "min": np.minimum}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pase.errors import PaseError
 from pase.local.exchange import _handed, _matching, exchange, nests
-from pase.local.simulate import part_of, places
+from pase.local.simulate import part_of, places, resharded
 from pase.local.types import LocalReshardStep
 from pase.machine import Mesh
 from pase.tables.layouts import REPLICATED, digit_state
@@ -39,38 +39,10 @@ def test_rounds_bring_every_device_what_it_is_to_hold(seed):
         for move in chain(layout(mesh), layout(mesh), mesh):
             if move.kind in ("all_to_all", "permute") and not nests(move, x.shape, mesh):
                 parts = {p: part_of(x, move.before, p, mesh) for p in places(mesh)}
-                for place, got in in_rounds(parts, move, x.shape, mesh).items():
+                for place, got in resharded(parts, [move], x.shape, mesh).items():
                     np.testing.assert_array_equal(got, part_of(x, move.after, place, mesh))
                 checked += 1
     assert checked > 5
-
-
-def in_rounds(parts, move, shape, mesh):
-    """What each device holds after the rounds of an exchange, in numpy."""
-    how, axes = exchange(move, shape, mesh), [mesh.names.index(a) for a in move.axes]
-    ways = [mesh.sizes[a] for a in axes]
-
-    def flat(array, cut):
-        apart = array.reshape([k for n, c in zip(array.shape, cut, strict=True) for k in (c, n // c)])
-        rank = array.ndim
-        front = apart.transpose(*range(0, 2 * rank, 2), *range(1, 2 * rank, 2))
-        return front.reshape(np.prod(cut), -1), front.shape[rank:]
-
-    out = {}
-    for place in parts:
-        me = int(np.ravel_multi_index([place[a] for a in axes], ways))
-        came = []
-        for r in how.rounds:
-            source = next(s for s, t in r.pairs if t == me)
-            at = dict(zip(axes, np.unravel_index(source, ways), strict=True))
-            sender = tuple(int(at.get(a, n)) for a, n in enumerate(place))
-            rows, blocks = flat(parts[sender], how.before)
-            came.append(rows[r.units[source]])
-        got = np.concatenate(came)[how.order[me]].reshape(*how.after, *blocks)
-        rank = len(shape)
-        got = got.transpose([i for d in range(rank) for i in (d, rank + d)])
-        out[place] = got.reshape([c * n for c, n in zip(how.after, blocks, strict=True)])
-    return out
 
 
 @given(st.integers(2, 6), st.integers(0, 2**20))

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pase.backends.jax.check_plans import CheckedStep
 from pase.backends.jax.make import jax_plan
-from pase.backends.jax.spmd.collectives import resharded
+from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.backends.jax.spmd.messages import Sending
 from pase.backends.jax.steps.delayed import DelayedState, DelayedStepper
 from pase.backends.jax.steps.parameter_program import ParameterProgram, StoredParameter, parameter_program
@@ -37,6 +37,7 @@ from pase.backends.jax.steps.updates import DelayedIteration, OpenUpdate, Waitin
 from pase.errors import PaseError
 from pase.frontends.jax.contexts import without_mesh
 from pase.frontends.jax.leaves import combine
+from pase.local.reshard import resharded
 from pase.machine import Mesh
 from pase.plan.constraints import Placement
 from pase.pytree import Tree
@@ -447,7 +448,7 @@ class BucketRunner:
 
         leaves, tree = jax.tree.flatten(params)
         specs = self._leaf_specs(leaves)
-        whole = program.local.mesh
+        devices = JaxArrays(program.local.mesh)
 
         def local(held: Tree, *shards: Array) -> Tree:
             new = program.parts([x[0] for x in shards]) if shards else {}
@@ -460,7 +461,7 @@ class BucketRunner:
                     else:
                         shape = program.local.result(program.local.transfers[k].tensor).shape
                         fresh["sums"][k,] = resharded(
-                            g, program.local.reshard_steps(k, "back"), shape, "sum", whole
+                            g, program.local.reshard_steps(k, "back"), shape, "sum", devices
                         )
                 if not mine:
                     return fresh

@@ -21,7 +21,6 @@ from pase.backends.torch.code import groups_of_one, rank_code
 from pase.backends.torch.compiled import CompiledStep, compiled
 from pase.backends.torch.gradients import LocalGradients, added
 from pase.backends.torch.program import RecordedPrograms, can_record
-from pase.backends.torch.spmd.collectives import part, resharded
 from pase.backends.torch.spmd.interpreter import Body, RankWalk
 from pase.backends.torch.spmd.process_groups import AxisGroups, axis_groups
 from pase.backends.torch.spmd.values import RankValue
@@ -39,6 +38,7 @@ from pase.ir.blocks import Block, Hoisted, accumulated, rematerialised
 from pase.local.bucket_messages import ProgramSchedule
 from pase.local.idle import without_idle_axes
 from pase.local.lower import program_of
+from pase.local.reshard import part, resharded
 from pase.local.types import LocalProgram, LocalReshardStep, local_shape
 from pase.local.verify import verify_program
 from pase.machine import Mesh

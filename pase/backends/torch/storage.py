@@ -9,9 +9,9 @@ from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING
 
-from pase.backends.torch.spmd.collectives import part
 from pase.errors import PaseError
 from pase.local.parts import placement
+from pase.local.reshard import part
 from pase.local.types import Layout, LocalOp
 
 if TYPE_CHECKING:

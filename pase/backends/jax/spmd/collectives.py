@@ -1,37 +1,26 @@
-"""Runs the reshard steps of a local program in JAX, inside ``shard_map``.
-
-Each reshard step is exactly one collective, forward and backward, except for the few whose parts do not nest
-(``pase.local.exchange``).
-"""
+"""The collectives of a local program in JAX, inside ``shard_map``, and edges whose gradients return as planned."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import reduce
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-from pase.errors import PaseError
-from pase.local.exchange import UnitExchange, exchange, nests
-from pase.local.parts import WireView, digits, pairs, view
-from pase.local.types import Combine, Extents, Layout, LocalReshardStep, local_shape
+import numpy as np
+
+from pase.local.arrays import Arrays, check_combine
+from pase.local.parts import WireView, view
+from pase.local.types import Combine, Extents, LocalReshardStep, local_shape
 from pase.machine import Mesh
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from jax import Array
 
-__all__ = [
-    "after",
-    "first",
-    "from_wire",
-    "on_wire",
-    "part",
-    "places_of",
-    "resharded",
-    "sent",
-    "summed",
-    "there_and_back",
-]
+__all__ = ["JaxArrays", "after", "first", "from_wire", "on_wire", "sent", "summed", "there_and_back"]
 
 
 def there_and_back(
@@ -62,47 +51,12 @@ def there_and_back(
     return onto_carrier(held, gradient_carrier)
 
 
-def resharded(
-    value: Array, steps: Sequence[LocalReshardStep], shape: Extents, combine: Combine, mesh: Mesh
-) -> Array:
-    """The value after these reshard steps. shape: of the whole tensor. combine: reduces partial values."""
-    return reduce(lambda x, step: _step(x, step, shape, combine, mesh), steps, value)
-
-
-def _step(x: Array, step: LocalReshardStep, shape: Extents, combine: Combine, mesh: Mesh) -> Array:
-    import jax
-
-    match step.kind:
-        case "all_reduce":
-            return summed(x, step.axes, combine)
-        case "permute" | "all_to_all" if not nests(step, shape, mesh):
-            return _exchanged_in_rounds(x, exchange(step, shape, mesh), step.axes)
-        case "permute":
-            return jax.lax.ppermute(x, step.axes, pairs(step, shape, mesh))
-        case "own":
-            return jax.numpy.where(first(step.axes), x, jax.numpy.zeros((), x.dtype))
-        case "slice":
-            return _sliced(x, view(step, shape, mesh), step.axes, mesh)
-        case "reduce_scatter":
-            return _scattered(x, view(step, shape, mesh), step.axes, combine)
-        case "all_gather":
-            return _gathered(x, view(step, shape, mesh), step.axes)
-        case _:
-            assert step.kind == "all_to_all"
-            return _exchanged(x, view(step, shape, mesh), step.axes)
-
-
 def summed(x: Array, axes: tuple[str, ...], combine: Combine = "sum") -> Array:
     """All-reduce over these axes."""
     import jax
 
-    by = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}
-    if combine not in by:
-        raise PaseError(
-            f"no collective reduces these partial results over {', '.join(axes)}: only sums, maxima and minima can be "
-            f"reduced"
-        )
-    return by[combine](x, axes)
+    check_combine(combine, axes)
+    return {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[combine](x, axes)
 
 
 def first(axes: Sequence[str]) -> Array:
@@ -112,87 +66,95 @@ def first(axes: Sequence[str]) -> Array:
     return reduce(lambda a, b: a & b, [jax.lax.axis_index(a) == 0 for a in axes])
 
 
-def _wide(axes: Sequence[str], mesh: Mesh) -> list[str]:
-    return [a for a in axes if mesh.sizes[mesh.names.index(a)] > 1]
+@dataclass(frozen=True)
+class JaxArrays(Arrays["Array"]):
+    """The arrays of one device inside of ``shard_map``.
 
-
-def _sliced(x: Array, v: WireView, axes: Sequence[str], mesh: Mesh) -> Array:
-    import jax
-
-    x = x.reshape(v.seen)
-    for axis, at in zip(_wide(axes, mesh), v.leaving, strict=True):
-        x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis), 1, at)
-    return x.reshape(v.shape)
-
-
-def _to_front(x: Array, v: WireView) -> Array:
-    """Brings the leaving digits to the front, as one dim; the order of the others is unchanged."""
-    x = x.reshape(v.seen).transpose(*v.to_front)
-    return x.reshape(math.prod(v.ways), *x.shape[len(v.leaving) :])
-
-
-def _from_front(x: Array, v: WireView) -> Array:
-    """Splits the first dim into the arriving digits and puts each in its place."""
-    assert v.arriving is not None
-    return x.reshape(*v.ways, *x.shape[1:]).transpose(v.arriving).reshape(v.shape)
-
-
-def _scattered(x: Array, v: WireView, axes: Sequence[str], combine: Combine) -> Array:
-    """A reduce-scatter, along a dim that exists only for it.
-
-    XLA for TPU stores arrays in tiles. It compiles a reduce-scatter along a tiled dim to an all-reduce unless the parts
-    are whole tiles. For maxima and minima, each device receives all candidates for its part by an all-to-all, which
-    sends the same number of bytes.
+    XLA shows collectives along a dim in its texts and reports, so reshard steps of the outermost digits of a dim
+    (``WireView.along``) are collectives along that dim.
     """
-    import jax
 
-    if combine == "sum" and v.along is not None and v.along[0] is not None:
+    mesh: Mesh
+
+    @property
+    def _jax(self) -> ModuleType:
+        import jax
+
+        return jax
+
+    def shape(self, x: Array) -> Extents:
+        return x.shape
+
+    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
+        return x.reshape(tuple(shape))
+
+    def transpose(self, x: Array, order: Sequence[int]) -> Array:
+        return x.transpose(*order)
+
+    def concat(self, xs: Sequence[Array], dim: int) -> Array:
+        return self._jax.numpy.concatenate(xs, axis=dim)
+
+    def narrow(self, x: Array, dim: int, start: int, count: int) -> Array:
+        return self._jax.lax.slice_in_dim(x, start, start + count, axis=dim)
+
+    def padded(self, x: Array, dim: int, before: int, behind: int) -> Array:
+        return self._jax.numpy.pad(x, [(before, behind) if i == dim else (0, 0) for i in range(x.ndim)])
+
+    def reduced(self, x: Array, combine: Combine) -> Array:
+        return {"sum": x.sum, "max": x.max, "min": x.min}[combine](0)
+
+    def index(self, axis: str, x: Array) -> Array:
+        return self._jax.lax.axis_index(axis).astype(x.dtype)
+
+    def chosen(self, x: Array, dim: int, axis: str) -> Array:
+        return self._jax.lax.dynamic_slice_in_dim(x, self._jax.lax.axis_index(axis), 1, dim)
+
+    def rows(self, x: Array, table: np.ndarray, axes: Sequence[str]) -> Array:
+        return x[self._jax.numpy.asarray(table)[self._jax.lax.axis_index(tuple(axes))]]
+
+    def on_first(self, x: Array, axes: Sequence[str]) -> Array:
+        return self._jax.numpy.where(first(axes), x, self._jax.numpy.zeros((), x.dtype))
+
+    def at_end(self, x: Array, axes: Sequence[str], last: bool, value: Tree) -> Array:
+        here = self._jax.lax.axis_index(tuple(axes)) == (self.ways(axes) - 1 if last else 0)
+        return self._jax.numpy.where(here, self._jax.numpy.asarray(value, x.dtype), x)
+
+    def all_reduce(self, x: Array, axes: Sequence[str], combine: Combine = "sum") -> Array:
+        return summed(x, tuple(axes), combine)
+
+    def all_gather(self, x: Array, axes: Sequence[str]) -> Array:
+        return self._jax.lax.all_gather(x, tuple(axes), axis=0, tiled=False)
+
+    def reduce_scatter(self, x: Array, axes: Sequence[str]) -> Array:
+        # Along a dim that exists only for it: XLA for TPU stores arrays in tiles, and compiles a reduce-scatter along a
+        # tiled dim to an all-reduce unless the parts are whole tiles.
+        return self._jax.lax.psum_scatter(x, tuple(axes), scatter_dimension=0, tiled=False)
+
+    def all_to_all(self, x: Array, axes: Sequence[str]) -> Array:
+        # Dims of one element are merged: XLA for CPU gives slices along them different layouts, and refuses them.
+        rows = x.reshape(x.shape[0], -1)
+        return self._jax.lax.all_to_all(rows, tuple(axes), 0, 0, tiled=True).reshape(x.shape)
+
+    def permute(self, x: Array, axes: Sequence[str], pairs: Sequence[tuple[int, int]]) -> Array:
+        return self._jax.lax.ppermute(x, tuple(axes), pairs)
+
+    def scattered(self, x: Array, v: WireView, axes: Sequence[str], combine: Combine) -> Array:
+        if combine != "sum" or v.along is None or v.along[0] is None:
+            return super().scattered(x, v, axes, combine)
         at, ways = v.along[0], math.prod(v.ways)
         apart = x.reshape(*x.shape[:at], ways, x.shape[at] // ways, *x.shape[at + 1 :])
-        return jax.lax.psum_scatter(apart, tuple(axes), scatter_dimension=at, tiled=False)
-    front = _to_front(x, v)
-    if combine == "sum":
-        return jax.lax.psum_scatter(front, tuple(axes), scatter_dimension=0, tiled=False).reshape(v.shape)
-    candidates = jax.lax.all_to_all(front, tuple(axes), 0, 0, tiled=True)
-    return (candidates.max(0) if combine == "max" else candidates.min(0)).reshape(v.shape)
+        return self._jax.lax.psum_scatter(apart, tuple(axes), scatter_dimension=at, tiled=False)
 
+    def gathered(self, x: Array, v: WireView, axes: Sequence[str]) -> Array:
+        if v.along is None or v.along[1] is None:
+            return super().gathered(x, v, axes)
+        return self._jax.lax.all_gather(x, tuple(axes), axis=v.along[1], tiled=True)
 
-def _gathered(x: Array, v: WireView, axes: Sequence[str]) -> Array:
-    import jax
-
-    if v.along is not None and v.along[1] is not None:
-        return jax.lax.all_gather(x, tuple(axes), axis=v.along[1], tiled=True)
-    return _from_front(jax.lax.all_gather(x.reshape(v.seen), tuple(axes), axis=0, tiled=False), v)
-
-
-def _exchanged(x: Array, v: WireView, axes: Sequence[str]) -> Array:
-    import jax
-
-    if v.along is not None and None not in v.along and 1 not in (x.shape[v.along[1]], v.shape[v.along[0]]):  # type: ignore[index]
-        return jax.lax.all_to_all(x, tuple(axes), v.along[0], v.along[1], tiled=True)  # type: ignore[arg-type]
-    # Dims of one element also go this way: XLA for CPU gives slices along them different layouts, and refuses them.
-    front = _to_front(x, v)
-    rows = jax.lax.all_to_all(front.reshape(front.shape[0], -1), tuple(axes), 0, 0, tiled=True)
-    return _from_front(rows.reshape(front.shape), v)
-
-
-def _exchanged_in_rounds(x: Array, how: UnitExchange, axes: Sequence[str]) -> Array:
-    """An exchange of units: brings them to the front, sends them permute by permute, and puts each in its place."""
-    import jax
-    import jax.numpy as jnp
-
-    me, rank = jax.lax.axis_index(tuple(axes)), x.ndim
-    apart = [k for n, cut in zip(x.shape, how.before, strict=True) for k in (cut, n // cut)]
-    front = x.reshape(apart).transpose(*range(0, 2 * rank, 2), *range(1, 2 * rank, 2))
-    blocks = front.shape[rank:]
-    front = front.reshape(math.prod(how.before), *blocks)
-    received = []
-    for r in how.rounds:
-        some = front[jnp.asarray(r.units)[me]]
-        received.append(some if r.stays else jax.lax.ppermute(some, tuple(axes), r.pairs))
-    placed = jnp.concatenate(received)[jnp.asarray(how.order)[me]].reshape(*how.after, *blocks)
-    together = placed.transpose(*(i for d in range(rank) for i in (d, rank + d)))
-    return together.reshape([cut * n for cut, n in zip(how.after, blocks, strict=True)])
+    def exchanged(self, x: Array, v: WireView, axes: Sequence[str]) -> Array:
+        leaving, arriving = v.along or (None, None)
+        if leaving is None or arriving is None or 1 in (x.shape[arriving], v.shape[leaving]):
+            return super().exchanged(x, v, axes)
+        return self._jax.lax.all_to_all(x, tuple(axes), leaving, arriving, tiled=True)
 
 
 def on_wire(x: Array, step: LocalReshardStep, shape: Extents, mesh: Mesh) -> Array:
@@ -201,7 +163,7 @@ def on_wire(x: Array, step: LocalReshardStep, shape: Extents, mesh: Mesh) -> Arr
     A reduce-scatter has a row for each device, the others have one row.
     """
     if step.kind == "reduce_scatter":
-        front = _to_front(x, view(step, shape, mesh))
+        front = JaxArrays(mesh).to_front(x, view(step, shape, mesh))
         return front.reshape(front.shape[0], -1)
     return x.reshape(1, -1)
 
@@ -226,7 +188,7 @@ def from_wire(rows: Array, step: LocalReshardStep, shape: Extents, mesh: Mesh) -
     """The local array after the reshard step, from the rows that ``sent`` returns."""
     if step.kind == "all_gather":
         v = view(step, shape, mesh)
-        return _from_front(rows.reshape(rows.shape[0], *v.seen), v)
+        return JaxArrays(mesh).from_front(rows.reshape(rows.shape[0], *v.seen), v)
     return rows.reshape(local_shape(shape, step.after, mesh))
 
 
@@ -247,32 +209,3 @@ def after(x: Array, earlier: Array) -> Array:
         one if one.dtype == bool else jax.lax.bitcast_convert_type(one, f"uint{one.dtype.itemsize * 8}") & 1
     )
     return x + jnp.minimum(bits.astype("int32"), 0).astype(x.dtype)
-
-
-def part(x: Array, shape: Extents, layout: Layout, mesh: Mesh) -> Array:
-    """This device's part of an array that is replicated."""
-    axes = tuple(name for name, state in zip(mesh.names, layout, strict=True) if isinstance(state, tuple))
-    if not axes or local_shape(shape, layout, mesh) == shape:
-        return x
-    return resharded(
-        x,
-        [LocalReshardStep(kind="slice", axes=axes, before=(None,) * len(layout), after=layout)],
-        shape,
-        "sum",
-        mesh,
-    )
-
-
-def places_of(ids: Array, dim: int, shape: Extents, layout: Layout, mesh: Mesh) -> tuple[Array, Array]:
-    """Translates indices into a whole tensor dim: (indices into this device's part of it, whether they lie in it)."""
-    import jax
-    import jax.numpy as jnp
-
-    here, mine, stride = jnp.zeros_like(ids), jnp.ones(ids.shape, bool), 1
-    for d in reversed([d for d in digits(shape, layout, layout, mesh) if d.dim == dim]):
-        index = ids // d.stride % d.size
-        if d.before is None:
-            here, stride = here + index * stride, stride * d.size
-        else:
-            mine &= index == jax.lax.axis_index(mesh.names[d.before]).astype(ids.dtype)
-    return here, mine & (ids >= 0) & (ids < shape[dim])

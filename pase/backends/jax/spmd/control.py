@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.spmd.collectives import part
+from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.backends.jax.spmd.values import Arrivals, Cache, DeviceValue, packed, unpacked
 from pase.frontends.jax.types import ClosedJaxpr, Eqn
 from pase.frontends.jax.versions import scan_groups, source_line
 from pase.ir import Place, PlacePart
+from pase.local.reshard import part
 from pase.local.types import local_shape
 from pase.pytree import Tree
 
@@ -60,7 +61,7 @@ def _closed(
             h = walk.received(h, wanted, cache)
         elif h.layout is None and before.layout is not None:
             shape = walk.program.result(before.tensor or "").shape
-            h = replace(h, array=part(h.array, shape, before.layout, walk.program.mesh))
+            h = replace(h, array=part(h.array, shape, before.layout, JaxArrays(walk.program.mesh)))
         out.append(h.array)
     return out
 

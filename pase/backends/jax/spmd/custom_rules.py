@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.spmd.collectives import resharded
+from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.backends.jax.spmd.values import Cache, DeviceValue
 from pase.frontends.jax.frontend import INLINED, inner_jaxpr, trace
 from pase.frontends.jax.rules import RULES, Elementwise
@@ -24,6 +24,7 @@ from pase.frontends.jax.versions import called, evaluate, is_dropped, opened, pu
 from pase.ir import Place
 from pase.local.follow import followed
 from pase.local.lower import between, local_program
+from pase.local.reshard import resharded
 from pase.local.types import Layout, LocalOperand, local_shape
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class _RuledCall:
         steps = between(r.layout, r.gradient, program.mesh)
         if not all(m.free for m in steps):
             raise self.walk.refusal(self.eqn, f"its result '{name}' and its gradient are split differently")
-        return resharded(made, steps, r.shape, "sum", program.mesh)
+        return resharded(made, steps, r.shape, "sum", JaxArrays(program.mesh))
 
 
 def _ran(

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.spmd.call import ManualCall
-from pase.backends.jax.spmd.collectives import part
+from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.frontends.jax.versions import threefry
+from pase.local.reshard import along
 from pase.local.types import LocalResult
 
 if TYPE_CHECKING:
@@ -25,11 +26,8 @@ def positions(call: ManualCall, result: LocalResult, dim: int) -> Array:
     """The indices of this device's elements along a dim of the whole array, uint32 [local size of the dim]."""
     import jax.numpy as jnp
 
-    along = tuple(
-        (0, state[1]) if isinstance(state, tuple) and state[0] == dim else None for state in result.layout
-    )
-    size = result.shape[dim]
-    return part(jnp.arange(size, dtype=jnp.uint32), (size,), along, call.mesh)
+    every = jnp.arange(result.shape[dim], dtype=jnp.uint32)
+    return along(every, dim, result.shape, result.layout, JaxArrays(call.mesh))
 
 
 def random_part(call: ManualCall, ins: Sequence[Array]) -> Array | None:

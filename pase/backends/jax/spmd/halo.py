@@ -1,19 +1,17 @@
 """Runs convolutions and pools on one device: a halo exchange along split dims, then the window over the local rows.
 
-A window that moves along a split dim reads past the border of this device's part. The rows past the border come from
-the neighbouring device by ``ppermute``. Past the ends of the whole array, the equation's padding applies.
-Differentiation sends the gradients of these rows back the same way, which is the plan's halo exchange of backward.
+Differentiation sends the gradients of the halo's rows back the same way, which is the plan's halo exchange of backward.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.spmd.call import MANUAL_RULES, ManualCall, split_dims
+from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.frontends.jax.versions import evaluate as plain
-from pase.local.parts import axes_of
+from pase.local.halo import widened
 
 if TYPE_CHECKING:
     from jax import Array
@@ -70,46 +68,15 @@ def _with_neighbours(
 ) -> tuple[Array, WindowPadding]:
     """(x with the halo rows that its windows read, the padding that must still be applied).
 
-    edge: the value past the ends of the whole array; None for zeros. Dims are extended one after the other, so that
-    corners are included.
+    edge: the value past the ends of the whole array; None for zeros.
     """
-    split, left = split_dims(call, [x]), [tuple(pad) for pad in padding]
+    split, left, borders = split_dims(call, [x]), [tuple(pad) for pad in padding], {}
     for k, dim in enumerate(dims):
         window = call.op.op.reads[0].map.walks[dim].window if dim in split else None
         if window is not None:
             before, behind = window.border
-            x = _extended(call, x, dim, max(before, 0), max(behind, 0), edge)
+            borders[dim] = max(before, 0), max(behind, 0)
             left[k] = (min(before, 0), min(behind, 0))
-    return x, left  # type: ignore[return-value]
-
-
-def _extended(
-    call: ManualCall, x: Array, dim: int, before: int, behind: int, edge: ArrayLike | None
-) -> Array:
-    """x with the last rows of the previous device along a dim, and the first rows of the next device.
-
-    before, behind: how many rows of each. edge: as in ``_with_neighbours``.
-    """
-    import jax
-    import jax.numpy as jnp
-
     operand = call.operands[0]
     assert operand is not None  # a literal has no dims
-    axes = axes_of(operand.layout, dim, call.mesh)
-    ways = math.prod(call.mesh.sizes[call.mesh.names.index(a)] for a in axes)
-    at, rows = jax.lax.axis_index(axes), x.shape[dim]
-
-    def from_neighbour(start: int, count: int, by: int) -> Array:
-        sent = jax.lax.slice_in_dim(x, start, start + count, axis=dim)
-        hops = [(i, i + by) for i in range(ways) if 0 <= i + by < ways]
-        received = jax.lax.ppermute(sent, axes, hops)  # zeros where nothing comes
-        if edge is None:
-            return received
-        return jnp.where(at == (0 if by > 0 else ways - 1), jnp.asarray(edge, x.dtype), received)
-
-    parts = [x]
-    if before:
-        parts.insert(0, from_neighbour(rows - before, before, 1))
-    if behind:
-        parts.append(from_neighbour(0, behind, -1))
-    return jnp.concatenate(parts, axis=dim) if len(parts) > 1 else x
+    return widened(x, borders, operand.layout, edge, JaxArrays(call.mesh)), left  # type: ignore[return-value]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.jax.ops.jaxprs import KEPT, boundary, of_operand
 from pase.backends.jax.spmd import rules
-from pase.backends.jax.spmd.collectives import part, resharded, summed, there_and_back
+from pase.backends.jax.spmd.collectives import JaxArrays, summed, there_and_back
 from pase.backends.jax.spmd.control import manual_cond, manual_scan, manual_while
 from pase.backends.jax.spmd.custom_rules import call_with_rule
 from pase.backends.jax.spmd.messages import BodyMessages
@@ -30,6 +30,7 @@ from pase.frontends.jax.versions import at_line, is_literal, literal_array, sour
 from pase.ir import Place
 from pase.ir.blocks import Block
 from pase.local.lower import between
+from pase.local.reshard import part, resharded
 from pase.local.types import (
     Combine,
     Layout,
@@ -354,7 +355,7 @@ class ManualWalk:
     def received(self, value: DeviceValue, wanted: LocalOperand, cache: Cache) -> DeviceValue:
         """The value in the layout in which an op reads it."""
         if value.layout is None:  # a constant, whole on every device
-            array = part(value.array, wanted.shape, wanted.layout, self.program.mesh)
+            array = part(value.array, wanted.shape, wanted.layout, JaxArrays(self.program.mesh))
             return replace(value, array=array, layout=wanted.layout)
         if wanted.transfer is not None:
             array = self._transferred(value, wanted.transfer, cache)
@@ -422,7 +423,7 @@ class ManualWalk:
         try:
             # The scope shows in profiles and in compiled programs what is sent.
             with jax.named_scope(what), faults_at(lambda _: f"the reshard of {what}"):
-                return resharded(x, steps, shape, combine, self.program.mesh)
+                return resharded(x, steps, shape, combine, JaxArrays(self.program.mesh))
         except NotManual:
             raise
         except PaseError as e:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from pase.backends.jax.ops.platforms import platform_of
-from pase.backends.jax.spmd.collectives import resharded
+from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.backends.jax.spmd.interpreter import ManualWalk
 from pase.backends.jax.spmd.prefetch import prefetched
 from pase.backends.jax.spmd.values import (
@@ -28,6 +28,7 @@ from pase.frontends.jax.versions import is_literal, literal_array
 from pase.ir import Place
 from pase.local.lower import between
 from pase.local.parts import placement, to_whole
+from pase.local.reshard import resharded
 from pase.local.types import Layout, LocalOp, LocalProgram, LocalResult, local_shape
 from pase.local.verify import verify_program
 from pase.pytree import Tree
@@ -312,7 +313,7 @@ class Manual:
             return x
         if r.gradient_carrier == "zeros":
             return jax.numpy.zeros(local_shape(r.shape, r.gradient, mesh), x.dtype)
-        return resharded(x, between(r.layout, r.gradient, mesh), r.shape, "sum", mesh)
+        return resharded(x, between(r.layout, r.gradient, mesh), r.shape, "sum", JaxArrays(mesh))
 
     def forward(
         self, leaves: Sequence[Array], gradient_carriers: dict[int, Array], arrivals: Arrivals | None = None
@@ -360,7 +361,7 @@ class Manual:
             to_whole(value.layout, self.program.mesh),
             shape,
             made.combine,
-            self.program.mesh,
+            JaxArrays(self.program.mesh),
         )
 
     def returns(self) -> list[PartitionSpec]:

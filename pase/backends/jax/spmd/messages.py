@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.spmd.collectives import after, from_wire, on_wire, resharded, sent, there_and_back
+from pase.backends.jax.spmd.collectives import JaxArrays, after, from_wire, on_wire, sent, there_and_back
 from pase.backends.jax.spmd.values import DeviceValue, NotManual
 from pase.errors import PaseError
+from pase.local.reshard import resharded
 from pase.local.types import (
     Extents,
     LocalMessage,
@@ -64,8 +65,8 @@ class Sending:
     def _reshard(self, part: TransferPart, steps: Sequence[LocalReshardStep]) -> None:
         t = self.program.transfers[part[0]]
         combine = t.combine if self.way == "there" else "sum"
-        mesh, shape = self.program.mesh, self.shape(part)
-        self.values[part] = resharded(self.values[part], steps, shape, combine, mesh)
+        devices, shape = JaxArrays(self.program.mesh), self.shape(part)
+        self.values[part] = resharded(self.values[part], steps, shape, combine, devices)
         self.done[part] = self.done.get(part, 0) + len(steps)
 
     def _freely(self, part: TransferPart) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pase.backends.jax.ops.fourier import transformed
 from pase.backends.jax.ops.jaxprs import places_only, unmerged
 from pase.backends.jax.spmd.call import MANUAL_RULES, ManualCall, NotLowered, split_dims
-from pase.backends.jax.spmd.collectives import first, part, places_of, summed, there_and_back
+from pase.backends.jax.spmd.collectives import JaxArrays, first, summed, there_and_back
 from pase.backends.jax.spmd.generated import random_part
 from pase.backends.jax.spmd.halo import WINDOWED
 from pase.errors import PaseError
@@ -24,6 +24,7 @@ from pase.frontends.jax.rules import RULES, SCATTERS
 from pase.frontends.jax.types import Eqn
 from pase.frontends.jax.versions import evaluate as plain
 from pase.frontends.jax.versions import source_line
+from pase.local.reshard import part, places_of
 from pase.local.types import Extents, LocalOperand, LocalProgram, LocalResult
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def _generated(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
         return [bits]
     made = plain(call.eqn, ins, call.info)
     return [
-        x if r is None else part(x, r.shape, r.layout, call.mesh)
+        x if r is None else part(x, r.shape, r.layout, JaxArrays(call.mesh))
         for x, r in zip(made, call.results, strict=True)
     ]
 
@@ -310,7 +311,7 @@ def _local_ids(
 
     operand = call.operands[0]
     assert operand is not None
-    columns = [ids[..., k] for k in range(ids.shape[-1])]
+    devices, columns = JaxArrays(call.mesh), [ids[..., k] for k in range(ids.shape[-1])]
     mine = jnp.ones(ids.shape[:-1], bool)
     inside: Array = jnp.ones(ids.shape[:-1], bool)
     for k, dim in enumerate(index_map):
@@ -319,7 +320,7 @@ def _local_ids(
             columns[k] = jnp.clip(columns[k], 0, extent - 1)
         inside &= (columns[k] >= 0) & (columns[k] < extent)
         if dim in dims:
-            columns[k], here = places_of(columns[k], dim, operand.shape, operand.layout, call.mesh)
+            columns[k], here = places_of(columns[k], dim, operand.shape, operand.layout, devices)
             mine &= here
     fills = mode == Mode.FILL_OR_DROP
     return jnp.stack(columns, axis=-1), mine & inside if fills else mine, inside if fills else None
@@ -340,7 +341,7 @@ def _scatter(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     (r,) = call.op.results
     partial = [n for n, s in zip(call.mesh.names, r.layout, strict=True) if s == "partial"] or list(r.summed)
     if partial and call.op.combine == "sum":
-        x = jnp.where(first(partial), x, jnp.zeros((), x.dtype))
+        x = JaxArrays(call.mesh).on_first(x, partial)
     fallen = sorted(split_dims(call, ins) & set(d.scatter_dims_to_operand_dims))
     if not fallen:
         return plain(call.eqn, [x, ids, updates], call.info)

@@ -13,7 +13,6 @@ from pase.backends.torch.clip import clipped
 from pase.backends.torch.gradients import added
 from pase.backends.torch.pipeline.p2p import Letter, StageLinks
 from pase.backends.torch.plan import ParallelModule, agreed_seed
-from pase.backends.torch.spmd.collectives import resharded
 from pase.backends.torch.spmd.hoisted import StepParameters
 from pase.backends.torch.spmd.interpreter import Body
 from pase.backends.torch.spmd.values import RankValue
@@ -21,6 +20,7 @@ from pase.backends.torch.storage import Storage, lifted_of, shared_out
 from pase.errors import PaseError
 from pase.frontends.torch.export.functional import refuse_autocast
 from pase.local.lower import between
+from pase.local.reshard import resharded
 from pase.local.types import Layout
 from pase.pipeline.types import Kind
 from pase.pytree import Tree

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.torch.spmd import flex_attention, halo  # noqa: F401, registers their rules
 from pase.backends.torch.spmd.batch_norm import NormOps, SplitNorm
-from pase.backends.torch.spmd.collectives import part, summed
+from pase.backends.torch.spmd.collectives import summed
 from pase.backends.torch.spmd.masks import ATTENTION
 from pase.backends.torch.spmd.nests import run_nest
 from pase.backends.torch.spmd.pairs import Anchor, OpPair, made_by, partitioned
@@ -36,6 +36,7 @@ from pase.frontends.torch.control import flex_operands
 from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import arguments, op_name
 from pase.ir import Op
+from pase.local.reshard import part
 from pase.local.types import Layout, LocalOp, LocalOperand, LocalResult, local_shape
 from pase.pytree import Tree
 

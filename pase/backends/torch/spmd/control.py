@@ -13,7 +13,6 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from pase.backends.torch.spmd.call import NodeOps
-from pase.backends.torch.spmd.collectives import part
 from pase.backends.torch.spmd.constants import Constants
 from pase.backends.torch.spmd.pairs import OpPair
 from pase.backends.torch.spmd.values import NotOnParts, RankValue
@@ -22,6 +21,7 @@ from pase.frontends.torch.control import LOOPS, loop_operands, trip_count
 from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import TorchScope
 from pase.ir import Place
+from pase.local.reshard import part
 from pase.local.types import Layout, LocalOperand
 
 if TYPE_CHECKING:

@@ -1,8 +1,6 @@
 """Convolutions and pools on one rank: a halo exchange along split dims, then the window over the local rows.
 
-A window along a split dim reads past the border of this rank's part. The neighbouring rank sends the rows past the
-border. At the ends of the whole tensor, the op's padding takes their place. The gradients of these rows are sent back
-the same way.
+The exchange and the way back of its gradients are one ``autograd.Function``.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING
 from pase.backends.torch.spmd.collectives import there_and_back
 from pase.backends.torch.spmd.rules import RANK_RULES, RankCall
 from pase.backends.torch.spmd.values import NotOnParts
+from pase.local.halo import widened, widened_back
 from pase.local.parts import axes_of
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def _convolution(call: RankCall) -> Tensor:
         return call.run(**changes)
     if isinstance(call.given["padding"], str):
         raise NotOnParts("its padding is given as a string, and a dim along which its window moves is split")
-    x, left = _with_neighbours(call, "input", _each(call.given["padding"], n), 0.0)
+    x, left = _with_neighbours(call, "input", _each(call.given["padding"], n), None)
     return call.run(input=x, padding=left, **changes)
 
 
@@ -59,7 +58,7 @@ def _pool(call: RankCall) -> Tensor:
         raise NotOnParts(
             "its windows at the borders differ from the others, and a dim along which they move is split"
         )
-    x, left = _with_neighbours(call, "self", padding, float("-inf") if largest else 0.0)
+    x, left = _with_neighbours(call, "self", padding, float("-inf") if largest else None)
     return call.run(self=x, padding=left)
 
 
@@ -75,48 +74,28 @@ def _each(given: int | Sequence[int], n: int) -> list[int]:
 
 
 def _with_neighbours(
-    call: RankCall, name: str, padding: Sequence[int], edge: float
+    call: RankCall, name: str, padding: Sequence[int], edge: float | None
 ) -> tuple[Tensor, list[int]]:
     """(the operand with the halo rows that its windows read, the padding that is still to be applied).
 
-    edge: the value past the ends. Dims are extended one after the other, so that corners are included.
+    edge: the value past the ends; None for zeros.
     """
-    x, left = call.given[name], list(padding)
-    slides = next(o.op.reads[0].map for o in call.ops if o.op.kind in ("conv", "window"))
+    x, left, groups, layout = call.given[name], list(padding), call.groups, call.layouts[name][1]
+    slides, borders = next(o.op.reads[0].map for o in call.ops if o.op.kind in ("conv", "window")), {}
     for k, dim in enumerate(range(x.dim() - len(padding), x.dim())):
         window = slides.walks[dim - x.dim()].window if dim in call.split(name) else None
-        if window is None:
-            continue
-        before, behind = window.border
-        x = _extended(call, name, x, dim, before, max(behind, 0), edge)
-        if behind < 0:
-            x = x.narrow(dim, 0, x.shape[dim] + behind)
-        left[k] = 0
-    return x, left
-
-
-def _extended(
-    call: RankCall, name: str, x: Tensor, dim: int, before: int, behind: int, edge: float
-) -> Tensor:
-    """x with the last rows of the previous rank along a dim in front, and the first rows of the next rank behind."""
-    import torch
-
-    if not before and not behind:
-        return x
-    groups, n = call.groups, x.shape[dim]
-    axes = groups.wide(axes_of(call.layouts[name][1], dim, groups.mesh))
-    if list(axes) != sorted(axes, key=groups.mesh.names.index):
-        raise NotOnParts("a dim along which its window moves is split in another order than the mesh's")
-    rows = torch.cat([x.narrow(dim, 0, behind), x.narrow(dim, n - before, before)], dim)
-    received = there_and_back(
-        rows,
+        if window is not None:
+            borders[dim], left[k] = window.border, 0
+            axes = groups.wide(axes_of(layout, dim, groups.mesh))
+            if list(axes) != sorted(axes, key=groups.mesh.names.index):
+                raise NotOnParts(
+                    "a dim along which its window moves is split in another order than the mesh's"
+                )
+    made = there_and_back(
+        x,
         None,
-        lambda r: groups.neighbours(r, axes, dim, behind),
-        lambda g: groups.neighbours(g, axes, dim, before),
+        lambda x: widened(x, borders, layout, edge, groups),
+        lambda g: widened_back(g, borders, layout, groups),
+        "halo",
     )
-    # A rank at an end has received zeros. It adds them, so that it takes part in the exchange of backward, too.
-    at, last = groups.number(axes), groups.ways(axes) - 1
-    parts = [received.narrow(dim, 0, before), x, received.narrow(dim, before, behind)]
-    for i, end in ((0, 0), (2, last)):
-        parts[i] = parts[i] + parts[i].new_full((), edge) if at == end else parts[i]
-    return torch.cat(parts, dim)
+    return made, left

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from pase.backends.torch.spmd.call import NodeOps
-from pase.backends.torch.spmd.collectives import resharded, there_and_back
+from pase.backends.torch.spmd.collectives import there_and_back
 from pase.backends.torch.spmd.constants import Constants, NodeIndex
 from pase.backends.torch.spmd.control import ControlNode
 from pase.backends.torch.spmd.masks import causal_masks
@@ -36,6 +36,7 @@ from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import TorchScope, op_name
 from pase.ir import Op, Place
 from pase.ir.blocks import Block, holders
+from pase.local.reshard import resharded
 from pase.local.types import LocalOperand, LocalProgram, LocalTransfer
 from pase.pytree import Tree
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import cache, reduce
 from typing import TYPE_CHECKING, Any
 
-from pase.backends.torch.spmd.collectives import places_of
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.values import NotOnParts
 from pase.ir import Op
+from pase.local.reshard import places_of
 from pase.local.types import Extents, LocalOp
 
 if TYPE_CHECKING:

@@ -13,21 +13,26 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
-from pase.local.types import Combine
+from pase.local.arrays import Arrays, check_combine
+from pase.local.types import Combine, Extents
 from pase.machine import CollectiveKind, Mesh
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from types import ModuleType
 
+    import numpy as np
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
+
+    from pase.local.exchange import UnitExchange
 
 __all__ = ["AxisGroups", "axis_groups"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AxisGroups:
-    """The groups that this rank is in.
+class AxisGroups(Arrays["Tensor"]):
+    """The groups that this rank is in, and the operations of a local program on its tensors.
 
     devices: PyTorch's mesh with the plan's axes in the plan's order; in a pipeline, the mesh of this rank's stages.
     everywhere: in a pipeline, the mesh of all ranks, with the axis of the stages first.
@@ -55,20 +60,52 @@ class AxisGroups:
         made = DeviceMesh(whole.device_type, ranks, mesh_dim_names=names)
         return made if self.everywhere is None else made[tuple(order)]
 
-    def index(self, axis: str) -> int:
+    # The tensors of this rank. A view that changes nothing is not made, because each is an op.
+
+    def shape(self, x: Tensor) -> Extents:
+        return tuple(x.shape)
+
+    def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        return x if tuple(x.shape) == tuple(shape) else x.reshape(shape)
+
+    def transpose(self, x: Tensor, order: Sequence[int]) -> Tensor:
+        return x.permute(order)
+
+    def concat(self, xs: Sequence[Tensor], dim: int) -> Tensor:
+        import torch
+
+        return torch.cat(list(xs), dim)
+
+    def narrow(self, x: Tensor, dim: int, start: int, count: int) -> Tensor:
+        return x if count == x.shape[dim] else x.narrow(dim, start, count)
+
+    def padded(self, x: Tensor, dim: int, before: int, behind: int) -> Tensor:
+        import torch
+
+        return torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - dim - 1), before, behind))
+
+    def reduced(self, x: Tensor, combine: Combine) -> Tensor:
+        return {"sum": x.sum, "max": x.amax, "min": x.amin}[combine](0)
+
+    def index(self, axis: str, x: Tensor | None = None) -> int:
         """This rank's index along an axis."""
         return self.place[self.mesh.names.index(axis)]
 
-    def wide(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """The axes of size greater than 1."""
-        return tuple(a for a in axes if self.mesh.sizes[self.mesh.names.index(a)] > 1)
+    def chosen(self, x: Tensor, dim: int, axis: str) -> Tensor:
+        return x.narrow(dim, self.index(axis), 1)
 
-    def ways(self, axes: Sequence[str]) -> int:
-        """The number of ranks in the group of these axes."""
-        out = 1
-        for a in axes:
-            out *= self.mesh.sizes[self.mesh.names.index(a)]
-        return out
+    def rows(self, x: Tensor, table: np.ndarray, axes: Sequence[str]) -> Tensor:
+        import torch
+
+        # Built from a list, because a trace on fake tensors takes that as a constant.
+        return x.index_select(0, torch.tensor(table[self.number(axes)].tolist(), device=x.device))
+
+    def at_end(self, x: Tensor, axes: Sequence[str], last: bool, value: Tree) -> Tensor:
+        end = self.ways(axes) - 1 if last else 0
+        return x.new_full(x.shape, value) if self.number(axes) == end else x
+
+    def on_first(self, x: Tensor, axes: Sequence[str]) -> Tensor:
+        return x if self.first(axes) else x.new_zeros(x.shape)
 
     def first(self, axes: Sequence[str]) -> bool:
         """Whether this is the first rank along each of these axes."""
@@ -85,12 +122,7 @@ class AxisGroups:
 
     def all_reduce(self, x: Tensor, axes: Sequence[str], combine: Combine = "sum") -> Tensor:
         """The sum (or maximum, or minimum) over these axes."""
-        if combine == "other":
-            raise PaseError(
-                "partial results can be combined only by sum, maximum or minimum",
-                where=f"all-reduce over {', '.join(axes)}",
-                fix="compile with another mesh or strategy",
-            )
+        check_combine(combine, axes)
         if not self.wide(axes):
             return x
         return self._waited(self._ops().all_reduce(x.contiguous(), combine, self._group(axes)))
@@ -117,7 +149,7 @@ class AxisGroups:
         n = self.ways(axes)
         return x if n == 1 else self._exchanged(x, [1] * n, [1] * n, axes)
 
-    def permute(self, x: Tensor, axes: Sequence[str], pairs: Iterable[tuple[int, int]]) -> Tensor:
+    def permute(self, x: Tensor, axes: Sequence[str], pairs: Sequence[tuple[int, int]]) -> Tensor:
         """Send each rank's tensor to one other rank. pairs: (from, to), as numbers in the group.
 
         It is sent as an all-to-all in which only one part is not empty, because NCCL and Gloo have no permutation.
@@ -134,6 +166,21 @@ class AxisGroups:
                 come[src] = 1
         return self._exchanged(x[None], come, to, axes)[0]
 
+    def units_sent(self, front: Tensor, how: UnitExchange, axes: Sequence[str]) -> Tensor:
+        """One all-to-all of parts of different sizes."""
+        import numpy as np
+
+        n, mine = self.ways(axes), self.number(axes)
+        targets = np.array([dict(r.pairs)[mine] for r in how.rounds])
+        sources = np.array([{b: a for a, b in r.pairs}[mine] for r in how.rounds])
+        sizes = np.array([r.units.shape[1] for r in how.rounds])
+        order = targets.argsort(kind="stable")
+        units = np.concatenate([how.rounds[i].units for i in order], axis=1)
+        go, come = (np.bincount(to, sizes, n).astype(int).tolist() for to in (targets, sources))
+        received = self._exchanged(self.rows(front, units, axes), come, go, axes)
+        arrived = np.repeat(sources, sizes).argsort(kind="stable").argsort()
+        return self.rows(received, np.broadcast_to(arrived, (n, len(arrived))), axes)
+
     def number(self, axes: Sequence[str]) -> int:
         """This rank's number in the group of these axes."""
         at = 0
@@ -141,42 +188,37 @@ class AxisGroups:
             at = at * self.ways([a]) + self.index(a)
         return at
 
-    def neighbours(self, x: Tensor, axes: Sequence[str], dim: int, low: int) -> Tensor:
-        """Send the first ``low`` rows of a dim to the previous rank and the other rows to the next rank. Returns the
-        rows of the previous rank, then those of the next one; zeros if there is no such rank.
-
-        It is one message. A rank at an end also sends rows to itself, so that its message is as large as the others'.
-        """
+    def neighbours(
+        self, x: Tensor, axes: Sequence[str], dim: int, first: int, last: int
+    ) -> tuple[Tensor, Tensor]:
+        """It is one message. A rank at an end also sends rows to itself, so that its message is as large as the
+        others'."""
         import torch
 
-        n, mine, high = self.ways(axes), self.number(axes), x.shape[dim] - low
-        ends = {mine - 1: (0, low, high), mine + 1: (low, high, low)}
-        ends = {r: rows for r, rows in ends.items() if 0 <= r < n}
-        if len(ends) < 2:
-            ends[mine] = (0, min(low, high), min(low, high))
-        none = (0, 0, 0)
-        sent = [x.narrow(dim, *ends.get(r, none)[:2]) for r in range(n)]
-        shape = [(*x.shape[:dim], ends.get(r, none)[2], *x.shape[dim + 1 :]) for r in range(n)]
-        self.kinds.append("permute")
-        try:
-            received = self.exchanged(sent, shape, axes)
-        finally:
-            self.kinds.pop()
-        missing = x.new_zeros(()).expand
-        first = received[mine - 1] if mine > 0 else missing((*x.shape[:dim], high, *x.shape[dim + 1 :]))
-        second = received[mine + 1] if mine < n - 1 else missing((*x.shape[:dim], low, *x.shape[dim + 1 :]))
-        return torch.cat([first, second], dim)
-
-    def exchanged(
-        self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], axes: Sequence[str]
-    ) -> list[Tensor]:
-        """Send part i to rank i and receive result i, of shape i, from rank i. Each pair is one message, even if
-        empty."""
-        import torch
-
-        go, come = [p.numel() for p in parts], [math.prod(s) for s in shapes]
-        wire = self._exchanged(torch.cat([p.reshape(-1) for p in parts]), come, go, axes)
-        return [x.reshape(s) for x, s in zip(wire.split(come), shapes, strict=True)]
+        n, mine, rows = self.ways(axes), self.number(axes), x.shape[dim]
+        parts = {mine - 1: (0, first, last), mine + 1: (rows - last, last, first)}
+        parts = {r: how for r, how in parts.items() if 0 <= r < n}
+        if len(parts) == 1:
+            parts[mine] = (0, min(first, last), min(first, last))
+        received = {}
+        if len(parts) > 1:
+            to = sorted(parts)
+            sent = [x.narrow(dim, *parts[r][:2]).reshape(-1) for r in to]
+            shapes = [(*x.shape[:dim], parts[r][2], *x.shape[dim + 1 :]) for r in to]
+            go, come = [0] * n, [0] * n
+            for r, part, shape in zip(to, sent, shapes, strict=True):
+                go[r], come[r] = part.numel(), math.prod(shape)
+            self.kinds.append("permute")
+            try:
+                wire = self._exchanged(torch.cat(sent), come, go, axes)
+            finally:
+                self.kinds.pop()
+            arrived = zip(to, wire.split([come[r] for r in to]), shapes, strict=True)
+            received = {r: y.reshape(shape) for r, y, shape in arrived}
+        return tuple(  # type: ignore[return-value]
+            received[r] if r in received else x.new_zeros((*x.shape[:dim], count, *x.shape[dim + 1 :]))
+            for r, count in ((mine - 1, last), (mine + 1, first))
+        )
 
     def _exchanged(self, x: Tensor, come: list[int], go: list[int], axes: Sequence[str]) -> Tensor:
         group = self._group(axes)

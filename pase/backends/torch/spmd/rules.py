@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pase.backends.torch.spmd.collectives import part, places_of, positions
+from pase.backends.torch.spmd.collectives import positions
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import seed_of
 from pase.backends.torch.spmd.ring_attention import RankRing
 from pase.backends.torch.spmd.values import NotOnParts
 from pase.frontends.torch.values import TorchOperand
 from pase.local.parts import axes_of
+from pase.local.reshard import part, places_of
 from pase.local.types import Extents, Layout, LocalOp, local_shape
 from pase.pytree import Tree
 from pase.registry import Registry

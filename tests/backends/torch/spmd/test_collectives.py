@@ -17,9 +17,9 @@ def test_what_an_axis_holds_may_go_to_places_that_overlap() -> None:
     import torch
 
     from pase.backends.audit.torch import recorded
-    from pase.backends.torch.spmd.collectives import resharded
     from pase.backends.torch.spmd.process_groups import axis_groups
     from pase.local.parts import NotNested, digits, held
+    from pase.local.reshard import resharded
     from pase.local.types import LocalReshardStep
     from pase.machine import Mesh
 

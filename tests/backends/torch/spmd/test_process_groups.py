@@ -32,9 +32,9 @@ def test_ranks_of_a_group_are_numbered_row_major() -> None:
 def test_groups_and_sums_that_do_not_exist_are_refused() -> None:
     with pytest.raises(PaseError, match="no process group over x, y"):
         at(0, 0, 0)._group(("x", "one", "y"))
-    with pytest.raises(PaseError, match="only by sum, maximum or minimum") as e:
+    with pytest.raises(PaseError, match="only sums, maxima and minima") as e:
         at(0, 0, 0).all_reduce(None, ("x",), "other")  # type: ignore[arg-type]
-    assert e.value.where == "all-reduce over x"
+    assert e.value.where == "the reduction over x"
 
 
 @pytest.mark.torch

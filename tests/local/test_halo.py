@@ -1,0 +1,35 @@
+"""Halos in numpy on all devices: rows of the whole tensor, and the transpose for their gradients."""
+
+import numpy as np
+import pytest
+
+from pase.local.halo import widened, widened_back
+from pase.local.simulate import AllDevices, part_of, places
+from pase.machine import Mesh
+
+MESH = Mesh(names=("a", "b", "c"), sizes=(2, 2, 2))
+SHAPE, LAYOUT = (12, 8), ((0, 4), (1, 2), (0, 2))
+"""The first dim is split by axis c, and within that by axis a."""
+
+
+@pytest.mark.parametrize(
+    "borders",
+    [{0: (2, 1)}, {0: (0, 3), 1: (2, 0)}, {0: (-1, 2), 1: (1, 1)}, {1: (2, -1), 0: (-1, -1)}],
+)
+def test_each_device_gets_the_rows_around_its_part(borders):
+    devices, rng = AllDevices(mesh=MESH), np.random.default_rng(0)
+    whole = rng.normal(size=SHAPE)
+    x = devices.together({p: part_of(whole, LAYOUT, p, MESH) for p in places(MESH)})
+    wide = widened(x, borders, LAYOUT, 7.0, devices)
+    around = np.pad(whole, 3, constant_values=7.0)
+    for a, b, c in places(MESH):
+        ranges = []
+        for dim, (begin, size) in enumerate(((6 * c + 3 * a, 3), (4 * b, 4))):
+            before, behind = borders.get(dim, (0, 0))
+            ranges.append(slice(3 + begin - before, 3 + begin + size + behind))
+        np.testing.assert_array_equal(wide[a, b, c], around[tuple(ranges)])
+    g = rng.normal(size=wide.shape)
+    back = widened_back(g, borders, LAYOUT, devices)
+    zero_edges = widened(x, borders, LAYOUT, None, devices)
+    assert back.shape == x.shape
+    np.testing.assert_allclose((back * x).sum(), (g * zero_edges).sum(), rtol=1e-12)
