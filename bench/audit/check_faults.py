@@ -19,10 +19,10 @@ import numpy as np
 
 from pase.backends.jax import check_plans
 from pase.backends.jax.check import CheckedProgram
-from pase.backends.jax.spmd import collectives as jax_moves
 from pase.frontends.jax.blocks import split_inputs
 from pase.frontends.jax.frontend import TracedJax
 from pase.frontends.jax.versions import evaluate, is_literal, value_of, without_dead_code
+from pase.local import reshard as moves
 
 __all__ = ["MOVES", "gradient_fault", "moved_wrongly", "planted", "state_fault", "step_faults"]
 
@@ -54,7 +54,7 @@ def moved_wrongly(fault: str, number: int) -> Iterator[list[str]]:
 
     Yields the list of the reshards, which is filled as they are lowered.
     """
-    right, made = jax_moves._step, []
+    right, made = moves._after_step, []
 
     def step(x: Any, move: Any, *rest: Any) -> Any:
         made.append(f"{move.kind} over {'·'.join(move.axes)}")
@@ -62,7 +62,7 @@ def moved_wrongly(fault: str, number: int) -> Iterator[list[str]]:
             return right(x, move, *rest)
         return _wrong(fault, move, x, lambda v: right(v, move, *rest))
 
-    with patch.object(jax_moves, "_step", step):
+    with patch.object(moves, "_after_step", step):
         yield made
 
 

@@ -44,16 +44,14 @@ def widened(x: A, borders: Mapping[int, tuple[int, int]], layout: Layout, edge: 
 def widened_back(g: A, borders: Mapping[int, tuple[int, int]], layout: Layout, arrays: Arrays[A]) -> A:
     """The transpose of ``widened``: gradients of rows return to the devices that the rows came from, and are added to
     the gradients of these devices' own rows."""
-    for dim, (before, behind) in reversed(borders.items()):
+    for dim, (before, behind) in reversed(list(borders.items())):
         axes, out, back = axes_of(layout, dim, arrays.mesh), max(before, 0), max(behind, 0)
         n = arrays.shape(g)[dim] - out - back
         rows = n - min(before, 0) - min(behind, 0)
-        parts: list[Tree] = [
-            arrays.padded(arrays.narrow(g, dim, out, n), dim, max(-before, 0), max(-behind, 0))
-        ]
+        made: Tree = arrays.padded(arrays.narrow(g, dim, out, n), dim, max(-before, 0), max(-behind, 0))
         if out or back:
             first, last = arrays.neighbours(g, axes, dim, out, back)
-            parts += [arrays.padded(first, dim, 0, rows - back)] * bool(back)
-            parts += [arrays.padded(last, dim, rows - out, 0)] * bool(out)
-        g = sum(parts[1:], parts[0])
+            made = made + arrays.padded(first, dim, 0, rows - back) if back else made
+            made = made + arrays.padded(last, dim, rows - out, 0) if out else made
+        g = made
     return g

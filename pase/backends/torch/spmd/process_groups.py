@@ -85,7 +85,7 @@ class AxisGroups(Arrays["Tensor"]):
         return torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - dim - 1), before, behind))
 
     def reduced(self, x: Tensor, combine: Combine) -> Tensor:
-        return {"sum": x.sum, "max": x.amax, "min": x.amin}[combine](0)
+        return x.sum(0) if combine == "sum" else x.amax(0) if combine == "max" else x.amin(0)
 
     def index(self, axis: str, x: Tensor | None = None) -> int:
         """This rank's index along an axis."""
