@@ -7,8 +7,9 @@ derivatives are never used, because that of an all-reduce would sum the loss of 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from pase.local.exchange import UnitExchange
+    from pase.local.parts import WireView
 
 __all__ = ["AxisGroups", "axis_groups"]
 
@@ -166,6 +168,19 @@ class AxisGroups(Arrays["Tensor"]):
                 come[src] = 1
         return self._exchanged(x[None], come, to, axes)[0]
 
+    def scattered(self, x: Tensor, v: WireView, axes: Sequence[str], combine: Combine) -> Tensor:
+        with contextlib.nullcontext() if combine == "sum" else self._sending("reduce_scatter"):
+            return super().scattered(x, v, axes, combine)
+
+    @contextlib.contextmanager
+    def _sending(self, kind: CollectiveKind) -> Iterator[None]:
+        """Call what is sent in this context by its name in the plan."""
+        self.kinds.append(kind)
+        try:
+            yield
+        finally:
+            self.kinds.pop()
+
     def units_sent(self, front: Tensor, how: UnitExchange, axes: Sequence[str]) -> Tensor:
         """One all-to-all of parts of different sizes."""
         import numpy as np
@@ -208,11 +223,8 @@ class AxisGroups(Arrays["Tensor"]):
             go, come = [0] * n, [0] * n
             for r, part, shape in zip(to, sent, shapes, strict=True):
                 go[r], come[r] = part.numel(), math.prod(shape)
-            self.kinds.append("permute")
-            try:
+            with self._sending("permute"):
                 wire = self._exchanged(torch.cat(sent), come, go, axes)
-            finally:
-                self.kinds.pop()
             arrived = zip(to, wire.split([come[r] for r in to]), shapes, strict=True)
             received = {r: y.reshape(shape) for r, y, shape in arrived}
         return tuple(  # type: ignore[return-value]
