@@ -17,7 +17,8 @@ from pase.pytree import Tree
 from pase.registry import Registry
 
 if TYPE_CHECKING:
-    from pase.ir import FixedLayout, Graph
+    from pase.ir import FixedLayout, Graph, Place
+    from pase.ir.two_batches import FullGraph
 
 __all__ = [
     "FRONTENDS",
@@ -67,10 +68,21 @@ class Traced:
     """Extent -> the extent to which every dim of that extent is padded."""
     unpadded: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """If dims are padded: path of a parameter or an input -> its shape without padding."""
+    contents: Mapping[str, object] = field(default_factory=dict, repr=False, compare=False)
+    """Constant -> its number or array, as far as they are known."""
+    attributes: Mapping[Place, object] = field(default_factory=dict, repr=False, compare=False)
+    """Place of an op -> what the program says about the op, for ops that the graph does not determine."""
 
     @property
     def frontend(self) -> str:
         return self.graph.facts.frontend
+
+    @cached_property
+    def full(self) -> FullGraph:
+        """The raw graph with all that the program says, for the comparison of two batches."""
+        from pase.ir.two_batches import FullGraph
+
+        return FullGraph(graph=self.graph, contents=self.contents, attributes=self.attributes)
 
     @cached_property
     def fixed(self) -> Mapping[str, FixedLayout]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pase.ir.dims import Conflict, DimTable
 from pase.ir.maps import AccessMap, Walk
-from pase.ir.sizes import is_one
+from pase.ir.sizes import Size, is_one, product
 from pase.ir.types import Edge, Graph, Node, Op
 
 __all__ = ["BatchDims", "batch_dims"]
@@ -24,11 +24,13 @@ class BatchDims:
 
     digits: the batch, major to minor: one digit, or several if a view factors it.
     held: dim -> the digits of the batch in it. Such a dim may contain other digits as well.
+    trailing: for a dim in which the whole batch comes first, the elements that each example has in it.
     recut: reads that regroup the batch with a dim that it is merged with, as (node, tensor, map).
     """
 
     digits: _BatchDigits
     held: Mapping[_NodeDim, _BatchDigits]
+    trailing: Mapping[_NodeDim, Size]
     recut: frozenset[tuple[str, str, AccessMap]]
 
     def of(self, n: Node, op: Op) -> frozenset[str]:
@@ -79,12 +81,14 @@ def batch_dims(graph: Graph, cut: Collection[str]) -> BatchDims:
         return [x for d in dims for x in table.resolve(d) if not is_one(table.size(x))]
 
     batch = tuple(digits(firsts[0])) if firsts else ()
-    every = ((n.name, d.name) for n in graph.nodes for d in n.space)
-    held = {d: tuple(x for x in digits([d]) if x in batch) for d in every}
+    walked = {(n.name, d.name): digits([(n.name, d.name)]) for n in graph.nodes for d in n.space}
+    held = {d: tuple(x for x in xs if x in batch) for d, xs in walked.items()}
+    first = {d: xs for d, xs in walked.items() if batch and tuple(xs[: len(batch)]) == batch}
     recut = (e for e, made, read in shared if set(batch) & _apart(digits(made), digits(read)))
     return BatchDims(
         digits=batch,
         held={d: found for d, found in held.items() if found},
+        trailing={d: product(table.size(x) for x in xs[len(batch) :]) for d, xs in first.items()},
         recut=frozenset((e.dst, e.tensor, e.access.map) for e in recut),
     )
 

@@ -86,6 +86,10 @@ class GraphBuilder:
     """What the cost assumes or leaves out, for readers of the plan."""
     frozen: bool = False
     """Whether the next nests have no gradient, because they are in a while loop or in a program that is not trained."""
+    contents: dict[str, object] = field(default_factory=dict)
+    """Constant -> its number or array, as far as they are known (``pase.ir.two_batches.FullGraph``)."""
+    attributes: dict[Place, list[object]] = field(default_factory=dict)
+    """Place -> what the program says about the ops there, for ops that the graph does not determine."""
     lying: set[str] = field(default_factory=set)
     """Tensors that are parts of other tensors and are read in place."""
     _undetermined: bool = False
@@ -212,13 +216,25 @@ class GraphBuilder:
         """Adds a batch input. It may arrive in any layout."""
         return self._leaf("input", path, shape, dtype)
 
-    def constant(self, shape: Sequence[Size], dtype: str, number: Number | None = None) -> Tensor:
-        """Adds a value that is known without data (a mask, a table). Every device has all of it. number: what all of
-        its elements are, if they are the same."""
+    def constant(
+        self, shape: Sequence[Size], dtype: str, number: Number | None = None, contents: object = None
+    ) -> Tensor:
+        """Adds a value that is known without data (a mask, a table). Every device has all of it.
+
+        number: what all of its elements are, if they are the same. contents: its number, its array, or a name of what
+            is stored elsewhere, if they are known. They are not part of the graph.
+        """
         t = self._leaf("constant", f"const{self._count}", shape, dtype)
+        if contents is not None:
+            self.contents[t.name] = contents
         if number is not None:
             t = self.tensors[t.name] = replace(t, number=number)
         return t
+
+    def tell(self, attributes: object) -> None:
+        """Notes what the program says about the op that is being lowered. It is not part of the graph."""
+        if not self._backward:
+            self.attributes.setdefault(self.eqn, []).append(attributes)
 
     def output(self, tensor: Tensor) -> None:
         """Marks a result of the model. Every device gets the whole of a scalar; other results keep their layout."""

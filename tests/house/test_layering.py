@@ -185,6 +185,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # are also a room: in pase/search they are types and oracles, which the inner folders use, and the entry point, which
 # uses the inner folders.
 ROOMS: dict[str, set[str]] = {
+    "pase.frontends.common": {"pase.frontends"},
     "pase.frontends.jax": {"pase.frontends", "pase.frontends.common"},
     "pase.frontends.jax.padding": {"pase.frontends", "pase.frontends.jax"},
     "pase.frontends.onnx": {"pase.frontends", "pase.frontends.common"},

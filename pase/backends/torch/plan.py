@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from pase.backends.torch.batch import leaves_as_compiled
@@ -27,9 +27,9 @@ from pase.backends.torch.spmd.values import RankValue
 from pase.backends.torch.stepper import TorchStep
 from pase.backends.torch.storage import Storage, lifted_of, shared_out
 from pase.errors import PaseError
+from pase.frontends.common.micro_batches import micro_sums
 from pase.frontends.common.values import Value
-from pase.frontends.torch.batch import micro_sums
-from pase.frontends.torch.blocks import micro
+from pase.frontends.torch.blocks import batch_size, micro, on_batch
 from pase.frontends.torch.export.functional import refuse_autocast
 from pase.frontends.torch.frontend import TracedTorch
 from pase.ir import Graph, named, simplify
@@ -94,7 +94,8 @@ class TorchPlan:
         if self.accumulate == 1:
             return BatchSums(totals={}, outputs=dict.fromkeys(self._graph.outputs, 0), counting=frozenset())
         assert self.whole is not None
-        return micro_sums(self.whole, self.traced, self._graph, self.accumulate)
+        examples, again = batch_size(self.whole) // self.accumulate, partial(on_batch, self.whole)
+        return micro_sums(self.whole, self.traced, self._graph, examples, again, state_of_whole=True)
 
     @cached_property
     def leaves(self) -> dict[str, str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pase.errors import PaseError
+from pase.frontends.common.micro_batches import check_mean, examples_meet, micro_sums
 from pase.frontends.registry import NotInParts
 from pase.ir.blocks import (
     Block,
@@ -24,7 +26,6 @@ from pase.tables.decompose import Decompose, decomposed
 
 if TYPE_CHECKING:
     from pase.compiler.problem.options import CompileOptions
-    from pase.frontends.jax.frontend import TracedJax
     from pase.frontends.registry import Traced
     from pase.ir import Graph
 
@@ -66,7 +67,7 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
         raw = _micro(traced, variant.accumulate).graph
     graph = named(simplify(rematerialised(raw, variant.blocks), raw))
     if variant.accumulate > 1:
-        _check_micro(traced, graph, variant.accumulate)
+        _check_micro(traced, variant.accumulate)
     exact = in_fp8(graph, FP8) if variant.precision == "fp8" else graph
     exact = decomposed(exact) if variant.decompose == "products" else exact
     return accumulated(exact, variant.accumulate, variant.hoisted)
@@ -78,56 +79,31 @@ def _micro(traced: Traced, micro_batches: int) -> Traced:
     return block_ways(traced).micro(traced, micro_batches)
 
 
-def _check_micro(traced: Traced, graph: Graph, micro_batches: int) -> None:
-    """Raise NotInParts if micro-batches would give other numbers. graph: that of a micro-batch."""
+@once
+def _check_micro(traced: Traced, micro_batches: int) -> None:
+    """Raise NotInParts if micro-batches would give other numbers."""
+    from pase.ir import named, simplify
+
+    if (written := getattr(traced, "written", None)) is not None:
+        _check_micro(written, micro_batches)  # padding adds no sums, but its masks hide numbers
+        return
+    from pase.frontends.jax.blocks import check_handed_on
     from pase.frontends.jax.frontend import TracedJax
-    from pase.frontends.torch.frontend import TracedTorch
 
-    part = _micro(traced, micro_batches)
-    if isinstance(traced, TracedTorch) and isinstance(part, TracedTorch):
-        from pase.frontends.torch.batch import micro_sums
-
-        micro_sums(traced, part, graph, micro_batches)
-    elif isinstance(traced, TracedJax) and isinstance(part, TracedJax):
-        from pase.frontends.jax.batch import check_mean
-        from pase.frontends.jax.blocks import batch_size
-
-        if traced.written is not None:  # padding adds no sums, but its masks hide numbers: check the original
-            _check_written(traced.written, micro_batches)
-        elif batch_size(traced) == micro_batches:  # single examples have no batch dim: check pairs instead
-            _check_halves(traced)
-        else:
-            check_mean(traced, part, graph, micro_batches)
-
-
-@once
-def _check_written(traced: TracedJax, micro_batches: int) -> None:
-    from pase.ir import named, simplify
-
-    _check_micro(traced, named(simplify(_micro(traced, micro_batches).graph)), micro_batches)
-
-
-@once
-def _check_halves(traced: TracedJax) -> None:
-    from pase.frontends.jax.batch import check_mean
-    from pase.frontends.jax.blocks import batch_size, on_batch
-    from pase.ir import named, simplify
-
-    pairs, odd = divmod(batch_size(traced), 2)
-    whole, part = on_batch(traced, 4) if odd or pairs == 1 else traced, on_batch(traced, 2)
-    check_mean(whole, part, named(simplify(part.graph)), 2 if whole is not traced else pairs)
+    ways, part, mean = block_ways(traced), _micro(traced, micro_batches), isinstance(traced, TracedJax)
+    if isinstance(traced, TracedJax):
+        check_handed_on(traced, micro_batches)
+    examples, graph = ways.batch_size(traced) // micro_batches, named(simplify(part.graph, part.graph))
+    sums = micro_sums(traced, part, graph, examples, partial(ways.on_batch, traced), state_of_whole=not mean)
+    if mean:
+        check_mean(sums, graph, traced.graph.name, micro_batches)
 
 
 def _meet(traced: Traced, graph: Graph) -> str | None:
     """Return where examples of the batch meet, so that micro-batches would give other numbers; None if nowhere."""
-    from pase.frontends.jax import batch as jax_batch
-    from pase.frontends.jax.frontend import TracedJax
-    from pase.frontends.torch import batch as torch_batch
-    from pase.frontends.torch.frontend import TracedTorch
-
-    if isinstance(traced, TracedJax):
-        return jax_batch.examples_meet(traced, graph)
-    return torch_batch.examples_meet(traced, graph) if isinstance(traced, TracedTorch) else None
+    if traced.frontend not in ("jax", "torch"):
+        return None
+    return examples_meet(graph, block_ways(traced).batch_inputs(traced), mean=traced.frontend == "jax")
 
 
 class BlockWays(Protocol):
@@ -136,6 +112,8 @@ class BlockWays(Protocol):
     def micro(self, traced: Any, micro_batches: int, /) -> Traced: ...
     def blocks_of(self, traced: Any, /, *, marked: bool = False) -> tuple[Block, ...]: ...
     def batch_size(self, traced: Any, /) -> int: ...
+    def batch_inputs(self, traced: Any, /) -> frozenset[str]: ...
+    def on_batch(self, traced: Any, examples: int, /) -> Traced: ...
 
 
 def block_ways(traced: Traced) -> BlockWays:

@@ -107,7 +107,10 @@ class Site:
         if v.tensor is None:
             if v.elements == 0 or v.items is not None:
                 raise self.fail(f"it reads a tensor of shape {list(v.shape)}, which has no elements")
-            v.tensor = v.make() if v.make is not None else self.b.constant(v.shape, v.dtype)
+            if v.make is not None:
+                v.tensor = v.make()
+            else:
+                v.tensor = self.b.constant(v.shape, v.dtype, contents=lambda: v.data)
         return v.tensor
 
     # Results.

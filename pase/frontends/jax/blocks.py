@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,14 +13,19 @@ from pase.errors import PaseError
 from pase.frontends.common.repeats import crossing, equal_runs
 from pase.frontends.jax.frontend import INLINED, TracedJax, inlined, inner_jaxpr, trace
 from pase.frontends.jax.leaves import combine
-from pase.frontends.jax.types import Eqn, Jaxpr, Var
+from pase.frontends.jax.types import Aval, Eqn, Jaxpr, Var
 from pase.frontends.jax.versions import is_literal, scan_groups, source_line
 from pase.frontends.registry import NotInParts
 from pase.ir.blocks import Block
 
+if TYPE_CHECKING:
+    from jax.tree_util import PyTreeDef
+
 __all__ = [
+    "batch_inputs",
     "batch_size",
     "blocks_of",
+    "check_handed_on",
     "loop_line",
     "loops_of",
     "micro",
@@ -217,3 +223,53 @@ def batch_size(traced: TracedJax) -> int:
                 fix="choose a batch that needs no padding, or no micro-batches",
             )
     return size
+
+
+def batch_inputs(traced: TracedJax) -> frozenset[str]:
+    """The paths of the inputs that have the batch's dim."""
+    n = len(traced.param_paths)
+    try:
+        size = batch_size(traced)
+    except PaseError:
+        return frozenset()  # there is no batch; dividing it raises the error
+    avals = traced.jaxpr.in_avals[n:]
+    shapes = {tuple(a.shape) for a, on in zip(avals, split_inputs(traced), strict=True) if on}
+    inputs = (t for t in traced.graph.tensors.values() if t.role == "input")
+    return frozenset(t.path for t in inputs if t.shape[:1] == (size,) and tuple(t.shape) in shapes)
+
+
+def check_handed_on(whole: TracedJax, k: int) -> None:
+    """Raises NotInParts if an argument without a batch dim is also returned beside the loss, but not named in
+    ``carry``.
+
+    Such an argument is state, for example batch statistics. Each micro-batch would then start from the state before the
+    step rather than from that of the micro-batch before it.
+    """
+    if whole.mode != "train" or whole.out_tree is None:
+        return
+    avals, first, split = whole.jaxpr.in_avals, len(whole.param_paths), split_inputs(whole)
+    returned = list(_subtrees(whole.out_tree, whole.jaxpr.out_avals, 0))
+    for number, form in enumerate(whole.in_tree.children()[1:]):
+        leaves = range(first, first + form.num_leaves)
+        first += form.num_leaves
+        cut = [split[i - len(whole.param_paths)] for i in leaves]
+        if form.num_nodes == 1 or all(cut) or any(i in whole.held for i in leaves):
+            continue
+        mine = [(avals[i].shape, avals[i].dtype) for i in leaves]
+        if (form, mine) in returned:
+            raise NotInParts(
+                f"a step in {k} micro-batches would give other numbers: argument {number} of the batch comes back "
+                f"beside the loss, and each micro-batch would begin with the step's",
+                fix=f"declare it as state with carry={{{number}: place}}, for example "
+                f"carry={{{number}: (1, 'batch_stats')}}",
+            )
+
+
+def _subtrees(
+    form: PyTreeDef, avals: Sequence[Aval], at: int
+) -> Iterator[tuple[PyTreeDef, list[tuple[object, object]]]]:
+    """Yields every subtree of a result: its treedef, and the shape and dtype of its leaves."""
+    yield form, [(a.shape, a.dtype) for a in avals[at : at + form.num_leaves]]
+    for child in form.children():
+        yield from _subtrees(child, avals, at)
+        at += child.num_leaves

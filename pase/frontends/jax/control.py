@@ -92,10 +92,10 @@ class AtRunTime:
 def scan(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     """A scan. Its body is lowered once and counts times the trip count. A carry is one node, so it has one layout."""
     b, p = lower.b, eqn.params
-    jaxpr, length = p["jaxpr"].jaxpr, _size(p["length"])
+    (jaxpr, values), length = opened(p["jaxpr"]), _size(p["length"])
     nc, nk = scan_groups(eqn)
     inner = lower.inner()
-    inner.constants(jaxpr)
+    inner.constants(jaxpr, values)
     at, source = b.eqn, b.source
     consts, carry, xs = jaxpr.invars[:nc], jaxpr.invars[nc : nc + nk], jaxpr.invars[nc + nk :]
     _loop_copies(lower, inner, consts, eqn.invars[:nc], at, "const")
@@ -132,14 +132,14 @@ def while_(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     b, p = lower.b, eqn.params
     at, source = b.eqn, b.source
     nc, nb = p["cond_nconsts"], p["body_nconsts"]
-    cond, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
+    (cond, of_cond), (body, of_body) = opened(p["cond_jaxpr"]), opened(p["body_jaxpr"])
     trip_count = lower.told.trip_count(eqn, b)
     asks, inner = lower.inner(), lower.inner()
     with (
         nullcontext() if lower.inside else b.without_gradient()
     ):  # inside a custom rule, that rule differentiates the loop
-        asks.constants(cond)
-        inner.constants(body)
+        asks.constants(cond, of_cond)
+        inner.constants(body, of_body)
         _loop_copies(lower, asks, cond.invars[:nc], eqn.invars[:nc], at, "ask")
         _loop_copies(lower, inner, body.invars[:nb], eqn.invars[nc : nc + nb], at, "const")
         carried = _carried(lower, inner, body.invars[nb:], eqn.invars[nc + nb :], at)
@@ -165,7 +165,8 @@ def cond(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
         _one_platform(lower, eqn, prefix)
         return
     at, source = b.eqn, b.source
-    bodies = [c.jaxpr for c in eqn.params["branches"]]
+    opened_bodies = [opened(c) for c in eqn.params["branches"]]
+    bodies = [body for body, _ in opened_bodies]
     name = lower.told.next_cond()
     told = lower.told.copy()
     flops = [_flops(lower, body, told) for body in bodies]
@@ -178,9 +179,9 @@ def cond(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
             f"chances={{'{name}': (…)}}, or --chance {name}={','.join('P' * len(bodies))}",
         )
     made: list[list[Tensor]] = []
-    for k, (body, chance) in enumerate(zip(bodies, likely, strict=True)):
+    for k, ((body, values), chance) in enumerate(zip(opened_bodies, likely, strict=True)):
         inner = lower.inner()
-        inner.constants(body)
+        inner.constants(body, values)
         lower.bind(inner, body.invars, eqn.invars[1:])
         with b.region("branch", f"{prefix}{k}.", chance=chance):
             inner.eqns(body.eqns, f"{prefix}{k}.")
@@ -216,14 +217,15 @@ def _one_platform(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     Otherwise the branch with the most FLOPs is priced, and a backend keeps the equation whole."""
     inner = lower.inner()
     if (taken := on_every_platform(eqn)) is not None:
-        jaxpr, _ = taken
-        inner.constants(jaxpr)
+        jaxpr, values = taken
+        inner.constants(jaxpr, values)
         lower.bind(inner, jaxpr.invars, eqn.invars[1:])
         inner.eqns(jaxpr.eqns, prefix)
         lower.write(eqn.outvars, [inner.of(v) for v in jaxpr.outvars])
         return
-    body = max((c.jaxpr for c in eqn.params["branches"]), key=lambda j: _flops(lower, j, lower.told.copy()))
-    inner.constants(body)
+    branches_of = map(opened, eqn.params["branches"])
+    body, values = max(branches_of, key=lambda j: _flops(lower, j[0], lower.told.copy()))
+    inner.constants(body, values)
     lower.bind(inner, body.invars, eqn.invars[1:])
     inner.inside = lower.inside or lower.b.eqn.path
     inner.eqns(body.eqns, prefix)

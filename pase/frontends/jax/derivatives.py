@@ -36,11 +36,11 @@ def lower_with_rule(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     operands = [lower.of(v) for v in eqn.invars]
     trained = [t for t in operands if t.needs_grad]
     ahead, back, smooth = pulled_back(eqn, [t.needs_grad for t in operands])
-    forward, backward = opened(ahead)[0], opened(back)[0]
+    (forward, values), (backward, of_backward) = opened(ahead), opened(back)
     inner, rule = lower.inner(), lower.inner()
     inner.inside = rule.inside = at.path
     with b.without_gradient():
-        inner.constants(forward)
+        inner.constants(forward, values)
         inner.write(forward.invars, operands)
         inner.eqns(forward.eqns, prefix)
     made = [inner.of(v) for v in forward.outvars]
@@ -51,7 +51,7 @@ def lower_with_rule(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     lower.env.update({v: None for v in eqn.outvars if is_dropped(v)})
     with b.in_backward():
         with b.without_gradient():
-            rule.constants(backward)
+            rule.constants(backward, of_backward)
             rule.write(backward.invars, [*kept, *(g for _, g in seams if g is not None)])
             rule.eqns(backward.eqns, prefix)
         b.eqn, b.source = at, source

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
@@ -217,7 +218,7 @@ def trace(
         told=AtRunTime(trip_counts=trip_counts, chances=chances or {}),
         programs=programs,
     )
-    lower.leaves(closed.jaxpr, param_paths, input_paths)
+    lower.leaves(closed, param_paths, input_paths)
     lower.eqns(closed.jaxpr.eqns, "")
     check_dims(trip_counts, {*symbols, *lower.told.loops}, b.name)
     lower.told.check_chances(b.name)
@@ -231,6 +232,8 @@ def trace(
         b.output(t)
     return TracedJax(
         graph=b.finish(outs, frontend="jax"),
+        contents=b.contents,
+        attributes=b.attributes,
         jaxpr=closed,
         param_paths=param_paths,
         input_paths=input_paths,
@@ -359,12 +362,13 @@ class _JaxLowering:
     def write(self, variables: Sequence[Var], tensors: Sequence[Tensor]) -> None:
         self.env.update(zip(variables, tensors, strict=True))
 
-    def leaves(self, jaxpr: Jaxpr, param_paths: Sequence[str], input_paths: Sequence[str]) -> None:
+    def leaves(self, closed: ClosedJaxpr, param_paths: Sequence[str], input_paths: Sequence[str]) -> None:
         """Adds the program's arguments and constants."""
+        jaxpr, values = versions.opened(closed)
         kinds = [*[self.b.parameter] * len(param_paths), *[self.b.input] * len(input_paths)]
         for var, leaf, path in zip(jaxpr.invars, kinds, (*param_paths, *input_paths), strict=True):
             self.env[var] = leaf(path, shape_of(var.aval), dtype_of(var.aval))
-        self.constants(jaxpr)
+        self.constants(jaxpr, values)
 
     def thread(self, jaxpr: Jaxpr, carried: Mapping[int, int], returned: Sequence[Tensor | None]) -> None:
         """Connects the state that a call passes to the next. carried: argument -> result, both by position."""
@@ -383,6 +387,7 @@ class _JaxLowering:
             # A cached inner jaxpr has no lines, so the last known line stays.
             self.b.source = versions.source_line(eqn) or self.b.source
             at = self.b.eqn = Place(self.inside or f"{prefix}{i}")
+            self.b.tell(_attributes(eqn))
             if not self.inside:
                 self.operands[at] = tuple(None if (t := self.read(v)) is None else t.name for v in eqn.invars)
             name = eqn.primitive.name
@@ -436,9 +441,9 @@ class _JaxLowering:
             self.replicate(eqn, 0.0)
 
     def _call(self, eqn: Eqn, prefix: str) -> None:
-        jaxpr, _ = inner_jaxpr(eqn)
+        jaxpr, values = inner_jaxpr(eqn)
         inner = self.inner()
-        inner.constants(jaxpr)
+        inner.constants(jaxpr, values)
         self.bind(inner, jaxpr.invars, eqn.invars)
         if eqn.primitive.name in KEPT_WHOLE and not self.inside:
             inner.inside = self.b.eqn.path
@@ -453,10 +458,11 @@ class _JaxLowering:
             inner.eqns(jaxpr.eqns, prefix)
         self._return(inner, jaxpr.outvars, eqn.outvars)
 
-    def constants(self, jaxpr: Jaxpr) -> None:
-        """Adds the jaxpr's own constants."""
-        for var in jaxpr.constvars:
-            self.env[var] = self.b.constant(shape_of(var.aval), dtype_of(var.aval))
+    def constants(self, jaxpr: Jaxpr, values: Sequence[Array]) -> None:
+        """Adds the jaxpr's own constants. values: those of its constvars; none for an open jaxpr."""
+        for var, value in zip_longest(jaxpr.constvars, values):
+            held = None if value is None else partial(versions.plain_array, value)
+            self.env[var] = self.b.constant(shape_of(var.aval), dtype_of(var.aval), contents=held)
 
     def bind(self, inner: _JaxLowering, names: Sequence[Var], values: Sequence[Var]) -> None:
         for var, value in zip(names, values, strict=True):
@@ -472,12 +478,24 @@ class _JaxLowering:
     def of(self, var: Var) -> Tensor:
         """The tensor of a variable. A literal becomes a constant."""
         tensor = self.read(var)
-        return tensor if tensor is not None else self.b.constant(shape_of(var.aval), dtype_of(var.aval))
+        if tensor is not None:
+            return tensor
+        held = var.val if versions.is_literal(var) else None
+        return self.b.constant(shape_of(var.aval), dtype_of(var.aval), contents=held)
 
     def replicate(self, eqn: Eqn, flops: float) -> None:
         inputs = [t for v in eqn.invars if (t := self.read(v)) is not None]
         outs = [(shape_of(v.aval), dtype_of(v.aval)) for v in eqn.outvars]
         self.write(eqn.outvars, nests.opaque(self.b, eqn.primitive.name, inputs, outs, flops=flops))
+
+
+def _attributes(eqn: Eqn) -> object:
+    """The plain parameters and the literals of an equation, for ops that the graph does not determine. Trip counts and
+    the literals of elementwise equations are left out: the graph has them."""
+    name = eqn.primitive.name
+    told = {k: v for k, v in eqn.params.items() if isinstance(v, int | float | str) and k != "length"}
+    plain = not isinstance(RULES.get(name), Elementwise) and name not in INLINED and name not in CONTROL
+    return name, told, [v.val for v in eqn.invars if plain and versions.is_literal(v)]
 
 
 def _saves(policy: Callable[..., object], eqn: Eqn) -> bool:

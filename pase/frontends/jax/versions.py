@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jax import Array, ShapeDtypeStruct
     from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes
     from jax.extend.core import DebugInfo as DebugInfo  # also imported from here by other modules
+    from numpy.typing import NDArray
 
 __all__ = [
     "KNOWN",
@@ -51,6 +52,7 @@ __all__ = [
     "literal_array",
     "opened",
     "outside_jit",
+    "plain_array",
     "pulled_back",
     "quiet_about_drivers",
     "scan_groups",
@@ -109,6 +111,15 @@ def closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
     from jax.extend.core import ClosedJaxpr
 
     return ClosedJaxpr(*opened(jaxpr))  # type: ignore[arg-type,return-value]
+
+
+def plain_array(value: Array) -> NDArray[Any]:
+    """A constant as an array of numbers. Random keys become the words that they consist of."""
+    import jax
+    import numpy as np
+
+    keys = hasattr(value, "dtype") and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(value) if keys else value)
 
 
 def jaxprs_inside(eqn: Eqn) -> Iterator[Jaxpr]:

@@ -108,6 +108,12 @@ def lowered(m: OnnxModel, unknown: Unknown = "error") -> OnnxLowering:
     return low
 
 
+def _few_numbers(v: Value) -> object:
+    """A value of a few numbers, which an op may take as attributes (a tile's repeats); None for any other value."""
+    known = v.known if v.elements <= _MOST_NUMBERS else None
+    return None if known is None else known.tolist()
+
+
 def _trace(m: OnnxModel, unknown: Unknown) -> TracedOnnx:
     low = lowered(m, unknown)
     b = low.b
@@ -134,6 +140,8 @@ def _trace(m: OnnxModel, unknown: Unknown) -> TracedOnnx:
             made[k] = (of.tensor.name, v.shape)
     return TracedOnnx(
         graph=graph,
+        contents=b.contents,
+        attributes=b.attributes,
         param_paths=tuple(t.path for t in graph.parameters),
         input_paths=tuple(t.path for t in graph.inputs),
         values=made,
@@ -208,7 +216,9 @@ class OnnxLowering:
         v.weight = _trained(v) or (v.elements > 1 and dtype in ("int8", "uint8", "int4", "uint4"))
 
         def make() -> Tensor:
-            return self.b.parameter(label, shape, dtype) if v.weight else self.b.constant(shape, dtype)
+            if v.weight:
+                return self.b.parameter(label, shape, dtype)
+            return self.b.constant(shape, dtype, contents=f"stored as {label}")
 
         v.make = make
         self.weights[key] = v
@@ -311,6 +321,7 @@ class OnnxLowering:
         version = self.opsets.get(domain, 1)
         c = OnnxCall(low=self, node=n, op=n.op_type, version=version, ins=ins, place=place, path=path)
         c.resolve(self.attributes)
+        self.b.tell((key, [_few_numbers(v) for v in ins if v is not None]))
         outs: Sequence[Value | None]
         if (domain, n.op_type) in self.model.functions and (domain or n.op_type not in RULES):
             outs = self._function(c, self.model.functions[domain, n.op_type], path)

@@ -114,7 +114,7 @@ class OnnxCall(Site):
     def buffer(self, v: Value) -> Tensor:
         """The tensor of a value that is never trained (running statistics, scales). A stored one is a constant."""
         if v.weight or v.note[:1] == ("initializer",):
-            return self.b.constant(v.shape, v.dtype)
+            return self.b.constant(v.shape, v.dtype, contents=f"stored as {v.note[-1]}")
         return self.tensor(v)
 
     def ints_of(self, i: int, what: str) -> list[int]:

@@ -113,6 +113,8 @@ def trace(
         b.output(t)
     return TracedTf(
         graph=b.finish(tensors, frontend="tensorflow"),
+        contents=b.contents,
+        attributes=b.attributes,
         param_paths=tuple(t.path for t in b.tensors.values() if t.role == "parameter"),
         input_paths=tuple(t.path for t in b.tensors.values() if t.role == "input"),
         program=source.graph,

@@ -188,7 +188,7 @@ def _unrolled_by_count(
         elif k in loop.invariant:
             args.append(_loop_copy(lower, v, path, k) if ref in read else v)
         elif isinstance(v, (Tensor, StaticValue)):
-            init = v if isinstance(v, Tensor) else b.constant(v.shape, v.dtype)
+            init = v if isinstance(v, Tensor) else b.constant(v.shape, v.dtype, contents=v.array)
             carried[k] = b.carry(init, Place(path).its("carry", k))
             lower.results[b.eqn] = (carried[k].name,)
             args.append(carried[k])
@@ -339,7 +339,9 @@ def _region(
             result[k] = replace(v, stacked=whole, parts=())
         else:
             result[k] = tensors[at]
-    return [b.constant(v.shape, v.dtype) if isinstance(v, StaticValue) else v for v in result]
+    return [
+        b.constant(v.shape, v.dtype, contents=v.array) if isinstance(v, StaticValue) else v for v in result
+    ]
 
 
 def _stand_in(b: GraphBuilder, v: TfValue) -> TfValue:

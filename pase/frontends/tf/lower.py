@@ -107,6 +107,10 @@ class TfLowering:
             at = self.b.eqn = Place(path)
             self.b.source = self._source(path, node.name)
             ins = [self._read(env, ref, node) for ref in node.inputs]
+            numbers = [v.array.tolist() for v in ins if isinstance(v, StaticValue) and v.array.size <= 8]
+            self.b.tell(
+                (node.op, [(k, a) for k, v in node.attr.items() if (a := _plain(v)) is not None], numbers)
+            )
             if node.op not in _LOOKS_BEHIND and node.op not in CALLS and node.op not in self.graph.library:
                 ins = [v.tensor(self.b) if isinstance(v, Reshaped) else v for v in ins]
             outs = self.node(node, ins, path)
@@ -242,6 +246,13 @@ def _tensor_name(v: TfValue) -> str | None:
         case Reshaped(made=Tensor() as t):
             return t.name
     return None
+
+
+def _plain(attribute: AttrValue) -> object:
+    """The number or the text of an attribute; None if it is something else, such as the functions of a loop that was
+    found in a graph without functions (``v1``)."""
+    kind = attribute.WhichOneof("value") if hasattr(attribute, "WhichOneof") else None
+    return getattr(attribute, kind) if kind in ("i", "f", "b", "s") else None
 
 
 def _output_types(c: TfCall) -> list[str]:

@@ -206,7 +206,7 @@ for _ops, _name in _FUNCTIONS.items():
 
 @lowers("ZerosLike", "OnesLike")
 def _constant_like(c: TfCall) -> Sequence[TfValue]:
-    return [c.b.constant(c.shape(), c.type("T"))]
+    return [c.b.constant(c.shape(), c.type("T"), contents=int(c.node.op == "OnesLike"))]
 
 
 _ACTIVATIONS = {

@@ -73,8 +73,8 @@ def _broadcast_to(c: TfCall) -> Sequence[TfValue]:
 @lowers("Fill")
 def _fill(c: TfCall) -> Sequence[TfValue]:
     shape = c.make(c.numbers(0, "dims"))
-    if c.known(1) is not None:
-        return [c.b.constant(shape, c.dtype(1))]
+    if (number := c.known(1)) is not None:
+        return [c.b.constant(shape, c.dtype(1), contents=number)]
     return [nests.broadcast(c.b, c.x(1), shape, ())]
 
 

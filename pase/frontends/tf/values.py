@@ -130,7 +130,7 @@ class TfCall:
         if isinstance(v, Handle):
             return v.tensor
         if isinstance(v, StaticValue):
-            return self.b.constant(v.shape, v.dtype)
+            return self.b.constant(v.shape, v.dtype, contents=v.array)
         if isinstance(v, Reshaped):
             return v.tensor(self.b)
         if not isinstance(v, Tensor):

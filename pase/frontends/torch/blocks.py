@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pase.frontends.torch.frontend import TracedTorch
 
-__all__ = ["batch_size", "blocks_of", "micro"]
+__all__ = ["batch_inputs", "batch_size", "blocks_of", "micro", "on_batch"]
 
 _HEAVY = ("matmul", "conv", "attention")
 """A run of nodes is a block only if it has an op of one of these kinds."""
@@ -92,21 +92,25 @@ def _leaves(traced: TracedTorch) -> list[Tensor]:
     return [t for t in tree_leaves(traced.batch) if isinstance(t, torch.Tensor)]
 
 
-@once
+def batch_inputs(traced: TracedTorch) -> frozenset[str]:
+    """Paths of the inputs that have the batch dim."""
+    try:
+        size = batch_size(traced)
+    except PaseError:
+        return frozenset()  # there is no batch; whatever divides the batch reports it
+    batch = set(traced.program.inputs.values())
+    inputs = (t for t in traced.graph.tensors.values() if t.role == "input" and t.path in batch)
+    return frozenset(t.path for t in inputs if t.shape[:1] == (size,))
+
+
 def micro(traced: TracedTorch, micro_batches: int) -> TracedTorch:
     """The model traced on one micro-batch, which is 1/micro_batches of the batch.
 
     Inputs whose first dim is the batch are cut along it. Raises PaseError if the batch cannot be divided evenly, and
     NotInParts if the model cannot be traced on a micro-batch.
     """
-    import torch
-    from torch.utils._pytree import tree_map
-
-    from pase.frontends.torch.frontend import trace
-
     if micro_batches == 1:
         return traced
-    traced.program.settings.check(traced.module)
     size = batch_size(traced)
     if size % micro_batches:
         raise PaseError(
@@ -114,10 +118,25 @@ def micro(traced: TracedTorch, micro_batches: int) -> TracedTorch:
             where=traced.graph.name,
             fix="use a number of micro-batches that divides the batch",
         )
+    return on_batch(traced, size // micro_batches)
+
+
+@once
+def on_batch(traced: TracedTorch, examples: int) -> TracedTorch:
+    """The model traced on a batch of so many examples: the first ones, which are repeated if there are too few. Raises
+    NotInParts if the model cannot be traced on such a batch."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    from pase.frontends.torch.frontend import trace
+
+    traced.program.settings.check(traced.module)
+    size = batch_size(traced)
 
     def part(t: Tree) -> Tree:
-        batched = isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == size
-        return t[: size // micro_batches] if batched else t
+        if not (isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == size):
+            return t
+        return t[:examples] if examples <= size else torch.cat([t] * -(-examples // size))[:examples]
 
     try:
         return trace(
@@ -129,7 +148,7 @@ def micro(traced: TracedTorch, micro_batches: int) -> TracedTorch:
         )
     except PaseError as e:
         raise NotInParts(
-            f"the model cannot be traced on one of {micro_batches} micro-batches ({e})",
+            f"the model cannot be traced on a batch of {examples} ({e})",
             where=traced.graph.name,
             fix="make sure that the model's code does not contain the batch size",
         ) from e

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError, install_line
@@ -20,7 +20,7 @@ from pase.frontends.torch import hf
 from pase.frontends.torch.control import CONTROL
 from pase.frontends.torch.derivatives import check_linear
 from pase.frontends.torch.export.module import TorchProgram, marked_blocks, program_of
-from pase.frontends.torch.lower import TorchLowering, live, reads_op
+from pase.frontends.torch.lower import TorchLowering, contents_of, live, reads_op
 from pase.frontends.torch.rules import RULES
 from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import TorchScope
@@ -28,10 +28,12 @@ from pase.frontends.torch.written import WRITTEN
 from pase.garbage import uncollected
 from pase.ir import Tensor
 from pase.ir.blocks import Block, rematerialised
+from pase.ir.two_batches import FullGraph
 from pase.ops import GraphBuilder
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    import torch
     from torch.nn import Module
 
 __all__ = ["TracedTorch", "coverage", "lowered", "reads", "trace"]
@@ -49,6 +51,11 @@ class TracedTorch(registry.Traced):
     unknown: Unknown = "error"
     marked: tuple[Block, ...] = ()
     """Runs of nodes that the model itself recomputes in backward (``torch.utils.checkpoint``)."""
+
+    @cached_property
+    def full(self) -> FullGraph:
+        made = lowered(self.program, self.graph.name, self.unknown, folds=False)
+        return FullGraph(graph=made.graph, contents=made.contents, attributes=made.attributes)
 
 
 def reads(model: object) -> bool:
@@ -116,10 +123,13 @@ def _is_tensor(x: object) -> bool:
     return "torch.Tensor" in type_names(x)
 
 
-def lowered(program: TorchProgram, name: str, unknown: Unknown) -> TracedTorch:
-    """The graph of an exported step, without the module. Raises PaseError as ``trace`` does."""
+def lowered(program: TorchProgram, name: str, unknown: Unknown, *, folds: bool = True) -> TracedTorch:
+    """The graph of an exported step, without the module. Raises PaseError as ``trace`` does.
+
+    folds: see ``TorchLowering``.
+    """
     b = GraphBuilder(name=name)
-    low = TorchLowering(b=b, model=name, unknown=unknown)
+    low = TorchLowering(b=b, model=name, unknown=unknown, folds=folds)
     made: dict[str, Value] = {}
     written = set(program.mutated.values())
     placeholders = {n.name: n for n in program.graph.graph.nodes if n.op == "placeholder"}
@@ -136,7 +146,11 @@ def lowered(program: TorchProgram, name: str, unknown: Unknown) -> TracedTorch:
             low.env[node] = made[path]
             continue
         stored = placeholder in program.parameters
-        make = _parameter(b, path, path in program.frozen) if stored else _buffer(b, path, path in written)
+        make = (
+            _parameter(b, path, path in program.frozen)
+            if stored
+            else _buffer(b, path, path in written, program.constants.get(path))
+        )
         made[path] = low.leaf(node, make)
     for placeholder, path in program.inputs.items():
         if placeholder in used:
@@ -148,7 +162,7 @@ def lowered(program: TorchProgram, name: str, unknown: Unknown) -> TracedTorch:
     pairs = [(n, _tensor(leaf), _tensor(v) if isinstance(v, Value) else None) for n, leaf, v in next_values]
     reached = _of_data(b)
     if free := {n for n, _, new in pairs if new is None or new.name not in reached}:
-        return lowered(program.without_data(free), name, unknown)
+        return lowered(program.without_data(free), name, unknown, folds=folds)
     for _, old, new in pairs:
         if old is not None and new is not None:
             b.thread(old, new)
@@ -158,6 +172,8 @@ def lowered(program: TorchProgram, name: str, unknown: Unknown) -> TracedTorch:
     marked = marked_blocks(nodes)
     return TracedTorch(
         graph=rematerialised(b.finish(outs, frontend="torch"), marked),
+        contents=b.contents,
+        attributes=b.attributes,
         param_paths=tuple(p for p in program.order if p in found),
         input_paths=tuple(t.path for t in b.tensors.values() if t.role == "input"),
         program=program,
@@ -181,9 +197,17 @@ def _parameter(b: GraphBuilder, path: str, frozen: bool) -> Callable[[tuple[int,
     return make
 
 
-def _buffer(b: GraphBuilder, path: str, written: bool) -> Callable[[tuple[int, ...], str], Tensor]:
-    """How to make a buffer: an input if the step writes it (state for the next step), otherwise a constant."""
-    return lambda shape, dtype: b.input(path, shape, dtype) if written else b.constant(shape, dtype)
+def _buffer(
+    b: GraphBuilder, path: str, written: bool, held: torch.Tensor | None
+) -> Callable[[tuple[int, ...], str], Tensor]:
+    """How to make a buffer: an input if the step writes it (state for the next step), otherwise a constant.
+
+    held: the tensor, if the model keeps it outside its buffers: its path then says nothing about its contents.
+    """
+    contents = (None if held is None else contents_of(held)) or path
+    return lambda shape, dtype: (
+        b.input(path, shape, dtype) if written else b.constant(shape, dtype, contents=contents)
+    )
 
 
 def _tensor(value: Value) -> Tensor | None:

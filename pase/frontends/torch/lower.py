@@ -7,6 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
@@ -34,9 +35,11 @@ from pase.ops import GraphBuilder, nests
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
     from torch.fx import Graph, GraphModule
 
-__all__ = ["TorchLowering", "live", "place_of", "reads_op", "source_of"]
+__all__ = ["TorchLowering", "contents_of", "live", "place_of", "reads_op", "source_of"]
 
 _MOST_DEPTH = 4
 """How deeply decompositions and loop or branch bodies may be nested before an op counts as unknown."""
@@ -85,7 +88,8 @@ class TorchLowering:
     """The state of a graph's lowering.
 
     env: node -> the values that it was lowered to. inner: path of an op -> its decomposition or its body. depth: how
-    many decompositions and bodies this graph is nested in.
+    many decompositions and bodies this graph is nested in. folds: whether numbers that are known without data become
+    part of the ops that read them; otherwise the graph has them as constants (``FullGraph``).
     """
 
     b: GraphBuilder
@@ -94,6 +98,7 @@ class TorchLowering:
     env: dict[FxNode, Value | list[Value | None]] = field(default_factory=dict)
     inner: dict[str, TorchScope] = field(default_factory=dict)
     depth: int = 0
+    folds: bool = True
 
     def leaf(self, node: FxNode, make: Callable[[tuple[int, ...], str], Tensor]) -> Value:
         """The value of a placeholder. Its tensor is made when something first reads it."""
@@ -141,6 +146,8 @@ class TorchLowering:
             return self.inlined(n, inner, path)
         if name not in RULES:
             return self.without_rule(n, path)
+        if not self.folds:
+            self.b.tell((name, _plain(n)))
         given = {k: self.operand(v) for k, v in arguments(n.target, n.args, n.kwargs).items()}
         place = self.place(n)
         c = TorchCall(low=self, op=name, given=given, outs=specs_of(n.meta["val"], place), place=place)
@@ -195,16 +202,19 @@ class TorchLowering:
 
     def within(self) -> TorchLowering:
         """A lowering for the nodes of a decomposed op or of a body."""
-        return TorchLowering(b=self.b, model=self.model, unknown=self.unknown, depth=self.depth + 1)
+        return TorchLowering(
+            b=self.b, model=self.model, unknown=self.unknown, depth=self.depth + 1, folds=self.folds
+        )
 
     def constants(self, module: GraphModule | None, nodes: Iterable[FxNode]) -> None:
         """Add the tensors that a graph itself holds. They count as numbers that belong to the ops that read them."""
         for m in nodes:
             t: TorchOperand = getattr(module, m.target) if m.op == "get_attr" else None
             if hasattr(t, "dtype"):  # otherwise it is the body of a loop or a branch
-                self.env[m] = Value(
-                    shape=tuple(t.shape), dtype=dtype_of(t.dtype), foldable=True, note=("filled",)
-                )
+                shape, dtype = tuple(t.shape), dtype_of(t.dtype)
+                make = None if self.folds else partial(self.b.constant, shape, dtype, contents=contents_of(t))
+                note = ("filled",) if self.folds else ()
+                self.env[m] = Value(shape=shape, dtype=dtype, make=make, foldable=self.folds, note=note)
 
     def inlined(self, n: FxNode, inner: GraphModule, path: str) -> Value | list[Value | None]:
         low = self.within()
@@ -237,6 +247,41 @@ class TorchLowering:
         made = iter(nests.opaque(self.b, str(n.target), tensors, [s for s in outs if s is not None]))
         found = [None if s is None else c.value(next(made)) for s in outs]
         return found if isinstance(n.meta["val"], (tuple, list)) else found[0]  # type: ignore[return-value]
+
+
+def contents_of(t: torch.Tensor) -> Callable[[], np.ndarray] | None:
+    """How to get a tensor's numbers, for ``GraphBuilder.constant``. None if it has none."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if isinstance(t, FakeTensor) or t.is_meta:
+        return None
+
+    def numbers() -> np.ndarray:
+        narrow = t.is_floating_point() and t.dtype.itemsize < 4  # numpy lacks some of these
+        return (
+            torch.asarray(t.detach(), device="cpu", dtype=torch.float32 if narrow else None)
+            .resolve_conj()
+            .numpy()
+        )
+
+    return numbers
+
+
+_SIZES = frozenset({"size", "shape", "sizes", "repeats", "end", "steps"})
+"""Arguments that only say the shape of the result, which the graph has."""
+
+
+def _plain(n: FxNode) -> list[tuple[str, object]]:
+    """The numbers and strings among a call's arguments, except sizes."""
+    given = arguments(n.target, n.args, n.kwargs).items()
+    plain = (bool, int, float, str)
+    return [
+        (k, v)
+        for k, v in given
+        if k not in _SIZES
+        and (isinstance(v, plain) or (isinstance(v, (list, tuple)) and all(isinstance(x, plain) for x in v)))
+    ]
 
 
 def _traced(n: FxNode, how: Callable[..., Tree], **options: Any) -> GraphModule:

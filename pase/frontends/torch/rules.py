@@ -215,14 +215,15 @@ def _square(c: TorchCall) -> Value:
 @lowers("masked_fill")
 def _masked_fill(c: TorchCall) -> Value:
     value = c.arg("value")
-    number = value.scalar if isinstance(value, Value) else value
+    number = value.scalar if isinstance(value, Value) and c.low.folds else value
     return c.pointwise(functions.WHERE, [c.x("mask"), number, c.x()], name="select")
 
 
 @lowers("tril", "triu")
 def _triangle(c: TorchCall) -> Value:
     """Selects each value or zero by the positions in the last two dims."""
-    return c.pointwise(functions.WHERE, [None, c.x(), 0], name="select")
+    mask = None if c.low.folds else c.filled(c.shape_out[-2:], "bool")
+    return c.pointwise(functions.WHERE, [mask, c.x(), 0], name="select")
 
 
 @lowers("_to_copy", "to", "type_as")

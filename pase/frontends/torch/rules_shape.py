@@ -149,6 +149,10 @@ def _repeat(c: TorchCall) -> Value:
     x = c.reshape(x, (*[1] * (len(shape) - len(x.shape)), *x.shape))
     if all(s in (1, t) for s, t in zip(x.shape, shape, strict=True)):
         return spread(c, x, shape)
+    if not c.low.folds:
+        apart = [part for s, t in zip(x.shape, shape, strict=True) for part in (t // s, s)]
+        one = c.reshape(x, [part for s in x.shape for part in (1, s)])
+        return c.reshape(spread(c, one, apart), shape)
     kept = [s == t for s, t in zip(x.shape, shape, strict=True)]
     return c.value(nests.restrict(c.b, "tile", [c.tensor(x)], shape, kept))
 
@@ -369,9 +373,12 @@ def _arange(c: TorchCall) -> Value:
 )
 def _filled(c: TorchCall) -> Value:
     if c.op == "eye":
-        return c.nothing(*c.out())
+        return c.nothing(*c.out()) if c.low.folds else c.filled(*c.out())
     known = {"zeros": 0, "ones": 1}.get(c.op.removeprefix("new_").removesuffix("_like"))
+    known = 0 if known is None and "empty" in c.op and not c.low.folds else known  # its contents do not count
     told = next((c.given[k] for k in ("fill_value", "value", "s") if k in c.given), known)
+    if isinstance(told, Value) and not c.low.folds:
+        return spread(c, told, c.shape_out)
     return c.filled(*c.out(), told.scalar if isinstance(told, Value) else told)
 
 

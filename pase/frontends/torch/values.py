@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pase.errors import PaseError
 from pase.frontends.common.values import Site, Value
 from pase.frontends.torch.types import FxNode
-from pase.ir import Tensor
+from pase.ir import Tensor, functions
 from pase.ir.functions import Function
 from pase.ir.literals import Number
 from pase.ops import GraphBuilder, nests
@@ -168,7 +168,15 @@ class TorchCall(Site):
 
     def filled(self, shape: Sequence[int], dtype: str, number: Number | None = None) -> Value:
         """A tensor with the same number everywhere; None: it is not known. It becomes part of the op that reads it."""
+        if not self.low.folds:
+            make = partial(self._made, tuple(shape), dtype, number)
+            return self.later(shape, dtype, make)
         return Value(shape=tuple(shape), dtype=dtype, foldable=True, note=("filled",), number=number)
+
+    def _made(self, shape: tuple[int, ...], dtype: str, number: Number | None) -> Tensor:
+        if number is not None:
+            return self.b.constant(shape, dtype, number)
+        return nests.generate(self.b, functions.OPAQUE, shape, dtype, name=self.op)
 
     def transpose(self, v: Value, order: Sequence[int]) -> Value:
         """The value with its dims in another order.

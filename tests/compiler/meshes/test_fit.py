@@ -21,8 +21,8 @@ from pase.compiler.problem.spent import Spent
 from pase.compiler.problem.variants import Variant, variants
 from pase.compiler.resolve import resolve
 from pase.errors import Infeasible, PaseError
-from pase.frontends.jax.batch import examples_meet
-from pase.frontends.jax.blocks import blocks_of
+from pase.frontends.common.micro_batches import examples_meet
+from pase.frontends.jax.blocks import batch_inputs, blocks_of
 from pase.frontends.jax.frontend import trace
 from pase.machine import Mesh, mesh_from
 from pase.search import Solution
@@ -113,7 +113,8 @@ def test_examples_that_meet_are_noticed():
         return meet(trace(fn, params, x))
 
     def meet(traced):
-        return examples_meet(traced, SplitProblem.of(traced.graph, 2, None, "analytic", "adam").graph)
+        graph = SplitProblem.of(traced.graph, 2, None, "analytic", "adam").graph
+        return examples_meet(graph, batch_inputs(traced), mean=True)
 
     assert "test_fit.py" in (where(norms) or "")
     assert "reduce_sum" in (where(weighted) or "")

@@ -116,10 +116,13 @@ def test_constants_that_differ_with_the_batch_are_said() -> None:
         lambda m, i: (each(m, i) * torch.arange(2).repeat(i.shape[0] // 2)).mean(),
         lambda m, i: torch.where(places(i) < 8, each(m, i), 0.0).mean(),
         lambda m, i: (m.table(torch.arange(i.shape[0])) * each(m, i)[:, None]).mean(),
-        lambda m, i: m(i).sum() / torch.ones(i.shape[0]).sum(),
-        lambda m, i: m(i).sum() / torch.ones_like(i, dtype=torch.float64).sum(),
         lambda m, i: m(i).sum() / (places(i).max() + 1),
-        lambda m, i: m(i).sum() / torch.ops.aten.scalar_tensor(float(i.shape[0])),
+        # A constant for each position, read by features whose examples lie side by side.
+        lambda m, i: (
+            m(i).view(*i.shape, -1).mean(2).T.reshape(-1) * torch.arange(4).repeat(i.shape[0])
+        ).mean(),
+        lambda m, i: m(i)[:, : i.shape[0]].square().mean(),
+        lambda m, i: m(i).roll(i.shape[0] // 8, 1)[:, :3].square().mean(),
     ):
         with pytest.raises(NotInParts):
             assert pase.compile(module, ids, loss=loss, devices=1, accumulate=4).torch.sums
@@ -141,6 +144,8 @@ def test_constants_that_are_the_same_for_every_example_are_taken() -> None:
         lambda m, i: (each(m, i) * torch.arange(4)[None].repeat(i.shape[0], 1)).mean(),
         lambda m, i: (each(m, i).view(-1) * torch.arange(4).repeat(i.shape[0])).mean(),
         lambda m, i: (each(m, i) * (1 - torch.zeros_like(i)) * shift).mean(),
+        lambda m, i: m(i).sum() / torch.ones_like(i, dtype=torch.float64).sum(),
+        lambda m, i: m(i).sum() / torch.ops.aten.scalar_tensor(float(i.shape[0])),
         lambda m, i: torch.where(torch.ones(i.shape[0], 4, 4).tril()[:, 1] > 0, each(m, i), 0.0).mean(),
     ):
         alone = copy.deepcopy(module)
@@ -156,7 +161,8 @@ def test_constants_that_are_the_same_for_every_example_are_taken() -> None:
 
 
 def test_elements_that_are_taken_in_order_are_not_cut_into_micro_batches() -> None:
-    from pase.frontends.torch.batch import examples_meet
+    from pase.frontends.common.micro_batches import examples_meet
+    from pase.frontends.torch.blocks import batch_inputs
 
     c = case("masks", 4).case
-    assert "cumsum" in str(examples_meet(c.traced, c.problem.graph))
+    assert "cumsum" in str(examples_meet(c.problem.graph, batch_inputs(c.traced), mean=False))

@@ -13,7 +13,8 @@ from jax import Array, ShapeDtypeStruct
 import pase
 from pase.compiler.problem.variants import Variant, graph_of
 from pase.errors import PaseError
-from pase.frontends.jax.batch import examples_meet
+from pase.frontends.common.micro_batches import examples_meet
+from pase.frontends.jax.blocks import batch_inputs
 from pase.frontends.jax.frontend import trace
 from pase.frontends.registry import NotInParts
 from pase.ir import named, simplify
@@ -164,7 +165,7 @@ OTHERS: dict[str, tuple[Loss, str]] = {
             jnp.mean(_each(w, x))
             * jax.lax.scan(lambda c, a: (c + a.sum(), None), 0.0, jnp.ones((3, len(x))))[0]
         ),
-        "examples .* meet in mul",
+        "examples .* meet in add",
     ),
     "a loop that adds up sums": (_carried(lambda c, y: c + jnp.sum(y)), "a sum over the batch"),
     "sums that begin at one": (_carried(lambda c, y: c + jnp.sum(y), 1.0), "examples .* meet in"),
@@ -179,14 +180,18 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     ),
     "another program": (
         lambda w, x: jnp.mean(_each(w, x)) if len(x) > 8 else jnp.mean(_each(w, x)) * 2,
-        "other equations",
+        "other operations",
+    ),
+    "other features": (
+        lambda w, x: jnp.mean((x @ w)[:, len(x) // 8 : len(x) // 8 + 2] ** 2),
+        "other parameters of slice",
     ),
     "another variable": (_one_of_two, "other variables"),
     "another exponent": (
         lambda w, x: jnp.mean(_each(w, x) ** (2 if len(x) > 8 else 3)),
-        "other .* integer_pow",
+        "other numbers in integer_pow",
     ),
-    "as many steps as examples": (_a_step_per_example, "other values of length of scan"),
+    "as many steps as examples": (_a_step_per_example, "other trip counts"),
 }
 
 
@@ -208,6 +213,16 @@ def test_what_is_no_mean_is_refused(name):
             graph_of(trace(loss, W, X), Variant(accumulate=micro_batches))
 
 
+@pytest.mark.parametrize("of_one", [1.0, 2.0])
+def test_the_program_of_one_example_may_not_differ(of_one):
+    def loss(w, x):
+        return jnp.mean((x @ w) ** 2) * (of_one if len(x) == 1 else 3.0)
+
+    graph_of(trace(loss, W, X), Variant(accumulate=4))
+    with pytest.raises(NotInParts, match="for one example"):
+        graph_of(trace(loss, W, X), Variant(accumulate=16))
+
+
 def test_compile_says_how_to_write_it():
     with pytest.raises(PaseError) as e:
         pase.compile(OTHERS["sum"][0], W, X, devices=2, accumulate=4)
@@ -221,9 +236,12 @@ def test_what_sorts_each_example_alone_runs_in_micro_batches():
     def order(w, x):
         return jnp.mean(jnp.sort(x @ w, axis=0))
 
+    def meets(traced):
+        return examples_meet(named(simplify(traced.graph)), batch_inputs(traced), mean=True)
+
     graph_of(trace(choice, W, X), Variant(accumulate=4))
     chosen, ordered = (trace(loss, W, X) for loss in (choice, order))
-    assert examples_meet(chosen, named(simplify(chosen.graph))) is None
-    assert "sort" in str(examples_meet(ordered, named(simplify(ordered.graph))))
+    assert meets(chosen) is None
+    assert "sort" in str(meets(ordered))
     with pytest.raises(NotInParts, match="meet in sort"):
         graph_of(ordered, Variant(accumulate=4))

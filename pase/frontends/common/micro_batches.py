@@ -1,0 +1,165 @@
+"""Whether a step in micro-batches computes what a step of the whole batch does, for models of any frontend.
+
+The model is traced on the whole batch and on one micro-batch, and the two graphs are compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from itertools import zip_longest
+
+from pase.frontends.registry import NotInParts, Traced
+from pase.ir import Graph, Op, Place, named, simplify
+from pase.ir.batch_sums import BatchSums, ExamplesMeet, batch_sums, counting_ops
+from pase.ir.constants import number_power
+from pase.ir.two_batches import Otherwise, PowersInGraph, TwoBatches, depends_on_data
+
+__all__ = ["check_mean", "examples_meet", "micro_sums"]
+
+OnBatch = Callable[[int], Traced]
+"""The model traced on a batch of so many examples."""
+
+
+def examples_meet(graph: Graph, cut: Collection[str], *, mean: bool) -> str | None:
+    """The op, with its line, in which the examples of a batch meet, so that a step in micro-batches would give other
+    results; None if there is none.
+
+    graph: the simplified graph of the whole batch. cut: the paths of the inputs that have the batch's dim. mean: the
+    step takes the mean of its micro-batches' losses; otherwise their sum, and totals over the batch beforehand. Numbers
+    that grow with the batch are checked by ``micro_sums``.
+    """
+    try:
+        sums = batch_sums(graph, cut, None, state_of_whole=not mean)
+    except ExamplesMeet as e:
+        return str(e)
+    return _total_of_loss(graph, sums) if mean else None
+
+
+def micro_sums(
+    whole: Traced, part: Traced, graph: Graph, examples: int, on_batch: OnBatch, *, state_of_whole: bool
+) -> BatchSums:
+    """What the micro-batches of a step pass on to each other.
+
+    whole, part: the model traced on the whole batch and on one micro-batch of so many ``examples``. graph: the
+    simplified graph of ``part``. state_of_whole: see ``batch_sums``. Raises NotInParts if a step in micro-batches would
+    give other results.
+    """
+    size = _examples(whole, part, examples)
+    try:
+        if examples > 1:
+            return _sums(whole, part, graph, size // examples, state_of_whole)
+        # The graph of a single example has no batch dim, so two examples are analyzed instead.
+        pair = on_batch(2)
+        many = whole if size > 2 and size % 2 == 0 else on_batch(4)
+        k = _examples(many, pair, 2) // 2
+        found = _sums(many, pair, named(simplify(pair.graph)), k, state_of_whole)
+        _check_single(many, pair, part, k)
+        return _of_part(found, pair, part, graph)
+    except (ExamplesMeet, Otherwise) as e:
+        met = "examples of the batch meet in " if isinstance(e, ExamplesMeet) else "the programs of "
+        told = (
+            f"'{whole.graph.name}' on the batch and on a micro-batch have "
+            if isinstance(e, Otherwise)
+            else ""
+        )
+        raise NotInParts(
+            f"a step in {size // examples} micro-batches would give other numbers: {met}{told}{e}",
+            fix="write the model so that its code does not depend on the batch's size" if told else "",
+        ) from None
+
+
+def check_mean(sums: BatchSums, graph: Graph, name: str, micro_batches: int) -> None:
+    """Raises NotInParts if the mean of the micro-batches' losses is not the loss of the whole batch."""
+    if (read := _total_of_loss(graph, sums)) is not None:
+        raise NotInParts(
+            f"a step in {micro_batches} micro-batches would give other numbers: the loss of '{name}' depends on "
+            f"{read}, a sum over the batch, of which a micro-batch has only its own part",
+            fix="compute this sum outside the function and pass it as an argument",
+        )
+    power = next(iter(sums.outputs.values()), 1)
+    if power != 1:
+        grows = (
+            "a sum over the batch" if power == 0 else f"proportional to the batch's size ** {power - 1:+d}"
+        )
+        raise NotInParts(
+            f"a step in {micro_batches} micro-batches would give other numbers: the loss of '{name}' is {grows}, but "
+            f"a step takes the mean of its micro-batches' losses",
+            fix="divide it by the batch's size (jnp.mean)",
+        )
+
+
+def _sums(whole: Traced, part: Traced, graph: Graph, k: int, state_of_whole: bool) -> BatchSums:
+    both = TwoBatches(whole=whole.full, part=part.full, k=k)
+    powers = PowersInGraph(both=both, graph=part.graph)
+    return batch_sums(graph, both.cut, powers, state_of_whole=state_of_whole)
+
+
+def _examples(whole: Traced, part: Traced, examples: int) -> int:
+    """The number of examples of the whole batch, of which ``part`` has so many."""
+    own = {t.path: t.shape for t in part.graph.tensors.values() if t.role == "input"}
+    every = ((t.shape, own.get(t.path)) for t in whole.graph.tensors.values() if t.role == "input")
+    return next((int(a[0]) for a, b in every if b is not None and a != b), examples)  # type: ignore[arg-type]
+
+
+def _total_of_loss(graph: Graph, sums: BatchSums) -> str | None:
+    """The op and line of a sum over the batch that depends on no parameter and that the loss depends on, or None."""
+    makers = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
+    left, seen = list(graph.outputs[:1]), set(graph.outputs[:1])
+    while left:
+        t = left.pop()
+        op = makers.get(t)
+        if op is not None and t in sums.totals:
+            return f"{op.name} at {op.source or 'an unknown line'}"
+        new = {a.tensor for a in op.reads} - seen if op is not None else set()
+        seen |= new
+        left += new
+    return None
+
+
+def _check_single(many: Traced, pair: Traced, single: Traced, k: int) -> None:
+    """Raises Otherwise if the program of one example computes something else than those of two and of 2 k examples.
+    Views may differ: a dim of one element needs no broadcast."""
+    for a, b, c in zip_longest(*map(_computed, (many, pair, single))):
+        if a is None or b is None or c is None or (b.kind, b.function) != (c.kind, c.function):
+            one, other = (x.name if x else "none" for x in (b, c))
+            raise Otherwise(f"other operations for one example, {one} and {other}, at {(b or c).source}")
+        grown = number_power(b.numbers or (), c.numbers or (), 2)
+        if grown is None or grown != number_power(a.numbers or (), b.numbers or (), k):
+            raise Otherwise(
+                f"other numbers in {c.name} for one example, {b.literals} and {c.literals}, at {c.source}"
+            )
+
+
+def _computed(traced: Traced) -> Iterator[Op]:
+    data = depends_on_data(traced.graph)
+    for n in traced.graph.nodes:
+        for op in n.ops:
+            moved = op.kind in ("view", "copy", "input", "parameter") or op.backward
+            if not moved and any(a.tensor in data for a in op.writes):
+                yield op
+
+
+def _of_part(sums: BatchSums, pair: Traced, part: Traced, graph: Graph) -> BatchSums:
+    """The sums found in the graph of two examples, for the tensors of the graph of one example."""
+    one = {place: t for t, place in _places(part).items()}
+    every = _places(pair)
+    if missing := next((t for t in sums.totals if every[t] not in one), None):
+        raise ExamplesMeet(
+            f"{every[missing][1]} at {every[missing][0]}, which the graph of one example does not have"
+        )
+    totals = {one[every[t]]: power for t, power in sums.totals.items()}
+    outputs = zip(part.graph.outputs, sums.outputs.values(), strict=True)
+    return BatchSums(totals=totals, outputs=dict(outputs), counting=counting_ops(graph, totals))
+
+
+def _places(traced: Traced) -> dict[str, tuple[Place, str, int]]:
+    """Tensor -> place and name of the op that writes it, and the number of earlier tensors with both the same."""
+    found: dict[str, tuple[Place, str, int]] = {}
+    before: Counter[tuple[Place, str]] = Counter()
+    for n in traced.graph.nodes:
+        for op in n.ops:
+            for a in op.writes:
+                found[a.tensor] = (op.eqn, op.name, before[op.eqn, op.name])
+                before[op.eqn, op.name] += 1
+    return found
