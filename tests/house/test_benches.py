@@ -76,6 +76,7 @@ WITH_TORCH = {
     "audit.torch": "--only ConvNeXt",
     "gpu.torch_steps": '--only "tiny bert" --steps 1 --ways eager plan',
     "audit.torch_dispatch": '--only "GPT-2 one rank"',
+    "audit.torch_memory": '--only "BERT data parallel 8"',
 }
 """Bench that needs PyTorch -> its smallest arguments."""
 ELSEWHERE = {

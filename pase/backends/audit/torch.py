@@ -5,25 +5,22 @@ The step may run on fake tensors over a process group that sends nothing, for ex
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pase.backends.torch.gradients import LocalGradients
-from pase.backends.torch.plan import ParallelModule, TorchPlan
+from pase.backends.torch.imagined import imagined_batch, imagined_step
+from pase.backends.torch.plan import TorchPlan
 from pase.backends.torch.spmd.messages import joined_sums
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.local.account import program_collectives
-from pase.local.types import LocalOp, LocalProgram, local_shape
+from pase.local.types import LocalOp, LocalProgram
 from pase.machine import Mesh
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
     from torch._ops import OpOverload
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -153,83 +150,14 @@ def recorded(groups: AxisGroups) -> TorchDispatchMode:
     return _recorder()(groups)
 
 
-class _ImaginedGradients(LocalGradients):
-    """The leaves of parameters that have no data, and keep no gradients."""
-
-    @contextlib.contextmanager
-    def collected(self, stored: Mapping[str, Any]) -> Iterator[Mapping[str, Tensor]]:
-        yield {t: x.to_local() for t, x in stored.items()}
-
-
-class _Imagined(ParallelModule):
-    """A step whose parameters and buffers have shapes but no data."""
-
-    def buffer(self, path: str) -> Any:
-        nodes = {n.name: n for n in self.plan.traced.program.graph.graph.nodes}
-        every = self.plan.traced.program.buffers.items()
-        like = next(nodes[name].meta["val"] for name, p in every if p == path)
-        local = None if path not in self.plan.traced.program.mutated.values() else self._written(path)
-        return _fake(like.shape if local is None else local, like.dtype)
-
-    def leaves(self, batch: Sequence[Tree]) -> list[Tensor]:
-        return list(batch)  # the batch is already in the plan's form
-
-    def _written(self, path: str) -> tuple[int, ...]:
-        node = next(n for n, p in self.plan.traced.program.buffers.items() if p == path)
-        r = self.plan.program.result(self.plan.leaves[node])
-        return local_shape(r.shape, r.layout, self.plan.mesh)
-
-
-class _ImaginedTensor:
-    """A stand-in for a DTensor."""
-
-    def __init__(self, local: Tensor) -> None:
-        self._local = local
-
-    def to_local(self) -> Tensor:
-        return self._local
-
-
-def _fake(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> Tensor:
-    import torch
-
-    return torch.empty(tuple(shape), dtype=dtype, requires_grad=requires_grad)
-
-
 def sent_by_one_rank(plan: TorchPlan) -> SentCounts:
     """The collectives of a step on this rank of ``torch.distributed``, run on fake tensors.
 
     The backend of the process group may be "fake".
     """
-    import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    device = torch.device("cpu")
     groups = plan.groups("cpu")
-    step = _Imagined(
-        plan=plan,
-        module=torch.nn.Module(),
-        walk=plan.walk(groups),
-        device=device,
-        seed=0,
-        gradients=_ImaginedGradients(),
-    )
-    tensors = plan.traced.graph.tensors
-    dtypes = {t: getattr(torch, tensors[t].dtype) for t in plan.leaves.values()}
     with FakeTensorMode(allow_non_fake_inputs=True), recorded(groups) as found:
-        for node in plan.traced.program.parameters:
-            if node in plan.leaves:
-                r = plan.program.result(plan.leaves[node])
-                shape = local_shape(r.shape, r.gradient, plan.mesh)
-                trained = tensors[r.tensor].needs_grad
-                step.stored[r.tensor] = _ImaginedTensor(_fake(shape, dtypes[r.tensor], trained))
-        batch: list[Tensor | None] = []
-        for name in plan.traced.program.inputs:
-            if name not in plan.leaves:
-                batch.append(None)
-                continue
-            r = plan.program.result(plan.leaves[name])
-            first = r.shape[0] * plan.accumulate if r.shape else 1
-            batch.append(_fake((first, *r.shape[1:]) if r.shape else (), dtypes[r.tensor]))
-        step.backward(*batch)
+        imagined_step(plan, groups).backward(*imagined_batch(plan))
     return SentCounts(found.sent)

@@ -34,7 +34,7 @@ def groups_of_one(plan: TorchPlan, rank: int) -> AxisGroups:
     if not 0 <= rank < mesh.devices:
         raise PaseError(
             f"there is no rank {rank}: the plan is for {mesh.devices} devices",
-            where="plan.torch.code(rank=...)",
+            where="plan.torch, rank=...",
             fix=f"pass a number from 0 to {mesh.devices - 1}",
         )
     place: list[int] = []

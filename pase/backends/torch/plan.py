@@ -8,7 +8,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ from pase.local.reshard import part, resharded
 from pase.local.types import LocalProgram, LocalReshardStep, local_shape
 from pase.local.verify import verify_program
 from pase.machine import Mesh
+from pase.memory.account import Memory
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from pase.backends.torch.check import Say
+    from pase.backends.torch.memory import TorchMemory
     from pase.plan.gradient_check import GradientCheck
     from pase.plan.types import PlanData
 
@@ -75,6 +77,9 @@ class TorchPlan:
     """Nodes of the exported graph that backward recomputes, in addition to those that the model itself marks."""
     hoisted: Hoisted = "none"
     """Which transfers of parameters a pipeline stage runs once per step."""
+    optimizer: str = "adam"
+    account: Memory | None = None
+    """What the plan predicts for the memory of a device."""
 
     @cached_property
     def program(self) -> LocalProgram:
@@ -161,6 +166,22 @@ class TorchPlan:
         walk = self.walk(groups_of_one(self, rank))
         module, device = torch.nn.Module(), torch.device("cpu")
         return rank_code(ParallelModule(plan=self, module=module, walk=walk, device=device, seed=0), rank)
+
+    def memory(
+        self, rank: int = 0, *, optimizer: Callable[[Iterable[Tensor]], Optimizer] | None = None
+    ) -> TorchMemory:
+        """The peak memory of a rank's step in eager mode, by kind, beside the plan's account. print() shows both.
+
+        The step and the optimizer's update run on fake tensors, with PyTorch's own autograd deciding what is kept. It
+        needs no ranks, no GPU and no memory for data. ``pase.backends.torch.memory`` says what it cannot see.
+
+        optimizer: called with the rank's parameters; by default, ``torch.optim``'s optimizer of the plan's name.
+
+        Raises PaseError if there is no such rank, or if the model has branches that depend on data.
+        """
+        from pase.backends.torch.memory import rank_memory
+
+        return rank_memory(self, rank, optimizer)
 
     def parallelize(
         self, module: Module, *, device: torch.device | str | None = None, compile: bool | str = False
@@ -563,4 +584,6 @@ def torch_plan(plan: PlanData) -> TorchPlan:
         accumulate=plan.accumulate,
         blocks=plan.remat,
         schedule=ProgramSchedule.of(plan),
+        optimizer=plan.optimizer,
+        account=plan.memory,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pase.errors import PaseError
 from tests.backends.torch.models import case
 
 pytestmark = pytest.mark.torch
@@ -23,11 +22,3 @@ def test_the_code_names_parameters_layers_and_messages() -> None:
         assert f"    # {name.rpartition('.')[0]}\n" in first
     assert "gradient_all_reduce" in first and "all_reduce" in first
     assert "rank 3 of 4" in last
-
-
-def test_a_rank_that_the_plan_does_not_have_is_refused() -> None:
-    plan = case("tower", 4).case.plan("data_parallel")
-    assert plan is not None
-    with pytest.raises(PaseError) as e:
-        plan.torch.code(rank=4)
-    assert "4 devices" in e.value.what and "3" in e.value.fix

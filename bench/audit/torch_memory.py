@@ -1,0 +1,77 @@
+"""Compares the peak memory that a plan predicts for a PyTorch step with what a rank's step keeps on fake tensors.
+
+    python -m bench.audit.torch_memory                  # twelve models, four strategies, 8 and 32 devices; 20 minutes
+    python -m bench.audit.torch_memory --only "GPT-2"
+
+Each row is one model under one strategy on 8 or 32 devices: ``plan.torch.memory(rank=0)``, with Adam. ``ratio``:
+predicted / tracked peak. ``tracked`` and ``predicted``: bytes by kind; the peak of ``tracked`` is one moment, while
+``predicted`` adds up the most of each kind. Writes bench/results/torch_memory.json.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.cases.plans import Case
+from bench.cases.torch_models import MODELS, in_float32
+from bench.processes import forks_of, row_apart
+from bench.runner import Benchmark
+
+STRATEGIES = {
+    "data parallel": "data_parallel",
+    "FSDP": "fsdp",
+    "Megatron": "megatron/megatron_2x",
+    "ours": "ours",
+}
+"""Strategy -> its name as in ``bench.cases.plans.Case``; one that ends with "x" takes the other devices as well."""
+DEVICES = (8, 32)
+CPU_S, MEMORY = 300, 24 << 30
+
+
+def measured(model: str, strategy: str, devices: int) -> dict[str, Any]:
+    """Returns the row of a model under a strategy."""
+    import torch
+
+    from pase import machine
+    from pase.compiler.problem.problem import SplitProblem
+    from pase.frontends import registry
+
+    torch.set_num_threads(1)
+    named = {"model": model, "strategy": strategy, "devices": devices}
+    module, batch = in_float32(model, 4 * devices)
+    traced = registry.trace(module, batch)
+    problem = SplitProblem.of(traced.graph, devices, machine.load("h100x8"), "analytic", "adam")
+    label = STRATEGIES[strategy]
+    plan = Case(traced=traced, problem=problem).plan(label + str(devices // 2) * label.endswith("x"))
+    if plan is None:
+        return named | {"refused": True}
+    found = plan.torch.memory(rank=0).to_json()
+    predicted = found.pop("predicted")
+    return named | {
+        "ratio": round(predicted["total"] / found["total"], 3),
+        "phase": found["phase"],
+        "tracked": {k: v for k, v in found.items() if isinstance(v, int) and k not in ("rank", "devices")},
+        "predicted": predicted,
+    }
+
+
+def row(model: str, strategy: str, devices: int) -> dict[str, Any]:
+    """Returns a row, measured in a process of its own."""
+    preloaded = ("torch.export", "bench.cases.torch_models", "pase.frontends.torch.frontend")
+    made = row_apart(forks_of(preloaded), measured, model, strategy, devices, cpu_s=CPU_S, memory=MEMORY)
+    return {"model": model, "strategy": strategy, "devices": devices} | made
+
+
+BENCH = Benchmark(
+    "torch_memory",
+    {f"{m} {s} {n}": (m, s, n) for m in MODELS for s in STRATEGIES for n in DEVICES},
+    row,
+    "{model} {strategy} {devices}",
+    line=lambda name, row: (
+        f"{name}: " + ", ".join(f"{k} {row[k]}" for k in ("ratio", "phase", "refused", "error") if k in row)
+    ),
+)
+
+
+if __name__ == "__main__":
+    BENCH.run()

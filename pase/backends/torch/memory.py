@@ -1,0 +1,310 @@
+"""Memory of a step on one rank, measured without a GPU and without data, beside the plan's account.
+
+The rank's step (forward, backward and the optimizer's update, op by op as in eager mode) runs on fake tensors. Every
+storage that an op makes counts from then until PyTorch frees it. What an op allocates only while it runs is not seen:
+the workspace of a product or a convolution, and the buffers of a communication library. Nor is what the allocator
+rounds up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from pase.backends.torch.code import groups_of_one
+from pase.backends.torch.imagined import ImaginedStep, imagined_batch, imagined_step
+from pase.backends.torch.plan import TorchPlan
+from pase.backends.torch.program import can_record
+from pase.backends.torch.spmd.record import ProgramCall, RecordedBlock
+from pase.errors import PaseError
+from pase.files.json_values import JsonObject
+from pase.files.quantities import bytes_text
+from pase.memory.account import Memory
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+    from torch import Tensor
+    from torch._ops import OpOverload
+    from torch.fx import GraphModule
+    from torch.optim import Optimizer
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from pase.frontends.torch.values import TorchOperand
+
+__all__ = ["StepPhase", "TorchMemory", "rank_memory"]
+
+StepPhase = Literal["forward", "backward", "update"]
+
+_OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
+    "sgd": ("SGD", {}),
+    "momentum": ("SGD", {"momentum": 0.9}),
+    "adam": ("Adam", {}),
+    "adamw": ("AdamW", {}),
+}
+"""Optimizer of a plan -> its class in ``torch.optim``, and its settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchMemory:
+    """Bytes of one rank at the peak of a step.
+
+    saved: what autograd keeps for backward, without parameters. buffers: the module's own, and constants of the
+    program. temporaries: all else. phase: when the peak is. predicted: the plan's account; its activations are
+    ``saved`` and ``inputs``, its buffers are ``temporaries``.
+    """
+
+    model: str
+    rank: int
+    devices: int
+    phase: StepPhase
+    parameters: int
+    gradients: int
+    optimizer: int
+    saved: int
+    inputs: int
+    buffers: int
+    temporaries: int
+    predicted: Memory | None
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        own = (self.parameters, self.gradients, self.optimizer, self.saved, self.inputs, self.buffers)
+        return sum(own) + self.temporaries
+
+    def to_json(self) -> JsonObject:
+        """All fields, with the totals."""
+        made = dataclasses.asdict(self) | {"total": self.total}
+        if self.predicted is not None:
+            made["predicted"] = dataclasses.asdict(self.predicted) | {"total": self.predicted.total}
+        return made
+
+    def __str__(self) -> str:
+        from pase.files.terminal import console
+
+        text = io.StringIO()
+        console(file=text, width=80).print(self.table(), highlight=False)
+        return text.getvalue().rstrip()
+
+    def table(self) -> RichTable:
+        """The kinds as rows: predicted, tracked, and their ratio."""
+        from rich.table import Table
+
+        table = Table(title=f"{self.model}: rank {self.rank} of {self.devices}, peak in {self.phase}")
+        table.add_column("", no_wrap=True)
+        for name in ("predicted", "tracked", "predicted/tracked"):
+            table.add_column(name, justify="right")
+        p = self.predicted
+        for name, predicted, tracked in (
+            ("parameters", p and p.parameters, self.parameters),
+            ("gradients", p and p.gradients, self.gradients),
+            ("optimizer state", p and p.optimizer, self.optimizer),
+            ("activations and inputs", p and p.activations, self.saved + self.inputs),
+            ("the module's buffers", None, self.buffers),
+            ("temporaries", p and p.buffers, self.temporaries),
+            ("peak", p and p.total, self.total),
+        ):
+            ratio = f"{predicted / tracked:.3f}" if predicted is not None and tracked else ""
+            table.add_row(
+                name, "" if predicted is None else bytes_text(predicted), bytes_text(tracked), ratio
+            )
+        return table
+
+
+@dataclass(eq=False)
+class _Storage:
+    """A storage in the course of a step. Times count ops; ``end`` is None as long as it lives."""
+
+    nbytes: int
+    begin: int
+    end: int | None = None
+
+
+@dataclass(kw_only=True)
+class _Storages:
+    """The storages of a step, and the most bytes that lived at once.
+
+    names: address of a living storage -> it. watched: keeps the callbacks alive.
+    """
+
+    now: int = 0
+    living: int = 0
+    peak: int = 0
+    peak_at: int = 0
+    phase: StepPhase = "forward"
+    peak_phase: StepPhase = "forward"
+    names: dict[int, _Storage] = field(default_factory=dict)
+    watched: dict[int, object] = field(default_factory=dict)
+    every: list[_Storage] = field(default_factory=list)
+
+    def of(self, x: Tensor) -> _Storage:
+        """The storage of a tensor, which counts from now on if it is new."""
+        storage = x.untyped_storage()
+        at = storage._cdata
+        if at not in self.names:
+            made = self.names[at] = _Storage(storage.nbytes(), self.now)
+            self.every.append(made)
+            self.watched[at] = weakref.ref(storage, lambda _: self._freed(at))
+            self.living += made.nbytes
+        return self.names[at]
+
+    def _freed(self, at: int) -> None:
+        gone = self.names.pop(at)
+        self.watched.pop(at)
+        gone.end = self.now
+        self.living -= gone.nbytes
+
+    def tick(self) -> None:
+        """An op has run."""
+        if self.living > self.peak:
+            self.peak, self.peak_at, self.peak_phase = self.living, self.now, self.phase
+        self.now += 1
+
+    def begin(self) -> None:
+        """Forget the peak so far."""
+        self.peak, self.phase = 0, "forward"
+        self.tick()
+
+    def at_peak(self) -> Iterator[_Storage]:
+        """The storages that lived at the peak."""
+        for s in self.every:
+            if s.begin <= self.peak_at and (s.end is None or s.end > self.peak_at):
+                yield s
+
+
+@cache
+def _mode() -> type[TorchDispatchMode]:
+    """The class of the tracker. It is created on first use, because it needs PyTorch."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    wait = torch.ops._c10d_functional.wait_tensor.default
+
+    class Tracker(TorchDispatchMode):
+        def __init__(self, storages: _Storages) -> None:
+            super().__init__()
+            self.storages = storages
+
+        def __torch_dispatch__(
+            self,
+            func: OpOverload,
+            types: object,
+            args: tuple[TorchOperand, ...] = (),
+            kwargs: dict[str, TorchOperand] | None = None,
+        ) -> Tree:
+            if func is wait:  # the result is the tensor itself, but a fake one would be another
+                return args[0]
+            made = func(*args, **(kwargs or {}))
+            if torch._C._current_graph_task_id() != -1:
+                self.storages.phase = "backward"
+            for x in tree_leaves(made):
+                if isinstance(x, torch.Tensor):
+                    self.storages.of(x)
+            self.storages.tick()
+            return made
+
+    return Tracker
+
+
+def rank_memory(
+    plan: TorchPlan, rank: int, optimizer: Callable[[Iterable[Tensor]], Optimizer] | None
+) -> TorchMemory:
+    """See ``TorchPlan.memory``."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    make = optimizer or _optimizer_of(plan)
+    groups, storages = groups_of_one(plan, rank), _Storages()
+    if not can_record(plan.walk(groups)):
+        raise PaseError(
+            "the model has branches that depend on data, so nobody knows beforehand what its step keeps",
+            where=f"model '{plan.program.name}'",
+        )
+    saved: set[_Storage] = set()
+
+    def pack(x: Tensor) -> Tensor:
+        saved.add(storages.of(x))
+        return x
+
+    with FakeTensorMode(allow_non_fake_inputs=True), _mode()(storages):
+        step, batch = imagined_step(plan, groups), imagined_batch(plan)
+        trained = [p for p in step.stored.values() if p.requires_grad]
+        update = make(trained)
+
+        step.backward(*batch)  # records the program
+        update.step()  # makes the optimizer's state
+        update.zero_grad()
+        kinds = dict(_known(step, update, batch, storages))
+        storages.begin()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            step.backward(*batch)
+        storages.phase = "update"
+        update.step()
+        for p in trained:
+            if p.grad is not None:
+                kinds.setdefault(storages.of(p.grad), "gradients")
+        found: dict[str, int] = dict.fromkeys((*_KINDS, "gradients", "saved", "temporaries"), 0)
+        for s in storages.at_peak():
+            found[kinds.get(s, "saved" if s in saved else "temporaries")] += s.nbytes
+    return TorchMemory(
+        model=plan.program.name,
+        rank=rank,
+        devices=plan.mesh.devices,
+        phase=storages.peak_phase,
+        predicted=plan.account,
+        **found,
+    )
+
+
+_KINDS = ("parameters", "optimizer", "inputs", "buffers")
+
+
+def _known(
+    step: ImaginedStep, update: Optimizer, batch: Iterable[Tensor | None], storages: _Storages
+) -> Iterator[tuple[_Storage, str]]:
+    """The kinds of the storages that live from step to step."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    state = tree_leaves([dict(s) for s in update.state.values()])
+    programs = [p.module for p in step.programs.made.values()]
+    held = [x for m in programs for x in _constants(m)]
+    every: Mapping[str, Iterable[Any]] = {
+        "buffers": [*step.held.values(), *held],
+        "inputs": batch,
+        "optimizer": state,
+        "parameters": step.stored.values(),
+    }
+    for kind, tensors in every.items():
+        for x in tensors:
+            if isinstance(x, torch.Tensor):
+                yield storages.of(x), kind
+
+
+def _constants(module: GraphModule) -> Iterator[Tensor]:
+    """The tensors that are part of a recorded program."""
+    yield from module.buffers()
+    for n in module.graph.nodes:
+        if isinstance(n.target, ProgramCall) and isinstance(n.target.run, RecordedBlock):
+            yield from _constants(n.target.run.module)
+
+
+def _optimizer_of(plan: TorchPlan) -> Callable[[Iterable[Tensor]], Optimizer]:
+    """The plan's optimizer. Raises PaseError if PyTorch has none of that name."""
+    import torch
+
+    if plan.optimizer not in _OPTIMIZERS:
+        raise PaseError(
+            f"torch.optim has no optimizer '{plan.optimizer}'",
+            where="plan.torch.memory",
+            fix="pass one: plan.torch.memory(optimizer=lambda parameters: MyOptimizer(parameters))",
+        )
+    name, settings = _OPTIMIZERS[plan.optimizer]
+    return lambda parameters: getattr(torch.optim, name)(list(parameters), **settings)

@@ -1,0 +1,60 @@
+"""The tracked memory of a rank's step: PyTorch's own tracker says the same of the unsharded module."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from pase.errors import PaseError
+from tests.backends.torch.models import case
+
+pytestmark = pytest.mark.torch
+
+
+def test_the_peak_of_one_rank_is_that_of_pytorchs_tracker() -> None:
+    """To the byte, for a step with data and Adam's state from the step before."""
+    import torch
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    c = case("block", 1)
+    plan = c.case.plan("ours")
+    assert plan is not None
+    found = plan.torch.memory()
+    module = copy.deepcopy(c.module)
+    optimizer, tracker = torch.optim.Adam(module.parameters()), MemTracker()
+    tracker.track_external(module, optimizer, *c.batch)
+    with tracker:
+        for i in range(2):
+            module(*c.batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if i == 0:
+                tracker.reset_mod_stats()
+    ((_, theirs),) = tracker.get_tracker_snapshot("peak").items()
+    assert found.total == theirs["Total"]
+    assert found.phase == "backward"
+    assert found.parameters == sum(p.nbytes for p in module.parameters())
+    assert found.optimizer == sum(x.nbytes for state in optimizer.state.values() for x in state.values())
+
+
+def test_a_rank_of_many_keeps_its_parts() -> None:
+    """It needs no process group. A rank that the plan does not have, and an optimizer without state."""
+    import torch
+
+    def momentum(parameters: Any) -> Any:
+        return torch.optim.SGD(parameters, momentum=0.9)
+
+    plan = case("tower", 8).case.plan("fsdp")
+    assert plan is not None
+    found = plan.torch.memory(rank=5, optimizer=momentum)
+    stored = plan.memory.parameters
+    assert (found.parameters, found.optimizer) == (stored, stored)
+    assert found.predicted == plan.memory
+    assert found.to_json()["total"] == found.total > found.saved > 0
+    assert "rank 5 of 8" in str(found) and "activations and inputs" in str(found)
+    for refused in (lambda: plan.torch.memory(rank=8), lambda: plan.torch.code(rank=8)):
+        with pytest.raises(PaseError) as e:
+            refused()
+        assert "8 devices" in e.value.what and "7" in e.value.fix
