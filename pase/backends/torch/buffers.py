@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.tensor import DTensor
 
-    from pase.backends.torch.plan import ParallelModule
+    from pase.backends.torch.parallel import ParallelModule
     from pase.backends.torch.spmd.interpreter import Body
     from pase.frontends.torch.export.module import TorchProgram
 

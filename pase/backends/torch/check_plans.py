@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module, Parameter
 
+    from pase.backends.torch.parallel import ParallelModule
     from pase.backends.torch.pipeline.run import PipelinedModule
-    from pase.backends.torch.plan import ParallelModule
 
 __all__ = ["TorchAgainst", "check_parallel", "check_stages", "unsharded_copy"]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module, Parameter
 
-    from pase.backends.torch.plan import ParallelModule
+    from pase.backends.torch.parallel import ParallelModule
 
 __all__ = ["CheckedModule", "HeldState", "gradient_of", "local_of"]
 

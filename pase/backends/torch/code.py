@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.fx import GraphModule
 
-    from pase.backends.torch.plan import ParallelModule, TorchPlan
+    from pase.backends.torch.parallel import ParallelModule
+    from pase.backends.torch.plan import TorchPlan
     from pase.backends.torch.spmd.interpreter import Body
 
 __all__ = ["groups_of_one", "rank_code"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pase.backends.torch.gradients import LocalGradients
-from pase.backends.torch.plan import ParallelModule, TorchPlan
+from pase.backends.torch.parallel import ParallelModule
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.local.types import local_shape
 from pase.pytree import Tree
@@ -19,6 +19,8 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from pase.backends.torch.plan import TorchPlan
 
 __all__ = ["ImaginedStep", "imagined_batch", "imagined_step"]
 

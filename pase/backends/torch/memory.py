@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pase.backends.torch.code import groups_of_one
 from pase.backends.torch.imagined import ImaginedStep, imagined_batch, imagined_step
-from pase.backends.torch.plan import TorchPlan
 from pase.backends.torch.program import can_record
 from pase.backends.torch.spmd.record import ProgramCall, RecordedBlock
 from pase.errors import PaseError
@@ -35,11 +34,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from pase.backends.torch.plan import TorchPlan
     from pase.frontends.torch.values import TorchOperand
 
-__all__ = ["StepPhase", "TorchMemory", "rank_memory"]
+__all__ = ["PeakPhase", "TorchMemory", "rank_memory"]
 
-StepPhase = Literal["forward", "backward", "update"]
+PeakPhase = Literal["forward", "backward", "update"]
 
 _OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
     "sgd": ("SGD", {}),
@@ -62,7 +62,7 @@ class TorchMemory:
     model: str
     rank: int
     devices: int
-    phase: StepPhase
+    phase: PeakPhase
     parameters: int
     gradients: int
     optimizer: int
@@ -102,13 +102,13 @@ class TorchMemory:
             table.add_column(name, justify="right")
         p = self.predicted
         for name, predicted, tracked in (
-            ("parameters", p and p.parameters, self.parameters),
-            ("gradients", p and p.gradients, self.gradients),
-            ("optimizer state", p and p.optimizer, self.optimizer),
-            ("activations and inputs", p and p.activations, self.saved + self.inputs),
+            ("parameters", None if p is None else p.parameters, self.parameters),
+            ("gradients", None if p is None else p.gradients, self.gradients),
+            ("optimizer state", None if p is None else p.optimizer, self.optimizer),
+            ("activations and inputs", None if p is None else p.activations, self.saved + self.inputs),
             ("the module's buffers", None, self.buffers),
-            ("temporaries", p and p.buffers, self.temporaries),
-            ("peak", p and p.total, self.total),
+            ("temporaries", None if p is None else p.buffers, self.temporaries),
+            ("peak", None if p is None else p.total, self.total),
         ):
             ratio = f"{predicted / tracked:.3f}" if predicted is not None and tracked else ""
             table.add_row(
@@ -118,7 +118,7 @@ class TorchMemory:
 
 
 @dataclass(eq=False)
-class _Storage:
+class _CountedStorage:
     """A storage in the course of a step. Times count ops; ``end`` is None as long as it lives."""
 
     nbytes: int
@@ -127,7 +127,7 @@ class _Storage:
 
 
 @dataclass(kw_only=True)
-class _Storages:
+class _LiveStorages:
     """The storages of a step, and the most bytes that lived at once.
 
     names: address of a living storage -> it. watched: keeps the callbacks alive.
@@ -137,18 +137,18 @@ class _Storages:
     living: int = 0
     peak: int = 0
     peak_at: int = 0
-    phase: StepPhase = "forward"
-    peak_phase: StepPhase = "forward"
-    names: dict[int, _Storage] = field(default_factory=dict)
+    phase: PeakPhase = "forward"
+    peak_phase: PeakPhase = "forward"
+    names: dict[int, _CountedStorage] = field(default_factory=dict)
     watched: dict[int, object] = field(default_factory=dict)
-    every: list[_Storage] = field(default_factory=list)
+    every: list[_CountedStorage] = field(default_factory=list)
 
-    def of(self, x: Tensor) -> _Storage:
+    def of(self, x: Tensor) -> _CountedStorage:
         """The storage of a tensor, which counts from now on if it is new."""
         storage = x.untyped_storage()
         at = storage._cdata
         if at not in self.names:
-            made = self.names[at] = _Storage(storage.nbytes(), self.now)
+            made = self.names[at] = _CountedStorage(storage.nbytes(), self.now)
             self.every.append(made)
             self.watched[at] = weakref.ref(storage, lambda _: self._freed(at))
             self.living += made.nbytes
@@ -171,7 +171,7 @@ class _Storages:
         self.peak, self.phase = 0, "forward"
         self.tick()
 
-    def at_peak(self) -> Iterator[_Storage]:
+    def at_peak(self) -> Iterator[_CountedStorage]:
         """The storages that lived at the peak."""
         for s in self.every:
             if s.begin <= self.peak_at and (s.end is None or s.end > self.peak_at):
@@ -188,7 +188,7 @@ def _mode() -> type[TorchDispatchMode]:
     wait = torch.ops._c10d_functional.wait_tensor.default
 
     class Tracker(TorchDispatchMode):
-        def __init__(self, storages: _Storages) -> None:
+        def __init__(self, storages: _LiveStorages) -> None:
             super().__init__()
             self.storages = storages
 
@@ -221,13 +221,13 @@ def rank_memory(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     make = optimizer or _optimizer_of(plan)
-    groups, storages = groups_of_one(plan, rank), _Storages()
+    groups, storages = groups_of_one(plan, rank), _LiveStorages()
     if not can_record(plan.walk(groups)):
         raise PaseError(
             "the model has branches that depend on data, so nobody knows beforehand what its step keeps",
             where=f"model '{plan.program.name}'",
         )
-    saved: set[_Storage] = set()
+    saved: set[_CountedStorage] = set()
 
     def pack(x: Tensor) -> Tensor:
         saved.add(storages.of(x))
@@ -267,8 +267,8 @@ _KINDS = ("parameters", "optimizer", "inputs", "buffers")
 
 
 def _known(
-    step: ImaginedStep, update: Optimizer, batch: Iterable[Tensor | None], storages: _Storages
-) -> Iterator[tuple[_Storage, str]]:
+    step: ImaginedStep, update: Optimizer, batch: Iterable[Tensor | None], storages: _LiveStorages
+) -> Iterator[tuple[_CountedStorage, str]]:
     """The kinds of the storages that live from step to step."""
     import torch
     from torch.utils._pytree import tree_leaves

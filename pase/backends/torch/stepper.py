@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from pase.backends.torch.parallel import ParallelModule
     from pase.backends.torch.pipeline.run import PipelinedModule
-    from pase.backends.torch.plan import ParallelModule
 
 __all__ = ["TorchStep", "checked"]
 

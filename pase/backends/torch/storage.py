@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.nn import Module, Parameter
 
-    from pase.backends.torch.plan import ParallelModule
+    from pase.backends.torch.parallel import ParallelModule
     from pase.frontends.torch.export.module import TorchProgram
 
 __all__ = ["Storage", "lifted_of", "shared_out"]

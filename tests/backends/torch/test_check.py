@@ -11,7 +11,7 @@ import pytest
 
 from bench.cases.torch_ranks import on_ranks
 from pase.backends.torch.buffers import StepBuffers
-from pase.backends.torch.plan import ParallelModule
+from pase.backends.torch.parallel import ParallelModule
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.errors import PaseError
 from tests.backends.torch.checked import run_of

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from pase.backends.torch.check_plans import TorchAgainst, check_stages
 from pase.backends.torch.clip import clipped
 from pase.backends.torch.gradients import added
+from pase.backends.torch.parallel import ParallelModule, agreed_seed
 from pase.backends.torch.pipeline.p2p import Letter, StageLinks
-from pase.backends.torch.plan import ParallelModule, agreed_seed
 from pase.backends.torch.spmd.hoisted import StepParameters
 from pase.backends.torch.spmd.interpreter import Body
 from pase.backends.torch.spmd.values import RankValue
