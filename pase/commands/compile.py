@@ -48,6 +48,9 @@ def compile(
             metavar="FILE",
         ),
     ] = None,
+    every_layer: Annotated[
+        bool, typer.Option("--all", help="Print every layer, not only the costliest in about 40 lines.")
+    ] = False,
     json: JsonOption = False,
     strict: StrictOption = False,
 ) -> None:
@@ -87,7 +90,7 @@ def compile(
         return
     from pase.plan.table import render
 
-    render(plan, console())
+    render(plan, console(), every_layer)
     if plan.buckets is not None:
         e = plan.buckets["evaluation"]
         console().print(

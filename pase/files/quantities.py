@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from pase.errors import PaseError
 
-__all__ = ["bytes_text", "parse_bytes", "parse_factors", "parse_rate", "parse_seconds"]
+__all__ = ["bytes_text", "cost_text", "parse_bytes", "parse_factors", "parse_rate", "parse_seconds"]
 
 _NUMBER = r"\d+(?:\.\d*)?(?:e[+-]?\d+)?"
 _BYTES = {"": 1.0, "b": 1.0} | {
@@ -31,6 +31,21 @@ def bytes_text(n: float) -> str:
             return f"{n:.3g} {unit}" if abs(n) < 1000 else f"{n:.0f} {unit}"
         n /= 1024
     raise AssertionError
+
+
+def cost_text(cost: float, unit: str) -> str:
+    """
+    >>> cost_text(0.0345, "s"), cost_text(2e-6, "s"), cost_text(1.2e12, "FLOP")
+    ('34.5 ms', '2.00 µs', '1.2e+12 FLOP')
+    """
+    if unit != "s":
+        return f"{cost:.4g} {unit}"
+    if cost < 0:
+        return f"-{cost_text(-cost, unit)}"
+    for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if cost >= scale:
+            return f"{cost / scale:.3g} {name}" if cost / scale >= 10 else f"{cost / scale:.2f} {name}"
+    return "0" if cost == 0 else f"{cost * 1e6:.2g} µs"
 
 
 def _parse(text: str, units: Mapping[str, float], refusal: PaseError, *, zero: bool = False) -> float:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pase.files.quantities import bytes_text
+from pase.files.quantities import bytes_text, cost_text
 from pase.files.terminal import console
 from pase.ir.blocks import hoisted_text, recompute_text
+from pase.plan.answer import answer, axes_text, family, gap_text, mesh_text
 from pase.plan.pipeline import lines as stage_lines
 from pase.plan.types import NodePlan, PlanData, TensorPlan
 
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
     from pase.files.terminal import Console
+    from pase.machine import Mesh
 
 __all__ = [
     "as_html",
@@ -33,21 +38,6 @@ __all__ = [
 ]
 
 
-def cost_text(cost: float, unit: str) -> str:
-    """
-    >>> cost_text(0.0345, "s"), cost_text(2e-6, "s"), cost_text(1.2e12, "FLOP")
-    ('34.5 ms', '2.00 µs', '1.2e+12 FLOP')
-    """
-    if unit != "s":
-        return f"{cost:.4g} {unit}"
-    if cost < 0:
-        return f"-{cost_text(-cost, unit)}"
-    for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if cost >= scale:
-            return f"{cost / scale:.3g} {name}" if cost / scale >= 10 else f"{cost / scale:.2f} {name}"
-    return "0" if cost == 0 else f"{cost * 1e6:.2g} µs"
-
-
 _KINDS = {
     "all_reduce": "AR",
     "all_gather": "AG",
@@ -55,10 +45,6 @@ _KINDS = {
     "all_to_all": "A2A",
     "permute": "CP",
 }
-
-
-def _mesh_text(plan: PlanData) -> str:
-    return "  ".join(f"{n}={s}" for n, s in zip(plan.mesh.names, plan.mesh.sizes, strict=True))
 
 
 def devices_text(plan: PlanData) -> str:
@@ -69,13 +55,17 @@ def devices_text(plan: PlanData) -> str:
 
 
 def headline(plan: PlanData) -> list[str]:
-    """Return the lines above the table: model, mesh, predicted step, memory, certificate."""
+    """Return the lines above the table: the plan in a sentence, model, mesh, predicted step, memory, certificate."""
     count = sum(t.elements for t in plan.parameters.values())
     scale = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
     batch = ", ".join(
-        f"{path} {'×'.join(map(str, t.shape)) or 'scalar'}" for path, t in list(plan.inputs.items())[:3]
+        f"{path} {'×'.join(map(str, t.shape))}"
+        for path, t in [p for p in plan.inputs.items() if p[1].shape][:3]
     )
-    lines = [f"{plan.model} · {scale} parameters · {batch} · {devices_text(plan)} of {plan.machine}"]
+    lines = [
+        answer(plan),
+        f"{plan.model} · {scale} parameters · {batch} · {devices_text(plan)} of {plan.machine}",
+    ]
     tried = sorted(plan.tried, key=lambda t: t.cost)
     others = [t for t in tried if t.mesh != plan.mesh.sizes and t.cost > plan.cost * (1 + 1e-9)][:2]
     runners = ", ".join(f"{'×'.join(map(str, t.mesh))} +{(t.cost / plan.cost - 1):.1%}" for t in others)
@@ -83,7 +73,7 @@ def headline(plan: PlanData) -> list[str]:
     note = f"best of {len(tried)} meshes" if len(tried) > 1 else "mesh as given"
     note += f"; {ties} more cost the same" if ties > 0 else ""
     note += f"; runners-up {runners}" if runners else ""
-    lines.append(f"mesh   {_mesh_text(plan)}    {note}")
+    lines.append(f"mesh   {mesh_text(plan.mesh)}    {note}")
     against = " · ".join(
         f"{name.replace('_', ' ')} {cost_text(cost, plan.unit)}"
         + (f" (×{cost / plan.cost:.2f})" if plan.cost else "")
@@ -117,7 +107,13 @@ def headline(plan: PlanData) -> list[str]:
     if (warning := misfit_text(plan)) is not None:
         lines.append(f"WARNING {warning}")
     lines += [f"note   {remark}" for remark in plan.remarks]
-    proof = "optimal (certified)" if plan.optimal else f"best found; bound {cost_text(plan.bound, plan.unit)}"
+    lines.append(_certificate(plan))
+    return lines
+
+
+def _certificate(plan: PlanData) -> str:
+    """What is proven, under which assumptions, and what it took."""
+    proof = "optimal (certified)" if plan.optimal else gap_text(plan.cost, plan.bound, plan.unit)
     if every := plan.provenance.get("meshes"):
         proof += f", over {every} meshes of the devices" if plan.optimal else f"; proven over meshes: {every}"
     if paddings := plan.provenance.get("paddings"):
@@ -127,8 +123,7 @@ def headline(plan: PlanData) -> list[str]:
     edges = plan.provenance.get("edges", "?")
     under = f"under cost model '{plan.cost_model}', {plan.objective}"
     under += ", and the notes above" if plan.remarks else ""
-    lines.append(f"{proof} {under} · {len(plan.nodes)} nodes, {edges} edges · {times}")
-    return lines
+    return f"{proof} {under} · {len(plan.nodes)} nodes, {edges} edges · {times}"
 
 
 def _peak_text(plan: PlanData) -> str:
@@ -141,7 +136,7 @@ def in_a_line(plan: PlanData) -> str:
     proof = "optimal" if plan.optimal else f"bound {cost_text(plan.bound, plan.unit)}"
     fits = "" if plan.fits else ", does not fit"
     return (
-        f"<Plan {plan.model} on {plan.devices} × {plan.machine}, mesh {_mesh_text(plan)}: "
+        f"<Plan {plan.model} on {plan.devices} × {plan.machine}, mesh {mesh_text(plan.mesh)}: "
         f"{cost_text(plan.cost, plan.unit)} predicted, {proof}{fits}>"
     )
 
@@ -174,15 +169,9 @@ def _shortlist(plan: PlanData) -> list[tuple[str, float]]:
     """Return data parallelism, FSDP, and the best of each other family. If any fits, only those that fit."""
     best: dict[str, tuple[bool, float, str]] = {}
     for name, cost in plan.baselines.items():
-        head = name.split("_")[0]
-        family = head if head in _FAMILIES else name
         rank = (name in plan.too_large, cost, name)
-        best[family] = min(best.get(family, rank), rank)
+        best[family(name)] = min(best.get(family(name), rank), rank)
     return [(name, cost) for _, cost, name in best.values()]
-
-
-_FAMILIES = {"megatron", "expert", "context"}
-"""Baselines of several degrees, of which the best is shown."""
 
 
 def _elements(t: TensorPlan) -> int:
@@ -192,23 +181,87 @@ def _elements(t: TensorPlan) -> int:
     return n
 
 
-def _split_text(split: Mapping[str, Iterable[str]]) -> str:
-    return "  ".join(f"{d}:{'·'.join(axes)}" for d, axes in split.items() if d != "pending") or "-"
+def _split_text(n: NodePlan, mesh: Mesh) -> str:
+    """Return dim:axes of what is split. A dim whose name is only a count (z243) is given by its size."""
+    names = {d: str(size) if _COUNTED.fullmatch(d) else d for d, size in n.sizes.items()}
+    shown = (f"{names.get(d, d)}:{axes_text(axes, mesh)}" for d, axes in n.split.items() if d != "pending")
+    return "  ".join(shown) or "-"
+
+
+_COUNTED = re.compile(r"[a-z]\d{2,}")
 
 
 _WITH_OPS, _WITH_MOVES = 110, 150
 """The terminal widths from which there is room for the ops, and for each kind of collective."""
+_MOST_LINES = 40
+"""The lines of a plan's text, unless all are asked for."""
 
 
-def layer_table(plan: PlanData, width: int = _WITH_MOVES) -> RichTable:
-    """Return a rich.Table with a row for each node that computes or communicates.
+@dataclass(frozen=True, kw_only=True)
+class _LayerRow:
+    """Nodes that are alike: equal layers that the program writes out, or one layer. Costs are sums."""
 
-    A narrow table has no column for ops and gives the bytes of all collectives together. Long names are truncated.
+    name: str
+    nodes: tuple[NodePlan, ...]
+
+    @property
+    def times(self) -> int:
+        return sum(n.times for n in self.nodes)
+
+    @property
+    def compute(self) -> float:
+        return sum(n.cost.compute for n in self.nodes)
+
+    @property
+    def communication(self) -> float:
+        return sum(n.cost.communication for n in self.nodes)
+
+
+def _rows(plan: PlanData) -> list[_LayerRow]:
+    """Return the nodes that compute or communicate, those together whose names differ by numbers only.
+
+    They also have the same op, sizes and split. A name gets a ``*`` for numbers that differ.
+    """
+    alike: dict[tuple[object, ...], list[NodePlan]] = {}
+    for n in filter(_is_listed, plan.nodes):
+        alike.setdefault(_shape_of(n), []).append(n)
+    return [_LayerRow(name=_common(nodes), nodes=tuple(nodes)) for nodes in alike.values()]
+
+
+def _shape_of(n: NodePlan) -> tuple[object, ...]:
+    """Return what equal layers have in common. Dims count by position, because each layer has names of its own."""
+    place = {dim: str(i) for i, dim in enumerate(n.sizes)}
+    einsum = _WORD.sub(lambda m: place.get(m[0], m[0]), n.einsum)
+    split = tuple((place.get(d, d), tuple(axes)) for d, axes in n.split.items())
+    return _NUMBER.sub("*", _COUNTER.sub("", n.name)), n.op, einsum, tuple(n.sizes.values()), split
+
+
+_WORD = re.compile(r"\w+")
+_NUMBER, _COUNTER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])"), re.compile(r"~\d+$")
+"""A number in a path such as blocks.3.wq, and the count that tells nodes of one name apart."""
+
+
+def _common(nodes: Sequence[NodePlan]) -> str:
+    """Return the name of nodes that are alike, with a ``*`` for each number in which they differ."""
+    names = [n.name if len(nodes) == 1 else _COUNTER.sub("", n.name) for n in nodes]
+    found = [_NUMBER.findall(name) for name in names]
+    numbers = iter([at[0] if len(set(at)) == 1 else "*" for at in zip(*found, strict=True)])
+    return _NUMBER.sub(lambda _: next(numbers), names[0])
+
+
+def layer_table(plan: PlanData, width: int = _WITH_MOVES, most: int | None = None) -> RichTable:
+    """Return a rich.Table with a row for each node, or for equal ones, that compute or communicate.
+
+    A narrow table gives the bytes of all collectives together. Long names are truncated.
+
+    most: the number of rows; the costliest are shown, in the model's order, without ops. None for all of them, with ops
+        if there is room.
     """
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    ops, each = width >= _WITH_OPS, width >= _WITH_MOVES
+    ops = most is None and width >= _WITH_OPS
+    each = width >= (_WITH_MOVES if ops else _WITH_OPS)
     table.add_column("layer", no_wrap=True, overflow="ellipsis")
     if ops:
         table.add_column("op", overflow="fold")
@@ -216,24 +269,45 @@ def layer_table(plan: PlanData, width: int = _WITH_MOVES) -> RichTable:
     for name in ("compute", "comm."):
         table.add_column(name, justify="right", no_wrap=True, min_width=8)
     if each:
-        table.add_column("collectives", overflow="fold")
+        table.add_column(
+            "collectives", overflow="fold" if most is None else "ellipsis", no_wrap=most is not None
+        )
     else:
         table.add_column("sends", justify="right", no_wrap=True, min_width=8)
     sent_by_node: dict[str, dict[str, float]] = {}
     for c in plan.collectives:
         at = sent_by_node.setdefault(c.node, {})
         at[_KINDS[c.kind]] = at.get(_KINDS[c.kind], 0.0) + c.nbytes * c.times
-    for n in filter(_is_listed, plan.nodes):
-        sent = sent_by_node.get(n.name, {})
+    rows = _rows(plan)
+    shown = rows if most is None or len(rows) <= most else _costliest(rows, most - 1)
+    for row in shown:
+        first, sent = row.nodes[0], Counter[str]()
+        for n in row.nodes:
+            sent.update(sent_by_node.get(n.name, {}))
         table.add_row(
-            n.name + (f" ×{n.times}" if n.times > 1 else ""),
-            *([_op_text(n)] if ops else []),
-            _split_text(n.split),
-            cost_text(n.cost.compute, plan.unit),
-            cost_text(n.cost.communication, plan.unit) if n.cost.communication else "",
+            row.name + (f" ×{row.times}" if row.times > 1 else ""),
+            *([_op_text(first)] if ops else []),
+            _split_text(first, plan.mesh),
+            cost_text(row.compute, plan.unit),
+            cost_text(row.communication, plan.unit) if row.communication else "",
             _sent_text(sent, each),
         )
+    if left := [row for row in rows if row not in shown]:
+        table.add_row(
+            f"{sum(len(row.nodes) for row in left)} more",
+            *([""] if ops else []),
+            "--all lists them",
+            cost_text(sum(row.compute for row in left), plan.unit),
+            cost_text(sum(row.communication for row in left), plan.unit),
+            "",
+        )
     return table
+
+
+def _costliest(rows: Sequence[_LayerRow], most: int) -> list[_LayerRow]:
+    """Return the rows that cost the most, in their order."""
+    ranked = sorted(rows, key=lambda row: -(row.compute + row.communication))[: max(most, 1)]
+    return [row for row in rows if row in ranked]
 
 
 def _is_listed(n: NodePlan) -> bool:
@@ -264,9 +338,8 @@ def storage_table(plan: PlanData) -> RichTable:
     groups: dict[str, list[tuple[str, TensorPlan]]] = {}
     for path, t in plan.parameters.items():
         axes = [a for dim in t.storage for a in dim]
-        groups.setdefault("split over " + "·".join(axes) if axes else "whole on every device", []).append(
-            (path, t)
-        )
+        how = f"split over {axes_text(axes, plan.mesh)}" if axes else "whole on every device"
+        groups.setdefault(how, []).append((path, t))
     sizes = plan.mesh.by_name
     for how, members in groups.items():
         held = 0.0
@@ -289,20 +362,28 @@ def _itemsize(dtype: str) -> int:
     return itemsize(dtype)
 
 
-def render(plan: PlanData, out: Console) -> None:
-    """Print the plan on a rich Console."""
-    for line in headline(plan):
-        out.print(line, style="bold red" if line.startswith("WARNING") else None)
+def render(plan: PlanData, out: Console, every_layer: bool = False) -> None:
+    """Print the plan on a rich Console, in at most 40 lines if these are not wrapped, or with every layer."""
+    lines = headline(plan)
+    for i, line in enumerate(lines):
+        bold = "bold red" if line.startswith("WARNING") else "bold" if i == 0 else None
+        out.print(line, style=bold)
+    stored = storage_table(plan)
+    wrapped = sum(1 + len(line) // (out.width - 10) for line in lines)
+    most = max(_MOST_LINES - wrapped - stored.row_count - 4, _LEAST_ROWS)
     out.print()
-    out.print(layer_table(plan, out.width))
+    out.print(layer_table(plan, out.width, None if every_layer else most))
     out.print()
-    out.print(storage_table(plan))
+    out.print(stored)
 
 
-def as_text(plan: PlanData, width: int = 150) -> str:
-    """Return the plan as plain text."""
+_LEAST_ROWS = 5
+
+
+def as_text(plan: PlanData, width: int = 150, every_layer: bool = False) -> str:
+    """Return the plan as plain text, in about 40 lines or with every layer."""
     out = io.StringIO()
-    render(plan, console(file=out, width=width, color_system=None))
+    render(plan, console(file=out, width=width, color_system=None), every_layer)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 

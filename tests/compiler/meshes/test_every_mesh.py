@@ -49,6 +49,7 @@ def test_the_answer_is_the_best_of_every_mesh(
         overlap=overlap,
         baselines=False,
         memory_limit="none",
+        idle="none",
     )
     assert plan.cost == pytest.approx(whole.solution.cost, rel=1e-9)
     assert plan.optimal and plan.bound == pytest.approx(plan.cost, rel=1e-9)

@@ -1,0 +1,68 @@
+"""A plan in a sentence, against strategies that are known."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pase
+from pase.plan.answer import answer, strategy_in_words
+
+MODEL = "zoo:gpt2?batch=16&layers=2&seq=128&vocab=512"
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, pase.Plan]:
+    return dict(pase.compare(MODEL, devices=8, machine="h100x8", max_axes=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("data_parallel", "data parallelism over 8 devices"),
+        ("zero2", "data parallelism over 8 devices with optimizer state sharded (ZeRO-2)"),
+        ("fsdp", "FSDP over 8 devices"),
+        ("megatron_4x2", "data parallelism over 4 × model parallelism over 2"),
+        ("megatron_sp_fsdp_2x4", "FSDP over 2 × model parallelism over 4"),
+    ],
+)
+def test_common_strategies_have_their_names(plans: dict[str, pase.Plan], name: str, says: str) -> None:
+    assert strategy_in_words(plans[name]) == says
+
+
+def test_the_first_line_has_the_step_the_memory_and_what_would_do(plans: dict[str, pase.Plan]) -> None:
+    ours = plans["pase"]
+    first = answer(ours)
+    assert " ".join(str(ours).split()).startswith(first)
+    assert " a step, " in first and f"of {ours.memory_there / 2**30:.3g} GiB a device" in first
+    simple = min(v for k, v in ours.baselines.items() if k not in ours.too_large)
+    assert (
+        f"{simple / ours.cost - 1:.0%} faster than" in first
+        or f"{simple / ours.cost - 1:.1%} faster" in first
+    )
+
+
+def loss(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    for name in sorted(w):
+        x = jax.nn.gelu(x @ w[name])
+    return jnp.mean(jnp.square(x))
+
+
+def test_equal_layers_are_one_row_and_long_plans_are_cut() -> None:
+    """The layers are written out; every other one has another width, and is a row of its own."""
+    shapes = {f"layers.{i}": (512, 768) if i % 2 == 0 else (768, 512) for i in range(8)}
+    w = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16)
+    plan = pase.compile(loss, w, x, devices=4, machine="h100x8", baselines=False)
+    text = str(plan)
+    assert text.count("layers.*:dot ×4") == 2 and len(text.splitlines()) <= 40
+
+    wide = {f"w{chr(97 + i)}": jax.ShapeDtypeStruct((512, 512), jnp.bfloat16) for i in range(26)}
+    wide |= {f"v{chr(97 + i)}": jax.ShapeDtypeStruct((512, 512), jnp.bfloat16) for i in range(26)}
+    plan = pase.compile(loss, wide, x, devices=4, machine="h100x8", baselines=False, max_axes=1)
+    from pase.plan.table import as_text
+
+    assert len(str(plan).splitlines()) <= 40 and "--all lists them" in str(plan)
+    every = as_text(plan, every_layer=True)
+    assert all(f"{name}:dot" in every for name in wide) and "--all" not in every
