@@ -171,6 +171,14 @@ def _print(ours: PlanData, rows: Rows) -> None:
     c.print(out)
     for name, why in ours.skipped.items():
         c.print(f"without {name}: {why}")
+    batches = f"{ours.accumulate} micro-batches" if ours.accumulate > 1 else "one micro-batch"
+    recomputed = (
+        f"{len(ours.remat)} blocks recomputed" if ours.remat else "recomputation as the model marks it"
+    )
+    c.print(
+        f"every row runs {batches}, {recomputed}, and no work of a framework's own; what a framework adds: pase price "
+        f"--as fsdp={ours.devices} --like-search"
+    )
     if (warning := misfit_text(ours)) is not None:
         c.print(f"WARNING {warning}", style="bold red")
     for remark in ours.remarks:

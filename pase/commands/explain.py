@@ -191,25 +191,28 @@ def _table(*columns: str) -> RichTable:
 
 def _overview(e: Explanation, c: Console) -> None:
     from pase.plan.table import bytes_text, cost_text, headline
+    from pase.questions.explain import whole_time
 
     plan = e.plan
     for line in headline(plan):
         c.print(line)
     c.print()
-    whole = sum(x.cost for x in e.causes) or 1.0
-    table = _table("where the time goes", "step>", "share>", "bytes a device>", "collectives>")
+    whole = whole_time(e.causes)
+    table = _table("where the time goes", "time>", "share>", "bytes a device>", "collectives>")
     for x in e.causes:
         moved = x.group == "communication" and x.cost > 0
         table.add_row(
             x.what,
             cost_text(x.cost, plan.unit),
-            f"{x.cost / whole:.1%}",
+            f"{x.cost / whole:.1%}" if x.cost > 0 else "",
             bytes_text(x.nbytes) if moved else "",
             str(x.count) if moved else "",
         )
+    if plan.hidden:
+        table.add_row("the step", cost_text(plan.cost, plan.unit), "", "", "")
     c.print(table)
     c.print()
-    table = _table("layer", "split", "step>", "share>", "best other split>")
+    table = _table("layer", "split", "time>", "share>", "best other split>")
     for n in sorted(plan.nodes, key=lambda n: -n.cost.total):
         if not n.cost.total and n.name not in e.next_best:
             continue
@@ -246,7 +249,9 @@ def _against(cost: float, ours: float) -> str:
     if cost == float("inf"):
         return "impossible"
     more = cost / ours - 1 if ours else 0.0
-    return "the same" if abs(more) < 5e-7 else f"{more:+.2%}" if abs(more) >= 1e-4 else f"{more:+.4%}"
+    if abs(more) < 5e-7:
+        return "the same"
+    return f"{more:+.2%}" if abs(more) >= 1e-4 else f"{'+' if more > 0 else '-'}0.01%"
 
 
 def _split(split: Mapping[str, Sequence[str]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from textwrap import fill
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +17,11 @@ from pase.commands.options import (
     strictly,
 )
 from pase.compiler.problem.options import CompileOptions
+from pase.files.json_values import JsonObject
 from pase.files.terminal import console
+
+if TYPE_CHECKING:
+    from pase.plan.types import PlanData
 
 __all__ = ["price"]
 
@@ -42,13 +46,21 @@ def price(
             "--executor", help="How the program runs: eager, compiled, xla, megatron or megatron_2021."
         ),
     ] = "compiled",
+    like_search: Annotated[
+        bool,
+        typer.Option(
+            "--like-search",
+            help="Also give the price of the same split as 'pase compare' lists it, and what makes the difference. "
+            "This runs the search.",
+        ),
+    ] = False,
     json: JsonOption = False,
     strict: StrictOption = False,
 ) -> None:
     """Price a strategy that you give: step time, memory, collectives.
 
-    There is no search. The strategy is applied to the model's own graph and priced as a framework would run it, with
-    gathers and sums that overlap compute, recomputation, and the pipeline bubble.
+    There is no search, unless --like-search is given. The strategy is applied to the model's own graph and priced as a
+    framework would run it, with gathers and sums that overlap compute, recomputation, and the pipeline bubble.
 
     Prints the step time by cause, the MFU, the time of each kind of collective, and the memory on the fullest rank by
     kind. The figures are predictions, not measurements.
@@ -60,9 +72,11 @@ def price(
                  --as fsdp=32,tp=8,sp,micro=1 --executor megatron
       pase price 'zoo:llama3_70b?batch=512' --devices 512 \\
                  --as dp=16,zero=1,tp=8,sp,pp=4,vp=5 --executor megatron --json
+      pase price zoo:gpt2 --devices 32 --as fsdp=32 --like-search
     """
     from pase.api import price as priced
-    from pase.stated.table import as_lines
+    from pase.stated.searched import price_like_search
+    from pase.stated.table import as_lines, like_search_text
 
     with progress() as say:
         say("pricing the strategy")
@@ -75,14 +89,29 @@ def price(
             unknown=options.unknown,
             dims=options.dims,
         )
+        row = price_like_search(model, None, (), options, found.strategy, say) if like_search else None
     if json:
-        print_json({"model": model, **found.to_json()})
+        print_json(
+            {"model": model, **found.to_json(), **({} if row is None else {"like_search": _row(*row)})}
+        )
         strictly(found.sound, strict)
         return
     out = console()
-    for line in as_lines(model, found):
+    for line in [*as_lines(model, found), *([] if row is None else [like_search_text(found, *row)])]:
         folded = fill(
             line, out.width, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False
         )
         out.print(folded, style="bold red" if line.startswith("WARNING") else None)
     strictly(found.sound, strict)
+
+
+def _row(name: str, plan: PlanData) -> JsonObject:
+    """The search's price of the same split."""
+    return {
+        "name": name,
+        "step_s": plan.cost,
+        "memory_bytes": plan.memory.total,
+        "fits": plan.fits,
+        "micro_batches": plan.accumulate,
+        "blocks_computed_again": len(plan.remat),
+    }

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
     from pase.machine.types import Device
     from pase.questions.unfused import Unfused
 
-__all__ = ["Alternative", "Cause", "Explanation", "LayerReport", "WorkItem", "causes", "explain", "why"]
+__all__ = [
+    "Alternative",
+    "Cause",
+    "Explanation",
+    "LayerReport",
+    "WorkItem",
+    "causes",
+    "explain",
+    "whole_time",
+    "why",
+]
 
 Split = Mapping[str, tuple[str, ...]]
 
@@ -185,6 +195,14 @@ def causes(plan: PlanData) -> tuple[Cause, ...]:
         Cause(group=group, what=what, cost=cost, nbytes=round(nbytes), count=round(count))
         for (group, what), (cost, nbytes, count) in sorted(found.items(), key=lambda kv: -kv[1][0])
     )
+
+
+def whole_time(found: Sequence[Cause]) -> float:
+    """Return the time of all causes, including what overlaps, so that their shares of it add up to 1.
+
+    It is never zero, so that one may divide by it.
+    """
+    return sum(max(c.cost, 0.0) for c in found) or 1.0
 
 
 def explain(

@@ -79,7 +79,7 @@ def _meshes(plan: PlanData) -> Iterator[str]:
     )
     if others and plan.cost:
         mesh, more = "×".join(map(str, others[0].mesh)), others[0].cost / plan.cost - 1
-        yield f"Of {len(plan.tried)} meshes searched, the next best ({mesh}) costs {more:.2%} more."
+        yield f"Of {len(plan.tried)} meshes searched, the next best ({mesh}) {_more_text(more)}."
 
 
 def _best_baseline(plan: PlanData) -> Iterator[str]:
@@ -88,8 +88,18 @@ def _best_baseline(plan: PlanData) -> Iterator[str]:
         return
     fitting = {n: c for n, c in plan.baselines.items() if n not in plan.too_large}
     cost, name = min((c, n) for n, c in (fitting or plan.baselines).items())
-    ways = "is as good" if cost <= plan.cost * (1 + _TIE) else f"costs {cost / plan.cost - 1:.2%} more"
+    ways = _more_text(cost / plan.cost - 1)
     yield f"The best baseline, {name.replace('_', ' ')}, {ways}."
+
+
+def _more_text(more: float) -> str:
+    """
+    >>> _more_text(0.1234), _more_text(0.00002), _more_text(0.0)
+    ('costs 12.34% more', 'costs less than 0.01% more', 'is as good')
+    """
+    if more <= _TIE:
+        return "is as good"
+    return f"costs {more:.2%} more" if more >= 0.0001 else "costs less than 0.01% more"
 
 
 def _next_best(e: Explanation) -> Iterator[str]:
@@ -100,7 +110,7 @@ def _next_best(e: Explanation) -> Iterator[str]:
     near, far = min(finite, key=lambda n: finite[n]), max(finite, key=lambda n: finite[n])
     yield (
         f"Of the {len(finite)} layers that were tried, {near} has the closest alternative: the best plan that splits "
-        f"it differently costs {max(finite[near], 0.0):.3%} more."
+        f"it differently {_more_text(finite[near])}."
     )
     if len(finite) > 1:
         yield f"The split of {far} matters most: any other split costs at least {finite[far]:.1%} more."

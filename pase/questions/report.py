@@ -14,7 +14,7 @@ from pase.pages.streams import timeline_mount
 from pase.plan.step_memory import StepMemory, step_memory
 from pase.plan.table import bytes_text, cost_text, misfit_text
 from pase.plan.types import PlanData, TensorPlan
-from pase.questions.explain import Explanation
+from pase.questions.explain import Explanation, whole_time
 from pase.questions.reasons import reasons
 from pase.questions.report_data import explorer_data, priced_step
 from pase.questions.report_pipeline import drawn_schedule, stages_table
@@ -126,19 +126,19 @@ def _strategies(plan: PlanData) -> str:
 
 
 def _causes(e: Explanation) -> str:
-    whole = sum(c.cost for c in e.causes) or 1.0
+    whole = whole_time(e.causes)
     most = max((c.cost for c in e.causes), default=0.0)
     rows = (
         (
             escape(c.what),
             cost_text(c.cost, e.plan.unit),
-            f"{c.cost / whole:.1%}",
-            bytes_text(c.nbytes) if c.group == "communication" else "",
+            f"{c.cost / whole:.1%}" if c.cost > 0 else "",
+            bytes_text(c.nbytes) if c.group == "communication" and c.cost > 0 else "",
             bar([(c.group, c.cost)], most),
         )
         for c in e.causes
     )
-    head = ["cause", "step>", "share>", "bytes a device>", "|"]
+    head = ["cause", "time>", "share>", "bytes a device>", "|"]
     return key(_PARTS) + table("Where the time goes", head, rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ def price_model(problem: SplitProblem, traced: Traced, s: Strategy, program: Pro
             fix="use a divisor for micro",
         )
     marked = any(op.remat for n in problem.graph.nodes for op in n.ops)
+    given = s
     s = replace(s, micro=micro, remat=s.remat or ("full" if marked else "none"))
     # A batch of one is read as two, because a dim of one is not a dim, and examples could not be told from positions.
     at_once = micro * s.ranks
@@ -52,9 +54,23 @@ def price_model(problem: SplitProblem, traced: Traced, s: Strategy, program: Pro
     traced = ways.micro(traced, examples // samples)
     blocks = ways.blocks_of(traced, marked=True)
     graph = micro_batch_graph(traced, 1)
-    return price_strategy(
+    priced = price_strategy(
         graph, s, program, problem.model, examples, share=at_once / samples, written_out=blocks
     )
+    return replace(priced, added=tuple(_added(given, s, marked)))
+
+
+def _added(given: Strategy, s: Strategy, marked: bool) -> Iterator[str]:
+    """Yield what the user did not state. marked: whether the model marks blocks for recomputation."""
+    if given.micro is None:
+        why = "one example, because there are stages" if s.pipeline > 1 else "all examples of a rank at once"
+        yield f"micro={s.micro} ({why})"
+    if given.remat is None:
+        yield f"remat={s.remat} ({'the model marks its blocks' if marked else 'the model marks nothing'})"
+    if s.shard > 1 and s.zero == 3:
+        yield "zero=3 (parameters, gradients and optimizer state over fsdp)"
+    if s.pipeline > 1 and given.schedule is None:
+        yield f"schedule={'interleaved' if s.chunks > 1 else '1f1b'}"
 
 
 def micro_batch_graph(traced: Traced, parts: int) -> Graph:

@@ -47,6 +47,8 @@ class Priced:
     pipeline: Pipeline | None
     noted: tuple[Remark, ...] = ()
     """What the price assumes, and reasons to doubt it."""
+    added: tuple[str, ...] = ()
+    """What the strategy does not state and the price decides, as terms of a strategy with the reason."""
 
     @property
     def sound(self) -> bool:
@@ -66,6 +68,7 @@ class Priced:
         t, m, p = self.throughput, self.memory, self.pipeline
         return {
             "strategy": str(self.strategy),
+            "added": list(self.added),
             "executor": self.program,
             "machine": self.machine,
             "devices": self.strategy.devices,

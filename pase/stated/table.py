@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from pase.plan.table import bytes_text, cost_text
+from pase.plan.types import PlanData
 from pase.stated.price import Priced
 
-__all__ = ["as_lines"]
+__all__ = ["as_lines", "like_search_text"]
+
+
+def like_search_text(p: Priced, row: str, plan: PlanData) -> str:
+    """Return one line: what the search's price of the same split is, and what makes the difference."""
+    recomputed = (
+        f"{len(plan.remat)} blocks recomputed" if plan.remat else "recomputation as the model marks it"
+    )
+    batches = f"{plan.accumulate} micro-batch{'es' * (plan.accumulate > 1)}"
+    return (
+        f"search {cost_text(plan.cost, plan.unit)} in {bytes_text(plan.memory.total)}, as the row {row} of "
+        f"'pase compare': {batches}, {recomputed}, no work of a framework's own. The price above has "
+        f"{p.micro_batches} of {p.strategy.micro} examples a rank, remat={p.strategy.remat} and executor {p.program}"
+    )
 
 
 def as_lines(name: str, p: Priced) -> list[str]:
@@ -25,13 +39,16 @@ def as_lines(name: str, p: Priced) -> list[str]:
             f"stages {s.pipeline} of {s.chunks} chunks: bubble {p.pipeline.bubble:.1%} of the step, the first rank "
             f"holds {p.pipeline.in_flight:.3g} micro-batches"
         )
+    if p.added:
+        lines.append(f"adds   {' · '.join((*p.added, f'executor {p.program}'))}")
     if p.collectives_s:
         sent = " · ".join(f"{k} {cost_text(v, 's')}" for k, v in p.collectives_s.items())
         lines.append(f"sends  {sent} (including hidden ones)")
     m = p.memory
-    kinds = ("parameters", "gradients", "optimizer", "activations", "gathered", "logits", "reserve")
+    kinds = ("parameters", "gradients", "optimizer", "activations", "gathered", "logits")
     lines.append(
-        f"memory {bytes_text(m.total)} of {bytes_text(p.device_memory)} on the {m.rank} stage's devices   "
+        f"memory {bytes_text(m.total - m.reserve)} of {bytes_text(p.device_memory - m.reserve)} on the {m.rank} "
+        f"stage's devices   "
         + " · ".join(f"{k} {bytes_text(getattr(m, k))}" for k in kinds if getattr(m, k) >= 1)
     )
     if not p.fits:
