@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import json
 import os
 import pkgutil
 import sys
@@ -22,7 +23,7 @@ import typer
 from typer.core import TyperGroup
 
 from pase import __version__
-from pase.errors import Infeasible, PaseError
+from pase.errors import Infeasible, PaseError, install_line
 from pase.files.terminal import UNWRAPPED, printable
 
 __all__ = ["command_group", "main"]
@@ -47,7 +48,8 @@ EPILOG = """Examples:
   pase run layout.json --reduced --devices 8   run one step on this machine
 
 MODEL is zoo:NAME (or 'zoo:NAME?batch=128'), a file, or package.module:function.
-With --json, a command prints one JSON object on standard output, and only that.
+With --json, a command prints one JSON object on standard output, and only that: its result, or
+{"error": {"what", "where", "fix", "status"}}.
 Exit status: 0 success, 1 the request cannot be met, 2 bad usage or input.
 Use pase COMMAND --help for details."""
 
@@ -75,9 +77,39 @@ def _loaded(package: str, name: str) -> Any:
     return typer.main.get_command(app)
 
 
-def _fail(message: str, status: int) -> NoReturn:
-    typer.echo(f"Error: {printable(message)}", err=True)
+def _fail(error: PaseError, status: int, ctx: Any) -> NoReturn:
+    """Print the error on standard error, and with --json as an object on standard output too; then exit."""
+    typer.echo(f"Error: {printable(str(error))}", err=True)
+    if ctx.meta.get(_AS_JSON):
+        said = {"what": error.what, "where": error.where, "fix": error.fix, "status": status}
+        typer.echo(json.dumps({"error": said}))
     raise typer.Exit(status)
+
+
+_AS_JSON = "pase.cli.json"
+"""The key of a click context under which it is kept whether the command was asked for JSON."""
+
+_EXTRAS = {
+    "jax": "jax",
+    "optax": "jax",
+    "torch": "torch",
+    "onnx": "onnx",
+    "tensorflow": "tf",
+    "mesh_tensorflow": "tf",
+    "orbax": "checkpoints",
+    "transformers": "exports",
+    "ijson": "traces",
+    "pyarrow": "traces",
+}
+"""Optional package -> the extra of pase that has it."""
+
+
+def _missing(e: ModuleNotFoundError) -> PaseError | None:
+    """The error if an optional package is not installed; None if anything else cannot be imported."""
+    package = (e.name or "").partition(".")[0]
+    if package not in _EXTRAS:
+        return None
+    return PaseError(f"this needs {package}, which is not installed", fix=install_line(_EXTRAS[package]))
 
 
 def _stop_writing() -> None:
@@ -92,6 +124,7 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
+        ctx.meta[_AS_JSON] = "--json" in rest
         if name is not None and name in self.commands:
             command = _loaded(self.package, name)
         return name, command, rest
@@ -105,15 +138,19 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except Infeasible as e:
-            _fail(str(e), INFEASIBLE)
+            _fail(e, INFEASIBLE, ctx)
         except PaseError as e:
-            _fail(str(e), BAD_INPUT)
+            _fail(e, BAD_INPUT, ctx)
+        except ModuleNotFoundError as e:
+            if (missing := _missing(e)) is None:
+                raise
+            _fail(missing, BAD_INPUT, ctx)
         except BrokenPipeError:
             _stop_writing()
             raise typer.Exit(0) from None
         except OSError as e:
-            where = f"{e.filename}: " if e.filename is not None else ""
-            _fail(f"{where}{e.strerror or e}", BAD_INPUT)
+            where = str(e.filename) if e.filename is not None else ""
+            _fail(PaseError(e.strerror or str(e), where=where), BAD_INPUT, ctx)
         except KeyboardInterrupt:
             typer.echo("stopped", err=True)
             raise typer.Exit(INTERRUPTED) from None

@@ -84,8 +84,15 @@ def resolve(model: str, unknown: Unknown = "error", dims: DimSizes | None = None
             fn, m.params, *m.inputs, name=model, unknown=unknown, dims=dims, **purpose | own
         )
     if registry.frontend_of(model) is not None:
+        if Path(model).suffix and ":" not in model and not Path(model).exists():
+            raise PaseError("there is no such file", where=model, fix="check the path")
         return registry.trace(model, unknown=unknown, dims=dims, **purpose)
     module, _, attribute = model.partition(":")
+    if module.endswith(".py") and attribute:
+        named = ".".join(Path(module).with_suffix("").parts)
+        raise PaseError(
+            "it names a file, not a module", where=f"model '{model}'", fix=f"write {named}:{attribute}"
+        )
     if not attribute or not all(part.isidentifier() for part in (*module.split("."), attribute)):
         raise PaseError(
             f"'{model}' is not a model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
@@ -265,8 +266,11 @@ def _read(name_or_path: str | Path) -> tuple[str, str, Path | None]:
     if not isinstance(name_or_path, Path) and not text.endswith(".toml") and "/" not in text:
         known = {_plain(n): n for n in names()}
         if _plain(text) not in known:
+            near = [n for plain, n in known.items() if _plain(text) and plain.startswith(_plain(text))]
+            near = near or difflib.get_close_matches(text, names(), n=1)
+            hint = f" (did you mean {' or '.join(repr(n) for n in near)}?)" if near else ""
             raise PaseError(
-                f"there is no machine named '{text}'",
+                f"there is no machine named '{text}'{hint}",
                 fix=f"use one of {', '.join(names())}, or give the path of a .toml file",
             )
         name = known[_plain(text)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -151,7 +152,9 @@ def _value(key: str, value: str | None, text: str) -> Any:
             )
         return value
     if key not in _DEGREES and key != "zero":
-        raise PaseError(f"'{key}' is not known", where=f"'{text}'", fix=f"state a strategy by {_KNOWN}")
+        near = difflib.get_close_matches(key, [*_DEGREES, *_FLAGS, *_WORDS, "zero"], n=1)
+        hint = f" (did you mean '{near[0]}'?)" if near else ""
+        raise PaseError(f"'{key}' is not known{hint}", where=f"'{text}'", fix=f"state a strategy by {_KNOWN}")
     if value is None or not (value.isascii() and value.isdigit() and len(value) < 10):
         raise PaseError(f"'{key}' needs a whole number", where=f"'{text}'", fix=f"write it like {key}=8")
     low, high = (0, 3) if key == "zero" else (1, 10**9)

@@ -43,3 +43,5 @@ def test_a_file_of_ones_own_and_one_that_is_not_there(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["name"] == "mine"
     with pytest.raises(PaseError, match="no machine named 'abacus'"):
         machines("abacus", True)
+    with pytest.raises(PaseError, match="did you mean 'h100x8'"):
+        machines("h100", True)

@@ -26,11 +26,8 @@ def test_a_strategy_that_makes_no_sense_is_refused() -> None:
 
 def test_one_strategy_has_one_price_in_both_commands() -> None:
     small = "zoo:gpt2?batch=4&layers=2&seq=16&vocab=64"
-    said = reported("price", small, "--devices", 4, "--as", "fsdp=4", "--like-search")
-    rows = {row["name"]: row for row in reported("compare", small, "--devices", 4)["strategies"]}
+    said = reported("price", small, "--devices", 2, "--as", "fsdp=2", "--like-search")
+    rows = {row["name"]: row for row in reported("compare", small, "--devices", 2)["strategies"]}
     assert said["like_search"]["step_s"] == rows["fsdp"]["cost_s"]
     assert said["like_search"]["memory_bytes"] == rows["fsdp"]["memory_bytes"]
     assert [term.split("=")[0] for term in said["added"]] == ["micro", "remat", "zero"]
-    code, out, _ = run("price", small, "--devices", 4, "--as", "fsdp=4,micro=1,remat=full", "--like-search")
-    text = " ".join(out.split())
-    assert code == 0 and "as the row fsdp of 'pase compare'" in text and "micro=1 (" not in text

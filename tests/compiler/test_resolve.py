@@ -72,3 +72,19 @@ def test_a_name_takes_no_arguments_and_a_number_is_no_model() -> None:
         assert e.value.where == "'zoo:mlp'"
     with pytest.raises(PaseError, match="not int"):
         traced_model(3, None, (), asked)
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "fix"),
+    [
+        ("gpt.py:loss_fn", "it names a file, not a module", "write gpt:loss_fn"),
+        ("models/gpt.py:loss_fn", "it names a file, not a module", "write models.gpt:loss_fn"),
+        ("nowhere.keras", "there is no such file", "check the path"),
+    ],
+)
+def test_a_name_that_cannot_be_meant_is_refused_before_a_framework_is_loaded(
+    model: str, what: str, fix: str
+) -> None:
+    with pytest.raises(PaseError) as e:
+        resolve(model)
+    assert (e.value.what, e.value.fix) == (what, fix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 
@@ -34,6 +35,8 @@ COMMANDS = {
     raise Infeasible("nothing fits in 1 GiB; the least is 3.2 GiB a device")
 """,
     "missing": "def missing() -> None:\n    open('/no/such/layout.json')\n",
+    "apart": "def apart(json: bool = False) -> None:\n    raise PaseError('no axis', where='mesh', fix='name one')\n",
+    "bare": "def bare() -> None:\n    raise ModuleNotFoundError('no', name='torch.nn')\n",
     "crash": "def crash() -> None:\n    raise RuntimeError('boom')\n",
     "interrupt": "def interrupt() -> None:\n    raise KeyboardInterrupt\n",
     "chatty": "def chatty() -> None:\n    for i in range(100_000):\n        print(i)\n",
@@ -81,6 +84,19 @@ def test_a_command_runs_with_its_options(group, capsys):
 def test_failures_have_one_message_and_their_status(group, capsys, command, status, message):
     assert call(group, command) == status
     assert capsys.readouterr() == ("", message)
+
+
+def test_with_json_an_error_is_an_object(group, capsys):
+    assert call(group, "apart", "--json") == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"error": {"what": "no axis", "where": "mesh", "fix": "name one", "status": 2}}
+    assert err == "Error: mesh: no axis; name one\n"
+
+
+def test_a_missing_framework_is_no_defect_of_pase(group, capsys):
+    assert call(group, "bare") == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("Error: this needs torch, which is not installed; pip install")
 
 
 @pytest.mark.parametrize(

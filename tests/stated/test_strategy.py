@@ -59,6 +59,7 @@ def test_what_is_left_is_data_parallel():
         ("tp=3", "do not divide 8"),
         ("dp=4,tp=4", "is for 16 devices, not 8"),
         ("tq=2", "'tq=2': 'tq' is not known"),
+        ("fdsp=8", "did you mean 'fsdp'"),
         ("tp", "needs a whole number; write it like tp=8"),
         ("tp=0", "out of range"),
         ("tp=2,tp=4", "'tp' occurs twice"),

@@ -337,7 +337,14 @@ class CompileOptions:
         if self.memory_limit == "machine":
             return float(machine.device.usable_bytes)
         if isinstance(self.memory_limit, str):
-            return parse_bytes(self.memory_limit, "memory limit", "80GiB, 16e9, machine or none")
+            nbytes = parse_bytes(self.memory_limit, "memory limit", "80GiB, 16e9, machine or none")
+            if nbytes < _LEAST_LIMIT:
+                raise PaseError(
+                    f"{self.memory_limit} is {nbytes:g} bytes, too few for any model",
+                    where="memory limit",
+                    fix=f"write a unit: {nbytes:g}GiB",
+                )
+            return nbytes
         if not self.memory_limit > 0:
             raise PaseError(
                 f"{self.memory_limit} is not a size",
@@ -345,6 +352,10 @@ class CompileOptions:
                 fix="write a size such as 80GiB or 16e9, machine or none",
             )
         return float(self.memory_limit)
+
+
+_LEAST_LIMIT = 4096
+"""In bytes. A smaller limit was meant in another unit."""
 
 
 def _whole(n: object) -> bool:

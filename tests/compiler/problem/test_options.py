@@ -82,3 +82,6 @@ def test_bytes_are_read_as_people_write_them():
         with pytest.raises(PaseError) as e:
             limit(text)
         assert e.value.where == "memory limit" and f"'{text}'" in e.value.what
+    with pytest.raises(PaseError) as e:
+        limit("80")
+    assert e.value.fix == "write a unit: 80GiB"
