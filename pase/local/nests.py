@@ -7,11 +7,9 @@ extra dims. A lookup is a product with a one-hot row.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, cast
 
 import numpy as np
 
@@ -20,145 +18,12 @@ from pase.ir import Access, Node, Op, Window
 from pase.ir.literals import Number
 from pase.ir.parameters import Windows
 from pase.ir.types import is_floating
+from pase.local.functions import COMPUTED, NUMPY, SLOPES, PointValues
 from pase.local.parts import iteration_dim
 from pase.local.types import Combine, Extents, Layout, LocalOp, LocalOperand, LocalResult
 from pase.tables.layouts import concrete_size
 
 __all__ = ["LocalNest", "SlidingDim", "coordinates"]
-
-PointValues: TypeAlias = "np.ndarray | Number"
-"""What a function is applied to: an array over iteration dims, or a number."""
-Pointwise = Callable[..., PointValues]
-
-
-Slopes = Callable[[int], Pointwise]
-
-
-def _share(i: int, xs: Sequence[PointValues]) -> PointValues:
-    """The derivative of a maximum or minimum, the last of ``xs``, by operand i; operands that attain it share it."""
-    *operands, top = xs
-    return (operands[i] == top) / sum(1.0 * (x == top) for x in operands)
-
-
-def _each(*slopes: Pointwise) -> Slopes:
-    """The derivatives by each operand of a function with a fixed number of operands."""
-    return lambda i: slopes[i]
-
-
-def _product(*xs: PointValues) -> PointValues:
-    return functools.reduce(lambda a, b: a * b, xs)
-
-
-def _chosen(index: PointValues, *values: PointValues) -> PointValues:
-    return np.choose(np.asarray(index, int), [np.asarray(v) for v in values])
-
-
-_SQRT_PI = math.sqrt(math.pi)
-
-
-def _erf(x: PointValues, tail: bool) -> PointValues:
-    found = np.vectorize(math.erfc if tail else math.erf, otypes=[float])
-    return found(x)
-
-
-def _flat(*_: PointValues) -> PointValues:
-    """The derivative of a function that is constant almost everywhere."""
-    return 0.0
-
-
-def _one(*_: PointValues) -> PointValues:
-    return 1.0
-
-
-_FUNCTIONS: dict[str, tuple[Pointwise, Slopes]] = {
-    "add": (lambda *xs: sum(xs), lambda i: _one),
-    "sub": (lambda a, b: a - b, _each(_one, lambda a, b, y: -1.0)),
-    "add_scaled": (lambda a, b, c: a + c * b, _each(_one, lambda a, b, c, y: c, lambda a, b, c, y: b)),
-    **dict.fromkeys(
-        ("mul", "matmul", "conv", "gather"),
-        (_product, lambda i: lambda *xs: _product(1.0, *(x for k, x in enumerate(xs[:-1]) if k != i))),
-    ),
-    **dict.fromkeys(
-        ("div", "reciprocal"),
-        (
-            lambda *xs: (xs[0] if len(xs) == 2 else 1.0) / xs[-1],
-            lambda i: lambda *xs: -xs[-1] / xs[-2] if i == len(xs) - 2 else 1 / xs[1],
-        ),
-    ),
-    "max": (lambda *xs: functools.reduce(np.maximum, xs), lambda i: lambda *xs: _share(i, xs)),
-    "min": (lambda *xs: functools.reduce(np.minimum, xs), lambda i: lambda *xs: _share(i, xs)),
-    "clamp": (
-        lambda low, x, high: np.minimum(np.maximum(x, low), high),
-        _each(
-            lambda low, x, high, y: 1.0 * (x < low),
-            lambda low, x, high, y: 1.0 * ((x > low) & (x < high)),
-            lambda low, x, high, y: 1.0 * (x > high),
-        ),
-    ),
-    "integer_pow": (lambda a, n: a**n, _each(lambda a, n, y: n * a ** (n - 1), _flat)),
-    "pow": (lambda a, b: a**b, _each(lambda a, b, y: b * a ** (b - 1), lambda a, b, y: y * np.log(a))),
-    **{
-        name: (cast("Pointwise", computed), lambda i: _flat)
-        for name, computed in {
-            "lt": np.less,
-            "le": np.less_equal,
-            "gt": np.greater,
-            "ge": np.greater_equal,
-            "eq": np.equal,
-            "ne": np.not_equal,
-            "floor": np.floor,
-            "ceil": np.ceil,
-            "round": np.rint,
-            "trunc": np.trunc,
-            "sign": np.sign,
-            "floor_div": np.floor_divide,
-            "is_finite": np.isfinite,
-            "is_nan": np.isnan,
-            "is_inf": np.isinf,
-            "is_false": np.logical_not,
-            "all_of": lambda *xs: functools.reduce(np.logical_and, xs),
-            "any_of": lambda *xs: functools.reduce(np.logical_or, xs),
-        }.items()
-    },
-    "mod": (np.mod, _each(_one, lambda a, b, y: -np.floor(a / b))),
-    "rem": (np.fmod, _each(_one, lambda a, b, y: -np.trunc(a / b))),
-    "select": (
-        _chosen,
-        lambda i: lambda c, *xs: 0.0 if i == 0 else 1.0 * (np.asarray(c, int) == i - 1),
-    ),
-    "where": (
-        lambda c, a, b: _chosen(np.asarray(c, bool), b, a),
-        _each(_flat, lambda c, a, b, y: 1.0 * (c != 0), lambda c, a, b, y: 1.0 * (c == 0)),
-    ),
-    "neg": (lambda a: -a, _each(lambda a, y: -1.0)),
-    "abs": (np.abs, _each(lambda a, y: np.sign(a))),
-    "exp": (np.exp, _each(lambda a, y: y)),
-    "exp2": (np.exp2, _each(lambda a, y: y * math.log(2.0))),
-    "expm1": (np.expm1, _each(lambda a, y: y + 1.0)),
-    "log": (np.log, _each(lambda a, y: 1 / a)),
-    "log2": (np.log2, _each(lambda a, y: 1 / (a * math.log(2.0)))),
-    "log10": (np.log10, _each(lambda a, y: 1 / (a * math.log(10.0)))),
-    "log1p": (np.log1p, _each(lambda a, y: 1 / (1 + a))),
-    "tanh": (np.tanh, _each(lambda a, y: 1 - y * y)),
-    "sigmoid": (lambda a: 0.5 * (1 + np.tanh(0.5 * a)), _each(lambda a, y: y * (1 - y))),
-    "sin": (np.sin, _each(lambda a, y: np.cos(a))),
-    "cos": (np.cos, _each(lambda a, y: -np.sin(a))),
-    "erf": (lambda a: _erf(a, False), _each(lambda a, y: 2 / _SQRT_PI * np.exp(-a * a))),
-    "erfc": (lambda a: _erf(a, True), _each(lambda a, y: -2 / _SQRT_PI * np.exp(-a * a))),
-    "square": (lambda a: a * a, _each(lambda a, y: 2 * a)),
-    "sqrt": (np.sqrt, _each(lambda a, y: 0.5 / y)),
-    "rsqrt": (lambda a: 1 / np.sqrt(a), _each(lambda a, y: -0.5 * y / a)),
-    **dict.fromkeys(
-        (
-            *("copy", "move", "reduce_sum", "reduce_max", "reduce_min"),
-            *("reduce_window_max", "reduce_window_min", "reduce_window_sum"),
-        ),
-        (lambda a: a, lambda i: _one),
-    ),
-    "cast": (lambda a: a, lambda i: _one),
-    "stop_gradient": (lambda a: a, lambda i: _flat),
-}
-"""Function -> (how to compute it, its derivative by operand i). A derivative takes the operands and the result."""
 
 _READS = {"reduce": 1, "view": 1, "window": 1, "matmul": 2, "conv": 2, "gather": 2, "scatter": 3}
 """Kind of op -> its number of operands, if its maps describe it fully."""
@@ -229,7 +94,7 @@ class LocalNest:
         """
         op, space = local.op, node.space
         given = op.numbers
-        known = op.function.name == "scatter_add" or op.function.name in _FUNCTIONS
+        known = op.function.name == "scatter_add" or op.function.name in COMPUTED
         known = known and len(op.reads) == _READS.get(op.kind, len(op.reads))
         if given is None or not known or len(op.writes) > 1:
             raise PaseError(
@@ -345,7 +210,7 @@ class LocalNest:
         wide, write = self._wide(xs, where), self.op.writes[0]
         if self.op.kind == "scatter":
             return self.collected(wide[1] * wide[2], write, "sum") + first * xs[0]
-        made = _FUNCTIONS[self.op.function.name][0](*wide)
+        made = COMPUTED[self.op.function.name](NUMPY, *wide)
         if self.op.function.name == "cast" and not is_floating(self.dtype):
             made = np.not_equal(made, 0) if self.dtype == "bool" else np.trunc(made)
         return self.collected(made, write, self.combine)
@@ -370,9 +235,11 @@ class LocalNest:
         wide, spread = self._wide(xs, where), self.spread(g, self.op.writes[0])
         if self.op.kind == "scatter":
             return g * first if i == 0 else self.collected(spread * wide[1], self.op.reads[i], "sum")
-        f, by = _FUNCTIONS[self.op.function.name]
+        name = self.op.function.name
         position = [k for k, n in enumerate(self.numbers) if n is None][i]
-        slope = by(position)(*wide, f(*wide)) if shares is None else shares
+        slope: PointValues = (
+            SLOPES[name](position)(*wide, COMPUTED[name](NUMPY, *wide)) if shares is None else shares
+        )
         return self.collected(spread * slope, self.op.reads[i], "sum")
 
 

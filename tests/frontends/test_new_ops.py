@@ -1,5 +1,5 @@
 """A new op of a framework needs changes in one place, its rule. Here a test adds it, and it is traced, listed,
-priced."""
+priced, and run by the oracle on parts."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from pase.frontends import registry
 from pase.frontends.jax import rules as jax_rules
 from pase.ir import AccessMap, DimKind, Tensor, from_text, functions, named, simplify, to_text
 from pase.ir.functions import FUNCTIONS, Function
+from pase.local.functions import COMPUTED, SLOPES
+from pase.local.interpret import loss_and_gradients
+from pase.local.lower import local_program
 from pase.machine import Mesh
 from pase.ops import GraphBuilder, nests
 from pase.ops.builder import Read, Write
@@ -31,17 +34,35 @@ SHAPE = (8, 16)
 
 @pytest.fixture
 def swish() -> Iterator[Function]:
-    """A function that is missing in the table takes one line."""
+    """A function that is missing in the tables takes one line in each."""
+    COMPUTED[SWISH.name] = lambda xp, x: x * xp.sigmoid(x)
+    SLOPES[SWISH.name] = lambda i: lambda x, y: (1 + x - y) / (1 + np.exp(-x))
     yield FUNCTIONS.add(SWISH.name, SWISH)
     FUNCTIONS.remove(SWISH.name)
+    del COMPUTED[SWISH.name], SLOPES[SWISH.name]
 
 
 def check(traced: registry.Traced, framework: str, op: str) -> None:
-    """The op has its function and its FLOPs, survives the text form, and is listed by ``pase ops``."""
+    """The op has its function and its FLOPs, survives the text form, and is listed by ``pase ops``. On two devices, it
+    has the value and the gradient of one."""
     found = [o for n in traced.graph.nodes for o in n.ops if o.function is SWISH]
     assert [o.flops_per_point for o in found] == [11.0]
     assert from_text(to_text(traced.graph)) == traced.graph
     assert op in registry.FRONTENDS[framework].coverage()["elementwise"]
+    graph, mesh, rng = named(simplify(traced.graph)), Mesh(names=("a",), sizes=(2,)), np.random.default_rng(0)
+    program = local_program(graph, mesh, {n.name: configs(n, mesh)[0] for n in graph.nodes})
+    x, w = given = rng.normal(size=(2, *SHAPE))
+    leaves = [t.name for t in (*graph.inputs, *graph.parameters)]
+    value, gradients = loss_and_gradients(
+        program, graph, dict(zip(leaves, given, strict=True)), graph.outputs[0]
+    )
+    share = 1 / (1 + np.exp(-x * w))
+    made = x * w * share
+    np.testing.assert_allclose(value, made if value.shape else made.sum(), rtol=1e-12)
+    slope = share * (1 + x * w * (1 - share))
+    for name, other in zip(leaves, (w, x), strict=True):
+        if name in gradients:
+            np.testing.assert_allclose(gradients[name], slope * other, rtol=1e-12)
 
 
 def test_jax(swish: Function) -> None:

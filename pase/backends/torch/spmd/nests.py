@@ -7,13 +7,13 @@ its parts. Otherwise PyTorch's own op runs (``rules``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, reduce
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.values import NotOnParts
 from pase.ir import Op
+from pase.local.functions import COMPUTED
 from pase.local.reshard import places_of
 from pase.local.types import Extents, LocalOp
 
@@ -24,31 +24,6 @@ if TYPE_CHECKING:
     from pase.ir.maps import Walk
 
 __all__ = ["run_nest"]
-
-
-@cache
-def _functions() -> dict[str, Callable[..., Tensor]]:
-    """Name of a function -> the callable that computes it from all of its operands."""
-    import torch
-
-    return {
-        **{n: getattr(torch, n) for n in ("sub", "div", "ne", "eq", "gt", "lt", "ge", "le", "pow")},
-        **{n: getattr(torch, n) for n in ("neg", "exp", "log", "sqrt", "rsqrt", "square", "abs", "expm1")},
-        **{n: getattr(torch, n) for n in ("sin", "cos", "tanh", "erf", "erfc", "sigmoid", "log1p")},
-        "add": lambda *xs: reduce(torch.add, xs),
-        "mul": lambda *xs: reduce(torch.mul, xs),
-        "max": lambda *xs: reduce(torch.maximum, xs),
-        "min": lambda *xs: reduce(torch.minimum, xs),
-        "add_scaled": lambda x, y, c: x + c * y,
-        "integer_pow": torch.pow,
-        "reciprocal": lambda *xs: torch.reciprocal(xs[-1]) if len(xs) == 1 else xs[0] / xs[1],
-        "clamp": lambda low, x, high: torch.clamp(x, low, high),
-        "where": lambda c, a, b: torch.where(c != 0, a, b),
-        "select": lambda c, a, b: torch.where(c != 0, b, a),
-        "stop_gradient": torch.Tensor.detach,
-        "cast": lambda x: x,
-        "copy": lambda x: x,
-    }
 
 
 _WITH_NUMBERS = frozenset({"add", "mul", "sub", "div", "pow", "integer_pow"})
@@ -91,8 +66,10 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _elementwise(op: Op, ins: Sequence[Tensor]) -> Tensor:
+    import torch
+
     name, numbers = op.function.name, op.numbers
-    if name not in _functions():
+    if name not in COMPUTED:
         raise NotOnParts(f"'{name}' in it cannot be run separately from the rest")
     if numbers is None:
         raise NotOnParts(f"a number that '{name}' in it needs is unknown")
@@ -102,7 +79,7 @@ def _elementwise(op: Op, ins: Sequence[Tensor]) -> Tensor:
     given: list[Any] = [
         next(left) if n is None else first.new_full((), n) if as_tensor else n for n in numbers
     ]
-    return _functions()[name](*given)
+    return COMPUTED[name](torch, *given)  # type: ignore[no-any-return]
 
 
 def _reduce(op: Op, x: Tensor) -> Tensor:

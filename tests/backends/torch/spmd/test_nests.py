@@ -10,7 +10,9 @@ import pytest
 from pase.backends.torch.spmd.nests import run_nest
 from pase.backends.torch.spmd.values import NotOnParts
 from pase.ir import functions
+from pase.local.functions import COMPUTED, NUMPY
 from pase.ops import GraphBuilder, nests
+from tests.local.test_functions import OPERANDS
 
 pytestmark = pytest.mark.torch
 X = np.random.default_rng(0).standard_normal((2, 3, 4))
@@ -30,12 +32,13 @@ def ran(make: Any, shape: tuple[int, ...], *arrays: np.ndarray) -> np.ndarray:
     return run_nest(op, None, given, shape, None).numpy()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("function", "numpy"), [(functions.EXP, np.exp), (functions.NEG, np.negative), (functions.TANH, np.tanh)]
-)
-def test_an_elementwise_op(function: Any, numpy: Any) -> None:
-    made = ran(lambda b, x: nests.elementwise(b, function, [x], ["float64"]), X.shape, X)
-    np.testing.assert_allclose(made, numpy(X), rtol=1e-14)
+def test_functions_are_numpys() -> None:
+    import torch
+
+    for name, computed in COMPUTED.items():
+        operands = OPERANDS.get(name, lambda: [np.linspace(0.5, 2, 9)])()
+        given = [torch.as_tensor(np.asarray(x)) for x in operands]
+        np.testing.assert_allclose(computed(torch, *given), computed(NUMPY, *operands), rtol=1e-14)
 
 
 @pytest.mark.parametrize(
