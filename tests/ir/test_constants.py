@@ -120,7 +120,7 @@ def compared(steps: list[str]) -> tuple[Constant | None, np.ndarray, np.ndarray]
     return found, whole.value, part.value
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from(STEPS), max_size=6))
 def test_what_is_said_of_a_value_is_true(steps: list[str]) -> None:
     found, whole, part = compared(steps)
