@@ -7,8 +7,8 @@ It needs JAX's CUDA plugin of JAX's own version, which is no part of the default
     /tmp/gpu/bin/python -m bench.audit.gpu gpt2           # the rows of these models
 
 One train step is compiled ahead of time under several strategies; nothing is run. Seconds are a roofline of the
-compiled program (``pase.hlo.kernels``). Writes bench/results/gpu_aot.json: a row per model, method, lowering and number
-of GPUs.
+compiled program (``pase.hlo.kernels``). Writes bench/results/gpu_aot.json: a row per model, method, lowering, number
+of GPUs and machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.runner import Benchmark
 
-MACHINE = "h100x8"
+HOPPER, BLACKWELL = "h100x8", "b200x8"
 MODELS = {
     "mlp": "mlp",
     "gpt2": "gpt2?batch=64",
@@ -28,36 +28,34 @@ MODELS = {
     "llama": "llama3_8b?layers=2&batch=8&seq=512&vocab=8192",
 }
 CELLS = [
-    *(
-        (m, method, lowering, 8)
-        for m in MODELS
-        for method, lowering in (("pase", "manual"), ("data_parallel", "manual"))
-    ),
-    ("mlp", "pase", "annotated", 8),
-    ("gpt2", "pase", "annotated", 8),
-    ("gpt2", "fsdp", "manual", 8),
-    ("mlp", "pase", "manual", 32),
-    ("gpt2", "pase", "manual", 32),
+    *((m, method, "manual", 8, HOPPER) for m in MODELS for method in ("pase", "data_parallel")),
+    ("mlp", "pase", "annotated", 8, HOPPER),
+    ("gpt2", "pase", "annotated", 8, HOPPER),
+    ("gpt2", "fsdp", "manual", 8, HOPPER),
+    ("mlp", "pase", "manual", 32, HOPPER),
+    ("gpt2", "pase", "manual", 32, HOPPER),
+    ("mlp", "pase", "manual", 8, BLACKWELL),
+    ("gpt2", "pase", "manual", 8, BLACKWELL),
 ]
 
 
 @lru_cache(2)
-def _plans(model: str, devices: int) -> dict[str, Any]:
+def _plans(model: str, devices: int, machine: str) -> dict[str, Any]:
     import pase
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return dict(pase.compare(f"zoo:{MODELS[model]}", devices=devices, machine=MACHINE))
+        return dict(pase.compare(f"zoo:{MODELS[model]}", devices=devices, machine=machine))
 
 
-def measured(model: str, method: str, lowering: str, devices: int) -> dict[str, Any] | None:
+def measured(model: str, method: str, lowering: str, devices: int, machine: str) -> dict[str, Any] | None:
     """Returns the row of a cell; None if the model has no such method."""
-    plan = _plans(model, devices).get(method)
+    plan = _plans(model, devices, machine).get(method)
     if plan is None:
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = plan.verify(MACHINE, lowering=lowering)
+        found = plan.verify(machine, lowering=lowering)
     about = {"model": model, "zoo": MODELS[model], "method": method, "mesh": list(plan.mesh.sizes)}
     return (
         about | {"asked": lowering} | {k: v for k, v in found.to_json().items() if k not in ("model", "how")}
@@ -66,11 +64,11 @@ def measured(model: str, method: str, lowering: str, devices: int) -> dict[str, 
 
 BENCH = Benchmark(
     "gpu_aot",
-    {f"{m}: {method}, {lowering}, {n}": (m, method, lowering, n) for m, method, lowering, n in CELLS},
+    {f"{cell[0]}: {', '.join(map(str, cell[1:]))}": cell for cell in CELLS},
     measured,
-    named="{model}: {method}, {asked}, {devices}",
+    named="{model}: {method}, {asked}, {devices}, {target}",
     head=lambda rows: {
-        "target": f"{MACHINE}, ahead of time: nothing ran on one",
+        "how": "compiled ahead of time: nothing ran",
         **{p: importlib.metadata.version(p) for p in ("jax", "jax-cuda12-plugin")},
     },
     environment={"JAX_PLATFORMS": "cpu"},

@@ -18,12 +18,18 @@ __all__ = ["with_copies", "with_rings", "with_states"]
 def with_copies(graph: Graph) -> Graph:
     """Adds a copy node after every tensor with several readers. Its 'pending' dim lets their gradients be summed once.
 
-    Readers in different loops get separate copies, because a gather inside a loop runs in every iteration.
+    Readers in different loops get separate copies, because a gather inside a loop runs in every iteration. If some
+    readers of a parameter read it cast or viewed (a tied embedding), the copy node makes these values of the copy. So
+    the gradients of all readers meet before they are summed over devices, as XLA adds them up.
     """
+    forms = {n.name: n.ops[1:] for n in graph.nodes if _read_in_several_forms(graph, n)}
     readers: dict[tuple[str, tuple[Scope, ...]], dict[str, Op]] = defaultdict(dict)
     again: set[tuple[str, tuple[Scope, ...]]] = set()
     for n in graph.nodes:
         for op, a in n.reads:
+            source = graph.producer.get(a.tensor)
+            if source is not None and source.name in forms:
+                a = replace(a, tensor=source.ops[0].writes[0].tensor)
             readers[a.tensor, op.scope].setdefault(n.name, op)
             if a.recompute:
                 again.add((a.tensor, op.scope))
@@ -40,7 +46,7 @@ def with_copies(graph: Graph) -> Graph:
         inside = next(iter(who.values()))
         new = next(name for k in itertools.count() if (name := f"{t}c{k or ''}") not in tensors)
         tensors[new] = replace(tensor, name=new, role="activation", copy_of=t)
-        walks, dims = _factored(producer, write)
+        walks, dims, names = _factored(producer, write)
         m = AccessMap(tuple(walks))
         copy = Op(
             name="copy",
@@ -59,15 +65,45 @@ def with_copies(graph: Graph) -> Graph:
             backward=all(o.backward for o in who.values()),
         )
         pending = [Dim(name="pending", size=0, kind="pending")] if tensor.needs_grad else []
+        made = (_in_copy(o, {t: new}, names) for o in forms.get(producer.name, ()))
         copies[producer.name].append(
-            Node(name=f"copy.{new}", space=IterationSpace((*dims, *pending)), ops=(copy,))
+            Node(name=f"copy.{new}", space=IterationSpace((*dims, *pending)), ops=(copy, *made))
         )
         renames[t, scope] = new
     nodes: list[Node] = []
     for n in graph.nodes:
-        nodes.append(_reading(n, renames))
+        nodes.append(_reading(replace(n, ops=n.ops[:1]) if n.name in forms else n, renames))
         nodes += copies[n.name]
     return replace(graph, nodes=tuple(nodes), tensors=tensors)
+
+
+def _read_in_several_forms(graph: Graph, n: Node) -> bool:
+    """Whether several nodes read a parameter, not all of them the same tensor of its node, all in one scope.
+
+    The casts and views in the parameter's node must be in this scope, too.
+    """
+    if n.ops[0].kind != "parameter" or len(n.ops) == 1:
+        return False
+    made = {a.tensor for op in n.ops for a in op.writes}
+    read = [(m.name, a.tensor, op.scope) for m in graph.nodes for op, a in m.reads if a.tensor in made]
+    readers, tensors, scopes = map(set, zip(*read, strict=True)) if read else (set(), set(), set())
+    scopes |= {op.scope for op in n.ops[1:]}
+    return len(readers) > 1 and len(tensors) > 1 and len(scopes) == 1
+
+
+def _in_copy(op: Op, renames: dict[str, str], names: dict[str, str]) -> Op:
+    """The cast or view of a parameter, made of its copy. names: dim of the parameter's node -> dim of the copy's."""
+
+    def walked(a: Access) -> Access:
+        walks = (replace(w, dims=tuple(names[d] for d in w.dims)) for w in a.map.walks)
+        return replace(a, tensor=renames.get(a.tensor, a.tensor), map=AccessMap(tuple(walks)))
+
+    return replace(
+        op,
+        reads=tuple(map(walked, op.reads)),
+        writes=tuple(map(walked, op.writes)),
+        over=None if op.over is None else tuple(names[d] for d in op.over),
+    )
 
 
 def with_states(graph: Graph) -> Graph:
@@ -131,18 +167,20 @@ def _positions(n: Node) -> frozenset[str] | None:
     return found if all(len(w.dims) == 1 and w.window is None for w in walks) else None
 
 
-def _factored(producer: Node, write: Access) -> tuple[list[Walk], list[Dim]]:
-    """The walks and dims of the written tensor. A merged tensor dim keeps its factors, so that it can be split in the
-    same way as its readers split it."""
+def _factored(producer: Node, write: Access) -> tuple[list[Walk], list[Dim], dict[str, str]]:
+    """The walks and dims of the written tensor, and which dim is for which of the producer's dims. A merged tensor dim
+    keeps its factors, so that it can be split in the same way as its readers split it."""
     dims: list[Dim] = []
+    names: dict[str, str] = {}
     walks: list[Walk] = []
     for w in write.map.walks:
         first = len(dims)
         for d in w.dims:
             kind = "replicated" if producer.space[d].kind == "replicated" else "parallel"
+            names[d] = f"d{len(dims)}"
             dims.append(Dim(name=f"d{len(dims)}", size=producer.space[d].size, kind=kind))  # type: ignore[arg-type]
         walks.append(Walk(tuple(f"d{i}" for i in range(first, len(dims)))))
-    return walks, dims
+    return walks, dims, names
 
 
 def _reading(n: Node, renames: dict[tuple[str, tuple[Scope, ...]], str]) -> Node:

@@ -9,7 +9,8 @@ The raw graph has one node per equation, thousands of them. ``simplify`` returns
    node both feeds and follows a heavy op, and no cycle can arise.
 4. A joined node without reductions that feeds one matmul joins it, on the operand's side, unless the matmul would lose
    a dim to split (the halves of rotary embeddings, the parts of a fused qkv). A view of a matmul's result joins it.
-5. A tensor with several readers gets a copy node, so that one all-gather serves all readers of the same layout.
+5. A tensor with several readers gets a copy node, so that one all-gather serves all readers of the same layout. Casts
+   and views of a parameter that is also read otherwise move there.
 6. An attention gets a ring dim, which splits queries and keys at the same time.
 
 Joining unifies iteration dims through the shared tensor. A dim is split if the other side has it split (a reshape). If

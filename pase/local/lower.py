@@ -166,14 +166,14 @@ class _Lower:
             return self._axes(sum({int(np.ravel(c.axes)[0]) for c in charges}))
 
         def operand(i: int, a: Access) -> LocalOperand:
-            made_here = a.tensor in node.internal
             states = self._read(node, op, a)[0]
+            tensor, transfer = self._source(node, op, a, edges)
             return LocalOperand(
-                tensor=a.tensor,
+                tensor=tensor,
                 shape=self._shape(a.tensor),
                 layout=layout_of(_without_partial(states)),
                 gradient=layout_of(states),
-                transfer=None if made_here else edges.get(shared_edge(node, op, a)),
+                transfer=transfer,
                 constant=a.tensor not in self.graph.producer,
                 summed=over("backward", "all_reduce", i),
                 halo=over(own_phase, "permute", i),
@@ -200,6 +200,18 @@ class _Lower:
             combine=_combine(op),
             sent=tuple(s for c in inside if (s := self._sent(c)) is not None),
         )
+
+    def _source(self, node: Node, op: Op, a: Access, edges: Mapping[object, int]) -> tuple[str, int | None]:
+        """The tensor that an op reads, and its transfer; None if the same node makes it.
+
+        What a copy node makes of its copy (a cast), it reads through the transfer that brings the copy.
+        """
+        if a.tensor not in node.internal:
+            return a.tensor, edges.get(shared_edge(node, op, a))
+        maker, _ = node.write_of(a.tensor)
+        if maker.kind != "copy":
+            return a.tensor, None
+        return maker.reads[0].tensor, edges.get(shared_edge(node, maker, maker.reads[0]))
 
     def _sent(self, c: Charge) -> NodeCollective | None:
         """The charge as a collective; None if it sends nothing under this strategy."""

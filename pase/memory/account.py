@@ -185,8 +185,9 @@ def _terms_of(
                     yield term("optimizer", a, state=state, times=values, over=t.itemsize), None
             elif t.role == "input":
                 yield term("activations", a, times=micro_batches), None  # inputs of all micro-batches
-            elif a.tensor in wanted and n.kind not in ("parameter", "copy"):
-                yield term("activations", a, times=wanted[a.tensor].times), wanted[a.tensor].region
+            elif a.tensor in wanted and n.kind != "parameter" and op.kind != "copy":
+                k = wanted[a.tensor]
+                yield term("activations", a, times=k.times, weights=n.kind == "copy"), k.region
     for ops, a, stored in parameter_reads(graph, n):  # in the layout and dtype in which this node reads them
         many = concrete_size(ops[0].times, n.name)
         if stays or any(_read_in_backward(n, op) for op in ops):

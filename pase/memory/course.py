@@ -152,9 +152,9 @@ def course(
             yield from _hoisted_bytes(graph, n, local, when)
         elif n.kind == "parameter":
             yield from _cast_stacks(n, local, times, when)
-        for op, a in n.reads:
-            source = graph.producer.get(a.tensor)
-            if source is None or source.kind != "parameter":
+        for op, a in n.reads if n.kind != "copy" else ():
+            source = _read_parameter(graph, a)
+            if source is None:
                 continue
             t, heavy = graph.tensors[a.tensor], op.kind in ("matmul", "conv")
             own = t.needs_grad and op.differentiable
@@ -209,10 +209,9 @@ def _tied(graph: Graph) -> dict[str, list[tuple[Node, Access]]]:
     """
     readers: dict[str, list[tuple[Node, Op, Access]]] = {}
     for n in graph.nodes:
-        for op, a in n.reads:
-            source = graph.producer.get(a.tensor)
-            own = op.differentiable and graph.tensors[a.tensor].needs_grad and n.kind != "copy"
-            if own and source is not None and source.kind == "parameter":
+        for op, a in n.reads if n.kind != "copy" else ():
+            source = _read_parameter(graph, a)
+            if source is not None and op.differentiable and graph.tensors[a.tensor].needs_grad:
                 readers.setdefault(source.name, []).append((n, op, a))
     return {
         name: products
@@ -222,6 +221,14 @@ def _tied(graph: Graph) -> dict[str, list[tuple[Node, Access]]]:
             products := [(n, a) for n, op, a in found if op.kind in ("matmul", "conv") and op.region is None]
         )
     }
+
+
+def _read_parameter(graph: Graph, a: Access) -> Node | None:
+    """The parameter that is read, as it is or through a copy node; None if it is no parameter."""
+    source = graph.producer.get(a.tensor)
+    while source is not None and source.kind == "copy":
+        source = graph.producer.get(source.ops[0].reads[0].tensor)
+    return source if source is not None and source.kind == "parameter" else None
 
 
 def _parameter(

@@ -57,7 +57,7 @@ class EquationLayouts:
 class NodeStates:
     """The states of each access of each op of a node, int64 [axes] (see ``pase.tables.layouts``).
 
-    reads: None if the node only passes on what it reads (a copy, an output), or if it runs in backward.
+    reads: None if the op only passes on what it reads (a copy, an output), or if it runs in backward.
     """
 
     reads: tuple[tuple[np.ndarray | None, ...], ...]
@@ -71,7 +71,7 @@ def access_states(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -
         config = configs[n.name][None, :]
 
         def read(op: Op, a: Access, n: Node = n, config: np.ndarray = config) -> np.ndarray | None:
-            if n.kind in ("copy", "output") or op.backward:  # the program has no equation for it
+            if op.kind in ("copy", "output") or op.backward:  # the program has no equation for it
                 return None
             return np.asarray(read_states(n, op, a, graph.tensors[a.tensor], config, mesh)[0])
 

@@ -126,7 +126,8 @@ def constraints(
         rows_of = states_of[n.name]
         for op, reads, writes in zip(n.ops, rows_of.reads, rows_of.writes, strict=True):
             for a, states in zip(op.reads, reads, strict=True):
-                if a.tensor in found.current and a.tensor not in n.internal and states is not None:
+                inside = a.tensor in n.internal and not graph.tensors[a.tensor].copy_of
+                if a.tensor in found.current and not inside and states is not None:
                     found.add_read(n, op, a, states)
             for a, written in zip(op.writes, writes, strict=True):
                 found.add_write(n, op, a, written)
@@ -201,7 +202,7 @@ class _Collected:
             return
         self.current[a.tensor] = states
         made: tuple[Placement, ...] = ()
-        if n.kind == "copy":
+        if op.kind == "copy":
             made = _between(self.current[op.reads[0].tensor], states, tensor, self.mesh, self.when)
         elif n.kind != "input":
             made = _as_placements(np.where(states == PARTIAL, REPLICATED, states), tensor, self.mesh)

@@ -42,7 +42,16 @@ from pase.tables.layouts import (
 from pase.tables.reshard import reshard
 from pase.tables.work import Phase, Work, has_gradient, node_work, phase_of, runs_of
 
-__all__ = ["SUMS", "Charge", "Flow", "OpAccess", "edge_charges", "edge_flows", "node_charges"]
+__all__ = [
+    "SUMS",
+    "Charge",
+    "Flow",
+    "OpAccess",
+    "edge_charges",
+    "edge_flows",
+    "is_of_parameter",
+    "node_charges",
+]
 
 SUMS: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter")
 """The collectives that reduce."""
@@ -247,6 +256,14 @@ class Flow:
         return sums_apart(products[0], src, mesh)
 
 
+def is_of_parameter(graph: Graph, tensor: str) -> bool:
+    """Whether a tensor is a parameter, as it is stored or as copy nodes hand it on."""
+    source = graph.producer[tensor]
+    while source.kind == "copy" and (before := graph.producer.get(source.ops[0].reads[0].tensor)) is not None:
+        source = before
+    return source.kind == "parameter"
+
+
 def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
     """The flow of the tensor to its reader and, if the tensor has a gradient, the flow of the gradient back.
 
@@ -258,12 +275,13 @@ def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
     maker, _ = graph.node[edge.src].write_of(edge.tensor)
     nbytes = concrete_size(tensor.nbytes, tensor.name)
     times = runs_of(maker, edge.src) if edge.op.function is UNSTACK else runs_of(edge.op, edge.dst)
-    bucketed = graph.producer[edge.tensor].kind == "parameter"
-    hoisted = hoisted_of(graph) if bucketed else "none"
+    stored = graph.producer[edge.tensor].kind == "parameter"
+    bucketed = is_of_parameter(graph, edge.tensor)
+    hoisted = hoisted_of(graph) if stored else "none"
     repeats = 2 if edge.access.recompute and hoisted == "none" else 1
     rounds = micro_batches_of(graph)
     read, made = ((), ()) if bucketed else (read_by(graph, edge), made_by(graph, edge))
-    phase: Phase = "forward" if bucketed else phase_of(edge.op)
+    phase: Phase = "forward" if stored else phase_of(edge.op)
     there = Flow(
         phase=phase,
         back=False,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from pase.ir import Graph, functions, verify
 from pase.ir.added import with_copies, with_rings, with_states
+from pase.ir.simplify import simplify
 from pase.ops import GraphBuilder, nests
 from pase.ops.attention import attention
 
@@ -52,6 +55,38 @@ def test_readers_in_a_loop_have_a_copy_of_their_own() -> None:
     assert copies(graph) == {"t3c": {"exp", "log"}, "t3c1": {"sub", "div"}}
     inside = graph.node["copy.t3c1"].ops[0]
     assert inside.times == 5 and [str(s) for s in inside.scope] == ["loop3."]
+
+
+def read_in_two_forms(*, loop: bool = False) -> Graph:
+    """w + x, and (w cast to bfloat16) + y; the cast and its reader may be in a loop."""
+    b = GraphBuilder("g")
+    w, x, y = (
+        b.parameter("w", (4, 8), "float32"),
+        b.input("x", (4, 8), "float32"),
+        b.input("y", (4, 8), "bfloat16"),
+    )
+    nests.elementwise(b, functions.ADD, [w, x], ["float32"])
+    with b.region("loop", "3.", times=5) if loop else nullcontext():
+        (cast,) = nests.elementwise(b, functions.CAST, [w], ["bfloat16"])
+        nests.elementwise(b, functions.ADD, [cast, y], ["bfloat16"])
+    return simplify(b.finish())
+
+
+def test_a_parameter_that_is_read_as_it_is_and_cast_has_one_copy() -> None:
+    """The copy's node makes the cast, so both gradients arrive there before they are summed over devices."""
+    graph = verify(read_in_two_forms())
+    (copy,) = (n for n in graph.nodes if n.kind == "copy")
+    assert [(op.function, op.reads[0].tensor) for op in copy.ops] == [
+        (functions.COPY, "t1"),
+        (functions.CAST, copy.ops[0].writes[0].tensor),
+    ]
+    (stored,) = (n for n in graph.nodes if n.kind == "parameter")
+    assert len(stored.ops) == 1 and [e.dst for e in graph.edges if e.src == stored.name] == [copy.name]
+
+
+def test_a_cast_in_a_loop_is_not_made_outside_of_it() -> None:
+    graph = verify(read_in_two_forms(loop=True))
+    assert not [n for n in graph.nodes if n.kind == "copy" and len(n.ops) > 1]
 
 
 def test_one_reader_needs_no_copy() -> None:

@@ -39,7 +39,7 @@ def test_the_timeline_runs_one_micro_batch_after_the_other(once):
     problem, origins = plan.bucket_problem, transfer_origins(plan)
     phases = [phase for phase, _ in itertools.groupby(b.phase for b in problem.blocks)]
     assert phases == ["forward", "backward"] * 4
-    sent = {way: [o for o in origins if o.node == "wte:dot" and o.gradient is way] for way in (True, False)}
+    sent = {way: [o for o in origins if o.node == "wte:copy" and o.gradient is way] for way in (True, False)}
     gathers, sums = (sorted({o.repeat for o in sent[way]}) for way in (False, True))
     assert gathers == ([0, 1, 2, 3] if once == "none" else [0])
     assert sums == ([3] if once == "all" else [0, 1, 2, 3])

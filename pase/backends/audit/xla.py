@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
     from optax import GradientTransformation
 
-    from pase.ir import Access, Graph, Op
+    from pase.ir import Access, Edge, Graph, Op
     from pase.tables.itemize import Collective
 
 __all__ = [
@@ -140,16 +140,16 @@ class _AllReduceCount:
 
     plan: PlanData
     graph: Graph
-    readers: Mapping[str, Sequence[str]]
-    """Copy node -> the nodes that read it."""
+    readers: Mapping[str, Sequence[Edge]]
+    """Copy node -> the edges that leave it."""
 
     @classmethod
     def of(cls, plan: PlanData) -> _AllReduceCount:
         graph = plan.graph
-        readers: dict[str, list[str]] = {}
+        readers: dict[str, list[Edge]] = {}
         for e in graph.edges:
             if graph.node[e.src].kind == "copy":
-                readers.setdefault(e.src, []).append(e.dst)
+                readers.setdefault(e.src, []).append(e)
         return cls(plan=plan, graph=graph, readers=readers)
 
     def count(self, c: Collective) -> int:
@@ -160,10 +160,10 @@ class _AllReduceCount:
         if c.phase == "forward":
             op, access = self.graph.node[c.source].write_of(c.tensor)
             return max(self._dims(c, c.source, op, access), 1)
-        copied, nodes = c.tensor, [c.node]
+        reads = [(c.node, c.tensor)]
         if self.graph.node[c.node].kind == "copy":
-            copied, nodes = self.graph.node[c.node].ops[0].writes[0].tensor, list(self.readers[c.node])
-        return max(sum(self._read(c, n, copied) for n in nodes), 1)
+            reads = [(e.dst, e.tensor) for e in self.readers[c.node]]
+        return max(sum(self._read(c, node, tensor) for node, tensor in reads), 1)
 
     def sliced_between(self, c: Collective) -> bool:
         """Whether this is the remaining reduction of a product whose gradient goes directly into slices.

@@ -18,6 +18,7 @@ from pase.ir.blocks import micro_batches_of
 from pase.machine import CostModel, Mesh
 from pase.memory.account import Held, held, in_flight
 from pase.tables.build import array_tile, work_price
+from pase.tables.charges import is_of_parameter
 from pase.tables.facts import facts
 from pase.tables.itemize import KnownCharges, collectives
 from pase.tables.layouts import concrete_size, forward_states, local_bytes, read_states, write_states
@@ -127,7 +128,7 @@ def part_costs(
     for c in sent:
         of = c.node, c.tensor, c.phase, c.times
         if of not in paid:
-            of_parameter = graph.producer[c.tensor].kind == "parameter"
+            of_parameter = is_of_parameter(graph, c.tensor)
             shares = collective_shares(
                 graph.node[c.node], c.phase, c.times, of_parameter, weights, micro_batches_of(graph)
             )
@@ -188,7 +189,7 @@ def products_of_weights(graph: Graph, n: Node) -> Iterator[bool]:
         if op.kind in ("matmul", "conv"):
             for a in op.reads:
                 if op.differentiable and graph.tensors[a.tensor].needs_grad:
-                    yield a.tensor in graph.producer and graph.producer[a.tensor].kind == "parameter"
+                    yield a.tensor in graph.producer and is_of_parameter(graph, a.tensor)
 
 
 def collective_shares(
@@ -272,9 +273,9 @@ def _as_read(
         if like not in known:
             known[like] = _read_bytes(graph, e, mesh, configs)
         copied, summed = known[like]
-        key = places.of(e.dst), e.src
-        before = found.get(key, (0.0, 0.0))
-        found[key] = max(before[0], copied), max(before[1], summed)
+        for place in places.parts[e.dst]:
+            before = found.get((place, e.src), (0.0, 0.0))
+            found[place, e.src] = max(before[0], copied), max(before[1], summed)
     for (place, _), (copied, summed) in found.items():
         yield place, copied, summed
 

@@ -11,6 +11,7 @@ from pase.errors import Infeasible
 from pase.ir import Graph, Node, Place
 from pase.ir.blocks import holders, micro_batches_of
 from pase.machine import CostModel, mesh_from
+from pase.tables.charges import is_of_parameter
 from pase.tables.layouts import concrete_size
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ _STORED = ("parameter", "input", "constant")  # graphs list these first, no matt
 class Places:
     """The places of a model's nodes.
 
-    parts: node -> its place. A parameter that several parts read (a tied embedding) is in each of them.
+    parts: node -> its place. A parameter that several parts read (a tied embedding) is in each of them, and so is the
+    copy node through which they read it.
     blocks: the number of equal blocks, which a loop runs or which are written out.
     crossing: (node, tensor) of what one block passes to the next, with or without a gradient.
     numbers: node -> the written-out blocks that it is in or that read it, from 0; empty for blocks of a loop.
@@ -39,6 +41,8 @@ class Places:
     numbers: Mapping[str, set[int]]
     sizes: Mapping[StagePart, int] = field(default_factory=dict)
     """The number of equal units in each part, over which its costs are divided."""
+    copies: frozenset[str] = frozenset()
+    """The copy nodes of parameters."""
 
     def of(self, node: str) -> StagePart:
         """Return the part that pays for a node: the first, if there are several."""
@@ -68,7 +72,8 @@ class Places:
     @property
     def tied(self) -> tuple[str, ...]:
         """The parameters that both the first and the last stage read."""
-        return tuple(n for n, parts in self.parts.items() if {"first", "last"} <= set(parts))
+        ends = (n for n, parts in self.parts.items() if {"first", "last"} <= set(parts))
+        return tuple(n for n in ends if n not in self.copies)
 
 
 def send_s(model: CostModel, ranks: int, inner: int, nbytes: float) -> float:
@@ -141,17 +146,26 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
     parts: dict[str, tuple[StagePart, ...]] = {}
     for i, n in enumerate(graph.nodes):
         parts[n.name] = ("block",) if n.name in inside else ("first",) if i < at[0] else ("last",)
-    readers: dict[str, set[StagePart]] = {n.name: set() for n in graph.nodes if n.kind in _STORED}
-    for e in graph.edges:
-        if e.src in readers:
-            readers[e.src].add(parts[e.dst][0])
-            if e.dst in numbers:
-                numbers.setdefault(e.src, set()).update(numbers[e.dst])
+    copies = {
+        n.name
+        for n in graph.nodes
+        if n.kind == "copy" and n.name not in inside and is_of_parameter(graph, n.ops[0].writes[0].tensor)
+    }
     order: tuple[StagePart, ...] = ("first", "block", "last")
-    for name, found in readers.items():
-        parts[name] = tuple(p for p in order if p in found) or ("first",)
+    readers: dict[str, list[str]] = {n.name: [] for n in graph.nodes}
+    for e in graph.edges:
+        readers[e.src].append(e.dst)
+    for n in reversed(graph.nodes):  # a copy's readers come after it
+        if n.kind in _STORED or n.name in copies:
+            found = {p for r in readers[n.name] for p in parts[r]}
+            parts[n.name] = tuple(p for p in order if p in found) or ("first",)
+            for r in readers[n.name]:
+                if r in numbers:
+                    numbers.setdefault(n.name, set()).update(numbers[r])
     sizes = {"first": 1, "block": blocks, "last": 1}
-    return Places(parts=parts, blocks=blocks, crossing=crossing, numbers=numbers, sizes=sizes)
+    return Places(
+        parts=parts, blocks=blocks, crossing=crossing, numbers=numbers, sizes=sizes, copies=frozenset(copies)
+    )
 
 
 def outermost_loops(nodes: Iterable[Node]) -> set[str]:

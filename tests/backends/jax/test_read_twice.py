@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from bench.cases.plans import case_of
-from pase.backends.audit.xla import sharded_step, unsharded_step
+from pase.backends.audit.xla import compare, sharded_step, unsharded_step
 
 
 def gram(y):
@@ -68,3 +68,24 @@ def test_a_gram_matrix_is_lowered_by_hand():
         for seed in range(1, 6):
             got = case.plan(f"random{seed}@2x4").jax.loss(lowering="manual")(p, x)
             assert abs(got - right) < 1e-12, seed
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "fsdp"])
+def test_gradients_of_a_value_and_of_its_cast_are_summed_once(strategy):
+    """A tied embedding: the look-up reads it as it is, the logits read it cast. Both lowerings keep the numbers, and
+    the manual one sends exactly the plan's list."""
+
+    def loss(p, ids):
+        logits = jnp.sin(p[ids]).astype(jnp.float32) @ p.astype(jnp.float32).T
+        return -jnp.mean(jax.nn.log_softmax(logits) * (ids[..., None] == jnp.arange(len(p))))
+
+    with jax.enable_x64(True):
+        p, ids = np.random.default_rng(0).normal(size=(16, 8)), np.arange(32).reshape(8, 4) % 16
+        plan, whole = case_of(loss, p, ids).plan(strategy), unsharded_step(loss, optax.sgd(0.1), p, ids)
+        (back,) = [c for c in plan.collectives if c.nbytes == p.nbytes and c.phase == "backward"]
+        assert back.kind in ("all_reduce", "reduce_scatter")
+        for lowering in ("manual", "annotated"):
+            step = sharded_step(plan, optax.sgd(0.1), p, ids, lowering=lowering)
+            assert max(whole.differences(step).values()) < 1e-6
+            if lowering == "manual":
+                assert all(row.compiled == row.predicted for row in compare(plan, step.compiled, lowering))

@@ -104,7 +104,8 @@ def tower_of(layers: int, *, marked: bool) -> tuple[Any, tuple[Any, ...]]:
 
 
 def pixels() -> tuple[Any, tuple[Any, ...]]:
-    """Convolutions, batch norm with its statistics, and a pool; a tied weight, and one that is not trained."""
+    """Convolutions, batch norm with its statistics, and a pool; a weight that is not trained, and one that is read
+    twice, once through a view."""
     import torch
     from torch import nn
 
@@ -113,13 +114,12 @@ def pixels() -> tuple[Any, tuple[Any, ...]]:
             super().__init__()
             self.inside = nn.Conv2d(4, 8, 3, padding=1)
             self.norm = nn.BatchNorm2d(8)
-            self.one, self.again = nn.Linear(8, 8), nn.Linear(8, 8)
-            self.again.weight = self.one.weight
+            self.one = nn.Linear(8, 8)
             self.scale = nn.Parameter(torch.full((8,), 2.0), requires_grad=False)
 
         def forward(self, x: Any, y: Any) -> Any:
             x = nn.functional.relu(self.norm(self.inside(x))).mean((2, 3))
-            x = self.again(torch.tanh(self.one(x))) * self.scale
+            x = torch.tanh(self.one(x)) @ self.one.weight.t() * self.scale
             return nn.functional.mse_loss(x, y) + x.softmax(-1).amax(-1).mean()
 
     return Pixels(), (torch.randn(8, 4, 8, 8), torch.randn(8, 8))
