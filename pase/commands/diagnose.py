@@ -72,6 +72,7 @@ def diagnose(
 
 
 def _print_findings(report: JsonObject) -> None:
+    from pase.replay.reports.sent import sent_lines
     from pase.replay.reports.spent import spent_lines
 
     out = console()
@@ -84,6 +85,8 @@ def _print_findings(report: JsonObject) -> None:
         slowest = max(report["spent"], key=lambda s: s["step_s"])
         for line in spent_lines(slowest):
             out.print(line, markup=False, highlight=False)
+    for number, line in enumerate(sent_lines(report["collectives"])):
+        out.print("" if number else "\n", line, sep="", markup=False, highlight=False)
     for r in report["ranks"]:
         out.print(f"\nrank {r['rank']}: {r['measured_s'] * 1e3:.2f} ms")
         small = 0.0

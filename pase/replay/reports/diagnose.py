@@ -14,6 +14,7 @@ from pase.replay.measurement.breakdown import Breakdown, breakdowns
 from pase.replay.measurement.model import Measured
 from pase.replay.measurement.spending import Spending, spendings
 from pase.replay.measurement.stragglers import Straggler, stragglers
+from pase.replay.measurement.transfers import Transfer, transfers
 from pase.replay.reports.advice import advice
 from pase.replay.reports.findings import LOOKS, Evidence, Finding, Scene, remarks
 from pase.replay.reports.trust import Run
@@ -33,6 +34,7 @@ class Diagnosis:
     breakdowns: tuple[Breakdown, ...] = field(default=())
     stragglers: tuple[Straggler, ...] = field(default=())
     spent: tuple[Spending, ...] = field(default=())
+    transfers: tuple[Transfer, ...] = field(default=())
 
     @property
     def iteration_ns(self) -> float:
@@ -67,4 +69,11 @@ def diagnose_run(m: Measured) -> Diagnosis:
     found = [f for f in found if max(f.cost_ns, f.measured_ns) >= _WORTH * run.measured_ns]
     found.sort(key=lambda f: (-f.cost_ns, -f.measured_ns))
     found.extend(remarks(run))
-    return Diagnosis(run=run, findings=tuple(found), breakdowns=parts, stragglers=late, spent=spent)
+    return Diagnosis(
+        run=run,
+        findings=tuple(found),
+        breakdowns=parts,
+        stragglers=late,
+        spent=spent,
+        transfers=tuple(transfers(m, run.iterations)),
+    )

@@ -19,6 +19,7 @@ from pase.replay.measurement.breakdown import CAUSES, Breakdown, breakdowns
 from pase.replay.measurement.clocks import align as align_clocks
 from pase.replay.measurement.model import measure
 from pase.replay.measurement.spending import spendings
+from pase.replay.reports.sent import transfers_report
 from pase.replay.reports.spent import spending_report
 from pase.replay.reports.trust import Run, unexplained_ns
 from pase.replay.simulation.analyse import to_timeline
@@ -413,6 +414,7 @@ def diagnosis_report(source: str, d: Diagnosis) -> JsonObject:
         ],
         "ranks": ranks,
         "spent": spending_report(d.spent),
+        "collectives": transfers_report(d.transfers, len(d.run.iterations)),
         "stragglers": [
             {
                 "rank": x.rank,
