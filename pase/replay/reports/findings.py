@@ -15,13 +15,13 @@ from pase.replay.graph import EDGES, DataflowGraph
 from pase.replay.measurement.breakdown import Breakdown
 from pase.replay.measurement.origins import user_name
 from pase.replay.measurement.stragglers import Straggler
-from pase.replay.reports.trust import Run
+from pase.replay.reports.trust import Run, busiest_ns
 from pase.replay.simulation.analyse import merged, overlap_ns, waits_ns
 from pase.replay.simulation.simulate import replay_graph
 from pase.replay.traces.gloo import WAIT as GLOO_WAIT
 from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, OPERATIONS, on_stream
 
-__all__ = ["LOOKS", "Evidence", "Finding", "Scene", "remarks"]
+__all__ = ["LOOKS", "Evidence", "Finding", "Scene", "exposed_tasks", "remarks"]
 
 _ALLOCATION = re.compile(r"^(cuda|hip)(Malloc|Free)(Async|Host)?$")
 _SHARE = 0.01
@@ -70,11 +70,12 @@ class Scene:
     def saved(self, without: DataflowGraph, cause_ns: float) -> float:
         """Returns the time that the graph without a cause saves, at most the time of the cause.
 
-        It is 0 if the replay is not trusted.
+        No change is faster than the work that it leaves to the busiest stream. 0 if the replay is not trusted.
         """
         if self.run.doubts:
             return 0.0
-        return min(max(0.0, self.run.replayed_ns - self.run.changed_ns(without)), cause_ns)
+        then = max(self.run.changed_ns(without), busiest_ns(without))
+        return min(max(0.0, self.run.replayed_ns - then), cause_ns)
 
     def most(self, cause: str) -> Breakdown:
         """Returns the breakdown of the rank on which a cause takes the most time."""
@@ -257,7 +258,7 @@ def _exposed(s: Scene) -> list[Finding]:
     none = g.duration_ns.copy()
     none[comm] = 0.0
     cost = s.saved(replace(g, duration_ns=none), b.exposed_ns)
-    order, exposed = _exposed_tasks(g, comm)
+    order, exposed = exposed_tasks(g, comm)
     labels = dict.fromkeys(_label(g, i) for i in order)
     first = [next(i for i in order if _label(g, i) == name) for name in list(labels)[:3]]
     which = "; ".join(f"{_label(g, i)} {_ms(exposed[i])}" for i in first)
@@ -282,7 +283,7 @@ def _exposed(s: Scene) -> list[Finding]:
     ]
 
 
-def _exposed_tasks(g: DataflowGraph, comm: np.ndarray) -> tuple[list[int], dict[int, float]]:
+def exposed_tasks(g: DataflowGraph, comm: np.ndarray) -> tuple[list[int], dict[int, float]]:
     """Returns the collectives by exposed time in the replay, most first, and those times without waiting."""
     r = replay_graph(g)
     waits = waits_ns(g, r)

@@ -84,3 +84,94 @@ def test_products_in_float32_are_faster_in_bfloat16() -> None:
 def test_of_a_device_that_is_unknown_nothing_is_said_about_precision() -> None:
     t = steps({"dot.1": (product(4096, "f32"), 4 * FAST_US)})
     assert not found(replace(t, devices={0: "NVIDIA H800"}), "precision")
+
+
+def launched(kernels: list[tuple[str, int]], every_us: int) -> Timeline:
+    """Five steps in which a thread launches a kernel (name, µs) at this interval; each begins with its call's end."""
+    events, marks = [], []
+    long = every_us * len(kernels) + 100
+    for k in range(5):
+        zero = k * long * US
+        free = zero
+        for i, (name, us) in enumerate(kernels):
+            number = k * len(kernels) + i
+            call = zero + i * every_us * US
+            free = max(free, call + 2 * US)
+            both: dict[str, Any] = {"rank": 0, "iteration": k, "correlation": number}
+            events += [
+                Event(
+                    lane="t",
+                    device=False,
+                    kind="runtime",
+                    name="cudaLaunchKernel",
+                    start_ns=call,
+                    duration_ns=2 * US,
+                    **both,
+                ),
+                Event(
+                    lane="s",
+                    device=True,
+                    kind="kernel",
+                    name=name,
+                    start_ns=free,
+                    duration_ns=us * US,
+                    **both,
+                ),
+            ]
+            free += us * US
+        marks.append(Mark(rank=0, iteration=k, start_ns=zero, end_ns=zero + long * US))
+        events.append(
+            Event(
+                rank=0,
+                lane="t",
+                device=False,
+                kind="annotation",
+                name="ProfilerStep",
+                start_ns=zero,
+                duration_ns=long * US,
+                iteration=k,
+            )
+        )
+    return from_events(events, marks=tuple(marks))
+
+
+def test_a_fused_optimizer_needs_one_launch() -> None:
+    """Twenty launches, 50 µs apart, of which one is left: 19 intervals are saved."""
+    gemm = [("gemm", 30)] * 4
+    (f,) = found(launched([*gemm, *[("multi_tensor_apply_kernel<adam>", 3)] * 20], 50), "optimizer")
+    assert "20 kernels" in f.title
+    assert f.cost_ns == pytest.approx(19 * 50 * US, rel=0.05) and f.cost_ns <= f.measured_ns
+    few = launched([*gemm, *[("multi_tensor_apply_kernel<adam>", 3)] * 7], 50)
+    assert not found(few, "optimizer")
+
+
+def test_a_run_that_waits_for_launches_has_room_for_a_larger_batch() -> None:
+    """Kernels of 20 µs, launched every 50 µs: those of twice the examples still fit in between."""
+    (f,) = found(launched([("gemm", 20)] * 20, 50), "larger-batch")
+    assert f.cost_ns == pytest.approx(1100 * US / 2, rel=0.1) and f.cost_ns <= f.measured_ns
+    assert not found(steps({"dot.1": (product(4096), FAST_US)}), "larger-batch")
+
+
+def test_a_collective_hides_at_most_behind_the_compute_that_there_is() -> None:
+    """An all-reduce of 300 µs after 200 µs of compute: 200 µs of it can hide."""
+    events, marks = [], []
+    for k in range(5):
+        at: dict[str, Any] = {"rank": 0, "device": True, "iteration": k}
+        zero = k * 500 * US
+        events += [
+            Event(lane="s", kind="kernel", name="gemm", start_ns=zero, duration_ns=200 * US, **at),
+            Event(
+                lane="c",
+                kind="collective",
+                name="ncclDevKernel_AllReduce",
+                operation="all_reduce",
+                start_ns=zero + 200 * US,
+                duration_ns=300 * US,
+                nbytes=1 << 20,
+                **at,
+            ),
+        ]
+        marks.append(Mark(rank=0, iteration=k, start_ns=zero, end_ns=zero + 500 * US))
+    (f,) = found(from_events(events, marks=tuple(marks)), "overlap")
+    assert "1 all_reduce" in f.title and f.measured_ns == 300 * US
+    assert f.cost_ns <= 200 * US

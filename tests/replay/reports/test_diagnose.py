@@ -31,6 +31,7 @@ def test_findings_are_in_order_of_their_cost_and_small_ones_are_left_out(
         ],
     )
     monkeypatch.setattr(diagnose, "LOOKS", looks)
+    monkeypatch.setattr(diagnose, "advice", lambda scene, spent: [])
     monkeypatch.setattr(diagnose, "remarks", lambda run: [finding("remark")])
     d = diagnose_run(m)
     assert [f.title for f in d.findings] == ["dear", "long", "cheap", "remark"]
