@@ -12,6 +12,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.replay.traces.builder import combine
 from pase.replay.traces.chrome import read_chrome
+from pase.replay.traces.foreign import FOREIGN_SUFFIXES, refuse_foreign
 from pase.replay.traces.nsys_jax import is_nsys_jax, read_nsys_jax
 from pase.replay.traces.reader import LIMITS, Limits, open_stream
 from pase.replay.traces.repeats import found_iterations
@@ -46,6 +47,7 @@ def load(source: str | Path | Iterable[str | Path], limits: Limits = LIMITS) -> 
     listed: list[tuple[Path, list[tuple[int, int]]]] = []
     for path in files:
         try:
+            refuse_foreign(path)
             if _is_execution_trace(path, limits):
                 listed.append((path, read_execution_trace(path, limits)))
                 continue
@@ -89,13 +91,17 @@ def _files(paths: list[Path]) -> tuple[list[Path], list[Problem]]:
         if not p.exists():
             raise PaseError("no such file or folder", where=str(p))
         if p.is_dir():
-            found = sorted(f for f in p.rglob("*") if f.is_file() and f.name.endswith(_SUFFIXES))
-            files.extend(f for f in found if f.name not in _IGNORED)
+            every = sorted(f for f in p.rglob("*") if f.is_file() and f.name not in _IGNORED)
+            found = [f for f in every if f.name.endswith(_SUFFIXES)]
+            # Without a trace, the error says of another tool's file what it is.
+            files.extend(found or [f for f in every if f.name.endswith(FOREIGN_SUFFIXES)][:1])
         else:
             files.append(p)
     # jax.profiler writes the events twice. The planes are complete, but the Chrome trace ends after 10⁶ events.
     planes = {f.parent for f in files if f.name.endswith((".xplane.pb", ".xplane.pb.gz"))}
-    kept = [f for f in files if not (f.name.endswith(".trace.json.gz") and f.parent in planes)]
+    kept = [
+        f for f in files if not (f.name.endswith((".trace.json.gz", ".trace.json")) and f.parent in planes)
+    ]
     problems = []
     if len(kept) > 4096:
         problems.append(Problem(where=str(paths[0]), what=f"{len(kept)} files; only the first 4096 are read"))
