@@ -17,11 +17,11 @@ from pase.machine.recognize import machine_named
 from pase.replay.measurement.model import Measured
 from pase.replay.types import COLLECTIVE, OPERATIONS, Timeline
 
-__all__ = ["Transfer", "bus_factor", "link_bytes_per_s", "transfers"]
+__all__ = ["CollectiveCalls", "bus_factor", "link_bytes_per_s", "transfers"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfer:
+class CollectiveCalls:
     """The calls of one collective (operation, bytes, group) in the steady iterations. Times are medians over calls.
 
     nbytes: the larger of a rank's buffers; −1 if unknown. ways: ranks of the group, 0 if unknown; traced: those that
@@ -75,7 +75,7 @@ def bus_factor(operation: str, ways: int) -> float | None:
     return 1.0 if operation in ("broadcast", "reduce", "send_recv", "permute") else None
 
 
-def transfers(m: Measured, iterations: Iterable[int]) -> list[Transfer]:
+def transfers(m: Measured, iterations: Iterable[int]) -> list[CollectiveCalls]:
     """Returns the collectives of these iterations, the one that transfers longest first."""
     t = m.timeline
     wanted = set(iterations)
@@ -103,7 +103,7 @@ def transfers(m: Measured, iterations: Iterable[int]) -> list[Transfer]:
                 skews.append(max(at.values()) - min(at.values()))
                 last[max(at, key=lambda r: at[r])] += 1
         out.append(
-            Transfer(
+            CollectiveCalls(
                 operation=OPERATIONS[operation],
                 nbytes=nbytes,
                 group=t.groups[group].name if group >= 0 else "",

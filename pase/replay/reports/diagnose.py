@@ -14,7 +14,7 @@ from pase.replay.measurement.breakdown import Breakdown, breakdowns
 from pase.replay.measurement.model import Measured
 from pase.replay.measurement.spending import Spending, spendings
 from pase.replay.measurement.stragglers import Straggler, stragglers
-from pase.replay.measurement.transfers import Transfer, transfers
+from pase.replay.measurement.transfers import CollectiveCalls, transfers
 from pase.replay.reports.advice import advice
 from pase.replay.reports.findings import LOOKS, Evidence, Finding, Scene, remarks
 from pase.replay.reports.trust import Run
@@ -34,7 +34,7 @@ class Diagnosis:
     breakdowns: tuple[Breakdown, ...] = field(default=())
     stragglers: tuple[Straggler, ...] = field(default=())
     spent: tuple[Spending, ...] = field(default=())
-    transfers: tuple[Transfer, ...] = field(default=())
+    transfers: tuple[CollectiveCalls, ...] = field(default=())
 
     @property
     def iteration_ns(self) -> float:

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from pase.files.json_values import JsonObject
 from pase.files.quantities import bytes_text
-from pase.replay.measurement.transfers import Transfer
+from pase.replay.measurement.transfers import CollectiveCalls
 
 __all__ = ["sent_lines", "transfers_report"]
 
 _MOST = 8
 
 
-def transfers_report(found: Sequence[Transfer], iterations: int) -> list[JsonObject]:
+def transfers_report(found: Sequence[CollectiveCalls], iterations: int) -> list[JsonObject]:
     """Returns a row for each collective. Times are in seconds, of the median call; calls are per iteration."""
     return [
         {

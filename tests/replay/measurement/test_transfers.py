@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pase.replay.measurement.clocks import align
 from pase.replay.measurement.model import measure
-from pase.replay.measurement.transfers import Transfer, link_bytes_per_s, transfers
+from pase.replay.measurement.transfers import CollectiveCalls, link_bytes_per_s, transfers
 from pase.replay.types import Event, Group, Mark, Timeline, from_events
 from tests.needs import SHARED
 
@@ -98,7 +98,7 @@ def test_tracelens_has_the_same_bandwidths() -> None:
     file = SHARED / "measured/tracelens/mi300_llama_70b_fsdp__nccl_summary_implicit_sync.csv"
     rows = [r for r in csv.DictReader(file.open()) if r["Collective name"] in names]
     for r in rows:
-        x = Transfer(
+        x = CollectiveCalls(
             operation=names[r["Collective name"]],
             nbytes=round(float(r["Full msg size (MB)"]) * 2**20),
             group="",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pase.replay.measurement.transfers import Transfer
+from pase.replay.measurement.transfers import CollectiveCalls
 from pase.replay.reports.sent import sent_lines, transfers_report
 
-WHOLE = Transfer(
+WHOLE = CollectiveCalls(
     operation="reduce_scatter",
     nbytes=123_456_789,
     group="all",
