@@ -190,6 +190,7 @@ def _table(*columns: str) -> RichTable:
 
 
 def _overview(e: Explanation, c: Console) -> None:
+    from pase.plan.answer import axes_text
     from pase.plan.table import bytes_text, cost_text, headline
     from pase.questions.explain import whole_time
 
@@ -219,7 +220,7 @@ def _overview(e: Explanation, c: Console) -> None:
         other = e.next_best.get(n.name)
         table.add_row(
             n.name + (f" ×{n.times}" if n.times > 1 else ""),
-            _split(n.split),
+            "  ".join(f"{d}:{axes_text(axes, plan.mesh)}" for d, axes in n.split.items()) or "-",
             cost_text(n.cost.total, plan.unit),
             f"{n.cost.total / whole:.1%}",
             "" if other is None else _against(other, plan.cost),

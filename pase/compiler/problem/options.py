@@ -338,7 +338,7 @@ class CompileOptions:
             return float(machine.device.usable_bytes)
         if isinstance(self.memory_limit, str):
             nbytes = parse_bytes(self.memory_limit, "memory limit", "80GiB, 16e9, machine or none")
-            if nbytes < _LEAST_LIMIT:
+            if nbytes < _LEAST_LIMIT and self.memory_limit.strip()[-1:].isdecimal():
                 raise PaseError(
                     f"{self.memory_limit} is {nbytes:g} bytes, too few for any model",
                     where="memory limit",
@@ -354,8 +354,8 @@ class CompileOptions:
         return float(self.memory_limit)
 
 
-_LEAST_LIMIT = 4096
-"""In bytes. A smaller limit was meant in another unit."""
+_LEAST_LIMIT = 1e6
+"""A smaller number without a unit was not meant in bytes."""
 
 
 def _whole(n: object) -> bool:
