@@ -6,8 +6,8 @@
 Each row is one model under one strategy: forward and backward of rank 0, after a first step, against the model's own
 forward and backward on the whole batch. ``ops``: aten ops that PyTorch dispatches below autograd, views included.
 ``edges``: collectives among ours, without their waits. ``saved``: bytes of the storages that autograd keeps for
-backward, without parameters and buffers; on several ranks, against the whole batch's divided by the ranks. ``step``:
-milliseconds on the CPU, where these tiny models are mostly Python and dispatch. Writes
+backward, without parameters, buffers and the batch (a rank's part is a view of it); on several ranks, against the whole
+batch's divided by the ranks. ``step``: milliseconds on the CPU, where these tiny models are mostly Python and dispatch. Writes
 bench/results/torch_dispatch.json.
 """
 
@@ -97,10 +97,11 @@ def compared(module: Any, batch: dict[str, Any], label: str, devices: int) -> di
             step.backward(batch)
 
         local = [x.to_local() if hasattr(x, "to_local") else x for x in (*mine.parameters(), *mine.buffers())]
+        given = list(batch.values())
         out: dict[str, Any] = {}
         for name, run, own in (
-            ("pytorch", eager, [*module.parameters(), *module.buffers()]),
-            ("ours", ours, local),
+            ("pytorch", eager, [*module.parameters(), *module.buffers(), *given]),
+            ("ours", ours, [*local, *given]),
         ):
             run()  # makes the first gradients, and records our program
             ops = dispatched(run)
