@@ -7,8 +7,8 @@ Each row is one model under one strategy: forward and backward of rank 0, after 
 forward and backward on the whole batch. ``ops``: aten ops that PyTorch dispatches below autograd, views included.
 ``edges``: collectives among ours, without their waits. ``saved``: bytes of the storages that autograd keeps for
 backward, without parameters, buffers and the batch (a rank's part is a view of it); on several ranks, against the whole
-batch's divided by the ranks. ``step``: milliseconds on the CPU, where these tiny models are mostly Python and dispatch. Writes
-bench/results/torch_dispatch.json.
+batch's divided by the ranks. ``step``: milliseconds on the CPU, where these tiny models are mostly Python and dispatch.
+Writes bench/results/torch_dispatch.json.
 """
 
 from __future__ import annotations
