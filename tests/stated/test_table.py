@@ -21,7 +21,9 @@ def test_every_part_of_the_step_has_its_line() -> None:
     sent = next(line for line in text if line.startswith("sends"))
     assert all(f"{k} {cost_text(v, 's')}" in sent for k, v in p.collectives_s.items())
     memory = next(line for line in text if line.startswith("memory"))
-    assert f"{bytes_text(p.memory.total)} of {bytes_text(p.device_memory)}" in memory
+    held, there = p.memory.total - p.memory.reserve, p.device_memory - p.memory.reserve
+    assert f"{bytes_text(held)} of {bytes_text(there)}" in memory
+    assert f"adds   zero=3 · executor {p.program}" in as_lines("it", replace(p, added=("zero=3",)))
     assert not any(line.startswith(("stages", "WARNING")) for line in text)
 
 
