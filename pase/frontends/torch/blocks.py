@@ -147,8 +147,11 @@ def on_batch(traced: TracedTorch, examples: int) -> TracedTorch:
             loss=traced.loss,
         )
     except PaseError as e:
+        part_of = (
+            f", one of {size // examples} micro-batches" if examples < size and size % examples == 0 else ""
+        )
         raise NotInParts(
-            f"the model cannot be traced on a batch of {examples} ({e})",
+            f"the model cannot be traced on a batch of {examples}{part_of} ({e})",
             where=traced.graph.name,
             fix="make sure that the model's code does not contain the batch size",
         ) from e
