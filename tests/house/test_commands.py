@@ -58,6 +58,26 @@ def test_notes_add_options_to_the_commands_they_name():
     assert sum(line.startswith("pase ") for line in found) >= 15
 
 
+def left_to_run(document: str) -> list[str]:
+    """The lines of a document without those that the README runs too, unless a later line reads what they write."""
+    mine = lines(document)
+    shared = set() if document == "README.md" else set(lines("README.md"))
+
+    def read_later(i: int) -> bool:
+        words = shlex.split(mine[i])
+        written = [words[j + 1] for j, word in enumerate(words[:-1]) if word == "-o"]
+        return any(name in shlex.split(later) for name in written for later in mine[i + 1 :])
+
+    return [line for i, line in enumerate(mine) if line not in shared or read_later(i)]
+
+
+def test_what_the_readme_runs_is_not_run_again():
+    left = left_to_run("command-line.md")
+    assert left_to_run("README.md") == lines("README.md")
+    assert "pase compile zoo:gpt2 --devices 32 -o layout.json" in left
+    assert "pase explain layout.json" in {*lines("command-line.md")} - {*left}
+
+
 def documents_with_commands():
     for d in DOCUMENTS:
         if d.exists() and lines(d.name):
@@ -74,7 +94,7 @@ def test_commands_of_a_document_run_in_order(document, tmp_path):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     # Without forced devices, as in a reader's shell.
     env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "XLA_FLAGS": program.COMPILED_QUICKLY}
-    for line in lines(document):
+    for line in left_to_run(document):
         done = program.run(*shlex.split(line), folder=tmp_path, environment=env)
         assert done.returncode == 0, f"{line}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
         assert done.stdout.strip() or done.stderr.strip() or line.startswith("python"), line
