@@ -19,9 +19,13 @@ from typing import Any
 import numpy as np
 
 from pase import machine
+from pase.costmodels.analytic import Analytic
+from pase.costmodels.attention import SQUARE
 from pase.errors import PaseError
 from pase.ir.precision import FP4, FP8
 from pase.machine import CollectiveKind, CostModel, Machine, Mesh
+from pase.tables.passes import LONGEST_ROW
+from pase.tables.work import BACKWARD_PRODUCTS
 
 __all__ = ["KernelRows", "read"]
 
@@ -90,9 +94,9 @@ _SYSTEMS = {
     "b200_sxm": "b200x8",
     "gb200": "gb200_nvl72",
 }
-_QUANTIZE_KERNELS = {"trtllm": 4, "vllm": 1}
-"""Kernels that bring an operand to eight bits. TensorRT-LLM: maximum, two for the scale, cast (quantization.cu). vLLM:
-one for each token (per_token_quant)."""
+_QUANTIZE_KERNELS = {("trtllm", FP8): 4, ("vllm", FP8): 1, ("trtllm", FP4): 2}
+"""Kernels that bring an operand to eight or four bits. TensorRT-LLM: maximum, two for the scale, cast
+(quantization.cu); to four bits, a maximum and a cast. vLLM: one for each token (per_token_quant)."""
 
 
 def _gemm(file: Path) -> Iterator[KernelRows]:
@@ -108,7 +112,7 @@ def _gemm(file: Path) -> Iterator[KernelRows]:
         price = product
         if dtype != "bfloat16":
             kind += f" with its cast, {framework}"
-            kernels = _QUANTIZE_KERNELS[framework]
+            kernels = _QUANTIZE_KERNELS[framework, dtype]
             width = 1.0 if dtype == FP8 else 0.5
             maximum = (2.0 * m * k,) if kernels > 1 else ()
             cast = _light(
@@ -129,39 +133,60 @@ def _sum(*prices: Price) -> Price:
 
 
 def _attention_price(
-    b: Any, h: Any, kv: Any, s: Any, width: Any, part: float, backward: bool = False
+    b: Any, h: Any, kv: Any, s: Any, width: Any, *, causal: bool, backward: bool = False, kernel: str = ""
 ) -> Price:
-    """The price of self-attention over s positions; part: the part of the scores that the mask leaves."""
-    flops = part * 4.0 * b * h * s * s * width
+    """The price of self-attention over s positions, as of a graph's op (``pase.tables.work``).
+
+    kernel: a kernel of the machine file, instead of the one by which training is priced.
+    """
+    whole = 4.0 * b * h * s * s * width
+    part = 0.5 if causal else 1.0
+    diagonal = np.minimum(part + SQUARE / (2 * s), 1.0) / part
+    result = 2.0 * b * s * h * width
     nbytes = 2.0 * b * s * width * 2 * (h + kv)
-    extents = (s, s, width)
 
     def price(model: CostModel) -> np.ndarray:
-        forward = model.compute("attention", "bfloat16", flops, nbytes, mnk=extents)
+        if kernel:
+            device = model.machine.device
+            curve = next(k for k in device.attention_kernels if k.name == kernel).curve(backward=False)
+            model = Analytic(replace(model.machine, device=replace(device, attention=curve)), steady=False)
+        flops = part * diagonal * whole
+        forward = model.compute("attention", "bfloat16", flops, nbytes, mnk=(s, s, width))
         if not backward:
             return forward
-        return forward + model.compute("attention", "bfloat16", 2.5 * flops, 2 * nbytes, mnk=extents)
+        passes = 3 * result + 8 * result / 2
+        more = BACKWARD_PRODUCTS * flops
+        second = model.compute("attention", "bfloat16", more, 2 * nbytes, mnk=(s, s, width))
+        return forward + second + model.compute("memory", "bfloat16", 0.0, passes)
 
     return price
 
 
+_PREPARED = 2.0
+"""TensorRT-LLM's kernel that adds biases, rotates, and writes the cache takes twice the time of a copy of its bytes."""
+
+
 def _context(file: Path) -> Iterator[KernelRows]:
-    names = (
-        "batch_size isl num_heads num_key_value_heads head_dim window_size attn_dtype kv_cache_dtype latency"
-    )
-    t = _table(file, names.split())
+    """Prefill by TensorRT-LLM: a kernel for the sequences' lengths, one for rotation and cache, and attention."""
+    names = "batch_size isl num_heads num_key_value_heads head_dim window_size attn_dtype kv_cache_dtype"
+    t = _table(file, [*names.split(), "kernel_source", "latency"])
     whole = (t["window_size"] == 0) & (t["attn_dtype"] == "bfloat16") & (t["kv_cache_dtype"] == "bfloat16")
+    whole &= t["kernel_source"] == "torch_flow"
     for kind, at in (
         ("attention forward, up to 1,024 positions", t["isl"] <= 1024),
         ("attention forward, above 1,024 positions", t["isl"] > 1024),
     ):
         b, s, h, kv, width = (t[c][at & whole].astype(float) for c in names.split()[:5])
         kv = np.where(kv == 0, h, kv)
+        prepared = 2 * 2.0 * b * s * width * (h + 2 * kv)
         yield KernelRows(
             kind=kind,
             machine=machine.load(_SYSTEMS[file.name.split("__")[0]]),
             seconds=t["latency"][at & whole] * 1e-3,
-            price=_attention_price(b, h, kv, s, width, 0.5),
+            price=_sum(
+                _attention_price(b, h, kv, s, width, causal=True, kernel="trtllm"),
+                _light("bfloat16", np.full(len(b), 4.0), _PREPARED * prepared),
+            ),
             kept=_kept(b, s, h, kv, width),
         )
 
@@ -177,11 +202,14 @@ def _experts(file: Path) -> Iterator[KernelRows]:
     used = np.minimum(local, np.maximum(rows, 1.0))
     each = rows / used
     up, down = (_product("bfloat16", each, n, k, used) for n, k in ((2 * inner, hidden), (hidden, inner)))
+    # Rows are sorted by expert by four small kernels, copied into that order, and added up for each token at the end.
+    moved = [_light("bfloat16", np.full(len(rows), 4.0)) for _ in range(4)]
+    moved += [_light("bfloat16", 2 * 2 * rows * hidden), _light("bfloat16", 2 * (rows + tokens) * hidden)]
     yield KernelRows(
         kind="experts bfloat16, balanced",
         machine=machine.load(_SYSTEMS[file.name.split("__")[0]]),
         seconds=t["latency"][at] * 1e-3,
-        price=_sum(up, _light("bfloat16", 2 * 3 * rows * inner), down),
+        price=_sum(up, _light("bfloat16", 2 * 3 * rows * inner), down, *moved),
         kept=_kept(tokens, hidden, inter, top, experts, tp, ep),
     )
 
@@ -308,6 +336,8 @@ def _ops(file: Path) -> Iterator[KernelRows]:
             found = _op_price(r["kind"], r["dtype"], [int(x) for x in r["shape"].split("x")], r["note"])
             if found is not None:
                 kind, price = found
+                if r["kind"] in _LIGHT:
+                    price = _sum(price, _without_gap)
                 yield KernelRows(
                     kind=f"{kind} {r['dtype']}, XLA",
                     machine=h100,
@@ -315,6 +345,11 @@ def _ops(file: Path) -> Iterator[KernelRows]:
                     price=price,
                     kept=_kept([r["kind"]], [r["dtype"]], [r["shape"]], [r["note"]]),
                 )
+
+
+def _without_gap(model: CostModel) -> np.ndarray:
+    """The profiler times a kernel without the gap before it: the smallest ones take 1.4 us."""
+    return np.asarray(1.4e-6 - model.machine.device.launch_s)
 
 
 _PASSES = {
@@ -327,12 +362,16 @@ _PASSES = {
     ("softmax", ""): 2,
     ("layer norm", "forward"): 2,
     ("layer norm", "forward and gradients"): 6,
-    ("batch norm and relu", "forward"): 2,
-    ("batch norm and relu", "forward and gradients"): 6,
-    ("cross entropy", ""): 3,
+    ("batch norm and relu", "forward"): 4,
+    ("batch norm and relu", "forward and gradients"): 12,
+    ("cross entropy", ""): 4,
     ("adam", ""): 7,
 }
-"""How often a light op moves its array: operands and results once, twice that in backward (``pase.tables.work``)."""
+"""How often a light op moves its array: operands and results once, twice that in backward (``pase.tables.work``).
+A batch norm reads its input for the mean, for the variance, and to normalize it (``pase.tables.passes``)."""
+_LIGHT = {kind for kind, _ in _PASSES}
+_LONG_ROWS = {"softmax": 2, "layer norm": 2}
+"""Reads in addition, forward, of rows that no compute unit holds."""
 
 
 def _op_price(kind: str, dtype: str, shape: list[int], note: str) -> tuple[str, Price] | None:
@@ -344,8 +383,7 @@ def _op_price(kind: str, dtype: str, shape: list[int], note: str) -> tuple[str, 
         return "batched product", _product(dtype, sizes[1], sizes[2], sizes[3], sizes[0])
     if kind == "attention":
         b, h, s, d = sizes
-        part = 0.5 if "causal" in note else 1.0
-        price = _attention_price(b, h, h, s, d, part, "gradients" in note)
+        price = _attention_price(b, h, h, s, d, causal="causal" in note, backward="gradients" in note)
         return (
             (f"attention, cuDNN, {note.partition(' ')[2].partition(' ')[2]}", price)
             if "cudnn" in note
@@ -361,6 +399,8 @@ def _op_price(kind: str, dtype: str, shape: list[int], note: str) -> tuple[str, 
     passes = _PASSES.get((kind, note)) or _PASSES.get((kind, ""))
     if passes is None:
         return None
+    if shape[-1] > LONGEST_ROW:
+        passes += _LONG_ROWS.get(kind, 0) * (3 if "gradients" in note else 1)
     n = np.prod(sizes, axis=0) * (sizes[1] if kind.startswith("batch norm") else 1.0)
     return f"{kind}{', ' + note if 'forward' in note else ''}", _light(dtype, passes * width * n)
 

@@ -7,6 +7,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
+from pase.costmodels.attention import attention_s
 from pase.costmodels.collectives import DeviceGroup, group, lines
 from pase.costmodels.products import product_s
 from pase.costmodels.registry import register
@@ -66,6 +67,10 @@ class Analytic:
         flops, nbytes = np.asarray(flops, dtype=float), np.asarray(nbytes, dtype=float)
         launch = device.launch_s
         busy = (flops > 0) | (nbytes > 0)
+        if kind == "attention" and device.attention is not None and mnk is not None:
+            queries, keys, width = (np.asarray(x, dtype=float) for x in mnk)
+            seconds = attention_s(device, device.attention, dtype, flops, nbytes, (queries, keys, width))
+            return np.where(busy, seconds, 0.0)
         measured = any(t.dtype == dtype for t in device.matmul_tables)
         if kind in ("matmul", "conv") and device.products is not None and not measured:
             return np.where(busy, self._kernels_s(kind, dtype, flops, nbytes, mnk), 0.0)
@@ -110,8 +115,6 @@ class Analytic:
     ) -> np.ndarray:
         device = self.machine.device
         if kind == "attention":
-            if device.attention is not None and mnk is not None:
-                return flops / (device.peak(dtype) * device.attention.at(np.asarray(mnk[1], dtype=float)))
             kind = "matmul"  # without a figure for the fused kernel, attention is priced as its products
         rate = device.peak(dtype) * device.reached(kind, dtype)
         if mnk is None:

@@ -19,7 +19,7 @@ from pase.files.codec import AtLeastOne, convert, json_schema, refuse_control
 from pase.files.json_values import JsonObject
 from pase.machine.groups import GROUPS_SCHEMA, GroupedMachine, GroupsFile, grouped
 from pase.machine.tables import check_attention, check_curve, check_matmul
-from pase.machine.types import AttentionCurve, CollectiveCurve, CollectiveKind, Curve, Device, Machine
+from pase.machine.types import CollectiveCurve, CollectiveKind, Curve, Device, Machine
 
 __all__ = ["DEFAULT", "SCHEMA", "load", "made_groups_schema", "made_schema", "names", "parse", "schema"]
 
@@ -148,8 +148,8 @@ def _problems(form: MachineFile) -> Iterator[str]:
     if device.attention is not None:
         curves.append(("device/attention", check_attention(device.attention)))
     for i, kernel in enumerate(device.attention_kernels):
-        for way in ("forward", "backward"):
-            curve = AttentionCurve(keys=kernel.keys, efficiency=getattr(kernel, way))
+        for way in ("forward", "backward") if kernel.backward else ("forward",):
+            curve = kernel.curve(backward=way == "backward")
             curves.append((f"device/attention_kernels/{i}/{way}", check_attention(curve)))
     yield from (f"{place}: {problem}" for place, problem in curves if problem is not None)
     for i, level in enumerate(form.levels[:-1]):

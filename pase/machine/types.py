@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import ArrayLike
 
+from pase.errors import PaseError
 from pase.files.codec import AtLeastOne, Count, NotNegative, Positive, Share
 
 __all__ = [
@@ -137,11 +138,19 @@ class ProductKernels:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCurve:
-    """The fraction of the peak that a fused attention kernel reaches, by the number of keys; constant beyond its
-    ends."""
+    """A fused attention kernel (``costmodels/attention.py``).
+
+    efficiency: the fraction of the peak that a compute unit reaches with heads of 128 while it multiplies, by the
+        number of keys; constant beyond its ends.
+    wave_s: the time in which a unit begins and ends its squares, and multiplies nothing.
+    softmax: the time of the exponentials beside that of the products at heads of 128. Other heads have other products
+        and the same exponentials.
+    """
 
     keys: tuple[AtLeastOne, ...]
     efficiency: tuple[NotNegative, ...]
+    wave_s: NotNegative = 0.0
+    softmax: NotNegative = 0.0
 
     def at(self, keys: np.ndarray) -> np.ndarray:
         """Interpolates over the logarithm of the number of keys.
@@ -156,19 +165,30 @@ class AttentionCurve:
 class AttentionKernel:
     """The fraction of the peak that a named attention kernel reaches, forward and backward, by the number of keys.
 
-    Backward has 2.5 times the FLOPs of forward. A program's attention is priced by its own kernel if the machine has it
-    (``pase.stated``), and otherwise by ``Device.attention``.
+    Backward has 2.5 times the FLOPs of forward; an inference library's kernel has none, and then ``backward`` is empty.
+    A program's attention is priced by its own kernel if the machine has it (``pase.stated``), and otherwise by
+    ``Device.attention``. wave_s, softmax: as in ``AttentionCurve``.
     """
 
     name: str
     keys: tuple[AtLeastOne, ...]
     forward: tuple[NotNegative, ...]
-    backward: tuple[NotNegative, ...]
+    backward: tuple[NotNegative, ...] = ()
+    wave_s: NotNegative = 0.0
+    softmax: NotNegative = 0.0
+
+    def curve(self, *, backward: bool) -> AttentionCurve:
+        """One direction. Raises PaseError if the kernel has no backward."""
+        efficiency = self.backward if backward else self.forward
+        if not efficiency:
+            raise PaseError(
+                f"the attention kernel '{self.name}' has no backward", fix="name a kernel that trains"
+            )
+        return AttentionCurve(keys=self.keys, efficiency=efficiency, wave_s=self.wave_s, softmax=self.softmax)
 
     def at(self, keys: np.ndarray, *, backward: bool) -> np.ndarray:
         """Interpolates as ``AttentionCurve`` does."""
-        curve = self.backward if backward else self.forward
-        return AttentionCurve(keys=self.keys, efficiency=curve).at(keys)
+        return self.curve(backward=backward).at(keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,6 +454,10 @@ class Machine:
         for key in ("attention", "attention_kernels", "products"):
             if not content["device"][key]:
                 del content["device"][key]
+        for curve in (content["device"].get("attention"), *content["device"].get("attention_kernels", ())):
+            for key in ("wave_s", "softmax"):
+                if curve is not None and not curve[key]:
+                    del curve[key]
         del content["device"]["reserved_bytes"]  # it determines what fits, not what anything costs
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

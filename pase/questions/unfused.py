@@ -12,9 +12,10 @@ from pase.ir import Access, Graph, Node, SourceLine, functions
 from pase.machine import CostModel, Mesh
 from pase.memory.residuals import kept
 from pase.plan.types import PlanData
+from pase.tables.build import work_cost
 from pase.tables.itemize import config_of
 from pase.tables.layouts import concrete_size, dim_index, shards
-from pase.tables.work import BACKWARD_PRODUCTS, Work, node_work
+from pase.tables.work import BACKWARD_PRODUCTS, Phase, Work, backward_passes, node_work
 
 if TYPE_CHECKING:
     from pase.compiler.problem.problem import SplitProblem
@@ -117,13 +118,23 @@ def _as_one(
         for a in accesses
         if a.tensor not in weights.internal
     )
+    result = graph.tensors[values.main.writes[0].tensor]
+    result_bytes = _local(graph, values, values.main.writes[0], configs, mesh)
+    phases: tuple[tuple[Phase, float, int], ...] = (("forward", 1.0, 1), ("backward", BACKWARD_PRODUCTS, 2))
     total = 0.0
-    for phase, products, passes in (("forward", 1.0, 1), ("backward", BACKWARD_PRODUCTS, 2)):
+    for phase, products, passes in phases:
         times = next((w.times for w in first if w.phase == phase), 0.0)
-        price = model.compute(
-            "attention", first[0].dtype, products * flops, np.asarray([passes * sent]), mnk=(keys, keys, k)
+        work = Work(
+            kind="attention",
+            dtype=first[0].dtype,
+            flops=products * flops,
+            nbytes=np.asarray([passes * sent]),
+            mnk=(keys, keys, k),
+            phase=phase,
+            times=times,
+            passes=backward_passes(result, result_bytes) if phase == "backward" else 0.0,
         )
-        total += times * float(np.ravel(price)[0])
+        total += float(np.ravel(work_cost([work], model))[0])
     return total
 
 

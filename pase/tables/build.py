@@ -117,7 +117,11 @@ def work_price(work: Work, model: CostModel) -> np.ndarray:
     """The cost of one run of a piece of work."""
     longer = work.padding * _unaligned_slowdown(work, model)
     mnk = None if work.mnk is None else (work.mnk[0] * longer, *work.mnk[1:])
-    price = model.compute(work.kind, work.dtype, work.flops * longer, work.nbytes, mnk=mnk)
+    fused = work.kind == "attention" and model.unit == "s" and model.machine.device.attention is not None
+    flops = work.flops * (work.diagonal if fused else longer)
+    price = model.compute(work.kind, work.dtype, flops, work.nbytes, mnk=mnk)
+    if fused and np.any(work.passes):
+        price = price + model.compute("memory", work.dtype, 0.0, work.passes)
     if work.kind == "memory" and work.phase != "update":
         price = np.maximum(price, work.nbytes / _light_bytes_per_s(model))
         price = price + work.windowed / _windowed_flops_per_s(model)

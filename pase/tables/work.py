@@ -22,6 +22,7 @@ from pase.ir.precision import operand_bytes
 from pase.ir.types import WORKLESS, itemsize
 from pase.machine import Mesh
 from pase.tables.layouts import concrete_size, dim_index, local_bytes, ring_of, shards, state_index
+from pase.tables.passes import HEAVY, LightReads
 from pase.tables.tiles import padding, rounded
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Phase",
     "Work",
     "WorkKind",
+    "backward_passes",
     "has_gradient",
     "node_work",
     "parameter_reads",
@@ -51,6 +53,8 @@ class Work:
 
     nbytes: includes the padding of arrays. padding: for a product, the factor by which padded rows increase ``flops``.
     (The cost model's own tiles round up the columns and the contraction.)
+    diagonal: for fused attention, the factor by which squares on a causal mask's diagonal, computed whole, add to
+        ``flops``. passes: the bytes that its backward moves before and after its products.
     unaligned: for a product, whether rows of an operand or of the result are no multiple of 16 bytes in memory.
     windowed: the FLOPs of light ops that slide a window over an operand (pools).
     casts: whether this work casts operands of a product to the type in which the product runs.
@@ -65,6 +69,8 @@ class Work:
     phase: Phase
     times: float
     padding: np.ndarray | float = 1.0
+    diagonal: np.ndarray | float = 1.0
+    passes: np.ndarray | float = 0.0
     unaligned: np.ndarray | bool = False
     windowed: np.ndarray | float = 0.0
     casts: bool = False
@@ -168,10 +174,11 @@ def node_work(
     zero = np.zeros(len(cfg))
     flops_of: dict[Phase, np.ndarray] = {"forward": zero, "backward": zero}  # sums over all light ops
     bytes_of, windowed = dict(flops_of), dict(flops_of)
-    seen: set[str] = set()
+    light = LightReads(node)
+    moved: dict[str, np.ndarray] = {}
     for op in node.ops:
         flops = op.flops_per_point * _local_points(node, op.worked, cfg, mesh)
-        heavy = op.kind in ("matmul", "conv", "attention", "gather", "scatter")
+        heavy = op.kind in HEAVY
 
         def touched(a: Access, worked: tuple[str, ...] = op.worked) -> np.ndarray:
             t = graph.tensors[a.tensor]
@@ -183,13 +190,13 @@ def node_work(
         for a in op.writes:
             if heavy or graph.read_outside(node, a.tensor):
                 wrote = wrote + touched(a)
-        for a in op.reads:
-            outside = a.tensor not in internal and a.tensor in graph.producer
-            if outside and (heavy or a.tensor not in seen):
-                seen.add(a.tensor)
-                had = graph.tensors[a.tensor].itemsize
-                part = 1.0 if op.product_dtype is None else operand_bytes(op.product_dtype) / had
-                nbytes = nbytes + touched(a) * part
+        for a in op.reads if heavy else ():
+            if a.tensor not in internal and a.tensor in graph.producer:
+                nbytes = nbytes + touched(a) * _part_read(op, graph.tensors[a.tensor])
+        for tensor, a in light.of(op).items():
+            if tensor in graph.producer:
+                moved.setdefault(tensor, touched(a))
+                nbytes = nbytes + moved[tensor]
         nbytes = nbytes + wrote
         grads = [a for a in op.reads if has_gradient(graph, op, a.tensor)]
         if op.kind in ("matmul", "conv"):
@@ -219,6 +226,11 @@ def node_work(
         if flops.any() or nbytes.any():
             recompute = main.remat and phase == "forward"
             yield replace(_traffic(dtype, flops, nbytes, phase, runs, recompute), windowed=windowed[phase])
+
+
+def _part_read(op: Op, operand: Tensor) -> float:
+    """The part of an operand's bytes that a product in fewer bits reads."""
+    return 1.0 if op.product_dtype is None else operand_bytes(op.product_dtype) / operand.itemsize
 
 
 def _traffic(
@@ -327,6 +339,18 @@ BACKWARD_PRODUCTS = 5 / 2
 each of four gradients (of scores, values, queries and keys); forward has two products. Dao et al. 2022 (arXiv
 2205.14135), algorithm 4."""
 
+_MASKED = 64
+"""Kernels of fused attention apply a mask to squares of so many queries and keys, which they compute whole."""
+
+
+def backward_passes(result: Tensor, moved: np.ndarray | float) -> np.ndarray | float:
+    """The bytes that fused attention's backward moves outside of its products; moved: the local bytes of its result.
+
+    It first reads the result and its gradient, for their product's sum over each row. It sums up the gradient of the
+    queries in float32, which is zeroed first and cast at the end (Dao 2023, arXiv 2307.08691, algorithm 2).
+    """
+    return 3 * moved + 2 * 4 * moved / result.itemsize
+
 
 def _attention(
     graph: Graph, node: Node, op: Op, flops: np.ndarray, nbytes: np.ndarray, cfg: np.ndarray, mesh: Mesh
@@ -346,11 +370,13 @@ def _attention(
     width = (q & k) - set(op.writes[0].map.dims)
     rows, keys, inner = (_local_points(node, tuple(dims), cfg, mesh) for dims in (queries, k - q, width))
     ring = ring_of(node)
+    diagonal: np.ndarray | float = 1.0
     if op.function is CAUSAL_ATTENTION:
         part = 1 - 1 / (2 * shards(cfg, dim_index(node, queries), mesh))
         if ring is not None:
             part = np.where((shards(cfg, [ring.dim], mesh) > 1) & ring.balanced(node, cfg, mesh), 0.5, part)
         flops = flops * part
+        diagonal = np.minimum(part + _MASKED / (2 * keys), 1.0) / part
     if ring is not None:
         keys, nbytes = keys / shards(cfg, [ring.dim], mesh), nbytes * shards(cfg, [ring.dim], mesh)
     times = runs_of(op, node.name)
@@ -363,9 +389,12 @@ def _attention(
         mnk=(rows, keys, inner),
         phase=phase_of(op),
         times=times * (2 if op.remat else 1),
+        diagonal=diagonal,
         recompute=op.remat,
     )
     if any(has_gradient(graph, op, a.tensor) for a in op.reads):
+        result = graph.tensors[op.writes[0].tensor]
+        moved = local_bytes(node, result, op.writes[0], cfg, mesh)
         yield Work(
             kind="attention",
             dtype=dtype,
@@ -374,6 +403,8 @@ def _attention(
             mnk=(rows, keys, inner),
             phase="backward",
             times=times,
+            diagonal=diagonal,
+            passes=backward_passes(result, moved),
         )
 
 

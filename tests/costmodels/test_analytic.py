@@ -194,19 +194,10 @@ def test_unmeasured_ways_follow_the_nearest_measured_ones():
     )
 
 
-def test_fused_attention_runs_at_its_own_rate():
-    """Between two measured lengths, the rate is linear in the logarithm. Without a curve, it is that of the
-    products."""
-    h100 = load("h100x8")
-    model, flops = get("analytic", h100), 1e15
-    seconds = [
-        float(model.compute("attention", "bfloat16", flops, 0.0, mnk=(s, s, 128))) for s in (512, 1024, 65536)
-    ]
-    wanted = [flops / (989.4e12 * e) + h100.device.launch_s for e in (0.435, 0.523, 0.628)]
-    assert seconds == pytest.approx(wanted)
-    v100 = load("v100x8")  # priced by its tiles
-    bare = replace(v100, device=replace(v100.device, attention=None))
-    products = get("analytic", bare).compute("matmul", "bfloat16", flops, 0.0, mnk=(1024, 1024, 128))
-    assert (
-        get("analytic", bare).compute("attention", "bfloat16", flops, 0.0, mnk=(1024, 1024, 128)) == products
+def test_attention_without_a_kernel_of_its_own_is_its_products():
+    bare = get("analytic", load("v100x8"))
+    assert bare.machine.device.attention is None
+    products, fused = (
+        bare.compute(kind, "bfloat16", 1e15, 0.0, mnk=(1024, 1024, 128)) for kind in ("matmul", "attention")
     )
+    assert fused == products

@@ -24,7 +24,9 @@ def test_efficiency_by_dtype_and_kernels_by_name():
     v100 = load("v100x8").device
     assert v100.reached("matmul", "bfloat16") == v100.efficiency["matmul"]
     assert h100.reached("conv", "bfloat16") == 0.6 and h100.reached("other", "bfloat16") == 1.0
-    flash2, cudnn, _ = h100.attention_kernels
+    flash2, cudnn, _, inference = h100.attention_kernels
+    with pytest.raises(PaseError, match="'trtllm' has no backward"):
+        inference.curve(backward=True)
     assert (flash2.name, cudnn.name) == ("flash2", "cudnn")
     keys = np.array([512.0, 8192.0])
     assert (flash2.at(keys, backward=False) < cudnn.at(keys, backward=False)).all()
