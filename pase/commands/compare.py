@@ -96,9 +96,11 @@ def _sent_bytes(p: PlanData) -> float:
 
 def _comparison(ours: PlanData, rows: Rows) -> dict[str, object]:
     """The object that --json prints."""
+    equals = recommended(rows)
     strategies = [
         {
             "name": name,
+            "equal_to_best": name in equals,
             "mesh": p.mesh.by_name,
             "cost_s": p.cost if p.unit == "s" else None,
             "cost": p.cost,
@@ -118,11 +120,33 @@ def _comparison(ours: PlanData, rows: Rows) -> dict[str, object]:
         "machine": ours.machine,
         "unit": ours.unit,
         "remarks": [r.to_json() for r in ours.noted],
+        "recommended": equals[0] if equals else None,
         "strategies": strategies,
         "skipped": dict(ours.skipped),
         "memory_limit_bytes": ours.memory_limit,
         "misfit": ours.misfit,
     }
+
+
+def recommended(rows: Rows) -> list[str]:
+    """The strategies of which it is unknown whether another is faster, the simplest first; only such that fit.
+
+    An expert strategy is simpler than one that was searched, and among those, fewer ways to split a node are.
+    """
+    from pase.plan.error_bar import alike
+
+    fitting = [(name, p) for name, p in rows if p.fits]
+    if not fitting:
+        return []
+    best = min(fitting, key=lambda row: row[1].cost)[1]
+    equal = [(name, p) for name, p in fitting if alike(p, best)]
+
+    def effort(row: tuple[str, PlanData]) -> tuple[bool, int, float]:
+        name, p = row
+        ways = {tuple(sorted(n.split.items())) for n in p.nodes}
+        return name == "pase", len(ways), p.cost
+
+    return [name for name, _ in sorted(equal, key=effort)]
 
 
 _SPARED = ("sends", "comm.", "compute")
@@ -169,6 +193,11 @@ def _print(ours: PlanData, rows: Rows) -> None:
         f"{ours.objective}",
     )
     c.print(out)
+    equal = recommended(rows)
+    if len(equal) > 1:
+        c.print(
+            f"equal within what prices may be off: {', '.join(equal)}. The simplest of them is {equal[0]}."
+        )
     for name, why in ours.skipped.items():
         c.print(f"without {name}: {why}")
     batches = f"{ours.accumulate} micro-batches" if ours.accumulate > 1 else "one micro-batch"

@@ -103,12 +103,20 @@ def compile(
 
 
 def rates(plan: PlanData) -> dict[str, float | None]:
-    """The step's speed per device, for the JSON output.
+    """The step's interval (80%) and its speed per device, for the JSON output.
 
-    Fields are None if costs are not in seconds, or if the batch has no tokens.
+    Fields are None if costs are not in seconds, if the machine's kernels were not measured, or if the batch has no
+    tokens.
     """
+    from pase.plan.error_bar import interval
+
+    bar = interval(plan)
     names = ("mfu", "tflops_per_device", "tokens_per_s_per_device", "examples_per_s_per_device")
-    return {name: getattr(plan.throughput, name, None) for name in names}
+    return {
+        "step_low_s": None if bar is None else bar.low_s,
+        "step_high_s": None if bar is None else bar.high_s,
+        **{name: getattr(plan.throughput, name, None) for name in names},
+    }
 
 
 def summary(plan: PlanData) -> dict[str, object]:

@@ -13,6 +13,7 @@ from pase.files.quantities import bytes_text, cost_text
 from pase.files.terminal import console
 from pase.ir.blocks import hoisted_text, recompute_text
 from pase.plan.answer import answer, axes_text, family, gap_text, mesh_text
+from pase.plan.error_bar import interval
 from pase.plan.pipeline import lines as stage_lines
 from pase.plan.types import NodePlan, PlanData, TensorPlan
 
@@ -81,8 +82,8 @@ def headline(plan: PlanData) -> list[str]:
         for name, cost in _shortlist(plan)
     )
     lines.append(
-        f"step   {cost_text(plan.cost, plan.unit)} predicted   compute {cost_text(plan.compute, plan.unit)} · "
-        f"communication {cost_text(plan.communication, plan.unit)}"
+        f"step   {cost_text(plan.cost, plan.unit)}{_error_text(plan)} predicted   "
+        f"compute {cost_text(plan.compute, plan.unit)} · communication {cost_text(plan.communication, plan.unit)}"
         + (f", {cost_text(plan.hidden, plan.unit)} of it hidden" if plan.hidden else "")
         + (f" · {against}" if against else "")
     )
@@ -124,6 +125,12 @@ def _certificate(plan: PlanData) -> str:
     under = f"under cost model '{plan.cost_model}', {plan.objective}"
     under += ", and the notes above" if plan.remarks else ""
     return f"{proof} {under} · {len(plan.nodes)} nodes, {edges} edges · {times}"
+
+
+def _error_text(plan: PlanData) -> str:
+    """How far the prediction may be off, if that is known for the machine."""
+    found = interval(plan)
+    return "" if found is None else f" {found}"
 
 
 def _peak_text(plan: PlanData) -> str:

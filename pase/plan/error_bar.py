@@ -1,0 +1,160 @@
+"""How far a predicted step may be off, from what it is made of.
+
+A price's error has two parts for each kind of work. One is shared by all work of the kind: another version of a
+library, another driver, a rate that the machine file has wrong. It was estimated as the spread of the median errors of
+published tables. The other is an op's own, as the spread within a table; ops of different shapes are independent of
+each other in it. Kinds are independent of each other. The errors are those that ``python -m bench.kernels`` finds,
+without the rows that are kept back, which test them. Steps were not used: they test the intervals.
+
+What is not in it: what a program does besides the work of its model. Collectives between nodes, for which there is no
+public table of measurements, are taken to be as uncertain as those within a node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from pase.ir.precision import FP4
+from pase.ir.types import itemsize
+from pase.machine import Machine, load, names
+from pase.plan.types import PlanData
+from pase.tables.itemize import Collective, LocalWork
+
+__all__ = ["Deviation", "ErrorBar", "StepPart", "alike", "interval", "parts_of", "spread"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """Standard deviations of the logarithm of measured over predicted time.
+
+    shared: of all work of a kind together. own: of work of one shape, in addition.
+    """
+
+    shared: float
+    own: float
+
+
+RESIDUALS = {
+    "product": Deviation(shared=0.108, own=0.117),
+    "product in 8 bits": Deviation(shared=0.143, own=0.152),
+    "product in 4 bits": Deviation(shared=0.101, own=0.217),
+    "product in 32 bits": Deviation(shared=0.375, own=0.391),
+    "convolution": Deviation(shared=0.250, own=0.429),
+    "attention": Deviation(shared=0.024, own=0.117),
+    "light": Deviation(shared=0.373, own=0.163),
+    "large collective": Deviation(shared=0.079, own=0.078),
+    "small collective": Deviation(shared=0.123, own=0.171),
+}
+"""Kind -> errors over 220,000 measured kernels and collectives on A100, H100, H200, B200 and GB200 (2026-11-27)."""
+
+_DEVIATIONS = 1.2816
+"""Standard deviations on either side of the middle that contain 80% of a normal distribution."""
+
+_LARGE_BYTES = 16e6
+"""From this size on, a collective's time is that of its bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPart:
+    """Some work of a step. shape: what tells it apart from other work of its kind."""
+
+    kind: str
+    shape: tuple[object, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorBar:
+    """The range that contains the real step time in 80 of 100 cases, in seconds."""
+
+    low_s: float
+    high_s: float
+
+    def __str__(self) -> str:
+        """
+        >>> str(ErrorBar(low_s=0.909, high_s=1.1))
+        '± 10%'
+        """
+        return f"± {100 * (math.sqrt(self.high_s / self.low_s) - 1):.0f}%"
+
+
+def _measured(plan: PlanData) -> Machine | None:
+    """The plan's machine, if kernels and collectives of its card are in public tables."""
+    if plan.unit != "s" or plan.machine not in names():
+        return None
+    m = load(plan.machine)
+    return m if m.digest == plan.machine_digest and m.device.products is not None else None
+
+
+def interval(plan: PlanData) -> ErrorBar | None:
+    """Returns the interval of the plan's step; None if the machine was not measured, or costs are no time."""
+    if _measured(plan) is None or not plan.cost:
+        return None
+    parts = list(parts_of(plan))
+    total = sum(p.seconds for p in parts)
+    if not total:
+        return None
+    width = math.exp(_DEVIATIONS * spread(parts) / total)
+    return ErrorBar(low_s=plan.cost / width, high_s=plan.cost * width)
+
+
+def alike(a: PlanData, b: PlanData) -> bool:
+    """Whether it is unknown which of two plans of one model is faster: the interval of their difference contains 0.
+
+    What both do in the same way does not differ, whatever it takes.
+    """
+    if _measured(a) is None or _measured(b) is None:
+        return a.cost == b.cost
+    more = [*_scaled(a, 1.0), *_scaled(b, -1.0)]
+    return abs(a.cost - b.cost) <= _DEVIATIONS * spread(more)
+
+
+def _scaled(plan: PlanData, sign: float) -> Iterator[StepPart]:
+    """A plan's parts, which add up to its cost: a pipeline's parts are those of one stage, without its bubble."""
+    parts = list(parts_of(plan))
+    total = sum(p.seconds for p in parts)
+    for p in parts:
+        yield StepPart(kind=p.kind, shape=p.shape, seconds=sign * p.seconds * plan.cost / total)
+
+
+def spread(parts: Iterable[StepPart]) -> float:
+    """The standard deviation of the parts' sum, in seconds. Seconds below 0 are of work that another plan has."""
+    by_kind: dict[str, float] = defaultdict(float)
+    by_shape: dict[tuple[object, ...], float] = defaultdict(float)
+    for p in parts:
+        by_kind[p.kind] += p.seconds
+        by_shape[p.kind, *p.shape] += p.seconds
+    shared = sum((RESIDUALS[kind].shared * s) ** 2 for kind, s in by_kind.items())
+    own = sum((RESIDUALS[str(shape[0])].own * s) ** 2 for shape, s in by_shape.items())
+    return math.sqrt(shared + own)
+
+
+def parts_of(plan: PlanData) -> Iterator[StepPart]:
+    """The work of the plan's step, and the part of its collectives that compute does not hide."""
+    for node in plan.nodes:
+        for w in node.work:
+            yield StepPart(kind=_kind_of(w), shape=(w.mnk, w.flops, w.nbytes), seconds=w.cost)
+    sent = sum(c.cost for c in plan.collectives)
+    waited = max(1 - (plan.hidden or 0.0) / sent, 0.0) if sent else 0.0
+    for c in plan.collectives:
+        yield StepPart(kind=_size_of(c), shape=(c.kind, c.axes, c.nbytes), seconds=waited * c.cost)
+
+
+def _size_of(c: Collective) -> str:
+    return "large collective" if c.nbytes >= _LARGE_BYTES else "small collective"
+
+
+def _kind_of(w: LocalWork) -> str:
+    if w.kind == "memory":
+        return "light"
+    if w.kind == "attention":
+        return "attention"
+    if w.kind == "conv":
+        return "convolution"
+    if w.dtype == FP4:
+        return "product in 4 bits"
+    width = itemsize(w.dtype)
+    return "product in 8 bits" if width == 1 else "product" if width == 2 else "product in 32 bits"
