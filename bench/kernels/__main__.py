@@ -6,9 +6,10 @@ Without a file, all tables of the shared folder are read. ``bench/kernels/rows.p
 --machine prices every row by this machine file instead of the table's own card.
 
 JSON: {"rows", "median_error", "p90_error", "by": {kind and machine: {"rows", "median_error", "p90_error", "bias",
-"kept_median_error"}}}. Errors are absolute, relative to the measured time; the bias is the median error with its sign.
-A third of the rows, by the checksum of their shapes, is kept back from every fit of a machine file:
-"kept_median_error" is theirs.
+"kept_median_error"}}, "residuals": {kind: {"shared", "own", "kept_inside"}}}. Errors are absolute, relative to the
+measured time; the bias is the median error with its sign. A third of the rows, by the checksum of their shapes, is kept
+back from every fit of a machine file: "kept_median_error" is theirs. ``bench/kernels/residuals.py`` says what the
+residuals are.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from bench.cases import SHARED
+from bench.kernels.residuals import residuals
 from bench.kernels.rows import READERS, KernelRows, read
 from bench.runner import RESULTS, option, parser, save
 from pase import machine
@@ -49,6 +51,7 @@ def summary(found: list[tuple[KernelRows, np.ndarray]]) -> dict[str, Any]:
         "median_error": float(np.median(np.abs(every))),
         "p90_error": float(np.quantile(np.abs(every), 0.9)),
         "by": {name: _errors(*parts) for name, parts in sorted(joined.items())},
+        "residuals": residuals(found),
     }
 
 

@@ -11,9 +11,19 @@ from typing import Literal
 from pase.files.quantities import bytes_text, cost_text
 from pase.machine import Mesh
 from pase.plan.constraints import Placement
+from pase.plan.error_bar import interval
 from pase.plan.types import PlanData, TensorPlan
 
-__all__ = ["answer", "axes_text", "family", "gap_text", "mesh_text", "name_in_words", "strategy_in_words"]
+__all__ = [
+    "answer",
+    "axes_text",
+    "family",
+    "gap_text",
+    "mesh_text",
+    "name_in_words",
+    "step_text",
+    "strategy_in_words",
+]
 
 Meaning = Literal["data", "sequence", "model", "spare"]
 
@@ -32,13 +42,17 @@ def answer(plan: PlanData) -> str:
     """Return the first line of a plan's text."""
     memory = plan.memory.total + plan.waiting_bytes
     held = f"{bytes_text(memory)} of {bytes_text(plan.memory_there)} a device"
-    parts = [
-        strategy_in_words(plan),
-        f"{cost_text(plan.cost, plan.unit)} a step, " + (held if plan.fits else f"DOES NOT FIT: {held}"),
-    ]
+    step = f"{step_text(plan)} a step"
+    parts = [strategy_in_words(plan), f"{step}, {held}" if plan.fits else f"{step}, DOES NOT FIT: {held}"]
     if plan.fits and (said := _verdict(plan)):
         parts.append(said)
     return "; ".join(parts)
+
+
+def step_text(plan: PlanData) -> str:
+    """Return the predicted step, with how far it may be off if that is known for the machine."""
+    bar = interval(plan)
+    return cost_text(plan.cost, plan.unit) + ("" if bar is None else f" {bar}")
 
 
 def strategy_in_words(plan: PlanData) -> str:

@@ -3,8 +3,8 @@
 A price's error has two parts for each kind of work. One is shared by all work of the kind: another version of a
 library, another driver, a rate that the machine file has wrong. It was estimated as the spread of the median errors of
 published tables. The other is an op's own, as the spread within a table; ops of different shapes are independent of
-each other in it. Kinds are independent of each other. The errors are those that ``python -m bench.kernels`` finds,
-without the rows that are kept back, which test them. Steps were not used: they test the intervals.
+each other in it. Kinds are independent of each other. Both are the "residuals" of ``python -m bench.kernels``, without
+the rows that are kept back, which test them. Steps were not used: they test the intervals.
 
 What is not in it: what a program does besides the work of its model. Collectives between nodes, for which there is no
 public table of measurements, are taken to be as uncertain as those within a node.

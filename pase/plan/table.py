@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from pase.files.quantities import bytes_text, cost_text
 from pase.files.terminal import console
 from pase.ir.blocks import hoisted_text, recompute_text
-from pase.plan.answer import answer, axes_text, family, gap_text, mesh_text
-from pase.plan.error_bar import interval
+from pase.plan.answer import answer, axes_text, family, gap_text, mesh_text, step_text
 from pase.plan.pipeline import lines as stage_lines
 from pase.plan.types import NodePlan, PlanData, TensorPlan
 
@@ -82,7 +81,7 @@ def headline(plan: PlanData) -> list[str]:
         for name, cost in _shortlist(plan)
     )
     lines.append(
-        f"step   {cost_text(plan.cost, plan.unit)}{_error_text(plan)} predicted   "
+        f"step   {step_text(plan)} predicted   "
         f"compute {cost_text(plan.compute, plan.unit)} · communication {cost_text(plan.communication, plan.unit)}"
         + (f", {cost_text(plan.hidden, plan.unit)} of it hidden" if plan.hidden else "")
         + (f" · {against}" if against else "")
@@ -125,12 +124,6 @@ def _certificate(plan: PlanData) -> str:
     under = f"under cost model '{plan.cost_model}', {plan.objective}"
     under += ", and the notes above" if plan.remarks else ""
     return f"{proof} {under} · {len(plan.nodes)} nodes, {edges} edges · {times}"
-
-
-def _error_text(plan: PlanData) -> str:
-    """How far the prediction may be off, if that is known for the machine."""
-    found = interval(plan)
-    return "" if found is None else f" {found}"
 
 
 def _peak_text(plan: PlanData) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 import pase
 from pase.plan.answer import answer, strategy_in_words
+from pase.plan.error_bar import interval
 
 MODEL = "zoo:gpt2?batch=16&layers=2&seq=128&vocab=512"
 
@@ -35,7 +36,9 @@ def test_the_first_line_has_the_step_the_memory_and_what_would_do(plans: dict[st
     ours = plans["pase"]
     first = answer(ours)
     assert " ".join(str(ours).split()).startswith(first)
-    assert " a step, " in first and f"of {ours.memory_there / 2**30:.3g} GiB a device" in first
+    assert (
+        f" {interval(ours)} a step, " in first and f"of {ours.memory_there / 2**30:.3g} GiB a device" in first
+    )
     simple = min(v for k, v in ours.baselines.items() if k not in ours.too_large)
     assert (
         f"{simple / ours.cost - 1:.0%} faster than" in first

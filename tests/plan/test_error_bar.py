@@ -3,11 +3,10 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 import pase
-from pase.plan.error_bar import RESIDUALS, ErrorBar, StepPart, alike, interval, parts_of, spread
+from pase.plan.error_bar import RESIDUALS, Deviation, ErrorBar, StepPart, alike, interval, parts_of, spread
 
 
 @pytest.fixture(scope="module")
@@ -56,30 +55,18 @@ def test_the_text_is_a_percentage():
 
 
 @pytest.mark.data
-def test_kernels_that_were_kept_back_lie_in_their_intervals():
-    """Four of five, for products, attention and large collectives: tables in equal parts."""
+def test_the_residuals_are_those_of_the_measured_tables():
+    """Four of five kernels that were kept back lie in the intervals of their kinds, tables in equal parts."""
     from bench.cases import SHARED
     from bench.kernels.__main__ import compared
+    from bench.kernels.residuals import residuals
     from bench.kernels.rows import READERS, read
 
-    inside: dict[str, list[float]] = {}
-    for file in sorted({f for p in READERS for f in (SHARED / "measured").rglob(p)}):
-        for rows in read(file):
-            kind = next((k for start, k in _KINDS.items() if rows.kind.startswith(start)), None)
-            if kind is None or not rows.kept.any() or rows.machine.device.products is None:
-                continue
-            r = RESIDUALS[kind if "below" not in rows.kind or kind == "attention" else "small collective"]
-            off = np.abs(np.log1p(compared(rows)))[rows.kept]
-            inside.setdefault(kind, []).append(float(np.mean(off <= 1.2816 * math.hypot(r.shared, r.own))))
-    assert set(inside) == set(_KINDS.values())
-    for kind, parts in inside.items():
-        assert 0.7 < np.mean(parts) < 0.9, (kind, np.mean(parts))
-
-
-_KINDS = {
-    "product bfloat16": "product",
-    "product fp8": "product in 8 bits",
-    "attention": "attention",
-    "all_": "large collective",
-    "reduce_scatter": "large collective",
-}
+    folders = (SHARED / "measured", SHARED / "gpu_h100")
+    files = sorted({f for d in folders for p in READERS for f in d.rglob(p)})
+    found = residuals((rows, compared(rows)) for file in files for rows in read(file))
+    made = {
+        kind: Deviation(shared=r["shared"], own=r["own"]) for kind, r in found.items() if kind != "experts"
+    }
+    assert made == RESIDUALS
+    assert all(0.7 < r["kept_inside"] < 0.95 for r in found.values())
