@@ -275,13 +275,12 @@ def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
     maker, _ = graph.node[edge.src].write_of(edge.tensor)
     nbytes = concrete_size(tensor.nbytes, tensor.name)
     times = runs_of(maker, edge.src) if edge.op.function is UNSTACK else runs_of(edge.op, edge.dst)
-    stored = graph.producer[edge.tensor].kind == "parameter"
-    bucketed = is_of_parameter(graph, edge.tensor)
-    hoisted = hoisted_of(graph) if stored else "none"
+    bucketed = graph.producer[edge.tensor].kind == "parameter"
+    hoisted = hoisted_of(graph) if bucketed else "none"
     repeats = 2 if edge.access.recompute and hoisted == "none" else 1
     rounds = micro_batches_of(graph)
     read, made = ((), ()) if bucketed else (read_by(graph, edge), made_by(graph, edge))
-    phase: Phase = "forward" if stored else phase_of(edge.op)
+    phase: Phase = "forward" if bucketed else phase_of(edge.op)
     there = Flow(
         phase=phase,
         back=False,

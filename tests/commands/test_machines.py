@@ -18,7 +18,7 @@ def test_the_table_names_every_machine(capsys, monkeypatch):
 
 
 def test_one_machine_with_its_sources(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("COLUMNS", "500")  # no source is wrapped
     machines("H100_x8", False)
     shown = capsys.readouterr().out
     m = load("h100x8")
