@@ -37,7 +37,6 @@ def traceable(step_file: str) -> Iterator[None]:
             _flex_traced(),
             _inference_traced(),
             _distributions_unchecked(),
-            _bodies_of_known_sizes(),
             derivatives_traced(),
         ):
             stack.enter_context(change)
@@ -73,23 +72,6 @@ def _inference_traced() -> Iterator[None]:
     finally:
         del torch.Tensor.data  # the parent class's attribute becomes visible again
         inference_mode.__enter__, inference_mode.__exit__ = enter, leave  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _bodies_of_known_sizes() -> Iterator[None]:
-    """Within, the bodies of ``scan``, ``map`` and ``cond`` are traced with sizes that are numbers, as the step is.
-
-    ``torch.export`` makes each of their sizes a symbol. No size of a step is unknown, so nothing is gained, and PyTorch
-    then sometimes fails ("s67 is not tracked with proxy"), depending on what the process ran before.
-    """
-    from torch.export._trace import DEFAULT_EXPORT_DYNAMO_CONFIG as CONFIG
-
-    before = CONFIG.assume_static_by_default
-    CONFIG.assume_static_by_default = True
-    try:
-        yield
-    finally:
-        CONFIG.assume_static_by_default = before
 
 
 @contextlib.contextmanager

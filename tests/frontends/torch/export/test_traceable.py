@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from pase.frontends.torch.export.traceable import traceable
-from tests.frontends.torch.bodies import models
 
 pytestmark = pytest.mark.torch
 
@@ -64,30 +61,3 @@ def test_checks_of_distributions_are_back_afterwards_even_after_an_error() -> No
     assert Distribution._validate_args == usual and torch.Tensor.data is data
     with pytest.raises(ValueError, match="scale"):
         Normal(torch.zeros(1), -torch.ones(1), validate_args=True)
-
-
-@pytest.mark.parametrize("name", ["Scans", "Maps", "Branches"])
-def test_sizes_within_bodies_are_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symbols for them made PyTorch fail to export a step, in some processes and not in others."""
-    import torch
-    from torch.export._trace import DEFAULT_EXPORT_DYNAMO_CONFIG as CONFIG
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    made: list[object] = []
-    create = ShapeEnv.create_symbol
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        size = create(*args, **kwargs)
-        made.extend(size.free_symbols)
-        return size
-
-    monkeypatch.setattr(ShapeEnv, "create_symbol", noted)
-    model = getattr(models(), name)()
-    for rows in (32, 64):  # by PyTorch's default, the size is a symbol at the latest when it changes
-        x = torch.ones(3, rows, 64) if name == "Maps" else torch.ones(rows, 64)
-        x = torch.ones(rows // 8, 32, 64) if name == "Scans" else x
-        with traceable("step.py"):
-            torch.export.export(model, (x,), strict=False)
-    assert not made
-    torch.export.export(model, (x,), strict=False)
-    assert made and CONFIG.assume_static_by_default is False
