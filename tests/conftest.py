@@ -44,14 +44,6 @@ def double():
         yield
 
 
-@pytest.fixture(autouse=True)
-def _no_mode_is_left():
-    """A test that leaves a dispatch mode of PyTorch on fails itself, rather than tests that run later in its process."""
-    yield
-    modes = sys.modules.get("torch.utils._python_dispatch")
-    assert modes is None or not modes.is_in_any_mode_without_ignore_compile_internals()
-
-
 def pytest_configure(config):
     for name, need in NEEDS.items():
         config.addinivalue_line("markers", f"{name}: {need.reason}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import pase
-from pase.frontends.torch.modes import DISPATCH_MODES
+from pase.frontends.torch.modes import DISPATCH_MODES, no_stale_mode
 
 PACKAGE = Path(pase.__file__).parent
 
@@ -38,7 +38,6 @@ def test_every_mode_is_entered_by_one_thread_at_a_time():
 @pytest.mark.parametrize("what", ["export", "record"])
 def test_a_thread_waits_for_the_modes_of_another(what: str) -> None:
     import torch
-    from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals as in_a_mode
 
     plan = pase.compile(torch.nn.Linear(4, 4), torch.ones(4, 4), devices=2, loss=lambda m, x: m(x).sum())
     do: dict[str, Callable[[], object]] = {
@@ -51,4 +50,17 @@ def test_a_thread_waits_for_the_modes_of_another(what: str) -> None:
         thread.join(1.0)
         assert thread.is_alive()
     thread.join()
-    assert not in_a_mode()
+
+
+@pytest.mark.torch
+def test_a_global_that_threads_left_on_is_off_again_in_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from torch.utils import _python_dispatch as state
+
+    for name in vars(state):
+        if name.startswith("_is_in_"):
+            monkeypatch.setattr(state, name, True)
+    with no_stale_mode():
+        assert not state.is_in_any_mode_without_ignore_compile_internals()
+    with torch.utils._python_dispatch.TorchDispatchMode(), no_stale_mode():
+        assert state.is_in_any_mode_without_ignore_compile_internals()

@@ -22,7 +22,7 @@ from pase.frontends.torch.export.functional import inline_regions, is_functional
 from pase.frontends.torch.export.settings import ReadNames, ReadSettings, reads_noted
 from pase.frontends.torch.export.traceable import CHECKPOINTED, traceable
 from pase.frontends.torch.export.unfolded import unfolded
-from pase.frontends.torch.modes import DISPATCH_MODES
+from pase.frontends.torch.modes import DISPATCH_MODES, no_stale_mode
 from pase.frontends.torch.reasons import real_places, why
 from pase.frontends.torch.types import FxNode
 from pase.ir.blocks import Block
@@ -188,7 +188,7 @@ def _traced(
     """Export the step once, on fake tensors, as a functional graph."""
     import torch
 
-    with DISPATCH_MODES, faked(module) as fake:
+    with no_stale_mode(), faked(module) as fake:
         # A tensor that occurs twice in the batch (as ids and as labels) is two inputs: detach makes the second one.
         args = torch.utils._pytree.tree_map(
             lambda t: fake(t).detach() if isinstance(t, torch.Tensor) else t, tuple(batch)

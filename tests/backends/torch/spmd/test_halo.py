@@ -16,7 +16,8 @@ def test_rows_of_neighbours_are_one_message() -> None:
     from pase.backends.audit.torch import planned, sent_by_one_rank
 
     for ranks in (RANKS, 8):
-        plan = case("pixels", ranks).case.plan(f"random1@{ranks // 2}x2")
+        # A strategy that does not split the maximum, whose message of equal elements the list does not have.
+        plan = case("pixels", ranks).case.plan(f"random7@{ranks // 2}x2")
         assert plan is not None
         program = plan.torch.program
         assert any(o.halo for op in program.ops for o in op.operands)
