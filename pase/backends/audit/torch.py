@@ -15,7 +15,6 @@ from pase.backends.torch.imagined import imagined_batch, imagined_step
 from pase.backends.torch.plan import TorchPlan
 from pase.backends.torch.spmd.messages import joined_sums
 from pase.backends.torch.spmd.process_groups import AxisGroups
-from pase.frontends.torch.modes import DISPATCH_MODES
 from pase.local.account import program_collectives
 from pase.local.types import LocalOp, LocalProgram
 from pase.machine import Mesh
@@ -159,6 +158,6 @@ def sent_by_one_rank(plan: TorchPlan) -> SentCounts:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     groups = plan.groups("cpu")
-    with DISPATCH_MODES, FakeTensorMode(allow_non_fake_inputs=True), recorded(groups) as found:
+    with FakeTensorMode(allow_non_fake_inputs=True), recorded(groups) as found:
         imagined_step(plan, groups).backward(*imagined_batch(plan))
     return SentCounts(found.sent)

@@ -12,7 +12,6 @@ from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import LAYER, ProgramCall, RecordedBlock
 from pase.backends.torch.spmd.values import RankValue
 from pase.errors import PaseError
-from pase.frontends.torch.modes import DISPATCH_MODES
 from pase.local.types import Layout, LocalResult, local_shape
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def rank_code(step: ParallelModule, rank: int) -> str:
             "the model has branches that depend on data, so its step walks the graph and has no code",
             where=f"model '{plan.program.name}'",
         )
-    with DISPATCH_MODES, FakeTensorMode():
+    with FakeTensorMode():
         body = _body(step)
     program = recorded(walk, body, step.finished)
     place = ", ".join(f"{n} {i}" for n, i in zip(mesh.names, walk.groups.place, strict=True))

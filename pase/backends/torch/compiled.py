@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from pase.backends.torch.spmd.rules import SEED, SEEDS_APART, seeded
 from pase.errors import PaseError
 from pase.frontends.torch.lower import place_of, source_of
-from pase.frontends.torch.modes import DISPATCH_MODES
 from pase.frontends.torch.values import arguments
 from pase.pytree import Tree
 
@@ -86,7 +85,7 @@ def compiled(
         raise PaseError(
             f"torch.compile has no backend '{backend}'", where="compile", fix=f"use one of: {known}"
         )
-    with DISPATCH_MODES, preserve_node_meta():
+    with preserve_node_meta():
         graph = make_fx(joint, tracing_mode="fake")(*(x.detach() for x in given))
     draws = list(_taken_out(graph, name))
     run = torch.compile(graph, backend=backend, fullgraph=True, dynamic=False)

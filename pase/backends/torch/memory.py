@@ -23,7 +23,6 @@ from pase.backends.torch.spmd.record import ProgramCall, RecordedBlock
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
 from pase.files.quantities import bytes_text
-from pase.frontends.torch.modes import DISPATCH_MODES
 from pase.memory.account import Memory
 from pase.pytree import Tree
 
@@ -234,7 +233,7 @@ def rank_memory(
         saved.add(storages.of(x))
         return x
 
-    with DISPATCH_MODES, FakeTensorMode(allow_non_fake_inputs=True), _mode()(storages):
+    with FakeTensorMode(allow_non_fake_inputs=True), _mode()(storages):
         step, batch = imagined_step(plan, groups), imagined_batch(plan)
         trained = [p for p in step.stored.values() if p.requires_grad]
         update = make(trained)

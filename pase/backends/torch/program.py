@@ -16,7 +16,6 @@ from pase.backends.torch.spmd.interpreter import Body, RankWalk
 from pase.backends.torch.spmd.record import Recording
 from pase.backends.torch.spmd.tidy import tidied
 from pase.frontends.common.values import Value
-from pase.frontends.torch.modes import DISPATCH_MODES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,7 +99,7 @@ def recorded(walk: RankWalk, body: Body, finish: Callable[[Body], Sequence[Tenso
     into = Recording(graph=Graph(), base=body.seed, device=constants.device)
     watched = torch.is_grad_enabled()
     _ = walk.causal_masks  # computed before, because a recording has no real tensors
-    with DISPATCH_MODES, _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
+    with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
 
         def fake(name: str, x: Tensor) -> Tensor:
             made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)

@@ -32,7 +32,7 @@ from pase.tables.build import (
     edge_costs,
     work_price,
 )
-from pase.tables.charges import node_charges
+from pase.tables.charges import is_of_parameter, node_charges
 from pase.tables.facts import facts
 from pase.tables.layouts import concrete_size, forward_states, local_bytes
 from pase.tables.work import Phase, node_work
@@ -286,11 +286,18 @@ class _StagePricing:
             reader, cast = graph.node[edge.dst], graph.tensors[edge.tensor].dtype
             copied = id(edge) in share and cast == self._stored(edge).dtype
             times = tuple(float(concrete_size(op.times, reader.name)) for op in reader.ops)
-            key = id(priced.flows), edge if copied else None, times, any(op.remat for op in reader.ops)
+            weight = is_of_parameter(graph, edge.tensor)
+            key = (
+                id(priced.flows),
+                edge if copied else None,
+                times,
+                any(op.remat for op in reader.ops),
+                weight,
+            )
             if key not in made:
                 parts = _ByFeature()
                 for f, cost in priced.flows:
-                    _add(parts, cost, self._paid(reader, f.phase, f.times, f.bucketed))
+                    _add(parts, cost, self._paid(reader, f.phase, f.times, weight))
                 if copied:
                     _add(parts, self._copied(edge, priced, share[id(edge)]), {Feature.STATIC: 1.0})
                 made[key] = parts

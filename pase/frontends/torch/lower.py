@@ -16,7 +16,6 @@ from pase.frontends.registry import Unknown, UnknownOp
 from pase.frontends.torch.control import CONTROL
 from pase.frontends.torch.export.functional import NO_GRADIENT
 from pase.frontends.torch.export.module import STEP_FILE
-from pase.frontends.torch.modes import DISPATCH_MODES
 from pase.frontends.torch.reasons import of_pytorch
 from pase.frontends.torch.rules import RULES
 from pase.frontends.torch.types import FxNode
@@ -303,8 +302,7 @@ def _traced(n: FxNode, how: Callable[..., Tree], **options: Any) -> GraphModule:
 
     # A fake tensor may still belong to the autograd graph of the export.
     values = [m.meta["val"].detach() for m in leaves]
-    with DISPATCH_MODES:
-        return make_fx(call, **({"pre_dispatch": True} | options))(*values)
+    return make_fx(call, **({"pre_dispatch": True} | options))(*values)
 
 
 def _decomposed(n: FxNode) -> GraphModule | None:

@@ -22,7 +22,6 @@ from pase.frontends.torch.export.functional import inline_regions, is_functional
 from pase.frontends.torch.export.settings import ReadNames, ReadSettings, reads_noted
 from pase.frontends.torch.export.traceable import CHECKPOINTED, traceable
 from pase.frontends.torch.export.unfolded import unfolded
-from pase.frontends.torch.modes import DISPATCH_MODES, no_stale_mode
 from pase.frontends.torch.reasons import real_places, why
 from pase.frontends.torch.types import FxNode
 from pase.ir.blocks import Block
@@ -188,7 +187,7 @@ def _traced(
     """Export the step once, on fake tensors, as a functional graph."""
     import torch
 
-    with no_stale_mode(), faked(module) as fake:
+    with faked(module) as fake:
         # A tensor that occurs twice in the batch (as ids and as labels) is two inputs: detach makes the second one.
         args = torch.utils._pytree.tree_map(
             lambda t: fake(t).detach() if isinstance(t, torch.Tensor) else t, tuple(batch)
@@ -237,7 +236,7 @@ def faked(module: Module) -> Iterator[Callable[[Tensor], Tensor]]:
 
     def fake(t: Tensor) -> Any:
         if id(t) not in made:
-            with DISPATCH_MODES, mode:
+            with mode:
                 f = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
             if isinstance(t, torch.nn.Parameter):
                 f = torch.nn.Parameter(f, requires_grad=t.requires_grad)
