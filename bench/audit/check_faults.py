@@ -204,8 +204,9 @@ class FaultSite:
 
 
 def _of_equations(program: CheckedProgram, traced: TracedJax, rng: np.random.Generator) -> StepFault | None:
-    if not program.one or traced.jaxpr.in_avals[-1].shape != jax.tree.leaves(program.batch)[-1].shape:
-        return None  # on several meshes, or the traced program is that of a micro-batch
+    places = {frozenset(x.sharding.device_set) for x in jax.tree.leaves(program.params)}
+    if len(places) > 1 or traced.jaxpr.in_avals[-1].shape != jax.tree.leaves(program.batch)[-1].shape:
+        return None  # in stages, or the traced program is that of a micro-batch
     kind = str(rng.choice(list(EQUATIONS)))
     fits, how = EQUATIONS[kind]
     sites = [s for s in _sites(traced) if fits(s)]

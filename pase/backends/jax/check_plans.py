@@ -86,7 +86,6 @@ def _program(
         names=tuple(traced.param_paths[k] for k in mine),
         owners=tuple(range(len(mine))),
         own_shapes=tuple(tuple(traced.unpadded.get(traced.param_paths[k], leaves[k].shape)) for k in mine),
-        one=True,
         lowering=lowering,
         coarsest=coarsest(traced.jaxpr.jaxpr),
     )

@@ -203,17 +203,18 @@ def rounded_differently(args: tuple[Tree, ...], coarsest: float) -> tuple[Tree, 
     import jax
     import jax.numpy as jnp
 
-    def moved(x: Array, k: int) -> Array:
+    def moved(x: Array, key: Array) -> Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
-        key = jax.random.fold_in(jax.random.key(0), k)
-        up = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 1, -1)
+        bits = jax.random.bits(jax.random.wrap_key_data(key, impl="threefry2x32"), x.shape, jnp.uint8)
+        up = jnp.where(bits & 1 == 1, 1, -1)
         return (x * (1 + up * max(float(jnp.finfo(x.dtype).eps), coarsest)).astype(x.dtype)).astype(x.dtype)
 
     leaves, tree = jax.tree.flatten(args)
-    jitted = jax.jit(moved, static_argnums=1)
+    keys = [np.array([0, k], np.uint32) for k in range(len(leaves))]
+    found = jax.jit(lambda xs, keys: list(map(moved, xs, keys)))(leaves, keys)
     return jax.tree.unflatten(  # type: ignore[no-any-return]
-        tree, [jax.device_put(jitted(x, k), x.sharding) for k, x in enumerate(leaves)]
+        tree, [jax.device_put(x, was.sharding) for x, was in zip(found, leaves, strict=True)]
     )
 
 

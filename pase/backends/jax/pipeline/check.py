@@ -62,7 +62,6 @@ def check_stages(
         names=tuple(path for path, _ in leaves),
         owners=tuple(i for i, _ in parts),
         own_shapes=tuple(tuple(x.shape) for _, x in parts),
-        one=False,
         lowering="in stages",
         coarsest=coarsest(traced.jaxpr.jaxpr),
     )
