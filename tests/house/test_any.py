@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from tests.house.test_style import ROOT, sources
+from tests.house.test_style import ROOT, parsed, sources
 
 MOST = 0.01
 """The largest fraction of annotations in pase that may have ``Any``."""
@@ -30,7 +30,7 @@ def annotations(tree: ast.AST) -> Iterator[ast.expr]:
 
 
 def test_anys_are_few() -> None:
-    trees = {file.relative_to(ROOT): ast.parse(file.read_text(encoding="utf-8")) for file in sources("pase")}
+    trees = {file.relative_to(ROOT): parsed(file) for file in sources("pase")}
     found = {str(file): n for file, tree in trees.items() if (n := uses(tree))}
     most = MOST * sum(1 for tree in trees.values() for _ in annotations(tree))
     assert 0 < sum(found.values()) <= most, f"give these a type of their own: {found}"

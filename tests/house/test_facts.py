@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.test_style import parsed
+
 ROOT = Path(__file__).parents[2]
 CORE = ("ir", "ops", "tables", "search", "baselines", "memory", "costmodels", "compiler", "plan")
 TAKES_APART = {
@@ -58,7 +60,7 @@ def core_files() -> list[str]:
 
 @pytest.mark.parametrize("file", core_files())
 def test_no_fact_is_read_out_of_a_name(file: str) -> None:
-    found = list(taken_apart(ast.parse((ROOT / file).read_text(encoding="utf-8"))))
+    found = list(taken_apart(parsed(ROOT / file)))
     if file in READS_TEXT:
         assert found, f"{file} does not parse text any more; remove it from the list"
     else:

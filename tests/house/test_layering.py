@@ -12,6 +12,8 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
+from tests.house.test_style import parsed
+
 ROOT = Path(__file__).parents[2]
 
 FRAMEWORKS = {
@@ -340,8 +342,7 @@ def read() -> list[tuple[str, Path, list[tuple[str, bool, int]]]]:
     """The (name, file, imports) of each module. Files are read when the first test needs them."""
     names = {name for name, _ in modules()}
     return [
-        (name, file, imports(ast.parse(file.read_text()), name, file.stem == "__init__", names))
-        for name, file in modules()
+        (name, file, imports(parsed(file), name, file.stem == "__init__", names)) for name, file in modules()
     ]
 
 

@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.house.test_style import parsed
+
 ROOT = Path(__file__).parents[2]
 ROOMS = ("pase", "bench")
 # Names that may be defined twice, each with the reason.
@@ -37,7 +39,7 @@ def named() -> dict[str, list[str]]:
     for room in ROOMS:
         for file in sorted((ROOT / room).rglob("*.py")):
             inside = file.relative_to(ROOT)
-            for name in types_of(ast.parse(file.read_text(encoding="utf-8"))):
+            for name in types_of(parsed(file)):
                 found[name].append(str(inside))
     return found
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import tomllib
 from pathlib import Path
 
 from tests.house.test_layering import imports
+from tests.house.test_style import parsed
 from tests.needs import NEEDS
 
 ROOT = Path(__file__).parents[2]
@@ -41,8 +41,8 @@ def test_no_test_needs_what_the_default_extras_lack_to_be_collected():
     seen = set(left)
     while left:
         name = left.pop()
-        tree, package = ast.parse(files[name].read_text()), files[name].stem == "__init__"
-        loaded = {m for m, top, _ in imports(tree, name, package, files) if top}
+        package = files[name].stem == "__init__"
+        loaded = {m for m, top, _ in imports(parsed(files[name]), name, package, files) if top}
         assert not beyond & {m.partition(".")[0] for m in loaded}, name
         more = loaded & files.keys() - seen
         seen |= more

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.house.test_style import parsed
+
 ROOT = Path(__file__).parents[2]
 LINKED = ("frontends", "backends", "costmodels")
 
@@ -140,7 +142,7 @@ def test_what_is_imported_is_asked_for():
     imported = set()
     for folder in ("pase", "tests", "bench"):
         for file in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text())):
+            for node in ast.walk(parsed(file)):
                 if isinstance(node, ast.Import):
                     imported |= {a.name.split(".")[0] for a in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

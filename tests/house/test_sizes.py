@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.house.test_style import ROOMS, ROOT, sources
+from tests.house.test_style import ROOMS, ROOT, parsed, sources
 
 MOST_LINES_OF_A_FUNCTION = 60
 
@@ -49,7 +49,7 @@ def long_functions() -> dict[str, int]:
     return {
         f"{file.relative_to(ROOT)}:{name}": lines
         for file in sources(*ROOMS)
-        for name, lines in lengths(ast.parse(file.read_text(encoding="utf-8")))
+        for name, lines in lengths(parsed(file))
         if lines > MOST_LINES_OF_A_FUNCTION
     }
 

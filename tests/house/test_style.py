@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    """The syntax tree of a file, parsed once for all tests. Do not change it."""
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def sources(*rooms: str) -> list[Path]:
@@ -24,7 +31,7 @@ BENCHES = [str(f.relative_to(ROOT)) for f in sources("bench")]
 def test_public_functions_of_a_bench_say_what_they_write(file: str) -> None:
     silent = [
         node.name
-        for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+        for node in parsed(ROOT / file).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
         and not node.name.startswith("_")
         and not ast.get_docstring(node)

@@ -384,26 +384,17 @@ class StageBounds:
         actions = vstack([kron(eye_array(s.stages), row[None]) for row in of_kind])
         exposed, held = list(self._exposed(s)), csr_array(moments.reshape(len(moments), scale.size) * scale)
         ends = np.array([back * s.ranks + r for back, r, _ in exposed])
-        return vstack(
-            [
-                hstack(
-                    [actions, -eye_array(len(Kind) * s.stages), csr_array((actions.shape[0], 2 * s.ranks))]
-                ),
-                hstack(
-                    [
-                        csr_array(np.array([w.ravel() for _, _, w in exposed])),
-                        csr_array((len(exposed), len(Kind) * s.stages)),
-                        -csr_array(np.eye(2 * s.ranks)[ends]),
-                    ]
-                ),
-                *(
-                    [hstack([held, csr_array((len(moments), actions.shape[0] + 2 * s.ranks))])]
-                    if len(moments)
-                    else []
-                ),
-            ],
-            format="csr",
-        )
+        taken = [actions, -eye_array(len(Kind) * s.stages), csr_array((actions.shape[0], 2 * s.ranks))]
+        around = [
+            csr_array(np.array([w.ravel() for _, _, w in exposed])),
+            csr_array((len(exposed), len(Kind) * s.stages)),
+            -csr_array(np.eye(2 * s.ranks)[ends]),
+        ]
+        rows = [hstack(taken, format="csr"), hstack(around, format="csr")]
+        if len(moments):
+            none = csr_array((len(moments), actions.shape[0] + 2 * s.ranks))
+            rows.append(hstack([held, none], format="csr"))
+        return vstack(rows, format="csr")
 
     def _scale(self) -> np.ndarray:
         """Return the scale of the features in the program: a rank's step for seconds, the limit for bytes."""

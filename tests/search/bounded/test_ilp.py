@@ -69,5 +69,5 @@ def test_with_a_time_limit_an_ended_integer_program_is_read(monkeypatch: pytest.
 
     monkeypatch.setattr(IlpJob, "wait", ended)
     tables, memory = limited(3)
-    assert solve(tables, memory, time_limit=8.0, seed=1).feasible
+    assert solve(tables, memory, time_limit=3.0, seed=1).feasible
     assert answers and None not in answers
