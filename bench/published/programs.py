@@ -22,7 +22,7 @@ from pase.stated.program import (
 __all__ = ["is_old", "program_of"]
 
 _EAGER = ("mpt", "nns")
-_MEGATRON = ("mbr", "nem", "mlm", "aal", "ll3", "bwl", "dsv", "vtr")
+_MEGATRON = ("mbr", "nem", "mlm", "aal", "ll3", "bwl", "dsv", "vtr", "mlp", "smx")
 
 
 _FUSED_LOSS = frozenset({"token_loss", "cross_entropy"})
@@ -109,9 +109,9 @@ def program_of(row: PublishedRow) -> Program:
         return replace(PROGRAMS["megatron_2021"], executor=own, **_SCALING)
     if row.source in _MEGATRON or "megatron" in notes:
         program = PROGRAMS["megatron"]
-        if row.source in ("mbr", "nem", "bwl") or "examples/llama" in notes:
-            # grad_reduce_in_fp32 = False in NeMo's and Megatron-Bridge's performance recipes; --grad-reduce-in-bf16 in
-            # Megatron-LM's examples/llama.
+        if row.source in ("mbr", "nem", "bwl", "mlp") or "examples/llama" in notes:
+            # grad_reduce_in_fp32 = False in NeMo's (MLPerf's, too) and Megatron-Bridge's performance recipes;
+            # --grad-reduce-in-bf16 in Megatron-LM's examples/llama.
             # average_in_collective there: gradients are not scaled.
             program = replace(
                 program, bytes=replace(program.bytes, gradient=2.0, summed=2.0), whole_passes=2.0

@@ -14,7 +14,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -37,7 +37,7 @@ from pase.stated.price import Priced, price_strategy
 from pase.stated.program import Program
 from pase.stated.strategy import Precision, Remat, Strategy
 
-__all__ = ["PricedRun", "configured", "main", "price_row", "program_of", "summary"]
+__all__ = ["PricedRun", "configured", "main", "price_row", "program_of", "report", "summary"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +235,9 @@ def _chunks(row: PublishedRow, stages: int) -> int:
 def price_row(row: PublishedRow) -> PricedRun:
     """Returns a row's price. Problems are reported in the result, never raised: rows are external input."""
     try:
+        why_not = row.text("why_not")
+        if why_not:
+            raise Infeasible(why_not)
         program = program_of(row)
         s, batch = configured(row, program)
         model = costmodels.get("analytic", card(row.text("gpu") or "?"))
@@ -283,10 +286,15 @@ def _groups(answers: list[PricedRun]) -> Iterator[tuple[str, list[PricedRun]]]:
 
 def main() -> None:
     """Prints a row for each run of the file, predicted and measured, as text or JSON; with -o, writes their summary."""
+    report(__doc__, read, SHARED / "published_steps" / "given.csv")
+
+
+def report(doc: str | None, read: Callable[[str], list[PublishedRow]], default: Path) -> None:
+    """The command of a table of steps. doc: its help. default: the table without an argument."""
     args = parser(
-        __doc__,
+        doc,
         "",
-        option("file", nargs="?", default=str(SHARED / "published_steps" / "given.csv")),
+        option("file", nargs="?", default=str(default)),
         option("-o", "--out", help="write the errors and the order by kind of run here, without the rows"),
         option("--json", action="store_true"),
         option("--only", default="", help="the rows whose id begins with this"),

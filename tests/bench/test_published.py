@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.published import steps
+from bench.published import mlperf, simumax, steps
 from bench.published.rows import PublishedRow, read
 from bench.published.steps import configured, price_row, program_of, summary
 from pase.errors import Infeasible, PaseError
@@ -220,3 +220,47 @@ def test_every_row_is_configured_or_says_why():
             assert any(why in str(e) for why in ("not told", "divide", "has no price")), r.id
         else:
             assert s.devices == r.whole("gpus") and batch % s.ranks == 0, r.id
+
+
+MLPERF = """benchmark,config_trust,system,config,nodes,gpus_per_node,fp8,fp4,step_s,global_batch,tp,pp,vp,cp,micro,\
+tp_overlap,round,submitter,example
+llama31_8b,high,b200_n1,config_DGXB200_1x8.sh,1,8,False,True,0.44,16,1,1,null,1,2,False,v5.1,A,x
+llama2_70b_lora,high,b200_n1,config_DGXB200_1x8.sh,1,8,True,False,1.5,8,1,1,,1,,,v5.1,A,x
+llama31_8b,low,b200_n1,config_DGXB200_1x8.sh,1,8,False,True,0.44,16,1,1,null,1,2,False,v5.1,A,x
+llama31_8b,high,theia_ngpu8,config_GB200_2x4.sh,2,4,False,True,0.34,16,1,1,null,1,2,False,v5.1,A,x
+"""
+
+
+def test_mlperf_s_rows_are_those_with_their_own_settings(tmp_path):
+    table = tmp_path / "steps.csv"
+    table.write_text(MLPERF)
+    llama, adapters = mlperf.read(table)
+    assert (llama.text("gpu"), llama.whole("gpus"), llama.text("precision")) == ("B200", 8, "NVFP4")
+    assert llama.whole("vp") is None
+    assert "adapters" in (price_row(adapters).why_not or "")
+    (tmp_path / "none.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(PaseError, match="no table of MLPerf"):
+        mlperf.read(tmp_path / "none.csv")
+
+
+def test_simumax_s_rows_say_their_degrees_in_their_names(tmp_path):
+    table = tmp_path / "runs.md"
+    head = (
+        "| case | section | real ms | perf ms | rel err | real alloc GiB |\n|---|---|---:|---:|---:|---:|\n"
+    )
+    table.write_text(
+        head + "| llama3_70b_l12_tp2_cp4_pp1_dp1_seq32768_mbc4_cef | - | 1758.00 | 1 | 1 | 68.43 |\n"
+    )
+    (run,) = simumax.read(table)
+    assert [run.whole(k) for k in ("tp", "cp", "pp", "seq", "layers", "global_batch")] == [
+        2,
+        4,
+        1,
+        32768,
+        12,
+        4,
+    ]
+    assert run.number("step_s") == pytest.approx(1.758) and run.memory_bytes == 68.43 * 2**30
+    table.write_text(head)
+    with pytest.raises(PaseError, match="no rows"):
+        simumax.read(table)

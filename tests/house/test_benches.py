@@ -63,6 +63,8 @@ RECORDED = {
     "kernels": f"{SHARED / 'gpu_h100' / 'ops.csv'} -o kernels.json",
     "published.ours": "--only ttn001 --minutes 1 -o published_ours.json",
     "published.steps": "--only ttn001 -o published_steps.json",
+    "published.mlperf": "--only mlp111 -o mlperf.json",
+    "published.simumax": "--only smx001 -o simumax.json",
     "replay.traces": "--only DLRM",
     "search.iopddl": "--only B --solvers pase --runs 0 --rounds 1",
     "search.pase": "--only alexnet --solvers pase --repeats 1",
