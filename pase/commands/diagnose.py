@@ -27,6 +27,12 @@ def diagnose(
             help="Write the aligned timeline with the findings and the critical path, for Perfetto."
         ),
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="The run's layout.json: put its prediction beside the trace, and say which assumption was off."
+        ),
+    ] = None,
     align: Annotated[
         str, typer.Option(help="How to align the clocks of ranks: ends, dpro or none.")
     ] = "ends",
@@ -41,10 +47,15 @@ def diagnose(
     communication, waiting, ...) and each finding: what it costs, what to change, and the op in the trace that shows it.
     Reads traces of JAX and PyTorch, as pase profile writes them and as other profilers do.
 
+    With --plan, each op's and collective's predicted and measured time stand side by side, and the difference between
+    the predicted and the measured step is divided among what the prediction assumed: rates, precision, bytes, overlap,
+    idle time. pase calibrate --from TRACES corrects the machine file by the same trace.
+
     \b
     Examples:
       pase diagnose traces/
       pase diagnose traces/ -o diagnosis.html --timeline timeline.json.gz
+      pase diagnose traces/ --plan layout.json
     """
     from pase.errors import PaseError
     from pase.replay.measurement.clocks import align as align_clocks
@@ -59,6 +70,10 @@ def diagnose(
     m = measure(align_clocks(load_any(traces), align))
     d = diagnose_run(m)
     report = diagnosis_report(str(traces), d)
+    if plan is not None:
+        from pase.bridges.plan_trace import against_plan
+
+        report["plan"] = against_plan(plan, m, d.spent)
     if page is not None:
         write_atomically(page, diagnosis_page(d, report))
     if timeline is not None:
@@ -84,6 +99,12 @@ def _print_findings(report: JsonObject) -> None:
     if report["spent"]:
         slowest = max(report["spent"], key=lambda s: s["step_s"])
         for line in spent_lines(slowest):
+            out.print(line, markup=False, highlight=False)
+    if "plan" in report:
+        from pase.replay.reports.against import against_lines
+
+        out.print()
+        for line in against_lines(report["plan"]):
             out.print(line, markup=False, highlight=False)
     for number, line in enumerate(sent_lines(report["collectives"])):
         out.print("" if number else "\n", line, sep="", markup=False, highlight=False)

@@ -153,6 +153,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pase.pages",
     },
     "pase.bridges": {
+        "pase.machine",
         "pase.tables",
         "pase.pipeline",
         "pase.schedule",

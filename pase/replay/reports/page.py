@@ -10,6 +10,7 @@ from pase.files.json_values import JsonObject
 from pase.pages.parts import bar, table
 from pase.pages.shell import Section, page
 from pase.pages.streams import StreamBox, drawn_streams, timeline_mount
+from pase.replay.reports.against import against_section
 from pase.replay.reports.diagnose import Diagnosis
 from pase.replay.simulation.simulate import replay_graph
 from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS
@@ -44,6 +45,10 @@ def diagnosis_page(d: Diagnosis, report: JsonObject) -> str:
             body=f"{timeline_mount('iteration')}<p class='soft'>{left_out}</p>",
         ),
     ]
+    if "plan" in report:
+        sections.insert(
+            1, Section(anchor="plan", title="Plan against trace", body=against_section(report["plan"]))
+        )
     if report["problems"]:
         notes = "".join(f"<li>{html.escape(p)}" for p in report["problems"])
         sections.append(Section(anchor="notes", title="Notes on the traces", body=f"<ul>{notes}</ul>"))
