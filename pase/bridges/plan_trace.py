@@ -44,7 +44,7 @@ _OTHER_WORK = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Piece:
+class _TimedWork:
     """Some work of a step on one device. seconds: of the step (measured: the moments attributed to it); busy_s: the sum
     of its durations. flops, nbytes: in all calls; −1 if unknown. precisions: that may run it; size: of one call."""
 
@@ -169,7 +169,7 @@ def plan_beside(plan: PlanData, m: Measured, s: Spending, where: str) -> Beside:
 # -- the two sides --
 
 
-def _planned(plan: PlanData) -> Iterable[_Piece]:
+def _planned(plan: PlanData) -> Iterable[_TimedWork]:
     for n in plan.nodes:
         line = _line(n.source)
         for w in n.work:
@@ -178,7 +178,7 @@ def _planned(plan: PlanData) -> Iterable[_Piece]:
                 group = "update"
             elif w.kind == "memory":
                 group = "light"
-            yield _Piece(
+            yield _TimedWork(
                 group=group,
                 name=n.name,
                 line=line,
@@ -193,9 +193,11 @@ def _planned(plan: PlanData) -> Iterable[_Piece]:
         # Work without items (layouts of earlier versions list none) still counts.
         rest = n.cost.compute + n.cost.update - math.fsum(w.cost for w in n.work)
         if abs(rest) > 1e-9 * max(plan.cost, 1e-30):
-            yield _Piece(group="light", name=n.name, line=line, size=None, calls=0, seconds=rest, busy_s=rest)
+            yield _TimedWork(
+                group="light", name=n.name, line=line, size=None, calls=0, seconds=rest, busy_s=rest
+            )
     for c in plan.collectives:
-        yield _Piece(
+        yield _TimedWork(
             group="collectives",
             name=c.kind,
             line="",
@@ -207,7 +209,7 @@ def _planned(plan: PlanData) -> Iterable[_Piece]:
         )
 
 
-def _run(m: Measured, s: Spending) -> Iterable[_Piece]:
+def _run(m: Measured, s: Spending) -> Iterable[_TimedWork]:
     from pase.replay.types import COLLECTIVE
 
     t, n = m.timeline, len(s.iterations)
@@ -225,7 +227,7 @@ def _run(m: Measured, s: Spending) -> Iterable[_Piece]:
         nbytes = (
             max(size, 0) * a.calls / n if collective and size >= 0 else a.nbytes / n if a.nbytes else -1.0
         )
-        yield _Piece(
+        yield _TimedWork(
             group=group,
             name=o.kind if collective else o.name,
             line=_line(o.where),
@@ -255,10 +257,10 @@ def _precisions(dtype: str) -> tuple[str, ...]:
 
 # -- matching --
 
-_Sides = tuple[list[_Piece], list[_Piece]]
+_Sides = tuple[list[_TimedWork], list[_TimedWork]]
 
 
-def _rows(planned: Sequence[_Piece], run: Sequence[_Piece]) -> tuple[list[_Sides], str]:
+def _rows(planned: Sequence[_TimedWork], run: Sequence[_TimedWork]) -> tuple[list[_Sides], str]:
     """Matches both sides; returns the rows and how products were matched."""
     out: list[_Sides] = []
     left: Mapping[WorkGroup, _Sides] = {
@@ -425,7 +427,9 @@ def _of_light(group: WorkGroup, rows: Sequence[_Sides]) -> Iterable[Assumption]:
     )
 
 
-def _of_collectives(plan: PlanData, planned: Sequence[_Piece], run: Sequence[_Piece]) -> Iterable[Assumption]:
+def _of_collectives(
+    plan: PlanData, planned: Sequence[_TimedWork], run: Sequence[_TimedWork]
+) -> Iterable[Assumption]:
     """Splits exposed communication: other durations than predicted, and more or less of it hidden."""
     sends, sent = ([i for i in side if i.group == "collectives"] for side in (planned, run))
     predicted = plan.communication
@@ -462,7 +466,9 @@ def _of_idle(s: Spending) -> Iterable[Assumption]:
         )
 
 
-def _notes(plan: PlanData, planned: Sequence[_Piece], run: Sequence[_Piece], s: Spending) -> Iterable[str]:
+def _notes(
+    plan: PlanData, planned: Sequence[_TimedWork], run: Sequence[_TimedWork], s: Spending
+) -> Iterable[str]:
     from pase.machine.recognize import machine_named
 
     work = _total(i.flops for i in planned if i.group == "products")

@@ -1,9 +1,13 @@
-"""Makes collective tables from a run's traces. A collective's cost counts from the arrival of its last rank."""
+"""Corrects a machine by a run's traces: tables of collectives, and the rates of products and light ops.
+
+A collective's cost counts from the arrival of its last rank.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +15,7 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
-from pase.machine import COLLECTIVES, CollectiveCurve, Curve, Machine, level_ways
+from pase.machine import COLLECTIVES, CollectiveCurve, CostModel, Curve, Machine, level_ways
 
 if TYPE_CHECKING:
     from pase.replay.types import Timeline
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["curves_of", "with_traces"]
 
 _FEWEST = 3
+_WARM_S = 5.0
+"""A card reaches its power limit within seconds."""
 
 
 def _ways(ranks: tuple[int, ...], full: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -81,30 +87,57 @@ def curves_of(timeline: Timeline, machine: Machine) -> tuple[tuple[CollectiveCur
     return tuple(curves), {"left_out": {k: v for k, v in left.items() if v}}
 
 
-def with_traces(machine: Machine, traces: Path, name: str) -> tuple[Machine, JsonObject]:
-    """Returns the machine with its collectives replaced by those of the traces that have the same kind and ways.
+def with_traces(
+    machine: Machine, traces: Path, name: str, model: Callable[[Machine], CostModel] | None = None
+) -> tuple[Machine, JsonObject]:
+    """Returns the machine with what the traces say, and what was taken and left out.
 
-    Raises PaseError if the traces do not give any curve.
+    Collectives replace those that have the same kind and ways. model: makes the cost model that predicts with a
+    machine; with it, the rates of products and light ops are corrected, too (``trace_rates``).
+
+    Raises PaseError if the traces say nothing of collectives or rates.
     """
-    from pase.replay import align, load
+    from pase.calibrate.trace_rates import Corrected, corrected
+    from pase.replay import align, load, measure
+    from pase.replay.measurement.spending import spendings
 
     timeline = align(load(traces))
     curves, told = curves_of(timeline, machine)
-    if not curves:
+    done: list[Corrected] = []
+    left: dict[str, str] = {}
+    if model is not None:
+        machine, done, left = corrected(machine, spendings(measure(timeline)), model)
+    if not curves and not done:
         raise PaseError(
             "no kind of collective was traced on all of its ranks at two sizes, three times each (left out: "
-            f"{told['left_out'] or 'nothing, because there are no collectives'})",
+            f"{told['left_out'] or 'nothing, because there are no collectives'}), and no rate could be corrected"
+            + (f" ({'; '.join(f'{k}: {v}' for k, v in left.items())})" if left else ""),
             where=str(traces),
-            fix="trace more ranks and iterations",
+            fix="trace more ranks and iterations, with record_shapes in PyTorch",
         )
-    taken = {(c.kind, c.ways) for c in curves}
-    kept = tuple(c for c in machine.collectives if (c.kind, c.ways) not in taken)
-    sources = {**machine.sources, "collectives": f"traces in {traces.name}, median of end minus latest start"}
+    sources, provenance = dict(machine.sources), dict(machine.provenance)
+    if curves:
+        taken = {(c.kind, c.ways) for c in curves}
+        kept = tuple(c for c in machine.collectives if (c.kind, c.ways) not in taken)
+        curves = tuple(sorted((*kept, *curves), key=lambda c: (c.kind, c.ways)))
+        sources["collectives"] = f"traces in {traces.name}, median of end minus latest start"
+        provenance["collectives from"] = f"{traces.name}, {len(timeline.ranks)} ranks"
+    if done:
+        provenance["rates from"] = f"{traces.name}: " + ", ".join(
+            f"{c.figure} {c.before:.3g} -> {c.after:.3g}" for c in done
+        )
     merged = dataclasses.replace(
-        machine,
-        name=name,
-        collectives=tuple(sorted((*kept, *curves), key=lambda c: (c.kind, c.ways))),
-        sources=sources,
-        provenance={**machine.provenance, "collectives from": f"{traces.name}, {len(timeline.ranks)} ranks"},
+        machine, name=name, collectives=curves or machine.collectives, sources=sources, provenance=provenance
     )
-    return merged, told
+    notes = []
+    span_s = float(timeline.end_ns.max() - timeline["start_ns"].min()) / 1e9
+    if done and span_s < _WARM_S:
+        notes.append(
+            f"the trace is {span_s:.2g} s long; a card that has reached its power limit multiplies more slowly"
+        )
+    return merged, {
+        **told,
+        "notes": notes,
+        "rates": [dataclasses.asdict(c) for c in done],
+        "rates_left": left,
+    }

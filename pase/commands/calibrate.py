@@ -85,13 +85,13 @@ def calibrate(
         Path | None,
         typer.Option(
             "--from",
-            help="Measure nothing. Take collectives from the traces of a run and add them to --base.",
+            help="Measure nothing. Correct --base by the traces of a run: its collectives, products and light ops.",
             metavar="TRACES",
         ),
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option(help="With --from: the machine to which they are added, a name or a .toml file."),
+        typer.Option(help="With --from: the machine to correct, a name or a .toml file."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -331,18 +331,19 @@ def _asides(journal: Journal, budget_s: float) -> dict[str, str]:
 
 
 def _from_traces(traces: Path, base: str | None, output: Path, name: str | None) -> JsonObject:
-    """Write the machine ``base`` with the collectives of these traces."""
+    """Write the machine ``base``, corrected by these traces."""
     from pase.calibrate.traces import with_traces
+    from pase.costmodels.analytic import Analytic
     from pase.errors import PaseError
     from pase.machine import dumps, load
 
     if base is None:
         raise PaseError(
-            "traces have collectives only",
+            "traces have the ops of one program only",
             where="--from",
-            fix="give the machine to add them to with --base NAME",
+            fix="give the machine to correct with --base NAME",
         )
-    machine, facts = with_traces(load(base), traces, name or output.stem)
+    machine, facts = with_traces(load(base), traces, name or output.stem, Analytic)
     write_atomically(output, dumps(machine))
     return {"output": str(output), "machine": _outline(machine), **facts}
 
@@ -423,6 +424,13 @@ def _print(r: JsonObject) -> None:
         out.print(table)
     for what, ratio in r.get("checks_predicted_over_measured", {}).items():
         out.print(f"check, not fitted: {what}: predicted {ratio:.2f} of measured")
+    for c in r.get("rates", []):
+        out.print(
+            f"{c['figure']}: {c['before']:.3g} -> {c['after']:.3g} of the peak ({c['ops']} kinds of ops take "
+            f"{c['measured_s'] * 1e3:.2f} ms a step, {c['predicted_s'] * 1e3:.2f} by the old figure)"
+        )
+    for figure, why in r.get("rates_left", {}).items():
+        out.print(f"{figure}: not corrected; {why}")
     for note in r.get("notes", []):
         out.print(f"note: {note}")
     if "measured" in r:
