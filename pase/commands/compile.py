@@ -88,14 +88,15 @@ def compile(
         warn_misfit(plan)
         strictly(plan.sound, strict)
         return
-    from pase.plan.table import render
+    from pase.plan.table import cost_text, render
 
     render(plan, console(), every_layer)
     if plan.buckets is not None:
         e = plan.buckets["evaluation"]
         console().print(
             f"bucket plan '{plan.buckets['policy']}': {len(plan.buckets['messages'])} messages, "
-            f"{e['iteration_s'] * 1e3:.3f} ms a step, of which {e['exposed_s'] * 1e3:.3f} ms are exposed communication",
+            f"{cost_text(e['iteration_s'], 's')} a step, {cost_text(e['iteration_s'] - plan.compute, 's')} of it "
+            f"exposed communication, of which {cost_text(e['exposed_s'], 's')} for its messages",
         )
     if output is not None:
         console(err=True).print(f"wrote {output}")
@@ -134,6 +135,7 @@ def summary(plan: PlanData) -> dict[str, object]:
         "compute": plan.compute,
         "communication": plan.communication,
         "hidden": plan.hidden,
+        "exposed": plan.exposed,
         **rates(plan),
         "dtype": None if plan.peak is None else plan.peak[0],
         "peak_tflops_per_device": None if plan.peak is None else plan.peak[1] / 1e12,

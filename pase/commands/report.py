@@ -57,6 +57,8 @@ def report(
     Example:
       pase report layout.json -o report.html --timeline step.json.gz
     """
+    from datetime import date
+
     from pase.api import load
     from pase.files.atomic import write_atomically
     from pase.questions.explain import explain
@@ -72,7 +74,7 @@ def report(
         say("other machines")
         others = None if e.problem is None else swings(e.plan, e.problem, seconds=time_limit)
         say("drawing")
-        write_atomically(output, report_page(e, others))
+        write_atomically(output, report_page(e, others, date.today().isoformat()))
     if json:
         written = {"report": str(output), "timeline": None if timeline is None else str(timeline)}
         about = {

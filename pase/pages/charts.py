@@ -79,12 +79,13 @@ def roofline(points: Sequence[WorkPoint], roofs: Sequence[Roof]) -> str:
         )
     out.append(f"<text x='{_WIDE / 2}' y='{_HIGH - 4}' text-anchor='middle'>FLOP per byte moved</text>")
     out.append(f"<text x='14' y='{_HIGH / 2}' transform='rotate(-90 14 {_HIGH / 2})'>FLOP/s</text>")
-    for r in roofs:
+    for k, r in enumerate(sorted(roofs, key=lambda r: -r.rate)):
         knee, low = r.rate / r.bandwidth, max(10.0**x0, 10.0**y0 / r.bandwidth)
         line = f"M{x(low):.1f} {y(low * r.bandwidth):.1f}L{x(knee):.1f} {y(r.rate):.1f}H{_WIDE - _RIGHT}"
         out.append(f"<path class='roof' d='{line}'><title>{escape(r.name)}</title></path>")
         out.append(
-            f"<text x='{_WIDE - _RIGHT}' y='{y(r.rate) - 6:.1f}' text-anchor='end'>{escape(r.name)}</text>"
+            f"<text x='{_WIDE - _RIGHT}' y='{y(r.rate) + (16 * k if k else -6):.1f}' text-anchor='end'>"
+            f"{escape(r.name)}</text>"
         )
     for p in sorted(points, key=lambda p: -p.share):
         size = 3.5 + 16 * math.sqrt(p.share)

@@ -225,6 +225,22 @@ function explorer(root) {
     stages.list.forEach((s, k) => { if (s.rank === rankOf(device)) for (const t of [stages.list[k - 1], stages.list[k + 1]]) if (t && t.rank !== s.rank) near.add(t.rank); });
     return [...near].sort((a, b) => a - b).map((rank) => rank * EACH + (device % EACH));
   }
+  /* Neighbouring shards differ in lightness, and eight hues divide all of them: hundreds of hues cannot be told apart. */
+  const HUES = 8, SHADES = 8;
+  function shade(index, ways, dark) {
+    const each = Math.max(1, ways / HUES), hue = Math.floor(index / each), within = ways > HUES ? (index % each) / each : 0;
+    const light = Math.floor(within * Math.min(SHADES, each)) * (22 / SHADES);
+    return `hsl(${Math.round((330 * hue) / Math.min(ways, HUES))} 55% ${dark ? 24 + light : 86 - light}%)`;
+  }
+  /* A frame around the devices of each host. */
+  function frames(c) {
+    if (host < 2 || host >= D || COLUMNS % host || CELL < 6) return;
+    c.strokeStyle = colour("soft"); c.lineWidth = 1;
+    for (let d = 0; d < D; d += host) {
+      const k = d % EACH;
+      c.strokeRect((k % COLUMNS) * CELL - 0.5, bandTop(rankOf(d)) + Math.floor(k / COLUMNS) * CELL - 0.5, host * CELL - 2, CELL - 0.5);
+    }
+  }
   function paint() {
     const v = views[Number(view.value)];
     if (!v) return;
@@ -244,7 +260,7 @@ function explorer(root) {
       for (let d = 0; d < D; d++) {
         const rank = rankOf(d), k = d % EACH, x = (k % COLUMNS) * CELL, y = bandTop(rank) + Math.floor(k / COLUMNS) * CELL, s = splits[rank] && !v.sends ? shard(splits[rank], place(d)) : null;
         const gap = CELL > 12 ? 2 : CELL > 5 ? 1 : 0, wide = host > 1 && k % host === host - 1 && CELL > 5 ? 3 : gap;
-        c.fillStyle = s && s.ways > 1 ? `hsl(${Math.round((330 * s.index) / s.ways)} 55% ${dark ? 34 : 76}%)` : line;
+        c.fillStyle = s && s.ways > 1 ? shade(s.index, s.ways, dark) : line;
         if (!splits[rank]) { c.strokeStyle = line; c.lineWidth = 1; if (CELL > 5) c.strokeRect(x + 0.5, y + 0.5, CELL - wide - 1, CELL - gap - 1); }
         else c.fillRect(x, y, CELL - wide, CELL - gap);
         if (marked.has(d) && splits[rank] && CELL > 5) { c.strokeStyle = mark; c.lineWidth = CELL > 12 ? 2.5 : 1; c.strokeRect(x + 1.5, y + 1.5, CELL - wide - 3, CELL - gap - 3); }
@@ -252,6 +268,7 @@ function explorer(root) {
         if (d === device) { c.strokeStyle = ink; c.lineWidth = 3; c.strokeRect(x, y, Math.max(CELL - wide, 4), Math.max(CELL - gap, 4)); }
         if (CELL >= 30 || (stages && CELL >= 24 && D < 1000)) { c.fillStyle = ink; c.fillText(String(d), x + 4, y + CELL / 2); }
       }
+      frames(c);
     });
     const at = place(device), mine = splits[rankOf(device)];
     const where = [stages ? `rank ${rankOf(device)}: ${stagesText(rankOf(device))}` : "", host > 1 && host < D ? `host ${Math.floor(device / host)}` : ""].filter(Boolean).join("; ");

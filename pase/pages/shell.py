@@ -25,11 +25,12 @@ Widget = Literal["timeline", "explorer"]
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of a page: its anchor, its title, and its body as HTML."""
+    """A part of a page: its anchor, its title, and its body as HTML. on_paper: whether it is printed."""
 
     anchor: str
     title: str
     body: str
+    on_paper: bool = True
 
 
 def page(
@@ -67,7 +68,7 @@ def page(
             f"<nav aria-label='Sections'><ul>{links}</ul></nav>",
             f"<main id='main'>{lead}",
             *(
-                f"<section id='{s.anchor}' aria-labelledby='{s.anchor}-title'>"
+                f"<section id='{s.anchor}'{'' if s.on_paper else ' class=screen'} aria-labelledby='{s.anchor}-title'>"
                 f"<h2 id='{s.anchor}-title'>{escape(s.title)}</h2>{s.body}</section>"
                 for s in sections
             ),

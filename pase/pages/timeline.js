@@ -46,11 +46,13 @@ function timeline(root, spec) {
         c.save(); c.beginPath(); c.rect(0, y, x0 - 6, ROW); c.clip();
         c.fillStyle = ink; c.fillText(s.name, 4, y + ROW / 2); c.restore();
       }
-      const steps = Math.max(2, Math.floor((width - x0) / 110));
+      /* Ticks at round times: 1, 2 or 5 times a power of ten. */
+      const least = ((to - from) * 90) / (width - x0), power = 10 ** Math.floor(Math.log10(least));
+      const each = power * [1, 2, 5, 10].find((m) => power * m >= least);
       c.fillStyle = soft;
-      for (let k = 0; k <= steps; k++) {
-        const text = seconds((from + ((to - from) * k) / steps) / 1e9), wide = c.measureText(text).width;
-        c.fillText(text, Math.min(x0 + ((width - x0) * k) / steps, width - wide - 2), height - AXIS / 2);
+      for (let t = Math.ceil(from / each) * each; t <= to; t += each) {
+        const x = x0 + ((width - x0) * (t - from)) / (to - from), text = seconds(t / 1e9);
+        if (x + c.measureText(text).width < width) c.fillText(text, x, height - AXIS / 2);
       }
     });
   }

@@ -83,7 +83,7 @@ def headline(plan: PlanData) -> list[str]:
     lines.append(
         f"step   {step_text(plan)} predicted   "
         f"compute {cost_text(plan.compute, plan.unit)} · communication {cost_text(plan.communication, plan.unit)}"
-        + (f", {cost_text(plan.hidden, plan.unit)} of it hidden" if plan.hidden else "")
+        + (f", {cost_text(plan.exposed, plan.unit)} of it exposed" if plan.hidden else "")
         + (f" · {against}" if against else "")
     )
     if plan.throughput is not None:

@@ -293,6 +293,11 @@ class PlanData:
         return sum(n.cost.communication for n in self.nodes)
 
     @property
+    def exposed(self) -> float:
+        """Communication that compute does not hide."""
+        return max(self.communication - self.hidden, 0.0)
+
+    @property
     def hidden(self) -> float:
         """The part of ``communication`` that overlaps with compute, minus the slowdown of compute, if the plan was made
         with that overlap.

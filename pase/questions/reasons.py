@@ -66,8 +66,12 @@ def _communication(e: Explanation) -> Iterator[str]:
         yield "Nothing is sent between devices."
         return
     yield (
-        f"Communication is {plan.communication / plan.cost:.1%} of the step"
-        + (f"; {cost_text(plan.hidden, plan.unit)} of it overlaps compute" if plan.hidden else "")
+        f"Exposed communication is {plan.exposed / plan.cost:.1%} of the step, {cost_text(plan.exposed, plan.unit)}"
+        + (
+            f" of {cost_text(plan.communication, plan.unit)}; the rest overlaps compute"
+            if plan.hidden
+            else ""
+        )
         + f". The largest cause: {sent[0].what}, {cost_text(sent[0].cost, plan.unit)}."
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from pase.files.json_values import JsonObject
@@ -11,8 +12,9 @@ from pase.pages.charts import Roof, WorkPoint, areas, roofline
 from pase.pages.parts import bar, cards, key, table
 from pase.pages.shell import Section, page
 from pase.pages.streams import timeline_mount
+from pase.plan.answer import answer, mesh_text, name_in_words, step_text
 from pase.plan.step_memory import StepMemory, step_memory
-from pase.plan.table import bytes_text, cost_text, misfit_text
+from pase.plan.table import bytes_text, cost_text, devices_text, misfit_text
 from pase.plan.types import PlanData, TensorPlan
 from pase.questions.explain import Explanation, whole_time
 from pase.questions.reasons import reasons
@@ -32,10 +34,11 @@ _HELD: dict[MemoryKind, str] = {
 _KINDS = [*_HELD.items(), ("buffers", "other")]
 
 
-def report_page(e: Explanation, swings: list[Swing] | None = None) -> str:
+def report_page(e: Explanation, swings: list[Swing] | None = None, date: str = "") -> str:
     """The page as text. Everything that comes from the layout is escaped.
 
     swings: the plan's costs if the machine's figures are wrong, from ``pase.questions.sensitivity.swings``.
+    date: the day on which the page is made, for its title.
     """
     plan = e.plan
     step, note = _step(plan)
@@ -45,22 +48,31 @@ def report_page(e: Explanation, swings: list[Swing] | None = None) -> str:
         "<div data-explorer><p>A script draws the model here; the tables below have the same data.</p></div>"
     )
     sections = [
-        Section(anchor="strategies", title="Strategies compared", body=_strategies(plan)),
+        Section(anchor="strategies", title="Strategies", body=_strategies(plan)),
         Section(anchor="time", title="Where the time goes", body=_causes(e)),
-        Section(anchor="model", title="Model and devices", body=_about_model(plan) + explorer),
-        Section(anchor="timeline", title="The step", body=f"<p>{note}</p>{drawn}{stages_table(plan)}"),
+        Section(
+            anchor="model", title="Model and devices", body=_about_model(plan) + explorer, on_paper=False
+        ),
+        Section(
+            anchor="timeline",
+            title="The step",
+            body=f"<p>{note}</p>{drawn}{stages_table(plan)}",
+            on_paper=plan.pipeline is not None,
+        ),
         Section(anchor="roofline", title="Roofline", body=_roofline(e)),
         Section(anchor="memory", title="Memory", body=_memory(plan)),
-        Section(anchor="sensitivity", title="If the machine's figures are wrong", body=_swings(e, swings)),
-        Section(anchor="layers", title="Layer by layer", body=_layers(e)),
-        Section(anchor="storage", title="How parameters are stored", body=_storage(plan)),
-        Section(anchor="certificate", title="Certificate and origin", body=_certificate(plan)),
+        *([Section(anchor="sensitivity", title="Sensitivity", body=_swings(e, swings))] if swings else []),
+        Section(anchor="layers", title="Layers", body=_layers(e), on_paper=False),
+        Section(anchor="storage", title="Parameters", body=_storage(plan), on_paper=False),
+        Section(anchor="certificate", title="Certificate", body=_certificate(plan)),
     ]
     return page(
-        title=f"{plan.model} on {plan.devices} × {plan.machine}",
+        title=f"{plan.model} on {_devices(e)}" + (f", {date}" if date else ""),
         lead=_lead(e),
         sections=sections,
-        foot="<p>All figures are predictions of a cost model, not measurements.</p>",
+        foot="<p>All figures are predictions of a cost model, not measurements.</p>"
+        "<p class='paper'>The page on a screen also has the model as a graph, the timeline, all layers and all "
+        "parameters.</p>",
         widgets=("timeline", "explorer"),
         data={**explorer_data(e), "timelines": timelines},
     )
@@ -68,14 +80,20 @@ def report_page(e: Explanation, swings: list[Swing] | None = None) -> str:
 
 def _lead(e: Explanation) -> str:
     plan = e.plan
-    mesh = " × ".join(f"{n} {s}" for n, s in zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    mesh = mesh_text(plan.mesh)
     if plan.pipeline is not None:
         mesh += f", in {plan.pipeline.degree} pipeline ranks"
     proof = "optimal" if plan.optimal else f"at most {_gap(plan)} above the best"
     speed = plan.throughput
     figures = [
-        ("step", cost_text(plan.cost, plan.unit), f"predicted by cost model {escape(plan.cost_model)}"),
-        ("mesh", escape(mesh), f"{plan.devices} devices of {escape(plan.machine)}"),
+        ("step", step_text(plan), f"predicted by cost model {escape(plan.cost_model)}"),
+        (
+            "exposed communication",
+            cost_text(plan.exposed, plan.unit),
+            f"of {cost_text(plan.communication, plan.unit)}"
+            + (", the rest overlaps compute" if plan.hidden else ""),
+        ),
+        ("mesh", escape(mesh), escape(_devices(e))),
         (
             "memory of a device",
             bytes_text(plan.memory.total),
@@ -91,7 +109,21 @@ def _lead(e: Explanation) -> str:
     style = {True: "warn", False: "soft"}
     warning += "".join(f"<p class='{style[r.doubtful]}'>{escape(str(r))}</p>" for r in plan.noted)
     why = "".join(f"<li>{escape(reason)}" for reason in reasons(e))
-    return f"{cards(figures)}{warning}<h2>Why this split</h2><ul>{why}</ul>{remark}"
+    verdict = f"<p class='verdict'>{escape(answer(plan))}</p>"
+    return f"{verdict}{cards(figures)}{warning}<h2>Why this split</h2><ul>{why}</ul>{remark}"
+
+
+def _devices(e: Explanation) -> str:
+    """The devices by the names and the nodes that people know: 32 devices of h100x8 (4 nodes of 8)."""
+    plan = e.plan
+    each = None if e.machine is None else e.machine.levels[0].ways
+    nodes = ""
+    if each and plan.devices > each and plan.devices % each == 0:
+        nodes = f" ({plan.devices // each:,} nodes of {each})"
+    return f"{devices_text(plan)} of {plan.machine}{nodes}"
+
+
+_FIRST_STRATEGIES = 5
 
 
 def _gap(plan: PlanData) -> str:
@@ -99,29 +131,38 @@ def _gap(plan: PlanData) -> str:
 
 
 def _strategies(plan: PlanData) -> str:
-    costs = {"this plan": plan.cost, **plan.baselines}
-    most = max(costs.values())
-    rows = [
-        (
-            f"<b>{escape(name)}</b>" if name == "this plan" else escape(name.replace("_", " ")),
-            cost_text(cost, plan.unit),
-            f"×{cost / plan.cost:.3f}" if plan.cost else "",
-            bytes_text(plan.memory.total if name == "this plan" else plan.baseline_memory[name])
-            + (" <span class='warn'>too much</span>" if name in plan.too_large else "")
-            if name == "this plan" or name in plan.baseline_memory
-            else "",
-            bar([("ours" if name == "this plan" else "other", cost)], most),
-        )
-        for name, cost in sorted(costs.items(), key=lambda kv: kv[1])
-    ]
-    out = table("Strategies compared", ["strategy", "step>", "against this>", "memory>", "|"], rows)
-    out += "".join(
-        f"<p class='soft'>without {escape(n)}: {escape(why)}</p>" for n, why in plan.skipped.items()
-    )
+    costs = sorted({"this plan": plan.cost, **plan.baselines}.items(), key=lambda kv: kv[1])
+
+    def listed(label: str, some: Sequence[tuple[str, float]]) -> str:
+        most = max(cost for _, cost in some)
+        rows = [
+            (
+                f"<b>{escape(name)}</b>" if name == "this plan" else escape(name_in_words(name)),
+                cost_text(cost, plan.unit),
+                f"×{cost / plan.cost:.3g}" if plan.cost else "",
+                bytes_text(plan.memory.total if name == "this plan" else plan.baseline_memory[name])
+                + (" <span class='warn'>too much</span>" if name in plan.too_large else "")
+                if name == "this plan" or name in plan.baseline_memory
+                else "",
+                bar([("ours" if name == "this plan" else "other", cost)], most),
+            )
+            for name, cost in some
+        ]
+        return table(label, ["strategy", "step>", "to this>", "memory>", "|"], rows)
+
+    at = next(k for k, (name, _) in enumerate(costs) if name == "this plan")
+    first = costs[: max(_FIRST_STRATEGIES, at) + 1]
+    out = listed("Strategies compared", first)
+    if rest := costs[len(first) :]:
+        out += f"<details><summary>{len(rest)} slower strategies</summary>"
+        out += f"{listed('Slower strategies', rest)}</details>"
+    if plan.skipped:
+        why = "".join(f"<li>{escape(name_in_words(n))}: {escape(w)}" for n, w in plan.skipped.items())
+        out += f"<details><summary>{len(plan.skipped)} that do not apply</summary><ul>{why}</ul></details>"
     if len(plan.tried) > 1:
         tried = sorted(plan.tried, key=lambda t: t.cost)[:8]
-        listed = ", ".join(f"{'×'.join(map(str, t.mesh))} {cost_text(t.cost, plan.unit)}" for t in tried)
-        out += f"<p>The best meshes of the {len(plan.tried)} that were searched: {listed}.</p>"
+        best = ", ".join(f"{'×'.join(map(str, t.mesh))} {cost_text(t.cost, plan.unit)}" for t in tried)
+        out += f"<p>The best meshes of the {len(plan.tried)} that were searched: {best}.</p>"
     return out
 
 
@@ -178,9 +219,8 @@ def _step(plan: PlanData) -> tuple[JsonObject | None, str]:
     done = evaluate(problem, buckets)
     return drawn_iteration(problem, done), (
         f"The steady step, in which the collectives of parameters follow the bucket plan '{escape(done.policy)}' and "
-        f"overlap compute. It takes {cost_text(done.iteration_s, 's')}, of which compute waits "
-        f"{cost_text(done.exposed_s, 's')} for the network. The plan's own price is {cost_text(plan.cost, 's')}, "
-        + ("also with overlap." if plan.hidden else "without overlap.")
+        f"overlap compute. Simulated message by message, it takes {cost_text(done.iteration_s, 's')}; the plan's price "
+        f"is {cost_text(plan.cost, 's')}, " + ("also with overlap." if plan.hidden else "without overlap.")
     )
 
 
@@ -276,9 +316,7 @@ def _course(plan: PlanData, course: StepMemory) -> str:
     return text + chart + key((c, k) for k, c in _KINDS)
 
 
-def _swings(e: Explanation, swings: list[Swing] | None) -> str:
-    if not swings:
-        return f"<p>Other machines were not priced{': ' + escape(e.remark) if e.remark else ''}.</p>"
+def _swings(e: Explanation, swings: list[Swing]) -> str:
     base = e.plan.cost
     most = max(s.ours for s in swings)
     rows = (
@@ -321,17 +359,17 @@ def _layers(e: Explanation) -> str:
                 f"<code>{escape(n.einsum)}</code>",
                 escape(split),
                 cost_text(n.cost.total, plan.unit),
-                _otherwise(e, n.name),
+                *([_otherwise(e, n.name)] if e.next_best else []),
                 bar(parts, most),
             )
         )
     note = "other split: how much more the best strategy costs that splits this layer differently."
-    head = ["layer", "op", "split", "step>", "other split>", "|"]
+    head = ["layer", "op", "split", "step>", *(["other split>"] if e.next_best else []), "|"]
     out = key(_PARTS) + table("The most expensive layers", head, rows[:_MOST_LAYERS])
     if len(rows) > _MOST_LAYERS:
         rest = table("The other layers", head, rows[_MOST_LAYERS:])
         out += f"<details><summary>{len(rows) - _MOST_LAYERS} more layers</summary>{rest}</details>"
-    return f"{out}<p class='soft'>{note}</p>"
+    return f"{out}<p class='soft'>{note}</p>" if e.next_best else out
 
 
 def _otherwise(e: Explanation, layer: str) -> str:

@@ -86,7 +86,8 @@ def as_html(problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> str:
             for e in best
         ),
     )
-    timelines = {str(k): drawn_iteration(problem, e) for k, e in enumerate(best)}
+    span = max(map(_span_ms, best))  # one axis, so that lengths can be compared
+    timelines = {str(k): drawn_iteration(problem, e, span) for k, e in enumerate(best)}
     drawn = (f"<h3>{html.escape(_title(e))}</h3>{timeline_mount(str(k))}" for k, e in enumerate(best))
     return page(
         title=f"Bucket plans for {problem.name}",
@@ -100,8 +101,11 @@ def as_html(problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> str:
     )
 
 
-def drawn_iteration(problem: ScheduleProblem, e: Evaluation) -> JsonObject:
-    """A steady iteration as data for the timeline widget: one stream for compute and one for each link."""
+def drawn_iteration(problem: ScheduleProblem, e: Evaluation, span_ms: float = 0.0) -> JsonObject:
+    """A steady iteration as data for the timeline widget: one stream for compute and one for each link.
+
+    span_ms: the least length of the time axis.
+    """
     from pase.pages.streams import StreamBox, drawn_streams
 
     phase = {b.name: b.phase for b in problem.blocks}
@@ -116,7 +120,7 @@ def drawn_iteration(problem: ScheduleProblem, e: Evaluation) -> JsonObject:
         f"Timeline of {e.policy}",
         streams,
         [("forward", "compute"), ("backward", "backward"), ("communication", "communication")],
-        end_ns=round(_span_ms(e) * 1e6),
+        end_ns=round(max(_span_ms(e), span_ms) * 1e6),
         hint=f"An iteration takes {e.iteration_s * 1e3:.4g} ms. Click a box, or use the arrow keys, to read it; drag "
         "to move; Ctrl and the wheel, or two fingers, zoom.",
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import html
+from pathlib import Path
 
 import numpy as np
 
 from pase.files.json_values import JsonObject
+from pase.files.quantities import cost_text
 from pase.pages.parts import bar, table
 from pase.pages.shell import Section, page
 from pase.pages.streams import StreamBox, drawn_streams, timeline_mount
@@ -33,11 +35,13 @@ def diagnosis_page(d: Diagnosis, report: JsonObject) -> str:
     """Returns the page as text. report: the values of ``diagnosis_report``."""
     drawn, left_out = _drawn(d)
     sections = [
-        Section(anchor="findings", title="What costs time", body="".join(map(_finding, report["findings"]))),
         Section(
             anchor="time",
             title="Where the time goes",
             body="".join(_where_time_goes(r) for r in report["ranks"]),
+        ),
+        Section(
+            anchor="findings", title="What would save time", body="".join(map(_finding, report["findings"]))
         ),
         Section(
             anchor="timeline",
@@ -54,11 +58,11 @@ def diagnosis_page(d: Diagnosis, report: JsonObject) -> str:
         sections.append(Section(anchor="notes", title="Notes on the traces", body=f"<ul>{notes}</ul>"))
     lead = (
         f"<p><strong>{html.escape(report['headline'])}</strong></p>"
-        f"<p>The replay takes {report['replayed_s'] * 1e3:.2f} ms. Each cost is this time minus that of a replay "
-        "without the cause; costs overlap. Times of evidence count from the beginning of the trace.</p>"
+        f"<p>The replay takes {cost_text(report['replayed_s'], 's')}. Each saving is this time minus that of a replay "
+        "without the cause; savings overlap. Times of evidence count from the beginning of the trace.</p>"
     )
     return page(
-        title=f"Why {report['source']} takes {report['measured_s'] * 1e3:.2f} ms per iteration",
+        title=f"Why {Path(report['source']).name} takes {cost_text(report['measured_s'], 's')} an iteration",
         lead=lead,
         sections=sections,
         widgets=("timeline",),
@@ -67,8 +71,8 @@ def diagnosis_page(d: Diagnosis, report: JsonObject) -> str:
 
 
 def _finding(f: JsonObject) -> str:
-    seen = f"{f['measured_s'] * 1e3:.2f} ms measured" if f["measured_s"] else "remark"
-    cost = f"−{f['cost_s'] * 1e3:.2f} ms ({f['share']:.1%})" if f["cost_s"] else seen
+    seen = f"{cost_text(f['measured_s'], 's')} measured" if f["measured_s"] else "remark"
+    cost = f"saves {cost_text(f['cost_s'], 's')} ({f['share']:.1%})" if f["cost_s"] else seen
     where = "; ".join(
         f"rank {e['rank']}: {html.escape(e['name'][:90])} at {e['start_s'] * 1e3:.3f} ms for "
         f"{e['seconds'] * 1e6:.1f} µs"
@@ -87,13 +91,14 @@ def _where_time_goes(r: JsonObject) -> str:
     rows = (
         (
             html.escape(p["in_words"] + (f" ({p['what']})" if p["what"] else "")),
-            f"{p['seconds'] * 1e3:.3f}",
+            cost_text(p["seconds"], "s"),
+            f"{p['seconds'] / r['measured_s']:.1%}" if r["measured_s"] else "",
             bar([("compute", p["seconds"])], most),
         )
-        for p in r["parts"]
+        for p in sorted(r["parts"], key=lambda p: -p["seconds"])
     )
-    title = f"Rank {r['rank']}: {r['measured_s'] * 1e3:.3f} ms"
-    return f"<h3>{title}</h3>" + table(title, ["part", "ms>", "|"], rows)
+    title = f"Rank {r['rank']}: {cost_text(r['measured_s'], 's')}"
+    return f"<h3>{title}</h3>" + table(title, ["part", "time>", "share>", "|"], rows)
 
 
 def _drawn(d: Diagnosis) -> tuple[JsonObject, str]:
