@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from pase import __version__
 from pase.errors import Infeasible, PaseError, install_line
@@ -60,20 +60,28 @@ def _names(package: str) -> list[str]:
     return [m.name for m in found if m.name != SHARED]
 
 
-def _line(package: str, name: str) -> str:
-    """The line of help of a command: the first line of its function's docstring. The module is not imported."""
+PURPOSES = ("Plan", "Run and hand over", "Price what you have", "Traces", "This installation")
+"""The groups of the list of commands, in its order. A command's module names its group as PURPOSE."""
+
+
+def _purpose_and_line(package: str, name: str) -> tuple[str, str]:
+    """A command's group, and its line of help, the first of its function's docstring. The module is not imported."""
     spec = importlib.util.find_spec(f"{package}.{name}")
     assert spec is not None and spec.origin is not None
+    purpose = "Commands"
     for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return (ast.get_docstring(node) or "").partition("\n")[0]
+        match node:
+            case ast.Assign(targets=[ast.Name(id="PURPOSE")], value=ast.Constant(value=str(purpose))):
+                pass
+            case ast.FunctionDef() if node.name == name:
+                return purpose, (ast.get_docstring(node) or "").partition("\n")[0]
     raise AttributeError(f"{spec.origin} has no function '{name}': each module of {package} is a command")
 
 
 def _loaded(package: str, name: str) -> Any:
     """The command with the options of its function's signature. This imports its module."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(name=name)(getattr(importlib.import_module(f"{package}.{name}"), name))
+    app.command(name=name, cls=_Command)(getattr(importlib.import_module(f"{package}.{name}"), name))
     return typer.main.get_command(app)
 
 
@@ -117,6 +125,25 @@ def _stop_writing() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class _Command(TyperCommand):
+    """Its help lists arguments, then options by what they are about."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        listed: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        for param in self.get_params(ctx):
+            row = param.get_help_record(ctx)
+            if row is None:
+                continue
+            about = getattr(param, "rich_help_panel", None)
+            kind = "Arguments" if param.param_type_name == "argument" else "Options"
+            listed.setdefault(about.capitalize() if about else kind, []).append(row)
+        own = listed.pop("Options", [])
+        for title, rows in {**listed, "Options": own}.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
 class _Commands(TyperGroup):
     """Lists all commands, loads only the one that runs, and maps its errors to exit status."""
 
@@ -130,9 +157,15 @@ class _Commands(TyperGroup):
         return name, command, rest
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        for name, command in self.commands.items():
-            command.help = _line(self.package, name)
-        super().format_commands(ctx, formatter)
+        listed: dict[str, list[tuple[str, str]]] = {purpose: [] for purpose in PURPOSES}
+        for name in self.list_commands(ctx):
+            purpose, line = _purpose_and_line(self.package, name)
+            listed.setdefault(purpose, []).append((name, line))
+        wide = max(len(name) for rows in listed.values() for name, _ in rows)
+        for purpose, rows in listed.items():
+            if rows:
+                with formatter.section(purpose):
+                    formatter.write_dl([(name.ljust(wide), line) for name, line in rows])
 
     def invoke(self, ctx: Any) -> Any:
         try:

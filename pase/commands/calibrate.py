@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["calibrate"]
 
+PURPOSE = "Price what you have"
+
 _PROGRAM_S = 0.01
 """How long a measured program should take at least: an op is repeated in it, so that its launch does not matter."""
 _ROUNDS = 4

@@ -18,6 +18,7 @@ from pase.commands.options import (
     warn_misfit,
 )
 from pase.compiler.problem.options import CompileOptions
+from pase.errors import PaseError
 from pase.files.terminal import UNWRAPPED, console
 from pase.machine import DEFAULT
 
@@ -33,11 +34,14 @@ if TYPE_CHECKING:
 
 __all__ = ["compare"]
 
+PURPOSE = "Plan"
 
-@compile_options()
+
+@compile_options(of_layout=True)
 def compare(
     model: ModelName,
     options: CompileOptions,
+    layout: str | None,
     vary: Annotated[
         list[str] | None,
         typer.Option(
@@ -55,8 +59,8 @@ def compare(
     The expert strategies are data parallelism, ZeRO, FSDP, one weird trick, and Megatron at every degree. The row
     'pase' is the best strategy that fits the memory limit. Takes every option of 'pase compile'.
 
-    Prints one line for each strategy: mesh, step time, MFU, compute, communication, bytes sent and memory. Strategies
-    that do not fit in memory are listed and marked.
+    Prints one line for each strategy: mesh, step time, MFU, compute, exposed communication (that compute does not
+    hide), bytes sent and memory. Strategies that do not fit in memory are listed and marked.
 
     Each strategy is on the same graph. The same exact search tunes it as far as the strategy allows, and the same cost
     model prices it. The figures are predictions, not measurements. 'pase' is never worse than another that fits.
@@ -64,6 +68,7 @@ def compare(
     \b
     Examples:
       pase compare zoo:gpt2 --devices 32
+      pase compare layout.json     its model, devices and machine; its own plan is a row too
       pase compare zoo:gpt2 --devices 32 --vary bandwidth=0.5..2
     """
     if vary:
@@ -79,14 +84,31 @@ def compare(
     from pase.compiler.compilation import compare_model
 
     with progress() as say:
-        rows = compare_model(model, None, (), options, say)
+        rows: Rows = compare_model(model, None, (), options, say)
     ours = next(plan for name, plan in rows if name == "pase")
+    if layout is not None:
+        rows = _with_layout(rows, ours, layout)
     if json:
         print_json(_comparison(ours, rows))
         warn_misfit(ours)
     else:
         _print(ours, rows)
     strictly(ours.sound, strict)
+
+
+def _with_layout(rows: Rows, ours: PlanData, layout: str) -> Rows:
+    """The rows with the layout's own plan, as it was priced when it was written. Raises PaseError if its model has
+    changed."""
+    from pase.plan.layout import load
+
+    plan = load(layout)
+    if plan.graph_digest != ours.graph_digest and not (plan.padding or ours.padding):
+        raise PaseError(
+            f"its model '{plan.model}' has changed since it was written", where=layout, fix="compile it again"
+        )
+    if (plan.devices, plan.machine, plan.unit) != (ours.devices, ours.machine, ours.unit):
+        return rows
+    return sorted([*rows, (layout, plan)], key=lambda row: (row[1].cost, row[0] != "pase"))
 
 
 def _sent_bytes(p: PlanData) -> float:
@@ -106,6 +128,7 @@ def _comparison(ours: PlanData, rows: Rows) -> dict[str, object]:
             "cost": p.cost,
             "compute": p.compute,
             "communication": p.communication,
+            "exposed": p.exposed,
             **rates(p),
             "memory_bytes": p.memory.total,
             "fits": p.fits,
@@ -144,12 +167,12 @@ def recommended(rows: Rows) -> list[str]:
     def effort(row: tuple[str, PlanData]) -> tuple[bool, int, float]:
         name, p = row
         ways = {tuple(sorted(n.split.items())) for n in p.nodes}
-        return name == "pase", len(ways), p.cost
+        return name == "pase" or name.endswith(".json"), len(ways), p.cost
 
     return [name for name, _ in sorted(equal, key=effort)]
 
 
-_SPARED = ("sends", "comm.", "compute")
+_SPARED = ("sends", "exposed", "compute")
 """Columns that are left out on a narrow terminal, in this order."""
 
 
@@ -164,7 +187,7 @@ def _table(ours: PlanData, rows: Rows, without: Sequence[str]) -> Table:
         "to ours": [f"×{p.cost / ours.cost:.3f}" if ours.cost else "" for _, p in rows],
         "MFU": [f"{p.throughput.mfu:.1%}" if p.throughput is not None else "" for _, p in rows],
         "compute": [cost_text(p.compute, p.unit) for _, p in rows],
-        "comm.": [cost_text(p.communication, p.unit) for _, p in rows],
+        "exposed": [cost_text(p.exposed, p.unit) for _, p in rows],
         "sends": [bytes_text(_sent_bytes(p)) for _, p in rows],
         "memory": [bytes_text(p.memory.total) for _, p in rows],
         "fits": ["yes" if p.fits else "NO" for _, p in rows],

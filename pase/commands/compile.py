@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["compile", "rates", "summary"]
 
+PURPOSE = "Plan"
+
 
 @compile_options()
 def compile(

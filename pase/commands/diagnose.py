@@ -15,6 +15,8 @@ from pase.files.terminal import console
 
 __all__ = ["diagnose"]
 
+PURPOSE = "Traces"
+
 
 def diagnose(
     traces: Annotated[Path, typer.Argument(help="A folder of traces, or one trace.")],

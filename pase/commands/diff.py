@@ -13,6 +13,8 @@ from pase.files.terminal import console
 
 __all__ = ["diff"]
 
+PURPOSE = "Plan"
+
 
 def diff(
     old: Annotated[

@@ -17,6 +17,8 @@ from pase.files.terminal import console
 
 __all__ = ["doctor"]
 
+PURPOSE = "This installation"
+
 EXTRAS = {
     "jax": ("JAX models, and plans that run in JAX", ("jax", "optax")),
     "torch": ("PyTorch modules, and plans that run in PyTorch", ("torch",)),

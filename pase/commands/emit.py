@@ -15,6 +15,8 @@ from pase.plan.targets import TARGETS
 
 __all__ = ["emit"]
 
+PURPOSE = "Run and hand over"
+
 
 def emit(
     layout: LayoutFile,

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["explain", "summary"]
 
+PURPOSE = "Plan"
+
 
 def explain(
     layout: LayoutFile,

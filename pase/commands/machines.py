@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["machines"]
 
+PURPOSE = "Price what you have"
+
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 

@@ -7,6 +7,8 @@ from pase.files.terminal import console
 
 __all__ = ["ops"]
 
+PURPOSE = "This installation"
+
 
 def ops(json: JsonOption = False) -> None:
     """List the framework ops that pase can read.

@@ -15,6 +15,8 @@ from pase.files.terminal import console
 
 __all__ = ["optimize"]
 
+PURPOSE = "Traces"
+
 
 def optimize(
     traces: Annotated[Path, typer.Argument(help="A folder of traces, or one trace.")],

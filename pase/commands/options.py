@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from pase.compiler.problem.options import CompileOptions
+from pase.errors import PaseError
 from pase.files.json_values import JsonObject
 from pase.files.progress import estimating
 from pase.files.terminal import console
@@ -117,11 +118,32 @@ def warn_misfit(plan: PlanData) -> None:
             out.print(f"note   {r}")
 
 
-def compile_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _layout_options(model: str) -> dict[str, Any]:
+    """The options that a layout knows, and its model; none if the model is not a layout."""
+    from pase.plan.layout import load
+    from pase.replay.reports.report import is_layout
+
+    if not is_layout(Path(model)):
+        return {}
+    plan = load(model)
+    return {
+        "model": plan.model,
+        "devices": plan.devices + plan.idle,
+        "machine": plan.machine,
+        "cost_model": plan.cost_model,
+        "optimizer": plan.optimizer,
+    }
+
+
+def compile_options(
+    *names: str, of_layout: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator: add fields of CompileOptions as flags to a command that takes ``options: CompileOptions``.
 
     names: the fields; none for all fields that have a flag. The flags come between the command's arguments and its own
     flags.
+    of_layout: whether the command's model may be a layout, which then has devices, machine, cost model and optimizer.
+        Flags that are given replace them. The command also gets ``layout``, the file's name or None.
     """
 
     def taken(command: Callable[..., None]) -> Callable[..., None]:
@@ -129,15 +151,30 @@ def compile_options(*names: str) -> Callable[[Callable[..., None]], Callable[...
             f for f in fields(CompileOptions) if f.metadata["flag"].names and (f.name in names or not names)
         ]
         signature = inspect.signature(command, eval_str=True)
-        own = [p for p in signature.parameters.values() if p.name != "options"]
+        own = [p for p in signature.parameters.values() if p.name not in ("options", "layout")]
         first = [p for p in own if p.default is p.empty]
-        order = [*first, *map(_as_flag, chosen), *(p for p in own if p not in first)]
+        flags = [_as_flag(f, required=not of_layout) for f in chosen]
+        order = [*first, *flags, *(p for p in own if p not in first)]
         listed = signature.replace(parameters=[p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in order])
 
         @functools.wraps(command)
         def run(*args: object, **keywords: object) -> None:
             given = listed.bind(*args, **keywords).arguments
             read = {f.name: given.pop(f.name) for f in chosen if f.name in given}
+            if of_layout:
+                known = _layout_options(given["model"])
+                given["layout"] = given["model"] if known else None
+                given["model"] = known.pop("model", given["model"])
+                default = {f.name: None if f.default is MISSING else f.default for f in chosen}
+                read |= {
+                    name: v for name, v in known.items() if read.get(name, default[name]) == default[name]
+                }
+                if read.get("devices") is None:
+                    raise PaseError(
+                        "the number of devices is missing",
+                        where="--devices",
+                        fix="say --devices N, or give a layout.json, which has it",
+                    )
             pairs = {f.name: f.metadata["flag"].pairs for f in chosen if f.metadata["flag"].pairs}
             many = {name: parse(read.get(name)) for name, parse in pairs.items()}
             # A command without this flag sets the number of devices itself, for each plan.
@@ -151,13 +188,17 @@ def compile_options(*names: str) -> Callable[[Callable[..., None]], Callable[...
     return taken
 
 
-def _as_flag(f: Field[object]) -> inspect.Parameter:
-    """The typer parameter of an option. Typer parses numbers; everything else is text that CompileOptions parses."""
+def _as_flag(f: Field[object], *, required: bool = True) -> inspect.Parameter:
+    """The typer parameter of an option. Typer parses numbers; everything else is text that CompileOptions parses.
+
+    required: whether an option without a default must be given.
+    """
     flag = f.metadata["flag"]
     types = (f.type, *get_args(f.type))
     number = next((t for t in (int, float) if t in types and str not in types), str)
     plain: Any = list[str] if flag.pairs else number
-    if f.default is None:
+    optional = f.default is MISSING and not required
+    if f.default is None or optional:
         plain = plain | None
     info = typer.Option(
         *flag.names,
@@ -165,8 +206,9 @@ def _as_flag(f: Field[object]) -> inspect.Parameter:
         metavar=flag.metavar,
         min=flag.minimum,
         autocompletion=_complete_machine if f.name == "machine" else None,
+        rich_help_panel=f.metadata["flag"].about,
     )
-    default = inspect.Parameter.empty if f.default is MISSING else f.default
+    default = None if optional else inspect.Parameter.empty if f.default is MISSING else f.default
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(f.name, kind, default=default, annotation=Annotated[plain, info])
 

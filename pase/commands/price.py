@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["price"]
 
+PURPOSE = "Price what you have"
+
 
 @compile_options("devices", "machine", "unknown", "dims")
 def price(

@@ -11,6 +11,8 @@ import typer
 
 __all__ = ["profile"]
 
+PURPOSE = "Traces"
+
 
 def profile(
     command: Annotated[

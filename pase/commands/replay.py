@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["replay"]
 
+PURPOSE = "Traces"
+
 
 def replay(
     traces: Annotated[Path, typer.Argument(help="A folder of traces, one trace, or a layout.json.")],

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["report"]
 
+PURPOSE = "Plan"
+
 
 def report(
     layout: LayoutFile,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pase.commands.options import JsonOption, print_json
 from pase.files.terminal import console
 
+if TYPE_CHECKING:
+    from pase.machine import Mesh
+
 __all__ = ["reshard"]
+
+PURPOSE = "Run and hand over"
 
 
 def reshard(
@@ -47,6 +52,7 @@ def reshard(
       pase reshard layout-32.json layout-64.json
     """
     from pase.machine import load as load_machine
+    from pase.plan.answer import mesh_text
     from pase.plan.layout import load
     from pase.plan.parameter_reshard import parameter_reshards
     from pase.plan.table import bytes_text, cost_text
@@ -56,9 +62,19 @@ def reshard(
     found = parameter_reshards(before, after, on)
     seconds = sum(m.seconds(on) for m in found)
     levels = [level.name for level in on.levels]
+    changes = [
+        f"{what}: {x} -> {y}"
+        for what, x, y in (
+            ("machine", before.machine, after.machine),
+            ("devices", before.devices, after.devices),
+            ("mesh", mesh_text(before.mesh), mesh_text(after.mesh)),
+        )
+        if x != y
+    ]
     if json:
         print_json(
             {
+                "changes": changes,
                 "moved": len(found),
                 "parameters": len(after.parameters),
                 "seconds": seconds,
@@ -77,6 +93,8 @@ def reshard(
         )
         return
     say = console().print
+    for line in changes:
+        say(line)
     say(
         f"{len(found)} of {len(after.parameters)} parameters are resharded; a device receives at most "
         f"{bytes_text(sum(m.nbytes for m in found))}, about {cost_text(seconds, 's')} on {on.name}",
@@ -88,9 +106,23 @@ def reshard(
         table = columns(*names, left=names, overflow="fold")
         for m in found:
             by_level = [bytes_text(n) if n else "" for n in m.received]
-            table.add_row(m.parameter, _text(m.old), _text(m.new), *by_level, cost_text(m.seconds(on), "s"))
+            stored = _text(m.old, before.mesh), _text(m.new, after.mesh)
+            table.add_row(m.parameter, *stored, *by_level, cost_text(m.seconds(on), "s"))
         say(table)
 
 
-def _text(placed: tuple[tuple[str, ...], ...]) -> str:
-    return ", ".join("·".join(axes) or "-" for axes in placed) or "whole"
+def _text(placed: tuple[tuple[str, ...], ...], mesh: Mesh) -> str:
+    """
+    >>> from pase.machine import Mesh
+    >>> _text((("data",), ()), Mesh(names=("data",), sizes=(8,)))
+    'dim 0 over data=8'
+    """
+    size = mesh.by_name
+    return (
+        ", ".join(
+            f"dim {k} over {'·'.join(f'{a}={size[a]}' for a in axes)}"
+            for k, axes in enumerate(placed)
+            if axes
+        )
+        or "whole"
+    )

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
+PURPOSE = "Run and hand over"
+
 TOLERANCE = 1e-4
 """The largest allowed difference, relative to the largest element of all gradients (or parameters).
 

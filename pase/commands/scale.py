@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["scale"]
 
+PURPOSE = "Plan"
+
 _WIDTH = 36
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["schedule"]
 
+PURPOSE = "Run and hand over"
+
 
 def schedule(
     source: Annotated[

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["solve"]
 
+PURPOSE = "This installation"
+
 _END_S = 0.5
 _END_SHARE = 0.1  # of the time that reading took
 

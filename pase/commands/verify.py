@@ -11,6 +11,8 @@ from pase.files.terminal import console
 
 __all__ = ["verify"]
 
+PURPOSE = "Run and hand over"
+
 
 def verify(
     layout: LayoutFile,

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["zoo"]
 
+PURPOSE = "Plan"
+
 
 def zoo(
     name: Annotated[

@@ -7,6 +7,7 @@ are converted first. ``diff`` compares the layouts of two plans.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -375,34 +376,74 @@ def load(path: str | Path) -> PlanData:
 
 
 def diff(a: PlanData, b: PlanData) -> list[str]:
-    """Return the differences between two plans' layouts, one line each."""
+    """Return the differences between two plans' layouts in words. Tensors and nodes that change alike share a line."""
     out = []
-    for what in ("accumulate", "remat", "once", "padding"):
+    variants = (a.accumulate, a.remat, a.padding) != (
+        b.accumulate,
+        b.remat,
+        b.padding,
+    )  # of one model's graph
+    for what, was, now, other in (
+        ("model", a.model, b.model, False),
+        ("the model's graph has changed", a.graph_digest, b.graph_digest, variants or a.model != b.model),
+        ("devices", a.devices, b.devices, False),
+        ("idle", a.idle, b.idle, False),
+        ("machine", a.machine, b.machine, False),
+        ("the machine's figures have changed", a.machine_digest, b.machine_digest, a.machine != b.machine),
+    ):
+        if was != now and not other:  # another line says why the digests differ
+            out.append(f"{what}: {was} -> {now}")
+    for what in ("optimizer", "cost_model", "accumulate", "remat", "once", "padding"):
         if getattr(a, what) != getattr(b, what):
-            out.append(f"{what}: {_variant(getattr(a, what))} -> {_variant(getattr(b, what))}")
+            out.append(
+                f"{_TITLES.get(what, what)}: {_variant(getattr(a, what))} -> {_variant(getattr(b, what))}"
+            )
     mesh_a, mesh_b = (p.mesh.by_name for p in (a, b))
     if mesh_a != mesh_b:
-        out.append(f"mesh: {mesh_a} -> {mesh_b}")
+        out.append(f"mesh: {_mesh(mesh_a)} -> {_mesh(mesh_b)}")
     for what, left, right in (
-        ("parameter", _stored(a.parameters), _stored(b.parameters)),
-        ("input", _stored(a.inputs), _stored(b.inputs)),
+        ("parameter", *_stored(a.parameters, b.parameters)),
+        ("input", *_stored(a.inputs, b.inputs)),
         ("node", a.strategy, b.strategy),
     ):
+        alike: dict[str, list[str]] = {}
         for name in dict.fromkeys((*left, *right)):
             x, y = left.get(name), right.get(name)
-            if x != y:
-                out.append(f"{what} {name}: {_short(x)} -> {_short(y)}")
+            old, new = _in_words(x, mesh_a), _in_words(y, mesh_b)
+            if old == new and x != y:
+                old, new = _by_axes(x, mesh_a), _by_axes(y, mesh_b)
+            if old != new:
+                alike.setdefault(f"{old} -> {new}", []).append(name)
+        for change, names in alike.items():
+            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            out.append(f"{what} {', '.join(names[:_MOST_NAMES])}{more}: {change}")
     return out
 
 
-def _stored(tensors: Mapping[str, TensorPlan]) -> Mapping[str, Any]:
-    """Return the layout in which each tensor is stored, by path, and that of its optimizer state if it differs."""
-    return {
-        k + what: layout
-        for k, t in tensors.items()
-        for what, layout in (("", t.storage), (" (its state)", t.state))
-        if layout is not None
-    }
+_MOST_NAMES = 3
+_TITLES = {
+    "accumulate": "micro-batches",
+    "remat": "recomputed",
+    "once": "hoisted collectives",
+    "cost_model": "cost model",
+}
+
+
+def _mesh(sizes: Mapping[str, int]) -> str:
+    return " ".join(f"{a}={n}" for a, n in sizes.items())
+
+
+def _stored(
+    a: Mapping[str, TensorPlan], b: Mapping[str, TensorPlan]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return how both plans store each tensor, by path, and its optimizer state if that differs in either of them."""
+
+    def of(tensors: Mapping[str, TensorPlan]) -> dict[str, Any]:
+        states = {k: t.state or t.storage for k, t in tensors.items() if k in apart}
+        return {k: t.storage for k, t in tensors.items()} | {f"{k} (its state)": s for k, s in states.items()}
+
+    apart = {k for tensors in (a, b) for k, t in tensors.items() if t.state is not None}
+    return of(a), of(b)
 
 
 def _variant(x: Any) -> str:
@@ -410,9 +451,24 @@ def _variant(x: Any) -> str:
     return f"{len(x)} blocks" if isinstance(x, tuple) else str(x)
 
 
-def _short(x: Mapping[str, Sequence[str]] | Sequence[Sequence[str]] | None) -> str:
+def _in_words(
+    x: Mapping[str, Sequence[str]] | Sequence[Sequence[str]] | None, sizes: Mapping[str, int]
+) -> str:
+    """Return a layout as the number of parts of each dim: "dim 0 over 8", "b over 32"."""
+    return _said(x, lambda axes: str(math.prod(sizes[a] for a in axes)))
+
+
+def _by_axes(
+    x: Mapping[str, Sequence[str]] | Sequence[Sequence[str]] | None, sizes: Mapping[str, int]
+) -> str:
+    """Return a layout as the axes that split each dim: "dim 0 over data=8"."""
+    return _said(x, lambda axes: "·".join(f"{a}={sizes[a]}" for a in axes))
+
+
+def _said(
+    x: Mapping[str, Sequence[str]] | Sequence[Sequence[str]] | None, over: Callable[[Sequence[str]], str]
+) -> str:
     if x is None:
         return "absent"
-    if isinstance(x, Mapping):
-        return " ".join(f"{d}:{'·'.join(axes)}" for d, axes in x.items()) or "replicated"
-    return "[" + ", ".join("·".join(axes) or "-" for axes in x) + "]"
+    dims = x.items() if isinstance(x, Mapping) else ((f"dim {k}", axes) for k, axes in enumerate(x))
+    return ", ".join(f"{d} over {over(axes)}" for d, axes in dims if axes) or "whole on every device"

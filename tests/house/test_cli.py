@@ -172,7 +172,8 @@ def test_every_command_has_its_function_and_a_line_of_help():
     names = cli._names("pase.commands")
     assert len(names) >= 16
     for name in names:
-        line = cli._line("pase.commands", name)
+        purpose, line = cli._purpose_and_line("pase.commands", name)
+        assert purpose in cli.PURPOSES, name
         assert line.endswith(".") and len(line) <= 63, name  # one line of help, uncut
         assert callable(getattr(importlib.import_module(f"pase.commands.{name}"), name))
 
@@ -181,7 +182,7 @@ def test_a_file_without_its_function_is_an_error_that_names_it(tmp_path, monkeyp
     (tmp_path / "half.py").write_text("def whole() -> None: ...\n")
     monkeypatch.setattr(pase.commands, "__path__", [*pase.commands.__path__, str(tmp_path)])
     with pytest.raises(AttributeError, match=r"half\.py has no function 'half'"):
-        cli._line("pase.commands", "half")
+        cli._purpose_and_line("pase.commands", "half")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import errno
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -50,9 +51,14 @@ def test_a_loaded_plan_refuses_another_model(plan, tmp_path):
 
 def test_diff_names_what_differs():
     a, b = (pase.compile("zoo:mlp", devices=8, mesh=m, baselines=False) for m in ("data=8", "data=2,model=4"))
-    assert a.diff(b)[0] == "mesh: {'data': 8} -> {'data': 2, 'model': 4}"
+    assert a.diff(b)[0] == "mesh: data=8 -> data=2 model=4"
     assert any(line.startswith("node ") for line in a.diff(b))
     assert a.diff(a) == []
+    there = replace(
+        a, machine="b200x8", machine_digest="of another machine", model="mine", graph_digest="of mine"
+    )
+    assert a.diff(there) == [f"model: {a.model} -> mine", f"machine: {a.machine} -> b200x8"]
+    assert a.diff(replace(a, graph_digest="new"))[0].startswith("the model's graph has changed")
 
 
 def broken(data, *path, value):

@@ -59,3 +59,14 @@ def test_a_layout_of_before_graphs_were_kept_has_its_page(plan: Plan, tmp_path: 
     made = (tmp_path / "page.html").read_text()
     assert made.lower().count("compile it again") >= 2
     Elements(made)
+
+
+def test_the_answer_and_five_strategies_come_first(text: str, plan: Plan) -> None:
+    """The other strategies are folded, the times of a page share the plan's exposed communication, and the parts for
+    screens only are not printed."""
+    first, _, rest = text.partition("id='strategies'")
+    assert "class='verdict'" in first and "exposed communication" in first
+    shown = rest.partition("<details>")[0].partition("</section>")[0]
+    assert shown.count("<tr>") <= 8
+    screens = {a["id"] for t, a in Elements(text).found if t == "section" and a.get("class") == "screen"}
+    assert {"model", "layers", "storage"} <= screens

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["CompileOptions", "Flag", "takes_options"]
 
 R = TypeVar("R")
+About = Literal[
+    "devices",
+    "the model",
+    "what the plan must be",
+    "memory",
+    "how the program runs",
+    "the search",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +38,14 @@ class Flag:
     names: its flags. If there are none, only the API has the option.
     minimum: the least value of a number.
     pairs: a parser of NAME=VALUE texts, for an option that may be given several times.
+    about: what the option is about. The help lists options by this.
     """
 
     names: tuple[str, ...] = ()
     metavar: str | None = None
     minimum: int | None = None
     pairs: Callable[[Sequence[str] | None], Mapping[object, object]] | None = None
+    about: About = "the search"
 
 
 def _option(default: Any, says: str, *names: str, **flag: Any) -> Any:
@@ -47,29 +57,38 @@ def _option(default: Any, says: str, *names: str, **flag: Any) -> Any:
 class CompileOptions:
     """The options of ``pase.compile``, made from user input. Raises PaseError for invalid values."""
 
-    devices: int = _option(MISSING, "How many devices to split the model over.", "--devices", "-n", minimum=1)
+    devices: int = _option(
+        MISSING, "How many devices to split the model over.", "--devices", "-n", minimum=1, about="devices"
+    )
     mesh: str | None = _option(
         None,
         "Fix the mesh: 4x8, or with names data=4,model=8. Default: search every mesh of at most max_axes axes.",
         "--mesh",
+        about="devices",
     )
     machine: "str | Path | Machine | None" = _option(  # noqa: RUF009 it is a field
         None,
         "A name ('pase machines') or a .toml file (in Python also a Machine). Default: h100x8.",
         "--machine",
+        about="devices",
     )
     cost_model: str = _option(
-        "analytic", "analytic: seconds on the machine; paper: PaSE's FLOP-equivalents.", "--cost-model"
+        "analytic",
+        "analytic: seconds on the machine; paper: PaSE's FLOP-equivalents.",
+        "--cost-model",
+        about="devices",
     )
     optimizer: str = _option(
         "adam",
         "The optimizer, whose state counts as memory and whose update is priced: sgd, momentum, adam, …",
         "--optimizer",
+        about="the model",
     )
     unknown: Literal["error", "replicate"] = _option(
         "error",
         "What to do with an op that has no rule: 'error', or 'replicate' (the op is not split).",
         "--unknown",
+        about="the model",
     )
     dims: Mapping[str, int] | None = _option(
         None,
@@ -78,6 +97,7 @@ class CompileOptions:
         "--trips",
         metavar="NAME=SIZE",
         pairs=parse_sizes,
+        about="the model",
     )
     constraints: Mapping[str, Any] | None = _option(
         None,
@@ -89,6 +109,7 @@ class CompileOptions:
         "--constrain",
         metavar="NAME=DIMS",
         pairs=parse_layouts,
+        about="what the plan must be",
     )
     mode: Literal["train", "inference", "step"] = _option(
         "train",
@@ -96,6 +117,7 @@ class CompileOptions:
         "function, and nothing is trained. 'step': the model is a whole train step, step(params, opt_state, *batch) -> "
         "(params, opt_state, …).",
         "--mode",
+        about="the model",
     )
     objective: Literal["latency", "throughput"] = _option(
         "latency",
@@ -103,15 +125,17 @@ class CompileOptions:
         "size must be left open (a zoo model without batch=, or one symbolic size). Powers of two are tried, up to "
         "what fits in memory or until twice the batch gains less than 1%.",
         "--objective",
+        about="what the plan must be",
     )
     carry: Mapping[int, Tree] | None = _option(
         None,
-        "What one call passes to the next, such as batch statistics or a KV cache: batch argument -> the position of "
-        "its next value in the function's result. For example {1: 1} or {1: (1, 'batch_stats')}; on the command line "
-        "1=1 or 1=1.batch_stats. Both values get the same layout.",
+        "State that one call returns and the next takes, such as batch statistics or a KV cache: batch argument -> the "
+        "position of its next value in the function's result. For example {1: 1} or {1: (1, 'batch_stats')}; on the "
+        "command line 1=1 or 1=1.batch_stats. Both values get the same layout.",
         "--carry",
         metavar="ARGUMENT=PLACE",
         pairs=parse_places,
+        about="the model",
     )
     chances: Mapping[str, Sequence[float]] | None = _option(
         None,
@@ -121,22 +145,26 @@ class CompileOptions:
         "--chance",
         metavar="NAME=CHANCES",
         pairs=parse_chances,
+        about="the model",
     )
     loss: Callable[..., Tree] | None = _option(  # noqa: RUF009 it is a field
         None,
         "For a PyTorch module that does not return its loss: loss(module, *batch) -> scalar.",
+        about="the model",
     )
-    max_axes: int = _option(3, "Search meshes of at most this many axes.", minimum=1)
+    max_axes: int = _option(3, "Search meshes of at most this many axes.", minimum=1, about="the search")
     meshes: Literal["few", "all"] = _option(
         "few",
         "The meshes over which the answer is proven. 'few': those of at most max_axes axes. 'all': every mesh of the "
         "devices; those with more axes are searched as long as they may be cheaper, which takes seconds for each, and "
         "the plan names those that remain.",
         "--meshes",
+        about="the search",
     )
     baselines: bool = _option(
         True,
         "Also price data parallelism, FSDP, Megatron, …. The answer is never worse than any of them.",
+        about="the search",
     )
     memory_limit: float | str | None = _option(
         "machine",
@@ -144,6 +172,7 @@ class CompileOptions:
         "machine file reserves; 'none': no limit. Finds the cheapest strategy whose predicted memory fits. If none "
         "fits, 'machine' gives the best strategy without a limit and a warning; a given size raises an error.",
         "--memory-limit",
+        about="memory",
     )
     accumulate: int | None = _option(
         None,
@@ -151,6 +180,7 @@ class CompileOptions:
         "Default: 1, or what the memory limit requires.",
         "--accumulate",
         minimum=1,
+        about="memory",
     )
     remat: Literal["auto", "none", "attention", "light", "all"] = _option(
         "auto",
@@ -158,6 +188,7 @@ class CompileOptions:
         "itself: 'none'; 'attention'; 'light' work (everything but products with weights and fused attention); 'all'; "
         "or 'auto', the cheapest within the memory limit.",
         "--remat",
+        about="memory",
     )
     once: Literal["none", "gathers", "all", "auto"] = _option(
         "none",
@@ -166,6 +197,7 @@ class CompileOptions:
         "which stay unreduced until then; 'auto', the cheapest within the memory limit. plan.jax runs such a plan with "
         "lowering='manual'.",
         "--once",
+        about="memory",
     )
     idle: Literal["allowed", "none"] = _option(
         "allowed",
@@ -173,6 +205,7 @@ class CompileOptions:
         "divide few of the model's sizes, smaller numbers of them are searched too, and the plan is for fewer if that "
         "is at least 5% faster; it says so. 'none': the plan is for all of them.",
         "--idle",
+        about="devices",
     )
     uneven: Literal["whole", "padded"] = _option(
         "whole",
@@ -180,6 +213,7 @@ class CompileOptions:
         "the model is also searched with these dims padded, in parameters and batch too, and the cheaper plan is "
         "taken; plan.jax adds and removes the padding. For JAX programs that pass nothing to their next call.",
         "--uneven",
+        about="how the program runs",
     )
     precision: Literal["model", "fp8"] = _option(
         "model",
@@ -187,6 +221,7 @@ class CompileOptions:
         "at the machine's rate, including the traffic of scaling. Your program must request fp8 itself: plan.jax runs "
         "the model's own dtypes.",
         "--precision",
+        about="how the program runs",
     )
     overlap: Literal["none", "parameters", "machine"] = _option(
         "machine",
@@ -194,6 +229,7 @@ class CompileOptions:
         "their position cannot hide is priced. 'machine': the same, in training, if the machine file says that "
         "collectives overlap with compute. 'none': nothing; compute and communication are added up.",
         "--overlap",
+        about="how the program runs",
     )
     decompose: Literal["none", "products"] = _option(
         "none",
@@ -201,6 +237,7 @@ class CompileOptions:
         "with weights run during them, chunk by chunk (collective matmul, async tensor parallelism), and only what the "
         "product does not hide is priced; your executor must do it. 'none': compute waits for them.",
         "--decompose",
+        about="how the program runs",
     )
     target: str = _option(
         "any",
@@ -209,6 +246,7 @@ class CompileOptions:
         "plan of all. Default 'any': everything is searched.",
         "--for",
         metavar="TARGET",
+        about="what the plan must be",
     )
     pipeline: int | str = _option(
         "none",
@@ -216,12 +254,14 @@ class CompileOptions:
         "The mesh is then that of one group. The plan runs in JAX, stage by stage.",
         "--pipeline",
         metavar="none|auto|N",
+        about="what the plan must be",
     )
     stage_schedule: str = _option(
         "auto",
         "The order in which stages run micro-batches. 'auto': the fastest of those that run stage by stage. Or the "
         "name of one, such as 1f1b, interleaved or zb-h1; 'circular' runs as one JAX program.",
         "--stage-schedule",
+        about="what the plan must be",
     )
     work: float = _option(
         60.0,
@@ -229,11 +269,13 @@ class CompileOptions:
         "counted, not timed, so that the answer does not depend on what else runs. A search that has used it up may be "
         "inexact, and the plan says so.",
         "--work",
+        about="the search",
     )
     time_limit: float | None = _option(
         None,
         "Seconds after which these searches stop, wherever they are. Default: no limit.",
         "--time-limit",
+        about="the search",
     )
 
     def __post_init__(self) -> None:
