@@ -14,6 +14,7 @@ from pase.files.terminal import console
 
 if TYPE_CHECKING:
     from pase.questions.scale import ScalePoint
+    from pase.questions.training_run import RunTerms, TrainingRun
 
 __all__ = ["scale"]
 
@@ -44,6 +45,28 @@ def scale(
             "--devices", "-n", help="8..4096 doubles from 8 to 4096. 8,24,96 is a list.", metavar="RANGE"
         ),
     ],
+    tokens: Annotated[
+        float | None,
+        typer.Option(
+            help="What a run over this many tokens takes: days, failures, energy. 15e12", metavar="N"
+        ),
+    ] = None,
+    failures: Annotated[
+        float | None,
+        typer.Option(
+            help="With --tokens: failures per device-hour that stop the run. Default: the machine file's.",
+            metavar="RATE",
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        float, typer.Option(help="With --tokens: seconds for which training waits for a checkpoint.")
+    ] = 60.0,
+    restart: Annotated[
+        float, typer.Option(help="With --tokens: seconds from a failure to the next step.")
+    ] = 600.0,
+    price: Annotated[
+        float | None, typer.Option(help="With --tokens: the price of a device-hour, in any currency.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Compare numbers of devices: step, MFU, memory and cost.
@@ -53,21 +76,90 @@ def scale(
     Prints a table with the step time, MFU, memory and cost of each, and a chart of the speed-up. The cost is that of
     all devices together: device-seconds per step, and device-hours per billion tokens.
 
+    With --tokens, a third table has the whole run: expected days with failures and with checkpoints as often as is
+    best for that rate of failures, device-hours, energy at the cards' power limit, and the cost at --price. A figure
+    that depends on an unknown one is left empty.
+
     \b
     Examples:
       pase scale zoo:gpt2 --devices 8..64
       pase scale 'zoo:llama3_8b?batch=512&attention=fused' --devices 32..512
+      pase scale 'zoo:llama3_8b?batch=512&attention=fused' --devices 64..512 \\
+                 --tokens 15e12 --price 2.5
     """
+    from pase.errors import PaseError
     from pase.questions.scale import parse_devices
     from pase.questions.scale import scale as scaled
+    from pase.questions.training_run import RunTerms
 
     numbers = parse_devices(devices)
+    if tokens is None and (failures is not None or price is not None):
+        raise PaseError(
+            "it is about a whole run, whose length is not given",
+            where="--failures" if failures is not None else "--price",
+            fix="add --tokens 15e12",
+        )
+    terms = None
+    if tokens is not None:
+        terms = RunTerms(
+            tokens=tokens,
+            checkpoint_s=checkpoint,
+            restart_s=restart,
+            failures_per_device_hour=failures,
+            price=price,
+        )
     with progress() as say:
         points = scaled(model, numbers, replace(options, baselines=False), say)
+    runs = {} if terms is None else _runs(points, options, terms)
     if json:
-        print_json({"model": model, "points": [_row(p) for p in points]})
+        rows = [_row(p) | ({"run": runs[p.devices].to_json()} if p.devices in runs else {}) for p in points]
+        print_json({"model": model, "points": rows})
         return
     _print(model, points)
+    if terms is not None:
+        _print_runs(runs, terms)
+
+
+def _runs(points: list[ScalePoint], options: CompileOptions, terms: RunTerms) -> dict[int, TrainingRun]:
+    """Number of devices -> the whole run on them."""
+    from pase.machine import DEFAULT, Machine, load
+    from pase.questions.training_run import training_run
+
+    m = options.machine
+    machine = m if isinstance(m, Machine) else load(m if m is not None else DEFAULT)
+    return {p.devices: training_run(p.plan, machine, p.devices, terms) for p in points if p.plan is not None}
+
+
+def _print_runs(runs: dict[int, TrainingRun], terms: RunTerms) -> None:
+    from pase.plan.columns import columns
+
+    def text(value: float | None) -> str:
+        return "" if value is None else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+    names = "devices", "days", "days, none fail", "failures", "save every", "device- hours", "MWh", "cost"
+    table = columns(*names, overflow="fold")
+    for devices, r in runs.items():
+        every = r.checkpoint_every_s
+        table.add_row(
+            str(devices),
+            text(None if r.wall_s is None else r.wall_s / 86400),
+            text(r.compute_s / 86400),
+            text(r.failures),
+            "" if every is None else f"{every / 60:.0f} min",
+            text(r.device_hours),
+            text(None if r.energy_kwh is None else r.energy_kwh / 1e3),
+            text(r.cost),
+        )
+    out = console()
+    out.print()
+    steps = next((r.steps for r in runs.values()), 0)
+    out.print(
+        f"{terms.tokens:,.0f} tokens in {steps:,} steps; {terms.checkpoint_s:g} s a checkpoint and "
+        f"{terms.restart_s:g} s a restart are assumed unless given; energy of the devices alone, at their power limit"
+    )
+    out.print(table)
+    if any(r.wall_s is None for r in runs.values()):
+        out.print("The machine file has no rate of failures: state one with --failures, such as 2e-5.")
 
 
 def _row(p: ScalePoint) -> JsonObject:

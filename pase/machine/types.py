@@ -209,6 +209,7 @@ class Device:
     memory_tile: the rows and columns of the tiles in which arrays are stored, padded to whole tiles. Empty means that
         there is no padding.
     reserved_bytes: the part of memory_bytes that arrays cannot use: context, buffers of libraries, gaps.
+    power_w: the most that the device draws, in watts; None if it is not known.
     """
 
     name: str
@@ -227,6 +228,7 @@ class Device:
     memory_tile: tuple[AtLeastOne, ...] = ()
     attention_kernels: tuple[AttentionKernel, ...] = ()
     reserved_bytes: Count = 0
+    power_w: Positive | None = None
 
     @property
     def usable_bytes(self) -> int:
@@ -395,6 +397,8 @@ class Machine:
     forms: collectives that the compiler does not run as they are written. Steps of the manual lowering are written
         accordingly (``pase.local.forms``).
     compiler: how to compile for the device without one; None if that is not possible.
+    failures_per_device_hour: how often a device, or its part of the host and the network, stops a training run; None if
+        it is not known.
     """
 
     name: str
@@ -418,6 +422,7 @@ class Machine:
     own_part_bytes_per_s: NotNegative = 0.0
     forms: tuple[CompiledForm, ...] = ()
     compiler: CompileTarget | None = None
+    failures_per_device_hour: Positive | None = None
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -439,12 +444,13 @@ class Machine:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 of what affects costs: every field except name, title, sources, provenance, overlaps, forms and
-        compiler."""
+        """The sha256 of what affects a step's costs: not names, sources, provenance, overlaps, forms, compiler, power
+        and failures."""
         content = dataclasses.asdict(self)
         # overlaps determines which price a plan is made for, not what anything costs; the plan records the price.
         for key in ("name", "title", "sources", "provenance", "overlaps", "forms", "compiler"):
             del content[key]
+        del content["failures_per_device_hour"], content["device"]["power_w"]
         # These fields are newer than the digests in layouts. At their defaults, the digests stay the same.
         newer = {"bucket_bytes", "sums_readers", "collective_units", "sums_alone", "lone_gather_bytes"}
         newer |= {"own_part_bytes_per_s"}
