@@ -30,6 +30,8 @@ PURPOSE = "Price what you have"
 
 _PROGRAM_S = 0.01
 """How long a measured program should take at least: an op is repeated in it, so that its launch does not matter."""
+_CARD_S = 100.0
+"""No ops of a GPU are begun after this time."""
 _ROUNDS = 4
 """Number of fits. After each fit except the last, doubtful samples are measured again."""
 
@@ -95,9 +97,19 @@ def calibrate(
         str | None,
         typer.Option(help="With --from: the machine to correct, a name or a .toml file."),
     ] = None,
+    grid: Annotated[
+        bool,
+        typer.Option(
+            "--grid", help="On a known GPU too: measure a grid of products, and collectives. Takes minutes."
+        ),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Measure this machine and write a machine file.
+
+    On a GPU that a machine file has (see pase machines), some sixty ops are timed by the profiler, and the figures of
+    that file are fitted to them. This takes about two minutes. The links are those of the file. With --grid, and on all
+    other devices:
 
     Measures matmuls by m, n, k and dtype, in the three forms that training needs; memory-bound ops and collectives by
     size; launch overhead; and convolutions. All devices work at the same time, as in training, so the figures include
@@ -147,7 +159,9 @@ def calibrate(
         )
         with _quiet_output():
             start(host_devices=devices, coordinator=coordinator, processes=processes, process_id=process_id)
-            result = _measured(output, budget_s, wanted, levels, fresh, max_spread, name)
+            result = (None if grid else _card(output, budget_s, levels, name)) or _measured(
+                output, budget_s, wanted, levels, fresh, max_spread, name
+            )
     if result is None:
         return
     if json:
@@ -169,6 +183,41 @@ def _seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise PaseError(f"'{text}' is not a time", where="--budget", fix="write 60s, 5m or 1h")
     return value
+
+
+def _card(output: Path, budget_s: float, levels: str | None, name: str | None) -> JsonObject | None:
+    """Fit the file of this GPU to a few dozen ops. None if this is no GPU that a machine file has."""
+    from functools import partial
+
+    from pase.calibrate.card import calibrate_card, card_facts, card_file
+    from pase.calibrate.card_ops import ProfiledKernels
+    from pase.calibrate.here import find
+    from pase.costmodels.analytic import Analytic
+    from pase.machine import dumps, load
+    from pase.machine.recognize import machine_named
+
+    here = find(levels)
+    known = machine_named(here.device_name) if here.platform in ("gpu", "cuda") else None
+    if known is None:
+        return None
+    base = load(known)
+    with progress() as say:
+        fit = calibrate_card(
+            base,
+            ProfiledKernels(),
+            partial(Analytic, steady=False),
+            min(budget_s, _CARD_S),
+            lambda what, done, of: say(f"[{done}/{of}] {what}"),
+        )
+    machine = card_file(base, fit, name or output.stem, here.provenance)
+    if here.process == 0:
+        write_atomically(output, dumps(machine))
+    notes = [
+        f"the links are those of {base.name}: calibrate --from TRACES corrects them, --grid measures them",
+        "the part of the products' rate that is left at the power limit, and attention kernels, are those of "
+        f"{base.name}",
+    ]
+    return {"output": str(output), "machine": _outline(machine), "card": card_facts(fit), "notes": notes}
 
 
 def _measured(
@@ -394,6 +443,7 @@ def _print(r: JsonObject) -> None:
     """Print the result of the command as tables. r: as --json prints it."""
     from rich.table import Table
 
+    from pase.calibrate.card import card_lines
     from pase.commands.machines import _si
 
     out, m = console(), r["machine"]
@@ -431,6 +481,8 @@ def _print(r: JsonObject) -> None:
             f"{c['figure']}: {c['before']:.3g} -> {c['after']:.3g} of the peak ({c['ops']} kinds of ops take "
             f"{c['measured_s'] * 1e3:.2f} ms a step, {c['predicted_s'] * 1e3:.2f} by the old figure)"
         )
+    for line in card_lines(r["card"]) if "card" in r else ():
+        out.print(line)
     for figure, why in r.get("rates_left", {}).items():
         out.print(f"{figure}: not corrected; {why}")
     for note in r.get("notes", []):

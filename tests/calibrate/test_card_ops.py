@@ -1,0 +1,25 @@
+"""The ops of a card's calibration, and their times in a profile."""
+
+from __future__ import annotations
+
+from pase.calibrate.card_ops import CardOp, ProfiledKernels, card_ops
+
+
+def test_the_first_ops_are_of_every_kind() -> None:
+    """A calibration that ends after its first round has products, convolutions and light ops of both dtypes."""
+    first = card_ops()[:30]
+    assert {(op.kind, op.dtype) for op in first} == {(op.kind, op.dtype) for op in card_ops()}
+    assert {op.form for op in first} == {op.form for op in card_ops()}
+    assert not all(op.aligned for op in first)
+    assert len(set(card_ops())) == len(card_ops()) == len({op.label + op.form for op in card_ops()})
+
+
+def test_a_profile_tells_ops_of_one_program_apart() -> None:
+    """On this host's CPU: each op has kernels of its own, and one with eight times the work takes longer."""
+    small = CardOp(kind="matmul", dtype="float32", extents=(1, 64, 64, 64))
+    large = CardOp(kind="matmul", dtype="float32", extents=(1, 512, 512, 512))
+    norm = CardOp(kind="memory", dtype="float32", extents=(256, 256), form="norm")
+    conv = CardOp(kind="conv", dtype="float32", extents=(2, 14, 16, 16, 3))
+    found = ProfiledKernels().seconds([small, norm, large, conv])
+    assert all(s is not None and s > 0 for s in found)
+    assert found[2] is not None and found[0] is not None and found[2] > found[0]
