@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -65,16 +66,26 @@ def scale(
         float, typer.Option(help="With --tokens: seconds from a failure to the next step.")
     ] = 600.0,
     price: Annotated[
-        float | None, typer.Option(help="With --tokens: the price of a device-hour, in any currency.")
+        str | None,
+        typer.Option(
+            help="The price of a device-hour, in any currency: 2.5, or one for each machine, h100x8=2.5,b200x8=4.",
+            metavar="PRICE",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Also write a page with a chart to this file.", metavar="FILE"),
     ] = None,
     json: JsonOption = False,
 ) -> None:
     """Compare numbers of devices: step, MFU, memory and cost.
 
-    Finds the best plan for each number of devices, for the same model and the same global batch.
+    Finds the best plan for each number of devices, for the same model and the same global batch. --machine may name
+    several machines, with commas between them.
 
     Prints a table with the step time, MFU, memory and cost of each, and a chart of the speed-up. The cost is that of
-    all devices together: device-seconds per step, and device-hours per billion tokens.
+    all devices together: device-seconds per step, and device-hours per billion tokens; with --price also money per
+    billion tokens.
 
     With --tokens, a third table has the whole run: expected days with failures and with checkpoints as often as is
     best for that rate of failures, device-hours, energy at the cards' power limit, and the cost at --price. A figure
@@ -86,55 +97,67 @@ def scale(
       pase scale 'zoo:llama3_8b?batch=512&attention=fused' --devices 32..512
       pase scale 'zoo:llama3_8b?batch=512&attention=fused' --devices 64..512 \\
                  --tokens 15e12 --price 2.5
+      pase scale 'zoo:llama3_8b?batch=512' --devices 64..512 --machine h100x8,b200x8 \\
+                 --price h100x8=2.5,b200x8=4 -o page.html
     """
+    from datetime import date
+
     from pase.errors import PaseError
-    from pase.questions.scale import parse_devices
+    from pase.files.atomic import write_atomically
+    from pase.machine import DEFAULT
+    from pase.machine import load as load_machine
+    from pase.questions.scale import parse_devices, parse_prices
     from pase.questions.scale import scale as scaled
-    from pase.questions.training_run import RunTerms
+    from pase.questions.scale_page import scale_page
+    from pase.questions.training_run import RunTerms, training_run
 
     numbers = parse_devices(devices)
-    if tokens is None and (failures is not None or price is not None):
+    if tokens is None and failures is not None:
         raise PaseError(
             "it is about a whole run, whose length is not given",
-            where="--failures" if failures is not None else "--price",
+            where="--failures",
             fix="add --tokens 15e12",
         )
-    terms = None
-    if tokens is not None:
-        terms = RunTerms(
-            tokens=tokens,
-            checkpoint_s=checkpoint,
-            restart_s=restart,
-            failures_per_device_hour=failures,
-            price=price,
-        )
+    machines = list(dict.fromkeys(str(options.machine or DEFAULT).split(",")))
+    prices = parse_prices(price, machines)
+    points: list[ScalePoint] = []
+    runs: dict[tuple[str, int], TrainingRun] = {}
+    for m in machines:
+        load_machine(m)  # a wrong name is an error before the first search
     with progress() as say:
-        points = scaled(model, numbers, replace(options, baselines=False), say)
-    runs = {} if terms is None else _runs(points, options, terms)
+        for m in machines:
+            one = replace(options, machine=m, baselines=False)
+            points += scaled(model, numbers, one, say, prices.get(m))
+    if tokens is not None:
+        for p in points:
+            if p.plan is not None:
+                terms = RunTerms(
+                    tokens=tokens,
+                    checkpoint_s=checkpoint,
+                    restart_s=restart,
+                    failures_per_device_hour=failures,
+                    price=p.price,
+                )
+                runs[p.at] = training_run(p.plan, load_machine(p.machine), p.devices, terms)
+    if output is not None:
+        write_atomically(output, scale_page(model, points, runs, date.today().isoformat()))
     if json:
-        rows = [_row(p) | ({"run": runs[p.devices].to_json()} if p.devices in runs else {}) for p in points]
+        rows = [_row(p) | ({"run": runs[p.at].to_json()} if p.at in runs else {}) for p in points]
         print_json({"model": model, "points": rows})
         return
-    _print(model, points)
-    if terms is not None:
-        _print_runs(runs, terms)
-
-
-def _runs(points: list[ScalePoint], options: CompileOptions, terms: RunTerms) -> dict[int, TrainingRun]:
-    """Number of devices -> the whole run on them."""
-    from pase.machine import DEFAULT, Machine, load
-    from pase.questions.training_run import training_run
-
-    m = options.machine
-    machine = m if isinstance(m, Machine) else load(m if m is not None else DEFAULT)
-    return {p.devices: training_run(p.plan, machine, p.devices, terms) for p in points if p.plan is not None}
+    for m in machines:
+        _print(model, [p for p in points if p.machine == m])
+        if tokens is not None:
+            _print_runs({n: r for (name, n), r in runs.items() if name == m}, terms)
+        if m != machines[-1]:
+            console().print()
+    if output is not None:
+        console(err=True).print(f"wrote {output}")
 
 
 def _print_runs(runs: dict[int, TrainingRun], terms: RunTerms) -> None:
     from pase.plan.columns import columns
-
-    def text(value: float | None) -> str:
-        return "" if value is None else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+    from pase.questions.scale import number_text as text
 
     names = "devices", "days", "days, none fail", "failures", "save every", "device- hours", "MWh", "cost"
     table = columns(*names, overflow="fold")
@@ -166,9 +189,9 @@ def _row(p: ScalePoint) -> JsonObject:
     from pase.commands.compile import rates
 
     if p.plan is None:
-        return {"devices": p.devices, "why_not": p.why_not}
-    tokens = None if p.plan.work is None else p.plan.work.tokens
+        return {"machine": p.machine, "devices": p.devices, "why_not": p.why_not}
     return {
+        "machine": p.machine,
         "devices": p.devices,
         "idle": p.plan.idle,
         "mesh": p.plan.mesh.by_name,
@@ -178,7 +201,9 @@ def _row(p: ScalePoint) -> JsonObject:
         "memory_bytes": p.plan.memory.total,
         "fits": p.plan.fits,
         "device_s": p.device_s,
-        "device_hours_per_1e9_tokens": p.device_s / tokens * 1e9 / 3600 if p.device_s and tokens else None,
+        "tokens_per_s": p.tokens_per_s,
+        "device_hours_per_1e9_tokens": p.hours_per_1e9_tokens,
+        "cost_per_1e9_tokens": p.cost_per_1e9_tokens,
         "why_not": None,
     }
 
@@ -186,9 +211,13 @@ def _row(p: ScalePoint) -> JsonObject:
 def _print(model: str, points: list[ScalePoint]) -> None:
     from pase.plan.columns import columns
     from pase.plan.table import bytes_text, cost_text
+    from pase.questions.scale import number_text
 
     bar = "▒ ideal, █ reached"
-    names = ("devices", "step", "MFU", "memory", "fits", "device-seconds", "hours/1e9 tokens")
+    priced = any(p.cost_per_1e9_tokens is not None for p in points)
+    tokens = any(p.tokens_per_s is not None for p in points)
+    last = ("tokens/s", f"{'cost' if priced else 'hours'}/1e9 tokens") if tokens else ("device-seconds",)
+    names = ("devices", "step", "MFU", "memory", "fits", *last)
     out = columns(*names, left=("fits",), overflow="fold")
     chart = columns("devices", "speed-up", bar, "mesh", left=(bar, "mesh"), overflow="fold")
     chart.columns[2].no_wrap = True
@@ -200,7 +229,7 @@ def _print(model: str, points: list[ScalePoint]) -> None:
             chart.add_row(str(p.devices), "", "", p.why_not or "")
             continue
         row, gain, ideal = _row(p), first.plan.cost / p.plan.cost, p.devices / first.devices
-        hours = row["device_hours_per_1e9_tokens"]
+        per_token = p.cost_per_1e9_tokens if priced else p.hours_per_1e9_tokens
         reached = min(round(_WIDTH * gain / most), _WIDTH)
         out.add_row(
             str(p.devices),
@@ -208,8 +237,11 @@ def _print(model: str, points: list[ScalePoint]) -> None:
             "" if row["mfu"] is None else f"{row['mfu']:.1%}",
             bytes_text(row["memory_bytes"]),
             "yes" if row["fits"] else "NO",
-            f"{p.device_s:.3g}",
-            "" if hours is None else f"{hours:.3g}",
+            *(
+                (number_text(p.tokens_per_s), number_text(per_token))
+                if tokens
+                else (number_text(p.device_s),)
+            ),
         )
         chart.add_row(
             str(p.devices),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["Roof", "WorkPoint", "areas", "roofline"]
+__all__ = ["ChartLine", "Roof", "WorkPoint", "areas", "lines", "roofline"]
 
 _WIDE, _HIGH = 960, 420
 _LEFT, _BOTTOM, _TOP, _RIGHT = 78, 40, 24, 30
@@ -36,6 +36,57 @@ class Roof:
     name: str
     rate: float
     bandwidth: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChartLine:
+    """A line of a chart with logarithmic axes. points: (x, y), by x. dashed: drawn as an aim, not as a result."""
+
+    name: str
+    colour: str
+    points: tuple[tuple[float, float], ...]
+    dashed: bool = False
+
+
+def lines(drawn: Sequence[ChartLine], *, label: str, across: str, up: str) -> str:
+    """A chart of lines with logarithmic axes; across in powers of two. Raises ValueError if there are no points.
+
+    label: the chart's accessible name. across, up: what the axes show.
+    """
+    xs, ys = zip(*(p for line in drawn for p in line.points), strict=True)
+    x0, x1 = math.log2(min(xs)), math.log2(max(xs))
+    y0, y1 = math.log10(min(ys)), math.log10(max(ys))
+    y0, y1 = y0 - 0.05 * (y1 - y0 or 1), y1 + 0.05 * (y1 - y0 or 1)
+
+    def x(v: float) -> float:
+        return _LEFT + (_WIDE - _LEFT - _RIGHT) * (math.log2(v) - x0) / ((x1 - x0) or 1)
+
+    def y(v: float) -> float:
+        return _HIGH - _BOTTOM - (_HIGH - _BOTTOM - _TOP) * (math.log10(v) - y0) / (y1 - y0)
+
+    out = [_open(label)]
+    for v in sorted(set(xs)):
+        out.append(_rule(x(v), _TOP, x(v), _HIGH - _BOTTOM))
+        out.append(f"<text x='{x(v):.1f}' y='{_HIGH - 22}' text-anchor='middle'>{v:,.0f}</text>")
+    for power in range(math.floor(y0), math.ceil(y1) + 1):
+        for v in (10.0**power * m for m in (1, 2, 5)):
+            if y0 <= math.log10(v) <= y1:
+                out.append(_rule(_LEFT, y(v), _WIDE - _RIGHT, y(v)))
+                out.append(
+                    f"<text x='{_LEFT - 6}' y='{y(v) + 4:.1f}' text-anchor='end'>{_engineering(v)}</text>"
+                )
+    out.append(f"<text x='{_WIDE / 2}' y='{_HIGH - 4}' text-anchor='middle'>{escape(across)}</text>")
+    out.append(f"<text x='14' y='{_HIGH / 2}' transform='rotate(-90 14 {_HIGH / 2})'>{escape(up)}</text>")
+    for line in drawn:
+        path = "L".join(f"{x(a):.1f} {y(b):.1f}" for a, b in line.points)
+        dashes = " stroke-dasharray='5 5'" if line.dashed else ""
+        title = f"<title>{escape(line.name)}</title>"
+        out.append(f"<path class='line l-{line.colour}'{dashes} d='M{path}'>{title}</path>")
+        for a, b in () if line.dashed else line.points:
+            said = f"{escape(line.name)}: {a:,.0f}, {_engineering(b)}"
+            dot = f"<circle class='f-{line.colour}' cx='{x(a):.1f}' cy='{y(b):.1f}' r='4.5'>"
+            out.append(f"{dot}<title>{said}</title></circle>")
+    return "".join([*out, "</svg>"])
 
 
 def _decades(low: float, high: float) -> tuple[int, int]:
