@@ -19,7 +19,7 @@ PURPOSE = "Traces"
 
 
 def diagnose(
-    traces: Annotated[Path, typer.Argument(help="A folder of traces, or one trace.")],
+    traces: Annotated[Path, typer.Argument(help="A folder of traces, one trace, or a memory profile.")],
     page: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the findings as an HTML page.")
     ] = None,
@@ -53,11 +53,15 @@ def diagnose(
     the predicted and the measured step is divided among what the prediction assumed: rates, precision, bytes, overlap,
     idle time. pase calibrate --from TRACES corrects the machine file by the same trace.
 
+    A memory profile of JAX (.prof) or a memory snapshot of PyTorch (.pickle) in place of the traces: who holds the
+    device's memory, for PyTorch at the peak; with --plan beside the plan's account.
+
     \b
     Examples:
       pase diagnose traces/
       pase diagnose traces/ -o diagnosis.html --timeline timeline.json.gz
       pase diagnose traces/ --plan layout.json
+      pase diagnose snapshot.pickle --plan layout.json
     """
     from pase.errors import PaseError
     from pase.replay.measurement.clocks import align as align_clocks
@@ -65,8 +69,12 @@ def diagnose(
     from pase.replay.reports.diagnose import diagnose_run
     from pase.replay.reports.page import diagnosis_page
     from pase.replay.reports.report import diagnosis_report, load_any
+    from pase.replay.traces.memory_profile import is_memory_profile
     from pase.replay.traces.timeline_io import save_timeline
 
+    if is_memory_profile(traces):
+        _memory(traces, plan, page, timeline, as_json)
+        return
     if align not in ("ends", "dpro", "none"):
         raise PaseError(f"there is no method '{align}'", where="--align", fix="choose ends, dpro or none")
     m = measure(align_clocks(load_any(traces), align))
@@ -86,6 +94,33 @@ def diagnose(
             m.timeline, timeline, critical=[int(e) for e in g.event[tasks] if e >= 0], findings=drawn
         )
     print_report(report, as_json, _print_findings)
+
+
+def _memory(
+    profile: Path, layout: Path | None, page: Path | None, timeline: Path | None, as_json: bool
+) -> None:
+    """Reports who holds a device's memory."""
+    from dataclasses import asdict
+
+    from pase.api import load
+    from pase.errors import PaseError
+    from pase.replay.reports.held import held_lines, held_page, held_report
+    from pase.replay.traces.memory_profile import read_memory
+
+    if timeline is not None:
+        raise PaseError("a memory profile has no timeline", where="--timeline", fix="leave it out")
+    found = read_memory(profile)
+    account = None if layout is None else asdict(load(layout).memory)
+    report = held_report(str(profile), found, account)
+    if page is not None:
+        write_atomically(page, held_page(report))
+
+    def lines(report: JsonObject) -> None:
+        out = console()
+        for line in held_lines(report):
+            out.print(line, markup=False, highlight=False)
+
+    print_report(report, as_json, lines)
 
 
 def _print_findings(report: JsonObject) -> None:

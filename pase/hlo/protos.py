@@ -1,6 +1,7 @@
-"""Parses the XLA protobuf messages of programs and traces, from declarations of the few fields that are needed.
+"""Parses protobuf messages of programs, traces and memory profiles, from declarations of the few fields needed.
 
-Field numbers: openxla/xla, xla/service/hlo.proto, xla/xla_data.proto, xla/tsl/profiler/protobuf/xplane.proto.
+Field numbers: openxla/xla, xla/service/hlo.proto, xla/xla_data.proto, xla/tsl/profiler/protobuf/xplane.proto;
+google/pprof, proto/profile.proto.
 """
 
 from __future__ import annotations
@@ -140,6 +141,23 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     },
     "XEventMetadata": {"name": (2, "string"), "display_name": (4, "string"), "stats": (5, "*XStat")},
     "XStatMetadata": {"name": (2, "string")},
+    "Profile": {
+        "sample_type": (1, "*ProfileUnit"),
+        "sample": (2, "*ProfileSample"),
+        "location": (4, "*ProfileLocation"),
+        "function": (5, "*ProfileFunction"),
+        "string_table": (6, "*string"),
+    },
+    "ProfileUnit": {"type": (1, "int64"), "unit": (2, "int64")},
+    "ProfileSample": {
+        "location_id": (1, "*uint64"),
+        "value": (2, "*int64"),
+        "label": (3, "*ProfileLabel"),
+    },
+    "ProfileLabel": {"key": (1, "int64"), "str": (2, "int64")},
+    "ProfileLocation": {"id": (1, "uint64"), "line": (4, "*ProfileLine")},
+    "ProfileLine": {"function_id": (1, "uint64"), "line": (2, "int64")},
+    "ProfileFunction": {"id": (1, "uint64"), "name": (2, "int64"), "filename": (4, "int64")},
 }
 
 

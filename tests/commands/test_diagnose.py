@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
+import pytest
+
+import pase
 from bench.cases.timelines import ImaginedRun, simulate, write
-from tests.command import reported
+from tests.command import reported, run
 
 
 def test_diagnose_explains_with_numbers(tmp_path: Path) -> None:
@@ -23,3 +27,32 @@ def test_diagnose_explains_with_numbers(tmp_path: Path) -> None:
     text = page.read_text()
     assert "<div data-timeline='iteration'>" in text and "wait for rank 1" in text
     assert any(e.get("cat") == "finding" for e in json.loads(timeline.read_text())["traceEvents"])
+
+
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("layout") / "layout.json"
+    pase.compile("zoo:mlp", devices=2, machine="h100x8", baselines=False).save(path)
+    return path
+
+
+def test_a_plan_beside_the_run(tmp_path: Path, layout: Path) -> None:
+    folder = write(simulate(ImaginedRun(ranks=2, iterations=4)), tmp_path / "run")
+    page = tmp_path / "page.html"
+    plan = reported("diagnose", folder, "--plan", layout, "-o", page)["plan"]
+    told = sum(a["difference_s"] for a in plan["assumptions"])
+    assert told == pytest.approx(plan["measured_s"] - plan["predicted_s"])
+    assert "Assumptions that were off" in page.read_text()
+
+
+def test_a_memory_snapshot_beside_the_plan(tmp_path: Path, layout: Path) -> None:
+    path, page = tmp_path / "s.pickle", tmp_path / "page.html"
+    block = {"address": 0, "size": 512, "state": "active_allocated", "frames": []}
+    path.write_bytes(
+        pickle.dumps({"segments": [{"device": 0, "address": 0, "total_size": 1024, "blocks": [block]}]})
+    )
+    report = reported("diagnose", path, "--plan", layout, "-o", page)
+    assert report["devices"][0]["nbytes"] == 512
+    assert report["plan"]["total"] == pase.load(layout).memory.total
+    assert "account" in page.read_text()
+    assert run("diagnose", path, "--timeline", tmp_path / "t.json")[0] == 2

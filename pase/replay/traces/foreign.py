@@ -25,8 +25,8 @@ _MAGIC = (
     *(
         (
             b"\x80" + bytes([protocol]),
-            "it is a Python pickle, which can run code when it is read, so it is not",
-            "of a memory snapshot of PyTorch, trace the run with profile_memory=True instead",
+            "it is a Python pickle, which is no trace",
+            "a memory snapshot of PyTorch is read by itself: pase diagnose FILE.pickle",
         )
         for protocol in (2, 3, 4, 5)
     ),
