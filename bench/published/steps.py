@@ -33,6 +33,7 @@ from bench.runner import option, parser, save
 from pase import costmodels
 from pase.errors import Infeasible, PaseError
 from pase.ir.precision import FP8
+from pase.machine import Machine, load
 from pase.stated.price import Priced, price_strategy
 from pase.stated.program import Program
 from pase.stated.strategy import Precision, Remat, Strategy
@@ -232,15 +233,16 @@ def _chunks(row: PublishedRow, stages: int) -> int:
     return told or 1
 
 
-def price_row(row: PublishedRow) -> PricedRun:
-    """Returns a row's price. Problems are reported in the result, never raised: rows are external input."""
+def price_row(row: PublishedRow, machine: Machine | None = None) -> PricedRun:
+    """Returns a row's price on its card, or on this machine. Problems are reported in the result, never raised: rows
+    are external input."""
     try:
         why_not = row.text("why_not")
         if why_not:
             raise Infeasible(why_not)
         program = program_of(row)
         s, batch = configured(row, program)
-        model = costmodels.get("analytic", card(row.text("gpu") or "?"))
+        model = costmodels.get("analytic", machine or card(row.text("gpu") or "?"))
         tries = [s]
         if row.text("micro_batch") is None and s.pipeline == 1:  # not stated: the largest that fits
             tries = [replace(s, micro=k) for k in range(s.micro or 1, 0, -1) if (s.micro or 1) % k == 0]
@@ -298,13 +300,15 @@ def report(doc: str | None, read: Callable[[str], list[PublishedRow]], default: 
         option("-o", "--out", help="write the errors and the order by kind of run here, without the rows"),
         option("--json", action="store_true"),
         option("--only", default="", help="the rows whose id begins with this"),
+        option("--machine", metavar="NAME", help="price every row by this machine, a name or a .toml file"),
     ).parse_args()
     try:
+        machine = None if args.machine is None else load(args.machine)
         rows = [r for r in read(args.file) if r.id.startswith(args.only)]
     except PaseError as e:
         print(f"Error: {e}", file=sys.stderr)
         raise SystemExit(2) from None
-    answers = [price_row(r) for r in rows]
+    answers = [price_row(r, machine) for r in rows]
     whole = summary(answers)
     record = {
         "rows": [a.to_json() for a in answers],

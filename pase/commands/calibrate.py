@@ -95,7 +95,15 @@ def calibrate(
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option(help="With --from: the machine to correct, a name or a .toml file."),
+        typer.Option(help="With --from and --from-table: the machine to correct, a name or a .toml file."),
+    ] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-table",
+            help="Measure nothing. Correct --base by a table of measured ops: op,dtype,shape,seconds.",
+            metavar="FILE",
+        ),
     ] = None,
     grid: Annotated[
         bool,
@@ -128,6 +136,7 @@ def calibrate(
       pase calibrate -o cpu.toml -n 4 --budget 60s     four host devices on a CPU
       pase calibrate -o net.toml --levels host=2,rack=2 --coordinator ...
       pase calibrate --from traces/ --base h100x8 -o ours.toml
+      pase calibrate --from-table ops.csv --base b200x8 -o ours.toml
       pase compile zoo:gpt2 --devices 4 --machine machine.toml
 
     \b
@@ -142,13 +151,19 @@ def calibrate(
     from pase.errors import PaseError
 
     result: JsonObject | None
-    if traces is not None:
+    if traces is not None and table is not None:
+        raise PaseError(
+            "both name a source of measurements", where="--from, --from-table", fix="give one of them"
+        )
+    if table is not None:
+        result = _from_table(table, base, output, name)
+    elif traces is not None:
         result = _from_traces(traces, base, output, name)
     elif base is not None:
         raise PaseError(
-            "it is only for --from TRACES, because a calibration measures everything itself",
+            "it is only for --from and --from-table, because a calibration measures everything itself",
             where="--base",
-            fix="give --from, or leave out --base",
+            fix="give --from or --from-table, or leave out --base",
         )
     else:
         budget_s, wanted = _seconds(budget), _dtypes(dtypes)
@@ -399,6 +414,24 @@ def _from_traces(traces: Path, base: str | None, output: Path, name: str | None)
     return {"output": str(output), "machine": _outline(machine), **facts}
 
 
+def _from_table(table: Path, base: str | None, output: Path, name: str | None) -> JsonObject:
+    """Write the machine ``base``, corrected by this table of ops."""
+    from pase.calibrate.op_table import read_table, with_table
+    from pase.costmodels.analytic import Analytic
+    from pase.errors import PaseError
+    from pase.machine import dumps, load
+
+    if base is None:
+        raise PaseError(
+            "a table has some of a machine's ops only",
+            where="--from-table",
+            fix="give the machine of this card with --base NAME",
+        )
+    machine, facts = with_table(load(base), read_table(table), name or output.stem, table.name, Analytic)
+    write_atomically(output, dumps(machine))
+    return {"output": str(output), "machine": _outline(machine), "products": facts}
+
+
 def _outline(machine: Machine) -> JsonObject:
     """What --json prints about a machine: its numbers, and the sizes of its tables."""
     device = machine.device
@@ -476,6 +509,12 @@ def _print(r: JsonObject) -> None:
         out.print(table)
     for what, ratio in r.get("checks_predicted_over_measured", {}).items():
         out.print(f"check, not fitted: {what}: predicted {ratio:.2f} of measured")
+    if "products" in r:
+        kept = r["products"]["kept_median_error"]
+        judged = "" if kept is None else f", {kept:.1%} on those kept back from the fit"
+        out.print(
+            f"{r['products']['rows']} products: median error {r['products']['median_error']:.1%}{judged}"
+        )
     for c in r.get("rates", []):
         out.print(
             f"{c['figure']}: {c['before']:.3g} -> {c['after']:.3g} of the peak ({c['ops']} kinds of ops take "

@@ -83,6 +83,7 @@ def test_two_processes(tmp_path):
     [
         (["--budget", "soon"], "--budget: 'soon'"),
         (["--from", "nowhere"], "--base NAME"),
+        (["--from-table", "nowhere.csv", "--base", "b200x8"], "nowhere.csv: "),
         (["--base", "h100x8"], "--base: "),
         (["--coordinator", "a:1"], "--process-id"),
         (["--dtypes", "int3"], "--dtypes: "),

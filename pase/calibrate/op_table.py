@@ -1,0 +1,232 @@
+"""Makes a machine file from a table of ops that others measured on that machine: constants of products and attention.
+
+The table is a CSV file with the columns ``op,dtype,shape,seconds``, or SimuMax's file of a system (JSON with
+"accelerator", whose ops have the part of the peak that each shape reaches). ``op`` is one of
+
+- product: batch x m x n x k;
+- accumulated product: the same, of which the result is added to a float32 sum in memory;
+- attention, attention backward: heads x positions x width, causal.
+
+A third of the rows, by the checksum of their shape, is kept back from the fit and judges it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.files.json_values import JsonObject
+from pase.machine import AttentionKernel, CostModel, Machine
+
+__all__ = ["OpTime", "read_table", "with_table"]
+
+_OPS = {"product": 4, "accumulated product": 4, "attention": 3, "attention backward": 3}
+"""Op -> the number of its extents."""
+_MOST_BYTES = 50 << 20
+_KEPT_OF = 3
+_FEWEST = 6
+_LONG_S = 1e-3
+_BACKWARD = 2.5
+"""FLOPs of attention's backward, which makes the scores again, relative to its forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpTime:
+    """A measured op. shape: its extents, as the module says. seconds: of the device."""
+
+    op: str
+    dtype: str
+    shape: tuple[float, ...]
+    seconds: float
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is kept back from fits."""
+        return zlib.crc32("x".join(f"{x:g}" for x in self.shape).encode()) % _KEPT_OF == 0
+
+
+def read_table(file: Path) -> list[OpTime]:
+    """Reads a table of ops. Raises PaseError if the file is no such table."""
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise PaseError("it is larger than any table of ops", where=str(file), fix="name a smaller file")
+        text = file.read_text(encoding="utf-8")
+        rows = list(_of_system(json.loads(text)) if text.lstrip().startswith("{") else _of_csv(text))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
+        raise PaseError(
+            f"this is no table of ops: {type(e).__name__}: {e}",
+            where=str(file),
+            fix="write a CSV file with the columns op,dtype,shape,seconds, or name a SimuMax system file",
+        ) from e
+    if not rows:
+        raise PaseError(
+            "this table of ops has no rows", where=str(file), fix="name a file with op,dtype,shape,seconds"
+        )
+    for r in rows:
+        if (
+            r.op not in _OPS
+            or len(r.shape) != _OPS[r.op]
+            or not all(0 < x < 1e15 for x in (*r.shape, r.seconds))
+        ):
+            raise PaseError(
+                f"'{r.op}' of shape {'x'.join(f'{x:g}' for x in r.shape)} in {r.seconds:g} s cannot be",
+                where=str(file),
+                fix=f"use one of {', '.join(f'{op} ({n} extents)' for op, n in _OPS.items())}",
+            )
+    return rows
+
+
+def _of_csv(text: str) -> Iterator[OpTime]:
+    for r in csv.DictReader(text.splitlines()):
+        shape = tuple(float(x) for x in r["shape"].split("x"))
+        yield OpTime(op=r["op"], dtype=r["dtype"], shape=shape, seconds=float(r["seconds"]))
+
+
+def _of_system(tree: Mapping[str, Any]) -> Iterator[OpTime]:
+    """SimuMax's system file. Its parts of the peak count attention's scores whole, although the mask is causal."""
+    ops = tree["accelerator"]["op"]
+    peak = 1e12 * float(ops["matmul"]["tflops"])
+    for key, part in ops["matmul"]["accurate_efficient_factor"].items():
+        told = dict(p.split("=") for p in key.split(", "))
+        b, m, n, k = (float(told[x]) for x in "bmnk")
+        op = "accumulated product" if told["accumulate"] == "True" else "product"
+        yield OpTime(op=op, dtype="bfloat16", shape=(b, m, n, k), seconds=2 * b * m * n * k / (part * peak))
+    for name, op, factor in (("sdp_fwd", "attention", 1.0), ("sdp_bwd", "attention backward", _BACKWARD)):
+        for key, part in ops[name]["accurate_efficient_factor"].items():
+            told = dict(p.split("=") for p in key.split(", "))
+            if told["qk_head_dim"] != told["v_head_dim"] or told["qkv_contiguous"] != "True":
+                continue
+            heads = float(told["batch"]) * float(told["head_num"])
+            s, d = float(told["seq_len"]), float(told["qk_head_dim"])
+            yield OpTime(
+                op=op,
+                dtype="bfloat16",
+                shape=(heads, s, d),
+                seconds=factor * 4 * heads * s * s * d / (part * peak),
+            )
+
+
+def with_table(
+    base: Machine, rows: list[OpTime], name: str, source: str, model: Callable[[Machine], CostModel]
+) -> tuple[Machine, JsonObject]:
+    """Returns the base with the table's rates of products in bfloat16 and of long attention, and the products' errors.
+
+    The base must be a machine of the same card: what the table does not have (links, memory, other dtypes relative to
+    bfloat16) stays. Products were timed one after the other, so the card was at its power limit.
+
+    model: prices products on a machine.
+
+    Raises PaseError if there are too few rows, or the base has no model of products.
+    """
+    if base.device.products is None:
+        raise PaseError(
+            "it has no [device.products], whose constants a table gives",
+            where=f"machine '{base.name}'",
+            fix="name the machine of this card: 'pase machines' lists them",
+        )
+    products = [r for r in rows if "product" in r.op and r.dtype == "bfloat16"]
+    if len(products) < _FEWEST:
+        raise PaseError(
+            f"it has {len(products)} products in bfloat16, and {_FEWEST} are needed",
+            where=source,
+            fix="measure more",
+        )
+    machine = _with_products(base, products, model)
+    told = _errors(model(machine), products)
+    sources = {
+        **base.sources,
+        "device.products": f"{source}: rate and output fitted to two thirds of its products",
+    }
+    attention = [r for r in rows if r.op.startswith("attention")]
+    with_attention = _with_attention(machine, attention)
+    if with_attention != machine:
+        sources["device.attention_kernels"] = (
+            f"{source}, where it has both directions for {1e3 * _LONG_S:g} ms or longer; else {base.name}'s"
+        )
+    machine = with_attention
+    made = replace(
+        machine,
+        name=name,
+        sources=sources,
+        provenance={**base.provenance, "ops from": f"{source}, {len(rows)} rows"},
+    )
+    return made, told
+
+
+def _price(model: CostModel, rows: list[OpTime]) -> np.ndarray:
+    """Predicted seconds of products, float [rows]."""
+    b, m, n, k = np.array([r.shape for r in rows]).T
+    added = np.array([r.op != "product" for r in rows])
+    # A sum of gradients is read and written in float32, in place of a result in 16 bits.
+    nbytes = 2 * b * (m * k + k * n + m * n) + np.where(added, 6.0 * b * m * n, 0.0)
+    return model.compute("matmul", "bfloat16", 2 * b * m * n * k, nbytes, mnk=(m, n, k))
+
+
+def _errors(model: CostModel, rows: list[OpTime]) -> JsonObject:
+    errors = np.abs(_price(model, rows) / np.array([r.seconds for r in rows]) - 1)
+    kept = np.array([r.kept for r in rows])
+    judged = float(np.median(errors[kept])) if kept.any() else None
+    return {"rows": len(rows), "median_error": float(np.median(errors)), "kept_median_error": judged}
+
+
+def _with_products(base: Machine, rows: list[OpTime], model: Callable[[Machine], CostModel]) -> Machine:
+    """The base with the rate of products and of their results' writes whose prices are nearest to the fitted rows."""
+    kernels = base.device.products
+    assert kernels is not None  # with_table has checked
+    before = kernels.rate_of("bfloat16")
+    fitted = [r for r in rows if not r.kept] or rows
+    measured = np.log([r.seconds for r in fitted])
+
+    def made(rate: float, output: float) -> Machine:
+        rates = {d: min(r * rate / before, 1.0) for d, r in kernels.rate.items()}
+        odd = {d: min(r * rate / before, 1.0) for d, r in kernels.unaligned.items()}
+        own = replace(kernels, rate=rates, unaligned=odd, steady=1.0, output_bytes_per_s=output)
+        return replace(base, device=replace(base.device, products=own))
+
+    def off(machine: Machine) -> float:
+        return float(np.mean(np.abs(np.log(_price(model(machine), fitted)) - measured)))
+
+    outputs = kernels.output_bytes_per_s * np.geomspace(0.1, 4, 12)
+    return min((made(float(r), float(o)) for r in np.linspace(0.3, 0.95, 66) for o in outputs), key=off)
+
+
+def _with_attention(base: Machine, rows: list[OpTime]) -> Machine:
+    """The base's kernels that train, with the table's part of the peak at the positions that it has at length.
+
+    A span of short kernels is mostly the host's time between them, so only those that take ``_LONG_S`` are taken.
+    """
+    found: dict[tuple[str, int], list[float]] = {}
+    for r in rows:
+        heads, s, d = r.shape
+        flops = (1.0 if r.op == "attention" else _BACKWARD) * 2 * heads * s * s * d
+        if r.seconds >= _LONG_S:
+            part = flops / (r.seconds * base.device.peak(r.dtype))
+            found.setdefault((r.op, int(s)), []).append(part)
+
+    def merged(kernel: AttentionKernel) -> AttentionKernel:
+        if not kernel.backward or kernel.wave_s:
+            return kernel
+        ahead = dict(zip(kernel.keys, kernel.forward, strict=True))
+        behind = dict(zip(kernel.keys, kernel.backward, strict=True))
+        both = [s for op, s in found if op == "attention" and ("attention backward", s) in found]
+        for s in both:
+            ahead[s] = float(np.median(found["attention", s]))
+            behind[s] = float(np.median(found["attention backward", s]))
+        keys = tuple(sorted(ahead))
+        return replace(
+            kernel,
+            keys=keys,
+            forward=tuple(ahead[s] for s in keys),
+            backward=tuple(behind[s] for s in keys),
+        )
+
+    kernels = tuple(merged(k) for k in base.device.attention_kernels)
+    return replace(base, device=replace(base.device, attention_kernels=kernels))
