@@ -2,6 +2,7 @@
 
     python -m bench.fuzz.traces [--count 100000] [--seed 0]
     python -m bench.fuzz.traces --resume --cpu-minutes 12    # continues where the result file ends
+    python -m bench.fuzz.traces --real TRACE ... --cpu-minutes 5 --out bench/results/replay_fuzz_real.json
 
 Small simulated runs (``bench/cases/timelines.py``) are written as Kineto traces with one to four mutations each: events
 are dropped, doubled, moved, stretched, renamed or put on other streams, launches and marks are lost, ids are shared,
@@ -26,6 +27,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from pase.replay.changes.whatif import apply
 from pase.replay.reports.diagnose import diagnose_run
 from pase.replay.reports.report import diagnosis_report
 from pase.replay.reports.trust import busiest_ns
+from pase.replay.types import Timeline
 
 HELPS = (("bandwidth", "", 2.0), ("host", "", 0.5), ("balance", "", 1.0))
 """What-ifs that take time away."""
@@ -194,10 +197,50 @@ def mutated(documents: list[Document], rng: np.random.Generator) -> tuple[list[D
     return out, done
 
 
+def damaged(t: Timeline, rng: np.random.Generator) -> tuple[Timeline, list[str]]:
+    """Returns a loaded trace with one to three mutations of its columns, and their names."""
+    columns = {k: v.copy() for k, v in t.columns.items()}
+    keep = np.ones(len(t), dtype=bool)
+    done = []
+    for _ in range(int(rng.integers(1, 4))):
+        name = str(rng.choice(["drop", "drop_span", "stretch", "move", "ids", "steps", "kinds"]))
+        some = rng.integers(0, len(t), max(int(len(t) * 10.0 ** rng.uniform(-4, -1)), 1))
+        start = columns["start_ns"]
+        if name == "drop":
+            keep[some] = False
+        elif name == "drop_span":
+            low, high = np.sort(rng.uniform(start.min(), start.max(), 2))
+            keep &= ~((start > low) & (start < high) & (columns["kind"] == columns["kind"][some[0]]))
+        elif name == "stretch":
+            factor = 10.0 ** rng.uniform(-3, 3)
+            columns["duration_ns"][some] = (columns["duration_ns"][some] * factor).astype(np.int64)
+        elif name == "move":
+            start[some] += rng.normal(0, 10.0 ** rng.uniform(2, 8), len(some)).astype(np.int64)
+        elif name == "ids":
+            columns["correlation"][some] = columns["correlation"][rng.permutation(some)]
+        elif name == "steps":
+            columns["iteration"][some] = columns["iteration"][rng.permutation(some)]
+        else:
+            columns["kind"][some] = columns["kind"][rng.permutation(some)]
+        done.append(name)
+    order = np.lexsort((columns["start_ns"], columns["lane"]))
+    order = order[keep[order]]
+    return replace(t, columns={k: v[order] for k, v in columns.items()}), done
+
+
 def verdict(folder: Path) -> str:
     """Returns the outcome for traces in a folder: "refused", "warned", "plain", or what is wrong with the report."""
     try:
-        t = align(load(folder))
+        loaded = load(folder)
+    except PaseError:
+        return "refused"
+    return verdict_of(loaded)
+
+
+def verdict_of(loaded: Timeline) -> str:
+    """Returns the outcome for loaded traces, as ``verdict`` does."""
+    try:
+        t = align(loaded)
         d = diagnose_run(measure(t))
         report = diagnosis_report("run", d)
     except PaseError:
@@ -244,9 +287,13 @@ def main() -> None:
         option("--count", type=int, default=100_000),
         option("--seed", type=int, default=0),
         option("--resume", action="store_true", help="go on where the result file ends"),
+        option("--real", nargs="*", type=Path, default=[], help="mutate these traces; cases take turns"),
         option("--cpu-minutes", type=float, default=math.inf, help="start no case after so many"),
     )
     args = made.parse_args()
+    if args.real:
+        of_real(args.real, args.count, args.seed, 60 * args.cpu_minutes, args.out)
+        return
     found: Counter[str] = Counter()
     faults: list[dict[str, Any]] = []
     if args.resume and args.out.exists():
@@ -265,6 +312,51 @@ def main() -> None:
         out = {"count": sum(found.values()), "seed": args.seed, "outcomes": dict(found)}
         save({**out, "faults": faults[:50], "cpu_s_of_last_run": time.process_time()}, args.out)
     print(args.out.read_text())
+
+
+def of_real(paths: Sequence[Path], count: int, seed: int, until_cpu_s: float, out: Path) -> None:
+    """Judges these traces as they are, then mutates them in turn, and writes how that ended."""
+    found: Counter[str] = Counter()
+    faults: list[dict[str, Any]] = []
+    loaded = []
+    names: dict[str, str] = {}
+    for path in paths:
+        try:
+            loaded.append((path.name, load(path)))
+        except PaseError:
+            names[path.name] = "refused"
+            continue
+        names[path.name] = judged(loaded[-1][1])
+    cases = 0
+    while loaded and cases < count and time.process_time() < until_cpu_s:
+        name, t = loaded[cases % len(loaded)]
+        other, changes = damaged(t, np.random.default_rng([seed, cases]))
+        said = judged(other)
+        found[said.partition(":")[0]] += 1
+        if said.startswith("fault"):
+            faults.append({"k": cases, "trace": name, "mutations": changes, "what": said})
+        cases += 1
+        if cases % 20 == 0 or time.process_time() >= until_cpu_s:
+            save(
+                {
+                    "count": cases,
+                    "seed": seed,
+                    "as_they_are": names,
+                    "outcomes": dict(found),
+                    "faults": faults[:50],
+                },
+                out,
+            )
+    print(out.read_text() if out.exists() else dict(found))
+
+
+def judged(t: Timeline) -> str:
+    """Returns ``verdict_of``, with any other exception as a fault."""
+    try:
+        return verdict_of(t)
+    except Exception:  # any exception here is a fault
+        lines = traceback.format_exc().strip().splitlines()
+        return f"fault: {lines[-1]} at {lines[-3].strip()}"
 
 
 def fuzz(
@@ -291,8 +383,8 @@ def fuzz(
             try:
                 said = verdict(Path(name))
             except Exception:  # any exception here is a fault
-                said = "fault: " + traceback.format_exc().strip().splitlines()[-1]
-                said += " at " + traceback.format_exc().strip().splitlines()[-3].strip()
+                lines = traceback.format_exc().strip().splitlines()
+                said = f"fault: {lines[-1]} at {lines[-3].strip()}"
             found[said.partition(":")[0]] += 1
             if said.startswith("fault"):
                 faults.append({"k": k, "mutations": changes, "what": said})

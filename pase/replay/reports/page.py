@@ -14,6 +14,7 @@ from pase.pages.shell import Section, page
 from pase.pages.streams import StreamBox, drawn_streams, timeline_mount
 from pase.replay.reports.against import against_section
 from pase.replay.reports.diagnose import Diagnosis
+from pase.replay.reports.spent import spent_section
 from pase.replay.simulation.simulate import replay_graph
 from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS
 
@@ -49,6 +50,10 @@ def diagnosis_page(d: Diagnosis, report: JsonObject) -> str:
             body=f"{timeline_mount('iteration')}<p class='soft'>{left_out}</p>",
         ),
     ]
+    if report["spent"]:
+        slowest = max(report["spent"], key=lambda x: x["step_s"])
+        title = f"Kinds of work and ops of rank {slowest['rank']}"
+        sections.insert(1, Section(anchor="ops", title=title, body=spent_section(slowest)))
     if "plan" in report:
         sections.insert(
             1, Section(anchor="plan", title="Plan against trace", body=against_section(report["plan"]))

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Iterator, Sequence
 
 from pase.files.json_values import JsonObject
 from pase.machine.types import Device
+from pase.pages.parts import bar, table
 from pase.replay.kernels import work_of
 from pase.replay.measurement.breakdown import CAUSES
 from pase.replay.measurement.origins import Origin
 from pase.replay.measurement.spending import Amount, Spending, peak_flops
 
-__all__ = ["aligned_to", "loss_of", "misaligned", "shape_text", "spending_report", "spent_lines"]
+__all__ = [
+    "aligned_to",
+    "loss_of",
+    "misaligned",
+    "shape_text",
+    "spending_report",
+    "spent_lines",
+    "spent_section",
+]
 
 _WIDTH = {"bf16": 2, "fp16": 2, "16-bit": 2, "f32": 4, "tf32": 4, "fp32": 4, "fp8": 1, "int8": 1, "fp64": 8}
 _ROW = 16
@@ -176,6 +186,50 @@ def spent_lines(report: JsonObject, most: int = 10) -> Iterator[str]:
         lines = ["; ".join(more)] if len("; ".join(more)) <= 49 else ["; ".join(more[:-1]), more[-1]]
         for line in lines:
             yield f"{'':31}{_cut(line, 49)}"
+
+
+def spent_section(report: JsonObject, most: int = 200) -> str:
+    """Returns a rank's report as HTML: kinds of work and causes of idling as bars, then the ops. most: ops."""
+    parts = [
+        (k["kind"], k["seconds"], _number(k["flops_per_s"], 1e12, 1), _number(k["bytes_per_s"], 1e9, 0))
+        for k in report["kinds"]
+    ]
+    parts += [(f"idle: {i['in_words'].removeprefix('idle: ')}", i["seconds"], "", "") for i in report["idle"]]
+    longest = max((seconds for _, seconds, _, _ in parts), default=0.0)
+    kinds = (
+        (
+            html.escape(kind),
+            f"{seconds * 1e3:.3f}",
+            f"{seconds / report['step_s'] if report['step_s'] else 0:.1%}",
+            bar([("other" if kind.startswith("idle") else "compute", seconds)], longest),
+            flops,
+            moved,
+        )
+        for kind, seconds, flops, moved in parts
+    )
+    ops = (
+        (
+            html.escape(o["name"] + (f", {o['where']}" if o["where"] else "")),
+            html.escape(o["kind"]),
+            html.escape(o["shape"]),
+            f"{o['calls']:.0f}",
+            f"{o['seconds'] * 1e3:.3f}",
+            "" if o["floor_s"] is None else f"{o['floor_s'] * 1e3:.3f}",
+            "" if o["lost_s"] is None else f"{o['lost_s'] * 1e3:.3f}",
+            html.escape(o["why"]),
+        )
+        for o in report["ops"][:most]
+    )
+    left = len(report["ops"]) - most
+    return (
+        table("Kinds of work", ["kind", "ms>", "share>", "|", "TFLOP/s>", "GB/s>"], kinds)
+        + table(
+            "The ops that take longest",
+            ["op", "kind", "shape", "calls>", "ms>", "floor ms>", "lost ms>", "why"],
+            ops,
+        )
+        + (f"<p class='soft'>{left} ops that take less are in --json.</p>" if left > 0 else "")
+    )
 
 
 def _cut(text: str, columns: int) -> str:

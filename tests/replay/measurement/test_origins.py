@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import csv
+import math
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from pase.replay.measurement.origins import Origin, origins
 from pase.replay.traces.ingest import load
 from pase.replay.types import CompiledOp, Event, from_events
+from tests.needs import SHARED
 from tests.replay.traces.files import trace_file
 
 GEMM = "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64"
@@ -116,3 +122,29 @@ def test_an_op_of_a_compiled_program_and_its_kernels_are_one_call() -> None:
         compiled.flops,
     )
     assert [found.call[i] for i in range(4)] == [0, 0, 2, 3]
+
+
+@pytest.mark.data("measured/tracelens")
+def test_flops_and_bytes_of_products_are_those_of_tracelens(tmp_path: Path) -> None:
+    """TraceLens counts one FLOP more for each element to which a bias is added; all else is equal to the digit."""
+    files = sorted((SHARED / "measured/tracelens").glob("*GEMM.csv"))
+    rows = [r for f in files for r in csv.DictReader(f.open())]
+    with_bias = 0
+    for r in rows:
+        shapes, types = ast.literal_eval(r["Input Dims_first"]), ast.literal_eval(r["Input type_first"])
+        o = launched(
+            tmp_path,
+            GEMM,
+            span(
+                "cpu_op",
+                r["name"],
+                40.0,
+                20.0,
+                **{"Input Dims": list(map(list, shapes)), "Input type": list(types)},
+            ),
+        )
+        bias = math.prod(o.product[2]) if r["param: bias"] == "True" else 0
+        with_bias += bias > 0
+        assert o.flops + bias == pytest.approx(float(r["GFLOPS_first"]) * 1e9, rel=1e-12)
+        assert o.nbytes == pytest.approx(float(r["Data Moved (MB)_first"]) * 2**20, rel=1e-12)
+    assert len(rows) == 32 and with_bias == 22

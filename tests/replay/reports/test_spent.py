@@ -13,7 +13,14 @@ from pase.replay.measurement.clocks import align
 from pase.replay.measurement.model import measure
 from pase.replay.measurement.origins import Origin
 from pase.replay.measurement.spending import Amount, spendings
-from pase.replay.reports.spent import loss_of, misaligned, shape_text, spending_report, spent_lines
+from pase.replay.reports.spent import (
+    loss_of,
+    misaligned,
+    shape_text,
+    spending_report,
+    spent_lines,
+    spent_section,
+)
 from pase.replay.traces.ingest import load
 from tests.needs import SHARED
 from tests.replay.runs import measured
@@ -38,6 +45,8 @@ def amount(**more: float) -> Amount:
 def test_shares_sum_to_one_and_the_report_is_json(tmp_path: Path) -> None:
     report = spending_report(spendings(measured(tmp_path, simulate(ImaginedRun(ranks=2, noise=0.05)))))
     assert json.loads(json.dumps(report, allow_nan=False)) == report
+    page = spent_section(report[0], most=1)
+    assert all(k["kind"] in page for k in report[0]["kinds"]) and "that take less" in page
     for r in report:
         assert sum(x["share"] for x in (*r["kinds"], *r["idle"])) == pytest.approx(1)
         assert sum(x["seconds"] for x in (*r["kinds"], *r["idle"])) == pytest.approx(r["step_s"])
