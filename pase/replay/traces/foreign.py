@@ -13,11 +13,6 @@ __all__ = ["FOREIGN_SUFFIXES", "refuse_foreign"]
 
 _MAGIC = (
     (
-        b"\x28\xb5\x2f\xfd",
-        "it is packed by zstd, which is not read here",
-        "unpack it (zstd -d FILE), or pack it by gzip",
-    ),
-    (
         b"SQLite format 3\x00",
         "it is an SQLite database, as rocprofv3 and Nsight Systems write them; their tables differ by version",
         "trace the run with torch.profiler or jax.profiler (pase profile does)",
@@ -35,7 +30,6 @@ _MAGIC = (
 _ROCPROF = ((b"kernel_name", b"start_timestamp"), (b"kernelname", b"beginns"))
 """Columns of the tables of kernels that rocprofv3 and rocprof write, in lower case."""
 FOREIGN_SUFFIXES = (
-    ".zst",
     ".db",
     ".rocpd",
     ".sqlite",

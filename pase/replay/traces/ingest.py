@@ -28,7 +28,7 @@ from pase.replay.types import KINDS, Mark, Problem, Timeline, on_stream
 
 __all__ = ["load"]
 
-_SUFFIXES = (".json", ".json.gz", ".zip", ".pb", ".pb.gz")
+_SUFFIXES = (".json", ".json.gz", ".json.zst", ".zip", ".pb", ".pb.gz")
 _IGNORED = ("manifest.json", "config.json", "tools.json")
 _RANK = re.compile(r"(?:^|[^a-z])(?:rank|proc|process|worker|gpu|node)[-_ =]?(\d{1,6})(?!\d)", re.IGNORECASE)
 
@@ -100,7 +100,9 @@ def _files(paths: list[Path]) -> tuple[list[Path], list[Problem]]:
     # jax.profiler writes the events twice. The planes are complete, but the Chrome trace ends after 10⁶ events.
     planes = {f.parent for f in files if f.name.endswith((".xplane.pb", ".xplane.pb.gz"))}
     kept = [
-        f for f in files if not (f.name.endswith((".trace.json.gz", ".trace.json")) and f.parent in planes)
+        f
+        for f in files
+        if not (f.name.endswith((".trace.json.gz", ".trace.json.zst", ".trace.json")) and f.parent in planes)
     ]
     problems = []
     if len(kept) > 4096:
@@ -123,7 +125,7 @@ def _read(path: Path, limits: Limits) -> Timeline:
 
 
 def _is_execution_trace(path: Path, limits: Limits) -> bool:
-    if not path.name.endswith((".json", ".json.gz")):
+    if not path.name.endswith((".json", ".json.gz", ".json.zst")):
         return False
     with open_stream(path, limits) as stream:
         return is_execution_trace(stream.read()[:2000])

@@ -13,7 +13,7 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from pase.errors import PaseError
+from pase.errors import PaseError, needed
 from pase.files.codec import parse_json
 
 __all__ = ["LIMITS", "BoundedReader", "Limits", "open_stream", "read_member", "read_small_json"]
@@ -55,6 +55,7 @@ _MAYBE_BAD = re.compile(rb"(?:nan|inf|infinity)\s*[,}\]]")
 _MAYBE_LARGE = re.compile(rb"\d{19}|[0-9][eE]\+?\d{3}")
 _NUMBER = re.compile(rb"(?<=[:\[,\s])-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?(?=\s*[,}\]])")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_ZSTD = b"\x28\xb5\x2f\xfd"
 _BLOCK = 64
 _STEP = np.zeros(256, dtype=np.int8)
 _STEP[[ord("["), ord("{")]] = 1
@@ -279,8 +280,13 @@ def open_stream(path: Path, limits: Limits = LIMITS) -> BoundedReader:
         raw: IO[bytes] = path.open("rb")
     except OSError as e:
         raise PaseError(f"it cannot be read ({e.strerror or e})", where=str(path)) from e
-    magic = raw.read(2)
+    magic = raw.read(4)
     raw.seek(0)
+    if magic == _ZSTD:
+        pa = needed("pyarrow", str(path))
+        unpacked = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
+        return BoundedReader(unpacked, str(path), path.stat().st_size, limits)
+    magic = magic[:2]
     if magic == b"PK":
         raw.close()
         return _zipped(path, limits)

@@ -17,7 +17,6 @@ V1 = b'"Index","KernelName","gpu-id","queue-id","BeginNs","EndNs","DurationNs"\n
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("trace.json.zst", b"\x28\xb5\x2f\xfd....", "zstd"),
         ("1234_results.db", b"SQLite format 3\x00....", "SQLite"),
         ("snapshot.pickle", pickle.dumps({"segments": []}), "pickle"),
         ("old.pickle", pickle.dumps({"segments": []}, protocol=2), "pickle"),

@@ -82,3 +82,25 @@ def test_a_giant_string(tmp_path: Path) -> None:
     )
     with pytest.raises(PaseError, match="without an event"):
         load(path)
+
+
+def test_zstd_is_read_cut_and_bounded(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    def packed(data: bytes) -> Path:
+        path = tmp_path / "x.json.zst"
+        path.write_bytes(bytes(pa.compress(data, codec="zstd", asbytes=True)))
+        return path
+
+    def read(path: Path) -> tuple[bytes, str]:
+        with open_stream(path) as stream:
+            return b"".join(iter(stream.read, b"")), stream.broken
+
+    data = json.dumps({"traceEvents": list(range(100_000))}).encode()
+    path = packed(data)
+    assert read(path) == (data, "")
+    path.write_bytes(path.read_bytes()[:-2000])
+    part, _ = read(path)
+    assert data.startswith(part) and len(part) < len(data)
+    with pytest.raises(PaseError):
+        read(packed(bytes(1 << 28)))
