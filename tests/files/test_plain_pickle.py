@@ -28,7 +28,7 @@ plain = st.recursive(
 
 
 @given(plain, st.integers(3, 5))  # bytes are a call in protocol 2
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_plain_values_are_those_that_python_reads(value: Any, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
     assert plain_values(data, "x") == pickle.loads(data)
@@ -57,7 +57,7 @@ def test_whatever_names_code_is_refused(value: Any, protocol: int) -> None:
 
 
 @given(st.binary(max_size=40), st.integers(0, 200), st.integers(0, 255))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_damage_is_an_error(tail: bytes, at: int, byte: int) -> None:
     good = pickle.dumps({"segments": [{"a": 1, "b": [2.0, "x", None]}], "t": (1, 2)})
     broken = good[: at % len(good)] + bytes([byte]) + good[at % len(good) + 1 :]
