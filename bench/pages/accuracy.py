@@ -70,8 +70,8 @@ def page(now: Mapping[str, Any], before: Mapping[str, Any], since: str) -> str:
         "",
         "How far are predictions from what others measured? Made by `python -m bench.pages.accuracy` from",
         "`bench/results`; the command of each table makes its file again. Errors are relative to the measured time:",
-        "the median of their size, and their median (kernels) or mean (steps) with its sign. How far a single step may be",
-        "off is its [error bar](explanation/cost-model.md).",
+        "the median of their size, and their median (kernels) or mean (steps) with its sign. How far a single step",
+        "may be off is its [error bar](explanation/cost-model.md).",
         "",
     ]
     if since:
