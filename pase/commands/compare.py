@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from pase.compiler.problem.problem import Progress
     from pase.plan.types import PlanData
     from pase.questions.sensitivity import Point
+    from pase.stated.price import Priced
 
     Rows = Sequence[tuple[str, PlanData]]
 
@@ -57,7 +59,8 @@ def compare(
     """Compare expert strategies with the best one that pase finds.
 
     The expert strategies are data parallelism, ZeRO, FSDP, one weird trick, and Megatron at every degree. The row
-    'pase' is the best strategy that fits the memory limit. Takes every option of 'pase compile'.
+    'pase' is the best strategy that fits the memory limit. Takes every option of 'pase compile'. With --pipeline, a
+    line has tensor, pipeline and data parallelism as people run it with Megatron, at usual degrees.
 
     Prints one line for each strategy: mesh, step time, MFU, compute, exposed communication (that compute does not
     hide), bytes sent and memory. Strategies that do not fit in memory are listed and marked.
@@ -86,14 +89,44 @@ def compare(
     with progress() as say:
         rows: Rows = compare_model(model, None, (), options, say)
     ours = next(plan for name, plan in rows if name == "pase")
+    usual = None
+    if options.pipeline != "none":
+        with progress() as say:
+            usual = _usual(model, options, say)
     if layout is not None:
         rows = _with_layout(rows, ours, layout)
     if json:
-        print_json(_comparison(ours, rows))
+        print_json({**_comparison(ours, rows), "megatron": None if usual is None else usual.to_json()})
         warn_misfit(ours)
     else:
         _print(ours, rows)
+        if usual is not None:
+            _print_usual(usual)
     strictly(ours.sound, strict)
+
+
+def _usual(model: str, options: CompileOptions, say: Progress) -> Priced | None:
+    """TP·PP·DP as Megatron runs it, for a comparison of pipelines."""
+    from pase.compiler.problem.problem import SplitProblem
+    from pase.compiler.resolve import traced_model
+    from pase.stated.usual import usual_pipeline
+
+    traced, _ = traced_model(model, None, (), options)
+    problem = SplitProblem.of(
+        traced.graph, options.devices, options.machine, options.cost_model, options.optimizer
+    )
+    return usual_pipeline(problem, traced, say)
+
+
+def _print_usual(p: Priced) -> None:
+    from pase.plan.table import bytes_text, cost_text
+
+    fits = "" if p.fits else ", does not fit"
+    console().print(
+        f"as Megatron runs it: {p.strategy}: {cost_text(p.step_s, 's')}, MFU {p.throughput.mfu:.1%}, "
+        f"{bytes_text(p.memory.total)}{fits}; with the work of its own kernels, which the rows above do not have (pase "
+        f"price --executor megatron --as {p.strategy})"
+    )
 
 
 def _with_layout(rows: Rows, ours: PlanData, layout: str) -> Rows:

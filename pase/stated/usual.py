@@ -1,0 +1,78 @@
+"""TP·PP·DP as people run it with Megatron: the fastest of the usual degrees that fits, priced as Megatron runs a step.
+
+Tensor and sequence parallelism stay within a node, stages have as many chunks as the layers allow, optimizer state is
+sharded over the replicas, and attention is recomputed, or whole layers if that does not fit (Narayanan et al. 2021,
+sections 3 and 5; Korthikanti et al. 2022). A strategy that people choose by hand has these degrees, whatever the search
+finds.
+"""
+
+from __future__ import annotations
+
+from pase.compiler.problem.problem import Progress, SplitProblem
+from pase.errors import Infeasible
+from pase.frontends.registry import Traced
+from pase.machine.meshes import level_ways
+from pase.stated.model import price_model
+from pase.stated.price import Priced
+from pase.stated.program import PROGRAMS
+from pase.stated.strategy import parse
+
+__all__ = ["usual_pipeline"]
+
+_CHUNKS = (8, 4, 2, 1)
+_MOST_STAGES = 64
+
+
+def usual_pipeline(problem: SplitProblem, traced: Traced, say: Progress) -> Priced | None:
+    """The fastest of the usual strategies that were tried, among those that fit if any does. None if the model cannot
+    be cut so.
+
+    For each tensor degree, stages are doubled until a plan fits and twice as many are slower.
+
+    problem: of the whole step, on the devices. It needs a step in seconds.
+    """
+    if problem.model.unit != "s":
+        return None
+    best: Priced | None = None
+    devices, node = problem.devices, level_ways(problem.devices, problem.machine)[0]
+    for tensor in (t for t in (node, node // 2) if t > 1):
+        stages, fitted = 2, False
+        while stages <= min(_MOST_STAGES, devices // tensor) and devices % (tensor * stages) == 0:
+            found = _most_chunks(problem, traced, tensor, stages, say)
+            if found is not None and (best is None or _rank(found) < _rank(best)):
+                best = found
+            elif fitted:  # more stages cost bubbles, and fewer fit already
+                break
+            if found is None and best is None and stages > 2:
+                return None  # its layers cannot be cut into equal stages
+            fitted = fitted or (found is not None and found.fits)
+            stages *= 2
+    return best
+
+
+def _rank(p: Priced) -> tuple[bool, float]:
+    return not p.fits, p.step_s
+
+
+def _most_chunks(
+    problem: SplitProblem, traced: Traced, tensor: int, stages: int, say: Progress
+) -> Priced | None:
+    """The strategy with as many chunks per stage as the layers allow, and the least recomputation that fits."""
+    data = problem.devices // (tensor * stages)
+    zero = f"dp={data},zero=1," if data > 1 else ""
+    for chunks in _CHUNKS:
+        vp = f",vp={chunks}" if chunks > 1 else ""
+        text = f"{zero}tp={tensor},sp,pp={stages}{vp},micro=1"
+        say(f"as Megatron runs {text}")
+        made: Priced | None = None
+        try:
+            for remat in ("selective", "full"):
+                made = price_model(
+                    problem, traced, parse(f"{text},remat={remat}", problem.devices), PROGRAMS["megatron"]
+                )
+                if made.fits:
+                    break
+        except Infeasible:  # these degrees do not divide its heads, its layers or its batch
+            continue
+        return made
+    return None
