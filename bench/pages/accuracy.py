@@ -18,14 +18,14 @@ from typing import Any
 from bench.runner import RESULTS, option, parser
 from pase.files.atomic import write_atomically
 
-__all__ = ["SOURCES", "Figure", "figures", "main", "page", "results"]
+__all__ = ["SOURCES", "AccuracyRow", "figures", "main", "page", "results"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "accuracy.md"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
+class AccuracyRow:
     """A median error. what: rows of what kind. rows: their number. error: relative, absolute. bias: with its sign."""
 
     what: str
@@ -48,16 +48,16 @@ SOURCES: Mapping[str, tuple[str, str]] = {
 """Result file -> what it is about, and the command that makes it."""
 
 
-def figures(name: str, result: Mapping[str, Any]) -> list[Figure]:
+def figures(name: str, result: Mapping[str, Any]) -> list[AccuracyRow]:
     """Returns a result file's figures, the one of all rows first."""
     if name == "kernels":
-        whole = Figure(what="all", rows=result["rows"], error=result["median_error"], bias=None)
+        whole = AccuracyRow(what="all", rows=result["rows"], error=result["median_error"], bias=None)
         return [whole] + [
-            Figure(what=what, rows=e["rows"], error=e["median_error"], bias=e["bias"])
+            AccuracyRow(what=what, rows=e["rows"], error=e["median_error"], bias=e["bias"])
             for what, e in result["by"].items()
         ]
     return [
-        Figure(what=what, rows=g["rows"], error=g["median_error"], bias=g["mean_error"])
+        AccuracyRow(what=what, rows=g["rows"], error=g["median_error"], bias=g["mean_error"])
         for what, g in result["groups"].items()
         if what in ("all", "without pipeline", "with pipeline")
     ]
