@@ -1,8 +1,9 @@
 """Writes a plan as a Mesh-TensorFlow program: mesh_shape, layout_rules, and the model in ``mtf`` ops.
 
 The source program is walked a second time, op by op, in the order of its frontend. The names of a tensor's dims follow
-from the plan (``pase.backends.mesh_tf.names``). Each frontend has one table with the translation of its ops
-(``pase.backends.mesh_tf.tf_ops``, ``pase.backends.mesh_tf.jax_ops``). An op that Mesh-TensorFlow cannot express is an
+from the plan (``pase.backends.mesh_tf.names``). Elementwise ops are translated by the functions that they compute
+(``pase.backends.mesh_tf.lower``), other ops by rules of their frontend (``pase.backends.mesh_tf.tf_ops``,
+``pase.backends.mesh_tf.jax_ops``). An op that Mesh-TensorFlow cannot express is an
 error with the op's name and place.
 """
 

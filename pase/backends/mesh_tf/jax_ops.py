@@ -15,8 +15,11 @@ from pase.backends.mesh_tf.program import Input, MeshTfProgram, MeshTfValue, Sou
 from pase.errors import PaseError
 from pase.frontends.jax.attention import call_of
 from pase.frontends.jax.frontend import INLINED, KEPT_WHOLE, TracedJax, inner_jaxpr
+from pase.frontends.jax.rules import RULES as JAX_RULES
+from pase.frontends.jax.rules import Elementwise
 from pase.frontends.jax.types import Eqn, Var
 from pase.frontends.jax.versions import is_literal, literal_array, scan_groups, source_line
+from pase.ir.functions import Function
 from pase.ir.places import NOWHERE, Place
 
 __all__ = ["RULES", "source_ops"]
@@ -30,6 +33,13 @@ _NO_LOOPS = (
 _MOST_TRIPS = 200
 """The most iterations of a loop that are unrolled."""
 
+
+def _function(name: str) -> Function | None:
+    rule = JAX_RULES.get(name)
+    # JAX's op may also round halves away from zero.
+    return rule.function if isinstance(rule, Elementwise) and name != "round" else None
+
+
 RULES = MeshTfRules(
     file="backends/mesh_tf/jax_ops.py",
     instead={
@@ -37,46 +47,7 @@ RULES = MeshTfRules(
         _ATTENTION: "Mesh-TensorFlow has no fused kernel for it; write it as two products and a softmax (models of the "
         "zoo take attention=plain)",
     },
-    unary={
-        "exp": "mtf.exp",
-        "log": "mtf.log",
-        "tanh": "mtf.tanh",
-        "logistic": "mtf.sigmoid",
-        "neg": "mtf.negative",
-        "sqrt": "mtf.sqrt",
-        "rsqrt": "mtf.rsqrt",
-        "square": "mtf.square",
-        "abs": "mtf.abs",
-        "sign": "mtf.sign",
-        "sin": "mtf.sin",
-        "cos": "mtf.cos",
-        "stop_gradient": "mtf.stop_gradient",
-        "erf": "tf.math.erf",
-        "log1p": "tf.math.log1p",
-        "expm1": "tf.math.expm1",
-        "not": "mtf.logical_not",
-        "copy": "same",
-        "is_finite": "tf.math.is_finite",
-        "optimization_barrier": "same",
-    },
-    binary={
-        "add": "mtf.add",
-        "add_any": "mtf.add",
-        "sub": "mtf.sub",
-        "mul": "mtf.multiply",
-        "div": "mtf.divide",
-        "max": "mtf.maximum",
-        "min": "mtf.minimum",
-        "pow": "tf.math.pow",
-        "eq": "mtf.equal",
-        "ne": "mtf.not_equal",
-        "lt": "mtf.less",
-        "le": "mtf.less_equal",
-        "gt": "mtf.greater",
-        "ge": "mtf.greater_equal",
-        "and": "mtf.logical_and",
-        "or": "mtf.logical_or",
-    },
+    function=_function,
     reduce={"reduce_sum": "mtf.reduce_sum", "reduce_max": "mtf.reduce_max", "reduce_min": "mtf.reduce_min"},
     axes=lambda op: (op.attrs["axes"], False),
     views=frozenset({"reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "dot_general"}),
@@ -87,6 +58,11 @@ RULES = MeshTfRules(
 def _cast(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     x = p.arg(op, 0)
     return p.let(f"mtf.cast({x.code}, tf.{op.dtypes[0]})", x.order, x.dims, op.dtypes[0])
+
+
+@RULES.rule("optimization_barrier")
+def _barrier(p: MeshTfProgram, op: SourceOp) -> list[MeshTfValue]:
+    return [p.arg(op, k) for k in range(len(op.inputs))]
 
 
 @RULES.rule("integer_pow")

@@ -1,14 +1,14 @@
 """Translates a source's ops to statements of a Mesh-TensorFlow program: the part that all frontends share.
 
-A rule takes the program and an op, and returns the values of the op's outputs. Most ops only need an entry in a table
-of names (``unary``, ``binary``, ``reduce`` in ``tf_ops`` and ``jax_ops``). Other rules are built from the functions in
-this file.
+An elementwise op is translated by the function of ``pase.ir.functions`` that its frontend says it computes. For any
+other op there is a rule, which takes the program and the op and returns the values of the op's outputs. Rules are built
+from the functions in this file.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,8 +17,10 @@ from pase.backends.mesh_tf.names import MeshTfDim, TensorDims, flat
 from pase.backends.mesh_tf.program import MeshTfProgram, MeshTfValue, SourceOp
 from pase.errors import PaseError
 from pase.ir import functions
+from pase.ir.functions import Function
 
 __all__ = [
+    "EXPRESSIONS",
     "MeshTfRules",
     "apply",
     "binary",
@@ -44,14 +46,16 @@ class MeshTfRules:
 
     file: str
     """The file in which to add an op, relative to the package."""
-    unary: dict[str, str]
-    """op -> a Mesh-TF function, or a TensorFlow function that runs on slices ("tf.…")."""
-    binary: dict[str, str]
-    reduce: dict[str, str]
+    function: Callable[[str], Function | None]
+    """Returns the function that an elementwise op computes exactly; None for any other op."""
+    reduce: Mapping[str, str]
+    """Reduction -> a Mesh-TF function."""
     views: frozenset[str]
     """Ops that their access maps describe completely: views, which move no element, and products."""
     axes: Callable[[SourceOp], tuple[Sequence[int], bool]]
     """Returns (the dims that an op of ``reduce`` reduces over, whether they are kept)."""
+    elementwise: Mapping[str, str] = field(default_factory=dict)
+    """Elementwise ops that are no single function of the graph -> as in ``EXPRESSIONS``."""
     rules: dict[str, MeshTfRule] = field(default_factory=dict)
     instead: dict[str, str] = field(default_factory=dict)
     """Op that Mesh-TF cannot express -> the reason, and what to do instead."""
@@ -70,14 +74,17 @@ class MeshTfRules:
         add = f"this op has no Mesh-TensorFlow translation; add one to pase/{self.file}"
         return self.instead.get(name, add)
 
-    @property
-    def known(self) -> list[str]:
-        """The ops that have a translation, sorted."""
-        return sorted(self.all)
+    def expression(self, name: str) -> str | None:
+        """The Mesh-TF or TensorFlow function of an elementwise op."""
+        function = self.function(name)
+        return self.elementwise.get(name) or (
+            EXPRESSIONS.get(function.name) if function is not None else None
+        )
 
-    @property
-    def all(self) -> set[str]:
-        return {*self.unary, *self.binary, *self.reduce, *self.views, *self.rules}
+    def __contains__(self, name: object) -> bool:
+        """Whether the op has a translation."""
+        listed = name in self.rules or name in self.reduce or name in self.views
+        return listed or (isinstance(name, str) and self.expression(name) is not None)
 
 
 def apply(rules: MeshTfRules, p: MeshTfProgram, op: SourceOp) -> None:
@@ -87,14 +94,12 @@ def apply(rules: MeshTfRules, p: MeshTfProgram, op: SourceOp) -> None:
     made: MeshTfValue | Sequence[MeshTfValue | None]
     if name in rules.rules:
         made = rules.rules[name](p, op)
-    elif name in rules.unary:
-        made = unary(p, op, rules.unary[name])
-    elif name in rules.binary:
-        made = binary(p, op, rules.binary[name])
     elif name in rules.reduce:
         made = reduce(p, op, rules.reduce[name], *rules.axes(op))
     elif name in rules.views:
         made = nests(p, op)
+    elif (fn := rules.expression(name)) is not None:
+        made = elementwise(p, op, fn)
     else:
         raise refuse(op, rules.missing(op.name))
     p.store(op, [made] if isinstance(made, MeshTfValue) else made)
@@ -102,7 +107,7 @@ def apply(rules: MeshTfRules, p: MeshTfProgram, op: SourceOp) -> None:
 
 def check_known(rules: MeshTfRules, ops: Sequence[SourceOp]) -> None:
     """Raise one PaseError that lists all ops without a translation."""
-    unknown = {op.name: op for op in reversed(ops) if op.name not in rules.all}
+    unknown = {op.name: op for op in reversed(ops) if op.name not in rules}
     if unknown:
         refused = (str(refuse(op, rules.missing(name))) for name, op in sorted(unknown.items()))
         raise PaseError("; ".join(refused))
@@ -115,6 +120,33 @@ def refuse(op: SourceOp, why: str, fix: str = "") -> PaseError:
 
 # --- elementwise
 
+EXPRESSIONS: Mapping[str, str] = {
+    **{f: f"mtf.{f}" for f in ("exp", "log", "tanh", "sqrt", "rsqrt", "square", "abs", "sign", "sin", "cos")},
+    **{f: f"mtf.{f}" for f in ("reciprocal", "stop_gradient", "add", "sub", "mod")},
+    **{f: f"tf.math.{f}" for f in ("erf", "erfc", "expm1", "log1p", "pow", "floor", "ceil", "round")},
+    **{f: f"tf.math.{f}" for f in ("tan", "sinh", "cosh", "asin", "acos", "atan", "asinh", "acosh", "atanh")},
+    **{f: f"tf.math.{f}" for f in ("atan2", "is_finite", "is_nan", "is_inf")},
+    **{"neg": "mtf.negative", "sigmoid": "mtf.sigmoid", "copy": "same", "rem": "tf.truncatemod"},
+    **{"mul": "mtf.multiply", "div": "mtf.divide", "max": "mtf.maximum", "min": "mtf.minimum"},
+    **{"eq": "mtf.equal", "ne": "mtf.not_equal", "lt": "mtf.less", "le": "mtf.less_equal"},
+    **{"gt": "mtf.greater", "ge": "mtf.greater_equal"},
+    **dict.fromkeys(("and", "all_of"), "mtf.logical_and"),
+    **dict.fromkeys(("or", "any_of"), "mtf.logical_or"),
+    **dict.fromkeys(("not", "is_false"), "mtf.logical_not"),
+}
+"""Function of ``pase.ir.functions`` -> a Mesh-TF function, a TensorFlow function that runs on slices ("tf.…"), or
+"same" if nothing is computed."""
+
+
+def elementwise(p: MeshTfProgram, op: SourceOp, fn: str) -> MeshTfValue:
+    """Translate an elementwise op. fn: as in ``EXPRESSIONS``."""
+    given = op.inputs[0].dtype
+    if fn.startswith("mtf.logical_") and given != "bool":
+        raise refuse(op, f"it works on the bits of {given}, and Mesh-TensorFlow has only logical functions")
+    if fn in ("mtf.divide", "mtf.reciprocal") and "int" in given:
+        raise refuse(op, "Mesh-TensorFlow divides by multiplication, which gives other integers")
+    return binary(p, op, fn) if len(op.inputs) > 1 else unary(p, op, fn)
+
 
 def call(fn: str, *args: str, dtype: str = "") -> str:
     """Code that calls a function. mtf functions are called directly; TensorFlow functions run on slices."""
@@ -126,15 +158,12 @@ def call(fn: str, *args: str, dtype: str = "") -> str:
 def unary(p: MeshTfProgram, op: SourceOp, fn: str) -> MeshTfValue:
     """Translate an elementwise op of one operand. fn: as for ``call``; "same" if the op does nothing here."""
     x = p.arg(op, 0)
-    if fn in ("", "same"):
+    if fn == "same":
         return x
-    return p.let(call(fn, x.code), x.order, x.dims, op.dtypes[0])
+    return p.let(call(fn, x.code, dtype=_dtype(fn, op)), x.order, x.dims, op.dtypes[0])
 
 
 _INFIX = {"mtf.add": "+", "mtf.sub": "-", "mtf.multiply": "*", "mtf.divide": "/"}
-_BOOLEAN = frozenset(
-    {"mtf.equal", "mtf.not_equal", "mtf.less", "mtf.less_equal", "mtf.greater", "mtf.greater_equal"}
-)
 
 
 def binary(p: MeshTfProgram, op: SourceOp, fn: str) -> MeshTfValue:

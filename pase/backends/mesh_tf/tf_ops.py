@@ -13,6 +13,7 @@ from pase.backends.mesh_tf.lower import MeshTfRules, refuse
 from pase.backends.mesh_tf.names import TensorDims, flat
 from pase.backends.mesh_tf.program import MeshTfProgram, MeshTfValue, SourceOp
 from pase.backends.mesh_tf.tf_source import source_ops
+from pase.frontends.tf.rules import function_of
 from pase.frontends.tf.slices import positions
 
 __all__ = ["RULES", "source_ops"]
@@ -28,62 +29,18 @@ def _reduced(op: SourceOp) -> tuple[Sequence[int], bool]:
 
 RULES = MeshTfRules(
     file="backends/mesh_tf/tf_ops.py",
-    unary={
+    function=function_of,
+    elementwise={
         "Relu": "mtf.relu",
-        "Tanh": "mtf.tanh",
-        "Sigmoid": "mtf.sigmoid",
-        "Exp": "mtf.exp",
-        "Log": "mtf.log",
-        "Sqrt": "mtf.sqrt",
-        "Rsqrt": "mtf.rsqrt",
-        "Square": "mtf.square",
-        "Neg": "mtf.negative",
-        "Abs": "mtf.abs",
-        "Sign": "mtf.sign",
-        "Sin": "mtf.sin",
-        "Cos": "mtf.cos",
         "Softplus": "mtf.softplus",
-        "Reciprocal": "mtf.reciprocal",
-        "StopGradient": "mtf.stop_gradient",
-        "LogicalNot": "mtf.logical_not",
-        "Erf": "tf.math.erf",
         "Elu": "tf.nn.elu",
         "Selu": "tf.nn.selu",
         "Relu6": "tf.nn.relu6",
         "Softsign": "tf.nn.softsign",
-        "Expm1": "tf.math.expm1",
-        "Log1p": "tf.math.log1p",
-        "Floor": "tf.floor",
-        "Ceil": "tf.math.ceil",
-        "Round": "tf.round",
-        "Erfc": "tf.math.erfc",
-        "Tan": "tf.math.tan",
-        "Sinh": "tf.math.sinh",
-        "Cosh": "tf.math.cosh",
-    },
-    binary={
-        "Add": "mtf.add",
-        "AddV2": "mtf.add",
         "BiasAdd": "mtf.add",
-        "Sub": "mtf.sub",
-        "Mul": "mtf.multiply",
-        "RealDiv": "mtf.divide",
-        "Div": "mtf.divide",
-        "Maximum": "mtf.maximum",
-        "Minimum": "mtf.minimum",
-        "Pow": "tf.pow",
         "SquaredDifference": "tf.math.squared_difference",
         "DivNoNan": "tf.math.divide_no_nan",
-        "Equal": "mtf.equal",
-        "NotEqual": "mtf.not_equal",
-        "Less": "mtf.less",
-        "LessEqual": "mtf.less_equal",
-        "Greater": "mtf.greater",
-        "GreaterEqual": "mtf.greater_equal",
-        "LogicalAnd": "mtf.logical_and",
-        "LogicalOr": "mtf.logical_or",
         "FloorDiv": "mtf.floordiv",
-        "FloorMod": "mtf.mod",
     },
     reduce={
         "Sum": "mtf.reduce_sum",

@@ -19,7 +19,7 @@ from pase.ops import composites, nests
 from pase.ops.activations import ACTIVATIONS
 from pase.registry import Registry
 
-__all__ = ["RULES", "TfRule", "broadcast_shape", "lowers", "opaque", "pointwise"]
+__all__ = ["RULES", "TfRule", "broadcast_shape", "function_of", "lowers", "opaque", "pointwise"]
 
 TfRule = Callable[[TfCall], Sequence[TfValue]]
 """A rule returns one value per output of the node."""
@@ -199,9 +199,15 @@ def _number(v: TfValue) -> Number | None:
     return literal(v.array) if isinstance(v, StaticValue) and v.array.dtype.kind in "biufc" else None
 
 
-for _ops, _name in _FUNCTIONS.items():
-    for _op in _ops.split():
-        RULES.add(_op, partial(pointwise, FUNCTIONS[_name]))
+_BY_OP = {op: FUNCTIONS[name] for ops, name in _FUNCTIONS.items() for op in ops.split()}
+for _op, _function in _BY_OP.items():
+    RULES.add(_op, partial(pointwise, _function))
+
+
+def function_of(op: str) -> Function | None:
+    """The function that an elementwise op computes exactly, with a result of its operands' dtype; None for other
+    ops."""
+    return None if op in _INEXACT or op in _TYPED else _BY_OP.get(op)
 
 
 @lowers("ZerosLike", "OnesLike")

@@ -24,7 +24,18 @@ ENV = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TF_CPP
 
 @cache
 def worker():
-    sections = ["rules", "moves", "refused", "scans", "mlp", "alexnet", "rows", "lstm", "transformer"]
+    sections = [
+        "rules",
+        "moves",
+        "functions",
+        "refused",
+        "scans",
+        "mlp",
+        "alexnet",
+        "rows",
+        "lstm",
+        "transformer",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "tests.backends.mesh_tf.worker", *sections],
         cwd=ROOT,

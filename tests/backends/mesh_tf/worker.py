@@ -271,6 +271,48 @@ def trained(name: str, loss: Any, specs: Any, model: Any, batch: Any, strategy: 
     }
 
 
+def functions() -> dict[str, float]:
+    """The error of each translated function of the graph's ops, on split tensors, against its definition in numpy."""
+    from pase.backends.mesh_tf import runtime_ops
+    from pase.backends.mesh_tf.lower import EXPRESSIONS, call
+    from pase.backends.mesh_tf.shim import mesh_tensorflow
+    from pase.ir.functions import FUNCTIONS
+    from pase.local.functions import COMPUTED, NUMPY
+
+    mtf, tf = mesh_tensorflow()
+    least = dict.fromkeys(("log", "sqrt", "rsqrt", "pow", "log1p"), 0.1) | {"acosh": 1.0}
+    wanted, made = {}, {}
+    with tf.Graph().as_default(), tf.Session(config=tf.ConfigProto(device_count={"CPU": 2})) as session:
+        graph = mtf.Graph()
+        mesh, dim = mtf.Mesh(graph, "mesh"), mtf.Dimension("k", 64)
+        for name, expression in EXPRESSIONS.items():
+            if expression == "same":
+                continue
+            count = (FUNCTIONS[name].operands or (1, 1))[0]
+            logical = expression.startswith("mtf.logical_")
+            low = least.get(name, -0.9)
+            xs = [RNG.uniform(low, low + 1.8, 64).astype("float32") for _ in range(count)]
+            xs[-1][:8] = xs[0][:8]
+            xs = [x > 0.0 for x in xs] if logical else xs
+            given = {
+                f"x{i}": mtf.import_tf_tensor(mesh, tf.constant(x), shape=mtf.Shape([dim]))
+                for i, x in enumerate(xs)
+            }
+            code = call(expression, *given, dtype="bool" if FUNCTIONS[name].boolean else "")
+            made[name] = mtf.identity(eval(code, {"mtf": mtf, "tf": tf, "ops": runtime_ops, **given}))
+            numpy = {"and": np.logical_and, "or": np.logical_or, "not": np.logical_not}.get(name)
+            computed = COMPUTED.get(name)
+            wanted[name] = computed(NUMPY, *xs) if computed else (numpy or getattr(np, name))(*xs)
+        impl = mtf.placement_mesh_impl.PlacementMeshImpl("x:2", "k:x", ["/cpu:0", "/cpu:1"])
+        lowering = mtf.Lowering(graph, {mesh: impl})
+        values = session.run({name: lowering.export_to_tf_tensor(t) for name, t in made.items()})
+
+    def error(a: np.ndarray, b: np.ndarray) -> float:
+        return float(np.abs((1.0 * a - 1.0 * b) / np.maximum(np.abs(1.0 * b), 1.0)).max())
+
+    return {k: error(values[k], np.asarray(wanted[k])) for k in wanted}
+
+
 def refused() -> dict[str, str]:
     """The errors for models that Mesh-TensorFlow cannot express."""
     import tensorflow as tf
@@ -376,6 +418,8 @@ def main(wanted: list[str]) -> None:
         out["rules"] = rules()
     if "moves" in wanted:
         out["moves"] = moves()
+    if "functions" in wanted:
+        out["functions"] = functions()
     if "refused" in wanted:
         out["refused"] = refused()
     if "scans" in wanted:
