@@ -26,6 +26,7 @@ __all__ = [
     "binary",
     "concat",
     "cut",
+    "joined",
     "lookup",
     "nests",
     "reduce",
@@ -187,8 +188,7 @@ def binary(p: MeshTfProgram, op: SourceOp, fn: str) -> MeshTfValue:
             )
         return p.let(code, x.order, _aligned(x.dims, rank), op.dtypes[0])
     x, y = p.arg(op, 0), p.arg(op, 1)
-    xd, yd = _aligned(x.dims, rank), _aligned(y.dims, rank)
-    dims = tuple(g or h for g, h in zip(xd, yd, strict=True))
+    dims = joined(op, (x, y))
     order = (
         x.order if set(y.order) <= set(x.order) else y.order if set(x.order) <= set(y.order) else flat(dims)
     )
@@ -211,13 +211,25 @@ def _aligned(dims: TensorDims, rank: int) -> TensorDims:
     return ((),) * (rank - len(dims)) + dims
 
 
+def joined(op: SourceOp, operands: Sequence[MeshTfValue]) -> TensorDims:
+    """The dims of a result whose operands broadcast as in numpy.
+
+    Raises PaseError if operands have different dims at one position: Mesh-TF would compute their outer product.
+    """
+    rank = len(op.shapes[0])
+    dims: TensorDims = ((),) * rank
+    for x in operands:
+        pairs = list(zip(dims, _aligned(x.dims, rank), strict=True))
+        if any(g and h and g != h for g, h in pairs):
+            raise refuse(op, "its operands do not have the same dims where they meet")
+        dims = tuple(g or h for g, h in pairs)
+    return dims
+
+
 def select(p: MeshTfProgram, op: SourceOp, condition: int, yes: int, no: int) -> MeshTfValue:
     """Translate a selection (``where``). All three operands broadcast."""
     parts = [p.arg(op, k) for k in (condition, yes, no)]
-    rank = len(op.shapes[0])
-    dims: TensorDims = ((),) * rank
-    for x in parts:
-        dims = tuple(g or h for g, h in zip(dims, _aligned(x.dims, rank), strict=True))
+    dims = joined(op, parts)
     order: tuple[MeshTfDim, ...] = ()
     for x in sorted(parts, key=lambda v: -len(v.order)):
         order += tuple(d for d in x.order if d not in order)

@@ -97,7 +97,7 @@ def _select(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
 @RULES.rule("AddN")
 def _add_n(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     xs = [p.arg(op, k) for k in range(len(op.inputs))]
-    return p.let(" + ".join(x.code for x in xs), xs[0].order, xs[0].dims, xs[0].dtype)
+    return p.let(" + ".join(x.code for x in xs), xs[0].order, lower.joined(op, xs), xs[0].dtype)
 
 
 @RULES.rule("ClipByValue")

@@ -78,7 +78,7 @@ def random_dims(shape: tuple[int, ...], axes: dict[str, int], prefix: str) -> An
     return tuple(tuple(g) for g in groups)
 
 
-def moves(count: int = 20) -> list[dict[str, Any]]:
+def moves(count: int = 14) -> list[dict[str, Any]]:
     """Reshards of tensors as the program would do them: the errors of the values, and of gradients in reverse."""
     from pase.backends.mesh_tf.names import flat
     from pase.backends.mesh_tf.reshapes import reshape_steps as steps
@@ -336,8 +336,13 @@ def refused() -> dict[str, str]:
             tf.while_loop(lambda y: tf.reduce_sum(y) < 100.0, lambda y: [y @ w], [x], name="until")[0]
         )
 
+    @tf.function
+    def channels_first(x: Any) -> Any:
+        images = tf.reshape(x @ w, (1, 8, 2, 2))
+        return tf.reduce_sum(tf.nn.bias_add(images, tf.reduce_sum(w, 0), data_format="NCHW", name="bias"))
+
     out = {}
-    for name, fn in (("cumulative", cumulative), ("until", until)):
+    for name, fn in (("cumulative", cumulative), ("until", until), ("channels", channels_first)):
         traced = from_tf.trace(fn, spec)
         case = Case(traced=traced, problem=SplitProblem.of(traced.graph, 2, None, "analytic", "sgd"))  # type: ignore[arg-type]
         plan = case.plan("random0@2")
