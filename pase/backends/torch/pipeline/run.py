@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pase.backends.torch.check_plans import TorchAgainst, check_stages
 from pase.backends.torch.clip import clipped
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pase.backends.torch.pipeline.plan import TorchPipeline
     from pase.plan.gradient_check import GradientCheck
 
-__all__ = ["PipelinedModule", "entered_first"]
+__all__ = ["PipelinedModule", "entered_first", "weight_groups"]
 
 
 @dataclass(kw_only=True)
@@ -286,33 +286,71 @@ def entered_first(
     """The two parts of a stage's backward: add the gradients of the stage's inputs (``entered``) to their ``grad``, and
     return a function that adds the gradients of the weights, which are leaves of autograd.
 
-    Other stages wait only for the first part. PyTorch's pipeline schedules divide the autograd graph in the same way,
-    and their code is used here.
-    If PyTorch's division would miss a weight or visit one twice, all gradients are computed now.
+    Other stages wait only for the first part. The second part is PyTorch's, on groups of weights that are made here:
+    PyTorch's own grouping depends on the addresses of objects, and ranks of a stage that group differently would wait
+    for each other's collectives. If a weight has a way to the results apart from all inputs, all are computed now.
     """
     import torch
 
     inputs = [x for x in entered if x.requires_grad]
-    if not inputs or not _divides(outs, inputs, weights):
+    groups = weight_groups(outs, inputs, weights) if inputs else None
+    if groups is None:
         torch.autograd.backward(outs, gradients)
         return lambda: None
     from torch.distributed.pipelining import _backward as halves
 
-    own = [
-        x.clone() if x._is_view() or x.is_leaf else x for x in outs
-    ]  # PyTorch's code detaches them in place
-    _, left = halves.stage_backward_input(own, list(gradients), inputs, iter(weights))  # type: ignore[arg-type]
-    return partial(halves.stage_backward_weight, iter(weights), left)  # type: ignore[arg-type]
+    hooks = [
+        node.register_prehook(partial(_kept, group["grads"], i))
+        for group in groups
+        for i, node in enumerate(group["intermediates"])
+    ]
+    try:
+        found = torch.autograd.grad(outs, inputs, gradients, retain_graph=True, allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for x, g in zip(inputs, found, strict=True):
+        if g is not None:
+            x.grad = g if x.grad is None else x.grad + g
+    return partial(halves.stage_backward_weight, iter(weights), groups)  # type: ignore[arg-type]
 
 
-def _divides(outs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
-    """Whether every weight that the results depend on is in exactly one of PyTorch's groups."""
+def _kept(kept: list[tuple[Tensor | None, ...]], i: int, gradients: tuple[Tensor | None, ...]) -> None:
+    """A hook on a node of autograd: keeps the gradients of its results."""
+    kept[i] = gradients
+
+
+def weight_groups(
+    outs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> list[dict[str, list[Any]]] | None:
+    """Weights with the nodes of autograd at which their ways from the results leave those to the inputs. Weights that
+    share a node are in one group.
+
+    The order is that of the weights, and of the nodes from the results on, so that it is the same on all ranks. None if
+    the results depend on a weight by a way that meets none to the inputs.
+    """
     from torch.distributed.pipelining import _backward as halves
 
     node = halves._get_grad_fn_or_grad_acc
-    behind = halves.construct_reverse_graph([n for x in outs if (n := node(x)) is not None])
-    own = [n for w in weights if (n := node(w)) is not None]
-    wanted = {n for n in own if n in behind}
-    groups = halves.get_param_groups([n for x in inputs if (n := node(x)) is not None], own, behind)
-    found = [n for g in groups for n in g["params"]]
-    return len(found) == len(set(found)) and set(found) == wanted
+    results = [n for x in outs if (n := node(x)) is not None]
+    behind = halves.construct_reverse_graph(results)
+    order = {n: i for i, n in enumerate(behind)}
+    to_inputs, _ = halves.reverse_closure([n for x in inputs if (n := node(x)) is not None], set(), behind)
+    groups: list[tuple[list[Any], set[Any]]] = []
+    for w in weights:
+        weight = node(w)
+        if weight is None or not (weight in order or weight in results):
+            continue  # the results do not depend on it
+        ways, meets = halves.reverse_closure([weight], to_inputs, behind)
+        if not ways.isdisjoint(results):
+            return None
+        mine = ([weight], set(meets))
+        for group in [g for g in groups if g[1] & meets]:
+            groups.remove(group)
+            mine = (group[0] + mine[0], group[1] | mine[1])
+        groups.append(mine)
+    out = []
+    for found, meets in groups:
+        nodes = sorted(meets, key=lambda n: order.get(n, -1))
+        out.append({"params": found, "intermediates": nodes, "grads": [()] * len(nodes)})
+    return out
