@@ -4,11 +4,11 @@
     python -m bench.pages.screenshots [--only gpt2] [--pictures FOLDER]
 
 Pages of ``pase report`` (GPT-2 on 8 devices, and in 2 stages; Llama-3 405B on 16,384, and in 16 stages), of
-``pase schedule --gantt`` and of ``pase diagnose -o`` are opened on a phone, a laptop and a wide screen, light and dark.
-Faults are: a message on the console, a request, a page wider than its screen, a control without a name, a widget that
-the keyboard does not move. Writes bench/results/screenshots.json (bytes, seconds until the page is drawn, faults), and
-pictures of each page and of tables at each width of a terminal into a folder outside of the repository. The exit status
-is 1 if there is a fault.
+``pase schedule --gantt``, of ``pase scale -o`` and of ``pase diagnose -o`` are opened on a phone, a laptop and a wide
+screen, light and dark. Faults are: a message on the console, a request, a page wider than its screen, a control
+without a name, a widget that the keyboard does not move. Writes bench/results/screenshots.json (bytes, seconds until
+the page is drawn, faults), and pictures of each page and of tables at each width of a terminal into a folder outside of
+the repository. The exit status is 1 if there is a fault.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from bench.cases.timelines import ImaginedRun, simulate, write
 from bench.runner import option, parser, save
 
-SCREENS = {"phone": (390, 844), "laptop": (1366, 850), "wide": (2200, 1200)}
+SCREENS = {"phone": (390, 844), "laptop": (1280, 850), "wide": (1920, 1200)}
 LOOKS = ("light", "dark")
 UNNAMED = """() => [...document.querySelectorAll('button, input, select, canvas, [role]')]
   .filter(e => !(e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.length || e.closest('label')))
@@ -67,6 +67,10 @@ def made_pages(folder: Path, only: str) -> dict[str, Path]:
     if only in "schedule":
         pages["schedule"] = folder / "schedule.html"
         pase("schedule", folder / "gpt2.json", "--policy", "ddp,ours", "--gantt", pages["schedule"])
+    if only in "scale":
+        pages["scale"] = folder / "scale.html"
+        machines = ("--machine", "h100x8,b200x8", "--price", "h100x8=2.5,b200x8=4")
+        pase("scale", "zoo:gpt2", "--devices", "8,16,32", *machines, "-o", pages["scale"])
     if only in "diagnose":
         pages["diagnose"] = folder / "diagnose.html"
         slow = ImaginedRun(ranks=3, iterations=4, slow_rank=1, slow_by=1.4)
