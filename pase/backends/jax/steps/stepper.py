@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
@@ -21,13 +22,15 @@ __all__ = ["Stepper", "global_array", "shape_and_dtype", "with_static"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Form:
-    """The form of arguments that the program takes as they are: nothing is moved, padded or copied."""
+    """The form of arguments, and what is done to such arguments: which leaves are left out, and which are moved."""
 
     tree: Tree
     types: list[type]
     layouts: list[object]
     taken: list[bool]
     """Which leaves are passed to the program. The others are static."""
+    moved: list[tuple[int, NamedSharding]]
+    """The leaves among these that arrive in another layout than the program expects, and that layout."""
     passed: Tree
     """The tree structure of what is passed."""
 
@@ -39,8 +42,9 @@ class Stepper:
     Arguments are moved to the layouts that it expects. Static leaves of modules are not passed to the program; they are
     put back into the results.
 
-    A training loop calls it with arguments of one form again and again. This form is remembered, because it takes the
-    host longer to check every leaf than to start the program.
+    A training loop calls it with arguments of one form again and again, such as parameters where the last step left
+    them and a batch that is on one device. This form is remembered, because it takes the host longer to check every
+    leaf than to start the program.
     """
 
     run: Callable[..., Tree]
@@ -53,7 +57,7 @@ class Stepper:
     padded: Callable[[tuple[Tree, ...]], tuple[Tree, ...]] = tuple
     """Adds the plan's padding to the arguments. ``tuple`` if it has none."""
     _last: list[_Form] = field(default_factory=list, init=False, repr=False, compare=False)
-    """The form of the last arguments that the program took as they were, if there were any."""
+    """The form of the last arguments, if there were any. Padded and traced arguments are looked at in each call."""
 
     @cached_property
     def jitted(self) -> Tree:
@@ -72,24 +76,33 @@ class Stepper:
         import jax
 
         leaves, tree = jax.tree.flatten(args)
-        types = [type(x) for x in leaves]
+        types = list(map(type, leaves))
         for form in self._last:
             if tree == form.tree and types == form.types and _layouts(leaves) == form.layouts:
-                if not all(form.taken):
-                    left = [x for x, t in zip(leaves, form.taken, strict=True) if t]
+                if form.moved or not all(form.taken):
+                    left = list(compress(leaves, form.taken))
+                    for k, sharding in form.moved:
+                        left[k] = _placed(left[k], sharding)
                     args = jax.tree.unflatten(form.passed, left)
                 return self.whole(self.jitted(*args))
         placed = self._placed(args)
-        passed, passed_tree = jax.tree.flatten(placed)
-        taken = _positions(passed, leaves)
-        if (
-            self.padded is tuple
-            and taken is not None
-            and not any(isinstance(x, jax.core.Tracer) for x in leaves)
-        ):
-            self._last[:] = [
-                _Form(tree=tree, types=types, layouts=_layouts(leaves), taken=taken, passed=passed_tree)
-            ]
+        if self.padded is tuple and not any(isinstance(x, jax.core.Tracer) for x in leaves):
+            given = jax.tree.leaves(arrays(args))
+            passed, passed_tree = jax.tree.flatten(placed)
+            expected = jax.tree.leaves(self.in_shardings)
+            taken = _positions(given, leaves)
+            if taken is not None:
+                moved = [
+                    (k, to)
+                    for k, (x, y, to) in enumerate(zip(given, passed, expected, strict=True))
+                    if x is not y
+                ]
+                layouts = _layouts(leaves)
+                self._last[:] = [
+                    _Form(
+                        tree=tree, types=types, layouts=layouts, taken=taken, moved=moved, passed=passed_tree
+                    )
+                ]
         return self.whole(self.jitted(*placed))
 
     def _placed(self, args: tuple[Tree, ...]) -> tuple[Tree, ...]:

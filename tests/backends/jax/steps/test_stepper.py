@@ -53,6 +53,7 @@ def test_a_loop_checks_its_arguments_once(monkeypatch):
     for other in (alone, jax.device_put(x, jax.sharding.NamedSharding(jp.mesh(), jax.P())), np.asarray(x)):
         found, again = loss(params, state, other)
         assert again and np.isclose(found, expected)
+        assert loss(params, state, other) == (found, False)  # a batch that must be moved at each call
     assert loss(params, state, np.asarray(x))[1] is False  # jit itself places arrays of NumPy
     params, state, _ = step(params, state, x)
     loss(params, state, x)
