@@ -120,19 +120,23 @@ def arrangements(problem: SplitProblem, groups: list[RankGroup], ranks: int) -> 
             )
 
 
+_MOST_PRIME_AXES = 4
+"""On a mesh of five axes, an op has up to 3,125 configs, and a stage's tables compare 80 million pairs of layouts."""
+
+
 def rank_meshes(groups: list[RankGroup], options: CompileOptions, devices: int) -> list[Mesh]:
     """Return the meshes of one rank's devices.
 
-    This is the given mesh. Otherwise these are all devices as one axis, or one axis within a node and one across nodes,
-    for the nodes of any of the groups. The ranks of a pipeline are the outermost axis, so that transfers between them
-    cross the slowest link.
+    This is the given mesh. Otherwise these are all devices as one axis, two axes of which one lies within a node of
+    one of the groups, and the finest mesh, if it has at most four axes. The ranks of a pipeline are the outermost axis,
+    so that transfers between them cross the slowest link.
     """
     if options.mesh is not None:
         return [mesh_from(options.mesh, devices)]
     found = dict[tuple[int, ...], Mesh]()
     for g in groups:
         near = g.machine.levels[0].ways or devices
-        for m in meshes(devices, g.machine, min(options.max_axes, 2)):
+        for m in meshes(devices, g.machine, min(options.max_axes, 2), max_prime_axes=_MOST_PRIME_AXES):
             if len(m.sizes) == 1 or m.sizes[-1] <= near:
                 found.setdefault(m.sizes, m)
     return list(found.values())

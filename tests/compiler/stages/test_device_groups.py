@@ -12,11 +12,11 @@ import pase
 from pase.compiler.problem.spent import Spent
 from pase.compiler.problem.variants import Variant
 from pase.compiler.stages.candidates import TablesMade, menu_of
-from pase.compiler.stages.device_groups import arrangements, groups_of
+from pase.compiler.stages.device_groups import arrangements, groups_of, rank_meshes
 from pase.errors import PaseError
 from pase.files.codec import to_tree
 from pase.frontends.jax.blocks import blocks_of
-from pase.machine import Mesh
+from pase.machine import Mesh, load
 from pase.pipeline.registry import schedule
 from pase.pipeline.simulate import simulate
 from pase.plan.layout import from_json, to_json
@@ -66,3 +66,13 @@ def test_all_devices_are_asked_for():
     with pytest.raises(PaseError, match=r"2 h100x8#0 \+ 2 h100x8#1.*, not 8") as e:
         pase.compile(MODEL, devices=8, machine=machine(speed=1.0, link=0.3e9), pipeline=2)
     assert e.value.where == "machine 'mixed'" and "devices=4" in e.value.fix
+
+
+def test_the_mesh_of_a_ranks_many_devices_has_few_axes():
+    """The finest mesh of 64 devices has six axes, on which the tables of a stage did not fit in 23 GB."""
+    problem, _, options = setup(load("h100x8"), 256)
+    groups = groups_of(problem, options)
+    for devices in (64, 32, 16, 8):
+        found = [m.sizes for m in rank_meshes(groups, options, devices)]
+        assert (devices,) in found and max(map(len, found)) <= 4
+        assert ((2,) * 4 in found) == (devices == 16)
