@@ -163,7 +163,9 @@ _IN_WORDS = {
 
 
 def _verdict(plan: PlanData) -> str:
-    """Compare the plan with the fastest common strategy that fits."""
+    """Compare the plan with the fastest common strategy that fits. On one device there is nothing to compare."""
+    if plan.devices == 1:
+        return ""
     fitting = {k: v for k, v in plan.baselines.items() if k not in plan.too_large and k not in _ASIDE}
     if not fitting:
         return (

@@ -69,3 +69,7 @@ def test_equal_layers_are_one_row_and_long_plans_are_cut() -> None:
     assert len(str(plan).splitlines()) <= 40 and "--all lists them" in str(plan)
     every = as_text(plan, every_layer=True)
     assert all(f"{name}:dot" in every for name in wide) and "--all" not in every
+
+
+def test_one_device_has_no_strategy_to_compare() -> None:
+    assert answer(pase.compile(MODEL, devices=1, machine="h100x8")).count(";") == 1
