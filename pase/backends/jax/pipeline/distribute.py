@@ -180,8 +180,9 @@ class OnRanks:
 
         jaxpr = self._traced
         mine = [jaxpr.eqns[i] for i in equations]
-        made = {v for e in mine for v in e.outvars if not is_dropped(v)}
-        outside = set(jaxpr.constvars) | made
+        # In the order of the program: the order of a set of variables would differ between processes.
+        made = dict.fromkeys(v for e in mine for v in e.outvars if not is_dropped(v))
+        outside = set(jaxpr.constvars) | made.keys()
         reads = list(
             dict.fromkeys(v for e in mine for v in e.invars if not is_literal(v) and v not in outside)
         )
