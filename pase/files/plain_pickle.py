@@ -97,7 +97,7 @@ class _PickleReader:
         stack = self.stack
         if code == ord("u"):
             items = self._since_mark()
-            self._dict(stack[-1]).update(zip(items[::2], items[1::2], strict=True))
+            self._dict(stack[-1]).update(zip(map(_key, items[::2]), items[1::2], strict=True))
         elif code == ord("e"):
             items = self._since_mark()
             self._list(stack[-1]).extend(items)
@@ -106,7 +106,7 @@ class _PickleReader:
             self._list(stack[-1]).append(last)
         elif code == ord("s"):
             last, key = self._pop(), self._pop()
-            self._dict(stack[-1])[key] = last
+            self._dict(stack[-1])[_key(key)] = last
         elif code in (0x85, 0x86, 0x87):
             n = code - 0x84
             items = [self._pop() for _ in range(n)]
@@ -163,3 +163,10 @@ class _PickleReader:
         if not isinstance(x, list):
             raise ValueError(f"elements for a {type(x).__name__}")
         return x
+
+
+def _key(x: object) -> object:
+    """A key of a dict. The hash of a tuple that holds itself many times over would take for ever."""
+    if not isinstance(x, str | bytes | int | float | None):
+        raise ValueError(f"a {type(x).__name__} as a key")
+    return x

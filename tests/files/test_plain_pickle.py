@@ -78,3 +78,11 @@ def test_nothing_is_made_that_the_file_does_not_hold() -> None:
             assert plain_values(bomb, "x") is None
         except PaseError as e:
             assert "ends within" in str(e)
+
+
+def test_a_key_that_holds_itself_many_times_over_is_refused() -> None:
+    """Its hash visits every path: 2**200 of them."""
+    nested = b")" + b"q\x00h\x00\x86" * 200  # (x, x) of the tuple before
+    with pytest.raises(PaseError, match="a tuple as a key"):
+        plain_values(b"\x80\x04}" + nested + b"Ns.", "x")
+    assert plain_values(pickle.dumps({None: 1, 2: "x", "a": b"y"}), "x") == {None: 1, 2: "x", "a": b"y"}
