@@ -16,7 +16,7 @@ from pase.memory.account import MemoryKind, held
 from pase.memory.accounts import account_for
 from pase.plan.accesses import Reading, access_states, equation_layouts
 from pase.plan.constraints import Constraints, Placement, constraints, stages
-from pase.plan.throughput import step_work
+from pase.plan.throughput import products, step_work
 from pase.plan.types import NodePlan, PlanData, TensorPlan, Tried
 from pase.tables.itemize import LocalWork, NodeCost, collectives, local_work, node_costs, split_of
 from pase.tables.layouts import concrete_size
@@ -28,20 +28,25 @@ __all__ = ["assemble", "axes_by_use"]
 
 
 def axes_by_use(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> Mesh:
-    """Return the mesh with its axes named after what they mostly split: data (the batch), sequence, or else model.
+    """Return the mesh with its axes named after what they split in most of the work: data (the batch), sequence, or
+    else model. The work are the FLOPs of products; a model without products has as much in each gather and reduction.
 
     Axes that the user named keep their names. Only pase itself uses names of a single letter.
     """
     if graph.fixed or any(len(name) > 1 for name in mesh.names):
         return mesh
+    work: Counter[str] = Counter()
+    for node, _, flops in products(graph):
+        work[node] += flops  # type: ignore[assignment]
+    work = work or Counter(n.name for n in graph.nodes if n.kind in ("gather", "reduce"))
     names: list[str] = []
     taken: Counter[str] = Counter()
     for a in range(len(mesh.names)):
         split: Counter[str] = Counter()
-        for n in graph.nodes:
-            d = int(configs[n.name][a])
-            if n.kind in ("matmul", "conv", "gather", "reduce") and d >= 0:
-                split[n.space.dims[d].name] += 1
+        for node, amount in work.items():
+            d = int(configs[node][a])
+            if d >= 0:
+                split[graph.node[node].space.dims[d].name] += amount
         use = {"b": "data", "s": "sequence"}.get(split.most_common(1)[0][0], "model") if split else "spare"
         taken[use] += 1
         names.append(use if taken[use] == 1 else f"{use}{taken[use]}")

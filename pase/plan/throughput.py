@@ -18,7 +18,7 @@ from pase.ir.functions import CAUSAL_ATTENTION
 from pase.machine import Machine
 from pase.tables.layouts import concrete_size
 
-__all__ = ["StepWork", "Throughput", "model_flops", "step_work"]
+__all__ = ["StepWork", "Throughput", "model_flops", "products", "step_work"]
 
 _BACKWARD = 2
 """The gradients of an attention's operands take four products; forward takes two."""
@@ -84,6 +84,11 @@ def _rounded(rate: float) -> str:
 
 def model_flops(graph: Graph) -> Iterator[tuple[str, float]]:
     """Yield (dtype, FLOPs) of every product of a step, forward and backward."""
+    return ((dtype, flops) for _, dtype, flops in products(graph))
+
+
+def products(graph: Graph) -> Iterator[tuple[str, str, float]]:
+    """Yield (node, dtype, FLOPs) of every product of a step, forward and backward."""
     for n in graph.nodes:
         for op in n.ops:
             if op.kind not in ("matmul", "conv", "attention"):
@@ -95,7 +100,7 @@ def model_flops(graph: Graph) -> Iterator[tuple[str, float]]:
             if op.function is CAUSAL_ATTENTION:
                 flops /= 2
             dtype = op.product_dtype or graph.tensors[op.reads[0].tensor].dtype
-            yield dtype, flops * (1 + _gradients(graph, op))
+            yield n.name, dtype, flops * (1 + _gradients(graph, op))
 
 
 def _gradients(graph: Graph, op: Op) -> int:

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 
 import pase
@@ -77,3 +78,30 @@ def test_one_device_needs_no_collectives():
     plan = pase.compile("zoo:mlp", devices=1)
     assert not plan.collectives
     assert plan.communication == 0
+
+
+def test_axes_are_named_by_what_they_split_in_most_of_the_work():
+    """Three of five products split the batch, but those with nearly all FLOPs split their columns and rows."""
+    import jax
+
+    from pase.compiler.problem.problem import SplitProblem
+    from pase.frontends.jax.frontend import trace
+    from pase.machine import Mesh
+    from pase.plan.assemble import axes_by_use
+
+    def loss(w, x):
+        y = sum((x * 2.0 + k) @ w["small"] for k in range(3)).sum()
+        return y + (x @ w["wide"] @ w["back"]).sum()
+
+    shapes = {"small": (1024, 8), "wide": (1024, 65536), "back": (65536, 64)}
+    w = {k: jax.ShapeDtypeStruct(s, "bfloat16") for k, s in shapes.items()}
+    traced = trace(loss, w, jax.ShapeDtypeStruct((64, 1024), "bfloat16"))
+    graph = SplitProblem.of(traced.graph, 8, "h100x8", "analytic", "adam").graph
+    configs = {}
+    for n in graph.nodes:
+        dims = [d.name for d in n.space]
+        wide = [d.name for d in n.space if d.size == 65536]
+        at = dims.index(wide[0]) if wide else dims.index("b") if "b" in dims else -1
+        configs[n.name] = np.array([at], np.int8)
+    assert sum(n.kind == "matmul" and "b" in [d.name for d in n.space] for n in graph.nodes) >= 5
+    assert axes_by_use(graph, Mesh(names=("x",), sizes=(8,)), configs).names == ("model",)
