@@ -49,11 +49,11 @@ def another(base: Machine) -> Machine:
     return replace(base, device=replace(d, products=products, efficiency=efficiency))
 
 
-def recorded(folder: Path) -> dict[str, Any]:
-    """Row by base file: errors of ops that were not fitted and of steps, before and after."""
+def recorded(folder: Path, count: int | None = None) -> dict[str, Any]:
+    """Row by base file: errors of ops that were not fitted and of steps, before and after. count: of the steps."""
     base = load("h100x8")
     with (folder / "steps.csv").open(newline="") as f:
-        steps = {r["spec"]: float(r["step_s"]) for r in csv.DictReader(f)}
+        steps = {r["spec"]: float(r["step_s"]) for r in [*csv.DictReader(f)][:count]}
     rows = {}
     for name, begin in (("h100x8 as shipped", base), ("other figures", another(base))):
         card = recorded_card(folder / "ops.csv")
@@ -127,10 +127,11 @@ def _of_steps(machine: Machine, steps: dict[str, float]) -> dict[str, float]:
 def main() -> None:
     """Calibrates, prints the errors before and after, and saves them."""
     folder = option("folder", type=Path, nargs="?", help="ops.csv and steps.csv; default: measure this GPU")
-    p = parser(__doc__, "gpu_card", folder)
+    steps = option("--steps", type=int, help="price only so many of the recorded steps")
+    p = parser(__doc__, "gpu_card", folder, steps)
     given = p.parse_args()
     if given.folder is not None:
-        rows = recorded(given.folder)
+        rows = recorded(given.folder, given.steps)
     else:
         from pase.calibrate.card_ops import ProfiledKernels
         from pase.calibrate.here import find
@@ -145,12 +146,12 @@ def main() -> None:
         )
         rows = {here.device_name: row(load(known), fit)}
     for name, r in rows.items():
-        apart, steps = r["not fitted"], r.get("steps")
+        apart, of_steps = r["not fitted"], r.get("steps")
         print(f"{name}: ops not fitted {apart['before']['median']:.1%} -> {apart['after']['median']:.1%}")
-        if steps:
+        if of_steps:
             print(
-                f"  steps: median {steps['before']['median']:.1%} -> {steps['after']['median']:.1%}, "
-                f"worst {steps['before']['worst']:.1%} -> {steps['after']['worst']:.1%}"
+                f"  steps: median {of_steps['before']['median']:.1%} -> {of_steps['after']['median']:.1%}, "
+                f"worst {of_steps['before']['worst']:.1%} -> {of_steps['after']['worst']:.1%}"
             )
     print(f"wrote {save({'rows': rows}, given.out)}")
 

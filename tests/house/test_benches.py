@@ -60,7 +60,7 @@ SMALLEST = {
 }
 """Bench -> its smallest arguments."""
 RECORDED = {
-    "gpu.card": f"{SHARED / 'gpu_h100'} -o card.json",
+    "gpu.card": f"{SHARED / 'gpu_h100'} --steps 1 -o card.json",
     "kernels": f"{SHARED / 'gpu_h100' / 'ops.csv'} -o kernels.json",
     "published.ours": "--only ttn001 --minutes 1 -o published_ours.json",
     "published.steps": "--only ttn001 -o published_steps.json",
