@@ -15,6 +15,7 @@ from pase.backends.jax.check_plans import Against, CheckedStep, check_plan
 from pase.backends.jax.checkpoints import restored
 from pase.backends.jax.generation import part_of, threaded_arguments
 from pase.backends.jax.gspmd import JaxprWalk
+from pase.backends.jax.ops.jaxprs import places_only
 from pase.backends.jax.padding import with_padding, without_padding
 from pase.backends.jax.spmd.lower import Lowering, Manual, lowered, lowerings, manual_or_annotated
 from pase.backends.jax.spmd.placement import waits
@@ -28,6 +29,7 @@ from pase.errors import PaseError
 from pase.frontends.jax.contexts import in_any_context, untyped, without_mesh
 from pase.frontends.jax.frontend import TracedJax
 from pase.frontends.jax.leaves import arrays, combine, trained, untrained
+from pase.frontends.jax.versions import called, jaxprs_inside
 from pase.ir import Place, named, simplify
 from pase.ir.blocks import Block, Hoisted, accumulated, kept_results, rematerialised
 from pase.local.bucket_messages import ProgramSchedule
@@ -116,6 +118,25 @@ class JaxPlan:
         if self.schedule is None or self.hoisted != "none" or self.accumulate > 1:
             return False
         return self.schedule.delayed or (self.across and self.schedule.crosses)
+
+    @cached_property
+    def as_written(self) -> bool:
+        """Whether each device runs the user's program as it is: on one device, if nothing is recomputed or hoisted.
+
+        It is then traced and compiled in the time of ``jax.jit``. A program that places its own arrays on a mesh is not
+        run as it is, because that mesh is not the plan's.
+        """
+        if self.logical_mesh.devices > 1 or self.blocks or self.schedule or self.unreduced_axes:
+            return False
+        if self.hoisted != "none":
+            return False
+        todo = [self.traced.jaxpr.jaxpr]
+        while todo:
+            for eqn in todo.pop().eqns:
+                if places_only(eqn):
+                    return False
+                todo += jaxprs_inside(eqn)
+        return True
 
     @cached_property
     def kept_results(self) -> frozenset[Place]:
@@ -229,7 +250,7 @@ class JaxPlan:
         """
         mesh = mesh if mesh is not None else self.mesh()
         self._functions.append("loss")
-        if lowering == "auto" and self.traced.mode == "train":
+        if lowering == "auto" and (self.traced.mode == "train" or self.as_written):
             lowering = "annotated"
         made = lowered(lowering, mesh, Manual(plan=self, mesh=mesh).loss, self._constrained(mesh))
         return in_any_context(made)
@@ -242,9 +263,12 @@ class JaxPlan:
 
         def constrained(*args: Tree) -> Tree:
             leaves = self.checked(args)
-            walk = JaxprWalk(plan=self, mesh=mesh)
-            leaves = [walk.defined(x, t) for x, t in zip(leaves, self.leaf_names(), strict=True)]
-            outs = walk.run(closed.jaxpr, closed.consts, leaves, "", {})
+            if self.as_written:
+                outs = called(closed)(*leaves)
+            else:
+                walk = JaxprWalk(plan=self, mesh=mesh)
+                leaves = [walk.defined(x, t) for x, t in zip(leaves, self.leaf_names(), strict=True)]
+                outs = walk.run(closed.jaxpr, closed.consts, leaves, "", {})
             out = combine(jax.tree.unflatten(self.traced.out_tree, outs), self.traced.kept_out)
             return out[0] if self.traced.mode == "train" and not self.traced.has_aux else out
 
@@ -344,6 +368,8 @@ class JaxPlan:
             return in_any_context(
                 hoisted() if lowering == "manual" else manual_or_annotated(hoisted, each, more)
             )
+        if lowering == "auto" and self.as_written:
+            lowering = "annotated"
         made = lowered(lowering, mesh, manual.value_and_grad, graded)
         return in_any_context(summed(self, made, kept, mesh))
 
@@ -360,6 +386,8 @@ class JaxPlan:
                 return fn(combine(mine, rest, params), *batch)
 
             value, grads = jax.value_and_grad(of, has_aux=aux)(trained(arrays(params)))
+            if mesh.size == 1:  # nothing to say, and XLA reads every constraint
+                return value, grads
             return value, jax.tree.map(jax.lax.with_sharding_constraint, grads, kept)
 
         return graded

@@ -215,3 +215,35 @@ def test_a_step_of_one_train_state_is_the_unsharded_one():
     with pytest.raises(PaseError) as e:
         pase.compile(lambda s, x: step(s, x)[1], state, x, devices=8, mode="step")
     assert "TrainState" in e.value.what and "step(state" in e.value.fix
+
+
+def test_on_one_device_the_step_is_the_program_as_it_is_written() -> None:
+    """It has the equations of the plain step and gives its numbers; a recomputed or a placed program is walked."""
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ p["w"]) ** 2)
+
+    w = {"w": PARAMS["w"]}
+    plan = pase.compile(loss, w, X, devices=1)
+    assert plan.jax.as_written
+    mine = jax.make_jaxpr(plan.jax.value_and_grad())(w, X)
+    plain = jax.make_jaxpr(jax.value_and_grad(loss))(w, X)
+    assert len(mine.jaxpr.eqns) == len(plain.jaxpr.eqns)
+    optimizer, state, plain_w, plain_state = optax.adam(1e-2), plan.jax.init(optax.adam(1e-2), w), w, None
+    step, params = plan.jax.train_step(optimizer), plan.jax.device_put(w, X)[0]
+    plain_state = optimizer.init(plain_w)
+    for _ in range(3):
+        params, state, value = step(params, state, X)
+        wanted, grads = jax.value_and_grad(loss)(plain_w, X)
+        updates, plain_state = optimizer.update(grads, plain_state)
+        plain_w = optax.apply_updates(plain_w, updates)
+        assert float(value) == pytest.approx(float(wanted), rel=1e-6)
+    assert not pase.compile(loss, w, X, devices=8).jax.as_written
+
+    mesh = jax.make_mesh((1,), ("mine",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def placed(p: Any, x: Any) -> Any:
+        there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("mine"))
+        return loss(p, jax.lax.with_sharding_constraint(x, there))
+
+    assert not pase.compile(placed, w, X, devices=1).jax.as_written

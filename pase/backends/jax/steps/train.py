@@ -52,6 +52,8 @@ class Training:
         import optax
 
         def kept(tree: Tree) -> Tree:
+            if self.mesh.size == 1:
+                return tree
             return jax.tree.map(jax.lax.with_sharding_constraint, tree, self._updated_as)
 
         mine = kept(trained(params))
