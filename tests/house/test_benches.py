@@ -91,6 +91,7 @@ ELSEWHERE = {
     "pages.schemas": "writes the schemas that tests/files holds equal to the types",
     "pages.screenshots": "needs a browser",
     "audit.gpu": "needs XLA's compiler for CUDA",
+    "audit.gpu_buckets": "needs XLA's compiler for CUDA",
     "audit.tpu": "needs libtpu",
     "audit.tpu_forms": "needs libtpu",
 }
