@@ -17,7 +17,7 @@ from pase.machine import CostModel
 if TYPE_CHECKING:
     from jax import Array
 
-__all__ = ["CardOp", "ProfiledKernels", "card_ops"]
+__all__ = ["CardOp", "ProfiledKernels", "card_ops", "kernel_seconds"]
 
 _ROW_BYTES = 16
 """Products whose rows in memory are no multiple of this are run by other kernels."""
