@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -267,31 +268,28 @@ def _rows(planned: Sequence[_TimedWork], run: Sequence[_TimedWork]) -> tuple[lis
         g: ([i for i in planned if i.group == g], [i for i in run if i.group == g])
         for g in ("products", "light", "update", "collectives")
     }
-    tried = {
-        how: _paired(left["products"], key)
-        for how, key in (("source line", lambda i: i.line), ("FLOPs of a call", lambda i: i.size))
-    }
+    by_line, by_size = (_paired(left["products"], key) for key in (attrgetter("line"), attrgetter("size")))
+    tried = {"source line": by_line, "FLOPs of a call": by_size}
     # The key under which the larger part of the measured time has a partner.
     how = max(tried, key=lambda h: sum(i.seconds for _, r in tried[h][0] for i in r))
     matched, rest = tried[how]
     out += matched
     if how == "source line":
-        more, rest = _paired(rest, lambda i: i.size)
+        more, rest = _paired(rest, attrgetter("size"))
         out += more
     out.append(rest)
-    light, rest = _paired(left["light"], lambda i: i.line)
+    light, rest = _paired(left["light"], attrgetter("line"))
     out += [*light, rest, left["update"]]
-    sent, rest = _paired(left["collectives"], lambda i: i.size)
-    more, (only_planned, only_run) = _paired(rest, lambda i: i.name)
+    sent, rest = _paired(left["collectives"], attrgetter("size"))
+    more, (only_planned, only_run) = _paired(rest, attrgetter("name"))
     out += [*sent, *more]
     for name in dict.fromkeys(i.name for i in (*only_planned, *only_run)):
         out.append(([i for i in only_planned if i.name == name], [i for i in only_run if i.name == name]))
     return [r for r in out if r[0] or r[1]], how
 
 
-def _paired(sides: _Sides, key: object) -> tuple[list[_Sides], _Sides]:
+def _paired(sides: _Sides, key: Callable[[_TimedWork], Hashable]) -> tuple[list[_Sides], _Sides]:
     """Returns the items whose key both sides have, as rows, and the others."""
-    assert callable(key)
     groups: dict[Hashable, _Sides] = defaultdict(lambda: ([], []))
     for side in (0, 1):
         for item in sides[side]:

@@ -128,12 +128,11 @@ def calibrate_card(
         machine = _fitted(base, model, measured, every)
         batch = _next(machine, model, measured, todo) if now() - began < budget_s else []
     before, after = (_predicted(m, model, measured) for m in (base, machine))
+    kept = _kept(every)
     return CardFit(
         machine=machine,
         timed=tuple(
-            TimedOp(
-                op=op, measured_s=s, predicted_s=after[op], before_s=before[op], fitted=op not in _kept(every)
-            )
+            TimedOp(op=op, measured_s=s, predicted_s=after[op], before_s=before[op], fitted=op not in kept)
             for op, s in measured.items()
         ),
         changed={
