@@ -174,8 +174,11 @@ def calibrate(
         )
         with _quiet_output():
             start(host_devices=devices, coordinator=coordinator, processes=processes, process_id=process_id)
-            result = (None if grid else _card(output, budget_s, levels, name)) or _measured(
-                output, budget_s, wanted, levels, fresh, max_spread, name
+            card = None if grid else _known_gpu(wanted, levels)
+            result = (
+                _measured(output, budget_s, wanted, levels, fresh, max_spread, name)
+                if card is None
+                else _card(*card, output, budget_s, name)
             )
     if result is None:
         return
@@ -200,22 +203,41 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _card(output: Path, budget_s: float, levels: str | None, name: str | None) -> JsonObject | None:
-    """Fit the file of this GPU to a few dozen ops. None if this is no GPU that a machine file has."""
-    from functools import partial
+def _known_gpu(dtypes: tuple[str, ...], levels: str | None) -> tuple[Here, str] | None:
+    """This GPU and the machine file that has its card; None if no file has it, or if it is no GPU.
 
-    from pase.calibrate.card import calibrate_card, card_facts, card_file
-    from pase.calibrate.card_ops import ProfiledKernels
+    Raises PaseError for options that only the grid has.
+    """
     from pase.calibrate.here import find
-    from pase.costmodels.analytic import Analytic
-    from pase.machine import dumps, load
+    from pase.errors import PaseError
     from pase.machine.recognize import machine_named
 
     here = find(levels)
     known = machine_named(here.device_name) if here.platform in ("gpu", "cuda") else None
     if known is None:
         return None
+    for option, given in (("--dtypes", dtypes), ("--levels", levels)):
+        if given:
+            raise PaseError(
+                f"the figures of {known} are fitted to ops of all its dtypes, and its links are not measured",
+                where=option,
+                fix=f"leave out {option}, or add --grid",
+            )
+    return here, known
+
+
+def _card(here: Here, known: str, output: Path, budget_s: float, name: str | None) -> JsonObject | None:
+    """Fit the file of this GPU to a few dozen ops. Returns None on every process except the first."""
+    from functools import partial
+
+    from pase.calibrate.card import calibrate_card, card_facts, card_file
+    from pase.calibrate.card_ops import ProfiledKernels
+    from pase.costmodels.analytic import Analytic
+    from pase.machine import dumps, load
+
     base = load(known)
+    if here.process == 0:
+        _check_writable(output)
     with progress() as say:
         fit = calibrate_card(
             base,
@@ -224,15 +246,24 @@ def _card(output: Path, budget_s: float, levels: str | None, name: str | None) -
             min(budget_s, _CARD_S),
             lambda what, done, of: say(f"[{done}/{of}] {what}"),
         )
+    if here.process:
+        return None
     machine = card_file(base, fit, name or output.stem, here.provenance)
-    if here.process == 0:
-        write_atomically(output, dumps(machine))
+    write_atomically(output, dumps(machine))
     notes = [
         f"the links are those of {base.name}: calibrate --from TRACES corrects them, --grid measures them",
         "the part of the products' rate that is left at the power limit, and attention kernels, are those of "
         f"{base.name}",
     ]
     return {"output": str(output), "machine": _outline(machine), "card": card_facts(fit), "notes": notes}
+
+
+def _check_writable(output: Path) -> None:
+    """An output that cannot be written is an error before the measurements, not after hours of them."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if not output.exists():
+        output.touch()
+        output.unlink()
 
 
 def _measured(
@@ -258,11 +289,7 @@ def _measured(
     wanted = dtypes or ("float32", "bfloat16")[:: 1 if here.platform == "cpu" else -1]
     path = output.with_name(output.name + ".journal")
     if first:
-        # An output that cannot be written is an error before the measurements, not after hours of them.
-        output.parent.mkdir(parents=True, exist_ok=True)
-        if not output.exists():
-            output.touch()
-            output.unlink()
+        _check_writable(output)
     journal = Journal(path if first else None, here.fingerprint, fresh=fresh)
     bench = Devices(here)
     try:

@@ -10,6 +10,7 @@ import pytest
 from pase import machine
 from pase.calibrate.types import COLLECTIVE_OPS
 from tests import program
+from tests.command import reported, run
 
 ROOT = Path(__file__).parents[2]
 # The tests check the procedure, not the measured values, because busy test machines give samples with a wide spread.
@@ -94,3 +95,34 @@ def test_bad_usage_is_said(args, what, tmp_path):
     ((code, _, err),) = finished(calibrate("-o", str(tmp_path / "m.toml"), *args))
     assert code == 2 and what in err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_known_gpu_is_fitted_to_a_few_dozen_ops(tmp_path, monkeypatch):
+    """The devices are this host's, under a GPU's name; its kernels are those of the model, a fifth slower."""
+    from dataclasses import replace
+
+    from pase.calibrate import card_ops, here
+    from pase.costmodels.analytic import Analytic
+    from pase.machine import load
+
+    h100, found = load("h100x8"), here.find()
+    gpu = replace(found, platform="gpu", device_name="NVIDIA H100 80GB HBM3")
+    model = Analytic(h100, steady=False)
+    monkeypatch.setattr(here, "start", lambda **_: None)
+    monkeypatch.setattr(here, "find", lambda levels=None: gpu)
+    monkeypatch.setattr(
+        card_ops.ProfiledKernels, "seconds", lambda self, ops: [1.2 * op.seconds(model, 1.4e-6) for op in ops]
+    )
+    file = tmp_path / "mine.toml"
+    told = reported("calibrate", "-o", file)
+    assert told["card"]["not_fitted"]["ops"] > 5 and told["card"]["not_fitted"]["median_error"] < 0.03
+    mine = load(str(file))
+    assert mine.device.products.rate["bfloat16"] < h100.device.products.rate["bfloat16"]
+    assert mine.device.memory_bytes == h100.device.memory_bytes and mine.levels == h100.levels
+    code, out, _ = run("calibrate", "-o", file)
+    assert code == 0 and "were not fitted, and are" in " ".join(out.split())
+    for option in (["--dtypes", "bfloat16"], ["--levels", "device=8"]):
+        code, _, said = run("calibrate", "-o", file, *option)
+        assert code == 2 and option[0] in said and "--grid" in said
+    code, _, said = run("calibrate", "-o", tmp_path / "mine.toml" / "x.toml")
+    assert code == 2 and "Error" in said
