@@ -4,19 +4,21 @@ Every second of the predicted and of the measured step is in exactly one row. Pr
 and light ops are matched by the user's source line or, if the trace has no lines, products by their FLOPs; collectives
 by kind and bytes. What is left is compared as a whole. The differences by assumption add up to measured minus
 predicted.
+
+Of a pipeline, both sides are the average rank, and each rank's work and waiting stand beside the schedule's.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from pase.bridges.step_work import TimedWork, WorkGroup, measured_work, planned_work
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
 from pase.files.quantities import bytes_text
@@ -26,39 +28,14 @@ if TYPE_CHECKING:
     from pase.replay.measurement.model import Measured
     from pase.replay.measurement.spending import Spending
 
-__all__ = ["Assumption", "Beside", "BesideRow", "against_plan", "plan_beside"]
+__all__ = ["Assumption", "Beside", "BesideRow", "RankBeside", "against_plan", "plan_beside"]
 
-WorkGroup = Literal["products", "light", "update", "collectives"]
-
-_LINE = re.compile(r"[\w.-]+\.py:\d+")
-_MULTIPLY = ("product", "convolution", "attention")
-_PRECISIONS = {
-    "bfloat16": ("bf16", "16-bit"),
-    "float16": ("fp16", "16-bit"),
-    "float32": ("f32", "tf32", "fp32"),
-    "float64": ("fp64",),
-    "int8": ("int8",),
-}
-"""The dtype of a plan's product → the precisions of kernels that run it."""
 _OTHER_WORK = 0.05
 """If the FLOPs of plan and trace differ by more than this, the two may not be the same step, and a note says so."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TimedWork:
-    """Some work of a step on one device. seconds: of the step (measured: the moments attributed to it); busy_s: the sum
-    of its durations. flops, nbytes: in all calls; −1 if unknown. precisions: that may run it; size: of one call."""
-
-    group: WorkGroup
-    name: str
-    line: str
-    size: Hashable
-    calls: float
-    seconds: float
-    busy_s: float
-    flops: float = -1.0
-    nbytes: float = -1.0
-    precisions: tuple[str, ...] = ()
+_SAME_STEP = 0.1
+"""If the steps of a pipeline's ranks differ by more than this, they are not the same steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,38 +70,55 @@ class Assumption:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankBeside:
+    """A pipeline's rank: seconds of a step in which it works, and in which it is idle or waits for another stage.
+
+    stages: those that it has. traced: its devices in the traces. predicted_s is None in layouts written before stages'
+    times were stored.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    traced: tuple[int, ...]
+    predicted_s: float | None
+    measured_s: float
+    predicted_idle_s: float | None
+    measured_idle_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Beside:
-    """A plan beside a trace. ``assumptions`` add up to ``measured_s − predicted_s``, largest first."""
+    """A plan beside a trace. ``assumptions`` add up to ``measured_s − predicted_s``, largest first.
+
+    ranks: of the traces; of several, both sides are the mean. stages: by a pipeline's rank; empty if it has none.
+    """
 
     plan: str
-    rank: int
+    ranks: tuple[int, ...]
     predicted_s: float
     measured_s: float
     rows: tuple[BesideRow, ...]
     assumptions: tuple[Assumption, ...]
     matched_by: str
     notes: tuple[str, ...] = field(default=())
+    stages: tuple[RankBeside, ...] = field(default=())
 
 
 def against_plan(layout: Path, m: Measured, spent: Sequence[Spending]) -> JsonObject:
-    """Returns ``plan_beside`` for the slowest rank as JSON. Raises PaseError if the plan is not of such a run."""
+    """Returns ``plan_beside`` as JSON. Raises PaseError if the plan is not of such a run."""
     from dataclasses import asdict
 
     from pase.api import load
 
-    if not spent:
-        raise PaseError("the trace has no complete iteration", where=str(layout), fix="trace more steps")
-    found = plan_beside(
-        load(layout), m, max(spent, key=lambda s: s.total_ns / len(s.iterations)), str(layout)
-    )
-    out: JsonObject = asdict(found)
+    out: JsonObject = asdict(plan_beside(load(layout), m, spent, str(layout)))
     return out
 
 
-def plan_beside(plan: PlanData, m: Measured, s: Spending, where: str) -> Beside:
-    """Compares a plan's step with what one rank of a run measured. where: names the plan in errors.
+def plan_beside(plan: PlanData, m: Measured, spent: Sequence[Spending], where: str) -> Beside:
+    """Compares a plan's step with what the slowest rank of a run measured; a pipeline's with the mean over its ranks.
 
-    Raises PaseError if the plan's costs are not seconds of one device's step, or if the run has more ranks.
+    where: names the plan in errors. Raises PaseError if the plan's costs are not seconds, if the traces have no
+    iteration or more ranks than the plan, or none of one of a pipeline's ranks.
     """
     if plan.unit != "s":
         raise PaseError(
@@ -132,136 +126,123 @@ def plan_beside(plan: PlanData, m: Measured, s: Spending, where: str) -> Beside:
             where=where,
             fix="compile with --cost-model analytic, which predicts seconds",
         )
-    if plan.pipeline is not None:
-        raise PaseError(
-            "it is a pipeline, in which each rank runs a stage of its own",
-            where=where,
-            fix="compare the replayed timelines: pase replay LAYOUT --against TRACES",
-        )
     if len(m.timeline.ranks) > plan.devices:
         raise PaseError(
             f"it is for {plan.devices} devices, and the traces have {len(m.timeline.ranks)} ranks",
             where=where,
             fix="give the layout of the run",
         )
-    planned, run = list(_planned(plan)), list(_run(m, s))
-    rows, how = _rows(planned, run)
-    measured_s = s.total_ns / len(s.iterations) / 1e9
+    if not spent:
+        raise PaseError("the trace has no complete iteration", where=where, fix="trace more steps")
+    shares = _shares(plan, spent, where)
+    planned = list(planned_work(plan))
+    run = [w for s, share in shares for w in measured_work(m, s, share)]
+    between, inside = _between_stages(plan, run)
+    rows, how = _rows(planned, inside)
+    idle: dict[str, float] = defaultdict(float)
+    for s, share in shares:
+        for cause, ns in s.idle.items():
+            idle[cause] += share * ns / len(s.iterations) / 1e9
+    stages = tuple(_stage_ranks(plan, m, shares))
     found = [
         *_of_products(rows),
         *_of_light("light", rows),
         *_of_light("update", rows),
-        *_of_collectives(plan, planned, run),
-        *_of_idle(s),
+        *_of_collectives(plan, planned, inside),
+        *(_of_idle(idle) if plan.pipeline is None else _of_bubble(plan, stages, between, idle)),
     ]
     found = [a for a in found if a.difference_s]
     return Beside(
         plan=plan.model,
-        rank=s.rank,
+        ranks=tuple(s.rank for s, _ in shares),
         predicted_s=plan.cost,
-        measured_s=measured_s,
+        measured_s=math.fsum(share * s.total_ns / len(s.iterations) for s, share in shares) / 1e9,
         rows=tuple(sorted((_row(r) for r in rows), key=lambda r: -abs(r.measured_s - r.predicted_s))),
         assumptions=tuple(sorted(found, key=lambda a: -abs(a.difference_s))),
         matched_by=how,
-        notes=tuple(_notes(plan, planned, run, s)),
+        notes=tuple(_notes(plan, planned, inside, shares[0][0])),
+        stages=stages,
     )
 
 
-# -- the two sides --
+# -- ranks --
 
 
-def _planned(plan: PlanData) -> Iterable[_TimedWork]:
-    for n in plan.nodes:
-        line = _line(n.source)
-        for w in n.work:
-            group: WorkGroup = "products"
-            if w.phase == "update":
-                group = "update"
-            elif w.kind == "memory":
-                group = "light"
-            yield _TimedWork(
-                group=group,
-                name=n.name,
-                line=line,
-                size=round(w.flops) if group == "products" else None,
-                calls=w.times,
-                seconds=w.cost,
-                busy_s=w.cost,
-                flops=w.flops * w.times,
-                nbytes=w.nbytes * w.times,
-                precisions=_precisions(w.dtype),
-            )
-        # Work without items (layouts of earlier versions list none) still counts.
-        rest = n.cost.compute + n.cost.update - math.fsum(w.cost for w in n.work)
-        if abs(rest) > 1e-9 * max(plan.cost, 1e-30):
-            yield _TimedWork(
-                group="light", name=n.name, line=line, size=None, calls=0, seconds=rest, busy_s=rest
-            )
-    for c in plan.collectives:
-        yield _TimedWork(
-            group="collectives",
-            name=c.kind,
-            line="",
-            size=(c.kind, c.nbytes),
-            calls=c.times,
-            seconds=c.cost,
-            busy_s=c.cost,
-            nbytes=float(c.nbytes) * c.times,
+def _shares(plan: PlanData, spent: Sequence[Spending], where: str) -> list[tuple[Spending, float]]:
+    """Returns the ranks that are compared, with their weights: the slowest; of a pipeline all, stage ranks equally."""
+    p = plan.pipeline
+    if p is None:
+        return [(max(spent, key=lambda s: s.total_ns / len(s.iterations)), 1.0)]
+    if p.replicas:
+        raise PaseError(
+            "its replicas are pipelines of their own, on unequal devices",
+            where=where,
+            fix="compare the replayed timelines: pase replay LAYOUT --against TRACES",
         )
-
-
-def _run(m: Measured, s: Spending) -> Iterable[_TimedWork]:
-    from pase.replay.types import COLLECTIVE
-
-    t, n = m.timeline, len(s.iterations)
-    for o, a in s.ops.items():
-        events = s.events[o]
-        collective = bool(events) and int(t["kind"][events[0]]) == COLLECTIVE
-        group: WorkGroup = "light"
-        if collective:
-            group = "collectives"
-        elif o.kind.startswith(_MULTIPLY):
-            group = "products"
-        elif o.kind == "optimizer":
-            group = "update"
-        size = int(t["nbytes"][events[0]]) if collective else -1
-        nbytes = (
-            max(size, 0) * a.calls / n if collective and size >= 0 else a.nbytes / n if a.nbytes else -1.0
+    each = plan.mesh.devices
+    traced = Counter(s.rank // each for s in spent)
+    missing = [r for r in range(p.degree) if r not in traced]
+    if missing:
+        raise PaseError(
+            f"the traces have no device of rank {missing[0]} of its pipeline: "
+            f"devices {missing[0] * each} to {(missing[0] + 1) * each - 1}",
+            where=where,
+            fix="trace at least one device of each rank, numbered as in the run",
         )
-        yield _TimedWork(
-            group=group,
-            name=o.kind if collective else o.name,
-            line=_line(o.where),
-            size=(o.kind, size) if collective else o.flops if group == "products" else None,
-            calls=a.calls / n,
-            seconds=a.clock_ns / n / 1e9,
-            busy_s=a.busy_ns / n / 1e9,
-            flops=a.flops / n if o.flops > 0 else 0.0 if group != "products" else -1.0,
-            nbytes=nbytes,
-            precisions=(o.precision,) if o.precision else (),
+    steps = [s.total_ns / len(s.iterations) / 1e6 for s in spent]
+    if max(steps) > (1 + _SAME_STEP) * min(steps):
+        raise PaseError(
+            f"its ranks run the same steps, and in the traces they take {min(steps):.2f} to {max(steps):.2f} ms",
+            where=where,
+            fix="mark the steps: torch.profiler's step(), jax.profiler.StepTraceAnnotation",
         )
+    return [(s, 1 / traced[s.rank // each] / p.degree) for s in spent]
 
 
-def _line(text: str) -> str:
-    """Returns the file and line in a text.
-
-    >>> _line("pase/zoo/layers.py:190:11 (lookup)"), _line("layers.py:190"), _line("Linear.MLP")
-    ('layers.py:190', 'layers.py:190', '')
-    """
-    found = _LINE.search(text)
-    return found[0] if found else ""
+def _between_stages(plan: PlanData, run: Sequence[TimedWork]) -> tuple[list[TimedWork], list[TimedWork]]:
+    """Divides the run's work into what a pipeline's stages send one another, and all else."""
+    inside = {c.kind for c in plan.collectives}
+    sends = {"send_recv", "permute"} - inside if plan.pipeline is not None else set()
+    between = [w for w in run if w.group == "collectives" and w.name in sends]
+    return between, [w for w in run if w.group != "collectives" or w.name not in sends]
 
 
-def _precisions(dtype: str) -> tuple[str, ...]:
-    return ("fp8",) if dtype.startswith("float8") else _PRECISIONS.get(dtype, ())
+def _stage_ranks(
+    plan: PlanData, m: Measured, shares: Sequence[tuple[Spending, float]]
+) -> Iterable[RankBeside]:
+    p = plan.pipeline
+    if p is None:
+        return
+    each = plan.mesh.devices
+    for rank in range(p.degree):
+        mine = [s for s, _ in shares if s.rank // each == rank]
+        idle = step = 0.0
+        for s in mine:
+            between, _ = _between_stages(plan, list(measured_work(m, s)))
+            step += s.total_ns / len(s.iterations) / 1e9 / len(mine)
+            idle += math.fsum(s.idle.values()) / len(s.iterations) / 1e9 / len(mine)
+            idle += math.fsum(w.seconds for w in between) / len(mine)
+        busy = None
+        if p.before_s:
+            micro = math.fsum(s.forward_s + s.backward_s for s in p.stages if s.rank == rank)
+            busy = p.before_s[rank] + p.micro_batches * micro + p.after_s[rank]
+        yield RankBeside(
+            rank=rank,
+            stages=tuple(k for k, s in enumerate(p.stages) if s.rank == rank),
+            traced=tuple(s.rank for s in mine),
+            predicted_s=busy,
+            measured_s=step - idle,
+            predicted_idle_s=None if busy is None else plan.cost - busy,
+            measured_idle_s=idle,
+        )
 
 
 # -- matching --
 
-_Sides = tuple[list[_TimedWork], list[_TimedWork]]
+_Sides = tuple[list[TimedWork], list[TimedWork]]
 
 
-def _rows(planned: Sequence[_TimedWork], run: Sequence[_TimedWork]) -> tuple[list[_Sides], str]:
+def _rows(planned: Sequence[TimedWork], run: Sequence[TimedWork]) -> tuple[list[_Sides], str]:
     """Matches both sides; returns the rows and how products were matched."""
     out: list[_Sides] = []
     left: Mapping[WorkGroup, _Sides] = {
@@ -288,7 +269,7 @@ def _rows(planned: Sequence[_TimedWork], run: Sequence[_TimedWork]) -> tuple[lis
     return [r for r in out if r[0] or r[1]], how
 
 
-def _paired(sides: _Sides, key: Callable[[_TimedWork], Hashable]) -> tuple[list[_Sides], _Sides]:
+def _paired(sides: _Sides, key: Callable[[TimedWork], Hashable]) -> tuple[list[_Sides], _Sides]:
     """Returns the items whose key both sides have, as rows, and the others."""
     groups: dict[Hashable, _Sides] = defaultdict(lambda: ([], []))
     for side in (0, 1):
@@ -426,12 +407,14 @@ def _of_light(group: WorkGroup, rows: Sequence[_Sides]) -> Iterable[Assumption]:
 
 
 def _of_collectives(
-    plan: PlanData, planned: Sequence[_TimedWork], run: Sequence[_TimedWork]
+    plan: PlanData, planned: Sequence[TimedWork], run: Sequence[TimedWork]
 ) -> Iterable[Assumption]:
     """Splits exposed communication: other durations than predicted, and more or less of it hidden."""
     sends, sent = ([i for i in side if i.group == "collectives"] for side in (planned, run))
     predicted = plan.communication
-    hidden = math.fsum(i.seconds for i in planned if i.group != "collectives") + predicted - plan.cost
+    hidden = plan.hidden
+    if plan.pipeline is None:
+        hidden = math.fsum(i.seconds for i in planned if i.group != "collectives") + predicted - plan.cost
     busy, exposed = math.fsum(i.busy_s for i in sent), math.fsum(i.seconds for i in sent)
     for kind in dict.fromkeys(i.name for i in (*sends, *sent)):
         before = math.fsum(i.busy_s for i in sends if i.name == kind)
@@ -452,26 +435,59 @@ def _of_collectives(
     )
 
 
-def _of_idle(s: Spending) -> Iterable[Assumption]:
-    from pase.replay.measurement.breakdown import CAUSES
-
-    for cause, ns in s.idle.items():
+def _of_idle(idle: Mapping[str, float]) -> Iterable[Assumption]:
+    for cause, seconds in idle.items():
         yield Assumption(
             name="idle",
-            difference_s=ns / len(s.iterations) / 1e9,
-            what="the device is idle, which no plan predicts: "
-            + CAUSES.get(cause, "computing on the CPU").removeprefix("idle: "),
+            difference_s=seconds,
+            what=f"the device is idle, which no plan predicts: {_in_words(cause)}",
         )
 
 
+def _in_words(cause: str) -> str:
+    from pase.replay.measurement.breakdown import CAUSES
+
+    return CAUSES.get(cause, "computing on the CPU").removeprefix("idle: ")
+
+
+def _of_bubble(
+    plan: PlanData, stages: Sequence[RankBeside], between: Sequence[TimedWork], idle: Mapping[str, float]
+) -> Iterable[Assumption]:
+    """Compares the idle time of the average rank with the schedule's bubble.
+
+    A rank that waits for another stage is idle, or in a receive; a trace does not always tell which.
+    """
+    listed = plan.compute + plan.communication - plan.hidden
+    known = [s.predicted_s for s in stages if s.predicted_s is not None]
+    worked = math.fsum(known) / len(stages) if known else listed
+    sends = math.fsum(w.seconds for w in between)
+    measured = sends + math.fsum(idle.values())
+    parts = {"in sends and receives between stages": sends}
+    for cause, seconds in idle.items():
+        parts[_in_words(cause)] = parts.get(_in_words(cause), 0.0) + seconds
+    shown = [f"{s * 1e3:.2f} ms {what}" for what, s in sorted(parts.items(), key=lambda x: -x[1])[:3] if s]
+    yield Assumption(
+        name="bubble",
+        difference_s=measured - (plan.cost - worked),
+        what=f"the average rank is idle or waits for {measured * 1e3:.2f} ms; predicted: "
+        f"{(plan.cost - worked) * 1e3:.2f} ms. Measured: {', '.join(shown) or 'none'}",
+    )
+    yield Assumption(
+        name="stages",
+        difference_s=listed - worked,
+        what=f"the plan's list of ops has the splits of a middle stage ({listed * 1e3:.2f} ms a rank); its stages "
+        f"together were predicted {worked * 1e3:.2f} ms a rank",
+    )
+
+
 def _notes(
-    plan: PlanData, planned: Sequence[_TimedWork], run: Sequence[_TimedWork], s: Spending
+    plan: PlanData, planned: Sequence[TimedWork], run: Sequence[TimedWork], s: Spending
 ) -> Iterable[str]:
     from pase.machine.recognize import machine_named
 
     work = _total(i.flops for i in planned if i.group == "products")
     done = math.fsum(max(i.flops, 0.0) for i in run if i.group == "products")
-    unknown = sum(i.flops < 0 for i in run if i.group == "products")
+    unknown = len({(i.name, i.line) for i in run if i.group == "products" and i.flops < 0})
     if unknown:
         yield f"the FLOPs of {unknown} kinds of products in the trace are unknown"
     elif work > 0 and abs(done / work - 1.0) > _OTHER_WORK:

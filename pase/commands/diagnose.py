@@ -51,7 +51,8 @@ def diagnose(
 
     With --plan, each op's and collective's predicted and measured time stand side by side, and the difference between
     the predicted and the measured step is divided among what the prediction assumed: rates, precision, bytes, overlap,
-    idle time. pase calibrate --from TRACES corrects the machine file by the same trace.
+    idle time. Of a pipeline, each rank's work and waiting stand beside the schedule's. pase calibrate --from TRACES
+    corrects the machine file by the same trace.
 
     A memory profile of JAX (.prof) or a memory snapshot of PyTorch (.pickle) in place of the traces: who holds the
     device's memory, for PyTorch at the peak; with --plan beside the plan's account.

@@ -8,15 +8,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pase
 from pase.bridges.plan_trace import Beside, plan_beside
 from pase.errors import PaseError
+from pase.plan.stage_timeline import stage_timeline
 from pase.replay import Event, align, measure
 from pase.replay.measurement.spending import spendings
 from pase.replay.reports.against import against_lines, against_section
-from pase.replay.types import CompiledOp, Group, Mark, from_events
+from pase.replay.types import COLLECTIVE, CompiledOp, Group, Mark, Timeline, from_events, on_stream
 
 STEPS = 3
 WORKS = {"matmul": "product", "conv": "convolution", "attention": "attention", "memory": "elementwise"}
@@ -82,7 +84,7 @@ def traced(plan: pase.Plan, change: Change = lambda op: op, gap_ns: int = 0) -> 
         marks.append(Mark(rank=0, iteration=step, start_ns=begin, end_ns=now))
     t = from_events(events, groups=(Group(name="pair", ranks=(0, 1)),), marks=tuple(marks))
     m = measure(align(replace(t, compiled=compiled, devices={0: "NVIDIA H100 80GB HBM3"})))
-    found = plan_beside(plan, m, spendings(m)[0], "layout.json")
+    found = plan_beside(plan, m, spendings(m), "layout.json")
     assert math.fsum(a.difference_s for a in found.assumptions) == pytest.approx(
         found.measured_s - found.predicted_s, abs=1e-12
     )
@@ -151,8 +153,93 @@ def test_a_plan_that_is_not_of_the_run_is_refused(plan: pase.Plan) -> None:
         (replace(plan, devices=-1), "ranks"),
     ):
         with pytest.raises(PaseError) as e:
-            plan_beside(other, m, None, "layout.json")  # type: ignore[arg-type]
+            plan_beside(other, m, [], "layout.json")
         assert what in e.value.what and e.value.where == "layout.json" and e.value.fix
+
+
+@pytest.fixture(scope="module")
+def staged() -> pase.Plan:
+    """A pipeline of two ranks with a device each, so that the predicted step's ranks are the run's."""
+    return pase.compile(
+        "zoo:gpt2",
+        devices=2,
+        pipeline=2,
+        mesh="1",
+        machine="h100x8",
+        memory_limit="none",
+        stage_schedule="1f1b",
+    )
+
+
+def beside_stages(plan: pase.Plan, change: Callable[[Timeline], Timeline] = lambda t: t) -> Beside:
+    """The pipeline beside its own predicted step, after ``change``."""
+    m = measure(align(change(_run_of(plan))))
+    found = plan_beside(plan, m, spendings(m), "layout.json")
+    assert math.fsum(a.difference_s for a in found.assumptions) == pytest.approx(
+        found.measured_s - found.predicted_s, abs=1e-12
+    )
+    return found
+
+
+def test_a_pipeline_as_predicted_works_and_waits_as_predicted(staged: pase.Plan) -> None:
+    found = beside_stages(staged)
+    assert [(r.rank, r.traced, r.stages) for r in found.stages] == [(0, (0,), (0,)), (1, (1,), (1,))]
+    assert found.measured_s == pytest.approx(staged.cost, rel=1e-5)
+    for r in found.stages:
+        assert r.measured_s == pytest.approx(r.predicted_s, rel=1e-4)
+        assert r.measured_idle_s == pytest.approx(r.predicted_idle_s, rel=1e-3)
+    assert abs(parts(found).get("bubble", 0.0)) < 1e-4 * staged.cost * 1e6
+    lines = [*against_lines(_json(found))]
+    assert all(len(line) <= 80 for line in lines)
+    assert any(line.split()[:2] == ["1", "1"] for line in lines)
+    assert "The pipeline" in against_section(_json(found))
+
+
+def test_a_stage_that_works_less_waits_longer(staged: pase.Plan) -> None:
+    found = beside_stages(staged)
+    shorter = beside_stages(staged, lambda t: _shortened(t, rank=0, by=0.5))
+    before, after = found.stages[0], shorter.stages[0]
+    assert after.measured_s == pytest.approx(before.measured_s / 2, rel=1e-3)
+    assert after.measured_idle_s == pytest.approx(before.measured_idle_s + before.measured_s / 2, rel=1e-3)
+    assert shorter.stages[1] == found.stages[1]
+
+
+def _run_of(plan: pase.Plan) -> Timeline:
+    """The predicted step of a pipeline, several times in a row."""
+    t = stage_timeline(plan)
+    assert t is not None
+    step = max(m.end_ns for m in t.marks)
+    columns = {k: np.concatenate([v] * (STEPS + 1)) for k, v in t.columns.items()}
+    number = np.repeat(np.arange(STEPS + 1), len(t))
+    columns["start_ns"] = columns["start_ns"] + number * step
+    columns["iteration"] = number.astype(columns["iteration"].dtype)
+    marks = tuple(
+        replace(m, iteration=i, start_ns=i * step, end_ns=(i + 1) * step)
+        for m in t.marks
+        for i in range(STEPS + 1)
+    )
+    order = np.lexsort((columns["start_ns"], columns["lane"]))
+    return replace(t, columns={k: v[order] for k, v in columns.items()}, marks=marks)
+
+
+def _shortened(t: Timeline, rank: int, by: float) -> Timeline:
+    mine = (t.rank_of == rank) & on_stream(t["kind"]) & (t["kind"] != COLLECTIVE)
+    duration = t["duration_ns"].copy()
+    duration[mine] = (duration[mine] * by).astype(duration.dtype)
+    return replace(t, columns={**t.columns, "duration_ns": duration})
+
+
+def test_traces_that_do_not_show_the_pipeline_are_refused(staged: pase.Plan) -> None:
+    t = _run_of(staged)
+    m = measure(align(t.select(t.rank_of == 0)))
+    with pytest.raises(PaseError) as e:
+        plan_beside(staged, m, spendings(m), "layout.json")
+    assert "no device of rank 1" in e.value.what and e.value.fix
+    m = measure(align(t))
+    first, second = spendings(m)
+    with pytest.raises(PaseError) as e:
+        plan_beside(staged, m, [first, replace(second, total_ns=2 * second.total_ns)], "layout.json")
+    assert "steps" in e.value.what and e.value.fix
 
 
 def _json(found: Beside) -> Any:

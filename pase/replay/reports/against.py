@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pase.files.json_values import JsonObject
 from pase.pages.parts import bar, table
@@ -28,6 +28,9 @@ def against_lines(report: JsonObject, most: int = _MOST) -> Iterator[str]:
     )
     for note in report["notes"]:
         yield from textwrap.wrap(f"note: {note}", _COLUMNS)
+    if report["stages"]:
+        yield ""
+        yield from _stage_lines(report["stages"])
     yield ""
     yield f"{'ms':>9}  what the prediction assumed otherwise"
     small = 0.0
@@ -51,6 +54,22 @@ def against_lines(report: JsonObject, most: int = _MOST) -> Iterator[str]:
         )[:_COLUMNS]
     if len(report["rows"]) > most:
         yield f"... and {len(report['rows']) - most} more (--json has them)"
+
+
+def _stage_lines(stages: Sequence[JsonObject]) -> Iterator[str]:
+    yield f"{'':16}{'works':>16}{'idle or waits':>20}"
+    yield f"{'rank':>6}  {'stages':8}{'predicted':>10}{'measured':>10}{'predicted':>10}{'measured':>10}  ms"
+    for r in stages:
+        yield f"{r['rank']:>6}  {_numbers(r['stages'])[:8]:8}" + "".join(f"{cell:>10}" for cell in _times(r))
+
+
+def _numbers(values: Sequence[int]) -> str:
+    return ",".join(map(str, values))
+
+
+def _times(r: JsonObject) -> list[str]:
+    seconds = (r[k] for k in ("predicted_s", "measured_s", "predicted_idle_s", "measured_idle_s"))
+    return ["" if s is None else f"{s * 1e3:.3f}" for s in seconds]
 
 
 def _label(r: JsonObject) -> str:
@@ -88,9 +107,24 @@ def against_section(report: JsonObject) -> str:
         for r in report["rows"]
     )
     notes = "".join(f"<p>{html.escape(n)}</p>" for n in report["notes"])
+    ranks = report["ranks"]
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"the mean over {len(ranks)} ranks"
+    stages = table(
+        "The pipeline's ranks",
+        [
+            "rank",
+            "stages",
+            "works, predicted ms>",
+            "measured ms>",
+            "idle or waits, predicted ms>",
+            "measured ms>",
+        ],
+        ((str(r["rank"]), _numbers(r["stages"]), *_times(r)) for r in report["stages"]),
+    )
     return (
-        f"<p>The plan predicts {report['predicted_s'] * 1e3:.3f} ms a step; rank {report['rank']} measured "
+        f"<p>The plan predicts {report['predicted_s'] * 1e3:.3f} ms a step; {who} measured "
         f"{report['measured_s'] * 1e3:.3f} ms. The differences add up to that of the step.</p>{notes}"
+        + (stages if report["stages"] else "")
         + table("Assumptions that were off", ["assumption", "ms>", "|", "what"], assumptions)
         + table(
             f"Matched by {report['matched_by']}",
