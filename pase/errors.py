@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["Infeasible", "PaseError", "install_line", "needed", "printable"]
+__all__ = ["DISTRIBUTION", "Infeasible", "PaseError", "install_line", "needed", "printable"]
 
 
 _UNSEEN = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")
@@ -51,15 +51,19 @@ class Infeasible(PaseError):
     """A valid request that cannot be met: no strategy exists, or none fits. The command line exits with 1."""
 
 
+DISTRIBUTION = "pase-parallel"
+"""The name that pase is installed by. On the Python package index, ``pase`` is another program."""
+
+
 def install_line(extra: str) -> str:
     """The command that installs what an extra of pase stands for.
 
-    It names the packages, not ``pase[extra]``: the project called pase on the Python package index is another one.
+    It names the packages, not ``pase-parallel[extra]``, which is on no package index.
     """
     from importlib import metadata  # as long to import as the rest of what every command loads
 
     try:
-        declared = metadata.requires("pase") or []
+        declared = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:  # run from its sources, not installed
         declared = []
     parts = (line.partition(";") for line in declared)

@@ -124,7 +124,7 @@ def attempt(wheel: Path, python: Path, extras: str, place: Path) -> None:
     empty = place / "here"
     empty.mkdir(parents=True)
     run(uv(), "venv", "-q", "-p", python, place / "env", where=empty)
-    wanted = f"pase[{extras}] @ {wheel.as_uri()}" if extras else wheel
+    wanted = f"{wheel.name.partition('-')[0]}[{extras}] @ {wheel.as_uri()}" if extras else wheel
     if "torch" in extras.split(
         ","
     ):  # with pip, whose configuration may have an index of CPU builds; the default index has CUDA builds

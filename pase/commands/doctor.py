@@ -10,8 +10,9 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+from pase import __version__
 from pase.commands.options import JsonOption, print_json, progress
-from pase.errors import PaseError, install_line
+from pase.errors import DISTRIBUTION, PaseError, install_line
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 
@@ -59,7 +60,8 @@ def doctor(json: JsonOption = False) -> None:
         plan = _tiny_plan()
     kernels = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(__file__).parents[1])
     found: JsonObject = {
-        "pase": _version("pase"),
+        "pase": __version__,
+        "other_pase": _other_pase(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in ("numpy", "scipy", "numba")},
         "extras": extras,
@@ -80,6 +82,11 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _other_pase() -> str | None:
+    """The version of the other program called pase, if it is installed too: both write into the folder ``pase``."""
+    return None if _version(DISTRIBUTION) is None else _version("pase")
 
 
 def _extra(name: str) -> JsonObject:
@@ -134,6 +141,12 @@ def _print(found: JsonObject) -> None:
     out = console()
     packages = ", ".join(f"{k} {v}" for k, v in found["packages"].items())
     out.print(f"pase {found['pase']} with Python {found['python']}, {packages}")
+    if found["other_pase"] is not None:
+        out.print(
+            f"another program called pase ({found['other_pase']}) is installed in the same place: run "
+            f"pip uninstall pase, then install {DISTRIBUTION} again",
+            style="bold red",
+        )
     out.print()
     table = columns("extra", "for", "installed", left=("extra", "for", "installed"), overflow="fold")
     for name, e in found["extras"].items():

@@ -121,7 +121,7 @@ def resolve(model: str, unknown: Unknown = "error", dims: DimSizes | None = None
         raise PaseError(
             f"it returned {type(made).__name__}, which is not a model",
             where=f"{model}()",
-            fix="let it return (loss_fn, params, *batch), (module, batch) or (module, batch, loss) of PyTorch, or "
+            fix="let it return (loss_fn, params, *batch), (module, *batch) or (module, *batch, loss) of PyTorch, or "
             "another framework's own model",
         )
     return registry.trace(target, *args, name=model, unknown=unknown, dims=dims, **purpose)

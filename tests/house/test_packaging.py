@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from pase.errors import DISTRIBUTION
 from tests.house.test_style import parsed
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,12 @@ def wheel(tmp_path_factory) -> Path:
     assert built.returncode == 0, built.stdout + built.stderr
     (found,) = out.glob("*.whl")
     return found
+
+
+def test_the_wheel_has_the_name_that_messages_use(wheel):
+    assert wheel.name.partition("-")[0].replace("_", "-") == DISTRIBUTION
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == DISTRIBUTION and list(project["scripts"]) == ["pase"]
 
 
 def test_the_wheel_holds_every_module_and_data_file(wheel):

@@ -7,6 +7,7 @@ the gradient follows from the graph.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -98,13 +99,7 @@ def program_of(
         raise
     except Exception as e:
         if loss is not None and isinstance(e, (TypeError, AttributeError)) and not _asks(loss, module, batch):
-            raise PaseError(
-                f"it is called as loss(module, *batch), here with {type(module).__name__} and {len(batch)} elements of "
-                f"the batch, and must call the module itself, but raised {type(e).__name__}: "
-                f"{' '.join(str(e).split())[:400]}",
-                where="loss",
-                fix="give loss=lambda module, *batch: criterion(module(…), …)",
-            ) from e
+            raise _miscalled(loss, module, batch, e) from e
         places = real_places(module, tuple(batch), lambda copy: step_of(copy, loss))
         raise why(type(module).__name__, e, places, module) from e
     return _described(exported, first, ReadSettings.of(module, noted))
@@ -294,6 +289,24 @@ def step_of(
             return _scalar(out, type(module).__name__)
 
     return Step()
+
+
+def _miscalled(loss: Callable[..., Tree], module: Module, batch: Sequence[Tree], e: Exception) -> PaseError:
+    """Why a loss that raised before it asked the module for anything cannot be called so, and how it can."""
+    given = ", ".join(type(a).__name__ for a in (module, *batch))
+    fix = "give loss=lambda module, *batch: criterion(module(…), …)"
+    if len(batch) == 1 and isinstance(batch[0], (tuple, list)):
+        try:
+            inspect.signature(loss).bind(module, *batch[0])
+            fix = "give the elements of the batch one by one, as in (module, x, y, loss) for (module, (x, y), loss)"
+        except (TypeError, ValueError):  # its signature is another, or it has none
+            pass
+    return PaseError(
+        f"it is called as loss(module, *batch), here with ({given}), and must call the module itself, but raised "
+        f"{type(e).__name__}: {' '.join(str(e).split())[:400]}",
+        where="loss",
+        fix=fix,
+    )
 
 
 def _asks(loss: Callable[..., Tree], module: Module, batch: Sequence[Tree]) -> bool:

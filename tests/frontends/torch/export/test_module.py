@@ -36,8 +36,17 @@ def test_a_criterion_given_as_a_loss_is_refused(criterion: str) -> None:
         "of one": lambda made, x, y: made.reshape(-1).sum(),
     }[criterion]
     x, y = torch.zeros(16, 4), torch.zeros(16, dtype=torch.long)
-    with pytest.raises(PaseError, match=r"loss\(module, \*batch\), here with Linear") as e:
+    with pytest.raises(PaseError, match=r"loss\(module, \*batch\), here with \(Linear") as e:
         registry.trace(linear(), x, y, loss=given)
     assert e.value.where == "loss" and "lambda module" in e.value.fix
     with pytest.raises(PaseError, match=r"cannot export Linear.*TypeError: relu"):
         registry.trace(linear(), x, y, loss=lambda m, x, y: torch.relu(m(x), y, y, y).sum())
+
+
+def test_a_batch_given_as_a_tuple_before_its_loss_says_how_to_give_it() -> None:
+    import torch
+
+    module, x, y = torch.nn.Linear(4, 2), torch.zeros(8, 4), torch.zeros(8, 2)
+    with pytest.raises(PaseError) as e:
+        registry.trace(module, (x, y), loss=lambda m, a, b: torch.nn.functional.mse_loss(m(a), b))
+    assert e.value.where == "loss" and "(Linear, tuple)" in e.value.what and "(module, x, y, loss)" in e.value.fix
