@@ -49,4 +49,8 @@ def test_a_batch_given_as_a_tuple_before_its_loss_says_how_to_give_it() -> None:
     module, x, y = torch.nn.Linear(4, 2), torch.zeros(8, 4), torch.zeros(8, 2)
     with pytest.raises(PaseError) as e:
         registry.trace(module, (x, y), loss=lambda m, a, b: torch.nn.functional.mse_loss(m(a), b))
-    assert e.value.where == "loss" and "(Linear, tuple)" in e.value.what and "(module, x, y, loss)" in e.value.fix
+    assert (
+        e.value.where == "loss"
+        and "(Linear, tuple)" in e.value.what
+        and "(module, x, y, loss)" in e.value.fix
+    )
