@@ -107,9 +107,10 @@ def named(graph: Graph) -> Graph:
 
 def _batch_letters(graph: Graph, classes: dict[DimKey, int]) -> dict[int, str]:
     """b and s for the batch and sequence of the inputs of highest rank; b, y and x for images, their rows and
-    columns."""
+    columns. State that one step leaves to the next (an optimizer's, a cache) is not part of the batch."""
     letters: dict[int, str] = {}
     inputs = [n for n in graph.nodes if n.kind == "input"]
+    inputs = [n for n in inputs if all(op.kind != "carry" for op in n.ops)] or inputs
     rank = max((len(n.space.dims) for n in inputs), default=0)
     for n in inputs:
         if len(n.space.dims) == rank:

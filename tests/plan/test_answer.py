@@ -73,3 +73,20 @@ def test_equal_layers_are_one_row_and_long_plans_are_cut() -> None:
 
 def test_one_device_has_no_strategy_to_compare() -> None:
     assert answer(pase.compile(MODEL, devices=1, machine="h100x8")).count(";") == 1
+
+
+def test_the_batch_of_a_whole_step_is_told_from_its_state() -> None:
+    """The optimizer's state has more dims than the batch, and is no batch."""
+    w = jax.ShapeDtypeStruct((512, 8, 64), jnp.float32)
+    x = jax.ShapeDtypeStruct((256, 512), jnp.float32)
+
+    def step(
+        w: jax.Array, momentum: jax.Array, x: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        made, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.einsum("bd,dhk->bhk", x, w) ** 2))(w)
+        momentum = 0.9 * momentum + gradient
+        return w - momentum, momentum, made
+
+    plans = dict(pase.compare(step, w, w, x, devices=8, machine="h100x8", mode="step", mesh="8"))
+    assert strategy_in_words(plans["data_parallel"]) == "data parallelism over 8 devices"
+    assert any("nothing of a whole step" in str(r) for r in plans["pase"].noted)

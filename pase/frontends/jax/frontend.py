@@ -31,7 +31,7 @@ from pase.frontends.jax.rules_outside import RULES
 from pase.frontends.jax.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.jax.unchanged import advancing
 from pase.frontends.registry import Chances, DimSizes, Unknown, UnknownOp, check_dims
-from pase.ir import FixedLayout, Graph, Place, Tensor
+from pase.ir import FixedLayout, Graph, Place, Remark, Tensor
 from pase.ops import GraphBuilder, nests
 from pase.ops.attention import attention
 from pase.pytree import Tree
@@ -223,6 +223,8 @@ def trace(
     check_dims(trip_counts, {*symbols, *lower.told.loops}, b.name)
     lower.told.check_chances(b.name)
     say_dropped(b, program.dropped)
+    if asked == "step":
+        b.remarks.append(_WHOLE_STEP)
     returned = [lower.read(v) for v in closed.jaxpr.outvars]
     outs = [t for t in (returned[:1] if mode == "train" else returned) if t is not None]
     if mode == "train" and not (outs and b.tensors[outs[0].name].needs_grad):
@@ -254,6 +256,13 @@ def trace(
         modules=fn if isinstance(fn, ModuleFunction) else None,
         shardings=shardings(args),
     )
+
+
+_WHOLE_STEP = Remark(
+    "assumed",
+    "nothing of a whole step is hidden behind compute, and each gradient is summed by itself: a plan of its loss alone "
+    "has buckets and overlap, and plan.jax.value_and_grad() then takes the gradient's place in the step",
+)
 
 
 def _leaf_paths(as_shapes: tuple[Tree, ...], stored: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
