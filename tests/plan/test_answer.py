@@ -80,9 +80,7 @@ def test_the_batch_of_a_whole_step_is_told_from_its_state() -> None:
     w = jax.ShapeDtypeStruct((512, 8, 64), jnp.float32)
     x = jax.ShapeDtypeStruct((256, 512), jnp.float32)
 
-    def step(
-        w: jax.Array, momentum: jax.Array, x: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def step(w: jax.Array, momentum: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         made, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.einsum("bd,dhk->bhk", x, w) ** 2))(w)
         momentum = 0.9 * momentum + gradient
         return w - momentum, momentum, made
