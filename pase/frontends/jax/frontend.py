@@ -199,8 +199,7 @@ def trace(
     import jax
 
     versions.check()
-    called = name or name_of(fn)
-    asked = mode
+    called, asked = name or name_of(fn), mode
     fn, args, mode, carry = _pure(fn, (params, *batch), mode, carry)
     as_shapes, trip_counts, symbols = arguments(args, dims, called)
     program = program_of(fn, args, as_shapes, mode, carry)
@@ -223,8 +222,7 @@ def trace(
     check_dims(trip_counts, {*symbols, *lower.told.loops}, b.name)
     lower.told.check_chances(b.name)
     say_dropped(b, program.dropped)
-    if asked == "step":
-        b.remarks.append(_WHOLE_STEP)
+    b.remarks += [_WHOLE_STEP] if asked == "step" else []
     returned = [lower.read(v) for v in closed.jaxpr.outvars]
     outs = [t for t in (returned[:1] if mode == "train" else returned) if t is not None]
     if mode == "train" and not (outs and b.tensors[outs[0].name].needs_grad):
