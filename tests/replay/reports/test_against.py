@@ -5,7 +5,19 @@ from pase.replay.reports.against import against_lines, against_section
 REPORT = {
     "predicted_s": 0.010,
     "measured_s": 0.012,
-    "rank": 0,
+    "ranks": (0, 1),
+    "stages": [
+        {
+            "rank": rank,
+            "stages": (rank, 3 - rank),
+            "traced": (rank,),
+            "predicted_s": predicted,
+            "measured_s": 0.004,
+            "predicted_idle_s": predicted,
+            "measured_idle_s": 0.008,
+        }
+        for rank, predicted in ((0, 0.003), (1, None))
+    ],
     "matched_by": "source line",
     "notes": ["the plan is <for> another machine"],
     "assumptions": [
@@ -39,6 +51,9 @@ def test_the_lines_fit_and_say_which_side_lacks_the_work() -> None:
     text = "\n".join(lines)
     assert "+20.0%" in lines[0] and "+3.000  idle" in text and "light ops of other lines" in text
     assert "1 MiB all_reduce (trace only)" in text and "below 0.1% each" in text
+    stages = [line.split() for line in lines if line.split()[:1] in (["0"], ["1"])]
+    assert stages == [["0", "0,3", "3.000", "4.000", "3.000", "8.000"], ["1", "1,2", "4.000", "8.000"]]
+    assert not any("idle or waits" in line for line in against_lines({**REPORT, "stages": []}))
     assert "and 2 more" in list(against_lines(REPORT, most=1))[-1]
 
 
