@@ -24,6 +24,7 @@ import numpy as np
 from bench.cases.recorded_card import recorded_card
 from bench.runner import option, parser, save
 from pase.calibrate.card import CardFit, calibrate_card, card_facts, card_file
+from pase.calibrate.figures import prices
 from pase.costmodels.analytic import Analytic
 from pase.machine import Machine, dumps, load
 
@@ -66,14 +67,17 @@ def recorded(folder: Path, count: int | None = None) -> dict[str, Any]:
             ops=card.ops,
             now=card.now,
         )
-        fitted = [t.op for t in fit.timed if t.fitted]
+        others = [op for op in card.times if op not in {t.op for t in fit.timed if t.fitted}]
+        works, measured = [op.work for op in others], np.array([card.times[op] for op in others])
         least = min(s for op, s in card.times.items() if op.kind == "memory")
         apart = {
-            what: {
-                op.label: op.seconds(Analytic(machine, steady=False), least) / s - 1
-                for op, s in card.times.items()
-                if op not in fitted
-            }
+            what: dict(
+                zip(
+                    (op.label for op in others),
+                    (prices(Analytic(machine, steady=False), works, least) / measured - 1).tolist(),
+                    strict=True,
+                )
+            )
             for what, machine in (("before", begin), ("after", fit.machine))
         }
         rows[name] = row(begin, fit) | {

@@ -15,14 +15,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from pase.calibrate.card_ops import CardOp, card_ops
+from pase.calibrate.figures import RateKind, figures, fitted, prices
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
-from pase.machine import CostModel, Device, Machine
+from pase.machine import CostModel, Machine
 
 __all__ = ["CardFit", "KernelClock", "TimedOp", "calibrate_card", "card_facts", "card_file", "card_lines"]
 
@@ -32,12 +33,6 @@ _FIRST = 30
 """Ops of the first round, of all kinds and sizes."""
 _MORE = 10
 """Ops of each further round, of the kinds whose predictions are off the most."""
-_PRIOR = 3.0
-"""How far a figure may be from the base file's before it counts as much as an op that is off by 10%: a factor e^3. It
-only decides figures of which no op says something."""
-_OFF = 0.1
-_STEP = 0.03
-"""The relative step of derivatives. Waves are whole, so a smaller step may change nothing."""
 
 
 class KernelClock(Protocol):
@@ -79,16 +74,6 @@ class CardFit:
         return statistics.median(found) if found else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FittedFigure:
-    """A figure of the device that ops can determine. most: its largest value. put: a device with another value."""
-
-    name: str
-    value: float
-    most: float
-    put: Callable[[Device, float], Device]
-
-
 def calibrate_card(
     base: Machine,
     clock: KernelClock,
@@ -114,6 +99,7 @@ def calibrate_card(
     began, every = now(), tuple(card_ops() if ops is None else ops)
     todo = list(every)
     machine, measured = base, dict[CardOp, float]()
+    changed: dict[str, tuple[float, float]] = {}
     left: list[str] = []
     batch = todo[:_FIRST]
     while batch:
@@ -125,7 +111,7 @@ def calibrate_card(
             else:
                 measured[op] = seconds
         _check_enough(measured, every)
-        machine = _fitted(base, model, measured, every)
+        machine, changed = _fitted(base, model, measured, every)
         batch = _next(machine, model, measured, todo) if now() - began < budget_s else []
     before, after = (_predicted(m, model, measured) for m in (base, machine))
     kept = _kept(every)
@@ -135,10 +121,7 @@ def calibrate_card(
             TimedOp(op=op, measured_s=s, predicted_s=after[op], before_s=before[op], fitted=op not in kept)
             for op, s in measured.items()
         ),
-        changed={
-            f.name: (f.value, g.value)
-            for f, g in zip(_figures(base.device, measured), _figures(machine.device, measured), strict=True)
-        },
+        changed=changed,
         left_out=tuple(left),
         seconds=now() - began,
     )
@@ -224,8 +207,8 @@ def _predicted(
     machine: Machine, model: Callable[[Machine], CostModel], measured: dict[CardOp, float]
 ) -> dict[CardOp, float]:
     """What a file predicts for kernels as the profiler times them."""
-    alone = model(machine)
-    return {op: op.seconds(alone, _least_s(measured)) for op in measured}
+    found = prices(model(machine), [op.work for op in measured], _least_s(measured))
+    return dict(zip(measured, found.tolist(), strict=True))
 
 
 def _least_s(measured: dict[CardOp, float]) -> float:
@@ -233,98 +216,20 @@ def _least_s(measured: dict[CardOp, float]) -> float:
     return min(s for op, s in measured.items() if op.kind == "memory")
 
 
-def _figures(device: Device, measured: Iterable[CardOp]) -> list[_FittedFigure]:
-    """The figures of which the ops say something."""
-    products = device.products
-    assert products is not None
-    measured = list(measured)
-    seen = {(op.kind, op.dtype, op.aligned) for op in measured}
-    dtypes = dict.fromkeys(op.dtype for op in measured if op.kind == "matmul")
-    out: list[_FittedFigure] = []
-
-    def of_products(name: str, most: float = math.inf) -> None:
-        def put(d: Device, x: float) -> Device:
-            assert d.products is not None
-            changed: Any = {name: x}
-            return replace(d, products=replace(d.products, **changed))
-
-        out.append(_FittedFigure(name=f"products.{name}", value=getattr(products, name), most=most, put=put))
-
-    def of_dtype(name: str, dtype: str, value: float) -> None:
-        # The units run float16 as they run bfloat16, so a dtype of the same peak and rate changes with it.
-        known: dict[str, float] = getattr(products, name)
-        alike = [
-            d
-            for d, x in known.items()
-            if x == value and device.peak(d) == device.peak(dtype) and d not in dtypes
-        ]
-
-        def put(d: Device, x: float) -> Device:
-            assert d.products is not None
-            changed: Any = {name: {**getattr(d.products, name), **dict.fromkeys([dtype, *alike], x)}}
-            return replace(d, products=replace(d.products, **changed))
-
-        out.append(_FittedFigure(name=f"products.{name} {dtype}", value=value, most=1.0, put=put))
-
-    def of_efficiency(name: str) -> None:
-        def put(d: Device, x: float) -> Device:
-            return replace(d, efficiency={**d.efficiency, name: x})
-
-        value = device.efficiency.get(name, 1.0)
-        out.append(_FittedFigure(name=f"efficiency.{name}", value=value, most=1.0, put=put))
-
-    if products.start_s > 0:
-        of_products("start_s")
-    of_products("output_bytes_per_s")
-    if products.split_s > 0:
-        of_products("split_s")
-    of_products("memory", 1.0)
-    for dtype in dtypes:
-        of_dtype("rate", dtype, products.rate_of(dtype))
-        if ("matmul", dtype, False) in seen:
-            of_dtype("unaligned", dtype, products.unaligned.get(dtype, products.rate_of(dtype)))
-    if any(kind == "conv" for kind, _, _ in seen):
-        of_efficiency("conv")
-    of_efficiency("memory")
-    return out
-
-
 def _fitted(
     base: Machine,
     model: Callable[[Machine], CostModel],
     measured: dict[CardOp, float],
     every: Sequence[CardOp],
-) -> Machine:
-    """The machine whose logarithms of predictions are nearest to those of the times, ops that are far off apart."""
-    from scipy.optimize import least_squares
-
-    kept, least = _kept(every), _least_s(measured)
-    used = [op for op in measured if op not in kept]
-    figures = _figures(base.device, measured)
-    # The unknowns are logarithms of the figures over their values in the base file, plus one, so that steps of the
-    # derivatives are of equal size.
-    top = np.array([1 + math.log(f.most / f.value) if math.isfinite(f.most) else np.inf for f in figures])
-    times = np.log([measured[op] for op in used])
-
-    def at(x: np.ndarray) -> Machine:
-        device = base.device
-        for f, ratio in zip(figures, np.exp(x - 1).tolist(), strict=True):
-            device = f.put(device, min(f.value * ratio, f.most))
-        return replace(base, device=device)
-
-    def off(x: np.ndarray) -> np.ndarray:
-        alone = model(at(x))
-        each = np.log([op.seconds(alone, least) for op in used]) - times
-        return np.concatenate([each / _OFF, (x - 1) / _PRIOR])
-
-    found = least_squares(
-        off,
-        np.minimum(1.0, top - 1e-6),
-        bounds=(np.full(len(figures), -np.inf), top),
-        loss="soft_l1",
-        diff_step=[_STEP],
-    )
-    return at(found.x)
+) -> tuple[Machine, dict[str, tuple[float, float]]]:
+    """The machine that is fitted to the ops that are not kept back, and figure → (before, after)."""
+    kept = _kept(every)
+    used = {op: s for op, s in measured.items() if op not in kept}
+    works = [op.work for op in used]
+    found = figures(base.device, works, throttled=False)
+    times = np.array([*used.values()])
+    machine, values = fitted(base, found, works, times, model, least_s=_least_s(measured))
+    return machine, {f.name: (f.value, x) for f, x in zip(found, values, strict=True)}
 
 
 def _next(
@@ -335,15 +240,15 @@ def _next(
 ) -> list[CardOp]:
     """The next ops: of the kinds that are predicted worst, those least like any that were timed."""
     predicted = _predicted(machine, model, measured)
-    off: dict[tuple[str, str, bool], list[float]] = {}
+    off: dict[RateKind, list[float]] = {}
     for op, s in measured.items():
-        off.setdefault((op.kind, op.dtype, op.aligned), []).append(abs(math.log(predicted[op] / s)))
+        off.setdefault(op.work.rate_kind, []).append(abs(math.log(predicted[op] / s)))
     worst = max((statistics.fmean(v) for v in off.values()), default=1.0)
 
     def worth(op: CardOp, near: Iterable[CardOp]) -> float:
         like = [o for o in near if (o.kind, o.dtype, len(o.extents)) == (op.kind, op.dtype, len(op.extents))]
         far = min((_distance(op, o) for o in like), default=10.0)
-        return far * statistics.fmean(off.get((op.kind, op.dtype, op.aligned), [worst]))
+        return far * statistics.fmean(off.get(op.work.rate_kind, [worst]))
 
     chosen: list[CardOp] = []
     rest = list(todo)

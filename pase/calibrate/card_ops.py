@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from pase.machine import CostModel
+from pase.calibrate.figures import PricedOp, product
 
 if TYPE_CHECKING:
     from jax import Array
 
 __all__ = ["CardOp", "ProfiledKernels", "card_ops", "kernel_seconds"]
 
-_ROW_BYTES = 16
-"""Products whose rows in memory are no multiple of this are run by other kernels."""
 _PASSES = {"scale": 2, "add": 3, "norm": 2, "softmax": 2, "sum rows": 1}
 """How often a light op moves its elements. ``pase.tables`` says the same of it."""
 _RUNS = 5
@@ -53,35 +51,26 @@ class CardOp:
         return 4 if self.dtype == "float32" else 2
 
     @property
-    def aligned(self) -> bool:
-        """Whether the rows of a product's operands and result are multiples of 16 bytes."""
-        return self.kind != "matmul" or all(x * self.width % _ROW_BYTES == 0 for x in self.extents[2:])
-
-    @property
     def nbytes(self) -> float:
         """The bytes of operands and result, each once."""
-        if self.kind == "memory":
-            return float(self.width * _PASSES[self.form] * math.prod(self.extents))
-        if self.kind == "matmul":
-            batch, m, n, k = self.extents
-            return float(self.width * batch * (m * k + k * n + m * n))
-        images, side, c_in, c_out, window = self.extents
-        return float(self.width * (images * side * side * (c_in + c_out) + c_in * c_out * window**2))
+        return self.work.nbytes
 
-    def seconds(self, model: CostModel, least_s: float) -> float:
-        """The predicted time of its kernels. least_s: the time of the smallest kernel, as the profiler times it."""
+    @property
+    def work(self) -> PricedOp:
         if self.kind == "memory":
-            moving = float(model.compute("memory", self.dtype, 0.0, self.nbytes))
-            return moving - model.machine.device.launch_s + least_s
+            moved = float(self.width * _PASSES[self.form] * math.prod(self.extents))
+            return PricedOp(kind="memory", dtype=self.dtype, flops=0.0, nbytes=moved)
         if self.kind == "matmul":
-            batch, m, n, k = self.extents
-            kernels = model.machine.device.products
-            slow = 1.0 if self.aligned or kernels is None else kernels.slowdown(self.dtype)
-            flops = 2.0 * batch * m * n * k * slow
-            return float(model.compute("matmul", self.dtype, flops, self.nbytes, mnk=(m * slow, n, k)))
+            return product(self.dtype, self.width, *self.extents)
         images, side, c_in, c_out, window = self.extents
-        mnk = images * side * side, c_out, c_in * window**2
-        return float(model.compute("conv", self.dtype, 2.0 * math.prod(mnk), self.nbytes, mnk=mnk))
+        m, n, k = images * side * side, c_out, c_in * window**2
+        return PricedOp(
+            kind="conv",
+            dtype=self.dtype,
+            flops=2.0 * m * n * k,
+            nbytes=float(self.width * (m * (c_in + c_out) + c_in * c_out * window**2)),
+            mnk=(m, n, k),
+        )
 
 
 def card_ops() -> tuple[CardOp, ...]:

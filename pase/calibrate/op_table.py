@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from pase.calibrate.figures import PricedOp, figures, fitted, prices, product
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
 from pase.machine import AttentionKernel, CostModel, Machine
@@ -119,8 +120,8 @@ def with_table(
 ) -> tuple[Machine, JsonObject]:
     """Returns the base with the table's rates of products in bfloat16 and of long attention, and the products' errors.
 
-    The base must be a machine of the same card: what the table does not have (links, memory, other dtypes relative to
-    bfloat16) stays. Products were timed one after the other, so the card was at its power limit.
+    The base must be a machine of the same card: what the table does not have (links, light ops, other dtypes) stays.
+    Products were timed one after the other, so the card was at its power limit.
 
     model: prices products on a machine.
 
@@ -143,7 +144,7 @@ def with_table(
     told = _errors(model(machine), products)
     sources = {
         **base.sources,
-        "device.products": f"{source}: rate and output fitted to two thirds of its products",
+        "device.products": f"{source}: fitted to two thirds of its products",
     }
     attention = [r for r in rows if r.op.startswith("attention")]
     with_attention = _with_attention(machine, attention)
@@ -161,41 +162,25 @@ def with_table(
     return made, told
 
 
-def _price(model: CostModel, rows: list[OpTime]) -> np.ndarray:
-    """Predicted seconds of products, float [rows]."""
-    b, m, n, k = np.array([r.shape for r in rows]).T
-    added = np.array([r.op != "product" for r in rows])
-    # A sum of gradients is read and written in float32, in place of a result in 16 bits.
-    nbytes = 2 * b * (m * k + k * n + m * n) + np.where(added, 6.0 * b * m * n, 0.0)
-    return model.compute("matmul", "bfloat16", 2 * b * m * n * k, nbytes, mnk=(m, n, k))
+def _work(row: OpTime) -> PricedOp:
+    """A product. A sum of gradients is read and written in float32, in place of a result in 16 bits."""
+    b, m, n, k = row.shape
+    work = product(row.dtype, 2, b, m, n, k)
+    return work if row.op == "product" else replace(work, nbytes=work.nbytes + 6.0 * b * m * n)
 
 
 def _errors(model: CostModel, rows: list[OpTime]) -> JsonObject:
-    errors = np.abs(_price(model, rows) / np.array([r.seconds for r in rows]) - 1)
+    errors = np.abs(prices(model, [_work(r) for r in rows]) / np.array([r.seconds for r in rows]) - 1)
     kept = np.array([r.kept for r in rows])
     judged = float(np.median(errors[kept])) if kept.any() else None
     return {"rows": len(rows), "median_error": float(np.median(errors)), "kept_median_error": judged}
 
 
 def _with_products(base: Machine, rows: list[OpTime], model: Callable[[Machine], CostModel]) -> Machine:
-    """The base with the rate of products and of their results' writes whose prices are nearest to the fitted rows."""
-    kernels = base.device.products
-    assert kernels is not None  # with_table has checked
-    before = kernels.rate_of("bfloat16")
-    fitted = [r for r in rows if not r.kept] or rows
-    measured = np.log([r.seconds for r in fitted])
-
-    def made(rate: float, output: float) -> Machine:
-        rates = {d: min(r * rate / before, 1.0) for d, r in kernels.rate.items()}
-        odd = {d: min(r * rate / before, 1.0) for d, r in kernels.unaligned.items()}
-        own = replace(kernels, rate=rates, unaligned=odd, steady=1.0, output_bytes_per_s=output)
-        return replace(base, device=replace(base.device, products=own))
-
-    def off(machine: Machine) -> float:
-        return float(np.mean(np.abs(np.log(_price(model(machine), fitted)) - measured)))
-
-    outputs = kernels.output_bytes_per_s * np.geomspace(0.1, 4, 12)
-    return min((made(float(r), float(o)) for r in np.linspace(0.3, 0.95, 66) for o in outputs), key=off)
+    """The base with the figures of products at which the prices are nearest to the rows that are not kept back."""
+    used = [r for r in rows if not r.kept] or rows
+    works, times = [_work(r) for r in used], np.array([r.seconds for r in used])
+    return fitted(base, figures(base.device, works, throttled=True), works, times, model)[0]
 
 
 def _with_attention(base: Machine, rows: list[OpTime]) -> Machine:

@@ -1,20 +1,19 @@
 """Corrects a machine's rates of products and light ops by what a trace shows of them.
 
-A trace has the ops of one program, not a grid of sizes. So each figure of the machine file of which a trace says
-something is scaled by one factor, at which the traced ops together take the time that they took. The form of the
-prediction (waves, starts, memory beside arithmetic) stays that of the file.
+A trace has the ops of one program, not a grid of sizes. So only rates are fitted (``figures``), each to the time that
+its ops take together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from pase.machine import CostModel, Device, Machine, ProductKernels
+from pase.calibrate.figures import ROW_BYTES, FittedFigure, PricedOp, figures, fitted, prices
+from pase.machine import CostModel, Machine
 from pase.replay.measurement.origins import Origin
 from pase.replay.measurement.spending import Spending
 
@@ -31,7 +30,8 @@ _DTYPES = {
 }
 _SPAN = 16.0
 """A file that is off by more than this factor is of another device."""
-_HALVINGS = 60
+_TOP = 0.999
+"""A figure that the fit leaves this near to its largest value would be larger."""
 _FEWEST_S = 1e-4
 """Ops that take less than this in a step say little of a rate."""
 _LIGHT = ("norm", "elementwise", "copy", "embedding", "optimizer")
@@ -51,20 +51,12 @@ class Corrected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ops:
-    """Ops of one kind: durations in a step, FLOPs and bytes of a call, calls in a step, extents of products."""
+class _TracedOp:
+    """A kind of op. seconds: of one call, without the gaps before it. calls: in a step of one rank."""
 
-    kind: str
-    dtype: str
-    seconds: np.ndarray
-    flops: np.ndarray
-    nbytes: np.ndarray
-    calls: np.ndarray
-    mnk: tuple[np.ndarray, np.ndarray, np.ndarray] | None
-
-    def predicted_s(self, model: CostModel) -> float:
-        each = model.compute(self.kind, self.dtype, self.flops, self.nbytes, mnk=self.mnk)
-        return float((each * self.calls).sum())
+    work: PricedOp
+    seconds: float
+    calls: float
 
 
 def corrected(
@@ -74,186 +66,86 @@ def corrected(
 
     model: makes the cost model that predicts with a machine.
     """
-    done: list[Corrected] = []
     left: dict[str, str] = {}
-    for ops in _found(spent):
-        figure, before, scaled = _figure(machine.device, ops)
-        measured = float(ops.seconds.sum())
-        if measured < _FEWEST_S:
-            left[figure] = f"its ops take {measured * 1e6:.0f} µs a step, too little to say something"
-            continue
-
-        predicted = partial(_predicted_s, ops, model, machine, scaled)
-        factor, why = _factor(predicted, measured)
-        if why:
-            left[figure] = why
-        elif before * factor > 1.0:
-            left[figure] = (
-                f"the traced ops would need {before * factor:.2f} times the file's peak rate, "
-                "as ops whose operands stay in a cache do"
-            )
-        else:
-            done.append(
+    every = list(_found(spent))
+    rates: dict[FittedFigure, list[_TracedOp]] = {}
+    for f in figures(machine.device, [o.work for o in every], throttled=True):
+        ops = [o for o in every if o.work.rate_kind in f.kinds]
+        measured = _measured_s(ops)
+        if measured >= _FEWEST_S:
+            rates[f] = ops
+        elif ops:
+            left[f.name] = f"its ops take {measured * 1e6:.0f} µs a step, too little to say something"
+    while rates:
+        works, times = [o.work for o in every], np.array([_measured_s(ops) for ops in rates.values()])
+        sums = np.array([[o.calls if o in ops else 0.0 for o in every] for ops in rates.values()])
+        made, values = fitted(machine, [*rates], works, times, model, sums=sums)
+        off = {f: why for f, x in zip(rates, values, strict=True) if (why := _impossible(f, x))}
+        left |= {f.name: why for f, why in off.items()}
+        if not off:
+            before = sums @ prices(model(machine), works)
+            facts = zip(rates.items(), values, times.tolist(), before.tolist(), strict=True)
+            done = [
                 Corrected(
-                    figure=figure,
-                    before=before,
-                    after=before * factor,
-                    ops=len(ops.seconds),
-                    measured_s=measured,
-                    predicted_s=predicted(1.0),
+                    figure=f.name, before=f.value, after=x, ops=len(ops), measured_s=s, predicted_s=predicted
                 )
-            )
-            machine = replace(machine, device=scaled(factor))
-    return machine, done, left
+                for (f, ops), x, s, predicted in facts
+            ]
+            return made, done, left
+        rates = {f: ops for f, ops in rates.items() if f not in off}
+    return machine, [], left
 
 
-def _predicted_s(
-    ops: _Ops,
-    model: Callable[[Machine], CostModel],
-    machine: Machine,
-    scaled: Callable[[float], Device],
-    factor: float,
-) -> float:
-    return ops.predicted_s(model(replace(machine, device=scaled(factor))))
+def _measured_s(ops: Iterable[_TracedOp]) -> float:
+    return math.fsum(o.seconds * o.calls for o in ops)
 
 
-def _factor(predicted_s: Callable[[float], float], measured: float) -> tuple[float, str]:
-    """Returns the factor of a rate at which the prediction is what was measured, or why there is none."""
-    low, high = math.log(1 / _SPAN), math.log(_SPAN)
-    if predicted_s(math.exp(high)) > measured:
-        return 1.0, "the traced ops are faster than their other limits in the file allow at any rate"
-    if predicted_s(math.exp(low)) < measured:
-        return (
-            1.0,
-            f"the traced ops run at less than a {_SPAN:.0f}th of the file's rate: is it another device?",
-        )
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if predicted_s(math.exp(middle)) > measured else (low, middle)
-    return math.exp((low + high) / 2), ""
+def _impossible(figure: FittedFigure, value: float) -> str:
+    """Returns why a figure cannot have this value, or nothing."""
+    if value > _TOP * figure.most:
+        return "the traced ops would need more than the peak rate, as ops whose operands stay in a cache do"
+    if value * _SPAN < figure.value:
+        return f"the traced ops run at less than a {_SPAN:.0f}th of the file's rate: is it another device?"
+    return ""
 
 
-def _found(spent: Sequence[Spending]) -> list[_Ops]:
-    """Returns the ops of all ranks with known FLOPs or bytes; times are means over ranks."""
-    groups: dict[tuple[str, str], list[tuple[Origin, float, float]]] = {}
+def _found(spent: Sequence[Spending]) -> Iterator[_TracedOp]:
+    """Yields the ops of all ranks with known FLOPs or bytes; times are means over ranks."""
+    times: dict[PricedOp, tuple[float, float]] = {}
     for s in spent:
         for o, a in s.ops.items():
-            key = _key(o)
-            if key is not None and a.calls and a.busy_ns:
+            work = _work(o)
+            if work is not None and a.calls and a.busy_ns:
                 each = len(s.iterations) * len(spent)
-                groups.setdefault(key, []).append((o, a.busy_ns / each / 1e9, a.calls / each))
-    out = []
-    # Light ops first: products of little work are limited by the memory's rate, too.
-    for (kind, dtype), found in sorted(groups.items(), key=lambda g: (g[0][0] != "memory", g[0])):
-        extents = [_mnk(o) for o, _, _ in found]
-        out.append(
-            _Ops(
-                kind=kind,
-                dtype=dtype,
-                seconds=np.array([s for _, s, _ in found]),
-                flops=np.array([max(o.flops, 0) for o, _, _ in found], dtype=float),
-                nbytes=np.array([max(o.nbytes, 0) for o, _, _ in found], dtype=float),
-                calls=np.array([n for _, _, n in found]),
-                mnk=tuple(np.array(x) for x in zip(*extents, strict=True)) if kind == "matmul" else None,  # type: ignore[arg-type]
-            )
-        )
-    return out
+                seconds, calls = times.get(work, (0.0, 0.0))
+                times[work] = seconds + a.busy_ns / each / 1e9, calls + a.calls / each
+    for work, (seconds, calls) in times.items():
+        yield _TracedOp(work=work, seconds=seconds / calls, calls=calls)
 
 
-def _key(o: Origin) -> tuple[str, str] | None:
-    """Returns the kind of local work and the dtype; None if the op says nothing of a rate.
+def _work(o: Origin) -> PricedOp | None:
+    """Returns the op as it is priced; None if it says nothing of a rate.
 
-    Products whose rows are not aligned are left out: libraries run them by other kernels.
+    Products whose rows are not aligned are left out: libraries pad them, or run them by other kernels.
     """
-    first = o.kind.partition(" ")[0]
+    first, nbytes = o.kind.partition(" ")[0], float(max(o.nbytes, 0))
     if first in _LIGHT:
-        return ("memory", "float32") if o.nbytes > 0 else None
+        return PricedOp(kind="memory", dtype="float32", flops=0.0, nbytes=nbytes) if nbytes else None
     dtype = _DTYPES.get(o.precision)
     if dtype is None or o.flops <= 0:
         return None
-    if first == "product":
-        width = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}.get(dtype, 1)
-        aligned = all(d * width % 16 == 0 for x in o.product for d in x[-2:])
-        return ("matmul", dtype) if o.product and aligned else None
-    return ("conv", dtype) if first == "convolution" else None
-
-
-def _mnk(o: Origin) -> tuple[float, float, float]:
-    """Returns the extents of a product, without its batch.
-
-    >>> _mnk(Origin(kind="product", name="", flops=2 * 8 * 3 * 5 * 7, product=((8, 3, 7), (8, 7, 5), (8, 3, 5))))
-    (3.0, 5.0, 7.0)
-    """
-    if not o.product:
-        return 1.0, 1.0, 1.0
+    if first == "convolution":
+        return PricedOp(kind="conv", dtype=dtype, flops=float(o.flops), nbytes=nbytes)
+    if first != "product" or not o.product:
+        return None
+    width = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}.get(dtype, 1)
+    if any(d * width % ROW_BYTES for x in o.product for d in x[-2:]):
+        return None
     result = o.product[2]
-    return float(result[-2]), float(result[-1]), o.flops / 2 / math.prod(result)
-
-
-def _figure(device: Device, ops: _Ops) -> tuple[str, float, Callable[[float], Device]]:
-    """Returns the figure that sets the rate of these ops: its name, its value as a part of the peak, and the device
-    with a multiple of it."""
-    if ops.kind == "memory" and device.memory_curve is not None:
-        curve = device.memory_curve
-        largest = curve.nbytes[-1] / curve.seconds[-1] / device.memory_bandwidth_bytes_per_s
-        return (
-            "memory_curve",
-            min(largest, 1.0),
-            lambda f: replace(
-                device, memory_curve=replace(curve, seconds=tuple(s / f for s in curve.seconds))
-            ),
-        )
-    table = next((t for t in device.matmul_tables if t.dtype == ops.dtype), None)
-    if ops.kind == "matmul" and table is not None:
-        others = tuple(t for t in device.matmul_tables if t is not table)
-        return (
-            f"matmul_tables {ops.dtype}",
-            max(table.flops_per_s) / device.peak(ops.dtype),
-            lambda f: replace(
-                device,
-                matmul_tables=(
-                    *others,
-                    replace(table, flops_per_s=tuple(r * f for r in table.flops_per_s)),
-                ),
-            ),
-        )
-    kernels = device.products
-    if ops.kind == "matmul" and kernels is not None:
-        return (
-            f"products.rate {ops.dtype}",
-            kernels.rate_of(ops.dtype) * kernels.steady,
-            lambda f: _faster_products(device, kernels, ops.dtype, f),
-        )
-    name = {"memory": "memory", "conv": f"conv.{ops.dtype}", "matmul": f"matmul.{ops.dtype}"}[ops.kind]
-    if ops.kind == "conv" and kernels is not None:
-        name = "conv"  # the only figure of convolutions that is read beside product kernels
-    before = device.reached(ops.kind, ops.dtype)
-    return (
-        f"efficiency {name}",
-        before,
-        lambda f: replace(device, efficiency={**device.efficiency, name: before * f}),
-    )
-
-
-def _faster_products(device: Device, kernels: ProductKernels, dtype: str, factor: float) -> Device:
-    """Returns the device with another rate of one dtype's products.
-
-    A rate above the peak before throttling means that the card throttles less than the file says. Then that figure is
-    changed, and all others so that their rates while the card throttles stay.
-    """
-    rate = kernels.rate_of(dtype) * factor
-    if rate <= 1.0:
-        return replace(device, products=replace(kernels, rate={**kernels.rate, dtype: rate}))
-    back = min(rate, 1.0 / kernels.steady)  # the new part that is left at the power limit, by the old one
-    efficiency = {k: v / back if k == "conv" else v for k, v in device.efficiency.items()}
-    others = {k: v / back for k, v in kernels.rate.items()}
-    return replace(
-        device,
-        efficiency=efficiency,
-        products=replace(
-            kernels,
-            steady=kernels.steady * back,
-            rate={**others, dtype: 1.0},
-            unaligned={k: v / back for k, v in kernels.unaligned.items()},
-        ),
+    return PricedOp(
+        kind="matmul",
+        dtype=dtype,
+        flops=float(o.flops),
+        nbytes=nbytes,
+        mnk=(float(result[-2]), float(result[-1]), o.flops / 2 / math.prod(result)),
     )

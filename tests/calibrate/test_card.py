@@ -15,6 +15,7 @@ import pytest
 from bench.cases.recorded_card import recorded_card
 from pase.calibrate.card import calibrate_card, card_facts, card_file, card_lines
 from pase.calibrate.card_ops import CardOp, card_ops
+from pase.calibrate.figures import prices
 from pase.costmodels.analytic import Analytic
 from pase.errors import PaseError
 from pase.machine import Machine, dumps, load
@@ -40,7 +41,7 @@ class SimulatedCard:
         return [
             None
             if op.label in self.broken
-            else op.seconds(model, LEAST_S) * math.exp(random.normal(0, self.noise))
+            else float(prices(model, [op.work], LEAST_S)[0]) * math.exp(random.normal(0, self.noise))
             for op in ops
         ]
 

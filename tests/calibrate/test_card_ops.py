@@ -15,7 +15,7 @@ def test_the_first_ops_are_of_every_kind() -> None:
     first = card_ops()[:30]
     assert {(op.kind, op.dtype) for op in first} == {(op.kind, op.dtype) for op in card_ops()}
     assert {op.form for op in first} == {op.form for op in card_ops()}
-    assert not all(op.aligned for op in first)
+    assert not all(op.work.aligned for op in first)
     assert len(set(card_ops())) == len(card_ops()) == len({op.label + op.form for op in card_ops()})
 
 

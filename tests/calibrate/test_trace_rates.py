@@ -79,10 +79,18 @@ def test_the_true_rates_are_found() -> None:
         precision="f32",
     )
     found, done, left = corrected(base, spending(true, (odd,)), Analytic)
-    assert found.device.efficiency["memory"] == pytest.approx(0.7, rel=1e-4)
+    # Figures that nothing determines stay at the file's, which pulls at all others by less than a thousandth.
+    assert found.device.efficiency["memory"] == pytest.approx(0.7, rel=1e-3)
     assert found.device.products is not None
-    assert found.device.products.rate == pytest.approx({**kernels.rate, "bfloat16": 0.6}, rel=1e-4)
-    assert [c.figure for c in done] == ["efficiency memory", "products.rate bfloat16"] and not left
+    # float16 is run by the same units.
+    rates = {**kernels.rate, "bfloat16": 0.6, "float16": 0.6}
+    assert found.device.products.rate == pytest.approx(rates, rel=1e-3)
+    assert {c.figure for c in done} == {"efficiency.memory", "products.rate bfloat16"} and not left
+    for c in done:
+        assert c.after == pytest.approx(
+            0.7 if c.figure == "efficiency.memory" else 0.6 * kernels.steady, rel=1e-3
+        )
+        assert c.predicted_s != pytest.approx(c.measured_s, rel=0.05)
 
 
 def test_a_card_that_does_not_throttle_keeps_the_other_rates() -> None:
@@ -112,4 +120,4 @@ def test_what_no_card_can_do_is_left() -> None:
     base = machine.load("h100x8")
     fast = replace(base, device=replace(base.device, memory_bandwidth_bytes_per_s=5e12, launch_s=1e-9))
     _, done, left = corrected(base, spending(fast), Analytic)
-    assert "efficiency memory" in left and "efficiency memory" not in {c.figure for c in done}
+    assert "efficiency.memory" in left and "efficiency.memory" not in {c.figure for c in done}

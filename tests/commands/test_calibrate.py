@@ -102,6 +102,7 @@ def test_a_known_gpu_is_fitted_to_a_few_dozen_ops(tmp_path, monkeypatch):
     from dataclasses import replace
 
     from pase.calibrate import card_ops, here
+    from pase.calibrate.figures import prices
     from pase.costmodels.analytic import Analytic
     from pase.machine import load
 
@@ -111,7 +112,9 @@ def test_a_known_gpu_is_fitted_to_a_few_dozen_ops(tmp_path, monkeypatch):
     monkeypatch.setattr(here, "start", lambda **_: None)
     monkeypatch.setattr(here, "find", lambda levels=None: gpu)
     monkeypatch.setattr(
-        card_ops.ProfiledKernels, "seconds", lambda self, ops: [1.2 * op.seconds(model, 1.4e-6) for op in ops]
+        card_ops.ProfiledKernels,
+        "seconds",
+        lambda self, ops: (1.2 * prices(model, [op.work for op in ops], 1.4e-6)).tolist(),
     )
     file = tmp_path / "mine.toml"
     told = reported("calibrate", "-o", file)
