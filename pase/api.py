@@ -242,10 +242,10 @@ def compile(
     Raises PaseError for bad input. Raises Infeasible if no strategy exists, or if none fits a memory limit that is
     given as a size. Warns if none fits the machine's memory, which is the default limit.
     """
-    from pase.compiler.compilation import compile_model
     from pase.plan.table import misfit_text
+    from pase.stated.usual import compile_with_usual
 
-    plan = Plan.of(compile_model(model, params, batch, options, progress).plan)
+    plan = Plan.of(compile_with_usual(model, params, batch, options, progress))
     if plan.misfit is not None:
         warnings.warn(f"the plan for '{plan.model}': {misfit_text(plan)}", stacklevel=3)
     return plan

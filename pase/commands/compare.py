@@ -100,7 +100,7 @@ def compare(
         warn_misfit(ours)
     else:
         _print(ours, rows)
-        if usual is not None:
+        if options.pipeline != "none":
             _print_usual(usual)
     strictly(ours.sound, strict)
 
@@ -109,18 +109,23 @@ def _usual(model: str, options: CompileOptions, say: Progress) -> Priced | None:
     """TP·PP·DP as Megatron runs it, for a comparison of pipelines."""
     from pase.compiler.problem.problem import SplitProblem
     from pase.compiler.resolve import traced_model
+    from pase.stated.program import PROGRAMS
     from pase.stated.usual import usual_pipeline
 
     traced, _ = traced_model(model, None, (), options)
     problem = SplitProblem.of(
         traced.graph, options.devices, options.machine, options.cost_model, options.optimizer
     )
-    return usual_pipeline(problem, traced, say)
+    return usual_pipeline(problem, traced, say, PROGRAMS["megatron"])
 
 
-def _print_usual(p: Priced) -> None:
+def _print_usual(p: Priced | None) -> None:
     from pase.plan.table import bytes_text, cost_text
+    from pase.stated.usual import NONE
 
+    if p is None:
+        console().print(f"as Megatron runs it: {NONE}")
+        return
     fits = "" if p.fits else ", does not fit"
     console().print(
         f"as Megatron runs it: {p.strategy}: {cost_text(p.step_s, 's')}, MFU {p.throughput.mfu:.1%}, "

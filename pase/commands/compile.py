@@ -77,10 +77,10 @@ def compile(
       pase compile 'hf:LlamaForCausalLM?batch=32' --devices 32
     """
     from pase.api import Plan
-    from pase.compiler.compilation import compile_model
+    from pase.stated.usual import compile_with_usual
 
     with progress() as say:
-        plan = Plan.of(compile_model(model, None, (), options, say).plan)
+        plan = Plan.of(compile_with_usual(model, None, (), options, say))
     if schedule is not None:
         plan = plan.scheduled(schedule)
     if output is not None:

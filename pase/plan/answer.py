@@ -128,10 +128,12 @@ def _shards(plan: PlanData, axes: Collection[str], stored: Iterable[tuple[Tensor
 def family(name: str) -> str:
     """Return the family of a baseline: those of several degrees are one.
 
-    >>> family("megatron_sp_fsdp_16x2"), family("zero2")
-    ('megatron', 'zero2')
+    >>> family("megatron_sp_fsdp_16x2"), family("zero2"), family("megatron_tp8_pp4_dp2")
+    ('megatron', 'zero2', 'megatron with stages')
     """
     head = name.split("_")[0]
+    if re.search(r"_pp\d", name):
+        return f"{head} with stages"
     return head if head in ("megatron", "expert", "context", "hsdp") else name
 
 
@@ -140,10 +142,14 @@ def name_in_words(name: str) -> str:
 
     >>> name_in_words("fsdp"), name_in_words("megatron_sp_fsdp_16x2"), name_in_words("hsdp_4x8")
     ('plain FSDP', 'Megatron 16×2 (sp, fsdp)', 'HSDP 4×8')
+    >>> name_in_words("megatron_tp8_pp4_dp2")
+    'Megatron TP 8 · PP 4 · DP 2'
     """
     if name in _IN_WORDS:
         return _IN_WORDS[name]
     head, *rest = name.split("_")
+    if all(re.fullmatch(r"(tp|pp|dp)\d+", p) for p in rest) and rest:
+        return f"{_IN_WORDS.get(head, head)} {' · '.join(f'{p[:2].upper()} {p[2:]}' for p in rest)}"
     head = _IN_WORDS.get(head, head)
     degrees = [p.replace("x", "×") for p in rest if re.fullmatch(r"\d+(x\d+)*", p)]
     kinds = [p for p in rest if not re.fullmatch(r"\d+(x\d+)*", p)]

@@ -1,4 +1,4 @@
-"""TP·PP·DP as people run it with Megatron: the fastest of the usual degrees that fits, priced as Megatron runs a step.
+"""TP·PP·DP as people run it with Megatron: the fastest of the usual degrees that fits, as a stated strategy.
 
 Tensor and sequence parallelism stay within a node, stages have as many chunks as the layers allow, optimizer state is
 sharded over the replicas, and attention is recomputed, or whole layers if that does not fit (Narayanan et al. 2021,
@@ -8,26 +8,68 @@ finds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pase.compiler.compilation import compile_model
 from pase.compiler.problem.problem import Progress, SplitProblem
 from pase.errors import Infeasible
 from pase.frontends.registry import Traced
+from pase.machine import GroupedMachine
 from pase.machine.meshes import level_ways
+from pase.plan.types import PlanData
+from pase.pytree import Tree
 from pase.stated.model import price_model
 from pase.stated.price import Priced
-from pase.stated.program import PROGRAMS
+from pase.stated.program import PROGRAMS, Program
 from pase.stated.strategy import parse
 
-__all__ = ["usual_pipeline"]
+if TYPE_CHECKING:
+    from pase.compiler.problem.options import CompileOptions
+
+__all__ = ["NONE", "compile_with_usual", "usual_pipeline"]
 
 _CHUNKS = (8, 4, 2, 1)
 _MOST_STAGES = 64
 
 
-def usual_pipeline(problem: SplitProblem, traced: Traced, say: Progress) -> Priced | None:
+NONE = (
+    "none of the usual degrees of tensor, pipeline and data parallelism divides its heads, layers and batch"
+)
+
+
+def compile_with_usual(
+    model: Tree,
+    params: Tree,
+    batch: Sequence[Tree],
+    options: CompileOptions,
+    progress: Progress | None = None,
+) -> PlanData:
+    """The plan of ``pase.compile``. If it may have stages, this strategy is among its baselines, priced as a compiled
+    program runs it."""
+    done = compile_model(model, params, batch, options, progress)
+    plan, asked = done.plan, options.pipeline != "none" and options.mode == "train" and options.baselines
+    if not asked or done.problem.model.unit != "s" or isinstance(done.problem.machine, GroupedMachine):
+        return plan
+    found = usual_pipeline(done.problem, done.traced, progress or (lambda _: None), PROGRAMS["xla"])
+    if found is None:
+        return replace(plan, skipped={**plan.skipped, "megatron with stages": NONE})
+    s = found.strategy
+    name = f"megatron_tp{s.tensor}_pp{s.pipeline}_dp{s.ranks}"
+    return replace(
+        plan,
+        baselines={**plan.baselines, name: found.step_s},
+        baseline_memory={**plan.baseline_memory, name: round(found.memory.total - found.memory.reserve)},
+    )
+
+
+def usual_pipeline(problem: SplitProblem, traced: Traced, say: Progress, program: Program) -> Priced | None:
     """The fastest of the usual strategies that were tried, among those that fit if any does. None if the model cannot
     be cut so.
 
-    For each tensor degree, stages are doubled until a plan fits and twice as many are slower.
+    For each tensor degree, stages are doubled until a plan fits and twice as many are slower. Few stages may leave more
+    replicas than the batch has examples, so all numbers of stages are tried until one divides.
 
     problem: of the whole step, on the devices. It needs a step in seconds.
     """
@@ -38,13 +80,11 @@ def usual_pipeline(problem: SplitProblem, traced: Traced, say: Progress) -> Pric
     for tensor in (t for t in (node, node // 2) if t > 1):
         stages, fitted = 2, False
         while stages <= min(_MOST_STAGES, devices // tensor) and devices % (tensor * stages) == 0:
-            found = _most_chunks(problem, traced, tensor, stages, say)
+            found = _most_chunks(problem, traced, tensor, stages, program, say)
             if found is not None and (best is None or _rank(found) < _rank(best)):
                 best = found
-            elif fitted:  # more stages cost bubbles, and fewer fit already
+            elif found is not None and fitted:  # more stages cost bubbles, and fewer fit already
                 break
-            if found is None and best is None and stages > 2:
-                return None  # its layers cannot be cut into equal stages
             fitted = fitted or (found is not None and found.fits)
             stages *= 2
     return best
@@ -55,7 +95,7 @@ def _rank(p: Priced) -> tuple[bool, float]:
 
 
 def _most_chunks(
-    problem: SplitProblem, traced: Traced, tensor: int, stages: int, say: Progress
+    problem: SplitProblem, traced: Traced, tensor: int, stages: int, program: Program, say: Progress
 ) -> Priced | None:
     """The strategy with as many chunks per stage as the layers allow, and the least recomputation that fits."""
     data = problem.devices // (tensor * stages)
@@ -63,13 +103,11 @@ def _most_chunks(
     for chunks in _CHUNKS:
         vp = f",vp={chunks}" if chunks > 1 else ""
         text = f"{zero}tp={tensor},sp,pp={stages}{vp},micro=1"
-        say(f"as Megatron runs {text}")
+        say(f"pricing {text}")
         made: Priced | None = None
         try:
             for remat in ("selective", "full"):
-                made = price_model(
-                    problem, traced, parse(f"{text},remat={remat}", problem.devices), PROGRAMS["megatron"]
-                )
+                made = price_model(problem, traced, parse(f"{text},remat={remat}", problem.devices), program)
                 if made.fits:
                     break
         except Infeasible:  # these degrees do not divide its heads, its layers or its batch
