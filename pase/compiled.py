@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from numba.core.types import Type
 
-__all__ = ["is_compiled", "jit"]
+__all__ = ["compiled_copies", "is_compiled", "jit"]
 
 NumbaLoop = TypeVar("NumbaLoop", bound=Callable[..., object])
 
@@ -35,6 +36,19 @@ def jit(*signature: str) -> Callable[[NumbaLoop], NumbaLoop]:
         return _for_any_number(made)
 
     return compiled
+
+
+def compiled_copies(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """Compiled copies of a module's functions, by name; they call one another. The module keeps its own, which run
+    without numba.
+
+    numba's cache notices a change of this module's file only, so the functions call no others.
+    """
+    names = dict(vars(module))
+    own = {k: f for k, f in names.items() if isinstance(f, FunctionType) and f.__module__ == module.__name__}
+    copies = {k: jit()(FunctionType(f.__code__, names, k)) for k, f in own.items()}
+    names |= copies
+    return {**copies}
 
 
 def _for_any_number(made: NumbaLoop) -> NumbaLoop:

@@ -1,19 +1,18 @@
-"""Reshard steps of many canonical cases: in Python until importing numba pays off, then with a compiled kernel."""
+"""Reshard steps of many canonical cases: in Python until importing numba pays off, then compiled."""
 
 from __future__ import annotations
 
 import os
-import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 
-from pase.machine import COLLECTIVES
-from pase.tables.reshard_path import canonical_collectives
+from pase.tables import reshard_walk
 
 __all__ = ["expect_alike", "walked"]
 
-_KIND = {kind: k for k, kind in enumerate(COLLECTIVES)}
 _IMPORT_CASES = 12_000
 """Python handles this many cases in the time numba takes to import and load its kernel (0.8 s, at 30 to 110 us)."""
 _CHUNK = 1 << 12
@@ -24,7 +23,7 @@ _ROOM = 3
 
 
 class _Walked:
-    """Counters that decide when to import numba. Both implementations give the same steps.
+    """Counters that decide when to import numba. Both ways run the same source.
 
     cases: the cases that Python has handled in this process. alike: how many more calls of the same size are expected
     after the next one.
@@ -47,40 +46,55 @@ def walked(cases: np.ndarray) -> np.ndarray:
 
     Returns int32 [3, U, most steps], padded with -1. Free steps (slices) are left out.
     """
-    loaded = "pase.tables.kernels_walk" in sys.modules
+    loaded = _kernel.cache_info().currsize > 0
     if not loaded and _Walked.cases + len(cases) * (1 + _Walked.alike) < _IMPORT_CASES:
         _Walked.cases += len(cases)
-        return one_by_one(cases)
+        return in_python(cases)
     return compiled(cases)
 
 
-def one_by_one(cases: np.ndarray) -> np.ndarray:
-    """Reference implementation of ``walked``, in Python."""
-    plans = [canonical_collectives(tuple(zip(*case, strict=True))) for case in cases.tolist()]
-    out = np.full((3, len(cases), max(map(len, plans), default=0)), -1, dtype=np.int32)
-    for u, plan in enumerate(plans):
-        for i, (kind, axes, split) in enumerate(plan):
-            out[:, u, i] = _KIND[kind], axes, split
-    return out
+def in_python(cases: np.ndarray) -> np.ndarray:
+    """``walked`` in Python."""
+    state, count = reshard_walk.begun(cases.shape[2]), [0] * len(cases)
+
+    def run(room: int) -> np.ndarray:
+        done = [[[-1] * 3 for _ in range(room)] for _ in count]
+        reshard_walk.walk_cases(cases.tolist(), 0, len(cases), *state, done, count)
+        return np.array(done, np.int32).reshape(len(cases), room, 3)
+
+    return _with_room(run, count, cases.shape[2])
 
 
 def compiled(cases: np.ndarray) -> np.ndarray:
-    """``walked`` with the compiled kernel, on all cores."""
+    """``walked`` with the compiled source, on all cores."""
     cases = np.ascontiguousarray(cases, dtype=np.int64)
-    room = _ROOM * cases.shape[2]
-    while True:
-        done, most = _compiled(cases, room)
-        if most <= room:
-            return done[:, :most].transpose(2, 0, 1)
-        room = most
+    state, count = list(map(np.array, reshard_walk.begun(cases.shape[2]))), np.zeros(len(cases), np.int64)
+    kernel, starts = _kernel(), range(0, len(cases), _CHUNK)
+
+    def run(room: int) -> np.ndarray:
+        done = np.empty((len(cases), room, 3), np.int32)
+
+        def chunk(first: int) -> None:
+            kernel(cases, first, min(first + _CHUNK, len(cases)), *(x.copy() for x in state), done, count)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(chunk, starts))
+        return done
+
+    return _with_room(run, count, cases.shape[2])
 
 
-def _compiled(cases: np.ndarray, room: int) -> tuple[np.ndarray, int]:
-    """The steps, int32 [U, room, 3], cut off after ``room`` steps, and the largest number of steps of any case."""
-    from pase.tables.kernels_walk import walk_cases
+def _with_room(run: Callable[[int], np.ndarray], count: list[int] | np.ndarray, axes: int) -> np.ndarray:
+    """The steps [3, U, most steps] that a run finds with enough room. run: from the room for steps to the steps, int32
+    [U, room, 3], cut off after ``room``; it sets ``count`` to the number of steps of each case."""
+    done = run(room := _ROOM * axes)
+    most = max(count, default=0)
+    return (done if most <= room else run(most))[:, :most].transpose(2, 0, 1)
 
-    done, count = np.empty((len(cases), room, 3), np.int32), np.empty(len(cases), np.int64)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        starts = range(0, len(cases), _CHUNK)
-        list(pool.map(lambda i: walk_cases(cases, i, min(i + _CHUNK, len(cases)), done, count), starts))
-    return done, int(count.max(initial=0))
+
+@cache
+def _kernel() -> Callable[..., None]:
+    """The compiled ``reshard_walk.walk_cases``."""
+    from pase.compiled import compiled_copies
+
+    return compiled_copies(reshard_walk)["walk_cases"]

@@ -108,7 +108,7 @@ def _schedule(seed: int) -> Iterator[Any]:
 
 
 def _walks(seed: int) -> Iterator[Any]:
-    from pase.tables.kernels_walk import walk_cases
+    from pase.tables import walks
     from pase.tables.layouts import _DIM, REPLICATED
     from pase.tables.reshard import _canonical
 
@@ -122,10 +122,7 @@ def _walks(seed: int) -> Iterator[Any]:
                 if t >= 0:
                     blocks[t] *= sizes[a]
                 row[a] = t if t < 0 else t * _DIM + blocks[t]
-    cases, _ = _canonical(*rows, sizes)
-    done, count = np.empty((40, 16, 3), np.int32), np.empty(40, np.int64)
-    walk_cases(cases, 0, 40, done, count)
-    yield from (done, count)
+    yield walks.compiled(_canonical(*rows, sizes)[0])
 
 
 def results() -> dict[str, list[str]]:
