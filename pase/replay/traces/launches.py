@@ -9,13 +9,14 @@ one execution with the ops of the program.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from pase.replay.kernels import work_of
 from pase.replay.traces.hlo import HloFacts
+from pase.replay.traces.programs import of_program, program_of
 from pase.replay.types import Timeline, on_stream
 
 __all__ = ["Kernels", "align_kernels", "graph_kernel", "in_graph", "named"]
@@ -52,14 +53,15 @@ class Kernels:
             self.longest[op], self._duration[op] = kernel, duration_ns
 
 
-def named(t: Timeline, facts: HloFacts | None, kernels: Kernels) -> Timeline:
-    """Returns the timeline with the program's ops in place of the kernels of its CUDA graphs, execution by execution.
+def named(t: Timeline, facts: Mapping[str, HloFacts], kernels: Kernels) -> Timeline:
+    """Returns the timeline with the programs' ops in place of the kernels of their CUDA graphs, execution by execution.
 
     An event whose op the profiler recorded keeps it, whatever the order: ops that do not depend on each other run in
-    any order on several threads or streams. A kernel without an op, or of a program that is not known (``facts`` is
-    None), gets its own name. Adds the kernels to ``kernels``.
+    any order on several threads or streams. A kernel without an op, or of a program that is not among ``facts``, gets
+    its own name. Names have their program before and after (``of_program``). Adds the kernels to ``kernels``.
     """
-    anonymous = np.array([n.startswith(_IN_GRAPH) for n in t.names], dtype=bool)[t["name"]]
+    keyed = [program_of(n) for n in t.names]
+    anonymous = np.array([op.startswith(_IN_GRAPH) for op, _ in keyed], dtype=bool)[t["name"]]
     if not anonymous.any():
         return t
     names, numbers = list(t.names), {n: i for i, n in enumerate(t.names)}
@@ -70,6 +72,8 @@ def named(t: Timeline, facts: HloFacts | None, kernels: Kernels) -> Timeline:
         if len(numbers) > len(names):
             names.append(to)
 
+    programs = {p: k for k, p in enumerate(dict.fromkeys(p for _, p in keyed))}
+    program = np.array([programs[p] for _, p in keyed], dtype=np.int32)[t["name"]]
     aligned: dict[bytes, list[str]] = {}
     device = np.flatnonzero(on_stream(t["kind"]))
     rank = t.rank_of[device]
@@ -78,18 +82,21 @@ def named(t: Timeline, facts: HloFacts | None, kernels: Kernels) -> Timeline:
         mine = mine[np.argsort(t["start_ns"][mine], kind="stable")]
         starts = sorted(m.start_ns for m in t.marks if m.rank == r)
         for part in np.split(mine, np.searchsorted(t["start_ns"][mine], starts)):
-            if not anonymous[part].any():
-                continue
-            texts = [t.names[n].removeprefix(_IN_GRAPH) for n in t["name"][part].tolist()]
-            key = t["name"][part].tobytes()
-            if key not in aligned:
-                known = (~anonymous[part]).tolist()
-                aligned[key] = [""] * len(part) if facts is None else align_kernels(texts, facts, known)
-            for e, kernel, op in zip(part.tolist(), texts, aligned[key], strict=True):
-                if anonymous[e]:
-                    rename(e, op or kernel)
-                    if op:
-                        kernels.add(op, kernel, int(t["duration_ns"][e]))
+            for name, number in programs.items():
+                ran = part[program[part] == number]
+                if not anonymous[ran].any():
+                    continue
+                texts = [keyed[n][0].removeprefix(_IN_GRAPH) for n in t["name"][ran].tolist()]
+                key = t["name"][ran].tobytes()
+                if key not in aligned:
+                    known = (~anonymous[ran]).tolist()
+                    found = facts.get(name)
+                    aligned[key] = [""] * len(ran) if found is None else align_kernels(texts, found, known)
+                for e, kernel, op in zip(ran.tolist(), texts, aligned[key], strict=True):
+                    if anonymous[e]:
+                        rename(e, of_program(op or kernel, name))
+                        if op:
+                            kernels.add(of_program(op, name), kernel, int(t["duration_ns"][e]))
     return replace(t, columns={**t.columns, "name": column}, names=tuple(names))
 
 

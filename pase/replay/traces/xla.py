@@ -15,7 +15,8 @@ from pase.replay.types import BESIDE, COLLECTIVE, OPERATIONS, Group, Lane, Mark,
 
 __all__ = ["Executions", "describe", "untangle"]
 
-_CONTAINER = re.compile(r"^(while|call|conditional|async-start)(\.\d+)*$")
+_CONTAINER = re.compile(r"^(while|call|conditional|async-start)(\.\d+)*( \(.*\))?$")
+"""An op whose name several programs have is followed by its own in brackets (``programs``)."""
 _MOST_LANES = 16
 
 

@@ -17,6 +17,7 @@ from pase.replay.traces.builder import Builder, split_devices
 from pase.replay.traces.chrome import DEVICE_LINES, hlo_collective, step_marks, xla_lane
 from pase.replay.traces.hlo import HloFacts, read_hlo
 from pase.replay.traces.launches import Kernels, graph_kernel, in_graph, named
+from pase.replay.traces.programs import of_program, program_of, told_apart
 from pase.replay.traces.reader import LIMITS, Limits
 from pase.replay.traces.xla import Executions, describe, untangle
 from pase.replay.types import COLLECTIVE, KINDS, Timeline
@@ -54,9 +55,10 @@ def read_xplane(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
     b.marks.extend(step_marks(steps, b.rank, False))
     marks = executions.marks(b.rank)
     t = split_devices(b.finish(), marks, _devices(space))
-    facts = _facts(space, executions.main(), str(path))
+    facts = _facts(space, {program_of(n)[1] for n in t.names} - {""}, str(path))
     t = named(t, facts, kernels)
-    return untangle(t if facts is None else describe(t, facts, kernels.longest))
+    t, known, ran = told_apart(t, facts, executions.main(), kernels.longest)
+    return untangle(t if known is None else describe(t, known, ran))
 
 
 def _bytes(path: Path, limits: Limits) -> bytes:
@@ -92,17 +94,20 @@ def _devices(space: Message) -> dict[int, str]:
     return out
 
 
-def _facts(space: Message, module: str, where: str) -> HloFacts | None:
-    """Reads the HLO of the module whose executions are the iterations. The profiler writes it into a separate plane."""
+def _facts(space: Message, programs: set[str], where: str) -> dict[str, HloFacts]:
+    """Reads the HLO of the programs that ran. The profiler writes that of all compiled ones into a separate plane."""
+    out: dict[str, HloFacts] = {}
     for plane in space.planes:
         if plane.name != "/host:metadata":
             continue
         for meta in plane.event_metadata.values():
-            if meta.name == module or meta.name.startswith(module + "("):
+            # Profilers that do not record a program's number name it only.
+            name = meta.name if meta.name in programs else meta.name.partition("(")[0]
+            if name in programs and name not in out:
                 data = next((s.bytes_value for s in meta.stats if s.bytes_value), b"")
                 if data:
-                    return read_hlo(data, f"{where}: {meta.name}")
-    return None
+                    out[name] = read_hlo(data, f"{where}: {meta.name}")
+    return out
 
 
 def _start_ns(space: Message) -> int:
@@ -178,14 +183,15 @@ def _event(
         operation = hlo_collective(known or text) or operation_of(text)
         group = b.group("") if operation else -1
         kind = COLLECTIVE if operation else KINDS.index("kernel")
-        name_of = graph_kernel(text) if in_graph(op) else known or text
+        # Programs may share a name, such as a step that was compiled twice, or two plans of one model.
+        program = _number(stats.get("program_id"))
+        module = _text(stats.get("hlo_module"), stat_names) + (f"({program})" if program >= 0 else "")
+        name_of = of_program(graph_kernel(text) if in_graph(op) else known or text, module if op else "")
         b.add(lane, kind, b.name(name_of), start, duration, correlation, -1, operation, group)
         if known:
-            kernels.add(known, text, duration)
+            kernels.add(name_of, text, duration)
         if op:
-            # Programs may share a name, such as a step that was compiled twice, or two plans of one model.
-            program, run = _number(stats.get("program_id")), stats.get("run_id")
-            module = _text(stats.get("hlo_module"), stat_names) + (f"({program})" if program >= 0 else "")
+            run = stats.get("run_id")
             executions.add(
                 ordinal,
                 module,

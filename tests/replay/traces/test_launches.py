@@ -61,9 +61,9 @@ def test_an_op_that_the_profiler_recorded_keeps_its_name(data: st.DataObject) ->
         Event(rank=0, lane="XLA ops", device=True, kind="kernel", name=n, start_ns=k, duration_ns=1)
         for k, n in enumerate([*ran, graph_kernel("nvjet_sm90_tst_128x128")])
     ]
-    t = named(from_events(events), facts([*launched, "custom-call.9"]), Kernels())
+    t = named(from_events(events), {"": facts([*launched, "custom-call.9"])}, Kernels())
     assert [e.name for e in t] == [*ran, "custom-call.9"]
-    assert [e.name for e in named(from_events(events), None, Kernels())][-1] == "nvjet_sm90_tst_128x128"
+    assert [e.name for e in named(from_events(events), {}, Kernels())][-1] == "nvjet_sm90_tst_128x128"
 
 
 def test_an_op_without_a_kernel_is_passed_over() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from pase.replay.collect.profiling import profile
 from pase.replay.traces.ingest import load
+from pase.replay.types import on_stream
 
 
 @pytest.mark.parametrize("width", [32, 64])
@@ -27,3 +28,28 @@ def test_of_programs_with_one_name_the_one_that_ran_is_read(tmp_path: Path, widt
                 jax.block_until_ready(made[width](w))
     (product,) = [op.product for op in load(tmp_path).compiled.values() if op.product]
     assert product == ((width, width),) * 3
+
+
+def test_ops_of_one_name_in_two_programs_are_told_apart(tmp_path: Path) -> None:
+    """XLA numbers ops within a program: the ops of an update have the names of other ops of the gradient."""
+    jax = pytest.importorskip("jax")
+
+    def first(w: Any) -> Any:
+        return jax.numpy.tanh(w @ w)
+
+    def second(w: Any) -> Any:
+        return jax.numpy.exp(w @ w.T) @ w
+
+    small, large = jax.numpy.ones((32, 32)), jax.numpy.ones((96, 96))
+    made = [(jax.jit(f).lower(x).compile(), x) for f, x in ((first, small), (second, large))]
+    with profile(tmp_path) as run:
+        for _ in range(3):
+            with run.step():
+                for program, x in made:
+                    jax.block_until_ready(program(x))
+    t = load(tmp_path)
+    ran = {t.names[n] for n in t["name"][on_stream(t["kind"])].tolist()}
+    products = {n: t.compiled[n].product for n in ran if n in t.compiled and t.compiled[n].product}
+    assert sorted(products.values()) == [((32, 32),) * 3, ((96, 96),) * 3, ((96, 96),) * 3]
+    per_step = {n: int((t["name"][on_stream(t["kind"])] == t.names.index(n)).sum()) for n in products}
+    assert set(per_step.values()) == {3}
