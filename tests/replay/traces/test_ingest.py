@@ -148,7 +148,7 @@ def test_a_missing_optional_package_is_named(tmp_path: Path, monkeypatch: pytest
     import sys
 
     monkeypatch.setitem(sys.modules, "ijson", None)
-    with pytest.raises(PaseError, match=r"needs ijson: pip install 'ijson"):
+    with pytest.raises(PaseError, match=r"needs ijson: pip install '"):
         load(trace_file(tmp_path, [kernel(1)]))
 
 
