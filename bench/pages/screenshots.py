@@ -6,9 +6,9 @@
 Pages of ``pase report`` (GPT-2 on 8 devices, and in 2 stages; Llama-3 405B on 16,384, and in 16 stages), of
 ``pase schedule --gantt``, of ``pase scale -o`` and of ``pase diagnose -o`` are opened on a phone, a laptop and a wide
 screen, light and dark. Faults are: a message on the console, a request, a page wider than its screen, a control
-without a name, a widget that the keyboard does not move. Writes bench/results/screenshots.json (bytes, seconds until
-the page is drawn, faults), and pictures of each page and of tables at each width of a terminal into a folder outside of
-the repository. The exit status is 1 if there is a fault.
+without a name, a widget that the keyboard does not move, a table that is not searched or sorted. Writes
+bench/results/screenshots.json (bytes, seconds until the page is drawn, faults), and pictures of each page and of tables
+at each width of a terminal into a folder outside of the repository. The exit status is 1 if there is a fault.
 """
 
 from __future__ import annotations
@@ -99,6 +99,23 @@ def keyed(page: Any) -> Iterator[str]:
             yield f"{name}: {key} changes nothing"
 
 
+def searched(page: Any) -> Iterator[str]:
+    """Returns the tables that a search for what no row has does not empty, or that a column's title does not sort."""
+    for number in range(page.locator("[data-searched]").count()):
+        region = page.locator("[data-searched]").nth(number)
+        box = region.locator("xpath=preceding-sibling::*[1]").locator("input")
+        box.fill("no row has this")
+        if region.locator("tbody tr:visible").count():
+            yield f"table {number}: the search hides no row"
+        box.fill("")
+        region.locator("th.n button").first.click()
+        column = region.locator("th[aria-sort='descending']").evaluate("e => e.cellIndex")
+        cells = region.locator(f"tbody tr td:nth-child({column + 1})").all_text_contents()
+        numbers = [float(c) for c in cells if c]
+        if numbers != sorted(numbers, reverse=True):
+            yield f"table {number}: its title does not sort it"
+
+
 def seen(browser: Any, path: Path, screen: str, look: str, pictures: Path) -> dict[str, Any]:
     """Opens a page, and returns its row; writes its picture."""
     width, height = SCREENS[screen]
@@ -121,6 +138,7 @@ def seen(browser: Any, path: Path, screen: str, look: str, pictures: Path) -> di
         faults.append(f"{over} pixels wider than the screen")
     faults += [f"no name: {e}" for e in page.evaluate(UNNAMED)]
     faults += keyed(page)
+    faults += searched(page)
     context.close()
     return {"page": path.stem, "screen": screen, "look": look, "opened_s": round(opened, 2), "faults": faults}
 

@@ -17,12 +17,16 @@ def bar(parts: Iterable[tuple[str, float]], whole: float) -> str:
     )
 
 
-def table(label: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table that scrolls if it is too wide. A title that ends in '>' marks a column of numbers, '|' one of bars."""
+def table(label: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, searched: bool = False) -> str:
+    """A table that scrolls if it is too wide. A title that ends in '>' marks a column of numbers, '|' one of bars.
+
+    searched: whether readers can search and sort it. The page then needs the widget "tables".
+    """
     kinds = ["n" if h.endswith(">") else "b" if h.endswith("|") else "" for h in head]
     titles = (h.rstrip(">|") for h in head)
     out = [
-        f"<div class='scroll' tabindex='0' role='region' aria-label='{escape(label, quote=True)}'><table><thead><tr>",
+        f"<div class='scroll' tabindex='0' role='region' aria-label='{escape(label, quote=True)}'"
+        f"{' data-searched' if searched else ''}><table><thead><tr>",
         *(
             f"<th scope='col' class='{k}'>{escape(t) or '<span hidden>bar</span>'}"
             for t, k in zip(titles, kinds, strict=True)

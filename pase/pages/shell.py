@@ -19,7 +19,7 @@ __all__ = ["Section", "Widget", "page"]
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
-Widget = Literal["timeline", "explorer"]
+Widget = Literal["timeline", "explorer", "tables"]
 """A script of this package that draws elements of the page."""
 
 

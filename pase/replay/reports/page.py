@@ -70,7 +70,7 @@ def diagnosis_page(d: Diagnosis, report: JsonObject) -> str:
         title=f"Why {Path(report['source']).name} takes {cost_text(report['measured_s'], 's')} an iteration",
         lead=lead,
         sections=sections,
-        widgets=("timeline",),
+        widgets=("timeline", "tables"),
         data={"unit": "s", "timelines": {"iteration": drawn}},
     )
 
@@ -106,6 +106,15 @@ def _where_time_goes(r: JsonObject) -> str:
     return f"<h3>{title}</h3>" + table(title, ["part", "time>", "share>", "|"], rows)
 
 
+def _named(d: Diagnosis) -> dict[int, str]:
+    """Returns device task → the user's name of its op, with its module or line."""
+    g = d.run.graph
+    of = {e: o for s in d.spent for o, events in s.events.items() for e in events}
+    tasks = np.flatnonzero(g.event >= 0).tolist()
+    found = ((i, of.get(int(g.event[i]))) for i in tasks)
+    return {i: o.name + (f", {o.where}" if o.where else "") for i, o in found if o is not None}
+
+
 def _drawn(d: Diagnosis) -> tuple[JsonObject, str]:
     """Returns the replayed iteration with its critical path for the timeline widget, and a note on what is left out."""
     g = d.run.graph
@@ -116,6 +125,7 @@ def _drawn(d: Diagnosis) -> tuple[JsonObject, str]:
         (i for i, x in enumerate(g.devices) if x.rank in ranks), key=lambda i: (g.devices[i].rank, i)
     )
     streams: dict[int, list[StreamBox]] = {i: [] for i in devices}
+    named = _named(d)
     there = np.flatnonzero(np.isin(g.device, devices) & (r.finish_ns - r.start_ns > 0))
     shown = there[np.argsort(-(r.finish_ns - r.start_ns)[there], kind="stable")[:_MOST]]
     for i in shown.tolist():
@@ -124,11 +134,11 @@ def _drawn(d: Diagnosis) -> tuple[JsonObject, str]:
             kind = _COMMUNICATION if g.kind[i] == COLLECTIVE else _COMPUTE
         streams[int(g.device[i])].append(
             StreamBox(
-                label=g.task_name(i)[:200],
+                label=named[i][:200] if i in named else g.task_name(i)[:200],
                 kind=_CRITICAL if i in critical else kind,
                 start_ns=round(float(r.start_ns[i])),
                 length_ns=round(float(r.finish_ns[i] - r.start_ns[i])),
-                more=KINDS[int(g.kind[i])],
+                more=g.task_name(i)[:200] if i in named else KINDS[int(g.kind[i])],
             )
         )
     drawn = drawn_streams(

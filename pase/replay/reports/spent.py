@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from pase.files.json_values import JsonObject
 from pase.machine.types import Device
-from pase.pages.parts import bar, table
+from pase.pages.charts import Roof, WorkPoint, roofline
+from pase.pages.parts import bar, key, table
 from pase.replay.kernels import work_of
 from pase.replay.measurement.breakdown import CAUSES
 from pase.replay.measurement.origins import Origin
@@ -55,6 +56,7 @@ def _rank(s: Spending) -> JsonObject:
         "rates_from": device.name if device is not None else None,
         "peak_utilization": math.fsum(reached) / (s.total_ns / 1e9) if reached and s.total_ns else None,
         "idle_s": idle / n / 1e9,
+        "roofs": _roofs(s),
         "kinds": [_amount(a, s, kind) | {"kind": kind} for kind, a in s.kinds.items()],
         "idle": [
             {
@@ -67,6 +69,19 @@ def _rank(s: Spending) -> JsonObject:
         ],
         "ops": [_op(o, a, s) for o, a in s.ops.items()],
     }
+
+
+def _roofs(s: Spending) -> list[JsonObject]:
+    """Returns the card's limits for the precisions of the run's products: FLOP/s, and bytes/s of its memory."""
+    device = s.device
+    if device is None:
+        return []
+    precisions = dict.fromkeys(o.precision for o, a in s.ops.items() if a.flops and o.precision)
+    return [
+        {"precision": p, "flops_per_s": peak, "bytes_per_s": device.memory_bandwidth_bytes_per_s}
+        for p in precisions
+        if (peak := peak_flops(device, p))
+    ]
 
 
 def _amount(a: Amount, s: Spending, kind: str) -> JsonObject:
@@ -188,7 +203,7 @@ def spent_lines(report: JsonObject, most: int = 10) -> Iterator[str]:
             yield f"{'':31}{_cut(line, 49)}"
 
 
-def spent_section(report: JsonObject, most: int = 200) -> str:
+def spent_section(report: JsonObject, most: int = 1000) -> str:
     """Returns a rank's report as HTML: kinds of work and causes of idling as bars, then the ops. most: ops."""
     parts = [
         (k["kind"], k["seconds"], _number(k["flops_per_s"], 1e12, 1), _number(k["bytes_per_s"], 1e9, 0))
@@ -223,12 +238,50 @@ def spent_section(report: JsonObject, most: int = 200) -> str:
     left = len(report["ops"]) - most
     return (
         table("Kinds of work", ["kind", "ms>", "share>", "|", "TFLOP/s>", "GB/s>"], kinds)
+        + _roofline(report)
         + table(
             "The ops that take longest",
             ["op", "kind", "shape", "calls>", "ms>", "floor ms>", "lost ms>", "why"],
             ops,
+            searched=True,
         )
         + (f"<p class='soft'>{left} ops that take less are in --json.</p>" if left > 0 else "")
+    )
+
+
+_COLOURS = {"product": "compute", "convolution": "update", "attention": "backward"}
+
+
+def _roofline(report: JsonObject) -> str:
+    """Returns the ops with FLOPs under the card's limits; "" if there are none."""
+    points = [
+        WorkPoint(
+            intensity=o["flops_per_s"] / o["bytes_per_s"],
+            rate=o["flops_per_s"],
+            share=o["share"],
+            colour=_COLOURS.get(o["kind"].partition(" ")[0], "other"),
+            title=f"{o['name']}, {o['where']}: {o['kind']}, {o['shape']}, {o['seconds'] * 1e3:.3f} ms, "
+            f"{o['flops_per_s'] / 1e12:.1f} TFLOP/s",
+            node=k,
+        )
+        for k, o in enumerate(report["ops"])
+        if o["flops_per_s"] and o["bytes_per_s"] and o["seconds"]
+    ]
+    if not points:
+        return ""
+    roofs = [
+        Roof(
+            name=f"{r['precision']}, {r['flops_per_s'] / 1e12:.0f} TFLOP/s",
+            rate=r["flops_per_s"],
+            bandwidth=r["bytes_per_s"],
+        )
+        for r in report["roofs"]
+    ]
+    return (
+        "<p>Each point is an op with FLOPs; its area is its share of the step. The lines are the card's limits: its "
+        "memory on the left, its peak rates on the right. How far a point lies below them is what the op loses.</p>"
+        + key((c, k) for k, c in _COLOURS.items() if any(p.colour == c for p in points))
+        + roofline(points, roofs)
     )
 
 

@@ -32,6 +32,14 @@ def test_every_finding_is_on_the_page_as_text(diagnosis: Diagnosis) -> None:
     assert "longest of" not in made
 
 
+def test_boxes_of_the_timeline_have_the_user_s_names(diagnosis: Diagnosis) -> None:
+    named = page._named(diagnosis)
+    g = diagnosis.run.graph
+    assert named and all(int(g.event[i]) >= 0 for i in named)
+    drawn, _ = page._drawn(diagnosis)
+    assert {n[:200] for n in named.values()} & set(drawn["labels"])
+
+
 def test_of_many_tasks_the_longest_are_drawn(diagnosis: Diagnosis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "_MOST", 5)
     assert re.search(

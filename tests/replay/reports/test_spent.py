@@ -53,6 +53,33 @@ def test_shares_sum_to_one_and_the_report_is_json(tmp_path: Path) -> None:
         assert sum(x["seconds"] for x in r["ops"]) == pytest.approx(sum(x["seconds"] for x in r["kinds"]))
 
 
+def test_ops_lie_under_the_card_s_limits(tmp_path: Path) -> None:
+    report = spending_report(spendings(measured(tmp_path, simulate(ImaginedRun(ranks=1)))))[0]
+    assert report["roofs"] == [] and "class='dot" not in spent_section(report)  # an unknown card, no FLOPs
+    op = {
+        **report["ops"][0],
+        "name": "<dot>",
+        "kind": "product bf16",
+        "flops_per_s": 4e14,
+        "bytes_per_s": 1e12,
+    }
+    roofs = [{"precision": "bf16", "flops_per_s": 9.89e14, "bytes_per_s": 3.35e12}]
+    drawn = spent_section({**report, "ops": [op, *report["ops"][1:]], "roofs": roofs})
+    assert drawn.count("class='dot") == 1 and "bf16, 989 TFLOP/s" in drawn and "&lt;dot&gt;" in drawn
+    assert "<dot>" not in drawn and "400.0 TFLOP/s" in drawn and drawn.count("data-searched") == 1
+
+
+@pytest.mark.data("gpu_h100/traces/mlp.xplane.pb.gz")
+def test_a_recorded_run_has_the_limits_of_its_precisions() -> None:
+    t = load(SHARED / "gpu_h100" / "traces" / "mlp.xplane.pb.gz")
+    (report,) = spending_report(spendings(measure(align(t))))
+    peaks = load_machine("h100x8").device.peak_flops
+    assert report["roofs"] and all(r["flops_per_s"] in peaks.values() for r in report["roofs"])
+    for o in report["ops"]:
+        if o["flops_per_s"] and o["kind"].startswith("product"):
+            assert o["flops_per_s"] <= max(peaks.values()) * 1.02
+
+
 def test_reasons_for_a_loss() -> None:
     device = load_machine("h100x8").device
     assert misaligned(LOGITS) == (50257,)
