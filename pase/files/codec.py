@@ -11,16 +11,20 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import Meta, inspect
+from msgspec import UNSET, Meta, Struct, inspect, structs
 
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 __all__ = [
     "AtLeastOne",
@@ -29,15 +33,19 @@ __all__ = [
     "Positive",
     "Share",
     "convert",
+    "form_of",
     "json_schema",
     "parse_json",
     "read_json",
     "refuse_control",
     "to_builtins",
     "to_tree",
+    "value_of",
 ]
 
 T = TypeVar("T")
+FormType = TypeVar("FormType", bound=Struct)
+ValueType = TypeVar("ValueType", bound="DataclassInstance")
 KeyPath = tuple["str | int", ...]
 
 Count = Annotated[int, Meta(ge=0)]
@@ -138,6 +146,44 @@ def _plain(value: object) -> object:
 def to_tree(value: object) -> Any:
     """Turns a form into the tree that JSON would give back, with tuples as lists."""
     return json.loads(json.dumps(to_builtins(value)))
+
+
+def form_of(value: DataclassInstance, form: type[FormType], **given: object) -> FormType:
+    """The form with the fields of a value, by name. given: fields that the value does not have, or has in other terms.
+
+    A field that a file may lack (its default is UNSET) is left out if the value has the default of its class.
+    """
+    defaults = _defaults(type(value))
+    for name, optional in _optional(form):
+        if name not in given and name in defaults:
+            content = getattr(value, name)
+            if not (optional and content == defaults[name]):
+                given[name] = dict(content) if isinstance(content, Mapping) else content
+    return form(**given)
+
+
+def value_of(form: Struct, cls: type[ValueType], **given: object) -> ValueType:
+    """The value with the fields of a form, by name: the reverse of ``form_of``. A field that the file lacks has the
+    default of the class."""
+    for name in _defaults(cls).keys() & {*form.__struct_fields__} - given.keys():
+        given[name] = getattr(form, name)
+    return cls(**{name: content for name, content in given.items() if content is not UNSET})
+
+
+@cache
+def _defaults(cls: type[DataclassInstance]) -> dict[str, object]:
+    """Field of a dataclass -> its default; MISSING if it has none."""
+    return {
+        f.name: f.default if f.default_factory is MISSING else f.default_factory()
+        for f in fields(cls)
+        if f.init
+    }
+
+
+@cache
+def _optional(form: type[Struct]) -> tuple[tuple[str, bool], ...]:
+    """The fields of a form, and for each whether a file may lack it."""
+    return tuple((f.name, f.default is UNSET) for f in structs.fields(form))
 
 
 def convert(tree: object, form: type[T], where: str, *, closed: bool = False) -> T:

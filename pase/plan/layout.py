@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from pase.errors import PaseError
 from pase.files.atomic import write_atomically
-from pase.files.codec import convert, json_schema, read_json, to_tree
+from pase.files.codec import convert, form_of, json_schema, read_json, to_tree, value_of
 from pase.files.json_values import Json, JsonObject
 from pase.ir import Place, Remark
 from pase.machine import Mesh
@@ -43,7 +43,6 @@ from pase.tables.itemize import Collective, NodeCost
 
 __all__ = ["SCHEMA", "diff", "from_json", "load", "made_schema", "save", "schema", "to_json"]
 
-T = TypeVar("T")
 _MAX_BYTES = 512 << 20
 
 
@@ -66,83 +65,27 @@ def to_json(plan: PlanData) -> JsonObject:
 
 
 def _form_of(plan: PlanData) -> LayoutForm:
-    return LayoutForm(
+    return form_of(
+        plan,
+        LayoutForm,
         schema=SCHEMA,
-        model=plan.model,
-        devices=plan.devices,
         machine=MachineForm(name=plan.machine, digest=plan.machine_digest, memory_bytes=plan.device_memory),
         mesh=plan.mesh.by_name,
-        optimizer=plan.optimizer,
-        parameters={path: _tensor_form(t) for path, t in plan.parameters.items()},
-        inputs={path: _tensor_form(t) for path, t in plan.inputs.items()},
-        strategy=tuple(_node_form(n) for n in plan.nodes),
-        reshards=tuple(_reshard_form(reading, route) for reading, route in plan.read.items()),
+        parameters={path: form_of(t, TensorForm) for path, t in plan.parameters.items()},
+        inputs={path: form_of(t, TensorForm) for path, t in plan.inputs.items()},
+        strategy=tuple(form_of(n, NodeForm, node=n.name) for n in plan.nodes),
+        reshards=tuple(
+            form_of(route, ReshardForm, at=str(reading.at), tensor=reading.tensor)
+            for reading, route in plan.read.items()
+        ),
         layouts={name: route.layouts for name, route in plan.define.items() if route.layouts},
         gradients={name: r.gradient for name, r in plan.define.items() if r.gradient is not None},
-        copies=dict(plan.copies) or UNSET,
-        collectives=tuple(_copied(c, CollectiveForm) for c in plan.collectives),
+        collectives=tuple(form_of(c, CollectiveForm) for c in plan.collectives),
         cost=_cost_form(plan),
-        memory=plan.memory,
-        work=_if_given(plan.work),
-        throughput=_if_given(plan.throughput),
-        overlap=_if_given(plan.overlap),
-        memory_limit=_if_given(plan.memory_limit),
-        misfit=_if_given(plan.misfit),
-        accumulate=plan.accumulate,
-        once=UNSET if plan.once == "none" else plan.once,
-        remat=plan.remat,
-        padding=dict(plan.padding) or UNSET,
+        throughput=UNSET if plan.throughput is None else plan.throughput,
         remarks=plan.noted or UNSET,
-        idle=plan.idle or UNSET,
-        graph_digest=plan.graph_digest,
-        seconds=dict(plan.seconds),
-        provenance=dict(plan.provenance),
         accesses=_accesses_form(plan.accesses) if plan.accesses else UNSET,
         bucket_plan=UNSET if plan.buckets is None else dict(plan.buckets),
-        pipeline=_if_given(plan.pipeline),
-    )
-
-
-def _if_given(value: T | None) -> T | UnsetType:
-    """Return the value, or UNSET so that the field is not written if the plan has no value for it."""
-    return UNSET if value is None else value
-
-
-def _or_none(value: T | UnsetType) -> T | None:
-    """Return the value of a field, or None if the file does not have the field."""
-    return None if isinstance(value, UnsetType) else value
-
-
-def _tensor_form(t: TensorPlan) -> TensorForm:
-    return TensorForm(
-        shape=t.shape,
-        dtype=t.dtype,
-        storage=t.storage,
-        used_as=t.used_as,
-        state=_if_given(t.state),
-        unpadded=_if_given(t.unpadded),
-    )
-
-
-def _node_form(n: NodePlan) -> NodeForm:
-    return NodeForm(
-        node=n.name,
-        op=n.op,
-        einsum=n.einsum,
-        sizes=dict(n.sizes),
-        split=dict(n.split),
-        times=n.times,
-        source=n.source,
-        reads=n.reads or UNSET,
-        work=n.work or UNSET,
-        keeps=dict(n.keeps) or UNSET,
-        kept_for_recompute=n.kept_for_recompute or UNSET,
-    )
-
-
-def _reshard_form(reading: Reading, route: Route) -> ReshardForm:
-    return ReshardForm(
-        at=str(reading.at), tensor=reading.tensor, layouts=route.layouts, gradient=_if_given(route.gradient)
     )
 
 
@@ -150,24 +93,15 @@ def _cost_form(plan: PlanData) -> CostForm:
     by_kind: dict[str, float] = {}
     for c in plan.collectives:
         by_kind[c.kind] = by_kind.get(c.kind, 0.0) + c.cost
-    return CostForm(
-        unit=plan.unit,
+    return form_of(
+        plan,
+        CostForm,
         model=plan.cost_model,
         total=plan.cost,
-        bound=plan.bound,
-        optimal=plan.optimal,
         by_node={n.name: n.cost for n in plan.nodes},
         by_kind=by_kind,
-        baselines=dict(plan.baselines),
-        skipped=dict(plan.skipped),
-        baseline_memory=dict(plan.baseline_memory) or UNSET,
         meshes=plan.tried,
     )
-
-
-def _copied(value: object, cls: type[T]) -> T:
-    """Return an instance of ``cls`` whose fields are those of ``value``, by name."""
-    return cls(**{name: getattr(value, name) for name in cls.__annotations__})
 
 
 def _accesses_form(accesses: Mapping[Place, EquationLayouts]) -> AccessesForm:
@@ -261,53 +195,35 @@ def _renewed(data: Json) -> Json:
 
 def _plan_of(form: LayoutForm) -> PlanData:
     cost = form.cost
-    return PlanData(
-        model=form.model,
-        devices=form.devices,
+    return value_of(
+        form,
+        PlanData,
         machine=form.machine.name,
         machine_digest=form.machine.digest,
         device_memory=form.machine.memory_bytes,
         cost_model=cost.model,
         unit=cost.unit,
-        optimizer=form.optimizer,
         mesh=Mesh(names=tuple(form.mesh), sizes=tuple(form.mesh.values())),
         nodes=tuple(_node_of(n, cost) for n in form.strategy),
-        parameters={path: _tensor_of(t) for path, t in form.parameters.items()},
-        inputs={path: _tensor_of(t) for path, t in form.inputs.items()},
+        parameters={path: value_of(t, TensorPlan) for path, t in form.parameters.items()},
+        inputs={path: value_of(t, TensorPlan) for path, t in form.inputs.items()},
         define={
             name: Route(form.layouts.get(name, ()), form.gradients.get(name))
             for name in dict.fromkeys((*form.layouts, *form.gradients))
         },
-        read={
-            Reading(Place.parse(r.at), r.tensor): Route(r.layouts, _or_none(r.gradient))
-            for r in form.reshards
-        },
+        read={Reading(Place.parse(r.at), r.tensor): value_of(r, Route) for r in form.reshards},
         copies=_copies_by_name(form.layouts) if form.copies is UNSET else form.copies,
-        collectives=tuple(_copied(c, Collective) for c in form.collectives),
-        overlap=_or_none(form.overlap),
-        memory_limit=_or_none(form.memory_limit),
-        misfit=_or_none(form.misfit),
-        baseline_memory=cost.baseline_memory or {},
-        accumulate=form.accumulate,
-        once="none" if form.once is UNSET else form.once,
-        remat=form.remat,
-        memory=form.memory,
-        work=_or_none(form.work),
+        collectives=tuple(value_of(c, Collective) for c in form.collectives),
+        baseline_memory=cost.baseline_memory,
         cost=cost.total,
         optimal=cost.optimal,
         bound=cost.bound,
         baselines=cost.baselines,
         skipped=cost.skipped,
         tried=cost.meshes,
-        seconds=form.seconds,
-        padding=_or_none(form.padding) or {},
         noted=_noted_of(form),
-        idle=_or_none(form.idle) or 0,
-        graph_digest=form.graph_digest,
-        provenance=form.provenance,
-        accesses={} if form.accesses is UNSET else _accesses_of(form.accesses),
-        buckets=_or_none(form.bucket_plan),
-        pipeline=_or_none(form.pipeline),
+        accesses=UNSET if form.accesses is UNSET else _accesses_of(form.accesses),
+        buckets=form.bucket_plan,
     )
 
 
@@ -318,33 +234,9 @@ def _noted_of(form: LayoutForm) -> tuple[Remark, ...]:
     return tuple(Remark("assumed", line) for line in form.provenance.get("remarks", "").splitlines())
 
 
-def _tensor_of(t: TensorForm) -> TensorPlan:
-    return TensorPlan(
-        shape=t.shape,
-        dtype=t.dtype,
-        storage=t.storage,
-        used_as=t.used_as,
-        state=_or_none(t.state),
-        unpadded=_or_none(t.unpadded),
-    )
-
-
 def _node_of(n: NodeForm, cost: CostForm) -> NodePlan:
     no_cost = NodeCost(compute=0.0, communication=0.0, update=0.0)
-    return NodePlan(
-        name=n.node,
-        op=n.op,
-        einsum=n.einsum,
-        sizes=n.sizes,
-        split=n.split,
-        times=n.times,
-        source=n.source,
-        cost=cost.by_node.get(n.node, no_cost),
-        reads=n.reads or (),
-        work=n.work or (),
-        keeps=n.keeps or {},
-        kept_for_recompute=n.kept_for_recompute or 0,
-    )
+    return value_of(n, NodePlan, name=n.node, cost=cost.by_node.get(n.node, no_cost))
 
 
 def _copies_by_name(tensors: Iterable[str]) -> dict[str, str]:

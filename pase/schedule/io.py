@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pase.errors import PaseError
-from pase.files.codec import AtLeastOne, Count, NotNegative, convert, json_schema, to_tree
+from pase.files.codec import AtLeastOne, Count, NotNegative, convert, form_of, json_schema, to_tree, value_of
 from pase.files.json_values import Json, JsonObject
 from pase.schedule.plan import BucketPlan, Message, Piece, Update, check_plan
 from pase.schedule.types import (
@@ -248,33 +248,9 @@ def _link(form: LinkForm) -> Link:
 
 def problem_to_json(p: ScheduleProblem) -> JsonObject:
     """The problem as a JSON object of schema "pase.schedule.problem/1"."""
-    blocks = tuple(
-        BlockForm(name=b.name, phase=b.phase, seconds=b.seconds, after=UNSET if b.after is None else b.after)
-        for b in p.blocks
-    )
-    tensors = tuple(
-        TransferForm(
-            name=t.name,
-            nbytes=t.nbytes,
-            ready_after=t.ready_after,
-            needed_before=t.needed_before,
-            lag=t.lag,  # type: ignore[arg-type]
-            axes=str(t.axes),
-            kind=t.kind,
-            dtype=t.dtype,
-            follows=t.follows or UNSET,
-        )
-        for t in p.tensors
-    )
-    form = ProblemForm(
-        schema=PROBLEM_SCHEMA,
-        name=p.name,
-        source=p.source,
-        dataflow=p.dataflow,
-        blocks=blocks,
-        tensors=tensors,
-        links=(),
-    )
+    blocks = tuple(form_of(b, BlockForm) for b in p.blocks)
+    tensors = tuple(form_of(t, TransferForm, axes=str(t.axes)) for t in p.tensors)
+    form = form_of(p, ProblemForm, schema=PROBLEM_SCHEMA, blocks=blocks, tensors=tensors, links=())
     return {**to_tree(form), "links": [_link_form(link) for link in p.links]}
 
 
@@ -298,34 +274,15 @@ def problem_from_json(data: Json, *, where: str = "problem") -> ScheduleProblem:
                     where=f"tensors/{i} '{t.name}'",
                     fix="use ready_after and needed_before, or replace blocks by forward_s and backward_s",
                 )
-        return ScheduleProblem(
-            name=form.name,
+        return value_of(
+            form,
+            ScheduleProblem,
             blocks=tuple(
-                ComputeBlock(
-                    name=f"{b.phase} {i}" if b.name is UNSET else b.name,
-                    phase=b.phase,
-                    seconds=b.seconds,
-                    after=None if b.after is UNSET else b.after,
-                )
+                value_of(b, ComputeBlock, name=f"{b.phase} {i}" if b.name is UNSET else b.name)
                 for i, b in enumerate(form.blocks)
             ),
-            tensors=tuple(
-                Transfer(
-                    name=t.name,
-                    nbytes=t.nbytes,
-                    ready_after=t.ready_after,
-                    needed_before=t.needed_before,
-                    lag=t.lag,
-                    axes=AxisGroup.parse(t.axes),
-                    kind=t.kind,
-                    dtype=t.dtype,
-                    follows=() if t.follows is UNSET else t.follows,
-                )
-                for t in form.tensors
-            ),
+            tensors=tuple(value_of(t, Transfer, axes=AxisGroup.parse(t.axes)) for t in form.tensors),
             links=links,
-            dataflow=form.dataflow,
-            source=form.source,
         )
     except PaseError as e:
         raise PaseError(e.what, where=f"{where}: {e.where}", fix=e.fix) from e
@@ -379,33 +336,24 @@ def plan_to_json(
     link_costs: whether to store the links' cost curves, so that `links_from_json` can read them.
     """
     messages = tuple(
-        MessageForm(
+        form_of(
+            m,
+            MessageForm,
             link=problem.links[m.link].name,
             nbytes=m.nbytes,
-            update=m.update,
-            pieces=tuple(
-                PieceForm(tensor=problem.tensors[p.tensor].name, offset=p.offset, nbytes=p.nbytes)
-                for p in m.pieces
-            ),
-            hold_s=m.hold_s or UNSET,
-            iteration=m.iteration or UNSET,
-            phase=m.phase or UNSET,
+            pieces=tuple(form_of(p, PieceForm, tensor=problem.tensors[p.tensor].name) for p in m.pieces),
             start_s=UNSET if starts_s is None else float(starts_s[i]),
         )
         for i, m in enumerate(plan.messages)
     )
-    form = PlanForm(
+    form = form_of(
+        plan,
+        PlanForm,
         schema=PLAN_SCHEMA,
         problem=problem.name,
-        policy=plan.policy,
-        dispatch=plan.dispatch,
-        credit_bytes=plan.credit_bytes,
-        barrier=plan.barrier,
         links=tuple(link.name for link in problem.links),
-        period=plan.period,
-        updates=tuple(UpdateForm(first=u.first, last=u.last, at=u.at) for u in plan.updates),
+        updates=tuple(form_of(u, UpdateForm) for u in plan.updates),
         messages=messages,
-        detail=plan.detail,
         evaluation=UNSET if evaluation is None else evaluation,
     )
     costs = {"link_costs": [_link_form(link) for link in problem.links]} if link_costs else {}
@@ -451,15 +399,11 @@ def plan_from_json(data: Json, problem: ScheduleProblem, *, where: str = "bucket
                     where=f"{where}, at messages/{i}",
                     fix="use the problem that the plan was made for",
                 )
-    plan = BucketPlan(
-        policy=form.policy,
+    plan = value_of(
+        form,
+        BucketPlan,
         messages=tuple(_message(m, links[m.link], tensors) for m in form.messages),
-        dispatch=form.dispatch,
-        credit_bytes=form.credit_bytes,
-        barrier=form.barrier,
-        period=form.period,
-        updates=tuple(Update(first=u.first, last=u.last, at=u.at) for u in form.updates),
-        detail=form.detail,
+        updates=tuple(value_of(u, Update) for u in form.updates),
     )
     try:
         check_plan(problem, plan)
@@ -469,11 +413,5 @@ def plan_from_json(data: Json, problem: ScheduleProblem, *, where: str = "bucket
 
 
 def _message(form: MessageForm, link: int, tensors: Mapping[str, int]) -> Message:
-    return Message(
-        pieces=tuple(Piece(tensor=tensors[p.tensor], offset=p.offset, nbytes=p.nbytes) for p in form.pieces),
-        link=link,
-        update=form.update,
-        hold_s=0.0 if form.hold_s is UNSET else form.hold_s,
-        iteration=0 if form.iteration is UNSET else form.iteration,
-        phase=None if form.phase is UNSET else form.phase,
-    )
+    pieces = tuple(value_of(p, Piece, tensor=tensors[p.tensor]) for p in form.pieces)
+    return value_of(form, Message, pieces=pieces, link=link)

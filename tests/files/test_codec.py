@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 import pase
 from bench.pages.schemas import ROOT, SCHEMAS
 from pase.errors import PaseError, printable
-from pase.files.codec import convert, json_schema, parse_json, read_json, to_tree
+from pase.files.codec import convert, form_of, json_schema, parse_json, read_json, to_tree, value_of
 from pase.machine import dumps, parse
 from pase.plan.layout import to_json
 from pase.replay.traces import timeline_io
@@ -169,3 +169,51 @@ def test_a_text_from_a_stranger_is_refused_with_its_place(text, message):
 def test_names_that_command_nothing_are_read_as_they_are(name, escaped):
     """Some names have backslashes in front of a u that escape nothing."""
     assert parse_json(json.dumps({name: "\\u001b"}, ensure_ascii=escaped), "x") == {name: "\\u001b"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crate:
+    """A value with each kind of default."""
+
+    name: str
+    count: int = 1
+    weight: float | None = None
+    labels: tuple[str, ...] = ()
+    inside: dict[str, int] = field(default_factory=dict)
+
+
+class CrateForm(Struct, kw_only=True):
+    """Its form: the name is called title, the count is always written, and the rest may be absent."""
+
+    title: str
+    count: int
+    weight: float | UnsetType = UNSET
+    labels: tuple[str, ...] | UnsetType = UNSET
+    inside: dict[str, int] | UnsetType = UNSET
+    packed_s: float | UnsetType = UNSET
+
+
+CRATES = st.builds(
+    Crate,
+    name=st.text(),
+    count=st.integers(0, 2),
+    weight=st.none() | st.sampled_from([0.0, 1.5]),
+    labels=st.lists(st.text()).map(tuple),
+    inside=st.dictionaries(st.text(), st.integers(0, 2)),
+)
+
+
+@given(CRATES)
+def test_a_value_comes_back_from_its_form_and_defaults_are_left_out(crate: Crate) -> None:
+    tree = to_tree(form_of(crate, CrateForm, title=crate.name))
+    kept = {"weight": crate.weight is not None, "labels": bool(crate.labels), "inside": bool(crate.inside)}
+    assert tree.keys() == {"title", "count", *(k for k, written in kept.items() if written)}
+    form = convert(tree, CrateForm, "a crate")
+    assert value_of(form, Crate, name=form.title) == crate
+
+
+def test_a_field_that_the_value_does_not_have_must_be_given() -> None:
+    with pytest.raises(TypeError, match="title"):
+        form_of(Crate(name="a"), CrateForm)
+    form = form_of(Crate(name="a"), CrateForm, title="b", packed_s=2.0)
+    assert form.packed_s == 2.0 and value_of(form, Crate, name="c", count=UNSET) == Crate(name="c")

@@ -6,7 +6,6 @@ import gzip
 import json
 import math
 from collections.abc import Collection
-from dataclasses import fields
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,7 +15,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pase.errors import PaseError
 from pase.files.atomic import write_atomically
-from pase.files.codec import convert, json_schema, to_builtins, to_tree
+from pase.files.codec import convert, form_of, json_schema, to_builtins, to_tree, value_of
 from pase.files.json_values import Json, JsonObject
 from pase.replay.traces.perfetto import MEMORY, counters, flows
 from pase.replay.types import (
@@ -134,20 +133,13 @@ def to_json(t: Timeline) -> JsonObject:
 
 
 def _form_of(t: Timeline) -> TimelineForm:
-    return TimelineForm(
+    return form_of(
+        t,
+        TimelineForm,
         schema=SCHEMA,
-        names=t.names,
-        lanes=tuple(LaneForm(rank=x.rank, name=x.name, device=x.device) for x in t.lanes),
-        groups=tuple(GroupForm(name=g.name, ranks=g.ranks) for g in t.groups),
+        lanes=tuple(form_of(x, LaneForm) for x in t.lanes),
+        groups=tuple(form_of(g, GroupForm) for g in t.groups),
         clocks=tuple(_clock_form(c) for c in t.clocks),
-        marks=t.marks,
-        problems=t.problems,
-        hosts=t.hosts,
-        dataflow=t.dataflow,
-        shapes=t.shapes or UNSET,
-        compiled=t.compiled or UNSET,
-        widths=t.widths or UNSET,
-        devices=t.devices or UNSET,
         columns=ColumnsForm(
             **{k: v.tolist() for k, v in t.columns.items() if k != "shape"},
             shape=t["shape"].tolist() if t.shapes else UNSET,
@@ -156,17 +148,13 @@ def _form_of(t: Timeline) -> TimelineForm:
 
 
 def _clock_form(c: Clock) -> ClockForm:
-    values = {f.name: getattr(c, f.name) for f in fields(Clock)}
-    return ClockForm(
-        **values | {"uncertainty_ns": c.uncertainty_ns if math.isfinite(c.uncertainty_ns) else None}
-    )
+    known = math.isfinite(c.uncertainty_ns)
+    return form_of(c, ClockForm, uncertainty_ns=c.uncertainty_ns if known else None)
 
 
 def _clock_of(form: ClockForm) -> Clock:
-    values = {f.name: getattr(form, f.name) for f in fields(Clock)}
-    return Clock(
-        **values | {"uncertainty_ns": math.inf if form.uncertainty_ns is None else form.uncertainty_ns}
-    )
+    known = form.uncertainty_ns is not None
+    return value_of(form, Clock, uncertainty_ns=form.uncertainty_ns if known else math.inf)
 
 
 def from_json(d: Json, where: str = "timeline") -> Timeline:
@@ -196,20 +184,13 @@ def from_json(d: Json, where: str = "timeline") -> Timeline:
     for column, table in tables:
         if int(columns[column].max(initial=-1)) >= len(table):
             raise PaseError(f"column '{column}' has an index beyond its table of {len(table)}", where=where)
-    return Timeline(
+    return value_of(
+        form,
+        Timeline,
         columns=columns,
-        names=form.names,
-        lanes=tuple(Lane(rank=x.rank, name=x.name, device=x.device) for x in form.lanes),
-        groups=tuple(Group(name=g.name, ranks=g.ranks) for g in form.groups),
+        lanes=tuple(value_of(x, Lane) for x in form.lanes),
+        groups=tuple(value_of(g, Group) for g in form.groups),
         clocks=tuple(map(_clock_of, form.clocks)),
-        marks=form.marks,
-        problems=form.problems,
-        hosts=form.hosts,
-        dataflow=form.dataflow,
-        shapes=shapes,
-        compiled={} if form.compiled is UNSET else form.compiled,
-        widths=widths,
-        devices={} if form.devices is UNSET else form.devices,
     )
 
 
