@@ -1,11 +1,15 @@
-"""Writes a plan that is equivalent to torchtitan's data and tensor parallelism as sections of its TOML file:
-``[parallelism]``, the batch, and whether layers are recomputed.
+"""Writes a plan that is equivalent to torchtitan's data and tensor parallelism: its degrees, the batch, and whether
+layers are recomputed.
+
+torchtitan 0.3 takes options after ``--module`` and ``--config``, and reads no file (``torchtitan/config/manager.py``).
+Up to 0.2 it reads a TOML file, which is written if the name ends in ``.toml``.
 
 torchtitan's tensor parallelism splits positions between layers (sequence parallelism), and the vocabulary in the loss.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,29 +21,29 @@ from pase.plan.targets import TARGETS, PlanTarget, TargetAxis, TargetForm, limit
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
 
-__all__ = ["emit", "to_toml"]
+__all__ = ["emit", "to_options", "to_toml"]
 
-_FILE = """# {model} on {devices} devices, as pase planned it.
-
-[parallelism]
-data_parallel_replicate_degree = {replicate}
-data_parallel_shard_degree = {shard}
-fsdp_reshard_after_forward = "{reshard}"
-tensor_parallel_degree = {tensor}
-context_parallel_degree = 1
-pipeline_parallel_degree = 1
-
-[training]
-local_batch_size = {local}
-global_batch_size = {examples}
-
-[activation_checkpoint]
-mode = "{checkpoint}"
-"""
+_Sections = dict[str, dict[str, int | str]]
 
 
 def to_toml(plan: PlanData) -> str:
-    """The TOML text. Raises PaseError if the plan is not equivalent to this parallelism."""
+    """The TOML text, for torchtitan up to 0.2. Raises PaseError if the plan is not equivalent to this parallelism."""
+    lines = [f"# {plan.model} on {plan.devices} devices, as pase planned it."]
+    for section, values in _sections(plan).items():
+        lines += ["", f"[{section}]", *(f"{k} = {json.dumps(v)}" for k, v in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def to_options(plan: PlanData) -> str:
+    """The options of torchtitan 0.3, one a line. Raises PaseError if the plan is not equivalent to this parallelism."""
+    found = _sections(plan)
+    checkpoint = found.pop("activation_checkpoint")["mode"]
+    options = [f"--{section}.{k}={v}" for section, values in found.items() for k, v in values.items()]
+    return "\n".join([*options, f"activation-checkpoint:{checkpoint}"]) + "\n"  # the subcommand comes last
+
+
+def _sections(plan: PlanData) -> _Sections:
+    """torchtitan's settings by section."""
     target = "torchtitan's"
     batch = {a for t in plan.inputs.values() for axes in t.storage[:1] for a in axes}
     pure = all(n == 1 or a in batch for a, n in zip(plan.mesh.names, plan.mesh.sizes, strict=True))
@@ -58,25 +62,35 @@ def to_toml(plan: PlanData) -> str:
     examples = None if plan.work is None else plan.work.examples
     if examples is None:
         raise NotExpressed("its model has no batch", where=f"the plan for '{plan.model}'")
-    return _FILE.format(
-        model=plan.model,
-        devices=plan.devices,
-        replicate=style.ways(plan, style.replicate),
-        shard=style.ways(plan, style.shard),
-        reshard="always" if style.gathered else "never",
-        tensor=sizes[axis[0]] if axis else 1,
-        local=examples // (ways * plan.accumulate),
-        examples=examples,
-        checkpoint="full" if plan.remat else "none",
-    )
+    return {
+        "parallelism": {
+            "data_parallel_replicate_degree": style.ways(plan, style.replicate),
+            "data_parallel_shard_degree": style.ways(plan, style.shard),
+            "fsdp_reshard_after_forward": "always" if style.gathered else "never",
+            "tensor_parallel_degree": sizes[axis[0]] if axis else 1,
+            "context_parallel_degree": 1,
+            "pipeline_parallel_degree": 1,
+        },
+        "training": {
+            "local_batch_size": examples // (ways * plan.accumulate),
+            "global_batch_size": examples,
+        },
+        "activation_checkpoint": {"mode": "full" if plan.remat else "none"},
+    }
 
 
 def emit(plan: PlanData, path: Path, *, model: object) -> str:
-    """Write the TOML. An interrupted write leaves no partial file."""
+    """Write the options, or TOML if the name ends in ``.toml``. An interrupted write leaves no partial file."""
     from pase.files.atomic import write_atomically
 
-    write_atomically(path, to_toml(plan))
-    return f"{path}: [parallelism], [training] and [activation_checkpoint] of a torchtitan TOML"
+    if path.suffix == ".toml":
+        write_atomically(path, to_toml(plan))
+        return (
+            f"{path}: [parallelism], [training] and [activation_checkpoint] of a TOML file, which torchtitan reads "
+            f"up to 0.2; for 0.3, write to a name that does not end in .toml"
+        )
+    write_atomically(path, to_options(plan))
+    return f"{path}: options of torchtitan 0.3; torchrun … -m torchtitan.train --module … --config … $(cat {path})"
 
 
 _REPLICATE = TargetAxis(name="replicate", use="replicate")
@@ -98,5 +112,6 @@ TARGETS.add(
     ),
 )
 BACKENDS.add(
-    "torchtitan", Backend(writes="torchtitan's [parallelism], if it can express the plan", emit=emit)
+    "torchtitan",
+    Backend(writes="torchtitan's options (.toml: its file), if it can express the plan", emit=emit),
 )

@@ -20,3 +20,16 @@ def test_torchtitan_reads_its_degrees(tmp_path: Path) -> None:
     found = tomllib.loads(path.read_text())["parallelism"]
     assert (found["data_parallel_shard_degree"], found["tensor_parallel_degree"]) == (RANKS, 1)
     assert found["fsdp_reshard_after_forward"] == "always"
+
+
+def test_options_say_what_the_file_says(tmp_path: Path) -> None:
+    """torchtitan 0.3.0 has exactly these names (its ``ConfigManager`` read this file: 4 shards, no recomputation), and
+    wants the subcommand after all options."""
+    path, toml = tmp_path / "titan.txt", tmp_path / "titan.toml"
+    emit(plan_of("tower", "fsdp"), "torchtitan", path)
+    emit(plan_of("tower", "fsdp"), "torchtitan", toml)
+    *options, checkpoint = path.read_text().split()
+    file = tomllib.loads(toml.read_text())
+    assert checkpoint == f"activation-checkpoint:{file.pop('activation_checkpoint')['mode']}"
+    assert options == [f"--{s}.{k}={v}" for s, values in file.items() for k, v in values.items()]
+    assert "--parallelism.data_parallel_shard_degree=4" in options
