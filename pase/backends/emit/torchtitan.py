@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["emit", "to_options", "to_toml"]
 
-_Settings = dict[str, dict[str, int | str]]
+_BySection = dict[str, dict[str, int | str]]
 
 
 def to_toml(plan: PlanData) -> str:
@@ -42,7 +42,7 @@ def to_options(plan: PlanData) -> str:
     return "\n".join([*options, f"activation-checkpoint:{checkpoint}"]) + "\n"  # the subcommand comes last
 
 
-def _sections(plan: PlanData) -> _Settings:
+def _sections(plan: PlanData) -> _BySection:
     """torchtitan's settings by section."""
     target = "torchtitan's"
     batch = {a for t in plan.inputs.values() for axes in t.storage[:1] for a in axes}
