@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypedDict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import numpy as np
 
-from pase.ir import Graph, Node, Role
-from pase.ir.blocks import Block, Hoisted
+from pase.ir import Graph, Node, Role, digest
 from pase.machine import CostModel, Machine, Mesh
 from pase.memory.account import MemoryKind, held
 from pase.memory.accounts import account_for
@@ -24,7 +23,33 @@ from pase.tables.layouts import concrete_size
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
 
-__all__ = ["assemble", "axes_by_use"]
+__all__ = ["Searched", "assemble", "axes_by_use"]
+
+
+class PricedOn(Protocol):
+    """What a strategy is priced on: ``pase.compiler``'s ``SplitProblem``."""
+
+    @property
+    def machine(self) -> Machine: ...
+    @property
+    def model(self) -> CostModel: ...
+    @property
+    def optimizer(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """What a search says of its answer, as ``PlanData`` holds it. The defaults are those of a strategy that was not
+    searched for."""
+
+    cost: float
+    bound: float = 0.0
+    optimal: bool = False
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    tried: Sequence[Tried] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    provenance: Mapping[str, str]
 
 
 def axes_by_use(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> Mesh:
@@ -76,27 +101,18 @@ def assemble(
     graph: Graph,
     mesh: Mesh,
     configs: Mapping[str, np.ndarray],
+    priced: PricedOn,
+    searched: Searched,
     *,
-    model: CostModel,
-    machine: Machine,
     name: str,
-    optimizer: str,
-    cost: float,
-    bound: float,
-    optimal: bool,
-    baselines: Mapping[str, float],
-    skipped: Mapping[str, str],
-    tried: Sequence[Tried],
-    seconds: Mapping[str, float],
-    provenance: Mapping[str, str],
-    traced: Traced | None,
-    graph_digest: str,
-    accumulate: int = 1,
-    remat: Sequence[Block] = (),
-    hoisted: Hoisted = "none",
+    traced: Traced,
     overlap: float | None = None,
 ) -> PlanData:
-    """Return everything that follows from (graph, mesh, configs). configs: node name -> int8 [axes]."""
+    """Return everything that follows from (graph, mesh, configs), for a step that is not varied.
+
+    configs: node name -> int8 [axes]. overlap: as in ``PlanData``.
+    """
+    machine, model, optimizer = priced.machine, priced.model, priced.optimizer
     sent = collectives(graph, mesh, configs, model)
     work = local_work(graph, mesh, configs, model, optimizer)
     states = access_states(graph, mesh, configs)
@@ -121,22 +137,19 @@ def assemble(
         accesses=equation_layouts(graph, states),
         collectives=sent,
         memory=account_for(machine, graph, overlap is not None).memory(graph, mesh, configs, optimizer),
-        cost=cost,
-        optimal=optimal,
-        bound=bound,
-        baselines=dict(baselines),
-        skipped=dict(skipped),
-        tried=tuple(tried),
-        seconds=dict(seconds),
-        accumulate=accumulate,
-        remat=tuple(remat),
-        once=hoisted,
+        cost=searched.cost,
+        optimal=searched.optimal,
+        bound=searched.bound,
+        baselines=dict(searched.baselines),
+        skipped=dict(searched.skipped),
+        tried=tuple(searched.tried),
+        seconds=dict(searched.seconds),
         overlap=overlap,
-        graph_digest=graph_digest,
-        provenance=dict(provenance),
+        graph_digest=digest(traced.graph),
+        provenance=dict(searched.provenance),
         traced=traced,
         work=step_work(graph, machine),
-        padding={} if traced is None else dict(traced.padding),
+        padding=dict(traced.padding),
     )
 
 
@@ -173,7 +186,7 @@ def _node_plans(
 
 
 def _leaves(
-    graph: Graph, c: Constraints, traced: Traced | None
+    graph: Graph, c: Constraints, traced: Traced
 ) -> tuple[dict[str, TensorPlan], dict[str, TensorPlan]]:
     """Return parameters and inputs by path: their storage layouts, and the layouts in which they are used."""
     uses: dict[str, dict[Placement, None]] = {}
@@ -184,8 +197,7 @@ def _leaves(
             route = c.define.get(e.op.writes[0].tensor) if e.op.kind == "copy" else c.read.get(key)
             if route is not None:
                 uses.setdefault(src.ops[0].writes[0].tensor, {})[route.layouts[-1]] = None
-    shapes = {} if traced is None else {t.path: t.shape for t in traced.graph.inputs}  # of all micro-batches
-    as_given = {} if traced is None else traced.unpadded
+    shapes = {t.path: t.shape for t in traced.graph.inputs}  # of all micro-batches
 
     def of_role(role: Role) -> dict[str, TensorPlan]:
         return {
@@ -195,7 +207,7 @@ def _leaves(
                 storage=c.storage[t.name],
                 used_as=tuple(uses.get(t.name, ())),
                 state=c.state.get(t.name),
-                unpadded=as_given.get(t.path),
+                unpadded=traced.unpadded.get(t.path),
             )
             for t in graph.tensors.values()
             if t.role == role and t.name in graph.producer

@@ -15,9 +15,9 @@ from pase.baselines import Baseline, Skipped
 from pase.compiler.meshes.search import Found
 from pase.compiler.problem.limits import without_single
 from pase.compiler.problem.problem import SplitProblem
-from pase.ir import Graph, digest
+from pase.ir import Graph
 from pase.machine import Mesh
-from pase.plan.assemble import assemble, axes_by_use
+from pase.plan.assemble import Searched, assemble, axes_by_use
 from pase.plan.remarks import remarked
 from pase.plan.types import PlanData, Tried
 from pase.tables.itemize import collectives, local_work, node_costs
@@ -65,14 +65,7 @@ def plan_found(
     if problem.form is not None and problem.form.axes:
         mesh, kept = without_single(mesh)
         configs = {node: c[kept] for node, c in configs.items()}
-    plan = assemble(
-        problem.graph,
-        axes_by_use(problem.graph, mesh, configs),
-        configs,
-        model=problem.model,
-        machine=problem.machine,
-        name=name,
-        optimizer=problem.optimizer,
+    searched = Searched(
         cost=s.cost,
         bound=s.bound,
         optimal=s.optimal,
@@ -81,15 +74,36 @@ def plan_found(
         tried=[Tried(mesh=m.sizes, cost=c) for m, c in found.tried],
         seconds=seconds,
         provenance={**provenance_of(problem.graph, s.method, s.certificate), **(proven or {})},
-        traced=traced,
-        graph_digest=digest(traced.graph),
-        accumulate=problem.variant.accumulate,
-        remat=problem.variant.blocks,
-        hoisted=problem.variant.hoisted,
-        overlap=problem.pricing.occupied,
+    )
+    plan = _planned(
+        problem, axes_by_use(problem.graph, mesh, configs), configs, searched, name=name, traced=traced
     )
     fitted = replace(plan, memory_limit=fit.limit, misfit=fit.misfit, baseline_memory=fit.baselines)
     return remarked(fitted, problem.graph, problem.machine)
+
+
+def _planned(
+    problem: SplitProblem,
+    mesh: Mesh,
+    configs: Mapping[str, np.ndarray],
+    searched: Searched,
+    *,
+    name: str,
+    traced: Traced,
+) -> PlanData:
+    """Return the plan of a strategy of the problem, with the variant of its step."""
+    plan = assemble(
+        problem.graph,
+        mesh,
+        configs,
+        problem,
+        searched,
+        name=name,
+        traced=traced,
+        overlap=problem.pricing.occupied,
+    )
+    v = problem.variant
+    return replace(plan, accumulate=v.accumulate, remat=tuple(v.blocks), once=v.hoisted)
 
 
 def plan_of(
@@ -100,29 +114,8 @@ def plan_of(
     work = local_work(problem.graph, mesh, configs, problem.model, problem.optimizer)
     costs = node_costs(work, sent)
     cost = problem.pricing.cost(mesh, configs, sum(c.total for c in costs.values()))
-    plan = assemble(
-        problem.graph,
-        mesh,
-        configs,
-        model=problem.model,
-        machine=problem.machine,
-        name=name,
-        optimizer=problem.optimizer,
-        cost=cost,
-        bound=0.0,
-        optimal=False,
-        baselines={},
-        skipped={},
-        tried=[],
-        seconds={},
-        provenance=provenance_of(problem.graph, "given", "none"),
-        traced=traced,
-        graph_digest=digest(traced.graph),
-        accumulate=problem.variant.accumulate,
-        remat=problem.variant.blocks,
-        hoisted=problem.variant.hoisted,
-        overlap=problem.pricing.occupied,
-    )
+    given = Searched(cost=cost, provenance=provenance_of(problem.graph, "given", "none"))
+    plan = _planned(problem, mesh, configs, given, name=name, traced=traced)
     return remarked(plan, problem.graph, problem.machine)
 
 

@@ -15,12 +15,11 @@ from pase.compiler.stages.menu import StageSplit
 from pase.compiler.stages.pipelines import MICRO_BATCHES, Pipelines
 from pase.compiler.stages.replica_split import ReplicaSplit
 from pase.compiler.stages.search import Staged, StageMenu
-from pase.ir import digest
 from pase.ir.blocks import micro_batches_of
 from pase.machine import GroupedMachine, Mesh
 from pase.memory.account import Memory
 from pase.pipeline.simulate import peak_bytes, simulate
-from pase.plan.assemble import assemble, axes_by_use
+from pase.plan.assemble import Searched, assemble, axes_by_use
 from pase.plan.pipeline import PipelinePlan, ReplicaPlan, StagePlan
 from pase.plan.remarks import remarked
 from pase.plan.types import NodePlan, PlanData, Tried
@@ -48,19 +47,10 @@ def plan_staged(
     bound = min(found.bound, step_s)
     # As ``costs`` prices it, gathers and sums of parameters are hoisted, unless a stage has them in each micro-batch.
     hoisted = all(split.weights == "hoisted" for split in s.splits)
-    plan = assemble(
-        replace(t.graph, facts=replace(t.graph.facts, hoisted="all")) if hoisted else t.graph,
-        mesh,
-        configs,
-        model=problem.model,
-        machine=problem.machine,
-        name=name,
-        optimizer=problem.optimizer,
+    searched = Searched(
         cost=step_s,
         bound=bound,
         optimal=not found.unseen and bound >= step_s * (1 - 1e-6),
-        baselines={},
-        skipped={},
         tried=[Tried(mesh=s.mesh.sizes, cost=step_s)],
         seconds=seconds,
         provenance=provenance_of(
@@ -68,11 +58,9 @@ def plan_staged(
             "stages: tables of one graph, cuts by paths",
             "paths of the schedules, with each rank's memory",
         ),
-        traced=traced,
-        graph_digest=digest(traced.graph),
-        accumulate=s.micro_batches,
-        remat=middle.variant.blocks,
     )
+    graph = replace(t.graph, facts=replace(t.graph.facts, hoisted="all")) if hoisted else t.graph
+    plan = assemble(graph, mesh, configs, problem, searched, name=name, traced=traced)
     memory = _memory(s)
     # The plan lists all micro-batches. A replica runs only some of them, and sends accordingly less, except for hoisted
     # collectives.
@@ -82,6 +70,8 @@ def plan_staged(
     sent = _sent_by_node(counted)
     staged = replace(
         plan,
+        accumulate=s.micro_batches,
+        remat=tuple(middle.variant.blocks),
         devices=problem.devices,
         overlap=problem.pricing.occupied,
         memory=max(memory, key=lambda m: m.total),
