@@ -5,6 +5,7 @@ One function runs either compiled by numba or as ordinary Python. A test checks 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -48,11 +49,9 @@ def run_jobs(*, kernel: str = "auto", **arrays: np.ndarray) -> tuple[np.ndarray,
     return out_start, out_end
 
 
+@cache
 def _loop(kernel: str) -> Any:
-    if kernel == "numba":
-        from pase.schedule import kernels_engine
-
-        return kernels_engine.loop
+    from pase.compiled import compiled_copies
     from pase.schedule import engine_loop
 
-    return engine_loop.loop
+    return compiled_copies(engine_loop)["loop"] if kernel == "numba" else engine_loop.loop
