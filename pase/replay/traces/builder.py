@@ -8,12 +8,24 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from pase.replay.traces.reader import LIMITS, Limits
-from pase.replay.types import COLUMNS, GPU_KINDS, Group, Lane, Mark, Problem, Shapes, Timeline
+from pase.replay.types import (
+    COLLECTIVE,
+    COLUMNS,
+    GPU_KINDS,
+    CompiledOp,
+    Group,
+    Lane,
+    Mark,
+    Problem,
+    Shapes,
+    Timeline,
+)
 
 __all__ = ["Builder", "combine", "is_sound", "split_devices"]
 
@@ -263,13 +275,23 @@ def split_devices(
 
 
 def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Timeline:
-    """Combines the timelines of ranks into one, with merged names, groups and shapes."""
+    """Combines the timelines of ranks into one, with merged names, groups and shapes.
+
+    Processes may run different compiled programs, such as a pipeline's stages, whose ops have the same names. An op
+    that is not what the same name is in an earlier part gets its rank in its name.
+    """
     names: dict[str, int] = {}
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
     shapes: dict[tuple[Shapes, tuple[int, ...]], int] = {}
     lanes: list[Lane] = []
     columns: dict[str, list[np.ndarray]] = {k: [] for k in COLUMNS}
+    compiled: dict[str, CompiledOp] = {}
+    dataflow: dict[str, tuple[str, ...]] = {}
     for t in parts:
+        t = _with_own_ops(t, compiled, dataflow)
+        compiled.update(t.compiled)
+        for op, reads in t.dataflow.items():
+            dataflow[op] = tuple(dict.fromkeys((*dataflow.get(op, ()), *reads)))
         name_map = np.array([names.setdefault(n, len(names)) for n in t.names], dtype=np.int32)
         # Groups of equal name and ranks are one group, as are groups of equal name whose ranks are unknown. The last
         # entry of the maps keeps an index of -1, which means none.
@@ -297,9 +319,32 @@ def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Tim
         marks=tuple(m for t in parts for m in t.marks),
         problems=tuple(p for t in parts for p in t.problems) + tuple(problems or ()),
         hosts={r: h for t in parts for r, h in t.hosts.items()},
-        dataflow={k: v for t in parts for k, v in t.dataflow.items()},
-        compiled={k: v for t in parts for k, v in t.compiled.items()},
+        dataflow=dataflow,
+        compiled=compiled,
         devices={r: d for t in parts for r, d in t.devices.items()},
         shapes=tuple(s for s, _ in shapes),
         widths=tuple(w for _, w in shapes) if any(w for _, w in shapes) else (),
+    )
+
+
+def _with_own_ops(
+    t: Timeline, compiled: Mapping[str, CompiledOp], dataflow: Mapping[str, tuple[str, ...]]
+) -> Timeline:
+    """Returns the timeline with other names for ops of which other facts are known. Collectives keep their names, by
+    which those of several ranks are matched."""
+
+    def facts(op: CompiledOp) -> CompiledOp:
+        return replace(op, kernel="")  # libraries may choose another kernel on another rank
+
+    other = {n for n, op in t.compiled.items() if n in compiled and facts(compiled[n]) != facts(op)}
+    other |= {n for n, reads in t.dataflow.items() if n in dataflow and dataflow[n] != reads}
+    if not other:
+        return t
+    other -= {t.names[n] for n in np.unique(t["name"][t["kind"] == COLLECTIVE]).tolist()}
+    own = {n: f"{n} (rank {min(t.ranks)})" for n in other}
+    return replace(
+        t,
+        names=tuple(own.get(n, n) for n in t.names),
+        compiled={own.get(n, n): op for n, op in t.compiled.items()},
+        dataflow={own.get(n, n): tuple(own.get(r, r) for r in reads) for n, reads in t.dataflow.items()},
     )
