@@ -159,12 +159,12 @@ LIMIT = 1e-9
 
 def _sent(e: TorchExample, label: str) -> dict[str, Any]:
     """Returns what one rank of many sends in a step, and the plan's list."""
-    from pase.backends.audit.torch import planned, sent_by_one_rank
+    from pase.backends.audit.torch import planned_in_step, sent_by_one_rank
 
     plan = _plan(e, label)
     with alone_among(MANY, rank=RANK):
         sent = sent_by_one_rank(plan.torch)
-    listed = planned(plan.torch.program)
+    listed = planned_in_step(plan.torch)
     return {
         "mesh": list(plan.torch.mesh.sizes),
         "collectives": sum(listed.values()),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.torch.imagined import imagined_batch, imagined_step
 from pase.backends.torch.plan import TorchPlan
-from pase.backends.torch.spmd.messages import joined_sums
+from pase.backends.torch.spmd.messages import gradient_messages, joined_chunks
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.local.account import program_collectives
 from pase.local.types import LocalOp, LocalProgram
@@ -27,33 +27,45 @@ if TYPE_CHECKING:
     from pase.backends.torch.pipeline.plan import TorchPipeline
     from pase.frontends.torch.values import TorchOperand
 
-__all__ = ["SentCounts", "planned", "planned_in_stages", "recorded", "sent_by_one_rank"]
+__all__ = ["SentCounts", "planned", "planned_in_stages", "planned_in_step", "recorded", "sent_by_one_rank"]
 
 SentCounts = Counter[tuple[str, tuple[str, ...], int]]
 """(kind, mesh axes, bytes of the larger local buffer) -> the number of times in a step."""
 
 _KINDS = {
     "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
 
 
-def planned(program: LocalProgram) -> SentCounts:
-    """The plan's collectives, without mesh axes of size 1, along which nothing is sent."""
+def planned(program: LocalProgram, bucket_bytes: float | None = None) -> SentCounts:
+    """The plan's collectives, without mesh axes of size 1, along which nothing is sent.
+
+    bucket_bytes: if given, gradients of parameters are joined in messages (``gradient_messages``), with the same bytes.
+    """
     out: SentCounts = Counter()
     for c in program_collectives(program):
         if axes := _wide(c.axes, program.mesh):
             out[c.kind, axes, c.nbytes] += c.times
-    for numbers in joined_sums(program):
-        steps = [program.reshard_steps(n, "back")[0] for n in numbers]
-        if axes := _wide(steps[0].axes, program.mesh):
-            times = round(program.runs(numbers[0], "back"))
-            out["all_reduce", axes, sum(m.nbytes for m in steps)] += times
-            for m in steps:
-                out["all_reduce", axes, m.nbytes] -= times
+    for m in () if bucket_bytes is None else gradient_messages(program, bucket_bytes):
+        for chunks in joined_chunks(program, m):
+            steps = [program.stages(x.transfer, "back")[x.stage] for x in chunks]
+            axes, times = _wide(steps[0].axes, program.mesh), round(program.runs(chunks[0].transfer, "back"))
+            if not axes:
+                continue
+            out[steps[0].kind, axes, sum(x.nbytes for x in chunks)] += times
+            for chunk, step in zip(chunks, steps, strict=True):
+                if chunk.begin == 0:
+                    out[step.kind, axes, step.nbytes] -= times
     return +out
+
+
+def planned_in_step(plan: TorchPlan) -> SentCounts:
+    """The collectives of a step whose forward and backward run together: the plan's, with gradients joined."""
+    return planned(plan.program, plan.bucket_bytes)
 
 
 def planned_in_stages(run: TorchPipeline, rank: int) -> SentCounts:

@@ -32,26 +32,33 @@ class LocalGradients:
     def collected(self, stored: Mapping[str, DTensor]) -> Iterator[Mapping[str, Tensor]]:
         """The leaves: tensor -> leaf. At the end, the parameters' ``grad`` has their gradients, added to what it had.
 
-        A parameter that has hooks on its gradient is its own leaf, by ``to_local``.
+        A parameter that has hooks on its gradient gets it from autograd, which calls them, once for all micro-batches.
         """
+        import torch
+
         read: dict[str, Tensor] = {}
         before: dict[str, Tensor | None] = {}
         for t, p in stored.items():
-            if not p.requires_grad or p._backward_hooks or p._post_accumulate_grad_hooks:
+            if not p.requires_grad:
                 read[t] = p.to_local()
                 continue
             local = p._local_tensor  # ``to_local`` makes a new view of it at each call
-            before[t] = None if p.grad is None else p.grad._local_tensor  # type: ignore[attr-defined]
             if t not in self.leaves or self.leaves[t][0] is not local:
                 self.leaves[t] = local, local.detach().requires_grad_()
             read[t] = self.leaves[t][1]
+            hooked = bool(p._backward_hooks or p._post_accumulate_grad_hooks)
+            before[t] = None if p.grad is None or hooked else p.grad._local_tensor  # type: ignore[attr-defined]
             read[t].grad = before[t]
         try:
             yield read
             for t, had in before.items():
-                made = read[t].grad
-                if made is not None and made is not had:
-                    stored[t].grad = distributed_like(stored[t], made)
+                made, p = read[t].grad, stored[t]
+                if made is None or made is had:
+                    continue
+                if p._backward_hooks or p._post_accumulate_grad_hooks:
+                    torch.autograd.backward([p], [distributed_like(p, made)])
+                else:
+                    p.grad = distributed_like(p, made)
         finally:
             for t in before:
                 read[t].grad = None

@@ -122,13 +122,14 @@ class ParallelModule:
             losses = [self._at_once(body) for body in self.bodies(batch, self.buffers)]
             return sum(losses[1:], losses[0])
         losses = []
-        with self.gradients.collected(self.stored) as leaves:
+        with self.gradients.collected(self.stored) as leaves, self.walk.sending.opened():
             held = self.parameters(leaves)
             buffers = StepBuffers(step=self, copied=self.plan.accumulate > 1)
             for body in self.bodies(batch, buffers):
                 loss, new = self._loss(held, body, buffers)
                 loss = loss if self.share == 1.0 else loss * self.share
                 loss.backward()
+                self.walk.sending.finish()
                 buffers.write_back(new)
                 losses.append(loss.detach())
         return sum(losses[1:], losses[0])
@@ -234,13 +235,19 @@ class ParallelModule:
             held = {t: next(mine).detach().requires_grad_(t in trained) for t in stored}
             read = {t: replace(v, array=next(mine)) for t, v in held_values.items()}
             received = {number: next(mine) for number in sent}
-            body = self.walk.body(
-                {**read, **self.parameters(held)}, {n: next(mine) for n in constants}, self.device, self.seed
-            )
-            body.kept.receive(received)
-            loss, *new = self.results(body)
-            loss = loss * self.share
-            found = torch.autograd.grad(loss, [held[t] for t in trained], allow_unused=True)
+            with self.walk.sending.opened(overwrites=False):
+                body = self.walk.body(
+                    {**read, **self.parameters(held)},
+                    {n: next(mine) for n in constants},
+                    self.device,
+                    self.seed,
+                )
+                body.kept.receive(received)
+                loss, *new = self.results(body)
+                loss = loss * self.share
+                loss.backward()
+                self.walk.sending.finish()
+            found = [held[t].grad for t in trained]
             return loss.detach(), found, new
 
         if self._graph is None:

@@ -31,7 +31,7 @@ from pase.local.idle import without_idle_axes
 from pase.local.lower import program_of
 from pase.local.types import LocalProgram
 from pase.local.verify import verify_program
-from pase.machine import Mesh
+from pase.machine import BUCKET_BYTES, Mesh
 from pase.memory.account import Memory
 from pase.pytree import Tree
 
@@ -70,6 +70,8 @@ class TorchPlan:
     optimizer: str = "adam"
     account: Memory | None = None
     """What the plan predicts for the memory of a device."""
+    bucket_bytes: float = BUCKET_BYTES
+    """The size of the messages in which gradients are sent that ``schedule`` does not mention."""
 
     @cached_property
     def program(self) -> LocalProgram:
@@ -142,6 +144,7 @@ class TorchPlan:
             blocks=(*self.traced.marked, *self.blocks),
             counting=self.sums.counting,
             totals=frozenset(self.sums.totals),
+            bucket_bytes=self.bucket_bytes,
         )
 
     def code(self, rank: int = 0) -> str:

@@ -23,24 +23,27 @@ def test_without_messages_they_are_the_plans_list(model, strategy):
     assert listed and planned(program) == listed
 
 
-def test_sums_in_one_message_are_one_all_reduce_of_their_bytes():
-    """Only whole gradients are joined: the message that cuts a gradient changes nothing."""
+def test_gradients_in_one_message_are_one_collective_of_their_bytes():
+    """Chunks of a gradient that is cut count in the messages that carry them; the other gradients are in a bucket."""
     from pase.backends.audit.torch import planned
 
     _, program = planned_program("mlp", "data_parallel")
-    weights = [n for n, t in enumerate(program.transfers) if program.maker[t.tensor].op.kind == "parameter"]
+    weights = [n for n, t in enumerate(program.transfers) if t.src in program.parameters and t.backward]
     summed = [(n, program.reshard_steps(n, "back")[0]) for n in weights]
-    (a, first), (b, second), (c, cut) = summed[:3]
+    (a, first), (b, second), (c, third), *others = summed
+    half = third.nbytes // 2
 
     def message(*of):
-        chunks = (MessageChunk(transfer=n, stage=0, begin=0, nbytes=nbytes) for n, nbytes in of)
+        chunks = (MessageChunk(transfer=n, stage=0, begin=at, nbytes=nbytes) for n, at, nbytes in of)
         return LocalMessage(way="back", link="net", chunks=tuple(chunks))
 
-    messages = (message((a, first.nbytes), (b, second.nbytes)), message((c, cut.nbytes // 2)))
-    with pytest.warns(UserWarning, match="1 of 2 messages"):
-        found = planned(replace(program, messages=messages))
+    messages = (message((a, 0, first.nbytes), (b, 0, second.nbytes), (c, 0, half)), message((c, half, half)))
+    found = planned(replace(program, messages=messages), 1e9)
     wanted = planned(program)
-    for m in (first, second):
+    for _, m in summed:
         wanted["all_reduce", m.axes, m.nbytes] -= 1
-    wanted["all_reduce", first.axes, first.nbytes + second.nbytes] += 1
+    wanted["all_reduce", first.axes, first.nbytes + second.nbytes + half] += 1
+    wanted["all_reduce", first.axes, half] += 1
+    if others:
+        wanted["all_reduce", first.axes, sum(m.nbytes for _, m in others)] += 1
     assert found == +wanted

@@ -12,6 +12,7 @@ import pase
 from bench.cases.torch_ranks import alone_among, on_ranks
 from tests.backends.torch.micro_batches import assert_equal_alone, losses, model
 from tests.backends.torch.models import case
+from tests.backends.torch.steps import BUCKET
 
 pytestmark = pytest.mark.torch
 RANKS = 4
@@ -39,7 +40,7 @@ def test_a_step_in_micro_batches_is_the_whole_batchs(kind: str) -> None:
     """Loss and gradients in float64. Exactly the collectives on the plan's list are sent."""
     import torch
 
-    from pase.backends.audit.torch import planned, sent_by_one_rank
+    from pase.backends.audit.torch import planned_in_step, sent_by_one_rank
 
     module, ids, labels = model()
     loss = losses()[kind]
@@ -49,9 +50,10 @@ def test_a_step_in_micro_batches_is_the_whole_batchs(kind: str) -> None:
     wanted = {k: p.grad for k, p in alone.named_parameters()}
     for mesh in MESHES.get(kind, ("2x2",)):
         ranks = 1 if mesh == "1" else RANKS
-        run = pase.compile(
+        plan = pase.compile(
             module, ids, labels, loss=loss, devices=ranks, mesh=mesh, accumulate=4, memory_limit="none"
-        ).torch
+        )
+        run = replace(plan.torch, bucket_bytes=BUCKET)
         assert run.program.ops and run.leaves and run.sums.outputs
 
         def on_rank(rank: int, run: Any = run) -> Any:
@@ -63,7 +65,7 @@ def test_a_step_in_micro_batches_is_the_whole_batchs(kind: str) -> None:
             torch.testing.assert_close(got, whole.detach(), rtol=1e-12, atol=1e-14)
             torch.testing.assert_close(gradients, wanted, rtol=1e-11, atol=1e-13)
         with alone_among(ranks, rank=ranks - 1):
-            assert sent_by_one_rank(run) == planned(run.program)
+            assert sent_by_one_rank(run) == planned_in_step(run)
 
 
 @pytest.mark.parametrize("kind", ["counted", "summed", "by hand"])

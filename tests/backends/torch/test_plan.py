@@ -4,6 +4,8 @@ the collectives on the plan's list are sent."""
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pase
 from bench.cases.torch_ranks import alone_among
 from pase.errors import Infeasible, PaseError
 from tests.backends.torch.models import case
-from tests.backends.torch.steps import one_step
+from tests.backends.torch.steps import BUCKET, one_step
 
 pytestmark = pytest.mark.torch
 RANKS = 4
@@ -42,6 +44,16 @@ STRATEGIES = {
     "bert": ("fsdp", "random2@2x2"),
 }
 BLIND_AMONG_MANY = {"llama": ("random1@4x8",), "gpt2": ("random2@4x8",)}
+
+
+def bytes_of(sent: Counter[tuple[str, tuple[str, ...], int]]) -> Counter[tuple[str, tuple[str, ...]]]:
+    """(kind, mesh axes) -> bytes in a step."""
+    found: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for (kind, axes, nbytes), times in sent.items():
+        found[kind, axes] += nbytes * times
+    return found
+
+
 PAIRS = [(m, s) for m, every in STRATEGIES.items() for s in every]
 
 
@@ -58,10 +70,22 @@ def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
         torch.testing.assert_close(after, c.after, rtol=near, atol=near)
 
 
+@pytest.mark.parametrize("strategy", ["data_parallel", "fsdp", "random1@2x2"])
+def test_the_user_may_call_backward(strategy: str) -> None:
+    """Each gradient is then sent by itself, where backward makes it."""
+    import torch
+
+    c = case("block", RANKS)
+    for loss, gradients, after in one_step(c, strategy, at_once=False):
+        torch.testing.assert_close(loss, c.loss, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradients, c.gradients, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(after, c.after, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("model", STRATEGIES)
 def test_what_is_sent_is_the_plans_list(model: str) -> None:
     """Every collective of a step, by kind, axes and bytes: on one rank of 32, on fake tensors."""
-    from pase.backends.audit.torch import planned, sent_by_one_rank
+    from pase.backends.audit.torch import planned, planned_in_step, sent_by_one_rank
 
     c = case(model, MANY)
     simple = () if model in BLIND_AMONG_MANY else ("data_parallel", "zero2")
@@ -69,9 +93,11 @@ def test_what_is_sent_is_the_plans_list(model: str) -> None:
         plan = c.case.plan(strategy)
         if plan is None:
             continue
+        run = replace(plan.torch, bucket_bytes=BUCKET)
         with alone_among(MANY, rank=5):
-            sent = sent_by_one_rank(plan.torch)
-        assert sent == planned(plan.torch.program), strategy
+            sent = sent_by_one_rank(run)
+        assert sent == planned_in_step(run), strategy
+        assert bytes_of(sent) == bytes_of(planned(run.program)), strategy
 
 
 def test_a_batch_written_into_the_code_is_not_cut() -> None:

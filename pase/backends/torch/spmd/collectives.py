@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import whole
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd import Function as TorchFunction
 
-__all__ = ["EdgeCall", "positions", "summed", "there_and_back"]
+__all__ = ["EdgeCall", "SendLater", "positions", "summed", "there_and_back"]
 
 Way: TypeAlias = "Callable[[Tensor], Tensor]"
+GradientWay: TypeAlias = "Callable[[Tensor], Tensor | None]"
 
 
 @cache
@@ -32,7 +33,7 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction]]:
 
     class Edge(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, there: Way, back: Way) -> Tensor:
+        def forward(ctx: Any, x: Tensor, there: Way, back: GradientWay) -> Tensor:
             ctx.back = back
             made = there(x)
             return made.view_as(made) if made is x else made
@@ -45,7 +46,7 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction]]:
         """Sends the gradient to another tensor than the value, its gradient carrier."""
 
         @staticmethod
-        def forward(ctx: Any, x: Tensor, gradient_carrier: Tensor, there: Way, back: Way) -> Tensor:
+        def forward(ctx: Any, x: Tensor, gradient_carrier: Tensor, there: Way, back: GradientWay) -> Tensor:
             ctx.back = back
             made = there(x)
             return made.view_as(made) if made is x else made
@@ -65,6 +66,7 @@ def there_and_back(
     name: str = "edge",
     *,
     anyshape: bool = False,
+    later: tuple[int, SendLater] | None = None,
 ) -> Tensor:
     """Returns ``there(value)``. The gradient, ``back`` of the incoming gradient, goes to ``gradient_carrier`` if that
     is given, else to ``value``.
@@ -72,12 +74,23 @@ def there_and_back(
     gradient_carrier: a tensor in the layout in which the gradient arrives, if that is not the value's layout.
     back: None means that no gradient passes.
     name: in a recorded program.
-    anyshape: see ``EdgeCall``.
+    anyshape, later: see ``EdgeCall``.
     """
     if back is None or not (value.is_floating_point() or value.is_complex()):
         return there(value.detach() if value.requires_grad else value)
     carriers = () if gradient_carrier is None else (gradient_carrier,)
-    return whole(EdgeCall(there, back, anyshape), value, *carriers, name=name)
+    return whole(EdgeCall(there, back, anyshape, later), value, *carriers, name=name)
+
+
+class SendLater(Protocol):
+    """Takes the gradient of an edge in backward, to send it beside what follows (``messages.GradientSending``)."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def announce(self, number: int) -> None: ...
+
+    def give(self, number: int, root: object, gradient: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -85,17 +98,39 @@ class EdgeCall:
     """An edge, as one call with a derivative of its own.
 
     anyshape: whether it passes the value on, and does the same to each element of the gradient.
+    later: the number of the edge's transfer, and what takes its gradient while it is open.
     """
 
     there: Way
     back: Way
     anyshape: bool = False
+    later: tuple[int, SendLater] | None = None
 
     def __call__(self, value: Tensor, gradient_carrier: Tensor | None = None) -> Tensor:
         edge, onto_carrier = _functions()
+        back = self._back(value if gradient_carrier is None else gradient_carrier)
         if gradient_carrier is None:
-            return edge.apply(value, self.there, self.back)
-        return onto_carrier.apply(value.detach(), gradient_carrier, self.there, self.back)
+            return edge.apply(value, self.there, back)
+        return onto_carrier.apply(value.detach(), gradient_carrier, self.there, back)
+
+    def _back(self, root: Tensor) -> GradientWay:
+        """The way of the gradient to ``root``: at once, or later."""
+        if self.later is None or not root.requires_grad:
+            return self.back
+        from torch.autograd.graph import get_gradient_edge
+
+        number, sending = self.later
+        sending.announce(number)
+        # A tensor that is not a leaf would stay in memory.
+        end = root if root.is_leaf else get_gradient_edge(root)
+
+        def back(g: Tensor) -> Tensor | None:
+            if not sending.is_open:
+                return self.back(g)
+            sending.give(number, end, g)
+            return None
+
+        return back
 
 
 def summed(x: Tensor, axes: tuple[str, ...], groups: AxisGroups) -> Tensor:

@@ -20,7 +20,7 @@ from pase.backends.torch.spmd.collectives import there_and_back
 from pase.backends.torch.spmd.constants import Constants, NodeIndex
 from pase.backends.torch.spmd.control import ControlNode
 from pase.backends.torch.spmd.masks import causal_masks
-from pase.backends.torch.spmd.messages import joined_sums, joined_values
+from pase.backends.torch.spmd.messages import GradientSending
 from pase.backends.torch.spmd.pairs import OpPair
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.recompute import recomputed
@@ -38,6 +38,7 @@ from pase.ir import Op, Place
 from pase.ir.blocks import Block, holders
 from pase.local.reshard import resharded
 from pase.local.types import LocalOperand, LocalProgram, LocalTransfer
+from pase.machine import BUCKET_BYTES
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class RankWalk:
     counting: the ops that compute a micro-batch's share of the totals, as (place, tensor).
     totals: tensors that are sums over all micro-batches.
     only: the numbers of the top-level nodes to run; None runs all of them.
+    bucket_bytes: the size of the messages in which gradients of parameters are sent.
     """
 
     program: LocalProgram
@@ -148,11 +150,12 @@ class RankWalk:
     counting: frozenset[tuple[Place, str]] = frozenset()
     totals: frozenset[str] = frozenset()
     only: frozenset[int] | None = None
+    bucket_bytes: float = BUCKET_BYTES
 
     @cached_property
-    def joined(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of transfers whose gradients one all-reduce sums, as the program's messages require."""
-        return joined_sums(self.program)
+    def sending(self) -> GradientSending:
+        """Sends the gradients of parameters while backward goes on, if it is open."""
+        return GradientSending(program=self.program, groups=self.groups, bucket_bytes=self.bucket_bytes)
 
     @cached_property
     def counted(self) -> frozenset[str]:
@@ -224,8 +227,6 @@ class RankWalk:
 
     def run(self, body: Body) -> None:
         """Run all nodes; their results are in ``body.values``."""
-        for numbers in self.joined:
-            body.kept.receive(joined_values(numbers, self.program, body.values, self.groups))
         self.steps(self.traced.scope, "", body)
 
     def steps(self, scope: TorchScope, prefix: str, body: Body) -> None:
@@ -461,6 +462,7 @@ class RankWalk:
             None if t.backward is None else back,
             _named(t),
             anyshape=alone,
+            later=(number, self.sending) if t.backward and t.src in self.program.parameters else None,
         )
 
     def output(self, value: Value, body: Body) -> Tensor:

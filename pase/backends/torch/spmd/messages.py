@@ -1,102 +1,356 @@
-"""The messages of a local program in PyTorch: one all-reduce for the sums of gradients that a bucket plan joins.
+"""The gradients of parameters, sent in messages while backward goes on.
 
-The parameters of a message pass through one ``autograd.Function``. Its backward runs when the gradients of all of them
-are ready, so PyTorch's order of backward decides when a message is sent.
+An edge of a parameter hands its gradient over as soon as backward has made it (``GradientSending.give``), and autograd
+goes on without it. A message whose gradients are all there is joined and sent, and is waited for when backward has
+ended. Messages are those of the program's bucket plan. All other gradients travel in buckets, in the order in which
+backward should make them. What a message carries follows from the program alone, so it is the same on all ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from functools import cache, partial
-from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
 
 from pase.backends.torch.spmd.process_groups import AxisGroups
-from pase.backends.torch.spmd.record import whole
-from pase.backends.torch.spmd.values import RankValue
-from pase.local.types import LocalMessage, LocalProgram, local_shape
+from pase.errors import PaseError
+from pase.local.parts import view
+from pase.local.reshard import resharded
+from pase.local.types import Extents, LocalMessage, LocalProgram, LocalReshardStep, MessageChunk, local_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.autograd import Function as TorchFunction
 
-__all__ = ["joined_sums", "joined_values"]
+__all__ = ["GradientSending", "SendStage", "gradient_messages", "joined_chunks"]
+
+FIRST_BYTES = float(1 << 20)
+"""The first bucket is small, so that sending starts early. As in PyTorch's DistributedDataParallel."""
+
+SendStage: TypeAlias = "tuple[int, int]"
+"""The number of a transfer, and which of its gradient's reshard steps that send anything, counted from 0."""
+
+_JOINED = ("all_reduce", "reduce_scatter")
 
 
-def joined_sums(program: LocalProgram) -> tuple[tuple[int, ...], ...]:
-    """For each message, the transfers whose sums are joined: whole gradients of parameters that are read as stored.
+def gradient_messages(program: LocalProgram, bucket_bytes: float) -> tuple[LocalMessage, ...]:
+    """The messages of a program that carry gradients of parameters, and buckets of about ``bucket_bytes`` for the
+    gradients that no message carries. Gradients that are summed equally often are in one bucket.
 
-    Warns about messages with no such transfers, because their contents are sent one by one.
+    A gradient whose reshard step is neither an all-reduce nor a reduce-scatter is sent by itself.
     """
-    found, alone = [], 0
-    for m in program.messages:
-        alike: dict[tuple[tuple[str, ...], int], list[int]] = {}
-        for number, key in _sums(program, m).items():
-            alike.setdefault(key, []).append(number)
-        found += [tuple(numbers) for numbers in alike.values() if len(numbers) > 1]
-        alone += not alike
-    if alone:
-        warnings.warn(
-            f"{alone} of {len(program.messages)} messages of the bucket plan of '{program.name}' do not join whole "
-            f"sums of gradients (they gather, scatter, or cut tensors): PyTorch sends their contents one by one",
-            stacklevel=2,
-        )
-    return tuple(found)
+    joinable = _stages(program)
+    back = [m for m in program.messages if m.way == "back"]
+    sent = Counter[SendStage]()
+    for c in (c for m in back for c in m.chunks):
+        sent[c.transfer, c.stage] += c.nbytes
+    carried = {s for s, step in joinable.items() if sent[s] == step.nbytes}
+    planned = []
+    for m in back:
+        chunks = tuple(c for c in m.chunks if (c.transfer, c.stage) in carried)
+        if chunks:
+            planned.append(replace(m, chunks=chunks))
+    begins = {id(op): i for i, op in enumerate(program.ops)}
+    first = {n: min(begins[id(op)] for op in program.users(n)) for n, _ in joinable}
+    open_: dict[object, list[MessageChunk]] = {}
+    buckets: list[LocalMessage] = []
+
+    def closed(key: object) -> None:
+        buckets.append(LocalMessage(way="back", link="", chunks=tuple(open_.pop(key))))
+
+    # Backward has made a parameter's gradient when it has passed the parameter's first reader.
+    for number, stage in sorted(joinable.keys() - carried, key=lambda s: (s[1], -first[s[0]], s[0])):
+        step = joinable[number, stage]
+        reader = next(iter(program.users(number)))
+        key: object = (stage, _alike(program, number, step), program.runs(number, "back"), reader.op.loops)
+        chunk = MessageChunk(transfer=number, stage=stage, begin=0, nbytes=step.nbytes)
+        open_.setdefault(key, []).append(chunk)
+        if sum(c.nbytes for c in open_[key]) >= (bucket_bytes if buckets else min(FIRST_BYTES, bucket_bytes)):
+            closed(key)
+    for last in list(open_):
+        closed(last)
+    return (*planned, *buckets)
 
 
-def _sums(program: LocalProgram, message: LocalMessage) -> Mapping[int, tuple[tuple[str, ...], int]]:
-    """Transfer -> (axes over which its gradient is summed, bytes per element), for the transfers that can be joined."""
-    out: dict[int, tuple[tuple[str, ...], int]] = {}
-    for p in message.chunks if message.way == "back" else ():
-        t = program.transfers[p.transfer]
-        back = program.reshard_steps(p.transfer, "back")
-        whole = len(back) == 1 and back[0].kind == "all_reduce" and (p.begin, p.nbytes) == (0, back[0].nbytes)
-        stored = t.tensor not in program.originals and program.maker[t.tensor].op.kind == "parameter"
-        if whole and stored and not t.forward:
-            r = program.result(t.tensor)
-            here = math.prod(local_shape(r.shape, r.layout, program.mesh))
-            out[p.transfer] = back[0].axes, back[0].nbytes // here
-    return out
+def _stages(program: LocalProgram) -> dict[SendStage, LocalReshardStep]:
+    """The reshard steps of parameters' gradients that can be joined with others."""
+    return {
+        (number, stage): step
+        for number, t in enumerate(program.transfers)
+        if t.src in program.parameters and t.runs[1] and any(True for _ in program.users(number))
+        for stage, step in enumerate(program.stages(number, "back"))
+        if step.kind in _JOINED
+    }
 
 
-def joined_values(
-    numbers: Sequence[int], program: LocalProgram, values: Mapping[str, RankValue], groups: AxisGroups
-) -> dict[int, Tensor]:
-    """Transfer -> the tensor that its reader gets, for the transfers of a message. One all-reduce per dtype sums the
-    gradients. A parameter with a gradient carrier is left out."""
-    by_dtype: dict[object, list[int]] = {}
-    for n in numbers:
-        v = values[program.transfers[n].tensor]
-        if v.gradient_carrier is None and v.array.requires_grad:
-            by_dtype.setdefault(v.array.dtype, []).append(n)
-    out: dict[int, Tensor] = {}
-    for same in by_dtype.values():
-        axes = program.reshard_steps(same[0], "back")[0].axes
-        arrays = [values[program.transfers[n].tensor].array for n in same]
-        read = whole(partial(_joined().apply, groups, axes), *arrays, name="joined_gradients")
-        out |= zip(same, read, strict=True)
-    return out
+def _alike(program: LocalProgram, number: int, step: LocalReshardStep) -> tuple[object, ...]:
+    """What the gradients of one collective have in common: its kind, axes, and the bytes of an element."""
+    shape = program.result(program.transfers[number].tensor).shape
+    return (
+        step.kind,
+        step.axes,
+        step.nbytes // max(1, math.prod(local_shape(shape, step.before, program.mesh))),
+    )
 
 
-@cache
-def _joined() -> type[TorchFunction]:
-    """The autograd class of a message. It is created on first use, because it needs PyTorch."""
-    import torch
+def joined_chunks(program: LocalProgram, message: LocalMessage) -> Iterator[list[MessageChunk]]:
+    """The chunks of each collective of a message."""
+    found: dict[object, list[MessageChunk]] = {}
+    for c in message.chunks:
+        step = program.stages(c.transfer, "back")[c.stage]
+        found.setdefault(_alike(program, c.transfer, step), []).append(c)
+    yield from found.values()
 
-    class Joined(torch.autograd.Function):
-        @staticmethod
-        def forward(
-            ctx: SimpleNamespace, groups: AxisGroups, axes: Sequence[str], *xs: Tensor
-        ) -> tuple[Tensor, ...]:
-            ctx.groups, ctx.axes = groups, axes
-            return tuple(x.view_as(x) for x in xs)
 
-        @staticmethod
-        def backward(ctx: SimpleNamespace, *gs: Tensor) -> tuple[Tensor | None, ...]:
-            wire = ctx.groups.all_reduce(torch.cat([g.reshape(-1) for g in gs]), ctx.axes)
-            parts = wire.split([g.numel() for g in gs])
-            return None, None, *(p.reshape(g.shape) for p, g in zip(parts, gs, strict=True))
+@dataclass(eq=False)
+class _Gradient:
+    """A gradient on its way. root: the tensor, or the edge of autograd, that gets it. done: how many of its reshard
+    steps have run. array: None while all of it is under way. begun: how many bytes of the present step are under way or
+    have arrived. pieces: the parts of the present step that have arrived, by their first byte."""
 
-    return Joined
+    number: int
+    root: object
+    array: Tensor | None
+    shape: Extents = ()
+    done: int = 0
+    begun: int = 0
+    pieces: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class _SentWire:
+    """A collective that is under way. spans: chunks with their gradients and numbers of elements."""
+
+    wire: Tensor
+    spans: Sequence[tuple[MessageChunk, _Gradient, int]]
+
+
+@dataclass(kw_only=True)
+class GradientSending:
+    """The messages of a rank's gradients, for one backward at a time.
+
+    is_open: whether edges hand their gradients over.
+    overwrites: whether a joined message may be summed in place; a program that is traced has no such ops.
+    expected: the transfers whose gradients forward's edges announced.
+    here: message -> its stages whose gradients are there.
+    sent: message -> how often it has been sent in this backward.
+    wanted: message -> how many stages of gradients it waits for.
+    arrived: the gradients that are done. given: how many were given.
+    """
+
+    program: LocalProgram
+    groups: AxisGroups
+    bucket_bytes: float
+    is_open: bool = False
+    overwrites: bool = True
+    expected: set[int] = field(default_factory=set)
+    here: dict[int, dict[SendStage, _Gradient]] = field(default_factory=dict)
+    sent: Counter[int] = field(default_factory=Counter)
+    wanted: dict[int, int] = field(default_factory=dict)
+    under_way: list[_SentWire] = field(default_factory=list)
+    arrived: list[_Gradient] = field(default_factory=list)
+    given: int = 0
+
+    @cached_property
+    def messages(self) -> tuple[LocalMessage, ...]:
+        """See ``gradient_messages``. Warns about messages of the bucket plan that carry anything else."""
+        found = gradient_messages(self.program, self.bucket_bytes)
+        every = self.program.messages
+        others = sum(len(m.chunks) for m in every) - sum(len(m.chunks) for m in found if m.link)
+        if others:
+            warnings.warn(
+                f"{others} chunks of the {len(every)} messages of the bucket plan of '{self.program.name}' are not "
+                f"gradients to be summed: PyTorch sends gathers of parameters and other transfers one by one",
+                stacklevel=2,
+            )
+        return found
+
+    @cached_property
+    def _carriers(self) -> Mapping[SendStage, Sequence[int]]:
+        """The messages that carry a stage of a gradient."""
+        found: dict[SendStage, list[int]] = {}
+        for i, m in enumerate(self.messages):
+            for s in dict.fromkeys((c.transfer, c.stage) for c in m.chunks):
+                found.setdefault(s, []).append(i)
+        return found
+
+    @cached_property
+    def _collectives(self) -> Sequence[Sequence[Sequence[MessageChunk]]]:
+        """Message -> the chunks of each of its collectives."""
+        return [list(joined_chunks(self.program, m)) for m in self.messages]
+
+    @contextlib.contextmanager
+    def opened(self, *, overwrites: bool = True) -> Iterator[None]:
+        """Gradients are handed over in this context. ``finish`` must follow each backward."""
+        self.is_open, self.overwrites = True, overwrites
+        try:
+            yield
+        finally:
+            self.is_open = False
+            self._begin()
+
+    def _begin(self) -> None:
+        """Forget all of the previous backward."""
+        self.expected, self.here, self.sent, self.wanted = set(), {}, Counter(), {}
+        self.under_way, self.arrived, self.given = [], [], 0
+
+    def announce(self, number: int) -> None:
+        """The gradient of a transfer is to come."""
+        if self.is_open:
+            self.expected.add(number)
+
+    def give(self, number: int, root: object, gradient: Tensor) -> None:
+        """Take the gradient of a transfer's result, which ``root`` shall get after its reshard steps."""
+        self.given += 1
+        self._go_on(_Gradient(number, root, gradient))
+
+    def finish(self) -> None:
+        """Send what has not been sent, wait for all, and hand the gradients to their roots."""
+        import torch
+
+        while self.here or self.under_way:
+            while self.here:
+                self._send(min(self.here))
+            self._receive(list(self.under_way))
+        arrived, given, self.arrived = self.arrived, self.given, []
+        if len(arrived) != given:
+            raise PaseError(
+                f"of {given} gradients that were sent, {len(arrived)} have arrived",
+                where=f"a step of '{self.program.name}'",
+                fix="report this as a bug in pase.backends.torch",
+            )
+        self._begin()
+        inner = []
+        with torch.no_grad():
+            for g in arrived:
+                if not isinstance(g.root, torch.Tensor):
+                    inner.append(g)
+                elif g.root.grad is None:
+                    g.root.grad = g.array
+                else:
+                    g.root.grad.add_(g.array)
+        if inner:
+            torch.autograd.backward([g.root for g in inner], [g.array for g in inner])  # type: ignore[misc]
+
+    def _go_on(self, g: _Gradient) -> None:
+        """Run the reshard steps of a gradient up to one that travels in a message, or to the end."""
+        steps = self.program.reshard_steps(g.number, "back")
+        shape = self.program.result(self.program.transfers[g.number].tensor).shape
+        assert g.array is not None
+        while g.done < len(steps):
+            stage = sum(1 for s in steps[: g.done] if s.nbytes and not s.free)
+            carriers = self._carriers.get((g.number, stage), ())
+            step = steps[g.done]
+            if carriers and step.nbytes and not step.free:
+                self._wait_in(carriers, (g.number, stage), g)
+                return
+            g.array = resharded(g.array, [step], shape, "sum", self.groups)
+            g.done += 1
+        self.arrived.append(g)
+
+    def _wait_in(self, carriers: Sequence[int], stage: SendStage, g: _Gradient) -> None:
+        """Put a gradient into the messages that carry it, and send the messages that can be sent."""
+        for i in carriers:
+            if stage in self.here.get(i, ()):  # of the previous iteration of a loop
+                self._send(i)
+            self.here.setdefault(i, {})[stage] = g
+        ready = [i for i in carriers if self._is_ready(i)]
+        while ready:
+            self._send(ready[0])
+            ready = [i for i in sorted(self.here) if self._is_ready(i)]
+
+    def _is_ready(self, i: int) -> bool:
+        """Whether all of a message is there, and the messages before it on its link have been sent."""
+        if len(self.here.get(i, ())) < self._wanted(i):
+            return False
+        link = self.messages[i].link
+        before = (j for j in range(i) if link and self.messages[j].link == link and self._wanted(j))
+        return all(self.sent[j] > self.sent[i] for j in before)
+
+    def _wanted(self, i: int) -> int:
+        if i not in self.wanted:
+            stages = {(c.transfer, c.stage) for c in self.messages[i].chunks}
+            self.wanted[i] = sum(n in self.expected for n, _ in stages)
+        return self.wanted[i]
+
+    def _send(self, i: int) -> None:
+        """Send a message with what of it is there."""
+        here = self.here.pop(i)
+        self._receive([w for w in self.under_way if any(map(self._sends_more, w.spans))])
+        self.sent[i] += 1
+        for chunks in self._collectives[i]:
+            alike: dict[object, list[tuple[MessageChunk, _Gradient]]] = {}
+            for c in chunks:
+                if (g := here.get((c.transfer, c.stage))) is not None and g.array is not None:
+                    alike.setdefault(g.array.dtype, []).append((c, g))
+            for some in alike.values():
+                self._start(some)
+
+    def _sends_more(self, span: tuple[MessageChunk, _Gradient, int]) -> bool:
+        """Whether a gradient travels again after this chunk."""
+        chunk, _, _ = span
+        return chunk.stage + 1 < len(self.program.stages(chunk.transfer, "back"))
+
+    def _start(self, chunks: Sequence[tuple[MessageChunk, _Gradient]]) -> None:
+        """Start one collective."""
+        import torch
+
+        pieces, spans = [], []
+        for c, g in chunks:
+            assert g.array is not None
+            rows, nbytes = self._rows(g, g.array), self._step(g).nbytes
+            begin, end = (round(b * rows.shape[-1] / nbytes) for b in (c.begin, c.begin + c.nbytes))
+            pieces.append(self.groups.narrow(rows, rows.dim() - 1, begin, end - begin))
+            spans.append((c, g, end - begin))
+            g.begun += c.nbytes
+            if g.begun >= nbytes:  # otherwise, it would stay in memory until it arrives
+                g.shape, g.array = tuple(g.array.shape), None
+        step, alone = self._step(chunks[0][1]), len(pieces) == 1
+        wire = pieces[0] if alone else torch.cat(pieces, -1)
+        if step.kind == "all_reduce":
+            wire = self.groups.started_all_reduce(wire, step.axes, overwrite=self.overwrites and not alone)
+        else:
+            wire = self.groups.started_reduce_scatter(wire, step.axes)
+        self.under_way.append(_SentWire(wire, spans))
+
+    def _step(self, g: _Gradient) -> LocalReshardStep:
+        return self.program.reshard_steps(g.number, "back")[g.done]
+
+    def _rows(self, g: _Gradient, x: Tensor) -> Tensor:
+        """What a gradient's step sends: [elements], or [ranks, elements] if it is scattered."""
+        step = self._step(g)
+        if step.kind == "all_reduce":
+            return self.groups.reshape(x, (x.numel(),))
+        shape = self.program.result(self.program.transfers[g.number].tensor).shape
+        v = view(step, shape, self.program.mesh)
+        front = x if v.along == (0, None) else self.groups.to_front(x, v)
+        ways = math.prod(v.ways)
+        return self.groups.reshape(front, (ways, front.numel() // ways))
+
+    def _receive(self, wires: Sequence[_SentWire]) -> None:
+        """Wait for these collectives, and go on with the gradients of which all has arrived."""
+        import torch
+
+        self.under_way = [w for w in self.under_way if w not in wires]
+        for w in wires:
+            wire = self.groups.received(w.wire)
+            parts = wire.split([n for *_, n in w.spans]) if len(w.spans) > 1 else (wire,)
+            for (c, g, _), part in zip(w.spans, parts, strict=True):
+                g.pieces[c.begin] = part
+                step = self._step(g)
+                whole = local_shape(
+                    self.program.result(self.program.transfers[g.number].tensor).shape,
+                    step.after,
+                    self.program.mesh,
+                )
+                if sum(p.numel() for p in g.pieces.values()) < math.prod(whole):
+                    continue
+                ordered = [g.pieces[b] for b in sorted(g.pieces)]
+                flat = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
+                shape = g.shape if step.kind == "all_reduce" else whole
+                g.array, g.pieces, g.done, g.begun = self.groups.reshape(flat, shape), {}, g.done + 1, 0
+                self._go_on(g)

@@ -129,6 +129,22 @@ class AxisGroups(Arrays["Tensor"]):
             return x
         return self._waited(self._ops().all_reduce(x.contiguous(), combine, self._group(axes)))
 
+    # Collectives that run beside what follows, until ``received``.
+
+    def started_all_reduce(self, x: Tensor, axes: Sequence[str], *, overwrite: bool) -> Tensor:
+        """Start the sum over these axes. overwrite: whether the sum may be written into ``x``."""
+        ops, group = self._ops(), self._group(axes)
+        return ops.all_reduce_(x, "sum", group) if overwrite else ops.all_reduce(x.contiguous(), "sum", group)
+
+    def started_reduce_scatter(self, x: Tensor, axes: Sequence[str]) -> Tensor:
+        """Start the sum of [ways, elements] over these axes, of which each rank gets one row: [elements]."""
+        n = self.ways(axes)
+        return self._ops().reduce_scatter_tensor(x.reshape(-1), "sum", n, self._group(axes))
+
+    def received(self, x: Tensor) -> Tensor:
+        """Wait for a collective that has been started."""
+        return self._waited(x)
+
     def all_gather(self, x: Tensor, axes: Sequence[str]) -> Tensor:
         """[...] on each rank -> [ways, ...]."""
         n = self.ways(axes)
@@ -168,7 +184,17 @@ class AxisGroups(Arrays["Tensor"]):
                 come[src] = 1
         return self._exchanged(x[None], come, to, axes)[0]
 
+    def gathered(self, x: Tensor, v: WireView, axes: Sequence[str]) -> Tensor:
+        """Parts of the first dim are gathered as they are: PyTorch's op appends them."""
+        n = self.ways(axes)
+        if n == 1 or v.along != (None, 0):
+            return super().gathered(x, v, axes)
+        return self._sent(x, lambda w: self._ops().all_gather_into_tensor(w, n, self._group(axes)))
+
     def scattered(self, x: Tensor, v: WireView, axes: Sequence[str], combine: Combine) -> Tensor:
+        if combine == "sum" and v.along == (0, None) and (n := self.ways(axes)) > 1:
+            made = self._ops().reduce_scatter_tensor(x.contiguous(), "sum", n, self._group(axes))
+            return self._waited(made)
         with contextlib.nullcontext() if combine == "sum" else self._sending("reduce_scatter"):
             return super().scattered(x, v, axes, combine)
 

@@ -9,7 +9,7 @@ import pytest
 
 import pase
 from bench.cases.torch_ranks import alone_among, on_ranks
-from pase.backends.audit.torch import planned, sent_by_one_rank
+from pase.backends.audit.torch import planned_in_step, sent_by_one_rank
 from pase.errors import PaseError
 from tests.backends.torch.models import case
 from tests.backends.torch.steps import assert_unsharded, whole
@@ -88,7 +88,7 @@ def test_what_is_sent_is_the_plans_list(model: str) -> None:
         assert plan is not None
         with alone_among(MANY, rank=5):
             sent = sent_by_one_rank(plan.torch)
-        listed = planned(plan.torch.program)
+        listed = planned_in_step(plan.torch)
         assert sent.total() and not sent - listed
         for what, count in ((w, n) for w, n in (listed - sent).items() if w[2] > 8):
             assert count <= max(2, 2 * listed[what] // TURNS[model]), (strategy, what)
@@ -99,4 +99,4 @@ def test_of_branches_the_one_that_is_priced_as_taken_is_counted() -> None:
     plan = c.case.plan("random2@4x8")
     assert plan is not None
     with alone_among(MANY, rank=5):
-        assert sent_by_one_rank(plan.torch) == planned(plan.torch.program)
+        assert sent_by_one_rank(plan.torch) == planned_in_step(plan.torch)

@@ -13,7 +13,7 @@ RANKS = 4
 
 def test_rows_of_neighbours_are_one_message() -> None:
     """On every rank, including those at an end: exactly the plan's list."""
-    from pase.backends.audit.torch import planned, sent_by_one_rank
+    from pase.backends.audit.torch import planned_in_step, sent_by_one_rank
 
     for ranks in (RANKS, 8):
         # A strategy that does not split the maximum, whose message of equal elements the list does not have.
@@ -23,4 +23,4 @@ def test_rows_of_neighbours_are_one_message() -> None:
         assert any(o.halo for op in program.ops for o in op.operands)
         for rank in range(ranks):
             with alone_among(ranks, rank=rank):
-                assert sent_by_one_rank(plan.torch) == planned(program)
+                assert sent_by_one_rank(plan.torch) == planned_in_step(plan.torch)

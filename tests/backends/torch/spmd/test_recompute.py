@@ -26,7 +26,7 @@ def test_micro_batches_and_recomputation_change_nothing(less: dict[str, Any], ma
     """The same holds if the model itself uses torch.utils.checkpoint. Recomputed collectives are on the plan's list."""
     import torch
 
-    from pase.backends.audit.torch import planned, sent_by_one_rank
+    from pase.backends.audit.torch import planned_in_step, sent_by_one_rank
 
     torch.manual_seed(0)
     module, batch = tower_of(3, marked=marked)
@@ -49,7 +49,7 @@ def test_micro_batches_and_recomputation_change_nothing(less: dict[str, Any], ma
         torch.testing.assert_close(got, loss.detach())
         torch.testing.assert_close(gradients, {k: p.grad for k, p in alone.named_parameters()})
     with alone_among(RANKS, rank=1):
-        assert sent_by_one_rank(run) == planned(run.program)
+        assert sent_by_one_rank(run) == planned_in_step(run)
 
 
 @pytest.mark.parametrize("what", ["light", "all"])
@@ -59,7 +59,7 @@ def test_micro_batches_and_recomputation_change_nothing(less: dict[str, Any], ma
 def test_light_work_is_computed_again_beside_biases(strategy: str, what: str) -> None:
     """Products keep their results, with or without an added bias. Loss, gradients and collectives are the plan's."""
 
-    from pase.backends.audit.torch import planned, sent_by_one_rank
+    from pase.backends.audit.torch import planned_in_step, sent_by_one_rank
     from pase.compiler.problem.variants import recomputed
 
     c = case("tower", RANKS)
@@ -72,4 +72,4 @@ def test_light_work_is_computed_again_beside_biases(strategy: str, what: str) ->
 
     assert_equal_on_ranks(c, run)
     with alone_among(RANKS, rank=1):
-        assert sent_by_one_rank(run) == planned(run.program)
+        assert sent_by_one_rank(run) == planned_in_step(run)

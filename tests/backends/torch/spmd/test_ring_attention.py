@@ -23,7 +23,7 @@ def test_keys_and_values_go_around_the_ranks_that_share_positions(mesh: str) -> 
     import torch
 
     from pase.api import Plan
-    from pase.backends.audit.torch import planned, sent_by_one_rank
+    from pase.backends.audit.torch import planned_in_step, sent_by_one_rank
     from pase.compiler.meshes.plans import plan_of
     from pase.machine import mesh_from
     from pase.tables.layouts import configs, ring_of
@@ -59,7 +59,7 @@ def test_keys_and_values_go_around_the_ranks_that_share_positions(mesh: str) -> 
         keys = {key[:2] for key in counts}
         return {k: sum(key[2] * n for key, n in counts.items() if key[:2] == k) for k in keys}
 
-    assert by_axes(sent) == by_axes(planned(plan.program))
+    assert by_axes(sent) == by_axes(planned_in_step(plan))
     assert any(kind == "permute" for kind, *_ in sent)
 
 
