@@ -108,29 +108,31 @@ class EdgeCall:
 
     def __call__(self, value: Tensor, gradient_carrier: Tensor | None = None) -> Tensor:
         edge, onto_carrier = _functions()
-        back = self._back(value if gradient_carrier is None else gradient_carrier)
+        root, back = self._handed_over(value if gradient_carrier is None else gradient_carrier)
         if gradient_carrier is None:
-            return edge.apply(value, self.there, back)
-        return onto_carrier.apply(value.detach(), gradient_carrier, self.there, back)
+            return edge.apply(root, self.there, back)
+        return onto_carrier.apply(value.detach(), root, self.there, back)
 
-    def _back(self, root: Tensor) -> GradientWay:
-        """The way of the gradient to ``root``: at once, or later."""
-        if self.later is None or not root.requires_grad:
-            return self.back
+    def _handed_over(self, root: Tensor) -> tuple[Tensor, GradientWay]:
+        """(the tensor that autograd sees, the way of its gradient to ``root``).
+
+        If the gradient is sent later, autograd's way from the edge to the parameter is gone once, when the gradient has
+        arrived. It may keep tensors, so backward must not go it before.
+        """
+        if self.later is None or not root.requires_grad or not self.later[1].is_open:
+            return root, self.back
         from torch.autograd.graph import get_gradient_edge
 
         number, sending = self.later
         sending.announce(number)
-        # A tensor that is not a leaf would stay in memory.
+        seen = root if root.is_leaf else root.detach().requires_grad_()
+        # The tensor itself would stay in memory if it is not a leaf.
         end = root if root.is_leaf else get_gradient_edge(root)
 
-        def back(g: Tensor) -> Tensor | None:
-            if not sending.is_open:
-                return self.back(g)
+        def back(g: Tensor) -> None:
             sending.give(number, end, g)
-            return None
 
-        return back
+        return seen, back
 
 
 def summed(x: Tensor, axes: tuple[str, ...], groups: AxisGroups) -> Tensor:

@@ -289,6 +289,13 @@ class RankWalk:
         """Name of a parameter's node -> its tensor."""
         return {op.node: op.results[0].tensor for op in self.program.ops if op.op.kind == "parameter"}
 
+    @cached_property
+    def _sent_later(self) -> frozenset[str]:
+        """The nodes of parameters whose gradients are sent while backward goes on."""
+        return frozenset(
+            t.src for t in self.program.transfers if t.backward and t.src in self.program.parameters
+        )
+
     def _of_parameters(self, pair: OpPair) -> bool:
         """Whether the op is a view or a cast of a parameter."""
         return pair.local.node in self.program.parameters
@@ -444,7 +451,9 @@ class RankWalk:
             (copy,) = self.program.maker[t.tensor].operands
             assert copy.transfer is not None
             value = replace(value, array=self._transferred(value, copy.transfer, body), gradient_carrier=None)
-        if not t.forward and t.backward == () and value.gradient_carrier is None:
+        later = (number, self.sending) if t.src in self._sent_later else None
+        unchanged = not t.forward and t.backward == () and value.gradient_carrier is None
+        if unchanged and (later is None or value.array.is_leaf):
             return value.array
         shape = self.program.result(t.tensor).shape
 
@@ -462,7 +471,7 @@ class RankWalk:
             None if t.backward is None else back,
             _named(t),
             anyshape=alone,
-            later=(number, self.sending) if t.backward and t.src in self.program.parameters else None,
+            later=later,
         )
 
     def output(self, value: Value, body: Body) -> Tensor:

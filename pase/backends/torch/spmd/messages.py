@@ -234,7 +234,7 @@ class GradientSending:
                 else:
                     g.root.grad.add_(g.array)
         if inner:
-            torch.autograd.backward([g.root for g in inner], [g.array for g in inner])  # type: ignore[misc]
+            torch.autograd.backward([g.root for g in inner], [g.array for g in inner])
 
     def _go_on(self, g: _Gradient) -> None:
         """Run the reshard steps of a gradient up to one that travels in a message, or to the end."""

@@ -182,11 +182,13 @@ def mixed() -> tuple[Any, Any]:
             self.fine = nn.Linear(16, 16)
             self.unused = nn.Linear(16, 16)
             self.frozen = nn.Parameter(torch.randn(16, dtype=torch.float64), requires_grad=False)
+            self.log = nn.Parameter(torch.randn(16, dtype=torch.float64))
             self.scale = nn.Parameter(torch.randn(16, dtype=torch.float64))
 
         def forward(self, ids: Any, labels: Any) -> Any:
             x = self.table(ids).double()
             x = x + self.down(torch.tanh(self.up(self.norm(x)))) * self.scale
+            x = x * torch.exp(self.log) + torch.exp(self.log).mean()
             x = self.fine((x + self.frozen).float())
             x = x + torch.tanh(self.norm(x.double()) @ self.up.weight.t() @ self.down.weight.t()).float()
             logits = (x * self.scale.float()) @ self.table.weight.t()
