@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from html import escape
@@ -254,27 +254,40 @@ def compile(
 class Comparison(list["tuple[str, Plan]"]):
     """A list of (name, plan): the baselines and "pase", cheapest first."""
 
+    def __str__(self) -> str:
+        """The rows as a table."""
+        rows = list(self._rows())
+        wide = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))] if rows else []
+        lines = ("  ".join(c.ljust(w) for c, w in zip(r, wide, strict=True)).rstrip() for r in rows)
+        return "\n".join([self._title(), *lines])
+
     def _repr_html_(self) -> str:
         from pase.pages.parts import in_notebook
-        from pase.plan.table import bytes_text, cost_text
 
-        least = min((p.cost for _, p in self), default=0.0)
-        rows = (
-            (
-                escape(name.replace("_", " ")),
-                cost_text(p.cost, p.unit),
-                f"×{p.cost / least:.3f}" if least else "",
-                bytes_text(p.memory.total) + ("" if p.fits else ", does not fit"),
-                escape("×".join(map(str, p.mesh.sizes))),
-            )
-            for name, p in self
-        )
-        line = (
+        names = ["strategy", "step>", "against the best>", "a device holds>", "mesh"]
+        rows = (tuple(escape(cell) for cell in row) for row in self._rows())
+        return in_notebook(self._title(), names, rows)
+
+    def _title(self) -> str:
+        return (
             f"{self[0][1].model} on {self[0][1].devices} × {self[0][1].machine}"
             if self
             else "nothing compared"
         )
-        return in_notebook(line, ["strategy", "step>", "against the best>", "a device holds>", "mesh"], rows)
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        """Name, step, the step as a multiple of the least, memory and mesh of each strategy."""
+        from pase.plan.table import bytes_text, cost_text
+
+        least = min((p.cost for _, p in self), default=0.0)
+        for name, p in self:
+            yield (
+                name.replace("_", " "),
+                cost_text(p.cost, p.unit),
+                f"×{p.cost / least:.3f}" if least else "",
+                bytes_text(p.memory.total) + ("" if p.fits else ", does not fit"),
+                "×".join(map(str, p.mesh.sizes)),
+            )
 
 
 @takes_options

@@ -40,3 +40,10 @@ def test_names_in_tables_and_legends_are_text() -> None:
 def test_key_figures_have_a_remark_if_there_is_one() -> None:
     found = Elements(cards([("cost", "3 ms", "a step"), ("devices", "8", "")])).found
     assert [t for t, _ in found] == ["dl", "div", "dt", "dd", "small", "div", "dt", "dd"]
+
+
+def test_a_comparison_prints_as_a_table() -> None:
+    plan = gpt2_plan()
+    title, *rows = str(Comparison([("ours", plan), ("zero_2", plan)])).splitlines()
+    assert title.startswith(plan.model) and [r.split("  ")[0] for r in rows] == ["ours", "zero 2"]
+    assert all("×1.000" in r for r in rows) and str(Comparison()) == "nothing compared"
