@@ -26,6 +26,8 @@ class GraphFacts:
     hoisted: which collectives of parameters run once per step.
     micro_batches: how many a step has; ops other than the update run once in each.
     decomposed: whether an executor overlaps gathers and scatters with products piece by piece.
+    eager: whether each call of the program runs by itself, as in PyTorch, so that backward keeps what each call saves.
+        False: a compiler fuses calls.
     """
 
     frontend: str = ""
@@ -34,6 +36,7 @@ class GraphFacts:
     hoisted: Hoisted = "none"
     micro_batches: int = 1
     decomposed: bool = False
+    eager: bool = False
 
 
 def facts_text(facts: GraphFacts) -> dict[str, str]:
@@ -45,6 +48,7 @@ def facts_text(facts: GraphFacts) -> dict[str, str]:
         "hoisted": facts.hoisted if facts.hoisted != "none" else "",
         "accumulate": str(facts.micro_batches) if facts.micro_batches != 1 else "",
         "decompose": "products" if facts.decomposed else "",
+        "eager": "calls" if facts.eager else "",
     }
     return {k: v for k, v in found.items() if v}
 
@@ -61,6 +65,8 @@ def read_facts(text: Mapping[str, str]) -> GraphFacts:
         raise PaseError(f"'{times[:20]}' is no number of micro-batches")
     if given.get("decompose", "products") != "products":
         raise PaseError(f"'{given['decompose'][:20]}' is not what can be decomposed: products")
+    if given.get("eager", "calls") != "calls":
+        raise PaseError(f"'{given['eager'][:20]}' is not what can run by itself: calls")
     return GraphFacts(
         frontend=given.get("frontend", ""),
         dims=_dims(given.get("dims", "{}")),
@@ -68,10 +74,11 @@ def read_facts(text: Mapping[str, str]) -> GraphFacts:
         hoisted=cast("Hoisted", hoisted),
         micro_batches=int(times),
         decomposed="decompose" in given,
+        eager="eager" in given,
     )
 
 
-_KEYS = {"frontend", "dims", "precision", "hoisted", "accumulate", "decompose"}
+_KEYS = {"frontend", "dims", "precision", "hoisted", "accumulate", "decompose", "eager"}
 
 _FORMER = {"once": "hoisted"}
 """Keys in texts that older versions wrote. They are still read."""

@@ -209,6 +209,7 @@ class Device:
     memory_tile: the rows and columns of the tiles in which arrays are stored, padded to whole tiles. Empty means that
         there is no padding.
     reserved_bytes: the part of memory_bytes that arrays cannot use: context, buffers of libraries, gaps.
+    workspace_bytes: the scratch memory that the library of matrix products takes in a compiled program.
     power_w: the most that the device draws, in watts; None if it is not known.
     """
 
@@ -228,6 +229,7 @@ class Device:
     memory_tile: tuple[AtLeastOne, ...] = ()
     attention_kernels: tuple[AttentionKernel, ...] = ()
     reserved_bytes: Count = 0
+    workspace_bytes: Count = 0
     power_w: Positive | None = None
 
     @property

@@ -47,13 +47,21 @@ if TYPE_CHECKING:
     from pase.search import MemoryProfile
 
 __all__ = [
+    "Flight",
+    "Gathered",
     "Held",
     "Memory",
     "MemoryKind",
+    "NodeTerms",
+    "Term",
+    "flights",
+    "gathered",
     "held",
     "in_flight",
     "in_flight_at_least",
+    "kept_as_read",
     "memory",
+    "node_terms",
     "prefetched_bytes",
     "profile",
 ]
@@ -91,12 +99,15 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Term:
+class Term:
     """One part of what a node keeps, before a config is chosen. It is equal for nodes of equal layers.
 
     nbytes: bytes of the whole tensor.
     dims: the iteration dims that split it.
     state: the dims that split it further.
+
+    weights: as in ``Held``.
+    as_read: whether this counts a parameter as its readers have it, instead of as it is stored.
 
     A device holds its local bytes times ``times`` divided by ``over``.
     """
@@ -108,6 +119,7 @@ class _Term:
     times: float = 1.0
     over: float = 1.0
     weights: bool = False
+    as_read: bool = False
 
     def held(self, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         """Returns the bytes on a device under each config, float64 [K]; cfg is int8 [K, axes]."""
@@ -120,53 +132,53 @@ class _Term:
 _ScopePath = tuple[Scope, ...] | None
 
 
-def _term(graph: Graph, n: Node, kind: MemoryKind, a: Access, **more: Any) -> _Term:
+def _term(graph: Graph, n: Node, kind: MemoryKind, a: Access, **more: Any) -> Term:
     t = graph.tensors[a.tensor]
-    return _Term(
+    return Term(
         kind=kind, nbytes=concrete_size(t.nbytes, t.name), dims=tuple(dim_index(n, a.map.dims)), **more
     )
 
 
 def held(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "adam") -> Iterator[Held]:
     """Yields what the node keeps under each of its configs; cfg is int8 [K, axes]."""
-    mine = _terms(graph, optimizer)[n.name]
+    mine = node_terms(graph, optimizer)[n.name]
     for term, region in zip(mine.terms, mine.regions, strict=True):
         yield Held(kind=term.kind, nbytes=term.held(cfg, mesh), region=region, weights=term.weights)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _NodeTerms:
+class NodeTerms:
     """What a node keeps, and the region that holds each part. ``number`` is equal if the terms are equal."""
 
     number: int
-    terms: tuple[_Term, ...]
+    terms: tuple[Term, ...]
     regions: tuple[_ScopePath, ...]
 
 
 @once
-def _terms(graph: Graph, optimizer: str) -> dict[str, _NodeTerms]:
+def node_terms(graph: Graph, optimizer: str) -> dict[str, NodeTerms]:
     """Returns what each node keeps."""
     heavy = _read_heavily(graph)
-    numbers: dict[tuple[_Term, ...], int] = {}
+    numbers: dict[tuple[Term, ...], int] = {}
     out = {}
     for n in graph.nodes:
         found = list(_terms_of(graph, n, optimizer, heavy))
         terms = tuple(term for term, _ in found)
         number_ = numbers.setdefault(terms, len(numbers))
-        out[n.name] = _NodeTerms(number=number_, terms=terms, regions=tuple(r for _, r in found))
+        out[n.name] = NodeTerms(number=number_, terms=terms, regions=tuple(r for _, r in found))
     return out
 
 
 def _terms_of(
     graph: Graph, n: Node, optimizer: str, heavy: Collection[str]
-) -> Iterator[tuple[_Term, _ScopePath]]:
+) -> Iterator[tuple[Term, _ScopePath]]:
     wanted, micro_batches = (
         kept(graph),
         micro_batches_of(graph),
     )  # in a step with micro-batches, the activations of one live at a time
     stays, unsummed = hoisted_of(graph) != "none", hoisted_of(graph) == "all" and micro_batches > 1
 
-    def term(kind: MemoryKind, a: Access, **more: Any) -> _Term:
+    def term(kind: MemoryKind, a: Access, **more: Any) -> Term:
         return _term(graph, n, kind, a, **more)
 
     for op in n.ops:
@@ -190,8 +202,8 @@ def _terms_of(
                 yield term("activations", a, times=k.times, weights=n.kind == "copy"), k.region
     for ops, a, stored in parameter_reads(graph, n):  # in the layout and dtype in which this node reads them
         many = concrete_size(ops[0].times, n.name)
-        if stays or any(_read_in_backward(n, op) for op in ops):
-            yield term("activations", a, times=many, over=micro_batches, weights=True), None
+        if kept_as_read(graph, n, ops):
+            yield term("activations", a, times=many, over=micro_batches, weights=True, as_read=True), None
         # The sum, in the precision in which the parameter is stored, and the gradient to add to it:
         if unsummed and any(has_gradient(graph, op, a.tensor) for op in ops):
             copies = 1 + stored.itemsize / graph.tensors[a.tensor].itemsize
@@ -199,7 +211,12 @@ def _terms_of(
     if n.kind == "parameter":  # subtract the stored parameter, which is counted already
         a = n.ops[0].writes[0]
         if a.tensor in heavy and (stays or graph.tensors[a.tensor].needs_grad):
-            yield term("activations", a, times=-1, weights=True), None
+            yield term("activations", a, times=-1, weights=True, as_read=True), None
+
+
+def kept_as_read(graph: Graph, n: Node, ops: Sequence[Op]) -> bool:
+    """Whether a parameter stays as these ops of the node read it, until their backward or throughout the step."""
+    return hoisted_of(graph) != "none" or any(_read_in_backward(n, op) for op in ops)
 
 
 def _read_in_backward(n: Node, op: Op) -> bool:
@@ -278,7 +295,7 @@ def _written_over(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Gathered:
+class Gathered:
     """How a parameter gets from its storage to the node that reads it, and how its gradient gets back.
 
     recompute: it is gathered for each use, in a region. Otherwise it counts as kept.
@@ -305,7 +322,7 @@ class _Gathered:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Flight:
+class Flight:
     """What a node reads and makes while it runs.
 
     terms: each with the way in which it is gathered if it is a parameter, and None otherwise.
@@ -314,41 +331,42 @@ class _Flight:
     """
 
     number: int
-    terms: tuple[tuple[_Term, _Gathered | None], ...]
+    terms: tuple[tuple[Term, Gathered | None], ...]
     sources: tuple[str, ...]
 
     def nbytes(self, name: str, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
         """Returns the bytes in flight at once under a strategy; name is the node's."""
         cfg, out = configs[name][None, :], 0.0
         stored = iter(self.sources)
-        for term, gathered in self.terms:
+        for term, way in self.terms:
             local = float(term.held(cfg, mesh)[0])
-            if gathered is not None:
-                local *= gathered.copies(configs[next(stored)][None, :], cfg, mesh)
+            if way is not None:
+                local *= way.copies(configs[next(stored)][None, :], cfg, mesh)
             out += local
         return out
 
 
 @once
-def _flights(graph: Graph) -> dict[str, _Flight]:
+def flights(graph: Graph) -> dict[str, Flight]:
     """Returns what each node reads and makes while it runs."""
     numbers: dict[object, int] = {}
     out = {}
     for n in graph.nodes:
-        terms: list[tuple[_Term, _Gathered | None]] = []
+        terms: list[tuple[Term, Gathered | None]] = []
         sources = []
         for op, a, source in _passing(graph, n):
             stored = source.kind == "parameter"
-            gathered = _gathered(graph, n, op, a, source) if stored else None
+            way = gathered(graph, n, op, a, source) if stored else None
             sources += [source.name] * stored
-            terms.append((_term(graph, n, "activations", a), gathered))
+            terms.append((_term(graph, n, "activations", a), way))
         number_ = numbers.setdefault(tuple(terms), len(numbers))
-        out[n.name] = _Flight(number=number_, terms=tuple(terms), sources=tuple(sources))
+        out[n.name] = Flight(number=number_, terms=tuple(terms), sources=tuple(sources))
     return out
 
 
-def _gathered(graph: Graph, n: Node, op: Op, a: Access, source: Node) -> _Gathered:
-    return _Gathered(
+def gathered(graph: Graph, n: Node, op: Op, a: Access, source: Node) -> Gathered:
+    """Returns how a parameter gets to the op of the node that reads it. source: the node that stores it."""
+    return Gathered(
         write=write_rule(source, *source.write_of(a.tensor)),
         read=read_rule(n, op, a),
         recompute=op.region is not None and hoisted_of(graph) == "none",
@@ -358,12 +376,12 @@ def _gathered(graph: Graph, n: Node, op: Op, a: Access, source: Node) -> _Gather
 
 
 @once
-def _prefetched_reads(graph: Graph) -> dict[tuple[Scope, ...], list[tuple[Node, Node, _Term, _Gathered]]]:
+def _prefetched_reads(graph: Graph) -> dict[tuple[Scope, ...], list[tuple[Node, Node, Term, Gathered]]]:
     """Returns what each loop prefetches: loop -> (reader, node that stores it, parameter as read, how it is gathered).
 
     An iteration prefetches a parameter for the next one if its reader does not wait for a product of its own iteration.
     """
-    out: dict[tuple[Scope, ...], list[tuple[Node, Node, _Term, _Gathered]]] = {}
+    out: dict[tuple[Scope, ...], list[tuple[Node, Node, Term, Gathered]]] = {}
     late: set[tuple[tuple[Scope, ...], str]] = set()
     for n in graph.nodes:
         for op in n.ops:
@@ -379,7 +397,7 @@ def _prefetched_reads(graph: Graph) -> dict[tuple[Scope, ...], list[tuple[Node, 
                 source = graph.producer.get(a.tensor)
                 if source is not None and source.kind == "parameter" and n.kind != "parameter":
                     term = _term(graph, n, "activations", a)
-                    out.setdefault(op.loops, []).append((n, source, term, _gathered(graph, n, op, a, source)))
+                    out.setdefault(op.loops, []).append((n, source, term, gathered(graph, n, op, a, source)))
     return out
 
 
@@ -390,9 +408,9 @@ def prefetched_bytes(graph: Graph, configs: Mapping[str, np.ndarray], mesh: Mesh
     configs: node name -> int8 [axes].
     """
 
-    def nbytes(n: Node, source: Node, term: _Term, gathered: _Gathered) -> float:
+    def nbytes(n: Node, source: Node, term: Term, way: Gathered) -> float:
         cfg, stored = configs[n.name][None, :], configs[source.name][None, :]
-        return gathered.recompute * gathered.resharded(stored, cfg, mesh) * float(term.held(cfg, mesh)[0])
+        return way.recompute * way.resharded(stored, cfg, mesh) * float(term.held(cfg, mesh)[0])
 
     return max(
         (sum(nbytes(*one) for one in found) for found in _prefetched_reads(graph).values()), default=0.0
@@ -411,7 +429,7 @@ def in_flight(
     """
     made = {} if made is None else made  # equal nodes of repeated layers share a result
     out = {}
-    for name, flight in _flights(graph).items():
+    for name, flight in flights(graph).items():
         key = (flight.number, *(configs[n].tobytes() for n in (name, *flight.sources)))
         if key not in made:
             made[key] = flight.nbytes(name, configs, mesh)
@@ -430,7 +448,7 @@ def in_flight_at_least(graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray]) 
     made: dict[tuple[int, int, int], np.ndarray] = {}  # nodes of equal layers share an array
     out = []
     for n, number_, cfg in zip(graph.nodes, facts(graph).cost, configs, strict=True):
-        flight = _flights(graph)[n.name]
+        flight = flights(graph)[n.name]
         key = (flight.number, number_, id(cfg))
         if key not in made:
             held_ = sum((t.held(cfg, mesh) for t, g in flight.terms if g is None), np.zeros(len(cfg)))
@@ -455,7 +473,7 @@ def memory(
     sums = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0.0)
     regions: dict[tuple[Scope, ...], float] = {}
     made: dict[tuple[int, bytes], list[float]] = {}  # equal nodes of repeated layers share a result
-    for name, mine in _terms(graph, optimizer).items():
+    for name, mine in node_terms(graph, optimizer).items():
         at = (mine.number, configs[name].tobytes())
         if at not in made:
             made[at] = [float(t.held(configs[name][None, :], mesh)[0]) for t in mine.terms]
@@ -485,7 +503,7 @@ def profile(
     """
     from pase.search import MemoryProfile
 
-    terms = _terms(graph, optimizer)
+    terms = node_terms(graph, optimizer)
     regions = dict.fromkeys(r for mine in terms.values() for r in mine.regions if r is not None)
     point = {r: i for i, r in enumerate(regions)}
     last = max(len(point), 1)

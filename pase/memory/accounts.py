@@ -1,7 +1,9 @@
 """Selects the memory account of a step for a machine, which depends on what the machine's compiler keeps.
 
-``pase.memory.account`` adds up what is kept and the most that is in flight. ``pase.memory.course`` follows the step
-from moment to moment, and applies if the compiler runs light ops inside of products.
+``pase.memory.account`` adds up what is kept and the most that is in flight. It applies to programs that are not trained,
+and to the stages of a pipeline, where gradients are summed over micro-batches. A step in training is followed from
+moment to moment: by ``pase.memory.course`` if the compiler runs light ops inside of products, and otherwise by
+``pase.memory.backward``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import numpy as np
 
 from pase.ir import Graph
 from pase.machine import Machine, Mesh
-from pase.memory import account, course
+from pase.memory import account, backward, course
 from pase.memory.account import Memory
 from pase.memory.live import is_trained
 
@@ -64,23 +66,48 @@ def _course(tile: tuple[int, ...]) -> Account:
     return Account(
         memory=partial(course.peak, tile=tile),
         profile=partial(course.profile, tile=tile),
-        # What is in flight at one moment bounds no other moment from below.
-        in_flight_at_least=lambda graph, mesh, spaces: [np.zeros(len(configs)) for configs in spaces],
+        in_flight_at_least=_nothing,
         unseen=lambda memory, seen: memory.total - seen,
     )
+
+
+def _backward(workspace: int, prefetch: bool) -> Account:
+    """Returns the account of the backward pass's worst moment.
+
+    workspace: the bytes that the library of products takes. prefetch: whether loops gather parameters one iteration
+    early.
+    """
+
+    def profile(
+        graph: Graph, mesh: Mesh, spaces: Spaces, limit_bytes: float, optimizer: str = "adam"
+    ) -> MemoryProfile:
+        return backward.profile(graph, mesh, spaces, max(limit_bytes - workspace, 0.0), optimizer)
+
+    return Account(
+        memory=partial(backward.peak, workspace=workspace, prefetch=prefetch),
+        profile=profile,
+        in_flight_at_least=_nothing,
+        unseen=lambda memory, seen: memory.total - seen - workspace,
+    )
+
+
+def _nothing(graph: Graph, mesh: Mesh, spaces: Spaces) -> list[np.ndarray]:
+    """What is in flight at one moment bounds no other moment from below."""
+    return [np.zeros(len(configs)) for configs in spaces]
 
 
 def account_for(machine: Machine, graph: Graph, prefetch: bool) -> Account:
     """Returns the account that applies to what the machine's compiler keeps (``Machine.fuses_products``).
 
-    A graph that is not trained has no course: nothing is kept for backward, and live tensors are counted alike on all
-    machines.
+    In a graph that is not trained, nothing is kept for backward, and live tensors are counted alike on all machines.
 
     prefetch: whether loops gather parameters one iteration early, because collectives of parameters overlap with
-        compute. It has no effect if the account is a course, because such a step is annotated and does not prefetch.
+        compute. It has no effect if the compiler fuses products, because such a step is annotated and does not prefetch.
     """
-    if machine.fuses_products and is_trained(graph):
-        return _course(machine.device.memory_tile)
+    if is_trained(graph):
+        if machine.fuses_products:
+            return _course(machine.device.memory_tile)
+        return _backward(machine.device.workspace_bytes, prefetch)
     if not prefetch:
         return KEPT_AND_IN_FLIGHT
     return replace(KEPT_AND_IN_FLIGHT, memory=partial(account.memory, prefetch=True))

@@ -114,7 +114,7 @@ def course(
     late: the nodes whose product computes its contribution to a parameter's gradient at the end. If None, this is not
         known, and only what is held in either case is counted.
     """
-    when, wanted, micro_batches = _moments(graph), kept(graph, True), micro_batches_of(graph)
+    when, wanted, micro_batches = _moments(graph), kept(graph, "products"), micro_batches_of(graph)
     stays, unsummed = hoisted_of(graph) != "none", hoisted_of(graph) == "all" and micro_batches > 1
     made = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
     tied = _tied(graph)

@@ -4,6 +4,11 @@ The derivative of an op needs operands of products and of non-linear functions, 
 A compiler does not keep a value that it can recompute within the reader's own fusion. Cheap elementwise ops, casts and
 views of one large operand are therefore followed back to that operand, which is kept instead. Sums of two activations
 are kept as they are. A derivative rule that the user wrote keeps exactly what its backward reads from forward.
+What only light ops need is not kept if light ops compute it from tensors that are kept themselves: the sum before a
+ReLU, whose operands a normalization keeps anyway.
+
+PyTorch's eager mode fuses nothing (``Fusion``): each call of the program keeps its own operands or its result, and
+recomputes from them what is inside of the call.
 
 No fusion reaches from a loop's forward into its backward, nor through a branch. What their bodies keep is stacked, as
 the framework's derivative lists it (``Function.listed``), unless the body is rematerialized.
@@ -17,15 +22,18 @@ from typing import Literal
 
 from pase.ir import Graph, Node, Op, Scope
 from pase.ir.blocks import micro_batches_of
-from pase.ir.functions import RANDOM, UNSTACK
+from pase.ir.functions import MAX, RANDOM, UNSTACK
 from pase.ir.recompute import needs
 from pase.ir.sizes import Size, product
 from pase.ir.types import LEAF
 from pase.once import once
 from pase.tables.layouts import concrete_size
 
-__all__ = ["Kept", "kept", "kept_bytes", "residual_bytes", "written_bytes"]
+__all__ = ["Fusion", "Kept", "fusion_of", "kept", "kept_bytes", "residual_bytes", "written_bytes"]
 
+Fusion = Literal["none", "light", "products"]
+"""What runs in one kernel. none: one call of the traced program (PyTorch's eager mode). light: neighboring light ops.
+products: light ops and the product that they surround (``Machine.fuses_products``)."""
 
 _HEAVY = ("matmul", "conv", "attention")
 
@@ -38,11 +46,13 @@ class Kept:
     times: how many of it exist at once in one micro-batch: one for each iteration of the loops in which it is both made
         and read. Inside a region, this counts one run of the region. A stack that a loop fills is read after the loop,
         so there is one.
+    light: whether only the derivatives of light ops need it, outside of loops and regions.
     """
 
     tensor: str
     region: tuple[Scope, ...] | None
     times: int
+    light: bool = False
 
 
 _Which = Literal["value", "last", "own"]
@@ -50,31 +60,57 @@ _Which = Literal["value", "last", "own"]
 array of the tensor's size that the framework's derivative makes."""
 
 
-def kept(graph: Graph, fuses_products: bool = False, loops_stack: bool = True) -> dict[str, Kept]:
+def fusion_of(graph: Graph) -> Fusion:
+    """Returns what runs in one kernel on a machine whose compiler does not fuse light ops into products."""
+    return "none" if graph.facts.eager else "light"
+
+
+def kept(graph: Graph, fusion: Fusion | None = None, loops_stack: bool = True) -> dict[str, Kept]:
     """Returns everything that backward needs: tensor -> Kept.
 
-    fuses_products: whether the compiler runs light ops inside of products, and recomputes expensive functions
-        (``Machine.fuses_products``).
+    fusion: what runs in one kernel. A compiler that fuses light ops into products also recomputes expensive functions.
+        None: as the program runs by itself (``fusion_of``).
     loops_stack: False if a loop stands for layers that are written out, so that fusions reach from forward into
         backward.
     """
-    return _together(graph, fuses_products, loops_stack)
+    return _together(graph, fusion or fusion_of(graph), loops_stack)
 
 
 @once
-def _together(graph: Graph, fuses_products: bool, loops_stack: bool) -> dict[str, Kept]:
+def _together(graph: Graph, fusion: Fusion, loops_stack: bool) -> dict[str, Kept]:
     found: dict[tuple[str, _Which], Kept] = {}
-    for k, which in _kept(graph, fuses_products, loops_stack):
+    for k, which in _kept(graph, fusion, loops_stack):
         before = found.get((k.tensor, which))
+        light = k.light and (before is None or before.light)
         if before is not None and which == "own":
-            found[k.tensor, which] = replace(k, times=before.times + k.times)
+            found[k.tensor, which] = replace(k, times=before.times + k.times, light=light)
         elif before is None or _lasting(k) > _lasting(before):
-            found[k.tensor, which] = k
+            found[k.tensor, which] = replace(k, light=light)
+        elif light != before.light:
+            found[k.tensor, which] = replace(before, light=light)
     together: dict[str, Kept] = {}
     for k in sorted(found.values(), key=_lasting, reverse=True):
         first = together.setdefault(k.tensor, replace(k, times=0))
-        together[k.tensor] = replace(first, times=first.times + k.times)
+        together[k.tensor] = replace(first, times=first.times + k.times, light=first.light and k.light)
+    if fusion == "light" and loops_stack:
+        maker = dict(_makers(graph))
+        again = {t for t, k in together.items() if k.light and _from_kept(graph, t, together, maker)}
+        together = {t: k for t, k in together.items() if t not in again}
     return together
+
+
+def _from_kept(graph: Graph, t: str, wanted: Mapping[str, Kept], maker: Mapping[str, _Made]) -> bool:
+    """Whether cheap light ops compute the tensor from large operands that are all kept."""
+    op = maker[t].op
+    if op.kind not in ("elementwise", "view") or op.function.expensive or op.scope:
+        return False
+    size = graph.tensors[t].elements
+    large = [
+        x
+        for x in (_storage_of(a.tensor, maker) for a in op.reads)
+        if x in maker and _as_large(graph, x, size) and graph.tensors[x].role != "constant"
+    ]
+    return bool(large) and all(x in wanted or _from_kept(graph, x, wanted, maker) for x in large)
 
 
 def _lasting(k: Kept) -> tuple[bool, int, int]:
@@ -103,7 +139,7 @@ def _makers(graph: Graph) -> Iterator[tuple[str, _Made]]:
             yield from ((a.tensor, _Made(node=n, op=op, scope=scope)) for a in op.writes)
 
 
-def _kept(graph: Graph, fuses_products: bool, loops_stack: bool) -> Iterator[tuple[Kept, _Which]]:
+def _kept(graph: Graph, fusion: Fusion, loops_stack: bool) -> Iterator[tuple[Kept, _Which]]:
     """Yields what each op's derivative needs."""
     constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
     maker, trip_counts, reached = dict(_makers(graph)), _trip_counts(graph), _reached(graph)
@@ -120,7 +156,8 @@ def _kept(graph: Graph, fuses_products: bool, loops_stack: bool) -> Iterator[tup
                 times *= trip_counts[loops[: i + 1]] // trip_counts[loops[:i]]
         if made.op.kind == "carry" and shared != made.scope:
             which = "last"
-        return Kept(tensor=t, region=region, times=times), which
+        light = reader.kind == "elementwise" and not (reader.backward or shared or _stacks(reader))
+        return Kept(tensor=t, region=region, times=times, light=light), which
 
     for n in graph.nodes:
         for op in n.ops:
@@ -130,9 +167,9 @@ def _kept(graph: Graph, fuses_products: bool, loops_stack: bool) -> Iterator[tup
             own = _own(graph, op) if stacked else 0
             for _ in range(own):
                 yield keep(op.writes[0].tensor, op, "own")
-            for t in () if own and op.function.listed == "own" else needs(op, graph.tensors):
+            for t in () if own and op.function.listed == "own" else _needed(op, graph, fusion):
                 if not stacked:
-                    roots = _roots(graph, n, op, t, maker, constant, fuses_products)
+                    roots = _roots(graph, n, op, t, maker, constant, fusion)
                     yield from (keep(root, op) for root in roots)
                     continue
                 root = _storage_of(t, maker)
@@ -148,6 +185,13 @@ def _kept(graph: Graph, fuses_products: bool, loops_stack: bool) -> Iterator[tup
                 inside = maker[root].scope[: len(op.region or ())] == op.region
                 if not inside or (op.remat and not maker[root].op.remat and not maker[root].op.backward):
                     yield keep(root, op)
+
+
+def _needed(op: Op, graph: Graph, fusion: Fusion) -> tuple[str, ...]:
+    """Returns the tensors that the op's derivative needs. PyTorch's ReLU keeps its result, which tells as much."""
+    if fusion == "none" and op.function is MAX and any(x == 0 for x in op.literals or ()):
+        return tuple(a.tensor for a in op.writes)
+    return needs(op, graph.tensors)
 
 
 def _stacks(op: Op) -> bool:
@@ -256,7 +300,7 @@ def _roots(
     t: str,
     maker: Mapping[str, _Made],
     constant: frozenset[str],
-    fuses_products: bool,
+    fusion: Fusion,
 ) -> frozenset[str]:
     """Returns the tensors that are kept for ``t``: those from which the reader's node cheaply recomputes it.
 
@@ -277,12 +321,21 @@ def _roots(
             return frozenset()
         if n.kind in ("parameter", "constant"):
             return frozenset()
+        if fusion == "none":
+            if op.kind == "view" and _as_large(graph, op.reads[0].tensor, graph.tensors[t].elements):
+                t = op.reads[0].tensor
+                continue
+            inside = op.eqn and op.eqn == by.eqn and all(a.tensor != t for a in by.writes)
+            if not inside or op.kind not in ("elementwise", "view", "generate", "reduce", "window"):
+                return frozenset([t])
+            of = (a.tensor for a in op.reads)
+            return frozenset().union(*(_roots(graph, reader, by, x, maker, constant, fusion) for x in of))
         near = n is reader and op.region == by.region  # what enters or leaves a region is kept as it is
         if not near or op.kind not in ("elementwise", "view", "generate"):
             return frozenset([t])
         # A product reads its operands from memory, in backward too.
         as_it_is = op.function.expensive or (by.kind in _HEAVY and op.kind == "elementwise")
-        if as_it_is and not fuses_products:
+        if as_it_is and fusion != "products":
             return frozenset([t])
         size = graph.tensors[t].elements
         operands = {a.tensor for a in op.reads if a.tensor not in constant and a.tensor in maker}
@@ -301,8 +354,7 @@ def _roots(
         if _of_parts(graph, op, size, constant):
             return frozenset([min((t, least), key=lambda x: graph.tensors[x].itemsize)])
         small = (x for x in operands if maker[x].node.kind != "input")
-        of = (_roots(graph, reader, by, x, maker, constant, fuses_products) for x in small)
-        return frozenset().union(*of)
+        return frozenset().union(*(_roots(graph, reader, by, x, maker, constant, fusion) for x in small))
 
 
 def _as_large(graph: Graph, t: str, size: Size) -> bool:

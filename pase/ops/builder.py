@@ -354,16 +354,21 @@ class GraphBuilder:
         self.nodes[at] = replace(node, ops=(*node.ops, back))
 
     def finish(
-        self, outputs: Sequence[Tensor] = (), *, frontend: str = "", dims: Mapping[str, int] | None = None
+        self,
+        outputs: Sequence[Tensor] = (),
+        *,
+        frontend: str = "",
+        dims: Mapping[str, int] | None = None,
+        eager: bool = False,
     ) -> Graph:
         """Returns the finished graph. frontend: the framework that the model comes from. dims: the sizes that the user
-        gave to its symbolic dims."""
+        gave to its symbolic dims. eager: see ``GraphFacts``."""
         return Graph(
             name=self.name,
             tensors=dict(self.tensors),
             nodes=tuple(self.nodes),
             outputs=tuple(t.name for t in outputs),
-            facts=GraphFacts(frontend=frontend, dims=dims or {}),
+            facts=GraphFacts(frontend=frontend, dims=dims or {}, eager=eager),
             remarks=tuple(dict.fromkeys(self.remarks)),
         )
 

@@ -349,7 +349,7 @@ class _PartsInTheMaking:
         narrow: set[str] = set()
         narrow_bytes = operand_bytes(PRODUCTS_IN[self.strategy.precision] or FP8)
         if program.executor.fused:
-            wanted = set(kept(graph, loops_stack=False))
+            wanted = set(kept(graph, "light", loops_stack=False))
         else:
             by_weights, by_others = _read_by_recompute(graph, program)
             wanted = by_weights | by_others

@@ -171,7 +171,7 @@ def lowered(program: TorchProgram, name: str, unknown: Unknown, *, folds: bool =
     found = {t.path for t in b.tensors.values() if t.role == "parameter"}
     marked = marked_blocks(nodes)
     return TracedTorch(
-        graph=rematerialised(b.finish(outs, frontend="torch"), marked),
+        graph=rematerialised(b.finish(outs, frontend="torch", eager=True), marked),
         contents=b.contents,
         attributes=b.attributes,
         param_paths=tuple(p for p in program.order if p in found),

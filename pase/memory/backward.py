@@ -1,0 +1,398 @@
+"""Peak memory over the backward pass of a step, for compilers that do not fuse light ops into products.
+
+``pase.memory.account`` says what each node keeps. Here each part has a time. A step has these moments: the end of
+forward, and then the backward of each node, from the last node to the first.
+
+- Parameters, optimizer state and inputs live throughout.
+- What backward needs lives until the backward of the node that made it, and what a loop stacks until the loop's.
+- A gradient lives from the backward of its parameter's last reader to the end of the step. If micro-batches are summed,
+  their sum lives throughout. On several devices, XLA makes the zeros into which a loop's backward writes gradients at
+  the end of forward, because it schedules first what waits for nothing.
+- At each moment, one node's operands and results (or their gradients) are in flight.
+
+A product keeps an operand for backward in the layout in which it reads it. What XLA holds for collectives besides
+(``_Strategy.of_compiled``) does not apply to a program that runs call by call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pase.ir import Access, Graph, Node, Op, Scope
+from pase.ir.blocks import micro_batches_of
+from pase.machine import Mesh
+from pase.memory.account import (
+    Gathered,
+    Memory,
+    flights,
+    gathered,
+    in_flight,
+    kept_as_read,
+    node_terms,
+    prefetched_bytes,
+)
+from pase.memory.residuals import kept
+from pase.once import once
+from pase.tables.layouts import (
+    PARTIAL,
+    REPLICATED,
+    concrete_size,
+    dim_index,
+    forward_states,
+    local_bytes,
+    read_states,
+    shards,
+    write_states,
+)
+from pase.tables.work import parameter_reads
+
+if TYPE_CHECKING:
+    from pase.search import MemoryProfile
+
+__all__ = ["peak", "profile"]
+
+_MOMENTS = 16
+"""The most moments at which the search's limit looks. The plan's account looks at all."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Course:
+    """When each node's parts are alive. Moment i is the backward of node i, and the last moment is the end of forward,
+    so that time runs from the last moment to 0.
+
+    alive: per node, the first and last moment (in time: the last and the first) of each of its terms.
+    order: the moment of each node's backward.
+    """
+
+    alive: Mapping[str, tuple[tuple[int, int], ...]]
+    order: Mapping[str, int]
+
+    @property
+    def moments(self) -> int:
+        return len(self.order) + 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Read:
+    """A node's read of a parameter.
+
+    first, last: the moments of its backward; those of the whole loop if it runs in one.
+    """
+
+    node: Node
+    op: Op
+    access: Access
+    first: int
+    last: int
+    looped: bool
+
+
+def _around(graph: Graph) -> dict[tuple[Scope, ...], tuple[int, int]]:
+    """Returns, per scope with all scopes around it, the first and last index of its nodes."""
+    found: dict[tuple[Scope, ...], tuple[int, int]] = {}
+    for i, n in enumerate(graph.nodes):
+        for op in n.ops:
+            for k in range(1, len(op.scope) + 1):
+                low, high = found.get(op.scope[:k], (i, i))
+                found[op.scope[:k]] = min(low, i), max(high, i)
+    return found
+
+
+def _loop_of(scope: Sequence[Scope]) -> tuple[Scope, ...] | None:
+    """Returns the outermost loop of a scope, with all scopes around it."""
+    return next((tuple(scope[: k + 1]) for k, s in enumerate(scope) if s.kind == "loop"), None)
+
+
+def _stored(graph: Graph, n: Node | None) -> Node | None:
+    """Returns the node of the parameter that a node stores or copies; None if it does neither."""
+    while n is not None and n.kind == "copy":
+        n = graph.producer.get(n.ops[0].reads[0].tensor)
+    return n if n is not None and n.kind == "parameter" else None
+
+
+@once
+def _reads(graph: Graph) -> dict[str, list[_Read]]:
+    """Returns the reads of each parameter, also those through a copy."""
+    around, order = _around(graph), {n.name: i for i, n in enumerate(graph.nodes)}
+    found: dict[str, list[_Read]] = {}
+    for n in graph.nodes:
+        for op, a in n.reads if n.kind != "copy" else ():
+            source = _stored(graph, graph.producer.get(a.tensor))
+            if source is not None:
+                loop = _loop_of(op.scope)
+                low, high = around[loop] if loop else (order[n.name],) * 2
+                found.setdefault(source.name, []).append(
+                    _Read(node=n, op=op, access=a, first=low, last=high, looped=loop is not None)
+                )
+    return found
+
+
+@once
+def _course(graph: Graph, optimizer: str, several: bool) -> _Course:
+    """several: whether the step runs on several devices."""
+    order = {n.name: i for i, n in enumerate(graph.nodes)}
+    around, reads, end = _around(graph), _reads(graph), len(order)
+    summed = micro_batches_of(graph) > 1
+
+    def alive(n: Node) -> Iterator[tuple[int, int]]:
+        mine, i = node_terms(graph, optimizer)[n.name], order[n.name]
+        of = reads.get(n.name, [])
+        for term, region in zip(mine.terms, mine.regions, strict=True):
+            if term.kind == "gradients" and not summed:
+                early = several and any(r.looped for r in of)
+                yield 0, end if early else max((r.last for r in of), default=i)
+            elif term.kind != "activations" or n.kind == "input":
+                yield 0, end
+            else:
+                loop = _loop_of(n.main.scope)
+                first = around[loop][0] if loop else i
+                if n.kind == "parameter":
+                    first = min((r.first for r in of), default=i)
+                yield first, end if region is None else max(around[region][1], first)
+
+    return _Course(alive={n.name: tuple(alive(n)) for n in graph.nodes}, order=order)
+
+
+def peak(
+    graph: Graph,
+    mesh: Mesh,
+    configs: Mapping[str, np.ndarray],
+    optimizer: str = "adam",
+    prefetch: bool = False,
+    workspace: int = 0,
+) -> Memory:
+    """Returns the predicted bytes on one device at the step's worst moment.
+
+    configs: node name -> int8 [axes].
+    prefetch: whether loops gather parameters one iteration early.
+    workspace: the bytes that the library of products takes for itself.
+    """
+    course = _course(graph, optimizer, mesh.devices > 1)
+    change: dict[str, np.ndarray] = {}
+
+    def hold(kind: str, first: int, last: int, nbytes: float) -> None:
+        of = change.setdefault(kind, np.zeros(course.moments + 1))
+        of[first] += nbytes
+        of[last + 1] -= nbytes
+
+    made: dict[tuple[int, bytes], list[float]] = {}  # equal nodes of repeated layers share a result
+    for name, mine in node_terms(graph, optimizer).items():
+        at = (mine.number, configs[name].tobytes())
+        if at not in made:
+            made[at] = [float(t.held(configs[name][None, :], mesh)[0]) for t in mine.terms]
+        for term, (first, last), nbytes in zip(mine.terms, course.alive[name], made[at], strict=True):
+            if not term.as_read:
+                hold(term.kind, first, last, nbytes)
+    strategy = _Strategy(graph=graph, mesh=mesh, configs=configs, order=course.order)
+    for kept_ in (strategy.weights(), strategy.operands()):
+        for first, nbytes in kept_:
+            hold("activations", first, course.moments - 1, nbytes)
+    held = {kind: np.cumsum(v)[:-1] for kind, v in change.items()}
+    buffers = np.zeros(course.moments)
+    for name, nbytes in in_flight(graph, configs, mesh).items():
+        buffers[course.order[name]] = nbytes
+    if mesh.devices > 1 and not graph.facts.eager:
+        buffers += strategy.of_compiled()
+    buffers += workspace + (prefetched_bytes(graph, configs, mesh) if prefetch else 0.0)
+    worst = int(np.argmax(sum(held.values(), buffers)))
+    whole: dict[str, int] = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0)
+    there = {kind: round(float(v[worst])) for kind, v in held.items()}
+    return Memory(**whole | there, buffers=round(float(buffers[worst])))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Strategy:
+    """What a step holds because nodes read tensors in another layout than they are made or stored in."""
+
+    graph: Graph
+    mesh: Mesh
+    configs: Mapping[str, np.ndarray]
+    order: Mapping[str, int]
+
+    def weights(self) -> Iterator[tuple[int, float]]:
+        """Yields the parameters that backward reads gathered or cast: (the last moment at which it does, bytes)."""
+        for n in self.graph.nodes:
+            for ops, a, _ in parameter_reads(self.graph, n):
+                if not kept_as_read(self.graph, n, ops):
+                    continue
+                source = self.graph.producer[a.tensor]
+                g = gathered(self.graph, n, ops[0], a, source)
+                if g.cast or self._moves(g, source, n):
+                    times = concrete_size(ops[0].times, n.name) / micro_batches_of(self.graph)
+                    nbytes = self._local(n, a) * times
+                    loop = _loop_of(ops[0].scope)
+                    yield _around(self.graph)[loop][0] if loop else self.order[n.name], nbytes
+
+    def operands(self) -> Iterator[tuple[int, float]]:
+        """Yields the operands of products that backward needs in another layout than they were made in."""
+        wanted = kept(self.graph)
+        seen: set[tuple[str, str]] = set()
+        for e in self.graph.edges:
+            n, source, k = self.graph.node[e.dst], self.graph.node[e.src], wanted.get(e.tensor)
+            if k is None or k.region is not None or (e.dst, e.tensor) in seen:
+                continue
+            if e.op.kind not in ("matmul", "conv", "attention") or source.kind in ("parameter", "copy"):
+                continue
+            t = self.graph.tensors[e.tensor]
+            written = write_states(source, *source.write_of(e.tensor), t, self._config(source), self.mesh)
+            read = read_states(n, e.op, e.access, t, self._config(n), self.mesh)
+            if (forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any():
+                seen.add((e.dst, e.tensor))
+                yield self.order[n.name], self._local(n, e.access) * k.times
+
+    def of_compiled(self) -> np.ndarray:
+        """Returns the bytes at each moment that a program compiled by XLA holds besides one node's operands and results.
+
+        Read in XLA's buffer assignments for H100s (``bench/audit/gpu.py``).
+        """
+        return self._stacks() + self._scattered() + self._cast()
+
+    def _local(self, n: Node, a: Access) -> float:
+        """Returns the bytes of a tensor on a device, as the node reads it."""
+        return float(local_bytes(n, self.graph.tensors[a.tensor], a, self._config(n), self.mesh)[0])
+
+    def _config(self, n: Node) -> np.ndarray:
+        return self.configs[n.name][None, :]
+
+    def _stacks(self) -> float:
+        """Returns the copies of a loop's stacks of weights whose slices are gathered along a later dim.
+
+        Collectives want the gathered dim to be the slowest in memory. XLA stores the whole stack that way for the loop.
+        There is no such loop if there are two iterations: one is peeled off for the gathers of the next.
+        """
+        total = 0.0
+        for name, reads in _reads(self.graph).items():
+            n = self.graph.node[name]
+            write = n.ops[0].writes[0]
+            ways = [
+                float(shards(self._config(n), dim_index(n, w.dims), self.mesh)[0]) for w in write.map.walks
+            ]
+            for r in reads:
+                if not r.looped or self.graph.producer[r.access.tensor] is not n:
+                    continue
+                g = gathered(self.graph, r.node, r.op, r.access, n)
+                stacked = len(write.map.walks) > len(r.access.map.walks)
+                long = concrete_size(r.op.times, name) > 2 * micro_batches_of(self.graph)
+                if long and any(w > 1 for w in ways[1 + stacked :]) and self._moves(g, n, r.node):
+                    t = self.graph.tensors[write.tensor]
+                    total += concrete_size(t.nbytes, t.name) / float(np.prod(ways))
+                    break
+        return total
+
+    def _moves(self, g: Gathered, source: Node, reader: Node) -> bool:
+        return g.resharded(self._config(source), self._config(reader), self.mesh)
+
+    def _arrives(self, n: Node, op: Op, a: Access) -> bool:
+        """Whether this read is of a parameter that gets to the node by collectives, also if a copy is in between."""
+        source = self.graph.producer.get(a.tensor)
+        if source is None or source.kind not in ("parameter", "copy"):
+            return False
+        if self._moves(gathered(self.graph, n, op, a, source), source, n):
+            return _stored(self.graph, source) is not None
+        return source.kind == "copy" and self._arrives(source, source.ops[0], source.ops[0].reads[0])
+
+    def _scattered(self) -> np.ndarray:
+        """Returns the gradients that wait to be scattered: while one is computed, the message of two is under way."""
+        waits = np.zeros(len(self.order) + 1)
+        for name, flight in flights(self.graph).items():
+            sources = iter(flight.sources)
+            for term, g in flight.terms:
+                source = self.graph.node[next(sources)] if g is not None else None
+                if g is None or source is None or not g.trained:
+                    continue
+                if self._moves(g, source, self.graph.node[name]):
+                    nbytes = float(term.held(self._config(self.graph.node[name]), self.mesh)[0])
+                    waits[self.order[name]] = max(waits[self.order[name]], nbytes)
+        out, before = np.zeros(len(waits)), [0.0, 0.0]
+        for i in range(len(waits) - 1, -1, -1):
+            out[i] = sum(before)
+            if waits[i]:
+                before = [before[1], waits[i]]
+        return out
+
+    def _cast(self) -> np.ndarray:
+        """Returns the weights that are cast to their product's wider result for its backward.
+
+        If they are gathered, this is done as soon as they arrive, while the two nodes after it are in backward.
+        """
+        out = np.zeros(len(self.order) + 1)
+        for n in self.graph.nodes:
+            for op, a in n.reads if n.kind == "matmul" else ():
+                t, wide = self.graph.tensors[a.tensor], self.graph.tensors[op.writes[0].tensor].itemsize
+                if op.kind == "matmul" and t.itemsize < wide and self._arrives(n, op, a):
+                    out[self.order[n.name] : self.order[n.name] + 3] += self._local(n, a) * wide / t.itemsize
+        return out
+
+
+def profile(
+    graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray], limit_bytes: float, optimizer: str = "adam"
+) -> MemoryProfile:
+    """Returns the same account as a limit for the search. It is a lower bound: it looks at some moments, and leaves out
+    what depends on the configs of two nodes.
+
+    A node has one interval for each span of moments during which it holds something.
+
+    configs: per node, its int8 [K, axes].
+    """
+    from pase.search import MemoryProfile
+
+    several = mesh.devices > 1
+    terms, course, flying = node_terms(graph, optimizer), _course(graph, optimizer, several), flights(graph)
+    moments = _worst_moments(graph, optimizer, several)
+    time = {m: t for t, m in enumerate(reversed(moments))}
+    made: dict[tuple[int, tuple[int, ...], int], np.ndarray] = {}  # nodes of equal layers share an array
+    flown: dict[tuple[int, int], np.ndarray] = {}
+    nbytes, start, stop, node = [], [], [], []
+    for v, (n, cfg) in enumerate(zip(graph.nodes, configs, strict=True)):
+        mine = terms[n.name]
+        spans: dict[tuple[int, int], list[int]] = {}
+        for i, (first, last) in enumerate(course.alive[n.name]):
+            there = [time[m] for m in moments if first <= m <= last]
+            if there:
+                spans.setdefault((min(there), max(there) + 1), []).append(i)
+        parts = []
+        for span, which in spans.items():
+            key = (mine.number, tuple(which), id(cfg))
+            if key not in made:
+                made[key] = sum((mine.terms[i].held(cfg, mesh) for i in which), np.zeros(len(cfg)))
+            parts.append((span, made[key]))
+        if course.order[n.name] in time:
+            at, flight = time[course.order[n.name]], flying[n.name]
+            if (flight.number, id(cfg)) not in flown:
+                own = (t.held(cfg, mesh) for t, g in flight.terms if g is None)
+                flown[flight.number, id(cfg)] = sum(own, np.zeros(len(cfg)))
+            parts.append(((at, at + 1), flown[flight.number, id(cfg)]))
+        for (first, last), held in parts or [((0, 0), np.zeros(len(cfg)))]:
+            nbytes.append(held)
+            start.append(first)
+            stop.append(last)
+            node.append(v)
+    return MemoryProfile(
+        bytes=tuple(nbytes),
+        start=np.array(start, np.int64),
+        stop=np.array(stop, np.int64),
+        limit_bytes=limit_bytes,
+        node=np.array(node, np.int64),
+    )
+
+
+@once
+def _worst_moments(graph: Graph, optimizer: str, several: bool) -> tuple[int, ...]:
+    """Returns the moments at which the search's limit looks, in order: those that hold the most if nothing is split, and
+    some in between. Any choice gives a lower bound."""
+    course = _course(graph, optimizer, several)
+    total = np.zeros(course.moments + 1)
+    for name, mine in node_terms(graph, optimizer).items():
+        for term, (first, last) in zip(mine.terms, course.alive[name], strict=True):
+            total[first] += term.nbytes * term.times / term.over
+            total[last + 1] -= term.nbytes * term.times / term.over
+    total = np.cumsum(total)[:-1]
+    for name, flight in flights(graph).items():
+        total[course.order[name]] += sum(t.nbytes for t, g in flight.terms if g is None)
+    most = np.argsort(-total, kind="stable")[: _MOMENTS // 2]
+    between = np.linspace(0, course.moments - 1, _MOMENTS // 2).round().astype(int)
+    return tuple(sorted({*map(int, most), *map(int, between)}))
