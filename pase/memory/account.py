@@ -53,15 +53,18 @@ __all__ = [
     "Memory",
     "MemoryKind",
     "NodeTerms",
+    "Part",
     "Term",
     "flights",
     "gathered",
     "held",
+    "held_by_term",
     "in_flight",
     "in_flight_at_least",
     "kept_as_read",
     "memory",
     "node_terms",
+    "parts",
     "prefetched_bytes",
     "profile",
 ]
@@ -96,6 +99,16 @@ class Held:
     nbytes: np.ndarray
     region: tuple[Scope, ...] | None = None
     weights: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Bytes that a node keeps on one device under a strategy. region: as in ``Held``."""
+
+    node: str
+    kind: MemoryKind
+    nbytes: float
+    region: tuple[Scope, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,6 +471,27 @@ def in_flight_at_least(graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray]) 
     return out
 
 
+def held_by_term(
+    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], optimizer: str = "adam"
+) -> Iterator[tuple[str, NodeTerms, list[float]]]:
+    """Yields (node, its terms, the bytes of each on a device). configs: node name -> int8 [axes]."""
+    made: dict[tuple[int, bytes], list[float]] = {}  # equal nodes of repeated layers share a result
+    for name, mine in node_terms(graph, optimizer).items():
+        at = (mine.number, configs[name].tobytes())
+        if at not in made:
+            made[at] = [float(t.held(configs[name][None, :], mesh)[0]) for t in mine.terms]
+        yield name, mine, made[at]
+
+
+def parts(
+    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], optimizer: str = "adam"
+) -> Iterator[Part]:
+    """Yields what the nodes keep under a strategy. configs: node name -> int8 [axes]."""
+    for name, mine, held_ in held_by_term(graph, mesh, configs, optimizer):
+        for term, region, nbytes in zip(mine.terms, mine.regions, held_, strict=True):
+            yield Part(node=name, kind=term.kind, nbytes=nbytes, region=region)
+
+
 def memory(
     graph: Graph,
     mesh: Mesh,
@@ -472,16 +506,11 @@ def memory(
     """
     sums = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0.0)
     regions: dict[tuple[Scope, ...], float] = {}
-    made: dict[tuple[int, bytes], list[float]] = {}  # equal nodes of repeated layers share a result
-    for name, mine in node_terms(graph, optimizer).items():
-        at = (mine.number, configs[name].tobytes())
-        if at not in made:
-            made[at] = [float(t.held(configs[name][None, :], mesh)[0]) for t in mine.terms]
-        for term, region, nbytes in zip(mine.terms, mine.regions, made[at], strict=True):
-            if region is None:
-                sums[term.kind] += nbytes
-            else:
-                regions[region] = regions.get(region, 0.0) + nbytes
+    for p in parts(graph, mesh, configs, optimizer):
+        if p.region is None:
+            sums[p.kind] += p.nbytes
+        else:
+            regions[p.region] = regions.get(p.region, 0.0) + p.nbytes
     sums["activations"] += max(regions.values(), default=0.0)
     buffers = largest_buffer(graph, mesh, configs)
     if is_trained(graph):

@@ -1,14 +1,14 @@
 """Selects the memory account of a step for a machine, which depends on what the machine's compiler keeps.
 
-``pase.memory.account`` adds up what is kept and the most that is in flight. It applies to programs that are not trained,
-and to the stages of a pipeline, where gradients are summed over micro-batches. A step in training is followed from
-moment to moment: by ``pase.memory.course`` if the compiler runs light ops inside of products, and otherwise by
+``pase.memory.account`` adds up what is kept and the most that is in flight. It applies to programs that are not
+trained, and to the stages of a pipeline, where gradients are summed over micro-batches. A training step is followed
+from moment to moment: by ``pase.memory.course`` if the compiler runs light ops inside of products, and otherwise by
 ``pase.memory.backward``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ import numpy as np
 from pase.ir import Graph
 from pase.machine import Machine, Mesh
 from pase.memory import account, backward, course
-from pase.memory.account import Memory
+from pase.memory.account import Memory, Part
 from pase.memory.live import is_trained
 
 if TYPE_CHECKING:
@@ -41,12 +41,14 @@ class Account:
         bytes [K], one value for each of its configs.
     unseen: (memory, seen) -> the part of a strategy's memory that the profile leaves out. seen: the most that the
         profile counts at any time.
+    parts: (graph, mesh, configs, optimizer) -> what each node keeps, without what is in flight.
     """
 
     memory: Callable[[Graph, Mesh, Configs, str], Memory]
     profile: Callable[[Graph, Mesh, Spaces, float, str], MemoryProfile]
     in_flight_at_least: Callable[[Graph, Mesh, Spaces], list[np.ndarray]]
     unseen: Callable[[Memory, float], float]
+    parts: Callable[[Graph, Mesh, Configs, str], Iterable[Part]]
 
 
 KEPT_AND_IN_FLIGHT = Account(
@@ -54,6 +56,7 @@ KEPT_AND_IN_FLIGHT = Account(
     profile=account.profile,
     in_flight_at_least=account.in_flight_at_least,
     unseen=lambda memory, seen: memory.buffers,
+    parts=account.parts,
 )
 """What is kept, throughout the step or in a region, plus the most that is in flight at once."""
 
@@ -68,6 +71,7 @@ def _course(tile: tuple[int, ...]) -> Account:
         profile=partial(course.profile, tile=tile),
         in_flight_at_least=_nothing,
         unseen=lambda memory, seen: memory.total - seen,
+        parts=account.parts,
     )
 
 
@@ -88,6 +92,7 @@ def _backward(workspace: int, prefetch: bool) -> Account:
         profile=profile,
         in_flight_at_least=_nothing,
         unseen=lambda memory, seen: memory.total - seen - workspace,
+        parts=backward.parts,
     )
 
 
@@ -102,7 +107,7 @@ def account_for(machine: Machine, graph: Graph, prefetch: bool) -> Account:
     In a graph that is not trained, nothing is kept for backward, and live tensors are counted alike on all machines.
 
     prefetch: whether loops gather parameters one iteration early, because collectives of parameters overlap with
-        compute. It has no effect if the compiler fuses products, because such a step is annotated and does not prefetch.
+        compute. It has no effect if the compiler fuses products: such a step is annotated and does not prefetch.
     """
     if is_trained(graph):
         if machine.fuses_products:

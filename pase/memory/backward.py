@@ -28,8 +28,11 @@ from pase.machine import Mesh
 from pase.memory.account import (
     Gathered,
     Memory,
+    MemoryKind,
+    Part,
     flights,
     gathered,
+    held_by_term,
     in_flight,
     kept_as_read,
     node_terms,
@@ -53,7 +56,7 @@ from pase.tables.work import parameter_reads
 if TYPE_CHECKING:
     from pase.search import MemoryProfile
 
-__all__ = ["peak", "profile"]
+__all__ = ["parts", "peak", "profile"]
 
 _MOMENTS = 16
 """The most moments at which the search's limit looks. The plan's account looks at all."""
@@ -157,6 +160,27 @@ def _course(graph: Graph, optimizer: str, several: bool) -> _Course:
     return _Course(alive={n.name: tuple(alive(n)) for n in graph.nodes}, order=order)
 
 
+def _lives(
+    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], optimizer: str
+) -> Iterator[tuple[Part, int, int]]:
+    """Yields what the nodes keep under a strategy: (part, the last moment at which it is alive, the first)."""
+    course = _course(graph, optimizer, mesh.devices > 1)
+    for name, mine, held in held_by_term(graph, mesh, configs, optimizer):
+        for term, region, at, nbytes in zip(mine.terms, mine.regions, course.alive[name], held, strict=True):
+            if not term.as_read:
+                yield Part(node=name, kind=term.kind, nbytes=nbytes, region=region), *at
+    strategy = _Strategy(graph=graph, mesh=mesh, configs=configs, order=course.order)
+    for name, first, nbytes in (*strategy.weights(), *strategy.operands()):
+        yield Part(node=name, kind="activations", nbytes=nbytes, region=None), first, course.moments - 1
+
+
+def parts(
+    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], optimizer: str = "adam"
+) -> Iterator[Part]:
+    """Yields what the nodes keep under a strategy. configs: node name -> int8 [axes]."""
+    return (part for part, _, _ in _lives(graph, mesh, configs, optimizer))
+
+
 def peak(
     graph: Graph,
     mesh: Mesh,
@@ -171,37 +195,30 @@ def peak(
     prefetch: whether loops gather parameters one iteration early.
     workspace: the bytes that the library of products takes for itself.
     """
-    course = _course(graph, optimizer, mesh.devices > 1)
-    change: dict[str, np.ndarray] = {}
-
-    def hold(kind: str, first: int, last: int, nbytes: float) -> None:
-        of = change.setdefault(kind, np.zeros(course.moments + 1))
-        of[first] += nbytes
-        of[last + 1] -= nbytes
-
-    made: dict[tuple[int, bytes], list[float]] = {}  # equal nodes of repeated layers share a result
-    for name, mine in node_terms(graph, optimizer).items():
-        at = (mine.number, configs[name].tobytes())
-        if at not in made:
-            made[at] = [float(t.held(configs[name][None, :], mesh)[0]) for t in mine.terms]
-        for term, (first, last), nbytes in zip(mine.terms, course.alive[name], made[at], strict=True):
-            if not term.as_read:
-                hold(term.kind, first, last, nbytes)
-    strategy = _Strategy(graph=graph, mesh=mesh, configs=configs, order=course.order)
-    for kept_ in (strategy.weights(), strategy.operands()):
-        for first, nbytes in kept_:
-            hold("activations", first, course.moments - 1, nbytes)
-    held = {kind: np.cumsum(v)[:-1] for kind, v in change.items()}
-    buffers = np.zeros(course.moments)
-    for name, nbytes in in_flight(graph, configs, mesh).items():
-        buffers[course.order[name]] = nbytes
-    if mesh.devices > 1 and not graph.facts.eager:
-        buffers += strategy.of_compiled()
-    buffers += workspace + (prefetched_bytes(graph, configs, mesh) if prefetch else 0.0)
+    held, buffers = _over_time(graph, mesh, configs, optimizer)
+    buffers = buffers + workspace + (prefetched_bytes(graph, configs, mesh) if prefetch else 0.0)
     worst = int(np.argmax(sum(held.values(), buffers)))
     whole: dict[str, int] = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0)
     there = {kind: round(float(v[worst])) for kind, v in held.items()}
     return Memory(**whole | there, buffers=round(float(buffers[worst])))
+
+
+def _over_time(
+    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], optimizer: str
+) -> tuple[dict[MemoryKind, np.ndarray], np.ndarray]:
+    """Returns the bytes at each moment: (kept, by kind; in flight)."""
+    course = _course(graph, optimizer, mesh.devices > 1)
+    change: dict[MemoryKind, np.ndarray] = {}
+    for part, first, last in _lives(graph, mesh, configs, optimizer):
+        of = change.setdefault(part.kind, np.zeros(course.moments + 1))
+        of[first] += part.nbytes
+        of[last + 1] -= part.nbytes
+    buffers = np.zeros(course.moments)
+    for name, nbytes in in_flight(graph, configs, mesh).items():
+        buffers[course.order[name]] = nbytes
+    if mesh.devices > 1 and not graph.facts.eager:
+        buffers += _Strategy(graph=graph, mesh=mesh, configs=configs, order=course.order).of_compiled()
+    return {kind: np.cumsum(v)[:-1] for kind, v in change.items()}, buffers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -213,8 +230,8 @@ class _Strategy:
     configs: Mapping[str, np.ndarray]
     order: Mapping[str, int]
 
-    def weights(self) -> Iterator[tuple[int, float]]:
-        """Yields the parameters that backward reads gathered or cast: (the last moment at which it does, bytes)."""
+    def weights(self) -> Iterator[tuple[str, int, float]]:
+        """Yields the parameters that backward reads gathered or cast: (reader, the last moment of that, bytes)."""
         for n in self.graph.nodes:
             for ops, a, _ in parameter_reads(self.graph, n):
                 if not kept_as_read(self.graph, n, ops):
@@ -225,10 +242,11 @@ class _Strategy:
                     times = concrete_size(ops[0].times, n.name) / micro_batches_of(self.graph)
                     nbytes = self._local(n, a) * times
                     loop = _loop_of(ops[0].scope)
-                    yield _around(self.graph)[loop][0] if loop else self.order[n.name], nbytes
+                    yield n.name, _around(self.graph)[loop][0] if loop else self.order[n.name], nbytes
 
-    def operands(self) -> Iterator[tuple[int, float]]:
-        """Yields the operands of products that backward needs in another layout than they were made in."""
+    def operands(self) -> Iterator[tuple[str, int, float]]:
+        """Yields the operands of products that backward needs in another layout than they were made in, in the same
+        form."""
         wanted = kept(self.graph)
         seen: set[tuple[str, str]] = set()
         for e in self.graph.edges:
@@ -242,10 +260,10 @@ class _Strategy:
             read = read_states(n, e.op, e.access, t, self._config(n), self.mesh)
             if (forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any():
                 seen.add((e.dst, e.tensor))
-                yield self.order[n.name], self._local(n, e.access) * k.times
+                yield n.name, self.order[n.name], self._local(n, e.access) * k.times
 
     def of_compiled(self) -> np.ndarray:
-        """Returns the bytes at each moment that a program compiled by XLA holds besides one node's operands and results.
+        """Returns the bytes at each moment that XLA's program holds besides one node's operands and results.
 
         Read in XLA's buffer assignments for H100s (``bench/audit/gpu.py``).
         """
@@ -382,8 +400,10 @@ def profile(
 
 @once
 def _worst_moments(graph: Graph, optimizer: str, several: bool) -> tuple[int, ...]:
-    """Returns the moments at which the search's limit looks, in order: those that hold the most if nothing is split, and
-    some in between. Any choice gives a lower bound."""
+    """Returns the moments at which the search's limit looks, in order.
+
+    They are those that hold the most if nothing is split, and some in between. Any choice gives a lower bound.
+    """
     course = _course(graph, optimizer, several)
     total = np.zeros(course.moments + 1)
     for name, mine in node_terms(graph, optimizer).items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from pase.ir import Graph, Node, Role, digest
 from pase.machine import CostModel, Machine, Mesh
-from pase.memory.account import MemoryKind, held
+from pase.memory.account import MemoryKind, Part
 from pase.memory.accounts import account_for
 from pase.plan.accesses import Reading, access_states, equation_layouts
 from pase.plan.constraints import Constraints, Placement, constraints, stages
@@ -85,16 +85,25 @@ class _KeptBytes(TypedDict):
     kept_for_recompute: int
 
 
-def _kept(graph: Graph, node: Node, config: np.ndarray, mesh: Mesh, optimizer: str) -> _KeptBytes:
-    keeps: dict[MemoryKind, float] = {}
-    recompute = 0.0
-    for h in held(graph, node, config[None, :], mesh, optimizer):
-        nbytes = float(h.nbytes[0])
-        if h.region is None:
-            keeps[h.kind] = keeps.get(h.kind, 0.0) + nbytes
+_NOTHING = _KeptBytes(keeps={}, kept_for_recompute=0)
+
+
+def _kept(parts: Iterable[Part]) -> dict[str, _KeptBytes]:
+    """Return what each node keeps. parts: of all nodes."""
+    keeps: dict[str, dict[MemoryKind, float]] = {}
+    recompute: Counter[str] = Counter()
+    for p in parts:
+        mine = keeps.setdefault(p.node, {})
+        if p.region is None:
+            mine[p.kind] = mine.get(p.kind, 0.0) + p.nbytes
         else:
-            recompute += nbytes
-    return _KeptBytes(keeps={k: round(v) for k, v in keeps.items()}, kept_for_recompute=round(recompute))
+            recompute[p.node] += p.nbytes  # type: ignore[assignment]
+    return {
+        node: _KeptBytes(
+            keeps={k: round(v) for k, v in mine.items()}, kept_for_recompute=round(recompute[node])
+        )
+        for node, mine in keeps.items()
+    }
 
 
 def assemble(
@@ -114,6 +123,8 @@ def assemble(
     """
     machine, model, optimizer = priced.machine, priced.model, priced.optimizer
     sent = collectives(graph, mesh, configs, model)
+    account = account_for(machine, graph, overlap is not None)
+    kept = _kept(account.parts(graph, mesh, configs, optimizer))
     work = local_work(graph, mesh, configs, model, optimizer)
     states = access_states(graph, mesh, configs)
     c = constraints(graph, mesh, states, stages(mesh, machine))
@@ -128,7 +139,7 @@ def assemble(
         unit=model.unit,
         optimizer=optimizer,
         mesh=mesh,
-        nodes=_node_plans(graph, mesh, configs, work, node_costs(work, sent), optimizer),
+        nodes=_node_plans(graph, mesh, configs, work, node_costs(work, sent), kept),
         parameters=parameters,
         inputs=inputs,
         define=c.define,
@@ -136,7 +147,7 @@ def assemble(
         copies=c.copies,
         accesses=equation_layouts(graph, states),
         collectives=sent,
-        memory=account_for(machine, graph, overlap is not None).memory(graph, mesh, configs, optimizer),
+        memory=account.memory(graph, mesh, configs, optimizer),
         cost=searched.cost,
         optimal=searched.optimal,
         bound=searched.bound,
@@ -159,7 +170,7 @@ def _node_plans(
     configs: Mapping[str, np.ndarray],
     work: Mapping[str, tuple[LocalWork, ...]],
     costs: Mapping[str, NodeCost],
-    optimizer: str,
+    kept: Mapping[str, _KeptBytes],
 ) -> tuple[NodePlan, ...]:
     """Return the nodes as the plan lists them."""
     reads: dict[str, dict[str, None]] = {}
@@ -179,7 +190,7 @@ def _node_plans(
             cost=costs[n.name],
             reads=tuple(reads.get(n.name, ())),
             work=work[n.name],
-            **_kept(graph, n, configs[n.name], mesh, optimizer),
+            **kept.get(n.name, _NOTHING),
         )
 
     return tuple(map(planned, graph.nodes))

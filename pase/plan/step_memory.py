@@ -45,8 +45,8 @@ class _Stretch:
 def step_memory(plan: PlanData) -> StepMemory | None:
     """Return the memory of a device over a step.
 
-    None if the plan does not say what its nodes keep, or if these bytes do not add up to the plan's total. The plan
-    then counts differently, for example for a compiler that fuses products (``pase.memory.course``).
+    None if the plan does not say what its nodes keep, or if these bytes do not make up the plan's peak. The plan then
+    counts differently, for example for a compiler that fuses products (``pase.memory.course``).
 
     Activations grow during forward and are freed during backward. A gradient exists from the backward of the first node
     that reads its parameter. A rematerialized region adds one iteration of itself while it runs. Temporary buffers of
@@ -54,27 +54,26 @@ def step_memory(plan: PlanData) -> StepMemory | None:
     """
     m = plan.memory
     sums = {k: float(sum(n.keeps.get(k, 0) for n in plan.nodes)) for k in _KINDS}
-    recompute = m.activations - sums["activations"]
     slack = len(plan.nodes) + 1  # each node's bytes are rounded
-    alike = all(abs(sums[k] - getattr(m, k)) <= slack for k in _KINDS if k != "activations")
     most_recompute = sum(n.kept_for_recompute for n in plan.nodes)
-    if not alike or not any(sums.values()) or not -slack <= recompute <= most_recompute + slack:
+    alike = all(abs(sums[k] - getattr(m, k)) <= slack for k in ("parameters", "optimizer"))
+    less = all(
+        getattr(m, k) <= sums[k] + again + slack
+        for k, again in (("gradients", 0), ("activations", most_recompute))
+    )
+    if not (alike and less and any(sums.values())):
         return None
-    # A parameter keeps what its readers gather, minus what is stored. It lives as long as the readers run.
-    extra = sum(n.keeps.get("activations", 0) for n in plan.nodes if n.op == "parameter")
-    runs = _runs(plan, max(recompute, 0.0))
+    runs = _runs(plan, max(m.activations - sums["activations"], 0.0))
     times, held = [0.0], {k: [0.0] for k in _KINDS}
     held["parameters"], held["optimizer"] = [sums["parameters"]], [sums["optimizer"]]
     trained = sums["gradients"] > 0
-    total = sum(r.activations for r in runs)
-    share = (total + extra) / total if total > 0 else 0.0
     for r in runs:
-        _corner(times, held, r.forward, activations=r.activations * share)
+        _corner(times, held, r.forward, activations=r.activations)
     forward = times[-1]
     for r in reversed(runs) if trained else ():
         if r.recompute > 0:
             _corner(times, held, 0.0, activations=r.recompute)
-        _corner(times, held, r.backward, activations=-r.activations * share, gradients=r.gradients)
+        _corner(times, held, r.backward, activations=-r.activations, gradients=r.gradients)
         if r.recompute > 0:
             _corner(times, held, 0.0, activations=-r.recompute)
     shorter = 1 - plan.hidden / times[-1] if times[-1] > plan.hidden else 1.0

@@ -43,8 +43,8 @@ class NodePlan:
     cost: in the cost model's unit.
     reads: the nodes that make what it reads.
     work: what one device does for it in a step.
-    keeps: bytes that a device keeps for it through the step. For a parameter that is kept gathered for backward, this
-        excludes its stored shard.
+    keeps: bytes that a device keeps for it, throughout the step or for a part of it. What a node reads gathered or in
+        another layout for backward counts for that node.
     kept_for_recompute: bytes kept while its rematerialized region is recomputed.
 
     The last four are empty in layouts that were written before these fields existed.

@@ -16,7 +16,7 @@ from pase.frontends.jax.frontend import trace
 from pase.ir import Graph, Node
 from pase.ir.types import WORKLESS
 from pase.machine import Mesh, mesh_from
-from pase.memory.account import in_flight, memory, profile
+from pase.memory.account import in_flight, in_flight_at_least, memory, profile
 from pase.memory.residuals import residual_bytes
 from pase.tables.itemize import collectives
 from pase.tables.layouts import (
@@ -119,13 +119,13 @@ def test_what_a_node_alone_has_in_flight_is_in_every_strategys_buffers(seed):
     problem = SplitProblem.of(trace(m.loss_fn, m.params, m.batch).graph, 8, "h100x8", "analytic", "adam")
     (mesh,) = problem.meshes("2x2x2", 3)
     space = problem.pricing.space(mesh)
-    flight = problem.account.in_flight_at_least(problem.graph, mesh, space.configs)
+    flight = in_flight_at_least(problem.graph, mesh, space.configs)
     rng = np.random.default_rng(seed)
     for _ in range(5):
         choice = [int(rng.integers(len(c))) for c in space.configs]
         chosen = {n.name: c[i] for n, c, i in zip(space.graph.nodes, space.configs, choice, strict=True)}
         least = max(float(f[i]) for f, i in zip(flight, choice, strict=True))
-        assert 0 < least <= memory_of(problem, chosen, mesh).buffers + 1
+        assert 0 < least <= memory(problem.graph, mesh, chosen).buffers + 1
 
 
 def test_the_account_counts_what_is_kept():

@@ -19,14 +19,15 @@ def test_memory_over_the_step_comes_to_what_is_counted(how: str) -> None:
     assert course is not None
     held, end = course.held, course.times.index(course.forward)
     slack = len(p.nodes)
-    again = p.memory.activations - sum(n.keeps.get("activations", 0) for n in p.nodes)
-    assert held["activations"][end] == pytest.approx(p.memory.activations - again, abs=slack)
-    assert held["gradients"][-1] == pytest.approx(p.memory.gradients, abs=slack)
+    kept = {k: sum(n.keeps.get(k, 0) for n in p.nodes) for k in ("activations", "gradients")}
+    assert held["activations"][end] == pytest.approx(kept["activations"], abs=slack)
+    assert held["gradients"][-1] == pytest.approx(kept["gradients"], abs=slack)
+    assert p.memory.gradients <= kept["gradients"] + slack
     assert held["activations"][-1] == pytest.approx(0, abs=slack)
     assert course.times[-1] == pytest.approx(
         p.cost - sum(n.cost.update for n in p.nodes) - sum(x.cost for x in _on_parameters(p)), rel=0.05
     )
-    assert course.peak <= p.memory.total - p.memory.buffers + slack
+    assert course.peak <= p.memory.total + slack
     assert all(a <= b for a, b in pairwise(course.times))
 
 

@@ -135,9 +135,9 @@ def test_another_machine_is_refused(plan: Plan) -> None:
 
 
 def test_what_is_cheaper_but_does_not_fit_is_said() -> None:
-    free = pase.compile("zoo:mlp", devices=4, mesh="2x2", baselines=False)
+    free = pase.compile("zoo:mlp", devices=8, mesh="2x4", baselines=False)
     tight = pase.compile(
-        "zoo:mlp", devices=4, mesh="2x2", memory_limit=0.985 * free.memory.total, baselines=False
+        "zoo:mlp", devices=8, mesh="2x4", memory_limit=0.95 * free.memory.total, baselines=False
     )
     assert tight.cost > free.cost
     assert "without the memory limit" in explain(tight).remark
