@@ -238,7 +238,7 @@ def test_padding_is_searched_where_it_alone_fits():
     given = ({"up": args[0], "down": args[1]}, args[2], args[2])
 
     def at_most(nbytes, **options):
-        options = {"devices": 8, "machine": "h100x8", "memory_limit": nbytes, **options}
+        options = {"devices": 8, "machine": "a100x8", "memory_limit": nbytes, **options}
         return pase.compile(averaged, *given, **options)
 
     with pytest.raises(Infeasible) as whole:

@@ -1,8 +1,10 @@
 """Compares the predicted peak memory with XLA's buffer assignment for the compiled step.
 
-``on_cpu`` accounts for two properties of XLA's CPU pipeline. First, it combines all gradient reductions of a scope (the
+``on_cpu`` accounts for three properties of XLA's CPU pipeline. It runs updates last, so that all gradients are alive at
+the end, and it moves work between forward and backward: everything that is kept counts, whenever it is alive
+(``pase.memory.account``). Second, it combines all gradient reductions of a scope (the
 whole step, or one loop iteration) into one all-reduce at the end of the scope. All partial gradients and all their sums
-are then live at the same time, and they are not sharded, because it never forms a reduce-scatter. Second, it does not
+are then live at the same time, and they are not sharded, because it never forms a reduce-scatter. Third, it does not
 fuse anything with convolutions (``_forward``).
 """
 
@@ -15,7 +17,7 @@ import numpy as np
 
 from pase.backends.jax.plan import Lowering
 from pase.ir import Access, Node, Scope, functions
-from pase.memory.account import held
+from pase.memory.account import held, memory
 from pase.plan.types import PlanData
 from pase.tables.layouts import local_bytes
 
@@ -54,14 +56,16 @@ def compare_memory(plan: PlanData, compiled: Compiled, lowering: Lowering = "ann
     the plan, so there are no additional unsharded gradients.
     """
     a, m = compiled.memory_analysis(), plan.memory
+    configs = {n.name: _config(plan, n)[0] for n in plan.graph.nodes}
+    ever = memory(plan.graph, plan.mesh, configs, plan.optimizer, prefetch=plan.overlap is not None)
     assert a is not None  # host devices provide it
-    sums = _sums_at_once(plan) if lowering == "annotated" else 0
+    sums = _sums_at_once(plan, ever.gradients) if lowering == "annotated" else 0
     batch = sum(t.local_bytes(plan.mesh) for t in plan.inputs.values())
     return Peak(
         stored=m.parameters + m.optimizer,
         stored_compiled=a.argument_size_in_bytes - batch,
         predicted=m.total,
-        on_cpu=max(m.total - m.buffers + max(m.buffers, sums), _forward(plan)),
+        on_cpu=max(ever.total - ever.buffers + max(ever.buffers, sums), _forward(plan)),
         compiled=a.argument_size_in_bytes
         + a.output_size_in_bytes
         - a.alias_size_in_bytes
@@ -69,10 +73,10 @@ def compare_memory(plan: PlanData, compiled: Compiled, lowering: Lowering = "ann
     )
 
 
-def _sums_at_once(plan: PlanData) -> int:
+def _sums_at_once(plan: PlanData, gradients: int) -> int:
     """Bytes of partial gradients and their sums in the scope with the most of them.
 
-    The reduced gradients that the plan already counts are left out.
+    gradients: the bytes of reduced gradients, which are counted already and left out.
     """
     graph = plan.graph
     parameters = {n.name for n in graph.nodes if n.kind == "parameter"}
@@ -89,7 +93,7 @@ def _sums_at_once(plan: PlanData) -> int:
         here[c.node, c.tensor] = max(here.get((c.node, c.tensor), 0), c.nbytes)
     totals = {scope: 2 * sum(by.values()) for scope, by in whole.items()}
     if None in totals:  # the step itself
-        totals[None] -= min(plan.memory.gradients, totals[None] // 2)
+        totals[None] -= min(gradients, totals[None] // 2)
     return max(totals.values(), default=0)
 
 

@@ -88,11 +88,10 @@ def test_what_is_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_limit_is_kept() -> None:
     """A strategy of another mesh that does not fit is not an answer, but it lowers the bound."""
-    free = pase.compile(MLP, devices=8, meshes="all", overlap="none", baselines=False, memory_limit="none")
+    options = {"devices": 8, "meshes": "all", "overlap": "none", "baselines": False, "machine": "a100x8"}
+    free = pase.compile("zoo:mlp", memory_limit="none", **options)
     limit = int(free.memory.total * 0.99)
-    plan = pase.compile(
-        MLP, devices=8, max_axes=1, meshes="all", overlap="none", baselines=False, memory_limit=limit
-    )
+    plan = pase.compile("zoo:mlp", max_axes=1, memory_limit=limit, **options)
     assert plan.memory.total <= limit and plan.cost >= free.cost
     assert plan.bound <= plan.cost and (plan.optimal or plan.bound >= free.cost * (1 - 1e-9))
 
