@@ -57,10 +57,8 @@ def step_memory(plan: PlanData) -> StepMemory | None:
     slack = len(plan.nodes) + 1  # each node's bytes are rounded
     most_recompute = sum(n.kept_for_recompute for n in plan.nodes)
     alike = all(abs(sums[k] - getattr(m, k)) <= slack for k in ("parameters", "optimizer"))
-    less = all(
-        getattr(m, k) <= sums[k] + again + slack
-        for k, again in (("gradients", 0), ("activations", most_recompute))
-    )
+    less = m.gradients <= sums["gradients"] + slack
+    less = less and m.activations <= sums["activations"] + most_recompute + slack
     if not (alike and less and any(sums.values())):
         return None
     runs = _runs(plan, max(m.activations - sums["activations"], 0.0))

@@ -9,7 +9,6 @@ import pytest
 
 import pase
 from pase import zoo
-from pase.compiler.meshes.baselines import memory_of
 from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.resolve import resolve
 from pase.frontends.jax.frontend import trace
