@@ -50,10 +50,10 @@ __all__ = [
     "Flight",
     "Gathered",
     "Held",
+    "KeptPart",
     "Memory",
     "MemoryKind",
     "NodeTerms",
-    "Part",
     "Term",
     "flights",
     "gathered",
@@ -102,7 +102,7 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class KeptPart:
     """Bytes that a node keeps on one device under a strategy. region: as in ``Held``."""
 
     node: str
@@ -485,11 +485,11 @@ def held_by_term(
 
 def parts(
     graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], optimizer: str = "adam"
-) -> Iterator[Part]:
+) -> Iterator[KeptPart]:
     """Yields what the nodes keep under a strategy. configs: node name -> int8 [axes]."""
     for name, mine, held_ in held_by_term(graph, mesh, configs, optimizer):
         for term, region, nbytes in zip(mine.terms, mine.regions, held_, strict=True):
-            yield Part(node=name, kind=term.kind, nbytes=nbytes, region=region)
+            yield KeptPart(node=name, kind=term.kind, nbytes=nbytes, region=region)
 
 
 def memory(

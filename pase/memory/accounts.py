@@ -18,7 +18,7 @@ import numpy as np
 from pase.ir import Graph
 from pase.machine import Machine, Mesh
 from pase.memory import account, backward, course
-from pase.memory.account import Memory, Part
+from pase.memory.account import KeptPart, Memory
 from pase.memory.live import is_trained
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Account:
     profile: Callable[[Graph, Mesh, Spaces, float, str], MemoryProfile]
     in_flight_at_least: Callable[[Graph, Mesh, Spaces], list[np.ndarray]]
     unseen: Callable[[Memory, float], float]
-    parts: Callable[[Graph, Mesh, Configs, str], Iterable[Part]]
+    parts: Callable[[Graph, Mesh, Configs, str], Iterable[KeptPart]]
 
 
 KEPT_AND_IN_FLIGHT = Account(

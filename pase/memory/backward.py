@@ -11,7 +11,7 @@ forward, and then the backward of each node, from the last node to the first.
 - At each moment, one node's operands and results (or their gradients) are in flight.
 
 A product keeps an operand for backward in the layout in which it reads it. What XLA holds for collectives besides
-(``_Strategy.of_compiled``) does not apply to a program that runs call by call.
+(``_HeldForLayouts.of_compiled``) does not apply to a program that runs call by call.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pase.ir.blocks import micro_batches_of
 from pase.machine import Mesh
 from pase.memory.account import (
     Gathered,
+    KeptPart,
     Memory,
     MemoryKind,
-    Part,
     flights,
     gathered,
     held_by_term,
@@ -80,7 +80,7 @@ class _Course:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Read:
+class _ParameterRead:
     """A node's read of a parameter.
 
     first, last: the moments of its backward; those of the whole loop if it runs in one.
@@ -118,10 +118,10 @@ def _stored(graph: Graph, n: Node | None) -> Node | None:
 
 
 @once
-def _reads(graph: Graph) -> dict[str, list[_Read]]:
+def _reads(graph: Graph) -> dict[str, list[_ParameterRead]]:
     """Returns the reads of each parameter, also those through a copy."""
     around, order = _around(graph), {n.name: i for i, n in enumerate(graph.nodes)}
-    found: dict[str, list[_Read]] = {}
+    found: dict[str, list[_ParameterRead]] = {}
     for n in graph.nodes:
         for op, a in n.reads if n.kind != "copy" else ():
             source = _stored(graph, graph.producer.get(a.tensor))
@@ -129,7 +129,7 @@ def _reads(graph: Graph) -> dict[str, list[_Read]]:
                 loop = _loop_of(op.scope)
                 low, high = around[loop] if loop else (order[n.name],) * 2
                 found.setdefault(source.name, []).append(
-                    _Read(node=n, op=op, access=a, first=low, last=high, looped=loop is not None)
+                    _ParameterRead(node=n, op=op, access=a, first=low, last=high, looped=loop is not None)
                 )
     return found
 
@@ -162,21 +162,21 @@ def _course(graph: Graph, optimizer: str, several: bool) -> _Course:
 
 def _lives(
     graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], optimizer: str
-) -> Iterator[tuple[Part, int, int]]:
+) -> Iterator[tuple[KeptPart, int, int]]:
     """Yields what the nodes keep under a strategy: (part, the last moment at which it is alive, the first)."""
     course = _course(graph, optimizer, mesh.devices > 1)
     for name, mine, held in held_by_term(graph, mesh, configs, optimizer):
         for term, region, at, nbytes in zip(mine.terms, mine.regions, course.alive[name], held, strict=True):
             if not term.as_read:
-                yield Part(node=name, kind=term.kind, nbytes=nbytes, region=region), *at
-    strategy = _Strategy(graph=graph, mesh=mesh, configs=configs, order=course.order)
+                yield KeptPart(node=name, kind=term.kind, nbytes=nbytes, region=region), *at
+    strategy = _HeldForLayouts(graph=graph, mesh=mesh, configs=configs, order=course.order)
     for name, first, nbytes in (*strategy.weights(), *strategy.operands()):
-        yield Part(node=name, kind="activations", nbytes=nbytes, region=None), first, course.moments - 1
+        yield KeptPart(node=name, kind="activations", nbytes=nbytes, region=None), first, course.moments - 1
 
 
 def parts(
     graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], optimizer: str = "adam"
-) -> Iterator[Part]:
+) -> Iterator[KeptPart]:
     """Yields what the nodes keep under a strategy. configs: node name -> int8 [axes]."""
     return (part for part, _, _ in _lives(graph, mesh, configs, optimizer))
 
@@ -217,12 +217,12 @@ def _over_time(
     for name, nbytes in in_flight(graph, configs, mesh).items():
         buffers[course.order[name]] = nbytes
     if mesh.devices > 1 and not graph.facts.eager:
-        buffers += _Strategy(graph=graph, mesh=mesh, configs=configs, order=course.order).of_compiled()
+        buffers += _HeldForLayouts(graph=graph, mesh=mesh, configs=configs, order=course.order).of_compiled()
     return {kind: np.cumsum(v)[:-1] for kind, v in change.items()}, buffers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Strategy:
+class _HeldForLayouts:
     """What a step holds because nodes read tensors in another layout than they are made or stored in."""
 
     graph: Graph

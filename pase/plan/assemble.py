@@ -11,7 +11,7 @@ import numpy as np
 
 from pase.ir import Graph, Node, Role, digest
 from pase.machine import CostModel, Machine, Mesh
-from pase.memory.account import MemoryKind, Part
+from pase.memory.account import KeptPart, MemoryKind
 from pase.memory.accounts import account_for
 from pase.plan.accesses import Reading, access_states, equation_layouts
 from pase.plan.constraints import Constraints, Placement, constraints, stages
@@ -88,7 +88,7 @@ class _KeptBytes(TypedDict):
 _NOTHING = _KeptBytes(keeps={}, kept_for_recompute=0)
 
 
-def _kept(parts: Iterable[Part]) -> dict[str, _KeptBytes]:
+def _kept(parts: Iterable[KeptPart]) -> dict[str, _KeptBytes]:
     """Return what each node keeps. parts: of all nodes."""
     keeps: dict[str, dict[MemoryKind, float]] = {}
     recompute: Counter[str] = Counter()
