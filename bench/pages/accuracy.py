@@ -44,13 +44,14 @@ SOURCES: Mapping[str, tuple[str, str]] = {
     "mlperf": ("MLPerf training", "python -m bench.published.mlperf -o ..."),
     "simumax": ("SimuMax's runs on 8 B200", "python -m bench.published.simumax -o ..."),
     "simumax_calibrated": ("The same, on a machine of that node's ops", "the same, with --machine FILE"),
+    "megatron_golden": ("Peaks of memory in Megatron's tests", "python -m bench.published.megatron_golden"),
 }
 """Result file -> what it is about, and the command that makes it."""
 
 
 def figures(name: str, result: Mapping[str, Any]) -> list[AccuracyRow]:
     """Returns a result file's figures, the one of all rows first."""
-    if name == "kernels":
+    if "by" in result:
         whole = AccuracyRow(what="all", rows=result["rows"], error=result["median_error"], bias=None)
         return [whole] + [
             AccuracyRow(what=what, rows=e["rows"], error=e["median_error"], bias=e["bias"])
@@ -69,7 +70,7 @@ def page(now: Mapping[str, Any], before: Mapping[str, Any], since: str) -> str:
         "# Accuracy",
         "",
         "How far are predictions from what others measured? Made by `python -m bench.pages.accuracy` from",
-        "`bench/results`; the command of each table makes its file again. Errors are relative to the measured time:",
+        "`bench/results`; the command of each table makes its file again. Errors are relative to what was measured:",
         "the median of their size, and their median (kernels) or mean (steps) with its sign. How far a single step",
         "may be off is its [error bar](explanation/cost-model.md).",
         "",

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pase.zoo.attention import causal_mask
+from pase.zoo.attention import causal_mask, fused_attend
 from pase.zoo.layers import cross_entropy, lookup
 
 __all__ = ["gpt", "padded_vocabulary"]
@@ -40,6 +40,9 @@ def gpt(
     vocab: int,
     dtype: str = "float16",
     recompute: str = "none",
+    attention: str = "unfused",
+    drops: bool = True,
+    seeded: bool = False,
 ) -> tuple[Any, Any, Any]:
     """Returns (loss_fn, params, batch) with shapes for arrays.
 
@@ -56,9 +59,13 @@ def gpt(
         return y.astype(width) * p["scale"] + p["bias"]
 
     def dropout(x: jax.Array, key: jax.Array) -> jax.Array:
+        if not drops:
+            return x
         return jnp.where(jax.random.bernoulli(key, 1 - _DROPOUT, x.shape), x, jnp.zeros_like(x))
 
     def bias_dropout_add(x: jax.Array, bias: jax.Array, residual: jax.Array, key: jax.Array) -> jax.Array:
+        if not drops:
+            return residual + x + bias
         kept = jax.random.bernoulli(key, 1 - _DROPOUT, x.shape)
         return residual + jnp.where(kept, x + bias, jnp.zeros_like(x))
 
@@ -78,7 +85,11 @@ def gpt(
     def block(x: jax.Array, p: Any) -> jax.Array:
         y = layer_norm(x, p["norm1"])
         q, key, value = (jnp.einsum("bsd,dhk->bshk", y, p[f"w{n}"]) + p[f"b{n}"] for n in "qkv")
-        y = jnp.einsum("bshk,hkd->bsd", attend(q, key, value, p["rng"][0]), p["wo"])
+        if attention == "fused":
+            made = fused_attend(q, key, value, causal=True)
+        else:
+            made = attend(q, key, value, p["rng"][0])
+        y = jnp.einsum("bshk,hkd->bsd", made, p["wo"])
         x = bias_dropout_add(y, p["bo"], x, p["rng"][1])
         y = jnp.einsum("bsd,df->bsf", layer_norm(x, p["norm2"]), p["w1"])
         y = jnp.einsum("bsf,fd->bsd", bias_gelu(y, p["b1"]), p["w2"])
@@ -87,7 +98,8 @@ def gpt(
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         x = lookup(params["wte"], batch["tokens"], dtype) + params["wpe"]
         layer = jax.checkpoint(block, prevent_cse=False) if recompute == "full" else block
-        keys = jax.random.split(jax.random.key(0), (layers, 3))
+        seed = jax.random.wrap_key_data(batch["seed"]) if seeded else jax.random.key(0)
+        keys = jax.random.split(seed, (layers, 3))
         x = jax.lax.scan(lambda c, p: (layer(c, p[0] | {"rng": p[1]}), None), x, (params["blocks"], keys))[0]
         logits = jnp.einsum("bsd,vd->bsv", layer_norm(x, params["norm"]), params["wte"])
         return cross_entropy(logits.astype(jnp.float32), batch["labels"])
@@ -113,4 +125,5 @@ def gpt(
     }
     params = {"wte": leaf(vocab, d), "wpe": leaf(seq, d), "blocks": blocks, "norm": norm()}
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
-    return loss_fn, params, {"tokens": tokens, "labels": tokens}
+    seed = {"seed": jax.ShapeDtypeStruct((2,), jnp.uint32)} if seeded else {}
+    return loss_fn, params, {"tokens": tokens, "labels": tokens, **seed}

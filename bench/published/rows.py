@@ -55,9 +55,14 @@ class PublishedRow:
 
     @property
     def memory_bytes(self) -> float | None:
-        """The memory in the run's notes, such as "memory 82.4 GiB"."""
-        found = re.search(r"memory ([\d.]+) gib", self.notes)
+        """The memory in the run's notes, such as "memory 82.4 GiB", or "allocated 82.4 GiB"."""
+        found = re.search(r"(?:memory|allocated) ([\d.]+) gib", self.notes)
         return float(found.group(1)) * 2**30 if found else None
+
+    @property
+    def memory_is_allocated(self) -> bool:
+        """Whether the memory is that of arrays, without gaps of the allocator and what libraries reserve."""
+        return re.search(r"allocated [\d.]+ gib", self.notes) is not None
 
     @property
     def vocab(self) -> int | None:

@@ -87,7 +87,7 @@ def _row(number: int, case: str, milliseconds: str, gibibytes: str) -> Published
         "precision": "BF16",
         "act_ckpt": "none",
         "step_s": str(float(milliseconds) / 1e3),
-        "notes": f"memory {gibibytes} GiB",
+        "notes": f"allocated {gibibytes} GiB",
         "source": f"SimuMax v1.2, {case}",
     }
     return PublishedRow(id=f"smx{number:03d}", columns=columns)

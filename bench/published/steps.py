@@ -341,7 +341,11 @@ def digest(answers: list[PricedRun]) -> dict[str, Any]:
     """Returns errors and order by kind of run, and the runs that do not fit by the price, without the rows."""
     groups = {name: summary(group) for name, group in _groups(answers)}
     priced = [(a.row, a.priced) for a in answers if a.priced is not None]
-    memory = [abs(p.memory.total / row.memory_bytes - 1) for row, p in priced if row.memory_bytes]
+    memory = [
+        abs((p.memory.arrays if row.memory_is_allocated else p.memory.total) / row.memory_bytes - 1)
+        for row, p in priced
+        if row.memory_bytes
+    ]
     return {
         "runs": len(answers),
         "priced": len(priced),

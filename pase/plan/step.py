@@ -296,17 +296,22 @@ def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_FusedKer
 def saved_by_kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[Access]:
     """Yield what the executor's kernels of light ops keep for backward.
 
-    A separate op keeps what its derivative needs. A function for which libraries have a kernel keeps its operands, and
-    its backward recomputes the rest from them.
+    A separate op keeps what its derivative needs. A function for which libraries have a kernel keeps the operands from
+    which its backward recomputes that; but a dropout keeps its mask.
     """
     for kernel in _kernels(graph, node, executor):
         if not any(graph.tensors[a.tensor].needs_grad for a in kernel.reads):
             continue
-        wanted = {t for op in kernel.ops for t in needs(op, graph.tensors)}
-        if len(kernel.ops) == 1:
+        # Random numbers have no derivative, nor has what is made of them alone.
+        passes = [op for op in kernel.ops if any(graph.tensors[a.tensor].needs_grad for a in op.reads)]
+        wanted = {t for op in passes for t in needs(op, graph.tensors)}
+        if len(kernel.ops) == 1 or kernel.name in executor.masked:
             yield from (a for op in kernel.ops for a in (*op.reads, *op.writes) if a.tensor in wanted)
-        elif wanted:
-            yield from kernel.reads
+            continue
+        for op in reversed(kernel.ops):
+            if any(a.tensor in wanted for a in op.writes):
+                wanted |= {a.tensor for a in op.reads}
+        yield from (a for a in kernel.reads if a.tensor in wanted)
 
 
 def launches(graph: Graph, node: Node, executor: Executor) -> dict[Phase, float]:

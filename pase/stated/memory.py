@@ -17,7 +17,7 @@ __all__ = ["RankMemory", "rank_memory"]
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on the rank that holds the most.
+    """Bytes on a rank.
 
     gathered: weights while they are gathered, and gradients while they are summed.
     logits: bytes at the loss.
@@ -35,26 +35,23 @@ class RankMemory:
     rank: str
 
     @property
+    def arrays(self) -> float:
+        """What the program's arrays take, without the reserve."""
+        stored = self.parameters + self.gradients + self.optimizer
+        return stored + self.activations + self.gathered + self.logits
+
+    @property
     def total(self) -> float:
-        return (
-            self.parameters
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.gathered
-            + self.logits
-            + self.reserve
-        )
+        return self.arrays + self.reserve
 
 
-def rank_memory(parts: Parts, s: Strategy, program: Program, mesh: Mesh, pipe: Pipeline | None) -> RankMemory:
-    """Return the memory of the first or the last stage, whichever is larger."""
+def rank_memory(
+    parts: Parts, s: Strategy, program: Program, mesh: Mesh, pipe: Pipeline | None
+) -> tuple[RankMemory, ...]:
+    """Return the memory of the first and of the last stage."""
     layers = stage_layers(parts.blocks, s.pipeline, program.stage_ends)
     ranks = {"first": (layers[0], True, len(layers) == 1), "last": (layers[-1], len(layers) == 1, True)}
-    return max(
-        (_rank(parts, s, program, mesh, name, *what, pipe) for name, what in ranks.items()),
-        key=lambda r: r.total,
-    )
+    return tuple(_rank(parts, s, program, mesh, name, *what, pipe) for name, what in ranks.items())
 
 
 def _apart(part: Part, s: Strategy, mesh: Mesh) -> float:
@@ -87,17 +84,16 @@ def _rank(
     block = parts.block
     elements = blocks * block.parameters + sum(e.parameters for e in ends)
     apart = blocks * _apart(block, s, mesh) + sum(_apart(e, s, mesh) for e in ends)
-    # One micro-batch is in flight at the last stage. At the first stage, the schedule decides how many are.
-    flying = 1.0 if pipe is None or name == "last" else pipe.in_flight
-    held = blocks * block.kept * flying + sum(e.saved for e in ends) * (
-        flying if name == "first" and not last else 1
-    )
+    # The schedule decides how many micro-batches are in flight. Only GPipe has more than one between loss and backward.
+    flying = 1.0 if pipe is None else pipe.in_flight if name == "first" else pipe.in_flight_last
+    at_loss = flying if s.schedule == "gpipe" else 1.0
+    held = blocks * block.kept * flying + sum(e.saved for e in ends) * (at_loss if last else flying)
     working = max(block.saved - block.kept, 0.0) if s.remat not in (None, "none") else 0.0
     each = _made_whole(block, b)
     made = blocks * each + sum(_made_whole(e, b) for e in ends)
     gathered, summing = _whole(p, s, made, blocks * each, each, _largest(ends, block))
     # The logits are freed before the last block is recomputed and its gradients are computed and summed.
-    logits = parts.logits * (4 * _copies(p, s) + 2) if last else 0.0
+    logits = at_loss * parts.logits * (4 * _copies(p, s) + 2) if last else 0.0
     behind = working + summing
     if behind > logits:
         held, gathered, logits = held + working, gathered + summing, 0.0

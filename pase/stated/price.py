@@ -31,6 +31,7 @@ class Priced:
 
     seconds: by cause; they add up to step_s.
     collectives_s: by kind of collective, the seconds of all of them in a step of one rank, including hidden ones.
+    stage_memory: of a rank of the first stage, and of the last.
     """
 
     strategy: Strategy
@@ -41,7 +42,7 @@ class Priced:
     step_s: float
     seconds: Mapping[str, float]
     collectives_s: Mapping[str, float]
-    memory: RankMemory
+    stage_memory: tuple[RankMemory, ...]
     device_memory: int
     work: StepWork
     pipeline: Pipeline | None
@@ -49,6 +50,11 @@ class Priced:
     """What the price assumes, and reasons to doubt it."""
     added: tuple[str, ...] = ()
     """What the strategy does not state and the price decides, as terms of a strategy with the reason."""
+
+    @property
+    def memory(self) -> RankMemory:
+        """That of the rank that holds the most."""
+        return max(self.stage_memory, key=lambda r: r.total)
 
     @property
     def sound(self) -> bool:
@@ -154,7 +160,7 @@ def price_strategy(
         step_s=sum(seconds.values()),
         seconds=seconds,
         collectives_s=run.collectives_s(),
-        memory=rank_memory(parts, s, program, placed.mesh, pipeline),
+        stage_memory=rank_memory(parts, s, program, placed.mesh, pipeline),
         device_memory=model.machine.device.memory_bytes,
         work=work,
         pipeline=pipeline,

@@ -71,11 +71,13 @@ class Pipeline:
     step_s: seconds without gradient sums and update.
     bubble: the fraction of it in which the slowest stage is idle.
     in_flight: the number of micro-batches whose activations of a stage the first rank holds.
+    in_flight_last: the same of the last rank, which forwards a chunk of several before it runs the first one backward.
     """
 
     step_s: float
     bubble: float
     in_flight: float
+    in_flight_last: float
 
 
 def pipelined(
@@ -107,8 +109,10 @@ def pipelined(
         sends = 2 * send_s * (p * chunks - 1)
         steady = 0.0 if sends_overlap else 2 * send_s * m * chunks
         held = p * (1 + (p - 1) / (p * chunks))
+        held_last = ((chunks - 1) * p + 1) / chunks
     else:
         held = float(m if schedule == "gpipe" else min(m, p))
+        held_last = float(m if schedule == "gpipe" else 1)
         one = max(sum(t[:j]) + m * t[j] for j in range(p))
         two = sum(t) + max(
             (m - 1) * t[j] - ((m if schedule == "gpipe" else min(m, p - j)) - 1) * forward_s[j]
@@ -118,7 +122,12 @@ def pipelined(
         sends = 2 * send_s * (p - 1)
         steady = 0.0 if sends_overlap or schedule == "gpipe" else 2 * send_s * max((p - 1) * m / p - 1, 0.0)
     total = step + sends + steady
-    return Pipeline(step_s=total, bubble=1 - m * max(t) / total, in_flight=min(held, float(m)))
+    return Pipeline(
+        step_s=total,
+        bubble=1 - m * max(t) / total,
+        in_flight=min(held, float(m)),
+        in_flight_last=min(held_last, float(m)),
+    )
 
 
 def stage_layers(blocks: int, stages: int, ends: tuple[int, int] = (0, 0)) -> list[int]:

@@ -37,6 +37,7 @@ SMALLEST = {
     "search.pipelines": "--out pipelines.json",
     "programs": "*ntxent*",
     "published.megatron": "--only 22B",
+    "published.megatron_golden": "--only gpt/gpt3_mcore_te_tp4_pp1_resume",
     "replay.degrees": '--only "device-bound: stages=2"',
     "fuzz.traces": "--count 3",
     "replay.profile": "--processes 1 --rounds 1",

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pase.pipeline.registry import schedule as listed
+from pase.pipeline.simulate import in_flight
 from pase.stated.timeline import Unit, overlapped, passes, pipelined, stage_layers
 
 seconds = st.floats(0.01, 10.0)
@@ -19,10 +21,23 @@ def test_equal_stages_take_the_published_time(p, m):
         pipe = pipelined([f] * p, [b] * p, m, 1, 0.0, schedule, sends_overlap=True)
         assert pipe.step_s == pytest.approx((m + p - 1) * (f + b))
         assert pipe.in_flight == (m if schedule == "gpipe" else min(m, p))
+        assert pipe.in_flight_last == (m if schedule == "gpipe" else 1)
     for v in (2, 4):
         pipe = pipelined([f] * p, [b] * p, m, v, 0.0, "interleaved", sends_overlap=True)
         assert pipe.step_s == pytest.approx(m * (f + b) + (p - 1) * (f + b) / v)
         assert pipe.bubble == pytest.approx(1 - m * (f + b) / pipe.step_s)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
+)
+@pytest.mark.parametrize("p", [2, 4])
+def test_the_ends_hold_what_the_schedule_s_actions_leave_in_flight(schedule, chunks, p):
+    m = 4 * p
+    pipe = pipelined([1.0] * p, [2.0] * p, m, chunks, 0.0, schedule, sends_overlap=True)
+    actions = listed(schedule, p, m, chunks)
+    for rank, held in ((0, pipe.in_flight), (p - 1, pipe.in_flight_last)):
+        assert held == pytest.approx(in_flight(actions, rank)[:, 0].sum(axis=-1).max() / chunks), rank
 
 
 def simulated_1f1b(f, b, m):  # type: ignore[no-untyped-def]
