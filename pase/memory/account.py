@@ -74,7 +74,7 @@ MemoryKind = Literal["parameters", "gradients", "optimizer", "activations"]
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device."""
+    """Bytes on one device at the step's worst moment. buffers: what is in flight then."""
 
     parameters: int
     gradients: int

@@ -94,6 +94,7 @@ class _ParameterRead:
     looped: bool
 
 
+@once
 def _around(graph: Graph) -> dict[tuple[Scope, ...], tuple[int, int]]:
     """Returns, per scope with all scopes around it, the first and last index of its nodes."""
     found: dict[tuple[Scope, ...], tuple[int, int]] = {}
@@ -241,8 +242,7 @@ class _HeldForLayouts:
                 if g.cast or self._moves(g, source, n):
                     times = concrete_size(ops[0].times, n.name) / micro_batches_of(self.graph)
                     nbytes = self._local(n, a) * times
-                    loop = _loop_of(ops[0].scope)
-                    yield n.name, _around(self.graph)[loop][0] if loop else self.order[n.name], nbytes
+                    yield n.name, self._last(n, ops[0]), nbytes
 
     def operands(self) -> Iterator[tuple[str, int, float]]:
         """Yields the operands of products that backward needs in another layout than they were made in, in the same
@@ -260,7 +260,12 @@ class _HeldForLayouts:
             read = read_states(n, e.op, e.access, t, self._config(n), self.mesh)
             if (forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any():
                 seen.add((e.dst, e.tensor))
-                yield n.name, self.order[n.name], self._local(n, e.access) * k.times
+                yield n.name, self._last(n, e.op), self._local(n, e.access) * k.times
+
+    def _last(self, n: Node, op: Op) -> int:
+        """Returns the last moment of an op's backward; that of its loop if it runs in one."""
+        loop = _loop_of(op.scope)
+        return _around(self.graph)[loop][0] if loop else self.order[n.name]
 
     def of_compiled(self) -> np.ndarray:
         """Returns the bytes at each moment that XLA's program holds besides one node's operands and results.
