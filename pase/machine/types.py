@@ -466,7 +466,8 @@ class Machine:
             for key in ("wave_s", "softmax"):
                 if curve is not None and not curve[key]:
                     del curve[key]
-        del content["device"]["reserved_bytes"]  # it determines what fits, not what anything costs
+        # These determine what fits, not what anything costs.
+        del content["device"]["reserved_bytes"], content["device"]["workspace_bytes"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
