@@ -537,7 +537,7 @@ def profile(
     point = {r: i for i, r in enumerate(regions)}
     last = max(len(point), 1)
     made: dict[tuple[int, tuple[int, ...], int], np.ndarray] = {}  # nodes of equal layers share an array
-    nbytes, start, stop, node = [], [], [], []
+    intervals: list[tuple[int, int, int, np.ndarray]] = []
     for v, (n, cfg) in enumerate(zip(graph.nodes, configs, strict=True)):
         mine = terms[n.name]
         for region in dict.fromkeys(mine.regions) or (None,):
@@ -545,14 +545,7 @@ def profile(
             key = (mine.number, which, id(cfg))
             if key not in made:
                 made[key] = sum((mine.terms[i].held(cfg, mesh) for i in which), np.zeros(len(cfg)))
-            nbytes.append(made[key])
-            start.append(0 if region is None else point[region])
-            stop.append((last if region is None else start[-1] + 1) if which else start[-1])
-            node.append(v)
-    return MemoryProfile(
-        bytes=tuple(nbytes),
-        start=np.array(start, np.int64),
-        stop=np.array(stop, np.int64),
-        limit_bytes=limit_bytes,
-        node=np.array(node, np.int64),
-    )
+            start = 0 if region is None else point[region]
+            stop = (last if region is None else start + 1) if which else start
+            intervals.append((v, start, stop, made[key]))
+    return MemoryProfile.of(intervals, limit_bytes)

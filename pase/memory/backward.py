@@ -369,7 +369,7 @@ def profile(
     time = {m: t for t, m in enumerate(reversed(moments))}
     made: dict[tuple[int, tuple[int, ...], int], np.ndarray] = {}  # nodes of equal layers share an array
     flown: dict[tuple[int, int], np.ndarray] = {}
-    nbytes, start, stop, node = [], [], [], []
+    intervals: list[tuple[int, int, int, np.ndarray]] = []
     for v, (n, cfg) in enumerate(zip(graph.nodes, configs, strict=True)):
         mine = terms[n.name]
         spans: dict[tuple[int, int], list[int]] = {}
@@ -390,17 +390,8 @@ def profile(
                 flown[flight.number, id(cfg)] = sum(own, np.zeros(len(cfg)))
             parts.append(((at, at + 1), flown[flight.number, id(cfg)]))
         for (first, last), held in parts or [((0, 0), np.zeros(len(cfg)))]:
-            nbytes.append(held)
-            start.append(first)
-            stop.append(last)
-            node.append(v)
-    return MemoryProfile(
-        bytes=tuple(nbytes),
-        start=np.array(start, np.int64),
-        stop=np.array(stop, np.int64),
-        limit_bytes=limit_bytes,
-        node=np.array(node, np.int64),
-    )
+            intervals.append((v, first, last, held))
+    return MemoryProfile.of(intervals, limit_bytes)
 
 
 @once

@@ -320,7 +320,7 @@ def profile(
     from pase.search import MemoryProfile
 
     parts = course(graph, tile)
-    nbytes, start, stop, node = [], [], [], []
+    intervals: list[tuple[int, int, int, np.ndarray]] = []
     for v, (n, cfg) in enumerate(zip(graph.nodes, configs, strict=True)):
         spans: dict[tuple[int, int], np.ndarray] = {}
         for p in parts(n, cfg, mesh, optimizer):
@@ -331,17 +331,8 @@ def profile(
             assert p.at[slice(*span)].all()  # a node holds each part without a break
             spans[span] = spans.get(span, np.zeros(len(cfg))) + p.nbytes
         for (first, last), held in (spans or {(0, 0): np.zeros(len(cfg))}).items():
-            nbytes.append(held)
-            start.append(first)
-            stop.append(last)
-            node.append(v)
-    return MemoryProfile(
-        bytes=tuple(nbytes),
-        start=np.array(start, np.int64),
-        stop=np.array(stop, np.int64),
-        limit_bytes=limit_bytes,
-        node=np.array(node, np.int64),
-    )
+            intervals.append((v, first, last, held))
+    return MemoryProfile.of(intervals, limit_bytes)
 
 
 def _fused_recompute(graph: Graph, op: Op, wanted: Mapping[str, object], made: Mapping[str, Op]) -> bool:

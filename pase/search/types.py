@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -56,6 +56,18 @@ class MemoryProfile:
             start=np.zeros(n, np.int64),
             stop=np.ones(n, np.int64),
             limit_bytes=limit_bytes,
+        )
+
+    @classmethod
+    def of(cls, intervals: Iterable[tuple[int, int, int, np.ndarray]], limit_bytes: float) -> MemoryProfile:
+        """A profile of intervals: (node, start, stop, the bytes that each config of the node holds, float64 [K])."""
+        node, start, stop, nbytes = zip(*intervals, strict=True)
+        return cls(
+            bytes=nbytes,
+            start=np.array(start, np.int64),
+            stop=np.array(stop, np.int64),
+            limit_bytes=limit_bytes,
+            node=np.array(node, np.int64),
         )
 
     @property
