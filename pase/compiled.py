@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from numba.core.types import Type
 
-__all__ = ["compiled_copies", "is_compiled", "jit"]
+__all__ = ["BreakEven", "compiled_copies", "is_compiled", "jit"]
 
 NumbaLoop = TypeVar("NumbaLoop", bound=Callable[..., object])
 
@@ -84,5 +85,40 @@ def is_compiled(kernel: Callable[..., object]) -> bool:
     if source is None or bool(getattr(kernel, "signatures", False)):
         return True
     code, folder = source.__code__, getattr(kernel, "stats").cache_path  # noqa: B009 - numba has no types
-    index = f"{Path(code.co_filename).stem}.{code.co_qualname}-{code.co_firstlineno}.*.nbi"
-    return folder is not None and any(Path(folder).glob(index))
+    index = f"{Path(code.co_filename).stem}.{source.__qualname__}-{code.co_firstlineno}.*.nbi"
+    written = Path(code.co_filename).stat().st_mtime  # numba compiles again what was changed since
+    return folder is not None and any(p.stat().st_mtime >= written for p in Path(folder).glob(index))
+
+
+@dataclass(kw_only=True)
+class BreakEven:
+    """Decides in a process when a compiled kernel replaces Python, which gives the same bits.
+
+    It does once Python has worked for as long as it takes to get the kernel, which costs at most twice the least time
+    (as with skis, which are rented until buying them would have cost as much).
+
+    load_s: seconds to import numba and to load the kernel from numba's cache. compile_s: seconds to compile it, if
+    that takes longer. cached: whether numba's cache has it; asked only once loading would pay, because it imports
+    numba.
+
+    >>> loop = BreakEven(load_s=1.0)
+    >>> loop.pays(0.6), loop.pays(0.3), loop.pays(0.2), loop.pays(0.0)
+    (False, False, True, True)
+    """
+
+    load_s: float
+    compile_s: float = 0.0
+    cached: Callable[[], bool] = bool
+    worked_s: float = 0.0
+    reached: bool = False
+
+    def pays(self, seconds: float, soon: float = 0.0) -> bool:
+        """Whether to take the kernel for a task. If not, Python's time for it is counted.
+
+        seconds: about how long Python takes. soon: the same for tasks that are expected to follow.
+        """
+        total = self.worked_s + seconds + soon
+        if not self.reached and total >= self.load_s:
+            self.reached = total >= self.compile_s or self.cached()
+        self.worked_s += 0.0 if self.reached else seconds
+        return self.reached

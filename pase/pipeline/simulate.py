@@ -8,39 +8,33 @@ times.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
 
 import numpy as np
 
+from pase.compiled import BreakEven
 from pase.pipeline import kernels_numpy
 from pase.pipeline.order import order_of
 from pase.pipeline.types import Kind, Schedule, StageTimes
 
 __all__ = ["Path", "Simulated", "in_flight", "peak_bytes", "simulate"]
 
-# The number of actions that the numpy kernel simulates in the time that numba and its kernel need to load, about 1 s.
-_IMPORT_ACTIONS = 2_000_000
+_ACTION_S = 5e-7
+"""About how long numpy takes to simulate an action."""
 
-
-class _SteppedThrough:
-    """Counts the actions that the numpy kernel has simulated in this process."""
-
-    actions = 0
+KERNELS = BreakEven(load_s=1.0)
 
 
 def kernels_for(kernel: Literal["auto", "numba", "numpy"], actions: int) -> ModuleType:
-    """The kernel to use. "auto": numpy until it has run for as long as numba takes to load, then numba.
+    """The kernel to use. "auto": numpy until it has run for as long as numba takes to load.
 
     Both kernels return the same bits.
     """
     if kernel not in ("auto", "numba", "numpy"):
         raise ValueError(f"kernel must be 'auto', 'numba' or 'numpy', not {kernel!r}")
-    loaded = "pase.pipeline.kernels_numba" in sys.modules
-    if kernel == "numpy" or (kernel == "auto" and not loaded and _SteppedThrough.actions < _IMPORT_ACTIONS):
-        _SteppedThrough.actions += actions
+    if kernel == "numpy" or (kernel == "auto" and not KERNELS.pays(actions * _ACTION_S)):
         return kernels_numpy
     from pase.pipeline import kernels_numba
 

@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from pase.compiled import BreakEven, compiled_copies, is_compiled
+from pase.schedule import engine_loop
+
 __all__ = ["run_jobs"]
 
-NUMBA_FROM_JOBS = 200_000
-"""With fewer jobs, plain Python takes less time than loading the compiled loop."""
+_JOB_S = 2e-6
+"""About how long Python takes for a job."""
 
 
 def run_jobs(*, kernel: str = "auto", **arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -32,7 +35,7 @@ def run_jobs(*, kernel: str = "auto", **arrays: np.ndarray) -> tuple[np.ndarray,
     Resource 0 is dispatched before the others, so that they see a tensor that a block of zero length makes.
     """
     if kernel == "auto":
-        kernel = "numba" if arrays["seconds"].size >= NUMBA_FROM_JOBS else "python"
+        kernel = "numba" if KERNEL.pays(arrays["seconds"].size * _JOB_S) else "python"
     loop = _loop(kernel)
     order = np.lexsort((arrays["rank"], arrays["resource"]))
     first = np.searchsorted(arrays["resource"][order], np.arange(arrays["strict"].size + 1))
@@ -51,7 +54,7 @@ def run_jobs(*, kernel: str = "auto", **arrays: np.ndarray) -> tuple[np.ndarray,
 
 @cache
 def _loop(kernel: str) -> Any:
-    from pase.compiled import compiled_copies
-    from pase.schedule import engine_loop
-
     return compiled_copies(engine_loop)["loop"] if kernel == "numba" else engine_loop.loop
+
+
+KERNEL = BreakEven(load_s=0.6, compile_s=2.0, cached=lambda: is_compiled(_loop("numba")))

@@ -1,4 +1,4 @@
-"""Reshard steps of many canonical cases: in Python until importing numba pays off, then compiled."""
+"""Reshard steps of many canonical cases: in Python until the compiled kernel pays off."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from functools import cache
 
 import numpy as np
 
+from pase.compiled import BreakEven, compiled_copies, is_compiled
 from pase.tables import reshard_walk
 
 __all__ = ["expect_alike", "walked"]
 
-_IMPORT_CASES = 12_000
-"""Python handles this many cases in the time numba takes to import and load its kernel (0.8 s, at 30 to 110 us)."""
 _CHUNK = 1 << 12
 """Cases per task of a thread."""
 
@@ -22,23 +21,22 @@ _ROOM = 3
 """The initial number of steps per axis for which there is room."""
 
 
-class _Walked:
-    """Counters that decide when to import numba. Both ways run the same source.
+_CASE_S = 1e-4
+"""About how long Python takes for a case."""
 
-    cases: the cases that Python has handled in this process. alike: how many more calls of the same size are expected
-    after the next one.
-    """
 
-    cases = 0
+class _Expected:
+    """alike: how many more calls of the same size are expected after the next one."""
+
     alike = 0
 
 
 def expect_alike(times: int) -> None:
     """Announce how many meshes of the same graph follow the next one, each with about as many new cases.
 
-    If all of them together justify the import of numba, it is imported right away.
+    If all of them together justify the kernel, it is loaded right away.
     """
-    _Walked.alike = times
+    _Expected.alike = times
 
 
 def walked(cases: np.ndarray) -> np.ndarray:
@@ -46,11 +44,8 @@ def walked(cases: np.ndarray) -> np.ndarray:
 
     Returns int32 [3, U, most steps], padded with -1. Free steps (slices) are left out.
     """
-    loaded = _kernel.cache_info().currsize > 0
-    if not loaded and _Walked.cases + len(cases) * (1 + _Walked.alike) < _IMPORT_CASES:
-        _Walked.cases += len(cases)
-        return in_python(cases)
-    return compiled(cases)
+    seconds = len(cases) * _CASE_S
+    return compiled(cases) if KERNEL.pays(seconds, seconds * _Expected.alike) else in_python(cases)
 
 
 def in_python(cases: np.ndarray) -> np.ndarray:
@@ -95,6 +90,7 @@ def _with_room(run: Callable[[int], np.ndarray], count: list[int] | np.ndarray, 
 @cache
 def _kernel() -> Callable[..., None]:
     """The compiled ``reshard_walk.walk_cases``."""
-    from pase.compiled import compiled_copies
-
     return compiled_copies(reshard_walk)["walk_cases"]
+
+
+KERNEL = BreakEven(load_s=1.2, compile_s=16.0, cached=lambda: is_compiled(_kernel()))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.cases.schedules import random_problem
+from pase.compiled import BreakEven, compiled_copies, is_compiled
 from pase.schedule import evaluate
 from pase.schedule.fast import _to_plan
 from pase.schedule.greedy import instance
@@ -45,6 +48,40 @@ def test_a_kernel_is_compiled_once_for_all_numbers() -> None:
     added = jit()(lambda x, n: x + n)
     caller = numba.njit(lambda x: added(x, 1) + added(x, n=2))
     assert caller(1) == 5 and len(added.signatures) == 1
+
+
+def test_a_kernel_in_the_cache_counts_until_its_source_changes(tmp_path: Path) -> None:
+    """numba compiles again what was changed after it was cached. So this is no kernel that only has to be loaded."""
+    source = tmp_path / "kernel_of_a_test.py"
+    source.write_text("def twice(x):\n    return 2 * x\n")
+    module = _imported(source)
+    copies = compiled_copies(module)
+    assert not is_compiled(copies["twice"])
+    assert copies["twice"](4) == 8 == module.twice(4)
+    assert is_compiled(compiled_copies(_imported(source))["twice"])
+    later = source.stat().st_mtime + 60
+    os.utime(source, (later, later))
+    assert not is_compiled(compiled_copies(_imported(source))["twice"])
+
+
+def _imported(source: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(source.stem, source)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_kernel_that_must_be_compiled_first_pays_later() -> None:
+    asked: list[bool] = []
+    for cached in (True, False):
+        kernel = BreakEven(
+            load_s=1.0, compile_s=5.0, cached=lambda known=cached: asked.append(known) or known
+        )  # type: ignore
+        assert not kernel.pays(0.5) and not asked
+        assert kernel.pays(0.6) == cached == asked.pop()
+        assert not kernel.reached or kernel.pays(0.0)
+        assert kernel.pays(1.0, soon=3.0)
 
 
 @settings(max_examples=40, deadline=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Literal
@@ -10,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from pase.clock import Stopped, never
+from pase.compiled import BreakEven
 from pase.search.elimination import kernels_numpy
 from pase.search.elimination.eliminate import back_substitute, run_plan
 from pase.search.elimination.factors import Factor, Pool, load
@@ -22,31 +22,21 @@ KernelName = Literal["numba", "numpy"]
 
 MAX_WORK = 20_000_000_000  # min-plus operations, a few seconds on two cores
 MAX_ENTRIES = 100_000_000  # entries of all tables together, 8 bytes each
-_IMPORT_WORK = 1e9  # numpy operations in the time that numba and its kernels take to load, about 1.5 s
+_OPERATION_S = 1.5e-9  # about how long numpy takes for a min-plus operation
 _PLANNING_WORK = 4_000_000  # the cost of planning one more order, per ten nodes
 
 
-class _Rented:
-    """Min-plus operations that numpy has done in this process.
-
-    This is per process, because numba is loaded per process. Both kernels give the same bits, so it only affects time.
-    """
-
-    work = 0.0
+KERNELS = BreakEven(load_s=1.5)
 
 
 def kernels_for(kernel: KernelName, work: float) -> ModuleType:
     """The kernel module for about ``work`` operations: numpy's, or numba's if requested and worth its import.
 
-    Numba is imported once numpy would have worked for as long as the import takes, which costs at most twice the least
-    time.
+    Both give the same bits.
     """
     if kernel not in ("numba", "numpy"):
         raise ValueError(f"unknown kernel {kernel!r}; choose 'numba' or 'numpy'")
-    if kernel == "numpy":
-        return kernels_numpy
-    if "pase.search.elimination.kernels_numba" not in sys.modules and _Rented.work + work < _IMPORT_WORK:
-        _Rented.work += work
+    if kernel == "numpy" or not KERNELS.pays(work * _OPERATION_S):
         return kernels_numpy
     from pase.search.elimination import kernels_numba
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pase.compiled import BreakEven
 from pase.errors import PaseError
 from pase.search import brute_force, solve, verify
+from pase.search.elimination import exact
 from pase.search.instances.readers import read_instance, write_solution
 from tests.needs import SHARED
 from tests.search.instances.example import PROBLEM, changed
@@ -184,14 +184,11 @@ def test_contest_instance_g_is_proven() -> None:
     assert found.optimal
 
 
-def test_kernels_are_numpys_until_numba_is_worth_its_import() -> None:
-    program = (
-        "import sys\nfrom pase.search.elimination.exact import _IMPORT_WORK as all, kernels_for\n"
-        "names = [kernels_for('numba', all * share).__name__ for share in (0.3, 0.3, 0.3, 0.3, 0.0)]\n"
-        "print([n.rpartition('_')[2] for n in names])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "['numpy', 'numpy', 'numpy', 'numba', 'numba']\n"
+def test_kernels_are_numpys_until_numba_is_worth_its_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "KERNELS", BreakEven(load_s=1.0))
+    work = 0.3 / exact._OPERATION_S
+    names = [exact.kernels_for("numba", n).__name__ for n in (work, work, work, work, 0.0)]
+    assert [n.rpartition("_")[2] for n in names] == ["numpy", "numpy", "numpy", "numba", "numba"]
 
 
 def test_a_bomb_is_refused_before_it_fills_memory(tmp_path):
