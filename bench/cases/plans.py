@@ -18,8 +18,8 @@ from pase.baselines import Baseline, baselines, masks
 from pase.compiler.meshes.plans import plan_of
 from pase.compiler.meshes.search import search_meshes
 from pase.compiler.problem.problem import SplitProblem
+from pase.frontends.blocks import as_padded
 from pase.frontends.jax.frontend import trace
-from pase.frontends.jax.padding.traced import as_padded
 from pase.frontends.registry import Traced
 from pase.machine import CostModel, Mesh, mesh_from
 from pase.tables.layouts import configs

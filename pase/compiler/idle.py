@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pase.errors import Infeasible
+from pase.frontends.blocks import PADDINGS
 from pase.ir import Remark
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def _batches_text(plan: PlanData) -> str:
     sizes = [str(n) for n in (least, least + plan.devices) if n]
     pads = (
         ""
-        if plan.padding or plan.traced is None or plan.traced.frontend != "jax"
+        if plan.padding or plan.traced is None or plan.traced.frontend not in PADDINGS
         else ", and uneven='padded' pads it"
     )
     return (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pase.errors import PaseError
 from pase.frontends import registry
-from pase.frontends.jax.padding.traced import as_padded
+from pase.frontends.blocks import as_padded
 from pase.frontends.registry import DimSizes, Traced, Unknown
 from pase.pytree import Tree
 

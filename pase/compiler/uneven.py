@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pase.errors import Infeasible
-from pase.frontends.jax.padding.traced import as_padded, extents_to_pad
+from pase.frontends.blocks import as_padded, extents_to_pad
 from pase.frontends.registry import Traced
 from pase.plan.throughput import StepWork, step_work
 

@@ -70,6 +70,12 @@ class Traced:
     """If dims are padded: path of a parameter or an input -> its shape without padding."""
     contents: Mapping[str, object] = field(default_factory=dict, repr=False, compare=False)
     """Constant -> its number or array, as far as they are known."""
+    mode: str = "train"
+    """What a step does with the model: "train", or one of the modes of programs that are not trained."""
+    carried: Mapping[int, int] = field(default_factory=dict)
+    """Input leaf, parameters first -> the output leaf that is its next value."""
+    written: Traced | None = field(default=None, repr=False, compare=False)
+    """For a program with padded dims: the program as the user wrote it."""
     attributes: Mapping[Place, object] = field(default_factory=dict, repr=False, compare=False)
     """Place of an op -> what the program says about the op, for ops that the graph does not determine."""
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pase.compiler.problem.problem import SplitProblem
-from pase.compiler.problem.variants import block_ways
 from pase.errors import Infeasible, PaseError
+from pase.frontends.blocks import block_ways
 from pase.ir import Graph, Op, named, simplify
 from pase.stated.price import Priced, price_strategy
 from pase.stated.program import Program

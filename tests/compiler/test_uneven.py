@@ -17,9 +17,9 @@ from pase.backends.audit.xla import unsharded_step
 from pase.commands.run import step_against_unsharded
 from pase.compiler.problem.variants import Variant, graph_of
 from pase.errors import Infeasible, PaseError
+from pase.frontends.blocks import as_padded
 from pase.frontends.jax.frontend import trace
 from pase.frontends.jax.padding.program import extents
-from pase.frontends.jax.padding.traced import as_padded
 from pase.frontends.registry import NotInParts
 from pase.plan.layout import from_json, to_json
 from pase.plan.parameter_reshard import parameter_reshards

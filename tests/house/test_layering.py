@@ -381,6 +381,20 @@ def test_layers_import_downwards_only(upper):
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_compiler_names_no_framework():
+    """It asks any frontend in the terms of ``pase.frontends.registry`` and ``pase.frontends.blocks``. Models of the zoo
+    are JAX programs, and one that generates text says so to JAX's frontend."""
+    known = {("pase.compiler.resolve", "pase.frontends.jax.generation")}
+    rooms = {room for room in ROOMS if room.startswith("pase.frontends.")} - {"pase.frontends.common"}
+    found = {
+        (name, target)
+        for name, _, targets in read()
+        for target, _, _ in targets
+        if name.startswith("pase.compiler.") and any(f"{target}.".startswith(f"{room}.") for room in rooms)
+    }
+    assert found == known
+
+
 def test_every_module_has_a_row():
     assert {layer(name) for name, _, _ in read()} == set(MAY_IMPORT)
 

@@ -100,7 +100,7 @@ def _with_model(plan: PlanData, model: object) -> PlanData:
     if plan.traced is not None:
         return plan
     from pase.frontends import registry
-    from pase.frontends.jax.padding.traced import as_padded
+    from pase.frontends.blocks import as_padded
 
     if registry.frontend_of(model) is None:
         raise PaseError(

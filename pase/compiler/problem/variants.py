@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from pase.errors import PaseError
+from pase.frontends.blocks import BLOCKS, block_ways
 from pase.frontends.common.micro_batches import check_mean, examples_meet, micro_sums
 from pase.frontends.registry import NotInParts
 from pase.ir.blocks import (
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from pase.frontends.registry import Traced
     from pase.ir import Graph
 
-__all__ = ["BlockWays", "ProductPrecision", "Variant", "block_ways", "graph_of", "recomputed", "variants"]
+__all__ = ["ProductPrecision", "Variant", "graph_of", "recomputed", "variants"]
 
 ProductPrecision = Literal["model", "fp8"]
 """The precision of products with weights: the model's own, or eight bits."""
@@ -84,52 +85,23 @@ def _check_micro(traced: Traced, micro_batches: int) -> None:
     """Raise NotInParts if micro-batches would give other numbers."""
     from pase.ir import named, simplify
 
-    if (written := getattr(traced, "written", None)) is not None:
-        _check_micro(written, micro_batches)  # padding adds no sums, but its masks hide numbers
+    if traced.written is not None:
+        _check_micro(traced.written, micro_batches)  # padding adds no sums, but its masks hide numbers
         return
-    from pase.frontends.jax.blocks import check_handed_on
-    from pase.frontends.jax.frontend import TracedJax
-
-    ways, part, mean = block_ways(traced), _micro(traced, micro_batches), isinstance(traced, TracedJax)
-    if isinstance(traced, TracedJax):
-        check_handed_on(traced, micro_batches)
+    ways, part = block_ways(traced), _micro(traced, micro_batches)
+    ways.check_micro(traced, micro_batches)
     examples, graph = ways.batch_size(traced) // micro_batches, named(simplify(part.graph, part.graph))
-    sums = micro_sums(traced, part, graph, examples, partial(ways.on_batch, traced), state_of_whole=not mean)
-    if mean:
+    sums = micro_sums(
+        traced, part, graph, examples, partial(ways.on_batch, traced), state_of_whole=not ways.mean
+    )
+    if ways.mean:
         check_mean(sums, graph, traced.graph.name, micro_batches)
 
 
 def _meet(traced: Traced, graph: Graph) -> str | None:
     """Return where examples of the batch meet, so that micro-batches would give other numbers; None if nowhere."""
-    if traced.frontend not in ("jax", "torch"):
-        return None
-    return examples_meet(graph, block_ways(traced).batch_inputs(traced), mean=traced.frontend == "jax")
-
-
-class BlockWays(Protocol):
-    """How a frontend finds blocks in what it traced, and traces it on a part of the batch."""
-
-    def micro(self, traced: Any, micro_batches: int, /) -> Traced: ...
-    def blocks_of(self, traced: Any, /, *, marked: bool = False) -> tuple[Block, ...]: ...
-    def batch_size(self, traced: Any, /) -> int: ...
-    def batch_inputs(self, traced: Any, /) -> frozenset[str]: ...
-    def on_batch(self, traced: Any, examples: int, /) -> Traced: ...
-
-
-def block_ways(traced: Traced) -> BlockWays:
-    """Return those of the frontend that read the model. Raises NotInParts for a frontend that has none."""
-    if traced.frontend == "jax":
-        from pase.frontends.jax import blocks as jax_blocks
-
-        return jax_blocks
-    if traced.frontend == "torch":
-        from pase.frontends.torch import blocks as torch_blocks
-
-        return torch_blocks
-    raise NotInParts(
-        f"'{traced.graph.name}' was read by the {traced.frontend} frontend, but micro-batches, recomputation and "
-        f"stages need a JAX function or a PyTorch module"
-    )
+    ways = BLOCKS.get(traced.frontend)
+    return None if ways is None else examples_meet(graph, ways.batch_inputs(traced), mean=ways.mean)
 
 
 def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: bool) -> Iterator[list[Variant]]:
@@ -142,15 +114,15 @@ def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: boo
     limited: whether there is a memory limit.
     """
     accumulate, remat = options.accumulate, options.remat
-    trained = getattr(traced, "mode", "train") == "train"  # without training, nothing is kept for backward
+    trained = traced.mode == "train"  # without training, nothing is kept for backward
     if accumulate not in (None, 1) and not trained:
         raise PaseError(
-            f"only a loss is run in micro-batches, not a model with mode='{getattr(traced, 'mode', '')}'",
+            f"only a loss is run in micro-batches, not a model with mode='{traced.mode}'",
             where="accumulate",
             fix="leave it out",
         )
     marked = any(op.remat for n in graph.nodes for op in n.ops)
-    free = limited and traced.frontend in ("jax", "torch") and trained
+    free = limited and traced.frontend in BLOCKS and trained
     if remat in ("auto", "none"):
         regions = list(_regions(traced)) if remat == "auto" and free else [()]
     else:
@@ -195,13 +167,15 @@ def _asked_hoisted(
     hoisted: Hoisted | Literal["auto"], traced: Traced, trained: bool
 ) -> Hoisted | Literal["auto"]:
     """Return what may be hoisted: nothing if none of our backends could run it."""
-    if traced.frontend == "jax" and trained:
+    ways = BLOCKS.get(traced.frontend)
+    hoists = ways is not None and ways.hoists
+    if hoists and trained:
         return hoisted
     if hoisted in ("none", "auto"):
         return "none"
     raise PaseError(
         f"it needs a loss in JAX, but '{traced.graph.name}' is "
-        + ("not trained" if traced.frontend == "jax" else f"from the {traced.frontend} frontend"),
+        + ("not trained" if hoists else f"from the {traced.frontend} frontend"),
         where=f"once='{hoisted}'",
         fix="leave it out",
     )

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING
 from pase.compiler.problem.options import CompileOptions
 from pase.compiler.problem.problem import Progress, SplitProblem
 from pase.compiler.problem.spent import Spent
-from pase.compiler.problem.variants import block_ways, variants
+from pase.compiler.problem.variants import variants
 from pase.compiler.stages.candidates import Candidate, TablesMade, menu_of, search_candidate
 from pase.compiler.stages.chain_places import divided
 from pase.compiler.stages.device_groups import arrangements, groups_of, rank_meshes
 from pase.compiler.stages.replica_split import ReplicaSplit, search_replica_split
 from pase.compiler.stages.search import Staged, StageMenu
 from pase.errors import Infeasible, PaseError
+from pase.frontends.blocks import block_ways
 from pase.pipeline.registry import SCHEDULES
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def _candidates(
     places = divided(problem.graph, blocks)
     examples = ways.batch_size(traced)
     limited = options.limit_bytes(problem.machine) is not None
-    one = not places.numbers and _one_loop(traced, places.blocks)
+    one = not places.numbers and ways.one_loop(traced, places.blocks)
     groups = groups_of(problem, options)
     made = TablesMade(traced, blocks, problem.optimizer, keep=len(groups) > 1, spent=out.spent)
     tried = sorted(
@@ -182,9 +183,7 @@ def _candidates(
 
 def _check_hands_nothing_on(traced: Traced) -> None:
     """Raise Infeasible if a call passes values on to the next."""
-    from pase.frontends.jax.frontend import TracedJax
-
-    if not isinstance(traced, TracedJax) or not traced.carried:
+    if not traced.carried:
         return
     paths = (*traced.param_paths, *traced.input_paths)
     some = ", ".join(paths[i] for i in sorted(traced.carried)[:3]) + (
@@ -196,14 +195,6 @@ def _check_hands_nothing_on(traced: Traced) -> None:
         fix="leave out pipeline (--pipeline), or write a loss that writes nothing (model.eval(), dropout by a key that "
         "is an argument, statistics that are only used)",
     )
-
-
-def _one_loop(traced: Traced, blocks: int) -> bool:
-    """Whether one program can run the stages of this model."""
-    from pase.frontends.jax.blocks import one_loop
-    from pase.frontends.jax.frontend import TracedJax
-
-    return isinstance(traced, TracedJax) and one_loop(traced, blocks)
 
 
 def _degrees(options: CompileOptions, blocks: int) -> Iterator[int]:

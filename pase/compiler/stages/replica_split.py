@@ -20,12 +20,13 @@ from pase import costmodels
 from pase.compiler.problem.options import CompileOptions
 from pase.compiler.problem.problem import Progress, SplitProblem
 from pase.compiler.problem.spent import Spent
-from pase.compiler.problem.variants import Variant, block_ways, variants
+from pase.compiler.problem.variants import Variant, variants
 from pase.compiler.stages.candidates import Candidate, TablesMade, menu_of, search_candidate
 from pase.compiler.stages.chain_places import divided
 from pase.compiler.stages.device_groups import Arrangement, RankGroup, groups_of, rank_meshes
 from pase.compiler.stages.menu import StageTables
 from pase.compiler.stages.search import Staged, StageMenu
+from pase.frontends.blocks import block_ways
 from pase.ir import Graph
 from pase.machine import GroupedMachine, Mesh, mesh_from
 

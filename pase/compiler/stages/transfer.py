@@ -11,8 +11,8 @@ from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.problem.variants import Variant, recomputed
 from pase.compiler.stages.chain_places import UnitPlaces, divided
 from pase.errors import Infeasible
-from pase.frontends.jax.blocks import batch_size, blocks_of
-from pase.frontends.jax.frontend import TracedJax
+from pase.frontends.blocks import block_ways
+from pase.frontends.registry import Traced
 from pase.pipeline.registry import SCHEDULES, schedule
 from pase.plan.pipeline import PipelinePlan
 from pase.plan.transfer import shrunk_mesh, transferred
@@ -22,7 +22,7 @@ from pase.tables.itemize import split_of
 __all__ = ["staged_elsewhere"]
 
 
-def staged_elsewhere(plan: PlanData, traced: TracedJax, devices: int) -> tuple[PlanData, tuple[str, ...]]:
+def staged_elsewhere(plan: PlanData, traced: Traced, devices: int) -> tuple[PlanData, tuple[str, ...]]:
     """Transfer the plan's schedule and splits, with equal cuts, to this model on this many devices.
 
     Returns (the plan, the nodes for which an axis had to be dropped). The seconds and bytes of the stages remain those
@@ -31,9 +31,10 @@ def staged_elsewhere(plan: PlanData, traced: TracedJax, devices: int) -> tuple[P
     p = plan.pipeline
     assert p is not None
     problem = SplitProblem.of(traced.graph, devices, plan.machine, plan.cost_model, plan.optimizer)
-    places = divided(problem.graph, blocks_of(traced))
+    ways = block_ways(traced)
+    places = divided(problem.graph, ways.blocks_of(traced))
     blocks = places.blocks
-    ranks, chunks, m = _shape(p, plan, blocks, batch_size(traced), devices)
+    ranks, chunks, m = _shape(p, plan, blocks, ways.batch_size(traced), devices)
     mesh = shrunk_mesh(plan.mesh, devices // ranks)
     strategies, again, dropped = [], [], dict[str, None]()
     for i, strategy in enumerate(p.strategies):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pase.errors import PaseError
+from pase.frontends.blocks import BLOCKS, BlockWays
 from pase.frontends.common.repeats import crossing, equal_runs
 from pase.frontends.jax.frontend import INLINED, TracedJax, inlined, inner_jaxpr, trace
 from pase.frontends.jax.leaves import combine
@@ -273,3 +274,19 @@ def _subtrees(
     for child in form.children():
         yield from _subtrees(child, avals, at)
         at += child.num_leaves
+
+
+BLOCKS.add(
+    "jax",
+    BlockWays(
+        blocks_of=blocks_of,
+        micro=micro,
+        on_batch=on_batch,
+        batch_size=batch_size,
+        batch_inputs=batch_inputs,
+        check_micro=check_handed_on,
+        one_loop=one_loop,
+        mean=True,
+        hoists=True,
+    ),
+)

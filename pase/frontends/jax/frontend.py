@@ -98,8 +98,6 @@ class TracedJax(registry.Traced):
     """The trip counts of while loops, as the user specified."""
     chances: Chances = field(default_factory=dict)
     """The probabilities of branches, as the user specified."""
-    carried: Mapping[int, int] = field(default_factory=dict)
-    """Input leaf -> the output leaf that is its next value."""
     programs: tuple[str, ...] = ()
     """For a ``Generation``: the path prefixes of the equations of prefill and of decode."""
     kept: Tree = field(default=None, repr=False, compare=False)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pase.errors import PaseError
+from pase.frontends.blocks import BLOCKS, BlockWays
 from pase.frontends.common.repeats import crossing, equal_runs
 from pase.frontends.registry import NotInParts
 from pase.frontends.torch.control import LOOPS, trip_count
@@ -155,3 +156,17 @@ def on_batch(traced: TracedTorch, examples: int) -> TracedTorch:
             where=traced.graph.name,
             fix="make sure that the model's code does not contain the batch size",
         ) from e
+
+
+BLOCKS.add(
+    "torch",
+    BlockWays(
+        blocks_of=blocks_of,
+        micro=micro,
+        on_batch=on_batch,
+        batch_size=batch_size,
+        batch_inputs=batch_inputs,
+        mean=False,
+        hoists=False,
+    ),
+)

@@ -11,10 +11,11 @@ import pytest
 
 from pase.backends.jax.pipeline.stages import stages_of
 from pase.compiler.problem.problem import SplitProblem
-from pase.compiler.problem.variants import Variant, block_ways, graph_of
+from pase.compiler.problem.variants import Variant, graph_of
 from pase.compiler.stages.menu import FIRST, LAST, StageTables
 from pase.compiler.stages.places import places_of
 from pase.compiler.stages.search import StageMenu
+from pase.frontends.blocks import block_ways
 from pase.frontends.jax.frontend import trace
 from pase.machine import Mesh
 from pase.pipeline.registry import schedule

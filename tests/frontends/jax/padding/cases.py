@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from pase.frontends.blocks import as_padded
 from pase.frontends.jax.frontend import trace
-from pase.frontends.jax.padding.traced import as_padded
 
 
 def agrees(fn, *args, sizes):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from pase.frontends.blocks import as_padded
 from pase.frontends.jax.frontend import trace
-from pase.frontends.jax.padding.traced import as_padded
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(5, 5)), jnp.float32)
 X = jnp.asarray(np.random.default_rng(1).normal(size=(3, 5)), jnp.float32)

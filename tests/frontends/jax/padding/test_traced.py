@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from pase.errors import PaseError
-from pase.frontends.jax.padding.traced import as_padded, extents_to_pad
+from pase.frontends.blocks import as_padded, extents_to_pad
 
 
 @pytest.mark.parametrize("frontend", ["torch", "onnx", "tf"])
