@@ -2,8 +2,10 @@
 
 import gc
 import os
+import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,28 @@ if "jax" in sys.modules:
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the texts in golden/ folders again")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compares a text with the file of this name in the folder ``golden`` beside the test, without source lines.
+
+    After an intended change: ``pytest TEST --update-golden``, read the diff, commit it.
+    """
+
+    def check(name: str, text: str) -> None:
+        file = request.path.parent / "golden" / f"{name}.txt"
+        text = re.sub(r' source="[^"\n]*"', "", text)
+        if request.config.getoption("--update-golden", default=False):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text)
+        assert text == file.read_text()
+
+    return check
 
 
 @pytest.fixture

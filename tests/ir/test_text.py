@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from pase.errors import PaseError
 from pase.ir import Graph, Remark, SourceLine, digest, from_text, to_text
 from tests.ir.graphs import graphs, raw, simple
-
-GOLDEN = Path(__file__).parent / "golden"
 
 
 @settings(max_examples=60)
@@ -34,13 +32,8 @@ def test_models_round_trip(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt2", "alexnet", "rnnlm", "mixtral_8x7b"])
-def test_golden(model: str, update_golden: bool) -> None:
-    """After an intended change: ``pytest tests/ir --update-golden``, read the diff, commit it."""
-    text = to_text(simple(model), sources=False)
-    file = GOLDEN / f"{model}.txt"
-    if update_golden:
-        file.write_text(text)
-    assert text == file.read_text()
+def test_golden(model: str, golden: Callable[[str, str], None]) -> None:
+    golden(model, to_text(simple(model), sources=False))
 
 
 @settings(max_examples=100)

@@ -97,8 +97,12 @@ def test_nothing_and_too_much_are_refused():
         program_from_text("local program p on a=2\n" + "x" * 300_000)
 
 
-def test_it_reads_well():
-    _, local = planned_program("mlp", "megatron/megatron_2x4")
-    text = program_text(local)
-    assert text.startswith("local program zoo:mlp on data=2 model=4\n")
-    assert "dot_general" in text and "\n    there " in text and "all_reduce model" in text
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [("mlp", "megatron/megatron_2x4"), ("alexnet", "random1@2x4")],
+    ids=["mlp", "alexnet"],
+)
+def test_golden(model, strategy, golden):
+    """Megatron's split of two layers, with its all-reduces; and a strategy at random, with halos and reshard steps."""
+    _, local = planned_program(model, strategy)
+    golden(model, program_text(local))
