@@ -45,7 +45,7 @@ class OpWork:
     dtype: str
     """The element type of a product's first factor, or of the op's result."""
     name: str
-    """The framework's name of the op, or of the op whose result it copies; "" if the program has none."""
+    """The framework's name of the op, or of its neighbour ("copy of …", "for …"); "" if the program has none."""
     source: str
 
 
@@ -192,15 +192,25 @@ def _read(c: Computation, users: dict[int, list[Instruction]], x: Instruction, d
 
 
 def _named(place: Computation, i: Instruction, inside: list[Instruction]) -> tuple[str, str]:
-    """Returns the framework's name and the source line of an op, or of the op whose result it copies."""
+    """Returns the framework's name and the source line of an op. An op that XLA adds has the name of what it copies
+    ("copy of …") or, if it makes a value, of what reads that ("for …")."""
     for x in (i, *inside):
         if x.op_name:
             return x.op_name, x.source or i.source
-    at = i
-    for _ in range(_DEEP):
-        if not at.operands:
-            break
-        at = place.operands(at)[0]
-        if at.op_name:
-            return f"copy of {at.op_name}", at.source
+    for word, nearest in (("copy of", _first_operand), ("for", _first_reader)):
+        at: Instruction | None = i
+        for _ in range(_DEEP):
+            at = nearest(place, at)
+            if at is None:
+                break
+            if at.op_name:
+                return f"{word} {at.op_name}", at.source
     return "", ""
+
+
+def _first_operand(place: Computation, i: Instruction) -> Instruction | None:
+    return next(iter(place.operands(i)), None)
+
+
+def _first_reader(place: Computation, i: Instruction) -> Instruction | None:
+    return next((x for x in place.instructions.values() if i.id in x.operands), None)

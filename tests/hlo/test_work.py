@@ -39,7 +39,10 @@ ENTRY %main {
   %w = f32[32,128]{1,0} parameter(2)
   %image = f32[2,8,8,3]{3,2,1,0} parameter(3)
   %filter = f32[3,3,3,16]{3,2,1,0} parameter(4)
-  %slice = f32[64,32]{1,0} fusion(%stack, %at), kind=kLoop, calls=%taken, metadata={NAMED}
+  %zero = s32[] constant(0)
+  %filled = s32[1]{0} broadcast(%zero), dimensions={}
+  %first = s32[] bitcast(%filled)
+  %slice = f32[64,32]{1,0} fusion(%stack, %first), kind=kLoop, calls=%taken, metadata={NAMED}
   %scale = f32[64,32]{1,0} fusion(%slice, %slice), kind=kLoop, calls=%scaled
   %row = f32[1,64,32]{2,1,0} bitcast(%scale)
   %stored = f32[12,64,32]{2,1,0} fusion(%stack, %row, %at), kind=kLoop, calls=%put
@@ -86,3 +89,4 @@ def test_kinds_of_work(work: dict[str, OpWork]) -> None:
 def test_an_op_has_the_users_name_and_line(work: dict[str, OpWork]) -> None:
     assert (work["slice"].name, work["slice"].source) == ("jit(f)/layer/slice", "model.py:7")
     assert work["copied"].name == "copy of jit(f)/layer/slice"
+    assert work["filled"].name == "for jit(f)/layer/slice"

@@ -25,7 +25,7 @@ _FACTORS = {
     **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::_addmm_activation", "aten::addbmm"), (1, 2)),
 }
 """Op of PyTorch → the places of the factors of its matrix product among its operands."""
-_LINE = re.compile(r"^(?!torch/|<|\.\.\.)(?:.*/)?(?P<file>[^/]+\.py)\((?P<line>\d+)\): (?P<function>.*)$")
+_LINE = re.compile(r"^(?!<|\.\.\.)(?:.*/)?(?P<file>[^/]+\.py)\((?P<line>\d+)\): (?P<function>.*)$")
 _MODULE = re.compile(r"^nn\.Module: (?P<name>\w+?)(?:_\d+)?$")
 _NODE = "autograd::engine::evaluate_function: "
 _DTYPES = {
@@ -38,6 +38,8 @@ _DTYPES = {
     "f8e5m2": "fp8",
 }
 _NUMBERED = re.compile(r"\.\d+$")
+_ADDED = re.compile(r"(copy of|for)? ?(.*)", re.DOTALL)
+"""What an op that XLA added is, and the name of the user's op beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,14 +131,20 @@ def _compiled(name: str, op: CompiledOp) -> Origin:
         precision = _DTYPES.get(op.dtype, op.dtype)
         if precision == "f32":
             precision = precision_of(op.kernel) if "32" in precision_of(op.kernel) else "f32"
-    shown = op.op_name.rsplit("/", 1)[-1] if op.op_name else _NUMBERED.sub("", name)
-    if op.op_name.startswith("copy of "):
-        shown = f"copy of {shown}"
-    file = re.sub(r"^.*/", "", op.source)
+    added, path = _ADDED.fullmatch(op.op_name).groups()
+    shown = path.rsplit("/", 1)[-1]
+    where = re.sub(r"^.*/", "", op.source)
+    if not path:
+        shown = _NUMBERED.sub("", name)
+    elif "/" not in path and not where:
+        # A copy of an argument of the program, whose name is the user's: "params['head']['w']".
+        shown, where = op.work or "copy", path
+    elif added:
+        shown = f"{added} {shown}" if added == "copy of" else f"{op.work} {added} {shown}"
     return Origin(
         kind=f"{op.work} {precision}".strip() if op.work else work_of(op.kernel or name),
         name=shown + (", backward" if op.part == "backward" else ""),
-        where=file,
+        where=where,
         operands=op.operands,
         product=op.product,
         itemsize=op.itemsize,
@@ -156,8 +164,8 @@ def user_name(t: Timeline, name: str) -> str:
 
 
 LaunchPlace = tuple[str, int, str, str, bool]
-"""Around a launch: the framework's op, the index of its operands' shapes, the module or line, the backward node, and
-whether the optimizer is around."""
+"""Around a launch: the framework's op, the index of its operands' shapes, the user's module or line, the backward node
+or else the line or outer op of PyTorch, and whether the optimizer is around."""
 
 
 class _Around:
@@ -191,7 +199,7 @@ class _Around:
 
     def _place(self, chain: list[int]) -> LaunchPlace:
         t = self.t
-        op, shape, line, node, updates = "", -1, "", "", False
+        op, shape, line, inside, node, updates = "", -1, "", "", "", False
         modules: list[str] = []
         for e in chain:
             name = t.names[int(t["name"][e])]
@@ -200,17 +208,19 @@ class _Around:
             elif name.startswith(_NODE):
                 node = name.removeprefix(_NODE)
             elif int(t["kind"][e]) == _HOST:
+                inside = inside or op
                 op, shape = name, int(t["shape"][e])
             elif found := _MODULE.match(name):
                 modules.append(found["name"])
             elif found := _LINE.match(name):
-                line = f"{found['file']}:{found['line']} {found['function']}"
+                place = f"{found['file']}:{found['line']} {found['function']}"
+                line, inside = (line, place) if name.startswith("torch/") else (place, inside)
             elif (
                 not name.startswith(("<", "torch/", "ProfilerStep", "PyTorch Profiler"))
                 and ".py(" not in name
             ):
                 modules.append(name)  # a range that the user marked
-        return op, shape, ".".join(modules[-3:]) or line, node, updates
+        return op, shape, ".".join(modules[-3:]) or line, node or inside, updates
 
 
 def _chains(t: Timeline, calls: np.ndarray, spans: np.ndarray) -> Iterator[tuple[int, list[int]]]:

@@ -141,7 +141,7 @@ def _layout(s: Scene, x: Spending) -> list[Finding]:
         if o.kind == "copy"
         and a.calls
         and work_of(o.name) == "convolution"
-        and not o.name.startswith("copy of")
+        and not o.name.startswith("copy")  # XLA's own
     ]
     if not ops:
         return []

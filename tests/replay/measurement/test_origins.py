@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,40 @@ def test_without_modules_an_op_has_the_users_line(tmp_path: Path) -> None:
         "model.py:7 forward",
         ((8, 64),),
     )
+
+
+def test_without_a_line_of_the_user_an_op_has_the_frameworks(tmp_path: Path) -> None:
+    """DDP's thread broadcasts buffers: nothing of the user's is around that."""
+    o = launched(
+        tmp_path,
+        "Memcpy DtoD (Device -> Device)",
+        span("python_function", "torch/nn/parallel/distributed.py(2174): _sync_module_buffers", 0, 100),
+        span("cpu_op", "aten::copy_", 30, 40),
+    )
+    assert (o.name, o.where) == ("aten::copy_", "distributed.py:2174 _sync_module_buffers")
+    o = launched(
+        tmp_path,
+        "Memcpy DtoD (Device -> Device)",
+        span("cpu_op", "torch.distributed.ddp.reducer::copy_bucket_to_grad", 0, 100),
+        span("cpu_op", "aten::copy_", 30, 40),
+    )
+    assert (o.name, o.where) == ("aten::copy_", "torch.distributed.ddp.reducer::copy_bucket_to_grad")
+
+
+def test_what_xla_adds_has_the_name_of_the_users_op_beside_it() -> None:
+    def shown(op_name: str, source: str = "") -> tuple[str, str]:
+        op = CompiledOp(part="update", operands=(), work="copy", op_name=op_name, source=source)
+        t = from_events(
+            [Event(rank=0, lane="s", device=True, kind="kernel", name="c.1", start_ns=0, duration_ns=5)]
+        )
+        (o,) = origins(replace(t, compiled={"c.1": op}), 0).of.values()
+        return o.name, o.where
+
+    assert shown("copy of params['head']['w']") == ("copy", "params['head']['w']")
+    assert shown("params['head']['w']") == ("copy", "params['head']['w']")
+    assert shown("copy of jit(f)/dot", "a/m.py:7") == ("copy of dot", "m.py:7")
+    assert shown("for jit(f)/scatter", "a/m.py:7") == ("copy for scatter", "m.py:7")
+    assert shown("") == ("c", "")
 
 
 def test_kernels_of_the_optimizer_are_the_optimizers(tmp_path: Path) -> None:
