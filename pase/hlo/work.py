@@ -65,6 +65,8 @@ def op_work(module: Module, place: Computation, i: Instruction) -> OpWork:
     if heavy is not None and heavy[1].operands:
         dtype = heavy[0].operands(heavy[1])[0].shape.dtype
     name, source = _named(place, i, [x for _, x in inside])
+    if not name and place is module.entry and _is_returned(place, i):
+        name = f"for a result of {module.name}"
     return OpWork(
         work=_work([x for _, x in inside]),
         flops=sum(_flops(c, x) for c, x in inside),
@@ -214,3 +216,13 @@ def _first_operand(place: Computation, i: Instruction) -> Instruction | None:
 
 def _first_reader(place: Computation, i: Instruction) -> Instruction | None:
     return next((x for x in place.instructions.values() if i.id in x.operands), None)
+
+
+def _is_returned(place: Computation, i: Instruction) -> bool:
+    """Whether what an op makes is a result of its computation, unchanged."""
+    at: Instruction | None = i
+    for _ in range(_DEEP):
+        if at is None or at.id == place.root.id:
+            break
+        at = _first_reader(place, at)
+    return at is not None and at.id == place.root.id

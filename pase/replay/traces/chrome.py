@@ -15,6 +15,7 @@ from pase.replay.kernels import collective_operation, operation_of
 from pase.replay.traces.builder import Builder, is_sound, split_devices, without_overruns
 from pase.replay.traces.gloo import tie_gloo
 from pase.replay.traces.launches import in_graph
+from pase.replay.traces.programs import of_program, told_apart
 from pase.replay.traces.reader import LIMITS, BoundedReader, Limits, open_stream
 from pase.replay.traces.xla import Executions, untangle
 from pase.replay.types import COLLECTIVE, KINDS, Mark, Problem, Timeline
@@ -110,7 +111,8 @@ def read_chrome(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
         t = replace(t, devices={b.rank: named.pop()[:100]})
     t = replace(t, problems=(*t.problems, *problems))
     if feed.executions.spans:
-        return untangle(split_devices(t, feed.executions.marks(b.rank)))
+        t = split_devices(t, feed.executions.marks(b.rank))
+        return untangle(told_apart(t, {}, feed.executions.main(), {})[0])
     return tie_gloo(without_overruns(t))
 
 
@@ -264,8 +266,10 @@ class _Feed:
                 correlation = _whole(args.get("correlation_id"), -1)
                 ordinal, module = str(args.get("device_ordinal", 0)), str(args.get("hlo_module", ""))[:200]
                 number = int(ordinal) if ordinal.isdigit() and len(ordinal) < 9 else 0
-                run = str(args.get("run_id", ""))[:40]
+                run, program = str(args.get("run_id", ""))[:40], _integer(args.get("program_id"))
+                module += f"({program})" if module and program >= 0 else ""
                 self.executions.add(number, module, run, start, start + duration, str(lane), kernel)
+                text = of_program(text, module)
             stated = args.get("bytes", args.get("size") if cat == "mtia_ccp_events" else None)
             nbytes = _integer(stated, nbytes)
         elif kind == _K["annotation"]:

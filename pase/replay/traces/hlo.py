@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
@@ -15,7 +15,7 @@ from pase.hlo.module import Computation, Instruction, Module, read
 from pase.hlo.work import is_product, op_work
 from pase.replay.types import CompiledOp, Shapes
 
-__all__ = ["HloFacts", "read_hlo"]
+__all__ = ["HloFacts", "read_hlo", "with_updates"]
 
 _FREE = {
     "parameter",
@@ -51,6 +51,10 @@ class HloFacts:
     """Collectives with a separate done op, which run on a separate stream."""
     ops: dict[str, CompiledOp]
     """Op → facts about it, for the entry computation and the bodies of its loops and branches."""
+    takes: frozenset[tuple[int, ...]] = frozenset()
+    """Dims of the arrays that the program is given; scalars are left out."""
+    gives: frozenset[tuple[int, ...]] = frozenset()
+    """Dims of the arrays that it returns."""
     launched: tuple[str, ...] = ()
     """The ops that launch something, in the order in which one execution runs them, loops unrolled."""
 
@@ -63,11 +67,7 @@ def read_hlo(data: bytes, where: str) -> HloFacts:
     found = [c for i in entry.instructions.values() if (c := _collective(module, entry, i)) is not None]
     ops = {i.name: _compiled(module, c, i) for c, i in _run(module, entry) if i.opcode not in _FREE}
     if any(op.part == "backward" for op in ops.values()):
-        # What a training step computes outside of its derivative updates the parameters.
-        ops = {
-            n: replace(op, work="optimizer") if (op.part, op.work) == ("update", "elementwise") else op
-            for n, op in ops.items()
-        }
+        ops = _updating(ops)
     return HloFacts(
         module=module.name,
         order=tuple(_named(module, entry, i) for i in entry.instructions.values()),
@@ -77,8 +77,38 @@ def read_hlo(data: bytes, where: str) -> HloFacts:
         groups={i.name: i.groups for _, i in found},
         asynchronous=frozenset(started & {i.name for _, i in found}),
         ops=ops,
+        takes=_dims(*(i for i in entry.instructions.values() if i.opcode == "parameter")),
+        gives=_dims(entry.root),
         launched=tuple(islice(_launched(module, entry), _MOST_LAUNCHES)),
     )
+
+
+def _dims(*values: Instruction) -> frozenset[tuple[int, ...]]:
+    return frozenset(s.dims for i in values for s in i.shape.arrays() if s.dims)
+
+
+def _updating(ops: dict[str, CompiledOp]) -> dict[str, CompiledOp]:
+    """What a training step computes outside of its derivative updates the parameters."""
+    return {
+        n: replace(op, work="optimizer") if (op.part, op.work) == ("update", "elementwise") else op
+        for n, op in ops.items()
+    }
+
+
+def with_updates(programs: Mapping[str, HloFacts]) -> dict[str, HloFacts]:
+    """Returns the facts of a run's programs, with the optimizer's work where that is in a program of its own.
+
+    Such a program has no part of a derivative, and returns arrays with the dims of what it is given (parameters, sums
+    of gradients), some of which another program returns that computes gradients.
+    """
+    backward = [p for p in programs.values() if any(op.part == "backward" for op in p.ops.values())]
+    gradients = frozenset(dims for p in backward for dims in p.gives)
+    return {
+        n: replace(p, ops=_updating(p.ops))
+        if p.gives & gradients and p.gives <= p.takes and all(op.part == "update" for op in p.ops.values())
+        else p
+        for n, p in programs.items()
+    }
 
 
 def _launched(module: Module, computation: Computation) -> Iterator[str]:

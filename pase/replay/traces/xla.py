@@ -18,18 +18,22 @@ __all__ = ["Executions", "describe", "untangle"]
 _CONTAINER = re.compile(r"^(while|call|conditional|async-start)(\.\d+)*( \(.*\))?$")
 """An op whose name several programs have is followed by its own in brackets (``programs``)."""
 _MOST_LANES = 16
+_SMALL = 0.01
+"""Programs that take less than this share of a device's time (drawing keys, printing the loss) divide no steps."""
 
 
 class Executions:
     """Collects the executions of modules, by (device, module, run).
 
-    Profilers of GPUs record no runs. There, an execution is one repetition of the ops of the module (``repeats``), on
-    the stream of the device that is busy longest.
+    Profilers of GPUs record no runs. There, a step is one repetition of the ops (``repeats``) on the stream of the
+    device that is busy longest.
     """
 
     def __init__(self) -> None:
         self.spans: dict[tuple[int, str, str], list[int]] = {}
         self._symbols: dict[str, int] = {}
+        self._held: dict[tuple[int, str, str], int] = defaultdict(int)
+        """(device, module, run) → its ops, a bit for each. Programs may share a name, and some profiles number none."""
         self._ops: dict[tuple[int, str], dict[str, list[tuple[int, int, int]]]] = defaultdict(
             lambda: defaultdict(list)
         )
@@ -40,45 +44,88 @@ class Executions:
         span = self.spans.setdefault((device, module, run), [start, end, 0])
         span[0], span[1] = min(span[0], start), max(span[1], end)
         span[2] += end - start
-        if not run:
-            symbol = self._symbols.setdefault(op, len(self._symbols))
+        symbol = self._symbols.setdefault(op, len(self._symbols))
+        if run:
+            self._held[device, module, run] |= 0 if module.endswith(")") else 1 << symbol
+        else:
             self._ops[device, module][stream].append((start, end, symbol))
 
-    def main(self) -> str:
-        """Returns the module that ran longest, of those that ran more than once if any; "" if nothing ran."""
+    def main(self, device: int | None = None) -> str:
+        """Returns the module that ran longest, of those that ran more than once if any; "" if nothing ran.
+
+        device: the device on which it ran; None for all of them.
+        """
         total: dict[str, int] = defaultdict(int)
         runs: dict[str, set[str]] = defaultdict(set)
-        for (_, module, run), span in self.spans.items():
-            total[module] += span[2]
-            runs[module].add(run)
+        for (d, module, run), span in self.spans.items():
+            if device in (None, d):
+                total[module] += span[2]
+                runs[module].add(run)
         return max(total, key=lambda m: (len(runs[m]) > 1, total[m]), default="")
 
     def marks(self, rank: int) -> list[tuple[int, Mark]]:
-        """Returns (device, mark) for every execution of the main module. The first one is often cut by the profiler."""
-        main = self.main()
-        by_device: dict[int, list[tuple[int, int, bool]]] = defaultdict(list)
-        for (device, module, run), (start, end, _) in self.spans.items():
-            if module == main:
-                by_device[device] += [(start, end, True)] if run else self._repeated(device, module)
+        """Returns (device, mark) for every step of each device. The first one is often cut by the profiler.
+
+        A step may execute several programs, and one program several times: gradients and their update, micro-batches,
+        the stages of a pipeline. So a step is one repetition of the device's sequence of programs or, if that does not
+        repeat, one execution of the device's main program.
+        """
         out = []
-        for device, spans in by_device.items():
-            for i, (start, end, whole) in enumerate(sorted(spans)):
+        for device in sorted({d for d, _, _ in self.spans}):
+            for i, (start, end, whole) in enumerate(self._steps(device)):
                 mark = Mark(
                     rank=rank, iteration=i, start_ns=start, end_ns=max(end, start + 1), complete=whole
                 )
                 out.append((device, mark))
         return out
 
-    def _repeated(self, device: int, module: str) -> list[tuple[int, int, bool]]:
-        """Returns (start, end, whether it is complete) of each repetition of a module's ops on a device."""
-        streams = self._ops[device, module]
+    def _steps(self, device: int) -> list[tuple[int, int, bool]]:
+        """Returns (start, end, whether it is complete) of each step of a device."""
+        busy: dict[str, int] = defaultdict(int)
+        for (d, module, _), span in self.spans.items():
+            if d == device:
+                busy[module] += span[2]
+        long = [m for m, ns in busy.items() if ns >= _SMALL * sum(busy.values())]
+        programs: dict[tuple[str, int], int] = {}
+        runs = np.array(
+            sorted(
+                (start, end, programs.setdefault((m, self._held[d, m, run]), len(programs)))
+                for (d, m, run), (start, end, _) in self.spans.items()
+                if d == device and run and m in long
+            ),
+            dtype=np.int64,
+        ).reshape(-1, 3)
+        found = repeats(runs[:, 2], runs[:, 0]) if len(programs) > 1 else None
+        if found is not None:
+            firsts = list(found.starts)
+            ends = np.maximum.reduceat(runs[:, 1], firsts).tolist()
+            return list(zip(runs[firsts, 0].tolist(), ends, found.complete, strict=True))
+        main = self.main(device)
+        executed = [
+            (start, end, True)
+            for (d, m, run), (start, end, _) in self.spans.items()
+            if (d, m) == (device, main) and run
+        ]
+        if executed:
+            return sorted(executed)
+        return (len(long) > 1 and self._repeated(device, long)) or self._repeated(device, [main]) or []
+
+    def _repeated(self, device: int, modules: list[str]) -> list[tuple[int, int, bool]]:
+        """Returns (start, end, whether it is complete) of each repetition of the modules' ops on a device; of one
+        module, all of its ops if they do not repeat."""
+        streams: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        for k, module in enumerate(modules):
+            for stream, some in self._ops[device, module].items():
+                streams[stream] += [(start, end, symbol * len(modules) + k) for start, end, symbol in some]
+        if not streams:
+            return []
         busiest = max(streams, key=lambda s: sum(end - start for start, end, _ in streams[s]))
         ops = np.array(sorted(streams[busiest]), dtype=np.int64)
         every = [x for s in streams.values() for x in s]
         first, last = min(x[0] for x in every), max(x[1] for x in every)
         found = repeats(ops[:, 2], ops[:, 0])
         if found is None:
-            return [(first, last, True)]
+            return [] if len(modules) > 1 else [(first, last, True)]
         starts = [first, *ops[list(found.starts[1:]), 0].tolist()]
         return list(zip(starts, [*starts[1:], last], found.complete, strict=True))
 

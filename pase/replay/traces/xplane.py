@@ -15,7 +15,7 @@ from pase.hlo.protos import parse
 from pase.replay.kernels import operation_of
 from pase.replay.traces.builder import Builder, split_devices
 from pase.replay.traces.chrome import DEVICE_LINES, hlo_collective, step_marks, xla_lane
-from pase.replay.traces.hlo import HloFacts, read_hlo
+from pase.replay.traces.hlo import HloFacts, read_hlo, with_updates
 from pase.replay.traces.launches import Kernels, graph_kernel, in_graph, named
 from pase.replay.traces.programs import of_program, program_of, told_apart
 from pase.replay.traces.reader import LIMITS, Limits
@@ -55,7 +55,7 @@ def read_xplane(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
     b.marks.extend(step_marks(steps, b.rank, False))
     marks = executions.marks(b.rank)
     t = split_devices(b.finish(), marks, _devices(space))
-    facts = _facts(space, {program_of(n)[1] for n in t.names} - {""}, str(path))
+    facts = with_updates(_facts(space, {program_of(n)[1] for n in t.names} - {""}, str(path)))
     t = named(t, facts, kernels)
     t, known, ran = told_apart(t, facts, executions.main(), kernels.longest)
     return untangle(t if known is None else describe(t, known, ran))

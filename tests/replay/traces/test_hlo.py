@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from pase.replay.traces.hlo import read_hlo
+from pase.replay.traces.hlo import HloFacts, read_hlo, with_updates
 from tests.replay.traces.compiled import varint
 
 TEXT = """\
@@ -45,3 +47,34 @@ def test_thunks_of_a_module(groups):
     assert facts.nbytes == {"rs": 32, "all": 64}
     assert facts.groups == dict.fromkeys(("rs", "all"), ((0, 2), (1, 3)))
     assert facts.asynchronous == {"rs"}
+
+
+def test_the_optimizer_in_a_program_of_its_own_is_the_optimizer() -> None:
+    """Neither an evaluation nor a program that only changes inputs is one."""
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+
+    def facts_of(f: Any, *args: Any) -> HloFacts:
+        compiled = jax.jit(f).lower(*args).compile()
+        module = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+        return read_hlo(b"\x0a" + varint(len(module)) + module, "here")
+
+    w, m, x = jnp.ones((16, 16)), jnp.ones((16, 16)), jnp.ones((8, 16))
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.tanh(x @ w).sum()
+
+    def momentum(w: Any, m: Any, g: Any) -> Any:
+        return w - 0.1 * (0.9 * m + g), 0.9 * m + g
+
+    programs = {
+        "gradient": facts_of(jax.grad(loss), w, x),
+        "update": facts_of(momentum, w, m, w),
+        "evaluation": facts_of(loss, w, x),
+        "inputs": facts_of(lambda x: 2 * x + 1, x),
+    }
+    updating = {
+        n for n, p in with_updates(programs).items() if any(op.work == "optimizer" for op in p.ops.values())
+    }
+    assert updating == {"update"}
+    assert "optimizer" not in {op.work for op in with_updates({"a": programs["update"]})["a"].ops.values()}

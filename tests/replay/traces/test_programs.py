@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+from pase.replay.traces.ingest import load
 from pase.replay.traces.launches import Kernels, graph_kernel, named
 from pase.replay.traces.programs import of_program, program_of, told_apart
 from pase.replay.types import CompiledOp, Event, Timeline, from_events
+from tests.replay.traces.files import trace_file
 from tests.replay.traces.test_launches import facts
 
 GRAD, UPDATE = "jit_grad(3)", "jit_update(5)"
@@ -46,6 +49,26 @@ def test_programs_of_one_name_are_told_apart_by_number() -> None:
     t, found, _ = told_apart(t, {}, "jit_step(1)", {})
     assert [e.name for e in t] == ["copy.1", "copy.1 (jit_step(2))", "copy.1 (jit_step(3))"]
     assert found is None
+
+
+def test_a_chrome_trace_tells_programs_apart(tmp_path: Path) -> None:
+    """Two programs in turns, whose ops have the same names."""
+    events = [
+        {
+            "ph": "X",
+            "name": "k",
+            "pid": 1,
+            "tid": 1,
+            "ts": 10.0 * (2 * step + place),
+            "dur": 5.0 + place,
+            "args": {"hlo_op": "fusion.3", "hlo_module": name, "run_id": f"{step}{place}", "device_ordinal": 0},
+        }
+        for step in range(3)
+        for place, name in enumerate(("jit_grad", "jit_update"))
+    ]
+    t = load(trace_file(tmp_path, events))
+    assert [e.name for e in t] == ["fusion.3 (jit_grad)", "fusion.3"] * 3
+    assert [(m.start_ns, m.end_ns) for m in t.marks] == [(20_000 * k, 20_000 * k + 16_000) for k in range(3)]
 
 
 def test_an_op_of_the_main_program_that_did_not_run_lends_its_facts_to_no_other() -> None:
