@@ -15,6 +15,7 @@ from pase.replay.types import OPERATIONS
 __all__ = [
     "WORKS",
     "KernelWork",
+    "before_arguments",
     "collective_operation",
     "is_exchange",
     "operation_of",
@@ -156,6 +157,15 @@ def is_exchange(name: str) -> bool:
     return bool(_EXCHANGE.search(name))
 
 
+def before_arguments(name: str) -> str:
+    """Returns a kernel's name up to its arguments.
+
+    >>> before_arguments("void (anonymous namespace)::multimem_all_reduce_kernel<float>(float*, unsigned long)")
+    'void multimem_all_reduce_kernel<float>'
+    """
+    return name.replace("(anonymous namespace)::", "").partition("(")[0]
+
+
 @lru_cache(maxsize=1 << 16)
 def operation_of(name: str) -> int:
     """Returns the index in OPERATIONS of what a kernel or a copy sends to other devices; 0 if it sends nothing.
@@ -175,7 +185,7 @@ def operation_of(name: str) -> int:
     found = _TRANSPORT.search(name)
     if found is None:
         return 0
-    text = name.partition("(")[0]
+    text = before_arguments(name)
     flat = re.sub(r"[^a-z]", "", text.lower())
     for word, operation in _KERNEL_WORDS:
         if word in flat:

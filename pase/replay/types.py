@@ -221,6 +221,9 @@ class Timeline:
     """Op name → facts from the compiled program, if the trace contains that program (XLA's HLO)."""
     widths: tuple[tuple[int, ...], ...] = ()
     """Bytes per element of each operand in ``shapes``, 0 if unknown; empty if no width is known."""
+    flops: tuple[int, ...] = ()
+    """FLOPs of an op with each of ``shapes``, if its arguments state more than the dims do (a convolution's stride); 0
+    if they do not; empty if none do."""
     devices: dict[int, str] = field(default_factory=dict)
     """The name of each rank's device, if known ("NVIDIA H100 80GB HBM3")."""
 

@@ -77,6 +77,7 @@ def test_the_true_rates_are_found() -> None:
         product=((64, 50), (50, 257), (64, 257)),
         flops=2 * 64 * 50 * 257,
         precision="f32",
+        rows=(50, 257),
     )
     found, done, left = corrected(base, spending(true, (odd,)), Analytic)
     # Figures that nothing determines stay at the file's, which pulls at all others by less than a thousandth.

@@ -78,6 +78,7 @@ SENDS = {
     "void dpsk::ep::internode::notify_dispatch<false, 8>(int const*, long*)": "all_to_all",
     "nvshmemi_barrier_all_on_stream_kernel": "barrier",
     "void multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)": "all_reduce",
+    "void (anonymous namespace)::multimem_all_reduce_kernel<float>(float*, unsigned long)": "all_reduce",
     "two_shot_all_reduce_kernel_inplace<c10::BFloat16, 16, 8>": "all_reduce",
     "void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>(vllm::RankData*)": "all_reduce",
     "userbuffers_fp16_sum_inplace_gpu_rr_rs_oop<2>": "reduce_scatter",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,6 +37,9 @@ _DTYPES = {
     "f8e4m3fn": "fp8",
     "f8e5m2": "fp8",
 }
+_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4}
+_BY_BYTES = {1: "fp8", 2: "16-bit", 4: "f32", 8: "fp64"}
+"""The precision of a product of which only the bytes of an element are known."""
 _NUMBERED = re.compile(r"\.\d+$")
 _ADDED = re.compile(r"(copy of|for)? ?(.*)", re.DOTALL)
 """What an op that XLA added is, and the name of the user's op beside it."""
@@ -50,6 +53,7 @@ class Origin:
     name: the user's name of the op; where: the module or line of the program; "" if unknown.
     flops: 0 if it has none, −1 if unknown. nbytes: what it reads and writes in memory at least; −1 if unknown.
     precision: of a product, convolution or attention; "" if unknown.
+    rows: the sizes of a product's dims that are known to be lengths of rows in memory.
     """
 
     kind: str
@@ -61,6 +65,7 @@ class Origin:
     flops: int = 0
     nbytes: int = -1
     precision: str = ""
+    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,7 +83,7 @@ def origins(t: Timeline, rank: int) -> Origins:
     device = here[on_stream(t["kind"][here])]
     device = device[np.argsort(t["start_ns"][device], kind="stable")]
     around = _Around(t, here)
-    out: dict[int, Origin] = {}
+    keys: dict[int, tuple[object, ...]] = {}
     known: dict[tuple[object, ...], Origin] = {}
     call: dict[int, int] = {}
     last: dict[int, tuple[int, int]] = {}
@@ -97,7 +102,7 @@ def origins(t: Timeline, rank: int) -> Origins:
                 known[key] = _compiled(name, t.compiled[name])
             else:
                 known[key] = _launched(t, name, around.of(e))
-        out[e] = known[key]
+        keys[e] = key
         # Kernels of one call: those of one op of the framework or, in a compiled program, those in a row.
         lane, number = int(t["lane"][e]), int(t["name"][e])
         begun = around.call(e)
@@ -105,7 +110,42 @@ def origins(t: Timeline, rank: int) -> Origins:
             begun = last[lane][1]
         call[e] = begun if begun >= 0 else e
         last[lane] = (number, call[e])
-    return Origins(of=out, call=call)
+    told = _with_rows(_with_one_precision(list(known.values())), bool(t.compiled))
+    known = dict(zip(known, told, strict=True))
+    return Origins(of={e: known[key] for e, key in keys.items()}, call=call)
+
+
+def _with_one_precision(found: list[Origin]) -> list[Origin]:
+    """Returns the origins with one precision for the kernels of one op: some names have it ("bf16"), others only show
+    that elements have 16 bits. FLOPs of an op whose kernels have several are not known of any of them."""
+    alike: dict[Origin, set[str]] = {}
+    for o in found:
+        if o.precision and o.flops > 0 and not o.product:
+            alike.setdefault(replace(o, kind=o.kind.split()[0], precision=""), set()).add(o.precision)
+    out = []
+    for o in found:
+        work = o.kind.split()[0]
+        named = alike.get(replace(o, kind=work, precision=""), {o.precision})
+        if len(named) > 1 and (specific := named - {"16-bit"}) and len(specific) == 1:
+            (precision,) = specific
+            o = replace(o, kind=f"{work} {precision}", precision=precision)
+        elif len(named) > 1:
+            o = replace(o, flops=-1)
+        out.append(o)
+    return out
+
+
+def _with_rows(found: list[Origin], compiled: bool) -> list[Origin]:
+    """Returns the origins with the sizes of rows of their products.
+
+    Arrays of a compiled program have rows of their last dim. In PyTorch, a factor may be a transposed view, which its
+    dims do not show, but a result is not. So there, a size is one of a row if a result of the rank has such rows.
+    """
+    rows = {x[-1] for o in found if o.product for x in (o.product if compiled else o.product[2:])}
+    return [
+        replace(o, rows=tuple(sorted({d for x in o.product for d in x[-2:]} & rows))) if o.product else o
+        for o in found
+    ]
 
 
 def _collective(t: Timeline, e: int) -> Origin:
@@ -250,14 +290,18 @@ def _launched(t: Timeline, kernel: str, place: LaunchPlace) -> Origin:
     work = _work(kernel, op, updates)
     operands = t.shapes[shape] if shape >= 0 else ()
     widths = t.widths[shape] if shape >= 0 and t.widths else ()
-    precision = precision_of(kernel) if work in _FLOPS else ""
     product = _product(op, operands)
     itemsize = max(widths, default=0)
+    precision = precision_of(kernel) if work in _FLOPS else ""
+    if 0 < itemsize < _BYTES.get(precision, 0):
+        precision = ""  # the kernel's name has the precision in which it sums
     flops = -1 if work in _FLOPS else 0
     if work == "product" and product:
         flops = 2 * math.prod(product[2]) * product[0][-1]
+    elif work in _FLOPS and shape >= 0 and t.flops:
+        flops = t.flops[shape] or -1
     if work in _FLOPS and not precision:
-        precision = {1: "fp8", 2: "16-bit", 4: "f32", 8: "fp64"}.get(itemsize, "")
+        precision = _BY_BYTES.get(itemsize, "")
     known = bool(widths) and all(w or not s for w, s in zip(widths, operands, strict=True))
     read = sum(w * math.prod(s) for w, s in zip(widths, operands, strict=True) if s) if known else -1
     # An op writes at least as much as the result of its product; of other ops, only what they read is known.

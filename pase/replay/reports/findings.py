@@ -268,12 +268,19 @@ def _exposed(s: Scene) -> list[Finding]:
         if cost
         else ""
     )
+    t = s.run.measured.timeline
+    all_traced = {r for group in t.groups for r in group.ranks} <= {*t.ranks} and len(t.ranks) > 1
+    waiting = (
+        f"{_ms(b.mean_ns('rank'))} of it is waiting for other ranks."
+        if all_traced
+        else "How much of it is waiting for other ranks is unknown, because they are not all traced."
+    )
     return [
         Finding(
             kind="exposed-communication",
             title=f"{_ms(b.exposed_ns)} of {_ms(whole)} communication on rank {b.rank} is not overlapped with compute",
             detail=(
-                f"Most exposed: {which}. {_ms(b.mean_ns('rank'))} of it is waiting for other ranks.{free} Start "
+                f"Most exposed: {which}. {waiting}{free} Start "
                 "collectives earlier (smaller first buckets, prefetch), or send fewer bytes."
             ),
             cost_ns=cost,

@@ -131,14 +131,11 @@ def _dims(shape: tuple[int, ...]) -> str:
 def misaligned(o: Origin) -> tuple[int, ...]:
     """Returns the sizes of a product's dims whose rows are no multiple of 16 bytes; empty if there are none.
 
-    >>> misaligned(Origin(kind="product bf16", name="", precision="bf16", product=((8, 50257), (50257, 64), (8, 64))))
+    >>> misaligned(Origin(kind="product bf16", name="", precision="bf16", rows=(64, 50257)))
     (50257,)
     """
     width = _WIDTH.get(o.precision, 0)
-    if not o.product or not width:
-        return ()
-    sizes = {d for x in o.product for d in x[-2:] if d > _ROW}
-    return tuple(sorted(d for d in sizes if d * width % _ROW))
+    return tuple(d for d in o.rows if width and d > _ROW and d * width % _ROW)
 
 
 def aligned_to(size: int) -> int:

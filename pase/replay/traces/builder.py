@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -89,12 +90,12 @@ class Builder:
         self.lane_names.append(label[:100])
         return len(self.lane_names) - 1
 
-    def shape(self, operands: Shapes, widths: tuple[int, ...] = ()) -> int:
+    def shape(self, operands: Shapes, widths: tuple[int, ...] = (), flops: int = 0) -> int:
         """Returns the index of an op's operand shapes; −1 if they are new and the limit of names is reached.
 
-        widths: bytes per element of each operand, 0 if unknown.
+        widths: bytes per element of each operand, 0 if unknown. flops: of the op, 0 if its arguments do not state them.
         """
-        key = (operands, widths)
+        key = (operands, widths, flops)
         if len(self.shapes) >= self.limits.names:
             return self.shapes.get(key, -1)
         return self.shapes.setdefault(key, len(self.shapes))
@@ -184,8 +185,7 @@ class Builder:
             problems=tuple(problems),
             hosts={self.rank: self.host} if self.host else {},
             dataflow=self.dataflow,
-            shapes=tuple(s for s, _ in self.shapes),
-            widths=tuple(w for _, w in self.shapes) if any(w for _, w in self.shapes) else (),
+            **_shapes(self.shapes),
         )
 
 
@@ -282,7 +282,7 @@ def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Tim
     """
     names: dict[str, int] = {}
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
-    shapes: dict[tuple[Shapes, tuple[int, ...]], int] = {}
+    shapes: dict[tuple[Shapes, tuple[int, ...], int], int] = {}
     lanes: list[Lane] = []
     columns: dict[str, list[np.ndarray]] = {k: [] for k in COLUMNS}
     compiled: dict[str, CompiledOp] = {}
@@ -297,7 +297,8 @@ def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Tim
         # entry of the maps keeps an index of -1, which means none.
         keys = [(g.name, g.ranks) for g in t.groups]
         group_map = np.array([groups.setdefault(k, len(groups)) for k in keys] + [-1], dtype=np.int32)
-        sized = zip(t.shapes, t.widths or [()] * len(t.shapes), strict=True)
+        n = len(t.shapes)
+        sized = zip(t.shapes, t.widths or [()] * n, t.flops or [0] * n, strict=True)
         shape_map = np.array([shapes.setdefault(s, len(shapes)) for s in sized] + [-1], dtype=np.int32)
         for k, v in t.columns.items():
             if k == "name":
@@ -322,9 +323,18 @@ def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Tim
         dataflow=dataflow,
         compiled=compiled,
         devices={r: d for t in parts for r, d in t.devices.items()},
-        shapes=tuple(s for s, _ in shapes),
-        widths=tuple(w for _, w in shapes) if any(w for _, w in shapes) else (),
+        **_shapes(shapes),
     )
+
+
+def _shapes(known: Collection[tuple[Shapes, tuple[int, ...], int]]) -> dict[str, Any]:
+    """Returns the fields of a timeline that list operands' dims, their widths and FLOPs."""
+    shapes, widths, flops = zip(*known, strict=True) if known else ((), (), ())
+    return {
+        "shapes": shapes,
+        "widths": widths if any(widths) else (),
+        "flops": flops if any(flops) else (),
+    }
 
 
 def _with_own_ops(

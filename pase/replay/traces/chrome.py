@@ -17,6 +17,7 @@ from pase.replay.traces.gloo import tie_gloo
 from pase.replay.traces.launches import in_graph
 from pase.replay.traces.programs import of_program, told_apart
 from pase.replay.traces.reader import LIMITS, BoundedReader, Limits, open_stream
+from pase.replay.traces.stated_flops import stated_flops
 from pase.replay.traces.xla import Executions, untangle
 from pase.replay.types import COLLECTIVE, KINDS, Mark, Problem, Timeline
 
@@ -250,7 +251,7 @@ class _Feed:
         correlation = self._correlation(args.get("correlation"))
         nbytes, operation, group, shape = -1, 0, -1, -1
         if kind == _K["host"] and "Input Dims" in args:
-            shape = self._shape(args["Input Dims"], args.get("Input type"))
+            shape = self._shape(text, args["Input Dims"], args.get("Input type"), args.get("Concrete Inputs"))
         if device or kind == _K["host"]:
             if device and (sent := operation_of(text)):
                 kind = COLLECTIVE
@@ -293,7 +294,7 @@ class _Feed:
             return self.far.setdefault(number, _FAR + len(self.far))
         return number
 
-    def _shape(self, dims: Any, types: Any) -> int:
+    def _shape(self, op: str, dims: Any, types: Any, stated: Any) -> int:
         """Returns the index of an op's operand shapes; −1 if no operand is a tensor."""
         if not isinstance(dims, list) or len(dims) > _OPERANDS:
             return -1
@@ -305,7 +306,9 @@ class _Feed:
             return -1
         known = isinstance(types, list) and len(types) == len(operands)
         return self.b.shape(
-            operands, tuple(_DTYPE_BYTES.get(str(x).lower(), 0) for x in types) if known else ()
+            operands,
+            tuple(_DTYPE_BYTES.get(str(x).lower(), 0) for x in types) if known else (),
+            stated_flops(op, operands, stated) if isinstance(stated, list) else 0,
         )
 
     def _jax_kind(self, e: JsonObject, args: JsonObject) -> tuple[int, bool]:

@@ -112,6 +112,7 @@ class TimelineForm(Struct, kw_only=True):
     shapes: tuple[Shapes, ...] | UnsetType = UNSET
     compiled: dict[str, CompiledOp] | UnsetType = UNSET
     widths: tuple[tuple[int, ...], ...] | UnsetType = UNSET
+    flops: tuple[int, ...] | UnsetType = UNSET
     devices: dict[int, str] | UnsetType = UNSET
     columns: ColumnsForm
 
@@ -174,9 +175,10 @@ def from_json(d: Json, where: str = "timeline") -> Timeline:
     if given["shape"] is UNSET:
         given["shape"] = [-1] * len(given["lane"])
     shapes = () if form.shapes is UNSET else form.shapes
-    widths = () if form.widths is UNSET else form.widths
-    if widths and len(widths) != len(shapes):
-        raise PaseError("the lists of shapes and of widths have different lengths", where=where)
+    for name in ("widths", "flops"):
+        given_of = getattr(form, name)
+        if given_of is not UNSET and given_of and len(given_of) != len(shapes):
+            raise PaseError(f"the lists of shapes and of {name} have different lengths", where=where)
     columns = {k: np.array(given[k], dtype) for k, dtype in COLUMNS.items()}
     if len({len(c) for c in columns.values()}) != 1:
         raise PaseError("the columns of the timeline have different lengths", where=where)

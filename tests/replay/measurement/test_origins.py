@@ -54,6 +54,24 @@ def test_a_product_has_its_module_shapes_flops_and_bytes(tmp_path: Path) -> None
     assert o.nbytes == 2 * (32 + 8 * 64 + 64 * 32 + 8 * 32)
 
 
+def test_a_size_is_one_of_rows_if_a_result_has_such_rows(tmp_path: Path) -> None:
+    """A batch of 788 rows of 768 elements has no rows of 788; scores of 197 keys have rows of 197."""
+    events = []
+    for k, (a, b) in enumerate(
+        (((788, 768), (768, 3072)), ((48, 197, 64), (48, 64, 197)), ((197, 788), (788, 64)))
+    ):
+        at = 100.0 * k
+        name = "aten::mm" if len(a) == 2 else "aten::bmm"
+        events.append(
+            span("cpu_op", name, at, 60, **{"Input Dims": [a, b], "Input type": ["c10::BFloat16"] * 2})
+        )
+        events.append(span("cuda_runtime", "cudaLaunchKernel", at + 10, 1.0, correlation=k))
+        args = {"correlation": k, "stream": 7, "device": 0}
+        events.append({**span("kernel", GEMM, at + 20, 20.0, **args), "tid": 7})
+    found = origins(load(trace_file(tmp_path, events)), 0).of.values()
+    assert [o.rows for o in found] == [(3072,), (64, 197), (64, 197)]
+
+
 def test_without_modules_an_op_has_the_users_line(tmp_path: Path) -> None:
     o = launched(
         tmp_path,
@@ -102,6 +120,13 @@ def test_what_xla_adds_has_the_name_of_the_users_op_beside_it() -> None:
     assert shown("copy of jit(f)/dot", "a/m.py:7") == ("copy of dot", "m.py:7")
     assert shown("for jit(f)/scatter", "a/m.py:7") == ("copy for scatter", "m.py:7")
     assert shown("") == ("c", "")
+
+
+def test_a_kernel_that_sums_in_float32_is_one_of_its_operands_precision(tmp_path: Path) -> None:
+    shapes: dict[str, Any] = {"Input Dims": [[2, 8, 9, 9], [8, 8, 3, 3]]}
+    for dtype, kind in (("c10::BFloat16", "convolution 16-bit"), ("float", "convolution fp32")):
+        around = span("cpu_op", "aten::miopen_convolution", 30, 40, **shapes, **{"Input type": [dtype] * 2})
+        assert launched(tmp_path, "miopenSp3AsmConv_v30_gfx9_fp32_f2x3_stride1", around).kind == kind
 
 
 def test_kernels_of_the_optimizer_are_the_optimizers(tmp_path: Path) -> None:

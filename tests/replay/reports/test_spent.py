@@ -31,6 +31,7 @@ LOGITS = Origin(
     where="model.py:67",
     product=((16384, 768), (768, 50257), (16384, 50257)),
     precision="f32",
+    rows=(768, 50257),
     flops=2 * 16384 * 768 * 50257,
     nbytes=1,
 )

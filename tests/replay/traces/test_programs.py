@@ -61,7 +61,12 @@ def test_a_chrome_trace_tells_programs_apart(tmp_path: Path) -> None:
             "tid": 1,
             "ts": 10.0 * (2 * step + place),
             "dur": 5.0 + place,
-            "args": {"hlo_op": "fusion.3", "hlo_module": name, "run_id": f"{step}{place}", "device_ordinal": 0},
+            "args": {
+                "hlo_op": "fusion.3",
+                "hlo_module": name,
+                "run_id": f"{step}{place}",
+                "device_ordinal": 0,
+            },
         }
         for step in range(3)
         for place, name in enumerate(("jit_grad", "jit_update"))

@@ -48,7 +48,13 @@ def executed(steps: int, *programs: tuple[str, int, str], recorded: bool = True)
     [
         (GRAD, UPDATE),
         (GRAD, GRAD, GRAD, UPDATE),  # gradients are accumulated
-        (("jit_forward(4)", 20, "ab"), GRAD, ("jit_forward(4)", 20, "ab"), GRAD, UPDATE),  # a stage of a pipeline
+        (
+            ("jit_forward(4)", 20, "ab"),
+            GRAD,
+            ("jit_forward(4)", 20, "ab"),
+            GRAD,
+            UPDATE,
+        ),  # a stage of a pipeline
     ],
 )
 def test_a_step_is_one_repetition_of_the_programs(
