@@ -202,10 +202,8 @@ def _named(place: Computation, i: Instruction, inside: list[Instruction]) -> tup
     for word, nearest in (("copy of", _first_operand), ("for", _first_reader)):
         at: Instruction | None = i
         for _ in range(_DEEP):
-            at = nearest(place, at)
-            if at is None:
-                break
-            if at.op_name:
+            at = nearest(place, at) if at is not None else None
+            if at is not None and at.op_name:
                 return f"{word} {at.op_name}", at.source
     return "", ""
 

@@ -87,6 +87,7 @@ ELSEWHERE = {
     "pages.first_hour": "installs from a registry; test_commands runs the commands of its page",
     "netlab": "needs root; tests/netlab runs a part of it where it can",
     "netlab.worker": "a process that netlab starts",
+    "replay.tracelens": "needs TraceLens's traces",
     "replay.hta": "needs an environment with HolisticTraceAnalysis",
     "pages.accuracy": "writes a page that tests/bench/test_accuracy.py holds equal to the result files",
     "pages.schemas": "writes the schemas that tests/files holds equal to the types",

@@ -41,8 +41,6 @@ _BYTES = {"fp64": 8, "fp32": 4, "tf32": 4}
 _BY_BYTES = {1: "fp8", 2: "16-bit", 4: "f32", 8: "fp64"}
 """The precision of a product of which only the bytes of an element are known."""
 _NUMBERED = re.compile(r"\.\d+$")
-_ADDED = re.compile(r"(copy of|for)? ?(.*)", re.DOTALL)
-"""What an op that XLA added is, and the name of the user's op beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +169,8 @@ def _compiled(name: str, op: CompiledOp) -> Origin:
         precision = _DTYPES.get(op.dtype, op.dtype)
         if precision == "f32":
             precision = precision_of(op.kernel) if "32" in precision_of(op.kernel) else "f32"
-    added, path = _ADDED.fullmatch(op.op_name).groups()
+    added = next((x for x in ("copy of", "for") if op.op_name.startswith(f"{x} ")), "")
+    path = op.op_name.removeprefix(added).lstrip()
     shown = path.rsplit("/", 1)[-1]
     where = re.sub(r"^.*/", "", op.source)
     if not path:

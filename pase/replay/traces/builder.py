@@ -59,7 +59,7 @@ class Builder:
         self.lanes: dict[tuple[object, bool], int] = {}
         self.lane_names: list[str] = []
         self.groups: dict[str, tuple[int, ...]] = {}
-        self.shapes: dict[tuple[Shapes, tuple[int, ...]], int] = {}
+        self.shapes: dict[tuple[Shapes, tuple[int, ...], int], int] = {}
         self.marks: list[Mark] = []
         self.left_out: Counter[str] = Counter()
         self.noted: Counter[str] = Counter()

@@ -1,8 +1,8 @@
 """FLOPs of PyTorch's convolutions and attention, from the operands that Kineto records of an op.
 
 A convolution's result depends on its stride and padding, and causal attention computes half of the scores. Both are
-plain numbers among the op's arguments ("Concrete Inputs"), beside the dims of its tensors. A multiply-add counts as two.
-The places of arguments are those of PyTorch's schemas (aten/src/ATen/native/native_functions.yaml).
+plain numbers among the op's arguments ("Concrete Inputs"), beside the dims of its tensors. A multiply-add counts as
+two. The places of arguments are those of PyTorch's schemas (aten/src/ATen/native/native_functions.yaml).
 """
 
 from __future__ import annotations
