@@ -5,7 +5,8 @@
 TraceLens (github.com/AMD-AGI/TraceLens, MIT) keeps the tables that it makes of a trace beside that trace. Compared are
 the times of its timeline (computing, communicating, copying, idle), the FLOPs of each row of its tables of convolutions
 and attention, forward and backward, and the calls, bytes and mean times of each row of its table of collectives.
-Numbers are equal within 1e-4, and times within 1 ns. Times are those of ops whose launch is in the trace. Writes bench/results/replay_tracelens.json.
+Numbers are equal within 1e-4, and times within 1 ns. Times are those of ops whose launch is in the trace. Writes
+bench/results/replay_tracelens.json.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def test_a_kernel_that_sums_in_float32_is_one_of_its_operands_precision(tmp_path
     shapes: dict[str, Any] = {"Input Dims": [[2, 8, 9, 9], [8, 8, 3, 3]]}
     for dtype, kind in (("c10::BFloat16", "convolution 16-bit"), ("float", "convolution fp32")):
         around = span("cpu_op", "aten::miopen_convolution", 30, 40, **shapes, **{"Input type": [dtype] * 2})
-        assert launched(tmp_path, "miopenSp3AsmConv_v30_gfx9_fp32_f2x3_stride1", around).kind == kind
+        assert launched(tmp_path, "implicit_convolve_sgemm<float, 1024, 5>", around).kind == kind
 
 
 def test_kernels_of_the_optimizer_are_the_optimizers(tmp_path: Path) -> None:
