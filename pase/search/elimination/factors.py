@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import ModuleType
 
 import numpy as np
@@ -85,6 +86,22 @@ class Pool:
 
 
 def _by_first(cls: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``_numbered_by_first``. Searches over the same graph with other costs renumber the same few thousand classes
+    again and again, so small ones are remembered."""
+    if cls.nbytes > _REMEMBERED_BYTES:
+        return _numbered_by_first(cls)
+    return _remembered(cls.tobytes(), cls.dtype)
+
+
+_REMEMBERED_BYTES = 1 << 12
+
+
+@lru_cache(maxsize=1 << 12)
+def _remembered(cls: bytes, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    return _numbered_by_first(np.frombuffer(cls, dtype))
+
+
+def _numbered_by_first(cls: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(The classes renumbered by their first config, int32 [K]; the first config of each class, int64 [classes]).
 
     cls: not negative. Small numbers need no sort.
