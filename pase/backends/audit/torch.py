@@ -6,17 +6,19 @@ The step may run on fake tensors over a process group that sends nothing, for ex
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
+from pase.backends.torch.code import groups_of_one
 from pase.backends.torch.imagined import imagined_batch, imagined_step
 from pase.backends.torch.plan import TorchPlan
+from pase.backends.torch.spmd.gathers import gather_messages
 from pase.backends.torch.spmd.messages import gradient_messages, joined_chunks
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.local.account import program_collectives
-from pase.local.types import LocalOp, LocalProgram
+from pase.local.types import LocalMessage, LocalOp, LocalProgram, LocalReshardStep
 from pase.machine import Mesh
 from pase.pytree import Tree
 
@@ -27,7 +29,15 @@ if TYPE_CHECKING:
     from pase.backends.torch.pipeline.plan import TorchPipeline
     from pase.frontends.torch.values import TorchOperand
 
-__all__ = ["SentCounts", "planned", "planned_in_stages", "planned_in_step", "recorded", "sent_by_one_rank"]
+__all__ = [
+    "SentCounts",
+    "planned",
+    "planned_in_stages",
+    "planned_in_step",
+    "recorded",
+    "sent_by_one_rank",
+    "sent_by_rank",
+]
 
 SentCounts = Counter[tuple[str, tuple[str, ...], int]]
 """(kind, mesh axes, bytes of the larger local buffer) -> the number of times in a step."""
@@ -41,31 +51,42 @@ _KINDS = {
 }
 
 
-def planned(program: LocalProgram, bucket_bytes: float | None = None) -> SentCounts:
+def planned(
+    program: LocalProgram,
+    gradients: Sequence[LocalMessage] = (),
+    gathers: Sequence[Sequence[int]] = (),
+) -> SentCounts:
     """The plan's collectives, without mesh axes of size 1, along which nothing is sent.
 
-    bucket_bytes: if given, gradients of parameters are joined in messages (``gradient_messages``), with the same bytes.
+    gradients, gathers: the messages in which gradients of parameters are joined (``gradient_messages``), and those in
+    which parameters are gathered (``gather_messages``). The bytes are the same.
     """
     out: SentCounts = Counter()
     for c in program_collectives(program):
         if axes := _wide(c.axes, program.mesh):
             out[c.kind, axes, c.nbytes] += c.times
-    for m in () if bucket_bytes is None else gradient_messages(program, bucket_bytes):
-        for chunks in joined_chunks(program, m):
-            steps = [program.stages(x.transfer, "back")[x.stage] for x in chunks]
-            axes, times = _wide(steps[0].axes, program.mesh), round(program.runs(chunks[0].transfer, "back"))
-            if not axes:
-                continue
-            out[steps[0].kind, axes, sum(x.nbytes for x in chunks)] += times
-            for chunk, step in zip(chunks, steps, strict=True):
-                if chunk.begin == 0:
-                    out[step.kind, axes, step.nbytes] -= times
+
+    def joined(like: LocalReshardStep, steps: Sequence[LocalReshardStep], nbytes: int, times: float) -> None:
+        if axes := _wide(like.axes, program.mesh):
+            out[like.kind, axes, nbytes] += round(times)
+            for step in steps:
+                out[step.kind, axes, step.nbytes] -= round(times)
+
+    for chunks in (some for m in gradients for some in joined_chunks(program, m)):
+        steps = [program.stages(c.transfer, "back")[c.stage] for c in chunks]
+        begun = [step for c, step in zip(chunks, steps, strict=True) if c.begin == 0]
+        joined(steps[0], begun, sum(c.nbytes for c in chunks), program.runs(chunks[0].transfer, "back"))
+    for numbers in gathers:
+        steps = [program.transfers[n].forward[0] for n in numbers]
+        joined(steps[0], steps, sum(s.nbytes for s in steps), program.runs(numbers[0], "there"))
     return +out
 
 
 def planned_in_step(plan: TorchPlan) -> SentCounts:
-    """The collectives of a step whose forward and backward run together: the plan's, with gradients joined."""
-    return planned(plan.program, plan.bucket_bytes)
+    """The collectives of a step whose forward and backward run together: the plan's, with gradients and gathers of
+    parameters joined."""
+    program, nbytes = plan.program, plan.bucket_bytes
+    return planned(program, gradient_messages(program, nbytes), gather_messages(program, nbytes))
 
 
 def planned_in_stages(run: TorchPipeline, rank: int) -> SentCounts:
@@ -78,7 +99,8 @@ def planned_in_stages(run: TorchPipeline, rank: int) -> SentCounts:
         if run.schedule.rank_of[k] == rank:
             stored = {t for t, owner in run.stage_of_parameter.items() if owner == k}
             part = _part(run.split(k).program, stage.nodes, stored, returns=k + 1 == len(run.stages))
-            out += planned(part)
+            once = {n for n, t in enumerate(part.transfers) if t.hoisted and any(t.runs)}
+            out += planned(part, gradient_messages(part, run.split(k).bucket_bytes, once))
             for m, times in run.exchanged(k):
                 if axes := _wide(m.axes, part.mesh):
                     out[m.kind, axes, m.nbytes] += times
@@ -129,7 +151,7 @@ def _recorder() -> type[TorchDispatchMode]:
         def __init__(self, groups: AxisGroups) -> None:
             super().__init__()
             self.sent: SentCounts = Counter()
-            self._kinds = groups.kinds
+            self._kinds, self._carried = groups.kinds, groups.carried
             self._axes = {name: axes for axes, name in groups.names.items()}
 
         def __torch_dispatch__(
@@ -148,7 +170,8 @@ def _recorder() -> type[TorchDispatchMode]:
                 elif kind == "all_to_all" and sum(1 for n in args[1] if n) <= 1:
                     kind = "permute"
                 nbytes = max(t.numel() * t.element_size() for t in (args[0], made))
-                self.sent[kind, axes, nbytes] += 1
+                several = self._carried[-1] if self._carried else 1
+                self.sent[kind, axes, nbytes // several] += several
             return made
 
     return Recorder
@@ -167,9 +190,17 @@ def sent_by_one_rank(plan: TorchPlan) -> SentCounts:
 
     The backend of the process group may be "fake".
     """
+    return _sent(plan, plan.groups("cpu"))
+
+
+def sent_by_rank(plan: TorchPlan, rank: int) -> SentCounts:
+    """The collectives of a step on any rank, run on fake tensors. It needs no process group."""
+    return _sent(plan, groups_of_one(plan, rank))
+
+
+def _sent(plan: TorchPlan, groups: AxisGroups) -> SentCounts:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    groups = plan.groups("cpu")
     with FakeTensorMode(allow_non_fake_inputs=True), recorded(groups) as found:
         imagined_step(plan, groups).backward(*imagined_batch(plan))
     return SentCounts(found.sent)

@@ -26,6 +26,7 @@ def test_without_messages_they_are_the_plans_list(model, strategy):
 def test_gradients_in_one_message_are_one_collective_of_their_bytes():
     """Chunks of a gradient that is cut count in the messages that carry them; the other gradients are in a bucket."""
     from pase.backends.audit.torch import planned
+    from pase.backends.torch.spmd.messages import gradient_messages
 
     _, program = planned_program("mlp", "data_parallel")
     weights = [n for n, t in enumerate(program.transfers) if t.src in program.parameters and t.backward]
@@ -38,7 +39,8 @@ def test_gradients_in_one_message_are_one_collective_of_their_bytes():
         return LocalMessage(way="back", link="net", chunks=tuple(chunks))
 
     messages = (message((a, 0, first.nbytes), (b, 0, second.nbytes), (c, 0, half)), message((c, half, half)))
-    found = planned(replace(program, messages=messages), 1e9)
+    program = replace(program, messages=messages)
+    found = planned(program, gradient_messages(program, 1e9))
     wanted = planned(program)
     for _, m in summed:
         wanted["all_reduce", m.axes, m.nbytes] -= 1

@@ -1,8 +1,8 @@
 """Batch normalization whose batch is split over ranks, as one op with the plan's sums of statistics and gradients.
 
 Op by op, the sums over ranks would lie between ops, and autograd would keep the centred and the normalized input. Here
-the ranks sum what the plan's ops sum, in the same number of collectives of the same bytes, and PyTorch's own op
-normalizes by the sums. It keeps its input only.
+the ranks sum what the plan's ops sum, the two sums of backward in one message, and PyTorch's own op normalizes by the
+sums. It keeps its input only.
 """
 
 from __future__ import annotations
@@ -191,10 +191,11 @@ def _function() -> type[TorchFunction]:
             if gradient is None:
                 return None, None, None, None
             x, weight, mean, variance = ctx.saved_tensors
+            wanted = ctx.needs_input_grad[1]
             own, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-                gradient, x, weight, mean, variance, None, None, False, ctx.norm.eps, [True, True, True]
+                gradient, x, weight, mean, variance, None, None, False, ctx.norm.eps, [wanted, True, True]
             )
-            if ctx.needs_input_grad[1]:
+            if wanted:
                 own = ctx.norm.through_statistics(own, of_weight, of_bias, ctx.saved_tensors)
             return None, own, of_weight, of_bias if ctx.needs_input_grad[3] else None
 
@@ -230,9 +231,10 @@ class SplitNorm:
 
         share = x.numel() // x.shape[1] / self.count
         variance, mean = torch.var_mean(x, [i for i in range(x.dim()) if i != 1], correction=0)
-        all_mean = self.groups.all_reduce(mean * share, self.axes)
+        variance, of_mean = torch._foreach_mul([variance, mean], share)
+        all_mean = self.groups.all_reduce(of_mean, self.axes)
         off = mean - all_mean
-        return all_mean, self.groups.all_reduce(torch.addcmul(variance, off, off) * share, self.axes)
+        return all_mean, self.groups.all_reduce(torch.addcmul(variance, off, off, value=share), self.axes)
 
     def through_statistics(
         self, own: Tensor, of_weight: Tensor, of_bias: Tensor, residuals: Sequence[Tensor]
@@ -240,14 +242,14 @@ class SplitNorm:
         """The input's gradient. own: the part of it that does not pass through the statistics; it is overwritten.
 
         of_weight, of_bias: sums over this rank's part of the result's gradient, times the normalized input or alone.
+        Both are summed over the ranks in one message. The rest of the gradient is a batch norm of the input with these
+        sums as weight and bias (Ioffe and Szegedy, 2015).
         """
+        import torch
+
         x, weight, mean, variance = residuals
-        all_of_bias = self.groups.all_reduce(of_bias, self.axes)
-        all_of_weight = self.groups.all_reduce(of_weight, self.axes)
-        inverse = (variance + self.eps).rsqrt()
-        factor = weight * inverse
-        slope = factor * inverse * all_of_weight
-        constant = (factor * all_of_bias).addcmul_(slope, mean, value=-1)
-        shape = [1, -1, *[1] * (x.dim() - 2)]
-        own.sub_(constant.reshape(shape), alpha=1 / self.count)
-        return own.addcmul_(x, slope.reshape(shape), value=-1 / self.count)
+        with self.groups.carrying(2):
+            sums = self.groups.all_reduce(torch.stack([of_weight, of_bias]), self.axes)
+        sums = sums * (weight * (variance + self.eps).rsqrt())
+        rest = torch.native_batch_norm(x, *sums.unbind(), mean, variance, False, 0.0, self.eps)[0]
+        return own.sub_(rest, alpha=1 / self.count)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd import Function as TorchFunction
 
-__all__ = ["EdgeCall", "SendLater", "positions", "summed", "there_and_back"]
+__all__ = ["EdgeCall", "GradientTaker", "SentLater", "positions", "summed", "there_and_back"]
 
 Way: TypeAlias = "Callable[[Tensor], Tensor]"
 GradientWay: TypeAlias = "Callable[[Tensor], Tensor | None]"
@@ -66,7 +66,7 @@ def there_and_back(
     name: str = "edge",
     *,
     anyshape: bool = False,
-    later: tuple[int, SendLater] | None = None,
+    later: SentLater | None = None,
 ) -> Tensor:
     """Returns ``there(value)``. The gradient, ``back`` of the incoming gradient, goes to ``gradient_carrier`` if that
     is given, else to ``value``.
@@ -82,8 +82,8 @@ def there_and_back(
     return whole(EdgeCall(there, back, anyshape, later), value, *carriers, name=name)
 
 
-class SendLater(Protocol):
-    """Takes the gradient of an edge in backward, to send it beside what follows (``messages.GradientSending``)."""
+class GradientTaker(Protocol):
+    """Takes gradients in backward, to send them beside what follows (``messages.GradientSending``)."""
 
     @property
     def is_open(self) -> bool: ...
@@ -92,26 +92,52 @@ class SendLater(Protocol):
 
     def give(self, number: int, root: object, gradient: Tensor) -> None: ...
 
+    def take_from(self, number: int, leaf: Tensor) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentLater:
+    """The gradient of an edge that is sent beside what follows.
+
+    number: the edge's transfer. taker: takes the gradient while it is open.
+    alone: whether the edge passes a parameter on as it is, and the step reads the parameter through it alone.
+    """
+
+    number: int
+    taker: GradientTaker
+    alone: bool
+
 
 @dataclass(frozen=True)
 class EdgeCall:
     """An edge, as one call with a derivative of its own.
 
     anyshape: whether it passes the value on, and does the same to each element of the gradient.
-    later: the number of the edge's transfer, and what takes its gradient while it is open.
     """
 
     there: Way
     back: Way
     anyshape: bool = False
-    later: tuple[int, SendLater] | None = None
+    later: SentLater | None = None
 
     def __call__(self, value: Tensor, gradient_carrier: Tensor | None = None) -> Tensor:
+        if self._taken_from_leaf(value, gradient_carrier):
+            return value
         edge, onto_carrier = _functions()
         root, back = self._handed_over(value if gradient_carrier is None else gradient_carrier)
         if gradient_carrier is None:
             return edge.apply(root, self.there, back)
         return onto_carrier.apply(value.detach(), root, self.there, back)
+
+    def _taken_from_leaf(self, value: Tensor, gradient_carrier: Tensor | None) -> bool:
+        """Whether no edge is needed, because the gradient is taken where it arrives at the parameter."""
+        later = self.later
+        if later is None or not (later.alone and later.taker.is_open) or gradient_carrier is not None:
+            return False
+        if not (value.is_leaf and value.requires_grad):
+            return False
+        later.taker.take_from(later.number, value)
+        return True
 
     def _handed_over(self, root: Tensor) -> tuple[Tensor, GradientWay]:
         """(the tensor that autograd sees, the way of its gradient to ``root``).
@@ -119,18 +145,18 @@ class EdgeCall:
         If the gradient is sent later, autograd's way from the edge to the parameter is gone once, when the gradient has
         arrived. It may keep tensors, so backward must not go it before.
         """
-        if self.later is None or not root.requires_grad or not self.later[1].is_open:
+        if self.later is None or not root.requires_grad or not self.later.taker.is_open:
             return root, self.back
         from torch.autograd.graph import get_gradient_edge
 
-        number, sending = self.later
-        sending.announce(number)
+        number, taker = self.later.number, self.later.taker
+        taker.announce(number)
         seen = root if root.is_leaf else root.detach().requires_grad_()
         # The tensor itself would stay in memory if it is not a leaf.
         end = root if root.is_leaf else get_gradient_edge(root)
 
         def back(g: Tensor) -> None:
-            sending.give(number, end, g)
+            taker.give(number, end, g)
 
         return seen, back
 

@@ -2,7 +2,8 @@
 
 A hoisted transfer (``LocalProgram.hoisted``) gathers its parameter before the first micro-batch, and the result stays
 in memory. The gradients of all micro-batches are then added locally. After the last micro-batch, the derivative of the
-gathers sums them over the ranks, with the reshard steps that the plan has for it.
+gathers sums them over the ranks, with the reshard steps that the plan has for it, in joined messages
+(``messages.GradientSending``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pase.backends.torch.spmd.interpreter import Body, RankWalk
+    from pase.backends.torch.spmd.messages import GradientSending
     from pase.backends.torch.spmd.values import RankValue
 
 __all__ = ["StepParameters"]
@@ -31,6 +33,7 @@ class StepParameters:
     received: number of a hoisted transfer -> its result.
     sums: number -> the sum of its gradients, in the dtype of the stored parameter, for transfers that have gradients.
     given: number -> the tensor that a walk reads.
+    sending: sends the gradients of the transfers.
     """
 
     leaves: Mapping[str, Tensor]
@@ -38,18 +41,25 @@ class StepParameters:
     received: Mapping[int, Tensor]
     sums: Mapping[int, Tensor]
     given: Mapping[int, Tensor]
+    sending: GradientSending
 
     @staticmethod
     def of(leaves: Mapping[str, Tensor], body: Body, walk: RankWalk) -> StepParameters:
         """Run the hoisted transfers. body: holds the parameters, made from the leaves."""
-        received = walk.arrivals(body)
+        with walk.sending.announcing():
+            received = walk.arrivals(body)
         sums, given = {}, {}
         for n, x in received.items():
             given[n] = x
             if x.requires_grad:
                 given[n], sums[n] = _apart(x, leaves[walk.stored(n)])
         return StepParameters(
-            leaves=leaves, values=dict(body.values), received=received, sums=sums, given=given
+            leaves=leaves,
+            values=dict(body.values),
+            received=received,
+            sums=sums,
+            given=given,
+            sending=walk.sending,
         )
 
     def into(self, body: Body) -> None:
@@ -69,6 +79,7 @@ class StepParameters:
         ends = [(self.received[n], x.grad) for n, x in self.sums.items() if x.grad is not None]
         if ends:
             torch.autograd.backward([x for x, _ in ends], [g.to(x.dtype) for x, g in ends])
+        self.sending.finish()
 
 
 def _apart(x: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:

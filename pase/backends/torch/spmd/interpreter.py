@@ -16,9 +16,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from pase.backends.torch.spmd.call import NodeOps
-from pase.backends.torch.spmd.collectives import there_and_back
+from pase.backends.torch.spmd.collectives import SentLater, there_and_back
 from pase.backends.torch.spmd.constants import Constants, NodeIndex
 from pase.backends.torch.spmd.control import ControlNode
+from pase.backends.torch.spmd.gathers import gather_messages
 from pase.backends.torch.spmd.masks import causal_masks
 from pase.backends.torch.spmd.messages import GradientSending
 from pase.backends.torch.spmd.pairs import OpPair
@@ -37,7 +38,7 @@ from pase.frontends.torch.values import TorchScope, op_name
 from pase.ir import Op, Place
 from pase.ir.blocks import Block, holders
 from pase.local.reshard import resharded
-from pase.local.types import LocalOperand, LocalProgram, LocalTransfer
+from pase.local.types import LocalOp, LocalOperand, LocalProgram, LocalTransfer
 from pase.machine import BUCKET_BYTES
 from pase.pytree import Tree
 
@@ -140,7 +141,7 @@ class RankWalk:
     counting: the ops that compute a micro-batch's share of the totals, as (place, tensor).
     totals: tensors that are sums over all micro-batches.
     only: the numbers of the top-level nodes to run; None runs all of them.
-    bucket_bytes: the size of the messages in which gradients of parameters are sent.
+    bucket_bytes: the size of the messages in which parameters are gathered and their gradients are sent.
     """
 
     program: LocalProgram
@@ -154,8 +155,19 @@ class RankWalk:
 
     @cached_property
     def sending(self) -> GradientSending:
-        """Sends the gradients of parameters while backward goes on, if it is open."""
-        return GradientSending(program=self.program, groups=self.groups, bucket_bytes=self.bucket_bytes)
+        """Sends the gradients of parameters while backward goes on, if it is open; in a stage, those of hoisted
+        transfers."""
+        return GradientSending(
+            program=self.program,
+            groups=self.groups,
+            bucket_bytes=self.bucket_bytes,
+            among=None if self.only is None else frozenset(self.hoisted),
+        )
+
+    @cached_property
+    def gathers(self) -> tuple[tuple[int, ...], ...]:
+        """The transfers whose gathers are joined, for each message."""
+        return gather_messages(self.program, self.bucket_bytes)
 
     @cached_property
     def counted(self) -> frozenset[str]:
@@ -295,6 +307,28 @@ class RankWalk:
         return frozenset(
             t.src for t in self.program.transfers if t.backward and t.src in self.program.parameters
         )
+
+    @cached_property
+    def _only_ways(self) -> frozenset[int]:
+        """The transfers that pass a parameter, or a view of it, on as it is, once in a micro-batch, if nothing else
+        reads it."""
+        program, read = self.program, dict[str, list[tuple[LocalOp, int | None]]]()
+        for op in program.ops:
+            for o in op.operands:
+                read.setdefault(program.original(o.tensor), []).append((op, o.transfer))
+        found = set()
+        for t in self._stored.values():
+            uses = read.get(t, [])
+            while [n for _, n in uses] == [None] and uses[0][0].node in program.parameters:
+                uses = read.get(uses[0][0].results[0].tensor, [])
+            numbers = {n for _, n in uses if n is not None and not program.transfers[n].forward}
+            if (
+                len(numbers) == 1
+                and len({n for _, n in uses}) == 1
+                and not any(op.op.loops for op, _ in uses)
+            ):
+                found |= numbers
+        return frozenset(found)
 
     def _of_parameters(self, pair: OpPair) -> bool:
         """Whether the op is a view or a cast of a parameter."""
@@ -451,7 +485,9 @@ class RankWalk:
             (copy,) = self.program.maker[t.tensor].operands
             assert copy.transfer is not None
             value = replace(value, array=self._transferred(value, copy.transfer, body), gradient_carrier=None)
-        later = (number, self.sending) if t.src in self._sent_later else None
+        later = None
+        if t.src in self._sent_later:
+            later = SentLater(number=number, taker=self.sending, alone=number in self._only_ways)
         unchanged = not t.forward and t.backward == () and value.gradient_carrier is None
         if unchanged and (later is None or value.array.is_leaf):
             return value.array

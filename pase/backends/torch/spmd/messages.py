@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
@@ -25,6 +26,7 @@ from pase.local.types import Extents, LocalMessage, LocalProgram, LocalReshardSt
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.autograd.graph import GradientEdge
 
 __all__ = ["GradientSending", "SendStage", "gradient_messages", "joined_chunks"]
 
@@ -37,13 +39,17 @@ SendStage: TypeAlias = "tuple[int, int]"
 _JOINED = ("all_reduce", "reduce_scatter")
 
 
-def gradient_messages(program: LocalProgram, bucket_bytes: float) -> tuple[LocalMessage, ...]:
+def gradient_messages(
+    program: LocalProgram, bucket_bytes: float, among: Collection[int] | None = None
+) -> tuple[LocalMessage, ...]:
     """The messages of a program that carry gradients of parameters, and buckets of about ``bucket_bytes`` for the
     gradients that no message carries. Gradients that are summed equally often are in one bucket.
 
+    among: the transfers whose gradients are joined; None for all.
+
     A gradient whose reshard step is neither an all-reduce nor a reduce-scatter is sent by itself.
     """
-    joinable = _stages(program)
+    joinable = {s: step for s, step in _stages(program).items() if among is None or s[0] in among}
     back = [m for m in program.messages if m.way == "back"]
     sent = Counter[SendStage]()
     for c in (c for m in back for c in m.chunks):
@@ -123,10 +129,31 @@ class _Gradient:
 
 @dataclass(frozen=True, eq=False)
 class _SentWire:
-    """A collective that is under way. spans: chunks with their gradients and numbers of elements."""
+    """A collective that is under way. spans: chunks with their gradients and numbers of elements. views: parts of the
+    wire in the shapes of these gradients, if all are whole."""
 
     wire: Tensor
     spans: Sequence[tuple[MessageChunk, _Gradient, int]]
+    views: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _LeafHook:
+    """A hook on the gradient of a leaf. end: where autograd's graph ends at it; without it, the hook would be gone."""
+
+    leaf: Tensor
+    end: GradientEdge
+
+    @classmethod
+    def of(cls, leaf: Tensor, taken: Callable[[tuple[Tensor | None, ...]], tuple[None] | None]) -> _LeafHook:
+        """taken: gets the gradient, and returns what autograd adds to the leaf's; None for no change."""
+        from torch.autograd.graph import get_gradient_edge
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes():  # it makes a view, which a recomputed block would not make again
+            end = get_gradient_edge(leaf)
+        end.node.register_prehook(taken)
+        return cls(leaf, end)
 
 
 @dataclass(kw_only=True)
@@ -134,17 +161,20 @@ class GradientSending:
     """The messages of a rank's gradients, for one backward at a time.
 
     is_open: whether edges hand their gradients over.
+    among: the transfers whose gradients are handed over; None for all.
     overwrites: whether a joined message may be summed in place; a program that is traced has no such ops.
     expected: the transfers whose gradients forward's edges announced.
     here: message -> its stages whose gradients are there.
     sent: message -> how often it has been sent in this backward.
     wanted: message -> how many stages of gradients it waits for.
     arrived: the gradients that are done. given: how many were given.
+    hooks: transfer -> what takes its gradient from a parameter. They are kept from step to step.
     """
 
     program: LocalProgram
     groups: AxisGroups
     bucket_bytes: float
+    among: frozenset[int] | None = None
     is_open: bool = False
     overwrites: bool = True
     expected: set[int] = field(default_factory=set)
@@ -154,17 +184,18 @@ class GradientSending:
     under_way: list[_SentWire] = field(default_factory=list)
     arrived: list[_Gradient] = field(default_factory=list)
     given: int = 0
+    hooks: dict[int, _LeafHook] = field(default_factory=dict)
 
     @cached_property
     def messages(self) -> tuple[LocalMessage, ...]:
         """See ``gradient_messages``. Warns about messages of the bucket plan that carry anything else."""
-        found = gradient_messages(self.program, self.bucket_bytes)
+        found = gradient_messages(self.program, self.bucket_bytes, self.among)
         every = self.program.messages
         others = sum(len(m.chunks) for m in every) - sum(len(m.chunks) for m in found if m.link)
         if others:
             warnings.warn(
                 f"{others} chunks of the {len(every)} messages of the bucket plan of '{self.program.name}' are not "
-                f"gradients to be summed: PyTorch sends gathers of parameters and other transfers one by one",
+                f"gradients to be summed: PyTorch gathers parameters in buckets, and sends other transfers one by one",
                 stacklevel=2,
             )
         return found
@@ -192,11 +223,22 @@ class GradientSending:
         finally:
             self.is_open = False
             self._begin()
+            if not overwrites:  # the leaves of a trace
+                self.hooks.clear()
 
     def _begin(self) -> None:
         """Forget all of the previous backward."""
         self.expected, self.here, self.sent, self.wanted = set(), {}, Counter(), {}
         self.under_way, self.arrived, self.given = [], [], 0
+
+    @contextlib.contextmanager
+    def announcing(self) -> Iterator[None]:
+        """Edges that are made in this context hand their gradients over, whenever that is. ``finish`` must follow."""
+        self.is_open = True
+        try:
+            yield
+        finally:
+            self.is_open = False
 
     def announce(self, number: int) -> None:
         """The gradient of a transfer is to come."""
@@ -207,6 +249,22 @@ class GradientSending:
         """Take the gradient of a transfer's result, which ``root`` shall get after its reshard steps."""
         self.given += 1
         self._go_on(_Gradient(number, root, gradient))
+
+    def take_from(self, number: int, leaf: Tensor) -> None:
+        """Announce the gradient of a transfer, and take it when backward has made all of it."""
+        self.announce(number)
+        if number in self.hooks and self.hooks[number].leaf is leaf:
+            return
+        held, own = weakref.ref(self), weakref.ref(leaf)  # or a step would keep itself alive
+
+        def taken(gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
+            sending, root, (gradient,) = held(), own(), gradients
+            if sending is None or number not in sending.expected or gradient is None:
+                return None
+            sending.give(number, root, gradient)
+            return (None,)  # nothing is left to add to the leaf's
+
+        self.hooks[number] = _LeafHook.of(leaf, taken)
 
     def finish(self) -> None:
         """Send what has not been sent, wait for all, and hand the gradients to their roots."""
@@ -224,15 +282,19 @@ class GradientSending:
                 fix="report this as a bug in pase.backends.torch",
             )
         self._begin()
-        inner = []
-        with torch.no_grad():
-            for g in arrived:
-                if not isinstance(g.root, torch.Tensor):
-                    inner.append(g)
-                elif g.root.grad is None:
-                    g.root.grad = g.array
-                else:
-                    g.root.grad.add_(g.array)
+        inner: list[_Gradient] = []
+        more: list[tuple[Tensor, Tensor]] = []
+        for g in arrived:
+            assert g.array is not None
+            if not isinstance(g.root, torch.Tensor):
+                inner.append(g)
+            elif g.root.grad is None:
+                g.root.grad = g.array
+            else:
+                more.append((g.root.grad, g.array))
+        if more:
+            with torch.no_grad():
+                torch._foreach_add_([had for had, _ in more], [new for _, new in more])
         if inner:
             torch.autograd.backward([g.root for g in inner], [g.array for g in inner])
 
@@ -299,6 +361,9 @@ class GradientSending:
         """Start one collective."""
         import torch
 
+        if self._are_whole(chunks):
+            self._start_whole(chunks)
+            return
         pieces, spans = [], []
         for c, g in chunks:
             assert g.array is not None
@@ -317,6 +382,35 @@ class GradientSending:
             wire = self.groups.started_reduce_scatter(wire, step.axes)
         self.under_way.append(_SentWire(wire, spans))
 
+    def _are_whole(self, chunks: Sequence[tuple[MessageChunk, _Gradient]]) -> bool:
+        """Whether these are several gradients, all of each, that can be joined by one op."""
+        steps = [(c, self._step(g)) for c, g in chunks]
+        whole = all(c.nbytes == s.nbytes for c, s in steps)
+        return whole and len(chunks) > 1 and (self.overwrites or steps[0][1].kind == "reduce_scatter")
+
+    def _start_whole(self, chunks: Sequence[tuple[MessageChunk, _Gradient]]) -> None:
+        """Start one collective of several gradients. Gradients to be summed are copied into one tensor, of which they
+        become views."""
+        import torch
+
+        step, arrays = self._step(chunks[0][1]), [g.array for _, g in chunks if g.array is not None]
+        if step.kind == "all_reduce":
+            sizes = [x.numel() for x in arrays]
+            wire = arrays[0].new_empty(sum(sizes))
+            parts = zip(wire.split(sizes), arrays, strict=True)
+            views = [self.groups.reshape(part, x.shape) for part, x in parts]
+            torch._foreach_copy_(views, arrays)
+            wire = self.groups.started_all_reduce(wire, step.axes, overwrite=True)
+        else:
+            ways, views = self.groups.ways(step.axes), []
+            sizes = [x.numel() // ways for x in arrays]
+            fronts = [self._front(g, x) for (_, g), x in zip(chunks, arrays, strict=True)]
+            wire = self.groups.started_reduce_scatter(torch._chunk_cat(fronts, 0, ways), step.axes)
+        for _, g in chunks:
+            g.array = None  # it would stay in memory until the message arrives
+        spans = [(c, g, n) for (c, g), n in zip(chunks, sizes, strict=True)]
+        self.under_way.append(_SentWire(wire, spans, views))
+
     def _step(self, g: _Gradient) -> LocalReshardStep:
         return self.program.reshard_steps(g.number, "back")[g.done]
 
@@ -325,11 +419,14 @@ class GradientSending:
         step = self._step(g)
         if step.kind == "all_reduce":
             return self.groups.reshape(x, (x.numel(),))
-        shape = self.program.result(self.program.transfers[g.number].tensor).shape
-        v = view(step, shape, self.program.mesh)
-        front = x if v.along == (0, None) else self.groups.to_front(x, v)
-        ways = math.prod(v.ways)
+        front, ways = self._front(g, x), self.groups.ways(step.axes)
         return self.groups.reshape(front, (ways, front.numel() // ways))
+
+    def _front(self, g: _Gradient, x: Tensor) -> Tensor:
+        """A gradient to be scattered, of which each rank gets an equal part of the first dim."""
+        shape = self.program.result(self.program.transfers[g.number].tensor).shape
+        v = view(self._step(g), shape, self.program.mesh)
+        return x if v.along == (0, None) else self.groups.to_front(x, v)
 
     def _receive(self, wires: Sequence[_SentWire]) -> None:
         """Wait for these collectives, and go on with the gradients of which all has arrived."""
@@ -338,6 +435,11 @@ class GradientSending:
         self.under_way = [w for w in self.under_way if w not in wires]
         for w in wires:
             wire = self.groups.received(w.wire)
+            if w.views:
+                for (_, g, _), array in zip(w.spans, w.views, strict=True):
+                    g.array, g.done = array, g.done + 1
+                    self._go_on(g)
+                continue
             parts = wire.split([n for *_, n in w.spans]) if len(w.spans) > 1 else (wire,)
             for (c, g, _), part in zip(w.spans, parts, strict=True):
                 g.pieces[c.begin] = part

@@ -49,6 +49,8 @@ class AxisGroups(Arrays["Tensor"]):
     everywhere: DeviceMesh | None = None
     kinds: list[CollectiveKind] = field(default_factory=list)
     """The kinds of the collectives that are being sent, in the plan's terms, if PyTorch's op does not tell them."""
+    carried: list[int] = field(default_factory=list)
+    """How many of the plan's collectives, all of one size, are being sent as one."""
 
     def ordered(self, order: Sequence[str]) -> DeviceMesh:
         """PyTorch's mesh with the axes in another order. Every rank must call it with the same orders."""
@@ -141,6 +143,10 @@ class AxisGroups(Arrays["Tensor"]):
         n = self.ways(axes)
         return self._ops().reduce_scatter_tensor(x.reshape(-1), "sum", n, self._group(axes))
 
+    def started_all_gather(self, x: Tensor, axes: Sequence[str]) -> Tensor:
+        """Start a gather over these axes: [1, elements] on each rank -> [ways, elements]."""
+        return self._ops().all_gather_into_tensor(x, self.ways(axes), self._group(axes))
+
     def received(self, x: Tensor) -> Tensor:
         """Wait for a collective that has been started."""
         return self._waited(x)
@@ -206,6 +212,15 @@ class AxisGroups(Arrays["Tensor"]):
             yield
         finally:
             self.kinds.pop()
+
+    @contextlib.contextmanager
+    def carrying(self, several: int) -> Iterator[None]:
+        """What is sent in this context is several of the plan's collectives, all of one size."""
+        self.carried.append(several)
+        try:
+            yield
+        finally:
+            self.carried.pop()
 
     def units_sent(self, front: Tensor, how: UnitExchange, axes: Sequence[str]) -> Tensor:
         """One all-to-all of parts of different sizes."""

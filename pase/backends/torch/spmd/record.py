@@ -431,6 +431,8 @@ def whole(run: Callable[..., Tree], *args: TorchOperand, name: str) -> Tree:
 
     with _pop_mode_temporarily():
         made = run(*args)
+        if any(made is x for x in args):  # it is another tensor for what reads the call
+            made = made.view_as(made)
     into.note(run, args, {}, made, name)
     return made
 

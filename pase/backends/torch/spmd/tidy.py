@@ -1,5 +1,6 @@
 """Removes from a recorded program what nothing needs: views that undo each other, views and constants made twice, and
-ops whose result nothing reads.
+ops whose result nothing reads. Light ops that only lead to results of the program (running statistics, counters) are
+joined, which takes one launch on a GPU for all of a kind.
 
 The program's results, their derivatives, and what is sent stay the same.
 """
@@ -35,6 +36,7 @@ def tidied(graph: Graph) -> None:
     for n in reversed(list(graph.nodes)):
         if not n.users and n.op in ("call_function", "call_method", "get_attr") and not _acts(n):
             graph.erase_node(n)
+    _joined(graph)
 
 
 def _edges_first(graph: Graph) -> None:
@@ -104,6 +106,68 @@ def _made_twice(graph: Graph) -> None:
         first = seen.setdefault(key, n)
         if first is not n:
             n.replace_all_uses_with(first)
+
+
+def _joined(graph: Graph) -> None:
+    """Run products and sums that have no gradient, and lead to nothing but results, as one op for all of a kind."""
+    import operator
+
+    import torch
+
+    every = {"mul": torch._foreach_mul, "add": torch._foreach_add}
+    last = next(n for n in reversed(graph.nodes) if n.op == "output")
+    kinds: dict[FxNode, Hashable] = {}
+    for n in reversed(list(graph.nodes)):
+        if n.users and all(u is last or u in kinds for u in n.users) and (kind := _light(n)) is not None:
+            kinds[n] = kind
+    depth: dict[FxNode, int] = {}
+    alike: dict[tuple[int, Hashable], list[FxNode]] = {}
+    for n in reversed(kinds):
+        depth[n] = 1 + max((depth.get(x, 0) for x in n.all_input_nodes), default=0)
+        alike.setdefault((depth[n], kinds[n]), []).append(n)
+    for _, nodes in sorted(alike.items(), key=lambda item: item[0][0]):
+        for n in nodes:  # what it reads may be joined ops, which are here
+            last.prepend(n)
+        if len(nodes) == 1:
+            continue
+        ones, others, (alpha, *_) = zip(*map(_operands, nodes), strict=True)
+        of_tensors = isinstance(others[0], torch.fx.Node)
+        scale = {"alpha": alpha} if of_tensors and _name(nodes[0]) == "add" else {}
+        args = list(ones), list(others) if of_tensors else others[0]
+        with graph.inserting_before(nodes[0]):
+            made = graph.call_function(every[_name(nodes[0])], args, scale)
+            made.meta |= nodes[0].meta | {"val": [n.meta["val"] for n in nodes]}
+            for i, n in enumerate(nodes):
+                part = graph.call_function(operator.getitem, (made, i))
+                part.meta |= n.meta
+                n.replace_all_uses_with(part)
+        for n in nodes:
+            graph.erase_node(n)
+
+
+def _operands(n: FxNode) -> tuple[TorchOperand, TorchOperand, TorchOperand]:
+    """(one, other, alpha) of a product, or of the sum of one and ``alpha`` times the other."""
+    given = dict(zip(("self", "other"), n.args, strict=False)) | n.kwargs
+    return given.get("self", given.get("input")), given.get("other"), given.get("alpha", 1)
+
+
+def _light(n: FxNode) -> Hashable | None:
+    """Equal for two products or sums without gradient that can be one op; None if the node is something else."""
+    import torch
+
+    if n.op != "call_function" or _name(n) not in ("mul", "add") or len(n.args) > 2 or _differentiated(n):
+        return None
+    one, other, alpha = _operands(n)
+    node, number = torch.fx.Node, (int, float)
+    known = isinstance(one, node) and isinstance(other, (node, *number)) and isinstance(alpha, number)
+    if not known or not isinstance(n.meta.get("val"), torch.Tensor):
+        return None
+    both = [x.meta["val"] for x in (one, other) if isinstance(x, node)]
+    forms = {(x.shape, x.dtype, x.device) for x in (n.meta["val"], *both)}
+    if len(forms) > 1 or (len(both) == 1 and alpha != 1):
+        return None
+    of = "tensors" if len(both) == 2 else _frozen(other)
+    return _name(n), of, _frozen(alpha), n.meta["val"].dtype, str(n.meta["val"].device)
 
 
 def _key(n: FxNode) -> Hashable | None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pase.backends.torch.spmd.hoisted import StepParameters
+from pase.backends.torch.spmd.messages import GradientSending
 
 pytestmark = pytest.mark.torch
+
+
+def nothing_sent() -> GradientSending:
+    nothing: Any = None
+    return GradientSending(program=nothing, groups=nothing, bucket_bytes=0.0)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
@@ -26,6 +34,7 @@ def test_gradients_of_all_micro_batches_pass_the_gather_once(dtype: str) -> None
         received={0: gathered, 1: frozen},
         sums={0: summed},
         given={0: gathered.detach(), 1: frozen},
+        sending=nothing_sent(),
     )
     assert [x is y for x, y in zip(step.trained, (stored, summed), strict=True)] == [True, True]
     for scale in (1.0, 10.0, 100.0):
@@ -42,6 +51,11 @@ def test_without_gradients_nothing_is_summed() -> None:
     w = torch.ones(3, requires_grad=True)
     unread = torch.zeros(3, requires_grad=True)
     StepParameters(
-        leaves={"w": w}, values={}, received={0: 2 * w}, sums={0: unread}, given={}
+        leaves={"w": w},
+        values={},
+        received={0: 2 * w},
+        sums={0: unread},
+        given={},
+        sending=nothing_sent(),
     ).reduce_gradients()
     assert w.grad is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -67,3 +68,28 @@ def test_constants_are_computed_once_and_differentiated_ops_are_not_joined() -> 
     tidied(into.graph)
     called = [str(n.target) for n in into.graph.nodes]
     assert (called.count("aten.arange.default"), called.count("aten.exp.default")) == (1, 2)
+
+
+def test_light_ops_that_only_lead_to_results_are_joined() -> None:
+    """Those of one kind, in the order in which they need each other. What else reads, or has another form, stays."""
+    import torch
+
+    def make(x: Any) -> Any:
+        a, b, c, d = x.detach().unbind()
+        kept = [torch.mul(y, 0.5) for y in (a, b, c)]
+        moved = [torch.add(k, y, alpha=0.1) for k, y in zip(kept, (b, c, a), strict=True)]
+        other = torch.add(torch.mul(d, 0.5), d, alpha=0.2)
+        read = torch.mul(d, 3.0)
+        return (x * read.exp()).sum(), *moved, other, torch.mul(d, 2), torch.add(d, 1), torch.add(c, 1)
+
+    x = torch.randn(4, 3, requires_grad=True)
+    into = recorded(make, x)
+    tidied(into.graph)
+    into.graph.lint()
+    called = Counter(
+        getattr(n.target, "__name__", n.target) for n in into.graph.nodes if n.op != "placeholder"
+    )
+    assert (called["_foreach_mul"], called["_foreach_add"]) == (1, 2)
+    assert (called["mul"], called["add"]) == (3, 1)  # times exp, 3.0 and 2; alpha 0.2
+    (made,) = into.module("M")(x)
+    torch.testing.assert_close(tuple(made), make(x))
