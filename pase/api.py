@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pase.compiler.problem.options import CompileOptions, takes_options
 from pase.compiler.resolve import attached, resolve
+from pase.errors import PaseError
 from pase.plan.types import PlanData
 from pase.pytree import Tree
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from optax import GradientTransformation
 
     from pase.backends.audit.verify import Verified
+    from pase.backends.audit.verify_torch import VerifiedTorch
     from pase.backends.jax.modules import JaxModulePlan
     from pase.backends.jax.pipeline.circular import JaxCircular
     from pase.backends.jax.pipeline.modules import StagedModulePlan
@@ -188,28 +190,47 @@ class Plan(PlanData):
         *,
         lowering: Lowering = "auto",
         optimizer: GradientTransformation | None = None,
+        rank: int = 0,
         timeout_s: float = 3600.0,
         progress: Callable[[str], None] | None = None,
-    ) -> Verified:
-        """Compile the step with the target's own compiler, on any machine, and compare it with the prediction.
+    ) -> Verified | VerifiedTorch:
+        """Compile the step with the target's own compiler, on any machine, and compare it with the prediction. The step
+        of a PyTorch model runs op by op on fake tensors instead, as that of one rank.
 
-        Nothing runs and no device is needed (docs/how-to/verify.md). print() of the result shows both side by side.
+        No device is needed (docs/how-to/verify.md). print() of the result shows both side by side.
 
         target: a machine by name or by the path of its file, by default the plan's; "cpu" for host devices. lowering:
-            as for ``plan.jax.train_step``. optimizer: by default optax's optimizer of the plan's name. timeout_s: how
-            long the compiler may take. progress: called with a line of text while it works.
+            as for ``plan.jax.train_step``. optimizer: by default optax's optimizer of the plan's name. rank: of a
+            PyTorch model. timeout_s: how long the compiler may take. progress: called with a line of text while it
+            works.
 
-        Raises PaseError if the plan has no JAX model or has stages, or if the compiler is missing or fails. Raises
-        Infeasible if the compiler itself says that the step does not fit.
+        Raises PaseError if the plan has no JAX or PyTorch model or has stages, or if the compiler is missing or fails.
+        Raises Infeasible if the compiler itself says that the step does not fit.
         """
         from pase.backends.audit.verify import verify
+        from pase.backends.audit.verify_torch import verify_torch
         from pase.compiler.meshes.retarget import priced_on
+        from pase.frontends.torch.frontend import TracedTorch
 
         if self.traced is None and self.model.startswith("zoo:"):
             return attached(self, resolve(self.model)).verify(
                 target, lowering=lowering, optimizer=optimizer, timeout_s=timeout_s, progress=progress
             )
         priced, model = priced_on(self, "cpu_host" if target == "cpu" else target)
+        if isinstance(self.traced, TracedTorch):
+            if lowering != "auto" or optimizer is not None:
+                raise PaseError(
+                    "a PyTorch step has no lowering, and its optimizer is the plan's",
+                    where=f"the plan for '{self.model}'",
+                    fix="leave lowering and optimizer out",
+                )
+            return verify_torch(priced, model.machine, rank)
+        if rank:
+            raise PaseError(
+                f"there is no step of rank {rank} alone: all devices run one program",
+                where=f"the plan for '{self.model}'",
+                fix="leave rank out",
+            )
         return verify(
             priced, model, lowering=lowering, optimizer=optimizer, timeout_s=timeout_s, progress=progress
         )

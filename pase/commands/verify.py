@@ -39,16 +39,19 @@ def verify(
     text: Annotated[
         str | None,
         typer.Option(
-            "--text", help="Also write the compiled program to this file.", metavar="FILE", show_default=False
+            "--text", help="Also write the program to this file.", metavar="FILE", show_default=False
         ),
     ] = None,
+    rank: Annotated[
+        int, typer.Option("--rank", help="PyTorch models: the rank whose step is followed.", min=0)
+    ] = 0,
     timeout: Annotated[
         float, typer.Option("--timeout", help="Seconds that the compiler may take.", min=1.0)
     ] = 3600.0,
     json: JsonOption = False,
     strict: StrictOption = False,
 ) -> None:
-    """Compile a layout's step with the target's own compiler.
+    """Compile a layout's step with the target's own compiler, or follow one rank's step in PyTorch.
 
     XLA compiles for NVIDIA GPUs, TPUs or host devices, which need not be here. Nothing is run. The command shows beside
     each other what the plan predicts and what the compiler made: the peak memory of a device, the bytes that each kind
@@ -57,6 +60,9 @@ def verify(
 
     For GPUs it needs JAX's CUDA plugin, for TPUs libtpu; an error says how to install them. Compiling takes seconds to
     minutes.
+
+    The step of a PyTorch model runs op by op on fake tensors, with the update. The command shows the peak memory of the
+    rank by kind, and its collectives: listed by the plan, joined in messages, and sent.
 
     With --strict, the exit status is 1 if the compiled step does not fit or sends other bytes than the plan lists.
 
@@ -86,7 +92,9 @@ def verify(
     with progress() as say:
         say("tracing the model")
         bound = pase.Plan.of(attached(plan, resolve(model or plan.model)))
-        found = bound.verify(target, lowering=cast(Lowering, lowering), timeout_s=timeout, progress=say)
+        found = bound.verify(
+            target, lowering=cast(Lowering, lowering), rank=rank, timeout_s=timeout, progress=say
+        )
     if text is not None:
         write_atomically(text, found.text)
     if json:
