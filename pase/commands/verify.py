@@ -51,7 +51,7 @@ def verify(
     json: JsonOption = False,
     strict: StrictOption = False,
 ) -> None:
-    """Compile a layout's step with the target's own compiler, or follow one rank's step in PyTorch.
+    """Compile a layout's step with the target's own compiler.
 
     XLA compiles for NVIDIA GPUs, TPUs or host devices, which need not be here. Nothing is run. The command shows beside
     each other what the plan predicts and what the compiler made: the peak memory of a device, the bytes that each kind

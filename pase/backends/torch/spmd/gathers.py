@@ -87,7 +87,7 @@ def gathered_ahead(
         return
     before = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
     for edges_of in carried:
-        message = _Gathered.of(edges_of, program, groups)
+        message = _GatherMessage.of(edges_of, program, groups)
         with graph.inserting_before(before):
             wire = graph.call_function(
                 ProgramCall(message.started, "gather"), tuple(e.value for e in edges_of)
@@ -105,7 +105,7 @@ def gathered_ahead(
 
 
 @dataclass(frozen=True)
-class _Edge:
+class _GatherEdge:
     """A node of a graph that gathers a parameter, and the parameter."""
 
     node: FxNode
@@ -114,17 +114,17 @@ class _Edge:
     number: int
 
 
-def _edges(graph: Graph) -> Mapping[int, _Edge]:
+def _edges(graph: Graph) -> Mapping[int, _GatherEdge]:
     """Transfer -> the edge that runs it, for edges of the program's inputs that run once."""
     import torch
 
-    found: dict[int, list[_Edge]] = {}
+    found: dict[int, list[_GatherEdge]] = {}
     for n in graph.nodes:
         edge = n.target.run if isinstance(n.target, ProgramCall) else None
         if isinstance(edge, EdgeCall) and edge.later is not None:
             value = n.args[0]
             plain = isinstance(value, torch.fx.Node) and value.op == "placeholder"
-            made = [_Edge(n, value, edge, edge.later.number)] if plain else []
+            made = [_GatherEdge(n, value, edge, edge.later.number)] if plain else []
             found.setdefault(edge.later.number, []).extend(made)
     return {number: some[0] for number, some in found.items() if len(some) == 1}
 
@@ -141,7 +141,7 @@ class _Arrived:
 
 
 @dataclass(frozen=True)
-class _Gathered:
+class _GatherMessage:
     """A message. views: how each parameter is put together. sizes: the elements that a rank sends of each."""
 
     groups: AxisGroups
@@ -150,7 +150,7 @@ class _Gathered:
     sizes: Sequence[int]
 
     @classmethod
-    def of(cls, edges: Sequence[_Edge], program: LocalProgram, groups: AxisGroups) -> _Gathered:
+    def of(cls, edges: Sequence[_GatherEdge], program: LocalProgram, groups: AxisGroups) -> _GatherMessage:
         transfers = [program.transfers[e.number] for e in edges]
         steps = [t.forward[0] for t in transfers]
         shapes = [program.result(t.tensor).shape for t in transfers]

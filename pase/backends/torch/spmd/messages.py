@@ -340,9 +340,11 @@ class GradientSending:
         return self.wanted[i]
 
     def _send(self, i: int) -> None:
-        """Send a message with what of it is there."""
-        here = self.here.pop(i)
+        """Send a message with what of it is there, or has been under way in another."""
         self._receive([w for w in self.under_way if any(map(self._sends_more, w.spans))])
+        here = self.here.pop(i, None)
+        if here is None:  # what arrived was the rest of it
+            return
         self.sent[i] += 1
         for chunks in self._collectives[i]:
             alike: dict[object, list[tuple[MessageChunk, _Gradient]]] = {}
