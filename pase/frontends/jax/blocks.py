@@ -11,12 +11,14 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.frontends.blocks import BLOCKS, BlockWays
+from pase.frontends.common.micro_batches import draws_repeated
 from pase.frontends.common.repeats import crossing, equal_runs
 from pase.frontends.jax.frontend import INLINED, TracedJax, inlined, inner_jaxpr, trace
 from pase.frontends.jax.leaves import combine
 from pase.frontends.jax.types import Aval, Eqn, Jaxpr, Var
 from pase.frontends.jax.versions import is_literal, scan_groups, source_line
 from pase.frontends.registry import NotInParts
+from pase.ir import Remark
 from pase.ir.blocks import Block
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ __all__ = [
     "micro",
     "on_batch",
     "one_loop",
+    "repeated_draws",
     "why_no_program",
 ]
 
@@ -266,6 +269,12 @@ def check_handed_on(whole: TracedJax, k: int) -> None:
             )
 
 
+def repeated_draws(whole: TracedJax, part: TracedJax) -> tuple[Remark, ...]:
+    """Remarks on random numbers that are the same in each micro-batch. part: the model on one of them."""
+    paths = (*whole.param_paths, *whole.input_paths)
+    return draws_repeated(whole, part, batch_inputs(whole) | {paths[i] for i in whole.carried})
+
+
 def _subtrees(
     form: PyTreeDef, avals: Sequence[Aval], at: int
 ) -> Iterator[tuple[PyTreeDef, list[tuple[object, object]]]]:
@@ -285,6 +294,7 @@ BLOCKS.add(
         batch_size=batch_size,
         batch_inputs=batch_inputs,
         check_micro=check_handed_on,
+        micro_remarks=repeated_draws,
         one_loop=one_loop,
         mean=True,
         hoists=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pase.errors import PaseError
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def returned(traced: TracedJax, arrive: tuple[Tree, ...], mesh: JaxMesh) -> Tree
 def state_shardings(optimizer: GradientTransformation, params: Tree, gradients: Tree, mesh: JaxMesh) -> Tree:
     """Shardings of an optimizer's state. State that mirrors a parameter is stored like its gradient.
 
-    params: the shapes of the trained leaves. gradients: the shardings of their gradients.
+    params: the shapes of the trained leaves. gradients: the shardings of their gradients. Raises PaseError if the
+    state has several arrays for a parameter.
     """
     import jax
     import optax
@@ -52,12 +54,19 @@ def state_shardings(optimizer: GradientTransformation, params: Tree, gradients: 
     def like(leaf: Tree, param: Tree, sharding: Tree) -> Tree:
         return leaf if masked(leaf) else sharding if leaf.shape == param.shape else whole
 
-    return optax.tree_map_params(
-        optimizer,
-        like,
-        state,
-        params,
-        gradients,
-        transform_non_params=lambda _: whole,
-        is_leaf=masked,
-    )
+    try:
+        return optax.tree_map_params(
+            optimizer,
+            like,
+            state,
+            params,
+            gradients,
+            transform_non_params=lambda _: whole,
+            is_leaf=masked,
+        )
+    except ValueError as e:  # optax.sm3 has one array for each dim of a parameter
+        raise PaseError(
+            "its state has another structure than one array per parameter, so its layout is not known",
+            where="the optimizer",
+            fix="write the step yourself with plan.jax.value_and_grad(), and place the state as you want it",
+        ) from e

@@ -121,7 +121,9 @@ class Stepper:
                 raise PaseError(
                     f"it is {form}, but must be {jax.tree.structure(s)}",
                     where=f"argument {k} of the step",
-                    fix="to make the optimizer's state, call plan.jax.init(optimizer, params)",
+                    fix="to make the optimizer's state, call plan.jax.init(optimizer, params)"
+                    if k == 1
+                    else "pass what the plan was compiled for, or compile again",
                 )
         return tuple(jax.tree.map(_placed, self.padded(given), self.in_shardings))
 

@@ -36,16 +36,19 @@ class Training:
 
     def plain(self, graded: Callable[..., Tree]) -> Stepper:
         """The step that applies its own gradients. graded: f(params, *batch) -> (value, gradients)."""
+        import jax
 
         def step(params: Tree, opt_state: Tree, *batch: Tree) -> Tree:
             value, grads = graded(params, *batch)
-            return *self.updated(written(self.plan, params, value), opt_state, grads), arrays(value)
+            params = written(self.plan, params, value)
+            return *self.updated(params, opt_state, grads, jax.tree.leaves(arrays(value))[0]), arrays(value)
 
         return self.stepper(step)
 
-    def updated(self, params: Tree, opt_state: Tree, grads: Tree) -> tuple[Tree, Tree]:
+    def updated(self, params: Tree, opt_state: Tree, grads: Tree, loss: Tree = None) -> tuple[Tree, Tree]:
         """(parameters, optimizer state) after one update.
 
+        loss: of the step, for optimizers that read it (``reduce_on_plateau``); None where the step does not have it.
         Each device updates the part whose state it has. The output layouts of ``stepper`` then gather the parameters.
         """
         import jax
@@ -57,7 +60,9 @@ class Training:
             return jax.tree.map(jax.lax.with_sharding_constraint, tree, self._updated_as)
 
         mine = kept(trained(params))
-        updates, opt_state = self.optimizer.update(grads, opt_state, mine)
+        optimizer = optax.with_extra_args_support(self.optimizer)
+        read = {} if loss is None else {"value": loss}
+        updates, opt_state = optimizer.update(grads, opt_state, mine, **read)
         return combine(kept(optax.apply_updates(mine, updates)), untrained(params)), opt_state
 
     def shardings(self) -> tuple[Tree, Tree]:

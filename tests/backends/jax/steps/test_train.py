@@ -26,6 +26,8 @@ OPTIMIZERS = {
         {"norm": "slow", "up": "fast", "down": "fast"},
     ),
     "lion": optax.lion(1e-3),
+    # It reads the loss. No step gains as much as rtol, so the rate falls at every step after the first.
+    "plateau": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(0.5, patience=1, rtol=0.9)),
 }
 
 
@@ -40,7 +42,7 @@ def test_optimizers(name):
     @jax.jit
     def plain(params, state, x):
         loss, grads = jax.value_and_grad(loss_fn)(params, x)
-        updates, state = optimizer.update(grads, state, params)
+        updates, state = optax.with_extra_args_support(optimizer).update(grads, state, params, value=loss)
         return optax.apply_updates(params, updates), state, loss
 
     placed, x = jp.device_put(PARAMS, X, mesh=mesh)
@@ -55,6 +57,17 @@ def test_optimizers(name):
     sharded = [s for s in jax.tree.leaves(placed_state) if s.shape == (16, 128)]
     assert all(s.sharding == placed["up"].sharding for s in sharded)
     assert not placed["up"].sharding.is_fully_replicated
+
+
+def test_errors_of_optimizer_state_and_arguments():
+    jp = data_parallel_plan().jax
+    with pytest.raises(PaseError, match=r"the optimizer: its state has another structure than one array per"):
+        jp.state_shardings(optax.sm3(1e-2))
+    step = jp.train_step(optax.sgd(0.1))
+    with pytest.raises(PaseError, match=r"argument 1 of the step: .* call plan\.jax\.init"):
+        step(PARAMS, {}, X)
+    with pytest.raises(PaseError, match=r"argument 2 of the step: .* pass what the plan was compiled for"):
+        step(PARAMS, jp.init(optax.sgd(0.1), PARAMS), {"x": X})
 
 
 def test_auxiliary_results():
