@@ -311,3 +311,14 @@ def test_buckets_are_of_about_the_given_size_and_in_the_order_of_backward(
     first, rest = gradient_messages(program, 1e9)
     assert 2000 <= sum(x.nbytes for x in first.chunks) < 2000 + largest
     assert sum(x.nbytes for b in (first, rest) for x in b.chunks) == sum(sizes)
+
+
+def test_a_message_waits_for_what_is_on_its_way_in_another() -> None:
+    """Gradients that are summed twice: of those in the second message of this strategy, one is still under way in a
+    first one when the others are there. All are sent at once."""
+    from pase.backends.audit.torch import planned_in_step, sent_by_one_rank
+
+    plan = case("gpt2", RANKS).case.plan("random1@2x2")
+    assert plan is not None
+    with alone_among(RANKS, rank=1):
+        assert sent_by_one_rank(plan.torch) == planned_in_step(plan.torch)
