@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from bench.kernels.links import ASSUMED
 from bench.kernels.rows import KernelRows
 
 __all__ = ["error_kind", "residuals"]
@@ -28,10 +29,14 @@ _STARTS = {
     "convolution": "convolution",
     "all_": "collective",
     "reduce_scatter": "collective",
+    "permute": "collective",
+    "dispatch": "exchange of tokens",
+    "combine": "exchange of tokens",
+    ASSUMED: "assumed",
     "experts": "experts",
     "grouped": "experts",
 }
-"""How the name of a table's rows begins -> their kind. Rows of other names are light ops."""
+"""How the name of a table's rows begins -> their kind. Rows of other names are light ops. Error bars do not use all."""
 _ONE_SIGMA, _FOUR_OF_FIVE = 0.6827, 1.2816
 
 

@@ -23,11 +23,11 @@ from pase.costmodels.analytic import Analytic
 from pase.costmodels.attention import SQUARE
 from pase.errors import PaseError
 from pase.ir.precision import FP4, FP8
-from pase.machine import CollectiveKind, CostModel, Machine, Mesh
+from pase.machine import CostModel, Machine
 from pase.tables.passes import LONGEST_ROW
 from pase.tables.work import BACKWARD_PRODUCTS
 
-__all__ = ["KernelRows", "read"]
+__all__ = ["READERS", "SYSTEMS", "KernelRows", "Price", "TableReader", "kept_back", "read", "table"]
 
 Price = Callable[[CostModel], np.ndarray]
 KEPT_OF = 3
@@ -53,7 +53,11 @@ class KernelRows:
     steady: bool = False
 
 
-def _kept(*columns: Sequence[Any]) -> np.ndarray:
+TableReader = Callable[[Path], Iterator[KernelRows]]
+
+
+def kept_back(*columns: Sequence[Any]) -> np.ndarray:
+    """Returns whether a row is kept back, bool [rows], by the checksum of its columns."""
     texts = ("x".join(map(str, row)).encode() for row in zip(*columns, strict=True))
     return np.array([zlib.crc32(t) % KEPT_OF == 0 for t in texts], dtype=bool)
 
@@ -80,14 +84,15 @@ def _light(dtype: str, *passes: Any) -> Price:
     return lambda model: sum((model.compute("memory", dtype, 0.0, p) for p in passes), np.float64(0))
 
 
-def _table(file: Path, columns: Sequence[str]) -> dict[str, np.ndarray]:
+def table(file: Path, columns: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns columns of a Parquet file by name."""
     import pyarrow.parquet as pq
 
     table = pq.read_table(file, columns=list(columns))
     return {c: table[c].to_numpy() for c in columns}
 
 
-_SYSTEMS = {
+SYSTEMS = {
     "a100_sxm": "a100x8",
     "h100_sxm": "h100x8",
     "h200_sxm": "h200x8",
@@ -101,7 +106,7 @@ _QUANTIZE_KERNELS = {("trtllm", FP8): 4, ("vllm", FP8): 1, ("trtllm", FP4): 2}
 
 def _gemm(file: Path) -> Iterator[KernelRows]:
     system, _, framework = file.name.split("__")[:3]
-    t = _table(file, ["gemm_dtype", "m", "n", "k", "latency"])
+    t = table(file, ["gemm_dtype", "m", "n", "k", "latency"])
     for theirs, dtype in (("bfloat16", "bfloat16"), ("fp8", FP8), ("nvfp4", FP4)):
         at = t["gemm_dtype"] == theirs
         m, n, k = (t[c][at].astype(float) for c in "mnk")
@@ -121,10 +126,10 @@ def _gemm(file: Path) -> Iterator[KernelRows]:
             price = _sum(product, cast)
         yield KernelRows(
             kind=kind,
-            machine=machine.load(_SYSTEMS[system]),
+            machine=machine.load(SYSTEMS[system]),
             seconds=t["latency"][at] * 1e-3,
             price=price,
-            kept=_kept(m, n, k),
+            kept=kept_back(m, n, k),
         )
 
 
@@ -169,7 +174,7 @@ _PREPARED = 2.0
 def _context(file: Path) -> Iterator[KernelRows]:
     """Prefill by TensorRT-LLM: a kernel for the sequences' lengths, one for rotation and cache, and attention."""
     names = "batch_size isl num_heads num_key_value_heads head_dim window_size attn_dtype kv_cache_dtype"
-    t = _table(file, [*names.split(), "kernel_source", "latency"])
+    t = table(file, [*names.split(), "kernel_source", "latency"])
     whole = (t["window_size"] == 0) & (t["attn_dtype"] == "bfloat16") & (t["kv_cache_dtype"] == "bfloat16")
     whole &= t["kernel_source"] == "torch_flow"
     for kind, at in (
@@ -181,20 +186,20 @@ def _context(file: Path) -> Iterator[KernelRows]:
         prepared = 2 * 2.0 * b * s * width * (h + 2 * kv)
         yield KernelRows(
             kind=kind,
-            machine=machine.load(_SYSTEMS[file.name.split("__")[0]]),
+            machine=machine.load(SYSTEMS[file.name.split("__")[0]]),
             seconds=t["latency"][at & whole] * 1e-3,
             price=_sum(
                 _attention_price(b, h, kv, s, width, causal=True, kernel="trtllm"),
                 _light("bfloat16", np.full(len(b), 4.0), _PREPARED * prepared),
             ),
-            kept=_kept(b, s, h, kv, width),
+            kept=kept_back(b, s, h, kv, width),
         )
 
 
 def _experts(file: Path) -> Iterator[KernelRows]:
     names = "moe_dtype kernel_source distribution num_tokens hidden_size inter_size topk num_experts"
     names += " moe_tp_size moe_ep_size latency"
-    t = _table(file, names.split())
+    t = table(file, names.split())
     at = (t["moe_dtype"] == "bfloat16") & (t["distribution"] == "balanced")
     at &= t["kernel_source"] == "moe_torch_flow_cutlass"
     tokens, hidden, inter, top, experts, tp, ep = (t[c][at].astype(float) for c in names.split()[3:10])
@@ -207,10 +212,10 @@ def _experts(file: Path) -> Iterator[KernelRows]:
     moved += [_light("bfloat16", 2 * 2 * rows * hidden), _light("bfloat16", 2 * (rows + tokens) * hidden)]
     yield KernelRows(
         kind="experts bfloat16, balanced",
-        machine=machine.load(_SYSTEMS[file.name.split("__")[0]]),
+        machine=machine.load(SYSTEMS[file.name.split("__")[0]]),
         seconds=t["latency"][at] * 1e-3,
         price=_sum(up, _light("bfloat16", 2 * 3 * rows * inner), down, *moved),
-        kept=_kept(tokens, hidden, inter, top, experts, tp, ep),
+        kept=kept_back(tokens, hidden, inter, top, experts, tp, ep),
     )
 
 
@@ -250,7 +255,7 @@ def _vidur(file: Path) -> Iterator[KernelRows]:
             machine=card,
             seconds=np.array([float(r[f"time_stats.{op}.median"]) * 1e-3 for r in rows]),
             price=price,
-            kept=_kept(tokens.astype(int), ways.astype(int)),
+            kept=kept_back(tokens.astype(int), ways.astype(int)),
             steady=True,
         )
 
@@ -273,7 +278,7 @@ def _neusight(file: Path) -> Iterator[KernelRows]:
             machine=replace(m, device=replace(m.device, memory_bandwidth_bytes_per_s=bandwidth)),
             seconds=np.array([float(r["Latency"]) * 1e-3 for r in own]),
             price=_light("float32", 2 * 4 * b * h),
-            kept=_kept(b, h),
+            kept=kept_back(b, h),
         )
 
 
@@ -301,7 +306,7 @@ def _simumax(file: Path) -> Iterator[KernelRows]:
                 machine=machine.load("b200x8"),
                 seconds=2 * batch * m * n * k / (share * peak),
                 price=_with_bytes(batch, m, n, k, more),
-                kept=_kept(batch, m, n, k),
+                kept=kept_back(batch, m, n, k),
                 steady=True,
             )
 
@@ -323,7 +328,7 @@ def _tracelens(file: Path) -> Iterator[KernelRows]:
         machine=machine.load("mi300x8" if "mi300" in file.name else "h100x8"),
         seconds=np.array([float(r["Kernel Time (µs)_median"]) * 1e-6 for r in rows]),
         price=_product("bfloat16", m, n, k, b),
-        kept=_kept(m, n, k, b),
+        kept=kept_back(m, n, k, b),
         steady=True,
     )
 
@@ -343,7 +348,7 @@ def _ops(file: Path) -> Iterator[KernelRows]:
                     machine=h100,
                     seconds=np.array([float(r["device_s"])]),
                     price=price,
-                    kept=_kept([r["kind"]], [r["dtype"]], [r["shape"]], [r["note"]]),
+                    kept=kept_back([r["kind"]], [r["dtype"]], [r["shape"]], [r["note"]]),
                 )
 
 
@@ -418,42 +423,10 @@ def _convolution(dtype: str, shape: list[int], note: str) -> Price:
     return lambda model: model.compute("conv", dtype, flops, nbytes, mnk=(m, n, k))
 
 
-_KINDS: dict[str, CollectiveKind] = {
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-}
-
-
-def _nccl(file: Path) -> Iterator[KernelRows]:
-    """Collectives among some devices of one node. Sizes are in elements, of the larger buffer."""
-    t = _table(file, ["nccl_dtype", "num_gpus", "message_size", "op_name", "latency"])
-    nbytes = t["message_size"].astype(float) * np.where(t["nccl_dtype"] == "half", 2, 1)
-    for theirs, kind in _KINDS.items():
-        for ways in (2, 4, 8):
-            for size, large in (("from 16 MB", True), ("below 16 MB", False)):
-                at = (t["op_name"] == theirs) & (t["num_gpus"] == ways) & ((nbytes >= 16e6) == large)
-                if at.any():
-                    yield KernelRows(
-                        kind=f"{kind} among {ways}, {size}",
-                        machine=machine.load(_SYSTEMS[file.name.split("__")[0]]),
-                        seconds=t["latency"][at] * 1e-3,
-                        price=_collective(kind, ways, nbytes[at]),
-                        kept=_kept(np.full(at.sum(), theirs), t["num_gpus"][at], nbytes[at]),
-                    )
-
-
-def _collective(kind: CollectiveKind, ways: int, nbytes: np.ndarray) -> Price:
-    mesh = Mesh(names=("all",), sizes=(ways,))
-    return lambda model: model.collective(kind, mesh, 1, nbytes)
-
-
-READERS: Mapping[str, Callable[[Path], Iterator[KernelRows]]] = {
+READERS: Mapping[str, TableReader] = {
     "*gemm_perf.parquet": _gemm,
     "*context_attention_perf.parquet": _context,
     "*moe_perf.parquet": _experts,
-    "*nccl_perf.parquet": _nccl,
     "*profiling__compute__*mlp.csv": _vidur,
     "*dataset__test__softmax.csv": _neusight,
     "*dataset__test__ln.csv": _neusight,
@@ -463,19 +436,22 @@ READERS: Mapping[str, Callable[[Path], Iterator[KernelRows]]] = {
 }
 
 
-def read(file: Path) -> list[KernelRows]:
-    """Reads a table. Rows of one kind on one machine are one group. Raises PaseError if its name is not known."""
-    for pattern, reader in READERS.items():
+def read(file: Path, readers: Mapping[str, TableReader] = READERS) -> list[KernelRows]:
+    """Reads a table by the first reader whose pattern its name matches. Rows of one kind on one machine are one group.
+
+    Raises PaseError if its name is not known.
+    """
+    for pattern, reader in readers.items():
         if fnmatch.fnmatch(file.name, pattern):
             try:
                 groups = [g for g in reader(file) if len(g.seconds)]
             except (OSError, KeyError, ValueError, ArithmeticError) as e:
-                raise PaseError(f"this table of kernels cannot be read: {e}", where=str(file)) from e
+                raise PaseError(f"this table cannot be read: {e}", where=str(file)) from e
             return list(_joined(groups))
     raise PaseError(
-        "it is not known which table of kernels this is",
+        "it is not known which table this is",
         where=str(file),
-        fix=f"name it as it was published: {', '.join(re.sub('[*]', '…', p) for p in READERS)}",
+        fix=f"name it as it was published: {', '.join(re.sub('[*]', '…', p) for p in readers)}",
     )
 
 

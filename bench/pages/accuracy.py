@@ -35,7 +35,8 @@ class AccuracyRow:
 
 
 SOURCES: Mapping[str, tuple[str, str]] = {
-    "kernels": ("Kernels and collectives", "python -m bench.kernels"),
+    "kernels": ("Kernels", "python -m bench.kernels"),
+    "links": ("Collectives", "python -m bench.links"),
     "published_steps": ("Published training steps", "python -m bench.published.steps -o ..."),
     "published_steps_blackwell": (
         "Published steps on Blackwell",

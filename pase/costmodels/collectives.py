@@ -70,15 +70,15 @@ def algorithms(machine: Machine) -> tuple[Algorithm, ...]:
     )
 
 
-def _seconds_per_byte(machine: Machine, g: DeviceGroup, fraction: float) -> list[float]:
+def _seconds_per_byte(machine: Machine, g: DeviceGroup, a: Algorithm) -> list[float]:
     """For each level: the seconds in which a device sends one byte at this level while all other devices send, too."""
     out = []
     for level, w, stretch, ring in zip(machine.levels, g.ways, g.stretch, g.ring, strict=True):
         bandwidth = level.bandwidth_at_ways.get(w, level.bandwidth_bytes_per_s)
-        rate = bandwidth * level.efficiency * fraction
+        rate = bandwidth * level.efficiency * a.bandwidth_fraction
         if level.topology == "torus":
             rate *= (2 if ring else 1) / stretch
-        out.append(1 / rate)
+        out.append(1 / min(rate, a.most_bytes_per_s or rate))
     return out
 
 
@@ -93,7 +93,7 @@ def _ring(
 ) -> list[tuple[float, float]]:
     """A reduce-scatter or an all-gather (1 pass), or both in sequence (an all-reduce, 2 passes). flat: only as one
     ring."""
-    spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
+    spb = _seconds_per_byte(machine, g, a)
     levels = [l for l, w in enumerate(g.ways) if w > 1]
     total = math.prod(g.ways)
     own = _own_part(machine, g)
@@ -135,7 +135,7 @@ def _ring(
 
 def _tree(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
     """An all-reduce up and down a pipelined (double binary) tree, which is a chain on the innermost levels."""
-    spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
+    spb = _seconds_per_byte(machine, g, a)
     depth, beta, below = 0.0, 0.0, 1
     for l, w in enumerate(g.ways):
         if w > 1:
@@ -149,7 +149,7 @@ def _one_shot(a: Algorithm, machine: Machine, g: DeviceGroup, share: float) -> l
     """Every device sends ``share`` of its bytes to each peer at once. Only for switches."""
     if any(machine.levels[l].topology == "torus" for l, w in enumerate(g.ways) if w > 1):
         return []
-    spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
+    spb = _seconds_per_byte(machine, g, a)
     total, below, beta = math.prod(g.ways), 1, 0.0
     for l, w in enumerate(g.ways):
         if w > 1:
@@ -160,7 +160,7 @@ def _one_shot(a: Algorithm, machine: Machine, g: DeviceGroup, share: float) -> l
 
 def _all_to_all(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
     """Each device sends 1/total of its bytes to each peer. The slowest crossing determines the time."""
-    spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
+    spb = _seconds_per_byte(machine, g, a)
     total, below, alpha, beta = math.prod(g.ways), 1, a.launch_s, 0.0
     for l, w in enumerate(g.ways):
         if w > 1:
@@ -177,7 +177,7 @@ def _all_to_all(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[fl
 
 def _permute(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
     """Each device sends its bytes to one other device, possibly across the slowest level."""
-    spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
+    spb = _seconds_per_byte(machine, g, a)
     used = [l for l, w in enumerate(g.ways) if w > 1]
     return [(a.launch_s + max(a.step_s[l] for l in used), max(spb[l] for l in used))]
 
@@ -187,7 +187,7 @@ def _broadcast(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[flo
 
     Rings run in parallel, one per device below a level, so that a level sees its share of the bytes.
     """
-    spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
+    spb = _seconds_per_byte(machine, g, a)
     hops, beta, below = 0.0, 0.0, 1
     for l, w in enumerate(g.ways):
         if w > 1:
@@ -198,21 +198,28 @@ def _broadcast(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[flo
 
 
 def _in_network(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
-    """An all-reduce at one level by its switch: the tensor goes up once, and its sum comes down at the same time.
+    """An all-reduce by the switches of the innermost level: the tensor goes up once, and its sum comes down at the same
+    time. The bytes therefore do not grow with the ways: n bytes, where a ring sends 2 (w - 1) / w of n.
 
-    The bytes therefore do not grow with the ways: n bytes, where a ring sends 2 (w - 1) / w of n.
+    Between switches, sums go up and down a tree, to which each device below a switch lends its link. Two switches
+    exchange their sums, so a link carries them once each way; in a larger tree, it carries two children's.
     """
     used = [l for l, w in enumerate(g.ways) if w > 1]
-    if len(used) != 1 or machine.levels[used[0]].topology == "torus" or not a.step_s[used[0]]:
+    if used[0] != 0 or any(machine.levels[l].topology == "torus" or not a.step_s[l] for l in used):
         return []
-    spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
-    return [(a.launch_s + a.step_s[used[0]], spb[used[0]])]
+    spb = _seconds_per_byte(machine, g, a)
+    alpha, beta, below = a.launch_s + a.step_s[0], spb[0], g.ways[0]
+    for l in used[1:]:
+        alpha += 2 * math.ceil(math.log2(g.ways[l])) * a.step_s[l]
+        beta = max(beta, (1 if g.ways[l] == 2 else 2) * spb[l] / below)
+        below *= g.ways[l]
+    return [(alpha, beta)]
 
 
 def _algorithm_lines(
     a: Algorithm, kind: CollectiveKind, machine: Machine, g: DeviceGroup, flat: bool
 ) -> list[tuple[float, float]]:
-    if a.kinds and kind not in a.kinds:
+    if (a.kinds and kind not in a.kinds) or math.prod(g.ways) < a.least_ways:
         return []
     match a.algorithm, kind:
         case "ring", "all_reduce":

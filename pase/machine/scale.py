@@ -58,7 +58,12 @@ def scaled(machine: Machine, factors: Mapping[str, float]) -> Machine:
         device=device,
         levels=tuple(_link(level, steps, links) for level in machine.levels),
         algorithms=tuple(
-            replace(a, launch_s=a.launch_s * steps, step_s=tuple(s * steps for s in a.step_s))
+            replace(
+                a,
+                launch_s=a.launch_s * steps,
+                step_s=tuple(s * steps for s in a.step_s),
+                most_bytes_per_s=a.most_bytes_per_s * links,
+            )
             for a in machine.algorithms
         ),
         own_part_bytes_per_s=machine.own_part_bytes_per_s * links,

@@ -281,12 +281,16 @@ class Algorithm:
     """How the machine's library can run a collective. For each size, the cheapest algorithm is taken.
 
     algorithm: "ring", "tree" (all_reduce), "one_shot" (all data to all peers at once: all_reduce, reduce_scatter,
-        all_gather), "direct" (all_to_all, permute), "in_network" (all_reduce: the switch itself adds and sends back,
-        NVLink SHARP; it requires a step_s above 0 at every level that a group crosses).
+        all_gather), "direct" (all_to_all, permute), "in_network" (all_reduce: the innermost switch itself adds
+        and sends back, NVLink SHARP, and switches form a tree; it requires a step_s above 0 at every level that a group
+        crosses).
     protocol: the library's name for the variant, e.g. "LL128".
     launch_s: seconds per call.
     step_s: seconds per step, by link level.
     bandwidth_fraction: the fraction of the level's bandwidth that it reaches.
+    most_bytes_per_s: what a device sends at most, however fast its links are: a protocol that tests each line for a
+        flag is bound by the units that it runs on. 0: no such bound.
+    least_ways: the fewest devices for which the library takes it.
     kinds: the collectives that it runs; empty means all for which the algorithm is possible.
     peers_at_once: the number of messages that "direct" keeps in flight.
     chain_levels: the number of innermost levels on which a "tree" is a chain (NCCL: 1, within the node).
@@ -297,6 +301,8 @@ class Algorithm:
     launch_s: NotNegative
     step_s: tuple[NotNegative, ...]
     bandwidth_fraction: Share = 1.0
+    most_bytes_per_s: NotNegative = 0.0
+    least_ways: AtLeastOne = 1
     kinds: tuple[CollectiveKind, ...] = ()
     peers_at_once: AtLeastOne = 1
     chain_levels: Count = 0

@@ -3,8 +3,9 @@
 A price's error has two parts for each kind of work. One is shared by all work of the kind: another version of a
 library, another driver, a rate that the machine file has wrong. It was estimated as the spread of the median errors of
 published tables. The other is an op's own, as the spread within a table; ops of different shapes are independent of
-each other in it. Kinds are independent of each other. Both are the "residuals" of ``python -m bench.kernels``, without
-the rows that are kept back, which test them. Steps were not used: they test the intervals.
+each other in it. Kinds are independent of each other. Both are the "residuals" of ``python -m bench.kernels`` and
+``python -m bench.links``, without the rows that are kept back, which test them. Steps were not used: they test the
+intervals.
 
 What is not in it: what a program does besides the work of its model. Collectives between nodes, for which there is no
 public table of measurements, are taken to be as uncertain as those within a node.
@@ -45,8 +46,8 @@ RESIDUALS = {
     "convolution": Deviation(shared=0.250, own=0.429),
     "attention": Deviation(shared=0.024, own=0.117),
     "light": Deviation(shared=0.373, own=0.163),
-    "large collective": Deviation(shared=0.079, own=0.078),
-    "small collective": Deviation(shared=0.123, own=0.171),
+    "large collective": Deviation(shared=0.056, own=0.050),
+    "small collective": Deviation(shared=0.082, own=0.122),
 }
 """Kind -> errors over 220,000 measured kernels and collectives on A100, H100, H200, B200 and GB200 (2026-11-27)."""
 

@@ -63,6 +63,7 @@ SMALLEST = {
 RECORDED = {
     "gpu.card": f"{SHARED / 'gpu_h100'} --steps 1 -o card.json",
     "kernels": f"{SHARED / 'gpu_h100' / 'ops.csv'} -o kernels.json",
+    "links": f"{SHARED / 'measured/tracelens/mi300_llama_70b_fsdp__nccl_summary_implicit_sync.csv'} -o links.json",
     "published.ours": "--only ttn001 --minutes 1 -o published_ours.json",
     "published.steps": "--only ttn001 -o published_steps.json",
     "published.mlperf": "--only mlp111 -o mlperf.json",

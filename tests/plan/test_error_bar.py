@@ -57,16 +57,13 @@ def test_the_text_is_a_percentage():
 @pytest.mark.data
 def test_the_residuals_are_those_of_the_measured_tables():
     """Four of five kernels that were kept back lie in the intervals of their kinds, tables in equal parts."""
-    from bench.cases import SHARED
-    from bench.kernels.__main__ import compared
+    from bench.kernels.comparison import compared, tables
+    from bench.kernels.links import LINKS
     from bench.kernels.residuals import residuals
     from bench.kernels.rows import READERS, read
 
-    folders = (SHARED / "measured", SHARED / "gpu_h100")
-    files = sorted({f for d in folders for p in READERS for f in d.rglob(p)})
-    found = residuals((rows, compared(rows)) for file in files for rows in read(file))
-    made = {
-        kind: Deviation(shared=r["shared"], own=r["own"]) for kind, r in found.items() if kind != "experts"
-    }
+    groups = (r for readers in (READERS, LINKS) for file in tables(readers) for r in read(file, readers))
+    found = {kind: r for kind, r in residuals((g, compared(g)) for g in groups).items() if kind in RESIDUALS}
+    made = {kind: Deviation(shared=r["shared"], own=r["own"]) for kind, r in found.items()}
     assert made == RESIDUALS
     assert all(0.7 < r["kept_inside"] < 0.95 for r in found.values())
