@@ -122,6 +122,16 @@ def summary(e: Explanation) -> dict[str, object]:
             }
             for u in e.unfused
         ],
+        "unaligned": [
+            {
+                "layer": u.layer,
+                "source": str(u.source),
+                "sizes": {d: list(sizes) for d, sizes in u.sizes.items()},
+                "cost": u.cost,
+                "padded": u.padded,
+            }
+            for u in e.unaligned
+        ],
         "remark": e.remark,
         "remarks": [r.to_json() for r in e.plan.noted],
     }
@@ -231,6 +241,9 @@ def _overview(e: Explanation, c: Console) -> None:
     if e.unfused:
         c.print()
         c.print(_fusable(e))
+    if e.unaligned:
+        c.print()
+        c.print(_paddable(e))
 
 
 def _fusable(e: Explanation) -> str:
@@ -245,6 +258,23 @@ def _fusable(e: Explanation) -> str:
         f"step ({saved / e.plan.cost:.0%}; more if the mask is causal){scores}. "
         f"Use jax.nn.dot_product_attention(q, k, v, is_causal=..., implementation='cudnn'), or attention=fused for a "
         f"zoo model"
+    )
+
+
+def _paddable(e: Explanation) -> str:
+    """A sentence about what aligned rows of products would save, and at which sizes."""
+    from pase.plan.table import cost_text
+
+    saved = sum(u.cost - u.padded for u in e.unaligned)
+    places = "; ".join(
+        f"{u.layer}: {', '.join(f'{d} {old:,} → {new:,}' for d, (old, new) in u.sizes.items())}"
+        for u in e.unaligned[:3]
+    )
+    more = f"; and {len(e.unaligned) - 3} others" if len(e.unaligned) > 3 else ""
+    return (
+        f"rows of some products are no multiple of 16 bytes on a device, and a GPU copies them more slowly: with "
+        f"larger sizes, products would take {cost_text(saved, e.plan.unit)} less ({saved / e.plan.cost:.0%} of the step). "
+        f"{places}{more}"
     )
 
 

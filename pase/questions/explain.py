@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pase.frontends.registry import Traced
     from pase.machine import Machine
     from pase.machine.types import Device
+    from pase.questions.unaligned import Unaligned
     from pase.questions.unfused import Unfused
 
 __all__ = [
@@ -98,6 +99,7 @@ class Explanation:
     next_best: layer -> cost of the best strategy that splits this layer in other numbers of ways, in the order of the
         plan. Only layers that were tried within the time limit are in it.
     unfused: attention that the model writes out as products and that a fused kernel would run faster.
+    unaligned: products that would be faster with a dim that is a little larger.
     machine, problem: those of the plan, if they are available. Otherwise remark says why not.
     """
 
@@ -106,6 +108,7 @@ class Explanation:
     next_best: Mapping[str, float]
     layer: LayerReport | None = None
     unfused: tuple[Unfused, ...] = ()
+    unaligned: tuple[Unaligned, ...] = ()
     remark: str = ""
     machine: Machine | None = None
     problem: SplitProblem | None = None
@@ -241,10 +244,12 @@ def explain(
     next_best: dict[str, float] = {}
     report = None
     written_out: tuple[Unfused, ...] = ()
+    uneven_rows: tuple[Unaligned, ...] = ()
     if problem is not None and node is None:
+        from pase.questions.unaligned import unaligned
         from pase.questions.unfused import unfused
 
-        written_out = unfused(plan, problem)
+        written_out, uneven_rows = unfused(plan, problem), unaligned(plan, problem)
         next_best, skipped = _next_best(plan, problem, time_limit, say)
         remark = f"the time limit was reached, and {skipped} layers were not tried" if skipped else remark
     if node is not None:
@@ -255,6 +260,7 @@ def explain(
         next_best=next_best,
         layer=report,
         unfused=written_out,
+        unaligned=uneven_rows,
         remark=_remarks(plan, problem, next_best, report, remark),
         machine=there,
         problem=problem,

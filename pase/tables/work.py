@@ -32,11 +32,14 @@ __all__ = [
     "Phase",
     "Work",
     "WorkKind",
+    "aligned_elements",
     "backward_passes",
     "has_gradient",
+    "matrix_rows",
     "node_work",
     "parameter_reads",
     "phase_of",
+    "product_groups",
     "runs_of",
 ]
 
@@ -122,23 +125,14 @@ _ALIGNED_BYTES = 16
 """What a GPU's asynchronous copies to shared memory move at a time (CUDA programming guide: cp.async, TMA)."""
 
 
-def _unaligned(
-    graph: Graph,
-    node: Node,
-    accesses: Iterable[Access],
-    groups: Sequence[set[str]],
-    dtype: str,
-    cfg: np.ndarray,
-    mesh: Mesh,
-) -> np.ndarray | bool:
-    """Whether a tensor's local rows, as a matrix in this dtype, are no multiple of 16 bytes, under each config.
+def matrix_rows(
+    graph: Graph, accesses: Iterable[Access], groups: Sequence[set[str]]
+) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yields the dims, outermost first, and the elements of a row of each tensor of a product, stored as a matrix.
 
     groups: the dims of the rows, of the columns and of the contraction. A matrix's row consists of all last dims of one
-    group. Shorter rows than 16 bytes are not copied asynchronously at all, and a last dim of a batch is one that a
-    compiler stores elsewhere.
+    group. A last dim of a batch is one that a compiler stores elsewhere: that tensor has no row.
     """
-    found: np.ndarray | bool = False
-    width = max(_ALIGNED_BYTES // itemsize(dtype), 1)
     for a in accesses:
         walks, shape = a.map.walks, graph.tensors[a.tensor].shape
         group = next((g for g in groups if walks and set(walks[-1].dims) <= g), None)
@@ -146,9 +140,40 @@ def _unaligned(
             continue
         last = next((i for i in range(len(walks), 0, -1) if not set(walks[i - 1].dims) <= group), 0)
         row = math.prod(concrete_size(s, a.tensor) for s in shape[last:])
+        yield tuple(d for w in walks[last:] for d in w.dims), row
+
+
+def aligned_elements(dtype: str) -> int:
+    """The elements of which a row has a multiple if it is aligned to 16 bytes."""
+    return max(_ALIGNED_BYTES // itemsize(dtype), 1)
+
+
+def product_groups(op: Op) -> tuple[set[str], set[str], set[str]]:
+    """The dims of a product's rows, of its columns, and of its contraction, without groups of rows."""
+    x, w = (set(a.map.dims) for a in op.factors)
+    out = set(op.writes[0].map.dims)
+    ends = {d for a in op.reads[2:] for d in a.map.dims}
+    return out - w, out - x, set(op.dims) - out - _groups_of_rows(op) - ends
+
+
+def _groups_of_rows(op: Op) -> set[str]:
+    """The dim of the groups in a ragged product, which has their ends as its third operand."""
+    x, w = (set(a.map.dims) for a in op.factors)
+    return w - x - set(op.writes[0].map.dims) if op.reads[2:] else set()
+
+
+def _unaligned(
+    graph: Graph, node: Node, op: Op, dtype: str, cfg: np.ndarray, mesh: Mesh
+) -> np.ndarray | bool:
+    """Whether local rows of a product's tensor are no multiple of 16 bytes in this dtype, under each config.
+
+    Shorter rows than 16 bytes are not copied asynchronously at all.
+    """
+    found: np.ndarray | bool = False
+    width = aligned_elements(dtype)
+    for dims, row in matrix_rows(graph, (*op.factors, *op.writes), product_groups(op)):
         if row > width:
-            split = shards(cfg, dim_index(node, [d for w in walks[last:] for d in w.dims]), mesh)
-            found = found | (row % (split * width) != 0)
+            found = found | (row % (shards(cfg, dim_index(node, dims), mesh) * width) != 0)
     return found
 
 
@@ -263,16 +288,12 @@ def _products(
 
     In a product by groups of rows (a ragged product), each group is a product of its own.
     """
-    x, w = (set(a.map.dims) for a in op.factors)
-    out = set(op.writes[0].map.dims)
-    ends = {d for a in op.reads[2:] for d in a.map.dims}
-    groups = w - x - out if ends else set()
 
     def extent(dims: set[str]) -> np.ndarray:
         return _local_points(node, tuple(dims), cfg, mesh)
 
-    m, n, k = extent(out - w), extent(out - x), extent(set(op.dims) - out - groups - ends)
-    m = m / math.prod(concrete_size(node.space[d].size, node.name) for d in groups)
+    m, n, k = map(extent, product_groups(op))
+    m = m / math.prod(concrete_size(node.space[d].size, node.name) for d in _groups_of_rows(op))
     times = runs_of(op, node.name)
     kind: Literal["matmul", "conv"] = "conv" if op.kind == "conv" else "matmul"
     dtype = op.product_dtype or graph.tensors[op.reads[0].tensor].dtype
@@ -282,8 +303,7 @@ def _products(
     for a in accesses if kind == "matmul" else ():
         most = np.maximum(most, _padded(node, graph.tensors[a.tensor], a, cfg, mesh, tile))
 
-    parts = out - w, out - x, set(op.dims) - out - groups - ends
-    unaligned = kind == "matmul" and _unaligned(graph, node, accesses, parts, dtype, cfg, mesh)
+    unaligned = kind == "matmul" and _unaligned(graph, node, op, dtype, cfg, mesh)
 
     def product(
         mnk: tuple[np.ndarray, np.ndarray, np.ndarray], phase: Phase, times: float, recompute: bool = False
