@@ -273,8 +273,8 @@ def _paddable(e: Explanation) -> str:
     more = f"; and {len(e.unaligned) - 3} others" if len(e.unaligned) > 3 else ""
     return (
         f"rows of some products are no multiple of 16 bytes on a device, and a GPU copies them more slowly: with "
-        f"larger sizes, products would take {cost_text(saved, e.plan.unit)} less ({saved / e.plan.cost:.0%} of the step). "
-        f"{places}{more}"
+        f"larger sizes, products would take {cost_text(saved, e.plan.unit)} less ({saved / e.plan.cost:.0%} of the "
+        f"step). {places}{more}"
     )
 
 
