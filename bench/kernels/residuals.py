@@ -1,8 +1,10 @@
 """The residuals of prices by kind of work, of which the error bars of ``pase.plan.error_bar`` are made.
 
 A kind's shared part is the root mean square of its tables' median errors, and its own part that of their spreads (half
-the width around a table's median that contains 68%), of the rows that are not kept back. The kept rows test them: four
-of five are to lie in the interval.
+the width around a table's median that contains 68%), of the rows that are not kept back. Light ops are of several
+families (norms, sums, lookups), whose kernels have little in common but who wrote them: their shared part is that of
+the means of all families of a source, and what a source's families differ by is a part of its own. The kept rows test
+them: four of five are to lie in the interval.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -37,6 +40,8 @@ _STARTS = {
     "grouped": "experts",
 }
 """How the name of a table's rows begins -> their kind. Rows of other names are light ops. Error bars do not use all."""
+_SOURCES = ("XLA", "in a model", "PCIe cards")
+"""How the name of a light op's rows ends -> tables of one source, on each card."""
 _ONE_SIGMA, _FOUR_OF_FIVE = 0.6827, 1.2816
 
 
@@ -51,29 +56,58 @@ def error_kind(name: str) -> str:
 
 
 def residuals(found: Iterable[tuple[KernelRows, np.ndarray]]) -> dict[str, dict[str, float]]:
-    """Returns kind -> {"shared", "own"}, standard deviations of the logarithm of predicted over measured, and
+    """Returns kind -> {"shared", "family", "own"}, standard deviations of the logarithm of predicted over measured, and
     "kept_inside", the part of the kept rows inside the 80% interval. Tables count alike, whatever their length.
 
     found: rows of machines with a model of products, with the relative errors of their prices.
     """
-    tables: dict[str, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
+    tables: dict[str, list[_Table]] = defaultdict(list)
     for rows, errors in found:
         if rows.machine.device.products is not None:
-            logs = np.log1p(errors)
-            tables[error_kind(rows.kind)].append((logs[~rows.kept], logs[rows.kept]))
-    return {kind: _residual(parts) for kind, parts in sorted(tables.items())}
+            logs, kind = np.log1p(errors), error_kind(rows.kind)
+            source = next((s for s in _SOURCES if rows.kind.endswith(s)), "")
+            tables[kind].append(
+                _Table(
+                    source=f"{source}, {rows.machine.device.name}",
+                    fitted=logs[~rows.kept],
+                    kept=logs[rows.kept],
+                )
+            )
+    return {kind: _residual(kind, parts) for kind, parts in sorted(tables.items())}
 
 
-def _residual(tables: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-    medians = [np.median(fitted) for fitted, _ in tables if len(fitted)]
-    widths = [
-        np.quantile(np.abs(fitted - np.median(fitted)), _ONE_SIGMA) for fitted, _ in tables if len(fitted) > 3
-    ]
-    shared, own = (math.sqrt(np.mean(np.square(x))) if x else math.nan for x in (medians, widths))
-    far = _FOUR_OF_FIVE * math.hypot(shared, own)
-    inside = [np.mean(np.abs(kept) <= far) for _, kept in tables if len(kept)]
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    """Logarithms of predicted over measured. source: who measured them, on which card."""
+
+    source: str
+    fitted: np.ndarray
+    kept: np.ndarray
+
+
+def _residual(kind: str, tables: list[_Table]) -> dict[str, float]:
+    medians: dict[str, list[float]] = defaultdict(list)
+    for t in tables:
+        if len(t.fitted):
+            medians[t.source if kind == "light" else str(len(medians))].append(float(np.median(t.fitted)))
+    shared = _rms([float(np.mean(m)) for m in medians.values()])
+    family = _rms([x - float(np.mean(m)) for m in medians.values() for x in m])
+    own = _rms(
+        [
+            float(np.quantile(np.abs(t.fitted - np.median(t.fitted)), _ONE_SIGMA))
+            for t in tables
+            if len(t.fitted) > 3
+        ]
+    )
+    far = _FOUR_OF_FIVE * math.hypot(shared, family, own)
+    inside = [np.mean(np.abs(t.kept) <= far) for t in tables if len(t.kept)]
     return {
         "shared": round(shared, 3),
+        "family": round(family, 3),
         "own": round(own, 3),
         "kept_inside": round(float(np.mean(inside)), 2) if inside else math.nan,
     }
+
+
+def _rms(values: list[float]) -> float:
+    return math.sqrt(np.mean(np.square(values))) if values else math.nan

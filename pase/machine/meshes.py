@@ -127,7 +127,8 @@ def meshes(
     level), if it has at most ``max_prime_axes`` axes.
 
     distinct: whether to drop meshes that differ from an earlier one only in the order of axes between which no link can
-        distinguish (2x4 and 4x2 within one switch). Their configs and costs are the same.
+        distinguish (2x4 and 4x2 within one switch). Their configs are the same, and so are their costs, but for how a
+        dim that is split over both axes becomes one that is split over the outer of them only.
 
     >>> from pase.machine import load
     >>> ["x".join(map(str, m.sizes)) for m in meshes(16, load("h100x8"), 2)]

@@ -1,11 +1,12 @@
 """How far a predicted step may be off, from what it is made of.
 
-A price's error has two parts for each kind of work. One is shared by all work of the kind: another version of a
-library, another driver, a rate that the machine file has wrong. It was estimated as the spread of the median errors of
-published tables. The other is an op's own, as the spread within a table; ops of different shapes are independent of
-each other in it. Kinds are independent of each other. Both are the "residuals" of ``python -m bench.kernels`` and
-``python -m bench.links``, without the rows that are kept back, which test them. Steps were not used: they test the
-intervals.
+A price's error has parts for each kind of work. One is shared by all work of the kind: another version of a library,
+another driver, a rate that the machine file has wrong. It was estimated as the spread of the median errors of published
+tables. Light ops (what is no product, convolution or attention) have one for each family in addition, since a norm and
+a lookup are other kernels: that of the families of one source around their mean. The last is an op's own, as the spread
+within a table; ops of different shapes are independent of each other in it. Kinds are independent of each other. All
+are the "residuals" of ``python -m bench.kernels`` and ``python -m bench.links``, without the rows that are kept back,
+which test them. Steps were not used: they test the intervals.
 
 What is not in it: what a program does besides the work of its model. Collectives between nodes, for which there is no
 public table of measurements, are taken to be as uncertain as those within a node.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pase.ir.precision import FP4
 from pase.ir.types import itemsize
@@ -31,11 +32,13 @@ __all__ = ["Deviation", "ErrorBar", "StepPart", "alike", "interval", "parts_of",
 class Deviation:
     """Standard deviations of the logarithm of measured over predicted time.
 
-    shared: of all work of a kind together. own: of work of one shape, in addition.
+    shared: of all work of a kind together. family: of light ops of one family (norms, sums, lookups), in addition.
+    own: of work of one shape, in addition.
     """
 
     shared: float
     own: float
+    family: float = 0.0
 
 
 RESIDUALS = {
@@ -45,7 +48,7 @@ RESIDUALS = {
     "product in 32 bits": Deviation(shared=0.375, own=0.391),
     "convolution": Deviation(shared=0.250, own=0.429),
     "attention": Deviation(shared=0.024, own=0.117),
-    "light": Deviation(shared=0.373, own=0.163),
+    "light": Deviation(shared=0.260, own=0.163, family=0.312),
     "large collective": Deviation(shared=0.056, own=0.050),
     "small collective": Deviation(shared=0.082, own=0.122),
 }
@@ -60,11 +63,13 @@ _LARGE_BYTES = 16e6
 
 @dataclass(frozen=True, kw_only=True)
 class StepPart:
-    """Some work of a step. shape: what tells it apart from other work of its kind."""
+    """Some work of a step. shape: what tells it apart from other work of its kind. family: of a light op, its node's
+    op."""
 
     kind: str
     shape: tuple[object, ...]
     seconds: float
+    family: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,26 +123,31 @@ def _scaled(plan: PlanData, sign: float) -> Iterator[StepPart]:
     parts = list(parts_of(plan))
     total = sum(p.seconds for p in parts)
     for p in parts:
-        yield StepPart(kind=p.kind, shape=p.shape, seconds=sign * p.seconds * plan.cost / total)
+        yield replace(p, seconds=sign * p.seconds * plan.cost / total)
 
 
 def spread(parts: Iterable[StepPart]) -> float:
     """The standard deviation of the parts' sum, in seconds. Seconds below 0 are of work that another plan has."""
     by_kind: dict[str, float] = defaultdict(float)
+    by_family: dict[tuple[str, str], float] = defaultdict(float)
     by_shape: dict[tuple[object, ...], float] = defaultdict(float)
     for p in parts:
         by_kind[p.kind] += p.seconds
+        by_family[p.kind, p.family] += p.seconds
         by_shape[p.kind, *p.shape] += p.seconds
     shared = sum((RESIDUALS[kind].shared * s) ** 2 for kind, s in by_kind.items())
+    family = sum((RESIDUALS[kind].family * s) ** 2 for (kind, _), s in by_family.items())
     own = sum((RESIDUALS[str(shape[0])].own * s) ** 2 for shape, s in by_shape.items())
-    return math.sqrt(shared + own)
+    return math.sqrt(shared + family + own)
 
 
 def parts_of(plan: PlanData) -> Iterator[StepPart]:
     """The work of the plan's step, and the part of its collectives that compute does not hide."""
     for node in plan.nodes:
         for w in node.work:
-            yield StepPart(kind=_kind_of(w), shape=(w.mnk, w.flops, w.nbytes), seconds=w.cost)
+            kind = _kind_of(w)
+            family = node.op if kind == "light" else ""
+            yield StepPart(kind=kind, shape=(w.mnk, w.flops, w.nbytes), seconds=w.cost, family=family)
     sent = sum(c.cost for c in plan.collectives)
     waited = max(1 - (plan.hidden or 0.0) / sent, 0.0) if sent else 0.0
     for c in plan.collectives:

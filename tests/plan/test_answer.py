@@ -39,11 +39,11 @@ def test_the_first_line_has_the_step_the_memory_and_what_would_do(plans: dict[st
     assert (
         f" {interval(ours)} a step, " in first and f"of {ours.memory_there / 2**30:.3g} GiB a device" in first
     )
-    simple = min(v for k, v in ours.baselines.items() if k not in ours.too_large)
-    assert (
-        f"{simple / ours.cost - 1:.0%} faster than" in first
-        or f"{simple / ours.cost - 1:.1%} faster" in first
-    )
+    gain = min(v for k, v in ours.baselines.items() if k not in ours.too_large) / ours.cost - 1
+    if gain < 0.0005:
+        assert "as fast: take that" in first
+    else:
+        assert f"{gain:.0%} faster than" in first or f"{gain:.1%} faster" in first
 
 
 def loss(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:

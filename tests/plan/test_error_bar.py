@@ -64,6 +64,8 @@ def test_the_residuals_are_those_of_the_measured_tables():
 
     groups = (r for readers in (READERS, LINKS) for file in tables(readers) for r in read(file, readers))
     found = {kind: r for kind, r in residuals((g, compared(g)) for g in groups).items() if kind in RESIDUALS}
-    made = {kind: Deviation(shared=r["shared"], own=r["own"]) for kind, r in found.items()}
+    made = {
+        kind: Deviation(shared=r["shared"], own=r["own"], family=r["family"]) for kind, r in found.items()
+    }
     assert made == RESIDUALS
     assert all(0.7 < r["kept_inside"] < 0.95 for r in found.values())

@@ -164,7 +164,7 @@ def test_a_mesh_that_is_too_dear_without_the_limit_is_not_priced(monkeypatch):
     problem = SplitProblem.of(traced.graph, 16, "mi300x8", "analytic", "adam", "parameters")
     over = problem.meshes(None, 2)
     free = search_meshes(problem, over, close=False)
-    limit = 0.6 * memory_of(problem, free.configs, free.mesh).total
+    limit = 0.5 * memory_of(problem, free.configs, free.mesh).total
     each = {m: fit_limit(problem, free, [m], limit, Spent(), lambda _: None) for m in over}
     least = min(found.solution.cost for found, _ in each.values() if found is not None)
     priced, price = list[Mesh](), _LimitedSearch.priced
