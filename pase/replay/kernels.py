@@ -50,7 +50,7 @@ _RULES: tuple[tuple[KernelWork, str], ...] = (
     ("copy", r"(?<!no)cast|quantize|convert_fusion|wrapped_convert"),
     (
         "product",
-        r"gemm|gemv|matmul|nvjet|xmma|cijk_|cutlass|tensorop|splitk|wgmma|dot_kernel|\bdot\b|custom_ampere|"
+        r"(?<!fb)gemm|gemv|matmul|nvjet|xmma|cijk_|cutlass|tensorop|splitk|wgmma|dot_kernel|\bdot\b|custom_ampere|"
         r"_mm_|_bmm|triton_tem_",
     ),
     (

@@ -44,6 +44,7 @@ WORK = {
         "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl(at::TensorIteratorBase&)>",
         "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<CUDAFunctor_add<T>>>",
         "triton_poi_fused_add_mul_7",
+        "void at::native::vectorized_elementwise_kernel<4, fbgemm_gpu::_float_to_hfp8_gpu(at::Tensor const&, long)>",
         "rotary_kernel",
         "loop_multiply_fusion_1",
     ],

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pase.replay.types import COLLECTIVE, Problem, Timeline
+from pase.replay.types import COLLECTIVE, OPERATIONS, Problem, Timeline
 
 __all__ = ["Match", "match_collectives"]
+
+_ALL_REDUCE = OPERATIONS.index("all_reduce")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,8 @@ def match_collectives(t: Timeline) -> tuple[list[Match], list[Problem]]:
     Within an iteration, the k-th collective of a kind on a group is the same one on all ranks; NCCL and XLA require
     this. If ops have names (XLA), the k-th occurrence of a name is the same one. If the ranks of a group have different
     numbers of collectives in an iteration, these stay unmatched and are reported, because a wrong match would be worse.
+    If they differ in the bytes of an all-reduce, which all ranks send alike, their traces hold different collectives
+    (they are sampled or cut), and none of that group and iteration is matched.
     """
     events = np.flatnonzero(t["kind"] == COLLECTIVE)
     events = events[np.argsort(t["start_ns"][events], kind="stable")]
@@ -44,8 +48,15 @@ def match_collectives(t: Timeline) -> tuple[list[Match], list[Problem]]:
         counts.setdefault(key, {}).setdefault(ranks[i], []).append(e)
     out: list[Match] = []
     uneven = 0
+    different = {
+        key[:2]
+        for key, by_rank in counts.items()
+        if key[2] == _ALL_REDUCE
+        for some in zip(*by_rank.values(), strict=False)
+        if len({int(t["nbytes"][e]) for e in some if t["nbytes"][e] >= 0}) > 1
+    }
     for key, by_rank in counts.items():
-        if len({len(v) for v in by_rank.values()}) > 1:
+        if len({len(v) for v in by_rank.values()}) > 1 or key[:2] in different:
             uneven += 1
             continue
         for k in range(len(next(iter(by_rank.values())))):
@@ -56,6 +67,9 @@ def match_collectives(t: Timeline) -> tuple[list[Match], list[Problem]]:
     out.sort(key=lambda m: int(t["start_ns"][next(iter(m.members.values()))]))
     problems = []
     if uneven:
-        what = f"for {uneven} kinds of collectives, the ranks' numbers per iteration differ; they are left unmatched"
+        what = (
+            f"for {uneven} kinds of collectives, the ranks' numbers or bytes per iteration differ; they are left "
+            "unmatched"
+        )
         problems.append(Problem(where="collectives", what=what))
     return out, problems

@@ -287,7 +287,10 @@ def _cut(text: str, columns: int) -> str:
 
 
 def _number(x: float | None, unit: float, digits: int) -> str:
-    return "" if x is None else f"{x / unit:.{digits}f}"
+    """Returns a figure in its unit; a small one with two digits that count."""
+    if x is None:
+        return ""
+    return f"{x / unit:.2g}" if 0 < x / unit < 10**-digits else f"{x / unit:.{digits}f}"
 
 
 def _share(x: float | None) -> str:
