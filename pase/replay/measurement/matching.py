@@ -32,7 +32,7 @@ def match_collectives(t: Timeline) -> tuple[list[Match], list[Problem]]:
     this. If ops have names (XLA), the k-th occurrence of a name is the same one. If the ranks of a group have different
     numbers of collectives in an iteration, these stay unmatched and are reported, because a wrong match would be worse.
     If they differ in the bytes of an all-reduce, which all ranks send alike, their traces hold different collectives
-    (they are sampled or cut), and none of that group and iteration is matched.
+    (they are sampled or cut), and only kinds with equal bytes are matched in that group and iteration.
     """
     events = np.flatnonzero(t["kind"] == COLLECTIVE)
     events = events[np.argsort(t["start_ns"][events], kind="stable")]
@@ -48,15 +48,15 @@ def match_collectives(t: Timeline) -> tuple[list[Match], list[Problem]]:
         counts.setdefault(key, {}).setdefault(ranks[i], []).append(e)
     out: list[Match] = []
     uneven = 0
-    different = {
-        key[:2]
+    unlike = {
+        key
         for key, by_rank in counts.items()
-        if key[2] == _ALL_REDUCE
         for some in zip(*by_rank.values(), strict=False)
         if len({int(t["nbytes"][e]) for e in some if t["nbytes"][e] >= 0}) > 1
     }
+    different = {key[:2] for key in unlike if key[2] == _ALL_REDUCE}
     for key, by_rank in counts.items():
-        if len({len(v) for v in by_rank.values()}) > 1 or key[:2] in different:
+        if len({len(v) for v in by_rank.values()}) > 1 or (key in unlike and key[:2] in different):
             uneven += 1
             continue
         for k in range(len(next(iter(by_rank.values())))):
