@@ -468,6 +468,10 @@ class Machine:
         for key in ("attention", "attention_kernels", "products"):
             if not content["device"][key]:
                 del content["device"][key]
+        for algorithm in content["algorithms"]:
+            for key, default in (("most_bytes_per_s", 0.0), ("least_ways", 1)):
+                if algorithm[key] == default:
+                    del algorithm[key]
         for curve in (content["device"].get("attention"), *content["device"].get("attention_kernels", ())):
             for key in ("wave_s", "softmax"):
                 if curve is not None and not curve[key]:
