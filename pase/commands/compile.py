@@ -97,8 +97,7 @@ def compile(
         e = plan.buckets["evaluation"]
         console().print(
             f"bucket plan '{plan.buckets['policy']}': {len(plan.buckets['messages'])} messages, "
-            f"{cost_text(e['iteration_s'], 's')} a step, {cost_text(e['iteration_s'] - plan.compute, 's')} of it "
-            f"exposed communication, of which {cost_text(e['exposed_s'], 's')} for its messages",
+            f"{cost_text(e['iteration_s'], 's')} a step, {cost_text(e['exposed_s'], 's')} of it exposed communication",
         )
     if output is not None:
         console(err=True).print(f"wrote {output}")

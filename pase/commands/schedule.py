@@ -160,7 +160,11 @@ def schedule(
         print(_settings(emit, problem, best.plan), file=sys.stderr if as_json else sys.stdout)
     if as_json:
         shown = [o.to_json() for o in outcomes]
-        head = {"problem": problem.name, "compute_s": problem.compute_s, "tensors": len(problem.tensors)}
+        head = {
+            "problem": problem.name,
+            "compute_s": problem.compute_s - problem.held_s,
+            "tensors": len(problem.tensors),
+        }
         print(json.dumps(head | ({"policies": shown} if names is None or len(names) > 1 else shown[0])))
     elif emit is None:
         _table(problem, outcomes)
@@ -245,7 +249,7 @@ def _table(problem: ScheduleProblem, outcomes: list[PolicyResult]) -> None:
     size = problem.nbytes
     out.print(
         f"{problem.name} · {len(problem.tensors)} tensors, {size / 1e6:,.1f} MB · compute "
-        f"{problem.compute_s * 1e3:.2f} ms · links {', '.join(x.name for x in problem.links)}",
+        f"{(problem.compute_s - problem.held_s) * 1e3:.2f} ms · links {', '.join(x.name for x in problem.links)}",
     )
     shares = ("exposed", "bubbles", "messages", "updates", "staleness", "gap to bound", "E")
     table = columns("policy", "iteration ms", *shares, left=("policy",))

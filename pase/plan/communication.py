@@ -159,12 +159,14 @@ def communication_problem(
     tensors = [t for t, _ in _tensors(schedulable, times, runs, dtypes)]
     if not tensors:
         raise Infeasible("no collective is on a parameter, so there is nothing to schedule", where=where)
+    in_order = tuple(b for _, b in sorted(blocks.items()))
     return ScheduleProblem(
         name=f"{plan.model} on {plan.devices} devices",
-        blocks=tuple(b for _, b in sorted(blocks.items())),
+        blocks=in_order,
         tensors=tuple(tensors),
         links=links or _links(tensors, schedulable, curve_of),
         source=where,
+        held_s=sum(b.seconds for b in in_order) - plan.compute,
     )
 
 

@@ -38,7 +38,9 @@ class Interval:
 class Evaluation:
     """The cost of a plan per iteration in the steady state.
 
-    exposed_s: seconds in which a link is busy while compute waits.
+    compute_s: seconds of compute alone.
+    exposed_s: seconds in which a link is busy while compute waits, with those that compute is held under any schedule
+        (``ScheduleProblem.held_s``).
     bubble_s: seconds in which compute waits, for any reason.
     efficiency, speedup: TicTac's E and S, where U is the sum of all work and L is the busiest resource.
     """
@@ -322,9 +324,9 @@ def _report(
     return Evaluation(
         policy=plan.policy,
         iteration_s=iteration_s,
-        compute_s=compute_s,
-        exposed_s=exposed_s,
-        bubble_s=max(0.0, iteration_s - compute_s),
+        compute_s=compute_s - problem.held_s,
+        exposed_s=exposed_s + problem.held_s,
+        bubble_s=max(0.0, iteration_s - compute_s) + problem.held_s,
         link_busy_s=busy,
         updates_per_iteration=plan.updates_per_iteration,
         staleness=plan.staleness,

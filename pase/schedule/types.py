@@ -252,6 +252,8 @@ class ScheduleProblem:
 
     dataflow: if True, the compute stream may run any block whose inputs are available, as TensorFlow's executor does.
         Otherwise blocks run in the given order, as in PyTorch and JAX.
+    held_s: the part of the blocks' seconds that is not compute but communication under any schedule: between one op and
+        the next, and what collectives slow compute by.
     """
 
     name: str
@@ -260,6 +262,7 @@ class ScheduleProblem:
     links: tuple[Link, ...]
     dataflow: bool = False
     source: str = ""
+    held_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check(self)

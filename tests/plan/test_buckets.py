@@ -18,7 +18,7 @@ from pase.plan import buckets
 from pase.plan.layout import from_json, to_json
 from pase.replay import load
 from pase.replay.traces.timeline_io import save_timeline
-from pase.schedule import Options, check_plan, evaluate
+from pase.schedule import Options, check_plan, evaluate, get_policy
 
 
 @cache
@@ -98,7 +98,7 @@ def test_the_predicted_step_is_a_timeline(tmp_path: Path) -> None:
         sum(e.link_busy_s.values()) * 1e9, abs=len(events)
     )
     assert sum(x.duration_ns for x in events if x.kind == "kernel") == pytest.approx(
-        e.compute_s * 1e9, abs=len(events)
+        problem.compute_s * 1e9, abs=len(events)
     )
     assert {x.nbytes for x in sent} == {m.nbytes for m in made.messages}
     assert {x.operation for x in sent} <= {"all_reduce", "reduce_scatter", "all_gather"}
@@ -123,3 +123,14 @@ def test_delayed_updates_where_they_are_allowed() -> None:
     chosen = plan().scheduled("ours", Options(staleness=2))
     assert chosen.bucket_plan is not None and chosen.bucket_plan.staleness <= 2
     assert Plan.of(from_json(to_json(chosen))).bucket_plan == chosen.bucket_plan
+
+
+@pytest.mark.parametrize("model", ["zoo:gpt2?layers=2&vocab=2048", "zoo:mixtral_8x7b?layers=2"])
+def test_a_schedule_counts_compute_and_what_is_exposed_as_the_plan_does(model: str) -> None:
+    made = pase.compile(model, devices=8, baselines=False)
+    problem = buckets.problem_of(made)
+    e = evaluate(problem, get_policy("ours").make(problem, Options()))
+    assert made.exposed > 0 and problem.held_s > 0
+    assert e.compute_s == pytest.approx(made.compute, rel=1e-9)
+    assert e.bubble_s == pytest.approx(e.iteration_s - made.compute, rel=1e-9)
+    assert problem.held_s <= e.exposed_s <= e.bubble_s * (1 + 1e-9)
