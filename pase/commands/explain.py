@@ -202,7 +202,7 @@ def _table(*columns: str) -> RichTable:
 
 
 def _overview(e: Explanation, c: Console) -> None:
-    from pase.plan.answer import axes_text
+    from pase.plan.answer import split_text
     from pase.plan.table import bytes_text, cost_text, headline
     from pase.questions.explain import whole_time
 
@@ -232,7 +232,7 @@ def _overview(e: Explanation, c: Console) -> None:
         other = e.next_best.get(n.name)
         table.add_row(
             n.name + (f" ×{n.times}" if n.times > 1 else ""),
-            "  ".join(f"{d}:{axes_text(axes, plan.mesh)}" for d, axes in n.split.items()) or "-",
+            split_text(n.split.items(), plan.mesh) or "-",
             cost_text(n.cost.total, plan.unit),
             f"{n.cost.total / whole:.1%}",
             "" if other is None else _against(other, plan.cost),

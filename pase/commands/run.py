@@ -242,12 +242,14 @@ def gradient_check(
 
 
 def _print(r: JsonObject) -> None:
+    from pase.machine import Mesh
+    from pase.plan.answer import mesh_text
     from pase.plan.columns import columns
     from pase.plan.table import bytes_text
 
     out = console()
     size = "reduced size, " if r["reduced"] else ""
-    mesh = " ".join(f"{k}={v}" for k, v in r["mesh"].items())
+    mesh = mesh_text(Mesh(names=tuple(r["mesh"]), sizes=tuple(r["mesh"].values())))
     out.print(f"{r['model']} · {size}{r['devices']} devices here · mesh {mesh}")
     if r["dropped_splits"]:
         out.print(

@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
 from typing import Literal
 
 from pase.files.quantities import bytes_text, cost_text
@@ -21,6 +22,7 @@ __all__ = [
     "gap_text",
     "mesh_text",
     "name_in_words",
+    "split_text",
     "step_text",
     "strategy_in_words",
 ]
@@ -221,18 +223,33 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def axes_text(axes: Sequence[str], mesh: Mesh) -> str:
-    """Return some axes, those of one meaning by its name if all of them are there in the mesh's order.
+    """Return some axes by the names that ``mesh_text`` gives them, with how much of a name's ways are meant if not all.
 
     >>> mesh = Mesh(names=("data", "data2", "model"), sizes=(2, 4, 8))
     >>> axes_text(("data", "data2", "model"), mesh), axes_text(("data2",), mesh)
-    ('data·model', 'data2')
+    ('data·model', 'data (4 of 8)')
     """
-    left, parts, groups = list(axes), [], _groups(mesh)
-    while left:
-        stem = next((s for s, all_ in groups.items() if len(all_) > 1 and left[: len(all_)] == all_), None)
-        parts.append(left[0] if stem is None else stem)
-        left = left[1:] if stem is None else left[len(groups[stem]) :]
+    groups, sizes = _groups(mesh), mesh.by_name
+    stems = {a: stem for stem, all_ in groups.items() for a in all_}
+    parts = []
+    for stem, together in groupby(axes, key=stems.__getitem__):
+        ways, of = (math.prod(sizes[a] for a in some) for some in (together, groups[stem]))
+        parts.append(stem if ways == of else f"{stem} ({ways} of {of})")
     return "·".join(parts)
+
+
+def split_text(split: Iterable[tuple[str, Sequence[str]]], mesh: Mesh) -> str:
+    """Return dim:axes of what is split. split: dims and their axes. Partial sums that wait (``pending``) are left out.
+
+    >>> mesh = Mesh(names=("data", "data2", "model"), sizes=(2, 4, 8))
+    >>> split_text([("b", ("data", "data2")), ("h", ("data2", "model")), ("pending", ("model",))], mesh)
+    'b:data  h:data (4 of 8)·model'
+    """
+    return "  ".join(f"{d}:{axes_text(axes, mesh)}" for d, axes in split if d != _WAITS)
+
+
+_WAITS = "pending"
+"""The name of a node's dim that is no dim of a tensor: its axes hold partial sums."""
 
 
 def _groups(mesh: Mesh) -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pase.files.quantities import bytes_text, cost_text
 from pase.files.terminal import console
 from pase.ir.blocks import hoisted_text, recompute_text
-from pase.plan.answer import answer, axes_text, family, gap_text, mesh_text, step_text
+from pase.plan.answer import answer, axes_text, family, gap_text, mesh_text, split_text, step_text
 from pase.plan.pipeline import lines as stage_lines
 from pase.plan.types import NodePlan, PlanData, TensorPlan
 
@@ -184,8 +184,7 @@ def _elements(t: TensorPlan) -> int:
 def _split_text(n: NodePlan, mesh: Mesh) -> str:
     """Return dim:axes of what is split. A dim whose name is only a count (z243) is given by its size."""
     names = {d: str(size) if _COUNTED.fullmatch(d) else d for d, size in n.sizes.items()}
-    shown = (f"{names.get(d, d)}:{axes_text(axes, mesh)}" for d, axes in n.split.items() if d != "pending")
-    return "  ".join(shown) or "-"
+    return split_text(((names.get(d, d), axes) for d, axes in n.split.items()), mesh) or "-"
 
 
 _COUNTED = re.compile(r"[a-z]\d{2,}")
@@ -224,15 +223,17 @@ def _rows(plan: PlanData) -> list[_LayerRow]:
     """
     alike: dict[tuple[object, ...], list[NodePlan]] = {}
     for n in filter(_is_listed, plan.nodes):
-        alike.setdefault(_shape_of(n), []).append(n)
+        alike.setdefault(_shape_of(n, plan.mesh), []).append(n)
     return [_LayerRow(name=_common(nodes), nodes=tuple(nodes)) for nodes in alike.values()]
 
 
-def _shape_of(n: NodePlan) -> tuple[object, ...]:
-    """Return what equal layers have in common. Dims count by position, because each layer has names of its own."""
+def _shape_of(n: NodePlan, mesh: Mesh) -> tuple[object, ...]:
+    """Return what equal layers have in common. Dims count by position, because each layer has names of its own. Axes
+    count as they are shown.
+    """
     place = {dim: str(i) for i, dim in enumerate(n.sizes)}
     einsum = _WORD.sub(lambda m: place.get(m[0], m[0]), n.einsum)
-    split = tuple((place.get(d, d), tuple(axes)) for d, axes in n.split.items())
+    split = tuple((place.get(d, d), axes_text(axes, mesh)) for d, axes in n.split.items())
     return _NUMBER.sub("*", _COUNTER.sub("", n.name)), n.op, einsum, tuple(n.sizes.values()), split
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from pase.plan.answer import axes_text
 from pase.plan.table import bytes_text, cost_text
 from pase.plan.types import PlanData
 from pase.questions.explain import Explanation
@@ -42,9 +43,9 @@ def _axes(plan: PlanData) -> Iterator[str]:
     size = plan.mesh.by_name
     for (dim, share), axes in alike.items():
         ways = math.prod(size[a] for a in axes)
-        named = f"{'Axes' if len(axes) > 1 else 'Axis'} {', '.join(axes)} ({ways} ways)"
-        does = f"{'split' if len(axes) > 1 else 'splits'} {f'dimension {dim}' if dim else 'nothing'}"
-        yield f"{named} {does} in products that take {share} of the time of all products."
+        what = f"Dimension {dim}" if dim else "Nothing"
+        over = f"{axes_text(axes, plan.mesh)}, {ways} ways,"
+        yield f"{what} is split over {over} in products that take {share} of the time of all products."
 
 
 def _storage(plan: PlanData) -> Iterator[str]:

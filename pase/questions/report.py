@@ -12,7 +12,7 @@ from pase.pages.charts import Roof, WorkPoint, areas, roofline
 from pase.pages.parts import bar, cards, key, table
 from pase.pages.shell import Section, page
 from pase.pages.streams import timeline_mount
-from pase.plan.answer import answer, mesh_text, name_in_words, step_text
+from pase.plan.answer import answer, axes_text, mesh_text, name_in_words, split_text, step_text
 from pase.plan.step_memory import StepMemory, step_memory
 from pase.plan.table import bytes_text, cost_text, devices_text, misfit_text
 from pase.plan.types import PlanData, TensorPlan
@@ -347,7 +347,7 @@ def _layers(e: Explanation) -> str:
     most = max((n.cost.total for n in shown), default=0.0)
     rows = []
     for n in shown:
-        split = "  ".join(f"{d}:{'·'.join(axes)}" for d, axes in n.split.items()) or "not split"
+        split = split_text(n.split.items(), plan.mesh) or "not split"
         parts = [
             ("compute", n.cost.compute),
             ("communication", n.cost.communication),
@@ -382,7 +382,7 @@ def _otherwise(e: Explanation, layer: str) -> str:
 def _storage(plan: PlanData) -> str:
     def shape(t: TensorPlan) -> str:
         dims = (
-            f"{s}" + (f" / {'·'.join(axes)}" if axes else "")
+            f"{s}" + (f" / {axes_text(axes, plan.mesh)}" if axes else "")
             for s, axes in zip(t.shape, t.storage, strict=True)
         )
         return escape(" × ".join(dims)) or "scalar"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import pase
-from pase.plan.answer import answer, strategy_in_words
+from pase.machine import Mesh
+from pase.plan.answer import answer, split_text, strategy_in_words
 from pase.plan.error_bar import interval
+from pase.questions.explain import explain
+from pase.questions.report import report_page
 
 MODEL = "zoo:gpt2?batch=16&layers=2&seq=128&vocab=512"
 
@@ -88,3 +93,24 @@ def test_the_batch_of_a_whole_step_is_told_from_its_state() -> None:
     plans = dict(pase.compare(step, w, w, x, devices=8, machine="h100x8", mode="step", mesh="8"))
     assert strategy_in_words(plans["data_parallel"]) == "data parallelism over 8 devices"
     assert any("nothing of a whole step" in str(r) for r in plans["pase"].noted)
+
+
+def test_rows_name_axes_as_the_mesh_line_does() -> None:
+    """The table, ``explain`` and the report say data where the mesh line says data=8 (2×4); layout.json has data2."""
+    plan = pase.compile(MODEL, devices=8, machine="h100x8", baselines=False, mesh="data=2,data2=4")
+    assert any(("data2",) in t.storage for t in plan.parameters.values()), (
+        "nothing is split over a part of data"
+    )
+    text, page = str(plan), report_page(explain(plan, time_limit=0))
+    assert "data=8 (2×4)" in text and "split over data (4 of 8)" in text and "b:data " in text
+    assert "is split over data, 8 ways, in products" in page and "data (4 of 8)" in page
+    read = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)  # the widgets have the real names
+    assert "data2" not in text and "data2" not in read
+
+
+def test_dims_of_equal_size_that_have_no_name_are_all_listed() -> None:
+    """A row gives such a dim by its size. Two of them are two entries."""
+    mesh = Mesh(names=("data", "data2"), sizes=(2, 4))
+    assert (
+        split_text([("243", ("data",)), ("243", ("data2",))], mesh) == "243:data (2 of 8)  243:data (4 of 8)"
+    )
