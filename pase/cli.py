@@ -51,6 +51,8 @@ MODEL is zoo:NAME (or 'zoo:NAME?batch=128'), a file, or package.module:function.
 With --json, a command prints one JSON object on standard output, and only that: its result, or
 {"error": {"what", "where", "fix", "status"}}.
 Exit status: 0 success, 1 the request cannot be met, 2 bad usage or input.
+JAX models are traced on the CPU, unless the environment's JAX_PLATFORMS says otherwise; pase run, profile,
+calibrate and doctor use the devices that are there.
 Use pase COMMAND --help for details."""
 
 
@@ -154,6 +156,10 @@ class _Commands(TyperGroup):
         ctx.meta[_AS_JSON] = "--json" in rest
         if name is not None and name in self.commands:
             command = _loaded(self.package, name)
+            if not getattr(sys.modules[f"{self.package}.{name}"], "USES_DEVICES", False):
+                from pase.commands.options import on_the_host
+
+                ctx.with_resource(on_the_host())
         return name, command, rest
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["calibrate"]
 
 PURPOSE = "Price what you have"
+USES_DEVICES = True
 
 _PROGRAM_S = 0.01
 """How long a measured program should take at least: an op is repeated in it, so that its launch does not matter."""

@@ -19,6 +19,7 @@ from pase.files.terminal import console
 __all__ = ["doctor"]
 
 PURPOSE = "This installation"
+USES_DEVICES = True
 
 EXTRAS = {
     "jax": ("JAX models, and plans that run in JAX", ("jax", "optax")),

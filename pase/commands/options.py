@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ __all__ = [
     "ModelName",
     "StrictOption",
     "compile_options",
+    "on_the_host",
     "print_json",
     "print_report",
     "progress",
@@ -51,6 +53,29 @@ def _complete_machine(incomplete: str) -> list[str]:
     from pase.machine.load import names
 
     return [n for n in names() if n.startswith(incomplete)]
+
+
+@contextmanager
+def on_the_host() -> Iterator[None]:
+    """JAX traces on the CPU, unless JAX_PLATFORMS says otherwise, and reports no GPU plugin that finds no driver.
+
+    A command that only plans needs no device: it would take a GPU's memory from the program that trains there. The
+    commands that use devices have ``USES_DEVICES = True`` in their modules.
+    """
+    if _PLATFORMS in os.environ:
+        yield
+        return
+    from pase.frontends.jax.versions import quiet_about_drivers
+
+    os.environ[_PLATFORMS] = "cpu"
+    try:
+        with quiet_about_drivers():
+            yield
+    finally:
+        del os.environ[_PLATFORMS]
+
+
+_PLATFORMS = "JAX_PLATFORMS"
 
 
 ModelName = Annotated[

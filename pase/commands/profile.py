@@ -12,6 +12,7 @@ import typer
 __all__ = ["profile"]
 
 PURPOSE = "Traces"
+USES_DEVICES = True
 
 
 def profile(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 PURPOSE = "Run and hand over"
+USES_DEVICES = True
 
 TOLERANCE = 1e-4
 """The largest allowed difference, relative to the largest element of all gradients (or parameters).

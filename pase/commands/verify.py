@@ -72,22 +72,16 @@ def verify(
       pase verify layout.json --target b200x8 --json
       pase verify layout.json --target cpu
     """
-    import os
-
     import pase
     from pase.backends.jax.plan import Lowering
     from pase.compiler.resolve import attached, resolve
     from pase.errors import PaseError
     from pase.files.atomic import write_atomically
-    from pase.frontends.jax.versions import quiet_about_drivers
 
     if lowering not in get_args(Lowering):
         raise PaseError(
             f"'{lowering}' is no lowering", where="--lowering", fix="give auto, manual or annotated"
         )
-    # This process only traces. It needs no GPU, and JAX need not say that its CUDA plugin finds no driver here.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    quiet_about_drivers()
     plan = pase.load(layout)
     with progress() as say:
         say("tracing the model")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
+import os
 import subprocess
 import sys
 
@@ -39,6 +41,8 @@ COMMANDS = {
     "bare": "def bare() -> None:\n    raise ModuleNotFoundError('no', name='torch.nn')\n",
     "crash": "def crash() -> None:\n    raise RuntimeError('boom')\n",
     "interrupt": "def interrupt() -> None:\n    raise KeyboardInterrupt\n",
+    "plans": "import os\n\n\ndef plans() -> None:\n    print(os.environ.get('JAX_PLATFORMS'))\n",
+    "steps": "import os\n\nUSES_DEVICES = True\n\n\ndef steps() -> None:\n    print(os.environ.get('JAX_PLATFORMS'))\n",
     "chatty": "def chatty() -> None:\n    for i in range(100_000):\n        print(i)\n",
 }
 
@@ -120,6 +124,28 @@ def test_the_list_of_commands_loads_none_of_them(group, capsys):
     assert "Line about infeasible." in text and "options" not in text
     assert "pase compile zoo:gpt2 --devices 32 " in text
     assert [m for m in sys.modules if m.startswith("dummy_commands.")] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "has"),
+    [("plans", None, "cpu"), ("plans", "cuda", "cuda"), ("steps", None, "None"), ("steps", "cuda", "cuda")],
+)
+def test_what_only_plans_leaves_devices_alone(group, capsys, monkeypatch, command, given, has):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("JAX_PLATFORMS", given)
+    says = logging.getLogger("jax._src.xla_bridge")
+    before = says.level
+    assert call(group, command) == 0
+    assert capsys.readouterr().out == f"{has}\n"
+    assert os.environ.get("JAX_PLATFORMS") == given and says.level == before
+
+
+def test_the_commands_that_use_devices():
+    modules = {n: importlib.import_module(f"pase.commands.{n}") for n in cli._names("pase.commands")}
+    found = {n for n, m in modules.items() if getattr(m, "USES_DEVICES", False)}
+    assert found == {"run", "profile", "calibrate", "doctor"}
+    assert all(n in cli.EPILOG for n in found)
 
 
 def test_no_arguments_print_the_help(group, capsys):

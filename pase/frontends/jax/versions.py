@@ -464,9 +464,16 @@ def function_of(
     return called(_assembled(jaxpr.constvars, reads, makes, eqns, info, consts))
 
 
-def quiet_about_drivers() -> None:
+@contextmanager
+def quiet_about_drivers() -> Iterator[None]:
     """Keeps JAX from reporting that a plugin for a GPU finds no driver."""
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)
+    says = logging.getLogger("jax._src.xla_bridge")
+    level = says.level
+    says.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        says.setLevel(level)
 
 
 def evaluate(eqn: Eqn, ins: Sequence[Array], info: DebugInfo) -> list[Any]:
