@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import pkgutil
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -127,8 +128,17 @@ def _stop_writing() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+_VALUES = {"int": "N", "float": "NUMBER", "str": "TEXT", "path": "PATH"}
+_TYPE = re.compile(r"<(?:list\[)?(int|float|str|path)(?: range)?\]?>", re.IGNORECASE)
+"""What typer writes for the value of an option that has no metavar: the Python type."""
+
+
 class _Command(TyperCommand):
-    """Its help lists arguments, then options by what they are about."""
+    """Its help lists arguments, then options by what they are about. Python's types are not in it."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the parts of the usage line. typer puts a required argument in braces; only alternatives have them."""
+        return [p if "|" in p else re.sub(r"^\{(.*)\}", r"\1", p) for p in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         listed: dict[str, list[tuple[str, str]]] = {"Arguments": []}
@@ -137,7 +147,11 @@ class _Command(TyperCommand):
             if row is None:
                 continue
             about = getattr(param, "rich_help_panel", None)
-            kind = "Arguments" if param.param_type_name == "argument" else "Options"
+            if argument := param.param_type_name == "argument":
+                row = (f"{param.metavar or param.name}{'...' * (param.nargs != 1)}", row[1])
+            else:
+                row = (_TYPE.sub(lambda found: _VALUES[found[1].lower()], row[0]), row[1])
+            kind = "Arguments" if argument else "Options"
             listed.setdefault(about.capitalize() if about else kind, []).append(row)
         own = listed.pop("Options", [])
         for title, rows in {**listed, "Options": own}.items():

@@ -118,11 +118,9 @@ def calibrate(
 
     On a GPU that a machine file has (see pase machines), some sixty ops are timed by the profiler, and the figures of
     that file are fitted to them. This takes about two minutes. The links are those of the file. With --grid, and on all
-    other devices:
-
-    Measures matmuls by m, n, k and dtype, in the three forms that training needs; memory-bound ops and collectives by
-    size; launch overhead; and convolutions. All devices work at the same time, as in training, so the figures include
-    contention for shared resources. Every sample is a median of repeats with its spread.
+    other devices, it measures matmuls by m, n, k and dtype, in the three forms that training needs; memory-bound ops
+    and collectives by size; launch overhead; and convolutions. All devices work at the same time, as in training, so
+    the figures include contention for shared resources. Every sample is a median of repeats with its spread.
 
     Each sample is written to FILE.journal immediately. After a stop (Ctrl-C), the same command continues from there,
     and a larger --budget refines the existing measurements.

@@ -19,7 +19,9 @@ PURPOSE = "Traces"
 
 
 def diagnose(
-    traces: Annotated[Path, typer.Argument(help="A folder of traces, one trace, or a memory profile.")],
+    traces: Annotated[
+        Path, typer.Argument(help="A folder of traces, one trace, or a memory profile.", metavar="TRACES")
+    ],
     page: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the findings as an HTML page.")
     ] = None,
@@ -54,8 +56,8 @@ def diagnose(
     idle time. Of a pipeline, each rank's work and waiting stand beside the schedule's. pase calibrate --from TRACES
     corrects the machine file by the same trace.
 
-    A memory profile of JAX (.prof) or a memory snapshot of PyTorch (.pickle) in place of the traces: who holds the
-    device's memory, for PyTorch at the peak; with --plan beside the plan's account.
+    Of a memory profile of JAX (.prof) or a memory snapshot of PyTorch (.pickle), given instead of traces, prints what
+    holds the device's memory, for PyTorch at the peak; with --plan, beside what the plan predicts.
 
     \b
     Examples:

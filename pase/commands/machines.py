@@ -115,7 +115,8 @@ def _details(m: Machine) -> Group:
 
 def machines(
     name: Annotated[
-        str | None, typer.Argument(help="The machine to show: a name, or the path of a .toml file.")
+        str | None,
+        typer.Argument(help="The machine to show: a name, or the path of a .toml file.", metavar="NAME"),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")

@@ -19,7 +19,7 @@ PURPOSE = "Traces"
 
 
 def optimize(
-    traces: Annotated[Path, typer.Argument(help="A folder of traces, or one trace.")],
+    traces: Annotated[Path, typer.Argument(help="A folder of traces, or one trace.", metavar="TRACES")],
     budget: Annotated[float, typer.Option(help="Seconds to spend on the search.")] = 10.0,
     passes: Annotated[str, typer.Option(help="The passes to try, separated by commas. Default: all.")] = "",
     scheme: Annotated[
@@ -28,7 +28,7 @@ def optimize(
     memory_limit: Annotated[
         str, typer.Option(help="First reduce the peak memory below this, for example 16GiB.")
     ] = "",
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the changes as JSON.")] = None,
     align: Annotated[
         str, typer.Option(help="How to align the clocks of ranks: ends, dpro or none.")
     ] = "ends",

@@ -17,7 +17,8 @@ USES_DEVICES = True
 
 def profile(
     command: Annotated[
-        list[str], typer.Argument(help="The program, after --: pase profile -- python train.py")
+        list[str],
+        typer.Argument(help="The program, after --: pase profile -- python train.py", metavar="COMMAND"),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder for the traces.")] = Path(
         "traces"

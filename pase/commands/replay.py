@@ -23,7 +23,9 @@ PURPOSE = "Traces"
 
 
 def replay(
-    traces: Annotated[Path, typer.Argument(help="A folder of traces, one trace, or a layout.json.")],
+    traces: Annotated[
+        Path, typer.Argument(help="A folder of traces, one trace, or a layout.json.", metavar="TRACES")
+    ],
     output: Annotated[
         Path | None,
         typer.Option(

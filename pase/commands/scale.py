@@ -49,7 +49,8 @@ def scale(
     tokens: Annotated[
         float | None,
         typer.Option(
-            help="What a run over this many tokens takes: days, failures, energy. 15e12", metavar="N"
+            help="What a run over this many tokens takes: days, failures, energy. For example 15e12.",
+            metavar="N",
         ),
     ] = None,
     failures: Annotated[

@@ -78,7 +78,8 @@ def schedule(
     loss: Annotated[
         str | None,
         typer.Option(
-            help="The state of training for DeFT's Preserver: loss=,lowest=,lr=,mean=,spread=,batch=,lr_scaling=, "
+            help="For policy 'deft': the state of training, from which its Preserver decides: "
+            "loss=,lowest=,lr=,mean=,spread=,batch=,lr_scaling=, "
             "separated by commas."
         ),
     ] = None,

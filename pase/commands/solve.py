@@ -31,7 +31,8 @@ def solve(
     instance: Annotated[
         Path,
         typer.Argument(
-            help="An IOPDDL .json or .json.gz, or an index .json with its .npz in the same folder."
+            help="An IOPDDL .json or .json.gz, or an index .json with its .npz in the same folder.",
+            metavar="INSTANCE",
         ),
     ],
     time_limit: Annotated[

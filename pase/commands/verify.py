@@ -6,7 +6,7 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from pase.commands.options import JsonOption, LayoutFile, StrictOption, print_json, progress
+from pase.commands.options import JsonOption, LayoutFile, print_json, progress
 from pase.files.terminal import console
 
 __all__ = ["verify"]
@@ -49,7 +49,13 @@ def verify(
         float, typer.Option("--timeout", help="Seconds that the compiler may take.", min=1.0)
     ] = 3600.0,
     json: JsonOption = False,
-    strict: StrictOption = False,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Exit with status 1 if the compiled step does not fit or sends other bytes than the plan lists.",
+        ),
+    ] = False,
 ) -> None:
     """Compile a layout's step with the target's own compiler.
 
@@ -63,8 +69,6 @@ def verify(
 
     The step of a PyTorch model runs op by op on fake tensors, with the update. The command shows the peak memory of the
     rank by kind, and its collectives: listed by the plan, joined in messages, and sent.
-
-    With --strict, the exit status is 1 if the compiled step does not fit or sends other bytes than the plan lists.
 
     \b
     Examples:

@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import pytest
 
 import pase.commands
 from pase import __version__, cli
+from tests.command import printed
 
 HEAD = """
 import json
@@ -159,6 +161,17 @@ def test_a_commands_own_help_is_its_docstring(group, capsys):
     assert call(group, "ok", "--help") == 0
     text = capsys.readouterr().out
     assert "Do it." in text and "How many." in text
+
+
+@pytest.mark.parametrize("name", cli._names("pase.commands"))
+def test_help_is_in_users_words(name):
+    """Values have no Python types. Arguments are in capitals, and listed as the usage line calls them."""
+    text = printed(name, "--help")
+    usage, _, rest = text.partition("\n")
+    assert not re.search(r"<\w+( range)?>|<list\[|most max_axes", text), text
+    for said in usage.partition("[OPTIONS]")[2].split():
+        called = said.strip("[]{}").removesuffix(".json")
+        assert called == called.upper() and f"\n  {called}" in rest, text
 
 
 def test_an_own_fault_keeps_its_traceback_and_is_no_bad_input(group, capsys, monkeypatch):

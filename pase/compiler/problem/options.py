@@ -62,7 +62,8 @@ class CompileOptions:
     )
     mesh: str | None = _option(
         None,
-        "Fix the mesh: 4x8, or with names data=4,model=8. Default: search every mesh of at most max_axes axes.",
+        "Fix the mesh: 4x8, or with names data=4,model=8. Default: search every mesh of at most three axes (in Python, "
+        "max_axes).",
         "--mesh",
         about="devices",
     )
@@ -155,9 +156,9 @@ class CompileOptions:
     max_axes: int = _option(3, "Search meshes of at most this many axes.", minimum=1, about="the search")
     meshes: Literal["few", "all"] = _option(
         "few",
-        "The meshes over which the answer is proven. 'few': those of at most max_axes axes. 'all': every mesh of the "
-        "devices; those with more axes are searched as long as they may be cheaper, which takes seconds for each, and "
-        "the plan names those that remain.",
+        "The meshes over which the answer is proven. 'few': those of at most three axes (in Python, max_axes). 'all': "
+        "every mesh of the devices; those with more axes are searched as long as they may be cheaper, which takes "
+        "seconds for each, and the plan names those that remain.",
         "--meshes",
         about="the search",
     )
