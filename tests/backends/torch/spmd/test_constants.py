@@ -120,3 +120,34 @@ def test_constants_are_where_the_step_runs() -> None:
         assert step.backward(x.to("meta")).is_meta
         (program,) = step.programs.made.values()
     assert "cpu" not in program.module.code and all(t.is_meta for t in program.module.buffers())
+
+
+@pytest.mark.parametrize(
+    "op", ["where.ScalarOther", "masked_fill.Scalar", "__and__.Tensor", "_to_copy.default"]
+)
+def test_what_only_repeats_is_made_once(op: str) -> None:
+    """T5's mask of the whole batch, on every rank, was 36% of the memory of a step on 32 devices."""
+    import torch
+
+    aten, (name, overload) = torch.ops.aten, op.split(".")
+    g = torch.fx.Graph()
+    seen = g.call_function(aten.gt.Scalar, (g.placeholder("buffer"), 1))
+    mask = g.call_function(aten.expand.default, (seen, [64, 3, 5, 2]))
+    few = g.call_function(aten.eye.m, (5, 2), {"dtype": torch.bool})
+    given = {
+        "where": (mask, few, -1.0),
+        "masked_fill": (g.call_function(aten._to_copy.default, (few,), {"dtype": torch.float32}), mask, -1.0),
+        "__and__": (mask, few),
+        "_to_copy": (mask,),
+    }
+    kwargs = {"dtype": torch.float64} if name == "_to_copy" else {}
+    target = getattr(getattr(aten, name), overload)
+    made = g.call_function(target, given[name], kwargs)
+    flat = g.call_function(aten.view.default, (made, [192, 10]))
+    c = constants(g, {"x": g.placeholder("x")})
+
+    x = c.of(made)
+    written_out = target(*torch.fx.map_arg(given[name], lambda n: c.of(n).contiguous()), **kwargs)
+    assert torch.equal(x, written_out) and x.dtype == written_out.dtype and x.shape == (64, 3, 5, 2)
+    assert x.untyped_storage().nbytes() <= 5 * 2 * x.itemsize
+    assert torch.equal(c.of(flat), written_out.view(192, 10))
