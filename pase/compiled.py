@@ -86,8 +86,11 @@ def is_compiled(kernel: Callable[..., object]) -> bool:
         return True
     code, folder = source.__code__, getattr(kernel, "stats").cache_path  # noqa: B009 - numba has no types
     index = f"{Path(code.co_filename).stem}.{source.__qualname__}-{code.co_firstlineno}.*.nbi"
-    written = Path(code.co_filename).stat().st_mtime  # numba compiles again what was changed since
-    return folder is not None and any(p.stat().st_mtime >= written for p in Path(folder).glob(index))
+    file = Path(code.co_filename)
+    if folder is None or not file.exists():  # written in a session: numba has nothing to name its cache by
+        return False
+    written = file.stat().st_mtime  # numba compiles again what was changed since
+    return any(p.stat().st_mtime >= written for p in Path(folder).glob(index))
 
 
 @dataclass(kw_only=True)
