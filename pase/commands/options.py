@@ -65,7 +65,7 @@ def on_the_host() -> Iterator[None]:
     if _PLATFORMS in os.environ:
         yield
         return
-    from pase.frontends.jax.versions import quiet_about_drivers
+    from pase.frontends.jax.drivers import quiet_about_drivers
 
     os.environ[_PLATFORMS] = "cpu"
     try:

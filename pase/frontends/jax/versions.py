@@ -12,7 +12,6 @@ the tests with the version, fix what differs below, and add it to ``KNOWN`` and 
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,7 +53,6 @@ __all__ = [
     "outside_jit",
     "plain_array",
     "pulled_back",
-    "quiet_about_drivers",
     "scan_groups",
     "source_line",
     "static_arguments",
@@ -462,18 +460,6 @@ def function_of(
     jaxpr, consts = opened(closed)
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     return called(_assembled(jaxpr.constvars, reads, makes, eqns, info, consts))
-
-
-@contextmanager
-def quiet_about_drivers() -> Iterator[None]:
-    """Keeps JAX from reporting that a plugin for a GPU finds no driver."""
-    says = logging.getLogger("jax._src.xla_bridge")
-    level = says.level
-    says.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        says.setLevel(level)
 
 
 def evaluate(eqn: Eqn, ins: Sequence[Array], info: DebugInfo) -> list[Any]:
