@@ -55,12 +55,15 @@ def planned(
     program: LocalProgram,
     gradients: Sequence[LocalMessage] = (),
     gathers: Sequence[Sequence[int]] = (),
+    whole: LocalProgram | None = None,
 ) -> SentCounts:
     """The plan's collectives, without mesh axes of size 1, along which nothing is sent.
 
     gradients, gathers: the messages in which gradients of parameters are joined (``gradient_messages``), and those in
-    which parameters are gathered (``gather_messages``). The bytes are the same.
+    which parameters are gathered (``gather_messages``). The bytes are the same. whole: the program whose messages they
+    are, if ``program`` is a part of it.
     """
+    sends = whole or program
     out: SentCounts = Counter()
     for c in program_collectives(program):
         if axes := _wide(c.axes, program.mesh):
@@ -72,13 +75,13 @@ def planned(
             for step in steps:
                 out[step.kind, axes, step.nbytes] -= round(times)
 
-    for chunks in (some for m in gradients for some in joined_chunks(program, m)):
-        steps = [program.stages(c.transfer, "back")[c.stage] for c in chunks]
+    for chunks in (some for m in gradients for some in joined_chunks(sends, m)):
+        steps = [sends.stages(c.transfer, "back")[c.stage] for c in chunks]
         begun = [step for c, step in zip(chunks, steps, strict=True) if c.begin == 0]
-        joined(steps[0], begun, sum(c.nbytes for c in chunks), program.runs(chunks[0].transfer, "back"))
+        joined(steps[0], begun, sum(c.nbytes for c in chunks), sends.runs(chunks[0].transfer, "back"))
     for numbers in gathers:
-        steps = [program.transfers[n].forward[0] for n in numbers]
-        joined(steps[0], steps, sum(s.nbytes for s in steps), program.runs(numbers[0], "there"))
+        steps = [sends.transfers[n].forward[0] for n in numbers]
+        joined(steps[0], steps, sum(s.nbytes for s in steps), sends.runs(numbers[0], "there"))
     return +out
 
 
@@ -98,9 +101,11 @@ def planned_in_stages(run: TorchPipeline, rank: int) -> SentCounts:
     for k, stage in enumerate(run.stages):
         if run.schedule.rank_of[k] == rank:
             stored = {t for t, owner in run.stage_of_parameter.items() if owner == k}
-            part = _part(run.split(k).program, stage.nodes, stored, returns=k + 1 == len(run.stages))
+            whole = run.split(k).program
+            part = _part(whole, stage.nodes, stored, returns=k + 1 == len(run.stages))
             once = {n for n, t in enumerate(part.transfers) if t.hoisted and any(t.runs)}
-            out += planned(part, gradient_messages(part, run.split(k).bucket_bytes, once))
+            # Of the whole program: a tied parameter that another stage stores is in a message, too.
+            out += planned(part, gradient_messages(whole, run.split(k).bucket_bytes, once), whole=whole)
             for m, times in run.exchanged(k):
                 if axes := _wide(m.axes, part.mesh):
                     out[m.kind, axes, m.nbytes] += times
