@@ -60,7 +60,8 @@ def closure(name, extras, found):
 out = {}
 for extras in ((), ("jax", "traces")):
     found = {}
-    closure("pase", extras, found)
+    closure("pase-parallel", extras, found)
+    assert found, "pase is not installed under this name"
     out[",".join(extras)] = found
 print(json.dumps(out))
 """
