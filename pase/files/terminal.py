@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
+from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ from pase.errors import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["UNWRAPPED", "console", "printable"]
+__all__ = ["UNWRAPPED", "console", "printable", "text_of"]
 
 UNWRAPPED = 2000
 """The width, in columns, of output that is not wrapped: longer than any line."""
@@ -28,6 +30,15 @@ def console(*, err: bool = False, **how: Any) -> Console:
     if not (made.is_terminal or "width" in how or "COLUMNS" in os.environ):
         made.width = UNWRAPPED
     return made
+
+
+def text_of(parts: Iterable[Any], width: int = 80) -> str:
+    """Return tables and lines as text of at most this many columns, without a last line break."""
+    text = io.StringIO()
+    out = console(file=text, width=width)
+    for part in parts:
+        out.print(part, highlight=False)
+    return text.getvalue().rstrip()
 
 
 @cache

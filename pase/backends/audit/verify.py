@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -84,13 +83,9 @@ class Verified:
         return own | {"bytes_equal": self.bytes_equal, "fits": self.fits}
 
     def __str__(self) -> str:
-        from pase.files.terminal import console
+        from pase.files.terminal import text_of
 
-        text = io.StringIO()
-        out = console(file=text, width=80)
-        for part in self.report():
-            out.print(part, highlight=False)
-        return text.getvalue().rstrip()
+        return text_of(self.report())
 
     def report(self) -> list[RichTable | str]:
         """Tables and lines for people."""

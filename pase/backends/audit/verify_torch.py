@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -78,13 +77,9 @@ class VerifiedTorch:
         return own | {"memory": self.memory.to_json(), "collectives": sent} | said
 
     def __str__(self) -> str:
-        from pase.files.terminal import console
+        from pase.files.terminal import text_of
 
-        text = io.StringIO()
-        out = console(file=text, width=80)
-        for part in self.report():
-            out.print(part, highlight=False)
-        return text.getvalue().rstrip()
+        return text_of(self.report())
 
     def report(self) -> list[RichTable | str]:
         """Tables and lines for people."""

@@ -9,7 +9,6 @@ rounds up.
 from __future__ import annotations
 
 import dataclasses
-import io
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -86,11 +85,9 @@ class TorchMemory:
         return made
 
     def __str__(self) -> str:
-        from pase.files.terminal import console
+        from pase.files.terminal import text_of
 
-        text = io.StringIO()
-        console(file=text, width=80).print(self.table(), highlight=False)
-        return text.getvalue().rstrip()
+        return text_of([self.table()])
 
     def table(self) -> RichTable:
         """The kinds as rows: predicted, tracked, and their ratio."""
