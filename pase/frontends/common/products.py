@@ -9,7 +9,7 @@ from pase.frontends.common.values import Site, Value
 from pase.ir import functions
 from pase.ops import nests
 
-__all__ = ["einsum", "matmul"]
+__all__ = ["NamedDims", "einsum", "matmul", "product"]
 
 
 def matmul(c: Site, x: Value, y: Value, dtype: str | None = None) -> Value:
@@ -72,7 +72,9 @@ def matmul(c: Site, x: Value, y: Value, dtype: str | None = None) -> Value:
     return c.reshape(made, out)
 
 
-def einsum(c: Site, equation: str, values: Sequence[Value]) -> Value:
+def einsum(
+    c: Site, equation: str, values: Sequence[Value], dtype: str | None = None, name: str = "dot_general"
+) -> Value:
     """An einsum. Operands are contracted from the left. A dim that is in no later operand and not in the result is
     summed as early as possible."""
     text = equation.replace(" ", "")
@@ -112,36 +114,70 @@ def einsum(c: Site, equation: str, values: Sequence[Value]) -> Value:
         work = 2.0 * math.prod(float(s) for s in sizes.values())
         (t_out,) = nests.opaque(c.b, "einsum", c.tensors(*values), [(shape, values[0].dtype)], flops=work)
         return c.value(t_out)
-    have, value = _drop_ones(c, names[0], values[0])
+    have, value = _without(c, names[0], values[0])
     for k in range(1, len(values)):
         later = {*out, *(x for t in names[k + 1 :] for x in t)}
-        more, other = _drop_ones(c, names[k], values[k])
-        have, value = _sum_out(c, have, value, {*later, *more})
-        more, other = _sum_out(c, more, other, {*later, *have})
-        both = [x for x in have if x in more]
-        summed = [x for x in both if x not in later]
-        batch = [x for x in both if x in later]
-        made = nests.contract(
-            c.b,
-            c.tensor(value),
-            c.tensor(other),
-            ([have.index(x) for x in summed], [more.index(x) for x in summed]),
-            ([have.index(x) for x in batch], [more.index(x) for x in batch]),
-        )
-        have = [*batch, *(x for x in have if x not in both), *(x for x in more if x not in both)]
-        value = c.value(made)
-    have, value = _sum_out(c, have, value, set(out))
+        more, other = _without(c, names[k], values[k])
+        first = [x for x in have if x in more]
+        order = [*first, *(x for x in (*have, *more) if x not in first)]
+        kept = [x for x in order if x in later]
+        value = product(c, (value, have), (other, more), kept, dtype, name)
+        have = kept
+    have, value = _summed(c, have, value, set(out))
     here = [x for x in out if x in have]
     value = c.transpose(value, [have.index(x) for x in here])
     return c.reshape(value, shape)
 
 
-def _drop_ones(c: Site, names: list[str], v: Value) -> tuple[list[str], Value]:
+NamedDims = tuple[Value, Sequence[str]]
+"""A tensor and the names of its dims. "" names a dim of one element, which is dropped."""
+
+
+def product(
+    c: Site,
+    x: NamedDims,
+    y: NamedDims,
+    out: Sequence[str],
+    dtype: str | None = None,
+    name: str = "dot_general",
+) -> Value:
+    """A product of two tensors with named dims. A name in ``out`` that neither has is a dim of one element."""
+    a, of_a = _dropped(c, *x)
+    b, of_b = _dropped(c, *y)
+    of_a, a = _summed(c, of_a, a, {*of_b, *out})
+    of_b, b = _summed(c, of_b, b, {*of_a, *out})
+    shared = [n for n in of_a if n in of_b]
+    batch = [n for n in shared if n in out]
+    over = [n for n in shared if n not in out]
+    made = nests.contract(
+        c.b,
+        c.tensor(a),
+        c.tensor(b),
+        ([of_a.index(n) for n in over], [of_b.index(n) for n in over]),
+        ([of_a.index(n) for n in batch], [of_b.index(n) for n in batch]),
+        dtype,
+        name=name,
+    )
+    order = [*batch, *(n for n in of_a if n not in shared), *(n for n in of_b if n not in shared)]
+    kept = [n for n in out if n in order]
+    value = c.transpose(c.value(made), [order.index(n) for n in kept])
+    sizes = dict(zip(kept, value.shape, strict=True))
+    return c.reshape(value, [sizes.get(n, 1) for n in out])
+
+
+def _without(c: Site, names: Sequence[str], v: Value) -> tuple[list[str], Value]:
+    """The tensor without its dims of one element, and the names of its other dims."""
     kept = [x for x, s in zip(names, v.shape, strict=True) if s != 1]
     return kept, c.reshape(v, [s for s in v.shape if s != 1])
 
 
-def _sum_out(c: Site, names: list[str], v: Value, wanted: set[str]) -> tuple[list[str], Value]:
+def _dropped(c: Site, v: Value, names: Sequence[str]) -> tuple[Value, list[str]]:
+    """The tensor without the dims named "", and the names of its other dims."""
+    return c.reshape(v, [s for s, n in zip(v.shape, names, strict=True) if n]), [n for n in names if n]
+
+
+def _summed(c: Site, names: list[str], v: Value, wanted: set[str]) -> tuple[list[str], Value]:
+    """The tensor, summed over the dims that are not wanted, and the names of its other dims."""
     axes = [i for i, x in enumerate(names) if x not in wanted]
     if not axes:
         return names, v

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
+from pase.frontends.common import folding
+from pase.frontends.common.folding import Unfit, small
 from pase.frontends.common.values import Value, known
-from pase.frontends.onnx.values import MOST_KNOWN, OnnxCall
+from pase.frontends.onnx.rules import FUNCTIONS_OF
+from pase.frontends.onnx.values import OnnxCall
 from pase.registry import Registry
 
 __all__ = ["FOLDS", "fold"]
@@ -17,54 +21,8 @@ OnnxFold = Callable[[OnnxCall, list[np.ndarray]], np.ndarray | list[np.ndarray] 
 FOLDS: Registry[OnnxFold] = Registry("rule for small values of ONNX op")
 _folds = FOLDS.register
 
-_BINARY: dict[str, Callable[..., np.ndarray]] = {
-    "Add": np.add,
-    "Sub": np.subtract,
-    "Mul": np.multiply,
-    "Pow": np.power,
-    "Equal": np.equal,
-    "Less": np.less,
-    "Greater": np.greater,
-    "LessOrEqual": np.less_equal,
-    "GreaterOrEqual": np.greater_equal,
-    "And": np.logical_and,
-    "Or": np.logical_or,
-    "Xor": np.logical_xor,
-}
-_UNARY: dict[str, Callable[..., np.ndarray]] = {
-    "Neg": np.negative,
-    "Abs": np.abs,
-    "Floor": np.floor,
-    "Ceil": np.ceil,
-    "Round": np.round,
-    "Sqrt": np.sqrt,
-    "Exp": np.exp,
-    "Log": np.log,
-    "Sign": np.sign,
-    "Not": np.logical_not,
-    "Cos": np.cos,
-    "Sin": np.sin,
-    "Reciprocal": np.reciprocal,
-    "Identity": lambda a: a,
-    "IsNaN": np.isnan,
-    "IsInf": np.isinf,
-}
-_VARIADIC: dict[str, Callable[..., np.ndarray]] = {"Max": np.maximum, "Min": np.minimum, "Sum": np.add}
-_REDUCE: dict[str, Callable[..., np.ndarray]] = {
-    "ReduceProd": np.prod,
-    "ReduceSum": np.sum,
-    "ReduceMax": np.max,
-    "ReduceMin": np.min,
-    "ReduceMean": np.mean,
-}
-
-
 _VIEWS = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 """Ops whose result is a weight if their operand is a weight, even if the contents of the weight are known."""
-
-
-class _Unfit(Exception):
-    """The result is not folded: it is too large, or the op's own rule must handle it."""
 
 
 def fold(c: OnnxCall) -> list[Value] | None:
@@ -77,51 +35,26 @@ def fold(c: OnnxCall) -> list[Value] | None:
         if v is not None and data is None:
             return None
         arrays.append(np.zeros(0, np.int64) if data is None else data)
-    try:
-        with np.errstate(all="ignore"):
-            out = FOLDS[c.op](c, arrays)
-    except (_Unfit, ValueError, IndexError, TypeError, OverflowError, ZeroDivisionError):
-        return None  # the op's own rule reports what is wrong
-    made = out if isinstance(out, list) else [np.asarray(out)]
-    if any(np.size(a) > MOST_KNOWN for a in made):
-        return None
-    return [known(a) for a in made]
-
-
-def _small(*extents: int) -> None:
-    """Raises _Unfit if a shape is too large to be evaluated."""
-    if any(e < 0 for e in extents) or math.prod(extents) > MOST_KNOWN:
-        raise _Unfit
-
-
-@_folds("Div")
-def _div(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
-    x, y = a
-    if x.dtype.kind == "f":
-        return x / y
-    if (y == 0).any():
-        raise _Unfit
-    return (np.sign(x) * np.sign(y) * (np.abs(x) // np.abs(y))).astype(x.dtype)  # rounds towards zero
+    made = folding.folded(FOLDS[c.op], c, arrays)
+    return None if made is None else [known(a) for a in made]
 
 
 @_folds("Mod")
 def _mod(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
-    if (a[1] == 0).any():
-        raise _Unfit
-    return np.fmod(a[0], a[1]) if c.integer("fmod") else np.mod(a[0], a[1])
+    return folding.elementwise("rem" if c.integer("fmod") else "mod", *a)
 
 
 @_folds("Cast", "CastLike")
 def _cast(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     dtype = c.dtype("to", "") if c.op == "Cast" else str(a[1].dtype)
     if dtype in ("", "string"):
-        raise _Unfit
+        raise Unfit
     return a[0].astype(np.dtype(dtype))
 
 
 @_folds("Gather")
 def _gather(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
-    _small(a[1].size, *a[0].shape[1:])
+    small(a[1].size, *a[0].shape[1:])
     return np.take(a[0], a[1], axis=c.axis(c.integer("axis"), a[0].ndim))
 
 
@@ -133,15 +66,13 @@ def axes_of(c: OnnxCall, rank: int, i: int = 1) -> list[int] | None:
     return None if given is None else c.axes(given, rank)
 
 
-@_folds(*_REDUCE)
+@_folds("ReduceProd", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceMean")
 def _reduce(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     axes = axes_of(c, a[0].ndim)
     if not axes and c.integer("noop_with_empty_axes"):
         return a[0]
-    axis = tuple(axes) if axes else None
-    return np.asarray(_REDUCE[c.op](a[0], axis=axis, keepdims=bool(c.integer("keepdims", 1)))).astype(
-        a[0].dtype
-    )
+    how = c.op.removeprefix("Reduce").lower()
+    return folding.reduced(how, a[0], axes or None, bool(c.integer("keepdims", 1)))
 
 
 @_folds("Slice")
@@ -222,23 +153,17 @@ def reshaped(c: OnnxCall, shape: Sequence[int]) -> list[int]:
 
 @_folds("Range")
 def _range(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
-    start, limit, delta = (x.reshape(()) for x in a[:3])
-    n = max(math.ceil((float(limit) - float(start)) / float(delta)), 0)
-    _small(n)
-    return np.arange(n, dtype=start.dtype) * delta + start
+    return folding.arange(*a[:3])
 
 
 @_folds("Expand")
 def _expand(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
-    shape = np.broadcast_shapes(a[0].shape, tuple(int(n) for n in a[1]))
-    _small(*shape)
-    return np.broadcast_to(a[0], shape)
+    return folding.expand(a[0], np.broadcast_shapes(a[0].shape, tuple(int(n) for n in a[1])))
 
 
 @_folds("Tile")
 def _tile(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
-    _small(*(int(s) * int(r) for s, r in zip(a[0].shape, a[1], strict=True)))
-    return np.tile(a[0], a[1])
+    return folding.repeated(a[0], a[1])
 
 
 @_folds("Split")
@@ -268,14 +193,8 @@ def split_sizes(c: OnnxCall, size: int) -> list[int]:
 
 @_folds("Concat")
 def _concat(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
-    _small(sum(x.size for x in a))
+    small(sum(x.size for x in a))
     return np.concatenate(a, c.axis(c.integer("axis", 1), a[0].ndim))
-
-
-@_folds("Where")
-def _where(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
-    _small(*np.broadcast_shapes(*(x.shape for x in a)))
-    return np.where(*a)
 
 
 @_folds("Transpose")
@@ -293,20 +212,14 @@ def _cumsum(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     return np.cumsum(a[0], int(a[1].reshape(())), dtype=a[0].dtype)
 
 
-def _broadcasts(f: Callable[..., np.ndarray]) -> OnnxFold:
-    def out(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
-        _small(*np.broadcast_shapes(*(x.shape for x in a)))
-        if c.has("axis") or c.integer("broadcast"):  # opsets before 7 have other rules for broadcasting
-            raise _Unfit
-        made = a[0]
-        for x in a[1:]:
-            made = np.asarray(f(made, x))
-        return made
-
-    return out
+def _elementwise(function: str, c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
+    if c.has("axis") or c.integer("broadcast"):  # opsets before 7 have other rules for broadcasting
+        raise Unfit
+    if c.op == "IsInf" and not (c.integer("detect_negative", 1) and c.integer("detect_positive", 1)):
+        raise Unfit
+    return folding.elementwise(function, *a)
 
 
-for _op, _f in (_BINARY | _VARIADIC).items():
-    FOLDS.add(_op, _broadcasts(_f))
-for _op, _f in _UNARY.items():
-    FOLDS.add(_op, lambda c, a, f=_f: np.asarray(f(a[0])))  # type: ignore[misc]
+for _op, _function in {**FUNCTIONS_OF, "Identity": "copy", "Where": "where"}.items():
+    if _function in folding.ELEMENTWISE and ":" not in _op:
+        FOLDS.add(_op, partial(_elementwise, _function))

@@ -23,12 +23,13 @@ import numpy as np
 
 from pase.errors import PaseError, install_line
 from pase.frontends import registry
+from pase.frontends.common.folding import MOST_KNOWN
 from pase.frontends.common.values import Value
 from pase.frontends.onnx.control import CONTROL, apart_value, captures
 from pase.frontends.onnx.fold import fold
 from pase.frontends.onnx.model import OnnxModel, dtype_name, load, ordered
 from pase.frontends.onnx.rules import RULES
-from pase.frontends.onnx.values import MOST_KNOWN, OnnxCall
+from pase.frontends.onnx.values import OnnxCall
 from pase.frontends.registry import DimSizes, Unknown, UnknownOp, by_nest, type_names
 from pase.garbage import uncollected
 from pase.ir import Place, SourceLine, Tensor

@@ -22,7 +22,7 @@ from pase.ir.literals import Number
 from pase.ops.activations import ACTIVATIONS
 from pase.registry import Registry
 
-__all__ = ["RULES", "OnnxRule", "Result", "activation", "lowers", "nothing"]
+__all__ = ["FUNCTIONS_OF", "RULES", "OnnxRule", "Result", "activation", "lowers", "nothing"]
 
 Result = "Value | Sequence[Value | None]"
 OnnxRule = Callable[[OnnxCall], "Value | Sequence[Value | None]"]
@@ -30,7 +30,7 @@ RULES: Registry[OnnxRule] = Registry("rule for ONNX op", package="pase.frontends
 lowers = RULES.register
 """Decorator: registers a rule for these ops. An op of a domain other than ai.onnx is written "domain:op"."""
 
-_FUNCTIONS = {
+FUNCTIONS_OF = {
     "Abs": "abs",
     "Neg": "neg",
     "Add": "add",
@@ -161,7 +161,7 @@ def _aligned(c: OnnxCall, x: Value, y: Value) -> Value:
     return c.reshape(y, (*y.shape, *[1] * trailing)) if trailing > 0 else y
 
 
-for _op, _name in _FUNCTIONS.items():
+for _op, _name in FUNCTIONS_OF.items():
     RULES.add(_op, partial(_elementwise, FUNCTIONS[_name]))
 
 

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from pase.frontends.common.folding import MOST_KNOWN
 from pase.frontends.common.slicing import join, part, spread
 from pase.frontends.common.values import Value, known
 from pase.frontends.onnx.fold import axes_of, reshaped, slice_arguments, slice_bounds, split_sizes
 from pase.frontends.onnx.model import dtype_name
 from pase.frontends.onnx.rules import lowers, nothing
-from pase.frontends.onnx.values import MOST_KNOWN, OnnxCall
+from pase.frontends.onnx.values import OnnxCall
 from pase.ir import functions
 from pase.ir.parameters import Pad, Slice
 from pase.ops import nests

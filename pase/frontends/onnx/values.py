@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pase.frontends.onnx.frontend import OnnxLowering
 
-__all__ = ["MOST_KNOWN", "OnnxCall"]
+__all__ = ["OnnxCall"]
 
 
 @cache
@@ -37,10 +37,6 @@ def _schema(
     types = {k: int(a.type.value) for k, a in s.attributes.items()}  # type: ignore[attr-defined]
     required = tuple(k for k, a in s.attributes.items() if a.required)
     return s.min_input, s.max_input, s.max_output, types, required
-
-
-MOST_KNOWN = 4096
-"""The most elements of a value that is evaluated while lowering: shapes, axes and paddings, but not weights."""
 
 
 @dataclass

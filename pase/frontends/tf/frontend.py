@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from pase.errors import PaseError
 from pase.frontends import registry
+from pase.frontends.common.values import Value
 from pase.frontends.registry import DimSizes, Unknown
 from pase.frontends.tf import sources
 from pase.frontends.tf.graph import CALLS, TfGraph, TfNode
@@ -21,7 +22,7 @@ from pase.frontends.tf.lower import PASSED_ON, TfLowering
 from pase.frontends.tf.read import read_source
 from pase.frontends.tf.rules import RULES
 from pase.frontends.tf.sources import InputSpec, TfSource, Variable
-from pase.frontends.tf.values import Absent, Handle, Reshaped, TfValue
+from pase.frontends.tf.values import Absent, Handle, TfResult, TfValue, tensor_of, value_of, whole
 from pase.ir import Graph, Place, Tensor
 from pase.ir.types import is_floating
 from pase.ops import GraphBuilder
@@ -91,18 +92,15 @@ def trace(
         if ref in read and isinstance(v, Variable):
             given[ref] = Handle(variables.tensor(v))
     for ref, spec in source.inputs.items():
-        given[ref] = b.input(spec.name, _whole(spec), spec.dtype)
+        given[ref] = value_of(b.input(spec.name, _whole(spec), spec.dtype))
     for ref, v in source.captured.items():
         if ref in read and isinstance(v, InputSpec):
-            given[ref] = b.constant(_whole(v), v.dtype)
+            given[ref] = value_of(b.constant(_whole(v), v.dtype))
     args_in = [given.get(ref) or Absent("not read") for ref in source.graph.main.args]
-    outs = lower.body(source.graph.main, args_in, "")
-    outs = [
-        v.tensor(b) if isinstance(v, Reshaped) else v.tensor if isinstance(v, Handle) else v for v in outs
-    ]
+    outs = [whole(v) for v in lower.body(source.graph.main, args_in, "")]
     lower.finish()
-    tensors = [v for v in outs if isinstance(v, Tensor)]
-    tensors = [t for t in dict.fromkeys(tensors) if is_floating(t.dtype)]
+    made = [tensor_of(v) for v in outs if isinstance(v, (Value, Handle))]
+    tensors = [t for t in dict.fromkeys(made) if t is not None and is_floating(t.dtype)]
     if not any(b.tensors[t.name].needs_grad for t in tensors):
         raise PaseError(
             "its outputs do not depend on any trainable floating-point variable, so there is nothing to parallelize",
@@ -152,7 +150,7 @@ class _ModelVariables:
             self.used[v.path] = v
         return self._handles[v.path]
 
-    def read(self, node: TfNode) -> TfValue:
+    def read(self, node: TfNode) -> TfResult:
         """The value of a node that makes a variable: a handle, or the tensor itself for variables of version 1."""
         if node.name not in self.source.variables:
             raise PaseError(

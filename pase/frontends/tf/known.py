@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy import ndarray as Array
 
 from pase.errors import PaseError
+from pase.frontends.common import folding
+from pase.frontends.common.folding import FoldedArrays
 from pase.frontends.tf.graph import TfNode, dtype_name
+from pase.frontends.tf.rules import function_of
 from pase.frontends.tf.slices import positions
-from pase.frontends.tf.values import MOST_KNOWN
 from pase.registry import Registry
 
 if TYPE_CHECKING:
@@ -20,30 +22,28 @@ if TYPE_CHECKING:
 
 __all__ = ["KNOWN", "constant", "evaluate", "numpy_dtype"]
 
-Array = np.ndarray
-FoldResult: TypeAlias = "Array | tuple[Array, ...] | list[Array] | None"
-"""A result, or a list of several results; None if the value is not evaluated."""
-TfFold = Callable[..., FoldResult]
+TfFold = Callable[..., FoldedArrays]
 """A function of a node and the values of its operands that returns the node's results."""
 
 KNOWN: Registry[TfFold] = Registry("rule for small values of TensorFlow op")
 _rule = KNOWN.register
 
+_ELEMENTWISE = {
+    "FloorDiv": "floor_div",
+    "TruncateDiv": "div",
+    "Mod": "rem",
+    "AddN": "add",
+}
+"""Ops whose function in the graph only has their cost -> what they compute (``folding.ELEMENTWISE``)."""
+
 
 def evaluate(node: TfNode, arrays: Sequence[Array]) -> list[Array] | None:
     """The results of a node on known operands; None if the op has no rule here, or a result is too large."""
-    rule = KNOWN.get(node.op)
-    if rule is None:
-        return None
-    try:
-        with np.errstate(all="ignore"):
-            made = rule(node, *arrays)
-    except (ValueError, TypeError, IndexError, OverflowError, ZeroDivisionError, MemoryError):
-        return None  # the op's rule for tensors reports what is wrong
-    if made is None:
-        return None
-    out = made if isinstance(made, list) else [made]
-    return [np.asarray(a) for a in out] if all(np.size(a) <= MOST_KNOWN for a in out) else None
+    if (rule := KNOWN.get(node.op)) is not None:
+        return folding.folded(rule, node, *arrays)
+    exact = function_of(node.op)
+    function = _ELEMENTWISE.get(node.op) or (exact.name if exact is not None else "")
+    return folding.folded(folding.elementwise, function, *arrays) if function in folding.ELEMENTWISE else None
 
 
 def constant(node: TfNode, proto: TensorProto, shape: Sequence[int]) -> Array | None:
@@ -76,78 +76,19 @@ def numpy_dtype(name: str) -> np.dtype:
         return np.dtype(tf.dtypes.as_dtype(name).as_numpy_dtype)
 
 
-def _small(size: int) -> bool:
-    return 0 <= size <= MOST_KNOWN
+@_rule("ZerosLike", "OnesLike")
+def _like(node: TfNode, a: Array) -> FoldedArrays:
+    return np.full_like(a, node.op == "OnesLike")
 
 
-def _add_rules(**rules: TfFold) -> None:
-    for op, f in rules.items():
-        KNOWN.add(op, lambda node, *a, f=f: f(*a))
+@_rule("InvertPermutation")
+def _inverse(node: TfNode, a: Array) -> FoldedArrays:
+    return np.argsort(a).astype(a.dtype)
 
 
-def _trunc_div(a: Array, b: Array) -> FoldResult:
-    return np.trunc(np.true_divide(a, b)).astype(a.dtype)
-
-
-def _divide(a: Array, b: Array) -> FoldResult:
-    return _trunc_div(a, b) if a.dtype.kind in "iu" else np.true_divide(a, b).astype(a.dtype)
-
-
-def _zero(b: Array) -> bool:
-    return b.dtype.kind in "iu" and bool((b == 0).any())
-
-
-_add_rules(
-    Identity=lambda a: a,
-    StopGradient=lambda a: a,
-    Snapshot=lambda a: a,
-    PreventGradient=lambda a: a,
-    EnsureShape=lambda a: a,
-    Add=np.add,
-    AddV2=np.add,
-    Sub=np.subtract,
-    Mul=np.multiply,
-    Maximum=np.maximum,
-    Minimum=np.minimum,
-    Neg=np.negative,
-    Abs=np.abs,
-    Sign=np.sign,
-    Square=np.square,
-    Pow=np.power,
-    FloorDiv=lambda a, b: None if _zero(b) else np.floor_divide(a, b),
-    FloorMod=lambda a, b: None if _zero(b) else np.mod(a, b),
-    Mod=lambda a, b: None if _zero(b) else np.fmod(a, b),
-    TruncateDiv=lambda a, b: None if _zero(b) else _trunc_div(a, b),
-    TruncateMod=lambda a, b: None if _zero(b) else np.fmod(a, b),
-    Div=lambda a, b: None if _zero(b) else _divide(a, b),
-    RealDiv=np.true_divide,
-    Floor=np.floor,
-    Ceil=np.ceil,
-    Round=np.round,
-    Rint=np.rint,
-    Sqrt=np.sqrt,
-    Rsqrt=lambda a: (1 / np.sqrt(a)).astype(a.dtype),
-    Reciprocal=np.reciprocal,
-    Exp=np.exp,
-    Log=np.log,
-    Tanh=np.tanh,
-    Equal=np.equal,
-    NotEqual=np.not_equal,
-    Less=np.less,
-    LessEqual=np.less_equal,
-    Greater=np.greater,
-    GreaterEqual=np.greater_equal,
-    LogicalAnd=np.logical_and,
-    LogicalOr=np.logical_or,
-    LogicalNot=np.logical_not,
-    Select=lambda c, a, b: np.where(c, a, b),
-    SelectV2=lambda c, a, b: np.where(c, a, b),
-    ZerosLike=np.zeros_like,
-    OnesLike=np.ones_like,
-    InvertPermutation=lambda a: np.argsort(a).astype(a.dtype),
-    AddN=lambda *a: sum(a[1:], a[0]),
-    ClipByValue=lambda a, lo, hi: np.clip(a, lo, hi),
-)
+@_rule("ClipByValue")
+def _clip(node: TfNode, a: Array, low: Array, high: Array) -> FoldedArrays:
+    return np.clip(a, low, high)
 
 
 @_rule("IdentityN", "ShapeN")
@@ -160,106 +101,100 @@ def _out_type(node: TfNode, key: str = "out_type") -> np.dtype:
 
 
 @_rule("Shape")
-def _shape(node: TfNode, a: Array) -> FoldResult:
+def _shape(node: TfNode, a: Array) -> FoldedArrays:
     return np.array(a.shape, _out_type(node))
 
 
 @_rule("Size")
-def _size(node: TfNode, a: Array) -> FoldResult:
+def _size(node: TfNode, a: Array) -> FoldedArrays:
     return np.array(a.size, _out_type(node))
 
 
 @_rule("Rank")
-def _rank(node: TfNode, a: Array) -> FoldResult:
+def _rank(node: TfNode, a: Array) -> FoldedArrays:
     return np.array(a.ndim, np.int32)
 
 
 @_rule("Cast")
-def _cast(node: TfNode, a: Array) -> FoldResult:
+def _cast(node: TfNode, a: Array) -> FoldedArrays:
     return a.astype(_out_type(node, "DstT"))
 
 
 @_rule("Pack")
-def _pack(node: TfNode, *a: Array) -> FoldResult:
+def _pack(node: TfNode, *a: Array) -> FoldedArrays:
     return np.stack(a, int(node.attr["axis"].i) if "axis" in node.attr else 0)
 
 
 @_rule("Unpack")
-def _unpack(node: TfNode, a: Array) -> FoldResult:
+def _unpack(node: TfNode, a: Array) -> FoldedArrays:
     axis = int(node.attr["axis"].i) if "axis" in node.attr else 0
     return [np.take(a, k, axis) for k in range(a.shape[axis])]
 
 
 @_rule("ConcatV2")
-def _concat_v2(node: TfNode, *a: Array) -> FoldResult:
+def _concat_v2(node: TfNode, *a: Array) -> FoldedArrays:
     return np.concatenate(a[:-1], int(a[-1]))
 
 
 @_rule("Concat")
-def _concat(node: TfNode, *a: Array) -> FoldResult:
+def _concat(node: TfNode, *a: Array) -> FoldedArrays:
     return np.concatenate(a[1:], int(a[0]))
 
 
 @_rule("ExpandDims")
-def _expand(node: TfNode, a: Array, axis: Array) -> FoldResult:
+def _expand(node: TfNode, a: Array, axis: Array) -> FoldedArrays:
     return np.expand_dims(a, int(axis.reshape(())))
 
 
 @_rule("Squeeze")
-def _squeeze(node: TfNode, a: Array) -> FoldResult:
+def _squeeze(node: TfNode, a: Array) -> FoldedArrays:
     axes = tuple(int(i) for i in node.attr["squeeze_dims"].list.i) if "squeeze_dims" in node.attr else ()
     return np.squeeze(a, axes or None)
 
 
 @_rule("Reshape")
-def _reshape(node: TfNode, a: Array, shape: Array) -> FoldResult:
+def _reshape(node: TfNode, a: Array, shape: Array) -> FoldedArrays:
     return a.reshape([int(s) for s in shape])
 
 
 @_rule("Transpose")
-def _transpose(node: TfNode, a: Array, perm: Array) -> FoldResult:
+def _transpose(node: TfNode, a: Array, perm: Array) -> FoldedArrays:
     return a.transpose([int(p) for p in perm])
 
 
 @_rule("Fill")
-def _fill(node: TfNode, dims: Array, value: Array) -> FoldResult:
-    shape = [int(d) for d in dims]
-    return np.full(shape, value) if min(shape, default=0) >= 0 and _small(math.prod(shape)) else None
+def _fill(node: TfNode, dims: Array, value: Array) -> FoldedArrays:
+    return folding.expand(value, dims)
 
 
 @_rule("Range")
-def _range(node: TfNode, start: Array, limit: Array, delta: Array) -> FoldResult:
-    if not delta or not _small(int(abs((limit - start) / delta))):
-        return None
-    return np.arange(start.item(), limit.item(), delta.item(), dtype=start.dtype)
+def _range(node: TfNode, start: Array, limit: Array, delta: Array) -> FoldedArrays:
+    return folding.arange(start, limit, delta)
 
 
 @_rule("Tile")
-def _tile(node: TfNode, a: Array, reps: Array) -> FoldResult:
-    times = [int(r) for r in reps]
-    return np.tile(a, times) if min(times, default=0) >= 0 and _small(a.size * math.prod(times)) else None
+def _tile(node: TfNode, a: Array, times: Array) -> FoldedArrays:
+    return folding.repeated(a, times)
 
 
 @_rule("BroadcastTo")
-def _broadcast_to(node: TfNode, a: Array, shape: Array) -> FoldResult:
-    wide = [int(s) for s in shape]
-    return np.broadcast_to(a, wide) if min(wide, default=0) >= 0 and _small(math.prod(wide)) else None
+def _broadcast_to(node: TfNode, a: Array, shape: Array) -> FoldedArrays:
+    return folding.expand(a, shape)
 
 
 @_rule("BroadcastArgs")
-def _broadcast_args(node: TfNode, a: Array, b: Array) -> FoldResult:
+def _broadcast_args(node: TfNode, a: Array, b: Array) -> FoldedArrays:
     return np.array(np.broadcast_shapes(tuple(map(int, a)), tuple(map(int, b))), a.dtype)
 
 
 @_rule("Sum", "Prod", "Max", "Min", "Mean", "All", "Any")
-def _reduce(node: TfNode, a: Array, axes: Array) -> FoldResult:
-    f = getattr(np, node.op.lower())
+def _reduce(node: TfNode, a: Array, axes: Array) -> FoldedArrays:
     keep = bool(node.attr["keep_dims"].b) if "keep_dims" in node.attr else False
-    return np.asarray(f(a, axis=tuple(int(i) for i in axes.reshape(-1)), keepdims=keep)).astype(a.dtype)
+    return folding.reduced(node.op.lower(), a, [int(i) for i in axes.reshape(-1)], keep)
 
 
 @_rule("StridedSlice")
-def _strided_slice(node: TfNode, a: Array, begin: Array, end: Array, strides: Array) -> FoldResult:
+def _strided_slice(node: TfNode, a: Array, begin: Array, end: Array, strides: Array) -> FoldedArrays:
     picks = positions(node, a.shape, begin, end, strides)
     index = tuple(
         slice(None) if p is None else (p.picked[0] if p.shrink else np.array(list(p.picked), np.int64))
@@ -279,20 +214,20 @@ def _strided_slice(node: TfNode, a: Array, begin: Array, end: Array, strides: Ar
 
 
 @_rule("Slice")
-def _slice(node: TfNode, a: Array, begin: Array, size: Array) -> FoldResult:
+def _slice(node: TfNode, a: Array, begin: Array, size: Array) -> FoldedArrays:
     spans = zip(a.shape, begin, size, strict=True)
     return a[tuple(slice(int(b), n if s < 0 else int(b + s)) for n, b, s in spans)]
 
 
 @_rule("GatherV2", "Gather")
-def _gather(node: TfNode, a: Array, ids: Array, axis: Array | None = None) -> FoldResult:
+def _gather(node: TfNode, a: Array, ids: Array, axis: Array | None = None) -> FoldedArrays:
     if int(node.attr["batch_dims"].i if "batch_dims" in node.attr else 0):
         return None
     return np.take(a, ids, 0 if axis is None else int(axis))
 
 
 @_rule("Split", "SplitV")
-def _split(node: TfNode, *a: Array) -> FoldResult:
+def _split(node: TfNode, *a: Array) -> FoldedArrays:
     if node.op == "Split":
         return list(np.split(a[1], int(node.attr["num_split"].i), int(a[0])))
     sizes = [int(s) for s in a[1]]
@@ -300,24 +235,24 @@ def _split(node: TfNode, *a: Array) -> FoldResult:
 
 
 @_rule("ListDiff")
-def _list_diff(node: TfNode, x: Array, y: Array) -> FoldResult:
+def _list_diff(node: TfNode, x: Array, y: Array) -> FoldedArrays:
     kept = ~np.isin(x, y)
     return [x[kept], np.flatnonzero(kept).astype(np.int32)]
 
 
 @_rule("MatrixBandPart")
-def _band(node: TfNode, a: Array, lower: Array, upper: Array) -> FoldResult:
+def _band(node: TfNode, a: Array, lower: Array, upper: Array) -> FoldedArrays:
     i, j = np.indices(a.shape[-2:])
     keep = ((lower < 0) | (i - j <= lower)) & ((upper < 0) | (j - i <= upper))
     return np.where(keep, a, np.zeros((), a.dtype))
 
 
 @_rule("ReverseV2")
-def _reverse(node: TfNode, a: Array, axes: Array) -> FoldResult:
+def _reverse(node: TfNode, a: Array, axes: Array) -> FoldedArrays:
     return np.flip(a, tuple(int(i) for i in axes))
 
 
 @_rule("ArgMax", "ArgMin")
-def _arg(node: TfNode, a: Array, axis: Array) -> FoldResult:
+def _arg(node: TfNode, a: Array, axis: Array) -> FoldedArrays:
     f = np.argmax if node.op == "ArgMax" else np.argmin
     return f(a, axis=int(axis)).astype(_out_type(node, "output_type"))

@@ -7,20 +7,21 @@ from dataclasses import replace
 
 import numpy as np
 
+from pase.frontends.common.values import known
 from pase.frontends.tf.rules_shape import pack, take
-from pase.frontends.tf.values import StaticValue, TensorList, TfCall, TfValue
+from pase.frontends.tf.values import TensorList, TfCall, TfResult
 from pase.ir import Tensor
 from pase.ops import loops, nests
 from pase.registry import Registry
 
 __all__ = ["LISTS"]
 
-LISTS: Registry[Callable[[TfCall], Sequence[TfValue]]] = Registry("rule for TensorFlow list op")
+LISTS: Registry[Callable[[TfCall], Sequence[TfResult]]] = Registry("rule for TensorFlow list op")
 _list = LISTS.register
 
 
 def _operand(c: TfCall, i: int = 0) -> TensorList:
-    v = c.value(i)
+    v = c.operand(i)
     if not isinstance(v, TensorList):
         raise c.fail(f"operand {i} is not a list of tensors")
     return v
@@ -35,23 +36,23 @@ def _element(c: TfCall, i: int) -> tuple[int, ...] | None:
 
 
 @_list("TensorListReserve", "EmptyTensorList")
-def _reserve(c: TfCall) -> Sequence[TfValue]:
+def _reserve(c: TfCall) -> Sequence[TfResult]:
     n = c.known(1) if c.node.op == "TensorListReserve" else None
     length = int(n.reshape(())) if n is not None and n.size == 1 else None
     return [TensorList(length=length, element=_element(c, 0), dtype=c.type("element_dtype"))]
 
 
 @_list("TensorListFromTensor")
-def _from_tensor(c: TfCall) -> Sequence[TfValue]:
+def _from_tensor(c: TfCall) -> Sequence[TfResult]:
     x = c.x(0)
     if not x.shape:
         raise c.fail("its operand is a scalar, which is not a stack of tensors")
-    n, *element = c.shape(0)
+    n, *element = c.shape_of(0)
     return [TensorList(length=n, element=tuple(element), dtype=x.dtype, stacked=x)]
 
 
 @_list("TensorListStack")
-def _stack(c: TfCall) -> Sequence[TfValue]:
+def _stack(c: TfCall) -> Sequence[TfResult]:
     return [stacked(c, _operand(c))]
 
 
@@ -63,7 +64,7 @@ def stacked(c: TfCall, a: TensorList) -> Tensor:
     if not parts:
         if a.element is None or a.length is None:
             raise c.fail("its list is empty, and the shape of the list is not known")
-        return c.b.constant(c.make((a.length, *a.element)), a.dtype)
+        return c.b.constant(c.shape((a.length, *a.element)), a.dtype)
     first = next(iter(parts.values()))
     n = a.length if a.length is not None else max(parts) + 1
     if n > 10_000 or not all(0 <= k < n for k in parts):
@@ -75,7 +76,7 @@ def stacked(c: TfCall, a: TensorList) -> Tensor:
 
 
 @_list("TensorListGetItem")
-def _get(c: TfCall) -> Sequence[TfValue]:
+def _get(c: TfCall) -> Sequence[TfResult]:
     """An element with a known index is a slice. With any other index, it is one iteration's slice of the stack."""
     a = _operand(c)
     n = None if c.known(1) is None else c.number(1, "index")
@@ -90,7 +91,7 @@ def _get(c: TfCall) -> Sequence[TfValue]:
 
 
 @_list("TensorListSetItem")
-def _set(c: TfCall) -> Sequence[TfValue]:
+def _set(c: TfCall) -> Sequence[TfResult]:
     """Elements that are set at a known index are kept separately. An element set at a loop's counter gets index -1.
 
     The loop then stacks it.
@@ -110,7 +111,7 @@ def _set(c: TfCall) -> Sequence[TfValue]:
 
 
 @_list("TensorListPushBack")
-def _push(c: TfCall) -> Sequence[TfValue]:
+def _push(c: TfCall) -> Sequence[TfResult]:
     a, x = _operand(c), c.x(1)
     if a.stacked is not None or any(k < 0 for k, _ in a.parts):
         raise c.fail(
@@ -121,32 +122,32 @@ def _push(c: TfCall) -> Sequence[TfValue]:
 
 
 @_list("TensorListLength")
-def _length(c: TfCall) -> Sequence[TfValue]:
+def _length(c: TfCall) -> Sequence[TfResult]:
     a = _operand(c)
     n = a.length if a.length is not None else len(a.parts)
-    return [StaticValue(np.array(n, np.int32))]
+    return [known(np.array(n, np.int32))]
 
 
 @_list("TensorListElementShape")
-def _element_shape(c: TfCall) -> Sequence[TfValue]:
+def _element_shape(c: TfCall) -> Sequence[TfResult]:
     a = _operand(c)
     if a.element is None:
-        return [StaticValue(np.array(-1, c.type("shape_type")))]
-    return [StaticValue(np.array(a.element, c.type("shape_type")))]
+        return [known(np.array(-1, c.type("shape_type")))]
+    return [known(np.array(a.element, c.type("shape_type")))]
 
 
 @_list("TensorListGather")
-def _gather(c: TfCall) -> Sequence[TfValue]:
+def _gather(c: TfCall) -> Sequence[TfResult]:
     """Some elements, or all elements in another order."""
-    whole, ids = stacked(c, _operand(c)), c.shape(1)
+    whole, ids = stacked(c, _operand(c)), c.shape_of(1)
     n = ids[0] if ids else 1
     kept = [False, *[True] * (len(whole.shape) - 1)]
     return [nests.restrict(c.b, "gather", [whole], (n, *whole.shape[1:]), kept)]
 
 
 @_list("TensorListConcatV2", "TensorListConcat")
-def _concat(c: TfCall) -> Sequence[TfValue]:
+def _concat(c: TfCall) -> Sequence[TfResult]:
     whole = stacked(c, _operand(c))
     n, m, *rest = whole.shape
     lengths = np.full(int(n), int(m), np.int64)  # type: ignore[arg-type]
-    return [nests.reshape(c.b, whole, (n * m, *rest)), StaticValue(lengths)]  # type: ignore[operator]
+    return [nests.reshape(c.b, whole, (n * m, *rest)), known(lengths)]  # type: ignore[operator]

@@ -13,10 +13,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pase.errors import PaseError
+from pase.frontends.common.values import Value, known
 from pase.frontends.registry import Control, lowers_bodies
 from pase.frontends.tf.graph import TfBody, TfNode
 from pase.frontends.tf.known import constant, evaluate
-from pase.frontends.tf.values import Handle, Reshaped, StaticValue, TensorList, TfCall, TfValue, elements
+from pase.frontends.tf.values import (
+    Handle,
+    TensorList,
+    TfCall,
+    TfValue,
+    elements,
+    tensor_of,
+    value_of,
+    whole,
+)
 from pase.ir import Place, Tensor
 from pase.ir.sizes import is_one
 from pase.ops import GraphBuilder, loops, nests
@@ -54,7 +64,7 @@ def _while(lower: TfLowering, node: TfNode, ins: Sequence[TfValue], path: str) -
 def _if(lower: TfLowering, node: TfNode, ins: Sequence[TfValue], path: str) -> list[TfValue]:
     """A branch that is known to be taken is inlined. Otherwise, the most expensive branch is priced, unsplit."""
     branches = _bodies(lower, node)
-    c = TfCall(b=lower.b, node=node, ins=ins)
+    c = TfCall(builder=lower.b, node=node, ins=ins)
     choice = c.known(0)
     if choice is not None and choice.size == 1:
         k = int(choice.reshape(()))
@@ -83,7 +93,7 @@ class _Loop:
     @classmethod
     def of(cls, condition: TfBody, body: TfBody, ins: Sequence[TfValue]) -> _Loop:
         invariant = frozenset(k for k, ref in enumerate(body.outputs) if _origin(body, ref) == body.args[k])
-        first = {k: v.array for k, v in enumerate(ins) if isinstance(v, StaticValue)}
+        first = {k: v.known for k, v in enumerate(ins) if isinstance(v, Value) and v.known is not None}
         times, last = trip_count(condition, body, first, invariant)
         return cls(body=body, times=times, invariant=invariant, last=last)
 
@@ -180,33 +190,34 @@ def _unrolled_by_count(
     carried: dict[int, Tensor] = {}
     for k, (ref, v) in enumerate(zip(body.args, ins, strict=True)):
         if k in loop.last:
-            args.append(b.constant(loop.last[k].shape, str(loop.last[k].dtype)))
+            args.append(value_of(b.constant(loop.last[k].shape, str(loop.last[k].dtype))))
         elif isinstance(v, TensorList):
             if v.parts and k not in loop.invariant:
                 return None
             args.append(_loop_copy_list(lower, v, path, k) if ref in read else v)
         elif k in loop.invariant:
             args.append(_loop_copy(lower, v, path, k) if ref in read else v)
-        elif isinstance(v, (Tensor, StaticValue)):
-            init = v if isinstance(v, Tensor) else b.constant(v.shape, v.dtype, contents=v.array)
+        elif isinstance(v, Value):
+            init = v.tensor or b.constant(v.shape, v.dtype, contents=v.known)
             carried[k] = b.carry(init, Place(path).its("carry", k))
             lower.results[b.eqn] = (carried[k].name,)
-            args.append(carried[k])
+            args.append(value_of(carried[k]))
         else:
             args.append(v)
     with b.region("loop", path, times=loop.times):
-        outs = [_whole(lower, v) for v in lower.body(body, args, f"{path}/")]
+        outs = [whole(v) for v in lower.body(body, args, f"{path}/")]
         b.source = source
-        lower.results[Place(path).its("outs")] = tuple(v.name if isinstance(v, Tensor) else "" for v in outs)
+        names = [tensor_of(v) if isinstance(v, Value) else None for v in outs]
+        lower.results[Place(path).its("outs")] = tuple("" if t is None else t.name for t in names)
         after: list[TfValue] = []
         for k, (v, before) in enumerate(zip(outs, ins, strict=True)):
             b.eqn = Place(path).its("y", k)
             if k in loop.invariant:
                 after.append(before)
             elif k in loop.last:
-                after.append(StaticValue(loop.last[k]))
+                after.append(known(loop.last[k]))
             elif k in carried:
-                after.append(_closed(lower, carried[k], v, path))
+                after.append(value_of(_closed(lower, carried[k], v, path)))
             elif isinstance(v, TensorList) and isinstance(before, TensorList):
                 filled = _filled(b, v, before, loop.times)
                 if filled is None:
@@ -221,19 +232,15 @@ def _unrolled_by_count(
     return [_last(lower, v, path, k) for k, v in enumerate(after)]
 
 
-def _whole(lower: TfLowering, v: TfValue) -> TfValue:
-    return v.tensor(lower.b) if isinstance(v, Reshaped) else v
-
-
 def _loop_copy(lower: TfLowering, v: TfValue, path: str, k: int) -> TfValue:
     """A value that every iteration reads, in one layout for all iterations."""
-    x = v.tensor if isinstance(v, Handle) else v
-    if not isinstance(x, Tensor) or x.role == "constant" or all(map(is_one, x.shape)):
+    x = None if isinstance(v, TensorList) else tensor_of(v)
+    if x is None or x.role == "constant" or all(map(is_one, x.shape)):
         return v
     lower.b.eqn = Place(path).its("const", k)
     made = loops.loop_copy(lower.b, x, "loop_const")
     lower.results[lower.b.eqn] = (made.name,)
-    return Handle(made) if isinstance(v, Handle) else made
+    return Handle(made) if isinstance(v, Handle) else value_of(made)
 
 
 def _loop_copy_list(lower: TfLowering, v: TensorList, path: str, k: int) -> TensorList:
@@ -246,17 +253,18 @@ def _loop_copy_list(lower: TfLowering, v: TensorList, path: str, k: int) -> Tens
 
 
 def _closed(lower: TfLowering, carried: Tensor, value: TfValue, path: str) -> Tensor:
-    if isinstance(value, StaticValue):
+    if isinstance(value, Value) and value.known is not None:
         return carried
-    if not isinstance(value, Tensor) or value.shape != carried.shape:
+    made = value.tensor if isinstance(value, Value) else None
+    if made is None or made.shape != carried.shape:
         shape = getattr(value, "shape", "no tensor")
         raise PaseError(
             f"a carried value has shape {carried.shape} before an iteration and {shape} after it",
             where=f"the loop at {path}",
             fix="keep the shapes of carried values constant",
         )
-    if value.name != carried.name:
-        lower.b.close_carry(carried, value)
+    if made.name != carried.name:
+        lower.b.close_carry(carried, made)
     return carried
 
 
@@ -306,7 +314,7 @@ def _region(
         scratch = GraphBuilder(name="body")
         inner = replace(lower, b=scratch, operands={}, results={}, reshaped={})
         args = [_stand_in(scratch, v) for v in ins]
-        made = [_whole(inner, v) for v in inner.body(body, args, f"{path}/")]
+        made = [whole(v) for v in inner.body(body, args, f"{path}/")]
         outs = outs or made
         flops = max(flops, loops.body_flops(scratch))
     b.eqn, b.source = eqn, source
@@ -326,7 +334,7 @@ def _region(
         v = outs[k]
         if isinstance(v, TensorList):
             length = v.length or 1
-            whole = (
+            stack = (
                 tensors[at]
                 if v.stacked is not None
                 else nests.broadcast(
@@ -336,35 +344,30 @@ def _region(
                     range(len(tensors[at].shape) + 1),
                 )
             )
-            result[k] = replace(v, stacked=whole, parts=())
+            result[k] = replace(v, stacked=stack, parts=())
         else:
-            result[k] = tensors[at]
+            result[k] = value_of(tensors[at])
     return [
-        b.constant(v.shape, v.dtype, contents=v.array) if isinstance(v, StaticValue) else v for v in result
+        value_of(b.constant(v.shape, v.dtype, contents=v.known))
+        if isinstance(v, Value) and v.known is not None
+        else v
+        for v in result
     ]
 
 
 def _stand_in(b: GraphBuilder, v: TfValue) -> TfValue:
     """A value of the same kind for a body that is lowered in a graph of its own, only to count its FLOPs."""
     match v:
-        case Tensor():
-            return b.constant(v.shape, v.dtype)
+        case Value() if v.known is None or v.known.ndim == 0 or v.known.size > 64:
+            return value_of(b.constant(v.shape, v.dtype))
         case Handle(t):
             return Handle(b.constant(t.shape, t.dtype))
-        case TensorList():
-            return replace(v, stacked=_stand_in(b, v.stacked) if v.stacked is not None else None, parts=())  # type: ignore[arg-type]
-        case StaticValue() if v.array.ndim == 0 or v.array.size > 64:
-            return b.constant(v.shape, v.dtype)
+        case TensorList(stacked=t):
+            return replace(v, stacked=None if t is None else b.constant(t.shape, t.dtype), parts=())
     return v
 
 
 def _tensors(v: TfValue) -> list[Tensor]:
     """The tensor of a value, as a list; empty if the value has none."""
-    match v:
-        case Tensor():
-            return [v]
-        case Handle(t):
-            return [t]
-        case TensorList():
-            return ([v.stacked] if v.stacked is not None else [x for _, x in v.parts])[:1]
-    return []
+    t = tensor_of(v)
+    return [t] if t is not None else [x for _, x in v.parts][:1] if isinstance(v, TensorList) else []

@@ -12,21 +12,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pase.errors import PaseError
+from pase.frontends.common.folding import MOST_KNOWN
+from pase.frontends.common.values import Value, known
 from pase.frontends.registry import Unknown, UnknownOp
 from pase.frontends.tf.graph import CALLS, TfBody, TfGraph, TfNode, dtype_name, static_shape
 from pase.frontends.tf.known import constant, evaluate
 from pase.frontends.tf.lists import LISTS
 from pase.frontends.tf.rules import RULES, opaque
 from pase.frontends.tf.values import (
-    MOST_KNOWN,
     Absent,
     Handle,
-    Reshaped,
-    StaticValue,
-    TensorList,
     TfCall,
+    TfResult,
     TfValue,
     elements,
+    tensor_of,
+    value_of,
+    whole,
 )
 from pase.ir import Place, SourceLine, Tensor
 from pase.ops import GraphBuilder
@@ -83,7 +85,7 @@ class TfLowering:
     b: GraphBuilder
     graph: TfGraph
     unknown: Unknown
-    variable: Callable[[TfNode], TfValue]
+    variable: Callable[[TfNode], TfResult]
     """The value of a VarHandleOp or of a version 1 variable."""
     weight: Callable[[TfNode, tuple[int, ...], str], Tensor | None] = lambda node, shape, dtype: None
     """For frozen graphs: the parameter that a Const stands for; None if it is a plain constant."""
@@ -91,7 +93,7 @@ class TfLowering:
     """The user's line for the name of a node, or ""."""
     operands: dict[Place, tuple[str | None, ...]] = field(default_factory=dict)
     results: dict[Place, tuple[str, ...]] = field(default_factory=dict)
-    reshaped: dict[Place, Reshaped] = field(default_factory=dict)
+    reshaped: dict[Place, Value] = field(default_factory=dict)
     """Node -> its result, if that is a reshape which was not made when the node was lowered."""
 
     def body(self, body: TfBody, args: Sequence[TfValue], prefix: str) -> list[TfValue]:
@@ -107,17 +109,21 @@ class TfLowering:
             at = self.b.eqn = Place(path)
             self.b.source = self._source(path, node.name)
             ins = [self._read(env, ref, node) for ref in node.inputs]
-            numbers = [v.array.tolist() for v in ins if isinstance(v, StaticValue) and v.array.size <= 8]
+            numbers = [a.tolist() for a in _arrays(ins) if a.size <= 8]
             self.b.tell(
-                (node.op, [(k, a) for k, v in node.attr.items() if (a := _plain(v)) is not None], numbers)
+                (
+                    node.op,
+                    [(k, a) for k, v in sorted(node.attr.items()) if (a := _plain(v)) is not None],
+                    numbers,
+                )
             )
             if node.op not in _LOOKS_BEHIND and node.op not in CALLS and node.op not in self.graph.library:
-                ins = [v.tensor(self.b) if isinstance(v, Reshaped) else v for v in ins]
-            outs = self.node(node, ins, path)
+                ins = [whole(v) for v in ins]
+            outs = [value_of(v) if isinstance(v, Tensor) else v for v in self.node(node, ins, path)]
             self.b.eqn = at
             self.operands[at] = tuple(map(_tensor_name, ins))
             self.results[at] = tuple(_tensor_name(v) or "" for v in outs)
-            if outs and isinstance(outs[0], Reshaped):
+            if outs and isinstance(outs[0], Value) and outs[0].make is not None:
                 self.reshaped.setdefault(at, outs[0])
             for k, v in enumerate(outs):
                 env[f"{node.name}:{k}"] = v
@@ -126,8 +132,8 @@ class TfLowering:
     def finish(self) -> None:
         """Record the names of reshapes that were made later than their nodes."""
         for at, v in self.reshaped.items():
-            if v.made is not None:
-                self.results[at] = (v.made.name,)
+            if v.tensor is not None:
+                self.results[at] = (v.tensor.name,)
 
     def _read(self, env: dict[str, TfValue], ref: str, node: TfNode | None) -> TfValue:
         try:
@@ -143,7 +149,7 @@ class TfLowering:
         function = "".join(ch if ch.isalnum() else "_" for ch in scope)
         return SourceLine(f"{where} {path}" if where else path, function)
 
-    def node(self, node: TfNode, ins: Sequence[TfValue], path: str) -> Sequence[TfValue]:
+    def node(self, node: TfNode, ins: Sequence[TfValue], path: str) -> Sequence[TfResult]:
         from pase.frontends.tf.loops import REGIONS
 
         op = node.op
@@ -163,21 +169,21 @@ class TfLowering:
             )
         if op in _NO_NUMBERS:
             return [Absent(f"the result of {op}")] * 4
-        c = TfCall(b=self.b, node=node, ins=ins)
-        if op in PASSED_ON or (op == "Cast" and c.value(0) is not None and c.type("DstT") == c.dtype(0)):
-            return [c.value(0)]
+        c = TfCall(builder=self.b, node=node, ins=ins)
+        if op in PASSED_ON or (op == "Cast" and c.operand(0) is not None and c.type("DstT") == c.dtype(0)):
+            return [c.operand(0)]
         if op == "IdentityN":
             return list(ins)
         if op in ("Switch", "RefSwitch"):
-            return [c.value(0), c.value(0)]
+            return [c.operand(0), c.operand(0)]
         if op == "ReadVariableOp":
             return [self._variable(c)]
         if op in ("Assign", "AssignAdd", "AssignSub"):
-            return [c.value(1)]
+            return [c.operand(1)]
         if op in LISTS:
             return LISTS[op](c)
-        if ins and all(isinstance(v, StaticValue) for v in ins):
-            made = evaluate(node, [v.array for v in ins if isinstance(v, StaticValue)])
+        if ins and len(arrays := _arrays(ins)) == len(ins):
+            made = evaluate(node, arrays)
             if made is not None:
                 return [self._value(c, a) for a in made]
         if op in RULES:
@@ -194,15 +200,15 @@ class TfLowering:
     def _value(self, c: TfCall, a: np.ndarray) -> TfValue:
         if 0 in a.shape and a.size == 0 and a.ndim > 1:
             raise c.fail(f"its result has shape {a.shape}, but a dim without elements cannot be parallelized")
-        return StaticValue(a)
+        return known(a)
 
     def _variable(self, c: TfCall) -> Tensor:
-        v = c.value(0)
+        v = c.operand(0)
         if not isinstance(v, Handle):
             raise c.fail("it reads something that is not a variable")
         return v.tensor
 
-    def _const(self, node: TfNode) -> TfValue:
+    def _const(self, node: TfNode) -> TfResult:
         if "value" not in node.attr:
             raise PaseError(
                 "it has no value",
@@ -223,29 +229,26 @@ class TfLowering:
         if elements(whole) <= MOST_KNOWN:
             a = constant(node, proto, whole)
             if a is not None:
-                return StaticValue(a)
+                return known(a)
         if any(s < 1 for s in whole):
             raise PaseError(
                 f"its shape {whole} has a dim without elements", where=f"TensorFlow op 'Const' at {node.name}"
             )
         return self.b.constant(whole, dtype)
 
-    def _replicate(self, c: TfCall) -> Sequence[TfValue]:
+    def _replicate(self, c: TfCall) -> Sequence[TfResult]:
         """An op without a rule, if the user allows it: replicated. Only its memory traffic is priced."""
         return opaque(c, [(c.hinted(k), dtype) for k, dtype in enumerate(_output_types(c))])
 
 
 def _tensor_name(v: TfValue) -> str | None:
-    match v:
-        case Tensor():
-            return v.name
-        case Handle(t):
-            return t.name
-        case TensorList(stacked=Tensor() as t):
-            return t.name
-        case Reshaped(made=Tensor() as t):
-            return t.name
-    return None
+    t = tensor_of(v)
+    return None if t is None else t.name
+
+
+def _arrays(ins: Sequence[TfValue]) -> list[np.ndarray]:
+    """The contents of the values that are known."""
+    return [v.known for v in ins if isinstance(v, Value) and v.known is not None]
 
 
 def _plain(attribute: AttrValue) -> object:

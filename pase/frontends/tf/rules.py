@@ -11,7 +11,8 @@ from functools import partial
 
 import numpy as np
 
-from pase.frontends.tf.values import StaticValue, TfCall, TfValue, elements
+from pase.frontends.common.values import Value, known
+from pase.frontends.tf.values import TfCall, TfResult, elements
 from pase.ir import Tensor, functions
 from pase.ir.functions import FUNCTIONS, Function
 from pase.ir.literals import Number, literal
@@ -19,9 +20,9 @@ from pase.ops import composites, nests
 from pase.ops.activations import ACTIVATIONS
 from pase.registry import Registry
 
-__all__ = ["RULES", "TfRule", "broadcast_shape", "function_of", "lowers", "opaque", "pointwise"]
+__all__ = ["RULES", "TfRule", "function_of", "lowers", "opaque", "pointwise"]
 
-TfRule = Callable[[TfCall], Sequence[TfValue]]
+TfRule = Callable[[TfCall], Sequence[TfResult]]
 """A rule returns one value per output of the node."""
 
 RULES: Registry[TfRule] = Registry("rule for TensorFlow op", package="pase.frontends.tf", prefix="rules")
@@ -162,28 +163,18 @@ _TYPED = {
 """Op -> the attribute with the dtype of its result, if that is not T."""
 
 
-def broadcast_shape(c: TfCall, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape that these shapes broadcast to."""
-    try:
-        return np.broadcast_shapes(*shapes)
-    except ValueError:
-        raise c.fail(f"shapes {', '.join(map(str, shapes))} do not broadcast") from None
-
-
-def pointwise(function: Function, c: TfCall) -> Sequence[TfValue]:
+def pointwise(function: Function, c: TfCall) -> Sequence[TfResult]:
     """The rule for an elementwise op. A known number among its operands becomes part of the op."""
     op = c.node.op
-    shape = broadcast_shape(c, [c.shape(i) for i in range(len(c.ins))])
+    shape = c.broadcast(*[c.shape_of(i) for i in range(len(c.ins))])
     dtype = "bool" if function.boolean else c.type(_TYPED.get(op, "T"))
     dtype = {"Bucketize": "int32", "PopulationCount": "uint8"}.get(op, dtype)
     if "int" in dtype and any(c.dtype(i) == "key" for i in range(len(c.ins))):
         dtype = "key"  # arithmetic on a random seed
-    numbers = [isinstance(v, StaticValue) and v.array.size == 1 for v in c.ins]
+    numbers = [isinstance(v, Value) and v.literal for v in c.ins]
     if all(numbers):
         return [c.b.constant(shape, dtype)]
-    operands = [
-        _number(v) if number else c.x(i) for i, (v, number) in enumerate(zip(c.ins, numbers, strict=True))
-    ]
+    operands = [_number(c.v(i)) if number else c.x(i) for i, number in enumerate(numbers)]
     if function is functions.CLAMP and len(operands) == 3:
         x, low, high = operands
         bounds = isinstance(low, Tensor) or isinstance(high, Tensor)
@@ -195,8 +186,8 @@ def pointwise(function: Function, c: TfCall) -> Sequence[TfValue]:
     return nests.elementwise(c.b, function, operands, [dtype], name=op, shape=shape)
 
 
-def _number(v: TfValue) -> Number | None:
-    return literal(v.array) if isinstance(v, StaticValue) and v.array.dtype.kind in "biufc" else None
+def _number(v: Value) -> Number | None:
+    return literal(v.known) if v.known is not None and v.known.dtype.kind in "biufc" else None
 
 
 _BY_OP = {op: FUNCTIONS[name] for ops, name in _FUNCTIONS.items() for op in ops.split()}
@@ -211,8 +202,8 @@ def function_of(op: str) -> Function | None:
 
 
 @lowers("ZerosLike", "OnesLike")
-def _constant_like(c: TfCall) -> Sequence[TfValue]:
-    return [c.b.constant(c.shape(), c.type("T"), contents=int(c.node.op == "OnesLike"))]
+def _constant_like(c: TfCall) -> Sequence[TfResult]:
+    return [c.b.constant(c.shape_of(), c.type("T"), contents=int(c.node.op == "OnesLike"))]
 
 
 _ACTIVATIONS = {
@@ -227,15 +218,15 @@ _ACTIVATIONS = {
 
 
 @lowers(*_ACTIVATIONS)
-def _activation(c: TfCall) -> Sequence[TfValue]:
+def _activation(c: TfCall) -> Sequence[TfResult]:
     """An activation in the ops that jax.nn uses, so that its cost and its residuals are the same as in JAX."""
     numbers = [c.real("alpha", 0.2)] if c.node.op == "LeakyRelu" else []
     return [ACTIVATIONS[_ACTIVATIONS[c.node.op]](c.b, c.x(), *numbers)]
 
 
 @lowers("SquaredDifference")
-def _squared_difference(c: TfCall) -> Sequence[TfValue]:
-    shape = broadcast_shape(c, [c.shape(0), c.shape(1)])
+def _squared_difference(c: TfCall) -> Sequence[TfResult]:
+    shape = c.broadcast(*[c.shape_of(0), c.shape_of(1)])
     (difference,) = nests.elementwise(c.b, functions.SUB, [c.x(0), c.x(1)], [c.type("T")], shape=shape)
     return [composites.apply(c.b, functions.SQUARE, difference)]
 
@@ -244,23 +235,23 @@ def opaque(
     c: TfCall, outs: Sequence[tuple[tuple[int, ...], str]], *, flops: float = 0.0, differentiable: bool = True
 ) -> Sequence[Tensor]:
     """The node as one op that is not split."""
-    xs = [c.x(i) for i, v in enumerate(c.ins) if not isinstance(v, StaticValue)]
+    xs = [c.x(i) for i in range(len(c.ins)) if c.known(i) is None]
     return nests.opaque(c.b, c.node.op, xs, outs, flops=flops, differentiable=differentiable)
 
 
 @lowers("IdentityN", "ShapeN")
-def _pass_on(c: TfCall) -> Sequence[TfValue]:
+def _pass_on(c: TfCall) -> Sequence[TfResult]:
     """Several values passed on unchanged, or their shapes."""
     if c.node.op == "ShapeN":
-        return [StaticValue(np.array(c.shape(i), c.type("out_type"))) for i in range(len(c.ins))]
+        return [known(np.array(c.shape_of(i), c.type("out_type"))) for i in range(len(c.ins))]
     return list(c.ins)
 
 
 @lowers("Shape", "Size", "Rank")
-def _shape_of(c: TfCall) -> Sequence[TfValue]:
-    shape = c.shape()
+def _shape_of(c: TfCall) -> Sequence[TfResult]:
+    shape = c.shape_of()
     if c.node.op == "Rank":
-        return [StaticValue(np.array(len(shape), np.int32))]
+        return [known(np.array(len(shape), np.int32))]
     dtype = c.type("out_type") if "out_type" in c.node.attr else "int32"
     if c.node.op == "Size" and elements(shape) > np.iinfo(dtype).max:
         raise c.fail(
@@ -270,14 +261,14 @@ def _shape_of(c: TfCall) -> Sequence[TfValue]:
         raise c.fail(
             f"a dim of its operand of shape {shape} is larger than {dtype} can count", "use out_type=tf.int64"
         )
-    return [StaticValue(np.array(elements(shape) if c.node.op == "Size" else shape, dtype))]
+    return [known(np.array(elements(shape) if c.node.op == "Size" else shape, dtype))]
 
 
 @lowers("AddN", "AccumulateNV2")
-def _add_n(c: TfCall) -> Sequence[TfValue]:
+def _add_n(c: TfCall) -> Sequence[TfResult]:
     xs = [c.x(i) for i in range(max(len(c.ins), 1))]
     more = [0] if len(xs) == 1 else []
-    shape = broadcast_shape(c, [c.shape(i) for i in range(len(c.ins))])
+    shape = c.broadcast(*[c.shape_of(i) for i in range(len(c.ins))])
     return nests.elementwise(
         c.b,
         functions.ADD,
@@ -290,13 +281,13 @@ def _add_n(c: TfCall) -> Sequence[TfValue]:
 
 
 @lowers("BiasAdd")
-def _bias_add(c: TfCall) -> Sequence[TfValue]:
+def _bias_add(c: TfCall) -> Sequence[TfResult]:
     """Adds a bias per channel. Channels are the last dim, or the second one for the data formats NC…."""
     x, bias = c.x(0), c.x(1)
     c.rank(1, 1)
     at = 1 if c.text("data_format", "NHWC").startswith("NC") else len(x.shape) - 1
     if not 0 <= at < len(x.shape) or x.shape[at] != bias.shape[0]:
-        raise c.fail(f"its bias of shape {c.shape(1)} does not fit a tensor of shape {c.shape(0)}")
+        raise c.fail(f"its bias of shape {c.shape_of(1)} does not fit a tensor of shape {c.shape_of(0)}")
     if at != len(x.shape) - 1:
         bias = nests.reshape(c.b, bias, (bias.shape[0], *[1] * (len(x.shape) - 1 - at)))
     return nests.elementwise(c.b, functions.ADD, [x, bias], [x.dtype], name="BiasAdd", shape=x.shape)
@@ -315,10 +306,10 @@ _REDUCTIONS = {
 
 
 @lowers(*_REDUCTIONS)
-def _reduce(c: TfCall) -> Sequence[TfValue]:
+def _reduce(c: TfCall) -> Sequence[TfResult]:
     """A mean is a sum and a division, and a norm is the root of a sum of squares, as in JAX."""
     op, x, keep = c.node.op, c.x(), c.flag("keep_dims")
-    axes = sorted(set(c.axes(1, len(x.shape))))
+    axes = sorted(set(c.axes_at(1, len(x.shape))))
     if not axes:
         return [x]
     if op == "EuclideanNorm":
@@ -330,9 +321,9 @@ def _reduce(c: TfCall) -> Sequence[TfValue]:
 
 
 @lowers("ArgMax", "ArgMin")
-def _arg(c: TfCall) -> Sequence[TfValue]:
+def _arg(c: TfCall) -> Sequence[TfResult]:
     x = c.x()
-    axis = c.axis(1, len(x.shape)) if len(c.ins) > 1 else 0
+    axis = c.axis_at(1, len(x.shape)) if len(c.ins) > 1 else 0
     dtype = c.type("output_type") if "output_type" in c.node.attr else "int64"
     return nests.reduce(
         c.b, FUNCTIONS[c.node.op.lower()], [x], [axis], [dtype], combines=False, name=c.node.op
@@ -340,7 +331,7 @@ def _arg(c: TfCall) -> Sequence[TfValue]:
 
 
 @lowers("L2Loss")
-def _l2(c: TfCall) -> Sequence[TfValue]:
+def _l2(c: TfCall) -> Sequence[TfResult]:
     """Half of the sum of squares. The half is part of the squares."""
     x = c.x()
     half = nests.elementwise(c.b, functions.SQUARE, [x, None], [x.dtype], flops=2.0)
@@ -354,7 +345,7 @@ def _l2(c: TfCall) -> Sequence[TfValue]:
     "QuantizeAndDequantizeV3",
     "QuantizeAndDequantizeV4",
 )
-def _fake_quant(c: TfCall) -> Sequence[TfValue]:
+def _fake_quant(c: TfCall) -> Sequence[TfResult]:
     """Rounds to a grid whose ends are scalars."""
     x = c.x()
     return nests.elementwise(c.b, FUNCTIONS["fake_quantize"], [x], [x.dtype], name=c.node.op)
@@ -376,11 +367,11 @@ def _fake_quant(c: TfCall) -> Sequence[TfValue]:
     "StatelessRandomUniformFullInt",
     "StatelessRandomUniformFullIntV2",
 )
-def _random(c: TfCall) -> Sequence[TfValue]:
+def _random(c: TfCall) -> Sequence[TfResult]:
     """Random numbers, generated in any layout. The key, a few integers, is replicated."""
-    shape = c.make(c.numbers(0, "shape"))
+    shape = c.shape(c.numbers(0, "shape"))
     dtype = c.type("dtype", "Tout") if {"dtype", "Tout"} & set(c.node.attr) else "float32"
-    keys = [c.x(i) for i, v in enumerate(c.ins) if i and isinstance(v, Tensor)]
+    keys = [c.x(i) for i, v in enumerate(c.ins) if i and isinstance(v, Value) and v.known is None]
     return [nests.generate(c.b, functions.RANDOM, shape, dtype, keys, name=c.node.op)]
 
 
@@ -391,10 +382,10 @@ def _random(c: TfCall) -> Sequence[TfValue]:
     "StatelessRandomGetKeyCounterAlg",
     "RngReadAndSkip",
 )
-def _key(c: TfCall) -> Sequence[TfValue]:
+def _key(c: TfCall) -> Sequence[TfResult]:
     """Arithmetic on random keys: a few integers, replicated on every device."""
     if c.node.op == "StatelessRandomGetAlg":
-        return [StaticValue(np.array(1, np.int32))]
+        return [known(np.array(1, np.int32))]
     outs = {
         "StatelessRandomGetKeyCounter": [(1,), (2,)],
         "StatelessRandomGetKey": [(1,)],

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pase.frontends.common.values import Value
 from pase.frontends.tf.rules import lowers, opaque
 from pase.frontends.tf.rules_products import matmul
-from pase.frontends.tf.values import Absent, Reshaped, StaticValue, TfCall, TfValue, elements
+from pase.frontends.tf.values import Absent, TfCall, TfResult, elements
 from pase.ir import Tensor, functions
 from pase.ops import composites, nests, windows
 from pase.ops.activations import ACTIVATIONS
@@ -53,7 +54,7 @@ def _extent(c: TfCall, i: int, size: int, reach: int, stride: int) -> tuple[int,
 
 
 @lowers("Conv2D", "Conv3D", "DepthwiseConv2dNative", "_FusedConv2D")
-def _conv(c: TfCall) -> Sequence[TfValue]:
+def _conv(c: TfCall) -> Sequence[TfResult]:
     """A convolution with filters [window…, input channels of a group, output channels].
 
     Filters of a depthwise convolution are [window…, channels, multiplier].
@@ -81,7 +82,7 @@ def _conv(c: TfCall) -> Sequence[TfValue]:
         c.b,
         x,
         w,
-        c.make(out),
+        c.shape(out),
         c.type("T"),
         x_dims=(batch, channel, spatial),
         w_dims=(rank - 1, rank - 2, range(rank - 2)),
@@ -125,17 +126,17 @@ def _fused(c: TfCall, x: Tensor, channel: int) -> Tensor:
 
 
 @lowers("_FusedMatMul")
-def _fused_matmul(c: TfCall) -> Sequence[TfValue]:
+def _fused_matmul(c: TfCall) -> Sequence[TfResult]:
 
     c.rank(0, 2), c.rank(1, 2)
     made = matmul(c, c.flag("transpose_a"), c.flag("transpose_b"), c.type("T"))
-    return [_fused(c, made.tensor(c.b) if isinstance(made, Reshaped) else made, 1)]  # type: ignore[arg-type]
+    return [_fused(c, c.tensor(made), 1)]
 
 
 @lowers("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput")
-def _transposed(c: TfCall) -> Sequence[TfValue]:
+def _transposed(c: TfCall) -> Sequence[TfResult]:
     """A transposed convolution. The operands are the shape of the result, the filters, and the input."""
-    out = c.make(c.numbers(0, "sizes"))
+    out = c.shape(c.numbers(0, "sizes"))
     rank = len(out)
     shape, filters = c.rank(2, rank), c.rank(1, rank)
     if rank not in (4, 5) or "Depthwise" in c.node.op:
@@ -166,7 +167,7 @@ def _transposed(c: TfCall) -> Sequence[TfValue]:
 
 
 @lowers("MaxPool", "AvgPool", "MaxPoolV2", "MaxPool3D", "AvgPool3D", "MaxPoolWithArgmax")
-def _pool(c: TfCall) -> Sequence[TfValue]:
+def _pool(c: TfCall) -> Sequence[TfResult]:
     x = c.x()
     rank = len(x.shape)
     shape = c.rank(0, 5 if c.node.op.endswith("3D") else 4)
@@ -178,12 +179,12 @@ def _pool(c: TfCall) -> Sequence[TfValue]:
         raise c.fail(f"its window {window} with strides {strides} does not fit a tensor of {rank} dims")
     out, padding = zip(*(_extent(c, i, s, window[i], strides[i]) for i, s in enumerate(shape)), strict=True)
     function = functions.WINDOW_SUM if c.node.op.startswith("Avg") else functions.WINDOW_MAX
-    made = windows.window_reduce(c.b, function, x, c.make(out), window, strides, padding, name=c.node.op)
+    made = windows.window_reduce(c.b, function, x, c.shape(out), window, strides, padding, name=c.node.op)
     if function is functions.WINDOW_SUM:
         plain = not any(padding) and c.text("padding") == "VALID"
         made = composites.apply(c.b, functions.DIV, made, elements(window) if plain else None)
     return (
-        [made, c.b.constant(c.make(out), c.type("Targmax"))] if c.node.op == "MaxPoolWithArgmax" else [made]
+        [made, c.b.constant(c.shape(out), c.type("Targmax"))] if c.node.op == "MaxPoolWithArgmax" else [made]
     )
 
 
@@ -192,7 +193,7 @@ def _cast(c: TfCall, x: Tensor, dtype: str) -> Tensor:
 
 
 @lowers("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3", "_FusedBatchNormEx")
-def _batch_norm(c: TfCall) -> Sequence[TfValue]:
+def _batch_norm(c: TfCall) -> Sequence[TfResult]:
     """Batch norm over the global batch: if the batch is split, its statistics are summed across devices."""
     x, dtype = c.x(0), c.dtype(0)
     rank = len(c.rank(0, 4, 5))
@@ -205,9 +206,9 @@ def _batch_norm(c: TfCall) -> Sequence[TfValue]:
 
     for i in range(1, 5):
         used = i < 3 or not c.flag("is_training", True)
-        if used and c.shape(i) != (x.shape[channel],):
+        if used and c.shape_of(i) != (x.shape[channel],):
             raise c.fail(
-                f"operand {i} has shape {c.shape(i)}, which does not fit {x.shape[channel]} channels"
+                f"operand {i} has shape {c.shape_of(i)}, which does not fit {x.shape[channel]} channels"
             )
     y = x if dtype == "float32" else _cast(c, x, "float32")
     if c.flag("is_training", True):
@@ -230,7 +231,7 @@ def _batch_norm(c: TfCall) -> Sequence[TfValue]:
 
 
 @lowers("Softmax", "LogSoftmax")
-def _softmax(c: TfCall) -> Sequence[TfValue]:
+def _softmax(c: TfCall) -> Sequence[TfResult]:
     x = c.x()
     if not x.shape:
         raise c.fail("its operand is a scalar, which has no classes")
@@ -239,14 +240,14 @@ def _softmax(c: TfCall) -> Sequence[TfValue]:
 
 
 @lowers("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits")
-def _cross_entropy(c: TfCall) -> Sequence[TfValue]:
+def _cross_entropy(c: TfCall) -> Sequence[TfResult]:
     """The loss per row. The second result is a gradient, which pase does not need."""
     (rows, classes) = c.rank(0, 2)
     sparse = c.node.op.startswith("Sparse")
-    if sparse and c.shape(1) != (rows,):
-        raise c.fail(f"its labels of shape {c.shape(1)} do not fit logits of shape {c.shape(0)}")
-    if not sparse and c.shape(1) not in ((rows, classes), (1, classes), (rows, 1), (1, 1)):
-        raise c.fail(f"its labels of shape {c.shape(1)} do not fit logits of shape {c.shape(0)}")
+    if sparse and c.shape_of(1) != (rows,):
+        raise c.fail(f"its labels of shape {c.shape_of(1)} do not fit logits of shape {c.shape_of(0)}")
+    if not sparse and c.shape_of(1) not in ((rows, classes), (1, classes), (rows, 1), (1, 1)):
+        raise c.fail(f"its labels of shape {c.shape_of(1)} do not fit logits of shape {c.shape_of(0)}")
     x, labels = _rows_apart(c, sparse)
     n = len(x.shape) - 1
     if sparse:
@@ -255,22 +256,21 @@ def _cross_entropy(c: TfCall) -> Sequence[TfValue]:
         weighted = composites.apply(c.b, functions.MUL, composites.log_softmax(c.b, x, [n]), labels)
         (total,) = nests.reduce(c.b, functions.SUM, [weighted], [n], [x.dtype])
         loss = composites.apply(c.b, functions.NEG, total)
-    out: TfValue = loss if n == 1 else Reshaped(source=loss, shape=(rows,), at=c.b.eqn)
-    return [out, Absent("a gradient, which pase does not compute")]
+    return [c.reshape(c.value(loss), (rows,)), Absent("a gradient, which pase does not compute")]
 
 
 def _rows_apart(c: TfCall, sparse: bool) -> tuple[Tensor, Tensor]:
     """Logits and labels before the reshapes that merged their rows, if both were merged in the same way."""
-    v, labels = c.value(0), c.value(1)
-    if isinstance(v, Reshaped) and isinstance(labels, Reshaped) and v.source.shape[-1] == v.shape[-1]:
-        wanted = v.source.shape[:-1] if sparse else v.source.shape
-        if labels.source.shape == wanted:
-            return v.source, labels.source
+    v, labels = c.v(0), c.v(1)
+    if v.note[:1] == labels.note[:1] == ("view",) and v.note[1].shape[-1] == v.shape[-1]:
+        apart: Value = v.note[1]
+        if labels.note[1].shape == (apart.shape[:-1] if sparse else apart.shape):
+            return c.tensor(apart), c.tensor(labels.note[1])
     return c.x(0), c.x(1)
 
 
 @lowers("LRN")
-def _lrn(c: TfCall) -> Sequence[TfValue]:
+def _lrn(c: TfCall) -> Sequence[TfResult]:
     """Local response normalization over channels, which are not split: a window sum, a power, a division."""
     x = c.x()
     radius = c.whole("depth_radius", 5)
@@ -281,7 +281,7 @@ def _lrn(c: TfCall) -> Sequence[TfValue]:
 
 
 @lowers("ResizeBilinear", "ResizeNearestNeighbor", "ResizeBicubic", "ResizeArea", "ScaleAndTranslate")
-def _resize(c: TfCall) -> Sequence[TfValue]:
+def _resize(c: TfCall) -> Sequence[TfResult]:
     """Resizes images. Rows and columns are not split; images and channels may be."""
     x = c.x()
     batch, _, _, channels = c.rank(0, 4)
@@ -290,17 +290,17 @@ def _resize(c: TfCall) -> Sequence[TfValue]:
         raise c.fail(f"its size {size} must have two elements: rows and columns")
     dtype = x.dtype if c.node.op == "ResizeNearestNeighbor" else "float32"
     flops = {"ResizeNearestNeighbor": 1.0, "ResizeBilinear": 8.0}.get(c.node.op, 32.0)
-    made = nests.restrict(c.b, c.node.op, [x], c.make([batch, *size, channels]), [True, False, False, True])
+    made = nests.restrict(c.b, c.node.op, [x], c.shape([batch, *size, channels]), [True, False, False, True])
     if flops == 1.0 and dtype == x.dtype:
         return [made]
     return nests.elementwise(c.b, functions.CAST, [made, None], [dtype], name=c.node.op, flops=flops - 1.0)
 
 
 @lowers("CropAndResize")
-def _crop(c: TfCall) -> Sequence[TfValue]:
+def _crop(c: TfCall) -> Sequence[TfResult]:
     x, boxes = c.rank(0, 4), c.rank(1, 2)
     size = c.numbers(3, "crop size")
-    out = c.make([boxes[0], *size, x[3]])
+    out = c.shape([boxes[0], *size, x[3]])
     return opaque(c, [(out, "float32")], flops=8.0 * elements(out))
 
 
@@ -320,9 +320,9 @@ _MATRIX = {
 
 
 @lowers(*_MATRIX)
-def _matrix(c: TfCall) -> Sequence[TfValue]:
+def _matrix(c: TfCall) -> Sequence[TfResult]:
     """A factorization or solve. A batch of matrices may be split; a matrix is not split."""
-    xs = [c.x(i) for i, v in enumerate(c.ins) if not isinstance(v, StaticValue)]
+    xs = [c.x(i) for i in range(len(c.ins)) if c.known(i) is None]
     shape: tuple[int, ...] = c.x(0).shape  # type: ignore[assignment]
     if len(shape) < 2:
         raise c.fail(f"its operand must be a matrix or a batch of matrices, but has shape {shape}")
@@ -338,22 +338,22 @@ def _matrix(c: TfCall) -> Sequence[TfValue]:
         "Lu": [(rows, columns), (rows,)],
     }
     if c.node.op.endswith("Solve"):
-        outs[c.node.op] = [c.shape(1)[-2:]]
+        outs[c.node.op] = [c.shape_of(1)[-2:]]
     made = [((*lead, *tail), c.dtype(0)) for tail in outs.get(c.node.op, [(rows, columns)])]
     rank = len(lead) if all(t.shape[: len(lead)] == lead for t in xs) else 0
     return nests.batched(c.b, c.node.op, xs, made, rank, flops=_MATRIX[c.node.op] * max(rows, columns) ** 3)
 
 
 @lowers("FFT", "FFT2D", "FFT3D", "IFFT", "IFFT2D", "IFFT3D", "RFFT", "IRFFT", "RFFT2D", "IRFFT2D")
-def _fft(c: TfCall) -> Sequence[TfValue]:
+def _fft(c: TfCall) -> Sequence[TfResult]:
     """The transformed dims are not split; 5 log2(n) FLOPs per point (Cooley and Tukey's count)."""
     import math
 
     x, op = c.x(), c.node.op
     rank = 2 if "2D" in op else 3 if "3D" in op else 1
     if len(x.shape) < rank:
-        raise c.fail(f"its operand of shape {c.shape(0)} has fewer than {rank} dims")
-    lead, tail = c.shape(0)[:-rank], list(c.shape(0)[-rank:])
+        raise c.fail(f"its operand of shape {c.shape_of(0)} has fewer than {rank} dims")
+    lead, tail = c.shape_of(0)[:-rank], list(c.shape_of(0)[-rank:])
     if "RFFT" in op:
         tail = c.numbers(1, "length")
         if op.startswith("RFFT"):
@@ -361,11 +361,11 @@ def _fft(c: TfCall) -> Sequence[TfValue]:
     points = elements(tail)
     dtype = c.type("Treal") if op.startswith("IRFFT") else c.type("Tcomplex")
     flops = 5.0 * math.log2(max(points, 2)) * points
-    made = [(c.make([*lead, *tail]), dtype)]
+    made = [(c.shape([*lead, *tail]), dtype)]
     return nests.batched(c.b, op, [x], made, len(lead), flops=flops, function=functions.FFT)
 
 
 @lowers("InTopKV2", "InTopK")
-def _in_top(c: TfCall) -> Sequence[TfValue]:
+def _in_top(c: TfCall) -> Sequence[TfResult]:
     (rows, _) = c.rank(0, 2)
-    return opaque(c, [((rows,), "bool")], flops=float(elements(c.shape(0))), differentiable=False)
+    return opaque(c, [((rows,), "bool")], flops=float(elements(c.shape_of(0))), differentiable=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pase.frontends.tf.rules import lowers
-from pase.frontends.tf.values import Absent, StaticValue, TfCall, TfValue
+from pase.frontends.tf.values import Absent, TfCall, TfResult
 from pase.ir import AccessMap, Tensor
 from pase.ops import Read, Write
 from pase.ops.builder import Dims
@@ -16,7 +16,7 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_relu": 1, "rnn_tanh": 1}
 
 
 @lowers("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3")
-def _cudnn(c: TfCall) -> Sequence[TfValue]:
+def _cudnn(c: TfCall) -> Sequence[TfResult]:
     """A recurrent layer: 2·gates·(in + hidden)·hidden FLOPs per time step.
 
     The weights are packed into one vector, which is replicated on every device.
@@ -45,15 +45,15 @@ def _cudnn(c: TfCall) -> Sequence[TfValue]:
         return AccessMap.of(*out)
 
     reads = []
-    for k, v in enumerate(c.ins[:4]):
+    for k in range(len(c.ins[:4])):
         t: Tensor = c.x(k)
         where = (1 if time_major else 0) if k == 0 else 1 if k < 3 else None
-        if not isinstance(v, StaticValue) and t.shape:
-            reads.append(Read(t, walk(c.shape(k), where, f"r{k}_")))
-    shape = c.make([*x[:2], ways * hidden])
+        if c.known(k) is None and t.shape:
+            reads.append(Read(t, walk(c.shape_of(k), where, f"r{k}_")))
+    shape = c.shape([*x[:2], ways * hidden])
     outs = [(shape, 1 if time_major else 0), (h, 1)] + ([(h, 1)] if gates == 4 else [])
     writes = [Write(s, c.dtype(0), walk(s, at, f"w{k}_")) for k, (s, at) in enumerate(outs)]
     over = [d for d in dims if d == "b"]
     made = c.b.nest(c.node.op, "opaque", reads, writes, dims, flops=flops, over=over)
-    state: TfValue = made[2] if gates == 4 else Absent("the cell state of a layer that has none")
+    state: TfResult = made[2] if gates == 4 else Absent("the cell state of a layer that has none")
     return [made[0], made[1], state, *[Absent("a residual for cuDNN's own gradient")] * 2]

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pase.frontends.common.slicing import one_dim
-from pase.frontends.tf.rules import broadcast_shape, lowers, opaque
+from pase.frontends.common.slicing import join, one_dim
+from pase.frontends.common.values import Value, known
+from pase.frontends.tf.rules import lowers, opaque
 from pase.frontends.tf.slices import positions
-from pase.frontends.tf.values import Handle, Reshaped, StaticValue, TfCall, TfValue, elements
+from pase.frontends.tf.values import Handle, TfCall, TfResult, elements
 from pase.ir import Tensor, functions
 from pase.ir.functions import FUNCTIONS
 from pase.ir.parameters import Parameters, Slice
@@ -20,26 +21,19 @@ __all__ = ["pack", "take"]
 
 
 @lowers("Reshape")
-def _reshape(c: TfCall) -> Sequence[TfValue]:
-    shape = c.shape(0)
+def _reshape(c: TfCall) -> Sequence[TfResult]:
+    shape = c.shape_of(0)
     wanted = c.numbers(1, "shape")
-    known = elements(s for s in wanted if s != -1)
-    if wanted.count(-1) > 1 or (-1 in wanted and (not known or elements(shape) % known)):
+    rest = elements(s for s in wanted if s != -1)
+    if wanted.count(-1) > 1 or (-1 in wanted and (not rest or elements(shape) % rest)):
         raise c.fail(f"shape {shape} cannot be reshaped to {wanted}")
-    out = c.make([elements(shape) // known if s == -1 else s for s in wanted])
-    if elements(out) != elements(shape):
-        raise c.fail(f"shape {shape} cannot be reshaped to {wanted}")
-    v = c.value(0)
-    if isinstance(v, Reshaped):
-        return [v.source if v.source.shape == out else Reshaped(source=v.source, shape=out, at=c.b.eqn)]
-    x = c.x(0)
-    return [x if x.shape == out else Reshaped(source=x, shape=out, at=c.b.eqn)]
+    return [c.reshape(c.v(0), [elements(shape) // rest if s == -1 else s for s in wanted])]
 
 
 @lowers("Squeeze")
-def _squeeze(c: TfCall) -> Sequence[TfValue]:
-    shape = c.shape(0)
-    axes = {c.in_range(i, len(shape)) for i in c.wholes("squeeze_dims")}
+def _squeeze(c: TfCall) -> Sequence[TfResult]:
+    shape = c.shape_of(0)
+    axes = {c.axis(i, len(shape)) for i in c.wholes("squeeze_dims")}
     if any(shape[i] != 1 for i in axes):
         raise c.fail(f"its dims {sorted(axes)} of shape {shape} do not all have one element")
     out = [s for i, s in enumerate(shape) if i not in (axes or {k for k, n in enumerate(shape) if n == 1})]
@@ -47,55 +41,55 @@ def _squeeze(c: TfCall) -> Sequence[TfValue]:
 
 
 @lowers("ExpandDims")
-def _expand(c: TfCall) -> Sequence[TfValue]:
-    shape = list(c.shape(0))
-    shape.insert(c.axis(1, len(shape) + 1), 1)
+def _expand(c: TfCall) -> Sequence[TfResult]:
+    shape = list(c.shape_of(0))
+    shape.insert(c.axis_at(1, len(shape) + 1), 1)
     return [nests.reshape(c.b, c.x(0), shape)]
 
 
 @lowers("Transpose", "ConjugateTranspose")
-def _transpose(c: TfCall) -> Sequence[TfValue]:
-    rank = len(c.shape(0))
-    perm = [c.in_range(i, rank) for i in c.numbers(1, "permutation")]
+def _transpose(c: TfCall) -> Sequence[TfResult]:
+    rank = len(c.shape_of(0))
+    perm = [c.axis(i, rank) for i in c.numbers(1, "permutation")]
     if sorted(perm) != list(range(rank)):
         raise c.fail(f"{perm} is not a permutation of {rank} dims")
     return [nests.transpose(c.b, c.x(0), perm)]
 
 
 @lowers("BroadcastTo")
-def _broadcast_to(c: TfCall) -> Sequence[TfValue]:
-    shape, out = c.shape(0), c.make(c.numbers(1, "shape"))
-    if broadcast_shape(c, [shape, out]) != out:
+def _broadcast_to(c: TfCall) -> Sequence[TfResult]:
+    shape, out = c.shape_of(0), c.shape(c.numbers(1, "shape"))
+    if c.broadcast(*[shape, out]) != out:
         raise c.fail(f"shape {shape} does not broadcast to {out}")
     return [nests.broadcast(c.b, c.x(0), out, range(len(out) - len(shape), len(out)))]
 
 
 @lowers("Fill")
-def _fill(c: TfCall) -> Sequence[TfValue]:
-    shape = c.make(c.numbers(0, "dims"))
+def _fill(c: TfCall) -> Sequence[TfResult]:
+    shape = c.shape(c.numbers(0, "dims"))
     if (number := c.known(1)) is not None:
         return [c.b.constant(shape, c.dtype(1), contents=number)]
     return [nests.broadcast(c.b, c.x(1), shape, ())]
 
 
 @lowers("Range", "LinSpace", "XlaIota")
-def _range(c: TfCall) -> Sequence[TfValue]:
+def _range(c: TfCall) -> Sequence[TfResult]:
     """A constant. This rule gets only ranges that are too long to be known values."""
     if c.node.op == "LinSpace":
-        return [c.b.constant(c.make([c.number(2, "number of points")]), c.dtype(0))]
+        return [c.b.constant(c.shape([c.number(2, "number of points")]), c.dtype(0))]
     ends = [c.known(i) for i in range(3)]
     if any(e is None or e.size != 1 for e in ends):
         raise c.fail("its limits are computed from data", fix="make them constants or functions of shapes")
     start, limit, delta = (float(e.reshape(())) for e in ends if e is not None)
     if not delta or not np.isfinite([start, limit, delta]).all():
         raise c.fail(f"its range from {start} to {limit} in steps of {delta} does not end")
-    return [c.b.constant(c.make([int(np.ceil((limit - start) / delta))]), c.type("Tidx"))]
+    return [c.b.constant(c.shape([int(np.ceil((limit - start) / delta))]), c.type("Tidx"))]
 
 
 @lowers("Pack")
-def _pack(c: TfCall) -> Sequence[TfValue]:
-    rank = len(c.shape(0)) + 1  # raises if there is no operand
-    return [pack(c, [c.x(i) for i in range(len(c.ins))], c.in_range(c.whole("axis", 0), rank))]
+def _pack(c: TfCall) -> Sequence[TfResult]:
+    rank = len(c.shape_of(0)) + 1  # raises if there is no operand
+    return [pack(c, [c.x(i) for i in range(len(c.ins))], c.axis(c.whole("axis", 0), rank))]
 
 
 def pack(c: TfCall, xs: Sequence[Tensor], axis: int) -> Tensor:
@@ -109,9 +103,9 @@ def pack(c: TfCall, xs: Sequence[Tensor], axis: int) -> Tensor:
 
 
 @lowers("Unpack")
-def _unpack(c: TfCall) -> Sequence[TfValue]:
-    x, shape = c.x(), c.shape(0)
-    axis = c.in_range(c.whole("axis", 0), len(shape))
+def _unpack(c: TfCall) -> Sequence[TfResult]:
+    x, shape = c.x(), c.shape_of(0)
+    axis = c.axis(c.whole("axis", 0), len(shape))
     return [take(c, x, axis) for _ in range(shape[axis])]
 
 
@@ -124,29 +118,21 @@ def take(c: TfCall, x: Tensor, axis: int) -> Tensor:
 
 
 @lowers("ConcatV2", "Concat")
-def _concat(c: TfCall) -> Sequence[TfValue]:
+def _concat(c: TfCall) -> Sequence[TfResult]:
     last = c.node.op == "ConcatV2"
     at = len(c.ins) - 1 if last else 0
     ids = range(len(c.ins) - 1) if last else range(1, len(c.ins))
-    shapes = [c.shape(i) for i in ids]
-    rank = len(shapes[0]) if shapes else 0
+    rank = len(c.shape_of(ids[0])) if ids else 0
     if not rank:
         raise c.fail("it has nothing to concatenate, or its operands are scalars")
-    axis = c.axis(at, rank)
-    if any(
-        len(s) != rank or (*s[:axis], *s[axis + 1 :]) != (*shapes[0][:axis], *shapes[0][axis + 1 :])
-        for s in shapes
-    ):
-        raise c.fail(f"shapes {', '.join(map(str, shapes[:5]))} cannot be concatenated along dim {axis}")
-    xs = [c.x(i) for i in ids]
-    return xs if len(xs) == 1 else [nests.concat(c.b, xs, axis)]
+    return [join(c, [c.v(i) for i in ids], c.axis_at(at, rank))]
 
 
 @lowers("Split", "SplitV")
-def _split(c: TfCall) -> Sequence[TfValue]:
+def _split(c: TfCall) -> Sequence[TfResult]:
     which = 1 if c.node.op == "Split" else 0
-    shape = c.shape(which)
-    axis = c.axis(0 if which else 2, len(shape))
+    shape = c.shape_of(which)
+    axis = c.axis_at(0 if which else 2, len(shape))
     if which:
         parts = c.whole("num_split")
         if parts < 1 or shape[axis] % parts:
@@ -162,7 +148,7 @@ def _split(c: TfCall) -> Sequence[TfValue]:
         return [c.x(which)]
     kept = [i != axis for i in range(len(shape))]
     x = c.x(which)
-    wide = [c.make([*shape[:axis], s, *shape[axis + 1 :]]) for s in sizes]
+    wide = [c.shape([*shape[:axis], s, *shape[axis + 1 :]]) for s in sizes]
     starts = itertools.accumulate(sizes, initial=0)
     return [
         nests.restrict(c.b, "split", [x], s, kept, one_dim(shape, axis, at))
@@ -171,9 +157,9 @@ def _split(c: TfCall) -> Sequence[TfValue]:
 
 
 @lowers("Slice")
-def _slice(c: TfCall) -> Sequence[TfValue]:
+def _slice(c: TfCall) -> Sequence[TfResult]:
     """A slice. Its start may be known only at run time; its size must be known."""
-    shape, size = c.shape(0), c.numbers(2, "size")
+    shape, size = c.shape_of(0), c.numbers(2, "size")
     if len(size) != len(shape):
         raise c.fail(f"its size {size} does not match shape {shape}")
     begin = c.known(1)
@@ -190,9 +176,9 @@ def _slice(c: TfCall) -> Sequence[TfValue]:
         if take_n > n or (start is not None and not 0 <= start <= n - take_n):
             raise c.fail(f"it takes {take_n} elements from position {start} of a dim of {n} elements")
         out.append(take_n)
-    known = tuple(s for s in starts if s is not None)
-    parameters = Slice(start=known, step=(1,) * len(out)) if len(known) == len(out) else None
-    return [_part(c, c.make(out), [n == s for n, s in zip(shape, out, strict=True)], parameters)]
+    where = tuple(s for s in starts if s is not None)
+    parameters = Slice(start=where, step=(1,) * len(out)) if len(where) == len(out) else None
+    return [_part(c, c.shape(out), [n == s for n, s in zip(shape, out, strict=True)], parameters)]
 
 
 def _part(
@@ -205,8 +191,8 @@ def _part(
 
 
 @lowers("StridedSlice")
-def _strided(c: TfCall) -> Sequence[TfValue]:
-    strides, shape = c.numbers(3, "strides"), c.shape(0)
+def _strided(c: TfCall) -> Sequence[TfResult]:
+    strides, shape = c.numbers(3, "strides"), c.shape_of(0)
     begin, end = c.known(1), c.known(2)
     try:
         picks = positions(
@@ -219,7 +205,7 @@ def _strided(c: TfCall) -> Sequence[TfValue]:
     except ValueError as e:
         raise c.fail(f"its slice of shape {shape} is invalid: {e}") from None
     old = [p for p in picks if p is None or not p.fresh]
-    part = c.make([n if p is None else len(p.picked) for n, p in zip(shape, old, strict=True)])
+    part = c.shape([n if p is None else len(p.picked) for n, p in zip(shape, old, strict=True)])
     where = [range(n) if p is None else p.picked for n, p in zip(shape, old, strict=True)]
     parameters = Slice(start=tuple(r.start for r in where), step=tuple(r.step for r in where))
     dynamic = any(p is not None and p.dynamic for p in old)
@@ -235,40 +221,40 @@ def _strided(c: TfCall) -> Sequence[TfValue]:
 
 
 @lowers("Pad", "PadV2", "MirrorPad")
-def _pad(c: TfCall) -> Sequence[TfValue]:
-    shape, pads = c.shape(0), c.numbers(1, "paddings")
+def _pad(c: TfCall) -> Sequence[TfResult]:
+    shape, pads = c.shape_of(0), c.numbers(1, "paddings")
     if len(pads) != 2 * len(shape) or min(pads, default=0) < 0:
         raise c.fail(f"its paddings {pads} do not match shape {shape}")
     added = [pads[2 * i] + pads[2 * i + 1] for i in range(len(shape))]
-    out = c.make([s + a for s, a in zip(shape, added, strict=True)])
+    out = c.shape([s + a for s, a in zip(shape, added, strict=True)])
     return [_part(c, out, [a == 0 for a in added])]
 
 
 @lowers("Tile")
-def _tile(c: TfCall) -> Sequence[TfValue]:
+def _tile(c: TfCall) -> Sequence[TfResult]:
     """Repeats. A dim of one element is broadcast; any other dim that is repeated may not be split."""
-    shape, reps = c.shape(0), c.numbers(1, "multiples")
+    shape, reps = c.shape_of(0), c.numbers(1, "multiples")
     if len(reps) != len(shape):
         raise c.fail(f"its multiples {reps} do not match shape {shape}")
-    out = c.make([s * r for s, r in zip(shape, reps, strict=True)])
+    out = c.shape([s * r for s, r in zip(shape, reps, strict=True)])
     if all(s == 1 or r == 1 for s, r in zip(shape, reps, strict=True)):
         return [nests.broadcast(c.b, c.x(0), out, range(len(out)))]
     return [_part(c, out, [r == 1 for r in reps])]
 
 
 @lowers("ReverseV2", "Reverse", "Roll", "ReverseSequence", "RandomShuffle")
-def _reverse(c: TfCall) -> Sequence[TfValue]:
+def _reverse(c: TfCall) -> Sequence[TfResult]:
     x, op = c.x(), c.node.op
     rank = len(x.shape)
     if op == "ReverseSequence":
-        axes = {c.in_range(c.whole("seq_dim"), rank)}
+        axes = {c.axis(c.whole("seq_dim"), rank)}
     elif op == "RandomShuffle":
         axes = {0}
     elif op == "Reverse":
         flags = c.known(1)
         axes = set(range(rank)) if flags is None else {i for i, f in enumerate(flags.reshape(-1)) if f}
     else:
-        axes = set(c.axes(2 if op == "Roll" else 1, rank))
+        axes = set(c.axes_at(2 if op == "Roll" else 1, rank))
     return [nests.restrict(c.b, op, [x], x.shape, [i not in axes for i in range(rank)])]
 
 
@@ -283,15 +269,15 @@ def _reverse(c: TfCall) -> Sequence[TfValue]:
     "DiagPart",
     "Diag",
 )
-def _matrix_part(c: TfCall) -> Sequence[TfValue]:
+def _matrix_part(c: TfCall) -> Sequence[TfResult]:
     """A triangle or a diagonal of a matrix. If the shape changes, the dims of the matrix are not split."""
-    x, shape, op = c.x(), c.shape(0), c.node.op
+    x, shape, op = c.x(), c.shape_of(0), c.node.op
     if op == "MatrixBandPart" or op.startswith("MatrixSetDiag"):
         return nests.elementwise(c.b, functions.WHERE, [None, x, 0], [x.dtype], name=op)
     if op in ("Diag", "DiagPart"):
         n = len(shape)
         out = (*shape, *shape) if op == "Diag" else shape[: n // 2]
-        return opaque(c, [(c.make(out), x.dtype)])
+        return opaque(c, [(c.shape(out), x.dtype)])
     if op.endswith("V3") and (c.known(1) is None or c.numbers(1, "diagonals") not in ([0], [0, 0])):
         return opaque(c, [(c.hinted(), x.dtype)])
     tail = (shape[-1], shape[-1]) if op.startswith("MatrixDiag") and "Part" not in op else (min(shape[-2:]),)
@@ -300,22 +286,22 @@ def _matrix_part(c: TfCall) -> Sequence[TfValue]:
 
 
 @lowers("OneHot")
-def _one_hot(c: TfCall) -> Sequence[TfValue]:
+def _one_hot(c: TfCall) -> Sequence[TfResult]:
     """One-hot: compares ids with 0, 1, …. Every dim may be split."""
-    shape, depth = c.shape(0), c.number(1, "depth")
+    shape, depth = c.shape_of(0), c.number(1, "depth")
     axis = c.whole("axis", -1)
-    axis = len(shape) if axis == -1 else c.in_range(axis, len(shape) + 1)
-    out = c.make([*shape[:axis], depth, *shape[axis:]])
+    axis = len(shape) if axis == -1 else c.axis(axis, len(shape) + 1)
+    out = c.shape([*shape[:axis], depth, *shape[axis:]])
     ids = nests.reshape(c.b, c.x(0), [*shape[:axis], 1, *shape[axis:]])
     dtype = c.type("T") if "T" in c.node.attr else c.dtype(2)
     return nests.elementwise(c.b, functions.EQUAL, [ids, None], [dtype], name="OneHot", shape=out)
 
 
 @lowers("GatherV2", "Gather", "ResourceGather")
-def _gather(c: TfCall) -> Sequence[TfValue]:
+def _gather(c: TfCall) -> Sequence[TfResult]:
     """Rows of a table. Known indices are a slice of a dim that is not split; others are a lookup in one that may be."""
-    x, shape, ids = c.x(0), c.shape(0), c.shape(1)
-    axis = c.axis(2, len(shape)) if len(c.ins) > 2 else 0
+    x, shape, ids = c.x(0), c.shape_of(0), c.shape_of(1)
+    axis = c.axis_at(2, len(shape)) if len(c.ins) > 2 else 0
     batch = c.whole("batch_dims", 0)
     batch = batch % (len(ids) + 1) if batch < 0 else batch
     if c.node.op == "ResourceGather" and "batch_dims" not in c.node.attr:
@@ -325,7 +311,7 @@ def _gather(c: TfCall) -> Sequence[TfValue]:
         raise c.fail(
             f"its indices of shape {ids} do not fit dim {axis} of shape {shape} with {batch} batch dims"
         )
-    out = c.make([*shape[:axis], *ids[batch:], *shape[axis + 1 :]])
+    out = c.shape([*shape[:axis], *ids[batch:], *shape[axis + 1 :]])
     if c.known(1) is not None and len(ids) < 2 and not batch:
         part = [*shape[:axis], *(ids or (1,)), *shape[axis + 1 :]]
         kept = [i != axis for i in range(len(shape))]
@@ -349,12 +335,12 @@ def _gather(c: TfCall) -> Sequence[TfValue]:
 
 
 @lowers("GatherNd", "ResourceGatherNd")
-def _gather_nd(c: TfCall) -> Sequence[TfValue]:
-    x, shape, ids = c.x(0), c.shape(0), c.shape(1)
+def _gather_nd(c: TfCall) -> Sequence[TfResult]:
+    x, shape, ids = c.x(0), c.shape_of(0), c.shape_of(1)
     n = ids[-1] if ids else 0
     if not 1 <= n <= len(shape):
         raise c.fail(f"its indices of shape {ids} do not fit shape {shape}")
-    out = c.make([*ids[:-1], *shape[n:]])
+    out = c.shape([*ids[:-1], *shape[n:]])
     return [
         indexed.gather(
             c.b,
@@ -378,17 +364,17 @@ def _gather_nd(c: TfCall) -> Sequence[TfValue]:
     "TensorScatterMax",
     "TensorScatterMin",
 )
-def _scatter(c: TfCall) -> Sequence[TfValue]:
+def _scatter(c: TfCall) -> Sequence[TfResult]:
     fresh = c.node.op == "ScatterNd"
     at, of = (0, 1) if fresh else (1, 2)
-    ids, updates = c.shape(at), c.shape(of)
-    shape = c.make(c.numbers(2, "shape")) if fresh else c.shape(0)
+    ids, updates = c.shape_of(at), c.shape_of(of)
+    shape = c.shape(c.numbers(2, "shape")) if fresh else c.shape_of(0)
     n = ids[-1] if ids else 0
     if not 1 <= n <= len(shape) or updates != (*ids[:-1], *shape[n:]):
         raise c.fail(f"its updates of shape {updates} at indices of shape {ids} do not fit shape {shape}")
     x = c.b.constant(shape, c.dtype(of)) if fresh else c.x(0)
-    known = ("ScatterNd", "TensorScatterUpdate", "TensorScatterAdd")
-    with c.b.undetermined(unless=c.node.op in known):
+    exact = ("ScatterNd", "TensorScatterUpdate", "TensorScatterAdd")
+    with c.b.undetermined(unless=c.node.op in exact):
         made = indexed.scatter(
             c.b,
             c.node.op,
@@ -412,13 +398,13 @@ def _scatter(c: TfCall) -> Sequence[TfValue]:
     "SegmentMax",
     "SegmentSumV2",
 )
-def _segment(c: TfCall) -> Sequence[TfValue]:
+def _segment(c: TfCall) -> Sequence[TfResult]:
     """Sums or extrema of rows per segment."""
-    shape, ids = c.shape(0), c.shape(1)
+    shape, ids = c.shape_of(0), c.shape_of(1)
     if shape[: len(ids)] != ids or not ids:
         raise c.fail(f"its segments of shape {ids} do not fit shape {shape}")
     count = c.number(2, "number of segments") if len(c.ins) > 2 else c.hinted()[0]
-    x = c.b.constant(c.make([count, *shape[len(ids) :]]), c.dtype(0))
+    x = c.b.constant(c.shape([count, *shape[len(ids) :]]), c.dtype(0))
     rows = nests.reshape(c.b, c.x(1), (*ids, 1))
     with c.b.undetermined(unless="Sum" in c.node.op):
         made = indexed.scatter(
@@ -435,25 +421,27 @@ def _segment(c: TfCall) -> Sequence[TfValue]:
 
 
 @lowers("Cumsum", "Cumprod", "CumulativeLogsumexp")
-def _cumulative(c: TfCall) -> Sequence[TfValue]:
+def _cumulative(c: TfCall) -> Sequence[TfResult]:
     x = c.x()
     function = FUNCTIONS[{"CumulativeLogsumexp": "cumlogsumexp"}.get(c.node.op, c.node.op.lower())]
-    return nests.sequential(c.b, function, [x], c.axis(1, len(x.shape)), [(x.shape, x.dtype)], name=c.node.op)
+    return nests.sequential(
+        c.b, function, [x], c.axis_at(1, len(x.shape)), [(x.shape, x.dtype)], name=c.node.op
+    )
 
 
 @lowers("TopK", "TopKV2")
-def _top_k(c: TfCall) -> Sequence[TfValue]:
-    x, shape = c.x(), c.shape(0)
+def _top_k(c: TfCall) -> Sequence[TfResult]:
+    x, shape = c.x(), c.shape_of(0)
     k = c.number(1, "number of entries") if len(c.ins) > 1 else c.whole("k")
     if not shape or k > shape[-1]:
         raise c.fail(f"it takes the {k} largest elements, but its operand has shape {shape}")
-    out = c.make([*shape[:-1], k])
+    out = c.shape([*shape[:-1], k])
     index = c.type("index_type") if "index_type" in c.node.attr else "int32"
     return nests.sequential(c.b, functions.TOP_K, [x], len(shape) - 1, [(out, x.dtype), (out, index)])
 
 
 @lowers("SpaceToDepth", "DepthToSpace")
-def _blocks(c: TfCall) -> Sequence[TfValue]:
+def _blocks(c: TfCall) -> Sequence[TfResult]:
     """Turns blocks of pixels into channels, or back: a reshape, a transpose and a reshape."""
     n, h, w, d = c.rank(0, 4)
     size = c.whole("block_size")
@@ -474,9 +462,9 @@ def _blocks(c: TfCall) -> Sequence[TfValue]:
 
 
 @lowers("SpaceToBatchND", "BatchToSpaceND", "SpaceToBatch", "BatchToSpace")
-def _batch_blocks(c: TfCall) -> Sequence[TfValue]:
+def _batch_blocks(c: TfCall) -> Sequence[TfResult]:
     """Turns blocks of space into batch elements, or back, for dilated convolutions. Unchanged dims may be split."""
-    shape, blocks, pads = list(c.shape(0)), c.numbers(1, "block shape"), c.numbers(2, "paddings")
+    shape, blocks, pads = list(c.shape_of(0)), c.numbers(1, "block shape"), c.numbers(2, "paddings")
     times = elements(blocks)
     if len(pads) != 2 * len(blocks) or len(blocks) >= len(shape) or min(blocks) < 1:
         raise c.fail(f"its blocks {blocks} with paddings {pads} do not match shape {tuple(shape)}")
@@ -486,11 +474,11 @@ def _batch_blocks(c: TfCall) -> Sequence[TfValue]:
         shape[i] = shape[i] * s - pad if grow else (shape[i] + pad) // s
     shape[0] = shape[0] // times if grow else shape[0] * times
     kept = [i > len(blocks) for i in range(len(shape))]
-    return [_part(c, c.make(shape), kept)]
+    return [_part(c, c.shape(shape), kept)]
 
 
 @lowers("Bitcast")
-def _bitcast(c: TfCall) -> Sequence[TfValue]:
+def _bitcast(c: TfCall) -> Sequence[TfResult]:
     from pase.ir.types import itemsize
 
     x, to = c.x(), c.type("type")
@@ -500,12 +488,12 @@ def _bitcast(c: TfCall) -> Sequence[TfValue]:
 
 
 @lowers("Merge", "RefMerge")
-def _merge(c: TfCall) -> Sequence[TfValue]:
+def _merge(c: TfCall) -> Sequence[TfResult]:
     """The end of a version 1 conditional. Both branches are priced."""
-    values = [c.value(i) for i in range(max(len(c.ins), 1))]
-    if all(isinstance(v, (Tensor, StaticValue, Handle)) for v in values):
-        shape = broadcast_shape(c, [c.shape(i) for i in range(len(values))])
+    values = [c.operand(i) for i in range(max(len(c.ins), 1))]
+    if all(isinstance(v, (Value, Handle)) for v in values):
+        shape = c.broadcast(*[c.shape_of(i) for i in range(len(values))])
         xs = [c.x(i) for i in range(len(values))]
         out = nests.elementwise(c.b, functions.ADD, [*xs, None], [xs[0].dtype], name="Merge", shape=shape)
-        return [*out, StaticValue(np.array(0, np.int32))]
-    return [values[0], StaticValue(np.array(0, np.int32))]
+        return [*out, known(np.array(0, np.int32))]
+    return [values[0], known(np.array(0, np.int32))]

@@ -5,34 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, overload
 
 import numpy as np
 
-from pase.errors import PaseError
+from pase.frontends.common.values import Site, Value
 from pase.frontends.tf.graph import TfNode, dtype_name
-from pase.ir import Place, Tensor
-from pase.ops import GraphBuilder, nests
+from pase.ir import Tensor
+from pase.ops import GraphBuilder
 
-__all__ = ["MOST_KNOWN", "Absent", "Handle", "Reshaped", "StaticValue", "TensorList", "TfCall", "TfValue"]
-
-MOST_KNOWN = 4096
-"""The most elements of a value that is evaluated while lowering: shapes, axes and paddings, but not weights."""
-
-
-@dataclass(frozen=True)
-class StaticValue:
-    """A small value that is known from the graph alone, without data."""
-
-    array: np.ndarray
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def dtype(self) -> str:
-        return str(self.array.dtype)
+__all__ = [
+    "Absent",
+    "Handle",
+    "TensorList",
+    "TfCall",
+    "TfResult",
+    "TfValue",
+    "elements",
+    "tensor_of",
+    "value_of",
+    "whole",
+]
 
 
 @dataclass(frozen=True)
@@ -54,42 +47,6 @@ class TensorList:
     """(index, element) of the elements that were set one by one outside of a loop."""
 
 
-@dataclass(kw_only=True)
-class Reshaped:
-    """A reshape that has not been made yet.
-
-    Products read its source instead, so that dims that a framework flattens for a matrix product (batch and sequence,
-    heads and features) stay separate. Any other reader makes the reshape.
-    """
-
-    source: Tensor
-    shape: tuple[int, ...]
-    at: Place
-    made: Tensor | None = None
-
-    @property
-    def dtype(self) -> str:
-        return self.source.dtype
-
-    def tensor(self, b: GraphBuilder) -> Tensor:
-        if self.made is None:
-            eqn, b.eqn = b.eqn, self.at
-            self.made = nests.reshape(b, self.source, self.shape)
-            b.eqn = eqn
-        return self.made
-
-    def parts(self) -> list[tuple[int, ...]] | None:
-        """For each dim, the source's dims that it merges; None if the reshape does not only merge dims."""
-        factors = nests.common_factors(self.source.shape, self.shape)
-        if factors is None:
-            return None
-        _, of_source, of_shape = factors
-        if any(len(f) != 1 for f in of_source):
-            return None
-        dim_of = {f[0]: i for i, f in enumerate(of_source)}
-        return [tuple(dim_of[f] for f in fs) for fs in of_shape]
-
-
 @dataclass(frozen=True)
 class Absent:
     """A value that is not priced: a string, a token, an iterator. why: names it in the message if an op uses it."""
@@ -97,62 +54,63 @@ class Absent:
     why: str
 
 
-TfValue: TypeAlias = "Tensor | StaticValue | Handle | TensorList | Reshaped | Absent"
+TfValue: TypeAlias = "Value | Handle | TensorList | Absent"
+TfResult: TypeAlias = "TfValue | Tensor"
+"""What a rule returns for a result: a value, or the tensor that has it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TfCall:
+@dataclass(kw_only=True)
+class TfCall(Site):
     """A node with the values of its operands, as its rule sees it."""
 
-    b: GraphBuilder
+    builder: GraphBuilder
     node: TfNode
     ins: Sequence[TfValue]
 
     @property
-    def where(self) -> str:
-        return f"TensorFlow op '{self.node.op}' at {self.b.eqn or self.node.name}"
+    def b(self) -> GraphBuilder:
+        return self.builder
 
-    def fail(self, what: str, fix: str = "") -> PaseError:
-        """The error to raise: what is wrong with this node, and what the user can do about it."""
-        return PaseError(what, where=self.where, fix=fix)
+    @property
+    def place(self) -> str:  # type: ignore[override]
+        return f"TensorFlow op '{self.node.op}' at {self.b.eqn or self.node.name}"
 
     # -- operands --
 
-    def value(self, i: int) -> TfValue:
+    def operand(self, i: int) -> TfValue:
         try:
             return self.ins[i]
         except IndexError:
             raise self.fail(f"it has {len(self.ins)} operands, but needs operand {i}") from None
 
-    def x(self, i: int = 0) -> Tensor:
-        """Operand i as a tensor. A known value becomes a constant."""
-        v = self.value(i)
+    def v(self, i: int = 0) -> Value:
+        """Operand i, which must be a tensor. A reshape of it may not have been made yet."""
+        v = self.operand(i)
         if isinstance(v, Handle):
-            return v.tensor
-        if isinstance(v, StaticValue):
-            return self.b.constant(v.shape, v.dtype, contents=v.array)
-        if isinstance(v, Reshaped):
-            return v.tensor(self.b)
-        if not isinstance(v, Tensor):
+            return value_of(v.tensor)
+        if not isinstance(v, Value):
             raise self.fail(f"operand {i} ({self._input(i)}) is {_kind(v)}, not a tensor")
         return v
 
-    def shape(self, i: int = 0) -> tuple[int, ...]:
-        v = self.value(i)
-        if isinstance(v, Handle):
-            v = v.tensor
-        if not isinstance(v, (Tensor, StaticValue, Reshaped)):
-            raise self.fail(f"operand {i} ({self._input(i)}) is {_kind(v)}, not a tensor")
-        return v.shape  # type: ignore[return-value]
+    def x(self, i: int = 0) -> Tensor:
+        """Operand i as a tensor."""
+        return self.tensor(self.v(i))
+
+    def tensor(self, v: Value) -> Tensor:
+        """The value's tensor. A known value is a constant of its own for each op that reads it."""
+        return super().tensor(v) if v.known is None else self.b.constant(v.shape, v.dtype, contents=v.known)
+
+    def shape_of(self, i: int = 0) -> tuple[int, ...]:
+        return self.v(i).shape
 
     def dtype(self, i: int = 0) -> str:
-        v = self.value(i)
+        v = self.operand(i)
         return v.tensor.dtype if isinstance(v, Handle) else v.dtype if not isinstance(v, Absent) else "string"
 
     def known(self, i: int) -> np.ndarray | None:
         """The value of operand i if it is known without data, else None."""
-        v = self.value(i)
-        return v.array if isinstance(v, StaticValue) else None
+        v = self.operand(i)
+        return v.known if isinstance(v, Value) else None
 
     def numbers(self, i: int, what: str) -> list[int]:
         """Operand i as integers. PaseError if they are computed from data. what: names the operand in the message."""
@@ -176,20 +134,16 @@ class TfCall:
             )
         return n[0]
 
-    def axis(self, i: int, rank: int, what: str = "axis") -> int:
-        return self.in_range(self.number(i, what), rank, what)
+    def axis_at(self, i: int, rank: int) -> int:
+        """Operand i as a dim of a tensor of this rank."""
+        return self.axis(self.number(i, "axis"), rank)
 
-    def axes(self, i: int, rank: int) -> list[int]:
-        return [self.in_range(n, rank, "axes") for n in self.numbers(i, "axes")]
-
-    def in_range(self, axis: int, rank: int, what: str = "axis") -> int:
-        if not -rank <= axis < rank:
-            raise self.fail(f"{what} {axis} is out of range for a tensor of {rank} dims")
-        return axis % rank
+    def axes_at(self, i: int, rank: int) -> list[int]:
+        return [self.axis(n, rank) for n in self.numbers(i, "axes")]
 
     def rank(self, i: int, *allowed: int) -> tuple[int, ...]:
         """The shape of operand i, which must have one of these ranks."""
-        shape = self.shape(i)
+        shape = self.shape_of(i)
         if len(shape) not in allowed:
             raise self.fail(
                 f"operand {i} ({self._input(i)}) has shape {shape}, but must have "
@@ -230,7 +184,7 @@ class TfCall:
 
     # -- checks --
 
-    def make(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a result. PaseError if a dim has no elements, because it could not be parallelized."""
         out = tuple(int(s) for s in shape)
         if any(s < 1 for s in out):
@@ -245,7 +199,37 @@ class TfCall:
                 f"the shape of result {k} depends on data ({'unknown' if shape is None else shape})",
                 fix="give it a static shape",
             )
-        return self.make([s for s in shape if s is not None])
+        return self.shape([s for s in shape if s is not None])
+
+
+@overload
+def whole(v: Value) -> Value: ...
+
+
+@overload
+def whole(v: TfValue) -> TfValue: ...
+
+
+def whole(v: TfValue) -> TfValue:
+    """The value itself. A reshape is made, and readers no longer see what it was made from."""
+    if not isinstance(v, Value) or v.make is None:
+        return v
+    v.tensor = v.make() if v.tensor is None else v.tensor
+    return value_of(v.tensor)
+
+
+def value_of(t: Tensor) -> Value:
+    return Value(shape=tuple(t.shape), dtype=t.dtype, tensor=t)  # type: ignore[arg-type]
+
+
+def tensor_of(v: TfValue) -> Tensor | None:
+    """The tensor that has the value's data; None if there is none, or none yet."""
+    match v:
+        case Value() | Handle():
+            return v.tensor
+        case TensorList():
+            return v.stacked
+    return None
 
 
 def _kind(v: TfValue) -> str:

@@ -13,9 +13,10 @@ onnx = pytest.importorskip("onnx")
 import numpy as np  # noqa: E402
 from onnx.reference import ReferenceEvaluator  # noqa: E402
 
+from pase.frontends.common.folding import MOST_KNOWN  # noqa: E402
 from pase.frontends.common.values import Value, known  # noqa: E402
 from pase.frontends.onnx.fold import fold, slice_bounds  # noqa: E402
-from pase.frontends.onnx.values import MOST_KNOWN, OnnxCall  # noqa: E402
+from pase.frontends.onnx.values import OnnxCall  # noqa: E402
 from tests.frontends.onnx.cases import model_of, node  # noqa: E402
 
 
@@ -47,6 +48,7 @@ def ints(*values: int) -> np.ndarray:
         (node("Expand", ["a", "s"], ["y"]), [ints(1, 2).reshape(2, 1), ints(1, 3)]),
         (node("ReduceProd", ["a", "x"], ["y"], keepdims=0), [ints(1, 2, 3, 4).reshape(2, 2), ints(1)]),
         (node("Where", ["c", "a", "b"], ["y"]), [np.array([True, False]), ints(1, 2), ints(3, 4)]),
+        (node("Pow", ["a", "b"], ["y"]), [np.array([2, 3], np.float32), ints(2)]),
         (node("CumSum", ["a", "x"], ["y"]), [ints(1, 2, 3), np.array(0)]),
     ],
     ids=lambda x: getattr(x, "op_type", ""),
@@ -72,6 +74,12 @@ def test_what_is_unknown_too_large_or_wrong_is_left_to_the_rule_of_the_op() -> N
     for repeats in (MOST_KNOWN, MOST_KNOWN + 1):
         made = fold(call(tile, [known(ints(1)), known(ints(repeats))]))
         assert (made is not None) == (repeats == MOST_KNOWN)
+
+
+def test_one_sided_infinities_are_left_to_the_rule_of_the_op() -> None:
+    both, one = (node("IsInf", ["a"], ["y"], **k) for k in ({}, {"detect_negative": 0}))
+    infinite = [known(np.array([-np.inf], np.float32))]
+    assert fold(call(both, infinite)) is not None and fold(call(one, infinite)) is None
 
 
 def test_views_of_weights_stay_weights() -> None:

@@ -8,47 +8,25 @@ import numpy as np
 import pytest
 
 from pase.errors import PaseError
+from pase.frontends.common.values import Value, known
 from pase.frontends.tf.graph import TfNode
-from pase.frontends.tf.values import Absent, Reshaped, StaticValue, TfCall
-from pase.ir import Place
+from pase.frontends.tf.values import Absent, TfCall, value_of
 from pase.ops import GraphBuilder
 
 
 def call(*ins: Any) -> TfCall:
     node = TfNode(name="n", op="Op", inputs=tuple(f"i{k}:0" for k in range(len(ins))), attr={})
-    return TfCall(b=GraphBuilder("g"), node=node, ins=ins)
+    return TfCall(builder=GraphBuilder("g"), node=node, ins=ins)
 
 
-def static(*numbers: Any) -> StaticValue:
-    return StaticValue(array=np.array(numbers[0] if len(numbers) == 1 else numbers))
-
-
-@pytest.mark.parametrize(
-    ("shape", "parts"),
-    [
-        ((24,), [(0, 1, 2)]),
-        ((6, 4), [(0, 1), (2,)]),
-        ((2, 12), [(0,), (1, 2)]),
-        ((2, 3, 4), [(0,), (1,), (2,)]),
-        ((4, 6), None),
-        ((2, 3, 2, 2), None),
-    ],
-)
-def test_a_reshape_is_the_dims_that_it_merges_or_made(shape: tuple[int, ...], parts: Any) -> None:
-    """Each part's sizes multiply to the dim's. A reshape is made at most once."""
-    b = GraphBuilder("g")
-    source = b.input("x", (2, 3, 4), "float32")
-    value = Reshaped(source=source, shape=shape, at=Place("p"))
-    found = value.parts()
-    assert (found if found is None else [tuple(p) for p in found]) == parts
-    made = value.tensor(b)
-    assert made.shape == shape and value.tensor(b) is made
+def static(numbers: Any) -> Value:
+    return known(np.array(numbers))
 
 
 def test_axes_count_from_the_end_and_stay_in_range() -> None:
     c = call(static([1, -1]), static(-3), static([0.5]))
-    assert c.axes(0, 3) == [1, 2] and c.axis(1, 3) == 0
-    for wrong in (lambda: c.axis(1, 2), lambda: c.in_range(3, 3)):
+    assert c.axes_at(0, 3) == [1, 2] and c.axis_at(1, 3) == 0
+    for wrong in (lambda: c.axis_at(1, 2), lambda: c.axis(3, 3)):
         with pytest.raises(PaseError, match="out of range for a tensor of"):
             wrong()
     with pytest.raises(PaseError, match="must be integers"):
@@ -63,11 +41,11 @@ def test_operands_that_are_missing_or_no_tensors_are_refused() -> None:
         c.x(1)
     assert e.value.where == "TensorFlow op 'Op' at n"
     with pytest.raises(PaseError, match="not a tensor"):
-        c.shape(0)
+        c.shape_of(0)
 
 
 def test_numbers_that_are_computed_from_data_are_refused() -> None:
-    c = call(GraphBuilder("g").input("x", (2,), "int32"))
+    c = call(value_of(GraphBuilder("g").input("x", (2,), "int32")))
     assert c.known(0) is None
     with pytest.raises(PaseError, match="gives the shape, is computed from data") as e:
         c.numbers(0, "shape")
