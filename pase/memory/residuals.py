@@ -143,7 +143,7 @@ def _kept(graph: Graph, fusion: Fusion, loops_stack: bool) -> Iterator[tuple[Kep
     """Yields what each op's derivative needs."""
     constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
     maker, trip_counts, reached = dict(_makers(graph)), _trip_counts(graph), _reached(graph)
-    varies = _varies(graph, maker, constant)
+    varies, readers = _varies(graph, maker, constant), _readers(graph)
 
     def keep(t: str, reader: Op, which: _Which = "value") -> tuple[Kept, _Which]:
         made = maker[t]
@@ -169,7 +169,7 @@ def _kept(graph: Graph, fusion: Fusion, loops_stack: bool) -> Iterator[tuple[Kep
                 yield keep(op.writes[0].tensor, op, "own")
             for t in () if own and op.function.listed == "own" else _needed(op, graph, fusion):
                 if not stacked:
-                    roots = _roots(graph, n, op, t, maker, constant, fusion)
+                    roots = _roots(graph, n, op, t, maker, constant, readers, fusion)
                     yield from (keep(root, op) for root in roots)
                     continue
                 root = _storage_of(t, maker)
@@ -192,6 +192,15 @@ def _needed(op: Op, graph: Graph, fusion: Fusion) -> tuple[str, ...]:
     if fusion == "none" and op.function is MAX and any(x == 0 for x in op.literals or ()):
         return tuple(a.tensor for a in op.writes)
     return needs(op, graph.tensors)
+
+
+def _readers(graph: Graph) -> Mapping[str, frozenset[str]]:
+    """Returns, by tensor, the calls of the traced program that read it."""
+    found: dict[str, set[str]] = {}
+    for op in (op for n in graph.nodes for op in n.ops):
+        for a in op.reads:
+            found.setdefault(a.tensor, set()).add(op.eqn)
+    return {t: frozenset(found.get(t, ())) for t in graph.tensors}
 
 
 def _stacks(op: Op) -> bool:
@@ -300,6 +309,7 @@ def _roots(
     t: str,
     maker: Mapping[str, _Made],
     constant: frozenset[str],
+    readers: Mapping[str, frozenset[str]],
     fusion: Fusion,
 ) -> frozenset[str]:
     """Returns the tensors that are kept for ``t``: those from which the reader's node cheaply recomputes it.
@@ -307,6 +317,7 @@ def _roots(
     They are on the same side of a rematerialized region's border as the reader.
 
     by: the op that needs t.
+    readers: by tensor, the calls that read it.
     """
     least = t
     while True:
@@ -325,11 +336,16 @@ def _roots(
             if op.kind == "view" and _as_large(graph, op.reads[0].tensor, graph.tensors[t].elements):
                 t = op.reads[0].tensor
                 continue
-            inside = op.eqn and op.eqn == by.eqn and all(a.tensor != t for a in by.writes)
+            result = any(a.tensor == t for a in by.writes)
+            inside = op.eqn and op.eqn == by.eqn and (not result or readers[t] == {op.eqn})
             if not inside or op.kind not in ("elementwise", "view", "generate", "reduce", "window"):
                 return frozenset([t])
             of = (a.tensor for a in op.reads)
-            return frozenset().union(*(_roots(graph, reader, by, x, maker, constant, fusion) for x in of))
+            roots = frozenset[str]().union(
+                *(_roots(graph, reader, by, x, maker, constant, readers, fusion) for x in of)
+            )
+            # A norm keeps what it divides by, and does not sum a larger tensor again.
+            return frozenset([t]) if result and any(_larger(graph, x, t) for x in roots) else roots
         near = n is reader and op.region == by.region  # what enters or leaves a region is kept as it is
         if not near or op.kind not in ("elementwise", "view", "generate"):
             return frozenset([t])
@@ -345,21 +361,26 @@ def _roots(
                 least = t
             t = large[0]
             continue
-        if large or any(
-            concrete_size(graph.tensors[x].elements, x) > concrete_size(size, t) for x in operands
-        ):
+        if large or any(_larger(graph, x, t) for x in operands):
             return frozenset([t])
         # A tensor joined from parts that together have its size (the halves of a rotation) is kept, in its narrowest
         # cast. For a tensor made of small operands, the operands are kept.
         if _of_parts(graph, op, size, constant):
             return frozenset([min((t, least), key=lambda x: graph.tensors[x].itemsize)])
         small = (x for x in operands if maker[x].node.kind != "input")
-        return frozenset().union(*(_roots(graph, reader, by, x, maker, constant, fusion) for x in small))
+        return frozenset().union(
+            *(_roots(graph, reader, by, x, maker, constant, readers, fusion) for x in small)
+        )
 
 
 def _as_large(graph: Graph, t: str, size: Size) -> bool:
     """Whether the tensor has the size of its reader's result."""
     return bool(graph.tensors[t].elements == size)
+
+
+def _larger(graph: Graph, t: str, than: str) -> bool:
+    """Whether the tensor has more elements than another one."""
+    return concrete_size(graph.tensors[t].elements, t) > concrete_size(graph.tensors[than].elements, than)
 
 
 def _of_parts(graph: Graph, op: Op, size: Size, constant: frozenset[str]) -> bool:

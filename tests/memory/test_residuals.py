@@ -138,6 +138,28 @@ def test_what_pytorchs_lstm_keeps_grows_with_its_turns():
     linear(lambda turns: graph_of(Last(), torch.empty(turns, 4, N)))
 
 
+@pytest.mark.torch
+def test_a_call_of_pytorch_keeps_no_value_that_only_it_reads_but_a_norm_keeps_what_it_divides_by():
+    """SiLU keeps its input and not the sigmoid within; written out, the sigmoid is a call of its own."""
+    import torch
+
+    class Gated(torch.nn.Module):
+        def __init__(self, silu):
+            super().__init__()
+            self.up, self.norm, self.silu = torch.nn.Linear(N, N), torch.nn.LayerNorm(N), silu
+
+        def forward(self, x):
+            return self.silu(self.norm(self.up(x))).sum()
+
+    def of(silu):
+        graph = graph_of(Gated(silu), torch.empty(4, N))
+        found = [graph.tensors[k.tensor] for k in kept(graph).values()]
+        return sorted(t.shape for t in found if t.role == "activation")
+
+    assert of(torch.nn.functional.silu) == [(4, 1), (4, N), (4, N)]
+    assert of(lambda x: x * torch.sigmoid(x)) == [(4, 1), (4, N), (4, N), (4, N)]
+
+
 def test_a_stack_is_kept_once_and_a_carry_once_a_turn():
     """A product reads the carry h, the derivative of tanh needs its result, and the loss needs the stack of h.
 
