@@ -250,6 +250,9 @@ class SplitNorm:
         x, weight, mean, variance = residuals
         with self.groups.carrying(2):
             sums = self.groups.all_reduce(torch.stack([of_weight, of_bias]), self.axes)
-        sums = sums * (weight * (variance + self.eps).rsqrt())
+        # Times the weight, over the standard deviation: as if the two sums were gradients of two examples.
+        sums, _, _ = torch.ops.aten.native_batch_norm_backward(
+            sums, sums, weight, mean, variance, None, None, False, self.eps, [True, False, False]
+        )
         rest = torch.native_batch_norm(x, *sums.unbind(), mean, variance, False, 0.0, self.eps)[0]
         return own.sub_(rest, alpha=1 / self.count)
