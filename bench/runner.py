@@ -173,7 +173,8 @@ class Benchmark:
     options: the bench's own options.
     prepare: runs before the first row.
     environment: variables that are set before the other functions (which import jax) run.
-    page: makes something else from the whole result, after all rows. ``--page`` does this alone.
+    page: makes something else from the whole result, after all rows. ``--page`` does this alone. It is not made of the
+        rows that ``--only`` chose if the result file had no others: it would replace the page of all rows.
     resumes: rows that the result file has are not measured again by default. New rows have the commit.
     current: whether ``--resume`` may keep this row of the result file.
     instead: does something else than to measure, and returns whether it did.
@@ -227,6 +228,7 @@ class Benchmark:
             self._result(found, cases, given)
         if given.resume:
             chosen = [n for n in chosen if n not in found or not all(map(self.current, found[n]))]
+        others = found.keys() - set(chosen)
         if chosen:
             _called(self.prepare, given=given)
         said = sys.stderr if given.json else sys.stdout
@@ -237,7 +239,12 @@ class Benchmark:
             for text in _lines({k: v for k, v in result.items() if k != self.at}):
                 print(text)
             print(f"wrote {given.out}" if chosen else f"{given.out} has all rows")
-        if self.page:
+        if self.page and len(chosen) < len(cases) and given.only and not others:
+            print(
+                f"no page is made, because {given.out} had no other rows; --page makes one of these",
+                file=said,
+            )
+        elif self.page:
             _called(self.page, result, given=given)
 
     def _name(self, row: dict[str, Any]) -> str:

@@ -115,3 +115,16 @@ def test_a_page_is_made_from_the_file_alone(run):
     run(page=lambda result: pages.append(result["sum"]))
     assert run("--page", page=lambda result: pages.append(result["sum"]))[0] == []
     assert pages == [14, 14]
+
+
+def test_no_page_is_made_of_chosen_rows_alone(run, capsys):
+    pages: list[int] = []
+
+    def page(result):
+        pages.append(len(result["rows"]))
+
+    run("--only", "2", page=page)
+    assert pages == [] and "no page is made" in capsys.readouterr().out
+    run(page=page)
+    run("--only", "2", page=page)
+    assert pages == [3, 3]
