@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pase.ir import Graph, Node, Op, Scope
+from pase.ir import Graph, Node, Op, Place, Scope
 from pase.ir.blocks import micro_batches_of
 from pase.ir.functions import MAX, RANDOM, UNSTACK
 from pase.ir.recompute import needs
@@ -194,9 +194,9 @@ def _needed(op: Op, graph: Graph, fusion: Fusion) -> tuple[str, ...]:
     return needs(op, graph.tensors)
 
 
-def _readers(graph: Graph) -> Mapping[str, frozenset[str]]:
+def _readers(graph: Graph) -> Mapping[str, frozenset[Place]]:
     """Returns, by tensor, the calls of the traced program that read it."""
-    found: dict[str, set[str]] = {}
+    found: dict[str, set[Place]] = {}
     for op in (op for n in graph.nodes for op in n.ops):
         for a in op.reads:
             found.setdefault(a.tensor, set()).add(op.eqn)
@@ -309,7 +309,7 @@ def _roots(
     t: str,
     maker: Mapping[str, _Made],
     constant: frozenset[str],
-    readers: Mapping[str, frozenset[str]],
+    readers: Mapping[str, frozenset[Place]],
     fusion: Fusion,
 ) -> frozenset[str]:
     """Returns the tensors that are kept for ``t``: those from which the reader's node cheaply recomputes it.

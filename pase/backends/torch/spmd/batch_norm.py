@@ -254,5 +254,6 @@ class SplitNorm:
         sums, _, _ = torch.ops.aten.native_batch_norm_backward(
             sums, sums, weight, mean, variance, None, None, False, self.eps, [True, False, False]
         )
-        rest = torch.native_batch_norm(x, *sums.unbind(), mean, variance, False, 0.0, self.eps)[0]
+        scale, shift = sums.unbind()
+        rest = torch.native_batch_norm(x, scale, shift, mean, variance, False, 0.0, self.eps)[0]
         return own.sub_(rest, alpha=1 / self.count)
