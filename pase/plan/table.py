@@ -123,7 +123,9 @@ def _certificate(plan: PlanData) -> str:
     edges = plan.provenance.get("edges", "?")
     under = f"under cost model '{plan.cost_model}', {plan.objective}"
     under += ", and the notes above" if plan.remarks else ""
-    return f"{proof} {under} · {len(plan.nodes)} nodes, {edges} edges · {times}"
+    return " · ".join(
+        [f"{proof} {under}", f"{len(plan.nodes)} nodes, {edges} edges", *([times] if times else [])]
+    )
 
 
 def _peak_text(plan: PlanData) -> str:

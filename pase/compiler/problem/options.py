@@ -278,6 +278,14 @@ class CompileOptions:
         "--time-limit",
         about="the search",
     )
+    print_after: str | None = _option(
+        None,
+        "Print on standard error what is known after a pass of the compilation: the graph with its variants, the "
+        "strategy, or the plan. A name ('pase passes' lists them), or 'all'.",
+        "--print-after",
+        metavar="PASS",
+        about="the search",
+    )
 
     def __post_init__(self) -> None:
         from pase.tables.work import OPTIMIZERS
