@@ -24,7 +24,7 @@ PASE_DATA ?= ../shared/data
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-corpus test-root test-data test-gpu-compiler test-wheel lint format netlab docs screenshots clean
+.PHONY: help install demo test test-all test-release test-corpus test-root test-data test-gpu-compiler test-wheel lint format netlab docs screenshots clean
 
 help: ## list the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ test: $(STAMP) ## run all tests, lint and types included; says at the end what w
 
 test-all: $(ALL) ## besides: install PyTorch too, and run the tests that need it or start every program of bench and docs
 	$(BIN)/python -m pytest -n $(JOBS) -m "torch or minutes" $(ARGS)
+
+test-release: $(ALL) ## before a release: the same tests on more models, and every bench in its smallest setting
+	$(BIN)/python -m pytest -n $(JOBS) -m release $(ARGS)
 
 test-corpus: $(CORPUS) ## before a release: the programs of other libraries, in an environment of their own (two CPU hours)
 	$(CORPUS_VENV)/bin/python -m pytest -n $(JOBS) -m corpus $(ARGS)

@@ -4,8 +4,8 @@ import gc
 import os
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -71,16 +71,37 @@ def double():
 def pytest_configure(config):
     for name, need in NEEDS.items():
         config.addinivalue_line("markers", f"{name}: {need.reason}")
+    config.addinivalue_line("markers", "some(n): n of the cases run, evenly spread; the others need release")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of a test that run only before a release."""
+    cases = defaultdict(list)
+    for item in items:
+        if (mark := item.get_closest_marker("some")) is not None:
+            cases[item.nodeid.partition("[")[0], *mark.args].append(item)
+    for (_, n), of_one in cases.items():
+        run = {round((i + 0.5) * len(of_one) / n - 0.5) for i in range(n)}
+        for i, item in enumerate(of_one):
+            if i not in run:
+                item.add_marker("release")
 
 
 def pytest_collection_finish():
     """Make the garbage collector run less often, which saves a twentieth of the CPU time.
 
     Tracing makes millions of objects. Collections are thirty times rarer than by default, and never scan the modules
-    and tests that exist now.
+    and tests that exist now. What outlives a full collection is in caches, mostly JAX's, and is not scanned again.
     """
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+    gc.callbacks.append(_freeze_after_full_collections)
+
+
+def _freeze_after_full_collections(phase: str, info: Mapping[str, int]) -> None:
+    if phase == "stop" and info["generation"] == 2:
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -65,6 +65,12 @@ NEEDS = {
         missing=lambda: None,
         asked=True,
     ),
+    "release": Need(
+        what="minutes, because it is one of the same tests on more models, or a bench in its smallest setting",
+        how="make test-release",
+        missing=lambda: None,
+        asked=True,
+    ),
     "corpus": Need(
         what="the libraries of the programs in bench/programs",
         how="make test-corpus",

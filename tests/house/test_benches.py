@@ -1,4 +1,5 @@
-"""Each bench runs and writes its results: its smallest setting is run in a copy of the folder."""
+"""Each bench starts; before a release, each runs and writes its results, in its smallest setting and a copy of the
+folder."""
 
 from __future__ import annotations
 
@@ -98,16 +99,17 @@ ELSEWHERE = {
     "audit.tpu": "needs libtpu",
     "audit.tpu_forms": "needs libtpu",
 }
-"""Bench that no test starts -> the reason."""
+"""Bench that no test runs -> the reason."""
+NO_OPTIONS = ("audit.tpu_forms", "netlab.worker", "pages.schemas")
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PASE_DATA": str(SHARED)}
 
 
 def run(name: str, arguments: str, folder: Path) -> None:
     """Run a bench in a copy of its folder, so that it cannot replace the results and pages of the project."""
     shutil.copytree(ROOT / "bench", folder / "bench", ignore=shutil.ignore_patterns("results", "__pycache__"))
     shutil.copytree(ROOT / "docs", folder / "docs")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PASE_DATA": str(SHARED)}
     words = ("python", "-m", "bench", name, *shlex.split(arguments))
-    done = program.run(*words, folder=folder, environment=environment)
+    done = program.run(*words, folder=folder, environment=ENVIRONMENT)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     written = [*(folder / "bench").rglob("results/*.json"), *folder.glob("*.json")]
     assert written, "no result file"
@@ -119,6 +121,21 @@ def test_every_bench_is_listed_once():
 
 
 @pytest.mark.minutes
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.torch] * (n in WITH_TORCH))
+        for n in benches()
+        if n not in NO_OPTIONS
+    ],
+)
+def test_a_bench_says_what_its_options_are(name, tmp_path):
+    """So all that it imports still exists; mypy checks what it calls."""
+    done = program.run("python", "-m", "bench", name, "--help", folder=tmp_path, environment=ENVIRONMENT)
+    assert done.returncode == 0 and done.stdout.startswith("usage"), (done.stdout + done.stderr)[-3000:]
+
+
+@pytest.mark.release
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_bench_runs_in_its_smallest_setting(name, tmp_path):
     run(name, SMALLEST[name], tmp_path)
@@ -130,6 +147,7 @@ def test_a_bench_on_recorded_data_runs(name, tmp_path):
     run(name, RECORDED[name], tmp_path)
 
 
+@pytest.mark.release
 @pytest.mark.torch
 @pytest.mark.parametrize("name", WITH_TORCH)
 def test_a_bench_of_pytorch_runs(name, tmp_path):

@@ -1,4 +1,4 @@
-"""Results of the stateful kernels on seeded instances; `python -m tests.kernels.cases` prints them as JSON.
+"""Results of the stateful kernels on seeded instances; `python -m tests.kernels.cases PART` prints them as JSON.
 
 With NUMBA_DISABLE_JIT=1, numba returns the Python source unchanged. It then runs with numpy's index checks, and must
 produce the same bits.
@@ -7,6 +7,7 @@ produce the same bits.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from pase.search.bounded.flat import Flat, flatten
 from pase.search.bounded.rows import Limit
 
-__all__ = ["flat_instance", "limit_of", "results"]
+__all__ = ["PARTS", "flat_instance", "limit_of", "results"]
 
 SEEDS = range(6)
 
@@ -125,15 +126,18 @@ def _walks(seed: int) -> Iterator[Any]:
     yield walks.compiled(_canonical(*rows, sizes)[0])
 
 
-def results() -> dict[str, list[str]]:
-    """Every number that the kernels return or write, as hex bits."""
-    runs: tuple[Callable[[int], Iterator[Any]], ...] = (_search, _depth, _schedule, _walks)
-    return {
-        f"{run.__name__} {seed}": [np.asarray(x, float).tobytes().hex() for x in run(seed)]
-        for run in runs
-        for seed in SEEDS
-    }
+PARTS: dict[str, Callable[[int], Iterator[Any]]] = {
+    "search": _search,
+    "depth": _depth,
+    "schedule": _schedule,
+    "walks": _walks,
+}
+
+
+def results(part: str) -> list[list[str]]:
+    """Every number that the kernels of a part return or write, as hex bits, by seed."""
+    return [[np.asarray(x, float).tobytes().hex() for x in PARTS[part](seed)] for seed in SEEDS]
 
 
 if __name__ == "__main__":
-    print(json.dumps(results()))
+    print(json.dumps(results(sys.argv[1])))

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,21 +23,25 @@ from pase.schedule.greedy import instance
 from pase.schedule.view import plain_view
 from pase.search.bounded.flat import Flat
 
-from .cases import flat_instance, limit_of, results
+from .cases import PARTS, flat_instance, limit_of, results
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_compiled_and_interpreted_come_to_the_same_bits() -> None:
+@pytest.mark.parametrize(
+    "part", [pytest.param(p, marks=[pytest.mark.release] * (p == "walks")) for p in PARTS]
+)
+def test_compiled_and_interpreted_come_to_the_same_bits(part: str) -> None:
+    """Compiling the walks takes a third of the time; no other test needs them compiled."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.cases"],
+        [sys.executable, "-m", "tests.kernels.cases", part],
         env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert json.loads(run.stdout) == results()
+    assert json.loads(run.stdout) == results(part)
 
 
 def test_a_kernel_is_compiled_once_for_all_numbers() -> None:

@@ -51,6 +51,7 @@ def test_clocks_of_four_processes_agree_within_microseconds() -> None:
     assert np.median(spread) < 7_000
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_injected_skew_and_drift_come_back_out(seed: int) -> None:
     t = load(TRACES / FSDP)

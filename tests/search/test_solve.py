@@ -108,6 +108,7 @@ def by_ilp(tables: CostTables, memory: MemoryProfile) -> float | None:
     return float(answer.fun)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("block", range(2))
 def test_the_optimum_under_a_limit_is_the_integer_programs(block: int) -> None:
     for seed in range(10 + block * 5, 15 + block * 5):
@@ -138,6 +139,7 @@ def test_no_time_at_all_still_gives_an_answer() -> None:
         assert loose.bound <= want + 1e-9
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("block", range(4))
 def test_solve_is_brute_force(block: int) -> None:
     for seed in range(block * 2500, block * 2500 + 2500):

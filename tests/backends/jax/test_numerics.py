@@ -36,7 +36,13 @@ STRATEGIES = {
     "resnet101": ["fsdp"],
 }
 """Model -> the strategies that run here. Any other model runs "ours@2x4"."""
-CASES = [(m, s) for m in distinct_models() for s in STRATEGIES.get(m, ["ours@2x4"])]
+DEEP = ("inception_v3", "resnet101")
+"""Models of many layers. densenet121 has their ops."""
+CASES = [
+    pytest.param(m, s, marks=[pytest.mark.release] * (m in DEEP))
+    for m in distinct_models()
+    for s in STRATEGIES.get(m, ["ours@2x4"])
+]
 
 
 @pytest.mark.parametrize(("model", "strategy"), CASES, ids=lambda x: x.split("/")[-1])

@@ -14,6 +14,7 @@ from tests.backends.torch.unwatched_models import BUFFERS, buffers
 pytestmark = pytest.mark.torch
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("kind", BUFFERS)
 def test_ten_steps_write_the_buffers_of_the_unsharded_ones(kind: str) -> None:
     import torch

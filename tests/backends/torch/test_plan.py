@@ -57,6 +57,7 @@ def bytes_of(sent: Counter[tuple[str, tuple[str, ...], int]]) -> Counter[tuple[s
 PAIRS = [(m, s) for m, every in STRATEGIES.items() for s in every]
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize(("model", "strategy"), PAIRS)
 def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
     """In float64. Models of transformers always compute norms and losses in float32."""
@@ -82,6 +83,7 @@ def test_the_user_may_call_backward(strategy: str) -> None:
         torch.testing.assert_close(after, c.after, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("model", STRATEGIES)
 def test_what_is_sent_is_the_plans_list(model: str) -> None:
     """Every collective of a step, by kind, axes and bytes: on one rank of 32, on fake tensors."""

@@ -16,6 +16,7 @@ MLP = "zoo:mlp?batch=48"
 GPT2 = "zoo:gpt2?layers=1&batch=48&seq=24&vocab=96"
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
     ("model", "devices", "machine", "overlap"),
     [
@@ -59,6 +60,7 @@ def test_the_answer_is_the_best_of_every_mesh(
     assert f"over all {len(every)} meshes of the devices" in str(plan)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("overlap", ["none", "parameters"])
 def test_a_mesh_is_sifted_to_what_costs_less(overlap: str) -> None:
     """For any known cost and any budget, the bound holds, and a cheaper strategy is found."""

@@ -40,6 +40,7 @@ def weighted(params, x):
     return jnp.sum((x @ params["w"]).sum(1) ** 2 * seen) / jnp.sum(seen)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("machine", "overlap"), [("h100x8", "parameters"), ("tpu_v5e", "none")])
 def test_the_best_variant_that_fits_is_found(machine, overlap):
     """Of all strategies, micro-batches and hoisting choices, priced item by item, none that fits is cheaper.

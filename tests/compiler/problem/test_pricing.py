@@ -83,6 +83,7 @@ CASES = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("loss", "names", "rows", "width"), CASES)
 def test_a_strategy_costs_what_its_items_do_by_position(loss, names, rows, width):
     """No directly priced strategy is cheaper than the answer, whether collectives or compute dominate the model."""

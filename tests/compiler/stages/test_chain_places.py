@@ -192,6 +192,7 @@ def planned(model, ranks=2, **more):
         )
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("model", "ranks"),
     [(translate, 2), (classify, 4), (captions, 2), (wide_resnet, 4), (chunked, 2), (chunked_written, 2)],

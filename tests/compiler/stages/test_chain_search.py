@@ -118,6 +118,7 @@ def shortest_of_all(menu, s, ways):
     return best
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("model", [skip, two_stacks, stack_read_twice])
 def test_no_schedule_has_a_better_division_than_the_one_found(model):
     """For some models the division of equal work is the best. It must be found although nothing beats it."""

@@ -195,6 +195,7 @@ OTHERS: dict[str, tuple[Loss, str]] = {
 }
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_runs_in_micro_batches(name):
     whole = trace(MEANS[name], W, X)

@@ -87,6 +87,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("model", "strategy"), PAIRS)
 def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
     assert_unsharded(model, strategy)

@@ -68,6 +68,7 @@ def drawn(plan, seed, data=None):
     return {n.name: split(n) for n in plan.graph.nodes}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("ranks", "mesh", "remat", "seed", "lanes"),
     [

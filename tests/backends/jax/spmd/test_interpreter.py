@@ -133,6 +133,7 @@ def off(grads, wanted):
     }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("strategy", ["zero2", "random1@2x2x2"])
 def test_every_transform_has_the_gradient_of_one_device(model, strategy):
     case, params, batch, whole = model

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.torch
 LAYERS = 4
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_stages_under_any_schedule_are_the_model_alone(name: str) -> None:
     """A step of AdamW. Labels are counted over all micro-batches, and embeddings are tied (zb-v and dualpipev have the

@@ -212,6 +212,7 @@ def trained(step: Any, module: Any, batch: Any, between: Any) -> tuple[list[Any]
     return losses, {k: whole(p) for k, p in module.named_parameters()}
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("strategy", "accumulate"),
     [

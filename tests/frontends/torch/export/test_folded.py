@@ -71,6 +71,7 @@ CALLS = {
 """What the layers do -> how many of the seven layers are folded in the attempt that is used."""
 
 
+@pytest.mark.some(14)
 @pytest.mark.parametrize("kind", CALLS)
 def test_folded_is_what_pytorch_traces(kind, monkeypatch):
 
