@@ -3,6 +3,7 @@
     python -m bench.fuzz.traces [--count 100000] [--seed 0]
     python -m bench.fuzz.traces --resume --cpu-minutes 12    # continues where the result file ends
     python -m bench.fuzz.traces --real TRACE ... --cpu-minutes 5 --out bench/results/replay_fuzz_real.json
+    python -m bench.fuzz.traces --planes PROFILE ... --resume --out bench/results/replay_fuzz_planes.json
 
 Small simulated runs (``bench/cases/timelines.py``) are written as Kineto traces with one to four mutations each: events
 are dropped, doubled, moved, stretched, renamed or put on other streams, launches and marks are lost, ids are shared,
@@ -14,12 +15,16 @@ must then have a warning: a doubt, an iteration left out, or a note on the trace
 the bandwidth, half the host's work, balanced ranks) must be refused or must not make an iteration longer, nor shorter
 than the work that it leaves to the busiest stream.
 
+``--real`` mutates the columns of real traces after they are loaded, ``--planes`` the messages of XLA's profiles before
+(``bench/fuzz/planes.py``).
+
 Case k of a seed is always the same: its random numbers come from (seed, k). Writes bench/results/replay_fuzz.json every
 thousand cases, so that a run may stop at any time.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import tempfile
@@ -34,6 +39,7 @@ from typing import Any
 import numpy as np
 
 from bench.cases.timelines import ImaginedRun, simulate, trace
+from bench.fuzz.planes import mutated_planes
 from bench.runner import option, parser, save
 from pase.errors import Infeasible, PaseError
 from pase.replay import align, load, measure
@@ -288,12 +294,14 @@ def main() -> None:
         option("--seed", type=int, default=0),
         option("--resume", action="store_true", help="go on where the result file ends"),
         option("--real", nargs="*", type=Path, default=[], help="mutate these traces; cases take turns"),
+        option("--planes", nargs="*", type=Path, default=[], help="mutate the messages of these .xplane.pb"),
         option("--cpu-minutes", type=float, default=math.inf, help="start no case after so many"),
     )
     args = made.parse_args()
     if args.real:
         of_real(args.real, args.count, args.seed, 60 * args.cpu_minutes, args.out)
         return
+    write = profiled(args.planes) if args.planes else simulated()
     found: Counter[str] = Counter()
     faults: list[dict[str, Any]] = []
     if args.resume and args.out.exists():
@@ -302,14 +310,15 @@ def main() -> None:
             made.error(f"{args.out} holds seed {before['seed']}; --resume goes on with that one")
         found = Counter(before["outcomes"])
         # Earlier faults run again, because those fixed since then have another outcome now.
-        again, faults = fuzz([f["k"] for f in before["faults"]], args.seed)
+        again, faults = fuzz([f["k"] for f in before["faults"]], args.seed, write=write)
         found = found + again
         found["fault"] -= len(before["faults"])
     while sum(found.values()) < args.count and time.process_time() < 60 * args.cpu_minutes:
         at = sum(found.values())
-        more, wrong = fuzz(range(at, min(at + 1000, args.count)), args.seed, 60 * args.cpu_minutes)
+        more, wrong = fuzz(range(at, min(at + 1000, args.count)), args.seed, 60 * args.cpu_minutes, write)
         found, faults = found + more, faults + wrong
         out = {"count": sum(found.values()), "seed": args.seed, "outcomes": dict(found)}
+        out |= {"seeds": [p.name for p in args.planes]} if args.planes else {}
         save({**out, "faults": faults[:50], "cpu_s_of_last_run": time.process_time()}, args.out)
     print(args.out.read_text())
 
@@ -359,27 +368,53 @@ def judged(t: Timeline) -> str:
         return f"fault: {lines[-1]} at {lines[-3].strip()}"
 
 
+CaseWriter = Callable[[int, np.random.Generator, Path], list[str]]
+"""Writes the files of a case into a folder, and returns its mutations. Arguments: case, its random numbers, folder."""
+
+
+def simulated() -> CaseWriter:
+    """Returns the writer of mutated simulated runs."""
+    runs = [simulate(ImaginedRun(iterations=4, bucket_layers=2, noise=0.02, **shape)) for shape in SHAPES]
+    bases = [[trace(run, r) for r in range(run.ranks)] for run in runs]
+
+    def write(k: int, rng: np.random.Generator, folder: Path) -> list[str]:
+        documents, changes = mutated(bases[k % len(bases)], rng)
+        for rank, d in enumerate(documents):
+            (folder / f"rank{rank}.json").write_text(json.dumps(d))
+        return changes
+
+    return write
+
+
+def profiled(paths: Sequence[Path]) -> CaseWriter:
+    """Returns the writer of mutated messages of these profiles of XLA, which take turns."""
+    bases = [gzip.decompress(p.read_bytes()) if p.suffix == ".gz" else p.read_bytes() for p in paths]
+
+    def write(k: int, rng: np.random.Generator, folder: Path) -> list[str]:
+        data, changes = mutated_planes(bases[k % len(bases)], rng)
+        (folder / "mutated.xplane.pb").write_bytes(data)
+        return changes
+
+    return write
+
+
 def fuzz(
-    cases: Sequence[int], seed: int, until_cpu_s: float = math.inf
+    cases: Sequence[int], seed: int, until_cpu_s: float = math.inf, write: CaseWriter | None = None
 ) -> tuple[Counter[str], list[dict[str, Any]]]:
     """Runs these cases; returns the count of each outcome, and the faults with what reproduces them.
 
-    until_cpu_s: CPU seconds of this process after which no case is started.
+    until_cpu_s: CPU seconds of this process after which no case is started. write: default: ``simulated``.
     """
-    runs = [simulate(ImaginedRun(iterations=4, bucket_layers=2, noise=0.02, **shape)) for shape in SHAPES]
-    bases = [[trace(run, r) for r in range(run.ranks)] for run in runs]
+    write = write or simulated()
     found: Counter[str] = Counter()
     faults = []
     with tempfile.TemporaryDirectory() as name:
         for k in cases:
             if time.process_time() >= until_cpu_s:
                 break
-            rng = np.random.default_rng([seed, k])
-            documents, changes = mutated(bases[k % len(bases)], rng)
             for old in Path(name).iterdir():
                 old.unlink()
-            for rank, d in enumerate(documents):
-                (Path(name) / f"rank{rank}.json").write_text(json.dumps(d))
+            changes = write(k, np.random.default_rng([seed, k]), Path(name))
             try:
                 said = verdict(Path(name))
             except Exception:  # any exception here is a fault

@@ -8,10 +8,12 @@ its predicted time is scaled by the measured-to-predicted ratio of the other col
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
@@ -19,10 +21,13 @@ from pase.files.json_values import JsonObject
 if TYPE_CHECKING:
     from pase.api import Plan
     from pase.replay.graph import DataflowGraph
+    from pase.replay.measurement.spending import Spending
+    from pase.replay.reports.diagnose import MoreAdvice
+    from pase.replay.reports.findings import Finding, Scene
     from pase.replay.reports.report import Rewrite
     from pase.replay.types import Timeline
 
-__all__ = ["by_prediction", "by_ratio", "predicted"]
+__all__ = ["as_advice", "by_prediction", "by_ratio", "predicted", "split_finding"]
 
 
 def predicted(plan: Plan) -> dict[str, float]:
@@ -67,6 +72,72 @@ def by_ratio(now: Path, other: Path) -> Rewrite:
         return _scaled(g, ours, theirs, a.unit, str(now))
 
     return change
+
+
+def as_advice(now: Path, others: Sequence[Path]) -> MoreAdvice:
+    """Returns what ranks other splits of the run among the advice of ``diagnose_run``.
+
+    now: the layout of the run. others: layouts of the same model and batch. Raises PaseError if they are not.
+    """
+    pairs = []
+    for other in others:
+        a, b = _pair(now, other)
+        batches = [{k: (tuple(t.shape), t.dtype) for k, t in p.inputs.items()} for p in (a, b)]
+        if batches[0] != batches[1]:
+            raise PaseError(
+                "the layouts are for different batches, so neither saves time of the other",
+                where=f"{now} and {other}",
+                fix="compile both for the run's batch, or ask pase replay --what-if strategy=",
+            )
+        pairs.append((other, predicted(a), predicted(b), a.unit))
+
+    def look(s: Scene, spent: Sequence[Spending]) -> list[Finding]:
+        if not spent:
+            return []
+        slowest = max(spent, key=lambda x: x.total_ns).rank
+        return [split_finding(s, slowest, now, *pair) for pair in pairs]
+
+    return look
+
+
+def split_finding(
+    s: Scene,
+    rank: int,
+    run: Path,
+    other: Path,
+    ours: Mapping[str, float],
+    theirs: Mapping[str, float],
+    unit: str,
+) -> Finding:
+    """Returns what another split saves, at most the time of this rank's ops that it removes less what it adds.
+
+    ours, theirs: what the two layouts predict (``predicted``). A split that saves nothing is a finding without a cost,
+    because it was asked for.
+    """
+    from pase.replay.reports.findings import Finding
+    from pase.replay.types import on_stream
+
+    g = s.graph
+    changed, said = _scaled(g, ours, theirs, unit, str(run))
+    added_ns = said["added_s"] * 1e9
+    less = np.where(g.rank == rank, g.duration_ns - changed.duration_ns, 0.0)
+    removed_ns = float(less[less > 0].sum())
+    gain = s.saved(changed, removed_ns) - added_ns
+    if s.run.doubts:
+        title = (
+            f"What the split of {other.name} would save cannot be said: the replay of this run is not trusted"
+        )
+    elif gain > 0:
+        title = f"Split the layers as in {other.name}"
+    else:
+        title = f"The split of {other.name} saves nothing here"
+    return Finding(
+        kind="split",
+        title=title,
+        detail=f"Measured times, {said['note'].removeprefix('a prediction by ratio, ')}.",
+        cost_ns=min(max(gain, 0.0), max(removed_ns - added_ns, 0.0)),
+        measured_ns=float(g.duration_ns[(g.rank == rank) & on_stream(g.kind)].sum()),
+    )
 
 
 def _pair(now: Path, other: Path) -> tuple[Plan, Plan]:

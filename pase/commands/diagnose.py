@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from pase.commands.options import print_report
 from pase.files.atomic import write_atomically
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
+
+if TYPE_CHECKING:
+    from pase.replay.reports.diagnose import MoreAdvice
 
 __all__ = ["diagnose"]
 
@@ -37,6 +40,13 @@ def diagnose(
             help="The run's layout.json: put its prediction beside the trace, and say which assumption was off."
         ),
     ] = None,
+    split: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Another layout.json of the model, for the run's batch: rank its split among the advice (needs "
+            "--plan). Give it again for more."
+        ),
+    ] = None,
     align: Annotated[
         str, typer.Option(help="How to align the clocks of ranks: ends, dpro or none.")
     ] = "ends",
@@ -56,6 +66,9 @@ def diagnose(
     idle time. Of a pipeline, each rank's work and waiting stand beside the schedule's. pase calibrate --from TRACES
     corrects the machine file by the same trace.
 
+    With --split as well, other layouts of the model are ranked among the advice: what the run would take under them, by
+    the ratios of the two predictions.
+
     Of a memory profile of JAX (.prof) or a memory snapshot of PyTorch (.pickle), given instead of traces, prints what
     holds the device's memory, for PyTorch at the peak; with --plan, beside what the plan predicts.
 
@@ -64,6 +77,7 @@ def diagnose(
       pase diagnose traces/
       pase diagnose traces/ -o diagnosis.html --timeline timeline.json.gz
       pase diagnose traces/ --plan layout.json
+      pase diagnose traces/ --plan layout.json --split other.json
       pase diagnose snapshot.pickle --plan layout.json
     """
     from pase.errors import PaseError
@@ -76,12 +90,14 @@ def diagnose(
     from pase.replay.traces.timeline_io import save_timeline
 
     if is_memory_profile(traces):
+        if split:
+            raise PaseError("a memory profile has no times", where="--split", fix="leave it out")
         _memory(traces, plan, page, timeline, as_json)
         return
     if align not in ("ends", "dpro", "none"):
         raise PaseError(f"there is no method '{align}'", where="--align", fix="choose ends, dpro or none")
     m = measure(align_clocks(load_any(traces), align))
-    d = diagnose_run(m)
+    d = diagnose_run(m, _splits(plan, split or []))
     report = diagnosis_report(str(traces), d)
     if plan is not None:
         from pase.bridges.plan_trace import against_plan
@@ -97,6 +113,21 @@ def diagnose(
             m.timeline, timeline, critical=[int(e) for e in g.event[tasks] if e >= 0], findings=drawn
         )
     print_report(report, as_json, _print_findings)
+
+
+def _splits(plan: Path | None, others: list[Path]) -> list[MoreAdvice]:
+    from pase.bridges.restrategy import as_advice
+    from pase.errors import PaseError
+
+    if not others:
+        return []
+    if plan is None:
+        raise PaseError(
+            "the measured step is scaled by the predictions for two layouts, and that of the run is missing",
+            where=f"--split {others[0]}",
+            fix="give the layout of the run with --plan NOW.json",
+        )
+    return [as_advice(plan, others)]
 
 
 def _memory(

@@ -15,6 +15,7 @@ import numpy as np
 __all__ = [
     "COLLECTIVE",
     "COLUMNS",
+    "CPU",
     "GPU_KINDS",
     "KINDS",
     "OPERATIONS",
@@ -133,6 +134,10 @@ class Group:
 
     name: str
     ranks: tuple[int, ...] = ()
+
+
+CPU = "CPU"
+"""The name of the device of a compiled program that runs on the host (``Timeline.devices``)."""
 
 
 @dataclass(frozen=True, kw_only=True)

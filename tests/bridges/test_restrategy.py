@@ -6,15 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pase
 from bench.cases.timelines import ImaginedRun, simulate, write
-from pase.bridges.restrategy import _scaled, by_ratio, predicted
+from pase.bridges.restrategy import _scaled, by_ratio, predicted, split_finding
 from pase.errors import PaseError
+from pase.replay import align, load, measure
 from pase.replay.graph import build_graph
+from pase.replay.reports.findings import Scene
+from pase.replay.reports.trust import Run
 from pase.replay.simulation.steady import evaluate
-from pase.replay.types import COLLECTIVE, OPERATIONS
+from pase.replay.types import COLLECTIVE, OPERATIONS, on_stream
 from tests.command import run
 
 
@@ -87,6 +91,48 @@ def test_the_same_strategy_changes_nothing_and_another_by_its_ratio(
         "replay", traces, "--layout", layouts["data"], "--what-if", f"strategy={layouts['both']}"
     )
     assert code == 0 and "a prediction by ratio" in " ".join(out.split())
+
+
+def _parts(rng: np.random.Generator, kinds: tuple[str, ...]) -> dict[str, float]:
+    return {k: float(10.0 ** rng.uniform(-4, -1)) for k in ("compute", *kinds)}
+
+
+def test_a_split_is_worth_no_more_than_what_it_removes(tmp_path: Path) -> None:
+    """Whatever the two layouts predict: of compute, of the run's collective, and of one that the run has not."""
+    m = measure(align(load(write(simulate(ImaginedRun(ranks=2, iterations=4, layers=3)), tmp_path / "t"))))
+    scene = Scene(run=Run(measured=m), parts=(), late=())
+    assert not scene.run.doubts
+    g, mine = scene.graph, scene.graph.rank == 0
+    rng = np.random.default_rng(0)
+    gains = []
+    for _ in range(40):
+        ours, theirs = _parts(rng, ("all_reduce",)), _parts(rng, ("all_reduce", "all_gather"))
+        f = split_finding(scene, 0, Path("now.json"), Path("other.json"), ours, theirs, "s")
+        compute = on_stream(g.kind) & (g.kind != COLLECTIVE) & mine
+        sums = (g.kind == COLLECTIVE) & mine
+        removed = sum(
+            float(g.duration_ns[tasks].sum()) * max(1 - theirs[k] / ours[k], 0.0)
+            for k, tasks in (("compute", compute), ("all_reduce", sums))
+        )
+        assert 0 <= f.cost_ns <= min(removed, f.measured_ns) * (1 + 1e-9)
+        assert ("saves nothing" in f.title) == (f.cost_ns == 0)
+        gains.append(f.cost_ns)
+    assert 5 < sum(x > 0 for x in gains) < 40
+    same = split_finding(scene, 0, Path("now.json"), Path("now.json"), ours, ours, "s")
+    assert same.cost_ns == 0
+
+
+def test_splits_are_ranked_among_the_advice(layouts: dict[str, Path], tmp_path: Path) -> None:
+    traces = write(simulate(ImaginedRun(ranks=2, iterations=3, bucket_bytes=64 << 20)), tmp_path / "t")
+    asked = ("diagnose", traces, "--split", layouts["both"])
+    code, out, err = run(*asked, "--plan", layouts["data"], "--json")
+    assert code == 0, err
+    found = [f for f in json.loads(out)["findings"] if f["kind"] == "split"]
+    assert len(found) == 1 and "both.json" in found[0]["title"] and "by ratio" not in found[0]["detail"]
+    code, _, err = run(*asked)
+    assert code == 2 and "--plan NOW.json" in " ".join(err.split())
+    code, _, err = run("diagnose", traces, "--split", layouts["twice"], "--plan", layouts["data"])
+    assert code == 2 and "different batches" in " ".join(err.split())
 
 
 def test_another_batch_scales_what_grows_with_it(layouts: dict[str, Path], tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from bench.cases.timelines import ImaginedRun, simulate, write
-from bench.fuzz.traces import damaged, fuzz, judged
+from bench.fuzz.traces import damaged, fuzz, judged, profiled
 from pase.replay import load
+from tests.needs import SHARED
 
 
 def test_faults_that_were_found_stay_mended() -> None:
@@ -28,3 +30,10 @@ def test_loaded_traces_with_damage_are_refused_or_answered_soundly(tmp_path: Pat
     for k in range(8):
         other, changes = damaged(t, np.random.default_rng([3, k]))
         assert not (said := judged(other)).startswith("fault"), (k, changes, said)
+
+
+@pytest.mark.data("gpu_h100/traces")
+def test_mutated_messages_of_a_profile_are_refused_or_answered_soundly() -> None:
+    small = SHARED / "gpu_h100/traces/mlp.xplane.pb.gz"
+    found, faults = fuzz(range(15), seed=5, write=profiled([small]))
+    assert not faults and sum(found.values()) == 15

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pase.replay.kernels import KernelWork, is_exchange, precision_of, work_of
-from pase.replay.types import COLLECTIVE, KINDS, OPERATIONS, CompiledOp, Shapes, Timeline, on_stream
+from pase.replay.types import COLLECTIVE, CPU, KINDS, OPERATIONS, CompiledOp, Shapes, Timeline, on_stream
 
 __all__ = ["Origin", "Origins", "origins", "user_name"]
 
@@ -26,6 +26,18 @@ _FACTORS = {
 }
 """Op of PyTorch → the places of the factors of its matrix product among its operands."""
 _LINE = re.compile(r"^(?!<|\.\.\.)(?:.*/)?(?P<file>[^/]+\.py)\((?P<line>\d+)\): (?P<function>.*)$")
+_CONTROL = {
+    "while",
+    "body",
+    "cond",
+    "scan",
+    "closed_call",
+    "checkpoint",
+    "remat",
+    "rematted_computation",
+    "shard_map",
+}
+"""What JAX adds to the names of ops in loops, branches and recomputed parts."""
 _MODULE = re.compile(r"^nn\.Module: (?P<name>\w+?)(?:_\d+)?$")
 _NODE = "autograd::engine::evaluate_function: "
 _DTYPES = {
@@ -108,7 +120,9 @@ def origins(t: Timeline, rank: int) -> Origins:
             begun = last[lane][1]
         call[e] = begun if begun >= 0 else e
         last[lane] = (number, call[e])
-    told = _with_rows(_with_one_precision(list(known.values())), bool(t.compiled))
+    told = _with_one_precision(list(known.values()))
+    if t.devices.get(rank) != CPU:  # only matrix units want aligned rows
+        told = _with_rows(told, bool(t.compiled))
     known = dict(zip(known, told, strict=True))
     return Origins(of={e: known[key] for e, key in keys.items()}, call=call)
 
@@ -139,7 +153,8 @@ def _with_rows(found: list[Origin], compiled: bool) -> list[Origin]:
     Arrays of a compiled program have rows of their last dim. In PyTorch, a factor may be a transposed view, which its
     dims do not show, but a result is not. So there, a size is one of a row if a result of the rank has such rows.
     """
-    rows = {x[-1] for o in found if o.product for x in (o.product if compiled else o.product[2:])}
+    results = [x for o in found for x in (o.product if compiled else o.product[2:])]
+    rows = {x[-1] for x in results if x}  # the product of two vectors is a number
     return [
         replace(o, rows=tuple(sorted({d for x in o.product for d in x[-2:]} & rows))) if o.product else o
         for o in found
@@ -173,6 +188,8 @@ def _compiled(name: str, op: CompiledOp) -> Origin:
     path = op.op_name.removeprefix(added).lstrip()
     shown = path.rsplit("/", 1)[-1]
     where = re.sub(r"^.*/", "", op.source)
+    if modules := scopes(path):
+        where = f"{modules}, {where}" if where else modules
     if not path:
         shown = _NUMBERED.sub("", name)
     elif "/" not in path and not where:
@@ -191,6 +208,19 @@ def _compiled(name: str, op: CompiledOp) -> Origin:
         nbytes=op.nbytes,
         precision=precision,
     )
+
+
+def scopes(path: str) -> str:
+    """Returns the innermost modules and scopes of the user in JAX's name of an op; those that repeat have one name.
+
+    >>> scopes("jit(step)/transpose(jvp(LM))/block1/Attention_0/query/while/body/...qhd,...khd->...hqk/dot_general")
+    'block.Attention.query'
+    >>> scopes("jit(step)/jvp()/dot_general"), scopes("params['head']['w']")
+    ('', '')
+    """
+    inner = path.split("/")[:-1]
+    found = [x for x in inner if x.isidentifier() and x not in _CONTROL and not x.startswith("branch_")]
+    return ".".join(re.sub(r"_?\d+$", "", x) or x for x in found[-3:])
 
 
 def user_name(t: Timeline, name: str) -> str:

@@ -70,7 +70,7 @@ def _pad(s: Scene, x: Spending) -> list[Finding]:
                 f"Pad {dim} to {to}: {len(ops)} product(s) read or write rows that are not aligned",
                 f"Rows of {dim} elements are no multiple of 16 bytes, which matrix units want. "
                 + "; ".join(f"{o.name} ({o.where}) {shape_text(o)}" for o, _, _ in ops[:_MOST])
-                + f". Aligned ones reach {rate[0] / 1e12 if rate else 0.0:.0f} TFLOP/s ({rate[1] if rate else ''}).",
+                + f". Aligned ones reach {rate[0] / 1e12 if rate else 0.0:.2g} TFLOP/s ({rate[1] if rate else ''}).",
                 ops,
             )
         )

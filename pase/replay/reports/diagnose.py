@@ -6,6 +6,7 @@ iteration without the cause, if the replay can be trusted. Costs of different fi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 
@@ -19,7 +20,7 @@ from pase.replay.reports.advice import advice
 from pase.replay.reports.findings import LOOKS, Evidence, Finding, Scene, remarks
 from pase.replay.reports.trust import Run
 
-__all__ = ["Diagnosis", "Evidence", "Finding", "diagnose_run"]
+__all__ = ["Diagnosis", "Evidence", "Finding", "MoreAdvice", "diagnose_run"]
 
 _WORTH = 0.005
 """Findings that concern less than this fraction of the iteration are left out."""
@@ -56,14 +57,22 @@ class Diagnosis:
         return in_notebook(line, ["finding", "costs ms>", "of measured ms>", "what to do"], rows)
 
 
-def diagnose_run(m: Measured) -> Diagnosis:
-    """Returns the findings about the steady iterations of a measured run."""
+MoreAdvice = Callable[[Scene, Sequence[Spending]], list[Finding]]
+"""Finds what to change in a run, and what that saves."""
+
+
+def diagnose_run(m: Measured, looks: Sequence[MoreAdvice] = ()) -> Diagnosis:
+    """Returns the findings about the steady iterations of a measured run.
+
+    looks: find more, such as other splits of the run (``pase.bridges.restrategy``).
+    """
     run = Run(measured=m)
     parts = tuple(breakdowns(m))
     late = tuple(stragglers(m, run.iterations))
     spent = tuple(spendings(m))
     scene = Scene(run=run, parts=parts, late=late)
     found = [f for look in LOOKS for f in look(scene)] + advice(scene, spent)
+    found += [f for look in looks for f in look(scene, spent)]
     # A cause cannot cost more than the time that it takes.
     found = [replace(f, cost_ns=min(f.cost_ns, f.measured_ns)) if f.measured_ns else f for f in found]
     found = [f for f in found if max(f.cost_ns, f.measured_ns) >= _WORTH * run.measured_ns]

@@ -14,6 +14,7 @@ from pase.replay.kernels import work_of
 from pase.replay.measurement.breakdown import CAUSES
 from pase.replay.measurement.origins import Origin
 from pase.replay.measurement.spending import Amount, Spending, peak_flops
+from pase.replay.types import CPU
 
 __all__ = [
     "aligned_to",
@@ -112,7 +113,7 @@ def _op(o: Origin, a: Amount, s: Spending) -> JsonObject:
         "shape": shape_text(o),
         **row,
         "lost_s": None if floor is None else max(row["seconds"] - floor, 0.0),
-        "why": loss_of(o, a, s.device),
+        "why": loss_of(o, a, s.device, s.device_name),
     }
 
 
@@ -147,12 +148,15 @@ def aligned_to(size: int) -> int:
     return -(-size // _PADDED) * _PADDED
 
 
-def loss_of(o: Origin, a: Amount, device: Device | None) -> str:
-    """Returns in words why an op takes longer than the card's rates allow; "" if nothing is known."""
+def loss_of(o: Origin, a: Amount, device: Device | None, name: str = "") -> str:
+    """Returns in words why an op takes longer than the card's rates allow; "" if nothing is known.
+
+    name: the device's name. Matrix units run 16 bits faster; a CPU need not.
+    """
     why = []
     if odd := misaligned(o):
         why.append(f"rows of {', '.join(map(str, odd))} are not aligned")
-    if o.precision in ("f32", "tf32", "fp32") and o.flops > 0:
+    if o.precision in ("f32", "tf32", "fp32") and o.flops > 0 and name != CPU:
         why.append("float32")
     if a.calls and a.busy_ns / a.calls < _SMALL_NS:
         why.append("small")

@@ -222,8 +222,8 @@ class Run:
     def doubts(self) -> list[str]:
         """The reasons why a prediction of a changed run cannot be trusted; empty if it can."""
         lost = (
-            f"{self.unexplained:.0%} of the critical path is delay that nothing in the trace explains "
-            "(see pase diagnose)"
+            f"{self.unexplained:.0%} of the critical path is delay before ops that could begin, while other ops ran "
+            f"or nothing did, and nothing in the trace explains it{self._longest_delay()}"
         )
         return [
             *self._outside_doubts,
@@ -289,6 +289,13 @@ class Run:
         if self.replayed_ns < self.lengths_ns.min():
             return f"ops and calls on its critical path take {own / 1e6:.2f} ms, and the rest is not in the trace"
         return f"most of it is '{name}', {s.added_ns / 1e6:.2f} ms"
+
+    def _longest_delay(self) -> str:
+        s = max(self.replay.path(), key=lambda s: s.lag_ns, default=None)
+        if s is None or s.lag_ns <= 0:
+            return ""
+        name = self.graph.task_name(s.task % self.replay.tasks)[:60]
+        return f", the longest {s.lag_ns / 1e6:.2f} ms before '{name}'"
 
     @property
     def headline(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -287,7 +287,8 @@ def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Tim
     columns: dict[str, list[np.ndarray]] = {k: [] for k in COLUMNS}
     compiled: dict[str, CompiledOp] = {}
     dataflow: dict[str, tuple[str, ...]] = {}
-    for t in parts:
+    marks: list[Mark] = []
+    for t in _from_the_first(parts):
         t = _with_own_ops(t, compiled, dataflow)
         compiled.update(t.compiled)
         for op, reads in t.dataflow.items():
@@ -311,13 +312,14 @@ def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Tim
                 v = v + np.int32(len(lanes))
             columns[k].append(v)
         lanes.extend(t.lanes)
+        marks.extend(t.marks)
     return Timeline(
         columns={k: np.concatenate(v) if v else np.zeros(0, COLUMNS[k]) for k, v in columns.items()},
         names=tuple(names),
         lanes=tuple(lanes),
         groups=tuple(Group(name=n, ranks=r) for n, r in groups),
         clocks=tuple(c for t in parts for c in t.clocks),
-        marks=tuple(m for t in parts for m in t.marks),
+        marks=tuple(marks),
         problems=tuple(p for t in parts for p in t.problems) + tuple(problems or ()),
         hosts={r: h for t in parts for r, h in t.hosts.items()},
         dataflow=dataflow,
@@ -325,6 +327,28 @@ def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Tim
         devices={r: d for t in parts for r, d in t.devices.items()},
         **_shapes(shapes),
     )
+
+
+_ONE_CLOCK_NS = 1 << 50
+"""Thirteen days. Ranks that begin further apart share no clock."""
+
+
+def _from_the_first(parts: Sequence[Timeline]) -> list[Timeline]:
+    """Returns the timelines with times that count from the first event.
+
+    Profilers count from 1970. Replays and clocks are floats, which then hold 256 ns and no less. Ranks that share a
+    clock are moved together. Timelines with aligned clocks stay as they are.
+    """
+    known = [t for t in parts if len(t)]
+    if any(c.offset_ns or c.drift for t in known for c in t.clocks):
+        return list(parts)
+    starts = sorted(int(t["start_ns"].min()) for t in known)
+    out = []
+    for t in parts:
+        zero = next((s for s in starts if int(t["start_ns"].min()) - s < _ONE_CLOCK_NS), 0) if len(t) else 0
+        marks = [replace(m, start_ns=m.start_ns - zero, end_ns=m.end_ns - zero) for m in t.marks]
+        out.append(replace(t, columns={**t.columns, "start_ns": t["start_ns"] - zero}, marks=tuple(marks)))
+    return out
 
 
 def _shapes(known: Collection[tuple[Shapes, tuple[int, ...], int]]) -> dict[str, Any]:

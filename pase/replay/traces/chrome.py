@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET
+
 from pase.errors import PaseError, needed
 from pase.files.json_values import JsonObject
 from pase.files.terminal import printable
 from pase.replay.kernels import collective_operation, operation_of
 from pase.replay.traces.builder import Builder, is_sound, split_devices, without_overruns
+from pase.replay.traces.events import Args, TraceEvent, events
 from pase.replay.traces.gloo import tie_gloo
 from pase.replay.traces.launches import in_graph
 from pase.replay.traces.programs import of_program, told_apart
@@ -21,7 +24,15 @@ from pase.replay.traces.stated_flops import stated_flops
 from pase.replay.traces.xla import Executions, untangle
 from pase.replay.types import COLLECTIVE, KINDS, Mark, Problem, Timeline
 
-__all__ = ["DEVICE_LINES", "collective_operation", "hlo_collective", "read_chrome", "step_marks", "xla_lane"]
+__all__ = [
+    "CPU_LINE",
+    "DEVICE_LINES",
+    "collective_operation",
+    "hlo_collective",
+    "read_chrome",
+    "step_marks",
+    "xla_lane",
+]
 
 _K = {k: i for i, k in enumerate(KINDS)}
 _CATEGORIES = {
@@ -51,6 +62,8 @@ _DTYPE_BYTES = {
 _OPERANDS = 64
 """Ops with more operands (such as all tensors of a model) are not matrix products, so their shapes are dropped."""
 _STEP = re.compile(r"^ProfilerStep\s?#(\d+)$")
+_ON_DEVICE = (_K["kernel"], _K["memcpy"], _K["memset"])
+_NO_ARGS = Args()
 _FAR = 1 << 60
 """Larger correlations are renumbered from here."""
 _RANKS = re.compile(r"^\s*\[([\d,\s]*)\]\s*$")
@@ -191,9 +204,9 @@ def _pump(stream: BoundedReader, prefix: str, feed: _Feed) -> str:
     """Passes every event to ``feed``. Returns the reason if the JSON ends early, else an empty string."""
     ijson = needed("ijson", stream.where)
     try:
-        for e in ijson.items(stream, prefix, use_float=True, buf_size=BoundedReader.CHUNK):
-            stream.event_done()
-            feed.take(e)
+        for some in events(stream, prefix):
+            for e in some:
+                feed.take(e)
     except (ijson.JSONError, UnicodeDecodeError, ValueError, OverflowError) as e:
         if isinstance(e, PaseError):
             raise
@@ -213,72 +226,72 @@ class _Feed:
         self.executions = Executions()
         self.places: dict[tuple[int, int, bool, int], int] = {}
         self.far: dict[int, int] = {}
+        self.kinds: dict[tuple[str, str], tuple[int, int]] = {}
         self.open: dict[int, list[tuple[int, int, int]]] = {}
 
-    def take(self, e: JsonObject) -> None:
-        if not isinstance(e, dict):
+    def take(self, e: TraceEvent | None) -> None:
+        if e is None:
             self.b.left_out["entries that are not events"] += 1
             return
-        ph = e.get("ph")
+        ph = e.ph
         if ph == "X":
-            if not (isinstance(e.get("cat"), str) and e["cat"] in _SKIPPED):
+            if not (isinstance(e.cat, str) and e.cat in _SKIPPED):
                 self._span(e)
         elif ph == "M":
             self._metadata(e)
         elif ph == "B" or ph == "E":
             self._begin_end(e, ph)
-        elif ph == "i" and e.get("name") == "[memory]":
+        elif ph == "i" and e.name == "[memory]":
             self._memory(e)
 
-    def _span(self, e: JsonObject) -> None:
-        b, args = self.b, e.get("args")
-        if not isinstance(args, dict):
-            args = {}
-        if "dur" not in e:
+    def _span(self, e: TraceEvent) -> None:
+        b, args = self.b, e.args or _NO_ARGS
+        if e.dur is UNSET:
             b.noted["complete events without a duration, read as instants"] += 1
-        start, duration = _ns(e.get("ts")), _ns(e.get("dur", 0))
+        start, duration = _ns(e.ts), 0 if e.dur is UNSET else _ns(e.dur)
         if start is None or duration is None:
             b.left_out["events whose time is not a finite number"] += 1
             return
-        text = e.get("name")
-        text = text if isinstance(text, str) else str(text)[:80]
-        cat = e.get("cat")
-        kind = _kind_of(cat, text)
-        device = kind in (_K["kernel"], _K["memcpy"], _K["memset"])
+        text = e.name if isinstance(e.name, str) else str(e.name)[:80]
+        kind, sent = self._kind(e.cat, text)
+        device = kind in _ON_DEVICE
         if kind < 0:
             kind, device = self._jax_kind(e, args)
         lane = self._lane(e, args, device)
-        correlation = self._correlation(args.get("correlation"))
+        correlation = -1 if args.correlation is None else self._correlation(args.correlation)
         nbytes, operation, group, shape = -1, 0, -1, -1
-        if kind == _K["host"] and "Input Dims" in args:
-            shape = self._shape(text, args["Input Dims"], args.get("Input type"), args.get("Concrete Inputs"))
+        if kind == _K["host"] and args.input_dims is not UNSET:
+            shape = self._shape(text, args.input_dims, args.input_type, args.concrete_inputs)
         if device or kind == _K["host"]:
-            if device and (sent := operation_of(text)):
+            if device and sent:
                 kind = COLLECTIVE
-                operation = collective_operation(str(args.get("Collective name") or "")) or sent
+                operation = collective_operation(str(args.collective_name or "")) or sent
                 nbytes, group = self._collective(args)
-            elif "hlo_op" in args:
+            elif args.hlo_op is not UNSET:
                 kernel = text
                 # In a CUDA graph, the profiler knows only the graph, so its ops are known by their kernels.
-                text = kernel if in_graph(str(args["hlo_op"])) else str(args["hlo_op"])
+                text = kernel if in_graph(str(args.hlo_op)) else str(args.hlo_op)
                 operation = hlo_collective(text)
                 if operation:
                     kind, group = COLLECTIVE, b.group("", self.default_group)
-                correlation = _whole(args.get("correlation_id"), -1)
-                ordinal, module = str(args.get("device_ordinal", 0)), str(args.get("hlo_module", ""))[:200]
+                correlation = _whole(args.correlation_id, -1)
+                ordinal = "0" if args.device_ordinal is UNSET else str(args.device_ordinal)
+                module = str(args.hlo_module)[:200]
                 number = int(ordinal) if ordinal.isdigit() and len(ordinal) < 9 else 0
-                run, program = str(args.get("run_id", ""))[:40], _integer(args.get("program_id"))
+                run, program = str(args.run_id)[:40], _integer(args.program_id)
                 module += f"({program})" if module and program >= 0 else ""
                 self.executions.add(number, module, run, start, start + duration, str(lane), kernel)
                 text = of_program(text, module)
-            stated = args.get("bytes", args.get("size") if cat == "mtia_ccp_events" else None)
-            nbytes = _integer(stated, nbytes)
+            stated = args.bytes
+            if stated is UNSET:
+                stated = args.size if e.cat == "mtia_ccp_events" else None
+            nbytes = nbytes if stated is None else _integer(stated, nbytes)
         elif kind == _K["annotation"]:
             if text.startswith("gloo:"):
                 # gloo's worker threads correspond to NCCL's device streams.
                 operation, nbytes = collective_operation(text.split(":", 1)[1]), _dims_bytes(args)
                 kind, group = COLLECTIVE, b.group("", self.default_group)
-                lane = b.lane(("gloo", e.get("pid"), e.get("tid")), True, f"gloo of thread {e.get('tid')}")
+                lane = b.lane(_key(("gloo", e.pid, e.tid)), True, f"gloo of thread {e.tid}")
             elif text.startswith("nccl:") or text.startswith("c10d::"):
                 operation, nbytes = collective_operation(text.split(":", 1)[1]), _dims_bytes(args)
             else:
@@ -288,8 +301,19 @@ class _Feed:
                     self.steps.append((start, start + duration, number))
         b.add(lane, kind, b.name(text), start, duration, correlation, nbytes, operation, group, shape=shape)
 
+    def _kind(self, category: object, text: str) -> tuple[int, int]:
+        """Returns ``_kind_of`` and ``operation_of``, which many events share."""
+        known = self.kinds.get((category, text)) if isinstance(category, str) else None
+        if known is None:
+            known = _kind_of(category, text), operation_of(text)
+            if isinstance(category, str) and len(self.kinds) < self.b.limits.names:
+                self.kinds[category, text] = known
+        return known
+
     def _correlation(self, stated: object) -> int:
         number = _integer(stated)
+        if number >= 1 << 63:
+            number -= 1 << 64  # as ``BoundedReader.read`` gives it
         if number < -1 or number >= _FAR:  # an unsigned 64-bit number
             return self.far.setdefault(number, _FAR + len(self.far))
         return number
@@ -311,22 +335,22 @@ class _Feed:
             stated_flops(op, operands, stated) if isinstance(stated, list) else 0,
         )
 
-    def _jax_kind(self, e: JsonObject, args: JsonObject) -> tuple[int, bool]:
+    def _jax_kind(self, e: TraceEvent, args: Args) -> tuple[int, bool]:
         """Returns the kind of an event without a Kineto category, and whether it runs on a device, as XLA ops do."""
-        process = self.process_names.get(_key(e.get("pid")), "")
+        process = self.process_names.get(_key(e.pid), "")
         if process.startswith("/device:"):
-            thread = self.thread_names.get((_key(e.get("pid")), _key(e.get("tid"))), "")
+            thread = self.thread_names.get((_key(e.pid), _key(e.tid)), "")
             runs = thread.startswith(DEVICE_LINES)
             return (_K["kernel"], True) if runs else (_K["annotation"], False)
         # On the CPU backend, a thunk runs on some thread of a pool, so its device is its queue.
-        return (_K["kernel"], True) if "hlo_op" in args else (_K["annotation"], False)
+        return (_K["kernel"], True) if args.hlo_op is not UNSET else (_K["annotation"], False)
 
-    def _lane(self, e: JsonObject, args: JsonObject, device: bool) -> int:
+    def _lane(self, e: TraceEvent, args: Args, device: bool) -> int:
         """Returns the lane of an event, from a cache if its ids are integers."""
-        pid, tid = e.get("pid"), args.get("stream") if device else e.get("tid")
+        pid, tid = e.pid, args.stream if device else e.tid
         if type(pid) is not int or type(tid) is not int:
             return self._new_lane(e, args, device)
-        number = args.get("device")
+        number = args.device
         place = (pid, tid, device, number if isinstance(number, int) else -1)
         known = self.places.get(place)
         if known is None:
@@ -335,27 +359,23 @@ class _Feed:
                 self.places[place] = known
         return known
 
-    def _new_lane(self, e: JsonObject, args: JsonObject, device: bool) -> int:
-        if device and "stream" not in args:
-            label = self.thread_names.get((_key(e.get("pid")), _key(e.get("tid"))), "")
-            name, ordinal = xla_lane(
-                self.process_names.get(_key(e.get("pid")), ""), label, args.get("device_ordinal")
-            )
+    def _new_lane(self, e: TraceEvent, args: Args, device: bool) -> int:
+        if device and args.stream is UNSET:
+            label = self.thread_names.get((_key(e.pid), _key(e.tid)), "")
+            name, ordinal = xla_lane(self.process_names.get(_key(e.pid), ""), label, args.device_ordinal)
             if name:
                 return self.b.lane((name, ordinal), True, f"{ordinal}:{name}")
         if device:
-            stream = args.get("stream", e.get("tid"))
-            key = (args.get("device", e.get("pid")), stream)
+            stream = e.tid if args.stream is UNSET else args.stream
+            key = (e.pid if args.device is UNSET else args.device, stream)
             return self.b.lane(_key(key), True, str(stream))
-        key = (e.get("pid"), e.get("tid"))
-        return self.b.lane(_key(key), False, str(e.get("tid")))
+        return self.b.lane(_key((e.pid, e.tid)), False, str(e.tid))
 
-    def _collective(self, args: JsonObject) -> tuple[int, int]:
-        sizes = [args.get(k) for k in ("In msg nelems", "Out msg nelems")]
-        count = max(map(_integer, sizes))
-        width = _DTYPE_BYTES.get(str(args.get("dtype", "")).lower(), 0)
-        name = str(args.get("Process Group Name", args.get("Process Group ID", "")))
-        m = _RANKS.match(str(args.get("Process Group Ranks", "")))
+    def _collective(self, args: Args) -> tuple[int, int]:
+        count = max(_integer(args.in_elements), _integer(args.out_elements))
+        width = _DTYPE_BYTES.get(str(args.dtype).lower(), 0)
+        name = str(args.group_id if args.group_name is UNSET else args.group_name)
+        m = _RANKS.match(str(args.group_ranks))
         ranks = (
             tuple(int(r) for r in m.group(1).split(",") if r.strip()) if m else self.b.groups.get(name, ())
         )
@@ -363,45 +383,37 @@ class _Feed:
             ranks = self.default_group
         return (count * width if count >= 0 and width else -1), self.b.group(name[:100], ranks)
 
-    def _metadata(self, e: JsonObject) -> None:
-        args = e.get("args")
-        label = args.get("name") if isinstance(args, dict) else None
+    def _metadata(self, e: TraceEvent) -> None:
+        label = e.args.name if e.args is not None else None
         if not isinstance(label, str) or len(self.thread_names) > self.b.limits.lanes:
             return
-        if e.get("name") == "process_name":
-            self.process_names[_key(e.get("pid"))] = label[:100]
-        elif e.get("name") == "thread_name":
-            self.thread_names[(_key(e.get("pid")), _key(e.get("tid")))] = label[:100]
+        if e.name == "process_name":
+            self.process_names[_key(e.pid)] = label[:100]
+        elif e.name == "thread_name":
+            self.thread_names[(_key(e.pid), _key(e.tid))] = label[:100]
 
-    def _begin_end(self, e: JsonObject, ph: str) -> None:
-        start = _ns(e.get("ts"))
-        lane = self._lane(e, {}, False)
+    def _begin_end(self, e: TraceEvent, ph: str) -> None:
+        start = _ns(e.ts)
+        lane = self._lane(e, _NO_ARGS, False)
         if start is None or lane < 0:
             self.b.left_out["events whose time is not a finite number"] += 1
             return
         stack = self.open.setdefault(lane, [])
         if ph == "B":
             if len(stack) < 10_000:
-                stack.append((start, self.b.name(str(e.get("name"))), _K["host"]))
+                stack.append((start, self.b.name(str(e.name)), _K["host"]))
         elif stack:
             begun, name, kind = stack.pop()
             self.b.add(lane, kind, name, begun, start - begun)
         else:
             self.b.left_out["ends without a begin"] += 1
 
-    def _memory(self, e: JsonObject) -> None:
-        args, start = e.get("args"), _ns(e.get("ts"))
-        if isinstance(args, dict) and args.get("Device Type") == 1 and start is not None:
-            total = args.get("Total Allocated")
+    def _memory(self, e: TraceEvent) -> None:
+        args, start = e.args or _NO_ARGS, _ns(e.ts)
+        if args.device_type == 1 and start is not None:
             lane = self.b.lane("memory", False, "memory")
-            self.b.add(
-                lane,
-                _K["memory"],
-                self.b.name("[memory]"),
-                start,
-                0,
-                nbytes=total if isinstance(total, int) else -1,
-            )
+            total = args.total_allocated if isinstance(args.total_allocated, int) else -1
+            self.b.add(lane, _K["memory"], self.b.name("[memory]"), start, 0, nbytes=total)
 
     def finish(self, cut: bool) -> None:
         unclosed = sum(len(stack) for stack in self.open.values())
@@ -432,6 +444,8 @@ def _key(x: object) -> object:
     return x if isinstance(x, (int, str, float, type(None))) else str(x)[:80]
 
 
+CPU_LINE = "XLA ops"
+"""The stream of the ops that XLA runs on threads of the host."""
 DEVICE_LINES = ("Stream", "XLA Ops", "XLA Async Ops")
 """Names of the lines of a device's plane that have the ops. Other lines repeat them by module or by name."""
 
@@ -459,19 +473,19 @@ def xla_lane(process: str, line: str, ordinal: Any) -> tuple[str, int]:
         number = process.rpartition(":")[2]
         return line.partition("(")[0].strip() or "stream", int(number) if number.isdigit() else 0
     if str(ordinal).isdigit():
-        return "XLA ops", int(ordinal)
+        return CPU_LINE, int(ordinal)
     return "", 0
 
 
-def _step_number(args: JsonObject) -> int:
+def _step_number(args: Args) -> int:
     """Returns the step number of a jax.profiler.StepTraceAnnotation; −1 if there is none."""
-    text = args.get("step_num", args.get("_r") and args.get("step"))
+    text = (args.root and args.step) if args.step_num is UNSET else args.step_num
     return int(text) if isinstance(text, (int, str)) and str(text).isdigit() and len(str(text)) < 12 else -1
 
 
-def _dims_bytes(args: JsonObject) -> int:
+def _dims_bytes(args: Args) -> int:
     """Returns the bytes of the operands of a collective's annotation; −1 if the trace does not have them."""
-    dims, types = args.get("Input Dims"), args.get("Input type")
+    dims, types = args.input_dims, args.input_type
     if not isinstance(dims, list) or not isinstance(types, list):
         return -1
     total = 0

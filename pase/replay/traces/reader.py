@@ -68,6 +68,22 @@ class _Source(Protocol):
     def close(self) -> None: ...
 
 
+class _Again:
+    """A source that gives some bytes before those of another."""
+
+    def __init__(self, data: bytes, then: _Source) -> None:
+        self.data, self.then = data, then
+
+    def read(self, n: int) -> bytes:
+        if not self.data:
+            return self.then.read(n)
+        out, self.data = self.data[:n], self.data[n:]
+        return out
+
+    def close(self) -> None:
+        self.then.close()
+
+
 class BoundedReader:
     """A byte stream with limits, for an incremental parser.
 
@@ -95,6 +111,19 @@ class BoundedReader:
         """The bytes that were read last, at most ``CHUNK``."""
         self._rest = b""
         self._depth = 0
+
+    def plain(self) -> bytes:
+        """Returns the next bytes as they are, within the limits. They may end anywhere."""
+        chunk = self._bounded()
+        self.recent = (self.recent + chunk)[-self.CHUNK :]
+        self.tail = (self.tail + chunk)[-4096:]
+        return chunk
+
+    def unread(self, data: bytes) -> None:
+        """Puts bytes back, to be read again."""
+        self.source = _Again(data, self.source)
+        self.total -= len(data)
+        self.since_event = max(self.since_event - len(data), 0)
 
     def read(self, n: int = -1) -> bytes:
         if n == 0:
@@ -124,7 +153,8 @@ class BoundedReader:
         self.not_numbers += 1
         return b"null"
 
-    def _raw(self) -> bytes:
+    def _bounded(self) -> bytes:
+        """Returns the next bytes. Raises PaseError if there are too many of them."""
         try:
             chunk = self.source.read(self.CHUNK)
         except (EOFError, zlib.error, OSError, zipfile.BadZipFile) as e:
@@ -153,6 +183,10 @@ class BoundedReader:
                 f"{self.since_event >> 20} MiB without an event near byte {self.total}, so it is not a trace",
                 where=self.where,
             )
+        return chunk
+
+    def _raw(self) -> bytes:
+        chunk = self._bounded()
         self._check_depth(chunk)
         # Cut after the last separator, so that no token that ``read`` replaces is split.
         data = self._rest + self._utf8(chunk)

@@ -14,13 +14,13 @@ from pase.files.terminal import printable
 from pase.hlo.protos import parse
 from pase.replay.kernels import operation_of
 from pase.replay.traces.builder import Builder, split_devices
-from pase.replay.traces.chrome import DEVICE_LINES, hlo_collective, step_marks, xla_lane
+from pase.replay.traces.chrome import CPU_LINE, DEVICE_LINES, hlo_collective, step_marks, xla_lane
 from pase.replay.traces.hlo import HloFacts, read_hlo, with_updates
 from pase.replay.traces.launches import Kernels, graph_kernel, in_graph, named
 from pase.replay.traces.programs import of_program, program_of, told_apart
 from pase.replay.traces.reader import LIMITS, Limits
 from pase.replay.traces.xla import Executions, describe, untangle
-from pase.replay.types import COLLECTIVE, KINDS, Timeline
+from pase.replay.types import COLLECTIVE, CPU, KINDS, Timeline
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -54,7 +54,10 @@ def read_xplane(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
         )
     b.marks.extend(step_marks(steps, b.rank, False))
     marks = executions.marks(b.rank)
-    t = split_devices(b.finish(), marks, _devices(space))
+    t = b.finish()
+    lanes = [x.name.partition(":") for x in t.lanes if x.device]
+    on_cpu = {int(number): CPU for number, _, line in lanes if line == CPU_LINE}
+    t = split_devices(t, marks, _devices(space) or on_cpu)
     facts = with_updates(_facts(space, {program_of(n)[1] for n in t.names} - {""}, str(path)))
     t = named(t, facts, kernels)
     t, known, ran = told_apart(t, facts, executions.main(), kernels.longest)

@@ -13,7 +13,7 @@ import pytest
 
 from pase.replay.measurement.origins import Origin, origins
 from pase.replay.traces.ingest import load
-from pase.replay.types import CompiledOp, Event, from_events
+from pase.replay.types import CPU, CompiledOp, Event, from_events
 from tests.needs import SHARED
 from tests.replay.traces.files import trace_file
 
@@ -184,6 +184,13 @@ def test_an_op_of_a_compiled_program_and_its_kernels_are_one_call() -> None:
     assert [found.call[i] for i in range(4)] == [0, 0, 2, 3]
 
 
+def test_the_product_of_two_vectors_is_a_number_without_rows() -> None:
+    compiled = CompiledOp(part="forward", operands=((64,), (64,)), product=((64,), (64,), ()), work="product")
+    event = Event(rank=0, lane="Stream", device=True, kind="kernel", name="dot.1", start_ns=0, duration_ns=5)
+    t = replace(from_events([event]), compiled={"dot.1": compiled})
+    assert origins(t, 0).of[0].rows == (64,)
+
+
 @pytest.mark.data("measured/tracelens")
 def test_flops_and_bytes_of_products_are_those_of_tracelens(tmp_path: Path) -> None:
     """TraceLens counts one FLOP more for each element to which a bias is added; all else is equal to the digit."""
@@ -208,3 +215,22 @@ def test_flops_and_bytes_of_products_are_those_of_tracelens(tmp_path: Path) -> N
         assert o.flops + bias == pytest.approx(float(r["GFLOPS_first"]) * 1e9, rel=1e-12)
         assert o.nbytes == pytest.approx(float(r["Data Moved (MB)_first"]) * 2**20, rel=1e-12)
     assert len(rows) == 32 and with_bias == 22
+
+
+def test_an_op_of_a_compiled_program_has_the_users_module() -> None:
+    """The line alone is one of the library of layers: all of its layers share it."""
+    compiled = CompiledOp(
+        part="forward",
+        operands=((8, 64), (64, 5003)),
+        product=((8, 64), (64, 5003), (8, 5003)),
+        work="product",
+        dtype="bf16",
+        op_name="jit(step)/jvp(LM)/block_1/Dense_0/dot_general",
+        source="/usr/lib/site-packages/flax/linen/linear.py:287",
+    )
+    event = Event(rank=0, lane="Stream", device=True, kind="kernel", name="dot.1", start_ns=0, duration_ns=5)
+    t = replace(from_events([event]), compiled={"dot.1": compiled})
+    o = origins(t, 0).of[0]
+    assert (o.name, o.where, o.rows) == ("dot_general", "block.Dense, linear.py:287", (64, 5003))
+    # A CPU has no matrix units, for which rows should be aligned.
+    assert origins(replace(t, devices={0: CPU}), 0).of[0].rows == ()

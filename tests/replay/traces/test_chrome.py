@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pase.errors import PaseError
+from pase.replay.measurement.clocks import align
 from pase.replay.traces.chrome import read_chrome
 from pase.replay.traces.ingest import load
 from pase.replay.types import KINDS, OPERATIONS, Timeline
@@ -245,9 +246,11 @@ def test_nccl_kernels_old_and_new(tmp_path: Path, name: str, operation: str) -> 
 
 
 def test_times_keep_nanoseconds_at_unix_epoch(tmp_path: Path) -> None:
-    t = load(trace_file(tmp_path, [kernel(0, ts=1669783687464181, dur=1.5)]))
-    assert t["start_ns"][0] == 1669783687464181000
-    assert t["duration_ns"][0] == 1500
+    """Times count from the first event: a float holds no time since 1970 to less than 256 ns."""
+    a, b = kernel(0, ts=1669783687464181, dur=1.5), kernel(0, ts=1669783687464183.25, dur=1)
+    t = align(load(trace_file(tmp_path, [a, b])))
+    assert t["start_ns"].tolist() == t.global_start_ns().tolist() == [0, 2250]
+    assert t["duration_ns"].tolist() == [1500, 1000]
 
 
 def test_nan_and_infinity_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -285,4 +288,4 @@ def test_begin_and_end_events_are_paired(tmp_path: Path) -> None:
     t = load(trace_file(tmp_path, events))
     assert sorted(
         zip((t["start_ns"] // 1000).tolist(), (t["duration_ns"] // 1000).tolist(), strict=True)
-    ) == [(1, 8), (2, 3)]
+    ) == [(0, 8), (1, 3)]
