@@ -22,6 +22,8 @@ from pase.bridges.step_work import TimedWork, WorkGroup, measured_work, planned_
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
 from pase.files.quantities import bytes_text
+from pase.replay.reports.spent import number_text
+from pase.replay.types import CPU
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
@@ -34,6 +36,7 @@ _OTHER_WORK = 0.05
 """If the FLOPs of plan and trace differ by more than this, the two may not be the same step, and a note says so."""
 
 
+_HOST = "cpu_host"
 _SAME_STEP = 0.1
 """If the steps of a pipeline's ranks differ by more than this, they are not the same steps."""
 
@@ -350,8 +353,8 @@ def _of_products(rows: Sequence[_Sides]) -> Iterable[Assumption]:
     rates = ""
     if seconds_planned and seconds_run and flops_planned > 1:
         rates = (
-            f": {flops_run / seconds_run / 1e12:.0f} TFLOP/s measured over all, "
-            f"{flops_planned / seconds_planned / 1e12:.0f} predicted"
+            f": {number_text(flops_run / seconds_run, 1e12, 0)} TFLOP/s measured over all, "
+            f"{number_text(flops_planned / seconds_planned, 1e12, 0)} predicted"
         )
     yield Assumption(
         name="rate of products",
@@ -400,8 +403,8 @@ def _of_light(group: WorkGroup, rows: Sequence[_Sides]) -> Iterable[Assumption]:
     yield Assumption(
         name=f"rate of {what}",
         difference_s=measured - predicted - amount,
-        what=f"{what} reach{verb and 'es'} {moved / measured / 1e9:.0f} GB/s; "
-        f"predicted: {moves / predicted / 1e9:.0f}, launches included "
+        what=f"{what} reach{verb and 'es'} {number_text(moved / measured, 1e9, 0)} GB/s; "
+        f"predicted: {number_text(moves / predicted, 1e9, 0)}, launches included "
         f"({math.fsum(i.calls for i in run):.0f} ops, predicted {math.fsum(i.calls for i in planned):.0f})",
     )
 
@@ -483,6 +486,7 @@ def _of_bubble(
 def _notes(
     plan: PlanData, planned: Sequence[TimedWork], run: Sequence[TimedWork], s: Spending
 ) -> Iterable[str]:
+    from pase.machine.load import names
     from pase.machine.recognize import machine_named
 
     work = _total(i.flops for i in planned if i.group == "products")
@@ -495,6 +499,10 @@ def _notes(
             f"the products of the run do {done / work:.2f} times the FLOPs of the plan: is it another batch, another "
             f"number of devices, or another model?"
         )
-    card = machine_named(s.device_name) if s.device_name else None
-    if card is not None and card != plan.machine:
+    card = machine_named(s.device_name)
+    # A machine file that is not one of pase's may be of any host.
+    other = (
+        plan.machine in names() and plan.machine != _HOST if s.device_name == CPU else card != plan.machine
+    )
+    if other and (card is not None or s.device_name == CPU):
         yield f"the plan is for the machine {plan.machine}, and the run was on {s.device_name}"

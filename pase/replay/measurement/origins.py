@@ -27,17 +27,10 @@ _FACTORS = {
 """Op of PyTorch → the places of the factors of its matrix product among its operands."""
 _LINE = re.compile(r"^(?!<|\.\.\.)(?:.*/)?(?P<file>[^/]+\.py)\((?P<line>\d+)\): (?P<function>.*)$")
 _CONTROL = {
-    "while",
-    "body",
-    "cond",
-    "scan",
-    "closed_call",
-    "checkpoint",
-    "remat",
-    "rematted_computation",
-    "shard_map",
+    *("while", "body", "cond", "scan", "checkpoint", "remat", "rematted_computation", "shard_map"),
+    *("closed_call", "pjit", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call"),
 }
-"""What JAX adds to the names of ops in loops, branches and recomputed parts."""
+"""What JAX adds to the names of ops: loops, branches, recomputed parts, calls."""
 _MODULE = re.compile(r"^nn\.Module: (?P<name>\w+?)(?:_\d+)?$")
 _NODE = "autograd::engine::evaluate_function: "
 _DTYPES = {

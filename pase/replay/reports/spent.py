@@ -20,6 +20,7 @@ __all__ = [
     "aligned_to",
     "loss_of",
     "misaligned",
+    "number_text",
     "shape_text",
     "spending_report",
     "spent_lines",
@@ -180,8 +181,8 @@ def spent_lines(report: JsonObject, most: int = 10) -> Iterator[str]:
     for k in report["kinds"]:
         yield (
             f"{k['kind'][:26]:27}{k['seconds'] * 1e3:9.3f}{k['share']:7.1%}{k['calls']:7.0f}"
-            f"{_number(k['flops_per_s'], 1e12, 1):>9}{_share(k['of_peak']):>6}"
-            f"{_number(k['bytes_per_s'], 1e9, 0):>8}{_share(k['of_memory']):>6}"
+            f"{number_text(k['flops_per_s'], 1e12, 1):>9}{_share(k['of_peak']):>6}"
+            f"{number_text(k['bytes_per_s'], 1e9, 0):>8}{_share(k['of_memory']):>6}"
         ).rstrip() + (f"  {k['busy_s'] * 1e3:.3f} ms in all" if k["busy_s"] > _HIDDEN * k["seconds"] else "")
     for i in report["idle"]:
         name = f"idle: {i['cause']}" if i["cause"] in CAUSES else i["in_words"]
@@ -207,7 +208,12 @@ def spent_lines(report: JsonObject, most: int = 10) -> Iterator[str]:
 def spent_section(report: JsonObject, most: int = 1000) -> str:
     """Returns a rank's report as HTML: kinds of work and causes of idling as bars, then the ops. most: ops."""
     parts = [
-        (k["kind"], k["seconds"], _number(k["flops_per_s"], 1e12, 1), _number(k["bytes_per_s"], 1e9, 0))
+        (
+            k["kind"],
+            k["seconds"],
+            number_text(k["flops_per_s"], 1e12, 1),
+            number_text(k["bytes_per_s"], 1e9, 0),
+        )
         for k in report["kinds"]
     ]
     parts += [(f"idle: {i['in_words'].removeprefix('idle: ')}", i["seconds"], "", "") for i in report["idle"]]
@@ -290,8 +296,12 @@ def _cut(text: str, columns: int) -> str:
     return text if len(text) <= columns else text[: columns - 3] + "..."
 
 
-def _number(x: float | None, unit: float, digits: int) -> str:
-    """Returns a figure in its unit; a small one with two digits that count."""
+def number_text(x: float | None, unit: float, digits: int) -> str:
+    """Returns a figure in its unit with so many decimals; a small one with two digits that count.
+
+    >>> number_text(7.3e9, 1e12, 0), number_text(820e12, 1e12, 0), number_text(None, 1.0, 0)
+    ('0.0073', '820', '')
+    """
     if x is None:
         return ""
     return f"{x / unit:.2g}" if 0 < x / unit < 10**-digits else f"{x / unit:.{digits}f}"

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +23,7 @@ from pase.replay.traces.launches import Kernels, graph_kernel, in_graph, named
 from pase.replay.traces.programs import of_program, program_of, told_apart
 from pase.replay.traces.reader import LIMITS, Limits
 from pase.replay.traces.xla import Executions, describe, untangle
-from pase.replay.types import COLLECTIVE, CPU, KINDS, Timeline
+from pase.replay.types import COLLECTIVE, CPU, KINDS, Problem, Timeline
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -58,7 +61,9 @@ def read_xplane(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
     lanes = [x.name.partition(":") for x in t.lanes if x.device]
     on_cpu = {int(number): CPU for number, _, line in lanes if line == CPU_LINE}
     t = split_devices(t, marks, _devices(space) or on_cpu)
-    facts = with_updates(_facts(space, {program_of(n)[1] for n in t.names} - {""}, str(path)))
+    held, unknown = _facts(space, t.names, str(path))
+    problems = [Problem(where=f"rank {t.ranks[0]}", what=what) for what in unknown]
+    facts, t = with_updates(held), replace(t, problems=(*t.problems, *problems))
     t = named(t, facts, kernels)
     t, known, ran = told_apart(t, facts, executions.main(), kernels.longest)
     return untangle(t if known is None else describe(t, known, ran))
@@ -97,20 +102,42 @@ def _devices(space: Message) -> dict[int, str]:
     return out
 
 
-def _facts(space: Message, programs: set[str], where: str) -> dict[str, HloFacts]:
-    """Reads the HLO of the programs that ran. The profiler writes that of all compiled ones into a separate plane."""
+def _facts(space: Message, names: Sequence[str], where: str) -> tuple[dict[str, HloFacts], list[str]]:
+    """Returns the facts of the programs that ran, and what is not known of them.
+
+    names: of events, with their programs (``of_program``). The profiler writes the HLO of all compiled programs into a
+    separate plane, by name and number. An executable from JAX's persistent cache runs under another number, and is
+    found by its ops.
+    """
+    ran: dict[str, set[str]] = defaultdict(set)
+    for op, program in map(program_of, names):
+        if program:
+            ran[program].add(op)
+    held = {
+        m.name: data
+        for plane in space.planes
+        if plane.name == "/host:metadata"
+        for m in plane.event_metadata.values()
+        if (data := next((s.bytes_value for s in m.stats if s.bytes_value), b""))
+    }
     out: dict[str, HloFacts] = {}
-    for plane in space.planes:
-        if plane.name != "/host:metadata":
-            continue
-        for meta in plane.event_metadata.values():
-            # Profilers that do not record a program's number name it only.
-            name = meta.name if meta.name in programs else meta.name.partition("(")[0]
-            if name in programs and name not in out:
-                data = next((s.bytes_value for s in meta.stats if s.bytes_value), b"")
-                if data:
-                    out[name] = read_hlo(data, f"{where}: {meta.name}")
-    return out
+    unknown = []
+    for program, ops in ran.items():
+        # Profilers that do not record a program's number name it only.
+        by_name = [h for h in held if h.partition("(")[0] == program.partition("(")[0]]
+        exact = [h for h in by_name if h == program] or ([] if program.endswith(")") else by_name[:1])
+        read = {h: read_hlo(held[h], f"{where}: {h}") for h in exact or by_name}
+        if not exact:
+            read = {h: f for h, f in read.items() if len(ops & f.ops.keys()) > len(ops) / 2}
+            if len(read) > 1:
+                unknown.append(
+                    f"{len(read)} compiled programs {program.partition('(')[0]} could be the one that ran (it was read "
+                    "from a compilation cache, under another number), so its ops have no names of the user"
+                )
+                continue
+        for found in read.values():
+            out[program] = found
+    return out, unknown
 
 
 def _start_ns(space: Message) -> int:

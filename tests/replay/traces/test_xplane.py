@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pase.hlo.protos import parse
 from pase.replay.collect.profiling import profile
 from pase.replay.traces.ingest import load
 from pase.replay.types import on_stream
@@ -53,3 +54,35 @@ def test_ops_of_one_name_in_two_programs_are_told_apart(tmp_path: Path) -> None:
     assert sorted(products.values()) == [((32, 32),) * 3, ((96, 96),) * 3, ((96, 96),) * 3]
     per_step = {n: int((t["name"][on_stream(t["kind"])] == t.names.index(n)).sum()) for n in products}
     assert set(per_step.values()) == {3}
+
+
+def test_a_program_from_a_compilation_cache_is_found_under_another_number(tmp_path: Path) -> None:
+    """Its executions then have a number that none of the profile's programs has."""
+    jax = pytest.importorskip("jax")
+
+    def step(w: Any) -> Any:
+        return w @ w
+
+    made = {n: jax.jit(step).lower(jax.numpy.ones((n, n))).compile() for n in (48, 80)}
+    with profile(tmp_path) as run:
+        for _ in range(2):
+            with run.step():
+                jax.block_until_ready(made[48](jax.numpy.ones((48, 48))))
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    space = parse("XSpace", path.read_bytes(), str(path))
+    held = next(p for p in space.planes if p.name == "/host:metadata")
+    ours = [m for m in held.event_metadata.values() if m.name.startswith("jit_step(")]
+    assert len(ours) >= 2
+    keys = [k for k, m in held.event_metadata.items() if m.name.startswith("jit_step(")]
+
+    def products(*kept: int) -> tuple[list[Any], list[str]]:
+        for key in keys:
+            held.event_metadata[key].name = f"jit_step({9000 + key})" if key in kept else "jit_other(1)"
+        path.write_bytes(space.SerializeToString())
+        t = load(tmp_path)
+        return [op.product for op in t.compiled.values() if op.product], [str(p) for p in t.problems]
+
+    alone = [products(key)[0] for key in keys]
+    assert [((48, 48),) * 3] in alone
+    found, said = products(*keys)
+    assert not found and any("compilation cache" in s for s in said)
