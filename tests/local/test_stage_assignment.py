@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pase.local.stage_assignment import PinnedSegment, pinned
+from pase.local.stage_assignment import PinnedSegment, SegmentedProgram, pinned
 
 
 def chain_of(rng, blocks):
@@ -43,3 +43,31 @@ def test_each_activation_is_on_the_first_stage_that_has_its_operands(seed):
         block = min(max(segments[k].block, 0), sum(cuts) - 1)
         own = next(i for i, end in enumerate(ends) if block < end)
         assert stage == max([own, *(made_in[v] for v in segments[k].reads if v in made_in)])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_stages_have_what_they_read_and_send_only_what_is_read_later(seed):
+    rng = np.random.default_rng(seed)
+    cuts = [int(c) for c in rng.integers(1, 4, int(rng.integers(1, 4)))]
+    segments = dict(enumerate(chain_of(rng, sum(cuts))))
+    weights, batch, result = {"w0", "w1"}, {"x0", "x1"}, segments[11].makes
+    cut = SegmentedProgram(segments=segments, weights=weights, batch=batch, cuts=cuts, returned=result)
+    stages = cut.stages()
+    activations = depends_on(segments.values(), weights) & depends_on(segments.values(), batch)
+    sent = set()
+    for k, stage in enumerate(stages):
+        assert set(stage.enters) == sent and set(stage.given) <= weights | batch
+        have = {*stage.enters, *stage.given}
+        for i in stage.segments:
+            assert set(segments[i].reads) <= have and not set(segments[i].makes) & have
+            have |= set(segments[i].makes)
+        mine = {i for i in stage.segments if cut.pinned.get(i) == k}
+        assert (
+            mine == {i for i in cut.pinned if cut.pinned[i] == k} and set(stage.leaves) <= have & activations
+        )
+        sent = set(stage.leaves)
+        later = [set(segments[i].reads) for i in cut.pinned if cut.pinned[i] > k]
+        assert sent <= set().union(*later, result)
+    assert not sent and set(result) <= have
+    every = [i for s in stages for i in s.segments]
+    assert all(every.count(i) == 1 for i in cut.pinned)

@@ -26,7 +26,7 @@ from pase.frontends.jax.dropped import say_dropped
 from pase.frontends.jax.generation import Generation, programs_of
 from pase.frontends.jax.modules import ModuleFunction, has_modules, opened
 from pase.frontends.jax.program import Carry, Mode, check_order, name_of, program_of, stored_arguments
-from pase.frontends.jax.rules import Elementwise
+from pase.frontends.jax.rules import pointwise
 from pase.frontends.jax.rules_outside import RULES
 from pase.frontends.jax.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.jax.unchanged import advancing
@@ -431,7 +431,7 @@ class _JaxLowering:
         variables = [v for v in eqn.invars if not versions.is_literal(v)]
         return (
             bool(variables)
-            and isinstance(RULES.get(eqn.primitive.name), Elementwise)
+            and pointwise(eqn)
             and eqn.outvars[0].aval.shape == ()
             and all(self.env[v] is None for v in variables)
         )
@@ -499,7 +499,7 @@ def _attributes(eqn: Eqn) -> object:
     the literals of elementwise equations are left out: the graph has them."""
     name = eqn.primitive.name
     told = {k: v for k, v in eqn.params.items() if isinstance(v, int | float | str) and k != "length"}
-    plain = not isinstance(RULES.get(name), Elementwise) and name not in INLINED and name not in CONTROL
+    plain = not pointwise(eqn) and name not in INLINED and name not in CONTROL
     return name, told, [v.val for v in eqn.invars if plain and versions.is_literal(v)]
 
 

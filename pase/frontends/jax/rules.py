@@ -16,7 +16,7 @@ from pase.ir.sizes import is_one, product
 from pase.ops import GraphBuilder, indexed, nests, windows
 from pase.registry import Registry
 
-__all__ = ["BY_OPERAND", "RULES", "SCATTERS", "Elementwise", "lowers"]
+__all__ = ["BY_OPERAND", "RULES", "SCATTERS", "Elementwise", "lowers", "pointwise"]
 
 JaxRule = Callable[[GraphBuilder, Eqn, Sequence["Tensor | None"]], Sequence[Tensor]]
 """Takes an equation and its operands' tensors (None for a literal), and returns one tensor per result."""
@@ -82,6 +82,11 @@ class Elementwise:
 
 for _primitive, _function in {**{p: p for p in _SAME_NAME.split()}, **_OTHER_NAME}.items():
     RULES.add(_primitive, Elementwise(FUNCTIONS[_function]))
+
+
+def pointwise(eqn: Eqn) -> bool:
+    """Whether an equation is one pointwise function: each element of its result depends on one of each operand."""
+    return isinstance(RULES.get(eqn.primitive.name), Elementwise)
 
 
 def _shape(var: Var) -> tuple[Size, ...]:

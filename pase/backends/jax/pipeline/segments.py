@@ -1,43 +1,39 @@
 """A traced model as a list of segments, from which the stages of a pipeline are built.
 
-A segment reads and makes values. It is one equation, one written-out block, or one iteration of the loop over layers.
-The program consists either of equal blocks (written out, or as one loop), or of a chain of units between cut points.
+A segment reads and makes values. It is one equation, one written-out block, or the iterations of the loop over layers
+that one stage runs. The program consists either of equal blocks (written out, or as one loop), or of a chain of units
+between cut points.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pase.errors import PaseError
 from pase.frontends.jax.blocks import blocks_of, loops_of
 from pase.frontends.jax.frontend import TracedJax, inlined, inner_jaxpr
+from pase.frontends.jax.rules import pointwise
 from pase.frontends.jax.types import Aval, Eqn, Jaxpr, Var
-from pase.frontends.jax.versions import is_dropped, is_literal, literal_array, scan_groups, value_of
+from pase.frontends.jax.versions import is_dropped, is_literal, scan_groups, value_of
 from pase.ir import Place, PlacePart
 from pase.ir.blocks import Block
 from pase.ir.cut_points import UnitChain
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    from jax import Array
+
     from pase.backends.jax.gspmd import Copies, JaxprWalk
 
-__all__ = ["ITERATIONS", "Segment", "SegmentList", "StageEnv", "StageKey", "StageRows", "variables"]
+__all__ = ["Segment", "SegmentList", "StageEnv", "StageKey", "variables"]
 
 StageKey: TypeAlias = Any
-"""A value: a variable of a jaxpr, ``StageRows``, or an operand or intermediate value of a loop, as a tuple such as
-(path, "const", index) or (path, "carry", iteration, index)."""
+"""A value: a variable of a jaxpr, or an intermediate value of a loop, as a tuple such as (path, "carry", iteration,
+index)."""
 StageEnv = dict[StageKey, Tree]
-
-
-@dataclass(frozen=True)
-class StageRows:
-    """The rows of a stack that the iterations of one stage read. loop: the path of the loop over layers."""
-
-    of: StageKey
-    loop: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,31 +42,34 @@ class Segment:
 
     run: reads the inputs from the environment and writes the results to it. Its arguments are the walk that lowers
     equations, the environment, and the copies of tensors that the walk has already made. block: the index of the
-    segment's block or unit; -1 before the blocks, and the number of blocks after them. by_rows: path of a loop -> a
-    segment that does the same on only those rows of stacks that a stage's iterations of the loop read; None if that is
-    not possible.
+    segment's block or unit; -1 before the blocks, and the number of blocks after them. row_by_row: whether each row of
+    the result depends only on the same row of the operands, so that it can run on some rows of stacks alone. loop: the
+    path of the loop over layers, if the segment is iterations of it. stacks: the stacks of which these read a row each;
+    the environment has all rows of a stack, or only those of these iterations.
     """
 
     reads: tuple[StageKey, ...]
     makes: tuple[StageKey, ...]
     block: int
     run: Callable[[JaxprWalk, StageEnv, Copies], None]
-    by_rows: Callable[[str], Segment] | None = None
+    row_by_row: bool = False
+    loop: str = ""
+    stacks: tuple[StageKey, ...] = ()
 
 
 @dataclass(kw_only=True)
 class SegmentList:
     """The program's segments, in order.
 
-    blocks: the number of equal blocks, or of units of the chain. recomputed: the blocks that backward recomputes.
-    chain: the units between cut points; None if the program has equal blocks.
+    cuts: the number of equal blocks of each stage, or of units of the chain. recomputed: the blocks that backward
+    recomputes. chain: the units between cut points; None if the program has equal blocks.
 
     ``segments`` also fills names (value -> tensor of the graph), constants (value -> array) and avals (value -> shape
     and dtype).
     """
 
     traced: TracedJax
-    blocks: int
+    cuts: Sequence[int]
     recomputed: Sequence[Block]
     chain: UnitChain | None = None
     names: dict[StageKey, str] = field(default_factory=dict)
@@ -81,8 +80,8 @@ class SegmentList:
     ``runs``."""
     runs: dict[tuple[str, int], int] = field(default_factory=dict)
     """(prefix, first equation) of a written-out block -> the equation after its last one."""
-    reverse: dict[str, bool] = field(default_factory=dict)
-    """Path of a loop over layers -> whether it runs in reverse: its first iteration reads the last rows."""
+    rows: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    """(path of a loop over layers, stage) -> the rows of stacks, [first, end), that the stage's iterations read."""
     _current: int = -1
     """The block or unit of the segments that are being made; -1 before the first."""
     _begun: int = 0
@@ -105,6 +104,10 @@ class SegmentList:
                 fix="write the layers as one loop (scan), or compile with pipeline='none'",
             )
         self.runs = {(b.prefix, b.start): b.stop for b in found}
+
+    @property
+    def blocks(self) -> int:
+        return sum(self.cuts)
 
     def segments(self) -> list[Segment]:
         """The segments of the whole program, in order."""
@@ -169,7 +172,9 @@ class SegmentList:
         self.avals[target] = target.aval
         if not is_literal(source) and source in self.names:
             self.names[target] = self.names[source]
-        return Segment(reads=variables([source]), makes=variables([target]), block=self._here(), run=run)
+        return Segment(
+            reads=variables([source]), makes=variables([target]), block=self._here(), run=run, row_by_row=True
+        )
 
     def _span(self, jaxpr: Jaxpr, prefix: str, start: int, stop: int, is_block: bool) -> Segment:
         """The equations [start, stop) of a jaxpr as one segment."""
@@ -185,136 +190,121 @@ class SegmentList:
         def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
             walk.span(jaxpr, env, start, stop, prefix, copies)
 
-        here = self._here()
-
-        @cache
-        def on_rows(loop: str) -> Segment:
-            def run_on_rows(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
-                inner: StageEnv = {v: env[StageRows(v, loop) if v.aval.shape else v] for v in reads}
-                walk.span(jaxpr, inner, start, stop, prefix, {})
-                env.update({StageRows(v, loop): inner[v] for v in makes})
-
-            return Segment(
-                reads=tuple(StageRows(v, loop) if v.aval.shape else v for v in reads),
-                makes=tuple(StageRows(v, loop) for v in makes),
-                block=here,
-                run=run_on_rows,
-            )
-
-        by_rows = on_rows if not is_block and stop == start + 1 and _elementwise(eqns[0]) else None
-        block = self._current if is_block else self._here()
-        return Segment(reads=reads, makes=makes, block=block, run=run, by_rows=by_rows)
-
-    def _layers_loop(self, eqn: Eqn, at: Place) -> Iterator[Segment]:
-        """The segments of a loop over layers: its operands in the body's layouts, its iterations, its results."""
-        nc, nk = scan_groups(eqn)
-        path, (begin, end) = at.path, self.loops[at.path]
-        trip_count, reverse = end - begin, bool(eqn.params["reverse"])
-        self.reverse[path] = reverse
-        if self.chain is not None:
-            self._current = begin
-        operands, names = list(eqn.invars), self.traced.operands[at]
-        consts: list[StageKey] = [(at.path, "const", k) for k in range(nc)]
-        stacks = [(at.path, "xs", k) for k in range(len(operands) - nc - nk)]
-        carry: list[list[StageKey]] = [
-            [(at.path, "carry", t, k) for k in range(nk)] for t in range(trip_count + 1)
-        ]
-        body_results = eqn.params["jaxpr"].jaxpr.outvars
-        for keys in carry:
-            for k, key in enumerate(keys):
-                self.avals[key] = body_results[k].aval
-                self.names[key] = self.traced.results[at.its("carry", k)][0]
-        parts: list[tuple[PlacePart, int, StageKey]] = [("const", k, key) for k, key in enumerate(consts)]
-        parts += [("carry", k, key) for k, key in enumerate(carry[0])]
-        # The operands are the constants, the carry and then the stacks, which follow below.
-        for (part, k, key), var, name in zip(parts, operands, names, strict=False):
-            yield self._layout_segment(at.its(part, k), var, var, key, key, name)
-        for k, (key, var, name) in enumerate(zip(stacks, operands[nc + nk :], names[nc + nk :], strict=True)):
-            rows = StageRows(var, path), StageRows(key, path)
-            yield self._layout_segment(at.its("xs", k), var, rows[0], key, rows[1], name)
-        ys = [[(at.path, "y", t, k) for k in range(len(body_results) - nk)] for t in range(trip_count)]
-        for t in range(trip_count):
-            self._current = begin + t
-            for k, key in enumerate(ys[t]):
-                self.avals[key] = body_results[nk + k].aval
-            yield self._iteration(eqn, at, t, (consts, carry[t], stacks), (carry[t + 1], ys[t]))
-        self._begun = self.blocks
-        results = self.traced.results[at]
-        for k, var in enumerate(eqn.outvars):
-            if not is_dropped(var):
-                iterations = ys[::-1] if reverse else ys
-                sources = [carry[-1][k]] if k < nk else [y[k - nk] for y in iterations]
-                yield self._result(var, sources, results[k], k >= nk)
-
-    def _layout_segment(
-        self, at: Place, var: Var, reads: StageKey, key: StageKey, makes: StageKey, name: str | None
-    ) -> Segment:
-        """A segment that brings an operand of the loop over layers into the layout in which the body reads it.
-
-        at: the place of the operand in the loop. reads, makes: the operand before and after, whole or as rows. key: the
-        whole operand inside the loop. name: its tensor in the graph.
-        """
-
-        def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
-            env[makes] = walk.in_loop_layout(
-                at, literal_array(var) if is_literal(var) else env[reads], name, copies
-            )
-
-        self.avals[key] = var.aval
-        return Segment(reads=() if is_literal(var) else (reads,), makes=(makes,), block=self._here(), run=run)
-
-    def _iteration(
-        self,
-        eqn: Eqn,
-        at: Place,
-        t: int,
-        reads: tuple[Sequence[StageKey], Sequence[StageKey], Sequence[StageKey]],
-        makes: tuple[Sequence[StageKey], Sequence[StageKey]],
-    ) -> Segment:
-        """Iteration t of the loop over layers. reads: (constants, carry, stacks). makes: (next carry, stacked results).
-
-        The environment has only those rows of stacks that the stage's iterations read (``ITERATIONS``).
-        """
-        consts, carry, stacks = reads
-        path, (begin, end) = at.path, self.loops[at.path]
-
-        def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
-            first, stop = env[ITERATIONS]
-            row = min(stop, end) - begin - 1 - t if self.reverse[path] else begin + t - max(first, begin)
-            x = [env[StageRows(key, path)][row] for key in stacks]
-            carried, ys = walk.iteration(eqn, at, [env[k] for k in consts], [env[k] for k in carry], x)
-            env.update(zip((*makes[0], *makes[1]), (*carried, *ys), strict=True))
-
+        alone = not is_block and stop == start + 1
+        shapes = {v.aval.shape for v in (*eqns[0].invars, *eqns[0].outvars)} - {()}
         return Segment(
-            reads=(*consts, *carry, *(StageRows(key, path) for key in stacks)),
-            makes=(*makes[0], *makes[1]),
-            block=begin + t,
+            reads=reads,
+            makes=makes,
+            block=self._current if is_block else self._here(),
             run=run,
+            row_by_row=alone and bool(makes) and pointwise(eqns[0]) and len(shapes) == 1,
         )
 
-    def _result(self, var: Var, reads: Sequence[StageKey], name: str, stacked: bool) -> Segment:
-        """A result of the loop over layers. reads: the last carry or, if ``stacked``, a row from each iteration."""
+    def _layers_loop(self, eqn: Eqn, at: Place) -> Iterator[Segment]:
+        """The segments of a loop over layers: the first carry in its layout, each stage's iterations, the results."""
+        nc, nk = scan_groups(eqn)
+        path, (begin, end), reverse = at.path, self.loops[at.path], bool(eqn.params["reverse"])
+        if self.chain is not None:
+            self._current = begin
+        body_results = [v.aval for v in eqn.params["jaxpr"].jaxpr.outvars]
+
+        def carry(t: int) -> list[StageKey]:
+            """The carry before iteration t."""
+            keys: list[StageKey] = [(path, "carry", t, k) for k in range(nk)]
+            for k, key in enumerate(keys):
+                self.avals[key] = body_results[k]
+                self.names[key] = self.traced.results[at.its("carry", k)][0]
+            return keys
+
+        for k, key in enumerate(carry(0)):
+            yield self._into_carry(
+                at.its("carry", k), eqn.invars[nc + k], key, self.traced.operands[at][nc + k]
+            )
+        ys: list[list[StageKey]] = []
+        for stage, (a, b) in enumerate(pairwise(accumulate(self.cuts, initial=0))):
+            first, stop = (min(max(x, begin), end) - begin for x in (a, b))
+            rows = (end - begin - stop, end - begin - first) if reverse else (first, stop)
+            self.rows[path, stage] = rows
+            if first == stop:
+                continue
+            ys.append([(path, "y", first, k) for k in range(len(body_results) - nk)])
+            for key, aval in zip(ys[-1], body_results[nk:], strict=True):
+                self.avals[key] = aval.update(shape=(stop - first, *aval.shape))
+            self._current = begin + first
+            yield self._iterations(eqn, at, rows, carry(first), (*carry(stop), *ys[-1]))
+            self._current = begin + stop - 1
+        self._begun = self.blocks
+        for k, (var, name) in enumerate(zip(eqn.outvars, self.traced.results[at], strict=True)):
+            if not is_dropped(var):
+                of_stages = ys[::-1] if reverse else ys
+                yield self._result(
+                    var, [carry(end - begin)[k]] if k < nk else [y[k - nk] for y in of_stages], name
+                )
+
+    def _into_carry(self, at: Place, var: Var, key: StageKey, name: str | None) -> Segment:
+        """A segment that brings an operand of the loop over layers into the layout of the body's carry.
+
+        at: the place of the operand in the loop. key: the operand inside the loop. name: its tensor in the graph.
+        """
+
+        def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
+            env[key] = walk.in_loop_layout(at, value_of(var, env), name, copies)
+
+        return Segment(reads=variables([var]), makes=(key,), block=self._here(), run=run)
+
+    def _iterations(
+        self, eqn: Eqn, at: Place, rows: tuple[int, int], carry: Sequence[StageKey], makes: Sequence[StageKey]
+    ) -> Segment:
+        """The iterations of the loop over layers that one stage runs, written out.
+
+        rows: [first, end) of the stacks. carry: what they begin with. makes: the last carry, then the rows of stacked
+        results.
+        """
+        nc, nk = scan_groups(eqn)
+        names, (first, stop) = self.traced.operands[at], rows
+
+        def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
+            import jax.numpy as jnp
+
+            def operands(part: PlacePart, start: int, end: int | None) -> list[Array]:
+                out = []
+                for k, (var, name) in enumerate(zip(eqn.invars[start:end], names[start:end], strict=True)):
+                    x = value_of(var, env)
+                    if part == "xs" and x.shape[0] == eqn.params["length"]:
+                        x = x[first:stop]
+                    out.append(walk.in_loop_layout(at.its(part, k), x, name, copies))
+                return out
+
+            consts, xs = operands("const", 0, nc), operands("xs", nc + nk, None)
+            carried, order = [env[key] for key in carry], range(stop - first)
+            ys: dict[int, list[Array]] = {}
+            for row in reversed(order) if eqn.params["reverse"] else order:
+                carried, ys[row] = walk.iteration(eqn, at, consts, carried, [x[row] for x in xs])
+            stacked = map(jnp.stack, zip(*(ys[row] for row in order), strict=True))
+            env.update(zip(makes, (*carried, *stacked), strict=True))
+
+        stacks = variables(eqn.invars[nc + nk :])
+        return Segment(
+            reads=(*variables(eqn.invars[:nc]), *carry, *stacks),
+            makes=tuple(makes),
+            block=self._current,
+            run=run,
+            loop=at.path,
+            stacks=stacks,
+        )
+
+    def _result(self, var: Var, reads: Sequence[StageKey], name: str) -> Segment:
+        """A result of the loop over layers. reads: the last carry, or the rows that each stage's iterations return."""
 
         def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
             import jax.numpy as jnp
 
             values = [env[key] for key in reads]
-            env[var] = walk.defined(jnp.stack(values) if stacked else values[0], name)
+            env[var] = walk.defined(jnp.concatenate(values) if len(values) > 1 else values[0], name)
 
         self.names[var], self.avals[var] = name, var.aval
         block = self.blocks if self.chain is None else self._current
         return Segment(reads=tuple(reads), makes=(var,), block=block, run=run)
-
-
-ITERATIONS = ("iterations",)
-"""The environment's key for the (first, end) of a stage's iterations, counted in blocks of the whole program."""
-_ELEMENTWISE = frozenset({"convert_element_type", "mul", "add", "sub", "div", "neg", "tanh", "exp", "copy"})
-
-
-def _elementwise(eqn: Eqn) -> bool:
-    """Whether an equation is known to compute each row of its result only from the same row of the operands."""
-    shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
-    return eqn.primitive.name in _ELEMENTWISE and len(shapes) == 1
 
 
 def variables(values: Sequence[StageKey]) -> tuple[StageKey, ...]:

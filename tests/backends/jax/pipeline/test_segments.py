@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pase.backends.jax.pipeline.segments import SegmentList, StageRows
+from pase.backends.jax.pipeline.segments import SegmentList
 from pase.errors import PaseError
 from pase.frontends.jax.frontend import trace
 
@@ -36,8 +36,8 @@ def in_a_call(params: Any, x: Any) -> Any:
     return jax.jit(looped)(params, x)
 
 
-def segments_of(fn: Any, blocks: int = LAYERS) -> tuple[SegmentList, Any]:
-    made = SegmentList(traced=trace(fn, PARAMS, S((8, 8), "float32")), blocks=blocks, recomputed=())
+def segments_of(fn: Any, cuts: tuple[int, ...] = (1,) * LAYERS) -> tuple[SegmentList, Any]:
+    made = SegmentList(traced=trace(fn, PARAMS, S((8, 8), "float32")), cuts=cuts, recomputed=())
     return made, made.segments()
 
 
@@ -48,27 +48,29 @@ def test_segments_read_what_was_made_before_and_come_in_the_order_of_blocks(fn: 
     known = {*jaxpr.invars, *made.constants}
     for s in segments:
         for key in s.reads:
-            assert key in known or (isinstance(key, StageRows) and key.of in known), key
+            assert key in known, key
         known |= set(s.makes)
     assert set(jaxpr.outvars) <= known
     order = [s.block for s in segments]
     assert order == sorted(order) and set(order) == {-1, *range(LAYERS), LAYERS}
     assert Counter(order)[0] >= 1 and all(Counter(order)[k] == 1 for k in range(1, LAYERS))
-    assert list(made.reverse.values()) == [fn is reversed_loop]
-
-
-def test_elementwise_work_on_a_stack_can_run_on_the_rows_of_a_stage() -> None:
-    made, segments = segments_of(looped)
     (path,) = made.loops
-    scaled = [s for s in segments if s.by_rows is not None]
-    rows = [s.by_rows(path) for s in scaled if s.by_rows is not None]
+    rows = [made.rows[path, stage] for stage in range(LAYERS)]
+    ordered = [(k, k + 1) for k in range(LAYERS)]
+    assert rows == (ordered[::-1] if fn is reversed_loop else ordered)
+
+
+def test_the_iterations_of_a_stage_are_one_segment() -> None:
+    made, segments = segments_of(looped, (1, 3))
     stack = made.traced.jaxpr.jaxpr.invars[made.traced.param_paths.index("stack")]
-    (one,) = (r for r in rows if StageRows(stack, path) in r.reads)
-    assert all(isinstance(key, StageRows) and key.loop == path for key in one.makes)
+    loops = [s for s in segments if s.loop]
+    assert [s.block for s in loops] == [0, 1] and all(len(s.stacks) == 1 for s in loops)
+    (scaled,) = (s for s in segments if stack in s.reads)
+    assert scaled.row_by_row and scaled.makes == loops[0].stacks == loops[1].stacks
 
 
 @pytest.mark.parametrize("blocks", [3, 5])
 def test_a_model_without_that_many_equal_blocks_is_refused(blocks: int) -> None:
     with pytest.raises(PaseError, match=f"{blocks} equal blocks in a row") as e:
-        segments_of(looped, blocks)
+        segments_of(looped, (1,) * blocks)
     assert "looped" in e.value.where and "scan" in e.value.fix

@@ -64,6 +64,27 @@ def test_what_crosses_is_what_the_program_hands_on():
     assert {t.dtype for t in crossing if not t.needs_grad} == {"int32"} and len(crossing) == 4
 
 
+def doubled(params, x):
+    """A stack that is scaled before the loop, and one whose gradient the loss reads besides."""
+    stack, both = params["stack"] * 0.5, params["both"] * params["scale"]
+    h, seen = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w[0] @ w[1]), h.mean()), x, (stack, both))
+    return jnp.mean(h**2) + seen.sum() + (both**2).mean()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_stage_has_only_its_rows_of_a_stack_unless_something_reads_all_of_it(wrapped):
+    shape = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
+    params = {"stack": shape, "both": shape, "scale": jax.ShapeDtypeStruct((), jnp.float32)}
+    model = trace(
+        jax.jit(doubled) if wrapped else doubled, params, jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
+    )
+    first, second = stages_of(model, [str(i) for i in range(4)], (1, 3))
+    assert model.param_paths == ("both", "scale", "stack")
+    assert [w.rows for w in first.weights] == [None, None, (0, 1)]
+    assert [w.rows for w in second.weights] == [None, None, (1, 4)]
+    assert first.read_whole == second.read_whole == {0, 1}
+
+
 def written_out(params, tokens):
     """Layers that pass on one tensor, which the next one reads twice: in its norm and in its residual connection."""
     x = params["embed"][tokens]
