@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, TypeGuard
 
 from pase.errors import PaseError
@@ -34,16 +34,12 @@ def is_cut(x: object) -> TypeGuard[StackCut]:
     return isinstance(x, StackCut)
 
 
-def registered() -> None:
-    """Register ``StackCut`` as a pytree node of JAX, unless it is registered already."""
+@cache
+def registered(node: type) -> None:
+    """Register a class with a field ``parts`` as a pytree node of JAX, once JAX is imported."""
     import jax
 
-    if not _KNOWN:
-        jax.tree_util.register_dataclass(StackCut, ["parts"], [])
-        _KNOWN.append(True)
-
-
-_KNOWN: list[bool] = []
+    jax.tree_util.register_dataclass(node, ["parts"], [])
 
 
 @dataclass(frozen=True, eq=False)

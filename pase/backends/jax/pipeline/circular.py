@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
 
-__all__ = ["JaxCircular", "circular_of"]
+__all__ = ["JaxCircular", "circular_of", "refuse_manual"]
 
 STAGE = "stage"
 """The mesh axis of the ranks."""
@@ -53,7 +53,7 @@ class JaxCircular(JaxPlan):
 
     def loss(self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto") -> Callable[..., Tree]:
         """loss(params, *batch) -> the mean over the micro-batches, or (the mean, aux)."""
-        _annotated(lowering)
+        refuse_manual(lowering, "the circular schedule does")
         self._functions.append("loss")
         return in_any_context(_CircularLoss(plan=self, mesh=self.mesh() if mesh is None else mesh))
 
@@ -64,13 +64,13 @@ class JaxCircular(JaxPlan):
 
         The gradients have the layouts of ``gradient_shardings``.
         """
-        _annotated(lowering)
+        refuse_manual(lowering, "the circular schedule does")
         self._functions.append("value_and_grad")
         mesh = self.mesh() if mesh is None else mesh
         return in_any_context(self.graded(_CircularLoss(plan=self, mesh=mesh), mesh))
 
     def _lowerings(self, lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
-        _annotated(lowering)
+        refuse_manual(lowering, "the circular schedule does")
         return ("annotated",)
 
     def gathered(self, tree: Tree) -> Tree:
@@ -139,10 +139,11 @@ def circular_of(split: JaxPlan, pipeline: PipelinePlan) -> JaxCircular:
     )
 
 
-def _annotated(lowering: Lowering) -> None:
+def refuse_manual(lowering: str, what_does: str) -> None:
+    """Raise PaseError if the manual lowering is asked for. what_does: begins the message."""
     if lowering == "manual":
         raise PaseError(
-            "the circular schedule does not support the manual lowering yet",
+            f"{what_does} not support the manual lowering yet",
             where=f"lowering='{lowering}'",
             fix="leave out lowering=",
         )

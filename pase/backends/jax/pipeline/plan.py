@@ -13,9 +13,9 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Never
 
 from pase.backends.jax.check_plans import Against, CheckedStep
-from pase.backends.jax.pipeline.arrays import is_cut, merged, registered
+from pase.backends.jax.pipeline.arrays import StackCut, is_cut, merged, registered
 from pase.backends.jax.pipeline.check import check_stages
-from pase.backends.jax.pipeline.circular import JaxCircular, circular_of
+from pase.backends.jax.pipeline.circular import JaxCircular, circular_of, refuse_manual
 from pase.backends.jax.pipeline.optimizer import StagedOptimizer
 from pase.backends.jax.pipeline.placement import StagePlacement
 from pase.backends.jax.pipeline.run import RunningStages
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
     from optax import GradientTransformation
 
-    from pase.backends.jax.pipeline.arrays import StackCut
     from pase.frontends.jax.frontend import TracedJax
     from pase.plan.gradient_check import GradientCheck
 
@@ -81,7 +80,7 @@ class JaxPipeline:
     def __post_init__(self) -> None:
         import jax
 
-        registered()
+        registered(StackCut)
         if jax.process_count() > 1:
             raise PaseError(
                 f"stages need one process that sees all devices, but there are {jax.process_count()} processes",
@@ -202,7 +201,7 @@ class JaxPipeline:
         progress: Callable[[str], None] | None = None,
     ) -> GradientCheck:
         """Check that a step in stages computes the gradient of the model's loss, like ``JaxPlan.check``."""
-        _in_stages(lowering)
+        refuse_manual(lowering, "stages do")
         running = self.on(mesh)
         placement = running.placement
         placed = placement.placed(arrays((params, *batch)))
@@ -246,7 +245,7 @@ class JaxPipeline:
         self, optimizer: GradientTransformation, mesh: JaxMesh | None, donate: bool, lowering: str
     ) -> StagedStep:
         """``train_step`` without its check."""
-        _in_stages(lowering)
+        refuse_manual(lowering, "stages do")
         running = self.on(mesh)
         return StagedStep(
             running=running,
@@ -278,15 +277,6 @@ class JaxPipeline:
                 )
             self._made[made] = RunningStages(placement=placement)
         return self._made[made]
-
-
-def _in_stages(lowering: str) -> None:
-    if lowering == "manual":
-        raise PaseError(
-            "stages do not support the manual lowering yet",
-            where=f"lowering='{lowering}'",
-            fix="leave out lowering=",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from pase.frontends.jax.frontend import INLINED, inner_jaxpr
+from pase.frontends.jax.leaves import combine, trained, untrained
 from pase.frontends.jax.types import ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.jax.versions import evaluate, function_of, is_literal, opened, value_of
 from pase.pytree import Tree
@@ -20,33 +22,25 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     from jax import Array, ShapeDtypeStruct
     from jax.sharding import NamedSharding
+    from jax.typing import ArrayLike
 
     from pase.backends.jax.pipeline.unreduced import UnreducedGroups
 
 __all__ = ["Cutting", "StageProgram", "StagePrograms", "flat", "stage_programs"]
 
-Item = TypeVar("Item")
 _VIEWS = frozenset({"slice", "squeeze", "reshape", "broadcast_in_dim", "transpose", "dynamic_slice", "rev"})
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-    "closed_call": "call_jaxpr",
-}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageProgram:
-    """A jitted part. It takes the values of ``reads`` and returns those of ``makes``.
+    """A jitted part: run(sums, values of ``reads``) -> (sums, values of ``makes``).
 
-    The last part of backward also takes sums of gradients as its first argument. It returns the sums with its own
-    gradients added.
+    sums: those of the weights' gradients for the last part of backward, which adds its own to them; otherwise none.
     """
 
     reads: tuple[Var, ...]
     makes: tuple[Var, ...]
-    run: Callable[..., Tree]
+    run: Callable[[list[Array], list[ArrayLike]], tuple[list[Array], list[Array]]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,47 +88,49 @@ def stage_programs(
     import jax
     import jax.numpy as jnp
 
-    trained = [s is not None for s in gradient_shardings]
-    smooth = [_inexact(x) for x in entered]
-    kept = [s for s in gradient_shardings if s is not None]
     many = () if unreduced is None else (unreduced.many,)
-    given = jax.eval_shape(part, list(batch), 0)
-    taken = [jax.ShapeDtypeStruct(x.shape[len(many) :], x.dtype) for x in given]
-    out = jax.eval_shape(fn, list(weights), taken, list(entered))
-    returned = [_inexact(x) for x in out]
-    inside = kept if unreduced is None else [unreduced.of_group(s) for s in kept]
-    gradients = _gradients(fn, trained, smooth, returned, inside)
+    shardings = [s if s is None or unreduced is None else unreduced.of_group(s) for s in gradient_shardings]
+    run = _gradients(fn, shardings)
+    if unreduced is not None:
+        run = jax.vmap(run, in_axes=(None, 0, 0, 0), spmd_axis_name=unreduced.axes)
+
+    def stacked(xs: Sequence[ShapeDtypeStruct]) -> list[ShapeDtypeStruct]:
+        """The shapes with a leading dim of unreduced groups, if there are any."""
+        return [jax.ShapeDtypeStruct((*many, *x.shape), x.dtype) for x in xs]
 
     def joint(
         weights: Sequence[Array],
         batch: Sequence[Array],
         micro: Array,
         entered: Sequence[Array],
-        cotangents: Sequence[Array],
+        cotangents: Sequence[Array | None],
     ) -> Tree:
-        run = gradients
-        if unreduced is not None:
-            run = jax.vmap(gradients, in_axes=(None, 0, 0, 0), spmd_axis_name=unreduced.axes)
         return run(weights, part(batch, micro), entered, cotangents)
 
-    cotangents = [_stacked(many, x) for x, on in zip(out, returned, strict=True) if on]
-    micro = jax.ShapeDtypeStruct((), jnp.int32)
-    args = (list(weights), list(batch), micro, [_stacked(many, x) for x in entered], cotangents)
-    closed: ClosedJaxpr = jax.make_jaxpr(joint)(*args)
+    given = jax.eval_shape(part, list(batch), 0)
+    taken = [jax.ShapeDtypeStruct(x.shape[len(many) :], x.dtype) for x in given]
+    out = jax.eval_shape(fn, list(weights), taken, list(entered))
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    args = (list(weights), list(batch), number, stacked(entered), trained(stacked(out)))
+    closed: ClosedJaxpr
+    closed, made = jax.make_jaxpr(joint, return_shape=True)(*args)
     if splits_backward:
         closed = flat(closed)
-    groups = [len(weights), len(batch), 1, len(entered), len(cotangents)]
-    w, b, (number,), x, ct = _grouped(opened(closed)[0].invars, groups)
-    y, dx, dw = _grouped(opened(closed)[0].outvars, [len(out), sum(smooth), sum(trained)])
+    jaxpr = opened(closed)[0]
+    w, b, number, x, ct = jax.tree.unflatten(jax.tree.structure(args), jaxpr.invars)
+    y, dx, dw = jax.tree.unflatten(jax.tree.structure(made), jaxpr.outvars)
     cut = Cutting(
         closed=closed,
         weights=dict(zip(w, (getattr(s, "sharding", None) for s in weights), strict=True)),
         batch={*b, number},
-        activations={*x, *ct},
+        activations={*x, *jax.tree.leaves(ct)},
         hoisted=hoisted,
     )
-    shardings = kept if unreduced is None else [unreduced.stacked(s) for s in kept]
-    prepare, forward, backward = cut.programs(y, dx, dw, shardings, 2 if splits_backward else 1)
+    kept = [s for s in gradient_shardings if s is not None]
+    sums = kept if unreduced is None else [unreduced.stacked(s) for s in kept]
+    prepare, forward, backward = cut.programs(
+        y, jax.tree.leaves(dx), jax.tree.leaves(dw), sums, 2 if splits_backward else 1
+    )
     return StagePrograms(
         prepare=prepare,
         forward=forward,
@@ -143,30 +139,19 @@ def stage_programs(
         batch=tuple(b),
         micro=number,
         entered=tuple(x),
-        cotangents=tuple(ct),
+        cotangents=tuple(jax.tree.leaves(ct)),
         leaves=tuple(y),
-        entered_gradients=tuple(_spread([not on for on in smooth], dx)),
+        entered_gradients=tuple(dx),
     )
 
 
-def _stacked(many: tuple[int, ...], x: ShapeDtypeStruct) -> ShapeDtypeStruct:
-    """The shape of a value with a leading dim of unreduced groups, if there are any."""
-    import jax
-
-    return jax.ShapeDtypeStruct((*many, *x.shape), x.dtype)
-
-
 def _gradients(
-    fn: Callable[..., list[Array]],
-    trained: Sequence[bool],
-    smooth: Sequence[bool],
-    returned: Sequence[bool],
-    shardings: Sequence[NamedSharding],
-) -> Callable[..., Tree]:
-    """f(weights, batch, entered, cotangents) -> (outputs, gradients of entered, gradients of the trained weights).
+    fn: Callable[..., list[Array]], shardings: Sequence[NamedSharding | None]
+) -> Callable[..., tuple[list[Array], list[Array | None], list[Array | None]]]:
+    """f(weights, batch, entered, cotangents) -> (outputs, gradients of entered, gradients of the weights).
 
-    fn: (weights, batch, entered) -> outputs. smooth, returned: for each entering activation and each output, whether it
-    has a gradient. shardings: the shardings of the weights' gradients.
+    fn: (weights, batch, entered) -> outputs. shardings: those of the weights' gradients. What has no gradient has None
+    in place of it.
     """
     import jax
 
@@ -174,20 +159,19 @@ def _gradients(
         weights: Sequence[Array],
         mine: Sequence[Array],
         entered: Sequence[Array],
-        cotangents: Sequence[Array],
-    ) -> Tree:
-        def of(some: Sequence[Array], x: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-            outs = fn(_merged(trained, some, weights), mine, _merged(smooth, x, entered))
-            return [y for y, on in zip(outs, returned, strict=True) if on], [
-                y for y, on in zip(outs, returned, strict=True) if not on
-            ]
+        cotangents: Sequence[Array | None],
+    ) -> tuple[list[Array], list[Array | None], list[Array | None]]:
+        def of(some: Sequence[Array | None], x: Sequence[Array | None]) -> tuple[Tree, Tree]:
+            outs = fn(combine(some, weights), mine, combine(x, entered))
+            return trained(outs), untrained(outs)
 
-        outs, pull, fixed = jax.vjp(of, _only(trained, weights), _only(smooth, entered), has_aux=True)
+        outs, pull, fixed = jax.vjp(of, trained(weights), trained(entered), has_aux=True)
         into_weights, into_entered = pull(cotangents)
         into_weights = [
-            jax.lax.with_sharding_constraint(g, s) for g, s in zip(into_weights, shardings, strict=True)
+            None if g is None else jax.lax.with_sharding_constraint(g, s)
+            for g, s in zip(into_weights, shardings, strict=True)
         ]
-        return _merged(returned, outs, _spread(returned, fixed)), into_entered, into_weights
+        return combine(outs, fixed), into_entered, into_weights
 
     return gradients
 
@@ -291,36 +275,21 @@ class Cutting:
             given |= made[k]
         used = dict.fromkeys(v for _, _, reads in found for v in reads if v in self.prepared)
         prepare = self._program(list(used), *self.needed(used, set()))
-        out = [self._program(*part) for part in found[:-1]]
-        wanted, equations, reads = found[-1]
-        out.append(self._summing(wanted, equations, reads, len(dw), sums))
-        return prepare, out[0], tuple(out[1:])
+        forward, *backward = [self._program(*part) for part in found[:-1]]
+        return prepare, forward, (*backward, self._program(*found[-1], sums))
 
-    def _function(
-        self, makes: Sequence[Var], equations: Sequence[int], reads: Sequence[Var]
-    ) -> Callable[..., list[Array]]:
-        eqns = opened(self.closed)[0].eqns
-        return function_of(self.closed, [eqns[i] for i in equations], reads, makes)
-
-    def _program(self, makes: Sequence[Var], equations: Sequence[int], reads: Iterable[Var]) -> StageProgram:
-        import jax
-
-        fn, inputs = self._function(makes, equations, list(reads)), tuple(reads)
-        return StageProgram(reads=inputs, makes=tuple(makes), run=jax.jit(lambda values: fn(*values)))
-
-    def _summing(
+    def _program(
         self,
         makes: Sequence[Var],
         equations: Sequence[int],
         reads: Iterable[Var],
-        many: int,
-        sums: Sequence[NamedSharding],
+        sums: Sequence[NamedSharding] = (),
     ) -> StageProgram:
-        """The program that adds the last ``many`` of its results to the given sums."""
+        """The program of some equations. sums: the shardings of sums to which the last values of makes are added."""
         import jax
 
-        fn, inputs = self._function(makes, equations, list(reads)), tuple(reads)
-        others = len(makes) - many
+        inputs, eqns, others = tuple(reads), opened(self.closed)[0].eqns, len(makes) - len(sums)
+        fn = function_of(self.closed, [eqns[i] for i in equations], inputs, makes)
 
         def run(so_far: Sequence[Array], values: Sequence[Array]) -> tuple[list[Array], list[Array]]:
             outs = fn(*values)
@@ -351,37 +320,10 @@ def flat(closed: ClosedJaxpr) -> ClosedJaxpr:
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         for eqn in jaxpr.eqns:
             ins = [value_of(v, env) for v in eqn.invars]
-            called = _CALLS.get(eqn.primitive.name)
-            outs = evaluate(eqn, ins, info) if called is None else run(*opened(eqn.params[called]), ins)
+            calls = eqn.primitive.name in INLINED
+            outs = run(*inner_jaxpr(eqn), ins) if calls else evaluate(eqn, ins, info)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [value_of(v, env) for v in jaxpr.outvars]
 
     jaxpr, consts = opened(closed)
     return jax.make_jaxpr(lambda *args: run(jaxpr, consts, args))(*closed.in_avals)
-
-
-def _inexact(x: ShapeDtypeStruct) -> bool:
-    import jax.numpy as jnp
-
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def _only(on: Sequence[bool], values: Sequence[Item]) -> list[Item]:
-    return [x for x, is_on in zip(values, on, strict=True) if is_on]
-
-
-def _merged(on: Sequence[bool], some: Sequence[Item], every: Sequence[Item]) -> list[Item]:
-    """``every``, with the entries that are on replaced by those of ``some``, in order."""
-    turn = iter(some)
-    return [next(turn) if is_on else x for x, is_on in zip(every, on, strict=True)]
-
-
-def _spread(on: Sequence[bool], others: Sequence[Item]) -> list[Item | None]:
-    """None for each entry that is on, and the values of ``others``, in order, for the rest."""
-    turn = iter(others)
-    return [None if is_on else next(turn) for is_on in on]
-
-
-def _grouped(values: Sequence[Item], sizes: Sequence[int]) -> list[list[Item]]:
-    turn = iter(values)
-    return [[next(turn) for _ in range(n)] for n in sizes]

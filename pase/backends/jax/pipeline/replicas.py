@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.jax.check_plans import Against, CheckedStep
 from pase.backends.jax.make import traced_by_jax
-from pase.backends.jax.pipeline.arrays import StackCut, is_cut
+from pase.backends.jax.pipeline.arrays import StackCut, is_cut, registered
 from pase.backends.jax.pipeline.check import check_stages
 from pase.backends.jax.pipeline.circular import JaxCircular
 from pase.backends.jax.pipeline.placement import StagePlacement
@@ -49,17 +49,6 @@ class Replicated:
     parts: tuple[Tree, ...]
 
 
-_KNOWN: list[bool] = []
-
-
-def _registered() -> None:
-    import jax
-
-    if not _KNOWN:
-        jax.tree_util.register_dataclass(Replicated, ["parts"], [])
-        _KNOWN.append(True)
-
-
 @dataclass(frozen=True, kw_only=True)
 class JaxReplicas:
     """A plan of replicas in JAX, as returned by ``plan.jax``. replicas: in the order of their devices.
@@ -70,7 +59,7 @@ class JaxReplicas:
     replicas: tuple[JaxPipeline, ...]
 
     def __post_init__(self) -> None:
-        _registered()
+        registered(Replicated)
 
     @property
     def replica_split(self) -> tuple[int, ...]:

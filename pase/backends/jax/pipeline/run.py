@@ -231,7 +231,7 @@ class _Step:
                 for v, i in zip(p.batch, stage.batch, strict=True)
             }
             if p.prepare.makes:
-                mine |= _run(p.prepare, mine)
+                mine |= _run(p.prepare, mine, [])[1]
             self._stage.append(mine)
         self._sums = [list(made()) for made in run.zeros]
 
@@ -256,7 +256,7 @@ class _Step:
         p = run.programs[k]
         env: dict[Var, Tree] = dict(zip(p.entered, self._entered.pop((k, micro), []), strict=True))
         env[p.micro] = np.int32(micro)
-        made = _run(p.forward, self._stage[k] | env)
+        _, made = _run(p.forward, self._stage[k] | env, [])
         outs: list[Array] = [jnp.asarray(value_of(v, made)) for v in p.leaves]
         self._kept[k, micro] = env | made
         if k + 1 == len(run.plan.stages):
@@ -279,10 +279,10 @@ class _Step:
             here = self._first_cotangents(p, micro) if last else self._cotangents.pop((k, micro))
             kept |= dict(zip(p.cotangents, here, strict=True))
         for program in programs:
-            if program is p.backward[-1]:
-                self._sums[k], made = _run_summing(program, self._sums[k], self._stage[k] | kept)
-            else:
-                made = _run(program, self._stage[k] | kept)
+            adds = program is p.backward[-1]
+            sums, made = _run(program, self._stage[k] | kept, self._sums[k] if adds else [])
+            if adds:
+                self._sums[k] = sums
             kept |= made
             if program is p.backward[0] and k:
                 back = [
@@ -347,14 +347,10 @@ class _Step:
         return run.placement.tree(of)
 
 
-def _run(program: StageProgram, values: Mapping[Var, ArrayLike]) -> dict[Var, Array]:
-    made = program.run([values[v] for v in program.reads])
-    return {v: x for v, x in zip(program.makes, made, strict=True) if not is_literal(v)}
-
-
-def _run_summing(
-    program: StageProgram, sums: list[Array], values: Mapping[Var, ArrayLike]
+def _run(
+    program: StageProgram, values: Mapping[Var, ArrayLike], sums: list[Array]
 ) -> tuple[list[Array], dict[Var, Array]]:
+    """(the sums of gradients, what the program makes). sums: for the last part of backward; otherwise none."""
     sums, made = program.run(sums, [values[v] for v in program.reads])
     return sums, {v: x for v, x in zip(program.makes, made, strict=True) if not is_literal(v)}
 
