@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pase.backends.jax.pipeline.arrays import ArrayPlacement, joined, on_rank
 from pase.backends.jax.pipeline.programs import flat
 from pase.errors import PaseError
+from pase.frontends.jax.rules import pointwise
 from pase.frontends.jax.types import ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.jax.versions import (
     function_of,
@@ -36,9 +37,9 @@ class OnRanks:
     """A function that runs on arrays of several ranks.
 
     fn: from flat arrays to flat arrays. given: the shapes of its arguments. placements, out_placements: where its
-    arguments and results are stored. ranks: the number of ranks. parts: argument that is a part of a stack -> (the
-    stack, the part). reshard_to: argument -> the layout to which it is resharded first. donate: whether the memory of
-    the arguments may be reused.
+    arguments and results are stored. ranks: the number of ranks. parts: argument that is a part of a cut stack, or has
+    a row for each row of one -> (the stack, the part). reshard_to: argument -> the layout to which it is resharded
+    first. donate: whether the memory of the arguments may be reused.
     """
 
     fn: Callable[..., Sequence[Array]]
@@ -51,8 +52,10 @@ class OnRanks:
     donate: bool
 
     def __call__(self, args: Sequence[Array]) -> list[Array]:
-        jaxpr = self._traced
-        have: dict[tuple[Var, int], Array] = {}
+        jaxpr, consts = opened(self._closed)
+        have: dict[tuple[Var, int], Array] = {
+            (v, r): x for v, x in zip(jaxpr.constvars, consts, strict=True) for r in range(self.ranks)
+        }
         for v, x, placement in zip(jaxpr.invars, args, self.placements, strict=True):
             for r in placement.ranks:
                 have[v, r] = on_rank(x, placement, r)
@@ -71,12 +74,8 @@ class OnRanks:
     ) -> Array:
         import jax
 
-        if is_literal(v):
-            return jax.device_put(literal_array(v), placement.on(rank))
-        jaxpr, consts = opened(self._closed)
-        if v in jaxpr.constvars:
-            return jax.device_put(consts[jaxpr.constvars.index(v)], placement.on(rank))
-        return jax.device_put(self._at(have, v, rank), placement.on(rank))
+        x = literal_array(v) if is_literal(v) else self._at(have, v, rank)
+        return jax.device_put(x, placement.on(rank))
 
     def _at(self, have: Mapping[tuple[Var, int], Array], v: Var, rank: int) -> Array:
         """The value on a rank: the rank's own, or a scalar copied from another rank."""
@@ -220,14 +219,15 @@ class OnRanks:
 
 
 _RANDOM = ("random_", "threefry", "rng_")
-_OF_ROWS = frozenset({"squeeze", "reshape", "expand_dims", "broadcast_in_dim"})
+_REDUCTIONS = frozenset(f"reduce_{how}" for how in ("sum", "max", "min", "prod", "and", "or", "xor"))
 
 
 def _check_rows(jaxpr: Jaxpr, parts: Mapping[int, tuple[str, int]]) -> None:
     """Raise PaseError if updating each stage's own layers would not give the same numbers as updating the whole stack.
 
-    The update of a layer may depend on other layers of its stack only by a sum over all of them. It must not draw
-    random numbers, because these depend on the number of parts and their shapes.
+    The update of a layer may depend on other layers of its stack only by a sum over all of them, and not on the layer's
+    number in its part. It must not draw random numbers, because these depend on the number of parts and their shapes.
+    parts: argument that is a part of a stack, or has a row for each row of one -> (the stack, the part).
     """
     if parts and any(e.primitive.name.startswith(_RANDOM) for e in jaxpr.eqns):
         raise PaseError(
@@ -239,6 +239,11 @@ def _check_rows(jaxpr: Jaxpr, parts: Mapping[int, tuple[str, int]]) -> None:
     rows: dict[Var, frozenset[tuple[str, int]]] = {jaxpr.invars[i]: frozenset({p}) for i, p in parts.items()}
     partly: dict[Var, frozenset[tuple[str, int]]] = {}
     every = frozenset(parts.values())
+    uniform = set[Var]()
+    """Values of no stack whose rows are all equal."""
+
+    def same_rows(v: Var) -> bool:
+        return is_literal(v) or not v.aval.shape or v in uniform
 
     def left(found: frozenset[tuple[str, int]]) -> frozenset[tuple[str, int]]:
         """The parts whose stacks are not summed over all parts yet."""
@@ -257,29 +262,37 @@ def _check_rows(jaxpr: Jaxpr, parts: Mapping[int, tuple[str, int]]) -> None:
             if rest := left(sums):
                 partly[out] = rest
         elif stacks:
-            lead = [v.aval.shape[0] for v in stacks if v.aval.ndim]
             axes = eqn.params.get("axes", ())
-            if name.startswith("reduce") and 0 in axes:
+            if name in _REDUCTIONS and 0 in axes:
                 if name != "reduce_sum" or len(axes) < stacks[0].aval.ndim:
                     raise _mixes(eqn, of)
                 if left(of):
                     partly[out] = of
-            elif _keeps_rows(eqn, stacks) and all(n == lead[0] for n in lead):
+            elif _by_rows(eqn) and all(v in rows or same_rows(v) for v in reads):
                 rows.update(dict.fromkeys(eqn.outvars, of))
             else:
                 raise _mixes(eqn, of)
+        elif _moved(eqn) or (_by_rows(eqn) and all(map(same_rows, reads))):
+            uniform.add(out)
+    for eqn in jaxpr.eqns:
+        for v in set(eqn.outvars) & partly.keys() & {v for v in jaxpr.outvars if not is_literal(v)}:
+            raise _mixes(eqn, partly[v])
 
 
-def _keeps_rows(eqn: Eqn, stacks: Sequence[Var]) -> bool:
-    """Whether each row of the results depends only on the same row of the stacks."""
-    name, out, first = eqn.primitive.name, eqn.outvars[0].aval, stacks[0].aval
-    if name.startswith("reduce"):
-        return True
-    if name == "broadcast_in_dim":
-        return bool(eqn.params["broadcast_dimensions"][:1] == (0,)) and out.shape[0] == first.shape[0]
-    if name in _OF_ROWS:
-        return bool(out.shape[:1] == first.shape[:1])
-    return bool(out.shape == first.shape) and not name.startswith(("cum", "sort", "rev", "dot_", "conv_"))
+def _moved(eqn: Eqn) -> bool:
+    """Whether an equation copies a value to all rows of its result."""
+    return eqn.primitive.name == "broadcast_in_dim" and 0 not in eqn.params["broadcast_dimensions"]
+
+
+def _by_rows(eqn: Eqn) -> bool:
+    """Whether each row of the result is known to depend only on the same row of each operand, and on scalars."""
+    name, out = eqn.primitive.name, eqn.outvars[0].aval.shape
+    if name in _REDUCTIONS:
+        return 0 not in eqn.params["axes"]
+    if name == "broadcast_in_dim" and eqn.params["broadcast_dimensions"][:1] != (0,):
+        return False
+    known = pointwise(eqn) or name in ("squeeze", "reshape", "broadcast_in_dim")
+    return known and all(v.aval.shape[:1] in ((), out[:1]) for v in eqn.invars)
 
 
 def _mixes(eqn: Eqn, parts: frozenset[tuple[str, int]]) -> PaseError:

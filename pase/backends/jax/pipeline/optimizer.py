@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 from pase.backends.jax.pipeline.arrays import ArrayPlacement
 from pase.backends.jax.pipeline.distribute import OnRanks
 from pase.backends.jax.pipeline.placement import StagePlacement
+from pase.backends.jax.pipeline.stages import StageWeight
 from pase.errors import PaseError
 from pase.frontends.jax.leaves import arrays, trained
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
-    from jax import Array, ShapeDtypeStruct
+    from jax import Array
     from jax.tree_util import PyTreeDef
     from optax import GradientTransformation
 
@@ -40,7 +41,9 @@ class StagedOptimizer:
         def fn(*flat: Array) -> list[Array]:
             return list(jax.tree.leaves(self.optimizer.init(jax.tree.unflatten(tree, flat))))
 
-        made = self._on_ranks(fn, leaves, self._stored, self._state_placements, {}, False)(leaves)
+        made = self._on_ranks(
+            fn, leaves, self.placement.trained_parts, self._stored, self._state_placements, {}, False
+        )(leaves)
         return jax.tree.unflatten(self._form, made)
 
     def placed(self, state: Tree) -> Tree:
@@ -84,10 +87,12 @@ class StagedOptimizer:
 
         if donate not in self._updates:
             last = len(flat) - len(self._stored)
-            as_kept = [self.placement.updated_as[w] for w in self.placement.trained_parts]
+            parts = self.placement.trained_parts
+            as_kept = [self.placement.updated_as[w] for w in parts]
             self._updates[donate] = self._on_ranks(
                 fn,
                 flat,
+                [*parts, *self._state_parts, *parts],
                 [*as_kept, *self._state_placements, *self._stored],
                 [*self._stored, *self._state_placements],
                 {last + i: placement for i, placement in enumerate(as_kept)},
@@ -102,6 +107,7 @@ class StagedOptimizer:
         self,
         fn: Callable[..., Sequence[Array]],
         given: Sequence[Array],
+        parts: Sequence[StageWeight | None],
         placements: Sequence[ArrayPlacement],
         out_placements: Sequence[ArrayPlacement],
         reshard_to: dict[int, ArrayPlacement],
@@ -109,25 +115,23 @@ class StagedOptimizer:
     ) -> OnRanks:
         """Make fn run on the ranks.
 
-        given: its arguments, which begin with gradients or parameters. reshard_to: argument -> the layout to which it
-        is resharded first. These arguments are the parameters, in the same order as the gradients.
+        given: its arguments. parts: for each of them, the part of the parameters whose rows it has, if any. reshard_to:
+        argument -> the layout to which it is resharded first.
         """
         import jax
 
         paths = self.placement.plan.traced.param_paths
-        parts = {
-            i: (paths[w.leaf], w.rows[0])
-            for i, w in enumerate(self.placement.trained_parts)
-            if w.rows is not None
-        }
-        last = min(reshard_to, default=0)
         return OnRanks(
             fn=fn,
             given=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given),
             placements=tuple(placements),
             out_placements=tuple(out_placements),
             ranks=self.placement.plan.pipeline.degree,
-            parts=parts | {last + i: part for i, part in parts.items()},
+            parts={
+                i: (paths[w.leaf], w.rows[0])
+                for i, w in enumerate(parts)
+                if w is not None and w.rows is not None and len(self.placement.parts_of[w.leaf]) > 1
+            },
             reshard_to=reshard_to,
             donate=donate,
         )
@@ -155,26 +159,39 @@ class StagedOptimizer:
 
         A leaf that mirrors a parameter is stored like its gradient. All other leaves are replicated on all ranks.
         """
+        everywhere, updated_as = self.placement.everywhere, self.placement.updated_as
+        return [
+            everywhere
+            if w is None
+            else updated_as[w]
+            if shape == self.placement.shape(w).shape
+            else replace(updated_as[w], spec=everywhere.spec)
+            for w, shape in self._owners
+        ]
+
+    @cached_property
+    def _state_parts(self) -> list[StageWeight | None]:
+        """For each leaf of the state, the part of the parameters for each row of which it has a row."""
+        shape = self.placement.shape
+        return [w if w and at[:1] == shape(w).shape[:1] else None for w, at in self._owners]
+
+    @cached_property
+    def _owners(self) -> list[tuple[StageWeight | None, tuple[int, ...]]]:
+        """For each leaf of the state, the part of the parameters that it belongs to, if any, and its shape."""
         import jax
         import optax
-
-        everywhere = self.placement.everywhere
 
         def masked(leaf: object) -> bool:
             return isinstance(leaf, optax.MaskedNode)  # optax puts it where a transformation does not apply
 
-        def like(leaf: Tree, param: ShapeDtypeStruct, placement: ArrayPlacement) -> Tree:
-            if masked(leaf):
-                return leaf
-            return placement if leaf.shape == param.shape else replace(placement, spec=everywhere.spec)
-
-        placements = optax.tree_map_params(
+        owners = optax.tree_map_params(
             self.optimizer,
-            like,
+            lambda leaf, w: leaf if masked(leaf) else w,
             self._shapes,
-            self.placement.tree(self.placement.shape),
-            self.placement.tree(lambda w: self.placement.updated_as[w]),
-            transform_non_params=lambda _: everywhere,
+            self.placement.tree(lambda w: w),
+            transform_non_params=lambda _: -1,
             is_leaf=masked,
         )
-        return list(jax.tree.leaves(placements))
+        shapes = [x.shape for x in jax.tree.leaves(self._shapes)]
+        found = [None if w == -1 else w for w in jax.tree.leaves(owners)]
+        return list(zip(found, shapes, strict=True))
