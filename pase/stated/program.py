@@ -20,6 +20,7 @@ __all__ = [
     "PROGRAMS",
     "AroundAttention",
     "AroundExperts",
+    "Buckets",
     "Bytes",
     "Program",
     "Selective",
@@ -52,6 +53,22 @@ class Bytes:
     @property
     def all(self) -> float:
         return self.weight + self.gradient + self.state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """How many elements of gradients are summed, and of weights gathered, in one call. A bucket is full with the array
+    that brings it to this size.
+
+    least: for few ranks. for_rank: for each rank that shares the weights, if that is more.
+    """
+
+    least: float
+    for_rank: float = 0.0
+
+    def elements(self, ranks: int) -> float:
+        """The elements of a bucket among this many ranks."""
+        return max(self.least, self.for_rank * ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +128,8 @@ class Program:
     rearranges: what tensor parallelism gathers or scatters is copied, because the sequence is not its first dim.
     metrics_bytes: bytes of device memory traffic per logit after each micro-batch, for logged metrics.
     one_by_one: each weight is gathered and summed separately, not together with the other weights of its block.
+    buckets: with whole weights (ZeRO-1 or none), what is summed in one call; None: the weights of a block. Later chunks
+        of an interleaved pipeline are a bucket each.
     host_for_rank_s: the host's seconds for each rank's part of such a gather or sum, before or after it.
     stays: weights with fewer elements than this are never split.
     stays_within: what was gathered to recompute a block stays for its backward if fewer elements than this are used in
@@ -127,6 +146,8 @@ class Program:
     context: how keys and values are sent: in a ring that overlaps with attention, or gathered before it; "none" if the
         program has no context parallelism.
     keeps_chosen: everything that selective recomputation does not repeat is kept, whether backward reads it or not.
+    exchange: the names of the library, in machine files, by which tokens are sent to experts and back, if it is not the
+        machine's own; the first one found is used.
     exchange_overlaps: tokens are sent to experts and back while another micro-batch computes.
     decomposition: what an asynchronous strategy's tensor parallelism does.
     zero_in_stages: the highest ZeRO stage that runs with pipeline stages.
@@ -156,6 +177,7 @@ class Program:
     rearranges: bool = False
     metrics_bytes: float = 0.0
     one_by_one: bool = False
+    buckets: Buckets | None = None
     host_for_rank_s: float = 0.0
     stays: float = 0.0
     stays_within: float = math.inf
@@ -169,6 +191,7 @@ class Program:
     sends_parts: bool = False
     context: Literal["ring", "gather", "none"] = "ring"
     keeps_chosen: bool = False
+    exchange: tuple[str, ...] = ()
     exchange_overlaps: bool = False
     decomposition: Decomposition = Decomposition()
     zero_in_stages: int = 3
@@ -325,6 +348,7 @@ for _p in (
         sums_each=False,
         sends_overlap=True,
         sends_parts=True,
+        buckets=Buckets(least=40e6, for_rank=1e6),
         decomposition=_USERBUFFERS,
         zero_in_stages=1,
         whole_passes=4.0,
@@ -334,7 +358,9 @@ for _p in (
         keeps_fp8=True,
         reserve_bytes=2e9,
         source="fused kernels of Transformer Engine and Apex; --overlap-grad-reduce, --overlap-param-gather, "
-        "interleaved sends overlap with compute; delayed scaling reads no separate maximum. experts: "
+        "interleaved sends overlap with compute; buckets: megatron/core/distributed/distributed_data_parallel.py "
+        "(bucket_size, and that chunks other than the first have none); delayed scaling reads no separate maximum. "
+        "experts: "
         "megatron/core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher: tokens are written in "
         "their experts' order (permute), and sorted before and after the experts' products (sort_chunks_by_idxs: "
         "read and written each time); the weighted sum at the end is the model's own. Backward has equal traffic. "
@@ -356,6 +382,7 @@ for _p in (
         sends_parts=True,
         sums_overlap=False,
         sums_each=False,
+        buckets=Buckets(least=math.inf),
         adds_apart=True,
         whole_passes=6.0,
         decomposition=_USERBUFFERS,
@@ -364,8 +391,8 @@ for _p in (
         logits=2.0,
         reserve_bytes=2e9,
         source="as EAGER; update_bytes: megatron/optimizer/optimizer.py copies, checks and clips gradients; local DDP "
-        "sums them after backward (megatron/model/distributed.py); gradients of float16 stay in float16 until then "
-        "(megatron/arguments.py: accumulate_allreduce_grads_in_fp32 is for bfloat16). zero_in_stages: "
+        "sums them after backward, in one call (megatron/model/distributed.py); gradients of float16 stay in float16 "
+        "until then (megatron/arguments.py: accumulate_allreduce_grads_in_fp32 is for bfloat16). zero_in_stages: "
         "deepspeed/runtime/pipe/engine.py refuses ZeRO-2 and 3. context: Megatron-Core has it since 0.5. adds_apart: "
         "float16 gradients are added by autograd or the hook of megatron/model/distributed.py (fused into products in "
         "float32 from 2022-02, in float16 from 2022-09). whole_passes: there, allreduce_gradients joins gradients, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -135,6 +136,37 @@ class StatedStep:
         )
         return self.over_data(part, "all_gather", used, "inner") + third
 
+    def buckets(self, parts: Sequence[Part]) -> list[list[Part]]:
+        """Return for each part, in the order of backward, the buckets that are full after it."""
+        how = self.program.buckets
+        if how is None or self.s.zero > 1:
+            return [[part] for part in parts]
+        limit = how.elements(self.s.ranks * self.s.context)
+        filling: dict[tuple[str, ...], float] = {}
+        out = []
+        for part in parts:
+            full = []
+            for axes, elements, many in reversed(part.arrays):
+                filling[axes] = filling.get(axes, 0.0) + elements * many
+                if filling[axes] >= limit:
+                    full.append(Part(elements={axes: filling.pop(axes)}))
+            out.append(full)
+        out[-1] += [Part(elements={axes: elements}) for axes, elements in filling.items()]
+        return out
+
+    def summed(self, blocks: int, first: bool, last: bool) -> list[Part]:
+        """Return what a device sums, or gathers after the update, call by call in the order of backward."""
+        later, held = list[Part](), blocks
+        if self.program.buckets is not None and self.s.zero <= 1:
+            held = math.ceil(blocks / self.s.chunks)
+            for i in range(1, self.s.chunks):
+                each = (blocks - held) / (self.s.chunks - 1)
+                ends = [self.parts.last] * (last and i == 1)
+                later.append(_joined([(self.parts.block, each), *((part, 1.0) for part in ends)]))
+            last = last and self.s.chunks == 1
+        parts = [self.parts.last] * last + [self.parts.block] * held + [self.parts.first] * first
+        return later + [bucket for full in self.buckets(parts) for bucket in full]
+
     def sum_s(self, part: Part) -> float:
         """Return the seconds to sum a part's gradients once."""
         s, b = self.s, self.program.bytes
@@ -190,7 +222,9 @@ class StatedStep:
         """Return the units of a pass, in order."""
         out = []
         parts = [self.parts.first] * first + [self.parts.block] * blocks + [self.parts.last] * last
-        for part in parts:
+        order = parts[::-1] if backward else parts
+        full = self.buckets(order) if sums else [[] for _ in order]
+        for part, summed in zip(order, full, strict=True):
             device = part.backward_s + part.recompute_s if backward else part.forward_s
             device += self.copied_s(part, backward) if gathers or sums else 0.0
             device += self.rearranged_s(part, backward)
@@ -202,10 +236,10 @@ class StatedStep:
                     compute_s=max(device, launched - sent),
                     sent_s=sent,
                     gather_s=self.gather_s(part, backward) if gathers else 0.0,
-                    sum_s=self.sum_s(part) if sums else 0.0,
+                    sum_s=sum(self.sum_s(bucket) for bucket in summed),
                 )
             )
-        return out[::-1] if backward else out
+        return out
 
     @property
     def slow(self) -> float:
@@ -217,7 +251,13 @@ class StatedStep:
     ) -> tuple[float, float]:
         units = self.units(backward, blocks, first, last, gathers=gathers, sums=sums)
         p = self.program
-        return passes(units, self.slow, prefetches=p.prefetches[int(backward)], sums_overlap=p.sums_overlap)
+        return passes(
+            units,
+            self.slow,
+            prefetches=p.prefetches[int(backward)],
+            sums_overlap=p.sums_overlap,
+            sums_queue=p.buckets is not None and self.s.zero <= 1,
+        )
 
     def step(self) -> tuple[dict[str, float], Pipeline | None]:
         return self._staged() if self.s.pipeline > 1 else (self._straight(), None)
@@ -246,7 +286,7 @@ class StatedStep:
     def _causes(self, total: float, exposed: float, sent: float) -> dict[str, float]:
         return {"compute": total - exposed - sent, "between products": sent, "weights and gradients": exposed}
 
-    def _update(self, blocks: float, first: bool, last: bool) -> dict[str, float]:
+    def _update(self, blocks: int, first: bool, last: bool) -> dict[str, float]:
         """Return the optimizer's update on a rank's shard. With ZeRO-1 and 2, the new weights are then gathered."""
         parts = [(self.parts.block, blocks), (self.parts.first, float(first)), (self.parts.last, float(last))]
         s, p = self.s, self.program
@@ -259,12 +299,14 @@ class StatedStep:
         seconds += self.copying_s(whole * p.whole_passes)
         gathered = 0.0
         if s.zero in (1, 2):
-            gathered = sum(self.over_data(part, "all_gather", p.bytes.used, "inner") * k for part, k in parts)
-            if p.prefetches[0]:  # overlaps with the next step's forward, except for the first part
+            each = [
+                self.over_data(bucket, "all_gather", p.bytes.used, "inner")
+                for bucket in self.summed(blocks, first, last)
+            ]
+            gathered = sum(each)
+            if p.prefetches[0]:  # overlaps with the next step's forward, except for the first weights
                 forward = sum(part.forward_s * k for part, k in parts)
-                gathered = max(
-                    gathered - forward, self.over_data(self.parts.block, "all_gather", p.bytes.used, "inner")
-                )
+                gathered = max(gathered - forward, each[-1])
         return {"update": seconds, "new weights": gathered}
 
     def _staged(self) -> tuple[dict[str, float], Pipeline]:
@@ -282,9 +324,9 @@ class StatedStep:
         )
         n = max(layers)
         slowest = max(f + b for f, b in zip(forward, backward, strict=True))
-        sums = n * self.sum_s(self.parts.block) + self.sum_s(self.parts.first)
+        each = [self.sum_s(bucket) for bucket in self.summed(n, True, False)]
         window = backward[0] if p.sums_overlap else 0.0
-        sums = max(sums - window, self.sum_s(self.parts.block)) + self.tied_s()
+        sums = max(sum(each) - window, each[-1]) + self.tied_s()
         gathers = n * self.gather_s(self.parts.block)
         gathers = max(gathers - forward[0], self.gather_s(self.parts.block)) if p.prefetches[0] else gathers
         sent = m * n * sum(self.sent_s(self.parts.block, back) for back in (False, True))
@@ -320,15 +362,22 @@ class StatedStep:
                 out[name] = out.get(name, 0.0) + m * k * c.seconds * (1 + c.recompute_runs)
             passes_ = (False, True) if self.program.regathers else (False,)
             micro_batches = 1 if self.s.pipeline > 1 else m
-            for name, seconds in (
-                ("gathers of weights", sum(self.gather_s(part, back) for back in passes_) * micro_batches),
-                (
-                    "sums of gradients",
-                    self.sum_s(part) * (micro_batches if self.program.sums_each and self.s.zero >= 2 else 1),
-                ),
-            ):
-                if seconds:
-                    out[name] = out.get(name, 0.0) + k * seconds
+            gathers = sum(self.gather_s(part, back) for back in passes_) * micro_batches
+            if gathers:
+                out["gathers of weights"] = out.get("gathers of weights", 0.0) + k * gathers
+        sums = sum(self.sum_s(bucket) for bucket in self.summed(math.ceil(n), True, True))
+        if sums:
+            often = micro_batches if self.program.sums_each and self.s.zero >= 2 else 1
+            out["sums of gradients"] = often * sums
         if self.s.pipeline > 1 and (tied := self.tied_s()):
             out["sums of tied gradients"] = tied
         return out
+
+
+def _joined(parts: Sequence[tuple[Part, float]]) -> Part:
+    """Return the elements of so many of each part together."""
+    elements: dict[tuple[str, ...], float] = {}
+    for part, many in parts:
+        for axes, n in part.elements.items():
+            elements[axes] = elements.get(axes, 0.0) + n * many
+    return Part(elements=elements)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pase.stated.strategy import ScheduleName
 
-__all__ = ["Pipeline", "Unit", "overlapped", "passes", "pipelined", "stage_layers"]
+__all__ = ["Pipeline", "Unit", "passes", "pipelined", "slowed", "stage_layers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,36 +31,40 @@ class Unit:
     sum_s: float = 0.0
 
 
-def overlapped(compute_s: float, sent_s: float, collectives_s: float, slow: float) -> float:
-    """Return the seconds of compute and of collectives that overlap with it. slow: the fraction that they occupy.
+def slowed(compute_s: float, collectives_s: float, slow: float) -> float:
+    """Return the seconds of compute beside collectives. slow: the fraction of the device that they occupy.
 
-    >>> overlapped(1.0, 0.0, 0.5, 0.0), overlapped(1.0, 0.0, 0.5, 0.2), overlapped(1.0, 0.5, 3.0, 0.2)
-    (1.0, 1.1, 3.0)
+    >>> slowed(1.0, 0.0, 0.2), slowed(1.0, 0.5, 0.2), slowed(1.0, 3.0, 0.2)
+    (1.0, 1.1, 1.25)
     """
-    if collectives_s <= 0:
-        return compute_s + sent_s
-    slowed = min(collectives_s, compute_s / (1 - slow)) * slow
-    return max(compute_s + slowed + sent_s, collectives_s)
+    return compute_s + slow * min(collectives_s, compute_s / (1 - slow))
 
 
 def passes(
-    units: Sequence[Unit], slow: float, *, prefetches: bool, sums_overlap: bool
+    units: Sequence[Unit], slow: float, *, prefetches: bool, sums_overlap: bool, sums_queue: bool = False
 ) -> tuple[float, float]:
     """Return (seconds of a pass over the units in order, the part that collectives of weights and gradients add).
 
-    The first unit's gather and the last unit's sum overlap with nothing.
+    The first unit's gather and the last unit's sum overlap with nothing. A sum ends before the unit after next begins;
+    if ``sums_queue``, sums only wait for each other.
+
+    >>> units = [Unit(compute_s=1.0, sum_s=1.5), Unit(compute_s=1.0), Unit(compute_s=1.0)]
+    >>> [passes(units, 0.0, prefetches=True, sums_overlap=True, sums_queue=q)[0] for q in (False, True)]
+    [3.5, 3.0]
     """
     total, alone = 0.0, sum(u.compute_s + u.sent_s for u in units)
+    waiting = 0.0
     if prefetches:
         total += units[0].gather_s
     for i, u in enumerate(units):
-        after = units[i + 1].gather_s if i + 1 < len(units) else 0.0
-        before = units[i - 1].sum_s if i else 0.0
-        sent = (after if prefetches else 0.0) + (before if sums_overlap else 0.0)
-        total += overlapped(u.compute_s, u.sent_s, sent, slow)
-        total += (0.0 if prefetches else u.gather_s) + (0.0 if sums_overlap else u.sum_s)
+        after = units[i + 1].gather_s if prefetches and i + 1 < len(units) else 0.0
+        waiting += units[i - 1].sum_s if sums_overlap and i else 0.0
+        awaited = after if sums_queue else after + waiting
+        span = max(slowed(u.compute_s, after + waiting, slow) + u.sent_s, awaited)
+        waiting = max(after + waiting - span, 0.0)
+        total += span + (0.0 if prefetches else u.gather_s) + (0.0 if sums_overlap else u.sum_s)
     if sums_overlap:
-        total += units[-1].sum_s
+        total += waiting + units[-1].sum_s
     return total, total - alone
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from pase import costmodels
+from pase.machine import mesh_from
 from pase.stated.place import place
-from pase.stated.program import PROGRAMS
+from pase.stated.program import PROGRAMS, Buckets
 from pase.tables.itemize import collectives
 from tests.stated.prices import AHEAD, GRAPH, H100, MODEL, price
 
@@ -42,6 +44,22 @@ def test_zero_may_sum_whole_gradients():
         for s, p in (("dp=8", "eager"), ("dp=8,zero=1", whole), ("dp=8,zero=1", "eager"))
     ]
     assert sums[0] == sums[1] > 1.5 * sums[2]
+
+
+def test_whole_weights_are_summed_in_buckets_that_grow_with_the_ranks():
+    """Each call has its latency: fewer calls of the same bytes take less. What no bucket fills is one call."""
+    plain = PROGRAMS["megatron"]
+    elements = sum(t.elements for t in GRAPH.tensors.values() if t.role == "parameter")
+    found = {}
+    for least, for_rank in ((1.0, 0.0), (elements / 4, 0.0), (1.0, elements), (math.inf, 0.0)):
+        p = replace(plain, buckets=Buckets(least=least, for_rank=for_rank))
+        found[least, for_rank] = price("dp=8,zero=1", program=p).collectives_s["sums of gradients"]
+    each, quarter, whole, one = found.values()
+    assert each > quarter > whole == one
+    axis = MODEL.collective("reduce_scatter", mesh_from("data=8", 8), 1, elements * plain.bytes.summed)
+    assert one == pytest.approx(float(axis), rel=1e-6)
+    unbucketed = [price("fsdp=8", program=replace(plain, buckets=b)).step_s for b in (None, plain.buckets)]
+    assert unbucketed[0] == unbucketed[1]
 
 
 def test_tensor_parallelism_along_a_later_dim_copies_what_it_moves():
