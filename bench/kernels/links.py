@@ -17,6 +17,7 @@ import numpy as np
 from bench.kernels.rows import SYSTEMS, KernelRows, Price, TableReader, kept_back, table
 from pase import machine
 from pase.costmodels.analytic import Analytic
+from pase.costmodels.collectives import by_library
 from pase.machine import CollectiveKind, CostModel, Mesh
 
 __all__ = ["ASSUMED", "LINKS"]
@@ -37,11 +38,13 @@ _KINDS: Mapping[str, CollectiveKind] = {
 _LARGE_BYTES = 16e6
 
 
-def _price(kind: CollectiveKind, nbytes: np.ndarray, *ways: int, added: bool = True) -> Price:
+def _price(
+    kind: CollectiveKind, nbytes: np.ndarray, *ways: int, added: bool = True, library: str = ""
+) -> Price:
     """The price of one call of NCCL, whose rings go through all devices.
 
     ways: devices of one node, or nodes of eight devices and how many of each. added: whether a switch can add the
-    elements up.
+    elements up. library: another one than NCCL.
     """
     nodes, each = ways if len(ways) == 2 else (1, *ways)
     sizes = (nodes, 8 // each, each) if nodes > 1 else (1, 1, each)
@@ -51,6 +54,7 @@ def _price(kind: CollectiveKind, nbytes: np.ndarray, *ways: int, added: bool = T
         m = model.machine
         if not added:
             m = replace(m, algorithms=tuple(a for a in m.algorithms if a.algorithm != "in_network"))
+        m = by_library(m, (library,))
         return Analytic(m, flat=True).collective(kind, mesh, axes, nbytes)
 
     return price
@@ -131,7 +135,7 @@ def _deepep(file: Path) -> Iterator[KernelRows]:
                 kind=f"{way} among 8, DeepEP, {_size_of(large)}",
                 machine=machine.load(SYSTEMS[file.name.split("__")[0]]),
                 seconds=t[f"{way}_transmit_us"][at][own] * 1e-6,
-                price=_price("all_to_all", nbytes[own], 8),
+                price=_price("all_to_all", nbytes[own], 8, library="DeepEP"),
                 kept=kept_back(tokens[own], hidden[own], top[own]),
             )
 

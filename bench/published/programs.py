@@ -139,6 +139,8 @@ def program_of(row: PublishedRow) -> Program:
         program = replace(program, around=_repeated_heads(row, program))
     if row.source == "mpt":
         program = replace(program, **_COMPOSER)
+    if "deepep" in notes:
+        program = replace(program, exchange=("DeepEP",))
     if row.source == "dsv":
         program = replace(program, **_DEEPSEEK)
     if (

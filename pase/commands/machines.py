@@ -93,11 +93,13 @@ def _details(m: Machine) -> Group:
     for a in m.algorithms:
         steps = ", ".join(f"{s * 1e6:g}" for s in a.step_s)
         most = f", at most {_si(a.most_bytes_per_s, 'B/s')}" if a.most_bytes_per_s else ""
+        between = a.most_between_bytes_per_s
+        most += f", at most {_si(between, 'B/s')} to a peer in another node" if between else ""
         few = f", from {a.least_ways} devices on" if a.least_ways > 1 else ""
         numbers.add_row(
             f"{a.algorithm}, {a.protocol}",
             f"{a.launch_s * 1e6:g} µs + {steps} µs a step, {a.bandwidth_fraction:.3g} of the bandwidth"
-            f"{most}{few}",
+            f"{most}{few}{', for programs that name it' if a.named else ''}",
         )
     measured = len(device.matmul_tables) + (device.memory_curve is not None) + len(m.collectives)
     numbers.add_row(

@@ -9,7 +9,8 @@ that w devices carry one tensor's bytes across.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.machine import Algorithm, CollectiveKind, Machine, Mesh, axis_levels, level_ways
 
-__all__ = ["DeviceGroup", "algorithms", "group", "lines"]
+__all__ = ["DeviceGroup", "algorithms", "by_library", "group", "lines"]
 
 # One-shot is used for all-reduce only, because libraries run the other kinds as rings.
 _DEFAULTS: tuple[tuple[Literal["ring", "tree", "one_shot", "direct"], tuple[CollectiveKind, ...]], ...] = (
@@ -61,8 +62,9 @@ def group(mesh: Mesh, axes: int, machine: Machine) -> DeviceGroup:
 
 def algorithms(machine: Machine) -> tuple[Algorithm, ...]:
     """The machine's own algorithms, or else ring, binary tree, one-shot and direct at the levels' latencies."""
-    if machine.algorithms:
-        return machine.algorithms
+    own = tuple(a for a in machine.algorithms if not a.named)
+    if own:
+        return own
     steps = tuple(level.latency_s for level in machine.levels)
     return tuple(
         Algorithm(algorithm=name, protocol="default", launch_s=0.0, step_s=steps, kinds=kinds)
@@ -70,15 +72,27 @@ def algorithms(machine: Machine) -> tuple[Algorithm, ...]:
     )
 
 
+def by_library(machine: Machine, names: Sequence[str]) -> Machine:
+    """The machine on which the first known of these libraries runs the collectives that it is for, and nothing else
+    does; the machine itself if it knows none."""
+    named = {a.protocol: a for a in machine.algorithms if a.named}
+    chosen = next((named[name] for name in names if name in named), None)
+    if chosen is None:
+        return machine
+    others = (a for a in algorithms(machine) if not set(a.kinds) & set(chosen.kinds))
+    return replace(machine, algorithms=(*others, replace(chosen, named=False)))
+
+
 def _seconds_per_byte(machine: Machine, g: DeviceGroup, a: Algorithm) -> list[float]:
     """For each level: the seconds in which a device sends one byte at this level while all other devices send, too."""
     out = []
-    for level, w, stretch, ring in zip(machine.levels, g.ways, g.stretch, g.ring, strict=True):
+    most = (a.most_bytes_per_s, *[a.most_between_bytes_per_s or a.most_bytes_per_s] * (len(g.ways) - 1))
+    for level, w, stretch, ring, bound in zip(machine.levels, g.ways, g.stretch, g.ring, most, strict=True):
         bandwidth = level.bandwidth_at_ways.get(w, level.bandwidth_bytes_per_s)
         rate = bandwidth * level.efficiency * a.bandwidth_fraction
         if level.topology == "torus":
             rate *= (2 if ring else 1) / stretch
-        out.append(1 / min(rate, a.most_bytes_per_s or rate))
+        out.append(1 / min(rate, bound or rate))
     return out
 
 

@@ -63,6 +63,7 @@ def scaled(machine: Machine, factors: Mapping[str, float]) -> Machine:
                 launch_s=a.launch_s * steps,
                 step_s=tuple(s * steps for s in a.step_s),
                 most_bytes_per_s=a.most_bytes_per_s * links,
+                most_between_bytes_per_s=a.most_between_bytes_per_s * links,
             )
             for a in machine.algorithms
         ),

@@ -40,6 +40,8 @@ __all__ = [
 ]
 
 BUCKET_BYTES = float(25 << 20)
+_NEWER_OF_ALGORITHMS = {"most_bytes_per_s", "most_between_bytes_per_s", "least_ways", "named"}
+"""Fields that are newer than the digests in layouts."""
 
 CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "broadcast"]
 COLLECTIVES: tuple[CollectiveKind, ...] = (
@@ -290,10 +292,13 @@ class Algorithm:
     bandwidth_fraction: the fraction of the level's bandwidth that it reaches.
     most_bytes_per_s: what a device sends at most, however fast its links are: a protocol that tests each line for a
         flag is bound by the units that it runs on. 0: no such bound.
+    most_between_bytes_per_s: the same between units of the innermost level: a library sends to a peer in another node
+        on few channels, each of which one unit serves. 0: no such bound of its own.
     least_ways: the fewest devices for which the library takes it.
     kinds: the collectives that it runs; empty means all for which the algorithm is possible.
     peers_at_once: the number of messages that "direct" keeps in flight.
     chain_levels: the number of innermost levels on which a "tree" is a chain (NCCL: 1, within the node).
+    named: whether only programs that name the protocol use it: it is another library's (``Program.exchange``).
     """
 
     algorithm: Literal["ring", "tree", "one_shot", "direct", "in_network"]
@@ -302,10 +307,12 @@ class Algorithm:
     step_s: tuple[NotNegative, ...]
     bandwidth_fraction: Share = 1.0
     most_bytes_per_s: NotNegative = 0.0
+    most_between_bytes_per_s: NotNegative = 0.0
     least_ways: AtLeastOne = 1
     kinds: tuple[CollectiveKind, ...] = ()
     peers_at_once: AtLeastOne = 1
     chain_levels: Count = 0
+    named: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -469,9 +476,9 @@ class Machine:
             if not content["device"][key]:
                 del content["device"][key]
         for algorithm in content["algorithms"]:
-            for key, default in (("most_bytes_per_s", 0.0), ("least_ways", 1)):
-                if algorithm[key] == default:
-                    del algorithm[key]
+            for f in dataclasses.fields(Algorithm):
+                if f.name in _NEWER_OF_ALGORITHMS and algorithm[f.name] == f.default:
+                    del algorithm[f.name]
         for curve in (content["device"].get("attention"), *content["device"].get("attention_kernels", ())):
             for key in ("wave_s", "softmax"):
                 if curve is not None and not curve[key]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pase.costmodels.analytic import Analytic
+from pase.costmodels.collectives import by_library
 from pase.errors import Infeasible
 from pase.files.json_values import JsonObject
 from pase.ir import Graph, Remark
@@ -130,6 +131,8 @@ def price_strategy(
                 fix=f"leave out precision={s.precision}, or name another machine",
             )
         graph = in_fp8(graph, dtype)
+    if program.exchange and isinstance(model, Analytic):
+        model = Analytic(by_library(model.machine, program.exchange), flat=model.flat, steady=model.steady)
     placed = place(graph, s, model, whole_logits=program.whole_logits)
     parts = parts_of(graph, placed, s, program, model, share, written_out)
     stages = s.pipeline * s.chunks

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pase.costmodels import get
 from pase.costmodels.analytic import Analytic
+from pase.costmodels.collectives import by_library
 from pase.errors import PaseError
 from pase.machine import Algorithm, CostModel, axis_levels, load, meshes, names
 from tests.costmodels.machines import KINDS, axes, flat, kinds, nested, sizes_of_buffers, torus
@@ -125,6 +126,33 @@ def test_all_to_all_waits_for_as_many_messages_as_it_cannot_keep_in_flight():
     model = Analytic(nested(4, algorithms=(direct, RING)))
     got = float(model.collective("all_to_all", axes(4, 4), 3, 1e-3))
     assert got == pytest.approx(1e-3 + 2 * 1e-6 + 6 * 1e-4)
+
+
+def test_a_send_to_another_node_is_bound_by_its_channels():
+    """It is not within the node, nor is anything that no bound is stated for."""
+    send = Algorithm(algorithm="direct", protocol="p", launch_s=0.0, step_s=(0.0, 0.0), kinds=("permute",))
+    rates = {}
+    for bound in (0.0, 1e9):
+        model = Analytic(nested(4, algorithms=(replace(send, most_between_bytes_per_s=bound), RING)))
+        rates[bound] = [1e9 / float(model.collective("permute", axes(4, 4), a, 1e9)) for a in (1, 2)]
+    assert rates[1e9][0] == pytest.approx(1e9)
+    assert rates[0.0][0] > 2e9
+    assert rates[1e9][1] == rates[0.0][1]
+
+
+def test_another_library_runs_what_it_is_for_if_it_is_named():
+    """Otherwise the machine's own does."""
+    own = Algorithm(
+        algorithm="direct", protocol="own", launch_s=2e-3, step_s=(0.0, 0.0), kinds=("all_to_all",)
+    )
+    fast = replace(own, protocol="other", launch_s=1e-3, named=True)
+    machine = nested(4, algorithms=(own, fast, RING))
+    for names_, start in (((), 2e-3), (("unknown",), 2e-3), (("unknown", "other"), 1e-3)):
+        model = Analytic(by_library(machine, names_))
+        assert float(model.collective("all_to_all", axes(4, 4), 3, 1e-3)) == pytest.approx(start)
+        assert float(model.collective("all_gather", axes(4, 4), 3, 1e-3)) < 1e-3
+    slower = Analytic(by_library(nested(4, algorithms=(fast, replace(own, launch_s=5e-4))), ("other",)))
+    assert float(slower.collective("all_to_all", axes(4, 4), 3, 1e-3)) == pytest.approx(1e-3)
 
 
 def test_torus_uses_both_dims_at_once_and_closes_rings():
