@@ -1,13 +1,16 @@
-"""Makes a machine file from a table of ops that others measured on that machine: constants of products and attention.
+"""Makes a machine file from a table of ops that others measured on that machine: constants of products, of attention
+and of copies, and collectives.
 
 The table is a CSV file with the columns ``op,dtype,shape,seconds``, or SimuMax's file of a system (JSON with
 "accelerator", whose ops have the part of the peak that each shape reaches). ``op`` is one of
 
 - product: batch x m x n x k;
 - accumulated product: the same, of which the result is added to a float32 sum in memory;
-- attention, attention backward: heads x positions x width, causal.
+- attention, attention backward: heads x positions x width, causal;
+- all_reduce, reduce_scatter, all_gather, all_to_all: devices of a node x bytes, as in ``CostModel.collective``;
+- copy: bytes that it reads and writes.
 
-A third of the rows, by the checksum of their shape, is kept back from the fit and judges it.
+A third of the products, by the checksum of their shape, is kept back from the fit and judges it.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ import numpy as np
 from pase.calibrate.figures import PricedOp, figures, fitted, prices, product
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
-from pase.machine import AttentionKernel, CostModel, Machine
+from pase.machine import AttentionKernel, CollectiveCurve, CollectiveKind, CostModel, Curve, Machine
 
 __all__ = ["OpTime", "read_table", "with_table"]
 
-_OPS = {"product": 4, "accumulated product": 4, "attention": 3, "attention backward": 3}
+_SENT: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+_OPS = {"product": 4, "accumulated product": 4, "attention": 3, "attention backward": 3, "copy": 1}
+_OPS |= {kind: 2 for kind in _SENT}
 """Op -> the number of its extents."""
 _MOST_BYTES = 50 << 20
 _KEPT_OF = 3
@@ -114,13 +119,48 @@ def _of_system(tree: Mapping[str, Any]) -> Iterator[OpTime]:
                 seconds=factor * 4 * heads * s * s * d / (part * peak),
             )
 
+    if "networks" in tree:
+        yield from _of_links(tree["networks"]["high_intra_node"], int(tree["num_per_node"]))
+    if "bandwidth" in tree["accelerator"]:
+        copies = tree["accelerator"]["bandwidth"]["default"]
+        rate = float(copies["gbps"]) * 2**30 * float(copies["efficient_factor"])
+        yield OpTime(op="copy", dtype="bfloat16", shape=(float(2**30),), seconds=2**30 / rate)
+
+
+_SIMUMAX_KINDS: Mapping[CollectiveKind, str] = {
+    "all_reduce": "all_reduce",
+    "reduce_scatter": "reduce_scatter",
+    "all_gather": "all_gather",
+    "all_to_all": "all2all",
+}
+_LINE_BYTES = (2.0**16, 2.0**26, 2.0**34)
+
+
+def _of_links(links: Mapping[str, Any], devices: int) -> Iterator[OpTime]:
+    """Collectives by SimuMax's lines of them (simumax/core/config.py, compute_net_op_time): a latency for each step of
+    a ring, one for the call, and a part of the bandwidth. Its sends would be faster than the links: they are left
+    out."""
+    for kind, theirs in _SIMUMAX_KINDS.items():
+        op = links["op"][theirs]
+        rate = float(links["bandwidth"]["gbps"]) * 2**30 * float(op["efficient_factor"])
+        scale, offset = float(op["scale"]), float(op["offset"])
+        for ways in (2**i for i in range(1, devices.bit_length())):
+            once = op["fixed_latency_us_by_comm_num"].get(str(ways), op["fixed_latency_us"])
+            start = 1e-6 * (float(op["latency_us"]) * (ways + offset) * scale + float(once))
+            for nbytes in _LINE_BYTES:
+                moved = nbytes * scale * (1 + offset / ways)
+                yield OpTime(
+                    op=kind, dtype="bfloat16", shape=(float(ways), nbytes), seconds=start + moved / rate
+                )
+
 
 def with_table(
     base: Machine, rows: list[OpTime], name: str, source: str, model: Callable[[Machine], CostModel]
 ) -> tuple[Machine, JsonObject]:
-    """Returns the base with the table's rates of products in bfloat16 and of long attention, and the products' errors.
+    """Returns the base with the table's rates of products in bfloat16, of long attention and of copies, and with its
+    collectives; and the products' errors.
 
-    The base must be a machine of the same card: what the table does not have (links, light ops, other dtypes) stays.
+    The base must be a machine of the same card: what the table does not have (other links, other dtypes) stays.
     Products were timed one after the other, so the card was at its power limit.
 
     model: prices products on a machine.
@@ -152,7 +192,15 @@ def with_table(
         sources["device.attention_kernels"] = (
             f"{source}, where it has both directions for {1e3 * _LONG_S:g} ms or longer; else {base.name}'s"
         )
-    machine = with_attention
+    machine = _with_copies(with_attention, [r for r in rows if r.op == "copy"])
+    if machine != with_attention:
+        sources["device.efficiency.memory"] = source
+    curves = _curves([r for r in rows if r.op in _SENT], len(base.levels))
+    if curves:
+        measured = {(c.kind, c.ways) for c in curves}
+        others = (c for c in base.collectives if (c.kind, c.ways) not in measured)
+        machine = replace(machine, collectives=(*others, *curves))
+        sources["collectives"] = source
     made = replace(
         machine,
         name=name,
@@ -215,3 +263,29 @@ def _with_attention(base: Machine, rows: list[OpTime]) -> Machine:
 
     kernels = tuple(merged(k) for k in base.device.attention_kernels)
     return replace(base, device=replace(base.device, attention_kernels=kernels))
+
+
+def _with_copies(base: Machine, rows: list[OpTime]) -> Machine:
+    """The base with the part of the memory bandwidth that the table's copies reach."""
+    if not rows:
+        return base
+    bandwidth = base.device.memory_bandwidth_bytes_per_s
+    part = min(float(np.median([r.shape[0] / r.seconds for r in rows])) / bandwidth, 1.0)
+    return replace(base, device=replace(base.device, efficiency={**base.device.efficiency, "memory": part}))
+
+
+def _curves(rows: list[OpTime], levels: int) -> list[CollectiveCurve]:
+    """A curve for each kind and number of devices with two sizes or more. Rows are of the innermost level."""
+    found: dict[tuple[CollectiveKind, int], dict[float, float]] = {}
+    for kind in _SENT:
+        for r in rows:
+            if r.op == kind:
+                found.setdefault((kind, int(r.shape[0])), {})[r.shape[1]] = r.seconds
+    out = []
+    for (kind, ways), times in found.items():
+        nbytes = sorted(times)
+        seconds = np.maximum.accumulate([times[n] for n in nbytes]).tolist()
+        if len(nbytes) > 1 and ways > 1:
+            curve = Curve(nbytes=tuple(nbytes), seconds=tuple(seconds))
+            out.append(CollectiveCurve(kind=kind, ways=(ways, *[1] * (levels - 1)), curve=curve))
+    return out

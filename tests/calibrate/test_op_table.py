@@ -12,7 +12,7 @@ import pytest
 from pase.calibrate.op_table import read_table, with_table
 from pase.costmodels.analytic import Analytic
 from pase.errors import PaseError
-from pase.machine import dumps, load, parse
+from pase.machine import dumps, load, mesh_from, parse
 
 
 def made_table(file, machine):
@@ -49,6 +49,25 @@ def test_the_machine_that_made_a_table_is_recovered(tmp_path):
     assert again.digest == machine.digest and "ops.csv" in again.sources["device.products"]
 
 
+def test_collectives_and_copies_of_a_table_are_the_machine_s(tmp_path):
+    """Kinds and sizes that the table does not have stay as they are."""
+    base = load("b200x8")
+    made_table(tmp_path / "ops.csv", base)
+    with (tmp_path / "ops.csv").open("a") as f:
+        f.write(
+            "all_gather,bfloat16,4x1e6,1e-4\nall_gather,bfloat16,4x1e8,2e-4\nall_reduce,bfloat16,8x1e6,1\n"
+        )
+        f.write(f"copy,bfloat16,1e9,{1e9 / (0.7 * base.device.memory_bandwidth_bytes_per_s)!r}\n")
+    machine, _ = with_table(base, read_table(tmp_path / "ops.csv"), "ours", "ops.csv", Analytic)
+    assert machine.device.efficiency["memory"] == pytest.approx(0.7)
+    mesh = mesh_from("data=2,model=4", 8)
+    new, old = (Analytic(m) for m in (machine, base))
+    assert float(new.collective("all_gather", mesh, 2, 1e8)) == pytest.approx(2e-4)
+    for kind, axes in (("all_reduce", 3), ("reduce_scatter", 2)):
+        assert new.collective(kind, mesh, axes, 1e8) == old.collective(kind, mesh, axes, 1e8)
+    assert parse(dumps(machine), "ours.toml").digest == machine.digest
+
+
 def test_simumax_s_system_file_is_such_a_table(tmp_path):
     key = "b=1, m=4096, k=8192, n=10240, layout=NT, accumulate=True, out_dtype=fp32"
     ops = {
@@ -58,6 +77,21 @@ def test_simumax_s_system_file_is_such_a_table(tmp_path):
     }
     (tmp_path / "system.json").write_text(json.dumps({"accelerator": {"op": ops}}))
     (row,) = read_table(tmp_path / "system.json")
+    sends = {"scale": 1, "offset": -1, "efficient_factor": 0.5, "latency_us": 2.0, "fixed_latency_us": 10.0}
+    sends["fixed_latency_us_by_comm_num"] = {"2": 30.0}
+    link = {
+        "bandwidth": {"gbps": 100.0},
+        "op": dict.fromkeys(("all_gather", "reduce_scatter", "all2all"), sends),
+    }
+    link["op"]["all_reduce"] = {**sends, "scale": 2}
+    copies = {"default": {"gbps": 8.0, "efficient_factor": 0.5}}
+    told = {"accelerator": {"op": ops, "bandwidth": copies}, "networks": {"high_intra_node": link}}
+    (tmp_path / "links.json").write_text(json.dumps(told | {"num_per_node": 8}))
+    found = {(r.op, *r.shape): r.seconds for r in read_table(tmp_path / "links.json")}
+    whole = 2.0**26 / (50 * 2**30)
+    assert found["all_gather", 8, 2.0**26] == pytest.approx(1e-6 * (2 * 7 + 10) + 7 / 8 * whole)
+    assert found["all_reduce", 2, 2.0**26] == pytest.approx(1e-6 * (2 * 2 * 1 + 30) + whole)
+    assert found["copy", 2.0**30] == pytest.approx(1 / 4)
     assert row.op == "accumulated product" and row.shape == (1, 4096, 10240, 8192)
     assert row.seconds == pytest.approx(2 * 4096 * 10240 * 8192 / (0.5 * 2250e12))
     with pytest.raises(PaseError, match="1 products in bfloat16"):
