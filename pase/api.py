@@ -248,7 +248,10 @@ class Plan(PlanData):
 def compile(
     model: Tree, params: Tree = None, *batch: Tree, options: CompileOptions, progress: Progress | None = None
 ) -> Plan:
-    """Find the best split of every layer over ``devices``, over all meshes, and predict its time and memory.
+    """Find the best split of every layer over ``devices``, over their meshes, and predict its time and memory.
+
+    Meshes have at most ``max_axes`` axes, and one of several that differ only in the order of axes over equal links is
+    searched; ``meshes="all"`` proves the answer over every mesh.
 
     model: "zoo:NAME?batch=…", "package.module:function" (which returns loss_fn, params, *batch), a JAX
         callable ``loss_fn(params, *batch) -> scalar`` followed by its example arguments (shapes are enough), a

@@ -128,7 +128,8 @@ def meshes(
 
     distinct: whether to drop meshes that differ from an earlier one only in the order of axes between which no link can
         distinguish (2x4 and 4x2 within one switch). Their configs are the same, and so are their costs, but for how a
-        dim that is split over both axes becomes one that is split over the outer of them only.
+        dim that is split over both axes becomes one that is split over the outer of them only (0.036% of
+        a step on 12 H100). A proof over every mesh prices them all.
 
     >>> from pase.machine import load
     >>> ["x".join(map(str, m.sizes)) for m in meshes(16, load("h100x8"), 2)]

@@ -75,7 +75,7 @@ def close_meshes(
     allowed: whether a strategy may be the answer, for instance under a memory limit.
     """
     best, bounds = found, {}
-    every = problem.meshes(None, problem.devices)
+    every = problem.meshes(None, problem.devices, distinct=False)
     more = [m for m in every if m.sizes not in searched]
     if not found.least:
         bounds, more = dict.fromkeys(more, 0.0), []

@@ -125,8 +125,10 @@ class SplitProblem:
             raise NotInParts(f"in {variant.accumulate} micro-batches, {why}")
         return replace(self, graph=graph, variant=variant)
 
-    def meshes(self, mesh: str | None, max_axes: int) -> list[Mesh]:
+    def meshes(self, mesh: str | None, max_axes: int, *, distinct: bool = True) -> list[Mesh]:
         """Return the meshes to search: the given one, or all with at most the allowed number of axes.
+
+        distinct: whether to drop meshes that differ from another only in the order of axes over equal links.
 
         If the problem has a form with axes, these are its meshes, with any number of axes.
 
@@ -146,7 +148,9 @@ class SplitProblem:
                 raise PaseError(why, where="mesh", fix=f"leave out mesh, or give it as {_text(own)}")
             return [asked if own is None or "=" in mesh else _named_after(self.graph, asked)]
         if own is None or own.devices != self.devices:
-            return meshes(self.devices, self.machine, max_axes, max_prime_axes=_MOST_PRIME_AXES)
+            return meshes(
+                self.devices, self.machine, max_axes, max_prime_axes=_MOST_PRIME_AXES, distinct=distinct
+            )
         every = meshes(self.devices, self.machine, max_axes, max_prime_axes=_MOST_PRIME_AXES, distinct=False)
         finer = [m for m in every if m.sizes != own.sizes and why_not(self.graph, m) is None]
         return [own, *(_named_after(self.graph, m) for m in finer)]
