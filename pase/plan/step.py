@@ -48,6 +48,7 @@ class Executor:
         writes memory, except that a function for which libraries have a kernel is one kernel.
     kernels: names of such functions that the user provides.
     masked: those among ``kernels`` that write a mask for backward to read.
+    inside: a function -> the one among ``kernels`` whose kernel does its work, too.
     host_s: the host's mean seconds per kernel launch, in forward and in backward; 0 if the program is launched as a
         whole.
     collective_s: the least time of a collective between products, including its launch; 0 if it takes what the cost
@@ -75,6 +76,7 @@ class Executor:
     overlapped: bool
     source: str
     traffic: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    inside: Mapping[str, str] = field(default_factory=dict)
 
 
 COMPILED = Executor(
@@ -269,7 +271,7 @@ def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_FusedKer
     for op in node.ops:
         if op.kind not in (*_LIGHT, "view"):
             continue
-        name = op.source.name
+        name = executor.inside.get(op.source.name, op.source.name)
         library = name in executor.kernels
         if groups and library and groups[-1][0] == name:
             groups[-1][1].append(op)

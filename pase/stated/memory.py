@@ -19,6 +19,7 @@ __all__ = ["RankMemory", "rank_memory"]
 class RankMemory:
     """Bytes on a rank.
 
+    gradients: and what stands in for those that a product has added to the sum (``Program.empty_gradient``).
     gathered: weights while they are gathered, and gradients while they are summed.
     logits: bytes at the loss.
     reserve: memory of the program's libraries and allocator.
@@ -99,7 +100,7 @@ def _rank(
         held, gathered, logits = held + working, gathered + summing, 0.0
     return RankMemory(
         parameters=b.weight * (apart if s.zero == 3 else elements),
-        gradients=b.gradient * (apart if s.zero >= 2 else elements),
+        gradients=b.gradient * (apart if s.zero >= 2 else elements) + p.empty_gradient * block.shapes,
         optimizer=b.state * (apart if s.zero >= 1 else elements),
         activations=held,
         gathered=gathered,

@@ -61,6 +61,7 @@ class Part:
     elements: parameters on the device, by the axes over which their gradients are summed.
     arrays: the same array by array, in the order of their first use: (axes, elements, number of such arrays).
     largest: elements of the largest array.
+    shapes: elements of one weight of each shape: of the experts on the device, those of one.
     saved: bytes that backward needs of one micro-batch without recomputation.
     kept: the same with the strategy's recomputation.
     entry: bytes of the part's input.
@@ -76,6 +77,7 @@ class Part:
     elements: dict[tuple[str, ...], float] = field(default_factory=dict)
     arrays: list[tuple[tuple[str, ...], float, float]] = field(default_factory=list)
     largest: float = 0.0
+    shapes: float = 0.0
     saved: float = 0.0
     kept: float = 0.0
     entry: float = 0.0
@@ -266,6 +268,18 @@ class _PartsInTheMaking:
             kernels = launches(self.graph, n, executor)[phase] / many
             part.host_s[i] += (kernels + more / self.copies(n.name) * (i + 1)) * executor.host_s[i]
 
+    def experts_of(self, n: Node) -> float:
+        """Return the number of experts on a device whose weights a parameter's node has; 1 without experts."""
+        stored = {a.tensor for op in n.ops for a in op.writes}
+        for m in self.graph.nodes:
+            for op in m.ops:
+                if op.kind == "matmul" and len(op.reads) == 2 and stored & {a.tensor for a in op.reads}:
+                    groups = set.intersection(*(set(a.map.dims) for a in (*op.factors, *op.writes)))
+                    every = math.prod(concrete_size(m.space[d].size, m.name) for d in groups)
+                    config = self.placed.strategy[m.name][None, :]
+                    return float(every / shards(config, dim_index(m, tuple(groups)), self.placed.mesh)[0])
+        return 1.0
+
     def experts_apart(self, n: Node, cfg: np.ndarray) -> float:
         """Return how many more products the host launches in forward because each expert of a device has its own.
 
@@ -341,6 +355,7 @@ class _PartsInTheMaking:
                     part.arrays.append((axes, local * many, 1 / many))
                     part.largest = max(part.largest, local * many)
                     part.elements[axes] = part.elements.get(axes, 0.0) + local
+                    part.shapes += local / self.experts_of(n)
 
     def add_kept(self) -> None:
         """Add what backward needs: what a compiler keeps, or what each kernel's own backward reads."""

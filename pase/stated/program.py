@@ -138,6 +138,8 @@ class Program:
     sums_overlap: gradient sums overlap with backward.
     sums_each: gradient sums run after each micro-batch, not once per step.
     sums_whole: gradient sums are all-reduces, of which ZeRO-1 and 2 keep a shard.
+    empty_gradient: bytes of an element of what the program hands to autograd in place of a gradient that a product has
+        added to the sum: an array for each shape of a block's weights, which stays.
     adds_apart: a separate kernel adds a gradient to that of earlier micro-batches; otherwise the product does.
     whole_passes: passes over all gradients of the rank, once per step, whatever ZeRO shards.
     sends_overlap: transfers between stages overlap with compute.
@@ -185,6 +187,7 @@ class Program:
     sums_overlap: bool = True
     sums_each: bool = True
     sums_whole: bool = False
+    empty_gradient: float = 0.0
     adds_apart: bool = False
     whole_passes: float = 0.0
     sends_overlap: bool = False
@@ -268,6 +271,8 @@ _SYMMETRIC_MEMORY = Decomposition(after=0.0, summed=True)
 rank's own chunk is computed last; the others' are copied into its memory, stacked, and then added."""
 _TE_KERNELS = EAGER.kernels | {"rotate", "gated_forward", "feed_forward", "token_loss", "cross_entropy"}
 """Functions of the zoo's models for which Transformer Engine, Apex and Megatron-Core have one kernel."""
+_TE_INSIDE = {"silu": "gated_forward"}
+"""Megatron-Core's SwiGLU is one kernel, and keeps its operands alone (megatron/core/fusions/fused_bias_swiglu.py)."""
 
 for _p in (
     Program(
@@ -340,7 +345,7 @@ for _p in (
     Program(
         name="megatron",
         title="Megatron-Core with Transformer Engine",
-        executor=replace(EAGER, waits=False, collective_s=0.0, kernels=_TE_KERNELS),
+        executor=replace(EAGER, waits=False, collective_s=0.0, kernels=_TE_KERNELS, inside=_TE_INSIDE),
         attention=("cudnn", "flash2"),
         bytes=_MASTERS,
         selective=core_attention,
@@ -352,6 +357,7 @@ for _p in (
         decomposition=_USERBUFFERS,
         zero_in_stages=1,
         whole_passes=4.0,
+        empty_gradient=2.0,
         experts=AroundExperts(forward=5.0, backward=5.0, apart=True),
         logits=1.0,
         fp8_passes=0.0,
@@ -369,7 +375,7 @@ for _p in (
         "zero_in_stages: its FSDP runs with tensor, expert and context parallelism only (Megatron-LM#1455, and "
         "--use-torch-fsdp2 asserts one stage). whole_passes: megatron/core/distributed/param_and_grad_buffer.py zeroes "
         "the buffer of gradients, reads it for the check, and scales it (read and written). Products add to it "
-        "(gradient_accumulation_fusion)",
+        "(gradient_accumulation_fusion). empty_gradient: transformer_engine/pytorch/module/base.py, get_dummy_wgrad",
     ),
     Program(
         name="megatron_2021",

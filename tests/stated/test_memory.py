@@ -57,3 +57,27 @@ def test_what_zero_splits_is_split():
         assert m.parameters == pytest.approx(whole.parameters / (8 if z >= 3 else 1))
     elements = sum(t.elements for t in GRAPH.tensors.values() if t.role == "parameter")
     assert whole.parameters == 4 * elements
+
+
+def test_an_empty_gradient_of_each_shape_of_weight_stays():
+    """Transformer Engine hands it to autograd: one for the weights of all blocks, whatever ZeRO splits."""
+    megatron = PROGRAMS["megatron"]
+    plain = replace(megatron, empty_gradient=0.0)
+    block = sum(
+        t.elements / 4
+        for name, t in GRAPH.tensors.items()
+        if t.role == "parameter" and GRAPH.producer[name].name.startswith("blocks")
+    )
+    for s, ways in (("dp=8,zero=1,micro=1", 1), ("dp=2,tp=4,sp,micro=1", 4)):
+        more, less = (price(s, program=p).memory for p in (megatron, plain))
+        assert more.gradients - less.gradients == pytest.approx(2 * block / ways, rel=1e-3)
+        assert more.total - less.total == pytest.approx(more.gradients - less.gradients)
+
+
+def test_swiglu_is_one_kernel_that_keeps_its_operands_alone():
+    """Separate kernels keep the result of SiLU, too, and pass over the layer's widest arrays more often."""
+    one = PROGRAMS["megatron"]
+    two = replace(one, executor=replace(one.executor, inside={}))
+    joined, apart = (price("dp=8,zero=1", program=p) for p in (one, two))
+    assert apart.memory.activations - joined.memory.activations == pytest.approx(4 * 2 * 512 * 14336 * 2)
+    assert joined.step_s < apart.step_s
