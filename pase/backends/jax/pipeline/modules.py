@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from jax import Device as JaxDevice
     from optax import GradientTransformation
 
+    from pase.plan.gradient_check import GradientCheck
+
 __all__ = ["StagedModel", "StagedModulePlan", "staged_of_modules"]
 
 
@@ -82,6 +84,11 @@ class StagedModulePlan:
 
         return graded
 
+    def check(self, model: StagedModel, *batch: Tree, **options: Tree) -> GradientCheck:
+        """Check that a step in stages computes the gradient of the loss, like ``JaxPlan.check``, which lists the
+        options."""
+        return self.inner.check(model.params, *batch, model.state, **options)
+
     def train_step(
         self,
         optimizer: GradientTransformation,
@@ -89,9 +96,13 @@ class StagedModulePlan:
         *,
         donate: bool = True,
         lowering: Lowering = "auto",
+        check: bool = False,
     ) -> Callable[..., tuple[Tree, Tree, Tree]]:
-        """step(model, opt_state, *batch) -> (model, opt_state, loss) for an optax optimizer."""
-        run = self.inner.train_step(optimizer, mesh, donate=donate, lowering=lowering)
+        """step(model, opt_state, *batch) -> (model, opt_state, loss) for an optax optimizer.
+
+        check: at the first call, run ``check`` first, and raise PaseError if a gradient is off.
+        """
+        run = self.inner.train_step(optimizer, mesh, donate=donate, lowering=lowering, check=check)
 
         def step(model: StagedModel, opt_state: Tree, *batch: Tree) -> tuple[Tree, Tree, Tree]:
             params, opt_state, value = run(model.params, opt_state, *batch, model.state)

@@ -39,6 +39,7 @@ def test_a_model_that_writes_nothing_runs_in_stages() -> None:
     expected = unsharded(squares, args, 2)
     plan = pase.compile(squares, Stack(rngs()), BATCH, devices=4, pipeline=2, accumulate=2)
     model, batch = plan.jax.device_put(Stack(rngs()), BATCH)
+    assert plan.jax.check(model, batch, most_lines=1).verdict == "agrees"
     step, state = plan.jax.train_step(OPTIMIZER), plan.jax.init(OPTIMIZER, model)
     losses = []
     for _ in range(2):
