@@ -11,9 +11,11 @@ import jax
 import optax
 import pytest
 
+import pase
 from bench.cases.plans import DEVICES, reduced
 from pase.backends.audit.xla import unsharded_step
 from pase.schedule.plan import Update
+from tests.backends.jax.nnx_models import BATCH, OPTIMIZER, Dropped, rngs, squares
 from tests.backends.jax.steps.test_delayed import scheduled
 from tests.program import COMPILED_QUICKLY
 
@@ -44,9 +46,11 @@ for _ in range(2):
     print("loss", float(loss), flush=True)
 assert any(not leaf.is_fully_addressable for leaf in jax.tree.leaves(params))
 
-from tests.backends.jax.test_processes import delayed_losses
+from tests.backends.jax.test_processes import delayed_losses, module_losses
 for loss in delayed_losses():
     print("late", loss, flush=True)
+for loss in module_losses():
+    print("module", loss, flush=True)
 """
 
 
@@ -61,6 +65,18 @@ def delayed_losses():
     state = plan.jax.init(optimizer, params)
     for _ in range(5):
         params, state, loss = step(params, state, batch)
+        yield float(loss)
+
+
+def module_losses():
+    """The losses of a module with random streams, on all devices. It is placed, and then placed again."""
+    model = Dropped(rngs())
+    plan = pase.compile(squares, model, BATCH, devices=DEVICES, mesh="2x4")
+    step = plan.jax.train_step(OPTIMIZER)
+    model, batch = plan.jax.device_put(*plan.jax.device_put(model, BATCH))
+    state = plan.jax.init(OPTIMIZER, model)
+    for _ in range(2):
+        model, state, loss = step(model, state, batch)
         yield float(loss)
 
 
@@ -97,8 +113,9 @@ def test_two_processes():
         [float(line.split()[1]) for line in out.splitlines() if line.startswith("loss")] for out, _ in said
     ]
     assert losses[0] == losses[1]
-    late = [[float(x.split()[1]) for x in out.splitlines() if x.startswith("late")] for out, _ in said]
-    assert late[0] == late[1] == pytest.approx(list(delayed_losses()), rel=1e-5)
+    for name, here in (("late", delayed_losses), ("module", module_losses)):
+        found = [[float(x.split()[1]) for x in out.splitlines() if x.startswith(name)] for out, _ in said]
+        assert found[0] == found[1] == pytest.approx(list(here()), rel=1e-5)
 
     model = reduced("gpt2").model
     params, batch = model.init(0)

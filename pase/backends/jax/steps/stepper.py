@@ -174,14 +174,29 @@ def _placed(x: Tree, sharding: Tree) -> Tree:
 
 
 def global_array(leaf: Tree, sharding: NamedSharding) -> Array:
-    """A copy of an array in the given layout. With several processes, each must pass the whole array."""
+    """A copy of an array in the given layout. With several processes, each must pass the whole array, unless the array
+    lies on the devices of all of them already."""
     import jax
     import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
 
     if jax.process_count() == 1:
         # The step donates its arguments, so none of them may share memory with the caller's arrays.
         mine = jax.numpy.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf
         return jax.device_put(mine, sharding)
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        copied: Array = jax.jit(jax.numpy.copy, out_shardings=sharding)(leaf)
+        return copied
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        spec = [
+            *sharding.spec,
+            *[None] * (leaf.ndim - len(sharding.spec)),
+            None,
+        ]  # a key's words are not split
+        words = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+        return jax.random.wrap_key_data(
+            global_array(jax.random.key_data(leaf), words), impl=jax.random.key_impl(leaf)
+        )
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
