@@ -24,7 +24,7 @@ PASE_DATA ?= ../shared/data
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-release test-corpus test-root test-data test-gpu-compiler test-wheel lint format netlab docs screenshots clean
+.PHONY: help install demo test test-all test-release test-corpus test-root test-data test-maxtext test-gpu-compiler test-wheel lint format netlab docs screenshots clean
 
 help: ## list the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ test-root: $(STAMP) ## the tests that need root and iproute2: networks of namesp
 
 test-data: $(STAMP) ## the tests on recorded data: make test-data PASE_DATA=FOLDER (docs/how-to/replay.md, docs/explanation/search.md)
 	PASE_DATA=$(PASE_DATA) $(BIN)/python -m pytest -n $(JOBS) -m data $(ARGS)
+
+test-maxtext: $(STAMP) ## what is written for MaxText, read by it: make test-maxtext PASE_MAXTEXT=PYTHON, one that has MaxText
+	PASE_MAXTEXT=$(PASE_MAXTEXT) $(BIN)/python -m pytest -m maxtext $(ARGS)
 
 test-gpu-compiler: $(STAMP) ## the tests with XLA's compiler for CUDA, in an environment of their own (450 MB; no GPU needed)
 	$(PYTHON) -m venv .venv-gpu-compiler

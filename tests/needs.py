@@ -8,6 +8,7 @@ other reason fails the run.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -75,6 +76,11 @@ NEEDS = {
         what="the libraries of the programs in bench/programs",
         how="make test-corpus",
         missing=_installed,
+    ),
+    "maxtext": Need(
+        what="MaxText, which needs Python 3.12 and an environment of its own",
+        how="make test-maxtext PASE_MAXTEXT=PYTHON, one that has MaxText",
+        missing=lambda: None if os.environ.get("PASE_MAXTEXT") else "PASE_MAXTEXT names no interpreter",
     ),
     "root": Need(
         what="root and iproute2, for networks of namespaces",

@@ -34,6 +34,8 @@ class TargetAxis:
     at_least: the fewest devices along it.
     model_dim: for "shard", whether it splits only the dim that most weights share, so that one rule holds for all of
         them; otherwise it splits the largest dim of each.
+    weights_alone: for "shard", whether parameters that no product and no look-up reads, such as scales of norms, are
+        whole along it.
     whole_logits: for tensor parallelism, whether logits are gathered before the loss.
     """
 
@@ -41,6 +43,7 @@ class TargetAxis:
     use: AxisUse
     at_least: int = 1
     model_dim: bool = False
+    weights_alone: bool = False
     whole_logits: bool = False
 
     @property

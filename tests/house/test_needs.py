@@ -61,7 +61,16 @@ def test_what_not_every_machine_has_is_asked_for_by_a_mark():
 
 def test_what_may_be_skipped_and_the_command_that_runs_it():
     """Each need has a make target that runs its tests."""
-    assert set(NEEDS) == {"torch", "gpu_compiler", "minutes", "release", "corpus", "root", "data"}
+    assert set(NEEDS) == {
+        "torch",
+        "gpu_compiler",
+        "minutes",
+        "release",
+        "corpus",
+        "maxtext",
+        "root",
+        "data",
+    }
     targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
     for need in NEEDS.values():
         assert " (" not in need.reason  # the details of a skipped test follow in brackets

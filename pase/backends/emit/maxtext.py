@@ -2,7 +2,8 @@
 
 MaxText splits its mesh in two: ``ici_*`` axes within a slice (on GPUs, a node), and ``dcn_*`` axes across slices. Its
 own rules from logical axes to mesh axes then give the layouts: ``embed`` over ``fsdp``; heads, hidden units and
-vocabulary, and positions between layers, over ``tensor_sequence`` (src/maxtext/configs/base.yml, August 2026).
+vocabulary, and positions between layers, over ``tensor_sequence``; scales of norms are whole on every device
+(src/maxtext/configs/base.yml of MaxText 0.2.5, October 2026).
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ TARGETS.add(
                 name="rules",
                 axes=(
                     TargetAxis(name="data", use="replicate"),
-                    TargetAxis(name="fsdp", use="shard", model_dim=True),
+                    TargetAxis(name="fsdp", use="shard", model_dim=True, weights_alone=True),
                     TargetAxis(name="tensor_sequence", use="tensor_sequence"),
                 ),
             ),

@@ -105,13 +105,19 @@ class FormLimit:
         """The nodes that read weights."""
         return frozenset(w.node for w in self._roles.weights)
 
+    @cached_property
+    def _weights(self) -> frozenset[str]:
+        """The parameters that products and look-ups read."""
+        return frozenset(w.parameter for w in self._roles.weights)
+
     def alike(self, node: Node) -> Hashable:
         """Nodes with equal dims for which this is equal may have the same configs."""
         rules = tuple(access_rules(node)) if self.form.one_axis_a_dim else ()
         if not self.form.axes:
             return rules
         r = self._roles
-        return rules, r.alike[node.name], tuple(r.dims(node, r.model)), node.name in self._readers
+        reads, weight = node.name in self._readers, node.name in self._weights
+        return rules, r.alike[node.name], tuple(r.dims(node, r.model)), reads, weight
 
     def allowed(self, node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         """bool [K]: whether each config can be expressed. cfg: int8 [K, axes]."""
@@ -145,7 +151,9 @@ class FormLimit:
         ok = ok & only(cfg, model, [*split, NOT_SPLIT])
         ok &= only(cfg, [i for a, i in used if a.use == "replicate"], [NOT_SPLIT])
         for a, i in used:
-            if a.use == "shard" and a.model_dim:
+            if a.use == "shard" and a.weights_alone and node.name not in self._weights:
+                ok &= only(cfg, [i], [NOT_SPLIT])
+            elif a.use == "shard" and a.model_dim:
                 ok &= _not_whole(only(cfg, [i], [*r.dims(node, r.model), NOT_SPLIT]), cfg, i)
             elif a.use == "shard":
                 taken = split if model else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pase.baselines.flow import roles
 from pase.compiler.problem.limits import form_meshes
 from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.resolve import resolve
@@ -18,16 +19,17 @@ FORMS = [(name, form) for name, target in TARGETS.items() for form in target.for
 @pytest.mark.parametrize(("target", "form"), FORMS, ids=lambda x: getattr(x, "name", x))
 def test_each_axis_splits_what_it_is_for(target: str, form: TargetForm) -> None:
     """On every mesh, each node has a config. A sharding axis splits every matrix, an axis that replicates splits no
-    parameter, and an axis of one device splits nothing."""
+    parameter, and an axis of one device splits nothing. Along an axis for weights alone, scales of norms are whole."""
     problem = SplitProblem.of(resolve(MODEL).graph, 8, None, "analytic", "adam", "none", form)
-    meshes = problem.meshes(None, 3)
-    assert meshes
+    meshes, weights = problem.meshes(None, 3), {w.parameter for w in roles(problem.graph).weights}
+    assert meshes and weights
     for mesh in meshes:
         for node, cfg in zip(problem.graph.nodes, problem.pricing.configs(mesh), strict=True):
             assert len(cfg), (mesh, node.name)
             for i, axis in enumerate(form.axes):
                 split = cfg[:, i] != NOT_SPLIT
-                if mesh.sizes[i] == 1 or (node.kind == "parameter" and axis.use == "replicate"):
+                whole = axis.use == "replicate" or (axis.weights_alone and node.name not in weights)
+                if mesh.sizes[i] == 1 or (node.kind == "parameter" and whole):
                     assert not split.any(), (mesh, node.name, axis)
                 elif node.kind == "parameter" and axis.use.startswith("shard") and len(node.space.dims) > 2:
                     assert split.all(), (mesh, node.name, axis)
