@@ -46,6 +46,7 @@ def run(folder: Path, rank: int) -> dict[str, Any]:
     return {
         "optimizers": {f"{o} {s}": optimized(c, s, o) for o in OPTIMIZERS for s in ("zero2", "random1@2")},
         "clipped": {s: clipped(c, s) for s in STRATEGIES},
+        "scaled": {s: scaled(c, s) for s in ("fsdp", "zero2")},
         "checkpoint": {
             f"{a} to {b}": checkpointed(c, a, b, folder)
             for a, b in (("fsdp", "random1@2"), ("ours@2", "zero2"))
@@ -88,6 +89,29 @@ def clipped(c: TorchCase, strategy: str) -> dict[str, float]:
         "gradients": _gradients_apart(module, alone),
         "was": float(usual),
     }
+
+
+def scaled(c: TorchCase, strategy: str) -> float:
+    """The difference after two steps of a user's own loop with a ``GradScaler``, of the gathered state."""
+    import torch
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    module, alone = copy.deepcopy(c.module), copy.deepcopy(c.module)
+    step = _plan(c, strategy).parallelize(module)
+    for m, run in ((module, step), (alone, alone)):
+        optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for _ in range(2):
+            scaler.scale(run(*c.batch)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return max(
+        (float((whole[k] - x).abs().max()) for k, x in alone.state_dict().items() if whole), default=0.0
+    )
 
 
 def checkpointed(c: TorchCase, first: str, then: str, folder: Path) -> float:

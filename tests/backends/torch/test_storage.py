@@ -30,6 +30,10 @@ def test_the_norm_of_gradients_is_that_of_the_whole_model(found: list[dict[str, 
             assert made["norm"] < 1e-12 and made["gradients"] < 1e-12
 
 
+def test_gradients_are_scaled_and_the_whole_state_is_gathered_on_rank_0(found: list[dict[str, Any]]) -> None:
+    assert all(apart < 1e-12 for rank in found for apart in rank["scaled"].values()), found[0]
+
+
 def test_a_checkpoint_is_loaded_under_another_plan(found: list[dict[str, Any]]) -> None:
     assert all(apart < 1e-12 for rank in found for apart in rank["checkpoint"].values()), found[0]
 
