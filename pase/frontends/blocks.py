@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from pase.errors import PaseError
 from pase.frontends.registry import NotInParts, Traced
-from pase.ir import Remark
 from pase.ir.blocks import Block
 from pase.registry import Registry
 
@@ -35,7 +34,6 @@ class BlockWays:
     batch_size: the number of examples in the batch.
     batch_inputs: the paths of the inputs that have the batch's dim.
     check_micro: raises NotInParts if the program itself shows that so many micro-batches would give other numbers.
-    micro_remarks: what a user should know of the micro-batches, given the whole model and the model on one of them.
     one_loop: whether the program has one loop of so many iterations whose iterations one program can run as stages.
     mean: a step takes the mean of its micro-batches' losses; otherwise their sum.
     hoists: a backend can run collectives of parameters once per step (``Hoisted``).
@@ -47,7 +45,6 @@ class BlockWays:
     batch_size: Callable[[Any], int]
     batch_inputs: Callable[[Any], frozenset[str]]
     check_micro: Callable[[Any, int], None] = lambda traced, micro_batches: None
-    micro_remarks: Callable[[Any, Any], tuple[Remark, ...]] = lambda whole, part: ()
     one_loop: Callable[[Any, int], bool] = lambda traced, blocks: False
     mean: bool
     hoists: bool

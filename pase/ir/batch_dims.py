@@ -25,12 +25,14 @@ class BatchDims:
     digits: the batch, major to minor: one digit, or several if a view factors it.
     held: dim -> the digits of the batch in it. Such a dim may contain other digits as well.
     trailing: for a dim in which the whole batch comes first, the elements that each example has in it.
+    walked: dim -> all its digits, each with its size.
     recut: reads that regroup the batch with a dim that it is merged with, as (node, tensor, map).
     """
 
     digits: _BatchDigits
     held: Mapping[_NodeDim, _BatchDigits]
     trailing: Mapping[_NodeDim, Size]
+    walked: Mapping[_NodeDim, tuple[tuple[Hashable, Size], ...]]
     recut: frozenset[tuple[str, str, AccessMap]]
 
     def of(self, n: Node, op: Op) -> frozenset[str]:
@@ -44,6 +46,16 @@ class BatchDims:
             return True
         walks = ([self._in(n, w) for w in a.map.walks] for a in (*op.reads, *op.writes))
         return any([x for x in each if x] not in ([], [self.digits]) for each in walks)
+
+    def inner(self, n: Node, walk: Walk) -> int | None:
+        """The elements that come after the batch in a tensor's dim; None if the batch is not whole in it."""
+        every = [x for d in walk.dims for x in self.walked.get((n.name, d), ())]
+        at = next((i for i, (x, _) in enumerate(every) if x in self.digits), 0)
+        stop = at + len(self.digits)
+        if not self.digits or tuple(x for x, _ in every[at:stop]) != self.digits or walk.window:
+            return None
+        size = product(size for _, size in every[stop:])
+        return size if isinstance(size, int) else None
 
     def _in(self, n: Node, walk: Walk) -> _BatchDigits:
         return tuple(x for d in walk.dims for x in self.held.get((n.name, d), ()))
@@ -89,6 +101,7 @@ def batch_dims(graph: Graph, cut: Collection[str]) -> BatchDims:
         digits=batch,
         held={d: found for d, found in held.items() if found},
         trailing={d: product(table.size(x) for x in xs[len(batch) :]) for d, xs in first.items()},
+        walked={d: tuple((x, table.size(x)) for x in xs) for d, xs in walked.items()},
         recut=frozenset((e.dst, e.tensor, e.access.map) for e in recut),
     )
 

@@ -226,6 +226,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "pase.backends.jax.pipeline": {
         "pase.backends.jax",
+        "pase.backends.jax.ops",
         "pase.backends.jax.spmd",
         "pase.backends.jax.steps",
     },

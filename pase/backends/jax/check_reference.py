@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -69,6 +69,12 @@ class Unsharded:
         if jax.process_count() > 1:
             return "the unsharded step needs one process that has all arrays"
         needed, free = unsharded_bytes(self.traced), _free_bytes(self.device)
+        many = self.micro_batches
+        if many > 1 and self.traced.drawn:
+            # The user's function on a micro-batch would draw other numbers than the step, so it takes the whole batch.
+            if self.traced.carried or self.traced.has_aux:
+                return "micro-batches draw their part of the batch's random numbers, and they return more than the loss"
+            needed, many = many * needed, 1
         if needed > free:
             return (
                 f"the unsharded step takes {bytes_text(needed)}, but one device has {bytes_text(free)} free"
@@ -76,14 +82,14 @@ class Unsharded:
         if self._fn is None:
             return "the plan has only the model's trace, not its function"
         args = (self._here(self.whole(steps.whole(steps.start))), *self._here(self.batch))
-        both = self._both(args, steps.coarsest)
+        both = replace(self, micro_batches=many)._both(args, steps.coarsest)
         if isinstance(both, str):
             return both
         mine = StepNumbers(
             results=steps.results, gradients=self._here(jax.tree.leaves(self.whole(steps.gradient_tree)))
         )
-        made = compared(steps, self.traced, _kind(self.micro_batches), True, mine, *both)
-        if self.micro_batches > 1 and self.micro_batches * needed <= free:
+        made = compared(steps, self.traced, _kind(many), True, mine, *both)
+        if many > 1 and many * needed <= free:
             self._remark(args, made, remarks)
         return made
 

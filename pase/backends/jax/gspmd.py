@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from pase.backends.jax.ops import attention, convolution, fourier
+from pase.backends.jax.ops.draws import Examples, drawn
 from pase.backends.jax.ops.jaxprs import KEPT, boundary, noted, places_only, unmerged
 from pase.frontends.jax.attention import call_of
 from pase.frontends.jax.control import by_platform, on_every_platform
@@ -68,6 +69,8 @@ class JaxprWalk:
     mesh: JaxMesh
     in_branch: bool = False
     """Whether this walk is inside of a branch of a conditional."""
+    examples: Examples | None = None
+    """Those of the micro-batch, if random numbers are drawn for them."""
 
     def _through(self, value: Array, placements: Sequence[Placement]) -> Array:
         import jax
@@ -170,8 +173,11 @@ class JaxprWalk:
                 ins[0] = unmerged(ins[0])
             if name == "dot_general":
                 ins = self._as_split(ins, names, at)
+            draw = traced.drawn.get(at)
             if places_only(eqn):
                 outs = ins
+            elif draw is not None and self.examples is not None:
+                outs = drawn(eqn, ins, draw, self.examples)
             else:
                 outs = evaluate(eqn, ins, info) if kernel is None else [kernel(*ins)]
             outs = [self.defined(x, t) for x, t in zip(outs, traced.results[at], strict=True)]

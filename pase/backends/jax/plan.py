@@ -15,6 +15,7 @@ from pase.backends.jax.check_plans import Against, CheckedStep, check_plan
 from pase.backends.jax.checkpoints import restored
 from pase.backends.jax.generation import part_of, threaded_arguments
 from pase.backends.jax.gspmd import JaxprWalk
+from pase.backends.jax.ops.draws import Examples
 from pase.backends.jax.ops.jaxprs import places_only
 from pase.backends.jax.padding import with_padding, without_padding
 from pase.backends.jax.spmd.lower import Lowering, Manual, lowered, lowerings, manual_or_annotated
@@ -128,7 +129,7 @@ class JaxPlan:
         """
         if self.logical_mesh.devices > 1 or self.blocks or self.schedule or self.unreduced_axes:
             return False
-        if self.hoisted != "none":
+        if self.hoisted != "none" or self.traced.drawn:
             return False
         todo = [self.traced.jaxpr.jaxpr]
         while todo:
@@ -255,18 +256,23 @@ class JaxPlan:
         made = lowered(lowering, mesh, Manual(plan=self, mesh=mesh).loss, self._constrained(mesh))
         return in_any_context(made)
 
+    def examples(self, micro: Array) -> Examples:
+        """The examples of a micro-batch with this number: every k-th one of the batch."""
+        return Examples(first=micro, step=self.accumulate)
+
     def _constrained(self, mesh: JaxMesh) -> Callable[..., Tree]:
         """The user's function with sharding constraints."""
         import jax
 
         closed = self.traced.jaxpr
 
-        def constrained(*args: Tree) -> Tree:
+        def constrained(*args: Tree, micro: Array | None = None) -> Tree:
             leaves = self.checked(args)
             if self.as_written:
                 outs = called(closed)(*leaves)
             else:
-                walk = JaxprWalk(plan=self, mesh=mesh)
+                examples = None if micro is None else self.examples(micro)
+                walk = JaxprWalk(plan=self, mesh=mesh, examples=examples)
                 leaves = [walk.defined(x, t) for x, t in zip(leaves, self.leaf_names(), strict=True)]
                 outs = walk.run(closed.jaxpr, closed.consts, leaves, "", {})
             out = combine(jax.tree.unflatten(self.traced.out_tree, outs), self.traced.kept_out)
@@ -374,16 +380,19 @@ class JaxPlan:
         return in_any_context(summed(self, made, kept, mesh))
 
     def graded(self, fn: Callable[..., Tree], mesh: JaxMesh) -> Callable[..., Tree]:
-        """f(params, *batch) -> (value, gradients of the trained leaves in their layouts), for the loss function fn."""
+        """f(params, *batch) -> (value, gradients of the trained leaves in their layouts), for the loss function fn.
+
+        It passes further arguments on to fn by name.
+        """
         import jax
 
         kept, aux = self.gradient_shardings(mesh), self.traced.has_aux
 
-        def graded(params: Tree, *batch: Tree) -> Tree:
+        def graded(params: Tree, *batch: Tree, **more: Tree) -> Tree:
             rest = untrained(arrays(params))
 
             def of(mine: Tree) -> Tree:
-                return fn(combine(mine, rest, params), *batch)
+                return fn(combine(mine, rest, params), *batch, **more)
 
             value, grads = jax.value_and_grad(of, has_aux=aux)(trained(arrays(params)))
             if mesh.size == 1:  # nothing to say, and XLA reads every constraint

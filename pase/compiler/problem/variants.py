@@ -69,8 +69,6 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
     graph = named(simplify(rematerialised(raw, variant.blocks), raw))
     if variant.accumulate > 1:
         _check_micro(traced, variant.accumulate)
-        part = _micro(traced, variant.accumulate)
-        graph = replace(graph, remarks=(*graph.remarks, *block_ways(traced).micro_remarks(traced, part)))
     exact = in_fp8(graph, FP8) if variant.precision == "fp8" else graph
     exact = decomposed(exact) if variant.decompose == "products" else exact
     return accumulated(exact, variant.accumulate, variant.hoisted)

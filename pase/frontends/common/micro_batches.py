@@ -10,13 +10,12 @@ from collections.abc import Callable, Collection, Iterator
 from itertools import zip_longest
 
 from pase.frontends.registry import NotInParts, Traced
-from pase.ir import Graph, Op, Place, Remark, named, simplify
+from pase.ir import Graph, Op, Place, named, simplify
 from pase.ir.batch_sums import BatchSums, ExamplesMeet, batch_sums, counting_ops
 from pase.ir.constants import number_power
-from pase.ir.functions import RANDOM
 from pase.ir.two_batches import Otherwise, PowersInGraph, TwoBatches, depends_on_data
 
-__all__ = ["check_mean", "draws_repeated", "examples_meet", "micro_sums"]
+__all__ = ["check_mean", "examples_meet", "micro_sums"]
 
 OnBatch = Callable[[int], Traced]
 """The model traced on a batch of so many examples."""
@@ -88,54 +87,6 @@ def check_mean(sums: BatchSums, graph: Graph, name: str, micro_batches: int) -> 
             f"a step takes the mean of its micro-batches' losses",
             fix="divide it by the batch's size (jnp.mean)",
         )
-
-
-def draws_repeated(whole: Traced, part: Traced, differing: Collection[str]) -> tuple[Remark, ...]:
-    """A remark for each line that draws random numbers for every example, but the same ones in each micro-batch.
-
-    whole, part: the model traced on the whole batch and on a micro-batch. differing: the paths of the parameters and
-    inputs that differ between micro-batches: the parts of the batch, and state that one passes on to the next. Numbers
-    that do not depend on the batch's size, such as noise on weights, are rightly the same.
-    """
-    differ = _reached(part.graph, differing)
-    drawn = zip(_draws(whole.graph), _draws(part.graph), strict=True)
-    return tuple(
-        dict.fromkeys(
-            Remark(
-                "state",
-                "each micro-batch draws the same random numbers, because the key does not change between them: return "
-                "the next key beside the loss and name it in carry, or pass one key per example in the batch",
-                str(mine.source),
-            )
-            for (_, every), (mine, own) in drawn
-            if every != own and not differ.intersection(a.tensor for a in mine.reads)
-        )
-    )
-
-
-def _draws(graph: Graph) -> Iterator[tuple[Op, tuple[object, ...]]]:
-    """The ops that draw random numbers, each with the shape that it draws."""
-    for n in graph.nodes:
-        for op in n.ops:
-            if op.function is RANDOM:
-                yield op, tuple(graph.tensors[op.writes[0].tensor].shape)
-
-
-def _reached(graph: Graph, paths: Collection[str]) -> set[str]:
-    """The tensors that depend on a parameter or an input with one of these paths, also through a loop's carry."""
-    found = {t.name for t in graph.tensors.values() if t.role in ("parameter", "input") and t.path in paths}
-    before = -1
-    while len(found) > before:
-        before = len(found)
-        for n in graph.nodes:
-            of_node = any(a.tensor in found for op in n.ops for a in op.reads)
-            for op in n.ops:
-                carried = (
-                    op.kind == "carry" and of_node
-                )  # what the last iteration passes on is read by another op
-                if carried or any(a.tensor in found for a in op.reads):
-                    found.update(a.tensor for a in op.writes)
-    return found
 
 
 def _sums(whole: Traced, part: Traced, graph: Graph, k: int, state_of_whole: bool) -> BatchSums:

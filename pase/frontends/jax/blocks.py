@@ -11,14 +11,13 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.frontends.blocks import BLOCKS, BlockWays
-from pase.frontends.common.micro_batches import draws_repeated
 from pase.frontends.common.repeats import crossing, equal_runs
+from pase.frontends.jax.draws import draws_of_batch
 from pase.frontends.jax.frontend import INLINED, TracedJax, inlined, inner_jaxpr, trace
 from pase.frontends.jax.leaves import combine
 from pase.frontends.jax.types import Aval, Eqn, Jaxpr, Var
 from pase.frontends.jax.versions import is_literal, scan_groups, source_line
 from pase.frontends.registry import NotInParts
-from pase.ir import Remark
 from pase.ir.blocks import Block
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ __all__ = [
     "micro",
     "on_batch",
     "one_loop",
-    "repeated_draws",
     "why_no_program",
 ]
 
@@ -151,7 +149,7 @@ def micro(traced: TracedJax, micro_batches: int) -> TracedJax:
 
     Inputs are cut along their first dim, if that is the batch (the first dim that most inputs have). Raises PaseError
     if the batch cannot be divided, and NotInParts if the model cannot be traced on a micro-batch, because its code or
-    its state contains the batch's size.
+    its state contains the batch's size, or if a micro-batch cannot draw its part of the batch's random numbers.
     """
     if micro_batches == 1:
         return traced
@@ -159,9 +157,12 @@ def micro(traced: TracedJax, micro_batches: int) -> TracedJax:
     if size % micro_batches:
         raise PaseError(f"a batch of {size} cannot be divided into {micro_batches} micro-batches")
     try:
-        return on_batch(traced, size // micro_batches)
+        made = on_batch(traced, size // micro_batches)
     except PaseError as e:
         raise NotInParts(f"'{traced.graph.name}' cannot run on parts of a batch of {size}: {e}") from e
+    paths, cut = (*traced.param_paths, *traced.input_paths), batch_inputs(traced)
+    differing = cut | {paths[i] for i in traced.carried}
+    return replace(made, drawn=draws_of_batch(traced, made, differing, cut))
 
 
 def on_batch(traced: TracedJax, examples: int) -> TracedJax:
@@ -269,12 +270,6 @@ def check_handed_on(whole: TracedJax, k: int) -> None:
             )
 
 
-def repeated_draws(whole: TracedJax, part: TracedJax) -> tuple[Remark, ...]:
-    """Remarks on random numbers that are the same in each micro-batch. part: the model on one of them."""
-    paths = (*whole.param_paths, *whole.input_paths)
-    return draws_repeated(whole, part, batch_inputs(whole) | {paths[i] for i in whole.carried})
-
-
 def _subtrees(
     form: PyTreeDef, avals: Sequence[Aval], at: int
 ) -> Iterator[tuple[PyTreeDef, list[tuple[object, object]]]]:
@@ -294,7 +289,6 @@ BLOCKS.add(
         batch_size=batch_size,
         batch_inputs=batch_inputs,
         check_micro=check_handed_on,
-        micro_remarks=repeated_draws,
         one_loop=one_loop,
         mean=True,
         hoists=True,

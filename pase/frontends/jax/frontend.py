@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from jax.sharding import Sharding
     from jax.tree_util import PyTreeDef
 
+    from pase.frontends.jax.draws import BatchDraw
+
 __all__ = [
     "INLINED",
     "KEPT_WHOLE",
@@ -110,6 +112,8 @@ class TracedJax(registry.Traced):
     """For a program with padded dims: the program as the user wrote it."""
     modules: ModuleFunction | None = field(default=None, repr=False, compare=False)
     """For a function of Flax NNX modules: how its arguments become those of the program."""
+    drawn: Mapping[Place, BatchDraw] = field(default_factory=dict, repr=False, compare=False)
+    """For the program of a micro-batch: the draws of which it has a part (``draws_of_batch``)."""
     shardings: tuple[Sharding | None, ...] = field(default=(), repr=False, compare=False)
     """The user's sharding of each input leaf. Empty if the program was traced on shapes alone."""
 

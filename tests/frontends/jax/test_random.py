@@ -1,12 +1,16 @@
-"""Random numbers in micro-batches: a key that does not change between them gives all of them the same numbers."""
+"""Random numbers in micro-batches: if their key does not change, each draws its part of the whole batch's numbers."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pase
+from pase.frontends.jax.blocks import micro
+from pase.frontends.jax.frontend import trace
+from pase.frontends.registry import NotInParts
 
 
 def _dropped(params, batch, key):
@@ -22,6 +26,14 @@ def _in_a_loop(params, batch, key):
 
     (h, _), _ = jax.lax.scan(layer, (batch @ params["up"], key), length=3)
     return jnp.mean(h @ params["down"])
+
+
+def _in_rows(params, batch, key):
+    """The batch is merged with the dims before and after it."""
+    h = jnp.tanh(batch @ params["up"])
+    seen = jnp.stack([h, h * h]).reshape(2 * len(batch), 4, 4).reshape(8 * len(batch), 4)
+    seen = seen * jax.random.normal(key, seen.shape)
+    return jnp.mean(seen.reshape(2, len(batch), 16) @ params["down"])
 
 
 def _noisy_weights(params, batch, key):
@@ -47,25 +59,55 @@ def _by_the_number_of_the_step(params, batch, step):
     return _dropped(params, batch, jax.random.fold_in(jax.random.key(0), step))
 
 
+KEY = jax.random.key(0)
+DRAWN = {
+    "a typed key": (_dropped, KEY),
+    "a raw key": (_dropped, jax.random.PRNGKey(0)),
+    "another generator": (_dropped, jax.random.key(0, impl="rbg")),
+    "in a loop": (_in_a_loop, KEY),
+    "in rows": (_in_rows, KEY),
+    "a key made of a number": (_by_the_number_of_the_step, 3),
+    "weights": (_noisy_weights, KEY),
+    "one key per example": (_per_example, jax.random.split(KEY, 16)),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    up, down, batch = (
+        jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(8, 16), (16, 8), (16, 8)])
+    )
+    return {"up": up, "down": down}, batch
+
+
 @pytest.mark.parametrize(
-    ("loss", "drawn_from", "carry", "repeated"),
-    [
-        (_dropped, jax.random.key(0), None, True),
-        (_dropped, jax.random.PRNGKey(0), None, True),
-        (_in_a_loop, jax.random.key(0), None, True),
-        (_by_the_number_of_the_step, 3, None, True),
-        (_noisy_weights, jax.random.key(0), None, False),
-        (_per_example, jax.random.split(jax.random.key(0), 16), None, False),
-        (_handed_on(_dropped), jax.random.key(0), {1: 1}, False),
-        (_handed_on(_in_a_loop), jax.random.key(0), {1: 1}, False),
-    ],
+    ("case", "lowering"),
+    [(case, "annotated") for case in DRAWN]
+    + [(case, "manual") for case in ("a typed key", "another generator", "in a loop", "in rows")],
 )
-def test_random_numbers_that_each_micro_batch_would_repeat_are_remarked(loss, drawn_from, carry, repeated):
-    params = {"up": jnp.ones((8, 16)), "down": jnp.ones((16, 8))}
-    args = (loss, params, jnp.ones((16, 8)), drawn_from)
-    plan = pase.compile(*args, devices=2, mesh="2", accumulate=2, carry=carry, baselines=False)
-    said = [r.kind for r in plan.noted if "the same random numbers" in r.what]
-    assert said == (["state"] if repeated else [])
-    if not repeated:
-        whole = pase.compile(*args, devices=2, mesh="2", carry=carry, baselines=False)
-        assert not any("the same random numbers" in r.what for r in whole.noted)
+def test_micro_batches_draw_what_the_whole_batch_draws(model, case, lowering):
+    loss, key = DRAWN[case]
+    params, batch = model
+    plan = pase.compile(loss, params, batch, key, devices=2, mesh="2", accumulate=4, baselines=False)
+    step = plan.jax.value_and_grad(lowering=lowering)
+    value, grads = step(*plan.jax.device_put(params, batch, key))
+    wanted, by = jax.value_and_grad(loss)(params, batch, key)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, by)
+
+
+@pytest.mark.parametrize("of", [_dropped, _in_a_loop])
+def test_a_key_that_is_handed_on_changes_between_micro_batches(model, of):
+    traced = trace(_handed_on(of), *model, KEY, carry={1: 1})
+    assert not micro(traced, 2).drawn
+    assert micro(trace(of, *model, KEY), 2).drawn
+
+
+def test_rows_whose_example_is_not_known_are_refused(model):
+    def loss(params, batch, key):
+        h = batch @ params["up"]
+        return jnp.mean(h @ params["down"]) + jnp.mean(jax.random.normal(key, (3 * len(batch),)))
+
+    with pytest.raises(NotInParts) as e:
+        micro(trace(loss, *model, KEY), 2)
+    assert "48 rows" in e.value.what and "test_random.py" in e.value.what

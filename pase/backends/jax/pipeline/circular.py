@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.gspmd import JaxprWalk
 from pase.backends.jax.pipeline.stages import Stage, StageWeight, stages_of
-from pase.backends.jax.pipeline.unreduced import UnreducedGroups, unreduced_groups
+from pase.backends.jax.pipeline.unreduced import UnreducedGroups, first_examples, unreduced_groups
 from pase.backends.jax.plan import JaxPlan
 from pase.backends.jax.spmd.lower import Lowering
 from pase.backends.jax.steps.micro_batches import micro_batch_stack, stacked_outs
@@ -201,6 +201,8 @@ class _CircularLoss:
         leaves = plan.checked(args, full=True)
         n = len(plan.traced.param_paths)
         batch = [self._micro_batches(i, x) for i, x in enumerate(leaves[n:])]
+        split = plan.split if plan.unreduced_groups is None else plan.unreduced_groups.splits[0]
+        firsts = jax.vmap(partial(first_examples, split.traced, m, plan.unreduced_groups))(jnp.arange(m))
         before, layers, after = plan.stages
 
         def each(stage: Stage, xs: Sequence[Array]) -> list[Array]:
@@ -208,7 +210,8 @@ class _CircularLoss:
             weights, run = self._weights(stage, leaves), self._mapped(stage)
             groups = [self._constrained(x.reshape(m // p, p, *x.shape[1:]), 1) for x in xs]
             mine = [
-                self._constrained(batch[i].reshape(m // p, p, *batch[i].shape[1:]), 1) for i in stage.batch
+                self._constrained(x.reshape(m // p, p, *x.shape[1:]), 1)
+                for x in (*(batch[i] for i in stage.batch), *firsts)
             ]
             _, outs = jax.lax.scan(lambda _, x: (None, run(weights, x[0], x[1])), None, (mine, groups))
             return [y.reshape(m, *y.shape[2:]) for y in outs]
@@ -231,7 +234,10 @@ class _CircularLoss:
                 for a, b in zip(held, new, strict=True)
             ]
             at = jnp.clip(t - rank, 0, m - 1)
-            mine = [self._constrained(jnp.take(batch[i], at, axis=0), 0) for i in layers.batch]
+            mine = [
+                self._constrained(jnp.take(x, at, axis=0), 0)
+                for x in (*(batch[i] for i in layers.batch), *firsts)
+            ]
             made = run(weights, mine, x)
             return [self._constrained(jnp.roll(y, 1, axis=0), 0) for y in made], made
 
@@ -248,7 +254,7 @@ class _CircularLoss:
         walk = JaxprWalk(plan=plan.split if groups is None else groups.splits[0], mesh=self.mesh)
 
         def run(weights: list[Array], batch: list[Array], entered: list[Array]) -> list[Array]:
-            return stage.run(walk, weights, batch, entered)
+            return stage.run(walk, weights, batch, entered, plan.accumulate)
 
         if groups is not None:
             run = jax.vmap(run, spmd_axis_name=groups.axes)

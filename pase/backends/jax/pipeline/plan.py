@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING, NamedTuple, Never
 
 from pase.backends.jax.check_plans import Against, CheckedStep
 from pase.backends.jax.pipeline.arrays import StackCut, is_cut, merged, registered
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from pase.frontends.jax.frontend import TracedJax
     from pase.plan.gradient_check import GradientCheck
 
-__all__ = ["JaxPipeline", "StagedStep", "one_program_of", "pipeline_of"]
+__all__ = ["JaxPipeline", "MicroBatchShare", "StagedStep", "one_program_of", "pipeline_of"]
 
 
 _OF_ONE_PROGRAM = frozenset(
@@ -64,6 +64,13 @@ _OF_ONE_PROGRAM = frozenset(
 )
 
 
+class MicroBatchShare(NamedTuple):
+    """Consecutive micro-batches of a step: the number of the first one, and how many the whole step has."""
+
+    first: int
+    of: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class JaxPipeline:
     """A pipelined plan in JAX, as returned by ``plan.jax``.
@@ -75,6 +82,8 @@ class JaxPipeline:
     pipeline: PipelinePlan
     splits: tuple[JaxPlan, ...]
     """The model on one micro-batch under each of the pipeline's strategies, on the mesh of one rank."""
+    share: MicroBatchShare | None = None
+    """Which of the step's micro-batches it runs; None for all of them."""
     _made: dict[JaxMesh, RunningStages] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -90,6 +99,11 @@ class JaxPipeline:
     @property
     def traced(self) -> TracedJax:
         return self.splits[0].traced
+
+    @property
+    def micro_batches(self) -> MicroBatchShare:
+        """Which of the step's micro-batches it runs."""
+        return self.share or MicroBatchShare(first=0, of=self.pipeline.micro_batches)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -305,16 +319,20 @@ class StagedStep:
 
 
 def pipeline_of(
-    traced: TracedJax, pipeline: PipelinePlan, logical_mesh: Mesh, remat: tuple[Block, ...]
+    traced: TracedJax,
+    pipeline: PipelinePlan,
+    logical_mesh: Mesh,
+    remat: tuple[Block, ...],
+    share: MicroBatchShare | None = None,
 ) -> JaxPipeline:
     """A pipelined plan in JAX whose stages are separate programs.
 
     traced: the model on one micro-batch. logical_mesh: the mesh of one rank. remat: the blocks to recompute for stages
-    for which the pipeline does not specify any.
+    for which the pipeline does not specify any. share: as in ``JaxPipeline``.
     """
     many = range(len(pipeline.strategies))
     splits = tuple(_split(traced, pipeline, logical_mesh, remat, i) for i in many)
-    return JaxPipeline(pipeline=pipeline, splits=splits)
+    return JaxPipeline(pipeline=pipeline, splits=splits, share=share)
 
 
 def one_program_of(

@@ -19,7 +19,13 @@ from pase.backends.jax.pipeline.arrays import StackCut, is_cut, registered
 from pase.backends.jax.pipeline.check import check_stages
 from pase.backends.jax.pipeline.circular import JaxCircular
 from pase.backends.jax.pipeline.placement import StagePlacement
-from pase.backends.jax.pipeline.plan import JaxPipeline, StagedStep, one_program_of, pipeline_of
+from pase.backends.jax.pipeline.plan import (
+    JaxPipeline,
+    MicroBatchShare,
+    StagedStep,
+    one_program_of,
+    pipeline_of,
+)
 from pase.backends.jax.pipeline.run import RunningStages
 from pase.errors import PaseError
 from pase.frontends.jax.blocks import split_inputs
@@ -324,12 +330,17 @@ def in_stages(plan: PlanData) -> JaxPipeline | JaxCircular | JaxReplicas:
     if not p.replicas:
         of = one_program_of if SCHEDULES[p.schedule].lockstep else pipeline_of
         return of(traced_by_jax(plan), p, plan.mesh, plan.remat)
-    traced = traced_by_jax(plan, sum(r.micro_batches for r in p.replicas))
+    many = [r.micro_batches for r in p.replicas]
+    traced = traced_by_jax(plan, sum(many))
     return JaxReplicas(
         replicas=tuple(
             pipeline_of(
-                traced, r.pipeline, Mesh(names=tuple(r.mesh), sizes=tuple(r.mesh.values())), plan.remat
+                traced,
+                r.pipeline,
+                Mesh(names=tuple(r.mesh), sizes=tuple(r.mesh.values())),
+                plan.remat,
+                MicroBatchShare(first=first, of=sum(many)),
             )
-            for r in p.replicas
+            for r, first in zip(p.replicas, itertools.accumulate(many, initial=0), strict=False)
         )
     )

@@ -16,6 +16,7 @@ from pase.backends.jax.pipeline.arrays import is_cut, joined, on_rank
 from pase.backends.jax.pipeline.placement import StagePlacement
 from pase.backends.jax.pipeline.programs import StageProgram, StagePrograms, stage_programs
 from pase.backends.jax.pipeline.stages import Stage, StageWeight
+from pase.backends.jax.pipeline.unreduced import first_examples
 from pase.frontends.jax.blocks import split_inputs
 from pase.frontends.jax.contexts import without_mesh
 from pase.frontends.jax.leaves import arrays, combine
@@ -92,12 +93,9 @@ class RunningStages:
             if not divided[i]:
                 return x
             x = x.reshape(x.shape[0] // m, m, *x.shape[1:])
-            spec = tuple(self.placement.arrives[i].spec)
-            placement = replace(
-                self.placement.arrives[i],
-                spec=type(self.placement.arrives[i].spec)(*spec[:1], None, *spec[1:]),
-            )
-            x = jax.lax.with_sharding_constraint(x, placement.on(rank))
+            placement, spec = self.placement.arrives[i], tuple(self.placement.arrives[i].spec)
+            within = replace(placement, spec=type(placement.spec)(*spec[:1], None, *spec[1:]))
+            x = jax.lax.with_sharding_constraint(x, within.on(rank))
             return jax.lax.dynamic_index_in_dim(x, micro, 1, keepdims=False)
 
         def in_lanes(i: int, x: Array) -> Array:
@@ -112,11 +110,14 @@ class RunningStages:
             x = x.reshape(groups.many, x.shape[0] // groups.many, *x.shape[1:])
             return jax.lax.with_sharding_constraint(x, groups.stacked(self.placement.everywhere.on(rank)))
 
+        number, many = plan.micro_batches
+
         def parts(batch: Sequence[Array], micro: Array) -> list[Array]:
-            return [in_lanes(i, part(i, x, micro)) for i, x in zip(stage.batch, batch, strict=True)]
+            mine = [in_lanes(i, part(i, x, micro)) for i, x in zip(stage.batch, batch, strict=True)]
+            return [*mine, *first_examples(walk.plan.traced, many, groups, number + micro)]
 
         def fn(weights: Sequence[Array], mine: Sequence[Array], entered: Sequence[Array]) -> list[Array]:
-            return stage.run(walk, weights, mine, entered)
+            return stage.run(walk, weights, mine, entered, many)
 
         def shape(w: StageWeight) -> ShapeDtypeStruct:
             s = self.placement.shape(w)

@@ -6,10 +6,11 @@ The program is a list of segments (``segments``). ``pase.local.stage_assignment`
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from pase.backends.jax.ops.draws import Examples
 from pase.backends.jax.pipeline.segments import Segment, SegmentList, StageEnv, StageKey, variables
 from pase.errors import PaseError
 from pase.frontends.jax.frontend import TracedJax
@@ -61,9 +62,21 @@ class Stage:
     avals: Mapping[StageKey, Aval]
 
     def run(
-        self, walk: JaxprWalk, weights: Sequence[Array], batch: Sequence[Array], entered: Sequence[Array]
+        self,
+        walk: JaxprWalk,
+        weights: Sequence[Array],
+        batch: Sequence[Array],
+        entered: Sequence[Array],
+        micro_batches: int,
     ) -> list[Array]:
-        """The outputs of the stage, computed from the values (or tracers) of one micro-batch."""
+        """The outputs of the stage, computed from the values (or tracers) of one micro-batch.
+
+        batch: if random numbers are drawn for examples, with the number of the first one at its end
+        (``first_examples``). micro_batches: those of the step.
+        """
+        if walk.plan.traced.drawn:
+            *batch, first = batch
+            walk = replace(walk, examples=Examples(first=first, step=micro_batches))
         env: StageEnv = dict(self.constants)
         leaf, n = walk.plan.traced.jaxpr.jaxpr.invars, len(walk.plan.traced.param_paths)
         keys = (*(leaf[w.leaf] for w in self.weights), *(leaf[n + i] for i in self.batch), *self.enters)

@@ -20,12 +20,14 @@ from pase.ir import named, simplify
 from pase.ir.blocks import rematerialised
 
 if TYPE_CHECKING:
+    from jax import Array
     from jax.sharding import NamedSharding
 
+    from pase.frontends.jax.frontend import TracedJax
     from pase.ir.cut_points import UnitChain
     from pase.plan.pipeline import PipelinePlan
 
-__all__ = ["UnreducedGroups", "unreduced_groups"]
+__all__ = ["UnreducedGroups", "first_examples", "unreduced_groups"]
 
 _BATCH = "b"
 """The name of the batch's first dim (``pase.ir.names.named``)."""
@@ -82,6 +84,24 @@ def unreduced_groups(
     recomputed = [b for s in splits for b in s.blocks]
     stages = stages_of(small, splits[0].leaf_names(), p.cuts, recomputed, chain)
     return UnreducedGroups(axes=axes, many=many, splits=splits, stages=stages)
+
+
+def first_examples(
+    traced: TracedJax, micro_batches: int, groups: UnreducedGroups | None, number: Array
+) -> list[Array]:
+    """The first example of the micro-batch with this number; with unreduced groups, the first one of each group. Empty
+    if no random numbers are drawn for examples.
+
+    traced: the model on the examples of one micro-batch, or of one group of it. micro_batches: those of the step. A
+    micro-batch consists of every k-th example, and a group has consecutive ones of these.
+    """
+    import jax.numpy as jnp
+
+    if not traced.drawn:
+        return []
+    if groups is None:
+        return [number]
+    return [number + micro_batches * batch_size(traced) * jnp.arange(groups.many)]
 
 
 def _splits_batch(split: JaxPlan, axis: str) -> bool:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from jax import Array
     from jax.sharding import Mesh as JaxMesh
 
+    from pase.backends.jax.ops.draws import Examples
+    from pase.frontends.jax.draws import BatchDraw
     from pase.frontends.jax.versions import DebugInfo
 
 __all__ = ["MANUAL_RULES", "ManualCall", "NotLowered", "split_dims"]
@@ -29,7 +31,8 @@ class ManualCall:
     """An equation as one op of the local program.
 
     devices: JAX's mesh. operands: for each input of the equation, the operand of the op; None for a literal. results:
-    for each output, the result of the op; None if another op makes it. shapes: the local shapes of the outputs.
+    for each output, the result of the op; None if another op makes it. shapes: the local shapes of the outputs. draw:
+    for random numbers of which this micro-batch has a part, the whole batch's, and this micro-batch's examples.
     """
 
     eqn: Eqn
@@ -40,6 +43,7 @@ class ManualCall:
     operands: tuple[LocalOperand | None, ...]
     results: tuple[LocalResult | None, ...]
     shapes: tuple[Extents | None, ...]
+    draw: tuple[BatchDraw, Examples] | None = None
 
     @property
     def shape(self) -> Extents:

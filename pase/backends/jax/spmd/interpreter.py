@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from pase.backends.jax.ops.draws import Examples, drawn
 from pase.backends.jax.ops.jaxprs import KEPT, boundary, of_operand
 from pase.backends.jax.spmd import rules
 from pase.backends.jax.spmd.collectives import JaxArrays, summed, there_and_back
@@ -23,6 +24,7 @@ from pase.backends.jax.spmd.prefetch import PARAMETER
 from pase.backends.jax.spmd.values import Arrivals, Cache, DeviceValue, NotManual, faults_at, packed, unpacked
 from pase.errors import PaseError
 from pase.frontends.jax.control import by_platform, on_every_platform
+from pase.frontends.jax.draws import BatchDraw
 from pase.frontends.jax.frontend import KEPT_WHOLE, TracedJax, inlined, inner_jaxpr
 from pase.frontends.jax.rules import BY_OPERAND
 from pase.frontends.jax.types import Eqn, Jaxpr, Var
@@ -58,7 +60,8 @@ class ManualWalk:
 
     blocks: the equations that backward recomputes. kept: the equations in these blocks whose results are residuals.
     devices: JAX's mesh. arrivals: the parameters that are gathered outside of the loop over micro-batches, or whose
-    gradients wait; None if each parameter is gathered where it is read.
+    gradients wait; None if each parameter is gathered where it is read. examples: those of the micro-batch, if random
+    numbers are drawn for them.
     """
 
     program: LocalProgram
@@ -67,6 +70,7 @@ class ManualWalk:
     kept: frozenset[Place]
     devices: JaxMesh
     arrivals: Arrivals | None = None
+    examples: Examples | None = None
 
     @property
     def _finds_arrivals(self) -> bool:
@@ -199,17 +203,24 @@ class ManualWalk:
         names = self.traced.results[at]
         if name in BY_OPERAND and len(names) > 1:
             return self._by_operand(eqn, names, ins, cache)
-        return self._made(eqn, names, ins, cache)
+        draw = self.traced.drawn.get(at)
+        mine = None if draw is None or self.examples is None else (draw, self.examples)
+        return self._made(eqn, names, ins, cache, mine)
 
     def _made(
-        self, eqn: Eqn, names: Sequence[str], ins: Sequence[DeviceValue], cache: Cache
+        self,
+        eqn: Eqn,
+        names: Sequence[str],
+        ins: Sequence[DeviceValue],
+        cache: Cache,
+        draw: tuple[BatchDraw, Examples] | None = None,
     ) -> list[DeviceValue]:
-        """The results of an equation. Either all or none of them must depend on data."""
+        """The results of an equation. Either all or none of them must depend on data. draw: as in ``ManualCall``."""
         made: dict[str, DeviceValue] = {}
         for op in self._makers(names):
-            made.update(self.op_on_part(op, eqn, names, ins, cache))
+            made.update(self.op_on_part(op, eqn, names, ins, cache, draw))
         if not made:
-            return self._constant(eqn, names, ins)
+            return self._constant(eqn, names, ins, draw)
         if unknown := [n for n in names if n not in made]:
             raise self.refusal(eqn, f"no op of the plan makes {', '.join(unknown)}")
         return [made[n] for n in names]
@@ -239,18 +250,31 @@ class ManualWalk:
         found = {id(op): op for n in names if (op := self.program.maker.get(n)) is not None}
         return list(found.values())
 
-    def _constant(self, eqn: Eqn, names: Sequence[str], ins: Sequence[DeviceValue]) -> list[DeviceValue]:
+    def _constant(
+        self,
+        eqn: Eqn,
+        names: Sequence[str],
+        ins: Sequence[DeviceValue],
+        draw: tuple[BatchDraw, Examples] | None,
+    ) -> list[DeviceValue]:
         """Values that do not depend on data. Every device makes the whole value; each reader takes its part."""
         if not names:
             raise self.refusal(eqn, "the plan has no layout for its results")
         self._check_whole(eqn, ins, "the plan takes its results for constants")
-        outs = rules.plainly(eqn, [h.array for h in ins], self._info)
+        arrays = [h.array for h in ins]
+        outs = rules.plainly(eqn, arrays, self._info) if draw is None else drawn(eqn, arrays, *draw)
         return [DeviceValue(array=x, tensor=n) for x, n in zip(outs, names, strict=True)]
 
     def op_on_part(
-        self, op: LocalOp, eqn: Eqn, names: Sequence[str], ins: Sequence[DeviceValue], cache: Cache
+        self,
+        op: LocalOp,
+        eqn: Eqn,
+        names: Sequence[str],
+        ins: Sequence[DeviceValue],
+        cache: Cache,
+        draw: tuple[BatchDraw, Examples] | None = None,
     ) -> dict[str, DeviceValue]:
-        """Tensor -> its value, for the results of one op of an equation."""
+        """Tensor -> its value, for the results of one op of an equation. draw: as in ``ManualCall``."""
         wanted = self.matched(op, ins)
         self._named(eqn, lambda: rules.check_sums(self.program, ins, wanted))
         read = [
@@ -277,6 +301,7 @@ class ManualWalk:
                     None if r is None else self._local(r.shape, r.gradient if gradient else r.layout)
                     for r in results
                 ),
+                draw=draw,
             )
             return self._named(eqn, lambda: rules.evaluate(call, arrays))
 

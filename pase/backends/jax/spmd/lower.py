@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from pase.backends.jax.ops.draws import Examples
 from pase.backends.jax.ops.platforms import platform_of
 from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.backends.jax.spmd.interpreter import ManualWalk
@@ -103,15 +104,15 @@ class _ManualOrAnnotated:
         with faults_at(besides_equations):
             return self.manual()
 
-    def __call__(self, *args: Tree) -> Tree:
+    def __call__(self, *args: Tree, **more: Tree) -> Tree:
         if self.refused:
-            return self.annotated(*args)
+            return self.annotated(*args, **more)
         try:
-            return self._lowered(*args)
+            return self._lowered(*args, **more)
         except NotManual as e:
             why = e.left
         self.refused = True
-        made = self.annotated(*args)  # an error in the user's program is raised here again, unchanged
+        made = self.annotated(*args, **more)  # an error in the user's program is raised here again, unchanged
         warnings.warn(why + self.instead, stacklevel=2)
         return made
 
@@ -168,12 +169,20 @@ class Manual:
         return whole
 
     def value_and_grad(self) -> Callable[..., Tree]:
-        """f(params, *batch) -> (the result of the user's function, gradients of the trained leaves)."""
+        """f(params, *batch, micro=0) -> (the result of the user's function, gradients of the trained leaves).
+
+        micro: the number of the micro-batch. It matters only if random numbers are drawn for it.
+        """
         import jax
 
-        def local(*leaves: Array) -> Tree:
+        draws = bool(self.plan.traced.drawn)
+
+        def local(*given: Array) -> Tree:
+            leaves = given[: len(self._names)]
+            examples = self.plan.examples(given[-1]) if draws else None
+
             def of(gradient_carriers: dict[int, Array]) -> tuple[Array, list[Tree]]:
-                outs = self.forward(leaves, gradient_carriers)
+                outs = self.forward(leaves, gradient_carriers, examples=examples)
                 return outs[0], outs
 
             differentiated = jax.value_and_grad(of, has_aux=True)
@@ -182,10 +191,11 @@ class Manual:
             (_, outs), grads = differentiated(self.gradient_carriers(leaves))
             return outs, [grads[i] for i in self.trained]
 
-        run = self.mapped(local, (self.returns(), self.gradient_specs()))
+        more = [jax.sharding.PartitionSpec()] * draws
+        run = self.mapped(local, (self.returns(), self.gradient_specs()), more=more)
 
-        def graded(params: Tree, *batch: Tree) -> Tree:
-            outs, grads = run(*self.plan.checked((params, *batch)))
+        def graded(params: Tree, *batch: Tree, micro: Array | int = 0) -> Tree:
+            outs, grads = run(*self.plan.checked((params, *batch)), *[micro] * draws)
             return self.value(outs), self.gradients(grads)
 
         return graded
@@ -316,13 +326,18 @@ class Manual:
         return resharded(x, between(r.layout, r.gradient, mesh), r.shape, "sum", JaxArrays(mesh))
 
     def forward(
-        self, leaves: Sequence[Array], gradient_carriers: dict[int, Array], arrivals: Arrivals | None = None
+        self,
+        leaves: Sequence[Array],
+        gradient_carriers: dict[int, Array],
+        arrivals: Arrivals | None = None,
+        examples: Examples | None = None,
     ) -> list[Array]:
         """The results of the model on one device.
 
         gradient_carriers: as the method of this name returns them. arrivals: the parameters that were gathered before.
+        examples: those of the micro-batch, if random numbers are drawn for them.
         """
-        walk, closed = replace(self._walk, arrivals=arrivals), self.plan.traced.jaxpr
+        walk, closed = replace(self._walk, arrivals=arrivals, examples=examples), self.plan.traced.jaxpr
         values = []
         for i, (x, name) in enumerate(zip(leaves, self._names, strict=True)):
             r = self.program.result(name)

@@ -14,7 +14,7 @@ from pase.backends.jax.ops.fourier import transformed
 from pase.backends.jax.ops.jaxprs import places_only, unmerged
 from pase.backends.jax.spmd.call import MANUAL_RULES, ManualCall, NotLowered, split_dims
 from pase.backends.jax.spmd.collectives import JaxArrays, first, summed, there_and_back
-from pase.backends.jax.spmd.generated import random_part
+from pase.backends.jax.spmd.generated import generated
 from pase.backends.jax.spmd.halo import WINDOWED
 from pase.errors import PaseError
 from pase.frontends.jax.attention import call_of
@@ -24,7 +24,7 @@ from pase.frontends.jax.rules import RULES, SCATTERS
 from pase.frontends.jax.types import Eqn
 from pase.frontends.jax.versions import evaluate as plain
 from pase.frontends.jax.versions import source_line
-from pase.local.reshard import part, places_of
+from pase.local.reshard import places_of
 from pase.local.types import Extents, LocalOperand, LocalProgram, LocalResult
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ def evaluate(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
         raise NotLowered(
             "its window moves along a split dim, and it has no rule for exchanging halos with neighbours"
         )
-    rule = {"generate": _generated, "attention": _attention}.get(op.kind) or MANUAL_RULES.get(name) or _alike
+    rule = {"generate": generated, "attention": _attention}.get(op.kind) or MANUAL_RULES.get(name) or _alike
     try:
-        outs = rule(call, ins)
+        outs = (rule if call.draw is None else generated)(call, ins)
     except (TypeError, ValueError) as e:
         if isinstance(e, PaseError):
             raise
@@ -163,17 +163,6 @@ def _alike(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     """The rule of primitives that do the same on a part as on the whole array."""
     out = next((s for s in call.shapes if s is not None), None)
     return plain(_resized(call.eqn, out, ins), ins, call.info)
-
-
-def _generated(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
-    """Arrays made by position. The device makes only its part, or makes the whole array and takes its part."""
-    if call.eqn.primitive.name == "random_bits" and (bits := random_part(call, ins)) is not None:
-        return [bits]
-    made = plain(call.eqn, ins, call.info)
-    return [
-        x if r is None else part(x, r.shape, r.layout, JaxArrays(call.mesh))
-        for x, r in zip(made, call.results, strict=True)
-    ]
 
 
 @MANUAL_RULES.register("fft")

@@ -91,10 +91,10 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
     smooth = [bool(w) for w in wide]
     each = plan.hoisted == "gathers" or k == 1  # gradients are reduced over devices after each micro-batch
 
-    def of(mine: Sequence[Array], own: dict[int, Array], micro: Sequence[Array]) -> tuple[Array, list[Tree]]:
+    def of(mine: Sequence[Array], own: dict[int, Array], micro: Sequence[Array], number: Array) -> Tree:
         held = jax.tree.unflatten(tree, _in_place(mine, smooth, arrived))
         given = Arrivals(numbers=_hoisted_transfers(manual), given=held)
-        outs = manual.forward([*params, *micro], own, given)
+        outs = manual.forward([*params, *micro], own, given, plan.examples(number))
         return outs[0], outs
 
     def back_to_parameters(grads: Sequence[Array]) -> dict[int, Array]:
@@ -107,23 +107,23 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
         (found,) = back(whole)
         return found  # type: ignore[no-any-return]
 
-    def micro_batch(micro: Sequence[Array]) -> tuple[list[Array], Tree]:
+    def micro_batch(micro: Sequence[Array], number: Array) -> tuple[list[Array], Tree]:
         mine = [x for x, on in zip(arrived, smooth, strict=True) if on]
         value_and_grad = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)
-        (_, outs), (there, own) = value_and_grad(mine, gradient_carriers, micro)
+        (_, outs), (there, own) = value_and_grad(mine, gradient_carriers, micro, number)
         return outs, (jax.tree.map(jnp.add, own, back_to_parameters(there)) if each else (there, own))
 
     if k == 1:
-        outs, total = micro_batch(batch)
+        outs, total = micro_batch(batch, jnp.int32(0))
         return outs[0], outs[1:], [], [total[i] for i in manual.trained]
     threads = threads_of(plan)
 
-    def body(so_far: Tree, mine: Sequence[Tree]) -> Tree:
-        total, loss, states = so_far
+    def body(so_far: Tree, given: Tree) -> Tree:
+        (total, loss, states), (number, mine) = so_far, given
         micro = _in_place(mine, split, batch)
         for (i, _), state in zip(threads, states, strict=True):
             micro[i] = state
-        outs, grads = micro_batch(micro)
+        outs, grads = micro_batch(micro, number)
         total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
         return (total, loss + outs[0], [outs[j] for _, j in threads]), outs[1:]
 
@@ -133,7 +133,7 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
     stacked = [x for x, on in zip(batch, split, strict=True) if on]
     start = (own if each else (there, own), loss, [batch[i] for i, _ in threads])
     end: Tree
-    end, rest = jax.lax.scan(body, start, stacked)
+    end, rest = jax.lax.scan(body, start, (jnp.arange(k), stacked))
     total, loss, states = end
     if not each:
         there, own = total

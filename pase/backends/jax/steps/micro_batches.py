@@ -21,7 +21,8 @@ __all__ = ["micro_batch_stack", "stacked_outs", "summed", "threads_of", "writes_
 def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh) -> Callable[..., Tree]:
     """f(params, *batch) -> (value, gradients): the means over the plan's micro-batches, which run one after another.
 
-    graded: f(params, *batch) -> (value, gradients) of one micro-batch. kept: the shardings of the gradients.
+    graded: f(params, *batch) -> (value, gradients) of one micro-batch. If random numbers are drawn for it, graded takes
+    the micro-batch's number too, as ``micro``. kept: the shardings of the gradients.
     """
     import jax
     import jax.numpy as jnp
@@ -42,16 +43,17 @@ def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh
             micro_batch_stack(x, k, s, mesh) for x, s, on in zip(leaves, arrives, split, strict=True) if on
         ]
 
-        def body(so_far: Tree, mine: Tree) -> Tree:
-            total, loss, states = so_far
+        def body(so_far: Tree, given: Tree) -> Tree:
+            (total, loss, states), (number, mine) = so_far, given
             # Without the barrier, XLA hoists all-gathers of parameters out of the loop and keeps the gathered arrays.
             here, mine = jax.lax.optimization_barrier((weights, mine))
             iteration = iter(mine)
             whole = [*here, *(next(iteration) if on else x for x, on in zip(leaves, split, strict=True))]
             for (i, _), state in zip(threads, states, strict=True):
                 whole[n + i] = state
-            given = combine(jax.tree.unflatten(form, whole[:n]), params)
-            value, grads = graded(given, *combine(jax.tree.unflatten(tree, whole[n:]), batch))
+            mine_of = combine(jax.tree.unflatten(form, whole[:n]), params)
+            more = {"micro": number} if plan.traced.drawn else {}
+            value, grads = graded(mine_of, *combine(jax.tree.unflatten(tree, whole[n:]), batch), **more)
             total = constrained(jax.tree.map(jnp.add, total, grads))
             outs = jax.tree.leaves(arrays(value))
             return (total, loss + outs[0], [outs[j] for _, j in threads]), outs[1:]
@@ -59,7 +61,9 @@ def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh
         zeros = constrained(jax.tree.map(jnp.zeros_like, trained(arrays(params))))
         loss = jnp.zeros((), plan.traced.jaxpr.out_avals[0].dtype)
         (grads, loss, states), rest = jax.lax.scan(
-            body, (zeros, loss, [(*weights, *leaves)[n + i] for i, _ in threads]), stacked
+            body,
+            (zeros, loss, [(*weights, *leaves)[n + i] for i, _ in threads]),
+            (jnp.arange(k), stacked),
         )
         grads = jax.tree.map(lambda g: g / k, grads)
         return (stacked_outs(plan, [loss / k, *rest], states) if plan.traced.has_aux else loss / k), grads

@@ -13,7 +13,7 @@ import pytest
 
 from bench.cases.plans import case_of
 from pase.backends.audit.xla import sharded_step, unsharded_step
-from pase.backends.jax.spmd.generated import counted
+from pase.backends.jax.ops.draws import counted
 
 KEY = jax.random.key(3)
 ARGS = ({"w": jax.random.normal(KEY, (16, 32))}, jax.random.normal(KEY, (8, 4, 16)), KEY)
