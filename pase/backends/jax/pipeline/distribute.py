@@ -7,7 +7,7 @@ program per rank between any two rounds of sending scalars.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -21,15 +21,17 @@ from pase.frontends.jax.versions import (
     function_of,
     is_dropped,
     is_literal,
+    jaxprs_inside,
     literal_array,
     opened,
+    plain_array,
     source_line,
 )
 
 if TYPE_CHECKING:
     from jax import Array, ShapeDtypeStruct
 
-__all__ = ["OnRanks"]
+__all__ = ["OnRanks", "numbers_in"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -216,6 +218,16 @@ class OnRanks:
             for v in makes
         ]
         return reads, makes, jax.jit(run, donate_argnums=0, out_shardings=shardings), donated
+
+
+def numbers_in(program: ClosedJaxpr | Jaxpr) -> Iterator[str]:
+    """The numbers in a program, as texts: literals, and constants of one element."""
+    jaxpr, constants = opened(program)
+    literals = [literal_array(v) for eqn in jaxpr.eqns for v in eqn.invars if is_literal(v)]
+    yield from (repr(x.item()) for x in map(plain_array, (*constants, *literals)) if x.size == 1)
+    for eqn in jaxpr.eqns:
+        for inner in jaxprs_inside(eqn):
+            yield from numbers_in(inner)
 
 
 _RANDOM = ("random_", "threefry", "rng_")

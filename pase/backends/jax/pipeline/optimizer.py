@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.pipeline.arrays import ArrayPlacement
-from pase.backends.jax.pipeline.distribute import OnRanks
+from pase.backends.jax.pipeline.distribute import OnRanks, numbers_in
 from pase.backends.jax.pipeline.placement import StagePlacement
 from pase.backends.jax.pipeline.stages import StageWeight
 from pase.errors import PaseError
@@ -80,12 +80,15 @@ class StagedOptimizer:
 
         flat, tree = jax.tree.flatten((grads, state, params))
 
-        def fn(*given: Array) -> list[Array]:
-            grads, state, params = jax.tree.unflatten(tree, given)
+        def update(grads: Tree, state: Tree, params: Tree) -> list[Array]:
             updates, state = self.optimizer.update(grads, state, params)
             return list(jax.tree.leaves((optax.apply_updates(params, updates), state)))
 
+        def fn(*given: Array) -> list[Array]:
+            return update(*jax.tree.unflatten(tree, given))
+
         if donate not in self._updates:
+            self._check_numbers(update)
             last = len(flat) - len(self._stored)
             parts = self.placement.trained_parts
             as_kept = [self.placement.updated_as[w] for w in parts]
@@ -102,6 +105,28 @@ class StagedOptimizer:
             jax.tree.structure((params, state)), self._updates[donate](flat)
         )
         return out
+
+    def _check_numbers(self, update: Callable[..., Sequence[Array]]) -> None:
+        """Raise PaseError if the update computes with a number that depends on how many layers a part of a stack has.
+
+        update: from (gradients, state, parameters).
+        """
+        import jax
+
+        cut, whole = (
+            set(numbers_in(jax.make_jaxpr(update)(p, jax.eval_shape(self.optimizer.init, p), p)))
+            for p in (
+                self.placement.tree(self.placement.shape),
+                self.placement.leaves(self.placement.shape_of),
+            )
+        )
+        if more := cut - whole:
+            raise PaseError(
+                f"the optimizer cannot be run in stages: it computes with the number {min(more)}, which depends on how "
+                "many layers of a stack a stage has",
+                where="optimizer",
+                fix="make each layer a leaf of its own, or choose an optimizer that does not use the sizes of stacks",
+            )
 
     def _on_ranks(
         self,

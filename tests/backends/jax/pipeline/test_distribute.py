@@ -28,6 +28,7 @@ def by_momentum(grads, state, params=None):
         (optax.lamb(1e-3), "each layer of 'params'"),
         (optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(1e-3)), "random numbers"),
         (optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), by_momentum), "reduce_max"),
+        (optax.stateless(lambda g, p: jax.tree.map(lambda x: x / x.size, g)), "the number 32.0"),
     ],
 )
 def test_an_optimizer_that_would_give_other_numbers_in_stages_is_refused(optimizer, why):
