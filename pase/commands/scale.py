@@ -47,9 +47,9 @@ def scale(
         ),
     ],
     tokens: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            help="What a run over this many tokens takes: days, failures, energy. For example 15e12.",
+            help="What a run over this many tokens takes: days, failures, energy. For example 15T or 15e12.",
             metavar="N",
         ),
     ] = None,
@@ -105,6 +105,7 @@ def scale(
 
     from pase.errors import PaseError
     from pase.files.atomic import write_atomically
+    from pase.files.quantities import parse_count
     from pase.machine import DEFAULT
     from pase.machine import load as load_machine
     from pase.questions.scale import parse_devices, parse_prices
@@ -119,6 +120,7 @@ def scale(
             where="--failures",
             fix="add --tokens 15e12",
         )
+    length = None if tokens is None else parse_count(tokens, "--tokens")
     machines = list(dict.fromkeys(str(options.machine or DEFAULT).split(",")))
     prices = parse_prices(price, machines)
     points: list[ScalePoint] = []
@@ -129,11 +131,11 @@ def scale(
         for m in machines:
             one = replace(options, machine=m, baselines=False)
             points += scaled(model, numbers, one, say, prices.get(m))
-    if tokens is not None:
+    if length is not None:
         for p in points:
             if p.plan is not None:
                 terms = RunTerms(
-                    tokens=tokens,
+                    tokens=length,
                     checkpoint_s=checkpoint,
                     restart_s=restart,
                     failures_per_device_hour=failures,

@@ -8,7 +8,15 @@ from collections.abc import Mapping
 
 from pase.errors import PaseError
 
-__all__ = ["bytes_text", "cost_text", "parse_bytes", "parse_factors", "parse_rate", "parse_seconds"]
+__all__ = [
+    "bytes_text",
+    "cost_text",
+    "parse_bytes",
+    "parse_count",
+    "parse_factors",
+    "parse_rate",
+    "parse_seconds",
+]
 
 _NUMBER = r"\d+(?:\.\d*)?(?:e[+-]?\d+)?"
 _BYTES = {"": 1.0, "b": 1.0} | {
@@ -16,6 +24,7 @@ _BYTES = {"": 1.0, "b": 1.0} | {
     for power, letter in enumerate("kmgt", 1)
     for kind, base in (("ib", 1024), ("b", 1000))
 }
+_THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _BYTES_PER_S = {"b/s": 1.0, "mb/s": 1e6, "gb/s": 1e9, "gbit/s": 1e9 / 8}
 _POINTS = 5
@@ -67,6 +76,19 @@ def parse_bytes(text: str, where: str, such_as: str = "80GiB or 16e9") -> float:
     (True, 16000000000.0)
     """
     return _parse(text, _BYTES, PaseError(f"'{text}' is not a size", where=where, fix=f"write {such_as}"))
+
+
+def parse_count(text: str, where: str) -> float:
+    """Parses a number of things above 0.
+
+    >>> parse_count("15T", "--tokens") == parse_count("15e12", "--tokens") == 15e12
+    True
+    """
+    return _parse(
+        text,
+        _THOUSANDS,
+        PaseError(f"'{text}' is not a number", where=where, fix="write it like 15T or 15e12"),
+    )
 
 
 def parse_seconds(text: str, where: str) -> float:

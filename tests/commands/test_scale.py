@@ -34,7 +34,7 @@ def test_nothing_is_cut_at_eighty_columns(monkeypatch):
 
 def test_a_whole_run_fits_eighty_columns_and_is_in_the_json(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    run = "scale", "zoo:gpt2?batch=8&layers=1&seq=64", "--devices", "8", "--tokens", "15e12", "--price", "2.5"
+    run = "scale", "zoo:gpt2?batch=8&layers=1&seq=64", "--devices", "8", "--tokens", "15T", "--price", "2.5"
     shown = printed(*run)
     assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
     (point,) = json.loads(printed(*run, "--json"))["points"]
