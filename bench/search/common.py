@@ -20,6 +20,7 @@ from pase.search.bounded.contract import contract, fixed_bytes
 from pase.search.bounded.flat import flatten
 from pase.search.bounded.ilp import ilp_problem, solve_ilp
 from pase.search.bounded.rows import Rows, memory_rows
+from pase.search.types import Effort
 from pase.tables.types import CostTables
 
 MOST_PAIRS = {"highs": 4_000_000, "cpsat": 2_000_000}  # more pairs do not fit into memory
@@ -43,7 +44,7 @@ def settings(rows: object, given: argparse.Namespace, **more: Any) -> dict[str, 
 
 
 def _pase(tables: CostTables, memory: MemoryProfile | None, seconds: float) -> dict[str, Any]:
-    found = solve(tables, memory, time_limit=seconds)
+    found = solve(tables, memory, effort=Effort(time_limit=seconds))
     verify(tables, found, memory)
     return {
         "cost": found.cost if found.feasible else None,

@@ -140,9 +140,7 @@ def problem_from_timeline(
         kept,
         between,
         gradients,
-        forward_s=forward_s,
-        backward_s=last_s,
-        end_s=end_s,
+        _Ends(forward_s=forward_s, backward_s=last_s, end_s=end_s),
         links=tuple(links) or _links(kept),
         name=f"{name}, rank {rank}",
         source=source,
@@ -299,19 +297,27 @@ def _links(sent: Sequence[_SentCollective]) -> tuple[Link, ...]:
     return tuple(out)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Ends:
+    """When a step's forward and backward end, and when the step ends, in seconds from its start."""
+
+    forward_s: float
+    backward_s: float
+    end_s: float
+
+
 def _problem(
     kept: Sequence[_SentCollective],
     between: Sequence[_SentCollective],
     gradients: Sequence[_SentCollective],
+    ends: _Ends,
     *,
-    forward_s: float,
-    backward_s: float,
-    end_s: float,
     links: tuple[Link, ...],
     name: str,
     source: str,
 ) -> ScheduleProblem:
     """Builds the problem. Compute is divided into blocks at each time at which a tensor is ready or needed."""
+    forward_s, backward_s, end_s = ends.forward_s, ends.backward_s, ends.end_s
     from pase.schedule.types import ALL_DEVICES, ComputeBlock, ScheduleProblem, Transfer
 
     back_s = max(backward_s - forward_s, 1e-12)

@@ -358,6 +358,18 @@ def _checks(work: _Fitting, tables: Sequence[MatmulTable]) -> dict[str, float]:
     return out
 
 
+@dataclass(frozen=True, kw_only=True)
+class Believed:
+    """Which samples are believed.
+
+    ceilings: rates above these are rejected. max_spread: so is a sample whose spread exceeds this fraction of its
+    median.
+    """
+
+    ceilings: Ceilings = Ceilings()
+    max_spread: float = 0.5
+
+
 def fit(
     tasks: Sequence[Task],
     samples: Mapping[str, Sample],
@@ -367,19 +379,17 @@ def fit(
     memory_bytes: int,
     levels: tuple[Level, ...],
     provenance: Mapping[str, str],
-    ceilings: Ceilings = Ceilings(),
-    max_spread: float = 0.5,
+    believed: Believed = Believed(),
 ) -> Fitted:
     """Fits a machine to the samples.
 
     tasks: the tasks of the suite. samples: the measured samples by task key.
     name, device_name, memory_bytes, levels, provenance: fields of the machine file.
-    ceilings: rates above these are rejected.
-    max_spread: a sample whose spread exceeds this fraction of its median is rejected.
+    believed: which samples are rejected.
 
     Raises Refused with all problems found.
     """
-    work = _Fitting(tasks, samples, max_spread)
+    work = _Fitting(tasks, samples, believed.max_spread)
     dtypes = list(dict.fromkeys(t.dtype for t, _ in work.of(*FORMS)))
     tables = [t for t in (_matmul_table(work, d) for d in dtypes) if t is not None]
     memory = _memory_curve(work)
@@ -389,7 +399,7 @@ def fit(
     curves = _collectives(work, joined=on_cpu)
     links = _links(work, levels, curves)
     host = _host(work)
-    _check_physics(work, tables, memory, curves, ceilings)
+    _check_physics(work, tables, memory, curves, believed.ceilings)
     if work.problems:
         raise Refused(work.problems, work.doubtful)
     assert memory is not None

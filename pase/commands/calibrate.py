@@ -370,7 +370,7 @@ def _outcome(outcome: SessionResult, fitted: Fitted, journal: Journal) -> JsonOb
 
 
 def _fitted(here: Here, tasks: Sequence[Task], journal: Journal, settings: Settings, name: str) -> Fitted:
-    from pase.calibrate.fit import fit
+    from pase.calibrate.fit import Believed, fit
     from pase.calibrate.here import ceilings
 
     return fit(
@@ -381,8 +381,7 @@ def _fitted(here: Here, tasks: Sequence[Task], journal: Journal, settings: Setti
         memory_bytes=here.memory_bytes,
         levels=here.levels,
         provenance={**here.provenance, **_asides(journal, settings.budget_s)},
-        ceilings=ceilings(here),
-        max_spread=settings.max_spread,
+        believed=Believed(ceilings=ceilings(here), max_spread=settings.max_spread),
     )
 
 

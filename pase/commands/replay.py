@@ -112,7 +112,7 @@ def replay(
       pase replay traces/ --what-if bandwidth=2 --what-if bucket-plan=ours
       pase replay layout.json --against traces/
     """
-    from pase.replay.reports.report import compare_timelines, replay_report
+    from pase.replay.reports.report import TimelineFiles, compare_timelines, replay_report
 
     planned = _planned(traces)
     if planned is not None and any(not k.startswith("strategy=") for k in what_if or ()):
@@ -132,8 +132,7 @@ def replay(
         traces,
         align=align,
         what_if=what_if or [],
-        output=output,
-        predicted=predicted,
+        files=TimelineFiles(aligned=output, predicted=predicted),
         timeline=planned,
         rewrites=_rewrites(
             what_if or [], traces if planned is not None else layout, planned is not None, link or []

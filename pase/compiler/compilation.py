@@ -116,7 +116,7 @@ def _compiled(
 
     question = Question(traced=traced, name=name, options=options, say=say, start=start, form=form)
     a = run_passes(question, after)
-    return Compiled(plan=a.whole, problem=a.problem, traced=traced, given=tuple(a.given))
+    return Compiled(plan=a.whole, problem=a.problem, traced=traced, given=tuple(a.rivals.given))
 
 
 def compare_model(

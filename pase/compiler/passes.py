@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pase.baselines import Baseline, Skipped
 from pase.compiler.constraints import fixed_of
 from pase.compiler.meshes.baselines import memory_of, never_worse, price_baselines
 from pase.compiler.meshes.every_mesh import close_meshes
 from pase.compiler.meshes.fit import cheapest_free, fit_more, fit_variants
-from pase.compiler.meshes.plans import NO_LIMIT, Fit, plan_found
+from pase.compiler.meshes.plans import NO_LIMIT, NO_RIVALS, Fit, Rivals, plan_found
 from pase.compiler.meshes.search import Found, closed
 from pase.compiler.meshes.ties import least_stored
 from pase.compiler.problem.options import CompileOptions
@@ -73,7 +72,7 @@ class Compilation:
     limit: bytes that a device may hold; None: any number.
     tries: the variants of the step, in groups by number of micro-batches. over: the meshes to search.
     found: the cheapest strategy. misfit: why nothing fits in memory, if the plan may be larger than the limit.
-    given, skipped: the baselines, and those that do not apply.
+    rivals: the baselines, and those that do not apply.
     needs: baseline -> bytes that it needs on a device.
     proven: what the answer is proven over, for the plan.
     """
@@ -88,8 +87,7 @@ class Compilation:
     spent: Spent = field(default_factory=Spent)
     found: Found | None = None
     misfit: str | None = None
-    given: Sequence[Baseline] = ()
-    skipped: Sequence[Skipped] = ()
+    rivals: Rivals = NO_RIVALS
     needs: Mapping[str, int] = field(default_factory=dict)
     proven: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -141,10 +139,8 @@ class Pass:
 PASSES: Registry[Pass] = Registry("pass of a compilation")
 
 
-def _pass(
-    name: str, says: str, staged: bool = False
-) -> Callable[[Callable[[Compilation], Compilation]], Callable[[Compilation], Compilation]]:
-    def add(run: Callable[[Compilation], Compilation]) -> Callable[[Compilation], Compilation]:
+def _pass(name: str, says: str, staged: bool = False) -> Callable[[PassRun], PassRun]:
+    def add(run: PassRun) -> PassRun:
         PASSES.add(name, Pass(name=name, says=says, run=run, staged=staged))
         return run
 
@@ -210,9 +206,10 @@ def _baselines(a: Compilation) -> Compilation:
     a.question.say("pricing baselines")
     began = time.perf_counter()
     given, skipped = price_baselines(a.problem)
+    rivals = Rivals(given=tuple(given), skipped=tuple(skipped))
     seconds = {**a.seconds, "baselines": time.perf_counter() - began}
     fits = {} if a.limit is None else {b.name: memory_of(a.problem, b.strategy, b.mesh).total for b in given}
-    return replace(a, given=tuple(given), skipped=tuple(skipped), needs=fits, seconds=seconds)
+    return replace(a, rivals=rivals, needs=fits, seconds=seconds)
 
 
 @_pass(
@@ -220,7 +217,7 @@ def _baselines(a: Compilation) -> Compilation:
     "the meshes of cheaper baselines are searched too, and a baseline that is still cheaper is taken",
 )
 def _never_worse(a: Compilation) -> Compilation:
-    allowed = [b for b in a.given if a.within is None or a.needs[b.name] <= a.within]
+    allowed = [b for b in a.rivals.given if a.within is None or a.needs[b.name] <= a.within]
     found, known = a.strategy, {m.sizes for m in a.over}
     # A baseline may use a mesh that was not among ours. That mesh is searched too.
     more = [b.mesh for b in allowed if b.mesh.sizes not in known and b.cost < found.solution.cost]
@@ -256,7 +253,7 @@ def _plan(a: Compilation) -> Compilation:
     seconds = {**trace, **found.seconds, **a.seconds, "total": time.perf_counter() - q.start}
     fit = NO_LIMIT if a.limit is None else Fit(limit=int(a.limit), misfit=a.misfit, baselines=a.needs)
     proven = a.proven if q.form is None else {**a.proven, "target": q.options.target, "form": q.form.name}
-    plan = plan_found(a.problem, found, q.name, q.traced, seconds, a.given, a.skipped, fit, proven)
+    plan = plan_found(a.problem, found, q.name, q.traced, seconds, a.rivals, fit, proven)
     return replace(a, plan=plan)
 
 
@@ -367,7 +364,7 @@ def compilation_text(a: Compilation) -> str:
         f"variant {a.problem.variant}",
         f"mesh {'×'.join(map(str, m.sizes))}",
         f"cost {s.cost:.6g} {a.problem.model.unit}, at least {s.bound:.6g}",
-        *(f"baseline {b.name} {b.cost:.6g}" for b in a.given),
+        *(f"baseline {b.name} {b.cost:.6g}" for b in a.rivals.given),
     ]
     for n in a.problem.graph.nodes:
         dims = [*(d.name for d in n.space)]

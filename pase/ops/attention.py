@@ -8,7 +8,7 @@ from pase.errors import PaseError
 from pase.ir import AccessMap, DimKind, Size, Tensor, Walk
 from pase.ir.functions import ATTENTION, CAUSAL_ATTENTION
 from pase.ir.sizes import is_one, quotient
-from pase.ops.builder import GraphBuilder, Read, Write
+from pase.ops.builder import Computes, GraphBuilder, Read, Write
 
 __all__ = ["attention"]
 
@@ -85,7 +85,7 @@ def attention(
         reads,
         [Write(shape, q.dtype, result), Write(each, "float32", sums)],
         dims,
-        function=CAUSAL_ATTENTION if causal else ATTENTION,
+        Computes(function=CAUSAL_ATTENTION if causal else ATTENTION),
         flops=flops,
         over=over,
     )[0]

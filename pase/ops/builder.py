@@ -37,7 +37,7 @@ from pase.ir.sizes import is_one
 from pase.ir.types import is_floating
 from pase.ir.verify import wrong_operands
 
-__all__ = ["Dims", "GraphBuilder", "Read", "Write", "parallel_dims", "plain_map"]
+__all__ = ["Computes", "Dims", "GraphBuilder", "Read", "Write", "parallel_dims", "plain_map"]
 
 Dims = dict[str, tuple[Size, DimKind]]
 """Iteration dims by name, each with its size and kind."""
@@ -67,6 +67,22 @@ class Write:
     map: AccessMap
     differentiable: bool = True
     sparse: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computes:
+    """What each point of a nest computes.
+
+    function: None means the function of the nest's kind.
+    literals: the function's operands that are numbers (``pase.ir.literals``).
+    parameters: what the nest computes beyond its maps (``pase.ir.parameters``).
+    differentiable: whether gradients pass, if they pass through the function.
+    """
+
+    function: Function | None = None
+    literals: Literals = ()
+    parameters: Parameters | None = None
+    differentiable: bool = True
 
 
 @dataclass
@@ -248,25 +264,21 @@ class GraphBuilder:
         reads: Sequence[Read],
         writes: Sequence[Write],
         dims: Mapping[str, tuple[Size, DimKind]],
+        computes: Computes | None = None,
         *,
-        function: Function | None = None,
         flops: float | None = None,
         over: Sequence[str] | None = None,
-        differentiable: bool = True,
-        literals: Literals = (),
-        parameters: Parameters | None = None,
     ) -> tuple[Tensor, ...]:
         """Adds one loop nest over ``dims`` and returns the tensors that it writes.
 
         name: the framework's name of the op.
-        function: what the op computes; None means the function of its kind.
+        computes: what each point computes; None means the function of the kind, of tensors only.
         flops: FLOPs per point of ``over`` (all dims if None), if they differ from the function's. A multiply-add counts
             as two.
-        literals: the function's operands that are numbers (``pase.ir.literals``).
-        parameters: what the nest computes beyond its maps (``pase.ir.parameters``).
         """
-        function = BY_KIND[kind] if function is None else function
-        differentiable = differentiable and function.differentiable
+        computes = computes or Computes()
+        function, literals = computes.function or BY_KIND[kind], computes.literals
+        differentiable = computes.differentiable and function.differentiable
         if len(self.nodes) >= _MAX_NODES:
             raise PaseError(
                 f"it has more than {_MAX_NODES} ops",
@@ -309,7 +321,7 @@ class GraphBuilder:
             remat=self._remat and not self.saved,
             backward=self._backward,
             literals=None if self._undetermined else literals,
-            parameters=parameters,
+            parameters=computes.parameters,
         )
         space = IterationSpace(tuple(Dim(name=n, size=s, kind=k) for n, (s, k) in dims.items()))
         self.nodes.append(Node(name=node_name, space=space, ops=(op,)))

@@ -150,10 +150,12 @@ def _picked(b: GraphBuilder, x: Tensor, labels: Tensor) -> Tensor:
         x,
         ids,
         labels.shape,
-        offset_dims=(),
-        collapsed=(rank,),
-        indexed=(rank,),
-        slice_sizes=[1] * (rank + 1),
-        x_batch=tuple(range(rank)),
-        ids_batch=tuple(range(rank)),
+        indexed.GatherDims(
+            offset_dims=(),
+            collapsed=(rank,),
+            indexed=(rank,),
+            slice_sizes=[1] * (rank + 1),
+            x_batch=tuple(range(rank)),
+            ids_batch=tuple(range(rank)),
+        ),
     )

@@ -5,14 +5,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from pase.errors import PaseError
 from pase.ir import AccessMap, DimKind, Size, Tensor, Walk
 from pase.ir.functions import SCATTER, SCATTER_ADD, Function
 from pase.ir.sizes import is_one, quotient
-from pase.ops.builder import Dims, GraphBuilder, Read, Write
+from pase.ops.builder import Computes, Dims, GraphBuilder, Read, Write
 
-__all__ = ["columns", "gather", "manual", "scatter"]
+__all__ = ["GatherDims", "ScatterDims", "columns", "gather", "manual", "scatter"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherDims:
+    """XLA's numbers of a gather's dims.
+
+    offset_dims: the result's dims that come from x. collapsed: dims of x that are read at one element each and dropped.
+    indexed: dims of x that the index vector names. slice_sizes: how much of each dim of x is read at once.
+    x_batch, ids_batch: dims of x and of ids that are walked together.
+    """
+
+    offset_dims: Sequence[int]
+    collapsed: Sequence[int]
+    indexed: Sequence[int]
+    slice_sizes: Sequence[Size]
+    x_batch: Sequence[int] = ()
+    ids_batch: Sequence[int] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScatterDims:
+    """XLA's numbers of a scatter's dims.
+
+    window_dims: dims of the updates that are written whole. inserted: dims of x that the updates lack.
+    indexed: dims of x that the index vector names. x_batch, ids_batch: dims of x and of ids that are walked together.
+    """
+
+    window_dims: Sequence[int]
+    inserted: Sequence[int]
+    indexed: Sequence[int]
+    x_batch: Sequence[int] = ()
+    ids_batch: Sequence[int] = ()
 
 
 def gather(
@@ -21,13 +54,7 @@ def gather(
     x: Tensor,
     ids: Tensor,
     shape: Sequence[Size],
-    *,
-    offset_dims: Sequence[int],
-    collapsed: Sequence[int],
-    indexed: Sequence[int],
-    slice_sizes: Sequence[Size],
-    x_batch: Sequence[int] = (),
-    ids_batch: Sequence[int] = (),
+    at: GatherDims,
 ) -> Tensor:
     """XLA's gather; the last dim of ids is the index vector. An indexed dim that is read one element at a time may be
     split: each shard looks up the rows that it has, and the results are summed."""
@@ -42,21 +69,21 @@ def gather(
         dims[name] = (size, kind)
         return Walk((name,))
 
-    batch_out = [i for i in range(len(shape)) if i not in offset_dims]
+    batch_out = [i for i in range(len(shape)) if i not in at.offset_dims]
     for i, o in zip(range(len(ids.shape) - 1), batch_out, strict=True):
         walks_i[i] = walks_o[o] = dim(f"i{i}", ids.shape[i])
     if not is_one(ids.shape[-1]):
         walks_i[-1] = dim("iv", ids.shape[-1], "replicated")
-    for xd, idd in zip(x_batch, ids_batch, strict=True):
+    for xd, idd in zip(at.x_batch, at.ids_batch, strict=True):
         walks_x[xd] = walks_i[idd]
-    kept = [d for d in range(len(x.shape)) if d not in collapsed and d not in x_batch]
-    for o, d in zip(offset_dims, kept, strict=True):
-        if slice_sizes[d] == x.shape[d] and d not in indexed:
+    kept = [d for d in range(len(x.shape)) if d not in at.collapsed and d not in at.x_batch]
+    for o, d in zip(at.offset_dims, kept, strict=True):
+        if at.slice_sizes[d] == x.shape[d] and d not in at.indexed:
             walks_x[d] = walks_o[o] = dim(f"x{d}", x.shape[d])
         else:
             walks_x[d] = dim(f"x{d}", x.shape[d], "replicated")
             walks_o[o] = dim(f"o{o}", shape[o], "replicated")
-    for d in collapsed:
+    for d in at.collapsed:
         walks_x[d] = dim(f"x{d}", x.shape[d], "reduction")
     out = AccessMap(tuple(walks_o))
     reads = [Read(x, AccessMap(tuple(walks_x)), sparse=True), Read(ids, AccessMap(tuple(walks_i)))]
@@ -69,12 +96,8 @@ def scatter(
     x: Tensor,
     ids: Tensor,
     updates: Tensor,
+    at: ScatterDims,
     *,
-    window_dims: Sequence[int],
-    inserted: Sequence[int],
-    indexed: Sequence[int],
-    x_batch: Sequence[int] = (),
-    ids_batch: Sequence[int] = (),
     combines: bool = True,
     function: Function | None = None,
 ) -> Tensor:
@@ -95,28 +118,28 @@ def scatter(
         dims[name] = (size, kind)
         return Walk((name,))
 
-    batch_u = [i for i in range(len(updates.shape)) if i not in window_dims]
+    batch_u = [i for i in range(len(updates.shape)) if i not in at.window_dims]
     for i, u in zip(range(len(ids.shape) - 1), batch_u, strict=True):
-        kind: DimKind = "parallel" if i in ids_batch else "reduction" if combines else "replicated"
+        kind: DimKind = "parallel" if i in at.ids_batch else "reduction" if combines else "replicated"
         walks_i[i] = walks_u[u] = dim(f"i{i}", ids.shape[i], kind)
     if not is_one(ids.shape[-1]):
         walks_i[-1] = dim("iv", ids.shape[-1], "replicated")
-    for xd, idd in zip(x_batch, ids_batch, strict=True):
+    for xd, idd in zip(at.x_batch, at.ids_batch, strict=True):
         walks_x[xd] = walks_i[idd]
-    kept = [d for d in range(len(x.shape)) if d not in inserted and d not in x_batch]
-    for u, d in zip(window_dims, kept, strict=True):
-        if updates.shape[u] == x.shape[d] and d not in indexed:
+    kept = [d for d in range(len(x.shape)) if d not in at.inserted and d not in at.x_batch]
+    for u, d in zip(at.window_dims, kept, strict=True):
+        if updates.shape[u] == x.shape[d] and d not in at.indexed:
             walks_x[d] = walks_u[u] = dim(f"x{d}", x.shape[d])
         else:
             walks_x[d] = dim(f"x{d}", x.shape[d], "replicated")
             walks_u[u] = dim(f"u{u}", updates.shape[u], "replicated")
-    for d in inserted:
+    for d in at.inserted:
         walks_x[d] = dim(f"x{d}", x.shape[d])
     access = AccessMap(tuple(walks_x))
     reads = [Read(x, access), Read(ids, AccessMap(tuple(walks_i))), Read(updates, AccessMap(tuple(walks_u)))]
     over = AccessMap(tuple(walks_u)).dims
     write = Write(tuple(x.shape), x.dtype, access)
-    return b.nest(name, "scatter", reads, [write], dims, function=function, over=over)[0]
+    return b.nest(name, "scatter", reads, [write], dims, Computes(function=function), over=over)[0]
 
 
 def columns(

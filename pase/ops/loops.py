@@ -5,7 +5,7 @@ from __future__ import annotations
 from pase.ir import AccessMap, Scope, Size, Tensor, Walk
 from pase.ir.functions import UNSTACK
 from pase.ir.sizes import is_one
-from pase.ops.builder import GraphBuilder, Read, Write, parallel_dims, plain_map
+from pase.ops.builder import Computes, GraphBuilder, Read, Write, parallel_dims, plain_map
 
 __all__ = ["body_flops", "loop_copy", "stack", "unstack"]
 
@@ -37,7 +37,7 @@ def unstack(b: GraphBuilder, x: Tensor) -> Tensor:
         dims["d0"] = (x.shape[0], "replicated")
     write = Write(x.shape[1:], x.dtype, AccessMap(m.walks[1:]))
     read, over = Read(x, m, sparse=True), write.map.dims
-    return b.nest("unstack", "view", [read], [write], dims, function=UNSTACK, flops=0, over=over)[0]
+    return b.nest("unstack", "view", [read], [write], dims, Computes(function=UNSTACK), flops=0, over=over)[0]
 
 
 def stack(b: GraphBuilder, x: Tensor, length: Size, shape: tuple[Size, ...]) -> Tensor:

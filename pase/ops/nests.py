@@ -15,7 +15,7 @@ from pase.ir.functions import Function
 from pase.ir.literals import Literals, Number, literal
 from pase.ir.parameters import Concatenate, EqualPart, Parameters
 from pase.ir.sizes import is_one, quotient
-from pase.ops.builder import Dims, GraphBuilder, Read, Write, parallel_dims, plain_map
+from pase.ops.builder import Computes, Dims, GraphBuilder, Read, Write, parallel_dims, plain_map
 
 __all__ = [
     "batched",
@@ -83,10 +83,12 @@ def elementwise(
         reads,
         writes,
         parallel_dims(shape),
-        function=function,
+        Computes(
+            function=function,
+            differentiable=differentiable,
+            literals=() if len(tensors) == len(inputs) else literals,
+        ),
         flops=flops,
-        differentiable=differentiable,
-        literals=() if len(tensors) == len(inputs) else literals,
     )
 
 
@@ -176,7 +178,6 @@ def reduce(
     name: str = "",
     keepdims: bool = False,
     combines: bool = True,
-    differentiable: bool = True,
 ) -> tuple[Tensor, ...]:
     """A reduction over ``axes``.
 
@@ -192,9 +193,7 @@ def reduce(
     out = tuple(1 if i in axes else s for i, s in enumerate(shape) if keepdims or i not in axes)
     writes = [Write(out, d, AccessMap(tuple(kept))) for d in dtypes]
     reads = [Read(t, plain_map(shape)) for t in inputs]
-    return b.nest(
-        name or function.name, "reduce", reads, writes, dims, function=function, differentiable=differentiable
-    )
+    return b.nest(name or function.name, "reduce", reads, writes, dims, Computes(function=function))
 
 
 def contract(
@@ -250,7 +249,9 @@ def restrict(
     """
     dims, reads, m = _restricted(inputs, shape, dims_kept)
     write = Write(tuple(shape), inputs[0].dtype, m)
-    return b.nest(name, "view", reads, [write], dims, flops=1.0, over=m.dims, parameters=parameters)[0]
+    return b.nest(
+        name, "view", reads, [write], dims, Computes(parameters=parameters), flops=1.0, over=m.dims
+    )[0]
 
 
 def put(
@@ -278,7 +279,7 @@ def taken(
     write = Write(tuple(shape), inputs[0].dtype, m, sparse=lies)
     reads = [replace(whole, sparse=True), *others]
     over = () if lies else m.dims
-    (t,) = b.nest(name, "view", reads, [write], dims, flops=1.0, over=over, parameters=parameters)
+    (t,) = b.nest(name, "view", reads, [write], dims, Computes(parameters=parameters), flops=1.0, over=over)
     b.lying |= {t.name} if lies else set()
     return t
 
@@ -326,7 +327,9 @@ def part(b: GraphBuilder, name: str, x: Tensor, axis: int, parts: int, index: in
     read = Read(x, AccessMap(tuple(walks)))
     out = Write(shape, x.dtype, write)
     which = EqualPart(axis=axis, index=index, count=parts)
-    return b.nest(name, "view", [read], [out], dims, flops=1.0, over=write.dims, parameters=which)[0]
+    return b.nest(name, "view", [read], [out], dims, Computes(parameters=which), flops=1.0, over=write.dims)[
+        0
+    ]
 
 
 def concat(b: GraphBuilder, inputs: Sequence[Tensor], axis: int) -> Tensor:
@@ -349,7 +352,6 @@ def sequential(
     *,
     name: str = "",
     flops: float | None = None,
-    differentiable: bool = True,
     parameters: Parameters | None = None,
 ) -> tuple[Tensor, ...]:
     """A cumulative sum, sort, top-k or similar. Every dim except ``axis`` may be split."""
@@ -375,10 +377,8 @@ def sequential(
         reads,
         writes,
         dims,
-        function=function,
+        Computes(function=function, parameters=parameters),
         flops=flops,
-        differentiable=differentiable,
-        parameters=parameters,
     )
 
 
@@ -407,10 +407,8 @@ def generate(
         reads,
         [write],
         dims,
-        function=function,
+        Computes(function=function, differentiable=False, parameters=parameters),
         over=m.dims,
-        differentiable=False,
-        parameters=parameters,
     )[0]
 
 
@@ -437,7 +435,9 @@ def opaque(
         walks = [() if is_one(s) else (f"w{k}_{i}",) for i, s in enumerate(shape)]
         dims |= {f"w{k}_{i}": (s, "replicated") for i, s in enumerate(shape) if not is_one(s)}
         writes.append(Write(tuple(shape), dtype, AccessMap.of(*walks)))
-    return b.nest(name, "opaque", reads, writes, dims, flops=flops, over=(), differentiable=differentiable)
+    return b.nest(
+        name, "opaque", reads, writes, dims, Computes(differentiable=differentiable), flops=flops, over=()
+    )
 
 
 def batched(
@@ -474,7 +474,7 @@ def batched(
     reads += [Read(t, walk(t.shape, f"h{k}", 0)) for k, t in enumerate(whole)]
     writes = [Write(tuple(shape), dtype, walk(shape, f"w{k}")) for k, (shape, dtype) in enumerate(outs)]
     over = [d for d, (_, kind) in dims.items() if kind == "parallel"]
-    return b.nest(name, "opaque", reads, writes, dims, flops=flops, over=over, function=function)
+    return b.nest(name, "opaque", reads, writes, dims, Computes(function=function), flops=flops, over=over)
 
 
 def grouped_product(

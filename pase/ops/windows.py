@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pase.errors import PaseError
 from pase.ir import AccessMap, DimKind, Size, Tensor, Walk, Window
 from pase.ir.functions import Function
 from pase.ir.parameters import Windows
 from pase.ir.sizes import is_one, quotient
-from pase.ops.builder import Dims, GraphBuilder, Read, Write
+from pase.ops.builder import Computes, Dims, GraphBuilder, Read, Write
 
-__all__ = ["conv", "window_reduce"]
+__all__ = ["ConvDims", "Sliding", "conv", "window_reduce"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sliding:
+    """How a window slides over dims. padding: elements in front of each dim. No dilation means one everywhere."""
+
+    strides: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int] = ()
+    input_dilation: Sequence[int] = ()
+
+    def window(self, k: int, extent: int) -> Window:
+        """The window over the k-th of the dims, which takes ``extent`` elements."""
+        reach = (extent - 1) * (self.dilation[k] if self.dilation else 1) + 1
+        return Window(extent=reach, stride=self.strides[k], before=self.padding[k])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvDims:
+    """The dims of a convolution's tensors: x and out (batch, channel, spatial), w (out, in, spatial)."""
+
+    x: tuple[int, int, Sequence[int]]
+    w: tuple[int, int, Sequence[int]]
+    out: tuple[int, int, Sequence[int]]
 
 
 def _windowed(name: str, size_in: Size, size_out: Size, window: Window, dims: Dims, dilated: bool) -> Walk:
@@ -29,25 +54,15 @@ def conv(
     w: Tensor,
     shape: Sequence[Size],
     dtype: str,
+    at: ConvDims,
+    slides: Sliding,
     *,
-    x_dims: tuple[int, int, Sequence[int]],
-    w_dims: tuple[int, int, Sequence[int]],
-    out_dims: tuple[int, int, Sequence[int]],
-    strides: Sequence[int],
-    dilation: Sequence[int],
-    padding: Sequence[int],
-    input_dilation: Sequence[int] = (),
     groups: int = 1,
 ) -> Tensor:
-    """A convolution.
-
-    x_dims, out_dims: the dims (batch, channel, spatial) of x and of the result.
-    w_dims: the dims (out-channel, in-channel, spatial) of w.
-    padding: elements in front of each spatial dim.
-    """
-    xb, xc, xs = x_dims
-    wn, wc, ws = w_dims
-    ob, on, os = out_dims
+    """A convolution. ``slides`` has an entry for each spatial dim."""
+    xb, xc, xs = at.x
+    wn, wc, ws = at.w
+    ob, on, os = at.out
     dims: Dims = {}
 
     def dim(name: str, size: Size, kind: DimKind) -> tuple[str, ...]:
@@ -81,9 +96,9 @@ def conv(
             raise PaseError(
                 f"the extent of a filter must be a number, not {extent}", where=f"convolution at {b.source}"
             )
-        up = bool(input_dilation) and input_dilation[k] != 1
-        there /= input_dilation[k] if up else 1
-        window = Window(extent=(extent - 1) * dilation[k] + 1, stride=strides[k], before=padding[k])
+        up = bool(slides.input_dilation) and slides.input_dilation[k] != 1
+        there /= slides.input_dilation[k] if up else 1
+        window = slides.window(k, extent)
         walks_x[i] = _windowed(f"h{k}", x.shape[i], shape[o], window, dims, up)
         walks_o[o] = Walk((f"h{k}",)) if f"h{k}" in dims and not is_one(shape[o]) else Walk()
         if not is_one(extent):
@@ -101,25 +116,22 @@ def window_reduce(
     x: Tensor,
     shape: Sequence[Size],
     window: Sequence[int],
-    strides: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int] = (),
+    slides: Sliding,
     *,
     name: str = "",
 ) -> Tensor:
-    """Pooling over every dim whose window is larger than one. padding: elements in front of each dim."""
+    """Pooling over every dim whose window is larger than one. ``slides`` has an entry for each dim."""
     dims: Dims = {}
     walks: list[Walk] = []
     points = 1
     for i, (s_in, s_out) in enumerate(zip(x.shape, shape, strict=True)):
-        reach = (window[i] - 1) * (dilation[i] if dilation else 1) + 1
-        slides = Window(extent=reach, stride=strides[i], before=padding[i])
-        if slides == Window(extent=1) and s_in == s_out:
+        reach = slides.window(i, window[i])
+        if reach == Window(extent=1) and s_in == s_out:
             walks.append(Walk(() if is_one(s_in) else (f"d{i}",)))
             if not is_one(s_in):
                 dims[f"d{i}"] = (s_in, "parallel")
         else:
-            walks.append(_windowed(f"d{i}", s_in, s_out, slides, dims, False))
+            walks.append(_windowed(f"d{i}", s_in, s_out, reach, dims, False))
             points *= window[i]
     out = AccessMap.of(*[() if is_one(s) else (f"d{i}",) for i, s in enumerate(shape)])
     write = Write(tuple(shape), x.dtype, out)
@@ -130,7 +142,11 @@ def window_reduce(
         [read],
         [write],
         dims,
-        function=function,
+        Computes(
+            function=function,
+            parameters=Windows(dilation=tuple(slides.dilation))
+            if any(d != 1 for d in slides.dilation)
+            else None,
+        ),
         flops=float(points),
-        parameters=Windows(dilation=tuple(dilation)) if any(d != 1 for d in dilation) else None,
     )[0]

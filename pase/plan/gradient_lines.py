@@ -29,7 +29,17 @@ from pase.plan.gradient_check import (
 )
 from pase.plan.gradient_steps import POINTS, AlongLine, Direction, GradientSteps, Line
 
-__all__ = ["LineResult", "OnLines", "Scatter", "gradient_check", "judged", "parameter_checks", "verdicts"]
+__all__ = [
+    "CheckLines",
+    "CheckedPlan",
+    "LineResult",
+    "OnLines",
+    "Scatter",
+    "gradient_check",
+    "judged",
+    "parameter_checks",
+    "verdicts",
+]
 
 _RESOLUTION = 0.1
 """A line decides about a parameter if an error of this fraction of its gradient would show."""
@@ -138,34 +148,53 @@ def judged(values: AlongLine, scatter: Scatter) -> LineResult:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckLines:
+    """Along which lines a check goes. seed: of their random directions. most_lines: the largest number of them.
+
+    say: called with a line of text before each part of the work.
+    """
+
+    seed: int
+    most_lines: int
+    say: Callable[[str], None] | None = None
+
+    def told(self, text: str) -> None:
+        if self.say is not None:
+            self.say(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedPlan:
+    """The plan whose steps are checked, as ``GradientCheck`` names it."""
+
+    model: str
+    devices: int
+    lowering: str
+    remarks: Sequence[str] = ()
+
+
 def gradient_check(
     steps: GradientSteps,
     reference: GradientReference | str,
     doubts: Mapping[str, str],
-    *,
-    model: str,
-    devices: int,
-    lowering: str,
-    remarks: Sequence[str],
-    seed: int,
-    most_lines: int,
-    say: Callable[[str], None],
+    plan: CheckedPlan,
+    lines: CheckLines,
     advice: str | None = None,
 ) -> GradientCheck:
     """Check the gradients of a plan's steps.
 
     reference: another program's gradients, or a text that says why there are none.
-
-    For the other arguments, see ``parameter_checks`` and ``GradientCheck``.
+    doubts: see ``parameter_checks``. advice: see ``GradientCheck``.
     """
     began = time.perf_counter()
     found = None if isinstance(reference, str) else reference
-    checks = parameter_checks(steps, found, doubts, seed, most_lines, say)
-    notes = [*remarks, *([] if steps.jittered else [_NOT_FINITE])]
+    checks = parameter_checks(steps, found, doubts, lines.seed, lines.most_lines, lines.told)
+    notes = [*plan.remarks, *([] if steps.jittered else [_NOT_FINITE])]
     made = GradientCheck(
-        model=model,
-        devices=devices,
-        lowering=lowering,
+        model=plan.model,
+        devices=plan.devices,
+        lowering=plan.lowering,
         loss=steps.loss,
         parameters=tuple(map(_with_copies, checks, steps.copies)),
         reference=found,

@@ -7,9 +7,10 @@ from pase.search.check import brute_force, cost_of, verify
 from pase.search.elimination.plan import dependent_sets, generate_seq
 from pase.search.planned import PlanCache
 from pase.search.solve import Known, find_best_strategy, price_memory, solve
-from pase.search.types import MemoryProfile, Solution
+from pase.search.types import Effort, MemoryProfile, Solution
 
 __all__ = [
+    "Effort",
     "Known",
     "MemoryProfile",
     "PlanCache",

@@ -19,7 +19,7 @@ from pase.search.elimination.priced import effort_of
 from pase.search.elimination.repeat import fold
 from pase.search.limits.excess import Excess
 from pase.search.limits.within import Within, fits
-from pase.search.types import MemoryProfile, SearchProgress, Solution
+from pase.search.types import FULL_EFFORT, Effort, MemoryProfile, SearchProgress, Solution
 from pase.tables.types import CostTables
 
 __all__ = ["Known", "find_best_strategy", "price_memory", "solve"]
@@ -96,13 +96,11 @@ def _finish(
 def solve(
     tables: CostTables,
     memory: MemoryProfile | None = None,
-    time_limit: float | None = None,
     seed: int = 0,
     kernel: KernelName = "numba",
     threads: int = 2,
     progress: SearchProgress | None = None,
-    gap: float = 0.0,
-    rounds: int | None = None,
+    effort: Effort = FULL_EFFORT,
     known: Known = NOTHING_KNOWN,
 ) -> Solution:
     """The choice of least cost, optionally within a memory limit, with its certificate.
@@ -111,12 +109,9 @@ def solve(
     limit binds, a bounded search improves its choice and its lower bound until they meet or its budget of work is
     spent. Ctrl-C ends it with the best choice so far.
 
-    time_limit: seconds after which the search ends, however far it is. None: the result does not depend on a clock.
     seed: for the random parts. The same seed gives the same result, unless a time limit ends the search.
     kernel: "numba", or "numpy" (elimination only).
-    gap: a search within a limit may stop once (cost - bound) / |cost| is at most this; 0 asks for a proof.
-    rounds: the most rounds of the bounded search; none run if elimination finds a choice that fits. None: 60, or no
-        limit if there is a time limit. Each round is a fixed amount of work.
+    effort: how long it goes on.
     known: what the caller already knows, which shortens a search within a limit.
     progress: called from time to time with (phase, best cost, bound, seconds).
     Raises Infeasible if it is proven that no choice has a finite cost or that none fits.
@@ -128,29 +123,29 @@ def solve(
         )
     free = known.free
     if free is None or not free.optimal or not np.isfinite(cost_of(tables, free.choice)):
-        stop = Deadline.after(began, time_limit).past(_TO_ELIMINATE)
+        stop = Deadline.after(began, effort.time_limit).past(_TO_ELIMINATE)
         free = _eliminate(tables, kernel, threads, seed, began, stop)
     if free is not None and (memory is None or (known.excess is None and fits(memory, free.choice))):
         return free
     begin = None
     if memory is not None and free is not None:
-        clock = Deadline.after(began, time_limit)
+        clock = Deadline.after(began, effort.time_limit)
         within = _within(tables, memory, kernel, threads, seed, clock)
         within.below, within.price, within.excess = known.below, known.byte_price, known.excess
         if within.run(free.choice, close=known.close):
-            enough = within.cost - within.bound <= gap * abs(within.cost)
+            enough = within.cost - within.bound <= effort.gap * abs(within.cost)
             if (
                 within.decided
                 or enough
                 or clock.left <= 0
                 or known.excess is not None
-                or (rounds is not None and within.choice is not None)
+                or (effort.rounds is not None and within.choice is not None)
             ):
                 return _limited_solution(within, free, began, free is known.free)
             begin = (free.choice if within.choice is None else within.choice), within.bound
     from pase.search.bounded.search import bounded_search
 
-    found = bounded_search(tables, memory, time_limit, seed, began, progress, begin, gap, rounds)
+    found = bounded_search(tables, memory, effort, seed, began, progress, begin)
     if begin is not None:
         found = replace(found, work=found.work + within.work)
     if free is not None and free.bound > found.bound:

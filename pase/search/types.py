@@ -8,10 +8,28 @@ from functools import cached_property
 
 import numpy as np
 
-__all__ = ["MemoryProfile", "SearchProgress", "Solution"]
+__all__ = ["FULL_EFFORT", "Effort", "MemoryProfile", "SearchProgress", "Solution"]
 
 SearchProgress = Callable[[str, float, float, float], None]
 """Called with (phase, best cost, bound, seconds)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How long a search goes on.
+
+    time_limit: seconds after which it ends, however far it is. None: the result does not depend on a clock.
+    rounds: the most rounds of the bounded search, each a fixed amount of work; none run if elimination finds a choice
+        that fits. None: 60, or no limit if there is a time limit.
+    gap: a search within a limit may stop once (cost - bound) / |cost| is at most this; 0 asks for a proof.
+    """
+
+    time_limit: float | None = None
+    rounds: int | None = None
+    gap: float = 0.0
+
+
+FULL_EFFORT = Effort()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

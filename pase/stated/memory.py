@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pase.machine import Mesh
 from pase.stated.parts import Part, Parts
@@ -51,8 +52,9 @@ def rank_memory(
 ) -> tuple[RankMemory, ...]:
     """Return the memory of the first and of the last stage."""
     layers = stage_layers(parts.blocks, s.pipeline, program.stage_ends)
-    ranks = {"first": (layers[0], True, len(layers) == 1), "last": (layers[-1], len(layers) == 1, True)}
-    return tuple(_rank(parts, s, program, mesh, name, *what, pipe) for name, what in ranks.items())
+    one = len(layers) == 1
+    ranks = (_EndStage("first", layers[0], True, one), _EndStage("last", layers[-1], one, True))
+    return tuple(_rank(parts, s, program, mesh, stage, pipe) for stage in ranks)
 
 
 def _apart(part: Part, s: Strategy, mesh: Mesh) -> float:
@@ -68,18 +70,25 @@ def _apart(part: Part, s: Strategy, mesh: Mesh) -> float:
     return out
 
 
+class _EndStage(NamedTuple):
+    """A stage, by the name of its rank: how many blocks it has, and whether it has the model's ends."""
+
+    name: str
+    blocks: int
+    first: bool
+    last: bool
+
+
 def _rank(
     parts: Parts,
     s: Strategy,
     program: Program,
     mesh: Mesh,
-    name: str,
-    blocks: int,
-    first: bool,
-    last: bool,
+    stage: _EndStage,
     pipe: Pipeline | None,
 ) -> RankMemory:
-    """Return the memory of a rank with this many blocks and these ends."""
+    """Return the memory of a rank with this stage."""
+    name, blocks, first, last = stage
     p, b = program, program.bytes
     ends = [parts.first] * first + [parts.last] * last + [parts.tied] * (last and not first)
     block = parts.block

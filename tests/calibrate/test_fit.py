@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pase import costmodels
 from pase.calibrate import Journal, Refused, Settings, fit, session, suite
-from pase.calibrate.fit import Ceilings, fit_line, smoothed
+from pase.calibrate.fit import Believed, Ceilings, fit_line, smoothed
 from pase.machine import COLLECTIVES, Mesh, dumps, parse
 from pase.tables.build import work_price
 from pase.tables.work import Work
@@ -127,7 +127,7 @@ def test_noise_moves_the_tables_by_no_more_than_itself(seed, noise):
     tasks = [t for t in suite(target(ONE)) if t.rank < 4]
     bench = Fake(levels=ONE, noise=noise, seed=seed)
     samples = measured(bench, tasks)
-    machine = fitted(samples, tasks, ONE, max_spread=math.inf).machine
+    machine = fitted(samples, tasks, ONE, believed=Believed(max_spread=math.inf)).machine
     # Each sample is a median of at least five. The worst of about 300 samples is within five sigma of one program.
     by_size = {(t.op, float(t.nbytes)): bench.truth(t) for t in tasks if t.ways == (4,)}
     assert machine.collectives
@@ -206,7 +206,7 @@ def test_a_falling_matmul_is_refused(clean):
 
 def test_rates_above_physics_are_refused(clean):
     slow = Ceilings(flops_per_s=1e11, memory_bytes_per_s=1e9, source="the datasheet")
-    error = str(refusal(clean, {}, ceilings=slow))
+    error = str(refusal(clean, {}, believed=Believed(ceilings=slow)))
     assert "matmul float32: 9.93e+11 FLOP/s" in error and "the datasheet gives at most 1e+11" in error
     assert "memory-bound ops:" in error and "all_gather over [4]" in error
 

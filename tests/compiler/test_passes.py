@@ -37,7 +37,7 @@ def test_each_pass_only_adds() -> None:
     for before, after in pairwise(seen):
         assert after.question is before.question and after.tries is before.tries
         assert after.strategy.solution.cost <= before.strategy.solution.cost if before.found else True
-        assert not before.given or after.given is before.given
+        assert not before.rivals.given or after.rivals is before.rivals
         assert before.plan is None or after.plan is before.plan
 
 

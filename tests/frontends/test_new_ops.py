@@ -24,7 +24,7 @@ from pase.local.interpret import loss_and_gradients
 from pase.local.lower import local_program
 from pase.machine import Mesh
 from pase.ops import GraphBuilder, nests
-from pase.ops.builder import Read, Write
+from pase.ops.builder import Computes, Read, Write
 from pase.tables.itemize import collectives
 from pase.tables.layouts import configs
 
@@ -82,7 +82,7 @@ def _outer_sum(b: GraphBuilder, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     dims: dict[str, tuple[Any, DimKind]] = {"i": (x.shape[0], "parallel"), "j": (y.shape[0], "parallel")}
     reads = [Read(x, AccessMap.of(("i",))), Read(y, AccessMap.of(("j",)))]
     write = Write((x.shape[0], y.shape[0]), x.dtype, AccessMap.of(("i",), ("j",)))
-    return b.nest("outer_sum", "elementwise", reads, [write], dims, function=functions.ADD)
+    return b.nest("outer_sum", "elementwise", reads, [write], dims, Computes(function=functions.ADD))
 
 
 def test_a_kind_of_nest(monkeypatch: pytest.MonkeyPatch) -> None:

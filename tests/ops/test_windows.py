@@ -9,7 +9,7 @@ import pytest
 from pase.errors import PaseError
 from pase.ir import Node, functions, verify
 from pase.ops import GraphBuilder
-from pase.ops.windows import conv, window_reduce
+from pase.ops.windows import ConvDims, Sliding, conv, window_reduce
 
 B, C, O = 4, 6, 8
 PLAIN = (0, 1, (2, 3))
@@ -36,13 +36,13 @@ def convolved(
         w,
         (B, O, made, made),
         "float32",
-        x_dims=PLAIN,
-        w_dims=PLAIN,
-        out_dims=PLAIN,
-        strides=(stride, stride),
-        dilation=(1, 1),
-        padding=(padding, padding),
-        input_dilation=(zeros, zeros),
+        ConvDims(x=PLAIN, w=PLAIN, out=PLAIN),
+        Sliding(
+            strides=(stride, stride),
+            dilation=(1, 1),
+            padding=(padding, padding),
+            input_dilation=(zeros, zeros),
+        ),
         groups=groups,
     )
     return verify(b.finish()).nodes[-1]
@@ -85,7 +85,14 @@ def test_groups_must_divide_the_channels() -> None:
 def test_pooling_walks_only_the_dims_with_windows() -> None:
     b = GraphBuilder("g")
     x = b.input("x", (B, C, 16, 16), "float32")
-    out = window_reduce(b, functions.WINDOW_MAX, x, (B, C, 8, 8), (1, 1, 2, 2), (1, 1, 2, 2), (0, 0, 0, 0))
+    out = window_reduce(
+        b,
+        functions.WINDOW_MAX,
+        x,
+        (B, C, 8, 8),
+        (1, 1, 2, 2),
+        Sliding(strides=(1, 1, 2, 2), padding=(0, 0, 0, 0)),
+    )
     node = verify(b.finish([out])).nodes[-1]
     assert str(node.main.reads[0].map) == "d0 d1 d2@2/2 d3@2/2"
     assert flops(node) == 4 * B * C * 8 * 8 and all(d.kind == "parallel" for d in node.space)

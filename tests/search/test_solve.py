@@ -16,6 +16,7 @@ from pase.search import (
     verify,
 )
 from pase.search.bounded.search import bounded_search
+from pase.search.types import Effort
 from pase.tables.types import CostTables, EdgeTable
 from tests.search.answers import answer
 from tests.search.random_instances import random_memory, random_tables
@@ -116,9 +117,9 @@ def test_the_optimum_under_a_limit_is_the_integer_programs(block: int) -> None:
         want = by_ilp(tables, memory)
         if want is None:
             with pytest.raises(Infeasible):
-                solve(tables, memory, time_limit=30)
+                solve(tables, memory, effort=Effort(time_limit=30))
             continue
-        found = solve(tables, memory, time_limit=30)
+        found = solve(tables, memory, effort=Effort(time_limit=30))
         assert found.optimal and verify(tables, found, memory) == pytest.approx(want, rel=1e-6), seed
 
 
@@ -131,11 +132,11 @@ def test_no_time_at_all_still_gives_an_answer() -> None:
             want = brute_force(tables, memory).cost
         except Infeasible:
             continue
-        found = solve(tables, memory, time_limit=0.0)
+        found = solve(tables, memory, effort=Effort(time_limit=0.0))
         assert found.bound <= want, seed
         if found.feasible:
             assert verify(tables, found, memory) >= want, seed
-        loose = bounded_search(tables, None, 0.0, 0, time.perf_counter())
+        loose = bounded_search(tables, None, Effort(time_limit=0.0), 0, time.perf_counter())
         assert loose.bound <= want + 1e-9
 
 

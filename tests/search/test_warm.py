@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from pase.search.bounded.search import bounded_search
+from pase.search.types import Effort
 from tests.search.bounded.instances import clique
 
 
@@ -18,5 +19,11 @@ def test_warm_compiles_what_the_search_calls() -> None:
     warm()
     called = (kernels_memory.dual_ascent, kernels_memory.polish, kernels_memory.lns, kernels_flat.trws_pass)
     before = [len(kernel.signatures) for kernel in called]
-    bounded_search(clique(np.random.default_rng(2), nodes=20, configs=10), None, 0.5, 0, time.perf_counter())
+    bounded_search(
+        clique(np.random.default_rng(2), nodes=20, configs=10),
+        None,
+        Effort(time_limit=0.5),
+        0,
+        time.perf_counter(),
+    )
     assert [len(kernel.signatures) for kernel in called] == before

@@ -19,7 +19,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.frontends.jax.doubts import doubts
 from pase.plan.gradient_check import GradientCheck, GradientDifference, GradientReference
-from pase.plan.gradient_lines import gradient_check
+from pase.plan.gradient_lines import CheckedPlan, CheckLines, gradient_check
 from pase.plan.gradient_steps import JITTER, POINTS, AlongLine, Line, uphill_factors, zero_scales
 from pase.pytree import Tree
 
@@ -66,25 +66,15 @@ def check_of(
     """Run the check.
 
     reference: computes the reference's gradients from the steps at their first point, or returns a text that says why
-    there is no reference. It may add to the remarks. say: called with a line of text before each part of the work.
+    there is no reference. It may add to the remarks.
     """
-    told = say if say is not None else (lambda text: None)
-    told("the step near the given parameters")
-    steps = JaxSteps(program=program, seed=seed)
-    told("another program to compare with")
+    lines = CheckLines(seed=seed, most_lines=most_lines, say=say)
+    lines.told("the step near the given parameters")
+    steps = JaxSteps(program=program, seed=lines.seed)
+    lines.told("another program to compare with")
     found = reference(steps)
-    return gradient_check(
-        steps,
-        found,
-        doubts(traced),
-        model=traced.graph.name,
-        devices=devices,
-        lowering=program.lowering,
-        remarks=remarks,
-        seed=seed,
-        most_lines=most_lines,
-        say=told,
-    )
+    plan = CheckedPlan(model=traced.graph.name, devices=devices, lowering=program.lowering, remarks=remarks)
+    return gradient_check(steps, found, doubts(traced), plan, lines)
 
 
 class JaxSteps:

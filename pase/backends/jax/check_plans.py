@@ -17,6 +17,7 @@ from pase.frontends.jax.leaves import arrays, static
 from pase.frontends.jax.types import Jaxpr
 from pase.frontends.jax.versions import jaxprs_inside
 from pase.plan.gradient_check import GradientCheck, GradientReference
+from pase.plan.gradient_lines import CheckLines
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -41,9 +42,7 @@ def check_plan(
     mesh: JaxMesh,
     ways: Sequence[Lowering],
     against: Against,
-    seed: int,
-    most_lines: int,
-    say: Callable[[str], None] | None,
+    lines: CheckLines,
 ) -> GradientCheck:
     """Check a plan without stages. ways: the lowerings to try, in order."""
     remarks: list[str] = []
@@ -61,9 +60,9 @@ def check_plan(
         plan.logical_mesh.devices,
         partial(_reference, plan, mesh, way, against, (params, *batch), remarks),
         remarks,
-        seed,
-        most_lines,
-        say,
+        lines.seed,
+        lines.most_lines,
+        lines.say,
     )
 
 

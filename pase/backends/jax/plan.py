@@ -41,6 +41,7 @@ from pase.machine import CostModel, Mesh
 from pase.machine.jax_devices import as_linked
 from pase.plan.accesses import EquationLayouts, Reading
 from pase.plan.constraints import Constraints, Placement
+from pase.plan.gradient_lines import CheckLines
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -577,9 +578,8 @@ class JaxPlan:
         self._require_mode("train", "gradients")
         mesh = mesh if mesh is not None else self.mesh()
         ways = self._lowerings(lowering, mesh)
-        return check_plan(
-            self, untyped(params), untyped(batch), mesh, ways, against, seed, most_lines, progress
-        )
+        lines = CheckLines(seed=seed, most_lines=most_lines, say=progress)
+        return check_plan(self, untyped(params), untyped(batch), mesh, ways, against, lines)
 
     def _lowerings(self, lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
         if self.hoisted != "none" and lowering == "auto":  # XLA would send in each micro-batch

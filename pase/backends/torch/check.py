@@ -19,7 +19,7 @@ from pase.errors import PaseError
 from pase.frontends.torch.doubts import coarsest, doubts
 from pase.frontends.torch.frontend import TracedTorch
 from pase.plan.gradient_check import GradientCheck, GradientDifference, GradientReference
-from pase.plan.gradient_lines import gradient_check
+from pase.plan.gradient_lines import CheckedPlan, CheckLines, gradient_check
 from pase.plan.gradient_steps import JITTER, POINTS, AlongLine, Line, uphill_factors, zero_scales
 
 if TYPE_CHECKING:
@@ -74,13 +74,12 @@ def check_module(
                 steps,
                 found,
                 doubts(traced),
-                model=traced.graph.name,
-                devices=devices,
-                lowering="run by PyTorch" if compiler is None else f"compiled by PyTorch ({compiler})",
-                remarks=(),
-                seed=seed,
-                most_lines=most_lines,
-                say=told,
+                CheckedPlan(
+                    model=traced.graph.name,
+                    devices=devices,
+                    lowering="run by PyTorch" if compiler is None else f"compiled by PyTorch ({compiler})",
+                ),
+                CheckLines(seed=seed, most_lines=most_lines, say=told),
                 advice="",
             )
     finally:

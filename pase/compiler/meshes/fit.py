@@ -30,6 +30,7 @@ from pase.frontends.registry import NotInParts
 from pase.machine import Mesh
 from pase.memory.account import Memory
 from pase.search import Known, MemoryProfile, Solution, price_memory, solve
+from pase.search.types import Effort
 from pase.tables import CostTables
 
 if TYPE_CHECKING:
@@ -457,7 +458,12 @@ class _LimitedSearch:
             known = replace(known, below=below, byte_price=price, close=close and known.close)
             left = self.spent.left_s()
             seconds = None if left is None else left / 2 * part  # the rest is for other attempts
-            found = solve(allowed, wanted, seconds, gap=_ENOUGH, rounds=_MOST_ROUNDS, known=known)
+            found = solve(
+                allowed,
+                wanted,
+                known=known,
+                effort=Effort(time_limit=seconds, gap=_ENOUGH, rounds=_MOST_ROUNDS),
+            )
             self.spent.operations += found.work
             return found
 

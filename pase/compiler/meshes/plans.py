@@ -25,7 +25,7 @@ from pase.tables.itemize import collectives, local_work, node_costs
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
 
-__all__ = ["NO_LIMIT", "Fit", "plan_found", "plan_of", "provenance_of"]
+__all__ = ["NO_LIMIT", "NO_RIVALS", "Fit", "Rivals", "plan_found", "plan_of", "provenance_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +44,24 @@ class Fit:
 NO_LIMIT = Fit()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rivals:
+    """The strategies that a plan is compared with, and those that do not apply to the problem."""
+
+    given: Sequence[Baseline] = ()
+    skipped: Sequence[Skipped] = ()
+
+
+NO_RIVALS = Rivals()
+
+
 def plan_found(
     problem: SplitProblem,
     found: Found,
     name: str,
     traced: Traced,
     seconds: Mapping[str, float],
-    given: Sequence[Baseline] = (),
-    skipped: Sequence[Skipped] = (),
+    rivals: Rivals = NO_RIVALS,
     fit: Fit = NO_LIMIT,
     proven: Mapping[str, str] | None = None,
 ) -> PlanData:
@@ -69,8 +79,8 @@ def plan_found(
         cost=s.cost,
         bound=s.bound,
         optimal=s.optimal,
-        baselines={b.name: b.cost for b in given},
-        skipped={b.name: b.reason for b in skipped},
+        baselines={b.name: b.cost for b in rivals.given},
+        skipped={b.name: b.reason for b in rivals.skipped},
         tried=[Tried(mesh=m.sizes, cost=c) for m, c in found.tried],
         seconds=seconds,
         provenance={**provenance_of(problem.graph, s.method, s.certificate), **(proven or {})},

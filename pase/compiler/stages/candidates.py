@@ -13,7 +13,7 @@ from pase.compiler.problem.variants import Variant, graph_of
 from pase.compiler.stages.chain_places import UnitPlaces, divided
 from pase.compiler.stages.chain_search import ChainMenu
 from pase.compiler.stages.device_groups import Arrangement, RankGroup
-from pase.compiler.stages.menu import StageTables
+from pase.compiler.stages.menu import StageDevices, StageTables
 from pase.compiler.stages.places import Places
 from pase.compiler.stages.search import Staged, StageMenu
 from pase.ir import Graph
@@ -100,13 +100,10 @@ class TablesMade:
             graph,
             places,
             variant,
-            mesh,
-            group.model,
+            StageDevices(mesh=mesh, model=group.model, group=group.number, slow=group.slow),
             self.optimizer,
             "hoisted",
-            group.number,
             self.spent,
-            group.slow,
             self.planned,
         )
         if self.keep:

@@ -199,11 +199,22 @@ class StageSplit:
         return held_ + blocks * (self.block.static + flying * self.block.kept) + self.buffers
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageDevices:
+    """The devices of one stage: their mesh, the prices on them, and the number of their device group.
+
+    slow: as in ``StageSplit``.
+    """
+
+    mesh: Mesh
+    model: CostModel
+    group: int = 0
+    slow: float = 1.0
+
+
 class StageTables:
     """The tables of a step in micro-batches on the devices of one stage.
 
-    group: the number of the device group.
-    slow: as in ``StageSplit``.
     spent: counts the work on the tables.
     planned: elimination orders, which other tables may share.
     """
@@ -213,20 +224,17 @@ class StageTables:
         graph: Graph,
         places: Places,
         variant: Variant,
-        mesh: Mesh,
-        model: CostModel,
+        on: StageDevices,
         optimizer: str,
         weights: GatheredWeights,
-        group: int = 0,
         spent: Spent | None = None,
-        slow: float = 1.0,
         planned: PlanCache | None = None,
     ) -> None:
-        self.spent, self.slow = Spent() if spent is None else spent, slow
+        self.spent, self.slow = Spent() if spent is None else spent, on.slow
         self.planned = PlanCache() if planned is None else planned
-        self.group, self.micro_batches = group, micro_batches_of(graph)
-        self.graph, self.places, self.variant, self.mesh = graph, places, variant, mesh
-        self.model, self.optimizer, self.weights = model, optimizer, weights
+        self.group, self.micro_batches = on.group, micro_batches_of(graph)
+        self.graph, self.places, self.variant, self.mesh = graph, places, variant, on.mesh
+        self.model, self.optimizer, self.weights = on.model, optimizer, weights
         self._splits: dict[tuple[StageRole, bytes], StageSplit] = {}
         self._pieces = PricedParts()
 

@@ -132,10 +132,12 @@ def take(c: Site, x: Value, ids: Value, axis: int) -> Value:
             c.tensor(x),
             c.tensor(indices),
             shape,
-            offset_dims=[i for i in range(len(shape)) if not axis <= i < axis + n],
-            collapsed=(axis,),
-            indexed=(axis,),
-            slice_sizes=[1 if i == axis else s for i, s in enumerate(x.shape)],
+            indexed.GatherDims(
+                offset_dims=[i for i in range(len(shape)) if not axis <= i < axis + n],
+                collapsed=(axis,),
+                indexed=(axis,),
+                slice_sizes=[1 if i == axis else s for i, s in enumerate(x.shape)],
+            ),
         )
     )
 
@@ -161,11 +163,13 @@ def take_along(c: Site, x: Value, ids: Value, axis: int) -> Value:
             c.tensor(x),
             c.tensor(indices),
             ids.shape,
-            offset_dims=(),
-            collapsed=(axis,),
-            indexed=(axis,),
-            slice_sizes=[1] * rank,
-            x_batch=others,
-            ids_batch=others,
+            indexed.GatherDims(
+                offset_dims=(),
+                collapsed=(axis,),
+                indexed=(axis,),
+                slice_sizes=[1] * rank,
+                x_batch=others,
+                ids_batch=others,
+            ),
         )
     )

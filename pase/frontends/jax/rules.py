@@ -166,13 +166,13 @@ def _conv(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[T
             _operand(b, eqn, ins, 1),
             _shape(eqn.outvars[0]),
             _dtype(eqn.outvars[0]),
-            x_dims=triple(dn.lhs_spec),
-            w_dims=triple(dn.rhs_spec),
-            out_dims=triple(dn.out_spec),
-            strides=p["window_strides"],
-            dilation=p["rhs_dilation"],
-            padding=[before for before, _ in p["padding"]],
-            input_dilation=p["lhs_dilation"],
+            windows.ConvDims(x=triple(dn.lhs_spec), w=triple(dn.rhs_spec), out=triple(dn.out_spec)),
+            windows.Sliding(
+                strides=p["window_strides"],
+                dilation=p["rhs_dilation"],
+                padding=[before for before, _ in p["padding"]],
+                input_dilation=p["lhs_dilation"],
+            ),
             groups=p["feature_group_count"],
         )
     ]
@@ -356,9 +356,11 @@ def _pool(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[T
             _operand(b, eqn, ins),
             _shape(eqn.outvars[0]),
             p["window_dimensions"],
-            p["window_strides"],
-            [before for before, _ in p["padding"]],
-            p["window_dilation"],
+            windows.Sliding(
+                strides=p["window_strides"],
+                padding=[before for before, _ in p["padding"]],
+                dilation=p["window_dilation"],
+            ),
         )
     ]
 
@@ -384,12 +386,14 @@ def _gather(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence
             x,
             ids,
             shape,
-            offset_dims=d.offset_dims,
-            collapsed=d.collapsed_slice_dims,
-            indexed=d.start_index_map,
-            slice_sizes=[_size(n) for n in p["slice_sizes"]],
-            x_batch=d.operand_batching_dims,
-            ids_batch=d.start_indices_batching_dims,
+            indexed.GatherDims(
+                offset_dims=d.offset_dims,
+                collapsed=d.collapsed_slice_dims,
+                indexed=d.start_index_map,
+                slice_sizes=[_size(n) for n in p["slice_sizes"]],
+                x_batch=d.operand_batching_dims,
+                ids_batch=d.start_indices_batching_dims,
+            ),
         )
     ]
 
@@ -413,11 +417,13 @@ def _scatter(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequenc
             x,
             ids,
             updates,
-            window_dims=d.update_window_dims,
-            inserted=d.inserted_window_dims,
-            indexed=d.scatter_dims_to_operand_dims,
-            x_batch=d.operand_batching_dims,
-            ids_batch=d.scatter_indices_batching_dims,
+            indexed.ScatterDims(
+                window_dims=d.update_window_dims,
+                inserted=d.inserted_window_dims,
+                indexed=d.scatter_dims_to_operand_dims,
+                x_batch=d.operand_batching_dims,
+                ids_batch=d.scatter_indices_batching_dims,
+            ),
             combines=eqn.primitive.name != "scatter",
             function=function,
         )

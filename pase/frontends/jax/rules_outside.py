@@ -4,6 +4,7 @@ the primitives of Equinox."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from pase.errors import PaseError
 from pase.frontends.jax.rules import RULES, _count, _dtype, _kept, _opaque, _operand, _shape, _tensors, lowers
@@ -64,7 +65,8 @@ def _reduce_axis(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Seq
     for i, v in enumerate(eqn.outvars):
         x = _operand(b, eqn, ins, i)
         if by_number:
-            out += nests.reduce(b, function, [x], by_number, [_dtype(v)], differentiable=function.linear)
+            with nullcontext() if function.linear else b.without_gradient():
+                out += nests.reduce(b, function, [x], by_number, [_dtype(v)])
         else:
             out += nests.elementwise(  # over an axis of a mesh or of vmap, which the graph does not have
                 b,

@@ -327,9 +327,7 @@ def flash_attention(
 
 
 def flash_attention_backward(
-    q: Array,
-    k: Array,
-    v: Array,
+    operands: tuple[Array, Array, Array],
     result: Array,
     sums: Array,
     gradient: Array,
@@ -338,11 +336,11 @@ def flash_attention_backward(
     scale: float,
     blocks: BlockSizes,
 ) -> tuple[Array, Array, Array]:
-    """Pallas' backward kernels, given the result and the sums. Returns the gradients of q, k and v."""
+    """Pallas' backward kernels. operands: q, k and v, whose gradients are returned."""
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu import flash_attention as flash
 
-    given = (q, k, v, None, None, result, jnp.ones_like(sums), sums)
+    given = (*operands, None, None, result, jnp.ones_like(sums), sums)
     dq, dk, dv, *_ = flash._flash_attention_bwd(False, causal, scale, blocks, False, given, gradient)
     return dq, dk, dv
 

@@ -92,7 +92,6 @@ def _even(init: Sequence[Value], outs: Sequence[Value]) -> bool:
 
 
 def _turned(
-    low: OnnxLowering,
     c: OnnxCall,
     graph: GraphProto,
     path: str,
@@ -107,7 +106,7 @@ def _turned(
     lead: the first inputs of each iteration, which hold no data. sliced: (value, the dim along which each iteration
     reads a slice). out_axes: the dims along which results are stacked.
     """
-    b, at, source = low.b, low.b.eqn, low.b.source
+    low, b, at, source = c.low, c.b, c.b.eqn, c.b.source
     inner = _body(low, c, path, f"{path}.")
     inner.initializers(graph)
     _loop_copies(low, c, inner, graph)
@@ -283,7 +282,7 @@ def _loop(
                 "assumed", f"{c.place} is priced as {trip_count} iterations, its largest possible number"
             )
         stacked = [0] * (len(outs) - 1 - len(carried))
-        return list(_turned(low, c, body, path, trip_count, lead, carried, [], stacked))
+        return list(_turned(c, body, path, trip_count, lead, carried, [], stacked))
     results = [(v.shape, v.dtype) for v in outs[1 : 1 + len(carried)]]
     for name, v in zip(list(c.node.output)[len(carried) :], outs[1 + len(carried) :], strict=False):
         if trip_count:
@@ -333,7 +332,7 @@ def _scan(
         along = [(v, c.axis(a, len(v.shape))) for v, a in zip(scanned, axes, strict=True)]
         made = outs[len(states) :]
         stacked = [c.axis(a, len(v.shape) + 1) for v, a in zip(made, out_axes, strict=False)]
-        return list(_turned(low, c, body, path, trip_count, [], states, along, stacked))
+        return list(_turned(c, body, path, trip_count, [], states, along, stacked))
     results = [(v.shape, v.dtype) for v in states]
     for v, a in zip(outs[len(states) :], out_axes, strict=False):
         shape = [*([values[0].shape[0]] if first else []), *v.shape]

@@ -51,12 +51,14 @@ def _gather_nd(c: OnnxCall) -> Value:
             c.tensor(x),
             c.tensor(ids),
             shape,
-            offset_dims=list(range(n, len(shape))),
-            collapsed=found,
-            indexed=found,
-            slice_sizes=[1 if i < batch + k else s for i, s in enumerate(x.shape)],
-            x_batch=list(range(batch)),
-            ids_batch=list(range(batch)),
+            indexed.GatherDims(
+                offset_dims=list(range(n, len(shape))),
+                collapsed=found,
+                indexed=found,
+                slice_sizes=[1 if i < batch + k else s for i, s in enumerate(x.shape)],
+                x_batch=list(range(batch)),
+                ids_batch=list(range(batch)),
+            ),
         )
     )
 
@@ -94,9 +96,9 @@ def _scatter_nd(c: OnnxCall) -> Value:
             c.tensor(x),
             c.tensor(ids),
             c.tensor(updates),
-            window_dims=list(range(n, len(updates.shape))),
-            inserted=found,
-            indexed=found,
+            indexed.ScatterDims(
+                window_dims=list(range(n, len(updates.shape))), inserted=found, indexed=found
+            ),
             combines=how != "none",
         )
     return c.value(made)

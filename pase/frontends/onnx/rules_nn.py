@@ -81,12 +81,8 @@ def _convolve(c: OnnxCall, x: Value, w: Value, dtype: str | None = None) -> Valu
         c.tensor(w),
         shape,
         dtype or x.dtype,
-        x_dims=(0, 1, dims),
-        w_dims=(0, 1, dims),
-        out_dims=(0, 1, dims),
-        strides=_positive(c, "strides", n),
-        dilation=dilation,
-        padding=padding,
+        windows.ConvDims(x=(0, 1, dims), w=(0, 1, dims), out=(0, 1, dims)),
+        windows.Sliding(strides=_positive(c, "strides", n), dilation=dilation, padding=padding),
         groups=groups,
     )
     return c.value(out)
@@ -142,12 +138,8 @@ def _causal(c: OnnxCall) -> Sequence[Value]:
             c.tensor(w),
             x.shape,
             x.dtype,
-            x_dims=(0, 1, dims),
-            w_dims=(0, 1, dims),
-            out_dims=(0, 1, dims),
-            strides=[1] * n,
-            dilation=[1] * n,
-            padding=[k - 1 for k in w.shape[2:]],
+            windows.ConvDims(x=(0, 1, dims), w=(0, 1, dims), out=(0, 1, dims)),
+            windows.Sliding(strides=[1] * n, dilation=[1] * n, padding=[k - 1 for k in w.shape[2:]]),
             groups=x.shape[1],
         )
     return [_biased(c, c.value(made), 2), nothing((*x.shape[:-1], w.shape[-1] - 1), x.dtype)]
@@ -195,13 +187,8 @@ def _conv_transpose(c: OnnxCall) -> Value:
             c.tensor(w),
             shape,
             x.dtype,
-            x_dims=(0, 1, dims),
-            w_dims=w_dims,
-            out_dims=(0, 1, dims),
-            strides=[1] * n,
-            dilation=dilation,
-            padding=before,
-            input_dilation=strides,
+            windows.ConvDims(x=(0, 1, dims), w=w_dims, out=(0, 1, dims)),
+            windows.Sliding(strides=[1] * n, dilation=dilation, padding=before, input_dilation=strides),
             groups=groups,
         )
     return _biased(c, c.value(out), 2)
@@ -231,9 +218,7 @@ def _pool(c: OnnxCall) -> Sequence[Value | None]:
             c.tensor(x),
             shape,
             [1, 1, *kernel],
-            [1, 1, *strides],
-            [0, 0, *padding],
-            [1, 1, *dilation],
+            windows.Sliding(strides=[1, 1, *strides], padding=[0, 0, *padding], dilation=[1, 1, *dilation]),
         )
     )
     if c.op != "MaxPool":
@@ -275,8 +260,7 @@ def _lrn(c: OnnxCall) -> Value:
         c.tensor(square),
         x.shape,
         window,
-        [1] * len(x.shape),
-        [(k - 1) // 2 for k in window],
+        windows.Sliding(strides=[1] * len(x.shape), padding=[(k - 1) // 2 for k in window]),
     )
     scale = c.elementwise([c.value(total), None], functions.POW, flops=12.0)
     return c.elementwise([x, scale], functions.DIV)

@@ -84,12 +84,14 @@ def _conv(c: TfCall) -> Sequence[TfResult]:
         w,
         c.shape(out),
         c.type("T"),
-        x_dims=(batch, channel, spatial),
-        w_dims=(rank - 1, rank - 2, range(rank - 2)),
-        out_dims=(batch, channel, spatial),
-        strides=[strides[i] for i in spatial],
-        dilation=[dilations[i] for i in spatial],
-        padding=padding,
+        windows.ConvDims(
+            x=(batch, channel, spatial),
+            w=(rank - 1, rank - 2, range(rank - 2)),
+            out=(batch, channel, spatial),
+        ),
+        windows.Sliding(
+            strides=[strides[i] for i in spatial], dilation=[dilations[i] for i in spatial], padding=padding
+        ),
         groups=shape[channel] // inner,
     )
     return [_fused(c, made, channel) if c.node.op == "_FusedConv2D" else made]
@@ -155,13 +157,17 @@ def _transposed(c: TfCall) -> Sequence[TfResult]:
             c.x(1),
             out,
             c.type("T"),
-            x_dims=(batch, channel, spatial),
-            w_dims=(rank - 2, rank - 1, range(rank - 2)),
-            out_dims=(batch, channel, spatial),
-            strides=[1] * len(spatial),
-            dilation=[dilations[i] for i in spatial],
-            padding=pads,
-            input_dilation=[strides[i] for i in spatial],
+            windows.ConvDims(
+                x=(batch, channel, spatial),
+                w=(rank - 2, rank - 1, range(rank - 2)),
+                out=(batch, channel, spatial),
+            ),
+            windows.Sliding(
+                strides=[1] * len(spatial),
+                dilation=[dilations[i] for i in spatial],
+                padding=pads,
+                input_dilation=[strides[i] for i in spatial],
+            ),
         )
     return [made]
 
@@ -179,7 +185,15 @@ def _pool(c: TfCall) -> Sequence[TfResult]:
         raise c.fail(f"its window {window} with strides {strides} does not fit a tensor of {rank} dims")
     out, padding = zip(*(_extent(c, i, s, window[i], strides[i]) for i, s in enumerate(shape)), strict=True)
     function = functions.WINDOW_SUM if c.node.op.startswith("Avg") else functions.WINDOW_MAX
-    made = windows.window_reduce(c.b, function, x, c.shape(out), window, strides, padding, name=c.node.op)
+    made = windows.window_reduce(
+        c.b,
+        function,
+        x,
+        c.shape(out),
+        window,
+        windows.Sliding(strides=strides, padding=padding),
+        name=c.node.op,
+    )
     if function is functions.WINDOW_SUM:
         plain = not any(padding) and c.text("padding") == "VALID"
         made = composites.apply(c.b, functions.DIV, made, elements(window) if plain else None)

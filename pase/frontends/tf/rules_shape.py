@@ -324,12 +324,14 @@ def _gather(c: TfCall) -> Sequence[TfResult]:
             x,
             nests.reshape(c.b, c.x(1), (*ids, 1)),
             out,
-            offset_dims=offset,
-            collapsed=(axis,),
-            indexed=(axis,),
-            slice_sizes=[1 if i == axis or i < batch else s for i, s in enumerate(shape)],
-            x_batch=range(batch),
-            ids_batch=range(batch),
+            indexed.GatherDims(
+                offset_dims=offset,
+                collapsed=(axis,),
+                indexed=(axis,),
+                slice_sizes=[1 if i == axis or i < batch else s for i, s in enumerate(shape)],
+                x_batch=range(batch),
+                ids_batch=range(batch),
+            ),
         )
     ]
 
@@ -348,10 +350,12 @@ def _gather_nd(c: TfCall) -> Sequence[TfResult]:
             x,
             c.x(1),
             out,
-            offset_dims=range(len(ids) - 1, len(out)),
-            collapsed=range(n),
-            indexed=range(n),
-            slice_sizes=[1] * n + list(shape[n:]),
+            indexed.GatherDims(
+                offset_dims=range(len(ids) - 1, len(out)),
+                collapsed=range(n),
+                indexed=range(n),
+                slice_sizes=[1] * n + list(shape[n:]),
+            ),
         )
     ]
 
@@ -381,9 +385,9 @@ def _scatter(c: TfCall) -> Sequence[TfResult]:
             x,
             c.x(at),
             c.x(of),
-            window_dims=range(len(ids) - 1, len(updates)),
-            inserted=range(n),
-            indexed=range(n),
+            indexed.ScatterDims(
+                window_dims=range(len(ids) - 1, len(updates)), inserted=range(n), indexed=range(n)
+            ),
             combines=c.node.op != "TensorScatterUpdate",
         )
     return [made]
@@ -413,9 +417,7 @@ def _segment(c: TfCall) -> Sequence[TfResult]:
             x,
             rows,
             c.x(0),
-            window_dims=range(len(ids), len(shape)),
-            inserted=(0,),
-            indexed=(0,),
+            indexed.ScatterDims(window_dims=range(len(ids), len(shape)), inserted=(0,), indexed=(0,)),
         )
     return [made]
 

@@ -166,13 +166,15 @@ def _convolution(c: TorchCall) -> Value:
             c.tensor(w),
             shape,
             c.out()[1],
-            x_dims=(0, 1, dims),
-            w_dims=(1, 0, dims) if turned and groups == 1 else (0, 1, dims),
-            out_dims=(0, 1, dims),
-            strides=[1] * n if turned else strides,
-            dilation=dilation,
-            padding=pads,
-            input_dilation=strides if turned else (),
+            windows.ConvDims(
+                x=(0, 1, dims), w=(1, 0, dims) if turned and groups == 1 else (0, 1, dims), out=(0, 1, dims)
+            ),
+            windows.Sliding(
+                strides=[1] * n if turned else strides,
+                dilation=dilation,
+                padding=pads,
+                input_dilation=strides if turned else (),
+            ),
             groups=groups,
         )
     out = c.value(made)
@@ -217,9 +219,11 @@ def _pool(c: TorchCall) -> Sequence[Value]:
         c.tensor(x),
         shape,
         [1, 1, *kernel],
-        [1, 1, *strides],
-        [0, 0, *c.ints("padding", n, [0] * n)],
-        [1, 1, *dilation],
+        windows.Sliding(
+            strides=[1, 1, *strides],
+            padding=[0, 0, *c.ints("padding", n, [0] * n)],
+            dilation=[1, 1, *dilation],
+        ),
     )
     out = c.value(made)
     if c.op.startswith("avg"):
@@ -272,8 +276,7 @@ def _adaptive(c: TorchCall) -> Sequence[Value]:
                 c.tensor(x),
                 c.shape_out,
                 [*front, *ways],
-                [*front, *steps],
-                [0] * rank,
+                windows.Sliding(strides=[*front, *steps], padding=[0] * rank),
             )
     out = c.value(made) if largest else c.elementwise([c.value(made), count], functions.DIV)
     return [out, *(c.nothing(*s) for s in c.outs[1:] if s is not None)]

@@ -269,10 +269,12 @@ def _index(c: TorchCall) -> Value:
         c.tensor(x),
         c.tensor(_together(c, ids)),
         c.shape_out,
-        offset_dims=[i for i in range(len(c.shape_out)) if not first <= i < first + n],
-        collapsed=at,
-        indexed=at,
-        slice_sizes=[1 if i in at else s for i, s in enumerate(x.shape)],
+        indexed.GatherDims(
+            offset_dims=[i for i in range(len(c.shape_out)) if not first <= i < first + n],
+            collapsed=at,
+            indexed=at,
+            slice_sizes=[1 if i in at else s for i, s in enumerate(x.shape)],
+        ),
     )
     return c.value(made)
 
@@ -291,9 +293,9 @@ def _index_put(c: TorchCall) -> Value:
         c.tensor(x),
         c.tensor(_together(c, ids)),
         c.tensor(_wide(c, new, shape)),
-        window_dims=[i for i in range(len(shape)) if not first <= i < first + n],
-        inserted=at,
-        indexed=at,
+        indexed.ScatterDims(
+            window_dims=[i for i in range(len(shape)) if not first <= i < first + n], inserted=at, indexed=at
+        ),
         combines=bool(c.arg("accumulate", False)),
     )
     return c.value(made)
@@ -309,9 +311,9 @@ def _index_add(c: TorchCall) -> Value:
         c.tensor(x),
         c.tensor(c.reshape(ids, (ids.elements, 1))),
         c.tensor(new),
-        window_dims=[i for i in range(len(new.shape)) if i != axis],
-        inserted=[axis],
-        indexed=[axis],
+        indexed.ScatterDims(
+            window_dims=[i for i in range(len(new.shape)) if i != axis], inserted=[axis], indexed=[axis]
+        ),
         combines=c.op == "index_add",
     )
     return c.value(made)

@@ -84,13 +84,23 @@ def load_any(source: Path) -> Timeline:
     return load(source) if t is None else t
 
 
+@dataclass(frozen=True, kw_only=True)
+class TimelineFiles:
+    """Files for the aligned and the predicted timeline; None: it is not written."""
+
+    aligned: Path | None = None
+    predicted: Path | None = None
+
+
+NO_FILES = TimelineFiles()
+
+
 def replay_report(
     source: Path,
     *,
     align: str = "ends",
     what_if: Sequence[str] = (),
-    output: Path | None = None,
-    predicted: Path | None = None,
+    files: TimelineFiles = NO_FILES,
     timeline: Timeline | None = None,
     rewrites: Mapping[str, Rewrite] | None = None,
     wire_bytes_per_s: float | None = None,
@@ -101,7 +111,7 @@ def replay_report(
     source: traces, a timeline or a layout.
     align: the method that aligns clocks (see ``pase.replay.measurement.clocks.align``).
     what_if: changes to predict, such as "bandwidth=2".
-    output, predicted: files for the aligned and the predicted timeline.
+    files: to which timelines are written.
     timeline: replaces the timeline of ``source``. It is that of a plan, of which nothing is measured.
     rewrites: the functions of those ``what_if`` that are not built-in knobs, by their text.
     wire_bytes_per_s: the bandwidth of a rank's link in each direction, if known.
@@ -127,11 +137,11 @@ def replay_report(
         changes = [row | {"doubt": None} for row in changes]
     elif not force:
         _must_be_believed(source, changes)
-    if output is not None:
+    if files.aligned is not None:
         tasks = [s.task % len(run.graph) for s in run.replay.path()]
-        save_timeline(t, output, critical=[int(e) for e in run.graph.event[tasks] if e >= 0])
-    if predicted is not None:
-        save_timeline(to_timeline(run.graph, replay_graph(run.graph)), predicted)
+        save_timeline(t, files.aligned, critical=[int(e) for e in run.graph.event[tasks] if e >= 0])
+    if files.predicted is not None:
+        save_timeline(to_timeline(run.graph, replay_graph(run.graph)), files.predicted)
     return {
         "source": str(source),
         **summary(run, is_planned=timeline is not None),

@@ -95,7 +95,7 @@ def _heap_pop(times, who, size):
 
 
 class Simulation(NamedTuple):
-    """The arguments of ``simulate``, the results so far, and the queues.
+    """The tasks of ``simulate``, the results so far, and the queues.
 
     missing: int64 [n], the number of predecessors that have not finished.
     base: int64 [devices + 1], where each device's queues begin in ``waiting`` and ``open_``. A device has two queues of
@@ -243,9 +243,10 @@ def _hand_on(s, j):
 
 
 @njit(cache=True)
-def _new(device, duration, priority, release, gang, gang_size, ptr, dst, lag, device_free):
+def _new(tasks):
     """Returns the initial state, in which no task has started."""
-    n, devices = len(device), len(device_free)
+    device, gang_size, dst = tasks.device, tasks.gang_size, tasks.dst
+    n, devices = len(device), len(tasks.device_free)
     missing = np.zeros(n, np.int64)
     for t in dst:
         missing[t] += 1
@@ -257,16 +258,16 @@ def _new(device, duration, priority, release, gang, gang_size, ptr, dst, lag, de
     turns = 2 * n + 3 * devices + 8
     return Simulation(
         device=device,
-        duration=duration,
-        priority=priority,
-        gang=gang,
+        duration=tasks.duration,
+        priority=tasks.priority,
+        gang=tasks.gang,
         gang_size=gang_size,
-        ptr=ptr,
+        ptr=tasks.ptr,
         dst=dst,
-        lag=lag,
+        lag=tasks.lag,
         start=np.full(n, np.nan),
         finish=np.full(n, np.nan),
-        ready=release.copy(),
+        ready=tasks.release.copy(),
         ready_cause=np.full(n, -1, np.int64),
         cause=np.full(n, -1, np.int64),
         order=np.empty(n, np.int64),
@@ -276,7 +277,7 @@ def _new(device, duration, priority, release, gang, gang_size, ptr, dst, lag, de
         waiting_size=np.zeros(devices, np.int64),
         open_=np.empty(n, np.int64),
         open_size=np.zeros(devices, np.int64),
-        free=device_free.copy(),
+        free=tasks.device_free.copy(),
         blocked=np.zeros(devices, np.bool_),
         last=np.full(devices, -1, np.int64),
         promised=np.full(devices, np.inf),
@@ -292,20 +293,18 @@ def _new(device, duration, priority, release, gang, gang_size, ptr, dst, lag, de
 
 
 @njit(cache=True)
-def simulate(device, duration, priority, release, gang, gang_size, ptr, dst, lag, device_free):
+def simulate(tasks):
     """Runs the simulation. Returns (start, finish, ready, cause, latest, order, done).
-
-    device_free: float64 [devices], when each device first becomes free.
 
     start, finish, ready: float64 [n]. cause: int64 [n], the task that determines the start; −1 for none.
     latest: int64 [gangs], the last member of each collective to start. order: the first ``done`` entries are the tasks
     in the order in which they started. If ``done < n``, there is a cycle, or collectives wait for each other.
     """
-    s = _new(device, duration, priority, release, gang, gang_size, ptr, dst, lag, device_free)
-    for i in range(len(device)):
+    s = _new(tasks)
+    for i in range(len(tasks.device)):
         if s.missing[i] == 0:
             _wait(s, i)
-    for d in range(len(device_free)):
+    for d in range(len(tasks.device_free)):
         if s.waiting_size[d]:
             _promise(s, d)
     while s.counts[_TURNS]:

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import heapq
+from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["simulate"]
+__all__ = ["Tasks", "simulate"]
+
+
+class Tasks(NamedTuple):
+    """What is simulated, as arrays. Times are float64, in ns; all other arrays are int64.
+
+    device, duration, priority, release, gang: [n], one entry for each task; gang −1: it is in no collective.
+    gang_size: [gangs]. ptr, dst, lag: the successors of each task, and how long after it they may start.
+    device_free: [devices], when each device first becomes free.
+    """
+
+    device: np.ndarray
+    duration: np.ndarray
+    priority: np.ndarray
+    release: np.ndarray
+    gang: np.ndarray
+    gang_size: np.ndarray
+    ptr: np.ndarray
+    dst: np.ndarray
+    lag: np.ndarray
+    device_free: np.ndarray
 
 
 def simulate(
-    device: np.ndarray,
-    duration: np.ndarray,
-    priority: np.ndarray,
-    release: np.ndarray,
-    gang: np.ndarray,
-    gang_size: np.ndarray,
-    ptr: np.ndarray,
-    dst: np.ndarray,
-    lag: np.ndarray,
-    device_free: np.ndarray,
+    tasks: Tasks,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
     """See _kernels.simulate."""
+    device, duration, priority, release, gang, gang_size, ptr, dst, lag, device_free = tasks
     n = len(device)
     start, finish = np.full(n, np.nan), np.full(n, np.nan)
     ready = release.astype(float)

@@ -9,6 +9,8 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.replay.graph import Carried, DataflowGraph, csr
+from pase.replay.simulation import _twin
+from pase.replay.simulation._twin import Tasks
 
 __all__ = [
     "Replay",
@@ -56,8 +58,6 @@ def replay_graph(g: DataflowGraph, kernel: str = "numba") -> Replay:
 
         simulate = _kernels.simulate
     elif kernel == "python":
-        from pase.replay.simulation import _twin
-
         simulate = _twin.simulate
     else:
         raise ValueError(f"there is no kernel '{kernel}'; choose numba or python")
@@ -65,18 +65,19 @@ def replay_graph(g: DataflowGraph, kernel: str = "numba") -> Replay:
     size = np.bincount(g.gang[g.gang >= 0], minlength=0).astype(np.int64)
     if (size == 0).any():
         size[size == 0] = 1
-    start, finish, ready, cause, latest, order, done = simulate(
-        g.device.astype(np.int64),
-        g.duration_ns.astype(np.float64),
-        g.priority.astype(np.int64),
-        g.release_ns.astype(np.float64),
-        g.gang.astype(np.int64),
-        size,
-        ptr,
-        dst,
-        lag.astype(np.float64),
-        g.device_free_ns.astype(np.float64),
+    tasks = Tasks(
+        device=g.device.astype(np.int64),
+        duration=g.duration_ns.astype(np.float64),
+        priority=g.priority.astype(np.int64),
+        release=g.release_ns.astype(np.float64),
+        gang=g.gang.astype(np.int64),
+        gang_size=size,
+        ptr=ptr,
+        dst=dst,
+        lag=lag.astype(np.float64),
+        device_free=g.device_free_ns.astype(np.float64),
     )
+    start, finish, ready, cause, latest, order, done = simulate(tasks)
     stuck = np.flatnonzero(np.isnan(finish))
     if len(stuck):
         shown = "; ".join(f"'{g.task_name(int(i))}' on rank {int(g.rank[i])}" for i in stuck[:4])

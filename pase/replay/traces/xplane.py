@@ -7,7 +7,7 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -162,6 +162,7 @@ def _plane(
     device_plane = plane.name.startswith("/device:")
     if not device_plane and not plane.name.startswith("/host:CPU"):
         return
+    into = _PlaneReading(b=b, stat_names=stat_names, steps=steps, executions=executions, kernels=kernels)
     for line in plane.lines:
         label = line.display_name or line.name
         if device_plane and not label.startswith(DEVICE_LINES):
@@ -173,34 +174,30 @@ def _plane(
             if text.startswith(_SYNTHETIC):
                 continue
             start = begun + line.timestamp_ns + e.offset_ps // 1000
-            _event(
-                b,
-                plane.name,
-                (line.id, label),
-                text,
-                start,
-                max(0, e.duration_ps) // 1000,
-                stats,
-                stat_names,
-                steps,
-                executions,
-                kernels,
-            )
+            _event(into, plane.name, (line.id, label), text, start, max(0, e.duration_ps) // 1000, stats)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PlaneReading:
+    """What the events of a plane are added to, and the names of the plane's statistics."""
+
+    b: Builder
+    stat_names: dict[int, str]
+    steps: list[tuple[int, int, int]]
+    executions: Executions
+    kernels: Kernels
 
 
 def _event(
-    b: Builder,
+    into: _PlaneReading,
     plane: str,
     line: tuple[int, str],
     text: str,
     start: int,
     duration: int,
     stats: JsonObject,
-    stat_names: dict[int, str],
-    steps: list[tuple[int, int, int]],
-    executions: Executions,
-    kernels: Kernels,
 ) -> None:
+    b, stat_names = into.b, into.stat_names
     op = _text(stats.get("hlo_op"), stat_names)
     correlation = _number(stats.get("correlation_id"))
     name, ordinal = xla_lane(
@@ -219,10 +216,10 @@ def _event(
         name_of = of_program(graph_kernel(text) if in_graph(op) else known or text, module if op else "")
         b.add(lane, kind, b.name(name_of), start, duration, correlation, -1, operation, group)
         if known:
-            kernels.add(name_of, text, duration)
+            into.kernels.add(name_of, text, duration)
         if op:
             run = stats.get("run_id")
-            executions.add(
+            into.executions.add(
                 ordinal,
                 module,
                 str(run.int64_value or run.uint64_value) if run else "",
@@ -235,7 +232,7 @@ def _event(
     lane = b.lane(line, False, line[1] or str(line[0]))
     step = _number(stats.get("step_num"))
     if step >= 0:
-        steps.append((start, start + duration, step))
+        into.steps.append((start, start + duration, step))
     launches = correlation >= 0 and _LAUNCH.match(text)
     b.add(
         lane, KINDS.index("runtime" if launches else "annotation"), b.name(text), start, duration, correlation

@@ -25,7 +25,7 @@ from pase.search.bounded.ilp import IlpJob, ilp_problem, solve_ilp
 from pase.search.bounded.residual import ACTIVE_POINTS, Incumbent, Residual, usable_pairs
 from pase.search.check import cost_of
 from pase.search.elimination.exact import eliminate_pairwise
-from pase.search.types import MemoryProfile, SearchProgress, Solution
+from pase.search.types import Effort, MemoryProfile, SearchProgress, Solution
 from pase.tables.types import CostTables
 
 __all__ = ["bounded_search"]
@@ -47,26 +47,23 @@ _PAIRS_A_ROUND = 6_000  # the search waits one round longer for an integer progr
 def bounded_search(
     tables: CostTables,
     memory: MemoryProfile | None,
-    time_limit: float | None,
+    effort: Effort,
     seed: int,
     began: float,
     progress: SearchProgress | None = None,
     known: tuple[np.ndarray, float] | None = None,
-    gap: float = 0.0,
-    rounds: int | None = None,
 ) -> Solution:
     """The best choice found, and a lower bound.
 
-    time_limit: seconds after ``began`` after which the search ends, however far it is. None: no clock is used, so the
-    result depends only on the seed. rounds: the most rounds; None: 60, or no limit if there is a time limit.
-    known: a choice to start from, and a bound that elimination proved. gap: the relative gap that suffices.
+    effort: how long it goes on; its time limit is counted from ``began``. Without one, the result depends only on the
+    seed. known: a choice to start from, and a bound that elimination proved.
     Raises Infeasible if it is proven that nothing fits.
     """
-    clock = Deadline.after(began, time_limit)
+    clock, time_limit, rounds = Deadline.after(began, effort.time_limit), effort.time_limit, effort.rounds
     if rounds is None and time_limit is None:
         rounds = _ROUNDS
     state = Incumbent(tables, memory, began)
-    state.enough = gap
+    state.enough = effort.gap
     turns: _Rounds | None = None
     if known is not None:
         state.offer(known[0])

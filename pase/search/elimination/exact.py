@@ -13,7 +13,7 @@ from pase.compiled import BreakEven
 from pase.search.elimination import kernels_numpy
 from pase.search.elimination.eliminate import back_substitute, run_plan
 from pase.search.elimination.factors import Factor, Pool, load
-from pase.search.elimination.plan import EliminationPlan, plan_elimination
+from pase.search.elimination.plan import EliminationPlan, Greedy, plan_elimination
 from pase.tables.types import CostTables, EdgeTable
 
 __all__ = ["KernelName", "best_plan", "eliminate_pairwise", "kernels_for"]
@@ -57,7 +57,12 @@ def best_plan(
     tries += [("growth", 0.5), ("work", 0.5)] * 4
     for i, (rule, noise) in enumerate(tries):
         plan = plan_elimination(
-            n, factors, pool, rule=rule, noise=noise, seed=seed + i, stop_above=ceiling, stop=stop
+            n,
+            factors,
+            pool,
+            order=Greedy(rule=rule, noise=noise, seed=seed + i),
+            stop_above=ceiling,
+            stop=stop,
         )
         if plan.complete and plan.entries <= MAX_ENTRIES and (best is None or plan.work < best.work):
             best, ceiling = plan, float(plan.work)

@@ -261,30 +261,41 @@ _TOUCHES_A_LOOK = 100_000
 """Table axes that planning reads between two checks of the clock, about 0.1 s."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Greedy:
+    """An order that is found node by node: the next one has the least score.
+
+    rule: "growth" (entries made minus entries removed), "work", "size", or "degree" (the paper's).
+    noise: scores are multiplied by a random factor of up to 1 + noise, drawn with ``seed``.
+    """
+
+    rule: str = "growth"
+    noise: float = 0.0
+    seed: int = 0
+
+
+GREEDY = Greedy()
+
+
 def plan_elimination(
     n: int,
     factors: list[Factor],
     pool: Pool,
     *,
-    rule: str = "growth",
-    order: tuple[int, ...] | None = None,
-    noise: float = 0.0,
-    seed: int = 0,
+    order: tuple[int, ...] | Greedy = GREEDY,
     stop_above: float = np.inf,
     keep: tuple[int, ...] = (),
     stop: Callable[[], bool] = never,
 ) -> EliminationPlan:
-    """Plan the elimination of all n nodes except ``keep``: in ``order`` if given, otherwise greedily by ``rule``.
+    """Plan the elimination of all n nodes except ``keep``, in this order.
 
-    rule: "growth" (entries made minus entries removed), "work", "size", or "degree" (the paper's).
-    noise: scores are multiplied by a random factor of up to 1 + noise, drawn with ``seed``.
     stop_above: give up (``complete=False``) once the work exceeds this. stop: called from time to time; planning gives
     up if it returns True.
     """
     planner = _Planner(n, factors, pool)
     steps: list[Elimination] = []
     work = peak = entries = 0
-    if order is not None:
+    if not isinstance(order, Greedy):
         for v in order:
             step, w, size, _ = planner.eliminate(v)
             steps.append(step)
@@ -293,8 +304,9 @@ def plan_elimination(
                 return EliminationPlan(steps=steps, work=work, peak=peak, entries=entries, complete=False)
         return EliminationPlan(steps=steps, work=work, peak=peak, entries=entries)
 
-    rng = np.random.default_rng(seed)
-    factor = (1.0 + noise * rng.random(n)).tolist() if noise else None
+    rng = np.random.default_rng(order.seed)
+    factor = (1.0 + order.noise * rng.random(n)).tolist() if order.noise else None
+    rule = order.rule
 
     def score(v: int) -> tuple[float, float, int]:
         s, level, _ = planner.score(v, rule)

@@ -7,7 +7,7 @@ import time
 from pase.search.check import brute_force
 from pase.search.registry import SearchOptions, register
 from pase.search.solve import find_best_strategy, solve
-from pase.search.types import MemoryProfile, Solution
+from pase.search.types import Effort, MemoryProfile, Solution
 from pase.tables.types import CostTables
 
 __all__: list[str] = []
@@ -18,11 +18,10 @@ def _auto(tables: CostTables, memory: MemoryProfile | None, options: SearchOptio
     return solve(
         tables,
         memory,
-        time_limit=options.time_limit,
         seed=options.seed,
         kernel=options.kernel,
         progress=options.progress,
-        rounds=options.rounds,
+        effort=Effort(time_limit=options.time_limit, rounds=options.rounds),
     )
 
 
@@ -37,7 +36,12 @@ def _bounded(tables: CostTables, memory: MemoryProfile | None, options: SearchOp
 
     began = time.perf_counter()
     return bounded_search(
-        tables, memory, options.time_limit, options.seed, began, options.progress, rounds=options.rounds
+        tables,
+        memory,
+        Effort(time_limit=options.time_limit, rounds=options.rounds),
+        options.seed,
+        began,
+        options.progress,
     )
 
 

@@ -9,7 +9,7 @@ from pase.compiler.problem.options import CompileOptions
 from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.problem.variants import Variant, graph_of
 from pase.compiler.resolve import traced_model
-from pase.compiler.stages.menu import StageTables
+from pase.compiler.stages.menu import StageDevices, StageTables
 from pase.compiler.stages.places import places_of
 from pase.frontends.jax.blocks import blocks_of
 from pase.machine import Mesh
@@ -29,7 +29,9 @@ def tables_of(  # type: ignore[no-untyped-def]
     graph = graph_of(traced, variant)
     mesh = Mesh(names=("x", "y"), sizes=(2, 2))
     places = places_of(graph, blocks)
-    return StageTables(graph, places, variant, mesh, problem.model, "adam", weights, slow=slow)
+    return StageTables(
+        graph, places, variant, StageDevices(mesh=mesh, model=problem.model, slow=slow), "adam", weights
+    )
 
 
 @cache

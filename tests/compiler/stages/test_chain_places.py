@@ -18,7 +18,7 @@ from pase.compiler.problem.variants import Variant, graph_of
 from pase.compiler.resolve import traced_model
 from pase.compiler.stages.chain_places import UnitPlaces, divided
 from pase.compiler.stages.chain_search import ChainMenu
-from pase.compiler.stages.menu import StageRole, StageTables
+from pase.compiler.stages.menu import StageDevices, StageRole, StageTables
 from pase.compiler.stages.places import Places
 from pase.errors import Infeasible
 from pase.frontends.jax.blocks import blocks_of
@@ -303,7 +303,9 @@ def tables_of(model, weights="hoisted"):
     graph = graph_of(traced, variant)
     places, mesh = divided(graph, blocks), Mesh(names=("x", "y"), sizes=(2, 2))
     slow = problem.pricing.occupied or 1.0
-    return StageTables(graph, places, variant, mesh, problem.model, "adam", weights, slow=slow)
+    return StageTables(
+        graph, places, variant, StageDevices(mesh=mesh, model=problem.model, slow=slow), "adam", weights
+    )
 
 
 TRANSFORMER = "zoo:transformer?batch=32&layers=3&seq=64&vocab=2048&remat=0"

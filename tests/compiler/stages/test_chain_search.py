@@ -18,7 +18,7 @@ from pase.compiler.stages.candidates import TablesMade, menu_of
 from pase.compiler.stages.chain_places import UnitPlaces, divided
 from pase.compiler.stages.chain_search import ChainMenu
 from pase.compiler.stages.device_groups import arrangements, groups_of
-from pase.compiler.stages.menu import StageRole, StageTables
+from pase.compiler.stages.menu import StageDevices, StageRole, StageTables
 from pase.compiler.stages.search import GAP
 from pase.errors import PaseError
 from pase.frontends.jax.blocks import blocks_of
@@ -103,7 +103,9 @@ def tables(model):
     graph, mesh = graph_of(traced, variant), Mesh(names=("x", "y"), sizes=(2, 2))
     places, slow = divided(graph, blocks_of(traced)), problem.pricing.occupied or 1.0
     assert isinstance(places, UnitPlaces)
-    return StageTables(graph, places, variant, mesh, problem.model, "adam", "hoisted", slow=slow)
+    return StageTables(
+        graph, places, variant, StageDevices(mesh=mesh, model=problem.model, slow=slow), "adam", "hoisted"
+    )
 
 
 def shortest_of_all(menu, s, ways):

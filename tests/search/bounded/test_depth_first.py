@@ -17,6 +17,7 @@ from pase.search.bounded.depth_first import DepthFirst, depth_first_fits
 from pase.search.bounded.residual import Residual
 from pase.search.bounded.search import bounded_search
 from pase.search.elimination import exact
+from pase.search.types import Effort
 from pase.tables.types import CostTables, EdgeTable
 from tests.search.random_instances import random_tables
 
@@ -77,7 +78,7 @@ def test_it_proves_what_elimination_cannot_afford(seed: int, monkeypatch: pytest
     assert want.method == "elimination"
     monkeypatch.setattr(exact, "MAX_WORK", 1_000)
     monkeypatch.setattr("pase.search.bounded.search._SMALL_ILP", 0)
-    found = bounded_search(tables, None, None, 0, time.perf_counter(), rounds=20)
+    found = bounded_search(tables, None, Effort(rounds=20), 0, time.perf_counter())
     assert found.optimal and found.cost == want.cost == cost_of(tables, found.choice)
     assert found.method == "depth-first search"
 

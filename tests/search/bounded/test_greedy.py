@@ -10,6 +10,7 @@ import pytest
 from pase.search import cost_of, solve
 from pase.search.bounded import kernels_memory as kernels
 from pase.search.bounded.greedy import greedy_choice
+from pase.search.types import Effort
 from pase.tables.types import CostTables, EdgeTable
 
 
@@ -54,7 +55,7 @@ def test_a_limit_counts_kernels_that_are_not_compiled(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(kernels, "dual_ascent", never)
     began = time.process_time()
-    found = solve(t, time_limit=4.0, kernel="numpy")
+    found = solve(t, kernel="numpy", effort=Effort(time_limit=4.0))
     assert found.feasible and np.isfinite(cost_of(t, found.choice))
     assert "pase.search.warm" in found.method
     assert time.process_time() - began < 8.0

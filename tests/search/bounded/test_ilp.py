@@ -11,6 +11,7 @@ import pytest
 from pase.search import Solution, solve
 from pase.search.bounded import search as bounded
 from pase.search.bounded.ilp import IlpJob
+from pase.search.types import Effort
 from tests.search.bounded.instances import limited
 
 
@@ -31,7 +32,7 @@ def test_an_integer_program_is_read_in_its_turn_however_long_it_takes(
 
         with monkeypatch.context() as patch:
             patch.setattr(IlpJob, "__init__", begun)
-            return bounded.bounded_search(tables, memory, None, 1, time.perf_counter(), rounds=6), turns
+            return bounded.bounded_search(tables, memory, Effort(rounds=6), 1, time.perf_counter()), turns
 
     (first, due), (second, due_again) = search(0.0), search(0.5)
     assert due == due_again and due[0] >= 3
@@ -54,7 +55,7 @@ def test_turns_go_on_beside_an_integer_program_if_a_clock_ends_them(monkeypatch:
         turns += 1
 
     monkeypatch.setattr(IlpJob, "wait", never)
-    bounded.bounded_search(tables, memory, 2.0, 1, time.perf_counter(), turn)
+    bounded.bounded_search(tables, memory, Effort(time_limit=2.0), 1, time.perf_counter(), turn)
     assert waited and not any(waited) and turns > len(waited)
 
 
@@ -69,5 +70,5 @@ def test_with_a_time_limit_an_ended_integer_program_is_read(monkeypatch: pytest.
 
     monkeypatch.setattr(IlpJob, "wait", ended)
     tables, memory = limited(3)
-    assert solve(tables, memory, time_limit=3.0, seed=1).feasible
+    assert solve(tables, memory, seed=1, effort=Effort(time_limit=3.0)).feasible
     assert answers and None not in answers

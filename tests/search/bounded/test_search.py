@@ -13,6 +13,7 @@ from pase.errors import Infeasible
 from pase.search import MemoryProfile, cost_of, solve, verify
 from pase.search.bounded import search as bounded
 from pase.search.bounded.search import bounded_search
+from pase.search.types import Effort
 from pase.tables.types import CostTables, EdgeTable
 from tests.search.bounded.instances import clique, limited, optimum
 from tests.search.random_instances import random_memory, random_tables
@@ -28,9 +29,9 @@ def test_bounded_search_is_brute_force_under_a_memory_limit(block: int) -> None:
         want = optimum(tables, memory)
         if want is None:
             with pytest.raises(Infeasible):
-                solve(tables, memory, time_limit=20)
+                solve(tables, memory, effort=Effort(time_limit=20))
             continue
-        found = solve(tables, memory, time_limit=20)
+        found = solve(tables, memory, effort=Effort(time_limit=20))
         assert verify(tables, found, memory) == want, seed
         assert found.feasible and found.optimal, seed
 
@@ -41,9 +42,9 @@ def test_bounded_search_without_a_limit_is_brute_force() -> None:
         want = optimum(tables)
         if want is None:
             with pytest.raises(Infeasible):
-                bounded_search(tables, None, 20.0, 0, time.perf_counter())
+                bounded_search(tables, None, Effort(time_limit=20.0), 0, time.perf_counter())
             continue
-        found = bounded_search(tables, None, 20.0, 0, time.perf_counter())
+        found = bounded_search(tables, None, Effort(time_limit=20.0), 0, time.perf_counter())
         assert verify(tables, found) == want and found.optimal, seed
 
 
@@ -52,7 +53,7 @@ def test_same_seed_same_answer() -> None:
     tables = clique(rng, nodes=7, configs=4)
     held = tuple(rng.integers(0, 20, 4).astype(float) for _ in range(7))
     memory = MemoryProfile.all_live(held, 50.0)
-    first, second = (solve(tables, memory, seed=3, time_limit=30) for _ in range(2))
+    first, second = (solve(tables, memory, seed=3, effort=Effort(time_limit=30)) for _ in range(2))
     assert first.cost == second.cost
     np.testing.assert_array_equal(first.choice, second.choice)
 
@@ -67,14 +68,14 @@ def test_ctrl_c_gives_the_best_so_far() -> None:
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    found = bounded_search(tables, None, 60.0, 0, time.perf_counter(), interrupt)
+    found = bounded_search(tables, None, Effort(time_limit=60.0), 0, time.perf_counter(), interrupt)
     verify(tables, found)
     assert found.method == "interrupted" and found.feasible and len(calls) == 2
 
 
 def test_a_dense_graph_gets_a_bound_and_a_choice() -> None:
     tables = clique(np.random.default_rng(1), nodes=30, configs=12)
-    found = solve(tables, time_limit=1.0)
+    found = solve(tables, effort=Effort(time_limit=1.0))
     cost = verify(tables, found)
     assert 0 < found.bound <= cost
     assert found.gap < 0.9  # with random costs, every local bound is far from the optimum
@@ -98,9 +99,9 @@ def test_the_answer_does_not_depend_on_which_thread_is_faster(
 ) -> None:
     tables, memory = limited(3)
     monkeypatch.setattr(bounded, "_ILP_PAIRS", 0)  # only the threads
-    quick = solve(tables, memory, rounds=5, seed=1)
+    quick = solve(tables, memory, seed=1, effort=Effort(rounds=5))
     monkeypatch.setattr(bounded, slow, late(getattr(bounded, slow)))
-    loaded = solve(tables, memory, rounds=5, seed=1)
+    loaded = solve(tables, memory, seed=1, effort=Effort(rounds=5))
     assert quick.choice.tolist() == loaded.choice.tolist()
     assert (quick.cost, quick.bound, quick.method) == (loaded.cost, loaded.bound, loaded.method)
     assert "rounds" in quick.method  # the budget ended the search
@@ -122,5 +123,5 @@ def test_forbidden_pairs_are_left_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
             EdgeTable(src=u, dst=v, cost=alike, src_class=colour, dst_class=colour) for u, v in pairs
         ),
     )
-    found = bounded.bounded_search(tables, None, None, 0, time.perf_counter(), rounds=6)
+    found = bounded.bounded_search(tables, None, Effort(rounds=6), 0, time.perf_counter())
     assert found.feasible and verify(tables, found) <= cost_of(tables, hidden)

@@ -18,6 +18,7 @@ from pase.search.elimination import eliminate, kernels_numpy, plan
 from pase.search.elimination.eliminate import run_plan
 from pase.search.elimination.exact import best_plan
 from pase.search.elimination.factors import Pool, load
+from pase.search.types import Effort
 from pase.tables.types import CostTables, EdgeTable
 from tests.search.answers import answer
 from tests.search.random_instances import chain_of_blocks, random_tables
@@ -49,7 +50,7 @@ def test_elimination_stops_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         run_plan(whole, pool, kernels_numpy, stop=lambda: next(asked))
     assert made["eliminated"] == 2
     made.update(planned=0, eliminated=0)
-    found = solve(tables, time_limit=0.0)
+    found = solve(tables, effort=Effort(time_limit=0.0))
     assert made["planned"] <= 2 and not made["eliminated"]
     assert found.bound <= solve(tables).cost + 1e-9
     assert made["eliminated"]

@@ -17,6 +17,7 @@ from pase.errors import PaseError
 from pase.search import brute_force, solve, verify
 from pase.search.elimination import exact
 from pase.search.instances.readers import read_instance, write_solution
+from pase.search.types import Effort
 from tests.needs import SHARED
 from tests.search.instances.example import PROBLEM, changed
 
@@ -179,7 +180,7 @@ def test_every_pase_instance_exactly(path: Path) -> None:
 @pytest.mark.data("iopddl")
 def test_contest_instance_g_is_proven() -> None:
     tables, memory = read_instance(SHARED / "iopddl" / "asplos-2025-iopddl-G.json.gz")
-    found = solve(tables, memory, time_limit=120)
+    found = solve(tables, memory, effort=Effort(time_limit=120))
     assert verify(tables, found, memory) == 217_039
     assert found.optimal
 

@@ -12,6 +12,7 @@ from pase.search import Known, MemoryProfile, brute_force, cost_of, price_memory
 from pase.search.elimination.priced import effort_of
 from pase.search.limits.sums import alike, sums_of
 from pase.search.limits.within import Within, fits
+from pase.search.types import Effort
 from pase.tables.types import CostTables
 from tests.search.random_instances import chain_of_blocks, random_memory, random_tables, seeds
 
@@ -91,13 +92,13 @@ def test_layers_of_a_chain_share_the_limit_exactly() -> None:
     costs = []
     for part in (0.95, 0.7, 0.4):
         memory = MemoryProfile.all_live(nbytes, np.floor(least + part * (most - least)))
-        found = solve(tables, memory, rounds=1)
+        found = solve(tables, memory, effort=Effort(rounds=1))
         verify(tables, found, memory)
         assert found.optimal and found.feasible, (part, found.gap)
         costs.append(found.cost)
         bound, price = price_memory(tables, memory, free)
         assert bound <= found.cost and price > 0
-        again = solve(tables, memory, rounds=1, known=Known(byte_price=price, free=free))
+        again = solve(tables, memory, known=Known(byte_price=price, free=free), effort=Effort(rounds=1))
         assert again.cost == found.cost
     assert free.cost <= costs[0] <= costs[1] <= costs[2]
 
@@ -140,7 +141,7 @@ def test_the_answer_depends_on_neither_threads_nor_clock(seed: int, monkeypatch:
     memory = MemoryProfile.all_live(nbytes, np.floor(0.6 * most))
 
     def answer(threads: int) -> tuple[list[int], float, float]:
-        found = solve(tables, memory, time_limit=1e9, threads=threads, rounds=1)
+        found = solve(tables, memory, threads=threads, effort=Effort(time_limit=1e9, rounds=1))
         return found.choice.tolist(), found.cost, found.bound
 
     quick = answer(1)

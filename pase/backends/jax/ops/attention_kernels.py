@@ -150,9 +150,7 @@ class Flash:
         b, t = q.shape[:2]
         q_, k_, v_, result, gradient = (_heads_first(x) for x in (q, k, v, result, gradient))
         dq, dk, dv = versions.flash_attention_backward(
-            q_,
-            k_,
-            v_,
+            (q_, k_, v_),
             result,
             sums.reshape(b, t, -1).transpose(0, 2, 1),
             gradient,

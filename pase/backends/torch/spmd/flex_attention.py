@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pase.backends.torch.spmd.collectives import positions
 from pase.backends.torch.spmd.record import whole as recorded_whole
@@ -34,10 +34,19 @@ def _flex(call: RankCall) -> Tensor:
         raise NotOnParts("attention cannot be computed on such parts of its heads")
     at = [positions(i, shape, layout, call.groups, q.device) for i in range(3)]
     at.append(torch.arange(k.shape[2], device=q.device))
-    run = partial(_attended, **{name: call.given[name] for name in ("scale", "score", "mask")})
+    user = UserScores(*(call.given[name] for name in ("scale", "score", "mask")))
+    run = partial(_attended, user=user)
     return recorded_whole(
         run, q, k, v, at, call.given["score_reads"], call.given["mask_reads"], name="flex_attention"
     )
+
+
+class UserScores(NamedTuple):
+    """What a call of flex_attention does to scores: a scale, the user's function of them, and the user's mask."""
+
+    scale: float
+    score: Callable[..., Tensor]
+    mask: Callable[..., Tensor]
 
 
 def _attended(
@@ -48,9 +57,7 @@ def _attended(
     score_reads: Sequence[Tensor],
     mask_reads: Sequence[Tensor],
     *,
-    scale: float,
-    score: Callable[..., Tensor],
-    mask: Callable[..., Tensor],
+    user: UserScores,
 ) -> Tensor:
     """at: the positions of the batch, heads, queries and keys in the whole tensors."""
     import torch
@@ -58,9 +65,9 @@ def _attended(
     wide = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
     keys, values = (x.to(wide).repeat_interleave(group, 1) for x in (k, v))
-    scores = q.to(wide) @ keys.transpose(-2, -1) * scale
-    scores = _each(score, at, score_reads, scores)
-    seen = _each(mask, at, mask_reads).expand(scores.shape)
+    scores = q.to(wide) @ keys.transpose(-2, -1) * user.scale
+    scores = _each(user.score, at, score_reads, scores)
+    seen = _each(user.mask, at, mask_reads).expand(scores.shape)
     shares = torch._safe_softmax(
         scores.masked_fill(~seen, -torch.inf), -1
     )  # zeros if the mask hides all keys

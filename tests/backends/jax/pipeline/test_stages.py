@@ -12,7 +12,7 @@ import pytest
 from pase.backends.jax.pipeline.stages import stages_of
 from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.problem.variants import Variant, graph_of
-from pase.compiler.stages.menu import FIRST, LAST, StageTables
+from pase.compiler.stages.menu import FIRST, LAST, StageDevices, StageTables
 from pase.compiler.stages.places import places_of
 from pase.compiler.stages.search import StageMenu
 from pase.frontends.blocks import block_ways
@@ -109,7 +109,9 @@ def test_of_layers_that_are_written_out_their_results_alone_cross():
 def test_gradients_alone_are_sent_back():
     variant, problem = Variant(accumulate=2), SplitProblem.of(traced().graph, 4, "h100x8", "analytic", "adam")
     graph, mesh = graph_of(traced(), variant), Mesh(names=("x",), sizes=(2,))
-    t = StageTables(graph, places_of(graph), variant, mesh, problem.model, "adam", "each")
+    t = StageTables(
+        graph, places_of(graph), variant, StageDevices(mesh=mesh, model=problem.model), "adam", "each"
+    )
     menu = StageMenu([t], 2, 2, np.inf)
     one, other = t.cheapest(FIRST, 2.0), t.cheapest(LAST, 2.0)
     there, back = menu.sent_bytes(one)
