@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pase.errors import PaseError
 from pase.local.arrays import Arrays, check_combine
@@ -30,6 +30,18 @@ if TYPE_CHECKING:
     from pase.local.parts import WireView
 
 __all__ = ["AxisGroups", "axis_groups"]
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def _on(stack: list[T], top: T) -> Iterator[None]:
+    """A context in which a stack has one more entry."""
+    stack.append(top)
+    try:
+        yield
+    finally:
+        stack.pop()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,26 +213,12 @@ class AxisGroups(Arrays["Tensor"]):
         if combine == "sum" and v.along == (0, None) and (n := self.ways(axes)) > 1:
             made = self._ops().reduce_scatter_tensor(x.contiguous(), "sum", n, self._group(axes))
             return self._waited(made)
-        with contextlib.nullcontext() if combine == "sum" else self._sending("reduce_scatter"):
+        with contextlib.nullcontext() if combine == "sum" else _on(self.kinds, "reduce_scatter"):
             return super().scattered(x, v, axes, combine)
 
-    @contextlib.contextmanager
-    def _sending(self, kind: CollectiveKind) -> Iterator[None]:
-        """Call what is sent in this context by its name in the plan."""
-        self.kinds.append(kind)
-        try:
-            yield
-        finally:
-            self.kinds.pop()
-
-    @contextlib.contextmanager
-    def carrying(self, several: int) -> Iterator[None]:
-        """What is sent in this context is several of the plan's collectives, all of one size."""
-        self.carried.append(several)
-        try:
-            yield
-        finally:
-            self.carried.pop()
+    def carrying(self, several: int) -> contextlib.AbstractContextManager[None]:
+        """A context in which what is sent is several of the plan's collectives, all of one size."""
+        return _on(self.carried, several)
 
     def units_sent(self, front: Tensor, how: UnitExchange, axes: Sequence[str]) -> Tensor:
         """One all-to-all of parts of different sizes."""
@@ -264,7 +262,7 @@ class AxisGroups(Arrays["Tensor"]):
             go, come = [0] * n, [0] * n
             for r, part, shape in zip(to, sent, shapes, strict=True):
                 go[r], come[r] = part.numel(), math.prod(shape)
-            with self._sending("permute"):
+            with _on(self.kinds, "permute"):
                 wire = self._exchanged(torch.cat(sent), come, go, axes)
             arrived = zip(to, wire.split([come[r] for r in to]), shapes, strict=True)
             received = {r: y.reshape(shape) for r, y, shape in arrived}
