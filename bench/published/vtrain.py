@@ -30,7 +30,7 @@ import numpy as np
 from scipy.stats import kendalltau
 
 from bench.cases import SHARED
-from bench.published.megatron_gpt import gpt, padded_vocabulary
+from bench.published.megatron_gpt import gpt
 from bench.runner import option, parser, save, wanted
 from pase import costmodels, machine
 from pase.baselines import Baseline, baselines
@@ -108,6 +108,15 @@ def with_measured_all_reduce(base: Machine, gpu: str, folder: Path = DATA) -> Ma
     return replace(base, collectives=(*base.collectives, *curves))
 
 
+def vocabulary(tensor: int) -> int:
+    """Returns the rows of the embedding, which vTrain divides without padding (src/model/gpt_modeling.py).
+
+    >>> vocabulary(8) / 8
+    6282.0
+    """
+    return 50257 // tensor * tensor
+
+
 @cache
 def graph_of(batch: int, seq: int, layers: int, d: int, heads: int, vocab: int, **how: Any) -> Graph:
     """Returns the simplified graph of a Megatron GPT for a batch over all data-parallel devices."""
@@ -135,7 +144,7 @@ def predict(
 ) -> StepTime:
     """Predicts the row's step without a pipeline."""
     assert row.pipeline == 1
-    vocab = padded_vocabulary(50257, row.tensor)
+    vocab = vocabulary(row.tensor)
     graph = graph_of(
         row.micro_batch * row.data, row.seq, row.layers, row.d, row.heads, vocab, recompute=recompute
     )
@@ -155,7 +164,7 @@ def predict_pipelined(row: MeasuredRow, model: CostModel) -> Priced:
     """Predicts the row's step with stages (1F1B), by the same executor and optimizer; one transfer at a time."""
     at_once = row.micro_batch * row.data
     samples = max(at_once, 2)  # a batch of one has no dim
-    vocab = padded_vocabulary(50257, row.tensor)
+    vocab = vocabulary(row.tensor)
     graph = graph_of(samples, row.seq, row.layers, row.d, row.heads, vocab, recompute="none")
     s = Strategy(
         data=row.data,
