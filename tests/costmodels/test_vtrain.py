@@ -75,8 +75,8 @@ def test_three_sizes_far_apart_predict_those_between(gpu, ways):
 
 
 def test_steps_of_small_gpts_in_order():
-    """Some of vTrain's rows without a pipeline: what is slower is predicted slower. The predictions are 22% low,
-    whether the host or the device is the bottleneck (docs/evidence/predictions.md)."""
+    """Some of vTrain's rows without a pipeline: what is slower is predicted slower. The predictions are low, most
+    with tensor parallelism (docs/evidence/predictions.md)."""
     pytest.importorskip("jax")
     from bench.published import vtrain
 
@@ -87,4 +87,4 @@ def test_steps_of_small_gpts_in_order():
     got = vtrain.summary(found)
     assert len(some) >= 12
     assert got["kendall_tau"] > 0.75
-    assert got["mape"] < 0.3
+    assert got["mape"] < 0.2
