@@ -28,6 +28,12 @@ over a process group that sends nothing. Each collective that PyTorch issues is 
 *exact*: the list is the plan's own list, without any difference. The number is that of all bytes of the plan's list, in
 thousands.
 """
+_TRACE = """
+## Messages beside backward
+
+`tests/backends/torch/spmd/test_trace.py` records a step of two processes over Gloo with PyTorch's profiler: each
+layer's message begins while backward computes the products of the layers before it.
+"""
 
 
 def page(found: dict[str, Any], strategies: Sequence[str], limit: float) -> str:
@@ -71,7 +77,7 @@ def page(found: dict[str, Any], strategies: Sequence[str], limit: float) -> str:
     ]
     text = "\n".join([_HEAD, said, *tables])
     every = "".join(f"\n[{i}] {why}\n" for i, why in enumerate(notes, 1))
-    return f"{text}\n{every}".rstrip() + "\n"
+    return f"{text}\n{every}{_TRACE}"
 
 
 def _noted(cell: dict[str, Any], notes: list[str]) -> str:

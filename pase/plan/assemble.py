@@ -156,6 +156,7 @@ def assemble(
         tried=tuple(searched.tried),
         seconds=dict(searched.seconds),
         overlap=overlap,
+        bucket_bytes=machine.bucket_bytes,
         graph_digest=digest(traced.graph),
         provenance=dict(searched.provenance),
         traced=traced,

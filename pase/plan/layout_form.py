@@ -205,6 +205,15 @@ class LayoutForm(Struct, kw_only=True):
         ]
         | UnsetType
     ) = UNSET
+    bucket_bytes: (
+        Annotated[
+            NotNegative,
+            Meta(
+                description="bytes of a message that joins parameters or gradients; 0: one by one; absent: 25 MiB"
+            ),
+        ]
+        | UnsetType
+    ) = UNSET
     memory_limit: (
         Annotated[Count, Meta(description="bytes that a device may hold; absent: no limit")] | UnsetType
     ) = UNSET

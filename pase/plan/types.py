@@ -16,7 +16,7 @@ from pase.files.json_values import JsonObject
 from pase.ir import Graph, Place, Remark, digest, named, simplify
 from pase.ir.blocks import Block, Hoisted
 from pase.ir.types import itemsize
-from pase.machine import Mesh
+from pase.machine import BUCKET_BYTES, Mesh
 from pase.memory.account import Memory, MemoryKind
 from pase.plan.accesses import EquationLayouts, Reading, access_states, equation_layouts
 from pase.plan.constraints import Placement, Route
@@ -150,6 +150,8 @@ class PlanData:
     overlap: float | None = None
     """The fraction of the device that collectives of parameters occupy while they overlap with compute, if the price
     includes such overlap (``pase.tables.overlap``). None if nothing overlaps."""
+    bucket_bytes: float = BUCKET_BYTES
+    """The size of the messages in which parameters and gradients are sent (``Machine.bucket_bytes``). 0: one by one."""
     memory_limit: int | None = None
     """The bytes that the plan may use on a device. None if the plan was made without a limit."""
     misfit: str | None = None

@@ -46,7 +46,15 @@ if TYPE_CHECKING:
     from pase.plan.gradient_check import GradientCheck
     from pase.plan.types import PlanData
 
-__all__ = ["ParallelModule", "TorchPlan", "TorchStep", "agreed_seed", "torch_plan", "traced_by_torch"]
+__all__ = [
+    "ParallelModule",
+    "TorchPlan",
+    "TorchStep",
+    "agreed_seed",
+    "bucket_bytes",
+    "torch_plan",
+    "traced_by_torch",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,4 +271,11 @@ def torch_plan(plan: PlanData) -> TorchPlan:
         schedule=ProgramSchedule.of(plan),
         optimizer=plan.optimizer,
         account=plan.memory,
+        bucket_bytes=bucket_bytes(plan),
     )
+
+
+def bucket_bytes(plan: PlanData) -> float:
+    """The bytes of a message, as the machine file has them. 0 says that XLA's compiler for CPUs joins nothing, which
+    does not bind PyTorch."""
+    return plan.bucket_bytes or BUCKET_BYTES

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pase.backends.torch.check_plans import TorchAgainst, unsharded_copy
 from pase.backends.torch.pipeline.run import PipelinedModule
 from pase.backends.torch.pipeline.stages import TorchStage, stages_of
-from pase.backends.torch.plan import TorchPlan, traced_by_torch
+from pase.backends.torch.plan import TorchPlan, bucket_bytes, traced_by_torch
 from pase.backends.torch.spmd.process_groups import AxisGroups, axis_groups
 from pase.backends.torch.spmd.values import steps_from
 from pase.backends.torch.stepper import TorchStep
@@ -216,6 +216,7 @@ def torch_pipeline(plan: PlanData) -> TorchPipeline:
             accumulate=p.micro_batches,
             blocks=p.recomputed_blocks(i, plan.remat),
             hoisted="all" if weights.get(i) == "hoisted" else "none",
+            bucket_bytes=bucket_bytes(plan),
         )
         for i, strategy in enumerate(p.strategies)
     )

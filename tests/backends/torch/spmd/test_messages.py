@@ -314,6 +314,21 @@ def test_buckets_are_of_about_the_given_size_and_in_the_order_of_backward(
     assert sum(x.nbytes for b in (first, rest) for x in b.chunks) == sum(sizes)
 
 
+@pytest.mark.parametrize(("machines", "runs"), [(5000.0, 5000.0), (0.0, machine.BUCKET_BYTES)])
+def test_the_machine_file_has_the_size_of_a_bucket(machines: float, runs: float, tmp_path: Any) -> None:
+    """Also after the plan was saved. 0 is what XLA's compiler for CPUs does, and not PyTorch."""
+    import torch
+
+    on = replace(machine.load("h100x8"), bucket_bytes=machines)
+    module, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Flatten(0)), torch.empty(8, 8)
+    plan = pase.compile(
+        module, x, devices=RANKS, machine=on, loss=lambda m, x: m(x).sum(), target="ddp", baselines=False
+    )
+    plan.save(tmp_path / "layout.json")
+    assert pase.load(tmp_path / "layout.json").bucket_bytes == machines
+    assert plan.torch.bucket_bytes == plan.torch.walk(None).bucket_bytes == runs
+
+
 def test_a_message_waits_for_what_is_on_its_way_in_another() -> None:
     """Gradients that are summed twice: of those in the second message of this strategy, one is still under way in a
     first one when the others are there. All are sent at once."""

@@ -1,0 +1,57 @@
+"""A trace that PyTorch's profiler records while two processes train over Gloo."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import pase
+from bench.cases.torch_ranks import on_processes
+from pase import machine
+
+pytestmark = [pytest.mark.torch, pytest.mark.minutes]
+
+LAYERS, WIDTH, RANKS = 6, 512, 2
+
+
+def recorded(rank: int) -> dict[str, list[tuple[float, float]]]:
+    """The third step's products of backward and messages on a rank: (begin, end) of each, in microseconds."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    x, y = torch.randn(2, 512, WIDTH)
+    on = replace(machine.load("h100x8"), bucket_bytes=float(WIDTH * WIDTH * 4))  # a message for each layer
+
+    def loss(module: Any, x: Any, y: Any) -> Any:
+        return (module(x) - y).square().mean()
+
+    plan = pase.compile(module, x, y, devices=RANKS, machine=on, loss=loss, target="ddp", baselines=False)
+    step = plan.torch.train_step(module, torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        step(x, y)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step(x, y)
+    spans: dict[str, list[tuple[float, float]]] = {"products": [], "messages": []}
+    for e in profiler.events():
+        span = (e.time_range.start, e.time_range.end)
+        if e.name == "autograd::engine::evaluate_function: AddmmBackward0":
+            spans["products"].append(span)
+        elif e.name.startswith("gloo:"):
+            spans["messages"].append(span)
+    return spans
+
+
+def test_messages_run_beside_backward() -> None:
+    """A layer's message begins when its gradient is made, and products are computed while messages are under way."""
+    for spans in on_processes(RANKS, recorded, how="forkserver"):
+        products, messages = sorted(spans["products"]), sorted(spans["messages"])
+        assert len(products) == LAYERS
+        early = [m for m in messages if products[0][0] < m[0] < products[-1][0]]
+        assert (
+            len(early) >= LAYERS - 2
+        )  # not those of the layer that backward reaches last and of its neighbour's bias
+        assert any(begin < p < end for begin, end in early for p, _ in products)
