@@ -8,7 +8,7 @@ message carries follows from the local program alone, so it is the same on all r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from pase.backends.torch.spmd.messages import FIRST_BYTES
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import ProgramCall
 from pase.local.parts import WireView, view
-from pase.local.types import LocalProgram, LocalReshardStep, local_shape
+from pase.local.types import LocalOp, LocalProgram, LocalReshardStep, local_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,10 +30,12 @@ __all__ = ["gather_messages", "gathered_ahead"]
 def gather_messages(program: LocalProgram, bucket_bytes: float) -> tuple[tuple[int, ...], ...]:
     """The transfers that each message gathers, in the order in which they are read.
 
-    They gather trained parameters as they are stored, once in a micro-batch. All others are gathered where they are
-    read: in loops, in recomputed blocks, and by a pipeline's stage once for all micro-batches.
+    They gather trained parameters as they are stored, or with dims of size 1 besides (the weight of a norm), once in a
+    micro-batch. All others are gathered where they are read: in loops, in recomputed blocks, and by a pipeline's stage
+    once for all micro-batches.
     """
     stored = {op.results[0].tensor for op in program.ops if op.op.kind == "parameter"}
+    stored |= {op.results[0].tensor for op in program.ops if _same_but_for_ones(op, stored, program)}
     begins = {id(op): i for i, op in enumerate(program.ops)}
     read: dict[int, int] = {}
     for number, t in enumerate(program.transfers):
@@ -60,6 +62,21 @@ def gather_messages(program: LocalProgram, bucket_bytes: float) -> tuple[tuple[i
             closed.append(tuple(mine))
             mine.clear()
     return (*closed, *(tuple(mine) for mine in open_.values() if mine))
+
+
+def _same_but_for_ones(op: LocalOp, stored: Collection[str], program: LocalProgram) -> bool:
+    """Whether an op is a view of a parameter that only adds or removes dims of size 1."""
+    if op.op.kind != "view" or len(op.operands) != 1 or len(op.results) != 1:
+        return False
+    read = op.operands[0]
+    if read.tensor not in stored or read.transfer is not None or op.op.scope:
+        return False
+    return _longer(program.result(read.tensor).shape) == _longer(op.results[0].shape)
+
+
+def _longer(shape: Sequence[int]) -> list[int]:
+    """The sizes of the dims that are longer than 1."""
+    return [n for n in shape if n > 1]
 
 
 def _itemsize(program: LocalProgram, number: int) -> int:
@@ -101,17 +118,43 @@ def gathered_ahead(
         for e, part in zip(edges_of, parts, strict=True):
             part.meta |= e.node.meta
             e.node.target = ProgramCall(_Arrived(e.edge), e.node.target.name)
-            e.node.args = (*e.node.args, part)
+            e.node.args = (e.node.args[0] if e.carried else e.value, *e.node.args[1:], part)
+            if message.shapes[e.number] != tuple(e.node.meta["val"].shape):
+                _shaped_after(graph, e.node, message.shapes[e.number])
+    graph.eliminate_dead_code(lambda n: not (_reshaped(n) is not None and not n.users))
+
+
+def _shaped_after(graph: Graph, n: FxNode, shape: tuple[int, ...]) -> None:
+    """Give a node another shape, and its readers the one that they had."""
+    had, users = n.meta["val"], list(n.users)
+    n.meta["val"] = had.reshape(shape)
+    others = []
+    for user in users:
+        if _reshaped(user) is None:
+            others.append(user)
+        elif tuple(user.meta["val"].shape) == shape:
+            user.replace_all_uses_with(n)
+    if others:
+        with graph.inserting_after(n):
+            again = graph.call_method("reshape", (n, tuple(had.shape)))
+        again.meta |= n.meta | {"val": had}
+        for user in others:
+            user.replace_input_with(n, again)
 
 
 @dataclass(frozen=True)
 class _GatherEdge:
-    """A node of a graph that gathers a parameter, and the parameter."""
+    """A node of a graph that gathers a parameter or a view of it, and the parameter."""
 
     node: FxNode
     value: FxNode
     edge: EdgeCall
     number: int
+
+    @property
+    def carried(self) -> bool:
+        """Whether the gradient goes to a carrier, which has the shape of what the edge reads."""
+        return len(self.node.args) > 1
 
 
 def _edges(graph: Graph) -> Mapping[int, _GatherEdge]:
@@ -123,10 +166,31 @@ def _edges(graph: Graph) -> Mapping[int, _GatherEdge]:
         edge = n.target.run if isinstance(n.target, ProgramCall) else None
         if isinstance(edge, EdgeCall) and edge.later is not None:
             value = n.args[0]
+            while isinstance(value, torch.fx.Node) and (under := _reshaped(value)) is not None:
+                value = under
             plain = isinstance(value, torch.fx.Node) and value.op == "placeholder"
             made = [_GatherEdge(n, value, edge, edge.later.number)] if plain else []
             found.setdefault(edge.later.number, []).extend(made)
     return {number: some[0] for number, some in found.items() if len(some) == 1}
+
+
+def _reshaped(n: FxNode) -> FxNode | None:
+    """The tensor that a node reshapes; None if it does something else."""
+    import torch
+
+    if n.op != "call_method" or n.target != "reshape":
+        return None
+    base = n.args[0]
+    return base if isinstance(base, torch.fx.Node) else None
+
+
+def _arriving(program: LocalProgram, tensor: str, v: WireView) -> tuple[int, ...]:
+    """The shape of a gathered parameter, if what is gathered is a view of it with other dims of size 1."""
+    op = program.maker[tensor]
+    if op.op.kind == "parameter":
+        return v.shape
+    long = (n for n, whole in zip(v.shape, program.result(tensor).shape, strict=True) if whole > 1)
+    return tuple(next(long) if n > 1 else 1 for n in program.result(op.operands[0].tensor).shape)
 
 
 @dataclass(frozen=True)
@@ -137,16 +201,24 @@ class _Arrived:
 
     def __call__(self, *args: Tensor) -> Tensor:
         *given, arrived = args
-        return replace(self.edge, there=lambda x: arrived)(*given)
+        shape = given[-1].shape  # the plan's reshard steps may give that of a view of the parameter
+
+        def back(g: Tensor) -> Tensor:
+            made = self.edge.back(g)
+            return made if made.shape == shape else made.reshape(shape)
+
+        return replace(self.edge, there=lambda x: arrived, back=back)(*given)
 
 
 @dataclass(frozen=True)
 class _GatherMessage:
-    """A message. views: how each parameter is put together. sizes: the elements that a rank sends of each."""
+    """A message. views: how each parameter is put together. shapes: transfer -> the parameter's shape when it has
+    arrived. sizes: the elements that a rank sends of each."""
 
     groups: AxisGroups
     step: LocalReshardStep
     views: Sequence[WireView]
+    shapes: Mapping[int, tuple[int, ...]]
     sizes: Sequence[int]
 
     @classmethod
@@ -155,7 +227,11 @@ class _GatherMessage:
         steps = [t.forward[0] for t in transfers]
         shapes = [program.result(t.tensor).shape for t in transfers]
         views = [view(s, shape, program.mesh) for s, shape in zip(steps, shapes, strict=True)]
-        return cls(groups, steps[0], views, [math.prod(v.seen) for v in views])
+        arrived = {
+            e.number: v.shape if e.carried else _arriving(program, t.tensor, v)
+            for e, t, v in zip(edges, transfers, views, strict=True)
+        }
+        return cls(groups, steps[0], views, arrived, [math.prod(v.seen) for v in views])
 
     def started(self, *parameters: Tensor) -> Tensor:
         """Start it: this rank's parts -> what arrives, [ranks, elements]."""
@@ -172,11 +248,12 @@ class _GatherMessage:
         with torch.no_grad():
             wire = self.groups.received(wire)
             parts = torch.split_with_sizes_copy(wire, list(self.sizes), 1)
-            return [self._placed(x, v) for x, v in zip(parts, self.views, strict=True)]
+            placed = zip(parts, self.views, self.shapes.values(), strict=True)
+            return [self.groups.reshape(self._placed(x, v, shape), shape) for x, v, shape in placed]
 
-    def _placed(self, x: Tensor, v: WireView) -> Tensor:
-        """[ranks, elements] -> the parameter."""
+    def _placed(self, x: Tensor, v: WireView, shape: tuple[int, ...]) -> Tensor:
+        """[ranks, elements] -> the parameter, of this shape or with dims of size 1 besides."""
         if v.along == (None, 0):
-            return self.groups.reshape(x, v.shape)
+            return self.groups.reshape(x, shape)
         assert v.arriving is not None
         return self.groups.rearranged(x, (*v.ways, *v.seen), v.arriving, v.shape)

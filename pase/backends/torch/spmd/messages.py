@@ -288,10 +288,12 @@ class GradientSending:
             assert g.array is not None
             if not isinstance(g.root, torch.Tensor):
                 inner.append(g)
-            elif g.root.grad is None:
-                g.root.grad = g.array
+                continue
+            array = self.groups.reshape(g.array, tuple(g.root.shape))  # it may be that of a view
+            if g.root.grad is None:
+                g.root.grad = array
             else:
-                more.append((g.root.grad, g.array))
+                more.append((g.root.grad, array))
         if more:
             with torch.no_grad():
                 torch._foreach_add_([had for had, _ in more], [new for _, new in more])
@@ -456,5 +458,8 @@ class GradientSending:
                 ordered = [g.pieces[b] for b in sorted(g.pieces)]
                 flat = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
                 shape = g.shape if step.kind == "all_reduce" else whole
+                last = g.done + 1 == len(self.program.reshard_steps(g.number, "back"))
+                if last and isinstance(g.root, torch.Tensor):
+                    shape = tuple(g.root.shape)  # of the parameter, if the gradient is that of a view
                 g.array, g.pieces, g.done, g.begun = self.groups.reshape(flat, shape), {}, g.done + 1, 0
                 self._go_on(g)

@@ -69,3 +69,17 @@ def test_it_is_one_op_and_equals_the_whole_batch_s(affine: bool, first: bool) ->
         assert after.keys() == state.keys()
         for k, values in state.items():
             assert after[k] == pytest.approx(values, rel=1e-11, abs=1e-13), k
+
+
+def test_its_weights_are_gathered_in_the_message_of_the_others() -> None:
+    """The plan's ops read them with dims of size 1 besides."""
+    import torch
+
+    module, x = net(affine=True, first=False), torch.randn(8, 4, 3, 3, dtype=torch.float64)
+    run = pase.compile(module, x, devices=4, mesh="4", target="fsdp2", baselines=False).torch
+    names = {t.src for t in run.program.transfers if t.forward and t.forward[0].kind == "all_gather"}
+    assert {n for n in names if n.startswith("norm.")} and len(run.walk(None).gathers) == 1
+    code = run.code(rank=0)
+    assert code.count(" = plan_gather(") == 1 and "norm_weight.reshape" not in code
+    for found in on_ranks(4, lambda rank: run.check(copy.deepcopy(module), x, most_lines=2)):
+        found.raise_if_off()
