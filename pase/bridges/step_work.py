@@ -24,7 +24,7 @@ _PRECISIONS = {
     "float16": ("fp16", "16-bit"),
     "float32": ("f32", "tf32", "fp32"),
     "float64": ("fp64",),
-    "int8": ("int8",),
+    "int8": ("int8", "8-bit"),
 }
 """The dtype of a plan's product → the precisions of kernels that run it."""
 
@@ -131,4 +131,4 @@ def _line(text: str) -> str:
 
 
 def _precisions(dtype: str) -> tuple[str, ...]:
-    return ("fp8",) if dtype.startswith("float8") else _PRECISIONS.get(dtype, ())
+    return ("fp8", "8-bit") if dtype.startswith("float8") else _PRECISIONS.get(dtype, ())

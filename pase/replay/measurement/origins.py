@@ -43,7 +43,7 @@ _DTYPES = {
     "f8e5m2": "fp8",
 }
 _BYTES = {"fp64": 8, "fp32": 4, "tf32": 4}
-_BY_BYTES = {1: "fp8", 2: "16-bit", 4: "f32", 8: "fp64"}
+_BY_BYTES = {1: "8-bit", 2: "16-bit", 4: "f32", 8: "fp64"}
 """The precision of a product of which only the bytes of an element are known."""
 _NUMBERED = re.compile(r"\.\d+$")
 
@@ -122,7 +122,7 @@ def origins(t: Timeline, rank: int) -> Origins:
 
 def _with_one_precision(found: list[Origin]) -> list[Origin]:
     """Returns the origins with one precision for the kernels of one op: some names have it ("bf16"), others only show
-    that elements have 16 bits. FLOPs of an op whose kernels have several are not known of any of them."""
+    that elements have 16 or 8 bits. FLOPs of an op whose kernels have several are not known of any of them."""
     alike: dict[Origin, set[str]] = {}
     for o in found:
         if o.precision and o.flops > 0 and not o.product:
@@ -131,7 +131,7 @@ def _with_one_precision(found: list[Origin]) -> list[Origin]:
     for o in found:
         work = o.kind.split()[0]
         named = alike.get(replace(o, kind=work, precision=""), {o.precision})
-        if len(named) > 1 and (specific := named - {"16-bit"}) and len(specific) == 1:
+        if len(named) > 1 and (specific := named - {"16-bit", "8-bit"}) and len(specific) == 1:
             (precision,) = specific
             o = replace(o, kind=f"{work} {precision}", precision=precision)
         elif len(named) > 1:

@@ -19,7 +19,7 @@ from pase.replay.measurement.model import Measured
 from pase.replay.measurement.origins import Origin, origins
 from pase.replay.types import COLLECTIVE, on_stream
 
-__all__ = ["Amount", "Spending", "floor_ns", "peak_flops", "spendings"]
+__all__ = ["Amount", "Spending", "file_dtype", "floor_ns", "peak_flops", "spendings"]
 
 _PEAKS = {
     "bf16": "bfloat16",
@@ -30,6 +30,7 @@ _PEAKS = {
     "fp64": "float64",
     "fp8": "float8_e4m3fn",
     "int8": "int8",
+    "8-bit": "float8_e4m3fn",
 }
 """Precision → the dtype of the machine file that has its rate. float32 products use TF32, unless the kernel's name says
 that they do not ("fp32")."""
@@ -73,6 +74,11 @@ class Spending:
     idle: dict[str, int]
     device: Device | None
     device_name: str
+
+
+def file_dtype(precision: str) -> str:
+    """Returns the dtype of the machine file that has the rate of a precision; float32 for an unknown one."""
+    return _PEAKS.get(precision, "float32")
 
 
 def peak_flops(device: Device, precision: str) -> float | None:

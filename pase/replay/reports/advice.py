@@ -15,7 +15,7 @@ from pase.machine.types import Device
 from pase.replay.graph import EDGES, launching_calls
 from pase.replay.kernels import work_of
 from pase.replay.measurement.origins import Origin
-from pase.replay.measurement.spending import Amount, Spending, peak_flops
+from pase.replay.measurement.spending import Amount, Spending, file_dtype, peak_flops
 from pase.replay.reports.findings import Finding, Scene, exposed_tasks
 from pase.replay.reports.spent import aligned_to, misaligned, shape_text
 from pase.replay.reports.trust import busiest_ns
@@ -96,11 +96,9 @@ def _aligned_rate(x: Spending, o: Origin) -> tuple[float, str] | None:
         return float(np.median(fast)), "the run's own"
     if x.device is None or peak is None:
         return None
-    return peak * x.device.reached("matmul", _file_dtype(o)), f"by the machine file of {x.device.name}"
-
-
-def _file_dtype(o: Origin) -> str:
-    return {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn"}.get(o.precision, "float32")
+    return peak * x.device.reached(
+        "matmul", file_dtype(o.precision)
+    ), f"by the machine file of {x.device.name}"
 
 
 def _lower_precision(s: Scene, x: Spending) -> list[Finding]:

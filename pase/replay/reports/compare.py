@@ -188,10 +188,14 @@ def _why(a: _Side | None, b: _Side | None) -> list[str]:
     return out
 
 
+_OF_BITS = {"16-bit": ("bf16", "fp16"), "8-bit": ("fp8", "int8")}
+
+
 def _same_work(x: Origin, y: Origin) -> bool:
-    """Whether two ops may do the same work: the names of some kernels do not say which precision of 16 bits it is."""
-    half = ("bf16", "fp16")
-    alike = "16-bit" in (x.precision, y.precision) and {x.precision, y.precision} <= {"16-bit", *half}
+    """Whether two ops may do the same work: the names of some kernels do not say which precision of so many bits it
+    is."""
+    both = {x.precision, y.precision}
+    alike = any(bits in both and both <= {bits, *named} for bits, named in _OF_BITS.items())
     unknown = not (x.precision and y.precision)
     return x.kind.split(" ")[0] == y.kind.split(" ")[0] and (alike or unknown)
 

@@ -27,7 +27,18 @@ __all__ = [
     "spent_section",
 ]
 
-_WIDTH = {"bf16": 2, "fp16": 2, "16-bit": 2, "f32": 4, "tf32": 4, "fp32": 4, "fp8": 1, "int8": 1, "fp64": 8}
+_WIDTH = {
+    "bf16": 2,
+    "fp16": 2,
+    "16-bit": 2,
+    "f32": 4,
+    "tf32": 4,
+    "fp32": 4,
+    "fp8": 1,
+    "int8": 1,
+    "8-bit": 1,
+    "fp64": 8,
+}
 _ROW = 16
 """Bytes to which matrix units want the rows of factors and results aligned (cuBLAS, tensor cores)."""
 _SMALL_NS = 10_000.0

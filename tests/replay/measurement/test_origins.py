@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pase.replay.measurement.origins import Origin, origins
+from pase.replay.measurement.spending import file_dtype
 from pase.replay.traces.ingest import load
 from pase.replay.types import CPU, CompiledOp, Event, from_events
 from tests.needs import SHARED
@@ -127,6 +128,14 @@ def test_a_kernel_that_sums_in_float32_is_one_of_its_operands_precision(tmp_path
     for dtype, kind in (("c10::BFloat16", "convolution 16-bit"), ("float", "convolution fp32")):
         around = span("cpu_op", "aten::miopen_convolution", 30, 40, **shapes, **{"Input type": [dtype] * 2})
         assert launched(tmp_path, "implicit_convolve_sgemm<float, 1024, 5>", around).kind == kind
+
+
+def test_a_product_of_bytes_whose_kernel_does_not_say_more_is_of_8_bits(tmp_path: Path) -> None:
+    """They may be fp8 or int8. The card runs both at one rate."""
+    args = {"Input Dims": [[64, 32], [32, 16]], "Input type": ["unsigned char", "unsigned char"]}
+    o = launched(tmp_path, "gemm_kernel", span("cpu_op", "aten::_int_mm", 49.0, 5.0, **args))
+    assert (o.kind, o.precision) == ("product 8-bit", "8-bit")
+    assert [file_dtype(p) for p in ("8-bit", "16-bit", "int8")] == ["float8_e4m3fn", "bfloat16", "int8"]
 
 
 def test_kernels_of_the_optimizer_are_the_optimizers(tmp_path: Path) -> None:
