@@ -41,6 +41,7 @@ SMALLEST = {
     "published.megatron_golden": "--only gpt/gpt3_mcore_te_tp4_pp1_resume",
     "replay.degrees": '--only "device-bound: stages=2"',
     "fuzz.traces": "--count 3",
+    "replay.gains": '--only "twice a small batch" --steps 3',
     "replay.profile": "--processes 1 --rounds 1",
     "replay.speed": "--megabytes 1",
     "replay.whatif": '--only "one of 2 ranks 5 ms late"',
