@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from pase.replay.traces.builder import is_sound
 from pase.replay.traces.hlo import HloFacts
 from pase.replay.traces.repeats import repeats
 from pase.replay.types import BESIDE, COLLECTIVE, OPERATIONS, Group, Lane, Mark, Timeline, on_stream
@@ -40,7 +41,9 @@ class Executions:
         """(device, module) → stream → (start, end, symbol) of the ops without a run."""
 
     def add(self, device: int, module: str, run: str, start: int, end: int, stream: str, op: str) -> None:
-        """Adds an op. run: empty if it is not recorded."""
+        """Adds an op, if its times are sound. run: empty if it is not recorded."""
+        if not is_sound(start, end - start):
+            return
         span = self.spans.setdefault((device, module, run), [start, end, 0])
         span[0], span[1] = min(span[0], start), max(span[1], end)
         span[2] += end - start

@@ -16,7 +16,7 @@ from pase.files.json_values import JsonObject
 from pase.files.terminal import printable
 from pase.hlo.protos import parse
 from pase.replay.kernels import operation_of
-from pase.replay.traces.builder import Builder, split_devices
+from pase.replay.traces.builder import Builder, is_sound, split_devices
 from pase.replay.traces.chrome import CPU_LINE, DEVICE_LINES, hlo_collective, step_marks, xla_lane
 from pase.replay.traces.hlo import HloFacts, read_hlo, with_updates
 from pase.replay.traces.launches import Kernels, graph_kernel, in_graph, named
@@ -231,7 +231,7 @@ def _event(
         return
     lane = b.lane(line, False, line[1] or str(line[0]))
     step = _number(stats.get("step_num"))
-    if step >= 0:
+    if step >= 0 and is_sound(start, duration):
         into.steps.append((start, start + duration, step))
     launches = correlation >= 0 and _LAUNCH.match(text)
     b.add(
