@@ -12,7 +12,7 @@ from pase.files.json_values import JsonObject
 from pase.replay.measurement.breakdown import CAUSES
 from pase.replay.measurement.origins import Origin
 from pase.replay.measurement.spending import Amount, Spending, peak_flops
-from pase.replay.reports.spent import shape_text
+from pase.replay.reports.spent import placed, shape_text
 from pase.replay.types import Shapes
 
 __all__ = ["compare_spendings", "compared_lines"]
@@ -216,8 +216,8 @@ def compared_lines(report: JsonObject, most: int = 15) -> Iterator[str]:
     yield ""
     yield f"{'before ms':>10}{'after ms':>10}{'difference':>12}  the ops that differ most"
     for o in report["ops"][:most]:
-        name = o["name"] + (f", {o['where']}" if o["where"] else "")
-        yield f"{_ms(o['before_s']):>10}{_ms(o['after_s']):>10}{o['difference_s'] * 1e3:+12.3f}  {name[:46]}"
+        name = placed(o["name"], o["where"], _COLUMNS - 34)
+        yield f"{_ms(o['before_s']):>10}{_ms(o['after_s']):>10}{o['difference_s'] * 1e3:+12.3f}  {name}"
         for text in (f"{o['kind']}; {o['shape']}".rstrip("; "), "; ".join(o["why"])):
             yield from (f"{'':34}{line}" for line in textwrap.wrap(text, _COLUMNS - 34))
 

@@ -21,6 +21,7 @@ __all__ = [
     "loss_of",
     "misaligned",
     "number_text",
+    "placed",
     "shape_text",
     "spending_report",
     "spent_lines",
@@ -208,8 +209,8 @@ def spent_lines(report: JsonObject, most: int = 10) -> Iterator[str]:
         yield f"{'ms':>8}{'share':>7}{'calls':>6}{'floor':>8}  the ops that take longest"
     for o in shown:
         floor = f"{o['floor_s'] * 1e3:8.3f}" if o["floor_s"] is not None else f"{'':8}"
-        name = f"{o['name']}" + (f", {o['where']}" if o["where"] else "")
-        yield f"{o['seconds'] * 1e3:8.3f}{o['share']:7.1%}{o['calls']:6.0f}{floor}  {_cut(name, 49)}"
+        name = placed(o["name"], o["where"], 49)
+        yield f"{o['seconds'] * 1e3:8.3f}{o['share']:7.1%}{o['calls']:6.0f}{floor}  {name}"
         more = [x for x in (o["kind"], o["shape"], o["why"]) if x]
         lines = ["; ".join(more)] if len("; ".join(more)) <= 49 else ["; ".join(more[:-1]), more[-1]]
         for line in lines:
@@ -301,6 +302,22 @@ def _roofline(report: JsonObject) -> str:
         + key((c, k) for k, c in _COLOURS.items() if any(p.colour == c for p in points))
         + roofline(points, roofs)
     )
+
+
+def placed(name: str, where: str, columns: int) -> str:
+    """Returns an op's name and place in so many columns. Of nested modules, the inner ones say more.
+
+    >>> placed("dot_general", "block.MultiHeadDotProductAttention.query, linear.py:199", 49)
+    'dot_general, query, linear.py:199'
+    >>> placed("aten::mm", "", 49), placed("aten::addmm", "Linear", 10)
+    ('aten::mm', 'aten::a...')
+    >>> placed("transpose, backward", "a_long_file_of_the_user.py:199", 40)
+    'transpose, backward, a_long_file_of_t...'
+    """
+    modules, comma, line = where.partition(", ")
+    while len(f"{name}, {modules}{comma}{line}") > columns and "." in modules and ".py" not in modules:
+        modules = modules.partition(".")[2]
+    return _cut(", ".join(x for x in (name, modules, line) if x), columns)
 
 
 def _cut(text: str, columns: int) -> str:
