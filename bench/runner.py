@@ -88,9 +88,30 @@ def option(*names: str, **settings: Any) -> Option:
     return names, settings
 
 
-def parser(doc: str | None, result: str, *options: Option) -> argparse.ArgumentParser:
-    """Returns a parser with these options and ``-o FILE``; ``result`` names the default file in bench/results."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+class _WholeResults(argparse.ArgumentParser):
+    """Refuses to replace a result file of all rows by chosen ones."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = super().parse_args(args, namespace)
+        file = getattr(given, "out", None)
+        if (
+            getattr(given, "only", None)
+            and file == self.get_default("out")
+            and file is not None
+            and file.exists()
+        ):
+            self.error(f"{file} has the results of all rows; with --only, name another file (-o FILE)")
+        return given
+
+
+def parser(
+    doc: str | None, result: str, *options: Option, of: type[argparse.ArgumentParser] = _WholeResults
+) -> argparse.ArgumentParser:
+    """Returns a parser with these options and ``-o FILE``; ``result`` names the default file in bench/results.
+
+    of: the class of the parser. By default, one that refuses ``--only`` if it would replace the default file.
+    """
+    made = of(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     file = RESULTS / f"{result}.json"
     if result:
         made.add_argument("-o", "--out", type=Path, default=file, metavar="FILE", help="the result file")
@@ -203,7 +224,12 @@ class Benchmark:
         page = [option("--page", "--render", action="store_true", help="make the page, measure nothing")]
         of = self.result if isinstance(self.result, str) else "NAME"
         made = parser(
-            sys.modules["__main__"].__doc__, of, *self.options, *COMMON, *(page if self.page else ())
+            sys.modules["__main__"].__doc__,
+            of,
+            *self.options,
+            *COMMON,
+            *(page if self.page else ()),
+            of=argparse.ArgumentParser,  # chosen rows are saved with the others of the file
         )
         made.set_defaults(resume=self.resumes)
         return made

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench import runner
 from bench.runner import BEGAN, Benchmark, option
 
 
@@ -115,6 +116,18 @@ def test_a_page_is_made_from_the_file_alone(run):
     run(page=lambda result: pages.append(result["sum"]))
     assert run("--page", page=lambda result: pages.append(result["sum"]))[0] == []
     assert pages == [14, 14]
+
+
+def test_a_file_of_all_rows_is_not_replaced_by_chosen_ones(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
+    made = runner.parser("", "all", runner.option("--only", default=""))
+    made.parse_args(["--only", "2"])
+    (tmp_path / "all.json").write_text("{}")
+    assert made.parse_args([]).out.name == "all.json"
+    made.parse_args(["--only", "2", "-o", str(tmp_path / "two.json")])
+    with pytest.raises(SystemExit):
+        made.parse_args(["--only", "2"])
+    assert "name another file" in capsys.readouterr().err
 
 
 def test_no_page_is_made_of_chosen_rows_alone(run, capsys):
