@@ -61,9 +61,9 @@ def test_no_search_gets_more_than_the_time_that_is_left(limit: int, monkeypatch:
     clock = itertools.count(step=1e-3)
     ends = []
 
-    def watched(tables, memory, seconds, **options):
-        asked.append((seconds, ends[-1].left_s()))
-        return real(tables, memory, None, **options)
+    def watched(tables, memory, *, effort, **options):
+        asked.append((effort.time_limit, ends[-1].left_s()))
+        return real(tables, memory, effort=replace(effort, time_limit=None), **options)
 
     def begun(work: float, time_limit: float | None) -> Spent:
         ends.append(Spent(most=work, ends_at=next(clock) + time_limit))
