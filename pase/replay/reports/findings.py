@@ -444,8 +444,9 @@ def _hot_ops(s: Scene) -> list[Finding]:
                 kind="hot-op",
                 title=f"{_ms(on_path)} of the critical path is {user_name(t, g.names[name])}",
                 detail=(
-                    f"{_times(int(mine.sum()) // len(g.ranks))} per iteration on each rank. The cost of this finding "
-                    "is what running it twice as fast would save."
+                    # an op may be several: XLA clears a workspace before a product
+                    f"Device ops of this name per iteration and rank: {int(mine.sum()) // len(g.ranks)}. The cost of "
+                    "this finding is what running it twice as fast would save."
                     + (less if 0 < cost < _HALF * on_path else "")
                 ),
                 cost_ns=cost,
