@@ -67,6 +67,7 @@ __all__ = [
     "parts",
     "prefetched_bytes",
     "profile",
+    "stored_parameter",
 ]
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "activations"]
@@ -225,6 +226,13 @@ def _terms_of(
         a = n.ops[0].writes[0]
         if a.tensor in heavy and (stays or graph.tensors[a.tensor].needs_grad):
             yield term("activations", a, times=-1, weights=True, as_read=True), None
+
+
+def stored_parameter(graph: Graph, n: Node | None) -> Node | None:
+    """Returns the node of the parameter that a node stores or copies; None if it does neither."""
+    while n is not None and n.kind == "copy":
+        n = graph.producer.get(n.ops[0].reads[0].tensor)
+    return n if n is not None and n.kind == "parameter" else None
 
 
 def kept_as_read(graph: Graph, n: Node, ops: Sequence[Op]) -> bool:

@@ -8,7 +8,8 @@ forward, and then the backward of each node, from the last node to the first.
 - A gradient lives from the backward of its parameter's last reader to the end of the step. If micro-batches are summed,
   their sum lives throughout. On several devices, XLA makes the zeros into which a loop's backward writes gradients at
   the end of forward, because it schedules first what waits for nothing.
-- At each moment, one node's operands and results (or their gradients) are in flight.
+- At each moment, one node's operands and results (or their gradients) are in flight. In a program that runs call by
+  call, it is the gradients that live then if they are more (``pase.memory.gradients``).
 
 A product keeps an operand for backward in the layout in which it reads it. What XLA holds for collectives besides
 (``_HeldForLayouts.of_compiled``) does not apply to a program that runs call by call.
@@ -37,7 +38,9 @@ from pase.memory.account import (
     kept_as_read,
     node_terms,
     prefetched_bytes,
+    stored_parameter,
 )
+from pase.memory.gradients import gradient_bytes
 from pase.memory.residuals import kept
 from pase.once import once
 from pase.tables.layouts import (
@@ -111,13 +114,6 @@ def _loop_of(scope: Sequence[Scope]) -> tuple[Scope, ...] | None:
     return next((tuple(scope[: k + 1]) for k, s in enumerate(scope) if s.kind == "loop"), None)
 
 
-def _stored(graph: Graph, n: Node | None) -> Node | None:
-    """Returns the node of the parameter that a node stores or copies; None if it does neither."""
-    while n is not None and n.kind == "copy":
-        n = graph.producer.get(n.ops[0].reads[0].tensor)
-    return n if n is not None and n.kind == "parameter" else None
-
-
 @once
 def _reads(graph: Graph) -> dict[str, list[_ParameterRead]]:
     """Returns the reads of each parameter, also those through a copy."""
@@ -125,7 +121,7 @@ def _reads(graph: Graph) -> dict[str, list[_ParameterRead]]:
     found: dict[str, list[_ParameterRead]] = {}
     for n in graph.nodes:
         for op, a in n.reads if n.kind != "copy" else ():
-            source = _stored(graph, graph.producer.get(a.tensor))
+            source = stored_parameter(graph, graph.producer.get(a.tensor))
             if source is not None:
                 loop = _loop_of(op.scope)
                 low, high = around[loop] if loop else (order[n.name],) * 2
@@ -217,6 +213,8 @@ def _over_time(
     buffers = np.zeros(course.moments)
     for name, nbytes in in_flight(graph, configs, mesh).items():
         buffers[course.order[name]] = nbytes
+    for name, nbytes in (gradient_bytes(graph, mesh, configs) if graph.facts.eager else {}).items():
+        buffers[course.order[name]] = max(buffers[course.order[name]], nbytes)
     if mesh.devices > 1 and not graph.facts.eager:
         buffers += _HeldForLayouts(graph=graph, mesh=mesh, configs=configs, order=course.order).of_compiled()
     return {kind: np.cumsum(v)[:-1] for kind, v in change.items()}, buffers
@@ -315,7 +313,7 @@ class _HeldForLayouts:
         if source is None or source.kind not in ("parameter", "copy"):
             return False
         if self._moves(gathered(self.graph, n, op, a, source), source, n):
-            return _stored(self.graph, source) is not None
+            return stored_parameter(self.graph, source) is not None
         return source.kind == "copy" and self._arrives(source, source.ops[0], source.ops[0].reads[0])
 
     def _scattered(self) -> np.ndarray:

@@ -25,7 +25,7 @@ import numpy as np
 from pase.ir import Access, Graph, Node, Op, Scope
 from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.machine import Mesh
-from pase.memory.account import Memory, MemoryKind
+from pase.memory.account import Memory, MemoryKind, stored_parameter
 from pase.memory.residuals import kept
 from pase.tables.layouts import concrete_size, dim_index, shards, state_index
 from pase.tables.tiles import padding
@@ -153,7 +153,7 @@ def course(
         elif n.kind == "parameter":
             yield from _cast_stacks(n, local, times, when)
         for op, a in n.reads if n.kind != "copy" else ():
-            source = _read_parameter(graph, a)
+            source = stored_parameter(graph, graph.producer.get(a.tensor))
             if source is None:
                 continue
             t, heavy = graph.tensors[a.tensor], op.kind in ("matmul", "conv")
@@ -210,7 +210,7 @@ def _tied(graph: Graph) -> dict[str, list[tuple[Node, Access]]]:
     readers: dict[str, list[tuple[Node, Op, Access]]] = {}
     for n in graph.nodes:
         for op, a in n.reads if n.kind != "copy" else ():
-            source = _read_parameter(graph, a)
+            source = stored_parameter(graph, graph.producer.get(a.tensor))
             if source is not None and op.differentiable and graph.tensors[a.tensor].needs_grad:
                 readers.setdefault(source.name, []).append((n, op, a))
     return {
@@ -221,14 +221,6 @@ def _tied(graph: Graph) -> dict[str, list[tuple[Node, Access]]]:
             products := [(n, a) for n, op, a in found if op.kind in ("matmul", "conv") and op.region is None]
         )
     }
-
-
-def _read_parameter(graph: Graph, a: Access) -> Node | None:
-    """The parameter that is read, as it is or through a copy node; None if it is no parameter."""
-    source = graph.producer.get(a.tensor)
-    while source is not None and source.kind == "copy":
-        source = graph.producer.get(source.ops[0].reads[0].tensor)
-    return source if source is not None and source.kind == "parameter" else None
 
 
 def _parameter(

@@ -29,7 +29,16 @@ from pase.ir.types import LEAF
 from pase.once import once
 from pase.tables.layouts import concrete_size
 
-__all__ = ["Fusion", "Kept", "fusion_of", "kept", "kept_bytes", "residual_bytes", "written_bytes"]
+__all__ = [
+    "Fusion",
+    "Kept",
+    "differentiated",
+    "fusion_of",
+    "kept",
+    "kept_bytes",
+    "residual_bytes",
+    "written_bytes",
+]
 
 Fusion = Literal["none", "light", "products"]
 """What runs in one kernel. none: one call of the traced program (PyTorch's eager mode). light: neighboring light ops.
@@ -142,7 +151,7 @@ def _makers(graph: Graph) -> Iterator[tuple[str, _Made]]:
 def _kept(graph: Graph, fusion: Fusion, loops_stack: bool) -> Iterator[tuple[Kept, _Which]]:
     """Yields what each op's derivative needs."""
     constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
-    maker, trip_counts, reached = dict(_makers(graph)), _trip_counts(graph), _reached(graph)
+    maker, trip_counts, reached = dict(_makers(graph)), _trip_counts(graph), differentiated(graph)
     varies, readers = _varies(graph, maker, constant), _readers(graph)
 
     def keep(t: str, reader: Op, which: _Which = "value") -> tuple[Kept, _Which]:
@@ -222,7 +231,8 @@ def _own(graph: Graph, op: Op) -> int:
     return sum(graph.tensors[a.tensor].needs_grad for a in op.reads)
 
 
-def _reached(graph: Graph) -> frozenset[str]:
+@once
+def differentiated(graph: Graph) -> frozenset[str]:
     """Returns the tensors whose gradients are computed.
 
     They depend on a parameter, and a returned value depends on them through ops that have a derivative.

@@ -63,3 +63,28 @@ def test_a_rank_of_many_keeps_its_parts() -> None:
         with pytest.raises(PaseError) as e:
             refused()
         assert "8 devices" in e.value.what and "7" in e.value.fix
+
+
+def test_the_prediction_knows_the_gradients_of_slices_and_zeros_of_the_batch() -> None:
+    """A recurrence that is written out: without either, the prediction was a third too low."""
+    import torch
+
+    import pase
+    from pase import machine
+
+    class Recurrence(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Linear(16, 16)
+
+        def forward(self, x: Any) -> Any:
+            decay, h = self.up(x).exp(), torch.zeros(x.shape[0], 16)
+            for t in range(x.shape[1]):
+                h = decay[:, t] * h + x[:, t]
+            return h.square().mean()
+
+    plan = pase.compile(Recurrence(), torch.randn(128, 8, 16), devices=32, machine="h100x8", baselines=False)
+    found = plan.torch.memory()
+    assert found.predicted is not None
+    predicted = found.predicted.total - machine.load("h100x8").device.workspace_bytes
+    assert predicted == pytest.approx(found.total, rel=0.1)

@@ -1,8 +1,8 @@
 """Constants on one rank: values that do not depend on data, such as masks, positions and buffers that are only read.
 
 Each rank computes the whole constant, and each reader takes its part of it. What only repeats along a dim, such as a
-mask that is the same for every example, is made once along it and expanded: a part of a tensor keeps all of its memory
-alive, and autograd would keep the mask of the whole batch on every rank.
+mask that is the same for every example or a tensor of zeros, is made once along it and expanded: a part of a tensor
+keeps all of its memory alive, and autograd would keep the mask of the whole batch on every rank.
 """
 
 from __future__ import annotations
@@ -125,6 +125,10 @@ class Constants:
             source, which = n.args
             inner = self.index.inside.get(source)  # the node's other results may depend on data
             return self.of(source)[which] if inner is None else self.of(inner.results[which])
+        made = self.index.values.get(n)
+        if isinstance(made, Value) and made.number is not None:
+            like = n.meta["val"]
+            return torch.full((), made.number, dtype=like.dtype, device=self.device).expand(like.shape)
         args, kwargs = torch.fx.map_arg((n.args, n.kwargs), lambda m: self._operand(m, n))
         args = tuple(self.device if isinstance(x, torch.device) else x for x in args)
         kwargs = {k: self.device if isinstance(x, torch.device) else x for k, x in kwargs.items()}
