@@ -38,10 +38,10 @@ demo: $(STAMP) ## compile GPT-2 for 32 devices, write layout.json, run one shard
 test: $(STAMP) ## run all tests, lint and types included; says at the end what was skipped and how to run it
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
-test-all: $(ALL) ## besides: install PyTorch too, and run the tests that need it or start every program of bench and docs
+test-all: $(ALL) ## besides: install PyTorch too, and run the tests that need it or start programs as users do
 	$(BIN)/python -m pytest -n $(JOBS) -m "torch or minutes" $(ARGS)
 
-test-release: $(ALL) ## before a release: the same tests on more models, and every bench in its smallest setting
+test-release: $(ALL) ## before a release: the same tests on more models, every bench in its smallest setting, every page
 	$(BIN)/python -m pytest -n $(JOBS) -m release $(ARGS)
 
 test-corpus: $(CORPUS) ## before a release: the programs of other libraries, in an environment of their own (two CPU hours)

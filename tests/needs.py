@@ -67,7 +67,7 @@ NEEDS = {
         asked=True,
     ),
     "release": Need(
-        what="minutes, because it is one of the same tests on more models, or a bench in its smallest setting",
+        what="minutes: the same test on more models, a bench in its smallest setting, or a page's commands",
         how="make test-release",
         missing=lambda: None,
         asked=True,

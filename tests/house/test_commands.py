@@ -78,10 +78,14 @@ def test_what_the_readme_runs_is_not_run_again():
     assert "pase explain layout.json" in {*lines("command-line.md")} - {*left}
 
 
+WHEN = {"README.md": [], "command-line.md": [pytest.mark.minutes], "torch.md": [pytest.mark.minutes]}
+"""Document -> when its commands run; of any other, before a release. command-line.md has most commands."""
+
+
 def documents_with_commands():
     for d in DOCUMENTS:
         if d.exists() and lines(d.name):
-            marks = [] if d.name == "README.md" else [pytest.mark.minutes]
+            marks = WHEN.get(d.name, [pytest.mark.release])
             yield pytest.param(d.name, marks=marks + MARKS.get(d.name, []))
 
 

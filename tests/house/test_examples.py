@@ -63,7 +63,7 @@ def test_an_onnx_file_is_written(tmp_path):
 
 @pytest.mark.torch
 @pytest.mark.parametrize(
-    ("ranks", "more"), [(2, ()), pytest.param(4, ("--pipeline", "2"), marks=pytest.mark.minutes)], ids=str
+    ("ranks", "more"), [(2, ()), pytest.param(4, ("--pipeline", "2"), marks=pytest.mark.release)], ids=str
 )
 def test_torchrun_starts_processes_that_train_as_one(ranks, more):
     """Gloo processes, with and without stages, have the norms, losses and weights of PyTorch in one process."""

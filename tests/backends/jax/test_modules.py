@@ -65,9 +65,9 @@ def stepped(plan: Any, args: tuple[Any, ...], steps: int = STEPS, **how: Any) ->
         ("everything", "data_parallel", "manual"),
         ("decoder", "random2@2x4", "manual"),
         ("distilled", "random3@2x4", "auto"),
-        pytest.param("decoder", "ours@2x4", "annotated", marks=pytest.mark.minutes),
-        pytest.param("scanned", "ours@2x4", "manual", marks=pytest.mark.minutes),
-        pytest.param("scanned", "random4@2x4", "annotated", marks=pytest.mark.minutes),
+        pytest.param("decoder", "ours@2x4", "annotated", marks=pytest.mark.release),
+        pytest.param("scanned", "ours@2x4", "manual", marks=pytest.mark.release),
+        pytest.param("scanned", "random4@2x4", "annotated", marks=pytest.mark.release),
     ],
 )
 def test_ten_steps_are_those_of_nnx_jit(name: str, strategy: str, lowering: str) -> None:

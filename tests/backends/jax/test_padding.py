@@ -100,7 +100,7 @@ def constants_of(traced, jaxpr, consts=(), prefix=""):
 EXTENTS = [(31, 3, 7, 13), (5, 7, 11, 31), (8, 4, 13, 17)]
 
 
-@pytest.mark.minutes
+@pytest.mark.release
 @settings(max_examples=40)
 @given(
     st.sampled_from([mixing, classing, merging]),

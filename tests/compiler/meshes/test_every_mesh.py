@@ -29,8 +29,8 @@ GPT2 = "zoo:gpt2?layers=1&batch=48&seq=24&vocab=96"
         (GPT2, 8, None, "parameters"),
         (GPT2, 12, None, "none"),
         (GPT2, 12, None, "parameters"),
-        pytest.param(GPT2, 16, None, "parameters", marks=pytest.mark.minutes),
-        pytest.param(GPT2, 24, None, "none", marks=pytest.mark.minutes),
+        pytest.param(GPT2, 16, None, "parameters", marks=pytest.mark.release),
+        pytest.param(GPT2, 24, None, "none", marks=pytest.mark.release),
     ],
 )
 def test_the_answer_is_the_best_of_every_mesh(

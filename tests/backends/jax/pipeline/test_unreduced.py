@@ -46,7 +46,7 @@ def over_data(plan, seed=None):
 
 @pytest.mark.parametrize(
     ("name", "cuts", "scan"),
-    [("1f1b", (1, 3), True), pytest.param("zb-h1", (2, 2), False, marks=pytest.mark.minutes)],
+    [("1f1b", (1, 3), True), pytest.param("zb-h1", (2, 2), False, marks=pytest.mark.release)],
 )
 def test_gradients_summed_once_a_step_equal_the_unsharded_ones(name, cuts, scan):
     """Each rank has tensor parallelism on the other axis."""

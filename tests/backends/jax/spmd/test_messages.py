@@ -75,7 +75,7 @@ CELLS = [
     ("mlp", "zero2", "ours"),
     ("mlp", "megatron/megatron_2x4", "tac"),
     ("gpt2", "fsdp", "ours"),
-    pytest.param("llama3_8b", "megatron/megatron_sp_2x4", "ours", marks=pytest.mark.minutes),
+    pytest.param("llama3_8b", "megatron/megatron_sp_2x4", "ours", marks=pytest.mark.release),
 ]
 
 

@@ -189,7 +189,7 @@ def test_what_waits_is_summed_where_the_plan_has_it_and_beside_the_step(drawn):
     assert summed == whole * len(updates)
 
 
-@pytest.mark.parametrize("model", ["mlp", pytest.param("gpt2", marks=pytest.mark.minutes)])
+@pytest.mark.parametrize("model", ["mlp", pytest.param("gpt2", marks=pytest.mark.release)])
 def test_deft_in_the_step_is_deft_by_the_runner(model):
     """On a network that takes 1.7 times the compute, DeFT merges and delays updates, and splits and merges messages.
 
