@@ -23,7 +23,7 @@ from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.ir.types import WORKLESS
 from pase.machine import Mesh
 from pase.memory.live import is_trained, live_bytes, lives
-from pase.memory.residuals import kept
+from pase.memory.residuals import differentiated, kept
 from pase.once import once
 from pase.tables.charges import node_charges
 from pase.tables.facts import facts
@@ -214,6 +214,8 @@ def _terms_of(
             elif a.tensor in wanted and n.kind != "parameter" and op.kind != "copy":
                 k = wanted[a.tensor]
                 yield term("activations", a, times=k.times, weights=n.kind == "copy"), k.region
+    for op in n.ops if graph.facts.eager else ():
+        yield from ((term("activations", a, **how), op.region) for a, how in _float_masks(graph, op))
     for ops, a, stored in parameter_reads(graph, n):  # in the layout and dtype in which this node reads them
         many = concrete_size(ops[0].times, n.name)
         if kept_as_read(graph, n, ops):
@@ -271,6 +273,20 @@ def _passing(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
             yield op, a, source
         else:
             del free[over]
+
+
+def _float_masks(graph: Graph, op: Op) -> Iterator[tuple[Access, dict[str, float]]]:
+    """Yields the boolean masks of an attention, each with how much a copy in the dtype of its queries takes.
+
+    PyTorch's attention turns a boolean mask into numbers to add to the scores. Each call keeps its own for backward.
+    """
+    if op.kind != "attention" or not any(a.tensor in differentiated(graph) for a in op.writes):
+        return
+    queries = graph.tensors[op.reads[0].tensor].itemsize
+    times = concrete_size(op.times, op.name) / micro_batches_of(graph) if op.region is None else 1.0
+    for a in op.reads:
+        if (mask := graph.tensors[a.tensor]).dtype == "bool":
+            yield a, {"times": queries * times, "over": mask.itemsize}
 
 
 def _touched(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:

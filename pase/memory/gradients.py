@@ -3,7 +3,8 @@
 A gradient lives from the backward of the last call that reads its tensor to that of the call that makes the tensor.
 Each call that reads the tensor makes a gradient of its full size, also if it reads only a slice, and adds it to what
 the calls after it have made. The sum is made in place if nothing else holds the array. A call that only adds or changes
-the shape passes on the array that it gets.
+the shape passes on the array that it gets. A call that selects from what it computes (a cross entropy, from the log
+probabilities) has two derivatives, the first of which makes an array for the second.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class _BackwardCall:
     passes: the operands whose gradient is the array of the result's gradient.
     ends: whether backward starts from what it reads.
     keeps: what it makes that backward needs, which is free after its own backward.
+    selects_from: what it computes and then selects from.
     """
 
     node: Node
@@ -40,6 +42,7 @@ class _BackwardCall:
     passes: frozenset[str]
     ends: bool
     keeps: tuple[str, ...]
+    selects_from: tuple[str, ...]
 
 
 @dataclass(eq=False)
@@ -83,6 +86,8 @@ def _arrays(graph: Graph) -> tuple[tuple[_BackwardCall, ...], tuple[_GradientArr
             made[t] = (got if t in call.passes else None) or new(t, at)
             if t not in now:
                 give(t, made[t])
+        for t in call.selects_from if made else ():
+            new(t, at)
         for t in call.writes:
             if t in now:
                 take(t, at)
@@ -127,6 +132,9 @@ def _calls(graph: Graph) -> Iterator[_BackwardCall]:
             ends=not made,
             keeps=tuple(
                 t for t in keeps if graph.producer[t] is node and node.kind not in ("parameter", "copy")
+            ),
+            selects_from=tuple(
+                a.tensor for op in ops if op.kind == "gather" for a in op.reads[:1] if a.tensor in writes
             ),
         )
 

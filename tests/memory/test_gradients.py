@@ -53,3 +53,13 @@ def test_a_residual_waits_for_its_branch_and_a_sum_hands_on_its_gradient() -> No
     assert most(1, lambda y: y + y.cos().sin()) == 3
     assert most(1, lambda y: y.cos().sin()) == 2
     assert most(1, lambda y: y + y.unsqueeze(0).squeeze(0)) == 2
+
+
+def test_a_cross_entropy_makes_the_gradient_of_the_log_probabilities_first() -> None:
+    """While that of the logits is made from it, there are two of their size, and the one number of the loss."""
+    import torch
+
+    labels = torch.zeros(BATCH, dtype=torch.long)
+    assert most(1, lambda y: torch.nn.functional.cross_entropy(y.squeeze(1), labels)) == 2 + 1 / (
+        BATCH * WIDTH
+    )

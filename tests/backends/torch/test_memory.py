@@ -88,3 +88,38 @@ def test_the_prediction_knows_the_gradients_of_slices_and_zeros_of_the_batch() -
     assert found.predicted is not None
     predicted = found.predicted.total - machine.load("h100x8").device.workspace_bytes
     assert predicted == pytest.approx(found.total, rel=0.1)
+
+
+def test_the_prediction_knows_masks_as_numbers_and_both_derivatives_of_a_cross_entropy() -> None:
+    """Attention keeps a boolean mask as numbers, four times as large. The log probabilities have a gradient of their
+    own. Without these two, the prediction was a third too low."""
+    import torch
+
+    import pase
+    from pase import machine
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.head = torch.nn.Linear(32, 96, bias=False), torch.nn.Linear(32, 512)
+
+        def forward(self, x: Any, mask: Any, labels: Any) -> Any:
+            q, k, v = self.up(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            y = self.head(y.transpose(1, 2).flatten(2))
+            return torch.nn.functional.cross_entropy(y.flatten(0, 1), labels.flatten())
+
+    batch = (torch.randn(8, 64, 32), torch.ones(8, 1, 64, 64, dtype=torch.bool), torch.zeros(8, 64).long())
+    plan = pase.compile(Model(), *batch, devices=1, machine="h100x8", baselines=False)
+    found = plan.torch.memory()
+    assert found.predicted is not None
+    predicted = found.predicted.total - machine.load("h100x8").device.workspace_bytes
+    assert predicted == pytest.approx(found.total, rel=0.01)
+
+
+def test_a_loss_over_a_split_vocabulary_keeps_the_logits_once() -> None:
+    """Its maximum has no gradient, so autograd need not keep what it is the maximum of."""
+    plan = case("bert", 4).case.plan("megatron/megatron_2x2")
+    assert plan is not None
+    found = plan.torch.memory()
+    assert plan.memory.activations == pytest.approx(found.saved + found.inputs, rel=0.05)

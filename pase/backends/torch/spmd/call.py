@@ -38,6 +38,7 @@ from pase.frontends.torch.values import arguments, op_name
 from pase.ir import Op
 from pase.local.reshard import part
 from pase.local.types import Layout, LocalOp, LocalOperand, LocalResult, local_shape
+from pase.memory.residuals import differentiated
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -419,8 +420,11 @@ class NodeOps:
             raise NotOnParts(f"'{op.name}' in it cannot be run separately from the rest")
         (r,) = local.results
         ins = [self._constant(o) if o.constant else self.walk.read(o, self.body) for o in local.operands]
+        trained = r.tensor in differentiated(self.walk.traced.graph)
 
         def computed(arrays: Sequence[Tensor], layout: Layout) -> Tree:
+            if not trained:  # the maximum of a softmax: autograd would keep its operand
+                arrays = [x.detach() if x.requires_grad else x for x in arrays]
             shape = local_shape(r.shape, layout, self.walk.program.mesh)
             with self.body.keeping.of(not local.op.remat):
                 x = run_nest(op, local, arrays, shape, self.walk.groups)
@@ -434,12 +438,10 @@ class NodeOps:
                 [v.array if v.gradient_carrier is None else v.gradient_carrier for v in ins], r.gradient
             )
         if local.combine != "sum" and (r.summed or "partial" in r.layout):
-            readers = [o for o in self.walk.ops[self.path] if any(a.tensor == r.tensor for a in o.reads)]
-            if x.requires_grad and not all(o.name == "stop_gradient" for o in readers):
+            if x.requires_grad:
                 raise NotOnParts(
                     f"'{op.name}' in it has a gradient and is combined over several ranks, not as a sum"
                 )
-            x = x.detach()  # the maximum of a softmax
             x = self.walk.groups.all_reduce(x, r.summed, local.combine) if r.summed else x
         self._keep(r, self._reduced(local, r, x, True), gradient_carrier)
 
