@@ -192,7 +192,9 @@ def _comparison(ours: PlanData, rows: Rows) -> dict[str, object]:
 def recommended(rows: Rows) -> list[str]:
     """The strategies of which it is unknown whether another is faster, the simplest first; only such that fit.
 
-    An expert strategy is simpler than one that was searched, and among those, fewer ways to split a node are.
+    An expert strategy is simpler than one that was searched, and among those, fewer ways to split a node are. A
+    strategy is left out if a simpler one costs less, even if that one is known to be slower than the best: prices of
+    similar strategies are off together, so a small difference between them can be certain.
     """
     from pase.plan.error_bar import alike
 
@@ -207,7 +209,10 @@ def recommended(rows: Rows) -> list[str]:
         ways = {tuple(sorted(n.split.items())) for n in p.nodes}
         return name == "pase" or name.endswith(".json"), len(ways), p.cost
 
-    return [name for name, _ in sorted(equal, key=effort)]
+    def beaten(row: tuple[str, PlanData]) -> bool:
+        return any(effort(r)[:2] <= effort(row)[:2] and r[1].cost < row[1].cost for r in fitting)
+
+    return [name for name, p in sorted(equal, key=effort) if not beaten((name, p))]
 
 
 _SPARED = ("sends", "exposed", "compute")

@@ -278,15 +278,26 @@ def _passing(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
 def _float_masks(graph: Graph, op: Op) -> Iterator[tuple[Access, dict[str, float]]]:
     """Yields the boolean masks of an attention, each with how much a copy in the dtype of its queries takes.
 
-    PyTorch's attention turns a boolean mask into numbers to add to the scores. Each call keeps its own for backward.
+    PyTorch's attention turns a boolean mask into numbers to add to the scores. Each call keeps its own for backward. A
+    mask that follows from the program alone is not counted: most are causal, and attention then runs without one.
     """
     if op.kind != "attention" or not any(a.tensor in differentiated(graph) for a in op.writes):
         return
     queries = graph.tensors[op.reads[0].tensor].itemsize
     times = concrete_size(op.times, op.name) / micro_batches_of(graph) if op.region is None else 1.0
     for a in op.reads:
-        if (mask := graph.tensors[a.tensor]).dtype == "bool":
+        if (mask := graph.tensors[a.tensor]).dtype == "bool" and a.tensor in _of_inputs(graph):
             yield a, {"times": queries * times, "over": mask.itemsize}
+
+
+@once
+def _of_inputs(graph: Graph) -> frozenset[str]:
+    """Returns the tensors that depend on the batch, as far as the order of the nodes shows it."""
+    found: set[str] = set()
+    for op in (op for n in graph.nodes for op in n.ops):
+        if op.kind == "input" or any(a.tensor in found for a in op.reads):
+            found |= {a.tensor for a in op.writes}
+    return frozenset(found)
 
 
 def _touched(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:

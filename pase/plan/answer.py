@@ -32,8 +32,6 @@ Meaning = Literal["data", "sequence", "model", "spare"]
 _STEMS: tuple[Meaning, ...] = ("data", "sequence", "model", "spare")
 _SHARDED = 0.9
 """The part of the data-parallel ways over which parameters must be stored, on average, for the plan to be FSDP."""
-_PARTLY = 0.25
-"""The same, for the plan to be FSDP in which some parameters are stored on more devices."""
 _EQUAL, _CLOSE = 0.0005, 0.02
 """The gains below which a common strategy is as fast, and below which it is the simpler choice."""
 _ASIDE = ("all_devices", "any_program", "no_padding", "no stages")
@@ -110,7 +108,7 @@ def _data_parallel(plan: PlanData, axes: Collection[str], over: str) -> str:
     if stored >= _SHARDED * ways:
         return f"FSDP over {over}"
     plain = f"data parallelism over {over}"
-    if stored >= max(ways * _PARTLY, 1.5):
+    if stored > 1.5:
         return f"FSDP over {over}, each with 1/{stored:.0f} of the parameters"
     if _shards(plan, axes, [(t, t.state or t.storage) for t in tensors]) > 1.5:
         return f"{plain} with optimizer state sharded (ZeRO-2)"

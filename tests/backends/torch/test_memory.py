@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -119,7 +120,8 @@ def test_the_prediction_knows_masks_as_numbers_and_both_derivatives_of_a_cross_e
 
 def test_a_loss_over_a_split_vocabulary_keeps_the_logits_once() -> None:
     """Its maximum has no gradient, so autograd need not keep what it is the maximum of."""
-    plan = case("bert", 4).case.plan("megatron/megatron_2x2")
+    c = case("bert", 4)
+    plan = c.case.plan("megatron/megatron_2x2")
     assert plan is not None
-    found = plan.torch.memory()
-    assert plan.memory.activations == pytest.approx(found.saved + found.inputs, rel=0.05)
+    found, logits = plan.torch.memory(), 8 * math.prod(c.module(**c.batch[0]).logits.shape) / 4
+    assert found.saved + found.inputs - plan.memory.activations < logits
