@@ -36,15 +36,23 @@ class Analytic:
     name = "analytic"
     unit = "s"
 
-    def __init__(self, machine: Machine, *, flat: bool = False, steady: bool = True) -> None:
+    def __init__(
+        self, machine: Machine, *, flat: bool = False, steady: bool = True, copies: float = 1.0
+    ) -> None:
         """flat: whether collectives are single calls of a library whose rings go through all devices (NCCL).
 
         steady: whether the device is at its power limit, as it is during a training step. If false, an op is priced as
             a benchmark of this op alone shows it.
+
+        copies: how often each item, such as a token for several experts, occurs in the bytes of an all-to-all. It
+            counts for a library that sends an item once to each unit (``Algorithm.once``).
         """
+        if not copies >= 1:
+            raise ValueError(f"an item occurs at least once in an all-to-all, got {copies} copies")
         self.machine = machine
         self.flat = flat
         self.steady = steady
+        self.copies = copies
         self._coefficients: dict[tuple[CollectiveKind, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
         self._by_group: dict[tuple[CollectiveKind, DeviceGroup], np.ndarray] = {}
         self._groups: dict[tuple[int, ...], list[DeviceGroup]] = {}
@@ -181,7 +189,7 @@ class Analytic:
 
     def _lines(self, kind: CollectiveKind, g: DeviceGroup) -> np.ndarray:
         if (kind, g) not in self._by_group:
-            self._by_group[kind, g] = lines(kind, self.machine, g, flat=self.flat)
+            self._by_group[kind, g] = lines(kind, self.machine, g, flat=self.flat, copies=self.copies)
         return self._by_group[kind, g]
 
     def _table(self, kind: CollectiveKind, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:

@@ -172,8 +172,12 @@ def _one_shot(a: Algorithm, machine: Machine, g: DeviceGroup, share: float) -> l
     return [(a.launch_s + max(s for s, w in zip(a.step_s, g.ways, strict=True) if w > 1), beta)]
 
 
-def _all_to_all(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
-    """Each device sends 1/total of its bytes to each peer. The slowest crossing determines the time."""
+def _all_to_all(a: Algorithm, machine: Machine, g: DeviceGroup, copies: float) -> list[tuple[float, float]]:
+    """Each device sends 1/total of its bytes to each peer. The slowest crossing determines the time.
+
+    copies: of each item in these bytes, for uniformly random peers. A library that sends an item ``once`` to each of n
+    units sends n (1 - (1 - 1/n)^copies) of them.
+    """
     spb = _seconds_per_byte(machine, g, a)
     total, below, alpha, beta = math.prod(g.ways), 1, a.launch_s, 0.0
     for l, w in enumerate(g.ways):
@@ -184,7 +188,9 @@ def _all_to_all(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[fl
                 crossing = (w // 2) * (w - w // 2) / w
             else:
                 crossing = (total - below) / total
-            beta = max(beta, crossing * spb[l])
+            units = total / below
+            sent = units * (1 - (1 - 1 / units) ** copies) / copies if a.once else 1.0
+            beta = max(beta, crossing * sent * spb[l])
         below *= w
     return [(alpha, beta + _own_part(machine, g))]
 
@@ -231,7 +237,7 @@ def _in_network(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[fl
 
 
 def _algorithm_lines(
-    a: Algorithm, kind: CollectiveKind, machine: Machine, g: DeviceGroup, flat: bool
+    a: Algorithm, kind: CollectiveKind, machine: Machine, g: DeviceGroup, flat: bool, copies: float
 ) -> list[tuple[float, float]]:
     if (a.kinds and kind not in a.kinds) or math.prod(g.ways) < a.least_ways:
         return []
@@ -251,17 +257,17 @@ def _algorithm_lines(
         case "in_network", "all_reduce":
             return _in_network(a, machine, g)
         case "direct", "all_to_all":
-            return _all_to_all(a, machine, g)
+            return _all_to_all(a, machine, g, copies)
         case "direct", "permute":
             return _permute(a, machine, g)
     return []
 
 
 def _best_lines(
-    kind: CollectiveKind, machine: Machine, g: DeviceGroup, flat: bool
+    kind: CollectiveKind, machine: Machine, g: DeviceGroup, flat: bool, copies: float
 ) -> list[tuple[float, float]]:
     return _undominated(
-        [line for a in algorithms(machine) for line in _algorithm_lines(a, kind, machine, g, flat)]
+        [line for a in algorithms(machine) for line in _algorithm_lines(a, kind, machine, g, flat, copies)]
     )
 
 
@@ -273,21 +279,23 @@ def _undominated(found: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return kept
 
 
-def lines(kind: CollectiveKind, machine: Machine, g: DeviceGroup, *, flat: bool = False) -> np.ndarray:
+def lines(
+    kind: CollectiveKind, machine: Machine, g: DeviceGroup, *, flat: bool = False, copies: float = 1.0
+) -> np.ndarray:
     """float64 [n, 2]: (alpha in s, beta in s per byte) of the algorithms that are best for some size, with rising
     alpha.
 
     flat: whether a ring goes through all devices, as one call of NCCL does. Otherwise rings also run level by level,
-        with several calls.
+        with several calls. copies: of each item in the bytes of an all-to-all; see ``Analytic``.
 
     The cost is the minimum over n of alpha + beta * bytes, with bytes as in ``CostModel.collective``.
     """
     if math.prod(g.ways) == 1:
         return np.zeros((1, 2))
-    found = _best_lines(kind, machine, g, flat)
+    found = _best_lines(kind, machine, g, flat, copies)
     if kind in ("all_reduce", "broadcast"):
         # A reduce-scatter (or scatter) followed by an all-gather does the same, so the cost is at most theirs.
-        first, second = (_best_lines(k, machine, g, flat) for k in ("reduce_scatter", "all_gather"))
+        first, second = (_best_lines(k, machine, g, flat, copies) for k in ("reduce_scatter", "all_gather"))
         found += [(a1 + a2, b1 + b2) for a1, b1 in first for a2, b2 in second]
     if not found:
         raise PaseError(

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 BUCKET_BYTES = float(25 << 20)
-_NEWER_OF_ALGORITHMS = {"most_bytes_per_s", "most_between_bytes_per_s", "least_ways", "named"}
+_NEWER_OF_ALGORITHMS = {"most_bytes_per_s", "most_between_bytes_per_s", "least_ways", "named", "once"}
 """Fields that are newer than the digests in layouts."""
 
 CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "broadcast"]
@@ -299,6 +299,8 @@ class Algorithm:
     peers_at_once: the number of messages that "direct" keeps in flight.
     chain_levels: the number of innermost levels on which a "tree" is a chain (NCCL: 1, within the node).
     named: whether only programs that name the protocol use it: it is another library's (``Program.exchange``).
+    once: whether an all_to_all sends an item once to each unit of a level (a device, a node) that holds one of those
+        that the item is for, and the unit hands it on.
     """
 
     algorithm: Literal["ring", "tree", "one_shot", "direct", "in_network"]
@@ -313,6 +315,7 @@ class Algorithm:
     peers_at_once: AtLeastOne = 1
     chain_levels: Count = 0
     named: bool = False
+    once: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,13 +18,14 @@ from pase.baselines import Baseline
 from pase.compiler.stages.places import Places, places_of
 from pase.errors import Infeasible
 from pase.ir import Access, Graph, Node, Op
-from pase.ir.blocks import Block, holders
+from pase.ir.blocks import Block, holders, micro_batches_of
 from pase.ir.functions import CAUSAL_ATTENTION
 from pase.ir.precision import FP8, operand_bytes
 from pase.ir.types import LEAF
-from pase.machine import CollectiveKind, CostModel, Mesh
+from pase.machine import CollectiveKind, CostModel, Machine, Mesh
 from pase.memory.residuals import kept
 from pase.plan.step import executed_work, launches, saved_by_kernels
+from pase.plan.throughput import step_work
 from pase.stated.program import Program
 from pase.stated.strategy import PRODUCTS_IN, Strategy
 from pase.tables.build import work_price
@@ -32,7 +33,7 @@ from pase.tables.itemize import collectives
 from pase.tables.layouts import concrete_size, dim_index, shards
 from pase.tables.work import SCALE_PASSES, Phase, Work
 
-__all__ = ["Part", "Parts", "Sent", "parts_of"]
+__all__ = ["Part", "Parts", "Sent", "parts_of", "token_copies"]
 
 _OPTIMIZER = "adam"
 HEAVY = ("matmul", "conv", "attention")
@@ -112,12 +113,14 @@ def parts_of(
     model: CostModel,
     share: float = 1.0,
     written_out: Sequence[Block] = (),
+    exchange: CostModel | None = None,
 ) -> Parts:
     """Return the parts of a graph whose batch is one micro-batch of all data-parallel ranks.
 
     share: the fraction of the graph's batch that the micro-batch really has. A batch of one is read as two, because a
         dim of one element is not a dim.
     written_out: the blocks if no loop runs them; ``block`` is then their mean.
+    exchange: prices what sends tokens to experts and back, if another library than that of the other collectives does.
     """
     places = _places(graph, written_out)
     made = _PartsInTheMaking(
@@ -126,6 +129,7 @@ def parts_of(
         strategy=s,
         program=program,
         model=model,
+        exchange=exchange or model,
         share=share,
         places=places,
         written_out=written_out if places.numbers else (),
@@ -154,6 +158,7 @@ class _PartsInTheMaking:
     strategy: Strategy
     program: Program
     model: CostModel
+    exchange: CostModel
     share: float
     places: Places
     written_out: Sequence[Block]
@@ -328,6 +333,11 @@ class _PartsInTheMaking:
             if c.tensor in stored and c.phase == "backward":
                 self.summed[graph.producer[c.tensor].name] = c.axes
                 continue
+            cost = c.cost
+            if c.kind == "all_to_all" and "expert" in c.axes and self.exchange is not self.model:
+                mesh = self.placed.mesh
+                bits = sum(1 << i for i, name in enumerate(mesh.names) if name in c.axes)
+                cost = c.times * float(self.exchange.collective(c.kind, mesh, bits, c.nbytes))
             at, many = self.places.of(c.node), self.runs(c.node)
             repeats = at == "block" and c.phase == "forward"
             self.parts[at].sent.append(
@@ -336,7 +346,7 @@ class _PartsInTheMaking:
                     axes=c.axes,
                     nbytes=c.nbytes * self.share,
                     times=c.times / many,
-                    seconds=max(c.cost, c.times * self.program.executor.collective_s) * self.share / many,
+                    seconds=max(cost, c.times * self.program.executor.collective_s) * self.share / many,
                     backward=c.phase == "backward",
                     recompute_runs=self.recompute_part(graph.node[c.node], True) if repeats else 0.0,
                 )
@@ -465,6 +475,24 @@ class _PartsInTheMaking:
             key=lambda m: concrete_size(self.graph.tensors[m[1].tensor].elements, m[0].name),
             default=None,
         )
+
+
+def token_copies(graph: Graph, written_out: Sequence[Block], machine: Machine) -> float:
+    """Return how often each token occurs among those that are sent to experts: once for each expert that takes it.
+
+    It is 1 if the graph has no experts, or if it does not tell its tokens (no look-up of an embedding).
+    """
+    tokens = step_work(graph, machine).tokens
+    found = _sent_to_experts(graph, _places(graph, written_out))
+    if found is None or tokens is None:
+        return 1.0
+    node, sent = found
+    op = next(op for op in node.ops if sent in op.reads)
+    width = math.prod(
+        concrete_size(node.space[d].size, node.name) for d in set(sent.map.dims) - set(op.writes[0].map.dims)
+    )
+    elements = concrete_size(graph.tensors[sent.tensor].elements, sent.tensor)
+    return max(elements / (width * tokens / micro_batches_of(graph)), 1.0)
 
 
 def _sent_to_experts(graph: Graph, places: Places) -> tuple[Node, Access] | None:

@@ -16,7 +16,7 @@ from pase.machine import CostModel, Mesh
 from pase.plan.remarks import of_graph
 from pase.plan.throughput import StepWork, Throughput, step_work
 from pase.stated.memory import RankMemory, rank_memory
-from pase.stated.parts import parts_of
+from pase.stated.parts import parts_of, token_copies
 from pase.stated.place import place
 from pase.stated.program import Program
 from pase.stated.step import StatedStep
@@ -131,10 +131,16 @@ def price_strategy(
                 fix=f"leave out precision={s.precision}, or name another machine",
             )
         graph = in_fp8(graph, dtype)
+    exchange = model
     if program.exchange and isinstance(model, Analytic):
-        model = Analytic(by_library(model.machine, program.exchange), flat=model.flat, steady=model.steady)
-    placed = place(graph, s, model, whole_logits=program.whole_logits)
-    parts = parts_of(graph, placed, s, program, model, share, written_out)
+        exchange = Analytic(
+            by_library(model.machine, program.exchange),
+            flat=model.flat,
+            steady=model.steady,
+            copies=token_copies(graph, written_out, model.machine),
+        )
+    placed = place(graph, s, exchange, whole_logits=program.whole_logits)
+    parts = parts_of(graph, placed, s, program, model, share, written_out, exchange)
     stages = s.pipeline * s.chunks
     if (
         s.pipeline > 1 and parts.blocks < stages and (parts.blocks + 2) % stages

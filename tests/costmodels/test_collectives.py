@@ -155,6 +155,25 @@ def test_another_library_runs_what_it_is_for_if_it_is_named():
     assert float(slower.collective("all_to_all", axes(4, 4), 3, 1e-3)) == pytest.approx(1e-3)
 
 
+def test_a_library_that_hands_tokens_on_sends_them_once_to_each_node():
+    """Two of 4 nodes' 4 devices each, drawn at random: a node gets 4 (1 - (3/4)^2) / 2 of the bytes of both copies."""
+    sends = Algorithm(
+        algorithm="direct", protocol="own", launch_s=0.0, step_s=(0.0, 0.0), kinds=("all_to_all",)
+    )
+    for once, copies, part in ((False, 2.0, 1.0), (True, 1.0, 1.0), (True, 2.0, 4 * (1 - (3 / 4) ** 2) / 2)):
+        machine = nested(4, algorithms=(replace(sends, once=once), RING))
+        got = [
+            float(Analytic(machine, copies=c).collective("all_to_all", axes(4, 4), 2, 1e9))
+            for c in (1.0, copies)
+        ]
+        assert got[1] == pytest.approx(part * got[0])
+    drawn = np.random.default_rng(0).integers(0, 4, (100_000, 2))
+    nodes = 1 + np.mean(drawn[:, 0] != drawn[:, 1])
+    assert part * 2 == pytest.approx(nodes, rel=1e-2)
+    with pytest.raises(ValueError, match=r"at least once in an all-to-all, got 0\.5"):
+        Analytic(machine, copies=0.5)
+
+
 def test_torus_uses_both_dims_at_once_and_closes_rings():
     n = 1e9
     line, ring = Analytic(torus(ways=4)), Analytic(torus(ways=4, wrap_ways=4))

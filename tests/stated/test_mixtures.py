@@ -15,7 +15,7 @@ from pase import costmodels, machine
 from pase.errors import Infeasible
 from pase.frontends.jax.frontend import trace
 from pase.ir import named, simplify
-from pase.stated.parts import parts_of
+from pase.stated.parts import parts_of, token_copies
 from pase.stated.place import place
 from pase.stated.price import price_strategy
 from pase.stated.program import PROGRAMS, AroundExperts
@@ -168,6 +168,29 @@ def test_an_exchange_beside_another_micro_batch_costs_what_is_longer_than_its_co
         saved += min(sent, compute)
     assert apart.step_s - beside.step_s == pytest.approx(SHAPE["layers"] * saved, rel=1e-6)
     assert saved > 0
+
+
+def test_a_named_library_sends_tokens_once_to_each_node_of_their_experts():
+    """The other collectives, and programs that do not name it, pay for what they did before."""
+    assert token_copies(GRAPH, (), H100) == SHAPE["chosen"]
+    named_ = replace(MEGATRON, exchange=("DeepEP",))
+    algorithms = tuple(replace(a, once=False) if a.protocol == "DeepEP" else a for a in H100.algorithms)
+    every_copy = costmodels.get("analytic", replace(H100, algorithms=algorithms))
+    graph = graph_of(seq=4096, d=4096)
+    sent = [
+        price("dp=16,ep=16", 16, program, graph, model).collectives_s
+        for program, model in (
+            (named_, every_copy),
+            (named_, MODEL),
+            (MEGATRON, every_copy),
+            (MEGATRON, MODEL),
+        )
+    ]
+    assert sent[2] == sent[3]
+    exchange = [s.pop("all_to_all over expert") for s in sent]
+    assert sent[0] == sent[1]
+    nodes = 2 * (1 - (1 / 2) ** SHAPE["chosen"]) / SHAPE["chosen"]
+    assert nodes < exchange[1] / exchange[0] < 1.1 * nodes  # and the launches
 
 
 def test_four_bits_take_a_machine_that_has_them():
