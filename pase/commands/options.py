@@ -18,7 +18,7 @@ import typer
 from pase.compiler.problem.options import CompileOptions
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
-from pase.files.progress import estimating
+from pase.files.progress import estimating, seldom
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
@@ -242,12 +242,13 @@ def _as_flag(f: Field[object], *, required: bool = True) -> inspect.Parameter:
 def progress() -> Iterator[Progress]:
     """Yields a function that shows a line of progress on standard error.
 
-    The line has the elapsed time and an estimate of the remaining time. If standard error is not a terminal, nothing is
-    printed.
+    The line has the elapsed time and an estimate of the remaining time. If standard error is not a terminal, such as
+    the log of a job, it gets a line after ten seconds and then every minute.
     """
     err = console(err=True)
     if not err.is_terminal:
-        yield lambda text: None
+        with seldom(lambda text: print(text, file=sys.stderr, flush=True)) as told:
+            yield told
         return
     with err.status("") as status:
         yield estimating(status.update)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-__all__ = ["PieceOfWork", "estimating"]
+__all__ = ["PieceOfWork", "estimating", "seldom"]
 
 _QUIET_S = 2.0
 """Work that takes less time than this needs no estimate."""
@@ -49,3 +51,34 @@ def estimating(
         say(" · ".join(parts))
 
     return told
+
+
+@contextmanager
+def seldom(
+    say: Callable[[str], None], first_s: float = 10.0, every_s: float = 60.0
+) -> Iterator[Callable[[str], None]]:
+    """Yields a function that takes each line of progress, for a log file: ``say`` gets the latest one, with the time so
+    far, after ``first_s`` seconds and then every ``every_s``."""
+    line, latest, done = [""], "", threading.Event()
+    told = estimating(lambda text: line.__setitem__(0, text))
+
+    def take(text: str) -> None:
+        nonlocal latest
+        latest = text
+        told(text)
+
+    def repeat() -> None:
+        wait = first_s
+        while not done.wait(wait):
+            first_piece = isinstance(latest, PieceOfWork) and latest.done == 0
+            told(str(latest) if first_piece else latest)  # the first piece does not begin again
+            say(line[0])
+            wait = every_s
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield take
+    finally:
+        done.set()
+        thread.join()

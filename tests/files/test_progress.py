@@ -1,6 +1,8 @@
 """Lines of progress give the time so far and, for similar steps, an estimate of the remaining time."""
 
-from pase.files.progress import PieceOfWork, estimating
+from queue import Queue
+
+from pase.files.progress import PieceOfWork, estimating, seldom
 
 
 def test_an_estimate_is_the_rate_so_far_over_what_is_left():
@@ -23,3 +25,21 @@ def test_an_estimate_is_the_rate_so_far_over_what_is_left():
 
 def test_a_step_is_text():
     assert f"{PieceOfWork('a', 0, 2)}" == "a (1 of 2)" and PieceOfWork("a", 0, 2).total == 2
+
+
+def test_a_log_gets_the_latest_line_again_and_again():
+    said = Queue[str]()
+    with seldom(said.put, first_s=0.001, every_s=0.001) as told:
+        told("reading")
+        while said.get(timeout=60) != "reading":
+            pass
+        told("searching")
+        while said.get(timeout=60) != "searching":
+            pass
+
+
+def test_short_work_leaves_nothing_in_a_log():
+    said: list[str] = []
+    with seldom(said.append) as told:
+        told("reading")
+    assert said == []
