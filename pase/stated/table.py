@@ -8,6 +8,9 @@ from pase.stated.price import Priced
 
 __all__ = ["as_lines", "like_search_text"]
 
+_LONG_BUBBLE = 0.2
+"""The fraction of a step above which its bubble is worth a hint."""
+
 
 def like_search_text(p: Priced, row: str, plan: PlanData) -> str:
     """Return one line: what the search's price of the same split is, and what makes the difference."""
@@ -39,6 +42,8 @@ def as_lines(name: str, p: Priced) -> list[str]:
             f"stages {s.pipeline} of {s.chunks} chunks: bubble {p.pipeline.bubble:.1%} of the step, the first rank "
             f"holds {p.pipeline.in_flight:.3g} micro-batches"
         )
+        if s.chunks == 1 and p.pipeline.bubble > _LONG_BUBBLE:
+            lines.append("       more chunks (vp=2, 4, …) shorten the bubble")
     if p.added:
         lines.append(f"adds   {' · '.join((*p.added, f'executor {p.program}'))}")
     if p.collectives_s:

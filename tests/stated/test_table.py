@@ -34,5 +34,8 @@ def test_stages_have_a_line_of_their_own_and_what_does_not_fit_a_warning() -> No
         line.startswith("stages 2 of 1 chunks: bubble") and f"{p.pipeline.bubble:.1%}" in line
         for line in as_lines("it", p)
     )
+    hint = "       more chunks (vp=2, 4, …) shorten the bubble"
+    for bubble, hinted in ((0.1, False), (0.4, True)):
+        assert (hint in as_lines("it", replace(p, pipeline=replace(p.pipeline, bubble=bubble)))) == hinted
     tight = replace(p, device_memory=int(p.memory.total) - 1)
     assert not tight.fits and "WARNING it does not fit" in as_lines("it", tight)
