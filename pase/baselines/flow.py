@@ -68,9 +68,17 @@ class Roles:
         )
 
 
+def roles(graph: Graph, *, own_rows: bool = False) -> Roles:
+    """The roles of every dim of the graph. The result is cached with the graph, because every baseline needs it.
+
+    own_rows: whether rows that are sorted by expert are a batch, because each device sorts only its own. A framework's
+        rank does; a plan of ours sorts those of all devices, and gathers them for it.
+    """
+    return _roles(graph, own_rows)
+
+
 @once
-def roles(graph: Graph) -> Roles:
-    """The roles of every dim of the graph. The result is cached with the graph, because every baseline needs it."""
+def _roles(graph: Graph, own_rows: bool) -> Roles:
     classes = dim_classes(graph)
     weights = tuple(_weights(graph, classes))
     inputs = [n for n in graph.nodes if n.kind == "input"]
@@ -82,6 +90,8 @@ def roles(graph: Graph) -> Roles:
         for first in n.ops[0].writes[0].map.walks[:1]
         for d in first.dims[:1]
     )
+    if own_rows:
+        batch |= _rows_of_groups(graph, classes)
     model = _model_dims(weights)
     experts = frozenset(c for w in weights for c in w.shared) - batch
     inner, ends = (
@@ -115,6 +125,21 @@ def roles(graph: Graph) -> Roles:
         experts=experts,
         sequence=frozenset(s for s in sequence if s is not None),
         alike={n.name: numbers.setdefault(look(n), len(numbers)) for n in graph.nodes},
+    )
+
+
+def _rows_of_groups(graph: Graph, classes: dict[DimKey, int]) -> frozenset[int]:
+    """The rows that grouped products multiply, each by the weights of its group: tokens, sorted by expert.
+
+    They come from all examples.
+    """
+    return frozenset(
+        classes[n.name, d]
+        for n in graph.nodes
+        for op in n.ops
+        if op.kind == "matmul" and len(op.reads) > 2 and len(op.factors) == 2
+        for d in op.reads[0].map.dims
+        if d in op.writes[0].map.dims and d not in op.reads[1].map.dims
     )
 
 

@@ -326,12 +326,19 @@ class _PartsInTheMaking:
         part.backward_s += backward_s
 
     def add_collectives(self) -> None:
-        """Add collectives between products. Sums of parameters' gradients are left to ``add_parameters``."""
+        """Add collectives between products. Sums of parameters' gradients are left to ``add_parameters``.
+
+        A rank of data parallelism runs the program on its own examples, so no activation moves between ranks, even if
+        the program as a whole does not show it: each rank sorts its own tokens by expert. What is summed over all
+        examples (a loss, statistics) is sent.
+        """
         graph = self.graph
         stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
         for c in collectives(graph, self.placed.mesh, self.placed.strategy, self.model):
             if c.tensor in stored and c.phase == "backward":
                 self.summed[graph.producer[c.tensor].name] = c.axes
+                continue
+            if c.axes == ("data",) and c.kind != "all_reduce" and c.tensor not in stored:
                 continue
             cost = c.cost
             if c.kind == "all_to_all" and "expert" in c.axes and self.exchange is not self.model:

@@ -12,9 +12,12 @@ import pytest
 
 from bench.published.mixtures import LATENT, even_experts, latent_attention, mixture
 from pase import costmodels, machine
+from pase.compiler.problem.problem import SplitProblem
 from pase.errors import Infeasible
+from pase.frontends import registry
 from pase.frontends.jax.frontend import trace
 from pase.ir import named, simplify
+from pase.stated.model import price_model
 from pase.stated.parts import parts_of, token_copies
 from pase.stated.place import place
 from pase.stated.price import price_strategy
@@ -210,3 +213,18 @@ def test_embedding_and_loss_may_be_chunks_of_their_own():
     assert price("dp=4,pp=2,vp=4,micro=1").pipeline is not None
     with pytest.raises(Infeasible, match=r"10 stages, .* 6 blocks"):
         price("dp=4,pp=2,vp=5,micro=1")
+
+
+@pytest.mark.torch
+def test_a_data_parallel_rank_sorts_its_own_tokens():
+    """In transformers' mixtures, rows of all examples are sorted by expert. No framework moves them between ranks."""
+    settings = "num_hidden_layers=3&num_local_experts=4&hidden_size=64&intermediate_size=256&vocab_size=512"
+    model = (
+        f"hf:MixtralForCausalLM?{settings}&num_attention_heads=4&num_key_value_heads=2&batch=8&sequence=64"
+    )
+    traced = registry.trace(model)
+    problem = SplitProblem.of(traced.graph, 8, H100, "analytic", "adam")
+    p = price_model(problem, traced, parse("fsdp=8", 8), PROGRAMS["eager"])
+    whole = sum(int(t.nbytes) for t in traced.graph.tensors.values() if t.role == "parameter")
+    assert p.memory.parameters == pytest.approx(whole / 8, rel=0.01)
+    assert {k for k in p.collectives_s if k.endswith("over data")} <= {"all_reduce over data"}
