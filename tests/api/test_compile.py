@@ -100,6 +100,8 @@ def on_8(model, params=PARAMS, *batch, **options):
         (lambda: pase.compile(loss, devices=8), ["example arguments"]),
         (lambda: pase.compile(3, devices=8), ["int"]),
         (lambda: on_8(loss, mesh="3x3"), ["9 devices", "8"]),
+        (lambda: on_8(loss, mesh={"data": 2, "model": 4}), ["mesh", "dict", "mesh='data=2,model=4'"]),
+        (lambda: on_8(loss, mesh=(2, 4)), ["mesh", "tuple", "mesh='data=4,model=2'"]),
         (lambda: on_8(loss, machine="abacus"), ["abacus"]),
         (lambda: on_8(loss, cost_model="vibes"), ["cost model 'vibes'", "analytic"]),
         (lambda: on_8(loss, optimizer="hope"), ["optimizer 'hope'", "sgd"]),

@@ -292,6 +292,12 @@ class CompileOptions:
 
         if not _whole(self.devices):
             raise PaseError(f"must be a positive whole number, got {self.devices!r}", where="devices")
+        if self.mesh is not None and not isinstance(self.mesh, str):
+            raise PaseError(
+                f"must be text, got a {type(self.mesh).__name__}",
+                where="mesh",
+                fix=f"write mesh='{_mesh_text(self.mesh)}'",
+            )
         if self.optimizer not in OPTIMIZERS:
             raise PaseError(
                 f"no optimizer '{self.optimizer}'",
@@ -407,6 +413,12 @@ class CompileOptions:
 
 _LEAST_LIMIT = 1e6
 """A smaller number without a unit was not meant in bytes."""
+
+
+def _mesh_text(mesh: object) -> str:
+    """Return a mapping from names to sizes, or a mesh of JAX, as the option takes it; an example for anything else."""
+    sizes = getattr(mesh, "shape", mesh)
+    return ",".join(f"{k}={v}" for k, v in sizes.items()) if isinstance(sizes, Mapping) else "data=4,model=2"
 
 
 def _whole(n: object) -> bool:
