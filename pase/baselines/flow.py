@@ -129,15 +129,13 @@ def _roles(graph: Graph, own_rows: bool) -> Roles:
 
 
 def _rows_of_groups(graph: Graph, classes: dict[DimKey, int]) -> frozenset[int]:
-    """The rows that grouped products multiply, each by the weights of its group: tokens, sorted by expert.
-
-    They come from all examples.
-    """
+    """The rows of all examples that grouped products multiply, each by the weights of its group: tokens, sorted by
+    expert."""
     return frozenset(
         classes[n.name, d]
         for n in graph.nodes
         for op in n.ops
-        if op.kind == "matmul" and len(op.reads) > 2 and len(op.factors) == 2
+        if op.kind == "matmul" and len(op.reads) > 2
         for d in op.reads[0].map.dims
         if d in op.writes[0].map.dims and d not in op.reads[1].map.dims
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -198,21 +199,22 @@ def recommended(rows: Rows) -> list[str]:
     """
     from pase.plan.error_bar import alike
 
-    fitting = [(name, p) for name, p in rows if p.fits]
+    def effort(name: str, p: PlanData) -> tuple[bool, int]:
+        ways = {tuple(sorted(n.split.items())) for n in p.nodes}
+        return name == "pase" or name.endswith(".json"), len(ways)
+
+    fitting = sorted(
+        ((effort(name, p), p.cost, name, p) for name, p in rows if p.fits), key=lambda row: row[:2]
+    )
     if not fitting:
         return []
-    best = min(fitting, key=lambda row: row[1].cost)[1]
-    equal = [(name, p) for name, p in fitting if alike(p, best)]
-
-    def effort(row: tuple[str, PlanData]) -> tuple[bool, int, float]:
-        name, p = row
-        ways = {tuple(sorted(n.split.items())) for n in p.nodes}
-        return name == "pase" or name.endswith(".json"), len(ways), p.cost
-
-    def beaten(row: tuple[str, PlanData]) -> bool:
-        return any(effort(r)[:2] <= effort(row)[:2] and r[1].cost < row[1].cost for r in fitting)
-
-    return [name for name, p in sorted(equal, key=effort) if not beaten((name, p))]
+    best = min(fitting, key=lambda row: row[1])[-1]
+    out, least = [], math.inf  # the least price among those that are as simple or simpler
+    for _, cost, name, p in fitting:
+        if cost <= least and alike(p, best):
+            out.append(name)
+        least = min(least, cost)
+    return out
 
 
 _SPARED = ("sends", "exposed", "compute")

@@ -247,7 +247,7 @@ def progress() -> Iterator[Progress]:
     """
     err = console(err=True)
     if not err.is_terminal:
-        with seldom(lambda text: print(text, file=sys.stderr, flush=True)) as told:
+        with seldom(err.print) as told:
             yield told
         return
     with err.status("") as status:

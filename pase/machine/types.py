@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Literal, Protocol, runtime_checkable
@@ -523,6 +523,10 @@ class Mesh:
     @property
     def strides(self) -> tuple[int, ...]:
         return tuple(math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes)))
+
+    def bits(self, axes: Collection[str]) -> int:
+        """The bit set of these axes (bit i = axis i)."""
+        return sum(1 << i for i, name in enumerate(self.names) if name in axes)
 
     def ways(self, axes: int) -> int:
         """The number of devices that a collective over the axes in this bit set (bit i = axis i) joins."""

@@ -215,7 +215,7 @@ def _terms_of(
                 k = wanted[a.tensor]
                 yield term("activations", a, times=k.times, weights=n.kind == "copy"), k.region
     for op in n.ops if graph.facts.eager else ():
-        yield from ((term("activations", a, **how), op.region) for a, how in _float_masks(graph, op))
+        yield from ((term("activations", a, times=times), op.region) for a, times in _float_masks(graph, op))
     for ops, a, stored in parameter_reads(graph, n):  # in the layout and dtype in which this node reads them
         many = concrete_size(ops[0].times, n.name)
         if kept_as_read(graph, n, ops):
@@ -275,11 +275,12 @@ def _passing(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
             del free[over]
 
 
-def _float_masks(graph: Graph, op: Op) -> Iterator[tuple[Access, dict[str, float]]]:
-    """Yields the boolean masks of an attention, each with how much a copy in the dtype of its queries takes.
+def _float_masks(graph: Graph, op: Op) -> Iterator[tuple[Access, float]]:
+    """Yields the boolean masks of an attention, each with how many times its bytes a copy as numbers takes.
 
-    PyTorch's attention turns a boolean mask into numbers to add to the scores. Each call keeps its own for backward. A
-    mask that follows from the program alone is not counted: most are causal, and attention then runs without one.
+    PyTorch's attention turns a boolean mask into numbers in its queries' dtype, to add to the scores. Each call keeps
+    its own for backward. A mask that follows from the program alone is not counted: most are causal, and attention then
+    runs without one.
     """
     if op.kind != "attention" or not any(a.tensor in differentiated(graph) for a in op.writes):
         return
@@ -287,7 +288,7 @@ def _float_masks(graph: Graph, op: Op) -> Iterator[tuple[Access, dict[str, float
     times = concrete_size(op.times, op.name) / micro_batches_of(graph) if op.region is None else 1.0
     for a in op.reads:
         if (mask := graph.tensors[a.tensor]).dtype == "bool" and a.tensor in _of_inputs(graph):
-            yield a, {"times": queries * times, "over": mask.itemsize}
+            yield a, times * queries / mask.itemsize
 
 
 @once

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pase.baselines import Baseline
+from pase.baselines import Baseline, roles
 from pase.compiler.stages.places import Places, places_of
 from pase.errors import Infeasible
 from pase.ir import Access, Graph, Node, Op
@@ -328,24 +328,24 @@ class _PartsInTheMaking:
     def add_collectives(self) -> None:
         """Add collectives between products. Sums of parameters' gradients are left to ``add_parameters``.
 
-        A rank of data parallelism runs the program on its own examples, so no activation moves between ranks, even if
-        the program as a whole does not show it: each rank sorts its own tokens by expert. What is summed over all
-        examples (a loss, statistics) is sent.
+        The program as a whole sorts the tokens of all ranks by expert. A rank of data parallelism sorts its own, so
+        blocks that do this move no activation between ranks, except sums.
         """
         graph = self.graph
+        own_rows = roles(graph, own_rows=True).batch > roles(graph).batch
         stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
         for c in collectives(graph, self.placed.mesh, self.placed.strategy, self.model):
             if c.tensor in stored and c.phase == "backward":
                 self.summed[graph.producer[c.tensor].name] = c.axes
                 continue
-            if c.axes == ("data",) and c.kind != "all_reduce" and c.tensor not in stored:
+            at, many = self.places.of(c.node), self.runs(c.node)
+            between_ranks = c.axes == ("data",) and c.kind != "all_reduce" and c.tensor not in stored
+            if own_rows and at == "block" and between_ranks:
                 continue
             cost = c.cost
             if c.kind == "all_to_all" and "expert" in c.axes and self.exchange is not self.model:
                 mesh = self.placed.mesh
-                bits = sum(1 << i for i, name in enumerate(mesh.names) if name in c.axes)
-                cost = c.times * float(self.exchange.collective(c.kind, mesh, bits, c.nbytes))
-            at, many = self.places.of(c.node), self.runs(c.node)
+                cost = c.times * float(self.exchange.collective(c.kind, mesh, mesh.bits(c.axes), c.nbytes))
             repeats = at == "block" and c.phase == "forward"
             self.parts[at].sent.append(
                 Sent(

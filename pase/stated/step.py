@@ -32,7 +32,7 @@ class StatedStep:
     micro_batches: int
 
     def collective_s(self, kind: CollectiveKind, axes: tuple[str, ...], nbytes: float) -> float:
-        bits = sum(1 << i for i, name in enumerate(self.mesh.names) if name in axes)
+        bits = self.mesh.bits(axes)
         return float(self.model.collective(kind, self.mesh, bits, nbytes)) if bits and nbytes else 0.0
 
     def over_data(

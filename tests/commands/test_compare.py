@@ -1,8 +1,9 @@
 """``pase compare``."""
 
 import json
+from types import SimpleNamespace
 
-from pase.commands.compare import compare
+from pase.commands.compare import compare, recommended
 from tests.command import reported, run
 
 MODEL, DEVICES = "zoo:mlp", 8
@@ -25,3 +26,23 @@ def test_a_layout_has_devices_and_machine_and_is_a_row(plan, tmp_path):
     assert all(0 <= r["exposed"] <= r["communication"] for r in rows.values())
     code, _, said = run("compare", plan.model)
     assert code == 2 and "--devices" in said
+
+
+def test_no_strategy_is_recommended_if_a_simpler_one_costs_less(monkeypatch):
+    """Prices of similar strategies are off together, so FSDP is known to be a little slower than the best. That does
+    not make a slower and less simple strategy, of which this is not known, the better choice."""
+
+    def rows(**costs):
+        ways = {"pase": 9, "fsdp": 2, "megatron": 5}
+        splits = {
+            name: [SimpleNamespace(split={f"d{i}": ("data",)}) for i in range(n)] for name, n in ways.items()
+        }
+        return [(name, SimpleNamespace(nodes=splits[name], cost=s, fits=True)) for name, s in costs.items()]
+
+    monkeypatch.setattr("pase.plan.error_bar.alike", lambda p, best: p.cost != 1.005)
+    assert recommended(rows(pase=1.0, megatron=1.069)) == ["megatron", "pase"]
+    assert recommended(rows(pase=1.0, fsdp=1.005, megatron=1.069)) == ["pase"]
+    assert recommended(rows(pase=1.0, fsdp=1.07, megatron=1.069)) == ["fsdp", "megatron", "pase"]
+    slower = rows(pase=1.0, fsdp=1.005, megatron=1.069)
+    slower[1][1].fits = False
+    assert recommended(slower) == ["megatron", "pase"]

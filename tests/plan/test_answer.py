@@ -37,6 +37,13 @@ def test_common_strategies_have_their_names(plans: dict[str, pase.Plan], name: s
     assert strategy_in_words(plans[name]) == says
 
 
+def test_weights_that_are_split_over_few_devices_are_fsdp_too(
+    plans: dict[str, pase.Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pase.plan.answer._shards", lambda plan, axes, stored: 1.75)
+    assert strategy_in_words(plans["fsdp"]) == "FSDP over 8 devices, each with 1/2 of the parameters"
+
+
 def test_the_first_line_has_the_step_the_memory_and_what_would_do(plans: dict[str, pase.Plan]) -> None:
     ours = plans["pase"]
     first = answer(ours)
