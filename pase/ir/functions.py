@@ -50,6 +50,8 @@ class Function:
         "needs": what ``needs`` says; "both": both of these.
     operands: the least and the greatest number of operands, literals included (None: any number); None if the number
         is not fixed, or if the function has no definition by its operands alone.
+    scratch: how many arrays of the result's size PyTorch's formula of the derivative makes on the way to the operands'
+        gradients. They live at once with these.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Function:
     boolean: bool = False
     listed: Listed = "own"
     operands: tuple[int, int | None] | None = None
+    scratch: float = 0.0
 
     @property
     def linear(self) -> bool:
@@ -101,6 +104,22 @@ where: a condition, the value where it is true, the value where it is false. sel
 all_of, any_of: whether all, or any, of the operands are not zero.
 round: to the nearest integer, halves to even."""
 
+_SCRATCH = {
+    name: arrays
+    for names, arrays in {
+        "abs exp2 expm1 log2 log10 log1p sin sinh cosh lgamma digamma bessel_i0": 1.0,
+        "max min": 1.5,
+        "xlogy": 1.75,
+        "sqrt rsqrt reciprocal square integer_pow cos tan atan div mod rem cumsum": 2.0,
+        "asinh acosh atanh": 3.0,
+        "erf erfc erf_inv asin": 4.0,
+        "pow": 4.25,
+        "acos atan2": 5.0,
+    }.items()
+    for name in names.split()
+}
+"""Function.scratch (``tests/memory/test_gradients.py`` measures it). Roots count as powers with an exponent do."""
+
 
 def _add(
     words: str,
@@ -127,6 +146,7 @@ def _add(
             boolean=boolean,
             listed=listed,
             operands=_OPERANDS.get(name),
+            scratch=_SCRATCH.get(name, 0.0),
         )
         FUNCTIONS.add(name, f)
     return f

@@ -3,24 +3,30 @@
 A gradient lives from the backward of the last call that reads its tensor to that of the call that makes the tensor.
 Each call that reads the tensor makes a gradient of its full size, also if it reads only a slice, and adds it to what
 the calls after it have made. The sum is made in place if nothing else holds the array. A call that only adds or changes
-the shape passes on the array that it gets. A call that selects from what it computes (a cross entropy, from the log
+the shape passes on the array that it gets.
+
+A derivative also makes arrays on the way. One that PyTorch composes of several ops (the power's: ``grad * (n *
+x.pow(n - 1))``) makes one for each (``Function.scratch``). The gradient of an operand that is repeated along a dim is
+made for the whole result and then summed. A call that selects from what it computes (a cross entropy, from the log
 probabilities) has two derivatives, the first of which makes an array for the second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pase.ir import Graph, Node, Op, Place
+from pase.ir.functions import INTEGER_POW, POW
 from pase.ir.types import LEAF
 from pase.machine import Mesh
 from pase.memory.account import stored_parameter
 from pase.memory.residuals import differentiated, kept
 from pase.once import once
-from pase.tables.layouts import local_bytes
+from pase.tables.layouts import concrete_size, local_bytes
 
 __all__ = ["gradient_bytes", "gradients_by_call"]
 
@@ -33,7 +39,8 @@ class _BackwardCall:
     passes: the operands whose gradient is the array of the result's gradient.
     ends: whether backward starts from what it reads.
     keeps: what it makes that backward needs, which is free after its own backward.
-    selects_from: what it computes and then selects from.
+    on_the_way: the arrays that its derivative makes besides gradients: the tensor whose size and layout they have, and
+        how many.
     """
 
     node: Node
@@ -42,19 +49,21 @@ class _BackwardCall:
     passes: frozenset[str]
     ends: bool
     keeps: tuple[str, ...]
-    selects_from: tuple[str, ...]
+    on_the_way: tuple[tuple[str, float], ...]
 
 
 @dataclass(eq=False)
 class _GradientArray:
     """An array of gradients in the course of backward. Times count calls from the end of the program.
 
-    tensor: the tensor whose size and layout it has. of: the tensors whose gradients it holds.
+    tensor: the tensor whose size and layout it has. times: how many there are.
+    of: the tensors whose gradients it holds.
     """
 
     tensor: str
     first: int
     last: int
+    times: float = 1.0
     of: set[str] = field(default_factory=set)
 
 
@@ -75,8 +84,8 @@ def _arrays(graph: Graph) -> tuple[tuple[_BackwardCall, ...], tuple[_GradientArr
         if not array.of:
             array.last = at
 
-    def new(t: str, at: int) -> _GradientArray:
-        every.append(_GradientArray(tensor=t, first=at, last=at))
+    def new(t: str, at: int, times: float = 1.0) -> _GradientArray:
+        every.append(_GradientArray(tensor=t, first=at, last=at, times=times))
         return every[-1]
 
     for at, call in enumerate(calls):
@@ -86,8 +95,8 @@ def _arrays(graph: Graph) -> tuple[tuple[_BackwardCall, ...], tuple[_GradientArr
             made[t] = (got if t in call.passes else None) or new(t, at)
             if t not in now:
                 give(t, made[t])
-        for t in call.selects_from if made else ():
-            new(t, at)
+        for t, times in call.on_the_way if got is not None or call.ends else ():
+            new(t, at, times)
         for t in call.writes:
             if t in now:
                 take(t, at)
@@ -133,10 +142,33 @@ def _calls(graph: Graph) -> Iterator[_BackwardCall]:
             keeps=tuple(
                 t for t in keeps if graph.producer[t] is node and node.kind not in ("parameter", "copy")
             ),
-            selects_from=tuple(
-                a.tensor for op in ops if op.kind == "gather" for a in op.reads[:1] if a.tensor in writes
-            ),
+            on_the_way=tuple(_on_the_way(graph, ops, trained)),
         )
+
+
+def _on_the_way(graph: Graph, ops: Sequence[Op], trained: Collection[str]) -> Iterator[tuple[str, float]]:
+    """Yields the arrays that a call's derivative makes besides gradients, as in ``_BackwardCall``.
+
+    A call of several ops has one kernel for its derivative, except that it first unselects what it selects.
+    """
+    made = {a.tensor for op in ops for a in op.writes}
+    if len(ops) > 1:
+        chosen = (op.reads[0].tensor for op in ops if op.kind == "gather")
+        yield from ((t, 1.0) for t in chosen if t in made and t in trained)
+    elif ops[0].kind in ("elementwise", "sequential") and not ops[0].function.hands_on:
+        op = ops[0]
+        result = op.writes[0].tensor
+        by_number = any(x is not None for x in op.literals or ())
+        scratch = min(
+            op.function.scratch, 2.0 * (op.function in (POW, INTEGER_POW)) if by_number else math.inf
+        )
+        whole = concrete_size(graph.tensors[result].elements, result)
+        repeated = sum(
+            a.tensor in trained and concrete_size(graph.tensors[a.tensor].elements, a.tensor) < whole
+            for a in op.reads
+        )
+        if scratch + repeated:
+            yield result, scratch + repeated
 
 
 def gradient_bytes(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -164,7 +196,7 @@ def gradients_by_call(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray
     calls, arrays = _arrays(graph)
     change = np.zeros(len(calls) + 1)
     for array in arrays:
-        nbytes = _local(graph, array.tensor, mesh, configs)
+        nbytes = array.times * _local(graph, array.tensor, mesh, configs)
         change[array.first] += nbytes
         change[array.last + 1] -= nbytes
     return np.cumsum(change)[:-1]

@@ -16,18 +16,20 @@ pytestmark = pytest.mark.torch
 BATCH, WIDTH = 4, 16
 
 
-def most(turns: int, of: Callable[[Any], Any]) -> float:
+def most(turns: int, of: Callable[[Any], Any], scaled: bool = False) -> float:
     """The most gradients at once of what is computed from a product's result y [batch, turns, width], in units of one
-    turn of y."""
+    turn of y. scaled: by a parameter [width], last of all."""
     import torch
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.up = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+            self.scale = torch.nn.Parameter(torch.empty(WIDTH))
 
         def forward(self, x: Any) -> Any:
-            return of(self.up(x)).sin().sum()
+            y = of(self.up(x))
+            return (y * self.scale if scaled else y).tanh().sum()
 
     graph = graph_of(Model(), torch.empty(BATCH, turns, WIDTH))
     assert graph.facts.eager
@@ -37,21 +39,22 @@ def most(turns: int, of: Callable[[Any], Any]) -> float:
 
 @pytest.mark.parametrize("turns", [3, 6])
 def test_each_slice_makes_a_gradient_of_the_whole_and_adds_it_to_the_others(turns: int) -> None:
-    """While that of y[:, t] is added, there are its own part, the part for sin(h), and two of y's size."""
+    """While that of y[:, t] is added, there are its own part, the part for tanh(h), and two of y's size."""
 
     def recurrent(y: Any) -> Any:
         h = y[:, 0]
         for t in range(1, turns):
-            h = h.sin() * y[:, t]
+            h = h.tanh() * y[:, t]
         return h
 
     assert most(turns, recurrent) == 2 * turns + 2
 
 
 def test_a_residual_waits_for_its_branch_and_a_sum_hands_on_its_gradient() -> None:
-    """Of y + sin(cos(y)), there are at most: the gradient of the sum, which is that of y too, and two in the branch."""
-    assert most(1, lambda y: y + y.cos().sin()) == 3
-    assert most(1, lambda y: y.cos().sin()) == 2
+    """Of y + tanh(sigmoid(y)), there are at most: the gradient of the sum, which is that of y too, and two in the
+    branch."""
+    assert most(1, lambda y: y + y.sigmoid().tanh()) == 3
+    assert most(1, lambda y: y.sigmoid().tanh()) == 2
     assert most(1, lambda y: y + y.unsqueeze(0).squeeze(0)) == 2
 
 
@@ -63,3 +66,44 @@ def test_a_cross_entropy_makes_the_gradient_of_the_log_probabilities_first() -> 
     assert most(1, lambda y: torch.nn.functional.cross_entropy(y.squeeze(1), labels)) == 2 + 1 / (
         BATCH * WIDTH
     )
+
+
+def test_a_derivative_makes_arrays_on_the_way() -> None:
+    """Those of y^2, which is grad * (2 * y^1): two, beside its gradient and that of the result. The gradient of what is
+    repeated along a dim has the size of the result before it is summed."""
+    assert most(1, lambda y: y.sigmoid().square()) == 4
+    assert most(1, lambda y: y.sigmoid() + 1.0) == 2
+    assert most(1, lambda y: y.sigmoid(), scaled=True) == 3
+
+
+def _scratch(op: Any, operands: int) -> float:
+    """How many arrays PyTorch's derivative of the op makes at once, besides those that it returns."""
+    import torch
+
+    from pase.backends.torch.memory import _LiveStorages, _mode
+
+    xs = [torch.empty(64, 64, device="meta", requires_grad=True) for _ in range(operands)]
+    y, storages = op(*xs), _LiveStorages()
+    gradient = torch.empty_like(y)
+    with _mode()(storages):
+        made = torch.autograd.grad(y, xs, gradient, allow_unused=True)
+        assert any(g is not None for g in made)
+    return (storages.peak - storages.living) / y.nbytes
+
+
+def test_the_arrays_on_the_way_are_those_of_pytorchs_formulas() -> None:
+    """Of each function of one or two operands that has a derivative, in quarters of the result: the most of its ops."""
+    import torch
+
+    from pase.frontends.torch.rules import POINTWISE
+    from pase.ir.functions import FUNCTIONS
+
+    moves = ("where", "real", "imag", "conj", "_conj", "complex")
+    ops = {op: name for op, name in POINTWISE.items() if FUNCTIONS[name].differentiable and op not in moves}
+    found: dict[str, float] = {"sqrt": _scratch(lambda x: x**0.5, 1)}
+    for op, name in {"square": "square", "div": "div", "pow": "pow", **ops}.items():
+        operands = 2 if op != "reciprocal" and FUNCTIONS[name].operands != (1, 1) else 1
+        arrays = round(4 * _scratch(getattr(torch.ops.aten, op), operands)) / 4
+        found[name] = max(found.get(name, 0.0), arrays)
+    assert found == {name: FUNCTIONS[name].scratch for name in found}
+    assert len(found) > 30

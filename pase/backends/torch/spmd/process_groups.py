@@ -209,6 +209,11 @@ class AxisGroups(Arrays["Tensor"]):
             return super().gathered(x, v, axes)
         return self._sent(x, lambda w: self._ops().all_gather_into_tensor(w, n, self._group(axes)))
 
+    def from_front(self, x: Tensor, v: WireView) -> Tensor:
+        """The last dim stays dense in memory: PyTorch's attention runs as two products if an operand's is not."""
+        made = super().from_front(x, v)
+        return made if made.dim() == 0 or made.stride(-1) == 1 else made.contiguous()
+
     def scattered(self, x: Tensor, v: WireView, axes: Sequence[str], combine: Combine) -> Tensor:
         if combine == "sum" and v.along == (0, None) and (n := self.ways(axes)) > 1:
             made = self._ops().reduce_scatter_tensor(x.contiguous(), "sum", n, self._group(axes))

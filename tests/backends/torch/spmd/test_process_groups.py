@@ -10,6 +10,8 @@ import pytest
 from bench.cases.torch_ranks import on_ranks
 from pase.backends.torch.spmd.process_groups import AxisGroups, axis_groups
 from pase.errors import PaseError
+from pase.local.parts import view
+from pase.local.types import LocalReshardStep
 from pase.machine import Mesh
 
 MESH = Mesh(names=("x", "one", "y"), sizes=(2, 1, 3))
@@ -74,6 +76,19 @@ def test_collectives_are_numpys_on_all_ranks() -> None:
             wanted = (group.sum(0), group.max(0), group, group.sum(0)[me], group[:, me])
             for mine, numpy in zip(made, wanted, strict=True):
                 np.testing.assert_allclose(mine.numpy(), numpy, rtol=1e-14)
+
+
+@pytest.mark.torch
+def test_the_last_dim_stays_dense_in_memory() -> None:
+    """It did not where a rank had one element of it: PyTorch's attention then kept the scores, in silence."""
+    import torch
+
+    step = LocalReshardStep(
+        kind="all_gather", axes=("y",), before=(None, None, (1, 3)), after=(None,) * 3, nbytes=24
+    )
+    made = at(0, 0, 0).from_front(torch.arange(6.0).reshape(3, 2), view(step, (2, 3), MESH))
+    assert made.tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert made.stride() == (3, 1)
 
 
 @pytest.mark.torch
