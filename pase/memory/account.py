@@ -41,7 +41,7 @@ from pase.tables.layouts import (
     state_index,
     write_rule,
 )
-from pase.tables.work import OPTIMIZERS, has_gradient, parameter_reads
+from pase.tables.work import OPTIMIZERS, has_gradient, parameter_reads, state_itemsize
 
 if TYPE_CHECKING:
     from pase.search import MemoryProfile
@@ -207,7 +207,7 @@ def _terms_of(
                             term("gradients", a, state=state, times=2 if micro_batches > 1 else 1),
                             None,
                         )  # with micro-batches: the sum, and the gradient to add to it
-                    values = 4 * OPTIMIZERS[optimizer]
+                    values = OPTIMIZERS[optimizer] * state_itemsize(graph, t, optimizer)
                     yield term("optimizer", a, state=state, times=values, over=t.itemsize), None
             elif t.role == "input":
                 yield term("activations", a, times=micro_batches), None  # inputs of all micro-batches

@@ -29,7 +29,7 @@ from pase.memory.account import Memory, MemoryKind, stored_parameter
 from pase.memory.residuals import kept
 from pase.tables.layouts import concrete_size, dim_index, shards, state_index
 from pase.tables.tiles import padding
-from pase.tables.work import OPTIMIZERS, has_gradient, parameter_reads
+from pase.tables.work import OPTIMIZERS, has_gradient, parameter_reads, state_itemsize
 
 if TYPE_CHECKING:
     from pase.search import MemoryProfile
@@ -245,7 +245,8 @@ def _parameter(
     if not t.needs_grad:
         return
     mine = local / shards(cfg, state_index(n), mesh)
-    yield HeldBytes(kind="optimizer", nbytes=4 * OPTIMIZERS[optimizer] * mine / t.itemsize, at=when.always)
+    state = OPTIMIZERS[optimizer] * state_itemsize(graph, t, optimizer)
+    yield HeldBytes(kind="optimizer", nbytes=state * mine / t.itemsize, at=when.always)
     if alone:
         yield HeldBytes(kind="gradients", nbytes=mine, at=when.back)
     if micro_batches_of(graph) > 1 and hoisted_of(graph) != "all":

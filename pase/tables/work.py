@@ -41,13 +41,22 @@ __all__ = [
     "phase_of",
     "product_groups",
     "runs_of",
+    "state_itemsize",
 ]
 
 Phase = Literal["forward", "backward", "update"]
 WorkKind = Literal["matmul", "conv", "attention", "memory"]
 
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "adam_master": 3, "lion": 1, "adafactor": 0}
-"""Optimizer -> float32 values of state per parameter (the factored rows of adafactor are below one percent)."""
+"""Optimizer -> values of state per parameter (the factored rows of adafactor are below one percent)."""
+
+
+def state_itemsize(graph: Graph, parameter: Tensor, optimizer: str) -> int:
+    """Returns the bytes of each value of the optimizer's state.
+
+    PyTorch's optimizers hold it in the parameter's dtype. Otherwise it is float32, and so are master weights.
+    """
+    return parameter.itemsize if graph.facts.eager and optimizer != "adam_master" else 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -448,7 +457,7 @@ def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optim
         return
     stored = local_bytes(node, tensor, write, cfg, mesh) / shards(cfg, state_index(node), mesh)
     elements = stored / tensor.itemsize
-    state = elements * 4 * OPTIMIZERS[optimizer]
+    state = elements * state_itemsize(graph, tensor, optimizer) * OPTIMIZERS[optimizer]
     flops = (2 + 5 * OPTIMIZERS[optimizer]) * elements
     yield _traffic(tensor.dtype, flops, 3 * stored + 2 * state, "update", 1.0)
     # Each micro-batch's gradient is added to the sum.

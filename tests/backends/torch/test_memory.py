@@ -66,6 +66,23 @@ def test_a_rank_of_many_keeps_its_parts() -> None:
         assert "8 devices" in e.value.what and "7" in e.value.fix
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("settings", [{}, {"fused": True}, {"foreach": True}])
+def test_the_optimizers_state_is_in_the_parameters_dtype(dtype: str, settings: dict[str, bool]) -> None:
+    """Besides, Adam counts its steps: one float32 for each parameter."""
+    import torch
+
+    import pase
+
+    module = torch.nn.Sequential(torch.nn.Linear(16, 32, bias=False)).to(getattr(torch, dtype))
+    x = torch.zeros(4, 16, dtype=getattr(torch, dtype))
+    plan = pase.compile(
+        module, x, lambda m, x: m(x).square().mean(), devices=1, machine="h100x8", baselines=False
+    )
+    found = plan.torch.memory(optimizer=lambda parameters: torch.optim.Adam(parameters, **settings))
+    assert found.optimizer - 4 == plan.memory.optimizer == 2 * found.parameters
+
+
 def test_the_prediction_knows_the_gradients_of_slices_and_zeros_of_the_batch() -> None:
     """A recurrence that is written out: without either, the prediction was a third too low."""
     import torch
