@@ -261,10 +261,11 @@ def fit_limit(
     """Return the best strategy found whose predicted memory is at most ``limit`` bytes per device, and a lower bound on
     all of them.
 
-    Two lower bounds hold for a mesh: its unconstrained optimum, and a Lagrangian bound, which is one elimination at a
-    price per byte that the first mesh finds. The mesh with the lowest bound is always next. It first gets its second
-    bound, and is searched once it is the lowest again. This ends when no bound is below the best answer, so that the
-    second bound is never computed for meshes that are too expensive anyway. When the allowed work is spent, the search
+    Three lower bounds hold for a mesh, each dearer than the one before: its unconstrained optimum; a Lagrangian bound,
+    which is one elimination at a price per byte that the first mesh finds; and that of a search which leaves the gap
+    between its answer and its bound open. The mesh with the lowest bound is always next. It gets its next bound, and
+    its gap is closed once it is the lowest again. This ends when no bound is below the best answer, so that neither
+    bounds nor gaps cost anything on meshes that are too expensive anyway. When the allowed work is spent, the search
     returns the best answer so far.
 
     below: the cost of a known strategy; strategies that cost as much or more need not be found.
@@ -276,7 +277,7 @@ def fit_limit(
         for m in over
     }
     price = 0.0
-    todo, priced, searched = list(over), set[Mesh](), list[Mesh]()
+    todo, priced, tried, searched = list(over), set[Mesh](), set[Mesh](), list[Mesh]()
     while todo:
         mesh = min(todo, key=lambda m: proven[m])
         if proven[mesh] >= below or (spent.over() and np.isfinite(below)):
@@ -290,11 +291,18 @@ def fit_limit(
                 proven[mesh] = max(proven[mesh], least)
                 price = price or byte_price
                 continue
+        first = mesh not in tried
+        closing = not any(proven[m] < min(below, proven[mesh]) for m in searched)
+        if first and searches[mesh].eliminates:
+            closing = False
+        else:
+            todo.remove(mesh)
+            searched.append(mesh)
+        tried.add(mesh)
+        if not (first or closing):  # it would be the same search again
+            continue
         say(PieceOfWork(f"{name} within {limit / 2**30:.4g} GiB", len(searched), len(over)))
-        open_before = any(proven[m] < min(below, proven[mesh]) for m in searched)
-        answer = searches[mesh].cheapest(below, price, close=not open_before)
-        todo.remove(mesh)
-        searched.append(mesh)
+        answer = searches[mesh].cheapest(below, price, close=closing)
         proven[mesh] = max(proven[mesh], answer.bound)
         if answer.solution is not None:
             best = replace(free, mesh=mesh, space=problem.pricing.space(mesh), solution=answer.solution)
@@ -374,6 +382,11 @@ class _LimitedSearch:
     spent: Spent
     free: Solution | None
 
+    @property
+    def eliminates(self) -> bool:
+        """Whether an elimination order fits, so that a search that leaves its gap open takes little time."""
+        return self.problem.pricing.bounding(self.mesh)[1].optimal
+
     def priced(self, price: float) -> tuple[float, float]:
         """Return (a lower bound on every strategy that fits, the price of a byte at it).
 
@@ -398,6 +411,7 @@ class _LimitedSearch:
         """
         best: Solution | None = None
         unproven = np.inf  # a lower bound on the strategies that were left without a proof
+        guessed = set[float]()  # several guesses lead to the same next one
         queue = [_Region(guess=False, bound=-np.inf, low=self._least, high=np.inf)]
         for _ in range(_MOST_ATTEMPTS):
             done = best is not None or np.isfinite(below)
@@ -425,6 +439,9 @@ class _LimitedSearch:
             elif s.feasible and attempt.unseen > region.low:
                 for part in (1.0, 0.5, 0.25, 0.125, 1.25, 2.0) if not region.guess else (1.0,):
                     low = max(attempt.unseen * part, self._least)
+                    if low in guessed:
+                        continue
+                    guessed.add(low)
                     heapq.heappush(queue, _Region(guess=True, bound=bound, low=low, high=low))
             if not region.guess:
                 unproven = min(unproven, bound)

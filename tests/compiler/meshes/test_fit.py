@@ -12,7 +12,7 @@ import pytest
 
 import pase
 from pase.compiler.meshes.baselines import memory_of
-from pase.compiler.meshes.fit import _LimitedSearch, _takes_less, fit_limit
+from pase.compiler.meshes.fit import _Answer, _LimitedSearch, _takes_less, fit_limit
 from pase.compiler.meshes.plans import plan_of
 from pase.compiler.meshes.search import search_meshes
 from pase.compiler.problem.options import CompileOptions
@@ -178,6 +178,30 @@ def test_a_mesh_that_is_too_dear_without_the_limit_is_not_priced(monkeypatch):
     assert bound == pytest.approx(min(b for _, b in each.values()), rel=1e-6)
     dear = [m for m in over if free.bounds[m.sizes] >= found.solution.cost]
     assert dear and not set(dear) & set(priced)
+
+
+def test_a_gap_is_not_closed_on_a_mesh_that_another_mesh_shows_to_be_too_dear(monkeypatch):
+    """Closing one takes longer than all else. The mesh that looked best is not closed down to its own best answer."""
+    problem = SplitProblem.of(trace(wide, *WIDE).graph, 4, "mi300x8", "analytic", "adam")
+    first, second, *_ = over = problem.meshes(None, 2)[:2]
+    free = search_meshes(problem, over)
+    free = replace(free, bounds={first.sizes: 1.0, second.sizes: 2.0})
+    gaps = {
+        first: [(9.0, 5.0)],
+        second: [(4.0, 2.0), (3.0, 3.0)],
+    }  # (cost, bound) of the open and of the closed search
+    closed = []
+
+    def cheapest(self, below, price, close=True):
+        closed.extend([self.mesh] if close else [])
+        cost, bound = gaps[self.mesh].pop(0)
+        return _Answer(solution=replace(free.solution, cost=cost), bound=bound, byte_price=0.0)
+
+    monkeypatch.setattr(_LimitedSearch, "priced", lambda self, price: (free.bounds[self.mesh.sizes], 0.0))
+    monkeypatch.setattr(_LimitedSearch, "cheapest", cheapest)
+    found, bound = fit_limit(problem, free, over, 1.0, Spent(), lambda _: None)
+    assert found is not None and (found.mesh, found.solution.cost, bound) == (second, 3.0, 3.0)
+    assert closed == [second]
 
 
 def test_a_variant_that_takes_less_is_noticed():
