@@ -170,7 +170,7 @@ def _variants(a: Compilation) -> Compilation:
     tries = list(variants(q.traced, a.problem.graph, q.options, limit is not None))
     problem = a.problem if tries[0][0] == Variant() else a.problem.varied(q.traced, tries[0][0])
     seconds = {"trace": time.perf_counter() - q.start}
-    spent = Spent.within(q.options.work, q.options.time_limit)
+    spent = Spent.within(q.options.work, q.options.time_limit, q.start)
     over = problem.meshes(q.options.mesh, q.options.max_axes)
     return replace(
         a, first=problem, problem=problem, limit=limit, tries=tries, over=over, spent=spent, seconds=seconds
@@ -274,7 +274,7 @@ def _staged(a: Compilation) -> PlanData:
             fix=f"leave out pipeline (--pipeline), or {FREE_LAYOUTS}",
         )
     seconds = {"trace": time.perf_counter() - q.start}
-    found = search_pipelines(a.problem, q.traced, q.options, q.say)
+    found = search_pipelines(a.problem, q.traced, q.options, q.say, q.start)
     seconds |= found.seconds | {"total": time.perf_counter() - q.start}
     return plan_staged(a.problem, q.traced, q.name, found, seconds)
 
@@ -293,7 +293,7 @@ def _or_staged(a: Compilation) -> PlanData:
             },
         )
     try:
-        found = search_pipelines(problem, q.traced, q.options, q.say, below)
+        found = search_pipelines(problem, q.traced, q.options, q.say, q.start, below)
     except (
         Infeasible,
         NotInParts,

@@ -14,7 +14,7 @@ import heapq
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -116,34 +116,36 @@ def fit_variants(
     for group in tries:
         promising = False
         try:
-            problems = [(v, problem if v == problem.variant else problem.varied(traced, v)) for v in group]
+            for variant in group:
+                if best is not None and spent.over():
+                    all_tried = False
+                    break
+                first = variant == problem.variant
+                p = problem if first else problem.varied(traced, variant)
+                needs = cache(partial(_least_memory, p))
+                below = float("inf") if best is None else best[1].solution.cost
+                # A variant works at least as much as the step as written, whose bound on a mesh therefore holds for it.
+                meshes = [m for m in over if free.bounds[m.sizes] < below and needs(m) <= limit]
+                if not meshes:
+                    # If it fits on no mesh, it may with more micro-batches, in the next group.
+                    promising |= all(needs(m) > limit for m in over)
+                else:
+                    if not first:
+                        say(f"trying {variant}")
+                        spent.graphs += 1
+                    done = _fit_variant(p, free if first else None, free, meshes, limit, spent, say, below)
+                    seconds = add_seconds(seconds, done.seconds)
+                    least_first &= done.least
+                    promising |= done.promising
+                    bound = min(bound, done.bound)
+                    if done.found is not None:
+                        best = (p, done.found)
+                if best is None:
+                    smallest = min(over, key=needs)
+                    least.append(_Footprint(needs(smallest), smallest, variant))
         except NotInParts as e:
             say(str(e))
             break
-        for variant, p in problems:
-            if best is not None and spent.over():
-                all_tried = False
-                break
-            first = variant == problem.variant
-            below = float("inf") if best is None else best[1].solution.cost
-            needs = {m: _least_memory(p, m) for m in over}
-            smallest = min(over, key=needs.__getitem__)
-            least.append(_Footprint(needs[smallest], smallest, variant))
-            promising |= needs[smallest] > limit  # it may fit with more micro-batches, in the next group
-            # A variant works at least as much as the step as written, whose bound on a mesh therefore holds for it too.
-            meshes = [m for m in over if needs[m] <= limit and free.bounds[m.sizes] < below]
-            if not meshes:
-                continue
-            if not first:
-                say(f"trying {variant}")
-                spent.graphs += 1
-            done = _fit_variant(p, free if first else None, free, meshes, limit, spent, say, below)
-            seconds = add_seconds(seconds, done.seconds)
-            least_first &= done.least
-            promising |= done.promising
-            bound = min(bound, done.bound)
-            if done.found is not None:
-                best = (p, done.found)
         if best is not None and (not all_tried or not promising):
             break
     if best is None:

@@ -274,7 +274,9 @@ class CompileOptions:
     )
     time_limit: float | None = _option(
         None,
-        "Seconds after which these searches stop, wherever they are. Default: no limit.",
+        "Seconds from the start of the compilation after which these searches stop, wherever they are, with the best "
+        "answer so far. Tracing the model and searching its meshes without a memory limit count, but are not cut "
+        "short. Default: no limit.",
         "--time-limit",
         about="the search",
     )

@@ -38,9 +38,15 @@ class Spent:
     cells: int = 0
 
     @classmethod
-    def within(cls, work: float, time_limit: float | None) -> Spent:
-        """Begin to count. work: seconds of a quiet core. time_limit: seconds by the clock; None means no limit."""
-        return cls(most=work, ends_at=math.inf if time_limit is None else time.perf_counter() + time_limit)
+    def within(cls, work: float, time_limit: float | None, began: float | None = None) -> Spent:
+        """Begin to count.
+
+        work: seconds of a quiet core. time_limit: seconds by the clock; None means no limit. began: when the clock
+            started, as a ``perf_counter`` time; None means now.
+        """
+        if time_limit is None:
+            return cls(most=work)
+        return cls(most=work, ends_at=(time.perf_counter() if began is None else began) + time_limit)
 
     def over(self, part: float = 1.0) -> bool:
         """Whether this fraction of the allowed work is spent, or the time is over."""

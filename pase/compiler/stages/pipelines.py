@@ -67,15 +67,23 @@ class Pipelines:
 
 
 def search_pipelines(
-    problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress, below: float = math.inf
+    problem: SplitProblem,
+    traced: Traced,
+    options: CompileOptions,
+    say: Progress,
+    start: float,
+    below: float = math.inf,
 ) -> Pipelines:
     """Return the cheapest pipeline, if it takes less than ``below`` seconds.
+
+    start: when the compilation began, as a ``perf_counter`` time. Its time limit runs from then on; once it is over,
+        the search ends with the first pipeline that it has.
 
     Raises Infeasible if the model cannot be cut, or if nothing fits.
     """
     _check_hands_nothing_on(traced)
     began = time.perf_counter()
-    out = Pipelines(spent=Spent.within(options.work, options.time_limit))
+    out = Pipelines(spent=Spent.within(options.work, options.time_limit, start))
     candidates = sorted(_candidates(problem, traced, options, say, out), key=lambda c: c.least)
     out.tried = len(candidates)
     out.seconds["tables"] = time.perf_counter() - began
@@ -84,7 +92,7 @@ def search_pipelines(
     for i, c in enumerate(candidates):
         if c.least >= below * (1 - 1e-9):
             break
-        if out.spent.over():
+        if out.spent.over() and math.isfinite(below):
             out.left = len(candidates) - i
             break
         say(str(c))
@@ -127,9 +135,12 @@ def search_pipelines(
     out.seconds["bound"] = time.perf_counter() - began
     if out.best is None and math.isinf(below):
         limit = options.limit_bytes(problem.machine) or math.inf
+        unseen = (
+            f", and {out.unseen} were not looked at, because the allowed work was spent" if out.unseen else ""
+        )
         raise Infeasible(
-            f"no pipeline found{_under(options)} that fits {limit / 2**30:.4g} GiB per device",
-            fix="use more devices or a smaller batch",
+            f"no pipeline found{_under(options)} that fits {limit / 2**30:.4g} GiB per device{unseen}",
+            fix="allow more work or time" if unseen else "use more devices or a smaller batch",
         )
     return out
 
@@ -137,7 +148,8 @@ def search_pipelines(
 def _candidates(
     problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress, out: Pipelines
 ) -> Iterator[Candidate]:
-    """Yield the candidates, those with the fewest micro-batches per rank first, until half of the work is spent."""
+    """Yield the candidates, those with the fewest micro-batches per rank first, until half of the work is spent;
+    at least one."""
     if problem.model.unit != "s":
         raise PaseError(
             f"a pipeline is priced in seconds, but cost model '{problem.model.name}' has none",
@@ -162,7 +174,7 @@ def _candidates(
         key=lambda t: t[:3],
     )
     for i, (_, ranks, m, mesh, place) in enumerate(tried):
-        if out.spent.over(1 / 2):
+        if i and out.spent.over(1 / 2):
             out.unseen = len(tried) - i
             return
         say(f"pricing {ranks} ranks of {'×'.join(map(str, mesh.sizes))}, {m} micro-batches")

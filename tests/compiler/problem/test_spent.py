@@ -1,6 +1,7 @@
 """Searches under a memory limit count their work. The clock matters only if a time limit is given."""
 
 import itertools
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -65,7 +66,7 @@ def test_no_search_gets_more_than_the_time_that_is_left(limit: int, monkeypatch:
         asked.append((effort.time_limit, ends[-1].left_s()))
         return real(tables, memory, effort=replace(effort, time_limit=None), **options)
 
-    def begun(work: float, time_limit: float | None) -> Spent:
+    def begun(work: float, time_limit: float | None, began: float) -> Spent:
         ends.append(Spent(most=work, ends_at=next(clock) + time_limit))
         return ends[-1]
 
@@ -74,6 +75,19 @@ def test_no_search_gets_more_than_the_time_that_is_left(limit: int, monkeypatch:
     monkeypatch.setattr(Spent, "within", begun)
     within(limit, time_limit=100.0)
     assert asked and all(seconds <= left + 1e-3 for seconds, left in asked)
+
+
+def test_a_time_limit_runs_from_the_start_of_the_compilation() -> None:
+    """Tracing and the search without a limit use it up, although they are not cut short."""
+    began = time.perf_counter() - 60.0
+    assert Spent.within(60.0, 50.0, began).over()
+    assert not Spent.within(60.0, 100.0, began).over()
+
+
+@pytest.mark.parametrize("pipeline", ["auto", 2])
+def test_a_pipeline_asked_for_is_found_when_the_time_is_over(pipeline: int | str) -> None:
+    plan = pase.compile(MODEL, devices=4, pipeline=pipeline, baselines=False, time_limit=0.0)
+    assert plan.bound <= plan.cost and (plan.pipeline is not None or pipeline == "auto")
 
 
 @pytest.mark.parametrize("wrong", [{"work": 0.0}, {"time_limit": -1.0}])
