@@ -20,7 +20,6 @@ MORE = {
     "pase/frontends/torch/written.py:_recurrent": "PyTorch passes these by their names in the op's schema",
     "pase/frontends/torch/written.py:_in_bags": "PyTorch passes these by their names in the op's schema",
     "pase/backends/jax/pipeline/check.py:check_stages": "to be regrouped as check_plan was",
-    "pase/backends/jax/pipeline/programs.py:stage_programs": "to go with the walk of the jaxpr by stages",
     "pase/replay/traces/builder.py:add": "the columns of a timeline, one by one: it runs for every event of a trace",
     "pase/schedule/engine_loop.py:loop": _COMPILED,
     "pase/schedule/kernels_greedy.py:find_head": _COMPILED,

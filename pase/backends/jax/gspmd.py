@@ -25,6 +25,7 @@ from pase.ir import Place, PlacePart
 from pase.ir.blocks import Block
 from pase.plan.accesses import Digits, EquationLayouts, Reading
 from pase.plan.constraints import Placement, Route
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from jax import Array
@@ -321,6 +322,37 @@ class JaxprWalk:
 
         carry, ys = jax.lax.scan(body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
         return [self.defined(x, t) for x, t in zip([*carry, *ys], results[at], strict=True)]
+
+    def value(self, key: Tree, env: Mapping[Tree, Array]) -> Array:
+        """The value of a variable or literal."""
+        return value_of(key, env)
+
+    def constant(self, array: Array) -> Array:
+        """A value that does not depend on data."""
+        return array
+
+    def iterations(
+        self, eqn: Eqn, at: Place, ins: Sequence[Array], carried: Sequence[Array], rows: range, copies: Copies
+    ) -> list[Array]:
+        """``StageWalk.iterations``."""
+        import jax.numpy as jnp
+
+        nc, nk = scan_groups(eqn)
+        every = self.plan.traced.operands[at]
+        names = (*every[:nc], *every[nc + nk :])
+        stacks = [x[rows.start : rows.stop] if x.shape[0] == eqn.params["length"] else x for x in ins[nc:]]
+        consts = self._in_loop_layouts(at, "const", ins[:nc], names[:nc], copies)
+        xs = self._in_loop_layouts(at, "xs", stacks, names[nc:], copies)
+        ys: dict[int, list[Array]] = {}
+        for row in reversed(rows) if eqn.params["reverse"] else rows:
+            carried, ys[row] = self.iteration(eqn, at, consts, carried, [x[row - rows.start] for x in xs])
+        return [*carried, *map(jnp.stack, zip(*(ys[row] for row in rows), strict=True))]
+
+    def joined(self, parts: Sequence[Array], name: str | None) -> Array:
+        """``StageWalk.joined``."""
+        import jax.numpy as jnp
+
+        return self.defined(jnp.concatenate(parts) if len(parts) > 1 else parts[0], name)
 
     def iteration(
         self, eqn: Eqn, at: Place, consts: Sequence[Array], carry: Sequence[Array], x: Sequence[Array]

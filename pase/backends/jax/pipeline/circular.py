@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.gspmd import JaxprWalk
+from pase.backends.jax.ops.draws import Examples
 from pase.backends.jax.pipeline.stages import Stage, StageWeight, stages_of
 from pase.backends.jax.pipeline.unreduced import UnreducedGroups, first_examples, unreduced_groups
 from pase.backends.jax.plan import JaxPlan
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
 
-__all__ = ["JaxCircular", "circular_of", "refuse_manual"]
+__all__ = ["JaxCircular", "circular_of"]
 
 STAGE = "stage"
 """The mesh axis of the ranks."""
@@ -53,7 +54,7 @@ class JaxCircular(JaxPlan):
 
     def loss(self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto") -> Callable[..., Tree]:
         """loss(params, *batch) -> the mean over the micro-batches, or (the mean, aux)."""
-        refuse_manual(lowering, "the circular schedule does")
+        _refuse_manual(lowering)
         self._functions.append("loss")
         return in_any_context(_CircularLoss(plan=self, mesh=self.mesh() if mesh is None else mesh))
 
@@ -64,13 +65,13 @@ class JaxCircular(JaxPlan):
 
         The gradients have the layouts of ``gradient_shardings``.
         """
-        refuse_manual(lowering, "the circular schedule does")
+        _refuse_manual(lowering)
         self._functions.append("value_and_grad")
         mesh = self.mesh() if mesh is None else mesh
         return in_any_context(self.graded(_CircularLoss(plan=self, mesh=mesh), mesh))
 
     def _lowerings(self, lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
-        refuse_manual(lowering, "the circular schedule does")
+        _refuse_manual(lowering)
         return ("annotated",)
 
     def gathered(self, tree: Tree) -> Tree:
@@ -86,7 +87,7 @@ class JaxCircular(JaxPlan):
 
         None if gradients are reduced in each iteration.
         """
-        return unreduced_groups(self.pipeline, (self.split,), None)
+        return unreduced_groups(self.pipeline, self.split)
 
     @cached_property
     def stages(self) -> tuple[Stage, Stage, Stage]:
@@ -95,7 +96,7 @@ class JaxCircular(JaxPlan):
         They are those of one unreduced group, if there are such groups.
         """
         return _stages_of(
-            self.split if self.unreduced_groups is None else self.unreduced_groups.splits[0], self.pipeline
+            self.split if self.unreduced_groups is None else self.unreduced_groups.split, self.pipeline
         )
 
 
@@ -139,11 +140,11 @@ def circular_of(split: JaxPlan, pipeline: PipelinePlan) -> JaxCircular:
     )
 
 
-def refuse_manual(lowering: str, what_does: str) -> None:
-    """Raise PaseError if the manual lowering is asked for. what_does: begins the message."""
+def _refuse_manual(lowering: str) -> None:
+    """Raise PaseError if the manual lowering is asked for."""
     if lowering == "manual":
         raise PaseError(
-            f"{what_does} not support the manual lowering yet",
+            "the circular schedule does not support the manual lowering yet",
             where=f"lowering='{lowering}'",
             fix="leave out lowering=",
         )
@@ -201,7 +202,7 @@ class _CircularLoss:
         leaves = plan.checked(args, full=True)
         n = len(plan.traced.param_paths)
         batch = [self._micro_batches(i, x) for i, x in enumerate(leaves[n:])]
-        split = plan.split if plan.unreduced_groups is None else plan.unreduced_groups.splits[0]
+        split = plan.split if plan.unreduced_groups is None else plan.unreduced_groups.split
         firsts = jax.vmap(partial(first_examples, split.traced, m, plan.unreduced_groups))(jnp.arange(m))
         before, layers, after = plan.stages
 
@@ -251,10 +252,15 @@ class _CircularLoss:
         import jax
 
         plan, groups = self.plan, self.plan.unreduced_groups
-        walk = JaxprWalk(plan=plan.split if groups is None else groups.splits[0], mesh=self.mesh)
+        walk = JaxprWalk(plan=plan.split if groups is None else groups.split, mesh=self.mesh)
 
         def run(weights: list[Array], batch: list[Array], entered: list[Array]) -> list[Array]:
-            return stage.run(walk, weights, batch, entered, plan.accumulate)
+            mine = walk
+            if walk.plan.traced.drawn:
+                *batch, first = batch
+                mine = replace(walk, examples=Examples(first=first, step=plan.accumulate))
+            given = zip(stage.given, (*weights, *batch, *entered), strict=True)
+            return stage.run(mine, [mine.defined(x, stage.names.get(key)) for key, x in given], {})
 
         if groups is not None:
             run = jax.vmap(run, spmd_axis_name=groups.axes)
@@ -284,7 +290,7 @@ class _CircularLoss:
     def _spec(self, leaf: int) -> PartitionSpec:
         """A parameter's layout on one rank, without the axes of unreduced groups."""
         plan = self.plan
-        split = plan.split if plan.unreduced_groups is None else plan.unreduced_groups.splits[0]
+        split = plan.split if plan.unreduced_groups is None else plan.unreduced_groups.split
         return split.spec(plan.split.constraints.storage.get(split.leaf_names()[leaf], ()))
 
     def _micro_batches(self, i: int, x: Array) -> Array:

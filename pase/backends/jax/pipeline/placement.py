@@ -97,12 +97,17 @@ class StagePlacement:
         return self._placements("state")
 
     @cached_property
+    def readers(self) -> list[list[int]]:
+        """The stages that read each leaf of the batch. A leaf that none reads belongs to the first stage."""
+        many = range(len(self.plan.traced.input_paths))
+        return [[k for k, s in enumerate(self.plan.stages) if i in s.batch] or [0] for i in many]
+
+    @cached_property
     def arrives(self) -> list[ArrayPlacement]:
         """Where the leaves of the batch arrive."""
         plan, n = self.plan, len(self.plan.traced.param_paths)
         leaf, out = plan.splits[0].leaf_names(), []
-        for i in range(len(plan.traced.input_paths)):
-            stages = [k for k, s in enumerate(plan.stages) if i in s.batch] or [0]
+        for i, stages in enumerate(self.readers):
             ranks = dict.fromkeys(plan.schedule.rank_of[s] for s in stages)
             spec = self._spec(stages[0], self.split(stages[0]).constraints.storage, leaf[n + i], False)
             out.append(self._placement(list(ranks), spec))

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple, Never
 from pase.backends.jax.check_plans import Against, CheckedStep
 from pase.backends.jax.pipeline.arrays import StackCut, is_cut, merged, registered
 from pase.backends.jax.pipeline.check import check_stages
-from pase.backends.jax.pipeline.circular import JaxCircular, circular_of, refuse_manual
+from pase.backends.jax.pipeline.circular import JaxCircular, circular_of
 from pase.backends.jax.pipeline.optimizer import StagedOptimizer
 from pase.backends.jax.pipeline.placement import StagePlacement
 from pase.backends.jax.pipeline.run import RunningStages
 from pase.backends.jax.pipeline.stages import Stage, stages_of
-from pase.backends.jax.pipeline.unreduced import UnreducedGroups, unreduced_groups
 from pase.backends.jax.plan import JaxPlan
 from pase.errors import PaseError
 from pase.frontends.jax.blocks import blocks_of
@@ -128,14 +127,6 @@ class JaxPipeline:
             )
         return found
 
-    @cached_property
-    def unreduced_groups(self) -> UnreducedGroups | None:
-        """The groups of devices that keep unreduced gradients until the end of the step.
-
-        None if gradients are reduced in each micro-batch.
-        """
-        return unreduced_groups(self.pipeline, self.splits, self.chain)
-
     def mesh(self, devices: Sequence[JaxDevice] | None = None) -> JaxMesh:
         """A jax.sharding.Mesh whose first axis is the ranks, followed by the axes of one rank's mesh.
 
@@ -172,7 +163,7 @@ class JaxPipeline:
             return jax.numpy.array(x, copy=True) if isinstance(x, jax.Array) else x
 
         placed = self.on(mesh).placement.placed(jax.tree.map(mine, arrays((params, *batch))))
-        return tuple(merged(x, kept) for x, kept in zip(placed, self.traced.kept, strict=True))
+        return tuple(merged(x, kept) for x, kept in zip(placed, self.traced.kept, strict=False))
 
     def gathered(self, tree: Tree) -> Tree:
         """A tree of parameters, gradients or an optimizer's state in the form of the model, with cut stacks joined.
@@ -215,7 +206,7 @@ class JaxPipeline:
         progress: Callable[[str], None] | None = None,
     ) -> GradientCheck:
         """Check that a step in stages computes the gradient of the model's loss, like ``JaxPlan.check``."""
-        refuse_manual(lowering, "stages do")
+        _check_lowering(lowering)
         running = self.on(mesh)
         placement = running.placement
         placed = placement.placed(arrays((params, *batch)))
@@ -259,7 +250,7 @@ class JaxPipeline:
         self, optimizer: GradientTransformation, mesh: JaxMesh | None, donate: bool, lowering: str
     ) -> StagedStep:
         """``train_step`` without its check."""
-        refuse_manual(lowering, "stages do")
+        _check_lowering(lowering)
         running = self.on(mesh)
         return StagedStep(
             running=running,
@@ -318,6 +309,16 @@ class StagedStep:
         return merged(updated, untrained(params), self.running.placement.plan.traced.kept[0]), state
 
 
+def _check_lowering(lowering: str) -> None:
+    """Raise PaseError if another lowering than that of stages is asked for."""
+    if lowering not in ("auto", "manual"):
+        raise PaseError(
+            "stages are lowered manually",
+            where=f"lowering='{lowering}'",
+            fix="leave out lowering=, or compile with stage_schedule='circular', which leaves stages to XLA",
+        )
+
+
 def pipeline_of(
     traced: TracedJax,
     pipeline: PipelinePlan,
@@ -366,6 +367,7 @@ def _split(
     return JaxPlan(
         traced=traced,
         accumulate=m,
+        hoisted="all",
         blocks=blocks,
         accesses=equation_layouts(graph, states),
         strategy=strategy,

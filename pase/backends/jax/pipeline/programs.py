@@ -13,20 +13,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pase.backends.jax.spmd.values import besides_equations, faults_at
 from pase.frontends.jax.frontend import INLINED, inner_jaxpr
-from pase.frontends.jax.leaves import combine, trained, untrained
-from pase.frontends.jax.types import ClosedJaxpr, Eqn, Jaxpr, Var
+from pase.frontends.jax.types import ClosedJaxpr, Jaxpr, Var
 from pase.frontends.jax.versions import evaluate, function_of, is_literal, opened, value_of
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    import numpy as np
     from jax import Array, ShapeDtypeStruct
-    from jax.sharding import NamedSharding
+    from jax.sharding import Mesh as JaxMesh
+    from jax.sharding import PartitionSpec
     from jax.typing import ArrayLike
 
-    from pase.backends.jax.pipeline.unreduced import UnreducedGroups
+    from pase.backends.jax.pipeline.device import DeviceStage, Held
 
-__all__ = ["Cutting", "StageProgram", "StagePrograms", "flat", "stage_programs"]
+__all__ = ["Cutting", "OnDevices", "StageProgram", "StagePrograms", "flat", "stage_programs"]
 
 _VIEWS = frozenset({"slice", "squeeze", "reshape", "broadcast_in_dim", "transpose", "dynamic_slice", "rev"})
 
@@ -50,7 +52,10 @@ class StagePrograms:
     prepare: computes what is needed once per step. backward: one program, or its two parts; the last one adds to the
     sums of the weights' gradients. weights, batch, entered, cotangents: variables of the stage's inputs. micro: the
     variable of the micro-batch's number. leaves: variables of the stage's outputs. entered_gradients: variables of the
-    gradients of the entering activations, None for an activation without a gradient.
+    gradients of the entering activations, None for an activation without a gradient. zeros: makes the sums from the
+    weights. finish: from (weights, sums) to the mean gradients of the trained weights where they are updated.
+
+    Values between programs, and those that enter or leave, have a leading dim of devices; so do the sums.
     """
 
     prepare: StageProgram
@@ -63,73 +68,61 @@ class StagePrograms:
     cotangents: tuple[Var, ...]
     leaves: tuple[Var, ...]
     entered_gradients: tuple[Var | None, ...]
+    zeros: Callable[[list[Array]], list[Array]]
+    finish: Callable[[list[Array], list[Array]], list[Array]]
 
 
 def stage_programs(
-    fn: Callable[..., list[Array]],
-    part: Callable[[Sequence[Array], Array], list[Array]],
-    weights: Sequence[ShapeDtypeStruct],
-    batch: Sequence[ShapeDtypeStruct],
-    entered: Sequence[ShapeDtypeStruct],
-    *,
-    gradient_shardings: Sequence[NamedSharding | None],
-    splits_backward: bool,
-    hoisted: bool,
-    unreduced: UnreducedGroups | None = None,
+    device: DeviceStage, weights: Sequence[np.dtype], batch: Sequence[np.dtype], *, splits_backward: bool
 ) -> StagePrograms:
-    """Make the programs of a stage: fn(weights, part(batch, micro), entered) -> outputs.
-
-    weights, batch, entered: the shapes of the inputs; those of weights also have shardings. gradient_shardings: for
-    each weight, the sharding of its gradient, None if it is not trained. splits_backward: whether backward has two
-    parts. hoisted: whether casts and all-gathers of weights run once per step. unreduced: if given, fn and the shapes
-    of entered are those of one group, and all values that part returns or that enter or leave the stage have a leading
-    dim of groups.
-    """
+    """Make the programs of a stage. weights, batch: the dtypes of these inputs."""
     import jax
     import jax.numpy as jnp
 
-    many = () if unreduced is None else (unreduced.many,)
-    shardings = [s if s is None or unreduced is None else unreduced.of_group(s) for s in gradient_shardings]
-    run = _gradients(fn, shardings)
-    if unreduced is not None:
-        run = jax.vmap(run, in_axes=(None, 0, 0, 0), spmd_axis_name=unreduced.axes)
+    mesh, manual = device.mesh, device.manual
 
-    def stacked(xs: Sequence[ShapeDtypeStruct]) -> list[ShapeDtypeStruct]:
-        """The shapes with a leading dim of unreduced groups, if there are any."""
-        return [jax.ShapeDtypeStruct((*many, *x.shape), x.dtype) for x in xs]
+    def given(
+        held: Sequence[Held], dtypes: Sequence[np.dtype], gradient: bool = False
+    ) -> list[ShapeDtypeStruct]:
+        return [
+            jax.ShapeDtypeStruct(h.local(mesh, gradient=gradient), d)
+            for h, d in zip(held, dtypes, strict=True)
+        ]
 
-    def joint(
-        weights: Sequence[Array],
-        batch: Sequence[Array],
-        micro: Array,
-        entered: Sequence[Array],
-        cotangents: Sequence[Array | None],
-    ) -> Tree:
-        return run(weights, part(batch, micro), entered, cotangents)
-
-    given = jax.eval_shape(part, list(batch), 0)
-    taken = [jax.ShapeDtypeStruct(x.shape[len(many) :], x.dtype) for x in given]
-    out = jax.eval_shape(fn, list(weights), taken, list(entered))
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    args = (list(weights), list(batch), number, stacked(entered), trained(stacked(out)))
-    closed: ClosedJaxpr
-    closed, made = jax.make_jaxpr(joint, return_shape=True)(*args)
-    if splits_backward:
-        closed = flat(closed)
+    avals = device.stage.avals
+    coming = [avals[key].dtype for key in device.stage.enters]
+    back = [avals[key].dtype for key, on in zip(device.stage.leaves, device.returned, strict=True) if on]
+    ends = device.cotangents
+    args = (
+        given(device.stored, weights),
+        given(device.arrives, batch),
+        jax.ShapeDtypeStruct((), jnp.int32),
+        given(device.before, coming),
+        given(ends, back, gradient=True) if ends else [jax.ShapeDtypeStruct((), d) for d in back],
+    )
+    closed, made = _on_device(device.gradients, args, manual.mesh, splits_backward)
     jaxpr = opened(closed)[0]
     w, b, number, x, ct = jax.tree.unflatten(jax.tree.structure(args), jaxpr.invars)
     y, dx, dw = jax.tree.unflatten(jax.tree.structure(made), jaxpr.outvars)
+    each, whole = jax.sharding.PartitionSpec(mesh.names), jax.sharding.PartitionSpec()
+    stored = [manual.spec(h.layout, h.shape) for h in device.stored]
+    specs = dict(zip(w, stored, strict=True)) | {number: whole}
+    specs |= {v: manual.spec(h.layout, h.shape) for v, h in zip(b, device.arrives, strict=True)}
+    if device.last:
+        specs = {v: s for v, s in zip(y, manual.returns(), strict=True) if not is_literal(v)} | specs
     cut = Cutting(
         closed=closed,
-        weights=dict(zip(w, (getattr(s, "sharding", None) for s in weights), strict=True)),
+        weights=set(w),
         batch={*b, number},
-        activations={*x, *jax.tree.leaves(ct)},
-        hoisted=hoisted,
+        activations={*x, *ct},
+        hoisted=device.hoisted,
+        on_devices=OnDevices(mesh=manual.mesh, each=each, specs=specs),
     )
-    kept = [s for s in gradient_shardings if s is not None]
-    sums = kept if unreduced is None else [unreduced.stacked(s) for s in kept]
-    prepare, forward, backward = cut.programs(
-        y, jax.tree.leaves(dx), jax.tree.leaves(dw), sums, 2 if splits_backward else 1
+    prepare, forward, backward = cut.programs(y, jax.tree.leaves(dx), dw, 2 if splits_backward else 1)
+    zeros = cut.on_devices.mapped(lambda w: [s[None] for s in device.sums(w)], (stored,), each)
+    updated = [manual.spec(device.stored[i].gradient, device.stored[i].shape) for i in device.trained]
+    finish = cut.on_devices.mapped(
+        lambda w, sums: device.finished(w, [s[0] for s in sums]), (stored, each), updated
     )
     return StagePrograms(
         prepare=prepare,
@@ -139,56 +132,94 @@ def stage_programs(
         batch=tuple(b),
         micro=number,
         entered=tuple(x),
-        cotangents=tuple(jax.tree.leaves(ct)),
+        cotangents=tuple(ct),
         leaves=tuple(y),
         entered_gradients=tuple(dx),
+        zeros=jax.jit(zeros),
+        finish=jax.jit(finish),
     )
 
 
-def _gradients(
-    fn: Callable[..., list[Array]], shardings: Sequence[NamedSharding | None]
-) -> Callable[..., tuple[list[Array], list[Array | None], list[Array | None]]]:
-    """f(weights, batch, entered, cotangents) -> (outputs, gradients of entered, gradients of the weights).
-
-    fn: (weights, batch, entered) -> outputs. shardings: those of the weights' gradients. What has no gradient has None
-    in place of it.
-    """
+def _on_device(
+    fn: Callable[..., Tree], args: Sequence[Tree], mesh: JaxMesh, inline: bool
+) -> tuple[ClosedJaxpr, Tree]:
+    """(the jaxpr of a function on one device of a mesh, the shapes of its results). inline: whether to inline calls."""
     import jax
 
-    def gradients(
-        weights: Sequence[Array],
-        mine: Sequence[Array],
-        entered: Sequence[Array],
-        cotangents: Sequence[Array | None],
-    ) -> tuple[list[Array], list[Array | None], list[Array | None]]:
-        def of(some: Sequence[Array | None], x: Sequence[Array | None]) -> tuple[Tree, Tree]:
-            outs = fn(combine(some, weights), mine, combine(x, entered))
-            return trained(outs), untrained(outs)
+    found: list[tuple[ClosedJaxpr, Tree]] = []
 
-        outs, pull, fixed = jax.vjp(of, trained(weights), trained(entered), has_aux=True)
-        into_weights, into_entered = pull(cotangents)
-        into_weights = [
-            None if g is None else jax.lax.with_sharding_constraint(g, s)
-            for g, s in zip(into_weights, shardings, strict=True)
-        ]
-        return combine(outs, fixed), into_entered, into_weights
+    def inside() -> tuple[()]:
+        closed, made = jax.make_jaxpr(fn, return_shape=True)(*args)
+        found.append((flat(closed) if inline else closed, made))
+        return ()
 
-    return gradients
+    jax.eval_shape(jax.shard_map(inside, mesh=mesh, in_specs=(), out_specs=(), check_vma=False))
+    return found[0]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OnDevices:
+    """Runs functions on all devices of a mesh.
+
+    each: the layout of an array with a leading dim of devices. specs: the layouts of variables that have no such dim.
+    """
+
+    mesh: JaxMesh
+    each: PartitionSpec
+    specs: Mapping[Var, PartitionSpec]
+
+    def mapped(self, fn: Callable[..., Tree], ins: Tree, outs: Tree) -> Callable[..., Tree]:
+        """``fn`` on each device. ins, outs: the layouts of its arguments and results."""
+        import jax
+
+        def traced(*given: Tree) -> Tree:
+            with faults_at(besides_equations):
+                return fn(*given)
+
+        return jax.shard_map(traced, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
+
+    def program(
+        self, fn: Callable[..., list[Array]], reads: Sequence[Var], makes: Sequence[Var], sums: int
+    ) -> Callable[..., tuple[list[Array], list[Array]]]:
+        """A jitted function: (sums, values of reads) -> (sums, values of makes).
+
+        The last values that ``fn`` returns are added to the sums. sums: their number.
+        """
+        import jax
+        import jax.numpy as jnp
+
+        def of(v: Var) -> PartitionSpec:
+            return self.each if is_literal(v) else self.specs.get(v, self.each)
+
+        def run(so_far: Sequence[Array], values: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+            mine = [x if v in self.specs else x[0] for v, x in zip(reads, values, strict=True)]
+            outs = fn(*mine)
+            made = [
+                x if of(v) is not self.each else jnp.asarray(x)[None]
+                for v, x in zip(makes, outs, strict=False)
+            ]
+            added = outs[len(makes) :]
+            return [s + g.astype(s.dtype)[None] for s, g in zip(so_far, added, strict=True)], made
+
+        ins = ([self.each] * sums, [of(v) for v in reads])
+        mapped = self.mapped(run, ins, ([self.each] * sums, [of(v) for v in makes]))
+        return jax.jit(mapped, donate_argnums=0)
 
 
 @dataclass(kw_only=True)
 class Cutting:
     """Divides a jaxpr's equations into parts.
 
-    weights: variable of a weight -> its sharding, if known. batch, activations: the variables of these inputs. hoisted:
-    whether values that depend only on weights are computed once per step.
+    weights, batch, activations: the variables of these inputs. hoisted: whether values that depend only on weights are
+    computed once per step.
     """
 
     closed: ClosedJaxpr
-    weights: Mapping[Var, NamedSharding | None]
+    weights: set[Var]
     batch: set[Var]
     activations: set[Var]
     hoisted: bool
+    on_devices: OnDevices
     producer: dict[Var, int] = field(default_factory=dict)
     heavy: set[Var] = field(default_factory=set)
     """Variables that depend on activations, or on both weights and the batch. Only one part computes them."""
@@ -196,7 +227,6 @@ class Cutting:
     """Variables that depend only on weights and are computed once per step."""
 
     def __post_init__(self) -> None:
-        where = dict(self.weights)
         of_weights, of_batch = set(self.weights), set(self.batch)
         self.heavy |= self.activations
         for i, eqn in enumerate(opened(self.closed)[0].eqns):
@@ -209,21 +239,8 @@ class Cutting:
                 of_batch.update(makes)
             if reads & self.heavy or (reads & of_weights and reads & of_batch):
                 self.heavy.update(makes)
-            elif reads & of_weights and self.hoisted and not self._is_view(eqn, where):
+            elif reads & of_weights and self.hoisted and eqn.primitive.name not in _VIEWS:
                 self.prepared.update(makes)
-
-    def _is_view(self, eqn: Eqn, where: dict[Var, NamedSharding | None]) -> bool:
-        """Whether an equation is free to recompute: a view, or a constraint to the layout that its operand has."""
-        name, out = eqn.primitive.name, eqn.outvars[0]
-        source = where.get(eqn.invars[0]) if not is_literal(eqn.invars[0]) else None
-        if name == "sharding_constraint":
-            where[out] = eqn.params["sharding"]
-            return source is not None and source.is_equivalent_to(where[out], out.aval.ndim)
-        if source is not None:
-            kept = _sliced_sharding(eqn, source)
-            if kept is not None:
-                where[out] = kept
-        return name in _VIEWS
 
     def needed(self, targets: Iterable[Var], given: set[Var]) -> tuple[list[int], dict[Var, None]]:
         """(the equations that compute the targets, the inputs and given values that these equations read)."""
@@ -249,13 +266,12 @@ class Cutting:
         y: Sequence[Var],
         dx: Sequence[Var],
         dw: Sequence[Var],
-        sums: Sequence[NamedSharding],
         parts: int,
     ) -> tuple[StageProgram, StageProgram, tuple[StageProgram, ...]]:
         """(the program that runs once per step, forward, the parts of backward).
 
-        y, dx, dw: the variables of outputs, input gradients and weight gradients. sums: the shardings of the sums of
-        the weights' gradients. parts: the number of parts of backward.
+        y, dx, dw: the variables of outputs, input gradients and weight gradients. parts: the number of parts of
+        backward.
         """
         eqns = opened(self.closed)[0].eqns
         targets = [list(y), list(dx), list(dw)] if parts == 2 else [list(y), [*dx, *dw]]
@@ -276,39 +292,16 @@ class Cutting:
         used = dict.fromkeys(v for _, _, reads in found for v in reads if v in self.prepared)
         prepare = self._program(list(used), *self.needed(used, set()))
         forward, *backward = [self._program(*part) for part in found[:-1]]
-        return prepare, forward, (*backward, self._program(*found[-1], sums))
+        return prepare, forward, (*backward, self._program(*found[-1], len(dw)))
 
     def _program(
-        self,
-        makes: Sequence[Var],
-        equations: Sequence[int],
-        reads: Iterable[Var],
-        sums: Sequence[NamedSharding] = (),
+        self, makes: Sequence[Var], equations: Sequence[int], reads: Iterable[Var], sums: int = 0
     ) -> StageProgram:
-        """The program of some equations. sums: the shardings of sums to which the last values of makes are added."""
-        import jax
-
-        inputs, eqns, others = tuple(reads), opened(self.closed)[0].eqns, len(makes) - len(sums)
+        """The program of some equations. sums: how many of the last values of makes are added to sums."""
+        inputs, eqns = tuple(reads), opened(self.closed)[0].eqns
         fn = function_of(self.closed, [eqns[i] for i in equations], inputs, makes)
-
-        def run(so_far: Sequence[Array], values: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-            outs = fn(*values)
-            return [a + g for a, g in zip(so_far, outs[others:], strict=True)], outs[:others]
-
-        jitted = jax.jit(run, donate_argnums=0, out_shardings=(list(sums), [None] * others))
-        return StageProgram(reads=inputs, makes=tuple(makes[:others]), run=jitted)
-
-
-def _sliced_sharding(eqn: Eqn, source: NamedSharding) -> NamedSharding | None:
-    """The sharding of a weight's row or of its cast, or None if it is not known."""
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    name, spec = eqn.primitive.name, tuple(source.spec)
-    if name == "convert_element_type" or (name == "slice" and (not spec or spec[0] is None)):
-        return source if eqn.invars[0].aval.shape[1:] == eqn.outvars[0].aval.shape[1:] else None
-    if name == "squeeze" and tuple(eqn.params["dimensions"]) == (0,):
-        return NamedSharding(source.mesh, PartitionSpec(*spec[1:]))
-    return None
+        others = tuple(makes[: len(makes) - sums])
+        return StageProgram(reads=inputs, makes=others, run=self.on_devices.program(fn, inputs, others, sums))
 
 
 def flat(closed: ClosedJaxpr) -> ClosedJaxpr:

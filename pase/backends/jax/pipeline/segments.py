@@ -10,25 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from pase.errors import PaseError
 from pase.frontends.jax.blocks import blocks_of, loops_of
 from pase.frontends.jax.frontend import TracedJax, inlined, inner_jaxpr
 from pase.frontends.jax.rules import pointwise
 from pase.frontends.jax.types import Aval, Eqn, Jaxpr, Var
-from pase.frontends.jax.versions import is_dropped, is_literal, scan_groups, value_of
-from pase.ir import Place, PlacePart
+from pase.frontends.jax.versions import is_dropped, is_literal, scan_groups
+from pase.ir import Place
 from pase.ir.blocks import Block
 from pase.ir.cut_points import UnitChain
 from pase.pytree import Tree
 
-if TYPE_CHECKING:
-    from jax import Array
-
-    from pase.backends.jax.gspmd import Copies, JaxprWalk
-
-__all__ = ["Segment", "SegmentList", "StageEnv", "StageKey", "variables"]
+__all__ = ["Segment", "SegmentList", "StageEnv", "StageKey", "StageWalk", "variables"]
 
 StageKey: TypeAlias = Any
 """A value: a variable of a jaxpr, or an intermediate value of a loop, as a tuple such as (path, "carry", iteration,
@@ -36,12 +31,41 @@ index)."""
 StageEnv = dict[StageKey, Tree]
 
 
+class StageWalk(Protocol):
+    """What runs the equations of segments: on arrays with constraints (``JaxprWalk``), or on one device
+    (``ManualWalk``)."""
+
+    def value(self, key: StageKey, env: StageEnv) -> Tree:
+        """The value of a variable or literal."""
+
+    def constant(self, array: Tree) -> Tree:
+        """A value that does not depend on data."""
+
+    def span(self, jaxpr: Jaxpr, env: StageEnv, start: int, stop: int, prefix: str, made: Tree, /) -> None:
+        """Run the equations ``start`` … ``stop - 1``, and add their results to env."""
+
+    def in_loop_layout(self, at: Place, value: Tree, name: str | None, made: Tree, /) -> Tree:
+        """A value in the layout that the plan has for one tensor of a loop. at: the place of the tensor."""
+
+    def iterations(
+        self, eqn: Eqn, at: Place, ins: Sequence[Tree], carried: Sequence[Tree], rows: range, made: Tree, /
+    ) -> list[Tree]:
+        """Iterations of a scan, written out: the last carry, then the stacked results of these iterations.
+
+        ins: the scan's operands besides its carry. carried: what the iterations begin with. rows: the rows of stacks
+        that they read; a stack has all rows, or only these.
+        """
+
+    def joined(self, parts: Sequence[Tree], name: str | None) -> Tree:
+        """A result of a loop, of which stages have made parts. name: its tensor."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
     """A segment of the program.
 
     run: reads the inputs from the environment and writes the results to it. Its arguments are the walk that lowers
-    equations, the environment, and the copies of tensors that the walk has already made. block: the index of the
+    equations, the environment, and what the walk has already made for several readers. block: the index of the
     segment's block or unit; -1 before the blocks, and the number of blocks after them. row_by_row: whether each row of
     the result depends only on the same row of the operands, so that it can run on some rows of stacks alone. loop: the
     path of the loop over layers, if the segment is iterations of it. stacks: the stacks of which these read a row each;
@@ -51,7 +75,7 @@ class Segment:
     reads: tuple[StageKey, ...]
     makes: tuple[StageKey, ...]
     block: int
-    run: Callable[[JaxprWalk, StageEnv, Copies], None]
+    run: Callable[[StageWalk, StageEnv, Tree], None]
     row_by_row: bool = False
     loop: str = ""
     stacks: tuple[StageKey, ...] = ()
@@ -82,6 +106,8 @@ class SegmentList:
     """(prefix, first equation) of a written-out block -> the equation after its last one."""
     rows: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
     """(path of a loop over layers, stage) -> the rows of stacks, [first, end), that the stage's iterations read."""
+    stacks: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    """Path of a loop over layers -> (tensor, tensor) for each stack that it slices: outside, and inside the loop."""
     _current: int = -1
     """The block or unit of the segments that are being made; -1 before the first."""
     _begun: int = 0
@@ -166,8 +192,8 @@ class SegmentList:
     def _alias(self, source: StageKey, target: StageKey) -> Segment:
         """A segment that passes a value into or out of an inlined call, whose jaxpr has other variables."""
 
-        def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
-            env[target] = value_of(source, env)
+        def run(walk: StageWalk, env: StageEnv, copies: Tree) -> None:
+            env[target] = walk.value(source, env)
 
         self.avals[target] = target.aval
         if not is_literal(source) and source in self.names:
@@ -187,7 +213,7 @@ class SegmentList:
             for v, name in zip(e.outvars, self.traced.results[Place(f"{prefix}{i}")], strict=True):
                 self.names[v], self.avals[v] = name, v.aval
 
-        def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
+        def run(walk: StageWalk, env: StageEnv, copies: Tree) -> None:
             walk.span(jaxpr, env, start, stop, prefix, copies)
 
         alone = not is_block and stop == start + 1
@@ -220,6 +246,9 @@ class SegmentList:
             yield self._into_carry(
                 at.its("carry", k), eqn.invars[nc + k], key, self.traced.operands[at][nc + k]
             )
+        outside = enumerate(self.traced.operands[at][nc + nk :])
+        inside = ((name, self.traced.results.get(at.its("xs", k))) for k, name in outside)
+        self.stacks[path] = [(name, made[0]) for name, made in inside if name and made]
         ys: list[list[StageKey]] = []
         for stage, (a, b) in enumerate(pairwise(accumulate(self.cuts, initial=0))):
             first, stop = (min(max(x, begin), end) - begin for x in (a, b))
@@ -228,8 +257,9 @@ class SegmentList:
             if first == stop:
                 continue
             ys.append([(path, "y", first, k) for k in range(len(body_results) - nk)])
-            for key, aval in zip(ys[-1], body_results[nk:], strict=True):
-                self.avals[key] = aval.update(shape=(stop - first, *aval.shape))
+            names = self.traced.results[at][nk:]
+            for key, aval, name in zip(ys[-1], body_results[nk:], names, strict=True):
+                self.avals[key], self.names[key] = aval.update(shape=(stop - first, *aval.shape)), name
             self._current = begin + first
             yield self._iterations(eqn, at, rows, carry(first), (*carry(stop), *ys[-1]))
             self._current = begin + stop - 1
@@ -247,8 +277,8 @@ class SegmentList:
         at: the place of the operand in the loop. key: the operand inside the loop. name: its tensor in the graph.
         """
 
-        def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
-            env[key] = walk.in_loop_layout(at, value_of(var, env), name, copies)
+        def run(walk: StageWalk, env: StageEnv, copies: Tree) -> None:
+            env[key] = walk.in_loop_layout(at, walk.value(var, env), name, copies)
 
         return Segment(reads=variables([var]), makes=(key,), block=self._here(), run=run)
 
@@ -261,27 +291,12 @@ class SegmentList:
         results.
         """
         nc, nk = scan_groups(eqn)
-        names, (first, stop) = self.traced.operands[at], rows
+        besides = (*eqn.invars[:nc], *eqn.invars[nc + nk :])
 
-        def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
-            import jax.numpy as jnp
-
-            def operands(part: PlacePart, start: int, end: int | None) -> list[Array]:
-                out = []
-                for k, (var, name) in enumerate(zip(eqn.invars[start:end], names[start:end], strict=True)):
-                    x = value_of(var, env)
-                    if part == "xs" and x.shape[0] == eqn.params["length"]:
-                        x = x[first:stop]
-                    out.append(walk.in_loop_layout(at.its(part, k), x, name, copies))
-                return out
-
-            consts, xs = operands("const", 0, nc), operands("xs", nc + nk, None)
-            carried, order = [env[key] for key in carry], range(stop - first)
-            ys: dict[int, list[Array]] = {}
-            for row in reversed(order) if eqn.params["reverse"] else order:
-                carried, ys[row] = walk.iteration(eqn, at, consts, carried, [x[row] for x in xs])
-            stacked = map(jnp.stack, zip(*(ys[row] for row in order), strict=True))
-            env.update(zip(makes, (*carried, *stacked), strict=True))
+        def run(walk: StageWalk, env: StageEnv, copies: Tree) -> None:
+            ins, carried = [walk.value(v, env) for v in besides], [env[key] for key in carry]
+            made = walk.iterations(eqn, at, ins, carried, range(*rows), copies)
+            env.update(zip(makes, made, strict=True))
 
         stacks = variables(eqn.invars[nc + nk :])
         return Segment(
@@ -296,11 +311,8 @@ class SegmentList:
     def _result(self, var: Var, reads: Sequence[StageKey], name: str) -> Segment:
         """A result of the loop over layers. reads: the last carry, or the rows that each stage's iterations return."""
 
-        def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
-            import jax.numpy as jnp
-
-            values = [env[key] for key in reads]
-            env[var] = walk.defined(jnp.concatenate(values) if len(values) > 1 else values[0], name)
+        def run(walk: StageWalk, env: StageEnv, copies: Tree) -> None:
+            env[var] = walk.joined([env[key] for key in reads], name)
 
         self.names[var], self.avals[var] = name, var.aval
         block = self.blocks if self.chain is None else self._current

@@ -6,25 +6,17 @@ The program is a list of segments (``segments``). ``pase.local.stage_assignment`
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from pase.backends.jax.ops.draws import Examples
-from pase.backends.jax.pipeline.segments import Segment, SegmentList, StageEnv, StageKey, variables
+from pase.backends.jax.pipeline.segments import Segment, SegmentList, StageEnv, StageKey, StageWalk, variables
 from pase.errors import PaseError
 from pase.frontends.jax.frontend import TracedJax
 from pase.frontends.jax.types import Aval
-from pase.frontends.jax.versions import value_of
 from pase.ir.blocks import Block
 from pase.ir.cut_points import UnitChain
 from pase.local.stage_assignment import PinnedSegment, SegmentedProgram, StageSegments
 from pase.pytree import Tree
-
-if TYPE_CHECKING:
-    from jax import Array
-
-    from pase.backends.jax.gspmd import Copies, JaxprWalk
 
 __all__ = ["Stage", "StageWeight", "stages_of"]
 
@@ -57,35 +49,23 @@ class Stage:
     alike: Hashable
     enters: tuple[StageKey, ...]
     leaves: tuple[StageKey, ...]
+    given: tuple[StageKey, ...]
+    rows: Mapping[str, int]
     names: Mapping[StageKey, str]
     constants: Mapping[StageKey, Tree]
     avals: Mapping[StageKey, Aval]
 
-    def run(
-        self,
-        walk: JaxprWalk,
-        weights: Sequence[Array],
-        batch: Sequence[Array],
-        entered: Sequence[Array],
-        micro_batches: int,
-    ) -> list[Array]:
-        """The outputs of the stage, computed from the values (or tracers) of one micro-batch.
+    def run(self, walk: StageWalk, given: Sequence[Tree], made: Tree) -> list[Tree]:
+        """The outputs of the stage.
 
-        batch: if random numbers are drawn for examples, with the number of the first one at its end
-        (``first_examples``). micro_batches: those of the step.
+        given: the values of its weights, batch leaves and entering activations. made: what the walk has made so far for
+        several readers.
         """
-        if walk.plan.traced.drawn:
-            *batch, first = batch
-            walk = replace(walk, examples=Examples(first=first, step=micro_batches))
-        env: StageEnv = dict(self.constants)
-        leaf, n = walk.plan.traced.jaxpr.jaxpr.invars, len(walk.plan.traced.param_paths)
-        keys = (*(leaf[w.leaf] for w in self.weights), *(leaf[n + i] for i in self.batch), *self.enters)
-        for key, x in zip(keys, (*weights, *batch, *entered), strict=True):
-            env[key] = walk.defined(x, self.names.get(key))
-        copies: Copies = {}
+        env: StageEnv = {key: walk.constant(x) for key, x in self.constants.items()}
+        env.update(zip(self.given, given, strict=True))
         for segment in self.segments:
-            segment.run(walk, env, copies)
-        return [value_of(key, env) for key in self.leaves]
+            segment.run(walk, env, made)
+        return [walk.value(key, env) for key in self.leaves]
 
 
 def stages_of(
@@ -185,6 +165,8 @@ class _Cut:
                 if i < n
             ),
             batch=tuple(i - n for i, _ in read if i >= n),
+            rows=self._rows(stage, by_rows),
+            given=(*(v for _, v in read), *cut.enters),
             read_whole=frozenset(i for i, v in read if i < n and v in of_blocks and v not in by_rows),
             alike=self._alike(stage, cut, by_rows),
             enters=cut.enters,
@@ -193,6 +175,20 @@ class _Cut:
             constants=listing.constants,
             avals=listing.avals,
         )
+
+    def _rows(self, stage: int, by_rows: Mapping[StageKey, str]) -> dict[str, int]:
+        """``Stage.rows``."""
+        listing, found = self.listing, dict[str, int]()
+        for v, loop in by_rows.items():
+            first, stop = listing.rows[loop, stage]
+            if stop > first:
+                found[listing.names[v]] = stop - first
+        return found | {
+            inside: found[stack]
+            for pairs in listing.stacks.values()
+            for stack, inside in pairs
+            if stack in found
+        }
 
     def _read_by_blocks(self, stage: int, cut: StageSegments[Segment, StageKey]) -> Collection[StageKey]:
         """The values that the stage's blocks read, and those that these are made from."""

@@ -1,4 +1,4 @@
-"""Stages whose gradients are reduced over the data-parallel devices once per step, not in each micro-batch.
+"""Circular stages whose gradients are reduced over the data-parallel devices once per step, not in each micro-batch.
 
 XLA reduces the gradient of a weight where it is computed. Here, each group of devices with its own examples (an
 unreduced group) keeps a separate sum. A stage runs on the examples of one group, under ``vmap`` over the groups, and
@@ -9,11 +9,9 @@ the examples.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.pipeline.stages import Stage, stages_of
 from pase.backends.jax.plan import JaxPlan
 from pase.frontends.jax.blocks import batch_size, micro
 from pase.ir import named, simplify
@@ -21,10 +19,8 @@ from pase.ir.blocks import rematerialised
 
 if TYPE_CHECKING:
     from jax import Array
-    from jax.sharding import NamedSharding
 
     from pase.frontends.jax.frontend import TracedJax
-    from pase.ir.cut_points import UnitChain
     from pase.plan.pipeline import PipelinePlan
 
 __all__ = ["UnreducedGroups", "first_examples", "unreduced_groups"]
@@ -37,53 +33,31 @@ _BATCH = "b"
 class UnreducedGroups:
     """The unreduced groups of a pipeline.
 
-    axes: the mesh axes over which only the batch is split. many: the number of groups. splits, stages: those of the
-    pipeline for the examples of one group.
+    axes: the mesh axes over which only the batch is split. many: the number of groups. split: the model on the examples
+    of one group.
     """
 
     axes: tuple[str, ...]
     many: int
-    splits: tuple[JaxPlan, ...]
-    stages: tuple[Stage, ...]
-
-    def stacked(self, sharding: NamedSharding) -> NamedSharding:
-        """The sharding of an array with a leading dim of groups, each part of which has the given sharding."""
-        from jax.sharding import NamedSharding, PartitionSpec
-
-        spec = self.of_group(sharding).spec
-        return NamedSharding(sharding.mesh, PartitionSpec(self.axes, *spec))
-
-    def of_group(self, sharding: NamedSharding) -> NamedSharding:
-        """The sharding without the axes of the groups."""
-        from jax.sharding import NamedSharding, PartitionSpec
-
-        spec = [tuple(a for a in _tuple(axes) if a not in self.axes) for axes in sharding.spec]
-        return NamedSharding(sharding.mesh, PartitionSpec(*(axes or None for axes in spec)))
+    split: JaxPlan
 
 
-def unreduced_groups(
-    p: PipelinePlan, of: Sequence[JaxPlan], chain: UnitChain | None
-) -> UnreducedGroups | None:
-    """The unreduced groups of a pipeline.
+def unreduced_groups(p: PipelinePlan, split: JaxPlan) -> UnreducedGroups | None:
+    """The unreduced groups of a pipeline of equal stages.
 
-    Returns None if it reduces gradients in each micro-batch, or if no axis splits only the batch. of: the model under
-    each of the pipeline's strategies. chain: the units between which the model is cut, unless it is cut between equal
-    blocks.
+    Returns None if it reduces gradients in each micro-batch, or if no axis splits only the batch. split: the model on
+    one micro-batch.
     """
-    traced = of[0].traced
+    traced = split.traced
     if p.micro_batches == 1 or traced.has_aux or any(s.weights == "each" for s in p.stages):
         return None
-    mesh = of[0].logical_mesh
-    used = {s.strategy for s in p.stages}
-    axes = tuple(a for a in mesh.names if all(_splits_batch(of[i], a) for i in used))
+    mesh = split.logical_mesh
+    axes = tuple(a for a in mesh.names if _splits_batch(split, a))
     many = math.prod(mesh.sizes[mesh.names.index(a)] for a in axes)
     if many == 1 or batch_size(traced) % many:
         return None
-    small = micro(traced, many)
-    splits = tuple(replace(s, traced=small, unreduced_axes=frozenset(axes)) for s in of)
-    recomputed = [b for s in splits for b in s.blocks]
-    stages = stages_of(small, splits[0].leaf_names(), p.cuts, recomputed, chain)
-    return UnreducedGroups(axes=axes, many=many, splits=splits, stages=stages)
+    small = replace(split, traced=micro(traced, many), unreduced_axes=frozenset(axes))
+    return UnreducedGroups(axes=axes, many=many, split=small)
 
 
 def first_examples(
@@ -112,7 +86,3 @@ def _splits_batch(split: JaxPlan, axis: str) -> bool:
     return any(axis in dims.get(_BATCH, ()) for dims in computed) and not any(
         axis in axes for dims in computed for dim, axes in dims.items() if dim != _BATCH
     )
-
-
-def _tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)

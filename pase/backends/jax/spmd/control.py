@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from pase.backends.jax.spmd.interpreter import ManualWalk
 
-__all__ = ["manual_cond", "manual_scan", "manual_while"]
+__all__ = ["in_loop_layout", "manual_cond", "manual_scan", "manual_while", "written_out"]
 
 
 def _in_loop_layouts(
@@ -35,18 +35,18 @@ def _in_loop_layouts(
     of: which part of the equation's tensors they are (constants, carry, stacks, …). which: the number of the branch
     that returns them.
     """
-    out = []
-    for k, h in enumerate(values):
-        key = at.its(of, *which, k)
-        (name,) = walk.traced.results.get(key, (None,))
-        op = walk.program.maker.get(name or "")
-        if op is None:  # it has one element, or does not depend on data
-            out.append(h if name is None else replace(h, tensor=name))
-            continue
-        r = walk.program.result(op.results[0].tensor)
-        (wanted,) = op.operands[:1]
-        out.append(replace(walk.received(h, wanted, cache), tensor=r.tensor, layout=r.layout))
-    return out
+    return [in_loop_layout(walk, at.its(of, *which, k), h, cache) for k, h in enumerate(values)]
+
+
+def in_loop_layout(walk: ManualWalk, at: Place, value: DeviceValue, cache: Cache) -> DeviceValue:
+    """A value in the layout that the plan has for one tensor of a loop or a branch. at: the place of the tensor."""
+    (name,) = walk.traced.results.get(at, (None,))
+    op = walk.program.maker.get(name or "")
+    if op is None:  # it has one element, or does not depend on data
+        return value if name is None else replace(value, tensor=name)
+    r = walk.program.result(op.results[0].tensor)
+    (wanted,) = op.operands[:1]
+    return replace(walk.received(value, wanted, cache), tensor=r.tensor, layout=r.layout)
 
 
 def _closed(
@@ -74,7 +74,6 @@ def manual_scan(
 
     p = eqn.params
     nc, nk = scan_groups(eqn)
-    closed, names = p["jaxpr"], walk.traced.results[at]
     consts = _in_loop_layouts(walk, at, "const", ins[:nc], cache)
     init = _in_loop_layouts(walk, at, "carry", ins[nc : nc + nk], cache)
     stacks = _in_loop_layouts(walk, at, "xs", ins[nc + nk :], cache)
@@ -86,14 +85,12 @@ def manual_scan(
     def body(
         carry: Sequence[Array], x: tuple[Sequence[Tree], Mapping[str, Tree]]
     ) -> tuple[list[Array], Tree]:
-        inside = Cache(body=f"{at.path}.")
         iterations[0] = around.iteration(x[1])
         inner = walk if walk.arrivals is None else replace(walk, arrivals=iterations[0])
         carried = [replace(h, array=a) for h, a in zip(init, carry, strict=True)]
         slices = [_slice(inner, at, k, h, s) for k, (h, s) in enumerate(zip(xs, x[0], strict=True))]
-        made = inner.run(closed.jaxpr, closed.consts, [*consts, *carried, *slices], f"{at.path}.", inside)
-        stacked[:] = [_stacked(inner, n, h, inside) for n, h in zip(names[nk:], made[nk:], strict=True)]
-        return _closed(inner, at, init, made[:nk], inside), ([h.array for h in stacked], iterations[0].found)
+        carried, stacked[:] = _iteration(inner, eqn, at, consts, carried, slices)
+        return [h.array for h in carried], ([h.array for h in stacked], iterations[0].found)
 
     carry, (ys, arrived) = jax.lax.scan(
         body,
@@ -106,6 +103,62 @@ def manual_scan(
     around.leave(f"in {at.path}", iterations[0], arrived)
     last = [replace(h, array=a) for h, a in zip(init, carry, strict=True)]
     return [*last, *(replace(h, array=y) for h, y in zip(stacked, ys, strict=True))]
+
+
+def _iteration(
+    walk: ManualWalk,
+    eqn: Eqn,
+    at: Place,
+    consts: Sequence[DeviceValue],
+    carried: Sequence[DeviceValue],
+    slices: Sequence[DeviceValue],
+) -> tuple[list[DeviceValue], list[DeviceValue]]:
+    """One iteration of a scan: (the carry, results that are stacked)."""
+    closed, (_, nk), names = eqn.params["jaxpr"], scan_groups(eqn), walk.traced.results[at]
+    inside = Cache(body=f"{at.path}.")
+    made = walk.run(closed.jaxpr, closed.consts, [*consts, *carried, *slices], f"{at.path}.", inside)
+    stacked = [_stacked(walk, n, h, inside) for n, h in zip(names[nk:], made[nk:], strict=True)]
+    arrays = _closed(walk, at, carried, made[:nk], inside)
+    return [replace(h, array=a) for h, a in zip(carried, arrays, strict=True)], stacked
+
+
+def written_out(
+    walk: ManualWalk,
+    eqn: Eqn,
+    at: Place,
+    ins: Sequence[DeviceValue],
+    carried: Sequence[DeviceValue],
+    rows: range,
+    cache: Cache,
+) -> list[DeviceValue]:
+    """``ManualWalk.iterations``."""
+    import jax
+    import jax.numpy as jnp
+
+    nc, _ = scan_groups(eqn)
+    consts = _in_loop_layouts(walk, at, "const", ins[:nc], cache)
+    stacks = _in_loop_layouts(walk, at, "xs", ins[nc:], cache)
+    xs = [_before_slicing(walk, at, k, h, cache) for k, h in enumerate(stacks)]
+    around, made = walk.arrivals or Arrivals(), dict[int, list[DeviceValue]]()
+    for row in reversed(rows) if eqn.params["reverse"] else rows:
+        key = f"in {at.path} {row - rows.start}"
+        mine = around.iteration(around.stacked(key))
+        inner = walk if walk.arrivals is None else replace(walk, arrivals=mine)
+
+        def at_row(x: Array, row: int = row) -> Array:
+            return x[row if x.shape[0] == eqn.params["length"] else row - rows.start]
+
+        slices = [
+            _slice(inner, at, k, h, jax.tree.map(at_row, (h.array, h.gradient_carrier)))
+            for k, h in enumerate(xs)
+        ]
+        carried, made[row] = _iteration(inner, eqn, at, consts, carried, slices)
+        around.leave(key, mine, mine.found)
+    stacked = [
+        replace(parts[0], array=jnp.stack([h.array for h in parts]))
+        for parts in zip(*(made[row] for row in rows), strict=True)
+    ]
+    return [*carried, *stacked]
 
 
 def _before_slicing(walk: ManualWalk, at: Place, k: int, stack: DeviceValue, cache: Cache) -> DeviceValue:

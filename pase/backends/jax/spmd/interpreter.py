@@ -16,7 +16,13 @@ from pase.backends.jax.ops.draws import Examples, drawn
 from pase.backends.jax.ops.jaxprs import KEPT, boundary, of_operand
 from pase.backends.jax.spmd import rules
 from pase.backends.jax.spmd.collectives import JaxArrays, summed, there_and_back
-from pase.backends.jax.spmd.control import manual_cond, manual_scan, manual_while
+from pase.backends.jax.spmd.control import (
+    in_loop_layout,
+    manual_cond,
+    manual_scan,
+    manual_while,
+    written_out,
+)
 from pase.backends.jax.spmd.custom_rules import call_with_rule
 from pase.backends.jax.spmd.messages import BodyMessages
 from pase.backends.jax.spmd.placement import REMATERIALISED, given_form, message_bodies
@@ -27,7 +33,7 @@ from pase.frontends.jax.control import by_platform, on_every_platform
 from pase.frontends.jax.draws import BatchDraw
 from pase.frontends.jax.frontend import KEPT_WHOLE, TracedJax, inlined, inner_jaxpr
 from pase.frontends.jax.rules import BY_OPERAND
-from pase.frontends.jax.types import Eqn, Jaxpr, Var
+from pase.frontends.jax.types import Eqn, Jaxpr
 from pase.frontends.jax.versions import at_line, is_literal, literal_array, source_line
 from pase.ir import Place
 from pase.ir.blocks import Block
@@ -107,6 +113,42 @@ class ManualWalk:
     def _info(self) -> DebugInfo:
         return self.traced.jaxpr.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
 
+    def constant(self, array: Tree) -> DeviceValue:
+        """A value that does not depend on data."""
+        return DeviceValue(array=array)
+
+    def in_loop_layout(self, at: Place, value: DeviceValue, name: str | None, cache: Cache) -> DeviceValue:
+        """A value in the layout that the plan has for one tensor of a loop or a branch. at: the place of the tensor.
+        name: not used; the value has its own."""
+        del name
+        return in_loop_layout(self, at, value, cache)
+
+    def iterations(
+        self,
+        eqn: Eqn,
+        at: Place,
+        ins: Sequence[DeviceValue],
+        carried: Sequence[DeviceValue],
+        rows: range,
+        cache: Cache,
+    ) -> list[DeviceValue]:
+        """``StageWalk.iterations``."""
+        return written_out(self, eqn, at, ins, carried, rows, cache)
+
+    def joined(self, parts: Sequence[DeviceValue], name: str | None) -> DeviceValue:
+        """``StageWalk.joined``."""
+        import jax.numpy as jnp
+
+        if len(parts) == 1:
+            return replace(parts[0], tensor=name)
+        return replace(parts[0], array=jnp.concatenate([h.array for h in parts]), tensor=name)
+
+    def input(self, array: Array, tensor: str) -> DeviceValue:
+        """An input. One that no op reads is whole on every device."""
+        if tensor not in self.program.maker:
+            return DeviceValue(array=array, tensor=tensor)
+        return self.leaf(array, tensor)
+
     def leaf(self, array: Array, tensor: str, gradient_carrier: Array | None = None) -> DeviceValue:
         """A parameter or an input, in its storage layout."""
         return DeviceValue(
@@ -120,29 +162,42 @@ class ManualWalk:
         self, jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[DeviceValue], prefix: str, cache: Cache
     ) -> list[DeviceValue]:
         """Run the equations of a jaxpr. prefix: of their places. cache: the state of the body that contains them."""
-        from jax.ad_checkpoint import checkpoint_name
-
-        env: dict[Var, DeviceValue] = {
+        env: dict[Tree, DeviceValue] = {
             v: DeviceValue(array=c) for v, c in zip(jaxpr.constvars, consts, strict=True)
         }
         env.update(zip(jaxpr.invars, args, strict=True))
         for h in args:
             cache.values.setdefault(h.tensor or "", h)
+        self.span(jaxpr, env, 0, len(jaxpr.eqns), prefix, cache)
+        return [self.value(v, env) for v in jaxpr.outvars]
 
-        def value(var: Var) -> DeviceValue:
-            return DeviceValue(array=literal_array(var)) if is_literal(var) else env[var]
+    def value(self, key: Tree, env: Mapping[Tree, DeviceValue]) -> DeviceValue:
+        """The value of a variable or literal."""
+        return DeviceValue(array=literal_array(key)) if is_literal(key) else env[key]
+
+    def span(
+        self,
+        jaxpr: Jaxpr,
+        env: dict[Tree, DeviceValue],
+        start: int,
+        stop: int,
+        prefix: str,
+        cache: Cache,
+    ) -> None:
+        """Run the equations ``start`` … ``stop - 1``, and add their results to env (variable -> value)."""
+        from jax.ad_checkpoint import checkpoint_name
 
         def one(i: int, cache: Cache) -> None:
             eqn = jaxpr.eqns[i]
             at = Place(f"{prefix}{i}")
             with faults_at(lambda _: self._named_at(eqn, at)), at_line(eqn):
-                outs = self._equation(eqn, [value(v) for v in eqn.invars], at, cache)
+                outs = self._equation(eqn, [self.value(v, env) for v in eqn.invars], at, cache)
             if at in self.kept:
                 outs = [replace(h, array=checkpoint_name(h.array, KEPT)) for h in outs]
             env.update(zip(eqn.outvars, outs, strict=True))
 
-        i = 0
-        while i < len(jaxpr.eqns):
+        i = start
+        while i < stop:
             block = next((b for b in self.blocks if b.prefix == prefix and b.start == i), None)
             if block is None or self._finds_arrivals:
                 one(i, cache)
@@ -150,10 +205,9 @@ class ManualWalk:
                 continue
             self._recompute(jaxpr, block, env, one)
             i = block.stop
-        return [value(v) for v in jaxpr.outvars]
 
     def _recompute(
-        self, jaxpr: Jaxpr, block: Block, env: dict[Var, DeviceValue], one: Callable[[int, Cache], None]
+        self, jaxpr: Jaxpr, block: Block, env: dict[Tree, DeviceValue], one: Callable[[int, Cache], None]
     ) -> None:
         """Run a block of equations that backward recomputes. one: runs one equation, by its number."""
         import jax

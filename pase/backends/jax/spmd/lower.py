@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
     from pase.backends.jax.plan import JaxPlan
+    from pase.machine import Mesh
 
-__all__ = ["Lowering", "Manual", "lowered", "lowerings", "manual_or_annotated"]
+__all__ = ["Lowering", "Manual", "gradient_carrier", "lowered", "lowerings", "manual_or_annotated"]
 
 Lowering = Literal["annotated", "manual", "auto"]
 """What partitions the program. annotated: XLA's partitioner, with the plan's constraints. manual: pase itself, by
@@ -244,9 +245,7 @@ class Manual:
             outs = self._walk.run(inner, consts, [value(v) for v in eqn.invars], prefix, cache)
             env.update(zip(eqn.outvars, outs, strict=True))
             return [
-                self._out(
-                    self._walk, value(closed.jaxpr.outvars[j]), self._end(j), cache, differentiated=False
-                )
+                self.out(self._walk, value(closed.jaxpr.outvars[j]), self.end(j), cache, differentiated=False)
                 for j in mine
             ]
 
@@ -270,7 +269,7 @@ class Manual:
         from jax.sharding import PartitionSpec
 
         leaves = range(len(self._names)) if given is None else given
-        one = [self._spec(self.program.result(self._names[i]).layout, self._shape(i)) for i in leaves]
+        one = [self.spec(self.program.result(self._names[i]).layout, self._shape(i)) for i in leaves]
         ins = tuple(
             PartitionSpec(None, *spec) if i in stacked else spec for i, spec in zip(leaves, one, strict=True)
         )
@@ -294,7 +293,8 @@ class Manual:
         avals = self.plan.traced.jaxpr.in_avals[: len(self.plan.traced.param_paths)]
         return [i for i, a in enumerate(avals) if jax.numpy.issubdtype(a.dtype, jax.numpy.inexact)]
 
-    def _spec(self, layout: Layout, shape: tuple[int, ...]) -> PartitionSpec:
+    def spec(self, layout: Layout, shape: tuple[int, ...]) -> PartitionSpec:
+        """The PartitionSpec of a layout. shape: of the whole array."""
         where = placement(layout, len(shape), self.program.mesh)
         if where is None:
             raise NotManual(
@@ -304,26 +304,15 @@ class Manual:
 
     def gradient_specs(self) -> list[PartitionSpec]:
         """PartitionSpecs of the trained leaves' gradients."""
-        return [
-            self._spec(self.program.result(self._names[i]).gradient, self._shape(i)) for i in self.trained
-        ]
+        return [self.spec(self.program.result(self._names[i]).gradient, self._shape(i)) for i in self.trained]
 
     def gradient_carriers(self, leaves: Sequence[Array]) -> dict[int, Array]:
         """Leaf -> the array at which its gradient is taken: the parameter, or its gradient carrier if the gradient is
         stored in another layout (``LocalResult.gradient_carrier``)."""
         return {
-            i: self._gradient_carrier(leaves[i], self.program.result(self._names[i])) for i in self.trained
+            i: gradient_carrier(leaves[i], self.program.result(self._names[i]), self.program.mesh)
+            for i in self.trained
         }
-
-    def _gradient_carrier(self, x: Array, r: LocalResult) -> Array:
-        import jax
-
-        mesh = self.program.mesh
-        if r.layout == r.gradient:
-            return x
-        if r.gradient_carrier == "zeros":
-            return jax.numpy.zeros(local_shape(r.shape, r.gradient, mesh), x.dtype)
-        return resharded(x, between(r.layout, r.gradient, mesh), r.shape, "sum", JaxArrays(mesh))
 
     def forward(
         self,
@@ -348,11 +337,11 @@ class Manual:
             )
         cache = Cache(body="")
         outs = walk.run(closed.jaxpr, closed.consts, values, "", cache)
-        ends = [self._end(j) for j in range(len(outs))]
+        ends = [self.end(j) for j in range(len(outs))]
         pairs = enumerate(zip(outs, ends, strict=True))
-        return [self._out(walk, h, op, cache, differentiated=j == 0) for j, (h, op) in pairs]
+        return [self.out(walk, h, op, cache, differentiated=j == 0) for j, (h, op) in pairs]
 
-    def _out(
+    def out(
         self, walk: ManualWalk, value: DeviceValue, op: LocalOp | None, cache: Cache, differentiated: bool
     ) -> Array:
         """A result of the model: in the plan's layout if it has one; otherwise as it is made, or replicated if that
@@ -383,7 +372,7 @@ class Manual:
         """PartitionSpecs of the model's results."""
         specs = []
         for j, aval in enumerate(self.plan.traced.jaxpr.out_avals):
-            op, name = self._end(j), self._out_names[j]
+            op, name = self.end(j), self._out_names[j]
             layout: Layout = (None,) * len(self.program.mesh.names)
             if op is not None:
                 layout = op.operands[0].layout
@@ -402,7 +391,7 @@ class Manual:
             names |= zip(eqn.outvars, results[Place(str(i))], strict=True)
         return [None if is_literal(v) else names.get(v) for v in jaxpr.outvars]
 
-    def _end(self, j: int) -> LocalOp | None:
+    def end(self, j: int) -> LocalOp | None:
         """The op that reads a result of the model: the output's, or that of the leaf whose next value the result is."""
         traced = self.plan.traced
         into = {of: leaf for leaf, of in traced.carried.items()}
@@ -418,3 +407,17 @@ class Manual:
                 found = tuple(op for op in found if op.op.scope[0].path == programs[j // each])
             return found[0] if found else None
         return self.program.outputs.get(self._out_names[j] or "")
+
+
+def gradient_carrier(x: Array, r: LocalResult, mesh: Mesh) -> Array:
+    """The array at which the gradient of a parameter is taken (``Manual.gradient_carriers``).
+
+    x: the parameter on this device. r: its layouts.
+    """
+    import jax
+
+    if r.layout == r.gradient:
+        return x
+    if r.gradient_carrier == "zeros":
+        return jax.numpy.zeros(local_shape(r.shape, r.gradient, mesh), x.dtype)
+    return resharded(x, between(r.layout, r.gradient, mesh), r.shape, "sum", JaxArrays(mesh))

@@ -131,6 +131,7 @@ class Arrivals:
     numbers: the transfers that bring the parameters. given: the arrivals; None in the walk that finds them. found: the
     arrivals that this walk has found. wide: for each one found, the dtype in which its gradients are accumulated; "" if
     it has no gradient. barred: the surrounding construct out of which nothing can be hoisted; "" if there is none.
+    optional: a parameter that is read where nothing can be hoisted is gathered there; otherwise it is refused.
     begins: find three arrays for each: the parameter as it is read, the array that receives its gradient, and the
     parameter before it is resharded for its reader.
     """
@@ -140,6 +141,7 @@ class Arrivals:
     found: dict[str, Tree] = field(default_factory=dict)
     wide: dict[str, Tree] = field(default_factory=dict)
     barred: str = ""
+    optional: bool = False
     begins: bool = False
 
     def of(
@@ -154,6 +156,8 @@ class Arrivals:
 
         stored: the dtype in which the parameter is stored. make: gathers it. value: the value that it is gathered from.
         """
+        if self.barred and self.optional:
+            return make()
         if self.barred:
             raise PaseError(
                 f"the parameter '{transfer.tensor}' is read here, so it cannot be gathered once per step",

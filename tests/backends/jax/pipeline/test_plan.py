@@ -52,8 +52,8 @@ def test_what_stages_share_and_hand_on(name, chunks, cuts):
 def test_what_it_cannot_run_is_said():
     plan, w, x, _ = chained()
     with pytest.raises(PaseError) as e:
-        plan.jax.train_step(OPTIMIZER, lowering="manual")
-    assert e.value.where == "lowering='manual'"
+        plan.jax.train_step(OPTIMIZER, lowering="annotated")
+    assert e.value.where == "lowering='annotated'"
     with pytest.raises(PaseError, match="JAX sees 1"):
         plan.jax.mesh(jax.devices()[:1])
     with pytest.raises(PaseError) as e:

@@ -1,4 +1,4 @@
-"""Gradients that are reduced over the data-parallel devices once per step."""
+"""Stages on one device: what is sent in which program, gradients that are reduced once per step, and refusals."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import pase
 from pase.backends.audit.xla import worst_difference
 from pase.backends.jax.pipeline import run as jax_pipeline_run
+from pase.errors import PaseError
 from pase.hlo.collectives import collectives
 from pase.tables.itemize import split_of
 from pase.tables.layouts import configs
@@ -55,17 +56,20 @@ def test_gradients_summed_once_a_step_equal_the_unsharded_ones(name, cuts, scan)
     params, batch = arguments(scan)
     placed, there = jp.device_put(params, batch)
     loss, grads = jp.value_and_grad()(placed, there)
-    assert jp.unreduced_groups is not None and jp.unreduced_groups.many == 2
     assert abs(float(loss) - whole.loss) < 1e-12 and abs(float(jp.loss()(placed, there)) - whole.loss) < 1e-12
     assert worst_difference(whole.gradients, jp.gathered(grads)) < 1e-12
     updated, *_ = jp.train_step(OPTIMIZER)(placed, jp.init(OPTIMIZER, placed), there)
     assert worst_difference(whole.parameters, jp.gathered(updated)) < 1e-12
 
 
+def alone(params, x):
+    return chain(params, x)[0]
+
+
 def test_backward_sends_no_gradients_where_they_are_summed_once(monkeypatch):
     """The compiled programs have no collective in backward, and one reduction of each stage's gradients after it."""
-    sent, late = [], []
-    run, mean = jax_pipeline_run._run, jax_pipeline_run._mean_of
+    sent = []
+    run = jax_pipeline_run._run
 
     def told(program, values, sums):
         if sums:
@@ -73,25 +77,58 @@ def test_backward_sends_no_gradients_where_they_are_summed_once(monkeypatch):
             sent.append(collectives(text))
         return run(program, values, sums)
 
-    def means(*of):
-        def at_last(sums):
-            late.append(collectives(mean(*of).lower(sums).compile().as_text()))
-            return mean(*of)(sums)
-
-        return at_last
-
     monkeypatch.setattr(jax_pipeline_run, "_run", told)
-    monkeypatch.setattr(jax_pipeline_run, "_mean_of", means)
     w, x = jnp.full((4, 4, 4), 0.1), jnp.arange(64.0).reshape(16, 4) / 64
-
-    def alone(params, x):
-        return chain(params, x)[0]
-
     plan = pase.compile(alone, w, x, devices=4, machine="h100x8", pipeline=2, mesh="2", accumulate=MICRO)
-    plan = over_data(staged(plan, "1f1b", 1, (1, 3)))
-    loss, grads = plan.jax.value_and_grad()(w, x)
+    jp = over_data(staged(plan, "1f1b", 1, (1, 3))).jax
+    loss, grads = jp.value_and_grad()(w, x)
     want = jax.value_and_grad(alone)(w, x)
     assert abs(float(loss - want[0])) < 1e-14
-    assert worst_difference(want[1], plan.jax.gathered(grads)) < 1e-14
+    assert worst_difference(want[1], jp.gathered(grads)) < 1e-14
     assert len(sent) == 2 * MICRO and not any(sent)
+    programs, (placed,) = jp.on(None).programs, jp.device_put(w)
+    late = [
+        collectives(p.finish.lower([part], p.zeros([part])).compile().as_text())
+        for p, part in zip(programs, placed.parts, strict=True)
+    ]
     assert [sum(c.bytes for c in of) for of in late] == [1 * 4 * 4 * 8, 3 * 4 * 4 * 8]
+
+
+def constant_in_carry(params, x):
+    """A carry that no layer changes, and one that counts."""
+
+    def layer(carried, w):
+        h, scale, i = carried
+        return (jnp.tanh(h @ w) * scale + i, scale, i + 1), None
+
+    (h, *_), _ = jax.lax.scan(layer, (x, 0.5, 0), params)
+    return jnp.mean(h**2)
+
+
+def test_a_constant_in_the_carry_is_handed_on():
+    w, x = jnp.full((4, 4, 4), 0.1), jnp.arange(64.0).reshape(16, 4) / 64
+    plan = pase.compile(
+        constant_in_carry, w, x, devices=4, machine="h100x8", pipeline=2, mesh="2", accumulate=MICRO
+    )
+    jp = staged(plan, "1f1b", 1, (1, 3)).jax
+    loss, grads = jp.value_and_grad()(w, x)
+    want = jax.value_and_grad(constant_in_carry)(w, x)
+    assert abs(float(loss - want[0])) < 1e-14
+    assert worst_difference(want[1], jp.gathered(grads)) < 1e-14
+
+
+def printing(params, x):
+    def layer(h, w):
+        jax.debug.print("{}", h[0, 0])
+        return jnp.tanh(h @ w), None
+
+    return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+
+def test_what_cannot_be_lowered_manually_is_refused_in_stages():
+    """It was dropped in silence: a stage's programs are cut by what their results need."""
+    w, x = jnp.full((4, 4, 4), 0.1), jnp.arange(64.0).reshape(16, 4) / 64
+    plan = pase.compile(printing, w, x, devices=2, machine="h100x8", pipeline=2, mesh="1", accumulate=MICRO)
+    with pytest.raises(PaseError, match="cannot be run in stages") as e:
+        staged(plan, "1f1b", 1, (2, 2)).jax.value_and_grad()(w, x)
+    assert "debug" in e.value.where and "test_device.py" in e.value.where and "'circular'" in e.value.fix
