@@ -19,6 +19,7 @@ from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.backends.jax.spmd.interpreter import ManualWalk
 from pase.backends.jax.spmd.lower import Manual, gradient_carrier
 from pase.backends.jax.spmd.values import Arrivals, Cache, DeviceValue, NotManual
+from pase.backends.jax.steps.hoisted import no_gradient
 from pase.frontends.jax.blocks import split_inputs
 from pase.frontends.jax.versions import called, without_dead_code
 from pase.local.lower import between
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
 
     from pase.machine import Mesh
 
-__all__ = ["DeviceStage", "Gathers", "Held"]
+__all__ = ["DeviceStage", "HeldArray", "StepGathers"]
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldArray:
     """An array as a device holds it. shape: of the whole array. gradient: the layout of its gradient."""
 
     shape: tuple[int, ...]
@@ -43,7 +44,7 @@ class Held:
     gradient: Layout
 
     @classmethod
-    def of(cls, program: LocalProgram, tensor: str | None, shape: Sequence[int]) -> Held:
+    def of(cls, program: LocalProgram, tensor: str | None, shape: Sequence[int]) -> HeldArray:
         """The tensor as a program makes it. What no op makes is whole on every device."""
         if tensor not in program.maker:
             whole = (None,) * len(program.mesh.names)
@@ -57,7 +58,7 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathers:
+class StepGathers:
     """The all-gathers that run once per step.
 
     run: from gradient carriers to the weights in the form that their readers need. form: the tree structure of these.
@@ -82,11 +83,11 @@ class DeviceStage:
     stage: Stage
     manual: Manual
     program: LocalProgram
-    stored: tuple[Held, ...]
-    arrives: tuple[Held, ...]
-    before: tuple[Held, ...]
+    stored: tuple[HeldArray, ...]
+    arrives: tuple[HeldArray, ...]
+    before: tuple[HeldArray, ...]
     """What enters, as the previous stage makes it."""
-    after: tuple[Held, ...]
+    after: tuple[HeldArray, ...]
     """What leaves, as the next stage reads it; empty for the last stage."""
     hoisted: bool
     micro_batches: int
@@ -124,16 +125,16 @@ class DeviceStage:
         leaves = set(self.manual.trained)
         return tuple(i for i, w in enumerate(self.stage.weights) if w.leaf in leaves)
 
-    def held(self, key: StageKey) -> Held:
+    def held(self, key: StageKey) -> HeldArray:
         """A value as this stage makes it."""
-        return Held.of(self.program, self.stage.names.get(key), self.stage.avals[key].shape)
+        return HeldArray.of(self.program, self.stage.names.get(key), self.stage.avals[key].shape)
 
     @cached_property
-    def enters(self) -> tuple[Held, ...]:
+    def enters(self) -> tuple[HeldArray, ...]:
         return tuple(map(self.held, self.stage.enters))
 
     @cached_property
-    def leaves(self) -> tuple[Held, ...]:
+    def leaves(self) -> tuple[HeldArray, ...]:
         """What leaves; empty for the last stage."""
         return () if self.last else tuple(map(self.held, self.stage.leaves))
 
@@ -150,7 +151,7 @@ class DeviceStage:
         return tuple(map(self.comes_back, self.stage.leaves))
 
     @property
-    def cotangents(self) -> tuple[Held, ...]:
+    def cotangents(self) -> tuple[HeldArray, ...]:
         """The outputs that have a gradient, as the next stage returns it."""
         return tuple(h for h, on in zip(self.after, self.returned, strict=True) if on) if self.after else ()
 
@@ -237,7 +238,7 @@ class DeviceStage:
             gathers = self.gathers(weights)
             arrived, back = jax.vjp(gathers.run, own)
             whole = [
-                next(given).astype(x.dtype) if s else _no_gradient(x)
+                next(given).astype(x.dtype) if s else no_gradient(x)
                 for x, s in zip(arrived, gathers.sums, strict=True)
             ]
             (reduced,) = back(whole)
@@ -294,11 +295,11 @@ class DeviceStage:
             if divided[i]:
                 mine = x.reshape(x.shape[0] // m, m, *x.shape[1:])
                 mine = jax.lax.dynamic_index_in_dim(mine, micro, 1, keepdims=False)
-            want = Held.of(self.program, names[n + i], traced.jaxpr.in_avals[n + i].shape)
+            want = HeldArray.of(self.program, names[n + i], traced.jaxpr.in_avals[n + i].shape)
             out.append(self.moved(mine, have.layout, want.layout, want.shape))
         return out
 
-    def _gradient_of_entered(self, key: StageKey, x: Array, held: Held) -> Array | None:
+    def _gradient_of_entered(self, key: StageKey, x: Array, held: HeldArray) -> Array | None:
         """The array at which the gradient of an entering activation is taken; None if it has none."""
         import jax.numpy as jnp
 
@@ -307,7 +308,7 @@ class DeviceStage:
         wanted = held.local(self.mesh, gradient=True)
         return x if wanted == x.shape else jnp.zeros(wanted, x.dtype)
 
-    def _entering(self, key: StageKey, x: Array, end: Array | None, held: Held) -> DeviceValue:
+    def _entering(self, key: StageKey, x: Array, end: Array | None, held: HeldArray) -> DeviceValue:
         name = self.stage.names.get(key)
         if name not in self.program.maker:
             return DeviceValue(array=x, tensor=name)
@@ -319,7 +320,7 @@ class DeviceStage:
         numbers = frozenset(k for k, t in enumerate(self.program.transfers) if t.hoisted)
         return Arrivals(numbers=numbers, given=given, optional=True)
 
-    def gathers(self, weights: Sequence[Array]) -> Gathers:
+    def gathers(self, weights: Sequence[Array]) -> StepGathers:
         """The all-gathers of the weights, which one walk finds."""
         import jax
         import jax.numpy as jnp
@@ -338,7 +339,7 @@ class DeviceStage:
             )
             avals = [traced.jaxpr.in_avals[n + i] for i in self.stage.batch]
             held = [
-                Held.of(self.program, names[n + i], a.shape)
+                HeldArray.of(self.program, names[n + i], a.shape)
                 for i, a in zip(self.stage.batch, avals, strict=True)
             ]
             batch = [jnp.zeros(h.local(self.mesh), a.dtype) for h, a in zip(held, avals, strict=True)]
@@ -360,7 +361,7 @@ class DeviceStage:
         def run(own: dict[int, Array]) -> list[Array]:
             return called(program)(*jax.tree.leaves(own))
 
-        return Gathers(run=run, form=form[0], sums=tuple(form[1]))
+        return StepGathers(run=run, form=form[0], sums=tuple(form[1]))
 
     def _run(
         self,
@@ -387,7 +388,7 @@ class DeviceStage:
             ]
         return [self._leaving(h, held) for h, held in zip(outs, self.leaves, strict=True)]
 
-    def _leaving(self, value: DeviceValue, held: Held) -> DeviceValue:
+    def _leaving(self, value: DeviceValue, held: HeldArray) -> DeviceValue:
         """A value in the layout in which the next stage expects it."""
         import jax
         import jax.numpy as jnp
@@ -402,13 +403,3 @@ class DeviceStage:
                 "defect of pase.local"
             )
         return value
-
-
-def _no_gradient(x: Array) -> Tree:
-    """A gradient of zeros for a value that has no gradient."""
-    import jax
-    import numpy as np
-
-    if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact):
-        return jax.numpy.zeros_like(x)
-    return np.zeros(x.shape, jax.dtypes.float0)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
     from jax.typing import ArrayLike
 
-    from pase.backends.jax.pipeline.device import DeviceStage, Held
+    from pase.backends.jax.pipeline.device import DeviceStage, HeldArray
 
 __all__ = ["Cutting", "OnDevices", "StageProgram", "StagePrograms", "flat", "stage_programs"]
 
@@ -77,34 +77,14 @@ def stage_programs(
 ) -> StagePrograms:
     """Make the programs of a stage. weights, batch: the dtypes of these inputs."""
     import jax
-    import jax.numpy as jnp
 
-    mesh, manual = device.mesh, device.manual
-
-    def given(
-        held: Sequence[Held], dtypes: Sequence[np.dtype], gradient: bool = False
-    ) -> list[ShapeDtypeStruct]:
-        return [
-            jax.ShapeDtypeStruct(h.local(mesh, gradient=gradient), d)
-            for h, d in zip(held, dtypes, strict=True)
-        ]
-
-    avals = device.stage.avals
-    coming = [avals[key].dtype for key in device.stage.enters]
-    back = [avals[key].dtype for key, on in zip(device.stage.leaves, device.returned, strict=True) if on]
-    ends = device.cotangents
-    args = (
-        given(device.stored, weights),
-        given(device.arrives, batch),
-        jax.ShapeDtypeStruct((), jnp.int32),
-        given(device.before, coming),
-        given(ends, back, gradient=True) if ends else [jax.ShapeDtypeStruct((), d) for d in back],
-    )
+    manual = device.manual
+    args = _arguments(device, weights, batch)
     closed, made = _on_device(device.gradients, args, manual.mesh, splits_backward)
     jaxpr = opened(closed)[0]
     w, b, number, x, ct = jax.tree.unflatten(jax.tree.structure(args), jaxpr.invars)
     y, dx, dw = jax.tree.unflatten(jax.tree.structure(made), jaxpr.outvars)
-    each, whole = jax.sharding.PartitionSpec(mesh.names), jax.sharding.PartitionSpec()
+    each, whole = jax.sharding.PartitionSpec(device.mesh.names), jax.sharding.PartitionSpec()
     stored = [manual.spec(h.layout, h.shape) for h in device.stored]
     specs = dict(zip(w, stored, strict=True)) | {number: whole}
     specs |= {v: manual.spec(h.layout, h.shape) for v, h in zip(b, device.arrives, strict=True)}
@@ -137,6 +117,31 @@ def stage_programs(
         entered_gradients=tuple(dx),
         zeros=jax.jit(zeros),
         finish=jax.jit(finish),
+    )
+
+
+def _arguments(device: DeviceStage, weights: Sequence[np.dtype], batch: Sequence[np.dtype]) -> Sequence[Tree]:
+    """The shapes on one device of (weights, batch, number of the micro-batch, what enters, cotangents)."""
+    import jax
+
+    def given(
+        held: Sequence[HeldArray], dtypes: Sequence[np.dtype], gradient: bool = False
+    ) -> list[ShapeDtypeStruct]:
+        return [
+            jax.ShapeDtypeStruct(h.local(device.mesh, gradient=gradient), d)
+            for h, d in zip(held, dtypes, strict=True)
+        ]
+
+    avals = device.stage.avals
+    coming = [avals[key].dtype for key in device.stage.enters]
+    back = [avals[key].dtype for key, on in zip(device.stage.leaves, device.returned, strict=True) if on]
+    ends = device.cotangents
+    return (
+        given(device.stored, weights),
+        given(device.arrives, batch),
+        jax.ShapeDtypeStruct((), jax.numpy.int32),
+        given(device.before, coming),
+        given(ends, back, gradient=True) if ends else [jax.ShapeDtypeStruct((), d) for d in back],
     )
 
 

@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.pipeline.arrays import is_cut, joined, on_rank
-from pase.backends.jax.pipeline.device import DeviceStage, Held
+from pase.backends.jax.pipeline.device import DeviceStage, HeldArray
 from pase.backends.jax.pipeline.placement import StagePlacement
 from pase.backends.jax.pipeline.programs import StageProgram, StagePrograms, stage_programs
 from pase.backends.jax.pipeline.segments import StageKey
@@ -82,9 +82,9 @@ class RunningStages:
         names, n = plan.splits[0].leaf_names(), len(plan.traced.param_paths)
         full = placement.split(k).input_shapes(True)
 
-        def crossing(at: int, keys: Sequence[StageKey]) -> tuple[Held, ...]:
+        def crossing(at: int, keys: Sequence[StageKey]) -> tuple[HeldArray, ...]:
             return tuple(
-                Held.of(self.local[at], stage.names.get(key), stage.avals[key].shape) for key in keys
+                HeldArray.of(self.local[at], stage.names.get(key), stage.avals[key].shape) for key in keys
             )
 
         return DeviceStage(
@@ -94,11 +94,11 @@ class RunningStages:
             ),
             program=self.local[k],
             stored=tuple(
-                Held.of(self.local[placement.holders[w][0]], names[w.leaf], placement.shape(w).shape)
+                HeldArray.of(self.local[placement.holders[w][0]], names[w.leaf], placement.shape(w).shape)
                 for w in stage.weights
             ),
             arrives=tuple(
-                Held.of(self.local[placement.readers[i][0]], names[n + i], full[i]) for i in stage.batch
+                HeldArray.of(self.local[placement.readers[i][0]], names[n + i], full[i]) for i in stage.batch
             ),
             before=crossing(k - 1, stage.enters) if k else (),
             after=crossing(k + 1, stage.leaves) if k + 1 < len(plan.stages) else (),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from pase.backends.jax.spmd.lower import Manual
 
-__all__ = ["hoisted_value_and_grad"]
+__all__ = ["hoisted_value_and_grad", "no_gradient"]
 
 Gathers = Callable[[dict[int, Tree]], list[Tree]]
 """Gradient carriers -> the parameters in the form that their readers need."""
@@ -101,7 +101,7 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
         """The gradients of the gathered parameters, reduced to the parameters' storage layouts."""
         iteration = iter(grads)
         whole = [
-            next(iteration).astype(x.dtype) if on else _no_gradient(x)
+            next(iteration).astype(x.dtype) if on else no_gradient(x)
             for x, on in zip(arrived, smooth, strict=True)
         ]
         (found,) = back(whole)
@@ -177,7 +177,7 @@ def _in_place(some: Sequence[Tree], chosen: Sequence[bool], others: Sequence[Tre
     return [next(iteration) if on else x for x, on in zip(others, chosen, strict=True)]
 
 
-def _no_gradient(x: Array) -> Array | np.ndarray:
+def no_gradient(x: Array) -> Array | np.ndarray:
     """A gradient of zeros for a value that has no gradient."""
     import jax
     import numpy as np
