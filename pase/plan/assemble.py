@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import numpy as np
 
-from pase.ir import Graph, Node, Role, digest
+from pase.ir import Graph, Node, Role, Scope, digest
 from pase.machine import CostModel, Machine, Mesh
 from pase.memory.account import KeptPart, MemoryKind
 from pase.memory.accounts import account_for
@@ -83,24 +83,30 @@ class _KeptBytes(TypedDict):
 
     keeps: Mapping[MemoryKind, int]
     kept_for_recompute: int
+    recomputed_in: int
 
 
-_NOTHING = _KeptBytes(keeps={}, kept_for_recompute=0)
+_NOTHING = _KeptBytes(keeps={}, kept_for_recompute=0, recomputed_in=0)
 
 
 def _kept(parts: Iterable[KeptPart]) -> dict[str, _KeptBytes]:
     """Return what each node keeps. parts: of all nodes."""
     keeps: dict[str, dict[MemoryKind, float]] = {}
     recompute: Counter[str] = Counter()
+    regions: dict[tuple[Scope, ...], int] = {}
+    region: dict[str, int] = {}
     for p in parts:
         mine = keeps.setdefault(p.node, {})
         if p.region is None:
             mine[p.kind] = mine.get(p.kind, 0.0) + p.nbytes
         else:
             recompute[p.node] += p.nbytes  # type: ignore[assignment]
+            region[p.node] = regions.setdefault(p.region, len(regions) + 1)
     return {
         node: _KeptBytes(
-            keeps={k: round(v) for k, v in mine.items()}, kept_for_recompute=round(recompute[node])
+            keeps={k: round(v) for k, v in mine.items()},
+            kept_for_recompute=round(recompute[node]),
+            recomputed_in=region.get(node, 0),
         )
         for node, mine in keeps.items()
     }

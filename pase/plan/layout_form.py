@@ -74,7 +74,7 @@ class NodeForm(Struct, kw_only=True):
 
     reads: the nodes that make what it reads. work: what one device does for it in a step. keeps: bytes that a device
     keeps for it; for a parameter, without what is counted elsewhere. kept_for_recompute: bytes kept while its region is
-    recomputed.
+    recomputed. recomputed_in: the number of that region, from 1.
     """
 
     node: str
@@ -88,6 +88,7 @@ class NodeForm(Struct, kw_only=True):
     work: tuple[LocalWork, ...] | UnsetType = UNSET
     keeps: dict[MemoryKind, int] | UnsetType = UNSET
     kept_for_recompute: Count | UnsetType = UNSET
+    recomputed_in: Count | UnsetType = UNSET
 
 
 class ReshardForm(Struct, kw_only=True):

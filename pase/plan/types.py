@@ -46,8 +46,9 @@ class NodePlan:
     keeps: bytes that a device keeps for it, throughout the step or for a part of it. What a node reads gathered or in
         another layout for backward counts for that node.
     kept_for_recompute: bytes kept while its rematerialized region is recomputed.
+    recomputed_in: the number of that region, from 1; 0 for none.
 
-    The last four are empty in layouts that were written before these fields existed.
+    The last five are empty in layouts that were written before these fields existed.
     """
 
     name: str
@@ -62,6 +63,7 @@ class NodePlan:
     work: tuple[LocalWork, ...] = ()
     keeps: Mapping[MemoryKind, int] = field(default_factory=dict)
     kept_for_recompute: int = 0
+    recomputed_in: int = 0
 
     @property
     def kept_again(self) -> int:
