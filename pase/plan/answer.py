@@ -109,7 +109,9 @@ def _data_parallel(plan: PlanData, axes: Collection[str], over: str) -> str:
         return f"FSDP over {over}"
     plain = f"data parallelism over {over}"
     if stored > 1.5:
-        return f"FSDP over {over}, each with 1/{stored:.0f} of the parameters"
+        most, share = _usual_shards(plan, axes)
+        how = "most" if share > 0.5 else f"{share:.0%} of the"
+        return f"FSDP over {over} ({how} parameters over {most})"
     if _shards(plan, axes, [(t, t.state or t.storage) for t in tensors]) > 1.5:
         return f"{plain} with optimizer state sharded (ZeRO-2)"
     return plain
@@ -123,6 +125,15 @@ def _shards(plan: PlanData, axes: Collection[str], stored: Iterable[tuple[Tensor
         whole += t.elements
         held += t.elements / math.prod(sizes[a] for split in placement for a in split if a in axes)
     return whole / held if held else 1.0
+
+
+def _usual_shards(plan: PlanData, axes: Collection[str]) -> tuple[int, float]:
+    """Return over how many devices along these axes most sharded elements are stored, and their share of all."""
+    sizes, found = plan.mesh.by_name, Counter[int]()
+    for t in plan.parameters.values():
+        found[math.prod(sizes[a] for split in t.storage for a in split if a in axes)] += t.elements
+    ways = max((w for w in found if w > 1), key=lambda w: found[w])
+    return ways, found[ways] / found.total()
 
 
 def family(name: str) -> str:
