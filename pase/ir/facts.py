@@ -28,6 +28,7 @@ class GraphFacts:
     decomposed: whether an executor overlaps gathers and scatters with products piece by piece.
     eager: whether each call of the program runs by itself, as in PyTorch, so that backward keeps what each call saves.
         False: a compiler fuses calls.
+    loss: for a whole train step, the tensor that is its loss; "" if the graph is no such step, or if none is known.
     """
 
     frontend: str = ""
@@ -37,6 +38,7 @@ class GraphFacts:
     micro_batches: int = 1
     decomposed: bool = False
     eager: bool = False
+    loss: str = ""
 
 
 def facts_text(facts: GraphFacts) -> dict[str, str]:
@@ -49,6 +51,7 @@ def facts_text(facts: GraphFacts) -> dict[str, str]:
         "accumulate": str(facts.micro_batches) if facts.micro_batches != 1 else "",
         "decompose": "products" if facts.decomposed else "",
         "eager": "calls" if facts.eager else "",
+        "loss": facts.loss,
     }
     return {k: v for k, v in found.items() if v}
 
@@ -75,10 +78,11 @@ def read_facts(text: Mapping[str, str]) -> GraphFacts:
         micro_batches=int(times),
         decomposed="decompose" in given,
         eager="eager" in given,
+        loss=given.get("loss", ""),
     )
 
 
-_KEYS = {"frontend", "dims", "precision", "hoisted", "accumulate", "decompose", "eager"}
+_KEYS = {"frontend", "dims", "precision", "hoisted", "accumulate", "decompose", "eager", "loss"}
 
 _FORMER = {"once": "hoisted"}
 """Keys in texts that older versions wrote. They are still read."""

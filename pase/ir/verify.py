@@ -19,6 +19,7 @@ def verify(graph: Graph) -> Graph:
     tensor dim. Sizes agree (for conv and pooling, a window times its stride may differ by the padding). No access walks
     a dim twice. Dims that an op works on exist. Gradients are handed back only to tensors that have one, by ops that do
     nothing else. Functions have all of their operands, read or literal. Parameters fit the shapes.
+    A node makes the loss of a whole step.
     """
     seen: set[str] = set()
     written: set[str] = set()
@@ -51,6 +52,8 @@ def verify(graph: Graph) -> Graph:
     for t in graph.outputs:
         if t not in graph.tensors:
             raise PaseError(f"output {t} is not a tensor", where=f"graph '{graph.name}'")
+    if graph.facts.loss and graph.facts.loss not in written:
+        raise PaseError(f"no node makes the loss {graph.facts.loss}", where=f"graph '{graph.name}'")
     return graph
 
 

@@ -43,6 +43,7 @@ from pase.tables.layouts import (
     write_states,
 )
 from pase.tables.reshard_path import reshard_steps
+from pase.tables.work import phase_of
 
 __all__ = ["between", "layout_of", "local_program", "program_of", "states_of"]
 
@@ -154,7 +155,7 @@ class _Lower:
             yield self._op(node, op, inside[k], edges)
 
     def _op(self, node: Node, op: Op, inside: list[Charge], edges: Mapping[object, int]) -> LocalOp:
-        own_phase = "backward" if op.backward else "forward"
+        own_phase = phase_of(self.graph, node.name, op)
 
         def over(phase: str, kind: str, access: int) -> tuple[str, ...]:
             """The axes over which the op's collectives of this kind run for one of its reads or writes."""

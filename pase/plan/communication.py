@@ -118,13 +118,20 @@ def communication_problem(
     links: replace the links that the plan implies; every link then carries every group.
     curve_of: prices a kind of collective over axes. If None, the (bytes, cost) pairs in the plan give the prices.
 
-    Raises PaseError if costs are not in seconds, and Infeasible if there is nothing to schedule or too much to list.
+    Raises PaseError if costs are not in seconds, and Infeasible if there is nothing to schedule, if there is too much
+    to list, or if the plan is of a whole step.
     """
     if plan.unit != "s":
         raise PaseError(
             f"the plan's costs are in {plan.unit}, not seconds",
             where=where,
             fix="compile it with --cost-model analytic",
+        )
+    if plan.whole_step:
+        raise Infeasible(
+            "the plan is of a whole step, which sums its own gradients; a bucket plan is made for a loss",
+            where=where,
+            fix="compile the loss instead",
         )
     turns = sum(n.times for n in plan.nodes)
     if turns > _MOST_RUNS:

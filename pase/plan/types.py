@@ -191,6 +191,13 @@ class PlanData:
             )
         return named(simplify(self.traced.graph))
 
+    @cached_property
+    def whole_step(self) -> bool:
+        """Whether the program makes its own gradients and updates (``pase.ir.whole_step``). Its nodes are then in the
+        order in which they run."""
+        of = {(n.op == "parameter", w.phase) for n in self.nodes for w in n.work}
+        return (True, "update") not in of and bool(of & {(False, "backward"), (False, "update")})
+
     @property
     def beside(self) -> float | None:
         """The former name of ``overlap``."""

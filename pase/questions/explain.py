@@ -30,6 +30,7 @@ __all__ = [
     "WorkItem",
     "causes",
     "explain",
+    "roles",
     "whole_time",
     "why",
 ]
@@ -127,8 +128,20 @@ _WORDS = {
 _NOTHING = 1e-6  # relative differences of costs below this are rounding
 
 
-def why(c: Collective, op_of: Mapping[str, str]) -> str:
-    """The reason for a collective in words. Similar collectives have the same reason. op_of: node name -> its op."""
+def roles(plan: PlanData) -> Mapping[str, str]:
+    """Node name -> its op; "parameter" also for a copy of a parameter."""
+    found: dict[str, str] = {}
+    for n in plan.nodes:
+        copied = n.op == "copy" and bool(n.reads) and all(found.get(r) == "parameter" for r in n.reads)
+        found[n.name] = "parameter" if copied else n.op
+    return found
+
+
+def why(c: Collective, op_of: Mapping[str, str], whole_step: bool) -> str:
+    """The reason for a collective in words. Similar collectives have the same reason.
+
+    op_of: from ``roles``. whole_step: ``PlanData.whole_step``, whose gradients are the program's own tensors.
+    """
     backward = c.phase == "backward"
     kind = _WORDS.get(c.kind, c.kind)
     if op_of.get(c.source) == "parameter":
@@ -143,7 +156,8 @@ def why(c: Collective, op_of: Mapping[str, str]) -> str:
             else "every device has the sum"
         )
         return f"gradients of parameters are summed, {kept} ({kind})"
-    what = "gradients of activations" if backward else "activations"
+    gradients = "gradients" if whole_step else "gradients of activations"
+    what = gradients if backward else "activations"
     if c.source == c.node:
         if c.kind == "permute" and op_of.get(c.node) == "attention":
             return (
@@ -164,7 +178,7 @@ def why(c: Collective, op_of: Mapping[str, str]) -> str:
 
 def causes(plan: PlanData) -> tuple[Cause, ...]:
     """The plan's total cost by cause, largest first. Time hidden by overlap comes last, as a negative cost."""
-    op_of = {n.name: n.op for n in plan.nodes}
+    op_of = roles(plan)
     found: dict[tuple[str, str], list[float]] = {}
 
     def add(group: str, what: str, cost: float, nbytes: int, count: int = 1) -> None:
@@ -188,7 +202,7 @@ def causes(plan: PlanData) -> tuple[Cause, ...]:
         if n.cost.update:
             add("update", "the optimizer's update", n.cost.update, 0)
     for c in plan.collectives:
-        add("communication", why(c, op_of), c.cost, c.nbytes * c.times)
+        add("communication", why(c, op_of, plan.whole_step), c.cost, c.nbytes * c.times)
     if plan.hidden:
         add("communication", "minus communication that overlaps compute", -plan.hidden, 0, count=0)
     if plan.pipeline is not None:
@@ -417,14 +431,14 @@ def _layer(
     problem: SplitProblem | None,
     say: Callable[[str], None],
 ) -> LayerReport:
-    op_of = {n.name: n.op for n in plan.nodes}
+    op_of = roles(plan)
     sizes = plan.mesh.by_name
     local = dict(node.sizes)
     for d, axes in node.split.items():
         for a in axes:
             if d in local:
                 local[d] //= sizes[a]
-    collectives = tuple((c, why(c, op_of)) for c in plan.collectives if c.node == node.name)
+    collectives = tuple((c, why(c, op_of, plan.whole_step)) for c in plan.collectives if c.node == node.name)
     work, holds = _work(plan, node, machine), _holds(node)
     if problem is None:
         return LayerReport(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pase.files.json_values import JsonObject
 from pase.plan.types import NodePlan, PlanData
-from pase.questions.explain import Explanation, why
+from pase.questions.explain import Explanation, roles, why
 from pase.questions.report_pipeline import stages_data
 from pase.tables.itemize import Collective
 
@@ -20,7 +20,7 @@ PARAMETERS = "parameters"
 def explorer_data(e: Explanation) -> JsonObject:
     """Data for the explorer widget: nodes and collectives by number, the order of the list, the mesh and the stages."""
     plan = e.plan
-    op_of = {n.name: n.op for n in plan.nodes}
+    op_of = roles(plan)
     number = {n.name: i for i, n in enumerate(plan.nodes)}
     sent: dict[str, list[int]] = {}
     for i, c in enumerate(plan.collectives):
@@ -69,7 +69,7 @@ def explorer_data(e: Explanation) -> JsonObject:
                 "bytes": c.nbytes,
                 "times": c.times,
                 "phase": c.phase,
-                "why": why(c, op_of),
+                "why": why(c, op_of, plan.whole_step),
                 "source": number.get(c.source, -1),
                 "cost": _short(c.cost),
             }
@@ -192,12 +192,14 @@ def priced_step(plan: PlanData) -> JsonObject:
 
 
 def _bars(plan: PlanData) -> Iterator[tuple[str, str, int, float]]:
-    """Yields (stream, label, kind, cost): forward in the order of the nodes, backward in reverse, then the update."""
+    """Yields (stream, label, kind, cost): forward in the order of the nodes, backward in reverse unless the
+    program has it itself, then the update."""
     kinds = {"forward": 0, "backward": 1, "update": 2}
     sent: dict[tuple[str, str], list[Collective]] = {}
     for c in plan.collectives:
         sent.setdefault((c.node, c.phase), []).append(c)
-    for phase, nodes in (("forward", plan.nodes), ("backward", plan.nodes[::-1]), ("update", plan.nodes)):
+    back = plan.nodes if plan.whole_step else plan.nodes[::-1]
+    for phase, nodes in (("forward", plan.nodes), ("backward", back), ("update", plan.nodes)):
         for n in nodes:
             yield "compute", n.name, kinds[phase], sum(w.cost for w in n.work if w.phase == phase)
             for c in sent.get((n.name, phase), ()):

@@ -23,6 +23,7 @@ from pase.ir import Access, Edge, Graph, Node, Op, Tensor
 from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.ir.functions import CAUSAL_ATTENTION, UNSTACK
 from pase.ir.types import is_floating
+from pase.ir.whole_step import sums_gradient, whole_step
 from pase.machine import CollectiveKind, Mesh
 from pase.tables.decompose import TAKEN_APART, Products, made_by, read_by, sums_apart
 from pase.tables.layouts import (
@@ -122,7 +123,7 @@ def _op_charges(
     """The sums and halos of one op of a node. at: the op's index. consumed: the tensors that the node's ops read."""
     op = node.ops[at]
     times = runs_of(op, node.name)
-    itself: tuple[Phase, float] = phase_of(op), times * (2 if op.remat else 1)
+    itself: tuple[Phase, float] = phase_of(graph, node.name, op), times * (2 if op.remat else 1)
     gradient: tuple[Phase, float] = "backward", times
 
     def charge(
@@ -214,6 +215,8 @@ class Flow:
     nbytes: bytes of the whole tensor. times: how often it is sent in a step, including recomputation.
     sum_nbytes: the bytes in a collective that reduces; they differ if a gradient has another dtype than its tensor.
     back: whether this is the gradient, which comes from the reader. repeats: 2 if recomputation sends it a second time.
+    summed: whether a whole step (``pase.ir.whole_step``) sums a parameter's gradient here. late: whether a whole step's
+    backward reads a parameter here.
     read, made: the products that read the tensor, and those that make it, if its gather or scatter may be decomposed
     to overlap with them.
     """
@@ -225,6 +228,8 @@ class Flow:
     times: float
     bucketed: bool
     repeats: int = 1
+    summed: bool = False
+    late: bool = False
     read: Products = ()
     made: Products = ()
 
@@ -268,19 +273,27 @@ def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
     """The flow of the tensor to its reader and, if the tensor has a gradient, the flow of the gradient back.
 
     A parameter for a reader that runs in backward counts as forward, like its second gather in a rematerialised
-    region. If a loop reads a slice of a stack in each iteration, the whole stack is resharded before the loop.
-    Hoisted collectives (``pase.ir.blocks.Hoisted``) are not repeated for each micro-batch or for recomputation.
+    region. The gradient of a parameter that a whole step hands to its update counts as backward, like the gradient that
+    comes back along an edge. If a loop reads a slice of a stack in each iteration, the whole stack is resharded before
+    the loop. Hoisted collectives (``pase.ir.blocks.Hoisted``) are not repeated for each micro-batch or for
+    recomputation.
     """
     tensor = graph.tensors[edge.tensor]
     maker, _ = graph.node[edge.src].write_of(edge.tensor)
     nbytes = concrete_size(tensor.nbytes, tensor.name)
     times = runs_of(maker, edge.src) if edge.op.function is UNSTACK else runs_of(edge.op, edge.dst)
-    bucketed = graph.producer[edge.tensor].kind == "parameter"
+    when = phase_of(graph, edge.dst, edge.op)
+    gradient = sums_gradient(graph, edge)
+    of_parameter = graph.producer[edge.tensor].kind == "parameter"
+    if whole_step(graph):
+        # Copy nodes may hand a parameter on as it is stored, and each pass then gathers it.
+        of_parameter = when != "update" and is_of_parameter(graph, edge.tensor)
+    bucketed = of_parameter or gradient
     hoisted = hoisted_of(graph) if bucketed else "none"
     repeats = 2 if edge.access.recompute and hoisted == "none" else 1
     rounds = micro_batches_of(graph)
     read, made = ((), ()) if bucketed else (read_by(graph, edge), made_by(graph, edge))
-    phase: Phase = "forward" if bucketed else phase_of(edge.op)
+    phase: Phase = "forward" if of_parameter else "backward" if gradient else when
     there = Flow(
         phase=phase,
         back=False,
@@ -289,6 +302,8 @@ def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
         times=times * repeats / (1 if hoisted == "none" else rounds),
         bucketed=bucketed,
         repeats=repeats,
+        summed=gradient,
+        late=of_parameter and when == "backward" and bool(whole_step(graph)),
         read=read,
         made=made,
     )

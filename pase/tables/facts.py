@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pase.ir import Access, Graph, Node
 from pase.ir.functions import CAUSAL_ATTENTION
+from pase.ir.whole_step import whole_step
 from pase.once import once
 from pase.tables.charges import Flow, edge_flows
 from pase.tables.layouts import (
@@ -143,4 +144,4 @@ def _cost_key(graph: Graph, n: Node) -> object:
         )
         for op in n.ops
     )
-    return tuple((d.size, d.kind) for d in n.space), ops
+    return tuple((d.size, d.kind) for d in n.space), ops, whole_step(graph).get(n.name)

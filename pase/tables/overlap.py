@@ -21,6 +21,8 @@ their position, some collectives and some compute overlap with nothing:
 On machines whose compiler runs sums alone (``Machine.sums_alone``), compute waits for all sums of gradients. On
 machines with lone gathers (``Machine.lone_gather_bytes``), compute waits for all gathers of small parameters.
 
+A whole step (``pase.ir.whole_step``) has its backward and its sums of gradients in its own graph; the same holds there.
+
 In a loop, this applies to one iteration. This time counts as waited, and so do collectives between products and the
 optimizer's update. Collectives that run once a step overlap with one micro-batch only.
 
@@ -30,18 +32,19 @@ With equal blocks, the result is the makespan of a schedule with gathers one blo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from pase.ir import Graph
+from pase.ir import Edge, Graph
 from pase.ir.blocks import hoisted_of, micro_batches_of
+from pase.ir.whole_step import StepPass, sums_gradient, whole_step
 from pase.machine import CostModel, Mesh
 from pase.once import once
 from pase.tables.build import Space, config_space, edge_costs, facts_along, lone_gather, phase_costs
-from pase.tables.charges import Flow
+from pase.tables.charges import Flow, is_of_parameter
 from pase.tables.facts import facts
 from pase.tables.layouts import concrete_size
 from pase.tables.types import CostTables, EdgeTable
@@ -177,6 +180,8 @@ class Alone:
 @once
 def alone(graph: Graph) -> Alone:
     """The fractions for each node. A node's position is its index in the graph's list, which is in execution order."""
+    if passes := whole_step(graph):
+        return _alone_in_step(graph, passes)
     place = {n.name: i for i, n in enumerate(graph.nodes)}
     turn = [min(micro_batches_of(graph) / max(concrete_size(n.times, n.name), 1), 1.0) for n in graph.nodes]
     reads = [e for e in graph.edges if graph.producer[e.tensor].kind == "parameter"]
@@ -200,6 +205,38 @@ def alone(graph: Graph) -> Alone:
         gathers=at(first),
         regathers=at(rerun),
         sums=at(first),
+    )
+
+
+def _alone_in_step(graph: Graph, passes: Mapping[str, StepPass]) -> Alone:
+    """The fractions for the nodes of a whole step, whose backward comes after its forward in the graph's list.
+
+    The gradients of a loop are summed when the loop has ended, as one stack. These sums count as overlapping with
+    nothing.
+    """
+    place = {n.name: i for i, n in enumerate(graph.nodes)}
+    runs = [max(concrete_size(n.times, n.name), 1) for n in graph.nodes]
+    reads = [e for e in graph.edges if is_of_parameter(graph, e.tensor) and graph.node[e.dst].kind != "copy"]
+    forward = [e for e in reads if passes[e.dst] == "forward"]
+    backward = [e for e in reads if passes[e.dst] == "backward"]
+    sums = [(place[e.src], place[e.dst]) for e in graph.edges if sums_gradient(graph, e)]
+    beside = [(made, read) for made, read in sums if runs[made] == 1]
+    begin, end = (f([made for made, _ in beside], default=len(runs)) for f in (min, max))
+
+    def at(*where: int) -> tuple[float, ...]:
+        return tuple(1 / n if i in where else 0.0 for i, n in enumerate(runs))
+
+    def gathered(edges: Sequence[Edge]) -> tuple[float, ...]:
+        """The first reader, or its copy of the parameter: one of them gathers."""
+        names = {name for e in edges[:1] for name in (e.src, e.dst)}
+        return at(*map(place.__getitem__, names))
+
+    return Alone(
+        forward=at(*range(max((place[e.dst] for e in forward), default=0), len(runs))),
+        backward=at(*range(begin + 1)),
+        gathers=gathered(forward),
+        regathers=gathered(backward),
+        sums=at(*(read for made, read in sums if made == end or runs[made] > 1)),
     )
 
 
@@ -381,13 +418,13 @@ def _parted(
         return None
     out = np.zeros((_PARTS, *flows[0][1].shape))
     for f, cost in flows:
-        if f.back:
+        if f.back or f.summed:
             out[WAITED] += sums * cost
             out[BACKWARD_COLLECTIVES] += (1 - sums) * cost
         elif lone_gather("all_gather", f.nbytes, model):
             out[WAITED] += cost
         else:
-            first = cost / f.repeats
+            first = 0.0 if f.late else cost / f.repeats
             rerun = cost - first
             out[WAITED] += gathers * first + recompute * rerun
             out[GATHERS] += (1 - gathers) * first

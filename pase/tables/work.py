@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.ir.functions import CAUSAL_ATTENTION
 from pase.ir.precision import operand_bytes
 from pase.ir.types import WORKLESS, itemsize
+from pase.ir.whole_step import handed_on, whole_step
 from pase.machine import Mesh
 from pase.tables.layouts import concrete_size, dim_index, local_bytes, ring_of, shards, state_index
 from pase.tables.passes import HEAVY, LightReads
@@ -98,8 +99,10 @@ TileShape = tuple[int, int]
 """Rows and lanes of the tiles in which a device stores arrays."""
 
 
-def phase_of(op: Op) -> Phase:
-    """The phase in which the op itself runs."""
+def phase_of(graph: Graph, node: str, op: Op) -> Phase:
+    """The phase in which an op of a node itself runs."""
+    if passes := whole_step(graph):
+        return "update" if handed_on(graph, graph.node[node], op) else passes[node]
     return "backward" if op.backward else "forward"
 
 
@@ -206,7 +209,7 @@ def node_work(
     yield from _added_unsummed(graph, node, cfg, mesh)
     internal = node.internal
     zero = np.zeros(len(cfg))
-    flops_of: dict[Phase, np.ndarray] = {"forward": zero, "backward": zero}  # sums over all light ops
+    flops_of: dict[Phase, np.ndarray] = dict.fromkeys(get_args(Phase), zero)  # sums over all light ops
     bytes_of, windowed = dict(flops_of), dict(flops_of)
     light = LightReads(node)
     moved: dict[str, np.ndarray] = {}
@@ -239,10 +242,11 @@ def node_work(
         elif op.kind == "attention":
             yield from _attention(graph, node, op, flops, nbytes, cfg, mesh)
         elif op.kind not in WORKLESS:
-            flops_of[phase_of(op)] = flops_of[phase_of(op)] + flops
-            bytes_of[phase_of(op)] = bytes_of[phase_of(op)] + nbytes
+            phase = phase_of(graph, node.name, op)
+            flops_of[phase] = flops_of[phase] + flops
+            bytes_of[phase] = bytes_of[phase] + nbytes
             if op.kind == "window":
-                windowed[phase_of(op)] = windowed[phase_of(op)] + flops
+                windowed[phase] = windowed[phase] + flops
                 windowed["backward"] = windowed["backward"] + (2 * flops if grads else zero)
             if op.kind == "gather":
                 for a in grads:  # a scatter-add into zeros of the table's local size
@@ -251,15 +255,18 @@ def node_work(
             elif grads:
                 flops_of["backward"] = flops_of["backward"] + 2 * flops
                 bytes_of["backward"] = bytes_of["backward"] + 2 * nbytes
-    main = node.main
-    times = runs_of(main, node.name)
+    for phase, flops in flops_of.items():
+        if flops.any() or bytes_of[phase].any():
+            light_ops = _light_ops(graph, node, flops, bytes_of[phase], phase)
+            yield replace(light_ops, windowed=windowed[phase])
+
+
+def _light_ops(graph: Graph, node: Node, flops: np.ndarray, nbytes: np.ndarray, phase: Phase) -> Work:
+    """All light ops of a node in one phase."""
+    main, times = node.main, runs_of(node.main, node.name)
     dtype = graph.tensors[(main.writes or main.reads)[0].tensor].dtype
-    executions: dict[Phase, float] = {"forward": times * (2 if main.remat else 1), "backward": times}
-    for phase, runs in executions.items():
-        flops, nbytes = flops_of[phase], bytes_of[phase]
-        if flops.any() or nbytes.any():
-            recompute = main.remat and phase == "forward"
-            yield replace(_traffic(dtype, flops, nbytes, phase, runs, recompute), windowed=windowed[phase])
+    recompute = main.remat and phase == "forward"
+    return _traffic(dtype, flops, nbytes, phase, times * (2 if recompute else 1), recompute)
 
 
 def _part_read(op: Op, operand: Tensor) -> float:
@@ -331,7 +338,7 @@ def _products(
             recompute=recompute,
         )
 
-    yield product((m, n, k), phase_of(op), runs, op.remat)
+    yield product((m, n, k), phase_of(graph, node.name, op), runs, op.remat)
     for a, mnk in zip(op.factors, ((m, k, n), (k, n, m)), strict=True):
         if has_gradient(graph, op, a.tensor):
             yield product(mnk, "backward", times)
@@ -352,7 +359,7 @@ def _casts(graph: Graph, node: Node, op: Op, cfg: np.ndarray, mesh: Mesh) -> Ite
     backward = op.writes if any(has_gradient(graph, op, a.tensor) for a in op.reads) else ()
     times = runs_of(op, node.name)
     cast: tuple[tuple[tuple[Access, ...], Phase, float, bool], ...] = (
-        (op.factors, phase_of(op), times * (2 if op.remat else 1), op.remat),
+        (op.factors, phase_of(graph, node.name, op), times * (2 if op.remat else 1), op.remat),
         (backward, "backward", times, False),
     )
     for accesses, phase, runs, recompute in cast:
@@ -416,7 +423,7 @@ def _attention(
         flops=flops,
         nbytes=nbytes,
         mnk=(rows, keys, inner),
-        phase=phase_of(op),
+        phase=phase_of(graph, node.name, op),
         times=times * (2 if op.remat else 1),
         diagonal=diagonal,
         recompute=op.remat,
@@ -450,7 +457,8 @@ def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optim
             recompute = op.remat
             if hoisted_of(graph) != "none":  # the cast value is kept, like the gathered parameter
                 runs, recompute = runs_of(op, node.name) / micro_batches_of(graph), False
-            yield _traffic(dtype, np.zeros(len(cfg)), moved, "forward", runs, recompute)
+            when = phase_of(graph, node.name, op)
+            yield _traffic(dtype, np.zeros(len(cfg)), moved, when, runs, recompute)
     write = node.ops[0].writes[0]
     tensor = graph.tensors[write.tensor]
     if not tensor.needs_grad:

@@ -25,6 +25,7 @@ from pase.backends.jax.spmd.lower import lowerings
 from pase.backends.jax.spmd.values import NotManual
 from pase.hlo.collectives import HloCollective, collectives
 from pase.hlo.module import XlaProgram
+from pase.ir.whole_step import whole_step
 from pase.plan.types import PlanData
 from pase.pytree import Tree
 
@@ -157,7 +158,7 @@ class _AllReduceCount:
 
         A gradient is reduced once for each reader that sums it, and once for each split dim that is summed over.
         """
-        if c.phase == "forward":
+        if c.phase == "forward" or whole_step(self.graph):  # a whole step's gradients are what its ops make
             op, access = self.graph.node[c.source].write_of(c.tensor)
             return max(self._dims(c, c.source, op, access), 1)
         reads = [(c.node, c.tensor)]

@@ -84,6 +84,7 @@ class SplitProblem:
         """
         from pase import costmodels
         from pase.ir import named, simplify
+        from pase.ir.whole_step import whole_step
         from pase.machine import DEFAULT, Machine
         from pase.machine import load as load_machine
         from pase.memory.live import is_trained
@@ -102,7 +103,8 @@ class SplitProblem:
         graph, priced = _limited(named(simplify(raw)), fixed or {}), costmodels.get(cost_model, m)
         _check_fixed(graph, devices)
         if overlap == "machine":
-            overlap = "parameters" if m.overlaps and priced.unit == "s" and is_trained(graph) else "none"
+            gradients = is_trained(graph) or bool(whole_step(graph))
+            overlap = "parameters" if m.overlaps and priced.unit == "s" and gradients else "none"
         return cls(
             graph=graph,
             devices=devices,

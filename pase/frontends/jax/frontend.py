@@ -8,7 +8,7 @@ the equation again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -32,6 +32,8 @@ from pase.frontends.jax.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.jax.unchanged import advancing
 from pase.frontends.registry import Chances, DimSizes, Unknown, UnknownOp, check_dims
 from pase.ir import FixedLayout, Graph, Place, Remark, Tensor
+from pase.ir.types import is_floating
+from pase.ir.whole_step import loss_of
 from pase.ops import GraphBuilder, nests
 from pase.ops.attention import attention
 from pase.pytree import Tree
@@ -224,7 +226,6 @@ def trace(
     check_dims(trip_counts, {*symbols, *lower.told.loops}, b.name)
     lower.told.check_chances(b.name)
     say_dropped(b, program.dropped)
-    b.remarks += [_WHOLE_STEP] if asked == "step" else []
     returned = [lower.read(v) for v in closed.jaxpr.outvars]
     outs = [t for t in (returned[:1] if mode == "train" else returned) if t is not None]
     if mode == "train" and not (outs and b.tensors[outs[0].name].needs_grad):
@@ -232,8 +233,9 @@ def trace(
     lower.thread(closed.jaxpr, program.carried, returned)
     for t in dict.fromkeys(t for t in outs if t.role == "activation"):
         b.output(t)
+    graph = b.finish(outs, frontend="jax")
     return TracedJax(
-        graph=b.finish(outs, frontend="jax"),
+        graph=_as_step(graph, returned, program.carried.values()) if asked == "step" else graph,
         contents=b.contents,
         attributes=b.attributes,
         jaxpr=closed,
@@ -258,11 +260,23 @@ def trace(
     )
 
 
-_WHOLE_STEP = Remark(
+_NO_LOSS = Remark(
     "assumed",
-    "nothing of a whole step is hidden behind compute, and each gradient is summed by itself: a plan of its loss alone "
-    "has buckets and overlap, and plan.jax.value_and_grad() then takes the gradient's place in the step",
+    "nothing of this step is hidden behind compute, and each gradient is summed by itself, because the step returns no "
+    "loss by which to tell forward from backward: return it beside the new state",
 )
+
+
+def _as_step(graph: Graph, returned: Sequence[Tensor | None], carried: Collection[int]) -> Graph:
+    """A graph that knows which of the step's results is its loss. carried: the results that are the next state."""
+    numbers = [
+        t.name
+        for i, t in enumerate(returned)
+        if t is not None and i not in carried and t.shape == () and is_floating(t.dtype)
+    ]
+    loss = loss_of(graph, numbers)
+    remarks = graph.remarks if loss else (*graph.remarks, _NO_LOSS)
+    return replace(graph, facts=replace(graph.facts, loss=loss), remarks=remarks)
 
 
 def _leaf_paths(as_shapes: tuple[Tree, ...], stored: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
