@@ -22,6 +22,7 @@ from pase.files.terminal import console
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
+    from pase.stated.price import Priced
 
 __all__ = ["price"]
 
@@ -78,7 +79,7 @@ def price(
     """
     from pase.api import price as priced
     from pase.stated.searched import price_like_search
-    from pase.stated.table import as_lines, like_search_text
+    from pase.stated.table import as_lines, difference_text, like_search_text
 
     with progress() as say:
         say("pricing the strategy")
@@ -94,12 +95,15 @@ def price(
         row = price_like_search(model, None, (), options, found.strategy, say) if like_search else None
     if json:
         print_json(
-            {"model": model, **found.to_json(), **({} if row is None else {"like_search": _row(*row)})}
+            {"model": model, **found.to_json(), **({} if row is None else {"like_search": _row(found, *row)})}
         )
         strictly(found.sound, strict)
         return
     out = console()
-    for line in [*as_lines(model, found), *([] if row is None else [like_search_text(found, *row)])]:
+    lines = as_lines(model, found)
+    if row is not None:
+        lines += [like_search_text(found, *row), difference_text(found, row[1])]
+    for line in lines:
         folded = fill(
             line, out.width, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False
         )
@@ -107,11 +111,14 @@ def price(
     strictly(found.sound, strict)
 
 
-def _row(name: str, plan: PlanData) -> JsonObject:
+def _row(found: Priced, name: str, plan: PlanData) -> JsonObject:
     """The search's price of the same split."""
+    from pase.stated.table import difference
+
     return {
         "name": name,
         "step_s": plan.cost,
+        "longer_here_s": difference(found, plan),
         "memory_bytes": plan.memory.total,
         "fits": plan.fits,
         "micro_batches": plan.accumulate,

@@ -213,7 +213,7 @@ def _row(p: ScalePoint) -> JsonObject:
 
 def _print(model: str, points: list[ScalePoint]) -> None:
     from pase.plan.columns import columns
-    from pase.plan.table import bytes_text, cost_text
+    from pase.plan.table import bytes_text
     from pase.questions.scale import number_text
 
     bar = "▒ ideal, █ reached"
@@ -236,7 +236,7 @@ def _print(model: str, points: list[ScalePoint]) -> None:
         reached = min(round(_WIDTH * gain / most), _WIDTH)
         out.add_row(
             str(p.devices),
-            cost_text(p.plan.cost, p.plan.unit),
+            p.step,
             "" if row["mfu"] is None else f"{row['mfu']:.1%}",
             bytes_text(row["memory_bytes"]),
             "yes" if row["fits"] else "NO",

@@ -23,9 +23,21 @@ from pase.ir.precision import FP4
 from pase.ir.types import itemsize
 from pase.machine import Machine, load, names
 from pase.plan.types import PlanData
-from pase.tables.itemize import Collective, LocalWork
+from pase.tables.work import WorkKind
 
-__all__ = ["Deviation", "ErrorBar", "StepPart", "alike", "interval", "parts_of", "spread"]
+__all__ = [
+    "Deviation",
+    "ErrorBar",
+    "StepPart",
+    "alike",
+    "bar_of",
+    "collective_kind",
+    "interval",
+    "is_measured",
+    "parts_of",
+    "spread",
+    "work_kind",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,24 +99,34 @@ class ErrorBar:
         return f"± {100 * (math.sqrt(self.high_s / self.low_s) - 1):.0f}%"
 
 
-def _measured(plan: PlanData) -> Machine | None:
-    """The plan's machine, if kernels and collectives of its card are in public tables."""
+def is_measured(machine: Machine) -> bool:
+    """Whether kernels and collectives of the machine's card are in public tables: a machine of pase's, unchanged."""
+    return machine.device.products is not None and (
+        machine.name in names() and load(machine.name).digest == machine.digest
+    )
+
+
+def _measured(plan: PlanData) -> bool:
+    """Whether costs are times on a machine that was measured."""
     if plan.unit != "s" or plan.machine not in names():
-        return None
+        return False
     m = load(plan.machine)
-    return m if m.digest == plan.machine_digest and m.device.products is not None else None
+    return m.digest == plan.machine_digest and is_measured(m)
 
 
-def interval(plan: PlanData) -> ErrorBar | None:
-    """Returns the interval of the plan's step; None if the machine was not measured, or costs are no time."""
-    if _measured(plan) is None or not plan.cost:
-        return None
-    parts = list(parts_of(plan))
+def bar_of(step_s: float, parts: Iterable[StepPart]) -> ErrorBar | None:
+    """Returns the interval of a step that is made of these parts, or of them and a bubble; None without parts."""
+    parts = list(parts)
     total = sum(p.seconds for p in parts)
     if not total:
         return None
     width = math.exp(_DEVIATIONS * spread(parts) / total)
-    return ErrorBar(low_s=plan.cost / width, high_s=plan.cost * width)
+    return ErrorBar(low_s=step_s / width, high_s=step_s * width)
+
+
+def interval(plan: PlanData) -> ErrorBar | None:
+    """Returns the interval of the plan's step; None if the machine was not measured, or costs are no time."""
+    return bar_of(plan.cost, parts_of(plan)) if _measured(plan) and plan.cost else None
 
 
 def alike(a: PlanData, b: PlanData) -> bool:
@@ -112,7 +134,7 @@ def alike(a: PlanData, b: PlanData) -> bool:
 
     What both do in the same way does not differ, whatever it takes.
     """
-    if _measured(a) is None or _measured(b) is None:
+    if not (_measured(a) and _measured(b)):
         return a.cost == b.cost
     more = [*_scaled(a, 1.0), *_scaled(b, -1.0)]
     return abs(a.cost - b.cost) <= _DEVIATIONS * spread(more)
@@ -145,27 +167,31 @@ def parts_of(plan: PlanData) -> Iterator[StepPart]:
     """The work of the plan's step, and the part of its collectives that compute does not hide."""
     for node in plan.nodes:
         for w in node.work:
-            kind = _kind_of(w)
+            kind = work_kind(w.kind, w.dtype)
             family = node.op if kind == "light" else ""
             yield StepPart(kind=kind, shape=(w.mnk, w.flops, w.nbytes), seconds=w.cost, family=family)
     sent = sum(c.cost for c in plan.collectives)
     waited = max(1 - (plan.hidden or 0.0) / sent, 0.0) if sent else 0.0
     for c in plan.collectives:
-        yield StepPart(kind=_size_of(c), shape=(c.kind, c.axes, c.nbytes), seconds=waited * c.cost)
+        yield StepPart(
+            kind=collective_kind(c.nbytes), shape=(c.kind, c.axes, c.nbytes), seconds=waited * c.cost
+        )
 
 
-def _size_of(c: Collective) -> str:
-    return "large collective" if c.nbytes >= _LARGE_BYTES else "small collective"
+def collective_kind(nbytes: float) -> str:
+    """The kind of a collective of this size, as in ``RESIDUALS``."""
+    return "large collective" if nbytes >= _LARGE_BYTES else "small collective"
 
 
-def _kind_of(w: LocalWork) -> str:
-    if w.kind == "memory":
+def work_kind(kind: WorkKind, dtype: str) -> str:
+    """The kind of a device's work, as in ``RESIDUALS``."""
+    if kind == "memory":
         return "light"
-    if w.kind == "attention":
+    if kind == "attention":
         return "attention"
-    if w.kind == "conv":
+    if kind == "conv":
         return "convolution"
-    if w.dtype == FP4:
+    if dtype == FP4:
         return "product in 4 bits"
-    width = itemsize(w.dtype)
+    width = itemsize(dtype)
     return "product in 8 bits" if width == 1 else "product" if width == 2 else "product in 32 bits"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from pase.compiler.problem.options import CompileOptions
 from pase.errors import Infeasible, PaseError
 from pase.machine import DEFAULT
+from pase.plan.error_bar import interval
+from pase.plan.table import cost_text
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -36,6 +38,14 @@ class ScalePoint:
     def at(self) -> tuple[str, int]:
         """The machine's name and the number of devices."""
         return self.machine, self.devices
+
+    @property
+    def step(self) -> str:
+        """The step's cost with its range, such as "14.1 s ± 14%"."""
+        if self.plan is None:
+            return ""
+        bar = interval(self.plan)
+        return cost_text(self.plan.cost, self.plan.unit) + ("" if bar is None else f" {bar}")
 
     @property
     def device_s(self) -> float | None:

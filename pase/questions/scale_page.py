@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pase.pages.charts import ChartLine, lines
 from pase.pages.parts import key, table
 from pase.pages.shell import Section, page
-from pase.plan.table import bytes_text, cost_text
+from pase.plan.table import bytes_text
 from pase.questions.scale import ScalePoint, number_text
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _lead(points: Sequence[ScalePoint]) -> str:
     said = []
     fastest = min(fitting, key=lambda p: p.plan.cost if p.plan is not None else 0.0)
     assert fastest.plan is not None
-    said.append(f"Fastest: {_named(fastest)}, {cost_text(fastest.plan.cost, fastest.plan.unit)} a step")
+    said.append(f"Fastest: {_named(fastest)}, {fastest.step} a step")
     priced = [(p.cost_per_1e9_tokens, p) for p in fitting if p.cost_per_1e9_tokens is not None]
     hours = [(p.hours_per_1e9_tokens, p) for p in fitting if p.hours_per_1e9_tokens is not None]
     if priced:
@@ -119,7 +119,7 @@ def _figures(points: Sequence[ScalePoint]) -> str:
             [
                 escape(p.machine),
                 f"{p.devices:,}" + (f" ({p.plan.idle} idle)" if p.plan.idle else ""),
-                cost_text(p.plan.cost, p.plan.unit),
+                p.step,
                 "" if p.plan.throughput is None else f"{p.plan.throughput.mfu:.1%}",
                 bytes_text(p.plan.memory.total) + misfit,
                 number_text(p.tokens_per_s),

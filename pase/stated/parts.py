@@ -24,6 +24,7 @@ from pase.ir.precision import FP8, operand_bytes
 from pase.ir.types import LEAF
 from pase.machine import CollectiveKind, CostModel, Machine, Mesh
 from pase.memory.residuals import kept
+from pase.plan.error_bar import StepPart, work_kind
 from pase.plan.step import executed_work, launches, saved_by_kernels
 from pase.plan.throughput import step_work
 from pase.stated.program import Program
@@ -66,6 +67,7 @@ class Part:
     saved: bytes that backward needs of one micro-batch without recomputation.
     kept: the same with the strategy's recomputation.
     entry: bytes of the part's input.
+    spent: the compute again, with recomputation, by what errors of its price have in common (``pase.plan.error_bar``).
     """
 
     forward_s: float = 0.0
@@ -82,6 +84,7 @@ class Part:
     saved: float = 0.0
     kept: float = 0.0
     entry: float = 0.0
+    spent: list[StepPart] = field(default_factory=list)
 
     @property
     def parameters(self) -> float:
@@ -256,13 +259,15 @@ class _PartsInTheMaking:
             each = w.times * seconds / many
             if w.phase == "update":
                 part.update_s += each
-            elif w.phase == "backward":
+                continue
+            again = 0.0
+            if w.phase == "backward":
                 part.backward_s += each * share
             else:
+                again = self.recompute_part(n, w.kind != "memory") if inside else 0.0
                 part.forward_s += each * share
-                part.recompute_s += (
-                    each * share * (self.recompute_part(n, w.kind != "memory") if inside else 0.0)
-                )
+                part.recompute_s += each * share * again
+            part.spent.append(_spent(n, w, each * share * (1 + again)))
             if w.kind == "attention":
                 f, b = part.attention_s
                 part.attention_s = (f, b + each * share) if w.phase == "backward" else (f + each * share, b)
@@ -320,10 +325,14 @@ class _PartsInTheMaking:
 
     def add_light(self, n: Node, forward_s: float, backward_s: float) -> None:
         """Add light work of the program itself next to a node, in seconds."""
-        part = self.parts[self.places.of(n.name)]
+        part, again = self.parts[self.places.of(n.name)], self.recompute_part(n, False)
         part.forward_s += forward_s
-        part.recompute_s += forward_s * self.recompute_part(n, False)
+        part.recompute_s += forward_s * again
         part.backward_s += backward_s
+        seconds = forward_s * (1 + again) + backward_s
+        part.spent.append(
+            StepPart(kind="light", shape=(n.name,), seconds=seconds, family="the program's own")
+        )
 
     def add_collectives(self) -> None:
         """Add collectives between products. Sums of parameters' gradients are left to ``add_parameters``.
@@ -563,6 +572,14 @@ def _read_by_recompute(graph: Graph, program: Program) -> tuple[set[str], set[st
             elif op.kind == "carry":
                 out |= {a.tensor for a in op.writes}
     return by_weights, out
+
+
+def _spent(n: Node, w: Work, seconds: float) -> StepPart:
+    """Return a node's work, as parts of a step's error."""
+    kind = work_kind(w.kind, w.dtype)
+    mnk = () if w.mnk is None else tuple(float(np.ravel(size)[0]) for size in w.mnk)
+    shape = (mnk, float(np.ravel(w.flops)[0]), float(np.ravel(w.nbytes)[0]))
+    return StepPart(kind=kind, shape=shape, seconds=seconds, family=n.kind if kind == "light" else "")
 
 
 def _priced_work(

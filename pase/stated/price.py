@@ -13,6 +13,7 @@ from pase.ir import Graph, Remark
 from pase.ir.blocks import Block
 from pase.ir.precision import in_fp8
 from pase.machine import CostModel, Mesh
+from pase.plan.error_bar import ErrorBar, bar_of, is_measured
 from pase.plan.remarks import of_graph
 from pase.plan.throughput import StepWork, Throughput, step_work
 from pase.stated.memory import RankMemory, rank_memory
@@ -30,7 +31,9 @@ __all__ = ["Priced", "price_strategy"]
 class Priced:
     """The price of a stated strategy.
 
-    seconds: by cause; they add up to step_s.
+    seconds: by cause; they add up to step_s. kernels_s: compute by kind of work (``pase.plan.error_bar``), without what
+        the host's launches and the program's own copies take. recompute_s: the part of compute that repeats forward.
+    bar: the range of the step; None if the machine's card was not measured (``pase.plan.error_bar``).
     collectives_s: by kind of collective, the seconds of all of them in a step of one rank, including hidden ones.
     stage_memory: of a rank of the first stage, and of the last.
     """
@@ -42,6 +45,9 @@ class Priced:
     micro_batches: int
     step_s: float
     seconds: Mapping[str, float]
+    kernels_s: Mapping[str, float]
+    recompute_s: float
+    bar: ErrorBar | None
     collectives_s: Mapping[str, float]
     stage_memory: tuple[RankMemory, ...]
     device_memory: int
@@ -82,6 +88,8 @@ class Priced:
             "mesh": self.mesh.by_name,
             "micro_batches": self.micro_batches,
             "step_s": self.step_s,
+            "step_low_s": None if self.bar is None else self.bar.low_s,
+            "step_high_s": None if self.bar is None else self.bar.high_s,
             "mfu": t.mfu,
             "tflops_per_device": t.tflops_per_device,
             "tokens_per_s_per_device": t.tokens_per_s_per_device,
@@ -160,14 +168,18 @@ def price_strategy(
         examples=examples,
         tokens=None if work.tokens is None else round(work.tokens * part),
     )
+    step_s = sum(seconds.values())
     return Priced(
         strategy=s,
         program=program.name,
         machine=model.machine.name,
         mesh=placed.mesh,
         micro_batches=m,
-        step_s=sum(seconds.values()),
+        step_s=step_s,
         seconds=seconds,
+        kernels_s=run.kernels_s,
+        recompute_s=run.recompute_s,
+        bar=bar_of(step_s, run.error_parts(seconds)) if is_measured(model.machine) else None,
         collectives_s=run.collectives_s(),
         stage_memory=rank_memory(parts, s, program, placed.mesh, pipeline),
         device_memory=model.machine.device.memory_bytes,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pase.compiler.stages.places import ends_sum_s, send_s
 from pase.machine import CostModel, Mesh, mesh_from
+from pase.plan.error_bar import StepPart, collective_kind
 from pase.stated.parts import Part, Parts, Sent
 from pase.stated.program import Program
 from pase.stated.strategy import Strategy
@@ -351,6 +353,39 @@ class StatedStep:
         nbytes = self.parts.tied.parameters * self.program.bytes.summed
         return ends_sum_s(self.model, self.s.pipeline, self.mesh.devices, nbytes)
 
+    def error_parts(self, seconds: Mapping[str, float]) -> Iterator[StepPart]:
+        """Yield the step by what errors of its price have in common. seconds: by cause, from ``step``."""
+        parts = self._counted(self.parts.blocks)
+        yield from _as_long([_scaled(w, k) for part, k in parts for w in part.spent], seconds["compute"])
+        sent = [
+            StepPart(
+                kind=collective_kind(c.nbytes),
+                shape=(c.kind, c.axes, c.nbytes),
+                seconds=k * c.seconds * (1 + c.recompute_runs),
+            )
+            for part, k in parts
+            for c in part.sent
+        ]
+        yield from _as_long(sent, seconds["between products"])
+        weights = seconds["weights and gradients"] + seconds["new weights"]
+        yield StepPart(kind="large collective", shape=("weights",), seconds=weights)
+        yield StepPart(kind="light", shape=("update",), seconds=seconds["update"], family="parameter")
+
+    @property
+    def kernels_s(self) -> dict[str, float]:
+        """The seconds of a step in a device's kernels, by kind of work, with what backward repeats."""
+        out: defaultdict[str, float] = defaultdict(float)
+        for part, k in self._counted(self.parts.blocks):
+            for w in part.spent:
+                out[w.kind] += self.micro_batches * k / self.s.pipeline * w.seconds
+        return dict(out)
+
+    @property
+    def recompute_s(self) -> float:
+        """The seconds of a step in which a device computes again what it did not keep."""
+        blocks = self.parts.blocks / self.s.pipeline
+        return self.micro_batches * blocks * self.parts.block.recompute_s
+
     def collectives_s(self) -> dict[str, float]:
         """Return the seconds of every collective of a step, hidden or not, by purpose."""
         m, n = self.micro_batches, self.parts.blocks / self.s.pipeline
@@ -372,6 +407,16 @@ class StatedStep:
         if self.s.pipeline > 1 and (tied := self.tied_s()):
             out["sums of tied gradients"] = tied
         return out
+
+
+def _scaled(part: StepPart, by: float) -> StepPart:
+    return replace(part, seconds=part.seconds * by)
+
+
+def _as_long(parts: Sequence[StepPart], seconds: float) -> Iterator[StepPart]:
+    """Yield the parts, scaled so that they take this long together."""
+    total = sum(p.seconds for p in parts)
+    yield from (_scaled(p, seconds / total) for p in parts if total)
 
 
 def _joined(parts: Sequence[tuple[Part, float]]) -> Part:

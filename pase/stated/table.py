@@ -2,27 +2,67 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
+from pase.plan.error_bar import interval
 from pase.plan.table import bytes_text, cost_text
 from pase.plan.types import PlanData
 from pase.stated.price import Priced
 
-__all__ = ["as_lines", "like_search_text"]
+__all__ = ["as_lines", "difference", "difference_text", "like_search_text", "signed"]
 
 _LONG_BUBBLE = 0.2
 """The fraction of a step above which its bubble is worth a hint."""
 
 
 def like_search_text(p: Priced, row: str, plan: PlanData) -> str:
-    """Return one line: what the search's price of the same split is, and what makes the difference."""
+    """Return one line: what the search's price of the same split is, and how that program differs."""
     recomputed = (
         f"{len(plan.remat)} blocks recomputed" if plan.remat else "recomputation as the model marks it"
     )
     batches = f"{plan.accumulate} micro-batch{'es' * (plan.accumulate > 1)}"
+    bar = interval(plan)
+    step = cost_text(plan.cost, plan.unit) + ("" if bar is None else f" {bar}")
     return (
-        f"search {cost_text(plan.cost, plan.unit)} in {bytes_text(plan.memory.total)}, as the row {row} of "
-        f"'pase compare': {batches}, {recomputed}, no work of a framework's own. The price above has "
-        f"{p.micro_batches} of {p.strategy.micro} examples a rank, remat={p.strategy.remat} and executor {p.program}"
+        f"search {step} in {bytes_text(plan.memory.total)}, as the row {row} of 'pase compare': {batches}, "
+        f"{recomputed}, no work of a framework's own. The price above has {p.micro_batches} of {p.strategy.micro} "
+        f"examples a rank, remat={p.strategy.remat} and executor {p.program}"
     )
+
+
+def difference(p: Priced, plan: PlanData) -> dict[str, float]:
+    """Return by how many seconds the price's step is longer than the search's, by cause; they add up."""
+    there: defaultdict[str, float] = defaultdict(float)
+    for n in plan.nodes:
+        for w in n.work:
+            there["update" if w.phase == "update" else _WORDS.get(w.kind, "products")] += w.cost
+    here = defaultdict(float, update=p.seconds["update"])
+    for kind, seconds in p.kernels_s.items():
+        here[_WORDS.get(kind, "products")] += seconds
+    here["the framework's copies and launches"] = p.seconds["compute"] - sum(p.kernels_s.values())
+    out = {k: here[k] - there[k] for k in here}
+    return out | {"communication that is waited for": p.step_s - plan.cost - sum(out.values())}
+
+
+_WORDS = {"attention": "attention", "light": "other ops", "memory": "other ops"}
+
+
+def difference_text(p: Priced, plan: PlanData) -> str:
+    """Return one line: what each part of the difference between two prices of a split costs."""
+    again = sum(w.cost * w.late for n in plan.nodes for w in n.work)
+    parts = " · ".join(f"{k} {signed(v)}" for k, v in difference(p, plan).items() if abs(v) > 1e-3 * p.step_s)
+    return (
+        f"       {signed(p.step_s - plan.cost)} here: {parts}; of the compute, {cost_text(again, 's')} there and "
+        f"{cost_text(p.recompute_s, 's')} here are recomputation"
+    )
+
+
+def signed(seconds: float) -> str:
+    """
+    >>> signed(1.5), signed(-0.02)
+    ('+1.5 s', '-20 ms')
+    """
+    return f"{'-' if seconds < 0 else '+'}{cost_text(abs(seconds), 's')}"
 
 
 def as_lines(name: str, p: Priced) -> list[str]:
@@ -32,7 +72,7 @@ def as_lines(name: str, p: Priced) -> list[str]:
     batches = "micro-batch" if p.micro_batches == 1 else "micro-batches"
     lines = [
         f"{name} as {s} on {s.devices} devices of {p.machine}, executor '{p.program}': predicted, not searched",
-        f"step   {cost_text(p.step_s, 's')}   {p.throughput}",
+        f"step   {cost_text(p.step_s, 's')}{'' if p.bar is None else f' {p.bar}'}   {p.throughput}",
         "       " + " · ".join(f"{k} {cost_text(v, 's')}" for k, v in p.seconds.items() if v > 0),
         f"runs   {p.micro_batches} {batches} of {s.micro} on each of {s.ranks} data-parallel ranks, "
         f"recomputation {s.remat}; a stage's mesh {mesh}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import pase
 from tests.command import reported, run
 
@@ -30,4 +32,6 @@ def test_one_strategy_has_one_price_in_both_commands() -> None:
     rows = {row["name"]: row for row in reported("compare", small, "--devices", 2)["strategies"]}
     assert said["like_search"]["step_s"] == rows["fsdp"]["cost_s"]
     assert said["like_search"]["memory_bytes"] == rows["fsdp"]["memory_bytes"]
+    more = said["like_search"]["longer_here_s"]
+    assert sum(more.values()) == pytest.approx(said["step_s"] - rows["fsdp"]["cost_s"])
     assert [term.split("=")[0] for term in said["added"]] == ["micro", "remat", "zero"]

@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from pase.costmodels.analytic import Analytic
 from pase.plan.step import COMPILED, step_time
+from pase.stated.parts import parts_of
 from pase.stated.place import place
 from pase.stated.program import PROGRAMS
+from pase.stated.step import StatedStep
 from tests.stated.prices import GRAPH, MODEL, price
 
 PLAIN = replace(
@@ -34,6 +37,36 @@ def test_seconds_add_up_and_units_agree():
     assert all(v >= 0 for v in p.seconds.values())
     assert p.throughput.tokens_per_s_per_device == pytest.approx(16 * 512 / 8 / p.step_s)
     assert p.to_json()["mfu"] == p.throughput.mfu < 1
+
+
+@pytest.mark.parametrize("strategy", ["fsdp=8,remat=full", "dp=2,zero=1,tp=4", "dp=2,tp=2,pp=2,micro=1"])
+def test_the_error_bar_is_of_everything_in_the_step(strategy: str):
+    p = price(strategy, program="megatron")
+    assert p.bar is not None and p.bar.low_s < p.step_s < p.bar.high_s
+    assert p.bar.low_s * p.bar.high_s == pytest.approx(p.step_s**2)
+    assert p.to_json()["step_high_s"] == p.bar.high_s
+
+
+def test_parts_of_the_error_take_as_long_as_the_step():
+    seconds = {
+        "compute": 3.0,
+        "between products": 1.0,
+        "weights and gradients": 0.5,
+        "new weights": 0.25,
+        "update": 0.125,
+    }
+    p = price("dp=2,zero=1,tp=4")
+    parts = parts_of(GRAPH, place(GRAPH, p.strategy, MODEL), p.strategy, PLAIN, MODEL)
+    run = StatedStep(parts=parts, s=p.strategy, program=PLAIN, model=MODEL, mesh=p.mesh, micro_batches=1)
+    found = list(run.error_parts(seconds))
+    assert sum(x.seconds for x in found) == pytest.approx(sum(seconds.values()))
+    sent = [x for x in found if x.kind.endswith("collective")]
+    assert sum(x.seconds for x in sent) == pytest.approx(1.75)
+
+
+def test_a_changed_machine_was_not_measured():
+    slower = replace(MODEL.machine, device=replace(MODEL.machine.device, launch_s=1.0))
+    assert price("fsdp=8", model=Analytic(slower)).bar is None
 
 
 def test_a_sequence_is_split_over_context_parallel_ranks():

@@ -13,7 +13,7 @@ def test_every_part_of_the_step_has_its_line() -> None:
     p = price("fsdp=8,remat=full")
     text = as_lines("a Llama", p)
     assert text[0].startswith("a Llama as fsdp=8") and "8 devices of h100x8" in text[0]
-    assert cost_text(p.step_s, "s") in text[1] and str(p.throughput) in text[1]
+    assert cost_text(p.step_s, "s") in text[1] and f" {p.bar} " in text[1] and str(p.throughput) in text[1]
     assert all(f"{k} {cost_text(v, 's')}" in text[2] for k, v in p.seconds.items() if v > 0)
     assert text[3].startswith(
         "runs   1 micro-batch of 2 on each of 8 data-parallel ranks, recomputation full"
