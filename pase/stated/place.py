@@ -71,13 +71,16 @@ class _Allowed:
 
     def __init__(self, r: Roles, sequence: bool, whole_logits: bool) -> None:
         self.r, self.sequence = r, sequence
+        self.own = {w.parameter for w in r.weights if r.experts & set(w.shared)}
+        """The parameters of which each expert has its own. A router's is everybody's."""
+        self.of_experts = self.own | {w.node for w in r.weights if w.parameter in self.own}
         self.splits_logits = {w.node for w in r.weights} if whole_logits else None
         """If logits are gathered: the nodes that may split the vocabulary, which are the embedding and the output."""
 
     def __call__(self, node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         at = {name: i for i, name in enumerate(mesh.names)}
         experts = self.r.dims(node, self.r.experts)
-        shared = "expert" in at and bool(experts)
+        shared = "expert" in at and bool(experts) and (node.kind != "parameter" or node.name in self.own)
         data = [at[name] for name in ("data", "expert") if name in at and not (name == "expert" and shared)]
         allowed = np.ones(len(cfg), dtype=bool)
         if shared:
@@ -92,8 +95,11 @@ class _Allowed:
         return self._model(node, cfg, mesh, at["model"], allowed) if "model" in at else allowed
 
     def _experts(self, node: Node, cfg: np.ndarray, mesh: Mesh, axis: int, experts: list[int]) -> np.ndarray:
-        """Split weights and products of experts over the experts; before and after them, split in the cheapest way."""
-        if node.kind in ("parameter", "matmul"):
+        """Split experts' weights and products with them over the experts; before and after, split in the cheapest way.
+
+        Routing, dispatch and combination are products, too (GShard). Over experts, they would need the tokens of all.
+        """
+        if node.name in self.of_experts:
             on = only(cfg, [axis], experts)
             if on.any():
                 return on
