@@ -47,18 +47,20 @@ def _empty(graph: Graph) -> Iterator[Remark]:
 
 
 def _opaque(graph: Graph) -> Iterator[Remark]:
-    """Yield a remark for each op that is not split, unless the frontend has made one."""
+    """Yield a remark for each kind of op that is not split, unless the frontend has made one."""
     said = {r.where for r in graph.remarks if r.kind in ("opaque", "unknown", "trip_count")}
+    found: dict[tuple[str, float], list[str]] = {}
     for n in graph.nodes:
         for op in n.ops:
             if op.kind == "opaque" and str(op.source) not in said and _has_data(graph, op):
-                flops = op.flops_per_point * _points(n, op.worked)
-                work = (
-                    f"all of its {flops:.3g} FLOPs"
-                    if flops
-                    else "all of it, and only its memory traffic is priced"
-                )
-                yield Remark("opaque", f"'{op.name}' is not split: every device does {work}", str(op.source))
+                kind = op.name, op.flops_per_point * _points(n, op.worked)
+                found.setdefault(kind, []).append(str(op.source))
+    for (name, flops), where in found.items():
+        work = (
+            f"all of its {flops:.3g} FLOPs" if flops else "all of it, and only its memory traffic is priced"
+        )
+        calls = "" if len(where) == 1 else f" (the first of {len(where)} such calls)"
+        yield Remark("opaque", f"'{name}' is not split: every device does {work}{calls}", where[0])
 
 
 def _has_data(graph: Graph, op: Op) -> bool:

@@ -138,7 +138,12 @@ node odd (r0_0=8 replicated, r0_1=4 replicated, w0_0=8 replicated)
   opaque odd t1[r0_0 r0_1] -> t2[w0_0] | flops=3.0
 """
     found = [r for r in of_graph(from_text(text)) if r.kind == "opaque"]
-    assert [r.what for r in found] == ["'odd' is not split: every device does all of its 768 FLOPs"]
+    says = "'odd' is not split: every device does all of its 768 FLOPs"
+    assert [r.what for r in found] == [says]
+    again = text[text.index("node odd") :].replace("node odd", "node odd~2").replace("t2", "t3")
+    twice = text.replace("activation\n", "activation\ntensor t3 float32[8] activation\n", 1)
+    folded = [r.what for r in of_graph(from_text(twice + "\n" + again)) if r.kind == "opaque"]
+    assert folded == [f"{says} (the first of 2 such calls)"]
 
 
 def test_an_onnx_op_without_a_rule() -> None:

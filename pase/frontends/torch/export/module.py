@@ -189,6 +189,10 @@ def _traced(
         )
         with traceable(STEP_FILE), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*_flat_weights.* assigned during export")
+            # PyTorch copies its own graph, and then warns of its own pytrees.
+            warnings.filterwarnings(
+                "ignore", message=r".*isinstance\(treespec, LeafSpec\)", category=FutureWarning
+            )
             exported = torch.export.export(step_of(module, loss, at_end, noted), args, strict=False)
             if is_functional(exported.graph_module, reads):
                 inline_regions(exported.graph_module)
