@@ -17,6 +17,7 @@ from bench.runner import Benchmark
 CASES = {
     "mlp, 8": ("zoo:mlp", 8),
     "llama3_8b, 32": ("zoo:llama3_8b", 32),
+    "llama3_405b, 1024": ("zoo:llama3_405b", 1024),
     "llama3_405b, 16384": ("zoo:llama3_405b?batch=2048", 16384),
     "llama3_405b plain, 16384": ("zoo:llama3_405b?batch=2048&attention=plain", 16384),
     "llama3_70b, 64": ("zoo:llama3_70b?batch=64", 64),
