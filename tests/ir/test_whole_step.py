@@ -100,6 +100,27 @@ def test_the_loss_is_told_from_other_numbers() -> None:
     assert {passes[n.name] for n in graph.nodes} == {"forward", "backward", "update"}
 
 
+def test_a_step_whose_attention_is_written_out_says_so() -> None:
+    def attended(w: jax.Array, x: jax.Array) -> jax.Array:
+        q = (x @ w).reshape(2, 8, 4, 12)
+        return jnp.mean(jax.checkpoint(lambda q: jax.nn.dot_product_attention(q, q, q))(q) ** 2)
+
+    def step(w: jax.Array, turn: jax.Array, x: jax.Array) -> Tree:
+        value, gradient = jax.value_and_grad(attended)(w, x)
+        return w - gradient, turn + 1, value
+
+    def evaluated(w: jax.Array, turn: jax.Array, x: jax.Array) -> Tree:
+        return w * 0.5, turn + 1, attended(w, x)
+
+    given = (
+        PARAMS["w0"],
+        jax.ShapeDtypeStruct((), jnp.int32),
+        jax.ShapeDtypeStruct((2, 8, WIDTH), jnp.float32),
+    )
+    remarks = [trace(fn, *given, mode="step").graph.remarks for fn in (step, evaluated)]
+    assert [any("writes it out" in str(r) for r in found) for found in remarks] == [True, False]
+
+
 def test_a_step_without_a_loss_hides_nothing_and_says_so() -> None:
     step, state = step_of(optax.sgd(0.1), lambda value, gradients: ())
     plan = pase.compile(

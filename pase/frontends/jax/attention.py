@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pase.frontends.jax.types import Eqn
-from pase.frontends.jax.versions import attention_by, static_arguments
+from pase.frontends.jax.versions import attention_by, jaxprs_inside, static_arguments
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from jax import Array
     from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes
 
-__all__ = ["Asked", "AttentionCall", "call_of", "named"]
+__all__ = ["Asked", "AttentionCall", "call_of", "is_differentiated", "named"]
 
 Asked = Literal["xla", "cudnn", "flash"]
 """Whose kernel a program requests: XLA's own, cuDNN's, or Pallas' flash attention for TPUs."""
@@ -62,7 +62,7 @@ def call_of(eqn: Eqn) -> AttentionCall | None:
 
     A bias or a mask may follow queries, keys and values. Calls with lengths or batched by ``vmap`` are not recognized.
     """
-    name = eqn.params.get("name") if eqn.primitive.name in ("jit", "pjit") else None
+    name = _called(eqn)
     if name is None or len(eqn.outvars) != 1:
         return None
     shapes = [v.aval.shape for v in eqn.invars]
@@ -74,6 +74,27 @@ def call_of(eqn: Eqn) -> AttentionCall | None:
         return None
     asked: Asked = "cudnn" if words["asked"] == "cudnn" else "xla"
     return AttentionCall(causal=words["causal"] is not None, scale=float(words["scale"]), asked=asked)
+
+
+def is_differentiated(eqns: Iterable[Eqn]) -> bool:
+    """Whether the program itself differentiates an attention that it calls by name.
+
+    JAX then writes the attention out, forward and backward, as products and a softmax in functions of the same name
+    with other results.
+    """
+    for eqn in eqns:
+        name = _called(eqn)
+        if name is not None and _NAME.fullmatch(name):
+            if call_of(eqn) is None:
+                return True
+        elif any(is_differentiated(inner.eqns) for inner in jaxprs_inside(eqn)):
+            return True
+    return False
+
+
+def _called(eqn: Eqn) -> str | None:
+    """The name of the jitted function that an equation calls; None for other equations."""
+    return eqn.params.get("name") if eqn.primitive.name in ("jit", "pjit") else None
 
 
 def _flash(eqn: Eqn) -> AttentionCall | None:

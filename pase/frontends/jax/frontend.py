@@ -19,6 +19,7 @@ from pase.frontends import registry
 from pase.frontends.jax import attention as jax_attention
 from pase.frontends.jax import versions
 from pase.frontends.jax.arguments import arguments, fixed_layouts, shape_of, shardings
+from pase.frontends.jax.attention import is_differentiated
 from pase.frontends.jax.contexts import traced_in_context
 from pase.frontends.jax.control import CONTROL, AtRunTime, by_body
 from pase.frontends.jax.derivatives import has_custom_rule, lower_with_rule
@@ -235,7 +236,7 @@ def trace(
         b.output(t)
     graph = b.finish(outs, frontend="jax")
     return TracedJax(
-        graph=_as_step(graph, returned, program.carried.values()) if asked == "step" else graph,
+        graph=_as_step(graph, closed, returned, program.carried.values()) if asked == "step" else graph,
         contents=b.contents,
         attributes=b.attributes,
         jaxpr=closed,
@@ -267,7 +268,17 @@ _NO_LOSS = Remark(
 )
 
 
-def _as_step(graph: Graph, returned: Sequence[Tensor | None], carried: Collection[int]) -> Graph:
+_WRITTEN_OUT = Remark(
+    "assumed",
+    "the step differentiates its attention itself, so that JAX writes it out as products and a softmax: a plan of the "
+    "loss alone runs it as one kernel where there is one, and plan.jax.value_and_grad() then takes the gradient's "
+    "place in the step",
+)
+
+
+def _as_step(
+    graph: Graph, program: ClosedJaxpr, returned: Sequence[Tensor | None], carried: Collection[int]
+) -> Graph:
     """A graph that knows which of the step's results is its loss. carried: the results that are the next state."""
     numbers = [
         t.name
@@ -275,8 +286,10 @@ def _as_step(graph: Graph, returned: Sequence[Tensor | None], carried: Collectio
         if t is not None and i not in carried and t.shape == () and is_floating(t.dtype)
     ]
     loss = loss_of(graph, numbers)
-    remarks = graph.remarks if loss else (*graph.remarks, _NO_LOSS)
-    return replace(graph, facts=replace(graph.facts, loss=loss), remarks=remarks)
+    remarks = [*graph.remarks, *([] if loss else [_NO_LOSS])]
+    if is_differentiated(program.jaxpr.eqns):
+        remarks.append(_WRITTEN_OUT)
+    return replace(graph, facts=replace(graph.facts, loss=loss), remarks=tuple(remarks))
 
 
 def _leaf_paths(as_shapes: tuple[Tree, ...], stored: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
