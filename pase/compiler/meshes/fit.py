@@ -30,6 +30,7 @@ from pase.frontends.registry import NotInParts
 from pase.machine import Mesh
 from pase.memory.account import Memory
 from pase.search import Known, MemoryProfile, Solution, price_memory, solve
+from pase.search.elimination.priced import effort_of
 from pase.search.types import Effort
 from pase.tables import CostTables
 
@@ -189,7 +190,7 @@ def _fit_variant(
     """Return the cheapest strategy of a variant that fits and costs less than ``below``.
 
     The most promising meshes are searched first. Of the others, only those are searched whose bound is below the cost
-    of what fits on the first ones.
+    of what fits on the first ones, and none if the allowed work is spent.
 
     unlimited: the variant's answers without the limit, if they are known.
     free: the answers of the first variant, which bound it on each mesh.
@@ -202,8 +203,15 @@ def _fit_variant(
             continue
         answers = unlimited
         if answers is None:
+            if np.isfinite(below) and spent.over():
+                out.bound = min(out.bound, *(free.bounds[m.sizes] for m in worthwhile))
+                continue
             answers = search_meshes(p, worthwhile, say, close=False)
             out.seconds = add_seconds(out.seconds, answers.seconds)
+            for m in worthwhile:
+                tables, cheapest = p.pricing.bounding(m)
+                spent.entries += tables.entries
+                spent.operations += effort_of(cheapest.work)
         tried += answers.tried
         out.least &= not _takes_less(answers, free)
         if answers.solution.bound >= below:

@@ -54,6 +54,39 @@ def test_with_hardly_any_budget_there_is_an_answer_and_its_bound_holds(limit: in
     assert plan.bound <= quiet.cost * (1 + 1e-9) and plan.cost >= quiet.bound * (1 - 1e-9)
 
 
+def test_the_search_of_a_variant_without_the_limit_is_work_too(limit: int, quiet, monkeypatch) -> None:
+    """It is counted. Once the work is spent and a strategy fits, no further mesh is searched, and the bound holds."""
+    from pase.compiler.meshes import fit
+
+    budgets, fitted, late = [], [], []
+    made, search, fit_limit = Spent.within, fit.search_meshes, fit.fit_limit
+
+    def begun(*given: float) -> Spent:
+        budgets.append(made(*given))
+        return budgets[-1]
+
+    def searched(*given, **options):
+        late.extend(fitted)
+        return search(*given, **options)
+
+    def fits(*given):
+        found, bound = fit_limit(*given)
+        fitted.extend([] if found is None else [found])
+        return found, bound
+
+    monkeypatch.setattr(fit, "_FIRST_MESHES", 1)
+    monkeypatch.setattr(Spent, "within", begun)
+    monkeypatch.setattr(fit, "search_meshes", searched)
+    monkeypatch.setattr(fit, "fit_limit", fits)
+    within(limit)
+    assert late and budgets[-1].entries > 0
+    late.clear()
+    fitted.clear()
+    plan = within(limit, work=1e-9)
+    assert fitted and not late
+    assert plan.bound <= quiet.cost * (1 + 1e-9)
+
+
 def test_no_search_gets_more_than_the_time_that_is_left(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock is read again at each call, so several searches of one region cannot add up to more."""
     from pase.compiler.meshes import fit
