@@ -41,6 +41,7 @@ class Weight:
 class Roles:
     """Classes of dims by role.
 
+    rows: the subset of ``batch`` that is sorted by expert. Each device multiplies its part of the rows of all examples.
     model: empty if no dim runs through the weights. tensor: the dims that tensor parallelism splits. ends: the subset
     of ``tensor`` that is not inside a layer (vocabulary, classes). experts: dims that weights, activations and results
     share. sequence: the other dims of the residual stream.
@@ -49,6 +50,7 @@ class Roles:
     classes: dict[DimKey, int]
     weights: tuple[Weight, ...]
     batch: frozenset[int]
+    rows: frozenset[int]
     model: frozenset[int]
     tensor: frozenset[int]
     ends: frozenset[int]
@@ -68,17 +70,9 @@ class Roles:
         )
 
 
-def roles(graph: Graph, *, own_rows: bool = False) -> Roles:
-    """The roles of every dim of the graph. The result is cached with the graph, because every baseline needs it.
-
-    own_rows: whether rows that are sorted by expert are a batch, because each device sorts only its own. A framework's
-        rank does; a plan of ours sorts those of all devices, and gathers them for it.
-    """
-    return _roles(graph, own_rows)
-
-
 @once
-def _roles(graph: Graph, own_rows: bool) -> Roles:
+def roles(graph: Graph) -> Roles:
+    """The roles of every dim of the graph. The result is cached with the graph, because every baseline needs it."""
     classes = dim_classes(graph)
     weights = tuple(_weights(graph, classes))
     inputs = [n for n in graph.nodes if n.kind == "input"]
@@ -90,8 +84,8 @@ def _roles(graph: Graph, own_rows: bool) -> Roles:
         for first in n.ops[0].writes[0].map.walks[:1]
         for d in first.dims[:1]
     )
-    if own_rows:
-        batch |= _rows_of_groups(graph, classes)
+    rows = _rows_of_groups(graph, classes) - batch
+    batch |= rows
     model = _model_dims(weights)
     experts = frozenset(c for w in weights for c in w.shared) - batch
     inner, ends = (
@@ -119,6 +113,7 @@ def _roles(graph: Graph, own_rows: bool) -> Roles:
         classes=classes,
         weights=weights,
         batch=batch,
+        rows=rows,
         model=model,
         tensor=tensor,
         ends=ends - inner,

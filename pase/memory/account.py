@@ -122,6 +122,7 @@ class Term:
 
     weights: as in ``Held``.
     as_read: whether this counts a parameter as its readers have it, instead of as it is stored.
+    if_split: dims of which one has to be split; otherwise nothing is kept. Without any, there is no such condition.
 
     A device holds its local bytes times ``times`` divided by ``over``.
     """
@@ -134,12 +135,15 @@ class Term:
     over: float = 1.0
     weights: bool = False
     as_read: bool = False
+    if_split: tuple[int, ...] = ()
 
     def held(self, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         """Returns the bytes on a device under each config, float64 [K]; cfg is int8 [K, axes]."""
         local = self.nbytes / shards(cfg, self.dims, mesh)
         if self.state:
             local = local / shards(cfg, self.state, mesh)
+        if self.if_split:
+            local = local * (shards(cfg, self.if_split, mesh) > 1)
         return np.asarray(local * self.times / self.over)
 
 
@@ -348,7 +352,7 @@ class Gathered:
     """How a parameter gets from its storage to the node that reads it, and how its gradient gets back.
 
     recompute: it is gathered for each use, in a region. Otherwise it counts as kept.
-    cast: the value that is read differs from the stored one.
+    cast: what is read takes an array of its own (``_converted``).
     trained: it has a gradient.
     """
 
@@ -408,9 +412,24 @@ def flights(graph: Graph) -> dict[str, Flight]:
             way = gathered(graph, n, op, a, source) if stored else None
             sources += [source.name] * stored
             terms.append((_term(graph, n, "activations", a), way))
+        terms += ((term, None) for term in (_masked_lookups(graph, n) if graph.facts.eager else ()))
         number_ = numbers.setdefault(tuple(terms), len(numbers))
         out[n.name] = Flight(number=number_, terms=tuple(terms), sources=tuple(sources))
     return out
+
+
+def _masked_lookups(graph: Graph, n: Node) -> Iterator[Term]:
+    """Yields what look-ups in a table that is split along the dim they select from make besides their result.
+
+    A device looks up all indices, and puts zeros where an index is another device's. Backward does the same with the
+    gradient of the result. So there are two arrays of the result's size.
+    """
+    for op in n.ops if n.kind != "parameter" else ():
+        if op.kind != "gather":
+            continue
+        others = {d for a in (*op.reads[1:], *op.writes) for d in a.map.dims}
+        selected = tuple(dim_index(n, [d for d in op.reads[0].map.dims if d not in others]))
+        yield _term(graph, n, "activations", op.writes[0], if_split=selected)
 
 
 def gathered(graph: Graph, n: Node, op: Op, a: Access, source: Node) -> Gathered:
@@ -419,9 +438,18 @@ def gathered(graph: Graph, n: Node, op: Op, a: Access, source: Node) -> Gathered
         write=write_rule(source, *source.write_of(a.tensor)),
         read=read_rule(n, op, a),
         recompute=op.region is not None and hoisted_of(graph) == "none",
-        cast=source.ops[0].writes[0].tensor != a.tensor,
+        cast=_converted(graph, source, a.tensor),
         trained=graph.tensors[a.tensor].needs_grad,
     )
+
+
+def _converted(graph: Graph, stored: Node, read: str) -> bool:
+    """Whether a parameter takes an array of its own to be read as this tensor. A program that runs call by call reads
+    another shape of it, or its dims in another order, in the array that stores it."""
+    made = {a.tensor: op for op in stored.ops for a in op.writes}
+    while graph.facts.eager and made[read].kind == "view":
+        read = made[read].reads[0].tensor
+    return stored.ops[0].writes[0].tensor != read
 
 
 @once

@@ -341,7 +341,7 @@ class _PartsInTheMaking:
         blocks that do this move no activation between ranks, except sums.
         """
         graph = self.graph
-        own_rows = roles(graph, own_rows=True).batch > roles(graph).batch
+        own_rows = bool(roles(graph).rows)
         stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
         for c in collectives(graph, self.placed.mesh, self.placed.strategy, self.model):
             if c.tensor in stored and c.phase == "backward":

@@ -33,7 +33,7 @@ def place(graph: Graph, s: Strategy, model: CostModel, *, whole_logits: bool = F
 
     whole_logits: as in ``Program``.
     """
-    r = roles(graph, own_rows=True)
+    r = roles(graph)
     _refuse(graph, r, s)
     found = _placed(graph, stage_mesh(s), s.sequence, whole_logits, model)
     if not isinstance(found, Baseline):
@@ -46,7 +46,7 @@ def _placed(
     graph: Graph, mesh: Mesh, sequence: bool, whole_logits: bool, model: CostModel
 ) -> Baseline | Skipped:
     """Return what strategies on one mesh share, whatever they recompute, shard flat or run in stages."""
-    allowed = _Allowed(roles(graph, own_rows=True), sequence, whole_logits)
+    allowed = _Allowed(roles(graph), sequence, whole_logits)
     return fill_in_alone(Intent(name="stated", mesh=mesh, allow=allowed), graph, model)
 
 

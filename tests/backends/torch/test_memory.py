@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 
+from bench.cases.plans import Case
+from pase import machine
+from pase.compiler.problem.problem import SplitProblem
 from pase.errors import PaseError
-from tests.backends.torch.models import case
+from pase.frontends import registry
+from pase.memory.account import gathered
+from pase.tables.work import parameter_reads
+from tests.backends.torch.models import MODELS, case
 from tests.backends.torch.steps import BUCKET
 
 pytestmark = pytest.mark.torch
@@ -88,7 +94,6 @@ def test_the_prediction_knows_the_gradients_of_slices_and_zeros_of_the_batch() -
     import torch
 
     import pase
-    from pase import machine
 
     class Recurrence(torch.nn.Module):
         def __init__(self) -> None:
@@ -114,7 +119,6 @@ def test_the_prediction_knows_masks_as_numbers_and_both_derivatives_of_a_cross_e
     import torch
 
     import pase
-    from pase import machine
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -142,3 +146,24 @@ def test_a_loss_over_a_split_vocabulary_keeps_the_logits_once() -> None:
     assert plan is not None
     found, logits = plan.torch.memory(), 8 * math.prod(c.module(**c.batch[0]).logits.shape) / 4
     assert found.saved + found.inputs - plan.memory.activations < logits
+
+
+def test_the_prediction_knows_rows_of_other_devices_and_weights_in_another_order() -> None:
+    """A device that has a part of the rows sorted by expert looks up those of all tokens, twice over: as they are, and
+    with zeros for the other devices' rows. A transposed weight is in the array that stores it."""
+    import torch
+
+    module, _ = MODELS["experts"]()
+    traced = registry.trace(module.float(), torch.randn(64, 32, 16))
+    problem = SplitProblem.of(traced.graph, 8, machine.load("h100x8"), "analytic", "adam")
+    plan = Case(traced=traced, problem=problem).plan("fsdp")
+    assert plan is not None
+    found, rows = plan.torch.memory(), 64 * 32 * 2 * 16 * 4
+    assert found.predicted is not None
+    predicted = found.predicted.buffers - problem.machine.device.workspace_bytes
+    assert predicted == pytest.approx(found.temporaries, rel=0.01)
+    assert predicted >= 2 * rows
+    graph = problem.graph
+    for n in graph.nodes:
+        for ops, a, _ in parameter_reads(graph, n):
+            assert not gathered(graph, n, ops[0], a, graph.producer[a.tensor]).cast
