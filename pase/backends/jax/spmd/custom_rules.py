@@ -204,7 +204,8 @@ def _traced(
     names = [n.ops[0].writes[0].tensor for n in traced.graph.nodes if n.kind == "parameter"]
     configs = followed(traced.graph, mesh, dict(zip(names, layouts, strict=True)))
     program = local_program(traced.graph, mesh, configs)
-    inner = replace(walk, program=program, traced=traced, blocks=(), kept=frozenset())
+    # Arrivals go by the numbers of transfers, and this program has its own.
+    inner = replace(walk, program=program, traced=traced, blocks=(), kept=frozenset(), arrivals=None)
     args = [
         inner.resharded(
             DeviceValue(array=h.array, tensor=n, layout=layout), program.result(n).layout, v.shape

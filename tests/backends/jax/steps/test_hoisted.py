@@ -87,6 +87,28 @@ def planned(fn, params, tokens, method, k):
     return of
 
 
+def ruled(params, x):
+    """Its derivative rule is a local program of its own, whose transfers are numbered from 0, like the model's."""
+
+    @jax.custom_vjp
+    def normed(x):
+        return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 0.1)
+
+    normed.defvjp(lambda x: (normed(x), x), lambda x, g: (g * jnp.mean(x**2, -1, keepdims=True),))
+    h = x @ params["a"]
+    return jnp.mean(normed(normed(h) @ params["b"]) ** 2)
+
+
+def test_a_derivative_rule_does_not_read_the_models_gathered_parameters():
+    """A transfer of the rule's program was taken for the model's transfer of that number, and read its parameter."""
+    with jax.enable_x64(True):
+        a, b, x = jax.random.normal(jax.random.key(0), (3, 32, 32))
+        params = {"a": a, "b": b}
+        plan = planned(ruled, params, x, "fsdp", 2)("all")
+        step = sharded_step(plan, optax.sgd(0.1), params, x, lowering="manual")
+        assert max(unsharded_step(ruled, optax.sgd(0.1), params, x).differences(step).values()) < 1e-10
+
+
 def sent(plan):
     return sum(c.nbytes * c.times for c in plan.collectives)
 
