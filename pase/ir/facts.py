@@ -29,6 +29,8 @@ class GraphFacts:
     eager: whether each call of the program runs by itself, as in PyTorch, so that backward keeps what each call saves.
         False: a compiler fuses calls.
     loss: for a whole train step, the tensor that is its loss; "" if the graph is no such step, or if none is known.
+    constant_bytes: of values that do not depend on data, which each device holds whole during backward. It is no part
+        of a graph's digest.
     """
 
     frontend: str = ""
@@ -39,6 +41,7 @@ class GraphFacts:
     decomposed: bool = False
     eager: bool = False
     loss: str = ""
+    constant_bytes: int = 0
 
 
 def facts_text(facts: GraphFacts) -> dict[str, str]:
@@ -52,6 +55,7 @@ def facts_text(facts: GraphFacts) -> dict[str, str]:
         "decompose": "products" if facts.decomposed else "",
         "eager": "calls" if facts.eager else "",
         "loss": facts.loss,
+        "constant_bytes": str(facts.constant_bytes) if facts.constant_bytes else "",
     }
     return {k: v for k, v in found.items() if v}
 
@@ -66,6 +70,9 @@ def read_facts(text: Mapping[str, str]) -> GraphFacts:
         raise PaseError(f"'{hoisted}' is not what can be hoisted: {', '.join(get_args(Hoisted))}")
     if not (times.isdecimal() and times.isascii() and 0 < len(times) < 10 and int(times)):
         raise PaseError(f"'{times[:20]}' is no number of micro-batches")
+    held = given.get("constant_bytes", "0")
+    if not (held.isdecimal() and held.isascii() and 0 < len(held) < 20):
+        raise PaseError(f"'{held[:20]}' is no number of bytes")
     if given.get("decompose", "products") != "products":
         raise PaseError(f"'{given['decompose'][:20]}' is not what can be decomposed: products")
     if given.get("eager", "calls") != "calls":
@@ -79,10 +86,21 @@ def read_facts(text: Mapping[str, str]) -> GraphFacts:
         decomposed="decompose" in given,
         eager="eager" in given,
         loss=given.get("loss", ""),
+        constant_bytes=int(held),
     )
 
 
-_KEYS = {"frontend", "dims", "precision", "hoisted", "accumulate", "decompose", "eager", "loss"}
+_KEYS = {
+    "frontend",
+    "dims",
+    "precision",
+    "hoisted",
+    "accumulate",
+    "decompose",
+    "eager",
+    "loss",
+    "constant_bytes",
+}
 
 _FORMER = {"once": "hoisted"}
 """Keys in texts that older versions wrote. They are still read."""

@@ -80,12 +80,13 @@ MAX_LINE = 1 << 18
 
 def digest(graph: Graph, *, remarks: bool = False) -> str:
     """The sha256 of the graph's text, in hex. The text is without source lines, so that equal models agree wherever
-    their files are, and without functions, literals, parameters and a step's loss, which are implied or were not in
-    older texts. Flags have their first names in it. So digests in files of older versions stay valid.
+    their files are, and without functions, literals, parameters, a step's loss and the bytes of constants, which are
+    implied or were not in older texts. Flags have their first names in it. So digests in files of older versions stay
+    valid.
 
     remarks: whether they are part of the text, as in the first versions.
     """
-    graph = replace(graph, facts=replace(graph.facts, loss=""))
+    graph = replace(graph, facts=replace(graph.facts, loss="", constant_bytes=0))
     text = to_text(graph, sources=False, functions=False)
     if remarks:
         head = to_text(replace(graph, tensors={}, nodes=(), outputs=()), sources=False, functions=False)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from pase.ir import Access, Graph, Node, Op, Scope
+from pase.ir import Access, Graph, Node, Op, Place, Scope
 from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.ir.types import WORKLESS
 from pase.machine import Mesh
@@ -215,6 +215,8 @@ def _terms_of(
                     yield term("optimizer", a, state=state, times=values, over=t.itemsize), None
             elif t.role == "input":
                 yield term("activations", a, times=micro_batches), None  # inputs of all micro-batches
+            elif graph.facts.eager and a.tensor not in _of_data(graph):
+                continue  # each rank has the whole of it (``GraphFacts.constant_bytes``)
             elif a.tensor in wanted and n.kind != "parameter" and op.kind != "copy":
                 k = wanted[a.tensor]
                 yield term("activations", a, times=k.times, weights=n.kind == "copy"), k.region
@@ -302,6 +304,26 @@ def _of_inputs(graph: Graph) -> frozenset[str]:
     for op in (op for n in graph.nodes for op in n.ops):
         if op.kind == "input" or any(a.tensor in found for a in op.reads):
             found |= {a.tensor for a in op.writes}
+    return frozenset(found)
+
+
+@once
+def _of_data(graph: Graph) -> frozenset[str]:
+    """Returns the tensors that calls make which depend on the batch or on parameters. All that such a call makes is
+    made for a rank's part, also what depends on no operand (the mask of a dropout)."""
+    ops = [op for n in graph.nodes for op in n.ops]
+    found: set[str] = set()
+    calls: set[Place] = set()
+    before = -1
+    while before < len(found) + len(calls):  # a loop's carry, too, is made for a part
+        before = len(found) + len(calls)
+        for op in ops:
+            of_data = op.kind in ("input", "parameter", "carry", "cotangent") or any(
+                a.tensor in found for a in op.reads
+            )
+            if of_data or op.eqn in calls:
+                found |= {a.tensor for a in op.writes}
+                calls |= {op.eqn} if op.eqn else set()
     return frozenset(found)
 
 

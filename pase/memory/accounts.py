@@ -78,8 +78,8 @@ def _course(tile: tuple[int, ...]) -> Account:
 def _backward(workspace: int, prefetch: bool) -> Account:
     """Returns the account of the backward pass's worst moment.
 
-    workspace: the bytes that the library of products takes. prefetch: whether loops gather parameters one iteration
-    early.
+    workspace: the bytes that the library of products takes, and those of constants. prefetch: whether loops gather
+    parameters one iteration early.
     """
 
     def profile(
@@ -112,7 +112,7 @@ def account_for(machine: Machine, graph: Graph, prefetch: bool) -> Account:
     if is_trained(graph):
         if machine.fuses_products:
             return _course(machine.device.memory_tile)
-        return _backward(machine.device.workspace_bytes, prefetch)
+        return _backward(machine.device.workspace_bytes + graph.facts.constant_bytes, prefetch)
     if not prefetch:
         return KEPT_AND_IN_FLIGHT
     return replace(KEPT_AND_IN_FLIGHT, memory=partial(account.memory, prefetch=True))

@@ -18,6 +18,7 @@ EVERY = GraphFacts(
     hoisted="gathers",
     micro_batches=3,
     decomposed=True,
+    constant_bytes=12,
 )
 
 
@@ -30,6 +31,7 @@ def test_text_is_read_back() -> None:
         "hoisted": "gathers",
         "accumulate": "3",
         "decompose": "products",
+        "constant_bytes": "12",
     }
     assert read_facts(facts_text(EVERY)) == EVERY
 
@@ -48,6 +50,8 @@ def test_a_former_key_is_read() -> None:
         ("accumulate", "two"),
         ("accumulate", "9" * 40),
         ("decompose", "sums"),
+        ("constant_bytes", "-1"),
+        ("constant_bytes", "9" * 40),
         ("dims", "8"),
         ("dims", '{"batch": "8"}'),
         ("dims", '{"batch": true}'),

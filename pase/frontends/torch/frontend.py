@@ -17,6 +17,7 @@ from pase.frontends import registry
 from pase.frontends.common.values import Value
 from pase.frontends.registry import DimSizes, Unknown, by_nest, check_dims, type_names
 from pase.frontends.torch import hf
+from pase.frontends.torch.constants import constant_bytes
 from pase.frontends.torch.control import CONTROL
 from pase.frontends.torch.derivatives import check_linear
 from pase.frontends.torch.export.module import TorchProgram, marked_blocks, program_of
@@ -170,14 +171,19 @@ def lowered(program: TorchProgram, name: str, unknown: Unknown, *, folds: bool =
         b.output(t)
     found = {t.path for t in b.tensors.values() if t.role == "parameter"}
     marked = marked_blocks(nodes)
+    scope = TorchScope(nodes=nodes, values=low.env, inner=low.inner, module=program.graph)
+    graph = b.finish(outs, frontend="torch", eager=True)
+    read_only = {n for n, path in program.buffers.items() if n in used and path not in written}
+    constants = constant_bytes(graph, scope, _of_data(b), read_only) if folds else 0
+    graph = replace(graph, facts=replace(graph.facts, constant_bytes=constants))
     return TracedTorch(
-        graph=rematerialised(b.finish(outs, frontend="torch", eager=True), marked),
+        graph=rematerialised(graph, marked),
         contents=b.contents,
         attributes=b.attributes,
         param_paths=tuple(p for p in program.order if p in found),
         input_paths=tuple(t.path for t in b.tensors.values() if t.role == "input"),
         program=program,
-        scope=TorchScope(nodes=nodes, values=low.env, inner=low.inner, module=program.graph),
+        scope=scope,
         module=None,
         batch=(),
         unknown=unknown,

@@ -14,6 +14,7 @@ from pase import machine
 from pase.compiler.problem.problem import SplitProblem
 from pase.errors import PaseError
 from pase.frontends import registry
+from pase.frontends.torch.frontend import trace
 from pase.memory.account import gathered
 from pase.tables.work import parameter_reads
 from tests.backends.torch.models import MODELS, case
@@ -167,3 +168,31 @@ def test_the_prediction_knows_rows_of_other_devices_and_weights_in_another_order
     for n in graph.nodes:
         for ops, a, _ in parameter_reads(graph, n):
             assert not gathered(graph, n, ops[0], a, graph.producer[a.tensor]).cast
+
+
+def test_the_prediction_knows_constants_that_vary_over_the_batch() -> None:
+    """Each rank makes the noise of the whole batch, and backward keeps it. Numbers and what repeats are made once. The
+    mask of a dropout is made for a rank's part."""
+    import torch
+
+    import pase
+    from pase import machine
+
+    class Noisy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Linear(16, 64)
+            self.register_buffer("scale", torch.ones(64))
+
+        def forward(self, x: Any) -> Any:
+            noise = torch.rand(x.shape[0], 64) * torch.full((x.shape[0], 64), 2.0)
+            y = self.up(x) * noise * torch.ones(x.shape[0], 1) * self.scale
+            return torch.nn.functional.dropout(y, 0.5).tanh().mean()
+
+    model, x = Noisy(), torch.randn(512, 16)
+    assert trace(model, x).graph.facts.constant_bytes == 4 * (512 * 64 + 64)
+    plan = pase.compile(model, x, devices=8, machine="h100x8", baselines=False)
+    found = plan.torch.memory()
+    assert found.predicted is not None
+    predicted = found.predicted.total - machine.load("h100x8").device.workspace_bytes
+    assert predicted == pytest.approx(found.total, rel=0.1)

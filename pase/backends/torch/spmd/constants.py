@@ -8,7 +8,7 @@ keeps all of its memory alive, and autograd would keep the mask of the whole bat
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from pase.backends.torch.spmd.record import outside_blocks
 from pase.backends.torch.spmd.rules import seeded
 from pase.backends.torch.spmd.values import NotOnParts, steps_from
 from pase.frontends.common.values import Value
-from pase.frontends.torch.rules import POINTWISE
+from pase.frontends.torch.constants import ELEMENT_BY_ELEMENT, made_once
 from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import TorchScope, op_name
 
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 __all__ = ["Constants", "NodeIndex"]
-
-_POINTWISE = frozenset((*POINTWISE, "add", "sub", "rsub", "div", "masked_fill", "to", "_to_copy"))
-"""Ops that compute each element from the elements at its place. (PyTorch's tag of them lacks casts and some
-overloads.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +130,8 @@ class Constants:
         kwargs = {k: self.device if isinstance(x, torch.device) else x for k, x in kwargs.items()}
         tags = getattr(n.target, "tags", ())
         with torch.no_grad():
-            if op_name(n) in _POINTWISE:
-                return _once(n.target, args, kwargs)
+            if op_name(n) in ELEMENT_BY_ELEMENT:
+                return made_once(n.target, args, kwargs)
             if n.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
                 return args[0].reshape(args[1])  # an expanded tensor may have no such view
             if torch.Tag.nondeterministic_seeded not in tags:
@@ -155,28 +151,3 @@ class Constants:
             raise NotOnParts(f"{reader.target} is a constant in the plan, but it reads data")
         like = m.meta["val"]
         return torch.zeros((), dtype=like.dtype, device=self.device).expand(like.shape)
-
-
-def _once(run: Callable[..., Tensor], args: Sequence[object], kwargs: Mapping[str, object]) -> Tensor:
-    """Calls a pointwise op. Along dims on which all of its operands repeat, the result is made once and expanded."""
-    import torch
-
-    operands = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-    shape = torch.broadcast_shapes(*(x.shape for x in operands))
-    repeated = [
-        d
-        for d in range(-len(shape), 0)
-        if shape[d] > 1 and all(x.dim() < -d or x.shape[d] == 1 or x.stride(d) == 0 for x in operands)
-    ]
-    if not repeated:
-        return run(*args, **kwargs)
-
-    def once(x: object) -> object:
-        if not isinstance(x, torch.Tensor):
-            return x
-        few: Tensor = x
-        for d in repeated:
-            few = few.narrow(d, 0, 1) if few.dim() >= -d and few.shape[d] > 1 else few
-        return few
-
-    return run(*map(once, args), **{k: once(x) for k, x in kwargs.items()}).expand(shape)
