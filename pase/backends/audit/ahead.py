@@ -182,11 +182,9 @@ def _exported_as(
             jax.tree.leaves(step.run(*jax.tree.unflatten(tree, [by_place[i] for i in range(len(leaves))])))
         )
 
-    results = jax.eval_shape(step.run, *given)
-    stored = jax.tree.broadcast(step.out_shardings, results, is_leaf=lambda s: s is None)  # None: XLA chooses
     jitted = jax.jit(
         flat,
-        out_shardings=tuple(jax.tree.leaves(stored, is_leaf=lambda s: s is None)),
+        out_shardings=_for_each(jax.eval_shape(step.run, *given), step.out_shardings),
         donate_argnums=tuple(range(len(donated))),
     )
     made = export.export(jitted, platforms=[platform], disabled_checks=_kernels())(
@@ -201,11 +199,25 @@ def _exported_as(
     return _Exported(data=data, donated=len(donated), lowering=way)
 
 
+def _for_each(results: Tree, stored: Tree) -> tuple[Tree, ...]:
+    """The sharding of each array in the results; None if XLA chooses. stored: a prefix of their tree.
+
+    A None in the results is no array: an optimizer has no state for what it does not train.
+    """
+    import jax
+
+    chosen_by_xla = object()
+    marked = jax.tree.map(lambda s: chosen_by_xla if s is None else s, stored, is_leaf=lambda s: s is None)
+    every = jax.tree.leaves(jax.tree.broadcast(marked, results))
+    return tuple(None if s is chosen_by_xla else s for s in every)
+
+
 def _kernels() -> list[Tree]:
     """Kernels of libraries whose form JAX does not promise to keep. The step is compiled at once, by the same JAX."""
     from jax.export import DisabledSafetyCheck
 
-    names = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "tpu_custom_call")
+    cudnn = ("Softmax", "ScaleBiasSoftmax")
+    names = (*(f"__cudnn$fmha{n}{way}" for n in cudnn for way in ("", "Backward")), "tpu_custom_call")
     return [DisabledSafetyCheck.custom_call(n) for n in names]
 
 

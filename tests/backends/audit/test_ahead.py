@@ -8,6 +8,7 @@ import sys
 
 import jax
 import pytest
+from flax import nnx
 
 import pase
 from pase.backends.audit import ahead
@@ -63,15 +64,34 @@ def test_inference_is_compiled_too():
     assert found.peak > 0 and found.text.startswith("HloModule")
 
 
-def test_a_kernel_of_cudnn_is_exported_without_devices_and_without_cudnn():
-    """On a machine with neither, the step calls the kernel that a GPU would run."""
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_kernel_of_cudnn_is_exported_without_devices_and_without_cudnn(masked):
+    """On a machine with neither, the step calls the kernel that a GPU would run, also with a part of a mask."""
     q = jax.ShapeDtypeStruct((4, 64, 2, 64), "bfloat16")
+    m = jax.ShapeDtypeStruct((4, 1, 64, 64), "bool")
 
-    def loss_fn(w, x):
-        return jax.nn.dot_product_attention(x * w, x, x, implementation="cudnn").mean()
+    def loss_fn(w, x, m):
+        mask = m if masked else None
+        return jax.nn.dot_product_attention(x * w, x, x, mask=mask, implementation="cudnn").mean()
 
     w = jax.ShapeDtypeStruct((64,), "bfloat16")
-    plan = pase.compile(loss_fn, w, q, devices=2, baselines=False)
+    plan = pase.compile(loss_fn, w, q, m, devices=2, baselines=False)
     target = ahead.devices_of(load("h100x8"), 2)
     made = ahead._exported(ahead.jax_plan(plan), plan, target, "manual", None)
-    assert b"fmhaSoftmaxBackward" in made.data
+    assert (b"fmhaScaleBiasSoftmaxBackward" if masked else b"fmhaSoftmaxBackward") in made.data
+
+
+def test_state_that_is_not_trained_has_no_place_in_the_optimizers():
+    """The optimizer of a Flax NNX model with dropout has None where the model has the state of its generator."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.drop = nnx.Linear(16, 16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.drop(self.first(x))
+
+    model = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    plan = pase.compile(lambda m, x: (m(x) ** 2).mean(), model, X, devices=2, baselines=False)
+    found = ahead.compiled_ahead(plan, load("cpu_host"))
+    assert found.peak > 0 and found.text.startswith("HloModule")
