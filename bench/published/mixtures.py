@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pase.zoo.attention import fused_attend
 from pase.zoo.layers import Built, Weights, ones, silu, weight
 from pase.zoo.llama import gated_forward, language_model, rms_norm, rotate
 
@@ -145,7 +146,7 @@ def latent_attention(x: jax.Array, p: Weights, cos: jax.Array, sin: jax.Array, s
     k = jnp.concatenate([plain, every_head[..., : sizes.width - sizes.plain]], axis=-1)
     v = jnp.einsum("bsr,rhk->bshk", keys, p["v_up"].astype(dtype))
     v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, sizes.width - sizes.value)))
-    y = jax.nn.dot_product_attention(q[..., : sizes.width], k, v, is_causal=True)
+    y = fused_attend(q[..., : sizes.width], k, v, causal=True)
     return jnp.einsum("bshk,hkd->bsd", y[..., : sizes.value], p["wo"].astype(dtype))
 
 

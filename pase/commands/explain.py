@@ -202,6 +202,7 @@ def _table(*columns: str) -> RichTable:
 
 
 def _overview(e: Explanation, c: Console) -> None:
+    from pase.compiler.unfused import unfused_text
     from pase.plan.answer import split_text
     from pase.plan.table import bytes_text, cost_text, headline
     from pase.questions.explain import whole_time
@@ -238,27 +239,12 @@ def _overview(e: Explanation, c: Console) -> None:
             "" if other is None else _against(other, plan.cost),
         )
     c.print(table)
-    if e.unfused:
+    if e.unfused and e.problem is not None:
         c.print()
-        c.print(_fusable(e))
+        c.print(unfused_text(e.plan, e.problem, e.unfused))
     if e.unaligned:
         c.print()
         c.print(_paddable(e))
-
-
-def _fusable(e: Explanation) -> str:
-    """A sentence about what a fused kernel would save for attention that is written out, and how to use one."""
-    from pase.plan.table import bytes_text, cost_text
-
-    saved, kept = sum(u.cost - u.fused for u in e.unfused), sum(u.kept for u in e.unfused)
-    places = ", ".join(u.layers[1] for u in e.unfused[:3]) + (" and others" if len(e.unfused) > 3 else "")
-    scores = f" and {bytes_text(kept)} of scores kept on a device" if kept else ""
-    return (
-        f"attention is written out around {places}: a fused kernel would save {cost_text(saved, e.plan.unit)} of the "
-        f"step ({saved / e.plan.cost:.0%}; more if the mask is causal){scores}. "
-        f"Use jax.nn.dot_product_attention(q, k, v, is_causal=..., implementation='cudnn'), or attention=fused for a "
-        f"zoo model"
-    )
 
 
 def _paddable(e: Explanation) -> str:

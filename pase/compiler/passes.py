@@ -21,10 +21,11 @@ from pase.compiler.problem.spent import Spent
 from pase.compiler.problem.variants import Variant, variants
 from pase.compiler.stages.pipelines import search_pipelines
 from pase.compiler.stages.plans import plan_staged
+from pase.compiler.unfused import noted_unfused
 from pase.errors import Infeasible, PaseError
 from pase.frontends.registry import NotInParts
 from pase.ir import to_text
-from pase.ir.fixed import FREE_LAYOUTS
+from pase.ir.fixed import to_free
 from pase.ir.precision import FP8
 from pase.machine import Mesh
 from pase.memory.live import is_trained
@@ -254,7 +255,7 @@ def _plan(a: Compilation) -> Compilation:
     fit = NO_LIMIT if a.limit is None else Fit(limit=int(a.limit), misfit=a.misfit, baselines=a.needs)
     proven = a.proven if q.form is None else {**a.proven, "target": q.options.target, "form": q.form.name}
     plan = plan_found(a.problem, found, q.name, q.traced, seconds, a.rivals, fit, proven)
-    return replace(a, plan=plan)
+    return replace(a, plan=noted_unfused(plan, a.problem))
 
 
 @_pass("stages", "a pipeline, if it is asked for or is cheaper", staged=True)
@@ -271,7 +272,7 @@ def _staged(a: Compilation) -> PlanData:
         raise PaseError(
             f"stages store arguments on groups of devices, but {_fixed_text(fixed)}",
             where="pipeline",
-            fix=f"leave out pipeline (--pipeline), or {FREE_LAYOUTS}",
+            fix=f"leave out pipeline (--pipeline), or {to_free(fixed.values())}",
         )
     seconds = {"trace": time.perf_counter() - q.start}
     found = search_pipelines(a.problem, q.traced, q.options, q.say, q.start)
@@ -319,7 +320,7 @@ def problem_of(traced: Traced, o: CompileOptions, form: TargetForm | None = None
         raise PaseError(
             f"it pads arguments, but {_fixed_text(fixed)}",
             where=f"uneven='{o.uneven}'",
-            fix=f"leave out uneven (--uneven), or {FREE_LAYOUTS}",
+            fix=f"leave out uneven (--uneven), or {to_free(fixed.values())}",
         )
     problem = SplitProblem.of(
         traced.graph, o.devices, o.machine, o.cost_model, o.optimizer, o.overlap, form, fixed

@@ -109,6 +109,7 @@ class Frontend:
     programs: whether it also reads programs that are not trained; ``trace`` then takes ``mode``, ``carry`` and
         ``chances``.
     modules: whether a model is a module that need not return its loss; ``trace`` then takes ``loss``.
+    fused_attention: a sentence that says how a program requests a fused kernel of attention.
     """
 
     reads: Callable[[object], bool]
@@ -116,6 +117,7 @@ class Frontend:
     coverage: Callable[[], dict[str, list[str]]]
     programs: bool = False
     modules: bool = False
+    fused_attention: str = ""
 
 
 FRONTENDS: Registry[Frontend] = Registry("frontend", package="pase.frontends", each="frontend")

@@ -16,11 +16,11 @@ from pase.tables.itemize import Collective, LocalWork
 
 if TYPE_CHECKING:
     from pase.compiler.problem.problem import SplitProblem
+    from pase.compiler.unfused import Unfused
     from pase.frontends.registry import Traced
     from pase.machine import Machine
     from pase.machine.types import Device
     from pase.questions.unaligned import Unaligned
-    from pase.questions.unfused import Unfused
 
 __all__ = [
     "Alternative",
@@ -260,8 +260,8 @@ def explain(
     written_out: tuple[Unfused, ...] = ()
     uneven_rows: tuple[Unaligned, ...] = ()
     if problem is not None and node is None:
+        from pase.compiler.unfused import unfused
         from pase.questions.unaligned import unaligned
-        from pase.questions.unfused import unfused
 
         written_out, uneven_rows = unfused(plan, problem), unaligned(plan, problem)
         next_best, skipped = _next_best(plan, problem, time_limit, say)

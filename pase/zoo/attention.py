@@ -68,9 +68,19 @@ def attend(
 def fused_attend(
     q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, mask: jax.Array | None = None
 ) -> jax.Array:
-    """Like `attend`, by jax.nn.dot_product_attention: cuDNN's fused kernel on a GPU, otherwise XLA's implementation."""
-    kernel: Literal["cudnn"] | None = "cudnn" if jax.default_backend() == "gpu" else None
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation=kernel)
+    """Like `attend`, by jax.nn.dot_product_attention: cuDNN's fused kernel on a GPU, otherwise XLA's implementation.
+
+    Its name in the jaxpr requests the kernel of the device that a plan is for (``pase.frontends.jax.attention``).
+    """
+    on_gpu = jax.default_backend() == "gpu" and q.dtype.itemsize == 2
+    kernel: Literal["cudnn", "xla"] = "cudnn" if on_gpu else "xla"
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, *masks: jax.Array) -> jax.Array:
+        mask = masks[0] if masks else None
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation=kernel)
+
+    attention.__name__ = f"{'causal_' if causal else ''}fused_attention_scaled_{float(q.shape[-1] ** -0.5)!r}"
+    return jax.jit(attention)(q, k, v, *(() if mask is None else (mask,)))
 
 
 def the_attend(name: str) -> Attend:

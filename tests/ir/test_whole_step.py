@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -101,9 +102,11 @@ def test_the_loss_is_told_from_other_numbers() -> None:
 
 
 def test_a_step_whose_attention_is_written_out_says_so() -> None:
+    kernel = partial(jax.nn.dot_product_attention, implementation="cudnn")
+
     def attended(w: jax.Array, x: jax.Array) -> jax.Array:
         q = (x @ w).reshape(2, 8, 4, 12)
-        return jnp.mean(jax.checkpoint(lambda q: jax.nn.dot_product_attention(q, q, q))(q) ** 2)
+        return jnp.mean(jax.checkpoint(lambda q: kernel(q, q, q))(q) ** 2)
 
     def step(w: jax.Array, turn: jax.Array, x: jax.Array) -> Tree:
         value, gradient = jax.value_and_grad(attended)(w, x)

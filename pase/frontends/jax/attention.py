@@ -1,9 +1,9 @@
-"""Attention that a JAX program calls by name, kept as one op: ``jax.nn.dot_product_attention`` and fused kernels.
+"""Attention for which a JAX program requests a fused kernel, kept as one op.
 
-JAX inlines its own attention, so nothing in the jaxpr says that the two products and the softmax between them are
-attention. While a model is traced, both of JAX's implementations are wrapped in a jitted function whose name says so
-(`named`). This also makes cuDNN's implementation traceable without a GPU. A model that writes the products and the
-softmax itself is read and priced as written.
+While a model is traced, cuDNN's implementation of ``jax.nn.dot_product_attention`` is replaced by XLA's in a jitted
+function whose name says so (`named`). This makes it traceable without a GPU. Attention without a kernel is read and
+priced as written, with its scores in memory. XLA's own implementation, which is JAX's default, is two products and a
+softmax on every device.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Asked", "AttentionCall", "call_of", "is_differentiated", "named"]
 
-Asked = Literal["xla", "cudnn", "flash"]
-"""Whose kernel a program requests: XLA's own, cuDNN's, or Pallas' flash attention for TPUs."""
+Asked = Literal["cudnn", "flash", "fused"]
+"""Whose kernel a program requests: cuDNN's, Pallas' flash attention for TPUs, or that of the device, if it has one
+(the zoo's models)."""
 
-_NAME = re.compile(r"(?P<causal>causal_)?(?P<asked>xla|cudnn)_attention_scaled_(?P<scale>\S+)")
+_NAME = re.compile(r"(?P<causal>causal_)?(?P<asked>cudnn|fused)_attention_scaled_(?P<scale>\S+)")
 _FLASH = "flash_attention"
 """The name of Pallas' kernel for TPUs, whose arrays have heads before positions."""
 _lock = threading.RLock()
@@ -72,7 +73,7 @@ def call_of(eqn: Eqn) -> AttentionCall | None:
         return _flash(eqn)
     if (words := _NAME.fullmatch(name)) is None:
         return None
-    asked: Asked = "cudnn" if words["asked"] == "cudnn" else "xla"
+    asked: Asked = "cudnn" if words["asked"] == "cudnn" else "fused"
     return AttentionCall(causal=words["causal"] is not None, scale=float(words["scale"]), asked=asked)
 
 
@@ -109,10 +110,7 @@ def _flash(eqn: Eqn) -> AttentionCall | None:
 
 @contextmanager
 def named() -> Iterator[None]:
-    """Wraps JAX's own attention in a named function while this thread traces a model; other threads are not affected.
-
-    If a version of JAX has no such functions, its attention is read op by op.
-    """
+    """Gives cuDNN's attention a name while this thread traces a model; other threads are not affected."""
     thread = threading.get_ident()
 
     def stand_in(theirs: Callable[..., Array], xla: Callable[..., Array]) -> _Named:
@@ -124,7 +122,7 @@ def named() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Named:
-    """Replaces one of JAX's implementations. plain: XLA's implementation, which can be traced for any device."""
+    """Replaces cuDNN's implementation. plain: XLA's implementation, which can be traced for any device."""
 
     theirs: Callable[..., Array]
     plain: Callable[..., Array]
@@ -143,25 +141,21 @@ class _Named:
         special = settings.get("return_residual") or settings.get("dropout_rate")
         if threading.get_ident() != self.thread or special:
             return self.theirs(q, k, v, bias, mask, *lengths, **settings)
-        asked: Asked = "xla"
-        if "mask_type" in settings:  # the arguments are cuDNN's
-            asked = "cudnn"
-            window = settings.get("sliding_window_length")
-            settings = {
-                "is_causal": "CAUSAL" in settings["mask_type"].name,
-                "scale": settings["scale"],
-                "q_seqlen": lengths[0],
-                "kv_seqlen": lengths[1],
-                "local_window_size": None if window is None else (window - 1, 0),
-            }
-        return _jitted(self.plain, (q, k, v), (bias, mask), asked, settings)
+        window = settings.get("sliding_window_length")
+        as_xlas = {
+            "is_causal": "CAUSAL" in settings["mask_type"].name,
+            "scale": settings["scale"],
+            "q_seqlen": lengths[0],
+            "kv_seqlen": lengths[1],
+            "local_window_size": None if window is None else (window - 1, 0),
+        }
+        return _jitted(self.plain, (q, k, v), (bias, mask), as_xlas)
 
 
 def _jitted(
     plain: Callable[..., Array],
     qkv: Sequence[Array],
     extra: Sequence[Array | None],
-    asked: Asked,
     settings: dict[str, Tree],
 ) -> Array:
     """A call of ``plain`` under a name that describes it. Calls with lengths, windows, or scales that are not numbers
@@ -174,6 +168,6 @@ def _jitted(
     unnamed = any(settings.get(name) is not None for name in ("q_seqlen", "kv_seqlen", "local_window_size"))
     if unnamed or isinstance(settings["scale"], jax.Array):
         return attention(qkv, extra)
-    call = AttentionCall(causal=bool(settings["is_causal"]), scale=float(settings["scale"]), asked=asked)
+    call = AttentionCall(causal=bool(settings["is_causal"]), scale=float(settings["scale"]), asked="cudnn")
     attention.__name__ = call.name
     return jax.jit(attention)(qkv, extra)

@@ -544,5 +544,14 @@ def _saves(policy: Callable[..., object], eqn: Eqn) -> bool:
 
 # This frontend reads any callable, so it is tried last.
 registry.FRONTENDS.add(
-    "jax", registry.Frontend(reads=reads, trace=trace, coverage=coverage, programs=True), rank=1
+    "jax",
+    registry.Frontend(
+        reads=reads,
+        trace=trace,
+        coverage=coverage,
+        programs=True,
+        fused_attention="Request one: jax.nn.dot_product_attention(..., implementation='cudnn') on a GPU; "
+        "nnx.MultiHeadAttention takes it as attention_fn, and zoo models as attention=fused",
+    ),
+    rank=1,
 )

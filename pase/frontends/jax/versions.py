@@ -241,7 +241,7 @@ Attention: TypeAlias = "Callable[..., Array]"
 
 @contextmanager
 def attention_by(stand_in: Callable[[Attention, Attention], Attention], file: str) -> Iterator[None]:
-    """Temporarily replaces each of JAX's two attention implementations f by ``stand_in(f, XLA's implementation)``.
+    """Temporarily replaces cuDNN's attention f in JAX by ``stand_in(f, XLA's implementation)``.
 
     file: a file whose lines do not count as the user's. If JAX has no such internal functions, nothing changes.
     """
@@ -249,15 +249,16 @@ def attention_by(stand_in: Callable[[Attention, Attention], Attention], file: st
     from jax._src.nn import functions
 
     source_info_util.register_exclusion(file)
-    namespace = vars(functions)
-    xla = "_dot_product_attention_xla"
-    kept = {n: namespace[n] for n in (xla, "cudnn_dot_product_attention") if n in namespace}
-    if xla in kept:
-        namespace.update({name: stand_in(f, kept[xla]) for name, f in kept.items()})
+    namespace, name = vars(functions), "cudnn_dot_product_attention"
+    theirs, xla = namespace.get(name), namespace.get("_dot_product_attention_xla")
+    if theirs is None or xla is None:
+        yield
+        return
+    namespace[name] = stand_in(theirs, xla)
     try:
         yield
     finally:
-        namespace.update(kept)
+        namespace[name] = theirs
 
 
 @contextmanager

@@ -470,4 +470,12 @@ def _source(n: NodeProto) -> SourceLine:
     return NOWHERE
 
 
-registry.FRONTENDS.add("onnx", registry.Frontend(reads=reads, trace=trace, coverage=coverage))
+registry.FRONTENDS.add(
+    "onnx",
+    registry.Frontend(
+        reads=reads,
+        trace=trace,
+        coverage=coverage,
+        fused_attention="The operator Attention (opset 23) is one",
+    ),
+)

@@ -245,4 +245,14 @@ def _outputs(low: TorchLowering, nodes: list[FxNode], name: str) -> list[Tensor]
     return outs
 
 
-registry.FRONTENDS.add("torch", registry.Frontend(reads=reads, trace=trace, coverage=coverage, modules=True))
+registry.FRONTENDS.add(
+    "torch",
+    registry.Frontend(
+        reads=reads,
+        trace=trace,
+        coverage=coverage,
+        modules=True,
+        fused_attention="Call torch.nn.functional.scaled_dot_product_attention; a model of transformers takes "
+        "attn_implementation='sdpa'",
+    ),
+)

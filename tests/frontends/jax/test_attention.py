@@ -1,4 +1,4 @@
-"""Attention that is called by name is one op: it is read, priced and emitted without an array of scores."""
+"""Attention by a kernel is one op: it is read, priced and emitted without an array of scores."""
 
 from __future__ import annotations
 
@@ -61,12 +61,13 @@ def work_of(graph: Graph, **split: int) -> dict[str, float]:
     return out
 
 
-@pytest.mark.parametrize("implementation", ["xla", "cudnn", None])
+kernel = partial(jax.nn.dot_product_attention, implementation="cudnn")
+
+
 @pytest.mark.parametrize("causal", [False, True])
-def test_jaxs_attention_is_one_op_on_any_machine(implementation: Any, causal: bool) -> None:
-    """cuDNN's attention, too, which JAX itself can trace only on a GPU."""
-    attend = partial(jax.nn.dot_product_attention, is_causal=causal, implementation=implementation)
-    graph = graph_of(attend, *arrays())
+def test_cudnns_attention_is_one_op_on_any_machine(causal: bool) -> None:
+    """JAX itself can trace it only on a GPU."""
+    graph = graph_of(partial(kernel, is_causal=causal), *arrays())
     assert not any(n.kind == "matmul" for n in graph.nodes)
     work = work_of(graph)
     forward = FORWARD / (2 if causal else 1)
@@ -75,10 +76,19 @@ def test_jaxs_attention_is_one_op_on_any_machine(implementation: Any, causal: bo
     assert node is not None and "test_attention.py" in node.source.place
 
 
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_xlas_own_attention_stores_its_scores(implementation: Any) -> None:
+    """JAX's default is XLA's own attention, which is no kernel on any device."""
+    graph = graph_of(partial(jax.nn.dot_product_attention, implementation=implementation), *arrays())
+    assert attention_of(graph) is None
+    assert sum(n.kind == "matmul" for n in graph.nodes) == 2
+    assert [t for t in kept(graph) if graph.tensors[t].shape.count(S) > 1]
+
+
 def test_jax_is_left_as_it_was() -> None:
-    graph_of(jax.nn.dot_product_attention, *arrays())
-    program = str(jax.make_jaxpr(jax.nn.dot_product_attention)(*arrays()))
-    assert "name=dot_product_attention" not in program
+    graph_of(kernel, *arrays())
+    with pytest.raises((RuntimeError, ValueError), match=r"cuDNN|cudnn"):
+        jax.jit(kernel).lower(*arrays())
 
 
 def test_pallas_kernel_has_heads_before_positions() -> None:
@@ -88,15 +98,17 @@ def test_pallas_kernel_has_heads_before_positions() -> None:
     assert work_of(full)["forward"] == 2 * work_of(half)["forward"] == FORWARD
 
 
-def test_flax_asks_for_it() -> None:
-    layer = nnx.eval_shape(lambda: nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0)))
+@pytest.mark.parametrize("fused", [True, False])
+def test_flax_runs_the_attention_that_it_is_given(fused: bool) -> None:
+    given = {"attention_fn": lambda q, k, v, **_: kernel(q, k, v)} if fused else {}
+    layer = nnx.eval_shape(lambda: nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0), **given))
     definition, params, rest = nnx.split(layer, nnx.Param, ...)
 
     def loss(params: Any, x: Any) -> jax.Array:
         return jnp.sum(nnx.merge(definition, params, rest, copy=True)(x) ** 2)
 
-    x = jax.ShapeDtypeStruct((2, 16, 32), jnp.float32)
-    assert attention_of(simplify(trace(loss, params, x).graph)) is not None
+    x = jax.ShapeDtypeStruct((2, 16, 32), jnp.bfloat16)
+    assert (attention_of(simplify(trace(loss, params, x).graph)) is not None) == fused
 
 
 def test_what_is_written_out_is_priced_as_written() -> None:
@@ -112,8 +124,8 @@ def test_what_is_written_out_is_priced_as_written() -> None:
 
 def test_lengths_and_windows_are_written_out() -> None:
     lengths = jnp.full((B,), 7, jnp.int32)
-    for settings in ({"key_value_seq_lengths": lengths}, {"local_window_size": 8}):
-        assert attention_of(graph_of(partial(jax.nn.dot_product_attention, **settings), *arrays())) is None
+    for settings in ({"key_value_seq_lengths": lengths}, {"local_window_size": (8, 0), "is_causal": True}):
+        assert attention_of(graph_of(partial(kernel, **settings), *arrays())) is None
 
 
 def dims(node: Node) -> dict[str, str]:
@@ -127,7 +139,7 @@ def dims(node: Node) -> dict[str, str]:
 
 def test_parts_of_a_causal_attention_are_unequal() -> None:
     """Of n contiguous parts of the queries, the last is the slowest. The oracle counts the mask by brute force."""
-    graph = graph_of(partial(jax.nn.dot_product_attention, is_causal=True), *arrays())
+    graph = graph_of(partial(kernel, is_causal=True), *arrays())
     node = attention_of(graph)
     assert node is not None
     for n in (2, 4, 8):
@@ -137,7 +149,7 @@ def test_parts_of_a_causal_attention_are_unequal() -> None:
 
 
 def test_keys_and_widths_are_not_split() -> None:
-    node = attention_of(graph_of(jax.nn.dot_product_attention, *arrays()))
+    node = attention_of(graph_of(kernel, *arrays()))
     assert node is not None
     assert {d.name for d in node.space if d.kind == "parallel"} == {dims(node)[x] for x in "bqhg"}
     assert [d.kind for d in node.space if d.name == dims(node)["r"]] == ["ring"]
@@ -146,7 +158,7 @@ def test_keys_and_widths_are_not_split() -> None:
 def test_split_queries_gather_keys_and_scatter_their_gradients() -> None:
     """Llama 3's context parallelism: storage is split by position, keys and values are all-gathered, and their
     gradients are reduce-scattered over the queries' devices."""
-    graph = graph_of(jax.nn.dot_product_attention, *arrays())
+    graph = graph_of(kernel, *arrays())
     node = attention_of(graph)
     assert node is not None
     mesh = mesh_from("context=4", 4)
@@ -164,7 +176,7 @@ def test_split_queries_gather_keys_and_scatter_their_gradients() -> None:
 
 def test_a_ring_shares_a_causal_attention_evenly() -> None:
     """The oracle counts the mask by brute force, in the chunks that each device gets."""
-    graph = graph_of(partial(jax.nn.dot_product_attention, is_causal=True), *arrays())
+    graph = graph_of(partial(kernel, is_causal=True), *arrays())
     node = attention_of(graph)
     assert node is not None
     for n in (2, 4, 8):
@@ -180,7 +192,7 @@ def test_a_ring_shares_a_causal_attention_evenly() -> None:
 def test_each_turn_of_a_ring_takes_the_longer_of_compute_and_transfer(bandwidth: float, causal: bool) -> None:
     """In each round except the last, keys and values (in backward also their gradients) are sent while the devices
     compute."""
-    graph = graph_of(partial(jax.nn.dot_product_attention, is_causal=causal), *arrays())
+    graph = graph_of(partial(kernel, is_causal=causal), *arrays())
     node = attention_of(graph)
     assert node is not None
     h100 = machine.load("h100x8")
@@ -213,7 +225,7 @@ def test_each_turn_of_a_ring_takes_the_longer_of_compute_and_transfer(bandwidth:
 def test_the_search_finds_a_ring_by_itself() -> None:
     """One long sequence with one head, against brute force over all strategies."""
     q = jax.ShapeDtypeStruct((1, 1 << 17, 1, 128), jnp.bfloat16)
-    graph = graph_of(partial(jax.nn.dot_product_attention, is_causal=True), q, q, q)
+    graph = graph_of(partial(kernel, is_causal=True), q, q, q)
     tables, space = build(graph, mesh_from("8", 8), costmodels.get("analytic", machine.load("h100x8")))
     found = solve(tables)
     assert found.cost == pytest.approx(brute_force(tables).cost, rel=1e-12)
@@ -224,7 +236,7 @@ def test_the_search_finds_a_ring_by_itself() -> None:
 
 def test_no_ring_where_a_mask_is_given() -> None:
     mask = jnp.ones((1, 1, S, S), bool)
-    node = attention_of(graph_of(partial(jax.nn.dot_product_attention, mask=mask), *arrays()))
+    node = attention_of(graph_of(partial(kernel, mask=mask), *arrays()))
     assert node is not None and "ring" not in {d.kind for d in node.space}
 
 
@@ -263,7 +275,7 @@ def test_a_block_of_onnx_costs_what_it_costs_from_jax(op: str) -> None:
 
     def loss(params: Any, x: Any) -> jax.Array:
         q, k, v = ((x @ params[n]).reshape(B, S, -1, D) for n in "qkv")
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        y = kernel(q, k, v, is_causal=True)
         return jnp.mean(y.reshape(B, S, h * D) @ params["o"])
 
     f32 = jnp.float32

@@ -130,7 +130,7 @@ def jax_block() -> tuple[Any, ...]:
         y = x - jnp.mean(x, -1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + 1e-5) * p["scale"] + p["shift"]
         q, k, v = (jnp.einsum("bsd,ed->bse", y, p[n]).reshape(B, S, H, D // H) for n in "qkv")
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=1.0, implementation="cudnn")
         x = x + jnp.einsum("bse,de->bsd", y.reshape(B, S, D), p["o"])
         y = jax.nn.gelu(jnp.einsum("bsd,fd->bsf", x, p["up"]) + p["up_b"], approximate=True)
         return jnp.mean(x + (jnp.einsum("bsf,df->bsd", y, p["down"]) + p["down_b"]))

@@ -103,24 +103,28 @@ def split_of(
 
 
 def kernel_for(call: AttentionCall, platform: str, dtype: np.dtype, source: SourceLine) -> AttentionFunctions:
-    """The kernel that the call requests; the definition, with a warning, if the platform lacks this kernel.
-
-    If the call requests XLA's own implementation, which cannot form a ring, this is cuDNN's kernel on GPUs if it
-    supports the dtype, and the definition otherwise.
-    """
-    fits = call.asked == "cudnn" or (call.asked == "xla" and dtype.itemsize == 2)
-    if fits and platform == "gpu":
+    """The kernel that the call requests; the definition, with a warning, if the platform lacks this kernel."""
+    if _by_cudnn(call, platform, dtype):
         return CuDNN()
     if call.asked == "flash" and platform == "tpu":
         assert call.blocks is not None  # the call names them
         return Flash(blocks=call.blocks)
-    if call.asked != "xla":
+    if call.asked != "fused":
         _said(call, f"which {platform} devices lack", source)
     return Reference()
 
 
+def _by_cudnn(call: AttentionCall, platform: str, dtype: np.dtype) -> bool:
+    """Whether cuDNN's kernel runs. A call that requests a device's kernel runs by its definition in other dtypes."""
+    return platform == "gpu" and (call.asked == "cudnn" or (call.asked == "fused" and dtype.itemsize == 2))
+
+
 def _said(call: AttentionCall, why: str, source: SourceLine) -> None:
-    whose = {"cudnn": "cuDNN's kernel", "flash": "Pallas' kernel for TPUs"}[call.asked]
+    whose = {
+        "cudnn": "cuDNN's kernel",
+        "flash": "Pallas' kernel for TPUs",
+        "fused": "the device's own kernel",
+    }[call.asked]
     warnings.warn(
         f"the attention at {source or 'an unknown line'} asks for {whose}, {why}: it runs as two matmuls and a softmax "
         "that store the scores in memory, which costs more than the kernel that the plan priced",
@@ -139,14 +143,11 @@ def of_plan(
 ) -> Callable[..., Array] | None:
     """The attention as a function of q, k, v, split as in the plan.
 
-    None to let XLA split it, if the call requests XLA's own implementation (and is not a ring), has a bias or a mask,
-    or has parts that are not contiguous. reads, avals: the names and avals of its operands. axes: the plan's mesh,
-    which the layouts refer to. mesh: JAX's mesh; it may have more axes, such as that of stages. source: the user's
-    line.
+    None to let XLA split its definition, with a warning, if it has a bias or a mask, or parts that are not contiguous.
+    reads, avals: the names and avals of its operands. axes: the plan's mesh, which the layouts refer to. mesh: JAX's
+    mesh; it may have more axes, such as that of stages. source: the user's line.
     """
     split = _split(call, reads, [a.shape for a in avals], layouts, axes, mesh)
-    if call.asked == "xla" and (split is None or not split.ring):
-        return None
     if split is None:
         _said(call, "which cannot run with a bias or a mask, or on this split of its operands", source)
         return None
@@ -173,15 +174,16 @@ def on_a_device(
     split = split_of(of_q, of_k, call, (q, k), dict(mesh.shape))
     if split is None or (call.causal and split.queries and q[call.order[1]] != k[call.order[1]]):
         return None
-    if len(operands) > 3:  # with a bias or a mask, which only JAX's own definition takes
-        return None if split.ring or (call.causal and split.queries) else _with_bias(call)
+    if len(operands) > 3:  # with a bias or a mask
+        by_cudnn = _by_cudnn(call, platform_of(mesh), dtype)
+        return None if split.ring or (call.causal and split.queries) else _with_bias(call, by_cudnn)
     kernel = kernel_for(call, platform_of(mesh), dtype, source)
     local = _DeviceShare(kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh)
     return _ordered(call, local.on_a_device())
 
 
-def _with_bias(call: AttentionCall) -> Callable[..., Array]:
-    """The attention as a function of queries, keys, values, and a bias or a mask or both."""
+def _with_bias(call: AttentionCall, by_cudnn: bool) -> Callable[..., Array]:
+    """The attention as a function of queries, keys, values, and a bias or a mask or both, as JAX has it."""
     import jax
 
     def attention(q: Array, k: Array, v: Array, *beside: Array) -> Array:
@@ -195,7 +197,7 @@ def _with_bias(call: AttentionCall) -> Callable[..., Array]:
             mask=masks[0] if masks else None,
             is_causal=call.causal,
             scale=call.scale,
-            implementation="xla",
+            implementation="cudnn" if by_cudnn else "xla",
         )
 
     return attention

@@ -15,6 +15,7 @@ from pase.api import Plan
 from pase.compiler.meshes.plans import plan_of
 from pase.machine import mesh_from
 from pase.tables.layouts import NOT_SPLIT
+from pase.zoo.attention import fused_attend
 
 B, S, D, H, G, K = 4, 24, 8, 2, 4, 4
 EXACT = 1e-12
@@ -33,12 +34,13 @@ def written_out(
 
 
 def model(causal: bool, implementation: Any) -> Any:
-    """A layer with attention, a residual connection and a loss. implementation: as JAX names it; None: written out."""
-    attend = (
-        partial(jax.nn.dot_product_attention, implementation=implementation)
-        if implementation
-        else written_out
-    )
+    """A layer with attention, a residual connection and a loss. implementation: as JAX names it; fused: as the zoo's
+    models request it; None: written out."""
+    attend = written_out
+    if implementation == "fused":
+        attend = lambda q, k, v, is_causal: fused_attend(q, k, v, causal=is_causal)  # noqa: E731
+    elif implementation is not None:
+        attend = partial(jax.nn.dot_product_attention, implementation=implementation)
 
     def loss(params: Any, x: Any) -> jax.Array:
         q, k, v = (jnp.einsum("bsd,dhk->bshk", x, params[n]) for n in "qkv")

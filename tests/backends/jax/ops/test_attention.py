@@ -75,12 +75,6 @@ def test_a_bias_is_not_split_with_the_kernel_and_that_is_said() -> None:
         jax.eval_shape(plan.jax.loss(), *arrays())
 
 
-@pytest.mark.usefixtures("float64")
-def test_xlas_own_is_left_to_xla() -> None:
-    plan = planned(case(True, "xla"), {"b": "a"}, "a=4,b=2")
-    assert "shard_map" not in str(jax.make_jaxpr(plan.jax.loss())(*arrays()))
-
-
 def test_a_flash_attention_of_parts_is_found_with_its_scale_and_blocks() -> None:
     def loss(params: Any, x: Any) -> jax.Array:
         q, k, v = (jnp.einsum("bsd,dhk->bhsk", x, params[n]) for n in "qkv")

@@ -38,9 +38,9 @@ RINGS = [
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("split", "mesh"), [s[1:] for s in RINGS], ids=[s[0] for s in RINGS])
 def test_a_ring_is_the_whole(split: dict[str, str], mesh: str, causal: bool) -> None:
-    """A ring also runs for calls that ask for XLA's attention. On 8 devices, parts have an odd number of positions, so
-    they are not redistributed, and have unequal work under a causal mask; parts on fewer devices are redistributed."""
-    plan = planned(case(causal, "xla"), split, mesh)
+    """On 8 devices, parts have an odd number of positions, so they are not redistributed, and have unequal
+    work under a causal mask; parts on fewer devices are redistributed."""
+    plan = planned(case(causal, "fused"), split, mesh)
     assert "ppermute" in str(jax.make_jaxpr(plan.jax.loss())(*arrays()))
     assert difference(plan, model(causal, None)) < EXACT
 
@@ -48,7 +48,7 @@ def test_a_ring_is_the_whole(split: dict[str, str], mesh: str, causal: bool) -> 
 @pytest.mark.usefixtures("float64")
 def test_a_ring_sends_what_the_plan_says() -> None:
     """Except that XLA does not send the first keys and values again for backward, because nothing is recomputed."""
-    plan = planned(case(True, "xla"), {"r": "a", "h": "b"}, "a=4,b=2")
+    plan = planned(case(True, "fused"), {"r": "a", "h": "b"}, "a=4,b=2")
     step = sharded_step(plan, optax.sgd(0.1), *arrays())
     (row,) = (r for r in compare(plan, step.compiled, step.lowering) if r.kind == "permute")
     once = next(c.nbytes for c in plan.collectives if c.kind == "permute")

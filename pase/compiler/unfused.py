@@ -1,16 +1,18 @@
-"""Finds attention that a model writes out as two products and a softmax, and what a fused kernel would save."""
+"""Finds attention that runs as two products and a softmax, and what a fused kernel would save."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pase.ir import Access, Graph, Node, SourceLine, functions
+from pase.frontends.registry import FRONTENDS
+from pase.ir import Access, Graph, Node, Remark, SourceLine, functions
 from pase.machine import CostModel, Mesh
 from pase.memory.residuals import kept
+from pase.plan.table import bytes_text, cost_text
 from pase.plan.types import PlanData
 from pase.tables.build import work_cost
 from pase.tables.itemize import config_of
@@ -20,7 +22,7 @@ from pase.tables.work import BACKWARD_PRODUCTS, Phase, Work, backward_passes, no
 if TYPE_CHECKING:
     from pase.compiler.problem.problem import SplitProblem
 
-__all__ = ["Unfused", "unfused"]
+__all__ = ["Unfused", "noted_unfused", "unfused", "unfused_text"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,35 @@ def unfused(plan: PlanData, problem: SplitProblem) -> tuple[Unfused, ...]:
     return tuple(found)
 
 
+def unfused_text(plan: PlanData, problem: SplitProblem, found: Sequence[Unfused]) -> str:
+    """A sentence about what fused kernels would save, and how the program requests one. found: from ``unfused``, at
+    least one."""
+    saved, kept = sum(u.cost - u.fused for u in found), sum(u.kept for u in found)
+    others = len(found) - 1
+    places = found[0].layers[1] + (f" and {others} other{'s' if others > 1 else ''}" if others else "")
+    scores = f" and {bytes_text(kept)} of scores kept on a device" if kept else ""
+    reads = FRONTENDS.get(problem.graph.facts.frontend)
+    how = reads.fused_attention if reads is not None else ""
+    return (
+        f"attention is written out around {places}: a fused kernel would save {cost_text(saved, plan.unit)} of the "
+        f"step ({saved / plan.cost:.0%}; more if the mask is causal){scores}" + (f". {how}" if how else "")
+    )
+
+
+def noted_unfused(plan: PlanData, problem: SplitProblem) -> PlanData:
+    """The plan with a remark if fused kernels of attention would save much of its step or of its memory."""
+    if problem.model.unit != "s" or problem.machine.device.attention is None:
+        return plan
+    found = unfused(plan, problem)
+    saved, kept = sum(u.cost - u.fused for u in found), sum(u.kept for u in found)
+    if not found or (saved < _MUCH * plan.cost and kept < _MUCH * plan.memory.total):
+        return plan
+    return replace(plan, noted=(*plan.noted, Remark("assumed", unfused_text(plan, problem, found))))
+
+
+_MUCH = 0.05
+
+
 def _written_out(graph: Graph) -> Iterator[tuple[Node, Node, Node]]:
     """Yields (product, softmax, product), where the products are of activations and the second one sums over the dim of
     the softmax."""
@@ -92,8 +123,9 @@ def _of_activations(graph: Graph, n: Node) -> bool:
 def _sums(weights: Node, values: Node) -> bool:
     """Whether the product sums over the dim along which the softmax runs."""
     over = next(op for op in weights.ops if op.function is functions.SUM)
+    kept_dims = set(over.writes[0].map.dims)
     (along, *more) = [
-        i for i, w in enumerate(over.reads[0].map.walks) if not set(w.dims) & set(over.writes[0].map.dims)
+        i for i, w in enumerate(over.reads[0].map.walks) if w.dims and not set(w.dims) & kept_dims
     ]
     mine = [a for a in values.main.reads if a.tensor in weights.internal]
     if more or not mine or len(mine[0].map.walks) <= along:
