@@ -259,7 +259,7 @@ class _NodeGroups:
             else:
                 near = [p for p in before if self._is_light(p) and level[p] == top]
                 groups = list(dict.fromkeys(self.find(p) for p in near))
-                joins = all(self._op(p).stage == op.stage for p in near)
+                joins = all(self._op(p).stage == op.stage for p in near) and not self._independent(i, near)
                 free = any(self._whole(g) for g in (*groups, i))
                 level.append(top if joins and self.add(i, groups, free=free) else top + 1)
         for i in range(len(self.graph.nodes)):  # a light op with a single reader may join it at any level
@@ -270,10 +270,39 @@ class _NodeGroups:
                     len(readers) == 1
                     and self._is_light(target)
                     and self._op(target).stage == self._op(i).stage
+                    and not self._passes_numbers(i, target)
                 ):
                     self.join(target, i, free=self._whole(target) or self._whole(i))
         for root in {self.find(i) for i in range(len(self.graph.nodes)) if self._is_light(i)}:
             self._unify_reads(root)
+
+    def _independent(self, i: int, near: list[int]) -> bool:
+        """Whether joining these inputs to the op would make a node of ops that share no dim.
+
+        Such ops pass nothing but a number to each other, as the sums of a global norm do. As one node, they would have
+        all combinations of their configs.
+        """
+        by_number, by_array = set[int](), set[int]()
+        for a in self._op(i).reads:
+            p = self.producer.get(a.tensor)
+            if p in near:
+                (by_number if self.graph.tensors[a.tensor].elements == 1 else by_array).add(self.find(p))
+        apart = [g for g in by_number - by_array if self._has_dims(g)]
+        return len(apart) + (bool(by_array) or self._has_dims(i)) > 1
+
+    def _passes_numbers(self, source: int, target: int) -> bool:
+        """Whether two groups that both have dims pass nothing but numbers to each other."""
+        passed = {
+            a.tensor
+            for m in self.members[source]
+            for a in self._op(m).writes
+            if any(self.find(q) == target for q in self.readers[a.tensor])
+        }
+        numbers = all(self.graph.tensors[t].elements == 1 for t in passed)
+        return numbers and self._has_dims(source) and self._has_dims(target)
+
+    def _has_dims(self, root: int) -> bool:
+        return any(not is_one(d.size) for m in self.members[root] for d in self.graph.nodes[m].space)
 
     def _outside_readers(self, root: int) -> set[int]:
         """The groups that read what this group writes."""

@@ -217,3 +217,24 @@ def test_cycles_do_not_arise_around_a_wide_argmax() -> None:
     shape = jax.ShapeDtypeStruct
     before = trace(loss, shape((16, 1024), jnp.float32), shape((8, 16), jnp.float32)).graph
     check(before, simplify(before))
+
+
+def test_tensors_that_meet_in_a_number_stay_apart() -> None:
+    """A global norm sums over all gradients, and every update reads it. As one node, they would have all combinations
+    of their configs. What reads an array besides the number stays joined."""
+
+    def update(grads: list[jax.Array]) -> list[jax.Array]:
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in grads))
+        return [jnp.tanh(g) * jnp.minimum(1.0, 1.0 / norm) for g in grads]
+
+    grads = [jax.ShapeDtypeStruct((8 * i, 16), jnp.float32) for i in range(1, 5)]
+    before = trace(update, grads, mode="inference").graph
+    after = simplify(before)
+    check(before, after)
+    assert max(len(n.space.dims) for n in after.nodes) == 2
+
+    def scaled(x: jax.Array) -> jax.Array:
+        return jnp.exp(x) / jnp.sum(jnp.exp(x))
+
+    whole = simplify(trace(scaled, jax.ShapeDtypeStruct((8, 16), jnp.float32), mode="inference").graph)
+    assert sum(n.kind not in ("parameter", "input", "output", "copy") for n in whole.nodes) <= 2
