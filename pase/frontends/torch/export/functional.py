@@ -7,7 +7,8 @@ model.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
@@ -18,7 +19,15 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch.fx import GraphModule
 
-__all__ = ["NO_GRADIENT", "inline_regions", "is_functional", "refuse_autocast", "unwatch"]
+__all__ = [
+    "NO_GRADIENT",
+    "inline_regions",
+    "is_functional",
+    "recorded_autocast",
+    "refuse_autocast",
+    "refuse_idle_autocast",
+    "unwatch",
+]
 
 NO_GRADIENT = "pase_no_gradient"
 """Mark in ``meta["custom"]`` of the nodes that ran under ``torch.no_grad``."""
@@ -83,6 +92,47 @@ def refuse_autocast(what: str) -> None:
             fix="use autocast inside of the step, around the operations that it is for (in the module's forward, or in "
             "loss=lambda module, *batch: …)",
         )
+
+
+@contextmanager
+def recorded_autocast() -> Iterator[None]:
+    """Lets a traced step enter ``torch.autocast`` for GPUs where there is none, which PyTorch otherwise switches off
+    with a warning."""
+    import torch
+
+    common, cuda = torch.cuda.amp.common, torch.cuda
+    kept = common.amp_definitely_not_available, cuda.is_bf16_supported
+    if not torch.cuda.is_available():
+        common.amp_definitely_not_available = lambda: False
+        cuda.is_bf16_supported = lambda *_, **__: True
+    try:
+        yield
+    finally:
+        common.amp_definitely_not_available, cuda.is_bf16_supported = kept
+
+
+def refuse_idle_autocast(graph_module: GraphModule, name: str) -> None:
+    """Raise PaseError if an autocast is for another device than the tensors that it is around, so that it casts
+    nothing. On its own device it would, and the plan would be of another step. name: the module's."""
+    import torch
+
+    region = torch.ops.higher_order.wrap_with_autocast
+    for n in graph_module.graph.nodes:
+        if n.op != "call_function" or not str(n.target).startswith("wrap_with"):
+            continue
+        inner = next(a for a in n.args if getattr(a, "op", "") == "get_attr").target
+        body = getattr(graph_module, inner)
+        refuse_idle_autocast(body, name)
+        made = (m.meta.get("val") for m in body.graph.nodes)
+        there = {t.device.type for t in made if isinstance(t, torch.Tensor)} - {"meta"}
+        if n.target is region and n.args[2] and there and n.args[0] not in there:
+            (here,) = sorted(there)[:1]
+            raise PaseError(
+                f"its torch.autocast is for '{n.args[0]}' and casts nothing of the step, whose tensors are on '{here}' "
+                "where it is planned",
+                where=name,
+                fix="write torch.autocast(x.device.type, ...), or move the module and the batch to that device first",
+            )
 
 
 def unwatch(n: FxNode) -> None:

@@ -19,7 +19,14 @@ from pase.frontends.torch.derivatives import refuse_module_hooks
 from pase.frontends.torch.export.buffers import assignments_in_place, data_written, left_behind, refuse_state
 from pase.frontends.torch.export.equal import PythonState
 from pase.frontends.torch.export.folded import Folding, folding
-from pase.frontends.torch.export.functional import inline_regions, is_functional, refuse_autocast, unwatch
+from pase.frontends.torch.export.functional import (
+    inline_regions,
+    is_functional,
+    recorded_autocast,
+    refuse_autocast,
+    refuse_idle_autocast,
+    unwatch,
+)
 from pase.frontends.torch.export.settings import ReadNames, ReadSettings, reads_noted
 from pase.frontends.torch.export.traceable import CHECKPOINTED, traceable
 from pase.frontends.torch.export.unfolded import unfolded
@@ -187,7 +194,7 @@ def _traced(
         args = torch.utils._pytree.tree_map(
             lambda t: fake(t).detach() if isinstance(t, torch.Tensor) else t, tuple(batch)
         )
-        with traceable(STEP_FILE), warnings.catch_warnings():
+        with traceable(STEP_FILE), recorded_autocast(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*_flat_weights.* assigned during export")
             # PyTorch copies its own graph, and then warns of its own pytrees.
             warnings.filterwarnings(
@@ -197,6 +204,7 @@ def _traced(
             if is_functional(exported.graph_module, reads):
                 inline_regions(exported.graph_module)
                 return exported
+            refuse_idle_autocast(exported.graph_module, type(module).__name__)
             _by_node(exported.graph_module)
             # PyTorch refuses placeholders whose marks differ in the second trace.
             for n in exported.graph.nodes:

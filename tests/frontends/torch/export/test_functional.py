@@ -42,6 +42,25 @@ def test_autocast_around_a_step_is_refused() -> None:
     on_ranks(1, on_rank)
 
 
+@pytest.mark.filterwarnings("error:CUDA is not available")
+def test_autocast_for_another_device_is_refused() -> None:
+    """PyTorch would switch it off on a machine without a GPU, and leave it without effect on one that has one."""
+    import torch
+
+    def loss(module: Any, x: Any, device: str) -> Any:
+        with torch.autocast(device, torch.bfloat16):
+            return module(x).float().square().mean()
+
+    x, module = torch.randn(16, 16), torch.nn.Linear(16, 8)
+    with pytest.raises(PaseError, match=r"its torch\.autocast is for 'cuda' and casts nothing") as e:
+        pase.compile(module, x, devices=2, loss=lambda m, x: loss(m, x, "cuda"))
+    assert "x.device.type" in e.value.fix
+    graph = registry.trace(module, x, loss=lambda m, x: loss(m, x, x.device.type)).graph
+    assert {
+        graph.tensors[op.writes[0].tensor].dtype for n in graph.nodes for op in n.ops if op.kind == "matmul"
+    } == {"bfloat16"}
+
+
 def test_no_gradient_passes_no_grad_and_detach() -> None:
     import torch
 
