@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from pase.errors import PaseError
@@ -199,16 +202,18 @@ def program_of(
     except (TypeError, ValueError, NotImplementedError) as e:
         if isinstance(e, PaseError):
             raise
-        raise PaseError(f"JAX cannot trace {called} on these shapes: {e}") from e
+        raise PaseError(f"JAX cannot trace {called} on these shapes: {e}", where=_users_line(e)) from e
     except Exception as e:
         if "cudnn" in str(e).lower():
             raise PaseError(
                 f"it asks for the attention of cuDNN, which JAX traces only if it finds a GPU ({e})",
                 where=called,
-                fix="compile the plan on a machine with a GPU, or pass implementation='xla' to "
-                "jax.nn.dot_product_attention, which has the same cost",
+                fix="compile the plan on a machine with a GPU, or leave implementation out, which stores the scores",
             ) from e
-        e.add_note(f"raised while pase traced {called} on the shapes of its arguments")
+        line = _users_line(e)
+        e.add_note(
+            f"raised while pase traced {called} on the shapes of its arguments{line and f', in {line}'}"
+        )
         raise
     if mode == "train":
         _check_loss(called, closed.out_avals, as_shapes, shapes, carry)
@@ -220,6 +225,16 @@ def program_of(
         carried=threads,
         dropped=dropped,
     )
+
+
+def _users_line(e: BaseException) -> str:
+    """The innermost line of the user's own files in which an exception was raised, "" if there is none."""
+    packages = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+    packages.append(Path(__file__).parents[2])
+    for f in reversed(traceback.extract_tb(e.__traceback__)):
+        if not f.filename.startswith("<") and not any(p in Path(f.filename).parents for p in packages):
+            return f"{f.filename}:{f.lineno}"
+    return ""
 
 
 def _check_loss(called: str, outs: Sequence[Tree], args: Tree, returned: Tree, carry: Carry | None) -> None:

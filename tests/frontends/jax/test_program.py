@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -92,3 +93,18 @@ def test_bad_input(fn: Callable[..., Any], params: Any, message: str) -> None:
         trace(fn, params)
     assert message in str(e.value)
     assert "\n" not in str(e.value).partition("on these shapes")[0]
+
+
+def test_an_error_of_the_program_names_the_line_that_raised_it() -> None:
+    def inner(w: Any, x: Any) -> Any:
+        return x @ w  # of (3, 4) and (3, 4)
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(inner(w, x))
+
+    x = jax.ShapeDtypeStruct((3, 4), jnp.float32)
+    with pytest.raises(PaseError) as e:
+        trace(loss, x, x)
+    path, _, line = e.value.where.rpartition(":")
+    assert Path(path) == Path(__file__)
+    assert "of (3, 4) and (3, 4)" in Path(__file__).read_text().splitlines()[int(line) - 1]
