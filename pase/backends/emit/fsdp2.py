@@ -17,10 +17,12 @@ __all__ = ["emit", "source"]
 
 _FILE = '''"""{model} on {devices} devices by FSDP2, as pase planned it."""
 
+from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 MESH = {mesh}
 UNITS = {units}
@@ -49,15 +51,25 @@ def parallelize(module, device_type="cuda"):
 
 
 def backward(loss, module, *batch):
-    """Run the step's forward and backward passes on this rank's part of the batch. loss(module, *batch): a mean over
-    its examples. Returns the mean loss; gradients are added to those that are there."""
-    parts = list(zip(*(x.chunk(MICRO_BATCHES) for x in batch), strict=True))
+    """Run the step's forward and backward passes on this rank's part of the batch (tensors, or containers of them).
+    loss(module, *batch): a mean over its examples. Returns the mean loss; gradients are added to those that are
+    there."""
+    leaves, tree = tree_flatten(batch)
     total = 0.0
-    for part in parts:
-        value = loss(module, *part) / len(parts)
+    for part in zip(*map(micro_batches, leaves), strict=True):
+        value = loss(module, *tree_unflatten(part, tree)) / MICRO_BATCHES
         value.backward()
         total += value.detach()
     return total
+
+
+def micro_batches(x):
+    """Equal parts of a tensor's examples; anything else whole, for each micro-batch."""
+    if not isinstance(x, Tensor) or not x.ndim:
+        return [x] * MICRO_BATCHES
+    if len(x) % MICRO_BATCHES:
+        raise ValueError(f"this rank's {{len(x)}} examples do not divide into {{MICRO_BATCHES}} micro-batches")
+    return x.chunk(MICRO_BATCHES)
 '''
 
 
