@@ -43,7 +43,8 @@ def fixed_of(traced: Traced, o: CompileOptions) -> Mapping[str, FixedLayout]:
         if not matched:
             raise _unmatched(traced, pattern)
         for t in matched:
-            layout = FixedLayout(path=t.path, mesh=mesh, dims=_dims(t, pattern, spec, mesh, single))
+            dims = _dims(t, pattern, spec, mesh, single)
+            layout = FixedLayout(path=t.path, mesh=mesh, dims=dims, constraint=pattern)
             if out.setdefault(t.name, layout) != layout:
                 other = f"constraint '{owner[t.name]}'" if t.name in owner else "the array's own sharding"
                 raise PaseError(

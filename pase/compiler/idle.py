@@ -30,7 +30,7 @@ ALL_DEVICES = "all_devices"
 _REPEATED = 1.05
 """How many times the step's work the devices must do together, before fewer devices are searched."""
 _WASTED = 1.5
-"""The same, at best, from which on a plan for all devices says so."""
+"""The same, from which on a plan for all devices says so."""
 _FASTER = 0.95
 """The step of fewer devices, relative to that of all, from which on devices are left idle."""
 _MOST_SEARCHES = 3
@@ -104,14 +104,12 @@ def _promising(plan: PlanData) -> list[tuple[int, float]]:
 
 
 def _or_warned(made: Compiled) -> Compiled:
-    """Return it with a remark if its devices divide neither the batch nor most other sizes."""
-    plan, work = made.plan, list(_work(made.plan))
-    needed = sum(seconds for seconds, _ in work)
-    times = _least_s(work, plan.devices) * plan.devices / needed if needed else 1.0
+    """Return it with a remark if its devices repeat each other's work and do not divide the batch."""
+    plan, times = made.plan, repeated_work(made.plan)
     if times < _WASTED or not (batches := _batches_text(plan)):
         return made
-    said = f"the {plan.devices} devices together do at least {times:.3g} times the step's work, because they do not"
-    return replace(made, plan=_noted(plan, f"{said} divide the model's sizes{batches}"))
+    said = f"the {plan.devices} devices together do {times:.3g} times the step's work"
+    return replace(made, plan=_noted(plan, f"{said}{batches}"))
 
 
 def _least_s(work: Sequence[tuple[float, int]], count: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import sys
@@ -106,7 +107,9 @@ def resolve(model: str, unknown: Unknown = "error", dims: DimSizes | None = None
     except ImportError as e:
         raise PaseError(f"cannot import '{module}': {e}", where=f"model '{model}'") from e
     except AttributeError as e:
-        raise PaseError(f"module '{module}' has no '{attribute}'", where=f"model '{model}'") from e
+        near = difflib.get_close_matches(attribute, vars(sys.modules[module]), n=1)
+        hint = f" (did you mean '{near[0]}'?)" if near else ""
+        raise PaseError(f"module '{module}' has no '{attribute}'{hint}", where=f"model '{model}'") from e
     try:
         inspect.signature(function).bind()
     except TypeError as e:

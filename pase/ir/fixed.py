@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-__all__ = ["FREE_LAYOUTS", "FixedLayout", "FixedMesh"]
+__all__ = ["FREE_LAYOUTS", "FixedLayout", "FixedMesh", "to_free"]
 
 FREE_LAYOUTS = (
     "let the search decide: pass jax.ShapeDtypeStruct(x.shape, x.dtype) in place of each such array x"
@@ -57,18 +58,33 @@ class FixedMesh:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedLayout:
-    """The layout that an argument already has.
+    """The layout that an argument already has, or that a constraint gives it.
 
     path: the argument's name in the user's program.
     dims: for each tensor dim, the mesh axes that split it, major to minor, or None if the search decides.
+    constraint: the name or pattern of the constraint; "" if the argument has the layout.
     """
 
     path: str
     mesh: FixedMesh
     dims: tuple[tuple[str, ...] | None, ...]
+    constraint: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"P({', '.join(map(_entry, self.dims))}) on the mesh {self.mesh}"
+
+
+def to_free(layouts: Iterable[FixedLayout]) -> str:
+    """What to do if a plan cannot keep layouts, as the last words of a fix.
+
+    >>> to_free([FixedLayout(path="x", mesh=FixedMesh(names=(), sizes=()), dims=(), constraint="batch")])
+    "leave out the constraint 'batch'"
+    """
+    patterns = dict.fromkeys(layout.constraint for layout in layouts)
+    if not patterns or "" in patterns:
+        return FREE_LAYOUTS
+    named = ", ".join(f"'{p}'" for p in patterns)
+    return f"leave out the constraint{'s' if len(patterns) > 1 else ''} {named}"
 
 
 def _entry(axes: tuple[str, ...] | None) -> str:

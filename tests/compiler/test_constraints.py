@@ -107,3 +107,12 @@ def test_the_axes_need_names_and_stages_take_no_constraints() -> None:
     with pytest.raises(PaseError) as e:
         planned({"batch": P("data")}, *arguments(batch=P("model")), baselines=False)
     assert "own sharding" in e.value.what
+
+
+def test_a_constraint_that_cannot_be_kept_is_named() -> None:
+    """The arrays have no layout of their own, so the fix is about the constraint."""
+    layers = [{"up": shape(WIDTH, HIDDEN), "down": shape(HIDDEN, WIDTH)}]
+    batch = {"x": shape(6, WIDTH), "y": shape(6, WIDTH)}
+    with pytest.raises(PaseError, match="4 devices do not divide the 6 elements of its dim 0") as e:
+        planned({"batch": ("data", None)}, loss, layers, batch)
+    assert e.value.fix == "change its layout, or leave out the constraint 'batch'"

@@ -47,7 +47,7 @@ def test_a_plan_for_all_of_them_says_what_is_repeated(options: dict[str, str]) -
     plan = compiled(7, **options)
     assert (plan.devices, plan.idle) == (7, 0)
     assert repeated_work(plan) == pytest.approx(7)
-    assert "do at least 7 times the step's work" in plan.remarks[0]
+    assert "do 7 times the step's work; a batch of 252 or 259" in plan.remarks[0]
 
 
 def test_nothing_is_said_where_the_devices_divide_the_work() -> None:

@@ -2,6 +2,7 @@
 
 # This module has no deferred annotations, because the options' types are read. It imports little, so that help is fast.
 
+import difflib
 import functools
 import inspect
 import textwrap
@@ -446,6 +447,11 @@ def takes_options(function: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(function)
     def called(*args: object, **keywords: Any) -> R:
+        for name in keywords:
+            if name not in signature.parameters:
+                near = difflib.get_close_matches(name, signature.parameters, n=1)
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                raise TypeError(f"{function.__name__}() has no option {name!r}{hint}")
         try:
             signature.bind(*args, **keywords)
         except TypeError as e:

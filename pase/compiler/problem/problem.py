@@ -12,7 +12,7 @@ from pase.compiler.problem.variants import Variant, graph_of
 from pase.errors import Infeasible, PaseError
 from pase.frontends.registry import NotInParts
 from pase.ir import FixedLayout, Remark
-from pase.ir.fixed import FREE_LAYOUTS
+from pase.ir.fixed import to_free
 from pase.tables.fixed import why_not
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ def _limited(graph: Graph, fixed: Mapping[str, FixedLayout]) -> Graph:
     """Return the graph limited to the layouts that the user fixed."""
     if not fixed:
         return graph
-    paths = [f"'{layout.path}'" for layout in fixed.values()]
+    paths = [f"'{layout.path}'" for layout in fixed.values() if not layout.constraint]
+    if not paths:  # what constraints cost is said for each of them
+        return replace(graph, fixed=fixed)
     some = ", ".join(paths[:_MOST_NAMED]) + (
         f" and {more} more" if (more := len(paths) - _MOST_NAMED) > 0 else ""
     )
@@ -176,7 +178,7 @@ class SplitProblem:
                 )
         why = [reason for m in every if (reason := why_not(self.graph, m)) is not None]
         if len(why) == len(every):
-            raise Infeasible(why[0], where="target", fix=FREE_LAYOUTS)
+            raise Infeasible(why[0], where="target", fix=to_free(self.graph.fixed.values()))
         return [m for m in every if why_not(self.graph, m) is None] if why else every
 
     @cached_property
@@ -234,7 +236,7 @@ def _check_fixed(graph: Graph, devices: int) -> None:
         raise PaseError(
             f"it lies on the mesh {first.mesh} of {own.devices} devices, but the plan is for {devices}",
             where=f"'{first.path}'",
-            fix=f"give devices={own.devices}, or {FREE_LAYOUTS}",
+            fix=f"give devices={own.devices}, or {to_free(graph.fixed.values())}",
         )
     if (why := why_not(graph, own)) is not None:
-        raise PaseError(why, fix=f"change its layout, or {FREE_LAYOUTS}")
+        raise PaseError(why, fix=f"change its layout, or {to_free(graph.fixed.values())}")

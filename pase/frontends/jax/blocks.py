@@ -155,7 +155,11 @@ def micro(traced: TracedJax, micro_batches: int) -> TracedJax:
         return traced
     size = batch_size(traced)
     if size % micro_batches:
-        raise PaseError(f"a batch of {size} cannot be divided into {micro_batches} micro-batches")
+        raise PaseError(
+            f"a batch of {size} cannot be divided into {micro_batches} micro-batches",
+            where=traced.graph.name,
+            fix="use a number of micro-batches that divides the batch",
+        )
     try:
         made = on_batch(traced, size // micro_batches)
     except PaseError as e:

@@ -28,7 +28,8 @@ def test_the_api_takes_every_option_and_says_so(function):
     ("keywords", "message"),
     [
         ({}, r"compile\(\): missing a required argument: 'devices'"),
-        ({"devices": 2, "colour": 1}, r"compile\(\): got an unexpected keyword argument 'colour'"),
+        ({"devices": 2, "colour": 1}, r"compile\(\) has no option 'colour'"),
+        ({"device": 2}, r"compile\(\) has no option 'device' \(did you mean devices\?\)"),
     ],
 )
 def test_a_call_that_does_not_fit_is_a_type_error(keywords, message):
