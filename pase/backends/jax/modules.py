@@ -289,6 +289,13 @@ class ModuleStepper:
     def __call__(self, model: Tree, opt_state: Tree, *batch: Tree) -> tuple[Tree, Tree, Tree]:
         import jax
 
+        if hasattr(opt_state, "tx") and hasattr(opt_state, "opt_state"):
+            raise PaseError(
+                "it is Flax's nnx.Optimizer, but the step takes the state of an optax transformation",
+                where="the optimizer's state",
+                fix="start with plan.jax.init(tx, model); to keep the Optimizer, write the step with "
+                "plan.jax.value_and_grad()",
+            )
         modules = self.plan.modules
         opened = modules.open_all((model, *batch))
         given = without_variables(opt_state)

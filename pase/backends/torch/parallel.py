@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from pase.backends.torch.batch import leaves_as_compiled
@@ -20,8 +22,9 @@ from pase.backends.torch.storage import Storage, lifted_of, shared_out
 from pase.errors import PaseError
 from pase.frontends.common.values import Value
 from pase.frontends.torch.export.functional import refuse_autocast
+from pase.local.lower import between
 from pase.local.reshard import part, resharded
-from pase.local.types import LocalReshardStep, local_shape
+from pase.local.types import Layout, LocalReshardStep, local_shape
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -322,19 +325,45 @@ class ParallelModule:
             self._same_settings = settings.same_objects(self.module)
         return leaves_as_compiled(batch, self.plan.traced.batch)
 
+    @cached_property
+    def _examples(self) -> tuple[Layout, tuple[int, ...]]:
+        """How the plan splits the examples over the ranks, as a layout of inputs, and their number as a shape.
+
+        Examples are the first dim that most inputs have. The input that is split most ways along it decides.
+        """
+        program, mesh = self.plan.program, self.plan.mesh
+        names = [n for n in self.plan.traced.program.inputs if n in self.plan.leaves]
+        inputs = [r for n in names if (r := program.result(self.plan.leaves[n])).shape]
+        count = max(Counter(r.shape[:1] for r in inputs).items(), key=itemgetter(1), default=((), 0))[0]
+        along = [
+            tuple(s if isinstance(s, tuple) and s[0] == 0 else None for s in r.layout)
+            for r in inputs
+            if r.shape[:1] == count
+        ]
+        return min(along, key=lambda layout: local_shape(count, layout, mesh), default=()), count
+
     def _inputs(self, given: Sequence[Tensor], micro_batch: int) -> dict[str, RankValue]:
-        """This rank's part of a micro-batch. A micro-batch is every k-th example, so each rank already has its part."""
-        k, leaves, program = self.plan.accumulate, self.plan.leaves, self.plan.program
+        """This rank's part of a micro-batch. A micro-batch is every k-th example, so each rank already has its part.
+
+        A rank may be given its own examples of an input that the plan keeps whole or splits in another dim. They are
+        gathered then.
+        """
+        k, leaves, program, mesh = self.plan.accumulate, self.plan.leaves, self.plan.program, self.plan.mesh
+        examples, count = self._examples
         out = {}
         for x, name in zip(given, self.plan.traced.program.inputs, strict=True):
             if name not in leaves:
                 continue
             r = program.result(leaves[name])
-            here = local_shape(r.shape, r.layout, self.plan.mesh)
-            if name in self.plan.cut and x.shape[0] in (k * r.shape[0], k * here[0]):
+            here = local_shape(r.shape, r.layout, mesh)
+            own = local_shape(r.shape, examples, mesh) if r.shape[:1] == count else here
+            if name in self.plan.cut and x.shape[0] in (k * r.shape[0], k * here[0], k * own[0]):
                 x = x[micro_batch::k]
             if tuple(x.shape) == r.shape:
                 x = part(x, r.shape, r.layout, self.walk.groups)
+            elif tuple(x.shape) == own != here:
+                steps = between(examples, r.layout, mesh)
+                x = resharded(x.to(self.device), list(steps), r.shape, "sum", self.walk.groups)
             if tuple(x.shape) != here:
                 raise PaseError(
                     f"its shape is {list(x.shape)}, but the plan was compiled for {list(r.shape)}, of which this rank "

@@ -105,3 +105,35 @@ def test_an_input_without_the_batch_is_not_cut() -> None:
     assert run.program.ops and run.leaves and run.sums and len(run.cut) == 2
     for got in on_ranks(RANKS, lambda rank: run.parallelize(copy.deepcopy(module)).backward(x, y, scale)):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_rank_may_be_given_its_own_examples_of_an_input_that_the_plan_keeps_whole(accumulate: int) -> None:
+    """A DistributedSampler cuts all inputs alike, whatever the plan does."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    module = nn.Linear(16, 16).double()
+    x, y = torch.randn(16, 16).double(), torch.randn(16, 16).double()
+
+    def loss(m: Any, x: Any, y: Any) -> Any:
+        return nn.functional.mse_loss(m(x), y)
+
+    options = {"accumulate": accumulate, "memory_limit": "none"}
+    plan = pase.compile(module, x, y, devices=RANKS, mesh="4", loss=loss, **options).torch
+    (dim,) = (
+        next(d.name for d in n.space if d.size == 16 // accumulate)
+        for n in plan._graph.nodes
+        if n.kind == "input" and n.name.endswith("0")
+    )
+    whole: dict[str, Any] = {n: {} for n in plan.strategy}
+    run = replace(plan, strategy=whole | {"in.0": {dim: plan.mesh.names}})
+    assert run.program.ops
+
+    def on_rank(rank: int) -> Any:
+        mine = [t[rank * 16 // RANKS : (rank + 1) * 16 // RANKS] for t in (x, y)]
+        return run.parallelize(copy.deepcopy(module)).backward(*mine)
+
+    for got in on_ranks(RANKS, on_rank):
+        torch.testing.assert_close(got, loss(module, x, y).detach(), rtol=1e-12, atol=1e-14)
