@@ -42,6 +42,14 @@ class Compiled:
     given: tuple[Baseline, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Begun:
+    """When the work on a model began, and the seconds that its trace took: the same for each of its searches."""
+
+    start: float
+    tracing_s: float
+
+
 @seldom_collected()
 def compile_model(
     model: Tree,
@@ -59,35 +67,36 @@ def compile_model(
     start = time.perf_counter()
     say("tracing the model")
     traced, name = traced_model(model, params, batch, options)
+    begun = _Begun(start=start, tracing_s=time.perf_counter() - start)
     if options.ranks is not None:
-        return _compiled(traced, name, options, say, start)
+        return _compiled(traced, name, options, say, begun)
 
     def split(o: CompileOptions) -> Compiled:
         if o.target == "any":
-            return _compiled(traced, name, o, say, start)
-        return for_target(o, lambda limited, form: _compiled(traced, name, limited, say, start, form), say)
+            return _compiled(traced, name, o, say, begun)
+        return for_target(o, lambda limited, form: _compiled(traced, name, limited, say, begun, form), say)
 
     def compiled(o: CompileOptions) -> Compiled:
         if o.uneven == "padded":
-            return _padded(traced, name, o, say, start)
+            return _padded(traced, name, o, say, begun)
         made = split(o)
         return with_costs(made, o, split) if o.constraints and o.baselines else made
 
     return or_fewer(compiled(options), options, compiled, say)
 
 
-def _padded(traced: Traced, name: str, options: CompileOptions, say: Progress, start: float) -> Compiled:
+def _padded(traced: Traced, name: str, options: CompileOptions, say: Progress, begun: _Begun) -> Compiled:
     """Return the plan of a traced model, as written or with padded dims."""
     written: Compiled | Infeasible
     try:
-        written = _compiled(traced, name, options, say, start)
+        written = _compiled(traced, name, options, say, begun)
     except Infeasible as e:  # with padded dims, more of it can be split
         written = e
     return or_padded(
         problem_of(traced, options),
         traced,
         written,
-        lambda t: _compiled(t, name, options, say, time.perf_counter()),
+        lambda t: _compiled(t, name, options, say, _Begun(start=time.perf_counter(), tracing_s=0.0)),
         options.accumulate,
         say,
     )
@@ -98,12 +107,11 @@ def _compiled(
     name: str,
     options: CompileOptions,
     say: Progress,
-    start: float,
+    begun: _Begun,
     form: TargetForm | None = None,
 ) -> Compiled:
     """Return a traced model's plan.
 
-    start: the time when the work on it began.
     form: the form that its strategy must have; None for any strategy.
     """
 
@@ -114,7 +122,15 @@ def _compiled(
                 f"--- {title}", compilation_text(a), sep="\n", markup=False, highlight=False
             )
 
-    question = Question(traced=traced, name=name, options=options, say=say, start=start, form=form)
+    question = Question(
+        traced=traced,
+        name=name,
+        options=options,
+        say=say,
+        start=begun.start,
+        tracing_s=begun.tracing_s,
+        form=form,
+    )
     a = run_passes(question, after)
     return Compiled(plan=a.whole, problem=a.problem, traced=traced, given=tuple(a.rivals.given))
 

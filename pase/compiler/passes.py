@@ -53,7 +53,8 @@ __all__ = [
 class Question:
     """What is compiled.
 
-    start: the time when the work on it began. form: the form that the strategy must have; None for any strategy.
+    start: the time when the work on it began. tracing_s: the seconds that the model's trace took. form: the form that
+    the strategy must have; None for any strategy.
     """
 
     traced: Traced
@@ -61,6 +62,7 @@ class Question:
     options: CompileOptions
     say: Progress
     start: float
+    tracing_s: float = 0.0
     form: TargetForm | None = None
 
 
@@ -170,7 +172,7 @@ def _variants(a: Compilation) -> Compilation:
     limit = q.options.limit_bytes(a.problem.machine)
     tries = list(variants(q.traced, a.problem.graph, q.options, limit is not None))
     problem = a.problem if tries[0][0] == Variant() else a.problem.varied(q.traced, tries[0][0])
-    seconds = {"trace": time.perf_counter() - q.start}
+    seconds = {"trace": q.tracing_s}
     spent = Spent.within(q.options.work, q.options.time_limit, q.start)
     over = problem.meshes(q.options.mesh, q.options.max_axes)
     return replace(
@@ -274,7 +276,7 @@ def _staged(a: Compilation) -> PlanData:
             where="pipeline",
             fix=f"leave out pipeline (--pipeline), or {to_free(fixed.values())}",
         )
-    seconds = {"trace": time.perf_counter() - q.start}
+    seconds = {"trace": q.tracing_s}
     found = search_pipelines(a.problem, q.traced, q.options, q.say, q.start)
     seconds |= found.seconds | {"total": time.perf_counter() - q.start}
     return plan_staged(a.problem, q.traced, q.name, found, seconds)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pase.compiler.meshes.search import add_seconds
 from pase.compiler.problem.problem import Progress
 from pase.errors import Infeasible, PaseError
 from pase.ir import Remark
@@ -103,7 +104,7 @@ def _against(plan: PlanData, forms: list[PlanData], target: PlanTarget, free: Co
         bound=bound,
         optimal=all(p.optimal or p.bound >= plan.cost for p in rivals) and bound >= plan.cost * (1 - 1e-9),
         tried=tuple(t for p in forms for t in p.tried),
-        seconds={k: sum(p.seconds.get(k, 0.0) for p in forms) for k in plan.seconds},
+        seconds=_spent(forms),
     )
     if free is None:
         return out
@@ -114,9 +115,15 @@ def _against(plan: PlanData, forms: list[PlanData], target: PlanTarget, free: Co
         baselines={**best.baselines, ANY_PROGRAM: best.cost},
         baseline_memory=memory,
         skipped={**best.skipped, **out.skipped},
-        seconds={k: out.seconds.get(k, 0.0) + s for k, s in best.seconds.items()},
+        seconds=_spent([best, *forms]),
         noted=(*out.noted, Remark("assumed", _comparison(out, best, target))),
     )
+
+
+def _spent(plans: Sequence[PlanData]) -> dict[str, float]:
+    """The seconds of one search after another. They share the trace, and each total runs from the same start."""
+    shared = {k: max(p.seconds.get(k, 0.0) for p in plans) for k in ("trace", "total")}
+    return add_seconds(*(p.seconds for p in plans)) | shared
 
 
 def _comparison(plan: PlanData, best: PlanData, target: PlanTarget) -> str:

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 import pase
+from pase.compiler import compilation
 from pase.compiler.passes import PASSES, Compilation, Pass, Question, compilation_text, passes_of, run_passes
 from pase.compiler.problem.options import CompileOptions
 from pase.compiler.resolve import traced_model
@@ -64,3 +65,16 @@ def test_a_pass_is_one_function(monkeypatch, capsys) -> None:
 def test_an_unknown_pass_is_refused_before_the_model_is_read() -> None:
     with pytest.raises(PaseError, match="no pass of a compilation 'serch' \\(did you mean 'search'"):
         pase.compile("zoo:mlp", devices=2, print_after="serch")
+
+
+def test_each_search_of_a_compilation_states_the_time_of_the_same_trace(monkeypatch):
+    """A search for a target comes after that for any strategy, whose time is no time of tracing."""
+    asked = []
+
+    def run(q, after):
+        asked.append(q)
+        return run_passes(q, after)
+
+    monkeypatch.setattr(compilation, "run_passes", run)
+    plan = pase.compile("zoo:mlp", devices=4, target="fsdp2", baselines=False)
+    assert len(asked) > 1 and {q.tracing_s for q in asked} == {plan.seconds["trace"]}
