@@ -22,7 +22,7 @@ from pase.tables.charges import is_of_parameter
 from pase.tables.facts import facts
 from pase.tables.itemize import KnownCharges, collectives
 from pase.tables.layouts import concrete_size, forward_states, local_bytes, read_states, write_states
-from pase.tables.work import Phase, Work, node_work
+from pase.tables.work import Phase, Work, has_gradient, node_work, phase_of
 
 __all__ = [
     "PARTS",
@@ -184,11 +184,16 @@ def work_shares(w: Work, for_weights: Iterator[bool], micro_batches: int) -> dic
 
 
 def products_of_weights(graph: Graph, n: Node) -> Iterator[bool]:
-    """Yield, for each product of the node's backward, in ``node_work``'s order, whether it is a weights' gradient."""
+    """Yield, for each product of the node's backward, in ``node_work``'s order, whether it is a weights' gradient.
+
+    A product of a derivative rule of the program's own runs in backward, too.
+    """
     for op in n.ops:
         if op.kind in ("matmul", "conv"):
-            for a in op.reads:
-                if op.differentiable and graph.tensors[a.tensor].needs_grad:
+            if phase_of(graph, n.name, op) == "backward":
+                yield False
+            for a in op.factors:
+                if has_gradient(graph, op, a.tensor):
                     yield a.tensor in graph.producer and is_of_parameter(graph, a.tensor)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,12 +12,16 @@ from pase.compiler.problem.options import CompileOptions
 from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.problem.variants import Variant, graph_of
 from pase.compiler.resolve import traced_model
-from pase.compiler.stages.costs import part_costs
+from pase.compiler.stages.costs import part_costs, products_of_weights
 from pase.compiler.stages.menu import MIDDLE, ONLY, StageSplit
 from pase.compiler.stages.places import places_of
 from pase.frontends.jax.blocks import blocks_of
+from pase.frontends.jax.frontend import trace
+from pase.ir import simplify
+from pase.machine import mesh_from
 from pase.memory.account import memory
 from pase.tables.itemize import collectives, local_work
+from pase.tables.work import node_work
 from tests.compiler.stages.staged import SCANNED, tables_of
 
 
@@ -89,3 +95,29 @@ def test_once_a_step_holds_whole_sums_of_gradients():
         and b.after <= a.after <= b.after + b.before
     )
     assert b.memory["gradients"] > 0 and a.kept == b.kept
+
+
+def test_products_of_a_derivative_rule_are_counted_where_they_run() -> None:
+    """Each product of a node's backward takes one item, also those of a rule that the program states."""
+
+    @jax.custom_vjp
+    def product(w: jax.Array, x: jax.Array) -> jax.Array:
+        return x @ w
+
+    product.defvjp(
+        lambda w, x: (x @ w, (w, x)),
+        lambda given, g: (given[1].T @ jnp.tanh(g), jnp.tanh(g @ given[0].T)),
+    )
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(product(w, jnp.tanh(x @ w)))
+
+    w, x = jax.ShapeDtypeStruct((16, 16), "float32"), jax.ShapeDtypeStruct((8, 16), "float32")
+    graph = simplify(trace(loss, w, x).graph)
+    mesh, backward = mesh_from("2", 2), 0
+    for n in graph.nodes:
+        work = node_work(graph, n, np.full((1, 1), -1, np.int8), mesh)
+        products = [w for w in work if w.phase == "backward" and w.kind in ("matmul", "conv")]
+        assert len([*products_of_weights(graph, n)]) == len(products), n.name
+        backward += len(products)
+    assert any(op.backward for n in graph.nodes for op in n.ops) and backward == 3
