@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
 from html import escape
@@ -261,7 +263,8 @@ def compile(
     params, batch: JAX arrays and shapes. Those that have a NamedSharding over several devices keep it, and the search
         decides the rest (docs/how-to/programs.md, "Arrays that already have a sharding").
     {options}
-    progress: a function that is called with a line of text at each step of the compilation.
+    progress: a function that is called with a line of text at each step of the compilation. If None, a line is printed
+        to standard error after ten seconds and then every minute.
 
     Raises PaseError for bad input. Raises Infeasible if no strategy exists, or if none fits a memory limit that is
     given as a size. Warns if none fits the machine's memory, which is the default limit.
@@ -269,10 +272,23 @@ def compile(
     from pase.plan.table import misfit_text
     from pase.stated.usual import compile_with_usual
 
-    plan = Plan.of(compile_with_usual(model, params, batch, options, progress))
+    with _progress(progress) as say:
+        plan = Plan.of(compile_with_usual(model, params, batch, options, say))
     if plan.misfit is not None:
         warnings.warn(f"the plan for '{plan.model}': {misfit_text(plan)}", stacklevel=3)
     return plan
+
+
+@contextmanager
+def _progress(asked: Progress | None) -> Iterator[Progress]:
+    """The user's function, or one that prints a line after ten seconds and then every minute."""
+    if asked is not None:
+        yield asked
+        return
+    from pase.files.progress import seldom
+
+    with seldom(lambda line: print(f"pase: {line}", file=sys.stderr, flush=True)) as say:
+        yield say
 
 
 class Comparison(list["tuple[str, Plan]"]):
@@ -322,11 +338,13 @@ def compare(
 
     model, params, batch: as for ``compile``.
     {options}
-    progress: a function that is called with a line of text at each step of the compilation.
+    progress: a function that is called with a line of text at each step of the compilation. If None, a line is printed
+        to standard error after ten seconds and then every minute.
     """
     from pase.compiler.compilation import compare_model
 
-    plans = compare_model(model, params, batch, options, progress)
+    with _progress(progress) as say:
+        plans = compare_model(model, params, batch, options, say)
     return Comparison((name, Plan.of(plan)) for name, plan in plans)
 
 

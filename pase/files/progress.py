@@ -47,7 +47,7 @@ def estimating(
                 begun = now
             elif now - begun >= _QUIET_S:
                 left = (now - begun) / text.done * (text.total - text.done)
-                parts.append(f"about {left:.0f} s left")
+                parts.append(f"about {left:.0f} s left of these")
         say(" · ".join(parts))
 
     return told

@@ -1,6 +1,7 @@
 """pase.compile on callables, and its errors for bad input."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jax.extend.core import Primitive
 
 import pase
 from pase.errors import PaseError
+from pase.files import progress
 
 S = jax.ShapeDtypeStruct
 PARAMS = {"w": S((64, 128), "float32"), "v": S((128, 8), "float32")}
@@ -141,3 +143,13 @@ def test_compare_lists_every_baseline_priced_as_compile_prices_it():
     assert rows["pase"].cost == plan.cost == min(p.cost for p in rows.values())
     for name, cost in plan.baselines.items():
         assert rows[name].cost == pytest.approx(cost, rel=1e-9)
+
+
+def test_a_long_compilation_says_where_it_is(capsys, monkeypatch):
+    """Without a function for it, on standard error; ten seconds pass at once here."""
+    monkeypatch.setattr(progress, "seldom", partial(progress.seldom, first_s=0.001, every_s=0.001))
+    pase.compile("zoo:mlp", devices=4, cost_model="paper")
+    assert "pase: tracing the model" in capsys.readouterr().err
+    said = []
+    pase.compile("zoo:mlp", devices=4, cost_model="paper", progress=said.append)
+    assert said[0] == "tracing the model" and not capsys.readouterr().err

@@ -17,8 +17,8 @@ def test_an_estimate_is_the_rate_so_far_over_what_is_left():
     assert said == [
         "reading",
         "mesh (1 of 4)",
-        "mesh (2 of 4) · 11 s · about 30 s left",
-        "mesh (3 of 4) · 21 s · about 20 s left",
+        "mesh (2 of 4) · 11 s · about 30 s left of these",
+        "mesh (3 of 4) · 21 s · about 20 s left of these",
         "drawing · 31 s",
     ]
 
