@@ -162,6 +162,8 @@ def _print_findings(report: JsonObject) -> None:
     from pase.replay.reports.spent import spent_lines
 
     out = console()
+    for p in report["problems"]:  # first: what is missing decides what the rest is worth
+        out.print(f"note: {p}")
     out.print(report["headline"])
     out.print(
         f"{report['source']}: {report['measured_s'] * 1e3:.2f} ms an iteration, replayed "
@@ -198,5 +200,3 @@ def _print_findings(report: JsonObject) -> None:
         for e in f["evidence"][:1]:
             at = f"rank {e['rank']}, {e['start_s'] * 1e3:.3f} ms into the trace, {e['seconds'] * 1e3:.3f} ms long"
             out.print(f"  See {at}: {e['name'][:80]}")
-    for p in report["problems"]:
-        out.print(f"note: {p}")

@@ -90,6 +90,8 @@ def optimize(
 
 def _print_plan(report: JsonObject) -> None:
     out = console()
+    for p in report["problems"]:  # first: what is missing decides what the rest is worth
+        out.print(f"note: {p}")
     out.print(report["headline"])
     out.print(
         f"{report['source']}: measured {report['measured_s'] * 1e3:.2f} ms; "
@@ -117,5 +119,3 @@ def _print_plan(report: JsonObject) -> None:
         out.print(
             f" {mark}memory {o['name']}: {o['iteration_s'] * 1e3:.2f} ms, peak {o['peak_bytes'] / 2**30:.2f} GiB"
         )
-    for p in report["problems"]:
-        out.print(f"note: {p}")

@@ -241,6 +241,8 @@ def _summary(report: JsonObject) -> None:
     from pase.replay.reports.spent import spent_lines
 
     out = console()
+    for p in report["problems"]:  # first: what is missing decides what the rest is worth
+        out.print(f"note: {p}")
     out.print(report["headline"])
     out.print(
         f"{report['source']}: {report['measured_s'] * 1e3:.2f} ms an iteration (±{report['spread']:.1%}), replayed "
@@ -284,8 +286,6 @@ def _summary(report: JsonObject) -> None:
             )
         if "note" in w:
             out.print(f"  {w['note']}")
-    for p in report["problems"]:
-        out.print(f"note: {p}")
 
 
 def _comparison(report: JsonObject) -> None:

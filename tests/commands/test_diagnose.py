@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import pase
-from bench.cases.timelines import ImaginedRun, simulate, write
-from tests.command import reported, run
+from bench.cases.timelines import ImaginedRun, simulate, trace, write
+from tests.command import printed, reported, run
 
 
 def test_diagnose_explains_with_numbers(tmp_path: Path) -> None:
@@ -56,3 +56,11 @@ def test_a_memory_snapshot_beside_the_plan(tmp_path: Path, layout: Path) -> None
     assert report["plan"]["total"] == pase.load(layout).memory.total
     assert "account" in page.read_text()
     assert run("diagnose", path, "--timeline", tmp_path / "t.json")[0] == 2
+
+
+def test_what_is_missing_of_a_trace_is_said_first(tmp_path: Path) -> None:
+    """A conclusion from half a trace comes after the note that it is one."""
+    text = json.dumps(trace(simulate(ImaginedRun(ranks=1, iterations=6)), 0))
+    (tmp_path / "a.json").write_text(text[: 3 * len(text) // 4])
+    first, *_ = printed("diagnose", tmp_path / "a.json").splitlines()
+    assert first.startswith("note: ") and "cut or damaged" in first

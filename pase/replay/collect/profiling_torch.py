@@ -64,14 +64,17 @@ class TorchTrace:
         cut = self._number if self._open is not None else None
         self.unmark()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(self.path))
+        # Under a name that no reader takes for a trace, until it is whole.
+        written = self.path.with_name(f"{self.path.name}.writing.gz")
+        self._profiler.export_chrome_trace(str(written))
         if cut is not None:
-            _rename(self.path, f'"{_MARK}{cut}"', '"after the last step"')
+            _rename(written, f'"{_MARK}{cut}"', '"after the last step"')
+        written.replace(self.path)
 
 
 def _rename(path: Path, old: str, new: str) -> None:
     """Renames the mark that the profiler may have written after the last step, where no iteration begins."""
-    fresh = path.with_name("renamed.gz")
+    fresh = path.with_name(f"{path.name}.renamed.gz")
     with gzip.open(path, "rt", encoding="utf-8") as f, gzip.open(fresh, "wt", encoding="utf-8") as out:
         for line in f:
             out.write(line.replace(old, new))
