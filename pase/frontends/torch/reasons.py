@@ -6,6 +6,7 @@ import contextlib
 import copy
 import keyword
 import logging
+import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,7 +113,7 @@ def why(name: str, e: Exception, places: Sequence[str], module: Module) -> PaseE
     frames = [f for f in frames if not of_pytorch(f.filename)]
     frames = [f for f in frames if "/pase/" not in f.filename]
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    said = " ".join(str(e).split())[:400]
+    said = textwrap.shorten(str(e).partition("For more information, run with")[0], 400, placeholder=" …")
     listed = ""
     if len(places) > 1:
         shown = "\n".join(f"  {p}" for p in places[:_MOST_PLACES])

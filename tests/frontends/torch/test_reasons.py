@@ -25,8 +25,9 @@ def test_a_module_named_by_a_keyword_is_refused():
     assert e.where == "Model" and "keyword" in e.what and "0.in" in e.what and "name" in e.fix
 
 
-def test_every_place_that_depends_on_the_data_is_listed() -> None:
-    """With real tensors. The model, its batch, the random state and the log levels stay unchanged."""
+def test_every_place_that_depends_on_the_data_is_listed(capfd: pytest.CaptureFixture[str]) -> None:
+    """With real tensors. The model, its batch, the random state and the log levels stay unchanged, and PyTorch prints
+    no graphs."""
     import logging
 
     import torch
@@ -49,7 +50,9 @@ def test_every_place_that_depends_on_the_data_is_listed() -> None:
     with pytest.raises(PaseError) as told:
         registry.trace(module, batch)
     assert batch.eq(1).all() and torch.get_rng_state().equal(state)
+    assert "def forward(" not in capfd.readouterr().err
     text = told.value.what
+    assert "TORCH_LOGS" not in text
     assert "cannot export Asks" in text and "There are 2 such places:" in text
     assert "test_reasons.py:" in told.value.where and "torch.where" in told.value.fix
     assert "test_reasons.py" in text and "if y.sum() > 0:" in text and "int(x.abs().sum().item())" in text

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
+import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -315,7 +316,7 @@ def _miscalled(loss: Callable[..., Tree], module: Module, batch: Sequence[Tree],
             pass
     return PaseError(
         f"it is called as loss(module, *batch), here with ({given}), and must call the module itself, but raised "
-        f"{type(e).__name__}: {' '.join(str(e).split())[:400]}",
+        f"{type(e).__name__}: {textwrap.shorten(str(e), 400, placeholder=' …')}",
         where="loss",
         fix=fix,
     )

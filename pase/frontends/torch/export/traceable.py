@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,27 @@ def traceable(step_file: str) -> Iterator[None]:
             _inference_traced(),
             _distributions_unchecked(),
             derivatives_traced(),
+            _failures_unprinted(),
         ):
             stack.enter_context(change)
         yield
+
+
+@contextlib.contextmanager
+def _failures_unprinted() -> Iterator[None]:
+    """Within, a failed export prints nothing. PyTorch prints the graph so far to standard error, at each attempt; the
+    error that is raised has the line and the reason."""
+    from torch.export import _trace
+    from torch.fx.experimental import symbolic_shapes
+
+    names, log = vars(_trace), symbolic_shapes.log
+    level, names["print"] = log.level, lambda *_, **__: None
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        del names["print"]
+        log.setLevel(level)
 
 
 @contextlib.contextmanager
