@@ -32,8 +32,11 @@ MODELS = {
     "rnnlm": "rnnlm",
     "transformer": "transformer",
 }
+PROGRAMS = {name: f"bench.audit.gpu_programs:{name}" for name in ("decoder", "vision")}
+"""Models of Flax NNX that are none of ours."""
 CELLS = [
     *((m, method, "manual", 8, HOPPER) for m in MODELS for method in ("pase", "data_parallel")),
+    *((m, method, "manual", 8, HOPPER) for m in PROGRAMS for method in ("pase", "data_parallel", "fsdp")),
     ("mlp", "pase", "annotated", 8, HOPPER),
     ("gpt2", "pase", "annotated", 8, HOPPER),
     ("gpt2", "fsdp", "manual", 8, HOPPER),
@@ -56,7 +59,8 @@ def _plans(model: str, devices: int, machine: str) -> dict[str, Any]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return dict(pase.compare(f"zoo:{MODELS[model]}", devices=devices, machine=machine))
+        name = PROGRAMS.get(model) or f"zoo:{MODELS[model]}"
+        return dict(pase.compare(name, devices=devices, machine=machine))
 
 
 def measured(model: str, method: str, lowering: str, devices: int, machine: str) -> dict[str, Any] | None:
@@ -67,7 +71,7 @@ def measured(model: str, method: str, lowering: str, devices: int, machine: str)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = plan.verify(machine, lowering=lowering)
-    about = {"model": model, "zoo": MODELS[model], "method": method, "mesh": list(plan.mesh.sizes)}
+    about = {"model": model, "zoo": MODELS.get(model, ""), "method": method, "mesh": list(plan.mesh.sizes)}
     return (
         about | {"asked": lowering} | {k: v for k, v in found.to_json().items() if k not in ("model", "how")}
     )

@@ -60,7 +60,7 @@ def difference_text(p: Priced, plan: PlanData) -> str:
 def signed(seconds: float) -> str:
     """
     >>> signed(1.5), signed(-0.02)
-    ('+1.5 s', '-20 ms')
+    ('+1.50 s', '-20 ms')
     """
     return f"{'-' if seconds < 0 else '+'}{cost_text(abs(seconds), 's')}"
 
