@@ -14,7 +14,7 @@ __all__ = ["decoder", "vision"]
 WIDTH, HEADS, HIDDEN, LAYERS = 1024, 16, 4096, 4
 
 
-class _Block(nnx.Module):
+class _NnxBlock(nnx.Module):
     def __init__(self, dropout: float, rngs: nnx.Rngs):
         self.before, self.between = (nnx.LayerNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs) for _ in range(2))
         self.attention = nnx.MultiHeadAttention(
@@ -29,11 +29,11 @@ class _Block(nnx.Module):
         return x + self.dropout(self.down(nnx.gelu(self.up(self.between(x)))))
 
 
-class _Decoder(nnx.Module):
+class _NnxDecoder(nnx.Module):
     def __init__(self, vocab: int, seq: int, dropout: float, rngs: nnx.Rngs):
         self.embed = nnx.Embed(vocab, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
         self.positions = nnx.Param(jax.random.normal(rngs.params(), (seq, WIDTH)) * 0.02)
-        self.blocks = nnx.List([_Block(dropout, rngs) for _ in range(LAYERS)])
+        self.blocks = nnx.List([_NnxBlock(dropout, rngs) for _ in range(LAYERS)])
         self.norm = nnx.LayerNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs)
         self.head = nnx.Linear(WIDTH, vocab, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
 
@@ -45,10 +45,10 @@ class _Decoder(nnx.Module):
         return self.head(self.norm(x)).astype(jnp.float32)
 
 
-class _Vision(nnx.Module):
+class _NnxVision(nnx.Module):
     def __init__(self, classes: int, rngs: nnx.Rngs):
         self.patches = nnx.Conv(3, WIDTH, (16, 16), strides=(16, 16), dtype=jnp.bfloat16, rngs=rngs)
-        self.blocks = nnx.List([_Block(0.1, rngs) for _ in range(LAYERS)])
+        self.blocks = nnx.List([_NnxBlock(0.1, rngs) for _ in range(LAYERS)])
         self.norm = nnx.LayerNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs)
         self.head = nnx.Linear(WIDTH, classes, dtype=jnp.bfloat16, rngs=rngs)
 
@@ -74,7 +74,7 @@ def decoder() -> tuple[Any, ...]:
         "targets": tokens,
         "weights": jax.ShapeDtypeStruct((batch, seq), jnp.float32),
     }
-    return loss_fn, nnx.eval_shape(lambda: _Decoder(vocab, seq, 0.1, nnx.Rngs(0))), given
+    return loss_fn, nnx.eval_shape(lambda: _NnxDecoder(vocab, seq, 0.1, nnx.Rngs(0))), given
 
 
 def vision() -> tuple[Any, ...]:
@@ -87,4 +87,4 @@ def vision() -> tuple[Any, ...]:
         "x": jax.ShapeDtypeStruct((128, 224, 224, 3), jnp.bfloat16),
         "y": jax.ShapeDtypeStruct((128,), jnp.int32),
     }
-    return loss_fn, nnx.eval_shape(lambda: _Vision(1000, nnx.Rngs(0))), given
+    return loss_fn, nnx.eval_shape(lambda: _NnxVision(1000, nnx.Rngs(0))), given
