@@ -153,7 +153,8 @@ def _rows(p: RankProgram, row: dict[tuple[object, ...], int]) -> np.ndarray:
 def _edges(template: RankProgram, programs: list[RankProgram], row: dict[tuple[object, ...], int]) -> Edges:
     """Returns the template's edges, and waits seen in other iterations only.
 
-    A wait is not visible in an iteration in which the awaited task had already ended.
+    A wait is not visible in an iteration in which the awaited task had already ended. If the template began the two
+    tasks in the other order, neither waits for the other: short ops of a host's threads take turns.
     """
     found = dict.fromkeys((a, b, k, 0) for (a, b), k in template.edges.items())
     found |= dict.fromkeys((row[a], b, k, 1) for (a, b), k in template.carried.items() if a in row)
@@ -161,8 +162,10 @@ def _edges(template: RankProgram, programs: list[RankProgram], row: dict[tuple[o
     for p in programs:
         place = [row.get(key, -1) for key in p.keys]
         for (a, b), k in p.edges.items():
-            if k == _E["wait"] and place[a] >= 0 and place[b] >= 0 and (place[a], place[b]) not in pairs:
-                found[place[a], place[b], k, 0] = None
+            x, y = place[a], place[b]
+            in_order = x >= 0 and y >= 0 and (template.start[x], x) < (template.start[y], y)
+            if k == _E["wait"] and in_order and (x, y) not in pairs:
+                found[x, y, k, 0] = None
         for (key, b), k in p.carried.items():
             if key in row and place[b] >= 0:
                 found[row[key], place[b], k, 1] = None

@@ -4,7 +4,7 @@ import numpy as np
 
 from pase.replay.graph import EDGES
 from pase.replay.measurement.tasks import RankProgram
-from pase.replay.measurement.times import Edges, _lags
+from pase.replay.measurement.times import Edges, _edges, _lags
 from pase.replay.types import KINDS
 
 KERNEL = KINDS.index("kernel")
@@ -28,3 +28,25 @@ def test_an_iteration_without_a_predecessor_says_nothing_of_the_others():
     lag, _, _ = _lags(p, start, start[:, dst] - end[:, src], edges)
     assert lag[1] == 1000
     assert lag[0] < MS
+
+
+def test_ops_that_take_turns_wait_for_each_other_in_no_iteration():
+    """Two copies of a microsecond on a host's threads begin in either order. As edges of one graph, the waits of both
+    orders would be a cycle, and the replay of a sound trace a deadlock."""
+
+    def iteration(first: str, second: str, third: str) -> RankProgram:
+        p = RankProgram(rank=0, iteration=0)
+        lanes = {"a": "ops", "b": "ops beside 2", "c": "ops"}
+        tasks = [
+            p.task((name,), (lanes[name], "stream"), name, KERNEL, 500 * i, 500 * i + 400)
+            for i, name in enumerate((first, second, third))
+        ]
+        p.edge(tasks[0], tasks[1], "wait")
+        p.edge(tasks[1], tasks[2], "wait")
+        return p
+
+    template, other = iteration("a", "b", "c"), iteration("b", "a", "c")
+    row = {key: i for i, key in enumerate(template.keys)}
+    found = _edges(template, [template, other], row)
+    a, b, c = (row[(name,)] for name in "abc")
+    assert {*zip(found.src.tolist(), found.dst.tolist(), strict=True)} == {(a, b), (b, c), (a, c)}
