@@ -47,7 +47,9 @@ def both(kind):
 @pytest.mark.parametrize("kind", ["Scans", "Maps", "Branches"])
 def test_bodies_cost_what_they_cost_in_jax(kind):
     ours, theirs = both(kind)
-    assert ours.cost == pytest.approx(theirs.cost, rel=1e-9)
+    # The predicate of a branch is a bool in PyTorch and an int32 in JAX, written once and read three times: 12 bytes.
+    predicate = 12 / 1e12 if kind == "Branches" else 0.0
+    assert ours.cost == pytest.approx(theirs.cost, rel=1e-9, abs=predicate)
     assert ours.memory.total == pytest.approx(theirs.memory.total, rel=0.02)
     if kind == "Branches":
         assert "the one for true, the more expensive one" in " ".join(str(ours).split())
