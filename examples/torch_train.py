@@ -91,6 +91,7 @@ def main() -> None:
     whole = None if first is None else first.full_tensor().detach()
     if rank == 0:
         print(f"saved and loaded; norm of the first weight {whole.norm().item():.6f}")
+    dist.barrier()  # no rank closes its connections while another still uses them
     dist.destroy_process_group()
 
 
