@@ -13,11 +13,11 @@ from pase import machine
 
 pytestmark = [pytest.mark.torch, pytest.mark.minutes]
 
-LAYERS, WIDTH, RANKS = 6, 512, 2
+LAYERS, WIDTH, RANKS, STEPS = 6, 512, 2, 4
 
 
-def recorded(rank: int) -> dict[str, list[tuple[float, float]]]:
-    """The third step's products of backward and messages on a rank: (begin, end) of each, in microseconds."""
+def recorded(rank: int) -> list[dict[str, list[tuple[float, float]]]]:
+    """Each step's products of backward and messages on a rank: (begin, end) of each, in microseconds."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -33,25 +33,33 @@ def recorded(rank: int) -> dict[str, list[tuple[float, float]]]:
     step = plan.torch.train_step(module, torch.optim.SGD, lr=0.1)
     for _ in range(2):
         step(x, y)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        step(x, y)
-    spans: dict[str, list[tuple[float, float]]] = {"products": [], "messages": []}
-    for e in profiler.events():
-        span = (e.time_range.start, e.time_range.end)
-        if e.name == "autograd::engine::evaluate_function: AddmmBackward0":
-            spans["products"].append(span)
-        elif e.name.startswith("gloo:"):
-            spans["messages"].append(span)
-    return spans
+    found = []
+    for _ in range(STEPS):
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            step(x, y)
+        spans: dict[str, list[tuple[float, float]]] = {"products": [], "messages": []}
+        for e in profiler.events():
+            span = (e.time_range.start, e.time_range.end)
+            if e.name == "autograd::engine::evaluate_function: AddmmBackward0":
+                spans["products"].append(span)
+            elif e.name.startswith("gloo:"):
+                spans["messages"].append(span)
+        found.append(spans)
+    return found
 
 
 def test_messages_run_beside_backward() -> None:
-    """A layer's message begins when its gradient is made, and products are computed while messages are under way."""
-    for spans in on_processes(RANKS, recorded, how="forkserver"):
+    """A layer's message begins when its gradient is made, and products are computed while messages are under way.
+
+    On few cores, a message may end before the next product begins, so not each step of each rank shows the latter.
+    """
+    beside = []
+    for spans in [s for steps in on_processes(RANKS, recorded, how="forkserver") for s in steps]:
         products, messages = sorted(spans["products"]), sorted(spans["messages"])
         assert len(products) == LAYERS
         early = [m for m in messages if products[0][0] < m[0] < products[-1][0]]
         assert (
             len(early) >= LAYERS - 2
         )  # not those of the layer that backward reaches last and of its neighbour's bias
-        assert any(begin < p < end for begin, end in early for p, _ in products)
+        beside.append(any(begin < p < end for begin, end in early for p, _ in products))
+    assert any(beside)
