@@ -103,8 +103,11 @@ def split_of(
 
 
 def kernel_for(call: AttentionCall, platform: str, dtype: np.dtype, source: SourceLine) -> AttentionFunctions:
-    """The kernel that the call requests; the definition, with a warning, if the platform lacks this kernel."""
-    if _by_cudnn(call, platform, dtype):
+    """The kernel that the call requests; the definition, with a warning, if the platform lacks this kernel.
+
+    A call that requests the device's kernel has none in dtypes of more than 16 bits, and runs by its definition.
+    """
+    if platform == "gpu" and (call.asked == "cudnn" or (call.asked == "fused" and dtype.itemsize == 2)):
         return CuDNN()
     if call.asked == "flash" and platform == "tpu":
         assert call.blocks is not None  # the call names them
@@ -112,11 +115,6 @@ def kernel_for(call: AttentionCall, platform: str, dtype: np.dtype, source: Sour
     if call.asked != "fused":
         _said(call, f"which {platform} devices lack", source)
     return Reference()
-
-
-def _by_cudnn(call: AttentionCall, platform: str, dtype: np.dtype) -> bool:
-    """Whether cuDNN's kernel runs. A call that requests a device's kernel runs by its definition in other dtypes."""
-    return platform == "gpu" and (call.asked == "cudnn" or (call.asked == "fused" and dtype.itemsize == 2))
 
 
 def _said(call: AttentionCall, why: str, source: SourceLine) -> None:
@@ -174,10 +172,12 @@ def on_a_device(
     split = split_of(of_q, of_k, call, (q, k), dict(mesh.shape))
     if split is None or (call.causal and split.queries and q[call.order[1]] != k[call.order[1]]):
         return None
-    if len(operands) > 3:  # with a bias or a mask
-        by_cudnn = _by_cudnn(call, platform_of(mesh), dtype)
-        return None if split.ring or (call.causal and split.queries) else _with_bias(call, by_cudnn)
+    biased = len(operands) > 3  # with a bias or a mask
+    if biased and (split.ring or (call.causal and split.queries)):
+        return None
     kernel = kernel_for(call, platform_of(mesh), dtype, source)
+    if biased:
+        return _with_bias(call, isinstance(kernel, CuDNN))
     local = _DeviceShare(kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh)
     return _ordered(call, local.on_a_device())
 

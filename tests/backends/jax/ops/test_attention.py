@@ -73,6 +73,8 @@ def test_a_bias_is_not_split_with_the_kernel_and_that_is_said() -> None:
     plan = planned(case_of(loss, *arrays()), {"b": "a"}, "a=4,b=2")
     with pytest.warns(UserWarning, match=r"cuDNN.* with a bias or a mask"):
         jax.eval_shape(plan.jax.loss(), *arrays())
+    with pytest.warns(UserWarning, match=r"cuDNN.* cpu devices lack"):
+        jax.eval_shape(plan.jax.loss(lowering="manual"), *arrays())
 
 
 def test_a_flash_attention_of_parts_is_found_with_its_scale_and_blocks() -> None:
