@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from pase.compiler.problem.options import CompileOptions
 from pase.errors import Infeasible, PaseError
 from pase.machine import DEFAULT
-from pase.plan.error_bar import interval
-from pase.plan.table import cost_text
+from pase.plan.answer import step_text
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -42,10 +41,7 @@ class ScalePoint:
     @property
     def step(self) -> str:
         """The step's cost with its range, such as "14.1 s ± 14%"."""
-        if self.plan is None:
-            return ""
-        bar = interval(self.plan)
-        return cost_text(self.plan.cost, self.plan.unit) + ("" if bar is None else f" {bar}")
+        return "" if self.plan is None else step_text(self.plan)
 
     @property
     def device_s(self) -> float | None:

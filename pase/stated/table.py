@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from pase.plan.error_bar import interval
+from pase.plan.answer import step_text
 from pase.plan.table import bytes_text, cost_text
 from pase.plan.types import PlanData
 from pase.stated.price import Priced
@@ -21,10 +21,8 @@ def like_search_text(p: Priced, row: str, plan: PlanData) -> str:
         f"{len(plan.remat)} blocks recomputed" if plan.remat else "recomputation as the model marks it"
     )
     batches = f"{plan.accumulate} micro-batch{'es' * (plan.accumulate > 1)}"
-    bar = interval(plan)
-    step = cost_text(plan.cost, plan.unit) + ("" if bar is None else f" {bar}")
     return (
-        f"search {step} in {bytes_text(plan.memory.total)}, as the row {row} of 'pase compare': {batches}, "
+        f"search {step_text(plan)} in {bytes_text(plan.memory.total)}, as the row {row} of 'pase compare': {batches}, "
         f"{recomputed}, no work of a framework's own. The price above has {p.micro_batches} of {p.strategy.micro} "
         f"examples a rank, remat={p.strategy.remat} and executor {p.program}"
     )
@@ -40,7 +38,7 @@ def difference(p: Priced, plan: PlanData) -> dict[str, float]:
     for kind, seconds in p.kernels_s.items():
         here[_WORDS.get(kind, "products")] += seconds
     here["the framework's copies and launches"] = p.seconds["compute"] - sum(p.kernels_s.values())
-    out = {k: here[k] - there[k] for k in here}
+    out = {k: here[k] - there[k] for k in {**here, **there}}
     return out | {"communication that is waited for": p.step_s - plan.cost - sum(out.values())}
 
 

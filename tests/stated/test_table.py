@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+import pase
 from pase.plan.table import bytes_text, cost_text
-from pase.stated.table import as_lines
+from pase.stated.table import as_lines, difference
 from tests.stated.prices import price
 
 
@@ -39,3 +42,16 @@ def test_stages_have_a_line_of_their_own_and_what_does_not_fit_a_warning() -> No
         assert (hint in as_lines("it", replace(p, pipeline=replace(p.pipeline, bubble=bubble)))) == hinted
     tight = replace(p, device_memory=int(p.memory.total) - 1)
     assert not tight.fits and "WARNING it does not fit" in as_lines("it", tight)
+
+
+def test_work_of_which_a_framework_has_none_is_no_communication() -> None:
+    """A difference has the kinds of work of both prices."""
+    p = price("fsdp=8")
+    plan = pase.compile(
+        "zoo:llama3_8b?layers=2&batch=8&seq=64&vocab=512", devices=8, mesh="8", baselines=False
+    )
+    attention = sum(w.cost for n in plan.nodes for w in n.work if w.kind == "attention")
+    less = {k: v for k, v in p.kernels_s.items() if k != "attention"}
+    found = difference(replace(p, kernels_s=less), plan)
+    assert attention > 0 and found["attention"] == pytest.approx(-attention)
+    assert sum(found.values()) == pytest.approx(p.step_s - plan.cost)
