@@ -26,7 +26,6 @@ from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
-    from pase.plan.targets import TargetForm
     from pase.plan.types import PlanData
 
 __all__ = ["Compiled", "compare_model", "compile_model"]
@@ -40,14 +39,6 @@ class Compiled:
     problem: SplitProblem
     traced: Traced
     given: tuple[Baseline, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Begun:
-    """When the work on a model began, and the seconds that its trace took: the same for each of its searches."""
-
-    start: float
-    tracing_s: float
 
 
 @seldom_collected()
@@ -67,72 +58,58 @@ def compile_model(
     start = time.perf_counter()
     say("tracing the model")
     traced, name = traced_model(model, params, batch, options)
-    begun = _Begun(start=start, tracing_s=time.perf_counter() - start)
+    tracing_s = time.perf_counter() - start
+    asked = Question(traced=traced, name=name, options=options, say=say, start=start, tracing_s=tracing_s)
     if options.ranks is not None:
-        return _compiled(traced, name, options, say, begun)
+        return _compiled(asked)
 
     def split(o: CompileOptions) -> Compiled:
         if o.target == "any":
-            return _compiled(traced, name, o, say, begun)
-        return for_target(o, lambda limited, form: _compiled(traced, name, limited, say, begun, form), say)
+            return _compiled(replace(asked, options=o))
+        return for_target(o, lambda limited, form: _compiled(replace(asked, options=limited, form=form)), say)
 
     def compiled(o: CompileOptions) -> Compiled:
         if o.uneven == "padded":
-            return _padded(traced, name, o, say, begun)
+            return _padded(replace(asked, options=o))
         made = split(o)
         return with_costs(made, o, split) if o.constraints and o.baselines else made
 
     return or_fewer(compiled(options), options, compiled, say)
 
 
-def _padded(traced: Traced, name: str, options: CompileOptions, say: Progress, begun: _Begun) -> Compiled:
+def _padded(q: Question) -> Compiled:
     """Return the plan of a traced model, as written or with padded dims."""
     written: Compiled | Infeasible
     try:
-        written = _compiled(traced, name, options, say, begun)
+        written = _compiled(q)
     except Infeasible as e:  # with padded dims, more of it can be split
         written = e
     return or_padded(
-        problem_of(traced, options),
-        traced,
+        problem_of(q.traced, q.options),
+        q.traced,
         written,
-        lambda t: _compiled(t, name, options, say, _Begun(start=time.perf_counter(), tracing_s=0.0)),
-        options.accumulate,
-        say,
+        lambda t: _compiled(replace(q, traced=t, start=time.perf_counter(), tracing_s=0.0)),
+        q.options.accumulate,
+        q.say,
     )
 
 
-def _compiled(
-    traced: Traced,
-    name: str,
-    options: CompileOptions,
-    say: Progress,
-    begun: _Begun,
-    form: TargetForm | None = None,
-) -> Compiled:
-    """Return a traced model's plan.
-
-    form: the form that its strategy must have; None for any strategy.
-    """
+def _compiled(q: Question) -> Compiled:
+    """Return a traced model's plan."""
 
     def after(p: Pass, a: Compilation) -> None:
-        if options.print_after in (p.name, "all"):
-            title = f"after {p.name}, {options.devices} devices" + ("" if form is None else f", {form.name}")
+        if q.options.print_after in (p.name, "all"):
+            form = "" if q.form is None else f", {q.form.name}"
             console(err=True).print(
-                f"--- {title}", compilation_text(a), sep="\n", markup=False, highlight=False
+                f"--- after {p.name}, {q.options.devices} devices{form}",
+                compilation_text(a),
+                sep="\n",
+                markup=False,
+                highlight=False,
             )
 
-    question = Question(
-        traced=traced,
-        name=name,
-        options=options,
-        say=say,
-        start=begun.start,
-        tracing_s=begun.tracing_s,
-        form=form,
-    )
-    a = run_passes(question, after)
-    return Compiled(plan=a.whole, problem=a.problem, traced=traced, given=tuple(a.rivals.given))
+    a = run_passes(q, after)
+    return Compiled(plan=a.whole, problem=a.problem, traced=q.traced, given=tuple(a.rivals.given))
 
 
 def compare_model(
