@@ -20,16 +20,17 @@ from pase.ir import Graph, Op, Place
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-__all__ = ["ELEMENT_BY_ELEMENT", "constant_bytes", "made_once"]
+__all__ = ["applied", "constant_bytes"]
 
-ELEMENT_BY_ELEMENT = frozenset((*POINTWISE, "add", "sub", "rsub", "div", "masked_fill", "to", "_to_copy"))
+_ELEMENT_BY_ELEMENT = frozenset((*POINTWISE, "add", "sub", "rsub", "div", "masked_fill", "to", "_to_copy"))
 """Ops that compute each element from the elements at its place. (PyTorch's tag of them lacks casts and some
 overloads.)"""
 
 
-def made_once(run: Callable[..., Tensor], args: Sequence[object], kwargs: Mapping[str, object]) -> Tensor:
+def _made_once(run: Callable[..., Tensor], args: Sequence[object], kwargs: Mapping[str, object]) -> Tensor:
     """Calls a pointwise op. Along dims on which all of its operands repeat, the result is made once and expanded."""
     import torch
 
@@ -52,6 +53,21 @@ def made_once(run: Callable[..., Tensor], args: Sequence[object], kwargs: Mappin
         return few
 
     return run(*map(once, args), **{k: once(x) for k, x in kwargs.items()}).expand(shape)
+
+
+def applied(n: FxNode, args: Sequence[object], kwargs: Mapping[str, object], device: torch.device) -> Tree:
+    """A call of a constant's op on these operands, with its results on this device."""
+    import torch
+
+    def there(x: object) -> object:
+        return device if isinstance(x, torch.device) else x
+
+    args, kwargs = tuple(map(there, args)), {k: there(x) for k, x in kwargs.items()}
+    if op_name(n) in _ELEMENT_BY_ELEMENT:
+        return _made_once(n.target, args, kwargs)
+    if n.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+        return args[0].reshape(args[1])  # type: ignore[attr-defined]  # an expanded tensor may have no such view
+    return n.target(*args, **kwargs)
 
 
 def constant_bytes(graph: Graph, scope: TorchScope, data: Collection[str], buffers: Collection[str]) -> int:
@@ -134,13 +150,8 @@ class _OnMeta:
         if not isinstance(n.target, torch._ops.OpOverload):  # a loop or a branch
             return as_exported
         args, kwargs = torch.fx.map_arg((n.args, n.kwargs), self.of)
-        kwargs = {k: meta if isinstance(x, torch.device) else x for k, x in kwargs.items()}
         try:
-            if op_name(n) in ELEMENT_BY_ELEMENT:
-                return made_once(n.target, args, kwargs)
-            if n.target is torch.ops.aten.view.default:
-                return args[0].reshape(args[1])
-            return n.target(*args, **kwargs)
+            return applied(n, args, kwargs, meta)
         except (
             NotImplementedError,
             RuntimeError,

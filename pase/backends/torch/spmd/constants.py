@@ -17,7 +17,7 @@ from pase.backends.torch.spmd.record import outside_blocks
 from pase.backends.torch.spmd.rules import seeded
 from pase.backends.torch.spmd.values import NotOnParts, steps_from
 from pase.frontends.common.values import Value
-from pase.frontends.torch.constants import ELEMENT_BY_ELEMENT, made_once
+from pase.frontends.torch.constants import applied
 from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import TorchScope, op_name
 
@@ -126,18 +126,11 @@ class Constants:
             like = n.meta["val"]
             return torch.full((), made.number, dtype=like.dtype, device=self.device).expand(like.shape)
         args, kwargs = torch.fx.map_arg((n.args, n.kwargs), lambda m: self._operand(m, n))
-        args = tuple(self.device if isinstance(x, torch.device) else x for x in args)
-        kwargs = {k: self.device if isinstance(x, torch.device) else x for k, x in kwargs.items()}
-        tags = getattr(n.target, "tags", ())
         with torch.no_grad():
-            if op_name(n) in ELEMENT_BY_ELEMENT:
-                return made_once(n.target, args, kwargs)
-            if n.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
-                return args[0].reshape(args[1])  # an expanded tensor may have no such view
-            if torch.Tag.nondeterministic_seeded not in tags:
-                return n.target(*args, **kwargs)
+            if torch.Tag.nondeterministic_seeded not in getattr(n.target, "tags", ()):
+                return applied(n, args, kwargs, self.device)
             with seeded(self.seed_at(self.index.paths.get(n, n.name)), self.device):
-                return n.target(*args, **kwargs)
+                return applied(n, args, kwargs, self.device)
 
     def _operand(self, m: FxNode, reader: FxNode) -> Tensor:
         """An operand. If it depends on data, the reader may use only its shape, as zeros_like and randn_like do."""
