@@ -6,9 +6,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import ModuleType
 
-__all__ = ["DISTRIBUTION", "Infeasible", "PaseError", "install_line", "needed", "printable"]
+__all__ = ["DISTRIBUTION", "Infeasible", "PaseError", "did_you_mean", "install_line", "needed", "printable"]
 
 
 _UNSEEN = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")
@@ -49,6 +50,20 @@ class PaseError(ValueError):
 
 class Infeasible(PaseError):
     """A valid request that cannot be met: no strategy exists, or none fits. The command line exits with 1."""
+
+
+def did_you_mean(word: str, known: Iterable[str], *, quote: str = "'", cutoff: float = 0.6) -> str:
+    """A hint at the known word that is closest to an unknown one, to follow the word in a message; "" if none is close.
+
+    quote: around the known word. cutoff: how alike the words must be, as in ``difflib``.
+
+    >>> did_you_mean("sqare", ["square", "circle"])
+    " (did you mean 'square'?)"
+    """
+    import difflib
+
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f" (did you mean {quote}{near[0]}{quote}?)" if near else ""
 
 
 DISTRIBUTION = "pase-parallel"

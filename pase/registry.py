@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import pkgutil
@@ -10,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from pase.errors import PaseError
+from pase.errors import PaseError, did_you_mean
 
 __all__ = ["Registry"]
 
@@ -81,9 +80,8 @@ class Registry(Mapping[str, T], Generic[T]):
         if name in self._members:
             return self._members[name][1]
         known = list(self)
-        near = difflib.get_close_matches(str(name), known, n=1)
         raise PaseError(
-            f"no {self.kind} '{name}'" + (f" (did you mean '{near[0]}'?)" if near else ""),
+            f"no {self.kind} '{name}'{did_you_mean(str(name), known)}",
             fix=f"choose from: {', '.join(known) or 'nothing, because none is registered'}",
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pase.errors import Infeasible, PaseError
+from pase.errors import Infeasible, PaseError, did_you_mean
 from pase.ir import FixedLayout, FixedMesh, Remark
 from pase.plan.table import cost_text
 
@@ -89,14 +89,11 @@ def _stored(traced: Traced) -> tuple[Tensor, ...]:
 
 
 def _unmatched(traced: Traced, pattern: str) -> PaseError:
-    import difflib
 
     paths = [t.path for t in _stored(traced)]
-    near = difflib.get_close_matches(pattern, paths, n=1, cutoff=0.5)
     some = ", ".join(f"'{p}'" for p in paths[:5])
     return PaseError(
-        "no parameter and no array of the batch has such a name"
-        + (f" (did you mean '{near[0]}'?)" if near else ""),
+        f"no parameter and no array of the batch has such a name{did_you_mean(pattern, paths, cutoff=0.5)}",
         where=f"constraint '{pattern}'",
         fix=f"write a name, a pattern such as 'layers.*.weight', or 'batch'; there are {some}, …",
     )

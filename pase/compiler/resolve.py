@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pase.errors import PaseError
+from pase.errors import PaseError, did_you_mean
 from pase.frontends import registry
 from pase.frontends.blocks import as_padded
 from pase.frontends.registry import DimSizes, Traced, Unknown
@@ -107,8 +106,7 @@ def resolve(model: str, unknown: Unknown = "error", dims: DimSizes | None = None
     except ImportError as e:
         raise PaseError(f"cannot import '{module}': {e}", where=f"model '{model}'") from e
     except AttributeError as e:
-        near = difflib.get_close_matches(attribute, vars(sys.modules[module]), n=1)
-        hint = f" (did you mean '{near[0]}'?)" if near else ""
+        hint = did_you_mean(attribute, vars(sys.modules[module]))
         raise PaseError(f"module '{module}' has no '{attribute}'{hint}", where=f"model '{model}'") from e
     try:
         inspect.signature(function).bind()

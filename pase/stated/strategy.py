@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from pase.errors import PaseError
+from pase.errors import PaseError, did_you_mean
 from pase.ir.precision import FP4, FP8
 
 __all__ = ["PRODUCTS_IN", "Precision", "Remat", "ScheduleName", "Strategy", "parse"]
@@ -152,8 +151,7 @@ def _value(key: str, value: str | None, text: str) -> Any:
             )
         return value
     if key not in _DEGREES and key != "zero":
-        near = difflib.get_close_matches(key, [*_DEGREES, *_FLAGS, *_WORDS, "zero"], n=1)
-        hint = f" (did you mean '{near[0]}'?)" if near else ""
+        hint = did_you_mean(key, [*_DEGREES, *_FLAGS, *_WORDS, "zero"])
         raise PaseError(f"'{key}' is not known{hint}", where=f"'{text}'", fix=f"state a strategy by {_KNOWN}")
     if value is None or not (value.isascii() and value.isdigit() and len(value) < 10):
         raise PaseError(f"'{key}' needs a whole number", where=f"'{text}'", fix=f"write it like {key}=8")

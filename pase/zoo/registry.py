@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from pase.errors import PaseError, install_line
+from pase.errors import PaseError, did_you_mean, install_line
 from pase.pytree import Tree
 from pase.zoo.catalog import ENTRIES, Entry, Setting
 
@@ -91,7 +90,7 @@ def entry(name: str) -> Entry:
     if name in ENTRIES:
         return ENTRIES[name]
     raise PaseError(
-        f"there is no model '{name}'{_suggest(name, ENTRIES)}",
+        f"there is no model '{name}'{did_you_mean(name, ENTRIES)}",
         where="zoo",
         fix=f"choose one of {', '.join(ENTRIES)}",
     )
@@ -179,7 +178,7 @@ def _value(found: Entry, key: str, raw: Setting) -> Setting:
     if key not in found.settings:
         have = ", ".join(f"{name}={default}" for name, default in found.settings.items())
         raise PaseError(
-            f"the model has no setting '{key}'{_suggest(key, found.settings)}",
+            f"the model has no setting '{key}'{did_you_mean(key, found.settings)}",
             where=f"zoo:{found.name}",
             fix=f"choose one of {have}",
         )
@@ -201,8 +200,3 @@ def _value(found: Entry, key: str, raw: Setting) -> Setting:
     if not low <= value <= high:
         raise PaseError("the value is out of range", where=where, fix=f"choose one from {low} to {high}")
     return value
-
-
-def _suggest(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean '{close[0]}'?)" if close else ""

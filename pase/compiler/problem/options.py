@@ -2,7 +2,6 @@
 
 # This module has no deferred annotations, because the options' types are read. It imports little, so that help is fast.
 
-import difflib
 import functools
 import inspect
 import textwrap
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 from pase.compiler.problem.pairs import parse_chances, parse_layouts, parse_places, parse_sizes
-from pase.errors import PaseError
+from pase.errors import PaseError, did_you_mean
 from pase.files.quantities import parse_bytes
 from pase.pytree import Tree
 
@@ -449,8 +448,7 @@ def takes_options(function: Callable[..., R]) -> Callable[..., R]:
     def called(*args: object, **keywords: Any) -> R:
         for name in keywords:
             if name not in signature.parameters:
-                near = difflib.get_close_matches(name, signature.parameters, n=1)
-                hint = f" (did you mean {near[0]}?)" if near else ""
+                hint = did_you_mean(name, signature.parameters, quote="")
                 raise TypeError(f"{function.__name__}() has no option {name!r}{hint}")
         try:
             signature.bind(*args, **keywords)

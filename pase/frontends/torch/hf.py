@@ -5,13 +5,12 @@ A model that is given by its class has the defaults of its configuration class, 
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pase.errors import PaseError, install_line
+from pase.errors import PaseError, did_you_mean, install_line
 from pase.files.codec import read_json
 from pase.files.json_values import JsonObject
 
@@ -123,9 +122,9 @@ def _architecture(name: str, config: JsonObject) -> str:
 def _class(transformers: ModuleType, name: str) -> Any:
     found = getattr(transformers, name, None) if name.isidentifier() else None
     if getattr(found, "config_class", None) is None:
-        near = difflib.get_close_matches(name, (n for n in dir(transformers) if n.endswith(_HEADS)), n=1)
+        heads = (n for n in dir(transformers) if n.endswith(_HEADS))
         raise PaseError(
-            f"transformers has no model class '{name}'" + (f" (did you mean '{near[0]}'?)" if near else ""),
+            f"transformers has no model class '{name}'{did_you_mean(name, heads)}",
             fix="write, for example, hf:LlamaForCausalLM?num_hidden_layers=2&batch=8&sequence=512",
         )
     return found
@@ -186,9 +185,8 @@ def _part(name: str, config: Any, path: str) -> tuple[Any, str]:
         config = getattr(config, part, None)
     if not hasattr(config, key):
         have = sorted(k for k in vars(config) if not k.startswith("_")) if config is not None else []
-        near = difflib.get_close_matches(key, have, n=1)
         raise PaseError(
-            f"the model's configuration has no '{path}'" + (f" (did you mean '{near[0]}'?)" if near else ""),
+            f"the model's configuration has no '{path}'{did_you_mean(key, have)}",
             where=name,
         )
     return config, key
