@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pase.commands.options import print_report
+from pase.commands.options import print_headline, print_report
 from pase.files.atomic import write_atomically
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
@@ -162,9 +162,7 @@ def _print_findings(report: JsonObject) -> None:
     from pase.replay.reports.spent import spent_lines
 
     out = console()
-    for p in report["problems"]:  # first: what is missing decides what the rest is worth
-        out.print(f"note: {p}")
-    out.print(report["headline"])
+    print_headline(out, report)
     out.print(
         f"{report['source']}: {report['measured_s'] * 1e3:.2f} ms an iteration, replayed "
         f"{report['replayed_s'] * 1e3:.2f} ms",

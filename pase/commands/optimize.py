@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pase.commands.options import print_report
+from pase.commands.options import print_headline, print_report
 from pase.files.atomic import write_atomically
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
@@ -90,9 +90,7 @@ def optimize(
 
 def _print_plan(report: JsonObject) -> None:
     out = console()
-    for p in report["problems"]:  # first: what is missing decides what the rest is worth
-        out.print(f"note: {p}")
-    out.print(report["headline"])
+    print_headline(out, report)
     out.print(
         f"{report['source']}: measured {report['measured_s'] * 1e3:.2f} ms; "
         f"{report['before_s'] * 1e3:.2f} -> {report['after_s'] * 1e3:.2f} ms an "

@@ -22,6 +22,8 @@ from pase.files.progress import estimating, seldom
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from pase.compiler.problem.problem import Progress
     from pase.plan.types import PlanData
 
@@ -252,6 +254,14 @@ def progress() -> Iterator[Progress]:
         return
     with err.status("") as status:
         yield estimating(status.update)
+
+
+def print_headline(out: Console, report: JsonObject) -> None:
+    """Print what a report of traces says first: what is missing of them, which decides what the rest is worth, and the
+    conclusion."""
+    for problem in report["problems"]:
+        out.print(f"note: {problem}")
+    out.print(report["headline"])
 
 
 def print_report(report: JsonObject, as_json: bool, human: Callable[[JsonObject], None]) -> None:

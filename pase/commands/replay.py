@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pase.commands.options import print_report
+from pase.commands.options import print_headline, print_report
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
@@ -241,9 +241,7 @@ def _summary(report: JsonObject) -> None:
     from pase.replay.reports.spent import spent_lines
 
     out = console()
-    for p in report["problems"]:  # first: what is missing decides what the rest is worth
-        out.print(f"note: {p}")
-    out.print(report["headline"])
+    print_headline(out, report)
     out.print(
         f"{report['source']}: {report['measured_s'] * 1e3:.2f} ms an iteration (±{report['spread']:.1%}), replayed "
         f"{report['replayed_s'] * 1e3:.2f} ms; {report['unexplained']:.1%} of its critical path is unexplained",

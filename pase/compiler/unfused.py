@@ -69,7 +69,7 @@ def unfused(plan: PlanData, problem: SplitProblem) -> tuple[Unfused, ...]:
 def unfused_text(plan: PlanData, problem: SplitProblem, found: Sequence[Unfused]) -> str:
     """A sentence about what fused kernels would save, and how the program requests one. found: from ``unfused``, at
     least one."""
-    saved, kept = sum(u.cost - u.fused for u in found), sum(u.kept for u in found)
+    saved, kept = _saved(found)
     others = len(found) - 1
     places = found[0].layers[1] + (f" and {others} other{'s' if others > 1 else ''}" if others else "")
     scores = f" and {bytes_text(kept)} of scores kept on a device" if kept else ""
@@ -86,13 +86,18 @@ def noted_unfused(plan: PlanData, problem: SplitProblem) -> PlanData:
     if problem.model.unit != "s" or problem.machine.device.attention is None:
         return plan
     found = unfused(plan, problem)
-    saved, kept = sum(u.cost - u.fused for u in found), sum(u.kept for u in found)
+    saved, kept = _saved(found)
     if not found or (saved < _MUCH * plan.cost and kept < _MUCH * plan.memory.total):
         return plan
     return replace(plan, noted=(*plan.noted, Remark("assumed", unfused_text(plan, problem, found))))
 
 
 _MUCH = 0.05
+
+
+def _saved(found: Sequence[Unfused]) -> tuple[float, int]:
+    """(The cost, the kept bytes) that fused kernels would save."""
+    return sum(u.cost - u.fused for u in found), sum(u.kept for u in found)
 
 
 def _written_out(graph: Graph) -> Iterator[tuple[Node, Node, Node]]:

@@ -25,6 +25,7 @@ from pase.ir.sizes import Size, bind_size, free_symbols, product
 
 __all__ = [
     "LEAF",
+    "PRODUCTS",
     "WORKLESS",
     "Access",
     "Dim",
@@ -76,6 +77,9 @@ WORKLESS: frozenset[OpKind] = frozenset(
     ("input", "constant", "copy", "carry", "cotangent", "gradient", "output")
 )
 """Kinds of ops that compute nothing. They represent a layout, and only resharding into it costs something."""
+
+PRODUCTS: frozenset[OpKind] = frozenset(("matmul", "conv", "attention"))
+"""Kinds of ops that multiply matrices, which take most of a step."""
 
 LEAF: frozenset[OpKind] = frozenset(("parameter", "input", "constant"))
 """Kinds of ops that read nothing: what the model gets from outside."""

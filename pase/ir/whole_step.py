@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from pase.ir.sizes import Size
-from pase.ir.types import LEAF, Edge, Graph, Node, Op
+from pase.ir.types import LEAF, PRODUCTS, Edge, Graph, Node, Op
 from pase.once import once
 
 __all__ = ["StepPass", "handed_on", "loss_of", "sums_gradient", "whole_step"]
@@ -23,8 +23,6 @@ __all__ = ["StepPass", "handed_on", "loss_of", "sums_gradient", "whole_step"]
 StepPass = Literal["forward", "backward", "update"]
 
 _IN_ORDER: tuple[StepPass, ...] = ("forward", "backward", "update")
-
-_PRODUCTS = ("matmul", "conv", "attention")
 
 
 def loss_of(graph: Graph, numbers: Iterable[str]) -> str:
@@ -46,7 +44,7 @@ def loss_of(graph: Graph, numbers: Iterable[str]) -> str:
     found: dict[str, tuple[int, int]] = {}
     for tensor in numbers:
         made_of = _made_of(graph, tensor)
-        products = sum(op.kind in _PRODUCTS for name in made_of for op in graph.node[name].ops)
+        products = sum(op.kind in PRODUCTS for name in made_of for op in graph.node[name].ops)
         if products and not made_of & gradients:
             found[tensor] = products, len(made_of)
     return max(found, key=lambda t: found[t], default="")
@@ -119,7 +117,7 @@ def _update(graph: Graph, forward: set[str]) -> set[str]:
     out = {
         n.name
         for n in graph.nodes
-        if n.kind not in LEAF and n.name not in forward and not any(op.kind in _PRODUCTS for op in n.ops)
+        if n.kind not in LEAF and n.name not in forward and not any(op.kind in PRODUCTS for op in n.ops)
     }
     todo = sorted(out)
     while todo:

@@ -25,6 +25,7 @@ import numpy as np
 
 from pase.ir import Access, Graph, Node, Op, Scope
 from pase.ir.blocks import micro_batches_of
+from pase.ir.types import PRODUCTS
 from pase.machine import Mesh
 from pase.memory.account import (
     Gathered,
@@ -251,7 +252,7 @@ class _HeldForLayouts:
             n, source, k = self.graph.node[e.dst], self.graph.node[e.src], wanted.get(e.tensor)
             if k is None or k.region is not None or (e.dst, e.tensor) in seen:
                 continue
-            if e.op.kind not in ("matmul", "conv", "attention") or source.kind in ("parameter", "copy"):
+            if e.op.kind not in PRODUCTS or source.kind in ("parameter", "copy"):
                 continue
             t = self.graph.tensors[e.tensor]
             written = write_states(source, *source.write_of(e.tensor), t, self._config(source), self.mesh)

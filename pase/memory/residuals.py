@@ -25,7 +25,7 @@ from pase.ir.blocks import micro_batches_of
 from pase.ir.functions import MAX, RANDOM, UNSTACK
 from pase.ir.recompute import needs
 from pase.ir.sizes import Size, product
-from pase.ir.types import LEAF
+from pase.ir.types import LEAF, PRODUCTS
 from pase.once import once
 from pase.tables.layouts import concrete_size
 
@@ -43,8 +43,6 @@ __all__ = [
 Fusion = Literal["none", "light", "products"]
 """What runs in one kernel. none: one call of the traced program (PyTorch's eager mode). light: neighboring light ops.
 products: light ops and the product that they surround (``Machine.fuses_products``)."""
-
-_HEAVY = ("matmul", "conv", "attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,7 +358,7 @@ def _roots(
         if not near or op.kind not in ("elementwise", "view", "generate"):
             return frozenset([t])
         # A product reads its operands from memory, in backward too.
-        as_it_is = op.function.expensive or (by.kind in _HEAVY and op.kind == "elementwise")
+        as_it_is = op.function.expensive or (by.kind in PRODUCTS and op.kind == "elementwise")
         if as_it_is and fusion != "products":
             return frozenset([t])
         size = graph.tensors[t].elements

@@ -15,6 +15,7 @@ import numpy as np
 
 from pase.ir import Access, Graph, Node, Op
 from pase.ir.recompute import needs
+from pase.ir.types import PRODUCTS
 from pase.machine import CostModel, Machine, Mesh
 from pase.tables.build import array_tile, work_price
 from pase.tables.itemize import collectives
@@ -34,7 +35,7 @@ __all__ = [
     "step_time",
 ]
 
-_HEAVY = ("matmul", "conv", "attention", "gather", "scatter", "window", "sequential", "opaque")
+_HEAVY = PRODUCTS | {"gather", "scatter", "window", "sequential", "opaque"}
 _LIGHT = ("elementwise", "reduce")
 _LIBRARY = frozenset(("layer_norm", "rms_norm", "batch_norm", "softmax", "gelu", "silu", "bias_gelu"))
 _MASKED = frozenset(("dropout", "bias_dropout_add"))
@@ -228,7 +229,7 @@ def executed_work(
     graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, model: CostModel, executor: Executor, optimizer: str
 ) -> list[Work]:
     """Return the node's local work as the executor runs it, under one config: int8 [1, axes]."""
-    products = any(op.kind in _HEAVY and op.kind not in ("matmul", "conv", "attention") for op in n.ops)
+    products = any(op.kind in _HEAVY - PRODUCTS for op in n.ops)
     apart = not (executor.fused or products or n.kind == "parameter")
     work = list(node_work(graph, n, cfg, mesh, optimizer, array_tile(model)))
     work = [w for w in work if w.casts or not (apart and w.kind == "memory")]

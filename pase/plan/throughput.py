@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pase.ir import Graph, Op
 from pase.ir.blocks import micro_batches_of
 from pase.ir.functions import CAUSAL_ATTENTION
+from pase.ir.types import PRODUCTS
 from pase.machine import Machine
 from pase.tables.layouts import concrete_size
 
@@ -91,7 +92,7 @@ def products(graph: Graph) -> Iterator[tuple[str, str, float]]:
     """Yield (node, dtype, FLOPs) of every product of a step, forward and backward."""
     for n in graph.nodes:
         for op in n.ops:
-            if op.kind not in ("matmul", "conv", "attention"):
+            if op.kind not in PRODUCTS:
                 continue
             points = 1.0
             for d in op.worked:

@@ -15,7 +15,7 @@ from pase.errors import PaseError
 from pase.files.json_values import JsonObject
 from pase.ir import Graph, Place, Remark, digest, named, simplify
 from pase.ir.blocks import Block, Hoisted
-from pase.ir.types import itemsize
+from pase.ir.types import PRODUCTS, itemsize
 from pase.machine import BUCKET_BYTES, Mesh
 from pase.memory.account import Memory, MemoryKind
 from pase.plan.accesses import EquationLayouts, Reading, access_states, equation_layouts
@@ -334,7 +334,7 @@ class PlanData:
         flops: dict[str, float] = {}
         for n in self.nodes:
             for w in n.work:
-                if w.kind in ("matmul", "conv", "attention"):
+                if w.kind in PRODUCTS:
                     flops[w.dtype] = flops.get(w.dtype, 0.0) + w.flops * w.times
         if self.work is None or self.unit != "s" or not flops or not self.work.at_peak_s:
             return None

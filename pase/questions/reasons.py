@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from pase.ir.types import PRODUCTS
 from pase.plan.answer import axes_text
 from pase.plan.table import bytes_text, cost_text
 from pase.plan.types import PlanData
@@ -12,7 +13,6 @@ from pase.questions.explain import Explanation
 
 __all__ = ["reasons"]
 
-_HEAVY = ("matmul", "conv", "attention")
 _TIE = 1e-9
 
 
@@ -30,7 +30,7 @@ def reasons(e: Explanation) -> list[str]:
 
 def _axes(plan: PlanData) -> Iterator[str]:
     """What each mesh axis splits, weighted by the products' time. Axes that split the same dims share a sentence."""
-    heavy = [n for n in plan.nodes if n.op in _HEAVY]
+    heavy = [n for n in plan.nodes if n.op in PRODUCTS]
     whole = sum(n.cost.compute for n in heavy)
     alike: dict[tuple[str, str], list[str]] = {}
     for axis in plan.mesh.names if whole else ():

@@ -21,7 +21,7 @@ from pase.ir import Access, Graph, Node, Op
 from pase.ir.blocks import Block, holders, micro_batches_of
 from pase.ir.functions import CAUSAL_ATTENTION
 from pase.ir.precision import FP8, operand_bytes
-from pase.ir.types import LEAF
+from pase.ir.types import LEAF, PRODUCTS
 from pase.machine import CollectiveKind, CostModel, Machine, Mesh
 from pase.memory.residuals import kept
 from pase.plan.error_bar import StepPart, work_kind
@@ -37,7 +37,6 @@ from pase.tables.work import SCALE_PASSES, Phase, Work
 __all__ = ["Part", "Parts", "Sent", "parts_of", "token_copies"]
 
 _OPTIMIZER = "adam"
-HEAVY = ("matmul", "conv", "attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,7 +425,9 @@ class _PartsInTheMaking:
                 part.entry += nbytes
                 part.kept += nbytes
             else:
-                part.kept += nbytes * (1 - self.recompute_part(n, op.kind in HEAVY) if at == "block" else 1.0)
+                part.kept += nbytes * (
+                    1 - self.recompute_part(n, op.kind in PRODUCTS) if at == "block" else 1.0
+                )
         self.add_entry(wanted)
 
     def add_entry(self, wanted: Collection[str]) -> None:
@@ -440,19 +441,19 @@ class _PartsInTheMaking:
             nbytes = self.reduced_elements(n, op, write) * self.graph.tensors[t].itemsize * self.share
             part.entry += nbytes
             if t in wanted:
-                part.kept += nbytes * self.recompute_part(n, op.kind in HEAVY)
+                part.kept += nbytes * self.recompute_part(n, op.kind in PRODUCTS)
             elif reruns:
                 part.kept += nbytes
                 part.saved += nbytes
 
     def stays(self, n: Node) -> bool:
         """Whether selective recomputation keeps the results of this node's products or attention."""
-        inside = n.kind in HEAVY and self.places.of(n.name) == "block"
+        inside = n.kind in PRODUCTS and self.places.of(n.name) == "block"
         return self.strategy.remat == "selective" and inside and not self.recompute_part(n, True)
 
     def chosen(self) -> set[str]:
         """Return the results that selective recomputation keeps."""
-        kept_ = [op for n in self.graph.nodes if self.stays(n) for op in n.ops if op.kind in HEAVY]
+        kept_ = [op for n in self.graph.nodes if self.stays(n) for op in n.ops if op.kind in PRODUCTS]
         return {a.tensor for op in kept_ for a in op.writes}
 
     def recompute_from(self, wanted: Collection[str]) -> set[str]:

@@ -14,6 +14,7 @@ from pase.frontends.registry import NotInParts
 from pase.frontends.torch.control import LOOPS, trip_count
 from pase.frontends.torch.types import FxNode
 from pase.ir.blocks import Block
+from pase.ir.types import PRODUCTS
 from pase.once import once
 from pase.pytree import Tree
 
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["batch_inputs", "batch_size", "blocks_of", "micro", "on_batch"]
 
-_HEAVY = ("matmul", "conv", "attention")
-"""A run of nodes is a block only if it has an op of one of these kinds."""
-
 
 def blocks_of(traced: TracedTorch, *, marked: bool = False) -> tuple[Block, ...]:
     """The bodies of loops over layers, and equal runs of nodes, cut where the fewest bytes cross.
@@ -34,7 +32,8 @@ def blocks_of(traced: TracedTorch, *, marked: bool = False) -> tuple[Block, ...]
     Runs are left out if the model itself marks a part of one for recompute. marked: include them all the same.
     """
     nodes = list(traced.scope.nodes)
-    heavy = {op.eqn.path for n in traced.graph.nodes for op in n.ops if op.kind in _HEAVY}
+    # A run of nodes without a product is no block.
+    heavy = {op.eqn.path for n in traced.graph.nodes for op in n.ops if op.kind in PRODUCTS}
     whole = {int(path.partition(".")[0]) for path in heavy if path}
     bodies = [
         Block(prefix=f"{i}.", start=0, stop=len(traced.scope.inner[f"{i}"].nodes))

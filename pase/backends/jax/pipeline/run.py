@@ -217,7 +217,6 @@ class _Step:
         del self._kept[k, micro]
 
     def _backward(self, k: int, micro: int, programs: Sequence[StageProgram]) -> None:
-
         run = self.running
         p, kept = run.programs[k], self._kept[k, micro]
         if p.cotangents and p.cotangents[0] not in kept:
@@ -314,8 +313,7 @@ def _refusals() -> Iterator[None]:
 def _mean_and_rest() -> Callable[[list[list[Array]]], list[Array]]:
     """A jitted function of the last stage's outputs, one list per micro-batch.
 
-    It returns the mean of the first output, and the others stacked over
-    micro-batches.
+    It returns the mean of the first output, and the others stacked over micro-batches.
     """
     import jax
     import jax.numpy as jnp
