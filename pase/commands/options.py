@@ -22,9 +22,8 @@ from pase.files.progress import estimating, seldom
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from pase.compiler.problem.problem import Progress
+    from pase.files.terminal import Console
     from pase.plan.types import PlanData
 
 __all__ = [
