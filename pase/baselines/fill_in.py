@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from pase.baselines.rules import RULES
 from pase.baselines.types import Baseline, Intent, Skipped
 from pase.errors import PaseError
+from pase.files.quantities import bytes_text
 from pase.ir import Graph
 from pase.machine import CostModel, Machine, Mesh
 from pase.search import solve
@@ -16,6 +18,7 @@ from pase.search.check import cost_of
 from pase.tables import CostTables
 from pase.tables.build import Space, build, config_space
 from pase.tables.fixed import why_not
+from pase.tables.layouts import NOT_SPLIT, concrete_size
 
 __all__ = ["TablesOf", "baselines", "fill_in", "fill_in_alone", "price"]
 
@@ -118,9 +121,38 @@ def _cheapest(intent: Intent, tables: CostTables, graph: Graph, configs: Sequenc
     found = solve(tables)
     chosen = zip(graph.nodes, configs, found.choice, strict=True)
     strategy = {node.name: cfg[i] for node, cfg, i in chosen}
-    return Baseline(
-        name=intent.name, mesh=intent.mesh, strategy=strategy, cost=found.cost, notes=intent.notes
-    )
+    notes = (*intent.notes, *_undivided(intent, graph, strategy))
+    return Baseline(name=intent.name, mesh=intent.mesh, strategy=strategy, cost=found.cost, notes=notes)
+
+
+_MUCH = 0.05
+
+
+def _undivided(intent: Intent, graph: Graph, strategy: Mapping[str, np.ndarray]) -> Iterator[str]:
+    """A note if much of the parameters lies whole on every device of the axes over which it should be split."""
+    axes = list(intent.stored)
+    if not axes:
+        return
+    ways = math.prod(intent.mesh.sizes[a] for a in axes)
+    nbytes = {t.name: concrete_size(t.nbytes, t.name) for t in graph.parameters}
+    shape = {t.name: [concrete_size(s, t.name) for s in t.shape] for t in graph.parameters}
+    whole = [
+        p
+        for p, s in shape.items()
+        if (strategy[graph.producer[p].name][axes] == NOT_SPLIT).any() and all(n % ways for n in s)
+    ]
+    lies, parameters = sum(nbytes[p] for p in whole), sum(nbytes.values())
+    if lies > _MUCH * parameters:
+        sizes = dict.fromkeys(n for p in sorted(whole, key=lambda p: -nbytes[p]) for n in shape[p])
+        more = ", …" if len(sizes) > _SIZES else ""
+        yield (
+            f"{ways} divides none of the dims ({', '.join(map(str, [*sizes][:_SIZES]))}{more}) of "
+            f"{bytes_text(lies)} of the {bytes_text(parameters)} of parameters, so these are not split over "
+            f"{ways} devices"
+        )
+
+
+_SIZES = 6
 
 
 def price(graph: Graph, baseline: Baseline, model: CostModel) -> float:

@@ -56,9 +56,11 @@ def megatron(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | 
                 reason=f"groups of {degree} devices are neither whole nodes of {machine.name} nor equal parts of one",
             )
             continue
-        uneven = [s for s in sizes if s % degree]
-        notes = tuple(
-            f"a dim of {s} is not divisible by {degree}, so it is split less or not at all" for s in uneven
+        uneven = ", ".join(str(s) for s in sizes if s % degree)
+        notes = (
+            (f"{degree} does not divide {uneven}, so these dims are split less or not at all",)
+            if uneven
+            else ()
         )
         sequence = r.sizes(graph, r.sequence)
         variants: dict[str, tuple[bool, Apart]] = {"megatron": (False, "nothing")}

@@ -71,7 +71,8 @@ def zero2(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Ski
     def allow(node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         return state_apart(node, cfg, [0]) if node.kind == "parameter" else by_batch(r, node, cfg, mesh, [0])
 
-    yield Intent(name="zero2", mesh=Mesh(names=("data",), sizes=(devices,)), allow=allow, alike=r.alike)
+    mesh = Mesh(names=("data",), sizes=(devices,))
+    yield Intent(name="zero2", mesh=mesh, allow=allow, alike=r.alike, stored=(0,))
 
 
 @rule("fsdp", rank=2)
@@ -82,9 +83,8 @@ def fsdp(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skip
     if why:
         yield Skipped(name="fsdp", reason=why)
         return
-    yield Intent(
-        name="fsdp", mesh=Mesh(names=("data",), sizes=(devices,)), allow=_sharded(r, [0], [0]), alike=r.alike
-    )
+    mesh = Mesh(names=("data",), sizes=(devices,))
+    yield Intent(name="fsdp", mesh=mesh, allow=_sharded(r, [0], [0]), alike=r.alike, stored=(0,))
 
 
 @rule("hsdp", rank=3)
@@ -99,9 +99,8 @@ def hsdp(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skip
         yield Skipped(name="hsdp", reason=why)
         return
     mesh = Mesh(names=("node", "data"), sizes=(devices // inner, inner))
-    yield Intent(
-        name=f"hsdp_{mesh.sizes[0]}x{inner}", mesh=mesh, allow=_sharded(r, [0, 1], [1]), alike=r.alike
-    )
+    name = f"hsdp_{mesh.sizes[0]}x{inner}"
+    yield Intent(name=name, mesh=mesh, allow=_sharded(r, [0, 1], [1]), alike=r.alike, stored=(1,))
 
 
 def _sharded(r: Roles, data: Sequence[int], stored: Sequence[int]) -> Allow:
@@ -252,7 +251,8 @@ def context(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | S
         if why:
             yield Skipped(name=f"context_{data}x{degree}", reason=why)
         else:
-            yield Intent(name=f"context_{data}x{degree}", mesh=mesh, allow=_positions(r))
+            axes = tuple(range(len(mesh.sizes)))
+            yield Intent(name=f"context_{data}x{degree}", mesh=mesh, allow=_positions(r), stored=axes)
 
 
 def _positions(r: Roles) -> Allow:

@@ -31,6 +31,9 @@ class Intent:
     alike: Mapping[str, int] = field(default_factory=dict)
     """Node -> a number. ``allow`` is called once for nodes with the same number and equal configs; other nodes get one
     call each."""
+    stored: tuple[int, ...] = ()
+    """The axes of the mesh over which the method stores every parameter, or its state, split. If it cannot, because
+    they do not divide its dims, the baseline has a note."""
     notes: tuple[str, ...] = ()
 
 

@@ -22,7 +22,17 @@ from pase.machine.jax_devices import by_hosts, chip_coords
 if TYPE_CHECKING:
     from jax import Device as JaxDevice
 
-__all__ = ["Here", "busy_s", "ceilings", "find", "level_layout", "others_s", "parse_levels", "start"]
+__all__ = [
+    "Here",
+    "busy_s",
+    "ceilings",
+    "find",
+    "level_layout",
+    "memory_of_device",
+    "others_s",
+    "parse_levels",
+    "start",
+]
 
 _CPU_HZ_AT_MOST = 7e9
 _CPU_FLOP_A_CYCLE = 4096  # two matrix units of 1,024 multiply-adds
@@ -162,7 +172,7 @@ def find(levels: str | None = None) -> Here:
     first = ordered[0]
     kind = first.device_kind if first.platform != "cpu" else _cpu_name()
     local = max(jax.local_device_count(), 1)
-    memory, said = _memory(jax.local_devices()[0], local)
+    memory, said = memory_of_device(jax.local_devices()[0], local)
     nvidia = _nvidia() if first.platform in ("gpu", "cuda") else {}
     fingerprint = {
         "platform": first.platform,
@@ -203,7 +213,9 @@ def find(levels: str | None = None) -> Here:
     )
 
 
-def _memory(device: JaxDevice, local: int) -> tuple[int, str]:
+def memory_of_device(device: JaxDevice, local: int) -> tuple[int, str]:
+    """Return the bytes that a device may hold, and what says so. local: how many devices this process has; host devices
+    share the host's memory."""
     stats = device.memory_stats() if hasattr(device, "memory_stats") else None
     if stats and stats.get("bytes_limit"):
         return int(stats["bytes_limit"]), "the device's bytes_limit"

@@ -171,6 +171,7 @@ def _comparison(ours: PlanData, rows: Rows) -> dict[str, object]:
             **rates(p),
             "memory_bytes": p.memory.total,
             "fits": p.fits,
+            "remarks": [r.to_json() for r in p.noted if r not in ours.noted],
             "comm_bytes": _sent_bytes(p),
         }
         for name, p in rows
@@ -280,6 +281,14 @@ def _print(ours: PlanData, rows: Rows) -> None:
         c.print(f"WARNING {warning}", style="bold red")
     for remark in ours.remarks:
         c.print(f"note   {remark}")
+    notes: dict[str, list[str]] = {}
+    for name, p in rows:
+        for remark in p.remarks:
+            if not any(remark in said for said in ours.remarks):
+                notes.setdefault(remark, []).append(name)
+    for remark, of in notes.items():
+        named = ", ".join(of) if len(of) < 3 else f"{of[0]} and {len(of) - 1} more"
+        c.print(f"note   {named}: {remark}")
 
 
 def _varied(points: list[Point], model: str, options: CompileOptions) -> dict[str, object]:

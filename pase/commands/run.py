@@ -86,6 +86,7 @@ def run(
     with progress() as say:
         say("tracing")
         small = _placed(plan, devices, reduced)
+        _check_memory(small["plan"], reduced)
         result = step_against_unsharded(small["plan"], small["model"], seed, say)
         found = gradient_check(small["plan"], small["model"], seed, say)
     result |= {
@@ -177,6 +178,34 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> JsonObject:
         "model": model,
         "dropped": list(dropped),
     }
+
+
+def _check_memory(plan: PlanData, reduced: bool) -> None:
+    """Raise Infeasible if the step, or the unsharded step, needs more memory than there is here."""
+    import jax
+
+    from pase.backends.jax.check_reference import unsharded_bytes
+    from pase.calibrate.here import memory_of_device
+    from pase.errors import Infeasible
+    from pase.plan.table import bytes_text
+
+    device, host = jax.devices()[0], jax.default_backend() == "cpu"
+    share, _ = memory_of_device(device, plan.devices)
+    alone = unsharded_bytes(plan.traced) if plan.traced is not None else 0.0
+    for what, needed, there in (
+        (
+            f"the step needs {bytes_text(plan.memory.total)} on each of {plan.devices} devices",
+            plan.memory.total,
+            share,
+        ),
+        (f"the unsharded step needs {bytes_text(alone)}", alone, share * (plan.devices if host else 1)),
+    ):
+        if needed > there:
+            raise Infeasible(
+                f"{what}, and there are {bytes_text(there)}",
+                where="this machine",
+                fix="run fewer layers with --reduced" if not reduced else "use a machine with more memory",
+            )
 
 
 def step_against_unsharded(

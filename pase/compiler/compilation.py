@@ -22,6 +22,7 @@ from pase.compiler.uneven import or_padded
 from pase.errors import Infeasible
 from pase.files.terminal import console
 from pase.garbage import seldom_collected
+from pase.ir import Remark
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -125,5 +126,6 @@ def compare_model(
     plans = [("pase", c.plan)]
     for b in given:
         plan = plan_of(c.problem, b.strategy, b.mesh, c.plan.model, c.traced)
-        plans.append((b.name, replace(plan, memory_limit=c.plan.memory_limit, work=c.plan.work)))
+        noted = (*plan.noted, *(Remark("assumed", note) for note in b.notes))
+        plans.append((b.name, replace(plan, memory_limit=c.plan.memory_limit, work=c.plan.work, noted=noted)))
     return sorted(plans, key=lambda pair: (pair[1].cost, pair[0] != "pase"))

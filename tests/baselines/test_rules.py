@@ -87,6 +87,18 @@ def test_one_weird_trick_says_which_layer_it_cannot_split():
     assert note.startswith("1000 out-channels")
 
 
+def test_fsdp_says_which_dims_the_devices_do_not_divide():
+    """6 divides 1026 only, so only the first weight is split."""
+    model = "mlp?batch=48&features=1026&classes=1024&layers=3"
+    total, whole = (1026 + 2 * 4096 + 1024) * 4096 * 4, (2 * 4096 + 1024) * 4096 * 4
+    for name in ("fsdp", "zero2"):
+        (note,) = made(model, 6, name).notes
+        assert f"6 divides none of the dims (4096, 1024) of {whole / 2**20:.3g} MiB of the" in note
+        assert f"{total / 2**20:.3g} MiB" in note
+    assert not made(model, 6, "data_parallel").notes
+    assert not made(model, 2, "fsdp").notes
+
+
 @pytest.mark.parametrize(
     ("model", "devices", "name", "words"),
     [

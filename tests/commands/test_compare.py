@@ -28,6 +28,14 @@ def test_a_layout_has_devices_and_machine_and_is_a_row(plan, tmp_path):
     assert code == 2 and "--devices" in said
 
 
+def test_what_a_strategy_cannot_split_is_said_once_with_its_names():
+    code, said, _ = run("compare", "zoo:mlp?batch=48&features=1000", "--devices", 6, "--idle", "none")
+    assert code == 0
+    said = " ".join(said.split())
+    assert said.count("6 divides none of the dims (4096, 1024, 1000)") == 1
+    assert "note plain FSDP is large: 6 divides" in said
+
+
 def test_no_strategy_is_recommended_if_a_simpler_one_costs_less(monkeypatch):
     """Prices of similar strategies are off together, so FSDP is known to be a little slower than the best. That does
     not make a slower and less simple strategy, of which this is not known, the better choice."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,9 @@ from pase.baselines import Baseline, Skipped
 from pase.compiler.meshes.search import Found
 from pase.compiler.problem.limits import without_single
 from pase.compiler.problem.problem import SplitProblem
-from pase.ir import Graph
+from pase.ir import Graph, Remark
 from pase.machine import Mesh
+from pase.plan.answer import name_in_words
 from pase.plan.assemble import Searched, assemble, axes_by_use
 from pase.plan.remarks import remarked
 from pase.plan.types import PlanData, Tried
@@ -89,7 +90,17 @@ def plan_found(
         problem, axes_by_use(problem.graph, mesh, configs), configs, searched, name=name, traced=traced
     )
     fitted = replace(plan, memory_limit=fit.limit, misfit=fit.misfit, baseline_memory=fit.baselines)
-    return remarked(fitted, problem.graph, problem.machine)
+    said = remarked(fitted, problem.graph, problem.machine)
+    return replace(said, noted=(*said.noted, *_plain_fsdp(rivals)))
+
+
+def _plain_fsdp(rivals: Rivals) -> Iterator[Remark]:
+    """Yield what plain FSDP cannot split, which makes it large."""
+    for b in rivals.given:
+        if b.name == "fsdp":
+            for note in b.notes:
+                said = f"{name_in_words(b.name)} is large: {note}; PyTorch's FSDP stores such dims in unequal parts"
+                yield Remark("assumed", said)
 
 
 def _planned(
