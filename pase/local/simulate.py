@@ -103,7 +103,7 @@ class AllDevices(Arrays[np.ndarray]):
         return np.pad(x, [(before, behind) if i == self._lead + dim else (0, 0) for i in range(x.ndim)])
 
     def reduced(self, x: np.ndarray, combine: Combine) -> np.ndarray:
-        return np.asarray(_UFUNCS[combine].reduce(x, axis=self._lead))
+        return np.asarray(_UFUNCS[combine].reduce(x, axis=self._lead, dtype=x.dtype))
 
     def number(self, axes: Sequence[str], rank: int) -> np.ndarray:
         """The number of each device along these axes, [*mesh, 1, ...] with a 1 for each of ``rank`` dims."""

@@ -56,7 +56,14 @@ def summed(x: Array, axes: tuple[str, ...], combine: Combine = "sum") -> Array:
     import jax
 
     check_combine(combine, axes)
-    return {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[combine](x, axes)
+    how = _of_booleans(x, combine)
+    return {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[how](x, axes)
+
+
+def _of_booleans(x: Array, combine: Combine) -> Combine:
+    """How JAX reduces these partial results. It does not add booleans: their sum is true where one of them is, as where
+    one device has the element that is looked up."""
+    return "max" if combine == "sum" and x.dtype == bool else combine
 
 
 def first(axes: Sequence[str]) -> Array:
@@ -139,6 +146,7 @@ class JaxArrays(Arrays["Array"]):
         return self._jax.lax.ppermute(x, tuple(axes), pairs)
 
     def scattered(self, x: Array, v: WireView, axes: Sequence[str], combine: Combine) -> Array:
+        combine = _of_booleans(x, combine)
         if combine != "sum" or v.along is None or v.along[0] is None:
             return super().scattered(x, v, axes, combine)
         at, ways = v.along[0], math.prod(v.ways)

@@ -32,8 +32,10 @@ def in_jax(src, dst, mesh):
     return jax.jit(jax.shard_map(local, mesh=devices, in_specs=spec, out_specs=spec, check_vma=False))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, bool])
 @pytest.mark.parametrize("seed", range(6))
-def test_jax_moves_as_numpy_does(seed):
+def test_jax_moves_as_numpy_does(seed, dtype):
+    """Booleans, too: the parts of a look-up in a split mask are summed."""
     rng = np.random.default_rng(seed)
     mesh = MESHES[seed % 2]
 
@@ -48,10 +50,10 @@ def test_jax_moves_as_numpy_does(seed):
         return tuple(out)
 
     src, dst = layout(1), layout(0)
-    x = rng.integers(-9, 9, SHAPE).astype(np.float32)
-    parts = held(x, layout_of(src), mesh)
+    x = rng.integers(-9, 9, SHAPE).clip(0 if dtype is bool else -9).astype(dtype)
+    parts = {p: part.astype(dtype) for p, part in held(x, layout_of(src), mesh).items()}
     want = moved_all(parts, chain(src, dst, mesh), SHAPE, mesh)
-    got = in_jax(src, dst, mesh)(np.stack([parts[p] for p in places(mesh)]).astype(np.float32))
+    got = in_jax(src, dst, mesh)(np.stack([parts[p] for p in places(mesh)]))
     np.testing.assert_array_equal(np.asarray(got), np.stack([want[p] for p in places(mesh)]))
 
 
