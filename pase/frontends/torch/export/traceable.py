@@ -36,6 +36,7 @@ def traceable(step_file: str) -> Iterator[None]:
             lines_kept(step_file),
             _checkpoints_marked(),
             _flex_traced(),
+            _masks_unread(),
             _inference_traced(),
             _distributions_unchecked(),
             derivatives_traced(),
@@ -161,3 +162,25 @@ def _flex_traced() -> Iterator[None]:
         yield
     finally:
         flex._validate_device = original
+
+
+@contextlib.contextmanager
+def _masks_unread() -> Iterator[None]:
+    """Within, ``torch.nn.Transformer``, its encoder and its decoder do not read the values of an attention mask.
+
+    They do so to see whether a mask is causal, if the caller does not say it (``is_causal``), and the values do not
+    exist in a trace. The answer is only a hint, so that attention may leave the mask out: a mask that is not called
+    causal is applied as it is.
+    """
+    from torch.nn.modules import transformer
+
+    original = transformer._detect_is_causal_mask
+
+    def stated(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return bool(is_causal)
+
+    transformer._detect_is_causal_mask = stated
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = original

@@ -61,3 +61,28 @@ def test_checks_of_distributions_are_back_afterwards_even_after_an_error() -> No
     assert Distribution._validate_args == usual and torch.Tensor.data is data
     with pytest.raises(ValueError, match="scale"):
         Normal(torch.zeros(1), -torch.ones(1), validate_args=True)
+
+
+def test_an_encoders_mask_is_applied_without_being_read() -> None:
+    """PyTorch compares the mask with a causal one, which no trace can; the numbers are the same either way."""
+    import torch
+
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    encoder, x = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(2, 4, 8)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(4)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = encoder
+            self.register_buffer("mask", mask)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.encoder(x, mask=self.mask)
+
+    with traceable("step.py"):
+        program = torch.export.export(Model(), (x,), strict=False)
+    torch.testing.assert_close(program.module(check_guards=False)(x), encoder(x, mask=mask))
+    with pytest.raises(Exception, match="data-dependent"):
+        torch.export.export(Model(), (x,), strict=False)
