@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
@@ -14,6 +15,7 @@ from pase.backends.torch.buffers import StepBuffers
 from pase.backends.torch.check_plans import TorchAgainst, check_parallel
 from pase.backends.torch.clip import clipped
 from pase.backends.torch.compiled import CompiledStep, compiled
+from pase.backends.torch.evaluation import evaluated
 from pase.backends.torch.gradients import LocalGradients, added
 from pase.backends.torch.program import RecordedPrograms, can_record
 from pase.backends.torch.spmd.interpreter import Body, RankWalk
@@ -162,6 +164,16 @@ class ParallelModule:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of all gradients. Every rank must call it."""
         return clipped(self.module.parameters(), max_norm, norm_type, lambda x: x)
+
+    def evaluating(self) -> AbstractContextManager[Module]:
+        """A context in which the module can be called: ``with step.evaluating() as module: logits = module(x)``.
+
+        The module is in evaluation mode, without gradients, and its parameters are whole on every rank, which takes
+        memory for all of them. Each rank evaluates the batch that it passes. Every rank must enter the context.
+        Afterwards the module is sharded and in its former mode. Raises PaseError if forward writes a parameter or a
+        buffer.
+        """
+        return evaluated(self.module, self.plan.program.name)
 
     @property
     def share(self) -> float:

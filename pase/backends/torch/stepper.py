@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,10 @@ class TorchStep:
     def module(self) -> Module:
         """The user's module, with this rank's part of the parameters."""
         return self.parallel.module
+
+    def evaluating(self) -> AbstractContextManager[Module]:
+        """See ``evaluating`` of ``parallelize``'s step."""
+        return self.parallel.evaluating()
 
     def __call__(self, *batch: Tree) -> Tensor:
         """Run one update. Returns the loss before it, which is the same on every rank. batch: see ``parallelize`` of

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pase.backends.torch.check_plans import TorchAgainst, check_stages
 from pase.backends.torch.clip import clipped
@@ -130,6 +130,13 @@ class PipelinedModule:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``ParallelModule.clip_grad_norm_``, with the norm of the gradients of all stages."""
         return clipped(self.module.parameters(), max_norm, norm_type, self.links.of_all_stages)
+
+    def evaluating(self) -> NoReturn:
+        raise PaseError(
+            "a rank has the parameters of its own stages only, so the module cannot be called",
+            where="step.evaluating()",
+            fix="write a checkpoint with torch.distributed.checkpoint, and read it into a module without stages",
+        )
 
 
 @dataclass(kw_only=True)
