@@ -18,6 +18,7 @@ from pase.backends.torch.spmd.collectives import summed
 from pase.backends.torch.spmd.masks import ATTENTION
 from pase.backends.torch.spmd.nests import run_nest
 from pase.backends.torch.spmd.pairs import Anchor, OpPair, made_by, partitioned
+from pase.backends.torch.spmd.picks import PickOps, SplitLabel
 from pase.backends.torch.spmd.rules import JOINING, RankCall, ShapeAndLayout, evaluate
 from pase.backends.torch.spmd.values import (
     NotOnParts,
@@ -36,7 +37,7 @@ from pase.frontends.torch.control import flex_operands
 from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import arguments, op_name
 from pase.ir import Op
-from pase.local.reshard import part
+from pase.local.reshard import part, places_of
 from pase.local.types import Layout, LocalOp, LocalOperand, LocalResult, local_shape
 from pase.memory.residuals import differentiated
 from pase.pytree import Tree
@@ -101,13 +102,46 @@ class NodeOps:
             self._at_once(above, before, [(total, ())], {"reduction": _SUM})
             counts = [p for a in work[-1].op.reads if a.tensor != total for p in _needed(work, a.tensor)]
             self._one_by_one([*counts, work[-1]])
-        elif (norm := self._split_norm(work)) is not None and self._normalized(norm):
-            for pair in norm.rest:
-                self.nest(pair)
         else:
-            self._one_by_one(work)
+            self._apart(work)
         for pair in after:
             self.nest(pair)
+
+    def _apart(self, work: Sequence[OpPair]) -> None:
+        """Run ops between which something is sent: those that are one op of ours at once, and the others one by one."""
+        if (norm := self._split_norm(work)) is not None and self._normalized(norm):
+            for pair in norm.rest:
+                self.nest(pair)
+        elif (pick := PickOps.of(work)) is not None and self._picked(pick):
+            self._one_by_one(pick.rest)
+        else:
+            self._one_by_one(work)
+
+    def _picked(self, pick: PickOps) -> bool:
+        """Run the log-softmax of scores at a label, over a split dim, as one op. Returns False, and does nothing, if
+        anything else reads what is inside, or the scores have a gradient carrier."""
+        own = pick.own
+        inner = {id(pair.local) for pair in own}
+        others = (op for op in self.walk.program.ops if id(op) not in inner)
+        of_scores, of_ids = own[-1].local.operands
+        if any(
+            self.walk.program.original(o.tensor) in pick.inside for op in others for o in op.operands
+        ) or not (of_scores.transfer is None or self.walk.unchanged(of_scores.transfer)):
+            return False
+        scores = self.walk.read(own[2].local.operands[0], self.body)
+        if scores.gradient_carrier is not None or (scores.array.requires_grad and not pick.differentiated):
+            return False
+        for pair in pick.labels:
+            self.nest(pair)
+        ids, last = self.walk.read(of_ids, self.body).array, len(scores.shape) - 1
+        here, mine = places_of(ids, last, scores.shape, scores.layout, self.walk.groups)
+        run = SplitLabel(groups=self.walk.groups, axes=pick.axes)
+        with self.body.keeping.of(any(not pair.local.op.remat for pair in own)):
+            made = run(scores.array, here, mine)
+        (r,) = own[-1].local.results
+        shape = local_shape(r.shape, r.layout, self.walk.program.mesh)
+        self._keep(r, self._checked(made.reshape(shape), r, False), None)
+        return True
 
     def _split_norm(self, work: Sequence[OpPair]) -> NormOps | None:
         """The ops of a batch norm whose batch is split, if nothing but the node itself reads its statistics."""
@@ -213,7 +247,7 @@ class NodeOps:
             total = work[-1].op.writes[0].tensor
             self._at_once(work, before, [(total, ())], {"reduction": _SUM})
         else:
-            self._one_by_one(first)
+            self._apart(first)
         self._one_by_one(rest)
 
     # Running a node as PyTorch's own op.

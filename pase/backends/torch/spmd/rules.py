@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pase.backends.torch.spmd.collectives import positions
+from pase.backends.torch.spmd.picks import rows
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import seed_of
 from pase.backends.torch.spmd.ring_attention import RankRing
@@ -150,8 +151,8 @@ def _triangle(call: RankCall) -> Tensor:
     """Masks by the positions in the last two dims."""
     shape, layout = call.layouts["self"]
     x, rank, k = call.given["self"], len(shape), call.given.get("diagonal", 0)
-    rows, columns = (positions(d, shape, layout, call.groups, x.device) for d in (rank - 2, rank - 1))
-    ahead = columns[None, :] - rows[:, None]
+    down, across = (positions(d, shape, layout, call.groups, x.device) for d in (rank - 2, rank - 1))
+    ahead = across[None, :] - down[:, None]
     keep = ahead <= k if "tril" in str(call.target) else ahead >= k
     return x.where(keep, x.new_zeros(()))
 
@@ -235,16 +236,13 @@ def _unsqueezed(x: Tensor, axes: Sequence[int]) -> Tensor:
 
 @RANK_RULES.register("embedding")
 def _embedding(call: RankCall) -> Tensor:
-    import torch
-
+    if call.given.get("scale_grad_by_freq") and (call.split("weight") | call.split("indices")):
+        raise NotOnParts("it divides gradients by how often an index occurs in the whole batch")
     if 0 not in call.split("weight"):
         return call.run()
     ids, pad = call.given["indices"], call.given.get("padding_idx", -1)
     here, mine = call.places("weight", 0, ids)
-    found = torch.nn.functional.embedding(here, call.given["weight"])
-    if pad >= 0:
-        found = torch.where((ids == pad)[..., None], found.detach(), found)
-    return torch.where(mine[..., None], found, found.new_zeros(()))
+    return rows(call.given["weight"], here, mine, None if pad < 0 else ids == pad)
 
 
 @RANK_RULES.register("index_select")
@@ -347,8 +345,8 @@ def _grouped(call: RankCall) -> Tensor:
     x, w, ends = call.given[rows_of], call.given[weights_of], call.given["offs"]
     if not (0 in call.split(rows_of) or 0 in call.split(weights_of)):
         return call.run()
-    rows = positions(0, *call.layouts[rows_of], call.groups, x.device)
-    here, mine = call.places(weights_of, 0, torch.searchsorted(ends, rows, right=True))
+    numbers = positions(0, *call.layouts[rows_of], call.groups, x.device)
+    here, mine = call.places(weights_of, 0, torch.searchsorted(ends, numbers, right=True))
     group = torch.where(mine, here, w.shape[0])
     order = group.argsort(stable=True)
     own = torch.arange(w.shape[0], device=x.device)
@@ -375,9 +373,9 @@ def _attention(call: RankCall) -> Tensor:
     if call.causal and q.shape[-2] == shape[-2]:
         changes |= {"attn_mask": None, "is_causal": True}
     elif call.given.get("is_causal") and q.shape[-2] != shape[-2]:
-        rows = positions(len(shape) - 2, shape, layout, call.groups, q.device)
-        columns = positions(len(whole) - 2, whole, (None,) * len(layout), call.groups, q.device)
-        changes |= {"is_causal": False, "attn_mask": columns[None, :] <= rows[:, None]}
+        queries = positions(len(shape) - 2, shape, layout, call.groups, q.device)
+        keys = positions(len(whole) - 2, whole, (None,) * len(layout), call.groups, q.device)
+        changes |= {"is_causal": False, "attn_mask": keys[None, :] <= queries[:, None]}
     if not call.given.get("dropout_p"):
         return call.run(**changes)
     where = sum(

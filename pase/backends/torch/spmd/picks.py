@@ -1,0 +1,181 @@
+"""Look-ups in a dim that is split over ranks, as one op each: rows of a table, and the log-probability of a label.
+
+A rank looks up its own elements and has zeros for the others; the edge to the reader sums over the ranks. Op by op,
+autograd would keep each step, and backward would make an array of the operand's size for each reader of the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING, Protocol
+
+from pase.backends.torch.spmd.pairs import OpPair
+from pase.backends.torch.spmd.process_groups import AxisGroups
+from pase.backends.torch.spmd.record import whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd import Function as TorchFunction
+
+__all__ = ["PickOps", "SplitLabel", "rows"]
+
+_PICK = ("reduce_max", "stop_gradient", "sub", "exp", "reduce_sum", "log", "sub", "gather")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PickOps:
+    """The ops of a node that takes the log-softmax of scores over a split last dim at a label.
+
+    own: the ops from the maximum to the look-up, without views. labels: the views of the labels before them.
+    rest: the other ops of the node.
+    axes: the mesh axes over which the last dim is split.
+    differentiated: whether the gradient is summed over them, too. There is none if the scores have none.
+    """
+
+    own: Sequence[OpPair]
+    labels: Sequence[OpPair]
+    rest: Sequence[OpPair]
+    axes: tuple[str, ...]
+    differentiated: bool
+
+    @classmethod
+    def of(cls, work: Sequence[OpPair]) -> PickOps | None:
+        """These ops of a node's work, in traced order. None if it is no such look-up, or nothing is summed."""
+        own = [p for p in work if not p.is_view][: len(_PICK)]
+        if tuple(p.op.function.name for p in own) != _PICK:
+            return None
+        until = work.index(own[-1])
+        labels, rest = [p for p in work[:until] if p.is_view], list(work[until + 1 :])
+        scores, ids = own[0].op.reads[0].tensor, own[-1].op.reads[1].tensor
+        top, fixed, off, powers, total, log, logp = (p.op.writes[0].tensor for p in own[:-1])
+        reads = [(scores,), (top,), (scores, fixed), (off,), (powers,), (total,), (off, log), (logp, ids)]
+        if [tuple(a.tensor for a in p.op.reads) for p in own] != reads:
+            return None
+        first, again = own[0].local.operands[0], own[2].local.operands[0]
+        axes, back = own[0].local.results[0].summed, own[6].local.operands[1].summed
+        inner = [o for p in own[1:7] for o in p.local.operands if o is not again]
+        of_scores, of_ids, of_result = (
+            own[-1].op.reads[0].map.walks,
+            own[-1].op.reads[1].map.walks,
+            own[-1].op.writes[0].map.walks,
+        )
+        if (
+            not axes
+            or own[4].local.results[0].summed != axes
+            or back not in (axes, ())
+            or (first.transfer, first.layout, first.summed) != (again.transfer, again.layout, ())
+            or any(o.transfer is not None or o.constant for o in inner)
+            or any(o.summed for o in inner if o is not own[6].local.operands[1])
+            or any(o.constant for o in (first, *own[-1].local.operands))
+            or any("partial" in r.layout for p in own[:-1] for r in p.local.results)
+            or own[-1].local.results[0].summed
+            or not of_scores[:-1] == of_ids[:-1] == of_result
+            or len(of_ids) != len(of_scores)
+        ):
+            return None
+        return cls(own=own, labels=labels, rest=rest, axes=axes, differentiated=back == axes)
+
+    @property
+    def inside(self) -> set[str]:
+        """The tensors that nothing else may read, because they are not made."""
+        return {p.op.writes[0].tensor for p in self.own[:-1]}
+
+
+class _RowsContext(Protocol):
+    """The autograd context of a look-up of rows. others, unlearnt: as in ``rows``. count: the rows of the part."""
+
+    count: int
+    saved_tensors: tuple[Tensor, Tensor]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+class _LabelContext(Protocol):
+    """The autograd context of ``SplitLabel``."""
+
+    label: SplitLabel
+    saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+@cache
+def _functions() -> tuple[type[TorchFunction], type[TorchFunction]]:
+    """The autograd functions of ``rows`` and ``SplitLabel``."""
+    import torch
+    from torch.autograd.function import once_differentiable
+
+    class Rows(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: _RowsContext, table: Tensor, here: Tensor, others: Tensor, unlearnt: Tensor
+        ) -> Tensor:
+            ctx.count = table.shape[0]
+            ctx.save_for_backward(here, unlearnt)
+            return torch.nn.functional.embedding(here, table).masked_fill_(others, 0)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: _RowsContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+            here, unlearnt = ctx.saved_tensors
+            learnt = gradient.masked_fill(unlearnt, 0)
+            made = torch.ops.aten.embedding_dense_backward(learnt, here, ctx.count, -1, False)
+            return made, None, None, None
+
+    class Label(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: _LabelContext, label: SplitLabel, scores: Tensor, here: Tensor, others: Tensor
+        ) -> Tensor:
+            top = label.groups.all_reduce(scores.amax(-1, keepdim=True), label.axes, "max")
+            off = scores - top
+            picked = off.gather(-1, here)
+            powers = off.exp_()
+            total = label.groups.all_reduce(powers.sum(-1, keepdim=True), label.axes)
+            ctx.label = label
+            ctx.save_for_backward(powers, total, here, others)
+            return picked.sub_(total.log()).masked_fill_(others, 0)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: _LabelContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+            powers, total, here, others = ctx.saved_tensors
+            own = gradient.masked_fill(others, 0)
+            every = ctx.label.groups.all_reduce(own, ctx.label.axes)
+            return None, torch.mul(powers, -every / total).scatter_add_(-1, here, own), None, None
+
+    return Rows, Label
+
+
+def rows(table: Tensor, here: Tensor, mine: Tensor, padding: Tensor | None) -> Tensor:
+    """The rows of this rank's part of a table, [*indices, row]; zeros where an index is another rank's.
+
+    here: the indices into the part. mine: whether they are in it. padding: the indices whose rows get no gradient.
+    """
+    of_rows, _ = _functions()
+    others = (~mine).unsqueeze(-1)
+    unlearnt = others if padding is None else others | padding.unsqueeze(-1)
+    made: Tensor = whole(of_rows.apply, table, here, others, unlearnt, name="rows")
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitLabel:
+    """The log-softmax of scores [..., classes] at one class each, where the classes are split over these mesh axes.
+
+    It keeps the exponentials, and sends what the ops of the plan send: the maximum, the sum, and the sum's gradient.
+    """
+
+    groups: AxisGroups
+    axes: tuple[str, ...]
+
+    def __call__(self, scores: Tensor, here: Tensor, mine: Tensor) -> Tensor:
+        """[..., 1]: this rank's share, which is zero where the class is another rank's.
+
+        here: the classes as indices into this rank's part, [..., 1]. mine: whether they are in it.
+        """
+        _, of_label = _functions()
+        made: Tensor = whole(partial(of_label.apply, self), scores, here, ~mine, name="log_probability")
+        return made
