@@ -100,7 +100,7 @@ def recorded(walk: RankWalk, body: Body, finish: Callable[[Body], Sequence[Tenso
     constants = body.constants
     into = Recording(graph=Graph(), base=body.seed, device=constants.device)
     watched = torch.is_grad_enabled()
-    _ = walk.causal_masks  # computed before, because a recording has no real tensors
+    _ = walk.known_masks  # computed before, because a recording has no real tensors
     with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
 
         def fake(name: str, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pase.backends.torch.spmd import flex_attention, halo  # noqa: F401, registers their rules
 from pase.backends.torch.spmd.batch_norm import NormOps, SplitNorm
 from pase.backends.torch.spmd.collectives import summed
-from pase.backends.torch.spmd.masks import ATTENTION
+from pase.backends.torch.spmd.masks import ATTENTION, MaskForm
 from pase.backends.torch.spmd.nests import run_nest
 from pase.backends.torch.spmd.pairs import Anchor, OpPair, made_by, partitioned
 from pase.backends.torch.spmd.picks import PickOps, SplitLabel
@@ -357,7 +357,7 @@ class NodeOps:
             groups=self.walk.groups,
             seed=self.body.constants.seed_at(self.path),
             whole=_values(self.node.meta["val"]),
-            causal=self._name == ATTENTION and self._arguments.get("attn_mask") in self.walk.causal_masks,
+            mask=self._mask_form,
         )
         try:
             with self.body.keeping.of(any(not pair.local.op.remat for pair in work)):
@@ -413,6 +413,11 @@ class NodeOps:
         if self._name == "flex_attention":
             return flex_operands(self.node)
         return arguments(self.node.target, self.node.args, self.node.kwargs)
+
+    @property
+    def _mask_form(self) -> MaskForm | None:
+        mask = self._arguments.get("attn_mask") if self._name == ATTENTION else None
+        return None if mask is None else self.walk.known_masks.get(mask)
 
     def _one_by_one(self, work: Sequence[OpPair]) -> None:
         """Run these ops in traced order, together with the node's ops between them that read only constants."""

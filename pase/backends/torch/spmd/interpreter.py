@@ -20,7 +20,7 @@ from pase.backends.torch.spmd.collectives import SentLater, there_and_back
 from pase.backends.torch.spmd.constants import Constants, NodeIndex
 from pase.backends.torch.spmd.control import ControlNode
 from pase.backends.torch.spmd.gathers import gather_messages
-from pase.backends.torch.spmd.masks import causal_masks
+from pase.backends.torch.spmd.masks import MaskForm, known_masks
 from pase.backends.torch.spmd.messages import GradientSending
 from pase.backends.torch.spmd.pairs import OpPair
 from pase.backends.torch.spmd.process_groups import AxisGroups
@@ -179,12 +179,12 @@ class RankWalk:
         return NodeIndex(scope=self.traced.scope, data=frozenset(self.program.maker))
 
     @cached_property
-    def causal_masks(self) -> frozenset[FxNode]:
-        """The operands of attention that are the causal mask."""
+    def known_masks(self) -> Mapping[FxNode, MaskForm]:
+        """The operands of attention that are masks of a known form."""
         from torch.utils._python_dispatch import _disable_current_modes
 
         with _disable_current_modes():  # masks are compared as real tensors
-            return causal_masks(self.index.paths, self.index)
+            return known_masks(self.index.paths, self.index)
 
     @cached_property
     def borders(self) -> Mapping[Place, list[OpPair]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pase.backends.torch.spmd.collectives import positions
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from pase.backends.torch.spmd.masks import MaskForm
 
 __all__ = [
     "RANK_RULES",
@@ -54,7 +55,7 @@ class RankCall:
     outs: the whole shapes and layouts that the results must have; None if nothing reads a result.
     seed: the seed of random values drawn here.
     whole: the whole results, as fake tensors.
-    causal: for attention, whether its mask is the causal one.
+    mask: for attention, the form of its mask, if that is known.
     """
 
     target: Callable[..., Tree]
@@ -65,7 +66,7 @@ class RankCall:
     groups: AxisGroups
     seed: int
     whole: Sequence[Tensor]
-    causal: bool = False
+    mask: MaskForm | None = None
 
     def run(self, /, **changes: TorchOperand) -> Tree:
         """Run the op itself, with some operands replaced."""
@@ -360,6 +361,9 @@ def _grouped(call: RankCall) -> Tensor:
 @RANK_RULES.register("scaled_dot_product_attention")
 def _attention(call: RankCall) -> Tensor:
     """Each rank has a part of the batch, heads and queries. Keys are whole, or split like the queries (a ring)."""
+    if call.mask is not None:
+        plain = {"attn_mask": None, "is_causal": call.mask == "causal"}
+        call = replace(call, given={**call.given, **plain}, mask=None)
     q, k = call.given["query"], call.given["key"]
     whole = call.layouts["key"][0]
     if k.shape[-2] != whole[-2] and k.shape[-1] == whole[-1]:
@@ -370,9 +374,7 @@ def _attention(call: RankCall) -> Tensor:
     if q.dim() > 3 and q.shape[-3] != k.shape[-3]:
         changes["enable_gqa"] = True
     shape, layout = call.layouts["query"]
-    if call.causal and q.shape[-2] == shape[-2]:
-        changes |= {"attn_mask": None, "is_causal": True}
-    elif call.given.get("is_causal") and q.shape[-2] != shape[-2]:
+    if call.given.get("is_causal") and q.shape[-2] != shape[-2]:
         queries = positions(len(shape) - 2, shape, layout, call.groups, q.device)
         keys = positions(len(whole) - 2, whole, (None,) * len(layout), call.groups, q.device)
         changes |= {"is_causal": False, "attn_mask": keys[None, :] <= queries[:, None]}

@@ -1,4 +1,4 @@
-"""Masks of attention that are the causal one."""
+"""Masks of attention that are the causal one, or hide nothing."""
 
 from __future__ import annotations
 
@@ -21,19 +21,23 @@ def added(behind: float) -> Any:
     return torch.zeros(2, 1, 5, 5).masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), behind)
 
 
-def test_causal_masks_are_told_from_others() -> None:
+def test_masks_of_a_known_form_are_told_from_others() -> None:
     import torch
 
-    from pase.backends.torch.spmd.masks import is_causal
+    from pase.backends.torch.spmd.masks import mask_form
 
     ones = torch.ones(5, 5, dtype=torch.bool)
     least = torch.finfo(torch.float32).min
-    assert all(map(is_causal, (ones.tril(), ones.tril().expand(3, 1, 5, 5), added(-math.inf), added(least))))
-    others = (ones, ones.tril(1), ones.tril().triu(-2), ones.tril()[:, :4], ones.tril().int(), added(-1e4))
-    assert not any(map(is_causal, others))
-    one_differs = ones.tril().repeat(2, 1, 1)
-    one_differs[1, 4, 0] = False
-    assert not is_causal(one_differs)
+    causal = (ones.tril(), ones.tril().expand(3, 1, 5, 5), added(-math.inf), added(least))
+    assert [mask_form(m) for m in causal] == ["causal"] * 4
+    whole = (ones, ones[:2].expand(3, 1, 2, 5), torch.zeros(5, 5), ones[:1, :1])
+    assert [mask_form(m) for m in whole] == ["whole"] * 4
+    others = (ones.tril(1), ones.tril().triu(-2), ones.tril()[:, :4], ones.int(), added(-1e4), ones[0])
+    assert [mask_form(m) for m in others] == [None] * 6
+    for first in (ones.tril(), ones):
+        one_differs = first.repeat(2, 1, 1)
+        one_differs[1, 4, 0] = False
+        assert mask_form(one_differs) is None
 
 
 def net(mask: Callable[[Any], Any]) -> Any:
@@ -57,19 +61,24 @@ def net(mask: Callable[[Any], Any]) -> Any:
     return Net().double()
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_attention_with_a_causal_mask_runs_without_the_mask(window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("form", "runs"), [("causal", "is_causal = True"), ("whole", "mask = None"), ("window", "")]
+)
+def test_attention_with_a_mask_of_a_known_form_runs_without_it(form: str, runs: str) -> None:
     """As its eager code would call it; the mask is not computed either. A mask with a window is kept."""
     import torch
 
     def mask(at: Any) -> Any:
         before = at[None, :] <= at[:, None]
-        return before if window is None else before & (at[None, :] > at[:, None] - window)
+        every = before | (at[None, :] > at[:, None])
+        window = before & (at[None, :] > at[:, None] - 3)
+        return {"causal": before, "whole": every, "window": window}[form]
 
     module, x = net(mask), torch.randn(4, 6, 16, dtype=torch.float64)
     run = pase.compile(module, x, devices=2, mesh="2", baselines=False).torch
     code = run.code(rank=0)
-    assert ("is_causal = True" in code, "arange" in code) == (window is None, window is not None)
+    assert runs in code and ("is_causal = True" in code) == (form == "causal")
+    assert ("arange" in code) == (form == "window")
 
     def on_rank(rank: int) -> list[float]:
         mine = copy.deepcopy(module)
