@@ -4,17 +4,18 @@ A whole step makes its own gradients, so that its ops tell nothing of passes. Th
 
 - Forward is what the loss is made of.
 - The update is what comes after the gradients: the largest set of other nodes that has no product, that only the update
-  reads, and that reads nothing of forward and backward but numbers and tensors of a parameter's size.
+  reads, and that reads nothing of forward and backward but numbers and tensors like a parameter: of a parameter's size,
+  along dims of parameters alone.
 - Backward is the rest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
-from pase.ir.sizes import Size
+from pase.ir.batch_dims import batch_dims
 from pase.ir.types import LEAF, PRODUCTS, Edge, Graph, Node, Op
 from pase.once import once
 
@@ -32,14 +33,12 @@ def loss_of(graph: Graph, numbers: Iterable[str]) -> str:
     its gradients. numbers: tensors of one element that the step returns. "" if no number is made with a product and
     without gradients.
     """
-    sizes, update = _parameter_sizes(graph), _update(graph, set())
+    like_parameter, update = _like_parameter(graph), _update(graph, set())
     gradients = {
         name
         for name in update
         for t, source in _sources(graph, graph.node[name])
-        if source.kind not in LEAF
-        and source.name not in update
-        and _elements(graph.tensors[t].shape) in sizes - {1}
+        if source.kind not in LEAF and source.name not in update and like_parameter(t)
     }
     found: dict[str, tuple[int, int]] = {}
     for tensor in numbers:
@@ -109,7 +108,7 @@ def _made_of(graph: Graph, tensor: str) -> set[str]:
 
 def _update(graph: Graph, forward: set[str]) -> set[str]:
     """The nodes of the update. forward: the nodes of forward, which are none of it."""
-    small = {1, *_parameter_sizes(graph)}
+    like_parameter = _like_parameter(graph)
     readers: dict[str, set[str]] = {}
     for n in graph.nodes:
         for _, source in _sources(graph, n):
@@ -124,8 +123,8 @@ def _update(graph: Graph, forward: set[str]) -> set[str]:
         n = graph.node[todo.pop()]
         if n.name not in out:
             continue
-        given = [(t, s) for t, s in _sources(graph, n) if s.name not in out and s.kind != "parameter"]
-        fits = all(_elements(graph.tensors[t].shape) in small for t, _ in given)
+        given = [t for t, s in _sources(graph, n) if s.name not in out and s.kind != "parameter"]
+        fits = all(math.prod(graph.tensors[t].shape) == 1 or like_parameter(t) for t in given)
         if not fits or not readers.get(n.name, set()) <= out:
             out.remove(n.name)
             todo += (s.name for _, s in _sources(graph, n))
@@ -133,9 +132,21 @@ def _update(graph: Graph, forward: set[str]) -> set[str]:
     return out
 
 
-def _parameter_sizes(graph: Graph) -> set[Size]:
-    return {_elements(t.shape) for t in graph.tensors.values() if t.role == "parameter"}
+@once
+def _like_parameter(graph: Graph) -> Callable[[str], bool]:
+    """A function that tells whether a tensor is like a parameter, as a gradient is: it has as many elements as one,
+    more than 1, and each of its dims walks what some parameter's dim walks. An activation may well have as many
+    elements, but the batch or the positions are in no parameter."""
+    digits = {dim: {digit for digit, _ in held} for dim, held in batch_dims(graph, ()).walked.items()}
+    parameters = [n for n in graph.nodes if n.kind == "parameter"]
+    own = {x for n in parameters for d in n.space for x in digits[n.name, d.name]}
+    sizes = {math.prod(t.shape) for t in graph.tensors.values() if t.role == "parameter"} - {1}
 
+    def told(tensor: str) -> bool:
+        if math.prod(graph.tensors[tensor].shape) not in sizes:
+            return False
+        made = graph.producer[tensor]
+        _, write = made.write_of(tensor)
+        return all(digits[made.name, d] <= own for d in write.map.dims)
 
-def _elements(shape: tuple[Size, ...]) -> Size:
-    return math.prod(shape)
+    return told

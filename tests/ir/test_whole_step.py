@@ -49,18 +49,26 @@ def step_of(tx: optax.GradientTransformation, told: Callable[..., Tree]) -> tupl
     return step, jax.eval_shape(tx.init, PARAMS)
 
 
-def graph_of(tx: optax.GradientTransformation, told: Callable[..., Tree] = lambda value, _: value) -> Graph:
+def graph_of(
+    tx: optax.GradientTransformation,
+    told: Callable[..., Tree] = lambda value, _: value,
+    x: jax.ShapeDtypeStruct = X,
+) -> Graph:
     step, state = step_of(tx, told)
-    return simplify(trace(step, PARAMS, state, X, mode="step").graph)
+    return simplify(trace(step, PARAMS, state, x, mode="step").graph)
 
 
+@pytest.mark.parametrize("examples", [64, WIDTH])
 @pytest.mark.parametrize(
     "tx",
     [optax.sgd(0.1), optax.adamw(1e-3), optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))],
     ids=["sgd", "adamw", "clipped"],
 )
-def test_each_gradient_of_a_weight_goes_from_backward_to_the_update(tx: optax.GradientTransformation) -> None:
-    graph = graph_of(tx)
+def test_each_gradient_of_a_weight_goes_from_backward_to_the_update(
+    tx: optax.GradientTransformation, examples: int
+) -> None:
+    """Also if the activations have as many elements as a weight."""
+    graph = graph_of(tx, x=jax.ShapeDtypeStruct((examples, WIDTH), jnp.float32))
     passes = whole_step(graph)
     assert set(passes) == {n.name for n in graph.nodes}
     products = [passes[n.name] for n in graph.nodes if n.kind == "matmul"]
