@@ -97,6 +97,7 @@ def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, st
                 predicted_s=plan.cost,
                 predicted_compute_s=plan.compute,
                 same_as=same,
+                lowering="annotated" if plan.pipeline is None else "manual",
             )
         )
         if same is None:

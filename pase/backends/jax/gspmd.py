@@ -8,7 +8,7 @@ bodies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -23,9 +23,8 @@ from pase.frontends.jax.types import ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.jax.versions import evaluate, scan_groups, source_line, value_of
 from pase.ir import Place, PlacePart
 from pase.ir.blocks import Block
-from pase.plan.accesses import Digits, EquationLayouts, Reading
+from pase.plan.accesses import Reading
 from pase.plan.constraints import Placement, Route
-from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from jax import Array
@@ -206,22 +205,6 @@ class JaxprWalk:
         made = jax.checkpoint(body, prevent_cse=not alone, policy=keeps)(*[env[v] for v in reads])
         env.update(zip(makes, made, strict=True))
 
-    def _layouts(self, at: Place) -> EquationLayouts | None:
-        """The plan's layouts of an equation, without the axes of the unreduced group: along them, the program runs the
-        examples of one device."""
-        found, unreduced = self.plan.accesses.get(at), self.plan.unreduced_axes
-        if found is None or not unreduced:
-            return found
-
-        def rest(layouts: Mapping[str, Digits]) -> Mapping[str, Digits]:
-            names = self.plan.logical_mesh.names
-            return {
-                t: tuple(None if a in unreduced else d for a, d in zip(names, digits, strict=True))
-                for t, digits in layouts.items()
-            }
-
-        return EquationLayouts(reads=rest(found.reads), writes=rest(found.writes))
-
     def _as_split(self, ins: Sequence[Array], names: Sequence[str | None], at: Place) -> list[Array]:
         """The operands of a matmul, constrained to the plan's layouts, even if they already have them.
 
@@ -231,7 +214,7 @@ class JaxprWalk:
         """
         import jax
 
-        layouts, axes = self._layouts(at), self.plan.logical_mesh
+        layouts, axes = self.plan.accesses.get(at), self.plan.logical_mesh
         if layouts is None or len(set(names)) < len(names):
             return list(ins)
         sizes = axes.by_name
@@ -252,7 +235,7 @@ class JaxprWalk:
 
         None if XLA splits the equation.
         """
-        call, traced, layouts = call_of(eqn), self.plan.traced, self._layouts(at)
+        call, traced, layouts = call_of(eqn), self.plan.traced, self.plan.accesses.get(at)
         if call is None:
             of_plan = _SPLIT_BY_PLAN.get(eqn.primitive.name)
             if of_plan is None or layouts is None:
@@ -296,75 +279,34 @@ class JaxprWalk:
         part: which part of the equation's tensors they are (constants, carry, stacks, …). which: the number of the
         branch that returns them.
         """
-        return [
-            self.in_loop_layout(at.its(part, *which, k), x, name, copies)
-            for k, (x, name) in enumerate(zip(values, names, strict=True))
-        ]
-
-    def in_loop_layout(self, at: Place, value: Array, name: str | None, copies: Copies) -> Array:
-        """A value in the layout that the plan has for one tensor of a loop or a branch. at: the place of the tensor."""
         results = self.plan.traced.results
-        value = self._read(value, at, name, copies)
-        return self.defined(value, results[at][0]) if at in results else value
+
+        def of(k: int, value: Array, name: str | None) -> Array:
+            here = at.its(part, *which, k)
+            value = self._read(value, here, name, copies)
+            return self.defined(value, results[here][0]) if here in results else value
+
+        return [of(k, *pair) for k, pair in enumerate(zip(values, names, strict=True))]
 
     def _scan(self, eqn: Eqn, ins: Sequence[Array], at: Place, copies: Copies) -> Sequence[Array]:
         import jax
 
-        p, results = eqn.params, self.plan.traced.results
+        p, results, closed = eqn.params, self.plan.traced.results, eqn.params["jaxpr"]
         nc, nk = scan_groups(eqn)
-        names = self.plan.traced.operands[at]
+        names, outs = self.plan.traced.operands[at], results[at.its("outs")]
         consts = self._in_loop_layouts(at, "const", ins[:nc], names[:nc], copies)
         init = self._in_loop_layouts(at, "carry", ins[nc : nc + nk], names[nc : nc + nk], copies)
         xs = self._in_loop_layouts(at, "xs", ins[nc + nk :], names[nc + nk :], copies)
 
         def body(carry: Sequence[Array], x: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-            return self.iteration(eqn, at, consts, carry, x)
+            inside: Copies = {}
+            carry = self._in_loop_layouts(at, "carry", carry, [None] * nk, inside)
+            made = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], f"{at.path}.", inside)
+            carried = self._in_loop_layouts(at, "carry", made[:nk], outs[:nk], inside)
+            return carried, self._in_loop_layouts(at, "y", made[nk:], outs[nk:], inside)
 
         carry, ys = jax.lax.scan(body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
         return [self.defined(x, t) for x, t in zip([*carry, *ys], results[at], strict=True)]
-
-    def value(self, key: Tree, env: Mapping[Tree, Array]) -> Array:
-        """The value of a variable or literal."""
-        return value_of(key, env)
-
-    def constant(self, array: Array) -> Array:
-        """A value that does not depend on data."""
-        return array
-
-    def iterations(
-        self, eqn: Eqn, at: Place, ins: Sequence[Array], carried: Sequence[Array], rows: range, copies: Copies
-    ) -> list[Array]:
-        """``StageWalk.iterations``."""
-        import jax.numpy as jnp
-
-        nc, nk = scan_groups(eqn)
-        every = self.plan.traced.operands[at]
-        names = (*every[:nc], *every[nc + nk :])
-        stacks = [x[rows.start : rows.stop] if x.shape[0] == eqn.params["length"] else x for x in ins[nc:]]
-        consts = self._in_loop_layouts(at, "const", ins[:nc], names[:nc], copies)
-        xs = self._in_loop_layouts(at, "xs", stacks, names[nc:], copies)
-        ys: dict[int, list[Array]] = {}
-        for row in reversed(rows) if eqn.params["reverse"] else rows:
-            carried, ys[row] = self.iteration(eqn, at, consts, carried, [x[row - rows.start] for x in xs])
-        return [*carried, *map(jnp.stack, zip(*(ys[row] for row in rows), strict=True))]
-
-    def joined(self, parts: Sequence[Array], name: str | None) -> Array:
-        """``StageWalk.joined``."""
-        import jax.numpy as jnp
-
-        return self.defined(jnp.concatenate(parts) if len(parts) > 1 else parts[0], name)
-
-    def iteration(
-        self, eqn: Eqn, at: Place, consts: Sequence[Array], carry: Sequence[Array], x: Sequence[Array]
-    ) -> tuple[list[Array], list[Array]]:
-        """One iteration of a scan: (carries, results that are stacked)."""
-        closed, (_, nk) = eqn.params["jaxpr"], scan_groups(eqn)
-        outs = self.plan.traced.results[at.its("outs")]
-        inside: Copies = {}
-        carry = self._in_loop_layouts(at, "carry", carry, [None] * nk, inside)
-        made = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], f"{at.path}.", inside)
-        carried = self._in_loop_layouts(at, "carry", made[:nk], outs[:nk], inside)
-        return carried, self._in_loop_layouts(at, "y", made[nk:], outs[nk:], inside)
 
     def _while(self, eqn: Eqn, ins: Sequence[Array], at: Place, copies: Copies) -> Sequence[Array]:
         import jax

@@ -86,9 +86,6 @@ class JaxPlan:
     """Path of an equation -> the layouts that it reads and writes."""
     strategy: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     """Node -> iteration dim -> mesh axes that split it."""
-    unreduced_axes: frozenset[str] = frozenset()
-    """Mesh axes that no layout names. The program computes on the examples of one device along them
-    (``pase.backends.jax.pipeline.unreduced``)."""
     schedule: ProgramSchedule | None = None
     """How collectives of parameters are merged, split and ordered. Only the manual lowering uses it."""
     prefetch: bool = False
@@ -128,7 +125,7 @@ class JaxPlan:
         It is then traced and compiled in the time of ``jax.jit``. A program that places its own arrays on a mesh is not
         run as it is, because that mesh is not the plan's.
         """
-        if self.logical_mesh.devices > 1 or self.blocks or self.schedule or self.unreduced_axes:
+        if self.logical_mesh.devices > 1 or self.blocks or self.schedule:
             return False
         if self.hoisted != "none" or self.traced.drawn:
             return False
@@ -173,8 +170,7 @@ class JaxPlan:
         """The PartitionSpec of a placement."""
         from jax.sharding import PartitionSpec
 
-        left = [tuple(a for a in axes if a not in self.unreduced_axes) for axes in placement]
-        return PartitionSpec(*[axes[0] if len(axes) == 1 else axes or None for axes in left])
+        return PartitionSpec(*[axes[0] if len(axes) == 1 else axes or None for axes in placement])
 
     def leaf_names(self) -> list[str]:
         """Tensor names of the function's inputs, in the order of its leaves."""

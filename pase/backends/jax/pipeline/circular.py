@@ -1,10 +1,10 @@
 """The circular schedule: a pipelined plan in JAX as one program with a scan, each iteration of which runs all stages.
 
-The stages are stacked along a mesh axis of their own, ``stage``. In an iteration, each rank runs its stage on the
-micro-batch that it has (``vmap`` over the stacked stages). Then activations move on by one rank (a roll of the stack,
-which XLA turns into a permutation). The parts of the model before and after the layers run before and after the scan,
-with the micro-batches spread over the ranks. ``jax.grad`` differentiates the whole program. (praxis,
-layers/pipeline.py, LayerwiseShardablePipelined.)
+The program is one ``shard_map`` over the ranks, which are a mesh axis of their own, ``stage``, and the mesh of a rank.
+In an iteration, each rank runs its stage's local program on the micro-batch that it has. Then activations move on by
+one rank. The parts of the model before and after the layers run before and after the scan, on each rank's share of the
+micro-batches. JAX differentiates the whole program on a device. (praxis, layers/pipeline.py,
+LayerwiseShardablePipelined.)
 """
 
 from __future__ import annotations
@@ -14,15 +14,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.gspmd import JaxprWalk
-from pase.backends.jax.ops.draws import Examples
-from pase.backends.jax.pipeline.stages import Stage, StageWeight, stages_of
-from pase.backends.jax.pipeline.unreduced import UnreducedGroups, first_examples, unreduced_groups
+from pase.backends.jax.pipeline.local_stage import (
+    LocalStage,
+    StepGathers,
+    check_lowering,
+    refusals,
+    step_gathers,
+)
+from pase.backends.jax.pipeline.stages import Stage, stages_of
 from pase.backends.jax.plan import JaxPlan
-from pase.backends.jax.spmd.lower import Lowering
-from pase.backends.jax.steps.micro_batches import micro_batch_stack, stacked_outs
+from pase.backends.jax.spmd.collectives import there_and_back
+from pase.backends.jax.spmd.lower import Lowering, Manual, not_differentiable
+from pase.backends.jax.spmd.values import Arrivals, DeviceValue, NotManual
+from pase.backends.jax.steps.micro_batches import stacked_outs
 from pase.errors import PaseError
-from pase.frontends.jax.blocks import loop_line, loops_of, split_inputs, why_no_program
+from pase.frontends.jax.blocks import loop_line, loops_of, why_no_program
 from pase.frontends.jax.contexts import in_any_context
 from pase.machine import Mesh
 from pase.plan.constraints import Placement
@@ -53,10 +59,11 @@ class JaxCircular(JaxPlan):
     split: JaxPlan
 
     def loss(self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto") -> Callable[..., Tree]:
-        """loss(params, *batch) -> the mean over the micro-batches, or (the mean, aux)."""
-        _refuse_manual(lowering)
-        self._functions.append("loss")
-        return in_any_context(_CircularLoss(plan=self, mesh=self.mesh() if mesh is None else mesh))
+        """loss(params, *batch) -> the mean over the micro-batches, or (the mean, aux).
+
+        Do not differentiate it; use ``value_and_grad``.
+        """
+        return self._lowered("loss", mesh, lowering)
 
     def value_and_grad(
         self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
@@ -65,14 +72,17 @@ class JaxCircular(JaxPlan):
 
         The gradients have the layouts of ``gradient_shardings``.
         """
-        _refuse_manual(lowering)
-        self._functions.append("value_and_grad")
-        mesh = self.mesh() if mesh is None else mesh
-        return in_any_context(self.graded(_CircularLoss(plan=self, mesh=mesh), mesh))
+        return self._lowered("value_and_grad", mesh, lowering)
+
+    def _lowered(self, what: str, mesh: JaxMesh | None, lowering: Lowering) -> Callable[..., Tree]:
+        check_lowering(lowering)
+        self._functions.append(what)
+        run = _Circular(plan=self, mesh=self.mesh() if mesh is None else mesh)
+        return in_any_context(run.loss() if what == "loss" else run.value_and_grad())
 
     def _lowerings(self, lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
-        _refuse_manual(lowering)
-        return ("annotated",)
+        check_lowering(lowering)
+        return ("manual",)
 
     def gathered(self, tree: Tree) -> Tree:
         """A tree of parameters, gradients or an optimizer's state on the host, like ``JaxPipeline.gathered``."""
@@ -82,22 +92,14 @@ class JaxCircular(JaxPlan):
         return jax.tree.map(np.asarray, tree)
 
     @cached_property
-    def unreduced_groups(self) -> UnreducedGroups | None:
-        """The groups of devices that keep unreduced gradients until the end of the step.
-
-        None if gradients are reduced in each iteration.
-        """
-        return unreduced_groups(self.pipeline, self.split)
+    def stages(self) -> tuple[Stage, Stage, Stage]:
+        """(the part before the layers, the layers of one rank, the part after them)."""
+        return _stages_of(self.split, self.pipeline)
 
     @cached_property
-    def stages(self) -> tuple[Stage, Stage, Stage]:
-        """(the part before the layers, the layers of one rank, the part after them).
-
-        They are those of one unreduced group, if there are such groups.
-        """
-        return _stages_of(
-            self.split if self.unreduced_groups is None else self.unreduced_groups.split, self.pipeline
-        )
+    def stacks(self) -> frozenset[int]:
+        """The leaves of which each rank has its own rows."""
+        return frozenset(w.leaf for w in self.stages[1].weights if w.rows is not None)
 
 
 def circular_of(split: JaxPlan, pipeline: PipelinePlan) -> JaxCircular:
@@ -140,16 +142,6 @@ def circular_of(split: JaxPlan, pipeline: PipelinePlan) -> JaxCircular:
     )
 
 
-def _refuse_manual(lowering: str) -> None:
-    """Raise PaseError if the manual lowering is asked for."""
-    if lowering == "manual":
-        raise PaseError(
-            "the circular schedule does not support the manual lowering yet",
-            where=f"lowering='{lowering}'",
-            fix="leave out lowering=",
-        )
-
-
 def _stages_of(split: JaxPlan, p: PipelinePlan) -> tuple[Stage, Stage, Stage]:
     """(the part before the layers, the layers of one rank, the part after them).
 
@@ -185,140 +177,252 @@ def _stages_of(split: JaxPlan, p: PipelinePlan) -> tuple[Stage, Stage, Stage]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _CircularLoss:
-    """loss(params, *batch) on a mesh.
-
-    Values of stages have the leading dims [ranks, groups], or [ranks] if there are no unreduced groups.
-    """
+class _Circular:
+    """The functions of a circular plan on a JAX mesh."""
 
     plan: JaxCircular
     mesh: JaxMesh
 
-    def __call__(self, *args: Tree) -> Tree:
+    @cached_property
+    def manual(self) -> Manual:
+        """The model on one rank, which has its rows of the stacks."""
+        return Manual(plan=self.plan.split, mesh=self.mesh, rows=self.plan.stages[1].rows)
+
+    def loss(self) -> Callable[..., Tree]:
+        """``JaxCircular.loss``."""
+
+        def local(*leaves: Array) -> Tree:
+            return self._results(*self._device(leaves).loss())
+
+        run = not_differentiable(self._mapped(local, self._returns()), "use plan.jax.value_and_grad()")
+        return lambda *args: self._value(run(*self.plan.checked(args, full=True)))
+
+    def value_and_grad(self) -> Callable[..., Tree]:
+        """``JaxCircular.value_and_grad``."""
+        stacks, m = self.plan.stacks, self.plan.accumulate
+
+        def local(*leaves: Array) -> Tree:
+            import jax
+
+            value, grads = self._device(leaves).value_and_grad()
+            means = [
+                (g if i in stacks else jax.lax.psum(g, STAGE)) / m
+                for i, g in zip(self.manual.trained, grads, strict=True)
+            ]
+            return self._results(*value), means
+
+        gradients = map(self._over_ranks, self.manual.trained, self.manual.gradient_specs())
+        run = self._mapped(local, (self._returns(), list(gradients)))
+
+        def graded(params: Tree, *batch: Tree) -> Tree:
+            outs, grads = run(*self.plan.checked((params, *batch), full=True))
+            return self._value(outs), self.manual.gradients(grads)
+
+        return graded
+
+    def _device(self, leaves: Sequence[Array]) -> _CircularDevice:
+        return _CircularDevice(plan=self.plan, manual=self.manual, leaves=leaves)
+
+    def _results(self, total: Array, rest: Sequence[Array]) -> tuple[Array, list[Array]]:
+        """(mean loss, other results with dims [micro-batch of the rank, rank, …]). total: the rank's sum of losses."""
+        import jax
+
+        return jax.lax.psum(total, STAGE) / self.plan.accumulate, [x[:, None] for x in rest]
+
+    def _returns(self) -> tuple[PartitionSpec, list[PartitionSpec]]:
+        """PartitionSpecs of ``_results``."""
+        from jax.sharding import PartitionSpec
+
+        loss, *rest = self.manual.returns()
+        return loss, [PartitionSpec(None, STAGE, *spec) for spec in rest]
+
+    def _value(self, outs: tuple[Array, list[Array]]) -> Tree:
+        """The result of the user's function. outs: ``_results`` on the whole mesh."""
+        loss, rest = outs
+        if not self.plan.traced.has_aux:
+            return loss
+        return stacked_outs(self.plan, [loss, *(x.reshape(-1, *x.shape[2:]) for x in rest)], [])
+
+    def _mapped(self, fn: Callable[..., Tree], outs: Tree) -> Callable[..., Tree]:
+        """``fn`` of the leaves of (params, *batch) on each device. outs: PartitionSpecs of its results."""
+        run = self.manual.mapped(fn, outs, among=self._over_ranks)
+
+        def refusing(*leaves: Array) -> Tree:
+            with refusals():
+                return run(*leaves)
+
+        return refusing
+
+    def _over_ranks(self, leaf: int, spec: PartitionSpec) -> PartitionSpec:
+        """The PartitionSpec of a leaf on the whole mesh. spec: on the mesh of a rank."""
+        from jax.sharding import PartitionSpec
+
+        return PartitionSpec(STAGE, *spec[1:]) if leaf in self.plan.stacks else spec
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _CircularDevice:
+    """One device of the circular schedule, inside of ``shard_map``. leaves: its parts of (params, *batch)."""
+
+    plan: JaxCircular
+    manual: Manual
+    leaves: Sequence[Array]
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.pipeline.degree
+
+    @property
+    def micro_batches(self) -> int:
+        return self.plan.accumulate
+
+    @property
+    def rank(self) -> Array:
+        import jax
+
+        return jax.lax.axis_index(STAGE)
+
+    @cached_property
+    def stages(self) -> list[LocalStage]:
+        """(the part before the layers, the layers of one rank, the part after them)."""
+        m = self.micro_batches
+        return [
+            LocalStage(
+                stage=s, manual=self.manual, last=s is self.plan.stages[-1], micro_batches=m, first=0, every=m
+            )
+            for s in self.plan.stages
+        ]
+
+    @cached_property
+    def carriers(self) -> dict[int, Array]:
+        return self.manual.gradient_carriers(self.leaves)
+
+    @cached_property
+    def weights(self) -> dict[int, Array]:
+        """Leaf -> the parameter."""
+        return dict(enumerate(self.leaves[: len(self.plan.traced.param_paths)]))
+
+    @cached_property
+    def gathers(self) -> StepGathers | None:
+        """The all-gathers that run once per step; None if weights are gathered in each iteration."""
+        if any(s.weights == "each" for s in self.plan.pipeline.stages):
+            return None
+        return step_gathers(self.stages, self.weights, self.carriers)
+
+    def loss(self) -> tuple[Array, list[Array]]:
+        """(the sum of the rank's losses, the other results of its micro-batches, stacked)."""
+        gathers = self.gathers
+        arrived = [] if gathers is None else gathers.run(self.carriers)
+        return self._loss(arrived, self.carriers, [] if gathers is None else gathers.zeros(arrived))
+
+    def value_and_grad(self) -> tuple[tuple[Array, list[Array]], list[Array]]:
+        """(``loss``, the sums of the gradients of the trained leaves over the rank's share of the loss)."""
+        import jax
+
+        gathers, own = self.gathers, self.carriers
+        if gathers is None:
+            run = jax.value_and_grad(partial(self._loss, []), has_aux=True)
+            (total, rest), grads = run(own, [])
+        else:
+            arrived, back = jax.vjp(gathers.run, own)
+            run = jax.value_and_grad(partial(self._loss, arrived), argnums=(0, 1), has_aux=True)
+            (total, rest), (grads, sums) = run(own, gathers.zeros(arrived))
+            (reduced,) = back(gathers.gradients(arrived, sums))
+            grads = {i: g + reduced[i] for i, g in grads.items()}
+        return (total, rest), [grads[i] for i in self.manual.trained]
+
+    def _loss(
+        self, arrived: Sequence[Array], own: dict[int, Array], sums: Sequence[Array]
+    ) -> tuple[Array, list[Array]]:
+        """``loss``.
+
+        arrived: the gathered weights. own: the gradient carriers. sums: zeros to which the gradients of the gathered
+        weights are added.
+        """
         import jax
         import jax.numpy as jnp
 
-        plan, m, p = self.plan, self.plan.accumulate, self.plan.pipeline.degree
-        leaves = plan.checked(args, full=True)
-        n = len(plan.traced.param_paths)
-        batch = [self._micro_batches(i, x) for i, x in enumerate(leaves[n:])]
-        split = plan.split if plan.unreduced_groups is None else plan.unreduced_groups.split
-        firsts = jax.vmap(partial(first_examples, split.traced, m, plan.unreduced_groups))(jnp.arange(m))
-        before, layers, after = plan.stages
+        m, p, rank = self.micro_batches, self.ranks, self.rank
+        before, layers, after = self.stages
 
-        def each(stage: Stage, xs: Sequence[Array]) -> list[Array]:
-            """Run one end of the model on all micro-batches, one per rank at a time."""
-            weights, run = self._weights(stage, leaves), self._mapped(stage)
-            groups = [self._constrained(x.reshape(m // p, p, *x.shape[1:]), 1) for x in xs]
-            mine = [
-                self._constrained(x.reshape(m // p, p, *x.shape[1:]), 1)
-                for x in (*(batch[i] for i in stage.batch), *firsts)
-            ]
-            _, outs = jax.lax.scan(lambda _, x: (None, run(weights, x[0], x[1])), None, (mine, groups))
-            return [y.reshape(m, *y.shape[2:]) for y in outs]
+        def run(stage: LocalStage, micro: Array, entered: Sequence[Array]) -> list[Array]:
+            n = len(self.plan.traced.param_paths)
+            batch = stage.micro_batch([self.leaves[n + i] for i in stage.stage.batch], micro)
+            values = list(map(stage.entering, stage.stage.enters, entered))
+            arrivals = self._arrivals(arrived, sums)
+            outs = stage.run(self.weights, own, batch, values, stage.examples(micro), arrivals)
+            return [_sent(h) for h in outs]
 
-        entered = each(before, [])
-        weights, run, iterations = self._weights(layers, leaves), self._mapped(layers), m + p - 1
-        rank = jnp.arange(p)
-        # Idle ranks work on real activations. On zeros, a norm's derivative may be infinite, and 0 · inf is NaN.
-        fed = [x[jnp.minimum(jnp.arange(iterations), m - 1)] for x in entered]
-        fed = [
-            self._constrained(jnp.pad(x[:, None], [(0, 0), (0, p - 1)] + [(0, 0)] * (x.ndim - 1)), 1)
-            for x in fed
-        ]
-        begin = [self._constrained(jnp.broadcast_to(x[0], (p, *x.shape[1:])), 0) for x in entered]
+        def each(stage: LocalStage, entered: Sequence[Array]) -> list[Array]:
+            """The outputs of one end of the model, stacked over the rank's micro-batches."""
+            numbers = jnp.arange(m // p) * p + rank
+            _, outs = jax.lax.scan(lambda _, x: (None, run(stage, *x)), None, (numbers, entered))
+            return outs
 
         def iteration(held: list[Array], given: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
             t, new = given
-            x = [
-                jnp.where((rank == 0).reshape(p, *[1] * (a.ndim - 1)), b, a)
-                for a, b in zip(held, new, strict=True)
-            ]
-            at = jnp.clip(t - rank, 0, m - 1)
-            mine = [
-                self._constrained(jnp.take(x, at, axis=0), 0)
-                for x in (*(batch[i] for i in layers.batch), *firsts)
-            ]
-            made = run(weights, mine, x)
-            return [self._constrained(jnp.roll(y, 1, axis=0), 0) for y in made], made
+            x = [jnp.where(rank == 0, a, b) for a, b in zip(new, held, strict=True)]
+            made = run(layers, jnp.clip(t - rank, 0, m - 1), x)
+            return list(map(self._to_next, made)), made
 
-        _, made = jax.lax.scan(iteration, begin, (jnp.arange(iterations), fed))
-        outs = each(after, [y[p - 1 :, p - 1] for y in made])
-        loss, rest = jnp.mean(outs[0]), outs[1:]
-        return stacked_outs(plan, [loss, *rest], []) if plan.traced.has_aux else loss
+        # Idle ranks work on real activations. On zeros, a norm's derivative may be infinite, and 0 · inf is NaN.
+        entered = each(before, [])
+        begin = [jax.lax.stop_gradient(x[0]) for x in entered]
+        fed = [self._longer(self._to_first(x)) for x in entered]
+        _, made = jax.lax.scan(iteration, begin, (jnp.arange(m + p - 1), fed))
+        losses, *rest = each(after, [self._from_last(y[p - 1 :]) for y in made])
+        return losses.sum(), rest
 
-    def _mapped(self, stage: Stage) -> Callable[..., list[Array]]:
-        """The stage mapped over all ranks, and over the unreduced groups."""
+    def _arrivals(self, arrived: Sequence[Array], sums: Sequence[Array]) -> Arrivals | None:
+        """What a stage receives, with gradients that are added in the dtypes of ``sums``."""
+        if self.gathers is None:
+            return None
+        onto = iter(sums)
+
+        def of(x: Array, dtype: str) -> Array:
+            return there_and_back(x, next(onto), lambda x: x, lambda g: g.astype(dtype)) if dtype else x
+
+        return self.gathers.arrivals(list(map(of, arrived, self.gathers.sums)))
+
+    def _to_next(self, x: Array) -> Array:
+        """What the rank before this one has."""
         import jax
 
-        plan, groups = self.plan, self.plan.unreduced_groups
-        walk = JaxprWalk(plan=plan.split if groups is None else groups.split, mesh=self.mesh)
+        return jax.lax.ppermute(x, STAGE, [(r, r + 1) for r in range(self.ranks - 1)])
 
-        def run(weights: list[Array], batch: list[Array], entered: list[Array]) -> list[Array]:
-            mine = walk
-            if walk.plan.traced.drawn:
-                *batch, first = batch
-                mine = replace(walk, examples=Examples(first=first, step=plan.accumulate))
-            given = zip(stage.given, (*weights, *batch, *entered), strict=True)
-            return stage.run(mine, [mine.defined(x, stage.names.get(key)) for key, x in given], {})
-
-        if groups is not None:
-            run = jax.vmap(run, spmd_axis_name=groups.axes)
-        mapped: Callable[..., list[Array]] = jax.vmap(run, spmd_axis_name=STAGE)
-        return mapped
-
-    def _weights(self, stage: Stage, leaves: Sequence[Array]) -> list[Array]:
-        """A stage's weights with a part or a copy for each rank and unreduced group.
-
-        With these copies, gradients are reduced once after the scan and not in each iteration.
-        """
-        return [self._copied(leaves[w.leaf], w) for w in stage.weights]
-
-    def _copied(self, x: Array, w: StageWeight) -> Array:
-        import jax.numpy as jnp
-
-        p = self.plan.pipeline.degree
-        if w.rows is None:
-            x = jnp.broadcast_to(x, (p, *x.shape))
-        else:
-            x = x.reshape(p, x.shape[0] // p, *x.shape[1:])
-        spec = tuple(self._spec(w.leaf))
-        if self.plan.unreduced_groups is not None:
-            x = jnp.broadcast_to(x[:, None], (p, self.plan.unreduced_groups.many, *x.shape[1:]))
-        return self._constrained(x, 0, spec if w.rows is None else (None, *spec[1:]))
-
-    def _spec(self, leaf: int) -> PartitionSpec:
-        """A parameter's layout on one rank, without the axes of unreduced groups."""
-        plan = self.plan
-        split = plan.split if plan.unreduced_groups is None else plan.unreduced_groups.split
-        return split.spec(plan.split.constraints.storage.get(split.leaf_names()[leaf], ()))
-
-    def _micro_batches(self, i: int, x: Array) -> Array:
-        """A leaf of the batch as [micro-batches, …] or [micro-batches, groups, …].
-
-        A leaf without a batch dim is copied for each micro-batch and group.
-        """
+    def _to_first(self, x: Array) -> Array:
+        """On the first rank, the values of all micro-batches. x: those of this rank's, stacked."""
         import jax
         import jax.numpy as jnp
 
-        plan, m, groups = self.plan, self.plan.accumulate, self.plan.unreduced_groups
-        if not split_inputs(plan.traced)[i]:
-            return jnp.broadcast_to(x, (m, *(() if groups is None else (groups.many,)), *x.shape))
-        placement = jax.tree.leaves(plan._in_shardings(self.mesh)[1:])[i]
-        x = micro_batch_stack(x, m, placement, self.mesh)
-        return x if groups is None else x.reshape(m, groups.many, x.shape[1] // groups.many, *x.shape[2:])
+        parts = [x, *(jax.lax.ppermute(x, STAGE, [(r, 0)]) for r in range(1, self.ranks))]
+        return jnp.stack(parts, 1).reshape(-1, *x.shape[1:])
 
-    def _constrained(self, x: Array, dim: int, rest: Sequence[object] | None = None) -> Array:
-        """The value with dim ``dim`` split over the ranks and the next one over the unreduced groups, if there are any.
-
-        rest: the layout of the dims after them, or None to leave it to XLA.
-        """
+    def _from_last(self, x: Array) -> Array:
+        """The values of this rank's micro-batches. x: on the last rank, those of all."""
         import jax
-        from jax.sharding import NamedSharding, PartitionSpec
+        import jax.numpy as jnp
 
-        groups = () if self.plan.unreduced_groups is None else (self.plan.unreduced_groups.axes,)
-        free = PartitionSpec.UNCONSTRAINED
-        many = x.ndim - dim - 1 - len(groups)
-        tail = [free] * many if rest is None else [*rest, *[None] * (many - len(rest))]
-        spec = PartitionSpec(*[None] * dim, STAGE, *groups, *tail)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        last = self.ranks - 1
+        x = x.reshape(-1, self.ranks, *x.shape[1:])
+        mine = x[:, last]
+        for r in range(last):
+            mine = jnp.where(self.rank == r, jax.lax.ppermute(x[:, r], STAGE, [(last, r)]), mine)
+        return mine
+
+    def _longer(self, x: Array) -> Array:
+        """A value of each iteration. x: of each micro-batch; the last one is repeated."""
+        import jax
+        import jax.numpy as jnp
+
+        again = jax.lax.stop_gradient(x[-1:])
+        return jnp.concatenate([x, *[again] * (self.ranks - 1)])
+
+
+def _sent(value: DeviceValue) -> Array:
+    """The array of an activation, whose gradient returns in the same layout."""
+    if value.gradient_carrier is not None:
+        raise NotManual(
+            f"'{value.tensor}' crosses between stages, but its gradient has another layout than it has"
+        )
+    return value.array

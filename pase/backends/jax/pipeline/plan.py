@@ -16,6 +16,7 @@ from pase.backends.jax.check_plans import Against, CheckedStep
 from pase.backends.jax.pipeline.arrays import StackCut, is_cut, merged, registered
 from pase.backends.jax.pipeline.check import check_stages
 from pase.backends.jax.pipeline.circular import JaxCircular, circular_of
+from pase.backends.jax.pipeline.local_stage import check_lowering
 from pase.backends.jax.pipeline.optimizer import StagedOptimizer
 from pase.backends.jax.pipeline.placement import StagePlacement
 from pase.backends.jax.pipeline.run import RunningStages
@@ -206,7 +207,7 @@ class JaxPipeline:
         progress: Callable[[str], None] | None = None,
     ) -> GradientCheck:
         """Check that a step in stages computes the gradient of the model's loss, like ``JaxPlan.check``."""
-        _check_lowering(lowering)
+        check_lowering(lowering)
         running = self.on(mesh)
         placement = running.placement
         placed = placement.placed(arrays((params, *batch)))
@@ -250,7 +251,7 @@ class JaxPipeline:
         self, optimizer: GradientTransformation, mesh: JaxMesh | None, donate: bool, lowering: str
     ) -> StagedStep:
         """``train_step`` without its check."""
-        _check_lowering(lowering)
+        check_lowering(lowering)
         running = self.on(mesh)
         return StagedStep(
             running=running,
@@ -307,16 +308,6 @@ class StagedStep:
         state = self.optimizer.placed(opt_state)
         updated, state = self.optimizer.updated(grads, state, trained(params), self.donate)
         return merged(updated, untrained(params), self.running.placement.plan.traced.kept[0]), state
-
-
-def _check_lowering(lowering: str) -> None:
-    """Raise PaseError if another lowering than that of stages is asked for."""
-    if lowering not in ("auto", "manual"):
-        raise PaseError(
-            "stages are lowered manually",
-            where=f"lowering='{lowering}'",
-            fix="leave out lowering=, or compile with stage_schedule='circular', which leaves stages to XLA",
-        )
 
 
 def pipeline_of(

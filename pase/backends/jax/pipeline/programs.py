@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
     from jax.typing import ArrayLike
 
-    from pase.backends.jax.pipeline.device import DeviceStage, HeldArray
+    from pase.backends.jax.pipeline.device import DeviceStage
+    from pase.backends.jax.pipeline.local_stage import HeldArray
 
 __all__ = ["Cutting", "OnDevices", "StageProgram", "StagePrograms", "flat", "stage_programs"]
 
@@ -87,7 +88,7 @@ def stage_programs(
     each, whole = jax.sharding.PartitionSpec(device.mesh.names), jax.sharding.PartitionSpec()
     stored = [manual.spec(h.layout, h.shape) for h in device.stored]
     specs = dict(zip(w, stored, strict=True)) | {number: whole}
-    specs |= {v: manual.spec(h.layout, h.shape) for v, h in zip(b, device.arrives, strict=True)}
+    specs |= {v: manual.spec(h.layout, h.shape) for v, h in zip(b, device.given, strict=True)}
     if device.last:
         specs = {v: s for v, s in zip(y, manual.returns(), strict=True) if not is_literal(v)} | specs
     cut = Cutting(
@@ -100,7 +101,8 @@ def stage_programs(
     )
     prepare, forward, backward = cut.programs(y, jax.tree.leaves(dx), dw, 2 if splits_backward else 1)
     zeros = cut.on_devices.mapped(lambda w: [s[None] for s in device.sums(w)], (stored,), each)
-    updated = [manual.spec(device.stored[i].gradient, device.stored[i].shape) for i in device.trained]
+    kept = {s.leaf: h for s, h in zip(device.stage.weights, device.stored, strict=True)}
+    updated = [manual.spec(kept[i].gradient, kept[i].shape) for i in device.trained]
     finish = cut.on_devices.mapped(
         lambda w, sums: device.finished(w, [s[0] for s in sums]), (stored, each), updated
     )
@@ -138,7 +140,7 @@ def _arguments(device: DeviceStage, weights: Sequence[np.dtype], batch: Sequence
     ends = device.cotangents
     return (
         given(device.stored, weights),
-        given(device.arrives, batch),
+        given(device.given, batch),
         jax.ShapeDtypeStruct((), jax.numpy.int32),
         given(device.before, coming),
         given(ends, back, gradient=True) if ends else [jax.ShapeDtypeStruct((), d) for d in back],

@@ -6,28 +6,23 @@ between the ranks' meshes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.pipeline.arrays import is_cut, joined, on_rank
-from pase.backends.jax.pipeline.device import DeviceStage, HeldArray
+from pase.backends.jax.pipeline.device import DeviceStage
+from pase.backends.jax.pipeline.local_stage import HeldArray, refusals
 from pase.backends.jax.pipeline.placement import StagePlacement
 from pase.backends.jax.pipeline.programs import StageProgram, StagePrograms, stage_programs
 from pase.backends.jax.pipeline.segments import StageKey
 from pase.backends.jax.pipeline.stages import StageWeight
 from pase.backends.jax.spmd.lower import Manual
-from pase.backends.jax.spmd.values import NotManual
-from pase.errors import PaseError
 from pase.frontends.jax.contexts import without_mesh
 from pase.frontends.jax.leaves import arrays, combine
 from pase.frontends.jax.types import Var
 from pase.frontends.jax.versions import is_literal, value_of
-from pase.local.rows import with_rows
-from pase.local.types import LocalProgram
-from pase.local.verify import verify_program
 from pase.pipeline.order import order_of
 from pase.pipeline.types import Kind
 from pase.pytree import Tree
@@ -53,15 +48,13 @@ class RunningStages:
         return self.placement.plan
 
     @cached_property
-    def local(self) -> tuple[LocalProgram, ...]:
-        """The local program of each stage, in which stacks have the stage's rows."""
-
-        def of(k: int) -> LocalProgram:
-            made = with_rows(self.placement.split(k).program, self.plan.stages[k].rows)
-            verify_program(made)
-            return made
-
-        return tuple(of(k) for k in range(len(self.plan.stages)))
+    def manual(self) -> tuple[Manual, ...]:
+        """The model under each stage's strategy, with the stage's rows of stacks."""
+        everywhere, ranks = self.placement.everywhere, self.plan.schedule.rank_of
+        return tuple(
+            Manual(plan=self.placement.split(k), mesh=everywhere.mesh_of(rank), rows=stage.rows)
+            for k, (stage, rank) in enumerate(zip(self.plan.stages, ranks, strict=True))
+        )
 
     @cached_property
     def programs(self) -> tuple[StagePrograms, ...]:
@@ -69,7 +62,7 @@ class RunningStages:
         plan, made, out = self.plan, dict[Hashable, StagePrograms](), []
         for k, (stage, p) in enumerate(zip(plan.stages, plan.pipeline.stages, strict=True)):
             leaves, device = tuple(w.leaf for w in stage.weights), self.device(k)
-            ends = (device.stored, device.arrives, device.before, device.after)
+            ends = (device.stored, device.given, device.before, device.after)
             key = (plan.schedule.rank_of[k], p.strategy, p.weights, stage.alike, leaves, ends)
             if key not in made:
                 made[key] = self._programs_of(device)
@@ -84,21 +77,23 @@ class RunningStages:
 
         def crossing(at: int, keys: Sequence[StageKey]) -> tuple[HeldArray, ...]:
             return tuple(
-                HeldArray.of(self.local[at], stage.names.get(key), stage.avals[key].shape) for key in keys
+                HeldArray.of(self.manual[at].program, stage.names.get(key), stage.avals[key].shape)
+                for key in keys
             )
 
         return DeviceStage(
             stage=stage,
-            manual=Manual(
-                plan=placement.split(k), mesh=placement.everywhere.mesh_of(plan.schedule.rank_of[k])
-            ),
-            program=self.local[k],
+            manual=self.manual[k],
+            last=k + 1 == len(plan.stages),
             stored=tuple(
-                HeldArray.of(self.local[placement.holders[w][0]], names[w.leaf], placement.shape(w).shape)
+                HeldArray.of(
+                    self.manual[placement.holders[w][0]].program, names[w.leaf], placement.shape(w).shape
+                )
                 for w in stage.weights
             ),
-            arrives=tuple(
-                HeldArray.of(self.local[placement.readers[i][0]], names[n + i], full[i]) for i in stage.batch
+            given=tuple(
+                HeldArray.of(self.manual[placement.readers[i][0]].program, names[n + i], full[i])
+                for i in stage.batch
             ),
             before=crossing(k - 1, stage.enters) if k else (),
             after=crossing(k + 1, stage.leaves) if k + 1 < len(plan.stages) else (),
@@ -110,7 +105,7 @@ class RunningStages:
 
     def _programs_of(self, device: DeviceStage) -> StagePrograms:
         avals, n = self.plan.traced.jaxpr.in_avals, len(self.plan.traced.param_paths)
-        with _refusals():
+        with refusals():
             return stage_programs(
                 device,
                 [avals[w.leaf].dtype for w in device.stage.weights],
@@ -291,22 +286,9 @@ def _run(
     program: StageProgram, values: Mapping[Var, ArrayLike], sums: list[Array]
 ) -> tuple[list[Array], dict[Var, Array]]:
     """(the sums of gradients, what the program makes). sums: for the last part of backward; otherwise none."""
-    with _refusals():
+    with refusals():
         sums, made = program.run(sums, [values[v] for v in program.reads])
     return sums, {v: x for v, x in zip(program.makes, made, strict=True) if not is_literal(v)}
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Says of a stage that cannot be lowered manually what else there is: stages have no other lowering."""
-    try:
-        yield
-    except NotManual as e:
-        raise PaseError(
-            f"it cannot be run in stages: {e.what}",
-            where=e.where,
-            fix="compile with pipeline='none', or with stage_schedule='circular' if the layers are one loop",
-        ) from e
 
 
 @cache

@@ -8,10 +8,12 @@ between cut points.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from pase.backends.jax.spmd.control import in_loop_layout, written_out
+from pase.backends.jax.spmd.values import Cache, DeviceValue
 from pase.errors import PaseError
 from pase.frontends.jax.blocks import blocks_of, loops_of
 from pase.frontends.jax.frontend import TracedJax, inlined, inner_jaxpr
@@ -23,59 +25,33 @@ from pase.ir.blocks import Block
 from pase.ir.cut_points import UnitChain
 from pase.pytree import Tree
 
-__all__ = ["Segment", "SegmentList", "StageEnv", "StageKey", "StageWalk", "variables"]
+if TYPE_CHECKING:
+    from pase.backends.jax.spmd.interpreter import ManualWalk
+
+__all__ = ["Segment", "SegmentList", "StageEnv", "StageKey", "variables"]
 
 StageKey: TypeAlias = Any
 """A value: a variable of a jaxpr, or an intermediate value of a loop, as a tuple such as (path, "carry", iteration,
 index)."""
-StageEnv = dict[StageKey, Tree]
-
-
-class StageWalk(Protocol):
-    """What runs the equations of segments: on arrays with constraints (``JaxprWalk``), or on one device
-    (``ManualWalk``)."""
-
-    def value(self, key: StageKey, env: StageEnv) -> Tree:
-        """The value of a variable or literal."""
-
-    def constant(self, array: Tree) -> Tree:
-        """A value that does not depend on data."""
-
-    def span(self, jaxpr: Jaxpr, env: StageEnv, start: int, stop: int, prefix: str, made: Tree, /) -> None:
-        """Run the equations ``start`` … ``stop - 1``, and add their results to env."""
-
-    def in_loop_layout(self, at: Place, value: Tree, name: str | None, made: Tree, /) -> Tree:
-        """A value in the layout that the plan has for one tensor of a loop. at: the place of the tensor."""
-
-    def iterations(
-        self, eqn: Eqn, at: Place, ins: Sequence[Tree], carried: Sequence[Tree], rows: range, made: Tree, /
-    ) -> list[Tree]:
-        """Iterations of a scan, written out: the last carry, then the stacked results of these iterations.
-
-        ins: the scan's operands besides its carry. carried: what the iterations begin with. rows: the rows of stacks
-        that they read; a stack has all rows, or only these.
-        """
-
-    def joined(self, parts: Sequence[Tree], name: str | None) -> Tree:
-        """A result of a loop, of which stages have made parts. name: its tensor."""
+StageEnv = dict[StageKey, DeviceValue]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
     """A segment of the program.
 
-    run: reads the inputs from the environment and writes the results to it. Its arguments are the walk that lowers
-    equations, the environment, and what the walk has already made for several readers. block: the index of the
-    segment's block or unit; -1 before the blocks, and the number of blocks after them. row_by_row: whether each row of
-    the result depends only on the same row of the operands, so that it can run on some rows of stacks alone. loop: the
-    path of the loop over layers, if the segment is iterations of it. stacks: the stacks of which these read a row each;
-    the environment has all rows of a stack, or only those of these iterations.
+    run: reads the inputs from the environment and writes the results to it. Its arguments are the walk that runs
+    equations on one device, the environment, and the state of the model's body. block: the index of the segment's block
+    or unit; -1 before the blocks, and the number of blocks after them. row_by_row: whether each row of the result
+    depends only on the same row of the operands, so that it can run on some rows of stacks alone. loop: the path of the
+    loop over layers, if the segment is iterations of it. stacks: the stacks of which these read a row each; the
+    environment has all rows of a stack, or only those of these iterations.
     """
 
     reads: tuple[StageKey, ...]
     makes: tuple[StageKey, ...]
     block: int
-    run: Callable[[StageWalk, StageEnv, Tree], None]
+    run: Callable[[ManualWalk, StageEnv, Cache], None]
     row_by_row: bool = False
     loop: str = ""
     stacks: tuple[StageKey, ...] = ()
@@ -192,7 +168,7 @@ class SegmentList:
     def _alias(self, source: StageKey, target: StageKey) -> Segment:
         """A segment that passes a value into or out of an inlined call, whose jaxpr has other variables."""
 
-        def run(walk: StageWalk, env: StageEnv, copies: Tree) -> None:
+        def run(walk: ManualWalk, env: StageEnv, cache: Cache) -> None:
             env[target] = walk.value(source, env)
 
         self.avals[target] = target.aval
@@ -213,8 +189,8 @@ class SegmentList:
             for v, name in zip(e.outvars, self.traced.results[Place(f"{prefix}{i}")], strict=True):
                 self.names[v], self.avals[v] = name, v.aval
 
-        def run(walk: StageWalk, env: StageEnv, copies: Tree) -> None:
-            walk.span(jaxpr, env, start, stop, prefix, copies)
+        def run(walk: ManualWalk, env: StageEnv, cache: Cache) -> None:
+            walk.span(jaxpr, env, start, stop, prefix, cache)
 
         alone = not is_block and stop == start + 1
         shapes = {v.aval.shape for v in (*eqns[0].invars, *eqns[0].outvars)} - {()}
@@ -243,9 +219,7 @@ class SegmentList:
             return keys
 
         for k, key in enumerate(carry(0)):
-            yield self._into_carry(
-                at.its("carry", k), eqn.invars[nc + k], key, self.traced.operands[at][nc + k]
-            )
+            yield self._into_carry(at.its("carry", k), eqn.invars[nc + k], key)
         outside = enumerate(self.traced.operands[at][nc + nk :])
         inside = ((name, self.traced.results.get(at.its("xs", k))) for k, name in outside)
         self.stacks[path] = [(name, made[0]) for name, made in inside if name and made]
@@ -271,14 +245,14 @@ class SegmentList:
                     var, [carry(end - begin)[k]] if k < nk else [y[k - nk] for y in of_stages], name
                 )
 
-    def _into_carry(self, at: Place, var: Var, key: StageKey, name: str | None) -> Segment:
+    def _into_carry(self, at: Place, var: Var, key: StageKey) -> Segment:
         """A segment that brings an operand of the loop over layers into the layout of the body's carry.
 
-        at: the place of the operand in the loop. key: the operand inside the loop. name: its tensor in the graph.
+        at: the place of the operand in the loop. key: the operand inside the loop.
         """
 
-        def run(walk: StageWalk, env: StageEnv, copies: Tree) -> None:
-            env[key] = walk.in_loop_layout(at, walk.value(var, env), name, copies)
+        def run(walk: ManualWalk, env: StageEnv, cache: Cache) -> None:
+            env[key] = in_loop_layout(walk, at, walk.value(var, env), cache)
 
         return Segment(reads=variables([var]), makes=(key,), block=self._here(), run=run)
 
@@ -293,9 +267,9 @@ class SegmentList:
         nc, nk = scan_groups(eqn)
         besides = (*eqn.invars[:nc], *eqn.invars[nc + nk :])
 
-        def run(walk: StageWalk, env: StageEnv, copies: Tree) -> None:
+        def run(walk: ManualWalk, env: StageEnv, cache: Cache) -> None:
             ins, carried = [walk.value(v, env) for v in besides], [env[key] for key in carry]
-            made = walk.iterations(eqn, at, ins, carried, range(*rows), copies)
+            made = written_out(walk, eqn, at, ins, carried, range(*rows), cache)
             env.update(zip(makes, made, strict=True))
 
         stacks = variables(eqn.invars[nc + nk :])
@@ -311,8 +285,12 @@ class SegmentList:
     def _result(self, var: Var, reads: Sequence[StageKey], name: str) -> Segment:
         """A result of the loop over layers. reads: the last carry, or the rows that each stage's iterations return."""
 
-        def run(walk: StageWalk, env: StageEnv, copies: Tree) -> None:
-            env[var] = walk.joined([env[key] for key in reads], name)
+        def run(walk: ManualWalk, env: StageEnv, cache: Cache) -> None:
+            import jax.numpy as jnp
+
+            parts = [env[key] for key in reads]
+            array = jnp.concatenate([h.array for h in parts]) if len(parts) > 1 else parts[0].array
+            env[var] = replace(parts[0], array=array, tensor=name)
 
         self.names[var], self.avals[var] = name, var.aval
         block = self.blocks if self.chain is None else self._current

@@ -9,7 +9,9 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pase.backends.jax.pipeline.segments import Segment, SegmentList, StageEnv, StageKey, StageWalk, variables
+from pase.backends.jax.pipeline.segments import Segment, SegmentList, StageEnv, StageKey, variables
+from pase.backends.jax.spmd.interpreter import ManualWalk
+from pase.backends.jax.spmd.values import Cache, DeviceValue
 from pase.errors import PaseError
 from pase.frontends.jax.frontend import TracedJax
 from pase.frontends.jax.types import Aval
@@ -55,16 +57,15 @@ class Stage:
     constants: Mapping[StageKey, Tree]
     avals: Mapping[StageKey, Aval]
 
-    def run(self, walk: StageWalk, given: Sequence[Tree], made: Tree) -> list[Tree]:
-        """The outputs of the stage.
+    def run(self, walk: ManualWalk, given: Sequence[DeviceValue], cache: Cache) -> list[DeviceValue]:
+        """The outputs of the stage on one device.
 
-        given: the values of its weights, batch leaves and entering activations. made: what the walk has made so far for
-        several readers.
+        given: the values of its weights, batch leaves and entering activations. cache: the state of the model's body.
         """
-        env: StageEnv = {key: walk.constant(x) for key, x in self.constants.items()}
+        env: StageEnv = {key: DeviceValue(array=x) for key, x in self.constants.items()}
         env.update(zip(self.given, given, strict=True))
         for segment in self.segments:
-            segment.run(walk, env, made)
+            segment.run(walk, env, cache)
         return [walk.value(key, env) for key in self.leaves]
 
 

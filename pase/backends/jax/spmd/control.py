@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.spmd.collectives import JaxArrays
-from pase.backends.jax.spmd.values import Arrivals, Cache, DeviceValue, packed, unpacked
+from pase.backends.jax.spmd.values import Arrivals, Cache, DeviceValue, NotManual, packed, unpacked
 from pase.frontends.jax.types import ClosedJaxpr, Eqn
 from pase.frontends.jax.versions import scan_groups, source_line
 from pase.ir import Place, PlacePart
@@ -55,6 +55,11 @@ def _closed(
     """The values that a body passes to its next iteration, in the layouts of the carry."""
     out = []
     for k, (before, h) in enumerate(zip(carried, made, strict=True)):
+        if before.gradient_carrier is not None:  # the carry's own gradient would be lost
+            raise NotManual(
+                f"'{before.tensor}' is carried by a loop, but its gradient has another layout than it has; this is a "
+                "defect of pase.local"
+            )
         takers = walk.program.takers.get(at.its("carry", k), ())
         if takers:
             (wanted,) = takers[0].operands
@@ -131,7 +136,11 @@ def written_out(
     rows: range,
     cache: Cache,
 ) -> list[DeviceValue]:
-    """``ManualWalk.iterations``."""
+    """Iterations of a scan, written out: the last carry, then the stacked results of these iterations.
+
+    ins: the scan's operands besides its carry. carried: what the iterations begin with. rows: the rows of stacks that
+    they read; a stack has all rows, or only these.
+    """
     import jax
     import jax.numpy as jnp
 

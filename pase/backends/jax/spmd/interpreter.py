@@ -16,13 +16,7 @@ from pase.backends.jax.ops.draws import Examples, drawn
 from pase.backends.jax.ops.jaxprs import KEPT, boundary, of_operand
 from pase.backends.jax.spmd import rules
 from pase.backends.jax.spmd.collectives import JaxArrays, summed, there_and_back
-from pase.backends.jax.spmd.control import (
-    in_loop_layout,
-    manual_cond,
-    manual_scan,
-    manual_while,
-    written_out,
-)
+from pase.backends.jax.spmd.control import manual_cond, manual_scan, manual_while
 from pase.backends.jax.spmd.custom_rules import call_with_rule
 from pase.backends.jax.spmd.messages import BodyMessages
 from pase.backends.jax.spmd.placement import REMATERIALISED, given_form, message_bodies
@@ -112,36 +106,6 @@ class ManualWalk:
     @cached_property
     def _info(self) -> DebugInfo:
         return self.traced.jaxpr.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-
-    def constant(self, array: Tree) -> DeviceValue:
-        """A value that does not depend on data."""
-        return DeviceValue(array=array)
-
-    def in_loop_layout(self, at: Place, value: DeviceValue, name: str | None, cache: Cache) -> DeviceValue:
-        """A value in the layout that the plan has for one tensor of a loop or a branch. at: the place of the tensor.
-        name: not used; the value has its own."""
-        del name
-        return in_loop_layout(self, at, value, cache)
-
-    def iterations(
-        self,
-        eqn: Eqn,
-        at: Place,
-        ins: Sequence[DeviceValue],
-        carried: Sequence[DeviceValue],
-        rows: range,
-        cache: Cache,
-    ) -> list[DeviceValue]:
-        """``StageWalk.iterations``."""
-        return written_out(self, eqn, at, ins, carried, rows, cache)
-
-    def joined(self, parts: Sequence[DeviceValue], name: str | None) -> DeviceValue:
-        """``StageWalk.joined``."""
-        import jax.numpy as jnp
-
-        if len(parts) == 1:
-            return replace(parts[0], tensor=name)
-        return replace(parts[0], array=jnp.concatenate([h.array for h in parts]), tensor=name)
 
     def input(self, array: Array, tensor: str) -> DeviceValue:
         """An input. One that no op reads is whole on every device."""

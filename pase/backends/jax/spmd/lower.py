@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -30,6 +30,7 @@ from pase.ir import Place
 from pase.local.lower import between
 from pase.local.parts import placement, to_whole
 from pase.local.reshard import resharded
+from pase.local.rows import with_rows
 from pase.local.types import Layout, LocalOp, LocalProgram, LocalResult, local_shape
 from pase.local.verify import verify_program
 from pase.pytree import Tree
@@ -44,7 +45,15 @@ if TYPE_CHECKING:
     from pase.backends.jax.plan import JaxPlan
     from pase.machine import Mesh
 
-__all__ = ["Lowering", "Manual", "gradient_carrier", "lowered", "lowerings", "manual_or_annotated"]
+__all__ = [
+    "Lowering",
+    "Manual",
+    "gradient_carrier",
+    "lowered",
+    "lowerings",
+    "manual_or_annotated",
+    "not_differentiable",
+]
 
 Lowering = Literal["annotated", "manual", "auto"]
 """What partitions the program. annotated: XLA's partitioner, with the plan's constraints. manual: pase itself, by
@@ -120,15 +129,19 @@ class _ManualOrAnnotated:
 
 @dataclass(frozen=True, kw_only=True)
 class Manual:
-    """The functions of a JAX plan that is lowered manually, on a JAX mesh."""
+    """The functions of a JAX plan that is lowered manually, on a JAX mesh.
+
+    rows: tensor -> its rows on a device, for stacks of which a device has only some.
+    """
 
     plan: JaxPlan
     mesh: JaxMesh
+    rows: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def program(self) -> LocalProgram:
         with faults_at(lambda _: "the plan"):
-            made = self.plan.program
+            made = with_rows(self.plan.program, self.rows)
             try:
                 verify_program(made)
             except PaseError as e:
@@ -140,7 +153,7 @@ class Manual:
         return self.plan.leaf_names()
 
     @cached_property
-    def _walk(self) -> ManualWalk:
+    def walk(self) -> ManualWalk:
         return ManualWalk(
             program=self.program,
             traced=self.plan.traced,
@@ -151,18 +164,12 @@ class Manual:
 
     def loss(self) -> Callable[..., Tree]:
         """f(params, *batch) -> the result of the user's function. Do not differentiate it; use ``value_and_grad``."""
-        import jax
 
-        run = jax.custom_vjp(self.mapped(lambda *leaves: self.forward(leaves, {}), self.returns()))
-
-        def refuse(*_: Tree) -> Never:
-            trained = self.plan.traced.mode == "train"
-            raise PaseError(
-                "a manually lowered function cannot be differentiated",
-                fix="use " + ("plan.jax.value_and_grad(), or " if trained else "") + "lowering='annotated'",
-            )
-
-        run.defvjp(refuse, refuse)
+        trained = self.plan.traced.mode == "train"
+        fix = "use " + ("plan.jax.value_and_grad(), or " if trained else "") + "lowering='annotated'"
+        run = not_differentiable(
+            self.mapped(lambda *leaves: self.forward(leaves, {}), self.returns()), fix=fix
+        )
 
         def whole(*args: Tree) -> Tree:
             return self.value(run(*self.plan.checked(args)))
@@ -232,7 +239,7 @@ class Manual:
                 v: DeviceValue(array=c) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)
             }
             env |= {
-                closed.jaxpr.invars[i]: self._walk.leaf(x, names[i])
+                closed.jaxpr.invars[i]: self.walk.leaf(x, names[i])
                 for i, x in zip(given, leaves, strict=True)
             }
 
@@ -242,10 +249,10 @@ class Manual:
             cache = Cache()
             inner, consts = inner_jaxpr(eqn)
             prefix = self.plan.traced.programs[number]
-            outs = self._walk.run(inner, consts, [value(v) for v in eqn.invars], prefix, cache)
+            outs = self.walk.run(inner, consts, [value(v) for v in eqn.invars], prefix, cache)
             env.update(zip(eqn.outvars, outs, strict=True))
             return [
-                self.out(self._walk, value(closed.jaxpr.outvars[j]), self.end(j), cache, differentiated=False)
+                self.out(self.walk, value(closed.jaxpr.outvars[j]), self.end(j), cache, differentiated=False)
                 for j in mine
             ]
 
@@ -259,17 +266,21 @@ class Manual:
         given: Sequence[int] | None = None,
         stacked: Collection[int] = (),
         more: Sequence[Tree] = (),
+        among: Callable[[int, PartitionSpec], PartitionSpec] = lambda _, spec: spec,
     ) -> Callable[..., Tree]:
         """``fn`` on each device, as a jitted ``shard_map``.
 
         outs: PartitionSpecs of its results. given: the numbers of the leaves that it takes; None for all. stacked: the
-        leaves among them that are stacked micro-batches. more: PartitionSpecs of its further arguments.
+        leaves among them that are stacked micro-batches. more: PartitionSpecs of its further arguments. among: from a
+        leaf and its PartitionSpec on the plan's mesh to that on a mesh that has other axes besides.
         """
         import jax
         from jax.sharding import PartitionSpec
 
         leaves = range(len(self._names)) if given is None else given
-        one = [self.spec(self.program.result(self._names[i]).layout, self._shape(i)) for i in leaves]
+        one = [
+            among(i, self.spec(self.program.result(self._names[i]).layout, self._shape(i))) for i in leaves
+        ]
         ins = tuple(
             PartitionSpec(None, *spec) if i in stacked else spec for i, spec in zip(leaves, one, strict=True)
         )
@@ -326,7 +337,7 @@ class Manual:
         gradient_carriers: as the method of this name returns them. arrivals: the parameters that were gathered before.
         examples: those of the micro-batch, if random numbers are drawn for them.
         """
-        walk, closed = replace(self._walk, arrivals=arrivals, examples=examples), self.plan.traced.jaxpr
+        walk, closed = replace(self.walk, arrivals=arrivals, examples=examples), self.plan.traced.jaxpr
         values = []
         for i, (x, name) in enumerate(zip(leaves, self._names, strict=True)):
             r = self.program.result(name)
@@ -407,6 +418,19 @@ class Manual:
                 found = tuple(op for op in found if op.op.scope[0].path == programs[j // each])
             return found[0] if found else None
         return self.program.outputs.get(self._out_names[j] or "")
+
+
+def not_differentiable(run: Callable[..., Tree], fix: str) -> Callable[..., Tree]:
+    """The function, whose derivative raises PaseError. fix: what to do instead."""
+    import jax
+
+    refusing = jax.custom_vjp(run)
+
+    def refuse(*_: Tree) -> Never:
+        raise PaseError("a manually lowered function cannot be differentiated", fix=fix)
+
+    refusing.defvjp(refuse, refuse)
+    return refusing  # type: ignore[no-any-return]
 
 
 def gradient_carrier(x: Array, r: LocalResult, mesh: Mesh) -> Array:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from pase.compiler.stages.circular import circular_bound_s, circular_problem, ci
 from pase.compiler.stages.menu import ONLY
 from pase.compiler.stages.search import StageMenu
 from pase.errors import Infeasible, PaseError
+from pase.hlo.collectives import collectives
 from pase.pipeline.registry import schedule
 from pase.pipeline.simulate import simulate
 from pase.tables.itemize import split_of
@@ -83,7 +85,6 @@ def test_one_program_equals_the_unsharded_step(ranks, mesh, remat, seed, lanes):
     data = base.mesh.names[0] if lanes else None
     strategy = base.pipeline.strategies[0] if seed is None else drawn(base, seed, data)
     jp, whole = circular(base, strategy, "hoisted" if lanes else "each").jax, reference(True)
-    assert (jp.unreduced_groups is not None) == lanes
     params, batch = arguments(True)
     if lanes or ranks > 2:
         loss, grads = jax.jit(jp.value_and_grad())(params, batch)
@@ -122,6 +123,64 @@ def test_a_plan_that_asks_for_it_says_so_and_runs():
     updated, _, loss = plan.jax.train_step(OPTIMIZER)(params, plan.jax.init(OPTIMIZER, params), batch)
     assert abs(float(loss) - whole.loss) < 1e-12
     assert worst_difference(whole.parameters, plan.jax.gathered(updated)) < 1e-12
+
+
+def ended(params, x):
+    """Layers between two ends. Examples pass a value besides the carry, and the loss has company."""
+    there = jax.nn.softmax(x @ params["first"])
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w + there), None), x @ params["start"], params["layers"])
+    return jnp.mean((h @ params["last"] + there) ** 2), {"mean": h.mean(0), "positive": (h > 0).sum(-1)}
+
+
+def over_data(weights):
+    """(the circular plan of ``ended`` whose mesh splits only the batch, its arguments)"""
+    rng = np.random.default_rng(0)
+    shapes = {"first": (4, 4), "start": (4, 4), "layers": (4, 4, 4), "last": (4, 4)}
+    params = {k: jnp.asarray(rng.normal(size=s), "float32") for k, s in shapes.items()}
+    given = params, jnp.asarray(rng.normal(size=(16, 4)), "float32")
+    kinds = {"pipeline": 2, "mesh": "2", "accumulate": MICRO, "memory_limit": "none", "remat": "none"}
+    plan = pase.compile(ended, *given, devices=4, machine="h100x8", stage_schedule="circular", **kinds)
+    (axis,) = plan.mesh.names
+    split = {n.name: {"b": (axis,)} if "b" in {d.name for d in n.space} else {} for n in plan.graph.nodes}
+    return circular(plan, split, weights), given
+
+
+@pytest.mark.parametrize("weights", ["hoisted", "each"])
+def test_it_sends_what_it_is_priced_for(weights):
+    """Both activations that cross, in each iteration and from rank to rank at both ends, and back; gradients are summed
+    once, or in each iteration."""
+    plan, given = over_data(weights)
+    jp = plan.jax
+    run = jax.jit(jp.value_and_grad()).lower(*jp.device_put(*given)).compile()
+    sent = collectives(run.as_text())
+    p, m, activation = 2, MICRO, 16 // MICRO // 2 * 4 * 4
+    times = 2 * ((m + p - 1) + 2 * m * (1 - 1 / p))
+    assert sum(c.bytes * c.count for c in sent if c.kind == "permute") == 2 * times * activation
+    summed = {c.count for c in sent if c.kind != "permute" and c.bytes >= 4 * 4 * 4}
+    assert summed == {1} if weights == "hoisted" else summed > {1}
+
+
+def test_other_results_are_stacked_over_micro_batches():
+    plan, (params, x) = over_data("hoisted")
+    jp = plan.jax
+
+    def whole(params):
+        parts = [ended(params, x[i::MICRO]) for i in range(MICRO)]
+        return sum(loss for loss, _ in parts) / MICRO, jax.tree.map(
+            lambda *y: jnp.stack(y), *[a for _, a in parts]
+        )
+
+    wanted = jax.value_and_grad(whole, has_aux=True)(params)
+    for of, got in [(wanted, jp.value_and_grad()(params, x)), (wanted[0], jp.loss()(params, x))]:
+        assert worst_difference(of, jp.gathered(got)) < 1e-6
+
+
+def test_it_has_one_lowering_and_its_loss_cannot_be_differentiated():
+    plan, given = over_data("hoisted")
+    with pytest.raises(PaseError, match="value_and_grad"):
+        jax.grad(lambda *args: plan.jax.loss()(*args)[0])(*given)
+    with pytest.raises(PaseError, match="lowered manually"):
+        plan.jax.train_step(OPTIMIZER, lowering="annotated")
 
 
 def test_without_a_named_schedule_it_is_tried_where_the_program_can_run_it():

@@ -131,4 +131,4 @@ def test_what_cannot_be_lowered_manually_is_refused_in_stages():
     plan = pase.compile(printing, w, x, devices=2, machine="h100x8", pipeline=2, mesh="1", accumulate=MICRO)
     with pytest.raises(PaseError, match="cannot be run in stages") as e:
         staged(plan, "1f1b", 1, (2, 2)).jax.value_and_grad()(w, x)
-    assert "debug" in e.value.where and "test_device.py" in e.value.where and "'circular'" in e.value.fix
+    assert "debug" in e.value.where and "test_device.py" in e.value.where and "pipeline='none'" in e.value.fix
