@@ -85,6 +85,9 @@ _DEEPSEEK: dict[str, Any] = {
     "selective": all_but_products,
 }
 
+_MAXTEXT = replace(PROGRAMS["xla"].executor, widens=False)
+"""logits_dot_in_fp32 is false in MaxText's src/maxtext/configs/base.yml: logits are cast after their product."""
+
 
 def is_old(row: PublishedRow) -> bool:
     """Returns whether the row ran Megatron of 2021 or 2022 or a similar framework: unfused attention, no kernels of
@@ -117,7 +120,7 @@ def program_of(row: PublishedRow) -> Program:
                 program, bytes=replace(program.bytes, gradient=2.0, summed=2.0), whole_passes=2.0
             )
     elif row.source == "mxt" or "maxtext" in notes:
-        program = PROGRAMS["xla"]
+        program = replace(PROGRAMS["xla"], executor=_MAXTEXT)
         if 'remat "minimal"' in notes:
             program = replace(program, selective=all_but_weight_products)
     elif (

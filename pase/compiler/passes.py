@@ -22,6 +22,7 @@ from pase.compiler.problem.variants import Variant, variants
 from pase.compiler.stages.pipelines import search_pipelines
 from pase.compiler.stages.plans import plan_staged
 from pase.compiler.unfused import noted_unfused
+from pase.compiler.widened import noted_widened
 from pase.errors import Infeasible, PaseError
 from pase.frontends.registry import NotInParts
 from pase.ir import to_text
@@ -257,7 +258,7 @@ def _plan(a: Compilation) -> Compilation:
     fit = NO_LIMIT if a.limit is None else Fit(limit=int(a.limit), misfit=a.misfit, baselines=a.needs)
     proven = a.proven if q.form is None else {**a.proven, "target": q.options.target, "form": q.form.name}
     plan = plan_found(a.problem, found, q.name, q.traced, seconds, a.rivals, fit, proven)
-    return replace(a, plan=noted_unfused(plan, a.problem))
+    return replace(a, plan=noted_widened(noted_unfused(plan, a.problem), a.problem))
 
 
 @_pass("stages", "a pipeline, if it is asked for or is cheaper", staged=True)

@@ -22,7 +22,7 @@ from pase.tables.work import BACKWARD_PRODUCTS, Phase, Work, backward_passes, no
 if TYPE_CHECKING:
     from pase.compiler.problem.problem import SplitProblem
 
-__all__ = ["Unfused", "noted_unfused", "unfused", "unfused_text"]
+__all__ = ["Unfused", "noted_unfused", "of_activations", "unfused", "unfused_text"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +108,16 @@ def _written_out(graph: Graph) -> Iterator[tuple[Node, Node, Node]]:
         if functions.EXP not in computed or functions.SUM not in computed:
             continue
         made = {graph.producer[a.tensor].name for _, a in weights.reads if a.tensor in graph.producer}
-        scores = [graph.node[name] for name in made if _of_activations(graph, graph.node[name])]
+        scores = [graph.node[name] for name in made if of_activations(graph, graph.node[name])]
         read = {e.dst for e in graph.edges if e.src == weights.name}
-        values = [graph.node[name] for name in read if _of_activations(graph, graph.node[name])]
+        values = [graph.node[name] for name in read if of_activations(graph, graph.node[name])]
         if len(scores) == 1 and len(values) == 1 and _sums(weights, values[0]):
             yield scores[0], weights, values[0]
 
 
-def _of_activations(graph: Graph, n: Node) -> bool:
+def of_activations(graph: Graph, n: Node) -> bool:
+    """Whether the node is a product none of whose operands is a parameter, or a parameter's copy."""
+
     def leads_to_a_parameter(t: str) -> bool:
         maker = graph.producer.get(t)
         if maker is not None and maker.kind == "copy":

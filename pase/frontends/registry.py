@@ -110,6 +110,7 @@ class Frontend:
         ``chances``.
     modules: whether a model is a module that need not return its loss; ``trace`` then takes ``loss``.
     fused_attention: a sentence that says how a program requests a fused kernel of attention.
+    narrow_result: a sentence that says how a product gets a result in its operands' dtype.
     """
 
     reads: Callable[[object], bool]
@@ -118,6 +119,7 @@ class Frontend:
     programs: bool = False
     modules: bool = False
     fused_attention: str = ""
+    narrow_result: str = ""
 
 
 FRONTENDS: Registry[Frontend] = Registry("frontend", package="pase.frontends", each="frontend")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pase.ir.remarks import Remark
-from pase.ir.types import Graph, Node
+from pase.ir.types import Graph, Node, Op, itemsize
 from pase.once import once
 
-__all__ = ["FP4", "FP8", "in_fp8", "operand_bytes", "weight_products"]
+__all__ = ["FP4", "FP8", "gradient_dtype", "in_fp8", "operand_bytes", "product_dtype", "weight_products"]
 
 FP8 = "float8_e4m3fn"
 FP4 = "float4_e2m1fn"
@@ -25,6 +25,18 @@ def operand_bytes(dtype: str) -> float:
     (1.0, 0.5)
     """
     return {FP8: 1.0, FP4: 0.5}[dtype]
+
+
+def product_dtype(graph: Graph, op: Op) -> str:
+    """The dtype in which a product runs: that to which its operands are cast, or else the wider one of theirs."""
+    return op.product_dtype or max((graph.tensors[a.tensor].dtype for a in op.factors), key=itemsize)
+
+
+def gradient_dtype(graph: Graph, op: Op) -> str:
+    """The dtype in which a product's gradients are computed from the gradient of its result, which has the result's
+    dtype. If the result is wider than the operands, so are the products in backward."""
+    own, result = product_dtype(graph, op), graph.tensors[op.writes[0].tensor].dtype
+    return own if op.product_dtype else max(own, result, key=itemsize)
 
 
 def weight_products(graph: Graph, node: Node) -> bool:

@@ -17,7 +17,7 @@ from pase.ir import Access, Graph, Node, Op
 from pase.ir.recompute import needs
 from pase.ir.types import PRODUCTS
 from pase.machine import CostModel, Machine, Mesh
-from pase.tables.build import array_tile, work_price
+from pase.tables.build import habits, work_price
 from pase.tables.itemize import collectives
 from pase.tables.layouts import concrete_size, local_bytes
 from pase.tables.work import Phase, Work, node_work
@@ -47,6 +47,8 @@ class Executor:
 
     fused: whether light ops run inside the neighboring products. If not, each is a separate kernel that reads and
         writes memory, except that a function for which libraries have a kernel is one kernel.
+    widens: whether a product whose result is wider than its operands runs in the result's dtype in backward, as in JAX.
+        Other frameworks cast the result after the product.
     kernels: names of such functions that the user provides.
     masked: those among ``kernels`` that write a mask for backward to read.
     inside: a function -> the one among ``kernels`` whose kernel does its work, too.
@@ -67,6 +69,7 @@ class Executor:
 
     name: str
     fused: bool
+    widens: bool
     kernels: frozenset[str]
     masked: frozenset[str]
     host_s: tuple[float, float]
@@ -83,6 +86,7 @@ class Executor:
 COMPILED = Executor(
     name="compiled",
     fused=True,
+    widens=True,
     kernels=frozenset(),
     masked=frozenset(),
     host_s=(0.0, 0.0),
@@ -96,6 +100,7 @@ COMPILED = Executor(
 EAGER = Executor(
     name="eager",
     fused=False,
+    widens=False,
     kernels=_LIBRARY | _MASKED,
     masked=_MASKED,
     host_s=(49e-6, 34e-6),
@@ -231,7 +236,9 @@ def executed_work(
     """Return the node's local work as the executor runs it, under one config: int8 [1, axes]."""
     products = any(op.kind in _HEAVY - PRODUCTS for op in n.ops)
     apart = not (executor.fused or products or n.kind == "parameter")
-    work = list(node_work(graph, n, cfg, mesh, optimizer, array_tile(model)))
+    does = habits(model)
+    does = replace(does, widens=does.widens and executor.widens)
+    work = list(node_work(graph, n, cfg, mesh, optimizer, does))
     work = [w for w in work if w.casts or not (apart and w.kind == "memory")]
     return work + (list(_apart(graph, n, cfg, mesh, executor)) if apart else [])
 

@@ -595,7 +595,7 @@ def _priced_work(
         if w.kind == "attention":
             yield w, _attention_s(graph, n, cfg, mesh, w, program, model)
             continue
-        if w.casts:
+        if w.casts == "narrower":
             written = 2 * operand_bytes(PRODUCTS_IN[s.precision] or FP8)
             passes = max(program.fp8_passes, 1.0) if s.precision == "nvfp4" else program.fp8_passes
             own, had = (2 * (1 + often) + written for often in (passes, SCALE_PASSES))

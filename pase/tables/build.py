@@ -20,7 +20,7 @@ from pase.tables.fixed import as_fixed, fixed_layout
 from pase.tables.layouts import LayoutRule, configs
 from pase.tables.reshard import Plans, compare
 from pase.tables.types import CostTables, EdgeTable
-from pase.tables.work import Work, node_work
+from pase.tables.work import CompilerHabits, Work, node_work
 
 __all__ = [
     "GRANULE_BYTES",
@@ -28,7 +28,6 @@ __all__ = [
     "EdgeCosts",
     "PhaseCosts",
     "Space",
-    "array_tile",
     "build",
     "charge_cost",
     "charge_price",
@@ -36,6 +35,7 @@ __all__ = [
     "edge_costs",
     "edge_tables",
     "facts_along",
+    "habits",
     "layout_pairs",
     "lone_gather",
     "phase_costs",
@@ -158,10 +158,15 @@ def _windowed_flops_per_s(model: CostModel) -> float:
     return part * device.vector_flops
 
 
-def array_tile(model: CostModel) -> tuple[int, int] | None:
-    """The tiles in which the model's machine stores arrays; None if it does not pad arrays to tiles."""
-    tile = model.machine.device.memory_tile
-    return tile if model.unit == "s" and len(tile) == 2 else None
+def habits(model: CostModel) -> CompilerHabits:
+    """What the compiler of the model's machine does; arrays are not padded and nothing is converted if the model's unit
+    is not seconds."""
+    device, seconds = model.machine.device, model.unit == "s"
+    return CompilerHabits(
+        tile=device.memory_tile if seconds and len(device.memory_tile) == 2 else None,
+        widens=seconds,
+        converts=not model.machine.fuses_products,
+    )
 
 
 def build(
@@ -224,7 +229,7 @@ def phase_costs(
     for n, cfg, key in zip(graph.nodes, space, keys, strict=True):
         if key not in made:
             cost = {name: np.zeros(len(cfg)) for name in ("waited", "forward", "backward", "gathers")}
-            for w in node_work(graph, n, cfg, mesh, optimizer, array_tile(model)):
+            for w in node_work(graph, n, cfg, mesh, optimizer, habits(model)):
                 price = w.times * work_price(w, model)
                 late = w.late * price
                 when = "waited" if w.phase == "update" else w.phase

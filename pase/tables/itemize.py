@@ -12,7 +12,7 @@ import numpy as np
 from pase.files.codec import NotNegative
 from pase.ir import Edge, Graph, Node
 from pase.machine import CollectiveKind, CostModel, Mesh
-from pase.tables.build import array_tile, charge_price, work_price
+from pase.tables.build import charge_price, habits, work_price
 from pase.tables.charges import Charge, edge_charges, node_charges
 from pase.tables.facts import facts
 from pase.tables.work import Phase, Work, WorkKind, node_work
@@ -208,7 +208,7 @@ def local_work(
     for n, number in zip(graph.nodes, facts(graph).cost, strict=True):
         at = (number, configs[n.name].tobytes())
         if at not in made:
-            works = node_work(graph, n, configs[n.name][None, :], mesh, optimizer, array_tile(model))
+            works = node_work(graph, n, configs[n.name][None, :], mesh, optimizer, habits(model))
             made[at] = tuple(_worked(w, model) for w in works)
         out[n.name] = made[at]
     return out

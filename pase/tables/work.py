@@ -18,7 +18,7 @@ import numpy as np
 from pase.ir import Access, Graph, Node, Op, Tensor
 from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.ir.functions import CAUSAL_ATTENTION
-from pase.ir.precision import operand_bytes
+from pase.ir.precision import gradient_dtype, operand_bytes, product_dtype
 from pase.ir.types import WORKLESS, itemsize
 from pase.ir.whole_step import handed_on, whole_step
 from pase.machine import Mesh
@@ -30,6 +30,7 @@ __all__ = [
     "BACKWARD_PRODUCTS",
     "OPTIMIZERS",
     "SCALE_PASSES",
+    "CompilerHabits",
     "Phase",
     "Work",
     "WorkKind",
@@ -70,7 +71,8 @@ class Work:
         ``flops``. passes: the bytes that its backward moves before and after its products.
     unaligned: for a product, whether rows of an operand or of the result are no multiple of 16 bytes in memory.
     windowed: the FLOPs of light ops that slide a window over an operand (pools).
-    casts: whether this work casts operands of a product to the type in which the product runs.
+    casts: whether this work casts operands of a product to the narrower or wider dtype in which the product runs, or
+        gradients back from it.
     recompute: whether recomputation repeats this work, so that ``times`` counts it twice.
     """
 
@@ -86,7 +88,7 @@ class Work:
     passes: np.ndarray | float = 0.0
     unaligned: np.ndarray | bool = False
     windowed: np.ndarray | float = 0.0
-    casts: bool = False
+    casts: Literal["narrower", "wider"] | None = None
     recompute: bool = False
 
     @property
@@ -95,8 +97,21 @@ class Work:
         return 0.5 if self.recompute and self.phase == "forward" else 0.0
 
 
-TileShape = tuple[int, int]
-"""Rows and lanes of the tiles in which a device stores arrays."""
+@dataclass(frozen=True, kw_only=True)
+class CompilerHabits:
+    """How a compiler stores arrays and runs products whose dtypes differ.
+
+    tile: rows and lanes of the tiles in which the device stores arrays; None if it does not pad them.
+    widens: whether a product in backward runs in the dtype of its result's gradient if that is wider than the
+        operands' (JAX: a ``preferred_element_type`` that is wider). Otherwise, a program casts the result after the
+        product, and the gradient before.
+    converts: whether operands are converted to the dtype of their product in memory (XLA for GPUs); otherwise, a
+        product converts what it reads (XLA for TPUs).
+    """
+
+    tile: tuple[int, int] | None = None
+    widens: bool = True
+    converts: bool = True
 
 
 def phase_of(graph: Graph, node: str, op: Op) -> Phase:
@@ -121,7 +136,7 @@ def _local_points(node: Node, dims: tuple[str, ...], cfg: np.ndarray, mesh: Mesh
 
 
 def _padded(
-    node: Node, tensor: Tensor, access: Access, cfg: np.ndarray, mesh: Mesh, tile: TileShape | None
+    node: Node, tensor: Tensor, access: Access, cfg: np.ndarray, mesh: Mesh, tile: tuple[int, int] | None
 ) -> np.ndarray | float:
     """The factor by which tiles pad the local shard of a tensor, under each config; 1 without padding."""
     if tile is None or len(tensor.shape) < 2:
@@ -200,9 +215,9 @@ def node_work(
     cfg: np.ndarray,
     mesh: Mesh,
     optimizer: str = "adam",
-    tile: TileShape | None = None,
+    habits: CompilerHabits = CompilerHabits(),
 ) -> Iterator[Work]:
-    """The node's local work under each config. tile: the tiles in which the device stores arrays, if it pads them."""
+    """The node's local work under each config."""
     if node.kind == "parameter":
         yield from _parameter_work(graph, node, cfg, mesh, optimizer)
         return
@@ -221,7 +236,7 @@ def node_work(
             t = graph.tensors[a.tensor]
             if a.sparse:
                 return t.itemsize * _local_points(node, worked, cfg, mesh)
-            return local_bytes(node, t, a, cfg, mesh) * _padded(node, t, a, cfg, mesh, tile)
+            return local_bytes(node, t, a, cfg, mesh) * _padded(node, t, a, cfg, mesh, habits.tile)
 
         nbytes, wrote = zero, zero
         for a in op.writes:
@@ -237,7 +252,8 @@ def node_work(
         nbytes = nbytes + wrote
         grads = [a for a in op.reads if has_gradient(graph, op, a.tensor)]
         if op.kind in ("matmul", "conv"):
-            yield from _products(graph, node, op, flops, nbytes, cfg, mesh, tile)
+            products = _products(graph, node, op, flops, nbytes, cfg, mesh, habits.tile)
+            yield from _widened(graph, node, op, products, cfg, mesh, habits)
             yield from _casts(graph, node, op, cfg, mesh)
         elif op.kind == "attention":
             yield from _attention(graph, node, op, flops, nbytes, cfg, mesh)
@@ -298,7 +314,7 @@ def _products(
     nbytes: np.ndarray,
     cfg: np.ndarray,
     mesh: Mesh,
-    tile: TileShape | None,
+    tile: tuple[int, int] | None,
 ) -> Iterator[Work]:
     """The forward product of a matmul or conv, and one product for each operand with a gradient.
 
@@ -312,7 +328,7 @@ def _products(
     m = m / math.prod(concrete_size(node.space[d].size, node.name) for d in _groups_of_rows(op))
     times = runs_of(op, node.name)
     kind: Literal["matmul", "conv"] = "conv" if op.kind == "conv" else "matmul"
-    dtype = op.product_dtype or graph.tensors[op.reads[0].tensor].dtype
+    dtype = product_dtype(graph, op)
     runs = times * (2 if op.remat else 1)
     accesses = (*op.factors, *op.writes)
     most = np.ones(1)
@@ -344,6 +360,53 @@ def _products(
             yield product(mnk, "backward", times)
 
 
+def _widened(
+    graph: Graph,
+    node: Node,
+    op: Op,
+    products: Iterable[Work],
+    cfg: np.ndarray,
+    mesh: Mesh,
+    habits: CompilerHabits,
+) -> Iterator[Work]:
+    """The products, with those of backward in the dtype of the result's gradient if that is the widest, and the
+    conversions around all whose dtypes differ.
+
+    XLA for GPUs writes an operand again in the dtype of its product, and then the gradient in the operand's dtype.
+    """
+    forward, *backward = products
+    wide = gradient_dtype(graph, op) if habits.widens else forward.dtype
+
+    def converted(access: Access, dtype: str, like: Work) -> Iterator[Work]:
+        t = graph.tensors[access.tensor]
+        if habits.converts and op.product_dtype is None and itemsize(dtype) > t.itemsize:
+            nbytes = local_bytes(node, t, access, cfg, mesh) * (1 + itemsize(dtype) / t.itemsize)
+            none = np.zeros(len(cfg))
+            cast = _traffic(t.dtype, none, nbytes, like.phase, like.times, like.recompute)
+            yield replace(cast, casts="wider")
+
+    for a in op.factors:
+        yield from converted(a, forward.dtype, forward)
+    yield forward
+    if wide == forward.dtype:
+        yield from backward
+        return
+    whole = [(graph.tensors[a.tensor], a) for a in (*op.factors, *op.writes)]
+    grown = sum(
+        (itemsize(wide) / t.itemsize - 1) * local_bytes(node, t, a, cfg, mesh)
+        for t, a in whole
+        if habits.converts
+    )
+    unaligned = op.kind == "matmul" and _unaligned(graph, node, op, wide, cfg, mesh)
+    wanted = [has_gradient(graph, op, a.tensor) for a in op.factors]
+    for w in backward:
+        yield replace(w, dtype=wide, nbytes=w.nbytes + grown, unaligned=unaligned)
+    for a, mine, others in zip(op.factors, wanted, reversed(wanted), strict=True):
+        # The operand is read for the other one's gradient; its own gradient is converted to its dtype.
+        for _ in range(mine + others):
+            yield from converted(a, wide, backward[0])
+
+
 SCALE_PASSES = 1
 """How often a tensor is read to find its scale for fp8, which is its own maximum (dynamic scaling)."""
 
@@ -367,7 +430,9 @@ def _casts(graph: Graph, node: Node, op: Op, cfg: np.ndarray, mesh: Mesh) -> Ite
             t = graph.tensors[a.tensor]
             read = local_bytes(node, t, a, cfg, mesh)
             nbytes = (1 + SCALE_PASSES) * read + 2 * operand_bytes(op.product_dtype) * read / t.itemsize
-            yield replace(_traffic(t.dtype, np.zeros(len(cfg)), nbytes, phase, runs, recompute), casts=True)
+            yield replace(
+                _traffic(t.dtype, np.zeros(len(cfg)), nbytes, phase, runs, recompute), casts="narrower"
+            )
 
 
 BACKWARD_PRODUCTS = 5 / 2

@@ -18,7 +18,7 @@ from pase.compiler.problem.spent import Spent
 from pase.frontends.jax.frontend import trace
 from pase.machine import CostModel, Machine, load
 from pase.plan.step import step_time
-from pase.tables.build import array_tile
+from pase.tables.build import habits
 
 S = jax.ShapeDtypeStruct
 PARAMS = {"w": S((512, 2048), "float32"), "v": S((2048, 512), "float32")}
@@ -69,7 +69,7 @@ def test_a_second_model_serves_every_question(traced, overlap):
 def test_what_the_machine_says_reaches_the_tables(traced):
     """Buckets, tiles and the sum of readers' gradients are read from the model's machine, which is not optional."""
     h100, tpu = load("h100x8"), load("tpu_v5e")
-    assert array_tile(Bytes(h100)) is None and array_tile(Bytes(tpu)) == tpu.device.memory_tile
+    assert habits(Bytes(h100)).tile is None and habits(Bytes(tpu)).tile == tpu.device.memory_tile
 
     def tables(machine):
         problem = SplitProblem.of(traced.graph, 8, machine, "analytic", "adam")

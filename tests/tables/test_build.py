@@ -14,6 +14,7 @@ from pase.tables.build import (
     charge_cost,
     charge_price,
     config_space,
+    habits,
     phase_costs,
     work_cost,
 )
@@ -26,7 +27,7 @@ from pase.tables.layouts import (
 )
 from pase.tables.work import node_work
 from tests.ir.graphs import simple
-from tests.tables.graphs import CPU, HERE, MODEL, TILE, TPU, block, untiled
+from tests.tables.graphs import CPU, HERE, MODEL, TPU, block, untiled
 
 
 @pytest.mark.parametrize("sizes", [(8,), (4, 2), (2, 2, 2)])
@@ -94,7 +95,7 @@ def test_tables_price_what_is_padded() -> None:
     assert any((a > 1.1 * b).any() for a, b in pairs)
     v = next(i for i, n in enumerate(graph.nodes) if n.name.endswith("attention.wq:dot"))
     n, cfg = graph.nodes[v], space.configs[v]
-    want = work_cost(node_work(graph, n, cfg, mesh, "adam", TILE), model)
+    want = work_cost(node_work(graph, n, cfg, mesh, "adam", habits(model)), model)
     np.testing.assert_allclose(tables.node_costs[v], np.broadcast_to(want, len(cfg)), rtol=1e-12)
 
 

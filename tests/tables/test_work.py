@@ -10,8 +10,8 @@ import pytest
 from pase import costmodels, machine
 from pase.ir import Graph, simplify
 from pase.machine import Mesh
-from pase.tables.build import array_tile, work_cost, work_price
-from pase.tables.work import Work, node_work
+from pase.tables.build import habits, work_cost, work_price
+from pase.tables.work import CompilerHabits, Work, node_work
 from tests.tables.graphs import TPU, block, untiled
 
 
@@ -21,7 +21,7 @@ def priced(graph: Graph, of: machine.Machine) -> dict[str, float]:
     mesh = Mesh(names=("a",), sizes=(1,))
     return {
         n.name: float(
-            np.ravel(work_cost(node_work(graph, n, cfg[n.name], mesh, "adam", array_tile(model)), model))[0]
+            np.ravel(work_cost(node_work(graph, n, cfg[n.name], mesh, "adam", habits(model)), model))[0]
         )
         for n in graph.nodes
     }
@@ -101,3 +101,45 @@ def test_an_unaligned_product_takes_longer_and_a_machine_without_the_figure_does
     assert 3 < float(work_price(odd, h100)[0] / work_price(aligned, h100)[0]) < 4
     for model in (v100, paper):
         assert work_price(odd, model) == work_price(aligned, model)
+
+
+def test_a_wide_gradient_is_multiplied_in_its_own_dtype_by_converted_operands():
+    """XLA for an H100 (JAX 0.10.2): both products of backward are in float32; each operand, and each gradient on its
+    way back, is a conversion of six bytes an element."""
+    import jax
+    import jax.numpy as jnp
+
+    from pase.frontends.jax.frontend import trace
+
+    rows, depth, columns = 512, 256, 1024
+    x, w = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((rows, depth), (depth, columns)))
+
+    def product(x, w):
+        return (jnp.matmul(x, w, preferred_element_type=jnp.float32) ** 2).sum()
+
+    def mixed(x, w):
+        y = jax.lax.dot_general(w, x.astype("float32"), (((0,), (1,)), ((), ())))
+        return (y**2).sum()
+
+    def work(function, habits: CompilerHabits) -> list[Work]:
+        graph = simplify(trace(lambda p: function(*p), (x, w)).graph)
+        (node,) = (n for n in graph.nodes if n.kind == "matmul")
+        mesh, whole = Mesh(names=("a",), sizes=(1,)), np.full((1, 1), -1, dtype=np.int8)
+        return list(node_work(graph, node, whole, mesh, habits=habits))
+
+    def dtypes(found: list[Work]) -> list[str]:
+        return [w.dtype for w in found if w.kind == "matmul"]
+
+    apart = work(product, CompilerHabits())
+    assert dtypes(apart) == ["bfloat16", "float32", "float32"]
+    casts = sorted(float(w.nbytes[0]) for w in apart if w.casts)
+    assert casts == sorted(6.0 * n for n in (rows * depth, depth * columns) for _ in range(2))
+    forward, back, _ = (float(w.nbytes[0]) for w in apart if w.kind == "matmul")
+    made, read = 4 * rows * columns, rows * depth + depth * columns
+    assert (forward, back) == (made + 2 * read, made + 4 * read)
+    inside = work(product, CompilerHabits(converts=False))
+    assert dtypes(inside) == dtypes(apart) and not [w for w in inside if w.casts]
+    cast_after = work(product, CompilerHabits(widens=False))
+    assert set(dtypes(cast_after)) == {"bfloat16"} and not [w for w in cast_after if w.casts]
+    # Operands of two dtypes are multiplied in the wider one, whichever comes first.
+    assert set(dtypes(work(mixed, CompilerHabits()))) == {"float32"}

@@ -17,7 +17,7 @@ from pase.ir import Edge, Graph, Node
 from pase.ir.blocks import micro_batches_of
 from pase.machine import CostModel, Mesh
 from pase.memory.account import Held, held, in_flight
-from pase.tables.build import array_tile, work_price
+from pase.tables.build import habits, work_price
 from pase.tables.charges import is_of_parameter
 from pase.tables.facts import facts
 from pase.tables.itemize import KnownCharges, collectives
@@ -163,7 +163,7 @@ def _work(
     """Return the seconds of the node's own work, by field of ``PartCost``."""
     out: dict[str, float] = {}
     for_weights = products_of_weights(graph, n)
-    for w in node_work(graph, n, cfg[None, :], mesh, optimizer, array_tile(model)):
+    for w in node_work(graph, n, cfg[None, :], mesh, optimizer, habits(model)):
         seconds = w.times * float(np.ravel(work_price(w, model))[0])
         for name, share in work_shares(w, for_weights, micro_batches_of(graph)).items():
             out[name] = out.get(name, 0.0) + share * seconds

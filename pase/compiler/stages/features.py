@@ -26,10 +26,10 @@ from pase.tables import CostTables, EdgeTable
 from pase.tables.build import (
     EdgeCosts,
     Space,
-    array_tile,
     charge_price,
     config_space,
     edge_costs,
+    habits,
     work_price,
 )
 from pase.tables.charges import is_of_parameter, node_charges
@@ -202,7 +202,7 @@ class _StagePricing:
     def _seconds(self, n: Node, cfg: np.ndarray) -> _ByFeature:
         """Return a node's own work and collectives, grouped as in ``costs``."""
         out, for_weights = _ByFeature(), products_of_weights(self.graph, n)
-        for w in node_work(self.graph, n, cfg, self.mesh, self.optimizer, array_tile(self.model)):
+        for w in node_work(self.graph, n, cfg, self.mesh, self.optimizer, habits(self.model)):
             price = np.broadcast_to(w.times * work_price(w, self.model), len(cfg))
             _add(out, price, _features(work_shares(w, for_weights, self.micro_batches)))
         for c in node_charges(self.graph, n, cfg, self.mesh):

@@ -552,6 +552,8 @@ registry.FRONTENDS.add(
         programs=True,
         fused_attention="Request one: jax.nn.dot_product_attention(..., implementation='cudnn') on a GPU; "
         "nnx.MultiHeadAttention takes it as attention_fn, and zoo models as attention=fused",
+        narrow_result="Without preferred_element_type, jnp.matmul(x, w).astype(jnp.float32) is summed in float32 too, "
+        "and rounded once",
     ),
     rank=1,
 )

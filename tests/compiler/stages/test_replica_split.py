@@ -69,7 +69,7 @@ def test_replicas_take_shares_by_speed():
 
 def test_where_equal_shares_are_as_good_it_says_so():
     """Two equal halves, joined by a separate link."""
-    half = machine(speed=1.0, link=50e9)
+    half = machine(speed=1.0, link=10e9)
     problem, traced, options = setup(half, 4, pipeline="auto", accumulate=4)
     (shares,) = search_replica_split(problem, traced, options, lambda _: None, Spent()).found
     assert [r.micro_batches for r in shares.replicas] == [2, 2] and shares.equal_s == shares.step_s
