@@ -14,18 +14,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.pipeline.local_stage import (
-    LocalStage,
-    StepGathers,
-    check_lowering,
-    refusals,
-    step_gathers,
-)
+from pase.backends.jax.pipeline.local_stage import LocalStage, check_lowering, refusals, stage_gathers
 from pase.backends.jax.pipeline.stages import Stage, stages_of
 from pase.backends.jax.plan import JaxPlan
 from pase.backends.jax.spmd.collectives import there_and_back
 from pase.backends.jax.spmd.lower import Lowering, Manual, not_differentiable
 from pase.backends.jax.spmd.values import Arrivals, DeviceValue, NotManual
+from pase.backends.jax.steps.hoisted import StepGathers
 from pase.backends.jax.steps.micro_batches import stacked_outs
 from pase.errors import PaseError
 from pase.frontends.jax.blocks import loop_line, loops_of, why_no_program
@@ -307,12 +302,12 @@ class _CircularDevice:
         """The all-gathers that run once per step; None if weights are gathered in each iteration."""
         if any(s.weights == "each" for s in self.plan.pipeline.stages):
             return None
-        return step_gathers(self.stages, self.weights, self.carriers)
+        return stage_gathers(self.stages, self.weights, self.carriers)
 
     def loss(self) -> tuple[Array, list[Array]]:
         """(the sum of the rank's losses, the other results of its micro-batches, stacked)."""
         gathers = self.gathers
-        arrived = [] if gathers is None else gathers.run(self.carriers)
+        arrived = [] if gathers is None else gathers.run(self.weights, self.carriers)
         return self._loss(arrived, self.carriers, [] if gathers is None else gathers.zeros(arrived))
 
     def value_and_grad(self) -> tuple[tuple[Array, list[Array]], list[Array]]:
@@ -324,7 +319,7 @@ class _CircularDevice:
             run = jax.value_and_grad(partial(self._loss, []), has_aux=True)
             (total, rest), grads = run(own, [])
         else:
-            arrived, back = jax.vjp(gathers.run, own)
+            arrived, back = jax.vjp(partial(gathers.run, self.weights), own)
             run = jax.value_and_grad(partial(self._loss, arrived), argnums=(0, 1), has_aux=True)
             (total, rest), (grads, sums) = run(own, gathers.zeros(arrived))
             (reduced,) = back(gathers.gradients(arrived, sums))
@@ -377,12 +372,12 @@ class _CircularDevice:
         """What a stage receives, with gradients that are added in the dtypes of ``sums``."""
         if self.gathers is None:
             return None
-        onto = iter(sums)
 
-        def of(x: Array, dtype: str) -> Array:
-            return there_and_back(x, next(onto), lambda x: x, lambda g: g.astype(dtype)) if dtype else x
+        def of(x: Array, onto: Array) -> Array:
+            return there_and_back(x, onto, lambda x: x, lambda g: g.astype(onto.dtype))
 
-        return self.gathers.arrivals(list(map(of, arrived, self.gathers.sums)))
+        mine = list(map(of, self.gathers.smooth(arrived), sums))
+        return self.gathers.arrivals(self.gathers.whole(arrived, mine))
 
     def _to_next(self, x: Array) -> Array:
         """What the rank before this one has."""

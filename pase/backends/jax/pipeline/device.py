@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.pipeline.local_stage import HeldArray, LocalStage, StepGathers, step_gathers
+from pase.backends.jax.pipeline.local_stage import HeldArray, LocalStage, stage_gathers
 from pase.backends.jax.pipeline.segments import StageKey
 from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.backends.jax.spmd.lower import gradient_carrier
 from pase.backends.jax.spmd.values import NotManual
+from pase.backends.jax.steps.hoisted import StepGathers
 from pase.local.lower import between
 from pase.local.reshard import resharded
-from pase.local.types import Layout
+from pase.local.types import Layout, local_shape
 
 if TYPE_CHECKING:
     from jax import Array
@@ -67,9 +69,8 @@ class DeviceStage(LocalStage):
 
         held = self.own(weights)
         own, inputs, examples = self.carriers(held), self.batch(batch, micro), self.examples(micro)
-        gathers = self.gathers(held, own)
-        arrived = [] if gathers is None else gathers.run(own)
-        smooth = [] if gathers is None else [bool(s) for s in gathers.sums]
+        gathers = self.gathers
+        arrived = [] if gathers is None else gathers.run(held, own)
         into = [
             self.moved(x, have.layout, want.layout, want.shape)
             for x, have, want in zip(entered, self.before, self.enters, strict=True)
@@ -79,9 +80,7 @@ class DeviceStage(LocalStage):
         def of(
             there: list[Array], own: dict[int, Array], ends: list[Array | None]
         ) -> tuple[list[Array], list[Array]]:
-            given = iter(there)
-            whole = [next(given) if on else x for x, on in zip(arrived, smooth, strict=True)]
-            arrivals = None if gathers is None else gathers.arrivals(whole)
+            arrivals = None if gathers is None else gathers.arrivals(gathers.whole(arrived, there))
             entering = [
                 self.entering(key, x, end) if end is None or end.shape != x.shape else self.entering(key, end)
                 for key, x, end in zip(self.stage.enters, into, ends, strict=True)
@@ -94,7 +93,7 @@ class DeviceStage(LocalStage):
             ]
             return ways, [h.array for h in values]
 
-        mine = [x for x, on in zip(arrived, smooth, strict=True) if on]
+        mine = [] if gathers is None else gathers.smooth(arrived)
         ways, pull, outs = jax.vjp(of, mine, own, ends, has_aux=True)
         if not self.last:
             pairs = [(n, h) for n, h, on in zip(self.after, self.leaves, self.returned, strict=True) if on]
@@ -118,11 +117,11 @@ class DeviceStage(LocalStage):
 
         held = self.own(weights)
         own = self.carriers(held)
-        gathers, first = self.gathers(held, own), len(sums) - len(own)
+        first = len(sums) - len(own)
         total = dict(zip(own, sums[first:], strict=True))
-        if gathers is not None:
-            arrived, back = jax.vjp(gathers.run, own)
-            (reduced,) = back(gathers.gradients(arrived, sums[:first]))
+        if self.gathers is not None:
+            arrived, back = jax.vjp(partial(self.gathers.run, held), own)
+            (reduced,) = back(self.gathers.gradients(arrived, sums[:first]))
             total = {i: g + reduced[i] for i, g in total.items()}
         stored = {w.leaf: h for w, h in zip(self.stage.weights, self.stored, strict=True)}
         return [
@@ -141,8 +140,7 @@ class DeviceStage(LocalStage):
 
         held = self.own(weights)
         own = self.carriers(held)
-        gathers = self.gathers(held, own)
-        there = [] if gathers is None else gathers.zeros(gathers.run(own))
+        there = [] if self.gathers is None else self.gathers.zeros(self.gathers.run(held, own))
         return [*there, *map(jnp.zeros_like, own.values())]
 
     def own(self, weights: Sequence[Array]) -> dict[int, Array]:
@@ -156,9 +154,19 @@ class DeviceStage(LocalStage):
         """Leaf of a trained weight -> the array at which its gradient is taken (``Manual.gradient_carriers``)."""
         return {i: gradient_carrier(own[i], self.weights[i], self.mesh) for i in self.trained}
 
-    def gathers(self, own: dict[int, Array], carriers: dict[int, Array]) -> StepGathers | None:
+    @cached_property
+    def gathers(self) -> StepGathers | None:
         """The all-gathers that run once per step; None if weights are gathered in each micro-batch."""
-        return step_gathers([self], own, carriers) if self.hoisted else None
+        import jax
+
+        if not self.hoisted:
+            return None
+        avals = self.manual.plan.traced.jaxpr.in_avals
+        weights = {
+            i: jax.ShapeDtypeStruct(local_shape(r.shape, r.layout, self.mesh), avals[i].dtype)
+            for i, r in self.weights.items()
+        }
+        return stage_gathers([self], weights, jax.eval_shape(self.carriers, weights))
 
     def batch(self, batch: Sequence[Array], micro: Array) -> list[Array]:
         """A micro-batch in the stage's own layouts."""

@@ -6,7 +6,7 @@ Everything here runs inside of a ``shard_map``. Both ways of running stages are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,10 +18,9 @@ from pase.backends.jax.pipeline.stages import Stage
 from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.backends.jax.spmd.lower import Manual
 from pase.backends.jax.spmd.values import Arrivals, Cache, DeviceValue, NotManual
-from pase.backends.jax.steps.hoisted import no_gradient
+from pase.backends.jax.steps.hoisted import StepGathers, step_gathers
 from pase.errors import PaseError
 from pase.frontends.jax.blocks import split_inputs
-from pase.frontends.jax.versions import called, without_dead_code
 from pase.local.reshard import part
 from pase.local.types import Layout, LocalProgram, LocalResult, local_shape
 from pase.pytree import Tree
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from pase.machine import Mesh
 
-__all__ = ["HeldArray", "LocalStage", "StepGathers", "check_lowering", "refusals", "step_gathers"]
+__all__ = ["HeldArray", "LocalStage", "check_lowering", "refusals", "stage_gathers"]
 
 
 def check_lowering(lowering: str) -> None:
@@ -242,60 +241,14 @@ class LocalStage:
         self.run(weights, carriers, batch, entered, self.examples(jnp.int32(0)), arrivals)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepGathers:
-    """The all-gathers that run once per step.
+def stage_gathers(stages: Sequence[LocalStage], weights: Tree, carriers: Tree) -> StepGathers:
+    """The all-gathers of the weights of stages that share a local program, as far as they can run once per step.
 
-    run: from gradient carriers to the weights in the form that their readers need. form: the tree structure of these.
-    numbers: their transfers. sums: for each, the dtype in which its gradients are added; "" if it has none.
+    weights, carriers: as for ``LocalStage.run``, or their shapes.
     """
 
-    run: Callable[[dict[int, Array]], list[Array]]
-    form: Tree
-    numbers: frozenset[int]
-    sums: tuple[str, ...]
+    def find(arrivals: Arrivals, weights: Tree, carriers: dict[int, Array]) -> None:
+        for stage in stages:
+            stage.find(arrivals, weights, carriers)
 
-    def arrivals(self, arrived: Sequence[Array]) -> Arrivals:
-        """What stages receive. arrived: the results of ``run``."""
-        import jax
-
-        return Arrivals(numbers=self.numbers, given=jax.tree.unflatten(self.form, arrived), optional=True)
-
-    def zeros(self, arrived: Sequence[Array]) -> list[Array]:
-        """The sums of the gradients of those that have one, before the first micro-batch."""
-        import jax.numpy as jnp
-
-        return [jnp.zeros(x.shape, s) for x, s in zip(arrived, self.sums, strict=True) if s]
-
-    def gradients(self, arrived: Sequence[Array], sums: Sequence[Array]) -> list[Tree]:
-        """The gradients of all results of ``run``, from the sums of those that have one."""
-        given = iter(sums)
-        return [
-            next(given).astype(x.dtype) if s else no_gradient(x)
-            for x, s in zip(arrived, self.sums, strict=True)
-        ]
-
-
-def step_gathers(
-    stages: Sequence[LocalStage], weights: Mapping[int, Array], carriers: dict[int, Array]
-) -> StepGathers:
-    """The all-gathers of the weights of stages with one local program, which one walk over each finds."""
-    import jax
-
-    form: list[Tree] = []
-    numbers = frozenset(k for k, t in enumerate(stages[0].program.transfers) if t.hoisted)
-
-    def finding(own: dict[int, Array]) -> list[Array]:
-        arrivals = Arrivals(numbers=numbers, optional=True)
-        for s in stages:
-            s.find(arrivals, weights, own)
-        found, tree = jax.tree.flatten(arrivals.found)
-        form[:] = [tree, jax.tree.leaves(arrivals.wide)]
-        return found
-
-    program = without_dead_code(jax.make_jaxpr(finding)(carriers))
-
-    def run(own: dict[int, Array]) -> list[Array]:
-        return called(program)(*jax.tree.leaves(own))
-
-    return StepGathers(run=run, form=form[0], numbers=numbers, sums=tuple(form[1]))
+    return step_gathers(stages[0].program, find, weights, carriers, optional=True)

@@ -9,6 +9,8 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.spmd.values import Arrivals
@@ -24,15 +26,89 @@ from pase.frontends.jax.types import Tree
 from pase.frontends.jax.versions import called, without_dead_code
 
 if TYPE_CHECKING:
-    import numpy as np
     from jax import Array
 
     from pase.backends.jax.spmd.lower import Manual
+    from pase.local.types import LocalProgram
 
-__all__ = ["hoisted_value_and_grad", "no_gradient"]
+__all__ = ["StepGathers", "hoisted_value_and_grad", "step_gathers"]
 
-Gathers = Callable[[dict[int, Tree]], list[Tree]]
-"""Gradient carriers -> the parameters in the form that their readers need."""
+
+@dataclass(frozen=True, kw_only=True)
+class StepGathers:
+    """The all-gathers of parameters that run once per step.
+
+    run: from parameters and gradient carriers to the parameters in the form that their readers need. form: the tree
+    structure of these. numbers: the transfers that they replace. sums: for each, the dtype in which its gradients are
+    added; "" if it has none. optional: as in ``Arrivals``.
+    """
+
+    run: Callable[[Tree, dict[int, Array]], list[Array]]
+    form: Tree
+    numbers: frozenset[int]
+    sums: tuple[str, ...]
+    optional: bool
+
+    def arrivals(self, arrived: Sequence[Array]) -> Arrivals:
+        """What a walk receives. arrived: the results of ``run``."""
+        import jax
+
+        given = jax.tree.unflatten(self.form, arrived)
+        return Arrivals(numbers=self.numbers, given=given, optional=self.optional)
+
+    def smooth(self, arrived: Sequence[Array]) -> list[Array]:
+        """Those of the results that have a gradient."""
+        return [x for x, s in zip(arrived, self.sums, strict=True) if s]
+
+    def whole(self, arrived: Sequence[Array], smooth: Sequence[Array]) -> list[Array]:
+        """The results of ``run``, with others in place of those that have a gradient."""
+        return _in_place(smooth, list(map(bool, self.sums)), arrived)
+
+    def zeros(self, arrived: Sequence[Array]) -> list[Array]:
+        """The sums of gradients before the first micro-batch."""
+        import jax.numpy as jnp
+
+        return [jnp.zeros(x.shape, s) for x, s in zip(arrived, self.sums, strict=True) if s]
+
+    def gradients(self, arrived: Sequence[Array], sums: Sequence[Array]) -> list[Tree]:
+        """The gradients of the results of ``run``. sums: of those that have one."""
+        summed = self.whole(list(map(_no_gradient, arrived)), sums)
+        return [g.astype(x.dtype) if s else g for g, x, s in zip(summed, arrived, self.sums, strict=True)]
+
+
+def step_gathers(
+    program: LocalProgram,
+    find: Callable[[Arrivals, Tree, dict[int, Array]], object],
+    parameters: Tree,
+    carriers: dict[int, Array],
+    *,
+    optional: bool = False,
+) -> StepGathers:
+    """The all-gathers that a walk over a local program finds.
+
+    find: runs the walk, from the arrivals to fill, parameters and gradient carriers. parameters, carriers: these, or
+    their shapes.
+    """
+    import jax
+
+    forms: list[Tree] = []
+    numbers = frozenset(k for k, t in enumerate(program.transfers) if t.hoisted)
+
+    def finding(parameters: Tree, own: dict[int, Array]) -> list[Array]:
+        arrivals = Arrivals(numbers=numbers, optional=optional)
+        find(arrivals, parameters, own)
+        found, tree = jax.tree.flatten(arrivals.found)
+        forms[:] = [tree, jax.tree.leaves(arrivals.wide)]
+        return found
+
+    run = called(without_dead_code(jax.make_jaxpr(finding)(parameters, carriers)))
+    return StepGathers(
+        run=lambda *given: run(*jax.tree.leaves(given)),
+        form=forms[0],
+        numbers=numbers,
+        sums=tuple(forms[1]),
+        optional=optional,
+    )
 
 
 def hoisted_value_and_grad(manual: Manual) -> Callable[..., Tree]:
@@ -86,31 +162,28 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
     params, batch = leaves[:n], leaves[n:]
     first = [x[0] if on and k > 1 else x for x, on in zip(batch, split, strict=True)]
     gradient_carriers = manual.gradient_carriers(leaves)
-    gathers, tree, wide = _gathers(manual, [*params, *first], gradient_carriers)
-    arrived, back = jax.vjp(gathers, gradient_carriers)
-    smooth = [bool(w) for w in wide]
+    gathers = step_gathers(
+        manual.program,
+        lambda arrivals, held, own: manual.forward([*held, *first], own, arrivals),
+        params,
+        gradient_carriers,
+    )
+    arrived, back = jax.vjp(partial(gathers.run, params), gradient_carriers)
     each = plan.hoisted == "gathers" or k == 1  # gradients are reduced over devices after each micro-batch
 
     def of(mine: Sequence[Array], own: dict[int, Array], micro: Sequence[Array], number: Array) -> Tree:
-        held = jax.tree.unflatten(tree, _in_place(mine, smooth, arrived))
-        given = Arrivals(numbers=_hoisted_transfers(manual), given=held)
+        given = gathers.arrivals(gathers.whole(arrived, mine))
         outs = manual.forward([*params, *micro], own, given, plan.examples(number))
         return outs[0], outs
 
     def back_to_parameters(grads: Sequence[Array]) -> dict[int, Array]:
         """The gradients of the gathered parameters, reduced to the parameters' storage layouts."""
-        iteration = iter(grads)
-        whole = [
-            next(iteration).astype(x.dtype) if on else no_gradient(x)
-            for x, on in zip(arrived, smooth, strict=True)
-        ]
-        (found,) = back(whole)
+        (found,) = back(gathers.gradients(arrived, grads))
         return found  # type: ignore[no-any-return]
 
     def micro_batch(micro: Sequence[Array], number: Array) -> tuple[list[Array], Tree]:
-        mine = [x for x, on in zip(arrived, smooth, strict=True) if on]
         value_and_grad = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)
-        (_, outs), (there, own) = value_and_grad(mine, gradient_carriers, micro, number)
+        (_, outs), (there, own) = value_and_grad(gathers.smooth(arrived), gradient_carriers, micro, number)
         return outs, (jax.tree.map(jnp.add, own, back_to_parameters(there)) if each else (there, own))
 
     if k == 1:
@@ -128,10 +201,9 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
         return (total, loss + outs[0], [outs[j] for _, j in threads]), outs[1:]
 
     own = jax.tree.map(jnp.zeros_like, gradient_carriers)
-    there = [jnp.zeros(x.shape, w) for x, w in zip(arrived, wide, strict=True) if w]
     loss = jnp.zeros((), plan.traced.jaxpr.out_avals[0].dtype)
     stacked = [x for x, on in zip(batch, split, strict=True) if on]
-    start = (own if each else (there, own), loss, [batch[i] for i, _ in threads])
+    start = (own if each else (gathers.zeros(arrived), own), loss, [batch[i] for i, _ in threads])
     end: Tree
     end, rest = jax.lax.scan(body, start, (jnp.arange(k), stacked))
     total, loss, states = end
@@ -141,43 +213,13 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
     return loss / k, rest, states, [total[i] / k for i in manual.trained]
 
 
-def _gathers(
-    manual: Manual, leaves: Sequence[Array], gradient_carriers: dict[int, Array]
-) -> tuple[Gathers, Tree, list[str]]:
-    """(the program of the all-gathers, the tree structure of its results, the dtypes in which gradients are added).
-
-    The dtype is empty for a result that has no gradient.
-    """
-    import jax
-
-    forms: list[Tree] = []
-
-    def finding(own: dict[int, Array]) -> list[Tree]:
-        arrivals = Arrivals(numbers=_hoisted_transfers(manual))
-        manual.forward(leaves, own, arrivals)
-        found, tree = jax.tree.flatten(arrivals.found)
-        forms[:] = [tree, jax.tree.leaves(arrivals.wide)]
-        return found
-
-    program = without_dead_code(jax.make_jaxpr(finding)(gradient_carriers))
-
-    def gathers(own: dict[int, Array]) -> list[Tree]:
-        return called(program)(*jax.tree.leaves(own))
-
-    return gathers, forms[0], forms[1]
-
-
-def _hoisted_transfers(manual: Manual) -> frozenset[int]:
-    return frozenset(k for k, t in enumerate(manual.program.transfers) if t.hoisted)
-
-
 def _in_place(some: Sequence[Tree], chosen: Sequence[bool], others: Sequence[Tree]) -> list[Tree]:
     """``others``, with ``some`` in place of the chosen entries."""
     iteration = iter(some)
     return [next(iteration) if on else x for x, on in zip(others, chosen, strict=True)]
 
 
-def no_gradient(x: Array) -> Array | np.ndarray:
+def _no_gradient(x: Array) -> Tree:
     """A gradient of zeros for a value that has no gradient."""
     import jax
     import numpy as np
