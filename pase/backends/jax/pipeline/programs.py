@@ -4,7 +4,8 @@ Forward and the gradients of the stage's inputs and weights are traced as one ja
 Equations that the results need run in forward. Of the rest, equations that the gradients of the inputs need are the
 first part of backward (I). The remaining ones are the second part (W). Values that cross from one part to a later one
 are residuals. Values that depend only on weights (casts, all-gathers) are computed once per step, or recomputed in each
-part. Views of weights, and values that depend on neither weights nor activations, are recomputed in each part.
+part. Views of weights, and values that depend on neither weights nor activations, are recomputed in each part, unless
+anything would be sent for them again.
 """
 
 from __future__ import annotations
@@ -15,8 +16,15 @@ from typing import TYPE_CHECKING
 
 from pase.backends.jax.spmd.values import besides_equations, faults_at
 from pase.frontends.jax.frontend import INLINED, inner_jaxpr
-from pase.frontends.jax.types import ClosedJaxpr, Jaxpr, Var
-from pase.frontends.jax.versions import evaluate, function_of, is_literal, opened, value_of
+from pase.frontends.jax.types import ClosedJaxpr, Eqn, Jaxpr, Var
+from pase.frontends.jax.versions import (
+    evaluate,
+    function_of,
+    is_literal,
+    jaxprs_inside,
+    opened,
+    value_of,
+)
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -31,6 +39,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Cutting", "OnDevices", "StageProgram", "StagePrograms", "flat", "stage_programs"]
 
+_SENDS = frozenset(
+    {"all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_invariant", "reduce_scatter"}
+)
 _VIEWS = frozenset({"slice", "squeeze", "reshape", "broadcast_in_dim", "transpose", "dynamic_slice", "rev"})
 
 
@@ -229,7 +240,8 @@ class Cutting:
     on_devices: OnDevices
     producer: dict[Var, int] = field(default_factory=dict)
     heavy: set[Var] = field(default_factory=set)
-    """Variables that depend on activations, or on both weights and the batch. Only one part computes them."""
+    """Variables that depend on activations, on both weights and the batch, or on a part of the batch that was sent.
+    Only one part computes them."""
     prepared: set[Var] = field(default_factory=set)
     """Variables that depend only on weights and are computed once per step."""
 
@@ -244,6 +256,8 @@ class Cutting:
                 of_weights.update(makes)
             if reads & of_batch:
                 of_batch.update(makes)
+                if _sends(eqn):
+                    self.heavy.update(makes)
             if reads & self.heavy or (reads & of_weights and reads & of_batch):
                 self.heavy.update(makes)
             elif reads & of_weights and self.hoisted and eqn.primitive.name not in _VIEWS:
@@ -309,6 +323,11 @@ class Cutting:
         fn = function_of(self.closed, [eqns[i] for i in equations], inputs, makes)
         others = tuple(makes[: len(makes) - sums])
         return StageProgram(reads=inputs, makes=others, run=self.on_devices.program(fn, inputs, others, sums))
+
+
+def _sends(eqn: Eqn) -> bool:
+    """Whether an equation sends anything to other devices."""
+    return eqn.primitive.name in _SENDS or any(_sends(e) for j in jaxprs_inside(eqn) for e in j.eqns)
 
 
 def flat(closed: ClosedJaxpr) -> ClosedJaxpr:

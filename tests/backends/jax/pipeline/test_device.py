@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -92,6 +93,61 @@ def test_backward_sends_no_gradients_where_they_are_summed_once(monkeypatch):
         for p, part in zip(programs, placed.parts, strict=True)
     ]
     assert [sum(c.bytes for c in of) for of in late] == [1 * 4 * 4 * 8, 3 * 4 * 4 * 8]
+
+
+def mlp(params, x):
+    def layer(h, w):
+        return jnp.tanh(h @ w["up"]) @ w["down"] + h, None
+
+    h, _ = jax.lax.scan(layer, x @ params["first"], params["layers"])
+    return jnp.mean((h @ params["last"]) ** 2)
+
+
+def sent(compiled):
+    """Kind of collective -> its bytes in a step."""
+    out = Counter()
+    for c in collectives(compiled.as_text()):
+        out[c.kind] += c.bytes * c.count
+    return out
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_stages_send_what_the_model_without_stages_sends(seed, monkeypatch):
+    """To the byte, under one strategy: each stage sends the collectives of its part of the local program. What was sent
+    of the batch was sent again for backward."""
+    shapes = {"first": (8, 8), "layers": {"up": (4, 8, 16), "down": (4, 16, 8)}, "last": (8, 8)}
+    w = jax.tree.map(lambda s: jnp.full(s, 0.1), shapes, is_leaf=lambda s: isinstance(s, tuple))
+    x = jnp.arange(128.0).reshape(16, 8) / 128
+    asked = {"pipeline": 2, "mesh": "2x2", "accumulate": MICRO, "memory_limit": "none", "remat": "none"}
+    plan = staged(pase.compile(mlp, w, x, devices=8, machine="h100x8", **asked), "1f1b", 1, (1, 3))
+    rng, p = np.random.default_rng(seed), plan.pipeline
+    split = {n.name: split_of(n, rng.choice(configs(n, plan.mesh)), plan.mesh) for n in plan.graph.nodes}
+    stages = tuple(replace(s, strategy=0, weights="hoisted") for s in p.stages)
+    jp = replace(plan, pipeline=replace(p, strategies=(split,), stages=stages, recompute=p.recompute[:1])).jax
+    total, of, run = Counter(), {}, jax_pipeline_run._run
+
+    def told(program, values, sums):
+        if program not in of:
+            of[program] = sent(program.run.lower(sums, [values[v] for v in program.reads]).compile())
+        total.update(of[program])
+        return run(program, values, sums)
+
+    def finished(finish):
+        def counted(weights, sums):
+            total.update(sent(finish.lower(weights, sums).compile()))
+            return finish(weights, sums)
+
+        return counted
+
+    running = jp.on(None)
+    monkeypatch.setattr(jax_pipeline_run, "_run", told)
+    made = tuple(replace(q, finish=finished(q.finish)) for q in running.programs)
+    monkeypatch.setitem(running.__dict__, "programs", made)
+    jp.value_and_grad()(*jp.device_put(w, x))
+    alone = jp.splits[0]
+    mesh = alone.mesh(jax.devices()[:4])
+    step = jax.jit(alone.value_and_grad(mesh, lowering="manual"))
+    assert total == sent(step.lower(*alone.device_put(w, x, mesh=mesh)).compile()) and len(total) > 2
 
 
 def constant_in_carry(params, x):
