@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -215,7 +216,10 @@ def split_inputs(traced: TracedJax) -> list[bool]:
 
 
 def batch_size(traced: TracedJax) -> int:
-    """The first dim that most inputs have. Raises PaseError if no input has dims, or if the batch is padded."""
+    """The first dim that most inputs have; of several, that of the largest input (a raw key has a dim of two, too).
+
+    Raises PaseError if no input has dims, or if the batch is padded.
+    """
     n = len(traced.param_paths)
     shapes = [
         a.shape for i, a in enumerate(traced.jaxpr.in_avals) if i >= n and i not in traced.held and a.shape
@@ -224,7 +228,9 @@ def batch_size(traced: TracedJax) -> int:
         raise PaseError(
             "it has no batch, because all of its inputs are scalars", where=f"'{traced.graph.name}'"
         )
-    size = int(Counter(s[0] for s in shapes).most_common(1)[0][0])
+    counted = Counter(s[0] for s in shapes)
+    largest = max(shapes, key=lambda s: (counted[s[0]], math.prod(s)))
+    size = int(largest[0])
     for path, a in zip(traced.input_paths, traced.jaxpr.in_avals[n:], strict=True):
         if (own := traced.unpadded.get(path)) is not None and a.shape[0] == size != own[0]:
             raise PaseError(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pase.frontends.jax.control import on_every_platform
 from pase.frontends.jax.frontend import INLINED, KEPT_WHOLE, TracedJax, inner_jaxpr
 from pase.frontends.jax.types import Eqn, Jaxpr
-from pase.frontends.jax.versions import opened
+from pase.frontends.jax.versions import opened, source_line
 from pase.frontends.registry import NotInParts
 from pase.ir import Graph, Place, named, simplify
 from pase.ir.batch_dims import BatchDims, batch_dims
@@ -23,6 +23,7 @@ from pase.ir.functions import RANDOM
 __all__ = ["BatchDraw", "DrawnDim", "draws_of_batch"]
 
 _DRAWS = ("random_bits", "rng_uniform")
+_MAKE_KEYS = ("random_split", "random_fold_in")
 
 
 class DrawnDim(NamedTuple):
@@ -57,8 +58,10 @@ def draws_of_batch(
     drawn by keys that depend on them differ, and numbers that do not depend on the batch's size are rightly the same.
     cut: the paths of the inputs that are cut into micro-batches.
 
-    Raises NotInParts if the place of an example in the numbers is not known.
+    Raises NotInParts if the place of an example in the numbers is not known, or if the model makes a key for each
+    example of the batch.
     """
+    _check_keys(whole, part, differing)
     pairs = list(_pairs(whole, part))
     if all(_shape(a) == _shape(b) for (_, a, _), (_, b, _) in pairs):
         return {}
@@ -68,12 +71,26 @@ def draws_of_batch(
         if _shape(every) == _shape(own) or differ.intersection(part.operands[here]):
             continue
         if inside:
-            raise _refused(part, here, "it is in a function with a derivative rule of its own")
+            raise _refused(_line(part, here), "it is in a function with a derivative rule of its own")
         sizes = enumerate(zip(_shape(every), _shape(own), strict=True))
         dims = tuple(None if n == m else batch.within(there, d, n, m) for d, (n, m) in sizes)
         draw, known = BatchDraw(shape=_shape(every), dims=dims), whole.drawn.get(there)
         found[here] = draw if known is None else _of_whole(draw, known)
     return found
+
+
+def _check_keys(whole: TracedJax, part: TracedJax, differing: Collection[str]) -> None:
+    """Raise NotInParts if the number of keys that the model makes of one key depends on the batch's size."""
+    differ: set[str] | None = None
+    for (_, every, _), (here, own, _) in _pairs(whole, part, _MAKE_KEYS):
+        if _shape(every) == _shape(own):
+            continue
+        differ = _reached(part.graph, differing) if differ is None else differ
+        if not differ.intersection(part.operands[here]):
+            raise _refused(
+                str(source_line(own) or "an unknown line"),
+                f"it makes {_shape(every)[0]} keys for the whole batch and {_shape(own)[0]} for its own part",
+            )
 
 
 def _of_whole(draw: BatchDraw, of: BatchDraw) -> BatchDraw:
@@ -85,11 +102,17 @@ def _of_whole(draw: BatchDraw, of: BatchDraw) -> BatchDraw:
     return replace(of, dims=tuple(dims))
 
 
-def _refused(traced: TracedJax, at: Place, why: str) -> NotInParts:
-    line = next((op.source for n in traced.graph.nodes for op in n.ops if op.eqn == at), None)
+def _line(traced: TracedJax, at: Place) -> str:
+    return next(
+        (str(op.source) for n in traced.graph.nodes for op in n.ops if op.eqn == at), "an unknown line"
+    )
+
+
+def _refused(line: str, why: str) -> NotInParts:
     return NotInParts(
-        f"a micro-batch cannot draw its part of the batch's random numbers at {line or 'an unknown line'}: {why}",
-        fix="return the next key beside the loss and name it in carry, or pass one key per example in the batch",
+        f"a micro-batch cannot draw its part of the batch's random numbers at {line}: {why}",
+        fix="pass one key per example in the batch (jax.random.split(key, examples), outside of the loss), or return "
+        "the next key beside the loss and name it in carry",
     )
 
 
@@ -117,7 +140,9 @@ class _Batch:
         dims = batch_dims(graph, self.cut)
         inner = _inner(graph, dims, at, d)
         if inner is None or not size or (m * size) % n:
-            raise _refused(self.traced, at, f"which of its {n} rows belong to which example is not known")
+            raise _refused(
+                _line(self.traced, at), f"which of its {n} rows belong to which example is not known"
+            )
         return DrawnDim(whole=size, examples=m * size // n, inner=inner)
 
 
@@ -131,10 +156,10 @@ def _inner(graph: Graph, batch: BatchDims, at: Place, d: int) -> int | None:
 
 
 def _pairs(
-    whole: TracedJax, part: TracedJax
+    whole: TracedJax, part: TracedJax, primitives: Collection[str] = _DRAWS
 ) -> Iterator[tuple[tuple[Place, Eqn, bool], tuple[Place, Eqn, bool]]]:
-    """The equations that draw random numbers, in both programs."""
-    both = [list(_draws(t.jaxpr.jaxpr, "", False)) for t in (whole, part)]
+    """The equations of these primitives, which draw random numbers or make keys, in both programs."""
+    both = [list(_draws(t.jaxpr.jaxpr, "", False, primitives)) for t in (whole, part)]
     names = [[e.primitive.name for _, e, _ in draws] for draws in both]
     if names[0] != names[1]:
         raise NotInParts(
@@ -144,24 +169,26 @@ def _pairs(
     return zip(*both, strict=True)
 
 
-def _draws(jaxpr: Jaxpr, prefix: str, inside: bool) -> Iterator[tuple[Place, Eqn, bool]]:
-    """The equations that draw, with their places, and whether a backend keeps a call around them whole."""
+def _draws(
+    jaxpr: Jaxpr, prefix: str, inside: bool, primitives: Collection[str]
+) -> Iterator[tuple[Place, Eqn, bool]]:
+    """The equations of these primitives, with their places, and whether a backend keeps a call around them whole."""
     for i, eqn in enumerate(jaxpr.eqns):
         path, name = f"{prefix}{i}", eqn.primitive.name
-        if name in _DRAWS:
+        if name in primitives:
             yield Place(path), eqn, inside
         elif name in INLINED:
-            yield from _draws(inner_jaxpr(eqn)[0], f"{path}.", inside or name in KEPT_WHOLE)
+            yield from _draws(inner_jaxpr(eqn)[0], f"{path}.", inside or name in KEPT_WHOLE, primitives)
         elif (taken := on_every_platform(eqn)) is not None:
-            yield from _draws(taken[0], f"{path}.", inside)
+            yield from _draws(taken[0], f"{path}.", inside, primitives)
         elif name == "scan":
-            yield from _draws(eqn.params["jaxpr"].jaxpr, f"{path}.", inside)
+            yield from _draws(eqn.params["jaxpr"].jaxpr, f"{path}.", inside, primitives)
         elif name == "while":
             for body, key in (("cond_jaxpr", "c"), ("body_jaxpr", "b")):
-                yield from _draws(eqn.params[body].jaxpr, f"{path}.{key}.", inside)
+                yield from _draws(eqn.params[body].jaxpr, f"{path}.{key}.", inside, primitives)
         elif name == "cond":
             for k, branch in enumerate(eqn.params["branches"]):
-                yield from _draws(opened(branch)[0], f"{path}.{k}.", inside)
+                yield from _draws(opened(branch)[0], f"{path}.{k}.", inside, primitives)
 
 
 def _shape(eqn: Eqn) -> tuple[int, ...]:

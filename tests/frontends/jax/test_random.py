@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pase
-from pase.frontends.jax.blocks import micro
+from pase.frontends.jax.blocks import batch_inputs, batch_size, micro
 from pase.frontends.jax.frontend import trace
 from pase.frontends.registry import NotInParts
 
@@ -45,6 +45,14 @@ def _per_example(params, batch, keys):
     h = jnp.tanh(batch @ params["up"])
     keep = jax.vmap(lambda k: jax.random.bernoulli(k, 0.8, h.shape[1:]))(keys)
     return jnp.mean(jnp.where(keep, h, 0.0) @ params["down"])
+
+
+def _keys_split_by_the_batch(params, batch, key):
+    return _per_example(params, batch, jax.random.split(key, len(batch)))
+
+
+def _keys_counted_by_the_batch(params, batch, key):
+    return _per_example(params, batch, jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(batch))))
 
 
 def _handed_on(of):
@@ -101,6 +109,23 @@ def test_a_key_that_is_handed_on_changes_between_micro_batches(model, of):
     traced = trace(_handed_on(of), *model, KEY, carry={1: 1})
     assert not micro(traced, 2).drawn
     assert micro(trace(of, *model, KEY), 2).drawn
+
+
+@pytest.mark.parametrize("of", [_keys_split_by_the_batch, _keys_counted_by_the_batch])
+@pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(0)])
+def test_as_many_keys_as_examples_are_refused_with_the_way_out(model, of, key):
+    with pytest.raises(NotInParts) as e:
+        micro(trace(of, *model, key), 2)
+    assert "makes 16 keys" in e.value.what and "test_random.py" in e.value.what
+    assert e.value.fix.startswith("pass one key per example")
+
+
+def test_a_raw_key_in_the_batch_is_not_the_batch():
+    """A raw key has a dim of two, which comes first in the order of the batch's names."""
+    params, batch = {"w": jnp.ones((8, 4))}, {"key": jax.random.PRNGKey(0), "x": jnp.ones((16, 8))}
+    traced = trace(lambda p, b: jnp.mean(b["x"] @ p["w"] * jax.random.normal(b["key"], (4,))), params, batch)
+    assert batch_size(traced) == 16
+    assert batch_inputs(traced) == {"0.x"}
 
 
 def test_rows_whose_example_is_not_known_are_refused(model):
