@@ -67,8 +67,8 @@ def emit(plan: PlanData, to: str, path: str | Path, model: object = None) -> str
 def _check_step(plan: PlanData, to: str, target: PlanTarget) -> None:
     """Raise NotExpressed if the plan's step has micro-batches or recomputation that the target does not run."""
     unknown = [f"{plan.accumulate} micro-batches"] if plan.accumulate > 1 and not target.micro_batches else []
-    # A target recomputes every layer or none, as the search for it does.
-    known = target.recomputes and limited_to(plan, to)
+    # Most targets recompute every layer or none, as the search for them does.
+    known = target.recomputes_some or (target.recomputes and limited_to(plan, to))
     unknown += ["recomputed blocks"] if plan.remat and not known else []
     if unknown:
         raise NotExpressed(

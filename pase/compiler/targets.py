@@ -67,8 +67,10 @@ def step_options(target: PlanTarget, o: CompileOptions) -> CompileOptions:
     """Return the options, limited to what the target runs. Raises PaseError if they ask for more."""
     if o.accumulate not in (None, 1) and not target.micro_batches:
         raise _refused(target, o, f"accumulate={o.accumulate}", "runs no micro-batches", "accumulate")
-    if o.remat not in ("auto", "none", *(["all"] if target.recomputes else [])):
+    kinds = [*(["all"] if target.recomputes else []), *(["light"] if target.recomputes_some else [])]
+    if o.remat not in ("auto", "none", *kinds):
         what = "every layer or nothing" if target.recomputes else "only what the model marks"
+        what = "whole layers or their light work" if target.recomputes_some else what
         raise _refused(target, o, f"remat='{o.remat}'", f"recomputes {what}", "remat")
     if o.once not in ("none", "auto"):
         raise _refused(target, o, f"once='{o.once}'", "hoists nothing out of micro-batches", "once")

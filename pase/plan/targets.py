@@ -75,6 +75,7 @@ class PlanTarget:
     forms: a plan has one of these.
     micro_batches: whether it runs a step in micro-batches.
     recomputes: whether it recomputes every repeated block in backward, if asked to.
+    recomputes_some: whether it also recomputes some blocks and not others, or only the light work of a block.
     """
 
     program: str
@@ -82,6 +83,7 @@ class PlanTarget:
     forms: tuple[TargetForm, ...]
     micro_batches: bool = False
     recomputes: bool = False
+    recomputes_some: bool = False
 
 
 TARGETS: Registry[PlanTarget] = Registry("target", package="pase.backends.emit")

@@ -92,7 +92,8 @@ def test_what_a_target_does_not_run_is_refused() -> None:
 
 def test_a_refusal_says_what_to_compile(tmp_path: Path) -> None:
     plan = pase.compile(MODEL, devices=8, mesh="model=8", baselines=False, memory_limit="none")
+    tensor = pase.compile(MODEL, devices=8, target="tp-plan", baselines=False)
     for target in ("ddp", "fsdp2", "torchtitan", "maxtext"):
         with pytest.raises(PaseError) as e:
-            emit(plan, target, tmp_path / "x")
+            emit(tensor if target == "fsdp2" else plan, target, tmp_path / "x")
         assert f"--for {target} " in e.value.fix

@@ -6,7 +6,7 @@ import pprint
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pase.backends.emit.torch_styles import DataStyle, data_style, units_of
+from pase.backends.emit.torch_styles import DataStyle, data_style, recomputed_units, units_of
 from pase.backends.registry import BACKENDS, Backend, NotExpressed
 from pase.plan.targets import TARGETS, PlanTarget, TargetAxis, TargetForm, limited_to
 
@@ -18,17 +18,24 @@ __all__ = ["emit", "source"]
 _FILE = '''"""{model} on {devices} devices by FSDP2, as pase planned it."""
 
 from torch import Tensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from torch.ops import aten
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 MESH = {mesh}
 UNITS = {units}
 SHARD_DIMS = {dims}
+# Whether a unit ("": all that is in no other) is gathered again for backward, or kept whole from forward to backward.
 RESHARD_AFTER_FORWARD = {reshard}
-RECOMPUTE = {recompute}  # whether backward runs each unit again instead of keeping what is inside of it
+# What backward runs again: "all" of a unit, or its "light" work: not products with weights, nor fused attention.
+RECOMPUTE = {recompute}
 MICRO_BATCHES = {micro}
 
 
@@ -37,17 +44,29 @@ def parallelize(module, device_type="cuda"):
     the means over the ranks."""
     mesh = init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
     dims = {{id(module.get_parameter(path)): dim for path, dim in SHARD_DIMS.items()}}
-    if RECOMPUTE:
-        units = {{id(module.get_submodule(path)) for path in UNITS}}
-        apply_activation_checkpointing(module, check_fn=lambda part: id(part) in units)
-    for unit in [*map(module.get_submodule, UNITS), module]:
+    again = {{id(module.get_submodule(path)): what for path, what in RECOMPUTE.items()}}
+    apply_activation_checkpointing(
+        module,
+        checkpoint_wrapper_fn=lambda unit: checkpoint_wrapper(
+            unit, **({{"context_fn": keep_products}} if again[id(unit)] == "light" else {{}})
+        ),
+        check_fn=lambda part: id(part) in again,
+    )
+    for path in [*UNITS, ""]:
         fully_shard(
-            unit,
+            module.get_submodule(path),
             mesh=mesh,
-            reshard_after_forward=RESHARD_AFTER_FORWARD,
+            reshard_after_forward=RESHARD_AFTER_FORWARD[path],
             shard_placement_fn=lambda parameter: Shard(dims.get(id(parameter), 0)),
         )
     return module
+
+
+def keep_products():
+    """What a unit keeps if only its light work runs again: results of products with weights and of fused attention."""
+    kernels = ["flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"]
+    names = ["mm", "addmm", "convolution", "_grouped_mm", *(f"_scaled_dot_product_{{k}}" for k in kernels)]
+    return create_selective_checkpoint_contexts([getattr(aten, n).default for n in names if hasattr(aten, n)])
 
 
 def backward(loss, module, *batch):
@@ -75,7 +94,7 @@ def micro_batches(x):
 
 def source(plan: PlanData) -> tuple[str, DataStyle]:
     """The contents of the file, and the plan's style. Raises PaseError if the plan is not equivalent to FSDP2."""
-    style = data_style(plan, "FSDP2", limited=limited_to(plan, "fsdp2"))
+    style = data_style(plan, "FSDP2", limited=limited_to(plan, "fsdp2"), mixed=True)
     if not style.shard:
         raise NotExpressed(
             "this plan is not FSDP2: it shards neither parameters nor their state",
@@ -90,13 +109,7 @@ def source(plan: PlanData) -> tuple[str, DataStyle]:
             where=f"the plan for '{plan.model}'",
             fix="run it with plan.torch",
         )
-    units = units_of(plan)
-    if plan.remat and len(plan.remat) != len(units):
-        raise NotExpressed(
-            f"it recomputes {len(plan.remat)} blocks, which are not the {len(units)} numbered modules of the model",
-            where=f"the plan for '{plan.model}'",
-            fix="run it with plan.torch",
-        )
+    units, again = units_of(plan), recomputed_units(plan, "FSDP2")
     mesh = {} if not style.replicate else {"replicate": style.ways(plan, style.replicate)}
     mesh["shard"] = style.ways(plan, style.shard)
     text = _FILE.format(
@@ -105,11 +118,24 @@ def source(plan: PlanData) -> tuple[str, DataStyle]:
         mesh=mesh,
         units=pprint.pformat(list(units), width=100),
         dims=pprint.pformat({path: dim for path, dim in style.dims.items() if dim}, width=100),
-        reshard=style.gathered,
-        recompute=bool(plan.remat),
+        reshard=pprint.pformat(_gathered_again(plan, style), width=100),
+        recompute=pprint.pformat(again, width=100),
         micro=plan.accumulate,
     )
     return text, style
+
+
+def _owners(plan: PlanData) -> dict[str, str]:
+    """Path of a parameter -> its unit; "" if it is in none."""
+    units = units_of(plan)
+    return {path: next((u for u in units if path.startswith(f"{u}.")), "") for path in plan.parameters}
+
+
+def _gathered_again(plan: PlanData, style: DataStyle) -> dict[str, bool]:
+    """Unit -> whether the plan stores any of its parameters sharded. A unit with none to shard is as the others."""
+    owner = _owners(plan)
+    stored, sharded = {owner[p] for p in style.stored}, {owner[p] for p in style.dims}
+    return {u: u in stored if u in sharded else style.gathered for u in (*units_of(plan), "")}
 
 
 def emit(plan: PlanData, path: Path, *, model: object) -> str:
@@ -118,12 +144,20 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
 
     text, style = source(plan)
     write_atomically(path, text)
-    rest = (
-        f"; {len(style.whole)} small parameters that the plan keeps whole are sharded, too"
+    again, owner = _gathered_again(plan, style), _owners(plan)
+    twice = [p for p in style.dims if p not in style.stored and again[owner[p]]]
+    notes = [
+        f"{len(style.whole)} small parameters that the plan keeps whole are sharded, too"
         if style.whole
-        else ""
+        else "",
+        f"gathered for backward, too, which the plan does not: {', '.join(twice[:3])}"
+        + (f" and {len(twice) - 3} more" if len(twice) > 3 else "")
+        if twice
+        else "",
+    ]
+    return "; ".join(
+        [f"{path}: parallelize(module) by fully_shard, for a PyTorch program", *filter(None, notes)]
     )
-    return f"{path}: parallelize(module) by fully_shard, for a PyTorch program{rest}"
 
 
 _REPLICATE = TargetAxis(name="replicate", use="replicate")
@@ -134,6 +168,7 @@ TARGETS.add(
         says="the batch over all devices, and parameters or their state over all of them or within groups",
         micro_batches=True,
         recomputes=True,
+        recomputes_some=True,
         forms=(
             TargetForm(
                 name="parameters", axes=(_REPLICATE, TargetAxis(name="shard", use="shard", at_least=2))

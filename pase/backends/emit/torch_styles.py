@@ -2,29 +2,31 @@
 
 The styles are data parallelism, with or without sharding, and tensor parallelism. They are derived from the plan alone:
 which axes split the batch, how parameters and their state are stored, and what is sent. A plan has a style if it sends
-nothing beyond what that style sends.
+next to nothing beyond what that style sends.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pase.backends.registry import NotExpressed
 
 if TYPE_CHECKING:
+    from pase.ir.blocks import RecomputeKind
     from pase.plan.constraints import Placement
     from pase.plan.types import NodePlan, PlanData, TensorPlan
     from pase.tables.itemize import Collective
 
-__all__ = ["DataStyle", "TensorStyle", "data_style", "tensor_style", "units_of"]
+__all__ = ["DataStyle", "TensorStyle", "data_style", "recomputed_units", "tensor_style", "units_of"]
 
 _FEW = 8
 """The size in bytes of a single number, such as a loss or a count of labels, which every style may sum."""
 _SMALL = 0.01
-"""The fraction of all parameters' bytes that may be replicated, such as norm scales, if the others are sharded."""
+"""The fraction of all parameters' bytes that may be replicated, such as norm scales, if the others are sharded, and the
+fraction of the bytes sent that need not be of parameters and gradients."""
 
 TensorStyle = Literal["colwise", "colwise_gather_output", "rowwise", "embedding_rowwise"]
 """colwise: a linear layer split by its outputs. colwise_gather_output: the same, with its result gathered. rowwise:
@@ -40,14 +42,19 @@ class DataStyle:
     shard: the axes over which parameters, or only their state, are sharded.
     dims: path -> the dim that is sharded.
     whole: small parameters that the plan replicates.
-    gathered: whether parameters are stored sharded and gathered for each use.
+    stored: the parameters that are stored sharded and gathered for each use; of the others, only the state is sharded.
     """
 
     replicate: tuple[str, ...]
     shard: tuple[str, ...]
     dims: Mapping[str, int]
     whole: tuple[str, ...]
-    gathered: bool
+    stored: frozenset[str]
+
+    @property
+    def gathered(self) -> bool:
+        """Whether parameters are stored sharded and gathered for each use."""
+        return bool(self.stored)
 
     def ways(self, plan: PlanData, axes: tuple[str, ...]) -> int:
         """The number of devices along these axes together."""
@@ -58,23 +65,31 @@ class DataStyle:
 
 
 def data_style(
-    plan: PlanData, target: str, *, other_axes: tuple[str, ...] = (), limited: bool = False
+    plan: PlanData,
+    target: str,
+    *,
+    other_axes: tuple[str, ...] = (),
+    limited: bool = False,
+    mixed: bool = False,
 ) -> DataStyle:
     """The plan's data-parallel style.
 
     other_axes: axes that another style uses.
     limited: whether the search was limited to this style. What the plan sends is then part of it, such as the sum of
         the gradient of a slice of a parameter, which the target sums as part of the parameter's gradient.
+    mixed: whether the target may store some parameters sharded, and shard only the state of others.
 
     Raises PaseError if the plan is not data parallel; the message names the layer and the reason.
     """
     batch = _batch_axes(plan, target, other_axes)
-    for c in () if limited else plan.collectives:
-        if _of_parameter(plan, c) or c.nbytes <= _FEW or not set(c.axes) & set(batch):
-            continue
+    others = [c for c in plan.collectives if set(c.axes) & set(batch) and not _of_parameter(plan, c)]
+    others = [c for c in others if c.nbytes > _FEW]
+    most = max(others, key=lambda c: c.nbytes * c.times, default=None)
+    # The losses of all examples may be gathered, because they are few bytes. The style computes each rank's own loss.
+    if most is not None and not limited and _sent(others) > _SMALL * _sent(plan.collectives):
         raise NotExpressed(
-            f"this plan is not {target}: '{c.node}' sends a {c.kind} of activations over {', '.join(c.axes)}, but data "
-            f"parallelism sends only parameters and gradients",
+            f"this plan is not {target}: '{most.node}' sends a {most.kind} of activations over {', '.join(most.axes)}, "
+            f"but data parallelism sends only parameters and gradients",
             where=f"the plan for '{plan.model}'",
             fix=_INSTEAD,
         )
@@ -95,8 +110,8 @@ def data_style(
             dims[path] = dim
     if shard and not limited:
         _check_small(plan, target, whole)
-    stored = {path for path, t in plan.parameters.items() if _placed(t.storage, batch)[0]}
-    if stored and stored != set(dims):
+    stored = frozenset(path for path, t in plan.parameters.items() if _placed(t.storage, batch)[0])
+    if stored and stored != set(dims) and not mixed:
         raise NotExpressed(
             f"this plan is not {target}: '{min(set(dims) - stored)}' is replicated and only its state is sharded, but "
             f"other parameters are sharded",
@@ -104,7 +119,12 @@ def data_style(
             fix=_INSTEAD,
         )
     replicate = tuple(a for a in batch if a not in shard)
-    return DataStyle(replicate=replicate, shard=shard, dims=dims, whole=tuple(whole), gathered=bool(stored))
+    return DataStyle(replicate=replicate, shard=shard, dims=dims, whole=tuple(whole), stored=stored)
+
+
+def _sent(collectives: Iterable[Collective]) -> float:
+    """Bytes."""
+    return sum(c.nbytes * c.times for c in collectives)
 
 
 _INSTEAD = "run it with plan.torch, or write its layouts with emit --to names"
@@ -210,6 +230,33 @@ def _style(plan: PlanData, node: NodePlan, path: str, verb: str, axis: str) -> T
     if verb.startswith("take"):
         return "embedding_rowwise" if held == 0 else None
     return "colwise" if any(split in walk for walk in result) else "rowwise"
+
+
+def recomputed_units(plan: PlanData, target: str) -> dict[str, RecomputeKind]:
+    """Numbered module -> what backward recomputes of it. Raises NotExpressed if a block is not such a module."""
+
+    def refused(what: str) -> NotExpressed:
+        return NotExpressed(
+            f"this plan is not {target}: {what}", where=f"the plan for '{plan.model}'", fix=_INSTEAD
+        )
+
+    if not plan.remat:
+        return {}
+    if any(b.recompute == "attention" for b in plan.remat):
+        raise refused("it recomputes the attention of blocks and keeps the rest of them")
+    blocks = sorted(plan.remat, key=lambda b: (b.prefix, b.start))
+    inside: dict[int, set[str]] = {}
+    units = re.compile("(?:^|@)(" + "|".join(map(re.escape, units_of(plan))) + r")(?![^.:~])")
+    for n in plan.nodes:
+        if n.recomputed_in:
+            found = units.search(n.name)
+            inside.setdefault(n.recomputed_in, set()).add(found[1] if found else n.name)
+    if len(inside) != len(blocks) or any(len(names) > 1 for names in inside.values()):
+        raise refused(f"the {len(blocks)} blocks that it recomputes are not numbered modules of the model")
+    out = {min(inside[k]): b.recompute for k, b in zip(sorted(inside), blocks, strict=True)}
+    if len(out) < len(blocks) or not out.keys() <= {*units_of(plan)}:
+        raise refused(f"the {len(blocks)} blocks that it recomputes are not numbered modules of the model")
+    return out
 
 
 def units_of(plan: PlanData) -> tuple[str, ...]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import pase
 from bench.cases.torch_ranks import on_ranks
-from pase.backends.registry import emit
+from pase.backends.registry import NotExpressed, emit
+from pase.ir.blocks import RecomputeKind
 from tests.backends.emit.torch_plans import plan_of
 from tests.backends.torch.models import case
 
@@ -27,9 +31,9 @@ def test_fsdp2_as_written_is_the_unsharded_step(strategy: str, tmp_path: Path) -
     written: dict[str, Any] = {}
     exec(compile(path.read_text(), str(path), "exec"), written)
     assert written["UNITS"] == ["layers.0", "layers.1", "layers.2"]
-    assert written["RESHARD_AFTER_FORWARD"] == (strategy == "fsdp")
+    assert written["RESHARD_AFTER_FORWARD"] == dict.fromkeys([*written["UNITS"], ""], strategy == "fsdp")
 
-    assert not written["RECOMPUTE"] and written["MICRO_BATCHES"] == 1
+    assert written["RECOMPUTE"] == {} and written["MICRO_BATCHES"] == 1
 
     def on_rank(rank: int) -> Any:
         module = written["parallelize"](copy.deepcopy(c.module), "cpu")
@@ -38,6 +42,58 @@ def test_fsdp2_as_written_is_the_unsharded_step(strategy: str, tmp_path: Path) -
 
     for gradients in on_ranks(RANKS, on_rank):
         torch.testing.assert_close(gradients, c.gradients)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "products"),
+    [(("all", "all", "all"), 9), (("light", "light", "light"), 6), (("all", "light"), 7)],
+)
+def test_blocks_are_recomputed_as_the_plan_says_also_if_it_was_not_made_for_fsdp2(
+    kinds: tuple[RecomputeKind, ...], products: int, tmp_path: Path
+) -> None:
+    """products: how often a rank multiplies by a weight, beside backward's own products. Forward does so six times, and
+    of each layer that runs again, backward needs the first product's result."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    c, path = case("tower", RANKS), tmp_path / "fsdp2.py"
+    found = pase.compile(c.module, *c.batch, devices=RANKS, remat="all", baselines=False, target="fsdp2")
+    blocks = [replace(b, recompute=kind) for b, kind in zip(found.remat, kinds, strict=False)]
+    nodes = tuple(n if n.recomputed_in <= len(kinds) else replace(n, recomputed_in=0) for n in found.nodes)
+    emit(replace(found, remat=tuple(blocks), nodes=nodes, provenance={}), "fsdp2", path)
+    written: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), written)
+    assert written["RECOMPUTE"] == {f"layers.{i}": kind for i, kind in enumerate(kinds)}
+
+    class Counted(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ran = Counter[str]()
+
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.ran[op.__name__.partition(".")[0]] += 1
+            return op(*args, **(kwargs or {}))
+
+    def on_rank(rank: int) -> Any:
+        module = written["parallelize"](copy.deepcopy(c.module), "cpu")
+        with Counted() as counted:
+            module(*(x.chunk(RANKS)[rank] for x in c.batch)).backward()
+        return {k: p.grad.full_tensor() for k, p in module.named_parameters()}, counted.ran
+
+    for gradients, ran in on_ranks(RANKS, on_rank):
+        found_there = {k.replace("_checkpoint_wrapped_module.", ""): g for k, g in gradients.items()}
+        torch.testing.assert_close(found_there, c.gradients)
+        assert ran["addmm"] == products, ran
+
+
+def test_the_attention_of_blocks_alone_is_refused(tmp_path: Path) -> None:
+    c = case("tower", RANKS)
+    found = pase.compile(c.module, *c.batch, devices=RANKS, remat="all", baselines=False, target="fsdp2")
+    attention = replace(found, remat=tuple(replace(b, recompute="attention") for b in found.remat))
+    with pytest.raises(NotExpressed, match="recomputes the attention"):
+        emit(attention, "fsdp2", tmp_path / "fsdp2.py")
+    with pytest.raises(NotExpressed, match="not numbered modules"):
+        emit(replace(found, remat=found.remat[:2]), "fsdp2", tmp_path / "fsdp2.py")
 
 
 def test_micro_batches_are_parts_of_containers_too(tmp_path: Path) -> None:
