@@ -68,10 +68,10 @@ def strategy_in_words(plan: PlanData) -> str:
         parts.append(f"{p.degree} pipeline stages{chunks} ({p.schedule})")
     if data > 1:
         over = f"{data} devices" if data == plan.devices else str(data)
-        split = f" (the sequence over {ways['sequence']})" if ways["sequence"] > 1 else ""
-        parts.append(
-            _data_parallel(plan, {a for a in sizes if means[a] in ("data", "sequence")}, over) + split
-        )
+        kind, aside = _data_parallel(plan, {a for a in sizes if means[a] in ("data", "sequence")}, over)
+        asides = [aside, f"the sequence over {ways['sequence']}" if ways["sequence"] > 1 else ""]
+        said = ", ".join(filter(None, asides))
+        parts.append(f"{kind} ({said})" if said else kind)
     if ways["model"] > 1:
         parts.append(f"model parallelism over {ways['model']}")
     if ways["spare"] > 1:
@@ -100,21 +100,24 @@ _MEANS: dict[str, Meaning] = {"b": "data", "s": "sequence"}
 """The names that ``pase.ir.named`` gives to the dims of the batch and of the sequence."""
 
 
-def _data_parallel(plan: PlanData, axes: Collection[str], over: str) -> str:
-    """Return which kind of data parallelism it is. axes: those that split the batch. over: the devices, as text."""
+def _data_parallel(plan: PlanData, axes: Collection[str], over: str) -> tuple[str, str]:
+    """Return which kind of data parallelism it is, and of which parameters this is not true.
+
+    axes: those that split the batch. over: the devices, as text.
+    """
     tensors = plan.parameters.values()
     ways = math.prod(plan.mesh.by_name[a] for a in axes)
     stored = _shards(plan, axes, [(t, t.storage) for t in tensors])
     if stored >= _SHARDED * ways:
-        return f"FSDP over {over}"
+        return f"FSDP over {over}", ""
     plain = f"data parallelism over {over}"
     if stored > 1.5:
         most, share = _usual_shards(plan, axes)
         how = "most" if share > 0.5 else f"{share:.0%} of the"
-        return f"FSDP over {over} ({how} parameters over {most})"
+        return f"FSDP over {over}", f"{how} parameters" + (f" over {most}" if most != ways else "")
     if _shards(plan, axes, [(t, t.state or t.storage) for t in tensors]) > 1.5:
-        return f"{plain} with optimizer state sharded (ZeRO-2)"
-    return plain
+        return f"{plain} with optimizer state sharded (ZeRO-2)", ""
+    return plain, ""
 
 
 def _shards(plan: PlanData, axes: Collection[str], stored: Iterable[tuple[TensorPlan, Placement]]) -> float:
