@@ -73,30 +73,34 @@ class StagedOptimizer:
         leaves = [h.put(x) for x, h in zip(jax.tree.leaves(state), self._state_placements, strict=True)]
         return jax.tree.unflatten(self._form, leaves)
 
-    def updated(self, grads: Tree, state: Tree, params: Tree, donate: bool) -> tuple[Tree, Tree]:
-        """(trained parameters, state) after the update. Each part is where the plan stores it."""
+    def updated(self, grads: Tree, state: Tree, params: Tree, loss: Array, donate: bool) -> tuple[Tree, Tree]:
+        """(trained parameters, state) after the update. Each part is where the plan stores it.
+
+        loss: of the step, for optimizers that read it (``reduce_on_plateau``).
+        """
         import jax
         import optax
 
-        flat, tree = jax.tree.flatten((grads, state, params))
+        everywhere, optimizer = self.placement.everywhere, optax.with_extra_args_support(self.optimizer)
+        flat, tree = jax.tree.flatten((everywhere.put(loss), grads, state, params))
 
-        def update(grads: Tree, state: Tree, params: Tree) -> list[Array]:
-            updates, state = self.optimizer.update(grads, state, params)
+        def update(loss: Array, grads: Tree, state: Tree, params: Tree) -> list[Array]:
+            updates, state = optimizer.update(grads, state, params, value=loss)
             return list(jax.tree.leaves((optax.apply_updates(params, updates), state)))
 
         def fn(*given: Array) -> list[Array]:
             return update(*jax.tree.unflatten(tree, given))
 
         if donate not in self._updates:
-            self._check_numbers(update)
+            self._check_numbers(update, loss)
             last = len(flat) - len(self._stored)
             parts = self.placement.trained_parts
             as_kept = [self.placement.updated_as[w] for w in parts]
             self._updates[donate] = self._on_ranks(
                 fn,
                 flat,
-                [*parts, *self._state_parts, *parts],
-                [*as_kept, *self._state_placements, *self._stored],
+                [None, *parts, *self._state_parts, *parts],
+                [everywhere, *as_kept, *self._state_placements, *self._stored],
                 [*self._stored, *self._state_placements],
                 {last + i: placement for i, placement in enumerate(as_kept)},
                 donate,
@@ -106,15 +110,15 @@ class StagedOptimizer:
         )
         return out
 
-    def _check_numbers(self, update: Callable[..., Sequence[Array]]) -> None:
+    def _check_numbers(self, update: Callable[..., Sequence[Array]], loss: Array) -> None:
         """Raise PaseError if the update computes with a number that depends on how many layers a part of a stack has.
 
-        update: from (gradients, state, parameters).
+        update: from (loss, gradients, state, parameters).
         """
         import jax
 
         cut, whole = (
-            set(numbers_in(jax.make_jaxpr(update)(p, jax.eval_shape(self.optimizer.init, p), p)))
+            set(numbers_in(jax.make_jaxpr(update)(loss, p, jax.eval_shape(self.optimizer.init, p), p)))
             for p in (
                 self.placement.tree(self.placement.shape),
                 self.placement.leaves(self.placement.shape_of),

@@ -32,7 +32,7 @@ from pase.ir.cut_points import UnitChain, chain_of
 from pase.machine import Mesh
 from pase.machine.jax_devices import as_linked
 from pase.pipeline.types import Schedule
-from pase.plan.accesses import access_states, equation_layouts
+from pase.plan.accesses import access_states
 from pase.plan.constraints import constraints
 from pase.plan.pipeline import PipelinePlan
 from pase.pytree import Tree
@@ -297,16 +297,18 @@ class StagedStep:
     def __call__(self, params: Tree, opt_state: Tree, *batch: Tree) -> tuple[Tree, Tree, Tree]:
         mine, *given = self.placed(params, *batch)
         value, grads = self.running.value_and_grad(mine, *given)
-        return *self.updated(mine, opt_state, grads), value
+        return *self.updated(mine, opt_state, grads, value), value
 
     def placed(self, params: Tree, *batch: Tree) -> list[Tree]:
         """The arrays of (params, *batch) where the plan stores them."""
         return self.running.placement.placed(arrays((params, *batch)))
 
-    def updated(self, params: Tree, opt_state: Tree, grads: Tree) -> tuple[Tree, Tree]:
-        """(parameters, state) after the update. params: where the plan stores them."""
-        state = self.optimizer.placed(opt_state)
-        updated, state = self.optimizer.updated(grads, state, trained(params), self.donate)
+    def updated(self, params: Tree, opt_state: Tree, grads: Tree, value: Tree) -> tuple[Tree, Tree]:
+        """(parameters, state) after the update. params: where the plan stores them. value: what the step returns."""
+        import jax
+
+        state, loss = self.optimizer.placed(opt_state), jax.tree.leaves(arrays(value))[0]
+        updated, state = self.optimizer.updated(grads, state, trained(params), loss, self.donate)
         return merged(updated, untrained(params), self.running.placement.plan.traced.kept[0]), state
 
 
@@ -360,7 +362,6 @@ def _split(
         accumulate=m,
         hoisted="all",
         blocks=blocks,
-        accesses=equation_layouts(graph, states),
         strategy=strategy,
         logical_mesh=logical_mesh,
         constraints=constraints(graph, logical_mesh, states),

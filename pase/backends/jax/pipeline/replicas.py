@@ -281,12 +281,13 @@ class _ReplicatedStep:
         found = [r.value_and_grad(*m) for r, m in zip(running, mine, strict=True)]
         means = self.replicas._mean([g for _, g in found], running)
         states = _copies(opt_state, many)
+        value = self.replicas._value([v for v, _ in found])
         done = [
-            s.updated(m[0], state, g)
+            s.updated(m[0], state, g, value)
             for s, m, state, g in zip(self.steps, mine, states, means.parts, strict=True)
         ]
         updated, changed = (Replicated(x) for x in zip(*done, strict=True))
-        return updated, changed, self.replicas._value([v for v, _ in found])
+        return updated, changed, value
 
 
 def _copies(tree: Tree, many: int) -> tuple[Tree, ...]:
