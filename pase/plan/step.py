@@ -49,6 +49,7 @@ class Executor:
         writes memory, except that a function for which libraries have a kernel is one kernel.
     widens: whether a product whose result is wider than its operands runs in the result's dtype in backward, as in JAX.
         Other frameworks cast the result after the product.
+    splits_norms: whether norms are as many kernels as XLA for GPUs makes of them (``pase.tables.passes``).
     kernels: names of such functions that the user provides.
     masked: those among ``kernels`` that write a mask for backward to read.
     inside: a function -> the one among ``kernels`` whose kernel does its work, too.
@@ -70,6 +71,7 @@ class Executor:
     name: str
     fused: bool
     widens: bool
+    splits_norms: bool
     kernels: frozenset[str]
     masked: frozenset[str]
     host_s: tuple[float, float]
@@ -87,6 +89,7 @@ COMPILED = Executor(
     name="compiled",
     fused=True,
     widens=True,
+    splits_norms=True,
     kernels=frozenset(),
     masked=frozenset(),
     host_s=(0.0, 0.0),
@@ -101,6 +104,7 @@ EAGER = Executor(
     name="eager",
     fused=False,
     widens=False,
+    splits_norms=False,
     kernels=_LIBRARY | _MASKED,
     masked=_MASKED,
     host_s=(49e-6, 34e-6),
@@ -237,7 +241,7 @@ def executed_work(
     products = any(op.kind in _HEAVY - PRODUCTS for op in n.ops)
     apart = not (executor.fused or products or n.kind == "parameter")
     does = habits(model)
-    does = replace(does, widens=does.widens and executor.widens)
+    does = replace(does, widens=does.widens and executor.widens, splits_norms=executor.splits_norms)
     work = list(node_work(graph, n, cfg, mesh, optimizer, does))
     work = [w for w in work if w.casts or not (apart and w.kind == "memory")]
     return work + (list(_apart(graph, n, cfg, mesh, executor)) if apart else [])

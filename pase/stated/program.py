@@ -312,7 +312,9 @@ for _p in (
     Program(
         name="compiled",
         title="PyTorch, torch.compile of each block, FSDP",
-        executor=replace(COMPILED, widens=False, overlapped=True, update_bytes=_FOREACH_ADAMW),
+        executor=replace(
+            COMPILED, widens=False, splits_norms=False, overlapped=True, update_bytes=_FOREACH_ADAMW
+        ),
         attention=("flash2",),
         bytes=_MIXED,
         selective=every_other_product,

@@ -166,6 +166,7 @@ def habits(model: CostModel) -> CompilerHabits:
         tile=device.memory_tile if seconds and len(device.memory_tile) == 2 else None,
         widens=seconds,
         converts=not model.machine.fuses_products,
+        sums_apart=not model.machine.fuses_products,
     )
 
 

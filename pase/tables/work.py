@@ -23,7 +23,7 @@ from pase.ir.types import WORKLESS, itemsize
 from pase.ir.whole_step import handed_on, whole_step
 from pase.machine import Mesh
 from pase.tables.layouts import concrete_size, dim_index, local_bytes, ring_of, shards, state_index
-from pase.tables.passes import HEAVY, LightReads
+from pase.tables.passes import HEAVY, LightReads, scale_gradients
 from pase.tables.tiles import padding, rounded
 
 __all__ = [
@@ -107,11 +107,15 @@ class CompilerHabits:
         product, and the gradient before.
     converts: whether operands are converted to the dtype of their product in memory (XLA for GPUs); otherwise, a
         product converts what it reads (XLA for TPUs).
+    sums_apart: whether the gradients of a norm's scale and of its operand are computed by different kernels
+        (``ScaleGradient``). splits_norms: whether these are as many kernels as XLA for GPUs makes.
     """
 
     tile: tuple[int, int] | None = None
     widens: bool = True
     converts: bool = True
+    sums_apart: bool = True
+    splits_norms: bool = True
 
 
 def phase_of(graph: Graph, node: str, op: Op) -> Phase:
@@ -271,10 +275,29 @@ def node_work(
             elif grads:
                 flops_of["backward"] = flops_of["backward"] + 2 * flops
                 bytes_of["backward"] = bytes_of["backward"] + 2 * nbytes
+    for phase, nbytes in _of_scales(graph, node, cfg, mesh, habits):
+        bytes_of[phase] = bytes_of[phase] + nbytes
     for phase, flops in flops_of.items():
         if flops.any() or bytes_of[phase].any():
             light_ops = _light_ops(graph, node, flops, bytes_of[phase], phase)
             yield replace(light_ops, windowed=windowed[phase])
+
+
+def _of_scales(
+    graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, habits: CompilerHabits
+) -> Iterator[tuple[Phase, np.ndarray]]:
+    """What norms with scales move besides what light ops do, in backward twice as much as in forward."""
+    split = habits.splits_norms and not graph.facts.eager
+    for s in scale_gradients(graph, node) if habits.sums_apart else ():
+        phase = phase_of(graph, node.name, node.main)
+        moved = [(graph.tensors[a.tensor], a) for a in s.operands if a.tensor in graph.producer]
+        once = sum((local_bytes(node, t, a, cfg, mesh) for t, a in moved), np.zeros(len(cfg)))
+        if s.sums == "apart" and split:
+            yield phase, once
+            once = 2 * once
+        yield "backward", once
+        if s.sums == "chained" and split:
+            yield "backward", 2 * local_bytes(node, graph.tensors[s.product.tensor], s.product, cfg, mesh)
 
 
 def _light_ops(graph: Graph, node: Node, flops: np.ndarray, nbytes: np.ndarray, phase: Phase) -> Work:
