@@ -44,9 +44,7 @@ def test_what_is_stored_on_fewer_devices_is_said_by_devices(plans: dict[str, pas
     largest = max(plan.parameters, key=lambda path: plan.parameters[path].elements)
     none = dict.fromkeys([largest], replace(plan.parameters[largest], storage=((),) * 2))
     some = replace(plan, parameters={**plan.parameters, **none})
-    assert re.fullmatch(
-        r"FSDP over 8 devices \((most|\d+% of the) parameters\)", strategy_in_words(some)
-    )
+    assert re.fullmatch(r"FSDP over 8 devices \((most|\d+% of the) parameters\)", strategy_in_words(some))
 
 
 def test_weights_that_are_split_over_few_devices_are_fsdp_too(

@@ -159,6 +159,7 @@ def of_plan(
 def on_a_device(
     call: AttentionCall,
     operands: Sequence[tuple[tuple[int, ...], Digits]],
+    axes: Mesh,
     mesh: JaxMesh,
     source: SourceLine,
     dtype: np.dtype,
@@ -166,10 +167,11 @@ def on_a_device(
     """The attention as a function of one device's parts, inside of a ``shard_map``; None if its split is not supported.
 
     The gradients of keys and values are partial sums: each part of the queries and groups that reads them contributes a
-    summand. operands: the shapes and layouts of all operands. source: the user's line.
+    summand. operands: the shapes and layouts of all operands. axes: those of the layouts. mesh: has them, and perhaps
+    others. source: the user's line.
     """
     (q, of_q), (k, of_k), *_ = operands
-    split = split_of(of_q, of_k, call, (q, k), dict(mesh.shape))
+    split = split_of(of_q, of_k, call, (q, k), axes.by_name)
     if split is None or (call.causal and split.queries and q[call.order[1]] != k[call.order[1]]):
         return None
     biased = len(operands) > 3  # with a bias or a mask

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.backends.jax.spmd.values import Arrivals, Cache, DeviceValue, NotManual, packed, unpacked
-from pase.frontends.jax.types import ClosedJaxpr, Eqn
-from pase.frontends.jax.versions import scan_groups, source_line
+from pase.frontends.jax.types import ClosedJaxpr, Eqn, Jaxpr
+from pase.frontends.jax.versions import jaxprs_inside, scan_groups, source_line
 from pase.ir import Place, PlacePart
 from pase.local.reshard import part
 from pase.local.types import local_shape
@@ -199,6 +199,22 @@ def _stacked(walk: ManualWalk, name: str, value: DeviceValue, cache: Cache) -> D
     return DeviceValue(array=array, tensor=name, layout=op.results[0].layout)
 
 
+def _check_alike(walk: ManualWalk, eqn: Eqn, run: Callable[..., Tree], *given: Tree) -> None:
+    """Refuse a permute that other stages of one program may not reach: XLA's permutes wait for all devices, so the step
+    would never end. Its other collectives wait for the devices that they name.
+
+    run: a branch, or a loop's iteration or condition, of the arguments ``given``.
+    """
+    import jax
+
+    def permutes(jaxpr: Jaxpr) -> bool:
+        return any(e.primitive.name == "ppermute" or any(map(permutes, jaxprs_inside(e))) for e in jaxpr.eqns)
+
+    others = set(walk.devices.axis_names) - set(walk.program.mesh.names)
+    if others and permutes(jax.make_jaxpr(run)(*given).jaxpr):
+        raise walk.refusal(eqn, "its stages may take different branches, in which devices send to each other")
+
+
 def manual_while(
     walk: ManualWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
 ) -> Sequence[DeviceValue]:
@@ -246,7 +262,10 @@ def manual_while(
             ]
         return _closed(walk, at, init, made, inside)
 
-    return turned(jax.lax.while_loop(goes_on, iteration, [h.array for h in init]))
+    first = [h.array for h in init]
+    for part_of_loop in (goes_on, iteration):
+        _check_alike(walk, eqn, part_of_loop, first)
+    return turned(jax.lax.while_loop(goes_on, iteration, first))
 
 
 def _held(
@@ -311,6 +330,8 @@ def manual_cond(
         index = index if wanted is None else walk.received(index, wanted, cache)
     walk = walk.within(f"a branch at {source_line(eqn)}")
     branches = [branch(k, closed) for k, closed in enumerate(eqn.params["branches"])]
+    for each in branches:
+        _check_alike(walk, eqn, each, *packed(operands))
     made = jax.lax.switch(index.array, branches, *packed(operands))
     return [
         DeviceValue(array=x, tensor=n, layout=walk.program.result(n).layout)

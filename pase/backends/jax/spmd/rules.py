@@ -355,6 +355,7 @@ def _attention(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     run = attention.on_a_device(
         asked,
         read,  # type: ignore[arg-type]
+        call.mesh,
         call.devices,
         source_line(call.eqn),
         ins[0].dtype,

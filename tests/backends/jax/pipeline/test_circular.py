@@ -21,6 +21,7 @@ from pase.pipeline.registry import schedule
 from pase.pipeline.simulate import simulate
 from pase.tables.itemize import split_of
 from pase.tables.layouts import configs
+from pase.zoo.attention import fused_attend
 from tests.compiler.stages.staged import tables_of
 from tests.pipeline.small import MICRO, OPTIMIZER, arguments, gpt, reference
 
@@ -181,6 +182,57 @@ def test_it_has_one_lowering_and_its_loss_cannot_be_differentiated():
         jax.grad(lambda *args: plan.jax.loss()(*args)[0])(*given)
     with pytest.raises(PaseError, match="lowered manually"):
         plan.jax.train_step(OPTIMIZER, lowering="annotated")
+
+
+def attending(params, x):
+    def layer(h, w):
+        q, k, v = (jnp.einsum("bsd,dhe->bshe", h, each) for each in w)
+        return h + fused_attend(q, k, v, causal=True).reshape(h.shape), None
+
+    h, _ = jax.lax.scan(layer, x @ params["first"], params["layers"])
+    return jnp.mean((h @ params["last"]) ** 2)
+
+
+def gated(params, x):
+    """Layers take a branch by a flag of their own, and one branch has a mean over a dim that may be split."""
+
+    def layer(h, w):
+        of_mean, h = lambda h: jnp.tanh(h - h.mean(-1, keepdims=True)), h @ w["up"]
+        return jax.lax.cond(w["flag"] > 0, of_mean, jnp.sin, h), None
+
+    h, _ = jax.lax.scan(layer, x @ params["first"], params["layers"])
+    return jnp.mean((h @ params["last"]) ** 2)
+
+
+def drawn_circular(fn, layers, x, seed):
+    """(the circular plan of a function with a drawn split, its parameters)"""
+    rng = np.random.default_rng(0)
+    shapes = {"first": (8, 8), "layers": layers, "last": (8, 8)}
+    params = jax.tree.map(
+        lambda s: jnp.asarray(rng.normal(size=s) / 3), shapes, is_leaf=lambda s: isinstance(s, tuple)
+    )
+    kinds = {"pipeline": 2, "mesh": "2x2", "accumulate": MICRO, "memory_limit": "none", "remat": "none"}
+    plan = pase.compile(fn, params, x, devices=8, machine="h100x8", stage_schedule="circular", **kinds)
+    return circular(plan, drawn(plan, seed), "hoisted").jax, params
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_attention_is_split_over_the_axes_of_a_rank(seed):
+    """0: a ring of keys. 2: queries and heads. The ranks are an axis of the mesh before these."""
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(16, 8, 8)))
+    jp, params = drawn_circular(attending, (4, 3, 8, 4, 2), x, seed)
+    loss, grads = jp.value_and_grad()(params, x)
+    wanted = jax.value_and_grad(attending)(params, x)
+    assert abs(float(loss - wanted[0])) < 1e-6  # the kernel's sums are in float32
+    assert worst_difference(wanted[1], jp.gathered(grads)) < 1e-6
+
+
+def test_branches_in_which_devices_permute_are_refused():
+    """Stages may take different branches, and a permute would wait for all of them for ever."""
+    jp, params = drawn_circular(gated, {"up": (4, 8, 8), "flag": (4,)}, x := jnp.ones((16, 8)), 0)
+    with pytest.raises(PaseError, match="different branches") as e:
+        jp.value_and_grad()(params, x)
+    assert "cond" in e.value.where and e.value.fix == "compile with pipeline='none'"
 
 
 def test_without_a_named_schedule_it_is_tried_where_the_program_can_run_it():
