@@ -39,6 +39,7 @@ class Storage:
 
     def distributed(self, x: Tensor, tensor: str | None, *, gradient: bool) -> DTensor:
         """A DTensor from values that every rank has. A tensor that the step does not read is replicated."""
+        import torch
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         groups, mesh = self.parallel.walk.groups, self.parallel.plan.mesh
@@ -46,13 +47,14 @@ class Storage:
         if tensor is not None:
             r = self.parallel.plan.program.result(tensor)
             layout = r.gradient if gradient else r.layout
-        local = part(x, tuple(x.shape), layout, groups).contiguous()
+        # A copy, because a part may be a view, which would keep the whole tensor in memory.
+        local = part(x, tuple(x.shape), layout, groups).clone(memory_format=torch.contiguous_format)
         states = dict(zip(mesh.names, layout, strict=True))
         order = self._common or self._order([layout])
         assert order is not None  # a single layout always has a valid order
         placements = [Shard(s[0]) if isinstance(s := states[a], tuple) else Replicate() for a in order]
         return DTensor.from_local(
-            local.clone() if local.data_ptr() == x.data_ptr() else local,
+            local,
             self._devices(order),
             placements,
             run_check=False,

@@ -55,6 +55,21 @@ def run(folder: Path, rank: int) -> dict[str, Any]:
         | {"inductor": compiled(c, "ours@2", True)},
         "unwatched": unwatched_first(),
         "refused": refused(c),
+        "stored": {s: stored(c, s) for s in STRATEGIES},
+    }
+
+
+def stored(c: TorchCase, strategy: str) -> dict[str, Any]:
+    """Bytes of all storages of this rank's parameters beside the bytes of its parts, and what a copy of the module
+    has."""
+    module = copy.deepcopy(c.module)
+    _plan(c, strategy).parallelize(module)
+    parts = [p.to_local() for p in module.parameters()]
+    copied = copy.deepcopy(module)
+    return {
+        "bytes": sum(x.nbytes for x in parts),
+        "kept": sum(x.untyped_storage().nbytes() for x in parts),
+        "copied": _apart(copied, c.module),
     }
 
 
