@@ -30,6 +30,7 @@ from pase.errors import PaseError
 from pase.frontends.jax.contexts import in_any_context, untyped, without_mesh
 from pase.frontends.jax.frontend import TracedJax
 from pase.frontends.jax.leaves import arrays, combine, trained, untrained
+from pase.frontends.jax.structure import check_arguments
 from pase.frontends.jax.versions import called, jaxprs_inside
 from pase.ir import Place, named, simplify
 from pase.ir.blocks import Block, Hoisted, accumulated, kept_results, rematerialised
@@ -317,11 +318,7 @@ class JaxPlan:
         import jax
 
         leaves, tree = jax.tree.flatten(arrays(args))
-        if tree != self.traced.in_tree:
-            raise PaseError(
-                f"the arguments are {tree}, but the plan was compiled for {self.traced.in_tree}",
-                fix="pass (params, *batch) with the structure that was compiled, or compile again",
-            )
+        check_arguments(tree, self.traced.in_tree)
         leaves = jax.tree.leaves(self.padded(jax.tree.unflatten(tree, leaves), full))
         paths = (*self.traced.param_paths, *self.traced.input_paths)
         dtypes = [a.dtype for a in self.traced.jaxpr.in_avals]
@@ -593,5 +590,6 @@ class JaxPlan:
         shardings = self._in_shardings(mesh)
         given = untyped(arrays(self.padded((params, *batch))))
         shardings = shardings[: len(given)]
+        check_arguments(jax.tree.structure(given), jax.tree.structure(shardings), first=True)
         placed = tuple(jax.tree.map(global_array, x, s) for x, s in zip(given, shardings, strict=True))
         return tuple(combine(x, kept) for x, kept in zip(placed, self.traced.kept[: len(given)], strict=True))

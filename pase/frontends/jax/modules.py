@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pase.errors import PaseError
 from pase.frontends.jax import leaves as jax_leaves
+from pase.frontends.jax.structure import check_structure
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -326,11 +327,15 @@ class ModuleFunction:
         differ from the modules that the function was compiled with."""
         frames = self.frames[: len(args)]
         for i, (frame, arg) in enumerate(zip(frames, args, strict=True)):
-            if (given := _Frame.of(arg, sum(f.count for f in frames[:i]))) != frame:
+            given, where = (
+                _Frame.of(arg, sum(f.count for f in frames[:i])),
+                f"argument {i} of {self.__name__}",
+            )
+            fix = "pass an argument of the structure that was compiled, or compile another plan"
+            check_structure(given.tree, frame.tree, where=where, fix=fix)
+            if given.modules != frame.modules:
                 raise PaseError(
-                    f"it is {given.tree}, but the plan was compiled for {frame.tree}",
-                    where=f"argument {i} of {self.__name__}",
-                    fix="pass an argument of that structure, or compile another plan",
+                    "its modules are in other places than in the compiled argument", where=where, fix=fix
                 )
         modules = _modules_in(args)
         graph, values = _split(modules, frames[0].count)

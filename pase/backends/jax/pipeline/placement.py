@@ -12,6 +12,7 @@ from pase.backends.jax.pipeline.stages import StageWeight
 from pase.backends.jax.steps.stepper import shape_and_dtype
 from pase.errors import PaseError
 from pase.frontends.jax.leaves import trained
+from pase.frontends.jax.structure import check_arguments
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -129,12 +130,7 @@ class StagePlacement:
         n = len(traced.param_paths)
         tree: PyTreeDef
         leaves, tree = jax.tree.flatten(tuple(args), is_leaf=is_cut)
-        wanted = traced.in_tree.children()[: len(args)]
-        if tree.children() != wanted:
-            raise PaseError(
-                f"the arguments are {tree.children()}, but the plan was compiled for {wanted}",
-                fix="pass (params, *batch) with the structure that was compiled, or compile again",
-            )
+        check_arguments(tree, traced.in_tree, first=True)
         shapes = [a.shape for a in traced.jaxpr.in_avals[:n]] + self.split(0).input_shapes(True)
         paths = (*traced.param_paths, *traced.input_paths)
         out = []

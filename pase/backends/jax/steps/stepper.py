@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pase.errors import PaseError
 from pase.frontends.jax.contexts import untyped, without_mesh
 from pase.frontends.jax.leaves import arrays, combine
+from pase.frontends.jax.structure import check_structure
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -116,15 +117,14 @@ class Stepper:
                 fix="call it with the arguments that the plan was compiled for",
             )
         for k, (x, s) in enumerate(zip(given, self.in_shardings, strict=True)):
-            form: Tree = jax.tree.structure(x)
-            if form != jax.tree.structure(s):
-                raise PaseError(
-                    f"it is {form}, but must be {jax.tree.structure(s)}",
-                    where=f"argument {k} of the step",
-                    fix="to make the optimizer's state, call plan.jax.init(optimizer, params)"
-                    if k == 1
-                    else "pass what the plan was compiled for, or compile again",
-                )
+            check_structure(
+                jax.tree.structure(x),
+                jax.tree.structure(s),
+                where=f"argument {k} of the step",
+                fix="to make the optimizer's state, call plan.jax.init(optimizer, params)"
+                if k == 1
+                else "pass what the plan was compiled for, or compile again",
+            )
         return tuple(jax.tree.map(_placed, self.padded(given), self.in_shardings))
 
     @without_mesh()
