@@ -23,6 +23,7 @@ from pase.files.terminal import console
 
 if TYPE_CHECKING:
     from pase.api import Plan
+    from pase.questions.training_run import TrainingRun
 
 __all__ = ["report"]
 
@@ -43,6 +44,23 @@ def report(
             metavar="FILE",
         ),
     ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Also what a training run over this many tokens takes: days, failures, energy, cost. For example 15T.",
+            metavar="N",
+        ),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(help="With --tokens: the price of a device-hour, in any currency.")
+    ] = None,
+    failures: Annotated[
+        float | None,
+        typer.Option(
+            help="With --tokens: failures per device-hour that stop the run. Default: the machine file's.",
+            metavar="RATE",
+        ),
+    ] = None,
     model: LayoutModel = None,
     machine: LayoutMachine = None,
     time_limit: ChoicesTimeLimit = 20.0,
@@ -58,6 +76,7 @@ def report(
     \b
     Example:
       pase report layout.json -o report.html --timeline step.json.gz
+      pase report layout.json -o report.html --tokens 15T --price 2.5
     """
     from datetime import date
 
@@ -68,6 +87,7 @@ def report(
     from pase.questions.sensitivity import swings
 
     plan = load(layout)
+    run = _whole_run(plan, machine, tokens, price, failures)
     warn_misfit(plan)
     with progress() as say:
         if timeline is not None:
@@ -76,18 +96,38 @@ def report(
         say("other machines")
         others = None if e.problem is None else swings(e.plan, e.problem, seconds=time_limit)
         say("drawing")
-        write_atomically(output, report_page(e, others, date.today().isoformat()))
+        write_atomically(output, report_page(e, others, date.today().isoformat(), run))
     if json:
         written = {"report": str(output), "timeline": None if timeline is None else str(timeline)}
         about = {
             "model": e.plan.model,
             "layers": len(e.plan.nodes),
+            "run": None if run is None else run.to_json(),
             "remarks": [r.to_json() for r in plan.noted],
         }
         print_json(written | about)
     else:
         console(err=True).print(f"wrote {output}" + (f" and {timeline}" if timeline is not None else ""))
     strictly(plan.sound, strict)
+
+
+def _whole_run(
+    plan: Plan, machine: str | None, tokens: str | None, price: float | None, failures: float | None
+) -> TrainingRun | None:
+    """What the run of so many tokens takes; None if no number is given."""
+    from pase.errors import PaseError
+    from pase.files.quantities import parse_count
+    from pase.machine import load as load_machine
+    from pase.questions.training_run import RunTerms, training_run
+
+    if tokens is None:
+        for name, value in (("--price", price), ("--failures", failures)):
+            if value is not None:
+                what = "it is about a whole run, whose length is not given"
+                raise PaseError(what, where=name, fix="add --tokens 15e12")
+        return None
+    terms = RunTerms(tokens=parse_count(tokens, "--tokens"), failures_per_device_hour=failures, price=price)
+    return training_run(plan, load_machine(machine or plan.machine), plan.devices + plan.idle, terms)
 
 
 def _write_timeline(plan: Plan, path: Path) -> None:

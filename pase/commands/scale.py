@@ -14,6 +14,8 @@ from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pase.questions.scale import ScalePoint
     from pase.questions.training_run import RunTerms, TrainingRun
 
@@ -148,25 +150,24 @@ def scale(
         rows = [_row(p) | ({"run": runs[p.at].to_json()} if p.at in runs else {}) for p in points]
         print_json({"model": model, "points": rows})
         return
-    for m in machines:
-        _print(model, [p for p in points if p.machine == m])
-        if tokens is not None:
-            _print_runs({n: r for (name, n), r in runs.items() if name == m}, terms)
-        if m != machines[-1]:
-            console().print()
+    _print(model, points, machines)
+    if runs:
+        _print_runs(runs, machines, terms)
     if output is not None:
         console(err=True).print(f"wrote {output}")
 
 
-def _print_runs(runs: dict[int, TrainingRun], terms: RunTerms) -> None:
+def _print_runs(runs: dict[tuple[str, int], TrainingRun], machines: Sequence[str], terms: RunTerms) -> None:
     from pase.plan.columns import columns
     from pase.questions.scale import number_text as text
 
     names = "devices", "days", "days, none fail", "failures", "save every", "device- hours", "MWh", "cost"
-    table = columns(*names, overflow="fold")
-    for devices, r in runs.items():
+    of_machine = ["machine"] if len(machines) > 1 else []
+    table = columns(*of_machine, *names, left=("machine",), overflow="fold")
+    for (machine, devices), r in runs.items():
         every = r.checkpoint_every_s
         table.add_row(
+            *([machine] if of_machine else []),
             str(devices),
             text(None if r.wall_s is None else r.wall_s / 86400),
             text(r.compute_s / 86400),
@@ -184,8 +185,11 @@ def _print_runs(runs: dict[int, TrainingRun], terms: RunTerms) -> None:
         f"{terms.restart_s:g} s a restart are assumed unless given; energy of the devices alone, at their power limit"
     )
     out.print(table)
-    if any(r.wall_s is None for r in runs.values()):
-        out.print("The machine file has no rate of failures: state one with --failures, such as 2e-5.")
+    if unknown := sorted({m for (m, _), r in runs.items() if r.wall_s is None}):
+        of = ", ".join(unknown)
+        out.print(
+            f"The machine file of {of} has no rate of failures: state one with --failures, such as 2e-5."
+        )
 
 
 def _row(p: ScalePoint) -> JsonObject:
@@ -211,7 +215,8 @@ def _row(p: ScalePoint) -> JsonObject:
     }
 
 
-def _print(model: str, points: list[ScalePoint]) -> None:
+def _print(model: str, points: list[ScalePoint], machines: Sequence[str]) -> None:
+    """Print one table and one chart of all machines. Speed-ups are against the first point that has a plan."""
     from pase.plan.columns import columns
     from pase.plan.table import bytes_text
     from pase.questions.scale import number_text
@@ -220,21 +225,30 @@ def _print(model: str, points: list[ScalePoint]) -> None:
     priced = any(p.cost_per_1e9_tokens is not None for p in points)
     tokens = any(p.tokens_per_s is not None for p in points)
     last = ("tokens/s", f"{'cost' if priced else 'hours'}/1e9 tokens") if tokens else ("device-seconds",)
-    names = ("devices", "step", "MFU", "memory", "fits", *last)
-    out = columns(*names, left=("fits",), overflow="fold")
-    chart = columns("devices", "speed-up", bar, "mesh", left=(bar, "mesh"), overflow="fold")
-    chart.columns[2].no_wrap = True
-    known = [p for p in points if p.plan is not None]
-    first = known[0] if known else None
-    most = known[-1].devices / first.devices if first is not None else 1.0
+    of_machine = ["machine"] if len(machines) > 1 else []
+    names = (*of_machine, "devices", "step", "MFU", "memory", "fits", *last)
+    out = columns(*names, left=("machine", "fits"), overflow="fold")
+    chart = columns(
+        *of_machine, "devices", "speed-up", bar, "mesh", left=("machine", bar, "mesh"), overflow="fold"
+    )
+    chart.columns[len(of_machine) + 2].no_wrap = True
+    known = [(p, p.plan) for p in points if p.plan is not None]
+    firsts = {p.machine: (p, plan) for p, plan in reversed(known)}
+    gains = {p.at: known[0][1].cost / plan.cost for p, plan in known}
+    ideals = {
+        p.at: gains[firsts[p.machine][0].at] * p.devices / firsts[p.machine][0].devices for p, _ in known
+    }
+    most = max((*gains.values(), *ideals.values()), default=1.0)
     for p in points:
-        if p.plan is None or first is None or first.plan is None:
-            chart.add_row(str(p.devices), "", "", p.why_not or "")
+        named = [p.machine] if of_machine else []
+        if p.plan is None:
+            chart.add_row(*named, str(p.devices), "", "", p.why_not or "")
             continue
-        row, gain, ideal = _row(p), first.plan.cost / p.plan.cost, p.devices / first.devices
+        row, gain, ideal = _row(p), gains[p.at], ideals[p.at]
         per_token = p.cost_per_1e9_tokens if priced else p.hours_per_1e9_tokens
         reached = min(round(_WIDTH * gain / most), _WIDTH)
         out.add_row(
+            *named,
             str(p.devices),
             p.step,
             "" if row["mfu"] is None else f"{row['mfu']:.1%}",
@@ -247,16 +261,17 @@ def _print(model: str, points: list[ScalePoint]) -> None:
             ),
         )
         chart.add_row(
+            *named,
             str(p.devices),
             f"×{gain:.2f}",
             "█" * reached + "▒" * max(round(_WIDTH * ideal / most) - reached, 0),
             " ".join(f"{k}={v}" for k, v in row["mesh"].items())
             + (f", {p.plan.idle} idle" if p.plan.idle else ""),
         )
-    plan = first.plan if first is not None else None
-    name, measured = ("", "") if plan is None else (plan.machine, f", {plan.objective}")
+    measured = dict.fromkeys(plan.objective for _, plan in known)
     console().print(
-        f"{model} on {name}: the same global batch for each number of devices; predictions{measured}"
+        f"{model} on {', '.join(machines)}: the same global batch for each number of devices; "
+        + ", ".join(["predictions", *measured])
     )
     console().print(out)
     console().print()

@@ -20,7 +20,9 @@ from pase.questions.explain import Explanation, whole_time
 from pase.questions.reasons import reasons
 from pase.questions.report_data import explorer_data, priced_step
 from pase.questions.report_pipeline import drawn_schedule, stages_table
+from pase.questions.scale_page import whole_runs
 from pase.questions.sensitivity import Swing
+from pase.questions.training_run import TrainingRun
 
 __all__ = ["report_page"]
 
@@ -34,13 +36,17 @@ _HELD: dict[MemoryKind, str] = {
 _KINDS = [*_HELD.items(), ("buffers", "other")]
 
 
-def report_page(e: Explanation, swings: list[Swing] | None = None, date: str = "") -> str:
+def report_page(
+    e: Explanation, swings: list[Swing] | None = None, date: str = "", run: TrainingRun | None = None
+) -> str:
     """The page as text. Everything that comes from the layout is escaped.
 
     swings: the plan's costs if the machine's figures are wrong, from ``pase.questions.sensitivity.swings``.
     date: the day on which the page is made, for its title.
+    run: what a whole training run takes under the plan.
     """
     plan = e.plan
+    runs = {} if run is None else {(plan.machine, plan.devices + plan.idle): run}
     step, note = _step(plan)
     timelines = {} if step is None else {"step": step}
     drawn = "" if step is None else timeline_mount("step")
@@ -49,6 +55,7 @@ def report_page(e: Explanation, swings: list[Swing] | None = None, date: str = "
     )
     sections = [
         Section(anchor="strategies", title="Strategies", body=_strategies(plan)),
+        *([Section(anchor="run", title="The whole run", body=whole_runs(runs))] if runs else []),
         Section(anchor="time", title="Where the time goes", body=_causes(e)),
         Section(
             anchor="model", title="Model and devices", body=_about_model(plan) + explorer, on_paper=False

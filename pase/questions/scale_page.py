@@ -15,7 +15,7 @@ from pase.questions.scale import ScalePoint, number_text
 if TYPE_CHECKING:
     from pase.questions.training_run import TrainingRun
 
-__all__ = ["scale_page"]
+__all__ = ["scale_page", "whole_runs"]
 
 _COLOURS = ("compute", "communication", "update", "ours", "backward", "other")
 
@@ -37,7 +37,7 @@ def scale_page(
         Section(anchor="figures", title="Figures", body=_figures(points)),
     ]
     if runs:
-        sections.append(Section(anchor="runs", title="The whole run", body=_whole_runs(runs)))
+        sections.append(Section(anchor="runs", title="The whole run", body=whole_runs(runs)))
     return page(
         title=f"{model} on {', '.join(machines)}" + (f", {date}" if date else ""),
         lead=_lead(points),
@@ -130,7 +130,8 @@ def _figures(points: Sequence[ScalePoint]) -> str:
     return table("Figures", head, rows)
 
 
-def _whole_runs(runs: Mapping[tuple[str, int], TrainingRun]) -> str:
+def whole_runs(runs: Mapping[tuple[str, int], TrainingRun]) -> str:
+    """A table of what whole runs take. runs: machine and number of devices -> the run."""
     head = ["machine", "devices>", "days>", "days, none fail>", "failures>", "device-hours>", "MWh>", "cost>"]
     rows = (
         (
@@ -145,4 +146,15 @@ def _whole_runs(runs: Mapping[tuple[str, int], TrainingRun]) -> str:
         )
         for (machine, devices), r in runs.items()
     )
-    return table("The whole run", head, rows)
+    unknown = sorted({machine for (machine, _), r in runs.items() if r.wall_s is None})
+    steps = next(iter(runs.values())).steps
+    why = (
+        f"The machine file of {escape(', '.join(unknown))} has no rate of failures, so days with failures are not "
+        "known; --failures states one. "
+        if unknown
+        else ""
+    )
+    return (
+        f"<p>{steps:,} steps.</p>{table('The whole run', head, rows)}"
+        f"<p class='soft'>{why}Energy: of the devices alone, at their power limit.</p>"
+    )

@@ -39,3 +39,12 @@ def test_a_whole_run_fits_eighty_columns_and_is_in_the_json(monkeypatch):
     assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
     (point,) = json.loads(printed(*run, "--json"))["points"]
     assert point["run"]["cost"] == 2.5 * point["run"]["device_hours"] and point["run"]["failures"] > 0
+
+
+def test_several_machines_are_one_table_and_one_chart():
+    run = "scale", MODEL, "--devices", "2,4", "--machine", "h100x8,tpu_v5p"
+    points = json.loads(printed(*run, "--json"))["points"]
+    rows = [line.split() for line in printed(*run).splitlines()]
+    for p in points:
+        (figures, chart) = (r for r in rows if r[:2] == [p["machine"], str(p["devices"])])
+        assert figures != chart and f"×{points[0]['cost'] / p['cost']:.2f}" in chart
