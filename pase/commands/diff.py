@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pase.commands.options import JsonOption, print_json
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
+
+if TYPE_CHECKING:
+    from pase.plan.types import PlanData
 
 __all__ = ["diff"]
 
@@ -28,7 +31,8 @@ def diff(
     """List the differences between two layouts or two traced runs.
 
     For layouts, prints one line for each difference (mesh, layers, parameters, ...), then the change in step time and
-    memory.
+    memory. If the machines differ, the old split is also priced on the new machine: what the machine changes, and what
+    the split does.
 
     For traces (another card, a changed program, another rank), prints what each kind of work and each cause of idle
     time takes in both, and the ops that differ most, matched by name, module and shape, with what differs. All
@@ -52,11 +56,13 @@ def diff(
 
     a, b = load(old), load(new)
     lines = differences(a, b)
+    between, why_not = _on_machine_of(a, b)
     if json:
         print_json(
             {
                 "differences": lines,
                 "cost": [a.cost, b.cost],
+                "cost_of_old_on_new_machine": between,
                 "memory": [a.memory.total, b.memory.total],
                 "unit": b.unit,
             }
@@ -69,6 +75,42 @@ def diff(
         f"step {cost_text(a.cost, a.unit)} -> {cost_text(b.cost, b.unit)}, memory {bytes_text(a.memory.total)} -> "
         f"{bytes_text(b.memory.total)} a device",
     )
+    if between is not None:
+        say(
+            f"the old split takes {cost_text(between, b.unit)} on {b.machine}: the machine changes the step by "
+            f"{_percent(between, a.cost)}, and then the split by {_percent(b.cost, between)}"
+        )
+    elif why_not:
+        say(f"what the machine changes and what the split does is not known: {why_not}")
+
+
+def _percent(new: float, old: float) -> str:
+    if not old:
+        return "an unknown part"
+    change = new / old - 1
+    return f"{change:+.1%}" if abs(change) >= 0.0005 else "less than 0.1%"
+
+
+def _on_machine_of(a: PlanData, b: PlanData) -> tuple[float | None, str]:
+    """(The cost of plan a's split on the machine of plan b, why it is not known); (None, "") on one machine."""
+    from pase.commands.options import progress
+    from pase.compiler.meshes.retarget import priced_on
+    from pase.compiler.resolve import attached, resolve
+    from pase.errors import PaseError
+    from pase.machine import load as load_machine
+
+    if a.machine_digest == b.machine_digest:
+        return None, ""
+    if a.model != b.model:
+        return None, "the layouts are of different models"
+    try:
+        if load_machine(b.machine).digest != b.machine_digest:
+            return None, f"the figures of {b.machine} have changed since the layout was made"
+        with progress() as say:
+            say("pricing the old split on the new machine")
+            return priced_on(attached(a, resolve(a.model)), b.machine)[0].cost, ""
+    except PaseError as e:
+        return None, e.what
 
 
 def _traces(old: Path, new: Path, json: bool) -> None:

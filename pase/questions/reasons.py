@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from pase.ir.types import PRODUCTS
-from pase.plan.answer import axes_text
+from pase.plan.answer import axes_text, name_in_words
 from pase.plan.table import bytes_text, cost_text
 from pase.plan.types import PlanData
 from pase.questions.explain import Explanation
@@ -94,7 +94,7 @@ def _best_baseline(plan: PlanData) -> Iterator[str]:
     fitting = {n: c for n, c in plan.baselines.items() if n not in plan.too_large}
     cost, name = min((c, n) for n, c in (fitting or plan.baselines).items())
     ways = _more_text(cost / plan.cost - 1)
-    yield f"The best baseline, {name.replace('_', ' ')}, {ways}."
+    yield f"The best baseline, {name_in_words(name)}, {ways}."
 
 
 def _more_text(more: float) -> str:

@@ -24,6 +24,23 @@ def test_json_has_both_costs(layouts: tuple[str, str]) -> None:
     assert found["differences"] and not reported("diff", layouts[0], layouts[0])["differences"]
 
 
+def test_what_another_machine_changes_is_told_from_the_split(tmp_path: Path) -> None:
+    """On the faster machine the old split is faster, and the plan that was searched there is at least as fast."""
+    for machine in ("h100x8", "b200x8"):
+        pase.compile("zoo:mlp", devices=8, machine=machine, baselines=False).save(
+            tmp_path / f"{machine}.json"
+        )
+    both = [str(tmp_path / f"{m}.json") for m in ("h100x8", "b200x8")]
+    found = reported("diff", *both)
+    (old, new), between = found["cost"], found["cost_of_old_on_new_machine"]
+    assert new <= between * (1 + 1e-9) < old
+    assert f"the machine changes the step by {between / old - 1:+.1%}" in " ".join(
+        printed("diff", *both).split()
+    )
+    back = reported("diff", *reversed(both))["cost_of_old_on_new_machine"]
+    assert back >= old * (1 - 1e-9)
+
+
 def test_two_traced_runs(tmp_path: Path) -> None:
     runs = [
         write(simulate(ImaginedRun(ranks=1, kernel_us=us)), tmp_path / name)
