@@ -20,6 +20,7 @@ __all__ = [
     "axes_text",
     "family",
     "gap_text",
+    "meanings",
     "mesh_text",
     "name_in_words",
     "split_text",
@@ -59,7 +60,7 @@ def strategy_in_words(plan: PlanData) -> str:
     """Return how the model is split, in the terms that people use."""
     if plan.devices == 1:
         return "one device" + _recomputation(plan)
-    means, sizes = _meanings(plan), plan.mesh.by_name
+    means, sizes = meanings(plan), plan.mesh.by_name
     ways = {m: math.prod(sizes[a] for a in sizes if means[a] == m) for m in _STEMS}
     data = ways["data"] * ways["sequence"]
     parts = []
@@ -86,7 +87,7 @@ def _recomputation(plan: PlanData) -> str:
     return said + (f", {len(plan.remat)} blocks recomputed" if plan.remat else "")
 
 
-def _meanings(plan: PlanData) -> dict[str, Meaning]:
+def meanings(plan: PlanData) -> dict[str, Meaning]:
     """Return for each mesh axis what it splits in most of the compute."""
     used: dict[str, Counter[Meaning]] = {a: Counter() for a in plan.mesh.names}
     for n in plan.nodes:

@@ -6,7 +6,7 @@ import pprint
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pase.backends.emit.torch_styles import DataStyle, data_style, recomputed_units, units_of
+from pase.backends.emit.torch_styles import DataStyle, data_style, is_small, recomputed_units, units_of
 from pase.backends.registry import BACKENDS, Backend, NotExpressed
 from pase.plan.targets import TARGETS, PlanTarget, TargetAxis, TargetForm, limited_to
 
@@ -145,7 +145,7 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
     text, style = source(plan)
     write_atomically(path, text)
     again, owner = _gathered_again(plan, style), _owners(plan)
-    twice = [p for p in style.dims if p not in style.stored and again[owner[p]]]
+    twice = [p for p in style.dims if p not in style.stored and again[owner[p]] and not is_small(plan, [p])]
     notes = [
         f"{len(style.whole)} small parameters that the plan keeps whole are sharded, too"
         if style.whole

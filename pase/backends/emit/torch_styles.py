@@ -8,19 +8,29 @@ next to nothing beyond what that style sends.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pase.backends.registry import NotExpressed
+from pase.plan.answer import meanings
 
 if TYPE_CHECKING:
     from pase.ir.blocks import RecomputeKind
     from pase.plan.constraints import Placement
-    from pase.plan.types import NodePlan, PlanData, TensorPlan
+    from pase.plan.types import NodePlan, PlanData
     from pase.tables.itemize import Collective
 
-__all__ = ["DataStyle", "TensorStyle", "data_style", "recomputed_units", "tensor_style", "units_of"]
+__all__ = [
+    "DataStyle",
+    "TensorStyle",
+    "batch_axes",
+    "data_style",
+    "is_small",
+    "recomputed_units",
+    "tensor_style",
+    "units_of",
+]
 
 _FEW = 8
 """The size in bytes of a single number, such as a loss or a count of labels, which every style may sum."""
@@ -130,8 +140,13 @@ def _sent(collectives: Iterable[Collective]) -> float:
 _INSTEAD = "run it with plan.torch, or write its layouts with emit --to names"
 
 
+def batch_axes(plan: PlanData) -> frozenset[str]:
+    """The mesh axes that split the batch in most of the compute. Inputs themselves, such as labels, may be whole."""
+    return frozenset(a for a, meaning in meanings(plan).items() if meaning == "data")
+
+
 def _batch_axes(plan: PlanData, target: str, other_axes: tuple[str, ...]) -> tuple[str, ...]:
-    found = {a for t in plan.inputs.values() for axes in t.storage[:1] for a in axes}
+    found = batch_axes(plan)
     idle = [
         a
         for a, size in zip(plan.mesh.names, plan.mesh.sizes, strict=True)
@@ -154,22 +169,21 @@ def _placed(placement: Placement, axes: tuple[str, ...]) -> tuple[tuple[str, ...
     return every, next(iter(split)) if len(split) == 1 else None
 
 
+def is_small(plan: PlanData, paths: Sequence[str]) -> bool:
+    """Whether these are few of the parameters' elements, such as scales of norms."""
+    return sum(plan.parameters[p].elements for p in paths) <= _SMALL * sum(
+        t.elements for t in plan.parameters.values()
+    )
+
+
 def _check_small(plan: PlanData, target: str, whole: list[str]) -> None:
-    sizes = {path: _elements(t) for path, t in plan.parameters.items()}
-    if whole and sum(sizes[p] for p in whole) > _SMALL * sum(sizes.values()):
-        most = max(whole, key=lambda p: sizes[p])
+    if not is_small(plan, whole):
+        most = max(whole, key=lambda p: plan.parameters[p].elements)
         raise NotExpressed(
             f"this plan is not {target}: it replicates '{most}' but shards other parameters",
             where=f"the plan for '{plan.model}'",
             fix=_INSTEAD,
         )
-
-
-def _elements(t: TensorPlan) -> int:
-    n = 1
-    for s in t.shape:
-        n *= s
-    return n
 
 
 def _of_parameter(plan: PlanData, c: Collective) -> bool:

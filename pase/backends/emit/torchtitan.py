@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pase.backends.emit.torch_styles import data_style, tensor_style
+from pase.backends.emit.torch_styles import batch_axes, data_style, tensor_style
 from pase.backends.emit.tp_plan import tensor_axis
 from pase.backends.registry import BACKENDS, Backend, NotExpressed
 from pase.plan.targets import TARGETS, PlanTarget, TargetAxis, TargetForm, limited_to
@@ -45,7 +45,7 @@ def to_options(plan: PlanData) -> str:
 def _sections(plan: PlanData) -> _BySection:
     """torchtitan's settings by section."""
     target = "torchtitan's"
-    batch = {a for t in plan.inputs.values() for axes in t.storage[:1] for a in axes}
+    batch = batch_axes(plan)
     pure = all(n == 1 or a in batch for a, n in zip(plan.mesh.names, plan.mesh.sizes, strict=True))
     axis = () if pure else (tensor_axis(plan, target),)
     limited = limited_to(plan, "torchtitan")

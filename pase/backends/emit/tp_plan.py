@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pase.backends.emit.torch_styles import TensorStyle, data_style, tensor_style
+from pase.backends.emit.torch_styles import TensorStyle, batch_axes, data_style, tensor_style
 from pase.backends.registry import BACKENDS, Backend, NotExpressed
 from pase.plan.targets import TARGETS, PlanTarget, TargetAxis, TargetForm, limited_to
 
@@ -20,7 +20,7 @@ __all__ = ["emit", "tensor_axis", "to_json"]
 
 def tensor_axis(plan: PlanData, target: str) -> str:
     """The only axis that does not split the batch. Raises PaseError if there is none, or if there are several."""
-    batch = {a for t in plan.inputs.values() for axes in t.storage[:1] for a in axes}
+    batch = batch_axes(plan)
     others = [a for a, n in zip(plan.mesh.names, plan.mesh.sizes, strict=True) if n > 1 and a not in batch]
     if len(others) != 1:
         raise NotExpressed(

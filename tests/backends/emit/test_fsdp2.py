@@ -12,6 +12,7 @@ import pytest
 
 import pase
 from bench.cases.torch_ranks import on_ranks
+from pase.backends.emit.fsdp2 import source
 from pase.backends.registry import NotExpressed, emit
 from pase.ir.blocks import RecomputeKind
 from tests.backends.emit.torch_plans import plan_of
@@ -118,3 +119,10 @@ def test_micro_batches_are_parts_of_containers_too(tmp_path: Path) -> None:
     torch.testing.assert_close(value, loss(layer, batch, 0.5).detach())
     with pytest.raises(ValueError, match="3 examples do not divide into 2 micro-batches"):
         written["backward"](loss, layer, {"x": x[:3], "step": 7}, 0.5)
+
+
+def test_inputs_may_lie_whole_on_every_rank() -> None:
+    """The search stores labels whole if that costs nothing. The batch is what most of the compute splits."""
+    plan = plan_of("tower", "fsdp")
+    inputs = {path: replace(t, storage=((),) * len(t.shape)) for path, t in plan.inputs.items()}
+    assert source(replace(plan, inputs=inputs)) == source(plan)
