@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -216,21 +215,18 @@ def split_inputs(traced: TracedJax) -> list[bool]:
 
 
 def batch_size(traced: TracedJax) -> int:
-    """The first dim that most inputs have; of several, that of the largest input (a raw key has a dim of two, too).
+    """The first dim that most inputs have; of several, that of the first input. Raw keys do not count.
 
     Raises PaseError if no input has dims, or if the batch is padded.
     """
     n = len(traced.param_paths)
-    shapes = [
-        a.shape for i, a in enumerate(traced.jaxpr.in_avals) if i >= n and i not in traced.held and a.shape
-    ]
+    given = [a for i, a in enumerate(traced.jaxpr.in_avals) if i >= n and i not in traced.held and a.shape]
+    shapes = [a.shape for a in given if not _may_be_key(a)] or [a.shape for a in given]
     if not shapes:
         raise PaseError(
             "it has no batch, because all of its inputs are scalars", where=f"'{traced.graph.name}'"
         )
-    counted = Counter(s[0] for s in shapes)
-    largest = max(shapes, key=lambda s: (counted[s[0]], math.prod(s)))
-    size = int(largest[0])
+    size = int(Counter(s[0] for s in shapes).most_common(1)[0][0])
     for path, a in zip(traced.input_paths, traced.jaxpr.in_avals[n:], strict=True):
         if (own := traced.unpadded.get(path)) is not None and a.shape[0] == size != own[0]:
             raise PaseError(
@@ -238,6 +234,11 @@ def batch_size(traced: TracedJax) -> int:
                 fix="choose a batch that needs no padding, or no micro-batches",
             )
     return size
+
+
+def _may_be_key(a: Aval) -> bool:
+    """Whether it has the form of a raw key: two numbers of threefry, four of rbg."""
+    return a.shape in ((2,), (4,)) and a.dtype == np.uint32
 
 
 def batch_inputs(traced: TracedJax) -> frozenset[str]:
