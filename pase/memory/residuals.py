@@ -22,7 +22,7 @@ from typing import Literal
 
 from pase.ir import Graph, Node, Op, Place, Scope
 from pase.ir.blocks import micro_batches_of
-from pase.ir.functions import MAX, RANDOM, UNSTACK
+from pase.ir.functions import MAX, MUL, RANDOM, UNSTACK
 from pase.ir.recompute import needs
 from pase.ir.sizes import Size, product
 from pase.ir.types import LEAF, PRODUCTS
@@ -341,7 +341,8 @@ def _roots(
         if n.kind in ("parameter", "constant"):
             return frozenset()
         if fusion == "none":
-            if op.kind == "view" and _as_large(graph, op.reads[0].tensor, graph.tensors[t].elements):
+            same = op.kind == "view" and _as_large(graph, op.reads[0].tensor, graph.tensors[t].elements)
+            if same or (op.kind == "view" and op.name == "slice"):  # a slice keeps the whole storage
                 t = op.reads[0].tensor
                 continue
             result = any(a.tensor == t for a in by.writes)
@@ -352,8 +353,9 @@ def _roots(
             roots = frozenset[str]().union(
                 *(_roots(graph, reader, by, x, maker, constant, readers, fusion) for x in of)
             )
-            # A norm keeps what it divides by, and does not sum a larger tensor again.
-            return frozenset([t]) if result and any(_larger(graph, x, t) for x in roots) else roots
+            # A norm keeps what it divides by, and the mean of its operand: it does not sum a larger tensor again.
+            mean = op.kind == "reduce" and by.function is MUL and op.reads[0].tensor in roots
+            return frozenset([t]) if (result or mean) and any(_larger(graph, x, t) for x in roots) else roots
         near = n is reader and op.region == by.region  # what enters or leaves a region is kept as it is
         if not near or op.kind not in ("elementwise", "view", "generate"):
             return frozenset([t])

@@ -139,7 +139,7 @@ def test_what_pytorchs_lstm_keeps_grows_with_its_turns():
 
 
 @pytest.mark.torch
-def test_a_call_of_pytorch_keeps_no_value_that_only_it_reads_but_a_norm_keeps_what_it_divides_by():
+def test_a_call_of_pytorch_keeps_no_value_that_only_it_reads_but_a_norm_keeps_its_mean_and_what_it_divides_by():
     """SiLU keeps its input and not the sigmoid within; written out, the sigmoid is a call of its own."""
     import torch
 
@@ -156,8 +156,25 @@ def test_a_call_of_pytorch_keeps_no_value_that_only_it_reads_but_a_norm_keeps_wh
         found = [graph.tensors[k.tensor] for k in kept(graph).values()]
         return sorted(t.shape for t in found if t.role == "activation")
 
-    assert of(torch.nn.functional.silu) == [(4, 1), (4, N), (4, N)]
-    assert of(lambda x: x * torch.sigmoid(x)) == [(4, 1), (4, N), (4, N), (4, N)]
+    statistics, silu = [(4, 1), (4, 1)], torch.nn.functional.silu
+    assert of(silu) == [*statistics, (4, N), (4, N)]
+    assert of(lambda x: x * torch.sigmoid(x)) == [*statistics, (4, N), (4, N), (4, N)]
+
+
+def test_a_slice_that_pytorch_keeps_is_a_view_that_keeps_the_whole():
+    import torch
+
+    class First(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(N, N), torch.nn.Linear(N, N)
+
+        def forward(self, x):
+            return self.down(self.up(x)[:, 0]).sum()
+
+    graph = graph_of(First(), torch.empty(4, 8, N))
+    found = [graph.tensors[k.tensor] for k in kept(graph).values()]
+    assert [t.shape for t in found if t.role == "activation"] == [(4, 8, N)]
 
 
 def test_a_stack_is_kept_once_and_a_carry_once_a_turn():

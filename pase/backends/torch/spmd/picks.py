@@ -1,4 +1,4 @@
-"""Look-ups in a dim that is split over ranks, as one op each: rows of a table, and the log-probability of a label.
+"""Look-ups in a dim that is split over ranks, as one op each: rows, elements, and the log-probability of a label.
 
 A rank looks up its own elements and has zeros for the others; the edge to the reader sums over the ranks. Op by op,
 autograd would keep each step, and backward would make an array of the operand's size for each reader of the logits.
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd import Function as TorchFunction
 
-__all__ = ["PickOps", "SplitLabel", "rows"]
+__all__ = ["PickOps", "SplitLabel", "elements", "rows"]
 
 _PICK = ("reduce_max", "stop_gradient", "sub", "exp", "reduce_sum", "log", "sub", "gather")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PickOps:
-    """The ops of a node that takes the log-softmax of scores over a split last dim at a label.
+    """The ops of a node that takes the log-softmax of scores over the last dim at a label.
 
     own: the ops from the maximum to the look-up, without views. labels: the views of the labels before them.
     rest: the other ops of the node.
-    axes: the mesh axes over which the last dim is split.
+    axes: the mesh axes over which the last dim is split; there may be none.
     differentiated: whether the gradient is summed over them, too. There is none if the scores have none.
     """
 
@@ -42,7 +42,7 @@ class PickOps:
 
     @classmethod
     def of(cls, work: Sequence[OpPair]) -> PickOps | None:
-        """These ops of a node's work, in traced order. None if it is no such look-up, or nothing is summed."""
+        """These ops of a node's work, in traced order. None if it is no such look-up."""
         own = [p for p in work if not p.is_view][: len(_PICK)]
         if tuple(p.op.function.name for p in own) != _PICK:
             return None
@@ -62,8 +62,7 @@ class PickOps:
             own[-1].op.writes[0].map.walks,
         )
         if (
-            not axes
-            or own[4].local.results[0].summed != axes
+            own[4].local.results[0].summed != axes
             or back not in (axes, ())
             or (first.transfer, first.layout, first.summed) != (again.transfer, again.layout, ())
             or any(o.transfer is not None or o.constant for o in inner)
@@ -92,6 +91,16 @@ class _RowsContext(Protocol):
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
+class _ElementsContext(Protocol):
+    """The autograd context of ``elements``."""
+
+    dim: int
+    shape: Sequence[int]
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 class _LabelContext(Protocol):
     """The autograd context of ``SplitLabel``."""
 
@@ -102,8 +111,8 @@ class _LabelContext(Protocol):
 
 
 @cache
-def _functions() -> tuple[type[TorchFunction], type[TorchFunction]]:
-    """The autograd functions of ``rows`` and ``SplitLabel``."""
+def _functions() -> tuple[type[TorchFunction], type[TorchFunction], type[TorchFunction]]:
+    """The autograd functions of ``rows``, ``elements`` and ``SplitLabel``."""
     import torch
     from torch.autograd.function import once_differentiable
 
@@ -123,6 +132,22 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction]]:
             learnt = gradient.masked_fill(unlearnt, 0)
             made = torch.ops.aten.embedding_dense_backward(learnt, here, ctx.count, -1, False)
             return made, None, None, None
+
+    class Elements(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: _ElementsContext, x: Tensor, dim: int, here: Tensor, *others: Tensor) -> Tensor:
+            ctx.dim, ctx.shape = dim, x.shape
+            ctx.save_for_backward(here, *others)
+            made = x.gather(dim, here)
+            return made.masked_fill_(others[0], 0) if others else made
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: _ElementsContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+            here, *others = ctx.saved_tensors
+            own = gradient.masked_fill(others[0], 0) if others else gradient
+            made = own.new_zeros(ctx.shape).scatter_add_(ctx.dim, here, own)
+            return made, None, None, *(None for _ in others)
 
     class Label(torch.autograd.Function):
         @staticmethod
@@ -146,7 +171,7 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction]]:
             every = ctx.label.groups.all_reduce(own, ctx.label.axes)
             return None, torch.mul(powers, -every / total).scatter_add_(-1, here, own), None, None
 
-    return Rows, Label
+    return Rows, Elements, Label
 
 
 def rows(table: Tensor, here: Tensor, mine: Tensor, padding: Tensor | None) -> Tensor:
@@ -154,16 +179,27 @@ def rows(table: Tensor, here: Tensor, mine: Tensor, padding: Tensor | None) -> T
 
     here: the indices into the part. mine: whether they are in it. padding: the indices whose rows get no gradient.
     """
-    of_rows, _ = _functions()
+    of_rows, _, _ = _functions()
     others = (~mine).unsqueeze(-1)
     unlearnt = others if padding is None else others | padding.unsqueeze(-1)
     made: Tensor = whole(of_rows.apply, table, here, others, unlearnt, name="rows")
     return made
 
 
+def elements(x: Tensor, dim: int, here: Tensor, mine: Tensor | None) -> Tensor:
+    """``x.gather(dim, here)``, with zeros where an index is another rank's. Unlike PyTorch's op, it keeps no ``x``.
+
+    mine: whether the indices are in this rank's part; None if all are.
+    """
+    _, of_elements, _ = _functions()
+    others = () if mine is None else (~mine,)
+    made: Tensor = whole(of_elements.apply, x, dim, here, *others, name="elements")
+    return made
+
+
 @dataclass(frozen=True, kw_only=True)
 class SplitLabel:
-    """The log-softmax of scores [..., classes] at one class each, where the classes are split over these mesh axes.
+    """The log-softmax of scores [..., classes] at one class each. The classes are split over these mesh axes, if any.
 
     It keeps the exponentials, and sends what the ops of the plan send: the maximum, the sum, and the sum's gradient.
     """
@@ -176,6 +212,6 @@ class SplitLabel:
 
         here: the classes as indices into this rank's part, [..., 1]. mine: whether they are in it.
         """
-        _, of_label = _functions()
+        _, _, of_label = _functions()
         made: Tensor = whole(partial(of_label.apply, self), scores, here, ~mine, name="log_probability")
         return made

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pase.backends.torch.spmd.collectives import positions
-from pase.backends.torch.spmd.picks import rows
+from pase.backends.torch.spmd.picks import elements, rows
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import seed_of
 from pase.backends.torch.spmd.ring_attention import RankRing
@@ -282,14 +282,10 @@ def _index(call: RankCall) -> Tensor:
 
 @RANK_RULES.register("gather")
 def _gather(call: RankCall) -> Tensor:
-    import torch
-
-    dim = _dim(call)
-    if dim not in call.split():
-        return call.run()
-    here, mine = call.places("self", dim, call.given["index"])
-    found = call.given["self"].gather(dim, here)
-    return torch.where(mine, found, found.new_zeros(()))
+    x, dim, ids = call.given["self"], _dim(call), call.given["index"]
+    if dim in call.split():
+        return elements(x, dim, *call.places("self", dim, ids))
+    return call.run() if call.given.get("sparse_grad") else elements(x, dim, ids, None)
 
 
 @RANK_RULES.register(
