@@ -434,22 +434,24 @@ def flights(graph: Graph) -> dict[str, Flight]:
             way = gathered(graph, n, op, a, source) if stored else None
             sources += [source.name] * stored
             terms.append((_term(graph, n, "activations", a), way))
-        terms += ((term, None) for term in (_masked_lookups(graph, n) if graph.facts.eager else ()))
+        terms += ((term, None) for term in (_by_index(graph, n) if graph.facts.eager else ()))
         number_ = numbers.setdefault(tuple(terms), len(numbers))
         out[n.name] = Flight(number=number_, terms=tuple(terms), sources=tuple(sources))
     return out
 
 
-def _masked_lookups(graph: Graph, n: Node) -> Iterator[Term]:
-    """Yields what look-ups in a table that is split along the dim they select from make besides their result.
+def _by_index(graph: Graph, n: Node) -> Iterator[Term]:
+    """Yields what ops by index make besides their result, where the dim that they select from is split.
 
     A device looks up all indices, and puts zeros where an index is another device's. Backward does the same with the
-    gradient of the result. So there are two arrays of the result's size.
+    gradient of the result. So there are two arrays of the result's size. An update goes into an array with a row more
+    than the result, for what is another device's.
     """
     for op in n.ops if n.kind != "parameter" else ():
-        if op.kind != "gather":
+        if op.kind not in ("gather", "scatter"):
             continue
-        others = {d for a in (*op.reads[1:], *op.writes) for d in a.map.dims}
+        others = {d for a in op.reads[1:] for d in a.map.dims}
+        others |= {d for a in op.writes for d in a.map.dims} if op.kind == "gather" else set()
         selected = tuple(dim_index(n, [d for d in op.reads[0].map.dims if d not in others]))
         yield _term(graph, n, "activations", op.writes[0], if_split=selected)
 

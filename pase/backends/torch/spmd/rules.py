@@ -293,6 +293,8 @@ def _gather(call: RankCall) -> Tensor:
 )
 def _scatter(call: RankCall) -> Tensor:
     """If the result is a partial sum, only the first rank adds the updates to the operand; the others add to zeros."""
+    import torch
+
     x = call.given["self"]
     if "indices" in call.given:
         at = {i for i, v in enumerate(call.given["indices"]) if v is not None}
@@ -305,7 +307,8 @@ def _scatter(call: RankCall) -> Tensor:
     names = call.groups.mesh.names
     partial = [n for n, s in zip(names, result.layout, strict=True) if s == "partial"] or list(result.summed)
     if partial and not call.groups.first(partial):
-        x = x.new_zeros(x.shape) + 0.0 * x if x.requires_grad else x.new_zeros(x.shape)
+        # Backward passes here on every rank, because it sends. A product with zero would not be zero of infinity.
+        x = x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
     return _put(call, x, sorted(parted)) if parted else call.run(self=x)
 
 

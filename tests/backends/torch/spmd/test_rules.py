@@ -45,3 +45,39 @@ def test_what_is_random_is_one_draw() -> None:
     alone = losses("1", 1)
     assert alone[0] != alone[1]
     assert losses("2x2", 4) == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_partial_update_of_infinities_is_no_nan() -> None:
+    """All ranks but the first add their updates to zeros, whatever the operand has."""
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        never: Any
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.up = nn.Parameter(torch.randn(8, 16)), nn.Linear(16, 16)
+            self.register_buffer("never", torch.arange(8) == 0)
+
+        def forward(self, x: Any, ids: Any) -> Any:
+            scores = self.table.masked_fill(self.never[:, None], float("-inf"))
+            return scores.index_add(0, ids, self.up(x)).exp().sum()
+
+    torch.manual_seed(0)
+    module, ids = Net().double(), torch.arange(16) % 7 + 1
+    x = 0.1 * torch.randn(16, 16, dtype=torch.float64)
+    run = pase.compile(module, x, ids, devices=2, mesh="2", target="ddp", baselines=False).torch
+    assert "masked_fill" in run.code(rank=1)
+    module(x, ids).backward()
+    expected = {n: p.grad for n, p in module.named_parameters()}
+    module.zero_grad()
+
+    def on_rank(rank: int) -> tuple[float, dict[str, Any]]:
+        mine = copy.deepcopy(module)
+        loss = float(run.parallelize(mine).backward(x, ids))
+        return loss, {n: p.grad.full_tensor() for n, p in mine.named_parameters()}
+
+    for loss, gradients in on_ranks(2, on_rank):
+        assert loss == pytest.approx(module(x, ids).item(), rel=1e-12)
+        torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-13)
