@@ -10,6 +10,7 @@ from pase.compiler.meshes.search import add_seconds
 from pase.compiler.problem.problem import Progress
 from pase.errors import Infeasible, PaseError
 from pase.ir import Remark
+from pase.ir.blocks import RecomputeKind
 from pase.plan.table import cost_text
 from pase.plan.targets import TARGETS, PlanTarget, TargetForm
 
@@ -39,6 +40,7 @@ def for_target(
     free = compiled(replace(options, target="any"), None) if options.baselines else None
     found: list[Compiled] = []
     reasons: dict[str, None] = {}
+    kinds = _recomputed_kinds(target)
     for form in target.forms:
         say(f"searching what {target.program} can express")
         plain: Compiled | None = None
@@ -47,10 +49,14 @@ def for_target(
             found.append(plain)
         except Infeasible as e:
             reasons[e.what] = None
-        if _needs_recomputation(plain, target, options):
-            say("with every layer recomputed")
+        best = plain
+        for remat in kinds[::-1]:
+            if not _needs_recomputation(best, target, options):
+                break
+            say(f"with {'every layer' if remat == 'all' else 'the light work of every layer'} recomputed")
             try:
-                found.append(compiled(replace(within, remat="all"), form))
+                best = compiled(replace(within, remat=remat), form)
+                found.append(best)
             except PaseError as e:  # the model has no repeated blocks, or it does not fit so either
                 reasons[e.what] = None
     if not found:
@@ -67,8 +73,7 @@ def step_options(target: PlanTarget, o: CompileOptions) -> CompileOptions:
     """Return the options, limited to what the target runs. Raises PaseError if they ask for more."""
     if o.accumulate not in (None, 1) and not target.micro_batches:
         raise _refused(target, o, f"accumulate={o.accumulate}", "runs no micro-batches", "accumulate")
-    kinds = [*(["all"] if target.recomputes else []), *(["light"] if target.recomputes_some else [])]
-    if o.remat not in ("auto", "none", *kinds):
+    if o.remat not in ("auto", "none", *_recomputed_kinds(target)):
         what = "every layer or nothing" if target.recomputes else "only what the model marks"
         what = "whole layers or their light work" if target.recomputes_some else what
         raise _refused(target, o, f"remat='{o.remat}'", f"recomputes {what}", "remat")
@@ -77,6 +82,12 @@ def step_options(target: PlanTarget, o: CompileOptions) -> CompileOptions:
     accumulate = o.accumulate if target.micro_batches else 1
     remat = "none" if o.remat == "auto" else o.remat
     return replace(o, accumulate=accumulate, remat=remat, once="none", baselines=False)
+
+
+def _recomputed_kinds(target: PlanTarget) -> list[RecomputeKind]:
+    """Return what the target may recompute of every block, the most work first."""
+    kinds: list[tuple[RecomputeKind, bool]] = [("all", target.recomputes), ("light", target.recomputes_some)]
+    return [kind for kind, runs in kinds if runs]
 
 
 def _needs_recomputation(plain: Compiled | None, target: PlanTarget, o: CompileOptions) -> bool:

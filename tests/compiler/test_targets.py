@@ -71,6 +71,8 @@ def test_layers_are_recomputed_if_nothing_else_fits() -> None:
     assert not free.remat and free.accumulate == 1
     tight = pase.compile(model, memory_limit=0.75 * free.memory.total, **asked)
     assert tight.fits and (tight.remat or tight.accumulate > 1)
+    light = pase.compile(model, memory_limit=0.75 * free.memory.total, remat="light", **asked)
+    assert light.remat and tight.cost <= light.cost
     with pytest.raises(Infeasible):
         pase.compile(model, memory_limit=free.memory.total / 100, **asked)
 
