@@ -63,6 +63,12 @@ class PricedRun:
         return self.priced.step_s / self.step_s - 1
 
     @property
+    def inside(self) -> bool | None:
+        """Whether the run took a time within the price's error bar; None without a time or a bar."""
+        bar = None if self.priced is None else self.priced.bar
+        return None if bar is None or self.step_s is None else bar.low_s <= self.step_s <= bar.high_s
+
+    @property
     def rate_error(self) -> float | None:
         """The error of TFLOP/s, for a run that states these and no time."""
         counted = counted_flops(self.row) if self.step_s is None and self.priced is not None else None
@@ -264,17 +270,24 @@ def price_row(row: PublishedRow, machine: Machine | None = None) -> PricedRun:
 
 
 def summary(answers: list[PricedRun]) -> dict[str, Any]:
-    """Returns the median absolute error and Kendall's tau over rows with both a time and a price; None without any."""
+    """Returns the median absolute error and Kendall's tau over rows with both a time and a price; None without any.
+
+    barred: of these rows, those whose price has an error bar; inside: the fraction of them that took a time within it,
+    0.8 if the bars are right.
+    """
     from scipy.stats import kendalltau
 
     known = [a for a in answers if a.error is not None]
     measured = [a.step_s for a in known]
     predicted = [a.priced.step_s for a in known if a.priced is not None]
+    within = [a.inside for a in known if a.inside is not None]
     return {
         "rows": len(known),
         "median_error": float(np.median([abs(a.error or 0.0) for a in known])) if known else None,
         "mean_error": float(np.mean([a.error or 0.0 for a in known])) if known else None,
         "tau": float(kendalltau(measured, predicted).statistic) if len(known) > 1 else None,
+        "barred": len(within),
+        "inside": float(np.mean(within)) if within else None,
     }
 
 
@@ -328,7 +341,12 @@ def report(doc: str | None, read: Callable[[str], list[PublishedRow]], default: 
     for name, group in found["groups"].items():
         tau = "" if group["tau"] is None else f"  tau {group['tau']:.3f}"
         errors = f"median {group['median_error']:.1%}  mean {group['mean_error']:+.1%}"
-        print(f"{name:18s} {group['rows']:4d} rows  {errors}{tau}")
+        bars = (
+            ""
+            if group["inside"] is None
+            else f"  {group['inside']:.0%} of {group['barred']} within their bar"
+        )
+        print(f"{name:18s} {group['rows']:4d} rows  {errors}{tau}{bars}")
     for gpu, group in found["by_rate"].items():
         errors = f"median {group['median_error']:.1%}  mean {group['mean_error']:+.1%}"
         print(f"TFLOP/s, {gpu:9s} {group['rows']:4d} rows  {errors}")

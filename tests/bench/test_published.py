@@ -195,10 +195,14 @@ def test_files_that_are_no_such_files_are_refused(tmp_path, monkeypatch, capsys)
 
 
 def test_error_and_order_are_of_what_is_known():
-    answers = [price_row(row(id=f"ttn{i}", step_s=s)) for i, s in enumerate(["0.01", "0.02", ""])]
+    answers = [price_row(row(id=f"ax{i}", step_s=s)) for i, s in enumerate(["1.0", "2.0", ""])]
     found = summary(answers)
     assert found["rows"] == 2 and found["median_error"] > 0
     assert summary(answers[2:])["median_error"] is None
+    assert found["barred"] == 2 and found["inside"] == 0 and summary(answers[2:])["inside"] is None
+    assert answers[0].priced is not None
+    met = price_row(row(id="ax3", step_s=str(answers[0].priced.step_s)))
+    assert summary([answers[0], met])["inside"] == 0.5
 
 
 @pytest.mark.data("published_steps/given.csv")

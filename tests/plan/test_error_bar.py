@@ -6,7 +6,18 @@ from dataclasses import replace
 import pytest
 
 import pase
-from pase.plan.error_bar import RESIDUALS, Deviation, ErrorBar, StepPart, alike, interval, parts_of, spread
+from pase.machine import load
+from pase.plan.error_bar import (
+    RESIDUALS,
+    Deviation,
+    ErrorBar,
+    StepPart,
+    alike,
+    interval,
+    is_measured,
+    parts_of,
+    spread,
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +40,13 @@ def test_a_machine_whose_kernels_nobody_measured_has_no_error_bar(plans):
     assert interval(replace(plan, machine="mine")) is None
     assert interval(replace(plan, machine_digest="0")) is None  # another machine of the same name
     assert interval(replace(plan, unit="FLOP")) is None
+
+
+def test_a_card_with_other_memory_runs_the_same_kernels():
+    h100 = load("h100x8")
+    assert is_measured(h100)
+    assert is_measured(replace(h100, device=replace(h100.device, memory_bytes=2 * h100.device.memory_bytes)))
+    assert not is_measured(replace(h100, device=replace(h100.device, launch_s=1.0)))
 
 
 def test_shapes_average_out_and_kinds_do_not():
