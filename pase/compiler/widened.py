@@ -71,7 +71,7 @@ def noted_widened(plan: PlanData, problem: SplitProblem) -> PlanData:
     found = widened(plan, problem)
     if not found or sum(w.cost for w in found) < _MUCH * plan.cost:
         return plan
-    remark = Remark("assumed", _text(plan, problem, found), str(found[0].source))
+    remark = Remark("assumed", _text(plan, problem, found), str(found[0].source.from_root()))
     return replace(plan, noted=(*plan.noted, remark))
 
 

@@ -54,7 +54,7 @@ def _opaque(graph: Graph) -> Iterator[Remark]:
         for op in n.ops:
             if op.kind == "opaque" and str(op.source) not in said and _has_data(graph, op):
                 kind = op.name, op.flops_per_point * _points(n, op.worked)
-                found.setdefault(kind, []).append(str(op.source))
+                found.setdefault(kind, []).append(str(op.source.from_root()))
     for (name, flops), where in found.items():
         work = (
             f"all of its {flops:.3g} FLOPs" if flops else "all of it, and only its memory traffic is priced"
@@ -113,7 +113,7 @@ def _unsent(plan: PlanData, graph: Graph) -> Iterator[Remark]:
             sum_of = (
                 f"nothing is sent, although each device has only a part of the sum that is {what} at {n.name}"
             )
-            yield Remark("communication", sum_of, str(op.source))
+            yield Remark("communication", sum_of, str(op.source.from_root()))
             return
 
 
