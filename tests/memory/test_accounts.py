@@ -16,7 +16,8 @@ def test_a_limit_holds_by_the_compilers_account():
         pase.compile(small, devices=4, mesh="4", machine=replace(v5e, fuses_products=f), baselines=False)
         for f in (True, False)
     )
-    assert fused.cost == summed.cost and fused.memory.total < summed.memory.total
+    assert fused.cost < summed.cost  # nothing is converted in memory, and norms are not kernels of their own
+    assert fused.memory.total < summed.memory.total
     for part in (1.0, 0.8):
         limit = part * fused.memory.total
         tight = pase.compile(
