@@ -182,9 +182,14 @@ class GraphBuilder:
                 ops = (replace(op, chance=op.chance * chance) if scope in op.scope else op for op in node.ops)
                 self.nodes[at] = replace(node, ops=tuple(ops))
 
+    @property
+    def line(self) -> str:
+        """The source line as remarks say it, which lie in layouts, and so tell nothing of their maker's folders."""
+        return str(self.source.from_root()) or "an unknown line"
+
     def remark(self, kind: RemarkKind, what: str) -> None:
         """Adds a remark about the op that is being lowered."""
-        self.remarks.append(Remark(kind, what, str(self.source)))
+        self.remarks.append(Remark(kind, what, str(self.source.from_root())))
 
     def remark_unknown(self, name: str) -> None:
         """Notes that there is no rule for the op that is being lowered, which the user allowed."""

@@ -52,7 +52,7 @@ def _opaque(graph: Graph) -> Iterator[Remark]:
     found: dict[tuple[str, float], list[str]] = {}
     for n in graph.nodes:
         for op in n.ops:
-            if op.kind == "opaque" and str(op.source) not in said and _has_data(graph, op):
+            if op.kind == "opaque" and str(op.source.from_root()) not in said and _has_data(graph, op):
                 kind = op.name, op.flops_per_point * _points(n, op.worked)
                 found.setdefault(kind, []).append(str(op.source.from_root()))
     for (name, flops), where in found.items():

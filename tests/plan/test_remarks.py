@@ -111,6 +111,7 @@ def test_sums_that_nothing_sends(plan: PlanData) -> None:
 
 def test_a_loop_of_unknown_length() -> None:
     plan = compiled(turning, W, X, S((), jnp.int32))
+    assert str(Path(__file__).parents[2]) not in json.dumps(to_json(plan))  # nothing of the maker's folders
     assert kinds(plan) == ["trip_count"] and "test_remarks.py" in plan.noted[0].where and not plan.sound
     assert compiled(turning, W, X, S((), jnp.int32), dims={"while0": 7}).sound
 

@@ -63,7 +63,7 @@ class AtRunTime:
         if known is None:
             b.remark(
                 "trip_count",
-                f"the while loop '{name}' at {b.source or 'an unknown line'} is priced as one iteration, because its "
+                f"the while loop '{name}' at {b.line} is priced as one iteration, because its "
                 f"trip count is not known before it runs; state it with dims={{'{name}': N}}, or --trips {name}=N",
             )
         return 1 if known is None else known
@@ -96,7 +96,7 @@ def scan(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     nc, nk = scan_groups(eqn)
     inner = lower.inner()
     inner.constants(jaxpr, values)
-    at, source = b.eqn, b.source
+    at, source, line = b.eqn, b.source, b.line
     consts, carry, xs = jaxpr.invars[:nc], jaxpr.invars[nc : nc + nk], jaxpr.invars[nc + nk :]
     _loop_copies(lower, inner, consts, eqn.invars[:nc], at, "const")
     carried = _carried(lower, inner, carry, eqn.invars[nc : nc + nk], at)
@@ -130,7 +130,7 @@ def while_(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     """A while loop: condition and body count times the trip count. JAX cannot differentiate it, so it has no
     gradient."""
     b, p = lower.b, eqn.params
-    at, source = b.eqn, b.source
+    at, source, line = b.eqn, b.source, b.line
     nc, nb = p["cond_nconsts"], p["body_nconsts"]
     (cond, of_cond), (body, of_body) = opened(p["cond_jaxpr"]), opened(p["body_jaxpr"])
     trip_count = lower.told.trip_count(eqn, b)
@@ -164,7 +164,7 @@ def cond(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     if by_platform(eqn):
         _one_platform(lower, eqn, prefix)
         return
-    at, source = b.eqn, b.source
+    at, source, line = b.eqn, b.source, b.line
     opened_bodies = [opened(c) for c in eqn.params["branches"]]
     bodies = [body for body, _ in opened_bodies]
     name = lower.told.next_cond()
@@ -174,7 +174,7 @@ def cond(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     if len(bodies) > 1 and eqn.outvars and name not in lower.told.chances:
         b.remark(
             "assumed",
-            f"of the {len(bodies)} branches of '{name}' at {source or 'an unknown line'}, number {likely.index(1.0)} "
+            f"of the {len(bodies)} branches of '{name}' at {line}, number {likely.index(1.0)} "
             f"(from 0), the most expensive, is priced as if it were taken every time; to change this use "
             f"chances={{'{name}': (…)}}, or --chance {name}={','.join('P' * len(bodies))}",
         )
@@ -243,7 +243,7 @@ def by_body(lower: _JaxLowering, eqn: Eqn, body: Jaxpr) -> None:
     flops = _flops(lower, body, lower.told)
     lower.b.remark(
         "opaque",
-        f"the {eqn.primitive.name} at {lower.b.source or 'an unknown line'} is not split: every device computes all of "
+        f"the {eqn.primitive.name} at {lower.b.line} is not split: every device computes all of "
         f"its {flops:.3g} FLOPs",
     )
     lower.replicate(eqn, flops)
@@ -263,8 +263,7 @@ def shard_map(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     flops = _flops(lower, opened(p["jaxpr"])[0], lower.told.copy())
     b.remark(
         "unknown",
-        f"for the shard_map at {b.source or 'an unknown line'}, work and layouts are priced, but not the collectives "
-        f"inside it",
+        f"for the shard_map at {b.line}, work and layouts are priced, but not the collectives inside it",
     )
     lower.write(eqn.outvars, indexed.manual(b, "shard_map", inputs, outs, axes, flops=flops))
 

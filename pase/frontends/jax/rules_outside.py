@@ -91,8 +91,7 @@ def _callback(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequen
     """A callback. The host gets whole arrays. Their traffic is priced, but the host's own work is not known."""
     b.remark(
         "unknown",
-        f"for the {eqn.primitive.name} at {b.source or 'an unknown line'}, only the traffic is priced, not what the "
-        f"host computes",
+        f"for the {eqn.primitive.name} at {b.line}, only the traffic is priced, not what the host computes",
     )
     outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
     return nests.opaque(b, eqn.primitive.name, _tensors(ins), outs, differentiable=False)

@@ -54,7 +54,7 @@ def trip_count(n: FxNode) -> int:
 @lowers_bodies(CONTROL, *LOOPS, listed="loop")
 def loop(low: TorchLowering, n: FxNode, path: str) -> Results:
     """The body, lowered once, in a loop over the first dim of xs."""
-    b, at, source = low.b, Place(path), low.b.source
+    b, at, source, line = low.b, Place(path), low.b.source, low.b.line
     c = _call(low, n)
     named, *given = loop_operands(n)
     init, xs, others = ([_tensor(c, low, v) for v in part] for part in given)
@@ -92,14 +92,14 @@ def loop(low: TorchLowering, n: FxNode, path: str) -> Results:
 @lowers_bodies(CONTROL, "cond", listed="branches")
 def cond(low: TorchLowering, n: FxNode, path: str) -> Results:
     """Both branches. The more expensive one is priced as if it were taken every time."""
-    b, at, source = low.b, Place(path), low.b.source
+    b, at, source, line = low.b, Place(path), low.b.source, low.b.line
     c = _call(low, n)
     index, *bodies = n.args[:3]
     graphs = [_graph(n, g) for g in bodies]
     likely = branches.chances([_flops(low, g) for g in graphs])
     b.remark(
         "assumed",
-        f"of the 2 branches of the cond at {source or 'an unknown line'}, the one for "
+        f"of the 2 branches of the cond at {line}, the one for "
         f"{'true' if likely[0] == 1.0 else 'false'}, the more expensive one, is priced as if it were taken every time",
     )
     asked = _value(low, index)
