@@ -96,7 +96,7 @@ def scan(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     nc, nk = scan_groups(eqn)
     inner = lower.inner()
     inner.constants(jaxpr, values)
-    at, source, line = b.eqn, b.source, b.line
+    at, source = b.eqn, b.source
     consts, carry, xs = jaxpr.invars[:nc], jaxpr.invars[nc : nc + nk], jaxpr.invars[nc + nk :]
     _loop_copies(lower, inner, consts, eqn.invars[:nc], at, "const")
     carried = _carried(lower, inner, carry, eqn.invars[nc : nc + nk], at)
@@ -130,7 +130,7 @@ def while_(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     """A while loop: condition and body count times the trip count. JAX cannot differentiate it, so it has no
     gradient."""
     b, p = lower.b, eqn.params
-    at, source, line = b.eqn, b.source, b.line
+    at, source = b.eqn, b.source
     nc, nb = p["cond_nconsts"], p["body_nconsts"]
     (cond, of_cond), (body, of_body) = opened(p["cond_jaxpr"]), opened(p["body_jaxpr"])
     trip_count = lower.told.trip_count(eqn, b)

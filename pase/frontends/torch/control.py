@@ -54,7 +54,7 @@ def trip_count(n: FxNode) -> int:
 @lowers_bodies(CONTROL, *LOOPS, listed="loop")
 def loop(low: TorchLowering, n: FxNode, path: str) -> Results:
     """The body, lowered once, in a loop over the first dim of xs."""
-    b, at, source, line = low.b, Place(path), low.b.source, low.b.line
+    b, at, source = low.b, Place(path), low.b.source
     c = _call(low, n)
     named, *given = loop_operands(n)
     init, xs, others = ([_tensor(c, low, v) for v in part] for part in given)
