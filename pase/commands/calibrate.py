@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pase.commands.options import JsonOption, print_json, progress
+from pase.commands.outputs import written_as
 from pase.files.atomic import write_atomically
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
@@ -45,6 +46,7 @@ def calibrate(
             "--output",
             help="The machine file to write, for --machine of other commands.",
             metavar="FILE",
+            callback=written_as("a machine file"),
         ),
     ] = Path("machine.toml"),
     budget: Annotated[

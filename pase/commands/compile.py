@@ -17,6 +17,7 @@ from pase.commands.options import (
     strictly,
     warn_misfit,
 )
+from pase.commands.outputs import written_as
 from pase.compiler.problem.options import CompileOptions
 from pase.files.codec import to_tree
 from pase.files.terminal import console
@@ -48,6 +49,9 @@ def compile(
             "-o",
             help="Write the plan to this file, as layout JSON. Other commands read it.",
             metavar="FILE",
+            callback=written_as(
+                "JSON", page="write layout.json, then run: pase report layout.json -o FILE.html"
+            ),
         ),
     ] = None,
     every_layer: Annotated[

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pase.commands.options import print_headline, print_report
+from pase.commands.outputs import written_as
 from pase.files.atomic import write_atomically
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
@@ -26,7 +27,10 @@ def diagnose(
         Path, typer.Argument(help="A folder of traces, one trace, or a memory profile.", metavar="TRACES")
     ],
     page: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the findings as an HTML page.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="Write the findings as an HTML page.", callback=written_as("an HTML page")
+        ),
     ] = None,
     timeline: Annotated[
         Path | None,

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from pase.commands.options import print_headline, print_report
+from pase.commands.outputs import written_as
 from pase.files.atomic import write_atomically
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
@@ -28,7 +29,10 @@ def optimize(
     memory_limit: Annotated[
         str, typer.Option(help="First reduce the peak memory below this, for example 16GiB.")
     ] = "",
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the changes as JSON.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Write the changes as JSON.", callback=written_as("JSON")),
+    ] = None,
     align: Annotated[
         str, typer.Option(help="How to align the clocks of ranks: ends, dpro or none.")
     ] = "ends",

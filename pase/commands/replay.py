@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pase.commands.options import print_headline, print_report
+from pase.commands.outputs import written_as
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
@@ -29,7 +30,10 @@ def replay(
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", help="Write the aligned timeline, with the critical path marked, for Perfetto."
+            "-o",
+            "--output",
+            help="Write the aligned timeline, with the critical path marked, for Perfetto.",
+            callback=written_as("a timeline", page="pase diagnose TRACES -o FILE.html writes a page"),
         ),
     ] = None,
     predicted: Annotated[

@@ -19,6 +19,7 @@ from pase.commands.options import (
     strictly,
     warn_misfit,
 )
+from pase.commands.outputs import written_as
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
@@ -33,7 +34,14 @@ PURPOSE = "Plan"
 def report(
     layout: LayoutFile,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Write the page to this file.", metavar="FILE")
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write the page to this file.",
+            metavar="FILE",
+            callback=written_as("an HTML page"),
+        ),
     ] = Path("report.html"),
     timeline: Annotated[
         Path | None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pase.commands.options import JsonOption, ModelName, compile_options, print_json, progress
+from pase.commands.outputs import written_as
 from pase.compiler.problem.options import CompileOptions
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
@@ -77,7 +78,13 @@ def scale(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Also write a page with a chart to this file.", metavar="FILE"),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Also write a page with a chart to this file.",
+            metavar="FILE",
+            callback=written_as("an HTML page"),
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pase.commands.options import warn_misfit
+from pase.commands.outputs import written_as
 from pase.files.atomic import write_atomically
 from pase.files.terminal import console
 
@@ -46,6 +47,7 @@ def schedule(
             "--output",
             "-o",
             help="Write the bucket plan of 'ours', or else of the best policy, to this file.",
+            callback=written_as("JSON", page="--gantt FILE.html draws the schedule"),
         ),
     ] = None,
     gantt: Annotated[

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pase.commands.outputs import written_as
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
@@ -53,7 +54,12 @@ def solve(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write the solution as a JSON list with one index per node."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write the solution as a JSON list with one index per node.",
+            callback=written_as("JSON"),
+        ),
     ] = None,
     seed: Annotated[
         int,
