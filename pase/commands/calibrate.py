@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pase.commands.options import JsonOption, print_json, progress
-from pase.commands.outputs import written_as
 from pase.files.atomic import write_atomically
+from pase.files.formats import written_as
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 

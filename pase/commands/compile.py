@@ -17,9 +17,9 @@ from pase.commands.options import (
     strictly,
     warn_misfit,
 )
-from pase.commands.outputs import written_as
 from pase.compiler.problem.options import CompileOptions
 from pase.files.codec import to_tree
+from pase.files.formats import written_as
 from pase.files.terminal import console
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pase.commands.options import print_headline, print_report
-from pase.commands.outputs import written_as
 from pase.files.atomic import write_atomically
+from pase.files.formats import written_as
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 

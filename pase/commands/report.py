@@ -19,7 +19,7 @@ from pase.commands.options import (
     strictly,
     warn_misfit,
 )
-from pase.commands.outputs import written_as
+from pase.files.formats import written_as
 from pase.files.terminal import console
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pase.commands.options import JsonOption, ModelName, compile_options, print_json, progress
-from pase.commands.outputs import written_as
 from pase.compiler.problem.options import CompileOptions
+from pase.files.formats import written_as
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 

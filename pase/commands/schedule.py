@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pase.commands.options import warn_misfit
-from pase.commands.outputs import written_as
 from pase.files.atomic import write_atomically
+from pase.files.formats import written_as
 from pase.files.terminal import console
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pase.commands.outputs import written_as
+from pase.files.formats import written_as
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
