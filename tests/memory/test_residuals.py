@@ -161,6 +161,7 @@ def test_a_call_of_pytorch_keeps_no_value_that_only_it_reads_but_a_norm_keeps_it
     assert of(lambda x: x * torch.sigmoid(x)) == [*statistics, (4, N), (4, N), (4, N)]
 
 
+@pytest.mark.torch
 def test_a_slice_that_pytorch_keeps_is_a_view_that_keeps_the_whole():
     import torch
 
