@@ -153,17 +153,28 @@ def test_a_run_that_waits_for_launches_has_room_for_a_larger_batch() -> None:
 
 
 def test_a_run_that_computes_on_the_cpu_is_promised_no_larger_batch() -> None:
-    """As with gloo: threads compute for 400 µs of each step, which more examples make longer, and one message follows."""
+    """As with gloo: threads compute for 400 µs of each step, longer for more examples, and one message follows."""
     events, marks = [], []
     for k in range(5):
         begin = k * 600 * US
         step: dict[str, Any] = {"rank": 0, "iteration": k}
         for i in range(4):
             at = begin + i * 100 * US
-            thread: dict[str, Any] = {"lane": "t", "device": False, "kind": "host", "name": "aten::mm", **step}
+            thread: dict[str, Any] = {
+                "lane": "t",
+                "device": False,
+                "kind": "host",
+                "name": "aten::mm",
+                **step,
+            }
             events.append(Event(start_ns=at, duration_ns=100 * US, **thread))
         asked: dict[str, Any] = {"lane": "t", "device": False, "kind": "runtime", "name": "c10d::allreduce_"}
-        sent: dict[str, Any] = {"lane": "gloo", "device": True, "kind": "collective", "name": "gloo:all_reduce"}
+        sent: dict[str, Any] = {
+            "lane": "gloo",
+            "device": True,
+            "kind": "collective",
+            "name": "gloo:all_reduce",
+        }
         step |= {"start_ns": begin + 400 * US, "correlation": k}
         events.append(Event(duration_ns=US, **asked, **step))
         events.append(Event(duration_ns=200 * US, operation="all_reduce", **sent, **step))
