@@ -242,7 +242,10 @@ def _overlap(s: Scene, x: Spending) -> list[Finding]:
         out.append(
             Finding(
                 kind="overlap",
-                title=f"{calls} {name}(s) an iteration run while nothing computes, for {bare / 1e6:.2f} ms",
+                title=(
+                    f"{calls} {name}(s) run while nothing computes, for {bare / 1e6:.2f} ms in the replay of a typical "
+                    "iteration"
+                ),
                 detail=_HIDE[name]
                 + " The gain is an upper bound: it needs compute that does not wait for them.",
                 cost_ns=s.saved(replace(g, duration_ns=duration), min(bare, max(room, 0.0))),

@@ -280,9 +280,12 @@ def _exposed(s: Scene) -> list[Finding]:
     return [
         Finding(
             kind="exposed-communication",
-            title=f"{_ms(b.exposed_ns)} of {_ms(whole)} communication on rank {b.rank} is not overlapped with compute",
+            title=(
+                f"{_ms(b.exposed_ns)} of {_ms(whole)} communication on rank {b.rank} is not overlapped with compute, on "
+                "average of the iterations"
+            ),
             detail=(
-                f"Most exposed: {which}. {waiting}{free} Start "
+                f"Most exposed in the replay of a typical iteration: {which}. {waiting}{free} Start "
                 "collectives earlier (smaller first buckets, prefetch), or send fewer bytes."
             ),
             cost_ns=cost,
