@@ -281,8 +281,8 @@ def _exposed(s: Scene) -> list[Finding]:
         Finding(
             kind="exposed-communication",
             title=(
-                f"{_ms(b.exposed_ns)} of {_ms(whole)} communication on rank {b.rank} is not overlapped with compute, on "
-                "average of the iterations"
+                f"{_ms(b.exposed_ns)} of {_ms(whole)} communication on rank {b.rank} is not overlapped with compute, "
+                "on average of the iterations"
             ),
             detail=(
                 f"Most exposed in the replay of a typical iteration: {which}. {waiting}{free} Start "
