@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pase.errors import Infeasible, PaseError
+from pase.errors import Infeasible, PaseError, did_you_mean
 from pase.replay.graph import EDGES, DataflowGraph, twins
 from pase.replay.simulation.simulate import replay_graph
 from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, OPERATIONS, on_stream
@@ -63,8 +64,14 @@ def parse_knob(text: str) -> tuple[str, str, float]:
             "stages=P: P pipeline stages; tensor=N: tensor parallelism over N devices; "
             "bucket-plan=POLICY: gradients sent by that policy; strategy=LAYOUT: another strategy"
         )
+        if name in KNOBS and number <= 0:
+            raise PaseError(
+                f"{value} is no factor: a time is multiplied or divided by a number above 0",
+                where=f"what-if '{text}'",
+                fix="give a small number instead, such as 0.001",
+            )
         raise PaseError(
-            "not a known change",
+            f"not a known change{did_you_mean(name, KNOBS)}",
             where=f"what-if '{text}'",
             fix=f"give one of {'; '.join(KNOBS.values())}; {others}",
         )
@@ -76,6 +83,14 @@ def parse_knob(text: str) -> tuple[str, str, float]:
                 f"'{pattern}' is not a regular expression ({e})", where=f"what-if '{text}'"
             ) from e
     return name, pattern, number
+
+
+def _longest(g: DataflowGraph, among: np.ndarray) -> str:
+    """An example for a message: the three names that take longest in all. among: which tasks count."""
+    total = np.bincount(g.name[among], g.duration_ns[among], len(g.names))
+    order = [k for k in np.argsort(-total, kind="stable")[:3].tolist() if total[k]]
+    names = ", ".join(f"'{textwrap.shorten(g.names[k], 60)}'" for k in order)
+    return f", such as {names}" if names else ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -227,12 +242,13 @@ def apply(
             g = replace(g, carried=replace(c, lag_ns=np.where(c.kind == hand, c.lag_ns * value, c.lag_ns)))
         elif name == "op":
             found = np.array([bool(re.search(pattern, n)) for n in g.names])[g.name]
-            mine = found & on_stream(g.kind)
+            device = on_stream(g.kind)
+            mine = found & device
             if not mine.any():
                 raise PaseError(
                     "no device op has a name that matches",
                     where=f"what-if op:{pattern}",
-                    fix="give a regular expression that matches a name in the trace",
+                    fix=f"give a regular expression that matches a name in the trace{_longest(g, device)}",
                 )
             duration[mine] *= value
         elif name == "balance":
