@@ -95,17 +95,19 @@ def measure(t: Timeline) -> Measured:
 
 
 def _nothing(t: Timeline) -> PaseError:
-    """Returns the error for a timeline without a usable iteration."""
-    if not on_stream(t["kind"]).any():
-        return PaseError(
-            "the trace has no device op, so there is nothing to replay",
-            fix="record the device too (torch.profiler: in addition to ProfilerActivity.CPU, the activity of your "
-            "device, for example CUDA, XPU or MTIA; a run on CPUs needs its collectives)",
+    """Returns the error for a timeline without a usable iteration. What is wrong with its files may be the cause."""
+    if on_stream(t["kind"]).any():
+        what = "no rank has a complete iteration with device ops, so there is nothing to replay"
+        fix = "record from before a step to after it"
+    else:
+        what = "the trace has no device op, so there is nothing to replay"
+        fix = (
+            "record the device too (torch.profiler: in addition to ProfilerActivity.CPU, the activity of your device, "
+            "for example CUDA, XPU or MTIA; a run on CPUs needs its collectives)"
         )
-    return PaseError(
-        "no rank has a complete iteration with device ops, so there is nothing to replay",
-        fix="record from before a step to after it",
-    )
+    if t.problems:
+        return PaseError(f"{what}; {t.problems[0]}", fix=f"mend that first; if it is not the cause, {fix}")
+    return PaseError(what, fix=fix)
 
 
 def _waits(t: Timeline, shared: list[Match]) -> tuple[dict[int, float], dict[int, tuple[object, ...]]]:

@@ -32,3 +32,13 @@ def test_a_trace_without_device_ops_says_what_to_record(tmp_path: Path) -> None:
     with pytest.raises(PaseError, match="no device op") as e:
         measure(align(load(trace_file(tmp_path, [call]))))
     assert "CUDA, XPU or MTIA" in e.value.fix
+
+
+def test_a_trace_that_is_cut_before_its_device_ops_says_so(tmp_path: Path) -> None:
+    calls = [kernel(0, cat="cpu_op", name="aten::add"), kernel(9, cat="cpu_op", name="aten::mul")]
+    path = trace_file(tmp_path, [*calls, kernel(20)])
+    text = path.read_text()
+    path.write_text(text[: text.rindex("{")])
+    with pytest.raises(PaseError, match=r"no device op.*is cut or damaged after 2 events") as e:
+        measure(align(load(path)))
+    assert e.value.fix.startswith("mend that first")
