@@ -58,3 +58,11 @@ def test_a_layout_is_replayed_as_it_is_scheduled(tmp_path: Path) -> None:
     code, _, err = run("replay", layout, "--what-if", "bandwidth=2")
     assert code == 2
     assert str(layout) in err and "strategy=OTHER_LAYOUT.json" in err
+
+
+def test_a_change_of_nothing_says_so(traces: Path) -> None:
+    """As a faster link does, in a trace without collectives."""
+    said = printed("replay", traces, "--what-if", "bandwidth=1", "--what-if", "bandwidth=2")
+    unchanged, changed, *_ = said.split("what if ")[1:]
+    assert "×1.000" in unchanged and "this changes no op of the trace" in unchanged
+    assert "this changes no op" not in changed

@@ -338,10 +338,22 @@ def _row(run: Run, text: str, made: DataflowGraph, c: _Changed) -> JsonObject:
     more = c.more | ({} if c.control is None else {"control_s": before / 1e9})
     if c.of_ranks:
         more = _told(more, _by_chance(run, made, c.of_ranks))
+    if _unchanged(run.graph, made) and not c.added_s:
+        more = _told(more, {"note": "this changes no op of the trace"})
     if "mean_s" in more:
         before, ns = more["control_mean_s"] * 1e9, more["mean_s"] * 1e9 + c.added_s * 1e9
     row = {"knob": text, "base_s": base / 1e9, "iteration_s": ns / 1e9, "speedup": before / ns}
     return row | {"within_spread": run.within_spread(before / ns), "doubt": doubt or None} | more
+
+
+def _unchanged(g: DataflowGraph, made: DataflowGraph) -> bool:
+    """Whether every op and every delay takes what it took."""
+    return (
+        len(made) == len(g)
+        and np.array_equal(made.duration_ns, g.duration_ns)
+        and np.array_equal(made.lag_ns, g.lag_ns)
+        and np.array_equal(made.carried.lag_ns, g.carried.lag_ns)
+    )
 
 
 def _by_kind(run: Run) -> dict[str, float]:
