@@ -206,7 +206,9 @@ def compared_lines(report: JsonObject, most: int = 15) -> Iterator[str]:
     for word, x in (("before", before), ("after", after)):
         yield f"{word:7}rank {x['rank']}, {x['step_s'] * 1e3:.2f} ms a step {x['device']}".rstrip()[:_COLUMNS]
     yield f"{'':34}{'before ms':>10}{'after ms':>10}{'difference':>12}"
-    parts = [(k["kind"], k) for k in report["kinds"]] + [(f"idle: {i['cause']}", i) for i in report["idle"]]
+    parts = [(k["kind"], k) for k in report["kinds"]] + [
+        (f"idle: {i['cause']}" if i["cause"] in CAUSES else i["in_words"], i) for i in report["idle"]
+    ]
     for name, x in sorted(parts, key=lambda p: -abs(p[1]["difference_s"])):
         yield f"{name[:33]:34}{_ms(x['before_s']):>10}{_ms(x['after_s']):>10}{x['difference_s'] * 1e3:+12.3f}"
     whole = {"before_s": before["step_s"], "after_s": after["step_s"]}

@@ -14,6 +14,7 @@ from pase.pages.shell import Section, page
 from pase.pages.streams import StreamBox, drawn_streams, timeline_mount
 from pase.replay.reports.against import against_section
 from pase.replay.reports.diagnose import Diagnosis
+from pase.replay.reports.sent import sent_section
 from pase.replay.reports.spent import spent_section
 from pase.replay.simulation.simulate import replay_graph
 from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS
@@ -40,24 +41,22 @@ def diagnosis_page(d: Diagnosis, report: JsonObject) -> str:
             anchor="time",
             title="Where the time goes",
             body="".join(_where_time_goes(r) for r in report["ranks"]),
-        ),
-        Section(
-            anchor="findings", title="What would save time", body="".join(map(_finding, report["findings"]))
-        ),
-        Section(
-            anchor="timeline",
-            title="The replayed iteration",
-            body=f"{timeline_mount('iteration')}<p class='soft'>{left_out}</p>",
-        ),
+        )
     ]
+    if "plan" in report:
+        plan = against_section(report["plan"])
+        sections.append(Section(anchor="plan", title="Plan against trace", body=plan))
+    found = "".join(map(_finding, report["findings"]))
+    sections.append(Section(anchor="findings", title="What would save time", body=found))
+    if report["collectives"]:
+        sent = sent_section(report["collectives"])
+        sections.append(Section(anchor="sent", title="What collectives send", body=sent))
+    drawing = f"{timeline_mount('iteration')}<p class='soft'>{left_out}</p>"
+    sections.append(Section(anchor="timeline", title="The replayed iteration", body=drawing))
     if report["spent"]:
         slowest = max(report["spent"], key=lambda x: x["step_s"])
         title = f"Kinds of work and ops of rank {slowest['rank']}"
-        sections.insert(1, Section(anchor="ops", title=title, body=spent_section(slowest)))
-    if "plan" in report:
-        sections.insert(
-            1, Section(anchor="plan", title="Plan against trace", body=against_section(report["plan"]))
-        )
+        sections.append(Section(anchor="ops", title=title, body=spent_section(slowest)))
     if report["problems"]:
         notes = "".join(f"<li>{html.escape(p)}" for p in report["problems"])
         sections.append(Section(anchor="notes", title="Notes on the traces", body=f"<ul>{notes}</ul>"))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator, Sequence
 
 from pase.files.json_values import JsonObject
 from pase.files.quantities import bytes_text
+from pase.pages.parts import table
 from pase.replay.measurement.transfers import CollectiveCalls
 
-__all__ = ["sent_lines", "transfers_report"]
+__all__ = ["sent_lines", "sent_section", "transfers_report"]
 
 _MOST = 8
+_BOUNDS = "< and >: a rank of the group is not traced, so the time includes waiting for it"
 
 
 def transfers_report(found: Sequence[CollectiveCalls], iterations: int) -> list[JsonObject]:
@@ -34,6 +37,21 @@ def transfers_report(found: Sequence[CollectiveCalls], iterations: int) -> list[
     ]
 
 
+def _cells(r: JsonObject) -> tuple[str, ...]:
+    """What a row says, as text: bytes, ranks, calls, sends, skew, GB/s, share of the link, last."""
+    bound, speed = "" if r["whole"] else "<", r["bus_bytes_per_s"]
+    return (
+        "" if r["bytes"] is None else bytes_text(r["bytes"]),
+        f"{r['ways'] or ''}",
+        f"{r['calls']:.3g}",
+        f"{bound}{r['transfer_s'] * 1e3:.3f}",
+        "" if r["skew_s"] is None else f"{r['skew_s'] * 1e3:.3f}",
+        "" if speed is None else f"{'' if r['whole'] else '>'}{speed / 1e9:.1f}",
+        "" if speed is None or not r["link_bytes_per_s"] else f"{speed / r['link_bytes_per_s']:.0%}",
+        f"{r['last'][0]['rank']} ({r['last'][0]['calls'] / r['calls']:.0%})" if r["last"] else "",
+    )
+
+
 def sent_lines(rows: Sequence[JsonObject], most: int = _MOST) -> Iterator[str]:
     """Yields the lines of the report, in 80 columns; nothing if there are no collectives."""
     if not rows:
@@ -43,18 +61,19 @@ def sent_lines(rows: Sequence[JsonObject], most: int = _MOST) -> Iterator[str]:
         f"{'link':>6}  last"
     )
     for r in rows[:most]:
-        bound = "" if r["whole"] else "<"
-        speed = r["bus_bytes_per_s"]
-        rate = "" if speed is None else f"{'' if r['whole'] else '>'}{speed / 1e9:.1f}"
-        link = "" if speed is None or not r["link_bytes_per_s"] else f"{speed / r['link_bytes_per_s']:.0%}"
-        size = "" if r["bytes"] is None else bytes_text(r["bytes"])
-        skew = "" if r["skew_s"] is None else f"{r['skew_s'] * 1e3:.3f}"
-        last = f"{r['last'][0]['rank']} ({r['last'][0]['calls'] / r['calls']:.0%})" if r["last"] else ""
+        size, ways, calls, sends, skew, rate, link, last = _cells(r)
         yield (
-            f"{r['operation'][:14]:<15}{size:>10}{r['ways'] or '':>6}{r['calls']:>6.3g}"
-            f"{bound + format(r['transfer_s'] * 1e3, '.3f'):>9}{skew:>8}{rate:>8}{link:>6}  {last}"
+            f"{r['operation'][:14]:<15}{size:>10}{ways:>6}{calls:>6}{sends:>9}{skew:>8}{rate:>8}{link:>6}  {last}"
         ).rstrip()
     if len(rows) > most:
         yield f"... and {len(rows) - most} more (--json has them)"
     if any(not r["whole"] for r in rows[:most]):
-        yield "< and >: a rank of the group is not traced, so the time includes waiting for it"
+        yield _BOUNDS
+
+
+def sent_section(rows: Sequence[JsonObject]) -> str:
+    """Returns the report as HTML."""
+    head = ["collective", "bytes>", "ranks>", "calls>", "sends ms>", "skew ms>", "GB/s>", "link>", "last"]
+    cells = ([html.escape(c) for c in (r["operation"], *_cells(r))] for r in rows)
+    bounds = f"<p class='soft'>{html.escape(_BOUNDS)}</p>" if any(not r["whole"] for r in rows) else ""
+    return table("What collectives send", head, cells) + bounds

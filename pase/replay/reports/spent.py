@@ -210,7 +210,7 @@ def spent_lines(report: JsonObject, most: int = 10) -> Iterator[str]:
     for o in shown:
         floor = f"{o['floor_s'] * 1e3:8.3f}" if o["floor_s"] is not None else f"{'':8}"
         name = placed(o["name"], o["where"], 49)
-        yield f"{o['seconds'] * 1e3:8.3f}{o['share']:7.1%}{o['calls']:6.0f}{floor}  {name}"
+        yield f"{o['seconds'] * 1e3:8.3f}{o['share']:7.1%}{o['calls']:6.3g}{floor}  {name}"
         more = [x for x in (o["kind"], o["shape"], o["why"]) if x]
         lines = ["; ".join(more)] if len("; ".join(more)) <= 49 else ["; ".join(more[:-1]), more[-1]]
         for line in lines:
@@ -222,35 +222,39 @@ def spent_section(report: JsonObject, most: int = 1000) -> str:
     parts = [
         (
             k["kind"],
+            "compute",
             k["seconds"],
             number_text(k["flops_per_s"], 1e12, 1),
             number_text(k["bytes_per_s"], 1e9, 0),
         )
         for k in report["kinds"]
     ]
-    parts += [(f"idle: {i['in_words'].removeprefix('idle: ')}", i["seconds"], "", "") for i in report["idle"]]
-    longest = max((seconds for _, seconds, _, _ in parts), default=0.0)
+    parts += [
+        (i["in_words"], "other" if i["cause"] in CAUSES else "compute", i["seconds"], "", "")
+        for i in report["idle"]
+    ]
+    longest = max((seconds for _, _, seconds, _, _ in parts), default=0.0)
     kinds = (
         (
             html.escape(kind),
             f"{seconds * 1e3:.3f}",
             f"{seconds / report['step_s'] if report['step_s'] else 0:.1%}",
-            bar([("other" if kind.startswith("idle") else "compute", seconds)], longest),
+            bar([(colour, seconds)], longest),
             flops,
             moved,
         )
-        for kind, seconds, flops, moved in parts
+        for kind, colour, seconds, flops, moved in parts
     )
     ops = (
         (
-            html.escape(o["name"] + (f", {o['where']}" if o["where"] else "")),
-            html.escape(o["kind"]),
-            html.escape(o["shape"]),
-            f"{o['calls']:.0f}",
             f"{o['seconds'] * 1e3:.3f}",
             "" if o["floor_s"] is None else f"{o['floor_s'] * 1e3:.3f}",
             "" if o["lost_s"] is None else f"{o['lost_s'] * 1e3:.3f}",
+            f"{o['calls']:.3g}",
+            html.escape(o["name"] + (f", {o['where']}" if o["where"] else "")),
+            html.escape(o["kind"]),
             html.escape(o["why"]),
+            html.escape(o["shape"]),
         )
         for o in report["ops"][:most]
     )
@@ -260,7 +264,7 @@ def spent_section(report: JsonObject, most: int = 1000) -> str:
         + _roofline(report)
         + table(
             "The ops that take longest",
-            ["op", "kind", "shape", "calls>", "ms>", "floor ms>", "lost ms>", "why"],
+            ["ms>", "floor ms>", "lost ms>", "calls>", "op", "kind", "why", "shape"],
             ops,
             searched=True,
         )
