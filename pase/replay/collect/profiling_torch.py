@@ -20,6 +20,18 @@ if TYPE_CHECKING:
 __all__ = ["StepHook", "TorchTrace", "world"]
 
 _MARK = "ProfilerStep#"
+_TWO = (
+    "pase profile records this program with torch.profiler, which can record only once at a time: run it without the "
+    "program's own profiler, or give that one's trace to pase diagnose"
+)
+_ALONE = (
+    "pase profile: this program computes on the CPU, in one process, so its trace has no device op and no collective: "
+    "pase replay and pase diagnose have nothing to replay; open it in Perfetto (ui.perfetto.dev)"
+)
+
+
+def _refused(_: object) -> None:
+    raise RuntimeError(_TWO)
 
 
 def world() -> tuple[int, int]:
@@ -44,7 +56,14 @@ class TorchTrace:
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         self._open: AbstractContextManager[object] | None = None
         self._number = -1
-        self._profiler.start()
+        try:
+            self._profiler.start()
+        except RuntimeError as e:  # "Profiler is already enabled on this thread"
+            raise RuntimeError(_TWO) from e
+        self._start = torch.profiler.profile.start
+        torch.profiler.profile.start = _refused
+        if len(activities) == 1 and world()[1] == 1:
+            print(_ALONE, file=sys.stderr)
 
     def mark(self, number: int) -> None:
         """Begins iteration ``number``, which lasts until the next mark or ``unmark``."""
@@ -60,6 +79,7 @@ class TorchTrace:
             self._open = None
 
     def stop(self) -> None:
+        sys.modules["torch"].profiler.profile.start = self._start
         self._profiler.stop()
         cut = self._number if self._open is not None else None
         self.unmark()

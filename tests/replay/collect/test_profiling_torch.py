@@ -112,3 +112,35 @@ def test_two_lines_in_code(tmp_path: Path, how: str) -> None:
     t = load(tmp_path / "t")
     # Between three steps of the optimizer there are two complete iterations. After the last step there is none.
     assert [m.iteration for m in t.marks] == ([0, 1, 2] if how == "marked" else [0, 1])
+
+
+OWN = """
+import torch
+w = torch.nn.Linear(16, 16)
+optimizer = torch.optim.SGD(w.parameters(), lr=0.1)
+for i in range(9):
+    w(torch.ones(4, 16)).sum().backward(); optimizer.step()
+with torch.profiler.profile():
+    pass
+"""
+
+
+def test_a_program_with_its_own_profiler_is_told_that_there_is_one(tmp_path: Path) -> None:
+    """And that the trace of one process on a CPU has nothing to replay."""
+    (tmp_path / "own.py").write_text(OWN)
+    words = [
+        "profile",
+        "-o",
+        str(tmp_path / "traces"),
+        "--skip",
+        "2",
+        "--",
+        sys.executable,
+        str(tmp_path / "own.py"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pase.cli", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "without the program's own profiler" in done.stderr
+    assert "in one process, so its trace has no device op" in done.stderr
