@@ -125,6 +125,7 @@ with torch.profiler.profile():
 """
 
 
+@pytest.mark.torch
 def test_a_program_with_its_own_profiler_is_told_that_there_is_one(tmp_path: Path) -> None:
     """And that the trace of one process on a CPU has nothing to replay."""
     (tmp_path / "own.py").write_text(OWN)
