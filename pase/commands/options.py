@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChoicesTimeLimit",
+    "FailuresOption",
     "JsonOption",
     "LayoutFile",
     "LayoutMachine",
@@ -112,6 +113,14 @@ LayoutMachine = Annotated[
 ChoicesTimeLimit = Annotated[
     float,
     typer.Option("--time-limit", help="Seconds to spend on the best alternative of each layer.", min=0.0),
+]
+FailuresOption = Annotated[
+    float | None,
+    typer.Option(
+        "--failures",
+        help="With --tokens: failures per device-hour that stop the run. Default: the machine file's.",
+        metavar="RATE",
+    ),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")

@@ -9,6 +9,7 @@ import typer
 
 from pase.commands.options import (
     ChoicesTimeLimit,
+    FailuresOption,
     JsonOption,
     LayoutFile,
     LayoutMachine,
@@ -62,13 +63,7 @@ def report(
     price: Annotated[
         float | None, typer.Option(help="With --tokens: the price of a device-hour, in any currency.")
     ] = None,
-    failures: Annotated[
-        float | None,
-        typer.Option(
-            help="With --tokens: failures per device-hour that stop the run. Default: the machine file's.",
-            metavar="RATE",
-        ),
-    ] = None,
+    failures: FailuresOption = None,
     model: LayoutModel = None,
     machine: LayoutMachine = None,
     time_limit: ChoicesTimeLimit = 20.0,

@@ -187,7 +187,7 @@ def _check_memory(plan: PlanData, reduced: bool) -> None:
     from pase.backends.jax.check_reference import unsharded_bytes
     from pase.calibrate.here import memory_of_device
     from pase.errors import Infeasible
-    from pase.plan.table import bytes_text
+    from pase.files.quantities import bytes_text
 
     device, host = jax.devices()[0], jax.default_backend() == "cpu"
     share, _ = memory_of_device(device, plan.devices)
@@ -272,10 +272,10 @@ def gradient_check(
 
 
 def _print(r: JsonObject) -> None:
+    from pase.files.quantities import bytes_text
     from pase.machine import Mesh
     from pase.plan.answer import mesh_text
     from pase.plan.columns import columns
-    from pase.plan.table import bytes_text
 
     out = console()
     size = "reduced size, " if r["reduced"] else ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pase.commands.options import JsonOption, ModelName, compile_options, print_json, progress
+from pase.commands.options import FailuresOption, JsonOption, ModelName, compile_options, print_json, progress
 from pase.compiler.problem.options import CompileOptions
 from pase.files.formats import written_as
 from pase.files.json_values import JsonObject
@@ -56,13 +56,7 @@ def scale(
             metavar="N",
         ),
     ] = None,
-    failures: Annotated[
-        float | None,
-        typer.Option(
-            help="With --tokens: failures per device-hour that stop the run. Default: the machine file's.",
-            metavar="RATE",
-        ),
-    ] = None,
+    failures: FailuresOption = None,
     checkpoint: Annotated[
         float, typer.Option(help="With --tokens: seconds for which training waits for a checkpoint.")
     ] = 60.0,

@@ -24,10 +24,8 @@ def check_structure(given: PyTreeDef, wanted: PyTreeDef, *, where: str, fix: str
     more = [p for p in here if p not in there]
     said = [f"it lacks {_listed(lacks)}"] if lacks else []
     said += [f"it has {_listed(more)}, which the plan was not compiled for"] if more else []
-    if not said or "" in (
-        *lacks,
-        *more,
-    ):  # other containers around the same leaves, or an array in place of a tree
+    array_for_tree = "" in (*lacks, *more)  # the path of an array alone
+    if not said or array_for_tree:  # without any leaf to name, the containers around the leaves differ
         said = [f"it is {given}, but the plan was compiled for {wanted}"]
     raise PaseError("; ".join(said), where=where, fix=fix)
 
