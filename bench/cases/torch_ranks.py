@@ -4,16 +4,21 @@ group) or as processes (Gloo), or one rank of many whose messages are discarded.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import queue
+import signal
 import tempfile
 import threading
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -94,22 +99,51 @@ def on_processes(
             made.Process(target=_rank, args=(r, count, store, seconds, run, pipes[r][1]))  # type: ignore[attr-defined]
             for r in range(count)
         ]
+        until = time.monotonic() + seconds
         try:
-            for p in ranks:
+            for r, p in enumerate(ranks):
+                Path(f"{store}.{r}").touch()
                 p.start()
-            came = [ours.recv() if ours.poll(seconds) else (False, "no answer") for ours, _ in pipes]
+            came = [_answer(p, ours, until) for p, (ours, _) in zip(ranks, pipes, strict=True)]
+            failed = [
+                f"rank {r} of {count}: {said}{_where(store, r)}"
+                for r, (fine, said) in enumerate(came)
+                if not fine
+            ]
         finally:
             for p in ranks:
                 p.kill()
                 p.join()
-    failed = [said for fine, said in came if not fine]
     if failed:
-        raise RuntimeError(failed[0])
+        raise RuntimeError("\n".join(failed))
     return [result for _, result in came]
+
+
+def _answer(process: Any, pipe: Any, until: float) -> tuple[bool, Any]:
+    """Returns whether a rank succeeded, and its result or what is known of its failure."""
+    if not wait([pipe, process.sentinel], max(0.0, until - time.monotonic())):
+        os.kill(process.pid, signal.SIGUSR1)  # it writes where its threads are
+        time.sleep(1.0)
+        return False, "no answer in time"
+    if not pipe.poll():
+        process.join()
+        return False, f"ended without an answer, with exit code {process.exitcode}"
+    fine, said = pipe.recv()
+    return fine, said
+
+
+def _where(store: str, rank: int) -> str:
+    """Returns where a rank's threads were when its time was over, or when it died of a signal."""
+    said = Path(f"{store}.{rank}").read_text(errors="replace")
+    return f"\n{said}" if said else ""
 
 
 def _rank(rank: int, count: int, store: str, seconds: float, run: Callable[[int], Any], answer: Any) -> None:
     """Runs a rank in its own process."""
+    where = open(f"{store}.{rank}", "w")  # noqa: SIM115 - faulthandler writes to it until the process ends
+    faulthandler.enable(where)
+    faulthandler.register(signal.SIGUSR1, where)
+
     import torch
     import torch.distributed as dist
 
