@@ -14,7 +14,7 @@ from pase.ir.functions import DIV
 from pase.ir.places import Scope
 from pase.ir.types import Graph, Op, Tensor, is_floating
 
-__all__ = ["linear", "mark_recomputed", "needs"]
+__all__ = ["gathering_again", "linear", "mark_recomputed", "needs"]
 
 
 def needs(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -108,3 +108,45 @@ def mark_recomputed(graph: Graph) -> Graph:
         return replace(op, reads=reads, remat=id(op) in recomputed)
 
     return replace(graph, nodes=tuple(replace(n, ops=tuple(map(marked, n.ops))) for n in graph.nodes))
+
+
+def gathering_again(graph: Graph) -> Graph:
+    """Returns the graph with ``Access.recompute`` set also for the reads of parameters outside of regions that backward
+    needs: a parameter is gathered a second time for backward, instead of kept from forward on.
+
+    What ops compute from parameters alone is not kept either. It is computed again from the parameters.
+    """
+    of_parameters = _of_parameters(graph)
+    needed, marked = set[str](), dict[str, tuple[Op, ...]]()
+    for n in reversed(graph.nodes):
+        marked[n.name] = tuple(
+            reversed([_gathered_again(op, graph, needed, of_parameters) for op in reversed(n.ops)])
+        )
+    return replace(graph, nodes=tuple(replace(n, ops=marked[n.name]) for n in graph.nodes))
+
+
+def _gathered_again(op: Op, graph: Graph, needed: set[str], of_parameters: Collection[str]) -> Op:
+    """An op with its reads marked. needed: what backward needs of ``of_parameters``; it is extended."""
+    derived = any(graph.tensors[a.tensor].needs_grad for a in op.writes)
+    own = needs(op, graph.tensors) if derived or op.backward else ()
+    again = any(a.tensor in needed for a in op.writes)
+    reads = []
+    for a in op.reads:
+        wanted = a.tensor in of_parameters and (a.recompute or again or a.tensor in own)
+        if wanted:
+            needed.add(a.tensor)
+        # An op that runs in backward has it gathered for that already.
+        outside = op.region is None and not op.backward and op.kind != "parameter"
+        reads.append(replace(a, recompute=a.recompute or (wanted and outside)))
+    return replace(op, reads=tuple(reads))
+
+
+def _of_parameters(graph: Graph) -> frozenset[str]:
+    """The parameters, and what ops compute from parameters and constants alone."""
+    made: set[str] = set()
+    for n in graph.nodes:
+        for op in n.ops:
+            read = [a.tensor for a in op.reads if graph.tensors[a.tensor].role != "constant"]
+            if op.kind == "parameter" or (read and made.issuperset(read)):
+                made.update(a.tensor for a in op.writes)
+    return frozenset(made)

@@ -218,11 +218,14 @@ def collective_shares(
         return {"sums" if hoisted else "weight_sent": 1 / m}
     if phase == "backward":
         return {"input_sent": 1 / m}
-    runs = max(float(concrete_size(op.times, reader.name)) for op in reader.ops)
-    recompute = np.where(any(op.remat for op in reader.ops) & (np.asarray(times) >= 2 * runs), 0.5, 0.0)
+    runs, remat = (
+        max(float(concrete_size(op.times, reader.name)) for op in reader.ops),
+        any(op.remat for op in reader.ops),
+    )
+    again = np.where((remat or of_parameter) & (np.asarray(times) >= 2 * runs), 0.5, 0.0)
     if of_parameter and hoisted:
-        return {"before": (1 - recompute) / m}
-    return {"forward_sent": (1 - recompute) / m, "recompute_sent": recompute / m}
+        return {"before": (1 - again) / m}
+    return {"forward_sent": (1 - again) / m, "recompute_sent" if remat else "input_sent": again / m}
 
 
 def _hold(

@@ -23,6 +23,7 @@ from pase.compiler.stages.features import FeatureTables, direction, feature_tabl
 from pase.compiler.stages.places import Places, StagePart
 from pase.ir import Graph
 from pase.ir.blocks import micro_batches_of
+from pase.ir.recompute import gathering_again
 from pase.machine import CostModel, Mesh
 from pase.memory.account import in_flight_at_least
 from pase.pipeline.overlap import exposed_lines
@@ -233,7 +234,8 @@ class StageTables:
         self.spent, self.slow = Spent() if spent is None else spent, on.slow
         self.planned = PlanCache() if planned is None else planned
         self.group, self.micro_batches = on.group, micro_batches_of(graph)
-        self.graph, self.places, self.variant, self.mesh = graph, places, variant, on.mesh
+        self.graph = gathering_again(graph) if weights == "each" else graph
+        self.places, self.variant, self.mesh = places, variant, on.mesh
         self.model, self.optimizer, self.weights = on.model, optimizer, weights
         self._splits: dict[tuple[StageRole, bytes], StageSplit] = {}
         self._pieces = PricedParts()
@@ -244,7 +246,7 @@ class StageTables:
 
     @cached_property
     def _each(self) -> StageTables:
-        out = self._like(weights="each")
+        out = self._like(weights="each", graph=gathering_again(self.graph), _pieces=PricedParts())
         vars(out).pop("features", None)
         return out
 

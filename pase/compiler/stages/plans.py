@@ -16,6 +16,7 @@ from pase.compiler.stages.pipelines import MICRO_BATCHES, Pipelines
 from pase.compiler.stages.replica_split import ReplicaSplit
 from pase.compiler.stages.search import Staged, StageMenu
 from pase.ir.blocks import micro_batches_of
+from pase.ir.recompute import gathering_again
 from pase.machine import GroupedMachine, Mesh
 from pase.memory.account import Memory
 from pase.pipeline.simulate import peak_bytes, simulate
@@ -59,7 +60,8 @@ def plan_staged(
             "paths of the schedules, with each rank's memory",
         ),
     )
-    graph = replace(t.graph, facts=replace(t.graph.facts, hoisted="all")) if hoisted else t.graph
+    once = replace(t.graph, facts=replace(t.graph.facts, hoisted="all"))
+    graph = once if hoisted else gathering_again(t.graph)
     plan = assemble(graph, mesh, configs, problem, searched, name=name, traced=traced)
     memory = _memory(s)
     # The plan lists all micro-batches. A replica runs only some of them, and sends accordingly less, except for hoisted

@@ -97,6 +97,26 @@ def test_once_a_step_holds_whole_sums_of_gradients():
     assert b.memory["gradients"] > 0 and a.kept == b.kept
 
 
+def test_weights_that_are_gathered_each_time_are_gathered_again_in_backward():
+    """Where backward needs them: products whose other factor has a gradient. This was priced once. Recomputed blocks
+    gathered twice before."""
+    problem = SplitProblem.of(
+        traced_model(SCANNED, None, (), CompileOptions(devices=4))[0].graph, 4, "h100x8", "analytic", "adam"
+    )
+    fsdp = next(b for b in price_baselines(problem)[0] if b.name == "fsdp")
+
+    def parts(weights, again=False):
+        of = tables_of(SCANNED, 4, weights, again)
+        return part_costs(of.graph, of.places, fsdp.mesh, fsdp.strategy, of.model, "adam", weights)
+
+    each, once, recomputed = parts("each"), parts("hoisted"), parts("each", True)["block"]
+    assert each["block"].input_sent == each["block"].forward_sent > once["block"].input_sent == 0
+    assert 0 < recomputed.recompute_sent <= recomputed.forward_sent and recomputed.input_sent == 0
+    assert (
+        each["first"].forward_sent > each["first"].input_sent == 0
+    )  # the gradient of a look-up needs no table
+
+
 def test_products_of_a_derivative_rule_are_counted_where_they_run() -> None:
     """Each product of a node's backward takes one item, also those of a rule that the program states."""
 

@@ -15,6 +15,11 @@ from pase.backends.audit.xla import worst_difference
 from pase.backends.jax.pipeline import run as jax_pipeline_run
 from pase.errors import PaseError
 from pase.hlo.collectives import collectives
+from pase.ir import named, simplify
+from pase.ir.blocks import accumulated
+from pase.ir.recompute import gathering_again
+from pase.local.account import program_collectives
+from pase.local.lower import program_of
 from pase.tables.itemize import split_of
 from pase.tables.layouts import configs
 from tests.backends.jax.pipeline.staged import chain, planned, staged
@@ -111,18 +116,30 @@ def sent(compiled):
     return out
 
 
-@pytest.mark.parametrize("seed", [2, 3])
-def test_stages_send_what_the_model_without_stages_sends(seed, monkeypatch):
+def planned_bytes(jp, graph):
+    """Kind of collective -> its bytes in forward and backward, as they are priced."""
+    out = Counter()
+    for c in program_collectives(program_of(graph, jp.splits[0].logical_mesh, jp.splits[0].strategy)):
+        out[c.kind] += c.nbytes * c.times * (c.phase != "update")
+    return out
+
+
+@pytest.mark.parametrize(
+    ("seed", "weights", "name"),
+    [(2, "hoisted", "1f1b"), (2, "each", "1f1b"), (4, "each", "zb-h1"), (6, "each", "1f1b")],
+)
+def test_stages_send_what_the_model_without_stages_sends(seed, weights, name, monkeypatch):
     """To the byte, under one strategy: each stage sends the collectives of its part of the local program. What was sent
-    of the batch was sent again for backward."""
+    of the batch was sent again for backward. Weights that are gathered in each micro-batch are gathered again for its
+    backward, and this was not priced."""
     shapes = {"first": (8, 8), "layers": {"up": (4, 8, 16), "down": (4, 16, 8)}, "last": (8, 8)}
     w = jax.tree.map(lambda s: jnp.full(s, 0.1), shapes, is_leaf=lambda s: isinstance(s, tuple))
     x = jnp.arange(128.0).reshape(16, 8) / 128
     asked = {"pipeline": 2, "mesh": "2x2", "accumulate": MICRO, "memory_limit": "none", "remat": "none"}
-    plan = staged(pase.compile(mlp, w, x, devices=8, machine="h100x8", **asked), "1f1b", 1, (1, 3))
+    plan = staged(pase.compile(mlp, w, x, devices=8, machine="h100x8", **asked), name, 1, (1, 3))
     rng, p = np.random.default_rng(seed), plan.pipeline
     split = {n.name: split_of(n, rng.choice(configs(n, plan.mesh)), plan.mesh) for n in plan.graph.nodes}
-    stages = tuple(replace(s, strategy=0, weights="hoisted") for s in p.stages)
+    stages = tuple(replace(s, strategy=0, weights=weights) for s in p.stages)
     jp = replace(plan, pipeline=replace(p, strategies=(split,), stages=stages, recompute=p.recompute[:1])).jax
     total, of, run = Counter(), {}, jax_pipeline_run._run
 
@@ -144,10 +161,16 @@ def test_stages_send_what_the_model_without_stages_sends(seed, monkeypatch):
     made = tuple(replace(q, finish=finished(q.finish)) for q in running.programs)
     monkeypatch.setitem(running.__dict__, "programs", made)
     jp.value_and_grad()(*jp.device_put(w, x))
-    alone = jp.splits[0]
+    alone = replace(jp.splits[0], hoisted="all" if weights == "hoisted" else "none")
     mesh = alone.mesh(jax.devices()[:4])
     step = jax.jit(alone.value_and_grad(mesh, lowering="manual"))
-    assert total == sent(step.lower(*alone.device_put(w, x, mesh=mesh)).compile()) and len(total) > 2
+    want = sent(step.lower(*alone.device_put(w, x, mesh=mesh)).compile())
+    if weights == "each":
+        micro = accumulated(named(simplify(jp.traced.graph)), MICRO)
+        again = planned_bytes(jp, gathering_again(micro)) - planned_bytes(jp, micro)
+        assert again.total()
+        want += again
+    assert total == want and len(total) > 2
 
 
 def constant_in_carry(params, x):
