@@ -8,6 +8,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from pase.replay.kernels import SINGLE
+
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
     from pase.replay.measurement.model import Measured
@@ -22,7 +24,7 @@ _MULTIPLY = ("product", "convolution", "attention")
 _PRECISIONS = {
     "bfloat16": ("bf16", "16-bit"),
     "float16": ("fp16", "16-bit"),
-    "float32": ("f32", "tf32", "fp32"),
+    "float32": SINGLE,
     "float64": ("fp64",),
     "int8": ("int8", "8-bit"),
 }

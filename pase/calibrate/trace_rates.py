@@ -22,7 +22,7 @@ __all__ = ["Corrected", "corrected"]
 _DTYPES = {
     "bf16": "bfloat16",
     "fp16": "float16",
-    "f32": "float32",
+    "32-bit": "float32",
     "tf32": "float32",
     "fp64": "float64",
     "fp8": "float8_e4m3fn",

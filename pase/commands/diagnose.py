@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pase.commands.options import print_headline, print_report
+from pase.commands.options import print_headline, print_report, progress
 from pase.files.atomic import write_atomically
 from pase.files.formats import written_as
 from pase.files.json_values import JsonObject
@@ -100,9 +100,13 @@ def diagnose(
         return
     if align not in ("ends", "dpro", "none"):
         raise PaseError(f"there is no method '{align}'", where="--align", fix="choose ends, dpro or none")
-    m = measure(align_clocks(load_any(traces), align))
-    d = diagnose_run(m, _splits(plan, split or []))
-    report = diagnosis_report(str(traces), d)
+    with progress() as say:
+        t = load_any(traces, say)
+        say("aligning clocks and finding iterations")
+        m = measure(align_clocks(t, align))
+        say("replaying iterations, with and without each cause")
+        d = diagnose_run(m, _splits(plan, split or []))
+        report = diagnosis_report(str(traces), d)
     if plan is not None:
         from pase.bridges.plan_trace import against_plan
 
@@ -195,7 +199,8 @@ def _print_findings(report: JsonObject) -> None:
         if small:
             out.print(f"  {small * 1e3:9.2f} ms  other causes, below 0.5% each (--json has them)")
     for f in report["findings"]:
-        cost = f"-{f['cost_s'] * 1e3:.2f} ms ({f['share']:.1%})" if f["cost_s"] else ""
+        untested = "" if report["tested"] else ", error unknown"
+        cost = f"-{f['cost_s'] * 1e3:.2f} ms ({f['share']:.1%}{untested})" if f["cost_s"] else ""
         seen = f"{f['measured_s'] * 1e3:.2f} ms measured" if f["measured_s"] else "remark"
         out.print(f"\n{f['title']}: {cost or seen}")
         out.print(f"  {f['detail']}")

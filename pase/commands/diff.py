@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pase.commands.options import JsonOption, print_json
+from pase.commands.options import JsonOption, print_json, progress
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 
@@ -93,7 +93,6 @@ def _percent(new: float, old: float) -> str:
 
 def _on_machine_of(a: PlanData, b: PlanData) -> tuple[float | None, str]:
     """(The cost of plan a's split on the machine of plan b, why it is not known); (None, "") on one machine."""
-    from pase.commands.options import progress
     from pase.compiler.meshes.retarget import priced_on
     from pase.compiler.resolve import attached, resolve
     from pase.errors import PaseError
@@ -123,11 +122,13 @@ def _traces(old: Path, new: Path, json: bool) -> None:
 
     both = []
     problems: list[str] = []
-    for path in (old, new):
-        t = align(load_any(path))
-        problems += [f"{path}: {p}" for p in t.problems]
-        spent = spendings(measure(t))
-        both.append(max(spent, key=lambda s: s.total_ns / len(s.iterations)))
+    with progress() as say:
+        for path in (old, new):
+            t = align(load_any(path, say))
+            problems += [f"{path}: {p}" for p in t.problems]
+            say(f"attributing the time of {path}")
+            spent = spendings(measure(t))
+            both.append(max(spent, key=lambda s: s.total_ns / len(s.iterations)))
     report: JsonObject = {"old": str(old), "new": str(new), **compare_spendings(*both), "problems": problems}
     if json:
         print_json(report)

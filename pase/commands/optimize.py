@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pase.commands.options import print_headline, print_report
+from pase.commands.options import print_headline, print_report, progress
 from pase.files.atomic import write_atomically
 from pase.files.formats import written_as
 from pase.files.json_values import JsonObject
+from pase.files.quantities import bytes_text
 from pase.files.terminal import console
 
 __all__ = ["optimize"]
 
 PURPOSE = "Traces"
+_MOST_FUSED = 5
+_COLUMNS = 120
 
 
 def optimize(
@@ -75,18 +79,24 @@ def optimize(
             where="--budget",
             fix="give a positive number of seconds",
         )
-    run = Run(measured=measure(align_clocks(load_any(traces), align)))
     chosen = [p.strip() for p in passes.split(",") if p.strip()]
-    run.must_be_believed(f"{traces}: optimize", force)
-    outcome = optimize_graph(
-        run.graph,
-        budget_s=budget,
-        passes=chosen,
-        scheme=scheme,
-        memory=memory_use(run.measured),
-        memory_limit_bytes=int(parse_bytes(memory_limit, "--memory-limit")) if memory_limit else None,
-    )
-    report = optimize_report(str(traces), run, outcome)
+    limit = int(parse_bytes(memory_limit, "--memory-limit")) if memory_limit else None
+    with progress() as say:
+        t = load_any(traces, say)
+        say("aligning clocks and finding iterations")
+        run = Run(measured=measure(align_clocks(t, align)))
+        say("replaying iterations")
+        run.must_be_believed(f"{traces}: optimize", force)
+        say(f"searching for {budget:g} s")
+        outcome = optimize_graph(
+            run.graph,
+            budget_s=budget,
+            passes=chosen,
+            scheme=scheme,
+            memory=memory_use(run.measured),
+            memory_limit_bytes=limit,
+        )
+        report = optimize_report(str(traces), run, outcome)
     if output is not None:
         write_atomically(output, json.dumps(report, indent=1, allow_nan=False) + "\n")
     print_report(report, as_json, _print_plan)
@@ -109,13 +119,16 @@ def _print_plan(report: JsonObject) -> None:
         )
     out.print(f"  {report['rolled_back']} steps were tried and undone")
     for b in report["buckets"]:
-        size = f", {b['bytes'] / 1e6:.1f} MB" if b["bytes"] is not None else ""
+        size = f", {bytes_text(b['bytes'])}" if b["bytes"] is not None else ""
         parts = f", in {b['parts']} parts" if b["parts"] > 1 else ""
-        out.print(
-            f"  bucket of {len(b['tensors'])} tensors ({b['tensors'][0]}..{b['tensors'][-1]}{size}{parts})"
-        )
+        first, last = b["after"]
+        ready = f"; ready after {first}" + (f" .. {last}" if last != first else "") if first else ""
+        which = f"{len(b['tensors'])} of {report['tensors']}, numbers {b['tensors'][0]} to {b['tensors'][-1]}"
+        out.print(f"  bucket of {b['operation']}s ({which}{size}{parts}){ready}", markup=False)
     if report["fused_runs"]:
         out.print(f"  {report['fused_ops']} ops in {report['fused_runs']} fused runs")
+    for run, times in Counter(tuple(r) for r in report["fused"]).most_common(_MOST_FUSED):
+        out.print(f"    {times} of {len(run)} ops: {' + '.join(dict.fromkeys(run))}"[:_COLUMNS], markup=False)
     for o in report["memory"]:
         mark = "*" if o["chosen"] else " "
         out.print(

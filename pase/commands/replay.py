@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pase.commands.options import print_headline, print_report
+from pase.commands.options import print_headline, print_report, progress
 from pase.errors import PaseError
 from pase.files.formats import written_as
 from pase.files.json_values import JsonObject
@@ -132,19 +132,21 @@ def replay(
         return
     if align not in ("ends", "dpro", "none"):
         raise PaseError(f"there is no method '{align}'", where="--align", fix="choose ends, dpro or none")
-    report = replay_report(
-        traces,
-        align=align,
-        what_if=what_if or [],
-        files=TimelineFiles(aligned=output, predicted=predicted),
-        timeline=planned,
-        rewrites=_rewrites(
-            what_if or [], traces if planned is not None else layout, planned is not None, link or []
+    with progress() as say:
+        say(f"reading and replaying {traces}" + (f", with {len(what_if)} changes" if what_if else ""))
+        report = replay_report(
+            traces,
+            align=align,
+            what_if=what_if or [],
+            files=TimelineFiles(aligned=output, predicted=predicted),
+            timeline=planned,
+            rewrites=_rewrites(
+                what_if or [], traces if planned is not None else layout, planned is not None, link or []
+            )
+            | _degrees(what_if or [], model, ran, kernels or [], machine, _rate(wire)),
+            wire_bytes_per_s=_rate(wire),
+            force=force,
         )
-        | _degrees(what_if or [], model, ran, kernels or [], machine, _rate(wire)),
-        wire_bytes_per_s=_rate(wire),
-        force=force,
-    )
     print_report(report, as_json, _summary)
 
 

@@ -12,6 +12,7 @@ import typer
 from pase.commands.options import warn_misfit
 from pase.files.atomic import write_atomically
 from pase.files.formats import written_as
+from pase.files.quantities import bytes_text
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
@@ -251,7 +252,7 @@ def _table(problem: ScheduleProblem, outcomes: list[PolicyResult]) -> None:
     out = console() if sys.stdout.isatty() else console(width=120)
     size = problem.nbytes
     out.print(
-        f"{problem.name} · {len(problem.tensors)} tensors, {size / 1e6:,.1f} MB · compute "
+        f"{problem.name} · {len(problem.tensors)} tensors, {bytes_text(size)} · compute "
         f"{(problem.compute_s - problem.held_s) * 1e3:.2f} ms · links {', '.join(x.name for x in problem.links)}",
     )
     shares = ("exposed", "bubbles", "messages", "updates", "staleness", "gap to bound", "E")

@@ -13,12 +13,14 @@ from typing import Literal, get_args
 from pase.replay.types import OPERATIONS
 
 __all__ = [
+    "SINGLE",
     "WORKS",
     "KernelWork",
     "before_arguments",
     "collective_operation",
     "is_exchange",
     "operation_of",
+    "plain_name",
     "precision_of",
     "work_of",
 ]
@@ -87,6 +89,9 @@ _PRECISIONS: tuple[tuple[str, str], ...] = (
     ("fp64", r"fp64|f64|dgemm|double"),
     ("fp32", r"sgemm|simt|ffma|f32f32_f32f32|_SB_|_S_B_"),
 )
+SINGLE = ("fp32", "tf32", "32-bit")
+"""The precisions of float32 products: with all bits of the factors (no matrix units), with TF32, and one of the two, if
+the trace does not say which."""
 _PRECISION = tuple((name, re.compile(rule, re.IGNORECASE)) for name, rule in _PRECISIONS)
 
 _EXCHANGE = re.compile(
@@ -104,6 +109,7 @@ _TRANSPORT = re.compile(
 """Kernels of libraries that send between devices, and all-reduces over peer memory (symmetric memory, multicast)."""
 _PEER = re.compile(r"memcpy ?p(?:eer)?to?p|peer.?to.?peer|memcpypeer", re.IGNORECASE)
 """Copies from device to device: collectives that copy engines carry out."""
+_FUNCTOR = re.compile(r"\w*[Ff]unctor\w*|\w+_kernel_cuda\b|(?:cutlass|ampere|sm\d+)_\w+")
 _WORDS = (
     ("allreduce", "all_reduce"),
     ("reducescatter", "reduce_scatter"),
@@ -155,6 +161,21 @@ def is_exchange(name: str) -> bool:
     (True, False)
     """
     return bool(_EXCHANGE.search(name))
+
+
+def plain_name(name: str) -> str:
+    """Returns a kernel's name without what C++ adds to it, but with the functor. Other names stay as they are.
+
+    >>> plain_name("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, A>(int, A)")
+    'vectorized_elementwise_kernel of CUDAFunctor_add'
+    >>> plain_name("void cutlass::Kernel2<cutlass_80_simt_sgemm_128>(Params)"), plain_name("aten::mm")
+    ('Kernel2 of cutlass_80_simt_sgemm_128', 'aten::mm')
+    """
+    if not name.startswith(("void ", "ncclDevKernel")):
+        return name
+    head, _, template = before_arguments(name).removeprefix("void ").partition("<")
+    functor = _FUNCTOR.search(template)
+    return head.rpartition("::")[2] + (f" of {functor[0]}" if functor else "")
 
 
 def before_arguments(name: str) -> str:

@@ -76,7 +76,7 @@ def test_the_true_rates_are_found() -> None:
         name="odd",
         product=((64, 50), (50, 257), (64, 257)),
         flops=2 * 64 * 50 * 257,
-        precision="f32",
+        precision="32-bit",
         rows=(50, 257),
     )
     found, done, left = corrected(base, spending(true, (odd,)), Analytic)

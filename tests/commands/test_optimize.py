@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from bench.cases.timelines import ImaginedRun, simulate, write
-from tests.command import reported
+from tests.command import printed, reported
 
 
 def test_optimize_reports_steps_and_buckets(tmp_path: Path) -> None:
@@ -20,3 +20,8 @@ def test_optimize_reports_steps_and_buckets(tmp_path: Path) -> None:
     assert report["buckets"] and report["tensors"] == 16
     assert json.loads((tmp_path / "plan.json").read_text()) == report
     assert any(s["kept"] for s in report["steps"])
+    for bucket in report["buckets"]:
+        first, last = bucket["after"]
+        assert bucket["operation"] == "all_reduce" and "bwd" in first and first != last
+    said = printed("optimize", folder, "--passes", "tensor-fusion", "--budget", "1")
+    assert f"ready after {report['buckets'][0]['after'][0]} .." in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -46,5 +47,17 @@ def test_the_formatter_formats_all() -> None:
     kept = ("fmt: " + "skip", "fmt: " + "off")
     found = [
         str(f.relative_to(ROOT)) for f in sources(*ROOMS) if any(k in f.read_text("utf-8") for k in kept)
+    ]
+    assert not found
+
+
+def test_sizes_are_printed_in_one_kind_of_unit() -> None:
+    """By ``pase.files.quantities``, in binary units: nobody has to compare MB with MiB."""
+    decimal = re.compile(r"\} ?[kMGT]B\b(?!/s)")
+    found = [
+        f"{f.relative_to(ROOT)}:{n}"
+        for f in sources("pase")
+        for n, line in enumerate(f.read_text("utf-8").splitlines(), 1)
+        if decimal.search(line)
     ]
     assert not found

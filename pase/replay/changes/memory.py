@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pase.replay.changes.coarse import FUSIBLE
-from pase.replay.graph import EDGES, DataflowGraph
+from pase.replay.graph import EDGES, DataflowGraph, launching_calls
+from pase.replay.kernels import work_of
 from pase.replay.measurement.model import Measured
 from pase.replay.simulation.simulate import replay_graph
 from pase.replay.simulation.steady import evaluate
@@ -84,7 +85,10 @@ def memory_use(m: Measured) -> MemoryUse | None:
 
 def memory_options(g: DataflowGraph, use: MemoryUse) -> list[MemoryOption]:
     """Returns options: unchanged, recomputation (results of matrix products and convolutions are kept), and gradient
-    accumulation over 2, 4 and 8 steps."""
+    accumulation over 2, 4 and 8 micro-batches. An option that saves no memory is left out.
+
+    Each micro-batch launches all ops again. Gradients are sent, and parameters updated, with the last one only.
+    """
     base = max(evaluate(g).values())
     out = [MemoryOption(name="as it is", iteration_ns=base, peak_bytes=use.peak_bytes)]
     again = _recomputed(g)
@@ -95,19 +99,36 @@ def memory_options(g: DataflowGraph, use: MemoryUse) -> list[MemoryOption]:
         )
     comm = g.kind == COLLECTIVE
     device = on_stream(g.kind) & ~comm
+    once = _once_a_step(g)
     for k in (2, 4, 8):
         shrunk = np.where(
             device, np.maximum(g.duration_ns / k, np.minimum(g.duration_ns, _FLOOR_NS)), g.duration_ns
         )
         whole = max(evaluate(replace(g, duration_ns=shrunk)).values())
-        silent = max(evaluate(replace(g, duration_ns=np.where(comm, 0.0, shrunk))).values())
+        silent = max(evaluate(replace(g, duration_ns=np.where(once, 0.0, shrunk))).values())
         peak = use.start_bytes + use.activation_bytes // k
         out.append(
             MemoryOption(
                 name=f"accumulation over {k}", iteration_ns=whole + (k - 1) * silent, peak_bytes=peak
             )
         )
-    return out
+    return [out[0], *(o for o in out[1:] if o.peak_bytes < use.peak_bytes)]
+
+
+def _once_a_step(g: DataflowGraph) -> np.ndarray:
+    """Returns a mask of what a step of several micro-batches runs once: collectives, the optimizer's kernels, and what
+    the host does to launch them."""
+    once = np.array([work_of(n) == "optimizer" for n in g.names])[g.name] & on_stream(g.kind)
+    once |= g.kind == COLLECTIVE
+    program = g.edge_kind == EDGES.index("program")
+    before = dict(zip(g.dst[program].tolist(), g.src[program].tolist(), strict=True))
+    calls: dict[int, list[int]] = {}
+    for op, call in launching_calls(g).items():
+        calls.setdefault(call, []).append(op)
+    for call, ops in calls.items():
+        if once[ops].all():
+            once[[call, before[call]]] = True
+    return once
 
 
 def _recomputed(g: DataflowGraph) -> DataflowGraph | None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pase.replay.kernels import KernelWork, is_exchange, precision_of, work_of
+from pase.files.quantities import bytes_text
+from pase.replay.kernels import SINGLE, KernelWork, is_exchange, plain_name, precision_of, work_of
 from pase.replay.types import COLLECTIVE, CPU, KINDS, OPERATIONS, CompiledOp, Shapes, Timeline, on_stream
 
 __all__ = ["Origin", "Origins", "origins", "user_name"]
@@ -36,14 +37,14 @@ _NODE = "autograd::engine::evaluate_function: "
 _DTYPES = {
     "bf16": "bf16",
     "f16": "fp16",
-    "f32": "f32",
+    "f32": "32-bit",
     "f64": "fp64",
     "s8": "int8",
     "f8e4m3fn": "fp8",
     "f8e5m2": "fp8",
 }
 _BYTES = {"fp64": 8, "fp32": 4, "tf32": 4}
-_BY_BYTES = {1: "8-bit", 2: "16-bit", 4: "f32", 8: "fp64"}
+_BY_BYTES = {1: "8-bit", 2: "16-bit", 4: "32-bit", 8: "fp64"}
 """The precision of a product of which only the bytes of an element are known."""
 _NUMBERED = re.compile(r"\.\d+$")
 
@@ -167,7 +168,7 @@ def _collective(t: Timeline, e: int) -> Origin:
     return Origin(
         kind=operation or "communication",
         name=operation or name[:60],
-        where=f"{size / 1e6:.2f} MB{ways}" if size >= 0 else ways.strip(),
+        where=f"{bytes_text(size)}{ways}" if size >= 0 else ways.strip(),
     )
 
 
@@ -175,8 +176,8 @@ def _compiled(name: str, op: CompiledOp) -> Origin:
     precision = ""
     if op.work in _FLOPS:
         precision = _DTYPES.get(op.dtype, op.dtype)
-        if precision == "f32":
-            precision = precision_of(op.kernel) if "32" in precision_of(op.kernel) else "f32"
+        if precision == "32-bit" and precision_of(op.kernel) in SINGLE:
+            precision = precision_of(op.kernel)
     added = next((x for x in ("copy of", "for") if op.op_name.startswith(f"{x} ")), "")
     path = op.op_name.removeprefix(added).lstrip()
     shown = path.rsplit("/", 1)[-1]
@@ -220,7 +221,7 @@ def user_name(t: Timeline, name: str) -> str:
     """Returns the user's name and line of an op of a compiled program, else its own name."""
     op = t.compiled.get(name)
     if op is None or not op.op_name:
-        return name[:80]
+        return plain_name(name)[:80]
     line = f", {op.source.rsplit('/', 1)[-1]}" if op.source else ""
     return f"{op.op_name.rsplit('/', 1)[-1]} ({name}{line})"
 
@@ -328,7 +329,7 @@ def _launched(t: Timeline, kernel: str, place: LaunchPlace) -> Origin:
     read = sum(w * math.prod(s) for w, s in zip(widths, operands, strict=True) if s) if known else -1
     # An op writes at least as much as the result of its product; of other ops, only what they read is known.
     nbytes = read + itemsize * math.prod(product[2]) if known and product else read
-    name = op or kernel.partition("<")[0].removeprefix("void ")[:60]
+    name = op or plain_name(kernel)[:60]
     return Origin(
         kind=f"{work} {precision}".strip() if work != "other" else "other",
         name=name,

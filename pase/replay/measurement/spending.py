@@ -26,7 +26,7 @@ _PEAKS = {
     "fp16": "float16",
     "16-bit": "bfloat16",
     "tf32": "float32",
-    "f32": "float32",
+    "32-bit": "float32",
     "fp64": "float64",
     "fp8": "float8_e4m3fn",
     "int8": "int8",

@@ -13,7 +13,7 @@ import numpy as np
 
 from pase.machine.types import Device
 from pase.replay.graph import EDGES, launching_calls
-from pase.replay.kernels import work_of
+from pase.replay.kernels import SINGLE, work_of
 from pase.replay.measurement.origins import Origin
 from pase.replay.measurement.spending import Amount, Spending, file_dtype, peak_flops
 from pase.replay.reports.findings import Finding, Scene, exposed_tasks
@@ -53,7 +53,7 @@ def _pad(s: Scene, x: Spending) -> list[Finding]:
         odd = misaligned(o)
         more = 1.0
         for d in odd:
-            more *= aligned_to(d) / d
+            more *= aligned_to(d, o.precision) / d
         then = more * a.flops / rate[0] * 1e9
         if odd and then < a.busy_ns:
             by_dim.setdefault(odd[-1], []).append((o, a, then / a.busy_ns))
@@ -61,7 +61,7 @@ def _pad(s: Scene, x: Spending) -> list[Finding]:
     for dim, ops in by_dim.items():
         largest = max((o for o, _, _ in ops), key=lambda o: o.flops)
         rate = _aligned_rate(x, largest)
-        to = aligned_to(dim)
+        to = aligned_to(dim, largest.precision)
         out.append(
             _changed(
                 s,
@@ -106,7 +106,7 @@ def _lower_precision(s: Scene, x: Spending) -> list[Finding]:
     ops = []
     for o, a in x.ops.items():
         gain = _gain(x.device, o)
-        if o.precision in ("f32", "tf32", "fp32") and o.kind.startswith("product") and a.calls and gain > 1:
+        if o.precision in SINGLE and o.kind.startswith("product") and a.calls and gain > 1:
             ops.append((o, a, 1 / gain))
     if not ops:
         return []

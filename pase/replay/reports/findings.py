@@ -12,6 +12,7 @@ import numpy as np
 from pase.files.quantities import bytes_text
 from pase.replay.changes.whatif import apply, split_cost
 from pase.replay.graph import EDGES, DataflowGraph
+from pase.replay.kernels import plain_name
 from pase.replay.measurement.breakdown import Breakdown
 from pase.replay.measurement.origins import user_name
 from pase.replay.measurement.stragglers import Straggler
@@ -26,6 +27,8 @@ __all__ = ["LOOKS", "Evidence", "Finding", "Scene", "exposed_tasks", "remarks"]
 _ALLOCATION = re.compile(r"^(cuda|hip)(Malloc|Free)(Async|Host)?$")
 _HALF = 0.45
 """An op that is twice as fast saves half of its time, unless something else then determines the iteration."""
+_COUNTED = 0.01
+"""A predicted gain that is larger than a finding's cost by more than this fraction of it is explained."""
 _SHARE = 0.01
 """Measured parts below this fraction of the iteration do not become findings."""
 
@@ -79,6 +82,20 @@ class Scene:
         then = max(self.run.changed_ns(without), busiest_ns(without))
         return min(max(0.0, self.run.replayed_ns - then), cause_ns)
 
+    def would_take(self, when: str, without: DataflowGraph, cost_ns: float) -> str:
+        """Returns a sentence: how long an iteration would take by the replay, which ``pase replay`` predicts, too.
+
+        when: the condition. cost_ns: what the finding counts of the difference, which is at most the cause's own time.
+        Empty if that is nothing.
+        """
+        if not cost_ns:
+            return ""
+        then = self.run.changed_ns(without)
+        text = f" {when}, an iteration would take {_ms(then)}."
+        if self.run.replayed_ns - then > (1 + _COUNTED) * cost_ns:
+            text += f" Of this gain, {_ms(cost_ns)} are counted here: no more than the cause itself takes."
+        return text
+
     def most(self, cause: str) -> Breakdown:
         """Returns the breakdown of the rank on which a cause takes the most time."""
         return max(self.parts, key=lambda b: b.mean_ns(cause))
@@ -89,14 +106,17 @@ class Scene:
         rank = int(t.rank_of[e])
         a, b = t.clock(rank).to_global(np.array([t["start_ns"][e], t.end_ns[e]], dtype=np.int64)).tolist()
         return Evidence(
-            rank=rank, name=name or t.names[int(t["name"][e])][:120], start_ns=a, duration_ns=b - a
+            rank=rank,
+            name=name or plain_name(t.names[int(t["name"][e])])[:120],
+            start_ns=a,
+            duration_ns=b - a,
         )
 
     def tasks(self, tasks: Sequence[int], before: str = "") -> tuple[Evidence, ...]:
         """Returns the events of the tasks that have one."""
         g = self.graph
         return tuple(
-            self.event(int(g.event[i]), before + g.task_name(i)[:100] if before else "")
+            self.event(int(g.event[i]), before + plain_name(g.task_name(i))[:100] if before else "")
             for i in tasks
             if g.event[i] >= 0
         )
@@ -120,23 +140,21 @@ def _launch_bound(s: Scene) -> list[Finding]:
     if not n or not on_device.any() or idle < _SHARE * b.iteration_ns:
         return []
     free = apply(g, [("host", "", 1e-6)])
-    cost = s.saved(replace(free, lag_ns=np.where(into, 0.0, free.lag_ns)), idle)
+    free = replace(free, lag_ns=np.where(into, 0.0, free.lag_ns))
+    cost = s.saved(free, idle)
     r = replay_graph(g)
     ops = np.flatnonzero(on_stream(g.kind) & (g.rank == b.rank))
     order = ops[np.argsort(r.start_ns[ops], kind="stable")]
     gaps = r.start_ns[order[1:]] - np.maximum.accumulate(r.finish_ns[order])[:-1]
     top = order[1:][np.argsort(-gaps)[:3]]
-    if cost:
-        free_text = f" If the CPU launched in time, an iteration would take {_ms(s.run.replayed_ns - cost)}."
-    else:
-        free_text = ""
     return [
         Finding(
             kind="launch-bound",
             title=f"The CPU launches too slowly: the device of rank {b.rank} idles {_ms(idle)}",
             detail=(
                 f"{n} launches per iteration, one every {b.iteration_ns / n / 1e3:.0f} µs; the device computes for "
-                f"{_ms(b.mean_ns('compute'))} of {_ms(b.iteration_ns)}.{free_text} Fuse small ops (torch.compile, "
+                f"{_ms(b.mean_ns('compute'))} of {_ms(b.iteration_ns)}."
+                f"{s.would_take('If the CPU launched in time', free, cost)} Fuse small ops (torch.compile, "
                 "fused optimizers), or capture a CUDA graph."
             ),
             cost_ns=cost,
@@ -187,7 +205,7 @@ def _blocking(s: Scene) -> list[Finding]:
                     ),
                     detail=(
                         f"{_times(x.count / n)} per iteration{where}, at most {_ms(x.longest_ns)} at a time; nothing "
-                        f"is launched meanwhile. {_meanwhile(x.name, b)}"
+                        f"is launched meanwhile. {_meanwhile(x.name, b, cost)}"
                     ),
                     cost_ns=cost,
                     measured_ns=x.total_ns / n,
@@ -200,15 +218,16 @@ def _blocking(s: Scene) -> list[Finding]:
     return sorted(first.values(), key=lambda f: -f.measured_ns)[:3]
 
 
-def _meanwhile(call: str, b: Breakdown) -> str:
-    """Returns a text on what runs while a call blocks, and what to change."""
+def _meanwhile(call: str, b: Breakdown, cost_ns: float) -> str:
+    """Returns a text on what runs while a call blocks, and what to change. cost_ns: what blocking calls cost."""
     idle = b.mean_ns("blocking")
     much = idle >= _SHARE / 2 * b.iteration_ns
     if call == GLOO_WAIT:
         short = f"For {_ms(idle)} per iteration gloo is idle, too, as happens if threads outnumber cores."
         return f"{short if much else 'Gloo works meanwhile.'} {_WAITED}"
     if much:
-        return f"The device idles {_ms(idle)} per iteration because blocking calls left it nothing to do. {_UNBLOCK}"
+        later = " Later ops are launched late, too, so the calls cost more." if cost_ns > idle else ""
+        return f"The device idles {_ms(idle)} per iteration because blocking calls left it no work.{later} {_UNBLOCK}"
     return f"The device has enough queued work and does not idle: the CPU waits for the device. {_UNBLOCK}"
 
 
@@ -259,17 +278,14 @@ def _exposed(s: Scene) -> list[Finding]:
         return []
     none = g.duration_ns.copy()
     none[comm] = 0.0
-    cost = s.saved(replace(g, duration_ns=none), b.exposed_ns)
+    without = replace(g, duration_ns=none)
+    cost = s.saved(without, b.exposed_ns)
     order, exposed = exposed_tasks(g, comm)
     labels = dict.fromkeys(_label(g, i) for i in order)
     first = [next(i for i in order if _label(g, i) == name) for name in list(labels)[:3]]
     which = "; ".join(f"{_label(g, i)} {_ms(exposed[i])}" for i in first)
     whole = b.communication_ns / len(b.iterations)
-    free = (
-        f" If all collectives were free, an iteration would take {_ms(s.run.replayed_ns - cost)}."
-        if cost
-        else ""
-    )
+    free = s.would_take("If all collectives were free", without, cost)
     t = s.run.measured.timeline
     all_traced = {r for group in t.groups for r in group.ranks} <= {*t.ranks} and len(t.ranks) > 1
     waiting = (
@@ -344,14 +360,14 @@ def _stragglers(s: Scene) -> list[Finding]:
         "host": f"its host works {_ms(host)} longer than the median rank",
         "start": "neither its device nor its host works longer: it begins later",
     }[where]
-    cost = s.saved(apply(s.graph, [("balance", "", 1.0)]), worst)
-    balanced = (
-        f" With balanced ranks, an iteration would take {_ms(s.run.replayed_ns - cost)}." if cost else ""
-    )
+    even = apply(s.graph, [("balance", "", 1.0)])
+    cost = s.saved(even, worst)
+    balanced = s.would_take("With balanced ranks (--what-if balance=1)", even, cost)
     change = {
         "device": "Even out the work of the ranks (batch, sequence lengths), and check that device's clock and heat.",
         "host": "Check that host: data loading, logging, other programs, a slower CPU.",
-        "start": "Check what that rank does between steps, and the network of its first collective.",
+        "start": "Nothing in the trace takes that time: check what that rank does between steps (a sleep, data that it "
+        "waits for, checkpoints, other programs on its host).",
     }[where]
     if share <= 0.6:
         change = (
@@ -391,7 +407,7 @@ def _late_evidence(s: Scene, rank: int) -> tuple[Evidence, ...]:
                 waits.extend((m.wait_ns[e], e) for r, e in match.members.items() if r != rank)
     names = m.timeline.names
     top = sorted(waits, reverse=True)[:3]
-    return tuple(s.event(e, "waits in " + names[int(m.timeline["name"][e])][:80]) for _, e in top)
+    return tuple(s.event(e, "waits in " + plain_name(names[int(m.timeline["name"][e])])[:80]) for _, e in top)
 
 
 def _small_collectives(s: Scene) -> list[Finding]:

@@ -46,7 +46,7 @@ def diagnosis_page(d: Diagnosis, report: JsonObject) -> str:
     if "plan" in report:
         plan = against_section(report["plan"])
         sections.append(Section(anchor="plan", title="Plan against trace", body=plan))
-    found = "".join(map(_finding, report["findings"]))
+    found = "".join(_finding(f, report["tested"]) for f in report["findings"])
     sections.append(Section(anchor="findings", title="What would save time", body=found))
     if report["collectives"]:
         sent = sent_section(report["collectives"])
@@ -74,9 +74,13 @@ def diagnosis_page(d: Diagnosis, report: JsonObject) -> str:
     )
 
 
-def _finding(f: JsonObject) -> str:
+def _finding(f: JsonObject, tested: bool) -> str:
     seen = f"{cost_text(f['measured_s'], 's')} measured" if f["measured_s"] else "remark"
-    cost = f"saves {cost_text(f['cost_s'], 's')} ({f['share']:.1%})" if f["cost_s"] else seen
+    cost = (
+        f"saves {cost_text(f['cost_s'], 's')} ({f['share']:.1%}{'' if tested else ', error unknown'})"
+        if f["cost_s"]
+        else seen
+    )
     where = "; ".join(
         f"rank {e['rank']}: {html.escape(e['name'][:90])} at {e['start_s'] * 1e3:.3f} ms for "
         f"{e['seconds'] * 1e6:.1f} µs"

@@ -18,9 +18,10 @@ from pase.replay.graph import DataflowGraph
 from pase.replay.measurement.breakdown import CAUSES, Breakdown, breakdowns
 from pase.replay.measurement.clocks import align as align_clocks
 from pase.replay.measurement.model import measure
+from pase.replay.measurement.origins import origins
 from pase.replay.measurement.spending import spendings
 from pase.replay.reports.sent import transfers_report
-from pase.replay.reports.spent import spending_report
+from pase.replay.reports.spent import placed, spending_report
 from pase.replay.reports.trust import Run, unexplained_ns
 from pase.replay.simulation.analyse import to_timeline
 from pase.replay.simulation.chance import mean_iteration_ns, spreads
@@ -30,7 +31,7 @@ from pase.replay.simulation.steady import evaluate, stretched
 from pase.replay.traces.ingest import load
 from pase.replay.traces.reader import read_small_json
 from pase.replay.traces.timeline_io import from_json, save_timeline
-from pase.replay.types import KINDS, Timeline, on_stream
+from pase.replay.types import KINDS, OPERATIONS, Timeline, on_stream
 
 if TYPE_CHECKING:
     from pase.replay.changes.optimize import OptimizeResult
@@ -78,10 +79,10 @@ def layout_timeline(path: Path) -> Timeline | None:
     return from_json(t, f"{path}: timeline")
 
 
-def load_any(source: Path) -> Timeline:
-    """Loads traces, a timeline, or the timeline of a layout."""
+def load_any(source: Path, progress: Callable[[str], None] | None = None) -> Timeline:
+    """Loads traces, a timeline, or the timeline of a layout. progress: called with a line of text before each file."""
     t = layout_timeline(source) if source.is_file() else None
-    return load(source) if t is None else t
+    return load(source, progress=progress) if t is None else t
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +163,7 @@ def summary(run: Run, is_planned: bool = False) -> JsonObject:
     return {
         "headline": "This is a plan: nothing of it is measured." if is_planned else run.headline,
         "believable": not run.doubts,
+        "tested": run.is_tested,
         "measured_s": run.measured_ns / 1e9,
         "replayed_s": run.replayed_ns / 1e9,
         "spread": run.spread,
@@ -454,15 +456,39 @@ def diagnosis_report(source: str, d: Diagnosis) -> JsonObject:
     }
 
 
+def _ops_by_name(run: Run, o: OptimizeResult) -> dict[int, str]:
+    """Returns device task → the user's name of its op and its place, of the tasks that an optimized run mentions."""
+    g, t = run.graph, run.measured.timeline
+    tasks = {i for x in o.coarse.tensors for i in x.producers[:1] if i >= 0} | {
+        i for r in o.plan.runs for i in r
+    }
+    of = {rank: origins(t, rank).of for rank in {int(g.rank[i]) for i in tasks}}
+    out = {}
+    for i in tasks:
+        found = of[int(g.rank[i])].get(int(g.event[i]))
+        out[i] = g.task_name(i)[:60] if found is None else placed(found.name, found.where, 60)
+    return out
+
+
 def optimize_report(source: str, run: Run, o: OptimizeResult) -> JsonObject:
     """Returns everything that ``pase optimize`` prints: the run, the optimized run, and the steps of the search."""
     parts = dict(o.plan.parts)
     buckets = []
+    named = _ops_by_name(run, o)
     for last, members in sorted(o.plan.buckets(len(o.coarse.tensors)).items()):
         if len(members) > 1 or last in parts:
             sizes = [o.coarse.tensors[k].nbytes for k in members]
             total = sum(sizes) if min(sizes) >= 0 else None
-            buckets.append({"tensors": members, "bytes": total, "parts": parts.get(last, 1)})
+            first, final = (o.coarse.tensors[k] for k in (members[0], members[-1]))
+            buckets.append(
+                {
+                    "tensors": members,
+                    "operation": OPERATIONS[first.family[0]],
+                    "after": [named.get(t.producers[0], "") for t in (first, final)],
+                    "bytes": total,
+                    "parts": parts.get(last, 1),
+                }
+            )
     return {
         "source": source,
         **summary(run),
@@ -477,6 +503,7 @@ def optimize_report(source: str, run: Run, o: OptimizeResult) -> JsonObject:
         "buckets": buckets,
         "fused_runs": len(o.plan.runs),
         "fused_ops": sum(len(r) for r in o.plan.runs),
+        "fused": [[named.get(i, "") for i in r] for r in sorted(o.plan.runs, key=lambda r: -len(r))],
         "rolled_back": o.undone,
         "steps": [
             {

@@ -10,7 +10,7 @@ from pase.files.json_values import JsonObject
 from pase.machine.types import Device
 from pase.pages.charts import Roof, WorkPoint, roofline
 from pase.pages.parts import bar, key, table
-from pase.replay.kernels import work_of
+from pase.replay.kernels import SINGLE, work_of
 from pase.replay.measurement.breakdown import CAUSES
 from pase.replay.measurement.origins import Origin
 from pase.replay.measurement.spending import Amount, Spending, peak_flops
@@ -32,9 +32,7 @@ _WIDTH = {
     "bf16": 2,
     "fp16": 2,
     "16-bit": 2,
-    "f32": 4,
-    "tf32": 4,
-    "fp32": 4,
+    **dict.fromkeys(SINGLE, 4),
     "fp8": 1,
     "int8": 1,
     "8-bit": 1,
@@ -43,7 +41,6 @@ _WIDTH = {
 _ROW = 16
 """Bytes to which matrix units want the rows of factors and results aligned (cuBLAS, tensor cores)."""
 _SMALL_NS = 10_000.0
-_PADDED = 64
 _COLUMNS = 80
 _HIDDEN = 1.2
 """Kinds whose ops run this much longer than what is attributed to them run beside others; that is then shown, too."""
@@ -152,13 +149,14 @@ def misaligned(o: Origin) -> tuple[int, ...]:
     return tuple(d for d in o.rows if width and d > _ROW and d * width % _ROW)
 
 
-def aligned_to(size: int) -> int:
-    """Returns the padded size of a dim.
+def aligned_to(size: int, precision: str) -> int:
+    """Returns the least size of a dim whose rows are aligned, from ``size`` on.
 
-    >>> aligned_to(50257)
-    50304
+    >>> aligned_to(50257, "bf16"), aligned_to(50257, "tf32"), aligned_to(647, "fp16")
+    (50264, 50260, 648)
     """
-    return -(-size // _PADDED) * _PADDED
+    row = max(_ROW // _WIDTH[precision], 1)
+    return -(-size // row) * row
 
 
 def loss_of(o: Origin, a: Amount, device: Device | None, name: str = "") -> str:
@@ -169,7 +167,7 @@ def loss_of(o: Origin, a: Amount, device: Device | None, name: str = "") -> str:
     why = []
     if odd := misaligned(o):
         why.append(f"rows of {', '.join(map(str, odd))} are not aligned")
-    if o.precision in ("f32", "tf32", "fp32") and o.flops > 0 and name != CPU:
+    if o.precision in SINGLE and o.flops > 0 and name != CPU:
         why.append("float32")
     if a.calls and a.busy_ns / a.calls < _SMALL_NS:
         why.append("small")
@@ -199,6 +197,8 @@ def spent_lines(report: JsonObject, most: int = 10) -> Iterator[str]:
     for i in report["idle"]:
         name = f"idle: {i['cause']}" if i["cause"] in CAUSES else i["in_words"]
         yield f"{name[:26]:27}{i['seconds'] * 1e3:9.3f}{i['share']:7.1%}"
+    if report["device"] != CPU and any(k["kind"].endswith("32-bit") for k in report["kinds"]):
+        yield "32-bit: float32 operands; the trace does not say whether products use TF32"
     if report["peak_utilization"] is not None:
         yield f"{report['peak_utilization']:.1%} of the step is what its products take at the card's peak rate"
     elif report["device"] and report["rates_from"] is None:

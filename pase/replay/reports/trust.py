@@ -298,13 +298,21 @@ class Run:
         return f", the longest {s.lag_ns / 1e6:.2f} ms before '{name}'"
 
     @property
+    def is_tested(self) -> bool:
+        """Whether iterations or ranks that were held out show how far the replay is off."""
+        return self.error() is not None
+
+    @property
     def headline(self) -> str:
         """The first line of every report: whether it can be trusted."""
         if self.doubts:
             return f"Do not rely on what-ifs of this run: {'; '.join(self.doubts)}."
         error, naive = self.error(), self.error(naive=True)
         if error is None or naive is None:
-            return "There is only one iteration, so there is none to test the replay on, and its error is unknown."
+            return (
+                "There is only one iteration, so there is none to test the replay on: the error of each predicted gain "
+                "is unknown."
+            )
         these = (
             "Held-out iterations" if len(self.iterations) > 1 else "There is one iteration; held-out ranks"
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from pase.errors import PaseError
+from pase.files.progress import PieceOfWork
 from pase.replay.traces.builder import combine
 from pase.replay.traces.chrome import read_chrome
 from pase.replay.traces.foreign import FOREIGN_SUFFIXES, refuse_foreign
@@ -30,14 +31,23 @@ __all__ = ["load"]
 
 _SUFFIXES = (".json", ".json.gz", ".json.zst", ".zip", ".pb", ".pb.gz")
 _IGNORED = ("manifest.json", "config.json", "tools.json")
+_NUMBERS = re.compile(r"\d+")
+_ALIKE = 0.25
+"""Ranks of one run share this fraction of the names of their ops at least, numbers left out; stages of a pipeline do,
+too."""
 _RANK = re.compile(r"(?:^|[^a-z])(?:rank|proc|process|worker|gpu|node)[-_ =]?(\d{1,6})(?!\d)", re.IGNORECASE)
 
 
-def load(source: str | Path | Iterable[str | Path], limits: Limits = LIMITS) -> Timeline:
+def load(
+    source: str | Path | Iterable[str | Path],
+    limits: Limits = LIMITS,
+    progress: Callable[[str], None] | None = None,
+) -> Timeline:
     """Loads the events of all ranks from files or a folder, which is searched recursively.
 
     The formats are Chrome traces of PyTorch (Kineto) and JAX, XLA's .xplane.pb, nsys-jax archives, and pase's timeline.
     If a file cannot be used but others can, it is reported as a Problem. Raises PaseError if no file can be used.
+    progress: called with a line of text before each file.
     """
     paths = [Path(source)] if isinstance(source, (str, Path)) else [Path(p) for p in source]
     files, problems = _files(paths)
@@ -45,7 +55,9 @@ def load(source: str | Path | Iterable[str | Path], limits: Limits = LIMITS) -> 
     by_rank: dict[int, Path] = {}
     failures: list[PaseError] = []
     listed: list[tuple[Path, list[tuple[int, int]]]] = []
-    for path in files:
+    for done, path in enumerate(files):
+        if progress is not None:
+            progress(PieceOfWork(f"reading {path.name}", done, len(files)))
         try:
             refuse_foreign(path)
             if _is_execution_trace(path, limits):
@@ -172,6 +184,7 @@ def _missing(t: Timeline) -> list[Problem]:
             f"{len(absent)} of {len(wanted)} ranks have no trace ({shown}): waiting for them counts as work"
         )
         out.append(Problem(where="ranks", what=what))
+    out.extend(_unrelated(t))
     gpu = on_stream(t["kind"]) & (t["correlation"] >= 0)
     rank = t.rank_of
     graphs = np.array(["GraphLaunch" in n for n in t.names], dtype=bool)[t["name"]]
@@ -183,6 +196,26 @@ def _missing(t: Timeline) -> list[Problem]:
             out.append(
                 Problem(where=f"rank {r}", what=f"{twice} correlation ids belong to more than one device op")
             )
+    return out
+
+
+def _unrelated(t: Timeline) -> list[Problem]:
+    """Returns a problem for each rank that runs other ops than all ranks before it: ranks of one run share most."""
+    rank, on = t.rank_of, on_stream(t["kind"])
+    known: dict[int, set[str]] = {}
+    out = []
+    for r in t.ranks:
+        mine = {_NUMBERS.sub("", t.names[i]) for i in np.unique(t["name"][on & (rank == r)]).tolist()}
+        alike = {k: len(mine & theirs) / min(len(mine), len(theirs)) for k, theirs in known.items()}
+        if mine and alike and max(alike.values()) < _ALIKE:
+            nearest = max(alike, key=lambda k: alike[k])
+            what = (
+                f"it has {alike[nearest]:.0%} of its ops in common with rank {nearest}, and less with others: if the "
+                "traces are of different runs, give each run's folder by itself"
+            )
+            out.append(Problem(where=f"rank {r}", what=what))
+        if mine:
+            known[r] = mine
     return out
 
 

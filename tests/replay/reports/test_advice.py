@@ -60,8 +60,8 @@ FAST_US = round(FLOPS / 700e12 * 1e6)
 def test_a_padded_product_is_as_fast_as_aligned_ones_of_the_run() -> None:
     ops = {"dot.1": (product(4096), FAST_US), "dot.2": (product(4097), 3 * FAST_US)}
     (f,) = found(steps(ops), "pad")
-    assert "4097 to 4160" in f.title
-    assert f.cost_ns == pytest.approx((3 - 4160 / 4096) * FAST_US * US, rel=0.01)
+    assert "4097 to 4104" in f.title  # the next multiple of 16 bytes, which is the reason that is given
+    assert f.cost_ns == pytest.approx((3 - 4104 / 4096) * FAST_US * US, rel=0.01)
     assert f.cost_ns <= f.measured_ns == 3 * FAST_US * US
 
 

@@ -65,7 +65,7 @@ def test_what_changed_is_said() -> None:
     before = spent(steps({"dot.1": (product(4096, "f32"), 400)}))
     faster = spent(steps({"dot.1": (product(4096), 200)}))
     (row,) = compare_spendings(before, faster)["ops"]
-    assert "product f32 became product bf16" in row["why"]
+    assert "product 32-bit became product bf16" in row["why"]
     a, b = product(4097), replace(product(4160), op_name=product(4097).op_name)
     (row,) = compare_spendings(spent(steps({"dot.1": (a, 400)})), spent(steps({"dot.1": (b, 200)})))["ops"]
     assert "4096x4096 . 4096x4097 became 4096x4096 . 4096x4160" in row["why"]

@@ -11,8 +11,10 @@ import pytest
 
 from bench.cases.timelines import ImaginedRun, simulate, write
 from pase.replay import align
+from pase.replay.changes.whatif import apply
 from pase.replay.measurement.model import measure
 from pase.replay.reports.diagnose import diagnose_run
+from pase.replay.reports.trust import Run
 from pase.replay.traces.ingest import load
 from tests.replay.runs import numbered
 
@@ -71,5 +73,13 @@ def test_ranks_that_are_late_in_turn_get_no_advice_about_one_of_them(tmp_path: P
     found = diagnose_run(measure(align(load(write(late, tmp_path))))).findings
     turns = next(f for f in found if f.kind == "imbalance")
     assert "in turn" in turns.title and "No rank is much later than the others" in turns.detail
+    # The finding and the what-if give one figure for balanced ranks.
+    run = Run(measured=measure(align(load(tmp_path))))
+    then = run.changed_ns(apply(run.graph, [("balance", "", 1.0)]))
+    assert (
+        f"With balanced ranks (--what-if balance=1), an iteration would take {then / 1e6:.2f} ms."
+        in turns.detail
+    )
+    assert turns.cost_ns <= run.replayed_ns - then + 1
     sent = next(f for f in found if f.kind == "exposed-communication")
     assert re.search(r"all_reduce \(\d of \d, [\d.]+ MiB\)", sent.detail)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import re
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +47,39 @@ def test_of_many_tasks_the_longest_are_drawn(diagnosis: Diagnosis, monkeypatch: 
     assert re.search(
         r"The 5 longest of \d+ tasks are drawn\.", diagnosis_page(diagnosis, diagnosis_report("x", diagnosis))
     )
+
+
+def test_the_answer_comes_first_and_tables_of_ops_last(diagnosis: Diagnosis) -> None:
+    report = diagnosis_report("runs/monday", diagnosis)
+    report["problems"] = ["cut"]
+    report["plan"] = {"rows": [], "assumptions": []}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "against_section", lambda plan: "")
+        made = diagnosis_page(diagnosis, report)
+    slowest = max(report["spent"], key=lambda x: x["step_s"])["rank"]
+    assert re.findall(r"<h2[^>]*>([^<]*)</h2>", made) == [
+        "Where the time goes",
+        "Plan against trace",
+        "What would save time",
+        "What collectives send",
+        "The replayed iteration",
+        f"Kinds of work and ops of rank {slowest}",
+        "Notes on the traces",
+    ]
+    assert f"<title>Why monday takes {report['measured_s'] * 1e3:.3g} ms an iteration</title>" in made
+    # Within the section, what saves most comes first.
+    saved = [f["cost_s"] for f in report["findings"]]
+    titles = [html.escape(f["title"]) for f in report["findings"]]
+    assert saved == sorted(saved, reverse=True)
+    assert (
+        re.findall(r"<h3>([^<]*)</h3>", made[made.index("id='findings'") : made.index("id='sent'")]) == titles
+    )
+
+
+def test_gains_of_one_iteration_have_an_unknown_error(tmp_path: Path) -> None:
+    for iterations, tested in ((1, False), (4, True)):
+        run = simulate(ImaginedRun(ranks=1, iterations=iterations, layers=4))
+        d = diagnose_run(measured(tmp_path / str(iterations), run))
+        report = diagnosis_report("x", d)
+        assert report["tested"] == tested and any(f["cost_s"] for f in report["findings"])
+        assert ("%, error unknown)</span>" in diagnosis_page(d, report)) != tested

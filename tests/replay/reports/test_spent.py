@@ -26,11 +26,11 @@ from tests.needs import SHARED
 from tests.replay.runs import measured
 
 LOGITS = Origin(
-    kind="product f32",
+    kind="product 32-bit",
     name="dot_general",
     where="model.py:67",
     product=((16384, 768), (768, 50257), (16384, 50257)),
-    precision="f32",
+    precision="32-bit",
     rows=(768, 50257),
     flops=2 * 16384 * 768 * 50257,
     nbytes=1,

@@ -204,3 +204,23 @@ def test_ops_launched_before_the_trace_are_in_no_iteration(tmp_path: Path) -> No
     on_device = t["kind"] == KINDS.index("kernel")
     number = t["iteration"][on_device][np.argsort(t["start_ns"][on_device])]
     assert number.tolist() == [-1] * 6 + [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_traces_of_different_runs_are_told_from_ranks_of_one(tmp_path: Path) -> None:
+    one = write(simulate(ImaginedRun(ranks=2, iterations=2)), tmp_path / "one")
+    assert not any("in common" in str(p) for p in load(one).problems)
+    for name, other in (("rank0", "gemm"), ("rank1", "gemm"), ("rank2", "conv")):
+        events = [kernel(i, name=f"{other}_{i % 3}_{'abcde'[i % 5]}") for i in range(20)]
+        trace_file(tmp_path, events, distributedInfo={"rank": int(name[-1])}).rename(
+            tmp_path / f"{name}.json"
+        )
+    said = [
+        str(p) for p in load([tmp_path / f"rank{r}.json" for r in range(3)]).problems if "in common" in str(p)
+    ]
+    assert len(said) == 1 and said[0].startswith("rank 2: it has 0% of its ops in common with rank")
+
+
+def test_reading_tells_which_file_of_how_many(tmp_path: Path) -> None:
+    told: list[str] = []
+    load(write(simulate(ImaginedRun(ranks=3, iterations=2)), tmp_path / "x"), progress=told.append)
+    assert [t.partition(" (")[2] for t in told] == ["1 of 3)", "2 of 3)", "3 of 3)"]

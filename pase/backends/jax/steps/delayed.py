@@ -38,6 +38,7 @@ from pase.backends.jax.steps.updates import (
     waiting_bytes,
     waiting_keys,
 )
+from pase.files.quantities import bytes_text
 from pase.frontends.jax.contexts import without_mesh
 from pase.frontends.jax.leaves import arrays
 from pase.frontends.jax.versions import called, without_dead_code
@@ -320,7 +321,7 @@ def delayed_step(
 
 def _what_waits(manual: Manual) -> str:
     nbytes = waiting_bytes(manual.program, named(simplify(manual.plan.traced.graph)))
-    said = f"up to {nbytes / 1e6:.3g} MB of gradients wait on each device"
+    said = f"up to {bytes_text(nbytes)} of gradients wait on each device"
     own = [f"'{node}'" for node in sorted(summed_in_step(manual.program))]
     if own:
         more = f" and {len(own) - _NAMED} more" if len(own) > _NAMED else ""
