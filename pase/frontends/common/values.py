@@ -116,8 +116,19 @@ class Site:
     # Results.
 
     def nothing(self, shape: Sequence[int], dtype: str) -> Value:
-        """A value of which only the shape matters (a constant mask, an unused second result)."""
+        """A value of which only the shape matters (a constant mask)."""
         return Value(shape=tuple(shape), dtype=dtype)
+
+    def missing(self, shape: Sequence[int], dtype: str, what: str) -> Value:
+        """A result that the op's rule does not give. Raises the op's error if anything reads its data."""
+
+        def make() -> Tensor:
+            raise self.fail(
+                f"the program reads {what}, which pase's rule of the op does not give",
+                fix="compute it from the op's operands in the model",
+            )
+
+        return self.later(shape, dtype, make)
 
     def value(self, t: Tensor) -> Value:
         return Value(shape=tuple(t.shape), dtype=t.dtype, tensor=t)  # type: ignore[arg-type]

@@ -100,7 +100,7 @@ _ACTIVATIONS = {
 
 
 def nothing(shape: Sequence[int], dtype: str) -> Value:
-    """A value of which only shape and dtype matter (a constant mask, an unused second result)."""
+    """A value of which only shape and dtype matter (a constant mask)."""
     return Value(shape=tuple(shape), dtype=dtype)
 
 
@@ -292,7 +292,7 @@ def _dropout(c: OnnxCall) -> Sequence[Value | None]:
     if c.version < 7:
         training = c.integer("is_test", 1) == 0
     out = c.elementwise([x, None], functions.MUL, flops=2.0) if training else x
-    return [out, nothing(x.shape, "bool")]
+    return [out, c.missing(x.shape, "bool", "its mask")]
 
 
 @lowers("RandomNormal", "RandomUniform")

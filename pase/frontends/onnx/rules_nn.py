@@ -142,7 +142,7 @@ def _causal(c: OnnxCall) -> Sequence[Value]:
             windows.Sliding(strides=[1] * n, dilation=[1] * n, padding=[k - 1 for k in w.shape[2:]]),
             groups=x.shape[1],
         )
-    return [_biased(c, c.value(made), 2), nothing((*x.shape[:-1], w.shape[-1] - 1), x.dtype)]
+    return [_biased(c, c.value(made), 2), c.missing((*x.shape[:-1], w.shape[-1] - 1), x.dtype, "its state")]
 
 
 @lowers("ConvTranspose")
@@ -227,7 +227,7 @@ def _pool(c: OnnxCall) -> Sequence[Value | None]:
             plain and not any(c.ints("pads") or ()) and c.text("auto_pad", "NOTSET") in ("NOTSET", "VALID")
         )
         out = c.elementwise([out, math.prod(kernel) if plain else None], functions.DIV)
-    return [out, nothing(shape, "int64")]
+    return [out, c.missing(shape, "int64", "the places of the maxima")]
 
 
 @lowers("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
@@ -292,7 +292,7 @@ def _batch_norm(c: OnnxCall) -> Sequence[Value | None]:
         out = c.value(composites.rescale(c.b, c.tensor(x), mean, variance, c.real("epsilon", 1e-5)))
     out = c.elementwise([out, _channels(c, c.x(1), rank)], functions.MUL)
     out = c.elementwise([out, _channels(c, c.x(2), rank)], functions.ADD)
-    stat = nothing((x.shape[1],), x.dtype)
+    stat = c.missing((x.shape[1],), x.dtype, "its statistics")
     return [out, stat, stat, stat, stat]
 
 
@@ -359,7 +359,7 @@ def _skip_norm(c: OnnxCall) -> Sequence[Value | None]:
         y = c.value(composites.rms_normalize(c.b, c.tensor(total), axes, epsilon)[0])
     else:
         y = c.value(composites.normalize(c.b, c.tensor(total), axes, epsilon).value)
-    stat = nothing((*total.shape[:-1], 1), "float32")
+    stat = c.missing((*total.shape[:-1], 1), "float32", "its statistics")
     return [_affine(c, y, c.x(2), None if simple else c.opt(3)), stat, stat, total]
 
 

@@ -266,7 +266,7 @@ def _attention(c: OnnxCall) -> Sequence[Value | None]:
     if len(parts[0].shape) == 3:
         out = _merged(c, out, order)
     b, s, h, _ = (q.shape[i] for i in order)
-    scores = nothing((b, h, s, k.shape[order[1]]), q.dtype)
+    scores = c.missing((b, h, s, k.shape[order[1]]), q.dtype, "its scores")
     return [out, _heads_first(c, k, order), _heads_first(c, v, order), scores]
 
 

@@ -149,7 +149,11 @@ def flex(low: TorchLowering, n: FxNode, path: str) -> Results:
     causal = _is_causal(_graph(n, mask[-1]))
     out = attention(low.b, qs, ks, vs, causal=causal, order=(0, 2, 1, 3), extra_flops=float(numbers))
     rest = n.meta["val"][1:]
-    return [c.value(out), *(None if t is None else c.nothing(t.shape, dtype_of(t.dtype)) for t in rest)]
+    missing = "the logarithms of sums, or maxima, of its scores"
+    return [
+        c.value(out),
+        *(None if t is None else c.missing(t.shape, dtype_of(t.dtype), missing) for t in rest),
+    ]
 
 
 def flex_operands(n: FxNode) -> dict[str, TorchOperand]:

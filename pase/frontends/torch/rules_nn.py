@@ -229,7 +229,7 @@ def _pool(c: TorchCall) -> Sequence[Value]:
     if c.op.startswith("avg"):
         out = c.elementwise([out, _pooled(c, kernel)], functions.DIV)
     found = c.reshape(out, c.shape_out)
-    return [found, *(c.nothing(*s) for s in c.outs[1:] if s is not None)]
+    return [found, *(c.missing(*s, "the places of the maxima") for s in c.outs[1:] if s is not None)]
 
 
 def _pooled(c: TorchCall, kernel: Sequence[int]) -> float | None:
@@ -279,7 +279,7 @@ def _adaptive(c: TorchCall) -> Sequence[Value]:
                 windows.Sliding(strides=[*front, *steps], padding=[0] * rank),
             )
     out = c.value(made) if largest else c.elementwise([c.value(made), count], functions.DIV)
-    return [out, *(c.nothing(*s) for s in c.outs[1:] if s is not None)]
+    return [out, *(c.missing(*s, "the places of the maxima") for s in c.outs[1:] if s is not None)]
 
 
 # Normalization.
@@ -352,7 +352,9 @@ def _batch_norm(c: TorchCall) -> Sequence[Value]:
         out = c.value(composites.rescale(c.b, c.tensor(x), c.tensor(mean), c.tensor(variance), c.arg("eps")))
         own, new = [], []
     flat = [c.reshape(v, (x.shape[1],)) for v in (*own, *new)]
-    rest = [c.nothing(*s) for s in c.outs[1 + len(flat) :] if s is not None]
+    rest = [
+        c.missing(*s, f"result {i} of it") for i, s in enumerate(c.outs) if i > len(flat) and s is not None
+    ]
     return [_affine(c, out, scale, shift), *flat, *rest]
 
 

@@ -6,6 +6,7 @@ lookups and sums, and assignments by a mask become ``where``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -18,6 +19,8 @@ from pase.registry import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from pase.frontends.torch.values import TorchOperand
 
 __all__ = ["WRITTEN"]
 
@@ -235,16 +238,16 @@ def _selected(n: FxNode) -> Callable[..., Tree] | None:
             fix="keep all elements and mask them (torch.where; in a loss, labels of ignore_index), or select a fixed "
             "number of them (topk of the mask)",
         )
-    return None if (at := _own_rows(n)) is None else partial(_own_rows_picked, at)
+    return None if (own := _own_rows(n)) is None else partial(_own_rows_picked, own)
 
 
-@WRITTEN.register("index_put.default")
+@WRITTEN.register("index_put.default", "_unsafe_index_put.default")
 def _put(n: FxNode) -> Callable[..., Tree] | None:
     """An assignment by a mask: all selected elements get one value, or all selected rows get one row."""
     x, indices, new, *_ = n.args
     at = next((i for i, m in enumerate(indices) if _is_mask(m)), None)
     if at is None:
-        return None if (last := _own_rows(n)) is None else partial(_own_rows_put, last)
+        return None if (own := _own_rows(n)) is None else partial(_own_rows_put, own)
     behind = x.meta["val"].shape[at + indices[at].meta["val"].dim() :]
     shape = new.meta["val"].shape
     if any(m is not None for i, m in enumerate(indices) if i != at) or len(shape) > len(behind):
@@ -255,29 +258,29 @@ def _put(n: FxNode) -> Callable[..., Tree] | None:
     return partial(_where, len(behind))
 
 
-# Indices that count the rows in all dims but the last one: ``x[torch.arange(len(x)), ids]``.
+# Indices that count the rows of the first dims: ``x[torch.arange(len(x)), ids]``, and the pixels of ``grid_sample``.
 
 
 def _own_rows(n: FxNode) -> int | None:
-    """The last indexed dim, if each row of the dims before it is indexed by its own ids; else None.
+    """The first indexed dim behind those whose rows are counted: each row of them is indexed by its own ids. None if
+    the rows of no dim are counted.
 
-    Such an index is a gather. The dims before the last one can then be split without communication.
+    Such an index is a gather. The dims whose rows are counted can then be split without communication.
     """
     import torch
 
     x, indices = n.args[0].meta["val"], n.args[1]
-    last = len(indices) - 1
-    if last < 1 or any(m is None for m in indices):
+    if len(indices) < 2 or any(m is None for m in indices):
         return None
     shape = torch.broadcast_shapes(*(m.meta["val"].shape for m in indices))
-    if len(shape) < last or tuple(shape[:last]) != tuple(x.shape[:last]):
-        return None
-    for d, m in enumerate(indices[:last]):
-        rows = _numbers(m)
+    own = 0
+    for d, m in enumerate(indices[: min(len(indices) - 1, len(shape))]):
+        rows = _numbers(m) if shape[d] == x.shape[d] else None
         counted = torch.arange(x.shape[d]).view(-1, *[1] * (len(shape) - 1 - d))
         if rows is None or not torch.equal(rows.expand(shape), counted.expand(shape)):
-            return None
-    return last
+            break
+        own += 1
+    return own or None
 
 
 def _numbers(n: FxNode) -> Tensor | None:
@@ -295,29 +298,39 @@ def _numbers(n: FxNode) -> Tensor | None:
     return n.target(*args, **{**kwargs, **({"device": "cpu"} if "device" in kwargs else {})})  # type: ignore[no-any-return]
 
 
-def _own_ids(x: Tensor, indices: Sequence[Tensor], last: int) -> tuple[Tensor, tuple[int, ...]]:
-    """The ids of the last indexed dim, [rows…, n, 1…] for gather and scatter, and the shape of all indices."""
+def _own_ids(x: Tensor, indices: Sequence[Tensor], own: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """The tensor with the indexed dims from ``own`` on joined to one, [rows…, joined, …]; the ids in it, [rows…, n, …];
+    and the shape of all indices. An index out of range is one in the joined dim too."""
     import torch
 
     shape = torch.broadcast_shapes(*(i.shape for i in indices))
-    ids = indices[last].expand(shape).reshape(*shape[:last], -1)
-    ids = torch.where(ids < 0, ids + x.shape[last], ids)
-    behind = x.shape[last + 1 :]
-    ids = ids.reshape(*ids.shape, *[1] * len(behind)).expand(*ids.shape, *behind)
-    return ids, tuple(shape)
+    sizes = x.shape[own : len(indices)]
+    joined = x.flatten(own, len(indices) - 1) if len(sizes) > 1 else x
+    ids, outside = torch.zeros((), dtype=torch.int64, device=x.device), None
+    for size, at in zip(sizes, indices[own:], strict=True):
+        at = torch.where(at < 0, at + size, at)
+        ids = at if len(sizes) == 1 else ids * size + at
+        wrong = (at < 0) | (at >= size)
+        outside = wrong if outside is None else outside | wrong
+    if len(sizes) > 1 and outside is not None:
+        ids = torch.where(outside, math.prod(sizes), ids)
+    behind = x.shape[len(indices) :]
+    ids = ids.expand(shape).reshape(*shape[:own], -1, *[1] * len(behind))
+    return joined, ids.expand(*ids.shape[: own + 1], *behind), tuple(shape)
 
 
-def _own_rows_picked(last: int, x: Tensor, indices: Sequence[Tensor]) -> Tensor:
-    ids, shape = _own_ids(x, indices, last)
-    return x.gather(last, ids).reshape(*shape, *x.shape[last + 1 :])
+def _own_rows_picked(own: int, x: Tensor, indices: Sequence[Tensor]) -> Tensor:
+    joined, ids, shape = _own_ids(x, indices, own)
+    return joined.gather(own, ids).reshape(*shape, *x.shape[len(indices) :])
 
 
 def _own_rows_put(
-    last: int, x: Tensor, indices: Sequence[Tensor], new: Tensor, accumulate: bool = False
+    own: int, x: Tensor, indices: Sequence[Tensor], new: Tensor, accumulate: bool = False
 ) -> Tensor:
-    ids, shape = _own_ids(x, indices, last)
-    new = new.expand(*shape, *x.shape[last + 1 :]).reshape(ids.shape)
-    return x.scatter_add(last, ids, new) if accumulate else x.scatter(last, ids, new)
+    joined, ids, shape = _own_ids(x, indices, own)
+    new = new.expand(*shape, *x.shape[len(indices) :]).reshape(ids.shape)
+    put = joined.scatter_add if accumulate else joined.scatter
+    return put(own, ids, new).reshape(x.shape)
 
 
 def _is_mask(m: FxNode | None) -> bool:
@@ -404,7 +417,6 @@ def _copysign(x: Tensor, y: Tensor) -> Tensor:
 
 @_always("angle.default")
 def _angle(x: Tensor) -> Tensor:
-    import math
 
     import torch
 
@@ -419,6 +431,67 @@ def _bilinear(x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor | None = None
 
     made = torch.einsum("...i,oij,...j->...o", x1, weight, x2)
     return made if bias is None else made + bias
+
+
+# Pooling by maxima whose places are read.
+
+
+@WRITTEN.register("max_pool2d_with_indices.default")
+def _max_pool_with_places(n: FxNode) -> Callable[..., Tree] | None:
+    """The op itself gives no places: they are found in the windows, written out, if anything reads them."""
+    if not any(u.args[1] == 1 and u.users for u in n.users):
+        return None
+    given = arguments(n.target, n.args, n.kwargs)
+    if given["ceil_mode"]:
+        raise PaseError(
+            "the places of its maxima are read, which pase does not find in windows that reach over the edge",
+            fix="pool with ceil_mode=False, and pad the input instead",
+        )
+
+    def pair(name: str, default: Sequence[int] = ()) -> tuple[int, int]:
+        first, *rest = given[name] or default
+        return first, rest[0] if rest else first
+
+    window = pair("kernel_size")
+    stride, padding, dilation = pair("stride", window), pair("padding"), pair("dilation")
+    return partial(_windows_max, window, stride, padding, dilation)
+
+
+def _windows_max(
+    window: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    x: Tensor,
+    *_: TorchOperand,
+    **named: TorchOperand,
+) -> tuple[Tensor, Tensor]:
+    """The maxima, [n c h w], and their places in the flattened image, as PyTorch counts them."""
+    import torch
+    from torch.nn.functional import pad, unfold
+
+    image = x if x.dim() == 4 else x[None]
+    (above, left), size = padding, image.shape[2:]
+    wide = pad(image, (left, left, above, above), value=-math.inf)
+    found = unfold(wide, window, dilation, 0, stride).unflatten(1, (image.shape[1], -1)).max(2)
+    rows, columns = (
+        (n + 2 * p - d * (w - 1) - 1) // s + 1
+        for n, p, d, w, s in zip(size, padding, dilation, window, stride, strict=True)
+    )
+    row = (torch.arange(rows, device=x.device) * stride[0] - above)[:, None]
+    column = torch.arange(columns, device=x.device) * stride[1] - left
+    at = found.indices.unflatten(-1, (rows, columns))
+    row = row + at // window[1] * dilation[0]
+    places = row * size[1] + column + at % window[1] * dilation[1]
+    maxima = found.values.unflatten(-1, (rows, columns))
+    return (maxima, places) if x.dim() == 4 else (maxima[0], places[0])
+
+
+@_always("max_unpool2d.default", "max_unpool3d.default")
+def _unpooled(x: Tensor, indices: Tensor, output_size: Sequence[int], *_: TorchOperand) -> Tensor:
+    n = len(output_size)
+    empty = x.new_zeros((*x.shape[:-n], math.prod(output_size)))
+    return empty.scatter(-1, indices.flatten(-n), x.flatten(-n)).unflatten(-1, tuple(output_size))
 
 
 @WRITTEN.register("rrelu.default")

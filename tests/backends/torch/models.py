@@ -13,7 +13,7 @@ from pase import machine
 from pase.compiler.problem.problem import SplitProblem
 from pase.frontends import registry
 from tests.backends.torch.control_models import flexes, layers, mapped, recurrent, shares, taken, untaken
-from tests.backends.torch.written_models import bags, cells, lstm, masks, waves
+from tests.backends.torch.written_models import bags, cells, lstm, masks, places, rows, waves
 
 
 def block() -> tuple[Any, tuple[Any, ...]]:
@@ -222,7 +222,22 @@ MODELS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
     f.__name__: f for f in (block, circle, tower, pixels, peaks, pairs, experts, llama, gpt2, bert)
 } | {
     f.__name__: f
-    for f in (layers, recurrent, mapped, taken, untaken, flexes, shares, lstm, cells, bags, masks, waves)
+    for f in (
+        layers,
+        recurrent,
+        mapped,
+        taken,
+        untaken,
+        flexes,
+        shares,
+        lstm,
+        cells,
+        bags,
+        masks,
+        waves,
+        rows,
+        places,
+    )
 }
 
 

@@ -103,3 +103,51 @@ def waves() -> tuple[Any, tuple[Any, ...]]:
             return torch.fft.fftn(y, dim=(1, 2)).real.square().mean()
 
     return Waves(), (torch.randn(8, 4, 8),)
+
+
+def rows() -> tuple[Any, tuple[Any, ...]]:
+    """Elements that each example picks and writes by ids of its own, and elements of other examples."""
+    import torch
+    from torch import nn
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Linear(8, 8)
+
+        def forward(self, x: Any, i: Any, j: Any) -> Any:
+            y, each = self.inside(x), torch.arange(8)
+            own = y[each, i, j] * y[each, -1 - i, 2]
+            wide = y[each[:, None], i[:, None], torch.arange(8)] - y[each // 2, i, j][:, None]
+            put = torch.zeros_like(y).index_put((each[:, None], i[:, None], torch.arange(8)), wide)
+            put = put.index_put((each // 2, i, j), own, accumulate=True)
+            put[each, j, i] = own
+            return (put * y).square().mean() + (own[:, None] * wide).mean()
+
+    ids = (torch.randint(4, (8,)), torch.randint(4, (8,)))
+    return Rows(), (torch.randn(8, 4, 8), *ids)
+
+
+def places() -> tuple[Any, tuple[Any, ...]]:
+    """Pooling whose places are read (windows overlap and reach over the edge), unpooling, and sampling from a grid."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as f
+
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+            self.pool, self.unpool = nn.MaxPool2d(2, return_indices=True), nn.MaxUnpool2d(2)
+            self.where = nn.Linear(16, 6)
+
+        def forward(self, x: Any) -> Any:
+            y = self.first(x)
+            pooled, at = self.pool(y)
+            y = y + self.unpool(self.last(pooled), at)
+            wide, far = f.max_pool2d(y, (3, 2), (2, 1), (1, 0), (1, 2), return_indices=True)
+            grid = f.affine_grid(self.where(pooled[:, 0].flatten(1)).view(-1, 2, 3), list(x.shape), False)
+            y = f.grid_sample(y, grid, padding_mode="border", align_corners=False)
+            return y.square().mean() + (wide * far).square().mean() * 1e-3
+
+    return Places(), (torch.randn(8, 3, 8, 8),)

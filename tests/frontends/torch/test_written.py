@@ -91,3 +91,20 @@ PAIRS = [
 @pytest.mark.parametrize(("model", "strategy"), PAIRS)
 def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
     assert_unsharded(model, strategy)
+
+
+@pytest.mark.parametrize("model", ["rows", "places"])
+def test_picked_rows_and_places_are_those_of_the_unsharded_step(model: str) -> None:
+    assert_unsharded(model, "random1@2x2")
+
+
+def test_places_that_no_rule_gives_are_refused() -> None:
+    import torch
+
+    class Reads(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            y, at = torch.nn.functional.adaptive_max_pool2d(x, 2, return_indices=True)
+            return (y * at).mean()
+
+    with pytest.raises(PaseError, match="reads the places of the maxima, which"):
+        registry.trace(Reads(), torch.randn(4, 3, 8, 8))

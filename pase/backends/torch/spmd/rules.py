@@ -271,13 +271,45 @@ def _positive(ids: Tensor, extent: int) -> Tensor:
 
 @RANK_RULES.register("index", "_unsafe_index")
 def _index(call: RankCall) -> Tensor:
-    given = call.given["indices"]
-    at = [i for i, v in enumerate(given) if v is not None]
-    if not set(at) & call.split():
-        return call.run()
+    at = [i for i, v in enumerate(call.given["indices"]) if v is not None]
     if len(at) > 1:
-        raise NotOnParts("it looks up several dims at once, and one of them is split")
-    return _taken(call, at[0], given[at[0]])
+        return _taken_of_several(call, at)
+    return _taken(call, at[0], call.given["indices"][at[0]]) if set(at) & call.split() else call.run()
+
+
+def _taken_of_several(call: RankCall, at: Sequence[int]) -> Tensor:
+    """x at indices of several dims. An index in another rank's part gives zero."""
+    import torch
+
+    given, mine = _parts_of_indices(call, at), None
+    for d in sorted(set(at) & call.split()):
+        given[d], here = call.places("self", d, _positive(given[d], call.layouts["self"][0][d]))
+        mine = here if mine is None else mine & here
+    found: Tensor = call.run(indices=given)
+    if mine is None:
+        return found
+    first = at[0] if at == list(range(at[0], at[0] + len(at))) else 0
+    dims = max(given[d].dim() for d in at)
+    return torch.where(
+        mine.reshape(*mine.shape, *[1] * (found.dim() - first - dims)), found, found.new_zeros(())
+    )
+
+
+def _parts_of_indices(call: RankCall, at: Sequence[int]) -> list[Tensor | None]:
+    """The indices of several dims on this rank: an index that does not depend on data is whole until here."""
+    given = list(call.given["indices"])
+    joined = call.ops[-1].operands[1]  # [the indices' dims…, one index per indexed dim]
+    for d in at:
+        x = given[d]
+        before = len(joined.shape) - 1 - x.dim()
+        layout = tuple(
+            (s[0] - before, s[1])
+            if isinstance(s, tuple) and s[0] >= before and x.shape[s[0] - before] == joined.shape[s[0]]
+            else None
+            for s in joined.layout
+        )
+        given[d] = part(x, tuple(x.shape), layout, call.groups)
+    return given
 
 
 @RANK_RULES.register("gather")
@@ -298,6 +330,8 @@ def _scatter(call: RankCall) -> Tensor:
     x = call.given["self"]
     if "indices" in call.given:
         at = {i for i, v in enumerate(call.given["indices"]) if v is not None}
+        if len(at) > 1:
+            call = replace(call, given={**call.given, "indices": _parts_of_indices(call, sorted(at))})
     else:
         at = {_dim(call)}
     parted = at & call.split()
