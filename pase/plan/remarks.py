@@ -47,12 +47,14 @@ def _empty(graph: Graph) -> Iterator[Remark]:
 
 
 def _opaque(graph: Graph) -> Iterator[Remark]:
-    """Yield a remark for each kind of op that is not split, unless the frontend has made one."""
+    """Yield a remark for each kind of op that no strategy splits, unless the frontend has made one."""
     said = {r.where for r in graph.remarks if r.kind in ("opaque", "unknown", "trip_count")}
     found: dict[tuple[str, float], list[str]] = {}
     for n in graph.nodes:
         for op in n.ops:
-            if op.kind == "opaque" and str(op.source.from_root()) not in said and _has_data(graph, op):
+            if op.kind != "opaque" or _can_be_split(n, op) or not _has_data(graph, op):
+                continue
+            if str(op.source.from_root()) not in said:
                 kind = op.name, op.flops_per_point * _points(n, op.worked)
                 found.setdefault(kind, []).append(str(op.source.from_root()))
     for (name, flops), where in found.items():
@@ -61,6 +63,12 @@ def _opaque(graph: Graph) -> Iterator[Remark]:
         )
         calls = "" if len(where) == 1 else f" (the first of {len(where)} such calls)"
         yield Remark("opaque", f"'{name}' is not split: every device does {work}{calls}", where[0])
+
+
+def _can_be_split(n: Node, op: Op) -> bool:
+    """Whether the op has a dim, such as a batch of matrices or of transforms, along which it can be split."""
+    dims = (n.space[d] for d in op.dims)
+    return any(d.kind != "replicated" and concrete_size(d.size, n.name) > 1 for d in dims)
 
 
 def _has_data(graph: Graph, op: Op) -> bool:

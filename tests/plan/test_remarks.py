@@ -148,6 +148,15 @@ node odd (r0_0=8 replicated, r0_1=4 replicated, w0_0=8 replicated)
     assert folded == [f"{says} (the first of 2 such calls)"]
 
 
+def test_a_batch_of_an_op_without_a_rule_of_its_own_is_split() -> None:
+    def fn(w: Any, x: Any) -> Any:
+        return jnp.mean(jnp.abs(jnp.fft.fft(x @ w)))
+
+    plan = compiled(fn, W, S((1 << 16, 64), jnp.float32))
+    (node,) = (n for n in plan.graph.nodes if any(op.name == "fft" for op in n.ops))
+    assert plan.strategy[node.name] and kinds(plan) == []
+
+
 def test_an_onnx_op_without_a_rule() -> None:
     onnx = pytest.importorskip("onnx")
     h = onnx.helper

@@ -289,7 +289,7 @@ def _taken_of_several(call: RankCall, at: Sequence[int]) -> Tensor:
     if mine is None:
         return found
     first = at[0] if at == list(range(at[0], at[0] + len(at))) else 0
-    dims = max(given[d].dim() for d in at)
+    dims = max(x.dim() for x in given if x is not None)
     return torch.where(
         mine.reshape(*mine.shape, *[1] * (found.dim() - first - dims)), found, found.new_zeros(())
     )
