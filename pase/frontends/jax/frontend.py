@@ -26,7 +26,7 @@ from pase.frontends.jax.derivatives import has_custom_rule, lower_with_rule
 from pase.frontends.jax.dropped import say_dropped
 from pase.frontends.jax.generation import Generation, programs_of
 from pase.frontends.jax.modules import ModuleFunction, has_modules, opened
-from pase.frontends.jax.program import Carry, Mode, check_order, name_of, program_of, stored_arguments
+from pase.frontends.jax.program import Carry, Mode, check_order, name_of, program_of
 from pase.frontends.jax.rules import pointwise
 from pase.frontends.jax.rules_outside import RULES
 from pase.frontends.jax.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Var
@@ -213,7 +213,7 @@ def trace(
         if asked == "step" and not program.carried:
             raise _no_step_error(called)
     closed = program.jaxpr
-    param_paths, input_paths = _leaf_paths(as_shapes, stored_arguments(mode, args))
+    param_paths, input_paths = _leaf_paths(as_shapes, program.stored)
     b = GraphBuilder(name=called, frozen=mode != "train")
     programs = programs_of(fn, closed)
     lower = _JaxLowering(

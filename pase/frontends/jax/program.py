@@ -26,7 +26,6 @@ __all__ = [
     "check_order",
     "name_of",
     "program_of",
-    "stored_arguments",
     "threaded",
 ]
 
@@ -34,32 +33,22 @@ Mode = Literal["train", "inference", "step"]
 """train: ``fn(params, *batch)`` returns a loss or (loss, aux); its gradient and the update are priced with it.
 inference: ``fn(params, *inputs)`` returns anything; nothing is trained.
 step: ``fn(params, opt_state, *batch) -> (params, opt_state, …)`` is a whole train step, including gradient and
-update. Instead of the first two there may be one state that has both, such as Flax's ``TrainState``:
-``fn(state, *batch) -> (state, …)``, or ``-> state``."""
+update. Instead of the first two there may be one state that has both, such as Flax's ``TrainState`` or the state of a
+split NNX model and optimizer: ``fn(state, *batch) -> (state, …)``, or ``-> state``."""
 
 Carry = Mapping[int, Tree]
 """Batch argument (0 is the first after the parameters, or in a step, after the optimizer state) -> where the function
 returns its next value: an index, a key, or a tuple of them."""
 
 
-def stored_arguments(mode: Mode, args: tuple[Tree, ...]) -> int:
-    """How many of the first arguments are what a call passes to the next one, or does not change: parameters, and in a
-    step also the optimizer state, which may be one argument with the parameters."""
-    return 2 if mode == "step" and not _is_state(args[0]) else 1
-
-
-def _is_state(x: Tree) -> bool:
-    """Whether it has parameters and optimizer state in one, as Flax's TrainState."""
-    return hasattr(x, "params") and hasattr(x, "opt_state")
-
-
-def _next_values(args: tuple[Tree, ...], out: Tree) -> dict[int, tuple[int, ...]]:
-    """Argument of a step -> where the step returns its next value. Raises PaseError if it is no step."""
+def _next_values(mode: Mode, args: tuple[Tree, ...], out: Tree) -> dict[int, tuple[int, ...]]:
+    """Argument of a step -> where the step returns its next value; nothing for another program. Raises PaseError if it
+    is no step. args, out: pytrees that contain only arrays."""
+    if mode != "step":
+        return {}
+    if (at := _next_state(args, out)) is not None:
+        return {0: at}
     if _is_state(args[0]):
-        if _is_state(out):
-            return {0: ()}
-        if isinstance(out, tuple) and out and _is_state(out[0]):
-            return {0: (0,)}
         raise PaseError(
             f"it takes a {type(args[0]).__name__}, but does not return its next value",
             where="mode='step'",
@@ -70,9 +59,41 @@ def _next_values(args: tuple[Tree, ...], out: Tree) -> dict[int, tuple[int, ...]
             "the function is no train step",
             where="mode='step'",
             fix="write it as step(params, opt_state, *batch) -> (params, opt_state, …), or with one state that has "
-            "params and opt_state: step(state, *batch) -> (state, …)",
+            "both: step(state, *batch) -> (state, …)",
         )
     return {0: (0,), 1: (1,)}
+
+
+def _is_state(x: Tree) -> bool:
+    """Whether it has parameters and optimizer state in one, as Flax's TrainState."""
+    return hasattr(x, "params") and hasattr(x, "opt_state")
+
+
+def _next_state(args: tuple[Tree, ...], out: Tree) -> tuple[int, ...] | None:
+    """Where a step returns the next value of its first argument, if that is its whole state; else None.
+
+    A state that is not known by its attributes is whole if it is all that the step returns, or if only scalars follow
+    it (a loss, metrics) where the next value of the second argument would be.
+    """
+    import jax
+
+    first, *rest = out if isinstance(out, tuple) and out else (None,)
+    if _is_state(args[0]):
+        return () if _is_state(out) else (0,) if _is_state(first) else None
+    if _form(out) == _form(args[0]) and not (rest and len(args) > 1 and _form(rest[0]) == _form(args[1])):
+        return ()
+    if first is None or _form(first) != _form(args[0]):
+        return None
+    if not rest or len(args) < 2:
+        return (0,)
+    told = all(x.shape == () for x in jax.tree.leaves(rest[0]))
+    return (0,) if told and any(x.shape for x in jax.tree.leaves(args[1])) else None
+
+
+def _form(tree: Tree) -> tuple[Tree, list[Tree]]:
+    import jax
+
+    return jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
 def threaded(
@@ -86,10 +107,11 @@ def threaded(
     """
     import jax
 
-    stored = stored_arguments(mode, args)
-    pairs = {stored + k: at if isinstance(at, tuple) else (at,) for k, at in (carry or {}).items()}
-    if mode == "step":
-        pairs |= _next_values(args, out)
+    following = _next_values(mode, args, out)
+    stored = len(following) or 1
+    pairs = {
+        stored + k: at if isinstance(at, tuple) else (at,) for k, at in (carry or {}).items()
+    } | following
     first = [0]
     for arg in args:
         first.append(first[-1] + len(jax.tree.leaves(arg)))
@@ -153,6 +175,9 @@ class JaxProgram:
     """The treedef of what it returns; for a loss, of (loss, aux)."""
     kept_out: Tree
     """The static leaves of what it returns."""
+    stored: int
+    """How many of the first arguments are what a call passes to the next one, or does not change: parameters, and in a
+    step also the optimizer state, which may be one argument with the parameters."""
     carried: dict[int, int]
     """Input leaf -> the output leaf that is its next value."""
     dropped: tuple[str, ...] = ()
@@ -168,12 +193,14 @@ def program_of(
 
     kept, called = jax_leaves.static(args), name_of(fn)
     static_out: list[Tree] = []
+    stored: list[int] = []
     threads: dict[Tree, Tree] = {}
 
     def run(*arrays: Tree) -> Tree:
         with written_state(called) as state:
             out = fn(*state.given(jax_leaves.combine(arrays, kept)))
-        named = {**state.carried(out, stored_arguments(mode, args)), **(carry or {})}
+        stored.append(len(_next_values(mode, arrays, jax_leaves.arrays(out))) or 1)
+        named = {**state.carried(out, stored[-1]), **(carry or {})}
         leaves = jax.tree.leaves(jax_leaves.arrays(out))
         found = threaded(mode, named, arrays, jax_leaves.arrays(out), isinstance(fn, ModuleFunction))
         out = jax_leaves.loss_and_aux(out) if mode == "train" else out
@@ -222,6 +249,7 @@ def program_of(
         kept=kept,
         out_tree=jax.tree.structure(shapes),
         kept_out=static_out[-1],
+        stored=stored[-1],
         carried=threads,
         dropped=dropped,
     )
@@ -244,7 +272,6 @@ def _check_loss(called: str, outs: Sequence[Tree], args: Tree, returned: Tree, c
     A result with the structure of the parameters may be the next value of a batch argument with that structure, for
     example of statistics with one entry per weight.
     """
-    import jax
 
     if not outs or outs[0].shape != ():
         got = ", ".join(str(a) for a in outs[:4]) or "nothing"
@@ -260,12 +287,9 @@ def _check_loss(called: str, outs: Sequence[Tree], args: Tree, returned: Tree, c
             fix="cast the loss to a floating-point dtype",
         )
 
-    def form(tree: Tree) -> tuple[Tree, list[Tree]]:
-        return jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
-
-    mine, *batch = map(form, args)
+    mine, *batch = map(_form, args)
     parts = returned[1] if isinstance(returned[1], tuple) else (returned[1],)
-    again = [form(part) for part in parts].count(mine) > batch.count(mine)
+    again = [_form(part) for part in parts].count(mine) > batch.count(mine)
     if again and len(mine[1]) > 1 and not carry:
         raise PaseError(
             "it returns new parameters beside a scalar: it is a train step and not a loss",

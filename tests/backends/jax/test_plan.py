@@ -217,6 +217,44 @@ def test_a_step_of_one_train_state_is_the_unsharded_one():
     assert "TrainState" in e.value.what and "step(state" in e.value.fix
 
 
+@pytest.mark.parametrize("form", ["dict", "pair", "alone"])
+def test_a_step_with_one_state_of_any_structure(form: str) -> None:
+    """A dict of the user's own, a pair, as of a split NNX model and optimizer, and a state that is all it returns."""
+    tx = optax.adam(1e-2)
+    w, x, y = jnp.full((8, 4), 0.1), jnp.ones((16, 8)), jnp.zeros((16, 4))
+
+    def opened(state: Any) -> tuple[Any, Any]:
+        return (state["w"], state["opt"]) if form == "dict" else state
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        w, opt = opened(state)
+        loss, g = jax.value_and_grad(lambda w: jnp.mean((x @ w - y) ** 2))(w)
+        updates, opt = tx.update(g, opt, w)
+        w = optax.apply_updates(w, updates)
+        new = {"w": w, "opt": opt} if form == "dict" else (w, opt)
+        return new if form == "alone" else (new, {"loss": loss})
+
+    state: Any = {"w": w, "opt": tx.init(w)} if form == "dict" else (w, tx.init(w))
+    plan = pase.compile(step, state, x, y, devices=8, mode="step", mesh="data=8")
+    run, want, got = plan.jax.step(), state, state
+    for _ in range(2):
+        want = step(want, x, y) if form == "alone" else step(want, x, y)[0]
+        got = run(got, x, y) if form == "alone" else run(got, x, y)[0]
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    assert sum(t.role == "parameter" for t in plan.graph.tensors.values()) == len(jax.tree.leaves(state))
+
+
+def test_an_optimizer_state_that_changes_is_no_batch() -> None:
+    """The second argument is no batch although its next value differs, because what is returned is no scalar."""
+
+    def step(w: Any, opt: Any, x: Any) -> Any:
+        return w - opt * jnp.mean(x), (opt * 2).astype(jnp.bfloat16), jnp.mean(x)
+
+    with pytest.raises(pase.PaseError, match="its next value, which the function returns at"):
+        pase.compile(step, jnp.ones((8, 4)), jnp.ones((8, 4)), jnp.ones((16,)), devices=8, mode="step")
+
+
 def test_on_one_device_the_step_is_the_program_as_it_is_written() -> None:
     """It has the equations of the plain step and gives its numbers; a recomputed or a placed program is walked."""
 
