@@ -52,7 +52,7 @@ test-root: $(STAMP) ## the tests that need root and iproute2: networks of namesp
 	$(BIN)/python -m pytest -m root $(ARGS)
 
 test-data: $(STAMP) ## the tests on recorded data: make test-data PASE_DATA=FOLDER (docs/how-to/replay.md, docs/explanation/search.md)
-	PASE_DATA=$(PASE_DATA) $(BIN)/python -m pytest -n $(JOBS) -m data $(ARGS)
+	PASE_DATA=$(PASE_DATA) $(BIN)/python -m pytest -n $(JOBS) -m "data or data and minutes" $(ARGS)
 
 test-maxtext: $(STAMP) ## what is written for MaxText, read by it: make test-maxtext PASE_MAXTEXT=PYTHON, one that has MaxText
 	PASE_MAXTEXT=$(PASE_MAXTEXT) $(BIN)/python -m pytest -m maxtext $(ARGS)

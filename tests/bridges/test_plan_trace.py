@@ -164,6 +164,7 @@ def staged() -> pase.Plan:
         "zoo:gpt2",
         devices=2,
         pipeline=2,
+        baselines=False,
         mesh="1",
         machine="h100x8",
         memory_limit="none",

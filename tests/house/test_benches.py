@@ -143,6 +143,7 @@ def test_a_bench_runs_in_its_smallest_setting(name, tmp_path):
 
 
 @pytest.mark.data
+@pytest.mark.minutes
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_bench_on_recorded_data_runs(name, tmp_path):
     run(name, RECORDED[name], tmp_path)

@@ -78,8 +78,9 @@ def test_what_the_readme_runs_is_not_run_again():
     assert "pase explain layout.json" in {*lines("command-line.md")} - {*left}
 
 
-WHEN = {"README.md": [], "command-line.md": [pytest.mark.minutes], "torch.md": [pytest.mark.minutes]}
-"""Document -> when its commands run; of any other, before a release. command-line.md has most commands."""
+WHEN = {name: [pytest.mark.minutes] for name in ("README.md", "command-line.md", "torch.md")}
+"""Document -> when its commands run; of any other, before a release. command-line.md has most. What the README's
+do is tested in tests/commands, too, without starting them."""
 
 
 def documents_with_commands():

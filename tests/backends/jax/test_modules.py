@@ -252,7 +252,7 @@ def test_a_model_in_another_mode_is_refused() -> None:
         plan.jax.train_step(nnx.Optimizer(Dropped(rngs()), OPTIMIZER, wrt=nnx.Param))
     assert e.value.where == "optimizer" and "give tx" in e.value.fix
     with pytest.raises(Infeasible, match="stages"):
-        pase.compile(squares, model, BATCH, devices=8, pipeline=2)
+        pase.compile(squares, model, BATCH, devices=8, pipeline=2, baselines=False)
 
 
 def test_a_train_step_of_modules_updates_model_and_optimizer() -> None:

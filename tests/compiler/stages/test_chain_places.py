@@ -184,6 +184,7 @@ def planned(model, ranks=2, **more):
             devices=8,
             machine="h100x8",
             pipeline=ranks,
+            baselines=False,
             mesh="2x2" if ranks == 2 else "2",
             accumulate=MICRO,
             memory_limit="none",

@@ -28,6 +28,7 @@ def planned(scan, remat="none"):
             devices=8,
             machine="h100x8",
             pipeline=2,
+            baselines=False,
             mesh="2x2",
             accumulate=MICRO,
             memory_limit="none",
@@ -78,5 +79,7 @@ def chained():
             jnp.full((4, 4, 4), 0.3) * jnp.arange(1, 5)[:, None, None],
             jnp.arange(64.0).reshape(16, 4) / 64,
         )
-        plan = pase.compile(chain, w, x, devices=2, machine="h100x8", pipeline=2, mesh="1", accumulate=MICRO)
+        plan = pase.compile(
+            chain, w, x, devices=2, machine="h100x8", pipeline=2, baselines=False, mesh="1", accumulate=MICRO
+        )
         return plan, w, x, jax.value_and_grad(chain, has_aux=True)(w, x)

@@ -290,7 +290,14 @@ def test_what_cannot_be_one_program_is_refused():
         pase.compile(gpt, *arguments(True), devices=8, stage_schedule="circular")
     with pytest.raises(Infeasible, match="'circular'"):
         pase.compile(
-            gpt, *arguments(True), devices=2, pipeline=2, stage_schedule="circular", mesh="1", accumulate=1
+            gpt,
+            *arguments(True),
+            devices=2,
+            pipeline=2,
+            baselines=False,
+            stage_schedule="circular",
+            mesh="1",
+            accumulate=1,
         )
     with pytest.raises(PaseError, match="one loop over its layers"):
         _ = pase.compile(
@@ -298,6 +305,7 @@ def test_what_cannot_be_one_program_is_refused():
             *arguments(False),
             devices=2,
             pipeline=2,
+            baselines=False,
             stage_schedule="circular",
             mesh="1",
             accumulate=MICRO,

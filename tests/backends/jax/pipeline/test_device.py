@@ -85,7 +85,9 @@ def test_backward_sends_no_gradients_where_they_are_summed_once(monkeypatch):
 
     monkeypatch.setattr(jax_pipeline_run, "_run", told)
     w, x = jnp.full((4, 4, 4), 0.1), jnp.arange(64.0).reshape(16, 4) / 64
-    plan = pase.compile(alone, w, x, devices=4, machine="h100x8", pipeline=2, mesh="2", accumulate=MICRO)
+    plan = pase.compile(
+        alone, w, x, devices=4, machine="h100x8", pipeline=2, baselines=False, mesh="2", accumulate=MICRO
+    )
     jp = over_data(staged(plan, "1f1b", 1, (1, 3))).jax
     loss, grads = jp.value_and_grad()(w, x)
     want = jax.value_and_grad(alone)(w, x)
@@ -187,7 +189,15 @@ def constant_in_carry(params, x):
 def test_a_constant_in_the_carry_is_handed_on():
     w, x = jnp.full((4, 4, 4), 0.1), jnp.arange(64.0).reshape(16, 4) / 64
     plan = pase.compile(
-        constant_in_carry, w, x, devices=4, machine="h100x8", pipeline=2, mesh="2", accumulate=MICRO
+        constant_in_carry,
+        w,
+        x,
+        devices=4,
+        machine="h100x8",
+        pipeline=2,
+        baselines=False,
+        mesh="2",
+        accumulate=MICRO,
     )
     jp = staged(plan, "1f1b", 1, (1, 3)).jax
     loss, grads = jp.value_and_grad()(w, x)
@@ -207,7 +217,9 @@ def printing(params, x):
 def test_what_cannot_be_lowered_manually_is_refused_in_stages():
     """It was dropped in silence: a stage's programs are cut by what their results need."""
     w, x = jnp.full((4, 4, 4), 0.1), jnp.arange(64.0).reshape(16, 4) / 64
-    plan = pase.compile(printing, w, x, devices=2, machine="h100x8", pipeline=2, mesh="1", accumulate=MICRO)
+    plan = pase.compile(
+        printing, w, x, devices=2, machine="h100x8", pipeline=2, baselines=False, mesh="1", accumulate=MICRO
+    )
     with pytest.raises(PaseError, match="cannot be run in stages") as e:
         staged(plan, "1f1b", 1, (2, 2)).jax.value_and_grad()(w, x)
     assert "debug" in e.value.where and "test_device.py" in e.value.where and "pipeline='none'" in e.value.fix

@@ -37,7 +37,7 @@ class Stack(nnx.Module):
 def test_a_model_that_writes_nothing_runs_in_stages() -> None:
     args = Stack(rngs()), BATCH
     expected = unsharded(squares, args, 2)
-    plan = pase.compile(squares, Stack(rngs()), BATCH, devices=4, pipeline=2, accumulate=2)
+    plan = pase.compile(squares, Stack(rngs()), BATCH, devices=4, pipeline=2, baselines=False, accumulate=2)
     model, batch = plan.jax.device_put(Stack(rngs()), BATCH)
     assert plan.jax.check(model, batch, most_lines=1).verdict == "agrees"
     step, state = plan.jax.train_step(OPTIMIZER), plan.jax.init(OPTIMIZER, model)

@@ -37,7 +37,15 @@ def test_what_stages_share_and_hand_on(name, chunks, cuts):
     }
     x = jnp.asarray(rng.normal(size=(16, 4)))
     plan = pase.compile(
-        roundabout, params, x, devices=2, machine="h100x8", pipeline=2, mesh="1", accumulate=MICRO
+        roundabout,
+        params,
+        x,
+        devices=2,
+        machine="h100x8",
+        pipeline=2,
+        baselines=False,
+        mesh="1",
+        accumulate=MICRO,
     )
     jp = staged(plan, name, chunks, cuts).jax
     loss, grads = jax.value_and_grad(roundabout)(params, x)

@@ -123,7 +123,9 @@ def planned(module: Any, batch: tuple[Any, ...], mesh: str = "2", **options: Any
     """A plan for two pipeline ranks, each with a mesh of this shape."""
     devices = RANKS * int(np.prod([int(n) for n in mesh.split("x")]))
     settled = {"accumulate": MICRO_BATCHES, "memory_limit": "none", "stage_schedule": "1f1b", **options}
-    return pase.compile(module, *batch, devices=devices, pipeline=RANKS, mesh=mesh, **settled)
+    return pase.compile(
+        module, *batch, devices=devices, pipeline=RANKS, baselines=False, mesh=mesh, **settled
+    )
 
 
 def staged(plan: Any, name: str, chunks: int, cuts: tuple[int, ...], seed: int) -> Any:
