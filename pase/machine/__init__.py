@@ -7,6 +7,7 @@ from pase.machine.meshes import axis_levels, level_ways, mesh_from, meshes
 from pase.machine.types import (
     BUCKET_BYTES,
     COLLECTIVES,
+    FIRST_BUCKET_BYTES,
     Algorithm,
     AttentionCurve,
     AttentionKernel,
@@ -30,6 +31,7 @@ __all__ = [
     "BUCKET_BYTES",
     "COLLECTIVES",
     "DEFAULT",
+    "FIRST_BUCKET_BYTES",
     "Algorithm",
     "AttentionCurve",
     "AttentionKernel",

@@ -21,6 +21,7 @@ from pase.files.codec import AtLeastOne, Count, NotNegative, Positive, Share
 __all__ = [
     "BUCKET_BYTES",
     "COLLECTIVES",
+    "FIRST_BUCKET_BYTES",
     "Algorithm",
     "AttentionKernel",
     "CollectiveCurve",
@@ -40,6 +41,8 @@ __all__ = [
 ]
 
 BUCKET_BYTES = float(25 << 20)
+FIRST_BUCKET_BYTES = float(1 << 20)
+"""The first bucket is small, so that sending starts early. As in PyTorch's DistributedDataParallel."""
 _NEWER_OF_ALGORITHMS = {"most_bytes_per_s", "most_between_bytes_per_s", "least_ways", "named", "once"}
 """Fields that are newer than the digests in layouts."""
 

@@ -23,7 +23,7 @@ from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.ir.types import WORKLESS
 from pase.machine import Mesh
 from pase.memory.live import is_trained, live_bytes, lives
-from pase.memory.residuals import differentiated, kept
+from pase.memory.residuals import differentiated, kept, read_of_parameters
 from pase.once import once
 from pase.tables.charges import node_charges
 from pase.tables.facts import facts
@@ -55,15 +55,18 @@ __all__ = [
     "MemoryKind",
     "NodeTerms",
     "Term",
+    "converted",
     "flights",
     "gathered",
     "held",
     "held_by_term",
     "in_flight",
     "in_flight_at_least",
+    "is_made_by_call",
     "kept_as_read",
     "memory",
     "node_terms",
+    "order_in_memory",
     "parts",
     "prefetched_bytes",
     "profile",
@@ -196,6 +199,8 @@ def _terms_of(
     )  # in a step with micro-batches, the activations of one live at a time
     stays, unsummed = hoisted_of(graph) != "none", hoisted_of(graph) == "all" and micro_batches > 1
 
+    as_read = {_viewed(n, t) for t in heavy} if n.kind == "parameter" else set()
+
     def term(kind: MemoryKind, a: Access, **more: Any) -> Term:
         return _term(graph, n, kind, a, **more)
 
@@ -217,14 +222,16 @@ def _terms_of(
                 yield term("activations", a, times=micro_batches), None  # inputs of all micro-batches
             elif graph.facts.eager and a.tensor not in _of_data(graph):
                 continue  # each rank has the whole of it (``GraphFacts.constant_bytes``)
-            elif a.tensor in wanted and n.kind != "parameter" and op.kind != "copy":
+            elif a.tensor in wanted and op.kind != "copy" and (graph.facts.eager or n.kind != "parameter"):
                 k = wanted[a.tensor]
                 yield term("activations", a, times=k.times, weights=n.kind == "copy"), k.region
+                if n.kind == "parameter" and a.tensor in as_read:  # it is counted there
+                    yield term("activations", a, times=-k.times, weights=True, as_read=True), k.region
     for op in n.ops if graph.facts.eager else ():
         yield from ((term("activations", a, times=times), op.region) for a, times in _float_masks(graph, op))
     for ops, a, stored in parameter_reads(graph, n):  # in the layout and dtype in which this node reads them
         many = concrete_size(ops[0].times, n.name)
-        if kept_as_read(graph, n, ops):
+        if kept_as_read(graph, n, ops, a.tensor):
             yield term("activations", a, times=many, over=micro_batches, weights=True, as_read=True), None
         # The sum, in the precision in which the parameter is stored, and the gradient to add to it:
         if unsummed and any(has_gradient(graph, op, a.tensor) for op in ops):
@@ -236,6 +243,14 @@ def _terms_of(
             yield term("activations", a, times=-1, weights=True, as_read=True), None
 
 
+def _viewed(n: Node, t: str) -> str:
+    """Returns the tensor of the node of which this one is a view."""
+    made = {a.tensor: op for op in n.ops for a in op.writes}
+    while t in made and made[t].kind == "view":
+        t = made[t].reads[0].tensor
+    return t
+
+
 def stored_parameter(graph: Graph, n: Node | None) -> Node | None:
     """Returns the node of the parameter that a node stores or copies; None if it does neither."""
     while n is not None and n.kind == "copy":
@@ -243,20 +258,35 @@ def stored_parameter(graph: Graph, n: Node | None) -> Node | None:
     return n if n is not None and n.kind == "parameter" else None
 
 
-def kept_as_read(graph: Graph, n: Node, ops: Sequence[Op]) -> bool:
-    """Whether a parameter stays as these ops of the node read it, until their backward or throughout the step."""
-    return hoisted_of(graph) != "none" or any(_read_in_backward(n, op) for op in ops)
+def is_made_by_call(stored: Node, read: str) -> bool:
+    """Whether a call of the program makes what is read of a parameter, and it is not just another view."""
+    return stored.ops[0].writes[0].tensor != _viewed(stored, read)
 
 
-def _read_in_backward(n: Node, op: Op) -> bool:
+def kept_as_read(graph: Graph, n: Node, ops: Sequence[Op], tensor: str) -> bool:
+    """Whether a parameter stays as these ops of the node read it, until their backward or throughout the step.
+
+    tensor: what they read of the parameter.
+    """
+    return hoisted_of(graph) != "none" or any(_read_in_backward(graph, n, op, tensor) for op in ops)
+
+
+def _read_in_backward(graph: Graph, n: Node, op: Op, tensor: str) -> bool:
     """Whether the node's backward needs what this op reads, without gathering it again."""
-    return op.region is None and op.differentiable and (op.kind in ("matmul", "conv") or n.kind == "copy")
+    if op.region is not None or not op.differentiable:
+        return False
+    if graph.facts.eager:
+        needed = read_of_parameters(graph)
+        return any(t == tensor for _, t in needed) if n.kind == "copy" else (n.name, tensor) in needed
+    return op.kind in ("matmul", "conv") or n.kind == "copy"
 
 
 def _read_heavily(graph: Graph) -> set[str]:
     """Returns the tensors that are kept in the layout and dtype in which their readers have them."""
     stays = hoisted_of(graph) != "none"
-    return {e.tensor for e in graph.edges if stays or _read_in_backward(graph.node[e.dst], e.op)}
+    return {
+        e.tensor for e in graph.edges if stays or _read_in_backward(graph, graph.node[e.dst], e.op, e.tensor)
+    }
 
 
 def _passing(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
@@ -374,7 +404,7 @@ class Gathered:
     """How a parameter gets from its storage to the node that reads it, and how its gradient gets back.
 
     recompute: it is gathered for each use, in a region. Otherwise it counts as kept.
-    cast: what is read takes an array of its own (``_converted``).
+    cast: what is read takes an array of its own (``converted``).
     trained: it has a gradient.
     """
 
@@ -384,11 +414,14 @@ class Gathered:
     cast: bool
     trained: bool
 
-    def copies(self, stored: np.ndarray, cfg: np.ndarray, mesh: Mesh) -> int:
-        """Returns how many of the tensor and its gradient differ in layout from storage; configs are int8 [1, axes]."""
+    def copies(self, stored: np.ndarray, cfg: np.ndarray, mesh: Mesh, gradients: bool = True) -> int:
+        """Returns how many of the tensor and its gradient differ in layout from storage; configs are int8 [1, axes].
+
+        gradients: False if only the tensor counts.
+        """
         apart = (gradient_states(self.write.states(stored, mesh)) != self.read.states(cfg, mesh)).any()
         recompute = self.recompute and (self.cast or self.resharded(stored, cfg, mesh))
-        return int(recompute) + int(self.trained and bool(apart))
+        return int(recompute) + int(gradients and self.trained and bool(apart))
 
     def resharded(self, stored: np.ndarray, cfg: np.ndarray, mesh: Mesh) -> bool:
         """Whether it is read in another layout than it is stored in."""
@@ -409,14 +442,16 @@ class Flight:
     terms: tuple[tuple[Term, Gathered | None], ...]
     sources: tuple[str, ...]
 
-    def nbytes(self, name: str, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
-        """Returns the bytes in flight at once under a strategy; name is the node's."""
+    def nbytes(
+        self, name: str, configs: Mapping[str, np.ndarray], mesh: Mesh, gradients: bool = True
+    ) -> float:
+        """Returns the bytes in flight at once under a strategy; name is the node's. gradients: as in ``in_flight``."""
         cfg, out = configs[name][None, :], 0.0
         stored = iter(self.sources)
         for term, way in self.terms:
             local = float(term.held(cfg, mesh)[0])
             if way is not None:
-                local *= way.copies(configs[next(stored)][None, :], cfg, mesh)
+                local *= way.copies(configs[next(stored)][None, :], cfg, mesh, gradients)
             out += local
         return out
 
@@ -462,18 +497,33 @@ def gathered(graph: Graph, n: Node, op: Op, a: Access, source: Node) -> Gathered
         write=write_rule(source, *source.write_of(a.tensor)),
         read=read_rule(n, op, a),
         recompute=op.region is not None and hoisted_of(graph) == "none",
-        cast=_converted(graph, source, a.tensor),
+        cast=converted(graph, source, a.tensor),
         trained=graph.tensors[a.tensor].needs_grad,
     )
 
 
-def _converted(graph: Graph, stored: Node, read: str) -> bool:
+def converted(graph: Graph, stored: Node, read: str) -> bool:
     """Whether a parameter takes an array of its own to be read as this tensor. A program that runs call by call reads
-    another shape of it, or its dims in another order, in the array that stores it."""
-    made = {a.tensor: op for op in stored.ops for a in op.writes}
-    while graph.facts.eager and made[read].kind == "view":
-        read = made[read].reads[0].tensor
-    return stored.ops[0].writes[0].tensor != read
+    another shape of it, or its dims in another order, in the array that stores it, or in the one that is kept."""
+    if not graph.facts.eager:
+        return stored.ops[0].writes[0].tensor != read
+    read = _viewed(stored, read)
+    return stored.ops[0].writes[0].tensor != read and read not in kept(graph)
+
+
+def order_in_memory(n: Node, read: str) -> tuple[int, ...]:
+    """Returns how views in the node that makes a tensor order its dims in memory: per dim, its place. ``(1, 0)`` for a
+    transposed matrix; as they are if a view does more."""
+    made = {a.tensor: op for op in n.ops for a in op.writes}
+    places = tuple(range(len(made[read].writes[0].map.walks)))
+    while read in made and made[read].kind == "view":
+        op = made[read]
+        before, after = op.reads[0].map.dims, op.writes[0].map.dims
+        if sorted(before) == sorted(after) and len(after) == len(places):
+            at = {d: i for i, d in enumerate(before)}
+            places = tuple(at[after[p]] for p in places)
+        read = op.reads[0].tensor
+    return places
 
 
 @once
@@ -519,7 +569,11 @@ def prefetched_bytes(graph: Graph, configs: Mapping[str, np.ndarray], mesh: Mesh
 
 
 def in_flight(
-    graph: Graph, configs: Mapping[str, np.ndarray], mesh: Mesh, made: dict[object, float] | None = None
+    graph: Graph,
+    configs: Mapping[str, np.ndarray],
+    mesh: Mesh,
+    made: dict[object, float] | None = None,
+    gradients: bool = True,
 ) -> dict[str, float]:
     """Returns, per node, the bytes of what it reads and makes while it runs.
 
@@ -527,13 +581,14 @@ def in_flight(
 
     configs: node name -> int8 [axes].
     made: results that are known from other configs; it is extended.
+    gradients: False if the gradients of parameters are counted elsewhere (``pase.memory.sending``).
     """
     made = {} if made is None else made  # equal nodes of repeated layers share a result
     out = {}
     for name, flight in flights(graph).items():
         key = (flight.number, *(configs[n].tobytes() for n in (name, *flight.sources)))
         if key not in made:
-            made[key] = flight.nbytes(name, configs, mesh)
+            made[key] = flight.nbytes(name, configs, mesh, gradients)
         out[name] = made[key]
     return out
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pase.ir import Graph
-from pase.machine import Machine, Mesh
+from pase.machine import BUCKET_BYTES, Machine, Mesh
 from pase.memory import account, backward, course
 from pase.memory.account import KeptPart, Memory
 from pase.memory.live import is_trained
@@ -75,11 +75,11 @@ def _course(tile: tuple[int, ...]) -> Account:
     )
 
 
-def _backward(workspace: int, prefetch: bool) -> Account:
+def _backward(workspace: int, prefetch: bool, bucket_bytes: float) -> Account:
     """Returns the account of the backward pass's worst moment.
 
     workspace: the bytes that the library of products takes, and those of constants. prefetch: whether loops gather
-    parameters one iteration early.
+    parameters one iteration early. bucket_bytes: the size of messages that carry gradients.
     """
 
     def profile(
@@ -88,7 +88,7 @@ def _backward(workspace: int, prefetch: bool) -> Account:
         return backward.profile(graph, mesh, spaces, max(limit_bytes - workspace, 0.0), optimizer)
 
     return Account(
-        memory=partial(backward.peak, workspace=workspace, prefetch=prefetch),
+        memory=partial(backward.peak, workspace=workspace, prefetch=prefetch, bucket_bytes=bucket_bytes),
         profile=profile,
         in_flight_at_least=_nothing,
         unseen=lambda memory, seen: memory.total - seen - workspace,
@@ -112,7 +112,8 @@ def account_for(machine: Machine, graph: Graph, prefetch: bool) -> Account:
     if is_trained(graph):
         if machine.fuses_products:
             return _course(machine.device.memory_tile)
-        return _backward(machine.device.workspace_bytes + graph.facts.constant_bytes, prefetch)
+        workspace = machine.device.workspace_bytes + graph.facts.constant_bytes
+        return _backward(workspace, prefetch, machine.bucket_bytes or BUCKET_BYTES)
     if not prefetch:
         return KEPT_AND_IN_FLIGHT
     return replace(KEPT_AND_IN_FLIGHT, memory=partial(account.memory, prefetch=True))

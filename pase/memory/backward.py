@@ -9,7 +9,10 @@ forward, and then the backward of each node, from the last node to the first.
   their sum lives throughout. On several devices, XLA makes the zeros into which a loop's backward writes gradients at
   the end of forward, because it schedules first what waits for nothing.
 - At each moment, one node's operands and results (or their gradients) are in flight. In a program that runs call by
-  call, it is the gradients that live then if they are more (``pase.memory.gradients``).
+  call, it is the gradients that live then if they are more (``pase.memory.gradients``), and gradients of parameters
+  that wait to be sent (``pase.memory.sending``). What such a program makes of a parameter alone has its backward at
+  the end, after its gradient has been sent, and keeps what that needs until then. Then the optimizer updates one
+  parameter after the other.
 
 A product keeps an operand for backward in the layout in which it reads it. What XLA holds for collectives besides
 (``_HeldForLayouts.of_compiled``) does not apply to a program that runs call by call.
@@ -18,7 +21,7 @@ A product keeps an operand for backward in the layout in which it reads it. What
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +29,7 @@ import numpy as np
 from pase.ir import Access, Graph, Node, Op, Scope
 from pase.ir.blocks import micro_batches_of
 from pase.ir.types import PRODUCTS
-from pase.machine import Mesh
+from pase.machine import BUCKET_BYTES, Mesh
 from pase.memory.account import (
     Gathered,
     KeptPart,
@@ -41,8 +44,9 @@ from pase.memory.account import (
     prefetched_bytes,
     stored_parameter,
 )
-from pase.memory.gradients import gradient_bytes
+from pase.memory.gradients import gradient_bytes, gradients_after, made_of_parameters
 from pase.memory.residuals import kept
+from pase.memory.sending import gradients_in_transit
 from pase.once import once
 from pase.tables.layouts import (
     PARTIAL,
@@ -64,6 +68,10 @@ __all__ = ["parts", "peak", "profile"]
 
 _MOMENTS = 16
 """The most moments at which the search's limit looks. The plan's account looks at all."""
+
+_UPDATE_ARRAYS = {"sgd": 0, "momentum": 0, "adam": 2, "adamw": 2, "adam_master": 2, "lion": 1, "adafactor": 2}
+"""Optimizer -> how many arrays of a parameter's size its update makes on the way (``torch.optim``, one parameter after
+the other). Adam: the root of the second moment, and that over the correction of its bias."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,19 +147,26 @@ def _course(graph: Graph, optimizer: str, several: bool) -> _Course:
     around, reads, end = _around(graph), _reads(graph), len(order)
     summed = micro_batches_of(graph) > 1
 
+    def made(r: _ParameterRead) -> int:
+        """When the parameter's gradient is made of that of this read (``pase.memory.gradients``)."""
+        by = graph.producer[r.access.tensor]
+        return order[by.name] if graph.facts.eager and by.kind == "copy" else r.last
+
     def alive(n: Node) -> Iterator[tuple[int, int]]:
         mine, i = node_terms(graph, optimizer)[n.name], order[n.name]
         of = reads.get(n.name, [])
         for term, region in zip(mine.terms, mine.regions, strict=True):
             if term.kind == "gradients" and not summed:
                 early = several and any(r.looped for r in of)
-                yield 0, end if early else max((r.last for r in of), default=i)
+                yield 0, end if early else max((made(r) for r in of), default=i)
             elif term.kind != "activations" or n.kind == "input":
                 yield 0, end
             else:
                 loop = _loop_of(n.main.scope)
                 first = around[loop][0] if loop else i
-                if n.kind == "parameter":
+                if n.kind == "parameter" and graph.facts.eager:
+                    first = 0 if several else i
+                elif n.kind == "parameter":
                     first = min((r.first for r in of), default=i)
                 yield first, end if region is None else max(around[region][1], first)
 
@@ -186,23 +201,53 @@ def peak(
     optimizer: str = "adam",
     prefetch: bool = False,
     workspace: int = 0,
+    bucket_bytes: float = BUCKET_BYTES,
 ) -> Memory:
     """Returns the predicted bytes on one device at the step's worst moment.
 
     configs: node name -> int8 [axes].
     prefetch: whether loops gather parameters one iteration early.
     workspace: the bytes that the library of products takes for itself.
+    bucket_bytes: the size of the messages in which a program that runs call by call sends gradients of parameters.
     """
-    held, buffers = _over_time(graph, mesh, configs, optimizer)
+    held, buffers = _over_time(graph, mesh, configs, optimizer, bucket_bytes)
     buffers = buffers + workspace + (prefetched_bytes(graph, configs, mesh) if prefetch else 0.0)
     worst = int(np.argmax(sum(held.values(), buffers)))
     whole: dict[str, int] = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0)
     there = {kind: round(float(v[worst])) for kind, v in held.items()}
-    return Memory(**whole | there, buffers=round(float(buffers[worst])))
+    found = Memory(**whole | there, buffers=round(float(buffers[worst])))
+    if not graph.facts.eager:
+        return found
+    update = _update(graph, mesh, configs, optimizer, {k: float(v[0]) for k, v in held.items()})
+    stays = gradients_in_transit(graph, mesh, configs, bucket_bytes).stays
+    update = replace(update, buffers=round(update.buffers + stays + workspace))
+    return max(found, update, key=lambda m: m.total)
+
+
+def _update(
+    graph: Graph,
+    mesh: Mesh,
+    configs: Mapping[str, np.ndarray],
+    optimizer: str,
+    held: Mapping[MemoryKind, float],
+) -> Memory:
+    """Returns the bytes on one device during the optimizer's update, parameter by parameter.
+
+    held: what is held at the end of backward.
+    """
+    inputs, largest = 0.0, 0.0
+    for part, _, _ in _lives(graph, mesh, configs, optimizer):
+        kind = graph.node[part.node].kind
+        inputs += part.nbytes if part.kind == "activations" and kind == "input" else 0.0
+        largest = max(largest, part.nbytes if part.kind == "gradients" else 0.0)
+    kinds = {k: round(v) for k, v in held.items() if k != "activations"}
+    whole: dict[str, int] = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
+    buffers = round(_UPDATE_ARRAYS[optimizer] * largest)
+    return Memory(**whole | kinds, activations=round(inputs), buffers=buffers)
 
 
 def _over_time(
-    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], optimizer: str
+    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], optimizer: str, bucket_bytes: float
 ) -> tuple[dict[MemoryKind, np.ndarray], np.ndarray]:
     """Returns the bytes at each moment: (kept, by kind; in flight)."""
     course = _course(graph, optimizer, mesh.devices > 1)
@@ -212,10 +257,21 @@ def _over_time(
         of[first] += part.nbytes
         of[last + 1] -= part.nbytes
     buffers = np.zeros(course.moments)
-    for name, nbytes in in_flight(graph, configs, mesh).items():
+    for name, nbytes in in_flight(graph, configs, mesh, gradients=not graph.facts.eager).items():
         buffers[course.order[name]] = nbytes
-    for name, nbytes in (gradient_bytes(graph, mesh, configs) if graph.facts.eager else {}).items():
-        buffers[course.order[name]] = max(buffers[course.order[name]], nbytes)
+    if graph.facts.eager:
+        for name, nbytes in gradient_bytes(graph, mesh, configs).items():
+            buffers[course.order[name]] = max(buffers[course.order[name]], nbytes)
+        on_the_way = gradients_in_transit(graph, mesh, configs, bucket_bytes)
+        buffers += on_the_way.waits
+        for name, nbytes in gradients_after(graph, mesh, configs).items():
+            at = course.order[name]
+            buffers[at] = max(buffers[at], nbytes + on_the_way.sends[at])
+        at_end = made_of_parameters(graph, mesh, configs, on_the_way.of, late=True)
+        buffers[0] = max(buffers[0], *at_end.values(), 0.0)
+        others = frozenset(n.name for n in graph.nodes if n.kind == "parameter") - on_the_way.of
+        for name, nbytes in made_of_parameters(graph, mesh, configs, others, late=False).items():
+            buffers[course.order[name]] = max(buffers[course.order[name]], nbytes)
     if mesh.devices > 1 and not graph.facts.eager:
         buffers += _HeldForLayouts(graph=graph, mesh=mesh, configs=configs, order=course.order).of_compiled()
     return {kind: np.cumsum(v)[:-1] for kind, v in change.items()}, buffers
@@ -234,7 +290,7 @@ class _HeldForLayouts:
         """Yields the parameters that backward reads gathered or cast: (reader, the last moment of that, bytes)."""
         for n in self.graph.nodes:
             for ops, a, _ in parameter_reads(self.graph, n):
-                if not kept_as_read(self.graph, n, ops):
+                if not kept_as_read(self.graph, n, ops, a.tensor):
                     continue
                 source = self.graph.producer[a.tensor]
                 g = gathered(self.graph, n, ops[0], a, source)

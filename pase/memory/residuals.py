@@ -8,7 +8,8 @@ What only light ops need is not kept if light ops compute it from tensors that a
 ReLU, whose operands a normalization keeps anyway.
 
 PyTorch's eager mode fuses nothing (``Fusion``): each call of the program keeps its own operands or its result, and
-recomputes from them what is inside of the call.
+recomputes from them what is inside of the call. So what calls make of a parameter alone (the tanh of a weight) is kept
+too. A compiler makes it again from the parameter.
 
 No fusion reaches from a loop's forward into its backward, nor through a branch. What their bodies keep is stacked, as
 the framework's derivative lists it (``Function.listed``), unless the body is rematerialized.
@@ -36,6 +37,7 @@ __all__ = [
     "fusion_of",
     "kept",
     "kept_bytes",
+    "read_of_parameters",
     "residual_bytes",
     "written_bytes",
 ]
@@ -177,7 +179,7 @@ def _kept(graph: Graph, fusion: Fusion, loops_stack: bool) -> Iterator[tuple[Kep
             for t in () if own and op.function.listed == "own" else _needed(op, graph, fusion):
                 if not stacked:
                     roots = _roots(graph, n, op, t, maker, constant, readers, fusion)
-                    yield from (keep(root, op) for root in roots)
+                    yield from (keep(root, op) for root in roots if _is_kept_made(root, n, maker))
                     continue
                 root = _storage_of(t, maker)
                 stored = root in constant or root not in maker
@@ -194,10 +196,37 @@ def _kept(graph: Graph, fusion: Fusion, loops_stack: bool) -> Iterator[tuple[Kep
                     yield keep(root, op)
 
 
+def _is_kept_made(t: str, reader: Node, maker: Mapping[str, _Made]) -> bool:
+    """Whether what backward needs is kept where it is made. A parameter is stored, and what other nodes read of one
+    they keep as they read it (``read_of_parameters``)."""
+    made = maker[t]
+    return made.node.kind != "parameter" or (made.node is reader and made.op.kind != "parameter")
+
+
+@once
+def read_of_parameters(graph: Graph) -> frozenset[tuple[str, str]]:
+    """Returns what nodes read of parameters and need in backward as they read it, if each call of the program runs by
+    itself: (reader, tensor). What a rematerialized region reads is gathered again."""
+    constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
+    maker, reached, readers = dict(_makers(graph)), differentiated(graph), _readers(graph)
+    found: set[tuple[str, str]] = set()
+    for n in graph.nodes:
+        for op in n.ops:
+            if op.region is not None or not (op.backward or any(a.tensor in reached for a in op.writes)):
+                continue
+            for t in _needed(op, graph, "none"):
+                roots = _roots(graph, n, op, t, maker, constant, readers, "none")
+                found |= {(n.name, x) for x in roots if not _is_kept_made(x, n, maker)}
+    return frozenset(found)
+
+
 def _needed(op: Op, graph: Graph, fusion: Fusion) -> tuple[str, ...]:
-    """Returns the tensors that the op's derivative needs. PyTorch's ReLU keeps its result, which tells as much."""
+    """Returns the tensors that the op's derivative needs. PyTorch's ReLU keeps its result, which tells as much. What a
+    call keeps that nobody knows: all that it reads and makes."""
     if fusion == "none" and op.function is MAX and any(x == 0 for x in op.literals or ()):
         return tuple(a.tensor for a in op.writes)
+    if fusion == "none" and op.kind == "opaque":
+        return (*needs(op, graph.tensors), *(a.tensor for a in op.writes))
     return needs(op, graph.tensors)
 
 
@@ -338,8 +367,10 @@ def _roots(
             continue
         if op.backward or op.kind == "cotangent":  # it is made in backward itself
             return frozenset()
-        if n.kind in ("parameter", "constant"):
+        if n.kind == "constant" or (n.kind == "parameter" and fusion != "none"):
             return frozenset()
+        if n.kind == "parameter" and (n is not reader or op.kind == "parameter"):
+            return frozenset([t])
         if fusion == "none":
             same = op.kind == "view" and _as_large(graph, op.reads[0].tensor, graph.tensors[t].elements)
             if same or (op.kind == "view" and op.name == "slice"):  # a slice keeps the whole storage

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -201,3 +202,67 @@ def test_the_prediction_knows_constants_that_vary_over_the_batch() -> None:
     assert found.predicted is not None
     predicted = found.predicted.total - machine.load("h100x8").device.workspace_bytes
     assert predicted == pytest.approx(found.total, rel=0.1)
+
+
+def _layers(p: list[Any], x: Any) -> Any:
+    for w in p:
+        x = (x @ (w.sigmoid() * 2 - 1)).relu()
+    return x
+
+
+@pytest.mark.parametrize(
+    ("made", "shapes"),
+    [
+        (lambda p, x: x @ p[0].sigmoid().exp().sin().t(), [(512, 128)]),
+        (lambda p, x: x @ (p[0].tanh() * p[1].exp()).t(), [(512, 128), (512, 128)]),
+        (lambda p, x: x @ (p[0] + p[1] @ p[2]).t(), [(512, 128), (512, 4), (4, 128)]),
+        (_layers, [(128, 128)] * 4),
+    ],
+    ids=["calls", "of two gathered", "low rank", "layers"],
+)
+def test_the_prediction_knows_what_is_made_of_parameters_alone(
+    made: Callable[[Any, Any], Any], shapes: list[tuple[int, int]]
+) -> None:
+    """What calls keep of it, its gradients, and how these are sent. None of it was counted: the prediction was 0.58 to
+    0.87 of the tracked peak."""
+    import torch
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(s)) for s in shapes])
+
+        def forward(self, x: Any) -> Any:
+            return made(list(self.p), x).square().mean()
+
+    traced = registry.trace(Model(), torch.randn(32, 128))
+    problem = SplitProblem.of(traced.graph, 4, machine.load("h100x8"), "analytic", "sgd")
+    for strategy in ("data_parallel", "fsdp"):
+        plan = Case(traced=traced, problem=problem).plan(strategy)
+        assert plan is not None
+        found = plan.torch.memory()
+        assert found.predicted is not None
+        predicted = found.predicted.total - problem.machine.device.workspace_bytes
+        assert 0.97 <= predicted / found.total <= 1.1, strategy
+
+
+def test_adam_makes_two_arrays_of_its_largest_parameter() -> None:
+    """A step of few activations has its peak in the update."""
+    import torch
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 8))
+
+        def forward(self, x: Any) -> Any:
+            return self.both(x).square().mean()
+
+    traced = registry.trace(Model(), torch.ones(4, 64))
+    problem = SplitProblem.of(traced.graph, 1, machine.load("h100x8"), "analytic", "adam")
+    plan = Case(traced=traced, problem=problem).plan("data_parallel")
+    assert plan is not None
+    found = plan.torch.memory()
+    assert found.predicted is not None and found.phase == "update"
+    predicted = found.predicted.total - problem.machine.device.workspace_bytes
+    assert predicted == pytest.approx(found.total, rel=0.01)

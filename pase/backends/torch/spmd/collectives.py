@@ -125,7 +125,7 @@ class EdgeCall:
             return value
         edge, onto_carrier = _functions()
         root, back = self._handed_over(value if gradient_carrier is None else gradient_carrier)
-        if gradient_carrier is None:
+        if root is value:
             return edge.apply(root, self.there, back)
         return onto_carrier.apply(value.detach(), root, self.there, back)
 
@@ -151,8 +151,8 @@ class EdgeCall:
 
         number, taker = self.later.number, self.later.taker
         taker.announce(number)
-        seen = root if root.is_leaf else root.detach().requires_grad_()
-        # The tensor itself would stay in memory if it is not a leaf.
+        # Autograd holds what it sees, and the tensor itself, until the step ends. Of one that is made, it sees nothing.
+        seen = root if root.is_leaf else root.new_empty(0).requires_grad_()
         end = root if root.is_leaf else get_gradient_edge(root)
 
         def back(g: Tensor) -> None:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pase.backends.torch.spmd.collectives import EdgeCall
-from pase.backends.torch.spmd.messages import FIRST_BYTES
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import ProgramCall
 from pase.local.parts import WireView, view
 from pase.local.types import LocalOp, LocalProgram, LocalReshardStep, local_shape
+from pase.machine import FIRST_BUCKET_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ def gather_messages(program: LocalProgram, bucket_bytes: float) -> tuple[tuple[i
         mine = open_.setdefault((step.axes, _itemsize(program, number)), [])
         mine.append(number)
         nbytes = sum(program.transfers[n].forward[0].nbytes for n in mine)
-        if nbytes >= (bucket_bytes if closed else min(FIRST_BYTES, bucket_bytes)):
+        if nbytes >= (bucket_bytes if closed else min(FIRST_BUCKET_BYTES, bucket_bytes)):
             closed.append(tuple(mine))
             mine.clear()
     return (*closed, *(tuple(mine) for mine in open_.values() if mine))

@@ -23,15 +23,13 @@ from pase.errors import PaseError
 from pase.local.parts import view
 from pase.local.reshard import resharded
 from pase.local.types import Extents, LocalMessage, LocalProgram, LocalReshardStep, MessageChunk, local_shape
+from pase.machine import FIRST_BUCKET_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import GradientEdge
 
 __all__ = ["GradientSending", "SendStage", "gradient_messages", "joined_chunks"]
-
-FIRST_BYTES = float(1 << 20)
-"""The first bucket is small, so that sending starts early. As in PyTorch's DistributedDataParallel."""
 
 SendStage: TypeAlias = "tuple[int, int]"
 """The number of a transfer, and which of its gradient's reshard steps that send anything, counted from 0."""
@@ -75,7 +73,8 @@ def gradient_messages(
         key: object = (stage, _alike(program, number, step), program.runs(number, "back"), reader.op.loops)
         chunk = MessageChunk(transfer=number, stage=stage, begin=0, nbytes=step.nbytes)
         open_.setdefault(key, []).append(chunk)
-        if sum(c.nbytes for c in open_[key]) >= (bucket_bytes if buckets else min(FIRST_BYTES, bucket_bytes)):
+        full = bucket_bytes if buckets else min(FIRST_BUCKET_BYTES, bucket_bytes)
+        if sum(c.nbytes for c in open_[key]) >= full:
             closed(key)
     for last in list(open_):
         closed(last)

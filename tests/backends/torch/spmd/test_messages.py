@@ -308,7 +308,9 @@ def test_buckets_are_of_about_the_given_size_and_in_the_order_of_backward(
     assert begins == sorted(begins, reverse=True)
     numbers = [x.transfer for b in buckets for x in b.chunks]
     assert len(set(numbers)) == len(numbers)
-    monkeypatch.setattr(messages, "FIRST_BYTES", 2000.0)  # a small one first, so that sending starts early
+    monkeypatch.setattr(
+        messages, "FIRST_BUCKET_BYTES", 2000.0
+    )  # a small one first, so that sending starts early
     first, rest = gradient_messages(program, 1e9)
     assert 2000 <= sum(x.nbytes for x in first.chunks) < 2000 + largest
     assert sum(x.nbytes for b in (first, rest) for x in b.chunks) == sum(sizes)
