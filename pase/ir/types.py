@@ -129,7 +129,8 @@ class Access:
 
     sparse: the op touches only as many elements as it has points (an embedding lookup, one layer's slice of a stack),
         not the whole tensor.
-    recompute: the read is inside a rematerialised region and backward needs the value, so it is gathered a second time.
+    recompute: backward needs the value and it is gathered a second time, because the read is inside a rematerialised
+        region, or because no parameter stays gathered (``pase.ir.recompute.gathering_again``).
     gradient: for a read of an op of kind "gradient": nothing is read; the tensor's gradient is handed back here.
     """
 

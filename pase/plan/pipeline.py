@@ -27,7 +27,8 @@ class StagePlan:
         last one what comes after them.
     strategy: the index of the strategy in the plan's ``strategies`` that splits it.
     recomputes: whether backward recomputes its blocks.
-    weights: whether they are gathered and their gradients summed once per step, or at each micro-batch.
+    weights: whether they are gathered and their gradients summed once per step, or at each micro-batch. Then they are
+        gathered for its forward, and again for its backward.
     forward_s, backward_s: seconds of one micro-batch; backward includes recomputation.
     memory_bytes: bytes on a device of its rank, for all stages of that rank.
     weight_s, recompute_s: the parts of backward_s that are weights' gradients and recomputation.

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from pase.backends.torch.code import groups_of_one
 from pase.backends.torch.imagined import imagined_batch, imagined_step
 from pase.backends.torch.plan import TorchPlan
+from pase.backends.torch.spmd.gathered_again import read_again
 from pase.backends.torch.spmd.gathers import gather_messages
 from pase.backends.torch.spmd.messages import gradient_messages, joined_chunks
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.local.account import program_collectives
-from pase.local.types import LocalMessage, LocalOp, LocalProgram, LocalReshardStep
+from pase.local.types import LocalMessage, LocalOp, LocalProgram, LocalReshardStep, LocalTransfer
 from pase.machine import Mesh
 from pase.pytree import Tree
 
@@ -139,12 +140,16 @@ def _part(
         copies = {r.tensor for r in op.results} & set(program.originals)
         return bool(copies & copied) if copies else inside(op)
 
+    def sent(n: int, t: LocalTransfer) -> LocalTransfer:
+        there, back = t.runs if n in used else (0.0, 0.0)
+        # Another stage's backward may need what this one's does not: a head that is tied to a table.
+        elsewhere = read_again(program, n, lambda op: True) and not read_again(program, n, inside)
+        return replace(t, runs=(there / 2 if elsewhere else there, back))
+
     return replace(
         program,
         ops=tuple(filter(runs, program.ops)),
-        transfers=tuple(
-            t if n in used else replace(t, runs=(0.0, 0.0)) for n, t in enumerate(program.transfers)
-        ),
+        transfers=tuple(sent(n, t) for n, t in enumerate(program.transfers)),
     )
 
 

@@ -212,6 +212,10 @@ class ParallelModule:
         """The loss of a micro-batch, and the next values of the buffers that the step writes."""
         if can_record(self.walk):
             return self.programs.run(body, self.finished)
+        return self.walked(body)
+
+    def walked(self, body: Body) -> Sequence[Tensor]:
+        """``results`` of a walk that is not recorded."""
         self.walk.run(body)
         return self.finished(body)
 

@@ -26,6 +26,7 @@ from pase.frontends.torch.frontend import TracedTorch
 from pase.ir import Graph, named, simplify
 from pase.ir.batch_sums import BatchSums
 from pase.ir.blocks import Block, Hoisted, accumulated, rematerialised
+from pase.ir.recompute import gathering_again
 from pase.local.bucket_messages import ProgramSchedule
 from pase.local.idle import without_idle_axes
 from pase.local.lower import program_of
@@ -75,6 +76,8 @@ class TorchPlan:
     """Nodes of the exported graph that backward recomputes, in addition to those that the model itself marks."""
     hoisted: Hoisted = "none"
     """Which transfers of parameters a pipeline stage runs once per step."""
+    gathers_again: bool = False
+    """Whether a stage gathers parameters again for backward, instead of keeping them."""
     optimizer: str = "adam"
     account: Memory | None = None
     """What the plan predicts for the memory of a device."""
@@ -84,7 +87,8 @@ class TorchPlan:
     @cached_property
     def program(self) -> LocalProgram:
         """The local program: what each device computes and sends."""
-        made = program_of(accumulated(self._graph, self.accumulate, self.hoisted), self.mesh, self.strategy)
+        graph = accumulated(self._graph, self.accumulate, self.hoisted)
+        made = program_of(gathering_again(graph) if self.gathers_again else graph, self.mesh, self.strategy)
         made = made if self.schedule is None else self.schedule.placed(made)
         verify_program(made)
         return without_idle_axes(made)

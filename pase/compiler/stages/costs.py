@@ -39,7 +39,9 @@ PARTS: tuple[StagePart, ...] = ("first", "block", "last")
 
 GatheredWeights = Literal["hoisted", "each"]
 """When split parameters are gathered and their gradients summed. ``hoisted``: once per step, so that gathered weights
-and unreduced sums of gradients are kept through the step. ``each``: in each micro-batch."""
+and unreduced sums of gradients are kept through the step. ``each``: in each micro-batch. They are gathered for its
+forward, and again for its backward (``pase.ir.recompute.gathering_again``), so that micro-batches in flight keep none;
+the account has those of the action that runs."""
 
 
 @dataclass(kw_only=True)
@@ -206,6 +208,8 @@ def collective_shares(
     micro_batches: int,
 ) -> dict[str, np.ndarray | float]:
     """Return the fraction of a collective's seconds per step that goes to each field of ``PartCost``.
+
+    Of one that runs twice in a micro-batch, half is for its backward.
 
     reader: the node that pays for it.
     times: how often it runs in a step.

@@ -216,6 +216,7 @@ def torch_pipeline(plan: PlanData) -> TorchPipeline:
             accumulate=p.micro_batches,
             blocks=p.recomputed_blocks(i, plan.remat),
             hoisted="all" if weights.get(i) == "hoisted" else "none",
+            gathers_again=weights.get(i) == "each",
             bucket_bytes=bucket_bytes(plan),
         )
         for i, strategy in enumerate(p.strategies)

@@ -3,6 +3,7 @@ actions."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,6 +14,7 @@ from pase.backends.torch.clip import clipped
 from pase.backends.torch.gradients import added
 from pase.backends.torch.parallel import ParallelModule, agreed_seed
 from pase.backends.torch.pipeline.p2p import Letter, StageLinks
+from pase.backends.torch.spmd.gathered_again import GatheredAgain
 from pase.backends.torch.spmd.hoisted import StepParameters
 from pase.backends.torch.spmd.interpreter import Body
 from pase.backends.torch.spmd.values import RankValue
@@ -107,7 +109,7 @@ class PipelinedModule:
             if action.kind == Kind.FORWARD:
                 step.forward(action.stage, action.micro)
             elif action.kind == Kind.WEIGHT:
-                step.left.pop((action.stage, action.micro))()
+                step.weights(action.stage, action.micro)
             else:
                 step.backward(action.stage, action.micro, apart=action.kind == Kind.INPUT)
         step.gradients()
@@ -153,6 +155,9 @@ class _StagesStep:
     """(stage, micro-batch) -> (inputs, results) that have a gradient, from its forward to its backward."""
     left: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
     """(stage, micro-batch) -> a function that computes the gradients of weights, if the schedule does that later."""
+
+    again: dict[tuple[int, int], GatheredAgain] = field(default_factory=dict)
+    """(stage, micro-batch) -> the parameters that its backward gathers again, as long as it needs them."""
 
     bodies: Mapping[int, dict[int, Body]] = field(init=False)
     """Stage -> micro-batch -> the state before its walk."""
@@ -207,13 +212,21 @@ class _StagesStep:
         received = links.receive(Letter("there", k - 1, k, i)) if k else ()
         entered = [self._entered(k, t, x) for t, x in zip(stage.enters, received, strict=True)]
         body.values.update({v.tensor: v for v in entered})
+        body.kept.again = again = GatheredAgain() if plan.split(k).gathers_again else None
+        if again is not None:
+            self.again[k, i] = again
         back = [v.array for v in entered if v.array.requires_grad]
         if k + 1 == len(plan.stages):
-            loss = p.results(body)[0] * p.share
+            if again is None:
+                loss = p.results(body)[0] * p.share
+            else:  # a recorded program would not know which micro-batch gathers
+                with again.forward():
+                    loss = p.walked(body)[0] * p.share
             self.loss = loss.detach() + (0 if self.loss is None else self.loss)
             self.running[k, i] = back, [loss]
             return
-        p.walk.run(body)
+        with contextlib.nullcontext() if again is None else again.forward():
+            p.walk.run(body)
         outs = [body.values[t].array for t in stage.leaves]
         letter = Letter("there", k, k + 1, i)
         for t, x, like in zip(stage.leaves, outs, links.blank(letter), strict=True):
@@ -251,13 +264,21 @@ class _StagesStep:
             ]
         ends = [(x, g) for x, g in zip(outs, received, strict=True) if x.requires_grad]
         ways, gradients = [x for x, _ in ends], [g for _, g in ends]
-        if apart:
-            self.left[k, i] = entered_first(ways, gradients, entered, list(self.held[k].trained))
-        elif ways:
-            torch.autograd.backward(ways, gradients)
+        again = self.again.get((k, i)) if apart else self.again.pop((k, i), None)
+        with contextlib.nullcontext() if again is None else again.backward():
+            if apart:
+                self.left[k, i] = entered_first(ways, gradients, entered, list(self.held[k].trained))
+            elif ways:
+                torch.autograd.backward(ways, gradients)
         if k:
             made = [torch.zeros_like(x) if x.grad is None else x.grad for x in entered]
             links.send(Letter("back", k, k - 1, i), made)
+
+    def weights(self, k: int, i: int) -> None:
+        """Compute the gradients of weights that ``backward`` left."""
+        again = self.again.pop((k, i), None)
+        with contextlib.nullcontext() if again is None else again.backward(of_weights=True):
+            self.left.pop((k, i))()
 
     def gradients(self) -> None:
         """Add the gradients of all micro-batches to the parameters' ``grad``, on the ranks that store them."""

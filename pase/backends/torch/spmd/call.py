@@ -546,16 +546,27 @@ class _Reads:
     ) -> tuple[dict[str, TorchOperand], dict[str, ShapeAndLayout]]:
         """The op's operands on this rank, and the layouts of those that are tensors."""
         layouts: dict[str, ShapeAndLayout] = {}
+        arguments = self.of_node._arguments.items()
+        return {k: self._operand(k, v, outs, gradient, layouts) for k, v in arguments}, layouts
 
-        def operand(name: str, v: TorchOperand) -> TorchOperand:
-            if isinstance(v, (list, tuple)):
-                return [operand("", x) for x in v]
-            if not _is_node(v):
-                return v
-            x, layouts[name] = self._one(v, outs, gradient)
-            return x
+    def _operand(
+        self,
+        name: str,
+        v: TorchOperand,
+        outs: Sequence[ShapeAndLayout | None],
+        gradient: bool,
+        layouts: dict[str, ShapeAndLayout],
+    ) -> TorchOperand:
+        """An operand on this rank. layouts: the layout of a tensor is added to it.
 
-        return {k: operand(k, v) for k, v in self.of_node._arguments.items()}, layouts
+        A function within ``given`` that calls itself would keep every operand until Python collects its cycles.
+        """
+        if isinstance(v, (list, tuple)):
+            return [self._operand("", x, outs, gradient, layouts) for x in v]
+        if not _is_node(v):
+            return v
+        x, layouts[name] = self._one(v, outs, gradient)
+        return x
 
     def _one(
         self, m: FxNode, outs: Sequence[ShapeAndLayout | None], gradient: bool

@@ -19,6 +19,7 @@ from pase.backends.torch.spmd.call import NodeOps
 from pase.backends.torch.spmd.collectives import SentLater, there_and_back
 from pase.backends.torch.spmd.constants import Constants, NodeIndex
 from pase.backends.torch.spmd.control import ControlNode
+from pase.backends.torch.spmd.gathered_again import GatheredAgain, only_a_factor, read_again
 from pase.backends.torch.spmd.gathers import gather_messages
 from pase.backends.torch.spmd.masks import MaskForm, known_masks
 from pase.backends.torch.spmd.messages import GradientSending
@@ -62,9 +63,11 @@ class KeptTransfers:
 
     watched: whether autograd records the walk that computes them.
     received: the results that were computed before the walk and are valid in all of it.
+    again: takes the parameters that backward gathers again; None if what autograd saves of them is kept.
     """
 
     watched: bool
+    again: GatheredAgain | None = None
     received: dict[int, Tensor] = field(default_factory=dict)
     made: dict[int, Tensor] = field(default_factory=dict)
 
@@ -258,6 +261,10 @@ class RankWalk:
     def _runs(self, prefix: str, i: int) -> bool:
         return self.only is None or bool(prefix) or i in self.only
 
+    def _inside(self, op: LocalOp) -> bool:
+        """Whether the walk runs the op."""
+        return self.only is None or op.op.eqn.number_in("") in self.only
+
     def count(self, body: Body) -> dict[str, Tensor]:
         """This micro-batch's share of the totals, computed from inputs alone. Intermediate results stay in ``body``."""
         import torch
@@ -274,11 +281,7 @@ class RankWalk:
     def hoisted(self) -> tuple[int, ...]:
         """The numbers of the transfers that run once per step, for all micro-batches."""
         users = {n: self.program.users(n) for n, t in enumerate(self.program.transfers) if t.hoisted}
-        return tuple(
-            n
-            for n, ops in users.items()
-            if self.only is None or any(op.op.eqn.number_in("") in self.only for op in ops)
-        )
+        return tuple(n for n, ops in users.items() if any(map(self._inside, ops)))
 
     def arrivals(self, body: Body) -> dict[int, Tensor]:
         """Number -> result of each hoisted transfer.
@@ -339,7 +342,8 @@ class RankWalk:
         from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
         keeping = Keeping()
-        before = replace(body, values=dict(body.values))  # a recomputation must not see what later blocks add
+        # A recomputation must not see what later blocks add, nor keep what was gathered outside of it.
+        before = replace(body, values=dict(body.values), kept=body.kept.inner())
 
         def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
             return CheckpointPolicy.MUST_SAVE if keeping.now else CheckpointPolicy.PREFER_RECOMPUTE
@@ -500,7 +504,7 @@ class RankWalk:
             return resharded(g, t.backward or (), shape, "sum", self.groups)
 
         alone = not t.forward and all(s.kind == "all_reduce" for s in t.backward or ())
-        return there_and_back(
+        made = there_and_back(
             value.array,
             value.gradient_carrier,
             there,
@@ -509,6 +513,14 @@ class RankWalk:
             anyshape=alone,
             later=later,
         )
+        again = body.kept.again
+        if (
+            again is not None
+            and not all(s.free for s in t.forward)
+            and read_again(self.program, number, self._inside)
+        ):
+            again.add(made, value.array, there, factor=only_a_factor(self.program, number, self._inside))
+        return made
 
     def output(self, value: Value, body: Body) -> Tensor:
         """A returned value of the model, in the plan's layout."""

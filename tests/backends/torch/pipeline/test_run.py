@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from pase.backends.torch.pipeline.run import entered_first, weight_groups
+from pase.backends.torch.pipeline.run import _StagesStep, entered_first, weight_groups
+from pase.backends.torch.spmd.gathered_again import GatheredAgain
 from pase.pipeline.registry import SCHEDULES
 from tests.backends.torch.pipeline.pipelines import (
+    MICRO_BATCHES,
     check,
     model,
     planned,
@@ -34,6 +40,41 @@ def test_recomputed_stages_are_the_model_alone() -> None:
     plan = planned(module, batch, remat="all")
     assert plan.torch.splits[0].blocks
     check(staged(plan, "zb-h1", 1, (1, 3), 5), module, batch, wanted)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb-h1"])
+def test_no_micro_batch_keeps_weights_that_are_gathered_each_time(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each had its own from forward to backward, and the account has one for all of them."""
+    module, batch, plan, wanted = model()
+    run = staged(plan, name, 1, (2, 2), 3)
+    run = replace(
+        run,
+        pipeline=replace(run.pipeline, stages=tuple(replace(s, weights="each") for s in run.pipeline.stages)),
+    )
+    found: list[tuple[weakref.ref[object], GatheredAgain]] = []
+    add, living = GatheredAgain.add, set[int]()
+    acts = {what: getattr(_StagesStep, what) for what in ("forward", "backward", "weights")}
+
+    def told(self: GatheredAgain, made: Any, *rest: Any, **more: Any) -> None:
+        found.append((weakref.ref(made.untyped_storage()), self))
+        add(self, made, *rest, **more)
+
+    def after(act: Any) -> Any:
+        def counted(step: Any, *args: Any, **more: Any) -> None:
+            act(step, *args, **more)
+            mine = {id(again) for again in step.again.values()}
+            living.update(i for i, (x, of) in enumerate(found) if id(of) in mine and x() is not None)
+            assert not any(of.made for of in step.again.values())
+
+        return counted
+
+    monkeypatch.setattr(GatheredAgain, "add", told)
+    for what, act in acts.items():
+        monkeypatch.setattr(_StagesStep, what, after(act))
+    check(run, module, batch, wanted)
+    assert len(found) > 4 * MICRO_BATCHES and not living
 
 
 def shared(width: int = 4):
