@@ -28,7 +28,7 @@ class StagePlan:
     strategy: the index of the strategy in the plan's ``strategies`` that splits it.
     recomputes: whether backward recomputes its blocks.
     weights: whether they are gathered and their gradients summed once per step, or at each micro-batch. Then they are
-        gathered for its forward, and again for its backward.
+        gathered for its forward, and again for its backward; the circular schedule gathers once in either case.
     forward_s, backward_s: seconds of one micro-batch; backward includes recomputation.
     memory_bytes: bytes on a device of its rank, for all stages of that rank.
     weight_s, recompute_s: the parts of backward_s that are weights' gradients and recomputation.

@@ -2,8 +2,9 @@
 
 ``pase.backends.jax.pipeline.circular`` runs it. All stages have the same split and the same number of blocks. What
 comes before and after the blocks runs before and after the scan, with its micro-batches divided over the ranks, which
-all hold its parameters. The step is therefore one sum over nodes and edges, with a separate weight for each kind of
-seconds, and one search finds the split with the least sum.
+all hold its parameters. JAX moves gathers of weights out of the scan, so that they run once per step even if gradients
+are summed in each micro-batch. The step is therefore one sum over nodes and edges, with a separate weight for each kind
+of seconds, and one search finds the split with the least sum.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pase.compiler.stages.features import direction, running
-from pase.compiler.stages.menu import StageRole, StageSplit
+from pase.compiler.stages.menu import StageRole, StageSplit, StageTables
 from pase.machine import mesh_from
 from pase.pipeline.cuts import CutProblem, Cuts, StageBytes
 from pase.pipeline.simulate import simulate
@@ -50,7 +51,7 @@ def circular_staged(
     if rest or len(set(menu.groups)) > 1:
         return None, True
     best, fits, counts = None, False, np.full(s.stages, n)
-    for t in menu.tables:
+    for t in _tables(menu):
         free = t.least_sum(*_weights(s)).bound / menu.limits.min()
         for price in (0.0, *(p * free for p in prices if free)):
             w = t.split_by(_ROLE, t.least_sum(*_weights(s, price)).choice)
@@ -77,7 +78,11 @@ def _busy_s(menu: StageMenu, s: Schedule, w: StageSplit) -> np.ndarray:
 def circular_bound_s(menu: StageMenu, s: Schedule) -> float:
     """Return the least seconds of any split under the schedule, ignoring memory."""
     sent = (_iterations(s) + 2 * _handed(s)) * sum(menu.least_send_s()) if s.ranks > 1 else 0.0
-    return sent + min(float(t.least_sum(*_weights(s)).bound) for t in menu.tables)
+    return sent + min(float(t.least_sum(*_weights(s)).bound) for t in _tables(menu))
+
+
+def _tables(menu: StageMenu) -> list[StageTables]:
+    return [t.in_one_program() for t in menu.tables]
 
 
 _ROLE = StageRole(first=True, last=True)

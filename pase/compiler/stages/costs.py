@@ -37,9 +37,10 @@ __all__ = [
 
 PARTS: tuple[StagePart, ...] = ("first", "block", "last")
 
-GatheredWeights = Literal["hoisted", "each"]
+GatheredWeights = Literal["hoisted", "gathered", "each"]
 """When split parameters are gathered and their gradients summed. ``hoisted``: once per step, so that gathered weights
-and unreduced sums of gradients are kept through the step. ``each``: in each micro-batch. They are gathered for its
+and unreduced sums of gradients are kept through the step. ``gathered``: gathered once per step, summed in each
+micro-batch, as one program does that scans over micro-batches. ``each``: in each micro-batch. They are gathered for its
 forward, and again for its backward (``pase.ir.recompute.gathering_again``), so that micro-batches in flight keep none;
 the account has those of the action that runs."""
 
@@ -214,10 +215,10 @@ def collective_shares(
     reader: the node that pays for it.
     times: how often it runs in a step.
     """
-    m, hoisted = micro_batches, weights == "hoisted"
+    m, hoisted, once = micro_batches, weights == "hoisted", weights != "each"
     # ZeRO gathers updated parameters, which overlaps with the first forward of the next step.
     if phase == "update":
-        return {"before" if hoisted else "after": 1.0}
+        return {"before" if once else "after": 1.0}
     if of_parameter and phase == "backward":
         return {"sums" if hoisted else "weight_sent": 1 / m}
     if phase == "backward":
@@ -227,7 +228,7 @@ def collective_shares(
         any(op.remat for op in reader.ops),
     )
     again = np.where((remat or of_parameter) & (np.asarray(times) >= 2 * runs), 0.5, 0.0)
-    if of_parameter and hoisted:
+    if of_parameter and once:
         return {"before": (1 - again) / m}
     return {"forward_sent": (1 - again) / m, "recompute_sent" if remat else "input_sent": again / m}
 
@@ -251,7 +252,7 @@ def _hold(
             known.held[key] = list(held(graph, n, configs[n.name][None, :], mesh, optimizer))
         for h in known.held[key]:
             nbytes = float(h.nbytes[0])
-            if (h.weights and weights == "hoisted") or (h.kind == "gradients" and whole):
+            if (h.weights and weights != "each") or (h.kind == "gradients" and whole):
                 continue
             for place in places.parts.get(n.name, ()):
                 if h.region is not None:
@@ -262,7 +263,7 @@ def _hold(
                     out[place].kept += nbytes
     for (place, _), nbytes in regions.items():
         out[place].inner = max(out[place].inner, nbytes)
-    if weights == "hoisted":
+    if weights != "each":
         for place, copied, summed in _as_read(graph, places, mesh, configs, known.read):
             out[place].keep("activations", copied)
             if whole:

@@ -225,7 +225,7 @@ class _StagePricing:
         out = _ByFeature()
         waits = not (self.recomputes and self.places.of(n.name) == "block")
         for h in held(self.graph, n, cfg, self.mesh, self.optimizer):
-            apart = (h.weights and self.weights == "hoisted") or (h.kind == "gradients" and whole)
+            apart = (h.weights and self.weights != "each") or (h.kind == "gradients" and whole)
             if h.region is not None or apart:
                 continue
             if h.kind != "activations" or h.weights or n.kind == "input":

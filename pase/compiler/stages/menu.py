@@ -234,6 +234,7 @@ class StageTables:
         self.spent, self.slow = Spent() if spent is None else spent, on.slow
         self.planned = PlanCache() if planned is None else planned
         self.group, self.micro_batches = on.group, micro_batches_of(graph)
+        self.once = graph
         self.graph = gathering_again(graph) if weights == "each" else graph
         self.places, self.variant, self.mesh = places, variant, on.mesh
         self.model, self.optimizer, self.weights = on.model, optimizer, weights
@@ -250,6 +251,16 @@ class StageTables:
         vars(out).pop("features", None)
         return out
 
+    def in_one_program(self) -> StageTables:
+        """Return the same tables for stages that one program scans over micro-batches, which gathers once per step."""
+        return self if self.weights == "hoisted" else self._scanned
+
+    @cached_property
+    def _scanned(self) -> StageTables:
+        out = self._like(weights="gathered", graph=self.once, _pieces=PricedParts())
+        vars(out).pop("features", None)
+        return out
+
     def with_share(self, micro_batches: int) -> StageTables:
         """Return the same tables for a step in which these devices take this many micro-batches of the same size."""
         assert self.features
@@ -258,7 +269,7 @@ class StageTables:
     def _like(self, **other: object) -> StageTables:
         out = copy(self)
         vars(out).update(other, _splits={})
-        for known in ("step", "_each", "_whole", "_ranges"):
+        for known in ("step", "_each", "_scanned", "_whole", "_ranges"):
             vars(out).pop(known, None)
         return out
 

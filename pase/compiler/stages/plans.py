@@ -15,7 +15,7 @@ from pase.compiler.stages.menu import StageSplit
 from pase.compiler.stages.pipelines import MICRO_BATCHES, Pipelines
 from pase.compiler.stages.replica_split import ReplicaSplit
 from pase.compiler.stages.search import Staged, StageMenu
-from pase.ir.blocks import micro_batches_of
+from pase.ir.blocks import Hoisted, micro_batches_of
 from pase.ir.recompute import gathering_again
 from pase.machine import GroupedMachine, Mesh
 from pase.memory.account import Memory
@@ -46,8 +46,7 @@ def plan_staged(
     t = next(t for t in menu.tables if t.variant == middle.variant)
     mesh = axes_by_use(t.graph, s.mesh, configs)
     bound = min(found.bound, step_s)
-    # As ``costs`` prices it, gathers and sums of parameters are hoisted, unless a stage has them in each micro-batch.
-    hoisted = all(split.weights == "hoisted" for split in s.splits)
+    ways = {split.weights for split in s.splits}
     searched = Searched(
         cost=step_s,
         bound=bound,
@@ -60,8 +59,10 @@ def plan_staged(
             "paths of the schedules, with each rank's memory",
         ),
     )
-    once = replace(t.graph, facts=replace(t.graph.facts, hoisted="all"))
-    graph = once if hoisted else gathering_again(t.graph)
+    # As ``costs`` prices it, unless a stage gathers in each micro-batch: gathers are hoisted, or also sums.
+    once: Hoisted = "all" if ways == {"hoisted"} else "gathers"
+    hoisted = replace(t.graph, facts=replace(t.graph.facts, hoisted=once))
+    graph = gathering_again(t.graph) if "each" in ways else hoisted
     plan = assemble(graph, mesh, configs, problem, searched, name=name, traced=traced)
     memory = _memory(s)
     # The plan lists all micro-batches. A replica runs only some of them, and sends accordingly less, except for hoisted
@@ -189,7 +190,7 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, scope: str, groups: tuple[
             blocks=n,
             strategy=strategies.index(split),
             recomputes=bool(split.variant.blocks),
-            weights=split.weights,
+            weights="hoisted" if split.weights == "hoisted" else "each",
             forward_s=float(times.forward[k]),
             backward_s=float(times.full[k] - times.forward[k]),
             memory_bytes=memory[rank].total,

@@ -93,18 +93,18 @@ class GatheredAgain:
         yield
         self.made.clear()
 
-    def _packed(self, x: Tensor) -> Tensor | _Place:
+    def _packed(self, x: Tensor) -> Tensor | _GatheredView:
         number = self._numbers.get(x.untyped_storage()._cdata)
         return (
             x
             if number is None
-            else _Place(self, number, x.size(), x.stride(), x.storage_offset(), x.dtype, x.device)
+            else _GatheredView(self, number, x.size(), x.stride(), x.storage_offset(), x.dtype, x.device)
         )
 
-    def _unpacked(self, x: Tensor | _Place) -> Tensor:
+    def _unpacked(self, x: Tensor | _GatheredView) -> Tensor:
         import torch
 
-        if not isinstance(x, _Place):
+        if not isinstance(x, _GatheredView):
             return x
         if self._of_weights and self.gathers[x.number].factor:
             # PyTorch asks for all that the op saved, but reads the shape alone. Anything else would become NaN.
@@ -117,8 +117,8 @@ class GatheredAgain:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """What autograd saves instead of a view of a gathered parameter."""
+class _GatheredView:
+    """A view of a gathered parameter, which autograd saves instead of the tensor."""
 
     of: GatheredAgain
     number: int
@@ -133,6 +133,6 @@ class _Place:
 class _Gather:
     """A gather of a parameter. value: what it begins with. factor: as in ``GatheredAgain.add``."""
 
-    value: Tensor | _Place
+    value: Tensor | _GatheredView
     there: Callable[[Tensor], Tensor]
     factor: bool

@@ -133,8 +133,9 @@ def ended(params, x):
     return jnp.mean((h @ params["last"] + there) ** 2), {"mean": h.mean(0), "positive": (h > 0).sum(-1)}
 
 
-def over_data(weights):
-    """(the circular plan of ``ended`` whose mesh splits only the batch, its arguments)"""
+def over_data(weights, stored=False):
+    """(the circular plan of ``ended`` whose mesh splits only the batch, its arguments). stored: whether parameters are
+    stored in parts, too."""
     rng = np.random.default_rng(0)
     shapes = {"first": (4, 4), "start": (4, 4), "layers": (4, 4, 4), "last": (4, 4)}
     params = {k: jnp.asarray(rng.normal(size=s), "float32") for k, s in shapes.items()}
@@ -143,6 +144,11 @@ def over_data(weights):
     plan = pase.compile(ended, *given, devices=4, machine="h100x8", stage_schedule="circular", **kinds)
     (axis,) = plan.mesh.names
     split = {n.name: {"b": (axis,)} if "b" in {d.name for d in n.space} else {} for n in plan.graph.nodes}
+    if stored:
+        parameters = [n for n in plan.graph.nodes if n.kind == "parameter"]
+        split |= {
+            n.name: {[d.name for d in n.space if d.kind == "parallel"][-1]: (axis,)} for n in parameters
+        }
     return circular(plan, split, weights), given
 
 
@@ -159,6 +165,23 @@ def test_it_sends_what_it_is_priced_for(weights):
     assert sum(c.bytes * c.count for c in sent if c.kind == "permute") == 2 * times * activation
     summed = {c.count for c in sent if c.kind != "permute" and c.bytes >= 4 * 4 * 4}
     assert summed == {1} if weights == "hoisted" else summed > {1}
+
+
+def test_weights_are_gathered_once_even_if_gradients_are_summed_each_time():
+    """This was priced as a gather in each micro-batch."""
+    plan, given = over_data("each", stored=True)
+    run = jax.jit(plan.jax.value_and_grad()).lower(*plan.jax.device_put(*given)).compile()
+    sent = collectives(run.as_text())
+    assert {c.count for c in sent if c.kind == "all_gather"} == {1}
+    assert min(c.count for c in sent if c.kind == "reduce_scatter") > 1
+    priced = [
+        tables_of("zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0", 4, w) for w in ("each", "hoisted")
+    ]
+    rng = np.random.default_rng(0)
+    choice = np.array([rng.integers(len(c)) for c in priced[0].features.space.configs])
+    each, once = (t.in_one_program().split_by(ONLY, choice).block for t in priced)
+    assert each.before == once.before > 0 and each.forward_sent == once.forward_sent
+    assert each.weight_sent > once.weight_sent and once.sums > each.sums == 0
 
 
 def test_other_results_are_stacked_over_micro_batches():
