@@ -68,9 +68,8 @@ class GatheredAgain:
         """
         number = len(self.gathers)
         self.gathers.append(_Gather(value=self._packed(value.detach()), there=there, factor=factor))
-        self.made[number] = (
-            made.detach()
-        )  # lives until forward ends, so that no other storage gets its address
+        # It lives until forward ends, so that no other storage gets its address.
+        self.made[number] = made.detach()
         self._numbers[made.untyped_storage()._cdata] = number
 
     @contextlib.contextmanager
@@ -95,11 +94,9 @@ class GatheredAgain:
 
     def _packed(self, x: Tensor) -> Tensor | _GatheredView:
         number = self._numbers.get(x.untyped_storage()._cdata)
-        return (
-            x
-            if number is None
-            else _GatheredView(self, number, x.size(), x.stride(), x.storage_offset(), x.dtype, x.device)
-        )
+        if number is None:
+            return x
+        return _GatheredView(self, number, x.size(), x.stride(), x.storage_offset(), x.dtype, x.device)
 
     def _unpacked(self, x: Tensor | _GatheredView) -> Tensor:
         import torch
