@@ -353,6 +353,9 @@ def _logsumexp(c: TorchCall) -> Value:
         functions.STOP_GRADIENT,
         nests.reduce(c.b, functions.REDUCE_MAX, [x], axes, [x.dtype], keepdims=True)[0],
     )
+    # As PyTorch does: an infinite maximum less itself would be no number.
+    infinite = c.elementwise([c.value(top)], FUNCTIONS["is_inf"], dtype="bool")
+    top = c.tensor(c.elementwise([infinite, c.value(top), 0], functions.SELECT, dtype=x.dtype))
     e = composites.apply(c.b, functions.EXP, composites.apply(c.b, functions.SUB, x, top))
     (total,) = nests.reduce(c.b, functions.SUM, [e], axes, [x.dtype], keepdims=True)
     log = composites.apply(c.b, functions.LOG, total)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd import Function as TorchFunction
 
-__all__ = ["PickOps", "SplitLabel", "elements", "rows"]
+__all__ = ["PickOps", "SplitLabel", "attained", "elements", "rows"]
 
 _PICK = ("reduce_max", "stop_gradient", "sub", "exp", "reduce_sum", "log", "sub", "gather")
 
@@ -91,6 +91,14 @@ class _RowsContext(Protocol):
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
+class _AttainedContext(Protocol):
+    """The autograd context of ``attained``."""
+
+    saved_tensors: tuple[Tensor, Tensor]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 class _ElementsContext(Protocol):
     """The autograd context of ``elements``."""
 
@@ -111,8 +119,8 @@ class _LabelContext(Protocol):
 
 
 @cache
-def _functions() -> tuple[type[TorchFunction], type[TorchFunction], type[TorchFunction]]:
-    """The autograd functions of ``rows``, ``elements`` and ``SplitLabel``."""
+def _functions() -> tuple[type[TorchFunction], type[TorchFunction], type[TorchFunction], type[TorchFunction]]:
+    """The autograd functions of ``rows``, ``elements``, ``SplitLabel`` and ``attained``."""
     import torch
     from torch.autograd.function import once_differentiable
 
@@ -132,6 +140,19 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction], type[TorchFu
             learnt = gradient.masked_fill(unlearnt, 0)
             made = torch.ops.aten.embedding_dense_backward(learnt, here, ctx.count, -1, False)
             return made, None, None, None
+
+    class Attained(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: _AttainedContext, x: Tensor, top: Tensor, reached: Tensor, shares: Tensor) -> Tensor:
+            ctx.save_for_backward(reached, shares)
+            return top.view_as(top)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: _AttainedContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+            reached, shares = ctx.saved_tensors
+            each = (gradient.reshape(shares.shape) / shares).to(gradient.dtype)
+            return torch.where(reached, each, each.new_zeros(())), None, None, None
 
     class Elements(torch.autograd.Function):
         @staticmethod
@@ -171,7 +192,7 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction], type[TorchFu
             every = ctx.label.groups.all_reduce(own, ctx.label.axes)
             return None, torch.mul(powers, -every / total).scatter_add_(-1, here, own), None, None
 
-    return Rows, Elements, Label
+    return Rows, Elements, Label, Attained
 
 
 def rows(table: Tensor, here: Tensor, mine: Tensor, padding: Tensor | None) -> Tensor:
@@ -179,7 +200,7 @@ def rows(table: Tensor, here: Tensor, mine: Tensor, padding: Tensor | None) -> T
 
     here: the indices into the part. mine: whether they are in it. padding: the indices whose rows get no gradient.
     """
-    of_rows, _, _ = _functions()
+    of_rows, *_ = _functions()
     others = (~mine).unsqueeze(-1)
     unlearnt = others if padding is None else others | padding.unsqueeze(-1)
     made: Tensor = whole(of_rows.apply, table, here, others, unlearnt, name="rows")
@@ -191,9 +212,20 @@ def elements(x: Tensor, dim: int, here: Tensor, mine: Tensor | None) -> Tensor:
 
     mine: whether the indices are in this rank's part; None if all are.
     """
-    _, of_elements, _ = _functions()
+    _, of_elements, *_ = _functions()
     others = () if mine is None else (~mine,)
     made: Tensor = whole(of_elements.apply, x, dim, here, *others, name="elements")
+    return made
+
+
+def attained(x: Tensor, top: Tensor, reached: Tensor, shares: Tensor) -> Tensor:
+    """``top``, an extreme of x over dims that are split. The elements that attain it share its gradient, also where it
+    is infinite.
+
+    reached: which elements of x attain it. shares: how many do on all ranks, with the dims kept.
+    """
+    *_, of_extreme = _functions()
+    made: Tensor = whole(of_extreme.apply, x, top, reached, shares, name="extreme")
     return made
 
 
@@ -212,6 +244,6 @@ class SplitLabel:
 
         here: the classes as indices into this rank's part, [..., 1]. mine: whether they are in it.
         """
-        _, _, of_label = _functions()
+        _, _, of_label, _ = _functions()
         made: Tensor = whole(partial(of_label.apply, self), scores, here, ~mine, name="log_probability")
         return made

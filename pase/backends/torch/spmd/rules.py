@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pase.backends.torch.spmd.collectives import positions
-from pase.backends.torch.spmd.picks import elements, rows
+from pase.backends.torch.spmd.picks import attained, elements, rows
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import seed_of
 from pase.backends.torch.spmd.ring_attention import RankRing
@@ -220,10 +220,9 @@ def _extreme(call: RankCall) -> Tree:
         return top
     whole = top if call.given.get("keepdim") else _unsqueezed(top, sorted(axes))
     reached = x.detach() == whole
-    shares = groups.all_reduce(reached.sum(sorted(axes), keepdim=True).to(x.dtype), over)
-    # The value of this sum is the maximum; its gradient reaches the elements that attain the maximum.
-    ours = torch.where(reached, x - x.detach(), x.new_zeros(())) / shares
-    return top + ours.sum(sorted(axes), keepdim=bool(call.given.get("keepdim")))
+    counts = torch.promote_types(x.dtype, torch.float32)
+    shares = groups.all_reduce(reached.sum(sorted(axes), keepdim=True).to(counts), over)
+    return attained(x, top, reached, shares)
 
 
 def _unsqueezed(x: Tensor, axes: Sequence[int]) -> Tensor:

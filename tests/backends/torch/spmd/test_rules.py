@@ -81,3 +81,41 @@ def test_a_partial_update_of_infinities_is_no_nan() -> None:
     for loss, gradients in on_ranks(2, on_rank):
         assert loss == pytest.approx(module(x, ids).item(), rel=1e-12)
         torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["amax", "amin", "logsumexp"])
+def test_an_infinite_extreme_along_a_split_dim_is_no_nan(name: str) -> None:
+    """A column without any finite score has the value and the gradient that it has on one rank. Two elements attain
+    the extreme of another, one on each rank."""
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        never: Any
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 6)
+            self.register_buffer("never", torch.arange(6) == 3)
+
+        def forward(self, x: Any) -> Any:
+            scores = self.up(x).masked_fill(self.never, float("-inf"))
+            if name == "amin":
+                return (-scores).amin(0).neg().exp().sum()
+            return getattr(scores, name)(0).exp().sum()
+
+    torch.manual_seed(0)
+    module, x = Net().double(), torch.randn(2, 4, dtype=torch.float64).repeat(2, 1)
+    run = pase.compile(module, x, devices=2, mesh="2", target="ddp", baselines=False).torch
+    module(x).backward()
+    expected = {n: p.grad for n, p in module.named_parameters()}
+    module.zero_grad()
+
+    def on_rank(rank: int) -> tuple[float, dict[str, Any]]:
+        mine = copy.deepcopy(module)
+        loss = float(run.parallelize(mine).backward(x))
+        return loss, {n: p.grad.full_tensor() for n, p in mine.named_parameters()}
+
+    for loss, gradients in on_ranks(2, on_rank):
+        assert loss == pytest.approx(module(x).item(), rel=1e-12)
+        torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-13)
