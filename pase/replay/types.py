@@ -173,10 +173,15 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A fault of a trace: where it is, what it is, and what was done about it."""
+    """A fault of a trace: where it is, what it is, and what was done about it.
+
+    is_cut: the file ends early, so that ops are missing from all parts of the run, not only from its end: profilers do
+    not write events in the order of time.
+    """
 
     where: str
     what: str
+    is_cut: bool = False
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}"

@@ -62,5 +62,10 @@ def test_what_is_missing_of_a_trace_is_said_first(tmp_path: Path) -> None:
     """A conclusion from half a trace comes after the note that it is one."""
     text = json.dumps(trace(simulate(ImaginedRun(ranks=1, iterations=6)), 0))
     (tmp_path / "a.json").write_text(text[: 3 * len(text) // 4])
-    first, *_ = printed("diagnose", tmp_path / "a.json").splitlines()
+    first, *then = printed("diagnose", tmp_path / "a.json").splitlines()
     assert first.startswith("note: ") and "cut or damaged" in first
+    said = " ".join(then)
+    assert "Do not rely on what-ifs of this run: " in said and "what is missing from" in said
+    findings = reported("diagnose", tmp_path / "a.json")["findings"]
+    assert any(f["measured_s"] for f in findings) and not any(f["cost_s"] for f in findings)
+    assert run("replay", tmp_path / "a.json", "--what-if", "host=0.5")[0] == 1

@@ -239,7 +239,11 @@ class Run:
     @cached_property
     def _other_doubts(self) -> list[str]:
         """Doubts about the iterations, and about how well they are predicted."""
-        out = []
+        out = [
+            f"what is missing from {p.where} counts as time in which nothing ran"
+            for p in self.measured.timeline.problems
+            if p.is_cut
+        ]
         cut = [x for x in self.measured.iteration_of.values() if x.number in self.iterations and x.partial]
         if cut:
             out.append(

@@ -112,7 +112,7 @@ def read_chrome(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
         what = (
             f"the file is cut or damaged after {len(b)} events ({stream.broken or cut}); the rest is missing"
         )
-        problems.append(Problem(where=str(path), what=what))
+        problems.append(Problem(where=str(path), what=what, is_cut=True))
     problems += [Problem(where=str(path), what=what) for what in stream.repairs()]
     if not len(b):
         why = str(problems[0]) if problems else "; ".join(b.left_out) or "traceEvents is empty"
