@@ -40,7 +40,7 @@ from pase.local.types import (
 )
 from pase.tables.layouts import concrete_size
 
-__all__ = ["OpRule", "OpRules", "loss_and_gradients", "mean_over_micro_batches"]
+__all__ = ["OpRule", "OpRules", "loss_and_gradients"]
 
 PartsKey = TypeVar("PartsKey", bound=Hashable)
 LoopIndices = tuple[int, ...]
@@ -49,23 +49,6 @@ TurnedTensor = tuple[str, LoopIndices]
 
 
 OpRules = Mapping[Place, OpRule]
-
-
-def mean_over_micro_batches(
-    program: LocalProgram,
-    graph: Graph,
-    given: Sequence[Mapping[str, np.ndarray]],
-    loss: str,
-    rules: OpRules | None = None,
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """``loss_and_gradients`` of a step in micro-batches: the means over the micro-batches.
-
-    given: the values of parameters and inputs, for each micro-batch.
-    """
-    every = [loss_and_gradients(program, graph, each, loss, rules) for each in given]
-    trained = dict.fromkeys(t for _, grads in every for t in grads)
-    total = {t: np.sum([grads[t] for _, grads in every if t in grads], axis=0) for t in trained}
-    return np.mean([value for value, _ in every], axis=0), {t: g / len(every) for t, g in total.items()}
 
 
 def loss_and_gradients(

@@ -33,12 +33,12 @@ from pase.tables.layouts import concrete_size
 __all__ = [
     "Fusion",
     "Kept",
+    "bytes_by_region",
     "differentiated",
     "fusion_of",
     "kept",
     "kept_bytes",
     "read_of_parameters",
-    "residual_bytes",
     "written_bytes",
 ]
 
@@ -436,16 +436,11 @@ def kept_bytes(graph: Graph) -> int:
 
     This is ``kept`` without parameters, inputs, and what a rematerialized region recomputes.
     """
-    return _by_region(graph).get(None, 0)
+    return bytes_by_region(graph).get(None, 0)
 
 
-def residual_bytes(graph: Graph) -> int:
-    """Returns ``kept_bytes`` plus what is inside the rematerialized region that holds the most."""
-    found = _by_region(graph)
-    return found.pop(None, 0) + max(found.values(), default=0)
-
-
-def _by_region(graph: Graph) -> dict[tuple[Scope, ...] | None, int]:
+def bytes_by_region(graph: Graph) -> dict[tuple[Scope, ...] | None, int]:
+    """Returns the bytes of the activations among ``kept`` by the rematerialized region that holds them."""
     out: dict[tuple[Scope, ...] | None, int] = {}
     for k in kept(graph).values():
         t = graph.tensors[k.tensor]

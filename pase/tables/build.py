@@ -29,7 +29,6 @@ __all__ = [
     "PhaseCosts",
     "Space",
     "build",
-    "charge_cost",
     "charge_price",
     "config_space",
     "edge_costs",
@@ -98,11 +97,6 @@ def lone_gather(kind: CollectiveKind, whole: ArrayLike, model: CostModel) -> np.
 def _decomposed(c: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
     """Seconds that compute waits for a charge that overlaps with products."""
     return decomposed_times(c.during, c.kind, c.back, c.axes, c.nbytes, c.whole, mesh, model)
-
-
-def charge_cost(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> np.ndarray | float:
-    """The total cost of the charges."""
-    return sum((charge_price(c, model, mesh) for c in charges), np.float64(0.0))
 
 
 def work_cost(work: Iterable[Work], model: CostModel) -> np.ndarray | float:

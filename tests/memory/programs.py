@@ -11,8 +11,9 @@ import numpy as np
 
 from pase.frontends import registry
 from pase.ir import Graph, named, simplify
+from pase.memory.residuals import bytes_by_region
 
-__all__ = ["JAX_LOOPS", "ONNX_LOOPS", "graph_of", "jax_loop", "onnx_loop", "spec"]
+__all__ = ["JAX_LOOPS", "ONNX_LOOPS", "graph_of", "jax_loop", "onnx_loop", "residual_bytes", "spec"]
 
 N = 16
 """The width of all loops."""
@@ -183,3 +184,9 @@ ONNX_LOOPS = ("LSTM", "GRU", "RNN", "Scan")
 
 def onnx_loop(kind: str, turns: int) -> Any:
     return _scan(turns) if kind == "Scan" else _recurrent(kind, turns)
+
+
+def residual_bytes(graph: Graph) -> int:
+    """What is kept from forward to backward, and what is inside the recomputed region that holds the most."""
+    found = bytes_by_region(graph)
+    return found.pop(None, 0) + max(found.values(), default=0)

@@ -16,7 +16,6 @@ from pase.ir import Graph, Node
 from pase.ir.types import WORKLESS
 from pase.machine import Mesh, mesh_from
 from pase.memory.account import in_flight, in_flight_at_least, memory, profile
-from pase.memory.residuals import residual_bytes
 from pase.tables.itemize import collectives
 from pase.tables.layouts import (
     PARTIAL,
@@ -28,7 +27,7 @@ from pase.tables.layouts import (
     write_states,
 )
 from tests.compiler.meshes.models import MODEL
-from tests.memory.programs import jax_loop
+from tests.memory.programs import jax_loop, residual_bytes
 
 
 @pytest.mark.parametrize("more", ["", "&scan=0&remat=1"], ids=["loop", "regions"])

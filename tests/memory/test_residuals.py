@@ -9,9 +9,18 @@ import pase
 from bench.audit.residuals import explained, loss_of, scores_of
 from bench.audit.residuals_jax import residuals
 from bench.composer.spec import parse
-from pase.memory.residuals import kept, kept_bytes, residual_bytes, written_bytes
+from pase.memory.residuals import kept, kept_bytes, written_bytes
 from tests.memory.patterns import PATTERNS, pattern
-from tests.memory.programs import JAX_LOOPS, ONNX_LOOPS, N, graph_of, jax_loop, onnx_loop, spec
+from tests.memory.programs import (
+    JAX_LOOPS,
+    ONNX_LOOPS,
+    N,
+    graph_of,
+    jax_loop,
+    onnx_loop,
+    residual_bytes,
+    spec,
+)
 
 COMPOSED = """
 8,8,8 linen_module.8948 inner_gradient.39581! dense.34826 layer_scan.45459 | contrastive.36710

@@ -11,7 +11,6 @@ from pase.machine import BUCKET_BYTES, Mesh
 from pase.tables.build import (
     GRANULE_BYTES,
     build,
-    charge_cost,
     charge_price,
     config_space,
     habits,
@@ -40,7 +39,7 @@ def test_tables_are_the_rule(unrolled: Graph, sizes: tuple[int, ...]) -> None:
     for v in rng.choice(len(unrolled.nodes), 12, replace=False):
         n, cfg = unrolled.nodes[v], space.configs[v]
         want = work_cost(node_work(unrolled, n, cfg, mesh), MODEL)
-        want = want + charge_cost(node_charges(unrolled, n, cfg, mesh), MODEL, mesh)
+        want = want + sum(charge_price(c, MODEL, mesh) for c in node_charges(unrolled, n, cfg, mesh))
         np.testing.assert_allclose(tables.node_costs[v], np.broadcast_to(want, len(cfg)), rtol=1e-12)
     edges = [e for e in unrolled.edges if sum((f.src, f.dst) == (e.src, e.dst) for f in unrolled.edges) == 1]
     for i in rng.choice(len(edges), 15, replace=False):
@@ -50,7 +49,7 @@ def test_tables_are_the_rule(unrolled: Graph, sizes: tuple[int, ...]) -> None:
         ks, kd = (rng.choice(len(space.configs[x]), 9) for x in (u, v))
         have = write_states(src, *src.write_of(e.tensor), tensor, space.configs[u][ks], mesh)
         want_rows = read_states(dst, e.op, e.access, tensor, space.configs[v][kd], mesh)
-        want = charge_cost(edge_charges(unrolled, e, have, want_rows, mesh), MODEL, mesh)
+        want = sum(charge_price(c, MODEL, mesh) for c in edge_charges(unrolled, e, have, want_rows, mesh))
         got = priced[u, v].dense()[np.ix_(ks, kd)] if (u, v) in priced else np.zeros((9, 9))
         np.testing.assert_allclose(got, np.broadcast_to(want, (9, 9)), rtol=1e-12, atol=1e-15)
 

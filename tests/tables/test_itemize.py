@@ -8,7 +8,7 @@ import pytest
 from pase.ir import Graph
 from pase.machine import Mesh
 from pase.search.check import cost_of
-from pase.tables.build import build, charge_cost
+from pase.tables.build import build, charge_price
 from pase.tables.charges import Charge, edge_charges, node_charges
 from pase.tables.itemize import collectives, local_work, node_costs
 from pase.tables.layouts import configs, read_states, write_states
@@ -44,7 +44,7 @@ def test_a_strategys_collectives_are_the_rule(unrolled: Graph, seed: int) -> Non
         own += [(n.name, c) for c in node_charges(unrolled, n, strategy[n.name][None], mesh)]
         for source, c in own:
             if int(np.ravel(c.axes)[0]) and float(np.ravel(c.nbytes)[0]) and float(np.ravel(c.rounds)[0]):
-                cost = float(np.ravel(charge_cost([c], MODEL, mesh))[0])
+                cost = float(np.ravel(charge_price(c, MODEL, mesh))[0])
                 want.append(
                     (c.kind, c.tensor, c.phase, n.name, source, round(float(np.ravel(c.nbytes)[0])), cost)
                 )
