@@ -32,7 +32,7 @@ class Weight:
     node: str
     op: Op
     shared: tuple[int, ...]
-    """Dims of the weight, the activation and the result: experts."""
+    """Dims of the weight, the activation and the result, and the groups of a grouped product: experts."""
     contracted: tuple[int, ...]
     out: tuple[int, ...]
 
@@ -44,7 +44,7 @@ class Roles:
     rows: the subset of ``batch`` that is sorted by expert. Each device multiplies its part of the rows of all examples.
     model: empty if no dim runs through the weights. tensor: the dims that tensor parallelism splits. ends: the subset
     of ``tensor`` that is not inside a layer (vocabulary, classes). experts: dims that weights, activations and results
-    share. sequence: the other dims of the residual stream.
+    share, or the groups of grouped products. sequence: the other dims of the residual stream.
     """
 
     classes: dict[DimKey, int]
@@ -125,15 +125,27 @@ def roles(graph: Graph) -> Roles:
 
 def _rows_of_groups(graph: Graph, classes: dict[DimKey, int]) -> frozenset[int]:
     """The rows of all examples that grouped products multiply, each by the weights of its group: tokens, sorted by
-    expert."""
-    return frozenset(
+    expert. What makes these rows or reads the results walks them, too."""
+    rows: dict[str, set[int]] = defaultdict(set)
+    groups = set[int]()
+    for n in graph.nodes:
+        for op in n.ops:
+            if op.kind == "matmul" and len(op.reads) > 2:
+                x, w = op.factors
+                groups |= {classes[n.name, d] for d in w.map.dims}
+                own = {*op.writes[0].map.dims} - {*w.map.dims}
+                for a in (x, op.writes[0]):
+                    rows[a.tensor] |= {i for i, walk in enumerate(a.map.walks) if own & {*walk.dims}}
+    found = {
         classes[n.name, d]
         for n in graph.nodes
         for op in n.ops
-        if op.kind == "matmul" and len(op.reads) > 2
-        for d in op.reads[0].map.dims
-        if d in op.writes[0].map.dims and d not in op.reads[1].map.dims
-    )
+        for a in (*op.reads, *op.writes)
+        if a.tensor in rows
+        for i in rows[a.tensor]
+        for d in a.map.walks[i].dims
+    }
+    return frozenset(found - groups)
 
 
 def _parameter_of(graph: Graph, tensor: str) -> str | None:
@@ -156,6 +168,7 @@ def _weights(graph: Graph, classes: dict[DimKey, int]) -> Iterator[Weight]:
                     continue
                 written, beside = set(op.writes[0].map.dims), set(other.map.dims)
                 walked = [d for d in weight.map.dims if n.space[d].kind in ("parallel", "reduction")]
+                groups = {*walked} - written - beside if op.kind == "matmul" else set()
                 if op.kind == "gather" and weight is not op.reads[0]:
                     continue
 
@@ -166,8 +179,8 @@ def _weights(graph: Graph, classes: dict[DimKey, int]) -> Iterator[Weight]:
                     parameter=parameter,
                     node=n.name,
                     op=op,
-                    shared=of([d for d in walked if d in written and d in beside]),
-                    contracted=of([d for d in walked if d not in written]),
+                    shared=of([d for d in walked if (d in written and d in beside) or d in groups]),
+                    contracted=of([d for d in walked if d not in written and d not in groups]),
                     out=of([d for d in walked if d in written and d not in beside]),
                 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,7 +85,7 @@ def resolve(model: str, unknown: Unknown = "error", dims: DimSizes | None = None
             fn, m.params, *m.inputs, name=model, unknown=unknown, dims=dims, **purpose | own
         )
     if registry.frontend_of(model) is not None:
-        if Path(model).suffix and ":" not in model and not Path(model).exists():
+        if Path(model).suffix and ":" not in model and not os.path.exists(model):
             raise PaseError("there is no such file", where=model, fix="check the path")
         return registry.trace(model, unknown=unknown, dims=dims, **purpose)
     module, _, attribute = model.partition(":")

@@ -12,6 +12,7 @@ from pase.frontends.blocks import block_ways
 from pase.ir import Graph, Op, named, simplify
 from pase.stated.price import Priced, price_strategy
 from pase.stated.program import Program
+from pase.stated.rows import with_own_rows
 from pase.stated.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def price_model(problem: SplitProblem, traced: Traced, s: Strategy, program: Pro
         raise Infeasible(f"a batch of {examples} cannot be read as micro-batches of {samples}", where=str(s))
     traced = ways.micro(traced, examples // samples)
     blocks = ways.blocks_of(traced, marked=True)
-    graph = micro_batch_graph(traced, 1)
+    graph = with_own_rows(micro_batch_graph(traced, 1), s)
     priced = price_strategy(
         graph, s, program, problem.model, examples, share=at_once / samples, written_out=blocks
     )

@@ -282,7 +282,7 @@ class _PartsInTheMaking:
         stored = {a.tensor for op in n.ops for a in op.writes}
         for m in self.graph.nodes:
             for op in m.ops:
-                if op.kind == "matmul" and len(op.reads) == 2 and stored & {a.tensor for a in op.reads}:
+                if op.kind == "matmul" and len(op.factors) == 2 and stored & {a.tensor for a in op.reads}:
                     groups = set.intersection(*(set(a.map.dims) for a in (*op.factors, *op.writes)))
                     every = math.prod(concrete_size(m.space[d].size, m.name) for d in groups)
                     config = self.placed.strategy[m.name][None, :]
@@ -295,7 +295,7 @@ class _PartsInTheMaking:
         Backward has two for each of them.
         """
         op, graph = n.main, self.graph
-        if not self.program.experts.apart or op.kind != "matmul" or len(op.reads) != 2:
+        if not self.program.experts.apart or op.kind != "matmul" or len(op.factors) != 2:
             return 0.0
         sources = [graph.producer.get(a.tensor) for a in op.factors]
         groups = set.intersection(*(set(a.map.dims) for a in (*op.factors, *op.writes)))
@@ -337,18 +337,22 @@ class _PartsInTheMaking:
         """Add collectives between products. Sums of parameters' gradients are left to ``add_parameters``.
 
         The program as a whole sorts the tokens of all ranks by expert. A rank of data parallelism sorts its own, so
-        blocks that do this move no activation between ranks, except sums.
+        blocks that do this move no activation between ranks, except sums of what is not sorted, and rows to their
+        experts and back.
         """
-        graph = self.graph
-        own_rows = bool(roles(graph).rows)
+        graph, r = self.graph, roles(self.graph)
+        sorted_ = {t for n in graph.nodes if r.dims(n, r.rows) for t in n.tensors}
         stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
         for c in collectives(graph, self.placed.mesh, self.placed.strategy, self.model):
             if c.tensor in stored and c.phase == "backward":
                 self.summed[graph.producer[c.tensor].name] = c.axes
                 continue
             at, many = self.places.of(c.node), self.runs(c.node)
-            between_ranks = c.axes == ("data",) and c.kind != "all_reduce" and c.tensor not in stored
-            if own_rows and at == "block" and between_ranks:
+            between_ranks = (
+                {*c.axes} <= {"data", "expert"} and c.kind != "all_to_all" and c.tensor not in stored
+            )
+            own = c.tensor in sorted_ or (bool(sorted_) and at == "block" and c.kind != "all_reduce")
+            if between_ranks and own:
                 continue
             cost = c.cost
             if c.kind == "all_to_all" and "expert" in c.axes and self.exchange is not self.model:

@@ -69,7 +69,7 @@ class Work:
     (The cost model's own tiles round up the columns and the contraction.)
     diagonal: for fused attention, the factor by which squares on a causal mask's diagonal, computed whole, add to
         ``flops``. passes: the bytes that its backward moves before and after its products.
-    unaligned: for a product, whether rows of an operand or of the result are no multiple of 16 bytes in memory.
+    unaligned: for a product, whether rows of an operand are no multiple of 16 bytes in memory.
     windowed: the FLOPs of light ops that slide a window over an operand (pools).
     casts: whether this work casts operands of a product to the narrower or wider dtype in which the product runs, or
         gradients back from it.
@@ -194,15 +194,19 @@ def _groups_of_rows(op: Op) -> set[str]:
 
 
 def _unaligned(
-    graph: Graph, node: Node, op: Op, dtype: str, cfg: np.ndarray, mesh: Mesh
+    graph: Graph, node: Node, op: Op, operands: Iterable[Access], dtype: str, cfg: np.ndarray, mesh: Mesh
 ) -> np.ndarray | bool:
-    """Whether local rows of a product's tensor are no multiple of 16 bytes in this dtype, under each config.
+    """Whether local rows of an operand of a product are no multiple of 16 bytes in this dtype, under each config.
 
-    Shorter rows than 16 bytes are not copied asynchronously at all.
+    operands: what this product of the op reads: in backward, the result's gradient, too. Rows of what it writes do not
+    matter, because only operands are copied to shared memory. Shorter rows than 16 bytes are not copied asynchronously
+    at all.
     """
+    if op.kind != "matmul":
+        return False
     found: np.ndarray | bool = False
     width = aligned_elements(dtype)
-    for dims, row in matrix_rows(graph, (*op.factors, *op.writes), product_groups(op)):
+    for dims, row in matrix_rows(graph, operands, product_groups(op)):
         if row > width:
             found = found | (row % (shards(cfg, dim_index(node, dims), mesh) * width) != 0)
     return found
@@ -358,10 +362,12 @@ def _products(
     for a in accesses if kind == "matmul" else ():
         most = np.maximum(most, _padded(node, graph.tensors[a.tensor], a, cfg, mesh, tile))
 
-    unaligned = kind == "matmul" and _unaligned(graph, node, op, dtype, cfg, mesh)
-
     def product(
-        mnk: tuple[np.ndarray, np.ndarray, np.ndarray], phase: Phase, times: float, recompute: bool = False
+        mnk: tuple[np.ndarray, np.ndarray, np.ndarray],
+        operands: Iterable[Access],
+        phase: Phase,
+        times: float,
+        recompute: bool = False,
     ) -> Work:
         known = 1.0 if tile is None else rounded(mnk[1], tile[1]) * rounded(mnk[2], tile[1])
         return Work(
@@ -373,14 +379,15 @@ def _products(
             phase=phase,
             times=times,
             padding=np.maximum(most / known, 1.0),
-            unaligned=unaligned,
+            unaligned=_unaligned(graph, node, op, operands, dtype, cfg, mesh),
             recompute=recompute,
         )
 
-    yield product((m, n, k), phase_of(graph, node.name, op), runs, op.remat)
-    for a, mnk in zip(op.factors, ((m, k, n), (k, n, m)), strict=True):
+    yield product((m, n, k), op.factors, phase_of(graph, node.name, op), runs, op.remat)
+    x, w = op.factors
+    for a, other, mnk in ((x, w, (m, k, n)), (w, x, (k, n, m))):
         if has_gradient(graph, op, a.tensor):
-            yield product(mnk, "backward", times)
+            yield product(mnk, (*op.writes, other), "backward", times)
 
 
 def _widened(
@@ -420,9 +427,10 @@ def _widened(
         for t, a in whole
         if habits.converts
     )
-    unaligned = op.kind == "matmul" and _unaligned(graph, node, op, wide, cfg, mesh)
     wanted = [has_gradient(graph, op, a.tensor) for a in op.factors]
-    for w in backward:
+    read = [other for other, mine in zip(reversed(op.factors), wanted, strict=True) if mine]
+    for w, other in zip(backward, read, strict=True):
+        unaligned = _unaligned(graph, node, op, (*op.writes, other), wide, cfg, mesh)
         yield replace(w, dtype=wide, nbytes=w.nbytes + grown, unaligned=unaligned)
     for a, mine, others in zip(op.factors, wanted, reversed(wanted), strict=True):
         # The operand is read for the other one's gradient; its own gradient is converted to its dtype.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,13 @@ from pase.errors import Infeasible
 from pase.frontends import registry
 from pase.frontends.jax.frontend import trace
 from pase.ir import named, simplify
-from pase.stated.model import price_model
+from pase.stated import price as price_module
+from pase.stated.model import micro_batch_graph, price_model
 from pase.stated.parts import parts_of, token_copies
 from pase.stated.place import place
 from pase.stated.price import price_strategy
 from pase.stated.program import PROGRAMS, AroundExperts
+from pase.stated.rows import with_own_rows
 from pase.stated.strategy import parse
 from pase.zoo.layers import arrays, shapes
 from pase.zoo.llama import rotary
@@ -215,16 +218,65 @@ def test_embedding_and_loss_may_be_chunks_of_their_own():
         price("dp=4,pp=2,vp=5,micro=1")
 
 
+@cache
+def of_transformers(name, **settings):  # type: ignore[no-untyped-def]
+    """A small mixture of transformers, whose rows are sorted by expert."""
+    shape = {"num_hidden_layers": 3, "hidden_size": 64, "vocab_size": 512, "num_local_experts": 4}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "batch": 8, "sequence": 64} | settings
+    return registry.trace(f"hf:{name}?" + "&".join(f"{k}={v}" for k, v in shape.items()))
+
+
+def priced(traced, text):  # type: ignore[no-untyped-def]
+    """The price of a strategy on 8 devices as eager PyTorch runs it, and its parts."""
+    seen = []
+    problem = SplitProblem.of(traced.graph, 8, H100, "analytic", "adam")
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(price_module, "parts_of", lambda *a, **k: seen.append(parts_of(*a, **k)) or seen[0])
+        p = price_model(problem, traced, parse(text, 8), PROGRAMS["eager"])
+    return p, seen[0]
+
+
 @pytest.mark.torch
 def test_a_data_parallel_rank_sorts_its_own_tokens():
     """In transformers' mixtures, rows of all examples are sorted by expert. No framework moves them between ranks."""
-    settings = "num_hidden_layers=3&num_local_experts=4&hidden_size=64&intermediate_size=256&vocab_size=512"
-    model = (
-        f"hf:MixtralForCausalLM?{settings}&num_attention_heads=4&num_key_value_heads=2&batch=8&sequence=64"
-    )
-    traced = registry.trace(model)
-    problem = SplitProblem.of(traced.graph, 8, H100, "analytic", "adam")
-    p = price_model(problem, traced, parse("fsdp=8", 8), PROGRAMS["eager"])
+    traced = of_transformers("MixtralForCausalLM", intermediate_size=256)
+    p, parts = priced(traced, "fsdp=8")
     whole = sum(int(t.nbytes) for t in traced.graph.tensors.values() if t.role == "parameter")
     assert p.memory.parameters == pytest.approx(whole / 8, rel=0.01)
-    assert {k for k in p.collectives_s if k.endswith("over data")} <= {"all_reduce over data"}
+    assert not parts.block.sent
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("MixtralForCausalLM", {"intermediate_size": 256}),
+        # Each expert has biases, so there are ops of rows between the products, too.
+        ("GptOssForCausalLM", {"intermediate_size": 64, "head_dim": 16, "num_experts_per_tok": 2}),
+    ],
+)
+def test_sorted_rows_are_sent_to_their_experts_and_back(name, settings):
+    traced = of_transformers(name, **settings)
+    (whole, _), (p, parts) = (priced(traced, text) for text in ("dp=8", "ep=4"))
+    assert {c.kind for c in parts.block.sent} == {"all_to_all"}
+    # A rank's tokens, each for two experts, in float32: there and back, in forward and in backward.
+    assert {c.nbytes for c in parts.block.sent} == {64 * 2 * 64 * 4}
+    assert sum(c.times for c in parts.block.sent) == pytest.approx(4)
+    experts = sum(
+        int(t.elements)
+        for t in traced.graph.tensors.values()
+        if t.role == "parameter" and t.path.endswith(("gate_up_proj", "down_proj"))
+    )
+    held = whole.memory.parameters - p.memory.parameters
+    assert held == pytest.approx(experts * 4 * 3 / 4)
+    assert p.work.flops == whole.work.flops
+    assert p.memory.activations == pytest.approx(whole.memory.activations)
+
+
+@pytest.mark.torch
+def test_a_ranks_rows_that_are_not_divisible_by_experts_are_refused():
+    graph = micro_batch_graph(of_transformers("MixtralForCausalLM", intermediate_size=256), 1)
+    assert with_own_rows(graph, parse("fsdp=3", 3)) == graph
+    with pytest.raises(Infeasible, match="1024 rows") as e:
+        with_own_rows(graph, parse("ep=3", 3))
+    assert "divisible" in (e.value.fix or "")

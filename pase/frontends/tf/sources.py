@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -88,7 +89,7 @@ def reads(model: object) -> bool:
     """
     if isinstance(model, (str, Path)):
         path = Path(model)
-        return path.suffix in (".pb", KERAS_SUFFIX) or (path / "saved_model.pb").is_file()
+        return path.suffix in (".pb", KERAS_SUFFIX) or os.path.isfile(path / "saved_model.pb")
     if isinstance(model, type):
         return False
     return is_keras(model) or _is_function(model) or is_graph_def(model)
