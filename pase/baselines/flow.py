@@ -84,13 +84,14 @@ def roles(graph: Graph) -> Roles:
         for first in n.ops[0].writes[0].map.walks[:1]
         for d in first.dims[:1]
     )
-    rows = _rows_of_groups(graph, classes) - batch
+    views = view_classes(graph, classes)
+    rows = _rows_of_groups(graph, classes, views) - batch
     batch |= rows
     model = _model_dims(weights)
     experts = frozenset(c for w in weights for c in w.shared) - batch
     inner, ends = (
         frozenset(found) - experts - batch - model
-        for found in _tensor_dims(graph, classes, weights, model, view_classes(graph, classes))
+        for found in _tensor_dims(graph, classes, weights, model, views)
     )
     tensor = inner | ends
     sequence = frozenset(
@@ -123,19 +124,25 @@ def roles(graph: Graph) -> Roles:
     )
 
 
-def _rows_of_groups(graph: Graph, classes: dict[DimKey, int]) -> frozenset[int]:
+def _rows_of_groups(
+    graph: Graph, classes: dict[DimKey, int], views: Mapping[int, frozenset[int]]
+) -> frozenset[int]:
     """The rows of all examples that grouped products multiply, each by the weights of its group: tokens, sorted by
-    expert. What makes these rows or reads the results walks them, too."""
+    expert. What makes these rows or reads the results walks them, too, or other views of them."""
     rows: dict[str, set[int]] = defaultdict(set)
     groups = set[int]()
     for n in graph.nodes:
         for op in n.ops:
-            if op.kind == "matmul" and len(op.reads) > 2:
-                x, w = op.factors
-                groups |= {classes[n.name, d] for d in w.map.dims}
-                own = {*op.writes[0].map.dims} - {*w.map.dims}
-                for a in (x, op.writes[0]):
-                    rows[a.tensor] |= {i for i, walk in enumerate(a.map.walks) if own & {*walk.dims}}
+            if op.kind != "matmul" or op.backward or _parameter_of(graph, op.factors[1].tensor) is None:
+                continue
+            x, w = op.factors
+            own = {*op.writes[0].map.dims} - {*w.map.dims}
+            for a in (x, op.writes[0]):
+                for i, walk in enumerate(a.map.walks):
+                    # Groups' rows follow one another in one dim, in an unknown order or all equally many.
+                    if own & {*walk.dims} and (len(op.reads) > 2 or {*walk.dims} & {*w.map.dims}):
+                        rows[a.tensor].add(i)
+                        groups |= {classes[n.name, d] for d in w.map.dims}
     found = {
         classes[n.name, d]
         for n in graph.nodes
@@ -145,7 +152,7 @@ def _rows_of_groups(graph: Graph, classes: dict[DimKey, int]) -> frozenset[int]:
         for i in rows[a.tensor]
         for d in a.map.walks[i].dims
     }
-    return frozenset(found - groups)
+    return frozenset(found.union(*(views[c] for c in found)) - groups)
 
 
 def _parameter_of(graph: Graph, tensor: str) -> str | None:

@@ -337,8 +337,7 @@ class _PartsInTheMaking:
         """Add collectives between products. Sums of parameters' gradients are left to ``add_parameters``.
 
         The program as a whole sorts the tokens of all ranks by expert. A rank of data parallelism sorts its own, so
-        blocks that do this move no activation between ranks, except sums of what is not sorted, and rows to their
-        experts and back.
+        blocks move nothing of what is sorted between ranks, except rows to their experts and back.
         """
         graph, r = self.graph, roles(self.graph)
         sorted_ = {t for n in graph.nodes if r.dims(n, r.rows) for t in n.tensors}
@@ -348,11 +347,8 @@ class _PartsInTheMaking:
                 self.summed[graph.producer[c.tensor].name] = c.axes
                 continue
             at, many = self.places.of(c.node), self.runs(c.node)
-            between_ranks = (
-                {*c.axes} <= {"data", "expert"} and c.kind != "all_to_all" and c.tensor not in stored
-            )
-            own = c.tensor in sorted_ or (bool(sorted_) and at == "block" and c.kind != "all_reduce")
-            if between_ranks and own:
+            own = at == "block" and c.tensor in sorted_ - stored
+            if own and {*c.axes} <= {"data", "expert"} and c.kind != "all_to_all":
                 continue
             cost = c.cost
             if c.kind == "all_to_all" and "expert" in c.axes and self.exchange is not self.model:

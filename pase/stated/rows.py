@@ -9,12 +9,11 @@ weights, which is what sends tokens to experts.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-
-import networkx as nx
 
 from pase.errors import Infeasible
 from pase.ir import Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, dim_classes
@@ -28,7 +27,8 @@ __all__ = ["with_own_rows"]
 def with_own_rows(graph: Graph, s: Strategy) -> Graph:
     """Return the graph with the rows of each grouped product as [ranks, groups, rows of a group].
 
-    If the rows are not divisible so, they stay as they are. Raises Infeasible if the strategy splits experts then.
+    If the rows are not divisible so, they stay as they are. Raises Infeasible if the strategy splits experts then, or
+    if the program's rows cannot be split.
     """
     found = {n.name: (op, dims) for n in graph.nodes for op in n.ops if (dims := _rows_and_groups(op))}
     if not found:
@@ -39,7 +39,7 @@ def with_own_rows(graph: Graph, s: Strategy) -> Graph:
         rows, groups = (concrete_size(graph.node[name].space[d].size, name) for d in (row, group))
         if rows % (s.ranks * groups) == 0:
             apart[classes[name, row]] = groups
-        elif s.expert > 1:
+        elif s.expert > 1 or (s.ranks > 1 and graph.node[name].space[row].kind != "parallel"):
             raise Infeasible(
                 f"the {rows} rows of '{name}' are not as many for each of {groups} experts and each of {s.ranks} "
                 "data-parallel ranks",
@@ -47,20 +47,24 @@ def with_own_rows(graph: Graph, s: Strategy) -> Graph:
                 fix="change the batch or the sequence, so that a rank's tokens are divisible by the number of experts",
             )
     at_experts = _between(graph, classes, set(found), set(apart))
+    sorted_ = _sorted_with(graph, classes, set(apart), s.ranks)
 
     def of(n: Node) -> Node:
-        row = next((d.name for d in n.space if classes[n.name, d.name] in apart), None)
-        if row is None or n.name not in at_experts:
+        own = [d.name for d in n.space if classes[n.name, d.name] in sorted_]
+        if not own or n.kind == "opaque":
             return n
-        op, (_, group) = found.get(n.name, (None, (row, None)))
-        return _divided(n, row, group, s.ranks, apart[classes[n.name, row]], op)
+        groups = next((apart[c] for d in own if (c := classes[n.name, d]) in apart), 1)
+        if n.name not in at_experts:
+            return _divided(n, own, None, s.ranks, 1, None)
+        op, (_, group) = found.get(n.name, (None, ("", None)))
+        return _divided(n, own, group, s.ranks, groups, op)
 
     return replace(graph, nodes=tuple(map(of, graph.nodes)))
 
 
 def _rows_and_groups(op: Op) -> tuple[str, str] | None:
     """Return the dims (rows, groups) of a grouped product; None for any other op."""
-    if op.kind != "matmul" or len(op.reads) < 3:
+    if op.kind != "matmul" or op.backward:
         return None
     x, w = (set(a.map.dims) for a in op.factors)
     out = set(op.writes[0].map.dims)
@@ -73,6 +77,8 @@ def _between(
 ) -> set[str]:
     """Return the nodes that work where the experts are: grouped products, and what of these rows lies between two of
     them or is read only there, such as each row's bias."""
+    import networkx as nx
+
     moved: nx.DiGraph[str] = nx.DiGraph()
     moved.add_nodes_from(grouped)
     for e in graph.edges:
@@ -93,18 +99,59 @@ def _between(
     return between
 
 
-def _divided(n: Node, row: str, group: str | None, ranks: int, groups: int, product: Op | None) -> Node:
-    """Return the node with its rows as three dims. product: its grouped product, if it has one, and its groups."""
+def _sorted_with(
+    graph: Graph, classes: Mapping[tuple[str, str], int], rows: set[int], ranks: int
+) -> set[int]:
+    """Return the classes of dims of which a rank has its own part: rows, and tokens from which or into which they are
+    sorted."""
+    together: list[set[int]] = []
+    walked: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for n in graph.nodes:
+        for op in n.ops:
+            for a in (*op.reads, *op.writes):
+                for i, walk in enumerate(a.map.walks):
+                    if len(walk.dims) == 1:
+                        walked[a.tensor, i].add(classes[n.name, walk.dims[0]])
+            if op.kind in ("gather", "scatter") and not op.backward:
+                dims = {d for a in (*op.reads, *op.writes) for d in a.map.dims}
+                if op.kind == "gather":
+                    dims -= set(op.reads[0].map.dims) & set(op.writes[0].map.dims)  # features of a row
+                if all(concrete_size(n.space[d].size, n.name) % ranks == 0 for d in dims):
+                    together.append({classes[n.name, d] for d in dims})
+    out, before = set(rows), set[int]()
+    while out != before:
+        before = set(out)
+        found = [here for here in together if here & before]
+        indexed = set[int]().union(*found)
+        out |= indexed | set[int]().union(*(here for here in walked.values() if here & indexed))
+    return out
+
+
+def _divided(
+    n: Node, own: Sequence[str], group: str | None, ranks: int, groups: int, product: Op | None
+) -> Node:
+    """Return the node with each of its own dims as (ranks, rest), and rows of experts as (ranks, groups, rest).
+
+    product: the node's grouped product, if it has one, and group its groups.
+    """
     sizes = {d.name: concrete_size(d.size, n.name) for d in n.space}
-    names = [f"{row}_{i}" for i in range(len(sizes) + 3)]
-    first, last, new = [name for name in names if name not in sizes][:3]
-    parts = {first: ranks, group or new: groups, last: sizes[row] // (ranks * groups)}
-    dims = [Dim(name=name, size=size) for name, size in parts.items() if size > 1]
-    apart = tuple(d.name for d in dims)
-    sizes |= parts
+    names = (name for i in itertools.count() if (name := f"{own[0]}_{i}") not in sizes)
+    rank, at = next(names), group or next(names)
+    major = [Dim(name=rank, size=ranks)] * (ranks > 1) + [Dim(name=at, size=groups)] * (groups > 1)
+    dims, apart = [*major], dict[str, tuple[str, ...]]()
+    for d in own:
+        kind = "parallel" if groups > 1 else n.space[d].kind
+        rest = (
+            [Dim(name=next(names), size=size, kind=kind)]
+            if (size := sizes[d] // (ranks * groups)) > 1
+            else []
+        )
+        apart[d] = tuple(x.name for x in (*major, *rest))
+        dims += rest
+    sizes |= {d.name: concrete_size(d.size, n.name) for d in dims}
 
     def named(old: Iterable[str]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(d for name in old for d in (apart if name == row else (name,))))
+        return tuple(dict.fromkeys(d for name in old for d in apart.get(name, (name,))))
 
     def walked(a: Access) -> Access:
         return replace(a, map=AccessMap(tuple(Walk(named(w.dims), w.window) for w in a.map.walks)))
@@ -117,5 +164,5 @@ def _divided(n: Node, row: str, group: str | None, ranks: int, groups: int, prod
         before, now = (math.prod(sizes[d] for d in o.worked) for o in (op, done))
         return replace(done, flops_per_point=op.flops_per_point * before / now)
 
-    kept = tuple(d for d in n.space if d.name not in (row, group))
+    kept = tuple(d for d in n.space if d.name not in (*own, group))
     return replace(n, space=IterationSpace((*dims, *kept)), ops=tuple(map(of, n.ops)))

@@ -222,28 +222,78 @@ def test_embedding_and_loss_may_be_chunks_of_their_own():
 def of_transformers(name, **settings):  # type: ignore[no-untyped-def]
     """A small mixture of transformers, whose rows are sorted by expert."""
     shape = {"num_hidden_layers": 3, "hidden_size": 64, "vocab_size": 512, "num_local_experts": 4}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "batch": 8, "sequence": 64} | settings
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "batch": 16, "sequence": 64} | settings
     return registry.trace(f"hf:{name}?" + "&".join(f"{k}={v}" for k, v in shape.items()))
 
 
-def priced(traced, text):  # type: ignore[no-untyped-def]
-    """The price of a strategy on 8 devices as eager PyTorch runs it, and its parts."""
+def priced(traced, text, devices=8):  # type: ignore[no-untyped-def]
+    """The price of a strategy as eager PyTorch runs it, and its parts."""
     seen = []
-    problem = SplitProblem.of(traced.graph, 8, H100, "analytic", "adam")
+    problem = SplitProblem.of(traced.graph, devices, H100, "analytic", "adam")
     with pytest.MonkeyPatch.context() as m:
         m.setattr(price_module, "parts_of", lambda *a, **k: seen.append(parts_of(*a, **k)) or seen[0])
-        p = price_model(problem, traced, parse(text, 8), PROGRAMS["eager"])
+        p = price_model(problem, traced, parse(text, devices), PROGRAMS["eager"])
     return p, seen[0]
 
 
-@pytest.mark.torch
-def test_a_data_parallel_rank_sorts_its_own_tokens():
-    """In transformers' mixtures, rows of all examples are sorted by expert. No framework moves them between ranks."""
-    traced = of_transformers("MixtralForCausalLM", intermediate_size=256)
-    p, parts = priced(traced, "fsdp=8")
-    whole = sum(int(t.nbytes) for t in traced.graph.tensors.values() if t.role == "parameter")
-    assert p.memory.parameters == pytest.approx(whole / 8, rel=0.01)
+def ragged_loss(params, batch):  # type: ignore[no-untyped-def]
+    """A mixture of two experts a token as JAX programs write it: a sort, ragged products, and the sort undone."""
+
+    def block(x, p):  # type: ignore[no-untyped-def]
+        tokens = (x @ p["mix"]).reshape(-1, x.shape[-1])
+        gates, ids = jax.lax.top_k(jax.nn.softmax((tokens @ p["router"]).astype(jnp.float32)), 2)
+        order = jnp.argsort(ids.reshape(-1))
+        sizes = jnp.bincount(ids.reshape(-1), length=p["up"].shape[0])
+        rows = jax.nn.silu(jax.lax.ragged_dot(tokens[order // 2], p["up"], sizes))
+        each = jax.lax.ragged_dot(rows, p["down"], sizes)[jnp.argsort(order)].reshape(-1, 2, x.shape[-1])
+        return x + (each * gates[..., None]).sum(1).reshape(x.shape).astype(x.dtype), None
+
+    x, _ = jax.lax.scan(block, params["embed"][batch["tokens"]], params["blocks"])
+    found = jax.nn.log_softmax((x @ params["out"]).astype(jnp.float32))
+    return -jnp.take_along_axis(found, batch["labels"][..., None], -1).mean()
+
+
+@cache
+def ragged():  # type: ignore[no-untyped-def]
+    def of(*shape, dtype="bfloat16"):  # type: ignore[no-untyped-def]
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    blocks = {
+        "mix": of(3, 64, 64),
+        "router": of(3, 64, 4),
+        "up": of(3, 4, 64, 256),
+        "down": of(3, 4, 256, 64),
+    }
+    params = {"embed": of(512, 64), "out": of(64, 512), "blocks": blocks}
+    batch = {name: of(16, 64, dtype="int32") for name in ("tokens", "labels")}
+    return registry.trace(ragged_loss, params, batch)
+
+
+def assert_ranks_work_alone(traced, rel):  # type: ignore[no-untyped-def]
+    """A rank of data parallelism computes and keeps what one device does with as many examples, and sends nothing."""
+    (p, parts), (_, alone) = priced(traced, "fsdp=8"), priced(traced, "micro=2", 1)
+    elements = sum(int(t.elements) for t in traced.graph.tensors.values() if t.role == "parameter")
+    assert p.memory.parameters == pytest.approx(4 * elements / 8, rel=0.01)
     assert not parts.block.sent
+    for figure in ("forward_s", "backward_s", "saved"):
+        assert getattr(parts.block, figure) == pytest.approx(getattr(alone.block, figure), rel=rel)
+
+
+def test_a_data_parallel_rank_sorts_its_own_tokens():
+    """Programs sort the rows of all examples by expert. No framework moves them between ranks."""
+    assert_ranks_work_alone(ragged(), 1e-6)
+
+
+@pytest.mark.torch
+def test_a_data_parallel_rank_of_transformers_sorts_its_own_tokens():
+    # Only the histogram of experts still counts the rows of all ranks.
+    assert_ranks_work_alone(of_transformers("MixtralForCausalLM", intermediate_size=256), 1e-4)
+
+
+def test_rows_of_ragged_products_are_sent_to_their_experts_and_back():
+    _, parts = priced(ragged(), "ep=4")
+    assert {(c.kind, c.nbytes) for c in parts.block.sent} == {("all_to_all", 2 * 64 * 2 * 64 * 2)}
+    assert sum(c.times for c in parts.block.sent) == 4
 
 
 @pytest.mark.torch
@@ -259,9 +309,10 @@ def test_sorted_rows_are_sent_to_their_experts_and_back(name, settings):
     traced = of_transformers(name, **settings)
     (whole, _), (p, parts) = (priced(traced, text) for text in ("dp=8", "ep=4"))
     assert {c.kind for c in parts.block.sent} == {"all_to_all"}
-    # A rank's tokens, each for two experts, in float32: there and back, in forward and in backward.
-    assert {c.nbytes for c in parts.block.sent} == {64 * 2 * 64 * 4}
-    assert sum(c.times for c in parts.block.sent) == pytest.approx(4)
+    # A rank's tokens, each for two experts, in float32: there and back, in forward and in backward. With biases, the
+    # experts that were chosen are sent, too.
+    assert {c.nbytes for c in parts.block.sent} <= {2 * 64 * 2 * 64 * 4, 2 * 64 * 2 * 8}
+    assert sum(c.times for c in parts.block.sent if c.nbytes > 1e4) == pytest.approx(4)
     experts = sum(
         int(t.elements)
         for t in traced.graph.tensors.values()
@@ -277,6 +328,6 @@ def test_sorted_rows_are_sent_to_their_experts_and_back(name, settings):
 def test_a_ranks_rows_that_are_not_divisible_by_experts_are_refused():
     graph = micro_batch_graph(of_transformers("MixtralForCausalLM", intermediate_size=256), 1)
     assert with_own_rows(graph, parse("fsdp=3", 3)) == graph
-    with pytest.raises(Infeasible, match="1024 rows") as e:
+    with pytest.raises(Infeasible, match="2048 rows") as e:
         with_own_rows(graph, parse("ep=3", 3))
     assert "divisible" in (e.value.fix or "")
