@@ -85,6 +85,21 @@ _DEEPSEEK: dict[str, Any] = {
     "selective": all_but_products,
 }
 
+_BRIDGE_OVERLAPS: tuple[tuple[str, frozenset[str], frozenset[str], str, str], ...] = (
+    ("deepseek-v3", frozenset({"H100"}), frozenset(), "25.11", "25.11"),
+    ("qwen3 235b", frozenset({"H100"}), frozenset(), "25.11", ""),
+    ("qwen3 235b", frozenset({"B200"}), frozenset(), "25.11", "25.11"),
+    ("qwen3 30b", frozenset({"H100"}), frozenset(), "25.11", "25.11"),
+    ("gpt-oss 120b", frozenset({"GB200"}), frozenset(), "26.04", ""),
+    ("deepseek-v3", frozenset({"GB300", "GB200", "B200"}), frozenset({"MXFP8"}), "26.06", ""),
+    ("qwen3 235b", frozenset({"GB300", "GB200"}), frozenset({"MXFP8"}), "26.06", ""),
+    ("qwen3 30b", frozenset({"GB300", "GB200", "B300"}), frozenset({"MXFP8"}), "26.06", ""),
+    ("gpt-oss 120b", frozenset({"GB300"}), frozenset({"MXFP8"}), "26.06", ""),
+)
+"""(Model, cards, precisions or all, first and last container) whose recipe in Megatron-Bridge sends tokens to experts
+while another micro-batch computes: ``moe_a2a_overlap`` in scripts/performance/configs of v0.2.2 (container 25.11),
+v0.3.1 (26.02), v0.4.0 (26.04) and v0.5.0 (26.06), ``overlap_moe_expert_parallel_comm`` in perf_recipes of v0.6.0."""
+
 _MAXTEXT = replace(PROGRAMS["xla"].executor, widens=False)
 """logits_dot_in_fp32 is false in MaxText's src/maxtext/configs/base.yml: logits are cast after their product."""
 
@@ -144,6 +159,8 @@ def program_of(row: PublishedRow) -> Program:
         program = replace(program, **_COMPOSER)
     if "deepep" in notes:
         program = replace(program, exchange=("DeepEP",))
+    if _overlaps_exchange(row):
+        program = replace(program, exchange_overlaps=True)
     if row.source == "dsv":
         program = replace(program, **_DEEPSEEK)
     if (
@@ -157,6 +174,21 @@ def program_of(row: PublishedRow) -> Program:
             program, executor=replace(program.executor, kernels=PROGRAMS["megatron"].executor.kernels)
         )
     return program
+
+
+def _overlaps_exchange(row: PublishedRow) -> bool:
+    """Returns whether a row of Megatron-Bridge ran a recipe that sends tokens to experts beside compute."""
+    container = re.search(r"container (\d\d\.\d\d)", row.notes)
+    if row.source not in ("mbr", "bwl") or container is None:
+        return False
+    model, card = (row.text("model") or "").lower(), (row.text("gpu") or "").partition("-")[0]
+    return any(
+        model.startswith(name)
+        and card in cards
+        and (not precisions or row.text("precision") in precisions)
+        and first <= container[1] <= (last or container[1])
+        for name, cards, precisions, first, last in _BRIDGE_OVERLAPS
+    )
 
 
 def _repeated_heads(row: PublishedRow, program: Program) -> AroundAttention:

@@ -56,6 +56,26 @@ def test_a_vocabulary_that_only_the_notes_tell_is_taken():
     assert row(vocab="", notes="").vocab is None
 
 
+@pytest.mark.parametrize(
+    ("changed", "overlaps"),
+    [
+        ({}, True),
+        ({"notes": "container 26.04"}, False),
+        ({"notes": "container 26.08"}, True),
+        ({"notes": ""}, False),
+        ({"precision": "BF16"}, False),
+        ({"gpu": "B300"}, False),
+        ({"id": "ttn001"}, False),
+        ({"model": "Qwen3 235B-A22B", "gpu": "H100-80GB", "precision": "BF16", "id": "mbr001"}, True),
+        ({"model": "Qwen3 30B-A3B", "gpu": "H100-80GB", "precision": "BF16", "id": "mbr001"}, False),
+    ],
+)
+def test_recipes_of_megatron_bridge_say_whether_tokens_are_sent_beside_compute(changed, overlaps):
+    run = {"id": "bwl001", "model": "DeepSeek-V3 671B", "gpu": "GB300", "precision": "MXFP8"}
+    run |= {"notes": "MoE load force-balanced; container 26.06"}
+    assert program_of(row(**run | changed)).exchange_overlaps is overlaps
+
+
 def test_aleph_alpha_s_runs_are_of_a_framework_of_its_own():
     """Its sums are all-reduces in float32, and every rank computes its loss from whole logits."""
     run = row(id="aal001", gpu="A100", dp_type="unknown", tp="2", dp="4", notes="")
