@@ -126,7 +126,7 @@ def program_of(row: PublishedRow) -> Program:
         )
         return replace(PROGRAMS["megatron_2021"], executor=own, **_SCALING)
     if row.source in _MEGATRON or "megatron" in notes:
-        program = PROGRAMS["megatron"]
+        program = replace(PROGRAMS["megatron"], exchange_overlaps=_overlaps_exchange(row))
         if row.source in ("mbr", "nem", "bwl", "mlp") or "examples/llama" in notes:
             # grad_reduce_in_fp32 = False in NeMo's (MLPerf's, too) and Megatron-Bridge's performance recipes;
             # --grad-reduce-in-bf16 in Megatron-LM's examples/llama.
@@ -159,8 +159,6 @@ def program_of(row: PublishedRow) -> Program:
         program = replace(program, **_COMPOSER)
     if "deepep" in notes:
         program = replace(program, exchange=("DeepEP",))
-    if _overlaps_exchange(row):
-        program = replace(program, exchange_overlaps=True)
     if row.source == "dsv":
         program = replace(program, **_DEEPSEEK)
     if (
