@@ -16,8 +16,6 @@ from tests.program import COMPILED_QUICKLY
 
 DEVICES = 8
 
-gc.disable()  # until tests are collected: imports leave little garbage, and to look for it takes a sixth of that time
-
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")  # the default layer kills forked child processes
 os.environ.pop(
@@ -71,6 +69,9 @@ def double():
 
 
 def pytest_configure(config):
+    if config.getoption("dist", "no") == "no":  # not xdist's controller, which collects nothing
+        # Until tests are collected: imports leave little garbage, and to look for it takes a sixth of that time.
+        gc.disable()
     for name, need in NEEDS.items():
         config.addinivalue_line("markers", f"{name}: {need.reason}")
     config.addinivalue_line("markers", "some(n): n of the cases run, evenly spread; the others need release")
