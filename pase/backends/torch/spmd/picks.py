@@ -119,8 +119,8 @@ class _LabelContext(Protocol):
 
 
 @cache
-def _functions() -> tuple[type[TorchFunction], type[TorchFunction], type[TorchFunction], type[TorchFunction]]:
-    """The autograd functions of ``rows``, ``elements``, ``SplitLabel`` and ``attained``."""
+def _functions() -> tuple[type[TorchFunction], type[TorchFunction], type[TorchFunction]]:
+    """The autograd functions of ``rows``, ``elements`` and ``SplitLabel``."""
     import torch
     from torch.autograd.function import once_differentiable
 
@@ -140,19 +140,6 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction], type[TorchFu
             learnt = gradient.masked_fill(unlearnt, 0)
             made = torch.ops.aten.embedding_dense_backward(learnt, here, ctx.count, -1, False)
             return made, None, None, None
-
-    class Attained(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: _AttainedContext, x: Tensor, top: Tensor, reached: Tensor, shares: Tensor) -> Tensor:
-            ctx.save_for_backward(reached, shares)
-            return top.view_as(top)
-
-        @staticmethod
-        @once_differentiable
-        def backward(ctx: _AttainedContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
-            reached, shares = ctx.saved_tensors
-            each = (gradient.reshape(shares.shape) / shares).to(gradient.dtype)
-            return torch.where(reached, each, each.new_zeros(())), None, None, None
 
     class Elements(torch.autograd.Function):
         @staticmethod
@@ -192,7 +179,29 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction], type[TorchFu
             every = ctx.label.groups.all_reduce(own, ctx.label.axes)
             return None, torch.mul(powers, -every / total).scatter_add_(-1, here, own), None, None
 
-    return Rows, Elements, Label, Attained
+    return Rows, Elements, Label
+
+
+@cache
+def _extreme() -> type[TorchFunction]:
+    """The autograd function of ``attained``."""
+    import torch
+    from torch.autograd.function import once_differentiable
+
+    class Attained(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: _AttainedContext, x: Tensor, top: Tensor, reached: Tensor, shares: Tensor) -> Tensor:
+            ctx.save_for_backward(reached, shares)
+            return top.view_as(top)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: _AttainedContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+            reached, shares = ctx.saved_tensors
+            each = (gradient.reshape(shares.shape) / shares).to(gradient.dtype)
+            return torch.where(reached, each, each.new_zeros(())), None, None, None
+
+    return Attained
 
 
 def rows(table: Tensor, here: Tensor, mine: Tensor, padding: Tensor | None) -> Tensor:
@@ -200,7 +209,7 @@ def rows(table: Tensor, here: Tensor, mine: Tensor, padding: Tensor | None) -> T
 
     here: the indices into the part. mine: whether they are in it. padding: the indices whose rows get no gradient.
     """
-    of_rows, *_ = _functions()
+    of_rows, _, _ = _functions()
     others = (~mine).unsqueeze(-1)
     unlearnt = others if padding is None else others | padding.unsqueeze(-1)
     made: Tensor = whole(of_rows.apply, table, here, others, unlearnt, name="rows")
@@ -212,7 +221,7 @@ def elements(x: Tensor, dim: int, here: Tensor, mine: Tensor | None) -> Tensor:
 
     mine: whether the indices are in this rank's part; None if all are.
     """
-    _, of_elements, *_ = _functions()
+    _, of_elements, _ = _functions()
     others = () if mine is None else (~mine,)
     made: Tensor = whole(of_elements.apply, x, dim, here, *others, name="elements")
     return made
@@ -224,8 +233,7 @@ def attained(x: Tensor, top: Tensor, reached: Tensor, shares: Tensor) -> Tensor:
 
     reached: which elements of x attain it. shares: how many do on all ranks, with the dims kept.
     """
-    *_, of_extreme = _functions()
-    made: Tensor = whole(of_extreme.apply, x, top, reached, shares, name="extreme")
+    made: Tensor = whole(_extreme().apply, x, top, reached, shares, name="extreme")
     return made
 
 
@@ -244,6 +252,6 @@ class SplitLabel:
 
         here: the classes as indices into this rank's part, [..., 1]. mine: whether they are in it.
         """
-        _, _, of_label, _ = _functions()
+        _, _, of_label = _functions()
         made: Tensor = whole(partial(of_label.apply, self), scores, here, ~mine, name="log_probability")
         return made
