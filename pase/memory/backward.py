@@ -28,6 +28,7 @@ import numpy as np
 
 from pase.ir import Access, Graph, Node, Op, Scope
 from pase.ir.blocks import micro_batches_of
+from pase.ir.recompute import needs
 from pase.ir.types import PRODUCTS
 from pase.machine import BUCKET_BYTES, Mesh
 from pase.memory.account import (
@@ -55,6 +56,7 @@ from pase.tables.layouts import (
     dim_index,
     forward_states,
     local_bytes,
+    read_rule,
     read_states,
     shards,
     write_states,
@@ -297,7 +299,20 @@ class _HeldForLayouts:
                 if g.cast or self._moves(g, source, n):
                     times = concrete_size(ops[0].times, n.name) / micro_batches_of(self.graph)
                     nbytes = self._local(n, a) * times
-                    yield n.name, self._last(n, ops[0]), nbytes
+                    last = 0 if self._waits_for_sum(n, ops[0], a) else self._last(n, ops[0])
+                    yield n.name, last, nbytes
+
+    def _waits_for_sum(self, n: Node, op: Op, a: Access) -> bool:
+        """Whether a compiled step keeps what it makes of a parameter (its tanh) until the sum of its gradient over
+        devices has arrived, because the derivative needs it. Sums are joined and arrive at the end."""
+        source = self.graph.producer[a.tensor]
+        made = {w.tensor: by for by in source.ops for w in by.writes}
+        t = a.tensor
+        while made[t].kind == "view":
+            t = made[t].reads[0].tensor
+        if self.graph.facts.eager or t not in needs(made[t], self.graph.tensors):
+            return False
+        return bool((read_rule(n, op, a).states(self._config(n), self.mesh) == PARTIAL).any())
 
     def operands(self) -> Iterator[tuple[str, int, float]]:
         """Yields the operands of products that backward needs in another layout than they were made in, in the same

@@ -95,6 +95,23 @@ def test_the_profile_is_no_more_than_the_peak(accumulate):
     assert 0.4 < min(ratios) <= max(ratios) <= 1 + 1e-9
 
 
+def test_what_is_made_of_weights_is_kept_until_their_gradients_are_summed():
+    """Six layers x @ tanh(w) under data parallelism on 4 H100s. XLA's compiler says 18.07 MiB without its workspace:
+    the weights, their tanh and all gradients at once. The tanh was freed after its product: 14.4."""
+    import jax
+    import jax.numpy as jnp
+
+    def loss(p, x):
+        for w in p:
+            x = jax.nn.relu(x @ jnp.tanh(w))
+        return jnp.mean(x**2)
+
+    w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 512), (64, 512)))
+    given = {"devices": 4, "machine": "h100x8", "mesh": "4", "optimizer": "sgd"}
+    plan = pase.compile(loss, [w] * 6, x, target="ddp", baselines=False, **given)
+    assert (plan.memory.total - (32 << 20)) / 2**20 == pytest.approx(18.07, rel=0.1)
+
+
 def test_a_product_keeps_what_it_gathers():
     """The operand of a product that is gathered for it is kept gathered for its weight's gradient."""
     import jax
