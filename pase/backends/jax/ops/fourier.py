@@ -1,10 +1,10 @@
-"""Runs Fourier transforms with all batch dims (those that are not transformed) merged into one.
+"""Runs Fourier transforms on operands whose dims are in memory in the order of the shape.
 
-XLA for CPUs (jaxlib 0.10.2) may give an fft with two or more batch dims an operand whose batch dims are in another
-order in memory than in the shape. Its runtime then refuses to run the program (RET_CHECK in fft_thunk.cc). With one
-batch dim in front of the transformed ones there is only one order, also in the transpose of the transform. In the
-annotated lowering, the batch dims may be split over different axes, so merging them would send data. So each device
-merges its own part, under ``shard_map``.
+XLA for CPUs (jaxlib 0.10.2) may give an fft an operand whose dims are in another order in memory. Its runtime then
+refuses to run the program (RET_CHECK in fft_thunk.cc). The order is asked for here, of the operand and of the result:
+the transpose of the transform reads the gradient of the result. All batch dims (those that are not transformed) are
+merged into one besides. In the annotated lowering, they may be split over different axes, so merging them would send
+data. So each device merges its own part, under ``shard_map``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,19 @@ __all__ = ["of_plan", "transformed"]
 def transformed(eqn: Eqn, x: Array) -> Array:
     """The fft of an array, or of a part of it along batch dims, computed with merged batch dims."""
     batch = x.shape[: x.ndim - len(eqn.params["fft_lengths"])]
-    if len(batch) < 2:
-        return eqn.primitive.bind(x, **eqn.params)
-    out = eqn.primitive.bind(x.reshape(-1, *x.shape[len(batch) :]), **eqn.params)
-    return out.reshape(*batch, *out.shape[1:])
+    if batch:
+        x = x.reshape(-1, *x.shape[len(batch) :])
+    out = _in_order(eqn.primitive.bind(_in_order(x), **eqn.params))
+    return out.reshape(*batch, *out.shape[1:]) if batch else out
+
+
+def _in_order(x: Array) -> Array:
+    """The array with its dims in memory in the order of its shape, on CPUs."""
+    import jax
+    from jax.experimental.layout import Layout, with_layout_constraint
+
+    wanted = Layout(major_to_minor=tuple(range(x.ndim)))
+    return jax.lax.platform_dependent(x, cpu=lambda x: with_layout_constraint(x, wanted), default=lambda x: x)
 
 
 def of_plan(

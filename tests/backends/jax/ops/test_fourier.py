@@ -10,8 +10,10 @@ import numpy as np
 import optax
 import pytest
 
+import pase
 from bench.cases.plans import case_of
 from pase.backends.audit.xla import sharded_step, unsharded_step
+from tests.costmodels.machines import flat
 
 CHANNELS, SIZE, MODES = 4, 16, 4
 
@@ -62,3 +64,19 @@ def test_transforms_whose_batch_dims_are_split_agree(strategy, lowering):
         sizes += re.findall(r"stablehlo.fft .*: \(tensor<([\dx]+)xf64>\)", text)
         assert len(sizes) >= 8
         assert {len(n.split("x")) for n in sizes} == {3}
+
+
+def test_one_batch_dim_is_not_enough_to_keep_the_order():
+    """A convolution leaves the image with its batch behind it in memory. XLA's runtime refused the transform of it."""
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 3, 1, 1), (12, 8, 8, 1)))
+
+    def loss(w, x):
+        dims = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dims)
+        return jnp.log1p(jnp.abs(jnp.abs(jnp.fft.fft2(y[..., 0])) - jnp.abs(jnp.fft.fft2(x[..., 0])))).mean()
+
+    asked = {"mesh": "data=8", "uneven": "padded", "baselines": False}
+    plan = pase.compile(loss, w, x, devices=8, machine=flat(bandwidth=1e15, latency_s=0.0), **asked)
+    for got, want in zip(plan.jax.value_and_grad()(w, x), jax.value_and_grad(loss)(w, x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
