@@ -20,6 +20,7 @@ import numpy as np
 
 from pase.ir import Access, Graph, Node, Op, Place, Scope
 from pase.ir.blocks import hoisted_of, micro_batches_of
+from pase.ir.recompute import needs
 from pase.ir.types import WORKLESS
 from pase.machine import Mesh
 from pase.memory.live import is_trained, live_bytes, lives
@@ -63,6 +64,7 @@ __all__ = [
     "in_flight",
     "in_flight_at_least",
     "is_made_by_call",
+    "is_read_whole",
     "kept_as_read",
     "memory",
     "node_terms",
@@ -237,6 +239,13 @@ def _terms_of(
         if unsummed and any(has_gradient(graph, op, a.tensor) for op in ops):
             copies = 1 + stored.itemsize / graph.tensors[a.tensor].itemsize
             yield term("gradients", a, times=many * copies, over=micro_batches), None
+    for op in n.ops[1:] if n.kind == "parameter" and not (stays or graph.facts.eager) else ():
+        # What light ops read of the parameter is kept only if it is gathered. Otherwise they make it again.
+        yield from (
+            (term("activations", a, times=-1, weights=True, as_read=True), None)
+            for a in op.writes
+            if a.tensor in _read_lightly(graph)
+        )
     if n.kind == "parameter":  # subtract the stored parameter, which is counted already
         a = n.ops[0].writes[0]
         if a.tensor in heavy and (stays or graph.tensors[a.tensor].needs_grad):
@@ -278,6 +287,14 @@ def _read_in_backward(graph: Graph, n: Node, op: Op, tensor: str) -> bool:
     if graph.facts.eager:
         needed = read_of_parameters(graph)
         return any(t == tensor for _, t in needed) if n.kind == "copy" else (n.name, tensor) in needed
+    if is_read_whole(n, op):
+        return True
+    derived = any(a.tensor in differentiated(graph) for a in op.writes)
+    return derived and tensor in needs(op, graph.tensors)
+
+
+def is_read_whole(n: Node, op: Op) -> bool:
+    """Whether a compiler has in memory what this op reads of a parameter. Into a light op it fuses what makes that."""
     return op.kind in ("matmul", "conv") or n.kind == "copy"
 
 
@@ -287,6 +304,13 @@ def _read_heavily(graph: Graph) -> set[str]:
     return {
         e.tensor for e in graph.edges if stays or _read_in_backward(graph, graph.node[e.dst], e.op, e.tensor)
     }
+
+
+@once
+def _read_lightly(graph: Graph) -> frozenset[str]:
+    """Returns the tensors that only light ops read heavily (``_read_heavily``)."""
+    whole = {e.tensor for e in graph.edges if is_read_whole(graph.node[e.dst], e.op)}
+    return frozenset(_read_heavily(graph) - whole)
 
 
 def _passing(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:

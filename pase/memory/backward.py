@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pase.ir import Access, Graph, Node, Op, Scope
-from pase.ir.blocks import micro_batches_of
+from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.ir.recompute import needs
 from pase.ir.types import PRODUCTS
 from pase.machine import BUCKET_BYTES, Mesh
@@ -40,6 +40,7 @@ from pase.memory.account import (
     gathered,
     held_by_term,
     in_flight,
+    is_read_whole,
     kept_as_read,
     node_terms,
     prefetched_bytes,
@@ -290,17 +291,21 @@ class _HeldForLayouts:
 
     def weights(self) -> Iterator[tuple[str, int, float]]:
         """Yields the parameters that backward reads gathered or cast: (reader, the last moment of that, bytes)."""
+        stays = self.graph.facts.eager or hoisted_of(self.graph) != "none"
         for n in self.graph.nodes:
             for ops, a, _ in parameter_reads(self.graph, n):
                 if not kept_as_read(self.graph, n, ops, a.tensor):
                     continue
                 source = self.graph.producer[a.tensor]
                 g = gathered(self.graph, n, ops[0], a, source)
-                if g.cast or self._moves(g, source, n):
-                    times = concrete_size(ops[0].times, n.name) / micro_batches_of(self.graph)
-                    nbytes = self._local(n, a) * times
-                    last = 0 if self._waits_for_sum(n, ops[0], a) else self._last(n, ops[0])
-                    yield n.name, last, nbytes
+                waits, moved = self._waits_for_sum(n, ops[0], a), self._moves(g, source, n)
+                times = concrete_size(ops[0].times, n.name) / micro_batches_of(self.graph)
+                if moved or (g.cast and (stays or any(is_read_whole(n, op) for op in ops))):
+                    last = 0 if waits and not moved else self._last(n, ops[0])
+                    yield n.name, last, self._local(n, a) * times
+                if moved and waits:
+                    _, made = source.write_of(a.tensor)
+                    yield n.name, 0, self._local(source, made) * times
 
     def _waits_for_sum(self, n: Node, op: Op, a: Access) -> bool:
         """Whether a compiled step keeps what it makes of a parameter (its tanh) until the sum of its gradient over
