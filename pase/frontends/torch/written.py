@@ -275,12 +275,21 @@ def _own_rows(n: FxNode) -> int | None:
     shape = torch.broadcast_shapes(*(m.meta["val"].shape for m in indices))
     own = 0
     for d, m in enumerate(indices[: min(len(indices) - 1, len(shape))]):
-        rows = _numbers(m) if shape[d] == x.shape[d] else None
+        rows = _numbers(m) if shape[d] == x.shape[d] == _size_at(m, d, len(shape)) else None
         counted = torch.arange(x.shape[d]).view(-1, *[1] * (len(shape) - 1 - d))
-        if rows is None or not torch.equal(rows.expand(shape), counted.expand(shape)):
+        if rows is None or bool(
+            (rows != counted).any()
+        ):  # in the index's own shape: all of them may be an image
             break
         own += 1
     return own or None
+
+
+def _size_at(m: FxNode, d: int, rank: int) -> int:
+    """The size of an index along a dim of all indices together, which have this rank."""
+    shape = m.meta["val"].shape
+    at = d - (rank - len(shape))
+    return shape[at] if at >= 0 else 1
 
 
 def _numbers(n: FxNode) -> Tensor | None:
