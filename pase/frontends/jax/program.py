@@ -97,21 +97,24 @@ def _form(tree: Tree) -> tuple[Tree, list[Tree]]:
 
 
 def threaded(
-    mode: Mode, carry: Carry | None, args: tuple[Tree, ...], out: Tree, partly: bool = False
+    following: Mapping[int, tuple[int, ...]],
+    carry: Carry | None,
+    args: tuple[Tree, ...],
+    out: Tree,
+    partly: bool = False,
 ) -> dict[int, int]:
     """Input leaf -> the output leaf that is its next value. args, out: pytrees that contain only arrays.
 
+    following: the part of it that a step has by itself, as from ``_next_values``.
     partly: whether None in place of a next value means that the leaf has none, as with ``ModuleFunction``.
 
     Raises PaseError if an argument and its next value differ in structure, shape or dtype.
     """
     import jax
 
-    following = _next_values(mode, args, out)
     stored = len(following) or 1
-    pairs = {
-        stored + k: at if isinstance(at, tuple) else (at,) for k, at in (carry or {}).items()
-    } | following
+    pairs = {stored + k: at if isinstance(at, tuple) else (at,) for k, at in (carry or {}).items()}
+    pairs |= following
     first = [0]
     for arg in args:
         first.append(first[-1] + len(jax.tree.leaves(arg)))
@@ -199,14 +202,14 @@ def program_of(
     def run(*arrays: Tree) -> Tree:
         with written_state(called) as state:
             out = fn(*state.given(jax_leaves.combine(arrays, kept)))
-        stored.append(len(_next_values(mode, arrays, jax_leaves.arrays(out))) or 1)
+        only_arrays = jax_leaves.arrays(out)
+        following = _next_values(mode, arrays, only_arrays)
+        stored.append(len(following) or 1)
         named = {**state.carried(out, stored[-1]), **(carry or {})}
-        leaves = jax.tree.leaves(jax_leaves.arrays(out))
-        found = threaded(mode, named, arrays, jax_leaves.arrays(out), isinstance(fn, ModuleFunction))
+        found = threaded(following, named, arrays, only_arrays, isinstance(fn, ModuleFunction))
         out = jax_leaves.loss_and_aux(out) if mode == "train" else out
-        before = len(jax.tree.leaves(jax_leaves.arrays(out))) - len(
-            leaves
-        )  # leaves before those of the result: the loss, if the function returns it inside a dict
+        # Leaves before those of the result: the loss, if the function returns it inside a dict.
+        before = len(jax.tree.leaves(jax_leaves.arrays(out))) - len(jax.tree.leaves(only_arrays))
         threads.update({i: j + before for i, j in found.items()})
         static_out.append(jax_leaves.static(out))
         return jax_leaves.arrays(out)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import TYPE_CHECKING, TypeAlias
 
 from pase.errors import PaseError
@@ -314,15 +315,14 @@ def _own_ids(x: Tensor, indices: Sequence[Tensor], own: int) -> tuple[Tensor, Te
 
     shape = torch.broadcast_shapes(*(i.shape for i in indices))
     sizes = x.shape[own : len(indices)]
-    joined = x.flatten(own, len(indices) - 1) if len(sizes) > 1 else x
-    ids, outside = torch.zeros((), dtype=torch.int64, device=x.device), None
-    for size, at in zip(sizes, indices[own:], strict=True):
-        at = torch.where(at < 0, at + size, at)
-        ids = at if len(sizes) == 1 else ids * size + at
-        wrong = (at < 0) | (at >= size)
-        outside = wrong if outside is None else outside | wrong
-    if len(sizes) > 1 and outside is not None:
+    each = [torch.where(at < 0, at + n, at) for n, at in zip(sizes, indices[own:], strict=True)]
+    ids, *others = each
+    if others:
+        outside = reduce(or_, ((at < 0) | (at >= n) for n, at in zip(sizes, each, strict=True)))
+        for n, at in zip(sizes[1:], others, strict=True):
+            ids = ids * n + at
         ids = torch.where(outside, math.prod(sizes), ids)
+    joined = x.flatten(own, len(indices) - 1) if others else x
     behind = x.shape[len(indices) :]
     ids = ids.expand(shape).reshape(*shape[:own], -1, *[1] * len(behind))
     return joined, ids.expand(*ids.shape[: own + 1], *behind), tuple(shape)

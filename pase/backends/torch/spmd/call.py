@@ -28,6 +28,7 @@ from pase.backends.torch.spmd.values import (
     apply_views,
     inverse,
     layout_through,
+    of_broadcast,
     steps_from,
     through_reshape,
 )
@@ -614,14 +615,7 @@ class _Reads:
         if operand is not None:
             read = through_reshape(operand.layout, operand.shape, value.shape, walk.program.mesh)
         elif self.pointwise and outs and outs[0] is not None:
-            shape, layout = outs[0]
-            lead = len(shape) - len(value.shape)
-            read = tuple(
-                (s[0] - lead, s[1])
-                if isinstance(s, tuple) and s[0] >= lead and value.shape[s[0] - lead] == shape[s[0]]
-                else None
-                for s in layout
-            )
+            read = of_broadcast(value.shape, *outs[0])
         if read is None:
             return x, (value.shape, nowhere)
         return part(x, value.shape, read, walk.groups), (value.shape, read)

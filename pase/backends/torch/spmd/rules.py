@@ -17,7 +17,7 @@ from pase.backends.torch.spmd.picks import attained, elements, rows
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import seed_of
 from pase.backends.torch.spmd.ring_attention import RankRing
-from pase.backends.torch.spmd.values import NotOnParts
+from pase.backends.torch.spmd.values import NotOnParts, of_broadcast
 from pase.frontends.torch.values import TorchOperand
 from pase.local.parts import axes_of
 from pase.local.reshard import part, places_of
@@ -88,6 +88,10 @@ class RankCall:
     def places(self, name: str, dim: int, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Translate indices into a whole dim of an operand: (indices into this rank's part, whether they are in it)."""
         return places_of(ids, dim, *self.layouts[name], self.groups)
+
+    def own(self, dim: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """``places`` in the operand ``self``, of indices that may count from the end."""
+        return self.places("self", dim, ids + self.layouts["self"][0][dim] * (ids < 0))
 
 
 RankRule = Callable[[RankCall], Tree]
@@ -258,14 +262,10 @@ def _taken(call: RankCall, dim: int, ids: Tensor) -> Tensor:
     import torch
 
     x = call.given["self"]
-    here, mine = call.places("self", dim, _positive(ids, call.layouts["self"][0][dim]))
+    here, mine = call.own(dim, ids)
     found = x.index_select(dim, here.reshape(-1)).reshape(*x.shape[:dim], *ids.shape, *x.shape[dim + 1 :])
     mask = mine.reshape(*ids.shape, *[1] * (x.dim() - dim - 1))
     return torch.where(mask, found, found.new_zeros(()))
-
-
-def _positive(ids: Tensor, extent: int) -> Tensor:
-    return ids + extent * (ids < 0)
 
 
 @RANK_RULES.register("index", "_unsafe_index")
@@ -282,7 +282,7 @@ def _taken_of_several(call: RankCall, at: Sequence[int]) -> Tensor:
 
     given, mine = _parts_of_indices(call, at), None
     for d in sorted(set(at) & call.split()):
-        given[d], here = call.places("self", d, _positive(given[d], call.layouts["self"][0][d]))
+        given[d], here = call.own(d, given[d])
         mine = here if mine is None else mine & here
     found: Tensor = call.run(indices=given)
     if mine is None:
@@ -299,15 +299,8 @@ def _parts_of_indices(call: RankCall, at: Sequence[int]) -> list[Tensor | None]:
     given = list(call.given["indices"])
     joined = call.ops[-1].operands[1]  # [the indices' dims…, one index per indexed dim]
     for d in at:
-        x = given[d]
-        before = len(joined.shape) - 1 - x.dim()
-        layout = tuple(
-            (s[0] - before, s[1])
-            if isinstance(s, tuple) and s[0] >= before and x.shape[s[0] - before] == joined.shape[s[0]]
-            else None
-            for s in joined.layout
-        )
-        given[d] = part(x, tuple(x.shape), layout, call.groups)
+        shape = tuple(given[d].shape)
+        given[d] = part(given[d], shape, of_broadcast(shape, joined.shape[:-1], joined.layout), call.groups)
     return given
 
 
@@ -356,7 +349,7 @@ def _put(call: RankCall, x: Tensor, parted: Sequence[int]) -> Tensor:
     )
     mine = torch.ones((), dtype=torch.bool, device=x.device)
     for d in parted:
-        given[d], here = call.places("self", d, _positive(given[d], call.layouts["self"][0][d]))
+        given[d], here = call.own(d, given[d])
         mine = mine & here
     first = parted[0]
     behind = x.shape[first]

@@ -24,6 +24,7 @@ __all__ = [
     "apply_views",
     "inverse",
     "layout_through",
+    "of_broadcast",
     "steps_from",
     "through_reshape",
 ]
@@ -128,6 +129,21 @@ def inverse(steps: Steps) -> Steps:
         else:
             out.append(ReshapeStep(step.new, step.shape))
     return tuple(out)
+
+
+def of_broadcast(shape: Extents, whole: Extents, layout: Layout) -> Layout:
+    """The layout of an operand that is broadcast to a whole shape, of which each device has a part: a dim is split if
+    it is not one that is repeated.
+
+    shape: the operand's. layout: that of the whole.
+    """
+    lead = len(whole) - len(shape)
+    return tuple(
+        (s[0] - lead, s[1])
+        if isinstance(s, tuple) and s[0] >= lead and shape[s[0] - lead] == whole[s[0]]
+        else None
+        for s in layout
+    )
 
 
 def through_reshape(layout: Layout, shape: Extents, new: Extents, mesh: Mesh) -> Layout:

@@ -311,29 +311,11 @@ def step_of(menu, s, split):
 def test_what_cannot_be_one_program_is_refused():
     with pytest.raises(PaseError, match="stage_schedule='circular'"):
         pase.compile(gpt, *arguments(True), devices=8, stage_schedule="circular")
+    asked = {"devices": 2, "pipeline": 2, "baselines": False, "stage_schedule": "circular", "mesh": "1"}
     with pytest.raises(Infeasible, match="'circular'"):
-        pase.compile(
-            gpt,
-            *arguments(True),
-            devices=2,
-            pipeline=2,
-            baselines=False,
-            stage_schedule="circular",
-            mesh="1",
-            accumulate=1,
-        )
+        pase.compile(gpt, *arguments(True), accumulate=1, **asked)
     with pytest.raises(PaseError, match="one loop over its layers"):
-        _ = pase.compile(
-            gpt,
-            *arguments(False),
-            devices=2,
-            pipeline=2,
-            baselines=False,
-            stage_schedule="circular",
-            mesh="1",
-            accumulate=MICRO,
-            remat="none",
-        ).jax
+        _ = pase.compile(gpt, *arguments(False), accumulate=MICRO, remat="none", **asked).jax
     base = planned()
     uneven = circular(base, base.pipeline.strategies[0], "hoisted")
     with pytest.raises(PaseError) as e:
