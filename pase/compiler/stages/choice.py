@@ -93,15 +93,28 @@ def choose_stages(
     most = [_most_blocks(s, r, _on(s, r, of), float(limits[r])) for r in range(s.ranks)]
     if sum(most) < blocks:
         return None
-    for near in (_NEAR, 3 * _NEAR, blocks):
-        found = [
-            _of_rank(s, r, _on(s, r, of), *_near(s, r, blocks * float(shares[r]), near), float(limits[r]))
-            for r in range(s.ranks)
-        ]
+    centres, near, best = blocks * shares, _NEAR, np.inf
+    while True:
+        tried = [_near(s, r, float(centres[r]), near) for r in range(s.ranks)]
+        found = [_of_rank(s, r, _on(s, r, of), *tried[r], float(limits[r])) for r in range(s.ranks)]
         counts = _shared(found, blocks)
-        if counts is not None or near >= blocks:
-            break
-    return None if counts is None else _picked(s, ways, found, counts)
+        if counts is None:
+            if near >= blocks:
+                return None
+            near = 3 * _NEAR if near == _NEAR else blocks
+            continue
+        longest = max(f[n][0] for f, n in zip(found, counts, strict=True))
+        if longest >= best or not _at_edge(counts, tried):
+            return _picked(s, ways, found, counts)
+        centres, best = np.array(counts, float), longest
+
+
+def _at_edge(counts: Sequence[int], tried: Sequence[tuple[list[range], int, int]]) -> bool:
+    """Whether a rank has the fewest or the most blocks that were tried for it, so that others may be better."""
+    return any(
+        n in (max(low, sum(of[0] for of in each)), min(high, sum(of[-1] for of in each))) and n > len(each)
+        for n, (each, low, high) in zip(counts, tried, strict=True)
+    )
 
 
 def even_stages(

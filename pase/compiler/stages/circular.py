@@ -75,10 +75,24 @@ def _busy_s(menu: StageMenu, s: Schedule, w: StageSplit) -> np.ndarray:
     return s.micro_batches * each
 
 
-def circular_bound_s(menu: StageMenu, s: Schedule) -> float:
-    """Return the least seconds of any split under the schedule, ignoring memory."""
+def circular_bound_s(menu: StageMenu, s: Schedule, prices: tuple[float, ...] = ()) -> float:
+    """Return a lower bound on the seconds of any split under the schedule, within the limit.
+
+    prices: as in ``circular_staged``. For every price of a byte, seconds plus the price of the bytes is a sum whose
+    least value is known; a split that fits pays for at most the limit.
+    """
     sent = (_iterations(s) + 2 * _handed(s)) * sum(menu.least_send_s()) if s.ranks > 1 else 0.0
-    return sent + min(float(t.least_sum(*_weights(s)).bound) for t in _tables(menu))
+    crossing = _HELD_AN_ITERATION * _iterations(s) * sum(menu.least_bytes(menu.places.crossing))
+    least = np.inf
+    for t in _tables(menu):
+        free = bound = float(t.least_sum(*_weights(s)).bound)
+        room = float(menu.limits.min()) - t.least_buffers(_ROLE) - crossing
+        if room < 0:
+            continue  # none of its splits fits
+        for price in (p * free / menu.limits.min() for p in prices if free):
+            bound = max(bound, float(t.least_sum(*_weights(s, price)).bound) - price * room)
+        least = min(least, bound)
+    return sent + least
 
 
 def _tables(menu: StageMenu) -> list[StageTables]:

@@ -182,7 +182,8 @@ class StageMenu:
             (schedule(d.name, self.ranks, self.micro_batches, chunks), d, chunks)
             for d, chunks in self.schedules()
         ]
-        least = min((circular_bound_s(self, s) for s, _, _ in every if s.lockstep), default=below)
+        prices = PRICES if limited else ()
+        least = min((circular_bound_s(self, s, prices) for s, _, _ in every if s.lockstep), default=below)
         paced = [x for x in every if not x[0].lockstep]
         bounds = self.bounds.least_of([s for s, _, _ in paced], min(least, below))
         best, least = None, min([least, below, *bounds])

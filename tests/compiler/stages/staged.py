@@ -15,6 +15,7 @@ from pase.frontends.jax.blocks import blocks_of
 from pase.machine import Mesh
 
 SCANNED = "zoo:llama3_8b?layers=8&batch=32&seq=2048&vocab=2048&remat=0&attention=fused"
+HEAVY_END = "zoo:gpt2?layers=12&batch=16&seq=128&vocab=400000&remat=0"
 WRITTEN_OUT = "zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0&scan=0"
 
 

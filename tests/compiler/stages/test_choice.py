@@ -12,7 +12,7 @@ from pase.compiler.stages.menu import FIRST, StageRole
 from pase.compiler.stages.search import StageMenu
 from pase.pipeline.registry import schedule
 from pase.pipeline.simulate import peak_bytes
-from tests.compiler.stages.staged import SCANNED, tables_of
+from tests.compiler.stages.staged import HEAVY_END, SCANNED, tables_of
 
 
 def test_the_choice_of_ways_and_blocks_is_the_one_with_the_least_busiest_rank():
@@ -71,3 +71,27 @@ def test_the_choice_of_ways_and_blocks_is_the_one_with_the_least_busiest_rank():
         assert np.bincount(rank, seconds).max() == pytest.approx(best)
         rows, room = menu.problem(s, found.splits).memory_rows
         assert (rows @ found.counts <= room * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize(("ranks", "part"), [(2, np.inf), (2, 1.5), (3, np.inf)])
+def test_a_rank_with_a_heavy_end_has_few_blocks(ranks, part):
+    """Its share by blocks alone is far from the best number, which lies at the edge of what is tried around the share.
+
+    Compared with every number of blocks of every rank.
+    """
+    t, blocks = tables_of(HEAVY_END, 4, "hoisted"), 12
+    limit = part * t.cheapest(FIRST, blocks).nbytes(blocks, ranks)
+    menu, s = StageMenu([t], ranks, 4, limit), schedule("1f1b", ranks, 4)
+    some, best = menu.ways(s), (np.inf, ())
+    for counts in itertools.product(range(1, blocks), repeat=ranks):
+        if sum(counts) == blocks:
+            for picked in itertools.product(*some):
+                rows, room = menu.problem(s, picked).memory_rows
+                if not len(rows) or (rows @ counts <= room).all():
+                    each = [w.step_s(n, 4) for w, n in zip(picked, counts, strict=True)]
+                    best = min(best, (max(each), counts))
+    found = choose_stages(s, some, menu.shares, blocks, menu.limits)
+    assert found is not None and found.counts.sum() == blocks
+    busiest = max(w.step_s(n, 4) for w, n in zip(found.splits, found.counts, strict=True))
+    assert busiest == pytest.approx(best[0], rel=1e-12)
+    assert best[1][-1] < blocks // ranks - 2, "the end of this model is not heavy"

@@ -304,6 +304,28 @@ def test_the_price_is_one_sum_over_nodes_and_edges_and_what_crosses(weights):
             assert step >= circular_bound_s(menu, s) * (1 - 1e-9)
 
 
+def test_no_split_that_fits_takes_less_than_the_bound_within_its_memory():
+    """The limit is what the split itself needs: the bound is then tight at some of the prices that found it."""
+    t, rng = (
+        tables_of("zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0", 4, "hoisted"),
+        np.random.default_rng(0),
+    )
+    s, prices = schedule("circular", 2, 4), (0.1, 0.5, 4.0)
+    free = circular_bound_s(StageMenu([t], 2, 4, np.inf, only="circular"), s)
+    priced = [
+        t.in_one_program().cheapest(ONLY, 4, p * free / 1e8, 4) for p in (0.0, 1e-3, 0.01, 0.1, 0.3, 1, 3, 10)
+    ]
+    drawn = [np.array([rng.integers(len(c)) for c in t.features.space.configs]) for _ in range(10)]
+    raised = 0
+    for split in [*priced, *(t.split_by(ONLY, choice) for choice in drawn)]:
+        rows, room = circular_problem(StageMenu([t], 2, 4, 1e15, only="circular"), s, split).memory_rows
+        menu = StageMenu([t], 2, 4, float((1e15 - room + rows @ np.full(2, 2)).max()), only="circular")
+        bound = circular_bound_s(menu, s, prices)
+        assert bound <= step_of(menu, s, split) * (1 + 1e-9)
+        raised += bound > free * 1.01
+    assert raised and np.isinf(circular_bound_s(StageMenu([t], 2, 4, 1.0, only="circular"), s, prices))
+
+
 def step_of(menu, s, split):
     return simulate(s, circular_problem(menu, s, split).times(np.full(s.stages, 4 // s.ranks))).step_s
 
