@@ -33,11 +33,14 @@ class BatchSums:
         batch's total.
     outputs: tensor -> power, for the results.
     counting: the ops that compute the totals, and the ops that they depend on.
+    scaled: sums to which a micro-batch adds terms of different powers, such as a mean by a count and a mean over the
+        examples: the tensor that is written -> for each operand, the power of k by which it is multiplied before.
     """
 
     totals: Mapping[str, int]
     outputs: Mapping[str, int]
     counting: frozenset[tuple[Place, str]]
+    scaled: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,10 @@ class _OfBatch:
 
 
 _NONE = _OfBatch()
+_NOT_LINEAR = (
+    "which is not linear in the sums over all examples that it reads (if the loss allows it, compute it of each "
+    "example's own sums, and take the mean of the results)"
+)
 
 
 class BothSizes(Protocol):
@@ -119,7 +126,9 @@ def batch_sums(
     read = {a.tensor for n in graph.nodes for op in n.ops for a in op.reads}
     totals = {t: power for t, power in walk.totals.items() if t in read}
     outputs = {t: v.share for t, v in made.items()}
-    return BatchSums(totals=totals, outputs=outputs, counting=counting_ops(graph, totals))
+    return BatchSums(
+        totals=totals, outputs=outputs, counting=counting_ops(graph, totals), scaled=dict(walk.scaled)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +145,7 @@ class _SumsWalk:
     carried: Mapping[str, _OfBatch]
     values: dict[str, _OfBatch] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
+    scaled: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def closed(self) -> dict[str, _OfBatch]:
         """Carries for which an iteration of the body changes what is known, and what is then known."""
@@ -365,14 +375,20 @@ class _SumsWalk:
         product = op.function.name in ("mul", "div")
         if product and len(sums) == 1 and (op.function.name == "mul" or reads[0].summed):
             return self._joined(op, reads, self._power(op, [v.power for v in reads], where), summed=True)
-        if not op.function.linear or self._scale(op) != 0:
+        if not op.function.linear:
+            raise ExamplesMeet(f"{where}, {_NOT_LINEAR}")
+        if self._scale(op) != 0:
             raise ExamplesMeet(where)
         powers = {v.share for v in reads if not v.zero}
-        if len(op.reads) == 1 and op.function.name in ("add", "sub"):
-            powers.add(_NONE.share)  # the operand that is a plain number
-        if len(powers) > 1 and self.both is not None:  # a sum plus a mean: the two are combined differently
-            raise ExamplesMeet(where)
-        return self._joined(op, reads, max(powers), summed=True)
+        number = len(op.reads) == 1 and op.function.name in ("add", "sub")  # the other operand is a plain number
+        if number:
+            powers.add(_NONE.share)
+        power = _NONE.share if number else min(powers)
+        if len(powers) > 1 and self.both is not None:
+            if op.kind != "elementwise" or op.function.name not in ("add", "sub") or op.scope:
+                raise ExamplesMeet(where)
+            self.scaled[op.writes[0].tensor] = tuple(0 if v.zero else power - v.share for v in reads)
+        return self._joined(op, reads, power, summed=True)
 
     def _scale(self, op: Op) -> int | None:
         return 0 if self.both is None else self.both.power(op)

@@ -156,6 +156,7 @@ class TorchPlan:
             blocks=(*self.traced.marked, *self.blocks),
             counting=self.sums.counting,
             totals=frozenset(self.sums.totals),
+            scaled={t: tuple(float(self.accumulate**p) for p in ps) for t, ps in self.sums.scaled.items()},
             bucket_bytes=self.bucket_bytes,
         )
 

@@ -77,6 +77,14 @@ def check_mean(sums: BatchSums, graph: Graph, name: str, micro_batches: int) -> 
             f"{read}, a sum over the batch, of which a micro-batch has only its own part",
             fix="compute this sum outside the function and pass it as an argument",
         )
+    if sums.scaled:
+        makers = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
+        at = " and ".join(str(makers[t].source or makers[t].name) for t in sums.scaled)
+        raise NotInParts(
+            f"a step in {micro_batches} micro-batches would give other numbers: the loss of '{name}' adds a sum over "
+            f"the batch to a mean over the batch, at {at}, but a step takes the mean of its micro-batches' losses",
+            fix="divide the sum by the batch's size (jnp.mean)",
+        )
     power = next(iter(sums.outputs.values()), 1)
     if power != 1:
         grows = (
@@ -144,13 +152,18 @@ def _of_part(sums: BatchSums, pair: Traced, part: Traced, graph: Graph) -> Batch
     """The sums found in the graph of two examples, for the tensors of the graph of one example."""
     one = {place: t for t, place in _places(part).items()}
     every = _places(pair)
-    if missing := next((t for t in sums.totals if every[t] not in one), None):
+    if missing := next((t for t in (*sums.totals, *sums.scaled) if every[t] not in one), None):
         raise ExamplesMeet(
             f"{every[missing][1]} at {every[missing][0]}, which the graph of one example does not have"
         )
     totals = {one[every[t]]: power for t, power in sums.totals.items()}
     outputs = zip(part.graph.outputs, sums.outputs.values(), strict=True)
-    return BatchSums(totals=totals, outputs=dict(outputs), counting=counting_ops(graph, totals))
+    return BatchSums(
+        totals=totals,
+        outputs=dict(outputs),
+        counting=counting_ops(graph, totals),
+        scaled={one[every[t]]: powers for t, powers in sums.scaled.items()},
+    )
 
 
 def _places(traced: Traced) -> dict[str, tuple[Place, str, int]]:

@@ -41,6 +41,11 @@ def losses() -> dict[str, Any]:
     def entropy(m: Any, i: Any, y: Any, **kw: Any) -> Any:
         return cross_entropy(m(i), y.view(-1), **kw)
 
+    def dice(m: Any, i: Any) -> Any:
+        """Of each example's own sums."""
+        q, o = m(i).softmax(-1).view(*i.shape, 24), one_hot(i, 24).double()
+        return 1 - ((2 * (q * o).sum(1) + 1) / ((q + o).sum(1) + 1)).mean()
+
     return {
         "counted": entropy,
         "summed": lambda m, i, y: entropy(m, i, y, reduction="sum"),
@@ -55,6 +60,9 @@ def losses() -> dict[str, Any]:
         ).sum(),
         "two": lambda m, i, y: entropy(m, i, y) + entropy(m, i, i.where(i > 5, -100)),
         "decayed": lambda m, i, y: m(i).square().mean() + m.up.weight.square().sum(),
+        "counted and a mean": lambda m, i, y: 0.7 * entropy(m, i, y) + 0.3 * dice(m, i),
+        "counted and decayed": lambda m, i, y: entropy(m, i, y) + m.up.weight.square().sum() - 1,
+        "summed and a mean": lambda m, i, y: dice(m, i) - entropy(m, i, y, reduction="sum"),
         "soft": lambda m, i, y: cross_entropy(m(i), softmax(one_hot(i, 24).double(), -1).view(-1, 24)),
     }
 

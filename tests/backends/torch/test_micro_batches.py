@@ -30,9 +30,12 @@ KINDS = (
     "masked",
     "two",
     "decayed",
+    "counted and a mean",
+    "counted and decayed",
+    "summed and a mean",
     "soft",
 )
-MESHES = {"counted": ("4", "2x2"), "both": ("1", "2x2")}
+MESHES = {"counted": ("4", "2x2"), "both": ("1", "2x2"), "counted and a mean": ("1", "4", "2x2")}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,10 +71,20 @@ def test_a_step_in_micro_batches_is_the_whole_batchs(kind: str) -> None:
             assert sent_by_one_rank(run) == planned_in_step(run)
 
 
-@pytest.mark.parametrize("kind", ["counted", "summed", "by hand"])
+@pytest.mark.parametrize("kind", ["counted", "summed", "by hand", "counted and a mean"])
 def test_micro_batches_may_have_one_example_each(kind: str) -> None:
     module, *batch = model()
     assert_equal_alone(module, tuple(batch), losses()[kind], 16)
+
+
+def test_a_ratio_of_sums_over_the_batch_is_refused_with_what_to_write() -> None:
+    def dice(m: Any, i: Any, y: Any) -> Any:
+        q = m(i).softmax(-1)
+        return losses()["counted"](m, i, y) - (q[:, 0].sum() / q.sum())
+
+    module, *batch = model()
+    with pytest.raises(pase.PaseError, match=r"div at .*, which is not linear.*each example's own sums"):
+        pase.compile(module, *batch, loss=dice, devices=1, accumulate=4)
 
 
 @pytest.mark.parametrize("accumulate", [4, 8])

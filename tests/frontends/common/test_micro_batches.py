@@ -117,7 +117,7 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "divided twice": (lambda w, x: jnp.mean((x @ w) ** 2) / x.shape[0], r"size \*\* \+1"),
     "sum and a penalty": (
         lambda w, x: jnp.sum((x @ w) ** 2) + 1e-3 * jnp.sum(w * w),
-        "examples .* meet in add",
+        "adds a sum over the batch to a mean",
     ),
     "first half": (lambda w, x: jnp.mean(_each(w, x) * (jnp.arange(len(x)) < 8)), "meet in mul"),
     "first half, numpy": (lambda w, x: jnp.mean(_each(w, x) * (np.arange(len(x)) < 8)), "meet in mul"),

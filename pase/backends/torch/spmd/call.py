@@ -80,7 +80,9 @@ class NodeOps:
         before, work, after = partitioned(pairs)
         for pair in before:
             self.nest(pair)
-        if all(pair.op.kind == "view" and pair.op.name == "broadcast" for pair in work):
+        if any(pair.op.writes[0].tensor in self.walk.scaled for pair in work):
+            self._one_by_one(work)
+        elif all(pair.op.kind == "view" and pair.op.name == "broadcast" for pair in work):
             for pair in work:
                 self.nest(pair)
         elif self._closed(work):
@@ -460,6 +462,8 @@ class NodeOps:
             raise NotOnParts(f"'{op.name}' in it cannot be run separately from the rest")
         (r,) = local.results
         ins = [self._constant(o) if o.constant else self.walk.read(o, self.body) for o in local.operands]
+        if (factors := self.walk.scaled.get(r.tensor)) is not None:
+            ins = [v.times(by) for v, by in zip(ins, factors, strict=True)]
         trained = r.tensor in differentiated(self.walk.traced.graph)
 
         def computed(arrays: Sequence[Tensor], layout: Layout) -> Tree:

@@ -143,6 +143,7 @@ class RankWalk:
     blocks: blocks of nodes that backward recomputes.
     counting: the ops that compute a micro-batch's share of the totals, as (place, tensor).
     totals: tensors that are sums over all micro-batches.
+    scaled: tensor that an addition writes -> the factors of its operands (see ``BatchSums``).
     only: the numbers of the top-level nodes to run; None runs all of them.
     bucket_bytes: the size of the messages in which parameters are gathered and their gradients are sent.
     """
@@ -153,6 +154,7 @@ class RankWalk:
     blocks: tuple[Block, ...] = ()
     counting: frozenset[tuple[Place, str]] = frozenset()
     totals: frozenset[str] = frozenset()
+    scaled: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     only: frozenset[int] | None = None
     bucket_bytes: float = BUCKET_BYTES
 

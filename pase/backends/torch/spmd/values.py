@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
@@ -56,6 +56,13 @@ class RankValue:
     layout: Layout
     gradient_carrier: Tensor | None = None
     gradient: Layout = ()
+
+    def times(self, factor: float) -> RankValue:
+        """The value multiplied by a number; itself if the number is 1."""
+        if factor == 1:
+            return self
+        carrier = None if self.gradient_carrier is None else self.gradient_carrier * factor
+        return replace(self, array=self.array * factor, gradient_carrier=carrier)
 
 
 @dataclass(frozen=True)
