@@ -18,7 +18,7 @@ from pase.compiler.meshes.ties import least_stored
 from pase.compiler.problem.options import CompileOptions
 from pase.compiler.problem.problem import Progress, SplitProblem
 from pase.compiler.problem.spent import Spent
-from pase.compiler.problem.variants import Variant, variants
+from pase.compiler.problem.variants import Variant, untried, variants
 from pase.compiler.stages.pipelines import search_pipelines
 from pase.compiler.stages.plans import plan_staged
 from pase.compiler.unfused import noted_unfused
@@ -198,9 +198,16 @@ def _fit(a: Compilation) -> Compilation:
         )
     except Infeasible as e:
         if q.options.memory_limit != "machine":  # a size that the user states must be met
-            raise
-        return replace(a, misfit=str(e), found=closed(a.problem, a.over, a.strategy))
+            raise Infeasible(_with_untried(a, e.what), where=e.where, fix=e.fix) from None
+        return replace(a, misfit=_with_untried(a, str(e)), found=closed(a.problem, a.over, a.strategy))
     return replace(a, problem=problem, found=found)
+
+
+def _with_untried(a: Compilation, why: str) -> str:
+    """Return why nothing fits, with the ways to take less memory that were not tried."""
+    q = a.question
+    left = untried(q.traced, a.problem.graph, a.tries, q.options)
+    return f"{why}. {left}" if left else why
 
 
 @_pass("baselines", "common strategies on the same graph and prices, each on the meshes that it uses")

@@ -380,7 +380,10 @@ class _SumsWalk:
         if self._scale(op) != 0:
             raise ExamplesMeet(where)
         powers = {v.share for v in reads if not v.zero}
-        number = len(op.reads) == 1 and op.function.name in ("add", "sub")  # the other operand is a plain number
+        number = len(op.reads) == 1 and op.function.name in (
+            "add",
+            "sub",
+        )  # the other operand is a plain number
         if number:
             powers.add(_NONE.share)
         power = _NONE.share if number else min(powers)

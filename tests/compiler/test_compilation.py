@@ -116,3 +116,29 @@ def test_only_a_loss_is_run_in_micro_batches():
     w, x = (jax.ShapeDtypeStruct(s, "float32") for s in ((64, 64), (32, 64)))
     with pytest.raises(PaseError, match=r"accumulate: .*mode='inference'"):
         pase.compile(lambda w, x: x @ w, w, x, devices=2, mode="inference", accumulate=2)
+
+
+def test_a_plan_that_does_not_fit_says_what_was_not_tried() -> None:
+    """Micro-batches and recomputation are left out in silence otherwise: both are what people ask for first."""
+    small = small_machine(2**16)
+    w, batch = (jax.ShapeDtypeStruct(s, "float32") for s in ((64, 64), (4096, 64)))
+
+    def misfit(loss, x=batch, **options):
+        with pytest.warns(UserWarning, match="does not fit"):
+            return pase.compile(loss, w, x, devices=2, machine=small, baselines=False, **options).misfit
+
+    def of_the_batch(w, x):
+        y = (x @ w) ** 2
+        return y[:, 0].sum() / y.sum()
+
+    met = misfit(of_the_batch)
+    assert "Not tried: micro-batches, because examples of the batch meet in div at" in met
+    assert "recomputation, because the model has no loop over layers" in met
+    odd = jax.ShapeDtypeStruct((4097, 64), "float32")
+    assert "because a batch of 4097 does not divide by 2" in misfit(lambda w, x: ((x @ w) ** 2).mean(), odd)
+    tried = misfit(lambda w, x: ((x @ w) ** 2).mean())
+    assert "micro-batches, because" not in tried and "recomputation, because" in tried
+    summed = misfit(lambda w, x: ((x @ w) ** 2).sum())
+    assert "More micro-batches were not tried" in summed and "is a sum over the batch" in summed
+    with pytest.raises(pase.Infeasible, match="Not tried: micro-batches"):
+        pase.compile(of_the_batch, w, batch, devices=2, memory_limit="64KiB")

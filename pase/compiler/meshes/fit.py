@@ -112,7 +112,7 @@ def fit_variants(
         return problem, free
     best: tuple[SplitProblem, Found] | None = None
     least: list[_Footprint] = []
-    bound, least_first, all_tried = float("inf"), True, True
+    bound, least_first, all_tried, refused = float("inf"), True, True, ""
     seconds = dict(free.seconds)
     for group in tries:
         promising = False
@@ -146,12 +146,13 @@ def fit_variants(
                     least.append(_Footprint(needs(smallest), smallest, variant))
         except NotInParts as e:
             say(str(e))
+            refused = e.what
             break
         if best is not None and (not all_tried or not promising):
             break
     if best is None:
         more = list(_needs_on_more(problem, traced, least, limit))
-        raise _nothing_fits(least, limit, problem.devices, more)
+        raise _nothing_fits(least, limit, problem.devices, more, refused)
     if not all_tried:  # a variant that was not tried takes no less than the first one without the limit
         bound = min(bound, free.solution.bound)
     s = replace(best[1].solution, bound=min(bound, best[1].solution.cost))
@@ -558,11 +559,16 @@ def _needs_on_more(
 
 
 def _nothing_fits(
-    least: Sequence[_Footprint], limit: float, devices: int, more: Sequence[tuple[int, float]]
+    least: Sequence[_Footprint],
+    limit: float,
+    devices: int,
+    more: Sequence[tuple[int, float]],
+    refused: str,
 ) -> Infeasible:
     """Return the error that says what would fit.
 
-    more: (devices, least bytes) of the smallest variant on more devices.
+    more: (devices, least bytes) of the smallest variant on more devices. refused: why more micro-batches were not
+    tried; "" if they were.
     """
     nbytes, mesh, variant = min(least, key=lambda n: n.nbytes)
     enough = next((n for n, b in more if b <= limit), None)
@@ -575,6 +581,7 @@ def _nothing_fits(
     shape = "×".join(map(str, mesh.sizes))
     return Infeasible(
         f"no strategy found that fits {limit / 2**30:.4g} GiB per device on {devices} devices: each needs at least "
-        f"{nbytes / 2**30:.4g} GiB ({variant}, mesh {shape})",
+        f"{nbytes / 2**30:.4g} GiB ({variant}, mesh {shape}){refused and '. More micro-batches were not tried: '}"
+        f"{refused}",
         fix=fix,
     )

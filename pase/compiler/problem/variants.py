@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pase.frontends.registry import Traced
     from pase.ir import Graph
 
-__all__ = ["ProductPrecision", "Variant", "graph_of", "recomputed", "variants"]
+__all__ = ["ProductPrecision", "Variant", "graph_of", "recomputed", "untried", "variants"]
 
 ProductPrecision = Literal["model", "fp8"]
 """The precision of products with weights: the model's own, or eight bits."""
@@ -161,6 +161,36 @@ def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: boo
             fix="set accumulate",
         )
     yield from groups
+
+
+def untried(traced: Traced, graph: Graph, tries: Iterable[Iterable[Variant]], options: CompileOptions) -> str:
+    """Return which ways to take less memory ``variants`` left out although the options allow them, and why; "" if
+    none."""
+    if traced.mode != "train":
+        return ""
+    if traced.frontend not in BLOCKS:
+        return "Not tried: micro-batches and recomputation, which need a JAX function or a PyTorch module"
+    every = [v for group in tries for v in group]
+    said = []
+    if options.accumulate is None and all(v.accumulate == 1 for v in every):
+        said.append(f"micro-batches, because {_whole_because(traced, graph)}")
+    marked = any(op.remat for n in graph.nodes for op in n.ops)
+    if options.remat == "auto" and not marked and not any(v.blocks for v in every):
+        said.append(
+            "recomputation, because the model has no loop over layers and no three equal layers (mark regions with "
+            "jax.checkpoint or torch.utils.checkpoint)"
+        )
+    return f"Not tried: {'; '.join(said)}" if said else ""
+
+
+def _whole_because(traced: Traced, graph: Graph) -> str:
+    """Return why the batch is not cut into micro-batches."""
+    if (mixed := _meet(traced, graph)) is not None:
+        return f"examples of the batch meet in {mixed}"
+    try:
+        return f"a batch of {block_ways(traced).batch_size(traced)} does not divide by 2"
+    except PaseError as e:
+        return e.what
 
 
 def _asked_hoisted(
