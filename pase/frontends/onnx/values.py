@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
 from pase.frontends.common.values import Site, Value
-from pase.frontends.onnx.model import dtype_name
+from pase.frontends.onnx.model import DTYPES, dtype_name
 from pase.ir import Tensor
 from pase.ops import GraphBuilder
 
@@ -20,23 +21,61 @@ if TYPE_CHECKING:
 __all__ = ["OnnxCall"]
 
 
-@cache
-def _schema(
-    op: str, version: int, domain: str
-) -> tuple[int, int, int, dict[str, int], tuple[str, ...]] | None:
-    """(fewest inputs, most inputs, most outputs, types of attributes, required attributes) of an op.
+@dataclass(frozen=True, kw_only=True)
+class _Input:
+    """What the schema says of an input: the types that it may have, and the variable that stands for its type.
+    any_types: it stands for several inputs that may differ in type."""
 
-    None if ONNX has no schema of the op.
-    """
+    types: frozenset[str]
+    variable: str
+    any_types: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Schema:
+    """What ONNX says of an op. fewest, most: numbers of inputs. attributes: name -> type. required: attributes."""
+
+    fewest: int
+    most: int
+    outputs: int
+    attributes: Mapping[str, int]
+    required: tuple[str, ...]
+    inputs: tuple[_Input, ...]
+
+
+_TENSOR = re.compile(r"tensor\((\w+)\)")
+
+
+@cache
+def _dtypes() -> Mapping[str, str]:
+    """Name of an element type in ONNX's schemas -> its dtype."""
+    from onnx import TensorProto
+
+    return {name.lower(): DTYPES.get(code, name.lower()) for name, code in TensorProto.DataType.items()}
+
+
+@cache
+def _schema(op: str, version: int, domain: str) -> _Schema | None:
+    """What ONNX says of an op; None if it does not know the op."""
     from onnx import defs
 
     try:
         s = defs.get_schema(op, max_inclusive_version=version, domain=domain)
     except (defs.SchemaError, TypeError, OverflowError):
         return None
-    types = {k: int(a.type.value) for k, a in s.attributes.items()}  # type: ignore[attr-defined]
-    required = tuple(k for k, a in s.attributes.items() if a.required)
-    return s.min_input, s.max_input, s.max_output, types, required
+    inputs = []
+    for i in s.inputs:
+        names = (m[1] for t in i.types if (m := _TENSOR.fullmatch(t)))
+        types = frozenset(_dtypes()[n] for n in names)
+        inputs.append(_Input(types=types, variable=i.type_str, any_types=not i.is_homogeneous))
+    return _Schema(
+        fewest=s.min_input,
+        most=s.max_input,
+        outputs=s.max_output,
+        attributes={k: int(a.type.value) for k, a in s.attributes.items()},  # type: ignore[attr-defined]
+        required=tuple(k for k, a in s.attributes.items() if a.required),
+        inputs=tuple(inputs),
+    )
 
 
 @dataclass
@@ -71,7 +110,7 @@ class OnnxCall(Site):
         schema = _schema(self.op, self.version, "" if self.node.domain == "ai.onnx" else self.node.domain)
         if schema is None:
             return
-        fewest, most, outs, types, required = schema
+        fewest, most, outs = schema.fewest, schema.most, schema.outputs
         given = [x for x in self.node.input if x]
         if (
             not fewest <= len(self.node.input) <= most
@@ -83,10 +122,27 @@ class OnnxCall(Site):
                 f"allows {fewest} to {most} inputs and at most {outs} outputs"
             )
         for name, a in self._attributes.items():
-            if name in types and a.type not in (types[name], 0):
+            if a.type not in (schema.attributes.get(name, a.type), 0):
                 raise self.fail(f"attribute '{name}' has the wrong type")
-        if lacking := [r for r in required if r not in self._attributes]:
+        if lacking := [r for r in schema.required if r not in self._attributes]:
             raise self.fail(f"attribute '{lacking[0]}' is missing")
+        self._check_types(schema.inputs)
+
+    def _check_types(self, wanted: Sequence[_Input]) -> None:
+        """PaseError if an input has a type that the op does not take, or inputs that must have one type differ."""
+        bound: dict[str, tuple[int, str]] = {}
+        for i, v in enumerate(self.ins):
+            own = wanted[min(i, len(wanted) - 1)] if wanted else None
+            if v is None or v.items is not None or own is None or own.any_types:
+                continue
+            if own.types and v.dtype not in own.types:
+                raise self.fail(f"its input {i} is {v.dtype}, which ONNX does not allow there")
+            first, dtype = bound.setdefault(own.variable, (i, v.dtype))
+            if v.dtype != dtype:
+                raise self.fail(
+                    f"its input {first} is {dtype} and its input {i} is {v.dtype}, but ONNX requires the same type",
+                    fix="convert one of them (Cast)",
+                )
 
     @property
     def b(self) -> GraphBuilder:

@@ -14,6 +14,7 @@ from pase.errors import PaseError
 from pase.frontends.common.values import Value
 from pase.frontends.registry import Unknown, UnknownOp
 from pase.frontends.torch.control import CONTROL
+from pase.frontends.torch.dtypes import check_dtypes
 from pase.frontends.torch.export.functional import NO_GRADIENT
 from pase.frontends.torch.export.module import STEP_FILE
 from pase.frontends.torch.reasons import of_pytorch
@@ -142,6 +143,7 @@ class TorchLowering:
             return CONTROL[name].lower(self, n, path)
         if name in _IGNORED:
             return []
+        check_dtypes(n, self.place(n))
         if (inner := self.written(n)) is not None:
             return self.inlined(n, inner, path)
         if name not in RULES:

@@ -13,6 +13,7 @@ import numpy as np  # noqa: E402
 from pase.errors import PaseError  # noqa: E402
 from pase.frontends.common.values import Value, known  # noqa: E402
 from pase.frontends.onnx.values import OnnxCall  # noqa: E402
+from pase.frontends.registry import trace  # noqa: E402
 from tests.frontends.onnx.cases import node  # noqa: E402
 
 
@@ -90,3 +91,35 @@ def test_integers_of_an_input_must_be_known_and_be_integers() -> None:
 def test_one_number_is_read_and_anything_else_is_the_default() -> None:
     c = call(node("Any", ["a", "b"], ["y"]), known(np.array([2.5])), known(np.array([1.0, 2.0])), None)
     assert [c.number_of(i, 9.0) for i in range(4)] == [2.5, 9.0, 9.0, 9.0]
+
+
+_MIXED = {
+    "MatMul": ("y = MatMul(x, w)", "input 0 is float32 and its input 1 is float16"),
+    "Concat": ("y = Concat<axis = 0>(x, w)", "input 1 is float16"),
+    "LayerNormalization": ("y = LayerNormalization(x, w, w)", "input 1 is float16"),
+    "Where": ("c = Greater(x, x) y = Where(c, x, w)", "input 1 is float32 and its input 2 is float16"),
+    "Gather": ("y = Gather(w, x)", "input 1 is float32, which ONNX does not allow"),
+    "Not": ("n = Not(x) y = Cast<to = 1>(n)", "input 0 is float32, which ONNX does not allow"),
+}
+
+
+@pytest.mark.parametrize("op", _MIXED)
+def test_types_that_onnx_refuses_are_refused(op: str) -> None:
+    """ONNX's own checker is the oracle: it refuses each file, and takes it if ``w`` has the right type."""
+    from onnx import numpy_helper, parser
+
+    def file(body: str, w: str) -> Any:
+        text = f"""<ir_version: 8, opset_import: ["": 18]> loss (float[8,8] x) => (float loss) {{
+            {body} z = Cast<to = 1>(y) loss = ReduceMean<keepdims = 0>(z) }}"""
+        model = parser.parse_model(text)
+        model.graph.initializer.append(numpy_helper.from_array(np.ones((8, 8), w), "w"))
+        return model
+
+    body, said = _MIXED[op]
+    with pytest.raises(onnx.shape_inference.InferenceError):
+        onnx.checker.check_model(file(body, "float16"), full_check=True)
+    with pytest.raises(PaseError, match=f"{op} '.*{said}"):
+        trace(file(body, "float16"))
+    if "float16" in said:
+        onnx.checker.check_model(file(body, "float32"), full_check=True)
+        assert trace(file(body, "float32")).graph.nodes
