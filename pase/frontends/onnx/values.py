@@ -22,7 +22,7 @@ __all__ = ["OnnxCall"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Input:
+class _InputTypes:
     """What the schema says of an input: the types that it may have, and the variable that stands for its type.
     any_types: it stands for several inputs that may differ in type."""
 
@@ -40,7 +40,7 @@ class _Schema:
     outputs: int
     attributes: Mapping[str, int]
     required: tuple[str, ...]
-    inputs: tuple[_Input, ...]
+    inputs: tuple[_InputTypes, ...]
 
 
 _TENSOR = re.compile(r"tensor\((\w+)\)")
@@ -67,7 +67,7 @@ def _schema(op: str, version: int, domain: str) -> _Schema | None:
     for i in s.inputs:
         names = (m[1] for t in i.types if (m := _TENSOR.fullmatch(t)))
         types = frozenset(_dtypes()[n] for n in names)
-        inputs.append(_Input(types=types, variable=i.type_str, any_types=not i.is_homogeneous))
+        inputs.append(_InputTypes(types=types, variable=i.type_str, any_types=not i.is_homogeneous))
     return _Schema(
         fewest=s.min_input,
         most=s.max_input,
@@ -128,7 +128,7 @@ class OnnxCall(Site):
             raise self.fail(f"attribute '{lacking[0]}' is missing")
         self._check_types(schema.inputs)
 
-    def _check_types(self, wanted: Sequence[_Input]) -> None:
+    def _check_types(self, wanted: Sequence[_InputTypes]) -> None:
         """PaseError if an input has a type that the op does not take, or inputs that must have one type differ."""
         bound: dict[str, tuple[int, str]] = {}
         for i, v in enumerate(self.ins):

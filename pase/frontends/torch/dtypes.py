@@ -1,7 +1,7 @@
-"""Refuses calls that PyTorch refuses for their dtypes when it runs them.
+"""What PyTorch does with dtypes when it runs a step, and the exported step does not say.
 
-A step is exported on tensors without data, and of many ops PyTorch then checks shapes only. Such a step would get a
-plan and a price, but could never run.
+It refuses some calls: a step is exported on tensors without data, and of many ops PyTorch then checks shapes only. Such
+a step would get a plan and a price, but could never run. And it rounds products of float32, or does not.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 from pase.errors import PaseError
 from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import arguments, op_name
+from pase.ir import Graph, Op
+from pase.ir.precision import product_dtype
+from pase.ir.remarks import Remark
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_dtypes"]
+__all__ = ["check_dtypes", "unrounded"]
 
 _ALIKE = frozenset(
     {
@@ -99,6 +102,36 @@ def check_dtypes(n: FxNode, where: str) -> None:
             where=where,
             fix="convert its operand first (x.float())",
         )
+
+
+def unrounded(graph: Graph) -> tuple[Remark, ...]:
+    """A remark if PyTorch, as it is set now, computes products of float32 with all bits of their factors.
+
+    Machines have one rate for float32, which on GPUs is that of products that round their factors to TF32.
+    """
+    import torch
+
+    switches = {
+        "matmul": (torch.backends.cuda.matmul.allow_tf32, "torch.set_float32_matmul_precision('high')"),
+        "conv": (torch.backends.cudnn.allow_tf32, "torch.backends.cudnn.allow_tf32 = True"),
+    }
+    every = {op.kind for n in graph.nodes for op in n.ops if op.kind in switches and _of_float32(graph, op)}
+    set_by = " and ".join(how for kind, (rounds, how) in switches.items() if kind in every and not rounds)
+    if not set_by:
+        return ()
+    return (
+        Remark(
+            "assumed",
+            "products of float32 are priced at the machine's rate for float32, on GPUs that of TF32; PyTorch, as it is "
+            f"set here, uses all bits, which takes several times as long. {set_by} makes it use TF32",
+        ),
+    )
+
+
+def _of_float32(graph: Graph, op: Op) -> bool:
+    return product_dtype(graph, op) == "float32" and any(
+        graph.tensors[a.tensor].role != "constant" for a in op.reads
+    )
 
 
 def _check_loss(given: dict[str, torch.dtype], where: str) -> None:

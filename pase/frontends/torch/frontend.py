@@ -20,6 +20,7 @@ from pase.frontends.torch import hf
 from pase.frontends.torch.constants import constant_bytes
 from pase.frontends.torch.control import CONTROL
 from pase.frontends.torch.derivatives import check_linear
+from pase.frontends.torch.dtypes import unrounded
 from pase.frontends.torch.export.module import TorchProgram, marked_blocks, program_of
 from pase.frontends.torch.lower import TorchLowering, contents_of, live, reads_op
 from pase.frontends.torch.rules import RULES
@@ -175,7 +176,8 @@ def lowered(program: TorchProgram, name: str, unknown: Unknown, *, folds: bool =
     graph = b.finish(outs, frontend="torch", eager=True)
     read_only = {n for n, path in program.buffers.items() if n in used and path not in written}
     constants = constant_bytes(graph, scope, _of_data(b), read_only) if folds else 0
-    graph = replace(graph, facts=replace(graph.facts, constant_bytes=constants))
+    facts = replace(graph.facts, constant_bytes=constants)
+    graph = replace(graph, facts=facts, remarks=(*graph.remarks, *unrounded(graph)))
     return TracedTorch(
         graph=rematerialised(graph, marked),
         contents=b.contents,

@@ -104,3 +104,22 @@ def test_layers_that_differ_are_named() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).bfloat16())
     with pytest.raises(PaseError, match=r"'1' at.*'input' is float32, 'weight' is bfloat16.*; convert one"):
         trace(module, torch.randn(4, 8), lambda m, x: m(x).float().mean())
+
+
+def test_a_plan_says_that_float32_products_are_priced_as_rounded() -> None:
+    """Unless PyTorch is set to round them. Its default rounds those of convolutions only."""
+    import torch
+
+    def remarks(module: Any, x: Any) -> str:
+        return " ".join(map(str, trace(module, x, lambda m, x: m(x).float().mean()).graph.remarks))
+
+    linear, conv, x = torch.nn.Linear(8, 8), torch.nn.Conv1d(8, 8, 1), torch.randn(4, 8, 8)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        assert "set_float32_matmul_precision('high') makes it use TF32" in remarks(linear, x)
+        assert remarks(conv, x) == remarks(linear.bfloat16(), x.bfloat16()) == ""
+        torch.set_float32_matmul_precision("high")
+        assert remarks(torch.nn.Linear(8, 8), x) == ""
+    finally:
+        torch.set_float32_matmul_precision(before)
