@@ -28,7 +28,7 @@ from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import TorchScope
 from pase.frontends.torch.written import WRITTEN
 from pase.garbage import uncollected
-from pase.ir import Tensor
+from pase.ir import Graph, Tensor
 from pase.ir.blocks import Block, rematerialised
 from pase.ir.two_batches import FullGraph
 from pase.ops import GraphBuilder
@@ -176,8 +176,7 @@ def lowered(program: TorchProgram, name: str, unknown: Unknown, *, folds: bool =
     graph = b.finish(outs, frontend="torch", eager=True)
     read_only = {n for n, path in program.buffers.items() if n in used and path not in written}
     constants = constant_bytes(graph, scope, _of_data(b), read_only) if folds else 0
-    facts = replace(graph.facts, constant_bytes=constants)
-    graph = replace(graph, facts=facts, remarks=(*graph.remarks, *unrounded(graph)))
+    graph = _said(graph, constants)
     return TracedTorch(
         graph=rematerialised(graph, marked),
         contents=b.contents,
@@ -191,6 +190,12 @@ def lowered(program: TorchProgram, name: str, unknown: Unknown, *, folds: bool =
         unknown=unknown,
         marked=marked,
     )
+
+
+def _said(graph: Graph, constants: int) -> Graph:
+    """The graph with what is known of the whole program: the bytes of its constants, and what its price assumes."""
+    facts = replace(graph.facts, constant_bytes=constants)
+    return replace(graph, facts=facts, remarks=(*graph.remarks, *unrounded(graph)))
 
 
 def _parameter(b: GraphBuilder, path: str, frozen: bool) -> Callable[[tuple[int, ...], str], Tensor]:
