@@ -10,13 +10,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bench.netlab.jobs import results_of
 from bench.netlab.net import Network, Topology
 from bench.netlab.session import Session
+
+if TYPE_CHECKING:
+    from pase.api import Plan
+    from pase.backends.jax.bucket_runner import PlanRunner
+    from pase.schedule.types import ScheduleProblem
 
 __all__ = ["POLICIES", "RATES", "chosen", "measure", "run_cells"]
 
@@ -78,26 +84,19 @@ def batches(mesh: Any, count: int, samples: int) -> list[tuple[Any, Any]]:
     return out
 
 
-def problem_for(params: Any, compute_s: float, nbytes: list[float], seconds: list[float]) -> Any:
-    """Returns the problem: blocks by FLOPs, of which a third is forward, and one link with the measured curve."""
+def _measured_problem(
+    plan: Plan, compute_s: float, nbytes: list[float], seconds: list[float]
+) -> ScheduleProblem:
+    """Returns the plan's problem in measured seconds: its blocks take as long as the measured compute, and its one link
+    has the measured curve."""
+    from pase.plan.buckets import problem_of
     from pase.schedule import SendTime
-    from pase.schedule.pipedream import Layer, problem_from_layers
     from pase.schedule.types import Link
 
-    rows = {k: ROWS if k.startswith("a") else ROWS // 128 for k in params}
-    work = {k: float(p.size * rows[k]) for k, p in params.items()}
-    total = sum(work.values())
-    layers = [
-        Layer(
-            name=k,
-            forward_s=compute_s / 3 * work[k] / total,
-            backward_s=compute_s * 2 / 3 * work[k] / total,
-            parameters=((k, p.size * 4),),
-        )
-        for k, p in params.items()
-    ]
     link = Link(name="network", curve=SendTime.table(nbytes, seconds))
-    return problem_from_layers(layers, (link,), name="tower")
+    problem = problem_of(plan, links=(link,))
+    scale = compute_s / problem.compute_s
+    return replace(problem, blocks=tuple(replace(b, seconds=b.seconds * scale) for b in problem.blocks))
 
 
 def chosen(problem: Any, policies: Sequence[str]) -> list[tuple[Any, str]]:
@@ -126,7 +125,8 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> Non
     import optax
     from jax.sharding import Mesh
 
-    from pase.backends.jax.bucket_runner import BucketRunner
+    from bench.cases.plans import case_of
+    from pase.backends.jax.bucket_runner import step_from_plan
     from pase.calibrate import Settings, Task
     from pase.calibrate.device import Devices
     from pase.calibrate.here import find
@@ -136,6 +136,8 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> Non
     mesh = Mesh(np.array(jax.devices()), ("data",))
     data = batches(mesh, 8, 16)
     params = parameters(0)
+    plan = case_of(loss_fn, params, *data[0], devices=HOSTS).plan("data_parallel")
+    assert plan is not None
     optimizer = optax.sgd(job["learning_rate"])
 
     def agreed(seconds: list[float]) -> float:
@@ -152,18 +154,12 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> Non
             for n in SIZES
         ]
         seconds = [float(s) for s in np.maximum.accumulate([s.seconds for s in curve])]
-        problem = problem_for(params, job["compute_s"], list(map(float, SIZES)), seconds)
+        problem = _measured_problem(plan, job["compute_s"], list(map(float, SIZES)), seconds)
         plans = chosen(problem, job["policies"])
         running = [
             _RunningPlan(
-                BucketRunner(
-                    loss_fn=loss_fn,
-                    problem=problem,
-                    plan=outcome.plan,
-                    optimizer=optimizer,
-                    mesh=mesh,
-                    data_axes=("data",),
-                ),
+                step_from_plan(plan, loss_fn, optimizer, buckets=(problem, outcome.plan)),
+                outcome.plan.period,
                 params,
                 data,
             )
@@ -220,15 +216,15 @@ def _compute(mesh: Any, params: Any, optimizer: Any, data: list[Any], repeats: i
 class _RunningPlan:
     """A running plan: the seconds of its iterations after all programs are compiled, and its losses from the start."""
 
-    def __init__(self, runner: Any, params: Any, data: list[Any]) -> None:
+    def __init__(self, runner: PlanRunner, period: int, params: Any, data: list[Any]) -> None:
         import jax
 
-        self.runner, self.data = runner, data
+        self.runner, self.period, self.data = runner, period, data
         self.state = runner.init(jax.tree.map(jax.numpy.asarray, params))
         self.times: list[float] = []
         self.losses: list[float] = []
         # The first period starts delayed updates, the second receives them, and the third is steady.
-        self.run(3 * runner.plan.period)
+        self.run(3 * period)
         self.times.clear()
 
     def run(self, iterations: int) -> None:
@@ -236,7 +232,7 @@ class _RunningPlan:
         period."""
         import jax
 
-        period = self.runner.plan.period
+        period = self.period
         for _ in range(-(-iterations // period)):
             began = time.perf_counter()
             for _ in range(period):

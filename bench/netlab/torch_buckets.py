@@ -24,7 +24,6 @@ from bench.netlab.buckets import (
     WIDTH,
     chosen,
     parameters,
-    problem_for,
 )
 
 __all__ = ["run_cells"]
@@ -100,6 +99,28 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None], rank: 
     os._exit(0)
 
 
+def _problem_for(params: Any, compute_s: float, nbytes: list[float], seconds: list[float]) -> Any:
+    """Returns the problem: blocks by FLOPs, of which a third is forward, and one link with the measured curve."""
+    from pase.schedule import SendTime
+    from pase.schedule.pipedream import Layer, problem_from_layers
+    from pase.schedule.types import Link
+
+    rows = {k: ROWS if k.startswith("a") else ROWS // 128 for k in params}
+    work = {k: float(p.size * rows[k]) for k, p in params.items()}
+    total = sum(work.values())
+    layers = [
+        Layer(
+            name=k,
+            forward_s=compute_s / 3 * work[k] / total,
+            backward_s=compute_s * 2 / 3 * work[k] / total,
+            parameters=((k, p.size * 4),),
+        )
+        for k, p in params.items()
+    ]
+    link = Link(name="network", curve=SendTime.table(nbytes, seconds))
+    return problem_from_layers(layers, (link,), name="tower")
+
+
 def _under_policies(
     cell: Mapping[str, Any], job: Mapping[str, Any], data: list[Any], agreed: Callable[[float], float]
 ) -> list[dict[str, Any]]:
@@ -108,7 +129,7 @@ def _under_policies(
     from pase.schedule import evaluate
 
     seconds = [agreed(s) for s in _curve()]
-    problem = problem_for(
+    problem = _problem_for(
         parameters(0), job["compute_s"], list(map(float, SIZES)), np.maximum.accumulate(seconds).tolist()
     )
     iterations, rate = cell["iterations"], job["learning_rate"]
@@ -156,7 +177,7 @@ def _traced(cell: Mapping[str, Any], job: Mapping[str, Any], data: list[Any]) ->
     limits, as in ``pase replay --what-if bucket-plan=``."""
     from pase.schedule.registry import Options, get_policy
 
-    problem = problem_for(parameters(0), job["compute_s"], [1e3, 1e9], [1e-4, 40.0])
+    problem = _problem_for(parameters(0), job["compute_s"], [1e3, 1e9], [1e-4, 40.0])
     given = problem, get_policy(cell["policy"]).make(problem, Options())
     rate, traces = job["learning_rate"], Path(cell["traces"])
     return _train(_tower(), given, data, cell["iterations"], rate, traces)[0]

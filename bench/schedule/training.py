@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,15 @@ import jax
 import numpy as np
 import optax
 
+from bench.cases.plans import case_of
 from bench.runner import ROOT, Benchmark, option
 from pase import zoo
-from pase.backends.jax.bucket_runner import BucketRunner, gradient_problem
+from pase.backends.jax.bucket_runner import step_from_plan
+from pase.plan.buckets import problem_of
 from pase.schedule import Link, Options, SendTime, evaluate, get_policy
 
 BATCH, SEQ, RATE = 64, 16, 1e-3
-FORWARD_S, BACKWARD_S = 0.004, 0.008
+COMPUTE_S = 0.012
 HELD_OUT = "cost-model.md"
 COLOURS = {
     "plain step": "#000000",
@@ -80,13 +82,13 @@ class LossCurves:
         self.train, test = text(False), text(True)
         self.held = [batch_of(test, np.random.default_rng(10**6 + i)) for i in range(8)]
         self.score = jax.jit(self.model.loss_fn)
-        self.problem = gradient_problem(
-            self.start,
-            slow_links(self.start, FORWARD_S + BACKWARD_S),
-            forward_s=FORWARD_S,
-            backward_s=BACKWARD_S,
-            name="GPT-2, reduced",
-        )
+        plan = case_of(self.model.loss_fn, self.start, self.held[0]).plan("data_parallel")
+        assert plan is not None
+        self.plan = plan
+        problem = problem_of(plan, links=slow_links(self.start, COMPUTE_S))
+        scale = COMPUTE_S / problem.compute_s
+        blocks = tuple(replace(b, seconds=b.seconds * scale) for b in problem.blocks)
+        self.problem = replace(problem, blocks=blocks)
 
     def curve(self, step: Callable[[Any], None], parameters: Callable[[], Any]) -> dict[str, Any]:
         """Returns the held-out losses over the steps. step: trains on a batch. parameters: those after it."""
@@ -123,14 +125,8 @@ class LossCurves:
         Preserver's verdict assumes."""
         plan = get_policy(policy).make(self.problem, Options(staleness=staleness, mode="fast"))
         e = evaluate(self.problem, plan)
-        runner = BucketRunner(
-            loss_fn=self.model.loss_fn,
-            problem=self.problem,
-            plan=plan,
-            optimizer=optax.adam(RATE / plan.updates_per_iteration) if scaled else self.optimizer,
-            mesh=jax.sharding.Mesh(np.asarray(jax.devices()[:8]), ("data",)),
-            data_axes=("data",),
-        )
+        optimizer = optax.adam(RATE / plan.updates_per_iteration) if scaled else self.optimizer
+        runner = step_from_plan(self.plan, self.model.loss_fn, optimizer, buckets=(self.problem, plan))
         run = runner.init(self.start)
 
         def step(batch: Any) -> None:
@@ -164,7 +160,7 @@ def head(curves: dict[str, Any]) -> dict[str, Any]:
     """Returns what the runs share, and their last losses."""
     return {
         "devices": "8 host devices",
-        "compute_ms": (FORWARD_S + BACKWARD_S) * 1e3,
+        "compute_ms": COMPUTE_S * 1e3,
         "final": {name: c["loss"][-1] for name, c in curves.items()},
     }
 

@@ -45,12 +45,16 @@ class ProgramSchedule:
     micro_batches: int
 
     @classmethod
-    def of(cls, plan: PlanData) -> ProgramSchedule | None:
-        """The schedule of a plan; None if the plan has none."""
-        if plan.buckets is None:
-            return None
-        made = schedule_of(plan)
-        assert made is not None
+    def of(
+        cls, plan: PlanData, made: tuple[ScheduleProblem, BucketPlan] | None = None
+    ) -> ProgramSchedule | None:
+        """The schedule of a plan; None if the plan has none. made: a problem of the plan's collectives and a bucket
+        plan, instead of the plan's own."""
+        if made is None:
+            if plan.buckets is None:
+                return None
+            made = schedule_of(plan)
+            assert made is not None
         k, several = plan.accumulate, [n for n in plan.nodes if n.op != "input"]
         nodes = {n.name + (f"[{middle_run(n.times, k)}]" if n.times > 1 else ""): n.name for n in several}
         return cls(

@@ -15,7 +15,6 @@ import pytest
 
 from bench.cases.plans import case_of, reduced
 from bench.cases.schedules import link
-from pase.backends.jax.bucket_runner import BucketRunner
 from pase.backends.jax.steps.updates import DelayedIteration, waiting_bytes
 from pase.errors import PaseError
 from pase.local.interpret import loss_and_gradients
@@ -190,10 +189,10 @@ def test_what_waits_is_summed_where_the_plan_has_it_and_beside_the_step(drawn):
 
 
 @pytest.mark.parametrize("model", ["mlp", pytest.param("gpt2", marks=pytest.mark.release)])
-def test_deft_in_the_step_is_deft_by_the_runner(model):
+def test_deft_in_the_step_is_its_updates_by_hand(model):
     """On a network that takes 1.7 times the compute, DeFT merges and delays updates, and splits and merges messages.
 
-    The runner has only the loss function, without a plan.
+    By hand, each update is the mean of its steps' gradients, each at the parameters of its own step.
     """
     case = reduced(model)
     plan = case.plan("data_parallel")
@@ -209,23 +208,23 @@ def test_deft_in_the_step_is_deft_by_the_runner(model):
     memory = plan.memory.total + plan.waiting_bytes
     assert [replace(plan, memory_limit=memory + k).fits for k in (-1, 0)] == [False, True]
     params, batch = case.model.init(0)
-    runner = BucketRunner(
-        loss_fn=case.model.loss_fn,
-        problem=problem,
-        plan=plan.bucket_plan,
-        optimizer=optimizer,
-        mesh=plan.jax.mesh(),
-        data_axes=("data",),
-    )
     with pytest.warns(UserWarning, match="Preserver .* gradients wait on each device"):
-        step = plan.jax.train_step(optimizer)
-    held, state, run = params, plan.jax.init(optimizer, params), runner.init(params)
+        step = plan.jax.train_step(optimizer, donate=False)
+    held, state = params, plan.jax.init(optimizer, params)
+    wanted, plain, grads = params, optimizer.init(params), []
+    graded = jax.jit(jax.value_and_grad(case.model.loss_fn))
     for k in range(plan.bucket_plan.period + 2):
         batch = case.model.init(k)[1]
-        run, wanted = runner.step(run, batch)
         held, state, loss = step(held, state, batch)
-        np.testing.assert_allclose(float(loss), float(wanted), rtol=1e-5)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), held, run.params)
+        value, g = graded(wanted, batch)
+        grads.append(g)
+        for u in DelayedIteration(program=replace(program, messages=()), number=k).updates:
+            if u.at == k:
+                mean = jax.tree.map(lambda *x: sum(x) / len(x), *grads[u.first : u.last + 1])
+                change, plain = optimizer.update(mean, plain, wanted)
+                wanted = optax.apply_updates(wanted, change)
+        np.testing.assert_allclose(float(loss), float(value), rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), held, wanted)
     assert jax.tree.map(lambda x: x, state).iteration == k + 1  # a pytree, as checkpoints take it
 
 
