@@ -12,7 +12,7 @@ The incremental form makes the program solvable. "Slot j starts no earlier than 
 It can only switch from 0 to 1 along the slots, and for tensors sorted by release it switches in that order. The start
 of the slot is then at least the sum of the release steps that are switched on. Deadlines are modelled in the same way.
 With one binary for each (tensor, slot) and big-M rows instead, CP-SAT did not prove three tensors in 10 s; this form
-proves twelve. `cpsat.py` uses CP-SAT for the smaller problem of whole messages.
+proves twelve.
 """
 
 from __future__ import annotations
