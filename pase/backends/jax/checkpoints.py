@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["restored"]
 
 
-def restored(path: str | Path, shapes: Tree, shardings: Tree, model: str) -> Tree:
-    """The parameters of an orbax checkpoint (of ``StandardCheckpointer``). Each device reads its part.
+def restored(
+    path: str | Path, shapes: Tree, shardings: Tree, model: str, written: str = "the same parameters"
+) -> Tree:
+    """The arrays of an orbax checkpoint (of ``StandardCheckpointer``). Each device reads its part.
 
-    shapes, shardings: trees of the parameters' structure. model: the model's name, for messages. Raises PaseError if
-    the checkpoint is missing or has other parameters.
+    shapes, shardings: trees of the checkpoint's structure. model, written: the model's name, and what the checkpoint
+    should hold, for messages. Raises PaseError if the checkpoint is missing or has other arrays.
     """
     import jax
 
@@ -41,7 +43,7 @@ def restored(path: str | Path, shapes: Tree, shardings: Tree, model: str) -> Tre
             return checkpointer.restore(path, target)
     except (OSError, ValueError, KeyError) as e:
         raise PaseError(
-            f"cannot restore the parameters of '{model}' from this checkpoint ({e})",
+            f"cannot restore '{model}' from this checkpoint ({e})",
             where=str(path),
-            fix="give a checkpoint that orbax's StandardCheckpointer wrote for the same parameters",
+            fix=f"give a checkpoint that orbax's StandardCheckpointer wrote for {written}",
         ) from e

@@ -12,10 +12,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.check_plans import Against, CheckedStep
+from pase.backends.jax.checkpoints import restored
 from pase.backends.jax.plan import JaxPlan
 from pase.backends.jax.spmd.lower import Lowering
 from pase.backends.jax.steps.stepper import global_array
-from pase.errors import PaseError, install_line
+from pase.errors import PaseError
 from pase.frontends.jax.frontend import TracedJax
 from pase.frontends.jax.leaves import trained
 from pase.frontends.jax.modules import Advanced, ModuleFunction, has_modules, without_variables
@@ -231,34 +232,12 @@ class JaxModulePlan:
         Parameters and all other Variables are read directly into the plan's layouts. Raises PaseError if the checkpoint
         is missing or belongs to another model.
         """
-        import jax
-
-        try:
-            import orbax.checkpoint as ocp
-        except ModuleNotFoundError as e:
-            raise PaseError(
-                "reading orbax checkpoints needs the package orbax-checkpoint",
-                where="plan.jax.restore",
-                fix=install_line("checkpoints"),
-            ) from e
         (where, *_, held), (params, *_, state) = self.inner._in_shardings(mesh), self.inner._shapes()
-
-        def wanted(x: Tree, sharding: Tree) -> Tree:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        target = self.modules.as_states(
-            jax.tree.map(wanted, params, where), jax.tree.map(wanted, state, held)
+        shapes, shardings = self.modules.as_states(params, state), self.modules.as_states(where, held)
+        name = self.traced.graph.name
+        return self.modules.of_states(
+            restored(path, shapes, shardings, name, "nnx.state(model) of this model")
         )
-        try:
-            with ocp.StandardCheckpointer() as checkpointer:
-                found = checkpointer.restore(path, target)
-        except (OSError, ValueError, KeyError) as e:
-            raise PaseError(
-                f"cannot restore the model of '{self.traced.graph.name}' from this checkpoint ({e})",
-                where=str(path),
-                fix="give a checkpoint that orbax's StandardCheckpointer wrote for nnx.state(model) of this model",
-            ) from e
-        return self.modules.of_states(found)
 
 
 def of_modules(plan: JaxPlan) -> JaxPlan | JaxModulePlan:
