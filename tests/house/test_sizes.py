@@ -19,7 +19,7 @@ MOST_LINES_OF_A_FUNCTION = 60
 LONGER = {
     "pase/zoo/cnn_branched.py:inception": "the network's table of layers, in the paper's order",
     "pase/replay/measurement/clocks_dpro.py:align_dpro": "the paper's program: constraints, start, objective",
-    "pase/replay/simulation/_twin.py:simulate": "the twin of a compiled kernel, read beside it",
+    "tests/replay/simulation/twin.py:simulate": "the twin of a compiled kernel, read beside it",
     "pase/search/elimination/kernels_numba.py:_min_plus_rows": "a compiled loop, unrolled",
     "pase/schedule/engine_loop.py:loop": "one source that runs as Python and compiled",
     "bench/audit/mesh_tf.py:compare": "a bench: one step in both frameworks, and the comparison",

@@ -1,6 +1,6 @@
-"""The event simulation with one queue per device, compiled by numba. _twin.py is the same algorithm in plain Python.
+"""The event simulation with one queue per device, compiled by numba.
 
-Both use the same conventions. Tasks have numbers 0..n−1, a device device[i] and a duration[i] ≥ 0. Edges are in CSR
+Tasks have numbers 0..n−1, a device device[i] and a duration[i] ≥ 0. Edges are in CSR
 form by source (ptr, dst, lag ≥ 0). A task is ready at the maximum of finish + lag over its predecessors, and not before
 release[i]. Among the ready tasks of a device, the one with the smallest (priority, ready time, number) runs first. A
 device runs one task at a time and never idles while a task is ready. Tasks with gang[i] = g ≥ 0 form one collective:

@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from pase.errors import PaseError
 from pase.replay.graph import Carried, DataflowGraph, csr
-from pase.replay.simulation import _twin
-from pase.replay.simulation._twin import Tasks
 
 __all__ = [
     "Replay",
+    "Tasks",
     "critical_path",
     "replay_graph",
     "subgraph",
 ]
+
+
+class Tasks(NamedTuple):
+    """What is simulated, as arrays. Times are float64, in ns; all other arrays are int64.
+
+    device, duration, priority, release, gang: [n], one entry for each task; gang −1: it is in no collective.
+    gang_size: [gangs]. ptr, dst, lag: the successors of each task, and how long after it they may start.
+    device_free: [devices], when each device first becomes free.
+    """
+
+    device: np.ndarray
+    duration: np.ndarray
+    priority: np.ndarray
+    release: np.ndarray
+    gang: np.ndarray
+    gang_size: np.ndarray
+    ptr: np.ndarray
+    dst: np.ndarray
+    lag: np.ndarray
+    device_free: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,10 +59,8 @@ class Replay:
         return float(self.finish_ns.max()) if len(self.finish_ns) else 0.0
 
 
-def replay_graph(g: DataflowGraph, kernel: str = "numba") -> Replay:
+def replay_graph(g: DataflowGraph) -> Replay:
     """Simulates the graph.
-
-    kernel: "numba", or "python" for the equivalent implementation in plain Python.
 
     Raises PaseError if a duration is invalid, or if tasks wait for each other; the message names some of them.
     """
@@ -52,15 +69,8 @@ def replay_graph(g: DataflowGraph, kernel: str = "numba") -> Replay:
         raise PaseError(
             f"{g.duration_ns[bad]} ns is not a valid duration", where=f"task '{g.task_name(bad)}'"
         )
-    simulate: Any
-    if kernel == "numba":
-        from pase.replay.simulation import _kernels
+    from pase.replay.simulation import _kernels
 
-        simulate = _kernels.simulate
-    elif kernel == "python":
-        simulate = _twin.simulate
-    else:
-        raise ValueError(f"there is no kernel '{kernel}'; choose numba or python")
     ptr, dst, lag = csr(g)
     size = np.bincount(g.gang[g.gang >= 0], minlength=0).astype(np.int64)
     if (size == 0).any():
@@ -77,7 +87,7 @@ def replay_graph(g: DataflowGraph, kernel: str = "numba") -> Replay:
         lag=lag.astype(np.float64),
         device_free=g.device_free_ns.astype(np.float64),
     )
-    start, finish, ready, cause, latest, order, done = simulate(tasks)
+    start, finish, ready, cause, latest, order, done = _kernels.simulate(tasks)
     stuck = np.flatnonzero(np.isnan(finish))
     if len(stuck):
         shown = "; ".join(f"'{g.task_name(int(i))}' on rank {int(g.rank[i])}" for i in stuck[:4])

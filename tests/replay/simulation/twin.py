@@ -1,39 +1,21 @@
-"""The event simulation in plain Python, as documentation of _kernels.py and as a reference for its tests."""
+"""The event simulation in plain Python, to which the compiled one is compared."""
 
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 
-__all__ = ["Tasks", "simulate"]
-
-
-class Tasks(NamedTuple):
-    """What is simulated, as arrays. Times are float64, in ns; all other arrays are int64.
-
-    device, duration, priority, release, gang: [n], one entry for each task; gang −1: it is in no collective.
-    gang_size: [gangs]. ptr, dst, lag: the successors of each task, and how long after it they may start.
-    device_free: [devices], when each device first becomes free.
-    """
-
-    device: np.ndarray
-    duration: np.ndarray
-    priority: np.ndarray
-    release: np.ndarray
-    gang: np.ndarray
-    gang_size: np.ndarray
-    ptr: np.ndarray
-    dst: np.ndarray
-    lag: np.ndarray
-    device_free: np.ndarray
+from pase.replay.graph import DataflowGraph
+from pase.replay.simulation import _kernels
+from pase.replay.simulation.simulate import Replay, Tasks, replay_graph
 
 
 def simulate(
     tasks: Tasks,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
-    """See _kernels.simulate."""
+    """As ``_kernels.simulate``."""
     device, duration, priority, release, gang, gang_size, ptr, dst, lag, device_free = tasks
     n = len(device)
     start, finish = np.full(n, np.nan), np.full(n, np.nan)
@@ -101,3 +83,9 @@ def simulate(
         for x in touched:
             heapq.heappush(turns, (next_start(x), x))
     return start, finish, ready, cause, latest, np.array(order, dtype=np.int64), len(order)
+
+
+def replayed(g: DataflowGraph) -> Replay:
+    """The replay of a graph by the simulation in plain Python."""
+    with patch.object(_kernels, "simulate", simulate):
+        return replay_graph(g)
