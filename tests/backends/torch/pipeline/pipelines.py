@@ -165,7 +165,8 @@ def optimizer(parameters: Any) -> Any:
 def on_rank(run: Any, module: Any, batch: tuple[Any, ...], counted: bool = True) -> dict[str, Any]:
     """One step on this rank: the loss, the gradients, the parameters after it, the norms of all gradients, and this
     rank's clipped gradients. counted: whether to compare what is sent with the plan's list."""
-    from pase.backends.audit.torch import planned_in_stages, recorded
+    from pase.backends.audit.torch import recorded
+    from tests.backends.torch.pipeline.stage_counts import planned_in_stages
 
     mine = copy.deepcopy(module)
     step = run.train_step(mine, lambda p, **_: optimizer(p))
