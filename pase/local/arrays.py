@@ -162,6 +162,13 @@ class Arrays(ABC, Generic[A]):
         """An all-to-all."""
         return self.from_front(self.all_to_all(self.to_front(x, v), axes), v)
 
+    def sliced(self, x: A, v: WireView, axes: Sequence[str]) -> A:
+        """The device's own part. Nothing is sent."""
+        x = self.reshape(x, v.seen)
+        for axis, dim in zip(self.wide(axes), v.leaving, strict=True):
+            x = self.chosen(x, dim, axis)
+        return self.reshape(x, v.shape)
+
     # Reshard steps in units, because parts do not nest (``pase.local.exchange``).
 
     def units_exchanged(self, x: A, how: UnitExchange, axes: Sequence[str]) -> A:

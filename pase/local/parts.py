@@ -138,6 +138,18 @@ class WireView:
         """The permutation of ``seen`` that brings the leaving digits to the front and leaves the rest unchanged."""
         return (*self.leaving, *(i for i in range(len(self.seen)) if i not in self.leaving))
 
+    @property
+    def before(self) -> tuple[int, ...]:
+        """The shape of the local array beforehand, if ``along`` says which dims change."""
+        assert self.along is not None
+        shape, n = list(self.shape), math.prod(self.ways)
+        gone, come = self.along
+        if come is not None:
+            shape[come] //= n
+        if gone is not None:
+            shape[gone] *= n
+        return tuple(shape)
+
 
 @lru_cache(maxsize=1 << 14)
 def view(step: LocalReshardStep, shape: tuple[int, ...], mesh: Mesh) -> WireView:

@@ -50,10 +50,7 @@ def _after_step(x: A, step: LocalReshardStep, shape: Extents, combine: Combine, 
         case "all_to_all":
             return arrays.exchanged(x, v, axes)
     assert step.kind == "slice"
-    x = arrays.reshape(x, v.seen)
-    for axis, dim in zip(arrays.wide(axes), v.leaving, strict=True):
-        x = arrays.chosen(x, dim, axis)
-    return arrays.reshape(x, v.shape)
+    return arrays.sliced(x, v, axes)
 
 
 def part(x: A, shape: Extents, layout: Layout, arrays: Arrays[A]) -> A:

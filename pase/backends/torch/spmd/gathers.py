@@ -255,5 +255,8 @@ class _GatherMessage:
         """[ranks, elements] -> the parameter, of this shape or with dims of size 1 besides."""
         if v.along == (None, 0):
             return self.groups.reshape(x, shape)
+        if v.along is not None:
+            ways, (first, *rest) = math.prod(v.ways), v.before
+            return self.groups.joined(self.groups.reshape(x, (ways * first, *rest)), ways, v.along[1])
         assert v.arriving is not None
         return self.groups.rearranged(x, (*v.ways, *v.seen), v.arriving, v.shape)

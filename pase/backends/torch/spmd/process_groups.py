@@ -202,12 +202,17 @@ class AxisGroups(Arrays["Tensor"]):
                 come[src] = 1
         return self._exchanged(x[None], come, to, axes)[0]
 
+    # If outermost digits of one dim leave or arrive, as they mostly do, that dim is cut or joined as a whole: two ops
+    # at most, where digits that are put in their places one by one take four.
+
     def gathered(self, x: Tensor, v: WireView, axes: Sequence[str]) -> Tensor:
         """Parts of the first dim are gathered as they are: PyTorch's op appends them."""
         n = self.ways(axes)
-        if n == 1 or v.along != (None, 0):
+        if n == 1 or v.along is None:
             return super().gathered(x, v, axes)
-        return self._sent(x, lambda w: self._ops().all_gather_into_tensor(w, n, self._group(axes)))
+        sent = self.reshape(x, v.before)
+        wire = self._sent(sent, lambda w: self._ops().all_gather_into_tensor(w, n, self._group(axes)))
+        return self.joined(wire, n, v.along[1])
 
     def from_front(self, x: Tensor, v: WireView) -> Tensor:
         """The last dim stays dense in memory: PyTorch's attention runs as two products if an operand's is not."""
@@ -215,11 +220,40 @@ class AxisGroups(Arrays["Tensor"]):
         return made if made.dim() == 0 or made.stride(-1) == 1 else made.contiguous()
 
     def scattered(self, x: Tensor, v: WireView, axes: Sequence[str], combine: Combine) -> Tensor:
-        if combine == "sum" and v.along == (0, None) and (n := self.ways(axes)) > 1:
-            made = self._ops().reduce_scatter_tensor(x.contiguous(), "sum", n, self._group(axes))
-            return self._waited(made)
+        if combine == "sum" and v.along is not None and (n := self.ways(axes)) > 1:
+            wire = self._cut(self.reshape(x, v.before), n, v.along[0]).contiguous()
+            return self._waited(self._ops().reduce_scatter_tensor(wire, "sum", n, self._group(axes)))
         with contextlib.nullcontext() if combine == "sum" else _on(self.kinds, "reduce_scatter"):
             return super().scattered(x, v, axes, combine)
+
+    def exchanged(self, x: Tensor, v: WireView, axes: Sequence[str]) -> Tensor:
+        n = self.ways(axes)
+        if n == 1 or v.along is None:
+            return super().exchanged(x, v, axes)
+        wire = self._cut(self.reshape(x, v.before), n, v.along[0])
+        rows = [wire.shape[0] // n] * n
+        return self.joined(self._exchanged(wire, rows, rows, axes), n, v.along[1])
+
+    def sliced(self, x: Tensor, v: WireView, axes: Sequence[str]) -> Tensor:
+        if v.along is None or v.along[0] is None:
+            return super().sliced(x, v, axes)
+        dim, rows = v.along[0], v.shape[v.along[0]]
+        return self.narrow(self.reshape(x, v.before), dim, self.number(axes) * rows, rows)
+
+    def joined(self, wire: Tensor, ways: int, dim: int | None) -> Tensor:
+        """Parts of a dim that lie one after another in the first dim -> the whole."""
+        import torch
+
+        assert dim is not None
+        return torch.cat(wire.chunk(ways), dim) if dim else wire
+
+    @staticmethod
+    def _cut(x: Tensor, ways: int, dim: int | None) -> Tensor:
+        """The parts of a dim, one after another in the first dim."""
+        import torch
+
+        assert dim is not None
+        return torch.cat(x.chunk(ways, dim)) if dim else x
 
     def carrying(self, several: int) -> contextlib.AbstractContextManager[None]:
         """A context in which what is sent is several of the plan's collectives, all of one size."""

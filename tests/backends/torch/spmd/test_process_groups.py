@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.audit.torch_dispatch import dispatched
 from bench.cases.torch_ranks import on_ranks
 from pase.backends.torch.spmd.process_groups import AxisGroups, axis_groups
 from pase.errors import PaseError
-from pase.local.parts import view
-from pase.local.types import LocalReshardStep
+from pase.local.parts import held, view
+from pase.local.reshard import resharded
+from pase.local.types import Layout, LocalReshardStep
 from pase.machine import Mesh
 
 MESH = Mesh(names=("x", "one", "y"), sizes=(2, 1, 3))
@@ -76,6 +78,59 @@ def test_collectives_are_numpys_on_all_ranks() -> None:
             wanted = (group.sum(0), group.max(0), group, group.sum(0)[me], group[:, me])
             for mine, numpy in zip(made, wanted, strict=True):
                 np.testing.assert_allclose(mine.numpy(), numpy, rtol=1e-14)
+
+
+BOTH = ("x", "y")
+MOVES: dict[str, tuple[LocalReshardStep, int]] = {
+    f"{kind} {before} {after}": (
+        LocalReshardStep(kind=kind, axes=axes, before=before, after=after, nbytes=8),  # type: ignore[arg-type]
+        ops,
+    )
+    for kind, axes, before, after, ops in (
+        ("all_gather", ("x",), ((0, 2), None, None), (None, None, None), 0),
+        ("all_gather", ("x",), ((1, 2), None, (0, 3)), (None, None, (0, 3)), 2),
+        ("all_gather", BOTH, ((2, 2), None, (2, 6)), (None, None, None), 2),
+        ("reduce_scatter", ("y",), (None, None, "partial"), (None, None, (0, 3)), 0),
+        ("reduce_scatter", BOTH, ("partial", None, "partial"), ((1, 2), None, (1, 6)), 2),
+        ("all_to_all", ("y",), (None, None, (0, 3)), (None, None, (2, 3)), 2),
+        ("all_to_all", ("y",), ((0, 6), None, (1, 3)), ((0, 6), None, (0, 3)), 9),  # digits between others
+        ("all_to_all", BOTH, ((1, 2), None, (1, 6)), ((2, 2), None, (2, 6)), 4),
+        ("slice", ("x",), (None, None, None), ((1, 2), None, None), 1),
+        ("slice", BOTH, (None, None, None), ((0, 2), None, (0, 6)), 1),
+        ("slice", ("x",), (None, None, None), ((1, 6), None, None), 4),  # a digit behind others
+    )
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", MOVES)
+def test_parts_of_one_dim_move_with_two_ops_at_most(name: str) -> None:
+    """Each rank gets its part of the whole; numbers and flags. The ops are those besides collectives and waits."""
+    import torch
+
+    step, most = MOVES[name]
+    whole = np.random.default_rng(0).standard_normal((6, 12, 24))
+    partial = "partial" in step.before
+
+    def mine(layout: Layout, place: tuple[int, ...]) -> np.ndarray:
+        states = tuple(s if isinstance(s, tuple) else None for s in layout)
+        return np.ascontiguousarray(whole[np.ix_(*held(whole.shape, states, place, MESH))])
+
+    def on_rank(rank: int) -> Any:
+        groups = axis_groups(MESH, AXES, "cpu")
+        x = torch.from_numpy(mine(step.before, groups.place))
+        made: list[Any] = []
+        ops = dispatched(lambda: made.append(resharded(x, [step], whole.shape, "sum", groups)))
+        if not partial:
+            made.append(resharded(x > 0, [step], whole.shape, "sum", groups))
+        return groups.place, made, sum(n for op, n in ops.items() if "c10d" not in op)
+
+    for place, made, count in on_ranks(6, on_rank):
+        wanted = mine(step.after, place) * (np.prod([MESH.by_name[a] for a in step.axes]) if partial else 1)
+        np.testing.assert_allclose(made[0].numpy(), wanted, rtol=1e-13)
+        if not partial:
+            assert (made[1].numpy() == (wanted > 0)).all()
+        assert count <= most
 
 
 @pytest.mark.torch
