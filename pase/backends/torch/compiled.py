@@ -86,7 +86,7 @@ def compiled(
             f"torch.compile has no backend '{backend}'", where="compile", fix=f"use one of: {known}"
         )
     with preserve_node_meta():
-        graph = make_fx(joint, tracing_mode="fake")(*(x.detach() for x in given))
+        graph = make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(*(x.detach() for x in given))
     draws = list(_taken_out(graph, name))
     run = torch.compile(graph, backend=backend, fullgraph=True, dynamic=False)
     return CompiledStep(name=name, run=run, draws=draws, device=device)

@@ -1,8 +1,8 @@
 """One rank's program of a step as a ``torch.fx.GraphModule``.
 
 The walk over the exported graph (``pase.backends.torch.spmd.interpreter``) runs once on fake tensors, and what it calls
-is recorded (``spmd/record.py``) and tidied (``spmd/tidy.py``), and parameters are gathered ahead of their use
-(``spmd/gathers.py``). Every step then runs the recorded program. Loops are
+is recorded (``spmd/record.py``) and tidied (``spmd/tidy.py``), its constants are computed (``spmd/folded.py``), and
+parameters are gathered ahead of their use (``spmd/gathers.py``). Every step then runs the recorded program. Loops are
 unrolled in it. A program with branches that depend on data is not recorded: its steps walk the graph.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from pase.backends.torch.spmd.folded import folded
 from pase.backends.torch.spmd.gathers import gathered_ahead
 from pase.backends.torch.spmd.interpreter import Body, RankWalk
 from pase.backends.torch.spmd.record import Recording
@@ -131,6 +132,7 @@ def recorded(walk: RankWalk, body: Body, finish: Callable[[Body], Sequence[Tenso
             walk.run(mine)
             into.returned(*finish(mine))
         tidied(into.graph)
+        into.held = folded(into.graph, into.held)
         if walk.only is None:
             gathered_ahead(into.graph, walk.program, walk.groups, walk.gathers)
         for node in into.graph.nodes:

@@ -208,16 +208,22 @@ class AxisGroups(Arrays["Tensor"]):
     def gathered(self, x: Tensor, v: WireView, axes: Sequence[str]) -> Tensor:
         """Parts of the first dim are gathered as they are: PyTorch's op appends them."""
         n = self.ways(axes)
-        if n == 1 or v.along is None:
+        if n == 1:
             return super().gathered(x, v, axes)
-        sent = self.reshape(x, v.before)
+        sent = x if v.along is None else self.reshape(x, v.before)
         wire = self._sent(sent, lambda w: self._ops().all_gather_into_tensor(w, n, self._group(axes)))
-        return self.joined(wire, n, v.along[1])
+        if v.along is not None:
+            return self.joined(wire, n, v.along[1])
+        assert v.arriving is not None
+        return self._dense(self.rearranged(wire, (*v.ways, *v.seen), v.arriving, v.shape))
 
     def from_front(self, x: Tensor, v: WireView) -> Tensor:
-        """The last dim stays dense in memory: PyTorch's attention runs as two products if an operand's is not."""
-        made = super().from_front(x, v)
-        return made if made.dim() == 0 or made.stride(-1) == 1 else made.contiguous()
+        return self._dense(super().from_front(x, v))
+
+    @staticmethod
+    def _dense(x: Tensor) -> Tensor:
+        """The last dim is dense in memory: PyTorch's attention runs as two products if an operand's is not."""
+        return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
 
     def scattered(self, x: Tensor, v: WireView, axes: Sequence[str], combine: Combine) -> Tensor:
         if combine == "sum" and v.along is not None and (n := self.ways(axes)) > 1:

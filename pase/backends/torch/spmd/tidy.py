@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pase.frontends.torch.values import TorchOperand
 
-__all__ = ["tidied"]
+__all__ = ["acts", "tidied"]
 
 _RESHAPES = frozenset({"reshape", "view", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten"})
 """Views whose result has the same elements in the same order."""
@@ -32,9 +32,10 @@ def tidied(graph: Graph) -> None:
     """Tidy a graph in place. The values of its nodes (``meta["val"]``) must be known."""
     _edges_first(graph)
     _views(graph)
+    _unequal(graph)
     _made_twice(graph)
     for n in reversed(list(graph.nodes)):
-        if not n.users and n.op in ("call_function", "call_method", "get_attr") and not _acts(n):
+        if not n.users and n.op in ("call_function", "call_method", "get_attr") and not acts(n):
             graph.erase_node(n)
     _joined(graph)
 
@@ -88,8 +89,18 @@ def _views(graph: Graph) -> None:
             n.replace_all_uses_with(base)
 
 
-def _become(graph: Graph, n: FxNode, base: FxNode, method: str, to: tuple[int, ...]) -> None:
-    """Replace a node by a view of another."""
+def _unequal(graph: Graph) -> None:
+    """Compare for inequality, instead of for equality and the opposite: whether an index is another rank's."""
+    for n in list(graph.nodes):
+        if n.op == "call_method" and n.target == "__invert__":
+            (same,) = n.args
+            if same.op == "call_method" and same.target == "__eq__":
+                base, other = same.args
+                _become(graph, n, base, "__ne__", other)
+
+
+def _become(graph: Graph, n: FxNode, base: FxNode, method: str, to: tuple[int, ...] | FxNode) -> None:
+    """Replace a node by a method of another."""
     with graph.inserting_before(n):
         made = graph.call_method(method, (base, to))
     made.meta |= n.meta
@@ -177,7 +188,7 @@ def _key(n: FxNode) -> Hashable | None:
     if n.op not in ("call_function", "call_method") or isinstance(n.target, ProgramCall):
         return None
     name = _name(n)
-    pure = isinstance(n.target, torch._ops.OpOverload) and not _acts(n)
+    pure = isinstance(n.target, torch._ops.OpOverload) and not acts(n)
     if name not in _RESHAPES | _PERMUTES | _OTHERS and not (pure and not _differentiated(n)):
         return None
     return n.op, n.target, _frozen(n.args), _frozen(n.kwargs)
@@ -206,7 +217,7 @@ def _tensors(val: TorchOperand) -> Iterator[Tensor]:
             yield x
 
 
-def _acts(n: FxNode) -> bool:
+def acts(n: FxNode) -> bool:
     """Whether running the node has an effect besides its result: it sends, or draws from PyTorch's generator."""
     import torch
 

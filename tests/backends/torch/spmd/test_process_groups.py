@@ -90,6 +90,7 @@ MOVES: dict[str, tuple[LocalReshardStep, int]] = {
         ("all_gather", ("x",), ((0, 2), None, None), (None, None, None), 0),
         ("all_gather", ("x",), ((1, 2), None, (0, 3)), (None, None, (0, 3)), 2),
         ("all_gather", BOTH, ((2, 2), None, (2, 6)), (None, None, None), 2),
+        ("all_gather", ("x",), ((1, 6), None, None), (None, None, None), 4),  # a digit behind others
         ("reduce_scatter", ("y",), (None, None, "partial"), (None, None, (0, 3)), 0),
         ("reduce_scatter", BOTH, ("partial", None, "partial"), ((1, 2), None, (1, 6)), 2),
         ("all_to_all", ("y",), (None, None, (0, 3)), (None, None, (2, 3)), 2),
@@ -97,7 +98,7 @@ MOVES: dict[str, tuple[LocalReshardStep, int]] = {
         ("all_to_all", BOTH, ((1, 2), None, (1, 6)), ((2, 2), None, (2, 6)), 4),
         ("slice", ("x",), (None, None, None), ((1, 2), None, None), 1),
         ("slice", BOTH, (None, None, None), ((0, 2), None, (0, 6)), 1),
-        ("slice", ("x",), (None, None, None), ((1, 6), None, None), 4),  # a digit behind others
+        ("slice", ("x",), (None, None, None), ((1, 6), None, None), 4),
     )
 }
 

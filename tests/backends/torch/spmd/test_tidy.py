@@ -25,6 +25,10 @@ CASES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
         ["transpose", "reshape", "exp"],
     ),
     "views made twice": (lambda x: x.reshape(24) * x.reshape(24), ["reshape", "mul"]),
+    "the opposite of equality": (
+        lambda x: x.masked_fill(~(x == x.sin()), 2.0),
+        ["sin", "__ne__", "masked_fill"],
+    ),
     "an op that nothing reads": (lambda x: (x.exp(), x.sin())[1], ["sin"]),
     "a call of the plan stays": (
         lambda x: (whole(lambda y: y + 1, x, name="edge"), x.sin())[1],
