@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from pase.ir import Graph, Node, Op, dim_classes
 from pase.ir.names import DimKey, view_classes
+from pase.ir.parameters import EqualPart, Slice
 from pase.once import once
 
 __all__ = ["Roles", "Weight", "roles"]
@@ -43,8 +44,10 @@ class Roles:
 
     rows: the subset of ``batch`` that is sorted by expert. Each device multiplies its part of the rows of all examples.
     model: empty if no dim runs through the weights. tensor: the dims that tensor parallelism splits. ends: the subset
-    of ``tensor`` that is not inside a layer (vocabulary, classes). experts: dims that weights, activations and results
-    share, or the groups of grouped products. sequence: the other dims of the residual stream.
+    of ``tensor`` that is not inside a layer (vocabulary, classes). merged: columns of products that are cut into parts
+    with a dim of ``tensor`` each, which a block of the columns does not split (queries, keys and values). experts: dims
+    that weights, activations and results share, or the groups of grouped products. sequence: the other dims of the
+    residual stream.
     """
 
     classes: dict[DimKey, int]
@@ -54,6 +57,7 @@ class Roles:
     model: frozenset[int]
     tensor: frozenset[int]
     ends: frozenset[int]
+    merged: frozenset[int]
     experts: frozenset[int]
     sequence: frozenset[int]
     alike: Mapping[str, int]
@@ -94,6 +98,7 @@ def roles(graph: Graph) -> Roles:
         for found in _tensor_dims(graph, classes, weights, model, views)
     )
     tensor = inner | ends
+    merged = _merged(graph, classes, weights, views, inner)
     sequence = frozenset(
         c
         for n in graph.nodes
@@ -102,7 +107,7 @@ def roles(graph: Graph) -> Roles:
         if model & here and here & batch
         for c in here - batch - tensor - experts - model
     )
-    told = (batch, tensor, ends - inner, experts, sequence)
+    told = (batch, tensor, ends - inner, merged, experts, sequence)
     numbers: dict[object, int] = {}
 
     def look(n: Node) -> object:
@@ -118,6 +123,7 @@ def roles(graph: Graph) -> Roles:
         model=model,
         tensor=tensor,
         ends=ends - inner,
+        merged=merged,
         experts=experts,
         sequence=frozenset(s for s in sequence if s is not None),
         alike={n.name: numbers.setdefault(look(n), len(numbers)) for n in graph.nodes},
@@ -248,6 +254,34 @@ def _tensor_dims(
         elif model & {*w.contracted} and not rows & _reach(after, w.node, readers):
             ends.update([c for c in w.out if c not in model][:1])
     return inner - ends, ends
+
+
+def _merged(
+    graph: Graph,
+    classes: dict[DimKey, int],
+    weights: tuple[Weight, ...],
+    views: Mapping[int, frozenset[int]],
+    inner: frozenset[int],
+) -> frozenset[int]:
+    """The columns of merged products, of which some parts are these dims: queries, keys and values, or gate and up."""
+    cut_into: list[tuple[int, int]] = []
+    for n in graph.nodes:
+        for op in n.ops:
+            of = {d.name: classes[n.name, d.name] for d in n.space}
+            if op.kind == "view" and isinstance(op.parameters, EqualPart | Slice) and len(op.reads) == 1:
+                pairs = zip(op.reads[0].map.walks, op.writes[0].map.walks, strict=True)
+                cut_into += [(of[r.dims[0]], of[w.dims[0]]) for r, w in pairs if r.dims and w.dims and r != w]
+            for walk in (w for a in op.reads for w in a.map.walks if len(w.dims) > 1):
+                if n.space[walk.dims[0]].kind == "replicated":  # the number of the part
+                    cut_into.append((of[walk.dims[0]], of[walk.dims[1]]))
+    columns = frozenset(c for w in weights if w.op.kind == "matmul" for c in w.out)
+    found, before = inner, None
+    while found != before:
+        before = found
+        found |= frozenset(
+            c for whole, part in cut_into if views[part] & found for c in views[whole] & columns
+        )
+    return found - inner
 
 
 def _neighbours(graph: Graph) -> tuple[dict[str, list[str]], dict[str, list[str]]]:

@@ -58,9 +58,11 @@ def megatron(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | 
             continue
         uneven = ", ".join(str(s) for s in sizes if s % degree)
         notes = (
-            (f"{degree} does not divide {uneven}, so these dims are split less or not at all",)
-            if uneven
-            else ()
+            *(
+                (f"{degree} does not divide {uneven}, so these dims are split less or not at all",)
+                * bool(uneven)
+            ),
+            *((_merged_note(graph, r),) * bool(r.merged)),
         )
         sequence = r.sizes(graph, r.sequence)
         variants: dict[str, tuple[bool, Apart]] = {"megatron": (False, "nothing")}
@@ -79,6 +81,16 @@ def megatron(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | 
                 yield Intent(name=f"{name}_{label}", mesh=mesh, allow=allow, alike=r.alike, notes=notes)
 
 
+def _merged_note(graph: Graph, r: Roles) -> str:
+    """What a baseline does not do with merged products, because a parameter is stored as the model has it."""
+    sizes = ", ".join(map(str, r.sizes(graph, r.merged)))
+    return (
+        f"the {sizes} columns of products that are cut into parts (queries, keys and values; gate and up) are stored "
+        "in the model's order, so each device computes all of them or sends what it computes; Megatron stores the "
+        "columns of a device together, as pase price --as tp=N has it"
+    )
+
+
 def _model_meshes(data: int, degree: int, sizes: Sequence[int]) -> Iterator[Mesh]:
     """Meshes with one model axis, or with two if only a factor of the degree divides a dim."""
     names, outer = (("data",), (data,)) if data > 1 else ((), ())
@@ -95,7 +107,7 @@ def _tensor_parallel(r: Roles, data: int, *, by_sequence: bool, apart: Apart) ->
     def parameter(node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         model = range(len(batch_axes), len(mesh.sizes))
         tensor, experts = r.dims(node, r.tensor), r.dims(node, r.experts)
-        allowed = only(cfg, model, [*tensor, *experts, NOT_SPLIT])
+        allowed = only(cfg, model, [*tensor, *experts, *r.dims(node, r.merged), NOT_SPLIT])
         if apart == "parameters":
             allowed &= stored_apart(node, cfg, mesh, batch_axes, taken=[*tensor, *experts])
         elif apart == "state":
@@ -112,7 +124,7 @@ def _tensor_parallel(r: Roles, data: int, *, by_sequence: bool, apart: Apart) ->
         inside = r.dims(node, r.tensor - r.ends)
         sequence = r.dims(node, r.sequence) if by_sequence and not inside else []
         allowed = by_batch(r, node, cfg, mesh, batch_axes)
-        allowed &= only(cfg, model, [*tensor, *experts, *sequence, *free(node)])
+        allowed &= only(cfg, model, [*tensor, *experts, *r.dims(node, r.merged), *sequence, *free(node)])
         if node.kind == "copy":
             return allowed
         if tensor:

@@ -26,6 +26,7 @@ from pase.ir.added import with_copies, with_rings, with_states
 from pase.ir.dims import Conflict, DimTable
 from pase.ir.functions import CAST
 from pase.ir.maps import AccessMap, Walk
+from pase.ir.parameters import EqualPart, Slice
 from pase.ir.recompute import mark_recomputed
 from pase.ir.sizes import is_one
 from pase.ir.types import LEAF, Access, Dim, Graph, IterationSpace, Node, Op
@@ -85,6 +86,7 @@ class _NodeGroups:
                 for a in op.reads:
                     self.readers[a.tensor].append(i)
         self.members: dict[int, list[int]] = {i: [i] for i in self.root}
+        self.shares = {i: (i, own) for i, n in enumerate(graph.nodes) if (own := _share(n)) is not None}
         self.whole = {
             i
             for i, n in enumerate(graph.nodes)
@@ -157,7 +159,10 @@ class _NodeGroups:
         return True
 
     def _check(self, i: int) -> None:
-        """Raises Conflict if an access would walk one dim twice."""
+        """Raises Conflict if an access would walk one dim twice, or if a cut's shares would be divided: then a reader
+        needs more than its own share, and the cut stays apart so that no more than it takes is resharded."""
+        if i in self.shares and len(self.table.resolve(self.shares[i])) > 1:
+            raise Conflict
         for op in self.graph.nodes[i].ops:
             for access in (*op.reads, *op.writes):
                 flat = [d for w in self._walks(i, access) for x in w for d in self.table.resolve(x)]
@@ -428,6 +433,17 @@ class _NodeGroups:
             for d in g.nodes[i].space:  # keep dims that no map walks (pending)
                 names(i, d.name)
         return Node(name=g.nodes[root].name, space=IterationSpace(tuple(dims.values())), ops=tuple(ops))
+
+
+def _share(n: Node) -> str | None:
+    """The dim of a cut whose part of each device is in the device's part of what is cut; None if there is none."""
+    op = n.ops[0]
+    if op.kind != "view" or not isinstance(op.parameters, EqualPart | Slice):
+        return None
+    walks = ((r.dims, w.dims) for r, w in zip(op.reads[0].map.walks, op.writes[0].map.walks, strict=True))
+    return next(
+        (r[0] for r, w in walks if r != w and r[:1] == w[:1] and n.space[r[0]].kind == "parallel"), None
+    )
 
 
 def _ordered(nodes: list[Node]) -> tuple[Node, ...]:

@@ -10,6 +10,7 @@ from pase.compiler.problem.problem import SplitProblem
 from pase.errors import Infeasible, PaseError
 from pase.frontends.blocks import block_ways
 from pase.ir import Graph, Op, named, simplify
+from pase.stated.columns import with_own_columns
 from pase.stated.price import Priced, price_strategy
 from pase.stated.program import Program
 from pase.stated.rows import with_own_rows
@@ -54,7 +55,7 @@ def price_model(problem: SplitProblem, traced: Traced, s: Strategy, program: Pro
         raise Infeasible(f"a batch of {examples} cannot be read as micro-batches of {samples}", where=str(s))
     traced = ways.micro(traced, examples // samples)
     blocks = ways.blocks_of(traced, marked=True)
-    graph = with_own_rows(micro_batch_graph(traced, 1), s)
+    graph = with_own_rows(micro_batch_graph(traced, 1, s.tensor), s)
     priced = price_strategy(
         graph, s, program, problem.model, examples, share=at_once / samples, written_out=blocks
     )
@@ -74,10 +75,13 @@ def _added(given: Strategy, s: Strategy, marked: bool) -> Iterator[str]:
         yield f"schedule={'interleaved' if s.chunks > 1 else '1f1b'}"
 
 
-def micro_batch_graph(traced: Traced, parts: int) -> Graph:
-    """Return the graph of one part of the batch, split into this many parts, without recomputation."""
+def micro_batch_graph(traced: Traced, parts: int, tensor: int = 1) -> Graph:
+    """Return the graph of one part of the batch, split into this many parts, without recomputation.
+
+    tensor: the ranks of tensor parallelism, each of which has its own columns of each part of a merged product.
+    """
     raw = traced.graph if parts == 1 else block_ways(traced).micro(traced, parts).graph
-    return _unmarked(named(simplify(raw)))
+    return _unmarked(named(simplify(with_own_columns(raw, tensor) if tensor > 1 else raw)))
 
 
 def _unmarked(graph: Graph) -> Graph:

@@ -66,7 +66,7 @@ def stated_ops(model: str, strategy: str, machine: str | None = None) -> StatedO
         raise PaseError(
             f"'{model}' was read by the {traced.frontend} frontend, but a stated strategy needs a JAX model here"
         )
-    graph = micro_batch_graph(traced, 1)
+    graph = micro_batch_graph(traced, 1, s.tensor)
     placed = place(graph, replace(s, micro=None), problem.model)
     parameters = [n for n in graph.nodes if n.kind == "parameter"]
     stored = {a.tensor for n in parameters for op in n.ops for a in op.writes}

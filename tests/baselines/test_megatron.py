@@ -3,6 +3,8 @@
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
+import pytest
 
 from pase.baselines import Intent, Skipped, baselines, roles
 from pase.frontends.jax.frontend import trace
@@ -156,3 +158,33 @@ def test_projections_to_all_heads_at_once_are_split_too():
     # Two all-reduces a layer in the forward pass, as with separate heads, and nothing else.
     sent = [c for c in collectives(graph, b) if "model" in c.axes and c.phase == "forward"]
     assert [c.kind for c in sent] == ["all_reduce"] * (2 * 3)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_merged_projections_are_stored_split(stacked):
+    """Of merged weights, a device stores a part. It computes what it could not without sending: a block of the columns
+    is not a part of each of queries, keys and values. The baseline says so."""
+
+    def loss(p, x):
+        b, s, d = x.shape
+        for layer in p:
+            y = x @ layer["qkv"]
+            parts = (
+                [y.reshape(b, s, 3, 8, d // 8)[:, :, i] for i in range(3)]
+                if stacked
+                else [t.reshape(b, s, 8, d // 8) for t in jnp.split(y, 3, -1)]
+            )
+            x = x + jax.nn.dot_product_attention(*parts).reshape(b, s, d) @ layer["o"]
+            gate, up = jnp.split(x @ layer["up"], 2, -1)
+            x = x + (jax.nn.silu(gate) * up) @ layer["down"]
+        return (x**2).mean()
+
+    def shape(*sizes):
+        return jax.ShapeDtypeStruct(sizes, "float32")
+
+    layer = {"qkv": shape(256, 768), "o": shape(256, 256), "up": shape(256, 1024), "down": shape(512, 256)}
+    graph = named(simplify(trace(loss, [layer] * 3, shape(16, 256, 256)).graph))
+    (b,) = baselines(graph, 8, H100, MODEL, only=("megatron_2x4",))
+    for name in weights(graph):
+        assert list(split(graph, b, name)) == ["model"], name
+    assert any("768, 1024 columns" in note for note in b.notes)
