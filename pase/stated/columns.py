@@ -29,7 +29,7 @@ them. Empty for a weight itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Cut:
+class _ColumnCut:
     """An op that takes some of the columns of a dim: elements of ``axis`` of its operand."""
 
     node: str
@@ -55,11 +55,11 @@ def with_own_columns(raw: Graph, ranks: int) -> Graph:
     return replace(raw, nodes=tuple(changed.get(n.name, n) for n in raw.nodes))
 
 
-def _found(raw: Graph) -> tuple[Mapping[tuple[str, int], Columns], Mapping[Columns, list[_Cut]]]:
+def _found(raw: Graph) -> tuple[Mapping[tuple[str, int], Columns], Mapping[Columns, list[_ColumnCut]]]:
     """Return what the columns of each dim of a tensor are, for products with weights and what is made of them element
     by element; and the cuts of each."""
     columns: dict[tuple[str, int], Columns] = {}
-    cuts: dict[Columns, list[_Cut]] = defaultdict(list)
+    cuts: dict[Columns, list[_ColumnCut]] = defaultdict(list)
     for n in raw.nodes:
         for op in n.ops:
             cut = _cut_of(raw, n, op)
@@ -108,7 +108,7 @@ def _walked(a: Access) -> Iterable[tuple[int, Walk]]:
     return [(i, w) for i, w in enumerate(a.map.walks) if w.dims]
 
 
-def _cut_of(raw: Graph, n: Node, op: Op) -> _Cut | None:
+def _cut_of(raw: Graph, n: Node, op: Op) -> _ColumnCut | None:
     """Return the cut that an op is; None if it is none, or cuts several dims."""
     p = op.parameters
     if op.kind != "view" or len(op.reads) != 1 or len(n.ops) != 1 or not isinstance(p, Slice | EqualPart):
@@ -123,16 +123,16 @@ def _cut_of(raw: Graph, n: Node, op: Op) -> _Cut | None:
     (axis,) = axes
     size = after[axis]
     start, step = (p.index * size, 1) if isinstance(p, EqualPart) else (p.start[axis], p.step[axis])
-    return _Cut(node=n.name, axis=axis, taken=range(start, start + size * step, step))
+    return _ColumnCut(node=n.name, axis=axis, taken=range(start, start + size * step, step))
 
 
-def _width(raw: Graph, cut: _Cut) -> int:
+def _width(raw: Graph, cut: _ColumnCut) -> int:
     """Return the number of columns of which a cut takes some."""
     (op,) = raw.node[cut.node].ops
     return concrete_size(raw.tensors[op.reads[0].tensor].shape[cut.axis], cut.node)
 
 
-def _in_shares(raw: Graph, cut: _Cut, share: int) -> Node:
+def _in_shares(raw: Graph, cut: _ColumnCut, share: int) -> Node:
     """Return the node of a cut as [share, rest of the columns] -> [share, rest of the part]."""
     n = raw.node[cut.node]
     (op,) = n.ops
