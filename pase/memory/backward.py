@@ -155,6 +155,14 @@ def _course(graph: Graph, optimizer: str, several: bool) -> _Course:
         by = graph.producer[r.access.tensor]
         return order[by.name] if graph.facts.eager and by.kind == "copy" else r.last
 
+    def when(n: Node) -> int:
+        loop = _loop_of(n.main.scope)
+        return around[loop][0] if loop else order[n.name]
+
+    read_from: dict[str, int] = {}  # also by copies
+    for e in graph.edges:
+        read_from[e.src] = min(read_from.get(e.src, end), when(graph.node[e.dst]))
+
     def alive(n: Node) -> Iterator[tuple[int, int]]:
         mine, i = node_terms(graph, optimizer)[n.name], order[n.name]
         of = reads.get(n.name, [])
@@ -165,12 +173,11 @@ def _course(graph: Graph, optimizer: str, several: bool) -> _Course:
             elif term.kind != "activations" or n.kind == "input":
                 yield 0, end
             else:
-                loop = _loop_of(n.main.scope)
-                first = around[loop][0] if loop else i
+                first = when(n)
                 if n.kind == "parameter" and graph.facts.eager:
                     first = 0 if several else i
-                elif n.kind == "parameter":
-                    first = min((r.first for r in of), default=i)
+                elif n.kind == "parameter":  # what is subtracted here is counted where it is read
+                    first = min(read_from.get(n.name, i), *(r.first for r in of), end)
                 yield first, end if region is None else max(around[region][1], first)
 
     return _Course(alive={n.name: tuple(alive(n)) for n in graph.nodes}, order=order)
