@@ -107,9 +107,19 @@ def spread(c: Site, x: Value, shape: Sequence[int]) -> Value:
     return c.value(nests.broadcast(c.b, c.tensor(x), shape, [i + new_dims for i in range(len(x.shape))]))
 
 
+def _check_places(c: Site, ids: Value, size: int) -> None:
+    """Raises PaseError if indices are known, and one of them lies outside of a dim of so many elements."""
+    if ids.data is None or math.prod(ids.shape) == 0:
+        return
+    least, most = int(ids.data.min()), int(ids.data.max())
+    if least < -size or most >= size:
+        raise c.fail(f"its index {least if least < -size else most} is not in a dim of {size} elements")
+
+
 def take(c: Site, x: Value, ids: Value, axis: int) -> Value:
     """x at these indices of a dim. The indices' shape replaces the dim."""
     axis = c.axis(axis, len(x.shape))
+    _check_places(c, ids, x.shape[axis])
     shape = c.shape((*x.shape[:axis], *ids.shape, *x.shape[axis + 1 :]))
     if math.prod(shape) == 0 or x.elements == 0:
         return c.nothing(shape, x.dtype)

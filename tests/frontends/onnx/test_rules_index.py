@@ -84,3 +84,17 @@ def test_indices_that_do_not_fit_are_refused(n: Any, ids: tuple[int, ...], why: 
     with pytest.raises(PaseError, match=why) as e:
         traced(n, ids)
     assert f"{n.op_type} '0'" in e.value.where
+
+
+@pytest.mark.parametrize(("ids", "taken"), [([0, 4], False), ([4], False), ([-5], False), ([0, -4, 3], True)])
+def test_an_index_outside_of_its_dim_is_refused(ids: list[int], taken: bool) -> None:
+    """The reference implementation is the oracle. A single index was taken modulo the dim's size."""
+    model = model_of([node("Gather", ["x", "k"], ["y"], axis=1)], {"x": X}, ["y"], {"k": np.array(ids)})
+    try:
+        ReferenceEvaluator(model).run(None, {"x": np.zeros(X, np.float32)})
+    except IndexError:
+        assert not taken
+        with pytest.raises(PaseError, match="is not in a dim of 4 elements"):
+            from_onnx.trace(model)
+    else:
+        assert taken and from_onnx.trace(model).graph.nodes

@@ -74,3 +74,13 @@ def test_why_ctc_loss_is_not_read() -> None:
     with pytest.raises(PaseError, match="ctc_loss") as e:
         pase.compile(torch.nn.Linear(16, 8), torch.randn(16, 16), devices=2, loss=loss)
     assert "scan" in e.value.fix
+
+
+def test_an_op_that_fails_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """PyTorch logs the stack of an op that fails on fake tensors, in front of our error."""
+    import torch
+
+    with pytest.raises(PaseError, match="same reduction dim"):
+        registry.trace(torch.nn.Linear(8, 8), torch.ones(4, 8), lambda m, x: (m(x) @ torch.ones(4, 4)).mean())
+    out, err = capfd.readouterr()
+    assert out == "" and "Traceback" not in err and "fake_tensor" not in err

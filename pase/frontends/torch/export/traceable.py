@@ -48,19 +48,22 @@ def traceable(step_file: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _failures_unprinted() -> Iterator[None]:
-    """Within, a failed export prints nothing. PyTorch prints the graph so far to standard error, at each attempt; the
-    error that is raised has the line and the reason."""
+    """Within, a failed export prints nothing. PyTorch prints the graph so far, or the stack of an op that failed, to
+    standard error, at each attempt; the error that is raised has the line and the reason."""
+    from torch._subclasses import fake_tensor
     from torch.export import _trace
     from torch.fx.experimental import symbolic_shapes
 
-    names, log = vars(_trace), symbolic_shapes.log
-    level, names["print"] = log.level, lambda *_, **__: None
-    log.setLevel(logging.ERROR)
+    names, logs = vars(_trace), (symbolic_shapes.log, fake_tensor.log)
+    before, names["print"] = [log.level for log in logs], lambda *_, **__: None
+    symbolic_shapes.log.setLevel(logging.ERROR)
+    fake_tensor.log.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
         del names["print"]
-        log.setLevel(level)
+        for log, level in zip(logs, before, strict=True):
+            log.setLevel(level)
 
 
 @contextlib.contextmanager
