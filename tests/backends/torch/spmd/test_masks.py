@@ -96,3 +96,81 @@ def test_attention_with_a_mask_of_a_known_form_runs_without_it(form: str, runs: 
     assert run.program.ops and run.leaves
     for found in on_ranks(2, on_rank):
         assert found == pytest.approx(alone, rel=1e-12)
+
+
+def blind(written: bool) -> tuple[Any, tuple[Any, ...]]:
+    """(attention with queries that see no key, by PyTorch's op or written out; its batch)."""
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.kv, self.out = nn.Linear(16, 16), nn.Linear(16, 32), nn.Linear(16, 16)
+
+        def forward(self, x: Any, y: Any, seen: Any) -> Any:
+            every = (self.q(x), *self.kv(y).split(16, -1))
+            q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in every)
+            if written:
+                scores = (q @ k.transpose(-1, -2) / 2).masked_fill(~seen, -math.inf)
+                o = scores.softmax(-1).nan_to_num() @ v
+            else:
+                o = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+            return self.out(o.transpose(1, 2).flatten(2)).square().mean()
+
+    torch.manual_seed(0)
+    seen = torch.rand(4, 1, 8, 6) > 0.5
+    seen[0, :, :3] = seen[1] = seen[2, :, :, 3:] = False
+    x, y = torch.randn(4, 8, 16, dtype=torch.float64), torch.randn(4, 6, 16, dtype=torch.float64)
+    return Net().double(), (x, y, seen)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_queries_that_see_nothing_get_zero_on_parts_too(written: bool) -> None:
+    """PyTorch's op gives zero there. Each node around the mask is split along each of its dims; keys only if it is
+    written out, because the plan keeps them whole for an op with a mask."""
+    import numpy as np
+    import torch
+
+    from pase import machine
+    from pase.api import Plan
+    from pase.compiler.meshes.plans import plan_of
+    from pase.compiler.problem.problem import SplitProblem
+    from pase.frontends import registry
+    from pase.machine import mesh_from
+    from pase.tables.layouts import configs
+
+    module, batch = blind(written)
+    alone = copy.deepcopy(module)
+    loss = alone(*batch)
+    loss.backward()
+    wanted = {k: p.grad for k, p in alone.named_parameters()}
+    assert all(torch.isfinite(g).all() for g in wanted.values())
+    traced = registry.trace(copy.deepcopy(module), *batch)
+    problem, over = (
+        SplitProblem.of(traced.graph, 2, machine.load("h100x8"), "analytic", "adam"),
+        mesh_from("2", 2),
+    )
+    rows = {n.name: configs(n, over) for n in problem.graph.nodes}
+    whole = {name: r[np.argmax((r == -1).all(1))] for name, r in rows.items()}
+    splits = [
+        (n, row)
+        for n in problem.graph.nodes
+        if any(op.kind == "attention" or op.function.name in ("exp", "where") for op in n.ops)
+        for row in rows[n.name]
+        if row[0] != -1
+    ]
+    keys = [n for n, row in splits if list(n.space)[row[0]].size == 6]
+    assert len(splits) > 2 and bool(keys) == written
+    for n, row in splits:
+        plan = Plan.of(plan_of(problem, {**whole, n.name: row}, over, "blind", traced)).torch
+        assert plan.program.ops and plan.leaves
+
+        def on_rank(rank: int, plan: Any = plan) -> Any:
+            mine = copy.deepcopy(module)
+            found = plan.parallelize(mine).backward(*batch)
+            return found, {k: p.grad.full_tensor() for k, p in mine.named_parameters()}
+
+        for found, gradients in on_ranks(2, on_rank):
+            torch.testing.assert_close(found, loss.detach(), rtol=1e-12, atol=0)
+            torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-14)
