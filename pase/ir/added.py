@@ -38,7 +38,7 @@ def with_copies(graph: Graph) -> Graph:
     tensors = dict(graph.tensors)
     for (t, scope), who in readers.items():
         tensor, producer = graph.tensors[t], graph.producer.get(t)
-        if len(who) < 2 or producer is None or all(map(is_one, tensor.shape)):
+        if len(who) < 2 or producer is None or _is_single(graph, t):
             continue
         if producer.kind in ("input", "constant"):  # small, so each reader gathers it
             continue
@@ -82,13 +82,18 @@ def _read_in_several_forms(graph: Graph, n: Node) -> bool:
 
     The casts and views in the parameter's node must be in this scope, too.
     """
-    if n.ops[0].kind != "parameter" or len(n.ops) == 1:
+    if n.ops[0].kind != "parameter" or len(n.ops) == 1 or _is_single(graph, n.ops[0].writes[0].tensor):
         return False
     made = {a.tensor for op in n.ops for a in op.writes}
     read = [(m.name, a.tensor, op.scope) for m in graph.nodes for op, a in m.reads if a.tensor in made]
     readers, tensors, scopes = map(set, zip(*read, strict=True)) if read else (set(), set(), set())
     scopes |= {op.scope for op in n.ops[1:]}
     return len(readers) > 1 and len(tensors) > 1 and len(scopes) == 1
+
+
+def _is_single(graph: Graph, tensor: str) -> bool:
+    """Whether it has one element: its readers have nothing to share."""
+    return all(map(is_one, graph.tensors[tensor].shape))
 
 
 def _in_copy(op: Op, renames: dict[str, str], names: dict[str, str]) -> Op:

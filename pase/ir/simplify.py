@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
+from pase.errors import PaseError
 from pase.ir.added import with_copies, with_rings, with_states
 from pase.ir.dims import Conflict, DimTable
 from pase.ir.functions import CAST
@@ -30,6 +31,7 @@ from pase.ir.parameters import EqualPart, Slice
 from pase.ir.recompute import mark_recomputed
 from pase.ir.sizes import is_one
 from pase.ir.types import LEAF, Access, Dim, Graph, IterationSpace, Node, Op
+from pase.ir.verify import verify
 from pase.once import once
 
 __all__ = ["simplify"]
@@ -47,9 +49,18 @@ def simplify(graph: Graph, like: Graph | None = None) -> Graph:
 
     like: a graph that differs from this one only in rematerialised regions. These do not change which nodes join, so
         the groups are computed once for all such graphs.
+    Raises PaseError if a pass made a graph that is not valid: its plan would give wrong numbers.
     """
     groups = _joined(graph) if like is None else _joined_once(like)
-    return with_rings(with_states(with_copies(groups.finish(mark_recomputed(graph)))))
+    made = with_rings(with_states(with_copies(groups.finish(mark_recomputed(graph)))))
+    try:
+        return verify(made)
+    except PaseError as e:
+        raise PaseError(
+            f"the graph to search is not valid: {e.what}",
+            where=e.where,
+            fix="please report this fault of pase, with this message and the model",
+        ) from e
 
 
 def _joined(graph: Graph) -> _NodeGroups:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
+from pase.errors import PaseError
 from pase.ir import Graph, functions, verify
 from pase.ir.added import with_copies, with_rings, with_states
 from pase.ir.simplify import simplify
@@ -87,6 +90,30 @@ def test_a_parameter_that_is_read_as_it_is_and_cast_has_one_copy() -> None:
 def test_a_cast_in_a_loop_is_not_made_outside_of_it() -> None:
     graph = verify(read_in_two_forms(loop=True))
     assert not [n for n in graph.nodes if n.kind == "copy" and len(n.ops) > 1]
+
+
+def test_a_parameter_of_one_element_keeps_the_forms_in_which_it_is_read() -> None:
+    """It needs no copy: every reader has its own edge, over which the gradient comes back."""
+    b = GraphBuilder("g")
+    w, x = b.parameter("w", (1,), "float32"), b.input("x", (8, 1), "float32")
+    for f in (functions.ADD, functions.MUL):
+        nests.elementwise(b, f, [x, nests.broadcast(b, w, (1, 1), (1,))], ["float32"])
+    graph = simplify(b.finish())
+    (stored,) = (n for n in graph.nodes if n.kind == "parameter")
+    assert len(stored.ops) == 3 and not [n for n in graph.nodes if n.kind == "copy"]
+    assert len([e for e in graph.edges if e.src == stored.name]) == 2
+
+
+def test_a_graph_whose_pass_lost_a_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reader would count as a reader of a constant, without a gradient."""
+
+    def losing(graph: Graph) -> Graph:
+        return replace(graph, nodes=tuple(n for n in graph.nodes if n.kind != "parameter"))
+
+    monkeypatch.setattr(sys.modules[simplify.__module__], "with_states", losing)
+    with pytest.raises(PaseError, match="nothing writes it") as e:
+        read_in_two_forms()
+    assert "report" in e.value.fix
 
 
 def test_one_reader_needs_no_copy() -> None:

@@ -58,6 +58,40 @@ def test_each_operand_has_its_own_layout(pattern, lowering):
             assert max(whole.differences(step).values()) < 1e-12, strategy
 
 
+@pytest.mark.parametrize("lowering", ["auto", "annotated"])
+def test_a_network_with_one_output_is_called_twice(lowering):
+    """As critics are: its last bias has one element and is viewed by each call. One call's result is not needed."""
+
+    def net(p, x):
+        return (jnp.tanh(x @ p["w"] + p["c"]) @ p["v"] + p["b"].reshape(1, 1))[:, 0]
+
+    def critic(p, x):
+        return jnp.mean(net(p, x) ** 2) - jnp.mean(jnp.sin(net(p, -x)))
+
+    def penalised(p, x):
+        slopes = jax.vmap(jax.grad(lambda row: net(p, row[None])[0]))(x)
+        return jnp.mean(net(p, x) ** 2) + jnp.mean((jnp.linalg.norm(slopes, axis=-1) - 1) ** 2)
+
+    def unused(p, x):
+        jnp.sin(net(p, -x))
+        return jnp.mean(net(p, x) ** 2)
+
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        p = {
+            "w": rng.normal(size=(4, 8)),
+            "c": rng.normal(size=8),
+            "v": rng.normal(size=(8, 1)),
+            "b": np.ones(1),
+        }
+        x = rng.normal(size=(16, 4))
+        for loss in (critic, penalised, unused):
+            case, whole = case_of(loss, p, x), unsharded_step(loss, optax.sgd(0.1), p, x)
+            for strategy in ("ours@8", "random1@2x4", "random2@2x4"):
+                step = sharded_step(case.plan(strategy), optax.sgd(0.1), p, x, lowering=lowering)
+                assert max(whole.differences(step).values()) < 1e-12, (loss.__name__, strategy)
+
+
 def test_a_gram_matrix_is_lowered_by_hand():
     def loss(p, x):
         return jnp.sum(jnp.sin(gram(x @ p)))
