@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pase.errors import PaseError
 from pase.frontends.blocks import BLOCKS, block_ways
-from pase.frontends.common.micro_batches import check_mean, examples_meet, micro_sums
+from pase.frontends.common.micro_batches import Meet, check_mean, examples_meet, micro_sums
 from pase.frontends.registry import NotInParts
 from pase.ir.blocks import (
     Block,
@@ -98,7 +98,7 @@ def _check_micro(traced: Traced, micro_batches: int) -> None:
         check_mean(sums, graph, traced.graph.name, micro_batches)
 
 
-def _meet(traced: Traced, graph: Graph) -> str | None:
+def _meet(traced: Traced, graph: Graph) -> Meet | None:
     """Return where examples of the batch meet, so that micro-batches would give other numbers; None if nowhere."""
     ways = BLOCKS.get(traced.frontend)
     return None if ways is None else examples_meet(graph, ways.batch_inputs(traced), mean=ways.mean)
@@ -137,9 +137,9 @@ def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: boo
     mixed = _meet(traced, graph) if free or accumulate not in (None, 1) else None
     if accumulate not in (None, 1) and mixed:
         raise NotInParts(
-            f"a step in micro-batches would give other numbers: examples of the batch meet in {mixed}",
+            f"a step in micro-batches would give other numbers: examples of the batch meet in {mixed.op}",
             where=f"accumulate={accumulate}",
-            fix="leave it out",
+            fix=mixed.fix or "leave it out",
         )
     sizes = [accumulate] if accumulate else list(_powers(traced)) if free and not mixed else [1]
     asked = _asked_hoisted(options.once, traced, trained)
@@ -186,7 +186,7 @@ def untried(traced: Traced, graph: Graph, tries: Iterable[Iterable[Variant]], op
 def _whole_because(traced: Traced, graph: Graph) -> str:
     """Return why the batch is not cut into micro-batches."""
     if (mixed := _meet(traced, graph)) is not None:
-        return f"examples of the batch meet in {mixed}"
+        return f"examples of the batch meet in {mixed.op}{mixed.fix and f' ({mixed.fix})'}"
     try:
         return f"a batch of {block_ways(traced).batch_size(traced)} does not divide by 2"
     except PaseError as e:

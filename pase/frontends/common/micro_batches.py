@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from itertools import zip_longest
 
 from pase.frontends.registry import NotInParts, Traced
@@ -15,15 +16,30 @@ from pase.ir.batch_sums import BatchSums, ExamplesMeet, batch_sums, counting_ops
 from pase.ir.constants import number_power
 from pase.ir.two_batches import Otherwise, PowersInGraph, TwoBatches, depends_on_data
 
-__all__ = ["check_mean", "examples_meet", "micro_sums"]
+__all__ = ["Meet", "check_mean", "examples_meet", "micro_sums"]
 
 OnBatch = Callable[[int], Traced]
 """The model traced on a batch of so many examples."""
 
 
-def examples_meet(graph: Graph, cut: Collection[str], *, mean: bool) -> str | None:
-    """The op, with its line, in which the examples of a batch meet, so that a step in micro-batches would give other
-    results; None if there is none.
+OUTSIDE = (
+    "compute this sum outside the function and pass it as an argument; a mean over what counts is then "
+    "(losses * weights).sum(1).mean() * scale, with scale = examples / weights.sum()"
+)
+"""What to do about a sum over the batch that depends on no parameter, if a step takes the mean of its losses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meet:
+    """Why a step in micro-batches would give other results. op: where examples meet, with its line. fix: what to do
+    about it, if anything can be done."""
+
+    op: str
+    fix: str = ""
+
+
+def examples_meet(graph: Graph, cut: Collection[str], *, mean: bool) -> Meet | None:
+    """Where the examples of a batch meet, so that a step in micro-batches would give other results; None if nowhere.
 
     graph: the simplified graph of the whole batch. cut: the paths of the inputs that have the batch's dim. mean: the
     step takes the mean of its micro-batches' losses; otherwise their sum, and totals over the batch beforehand. Numbers
@@ -32,8 +48,9 @@ def examples_meet(graph: Graph, cut: Collection[str], *, mean: bool) -> str | No
     try:
         sums = batch_sums(graph, cut, None, state_of_whole=not mean)
     except ExamplesMeet as e:
-        return str(e)
-    return _total_of_loss(graph, sums) if mean else None
+        return Meet(op=str(e))
+    total = _total_of_loss(graph, sums) if mean else None
+    return None if total is None else Meet(op=total, fix=OUTSIDE)
 
 
 def micro_sums(
@@ -75,7 +92,7 @@ def check_mean(sums: BatchSums, graph: Graph, name: str, micro_batches: int) -> 
         raise NotInParts(
             f"a step in {micro_batches} micro-batches would give other numbers: the loss of '{name}' depends on "
             f"{read}, a sum over the batch, of which a micro-batch has only its own part",
-            fix="compute this sum outside the function and pass it as an argument",
+            fix=OUTSIDE,
         )
     if sums.scaled:
         makers = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}

@@ -231,6 +231,32 @@ def test_compile_says_how_to_write_it():
     assert "jnp.mean" in e.value.fix
 
 
+def test_a_mean_by_a_count_is_refused_with_how_to_write_it():
+    """What the error says to write runs, and is the mean by the count."""
+
+    def losses(w, x):
+        return (x @ w) ** 2
+
+    def counted(w, x, weights):
+        return (losses(w, x) * weights).sum() / weights.sum()
+
+    def scaled(w, x, weights, scale):
+        return (losses(w, x) * weights).sum(1).mean() * scale
+
+    rng = np.random.default_rng(0)
+    w, x = (rng.normal(size=s.shape).astype("f") for s in (W, X))
+    weights = (rng.random((len(x), w.shape[1])) < 0.5).astype("f")
+    with pytest.raises(NotInParts, match="meet in reduce_sum") as e:
+        pase.compile(counted, w, x, weights, devices=1, accumulate=4)
+    assert "(losses * weights).sum(1).mean() * scale" in e.value.fix
+    scale = np.float32(len(x) / weights.sum())
+    plan = pase.compile(scaled, w, x, weights, scale, devices=1, accumulate=4)
+    loss, gradients = plan.jax.value_and_grad()(w, x, weights, scale)
+    right = jax.value_and_grad(counted)(w, x, weights)
+    assert float(loss) == pytest.approx(float(right[0]), rel=1e-5)
+    assert np.asarray(gradients) == pytest.approx(np.asarray(right[1]), rel=1e-4)
+
+
 def test_what_sorts_each_example_alone_runs_in_micro_batches():
     def choice(w, x):
         return jnp.mean(jax.lax.top_k(x @ w, 2)[0])
