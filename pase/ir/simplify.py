@@ -31,7 +31,7 @@ from pase.ir.parameters import EqualPart, Slice
 from pase.ir.recompute import mark_recomputed
 from pase.ir.sizes import is_one
 from pase.ir.types import LEAF, Access, Dim, Graph, IterationSpace, Node, Op
-from pase.ir.verify import verify
+from pase.ir.verify import verify_reads
 from pase.once import once
 
 __all__ = ["simplify"]
@@ -49,12 +49,12 @@ def simplify(graph: Graph, like: Graph | None = None) -> Graph:
 
     like: a graph that differs from this one only in rematerialised regions. These do not change which nodes join, so
         the groups are computed once for all such graphs.
-    Raises PaseError if a pass made a graph that is not valid: its plan would give wrong numbers.
+    Raises PaseError if a pass lost a value that is read: it would count as a constant, without a gradient.
     """
     groups = _joined(graph) if like is None else _joined_once(like)
     made = with_rings(with_states(with_copies(groups.finish(mark_recomputed(graph)))))
     try:
-        return verify(made)
+        return verify_reads(made)
     except PaseError as e:
         raise PaseError(
             f"the graph to search is not valid: {e.what}",

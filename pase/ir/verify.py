@@ -9,7 +9,7 @@ from pase.ir.parameters import EqualPart, Iota, Parameters, Slice, parameters_te
 from pase.ir.sizes import product
 from pase.ir.types import Access, Graph, Node, Op
 
-__all__ = ["verify", "wrong_operands"]
+__all__ = ["verify", "verify_reads", "wrong_operands"]
 
 
 def verify(graph: Graph) -> Graph:
@@ -45,15 +45,21 @@ def verify(graph: Graph) -> Graph:
                 if a.tensor in written:
                     raise _wrong(n, f"tensor {a.tensor} is written twice")
                 written.add(a.tensor)
-    for n in graph.nodes:
-        for _, a in n.reads:
-            if a.tensor not in written and graph.tensors[a.tensor].role != "constant":
-                raise _wrong(n, f"tensor {a.tensor} is read but nothing writes it")
     for t in graph.outputs:
         if t not in graph.tensors:
             raise PaseError(f"output {t} is not a tensor", where=f"graph '{graph.name}'")
     if graph.facts.loss and graph.facts.loss not in written:
         raise PaseError(f"no node makes the loss {graph.facts.loss}", where=f"graph '{graph.name}'")
+    return verify_reads(graph)
+
+
+def verify_reads(graph: Graph) -> Graph:
+    """Returns the graph if a node writes each tensor that is read, except for constants. Otherwise raises PaseError."""
+    written = {a.tensor for n in graph.nodes for op in n.ops for a in op.writes}
+    for n in graph.nodes:
+        for _, a in n.reads:
+            if a.tensor not in written and graph.tensors[a.tensor].role != "constant":
+                raise _wrong(n, f"tensor {a.tensor} is read but nothing writes it")
     return graph
 
 

@@ -45,7 +45,7 @@ def _windowed(name: str, size_in: Size, size_out: Size, window: Window, dims: Di
         return Walk()
     aligned = not dilated and size_in == size_out * window.stride
     dims[name] = (size_out, "parallel" if aligned else "replicated")
-    return Walk((name,), None if window == Window(extent=1) else window)
+    return Walk((name,), None if aligned and window == Window(extent=1) else window)
 
 
 def conv(
