@@ -9,6 +9,7 @@ of seconds, and one search finds the split with the least sum.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from pase.machine import mesh_from
 from pase.pipeline.cuts import CutProblem, Cuts, StageBytes
 from pase.pipeline.simulate import simulate
 from pase.pipeline.types import Schedule
+from pase.search import Solution
 
 if TYPE_CHECKING:
     from pase.compiler.stages.search import StageMenu
@@ -52,9 +54,8 @@ def circular_staged(
         return None, True
     best, fits, counts = None, False, np.full(s.stages, n)
     for t in _tables(menu):
-        free = t.least_sum(*_weights(s)).bound / menu.limits.min()
-        for price in (0.0, *(p * free for p in prices if free)):
-            w = t.split_by(_ROLE, t.least_sum(*_weights(s, price)).choice)
+        for _, found in _priced(menu, s, t, prices):
+            w = t.split_by(_ROLE, found.choice)
             problem = circular_problem(menu, s, w)
             rows, room = problem.memory_rows
             if len(rows) and (rows @ counts > room * (1 + 1e-9)).any():
@@ -85,14 +86,24 @@ def circular_bound_s(menu: StageMenu, s: Schedule, prices: tuple[float, ...] = (
     crossing = _HELD_AN_ITERATION * _iterations(s) * sum(menu.least_bytes(menu.places.crossing))
     least = np.inf
     for t in _tables(menu):
-        free = bound = float(t.least_sum(*_weights(s)).bound)
         room = float(menu.limits.min()) - t.least_buffers(_ROLE) - crossing
-        if room < 0:
-            continue  # none of its splits fits
-        for price in (p * free / menu.limits.min() for p in prices if free):
-            bound = max(bound, float(t.least_sum(*_weights(s, price)).bound) - price * room)
-        least = min(least, bound)
+        if room >= 0:  # otherwise none of its splits fits
+            found = _priced(menu, s, t, prices)
+            least = min(least, max(float(x.bound) - (price * room if price else 0.0) for price, x in found))
     return sent + least
+
+
+def _priced(
+    menu: StageMenu, s: Schedule, t: StageTables, prices: tuple[float, ...]
+) -> Iterator[tuple[float, Solution]]:
+    """Yield (price of a byte, the split with the least sum of seconds and priced bytes), the price 0 first.
+
+    prices: as in ``circular_staged``.
+    """
+    free = t.least_sum(*_weights(s))
+    yield 0.0, free
+    for price in (p * float(free.bound) / float(menu.limits.min()) for p in prices if free.bound):
+        yield price, t.least_sum(*_weights(s, price))
 
 
 def _tables(menu: StageMenu) -> list[StageTables]:
