@@ -28,6 +28,8 @@ __all__ = ["Ceilings", "Fitted", "Refused", "fit", "fit_line", "smoothed"]
 _XLA_TILE = (8, 128)
 _FILLED_AT_MOST = 0.25
 _SLACK = 0.15
+_USUAL_SPREAD = 0.5
+_FLAT = 1e-9
 _LEAST_LIGHT = 0.01
 _FASTEST_CONV = 8.0
 _SLOWEST_LAUNCH_S = 0.1
@@ -111,6 +113,8 @@ class _Fitting:
     def __init__(self, tasks: Sequence[Task], samples: Mapping[str, Sample], max_spread: float) -> None:
         self.found = [(t, samples[t.key]) for t in tasks if t.key in samples]
         self.max_spread = max_spread
+        # Noise differs from one measurement to the next. Who accepts more than usual within one accepts it between two.
+        self.accepted = max_spread if max_spread > _USUAL_SPREAD else 0.0
         self.problems: list[str] = []
         self.doubtful: list[str] = []
         self.smoothed: dict[str, float] = {}
@@ -151,7 +155,7 @@ class _Fitting:
         s = np.array([points[n][1] for n in sizes])
         best, change, at = smoothed(t)
         self.smoothed[what] = change
-        if change > max(2 * s[at], _SLACK):
+        if change > max(2 * s[at], _SLACK, self.accepted):
             self.problems.append(
                 f"{what}: not monotone beyond its spread at {sizes[at]:g} bytes ({t[at]:.3g} s measured, "
                 f"{best[at]:.3g} s would be monotone, spread {s[at]:.0%}); run again on a quiet machine with --fresh"
@@ -206,7 +210,7 @@ def _matmul_table(work: _Fitting, dtype: str) -> MatmulTable | None:
     shape = (len(grid),) * 3
     best, change, at = smoothed(np.reshape(seconds, shape))
     work.smoothed[f"matmul {dtype}"] = change
-    if change > max(2 * spreads[at], _SMALL_PRODUCT_SLACK):
+    if change > max(2 * spreads[at], _SMALL_PRODUCT_SLACK, work.accepted):
         work.problems.append(
             f"matmul {dtype}: not monotone at m, n, k = {cube[at]}: {seconds[at]:.3g} s measured, but "
             f"{best.ravel()[at]:.3g} s would be monotone; run again on a quiet machine with --fresh"
@@ -301,10 +305,18 @@ def _links(work: _Fitting, levels: tuple[Level, ...], curves: Sequence[Collectiv
         if curve is None:
             continue
         alpha, beta = fit_line(curve.nbytes, curve.seconds)
-        if alpha < -0.2 * curve.seconds[0] or beta <= 0:
+        largest, slowest = curve.nbytes[-1], curve.seconds[-1]
+        # The times do not decrease, so the slope is at least zero but for rounding.
+        if beta * largest < _FLAT * slowest:
+            alpha, beta = 0.0, slowest / largest
+            work.notes.append(
+                f"link level '{level.name}': its all-gather takes as long for {largest:g} bytes as for "
+                f"{curve.nbytes[0]:g}, so its bandwidth is a lower bound; raise --budget to measure larger sizes"
+            )
+        if alpha < -max(0.2, work.accepted) * curve.seconds[0]:
             work.problems.append(
-                f"link level '{level.name}': its all-gather gives a latency of {alpha:.3g} s and {beta:.3g} s per "
-                f"byte, but neither can be negative; run again on a quiet machine with --fresh"
+                f"link level '{level.name}': its all-gather gives a latency of {alpha:.3g} s, but a latency cannot be "
+                f"negative; run again on a quiet machine with --fresh"
             )
             work.doubtful += [s.key for t, s in work.of("all_gather") if t.ways == ways]
             continue
@@ -367,7 +379,7 @@ class Believed:
     """
 
     ceilings: Ceilings = Ceilings()
-    max_spread: float = 0.5
+    max_spread: float = _USUAL_SPREAD
 
 
 def fit(

@@ -84,7 +84,9 @@ def calibrate(
     max_spread: Annotated[
         float,
         typer.Option(
-            help="Refuse measurements whose interquartile range exceeds this fraction of the median.", min=0.0
+            help="Refuse measurements whose interquartile range exceeds this fraction of the median. Above 0.5, times "
+            "of neighbouring sizes may disagree by as much, too.",
+            min=0.0,
         ),
     ] = 0.5,
     name: Annotated[str | None, typer.Option(help="The machine's name. Default: the file's.")] = None,

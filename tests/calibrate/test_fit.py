@@ -166,11 +166,15 @@ def clean():
 
 
 def refusal(clean, changes, **more):
-    tasks, samples = clean
-    wrong = {k: dataclasses.replace(samples[k], **v) for k, v in changes.items()}
     with pytest.raises(Refused) as e:
-        fitted({**samples, **wrong}, tasks, ONE, **more)
+        changed(clean, changes, **more)
     return e.value
+
+
+def changed(clean, changes, **more):
+    tasks, samples = clean
+    other = {k: dataclasses.replace(samples[k], **v) for k, v in changes.items()}
+    return fitted({**samples, **other}, tasks, ONE, **more)
 
 
 def test_a_wide_spread_is_refused_and_doubted(clean):
@@ -234,6 +238,24 @@ def test_a_negative_latency_is_refused_and_doubted(clean):
     error = refusal(clean, bent)
     assert "link level 'device'" in str(error) and "a latency of -" in str(error)
     assert set(error.doubtful) == set(gathers)
+
+
+def test_a_link_whose_times_are_flat_has_the_bandwidth_that_was_reached(clean):
+    tasks, _ = clean
+    gathers = [t for t in tasks if t.op == "all_gather" and t.ways == (4,)]
+    flat = changed(clean, {t.key: {"seconds": 5.94e-4} for t in gathers})
+    largest = max(t.nbytes for t in gathers)
+    level = next(l for l in flat.machine.levels if l.name == "device")
+    assert level.bandwidth_bytes_per_s == pytest.approx(3 / 4 * largest / 5.94e-4) and level.latency_s == 0
+    assert any("its bandwidth is a lower bound" in n for n in flat.notes)
+
+
+def test_who_accepts_more_spread_than_usual_accepts_it_between_sizes(clean):
+    tasks, _ = clean
+    gathers = sorted((t for t in tasks if t.op == "all_gather" and t.ways == (4,)), key=lambda t: t.nbytes)
+    noisy = {t.key: {"seconds": 1e-3 * (5 if i % 2 == 0 else 1)} for i, t in enumerate(gathers)}
+    assert "not monotone" in str(refusal(clean, noisy))
+    changed(clean, noisy, believed=Believed(max_spread=1000.0))
 
 
 def test_too_little_is_refused():
