@@ -223,7 +223,7 @@ def _matmul_table(work: _Fitting, dtype: str) -> MatmulTable | None:
     )
     top = rates[-1]
     raw = 2 * np.prod(np.array(cube, float), axis=1) / np.array(seconds)
-    if raw.max() > _TOO_FAST * top:
+    if raw.max() > max(_TOO_FAST, work.accepted) * top:
         p = cube[int(raw.argmax())]
         work.problems.append(
             f"matmul {dtype}: {raw.max():.3g} FLOP/s at m, n, k = {p}, over {_TOO_FAST:g} times the largest product's "

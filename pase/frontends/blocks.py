@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from pase.errors import PaseError
 from pase.frontends.registry import NotInParts, Traced
+from pase.ir import Graph
+from pase.ir.batch_sums import BatchSums
 from pase.ir.blocks import Block
 from pase.registry import Registry
 
@@ -34,8 +36,11 @@ class BlockWays:
     batch_size: the number of examples in the batch.
     batch_inputs: the paths of the inputs that have the batch's dim.
     check_micro: raises NotInParts if the program itself shows that so many micro-batches would give other numbers.
+    check_sums: raises NotInParts if a step cannot give a micro-batch the sums over the batch that it reads. It takes
+        the model on a micro-batch, its simplified graph, the sums, and the number of micro-batches.
     one_loop: whether the program has one loop of so many iterations whose iterations one program can run as stages.
-    mean: a step takes the mean of its micro-batches' losses; otherwise their sum.
+    mean: a step in stages takes the mean of its micro-batches' losses, and each micro-batch passes its own state on;
+        otherwise their sum, and the state of the whole batch.
     hoists: a backend can run collectives of parameters once per step (``Hoisted``).
     """
 
@@ -45,6 +50,7 @@ class BlockWays:
     batch_size: Callable[[Any], int]
     batch_inputs: Callable[[Any], frozenset[str]]
     check_micro: Callable[[Any, int], None] = lambda traced, micro_batches: None
+    check_sums: Callable[[Any, Graph, BatchSums, int], None] = lambda part, graph, sums, micro_batches: None
     one_loop: Callable[[Any, int], bool] = lambda traced, blocks: False
     mean: bool
     hoists: bool

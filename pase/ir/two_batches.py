@@ -6,7 +6,7 @@ number by which a mean divides. Whatever else differs, and whatever the graphs d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -75,6 +75,22 @@ def _cut(both: TwoBatches) -> frozenset[str]:
         for g in (both.whole, both.part)
     )
     return frozenset(path for path, shape in small.items() if big.get(path) != shape)
+
+
+def depends_on(graph: Graph, tensors: Collection[str]) -> set[str]:
+    """These tensors and all that depend on them, also through a loop's carry."""
+    found, before = set(tensors), -1
+    while len(found) > before:
+        before = len(found)
+        for n in graph.nodes:
+            of_node = any(a.tensor in found for op in n.ops for a in op.reads)
+            for op in n.ops:
+                carried = (
+                    op.kind == "carry" and of_node
+                )  # what the last iteration passes on is read by another op
+                if carried or any(a.tensor in found for a in op.reads):
+                    found.update(a.tensor for a in op.writes)
+    return found
 
 
 def depends_on_data(graph: Graph) -> set[str]:

@@ -58,6 +58,8 @@ class Unsharded:
     device: object
     micro_batches: int
     whole: Callable[[Tree], Tree]
+    mean: bool = True
+    """Whether the whole batch's loss is the mean of the micro-batches' own."""
 
     def compared(self, steps: JaxSteps, remarks: list[str]) -> GradientReference | str:
         """Compare it with the steps' gradients at their first point, or return a text that says why it cannot run.
@@ -70,10 +72,12 @@ class Unsharded:
             return "the unsharded step needs one process that has all arrays"
         needed, free = unsharded_bytes(self.traced), _free_bytes(self.device)
         many = self.micro_batches
-        if many > 1 and self.traced.drawn:
-            # The user's function on a micro-batch would draw other numbers than the step, so it takes the whole batch.
+        if many > 1 and (self.traced.drawn or not self.mean):
+            # The user's function on a micro-batch would draw or divide by other numbers than the step, so it takes the
+            # whole batch.
             if self.traced.carried or self.traced.has_aux:
-                return "micro-batches draw their part of the batch's random numbers, and they return more than the loss"
+                what = "draw their part of the batch's random numbers" if self.traced.drawn else "share a sum"
+                return f"micro-batches {what}, and they return more than the loss"
             needed, many = many * needed, 1
         if needed > free:
             return (

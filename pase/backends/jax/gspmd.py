@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from pase.backends.jax.ops import attention, convolution, fourier
 from pase.backends.jax.ops.draws import Examples, drawn
 from pase.backends.jax.ops.jaxprs import KEPT, boundary, noted, places_only, unmerged
+from pase.backends.jax.ops.totals import Totals
 from pase.frontends.jax.attention import call_of
 from pase.frontends.jax.control import by_platform, on_every_platform
 from pase.frontends.jax.frontend import inlined, inner_jaxpr
@@ -71,6 +72,8 @@ class JaxprWalk:
     """Whether this walk is inside of a branch of a conditional."""
     examples: Examples | None = None
     """Those of the micro-batch, if random numbers are drawn for them."""
+    totals: Totals | None = None
+    """The sums over the whole batch, if the micro-batch reads any."""
 
     def _through(self, value: Array, placements: Sequence[Placement]) -> Array:
         import jax
@@ -137,7 +140,7 @@ class JaxprWalk:
         i = start
         while i < stop:
             block = next((b for b in self.plan.blocks if b.prefix == prefix and b.start == i), None)
-            if block is None:
+            if block is None or (self.totals is not None and self.totals.finds):
                 with noted(jaxpr.eqns[i]):
                     self._one(jaxpr, i, env, prefix, copies)
                 i += 1
@@ -173,6 +176,8 @@ class JaxprWalk:
                 ins[0] = unmerged(ins[0])
             if name == "dot_general":
                 ins = self._as_split(ins, names, at)
+            if self.totals is not None:
+                ins = self.totals.operands(eqn, traced.results[at], ins)
             draw = traced.drawn.get(at)
             if places_only(eqn):
                 outs = ins
@@ -181,6 +186,8 @@ class JaxprWalk:
             else:
                 outs = evaluate(eqn, ins, info) if kernel is None else [kernel(*ins)]
             outs = [self.defined(x, t) for x, t in zip(outs, traced.results[at], strict=True)]
+            if self.totals is not None:
+                outs = list(map(self.totals.read, traced.results[at], outs))
             if at in self.plan.kept_results:
                 outs = [checkpoint_name(x, KEPT) for x in outs]
         env.update(zip(eqn.outvars, outs, strict=True))
@@ -256,7 +263,8 @@ class JaxprWalk:
         import jax
 
         jaxpr, consts = inner_jaxpr(eqn)
-        if eqn.primitive.name not in ("remat", "remat2", "checkpoint"):
+        finds = self.totals is not None and self.totals.finds
+        if finds or eqn.primitive.name not in ("remat", "remat2", "checkpoint"):
             return self.run(jaxpr, consts, ins, prefix, copies)
 
         def body(*args: Array) -> list[Array]:

@@ -47,6 +47,7 @@ def jax_plan(plan: PlanData) -> JaxPlan:
     return JaxPlan(
         traced=traced,
         accumulate=plan.accumulate,
+        whole=plan.traced if isinstance(plan.traced, TracedJax) else None,
         blocks=plan.remat,
         hoisted=plan.once,
         accesses=plan.accesses,

@@ -17,22 +17,25 @@ from pase.backends.jax.generation import part_of, threaded_arguments
 from pase.backends.jax.gspmd import JaxprWalk
 from pase.backends.jax.ops.draws import Examples
 from pase.backends.jax.ops.jaxprs import places_only
+from pase.backends.jax.ops.totals import Totals
 from pase.backends.jax.padding import with_padding, without_padding
 from pase.backends.jax.spmd.lower import Lowering, Manual, lowered, lowerings, manual_or_annotated
 from pase.backends.jax.spmd.placement import waits
 from pase.backends.jax.steps.delayed import DelayedStepper, delayed_step
 from pase.backends.jax.steps.hoisted import hoisted_value_and_grad
 from pase.backends.jax.steps.layouts import returned, state_shardings
-from pase.backends.jax.steps.micro_batches import summed, writes_parameters
+from pase.backends.jax.steps.micro_batches import MicroBatch, summed, writes_parameters
 from pase.backends.jax.steps.stepper import Stepper, global_array, shape_and_dtype, with_static
 from pase.backends.jax.steps.train import Training
 from pase.errors import PaseError
+from pase.frontends.jax.blocks import sums_of
 from pase.frontends.jax.contexts import in_any_context, untyped, without_mesh
 from pase.frontends.jax.frontend import TracedJax
 from pase.frontends.jax.leaves import arrays, combine, trained, untrained
 from pase.frontends.jax.structure import check_arguments
-from pase.frontends.jax.versions import called, jaxprs_inside
+from pase.frontends.jax.versions import called, jaxprs_inside, only_needed
 from pase.ir import Place, named, simplify
+from pase.ir.batch_sums import BatchSums
 from pase.ir.blocks import Block, Hoisted, accumulated, kept_results, rematerialised
 from pase.local.bucket_messages import ProgramSchedule
 from pase.local.forms import in_forms
@@ -75,7 +78,9 @@ class JaxPlan:
     logical_mesh: Mesh
     constraints: Constraints
     accumulate: int = 1
-    """Micro-batches per step. Gradients are summed over them. The loss is assumed to be a mean over the batch."""
+    """Micro-batches per step. Losses and gradients are summed over them, as ``sums`` says."""
+    whole: TracedJax | None = None
+    """The model on the whole batch, if the step has micro-batches."""
     blocks: tuple[Block, ...] = ()
     """Equations that backward recomputes."""
     hoisted: Hoisted = "none"
@@ -120,6 +125,27 @@ class JaxPlan:
         return self.schedule.delayed or (self.across and self.schedule.crosses)
 
     @cached_property
+    def sums(self) -> BatchSums:
+        """How the micro-batches' losses become that of the whole batch, and what they must know of each other."""
+        if self.whole is None or self.accumulate == 1:
+            return BatchSums(totals={}, outputs={self.traced.graph.outputs[0]: 1}, counting=frozenset())
+        return sums_of(self.whole, self.traced, self.accumulate)
+
+    @property
+    def reads_totals(self) -> bool:
+        """Whether a micro-batch reads sums over the whole batch, or adds terms that combine differently."""
+        return bool(self.sums.totals or self.sums.scaled)
+
+    def totals(self, given: Mapping[str, Array] | None) -> Totals:
+        """What a walk over the program of a micro-batch needs for its sums over the whole batch (``Totals``)."""
+        return Totals(sums=self.sums, micro_batches=self.accumulate, given=given)
+
+    def of_batch(self, summed: Array) -> Array:
+        """The whole batch's loss or gradient. summed: over the micro-batches."""
+        (power, *_) = self.sums.outputs.values()
+        return summed / self.accumulate**power if power else summed
+
+    @cached_property
     def as_written(self) -> bool:
         """Whether each device runs the user's program as it is: on one device, if nothing is recomputed or hoisted.
 
@@ -128,7 +154,7 @@ class JaxPlan:
         """
         if self.logical_mesh.devices > 1 or self.blocks or self.schedule:
             return False
-        if self.hoisted != "none" or self.traced.drawn:
+        if self.hoisted != "none" or self.traced.drawn or self.reads_totals:
             return False
         todo = [self.traced.jaxpr.jaxpr]
         while todo:
@@ -264,19 +290,48 @@ class JaxPlan:
 
         closed = self.traced.jaxpr
 
-        def constrained(*args: Tree, micro: Array | None = None) -> Tree:
+        def constrained(
+            *args: Tree, micro: Array | None = None, shares: Mapping[str, Array] | None = None
+        ) -> Tree:
             leaves = self.checked(args)
             if self.as_written:
                 outs = called(closed)(*leaves)
             else:
-                examples = None if micro is None else self.examples(micro)
-                walk = JaxprWalk(plan=self, mesh=mesh, examples=examples)
-                leaves = [walk.defined(x, t) for x, t in zip(leaves, self.leaf_names(), strict=True)]
-                outs = walk.run(closed.jaxpr, closed.consts, leaves, "", {})
+                totals = None if shares is None else self.totals(shares)
+                outs = self._walked(mesh, leaves, micro, totals)
             out = combine(jax.tree.unflatten(self.traced.out_tree, outs), self.traced.kept_out)
             return out[0] if self.traced.mode == "train" and not self.traced.has_aux else out
 
         return constrained
+
+    def _walked(
+        self, mesh: JaxMesh, leaves: Sequence[Array], micro: Array | None, totals: Totals | None
+    ) -> list[Array]:
+        """The results of the user's function with sharding constraints, leaf by leaf."""
+        closed = self.traced.jaxpr
+        examples = None if micro is None else self.examples(micro)
+        walk = JaxprWalk(plan=self, mesh=mesh, examples=examples, totals=totals)
+        leaves = [walk.defined(x, t) for x, t in zip(leaves, self.leaf_names(), strict=True)]
+        outs = walk.run(closed.jaxpr, closed.consts, leaves, "", {})
+        if totals is None:
+            return outs
+        names = self.traced.out_names
+        return [totals.own(t, x) if j else x for j, (x, t) in enumerate(zip(outs, names, strict=True))]
+
+    def _counting(self, mesh: JaxMesh) -> Callable[..., dict[str, Array]]:
+        """f(params, *batch, micro=None) -> a micro-batch's own sums over the batch (``Totals``)."""
+
+        def count(*args: Tree, micro: Array | None = None) -> dict[str, Array]:
+            leaves = self.checked(args)
+
+            def counting() -> dict[str, Array]:
+                totals = self.totals(None)
+                self._walked(mesh, leaves, micro, totals)
+                return totals.found
+
+            return only_needed(counting)  # type: ignore[no-any-return]
+
+        return count
 
     @cached_property
     def prefill(self) -> Stepper:
@@ -355,6 +410,7 @@ class JaxPlan:
             )
         manual, kept = Manual(plan=self, mesh=mesh), self.gradient_shardings(mesh)
         graded = self.graded(self._constrained(mesh), mesh)
+        annotated_pair = MicroBatch(graded=graded, count=self._counting(mesh))
         if self.hoisted != "none":
             if lowering == "annotated":
                 raise PaseError(
@@ -363,15 +419,21 @@ class JaxPlan:
                     where="lowering='annotated'",
                     fix="leave out lowering=, or compile with once='none'",
                 )
-            each, more = summed(self, graded, kept, mesh), ", which sends in each micro-batch"
+            each, more = summed(self, annotated_pair, kept, mesh), ", which sends in each micro-batch"
             hoisted = partial(hoisted_value_and_grad, manual)
             return in_any_context(
                 hoisted() if lowering == "manual" else manual_or_annotated(hoisted, each, more)
             )
         if lowering == "auto" and self.as_written:
             lowering = "annotated"
-        made = lowered(lowering, mesh, manual.value_and_grad, graded)
-        return in_any_context(summed(self, made, kept, mesh))
+        if not self.reads_totals:
+            made = lowered(lowering, mesh, manual.value_and_grad, graded)
+            return in_any_context(summed(self, MicroBatch(graded=made), kept, mesh))
+
+        def by_hand() -> Callable[..., Tree]:
+            return summed(self, MicroBatch(graded=manual.value_and_grad(), count=manual.count()), kept, mesh)
+
+        return in_any_context(lowered(lowering, mesh, by_hand, summed(self, annotated_pair, kept, mesh)))
 
     def graded(self, fn: Callable[..., Tree], mesh: JaxMesh) -> Callable[..., Tree]:
         """f(params, *batch) -> (value, gradients of the trained leaves in their layouts), for the loss function fn.

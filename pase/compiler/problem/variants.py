@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pase.errors import PaseError
 from pase.frontends.blocks import BLOCKS, block_ways
-from pase.frontends.common.micro_batches import Meet, check_mean, examples_meet, micro_sums
+from pase.frontends.common.micro_batches import check_mean, examples_meet, micro_sums
 from pase.frontends.registry import NotInParts
 from pase.ir.blocks import (
     Block,
@@ -59,8 +59,11 @@ class Variant:
         return " and ".join([*parts, *recompute_text(self.blocks)]) or "as written"
 
 
-def graph_of(traced: Traced, variant: Variant) -> Graph:
-    """Return the graph of a variant, for the search. Raises PaseError if the batch is not divisible."""
+def graph_of(traced: Traced, variant: Variant, *, stages: bool = False) -> Graph:
+    """Return the graph of a variant, for the search. stages: the step runs in pipeline stages.
+
+    Raises PaseError if the batch is not divisible.
+    """
     from pase.ir import named, simplify
 
     raw = traced.graph
@@ -68,7 +71,7 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
         raw = _micro(traced, variant.accumulate).graph
     graph = named(simplify(rematerialised(raw, variant.blocks), raw))
     if variant.accumulate > 1:
-        _check_micro(traced, variant.accumulate)
+        _check_micro(traced, variant.accumulate, stages)
     exact = in_fp8(graph, FP8) if variant.precision == "fp8" else graph
     exact = decomposed(exact) if variant.decompose == "products" else exact
     return accumulated(exact, variant.accumulate, variant.hoisted)
@@ -81,12 +84,13 @@ def _micro(traced: Traced, micro_batches: int) -> Traced:
 
 
 @once
-def _check_micro(traced: Traced, micro_batches: int) -> None:
-    """Raise NotInParts if micro-batches would give other numbers."""
+def _check_micro(traced: Traced, micro_batches: int, mean: bool) -> None:
+    """Raise NotInParts if micro-batches would give other numbers. mean: a step takes the mean of their losses, if this
+    frontend's steps in stages do."""
     from pase.ir import named, simplify
 
     if traced.written is not None:
-        _check_micro(traced.written, micro_batches)  # padding adds no sums, but its masks hide numbers
+        _check_micro(traced.written, micro_batches, True)  # padding adds no sums, but its masks hide numbers
         return
     ways, part = block_ways(traced), _micro(traced, micro_batches)
     ways.check_micro(traced, micro_batches)
@@ -94,14 +98,17 @@ def _check_micro(traced: Traced, micro_batches: int) -> None:
     sums = micro_sums(
         traced, part, graph, examples, partial(ways.on_batch, traced), state_of_whole=not ways.mean
     )
-    if ways.mean:
+    ways.check_sums(part, graph, sums, micro_batches)
+    if ways.mean and mean:
         check_mean(sums, graph, traced.graph.name, micro_batches)
 
 
-def _meet(traced: Traced, graph: Graph) -> Meet | None:
+def _meet(traced: Traced, graph: Graph) -> str | None:
     """Return where examples of the batch meet, so that micro-batches would give other numbers; None if nowhere."""
     ways = BLOCKS.get(traced.frontend)
-    return None if ways is None else examples_meet(graph, ways.batch_inputs(traced), mean=ways.mean)
+    if ways is None:
+        return None
+    return examples_meet(graph, ways.batch_inputs(traced), state_of_whole=not ways.mean)
 
 
 def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: bool) -> Iterator[list[Variant]]:
@@ -137,9 +144,9 @@ def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: boo
     mixed = _meet(traced, graph) if free or accumulate not in (None, 1) else None
     if accumulate not in (None, 1) and mixed:
         raise NotInParts(
-            f"a step in micro-batches would give other numbers: examples of the batch meet in {mixed.op}",
+            f"a step in micro-batches would give other numbers: examples of the batch meet in {mixed}",
             where=f"accumulate={accumulate}",
-            fix=mixed.fix or "leave it out",
+            fix="leave it out",
         )
     sizes = [accumulate] if accumulate else list(_powers(traced)) if free and not mixed else [1]
     asked = _asked_hoisted(options.once, traced, trained)
@@ -186,7 +193,7 @@ def untried(traced: Traced, graph: Graph, tries: Iterable[Iterable[Variant]], op
 def _whole_because(traced: Traced, graph: Graph) -> str:
     """Return why the batch is not cut into micro-batches."""
     if (mixed := _meet(traced, graph)) is not None:
-        return f"examples of the batch meet in {mixed.op}{mixed.fix and f' ({mixed.fix})'}"
+        return f"examples of the batch meet in {mixed}"
     try:
         return f"a batch of {block_ways(traced).batch_size(traced)} does not divide by 2"
     except PaseError as e:

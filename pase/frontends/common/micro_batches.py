@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from itertools import zip_longest
 
 from pase.frontends.registry import NotInParts, Traced
@@ -16,7 +15,7 @@ from pase.ir.batch_sums import BatchSums, ExamplesMeet, batch_sums, counting_ops
 from pase.ir.constants import number_power
 from pase.ir.two_batches import Otherwise, PowersInGraph, TwoBatches, depends_on_data
 
-__all__ = ["Meet", "check_mean", "examples_meet", "micro_sums"]
+__all__ = ["OUTSIDE", "check_mean", "examples_meet", "micro_sums"]
 
 OnBatch = Callable[[int], Traced]
 """The model traced on a batch of so many examples."""
@@ -29,28 +28,17 @@ OUTSIDE = (
 """What to do about a sum over the batch that depends on no parameter, if a step takes the mean of its losses."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Meet:
-    """Why a step in micro-batches would give other results. op: where examples meet, with its line. fix: what to do
-    about it, if anything can be done."""
-
-    op: str
-    fix: str = ""
-
-
-def examples_meet(graph: Graph, cut: Collection[str], *, mean: bool) -> Meet | None:
+def examples_meet(graph: Graph, cut: Collection[str], *, state_of_whole: bool) -> str | None:
     """Where the examples of a batch meet, so that a step in micro-batches would give other results; None if nowhere.
 
-    graph: the simplified graph of the whole batch. cut: the paths of the inputs that have the batch's dim. mean: the
-    step takes the mean of its micro-batches' losses; otherwise their sum, and totals over the batch beforehand. Numbers
-    that grow with the batch are checked by ``micro_sums``.
+    graph: the simplified graph of the whole batch. cut: the paths of the inputs that have the batch's dim.
+    state_of_whole: see ``batch_sums``. Numbers that grow with the batch are checked by ``micro_sums``.
     """
     try:
-        sums = batch_sums(graph, cut, None, state_of_whole=not mean)
+        batch_sums(graph, cut, None, state_of_whole=state_of_whole)
     except ExamplesMeet as e:
-        return Meet(op=str(e))
-    total = _total_of_loss(graph, sums) if mean else None
-    return None if total is None else Meet(op=total, fix=OUTSIDE)
+        return str(e)
+    return None
 
 
 def micro_sums(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pase.errors import PaseError
 from pase.frontends.blocks import BLOCKS, BlockWays
+from pase.frontends.common.micro_batches import OUTSIDE, micro_sums
 from pase.frontends.common.repeats import crossing, equal_runs
 from pase.frontends.jax.draws import draws_of_batch
 from pase.frontends.jax.frontend import INLINED, TracedJax, inlined, inner_jaxpr, trace
@@ -18,7 +20,10 @@ from pase.frontends.jax.leaves import combine
 from pase.frontends.jax.types import Aval, Eqn, Jaxpr, Var
 from pase.frontends.jax.versions import is_literal, scan_groups, source_line
 from pase.frontends.registry import NotInParts
+from pase.ir import Graph, Place, named, simplify
+from pase.ir.batch_sums import BatchSums
 from pase.ir.blocks import Block
+from pase.ir.two_batches import depends_on
 
 if TYPE_CHECKING:
     from jax.tree_util import PyTreeDef
@@ -28,11 +33,13 @@ __all__ = [
     "batch_size",
     "blocks_of",
     "check_handed_on",
+    "check_totals",
     "loop_line",
     "loops_of",
     "micro",
     "on_batch",
     "one_loop",
+    "sums_of",
     "why_no_program",
 ]
 
@@ -254,6 +261,62 @@ def batch_inputs(traced: TracedJax) -> frozenset[str]:
     return frozenset(t.path for t in inputs if t.shape[:1] == (size,) and tuple(t.shape) in shapes)
 
 
+def sums_of(whole: TracedJax, part: TracedJax, k: int) -> BatchSums:
+    """How the losses of k micro-batches become that of the whole batch. whole, part: the model on the whole batch and
+    on one micro-batch.
+
+    Raises NotInParts if a step in micro-batches would give other results, or if the loss reads a sum over the batch in
+    a place where a step cannot give it the whole batch's.
+    """
+    graph, size = named(simplify(part.graph, part.graph)), batch_size(whole)
+    again = partial(on_batch, whole)
+    sums = micro_sums(whole, part, graph, size // k, again, state_of_whole=False)
+    check_totals(part, graph, sums, k)
+    return sums
+
+
+def check_totals(part: TracedJax, graph: Graph, sums: BatchSums, k: int) -> None:
+    """Raises NotInParts if a total is not a value of the program itself, but of a loop, a branch or a function with its
+    own derivative, or if a result beside the loss depends on one."""
+    here = _own_values(part, part.jaxpr.jaxpr, "")
+    makers = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
+    for t in (*sums.totals, *sums.scaled):
+        if t not in here:
+            op = makers[t]
+            raise NotInParts(
+                f"a step in {k} micro-batches would give other numbers: {op.name} at {op.source or 'an unknown line'} "
+                f"is a sum over the batch inside of a loop, a branch or a function with its own derivative",
+                fix=OUTSIDE,
+            )
+    read = depends_on(part.graph, sums.totals)
+    for path, out in zip(_result_paths(part), part.out_names[1:], strict=True):
+        if out is not None and out in read and out not in sums.totals:
+            raise NotInParts(
+                f"a step in {k} micro-batches would give other numbers: {path} is returned beside the loss and depends "
+                f"on a sum over the batch, of which each micro-batch would return a share",
+                fix="return what it is computed from, and compute it of what the micro-batches return",
+            )
+
+
+def _own_values(traced: TracedJax, jaxpr: Jaxpr, prefix: str) -> set[str]:
+    """The tensors of equations of the program itself, calls included."""
+    found = set[str]()
+    for i, eqn in enumerate(jaxpr.eqns):
+        found.update(traced.results.get(Place(f"{prefix}{i}"), ()))
+        if inlined(eqn):
+            found |= _own_values(traced, inner_jaxpr(eqn)[0], f"{prefix}{i}.")
+    return found
+
+
+def _result_paths(traced: TracedJax) -> list[str]:
+    """The name of each result beside the loss, as in errors."""
+    import jax
+
+    out = jax.tree.unflatten(traced.out_tree, range(len(traced.out_names)))
+    paths = jax.tree_util.tree_flatten_with_path(out)[0]
+    return [f"the result {jax.tree_util.keystr(keys)}" for keys, _ in paths[1:]]
+
+
 def check_handed_on(whole: TracedJax, k: int) -> None:
     """Raises NotInParts if an argument without a batch dim is also returned beside the loss, but not named in
     ``carry``.
@@ -300,6 +363,7 @@ BLOCKS.add(
         batch_size=batch_size,
         batch_inputs=batch_inputs,
         check_micro=check_handed_on,
+        check_sums=check_totals,
         one_loop=one_loop,
         mean=True,
         hoists=True,

@@ -19,6 +19,7 @@ from pase.frontends.registry import NotInParts
 from pase.ir import Graph, Place, named, simplify
 from pase.ir.batch_dims import BatchDims, batch_dims
 from pase.ir.functions import RANDOM
+from pase.ir.two_batches import depends_on
 
 __all__ = ["BatchDraw", "DrawnDim", "draws_of_batch"]
 
@@ -196,17 +197,6 @@ def _shape(eqn: Eqn) -> tuple[int, ...]:
 
 
 def _reached(graph: Graph, paths: Collection[str]) -> set[str]:
-    """The tensors that depend on a parameter or an input with one of these paths, also through a loop's carry."""
-    found = {t.name for t in graph.tensors.values() if t.role in ("parameter", "input") and t.path in paths}
-    before = -1
-    while len(found) > before:
-        before = len(found)
-        for n in graph.nodes:
-            of_node = any(a.tensor in found for op in n.ops for a in op.reads)
-            for op in n.ops:
-                carried = (
-                    op.kind == "carry" and of_node
-                )  # what the last iteration passes on is read by another op
-                if carried or any(a.tensor in found for a in op.reads):
-                    found.update(a.tensor for a in op.writes)
-    return found
+    """The tensors that depend on a parameter or an input with one of these paths."""
+    leaves = (t for t in graph.tensors.values() if t.role in ("parameter", "input"))
+    return depends_on(graph, {t.name for t in leaves if t.path in paths})

@@ -128,6 +128,16 @@ class TracedJax(registry.Traced):
         return {name: x for name, x in zip(names, found, strict=False) if x is not None}
 
     @cached_property
+    def out_names(self) -> tuple[str | None, ...]:
+        """For each result of the program, its name in the graph; None for a literal."""
+        jaxpr = self.jaxpr.jaxpr
+        leaves = (n.ops[0].writes[0].tensor for n in self.graph.nodes if n.kind in ("parameter", "input"))
+        names = dict(zip(jaxpr.invars, leaves, strict=False))
+        for i, eqn in enumerate(jaxpr.eqns):
+            names |= zip(eqn.outvars, self.results[Place(str(i))], strict=True)
+        return tuple(None if versions.is_literal(v) else names.get(v) for v in jaxpr.outvars)
+
+    @cached_property
     def held(self) -> frozenset[int]:
         """The input leaves that are not part of a batch: state that calls pass on, and the Variables of modules."""
         variables = 0 if self.modules is None else self.in_tree.children()[-1].num_leaves

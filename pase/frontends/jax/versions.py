@@ -427,6 +427,14 @@ def without_dead_code(closed: Any, needed: Sequence[bool] | None = None) -> Any:
     return ClosedJaxpr(live, consts)
 
 
+def only_needed(fn: Callable[[], Any]) -> Any:
+    """The result of a function of no arguments, traced without the equations that it does not depend on."""
+    import jax
+
+    run, form = jax.make_jaxpr(fn, return_shape=True)()
+    return jax.tree.unflatten(jax.tree.structure(form), called(without_dead_code(run))())
+
+
 def _debug_info_inside(eqn: Eqn) -> DebugInfo:
     """The debug info of the jaxpr inside a call, used to run only this call."""
     jaxpr: Any = eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr"))

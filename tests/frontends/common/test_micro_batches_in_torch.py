@@ -167,4 +167,4 @@ def test_elements_that_are_taken_in_order_are_not_cut_into_micro_batches() -> No
     from pase.frontends.torch.blocks import batch_inputs
 
     c = case("masks", 4).case
-    assert "cumsum" in str(examples_meet(c.problem.graph, batch_inputs(c.traced), mean=False))
+    assert "cumsum" in str(examples_meet(c.problem.graph, batch_inputs(c.traced), state_of_whole=True))

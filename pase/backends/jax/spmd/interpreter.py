@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.jax.ops.draws import Examples, drawn
 from pase.backends.jax.ops.jaxprs import KEPT, boundary, of_operand
+from pase.backends.jax.ops.totals import Totals
 from pase.backends.jax.spmd import rules
 from pase.backends.jax.spmd.collectives import JaxArrays, summed, there_and_back
 from pase.backends.jax.spmd.control import manual_cond, manual_scan, manual_while
@@ -61,7 +62,7 @@ class ManualWalk:
     blocks: the equations that backward recomputes. kept: the equations in these blocks whose results are residuals.
     devices: JAX's mesh. arrivals: the parameters that are gathered outside of the loop over micro-batches, or whose
     gradients wait; None if each parameter is gathered where it is read. examples: those of the micro-batch, if random
-    numbers are drawn for them.
+    numbers are drawn for them. totals: the sums over the whole batch, if the micro-batch reads any.
     """
 
     program: LocalProgram
@@ -71,10 +72,14 @@ class ManualWalk:
     devices: JaxMesh
     arrivals: Arrivals | None = None
     examples: Examples | None = None
+    totals: Totals | None = None
 
     @property
-    def _finds_arrivals(self) -> bool:
-        """Whether this walk only finds the arrivals, so that nothing has to be recomputed."""
+    def _only_finds(self) -> bool:
+        """Whether this walk only finds the arrivals or the micro-batch's own sums, so that nothing has to be
+        recomputed."""
+        if self.totals is not None and self.totals.finds:
+            return True
         return self.arrivals is not None and self.arrivals.given is None and not self.arrivals.barred
 
     def within(self, what: str) -> ManualWalk:
@@ -163,7 +168,7 @@ class ManualWalk:
         i = start
         while i < stop:
             block = next((b for b in self.blocks if b.prefix == prefix and b.start == i), None)
-            if block is None or self._finds_arrivals:
+            if block is None or self._only_finds:
                 one(i, cache)
                 i += 1
                 continue
@@ -237,6 +242,8 @@ class ManualWalk:
         made: dict[str, DeviceValue] = {}
         for op in self._makers(names):
             made.update(self.op_on_part(op, eqn, names, ins, cache, draw))
+        if self.totals is not None:
+            made = {n: replace(h, array=self.totals.read(n, h.array)) for n, h in made.items()}
         if not made:
             return self._constant(eqn, names, ins, draw)
         if unknown := [n for n in names if n not in made]:
@@ -307,6 +314,7 @@ class ManualWalk:
         results = [next((r for r in op.results if r.tensor == n), None) for n in names]
 
         def evaluated(arrays: Sequence[Array], gradient: bool) -> list[Array]:
+            arrays = arrays if self.totals is None else self.totals.operands(eqn, names, arrays)
             call = rules.ManualCall(
                 eqn=eqn,
                 op=op,
@@ -550,7 +558,7 @@ class ManualWalk:
         import jax
 
         jaxpr, consts = inner_jaxpr(eqn)
-        if eqn.primitive.name not in REMATERIALISED or self._finds_arrivals:
+        if eqn.primitive.name not in REMATERIALISED or self._only_finds:
             return self.run(jaxpr, consts, ins, prefix, cache)
         made: list[DeviceValue] = []
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pase.backends.jax.ops.draws import Examples
 from pase.backends.jax.ops.platforms import platform_of
+from pase.backends.jax.ops.totals import Totals
 from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.backends.jax.spmd.interpreter import ManualWalk
 from pase.backends.jax.spmd.prefetch import prefetched
@@ -25,8 +26,7 @@ from pase.errors import PaseError
 from pase.frontends.jax.frontend import inner_jaxpr
 from pase.frontends.jax.leaves import combine
 from pase.frontends.jax.types import Var
-from pase.frontends.jax.versions import is_literal, literal_array
-from pase.ir import Place
+from pase.frontends.jax.versions import is_literal, literal_array, only_needed
 from pase.local.lower import between
 from pase.local.parts import placement, to_whole
 from pase.local.reshard import resharded
@@ -177,20 +177,25 @@ class Manual:
         return whole
 
     def value_and_grad(self) -> Callable[..., Tree]:
-        """f(params, *batch, micro=0) -> (the result of the user's function, gradients of the trained leaves).
+        """f(params, *batch, micro=0, shares=None) -> (the result of the user's function, gradients of the trained
+        leaves).
 
-        micro: the number of the micro-batch. It matters only if random numbers are drawn for it.
+        micro: the number of the micro-batch. It matters only if random numbers are drawn for it. shares: what ``count``
+        returns, added up over the micro-batches, if the micro-batch reads sums over the whole batch.
         """
         import jax
 
-        draws = bool(self.plan.traced.drawn)
+        plan = self.plan
+        specs = self._specs_beside(bool(plan.reads_totals))
 
-        def local(*given: Array) -> Tree:
-            leaves = given[: len(self._names)]
-            examples = self.plan.examples(given[-1]) if draws else None
+        def local(*given: Tree) -> Tree:
+            *leaves, beside = given
+            examples = plan.examples(beside["micro"]) if "micro" in beside else None
+            shares = {t: x[0] for t, x in beside.get("shares", {}).items()}
+            totals = plan.totals(shares) if plan.reads_totals else None
 
             def of(gradient_carriers: dict[int, Array]) -> tuple[Array, list[Tree]]:
-                outs = self.forward(leaves, gradient_carriers, examples=examples)
+                outs = self.forward(leaves, gradient_carriers, examples=examples, totals=totals)
                 return outs[0], outs
 
             differentiated = jax.value_and_grad(of, has_aux=True)
@@ -199,14 +204,56 @@ class Manual:
             (_, outs), grads = differentiated(self.gradient_carriers(leaves))
             return outs, [grads[i] for i in self.trained]
 
-        more = [jax.sharding.PartitionSpec()] * draws
-        run = self.mapped(local, (self.returns(), self.gradient_specs()), more=more)
+        run = self.mapped(local, (self.returns(), self.gradient_specs()), more=[specs])
 
-        def graded(params: Tree, *batch: Tree, micro: Array | int = 0) -> Tree:
-            outs, grads = run(*self.plan.checked((params, *batch)), *[micro] * draws)
+        def graded(
+            params: Tree, *batch: Tree, micro: Array | int = 0, shares: Mapping[str, Array] | None = None
+        ) -> Tree:
+            beside = {"micro": micro, "shares": shares}
+            outs, grads = run(*plan.checked((params, *batch)), {k: beside[k] for k in specs})
             return self.value(outs), self.gradients(grads)
 
         return graded
+
+    def _specs_beside(self, shares: bool) -> dict[str, PartitionSpec]:
+        """PartitionSpecs of what a micro-batch takes beside its arguments: its number, if random numbers are drawn for
+        it, and with ``shares`` what each device has its own of, in a first dim."""
+        from jax.sharding import PartitionSpec
+
+        specs = {"micro": PartitionSpec()} if self.plan.traced.drawn else {}
+        return specs | ({"shares": PartitionSpec(self.program.mesh.names)} if shares else {})
+
+    def count(self) -> Callable[..., dict[str, Array]]:
+        """f(params, *batch, micro=0) -> a micro-batch's own sums over the batch: tensor -> each device's share, stacked
+        along a first dim (``Totals``)."""
+        specs = self._specs_beside(False)
+
+        def local(*given: Tree) -> dict[str, Array]:
+            *leaves, beside = given
+            return {t: x[None] for t, x in self.counted(leaves, beside.get("micro")).items()}
+
+        run = self.mapped(local, self._specs_beside(True)["shares"], more=[specs])
+
+        def count(params: Tree, *batch: Tree, micro: Array | int = 0) -> dict[str, Array]:
+            beside = {"micro": micro} if "micro" in specs else {}
+            return run(*self.plan.checked((params, *batch)), beside)  # type: ignore[no-any-return]
+
+        return count
+
+    def counted(self, leaves: Sequence[Array], micro: Array | None) -> dict[str, Array]:
+        """A device's share of a micro-batch's own sums over the batch.
+
+        leaves: as ``forward`` takes them. micro: the micro-batch's number, if random numbers are drawn for it.
+        """
+
+        def counting() -> dict[str, Array]:
+            totals = self.plan.totals(None)
+            self.forward(
+                leaves, {}, examples=None if micro is None else self.plan.examples(micro), totals=totals
+            )
+            return totals.found
+
+        return only_needed(counting)
 
     def gradients(self, grads: Sequence[Array]) -> Tree:
         """The gradients of the trained leaves, as a pytree like params."""
@@ -331,13 +378,16 @@ class Manual:
         gradient_carriers: dict[int, Array],
         arrivals: Arrivals | None = None,
         examples: Examples | None = None,
+        totals: Totals | None = None,
     ) -> list[Array]:
         """The results of the model on one device.
 
         gradient_carriers: as the method of this name returns them. arrivals: the parameters that were gathered before.
-        examples: those of the micro-batch, if random numbers are drawn for them.
+        examples: those of the micro-batch, if random numbers are drawn for them. totals: the sums over the whole batch,
+        if the micro-batch reads any.
         """
-        walk, closed = replace(self.walk, arrivals=arrivals, examples=examples), self.plan.traced.jaxpr
+        walk = replace(self.walk, arrivals=arrivals, examples=examples, totals=totals)
+        closed = self.plan.traced.jaxpr
         values = []
         for i, (x, name) in enumerate(zip(leaves, self._names, strict=True)):
             r = self.program.result(name)
@@ -348,6 +398,9 @@ class Manual:
             )
         cache = Cache(body="")
         outs = walk.run(closed.jaxpr, closed.consts, values, "", cache)
+        if totals is not None:
+            names = enumerate(zip(outs, self.plan.traced.out_names, strict=True))
+            outs = [replace(h, array=totals.own(t, h.array)) if j else h for j, (h, t) in names]
         ends = [self.end(j) for j in range(len(outs))]
         pairs = enumerate(zip(outs, ends, strict=True))
         return [self.out(walk, h, op, cache, differentiated=j == 0) for j, (h, op) in pairs]
@@ -383,7 +436,7 @@ class Manual:
         """PartitionSpecs of the model's results."""
         specs = []
         for j, aval in enumerate(self.plan.traced.jaxpr.out_avals):
-            op, name = self.end(j), self._out_names[j]
+            op, name = self.end(j), self.plan.traced.out_names[j]
             layout: Layout = (None,) * len(self.program.mesh.names)
             if op is not None:
                 layout = op.operands[0].layout
@@ -392,15 +445,6 @@ class Manual:
             where = placement(layout, len(aval.shape), self.program.mesh)
             specs.append(self.plan.spec(where or ()))
         return specs
-
-    @cached_property
-    def _out_names(self) -> list[str | None]:
-        """For each result of the model, its name in the traced graph; None for a literal."""
-        jaxpr, results = self.plan.traced.jaxpr.jaxpr, self.plan.traced.results
-        names = dict(zip(jaxpr.invars, self._names, strict=True))
-        for i, eqn in enumerate(jaxpr.eqns):
-            names |= zip(eqn.outvars, results[Place(str(i))], strict=True)
-        return [None if is_literal(v) else names.get(v) for v in jaxpr.outvars]
 
     def end(self, j: int) -> LocalOp | None:
         """The op that reads a result of the model: the output's, or that of the leaf whose next value the result is."""
@@ -417,7 +461,7 @@ class Manual:
             if programs:
                 found = tuple(op for op in found if op.op.scope[0].path == programs[j // each])
             return found[0] if found else None
-        return self.program.outputs.get(self._out_names[j] or "")
+        return self.program.outputs.get(self.plan.traced.out_names[j] or "")
 
 
 def not_differentiable(run: Callable[..., Tree], fix: str) -> Callable[..., Tree]:

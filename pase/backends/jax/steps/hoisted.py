@@ -28,6 +28,7 @@ from pase.frontends.jax.versions import called, without_dead_code
 if TYPE_CHECKING:
     from jax import Array
 
+    from pase.backends.jax.ops.totals import Totals
     from pase.backends.jax.spmd.lower import Manual
     from pase.local.types import LocalProgram
 
@@ -173,7 +174,7 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
 
     def of(mine: Sequence[Array], own: dict[int, Array], micro: Sequence[Array], number: Array) -> Tree:
         given = gathers.arrivals(gathers.whole(arrived, mine))
-        outs = manual.forward([*params, *micro], own, given, plan.examples(number))
+        outs = manual.forward([*params, *micro], own, given, plan.examples(number), totals)
         return outs[0], outs
 
     def back_to_parameters(grads: Sequence[Array]) -> dict[int, Array]:
@@ -186,6 +187,8 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
         (_, outs), (there, own) = value_and_grad(gathers.smooth(arrived), gradient_carriers, micro, number)
         return outs, (jax.tree.map(jnp.add, own, back_to_parameters(there)) if each else (there, own))
 
+    stacked = [x for x, on in zip(batch, split, strict=True) if on]
+    totals = _totals(manual, params, batch, split) if plan.reads_totals else None
     if k == 1:
         outs, total = micro_batch(batch, jnp.int32(0))
         return outs[0], outs[1:], [], [total[i] for i in manual.trained]
@@ -202,7 +205,6 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
 
     own = jax.tree.map(jnp.zeros_like, gradient_carriers)
     loss = jnp.zeros((), plan.traced.jaxpr.out_avals[0].dtype)
-    stacked = [x for x, on in zip(batch, split, strict=True) if on]
     start = (own if each else (gathers.zeros(arrived), own), loss, [batch[i] for i, _ in threads])
     end: Tree
     end, rest = jax.lax.scan(body, start, (jnp.arange(k), stacked))
@@ -210,7 +212,20 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
     if not each:
         there, own = total
         total = jax.tree.map(jnp.add, own, back_to_parameters(there))
-    return loss / k, rest, states, [total[i] / k for i in manual.trained]
+    return plan.of_batch(loss), rest, states, [plan.of_batch(total[i]) for i in manual.trained]
+
+
+def _totals(manual: Manual, params: Sequence[Array], batch: Sequence[Array], split: Sequence[bool]) -> Totals:
+    """A device's shares of the sums over the whole batch."""
+    import jax
+
+    def counted(given: Tree) -> Tree:
+        number, mine = given
+        return manual.counted([*params, *_in_place(mine, split, batch)], number)
+
+    stacked = [x for x, on in zip(batch, split, strict=True) if on]
+    shares = jax.lax.map(counted, (jax.numpy.arange(manual.plan.accumulate), stacked))
+    return manual.plan.totals(manual.plan.totals(None).of_batch(shares))
 
 
 def _in_place(some: Sequence[Tree], chosen: Sequence[bool], others: Sequence[Tree]) -> list[Tree]:

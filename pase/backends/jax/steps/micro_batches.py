@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pase.frontends.jax.leaves import arrays, combine, trained
@@ -15,20 +16,39 @@ if TYPE_CHECKING:
 
     from pase.backends.jax.plan import JaxPlan
 
-__all__ = ["micro_batch_stack", "stacked_outs", "summed", "threads_of", "writes_parameters", "written"]
+__all__ = [
+    "MicroBatch",
+    "micro_batch_stack",
+    "stacked_outs",
+    "summed",
+    "threads_of",
+    "writes_parameters",
+    "written",
+]
 
 
-def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh) -> Callable[..., Tree]:
-    """f(params, *batch) -> (value, gradients): the means over the plan's micro-batches, which run one after another.
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """The functions of one micro-batch.
 
-    graded: f(params, *batch) -> (value, gradients) of one micro-batch. If random numbers are drawn for it, graded takes
-    the micro-batch's number too, as ``micro``. kept: the shardings of the gradients.
+    graded: f(params, *batch) -> (value, gradients). If random numbers are drawn for it, it takes the micro-batch's
+    number too, as ``micro``, and if it reads sums over the whole batch, these, as ``shares``.
+    count: f(params, *batch) -> the micro-batch's own sums over the batch; it takes ``micro``, too.
+    """
+
+    graded: Callable[..., Tree]
+    count: Callable[..., Mapping[str, Array]] | None = None
+
+
+def summed(plan: JaxPlan, each: MicroBatch, kept: Tree, mesh: JaxMesh) -> Callable[..., Tree]:
+    """f(params, *batch) -> (value, gradients): those of the whole batch, from the plan's micro-batches, which run one
+    after another. kept: the shardings of the gradients.
     """
     import jax
     import jax.numpy as jnp
 
     if plan.accumulate == 1:
-        return graded
+        return each.graded
     k, arrives = plan.accumulate, jax.tree.leaves(plan._in_shardings(mesh)[1:])
     split = [full != part for full, part in zip(*map(plan.input_shapes, (True, False)), strict=True)]
     threads, n = threads_of(plan), len(plan.traced.param_paths)
@@ -43,17 +63,32 @@ def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh
             micro_batch_stack(x, k, s, mesh) for x, s, on in zip(leaves, arrives, split, strict=True) if on
         ]
 
-        def body(so_far: Tree, given: Tree) -> Tree:
-            (total, loss, states), (number, mine) = so_far, given
-            # Without the barrier, XLA hoists all-gathers of parameters out of the loop and keeps the gathered arrays.
-            here, mine = jax.lax.optimization_barrier((weights, mine))
+        def arguments(here: Sequence[Array], mine: Sequence[Array], states: Sequence[Array]) -> Tree:
             iteration = iter(mine)
             whole = [*here, *(next(iteration) if on else x for x, on in zip(leaves, split, strict=True))]
             for (i, _), state in zip(threads, states, strict=True):
                 whole[n + i] = state
             mine_of = combine(jax.tree.unflatten(form, whole[:n]), params)
-            more = {"micro": number} if plan.traced.drawn else {}
-            value, grads = graded(mine_of, *combine(jax.tree.unflatten(tree, whole[n:]), batch), **more)
+            return mine_of, *combine(jax.tree.unflatten(tree, whole[n:]), batch)
+
+        def numbered(number: Array) -> Tree:
+            return {"micro": number} if plan.traced.drawn else {}
+
+        def counted(given: Tree) -> Mapping[str, Array]:
+            assert each.count is not None
+            number, mine = given
+            return each.count(*arguments(weights, mine, start), **numbered(number))
+
+        start = [(*weights, *leaves)[n + i] for i, _ in threads]
+        known = {}
+        if plan.reads_totals:
+            known["shares"] = plan.totals(None).of_batch(jax.lax.map(counted, (jnp.arange(k), stacked)))
+
+        def body(so_far: Tree, given: Tree) -> Tree:
+            (total, loss, states), (number, mine) = so_far, given
+            # Without the barrier, XLA hoists all-gathers of parameters out of the loop and keeps the gathered arrays.
+            here, mine = jax.lax.optimization_barrier((weights, mine))
+            value, grads = each.graded(*arguments(here, mine, states), **numbered(number), **known)
             total = constrained(jax.tree.map(jnp.add, total, grads))
             outs = jax.tree.leaves(arrays(value))
             return (total, loss + outs[0], [outs[j] for _, j in threads]), outs[1:]
@@ -62,11 +97,11 @@ def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh
         loss = jnp.zeros((), plan.traced.jaxpr.out_avals[0].dtype)
         (grads, loss, states), rest = jax.lax.scan(
             body,
-            (zeros, loss, [(*weights, *leaves)[n + i] for i, _ in threads]),
+            (zeros, loss, start),
             (jnp.arange(k), stacked),
         )
-        grads = jax.tree.map(lambda g: g / k, grads)
-        return (stacked_outs(plan, [loss / k, *rest], states) if plan.traced.has_aux else loss / k), grads
+        loss, grads = jax.tree.map(plan.of_batch, (loss, grads))
+        return (stacked_outs(plan, [loss, *rest], states) if plan.traced.has_aux else loss), grads
 
     return mean
 

@@ -1,0 +1,149 @@
+"""Micro-batches read sums over the whole batch that depend on no parameter, such as the number of tokens that count."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pase
+from pase.frontends.registry import NotInParts
+
+RNG = np.random.default_rng(0)
+WORDS, WIDTH = 12, 8
+PARAMS = {
+    "table": RNG.normal(size=(WORDS, WIDTH)).astype("f"),
+    "up": (RNG.normal(size=(WIDTH, 4 * WIDTH)) / 3).astype("f"),
+    "down": (RNG.normal(size=(4 * WIDTH, WORDS)) / 3).astype("f"),
+}
+IDS = RNG.integers(0, WORDS, (16, 6))
+LABELS = np.where(np.random.default_rng(1).random((16, 6)) < 0.4, -100, RNG.integers(0, WORDS, (16, 6)))
+
+
+def scores(params, ids):
+    return jnp.tanh(params["table"][ids] @ params["up"]) @ params["down"]
+
+
+def losses(params, ids, labels):
+    told = jnp.take_along_axis(scores(params, ids), jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(scores(params, ids), axis=-1) - told
+
+
+def counted(params, ids, labels):
+    on = labels >= 0
+    return jnp.where(on, losses(params, ids, labels), 0).sum() / on.sum()
+
+
+def with_penalties(params, ids, labels):
+    """Terms that combine as a mean by a count, as a mean over the tokens, and that are equal in every micro-batch."""
+    whole = sum((x**2).sum() for x in jax.tree.leaves(params))
+    return counted(params, ids, labels) + 1e-2 * (scores(params, ids) ** 2).mean() + 1e-3 * whole
+
+
+def by_class(params, ids, labels):
+    """The totals have a dim: the number of tokens of each word."""
+    on = (labels >= 0) * 1.0
+    words = (jax.nn.one_hot(jnp.maximum(labels, 0), WORDS) * on[..., None]).sum((0, 1))
+    weights = (1 / (1 + words))[jnp.maximum(labels, 0)] * on
+    return (losses(params, ids, labels) * weights).sum() / on.sum()
+
+
+def of_means(params, ids, labels):
+    on = (labels >= 0) * 1.0
+    return (losses(params, ids, labels) * on).mean() / on.mean()
+
+
+def recomputed(params, ids, labels):
+    return jax.jit(jax.checkpoint(counted))(params, ids, labels)
+
+
+def matches(found, right):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        assert np.asarray(a) == pytest.approx(np.asarray(b), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.some(3)
+@pytest.mark.parametrize("once", ["none", "gathers", "all", "annotated"])
+@pytest.mark.parametrize("loss", [counted, with_penalties, by_class, of_means, recomputed])
+def test_the_step_is_that_of_the_whole_batch(loss, once):
+    right = jax.value_and_grad(loss)(PARAMS, IDS, LABELS)
+    annotated = {} if once != "annotated" else {"lowering": "annotated"}
+    for devices in (1, 4):
+        plan = pase.compile(
+            loss, PARAMS, IDS, LABELS, devices=devices, accumulate=4, once="none" if annotated else once
+        )
+        assert plan.accumulate == 4
+        found = plan.jax.value_and_grad(**annotated)(*plan.jax.device_put(PARAMS, IDS, LABELS))
+        matches(found, right)
+
+
+def test_totals_of_random_numbers_are_those_of_the_whole_batch():
+    def loss(params, ids, labels, key):
+        on = jax.random.bernoulli(key, 0.5, ids.shape) * 1.0
+        return (losses(params, ids, jnp.maximum(labels, 0)) * on).sum() / on.sum()
+
+    args = (PARAMS, IDS, LABELS, jax.random.key(3))
+    right = jax.value_and_grad(loss)(*args)
+    for once in ("none", "all"):
+        plan = pase.compile(loss, *args, devices=2, accumulate=4, once=once)
+        matches(plan.jax.value_and_grad()(*plan.jax.device_put(*args)), right)
+
+
+def test_it_is_checked_against_the_whole_batch():
+    plan = pase.compile(counted, PARAMS, IDS, LABELS, devices=2, accumulate=4)
+    found = plan.jax.check(*plan.jax.device_put(PARAMS, IDS, LABELS))
+    found.raise_if_off()
+    assert "unsharded" in str(found)
+
+
+def test_a_total_beside_the_loss_is_the_micro_batchs_own():
+    def loss(params, ids, labels):
+        count = (labels >= 0).sum()
+        total = jnp.where(labels >= 0, losses(params, ids, labels), 0).sum()
+        return total / count, {"count": count, "total": total}
+
+    plan = pase.compile(loss, PARAMS, IDS, LABELS, devices=2, accumulate=4)
+    (value, beside), _ = plan.jax.value_and_grad()(*plan.jax.device_put(PARAMS, IDS, LABELS))
+    each = [loss(PARAMS, IDS[i::4], LABELS[i::4])[1] for i in range(4)]
+    assert float(value) == pytest.approx(float(loss(PARAMS, IDS, LABELS)[0]), rel=1e-5)
+    for name in ("count", "total"):
+        assert np.asarray(beside[name]) == pytest.approx(np.array([e[name] for e in each]), rel=1e-4)
+
+
+def test_what_reads_a_total_beside_the_loss_is_refused():
+    def loss(params, ids, labels):
+        mean = counted(params, ids, labels)
+        return mean, {"mean": mean}
+
+    with pytest.raises(NotInParts, match=r"the result \[1\]\['mean'\] is returned beside the loss") as e:
+        pase.compile(loss, PARAMS, IDS, LABELS, devices=1, accumulate=4)
+    assert "compute it of what the micro-batches return" in e.value.fix
+
+
+def test_a_total_in_a_loop_is_refused():
+    def loss(params, ids, labels):
+        def row(_, given):
+            ids, labels = given
+            return 0, counted(params, ids[:, None], labels[:, None])
+
+        return jax.lax.scan(row, 0, (ids.T, labels.T))[1].sum()
+
+    with pytest.raises(NotInParts, match="inside of a loop, a branch or a function") as e:
+        pase.compile(loss, PARAMS, IDS, LABELS, devices=1, accumulate=4)
+    assert "(losses * weights).sum(1).mean() * scale" in e.value.fix
+
+
+def test_in_stages_it_is_refused_with_how_to_write_it():
+    """What the error says to write is the mean by the count, and runs in stages."""
+
+    def scaled(params, ids, labels, scale):
+        on = (labels >= 0) * 1.0
+        return (losses(params, ids, labels) * on).sum(1).mean() * scale
+
+    with pytest.raises(NotInParts, match="of which a micro-batch has only its own part") as e:
+        pase.compile(counted, PARAMS, IDS, LABELS, devices=2, pipeline=2, accumulate=4)
+    assert "(losses * weights).sum(1).mean() * scale" in e.value.fix
+    scale = np.float32(len(IDS) / (LABELS >= 0).sum())
+    right = jax.value_and_grad(counted)(PARAMS, IDS, LABELS)
+    matches(jax.value_and_grad(scaled)(PARAMS, IDS, LABELS, scale), right)
+    plan = pase.compile(scaled, PARAMS, IDS, LABELS, scale, devices=1, accumulate=4)
+    matches(plan.jax.value_and_grad()(PARAMS, IDS, LABELS, scale), right)
