@@ -23,6 +23,7 @@ from pase.frontends.torch.derivatives import check_linear
 from pase.frontends.torch.dtypes import unrounded
 from pase.frontends.torch.export.module import TorchProgram, marked_blocks, program_of
 from pase.frontends.torch.lower import TorchLowering, contents_of, live, reads_op
+from pase.frontends.torch.places import check_places
 from pase.frontends.torch.rules import RULES
 from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import TorchScope
@@ -118,7 +119,15 @@ def trace(
         )
     with uncollected():
         made = lowered(program_of(model, batch, loss, reads_op), name, unknown)
+    check_places(made.scope, _held(made.program, model), name)
     return replace(made, module=model, batch=batch, loss=loss)
+
+
+def _held(program: TorchProgram, module: Module) -> dict[str, torch.Tensor]:
+    """Placeholder -> the tensor that the model holds there, of those that no step writes and no optimizer updates."""
+    own = dict(module.named_buffers(remove_duplicate=False)) | program.constants
+    written = {*program.mutated.values(), *program.counters.values()}
+    return {n: own[path] for n, path in program.buffers.items() if path in own and path not in written}
 
 
 def _is_tensor(x: object) -> bool:
