@@ -10,7 +10,7 @@ from pase.ir import Tensor
 from pase.ir.parameters import Slice
 from pase.ops import indexed, nests
 
-__all__ = ["join", "one_dim", "part", "spread", "take", "take_along"]
+__all__ = ["check_places", "join", "one_dim", "part", "spread", "take", "take_along"]
 
 
 def part(
@@ -107,19 +107,24 @@ def spread(c: Site, x: Value, shape: Sequence[int]) -> Value:
     return c.value(nests.broadcast(c.b, c.tensor(x), shape, [i + new_dims for i in range(len(x.shape))]))
 
 
-def _check_places(c: Site, ids: Value, size: int) -> None:
-    """Raises PaseError if indices are known, and one of them lies outside of a dim of so many elements."""
+def check_places(c: Site, ids: Value, *sizes: int) -> None:
+    """Raises PaseError if indices are known, and one of them lies outside of its dim.
+
+    sizes: of the dim that all of them index; of several, if the last dim of ``ids`` has an index of each.
+    """
     if ids.data is None or math.prod(ids.shape) == 0:
         return
-    least, most = int(ids.data.min()), int(ids.data.max())
-    if least < -size or most >= size:
-        raise c.fail(f"its index {least if least < -size else most} is not in a dim of {size} elements")
+    for i, size in enumerate(sizes):
+        each = ids.data[..., i] if len(sizes) > 1 else ids.data
+        least, most = int(each.min()), int(each.max())
+        if least < -size or most >= size:
+            raise c.fail(f"its index {least if least < -size else most} is not in a dim of {size} elements")
 
 
 def take(c: Site, x: Value, ids: Value, axis: int) -> Value:
     """x at these indices of a dim. The indices' shape replaces the dim."""
     axis = c.axis(axis, len(x.shape))
-    _check_places(c, ids, x.shape[axis])
+    check_places(c, ids, x.shape[axis])
     shape = c.shape((*x.shape[:axis], *ids.shape, *x.shape[axis + 1 :]))
     if math.prod(shape) == 0 or x.elements == 0:
         return c.nothing(shape, x.dtype)
@@ -161,6 +166,7 @@ def take_along(c: Site, x: Value, ids: Value, axis: int) -> Value:
         raise c.fail(
             f"its indices have shape {list(ids.shape)}, but they index a tensor of shape {list(x.shape)}"
         )
+    check_places(c, ids, x.shape[axis])
     others = [i for i in range(rank) if i != axis]
     if any(ids.shape[i] != x.shape[i] for i in others):
         kept = [i != axis and ids.shape[i] == x.shape[i] for i in range(rank)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pase.frontends.common.slicing import take, take_along
+from pase.frontends.common.slicing import check_places, take, take_along
 from pase.frontends.common.values import Value
 from pase.frontends.onnx.rules import lowers, nothing
 from pase.frontends.onnx.values import OnnxCall
@@ -39,6 +39,7 @@ def _gather_nd(c: OnnxCall) -> Value:
         raise c.fail(
             f"the batch dims of its indices {list(ids.shape)} and of its data {list(x.shape)} differ"
         )
+    check_places(c, ids, *x.shape[batch : batch + k])
     found = list(range(batch, batch + k))
     n = len(ids.shape) - 1
     shape = c.shape((*ids.shape[:-1], *x.shape[batch + k :]))
@@ -72,6 +73,7 @@ def _scatter_elements(c: OnnxCall) -> Value:
         raise c.fail(
             f"its updates {list(updates.shape)} at indices {list(ids.shape)} do not fit data {list(x.shape)}"
         )
+    check_places(c, ids, x.shape[axis])
     kept = [i != axis and ids.shape[i] == x.shape[i] for i in range(rank)]
     return c.value(nests.restrict(c.b, "scatter", c.tensors(x, updates, ids), x.shape, kept))
 
@@ -87,6 +89,7 @@ def _scatter_nd(c: OnnxCall) -> Value:
         )
     if updates.elements == 0:
         return x
+    check_places(c, ids, *x.shape[:k])
     found = list(range(k))
     how = c.text("reduction", "none")
     with c.b.undetermined(unless=how in ("none", "add")):

@@ -125,7 +125,7 @@ def trace(
 
 def _held(program: TorchProgram, module: Module) -> dict[str, torch.Tensor]:
     """Placeholder -> the tensor that the model holds there, of those that no step writes and no optimizer updates."""
-    own = dict(module.named_buffers(remove_duplicate=False)) | program.constants
+    own = dict(module.named_buffers(remove_duplicate=False)) | dict(program.constants)
     written = {*program.mutated.values(), *program.counters.values()}
     return {n: own[path] for n, path in program.buffers.items() if path in own and path not in written}
 

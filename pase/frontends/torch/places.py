@@ -37,7 +37,7 @@ class _Indexed(NamedTuple):
     """An operand that is an index, the size of the dim that it indexes, whether a negative index counts from the dim's
     end, and the index that means none (a loss's ``ignore_index``)."""
 
-    index: FxNode
+    places: FxNode
     size: int
     from_end: bool = False
     ignored: int | None = None
@@ -51,7 +51,7 @@ def check_places(scope: TorchScope, held: Mapping[str, Tensor], model: str) -> N
 
     Bodies of branches and loops are left out, because they may never run.
     """
-    known = _Known(
+    known = _KnownContents(
         held=held,
         leaves={k: v for s in scope.scopes() for k, v in s.leaves.items()},
         module_of=_modules(scope),
@@ -111,9 +111,9 @@ def _indices(n: FxNode) -> Iterator[_Indexed]:
         yield _Indexed(given["index"], shape[given["dim"]])
 
 
-def _outside(found: _Indexed, known: _Known) -> int | None:
+def _outside(found: _Indexed, known: _KnownContents) -> int | None:
     """An index outside of its dim; None if there is none, or if the indices are not known."""
-    indices = known.of(found.index)
+    indices = known.of(found.places)
     if indices is None or not indices.numel():
         return None
     if found.ignored is not None:
@@ -127,7 +127,7 @@ def _outside(found: _Indexed, known: _Known) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Known:
+class _KnownContents:
     """The contents of nodes that depend on no data.
 
     held: placeholder -> a tensor that the model holds. leaves: placeholder of a decomposition -> the outer node.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -86,15 +87,32 @@ def test_indices_that_do_not_fit_are_refused(n: Any, ids: tuple[int, ...], why: 
     assert f"{n.op_type} '0'" in e.value.where
 
 
+BY_INDICES = {
+    "Gather": (node("Gather", ["x", "k"], ["y"], axis=1), (-1,), ()),
+    "GatherElements": (node("GatherElements", ["x", "k"], ["y"], axis=1), (X[0], -1, X[2]), ()),
+    "GatherND": (node("GatherND", ["x", "k"], ["y"], batch_dims=1), (X[0], -1, 1), ()),
+    "ScatterElements": (node("ScatterElements", ["x", "k", "u"], ["y"], axis=1), (1, -1, 1), (1, -1, 1)),
+    "ScatterND": (node("ScatterND", ["x", "k", "u"], ["y"]), (-1, 2), (-1, X[2])),
+}
+
+
 @pytest.mark.parametrize(("ids", "taken"), [([0, 4], False), ([4], False), ([-5], False), ([0, -4, 3], True)])
-def test_an_index_outside_of_its_dim_is_refused(ids: list[int], taken: bool) -> None:
+@pytest.mark.parametrize("op", BY_INDICES)
+def test_an_index_outside_of_its_dim_is_refused(op: str, ids: list[int], taken: bool) -> None:
     """The reference implementation is the oracle. A single index was taken modulo the dim's size."""
-    model = model_of([node("Gather", ["x", "k"], ["y"], axis=1)], {"x": X}, ["y"], {"k": np.array(ids)})
-    try:
-        ReferenceEvaluator(model).run(None, {"x": np.zeros(X, np.float32)})
-    except IndexError:
-        assert not taken
+    n, shape, written = BY_INDICES[op]
+    k = np.array(ids).reshape(-1, 1) if op in ("GatherND", "ScatterND") else np.array(ids)
+    k = np.tile(k, (X[0], 1, 1)) if op == "GatherND" else np.insert(k, 0, 0, 1) if op == "ScatterND" else k
+    k = np.tile(k[:, None], (X[0], 1, X[2])) if op == "GatherElements" else k
+    stored = {"k": k.reshape(shape)}
+    if written:
+        stored["u"] = np.zeros([len(ids) if s < 0 else s for s in written], np.float32)
+    model = model_of([n], {"x": X}, ["y"], stored)
+    if op != "GatherElements":  # of which the reference takes any index; the standard calls it an error
+        with contextlib.nullcontext() if taken else pytest.raises(IndexError):
+            ReferenceEvaluator(model).run(None, {"x": np.zeros(X, np.float32)})
+    if taken:
+        assert from_onnx.trace(model).graph.nodes
+    else:
         with pytest.raises(PaseError, match="is not in a dim of 4 elements"):
             from_onnx.trace(model)
-    else:
-        assert taken and from_onnx.trace(model).graph.nodes
