@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Literal
 
@@ -106,6 +107,15 @@ def _data_parallel(plan: PlanData, axes: Collection[str], over: str) -> tuple[st
 
     axes: those that split the batch. over: the devices, as text.
     """
+    gathered = {path: t for path, t in plan.parameters.items() if not _used_split(t, axes)}
+    whole, others = (sum(t.elements for t in found.values()) for found in (plan.parameters, gathered))
+    used_split = 1 - others / whole if whole else 0.0
+    if (
+        used_split > 0.5
+    ):  # what is never gathered makes no FSDP: tables that are split by column, for instance
+        kind, aside = _data_parallel(replace(plan, parameters=gathered), axes, over)
+        said = f"{used_split:.0%} of the parameters split where they are used"
+        return kind, f"{said}, of the others {aside}" if aside else said
     tensors = plan.parameters.values()
     ways = math.prod(plan.mesh.by_name[a] for a in axes)
     stored = _shards(plan, axes, [(t, t.storage) for t in tensors])
@@ -119,6 +129,13 @@ def _data_parallel(plan: PlanData, axes: Collection[str], over: str) -> tuple[st
     if _shards(plan, axes, [(t, t.state or t.storage) for t in tensors]) > 1.5:
         return f"{plain} with optimizer state sharded (ZeRO-2)", ""
     return plain, ""
+
+
+def _used_split(t: TensorPlan, axes: Collection[str]) -> bool:
+    """Whether a parameter is stored split along some of these axes and gathered along none of them."""
+    own = {a for split in t.storage for a in split if a in axes}
+    uses = t.used_as or (t.storage,)
+    return bool(own) and all(own <= {a for split in used for a in split} for used in uses)
 
 
 def _shards(plan: PlanData, axes: Collection[str], stored: Iterable[tuple[TensorPlan, Placement]]) -> float:

@@ -304,7 +304,39 @@ def layer_table(plan: PlanData, width: int = _WITH_MOVES, most: int | None = Non
             cost_text(sum(row.communication for row in left), plan.unit),
             "",
         )
+    _add_updates(table, plan, rows, sent_by_node, each=each, ops=ops)
     return table
+
+
+def _add_updates(
+    table: RichTable,
+    plan: PlanData,
+    rows: Sequence[_LayerRow],
+    sent_by_node: Mapping[str, Mapping[str, float]],
+    *,
+    each: bool,
+    ops: bool,
+) -> None:
+    """Add the row of what no layer has: casts of parameters, the optimizer's update, and what inputs and parameters
+    send themselves. With it, the rows add up to the plan's compute and communication.
+    """
+    listed = {n.name for row in rows for n in row.nodes}
+    rest = [n for n in plan.nodes if n.name not in listed]
+    compute = sum(n.cost.compute for n in rest) + sum(n.cost.update for n in plan.nodes)
+    communication = sum(n.cost.communication for n in rest)
+    if not compute and not communication:
+        return
+    sent = Counter[str]()
+    for name in sent_by_node.keys() - listed:
+        sent.update(sent_by_node[name])
+    table.add_row(
+        "parameters, updates",
+        *([""] if ops else []),
+        "",
+        cost_text(compute, plan.unit),
+        cost_text(communication, plan.unit) if communication else "",
+        _sent_text(sent, each),
+    )
 
 
 def _costliest(rows: Sequence[_LayerRow], most: int) -> list[_LayerRow]:
@@ -373,13 +405,16 @@ def render(plan: PlanData, out: Console, every_layer: bool = False) -> None:
         out.print(line, style=bold)
     stored = storage_table(plan)
     wrapped = sum(1 + len(line) // (out.width - 10) for line in lines)
-    most = max(_MOST_LINES - wrapped - stored.row_count - 4, _LEAST_ROWS)
+    most = max(_MOST_LINES - wrapped - stored.row_count - 6, _LEAST_ROWS)
     out.print()
     out.print(layer_table(plan, out.width, None if every_layer else most))
+    if any(n.split for n in plan.nodes if _is_listed(n)):
+        out.print(_LEGEND)
     out.print()
     out.print(stored)
 
 
+_LEGEND = "split is dim:mesh axes; b is the batch, s the sequence, other letters are dims of the row's own op"
 _LEAST_ROWS = 5
 
 

@@ -13,6 +13,7 @@ import pase
 from pase.machine import Mesh
 from pase.plan.answer import answer, split_text, strategy_in_words
 from pase.plan.error_bar import interval
+from pase.plan.table import layer_table
 from pase.questions.explain import explain
 from pase.questions.report import report_page
 
@@ -52,6 +53,35 @@ def test_weights_that_are_split_over_few_devices_are_fsdp_too(
 ) -> None:
     monkeypatch.setattr("pase.plan.answer._shards", lambda plan, axes, stored: 1.75)
     assert strategy_in_words(plans["fsdp"]) == "FSDP over 8 devices (most parameters)"
+
+
+def test_parameters_that_are_used_as_they_are_split_make_no_fsdp(plans: dict[str, pase.Plan]) -> None:
+    """A recommender's tables that are split by column were called FSDP, though nothing gathers them."""
+    plan = plans["fsdp"]
+    ours = replace(next(iter(plan.parameters.values())), shape=(4096, 4096, 8), storage=((), ("data",), ()))
+    stays, gathered = replace(ours, used_as=()), replace(ours, used_as=(ours.storage, ((), (), ())))
+    says = strategy_in_words(replace(plan, parameters={**plan.parameters, "table": stays}))
+    assert re.fullmatch(r"FSDP over 8 devices \(90% of the parameters split where they are used\)", says)
+    rest = plans["data_parallel"].parameters
+    says = strategy_in_words(replace(plan, parameters={**rest, "table": stays}))
+    assert says == "data parallelism over 8 devices (90% of the parameters split where they are used)"
+    says = strategy_in_words(replace(plan, parameters={**plan.parameters, "table": gathered}))
+    assert says == "FSDP over 8 devices"
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_rows_add_up_to_compute_and_communication(plans: dict[str, pase.Plan], every: bool) -> None:
+    for plan in plans.values():
+        table = layer_table(plan, most=None if every else 6)
+        header = [str(c.header) for c in table.columns]
+        for name, whole in (("compute", plan.compute), ("comm.", plan.communication)):
+            cells = [str(c) for c in table.columns[header.index(name)].cells]
+            assert sum(map(seconds, filter(None, cells))) == pytest.approx(whole, rel=0.01)
+
+
+def seconds(text: str) -> float:
+    number, _, unit = text.partition(" ")
+    return float(number) * {"": 1.0, "s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}[unit]
 
 
 def test_the_first_line_has_the_step_the_memory_and_what_would_do(plans: dict[str, pase.Plan]) -> None:
