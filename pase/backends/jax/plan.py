@@ -127,7 +127,8 @@ class JaxPlan:
     @cached_property
     def sums(self) -> BatchSums:
         """How the micro-batches' losses become that of the whole batch, and what they must know of each other."""
-        if self.whole is None or self.accumulate == 1:
+        padded = self.whole is not None and self.whole.written is not None  # refused unless it is a mean
+        if self.whole is None or self.accumulate == 1 or padded:
             return BatchSums(totals={}, outputs={self.traced.graph.outputs[0]: 1}, counting=frozenset())
         return sums_of(self.whole, self.traced, self.accumulate)
 
