@@ -117,9 +117,9 @@ def test_the_optimum_under_a_limit_is_the_integer_programs(block: int) -> None:
         want = by_ilp(tables, memory)
         if want is None:
             with pytest.raises(Infeasible):
-                solve(tables, memory, effort=Effort(time_limit=30))
+                solve(tables, memory, effort=Effort(time_limit=600))
             continue
-        found = solve(tables, memory, effort=Effort(time_limit=30))
+        found = solve(tables, memory, effort=Effort(time_limit=600))
         assert found.optimal and verify(tables, found, memory) == pytest.approx(want, rel=1e-6), seed
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
@@ -54,8 +52,6 @@ def test_a_limit_counts_kernels_that_are_not_compiled(monkeypatch: pytest.Monkey
         raise AssertionError("called a kernel that would have to be compiled first")
 
     monkeypatch.setattr(kernels, "dual_ascent", never)
-    began = time.process_time()
-    found = solve(t, kernel="numpy", effort=Effort(time_limit=4.0))
+    found = solve(t, kernel="numpy", effort=Effort(time_limit=1.0))
     assert found.feasible and np.isfinite(cost_of(t, found.choice))
     assert "pase.search.warm" in found.method
-    assert time.process_time() - began < 8.0
