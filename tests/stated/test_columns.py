@@ -98,6 +98,12 @@ def sent(part: Part) -> Counter[Any]:
     return found
 
 
+@cache
+def of_separate_weights(few: int, text: str) -> Any:
+    """The price of the layers with a weight for each part, and its parts."""
+    return priced(traced(apart, few, "apart"), text)
+
+
 @pytest.mark.parametrize("text", ["tp=8", "dp=2,tp=4", "dp=4,tp=2,sp"])
 @pytest.mark.parametrize("gated", ["split", "turns"])
 @pytest.mark.parametrize(
@@ -111,9 +117,7 @@ def test_a_merged_product_costs_a_rank_what_separate_ones_do(
 ) -> None:
     """The same parameters, and the same sums and scatters between products. With sequence parallelism, gathers are
     fewer, because one serves all parts."""
-    (p, parts), (q, separate) = (
-        priced(traced(f, few, g), text) for f, g in ((merged, gated), (apart, "apart"))
-    )
+    (p, parts), (q, separate) = priced(traced(merged, few, gated), text), of_separate_weights(few, text)
     biases = LAYERS * (D + 2 * few * HEAD) if merged is biased else 0
     ways = int(text.partition("tp=")[2][0])
     assert p.memory.parameters == pytest.approx(q.memory.parameters + 4 * biases / ways)

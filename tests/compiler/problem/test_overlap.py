@@ -100,7 +100,7 @@ def test_stages_hide_their_gathers_and_sums_too():
     The test asks for 1F1B, because the circular schedule, which is faster here, hides nothing.
     """
     options = {"devices": 4, "mesh": "2", "accumulate": 4, "remat": "none"}
-    options |= {"pipeline": 2, "stage_schedule": "1f1b"}
+    options |= {"pipeline": 2, "stage_schedule": "1f1b", "baselines": False}
     name = "zoo:gpt2?layers=4&batch=32&remat=0"
     none, beside = (pase.compile(name, overlap=how, **options) for how in ("none", "machine"))
     p = beside.pipeline
@@ -112,7 +112,7 @@ def test_stages_hide_their_gathers_and_sums_too():
         assert sum(c.cost for c in causes(plan)) == pytest.approx(plan.cost, rel=1e-9)
         (mark,) = {(m.start_ns, m.end_ns) for m in plan.timeline.marks}
         assert (mark[1] - mark[0]) / 1e9 == pytest.approx(plan.cost, rel=1e-6)
-    options |= {"stage_schedule": "auto", "baselines": False}
+    options |= {"stage_schedule": "auto"}
     scan = pase.compile(name, **options)
     assert scan.pipeline is not None and scan.pipeline.schedule == "circular" and scan.hidden == 0
     assert scan.cost < beside.cost
@@ -123,7 +123,7 @@ def test_stages_hide_their_gathers_and_sums_too():
 
 def test_a_memory_limit_holds_with_overlap_too():
     """The answer fits and hides gradients. A limit that does not bind does not change it."""
-    options = {"devices": 8, "mesh": "2x4", "overlap": "parameters"}
+    options = {"devices": 8, "mesh": "2x4", "overlap": "parameters", "baselines": False}
     free = pase.compile("zoo:gpt2?layers=2&batch=32", **options)
     same = pase.compile("zoo:gpt2?layers=2&batch=32", memory_limit=free.memory.total, **options)
     assert same.cost == pytest.approx(free.cost, rel=1e-9)
