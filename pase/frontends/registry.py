@@ -6,7 +6,7 @@ A frontend is a module ``frontends/<name>/frontend.py``, which is found automati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import CodeType, FunctionType
@@ -33,6 +33,7 @@ __all__ = [
     "by_nest",
     "check_dims",
     "coverage",
+    "distinct_paths",
     "frontend_of",
     "lowers_bodies",
     "trace",
@@ -192,6 +193,19 @@ def trace(
     return frontend.trace(
         model, *args, name=name, unknown=unknown, dims=dims, mode=mode, carry=carry, chances=chances
     )
+
+
+def distinct_paths(inputs: Sequence[str], stored: Collection[str]) -> tuple[str, ...]:
+    """The paths of the batch, each behind ``batch.`` if one of them is also the path of something stored: a plan, a
+    layout file and a constraint know parameters and inputs by path.
+
+    >>> distinct_paths(["0", "1"], ["w"]), distinct_paths(["0", "1"], ["0"])
+    (('0', '1'), ('batch.0', 'batch.1'))
+    """
+    found = tuple(inputs)
+    while not set(found).isdisjoint(stored):
+        found = tuple(f"batch.{path}" for path in found)
+    return found
 
 
 def check_dims(dims: DimSizes | None, known: Iterable[str], model: str) -> dict[str, int]:

@@ -379,7 +379,18 @@ class GraphBuilder:
         eager: bool = False,
     ) -> Graph:
         """Returns the finished graph. frontend: the framework that the model comes from. dims: the sizes that the user
-        gave to its symbolic dims. eager: see ``GraphFacts``."""
+        gave to its symbolic dims. eager: see ``GraphFacts``.
+
+        Raises PaseError if a parameter and an input have one path."""
+        stored, given = (
+            {t.path for t in self.tensors.values() if t.role == role} for role in ("parameter", "input")
+        )
+        if both := stored & given:
+            raise PaseError(
+                f"a parameter and an input are both called '{min(both)}'",
+                where=self.name,
+                fix="give one of them another name",
+            )
         return Graph(
             name=self.name,
             tensors=dict(self.tensors),

@@ -116,3 +116,10 @@ def test_too_many_ops_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(3):
             w = add(b, w)
     assert "scan" in e.value.fix
+
+
+def test_a_parameter_and_an_input_of_one_name_are_refused() -> None:
+    b, _ = start()
+    b.input("w", (4,), "float32")
+    with pytest.raises(PaseError, match="both called 'w'"):
+        b.finish()

@@ -303,12 +303,12 @@ def _as_step(
 
 
 def _leaf_paths(as_shapes: tuple[Tree, ...], stored: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(Paths of the leaves of the first ``stored`` arguments, those of the others). Raises PaseError if two of the
-    first are equal."""
+    """(Paths of the leaves of the first ``stored`` arguments, those of the others), all distinct. Raises PaseError if
+    two of the first are equal."""
     param_paths = _paths(as_shapes[:stored] if stored > 1 else as_shapes[0])
     if twice := [path for path, n in Counter(param_paths).items() if n > 1]:
         raise _same_path_error(twice[0])
-    return param_paths, _paths(as_shapes[stored:])
+    return param_paths, registry.distinct_paths(_paths(as_shapes[stored:]), param_paths)
 
 
 def _pure(

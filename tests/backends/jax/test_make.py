@@ -60,3 +60,28 @@ def test_parameters_gradients_and_batch_are_stored_as_the_plan_says() -> None:
     (batch,) = (made.constraints.storage[t.name] for t in plan.graph.inputs)
     assert batch == (plan.mesh.names, ())
     assert made.accumulate == plan.accumulate and made.logical_mesh == plan.mesh
+
+
+@pytest.mark.parametrize("params", [list, lambda w: dict(enumerate(w))], ids=["list", "dict"])
+def test_parameters_without_names_are_not_taken_for_the_batch(params: Any) -> None:
+    """Both were called 0 and 1: the plan's parameters had the batch's shapes, and FSDP stored them whole."""
+    import jax
+
+    import pase
+
+    def loss(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.square(jnp.tanh(x @ w[0]) @ w[1] - y))
+
+    w = params([jnp.full((64, 128), 0.1), jnp.full((128, 64), 0.2)])
+    x = jnp.linspace(-1.0, 1.0, 256 * 64).reshape(256, 64)
+    plan = dict(pase.compare(loss, w, x, x, devices=8, machine="h100x8", mesh="data=8"))["fsdp"]
+    assert [t.shape for t in plan.parameters.values()] == [(64, 128), (128, 64)]
+    assert [t.shape for t in plan.inputs.values()] == [(256, 64), (256, 64)]
+    placed, *_ = plan.jax.device_put(w, x, x)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(placed))
+    assert held == plan.memory.parameters == 2 * 64 * 128 * 4 // 8
+    value, slopes = plan.jax.value_and_grad()(*plan.jax.device_put(w, x, x))
+    alone, there = jax.value_and_grad(loss)(w, x, x)
+    assert float(value) == pytest.approx(float(alone), rel=1e-5)
+    for mine, theirs in zip(jax.tree.leaves(slopes), jax.tree.leaves(there), strict=True):
+        assert jnp.allclose(mine, theirs, atol=1e-5)

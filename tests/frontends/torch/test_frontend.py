@@ -232,3 +232,18 @@ def test_errors_say_what_and_where() -> None:
         assert where in e.value.where and word in e.value.what and fix in e.value.fix, str(e.value)
     with pytest.raises(PaseError, match="PyTorch"):
         compile(lambda p, x: 0.0, x, devices=2, loss=lambda m, b: b)
+
+
+def test_an_input_that_is_called_as_a_parameter_gets_a_name_of_its_own() -> None:
+    import torch
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x = torch.nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.x).square().mean()
+
+    found = registry.trace(Scaled(), {"x": torch.ones(4, 8)})
+    assert (found.param_paths, found.input_paths) == (("x",), ("batch.x",))

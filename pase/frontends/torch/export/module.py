@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
+from pase.frontends.registry import distinct_paths
 from pase.frontends.torch.derivatives import refuse_module_hooks
 from pase.frontends.torch.export.buffers import assignments_in_place, data_written, left_behind, refuse_state
 from pase.frontends.torch.export.equal import PythonState
@@ -426,6 +427,7 @@ def _described(
         elif spec.kind is InputKind.USER_INPUT:
             # torch.export names the leaves of forward's *batch batch_0_…, batch_1_…
             inputs[name] = name.removeprefix("batch_").removeprefix("0_")
+    inputs = dict(zip(inputs, distinct_paths(list(inputs.values()), first), strict=True))
     written: dict[str, str] = {}
     losses: list[str] = []
     for spec in exported.graph_signature.output_specs:
