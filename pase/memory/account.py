@@ -22,6 +22,7 @@ from pase.ir import Access, Graph, Node, Op, Place, Scope
 from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.ir.recompute import needs
 from pase.ir.types import WORKLESS
+from pase.ir.whole_step import whole_step
 from pase.machine import Mesh
 from pase.memory.live import is_trained, live_bytes, lives
 from pase.memory.residuals import differentiated, kept, read_of_parameters
@@ -72,6 +73,7 @@ __all__ = [
     "parts",
     "prefetched_bytes",
     "profile",
+    "stored_as",
     "stored_parameter",
 ]
 
@@ -210,7 +212,7 @@ def _terms_of(
         for a in op.writes:
             t = graph.tensors[a.tensor]
             if t.role == "parameter":
-                yield term("parameters", a), None
+                yield term(stored_as(graph, n), a), None
                 if t.needs_grad:
                     state = tuple(state_index(n))
                     if not unsummed:
@@ -250,6 +252,11 @@ def _terms_of(
         a = n.ops[0].writes[0]
         if a.tensor in heavy and (stays or graph.tensors[a.tensor].needs_grad):
             yield term("activations", a, times=-1, weights=True, as_read=True), None
+
+
+def stored_as(graph: Graph, n: Node) -> MemoryKind:
+    """What a parameter's node counts as. In a whole step, what only the update reads is optimizer state."""
+    return "optimizer" if whole_step(graph).get(n.name) == "update" else "parameters"
 
 
 def _viewed(n: Node, t: str) -> str:

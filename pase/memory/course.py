@@ -25,7 +25,7 @@ import numpy as np
 from pase.ir import Access, Graph, Node, Op, Scope
 from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.machine import Mesh
-from pase.memory.account import Memory, MemoryKind, stored_parameter
+from pase.memory.account import Memory, MemoryKind, stored_as, stored_parameter
 from pase.memory.residuals import kept
 from pase.tables.layouts import concrete_size, dim_index, shards, state_index
 from pase.tables.tiles import padding
@@ -241,7 +241,7 @@ def _parameter(
         parts are added at the end, and if the sum over devices is hoisted, because the parts live throughout the step.
     """
     t = graph.tensors[n.ops[0].writes[0].tensor]
-    yield HeldBytes(kind="parameters", nbytes=local, at=when.always)
+    yield HeldBytes(kind=stored_as(graph, n), nbytes=local, at=when.always)
     if not t.needs_grad:
         return
     mine = local / shards(cfg, state_index(n), mesh)

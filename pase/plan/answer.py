@@ -107,16 +107,17 @@ def _data_parallel(plan: PlanData, axes: Collection[str], over: str) -> tuple[st
 
     axes: those that split the batch. over: the devices, as text.
     """
-    gathered = {path: t for path, t in plan.parameters.items() if not _used_split(t, axes)}
-    whole, others = (sum(t.elements for t in found.values()) for found in (plan.parameters, gathered))
-    used_split = 1 - others / whole if whole else 0.0
+    mine = plan.trained
+    gathered = {path: t for path, t in mine.items() if not _used_split(t, axes)}
+    whole, others = (sum(t.elements for t in found.values()) for found in (mine, gathered))
     if (
-        used_split > 0.5
+        2 * others < whole
     ):  # what is never gathered makes no FSDP: tables that are split by column, for instance
-        kind, aside = _data_parallel(replace(plan, parameters=gathered), axes, over)
-        said = f"{used_split:.0%} of the parameters split where they are used"
+        state = {path: t for path, t in plan.parameters.items() if path not in mine}
+        kind, aside = _data_parallel(replace(plan, parameters={**gathered, **state}), axes, over)
+        said = f"{1 - others / whole:.0%} of the parameters split where they are used"
         return kind, f"{said}, of the others {aside}" if aside else said
-    tensors = plan.parameters.values()
+    tensors = mine.values()
     ways = math.prod(plan.mesh.by_name[a] for a in axes)
     stored = _shards(plan, axes, [(t, t.storage) for t in tensors])
     if stored >= _SHARDED * ways:
@@ -126,7 +127,7 @@ def _data_parallel(plan: PlanData, axes: Collection[str], over: str) -> tuple[st
         most, share = _usual_shards(plan, axes)
         how = "most" if share > 0.5 else f"{share:.0%} of the"
         return f"FSDP over {over}", f"{how} parameters" + (f" over {most}" if most != ways else "")
-    if _shards(plan, axes, [(t, t.state or t.storage) for t in tensors]) > 1.5:
+    if _shards(plan, axes, [(t, t.state or t.storage) for t in plan.parameters.values()]) > 1.5:
         return f"{plain} with optimizer state sharded (ZeRO-2)", ""
     return plain, ""
 
@@ -151,7 +152,7 @@ def _shards(plan: PlanData, axes: Collection[str], stored: Iterable[tuple[Tensor
 def _usual_shards(plan: PlanData, axes: Collection[str]) -> tuple[int, float]:
     """Return over how many devices along these axes most sharded elements are stored, and their share of all."""
     sizes, found = plan.mesh.by_name, Counter[int]()
-    for t in plan.parameters.values():
+    for t in plan.trained.values():
         found[math.prod(sizes[a] for split in t.storage for a in split if a in axes)] += t.elements
     ways = max((w for w in found if w > 1), key=lambda w: found[w])
     return ways, found[ways] / found.total()

@@ -56,7 +56,7 @@ def devices_text(plan: PlanData) -> str:
 
 def headline(plan: PlanData) -> list[str]:
     """Return the lines above the table: the plan in a sentence, model, mesh, predicted step, memory, certificate."""
-    count = sum(t.elements for t in plan.parameters.values())
+    count = sum(t.elements for t in plan.trained.values())
     scale = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
     batch = ", ".join(
         f"{path} {'×'.join(map(str, t.shape))}"

@@ -198,6 +198,14 @@ class PlanData:
         of = {(n.op == "parameter", w.phase) for n in self.nodes for w in n.work}
         return (True, "update") not in of and bool(of & {(False, "backward"), (False, "update")})
 
+    @cached_property
+    def trained(self) -> Mapping[str, TensorPlan]:
+        """The parameters without what a whole step keeps beside them as optimizer state."""
+        state = {
+            n.name for n in self.nodes if n.op == "parameter" and n.keeps and "parameters" not in n.keeps
+        }
+        return {path: t for path, t in self.parameters.items() if path not in state}
+
     @property
     def beside(self) -> float | None:
         """The former name of ``overlap``."""

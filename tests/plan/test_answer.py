@@ -128,7 +128,7 @@ def test_one_device_has_no_strategy_to_compare() -> None:
 
 
 def test_the_batch_of_a_whole_step_is_told_from_its_state() -> None:
-    """The optimizer's state has more dims than the batch, and is no batch."""
+    """The optimizer's state has more dims than the batch, and is no batch. It was counted as parameters."""
     w = jax.ShapeDtypeStruct((512, 8, 64), jnp.float32)
     x = jax.ShapeDtypeStruct((256, 512), jnp.float32)
 
@@ -138,8 +138,14 @@ def test_the_batch_of_a_whole_step_is_told_from_its_state() -> None:
         return w - momentum, momentum, made
 
     plans = dict(pase.compare(step, w, w, x, devices=8, machine="h100x8", mode="step", mesh="8"))
-    assert strategy_in_words(plans["data_parallel"]) == "data parallelism over 8 devices"
-    assert plans["data_parallel"].overlap is not None
+    plain = plans["data_parallel"]
+    assert strategy_in_words(plain) == "data parallelism over 8 devices"
+    assert plain.overlap is not None
+    assert plain.memory.parameters == plain.memory.optimizer == 4 * 512 * 8 * 64
+    assert f" {512 * 8 * 64 / 1e6:.3g} M parameters" in str(plain)
+    sharded = replace(plain.parameters["1"], storage=(("data",), (), ()))
+    says = strategy_in_words(replace(plain, parameters={**plain.parameters, "1": sharded}))
+    assert says == "data parallelism over 8 devices with optimizer state sharded (ZeRO-2)"
 
 
 def test_rows_name_axes_as_the_mesh_line_does() -> None:
