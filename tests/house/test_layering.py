@@ -194,7 +194,7 @@ ROOMS: dict[str, set[str]] = {
     "pase.frontends.onnx": {"pase.frontends", "pase.frontends.common"},
     "pase.frontends.tf": {"pase.frontends", "pase.frontends.common"},
     "pase.frontends.torch": {"pase.frontends", "pase.frontends.common", "pase.frontends.torch.export"},
-    "pase.frontends.torch.export": {"pase.frontends.torch"},
+    "pase.frontends.torch.export": {"pase.frontends", "pase.frontends.torch"},
     "pase.search": {"pase.search.bounded", "pase.search.elimination", "pase.search.limits"},
     "pase.search.bounded": {"pase.search", "pase.search.elimination"},
     "pase.search.limits": {"pase.search", "pase.search.bounded", "pase.search.elimination"},
