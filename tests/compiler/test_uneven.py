@@ -89,6 +89,18 @@ def test_steps_take_and_return_what_the_user_has():
     step(updated, state, *batch)
 
 
+def test_padded_micro_batches_take_the_mean_of_their_losses():
+    def by_count(p, x, y):
+        h, on = jax.nn.relu(x @ p["up"] + p["bias"]), (y % 2) * 1.0
+        return (((h @ p["down"]) ** 2).sum(-1) * on).sum() / on.sum()
+
+    args = arguments(62, 31, 61)
+    pase.compile(by_count, *args, devices=1, accumulate=2)
+    options = {"devices": 8, "machine": slow(), "memory_limit": "none", "uneven": "padded", "accumulate": 2}
+    with pytest.raises(NotInParts, match="has only its own part"):
+        pase.compile(by_count, *args, **options)
+
+
 @pytest.mark.parametrize("sizes", [(31, 7, 61), (16, 63, 24), (29, 61, 61)])
 def test_no_other_padding_is_cheaper(sizes):
     """By brute force over all multiples of the numbers of shards."""

@@ -132,26 +132,6 @@ def test_a_total_in_a_loop_is_refused():
     assert "(losses * weights).sum(1).mean() * scale" in e.value.fix
 
 
-def test_a_padded_program_takes_the_mean():
-    params = {"w": RNG.normal(size=(10, 30)).astype("f")}
-    x, labels = RNG.normal(size=(16, 10)).astype("f"), LABELS[:, 0]
-
-    def mean(params, x, labels):
-        return ((jnp.tanh(x @ params["w"])) ** 2).mean()
-
-    def by_count(params, x, labels):
-        on = (labels >= 0) * 1.0
-        return ((jnp.tanh(x @ params["w"]) ** 2).sum(1) * on).sum() / on.sum()
-
-    plan = pase.compile(mean, params, x, labels, devices=4, accumulate=4, uneven="padded", mesh="4")
-    found = plan.jax.value_and_grad()(*plan.jax.device_put(params, x, labels))
-    right = jax.value_and_grad(mean)(params, x, labels)
-    matches((found[0], plan.jax.unpadded(found[1])), right)
-    assert plan.jax.traced.padding
-    with pytest.raises(NotInParts, match="has only its own part"):
-        pase.compile(by_count, params, x, labels, devices=4, accumulate=4, uneven="padded", mesh="4")
-
-
 def test_in_stages_it_is_refused_with_how_to_write_it():
     """What the error says to write is the mean by the count, and runs in stages."""
 
