@@ -25,7 +25,7 @@ from pase.ir.types import WORKLESS
 from pase.ir.whole_step import whole_step
 from pase.machine import Mesh
 from pase.memory.live import is_trained, live_bytes, lives
-from pase.memory.residuals import differentiated, kept, read_of_parameters
+from pase.memory.residuals import differentiated, kept, kept_through, read_of_parameters
 from pase.once import once
 from pase.tables.charges import node_charges
 from pase.tables.facts import facts
@@ -64,6 +64,7 @@ __all__ = [
     "held_by_term",
     "in_flight",
     "in_flight_at_least",
+    "is_kept_as_read",
     "is_made_by_call",
     "is_read_whole",
     "kept_as_read",
@@ -128,7 +129,7 @@ class Term:
     state: the dims that split it further.
 
     weights: as in ``Held``.
-    as_read: whether this counts a parameter as its readers have it, instead of as it is stored.
+    as_read: whether this counts a tensor as its readers have it, instead of as it is stored or written.
     if_split: dims of which one has to be split; otherwise nothing is kept. Without any, there is no such condition.
 
     A device holds its local bytes times ``times`` divided by ``over``.
@@ -197,10 +198,7 @@ def node_terms(graph: Graph, optimizer: str) -> dict[str, NodeTerms]:
 def _terms_of(
     graph: Graph, n: Node, optimizer: str, heavy: Collection[str]
 ) -> Iterator[tuple[Term, _ScopePath]]:
-    wanted, micro_batches = (
-        kept(graph),
-        micro_batches_of(graph),
-    )  # in a step with micro-batches, the activations of one live at a time
+    wanted, micro_batches = kept(graph), micro_batches_of(graph)  # the activations of one live at a time
     stays, unsummed = hoisted_of(graph) != "none", hoisted_of(graph) == "all" and micro_batches > 1
 
     as_read = {_viewed(n, t) for t in heavy} if n.kind == "parameter" else set()
@@ -228,9 +226,13 @@ def _terms_of(
                 continue  # each rank has the whole of it (``GraphFacts.constant_bytes``)
             elif a.tensor in wanted and op.kind != "copy" and (graph.facts.eager or n.kind != "parameter"):
                 k = wanted[a.tensor]
+                if is_kept_as_read(graph, a.tensor):
+                    continue
                 yield term("activations", a, times=k.times, weights=n.kind == "copy"), k.region
                 if n.kind == "parameter" and a.tensor in as_read:  # it is counted there
                     yield term("activations", a, times=-k.times, weights=True, as_read=True), k.region
+    for kept_tensor, a in _first_reads(graph).get(n.name, ()):
+        yield term("activations", a, times=wanted[kept_tensor].times, as_read=True), None
     for op in n.ops if graph.facts.eager else ():
         yield from ((term("activations", a, times=times), op.region) for a, times in _float_masks(graph, op))
     for ops, a, stored in parameter_reads(graph, n):  # in the layout and dtype in which this node reads them
@@ -250,13 +252,36 @@ def _terms_of(
         )
     if n.kind == "parameter":  # subtract the stored parameter, which is counted already
         a = n.ops[0].writes[0]
-        if a.tensor in heavy and (stays or graph.tensors[a.tensor].needs_grad):
+        counted = (
+            as_read if graph.facts.eager else heavy
+        )  # call by call, a view is in the array that stores it
+        if a.tensor in counted and (stays or graph.tensors[a.tensor].needs_grad):
             yield term("activations", a, times=-1, weights=True, as_read=True), None
 
 
 def stored_as(graph: Graph, n: Node) -> MemoryKind:
     """What a parameter's node counts as. In a whole step, what only the update reads is optimizer state."""
     return "optimizer" if whole_step(graph).get(n.name) == "update" else "parameters"
+
+
+def is_kept_as_read(graph: Graph, tensor: str) -> bool:
+    """Whether only other nodes keep an activation, each in the layout in which it reads it. Where that is the layout in
+    which it is written, it is the written array."""
+    ways = kept_through(graph).get(tensor, ())
+    return bool(ways) and all(ways) and graph.tensors[tensor].role == "activation"
+
+
+@once
+def _first_reads(graph: Graph) -> dict[str, list[tuple[str, Access]]]:
+    """Returns, by node, what it is the first to read of such activations: (activation, what it reads)."""
+    found: dict[str, list[tuple[str, Access]]] = {}
+    order = {n.name: i for i, n in enumerate(graph.nodes)}
+    for t, ways in kept_through(graph).items():
+        if is_kept_as_read(graph, t):
+            name, read = min((way[0] for way in ways), key=lambda r: order[r[0]])
+            access = next(a for _, a in graph.node[name].reads if a.tensor == read)
+            found.setdefault(name, []).append((t, access))
+    return found
 
 
 def _viewed(n: Node, t: str) -> str:

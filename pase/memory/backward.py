@@ -40,6 +40,7 @@ from pase.memory.account import (
     gathered,
     held_by_term,
     in_flight,
+    is_kept_as_read,
     is_read_whole,
     kept_as_read,
     node_terms,
@@ -47,7 +48,8 @@ from pase.memory.account import (
     stored_parameter,
 )
 from pase.memory.gradients import gradient_bytes, gradients_after, made_of_parameters
-from pase.memory.residuals import kept
+from pase.memory.moving import arriving, moved_back, moved_there
+from pase.memory.residuals import kept, kept_through
 from pase.memory.sending import gradients_in_transit
 from pase.once import once
 from pase.tables.layouts import (
@@ -60,6 +62,7 @@ from pase.tables.layouts import (
     read_rule,
     read_states,
     shards,
+    write_rule,
     write_states,
 )
 from pase.tables.work import parameter_reads
@@ -75,6 +78,9 @@ _MOMENTS = 16
 _UPDATE_ARRAYS = {"sgd": 0, "momentum": 0, "adam": 2, "adamw": 2, "adam_master": 2, "lion": 1, "adafactor": 2}
 """Optimizer -> how many arrays of a parameter's size its update makes on the way (``torch.optim``, one parameter after
 the other). Adam: the root of the second moment, and that over the correction of its bias."""
+
+_UPDATE_KEEPS_ONE = ("adam", "adamw")
+"""The optimizers of ``torch.optim`` that free the last such array only when the next parameter has its own."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -193,7 +199,8 @@ def _lives(
             if not term.as_read:
                 yield KeptPart(node=name, kind=term.kind, nbytes=nbytes, region=region), *at
     strategy = _HeldForLayouts(graph=graph, mesh=mesh, configs=configs, order=course.order)
-    for name, first, nbytes in (*strategy.weights(), *strategy.operands()):
+    activations = strategy.as_read() if graph.facts.eager else strategy.operands()
+    for name, first, nbytes in (*strategy.weights(), *activations):
         yield KeptPart(node=name, kind="activations", nbytes=nbytes, region=None), first, course.moments - 1
 
 
@@ -228,10 +235,31 @@ def peak(
     found = Memory(**whole | there, buffers=round(float(buffers[worst])))
     if not graph.facts.eager:
         return found
+    forward = _forward(graph, mesh, configs, held, bucket_bytes)
+    forward = replace(forward, buffers=forward.buffers + workspace)
     update = _update(graph, mesh, configs, optimizer, {k: float(v[0]) for k, v in held.items()})
     stays = gradients_in_transit(graph, mesh, configs, bucket_bytes).stays
     update = replace(update, buffers=round(update.buffers + stays + workspace))
-    return max(found, update, key=lambda m: m.total)
+    return max(found, forward, update, key=lambda m: m.total)
+
+
+def _forward(
+    graph: Graph,
+    mesh: Mesh,
+    configs: Mapping[str, np.ndarray],
+    held: Mapping[MemoryKind, np.ndarray],
+    bucket_bytes: float,
+) -> Memory:
+    """Returns the bytes on one device at the worst moment of forward. held: at each moment, by kind."""
+    buffers = np.zeros(len(graph.nodes) + 1)
+    if mesh.devices > 1:
+        buffers = moved_there(graph, mesh, configs)
+        buffers += arriving(graph, mesh, configs, bucket_bytes)
+    there = {k: v if k == "activations" else np.full(len(v), v[-1]) for k, v in held.items()}
+    worst = int(np.argmax(sum(there.values(), buffers)))
+    whole: dict[str, int] = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0)
+    kinds = {k: round(float(v[worst])) for k, v in there.items()}
+    return Memory(**whole | kinds, buffers=round(float(buffers[worst])))
 
 
 def _update(
@@ -245,15 +273,16 @@ def _update(
 
     held: what is held at the end of backward.
     """
-    inputs, largest = 0.0, 0.0
+    inputs, most, before = 0.0, 0.0, 0.0
     for part, _, _ in _lives(graph, mesh, configs, optimizer):
         kind = graph.node[part.node].kind
         inputs += part.nbytes if part.kind == "activations" and kind == "input" else 0.0
-        largest = max(largest, part.nbytes if part.kind == "gradients" else 0.0)
+        if part.kind == "gradients":
+            most = max(most, _UPDATE_ARRAYS[optimizer] * part.nbytes + before)
+            before = part.nbytes * (optimizer in _UPDATE_KEEPS_ONE)
     kinds = {k: round(v) for k, v in held.items() if k != "activations"}
     whole: dict[str, int] = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
-    buffers = round(_UPDATE_ARRAYS[optimizer] * largest)
-    return Memory(**whole | kinds, activations=round(inputs), buffers=buffers)
+    return Memory(**whole | kinds, activations=round(inputs), buffers=round(most))
 
 
 def _over_time(
@@ -274,9 +303,10 @@ def _over_time(
             buffers[course.order[name]] = max(buffers[course.order[name]], nbytes)
         on_the_way = gradients_in_transit(graph, mesh, configs, bucket_bytes)
         buffers += on_the_way.waits
-        for name, nbytes in gradients_after(graph, mesh, configs).items():
-            at = course.order[name]
-            buffers[at] = max(buffers[at], nbytes + on_the_way.sends[at])
+        after, back = gradients_after(graph, mesh, configs), moved_back(graph, mesh, configs)
+        for name, at in course.order.items():
+            sends = max(on_the_way.sends[at], on_the_way.waits[at] + back[at])
+            buffers[at] = max(buffers[at], after.get(name, 0.0) + sends)
         at_end = made_of_parameters(graph, mesh, configs, on_the_way.of, late=True)
         buffers[0] = max(buffers[0], *at_end.values(), 0.0)
         others = frozenset(n.name for n in graph.nodes if n.kind == "parameter") - on_the_way.of
@@ -343,6 +373,39 @@ class _HeldForLayouts:
             if (forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any():
                 seen.add((e.dst, e.tensor))
                 yield n.name, self._last(n, e.op), self._local(n, e.access) * k.times
+
+    def as_read(self) -> Iterator[tuple[str, int, float]]:
+        """Yields the activations that calls keep as other nodes read them, in the same form. An array that a read moves
+        to another layout is one of its own, for all that read it so. A part of an array that is not split keeps the
+        whole array."""
+        wanted = kept(self.graph)
+        for root, ways in kept_through(self.graph).items():
+            k, maker = wanted[root], self.graph.producer[root]
+            if k.region is not None or maker.kind == "copy":
+                continue
+            arrays: dict[object, tuple[str, int, float]] = {}
+            for way in ways:
+                key, found = self._array(root, way)
+                before = arrays.get(key, found)
+                arrays[key] = min(before, found, key=lambda x: x[1])
+            if not is_kept_as_read(self.graph, root):
+                arrays.pop(root, None)
+            yield from ((name, first, nbytes * k.times) for name, first, nbytes in arrays.values())
+
+    def _array(self, root: str, way: Sequence[tuple[str, str]]) -> tuple[object, tuple[str, int, float]]:
+        """Returns which array a call keeps that reads an activation this way, and its form as in ``weights``."""
+        last = self.order[way[0][0]] if way else 0
+        for name, read in way:
+            n, source = self.graph.node[name], self.graph.producer[read]
+            op, a = next((op, a) for op, a in n.reads if a.tensor == read)
+            written = write_rule(source, *source.write_of(read)).states(self._config(source), self.mesh)[0]
+            to = read_rule(n, op, a).states(self._config(n), self.mesh)[0]
+            to = np.where(to == PARTIAL, REPLICATED, to)
+            same = (to == forward_states(written)) | (written == REPLICATED)
+            if not same.all():
+                return (read, tuple(to)), (name, last, self._local(n, a))
+        maker = self.graph.producer[root]
+        return root, (maker.name, last, self._local(maker, maker.write_of(root)[1]))
 
     def _last(self, n: Node, op: Op) -> int:
         """Returns the last moment of an op's backward; that of its loop if it runs in one."""

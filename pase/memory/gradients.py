@@ -23,7 +23,7 @@ from pase.ir import Access, Graph, Node, Op, Place
 from pase.ir.functions import INTEGER_POW, POW
 from pase.ir.types import LEAF, PRODUCTS
 from pase.machine import Mesh
-from pase.memory.account import order_in_memory
+from pase.memory.account import is_kept_as_read, order_in_memory
 from pase.memory.residuals import differentiated, kept
 from pase.once import once
 from pase.tables.layouts import (
@@ -50,6 +50,7 @@ class _BackwardCall:
         how many.
     given: what it makes whose gradient has arrived before (``made_of_parameters``).
     products: the operands of its products that have such a gradient.
+    others: those of its other ops, each once.
     parameters: those whose gradients it makes, with whether its node is their last reader.
     """
 
@@ -62,6 +63,7 @@ class _BackwardCall:
     on_the_way: tuple[tuple[str, float], ...]
     given: tuple[str, ...]
     products: tuple[tuple[Node, Op, Access], ...]
+    others: tuple[tuple[Node, Op, Access], ...]
     parameters: tuple[tuple[Node, Access, bool], ...]
 
 
@@ -186,14 +188,19 @@ def _in_order(graph: Graph) -> Iterator[_BackwardCall]:
             of[-1][0],
             (t for t in made if t in wanted and graph.tensors[t].role == "activation"),
         )
-        keeps = tuple(t for t in once_kept if wanted[t].times == 1 and wanted[t].region is None)
+        keeps = (t for t in once_kept if wanted[t].times == 1 and wanted[t].region is None)
+        operands = {a.tensor: (n, op, a) for n, op in of for a in op.reads if a.tensor in reads}
         yield _BackwardCall(
             node=node,
             reads=reads,
             writes=writes,
             passes=passes,
             ends=not made,
-            keeps=tuple(t for t in keeps if graph.producer[t] is node and node.kind != "copy"),
+            keeps=tuple(
+                t
+                for t in keeps
+                if graph.producer[t] is node and node.kind != "copy" and not is_kept_as_read(graph, t)
+            ),
             on_the_way=tuple(_on_the_way(graph, ops, trained)),
             given=tuple(t for t in writes if own is not None and graph.read_outside(own, t)),
             products=tuple(
@@ -203,6 +210,7 @@ def _in_order(graph: Graph) -> Iterator[_BackwardCall]:
                 for a in op.reads
                 if a.tensor in trained and _is_followed(graph, a.tensor, own)
             ),
+            others=tuple(x for x in operands.values() if x[1].kind not in PRODUCTS),
             parameters=tuple(_parameters_of(graph, of, trained)),
         )
 
@@ -240,7 +248,9 @@ def _reordered(call: _BackwardCall) -> Iterator[_BackwardCall]:
     stored = call.node.ops[0].writes[0].tensor
     orders = [order_in_memory(call.node, a.tensor) for op in call.node.ops for a in op.writes]
     if stored in call.reads and any(list(order) != sorted(order) for order in orders):
-        yield replace(call, reads=(), writes=(), given=(), keeps=(), ends=True, on_the_way=((stored, 1.0),))
+        yield replace(
+            call, reads=(), writes=(), given=(), keeps=(), ends=True, on_the_way=((stored, 1.0),), others=()
+        )
 
 
 def _is_followed(graph: Graph, t: str, own: Node | None) -> bool:
@@ -302,6 +312,15 @@ def gradient_bytes(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) 
         name = call.node.name
         before = freed.get(name, 0.0)
         sums = sum(_summed(graph, *product, mesh, configs) for product in call.products)
+        sums += sum(
+            max(
+                float(local_bytes(n, graph.tensors[a.tensor], a, configs[n.name][None, :], mesh)[0])
+                - _local(graph, a.tensor, mesh, configs),
+                0.0,
+            )
+            for n, _, a in call.others
+            if call.writes  # a gradient has the size of what is read, until it moves back
+        )
         later[name] -= of_parameters(call)
         out[name] = max(out.get(name, 0.0), float(nbytes) + sums - before - later[name])
         freed[name] = before + sum(_local(graph, t, mesh, configs) for t in call.keeps)

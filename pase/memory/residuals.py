@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pase.ir import Graph, Node, Op, Place, Scope
 from pase.ir.blocks import micro_batches_of
@@ -38,6 +38,7 @@ __all__ = [
     "fusion_of",
     "kept",
     "kept_bytes",
+    "kept_through",
     "read_of_parameters",
     "written_bytes",
 ]
@@ -67,6 +68,10 @@ class Kept:
 _Which = Literal["value", "last", "own"]
 """``value``: the tensor's value, in each iteration. ``last``: the value that a carry has after its loop. ``own``: an
 array of the tensor's size that the framework's derivative makes."""
+
+
+_ReadsOfNodes: TypeAlias = "tuple[tuple[str, str], ...]"
+"""Reads of tensors that other nodes make: (node, tensor)."""
 
 
 def fusion_of(graph: Graph) -> Fusion:
@@ -230,6 +235,32 @@ def _needed(op: Op, graph: Graph, fusion: Fusion) -> tuple[str, ...]:
     return needs(op, graph.tensors)
 
 
+@once
+def kept_through(graph: Graph) -> dict[str, tuple[_ReadsOfNodes, ...]]:
+    """Returns, for a program that runs call by call, how those that need an activation in backward read it: tensor ->
+    per reader the reads of nodes as (node, tensor), from the reader to the node that makes it.
+
+    There are none of them for a reader in that node, in a rematerialized region, or in a loop.
+    """
+    if not graph.facts.eager:
+        return {}
+    constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
+    maker, reached, readers = dict(_makers(graph)), differentiated(graph), _readers(graph)
+    found: dict[str, set[_ReadsOfNodes]] = {t: set() for t in kept(graph)}
+    for n in graph.nodes:
+        for op in n.ops:
+            for a in op.reads if op.region is not None else ():
+                found.get(_storage_of(a.tensor, maker), set()).add(())
+            if not op.backward and not any(a.tensor in reached for a in op.writes):
+                continue
+            apart = op.scope or op.backward
+            for t in _needed(op, graph, "none"):
+                for root, through in _roots_of_call(graph, n, op, t, maker, constant, readers):
+                    if root in found and maker[root].node.kind != "parameter":
+                        found[root].add(() if apart or maker[root].scope else through)
+    return {t: tuple(sorted(ways)) or ((),) for t, ways in found.items()}
+
+
 def _readers(graph: Graph) -> Mapping[str, frozenset[Place]]:
     """Returns, by tensor, the calls of the traced program that read it."""
     found: dict[str, set[Place]] = {}
@@ -356,6 +387,8 @@ def _roots(
     by: the op that needs t.
     readers: by tensor, the calls that read it.
     """
+    if fusion == "none":
+        return frozenset(root for root, _ in _roots_of_call(graph, reader, by, t, maker, constant, readers))
     least = t
     while True:
         t = _storage_of(t, maker)
@@ -367,26 +400,8 @@ def _roots(
             continue
         if op.backward or op.kind == "cotangent":  # it is made in backward itself
             return frozenset()
-        if n.kind == "constant" or (n.kind == "parameter" and fusion != "none"):
+        if n.kind in ("constant", "parameter"):
             return frozenset()
-        if n.kind == "parameter" and (n is not reader or op.kind == "parameter"):
-            return frozenset([t])
-        if fusion == "none":
-            same = op.kind == "view" and _as_large(graph, op.reads[0].tensor, graph.tensors[t].elements)
-            if same or (op.kind == "view" and op.name == "slice"):  # a slice keeps the whole storage
-                t = op.reads[0].tensor
-                continue
-            result = any(a.tensor == t for a in by.writes)
-            inside = op.eqn and op.eqn == by.eqn and (not result or readers[t] == {op.eqn})
-            if not inside or op.kind not in ("elementwise", "view", "generate", "reduce", "window"):
-                return frozenset([t])
-            of = (a.tensor for a in op.reads)
-            roots = frozenset[str]().union(
-                *(_roots(graph, reader, by, x, maker, constant, readers, fusion) for x in of)
-            )
-            # A norm keeps what it divides by, and the mean of its operand: it does not sum a larger tensor again.
-            mean = op.kind == "reduce" and by.function is MUL and op.reads[0].tensor in roots
-            return frozenset([t]) if (result or mean) and any(_larger(graph, x, t) for x in roots) else roots
         near = n is reader and op.region == by.region  # what enters or leaves a region is kept as it is
         if not near or op.kind not in ("elementwise", "view", "generate"):
             return frozenset([t])
@@ -412,6 +427,57 @@ def _roots(
         return frozenset().union(
             *(_roots(graph, reader, by, x, maker, constant, readers, fusion) for x in small)
         )
+
+
+def _roots_of_call(
+    graph: Graph,
+    reader: Node,
+    by: Op,
+    t: str,
+    maker: Mapping[str, _Made],
+    constant: frozenset[str],
+    readers: Mapping[str, frozenset[Place]],
+) -> Iterator[tuple[str, _ReadsOfNodes]]:
+    """Yields the same for a program that runs call by call, each with the reads of nodes, from the reader on, through
+    which its array gets there unless one of them moves it."""
+    through: _ReadsOfNodes = ()
+    at = reader
+    while True:
+        read, t = t, _storage_of(t, maker)
+        if t not in maker or t in constant:
+            return
+        n, op = maker[t].node, maker[t].op
+        if n is not at:
+            through, at = (*through, (at.name, read)), n
+        if op.kind == "cotangent" and graph.tensors[t].needs_grad:
+            t = op.reads[0].tensor
+            continue
+        if op.backward or op.kind == "cotangent" or n.kind == "constant":  # it is made in backward itself
+            return
+        if n.kind == "parameter" and (n is not reader or op.kind == "parameter"):
+            yield t, through
+            return
+        same = op.kind == "view" and _as_large(graph, op.reads[0].tensor, graph.tensors[t].elements)
+        if same or (op.kind == "view" and op.name == "slice"):  # a slice keeps the whole storage
+            t = op.reads[0].tensor
+            continue
+        result = any(a.tensor == t for a in by.writes)
+        inside = op.eqn and op.eqn == by.eqn and (not result or readers[t] == {op.eqn})
+        if not inside or op.kind not in ("elementwise", "view", "generate", "reduce", "window"):
+            yield t, through
+            return
+        roots = {
+            root: way
+            for a in op.reads
+            for root, way in _roots_of_call(graph, n, by, a.tensor, maker, constant, readers)
+        }
+        # A norm keeps what it divides by, and the mean of its operand: it does not sum a larger tensor again.
+        mean = op.kind == "reduce" and by.function is MUL and op.reads[0].tensor in roots
+        if (result or mean) and any(_larger(graph, x, t) for x in roots):
+            yield t, through
+        else:
+            yield from roots.items()
+        return
 
 
 def _as_large(graph: Graph, t: str, size: Size) -> bool:

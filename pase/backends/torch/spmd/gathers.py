@@ -247,9 +247,12 @@ class _GatherMessage:
 
         with torch.no_grad():
             wire = self.groups.received(wire)
-            parts = torch.split_with_sizes_copy(wire, list(self.sizes), 1)
-            placed = zip(parts, self.views, self.shapes.values(), strict=True)
-            return [self.groups.reshape(self._placed(x, v, shape), shape) for x, v, shape in placed]
+            parts = list(torch.split_with_sizes_copy(wire, list(self.sizes), 1))
+            placed = []
+            for v, shape in zip(self.views, self.shapes.values(), strict=True):
+                x = self._placed(parts.pop(0), v, shape)  # a part that is joined is free again
+                placed.append(self.groups.reshape(x, shape))
+            return placed
 
     def _placed(self, x: Tensor, v: WireView, shape: tuple[int, ...]) -> Tensor:
         """[ranks, elements] -> the parameter, of this shape or with dims of size 1 besides."""
