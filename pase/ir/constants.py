@@ -15,7 +15,7 @@ import numpy as np
 from pase.ir.functions import CAST, CONV, COPY, IOTA, MATMUL, MOVE, NEG, REDUCE_MAX, SUM, UNSTACK
 from pase.ir.literals import Number
 from pase.ir.maps import Walk
-from pase.ir.parameters import EqualPart, Iota, Pad, Slice
+from pase.ir.parameters import EqualPart, Iota, Pad, Reshape, Slice
 from pase.ir.types import IterationSpace, Op, Tensor, is_floating
 
 __all__ = ["Constant", "OpOnBoth", "derived", "number_power", "of_contents", "periods_along", "power_of"]
@@ -245,7 +245,7 @@ def _understood(both: OpOnBoth, reads: Sequence[Constant], along: Mapping[str, i
         return len(op.reads) < 3 or not any(map(both.differs, op.dims))
     ordered = [d for d in op.dims if both.differs(d) and both.space[d].kind != "parallel"]
     if op.kind == "view" and len(reads) == 1 and reads[0].uniform:
-        return not ordered or op.parameters is None or isinstance(op.parameters, Slice | EqualPart)
+        return not ordered or op.parameters is None or isinstance(op.parameters, Slice | EqualPart | Reshape)
     return not lost and not ordered
 
 

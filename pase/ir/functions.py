@@ -82,7 +82,10 @@ _OPERANDS: dict[str, tuple[int, int | None]] = {
         "sin cos tan sinh cosh asin acos atan asinh acosh atanh lgamma digamma": (1, 1),
         "bessel_i0 bessel_i0e bessel_i1 bessel_i1e dawsn expint spence": (1, 1),
         "reciprocal": (1, 2),
-        "sub div rem mod floor_div trunc_div pow integer_pow atan2 complex nextafter xlogy xlog1py": (2, 2),
+        "sub div div_no_nan rem mod floor_div trunc_div pow integer_pow atan2 complex nextafter xlogy xlog1py": (
+            2,
+            2,
+        ),
         "eq ne lt le gt ge shift_left shift_right shift_right_logical mulhi": (2, 2),
         "polygamma zeta igamma igammac igamma_grad random_gamma_grad": (2, 2),
         "add mul max min all_of any_of and or xor": (2, None),
@@ -94,6 +97,7 @@ _OPERANDS: dict[str, tuple[int, int | None]] = {
 """Numbers of operands. The definitions of functions whose operands have roles:
 
 reciprocal: 1 / x; with two operands, a number divided by x.
+div_no_nan: the quotient, and 0 where the divisor is 0.
 mod: the remainder with the sign of the divisor; rem: with the sign of the dividend.
 integer_pow: x, and the exponent as a literal. polygamma: the order, then x. reduce_precision: x, the bits of the
     exponent, the bits of the mantissa.
@@ -110,7 +114,7 @@ _SCRATCH = {
         "abs exp2 expm1 log2 log10 log1p sin sinh cosh lgamma digamma bessel_i0": 1.0,
         "max min": 1.5,
         "xlogy": 1.75,
-        "sqrt rsqrt reciprocal square integer_pow cos tan atan div mod rem cumsum": 2.0,
+        "sqrt rsqrt reciprocal square integer_pow cos tan atan div div_no_nan mod rem cumsum": 2.0,
         "asinh acosh atanh": 3.0,
         "erf erfc erf_inv asin": 4.0,
         "pow": 4.25,
@@ -187,6 +191,7 @@ _add(
 )
 # Divisions and roots.
 DIV = _add("div", 4.0, "factors")
+_add("div_no_nan", 4.0, "factors")
 _add("rem mod", 4.0)
 RECIPROCAL = _add("reciprocal", 4.0, "result")
 INTEGER_POW = _add("integer_pow", 4.0, expensive=False)

@@ -20,8 +20,11 @@ __all__ = [
     "Iota",
     "Pad",
     "Parameters",
+    "Reshape",
     "Slice",
     "Sort",
+    "StackRow",
+    "Take",
     "Windows",
     "parameters_text",
     "read_parameters",
@@ -43,6 +46,26 @@ class EqualPart:
     axis: int
     index: int
     count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Take:
+    """Element i of a dim of the result is element ``index[i]`` of that dim."""
+
+    axis: int
+    index: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reshape:
+    """The same elements, major to minor, in a shape whose dims do not nest with the operand's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackRow:
+    """One iteration's row of a stack. reverse: the loop begins at the last row."""
+
+    reverse: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +118,9 @@ class Windows:
     dilation: tuple[int, ...]
 
 
-Parameters: TypeAlias = Slice | EqualPart | Pad | Concatenate | Cumulative | Sort | Iota | Windows
+Parameters: TypeAlias = (
+    Slice | EqualPart | Take | Reshape | StackRow | Pad | Concatenate | Cumulative | Sort | Iota | Windows
+)
 
 _CLASSES = {c.__name__.lower(): c for c in get_args(Parameters)}
 _TEXT = re.compile(r"([a-z]+)\(([^()]*)\)")

@@ -59,6 +59,11 @@ def _selected(xp: Tree, index: Tree, *values: Tree) -> Tree:
     return functools.reduce(lambda other, kx: xp.where(index == kx[0], kx[1], other), some, values[-1])
 
 
+def _or_zero(xp: Tree, x: Tree, y: Tree) -> Tree:
+    """x / y, and 0 where y is 0."""
+    return xp.where(y == 0, 0.0, x / xp.where(y == 0, 1.0, y))
+
+
 _FLAT = {
     **{"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal", "eq": "eq"},
     **{"ne": "not_equal", "is_finite": "isfinite", "is_nan": "isnan", "is_inf": "isinf"},
@@ -83,6 +88,7 @@ COMPUTED: dict[str, Callable[..., Tree]] = {
     **dict.fromkeys(_SAME, _same),
     **dict.fromkeys(_PRODUCTS, _of_several("multiply")),
     **dict.fromkeys(_QUOTIENTS, lambda xp, *xs: xp.divide(*xs) if len(xs) == 2 else xp.reciprocal(*xs)),
+    "div_no_nan": _or_zero,
     "add": _of_several("add"),
     "max": _of_several("maximum"),
     "min": _of_several("minimum"),
@@ -137,6 +143,10 @@ SLOPES: dict[str, Slopes] = {
     **dict.fromkeys(_QUOTIENTS, lambda i: lambda *xs: -xs[-1] / xs[-2] if i == len(xs) - 2 else 1 / xs[1]),
     **dict.fromkeys(("max", "min"), lambda i: lambda *xs: _share(i, xs)),
     "sub": _each(_one, lambda a, b, y: -1.0),
+    "div_no_nan": _each(
+        lambda x, y, q: _or_zero(np, 1.0, y),
+        lambda x, y, q: -_or_zero(np, q, y),
+    ),
     "add_scaled": _each(_one, lambda a, b, c, y: c, lambda a, b, c, y: b),
     "clamp": _each(
         lambda low, x, high, y: 1.0 * (x < low),

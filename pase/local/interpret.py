@@ -20,11 +20,12 @@ from typing import TypeVar
 import numpy as np
 
 from pase.errors import PaseError
-from pase.ir import Access, Graph, Place, Scope
-from pase.ir.parameters import Iota
+from pase.ir import Access, Graph, Node, Op, Place, Scope
+from pase.ir.parameters import Iota, StackRow
 from pase.ir.types import LEAF
+from pase.local.functions import COMPUTED
 from pase.local.halo import widened, widened_back
-from pase.local.lower import between
+from pase.local.lower import between, program_of
 from pase.local.nests import LocalNest, coordinates
 from pase.local.op_rules import OpRule, rule_of
 from pase.local.simulate import AllDevices, DeviceParts, part_of, places, resharded, whole_of
@@ -38,9 +39,10 @@ from pase.local.types import (
     LocalResult,
     digits_of,
 )
+from pase.machine import Mesh
 from pase.tables.layouts import concrete_size
 
-__all__ = ["OpRule", "OpRules", "loss_and_gradients"]
+__all__ = ["OpRule", "OpRules", "known_values", "loss_and_gradients"]
 
 PartsKey = TypeVar("PartsKey", bound=Hashable)
 LoopIndices = tuple[int, ...]
@@ -74,6 +76,57 @@ def loss_and_gradients(
     trained = [t.name for t in graph.parameters if t.needs_grad]
     found = {t: run.gradients[t, ()] for t in trained if (t, ()) in run.gradients}
     return value, {t: run.whole(parts, t, True) for t, parts in found.items()}
+
+
+def known_values(graph: Graph, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The values of the tensors that depend on no data, as far as the graph and ``given`` determine them: masks, tables
+    of positions. Values that change in a loop, and products, are left out.
+
+    graph: raw, with one op in each node. given: the values of some of its constants.
+    """
+    nodes: list[Node] = []
+    made: set[str] = set()
+    for node in graph.nodes:
+        (op, *others) = node.ops
+        if not others and all(a.tensor in made for a in op.reads) and _determined(graph, op, given):
+            nodes.append(node)
+            made |= node.internal
+    mesh = Mesh(names=("x",), sizes=(1,))
+    part = Graph(name=graph.name, tensors=graph.tensors, nodes=tuple(nodes))
+    program = program_of(part, mesh, {n.name: {} for n in nodes})
+    run = _NumpyRun(program=program, graph=part, given=given, rules={})
+    values: dict[str, np.ndarray] = {}
+    for o in program.ops:
+        (r,), loops = o.results, o.op.loops
+        value = run.whole(run.value(r.tensor, (0,) * len(loops), loops), r.tensor, False)
+        values[r.tensor] = value.astype(_numpy_dtype(graph.tensors[r.tensor].dtype))
+    return values
+
+
+def _determined(graph: Graph, op: Op, given: Mapping[str, np.ndarray]) -> bool:
+    """Whether the graph and ``given`` determine what an op makes of operands that depend on no data."""
+    if (
+        len(op.writes) != 1
+        or op.literals is None
+        or op.function.name == "unstack"
+        or op.name in ("cond", "stack")
+    ):
+        return False
+    tensor = graph.tensors[op.writes[0].tensor]
+    if op.kind in ("constant", "generate"):
+        return isinstance(op.parameters, Iota) or tensor.name in given or tensor.number is not None
+    shapes = [
+        tuple(concrete_size(s, op.name) for s in graph.tensors[a.tensor].shape) for a in op.reads + op.writes
+    ]
+    if op.reads and rule_of(op, shapes[0], shapes[-1]) is not None:
+        return True
+    part = op.kind == "view" and set(op.reads[0].map.dims) - set(op.writes[0].map.dims)
+    return op.function.name in COMPUTED and op.kind in ("elementwise", "reduce", "view", "copy") and not part
+
+
+def _numpy_dtype(dtype: str) -> type:
+    """The dtype of numpy's own that holds values of this dtype."""
+    return np.dtype(dtype).type if hasattr(np, dtype) else np.float32
 
 
 def _output_steps(program: LocalProgram, tensor: str) -> Sequence[LocalReshardStep]:
@@ -121,6 +174,11 @@ class _NumpyRun:
         outer = [o for o in self.program.ops if o.op.loops == op.op.loops[:-1]]
         times = concrete_size(op.op.times, op.op.name)
         return times // (concrete_size(outer[0].op.times, op.op.name) if outer else 1)
+
+    def _row(self, op: LocalOp, iteration: int) -> int:
+        """The row of a stack that belongs to an iteration of the loop; also the iteration that belongs to a row."""
+        reverse = isinstance(op.op.parameters, StackRow) and op.op.parameters.reverse
+        return self._length(op) - 1 - iteration if reverse else iteration
 
     def key(self, tensor: str, indices: LoopIndices, loops: Sequence[Scope]) -> TurnedTensor:
         """The key of the value of a tensor that a reader gets in these iterations of these loops."""
@@ -179,13 +237,13 @@ class _NumpyRun:
 
     def _parts(self, tensor: str, layout: Layout) -> DeviceParts:
         """Each device's part of a value that is given, or that the graph holds."""
-        whole, mesh = self.given.get(tensor), self.program.mesh
-        if whole is None:
-            whole = self._held(tensor)
+        whole, mesh = self.held(tensor), self.program.mesh
         return {at: part_of(whole, layout, at, mesh) for at in places(mesh)}
 
-    def _held(self, tensor: str) -> np.ndarray:
-        """A constant of one number, or an iota."""
+    def held(self, tensor: str) -> np.ndarray:
+        """What is given, a constant of one number, or an iota."""
+        if (given := self.given.get(tensor)) is not None:
+            return given
         t, node = self.graph.tensors[tensor], self.graph.producer.get(tensor)
         shape = tuple(concrete_size(s, tensor) for s in t.shape)
         if t.number is not None:
@@ -205,11 +263,12 @@ class _NumpyRun:
         if op.op.name == "cond":
             return self.read(*self._taken(op, indices))
         if op.op.name == "stack":
-            every = [self.read(op.operands[0], (*indices, k), loops) for k in range(self._length(op))]
+            turns = (self._row(op, k) for k in range(self._length(op)))
+            every = [self.read(op.operands[0], (*indices, k), loops) for k in turns]
             return {at: np.stack([x[at] for x in every]) for at in places(mesh)}
         read = [self.read(o, indices, loops) for o in op.operands]
         if op.op.function.name == "unstack":
-            return {at: x[indices[-1]] for at, x in read[0].items()}
+            return {at: x[self._row(op, indices[-1])] for at, x in read[0].items()}
         if (rule := self._rule(op)) is not None:
             if op.sent:  # such as a ring of keys and values: no part can be computed by itself
                 kinds = ", ".join(dict.fromkeys(c.kind for c in op.sent))
@@ -303,13 +362,14 @@ class _NumpyRun:
             self._hand(o, g, inside, loops)
         elif op.op.name == "stack":
             for k in range(self._length(op)):
-                self._hand(op.operands[0], {at: x[k] for at, x in g.items()}, (*indices, k), op.op.loops)
+                rows = {at: x[self._row(op, k)] for at, x in g.items()}
+                self._hand(op.operands[0], rows, (*indices, k), op.op.loops)
         elif op.op.function.name == "unstack":
             (o,) = op.operands
             layout = o.gradient if o.transfer is not None else self.program.result(o.tensor).gradient
             out = {at: np.zeros(self.local(o.shape, layout)) for at in g}
             for at, x in g.items():
-                out[at][indices[-1]] = x
+                out[at][self._row(op, indices[-1])] = x
             self._hand(o, out, indices, op.op.loops)
         else:
             self._pulled(op, g, indices)

@@ -272,11 +272,13 @@ def _sliding(
         if w is None and (not walk.dims or local.operands[0].shape[i] == whole[walk.dims[0]]):
             continue
         w = w or Window(extent=1)
-        if len(walk.dims) != 1:
+        if len(walk.dims) > 1:
             raise PaseError(
                 "its window is not along exactly one iteration dim", where=f"'{op.name}' at {op.source}"
             )
-        (dim,), n = walk.dims, local.operands[0].shape[i]
+        (dim,), n = walk.dims or (f"{i}@",), local.operands[0].shape[i]  # none: the result has one element
+        whole.setdefault(dim, 1)
+        sizes.setdefault(dim, 1)
         if op.kind == "conv":
             tap = taps.pop(0) if w.extent > 1 else f"{dim}@"
             count = whole.get(tap, 1)
@@ -296,7 +298,7 @@ def _sliding(
             stride=w.stride,
             dilation=(w.extent - 1) // max(count - 1, 1),
             before=w.before,
-            rows=n // ways[dim],
+            rows=n // ways.get(dim, 1),
             reach=(sizes[dim] - 1) * w.stride + w.extent,
         )
     return found

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pase.ir import Op
-from pase.ir.parameters import Concatenate, Cumulative, EqualPart, Pad, Slice, Sort
+from pase.ir.parameters import Concatenate, Cumulative, EqualPart, Pad, Reshape, Slice, Sort, Take
 from pase.local.types import Extents
 
 __all__ = ["OpRule", "rule_of"]
@@ -51,6 +51,10 @@ def rule_of(op: Op, whole: Extents, result: Extents) -> OpRule | None:
                 return (*[slice(None)] * axis, slice(index * size, (index + 1) * size))
 
             return _linear(lambda x: x[part(x)], lambda x, g: _put(x, part(x), g))
+        case Take(axis=axis, index=places):
+            return _take(axis, list(places))
+        case Reshape():
+            return _linear(lambda x: x.reshape(result), lambda x, g: g.reshape(x.shape))
         case Pad():
             return _padding(op.parameters, whole, result)
         case Concatenate(axis=axis):
@@ -70,6 +74,18 @@ def _linear(
 ) -> OpRule:
     """The rule of a linear function of one array. pulled: its transpose, from the operand and the gradient."""
     return OpRule(made=lambda xs: made(xs[0]), pulled=lambda xs, g: [pulled(xs[0], g)])
+
+
+def _take(axis: int, places: list[int]) -> OpRule:
+    """Element i of the result is element ``places[i]``. An element that is taken more than once has several
+    gradients."""
+
+    def put(x: np.ndarray, g: np.ndarray) -> np.ndarray:
+        out = np.zeros(x.shape, g.dtype)
+        np.add.at(np.moveaxis(out, axis, 0), places, np.moveaxis(g, axis, 0))
+        return out
+
+    return _linear(lambda x: np.take(x, places, axis), put)
 
 
 def _slice(start: int, step: int, count: int) -> slice:

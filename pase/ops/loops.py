@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pase.ir import AccessMap, Scope, Size, Tensor, Walk
 from pase.ir.functions import UNSTACK
+from pase.ir.parameters import StackRow
 from pase.ir.sizes import is_one
 from pase.ops.builder import Computes, GraphBuilder, Read, Write, parallel_dims, plain_map
 
@@ -30,20 +31,23 @@ def loop_copy(b: GraphBuilder, x: Tensor, name: str) -> Tensor:
     return b.nest(name, "copy", [Read(x, m)], [Write(x.shape, x.dtype, m)], dims, flops=0)[0]
 
 
-def unstack(b: GraphBuilder, x: Tensor) -> Tensor:
-    """One iteration's slice of a stacked tensor. The stacking dim may not be split."""
+def unstack(b: GraphBuilder, x: Tensor, reverse: bool = False) -> Tensor:
+    """One iteration's slice of a stacked tensor. The stacking dim may not be split. reverse: the loop begins at the
+    last slice."""
     dims, m = parallel_dims(x.shape), plain_map(x.shape)
     if "d0" in dims:
         dims["d0"] = (x.shape[0], "replicated")
     write = Write(x.shape[1:], x.dtype, AccessMap(m.walks[1:]))
     read, over = Read(x, m, sparse=True), write.map.dims
-    return b.nest("unstack", "view", [read], [write], dims, Computes(function=UNSTACK), flops=0, over=over)[0]
+    computes = Computes(function=UNSTACK, parameters=StackRow(reverse=True) if reverse else None)
+    return b.nest("unstack", "view", [read], [write], dims, computes, flops=0, over=over)[0]
 
 
-def stack(b: GraphBuilder, x: Tensor, length: Size, shape: tuple[Size, ...]) -> Tensor:
-    """The stacked results of all iterations: shape = (length, *x.shape)."""
+def stack(b: GraphBuilder, x: Tensor, length: Size, shape: tuple[Size, ...], reverse: bool = False) -> Tensor:
+    """The stacked results of all iterations: shape = (length, *x.shape). reverse: those of the first one come last."""
     dims, m = parallel_dims(x.shape), plain_map(x.shape)
     if not is_one(length):
         dims["l"] = (length, "replicated")
     write = Write(shape, x.dtype, AccessMap((Walk(() if is_one(length) else ("l",)), *m.walks)), sparse=True)
-    return b.nest("stack", "view", [Read(x, m)], [write], dims, flops=0, over=m.dims)[0]
+    computes = Computes(parameters=StackRow(reverse=True) if reverse else None)
+    return b.nest("stack", "view", [Read(x, m)], [write], dims, computes, flops=0, over=m.dims)[0]

@@ -13,7 +13,7 @@ from pase.errors import PaseError
 from pase.ir import AccessMap, DimKind, Size, Tensor, Walk
 from pase.ir.functions import Function
 from pase.ir.literals import Literals, Number, literal
-from pase.ir.parameters import Concatenate, EqualPart, Parameters
+from pase.ir.parameters import Concatenate, EqualPart, Parameters, Reshape
 from pase.ir.sizes import is_one, quotient
 from pase.ops.builder import Computes, Dims, GraphBuilder, Read, Write, parallel_dims, plain_map
 
@@ -163,7 +163,8 @@ def reshape(b: GraphBuilder, x: Tensor, shape: Sequence[Size]) -> Tensor:
     lies = x.name in b.lying
     out = Write(tuple(shape), x.dtype, write, sparse=lies)
     over = () if lies else None
-    (t,) = b.nest("reshape", "view", [Read(x, read, sparse=lies)], [out], dims, flops=0, over=over)
+    computes = Computes(parameters=Reshape() if common is None else None)
+    (t,) = b.nest("reshape", "view", [Read(x, read, sparse=lies)], [out], dims, computes, flops=0, over=over)
     b.lying |= {t.name} if lies else set()
     return t
 

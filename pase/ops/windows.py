@@ -41,7 +41,7 @@ class ConvDims:
 
 def _windowed(name: str, size_in: Size, size_out: Size, window: Window, dims: Dims, dilated: bool) -> Walk:
     """The walk of a spatial dim. The dim may be split only if blocks of the output align with blocks of the input."""
-    if is_one(size_out) and is_one(size_in):
+    if is_one(size_out) and is_one(size_in) and window == Window(extent=1):
         return Walk()
     aligned = not dilated and size_in == size_out * window.stride
     dims[name] = (size_out, "parallel" if aligned else "replicated")

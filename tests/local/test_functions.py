@@ -20,6 +20,7 @@ OPERANDS = {
                 "sub",
                 "mul",
                 "div",
+                "div_no_nan",
                 "max",
                 "min",
                 "mod",

@@ -89,6 +89,26 @@ def looping(p, x):
     return jnp.sum(jnp.tanh(every @ p["up"])) + jnp.sum(jnp.exp(h) @ p["up"])
 
 
+def reversing(p, x):
+    """A loop that begins at the last row of its stacks, and a reshape whose dims do not nest."""
+
+    def layer(h, w):
+        y = jnp.tanh(h @ w[0]) * w[1]
+        return h + y, y.sum(1)
+
+    h, every = jax.lax.scan(layer, x, (p["layers"], p["scales"]), reverse=True)
+    return jnp.sum(jnp.tanh(every.reshape(16, 24).T @ p["up"])) + jnp.sum(jnp.exp(h) @ p["up"])
+
+
+def reaching_beyond(p, x):
+    """Windows that reach beyond images of one element."""
+    y = jnp.tanh(x.reshape(32, 1, 1, 16))
+    numbers = ("NHWC", "HWIO", "NHWC")
+    y = jax.lax.conv_general_dilated(y, p["first"], (1, 1), "SAME", dimension_numbers=numbers)
+    y = jnp.exp(y) + jax.lax.reduce_window(y, 0.0, jax.lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")
+    return jnp.sum(jnp.tanh(y))
+
+
 def choosing(p, x):
     """A conditional on data with two branches, each of which reads a parameter that the other does not."""
     h = jnp.tanh(x @ p["square"])
@@ -118,6 +138,8 @@ SHAPES = {
     imaging: {"bias": (4,), "first": (3, 2, 4, 8), "next": (3, 3, 8, 8)},
     looking: {"square": (16, 16), "up": (16, 32)},
     looping: {"layers": (3, 16, 16), "scales": (3, 16), "up": (16, 32)},
+    reaching_beyond: {"first": (3, 3, 16, 8)},
+    reversing: {"layers": (3, 16, 16), "scales": (3, 16), "up": (16, 32)},
 }
 
 
@@ -149,7 +171,10 @@ def ran(fn, mesh, seed):
     return loss_and_gradients(program, graph, values, graph.outputs[0], rules)
 
 
-PROGRAMS = [attending, normed, branching, imaging, looking, looping, choosing, ordering, fused]
+PROGRAMS = [
+    *(attending, normed, branching, imaging, looking, looping),
+    *(choosing, ordering, fused, reaching_beyond, reversing),
+]
 
 
 @settings(max_examples=40)
@@ -174,7 +199,15 @@ def test_any_program_under_any_strategy_is_the_whole_one(fn, shape, seed):
 
 @pytest.mark.parametrize(
     ("fn", "k"),
-    [(attending, 1), (looping, 1), (choosing, 1), (ordering, 1), (branching, 2)],
+    [
+        (attending, 1),
+        (looping, 1),
+        (reversing, 1),
+        (reaching_beyond, 1),
+        (choosing, 1),
+        (ordering, 1),
+        (branching, 2),
+    ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_jax_by_hand_and_numpy_agree(fn, k):

@@ -12,7 +12,7 @@ import pytest
 
 from pase.ir import Tensor
 from pase.ir.functions import FUNCTIONS
-from pase.ir.parameters import Concatenate, Cumulative, EqualPart, Pad, Parameters, Slice, Sort
+from pase.ir.parameters import Concatenate, Cumulative, EqualPart, Pad, Parameters, Slice, Sort, Take
 from pase.local.op_rules import rule_of
 from pase.ops import GraphBuilder, nests
 
@@ -127,6 +127,17 @@ def test_one_of_equal_parts() -> None:
     assert rule is not None  # a device's half of each part
     half = X.reshape(3, 3, 2, 4)[:, :, :1].reshape(3, 3, 4)
     np.testing.assert_array_equal(rule.made([half]), X[:, 2:3])
+
+
+def test_chosen_elements() -> None:
+    """The gradients of an element that is taken twice are added."""
+    compared(
+        restricted((3, 4, 4), Take(axis=1, index=(5, 0, 0, 2))), lambda x: x[:, jnp.array([5, 0, 0, 2])], X
+    )
+
+
+def test_a_reshape_whose_dims_do_not_nest() -> None:
+    compared(lambda b, xs: nests.reshape(b, xs[0], (4, 18)), lambda x: x.reshape(4, 18), X)
 
 
 def test_an_op_without_parameters_has_no_rule() -> None:

@@ -1,10 +1,8 @@
 """Writes a plan as a Mesh-TensorFlow program: mesh_shape, layout_rules, and the model in ``mtf`` ops.
 
-The source program is walked a second time, op by op, in the order of its frontend. The names of a tensor's dims follow
-from the plan (``pase.backends.mesh_tf.names``). Elementwise ops are translated by the functions that they compute
-(``pase.backends.mesh_tf.lower``), other ops by rules of their frontend (``pase.backends.mesh_tf.tf_ops``,
-``pase.backends.mesh_tf.jax_ops``). An op that Mesh-TensorFlow cannot express is an
-error with the op's name and place.
+The ops of the plan's graph are translated in order, by the functions that they compute
+(``pase.backends.mesh_tf.walk``). The names of a tensor's dims follow from the plan (``pase.backends.mesh_tf.names``).
+An op that Mesh-TensorFlow cannot express is an error with the op's name and place.
 """
 
 from __future__ import annotations
@@ -13,20 +11,21 @@ import base64
 import io
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pase.backends.mesh_tf.legality import check_layout, check_tensor
-from pase.backends.mesh_tf.lower import MeshTfRules, apply, check_known
 from pase.backends.mesh_tf.names import Names, flat
-from pase.backends.mesh_tf.program import MeshTfProgram, MeshTfValue, SourceOp, comment
+from pase.backends.mesh_tf.program import MeshTfProgram, MeshTfValue, comment
+from pase.backends.mesh_tf.walk import translate
 from pase.backends.registry import BACKENDS, Backend
 from pase.errors import PaseError
 from pase.ir import Graph
+from pase.local.interpret import known_values
 from pase.plan.targets import TARGETS, PlanTarget, TargetForm
 
 if TYPE_CHECKING:
@@ -70,13 +69,17 @@ def program(plan: PlanData) -> tuple[str, MeshTfLayout]:
             fix="emit it with the model that it was compiled from",
         )
     graph = plan.split_graph
-    rules, ops = _source(plan.traced, graph)
-    listed = list(ops)
-    check_known(rules, listed)
-    p = MeshTfProgram(Names(graph, plan.mesh, plan.strategy))
+    frontend = plan.traced.graph.facts.frontend
+    if frontend not in ("jax", "tensorflow"):
+        raise PaseError(
+            f"Mesh-TensorFlow programs are made from TensorFlow and JAX models, not from {frontend or 'this one'}",
+            where=f"the plan for '{graph.name}'",
+            fix="emit it in another format (see pase emit --help)",
+        )
+    given = {name: np.asarray(c() if callable(c) else c) for name, c in plan.traced.contents.items()}
+    p = MeshTfProgram(Names(graph, plan.mesh, plan.strategy), known=known_values(plan.traced.graph, given))
     leaves = _leaves(p, graph)
-    for op in listed:
-        apply(rules, p, op)
+    translate(p)
     loss = _loss(p, [p.values[t] for t in graph.outputs if t in p.values])
     found = _checked(p, leaves)
     return _text(plan, p, leaves, loss, found), found
@@ -109,25 +112,6 @@ def _with_model(plan: PlanData, model: object) -> PlanData:
             fix="give this model",
         )
     return plan.with_model(as_padded(registry.trace(model, name=plan.model), plan.padding))
-
-
-def _source(traced: Any, graph: Graph) -> tuple[MeshTfRules, Iterator[SourceOp]]:
-    """The frontend's table of ops, and the model's ops in order."""
-    roles = {t.name: t.role for t in graph.tensors.values()}
-    frontend = traced.graph.facts.frontend
-    if frontend == "jax":
-        from pase.backends.mesh_tf import jax_ops
-
-        return jax_ops.RULES, jax_ops.source_ops(traced, roles)
-    if frontend == "tensorflow":
-        from pase.backends.mesh_tf import tf_ops
-
-        return tf_ops.RULES, tf_ops.source_ops(traced, roles)
-    raise PaseError(
-        f"Mesh-TensorFlow programs are made from TensorFlow and JAX models, not from {frontend or 'this one'}",
-        where=f"the plan for '{traced.graph.name}'",
-        fix="emit it in another format (see pase emit --help)",
-    )
 
 
 def _leaves(p: MeshTfProgram, graph: Graph) -> dict[str, MeshTfValue]:

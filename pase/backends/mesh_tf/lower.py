@@ -1,122 +1,51 @@
-"""Translates a source's ops to statements of a Mesh-TensorFlow program: the part that all frontends share.
+"""Translates the ops of a plan's graph to statements of a Mesh-TensorFlow program, by the functions that they compute.
 
-An elementwise op is translated by the function of ``pase.ir.functions`` that its frontend says it computes. For any
-other op there is a rule, which takes the program and the op and returns the values of the op's outputs. Rules are built
-from the functions in this file.
+A rule takes the program, the node and the op, and returns the op's result. ``EXPRESSIONS`` has the elementwise
+functions. ``walk`` has the rule of each kind of op.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 
 from pase.backends.mesh_tf.names import MeshTfDim, TensorDims, flat
-from pase.backends.mesh_tf.program import MeshTfProgram, MeshTfValue, SourceOp
+from pase.backends.mesh_tf.program import MeshTfProgram, MeshTfValue, number
 from pase.errors import PaseError
-from pase.ir import functions
-from pase.ir.functions import Function
+from pase.ir import Node, Op
+from pase.ir.literals import Number
+from pase.ir.parameters import Concatenate, EqualPart, Pad, Slice, Take
 
 __all__ = [
     "EXPRESSIONS",
-    "MeshTfRules",
-    "apply",
-    "binary",
+    "REDUCTIONS",
+    "ROLES",
+    "call",
     "concat",
-    "cut",
-    "joined",
+    "copy",
+    "elementwise",
+    "looked_up",
     "lookup",
-    "nests",
+    "pick",
+    "product",
     "reduce",
     "refuse",
-    "same",
-    "select",
-    "single",
     "squeezed",
-    "unary",
+    "view",
 ]
 
-MeshTfRule = Callable[[MeshTfProgram, SourceOp], "MeshTfValue | Sequence[MeshTfValue | None]"]
 
-
-@dataclass(kw_only=True)
-class MeshTfRules:
-    """The translations of a frontend's ops: names for simple ops, and functions for the others."""
-
-    file: str
-    """The file in which to add an op, relative to the package."""
-    function: Callable[[str], Function | None]
-    """Returns the function that an elementwise op computes exactly; None for any other op."""
-    reduce: Mapping[str, str]
-    """Reduction -> a Mesh-TF function."""
-    views: frozenset[str]
-    """Ops that their access maps describe completely: views, which move no element, and products."""
-    axes: Callable[[SourceOp], tuple[Sequence[int], bool]]
-    """Returns (the dims that an op of ``reduce`` reduces over, whether they are kept)."""
-    elementwise: Mapping[str, str] = field(default_factory=dict)
-    """Elementwise ops that are no single function of the graph -> as in ``EXPRESSIONS``."""
-    rules: dict[str, MeshTfRule] = field(default_factory=dict)
-    instead: dict[str, str] = field(default_factory=dict)
-    """Op that Mesh-TF cannot express -> the reason, and what to do instead."""
-
-    def rule(self, *names: str) -> Callable[[MeshTfRule], MeshTfRule]:
-        """A decorator that registers a rule for these ops."""
-
-        def register(f: MeshTfRule) -> MeshTfRule:
-            self.rules.update(dict.fromkeys(names, f))
-            return f
-
-        return register
-
-    def missing(self, name: str) -> str:
-        """Why an op has no translation, and what to do."""
-        add = f"this op has no Mesh-TensorFlow translation; add one to pase/{self.file}"
-        return self.instead.get(name, add)
-
-    def expression(self, name: str) -> str | None:
-        """The Mesh-TF or TensorFlow function of an elementwise op."""
-        function = self.function(name)
-        return self.elementwise.get(name) or (
-            EXPRESSIONS.get(function.name) if function is not None else None
-        )
-
-    def __contains__(self, name: object) -> bool:
-        """Whether the op has a translation."""
-        listed = name in self.rules or name in self.reduce or name in self.views
-        return listed or (isinstance(name, str) and self.expression(name) is not None)
-
-
-def apply(rules: MeshTfRules, p: MeshTfProgram, op: SourceOp) -> None:
-    """Translate the op and add it to the program."""
-    p.heading(op)
-    name = op.name
-    made: MeshTfValue | Sequence[MeshTfValue | None]
-    if name in rules.rules:
-        made = rules.rules[name](p, op)
-    elif name in rules.reduce:
-        made = reduce(p, op, rules.reduce[name], *rules.axes(op))
-    elif name in rules.views:
-        made = nests(p, op)
-    elif (fn := rules.expression(name)) is not None:
-        made = elementwise(p, op, fn)
-    else:
-        raise refuse(op, rules.missing(op.name))
-    p.store(op, [made] if isinstance(made, MeshTfValue) else made)
-
-
-def check_known(rules: MeshTfRules, ops: Sequence[SourceOp]) -> None:
-    """Raise one PaseError that lists all ops without a translation."""
-    unknown = {op.name: op for op in reversed(ops) if op.name not in rules}
-    if unknown:
-        refused = (str(refuse(op, rules.missing(name))) for name, op in sorted(unknown.items()))
-        raise PaseError("; ".join(refused))
-
-
-def refuse(op: SourceOp, why: str, fix: str = "") -> PaseError:
+def refuse(op: Op, why: str, fix: str = "") -> PaseError:
     """An error that says why an op cannot be translated."""
-    return PaseError(f"the op cannot be in a Mesh-TensorFlow program: {why}", where=op.where, fix=fix)
+    return PaseError(
+        f"the op cannot be in a Mesh-TensorFlow program: {why}",
+        where=f"'{op.name}' at {op.source or op.eqn or 'an unknown line'}",
+        fix=fix,
+    )
 
 
 # --- elementwise
@@ -129,6 +58,7 @@ EXPRESSIONS: Mapping[str, str] = {
     **{f: f"tf.math.{f}" for f in ("atan2", "is_finite", "is_nan", "is_inf")},
     **{"neg": "mtf.negative", "sigmoid": "mtf.sigmoid", "copy": "same", "rem": "tf.truncatemod"},
     **{"mul": "mtf.multiply", "div": "mtf.divide", "max": "mtf.maximum", "min": "mtf.minimum"},
+    **{"div_no_nan": "tf.math.divide_no_nan", "floor_div": "tf.math.floordiv"},
     **{"eq": "mtf.equal", "ne": "mtf.not_equal", "lt": "mtf.less", "le": "mtf.less_equal"},
     **{"gt": "mtf.greater", "ge": "mtf.greater_equal"},
     **dict.fromkeys(("and", "all_of"), "mtf.logical_and"),
@@ -138,15 +68,10 @@ EXPRESSIONS: Mapping[str, str] = {
 """Function of ``pase.ir.functions`` -> a Mesh-TF function, a TensorFlow function that runs on slices ("tf.…"), or
 "same" if nothing is computed."""
 
-
-def elementwise(p: MeshTfProgram, op: SourceOp, fn: str) -> MeshTfValue:
-    """Translate an elementwise op. fn: as in ``EXPRESSIONS``."""
-    given = op.inputs[0].dtype
-    if fn.startswith("mtf.logical_") and given != "bool":
-        raise refuse(op, f"it works on the bits of {given}, and Mesh-TensorFlow has only logical functions")
-    if fn in ("mtf.divide", "mtf.reciprocal") and "int" in given:
-        raise refuse(op, "Mesh-TensorFlow divides by multiplication, which gives other integers")
-    return binary(p, op, fn) if len(op.inputs) > 1 else unary(p, op, fn)
+_INFIX = {"mtf.add": "+", "mtf.sub": "-", "mtf.multiply": "*", "mtf.divide": "/"}
+ROLES = ("cast", "integer_pow", "clamp", "where", "select")
+"""Functions whose operands have roles: see ``_by_role``."""
+MeshTfOperand: TypeAlias = "MeshTfValue | Number"
 
 
 def call(fn: str, *args: str, dtype: str = "") -> str:
@@ -156,166 +81,182 @@ def call(fn: str, *args: str, dtype: str = "") -> str:
     return f"ops.cwise({', '.join((fn, *args))}{f', dtype=tf.{dtype}' if dtype else ''})"
 
 
-def unary(p: MeshTfProgram, op: SourceOp, fn: str) -> MeshTfValue:
-    """Translate an elementwise op of one operand. fn: as for ``call``; "same" if the op does nothing here."""
-    x = p.arg(op, 0)
+def elementwise(p: MeshTfProgram, node: Node, op: Op) -> MeshTfValue:
+    """Translate an elementwise op. Its operands, tensors and numbers, broadcast by the names of their dims."""
+    reads = iter([p.read(node, a) for a in op.reads])
+    parts: list[MeshTfOperand] = [next(reads) if n is None else n for n in op.numbers or ()]
+    dims, dtype = p.dims(node, op.writes[0]), p.names.graph.tensors[op.writes[0].tensor].dtype
+    name = op.function.name
+    made: MeshTfOperand
+    if name in ROLES:
+        made = _by_role(p, op, parts, dtype)
+    elif len(parts) == 1:
+        made = _unary(p, EXPRESSIONS[name], parts[0], dtype)
+    else:
+        fn = EXPRESSIONS["div" if name == "reciprocal" else name]
+        made = functools.reduce(lambda x, y: _binary(p, fn, x, y, dtype), parts)
+    assert isinstance(made, MeshTfValue)
+    if made.dtype != dtype:
+        made = p.let(f"mtf.cast({made.code}, tf.{dtype})", made.order, made.dims, dtype)
+    if set(made.order) != set(flat(dims)):  # no operand has some of the result's dims
+        return p.let(f"mtf.broadcast({made.code}, {p.shape(flat(dims))})", flat(dims), dims, dtype)
+    return replace(made, dims=dims)
+
+
+def _result_dtype(fn: str, given: str, dtype: str) -> str:
+    """The dtype of what a function makes of operands of a dtype. dtype: that of the op's result."""
+    logical = fn.startswith("mtf.logical_") or fn in [
+        EXPRESSIONS[f] for f in ("eq", "ne", "lt", "le", "gt", "ge")
+    ]
+    return "bool" if logical else dtype if fn.startswith("tf.") else given
+
+
+def _unary(p: MeshTfProgram, fn: str, x: MeshTfOperand, dtype: str) -> MeshTfValue:
+    assert isinstance(x, MeshTfValue)
     if fn == "same":
         return x
-    return p.let(call(fn, x.code, dtype=_dtype(fn, op)), x.order, x.dims, op.dtypes[0])
+    made = _result_dtype(fn, x.dtype, dtype)
+    return p.let(call(fn, x.code, dtype=made if made != x.dtype else ""), x.order, x.dims, made)
 
 
-_INFIX = {"mtf.add": "+", "mtf.sub": "-", "mtf.multiply": "*", "mtf.divide": "/"}
-
-
-def binary(p: MeshTfProgram, op: SourceOp, fn: str) -> MeshTfValue:
-    """Translate a binary op, whose operands broadcast as in numpy.
-
-    Mesh-TF broadcasts by the names of dims, so dims of size 1 do not occur. A known number becomes a literal.
-    """
-    left, right = p.scalar(op, 0), p.scalar(op, 1)
-    rank = len(op.shapes[0])
-    infix = _INFIX.get(fn)
-    if (left is not None and right is None) or (right is not None and left is None):
-        x = p.arg(op, 1 if left is not None else 0)
-        if infix is not None and not (left is not None and infix == "/"):
-            code = f"{left} {infix} {x.code}" if left is not None else f"{x.code} {infix} {right}"
-        elif fn == "mtf.divide":
-            code = f"{left} * mtf.reciprocal({x.code})" if left != "1.0" else f"mtf.reciprocal({x.code})"
-        else:
-            literal = f"mtf.constant(mesh, {left or right}, shape={p.shape(x.order)}, dtype=tf.{x.dtype})"
-            code = call(
-                fn, *((literal, x.code) if left is not None else (x.code, literal)), dtype=_dtype(fn, op)
-            )
-        return p.let(code, x.order, _aligned(x.dims, rank), op.dtypes[0])
-    x, y = p.arg(op, 0), p.arg(op, 1)
-    dims = joined(op, (x, y))
-    order = (
-        x.order if set(y.order) <= set(x.order) else y.order if set(x.order) <= set(y.order) else flat(dims)
-    )
-    if infix is not None and set(order) in (set(x.order), set(y.order)) and x.order == order:
-        return p.let(f"{x.code} {infix} {y.code}", order, dims, op.dtypes[0])
-    if fn.startswith("tf."):
-        by_rank = sorted((x, y), key=lambda v: -len(v.order))
-        order = (*by_rank[0].order, *(d for d in by_rank[1].order if d not in by_rank[0].order))
-        return p.let(call(fn, x.code, y.code, dtype=_dtype(fn, op)), order, dims, op.dtypes[0])
-    return p.let(f"{fn}({x.code}, {y.code}, output_shape={p.shape(order)})", order, dims, op.dtypes[0])
-
-
-def _dtype(fn: str, op: SourceOp) -> str:
-    """The result's dtype, as ``call`` needs it: "" if it is that of the operands."""
-    return "" if op.inputs[0].dtype == op.dtypes[0] else op.dtypes[0]
-
-
-def _aligned(dims: TensorDims, rank: int) -> TensorDims:
-    """The dims of an operand, with leading dims of size 1 (which have no Mesh-TF dim) up to the result's rank."""
-    return ((),) * (rank - len(dims)) + dims
-
-
-def joined(op: SourceOp, operands: Sequence[MeshTfValue]) -> TensorDims:
-    """The dims of a result whose operands broadcast as in numpy.
-
-    Raises PaseError if operands have different dims at one position: Mesh-TF would compute their outer product.
-    """
-    rank = len(op.shapes[0])
-    dims: TensorDims = ((),) * rank
-    for x in operands:
-        pairs = list(zip(dims, _aligned(x.dims, rank), strict=True))
-        if any(g and h and g != h for g, h in pairs):
-            raise refuse(op, "its operands do not have the same dims where they meet")
-        dims = tuple(g or h for g, h in pairs)
-    return dims
-
-
-def select(p: MeshTfProgram, op: SourceOp, condition: int, yes: int, no: int) -> MeshTfValue:
-    """Translate a selection (``where``). All three operands broadcast."""
-    parts = [p.arg(op, k) for k in (condition, yes, no)]
-    dims = joined(op, parts)
+def _together(*parts: MeshTfOperand) -> tuple[MeshTfDim, ...]:
+    """The dims of a result, from the operand with the most dims on."""
     order: tuple[MeshTfDim, ...] = ()
-    for x in sorted(parts, key=lambda v: -len(v.order)):
+    for x in sorted((x for x in parts if isinstance(x, MeshTfValue)), key=lambda v: -len(v.order)):
         order += tuple(d for d in x.order if d not in order)
-    return p.let(f"ops.where({', '.join(x.code for x in parts)})", order, dims, op.dtypes[0])
+    return order
 
 
-def same(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """A value under another name: a loop carry, an element put into a list, or the result of a call."""
-    given = op.inputs[0]
-    if given.value is not None:
-        return p.constant(given.value, p.written(op.outputs[0]), given.dtype)
-    return p.held(op, given.tensor)
+def _binary(p: MeshTfProgram, fn: str, x: MeshTfOperand, y: MeshTfOperand, dtype: str) -> MeshTfValue:
+    """A function of two operands. A number becomes a literal."""
+    order = _together(x, y)
+    value = x if isinstance(x, MeshTfValue) else y
+    assert isinstance(value, MeshTfValue)
+    made = _result_dtype(fn, value.dtype, dtype)
+    infix = _INFIX.get(fn)
+
+    def let(code: str) -> MeshTfValue:
+        return p.let(code, order, tuple((d,) for d in order), made)
+
+    if not (isinstance(x, MeshTfValue) and isinstance(y, MeshTfValue)):
+        if fn == "mtf.maximum" and (x == 0.0 or y == 0.0) and "float" in value.dtype:
+            return let(f"mtf.relu({value.code})")
+        if fn == "mtf.divide" and value is y:
+            return let(f"mtf.reciprocal({y.code})" + (f" * {number(x)}" if x != 1.0 else ""))
+        literal = number(y if value is x else x)
+        if infix is None:
+            literal = f"mtf.constant(mesh, {literal}, shape={p.shape(value.order)}, dtype=tf.{value.dtype})"
+        both = (value.code, literal) if value is x else (literal, value.code)
+        code = (
+            f" {infix} ".join(both) if infix else call(fn, *both, dtype=made if made != value.dtype else "")
+        )
+        return let(code)
+    if fn.startswith("tf."):
+        return let(call(fn, x.code, y.code, dtype=made if made != value.dtype else ""))
+    if infix is not None and x.order == order:
+        return let(f"{x.code} {infix} {y.code}")
+    return let(f"{fn}({x.code}, {y.code}, output_shape={p.shape(order)})")
 
 
-def pick(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int, k: int) -> MeshTfValue:
-    """x at index k of a tensor dim, which the result lacks."""
-    part = cut(p, op, x, axis, k, 1)
-    return replace(part, dims=(*part.dims[:axis], *part.dims[axis + 1 :]))
-
-
-def take(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """Translate the selection of one element from a list (such as a TensorList) that is held as one stacked tensor."""
-    return pick(p, op, p.held(op, op.inputs[0].tensor), 0, int(op.attrs["index"]))
-
-
-def stack(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """Stack all elements of a list into one tensor. Some may be constants, such as the first carry of a loop."""
-    like = next(p.held(op, i.tensor) for i in op.inputs if i.value is None)
-    xs = [
-        p.held(op, i.tensor) if i.value is None else p.constant(i.value, like.dims, like.dtype)
-        for i in op.inputs
+def _by_role(p: MeshTfProgram, op: Op, parts: Sequence[MeshTfOperand], dtype: str) -> MeshTfValue:
+    """A function whose operands have roles (``pase.ir.functions``)."""
+    name, order = op.function.name, _together(*parts)
+    dims = tuple((d,) for d in order)
+    if name == "cast":
+        (x,) = parts
+        assert isinstance(x, MeshTfValue)
+        return p.let(f"mtf.cast({x.code}, tf.{dtype})", order, dims, dtype)
+    if name == "integer_pow":
+        x, y = parts
+        assert isinstance(x, MeshTfValue) and isinstance(y, int)
+        if y < 1:
+            code = f"ops.cwise(lambda x: x ** {y}.0, {x.code})"
+        else:
+            code = f"mtf.square({x.code})" if y == 2 else " * ".join([x.code] * y)
+        return p.let(code, order, dims, x.dtype)
+    if name == "clamp":
+        low, x, high = parts
+        if not isinstance(low, MeshTfValue) and not isinstance(high, MeshTfValue):
+            assert isinstance(x, MeshTfValue)
+            code = f"ops.cwise(lambda x: tf.clip_by_value(x, {number(low)}, {number(high)}), {x.code})"
+            return p.let(code, order, dims, dtype)
+        return _binary(p, "mtf.minimum", _binary(p, "mtf.maximum", x, low, dtype), high, dtype)
+    condition, *values = parts if name == "where" else (parts[0], *reversed(parts[1:]))
+    codes = [
+        x.code
+        if isinstance(x, MeshTfValue)
+        else f"mtf.constant(mesh, {number(x)}, shape=[], dtype=tf.{dtype})"
+        for x in (condition, *values)
     ]
-    return concat(p, op, [replace(x, dims=((), *x.dims)) for x in xs], 0)
+    return p.let(f"ops.where({', '.join(codes)})", order, dims, dtype)
 
 
 # --- ops that their access maps describe
 
 
-def nests(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """Translate an op by its frontend's loop nests: views, and products summed over the dims that the result lacks."""
-    made: MeshTfValue | None = None
-    for node, nest in p.nests(op):
-        xs = [p.read(op, node, a) for a in nest.reads]
-        (write,) = nest.writes
-        dims = p.dims(node, write)
-        if nest.kind == "view":
-            made = p.viewed(xs[0], dims)
-        elif nest.kind == "matmul" or nest.function is functions.SUM:
-            code = f"mtf.einsum([{', '.join(x.code for x in xs)}], output_shape={p.shape(flat(dims))})"
-            made = p.let(code, flat(dims), dims, op.dtypes[0])
-        else:
-            raise refuse(op, f"its loop nest '{nest.name}' is neither a view nor a product")
-        p.keep(write.tensor, made)
-    if made is None:  # the op moves and computes nothing
-        made = _omitted(p, op)
-    return made
-
-
-def _omitted(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """The result of an op for which the plan's graph has no loop nest: the operand itself, or the operand with other
-    dims of size 1. Raises PaseError if the op does more than that."""
-    x = p.arg(op, 0)
-    (shape, *_), reorders = op.shapes, op.name.lower() == "transpose"
-    if x.shape == shape and not reorders:
-        return x
-    kept = [g for g in x.dims if g]
-    if reorders or [math.prod(d.size for d in g) for g in kept] != [n for n in shape if n > 1]:
-        raise refuse(op, "the plan's graph does not contain its result")
-    groups = iter(kept)
-    return replace(x, dims=tuple(() if n == 1 else next(groups) for n in shape))
-
-
-def reduce(p: MeshTfProgram, op: SourceOp, fn: str, axes: Sequence[int], keep: bool) -> MeshTfValue:
-    """Translate a reduction over tensor dims. keep: whether they are kept, with size 1."""
-    x = p.arg(op, 0)
-    dims = tuple(() if i in axes else g for i, g in enumerate(x.dims) if keep or i not in axes)
+def reduce(p: MeshTfProgram, node: Node, op: Op) -> MeshTfValue:
+    """Translate a reduction over the dims that the result lacks."""
+    x, dims = p.read(node, op.reads[0]), p.dims(node, op.writes[0])
     order = tuple(d for d in x.order if d in set(flat(dims)))
     if len(order) == len(x.order):
         return replace(x, dims=dims)
-    return p.let(f"{fn}({x.code}, output_shape={p.shape(order)})", order, dims, x.dtype)
+    return p.let(
+        f"{REDUCTIONS[op.function.name]}({x.code}, output_shape={p.shape(order)})", order, dims, x.dtype
+    )
+
+
+REDUCTIONS = {
+    "reduce_sum": "mtf.reduce_sum",
+    "reduce_max": "mtf.reduce_max",
+    "reduce_min": "mtf.reduce_min",
+    "reduce_and": "mtf.reduce_all",
+    "reduce_or": "mtf.reduce_any",
+}
+"""Function -> the Mesh-TF function of a reduction."""
+
+
+def product(p: MeshTfProgram, node: Node, op: Op) -> MeshTfValue:
+    """Translate a product, which is summed over the dims that the result lacks."""
+    xs = [p.read(node, a) for a in op.factors]
+    dims, dtype = p.dims(node, op.writes[0]), p.names.graph.tensors[op.writes[0].tensor].dtype
+    code = f"mtf.einsum([{', '.join(x.code for x in xs)}], output_shape={p.shape(flat(dims))})"
+    if xs[0].dtype != dtype:
+        code = f"mtf.cast({code}, tf.{dtype})"
+    return p.let(code, flat(dims), dims, dtype)
+
+
+def view(p: MeshTfProgram, node: Node, op: Op) -> MeshTfValue:
+    """Translate an op that only moves elements."""
+    xs, dims = [p.read(node, a) for a in op.reads], p.dims(node, op.writes[0])
+    x = xs[0]
+    match op.parameters:
+        case Slice(start=starts):
+            sizes = p.names.graph.tensors[op.writes[0].tensor].shape
+            for axis, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+                x = cut(p, x, axis, start, int(size))  # type: ignore[call-overload]
+        case EqualPart(axis=axis, index=index, count=count):
+            size = x.shape[axis] // count
+            x = cut(p, x, axis, index * size, size)
+        case Take(axis=axis, index=places):
+            x = concat(p, [cut(p, x, axis, k, 1) for k in places], axis)
+        case Concatenate(axis=axis):
+            x = concat(p, xs, axis)
+        case Pad():
+            x = padded(p, x, op.parameters, p.names.graph.tensors[op.writes[0].tensor].shape)
+        case _:
+            return p.viewed(x, dims)
+    return p.to(x, dims)
+
+
+def copy(p: MeshTfProgram, node: Node, op: Op) -> MeshTfValue:
+    """Translate a copy for several readers."""
+    return p.viewed(p.read(node, op.reads[0]), p.dims(node, op.writes[0]))
 
 
 # --- parts of tensors
 
 
-def single(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int) -> tuple[MeshTfValue, MeshTfDim]:
+def single(p: MeshTfProgram, x: MeshTfValue, axis: int) -> tuple[MeshTfValue, MeshTfDim]:
     """(the value with tensor dim ``axis`` as one unsplit dim, this dim). The dim is added if it has size 1."""
     group = x.dims[axis]
     if len(group) == 1 and group[0].axis is None:
@@ -339,7 +280,7 @@ def squeezed(p: MeshTfProgram, x: MeshTfValue) -> MeshTfValue:
     return p.let(f"mtf.reshape({x.code}, {p.shape(order)})", order, dims, x.dtype)
 
 
-def cut(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int, begin: int, size: int) -> MeshTfValue:
+def cut(p: MeshTfProgram, x: MeshTfValue, axis: int, begin: int, size: int) -> MeshTfValue:
     """Slice elements begin … begin + size of one tensor dim.
 
     If the dim consists of several Mesh-TF dims, the first of them is unsplit, and the slice consists of whole elements
@@ -354,7 +295,7 @@ def cut(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int, begin: int, s
         part, rest = group[0], group[1:]
         begin, size = begin // inner, size // inner
     else:
-        x, part = single(p, op, x, axis)
+        x, part = single(p, x, axis)
         rest = ()
     sliced = MeshTfDim(part.base, size, None)
     code = f'mtf.slice({x.code}, {begin}, {size}, "{p.names.name(part)}")'
@@ -364,7 +305,13 @@ def cut(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int, begin: int, s
     return squeezed(p, p.let(code, order, dims, x.dtype))
 
 
-def concat(p: MeshTfProgram, op: SourceOp, xs: Sequence[MeshTfValue], axis: int) -> MeshTfValue:
+def pick(p: MeshTfProgram, x: MeshTfValue, k: int) -> MeshTfValue:
+    """x at index k of its first dim, which the result lacks."""
+    part = cut(p, x, 0, k, 1)
+    return replace(part, dims=part.dims[1:])
+
+
+def concat(p: MeshTfProgram, xs: Sequence[MeshTfValue], axis: int) -> MeshTfValue:
     """Concatenate along a tensor dim that is not split."""
     if len(xs) == 1:
         return xs[0]
@@ -390,10 +337,36 @@ def concat(p: MeshTfProgram, op: SourceOp, xs: Sequence[MeshTfValue], axis: int)
     return p.let(code, flat(dims), dims, xs[0].dtype)
 
 
-def lookup(
-    p: MeshTfProgram, op: SourceOp, table: MeshTfValue, ids: MeshTfValue, axis: int, dims: TensorDims
-) -> MeshTfValue:
-    """Look up rows of ``table`` along ``axis`` by index. dims: the dims of the result."""
-    over = table.dims[axis]
-    code = f"ops.lookup({table.code}, {ids.code}, {p.shape(over)}, {p.shape(flat(dims))})"
+def padded(p: MeshTfProgram, x: MeshTfValue, pad: Pad, shape: Sequence[object]) -> MeshTfValue:
+    """Zeros around a tensor. shape: of the result."""
+    for axis, (low, size) in enumerate(zip(pad.before, shape, strict=True)):
+        high = int(size) - low - x.shape[axis]  # type: ignore[call-overload]
+        if not low and not high:
+            continue
+        x, part = single(p, x, axis)
+        wide = replace(part, size=part.size + low + high)
+        p.dim(wide)
+        dims = tuple((wide,) if i == axis else g for i, g in enumerate(x.dims))
+        order = tuple(wide if d == part else d for d in x.order)
+        x = p.let(f'mtf.pad({x.code}, [{low}, {high}], "{p.names.name(part)}")', order, dims, x.dtype)
+    return x
+
+
+def lookup(p: MeshTfProgram, node: Node, op: Op) -> MeshTfValue:
+    """Look up single elements of one dim of a table by index. The dim may be split."""
+    table, ids = (p.read(node, a) for a in op.reads)
+    axis, dims = looked_up(op), p.dims(node, op.writes[0])
+    assert axis is not None
+    code = f"ops.lookup({table.code}, {ids.code}, {p.shape(table.dims[axis])}, {p.shape(flat(dims))})"
+    if not table.dims[axis]:  # a dim of one element
+        return p.viewed(replace(table, dims=(*table.dims[:axis], *table.dims[axis + 1 :])), dims)
     return p.let(code, flat(dims), dims, table.dtype)
+
+
+def looked_up(op: Op) -> int | None:
+    """The dim of the table that the index selects from; None if the op does not look up single elements of one dim."""
+    table, ids, made = op.reads[0], op.reads[1], op.writes[0]
+    others = {d for a in (ids, made) for d in a.map.dims}
+    found = [i for i, w in enumerate(table.map.walks) if w.dims and not set(w.dims) & others]
+    whole = set(made.map.dims) <= {*table.map.dims, *ids.map.dims} and set(ids.map.dims) <= set(made.map.dims)
+    return found[0] if len(found) == 1 and whole else None

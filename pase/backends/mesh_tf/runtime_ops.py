@@ -23,17 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "conv2d",
-    "cross_entropy",
     "cwise",
     "descend",
     "halo",
     "local",
-    "log_softmax",
     "lookup",
     "one_hot",
     "pool2d",
-    "softmax",
-    "sparse_cross_entropy",
     "summed",
     "variable",
     "where",
@@ -151,37 +147,6 @@ def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """a if the condition holds, else b. Elements that are not selected may be infinite."""
     _, tf = mesh_tensorflow()
     return cwise(tf.where, condition, a, b, dtype=a.dtype)
-
-
-def softmax(x: Tensor, over: Sequence[Dimension]) -> Tensor:
-    mtf, _ = mesh_tensorflow()
-    rest = mtf.Shape([d for d in x.shape.dims if d not in over])
-    e = mtf.exp(x - mtf.reduce_max(mtf.stop_gradient(x), output_shape=rest))
-    return e * mtf.reciprocal(mtf.reduce_sum(e, output_shape=rest))
-
-
-def log_softmax(x: Tensor, over: Sequence[Dimension]) -> Tensor:
-    mtf, _ = mesh_tensorflow()
-    rest = mtf.Shape([d for d in x.shape.dims if d not in over])
-    shifted = x - mtf.reduce_max(mtf.stop_gradient(x), output_shape=rest)
-    return shifted - mtf.log(mtf.reduce_sum(mtf.exp(shifted), output_shape=rest))
-
-
-def sparse_cross_entropy(logits: Tensor, labels: Tensor, over: Sequence[Dimension]) -> Tensor:
-    """-log softmax(logits)[label]. labels: class indices."""
-    mtf, _ = mesh_tensorflow()
-    return mtf.negative(
-        mtf.einsum(
-            [*one_hot(labels, over, logits.dtype), log_softmax(logits, over)], output_shape=labels.shape
-        )
-    )
-
-
-def cross_entropy(logits: Tensor, labels: Tensor, over: Sequence[Dimension]) -> Tensor:
-    """The cross entropy with labels that are distributions over the classes."""
-    mtf, _ = mesh_tensorflow()
-    rest = mtf.Shape([d for d in logits.shape.dims if d not in over])
-    return mtf.negative(mtf.einsum([labels, log_softmax(logits, over)], output_shape=rest))
 
 
 def one_hot(ids: Tensor, dims: Sequence[Dimension], dtype: DType) -> list[Tensor]:
@@ -336,13 +301,14 @@ def pool2d(
     *,
     window: tuple[int, int],
     strides: tuple[int, int],
-    padding: str,
+    padding: Sequence[tuple[int, int]],
 ) -> Tensor:
     """Pool over rows and columns. (Mesh-TF's own op accepts only windows that do not overlap.)
 
     x: [batch dims, rows, columns, channel dims].
-    kind: "MAX" or "AVG".
+    kind: "MAX" or "SUM".
     over: rows and columns.
+    padding: elements before and after them that are in no window's result.
     """
     mtf, tf = mesh_tensorflow()
     dims = x.shape.dims
@@ -351,12 +317,16 @@ def pool2d(
     def pooled(s: Slice) -> Slice:
         sizes = s.shape.as_list()
         flat = tf.reshape(s, [-1, *sizes[first : first + 2], int(np.prod(sizes[first + 2 :]))])
-        made = tf.nn.pool(flat, window, kind, strides=strides, padding=padding, data_format="NHWC")
+        if any(map(any, padding)):
+            nothing = s.dtype.min if kind == "MAX" else 0
+            flat = tf.pad(flat, [(0, 0), *padding, (0, 0)], constant_values=nothing)
+        made = tf.nn.pool(flat, window, "MAX" if kind == "MAX" else "AVG", strides=strides, padding="VALID")
+        made = made if kind == "MAX" else made * float(window[0] * window[1])
         return tf.reshape(made, [*sizes[:first], *made.shape.as_list()[1:3], *sizes[first + 2 :]])
 
-    out = []
-    for k, d in enumerate(over):
-        span = d.size if padding == "SAME" else d.size - window[k] + 1
-        out.append(mtf.Dimension(d.name, -(-span // strides[k])))
+    out = [
+        mtf.Dimension(d.name, (d.size + sum(pads) - n) // s + 1)
+        for d, n, s, pads in zip(over, window, strides, padding, strict=True)
+    ]
     free = [d for d in dims if d not in over]
     return local(pooled, x, splittable=free, shape=mtf.Shape([*dims[:first], *out, *dims[first + 2 :]]))

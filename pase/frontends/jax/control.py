@@ -111,7 +111,7 @@ def scan(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     with b.region("loop", prefix, times=length):
         for k, (var, stacked) in enumerate(zip(xs, stacks, strict=True)):
             b.eqn = at.its("x", k)
-            layer = inner.env[var] = loops.unstack(b, stacked)
+            layer = inner.env[var] = loops.unstack(b, stacked, p["reverse"])
             lower.results[b.eqn] = (layer.name,)
         inner.eqns(jaxpr.eqns, prefix)
         b.source = source
@@ -120,7 +120,7 @@ def scan(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
         ys = []
         for k, (name, out) in enumerate(zip(jaxpr.outvars[nk:], eqn.outvars[nk:], strict=True)):
             b.eqn = at.its("y", k)
-            ys.append(loops.stack(b, inner.of(name), length, _shape(out)))
+            ys.append(loops.stack(b, inner.of(name), length, _shape(out), p["reverse"]))
         _close(lower, outs[:nk], carried)
     lower.write(eqn.outvars, carried + ys)
 

@@ -29,7 +29,6 @@ KNOWN: Registry[TfFold] = Registry("rule for small values of TensorFlow op")
 _rule = KNOWN.register
 
 _ELEMENTWISE = {
-    "FloorDiv": "floor_div",
     "TruncateDiv": "div",
     "Mod": "rem",
     "AddN": "add",

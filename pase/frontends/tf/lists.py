@@ -86,7 +86,7 @@ def _get(c: TfCall) -> Sequence[TfResult]:
     if n is not None:
         if a.length is not None and not 0 <= n < a.length:
             raise c.fail(f"it reads element {n} of a list of {a.length}")
-        return [take(c, whole, 0)]
+        return [take(c, whole, 0, n)]
     return [loops.unstack(c.b, whole)]
 
 

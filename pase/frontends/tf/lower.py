@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -234,7 +235,7 @@ class TfLowering:
             raise PaseError(
                 f"its shape {whole} has a dim without elements", where=f"TensorFlow op 'Const' at {node.name}"
             )
-        return self.b.constant(whole, dtype)
+        return self.b.constant(whole, dtype, contents=partial(constant, node, proto, whole))
 
     def _replicate(self, c: TfCall) -> Sequence[TfResult]:
         """An op without a rule, if the user allows it: replicated. Only its memory traffic is priced."""

@@ -76,8 +76,10 @@ _FUNCTIONS = {
     "Identity Snapshot PreventGradient CheckNumerics CheckNumericsV2 Copy EnsureShape PlaceholderWithDefault "
     "DebugIdentity DebugIdentityV2 DebugIdentityV3 DeepCopy RefIdentity XlaSharding": "copy",
     "StopGradient": "stop_gradient",
-    "Div RealDiv DivNoNan": "div",
-    "TruncateDiv FloorDiv TruncateMod Mod": "rem",
+    "Div RealDiv": "div",
+    "DivNoNan": "div_no_nan",
+    "FloorDiv": "floor_div",
+    "TruncateDiv TruncateMod Mod": "rem",
     "FloorMod": "mod",
     "Sqrt": "sqrt",
     "Rsqrt": "rsqrt",
@@ -139,11 +141,9 @@ _INEXACT = frozenset(
             "Angle",
             "ApproximateEqual",
             "TruncateDiv",
-            "FloorDiv",
             "Mod",
             "Ndtri",
             "Xdivy",
-            "DivNoNan",
             "MulNoNan",
         ),
         *("BesselJ0", "BesselJ1", "BesselK0", "BesselK0e", "BesselK1", "BesselK1e", "BesselY0", "BesselY1"),
@@ -332,10 +332,11 @@ def _arg(c: TfCall) -> Sequence[TfResult]:
 
 @lowers("L2Loss")
 def _l2(c: TfCall) -> Sequence[TfResult]:
-    """Half of the sum of squares. The half is part of the squares."""
+    """Half of the sum of squares."""
     x = c.x()
-    half = nests.elementwise(c.b, functions.SQUARE, [x, None], [x.dtype], flops=2.0)
-    return nests.reduce(c.b, functions.SUM, half, range(len(x.shape)), [x.dtype])
+    (square,) = nests.elementwise(c.b, functions.SQUARE, [x], [x.dtype])
+    half = composites.apply(c.b, functions.MUL, square, 0.5)
+    return nests.reduce(c.b, functions.SUM, [half], range(len(x.shape)), [x.dtype])
 
 
 @lowers(

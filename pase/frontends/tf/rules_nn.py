@@ -6,7 +6,10 @@ that strategies and costs are the same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+
+import numpy as np
 
 from pase.frontends.common.values import Value
 from pase.frontends.tf.rules import lowers, opaque
@@ -185,6 +188,17 @@ def _pool(c: TfCall) -> Sequence[TfResult]:
         raise c.fail(f"its window {window} with strides {strides} does not fit a tensor of {rank} dims")
     out, padding = zip(*(_extent(c, i, s, window[i], strides[i]) for i, s in enumerate(shape)), strict=True)
     function = functions.WINDOW_SUM if c.node.op.startswith("Avg") else functions.WINDOW_MAX
+
+    def inside() -> Tensor:
+        """How many elements of the operand each window takes."""
+        rows = []
+        for size, n, stride, before, many in zip(shape, window, strides, padding, out, strict=True):
+            first = np.arange(many) * stride - before
+            rows.append(np.minimum(first + n, size) - np.maximum(first, 0))
+        wide = [m if n > 1 else 1 for m, n in zip(out, window, strict=True)]
+        counts = functools.reduce(np.multiply.outer, [r[:m] for r, m in zip(rows, wide, strict=True)])
+        return c.b.constant(wide, x.dtype, contents=counts.astype(np.float32))
+
     made = windows.window_reduce(
         c.b,
         function,
@@ -196,7 +210,7 @@ def _pool(c: TfCall) -> Sequence[TfResult]:
     )
     if function is functions.WINDOW_SUM:
         plain = not any(padding) and c.text("padding") == "VALID"
-        made = composites.apply(c.b, functions.DIV, made, elements(window) if plain else None)
+        made = composites.apply(c.b, functions.DIV, made, elements(window) if plain else inside())
     return (
         [made, c.b.constant(c.shape(out), c.type("Targmax"))] if c.node.op == "MaxPoolWithArgmax" else [made]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from pase.frontends.tf.slices import positions
 from pase.frontends.tf.values import Handle, TfCall, TfResult, elements
 from pase.ir import Tensor, functions
 from pase.ir.functions import FUNCTIONS
-from pase.ir.parameters import Parameters, Slice
+from pase.ir.literals import literal
+from pase.ir.parameters import Pad, Parameters, Slice, Take
 from pase.ops import indexed, nests
 
 __all__ = ["pack", "take"]
@@ -76,14 +78,23 @@ def _fill(c: TfCall) -> Sequence[TfResult]:
 def _range(c: TfCall) -> Sequence[TfResult]:
     """A constant. This rule gets only ranges that are too long to be known values."""
     if c.node.op == "LinSpace":
-        return [c.b.constant(c.shape([c.number(2, "number of points")]), c.dtype(0))]
+        ends = [c.known(i) for i in range(2)]
+        n, told = c.number(2, "number of points"), all(e is not None for e in ends)
+        contents = partial(np.linspace, *(e.reshape(()) for e in ends if e is not None), n) if told else None
+        return [c.b.constant(c.shape([n]), c.dtype(0), contents=contents)]
     ends = [c.known(i) for i in range(3)]
     if any(e is None or e.size != 1 for e in ends):
         raise c.fail("its limits are computed from data", fix="make them constants or functions of shapes")
     start, limit, delta = (float(e.reshape(())) for e in ends if e is not None)
     if not delta or not np.isfinite([start, limit, delta]).all():
         raise c.fail(f"its range from {start} to {limit} in steps of {delta} does not end")
-    return [c.b.constant(c.shape([int(np.ceil((limit - start) / delta))]), c.type("Tidx"))]
+    return [
+        c.b.constant(
+            c.shape([int(np.ceil((limit - start) / delta))]),
+            c.type("Tidx"),
+            contents=partial(np.arange, start, limit, delta),
+        )
+    ]
 
 
 @lowers("Pack")
@@ -106,14 +117,15 @@ def pack(c: TfCall, xs: Sequence[Tensor], axis: int) -> Tensor:
 def _unpack(c: TfCall) -> Sequence[TfResult]:
     x, shape = c.x(), c.shape_of(0)
     axis = c.axis(c.whole("axis", 0), len(shape))
-    return [take(c, x, axis) for _ in range(shape[axis])]
+    return [take(c, x, axis, k) for k in range(shape[axis])]
 
 
-def take(c: TfCall, x: Tensor, axis: int) -> Tensor:
+def take(c: TfCall, x: Tensor, axis: int, index: int) -> Tensor:
     """x at one index of a dim, without that dim. The dim may not be split."""
+    at = one_dim(c.shape(x.shape), axis, index)  # type: ignore[arg-type]
     one = [*x.shape[:axis], 1, *x.shape[axis + 1 :]]
     kept = [i != axis for i in range(len(one))]
-    part = x if x.shape[axis] == 1 else nests.restrict(c.b, c.node.op, [x], one, kept)
+    part = x if x.shape[axis] == 1 else nests.restrict(c.b, c.node.op, [x], one, kept, at)
     return nests.reshape(c.b, part, [s for s, k in zip(one, kept, strict=True) if k])
 
 
@@ -227,7 +239,12 @@ def _pad(c: TfCall) -> Sequence[TfResult]:
         raise c.fail(f"its paddings {pads} do not match shape {shape}")
     added = [pads[2 * i] + pads[2 * i + 1] for i in range(len(shape))]
     out = c.shape([s + a for s, a in zip(shape, added, strict=True)])
-    return [_part(c, out, [a == 0 for a in added])]
+    value = 0.0 if c.node.op == "Pad" else c.known(2) if c.node.op == "PadV2" else None
+    pad = None
+    if value is not None:
+        before = tuple(pads[2 * i] for i in range(len(shape)))
+        pad = Pad(before=before, interior=(0,) * len(shape), value=literal(value))
+    return [_part(c, out, [a == 0 for a in added], pad)]
 
 
 @lowers("Tile")
@@ -294,7 +311,15 @@ def _one_hot(c: TfCall) -> Sequence[TfResult]:
     out = c.shape([*shape[:axis], depth, *shape[axis:]])
     ids = nests.reshape(c.b, c.x(0), [*shape[:axis], 1, *shape[axis:]])
     dtype = c.type("T") if "T" in c.node.attr else c.dtype(2)
-    return nests.elementwise(c.b, functions.EQUAL, [ids, None], [dtype], name="OneHot", shape=out)
+    plain = all((v := c.known(i)) is not None and v.reshape(-1).tolist() == [w] for i, w in ((2, 1), (3, 0)))
+    wide = [depth if i == axis else 1 for i in range(len(out))]
+    classes = c.b.constant(wide, ids.dtype, contents=partial(_classes, wide)) if plain else None
+    return nests.elementwise(c.b, functions.EQUAL, [ids, classes], [dtype], name="OneHot", shape=out)
+
+
+def _classes(shape: Sequence[int]) -> np.ndarray:
+    """0, 1, … in this shape."""
+    return np.arange(elements(shape)).reshape(shape)
 
 
 @lowers("GatherV2", "Gather", "ResourceGather")
@@ -312,10 +337,11 @@ def _gather(c: TfCall) -> Sequence[TfResult]:
             f"its indices of shape {ids} do not fit dim {axis} of shape {shape} with {batch} batch dims"
         )
     out = c.shape([*shape[:axis], *ids[batch:], *shape[axis + 1 :]])
-    if c.known(1) is not None and len(ids) < 2 and not batch:
+    if (known_ids := c.known(1)) is not None and len(ids) < 2 and not batch:
         part = [*shape[:axis], *(ids or (1,)), *shape[axis + 1 :]]
         kept = [i != axis for i in range(len(shape))]
-        return [nests.reshape(c.b, nests.restrict(c.b, "gather", [x], part, kept), out)]
+        places = Take(axis=axis, index=tuple(int(k) % shape[axis] for k in known_ids.reshape(-1)))
+        return [nests.reshape(c.b, nests.restrict(c.b, "gather", [x], part, kept, places), out)]
     offset = [i for i in range(len(out)) if batch <= i < axis or i >= axis + len(ids) - batch]
     return [
         indexed.gather(

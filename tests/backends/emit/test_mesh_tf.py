@@ -21,14 +21,9 @@ from tests.command import reported
 @pytest.mark.parametrize("model", ["mlp", "transformer", "rnnlm", "alexnet"])
 @pytest.mark.parametrize("strategy", ["ours@2x4", "random3@2x2x2"])
 def test_every_tensor_of_a_program_obeys_the_rules(model, strategy):
-    """``program`` checks each of its tensors. A scan that is refused is named in the error."""
+    """``program`` checks each of its tensors."""
     plan = reduced(model).plan(strategy)
-    try:
-        text, layout = mesh_tf.program(plan)
-    except PaseError as e:
-        assert model in ("transformer", "rnnlm"), e
-        assert re.search(r"'scan' at .*\.py", str(e)), e
-        return
+    text, layout = mesh_tf.program(plan)
     compile(text, "program.py", "exec")
     mesh, rules = check_layout(layout.mesh_shape, layout.layout_rules)
     for name, dims in layout.dims.items():

@@ -35,6 +35,8 @@ def worker():
         "rows",
         "lstm",
         "transformer",
+        "parts",
+        "images",
     ]
     done = subprocess.run(
         [sys.executable, "-m", "tests.backends.mesh_tf.worker", *sections],

@@ -6,6 +6,6 @@ from tests.backends.mesh_tf.results import assert_steps_are_tensorflows, needs_m
 
 
 @needs_mesh_tf
-@pytest.mark.parametrize("model", ["alexnet", "rows"])
+@pytest.mark.parametrize("model", ["alexnet", "rows", "images"])
 def test_a_step_is_tensorflow_s(model):
     assert_steps_are_tensorflows(model)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from pase.backends.mesh_tf.names import MeshTfDim, Names
-from pase.backends.mesh_tf.program import Input, MeshTfProgram, SourceOp, comment
-from pase.errors import PaseError
+from pase.backends.mesh_tf.program import MeshTfProgram, comment
 from pase.ir import from_text
 from pase.machine import Mesh
 
@@ -63,26 +61,6 @@ def test_a_known_array_is_a_number_a_list_or_an_array_beside_the_program() -> No
         assert p.constant(many, None, "float32").shape == (100,)
         assert 'CONSTANTS["c0"]' in p.lines[-1]
     assert list(p.constants) == ["c0"] and p.constants["c0"] is many
-
-
-def test_what_depends_on_data_is_refused_where_a_number_is_needed() -> None:
-    p = program()
-    op = SourceOp(
-        at=None,
-        name="Reshape",
-        label="here.py:3",
-        inputs=(Input(tensor="t", shape=(8,)),),
-        outputs=("u",),
-        shapes=((8,),),
-        dtypes=("float32",),
-    )
-    with pytest.raises(PaseError, match="depends on data") as e:
-        p.static(op, 0)
-    assert e.value.where == "'Reshape' at here.py:3" and p.scalar(op, 0) is None
-    known = replace(op, inputs=(Input(tensor=None, value=np.array([3])),))
-    assert p.scalar(known, 0) == "3" and p.static(known, 0).tolist() == [3]
-    with pytest.raises(PaseError, match=r"does not have \(t\)"):
-        p.held(op, "t")
 
 
 def test_a_comment_stays_on_its_line() -> None:

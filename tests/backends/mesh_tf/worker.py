@@ -215,7 +215,37 @@ def models() -> dict[str, Any]:
             (8, 3),
         ),
         "transformer": of(transformer, (8, 8), 32, 32, (8, 8)),
+        "parts": of(keras.Sequential([layers.Dense(16), layers.Lambda(parts), layers.Dense(8)]), (8, 16), 8),
+        "images": of(
+            keras.Sequential(
+                [
+                    layers.Conv2D(4, (1, 3), padding="same"),
+                    layers.AveragePooling2D(3, 2, padding="same"),
+                    layers.Conv2D(8, 1, activation="relu"),
+                    layers.Conv2D(4, 1, 2),
+                    layers.Flatten(),
+                    layers.Dense(8),
+                ]
+            ),
+            (8, 12, 12, 1),
+            8,
+        ),
     }
+
+
+def parts(x: Any) -> Any:
+    """Takes, joins and pads parts of a tensor, in every way that has a rule."""
+    import tensorflow as tf
+
+    a, b = tf.split(x, 2, axis=1)
+    rows = tf.unstack(a, axis=1)
+    joined = tf.concat([b, tf.stack(rows[:3], axis=1), tf.gather(a, [3, 1, 1], axis=1)], 1)
+    wide = tf.pad(joined[:, 2:12], [[0, 0], [2, 4]])
+    shifted = tf.reshape(tf.reshape(wide, (8, 4, 4)), (8, 2, 8))[:, 1, :]
+    classes = tf.one_hot(tf.cast(tf.math.floordiv(tf.abs(a[:, 0]), 0.5), tf.int32) % 4, 4)
+    safe = tf.math.divide_no_nan(shifted, tf.nn.relu(tf.sign(b))) + tf.clip_by_value(b, -0.5, 0.5)
+    more = tf.nn.leaky_relu(a) + tf.nn.softplus(b) + tf.nn.elu(a) + tf.nn.l2_loss(b) * 1e-2
+    return tf.concat([wide, shifted + more, safe, classes, tf.math.squared_difference(a, b)], 1)
 
 
 def trained(name: str, loss: Any, specs: Any, model: Any, batch: Any, strategy: str) -> dict[str, Any]:
@@ -336,13 +366,8 @@ def refused() -> dict[str, str]:
             tf.while_loop(lambda y: tf.reduce_sum(y) < 100.0, lambda y: [y @ w], [x], name="until")[0]
         )
 
-    @tf.function
-    def channels_first(x: Any) -> Any:
-        images = tf.reshape(x @ w, (1, 8, 2, 2))
-        return tf.reduce_sum(tf.nn.bias_add(images, tf.reduce_sum(w, 0), data_format="NCHW", name="bias"))
-
     out = {}
-    for name, fn in (("cumulative", cumulative), ("until", until), ("channels", channels_first)):
+    for name, fn in (("cumulative", cumulative), ("until", until)):
         traced = from_tf.trace(fn, spec)
         case = Case(traced=traced, problem=SplitProblem.of(traced.graph, 2, None, "analytic", "sgd"))  # type: ignore[arg-type]
         plan = case.plan("random0@2")
@@ -414,6 +439,8 @@ STRATEGIES = {
     "rows": ["random0@2x2", "random17@2x2"],
     "lstm": ["ours@4"],
     "transformer": ["ours@2x2"],
+    "parts": ["random0@2x2", "random5@2x2"],
+    "images": ["ours@4", "ours@2x2"],
 }
 
 
