@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from itertools import zip_longest
 
 from pase.frontends.registry import NotInParts, Traced
 from pase.ir import Graph, Op, Place, named, simplify
 from pase.ir.batch_sums import BatchSums, ExamplesMeet, batch_sums, counting_ops
 from pase.ir.constants import number_power
-from pase.ir.two_batches import Otherwise, PowersInGraph, TwoBatches, depends_on_data
+from pase.ir.two_batches import Otherwise, PowersInGraph, TwoBatches, depends_on, depends_on_data
 
-__all__ = ["OUTSIDE", "check_mean", "examples_meet", "micro_sums"]
+__all__ = ["OUTSIDE", "check_mean", "examples_meet", "micro_sums", "of_loss"]
 
 OnBatch = Callable[[int], Traced]
 """The model traced on a batch of so many examples."""
@@ -76,14 +77,17 @@ def micro_sums(
 
 def check_mean(sums: BatchSums, graph: Graph, name: str, micro_batches: int) -> None:
     """Raises NotInParts if the mean of the micro-batches' losses is not the loss of the whole batch."""
-    if (read := _total_of_loss(graph, sums)) is not None:
+    sums = of_loss(sums, graph)
+    makers = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
+    if sums.totals:
+        op = makers[next(iter(sums.totals))]
         raise NotInParts(
             f"a step in {micro_batches} micro-batches would give other numbers: the loss of '{name}' depends on "
-            f"{read}, a sum over the batch, of which a micro-batch has only its own part",
+            f"{op.name} at {op.source or 'an unknown line'}, a sum over the batch, of which a micro-batch has only its "
+            f"own part",
             fix=OUTSIDE,
         )
     if sums.scaled:
-        makers = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
         at = " and ".join(str(makers[t].source or makers[t].name) for t in sums.scaled)
         raise NotInParts(
             f"a step in {micro_batches} micro-batches would give other numbers: the loss of '{name}' adds a sum over "
@@ -115,19 +119,15 @@ def _examples(whole: Traced, part: Traced, examples: int) -> int:
     return next((int(a[0]) for a, b in every if b is not None and a != b), examples)  # type: ignore[arg-type]
 
 
-def _total_of_loss(graph: Graph, sums: BatchSums) -> str | None:
-    """The op and line of a sum over the batch that depends on no parameter and that the loss depends on, or None."""
-    makers = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
-    left, seen = list(graph.outputs[:1]), set(graph.outputs[:1])
-    while left:
-        t = left.pop()
-        op = makers.get(t)
-        if op is not None and t in sums.totals:
-            return f"{op.name} at {op.source or 'an unknown line'}"
-        new = {a.tensor for a in op.reads} - seen if op is not None else set()
-        seen |= new
-        left += new
-    return None
+def of_loss(sums: BatchSums, graph: Graph) -> BatchSums:
+    """What the loss, the graph's first output, depends on: another result's own sums are its micro-batch's."""
+
+    def read(t: str) -> bool:
+        return graph.outputs[0] in depends_on(graph, {t})
+
+    totals = {t: power for t, power in sums.totals.items() if read(t)}
+    scaled = {t: powers for t, powers in sums.scaled.items() if read(t)}
+    return replace(sums, totals=totals, scaled=scaled, counting=counting_ops(graph, totals))
 
 
 def _check_single(many: Traced, pair: Traced, single: Traced, k: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.frontends.blocks import BLOCKS, BlockWays
-from pase.frontends.common.micro_batches import OUTSIDE, micro_sums
+from pase.frontends.common.micro_batches import OUTSIDE, micro_sums, of_loss
 from pase.frontends.common.repeats import crossing, equal_runs
 from pase.frontends.jax.draws import draws_of_batch
 from pase.frontends.jax.frontend import INLINED, TracedJax, inlined, inner_jaxpr, trace
@@ -272,12 +272,13 @@ def sums_of(whole: TracedJax, part: TracedJax, k: int) -> BatchSums:
     again = partial(on_batch, whole)
     sums = micro_sums(whole, part, graph, size // k, again, state_of_whole=False)
     check_totals(part, graph, sums, k)
-    return sums
+    return of_loss(sums, graph)
 
 
 def check_totals(part: TracedJax, graph: Graph, sums: BatchSums, k: int) -> None:
     """Raises NotInParts if a total is not a value of the program itself, but of a loop, a branch or a function with its
-    own derivative, or if a result beside the loss depends on one."""
+    own derivative, or if a result beside the loss depends on one that the loss reads."""
+    sums = of_loss(sums, graph)
     here = _own_values(part, part.jaxpr.jaxpr, "")
     makers = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
     for t in (*sums.totals, *sums.scaled):
@@ -288,12 +289,12 @@ def check_totals(part: TracedJax, graph: Graph, sums: BatchSums, k: int) -> None
                 f"is a sum over the batch inside of a loop, a branch or a function with its own derivative",
                 fix=OUTSIDE,
             )
-    read = depends_on(part.graph, sums.totals)
+    read = depends_on(part.graph, {*sums.totals, *sums.scaled})
     for path, out in zip(_result_paths(part), part.out_names[1:], strict=True):
         if out is not None and out in read and out not in sums.totals:
             raise NotInParts(
                 f"a step in {k} micro-batches would give other numbers: {path} is returned beside the loss and depends "
-                f"on a sum over the batch, of which each micro-batch would return a share",
+                f"on a sum over the batch that the loss reads, so each micro-batch would return a share of it",
                 fix="return what it is computed from, and compute it of what the micro-batches return",
             )
 

@@ -109,14 +109,32 @@ def test_a_total_beside_the_loss_is_the_micro_batchs_own():
         assert np.asarray(beside[name]) == pytest.approx(np.array([e[name] for e in each]), rel=1e-4)
 
 
-def test_what_reads_a_total_beside_the_loss_is_refused():
+@pytest.mark.parametrize("of", [counted, with_penalties])
+def test_what_depends_on_a_sum_of_the_losss_beside_it_is_refused(of):
     def loss(params, ids, labels):
-        mean = counted(params, ids, labels)
+        mean = of(params, ids, labels)
         return mean, {"mean": mean}
 
     with pytest.raises(NotInParts, match=r"the result \[1\]\['mean'\] is returned beside the loss") as e:
         pase.compile(loss, PARAMS, IDS, LABELS, devices=1, accumulate=4)
     assert "compute it of what the micro-batches return" in e.value.fix
+
+
+def test_what_only_other_results_read_is_each_micro_batchs_own():
+    """Neither a count that the loss does not read is summed, nor a sum of unlike terms scaled."""
+
+    def loss(params, ids, labels):
+        on, each = (labels >= 0) * 1.0, losses(params, ids, labels)
+        whole = sum((x**2).sum() for x in jax.tree.leaves(params))
+        return each.mean(), {"mean": (each * on).sum() / on.sum(), "sum": each.sum() + whole}
+
+    right = jax.value_and_grad(loss, has_aux=True)(PARAMS, IDS, LABELS)
+    plan = pase.compile(loss, PARAMS, IDS, LABELS, devices=2, accumulate=4)
+    (value, beside), gradients = plan.jax.value_and_grad()(*plan.jax.device_put(PARAMS, IDS, LABELS))
+    matches((value, gradients), (right[0][0], right[1]))
+    own = [loss(PARAMS, IDS[i::4], LABELS[i::4])[1] for i in range(4)]
+    for name in beside:
+        assert np.asarray(beside[name]) == pytest.approx(np.array([e[name] for e in own]), rel=1e-4)
 
 
 def test_a_total_in_a_loop_is_refused():
