@@ -177,8 +177,8 @@ class CompileOptions:
     )
     accumulate: int | None = _option(
         None,
-        "The number of micro-batches in a step, whose gradients are summed. The loss must be a mean over the batch. "
-        "Default: 1, or what the memory limit requires.",
+        "The number of micro-batches in a step, whose gradients are summed. The loss must be a mean or a sum over "
+        "the batch, or a mean by a count. Default: 1, or what the memory limit requires.",
         "--accumulate",
         minimum=1,
         about="memory",
