@@ -75,6 +75,11 @@ class JaxprWalk:
     totals: Totals | None = None
     """The sums over the whole batch, if the micro-batch reads any."""
 
+    @property
+    def _only_finds(self) -> bool:
+        """Whether this walk only finds the micro-batch's own sums, so that nothing has to be recomputed."""
+        return self.totals is not None and self.totals.finds
+
     def _through(self, value: Array, placements: Sequence[Placement]) -> Array:
         import jax
 
@@ -140,7 +145,7 @@ class JaxprWalk:
         i = start
         while i < stop:
             block = next((b for b in self.plan.blocks if b.prefix == prefix and b.start == i), None)
-            if block is None or (self.totals is not None and self.totals.finds):
+            if block is None or self._only_finds:
                 with noted(jaxpr.eqns[i]):
                     self._one(jaxpr, i, env, prefix, copies)
                 i += 1
@@ -263,8 +268,7 @@ class JaxprWalk:
         import jax
 
         jaxpr, consts = inner_jaxpr(eqn)
-        finds = self.totals is not None and self.totals.finds
-        if finds or eqn.primitive.name not in ("remat", "remat2", "checkpoint"):
+        if self._only_finds or eqn.primitive.name not in ("remat", "remat2", "checkpoint"):
             return self.run(jaxpr, consts, ins, prefix, copies)
 
         def body(*args: Array) -> list[Array]:
