@@ -39,8 +39,8 @@ class BlockWays:
     check_sums: raises NotInParts if a step cannot give a micro-batch the sums over the batch that it reads. It takes
         the model on a micro-batch, its simplified graph, the sums, and the number of micro-batches.
     one_loop: whether the program has one loop of so many iterations whose iterations one program can run as stages.
-    mean: a step in stages takes the mean of its micro-batches' losses, and each micro-batch passes its own state on;
-        otherwise their sum, and the state of the whole batch.
+    state_of_whole: a step in micro-batches leaves the state that a step of the whole batch does; otherwise each
+        micro-batch passes its own on.
     hoists: a backend can run collectives of parameters once per step (``Hoisted``).
     """
 
@@ -52,7 +52,7 @@ class BlockWays:
     check_micro: Callable[[Any, int], None] = lambda traced, micro_batches: None
     check_sums: Callable[[Any, Graph, BatchSums, int], None] = lambda part, graph, sums, micro_batches: None
     one_loop: Callable[[Any, int], bool] = lambda traced, blocks: False
-    mean: bool
+    state_of_whole: bool
     hoists: bool
 
 

@@ -42,6 +42,16 @@ class BatchSums:
     counting: frozenset[tuple[Place, str]]
     scaled: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
+    @property
+    def power(self) -> int:
+        """That of the loss, which is the first result."""
+        return next(iter(self.outputs.values()))
+
+    @property
+    def mean(self) -> bool:
+        """Whether the loss is the mean of the micro-batches' own."""
+        return not self.totals and not self.scaled and self.power == 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class _OfBatch:

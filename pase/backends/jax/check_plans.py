@@ -178,7 +178,7 @@ def _reference(
             device=mesh.devices.flat[0],
             micro_batches=plan.accumulate,
             whole=plan.unpadded,
-            mean=not plan.reads_totals and set(plan.sums.outputs.values()) == {1},
+            mean=plan.sums.mean,
         )
         found = alone.compared(steps, remarks)
         if not isinstance(found, str) or against == "unsharded":

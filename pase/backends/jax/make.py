@@ -11,7 +11,7 @@ from pase.plan.buckets import model_of
 from pase.plan.constraints import Constraints
 from pase.plan.types import PlanData
 
-__all__ = ["jax_plan", "modules_of", "traced_by_jax"]
+__all__ = ["jax_plan", "modules_of", "traced_by_jax", "whole_batch"]
 
 
 def traced_by_jax(plan: PlanData, micro_batches: int | None = None) -> TracedJax:
@@ -22,12 +22,16 @@ def traced_by_jax(plan: PlanData, micro_batches: int | None = None) -> TracedJax
     """
     from pase.frontends.jax.blocks import micro
 
-    traced = plan.traced_as(
+    return micro(whole_batch(plan), micro_batches or plan.accumulate)
+
+
+def whole_batch(plan: PlanData) -> TracedJax:
+    """The model on the whole batch. Raises PaseError as ``traced_by_jax`` does."""
+    return plan.traced_as(
         TracedJax,
         "loss_fn, params, batch",
         "it is not a JAX program; use 'pase emit' to write the plan for other frameworks",
     )
-    return micro(traced, micro_batches or plan.accumulate)
 
 
 def modules_of(plan: PlanData) -> ModuleFunction | None:
@@ -47,7 +51,7 @@ def jax_plan(plan: PlanData) -> JaxPlan:
     return JaxPlan(
         traced=traced,
         accumulate=plan.accumulate,
-        whole=plan.traced if isinstance(plan.traced, TracedJax) else None,
+        whole=whole_batch(plan),
         blocks=plan.remat,
         hoisted=plan.once,
         accesses=plan.accesses,

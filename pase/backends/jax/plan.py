@@ -130,7 +130,7 @@ class JaxPlan:
         padded = self.whole is not None and self.whole.written is not None  # refused unless it is a mean
         if self.whole is None or self.accumulate == 1 or padded:
             return BatchSums(totals={}, outputs={self.traced.graph.outputs[0]: 1}, counting=frozenset())
-        return sums_of(self.whole, self.traced, self.accumulate)
+        return sums_of(self.whole, self.accumulate)
 
     @property
     def reads_totals(self) -> bool:
@@ -143,7 +143,7 @@ class JaxPlan:
 
     def of_batch(self, summed: Array) -> Array:
         """The whole batch's loss or gradient. summed: over the micro-batches."""
-        (power, *_) = self.sums.outputs.values()
+        power = self.sums.power
         return summed / self.accumulate**power if power else summed
 
     @cached_property

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pase.frontends.registry import Traced
     from pase.ir import Graph
 
-__all__ = ["ProductPrecision", "Variant", "graph_of", "recomputed", "untried", "variants"]
+__all__ = ["ProductPrecision", "Variant", "check_replicas", "graph_of", "recomputed", "untried", "variants"]
 
 ProductPrecision = Literal["model", "fp8"]
 """The precision of products with weights: the model's own, or eight bits."""
@@ -59,47 +59,44 @@ class Variant:
         return " and ".join([*parts, *recompute_text(self.blocks)]) or "as written"
 
 
-def graph_of(traced: Traced, variant: Variant, *, stages: bool = False) -> Graph:
-    """Return the graph of a variant, for the search. stages: the step runs in pipeline stages.
-
-    Raises PaseError if the batch is not divisible.
-    """
+def graph_of(traced: Traced, variant: Variant) -> Graph:
+    """Return the graph of a variant, for the search. Raises PaseError if the batch is not divisible."""
     from pase.ir import named, simplify
 
     raw = traced.graph
     if variant.accumulate > 1:
-        raw = _micro(traced, variant.accumulate).graph
+        raw = block_ways(traced).micro(traced, variant.accumulate).graph
     graph = named(simplify(rematerialised(raw, variant.blocks), raw))
     if variant.accumulate > 1:
-        _check_micro(traced, variant.accumulate, stages)
+        _check_micro(traced, variant.accumulate, False)
     exact = in_fp8(graph, FP8) if variant.precision == "fp8" else graph
     exact = decomposed(exact) if variant.decompose == "products" else exact
     return accumulated(exact, variant.accumulate, variant.hoisted)
 
 
-@once
-def _micro(traced: Traced, micro_batches: int) -> Traced:
-    """Return the model on one micro-batch, if the batch is divided into this many."""
-    return block_ways(traced).micro(traced, micro_batches)
+def check_replicas(traced: Traced, micro_batches: int) -> None:
+    """Raise NotInParts if replicas that each run some of the micro-batches would give other numbers: a step takes the
+    mean of their losses."""
+    _check_micro(traced, micro_batches, True)
 
 
 @once
 def _check_micro(traced: Traced, micro_batches: int, mean: bool) -> None:
-    """Raise NotInParts if micro-batches would give other numbers. mean: a step takes the mean of their losses, if this
-    frontend's steps in stages do."""
+    """Raise NotInParts if micro-batches would give other numbers. mean: a step takes the mean of their losses."""
     from pase.ir import named, simplify
 
     if traced.written is not None:
         _check_micro(traced.written, micro_batches, True)  # padding adds no sums, but its masks hide numbers
         return
-    ways, part = block_ways(traced), _micro(traced, micro_batches)
+    ways = block_ways(traced)
+    part = ways.micro(traced, micro_batches)
     ways.check_micro(traced, micro_batches)
     examples, graph = ways.batch_size(traced) // micro_batches, named(simplify(part.graph, part.graph))
     sums = micro_sums(
-        traced, part, graph, examples, partial(ways.on_batch, traced), state_of_whole=not ways.mean
+        traced, part, graph, examples, partial(ways.on_batch, traced), state_of_whole=ways.state_of_whole
     )
     ways.check_sums(part, graph, sums, micro_batches)
-    if ways.mean and mean:
+    if mean:
         check_mean(sums, graph, traced.graph.name, micro_batches)
 
 
@@ -108,7 +105,7 @@ def _meet(traced: Traced, graph: Graph) -> str | None:
     ways = BLOCKS.get(traced.frontend)
     if ways is None:
         return None
-    return examples_meet(graph, ways.batch_inputs(traced), state_of_whole=not ways.mean)
+    return examples_meet(graph, ways.batch_inputs(traced), state_of_whole=ways.state_of_whole)
 
 
 def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: bool) -> Iterator[list[Variant]]:

@@ -82,14 +82,14 @@ class TablesMade:
         if plain == variant:
             return None
         if plain not in self._graphs:
-            graph = graph_of(self.traced, plain, stages=True)
+            graph = graph_of(self.traced, plain)
             self._graphs[plain] = graph, divided(graph, self.blocks)
         places = self._graphs[plain][1]
         return places.chain if isinstance(places, UnitPlaces) else None
 
     def of(self, variant: Variant, mesh: Mesh, group: RankGroup) -> StageTables:
         if variant not in self._graphs:
-            graph = graph_of(self.traced, variant, stages=True)
+            graph = graph_of(self.traced, variant)
             self.spent.graphs += 1
             self._graphs[variant] = graph, divided(graph, self.blocks, self._chain(variant))
         key = variant, mesh, group.number

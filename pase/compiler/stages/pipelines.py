@@ -103,7 +103,7 @@ def search_pipelines(
     shares = search_replica_split(problem, traced, options, say, out.spent)
     out.unseen += shares.left
     if not candidates and not shares.found:
-        raise Infeasible(
+        raise shares.refused or Infeasible(
             f"there is no pipeline of {options.devices} devices (pipeline={options.pipeline})",
             fix="choose numbers of devices and examples that divide, and at most one rank per block",
         )

@@ -20,13 +20,14 @@ from pase import costmodels
 from pase.compiler.problem.options import CompileOptions
 from pase.compiler.problem.problem import Progress, SplitProblem
 from pase.compiler.problem.spent import Spent
-from pase.compiler.problem.variants import Variant, variants
+from pase.compiler.problem.variants import Variant, check_replicas, variants
 from pase.compiler.stages.candidates import Candidate, TablesMade, menu_of, search_candidate
 from pase.compiler.stages.chain_places import divided
 from pase.compiler.stages.device_groups import Arrangement, RankGroup, groups_of, rank_meshes
 from pase.compiler.stages.menu import StageTables
 from pase.compiler.stages.search import Staged, StageMenu
 from pase.frontends.blocks import block_ways
+from pase.frontends.registry import NotInParts
 from pase.ir import Graph
 from pase.machine import GroupedMachine, Mesh, mesh_from
 
@@ -82,11 +83,14 @@ class ReplicaSplitSearch:
 
     bounds: lower bounds in seconds for the numbers for which nothing was found.
     left: how many numbers were not reached, because the allowed work was spent.
+    refused: why replicas with the last number that was tried would give other numbers than the model; None if they
+        would not.
     """
 
     found: tuple[ReplicaSplit, ...] = ()
     bounds: tuple[float, ...] = ()
     left: int = 0
+    refused: NotInParts | None = None
 
 
 def best_split(
@@ -162,6 +166,7 @@ def search_replica_split(
     made = TablesMade(traced, frontend.blocks_of(traced), problem.optimizer, keep=True, spent=spent)
     limited = options.limit_bytes(machine) is not None
     examples, out, bounds, skipped = frontend.batch_size(traced), list[ReplicaSplit](), list[float](), 0
+    refused: NotInParts | None = None
     for m in _MICRO_BATCHES if options.accumulate is None else (options.accumulate,):
         if examples % m or m < len(groups):
             continue
@@ -169,6 +174,11 @@ def search_replica_split(
             skipped += 1
             continue
         say(f"dividing {m} micro-batches among replicas on {', '.join(g.name for g in groups)}")
+        try:
+            check_replicas(traced, m)
+        except NotInParts as e:
+            refused = e
+            continue
         ways = next(variants(traced, problem.graph, replace(options, accumulate=m, once="none"), limited))
         group = [_OnOneGroup(group, problem, options, made, ways) for group in groups]
         counts = best_split(m, len(group), lambda g, k, of=group: of[g].least_s(k))  # type: ignore[misc]
@@ -191,7 +201,7 @@ def search_replica_split(
             )
         else:
             bounds.append(least + sum_s)
-    return ReplicaSplitSearch(found=tuple(out), bounds=tuple(bounds), left=skipped)
+    return ReplicaSplitSearch(found=tuple(out), bounds=tuple(bounds), left=skipped, refused=refused)
 
 
 class _OnOneGroup:

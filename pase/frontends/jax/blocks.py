@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from pase.frontends.common.repeats import crossing, equal_runs
 from pase.frontends.jax.draws import draws_of_batch
 from pase.frontends.jax.frontend import INLINED, TracedJax, inlined, inner_jaxpr, trace
 from pase.frontends.jax.leaves import combine
+from pase.frontends.jax.rules import row_by_row
 from pase.frontends.jax.types import Aval, Eqn, Jaxpr, Var
 from pase.frontends.jax.versions import is_literal, scan_groups, source_line
 from pase.frontends.registry import NotInParts
@@ -24,9 +25,14 @@ from pase.ir import Graph, Place, named, simplify
 from pase.ir.batch_sums import BatchSums
 from pase.ir.blocks import Block
 from pase.ir.two_batches import depends_on
+from pase.once import once
 
 if TYPE_CHECKING:
     from jax.tree_util import PyTreeDef
+
+_Value: TypeAlias = tuple[str, Var]
+"""A variable, and the path of the call in which it is."""
+_Step: TypeAlias = tuple[Eqn, list[_Value | None], list[_Value]]
 
 __all__ = [
     "batch_inputs",
@@ -84,7 +90,53 @@ def why_no_program(traced: TracedJax, trip_count: int) -> str:
     arguments = set(traced.jaxpr.jaxpr.invars)
     if any(not is_literal(v) and v in arguments for v in eqn.invars[consts : consts + carried]):
         return "begins with an argument of the function, which only the first stage has"
+    if not _own_rows(traced, eqn):
+        return "reads stacks by rows that are no parameters, or that are read outside of it, too"
     return ""
+
+
+def _own_rows(traced: TracedJax, loop: Eqn) -> bool:
+    """Whether the stacks of a loop are parameters, or made of parameters row by row, that nothing else reads, so that a
+    stage needs only its own rows."""
+    jaxpr = traced.jaxpr.jaxpr
+    steps, results = _straight(jaxpr, {}, "")
+    beside, first = set(results), sum(scan_groups(loop))
+    for eqn, ins, outs in reversed(steps):
+        if eqn is loop:
+            beside.update(ins[:first])
+        elif not row_by_row(eqn) or outs[0] in beside:
+            beside.update(ins)
+    rows = {("", v) for v in jaxpr.invars[: len(traced.param_paths)]} - beside
+    for eqn, ins, outs in steps:
+        if eqn is loop:
+            return rows.issuperset(v for v in ins[first:] if v is not None)
+        if row_by_row(eqn) and rows.issuperset(v for v in ins if v is not None and v[1].aval.shape):
+            rows |= {v for v in outs if v not in beside}
+    return False
+
+
+def _straight(
+    jaxpr: Jaxpr, given: Mapping[Var, _Value | None], prefix: str
+) -> tuple[list[_Step], list[_Value | None]]:
+    """(each equation with the values that it reads and makes, the results), without calls. A literal is None.
+
+    given: variable of the jaxpr's inputs -> its value.
+    """
+    known, steps = dict(given), list[_Step]()
+
+    def value(v: Var) -> _Value | None:
+        return None if is_literal(v) else known.get(v, (prefix, v))
+
+    for i, eqn in enumerate(jaxpr.eqns):
+        ins = [value(v) for v in eqn.invars]
+        if inlined(eqn):
+            inner, _ = inner_jaxpr(eqn)
+            inside, made = _straight(inner, dict(zip(inner.invars, ins, strict=True)), f"{prefix}{i}.")
+            steps += inside
+            known.update(zip(eqn.outvars, made, strict=True))
+        else:
+            steps.append((eqn, ins, [(prefix, v) for v in eqn.outvars]))
+    return steps, [value(v) for v in jaxpr.outvars]
 
 
 def _loops(jaxpr: Jaxpr, trip_count: int, prefix: str) -> Iterator[tuple[str, Eqn]]:
@@ -151,6 +203,7 @@ def _crossing(jaxpr: Jaxpr) -> np.ndarray:
     return crossing(made, last, nbytes, n)
 
 
+@once
 def micro(traced: TracedJax, micro_batches: int) -> TracedJax:
     """The model traced on one micro-batch, 1/micro_batches of the batch.
 
@@ -261,14 +314,15 @@ def batch_inputs(traced: TracedJax) -> frozenset[str]:
     return frozenset(t.path for t in inputs if t.shape[:1] == (size,) and tuple(t.shape) in shapes)
 
 
-def sums_of(whole: TracedJax, part: TracedJax, k: int) -> BatchSums:
-    """How the losses of k micro-batches become that of the whole batch. whole, part: the model on the whole batch and
-    on one micro-batch.
+@once
+def sums_of(whole: TracedJax, k: int) -> BatchSums:
+    """How the losses of k micro-batches become that of the whole batch. whole: the model on the whole batch.
 
     Raises NotInParts if a step in micro-batches would give other results, or if the loss reads a sum over the batch in
     a place where a step cannot give it the whole batch's.
     """
-    graph, size = named(simplify(part.graph, part.graph)), batch_size(whole)
+    part, size = micro(whole, k), batch_size(whole)
+    graph = named(simplify(part.graph, part.graph))
     again = partial(on_batch, whole)
     sums = micro_sums(whole, part, graph, size // k, again, state_of_whole=False)
     check_totals(part, graph, sums, k)
@@ -366,7 +420,7 @@ BLOCKS.add(
         check_micro=check_handed_on,
         check_sums=check_totals,
         one_loop=one_loop,
-        mean=True,
+        state_of_whole=False,
         hoists=True,
     ),
 )

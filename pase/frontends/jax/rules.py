@@ -16,7 +16,7 @@ from pase.ir.sizes import is_one, product
 from pase.ops import GraphBuilder, indexed, nests, windows
 from pase.registry import Registry
 
-__all__ = ["BY_OPERAND", "RULES", "SCATTERS", "Elementwise", "lowers", "pointwise"]
+__all__ = ["BY_OPERAND", "RULES", "SCATTERS", "Elementwise", "lowers", "pointwise", "row_by_row"]
 
 JaxRule = Callable[[GraphBuilder, Eqn, Sequence["Tensor | None"]], Sequence[Tensor]]
 """Takes an equation and its operands' tensors (None for a literal), and returns one tensor per result."""
@@ -87,6 +87,12 @@ for _primitive, _function in {**{p: p for p in _SAME_NAME.split()}, **_OTHER_NAM
 def pointwise(eqn: Eqn) -> bool:
     """Whether an equation is one pointwise function: each element of its result depends on one of each operand."""
     return isinstance(RULES.get(eqn.primitive.name), Elementwise)
+
+
+def row_by_row(eqn: Eqn) -> bool:
+    """Whether each row of an equation's result depends on the same row of the operands alone."""
+    shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
+    return pointwise(eqn) and len(shapes) == 1
 
 
 def _shape(var: Var) -> tuple[Size, ...]:

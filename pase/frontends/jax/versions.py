@@ -427,12 +427,24 @@ def without_dead_code(closed: Any, needed: Sequence[bool] | None = None) -> Any:
     return ClosedJaxpr(live, consts)
 
 
-def only_needed(fn: Callable[[], Any]) -> Any:
-    """The result of a function of no arguments, traced without the equations that it does not depend on."""
+class DependsOnShapes(ValueError):
+    """A result depends on arguments of which only the shapes are known."""
+
+
+def only_needed(fn: Callable[..., Any], *given: Any) -> Any:
+    """The result of a function, traced without the equations that it does not depend on.
+
+    given: shapes of its arguments. Raises DependsOnShapes if the result depends on their values.
+    """
     import jax
 
-    run, form = jax.make_jaxpr(fn, return_shape=True)()
-    return jax.tree.unflatten(jax.tree.structure(form), called(without_dead_code(run))())
+    run, form = jax.make_jaxpr(fn, return_shape=True)(*given)
+    live = without_dead_code(run)
+    jaxpr, _ = opened(live)
+    if not set(jaxpr.invars).isdisjoint(v for e in jaxpr.eqns for v in e.invars if not is_literal(v)):
+        raise DependsOnShapes
+    nothing = [jax.numpy.zeros(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
+    return jax.tree.unflatten(jax.tree.structure(form), called(live)(*nothing))
 
 
 def _debug_info_inside(eqn: Eqn) -> DebugInfo:

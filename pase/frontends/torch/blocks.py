@@ -165,7 +165,7 @@ BLOCKS.add(
         on_batch=on_batch,
         batch_size=batch_size,
         batch_inputs=batch_inputs,
-        mean=False,
+        state_of_whole=True,
         hoists=False,
     ),
 )

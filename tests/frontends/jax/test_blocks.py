@@ -41,6 +41,11 @@ def rolled(
     return jnp.sum(lax.scan(body, jnp.sin(x), w, **options)[0])
 
 
+@jax.jit
+def twice(w: Any) -> Any:
+    return 2 * w
+
+
 def traced_of(fn: Callable[..., Any]) -> TracedJax:
     return trace(fn, W, X)
 
@@ -91,6 +96,10 @@ def test_a_loop_is_found_by_its_trip_count() -> None:
             "returns more than its carry",
         ),
         (lambda w, x: jnp.sum(lax.scan(lambda h, w: (h @ w, None), x, w)[0]), "begins with an argument"),
+        (lambda w, x: rolled(w, x) + jnp.sum(w**2), "reads stacks"),
+        (lambda w, x: rolled(w[::-1], x), "reads stacks"),
+        (lambda w, x: rolled(twice(w) + 1, x), ""),
+        (lambda w, x: rolled(twice(w), x) + jnp.sum(twice(w)), "reads stacks"),
     ],
 )
 def test_why_one_program_cannot_run_a_loop(fn: Callable[..., Any], why: str) -> None:

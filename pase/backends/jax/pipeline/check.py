@@ -79,6 +79,7 @@ def check_stages(
             device=one,
             micro_batches=micro_batches,
             whole=pipeline.gathered,
+            mean=pipeline.splits[0].sums.mean,
         )
         found = alone.compared(steps, remarks)
         return f"{found}; {_ONE_LOWERING}" if isinstance(found, str) else found

@@ -25,6 +25,7 @@ from pase.backends.jax.steps.micro_batches import stacked_outs
 from pase.errors import PaseError
 from pase.frontends.jax.blocks import loop_line, loops_of, why_no_program
 from pase.frontends.jax.contexts import in_any_context
+from pase.ir.batch_sums import BatchSums
 from pase.machine import Mesh
 from pase.plan.constraints import Placement
 from pase.plan.pipeline import PipelinePlan
@@ -53,8 +54,12 @@ class JaxCircular(JaxPlan):
     pipeline: PipelinePlan
     split: JaxPlan
 
+    @property
+    def sums(self) -> BatchSums:
+        return self.split.sums
+
     def loss(self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto") -> Callable[..., Tree]:
-        """loss(params, *batch) -> the mean over the micro-batches, or (the mean, aux).
+        """loss(params, *batch) -> the loss of the whole batch, or (the loss, aux).
 
         Do not differentiate it; use ``value_and_grad``.
         """
@@ -194,17 +199,17 @@ class _Circular:
 
     def value_and_grad(self) -> Callable[..., Tree]:
         """``JaxCircular.value_and_grad``."""
-        stacks, m = self.plan.stacks, self.plan.accumulate
+        stacks, split = self.plan.stacks, self.plan.split
 
         def local(*leaves: Array) -> Tree:
             import jax
 
             value, grads = self._device(leaves).value_and_grad()
-            means = [
-                (g if i in stacks else jax.lax.psum(g, STAGE)) / m
+            summed = [
+                split.of_batch(g if i in stacks else jax.lax.psum(g, STAGE))
                 for i, g in zip(self.manual.trained, grads, strict=True)
             ]
-            return self._results(*value), means
+            return self._results(*value), summed
 
         gradients = map(self._over_ranks, self.manual.trained, self.manual.gradient_specs())
         run = self._mapped(local, (self._returns(), list(gradients)))
@@ -219,10 +224,10 @@ class _Circular:
         return _CircularDevice(plan=self.plan, manual=self.manual, leaves=leaves)
 
     def _results(self, total: Array, rest: Sequence[Array]) -> tuple[Array, list[Array]]:
-        """(mean loss, other results with dims [micro-batch of the rank, rank, …]). total: the rank's sum of losses."""
+        """(the loss, other results with dims [micro-batch of the rank, rank, …]). total: the rank's sum of losses."""
         import jax
 
-        return jax.lax.psum(total, STAGE) / self.plan.accumulate, [x[:, None] for x in rest]
+        return self.plan.split.of_batch(jax.lax.psum(total, STAGE)), [x[:, None] for x in rest]
 
     def _returns(self) -> tuple[PartitionSpec, list[PartitionSpec]]:
         """PartitionSpecs of ``_results``."""
@@ -339,13 +344,13 @@ class _CircularDevice:
 
         m, p, rank = self.micro_batches, self.ranks, self.rank
         before, layers, after = self.stages
+        shares = {stage: stage.shares(partial(self._batch, stage)) for stage in self.stages}
 
         def run(stage: LocalStage, micro: Array, entered: Sequence[Array]) -> list[Array]:
-            n = len(self.plan.traced.param_paths)
-            batch = stage.micro_batch([self.leaves[n + i] for i in stage.stage.batch], micro)
             values = list(map(stage.entering, stage.stage.enters, entered))
-            arrivals = self._arrivals(arrived, sums)
-            outs = stage.run(self.weights, own, batch, values, stage.examples(micro), arrivals)
+            arrivals, totals = self._arrivals(arrived, sums), stage.totals(shares[stage])
+            batch, examples = self._batch(stage, micro), stage.examples(micro)
+            outs = stage.run(self.weights, own, batch, values, examples, arrivals, totals)
             return [_sent(h) for h in outs]
 
         def each(stage: LocalStage, entered: Sequence[Array]) -> list[Array]:
@@ -367,6 +372,11 @@ class _CircularDevice:
         _, made = jax.lax.scan(iteration, begin, (jnp.arange(m + p - 1), fed))
         losses, *rest = each(after, [self._from_last(y[p - 1 :]) for y in made])
         return losses.sum(), rest
+
+    def _batch(self, stage: LocalStage, micro: Array) -> list[Array]:
+        """The leaves of a micro-batch that a stage reads."""
+        n = len(self.plan.traced.param_paths)
+        return stage.micro_batch([self.leaves[n + i] for i in stage.stage.batch], micro)
 
     def _arrivals(self, arrived: Sequence[Array], sums: Sequence[Array]) -> Arrivals | None:
         """What a stage receives, with gradients that are added in the dtypes of ``sums``."""

@@ -7,7 +7,7 @@ those of its own local program, and those between two layouts of what crosses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -59,11 +59,13 @@ class DeviceStage(LocalStage):
         micro: Array,
         entered: Sequence[Array],
         cotangents: Sequence[Array],
+        shares: Mapping[str, Array],
     ) -> tuple[list[Array], list[Array | None], list[Array]]:
         """(outputs, gradients of what enters, gradients to add up).
 
-        entered, cotangents: in the layouts of the stages that made them. The gradients to add up are those of the
-        gathered weights, if these are gathered once per step, then those of the gradient carriers.
+        entered, cotangents: in the layouts of the stages that made them. shares: what ``count`` returns. The gradients
+        to add up are those of the gathered weights, if these are gathered once per step, then those of the gradient
+        carriers.
         """
         import jax
 
@@ -85,7 +87,7 @@ class DeviceStage(LocalStage):
                 self.entering(key, x, end) if end is None or end.shape != x.shape else self.entering(key, end)
                 for key, x, end in zip(self.stage.enters, into, ends, strict=True)
             ]
-            values = self.run(held, own, inputs, entering, examples, arrivals)
+            values = self.run(held, own, inputs, entering, examples, arrivals, self.totals(shares))
             ways = [
                 h.array if h.gradient_carrier is None else h.gradient_carrier
                 for h, on in zip(values, self.returned, strict=True)
@@ -110,8 +112,13 @@ class DeviceStage(LocalStage):
         there, back, into_entered = pull(cotangents)
         return outs, into_entered, [*there, *back.values()]
 
+    def count(self, batch: Sequence[Array]) -> dict[str, Array]:
+        """``shares``. batch: all micro-batches, where their leaves arrive."""
+        return self.shares(partial(self.batch, batch))
+
     def finished(self, weights: Sequence[Array], sums: Sequence[Array]) -> list[Array]:
-        """The mean gradients of the trained weights where they are updated, from the sums over all micro-batches."""
+        """The gradients of the whole batch's loss by the trained weights, where these are updated. sums: over all
+        micro-batches."""
         import jax
         import jax.numpy as jnp
 
@@ -126,7 +133,7 @@ class DeviceStage(LocalStage):
         stored = {w.leaf: h for w, h in zip(self.stage.weights, self.stored, strict=True)}
         return [
             self.moved(
-                jnp.asarray(total[i] / self.micro_batches),
+                jnp.asarray(self.manual.plan.of_batch(total[i])),
                 self.weights[i].gradient,
                 stored[i].gradient,
                 self.weights[i].shape,

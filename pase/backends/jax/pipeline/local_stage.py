@@ -6,13 +6,14 @@ Everything here runs inside of a ``shard_map``. Both ways of running stages are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.ops.draws import Examples
+from pase.backends.jax.ops.totals import Totals
 from pase.backends.jax.pipeline.segments import StageKey
 from pase.backends.jax.pipeline.stages import Stage
 from pase.backends.jax.spmd.collectives import JaxArrays
@@ -21,12 +22,13 @@ from pase.backends.jax.spmd.values import Arrivals, Cache, DeviceValue, NotManua
 from pase.backends.jax.steps.hoisted import StepGathers, step_gathers
 from pase.errors import PaseError
 from pase.frontends.jax.blocks import split_inputs
+from pase.frontends.jax.versions import DependsOnShapes, only_needed
 from pase.local.reshard import part
 from pase.local.types import Layout, LocalProgram, LocalResult, local_shape
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
-    from jax import Array
+    from jax import Array, ShapeDtypeStruct
 
     from pase.machine import Mesh
 
@@ -185,13 +187,15 @@ class LocalStage:
         entered: Sequence[DeviceValue],
         examples: Examples | None,
         arrivals: Arrivals | None,
+        totals: Totals | None = None,
     ) -> list[DeviceValue]:
         """The stage's outputs, in the layouts in which they leave.
 
-        weights, carriers: leaf -> the weight in its own layout, and its gradient carrier if it has a gradient.
+        weights, carriers: leaf -> the weight in its own layout, and its gradient carrier if it has a gradient. totals:
+        the sums over the whole batch, if the model reads any.
         """
         walk, cache, given = (
-            replace(self.manual.walk, arrivals=arrivals, examples=examples),
+            replace(self.manual.walk, arrivals=arrivals, examples=examples, totals=totals),
             Cache(body=""),
             [],
         )
@@ -203,6 +207,7 @@ class LocalStage:
         given += [walk.input(x, self.names[n + i]) for x, i in zip(batch, self.stage.batch, strict=True)]
         outs = self.stage.run(walk, [*given, *entered], cache)
         if self.last:
+            outs = self.manual.own(outs, totals)
             return [
                 DeviceValue(array=self.manual.out(walk, h, self.manual.end(j), cache, differentiated=j == 0))
                 for j, h in enumerate(outs)
@@ -225,6 +230,54 @@ class LocalStage:
             )
         return value
 
+    def shares(self, batch: Callable[[Array], list[Array]]) -> dict[str, Array]:
+        """Sum over the whole batch that the stage makes -> a device's share of it (``Totals``).
+
+        batch: from the number of a micro-batch to its leaves, in the stage's own layouts.
+        """
+        import jax
+
+        plan = self.manual.plan
+        if not plan.sums.totals:
+            return {}
+        weights, entered = self._shapes()
+
+        def counted(micro: Array) -> dict[str, Array]:
+            def counting(weights: Mapping[int, Array], entered: Sequence[Array]) -> dict[str, Array]:
+                totals, here = plan.totals(None), map(self.entering, self.stage.enters, entered)
+                self.run(weights, {}, batch(micro), list(here), self.examples(micro), None, totals)
+                return totals.found
+
+            return only_needed(counting, weights, entered)  # type: ignore[no-any-return]
+
+        try:
+            found = jax.lax.map(counted, jax.numpy.arange(self.micro_batches))
+        except DependsOnShapes:
+            raise NotManual(
+                "a sum over the batch that the loss reads depends on what another stage makes"
+            ) from None
+        return plan.totals(None).of_batch(found)
+
+    def totals(self, shares: Mapping[str, Array]) -> Totals | None:
+        """What the stage reads of the whole batch. shares: as the method of this name returns them."""
+        plan = self.manual.plan
+        return plan.totals(shares) if plan.reads_totals else None
+
+    def _shapes(self) -> tuple[dict[int, ShapeDtypeStruct], list[ShapeDtypeStruct]]:
+        """(leaf -> the weight in its own layout, what enters), on one device."""
+        import jax
+
+        avals = self.manual.plan.traced.jaxpr.in_avals
+        weights = {
+            i: jax.ShapeDtypeStruct(local_shape(r.shape, r.layout, self.mesh), avals[i].dtype)
+            for i, r in self.weights.items()
+        }
+        entered = [
+            jax.ShapeDtypeStruct(h.local(self.mesh), self.stage.avals[key].dtype)
+            for key, h in zip(self.stage.enters, self.enters, strict=True)
+        ]
+        return weights, entered
+
     def find(self, arrivals: Arrivals, weights: Mapping[int, Array], carriers: Mapping[int, Array]) -> None:
         """Run the stage on zeros, so that the arrivals find what it gathers of its weights."""
         import jax.numpy as jnp
@@ -235,8 +288,8 @@ class LocalStage:
             for i, h in zip(self.stage.batch, self.arrives, strict=True)
         ]
         entered = [
-            self.entering(key, jnp.zeros(h.local(self.mesh), self.stage.avals[key].dtype))
-            for key, h in zip(self.stage.enters, self.enters, strict=True)
+            self.entering(key, jnp.zeros(s.shape, s.dtype))
+            for key, s in zip(self.stage.enters, self._shapes()[1], strict=True)
         ]
         self.run(weights, carriers, batch, entered, self.examples(jnp.int32(0)), arrivals)
 

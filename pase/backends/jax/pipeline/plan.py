@@ -185,7 +185,7 @@ class JaxPipeline:
         return StagedOptimizer(placement=self.on(mesh).placement, optimizer=optimizer).init(params)
 
     def loss(self, mesh: JaxMesh | None = None) -> Callable[..., Tree]:
-        """loss(params, *batch) -> the mean over the micro-batches, or (the mean, aux). Runs forward only."""
+        """loss(params, *batch) -> the loss of the whole batch, or (the loss, aux). Runs forward only."""
         return self.on(mesh).loss
 
     def value_and_grad(self, mesh: JaxMesh | None = None) -> Callable[..., Tree]:
@@ -314,6 +314,7 @@ class StagedStep:
 
 def pipeline_of(
     traced: TracedJax,
+    whole: TracedJax | None,
     pipeline: PipelinePlan,
     logical_mesh: Mesh,
     remat: tuple[Block, ...],
@@ -321,23 +322,34 @@ def pipeline_of(
 ) -> JaxPipeline:
     """A pipelined plan in JAX whose stages are separate programs.
 
-    traced: the model on one micro-batch. logical_mesh: the mesh of one rank. remat: the blocks to recompute for stages
+    traced: the model on one micro-batch. whole: on the whole batch; None if the step takes the mean of the
+    micro-batches' losses. logical_mesh: the mesh of one rank. remat: the blocks to recompute for stages
     for which the pipeline does not specify any. share: as in ``JaxPipeline``.
     """
     many = range(len(pipeline.strategies))
-    splits = tuple(_split(traced, pipeline, logical_mesh, remat, i) for i in many)
+    splits = tuple(_split(traced, whole, pipeline, logical_mesh, remat, i) for i in many)
     return JaxPipeline(pipeline=pipeline, splits=splits, share=share)
 
 
 def one_program_of(
-    traced: TracedJax, pipeline: PipelinePlan, logical_mesh: Mesh, remat: tuple[Block, ...]
+    traced: TracedJax,
+    whole: TracedJax,
+    pipeline: PipelinePlan,
+    logical_mesh: Mesh,
+    remat: tuple[Block, ...],
 ) -> JaxCircular:
     """Like ``pipeline_of``, for a schedule that runs as one program."""
-    return circular_of(_split(traced, pipeline, logical_mesh, remat, pipeline.stages[0].strategy), pipeline)
+    number = pipeline.stages[0].strategy
+    return circular_of(_split(traced, whole, pipeline, logical_mesh, remat, number), pipeline)
 
 
 def _split(
-    traced: TracedJax, pipeline: PipelinePlan, logical_mesh: Mesh, remat: tuple[Block, ...], i: int
+    traced: TracedJax,
+    whole: TracedJax | None,
+    pipeline: PipelinePlan,
+    logical_mesh: Mesh,
+    remat: tuple[Block, ...],
+    i: int,
 ) -> JaxPlan:
     """The model on one rank's mesh under strategy ``i`` of the pipeline."""
     if traced.mode != "train":
@@ -359,6 +371,7 @@ def _split(
     states = access_states(graph, logical_mesh, configs)
     return JaxPlan(
         traced=traced,
+        whole=whole,
         accumulate=m,
         hoisted="all",
         blocks=blocks,

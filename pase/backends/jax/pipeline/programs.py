@@ -61,16 +61,19 @@ class StageProgram:
 class StagePrograms:
     """The programs of a stage, and the variables of its inputs and outputs.
 
-    prepare: computes what is needed once per step. backward: one program, or its two parts; the last one adds to the
-    sums of the weights' gradients. weights, batch, entered, cotangents: variables of the stage's inputs. micro: the
-    variable of the micro-batch's number. leaves: variables of the stage's outputs. entered_gradients: variables of the
-    gradients of the entering activations, None for an activation without a gradient. zeros: makes the sums from the
-    weights. finish: from (weights, sums) to the mean gradients of the trained weights where they are updated.
+    prepare: computes what is needed once per step. count: from the batch to the values of ``totals``, each device's
+    shares of the sums over the whole batch that the stage reads. backward: one program, or its two parts; the last one
+    adds to the sums of the weights' gradients. weights, batch, entered, cotangents, totals: variables of the stage's
+    inputs. micro: the variable of the micro-batch's number. leaves: variables of the stage's outputs.
+    entered_gradients: variables of the gradients of the entering activations, None for an activation without a
+    gradient. zeros: makes the sums from the weights. finish: from (weights, sums) to the gradients of the trained
+    weights where they are updated.
 
     Values between programs, and those that enter or leave, have a leading dim of devices; so do the sums.
     """
 
     prepare: StageProgram
+    count: Callable[[list[Array]], list[Array]]
     forward: StageProgram
     backward: tuple[StageProgram, ...]
     weights: tuple[Var, ...]
@@ -78,6 +81,7 @@ class StagePrograms:
     micro: Var
     entered: tuple[Var, ...]
     cotangents: tuple[Var, ...]
+    totals: tuple[Var, ...]
     leaves: tuple[Var, ...]
     entered_gradients: tuple[Var | None, ...]
     zeros: Callable[[list[Array]], list[Array]]
@@ -94,7 +98,7 @@ def stage_programs(
     args = _arguments(device, weights, batch)
     closed, made = _on_device(device.gradients, args, manual.mesh, splits_backward)
     jaxpr = opened(closed)[0]
-    w, b, number, x, ct = jax.tree.unflatten(jax.tree.structure(args), jaxpr.invars)
+    w, b, number, x, ct, totals = jax.tree.unflatten(jax.tree.structure(args), jaxpr.invars)
     y, dx, dw = jax.tree.unflatten(jax.tree.structure(made), jaxpr.outvars)
     each, whole = jax.sharding.PartitionSpec(device.mesh.names), jax.sharding.PartitionSpec()
     stored = [manual.spec(h.layout, h.shape) for h in device.stored]
@@ -105,12 +109,14 @@ def stage_programs(
     cut = Cutting(
         closed=closed,
         weights=set(w),
-        batch={*b, number},
+        batch={*b, number, *totals.values()},
         activations={*x, *ct},
         hoisted=device.hoisted,
         on_devices=OnDevices(mesh=manual.mesh, each=each, specs=specs),
     )
     prepare, forward, backward = cut.programs(y, jax.tree.leaves(dx), dw, 2 if splits_backward else 1)
+    arrive = [specs[v] for v in b]
+    count = cut.on_devices.mapped(lambda b: [s[None] for s in device.count(b).values()], (arrive,), each)
     zeros = cut.on_devices.mapped(lambda w: [s[None] for s in device.sums(w)], (stored,), each)
     kept = {s.leaf: h for s, h in zip(device.stage.weights, device.stored, strict=True)}
     updated = [manual.spec(kept[i].gradient, kept[i].shape) for i in device.trained]
@@ -119,6 +125,7 @@ def stage_programs(
     )
     return StagePrograms(
         prepare=prepare,
+        count=jax.jit(count),
         forward=forward,
         backward=backward,
         weights=tuple(w),
@@ -126,6 +133,7 @@ def stage_programs(
         micro=number,
         entered=tuple(x),
         cotangents=tuple(ct),
+        totals=tuple(totals.values()),
         leaves=tuple(y),
         entered_gradients=tuple(dx),
         zeros=jax.jit(zeros),
@@ -134,7 +142,8 @@ def stage_programs(
 
 
 def _arguments(device: DeviceStage, weights: Sequence[np.dtype], batch: Sequence[np.dtype]) -> Sequence[Tree]:
-    """The shapes on one device of (weights, batch, number of the micro-batch, what enters, cotangents)."""
+    """The shapes on one device of (weights, batch, number of the micro-batch, what enters, cotangents, shares of sums
+    over the whole batch)."""
     import jax
 
     def given(
@@ -149,12 +158,15 @@ def _arguments(device: DeviceStage, weights: Sequence[np.dtype], batch: Sequence
     coming = [avals[key].dtype for key in device.stage.enters]
     back = [avals[key].dtype for key, on in zip(device.stage.leaves, device.returned, strict=True) if on]
     ends = device.cotangents
+    leaves = given(device.given, batch)
+    _, shares = _on_device(device.count, (leaves,), device.manual.mesh, False)
     return (
         given(device.stored, weights),
-        given(device.given, batch),
+        leaves,
         jax.ShapeDtypeStruct((), jax.numpy.int32),
         given(device.before, coming),
         given(ends, back, gradient=True) if ends else [jax.ShapeDtypeStruct((), d) for d in back],
+        shares,
     )
 
 

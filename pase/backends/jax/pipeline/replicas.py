@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.check_plans import Against, CheckedStep
-from pase.backends.jax.make import traced_by_jax
+from pase.backends.jax.make import traced_by_jax, whole_batch
 from pase.backends.jax.pipeline.arrays import StackCut, is_cut, registered
 from pase.backends.jax.pipeline.check import check_stages
 from pase.backends.jax.pipeline.circular import JaxCircular
@@ -28,7 +28,7 @@ from pase.backends.jax.pipeline.plan import (
 )
 from pase.backends.jax.pipeline.run import RunningStages
 from pase.errors import PaseError
-from pase.frontends.jax.blocks import split_inputs
+from pase.frontends.jax.blocks import split_inputs, sums_of
 from pase.frontends.jax.leaves import arrays
 from pase.machine import Mesh
 from pase.machine.jax_devices import as_linked
@@ -329,14 +329,21 @@ def in_stages(plan: PlanData) -> JaxPipeline | JaxCircular | JaxReplicas:
     p = plan.pipeline
     assert p is not None
     if not p.replicas:
-        of = one_program_of if SCHEDULES[p.schedule].lockstep else pipeline_of
-        return of(traced_by_jax(plan), p, plan.mesh, plan.remat)
+        of, traced = one_program_of if SCHEDULES[p.schedule].lockstep else pipeline_of, traced_by_jax(plan)
+        return of(traced, whole_batch(plan), p, plan.mesh, plan.remat)
     many = [r.micro_batches for r in p.replicas]
     traced = traced_by_jax(plan, sum(many))
+    if not sums_of(whole_batch(plan), sum(many)).mean:  # the search has none, but a file may
+        raise PaseError(
+            "replicas take the mean of their micro-batches' losses, but the loss is not this mean",
+            where=f"'{traced.graph.name}'",
+            fix="compile it again",
+        )
     return JaxReplicas(
         replicas=tuple(
             pipeline_of(
                 traced,
+                None,
                 r.pipeline,
                 Mesh(names=tuple(r.mesh), sizes=tuple(r.mesh.values())),
                 plan.remat,

@@ -115,7 +115,7 @@ class RunningStages:
 
     @without_mesh()
     def loss(self, params: Tree, *batch: Tree) -> Tree:
-        """The mean of the loss over the micro-batches, or (the mean, aux)."""
+        """The loss of the whole batch, or (the loss, aux)."""
         run = _Step(running=self, args=self.placement.placed(arrays((params, *batch))))
         for micro in range(self.plan.pipeline.micro_batches):
             for k in range(len(self.plan.stages)):
@@ -125,7 +125,7 @@ class RunningStages:
 
     @without_mesh()
     def value_and_grad(self, params: Tree, *batch: Tree) -> tuple[Tree, Tree]:
-        """The means of loss and gradients over the micro-batches, computed in the order of the schedule's actions."""
+        """Loss and gradients of the whole batch, computed in the order of the schedule's actions."""
         run = _Step(running=self, args=self.placement.placed(arrays((params, *batch))))
         order = order_of(self.plan.schedule)
         for kind, k, micro in zip(order.kind, order.stage, order.micro, strict=True):
@@ -168,6 +168,9 @@ class _Step:
                 v: on_rank(given[i], run.placement.arrives[i], rank_of[k])
                 for v, i in zip(p.batch, stage.batch, strict=True)
             }
+            if p.totals:
+                with refusals():
+                    mine |= zip(p.totals, p.count([mine[v] for v in p.batch]), strict=True)
             if p.prepare.makes:
                 mine |= _run(p.prepare, mine, [])[1]
             self._stage.append(mine)
@@ -241,19 +244,19 @@ class _Step:
         return [np.ones((many, *v.aval.shape), v.aval.dtype) for v in p.cotangents]
 
     def value(self) -> Tree:
-        """The loss, or (loss, aux): the mean of the loss, and aux stacked over micro-batches, as without stages."""
+        """The loss, or (loss, aux). aux is stacked over micro-batches, as without stages."""
         import jax
 
         traced = self.running.plan.traced
         m = self.running.plan.pipeline.micro_batches
 
-        flat = _mean_and_rest()([self._outs[i] for i in range(m)])
+        flat = _loss_and_rest(self.running.plan.splits[0].sums.power)([self._outs[i] for i in range(m)])
         if not traced.has_aux:
             return flat[0]
         return combine(jax.tree.unflatten(traced.out_tree, flat), traced.kept_out)
 
     def gradients(self) -> Tree:
-        """The mean gradients over the micro-batches, where the parameters are updated.
+        """The gradients of the whole batch's loss, where the parameters are updated.
 
         If several stages have a gradient of the same parameter, these are summed.
         """
@@ -265,8 +268,8 @@ class _Step:
         for k, sums in self._sums.items():
             mine = [w for w in run.plan.stages[k].weights if w in run.placement.trained_parts]
             p = run.programs[k]
-            means = p.finish([self._stage[k][v] for v in p.weights], sums)
-            for w, g in zip(mine, means, strict=True):
+            made = p.finish([self._stage[k][v] for v in p.weights], sums)
+            for w, g in zip(mine, made, strict=True):
                 found.setdefault(w, []).append(g)
 
         def of(w: StageWeight) -> Tree:
@@ -292,16 +295,18 @@ def _run(
 
 
 @cache
-def _mean_and_rest() -> Callable[[list[list[Array]]], list[Array]]:
+def _loss_and_rest(power: int) -> Callable[[list[list[Array]]], list[Array]]:
     """A jitted function of the last stage's outputs, one list per micro-batch.
 
-    It returns the mean of the first output, and the others stacked over micro-batches.
+    It returns the sum of the first output divided by this power of their number (1: the mean), and the others stacked
+    over micro-batches.
     """
     import jax
     import jax.numpy as jnp
 
     def fn(outs: list[list[Array]]) -> list[Array]:
-        loss = sum((o[0] for o in outs[1:]), outs[0][0]) / len(outs)
+        loss = sum((o[0] for o in outs[1:]), outs[0][0])
+        loss = loss / len(outs) ** power if power else loss
         rest = zip(*(o[1:] for o in outs), strict=True)
         return [loss, *(jnp.stack(x) if len(outs) > 1 else x[0] for x in rest)]
 

@@ -17,7 +17,7 @@ from pase.backends.jax.spmd.values import Cache, DeviceValue
 from pase.errors import PaseError
 from pase.frontends.jax.blocks import blocks_of, loops_of
 from pase.frontends.jax.frontend import TracedJax, inlined, inner_jaxpr
-from pase.frontends.jax.rules import pointwise
+from pase.frontends.jax.rules import row_by_row
 from pase.frontends.jax.types import Aval, Eqn, Jaxpr, Var
 from pase.frontends.jax.versions import is_dropped, is_literal, scan_groups
 from pase.ir import Place
@@ -193,13 +193,12 @@ class SegmentList:
             walk.span(jaxpr, env, start, stop, prefix, cache)
 
         alone = not is_block and stop == start + 1
-        shapes = {v.aval.shape for v in (*eqns[0].invars, *eqns[0].outvars)} - {()}
         return Segment(
             reads=reads,
             makes=makes,
             block=self._current if is_block else self._here(),
             run=run,
-            row_by_row=alone and bool(makes) and pointwise(eqns[0]) and len(shapes) == 1,
+            row_by_row=alone and bool(makes) and row_by_row(eqns[0]),
         )
 
     def _layers_loop(self, eqn: Eqn, at: Place) -> Iterator[Segment]:

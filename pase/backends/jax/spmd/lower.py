@@ -398,12 +398,17 @@ class Manual:
             )
         cache = Cache(body="")
         outs = walk.run(closed.jaxpr, closed.consts, values, "", cache)
-        if totals is not None:
-            names = enumerate(zip(outs, self.plan.traced.out_names, strict=True))
-            outs = [replace(h, array=totals.own(t, h.array)) if j else h for j, (h, t) in names]
+        outs = self.own(outs, totals)
         ends = [self.end(j) for j in range(len(outs))]
         pairs = enumerate(zip(outs, ends, strict=True))
         return [self.out(walk, h, op, cache, differentiated=j == 0) for j, (h, op) in pairs]
+
+    def own(self, outs: list[DeviceValue], totals: Totals | None) -> list[DeviceValue]:
+        """The model's results: what is returned beside the loss is the micro-batch's own, not the whole batch's."""
+        if totals is None:
+            return outs
+        names = enumerate(zip(outs, self.plan.traced.out_names, strict=True))
+        return [replace(h, array=totals.own(t, h.array)) if j else h for j, (h, t) in names]
 
     def out(
         self, walk: ManualWalk, value: DeviceValue, op: LocalOp | None, cache: Cache, differentiated: bool

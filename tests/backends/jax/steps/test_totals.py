@@ -148,20 +148,3 @@ def test_a_total_in_a_loop_is_refused():
     with pytest.raises(NotInParts, match="inside of a loop, a branch or a function") as e:
         pase.compile(loss, PARAMS, IDS, LABELS, devices=1, accumulate=4)
     assert "(losses * weights).sum(1).mean() * scale" in e.value.fix
-
-
-def test_in_stages_it_is_refused_with_how_to_write_it():
-    """What the error says to write is the mean by the count, and runs in stages."""
-
-    def scaled(params, ids, labels, scale):
-        on = (labels >= 0) * 1.0
-        return (losses(params, ids, labels) * on).sum(1).mean() * scale
-
-    with pytest.raises(NotInParts, match="of which a micro-batch has only its own part") as e:
-        pase.compile(counted, PARAMS, IDS, LABELS, devices=2, pipeline=2, accumulate=4)
-    assert "(losses * weights).sum(1).mean() * scale" in e.value.fix
-    scale = np.float32(len(IDS) / (LABELS >= 0).sum())
-    right = jax.value_and_grad(counted)(PARAMS, IDS, LABELS)
-    matches(jax.value_and_grad(scaled)(PARAMS, IDS, LABELS, scale), right)
-    plan = pase.compile(scaled, PARAMS, IDS, LABELS, scale, devices=1, accumulate=4)
-    matches(plan.jax.value_and_grad()(PARAMS, IDS, LABELS, scale), right)
