@@ -11,7 +11,7 @@ import pytest
 from jax import Array, ShapeDtypeStruct
 
 import pase
-from pase.compiler.problem.variants import Variant, graph_of
+from pase.compiler.problem.variants import Variant, check_replicas, graph_of
 from pase.frontends.common.micro_batches import examples_meet
 from pase.frontends.jax.blocks import batch_inputs
 from pase.frontends.jax.frontend import trace
@@ -218,16 +218,16 @@ SUMMED = {
     "a loop that adds up sums",
     "a branch by the batch",
 }
-"""Which of ``OTHERS`` a step in micro-batches can sum, although a step in stages takes their mean."""
+"""Which of ``OTHERS`` a step in micro-batches can sum, although replicas take their mean."""
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_no_mean_is_refused_in_stages(name):
+def test_replicas_refuse_what_is_no_mean(name):
     loss, told = OTHERS[name]
     whole = trace(loss, W, X)
     for micro_batches in (4, 16):
         with pytest.raises(NotInParts, match=told):
-            graph_of(whole, Variant(accumulate=micro_batches), stages=True)
+            check_replicas(whole, micro_batches)
 
 
 @pytest.mark.parametrize("name", OTHERS)
