@@ -30,9 +30,9 @@ from pase.once import once
 if TYPE_CHECKING:
     from jax.tree_util import PyTreeDef
 
-_Value: TypeAlias = tuple[str, Var]
+_CallVar: TypeAlias = tuple[str, Var]
 """A variable, and the path of the call in which it is."""
-_Step: TypeAlias = tuple[Eqn, list[_Value | None], list[_Value]]
+_EqnValues: TypeAlias = tuple[Eqn, list[_CallVar | None], list[_CallVar]]
 
 __all__ = [
     "batch_inputs",
@@ -116,15 +116,15 @@ def _own_rows(traced: TracedJax, loop: Eqn) -> bool:
 
 
 def _straight(
-    jaxpr: Jaxpr, given: Mapping[Var, _Value | None], prefix: str
-) -> tuple[list[_Step], list[_Value | None]]:
+    jaxpr: Jaxpr, given: Mapping[Var, _CallVar | None], prefix: str
+) -> tuple[list[_EqnValues], list[_CallVar | None]]:
     """(each equation with the values that it reads and makes, the results), without calls. A literal is None.
 
     given: variable of the jaxpr's inputs -> its value.
     """
-    known, steps = dict(given), list[_Step]()
+    known, steps = dict(given), list[_EqnValues]()
 
-    def value(v: Var) -> _Value | None:
+    def value(v: Var) -> _CallVar | None:
         return None if is_literal(v) else known.get(v, (prefix, v))
 
     for i, eqn in enumerate(jaxpr.eqns):
