@@ -42,6 +42,7 @@ SentCounts = Counter[tuple[str, tuple[str, ...], int]]
 _KINDS = {
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
@@ -101,7 +102,7 @@ def _recorder() -> type[TorchDispatchMode]:
         def __init__(self, groups: AxisGroups) -> None:
             super().__init__()
             self.sent: SentCounts = Counter()
-            self._kinds, self._carried = groups.kinds, groups.carried
+            self._kinds = groups.kinds
             self._axes = {name: axes for axes, name in groups.names.items()}
 
         def __torch_dispatch__(
@@ -119,9 +120,10 @@ def _recorder() -> type[TorchDispatchMode]:
                     kind = self._kinds[-1]
                 elif kind == "all_to_all" and sum(1 for n in args[1] if n) <= 1:
                     kind = "permute"
-                nbytes = max(t.numel() * t.element_size() for t in (args[0], made))
-                several = self._carried[-1] if self._carried else 1
-                self.sent[kind, axes, nbytes // several] += several
+                # Each tensor of one message is a collective of the plan.
+                several = zip(args[0], made, strict=True) if isinstance(made, list) else [(args[0], made)]
+                for both in several:
+                    self.sent[kind, axes, max(t.numel() * t.element_size() for t in both)] += 1
             return made
 
     return Recorder

@@ -191,12 +191,12 @@ def _function() -> type[TorchFunction]:
             if gradient is None:
                 return None, None, None, None
             x, weight, mean, variance = ctx.saved_tensors
-            wanted = ctx.needs_input_grad[1]
-            own, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-                gradient, x, weight, mean, variance, None, None, False, ctx.norm.eps, [wanted, True, True]
+            _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+                gradient, x, weight, mean, variance, None, None, False, ctx.norm.eps, [False, True, True]
             )
-            if wanted:
-                own = ctx.norm.through_statistics(own, of_weight, of_bias, ctx.saved_tensors)
+            own = None
+            if ctx.needs_input_grad[1]:
+                own = ctx.norm.of_input(gradient, of_weight, of_bias, ctx.saved_tensors)
             return None, own, of_weight, of_bias if ctx.needs_input_grad[3] else None
 
     return Norm
@@ -229,31 +229,31 @@ class SplitNorm:
         """(mean, variance) of the whole batch, [channels] each."""
         import torch
 
-        share = x.numel() // x.shape[1] / self.count
-        variance, mean = torch.var_mean(x, [i for i in range(x.dim()) if i != 1], correction=0)
-        variance, of_mean = torch._foreach_mul([variance, mean], share)
-        all_mean = self.groups.all_reduce(of_mean, self.axes)
+        own = x.numel() // x.shape[1]
+        share = own / self.count
+        # The correction makes the sum of squares be divided by the count of all ranks.
+        variance, mean = torch.var_mean(x, [i for i in range(x.dim()) if i != 1], correction=own - self.count)
+        all_mean = self.groups.all_reduce(torch.mul(mean, share), self.axes)
         off = mean - all_mean
         return all_mean, self.groups.all_reduce(torch.addcmul(variance, off, off, value=share), self.axes)
 
-    def through_statistics(
-        self, own: Tensor, of_weight: Tensor, of_bias: Tensor, residuals: Sequence[Tensor]
+    def of_input(
+        self, gradient: Tensor, of_weight: Tensor, of_bias: Tensor, residuals: Sequence[Tensor]
     ) -> Tensor:
-        """The input's gradient. own: the part of it that does not pass through the statistics; it is overwritten.
+        """The input's gradient, from that of the result.
 
         of_weight, of_bias: sums over this rank's part of the result's gradient, times the normalized input or alone.
-        Both are summed over the ranks in one message. The rest of the gradient is a batch norm of the input with these
-        sums as weight and bias (Ioffe and Szegedy, 2015).
+        Both are summed over the ranks in one message. Their means are the part of the result's gradient that statistics
+        take away (Ioffe and Szegedy, 2015): a batch norm of the input with them as weight and bias.
         """
         import torch
 
         x, weight, mean, variance = residuals
-        with self.groups.carrying(2):
-            sums = self.groups.all_reduce(torch.stack([of_weight, of_bias]), self.axes)
-        # Times the weight, over the standard deviation: as if the two sums were gradients of two examples.
-        sums, _, _ = torch.ops.aten.native_batch_norm_backward(
-            sums, sums, weight, mean, variance, None, None, False, self.eps, [True, False, False]
-        )
-        scale, shift = sums.unbind()
-        rest = torch.native_batch_norm(x, scale, shift, mean, variance, False, 0.0, self.eps)[0]
-        return own.sub_(rest, alpha=1 / self.count)
+        scale, shift = self.groups.all_reduce_joined([of_weight, of_bias], self.axes)
+        taken = torch.native_batch_norm(x, scale, shift, mean, variance, False, 0.0, self.eps)[0]
+        left = torch.sub(gradient, taken, alpha=1 / self.count)
+        del taken
+        made: Tensor = torch.ops.aten.native_batch_norm_backward(
+            left, x, weight, mean, variance, None, None, False, self.eps, [True, False, False]
+        )[0]
+        return made

@@ -61,8 +61,6 @@ class AxisGroups(Arrays["Tensor"]):
     everywhere: DeviceMesh | None = None
     kinds: list[CollectiveKind] = field(default_factory=list)
     """The kinds of the collectives that are being sent, in the plan's terms, if PyTorch's op does not tell them."""
-    carried: list[int] = field(default_factory=list)
-    """How many of the plan's collectives, all of one size, are being sent as one."""
 
     def ordered(self, order: Sequence[str]) -> DeviceMesh:
         """PyTorch's mesh with the axes in another order. Every rank must call it with the same orders."""
@@ -142,6 +140,13 @@ class AxisGroups(Arrays["Tensor"]):
         if not self.wide(axes):
             return x
         return self._waited(self._ops().all_reduce(x.contiguous(), combine, self._group(axes)))
+
+    def all_reduce_joined(self, xs: Sequence[Tensor], axes: Sequence[str]) -> list[Tensor]:
+        """The sum of each tensor over these axes, all in one message."""
+        if not self.wide(axes):
+            return list(xs)
+        made = self._ops().all_reduce_coalesced([x.contiguous() for x in xs], "sum", self._group(axes))
+        return [self._waited(x) for x in made]
 
     # Collectives that run beside what follows, until ``received``.
 
@@ -260,10 +265,6 @@ class AxisGroups(Arrays["Tensor"]):
 
         assert dim is not None
         return torch.cat(x.chunk(ways, dim)) if dim else x
-
-    def carrying(self, several: int) -> contextlib.AbstractContextManager[None]:
-        """A context in which what is sent is several of the plan's collectives, all of one size."""
-        return _on(self.carried, several)
 
     def units_sent(self, front: Tensor, how: UnitExchange, axes: Sequence[str]) -> Tensor:
         """One all-to-all of parts of different sizes."""

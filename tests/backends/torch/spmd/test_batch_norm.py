@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
 
 import pase
-from bench.cases.torch_ranks import on_ranks
+from bench.audit.torch_dispatch import dispatched
+from bench.cases.torch_ranks import alone_among, on_ranks
+from pase.backends.torch.spmd.batch_norm import SplitNorm
+from pase.backends.torch.spmd.process_groups import axis_groups
+from pase.machine import Mesh
 
 pytestmark = pytest.mark.torch
 
@@ -83,3 +88,22 @@ def test_its_weights_are_gathered_in_the_message_of_the_others() -> None:
     assert code.count(" = plan_gather(") == 1 and "norm_weight.reshape" not in code
     for found in on_ranks(4, lambda rank: run.check(copy.deepcopy(module), x, most_lines=2)):
         found.raise_if_off()
+
+
+def test_it_adds_seven_ops_and_three_messages_to_pytorch_s_own() -> None:
+    """Four make the statistics, and three take them away from the gradient. Waits are no kernels."""
+    import torch
+
+    x = torch.randn(8, 4, 3, 3, requires_grad=True)
+    weight, bias = (torch.randn(4, requires_grad=True) for _ in range(2))
+    with alone_among(4, rank=0):
+        groups = axis_groups(Mesh(names=("d",), sizes=(4,)), [("d",)], "cpu")
+        norm = SplitNorm(groups=groups, axes=("d",), count=4 * 8 * 9, eps=1e-5)
+        ours = dispatched(lambda: torch.autograd.grad(norm(x, weight, bias)[0], (x, weight, bias), x))
+    norm_of = torch.nn.functional.batch_norm
+    made = (None, None, weight, bias, True)
+    eager = dispatched(lambda: torch.autograd.grad(norm_of(x, *made), (x, weight, bias), x))
+    sent = sum(n for op, n in ours.items() if "c10d" in op and "wait" not in op)
+    own = Counter({op: n for op, n in ours.items() if "c10d" not in op and "detach" not in op})
+    assert sent == 3
+    assert (own - eager).total() == 7, own - eager
