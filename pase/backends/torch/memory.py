@@ -183,11 +183,22 @@ def _mode() -> type[TorchDispatchMode]:
     from torch.utils._pytree import tree_leaves
 
     wait = torch.ops._c10d_functional.wait_tensor.default
+    aten = torch.ops.aten
+    zeros = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
+    # PyTorch's derivatives of look-ups write into the zeros that they made, but not while something watches their ops.
+    over_zeros = {
+        aten.index_put.default: aten.index_put_.default,
+        aten.index_add.default: aten.index_add_.default,
+        aten.scatter_add.default: aten.scatter_add_.default,
+        aten.scatter.src: aten.scatter_.src,
+        aten.scatter.value: aten.scatter_.value,
+    }
 
     class Tracker(TorchDispatchMode):
         def __init__(self, storages: _LiveStorages) -> None:
             super().__init__()
             self.storages = storages
+            self.fresh: object = None  # the zeros that the last op made
 
         def __torch_dispatch__(
             self,
@@ -198,8 +209,11 @@ def _mode() -> type[TorchDispatchMode]:
         ) -> Tree:
             if func is wait:  # the result is the tensor itself, but a fake one would be another
                 return args[0]
-            made = func(*args, **(kwargs or {}))
-            if torch._C._current_graph_task_id() != -1:
+            in_backward = torch._C._current_graph_task_id() != -1
+            over = in_backward and func in over_zeros and args[0] is self.fresh
+            made = (over_zeros[func] if over else func)(*args, **(kwargs or {}))
+            self.fresh = made if func in zeros else None
+            if in_backward:
                 self.storages.phase = "backward"
             for x in tree_leaves(made):
                 if isinstance(x, torch.Tensor):

@@ -6,11 +6,13 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import pytest
 
+import pase
 from bench.cases.plans import Case
 from pase import machine
 from pase.compiler.problem.problem import SplitProblem
@@ -308,3 +310,31 @@ def test_adam_makes_two_arrays_of_its_largest_parameter() -> None:
     assert found.predicted is not None and found.phase == "update"
     predicted = found.predicted.total - problem.machine.device.workspace_bytes
     assert predicted == pytest.approx(found.total, rel=0.01)
+
+
+def test_a_look_up_s_derivative_writes_into_its_zeros() -> None:
+    """Of PyTorch's real step, a profiler sees the same peak. A derivative that is watched makes a second array."""
+    import torch
+    from torch import nn
+    from torch.profiler import ProfilerActivity, profile
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(64, 256, bias=False)
+
+        def forward(self, x: Any, ids: Any) -> Any:
+            return self.a(x)[ids].sum()
+
+    torch.manual_seed(0)
+    module, batch = Net(), (torch.randn(512, 64), torch.randint(512, (16,)))
+    module(*batch).backward()
+    module.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        module(*batch).backward()
+    events = run.profiler.kineto_results.events()
+    living = accumulate(e.nbytes() for e in events if e.name() == "[memory]")
+    found = pase.compile(module, *batch, devices=1, baselines=False).torch.memory(rank=0)
+    own = found.gradients + found.saved + found.temporaries
+    array = 512 * 256 * 4
+    assert abs(own - max(living)) < array / 2
