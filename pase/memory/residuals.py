@@ -107,7 +107,7 @@ def _together(graph: Graph, fusion: Fusion, loops_stack: bool) -> dict[str, Kept
         first = together.setdefault(k.tensor, replace(k, times=0))
         together[k.tensor] = replace(first, times=first.times + k.times, light=first.light and k.light)
     if fusion == "light" and loops_stack:
-        maker = dict(_makers(graph))
+        maker = _provenance(graph).maker
         again = {t for t, k in together.items() if k.light and _from_kept(graph, t, together, maker)}
         together = {t: k for t, k in together.items() if t not in again}
     return together
@@ -145,6 +145,41 @@ class _Made:
     scope: tuple[Scope, ...]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Provenance:
+    """A graph, and what a walk back from a reader must know of it.
+
+    constant: the constants. readers: by tensor, the calls of the traced program that read it.
+    """
+
+    graph: Graph
+    maker: Mapping[str, _Made]
+    constant: frozenset[str]
+    readers: Mapping[str, frozenset[Place]]
+
+    def derivatives(self) -> Iterator[tuple[Node, Op]]:
+        """Yields the ops that have a derivative or are part of one."""
+        reached = differentiated(self.graph)
+        for n in self.graph.nodes:
+            yield from ((n, op) for op in n.ops if op.backward or any(a.tensor in reached for a in op.writes))
+
+    def forward(self, t: str) -> tuple[str, _Made] | None:
+        """Returns the array that the tensor is stored as, and where it is made. None for a constant, and for what is
+        made in backward itself."""
+        t = _storage_of(t, self.maker)
+        if t not in self.maker or t in self.constant or self.maker[t].node.kind == "constant":
+            return None
+        op = self.maker[t].op
+        passes = self.graph.tensors[t].needs_grad if op.kind == "cotangent" else not op.backward
+        return (t, self.maker[t]) if passes else None
+
+
+@once
+def _provenance(graph: Graph) -> _Provenance:
+    constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
+    return _Provenance(graph=graph, maker=dict(_makers(graph)), constant=constant, readers=_readers(graph))
+
+
 def _makers(graph: Graph) -> Iterator[tuple[str, _Made]]:
     for n in graph.nodes:
         closes = next((op for op in n.ops if op.kind == "carry" and not op.writes), None)
@@ -155,9 +190,9 @@ def _makers(graph: Graph) -> Iterator[tuple[str, _Made]]:
 
 def _kept(graph: Graph, fusion: Fusion, loops_stack: bool) -> Iterator[tuple[Kept, _Which]]:
     """Yields what each op's derivative needs."""
-    constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
-    maker, trip_counts, reached = dict(_makers(graph)), _trip_counts(graph), differentiated(graph)
-    varies, readers = _varies(graph, maker, constant), _readers(graph)
+    program = _provenance(graph)
+    maker, constant, trip_counts = program.maker, program.constant, _trip_counts(graph)
+    varies = _varies(graph, maker, constant)
 
     def keep(t: str, reader: Op, which: _Which = "value") -> tuple[Kept, _Which]:
         made = maker[t]
@@ -173,23 +208,20 @@ def _kept(graph: Graph, fusion: Fusion, loops_stack: bool) -> Iterator[tuple[Kep
         light = reader.kind == "elementwise" and not (reader.backward or shared or _stacks(reader))
         return Kept(tensor=t, region=region, times=times, light=light), which
 
-    for n in graph.nodes:
-        for op in n.ops:
-            if not op.backward and not any(a.tensor in reached for a in op.writes):
+    for n, op in program.derivatives():
+        stacked = loops_stack and _stacks(op)
+        own = _own(graph, op) if stacked else 0
+        for _ in range(own):
+            yield keep(op.writes[0].tensor, op, "own")
+        for t in () if own and op.function.listed == "own" else _needed(op, graph, fusion):
+            if not stacked:
+                roots = _roots(program, n, op, t, fusion)
+                yield from (keep(root, op) for root in roots if _is_kept_made(root, n, maker))
                 continue
-            stacked = loops_stack and _stacks(op)
-            own = _own(graph, op) if stacked else 0
-            for _ in range(own):
-                yield keep(op.writes[0].tensor, op, "own")
-            for t in () if own and op.function.listed == "own" else _needed(op, graph, fusion):
-                if not stacked:
-                    roots = _roots(graph, n, op, t, maker, constant, readers, fusion)
-                    yield from (keep(root, op) for root in roots if _is_kept_made(root, n, maker))
-                    continue
-                root = _storage_of(t, maker)
-                stored = root in constant or root not in maker
-                if not stored and maker[root].node.kind not in ("parameter", "constant"):
-                    yield keep(root, op)
+            root = _storage_of(t, maker)
+            stored = root in constant or root not in maker
+            if not stored and maker[root].node.kind not in ("parameter", "constant"):
+                yield keep(root, op)
     for n in graph.nodes:  # recomputation starts from the regions' inputs, and from what a policy keeps
         for op in n.ops:
             for a in op.reads if op.region is not None else ():
@@ -212,16 +244,11 @@ def _is_kept_made(t: str, reader: Node, maker: Mapping[str, _Made]) -> bool:
 def read_of_parameters(graph: Graph) -> frozenset[tuple[str, str]]:
     """Returns what nodes read of parameters and need in backward as they read it, if each call of the program runs by
     itself: (reader, tensor). What a rematerialized region reads is gathered again."""
-    constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
-    maker, reached, readers = dict(_makers(graph)), differentiated(graph), _readers(graph)
-    found: set[tuple[str, str]] = set()
-    for n in graph.nodes:
-        for op in n.ops:
-            if op.region is not None or not (op.backward or any(a.tensor in reached for a in op.writes)):
-                continue
-            for t in _needed(op, graph, "none"):
-                roots = _roots(graph, n, op, t, maker, constant, readers, "none")
-                found |= {(n.name, x) for x in roots if not _is_kept_made(x, n, maker)}
+    program, found = _provenance(graph), set[tuple[str, str]]()
+    for n, op in program.derivatives():
+        for t in _needed(op, graph, "none") if op.region is None else ():
+            roots = _roots(program, n, op, t, "none")
+            found |= {(n.name, x) for x in roots if not _is_kept_made(x, n, program.maker)}
     return frozenset(found)
 
 
@@ -244,20 +271,16 @@ def kept_through(graph: Graph) -> dict[str, tuple[_ReadsOfNodes, ...]]:
     """
     if not graph.facts.eager:
         return {}
-    constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
-    maker, reached, readers = dict(_makers(graph)), differentiated(graph), _readers(graph)
-    found: dict[str, set[_ReadsOfNodes]] = {t: set() for t in kept(graph)}
-    for n in graph.nodes:
-        for op in n.ops:
-            for a in op.reads if op.region is not None else ():
-                found.get(_storage_of(a.tensor, maker), set()).add(())
-            if not op.backward and not any(a.tensor in reached for a in op.writes):
-                continue
-            apart = op.scope or op.backward
-            for t in _needed(op, graph, "none"):
-                for root, through in _roots_of_call(graph, n, op, t, maker, constant, readers):
-                    if root in found and maker[root].node.kind != "parameter":
-                        found[root].add(() if apart or maker[root].scope else through)
+    program, found = _provenance(graph), {t: set[_ReadsOfNodes]() for t in kept(graph)}
+    maker = program.maker
+    for a in (a for n in graph.nodes for op in n.ops if op.region is not None for a in op.reads):
+        found.get(_storage_of(a.tensor, maker), set()).add(())
+    for n, op in program.derivatives():
+        apart = op.scope or op.backward
+        for t in _needed(op, graph, "none"):
+            for root, through in _roots_of_call(program, n, op, t):
+                if root in found and maker[root].node.kind != "parameter":
+                    found[root].add(() if apart or maker[root].scope else through)
     return {t: tuple(sorted(ways)) or ((),) for t, ways in found.items()}
 
 
@@ -370,37 +393,22 @@ def _storage_of(t: str, maker: Mapping[str, _Made]) -> str:
     return t
 
 
-def _roots(
-    graph: Graph,
-    reader: Node,
-    by: Op,
-    t: str,
-    maker: Mapping[str, _Made],
-    constant: frozenset[str],
-    readers: Mapping[str, frozenset[Place]],
-    fusion: Fusion,
-) -> frozenset[str]:
+def _roots(program: _Provenance, reader: Node, by: Op, t: str, fusion: Fusion) -> frozenset[str]:
     """Returns the tensors that are kept for ``t``: those from which the reader's node cheaply recomputes it.
 
     They are on the same side of a rematerialized region's border as the reader.
 
     by: the op that needs t.
-    readers: by tensor, the calls that read it.
     """
     if fusion == "none":
-        return frozenset(root for root, _ in _roots_of_call(graph, reader, by, t, maker, constant, readers))
-    least = t
-    while True:
-        t = _storage_of(t, maker)
-        if t not in maker or t in constant:
-            return frozenset()
-        n, op = maker[t].node, maker[t].op
-        if op.kind == "cotangent" and graph.tensors[t].needs_grad:
+        return frozenset(root for root, _ in _roots_of_call(program, reader, by, t))
+    graph, maker, constant, least = program.graph, program.maker, program.constant, t
+    while (found := program.forward(t)) is not None:
+        t, n, op = found[0], found[1].node, found[1].op
+        if op.kind == "cotangent":
             t = op.reads[0].tensor
             continue
-        if op.backward or op.kind == "cotangent":  # it is made in backward itself
-            return frozenset()
-        if n.kind in ("constant", "parameter"):
+        if n.kind == "parameter":
             return frozenset()
         near = n is reader and op.region == by.region  # what enters or leaves a region is kept as it is
         if not near or op.kind not in ("elementwise", "view", "generate"):
@@ -424,36 +432,22 @@ def _roots(
         if _of_parts(graph, op, size, constant):
             return frozenset([min((t, least), key=lambda x: graph.tensors[x].itemsize)])
         small = (x for x in operands if maker[x].node.kind != "input")
-        return frozenset().union(
-            *(_roots(graph, reader, by, x, maker, constant, readers, fusion) for x in small)
-        )
+        return frozenset().union(*(_roots(program, reader, by, x, fusion) for x in small))
+    return frozenset()
 
 
-def _roots_of_call(
-    graph: Graph,
-    reader: Node,
-    by: Op,
-    t: str,
-    maker: Mapping[str, _Made],
-    constant: frozenset[str],
-    readers: Mapping[str, frozenset[Place]],
-) -> Iterator[tuple[str, _ReadsOfNodes]]:
+def _roots_of_call(program: _Provenance, reader: Node, by: Op, t: str) -> Iterator[tuple[str, _ReadsOfNodes]]:
     """Yields the same for a program that runs call by call, each with the reads of nodes, from the reader on, through
     which its array gets there unless one of them moves it."""
+    graph, at = program.graph, reader
     through: _ReadsOfNodes = ()
-    at = reader
-    while True:
-        read, t = t, _storage_of(t, maker)
-        if t not in maker or t in constant:
-            return
-        n, op = maker[t].node, maker[t].op
+    while (found := program.forward(t)) is not None:
+        read, t, n, op = t, found[0], found[1].node, found[1].op
         if n is not at:
             through, at = (*through, (at.name, read)), n
-        if op.kind == "cotangent" and graph.tensors[t].needs_grad:
+        if op.kind == "cotangent":
             t = op.reads[0].tensor
             continue
-        if op.backward or op.kind == "cotangent" or n.kind == "constant":  # it is made in backward itself
-            return
         if n.kind == "parameter" and (n is not reader or op.kind == "parameter"):
             yield t, through
             return
@@ -462,15 +456,11 @@ def _roots_of_call(
             t = op.reads[0].tensor
             continue
         result = any(a.tensor == t for a in by.writes)
-        inside = op.eqn and op.eqn == by.eqn and (not result or readers[t] == {op.eqn})
+        inside = op.eqn and op.eqn == by.eqn and (not result or program.readers[t] == {op.eqn})
         if not inside or op.kind not in ("elementwise", "view", "generate", "reduce", "window"):
             yield t, through
             return
-        roots = {
-            root: way
-            for a in op.reads
-            for root, way in _roots_of_call(graph, n, by, a.tensor, maker, constant, readers)
-        }
+        roots = dict(found for a in op.reads for found in _roots_of_call(program, n, by, a.tensor))
         # A norm keeps what it divides by, and the mean of its operand: it does not sum a larger tensor again.
         mean = op.kind == "reduce" and by.function is MUL and op.reads[0].tensor in roots
         if (result or mean) and any(_larger(graph, x, t) for x in roots):
