@@ -9,7 +9,6 @@ of seconds, and one search finds the split with the least sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ import numpy as np
 from pase.compiler.stages.features import direction, running
 from pase.compiler.stages.menu import StageRole, StageSplit, StageTables
 from pase.machine import mesh_from
+from pase.once import once
 from pase.pipeline.cuts import CutProblem, Cuts, StageBytes
 from pase.pipeline.simulate import simulate
 from pase.pipeline.types import Schedule
@@ -93,17 +93,17 @@ def circular_bound_s(menu: StageMenu, s: Schedule, prices: tuple[float, ...] = (
     return sent + least
 
 
+@once
 def _priced(
     menu: StageMenu, s: Schedule, t: StageTables, prices: tuple[float, ...]
-) -> Iterator[tuple[float, Solution]]:
-    """Yield (price of a byte, the split with the least sum of seconds and priced bytes), the price 0 first.
+) -> tuple[tuple[float, Solution], ...]:
+    """Return (price of a byte, the split with the least sum of seconds and priced bytes), the price 0 first.
 
-    prices: as in ``circular_staged``.
+    The bound and the search read the same ones. prices: as in ``circular_staged``.
     """
-    free = t.least_sum(*_weights(s))
-    yield 0.0, free
-    for price in (p * float(free.bound) / float(menu.limits.min()) for p in prices if free.bound):
-        yield price, t.least_sum(*_weights(s, price))
+    free, limit = t.least_sum(*_weights(s)), float(menu.limits.min())
+    more = tuple(p * float(free.bound) / limit for p in prices if free.bound)
+    return (0.0, free), *((price, t.least_sum(*_weights(s, price))) for price in more)
 
 
 def _tables(menu: StageMenu) -> list[StageTables]:

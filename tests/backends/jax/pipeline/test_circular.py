@@ -326,6 +326,14 @@ def test_no_split_that_fits_takes_less_than_the_bound_within_its_memory():
     assert raised and np.isinf(circular_bound_s(StageMenu([t], 2, 4, 1.0, only="circular"), s, prices))
 
 
+def test_the_search_reads_what_the_bound_has_solved():
+    t = tables_of("zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0", 4, "hoisted")
+    menu, s, prices = StageMenu([t], 2, 4, 1e15, only="circular"), schedule("circular", 2, 4), (0.1, 4.0)
+    circular_bound_s(menu, s, prices)
+    solved = menu.spent.operations
+    assert circular_staged(menu, s, np.inf, prices)[1] and menu.spent.operations == solved
+
+
 def step_of(menu, s, split):
     return simulate(s, circular_problem(menu, s, split).times(np.full(s.stages, 4 // s.ranks))).step_s
 
