@@ -28,7 +28,7 @@ from pase.backends.jax.steps.micro_batches import MicroBatch, summed, writes_par
 from pase.backends.jax.steps.stepper import Stepper, global_array, shape_and_dtype, with_static
 from pase.backends.jax.steps.train import Training
 from pase.errors import PaseError
-from pase.frontends.jax.blocks import sums_of
+from pase.frontends.common.micro_batches import step_sums
 from pase.frontends.jax.contexts import in_any_context, untyped, without_mesh
 from pase.frontends.jax.frontend import TracedJax
 from pase.frontends.jax.leaves import arrays, combine, trained, untrained
@@ -130,7 +130,7 @@ class JaxPlan:
         padded = self.whole is not None and self.whole.written is not None  # refused unless it is a mean
         if self.whole is None or self.accumulate == 1 or padded:
             return BatchSums(totals={}, outputs={self.traced.graph.outputs[0]: 1}, counting=frozenset())
-        return sums_of(self.whole, self.accumulate)
+        return step_sums(self.whole, self.accumulate)
 
     @property
     def reads_totals(self) -> bool:

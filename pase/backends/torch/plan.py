@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.backends.torch.check_plans import TorchAgainst, unsharded_copy
@@ -19,9 +19,9 @@ from pase.backends.torch.parallel import ParallelModule, agreed_seed
 from pase.backends.torch.spmd.interpreter import RankWalk
 from pase.backends.torch.spmd.process_groups import AxisGroups, axis_groups
 from pase.backends.torch.stepper import TorchStep
-from pase.frontends.common.micro_batches import micro_sums
+from pase.frontends.common.micro_batches import step_sums
 from pase.frontends.common.values import Value
-from pase.frontends.torch.blocks import batch_size, micro, on_batch
+from pase.frontends.torch.blocks import micro
 from pase.frontends.torch.frontend import TracedTorch
 from pase.ir import Graph, named, simplify
 from pase.ir.batch_sums import BatchSums
@@ -103,8 +103,7 @@ class TorchPlan:
         if self.accumulate == 1:
             return BatchSums(totals={}, outputs=dict.fromkeys(self._graph.outputs, 0), counting=frozenset())
         assert self.whole is not None
-        examples, again = batch_size(self.whole) // self.accumulate, partial(on_batch, self.whole)
-        return micro_sums(self.whole, self.traced, self._graph, examples, again, state_of_whole=True)
+        return step_sums(self.whole, self.accumulate)
 
     @cached_property
     def leaves(self) -> dict[str, str]:

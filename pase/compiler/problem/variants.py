@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from pase.errors import PaseError
 from pase.frontends.blocks import BLOCKS, block_ways
-from pase.frontends.common.micro_batches import check_mean, examples_meet, micro_sums
+from pase.frontends.common.micro_batches import check_mean, examples_meet, step_sums
 from pase.frontends.registry import NotInParts
 from pase.ir.blocks import (
     Block,
@@ -22,7 +21,6 @@ from pase.ir.blocks import (
     rematerialised,
 )
 from pase.ir.precision import FP8, in_fp8
-from pase.once import once
 from pase.tables.decompose import Decompose, decomposed
 
 if TYPE_CHECKING:
@@ -80,24 +78,14 @@ def check_replicas(traced: Traced, micro_batches: int) -> None:
     _check_micro(traced, micro_batches, True)
 
 
-@once
 def _check_micro(traced: Traced, micro_batches: int, mean: bool) -> None:
     """Raise NotInParts if micro-batches would give other numbers. mean: a step takes the mean of their losses."""
-    from pase.ir import named, simplify
-
     if traced.written is not None:
         _check_micro(traced.written, micro_batches, True)  # padding adds no sums, but its masks hide numbers
         return
-    ways = block_ways(traced)
-    part = ways.micro(traced, micro_batches)
-    ways.check_micro(traced, micro_batches)
-    examples, graph = ways.batch_size(traced) // micro_batches, named(simplify(part.graph, part.graph))
-    sums = micro_sums(
-        traced, part, graph, examples, partial(ways.on_batch, traced), state_of_whole=ways.state_of_whole
-    )
-    ways.check_sums(part, graph, sums, micro_batches)
+    step_sums(traced, micro_batches)
     if mean:
-        check_mean(sums, graph, traced.graph.name, micro_batches)
+        check_mean(traced, micro_batches)
 
 
 def _meet(traced: Traced, graph: Graph) -> str | None:

@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 
+from pase.frontends.blocks import block_ways
 from pase.frontends.registry import NotInParts, Traced
 from pase.ir import Graph, Op, Place, named, simplify
 from pase.ir.batch_sums import BatchSums, ExamplesMeet, batch_sums, counting_ops
 from pase.ir.constants import number_power
 from pase.ir.two_batches import Otherwise, PowersInGraph, TwoBatches, depends_on, depends_on_data
+from pase.once import once
 
-__all__ = ["OUTSIDE", "check_mean", "examples_meet", "micro_sums", "of_loss"]
+__all__ = ["OUTSIDE", "check_mean", "examples_meet", "micro_sums", "step_sums"]
 
 OnBatch = Callable[[int], Traced]
 """The model traced on a batch of so many examples."""
@@ -40,6 +43,29 @@ def examples_meet(graph: Graph, cut: Collection[str], *, state_of_whole: bool) -
     except ExamplesMeet as e:
         return str(e)
     return None
+
+
+def step_sums(whole: Traced, micro_batches: int) -> BatchSums:
+    """What the micro-batches of a step pass on to each other. whole: the model on the whole batch.
+
+    Raises NotInParts if a step in micro-batches would give other results, or if it cannot give a micro-batch the sums
+    over the batch that it reads.
+    """
+    return _sums_in_graph(whole, micro_batches)[0]
+
+
+@once
+def _sums_in_graph(whole: Traced, micro_batches: int) -> tuple[BatchSums, Graph]:
+    """The same, and the simplified graph of a micro-batch, whose tensors and ops it names."""
+    ways = block_ways(whole)
+    part, examples = ways.micro(whole, micro_batches), ways.batch_size(whole) // micro_batches
+    ways.check_micro(whole, micro_batches)
+    graph, on_batch = named(simplify(part.graph, part.graph)), partial(ways.on_batch, whole)
+    sums = micro_sums(whole, part, graph, examples, on_batch, state_of_whole=ways.state_of_whole)
+    if not ways.state_of_whole:
+        sums = _of_loss(sums, graph)
+    ways.check_sums(part, graph, sums, micro_batches)
+    return sums, graph
 
 
 def micro_sums(
@@ -75,9 +101,10 @@ def micro_sums(
         ) from None
 
 
-def check_mean(sums: BatchSums, graph: Graph, name: str, micro_batches: int) -> None:
+def check_mean(whole: Traced, micro_batches: int) -> None:
     """Raises NotInParts if the mean of the micro-batches' losses is not the loss of the whole batch."""
-    sums = of_loss(sums, graph)
+    sums, graph = _sums_in_graph(whole, micro_batches)
+    sums, name = _of_loss(sums, graph), whole.graph.name
     makers = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
     if sums.totals:
         op = makers[next(iter(sums.totals))]
@@ -119,7 +146,7 @@ def _examples(whole: Traced, part: Traced, examples: int) -> int:
     return next((int(a[0]) for a, b in every if b is not None and a != b), examples)  # type: ignore[arg-type]
 
 
-def of_loss(sums: BatchSums, graph: Graph) -> BatchSums:
+def _of_loss(sums: BatchSums, graph: Graph) -> BatchSums:
     """What the loss, the graph's first output, depends on: another result's own sums are its micro-batch's."""
 
     def read(t: str) -> bool:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from pase.errors import PaseError
 from pase.frontends.blocks import BLOCKS, BlockWays
-from pase.frontends.common.micro_batches import OUTSIDE, micro_sums, of_loss
+from pase.frontends.common.micro_batches import OUTSIDE
 from pase.frontends.common.repeats import crossing, equal_runs
 from pase.frontends.jax.draws import draws_of_batch
 from pase.frontends.jax.frontend import INLINED, TracedJax, inlined, inner_jaxpr, trace
@@ -21,7 +20,7 @@ from pase.frontends.jax.rules import row_by_row
 from pase.frontends.jax.types import Aval, Eqn, Jaxpr, Var
 from pase.frontends.jax.versions import is_literal, scan_groups, source_line
 from pase.frontends.registry import NotInParts
-from pase.ir import Graph, Place, named, simplify
+from pase.ir import Graph, Place
 from pase.ir.batch_sums import BatchSums
 from pase.ir.blocks import Block
 from pase.ir.two_batches import depends_on
@@ -45,7 +44,6 @@ __all__ = [
     "micro",
     "on_batch",
     "one_loop",
-    "sums_of",
     "why_no_program",
 ]
 
@@ -314,25 +312,9 @@ def batch_inputs(traced: TracedJax) -> frozenset[str]:
     return frozenset(t.path for t in inputs if t.shape[:1] == (size,) and tuple(t.shape) in shapes)
 
 
-@once
-def sums_of(whole: TracedJax, k: int) -> BatchSums:
-    """How the losses of k micro-batches become that of the whole batch. whole: the model on the whole batch.
-
-    Raises NotInParts if a step in micro-batches would give other results, or if the loss reads a sum over the batch in
-    a place where a step cannot give it the whole batch's.
-    """
-    part, size = micro(whole, k), batch_size(whole)
-    graph = named(simplify(part.graph, part.graph))
-    again = partial(on_batch, whole)
-    sums = micro_sums(whole, part, graph, size // k, again, state_of_whole=False)
-    check_totals(part, graph, sums, k)
-    return of_loss(sums, graph)
-
-
 def check_totals(part: TracedJax, graph: Graph, sums: BatchSums, k: int) -> None:
     """Raises NotInParts if a total is not a value of the program itself, but of a loop, a branch or a function with its
     own derivative, or if a result beside the loss depends on one that the loss reads."""
-    sums = of_loss(sums, graph)
     here = _own_values(part, part.jaxpr.jaxpr, "")
     makers = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
     for t in (*sums.totals, *sums.scaled):

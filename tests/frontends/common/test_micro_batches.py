@@ -12,6 +12,7 @@ from jax import Array, ShapeDtypeStruct
 
 import pase
 from pase.compiler.problem.variants import Variant, check_replicas, graph_of
+from pase.frontends.common import micro_batches as analysis
 from pase.frontends.common.micro_batches import examples_meet
 from pase.frontends.jax.blocks import batch_inputs
 from pase.frontends.jax.frontend import trace
@@ -270,3 +271,12 @@ def test_what_sorts_each_example_alone_runs_in_micro_batches():
     assert "sort" in str(meets(ordered))
     with pytest.raises(NotInParts, match="meet in sort"):
         graph_of(ordered, Variant(accumulate=4))
+
+
+def test_a_plan_reads_what_compiling_found_out_about_its_micro_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    analyzed, once = [], analysis.micro_sums
+    monkeypatch.setattr(analysis, "micro_sums", lambda *of, **more: analyzed.append(of) or once(*of, **more))
+    plan = pase.compile(lambda w, x: jnp.mean((x @ w) ** 2), W, X, devices=2, accumulate=2)
+    assert plan.jax.sums.mean and len(analyzed) == 1

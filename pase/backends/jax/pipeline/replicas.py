@@ -28,7 +28,8 @@ from pase.backends.jax.pipeline.plan import (
 )
 from pase.backends.jax.pipeline.run import RunningStages
 from pase.errors import PaseError
-from pase.frontends.jax.blocks import split_inputs, sums_of
+from pase.frontends.common.micro_batches import step_sums
+from pase.frontends.jax.blocks import split_inputs
 from pase.frontends.jax.leaves import arrays
 from pase.machine import Mesh
 from pase.machine.jax_devices import as_linked
@@ -333,7 +334,7 @@ def in_stages(plan: PlanData) -> JaxPipeline | JaxCircular | JaxReplicas:
         return of(traced, whole_batch(plan), p, plan.mesh, plan.remat)
     many = [r.micro_batches for r in p.replicas]
     traced = traced_by_jax(plan, sum(many))
-    if not sums_of(whole_batch(plan), sum(many)).mean:  # the search has none, but a file may
+    if not step_sums(whole_batch(plan), sum(many)).mean:  # the search has none, but a file may
         raise PaseError(
             "replicas take the mean of their micro-batches' losses, but the loss is not this mean",
             where=f"'{traced.graph.name}'",
