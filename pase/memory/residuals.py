@@ -5,7 +5,8 @@ A compiler does not keep a value that it can recompute within the reader's own f
 views of one large operand are therefore followed back to that operand, which is kept instead. Sums of two activations
 are kept as they are. A derivative rule that the user wrote keeps exactly what its backward reads from forward.
 What only light ops need is not kept if light ops compute it from tensors that are kept themselves: the sum before a
-ReLU, whose operands a normalization keeps anyway.
+ReLU, whose operands a normalization keeps anyway. Expensive functions are not recomputed, except on parameters that
+backward needs as well (``_from_weights``).
 
 PyTorch's eager mode fuses nothing (``Fusion``): each call of the program keeps its own operands or its result, and
 recomputes from them what is inside of the call. So what calls make of a parameter alone (the tanh of a weight) is kept
@@ -414,9 +415,10 @@ def _roots(program: _Provenance, reader: Node, by: Op, t: str, fusion: Fusion) -
         if not near or op.kind not in ("elementwise", "view", "generate"):
             return frozenset([t])
         # A product reads its operands from memory, in backward too.
-        as_it_is = op.function.expensive or (by.kind in PRODUCTS and op.kind == "elementwise")
-        if as_it_is and fusion != "products":
-            return frozenset([t])
+        read_whole = by.kind in PRODUCTS and op.kind == "elementwise"
+        if fusion != "products" and (read_whole or op.function.expensive):
+            again = not read_whole and _from_weights(program, reader, t)
+            return frozenset() if again else frozenset([t])
         size = graph.tensors[t].elements
         operands = {a.tensor for a in op.reads if a.tensor not in constant and a.tensor in maker}
         large = [x for x in operands if _as_large(graph, x, size)]
@@ -434,6 +436,19 @@ def _roots(program: _Provenance, reader: Node, by: Op, t: str, fusion: Fusion) -
         small = (x for x in operands if maker[x].node.kind != "input")
         return frozenset().union(*(_roots(program, reader, by, x, fusion) for x in small))
     return frozenset()
+
+
+def _from_weights(program: _Provenance, reader: Node, t: str) -> bool:
+    """Whether light ops of the reader's node compute the tensor from parameters that its backward needs as well (the
+    tanh in the GELU of a weight). XLA computes it again from them, expensive functions too."""
+    if t in program.constant or t not in program.maker:
+        return True
+    n, op = program.maker[t].node, program.maker[t].op
+    if n.kind == "parameter":
+        needing = (o for o in reader.ops if not o.backward and o.region is None)
+        return any(t in needs(o, program.graph.tensors) for o in needing)
+    light = n is reader and op.kind in ("elementwise", "view", "generate") and op.function is not RANDOM
+    return light and all(_from_weights(program, reader, a.tensor) for a in op.reads)
 
 
 def _roots_of_call(program: _Provenance, reader: Node, by: Op, t: str) -> Iterator[tuple[str, _ReadsOfNodes]]:
