@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -20,7 +20,17 @@ from pase.tables.build import Space, build, config_space
 from pase.tables.fixed import why_not
 from pase.tables.layouts import NOT_SPLIT, concrete_size
 
-__all__ = ["TablesOf", "baselines", "fill_in", "fill_in_alone", "price"]
+__all__ = [
+    "TablesOf",
+    "baselines",
+    "cheapest_by_name",
+    "fill_in",
+    "fill_in_alone",
+    "fill_in_if_allowed",
+    "intended",
+    "may_be_noted",
+    "price",
+]
 
 TablesOf = Callable[[Mesh], tuple[CostTables, Space]]
 
@@ -47,30 +57,53 @@ def baselines(
             built[mesh.sizes] = build(graph, mesh, model)
         return built[mesh.sizes]
 
-    best: dict[str, Baseline | Skipped] = {}
+    made = intended(graph, devices, machine, only=only)
+    return cheapest_by_name(fill_in_if_allowed(m, graph, tables_of or default) for m in made)
+
+
+def intended(
+    graph: Graph, devices: int, machine: Machine, *, only: tuple[str, ...] = ()
+) -> list[Intent | Skipped]:
+    """What each baseline intends for this graph, or why it does not apply. Nothing is priced.
+
+    only: as in ``baselines``.
+
+    Raises PaseError if there is no baseline of a name in ``only``.
+    """
+    out: list[Intent | Skipped] = []
     offered = set(RULES)
     for method, make in RULES.items():
         for made in make(graph, devices, machine):
             offered.add(made.name)
-            if only and method not in only and made.name not in only:
-                continue
-            if isinstance(made, Intent) and (why := why_not(graph, made.mesh)) is not None:
-                found: Baseline | Skipped = Skipped(name=made.name, reason=why)
-            else:
-                found = (
-                    fill_in(made, *(tables_of or default)(made.mesh)) if isinstance(made, Intent) else made
-                )
-            so_far = best.get(found.name)
-            better = isinstance(found, Baseline) and not (
-                isinstance(so_far, Baseline) and so_far.cost <= found.cost
-            )
-            if so_far is None or better:
-                best[found.name] = found
+            if not only or method in only or made.name in only:
+                out.append(made)
     if unknown := set(only) - offered:
         raise PaseError(
             f"there is no baseline named {', '.join(sorted(unknown))}",
             fix=f"choose from {', '.join(sorted(offered))}",
         )
+    return out
+
+
+def fill_in_if_allowed(made: Intent | Skipped, graph: Graph, tables_of: TablesOf) -> Baseline | Skipped:
+    """``fill_in``, unless the intent's mesh does not hold the graph's fixed layouts."""
+    if isinstance(made, Skipped):
+        return made
+    if (why := why_not(graph, made.mesh)) is not None:
+        return Skipped(name=made.name, reason=why)
+    return fill_in(made, *tables_of(made.mesh))
+
+
+def cheapest_by_name(made: Iterable[Baseline | Skipped]) -> list[Baseline | Skipped]:
+    """Of the variants of each baseline the cheapest; the first reason if there is none."""
+    best: dict[str, Baseline | Skipped] = {}
+    for found in made:
+        so_far = best.get(found.name)
+        better = isinstance(found, Baseline) and not (
+            isinstance(so_far, Baseline) and so_far.cost <= found.cost
+        )
+        if so_far is None or better:
+            best[found.name] = found
     return list(best.values())
 
 
@@ -131,16 +164,9 @@ _MUCH = 0.05
 def _undivided(intent: Intent, graph: Graph, strategy: Mapping[str, np.ndarray]) -> Iterator[str]:
     """A note if much of the parameters lies whole on every device of the axes over which it should be split."""
     axes = list(intent.stored)
-    if not axes:
-        return
-    ways = math.prod(intent.mesh.sizes[a] for a in axes)
-    nbytes = {t.name: concrete_size(t.nbytes, t.name) for t in graph.parameters}
-    shape = {t.name: [concrete_size(s, t.name) for s in t.shape] for t in graph.parameters}
-    whole = [
-        p
-        for p, s in shape.items()
-        if (strategy[graph.producer[p].name][axes] == NOT_SPLIT).any() and all(n % ways for n in s)
-    ]
+    ways, shape = _indivisible(intent, graph)
+    whole = [p for p in shape if (strategy[graph.producer[p].name][axes] == NOT_SPLIT).any()]
+    nbytes = _parameter_bytes(graph)
     lies, parameters = sum(nbytes[p] for p in whole), sum(nbytes.values())
     if lies > _MUCH * parameters:
         sizes = dict.fromkeys(n for p in sorted(whole, key=lambda p: -nbytes[p]) for n in shape[p])
@@ -150,6 +176,24 @@ def _undivided(intent: Intent, graph: Graph, strategy: Mapping[str, np.ndarray])
             f"{bytes_text(lies)} of the {bytes_text(parameters)} of parameters, so these are not split over "
             f"{ways} devices"
         )
+
+
+def _indivisible(intent: Intent, graph: Graph) -> tuple[int, dict[str, list[int]]]:
+    """The number of devices that should share each parameter, and the shapes of those that it does not divide."""
+    ways = math.prod(intent.mesh.sizes[a] for a in intent.stored)
+    shape = {t.name: [concrete_size(s, t.name) for s in t.shape] for t in graph.parameters}
+    return ways, {p: s for p, s in shape.items() if intent.stored and all(n % ways for n in s)}
+
+
+def _parameter_bytes(graph: Graph) -> dict[str, int]:
+    return {t.name: concrete_size(t.nbytes, t.name) for t in graph.parameters}
+
+
+def may_be_noted(intent: Intent, graph: Graph) -> bool:
+    """Whether the intent's baseline can have a note, before its strategy is known."""
+    nbytes = _parameter_bytes(graph)
+    lies = sum(nbytes[p] for p in _indivisible(intent, graph)[1])
+    return bool(intent.notes) or lies > _MUCH * sum(nbytes.values())
 
 
 _SIZES = 6

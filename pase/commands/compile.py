@@ -85,6 +85,7 @@ def compile(
 
     with progress() as say:
         plan = Plan.of(compile_with_usual(model, None, (), options, say))
+        dict(plan.baselines)  # they are priced at their first use, which is here, while progress is shown
     if schedule is not None:
         plan = plan.scheduled(schedule)
     if output is not None:

@@ -11,7 +11,7 @@ from pase.baselines import Baseline
 from pase.compiler.batch import most_throughput
 from pase.compiler.constraints import with_costs
 from pase.compiler.idle import or_fewer
-from pase.compiler.meshes.baselines import price_baselines
+from pase.compiler.meshes.baselines import Rivals, price_baselines
 from pase.compiler.meshes.plans import plan_of
 from pase.compiler.passes import PASSES, Compilation, Pass, Question, compilation_text, problem_of, run_passes
 from pase.compiler.problem.options import CompileOptions
@@ -34,12 +34,17 @@ __all__ = ["Compiled", "compare_model", "compile_model"]
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """A plan and what it was made from. given: the baselines, priced on the same problem."""
+    """A plan and what it was made from. rivals: the baselines of the same problem."""
 
     plan: PlanData
     problem: SplitProblem
     traced: Traced
-    given: tuple[Baseline, ...]
+    rivals: Rivals
+
+    @property
+    def given(self) -> list[Baseline]:
+        """The baselines, priced."""
+        return self.rivals.all[0]
 
 
 @seldom_collected()
@@ -110,7 +115,7 @@ def _compiled(q: Question) -> Compiled:
             )
 
     a = run_passes(q, after)
-    return Compiled(plan=a.whole, problem=a.problem, traced=q.traced, given=tuple(a.rivals.given))
+    return Compiled(plan=a.whole, problem=a.problem, traced=q.traced, rivals=a.rivals)
 
 
 def compare_model(

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pase.compiler.constraints import fixed_of
-from pase.compiler.meshes.baselines import memory_of, never_worse, price_baselines
+from pase.compiler.meshes.baselines import NO_RIVALS, Rivals, memory_of, never_worse
 from pase.compiler.meshes.every_mesh import close_meshes
 from pase.compiler.meshes.fit import cheapest_free, fit_more, fit_variants
-from pase.compiler.meshes.plans import NO_LIMIT, NO_RIVALS, Fit, Rivals, plan_found
+from pase.compiler.meshes.plans import NO_LIMIT, Fit, plan_found
 from pase.compiler.meshes.search import Found, closed
 from pase.compiler.meshes.ties import least_stored
 from pase.compiler.problem.options import CompileOptions
@@ -76,8 +76,7 @@ class Compilation:
     limit: bytes that a device may hold; None: any number.
     tries: the variants of the step, in groups by number of micro-batches. over: the meshes to search.
     found: the cheapest strategy. misfit: why nothing fits in memory, if the plan may be larger than the limit.
-    rivals: the baselines, and those that do not apply.
-    needs: baseline -> bytes that it needs on a device.
+    rivals: the baselines.
     proven: what the answer is proven over, for the plan.
     """
 
@@ -92,7 +91,6 @@ class Compilation:
     found: Found | None = None
     misfit: str | None = None
     rivals: Rivals = NO_RIVALS
-    needs: Mapping[str, int] = field(default_factory=dict)
     proven: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     plan: PlanData | None = None
@@ -210,17 +208,17 @@ def _with_untried(a: Compilation, why: str) -> str:
     return f"{why}. {left}" if left else why
 
 
-@_pass("baselines", "common strategies on the same graph and prices, each on the meshes that it uses")
+@_pass(
+    "baselines",
+    "common strategies on the same graph, each on the meshes that it uses; priced only where asked for",
+)
 def _baselines(a: Compilation) -> Compilation:
     if not a.question.options.baselines:
         return a
     a.question.say("pricing baselines")
     began = time.perf_counter()
-    given, skipped = price_baselines(a.problem)
-    rivals = Rivals(given=tuple(given), skipped=tuple(skipped))
-    seconds = {**a.seconds, "baselines": time.perf_counter() - began}
-    fits = {} if a.limit is None else {b.name: memory_of(a.problem, b.strategy, b.mesh).total for b in given}
-    return replace(a, rivals=rivals, needs=fits, seconds=seconds)
+    rivals = Rivals(a.problem)
+    return replace(a, rivals=rivals, seconds={**a.seconds, "baselines": time.perf_counter() - began})
 
 
 @_pass(
@@ -228,13 +226,24 @@ def _baselines(a: Compilation) -> Compilation:
     "the meshes of cheaper baselines are searched too, and a baseline that is still cheaper is taken",
 )
 def _never_worse(a: Compilation) -> Compilation:
-    allowed = [b for b in a.rivals.given if a.within is None or a.needs[b.name] <= a.within]
+    began = time.perf_counter()
     found, known = a.strategy, {m.sizes for m in a.over}
+    proven = found.solution.bound >= found.solution.cost * (1 - 1e-9)
+    fixed = a.question.options.mesh is not None
+
+    def may_be_taken(mesh: Mesh) -> bool:
+        """Whether a strategy on this mesh could be cheaper. If the user fixed the mesh, only that one may be used."""
+        return not proven if mesh.sizes in known else not fixed
+
+    given = [b for b in a.rivals.where(may_be_taken) if may_be_taken(b.mesh)]
+    allowed = [b for b in given if a.within is None or a.rivals.bytes_of(b) <= a.within]
     # A baseline may use a mesh that was not among ours. That mesh is searched too.
     more = [b.mesh for b in allowed if b.mesh.sizes not in known and b.cost < found.solution.cost]
-    if more and a.question.options.mesh is None:
+    spent = time.perf_counter() - began
+    if more:
         found = fit_more(a.problem, found, more, a.within, a.spent, a.question.say)
-    return replace(a, found=never_worse(a.problem, found, allowed))
+    seconds = {k: s + spent if k == "baselines" else s for k, s in a.seconds.items()}
+    return replace(a, found=never_worse(a.problem, found, allowed), seconds=seconds)
 
 
 @_pass("least-stored", "of equally cheap strategies of an inference step, the one that stores least")
@@ -262,7 +271,7 @@ def _plan(a: Compilation) -> Compilation:
     q, found = a.question, a.strategy
     trace = {"trace": a.seconds["trace"]}
     seconds = {**trace, **found.seconds, **a.seconds, "total": time.perf_counter() - q.start}
-    fit = NO_LIMIT if a.limit is None else Fit(limit=int(a.limit), misfit=a.misfit, baselines=a.needs)
+    fit = NO_LIMIT if a.limit is None else Fit(limit=int(a.limit), misfit=a.misfit)
     proven = a.proven if q.form is None else {**a.proven, "target": q.options.target, "form": q.form.name}
     plan = plan_found(a.problem, found, q.name, q.traced, seconds, a.rivals, fit, proven)
     return replace(a, plan=noted_widened(noted_unfused(plan, a.problem), a.problem))
@@ -375,7 +384,7 @@ def compilation_text(a: Compilation) -> str:
         f"variant {a.problem.variant}",
         f"mesh {'×'.join(map(str, m.sizes))}",
         f"cost {s.cost:.6g} {a.problem.model.unit}, at least {s.bound:.6g}",
-        *(f"baseline {b.name} {b.cost:.6g}" for b in a.rivals.given),
+        *(f"baseline {b.name} {b.cost:.6g}" for b in a.rivals.all[0]),
     ]
     for n in a.problem.graph.nodes:
         dims = [*(d.name for d in n.space)]

@@ -9,6 +9,7 @@ import pytest
 
 import pase
 from pase.compiler import compilation
+from pase.compiler.meshes.baselines import NO_RIVALS
 from pase.compiler.passes import PASSES, Compilation, Pass, Question, compilation_text, passes_of, run_passes
 from pase.compiler.problem.options import CompileOptions
 from pase.compiler.resolve import traced_model
@@ -38,7 +39,7 @@ def test_each_pass_only_adds() -> None:
     for before, after in pairwise(seen):
         assert after.question is before.question and after.tries is before.tries
         assert after.strategy.solution.cost <= before.strategy.solution.cost if before.found else True
-        assert not before.rivals.given or after.rivals is before.rivals
+        assert before.rivals is NO_RIVALS or after.rivals is before.rivals
         assert before.plan is None or after.plan is before.plan
 
 

@@ -31,7 +31,7 @@ FRAMEWORKS = {
 }
 SOLVERS = {"ortools", "highspy", "cvxpy"}
 
-# Modules that every layer may import: errors, registries, cached results, control of the garbage collector, deadlines,
+# Modules that every layer may import: errors, registries, cached and deferred results, garbage collection, deadlines,
 # the type of pytrees, compiled kernels, former names of modules, and files and quantities.
 FOUNDATION = {
     "pase.clock",
@@ -40,6 +40,7 @@ FOUNDATION = {
     "pase.files",
     "pase.former",
     "pase.garbage",
+    "pase.later",
     "pase.once",
     "pase.pytree",
     "pase.registry",
@@ -54,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pase.registry": set(),
     "pase.once": set(),
     "pase.garbage": set(),
+    "pase.later": set(),
     "pase.pytree": set(),
     "pase.compiled": set(),
     "pase.files": set(),

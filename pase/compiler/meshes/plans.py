@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 import pase
-from pase.baselines import Baseline, Skipped
+from pase.compiler.meshes.baselines import NO_RIVALS, Rivals
 from pase.compiler.meshes.search import Found
 from pase.compiler.problem.limits import without_single
 from pase.compiler.problem.problem import SplitProblem
 from pase.ir import Graph, Remark
+from pase.later import Later, Once
 from pase.machine import Mesh
 from pase.plan.answer import name_in_words
 from pase.plan.assemble import Searched, assemble, axes_by_use
@@ -26,7 +27,7 @@ from pase.tables.itemize import collectives, local_work, node_costs
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
 
-__all__ = ["NO_LIMIT", "NO_RIVALS", "Fit", "Rivals", "plan_found", "plan_of", "provenance_of"]
+__all__ = ["NO_LIMIT", "Fit", "plan_found", "plan_of", "provenance_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,26 +35,13 @@ class Fit:
     """The memory limit of a plan in bytes per device; None means no limit.
 
     misfit: why nothing fits, and what would; None if something fits.
-    baselines: baseline -> bytes that its strategy needs on a device.
     """
 
     limit: int | None = None
     misfit: str | None = None
-    baselines: Mapping[str, int] = field(default_factory=dict)
 
 
 NO_LIMIT = Fit()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rivals:
-    """The strategies that a plan is compared with, and those that do not apply to the problem."""
-
-    given: Sequence[Baseline] = ()
-    skipped: Sequence[Skipped] = ()
-
-
-NO_RIVALS = Rivals()
 
 
 def plan_found(
@@ -71,7 +59,7 @@ def plan_found(
     fit: the memory limit of that search.
     proven: additional entries of its provenance.
     """
-    s = found.solution
+    s, compared = found.solution, Once(lambda: _figures(rivals))
     mesh, configs = found.mesh, found.configs
     if problem.form is not None and problem.form.axes:
         mesh, kept = without_single(mesh)
@@ -80,8 +68,8 @@ def plan_found(
         cost=s.cost,
         bound=s.bound,
         optimal=s.optimal,
-        baselines={b.name: b.cost for b in rivals.given},
-        skipped={b.name: b.reason for b in rivals.skipped},
+        baselines=Later(lambda: compared().costs),
+        skipped=Later(lambda: compared().skipped),
         tried=[Tried(mesh=m.sizes, cost=c) for m, c in found.tried],
         seconds=seconds,
         provenance={**provenance_of(problem.graph, s.method, s.certificate), **(proven or {})},
@@ -89,18 +77,35 @@ def plan_found(
     plan = _planned(
         problem, axes_by_use(problem.graph, mesh, configs), configs, searched, name=name, traced=traced
     )
-    fitted = replace(plan, memory_limit=fit.limit, misfit=fit.misfit, baseline_memory=fit.baselines)
+    memory = {} if fit.limit is None else Later(lambda: compared().memory)
+    fitted = replace(plan, memory_limit=fit.limit, misfit=fit.misfit, baseline_memory=memory)
     said = remarked(fitted, problem.graph, problem.machine)
     return replace(said, noted=(*said.noted, *_plain_fsdp(rivals)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Figures:
+    """What a plan holds of its baselines, as ``PlanData`` has it."""
+
+    costs: Mapping[str, float]
+    skipped: Mapping[str, str]
+    memory: Mapping[str, int]
+
+
+def _figures(rivals: Rivals) -> _Figures:
+    given, skipped = rivals.all
+    return _Figures(
+        costs={b.name: b.cost for b in given},
+        skipped={b.name: b.reason for b in skipped},
+        memory={b.name: rivals.bytes_of(b) for b in given},
+    )
+
+
 def _plain_fsdp(rivals: Rivals) -> Iterator[Remark]:
     """Yield what plain FSDP cannot split, which makes it large."""
-    for b in rivals.given:
-        if b.name == "fsdp":
-            for note in b.notes:
-                said = f"{name_in_words(b.name)} is large: {note}; PyTorch's FSDP stores such dims in unequal parts"
-                yield Remark("assumed", said)
+    for note in rivals.noted("fsdp"):
+        said = f"{name_in_words('fsdp')} is large: {note}; PyTorch's FSDP stores such dims in unequal parts"
+        yield Remark("assumed", said)
 
 
 def _planned(

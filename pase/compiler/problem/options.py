@@ -164,7 +164,8 @@ class CompileOptions:
     )
     baselines: bool = _option(
         True,
-        "Also price data parallelism, FSDP, Megatron, …. The answer is never worse than any of them.",
+        "Also price data parallelism, FSDP, Megatron, …. The answer is never worse than any of them; with a "
+        "fixed mesh, than any on that mesh.",
         about="the search",
     )
     memory_limit: float | str | None = _option(

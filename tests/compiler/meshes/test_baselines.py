@@ -7,9 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import pase
 from pase.baselines import Baseline
-from pase.compiler.meshes.baselines import complete, never_worse, price_baselines
+from pase.compiler.compilation import compile_model
+from pase.compiler.meshes import baselines
+from pase.compiler.meshes.baselines import Rivals, complete, never_worse, price_baselines
 from pase.compiler.meshes.search import search_meshes
+from pase.compiler.problem.options import CompileOptions
 from pase.compiler.problem.problem import SplitProblem
 from pase.machine import mesh_from
 from pase.search.check import cost_of
@@ -35,6 +39,40 @@ def test_a_cheaper_baseline_takes_the_place_of_the_answer(problem: SplitProblem)
     assert not taken.solution.optimal and taken.solution.bound == 0.0
     for name, config in taken.configs.items():
         np.testing.assert_array_equal(config, best.strategy[name])
+
+
+def test_a_baseline_is_priced_alike_alone_among_all_and_without_the_tables_of_the_search() -> None:
+    problem = SplitProblem.of(raw("mlp"), 4, "h100x8", "analytic", "adam", "parameters")
+    rivals, later = Rivals(problem), Rivals(problem)
+    (alone,) = (b for b in rivals.where(lambda m: m.sizes == (4,)) if b.name == "fsdp")
+    given, skipped = rivals.all
+    assert alone in given
+    del problem  # and with it its tables
+    again, also = later.all
+    assert [(b.name, b.cost, b.notes) for b in again] == [(b.name, b.cost, b.notes) for b in given]
+    assert also == skipped and [*map(later.bytes_of, again)] == [*map(rivals.bytes_of, given)]
+
+
+def test_only_what_can_be_taken_is_priced_before_it_is_asked_for(monkeypatch) -> None:
+    priced: list[str] = []
+    fill_in = baselines.fill_in_if_allowed
+
+    def counted(made, *rest):
+        priced.append(made.name)
+        return fill_in(made, *rest)
+
+    monkeypatch.setattr(baselines, "fill_in_if_allowed", counted)
+    plan = pase.compile("zoo:mlp?layers=1&batch=64", devices=4, mesh="4")
+    assert plan.optimal and not priced
+    assert {"data_parallel", "fsdp"} <= set(plan.baselines) <= set(priced)
+    assert set(plan.baseline_memory) == set(plan.baselines) and len(priced) == len({*priced})
+
+
+def test_the_users_mesh_is_kept_where_a_baseline_on_another_is_cheaper() -> None:
+    model = "zoo:gpt2?layers=2&batch=8"
+    done = compile_model(model, None, (), CompileOptions(devices=32, mesh="32", cost_model="analytic"))
+    assert done.plan.mesh.sizes == (32,) and done.plan.optimal
+    assert min(done.plan.baselines.values()) < done.plan.cost
 
 
 def test_pinned_nodes_keep_their_configs_and_the_rest_is_the_cheapest(problem: SplitProblem) -> None:
