@@ -41,6 +41,7 @@ class BlockWays:
     one_loop: whether the program has one loop of so many iterations whose iterations one program can run as stages.
     state_of_whole: a step in micro-batches leaves the state that a step of the whole batch does; otherwise each
         micro-batch passes its own on.
+    sums_of_loops: a step can give a micro-batch the whole batch's value of a sum that a loop returns.
     hoists: a backend can run collectives of parameters once per step (``Hoisted``).
     """
 
@@ -53,6 +54,7 @@ class BlockWays:
     check_sums: Callable[[Any, Graph, BatchSums, int], None] = lambda part, graph, sums, micro_batches: None
     one_loop: Callable[[Any, int], bool] = lambda traced, blocks: False
     state_of_whole: bool
+    sums_of_loops: bool = False
     hoists: bool
 
 

@@ -104,7 +104,12 @@ class BothSizes(Protocol):
 
 
 def batch_sums(
-    graph: Graph, cut: Collection[str], both: BothSizes | None, *, state_of_whole: bool
+    graph: Graph,
+    cut: Collection[str],
+    both: BothSizes | None,
+    *,
+    state_of_whole: bool,
+    of_loops: bool = False,
 ) -> BatchSums:
     """Determines how a micro-batch's values combine into those of the whole batch.
 
@@ -113,13 +118,26 @@ def batch_sums(
     both: the comparison with the whole batch's program; without it, powers are not considered.
     state_of_whole: the next step's state must be the one that a step of the whole batch computes; otherwise each
         micro-batch passes its own state on to the next.
+    of_loops: a total may be what a loop returns, such as a count that it carries. Inside the loop, each micro-batch
+        then reads its own.
 
     Raises ExamplesMeet if a value over the whole batch is needed that no sum over micro-batches gives. The ends of the
     groups of a product's rows are not checked: they are assumed to follow from the sort that ordered the rows.
     """
+    if of_loops:
+        try:
+            return _batch_sums(graph, cut, both, state_of_whole, True)
+        except ExamplesMeet:
+            pass  # a micro-batch may need the whole batch's total inside of the loop
+    return _batch_sums(graph, cut, both, state_of_whole, False)
+
+
+def _batch_sums(
+    graph: Graph, cut: Collection[str], both: BothSizes | None, state_of_whole: bool, of_loops: bool
+) -> BatchSums:
     dims, carried = batch_dims(graph, cut), dict[str, _OfBatch]()
     while True:
-        walk = _SumsWalk(graph=graph, batch=dims, both=both, carried=carried)
+        walk = _SumsWalk(graph=graph, batch=dims, both=both, carried=carried, of_loops=of_loops)
         for n in graph.nodes:
             for op in n.ops:
                 if not op.backward:  # gradients are always summed over the batch
@@ -130,6 +148,8 @@ def batch_sums(
         carried = carried | new
     if state_of_whole:
         walk.check_state()
+    if of_loops:
+        walk.check_readers()
     made = {t: walk.values.get(t, _NONE) for t in graph.outputs}
     if met := next((v.met for v in made.values() if v.met), ""):
         raise ExamplesMeet(met)
@@ -147,12 +167,14 @@ class _SumsWalk:
 
     carried: what is known about loops' carries, by the tensor that the body reads. A carry that is missing has what is
         known about its initial value.
+    of_loops: a sum inside of a loop that depends on no parameter becomes a total where it is read outside of it.
     """
 
     graph: Graph
     batch: BatchDims
     both: BothSizes | None
     carried: Mapping[str, _OfBatch]
+    of_loops: bool
     values: dict[str, _OfBatch] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
     scaled: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -186,6 +208,17 @@ class _SumsWalk:
                         path = self.graph.tensors[n.ops[0].writes[0].tensor].path
                         raise ExamplesMeet(made.met or f"the next value of '{path}'")
 
+    def check_readers(self) -> None:
+        """Raises ExamplesMeet if another loop than the one that carries a total reads it. It would read the whole
+        batch's, but its own values are those of the micro-batch."""
+        makers = {a.tensor: op for n in self.graph.nodes for op in n.ops for a in op.writes}
+        for n in self.graph.nodes:
+            for op in n.ops:
+                for t in (a.tensor for a in op.reads if a.tensor in self.totals and _in_loop(op)):
+                    inside = {s.path for s in op.scope}
+                    if makers[t].kind != "carry" or f"{makers[t].eqn.path}." not in inside:
+                        raise ExamplesMeet(f"{op.name} at {op.source or n.name}")
+
     def _conditions(self) -> dict[Scope, str]:
         """Loops whose condition depends on several examples of the batch together -> where these meet. No op reads a
         loop's condition."""
@@ -208,15 +241,16 @@ class _SumsWalk:
         where = f"what the loop at {first.source or n.name} carries"
         if known.met or made.met or made.order or made.places or made.totalled:
             return _OfBatch(met=known.met or made.met or where)
+        trained = known.trained or made.trained
         if known.zero and not made.zero:
-            return replace(known, zero=False, summed=made.summed, power=made.power)
+            return replace(known, zero=False, summed=made.summed, power=made.power, trained=trained)
         if self.both is None or made.zero or made.share == known.share:
-            return replace(known, summed=known.summed or made.summed)
+            return replace(known, summed=known.summed or made.summed, trained=trained)
         return _OfBatch(met=where)
 
     def take(self, n: Node, op: Op) -> None:
         """Records what an op makes. If examples meet in it, values that depend on it are not examined further."""
-        reads = [self.values.get(a.tensor, _NONE) for a in op.factors]
+        reads = [self._read(op, a.tensor) for a in op.factors]
         where = f"{op.name} at {op.source or n.name}"
         try:
             if met := next((v.met for v in reads if v.met), ""):
@@ -227,6 +261,14 @@ class _SumsWalk:
                 raise
             made = [_OfBatch(met=str(e))] * len(op.writes)
         self.values.update(zip((a.tensor for a in op.writes), made, strict=True))
+
+    def _read(self, op: Op, tensor: str) -> _OfBatch:
+        """What is known about a tensor where an op reads it."""
+        v = self.values.get(tensor, _NONE)
+        if not v.summed or v.trained or v.met or op.kind == "output" or _in_loop(op):
+            return v
+        self.totals[tensor] = v.power
+        return _OfBatch(totalled=True)
 
     def _made(self, n: Node, op: Op, reads: Sequence[_OfBatch], where: str) -> Sequence[_OfBatch]:
         own = self.batch.of(n, op)
@@ -251,9 +293,8 @@ class _SumsWalk:
             if known is None:
                 (init,) = reads
                 zero = self.both is not None and self.both.begins_at_zero(op)
-                known = replace(
-                    init, trained=True, order="", zero=zero
-                )  # the body may make it depend on parameters
+                # The body may make it depend on parameters; ``_round`` finds it out if totals of loops are asked for.
+                known = replace(init, trained=init.trained or not self.of_loops, order="", zero=zero)
                 if init.order or init.places or init.totalled:
                     known = _OfBatch(met=where)
             return [known]
@@ -375,6 +416,8 @@ class _SumsWalk:
             return made
         if made.totalled or len(op.writes) != 1:
             raise ExamplesMeet(where)  # a total that depends on another total would need one more pass
+        if self.of_loops and _in_loop(op):
+            return made
         self.totals[op.writes[0].tensor] = made.power
         return _OfBatch(totalled=True)
 
@@ -438,6 +481,10 @@ def counting_ops(graph: Graph, totals: Collection[str]) -> frozenset[tuple[Place
             found[t] = op
             left.extend(a.tensor for a in op.reads)
     return frozenset((op.eqn, t) for t, op in found.items())
+
+
+def _in_loop(op: Op) -> bool:
+    return any(s.kind == "loop" for s in op.scope)
 
 
 def _reorders(op: Op) -> bool:

@@ -169,9 +169,9 @@ class JaxprWalk:
         elif (taken := on_every_platform(eqn)) is not None:
             outs = self.run(*taken, ins[1:], f"{path}.", copies)
         elif name == "scan":
-            outs = self._scan(eqn, ins, at, copies)
+            outs = self._known(at, self._scan(eqn, ins, at, copies))
         elif name == "while":
-            outs = self._while(eqn, ins, at, copies)
+            outs = self._known(at, self._while(eqn, ins, at, copies))
         elif name == "cond" and not by_platform(eqn):
             outs = self._cond(eqn, ins, at, copies)
         else:
@@ -191,11 +191,16 @@ class JaxprWalk:
             else:
                 outs = evaluate(eqn, ins, info) if kernel is None else [kernel(*ins)]
             outs = [self.defined(x, t) for x, t in zip(outs, traced.results[at], strict=True)]
-            if self.totals is not None:
-                outs = list(map(self.totals.read, traced.results[at], outs))
+            outs = self._known(at, outs)
             if at in self.plan.kept_results:
                 outs = [checkpoint_name(x, KEPT) for x in outs]
         env.update(zip(eqn.outvars, outs, strict=True))
+
+    def _known(self, at: Place, outs: Sequence[Array]) -> Sequence[Array]:
+        """What readers of an equation's results read: the whole batch's sums, if the micro-batches share them."""
+        return (
+            outs if self.totals is None else list(map(self.totals.read, self.plan.traced.results[at], outs))
+        )
 
     def _recompute(self, jaxpr: Jaxpr, block: Block, env: dict[Var, Array]) -> None:
         """Run a block that backward recomputes, and add its results to env."""

@@ -93,7 +93,12 @@ def _meet(traced: Traced, graph: Graph) -> str | None:
     ways = BLOCKS.get(traced.frontend)
     if ways is None:
         return None
-    return examples_meet(graph, ways.batch_inputs(traced), state_of_whole=ways.state_of_whole)
+    return examples_meet(
+        graph,
+        ways.batch_inputs(traced),
+        state_of_whole=ways.state_of_whole,
+        of_loops=ways.sums_of_loops,
+    )
 
 
 def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: bool) -> Iterator[list[Variant]]:

@@ -32,14 +32,16 @@ OUTSIDE = (
 """What to do about a sum over the batch that depends on no parameter, if a step takes the mean of its losses."""
 
 
-def examples_meet(graph: Graph, cut: Collection[str], *, state_of_whole: bool) -> str | None:
+def examples_meet(
+    graph: Graph, cut: Collection[str], *, state_of_whole: bool, of_loops: bool = False
+) -> str | None:
     """Where the examples of a batch meet, so that a step in micro-batches would give other results; None if nowhere.
 
     graph: the simplified graph of the whole batch. cut: the paths of the inputs that have the batch's dim.
-    state_of_whole: see ``batch_sums``. Numbers that grow with the batch are checked by ``micro_sums``.
+    state_of_whole, of_loops: see ``batch_sums``. Numbers that grow with the batch are checked by ``micro_sums``.
     """
     try:
-        batch_sums(graph, cut, None, state_of_whole=state_of_whole)
+        batch_sums(graph, cut, None, state_of_whole=state_of_whole, of_loops=of_loops)
     except ExamplesMeet as e:
         return str(e)
     return None
@@ -61,7 +63,15 @@ def _sums_in_graph(whole: Traced, micro_batches: int) -> tuple[BatchSums, Graph]
     part, examples = ways.micro(whole, micro_batches), ways.batch_size(whole) // micro_batches
     ways.check_micro(whole, micro_batches)
     graph, on_batch = named(simplify(part.graph, part.graph)), partial(ways.on_batch, whole)
-    sums = micro_sums(whole, part, graph, examples, on_batch, state_of_whole=ways.state_of_whole)
+    sums = micro_sums(
+        whole,
+        part,
+        graph,
+        examples,
+        on_batch,
+        state_of_whole=ways.state_of_whole,
+        of_loops=ways.sums_of_loops,
+    )
     if not ways.state_of_whole:
         sums = _of_loss(sums, graph)
     ways.check_sums(part, graph, sums, micro_batches)
@@ -69,23 +79,30 @@ def _sums_in_graph(whole: Traced, micro_batches: int) -> tuple[BatchSums, Graph]
 
 
 def micro_sums(
-    whole: Traced, part: Traced, graph: Graph, examples: int, on_batch: OnBatch, *, state_of_whole: bool
+    whole: Traced,
+    part: Traced,
+    graph: Graph,
+    examples: int,
+    on_batch: OnBatch,
+    *,
+    state_of_whole: bool,
+    of_loops: bool = False,
 ) -> BatchSums:
     """What the micro-batches of a step pass on to each other.
 
     whole, part: the model traced on the whole batch and on one micro-batch of so many ``examples``. graph: the
-    simplified graph of ``part``. state_of_whole: see ``batch_sums``. Raises NotInParts if a step in micro-batches would
-    give other results.
+    simplified graph of ``part``. state_of_whole, of_loops: see ``batch_sums``. Raises NotInParts if a step in
+    micro-batches would give other results.
     """
     size = _examples(whole, part, examples)
     try:
         if examples > 1:
-            return _sums(whole, part, graph, size // examples, state_of_whole)
+            return _sums(whole, part, graph, size // examples, state_of_whole, of_loops)
         # The graph of a single example has no batch dim, so two examples are analyzed instead.
         pair = on_batch(2)
         many = whole if size > 2 and size % 2 == 0 else on_batch(4)
         k = _examples(many, pair, 2) // 2
-        found = _sums(many, pair, named(simplify(pair.graph)), k, state_of_whole)
+        found = _sums(many, pair, named(simplify(pair.graph)), k, state_of_whole, of_loops)
         _check_single(many, pair, part, k)
         return _of_part(found, pair, part, graph)
     except (ExamplesMeet, Otherwise) as e:
@@ -133,10 +150,12 @@ def check_mean(whole: Traced, micro_batches: int) -> None:
         )
 
 
-def _sums(whole: Traced, part: Traced, graph: Graph, k: int, state_of_whole: bool) -> BatchSums:
+def _sums(
+    whole: Traced, part: Traced, graph: Graph, k: int, state_of_whole: bool, of_loops: bool
+) -> BatchSums:
     both = TwoBatches(whole=whole.full, part=part.full, k=k)
     powers = PowersInGraph(both=both, graph=part.graph)
-    return batch_sums(graph, both.cut, powers, state_of_whole=state_of_whole)
+    return batch_sums(graph, both.cut, powers, state_of_whole=state_of_whole, of_loops=of_loops)
 
 
 def _examples(whole: Traced, part: Traced, examples: int) -> int:

@@ -403,6 +403,7 @@ BLOCKS.add(
         check_sums=check_totals,
         one_loop=one_loop,
         state_of_whole=False,
+        sums_of_loops=True,
         hoists=True,
     ),
 )

@@ -289,7 +289,7 @@ class SegmentList:
 
             parts = [env[key] for key in reads]
             array = jnp.concatenate([h.array for h in parts]) if len(parts) > 1 else parts[0].array
-            env[var] = replace(parts[0], array=array, tensor=name)
+            env[var] = walk.known(replace(parts[0], array=array, tensor=name))
 
         self.names[var], self.avals[var] = name, var.aval
         block = self.blocks if self.chain is None else self._current

@@ -212,10 +212,9 @@ class ManualWalk:
             return self.run(*taken, ins[1:], f"{at.path}.", cache)
         if by_platform(eqn):
             self._check_whole(eqn, ins, "it has different code for each platform")
-        if name == "scan":
-            return manual_scan(self, eqn, ins, at, cache)
-        if name == "while":
-            return manual_while(self, eqn, ins, at, cache)
+        if name in ("scan", "while"):
+            run = manual_scan if name == "scan" else manual_while
+            return list(map(self.known, run(self, eqn, ins, at, cache)))
         if name == "cond" and not by_platform(eqn):
             return manual_cond(self, eqn, ins, at, cache)
         if name in KEPT_WHOLE:
@@ -230,6 +229,12 @@ class ManualWalk:
         mine = None if draw is None or self.examples is None else (draw, self.examples)
         return self._made(eqn, names, ins, cache, mine)
 
+    def known(self, value: DeviceValue) -> DeviceValue:
+        """What its readers read: the whole batch's, if it is a sum over the batch that the micro-batches share."""
+        if self.totals is None or value.tensor not in self.totals.sums.totals:
+            return value
+        return replace(value, array=self.totals.read(value.tensor, value.array))
+
     def _made(
         self,
         eqn: Eqn,
@@ -242,8 +247,7 @@ class ManualWalk:
         made: dict[str, DeviceValue] = {}
         for op in self._makers(names):
             made.update(self.op_on_part(op, eqn, names, ins, cache, draw))
-        if self.totals is not None:
-            made = {n: replace(h, array=self.totals.read(n, h.array)) for n, h in made.items()}
+        made = {n: self.known(h) for n, h in made.items()}
         if not made:
             return self._constant(eqn, names, ins, draw)
         if unknown := [n for n in names if n not in made]:

@@ -56,6 +56,31 @@ def recomputed(params, ids, labels):
     return jax.jit(jax.checkpoint(counted))(params, ids, labels)
 
 
+def in_chunks(params, ids, labels):
+    """A loop over parts of the sequences carries the count."""
+
+    def chunk(so_far, given):
+        ids, labels = given
+        on = labels >= 0
+        total, count = so_far
+        return (total + (losses(params, ids, labels) * on).sum(), count + on.sum()), None
+
+    parts = [x.reshape(-1, 3, 2).swapaxes(0, 1) for x in (ids, labels)]
+    total, count = jax.lax.scan(jax.checkpoint(chunk), (0.0, 0), tuple(parts))[0]
+    return total / jnp.maximum(count, 1)
+
+
+def of_chunks(params, ids, labels):
+    """A loop returns the counts of all parts; the loss is the mean of their own means."""
+
+    def chunk(given):
+        ids, labels = given
+        return (losses(params, ids, labels) * (labels >= 0)).sum(), (labels >= 0).sum()
+
+    totals, counts = jax.lax.map(chunk, tuple(x.reshape(-1, 3, 2).swapaxes(0, 1) for x in (ids, labels)))
+    return (totals / counts).mean()
+
+
 def matches(found, right):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
         assert np.asarray(a) == pytest.approx(np.asarray(b), rel=1e-4, abs=1e-5)
@@ -63,7 +88,9 @@ def matches(found, right):
 
 @pytest.mark.some(3)
 @pytest.mark.parametrize("once", ["none", "gathers", "all", "annotated"])
-@pytest.mark.parametrize("loss", [counted, with_penalties, by_class, of_means, recomputed])
+@pytest.mark.parametrize(
+    "loss", [counted, with_penalties, by_class, of_means, recomputed, in_chunks, of_chunks]
+)
 def test_the_step_is_that_of_the_whole_batch(loss, once):
     right = jax.value_and_grad(loss)(PARAMS, IDS, LABELS)
     annotated = {} if once != "annotated" else {"lowering": "annotated"}
@@ -148,3 +175,63 @@ def test_a_total_in_a_loop_is_refused():
     with pytest.raises(NotInParts, match="inside of a loop, a branch or a function") as e:
         pase.compile(loss, PARAMS, IDS, LABELS, devices=1, accumulate=4)
     assert "(losses * weights).sum(1).mean() * scale" in e.value.fix
+
+
+def running(params, given):
+    """Each part of the loss is divided by the count so far."""
+
+    def part(so_far, x):
+        total, count = so_far
+        count += (x[1] >= 0).sum()
+        return (total + (losses(params, *x) * (x[1] >= 0)).sum() / count, count), None
+
+    return jax.lax.scan(part, (0.0, 0), given)[0][0]
+
+
+def by_another_loop(params, given):
+    """The parts of the loss are divided by the count of a loop before."""
+    count = jax.lax.scan(lambda so_far, x: (so_far + (x >= 0).sum(), None), 0, given[1])[0]
+
+    def part(total, x):
+        return total + (losses(params, *x) * (x[1] >= 0)).sum() / count, None
+
+    return jax.lax.scan(part, 0.0, given)[0]
+
+
+def from_one(params, given):
+    """The count begins at one, which would be counted in each micro-batch."""
+
+    def part(so_far, x):
+        total, count = so_far
+        return (total + (losses(params, *x) * (x[1] >= 0)).sum(), count + (x[1] >= 0).sum()), None
+
+    total, count = jax.lax.scan(part, (0.0, 1), given)[0]
+    return total / count
+
+
+@pytest.mark.parametrize("of", [running, by_another_loop, from_one])
+def test_a_count_that_a_loop_needs_of_the_whole_batch_is_refused(of):
+    def loss(params, ids, labels):
+        return of(params, tuple(x.reshape(-1, 3, 2).swapaxes(0, 1) for x in (ids, labels)))
+
+    with pytest.raises(NotInParts, match=r"examples of the batch meet in what the loop at .* carries"):
+        pase.compile(loss, PARAMS, IDS, LABELS, devices=1, accumulate=4)
+
+
+def test_what_a_loop_returns_beside_the_loss_is_the_micro_batchs_own():
+    def loss(params, ids, labels):
+        def part(so_far, x):
+            total, count = so_far
+            mine = (x[1] >= 0).sum()
+            return (total + (losses(params, *x) * (x[1] >= 0)).sum(), count + mine), mine
+
+        given = tuple(x.reshape(-1, 3, 2).swapaxes(0, 1) for x in (ids, labels))
+        (total, count), each = jax.lax.scan(part, (0.0, 0), given)
+        return total / count, {"count": count, "each": each}
+
+    plan = pase.compile(loss, PARAMS, IDS, LABELS, devices=2, accumulate=4)
+    (value, beside), _ = plan.jax.value_and_grad()(*plan.jax.device_put(PARAMS, IDS, LABELS))
+    own = [jax.jit(loss)(PARAMS, IDS[i::4], LABELS[i::4])[1] for i in range(4)]
+    assert float(value) == pytest.approx(float(jax.jit(loss)(PARAMS, IDS, LABELS)[0]), rel=1e-5)
+    for name in ("count", "each"):
+        assert np.asarray(beside[name]).tolist() == [np.asarray(o[name]).tolist() for o in own]
