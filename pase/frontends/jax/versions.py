@@ -236,6 +236,15 @@ def static_arguments(eqn: Eqn) -> tuple[Tree, ...] | None:
     return None
 
 
+@cache
+def _excluded(file: str) -> None:
+    """Makes a file's lines not count as the user's, once per process: JAX adds a file as often as it is given, and then
+    compiles an expression of all of them again."""
+    from jax._src import source_info_util
+
+    source_info_util.register_exclusion(file)
+
+
 Attention: TypeAlias = "Callable[..., Array]"
 
 
@@ -245,10 +254,9 @@ def attention_by(stand_in: Callable[[Attention, Attention], Attention], file: st
 
     file: a file whose lines do not count as the user's. If JAX has no such internal functions, nothing changes.
     """
-    from jax._src import source_info_util
     from jax._src.nn import functions
 
-    source_info_util.register_exclusion(file)
+    _excluded(file)
     namespace, name = vars(functions), "cudnn_dot_product_attention"
     theirs, xla = namespace.get(name), namespace.get("_dot_product_attention_xla")
     if theirs is None or xla is None:

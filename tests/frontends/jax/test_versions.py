@@ -98,3 +98,14 @@ def test_a_literal_is_an_array_of_its_dtype(x64: bool) -> None:
     assert len(literals) == 4
     for v in literals:
         assert (literal_array(v).shape, literal_array(v).dtype) == ((), v.aval.dtype)
+
+
+def test_traces_leave_nothing_behind_in_jax():
+    """Each trace once added a file to those that JAX does not count as the user's. JAX asks for each line whether it is
+    the user's, so each trace made all later ones slower."""
+    from jax._src import source_info_util
+
+    from_jax(lambda w, x: jnp.sum(x @ w), S((4, 4), jnp.float32), S((2, 4), jnp.float32))
+    before = list(source_info_util._exclude_paths)
+    from_jax(lambda w, x: jnp.sum(x * w), S((4, 4), jnp.float32), S((4, 4), jnp.float32))
+    assert source_info_util._exclude_paths == before
