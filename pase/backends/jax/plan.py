@@ -6,7 +6,7 @@ To add the constraints, ``gspmd`` re-evaluates the jaxpr of the user's function 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -140,6 +140,15 @@ class JaxPlan:
     def totals(self, given: Mapping[str, Array] | None) -> Totals:
         """What a walk over the program of a micro-batch needs for its sums over the whole batch (``Totals``)."""
         return Totals(sums=self.sums, micro_batches=self.accumulate, given=given)
+
+    def check_found(self, tensors: Collection[str]) -> None:
+        """Raises PaseError unless these are all sums over the batch that a micro-batch must read: it would read its own
+        in place of a missing one."""
+        if missing := self.sums.totals.keys() - set(tensors):
+            names = ", ".join(sorted(missing))
+            raise PaseError(
+                f"its program never makes the sums over the batch {names}; this is a defect of pase"
+            )
 
     def of_batch(self, summed: Array) -> Array:
         """The whole batch's loss or gradient. summed: over the micro-batches."""
@@ -328,6 +337,7 @@ class JaxPlan:
             def counting() -> dict[str, Array]:
                 totals = self.totals(None)
                 self._walked(mesh, leaves, micro, totals)
+                self.check_found(totals.found)
                 return totals.found
 
             return only_needed(counting)  # type: ignore[no-any-return]

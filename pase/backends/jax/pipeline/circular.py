@@ -345,6 +345,7 @@ class _CircularDevice:
         m, p, rank = self.micro_batches, self.ranks, self.rank
         before, layers, after = self.stages
         shares = {stage: stage.shares(partial(self._batch, stage)) for stage in self.stages}
+        self.plan.check_found({t for found in shares.values() for t in found})
 
         def run(stage: LocalStage, micro: Array, entered: Sequence[Array]) -> list[Array]:
             values = list(map(stage.entering, stage.stage.enters, entered))

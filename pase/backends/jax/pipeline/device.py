@@ -20,7 +20,7 @@ from pase.backends.jax.spmd.values import NotManual
 from pase.backends.jax.steps.hoisted import StepGathers
 from pase.local.lower import between
 from pase.local.reshard import resharded
-from pase.local.types import Layout, local_shape
+from pase.local.types import Layout
 
 if TYPE_CHECKING:
     from jax import Array
@@ -168,11 +168,7 @@ class DeviceStage(LocalStage):
 
         if not self.hoisted:
             return None
-        avals = self.manual.plan.traced.jaxpr.in_avals
-        weights = {
-            i: jax.ShapeDtypeStruct(local_shape(r.shape, r.layout, self.mesh), avals[i].dtype)
-            for i, r in self.weights.items()
-        }
+        weights, _ = self.shapes
         return stage_gathers([self], weights, jax.eval_shape(self.carriers, weights))
 
     def batch(self, batch: Sequence[Array], micro: Array) -> list[Array]:

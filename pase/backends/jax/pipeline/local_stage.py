@@ -240,7 +240,7 @@ class LocalStage:
         plan = self.manual.plan
         if not plan.sums.totals:
             return {}
-        weights, entered = self._shapes()
+        weights, entered = self.shapes
 
         def counted(micro: Array) -> dict[str, Array]:
             def counting(weights: Mapping[int, Array], entered: Sequence[Array]) -> dict[str, Array]:
@@ -263,7 +263,8 @@ class LocalStage:
         plan = self.manual.plan
         return plan.totals(shares) if plan.reads_totals else None
 
-    def _shapes(self) -> tuple[dict[int, ShapeDtypeStruct], list[ShapeDtypeStruct]]:
+    @cached_property
+    def shapes(self) -> tuple[dict[int, ShapeDtypeStruct], list[ShapeDtypeStruct]]:
         """(leaf -> the weight in its own layout, what enters), on one device."""
         import jax
 
@@ -289,7 +290,7 @@ class LocalStage:
         ]
         entered = [
             self.entering(key, jnp.zeros(s.shape, s.dtype))
-            for key, s in zip(self.stage.enters, self._shapes()[1], strict=True)
+            for key, s in zip(self.stage.enters, self.shapes[1], strict=True)
         ]
         self.run(weights, carriers, batch, entered, self.examples(jnp.int32(0)), arrivals)
 

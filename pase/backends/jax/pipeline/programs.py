@@ -81,7 +81,7 @@ class StagePrograms:
     micro: Var
     entered: tuple[Var, ...]
     cotangents: tuple[Var, ...]
-    totals: tuple[Var, ...]
+    totals: Mapping[str, Var]
     leaves: tuple[Var, ...]
     entered_gradients: tuple[Var | None, ...]
     zeros: Callable[[list[Array]], list[Array]]
@@ -133,7 +133,7 @@ def stage_programs(
         micro=number,
         entered=tuple(x),
         cotangents=tuple(ct),
-        totals=tuple(totals.values()),
+        totals=totals,
         leaves=tuple(y),
         entered_gradients=tuple(dx),
         zeros=jax.jit(zeros),

@@ -67,6 +67,7 @@ class RunningStages:
             if key not in made:
                 made[key] = self._programs_of(device)
             out.append(made[key])
+        plan.splits[0].check_found({t for p in out for t in p.totals})
         return tuple(out)
 
     def device(self, k: int) -> DeviceStage:
@@ -170,7 +171,7 @@ class _Step:
             }
             if p.totals:
                 with refusals():
-                    mine |= zip(p.totals, p.count([mine[v] for v in p.batch]), strict=True)
+                    mine |= zip(p.totals.values(), p.count([mine[v] for v in p.batch]), strict=True)
             if p.prepare.makes:
                 mine |= _run(p.prepare, mine, [])[1]
             self._stage.append(mine)
@@ -250,7 +251,8 @@ class _Step:
         traced = self.running.plan.traced
         m = self.running.plan.pipeline.micro_batches
 
-        flat = _loss_and_rest(self.running.plan.splits[0].sums.power)([self._outs[i] for i in range(m)])
+        total, *rest = _total_and_rest()([self._outs[i] for i in range(m)])
+        flat = [self.running.plan.splits[0].of_batch(total), *rest]
         if not traced.has_aux:
             return flat[0]
         return combine(jax.tree.unflatten(traced.out_tree, flat), traced.kept_out)
@@ -295,20 +297,18 @@ def _run(
 
 
 @cache
-def _loss_and_rest(power: int) -> Callable[[list[list[Array]]], list[Array]]:
+def _total_and_rest() -> Callable[[list[list[Array]]], list[Array]]:
     """A jitted function of the last stage's outputs, one list per micro-batch.
 
-    It returns the sum of the first output divided by this power of their number (1: the mean), and the others stacked
-    over micro-batches.
+    It returns the sum of the first output, and the others stacked over micro-batches.
     """
     import jax
     import jax.numpy as jnp
 
     def fn(outs: list[list[Array]]) -> list[Array]:
-        loss = sum((o[0] for o in outs[1:]), outs[0][0])
-        loss = loss / len(outs) ** power if power else loss
+        total = sum((o[0] for o in outs[1:]), outs[0][0])
         rest = zip(*(o[1:] for o in outs), strict=True)
-        return [loss, *(jnp.stack(x) if len(outs) > 1 else x[0] for x in rest)]
+        return [total, *(jnp.stack(x) if len(outs) > 1 else x[0] for x in rest)]
 
     return jax.jit(fn)
 

@@ -251,6 +251,7 @@ class Manual:
             self.forward(
                 leaves, {}, examples=None if micro is None else self.plan.examples(micro), totals=totals
             )
+            self.plan.check_found(totals.found)
             return totals.found
 
         return only_needed(counting)

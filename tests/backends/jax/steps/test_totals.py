@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import pase
+from pase.errors import PaseError
 from pase.frontends.registry import NotInParts
 
 RNG = np.random.default_rng(0)
@@ -101,6 +102,14 @@ def test_the_step_is_that_of_the_whole_batch(loss, once):
         assert plan.accumulate == 4
         found = plan.jax.value_and_grad(**annotated)(*plan.jax.device_put(PARAMS, IDS, LABELS))
         matches(found, right)
+
+
+def test_a_total_that_the_program_does_not_make_is_a_defect():
+    """Readers would take the micro-batch's own for it, in silence."""
+    plan = pase.compile(with_penalties, PARAMS, IDS, LABELS, devices=1, accumulate=4)
+    plan.jax.check_found(plan.jax.sums.totals)
+    with pytest.raises(PaseError, match="never makes the sums over the batch"):
+        plan.jax.check_found([])
 
 
 def test_totals_of_random_numbers_are_those_of_the_whole_batch():
