@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -116,36 +116,51 @@ class TorchMemory:
 
 @dataclass(eq=False)
 class _CountedStorage:
-    """A storage in the course of a step. Times count ops; ``end`` is None as long as it lives."""
+    """A storage in the course of a step. Times count ops; ``end`` is None as long as it lives.
+
+    by: the number of the derivative that made it; None for what is made elsewhere.
+    """
 
     nbytes: int
     begin: int
+    by: int | None
     end: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LivingAt:
+    """The bytes that lived when an op ended."""
+
+    nbytes: int = 0
+    at: int = 0
+    phase: PeakPhase = "forward"
 
 
 @dataclass(kw_only=True)
 class _LiveStorages:
     """The storages of a step, and the most bytes that lived at once.
 
+    last: when the last op ended. before: the peak without it. added: the gradient that it added another one to.
     names: address of a living storage -> it. watched: keeps the callbacks alive.
     """
 
     now: int = 0
     living: int = 0
-    peak: int = 0
-    peak_at: int = 0
     phase: PeakPhase = "forward"
-    peak_phase: PeakPhase = "forward"
+    peak: _LivingAt = _LivingAt()
+    before: _LivingAt = _LivingAt()
+    last: _LivingAt = _LivingAt()
+    added: _CountedStorage | None = None
     names: dict[int, _CountedStorage] = field(default_factory=dict)
     watched: dict[int, object] = field(default_factory=dict)
     every: list[_CountedStorage] = field(default_factory=list)
 
-    def of(self, x: Tensor) -> _CountedStorage:
-        """The storage of a tensor, which counts from now on if it is new."""
+    def of(self, x: Tensor, by: int | None = None) -> _CountedStorage:
+        """The storage of a tensor, which counts from now on if it is new. by: the derivative that runs."""
         storage = x.untyped_storage()
         at = storage._cdata
         if at not in self.names:
-            made = self.names[at] = _CountedStorage(storage.nbytes(), self.now)
+            made = self.names[at] = _CountedStorage(storage.nbytes(), self.now, by)
             self.every.append(made)
             self.watched[at] = weakref.ref(storage, lambda _: self._freed(at))
             self.living += made.nbytes
@@ -156,23 +171,29 @@ class _LiveStorages:
         self.watched.pop(at)
         gone.end = self.now
         self.living -= gone.nbytes
+        # Nothing else held it, so autograd would have added in place, which it does not while something watches.
+        if gone is self.added:
+            gone.end = self.last.at
+            self._ended(replace(self.last, nbytes=self.last.nbytes - gone.nbytes))
 
-    def tick(self) -> None:
-        """An op has run."""
-        if self.living > self.peak:
-            self.peak, self.peak_at, self.peak_phase = self.living, self.now, self.phase
+    def tick(self, added: _CountedStorage | None = None) -> None:
+        """An op has run. added: the gradient that it added another one to."""
+        self.before, self.added = self.peak, added
+        self._ended(_LivingAt(nbytes=self.living, at=self.now, phase=self.phase))
         self.now += 1
+
+    def _ended(self, last: _LivingAt) -> None:
+        self.last, self.peak = last, max(self.before, last, key=lambda x: x.nbytes)
 
     def begin(self) -> None:
         """Forget the peak so far."""
-        self.peak, self.phase = 0, "forward"
+        self.peak, self.phase = _LivingAt(), "forward"
         self.tick()
 
     def at_peak(self) -> Iterator[_CountedStorage]:
         """The storages that lived at the peak."""
-        for s in self.every:
-            if s.begin <= self.peak_at and (s.end is None or s.end > self.peak_at):
-                yield s
+        at = self.peak.at
+        return (s for s in self.every if s.begin <= at and (s.end is None or s.end > at))
 
 
 @cache
@@ -207,9 +228,16 @@ def _mode() -> type[TorchDispatchMode]:
             args: tuple[TorchOperand, ...] = (),
             kwargs: dict[str, TorchOperand] | None = None,
         ) -> Tree:
+            self.storages.added = None  # what is freed from now on was held until here
             if func is wait:  # the result is the tensor itself, but a fake one would be another
                 return args[0]
             in_backward = torch._C._current_graph_task_id() != -1
+            derivative = torch._C._current_autograd_node() if in_backward else None
+            by = None if derivative is None else derivative._sequence_nr()
+            added = None
+            if func is aten.add.Tensor and by is not None and isinstance(args[0], torch.Tensor):
+                sum_of = self.storages.of(args[0])
+                added = sum_of if sum_of.by not in (None, by) else None  # not part of the derivative itself
             over = in_backward and func in over_zeros and args[0] is self.fresh
             made = (over_zeros[func] if over else func)(*args, **(kwargs or {}))
             self.fresh = made if func in zeros else None
@@ -217,8 +245,8 @@ def _mode() -> type[TorchDispatchMode]:
                 self.storages.phase = "backward"
             for x in tree_leaves(made):
                 if isinstance(x, torch.Tensor):
-                    self.storages.of(x)
-            self.storages.tick()
+                    self.storages.of(x, by)
+            self.storages.tick(added)
             return made
 
     return Tracker
@@ -268,7 +296,7 @@ def rank_memory(
         model=plan.program.name,
         rank=rank,
         devices=plan.mesh.devices,
-        phase=storages.peak_phase,
+        phase=storages.peak.phase,
         predicted=plan.account,
         **found,
     )
