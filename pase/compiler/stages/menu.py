@@ -9,8 +9,7 @@ splits that take longer and need less memory. The schedule decides which split a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -213,33 +212,34 @@ class StageDevices:
     slow: float = 1.0
 
 
+@dataclass(frozen=True, eq=False)
 class StageTables:
     """The tables of a step in micro-batches on the devices of one stage.
 
+    Other tables are made from them by ``replace``, so nothing that was computed from one's fields is found in another.
+
+    once: the graph of a micro-batch, without gathers that are repeated.
     spent: counts the work on the tables.
     planned: elimination orders, which other tables may share.
+    taken: the micro-batches that these devices take; None: all of the step's.
+    alike: tables that differ only in ``taken``, whose features and prices these tables share.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        places: Places,
-        variant: Variant,
-        on: StageDevices,
-        optimizer: str,
-        weights: GatheredWeights,
-        spent: Spent | None = None,
-        planned: PlanCache | None = None,
-    ) -> None:
-        self.spent, self.slow = Spent() if spent is None else spent, on.slow
-        self.planned = PlanCache() if planned is None else planned
-        self.group, self.micro_batches = on.group, micro_batches_of(graph)
-        self.once = graph
-        self.graph = gathering_again(graph) if weights == "each" else graph
-        self.places, self.variant, self.mesh = places, variant, on.mesh
-        self.model, self.optimizer, self.weights = on.model, optimizer, weights
-        self._splits: dict[tuple[StageRole, bytes], StageSplit] = {}
-        self._pieces = PricedParts()
+    once: Graph
+    places: Places
+    variant: Variant
+    on: StageDevices
+    optimizer: str
+    weights: GatheredWeights
+    spent: Spent = field(default_factory=Spent)
+    planned: PlanCache = field(default_factory=PlanCache)
+    _: KW_ONLY
+    taken: int | None = None
+    alike: StageTables | None = None
+
+    def __post_init__(self) -> None:
+        shared = [f.name for f in fields(self) if f.name not in ("taken", "alike")]
+        assert self.alike is None or all(getattr(self, n) is getattr(self.alike, n) for n in shared)
 
     def sent_each(self) -> StageTables:
         """Return the same tables, with gathers and sums in each micro-batch."""
@@ -247,9 +247,7 @@ class StageTables:
 
     @cached_property
     def _each(self) -> StageTables:
-        out = self._like(weights="each", graph=gathering_again(self.graph), _pieces=PricedParts())
-        vars(out).pop("features", None)
-        return out
+        return replace(self, weights="each", alike=None)
 
     def in_one_program(self) -> StageTables:
         """Return the same tables for stages that one program scans over micro-batches, which gathers once per step."""
@@ -257,27 +255,52 @@ class StageTables:
 
     @cached_property
     def _scanned(self) -> StageTables:
-        out = self._like(weights="gathered", graph=self.once, _pieces=PricedParts())
-        vars(out).pop("features", None)
-        return out
+        return replace(self, weights="gathered", alike=None)
 
     def with_share(self, micro_batches: int) -> StageTables:
         """Return the same tables for a step in which these devices take this many micro-batches of the same size."""
-        assert self.features
-        return self._like(micro_batches=micro_batches)
+        return replace(self, taken=micro_batches, alike=self)
 
-    def _like(self, **other: object) -> StageTables:
-        out = copy(self)
-        vars(out).update(other, _splits={})
-        for known in ("step", "_each", "_scanned", "_whole", "_ranges"):
-            vars(out).pop(known, None)
-        return out
+    @property
+    def mesh(self) -> Mesh:
+        return self.on.mesh
+
+    @property
+    def model(self) -> CostModel:
+        return self.on.model
+
+    @property
+    def group(self) -> int:
+        return self.on.group
+
+    @property
+    def slow(self) -> float:
+        return self.on.slow
+
+    @cached_property
+    def micro_batches(self) -> int:
+        return micro_batches_of(self.once) if self.taken is None else self.taken
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The graph of a micro-batch, with the gathers that each repeats."""
+        return gathering_again(self.once) if self.weights == "each" else self.once
 
     @cached_property
     def features(self) -> FeatureTables:
+        if self.alike is not None:
+            return self.alike.features
         made = feature_tables(self.graph, self.places, self.mesh, self.model, self.optimizer, self.weights)
         self.spent.entries += made.entries
         return made
+
+    @cached_property
+    def _pieces(self) -> PricedParts:
+        return PricedParts() if self.alike is None else self.alike._pieces
+
+    @cached_property
+    def _splits(self) -> dict[tuple[StageRole, bytes], StageSplit]:
+        return {}
 
     @cached_property
     def step(self) -> np.ndarray:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from pase.compiler.stages.menu import FIRST, LAST, MIDDLE, ONLY
@@ -24,3 +27,24 @@ def test_the_parts_of_a_stage_are_what_the_tables_price(model, weights, again):
     whole = t.cheapest(ONLY, many).step_s(many, 4)
     assert whole == pytest.approx(t.least_s(ONLY, many))
     assert t.places.tied or apart <= whole * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("model", [SCANNED, WRITTEN_OUT])
+def test_tables_made_from_others_are_as_if_made_by_themselves(model):
+    """Whatever was computed from the first tables, none of it is found in those that were made from them."""
+    first = tables_of(model, 4, "hoisted")
+
+    def looked_at(t):
+        return t.least_s(ONLY, 4.0), t.least_buffers(ONLY), t.cheapest(ONLY, 4.0).step_s(4.0, t.micro_batches)
+
+    looked_at(first)
+    shared = first.with_share(2)
+    assert shared.features is first.features and shared.graph is first.graph
+    made = {
+        "each": first.sent_each(),
+        "hoisted": shared,
+        "gathered": first.sent_each().in_one_program(),
+    }
+    for weights, t in made.items():
+        alone = replace(first, weights=weights, taken=t.taken)
+        np.testing.assert_array_equal(looked_at(t), looked_at(alone), err_msg=weights)
