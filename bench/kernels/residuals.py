@@ -18,6 +18,7 @@ import numpy as np
 
 from bench.kernels.links import ASSUMED
 from bench.kernels.rows import KernelRows
+from pase.ir.precision import HIGHEST
 
 __all__ = ["error_kind", "residuals"]
 
@@ -26,6 +27,8 @@ _STARTS = {
     "batched product bfloat16": "product",
     "product fp8": "product in 8 bits",
     "product nvfp4": "product in 4 bits",
+    f"product {HIGHEST}": "product of all bits",
+    f"batched product {HIGHEST}": "product of all bits",
     "product float32": "product in 32 bits",
     "batched product float32": "product in 32 bits",
     "attention": "attention",

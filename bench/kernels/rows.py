@@ -1,7 +1,7 @@
 """Reads public tables of kernel times. Each gives groups of rows of one kind, with the function that prices them.
 
 A table is recognized by its name (``READERS``); the shared folder's README files say where each is from. Rows that no
-machine file or dtype stands for are left out: cards without a file, float32 products that do not run as TF32.
+machine file stands for are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pase import machine
 from pase.costmodels.analytic import Analytic
 from pase.costmodels.attention import SQUARE
 from pase.errors import PaseError
-from pase.ir.precision import FP4, FP8
+from pase.ir.precision import FP4, FP8, HIGHEST, operand_bytes
 from pase.machine import CostModel, Machine
 from pase.tables.passes import LONGEST_ROW
 from pase.tables.work import BACKWARD_PRODUCTS
@@ -64,7 +64,7 @@ def kept_back(*columns: Sequence[Any]) -> np.ndarray:
 
 def _product(dtype: str, m: np.ndarray, n: np.ndarray, k: np.ndarray, batch: Any = 1.0) -> Price:
     """The price of m x n x k products. The operands are read and the result, in at least 16 bits, is written once."""
-    width = {FP8: 1.0, FP4: 0.5, "float32": 4.0}.get(dtype, 2.0)
+    width = operand_bytes(dtype)
     nbytes = batch * (width * (m * k + k * n) + max(width, 2.0) * m * n)
     flops = 2.0 * batch * m * n * k
 
@@ -260,12 +260,34 @@ def _vidur(file: Path) -> Iterator[KernelRows]:
         )
 
 
+def _all_bits(file: Path) -> Iterator[KernelRows]:
+    """Products of float32 in PyTorch, which rounds no factor unless it is told to."""
+    kind = "batched product" if "bmm" in file.name else "product"
+    with file.open(newline="") as f:
+        rows = list(csv.DictReader(f))
+    for card, (name, bandwidth) in {"NVIDIA H100 80GB HBM3": ("h100x8", 0.0), **_PCIE}.items():
+        own = [r for r in rows if r["Device"] == card]
+        b, m, n, k = (np.array([float(r[c]) for r in own]) for c in "BMNK")
+        chip = machine.load(name)
+        device = replace(
+            chip.device,
+            memory_bandwidth_bytes_per_s=bandwidth or chip.device.memory_bandwidth_bytes_per_s,
+        )
+        yield KernelRows(
+            kind=f"{kind} {HIGHEST}, PyTorch",
+            machine=replace(chip, device=device),
+            seconds=np.array([float(r["Latency"]) * 1e-3 for r in own]),
+            price=_product(HIGHEST, m, n, k, b),
+            kept=kept_back(b, m, n, k),
+        )
+
+
 _PCIE = {"NVIDIA A100 80GB PCIe": ("a100x8", 1.935e12), "NVIDIA A100-PCIE-40GB": ("a100x8", 1.555e12)}
 """Card -> the machine file of its chip, and its own memory bandwidth (NVIDIA A100 datasheets)."""
 
 
 def _neusight(file: Path) -> Iterator[KernelRows]:
-    """Softmax and layer norm in float32. (Its products are not TF32, for which machine files have no rate.)"""
+    """Softmax and layer norm in float32."""
     kind = "softmax" if "softmax" in file.name else "norm"
     with file.open(newline="") as f:
         rows = list(csv.DictReader(f))
@@ -429,6 +451,8 @@ READERS: Mapping[str, TableReader] = {
     "*moe_perf.parquet": _experts,
     "*profiling__compute__*mlp.csv": _vidur,
     "*dataset__test__softmax.csv": _neusight,
+    "*dataset__test__linear.csv": _all_bits,
+    "*dataset__test__bmm.csv": _all_bits,
     "*dataset__test__ln.csv": _neusight,
     "*configs__system__b200*.json": _simumax,
     "*perf_report_csvs__GEMM.csv": _tracelens,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from pase.compiler.all_bits import noted_all_bits
 from pase.compiler.constraints import fixed_of
 from pase.compiler.meshes.baselines import NO_RIVALS, Rivals, memory_of, never_worse
 from pase.compiler.meshes.every_mesh import close_meshes
@@ -274,7 +275,9 @@ def _plan(a: Compilation) -> Compilation:
     fit = NO_LIMIT if a.limit is None else Fit(limit=int(a.limit), misfit=a.misfit)
     proven = a.proven if q.form is None else {**a.proven, "target": q.options.target, "form": q.form.name}
     plan = plan_found(a.problem, found, q.name, q.traced, seconds, a.rivals, fit, proven)
-    return replace(a, plan=noted_widened(noted_unfused(plan, a.problem), a.problem))
+    for noted in (noted_unfused, noted_widened, noted_all_bits):
+        plan = noted(plan, a.problem)
+    return replace(a, plan=plan)
 
 
 @_pass("stages", "a pipeline, if it is asked for or is cheaper", staged=True)

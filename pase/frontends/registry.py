@@ -112,6 +112,7 @@ class Frontend:
     modules: whether a model is a module that need not return its loss; ``trace`` then takes ``loss``.
     fused_attention: a sentence that says how a program requests a fused kernel of attention.
     narrow_result: a sentence that says how a product gets a result in its operands' dtype.
+    fewer_bits: a sentence that says how products of float32 get the device's default precision.
     """
 
     reads: Callable[[object], bool]
@@ -121,6 +122,7 @@ class Frontend:
     modules: bool = False
     fused_attention: str = ""
     narrow_result: str = ""
+    fewer_bits: str = ""
 
 
 FRONTENDS: Registry[Frontend] = Registry("frontend", package="pase.frontends", each="frontend")

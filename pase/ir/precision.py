@@ -1,4 +1,4 @@
-"""Products with weights in eight or four bits: which products qualify, and the graph in which they are priced so."""
+"""The number formats in which products run: float32 with all bits or fewer, and eight or four bits."""
 
 from __future__ import annotations
 
@@ -8,10 +8,25 @@ from pase.ir.remarks import Remark
 from pase.ir.types import Graph, Node, Op, itemsize
 from pase.once import once
 
-__all__ = ["FP4", "FP8", "gradient_dtype", "in_fp8", "operand_bytes", "product_dtype", "weight_products"]
+__all__ = [
+    "FP4",
+    "FP8",
+    "HIGH",
+    "HIGHEST",
+    "STATED",
+    "gradient_dtype",
+    "in_fp8",
+    "operand_bytes",
+    "product_dtype",
+    "rate_dtype",
+    "weight_products",
+]
 
 FP8 = "float8_e4m3fn"
 FP4 = "float4_e2m1fn"
+HIGH, HIGHEST = STATED = "float32_high", "float32_highest"
+"""The rates of float32 products with a stated precision. They are no dtypes of tensors, but keys beside these in
+[device.peak_flops] and [device.products.rate] of a machine file. "float32" is the rate without a stated precision."""
 _REMARK = (
     "products with weights, except the last, are priced in {name}, including the traffic of scaling; the program "
     "itself must request {name}: plan.jax runs the products as they are written"
@@ -19,12 +34,12 @@ _REMARK = (
 
 
 def operand_bytes(dtype: str) -> float:
-    """Bytes per element of the operands of a product in eight or four bits.
+    """Bytes per element of the operands of a product, by the dtype of its rate.
 
-    >>> operand_bytes(FP8), operand_bytes(FP4)
-    (1.0, 0.5)
+    >>> operand_bytes(FP8), operand_bytes(FP4), operand_bytes(HIGHEST)
+    (1.0, 0.5, 4.0)
     """
-    return {FP8: 1.0, FP4: 0.5}[dtype]
+    return {FP4: 0.5, HIGH: 4.0, HIGHEST: 4.0}.get(dtype) or float(itemsize(dtype))
 
 
 def product_dtype(graph: Graph, op: Op) -> str:
@@ -37,6 +52,13 @@ def gradient_dtype(graph: Graph, op: Op) -> str:
     dtype. If the result is wider than the operands, so are the products in backward."""
     own, result = product_dtype(graph, op), graph.tensors[op.writes[0].tensor].dtype
     return own if op.product_dtype else max(own, result, key=itemsize)
+
+
+def rate_dtype(op: Op, dtype: str) -> str:
+    """The name of a machine's rate for a product in this dtype: the dtype, but for float32 with a stated precision
+    ``HIGH`` or ``HIGHEST``."""
+    stated = dtype == "float32" and op.product_dtype is None and op.precision is not None
+    return f"{dtype}_{op.precision}" if stated else dtype
 
 
 def weight_products(graph: Graph, node: Node) -> bool:

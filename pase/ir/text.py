@@ -15,9 +15,9 @@ elements are used), ``recompute`` (backward gathers it a second time) or ``gradi
 Then
 come the fields that differ from the default: ``fn`` (the function, if neither kind nor name implies it), ``flops`` (per
 point), ``over`` (dims), ``times``, ``chance``, ``scope`` (one per enclosing loop), ``remat``, ``backward``, ``nodiff``,
-``as``, ``literals`` (the operands that are numbers; ``_`` for one that is read, ``?`` if they are not known),
-``parameters``, ``eqn``, ``source``. A size is an integer, a symbol, or an expression in braces. A name with characters
-other than letters, digits and ``_.@:~/<>+*-`` is a JSON string. ``#`` starts a comment line.
+``as``, ``precision``, ``literals`` (the operands that are numbers; ``_`` for one that is read, ``?`` if they are not
+known), ``parameters``, ``eqn``, ``source``. A size is an integer, a symbol, or an expression in braces. A name with
+characters other than letters, digits and ``_.@:~/<>+*-`` is a JSON string. ``#`` starts a comment line.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from pase.ir.types import (
     AccessMap,
     Dim,
     DimKind,
+    FactorPrecision,
     Graph,
     IterationSpace,
     Node,
@@ -81,8 +82,8 @@ MAX_LINE = 1 << 18
 def digest(graph: Graph, *, remarks: bool = False) -> str:
     """The sha256 of the graph's text, in hex. The text is without source lines, so that equal models agree wherever
     their files are, and without functions, literals, parameters, a step's loss and the bytes of constants, which are
-    implied or were not in older texts. Flags have their first names in it. So digests in files of older versions stay
-    valid.
+    implied or were not in older texts, and without the precision of products, which changes a price but no layout.
+    Flags have their first names in it. So digests in files of older versions stay valid.
 
     remarks: whether they are part of the text, as in the first versions.
     """
@@ -175,6 +176,8 @@ def op_text(op: Op, *, sources: bool = True, functions: bool = True) -> str:
         more.append(f"literals={literals_text(op.literals)}")
     if functions and op.parameters is not None:
         more.append(f"parameters={parameters_text(op.parameters)}")
+    if functions and op.precision is not None:
+        more.append(f"precision={op.precision}")
     if op.product_dtype is not None:
         more.append(f"as={word_text(op.product_dtype)}")
     if op.eqn:
@@ -456,6 +459,7 @@ def _read_more(line: TextLine, kind: OpKind) -> dict[str, Any]:
         "literals": ("literals", lambda: _read_literals(line)),
         "parameters": ("parameters", lambda: _read_parameters(line)),
         "as": ("product_dtype", lambda: line.word("a type")),
+        "precision": ("precision", lambda: _read_precision(line)),
         "eqn": ("eqn", lambda: (Place if kind in LEAF else Place.parse)(line.word("a value"))),
         "source": ("source", lambda: SourceLine.parse(line.word("a value"))),
         "scope": ("scope", lambda: _read_scope(line)),
@@ -476,7 +480,7 @@ def _read_more(line: TextLine, kind: OpKind) -> dict[str, Any]:
             more[field] = value
         else:
             line.fail(
-                f"expected fn=, flops=, over=, times=, chance=, scope=, as=, literals=, parameters=, eqn=, "
+                f"expected fn=, flops=, over=, times=, chance=, scope=, as=, precision=, literals=, parameters=, eqn=, "
                 f"source=, remat or nodiff; "
                 f"found '{line.text[at:][:20]}'",
                 at,
@@ -530,6 +534,13 @@ def _read_scope(line: TextLine) -> Scope:
         return Scope.parse(line.word("a scope"))
     except PaseError as e:
         line.fail(str(e), at)
+
+
+def _read_precision(line: TextLine) -> FactorPrecision:
+    at = line.position
+    word = line.word("a precision")
+    found = next((p for p in get_args(FactorPrecision) if p == word), None)
+    return found or line.fail(f"expected {' or '.join(get_args(FactorPrecision))}", at)
 
 
 def _read_access(line: TextLine) -> Access:

@@ -31,6 +31,7 @@ __all__ = [
     "Dim",
     "DimKind",
     "Edge",
+    "FactorPrecision",
     "Graph",
     "IterationSpace",
     "Node",
@@ -49,6 +50,9 @@ ring (attention only): mesh axes that split the positions of both queries and ke
 ring dim has size one, and the walks over positions begin with it."""
 
 Role = Literal["parameter", "input", "activation", "constant"]
+
+FactorPrecision = Literal["high", "highest"]
+"""highest: all bits of the factors count. high: those of TF32, or of three passes of bfloat16."""
 
 OpKind = Literal[
     "matmul",
@@ -158,6 +162,8 @@ class Op:
     chance: the probability that the conditional branches around it are taken. It weights time, but not memory.
     remat: the op's forward runs again during backward.
     product_dtype: for a product, the dtype to which its operands and its result's gradient are cast; None: no cast.
+    precision: for a product of float32, how many bits of its factors count, in the words of JAX and PyTorch; None means
+        as few as the device likes: TF32 on NVIDIA GPUs, one pass of bfloat16 on TPUs.
     backward: the op runs during backward, as part of a derivative rule that the user wrote. What it reads of forward is
         kept for it. An op of kind "cotangent" passes a value on and gives the rule the value's gradient in the same
         layout. An op of kind "gradient" hands back the gradient that the rule computed for an operand.
@@ -179,6 +185,7 @@ class Op:
     remat: bool = False
     backward: bool = False
     product_dtype: str | None = None
+    precision: FactorPrecision | None = None
     literals: Literals = ()
     parameters: Parameters | None = None
 

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 
 from pase.errors import PaseError
 from pase.files.codec import AtLeastOne, Count, NotNegative, Positive, Share
+from pase.ir.precision import STATED
 
 __all__ = [
     "BUCKET_BYTES",
@@ -200,7 +201,9 @@ class AttentionKernel:
 class Device:
     """One accelerator.
 
-    peak_flops: dtype name -> FLOP/s (a multiply-add counts as two).
+    peak_flops: dtype name -> FLOP/s (a multiply-add counts as two). "float32" is the rate of products whose program
+        states no precision (TF32, or one pass of bfloat16); "float32_highest" that of products that keep all bits of
+        their factors, "float32_high" of those in three passes of bfloat16.
     efficiency: the fraction of the peak that large work reaches, by kind: "matmul", "conv" (of peak_flops) and "memory"
         (of the memory bandwidth); 1 if absent. "matmul.float8_e4m3fn" is for one dtype only. "window" is the fraction
         of vector_flops that sliding windows (pools) reach; if it is absent, they are priced like other light ops.
@@ -254,8 +257,13 @@ class Device:
         return self.memory_bandwidth_bytes_per_s * self.efficiency.get("memory", 1.0)
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s for a dtype. A dtype that is not listed runs at the slowest listed rate, so it is never free."""
-        return self.peak_flops.get(dtype) or min(self.peak_flops.values())
+        """FLOP/s for a dtype. A dtype that is not listed runs at the slowest listed rate, so it is never free.
+
+        A rate of float32 products with a stated precision that is not listed is that of float32.
+        """
+        if dtype in STATED:
+            return self.peak_flops.get(dtype) or self.peak("float32")
+        return self.peak_flops.get(dtype) or min(v for k, v in self.peak_flops.items() if k not in STATED)
 
 
 @dataclass(frozen=True, kw_only=True)

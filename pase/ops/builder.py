@@ -34,7 +34,7 @@ from pase.ir.literals import Literals, Number
 from pase.ir.parameters import Parameters
 from pase.ir.places import NO_PLACE, NOWHERE
 from pase.ir.sizes import is_one
-from pase.ir.types import is_floating
+from pase.ir.types import FactorPrecision, is_floating
 from pase.ir.verify import wrong_operands
 
 __all__ = ["Computes", "Dims", "GraphBuilder", "Read", "Write", "parallel_dims", "plain_map"]
@@ -106,6 +106,8 @@ class GraphBuilder:
     """Constant -> its number or array, as far as they are known (``pase.ir.two_batches.FullGraph``)."""
     attributes: dict[Place, list[object]] = field(default_factory=dict)
     """Place -> what the program says about the ops there, for ops that the graph does not determine."""
+    precision: Mapping[OpKind, FactorPrecision] = field(default_factory=dict)
+    """The precision of the next products of float32, by kind; none if the program states none."""
     lying: set[str] = field(default_factory=set)
     """Tensors that are parts of other tensors and are read in place."""
     _undetermined: bool = False
@@ -327,6 +329,7 @@ class GraphBuilder:
             backward=self._backward,
             literals=None if self._undetermined else literals,
             parameters=computes.parameters,
+            precision=self.precision.get(kind),
         )
         space = IterationSpace(tuple(Dim(name=n, size=s, kind=k) for n, (s, k) in dims.items()))
         self.nodes.append(Node(name=node_name, space=space, ops=(op,)))

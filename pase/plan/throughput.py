@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pase.ir import Graph, Op
 from pase.ir.blocks import micro_batches_of
 from pase.ir.functions import CAUSAL_ATTENTION
+from pase.ir.precision import rate_dtype
 from pase.ir.types import PRODUCTS
 from pase.machine import Machine
 from pase.tables.layouts import concrete_size
@@ -100,7 +101,7 @@ def products(graph: Graph) -> Iterator[tuple[str, str, float]]:
             flops = op.flops_per_point * points * concrete_size(op.times, n.name) * op.chance
             if op.function is CAUSAL_ATTENTION:
                 flops /= 2
-            dtype = op.product_dtype or graph.tensors[op.reads[0].tensor].dtype
+            dtype = rate_dtype(op, op.product_dtype or graph.tensors[op.reads[0].tensor].dtype)
             yield n.name, dtype, flops * (1 + _gradients(graph, op))
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pase.ir import Access, Edge, Graph, Node, Op, Remark
-from pase.ir.precision import operand_bytes
+from pase.ir.precision import operand_bytes, rate_dtype
 from pase.machine import CollectiveKind, CostModel, Machine, Mesh
 from pase.once import once
 from pase.tables.layouts import PARTIAL, concrete_size, tensor_dim
@@ -157,7 +157,7 @@ def _product(graph: Graph, node: Node, op: Op, rows: Access) -> DecomposedProduc
         rows=extent(y - w),
         columns=extent(y - x),
         depth=extent((x & w) - y),
-        dtype=op.product_dtype or graph.tensors[rows.tensor].dtype,
+        dtype=rate_dtype(op, op.product_dtype or graph.tensors[rows.tensor].dtype),
         read_bytes=itemsize(rows) if cast is None else cast,
         weight_bytes=itemsize(weight) if cast is None else cast,
         made_bytes=itemsize(op.writes[0]),

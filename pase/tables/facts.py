@@ -139,6 +139,7 @@ def _cost_key(graph: Graph, n: Node) -> object:
             op.remat,
             op.backward,
             op.product_dtype,
+            op.precision,
             tuple(map(access, op.reads)),
             tuple(map(access, op.writes)),
         )

@@ -18,7 +18,7 @@ import numpy as np
 from pase.ir import Access, Graph, Node, Op, Tensor
 from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.ir.functions import CAUSAL_ATTENTION
-from pase.ir.precision import gradient_dtype, operand_bytes, product_dtype
+from pase.ir.precision import gradient_dtype, operand_bytes, product_dtype, rate_dtype
 from pase.ir.types import WORKLESS, itemsize
 from pase.ir.whole_step import handed_on, whole_step
 from pase.machine import Mesh
@@ -372,7 +372,7 @@ def _products(
         known = 1.0 if tile is None else rounded(mnk[1], tile[1]) * rounded(mnk[2], tile[1])
         return Work(
             kind=kind,
-            dtype=dtype,
+            dtype=rate_dtype(op, dtype),
             flops=flops,
             nbytes=nbytes,
             mnk=mnk,
@@ -405,7 +405,8 @@ def _widened(
     XLA for GPUs writes an operand again in the dtype of its product, and then the gradient in the operand's dtype.
     """
     forward, *backward = products
-    wide = gradient_dtype(graph, op) if habits.widens else forward.dtype
+    own = product_dtype(graph, op)
+    wide = gradient_dtype(graph, op) if habits.widens else own
 
     def converted(access: Access, dtype: str, like: Work) -> Iterator[Work]:
         t = graph.tensors[access.tensor]
@@ -416,9 +417,9 @@ def _widened(
             yield replace(cast, casts="wider")
 
     for a in op.factors:
-        yield from converted(a, forward.dtype, forward)
+        yield from converted(a, own, forward)
     yield forward
-    if wide == forward.dtype:
+    if wide == own:
         yield from backward
         return
     whole = [(graph.tensors[a.tensor], a) for a in (*op.factors, *op.writes)]
@@ -431,7 +432,7 @@ def _widened(
     read = [other for other, mine in zip(reversed(op.factors), wanted, strict=True) if mine]
     for w, other in zip(backward, read, strict=True):
         unaligned = _unaligned(graph, node, op, (*op.writes, other), wide, cfg, mesh)
-        yield replace(w, dtype=wide, nbytes=w.nbytes + grown, unaligned=unaligned)
+        yield replace(w, dtype=rate_dtype(op, wide), nbytes=w.nbytes + grown, unaligned=unaligned)
     for a, mine, others in zip(op.factors, wanted, reversed(wanted), strict=True):
         # The operand is read for the other one's gradient; its own gradient is converted to its dtype.
         for _ in range(mine + others):

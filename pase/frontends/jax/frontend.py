@@ -434,6 +434,7 @@ class _JaxLowering:
             self.b.source = versions.source_line(eqn) or self.b.source
             at = self.b.eqn = Place(self.inside or f"{prefix}{i}")
             self.b.tell(_attributes(eqn))
+            self.b.precision = versions.precision(eqn)
             if not self.inside:
                 self.operands[at] = tuple(None if (t := self.read(v)) is None else t.name for v in eqn.invars)
             name = eqn.primitive.name
@@ -564,6 +565,7 @@ registry.FRONTENDS.add(
         "nnx.MultiHeadAttention takes it as attention_fn, and zoo models as attention=fused",
         narrow_result="Without preferred_element_type, jnp.matmul(x, w).astype(jnp.float32) is summed in float32 too, "
         "and rounded once",
+        fewer_bits="That is what JAX uses without precision= and jax.default_matmul_precision",
     ),
     rank=1,
 )

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 from pase.errors import PaseError, install_line
 from pase.frontends.jax.types import Aval, ClosedJaxpr, Eqn, Jaxpr, LiteralVar, Var
 from pase.ir.places import NOWHERE, SourceLine
+from pase.ir.types import FactorPrecision, OpKind
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ __all__ = [
     "opened",
     "outside_jit",
     "plain_array",
+    "precision",
     "pulled_back",
     "scan_groups",
     "source_line",
@@ -165,6 +167,25 @@ def value_of(var: Var, env: Mapping[Var, Array]) -> Array:
 def is_dropped(var: Var) -> bool:
     """Whether nothing reads this result."""
     return type(var).__name__ == "DropVar"
+
+
+_PRECISIONS: dict[FactorPrecision, set[str]] = {
+    "highest": {"HIGHEST", "F32_F32_F32", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "TF32_TF32_F32_X3"},
+    "high": {"HIGH", "BF16_BF16_F32_X3", "TF32_TF32_F32"},
+}
+"""The names of jax.lax's precisions and algorithms of products. X3 to X9: passes whose sum has the bits of the next
+wider format."""
+
+
+def precision(eqn: Eqn) -> dict[OpKind, FactorPrecision]:
+    """The precision that an equation of a product states for factors of float32, by kind of op.
+
+    JAX writes ``jax.default_matmul_precision`` into it, too. XLA takes the higher one of the two operands'.
+    """
+    stated = eqn.params.get("precision")
+    names = {getattr(p, "name", "") for p in (stated if isinstance(stated, tuple) else (stated,))}
+    found = next((p for p, called in _PRECISIONS.items() if names & called), None)
+    return {} if found is None else {"matmul": found, "conv": found}
 
 
 def source_line(eqn: Eqn) -> SourceLine:

@@ -267,7 +267,7 @@ class _LoweredBody:
 
 def _flops(low: TorchLowering, graph: GraphModule) -> float:
     """The FLOPs of a body."""
-    body = _LoweredBody.of(replace(low, b=GraphBuilder(name=low.model)), graph)
+    body = _LoweredBody.of(replace(low, b=GraphBuilder(name=low.model, precision=low.b.precision)), graph)
     for m in body.scope.names:
         body.low.leaf(m, partial(body.low.b.input, m.name))
     body.lower("", [body.low.env[m] for m in body.scope.names])

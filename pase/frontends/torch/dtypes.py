@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 from pase.errors import PaseError
 from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import arguments, op_name
-from pase.ir import Graph, Op
-from pase.ir.precision import product_dtype
-from pase.ir.remarks import Remark
+from pase.ir.types import FactorPrecision, OpKind
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_dtypes", "unrounded"]
+__all__ = ["check_dtypes", "precision_of_products"]
 
 _ALIKE = frozenset(
     {
@@ -104,34 +102,18 @@ def check_dtypes(n: FxNode, where: str) -> None:
         )
 
 
-def unrounded(graph: Graph) -> tuple[Remark, ...]:
-    """A remark if PyTorch, as it is set now, computes products of float32 with all bits of their factors.
+def precision_of_products() -> dict[OpKind, FactorPrecision]:
+    """The precision of float32 products, by kind, that PyTorch is set to now.
 
-    Machines have one rate for float32, which on GPUs is that of products that round their factors to TF32.
+    Unless they may round their factors to TF32, they keep all bits.
     """
     import torch
 
-    switches = {
-        "matmul": (torch.backends.cuda.matmul.allow_tf32, "torch.set_float32_matmul_precision('high')"),
-        "conv": (torch.backends.cudnn.allow_tf32, "torch.backends.cudnn.allow_tf32 = True"),
+    rounds: dict[OpKind, bool] = {
+        "matmul": torch.backends.cuda.matmul.allow_tf32,
+        "conv": torch.backends.cudnn.allow_tf32,
     }
-    every = {op.kind for n in graph.nodes for op in n.ops if op.kind in switches and _of_float32(graph, op)}
-    set_by = " and ".join(how for kind, (rounds, how) in switches.items() if kind in every and not rounds)
-    if not set_by:
-        return ()
-    return (
-        Remark(
-            "assumed",
-            "products of float32 are priced at the machine's rate for float32, on GPUs that of TF32; PyTorch, as it is "
-            f"set here, uses all bits, which takes several times as long. {set_by} makes it use TF32",
-        ),
-    )
-
-
-def _of_float32(graph: Graph, op: Op) -> bool:
-    return product_dtype(graph, op) == "float32" and any(
-        graph.tensors[a.tensor].role != "constant" for a in op.reads
-    )
+    return {kind: "highest" for kind, allowed in rounds.items() if not allowed}
 
 
 def _check_loss(given: dict[str, torch.dtype], where: str) -> None:

@@ -20,7 +20,7 @@ from pase.frontends.torch import hf
 from pase.frontends.torch.constants import constant_bytes
 from pase.frontends.torch.control import CONTROL
 from pase.frontends.torch.derivatives import check_linear
-from pase.frontends.torch.dtypes import unrounded
+from pase.frontends.torch.dtypes import precision_of_products
 from pase.frontends.torch.export.module import TorchProgram, marked_blocks, program_of
 from pase.frontends.torch.lower import TorchLowering, contents_of, live, reads_op
 from pase.frontends.torch.places import check_places
@@ -139,7 +139,7 @@ def lowered(program: TorchProgram, name: str, unknown: Unknown, *, folds: bool =
 
     folds: see ``TorchLowering``.
     """
-    b = GraphBuilder(name=name)
+    b = GraphBuilder(name=name, precision=precision_of_products())
     low = TorchLowering(b=b, model=name, unknown=unknown, folds=folds)
     made: dict[str, Value] = {}
     written = set(program.mutated.values())
@@ -202,9 +202,8 @@ def lowered(program: TorchProgram, name: str, unknown: Unknown, *, folds: bool =
 
 
 def _said(graph: Graph, constants: int) -> Graph:
-    """The graph with what is known of the whole program: the bytes of its constants, and what its price assumes."""
-    facts = replace(graph.facts, constant_bytes=constants)
-    return replace(graph, facts=facts, remarks=(*graph.remarks, *unrounded(graph)))
+    """The graph with the bytes of the whole program's constants."""
+    return replace(graph, facts=replace(graph.facts, constant_bytes=constants))
 
 
 def _parameter(b: GraphBuilder, path: str, frozen: bool) -> Callable[[tuple[int, ...], str], Tensor]:
@@ -270,5 +269,7 @@ registry.FRONTENDS.add(
         modules=True,
         fused_attention="Call torch.nn.functional.scaled_dot_product_attention; a model of transformers takes "
         "attn_implementation='sdpa'",
+        fewer_bits="torch.set_float32_matmul_precision('high') asks for it, and for convolutions "
+        "torch.backends.cudnn.allow_tf32 = True, PyTorch's default",
     ),
 )

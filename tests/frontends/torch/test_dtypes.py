@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+import pase
 from pase.errors import PaseError
 from pase.frontends.registry import trace
+from pase.ir import Graph
+from pase.ir.text import digest
 
 pytestmark = pytest.mark.torch
 
@@ -106,20 +109,39 @@ def test_layers_that_differ_are_named() -> None:
         trace(module, torch.randn(4, 8), lambda m, x: m(x).float().mean())
 
 
-def test_a_plan_says_that_float32_products_are_priced_as_rounded() -> None:
-    """Unless PyTorch is set to round them. Its default rounds those of convolutions only."""
+def test_products_of_float32_have_the_precision_that_pytorch_is_set_to() -> None:
+    """Its default rounds the factors of convolutions, not those of matrices. Neither changes what a layout is for."""
     import torch
 
-    def remarks(module: Any, x: Any) -> str:
-        return " ".join(map(str, trace(module, x, lambda m, x: m(x).float().mean()).graph.remarks))
+    def read(module: Any, x: Any) -> Graph:
+        return trace(module, x, lambda m, x: m(x).float().mean()).graph
+
+    def precisions(graph: Graph) -> set[str | None]:
+        return {op.precision for n in graph.nodes for op in n.ops if op.kind in ("matmul", "conv")}
 
     linear, conv, x = torch.nn.Linear(8, 8), torch.nn.Conv1d(8, 8, 1), torch.randn(4, 8, 8)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("highest")
-        assert "set_float32_matmul_precision('high') makes it use TF32" in remarks(linear, x)
-        assert remarks(conv, x) == remarks(linear.bfloat16(), x.bfloat16()) == ""
+        exact = read(linear, x)
+        assert (precisions(exact), precisions(read(conv, x))) == ({"highest"}, {None})
         torch.set_float32_matmul_precision("high")
-        assert remarks(torch.nn.Linear(8, 8), x) == ""
+        rounded = read(linear, x)
+        assert precisions(rounded) == {None} and digest(rounded) == digest(exact)
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_a_plan_says_what_rounded_factors_would_save() -> None:
+    import torch
+
+    plan = pase.compile(
+        torch.nn.Linear(4096, 4096),
+        torch.randn(4096, 4096),
+        loss=lambda m, x: m(x).mean(),
+        devices=1,
+        machine="h100x8",
+        baselines=False,
+    )
+    (remark,) = [r for r in plan.noted if "all bits" in r.what]
+    assert "torch.set_float32_matmul_precision('high') asks for it" in remark.what
