@@ -387,6 +387,13 @@ def _trip_counts(graph: Graph) -> Mapping[tuple[Scope, ...], int]:
     return found | {(): 1}
 
 
+def _copied(maker: Mapping[str, _Made], t: str) -> Iterator[tuple[str, str]]:
+    """Yields the reads of the copy nodes that the tensor comes from: a copy may gather it for all of its readers."""
+    while t in maker and maker[t].op.kind == "copy":
+        name, t = maker[t].node.name, maker[t].op.reads[0].tensor
+        yield name, t
+
+
 def _storage_of(t: str, maker: Mapping[str, _Made]) -> str:
     """Returns the tensor of which this one is a copy or one iteration's slice."""
     while t in maker and (maker[t].op.kind == "copy" or maker[t].op.function is UNSTACK):
@@ -459,7 +466,7 @@ def _roots_of_call(program: _Provenance, reader: Node, by: Op, t: str) -> Iterat
     while (found := program.forward(t)) is not None:
         read, t, n, op = t, found[0], found[1].node, found[1].op
         if n is not at:
-            through, at = (*through, (at.name, read)), n
+            through, at = (*through, (at.name, read), *_copied(program.maker, read)), n
         if op.kind == "cotangent":
             t = op.reads[0].tensor
             continue
