@@ -153,12 +153,13 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_same_model_costs_the_same_from_jax(name: str) -> None:
-    """Every baseline strategy costs the same in both frameworks, run by the same kernels."""
+    """Every baseline strategy costs the same in both frameworks, run by the same kernels in the same precision."""
     ours, theirs = PAIRS[name]
     module, batch = ours()
     costs = []
     for args in ((module, *batch), theirs()):
-        graph = registry.trace(*args).graph
+        with jax.default_matmul_precision("highest"):  # PyTorch's default
+            graph = registry.trace(*args).graph
         graph = replace(graph, facts=replace(graph.facts, eager=True))  # XLA's norms are more kernels
         p = SplitProblem.of(graph, 4, None, "analytic", "adam")
         made = baselines(p.graph, p.devices, p.machine, p.model, tables_of=p.tables)
