@@ -84,6 +84,7 @@ WITH_TORCH = {
     "gpu.torch_steps": '--only "tiny bert" --steps 1 --ways eager plan',
     "audit.torch_dispatch": '--only "GPT-2 one rank"',
     "audit.torch_memory": '--only "BERT data parallel 8"',
+    "published.neusight": '--only "bert_large 2x512" -o neusight.json',
 }
 """Bench that needs PyTorch -> its smallest arguments."""
 ELSEWHERE = {
@@ -151,6 +152,8 @@ def test_a_bench_on_recorded_data_runs(name, tmp_path):
 
 @pytest.mark.release
 @pytest.mark.torch
-@pytest.mark.parametrize("name", WITH_TORCH)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.data] * n.startswith("published.")) for n in WITH_TORCH]
+)
 def test_a_bench_of_pytorch_runs(name, tmp_path):
     run(name, WITH_TORCH[name], tmp_path)

@@ -88,7 +88,7 @@ def _scratch(op: Any, operands: int) -> float:
     with _mode()(storages):
         made = torch.autograd.grad(y, xs, gradient, allow_unused=True)
         assert any(g is not None for g in made)
-    return (storages.peak - storages.living) / y.nbytes
+    return (storages.peak.nbytes - storages.living) / y.nbytes
 
 
 def test_the_arrays_on_the_way_are_those_of_pytorchs_formulas() -> None:
