@@ -72,7 +72,7 @@ class Analytic:
         if kind not in ("matmul", "conv", "attention", "memory"):
             raise ValueError(f"compute kind must be 'matmul', 'conv', 'attention' or 'memory', got '{kind}'")
         flops, nbytes = np.asarray(flops, dtype=float), np.asarray(nbytes, dtype=float)
-        launch = device.launch_s
+        launch, dtype = device.launch_s, device.rated(dtype)
         busy = (flops > 0) | (nbytes > 0)
         if kind == "attention" and device.attention is not None and mnk is not None:
             queries, keys, width = (np.asarray(x, dtype=float) for x in mnk)

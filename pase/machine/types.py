@@ -257,13 +257,16 @@ class Device:
         return self.memory_bandwidth_bytes_per_s * self.efficiency.get("memory", 1.0)
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s for a dtype. A dtype that is not listed runs at the slowest listed rate, so it is never free.
+        """FLOP/s for a dtype. A dtype that is not listed runs at the slowest listed rate, so it is never free."""
+        listed = self.peak_flops.get(self.rated(dtype))
+        return listed or min(v for k, v in self.peak_flops.items() if k not in STATED)
 
-        A rate of float32 products with a stated precision that is not listed is that of float32.
+    def rated(self, dtype: str) -> str:
+        """The dtype whose rates and measurements price a product in this one.
+
+        That is the dtype itself, but float32 if it is float32 with a stated precision and not listed.
         """
-        if dtype in STATED:
-            return self.peak_flops.get(dtype) or self.peak("float32")
-        return self.peak_flops.get(dtype) or min(v for k, v in self.peak_flops.items() if k not in STATED)
+        return "float32" if dtype in STATED and dtype not in self.peak_flops else dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from pase import machine
 from pase.ir import from_text, to_text
 from pase.ir.precision import HIGH, HIGHEST
 from pase.ir.text import digest
+from pase.machine.types import MatmulTable
 
 ROWS, WIDTH = 8192, 4096
 
@@ -64,6 +65,18 @@ def test_a_machine_without_such_a_rate_is_said_to_have_none() -> None:
     (remark,) = plan.noted
     assert "the machine has none" in remark.what
     assert plan.peak == (HIGHEST, m.device.peak("float32"))
+    assert products(plan)[1] == products(compiled(None))[1]
+
+
+def test_a_machine_without_such_a_rate_prices_by_its_measured_products() -> None:
+    device = machine.load("cpu_host").device
+    table = MatmulTable(dtype="float32", m=(64, 4096), n=(64, 4096), k=(64, 4096), flops_per_s=(1e9,) * 8)
+    measured = replace(
+        machine.load("cpu_host"),
+        device=replace(device, peak_flops={"float32": 80e9}, matmul_tables=(table,)),
+    )
+    exact, by_default = (products(compiled(p, measured))[1] for p in ("highest", None))
+    assert exact == by_default > 2 * ROWS * WIDTH * WIDTH / 1e9
 
 
 def test_a_text_has_the_precision_and_a_layout_is_for_each() -> None:
