@@ -19,6 +19,7 @@ __all__ = [
     "operand_bytes",
     "product_dtype",
     "rate_dtype",
+    "stored_dtype",
     "weight_products",
 ]
 
@@ -39,7 +40,12 @@ def operand_bytes(dtype: str) -> float:
     >>> operand_bytes(FP8), operand_bytes(FP4), operand_bytes(HIGHEST)
     (1.0, 0.5, 4.0)
     """
-    return {FP4: 0.5, HIGH: 4.0, HIGHEST: 4.0}.get(dtype) or float(itemsize(dtype))
+    return 0.5 if dtype == FP4 else float(itemsize(stored_dtype(dtype)))
+
+
+def stored_dtype(rate: str) -> str:
+    """The dtype of a product's operands in memory, by the name of its rate."""
+    return "float32" if rate in STATED else rate
 
 
 def product_dtype(graph: Graph, op: Op) -> str:

@@ -459,7 +459,7 @@ def _read_more(line: TextLine, kind: OpKind) -> dict[str, Any]:
         "literals": ("literals", lambda: _read_literals(line)),
         "parameters": ("parameters", lambda: _read_parameters(line)),
         "as": ("product_dtype", lambda: line.word("a type")),
-        "precision": ("precision", lambda: _read_precision(line)),
+        "precision": ("precision", lambda: line.choice(FactorPrecision, "a precision")),
         "eqn": ("eqn", lambda: (Place if kind in LEAF else Place.parse)(line.word("a value"))),
         "source": ("source", lambda: SourceLine.parse(line.word("a value"))),
         "scope": ("scope", lambda: _read_scope(line)),
@@ -534,13 +534,6 @@ def _read_scope(line: TextLine) -> Scope:
         return Scope.parse(line.word("a scope"))
     except PaseError as e:
         line.fail(str(e), at)
-
-
-def _read_precision(line: TextLine) -> FactorPrecision:
-    at = line.position
-    word = line.word("a precision")
-    found = next((p for p in get_args(FactorPrecision) if p == word), None)
-    return found or line.fail(f"expected {' or '.join(get_args(FactorPrecision))}", at)
 
 
 def _read_access(line: TextLine) -> Access:

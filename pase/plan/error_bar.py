@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from pase.ir.precision import FP4, HIGHEST, STATED
+from pase.ir.precision import FP4, HIGHEST, stored_dtype
 from pase.ir.types import itemsize
 from pase.machine import Machine, load, names
 from pase.plan.types import PlanData
@@ -197,7 +197,7 @@ def work_kind(kind: WorkKind, dtype: str) -> str:
         return "convolution"
     if dtype == FP4:
         return "product in 4 bits"
-    if dtype in STATED:
-        return "product of all bits" if dtype == HIGHEST else "product in 32 bits"
-    width = itemsize(dtype)
+    if dtype == HIGHEST:
+        return "product of all bits"
+    width = itemsize(stored_dtype(dtype))
     return "product in 8 bits" if width == 1 else "product" if width == 2 else "product in 32 bits"

@@ -18,7 +18,7 @@ import numpy as np
 from pase.ir import Access, Graph, Node, Op, Tensor
 from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.ir.functions import CAUSAL_ATTENTION
-from pase.ir.precision import gradient_dtype, operand_bytes, product_dtype, rate_dtype
+from pase.ir.precision import gradient_dtype, operand_bytes, product_dtype, rate_dtype, stored_dtype
 from pase.ir.types import WORKLESS, itemsize
 from pase.ir.whole_step import handed_on, whole_step
 from pase.machine import Mesh
@@ -175,8 +175,8 @@ def matrix_rows(
 
 
 def aligned_elements(dtype: str) -> int:
-    """The elements of which a row has a multiple if it is aligned to 16 bytes."""
-    return max(_ALIGNED_BYTES // itemsize(dtype), 1)
+    """The elements of which a row has a multiple if it is aligned to 16 bytes. dtype: of a tensor, or of a rate."""
+    return max(_ALIGNED_BYTES // itemsize(stored_dtype(dtype)), 1)
 
 
 def product_groups(op: Op) -> tuple[set[str], set[str], set[str]]:

@@ -10,10 +10,12 @@ import pytest
 
 import pase
 from pase import machine
+from pase.compiler.problem.problem import SplitProblem
 from pase.ir import from_text, to_text
 from pase.ir.precision import HIGH, HIGHEST
 from pase.ir.text import digest
 from pase.machine.types import MatmulTable
+from pase.questions.unaligned import unaligned
 
 ROWS, WIDTH = 8192, 4096
 
@@ -84,7 +86,7 @@ def test_a_text_has_the_precision_and_a_layout_is_for_each() -> None:
     exact, rounded = (compiled(p).traced.graph for p in ("highest", None))
     assert from_text(to_text(exact)) == exact and "precision=highest" in to_text(exact)
     assert digest(exact) == digest(rounded)
-    with pytest.raises(pase.PaseError, match="expected high or highest"):
+    with pytest.raises(pase.PaseError, match="'low' is not a precision; known are high, highest"):
         from_text(to_text(exact).replace("precision=highest", "precision=low"))
 
 
@@ -105,3 +107,17 @@ def test_what_a_product_states(asked, found) -> None:
     plan = pase.compile(one, *args, devices=1, baselines=False)
     (op,) = (op for n in plan.traced.graph.nodes for op in n.ops if op.kind == "matmul")
     assert op.precision == found
+
+
+def test_rows_that_are_not_aligned_are_found_in_every_precision() -> None:
+    """Questions read the names of a plan's rates. Without matrix units, such rows cost nothing more."""
+
+    def odd(w, x):
+        return (x @ w).mean()
+
+    args = jax.ShapeDtypeStruct((768, 50257), jnp.float32), jax.ShapeDtypeStruct((ROWS, 768), jnp.float32)
+    for precision, layers in (("highest", 0), (None, 1)):
+        with jax.default_matmul_precision(precision):
+            plan = pase.compile(odd, *args, devices=1, machine="h100x8", baselines=False)
+        problem = SplitProblem.of(plan.traced.graph, 1, machine.load("h100x8"), "analytic", "adam")
+        assert len(unaligned(plan, problem)) == layers
