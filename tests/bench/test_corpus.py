@@ -22,6 +22,7 @@ PROGRAMS = (
 """Without loops, whose bodies XLA counts once."""
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_flops_are_xlas(name: str) -> None:
     """But for what XLA counts apart (exp and the like) or simplifies away: up to a quarter in programs this small."""

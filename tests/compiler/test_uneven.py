@@ -101,6 +101,7 @@ def test_padded_micro_batches_take_the_mean_of_their_losses():
         pase.compile(by_count, *args, **options)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("sizes", [(31, 7, 61), (16, 63, 24), (29, 61, 61)])
 def test_no_other_padding_is_cheaper(sizes):
     """By brute force over all multiples of the numbers of shards."""

@@ -84,6 +84,7 @@ def test_random_programs(steps: list[tuple[str, int, int]]) -> None:
     assert all(op.source for op in ops(called) if op.kind in HEAVY)
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("model", zoo.names())
 def test_zoo(model: str) -> None:
     check(raw(model), simplify(raw(model)))

@@ -177,7 +177,7 @@ PROGRAMS = [
 ]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     st.sampled_from(PROGRAMS),
     st.sampled_from(["1", "4x2", "2x4", "2x2x2"]),

@@ -30,6 +30,7 @@ from tests.compiler.meshes.models import MODEL
 from tests.memory.programs import jax_loop, residual_bytes
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("more", ["", "&scan=0&remat=1"], ids=["loop", "regions"])
 def test_the_profile_is_the_plans_own_account(more):
     """For any configs, the profile's peak is the memory that the plan reports, without buffers.

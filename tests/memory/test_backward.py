@@ -60,6 +60,7 @@ def test_peak_is_what_the_gpu_compiler_allocates(strategy):
     )
 
 
+@pytest.mark.some(2)
 @pytest.mark.data("gpu_h100/steps.csv")
 @pytest.mark.parametrize("spec", ["gpt2?batch=16", "transformer?batch=64", "resnet101?batch=64"])
 def test_one_gpus_peak_is_what_was_recorded(spec):
@@ -72,6 +73,7 @@ def test_one_gpus_peak_is_what_was_recorded(spec):
     assert plan.memory.total == pytest.approx(recorded, rel=0.02)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_the_profile_is_no_more_than_the_peak(accumulate):
     """For any configs, what the search counts under a limit is a lower bound on the plan's own peak."""
@@ -177,6 +179,7 @@ def copied(jnp, x, w, v):
     return x + (jnp.exp(h) * jnp.tanh(h)) @ v + jnp.sin(h)
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("mesh", ["4", "2x2"])
 @pytest.mark.parametrize("layer", [made_of_weights, cast_and_copied, low_rank, transposed, copied])
 def test_the_profile_is_no_more_than_the_peak_where_tensors_are_copied(layer, mesh):

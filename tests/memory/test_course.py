@@ -55,6 +55,7 @@ def test_peak_by_hand():
     assert peak(problem.graph, mesh_from("1", 1), whole).total == stored + h + y + 2 * a
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_the_profile_is_no_more_than_the_course(accumulate):
     """For any configs, what the search counts under a limit is a lower bound on the plan's own peak.

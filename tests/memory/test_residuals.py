@@ -82,6 +82,7 @@ def test_a_models_residuals_are_those_that_jax_lists(model):
     check(m.loss_fn, m.params, *m.inputs)
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("line", COMPOSED.strip().splitlines())
 def test_a_composed_programs_residuals_are_those_that_jax_lists(line):
     check(*loss_of(parse(line)))

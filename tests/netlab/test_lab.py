@@ -204,6 +204,7 @@ def test_pipelines_stand_beside_the_fastest_that_has_no_stages():
     assert strategies.staged(other)["as_predicted"] == 1  # within the noise
 
 
+@pytest.mark.release
 def test_the_model_with_a_loop_runs_in_stages_as_it_does_whole(tmp_path, monkeypatch):
     """As its layouts on disk say, on host devices; the prediction takes stages where links between hosts are slow."""
     monkeypatch.setitem(

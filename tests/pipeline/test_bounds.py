@@ -29,6 +29,7 @@ def random_times(rng: np.random.Generator, stages: int, ranks: int, *, sends: bo
     )
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_lower_bounds_hold_on_random_pipelines(name):
     rng = np.random.default_rng(len(name))

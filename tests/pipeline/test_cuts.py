@@ -59,7 +59,7 @@ def enumerated(problem: CutProblem) -> float:
     return best
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", [n for n, d in SCHEDULES.items() if not d.lockstep])
 @pytest.mark.parametrize("limited", [False, True])
 def test_equal_to_enumeration(name, limited):
@@ -83,7 +83,7 @@ def test_equal_to_enumeration(name, limited):
         assert best_cuts(problem, below=truth * 0.999).counts is None
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", [n for n, d in SCHEDULES.items() if not d.lockstep])
 @pytest.mark.parametrize("limited", [False, True])
 def test_of_many_stages_the_bound_is_a_step_in_parts_of_blocks(name, limited, monkeypatch):

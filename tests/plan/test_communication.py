@@ -22,6 +22,7 @@ from pase.tables.itemize import Collective, NodeCost
 TURN = ("backward", "forward")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("once", ["none", "gathers", "all"])
 def test_the_timeline_runs_one_micro_batch_after_the_other(once):
     """Hoisted collectives run in the first or last micro-batch, and the step is close to its price."""

@@ -48,6 +48,7 @@ def turning(w: Any, x: Any, n: Any) -> Any:
 # Sound models.
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     "name", ["mlp", "rnnlm", "gpt2", "llama3_8b", "mixtral_8x7b", "vit_l16", "densenet121"]
 )

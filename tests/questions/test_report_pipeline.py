@@ -14,6 +14,7 @@ from pase.questions.report_pipeline import drawn_schedule
 from tests.pages.elements import Elements
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("how", ["1f1b", "circular"])
 def test_a_pipelines_page_shows_a_ranks_work(how: str) -> None:
     name, asked = "zoo:gpt2?layers=4&batch=16", {"devices": 4, "pipeline": "2", "stage_schedule": how}

@@ -51,7 +51,7 @@ def test_clocks_of_four_processes_agree_within_microseconds() -> None:
     assert np.median(spread) < 7_000
 
 
-@pytest.mark.some(1)
+@pytest.mark.release
 @pytest.mark.parametrize("seed", range(3))
 def test_injected_skew_and_drift_come_back_out(seed: int) -> None:
     t = load(TRACES / FSDP)
@@ -103,6 +103,7 @@ def test_fsdp_ranks_are_predicted_from_other_ranks_within_one_percent() -> None:
     assert max(abs(p.error) for p in predictions) < 0.01
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", [DDP, UNFUSED, DLRM])
 def test_host_bound_runs_are_predicted_within_one_percent_of_their_mean(name: str) -> None:
     """Single iterations of these runs differ by 2–5%, but the mean prediction agrees with the mean iteration."""

@@ -69,6 +69,7 @@ def test_what_fits_comes_first():
     assert not never.fits and never.step_s == told(start, 99).step_s
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("text", ["fsdp=8,micro=1,remat=full", "dp=1,tp=8,sp,micro=1,remat=none"])
 def test_ours_is_never_above_what_it_began_with(text):
     start = price(parse(text, 8))

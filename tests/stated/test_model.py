@@ -30,7 +30,7 @@ def test_api_and_command_say_the_same():
     assert e.value.where == "dp=5"
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("text", "executor"),
     [

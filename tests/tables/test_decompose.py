@@ -85,6 +85,7 @@ def test_the_price_is_that_of_pieces_hop_by_hop(
     assert got == pytest.approx(max(want, 0.0), rel=1e-9)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_tables_are_the_items(written: Graph, apart: Graph, mesh: Mesh) -> None:
     """Tables equal the sum of items. No strategy costs more than without decomposition, and some cost less."""

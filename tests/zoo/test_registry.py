@@ -35,6 +35,7 @@ def test_longer_sequences_have_more_positions_and_shorter_ones_do_not_have_fewer
     assert zoo.get("gpt2?seq=512").params["wpe"].shape == (1024, 768)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("name", zoo.names())
 def test_every_setting_takes_effect(name: str) -> None:
     """Changing any setting changes the shapes or the traced program."""

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["OnnxLowering", "TracedOnnx", "coverage", "lowered", "reads", "trace"]
 
 _MOST_DEPTH = 24
+_FREE_NODES = 10_000
+"""Nodes that functions and branches may expand to, besides 50 for each node of the file."""
 """How deeply functions and graphs may be nested."""
 
 
@@ -99,7 +101,9 @@ def trace(
 def lowered(m: OnnxModel, unknown: Unknown = "error") -> OnnxLowering:
     """The lowered model: all of its values by name in ``env``, and its loop nests in ``b``."""
     b = GraphBuilder(name=m.name)
-    low = OnnxLowering(b=b, model=m, unknown=unknown, left=[10_000 + 50 * _size(m.proto)], opsets=m.opsets)
+    low = OnnxLowering(
+        b=b, model=m, unknown=unknown, left=[_FREE_NODES + 50 * _size(m.proto)], opsets=m.opsets
+    )
     low.initializers(m.graph)
     weights = {t.name for t in m.graph.initializer}
     for v in m.graph.input:

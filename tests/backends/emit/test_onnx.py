@@ -59,6 +59,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert len(onnx.load(twice).configuration) == 1 and to_onnx.read(twice).layouts == found.layouts
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["light_vgg19", "light_shufflenet"])
 def test_light_models(name: str, tmp_path: Path) -> None:
     source = next(p for p in light() if p.stem == name)

@@ -33,6 +33,7 @@ def test_a_right_step_agrees(agreed):
     assert max(map(len, str(agreed).splitlines())) <= 80
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["w1", "c"])
 def test_an_error_is_found_without_another_program(plan, name):
     """One device's part counts twice, like a gradient that was not reduced over one of two devices."""

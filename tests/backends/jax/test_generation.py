@@ -48,6 +48,7 @@ def unsharded(name: str) -> tuple[list[Any], Any]:
     return [np.asarray(t) for t in tokens], kept
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [

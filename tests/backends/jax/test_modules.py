@@ -56,6 +56,7 @@ def stepped(plan: Any, args: tuple[Any, ...], steps: int = STEPS, **how: Any) ->
     return (model, *rest), losses
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "strategy", "lowering"),
     [
@@ -80,6 +81,7 @@ def test_ten_steps_are_those_of_nnx_jit(name: str, strategy: str, lowering: str)
     assert_alike(variables(*args[:-1]), state)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("lowering", ["manual", "annotated"])
 def test_state_goes_through_micro_batches_in_order(lowering: str) -> None:
     args = Dropped(rngs()), BATCH

@@ -36,7 +36,7 @@ STRATEGIES = {
     "resnet101": ["fsdp"],
 }
 """Model -> the strategies that run here. Any other model runs "ours@2x4"."""
-DEEP = ("inception_v3", "resnet101")
+DEEP = ("inception_v3", "resnet101", "densenet121", "vgg19", "bert_base", "vit_l16")
 """Models of many layers. densenet121 has their ops."""
 CASES = [
     pytest.param(m, s, marks=[pytest.mark.release] * (m in DEEP))

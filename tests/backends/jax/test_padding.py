@@ -138,6 +138,7 @@ def step_of(fn, b, s, d, e, padding, strategy, lowering):
     return off, {r.kind: (r.predicted, r.compiled) for r in compare(plan, step.compiled, lowering)}
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("strategy", ["fsdp", "ours@2x4", "random1@2x2x2"])
 @pytest.mark.parametrize("lowering", ["manual", "annotated"])
 def test_padded_steps_on_devices_are_the_unpadded_one(strategy, lowering):

@@ -43,6 +43,7 @@ def stacked(y):
     return jnp.concatenate([y, y, y]) @ y.T
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("lowering", ["auto", "annotated"])
 @pytest.mark.parametrize("pattern", [gram, of_a_rule, over_a_loop, in_a_branch, stacked])
 def test_each_operand_has_its_own_layout(pattern, lowering):
@@ -58,6 +59,7 @@ def test_each_operand_has_its_own_layout(pattern, lowering):
             assert max(whole.differences(step).values()) < 1e-12, strategy
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("lowering", ["auto", "annotated"])
 def test_a_network_with_one_output_is_called_twice(lowering):
     """As critics are: its last bias has one element and is viewed by each call. One call's result is not needed."""

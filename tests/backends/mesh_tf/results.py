@@ -23,8 +23,9 @@ ENV = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TF_CPP
 
 
 @cache
-def worker():
-    sections = [
+def worker(*sections):
+    """The results of these sections of ``worker.py``; by default of all, each model under its first strategy."""
+    sections = sections or [
         "rules",
         "moves",
         "functions",
@@ -50,9 +51,11 @@ def worker():
     return json.loads(done.stdout)
 
 
-def assert_steps_are_tensorflows(model):
-    found = [v for k, v in worker().items() if k.partition(" ")[0] == model]
-    assert found
+def assert_steps_are_tensorflows(model, *strategies):
+    """The steps of a model are TensorFlow's under its first strategy, or under these."""
+    results = worker(*(f"{model}={s}" for s in strategies))
+    found = [v for k, v in results.items() if k.partition(" ")[0] == model]
+    assert len(found) == max(1, len(strategies))
     for step in found:
         assert step["rules"] and step["lowered"], "nothing is split"
         assert step["loss_error"] <= 2e-6 * abs(step["loss"])

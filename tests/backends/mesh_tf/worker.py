@@ -434,7 +434,7 @@ def scans() -> list[dict[str, Any]]:
 
 
 STRATEGIES = {
-    "mlp": ["random1@2x2x2", "ours@4x2"],
+    "mlp": ["ours@4x2", "random1@2x2x2"],
     "alexnet": ["ours@2x2"],
     "rows": ["random0@2x2", "random17@2x2"],
     "lstm": ["ours@4"],
@@ -442,6 +442,8 @@ STRATEGIES = {
     "parts": ["random0@2x2", "random5@2x2"],
     "images": ["ours@4", "ours@2x2"],
 }
+
+"""Model -> the strategies it is trained under: the first in every run, the others before a release."""
 
 
 def main(wanted: list[str]) -> None:
@@ -460,7 +462,7 @@ def main(wanted: list[str]) -> None:
     made = models() if asked else {}
     for each in sorted(asked):
         name, _, strategy = each.partition("=")
-        for s in [strategy] if strategy else STRATEGIES[name]:
+        for s in [strategy] if strategy else STRATEGIES[name][:1]:
             out[f"{name} {s}"] = trained(name, *made[name], s)
     print(json.dumps(out))
 

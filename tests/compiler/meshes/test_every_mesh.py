@@ -16,7 +16,7 @@ MLP = "zoo:mlp?batch=48"
 GPT2 = "zoo:gpt2?layers=1&batch=48&seq=24&vocab=96"
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("model", "devices", "machine", "overlap"),
     [

@@ -64,7 +64,7 @@ def test_the_best_variant_that_fits_is_found(machine, overlap):
     largest = min(m for m, cost, _ in priced if cost <= free * (1 + 1e-9))
     always = problem.machine.device.workspace_bytes  # many times as large as this model
     seen = set()
-    for limit in always + np.array([0.25, 0.4, 0.6, 0.8, 1.0]) * (largest - always):
+    for limit in always + np.array([0.25, 0.5, 1.0]) * (largest - always):
         fitting = [row for row in priced if row[0] <= limit]
         if not fitting:
             continue

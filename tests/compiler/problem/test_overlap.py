@@ -54,6 +54,7 @@ def test_bound_optimum_and_answer_are_in_order_on_random_machines(seed):
         assert mean.cost <= least * (1 + 1e-9)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("model", ["mlp", "alexnet", "gpt2?layers=2", "transformer?batch=64"])
 def test_never_worse_than_a_baseline_priced_alike(model):
     plan = pase.compile(f"zoo:{model}", devices=8, mesh="2x4", overlap="parameters")

@@ -13,7 +13,7 @@ from pase.pipeline.simulate import simulate
 from tests.compiler.stages.staged import SCANNED, tables_of
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("limited", "slow"), [(False, 1.0), (True, 1.0), (False, 0.15), (True, 0.15)])
 def test_no_splits_and_no_cuts_beat_the_bound(limited, slow):
     """Random splits of every stage and random cuts under a schedule, priced as for a plan, do not beat the bound.

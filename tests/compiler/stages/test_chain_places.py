@@ -193,7 +193,7 @@ def planned(model, ranks=2, **more):
         )
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("model", "ranks"),
     [(classify, 4), (translate, 2), (wide_resnet, 4), (captions, 2), (chunked, 2), (chunked_written, 2)],

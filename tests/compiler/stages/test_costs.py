@@ -25,6 +25,7 @@ from pase.tables.work import node_work
 from tests.compiler.stages.staged import SCANNED, tables_of
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("machine", ["2080tix8", "v100x8", "h100x8"])
 def test_one_stage_with_one_micro_batch_costs_what_the_step_without_stages_does(machine):
     """This holds for every baseline's strategy, up to rounding if nothing overlaps.

@@ -12,7 +12,7 @@ WITHOUT = dict.fromkeys(("bert_base", "densenet121", "inception_v3", "resnet101"
 """The models without stages, and why: micro-batches would give other numbers."""
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", zoo.names())
 def test_auto_is_never_slower_than_no_stages(name):
     m = zoo.reduced(name)

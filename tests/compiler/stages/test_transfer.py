@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.command import reported, run
 from tests.compiler.stages.staged import staged
 
 
+@pytest.mark.release
 def test_its_layout_runs_in_the_reduced_size(tmp_path):
     plan, p = staged(), staged().pipeline
     ends = (p.stages[0], replace(p.stages[-1], rank=1))

@@ -240,6 +240,7 @@ def test_no_ring_where_a_mask_is_given() -> None:
     assert node is not None and "ring" not in {d.kind for d in node.space}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("model", "strategy"),
     [("llama3_8b", "random2@2x2x2"), ("gpt2", "random3@2x4"), ("gpt2", "ours@2x2x2")],

@@ -42,6 +42,7 @@ def context(name: str) -> tuple[AbstractContextManager[Any], jax.sharding.Mesh]:
     return (jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if how == "use" else nullcontext()), mesh
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("lowering", ["manual", "annotated"])
 @pytest.mark.parametrize("name", ["set explicit", "set auto", "use explicit"])
 def test_a_plan_compiled_and_run_under_a_mesh(name: str, lowering: Lowering) -> None:

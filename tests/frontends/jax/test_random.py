@@ -88,6 +88,7 @@ def model():
     return {"up": up, "down": down}, batch
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
     ("case", "lowering"),
     [(case, "annotated") for case in DRAWN]

@@ -39,6 +39,7 @@ def counted(jaxpr: Any) -> float:
     return total
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("model", zoo.names())
 def test_products_are_those_of_the_jaxpr(model: str) -> None:
     """They are equal, rolled and unrolled, before and after simplifying."""
@@ -48,6 +49,7 @@ def test_products_are_those_of_the_jaxpr(model: str) -> None:
         assert flops(raw(name), *PRODUCTS) == flops(simple(name), *PRODUCTS) == wanted
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("model", [*UNROLLED, *NO_LOOP])
 def test_products_are_near_xlas_count(model: str) -> None:
     """XLA's own cost analysis of the lowered forward pass counts all ops. It leaves out a convolution's products with

@@ -58,6 +58,7 @@ def forgetful(model: Any, state: Any, batch: Any, key: Any) -> Any:
     return stateful(model, state, batch, key)[0]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("strategy", "lowering"), [("ours@2x4", "manual"), ("random1@2x4", "annotated")])
 def test_an_equinox_state_is_handed_on_without_being_named(strategy: str, lowering: str) -> None:
     model, state = eqx.nn.make_with_state(Net)(KEY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,20 @@ def stored_models() -> list[Path]:
 
 
 @cache
-def node_cases() -> tuple[Any, ...]:
-    """ONNX's own cases: models of one op (or its expansion), with inputs and expected outputs."""
+def node_cases(most: int | None = None) -> tuple[Any, ...]:
+    """ONNX's own cases: models of one op (or its expansion), with inputs and expected outputs.
+
+    most: how many of each op, evenly spread; all by default.
+    """
     from onnx.backend.test.case import node
 
-    return tuple(c for c in node.collect_testcases(None) if c.model is not None and c.data_sets)
+    cases = [c for c in node.collect_testcases(None) if c.model is not None and c.data_sets]
+    of_op: dict[str, list[Any]] = defaultdict(list)
+    for case in cases:
+        of_op[case.model.graph.node[0].op_type].append(case)
+    if most is None:
+        return tuple(cases)
+    return tuple(c for of in of_op.values() for c in of[:: max(1, len(of) // most)])
 
 
 def read_case(case: Any) -> tuple[Any, OnnxLowering] | None:

@@ -40,6 +40,7 @@ def products_by_onnx(path: Path) -> float:
     return total
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("path", light(), ids=lambda p: p.stem)
 def test_light_models(path: Path) -> None:
     found = graph_of(path)

@@ -66,6 +66,7 @@ def work(model: Any) -> tuple[Any, ...]:
     return stored, [t.path for t in found.inputs], nests
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("path", [p for p in light() if p.stem != "light_densenet121"], ids=lambda p: p.stem)
 def test_light_models_in_constants(path: Path) -> None:
     model = onnx.load(path)

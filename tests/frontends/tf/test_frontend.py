@@ -64,6 +64,7 @@ def shapes_agree(traced: TracedTf) -> int:
     return compared
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "gmacs", "parameters"),
     [  # published multiply-adds per image: Simonyan & Zisserman 2015 (19.6); Sandler et al. 2018 (0.300). All 40 models
@@ -106,6 +107,7 @@ def test_graphs_are_sound() -> None:
         assert traced.frontend == "tensorflow" and traced.input_paths[-1] in ("images", "tokens")
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("model", sorted(TWINS))
 def test_same_architecture_as_through_jax(model: str) -> None:
     """The zoo's models, rewritten in TensorFlow, have the same nodes, strategy and cost."""

@@ -36,7 +36,7 @@ def test_a_slow_launch_behind_others_that_are_ahead_starves_no_device(tmp_path: 
     assert run.error(worst=True) < 2e-3
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.skipif(not SHARED.exists(), reason=f"no shared traces at {SHARED}")
 @pytest.mark.parametrize("name", TRACES)
 def test_few_iterations_do_not_explode(name: str) -> None:

@@ -82,6 +82,7 @@ def test_an_unknown_kernel_keeps_its_name() -> None:
     assert align_kernels(["something"], facts(["loop_add_fusion.1"])) == [""]
 
 
+@pytest.mark.some(3)
 @pytest.mark.data("gpu_h100/traces")
 @pytest.mark.parametrize("path", sorted((SHARED / "gpu_h100/traces").glob("*.gz")), ids=lambda p: p.name[:9])
 def test_device_time_of_real_profiles_has_the_users_names(path: Path) -> None:

@@ -72,6 +72,7 @@ def test_iterations_of_a_trace_without_marks(tmp_path: Path) -> None:
     assert any("repetition of its kernels" in p.what for p in t.problems)
 
 
+@pytest.mark.some(3)
 @pytest.mark.data("gpu_h100/traces")
 @pytest.mark.parametrize("path", sorted((SHARED / "gpu_h100/traces").glob("*.gz")), ids=lambda p: p.name[:9])
 def test_each_execution_of_a_step_on_a_gpu_is_an_iteration(path: Path) -> None:

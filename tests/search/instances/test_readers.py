@@ -177,6 +177,7 @@ def test_every_pase_instance_exactly(path: Path) -> None:
     assert found.optimal
 
 
+@pytest.mark.release
 @pytest.mark.data("iopddl")
 def test_contest_instance_g_is_proven() -> None:
     tables, memory = read_instance(SHARED / "iopddl" / "asplos-2025-iopddl-G.json.gz")

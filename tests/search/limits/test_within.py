@@ -130,6 +130,7 @@ def test_two_points_that_bind_apart_are_two_sums() -> None:
     assert found.optimal and found.cost == 8.0
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_answer_depends_on_neither_threads_nor_clock(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result is bitwise the same with more threads and with a clock that advances a minute per call."""

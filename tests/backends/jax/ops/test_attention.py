@@ -47,7 +47,7 @@ SPLITS = [
 ]
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(5)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("split", "mesh"), [s[1:] for s in SPLITS], ids=[s[0] for s in SPLITS])

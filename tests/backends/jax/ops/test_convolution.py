@@ -44,6 +44,7 @@ def test_xla_multiplies_the_filters_gradient_where_an_axis_is_idle():
     np.testing.assert_allclose(np.asarray(split), 4 * np.asarray(whole), rtol=1e-4)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("filters", [(3, 3, 1, 8), (3, 1, 2, 8), (1, 1, 1, 8)])
 def test_an_idle_axis_does_not_multiply_a_grouped_filters_gradient(filters: tuple[int, ...]) -> None:
     """XLA multiplies it, even if only images are split. Here, images or the width are split, and the other axis is

@@ -71,7 +71,7 @@ def drawn(plan, seed, data=None):
     return {n.name: split(n) for n in plan.graph.nodes}
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("ranks", "mesh", "remat", "seed", "lanes"),
     [
@@ -239,6 +239,7 @@ def drawn_circular(fn, layers, x, seed):
     return circular(plan, drawn(plan, seed), "hoisted").jax, params
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("seed", [0, 2])
 def test_attention_is_split_over_the_axes_of_a_rank(seed):
     """0: a ring of keys. 2: queries and heads. The ranks are an axis of the mesh before these."""

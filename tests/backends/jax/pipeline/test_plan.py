@@ -29,6 +29,7 @@ def roundabout(params, x):
     return jnp.mean(h**2) + jnp.sum(norms * jnp.arange(1.0, 5.0))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "chunks", "cuts"), [("1f1b", 1, (1, 3)), ("zb-v", 2, (1, 1, 1, 1))])
 def test_what_stages_share_and_hand_on(name, chunks, cuts):
     rng = np.random.default_rng(1)

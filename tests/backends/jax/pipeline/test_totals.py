@@ -100,7 +100,7 @@ def graded(plan, *args):
     return value, plan.jax.gathered(gradients)
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("loss", [with_penalties, summed, by_class, in_each_layer, in_chunks])
 def test_the_step_is_that_of_the_whole_batch(loss, schedule):
@@ -148,6 +148,7 @@ def test_a_total_beside_the_loss_is_the_micro_batchs_own():
         assert beside["count"].tolist() == [int((LABELS[i::4] >= 0).sum()) for i in range(4)]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "circular"])
 def test_it_is_checked_against_the_whole_batch(schedule):
     plan = pase.compile(

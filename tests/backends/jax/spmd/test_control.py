@@ -48,7 +48,7 @@ def ending_alone(p: Any, x: Any, turns: Any) -> Any:
     return jnp.mean((jax.vmap(one)(x) @ p["c"]) ** 2)
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("strategy", "lowering"),
     [("ours@2x4", "annotated"), ("random1@2x2x2", "annotated"), ("random1@2x2x2", "manual")],

@@ -206,6 +206,7 @@ def ruled_loss(params, batch):
     return scored(jax.nn.softmax(x), params["table"].T, batch["next"]).mean()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("strategy", ["ours@2x4", "random1@2x4"])
 def test_derivative_rules_of_the_users_are_kept(strategy):
     """Both kinds of rule sum over devices, and return something else than the derivative."""

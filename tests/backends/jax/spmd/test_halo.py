@@ -59,6 +59,7 @@ def test_a_window_is_padded_further_than_windows_overlap():
         )
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("strategy", ["random1@2x4", "random2@2x2x2"])
 def test_windows_reach_over_the_borders_of_parts(strategy):
     """Random strategies split height and width, alone and together. Halos have exactly the plan's bytes."""

@@ -30,6 +30,7 @@ EXACT = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("model", "strategy"), EXACT, ids=lambda x: x.split("/")[-1])
 def test_numbers_and_bytes_are_the_plans(model, strategy):
     off, rows = measured(model, strategy, "manual")
@@ -86,7 +87,7 @@ def decoder():
         yield case_of(loss, params, batch), params, batch, whole
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "ours@2x4", *(f"random{k}@2x2x2" for k in (1, 2))])
 def test_in_float64_the_steps_are_equal(decoder, strategy):
     case, params, batch, whole = decoder
@@ -139,6 +140,7 @@ def test_a_gradient_that_cannot_be_taken_names_only_ways_that_there_are(mode, fi
     assert e.value.fix == fix
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("seed", [183, 375, 455])
 def test_moves_whose_parts_do_not_nest_in_a_whole_step(seed):
     """Random programs under random strategies have the unsharded step's values, and send no more bytes than planned."""

@@ -79,6 +79,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("model", "strategy", "policy"), CELLS, ids=lambda x: x.split("/")[-1])
 def test_the_compiled_step_sends_the_messages_and_nothing_else_changes(model, strategy, policy):
     case = reduced(model)

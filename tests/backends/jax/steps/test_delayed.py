@@ -116,6 +116,7 @@ def by_hand(plan, params, batches, updates, period, rate):
     return params, losses
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("name", "fn"), [*((name, looped) for name in DELAYED), ("late by one", curved)])
 def test_delayed_steps_are_the_updates_by_hand(drawn, name, fn):
     period, updates = DELAYED[name]

@@ -31,6 +31,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
     """Three steps with each optimizer. State that mirrors a parameter has the layout of the parameter."""
