@@ -78,9 +78,9 @@ def test_what_the_readme_runs_is_not_run_again():
     assert "pase explain layout.json" in {*lines("command-line.md")} - {*left}
 
 
-WHEN = {name: [pytest.mark.minutes] for name in ("README.md", "command-line.md", "torch.md")}
-"""Document -> when its commands run; of any other, before a release. command-line.md has most. What the README's
-do is tested in tests/commands, too, without starting them."""
+WHEN = {name: [pytest.mark.minutes] for name in ("README.md", "torch.md")}
+"""Document -> when its commands run; of any other, before a release. What commands do is tested in tests/commands, too,
+without starting them."""
 
 
 def documents_with_commands():

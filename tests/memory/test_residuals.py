@@ -123,6 +123,7 @@ def test_what_a_tensorflow_loop_keeps_grows_with_its_turns():
     assert linear(lambda turns: graph_of(lstm(width=N, steps=turns), dims={"batch": 4}))[0] > 8 * ROW
 
 
+@pytest.mark.some(1)
 @pytest.mark.torch
 @pytest.mark.parametrize("kind", ["Scans", "Maps"])
 def test_what_pytorch_loops_keep_grows_with_their_turns(kind):

@@ -145,6 +145,7 @@ def test_cuts_without_a_share_for_each_rank_stay_as_they_are() -> None:
     assert with_own_columns(raw, 4) == raw
 
 
+@pytest.mark.some(1)
 @pytest.mark.torch
 @pytest.mark.parametrize("few", [8, 2])
 def test_phi_3_has_the_parameters_and_collectives_of_a_llama(few: int) -> None:

@@ -296,6 +296,7 @@ def test_rows_of_ragged_products_are_sent_to_their_experts_and_back():
     assert sum(c.times for c in parts.block.sent) == 4
 
 
+@pytest.mark.some(1)
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("name", "settings"),

@@ -38,6 +38,7 @@ KINDS = (
 MESHES = {"counted": ("4", "2x2"), "both": ("1", "2x2"), "counted and a mean": ("1", "4", "2x2")}
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_in_micro_batches_is_the_whole_batchs(kind: str) -> None:
     """Loss and gradients in float64. Exactly the collectives on the plan's list are sent."""

@@ -57,7 +57,7 @@ def bytes_of(sent: Counter[tuple[str, tuple[str, ...], int]]) -> Counter[tuple[s
 PAIRS = [(m, s) for m, every in STRATEGIES.items() for s in every]
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(14)
 @pytest.mark.parametrize(("model", "strategy"), PAIRS)
 def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
     """In float64. Models of transformers always compute norms and losses in float32."""
@@ -71,6 +71,7 @@ def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
         torch.testing.assert_close(after, c.after, rtol=near, atol=near)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("strategy", ["data_parallel", "fsdp", "random1@2x2"])
 def test_the_user_may_call_backward(strategy: str) -> None:
     """Each gradient is then sent by itself, where backward makes it."""

@@ -80,6 +80,7 @@ def test_every_file_of_the_package() -> None:
     ), "\n".join(refused)
 
 
+@pytest.mark.some(1)
 @pytest.mark.torch
 @pytest.mark.parametrize("name", ["mlp", "alexnet", "transformer"])
 def test_the_same_model_from_jax(name: str) -> None:

@@ -13,6 +13,7 @@ from tests.frontends.onnx import exports  # noqa: E402
 from tests.frontends.onnx.cases import graph_of  # noqa: E402
 
 
+@pytest.mark.some(2)
 @pytest.mark.torch
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_recurrent(kind: str) -> None:

@@ -40,6 +40,7 @@ def traced(name: str) -> Traced:
     return registry.trace(SMALL[name])
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", SMALL)
 def test_flops_are_those_that_pytorch_counts(name: str) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -38,6 +38,7 @@ def test_an_op_without_rule_is_decomposed_or_named() -> None:
     assert any(op.kind == "opaque" for n in graph.nodes for op in n.ops)
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
     "kind",
     [

@@ -22,6 +22,7 @@ def raises(run: Callable[[], object], *errors: type[Exception]) -> Exception | N
     return None
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("places", [[0, 7], [8, 1], [2, -1]], ids=str)
 def test_an_index_outside_of_its_dim_is_refused_as_eager_pytorch_refuses_it(places: list[int]) -> None:
     import torch

@@ -43,6 +43,7 @@ def test_a_batch_of_matrices_is_split_and_a_matrix_is_not(name: str, factor: flo
     assert flops(graph, node.kind) == pytest.approx(6 * factor * 8**3)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("kind", ["svdvals", "eigh", "qr", "cholesky", "solve", "slogdet", "of a batch"])
 def test_the_step_is_the_unsharded_one(kind: str) -> None:
     assert_unsharded(kind)

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.torch
 STEPS, BATCH, WIDE, HIDDEN = 50, 8, 12, 16
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("kind", "gates"), [("LSTM", 4), ("GRU", 3), ("RNN", 1)])
 def test_a_recurrent_layer_is_a_loop_over_time(kind: str, gates: int) -> None:
     """Two layers in two directions: for each, gates · (inputs + state) · state multiplications per time step.

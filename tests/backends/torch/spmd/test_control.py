@@ -21,7 +21,7 @@ TURNS = {"layers": 3, "recurrent": 6, "mapped": 4}
 SPLITS = ("fsdp", "zero2", "ours@2x2", "random1@2x2", "random2@2x2", "random5@4")
 
 
-@pytest.mark.some(9)
+@pytest.mark.some(14)
 @pytest.mark.parametrize("strategy", SPLITS)
 @pytest.mark.parametrize("model", [*TURNS, "taken", "untaken"])
 def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
@@ -43,7 +43,7 @@ def gradients_of(model: str, ranks: int, *, compile: bool = False, **options: An
     return on_ranks(ranks, on_rank)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -80,7 +80,7 @@ def test_a_loop_over_the_batch_is_not_cut_into_micro_batches() -> None:
         gradients_of("mapped", RANKS, mesh="2x2", accumulate=2)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("model", TURNS)
 def test_what_is_sent_is_the_plans_list(model: str) -> None:
     """One rank of 32, on fake tensors. The plan counts every iteration alike, but the first and the last one send less

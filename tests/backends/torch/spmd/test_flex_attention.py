@@ -12,6 +12,7 @@ pytestmark = pytest.mark.torch
 RANKS = 4
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("model", "strategy"),
     [(m, s) for m in ("flexes", "shares") for s in ("fsdp", "zero2", "ours@2x2", "random3@2x2")]

@@ -276,6 +276,7 @@ def test_training_is_the_unsharded_modules(strategy: str, accumulate: int) -> No
         torch.testing.assert_close([x.float() for x in own], [x.float() for x in norms], rtol=1e-4, atol=0)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("strategy", ["data_parallel", "zero2", "fsdp"])
 def test_gradients_of_two_dtypes_are_checked(strategy: str) -> None:
     module, batch = mixed()

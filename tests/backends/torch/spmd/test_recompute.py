@@ -18,6 +18,7 @@ pytestmark = pytest.mark.torch
 RANKS = 4
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
 @pytest.mark.parametrize(
     "less", [{"remat": "all"}, {"accumulate": 4, "remat": "all"}, {"accumulate": 2}], ids=str
@@ -52,6 +53,7 @@ def test_micro_batches_and_recomputation_change_nothing(less: dict[str, Any], ma
         assert sent_by_one_rank(run) == planned_in_step(run)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("what", ["light", "all"])
 @pytest.mark.parametrize(
     "strategy", ["fsdp", "megatron/megatron_2x2", "megatron/megatron_sp_2x2", "random1@2x2"]

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.torch
 RANKS = 4
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("mesh", ["4", "2x2"])
 def test_keys_and_values_go_around_the_ranks_that_share_positions(mesh: str) -> None:
     """Context parallelism: the loss and gradients are those of the unsharded step. The bytes are those on the plan's

@@ -71,7 +71,7 @@ CALLS = {
 """What the layers do -> how many of the seven layers are folded in the attempt that is used."""
 
 
-@pytest.mark.some(14)
+@pytest.mark.some(16)
 @pytest.mark.parametrize("kind", CALLS)
 def test_folded_is_what_pytorch_traces(kind, monkeypatch):
 
@@ -85,6 +85,7 @@ def test_folded_is_what_pytorch_traces(kind, monkeypatch):
     )
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("kind", "tries"), [("leaks", 1), ("leaks to the model", 2), ("gathers", 2)])
 def test_side_effects_of_layers_are_traced(kind, tries, monkeypatch):
     """Tensors left as attributes of the layer, or in a list of the model, whose length is read or not."""

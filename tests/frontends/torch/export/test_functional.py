@@ -16,6 +16,7 @@ from tests.backends.torch.unwatched_models import KINDS, unwatched
 pytestmark = pytest.mark.torch
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_without_a_gradient_take_none_from_others(kind: str) -> None:
     import torch
