@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pase.ir import Graph, Node, Op, dim_classes
+from pase.ir.made_of_weights import made_of_weights
 from pase.ir.names import DimKey, view_classes
 from pase.ir.parameters import EqualPart, Slice
 from pase.once import once
@@ -47,7 +48,7 @@ class Roles:
     of ``tensor`` that is not inside a layer (vocabulary, classes). merged: columns of products that are cut into parts
     with a dim of ``tensor`` each, which a block of the columns does not split (queries, keys and values). experts: dims
     that weights, activations and results share, or the groups of grouped products. sequence: the other dims of the
-    residual stream.
+    residual stream. of_weights: the nodes that compute something of parameters alone (a weight divided by its norm).
     """
 
     classes: dict[DimKey, int]
@@ -60,6 +61,7 @@ class Roles:
     merged: frozenset[int]
     experts: frozenset[int]
     sequence: frozenset[int]
+    of_weights: frozenset[str]
     alike: Mapping[str, int]
     """Node -> a number. Nodes with the same number have the same kind, and dims of the same sizes, kinds and roles."""
 
@@ -107,13 +109,14 @@ def roles(graph: Graph) -> Roles:
         if model & here and here & batch
         for c in here - batch - tensor - experts - model
     )
+    of_weights = made_of_weights(graph)
     told = (batch, tensor, ends - inner, merged, experts, sequence)
     numbers: dict[object, int] = {}
 
     def look(n: Node) -> object:
         """Everything about a node that a baseline sees if it looks only at roles."""
         dims = ((d.size, d.kind, *(classes[n.name, d.name] in role for role in told)) for d in n.space)
-        return n.kind, tuple(dims)
+        return n.kind, n.name in of_weights, tuple(dims)
 
     return Roles(
         classes=classes,
@@ -126,6 +129,7 @@ def roles(graph: Graph) -> Roles:
         merged=merged,
         experts=experts,
         sequence=frozenset(s for s in sequence if s is not None),
+        of_weights=of_weights,
         alike={n.name: numbers.setdefault(look(n), len(numbers)) for n in graph.nodes},
     )
 
@@ -162,10 +166,14 @@ def _rows_of_groups(
 
 
 def _parameter_of(graph: Graph, tensor: str) -> str | None:
-    """The parameter of which this tensor is a (cast or copied) version; None for an activation."""
+    """The parameter of which this tensor is a version (cast, copied or normalised); None for an activation.
+
+    Of a result of several parameters, it is the first with the most dims: the weight, not its scale.
+    """
     producer = graph.producer.get(tensor)
-    while producer is not None and producer.kind == "copy":
-        producer = graph.producer.get(producer.ops[0].reads[0].tensor)
+    while producer is not None and (producer.kind == "copy" or producer.name in made_of_weights(graph)):
+        read = max((a for _, a in producer.reads), key=lambda a: len(a.map.dims))
+        producer = graph.producer.get(read.tensor)
     return producer.name if producer is not None and producer.kind == "parameter" else None
 
 

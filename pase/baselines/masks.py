@@ -23,6 +23,7 @@ __all__ = [
     "state_apart",
     "stored_apart",
     "ways_over",
+    "with_stored",
 ]
 
 PERSISTENT_ELEMENTS = 100_000
@@ -57,6 +58,18 @@ def by_batch(r: Roles, node: Node, cfg: np.ndarray, mesh: Mesh, axes: Sequence[i
         return allowed
     ways = np.where(allowed, ways_over(cfg, batch, axes, mesh), 0)
     return allowed & (ways == ways.max(initial=0))
+
+
+def with_stored(
+    r: Roles, node: Node, cfg: np.ndarray, mesh: Mesh, data: Sequence[int], stored: Sequence[int]
+) -> np.ndarray:
+    """As ``by_batch`` over the axes ``data``. What is computed of parameters alone may also be computed in parts, as
+    parameters are stored over the axes ``stored``: then its result is gathered and its gradient reduce-scattered."""
+    if node.name not in r.of_weights:
+        return by_batch(r, node, cfg, mesh, data)
+    parts = [i for i, d in enumerate(node.space) if d.kind in ("parallel", "reduction")]
+    whole = [a for a in data if a not in stored]
+    return only(cfg, stored, [*parts, *free(node)]) & only(cfg, whole, free(node))
 
 
 def ways_over(cfg: np.ndarray, dims: Sequence[int], axes: Sequence[int], mesh: Mesh) -> np.ndarray:

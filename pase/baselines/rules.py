@@ -8,7 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from pase.baselines.flow import Roles, roles
-from pase.baselines.masks import by_batch, fits, free, most, no_batch, only, state_apart, stored_apart
+from pase.baselines.masks import (
+    by_batch,
+    fits,
+    free,
+    most,
+    no_batch,
+    only,
+    state_apart,
+    stored_apart,
+    with_stored,
+)
 from pase.baselines.types import Allow, Intent, Skipped
 from pase.ir import Graph, Node
 from pase.machine import Machine, Mesh, level_ways
@@ -110,7 +120,7 @@ def _sharded(r: Roles, data: Sequence[int], stored: Sequence[int]) -> Allow:
     def allow(node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         if node.kind == "parameter":
             return stored_apart(node, cfg, mesh, stored) & only(cfg, whole, [NOT_SPLIT])
-        return by_batch(r, node, cfg, mesh, data)
+        return with_stored(r, node, cfg, mesh, data, stored)
 
     return allow
 

@@ -6,7 +6,9 @@ The raw graph has one node per equation, thousands of them. ``simplify`` returns
 2. Views and casts of a parameter join the parameter, so that an all-gather sends the cast tensor.
 3. Neighbouring light ops (elementwise, views, reductions) of one level join into one node: softmax, layer norm, a
    residual addition. A level counts the heavy ops (matmul, conv, gather, loop carry) on the way to an op, so that no
-   node both feeds and follows a heavy op, and no cycle can arise.
+   node both feeds and follows a heavy op, and no cycle can arise. What is computed of parameters alone (a normalised,
+   merged or quantised weight) joins nothing else, so that it can be computed as the parameters are stored: then its
+   result is gathered and its gradient reduce-scattered.
 4. A joined node without reductions that feeds one matmul joins it, on the operand's side, unless the matmul would lose
    a dim to split (the halves of rotary embeddings, the parts of a fused qkv). A view of a matmul's result joins it.
 5. A tensor with several readers gets a copy node, so that one all-gather serves all readers of the same layout. Casts
@@ -69,6 +71,7 @@ def _joined(graph: Graph) -> _NodeGroups:
     groups.join_parameters()
     groups.find_constants()
     groups.find_narrowing()
+    groups.find_weights()
     groups.join_light()
     groups.join_operands()
     groups.join_results()
@@ -257,6 +260,37 @@ class _NodeGroups:
                     before = self._inputs(before[0])
                 self.narrowing |= {i for p in before if self._op(p).kind in PARTIAL_SUMS}
 
+    def find_weights(self) -> None:
+        """Finds the ops that compute something of parameters alone, such as a weight divided by its norm.
+
+        A view, a linear function of one value and an op on numbers go with their readers: a gradient passes these
+        before it is summed, and a broadcast to the activations' shape is better made where the activations are.
+        """
+        self.weights: set[int] = set()
+        for i in range(len(self.graph.nodes)):
+            kinds = {self._op(i).kind, self._op(self.find(i)).kind}
+            if not kinds & {*LEAF, "carry"} and i not in self.constant and self._of_weights(i):
+                self.weights.add(i)
+        while late := {i for i in self.weights if self._goes_with_readers(i) or not self._of_weights(i)}:
+            self.weights -= late
+
+    def _of_weights(self, i: int) -> bool:
+        """Whether the op reads parameters, and nothing else that depends on data."""
+        before = [p for p in self._inputs(i) if p not in self.constant]
+        return bool(before) and all(
+            p in self.weights or self._op(self.find(p)).kind == "parameter" for p in before
+        )
+
+    def _alike(self, i: int, j: int) -> bool:
+        """Whether both ops or neither of them compute something of parameters alone. Only such ops may be one node."""
+        return (i in self.weights) == (j in self.weights)
+
+    def _goes_with_readers(self, i: int) -> bool:
+        op = self._op(i)
+        passes = op.kind == "view" or (len(op.reads) == 1 and op.function.linear)
+        passes |= all(is_one(d.size) for d in self.graph.nodes[i].space)
+        return passes and not all(q in self.weights for a in op.writes for q in self.readers[a.tensor])
+
     def join_light(self) -> None:
         """Joins neighbouring light ops of one level and one loop.
 
@@ -266,7 +300,7 @@ class _NodeGroups:
         level: list[int] = []
         for i, n in enumerate(self.graph.nodes):
             op = n.ops[0]
-            before = [p for p in self._inputs(i) if p < i and p not in self.constant]
+            before = [p for p in self._inputs(i) if p < i and p not in self.constant and self._alike(p, i)]
             top = max((level[p] for p in before), default=0)
             if op.kind in LEAF or i in self.constant:
                 level.append(0)
@@ -286,6 +320,7 @@ class _NodeGroups:
                     len(readers) == 1
                     and self._is_light(target)
                     and self._op(target).stage == self._op(i).stage
+                    and self._alike(target, i)
                     and not self._passes_numbers(i, target)
                 ):
                     self.join(target, i, free=self._whole(target) or self._whole(i))
@@ -371,7 +406,7 @@ class _NodeGroups:
             (target,) = outside
             reader = self._op(target)
             takes = ("matmul", "conv", "attention", "gather", "scatter", "output")
-            if reader.kind in takes and reader.stage == self._op(root).stage:
+            if reader.kind in takes and reader.stage == self._op(root).stage and self._alike(target, root):
                 self.join(target, root, free=True)
 
     def join_results(self) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from pase.ir import Access, Graph, Node, Op, Place, Scope
 from pase.ir.blocks import hoisted_of, micro_batches_of
+from pase.ir.made_of_weights import made_of_weights
 from pase.ir.recompute import needs
 from pase.ir.types import WORKLESS
 from pase.ir.whole_step import whole_step
@@ -351,12 +352,19 @@ def _passing(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
     Left out are tensors inside the node, tensors that are read only in part, results written over an operand, and
     tensors passed on by nodes that do no work. If the program is not trained, results written in place and leaves are
     left out too, because they are in memory anyway.
+
+    A parameter is not written over. But when something made of parameters alone is on its way back, the gradients of a
+    compiled step are all that counts, and without sums a parameter's takes over the array of the result's.
     """
     touched = list(_touched(graph, n))
+    takes_over = not graph.facts.eager and n.name in made_of_weights(graph)
+    takes_over &= all(op.kind in ("elementwise", "view") for op in n.ops)
     free = {
         a.tensor: a
         for _, a, source in touched
-        if source is not n and source.kind != "parameter" and not graph.read_outside(n, a.tensor)
+        if source is not n
+        and (takes_over or source.kind != "parameter")
+        and not graph.read_outside(n, a.tensor)
     }
     made = {a.tensor: op for op in n.ops for a in op.writes}
     for op, a, source in touched:

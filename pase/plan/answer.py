@@ -108,7 +108,8 @@ def _data_parallel(plan: PlanData, axes: Collection[str], over: str) -> tuple[st
     axes: those that split the batch. over: the devices, as text.
     """
     mine = plan.trained
-    gathered = {path: t for path, t in mine.items() if not _used_split(t, axes)}
+    results = _gathered_as_results(plan, axes)
+    gathered = {path: t for path, t in mine.items() if path in results or not _used_split(t, axes)}
     whole, others = (sum(t.elements for t in found.values()) for found in (mine, gathered))
     if (
         2 * others < whole
@@ -137,6 +138,18 @@ def _used_split(t: TensorPlan, axes: Collection[str]) -> bool:
     own = {a for split in t.storage for a in split if a in axes}
     uses = t.used_as or (t.storage,)
     return bool(own) and all(own <= {a for split in used for a in split} for used in uses)
+
+
+def _gathered_as_results(plan: PlanData, axes: Collection[str]) -> set[str]:
+    """Return the parameters of which a node without other data makes something that is gathered along some of these
+    axes: a weight divided by its norm is gathered after the division."""
+    sent = {c.source for c in plan.collectives if c.kind == "all_gather" and set(c.axes) & set(axes)}
+    made_of = {n.name: {n.name} for n in plan.nodes if n.op == "parameter"}
+    for n in plan.nodes:  # makers come before their readers
+        if n.reads and all(r in made_of for r in n.reads):
+            made_of[n.name] = set[str]().union(*(made_of[r] for r in n.reads))
+    of_nodes = (of for name, of in made_of.items() if name in sent and name not in of)
+    return set[str]().union(*of_nodes)
 
 
 def _shards(plan: PlanData, axes: Collection[str], stored: Iterable[tuple[TensorPlan, Placement]]) -> float:

@@ -22,6 +22,7 @@ import numpy as np
 from pase.ir import Access, Edge, Graph, Node, Op, Tensor
 from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.ir.functions import CAUSAL_ATTENTION, UNSTACK
+from pase.ir.made_of_weights import made_of_weights
 from pase.ir.types import is_floating
 from pase.ir.whole_step import sums_gradient, whole_step
 from pase.machine import CollectiveKind, Mesh
@@ -50,6 +51,7 @@ __all__ = [
     "OpAccess",
     "edge_charges",
     "edge_flows",
+    "is_made_of_weights",
     "is_of_parameter",
     "node_charges",
 ]
@@ -63,7 +65,8 @@ class Charge:
     """Collectives of one kind, one per config or per pair of layouts.
 
     axes, nbytes: as in CostModel.collective. times: how often they run in a step.
-    bucketed: whether this is a parameter's gather or its gradient's sum. No op waits for such a collective alone. It is
+    bucketed: whether this is the gather of a parameter, or of what is made of parameters alone, or the sum of its
+    gradient. No op waits for such a collective alone. It is
     sent in a bucket with others, unless it is a lone gather (``Machine.lone_gather_bytes``).
     rounds: the number of collectives that follow each other each time. behind: the compute that overlaps with them, in
     rounds + 1 equal parts. One part overlaps with each collective, and only the rest of the collective's time is paid.
@@ -269,6 +272,13 @@ def is_of_parameter(graph: Graph, tensor: str) -> bool:
     return source.kind == "parameter"
 
 
+def is_made_of_weights(graph: Graph, edge: Edge) -> bool:
+    """Whether a node with other data reads what is made of parameters alone. It waits for no activation, so it can be
+    gathered as early as a parameter, and its gradient can be summed as late."""
+    alone = made_of_weights(graph) if not whole_step(graph) else frozenset[str]()
+    return edge.src in alone and edge.dst not in alone
+
+
 def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
     """The flow of the tensor to its reader and, if the tensor has a gradient, the flow of the gradient back.
 
@@ -288,8 +298,8 @@ def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
     if whole_step(graph):
         # Copy nodes may hand a parameter on as it is stored, and each pass then gathers it.
         of_parameter = when != "update" and is_of_parameter(graph, edge.tensor)
-    bucketed = of_parameter or gradient
-    hoisted = hoisted_of(graph) if bucketed else "none"
+    hoisted = hoisted_of(graph) if of_parameter or gradient else "none"
+    bucketed = of_parameter or gradient or is_made_of_weights(graph, edge)
     repeats = 2 if edge.access.recompute and hoisted == "none" else 1
     rounds = micro_batches_of(graph)
     read, made = ((), ()) if bucketed else (read_by(graph, edge), made_by(graph, edge))

@@ -40,11 +40,12 @@ import numpy as np
 
 from pase.ir import Edge, Graph
 from pase.ir.blocks import hoisted_of, micro_batches_of
+from pase.ir.made_of_weights import made_of_weights
 from pase.ir.whole_step import StepPass, sums_gradient, whole_step
 from pase.machine import CostModel, Mesh
 from pase.once import once
 from pase.tables.build import Space, config_space, edge_costs, facts_along, lone_gather, phase_costs
-from pase.tables.charges import Flow, is_of_parameter
+from pase.tables.charges import Flow, is_made_of_weights, is_of_parameter
 from pase.tables.facts import facts
 from pase.tables.layouts import concrete_size
 from pase.tables.types import CostTables, EdgeTable
@@ -184,13 +185,19 @@ def alone(graph: Graph) -> Alone:
         return _alone_in_step(graph, passes)
     place = {n.name: i for i, n in enumerate(graph.nodes)}
     turn = [min(micro_batches_of(graph) / max(concrete_size(n.times, n.name), 1), 1.0) for n in graph.nodes]
-    reads = [e for e in graph.edges if graph.producer[e.tensor].kind == "parameter"]
-    first = min((place[e.dst] for e in reads), default=-1)
+    of_weights = made_of_weights(graph)
+    reads = [
+        e
+        for e in graph.edges
+        if is_made_of_weights(graph, e)
+        or (graph.producer[e.tensor].kind == "parameter" and e.dst not in of_weights)
+    ]
+    first = _with_makers(graph, min((place[e.dst] for e in reads), default=-1))
     last = max((place[e.dst] for e in reads), default=-1)
     rerun = max((place[e.dst] for e in reads if e.access.recompute), default=-1)
 
-    def at(where: int) -> tuple[float, ...]:
-        return tuple(t if i == where else 0.0 for i, t in enumerate(turn))
+    def at(*where: int) -> tuple[float, ...]:
+        return tuple(t if i in where else 0.0 for i, t in enumerate(turn))
 
     hoisted = hoisted_of(graph)
 
@@ -202,10 +209,22 @@ def alone(graph: Graph) -> Alone:
     return Alone(
         forward=compute(hoisted != "none"),
         backward=compute(hoisted == "all"),
-        gathers=at(first),
+        gathers=at(*first),
         regathers=at(rerun),
-        sums=at(first),
+        sums=at(*first),
     )
+
+
+def _with_makers(graph: Graph, reader: int) -> set[int]:
+    """The node and those that make its weights of parameters alone, as indices."""
+    of_weights, out = made_of_weights(graph), {reader}
+    names = {graph.nodes[reader].name}
+    for i in range(reader - 1, -1, -1):
+        name = graph.nodes[i].name
+        if name in of_weights and any(e.src == name and e.dst in names for e in graph.edges):
+            names.add(name)
+            out.add(i)
+    return out
 
 
 def _alone_in_step(graph: Graph, passes: Mapping[str, StepPass]) -> Alone:

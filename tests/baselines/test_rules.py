@@ -2,14 +2,20 @@
 
 from collections import Counter
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from pase.baselines import Skipped, roles
+from pase.baselines import Skipped, baselines, roles
 from pase.baselines.masks import PERSISTENT_ELEMENTS
+from pase.frontends.jax.frontend import trace
+from pase.ir import named, simplify
 from tests.baselines.helpers import (
     GPT,
     GPT_REMAT,
+    H100,
     LAYERS,
+    MODEL,
     SEQ,
     VOCAB,
     WIDTH,
@@ -118,6 +124,32 @@ def test_a_method_that_does_not_apply_says_why(model, devices, name, words):
 
 
 MIXTRAL = "mixtral_8x7b?layers=2&batch=64&seq=256&vocab=1024&remat=0"
+
+
+MADE_OF_WEIGHTS = {
+    "gelu": lambda w, a: jax.nn.gelu(w),
+    "divided by its norm": lambda w, a: w / jnp.linalg.norm(w, axis=1, keepdims=True),
+    "standardised": lambda w, a: (w - w.mean(1, keepdims=True)) / jnp.sqrt(w.var(1, keepdims=True) + 1e-5),
+    "merged": lambda w, a: w + a @ a.T,
+}
+
+
+@pytest.mark.parametrize("made_of", MADE_OF_WEIGHTS.values(), ids=MADE_OF_WEIGHTS)
+def test_fsdp_gathers_what_is_made_of_weights_and_scatters_its_gradient(made_of):
+    """As much as for the weights themselves. It was made whole on every device, and its gradient all-reduced."""
+
+    def loss(p, x):
+        for w, a in p:
+            x = jnp.tanh(x @ made_of(w, a))
+        return jnp.mean(x)
+
+    shape = jax.ShapeDtypeStruct
+    p = [(shape((2048, 2048), "float32"), shape((2048, 8), "float32")) for _ in range(3)]
+    graph = named(simplify(trace(loss, p, shape((4096, 2048), "float32")).graph))
+    (b,) = baselines(graph, 8, H100, MODEL, only=("fsdp",))
+    sent = Counter((c.kind, c.phase) for c in collectives(graph, b) if c.nbytes == 4 * 2048 * 2048)
+    assert sent == {("all_gather", "forward"): 3, ("reduce_scatter", "backward"): 3}
+    assert {w.parameter for w in roles(graph).weights} == {"0.0", "1.0", "2.0"}
 
 
 @pytest.mark.parametrize("stored", [False, True])

@@ -5,6 +5,8 @@ This is checked on random programs and on every reduced zoo model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import networkx as nx
@@ -239,3 +241,33 @@ def test_tensors_that_meet_in_a_number_stay_apart() -> None:
 
     whole = simplify(trace(scaled, jax.ShapeDtypeStruct((8, 16), jnp.float32), mode="inference").graph)
     assert sum(n.kind not in ("parameter", "input", "output", "copy") for n in whole.nodes) <= 2
+
+
+@pytest.mark.parametrize(
+    ("made", "apart"),
+    [
+        (lambda w, g: jax.nn.gelu(w), True),
+        (lambda w, g: g * w / jnp.linalg.norm(w, axis=0), True),
+        (lambda w, g: (w - w.mean(0)) / jnp.sqrt(w.var(0) + 1e-5), True),
+        (lambda w, g: jax.nn.gelu(w.T).T.astype(jnp.bfloat16), True),
+        (lambda w, g: w + w[:, :4] @ jnp.tanh(w[:4] * w[4:8]), True),
+        (lambda w, g: 2 * w.reshape(32, 64).T, False),
+        (lambda w, g: w.astype(jnp.bfloat16), False),
+    ],
+)
+def test_what_is_made_of_weights_alone_is_a_node_of_its_own(
+    made: Callable[[jax.Array, jax.Array], jax.Array], apart: bool
+) -> None:
+    """So that it can be made as the weights are stored. In the product's node, its gradient would be summed whole. What
+    a gradient passes before it is summed (views, casts, scales) stays with its readers."""
+
+    def loss(p: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(x) @ made(*p))
+
+    w, g, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 32), (32,), (8, 64)))
+    before = trace(loss, (w, g), x).graph
+    check(before, after := simplify(before))
+    product = [n for n in after.nodes if n.kind == "matmul"][-1]
+    makers = {after.producer[a.tensor] for _, a in product.reads}
+    makers |= {after.producer[n.ops[0].reads[0].tensor] for n in makers if n.kind == "copy"}
+    assert any(n.kind == "parameter" for n in makers) != apart

@@ -69,6 +69,20 @@ def test_parameters_that_are_used_as_they_are_split_make_no_fsdp(plans: dict[str
     assert says == "FSDP over 8 devices"
 
 
+def test_weights_that_are_gathered_as_something_made_of_them_make_fsdp() -> None:
+    """A weight divided by its norm is split where it is divided, and gathered after that."""
+
+    def loss(p: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in p:
+            x = jnp.tanh(x @ (w / jnp.linalg.norm(w)))
+        return jnp.mean(x)
+
+    shape = jax.ShapeDtypeStruct
+    p, x = [shape((2048, 2048), "float32")] * 3, shape((4096, 2048), "float32")
+    found = dict(pase.compare(loss, p, x, devices=8, machine="h100x8", max_axes=1, baselines=["fsdp"]))
+    assert strategy_in_words(found["fsdp"]) == "FSDP over 8 devices"
+
+
 @pytest.mark.parametrize("every", [False, True])
 def test_rows_add_up_to_compute_and_communication(plans: dict[str, pase.Plan], every: bool) -> None:
     for plan in plans.values():
