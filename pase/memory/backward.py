@@ -317,6 +317,10 @@ def _over_time(
     return {kind: np.cumsum(v)[:-1] for kind, v in change.items()}, buffers
 
 
+_Kept = tuple[str, int, float]
+"""An array that is kept: (node, the last moment of backward that needs it, bytes)."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _HeldForLayouts:
     """What a step holds because nodes read tensors in another layout than they are made or stored in."""
@@ -376,36 +380,54 @@ class _HeldForLayouts:
 
     def as_read(self) -> Iterator[tuple[str, int, float]]:
         """Yields the activations that calls keep as other nodes read them, in the same form. An array that a read moves
-        to another layout is one of its own, for all that read it so. A part of an array that is not split keeps the
-        whole array."""
+        to another layout is one of its own, for all that read it so. So is a device's part of an array that is not
+        split, unless the whole array is kept, or the parts are no less (``backends/torch/spmd/parts.py``)."""
         wanted = kept(self.graph)
         for root, ways in kept_through(self.graph).items():
             k, maker = wanted[root], self.graph.producer[root]
             if k.region is not None or maker.kind == "copy":
                 continue
-            arrays: dict[object, tuple[str, int, float]] = {}
+            arrays: dict[object, _Kept] = {}
+            parts: dict[object, tuple[_Kept, dict[object, _Kept]]] = {}
             for way in ways:
-                key, found = self._array(root, way)
-                before = arrays.get(key, found)
-                arrays[key] = min(before, found, key=lambda x: x[1])
-            if not is_kept_as_read(self.graph, root):
+                (key, found), part = self._array(root, way)
+                into = arrays
+                if part is not None:
+                    into = parts.setdefault(key, (found, {}))[1]
+                    key, found = part
+                into[key] = min(into.get(key, found), found, key=lambda x: x[1])
+            if not is_kept_as_read(self.graph, root):  # its maker's account has it
                 arrays.pop(root, None)
+                parts.pop(root, None)
+            for key, (whole, taken) in parts.items():
+                if key not in arrays and sum(x[2] for x in taken.values()) < whole[2]:
+                    arrays |= taken
+                    continue
+                first = min(x[1] for x in (arrays.get(key, whole), *taken.values()))
+                arrays[key] = whole[0], first, whole[2]
             yield from ((name, first, nbytes * k.times) for name, first, nbytes in arrays.values())
 
-    def _array(self, root: str, way: Sequence[tuple[str, str]]) -> tuple[object, tuple[str, int, float]]:
-        """Returns which array a call keeps that reads an activation this way, and its form as in ``weights``."""
+    def _array(
+        self, root: str, way: Sequence[tuple[str, str]]
+    ) -> tuple[tuple[object, _Kept], tuple[object, _Kept] | None]:
+        """Returns which array a call reads that needs an activation this way, and which part of it if it reads a
+        device's part of an array that is not split. Each is (what tells it from others, its form as in ``weights``)."""
         last = self.order[way[0][0]] if way else 0
+        part = None
         for name, read in way:
             n, source = self.graph.node[name], self.graph.producer[read]
             op, a = next((op, a) for op, a in n.reads if a.tensor == read)
             written = write_rule(source, *source.write_of(read)).states(self._config(source), self.mesh)[0]
             to = read_rule(n, op, a).states(self._config(n), self.mesh)[0]
             to = np.where(to == PARTIAL, REPLICATED, to)
-            same = (to == forward_states(written)) | (written == REPLICATED)
-            if not same.all():
-                return (read, tuple(to)), (name, last, self._local(n, a))
+            moves = to != forward_states(written)
+            array = (read, tuple(to)), (name, last, self._local(n, a))
+            if (moves & (written != REPLICATED)).any():
+                return array, part
+            if moves.any() and part is None:
+                part = array
         maker = self.graph.producer[root]
-        return root, (maker.name, last, self._local(maker, maker.write_of(root)[1]))
+        return (root, (maker.name, last, self._local(maker, maker.write_of(root)[1]))), part
 
     def _last(self, n: Node, op: Op) -> int:
         """Returns the last moment of an op's backward; that of its loop if it runs in one."""

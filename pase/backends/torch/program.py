@@ -1,8 +1,9 @@
 """One rank's program of a step as a ``torch.fx.GraphModule``.
 
 The walk over the exported graph (``pase.backends.torch.spmd.interpreter``) runs once on fake tensors, and what it calls
-is recorded (``spmd/record.py``) and tidied (``spmd/tidy.py``), its constants are computed (``spmd/folded.py``), and
-parameters are gathered ahead of their use (``spmd/gathers.py``). Every step then runs the recorded program. Loops are
+is recorded (``spmd/record.py``) and tidied (``spmd/tidy.py``), parts that backward keeps are copied
+(``spmd/parts.py``), its constants are computed (``spmd/folded.py``), and parameters are gathered ahead of their use
+(``spmd/gathers.py``). Every step then runs the recorded program. Loops are
 unrolled in it. A program with branches that depend on data is not recorded: its steps walk the graph.
 """
 
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from pase.backends.torch.spmd.folded import folded
 from pase.backends.torch.spmd.gathers import gathered_ahead
 from pase.backends.torch.spmd.interpreter import Body, RankWalk
+from pase.backends.torch.spmd.parts import SavedTensors
 from pase.backends.torch.spmd.record import Recording
 from pase.backends.torch.spmd.tidy import tidied
 from pase.frontends.common.values import Value
@@ -128,10 +130,12 @@ def recorded(walk: RankWalk, body: Body, finish: Callable[[Body], Sequence[Tenso
         )
         mine.kept.receive(received)
         mine.kept.made.update(kept)
-        with into.running():
+        saved = SavedTensors()
+        with into.running(), saved.noted():
             walk.run(mine)
             into.returned(*finish(mine))
         tidied(into.graph)
+        saved.copy_parts(into.graph)
         into.held = folded(into.graph, into.held)
         if walk.only is None:
             gathered_ahead(into.graph, walk.program, walk.groups, walk.gathers)

@@ -15,6 +15,8 @@ import pytest
 import pase
 from bench.cases.plans import Case
 from pase import machine
+from pase.api import Plan
+from pase.compiler.meshes.plans import plan_of
 from pase.compiler.problem.problem import SplitProblem
 from pase.errors import PaseError
 from pase.frontends import registry
@@ -390,3 +392,29 @@ def test_a_look_up_s_derivative_writes_into_its_zeros() -> None:
     own = found.gradients + found.saved + found.temporaries
     array = 512 * 256 * 4
     assert abs(own - max(living)) < array / 2
+
+
+def test_a_part_of_an_array_that_is_not_split_does_not_keep_the_array() -> None:
+    """One product is not split, the next is split by the batch: it keeps its eighth of the rows, predicted and run."""
+    import torch
+
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(8, 256, bias=False)
+            self.second = torch.nn.Linear(256, 8, bias=False)
+
+        def forward(self, x: Any) -> Any:
+            return self.second(self.first(x)).sum()
+
+    traced = registry.trace(Two(), torch.randn(512, 8))
+    problem = SplitProblem.of(traced.graph, 8, machine.load("h100x8"), "analytic", "adam")
+    configs = {n.name: np.full(1, -1, dtype=np.int8) for n in problem.graph.nodes}
+    configs["second.weight:dot"] = np.zeros(1, dtype=np.int8)
+    plan = Plan.of(plan_of(problem, configs, mesh_from("8", 8), "two", traced))
+    found = plan.torch.memory()
+    assert found.predicted is not None
+    assert found.predicted.activations == 512 * 8 * 4 + 512 // 8 * 256 * 4
+    predicted = found.predicted.total - problem.machine.device.workspace_bytes
+    assert predicted == pytest.approx(found.total, rel=0.06)
+    assert ".clone()" in plan.torch.code(rank=0)
