@@ -317,7 +317,7 @@ def _over_time(
     return {kind: np.cumsum(v)[:-1] for kind, v in change.items()}, buffers
 
 
-_Kept = tuple[str, int, float]
+_ArrayHeld = tuple[str, int, float]
 """An array that is kept: (node, the last moment of backward that needs it, bytes)."""
 
 
@@ -387,8 +387,8 @@ class _HeldForLayouts:
             k, maker = wanted[root], self.graph.producer[root]
             if k.region is not None or maker.kind == "copy":
                 continue
-            arrays: dict[object, _Kept] = {}
-            parts: dict[object, tuple[_Kept, dict[object, _Kept]]] = {}
+            arrays: dict[object, _ArrayHeld] = {}
+            parts: dict[object, tuple[_ArrayHeld, dict[object, _ArrayHeld]]] = {}
             for way in ways:
                 (key, found), part = self._array(root, way)
                 into = arrays
@@ -409,7 +409,7 @@ class _HeldForLayouts:
 
     def _array(
         self, root: str, way: Sequence[tuple[str, str]]
-    ) -> tuple[tuple[object, _Kept], tuple[object, _Kept] | None]:
+    ) -> tuple[tuple[object, _ArrayHeld], tuple[object, _ArrayHeld] | None]:
         """Returns which array a call reads that needs an activation this way, and which part of it if it reads a
         device's part of an array that is not split. Each is (what tells it from others, its form as in ``weights``)."""
         last = self.order[way[0][0]] if way else 0
