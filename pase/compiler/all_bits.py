@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from pase.frontends.registry import FRONTENDS
 from pase.ir import Graph, Node, Remark
 from pase.ir.precision import HIGHEST, product_dtype, rate_dtype
 from pase.plan.table import cost_text
 from pase.plan.types import PlanData
-from pase.tables.build import habits, work_cost
+from pase.tables.build import habits, single_cost
 from pase.tables.itemize import config_of
 from pase.tables.work import node_work
 
@@ -65,4 +63,4 @@ def _cost(plan: PlanData, problem: SplitProblem, node: Node) -> float:
     """What the node's work costs under the plan."""
     cfg = config_of(node, plan.strategy[node.name], plan.mesh)[None]
     work = node_work(problem.graph, node, cfg, plan.mesh, habits=habits(problem.model))
-    return float(np.ravel(work_cost(work, problem.model))[0])
+    return single_cost(work, problem.model)

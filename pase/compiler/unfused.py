@@ -14,7 +14,7 @@ from pase.machine import CostModel, Mesh
 from pase.memory.residuals import kept
 from pase.plan.table import bytes_text, cost_text
 from pase.plan.types import PlanData
-from pase.tables.build import work_cost
+from pase.tables.build import single_cost
 from pase.tables.itemize import config_of
 from pase.tables.layouts import concrete_size, dim_index, shards
 from pase.tables.work import BACKWARD_PRODUCTS, Phase, Work, backward_passes, node_work
@@ -173,7 +173,7 @@ def _as_one(
             times=times,
             passes=backward_passes(result, result_bytes) if phase == "backward" else 0.0,
         )
-        total += float(np.ravel(work_cost([work], model))[0])
+        total += single_cost([work], model)
     return total
 
 

@@ -6,15 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from pase.compiler.unfused import of_activations
 from pase.frontends.registry import FRONTENDS
 from pase.ir import Node, Op, Remark, SourceLine
 from pase.ir.precision import gradient_dtype, product_dtype
 from pase.plan.table import cost_text
 from pase.plan.types import PlanData
-from pase.tables.build import habits, work_cost
+from pase.tables.build import habits, single_cost
 from pase.tables.itemize import config_of
 from pase.tables.work import has_gradient, node_work
 
@@ -48,7 +46,7 @@ def widened(plan: PlanData, problem: SplitProblem) -> tuple[Widened, ...]:
     for node, op in _wide_products(problem):
         cfg = config_of(node, plan.strategy[node.name], mesh)[None]
         costs = (
-            float(np.ravel(work_cost(node_work(graph, node, cfg, mesh, habits=h), model))[0])
+            single_cost(node_work(graph, node, cfg, mesh, habits=h), model)
             for h in (does, replace(does, widens=False))
         )
         wide, narrow = costs

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pase.ir import Graph, Node, SourceLine
-from pase.machine import CostModel, Mesh
+from pase.machine import Mesh
 from pase.plan.types import PlanData
-from pase.tables.build import work_cost
+from pase.tables.build import single_cost
 from pase.tables.itemize import config_of
 from pase.tables.layouts import concrete_size, dim_index, shards
 from pase.tables.work import Work, aligned_elements, matrix_rows, node_work, product_groups
@@ -53,8 +53,8 @@ def unaligned(plan: PlanData, problem: SplitProblem) -> tuple[Unaligned, ...]:
             layer=node.name,
             source=node.source,
             sizes=sizes,
-            cost=_cost(work, model),
-            padded=_cost(
+            cost=single_cost(work, model),
+            padded=single_cost(
                 [_padded(w, math.prod(new / old for old, new in sizes.values())) for w in work], model
             ),
         )
@@ -84,7 +84,3 @@ def _padded(work: Work, larger: float) -> Work:
     return replace(
         work, flops=work.flops * larger, nbytes=work.nbytes * larger, mnk=(m * larger, n, k), unaligned=False
     )
-
-
-def _cost(work: list[Work], model: CostModel) -> float:
-    return float(np.ravel(work_cost(work, model))[0])

@@ -38,6 +38,7 @@ __all__ = [
     "layout_pairs",
     "lone_gather",
     "phase_costs",
+    "single_cost",
     "work_cost",
     "work_price",
 ]
@@ -105,6 +106,11 @@ def work_cost(work: Iterable[Work], model: CostModel) -> np.ndarray | float:
     for w in work:
         total = total + w.times * work_price(w, model)
     return total
+
+
+def single_cost(work: Iterable[Work], model: CostModel) -> float:
+    """``work_cost`` of work with a single configuration."""
+    return float(np.ravel(work_cost(work, model))[0])
 
 
 def work_price(work: Work, model: CostModel) -> np.ndarray:
