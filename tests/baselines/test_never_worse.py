@@ -17,7 +17,7 @@ MODELS = [name for name in zoo.names() if name not in ("gpt2_medium", "gpt2_larg
 CASES = [(name, devices) for name in MODELS for devices in (8, 32)] + [("gpt2", 64), ("mixtral_8x7b", 64)]
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("name", "devices"), CASES)
 def test_search_is_never_worse(name, devices):
     graph, model = graph_of(name), costmodels.get("analytic", H100)

@@ -115,7 +115,10 @@ def test_a_fitted_curve() -> None:
 @pytest.mark.data("traces")
 @pytest.mark.parametrize(
     ("name", "measured_ms", "tensors"),
-    [("jaxtoolbox_pax_fsdp4", 126.5, 23), ("hta/nccl_parser_config_nccl_data.json.gz", 222.0, 5)],
+    [
+        pytest.param("jaxtoolbox_pax_fsdp4", 126.5, 23, marks=pytest.mark.release),
+        ("hta/nccl_parser_config_nccl_data.json.gz", 222.0, 5),
+    ],
 )
 def test_the_shared_traces(name: str, measured_ms: float, tensors: int) -> None:
     """For an FSDP step and a data-parallel step, the run's own order takes about the measured time."""

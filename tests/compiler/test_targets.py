@@ -39,7 +39,7 @@ def test_what_is_compiled_for_a_target_can_be_written_for_it(target: str, tmp_pa
     assert (f"{more:.1%} more" in said) == (more >= 0.0005) and TARGETS[target].says in said
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("target", "methods"),
     [

@@ -93,6 +93,7 @@ def test_zoo(model: str) -> None:
     verify(simple(model))
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("model", zoo.names())
 def test_no_stray_views(model: str) -> None:
     """Between two nodes, there is no node of views only that just renames or reorders elements."""

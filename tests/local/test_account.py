@@ -18,7 +18,7 @@ def fields(c):
     return c.kind, c.tensor, c.axes, c.nbytes, c.times, c.phase, c.node, c.source
 
 
-@pytest.mark.some(7)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("model", distinct_models())
 def test_what_it_sends_is_the_plans_list(model):
     for strategy in STRATEGIES.get(model, ("random1@2x4",)):

@@ -177,7 +177,7 @@ PROGRAMS = [
 ]
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     st.sampled_from(PROGRAMS),
     st.sampled_from(["1", "4x2", "2x4", "2x2x2"]),

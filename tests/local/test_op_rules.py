@@ -70,6 +70,7 @@ def test_a_padding(config: Any) -> None:
     compared(restricted(shape, pad), lambda x: jax.lax.pad(x, jnp.asarray(-1.5, x.dtype), config), X)
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("name", ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
 def test_a_running_reduction(name: str, reverse: bool) -> None:

@@ -14,6 +14,7 @@ from pase.schedule import (
 from pase.schedule.chain import plain_iteration_s
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("links", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_three_evaluators_and_the_fixed_order_agree(seed: int, links: int) -> None:

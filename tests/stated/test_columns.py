@@ -104,7 +104,7 @@ def of_separate_weights(few: int, text: str) -> Any:
     return priced(traced(apart, few, "apart"), text)
 
 
-@pytest.mark.some(16)
+@pytest.mark.some(8)
 @pytest.mark.parametrize("text", ["tp=8", "dp=2,tp=4", "dp=4,tp=2,sp"])
 @pytest.mark.parametrize("gated", ["split", "turns"])
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ def planned(strategy: str, batch: int = 16) -> tuple[Any, Any, tuple[Any, Any], 
     return loss_fn, params, data, plan
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("mean", [True, False])
 def test_zero_3_moves_what_the_plan_says(mean: bool) -> None:
     """The program of FSDP has as many reduce-scatters and all-gathers as the plan has messages.

@@ -123,6 +123,7 @@ def test_what_is_stored_is_split_as_it_is_read() -> None:
     assert plan.cost == pytest.approx(sum(n.cost.total for n in plan.nodes), rel=1e-9)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("task", "devices"), [("prefill", 8), ("decode", 8), ("generate", 4)])
 def test_no_method_by_hand_is_better(task: str, devices: int) -> None:
     model = f"zoo:mixtral_8x7b?task={task}&batch=8&seq=512&context=1024&layers=2"

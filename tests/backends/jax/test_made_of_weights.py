@@ -19,6 +19,7 @@ MADE = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("lowering", ["manual", "annotated"])
 @pytest.mark.parametrize("made", MADE.values(), ids=MADE)
 def test_what_is_made_of_weights_is_split_and_sent_as_planned(made, lowering):

@@ -83,7 +83,7 @@ CASES = [
 ]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("loss", "names", "rows", "width"), CASES)
 def test_a_strategy_costs_what_its_items_do_by_position(loss, names, rows, width):
     """No directly priced strategy is cheaper than the answer, whether collectives or compute dominate the model."""
@@ -109,7 +109,7 @@ def test_a_strategy_costs_what_its_items_do_by_position(loss, names, rows, width
     assert plan.cost <= additive.cost * (1 + 1e-9)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("once", ["none", "gathers", "all"])
 @pytest.mark.parametrize(("loss", "names", "rows", "width"), [CASES[1], CASES[4]])
 def test_what_is_sent_once_has_one_micro_batch_beside_it(loss, names, rows, width, once):

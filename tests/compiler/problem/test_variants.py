@@ -12,7 +12,7 @@ from pase.compiler.resolve import resolve
 from pase.machine import mesh_from
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("model", "machine", "overlap"),
     [

@@ -11,6 +11,7 @@ from pase.compiler.stages.menu import FIRST, LAST, MIDDLE, ONLY
 from tests.compiler.stages.staged import SCANNED, WRITTEN_OUT, tables_of
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("model", [SCANNED, WRITTEN_OUT])
 @pytest.mark.parametrize("weights", ["hoisted", "each"])
 @pytest.mark.parametrize("again", [False, True])

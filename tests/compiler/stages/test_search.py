@@ -22,6 +22,7 @@ def test_each_rank_keeps_to_the_memory_limit():
         staged(memory_limit=1e6)
 
 
+@pytest.mark.release
 def test_a_busy_machine_gives_the_same_answer(monkeypatch):
     """Budgets count work, so a clock on which an hour passes between any two readings changes nothing."""
     small = "zoo:gpt2?layers=2&batch=16&seq=128&vocab=2048&remat=0"

@@ -88,7 +88,7 @@ def test_the_floor_is_the_slower_of_compute_and_memory() -> None:
     assert peak_flops(device, "fp32") == device.vector_flops
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 @pytest.mark.data("measured/tracelens")
 @pytest.mark.parametrize("path", REAL, ids=lambda p: p.name[-40:])
 def test_sums_of_real_traces_are_exact(path: Path) -> None:

@@ -34,7 +34,7 @@ RINGS = [
 ]
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("split", "mesh"), [s[1:] for s in RINGS], ids=[s[0] for s in RINGS])

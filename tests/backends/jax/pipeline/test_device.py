@@ -126,7 +126,7 @@ def planned_bytes(jp, graph):
     return out
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("seed", "weights", "name"),
     [(2, "hoisted", "1f1b"), (2, "each", "1f1b"), (4, "each", "zb-h1"), (6, "each", "1f1b")],

@@ -78,7 +78,7 @@ WAYS = {
 }
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_stages_draw_what_the_whole_batch_draws(way):
     plan, given, (wanted, by) = _planned(_dropped_first if way == "circular" else _dropped)

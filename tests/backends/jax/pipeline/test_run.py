@@ -19,7 +19,7 @@ CASES = [
 ]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "chunks", "cuts", "scan", "remat", "seed"), CASES)
 def test_step_equals_unsharded(name, chunks, cuts, scan, remat, seed):
     plan = staged(planned(scan, remat), name, chunks, cuts, seed)

@@ -85,7 +85,7 @@ def early(body):
     return found
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "rematerialised"])
 @pytest.mark.parametrize("layers", [2, 4])
 def test_the_first_gather_of_a_turn_runs_in_the_turn_before(again, layers):

@@ -103,6 +103,7 @@ PROGRAMS = {
 ANNOTATED = ("device_put to a device", "device_put of two values", "a bool spread out")
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize(
     ("name", "lowering"), [*((n, "manual") for n in PROGRAMS), *((n, "annotated") for n in ANNOTATED)]
 )

@@ -113,7 +113,7 @@ def sent(plan):
     return sum(c.nbytes * c.times for c in plan.collectives)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("fn", "method", "k", "once"),
     [

@@ -48,7 +48,7 @@ def plan_for(case, shape, variant):
     return Plan.of(plan_of(p, found.configs, mesh, case.traced.graph.name, case.traced))
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("fn", [looped, unrolled])
 @pytest.mark.parametrize(("shape", "k", "again"), [("8", 4, False), ("2x4", 1, True), ("4x2", 2, True)])
 def test_numbers_and_bytes(fn, shape, k, again, tmp_path):

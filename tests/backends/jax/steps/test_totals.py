@@ -87,7 +87,7 @@ def matches(found, right):
         assert np.asarray(a) == pytest.approx(np.asarray(b), rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("once", ["none", "gathers", "all", "annotated"])
 @pytest.mark.parametrize(
     "loss", [counted, with_penalties, by_class, of_means, recomputed, in_chunks, of_chunks]
