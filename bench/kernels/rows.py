@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.published.cards import card
 from pase import machine
 from pase.costmodels.analytic import Analytic
 from pase.costmodels.attention import SQUARE
@@ -223,7 +224,7 @@ def _vidur(file: Path) -> Iterator[KernelRows]:
     """The ops of a layer of Llama-2 70B, timed within the model. Each row is the median of its repetitions."""
     with file.open(newline="") as f:
         rows = list(csv.DictReader(f))
-    card = machine.load(f"{file.name.split('__')[3]}x8")
+    chip = machine.load(f"{file.name.split('__')[3]}x8")
     tokens, ways = (
         np.array([float(r[c]) for r in rows]) for c in ("num_tokens", "num_tensor_parallel_workers")
     )
@@ -252,7 +253,7 @@ def _vidur(file: Path) -> Iterator[KernelRows]:
     for op, (kind, price) in priced.items():
         yield KernelRows(
             kind=kind,
-            machine=card,
+            machine=chip,
             seconds=np.array([float(r[f"time_stats.{op}.median"]) * 1e-3 for r in rows]),
             price=price,
             kept=kept_back(tokens.astype(int), ways.astype(int)),
@@ -265,25 +266,21 @@ def _all_bits(file: Path) -> Iterator[KernelRows]:
     kind = "batched product" if "bmm" in file.name else "product"
     with file.open(newline="") as f:
         rows = list(csv.DictReader(f))
-    for card, (name, bandwidth) in {"NVIDIA H100 80GB HBM3": ("h100x8", 0.0), **_PCIE}.items():
-        own = [r for r in rows if r["Device"] == card]
+    for name, chip in {"NVIDIA H100 80GB HBM3": machine.load("h100x8"), **_pcie()}.items():
+        own = [r for r in rows if r["Device"] == name]
         b, m, n, k = (np.array([float(r[c]) for r in own]) for c in "BMNK")
-        chip = machine.load(name)
-        device = replace(
-            chip.device,
-            memory_bandwidth_bytes_per_s=bandwidth or chip.device.memory_bandwidth_bytes_per_s,
-        )
         yield KernelRows(
             kind=f"{kind} {HIGHEST}, PyTorch",
-            machine=replace(chip, device=device),
+            machine=chip,
             seconds=np.array([float(r["Latency"]) * 1e-3 for r in own]),
             price=_product(HIGHEST, m, n, k, b),
             kept=kept_back(b, m, n, k),
         )
 
 
-_PCIE = {"NVIDIA A100 80GB PCIe": ("a100x8", 1.935e12), "NVIDIA A100-PCIE-40GB": ("a100x8", 1.555e12)}
-"""Card -> the machine file of its chip, and its own memory bandwidth (NVIDIA A100 datasheets)."""
+def _pcie() -> dict[str, Machine]:
+    """Device of the table -> its machine."""
+    return {"NVIDIA A100 80GB PCIe": card("A100-80GB-PCIe"), "NVIDIA A100-PCIE-40GB": card("A100-40GB-PCIe")}
 
 
 def _neusight(file: Path) -> Iterator[KernelRows]:
@@ -291,13 +288,12 @@ def _neusight(file: Path) -> Iterator[KernelRows]:
     kind = "softmax" if "softmax" in file.name else "norm"
     with file.open(newline="") as f:
         rows = list(csv.DictReader(f))
-    for card, (name, bandwidth) in _PCIE.items():
-        own = [r for r in rows if r["Device"] == card]
+    for name, chip in _pcie().items():
+        own = [r for r in rows if r["Device"] == name]
         b, h = (np.array([float(r[c]) for r in own]) for c in "BH")
-        m = machine.load(name)
         yield KernelRows(
             kind=f"{kind} float32, PCIe cards",
-            machine=replace(m, device=replace(m.device, memory_bandwidth_bytes_per_s=bandwidth)),
+            machine=chip,
             seconds=np.array([float(r["Latency"]) * 1e-3 for r in own]),
             price=_light("float32", 2 * 4 * b * h),
             kept=kept_back(b, h),

@@ -81,6 +81,9 @@ _CARDS: dict[str, Callable[[], Machine]] = {
     "A100-80GB": lambda: _shown("a100x8", 81_920),
     "A100": lambda: _shown("a100x8", 81_920),
     "A100-40GB": _a100_40,
+    # NVIDIA A100 datasheet: the PCIe cards' memory bandwidths.
+    "A100-80GB-PCIe": lambda: _device(machine.load("a100x8"), memory_bandwidth_bytes_per_s=1.935e12),
+    "A100-40GB-PCIe": lambda: _device(machine.load("a100x8"), memory_bandwidth_bytes_per_s=1.555e12),
     "V100-16GB": _v100_16,
     "V100-32GB": lambda: machine.load("v100x8"),
     "TPU-v4": lambda: machine.load("tpu_v4"),

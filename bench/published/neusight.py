@@ -14,24 +14,23 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import pase
 from bench.cases import SHARED
+from bench.published.cards import card
 from bench.published.vtrain import accuracy
 from bench.runner import option, parser, save, wanted
 from pase import machine
 from pase.compiler.problem.problem import SplitProblem
-from pase.machine import Machine
 from pase.plan.step import EAGER, PassTime, on_host, step_time
 from pase.tables.itemize import config_of
 
 FILE = SHARED / "measured" / "neusight" / "e2e_labels.csv"
-CARDS = {"NVIDIA_H100_80GB_HBM3": ("h100x8", None), "NVIDIA_A100_80GB_PCIe": ("a100x8", 1.935e12)}
-"""Card -> the machine file of its chip, and its own memory bandwidth if that differs (NVIDIA A100 datasheet)."""
+CARDS = {"NVIDIA_H100_80GB_HBM3": machine.load("h100x8"), "NVIDIA_A100_80GB_PCIe": card("A100-80GB-PCIe")}
 MODELS: dict[str, tuple[str, str, dict[str, int]]] = {
     "bert_large": (
         "BertForPreTraining",
@@ -67,7 +66,7 @@ class TrainingRow:
 
     @property
     def name(self) -> str:
-        return f"{self.model} {self.batch}x{self.seq} {CARDS[self.card][0]}"
+        return f"{self.model} {self.batch}x{self.seq} {CARDS[self.card].name}"
 
 
 def rows() -> Iterator[TrainingRow]:
@@ -86,17 +85,6 @@ def rows() -> Iterator[TrainingRow]:
                 )
 
 
-def machine_of(row: TrainingRow) -> Machine:
-    """Returns the row's card as a machine."""
-    name, bandwidth = CARDS[row.card]
-    m = machine.load(name)
-    return (
-        m
-        if bandwidth is None
-        else replace(m, device=replace(m.device, memory_bandwidth_bytes_per_s=bandwidth))
-    )
-
-
 def predict(row: TrainingRow) -> tuple[PassTime, PassTime]:
     """Returns the predicted passes of a row, forward and backward."""
     import torch
@@ -108,7 +96,7 @@ def predict(row: TrainingRow) -> tuple[PassTime, PassTime]:
         built = getattr(transformers, config)(**changes)
         module = getattr(transformers, kind)._from_config(built, attn_implementation="eager")
         ids = torch.zeros(row.batch, row.seq, dtype=torch.long)
-    m = machine_of(row)
+    m = CARDS[row.card]
     plan = pase.compile(
         module, ids, loss=lambda m, x: m(input_ids=x)[0].mean(), devices=1, machine=m, baselines=False
     )
