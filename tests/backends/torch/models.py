@@ -218,8 +218,19 @@ def bert() -> tuple[Any, tuple[Any, ...]]:
     return of_transformers("BertForMaskedLM", "BertConfig", num_hidden_layers=1, **sizes, **no_dropout)
 
 
+def t5() -> tuple[Any, tuple[Any, ...]]:
+    """Encoder and decoder, with a mask that cuts the encoder's sequences."""
+    import torch
+
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 1, "dropout_rate": 0.0}
+    begins = {"decoder_start_token_id": 0, "pad_token_id": 0}
+    module, (batch,) = of_transformers("T5ForConditionalGeneration", "T5Config", **sizes, **begins)
+    mask = (torch.arange(16)[None] < torch.randint(5, 17, (8, 1))).long()
+    return module, ({**batch, "attention_mask": mask},)
+
+
 MODELS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
-    f.__name__: f for f in (block, circle, tower, pixels, peaks, pairs, experts, llama, gpt2, bert)
+    f.__name__: f for f in (block, circle, tower, pixels, peaks, pairs, experts, llama, gpt2, bert, t5)
 } | {
     f.__name__: f
     for f in (
