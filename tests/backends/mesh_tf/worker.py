@@ -442,7 +442,6 @@ STRATEGIES = {
     "parts": ["random0@2x2", "random5@2x2"],
     "images": ["ours@4", "ours@2x2"],
 }
-
 """Model -> the strategies it is trained under: the first in every run, the others before a release."""
 
 
