@@ -32,7 +32,7 @@ With equal blocks, the result is the makespan of a schedule with gathers one blo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -192,7 +192,8 @@ def alone(graph: Graph) -> Alone:
         if is_made_of_weights(graph, e)
         or (graph.producer[e.tensor].kind == "parameter" and e.dst not in of_weights)
     ]
-    first = _with_makers(graph, min((place[e.dst] for e in reads), default=-1))
+    earliest = sorted({e.dst for e in reads}, key=lambda name: place[name])[:1]
+    first = {place[name] for name in _with_makers(graph, earliest)}
     last = max((place[e.dst] for e in reads), default=-1)
     rerun = max((place[e.dst] for e in reads if e.access.recompute), default=-1)
 
@@ -215,16 +216,16 @@ def alone(graph: Graph) -> Alone:
     )
 
 
-def _with_makers(graph: Graph, reader: int) -> set[int]:
-    """The node and those that make its weights of parameters alone, as indices."""
-    of_weights, out = made_of_weights(graph), {reader}
-    names = {graph.nodes[reader].name}
-    for i in range(reader - 1, -1, -1):
-        name = graph.nodes[i].name
-        if name in of_weights and any(e.src == name and e.dst in names for e in graph.edges):
-            names.add(name)
-            out.add(i)
-    return out
+def _with_makers(graph: Graph, readers: Iterable[str]) -> set[str]:
+    """The nodes and those that make their weights of parameters alone."""
+    of_weights, found, todo = made_of_weights(graph), set[str](), list(readers)
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            makers = (graph.producer.get(a.tensor) for _, a in graph.node[name].reads)
+            todo += [m.name for m in makers if m is not None and m.name in of_weights]
+    return found
 
 
 def _alone_in_step(graph: Graph, passes: Mapping[str, StepPass]) -> Alone:
