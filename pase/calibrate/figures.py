@@ -193,16 +193,17 @@ def _of_dtype(device: Device, dtype: str, timed: set[str], *, aligned: bool, thr
     alike = [d for d, x in known.items() if x == value and device.peak(d) == same and d not in timed]
 
     def put(d: Device, x: float) -> Device:
-        rate = x / _products(d).steady if throttled else x
+        rate = x / d.left_at_limit(dtype) if throttled else x
         if rate > 1.0:
-            d, rate = _less_throttled(d, rate), 1.0
+            # Of what never throttles, no more than the peak can be stated.
+            d, rate = d if d.multiplies_on_vector_units(dtype) else _less_throttled(d, rate), 1.0
         p = _products(d)
         changed: Any = {name: {**getattr(p, name), **dict.fromkeys([dtype, *alike], rate)}}
         return replace(d, products=replace(p, **changed))
 
     return FittedFigure(
         name=f"products.{name} {dtype}",
-        value=value * (products.steady if throttled else 1.0),
+        value=value * (device.left_at_limit(dtype) if throttled else 1.0),
         put=put,
         kinds=frozenset({("matmul", dtype, aligned)}),
     )
@@ -212,14 +213,18 @@ def _less_throttled(device: Device, by: float) -> Device:
     """The device that throttles less by this factor. All rates at the power limit stay as they are."""
     p = _products(device)
     by = min(by, 1.0 / p.steady)
+
+    def shared(rates: dict[str, float]) -> dict[str, float]:
+        return {k: v if device.multiplies_on_vector_units(k) else v / by for k, v in rates.items()}
+
     return replace(
         device,
         efficiency={k: v / by if k == "conv" else v for k, v in device.efficiency.items()},
         products=replace(
             p,
             steady=p.steady * by,
-            rate={k: v / by for k, v in p.rate.items()},
-            unaligned={k: v / by for k, v in p.unaligned.items()},
+            rate=shared(p.rate),
+            unaligned=shared(p.unaligned),
         ),
     )
 

@@ -11,7 +11,6 @@ from pase.costmodels.attention import attention_s
 from pase.costmodels.collectives import DeviceGroup, group, lines
 from pase.costmodels.products import product_s
 from pase.costmodels.registry import register
-from pase.ir.precision import operand_bytes
 from pase.machine import CollectiveCurve, CollectiveKind, Machine, Mesh
 from pase.machine.tables import curve_s, matmul_flops_per_s
 
@@ -110,8 +109,7 @@ class Analytic:
         if mnk is not None:
             m, n, k = (np.asarray(x, dtype=float) for x in mnk)
             extents = m, n, k
-        width = operand_bytes(dtype)
-        return product_s(device, device.products, rate, width, flops, nbytes, extents, steady=self.steady)
+        return product_s(device, device.products, rate, dtype, flops, nbytes, extents, steady=self.steady)
 
     def _products_s(
         self,

@@ -13,6 +13,10 @@ each operand's row. Thus the time has
 - a start;
 - throttling: at its power limit, a card multiplies more slowly.
 
+Products of float32 that keep all bits of their factors run on the vector units of NVIDIA's cards. There a thread holds
+a part of 8 x 8, so a unit has 128 x 128 of the result, four squares, under way at once: it takes the time of three
+squares until it multiplies at its rate. These products do not bring a card to its power limit.
+
 Four constants of a card and a rate of each dtype are fitted to a public table of some 20,000 products (the file names
 it), and the part that is left at the power limit to the table's longest products or to products that were timed within
 a model. A third of the rows is kept back from the fit. ``python -m bench.kernels`` compares.
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pase.ir.precision import operand_bytes
 from pase.machine import Device, ProductKernels
 
 __all__ = ["product_s"]
@@ -41,6 +46,10 @@ THROTTLED_AFTER_S = 2e-3
 """A benchmark repeats a product some tens of times, and a card's limiter reacts within about a tenth of a second. A
 product that takes this long is half throttled in a benchmark."""
 
+FILL_SQUARES = 3
+"""The squares in whose time a unit without matrix units begins. The tables of two A100 fit best with two, an H100's
+with four."""
+
 _OVERLAP = 3.0
 
 
@@ -48,7 +57,7 @@ def product_s(
     device: Device,
     kernels: ProductKernels,
     rate: float,
-    itemsize: float,
+    dtype: str,
     flops: np.ndarray,
     nbytes: np.ndarray,
     mnk: tuple[np.ndarray, np.ndarray, np.ndarray] | None,
@@ -58,14 +67,14 @@ def product_s(
     """Seconds of products, the start included.
 
     rate: FLOP/s of the whole device before it throttles.
-    itemsize: bytes of an operand's element.
+    dtype: the name of the rate.
     mnk: extents of one product of a batch of equal ones; without them, the units are evenly loaded.
     steady: whether the device is at its power limit, as it is during a training step. Otherwise only products that take
         long by themselves throttle, as in a benchmark of one product.
     """
-    work = flops / rate if mnk is None else _units_s(device, kernels, rate, itemsize, flops, mnk)
+    work = flops / rate if mnk is None else _units_s(device, kernels, rate, dtype, flops, mnk)
     throttled = 1.0 if steady else work / (work + THROTTLED_AFTER_S)
-    work = work * (1 + (1 / kernels.steady - 1) * throttled)
+    work = work * (1 + (1 / device.left_at_limit(dtype) - 1) * throttled)
     moving = nbytes / (device.memory_bandwidth_bytes_per_s * kernels.memory)
     return np.asarray(kernels.start_s + np.cbrt(work**_OVERLAP + moving**_OVERLAP))
 
@@ -74,7 +83,7 @@ def _units_s(
     device: Device,
     kernels: ProductKernels,
     rate: float,
-    itemsize: float,
+    dtype: str,
     flops: np.ndarray,
     mnk: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> np.ndarray:
@@ -83,14 +92,18 @@ def _units_s(
     units = max(device.compute_units, 1)
     batch = flops / (2 * m * n * k)
     squares = batch * np.ceil(m / SQUARE) * np.ceil(n / SQUARE)
+    itemsize = operand_bytes(dtype)
+    filling = FILL_SQUARES if device.multiplies_on_vector_units(dtype) else 0
     deep = ROW_BYTES / itemsize
     deep_s = 2.0 * SQUARE * SQUARE * deep * units / rate
     written = np.minimum(m, SQUARE) * np.minimum(n, SQUARE) * max(itemsize, LEAST_OUTPUT_BYTES)
     write_s = written / kernels.output_bytes_per_s
     # Four bytes of each partial sum are written, and read again.
     partial_s = 2 * 4 * batch * m * n / (2 * device.memory_bandwidth_bytes_per_s * kernels.memory)
-    best = np.ceil(squares / units) * (np.ceil(k / deep) * deep_s + write_s)
+    best = (filling + np.ceil(squares / units)) * (np.ceil(k / deep) * deep_s + write_s)
     for split in SPLITS[1:]:
-        seconds = np.ceil(squares * split / units) * (np.ceil(k / (split * deep)) * deep_s + write_s)
+        seconds = (filling + np.ceil(squares * split / units)) * (
+            np.ceil(k / (split * deep)) * deep_s + write_s
+        )
         best = np.minimum(best, seconds + kernels.split_s + split * partial_s)
     return np.asarray(best)

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from pase.errors import PaseError
 from pase.files.codec import AtLeastOne, Count, NotNegative, Positive, Share
-from pase.ir.precision import STATED
+from pase.ir.precision import HIGHEST, STATED
 
 __all__ = [
     "BUCKET_BYTES",
@@ -248,8 +248,19 @@ class Device:
     def reached(self, kind: str, dtype: str) -> float:
         """The fraction of the peak that large work of a kind reaches in a dtype, in a step that takes seconds."""
         if kind == "matmul" and self.products is not None:
-            return self.products.rate_of(dtype) * self.products.steady
+            return self.products.rate_of(dtype) * self.left_at_limit(dtype)
         return self.efficiency.get(f"{kind}.{dtype}", self.efficiency.get(kind, 1.0))
+
+    def left_at_limit(self, dtype: str) -> float:
+        """The fraction of a product's rate that is left where product follows product (``ProductKernels.steady``)."""
+        return (
+            1.0 if self.products is None or self.multiplies_on_vector_units(dtype) else self.products.steady
+        )
+
+    def multiplies_on_vector_units(self, dtype: str) -> bool:
+        """Whether products run outside of the matrix units: those that keep all bits of float32, if their peak is no
+        higher than that of the vector units."""
+        return dtype == HIGHEST and self.peak(dtype) <= (self.vector_flops or 0.0)
 
     @property
     def moved_bytes_per_s(self) -> float:

@@ -9,6 +9,7 @@ import pytest
 
 from pase.calibrate.figures import FittedFigure, PricedOp, figures, fitted, prices, product
 from pase.costmodels.analytic import Analytic
+from pase.ir.precision import HIGHEST
 from pase.machine import Curve, Machine, MatmulTable, load
 
 WORKS = [product("bfloat16", 2, 1, m, n, k) for m in (512, 4096) for n in (1024, 8192) for k in (1024, 8192)]
@@ -72,7 +73,7 @@ def test_a_rate_above_the_power_limit_s_keeps_other_dtypes() -> None:
     assert made.device.products is not None and base.device.products is not None
     assert made.device.products.steady > base.device.products.steady
     assert made.device.reached("matmul", "bfloat16") == pytest.approx(1.25 * figure.value)
-    for dtype in ("float32", "float8_e4m3fn"):
+    for dtype in ("float32", "float8_e4m3fn", HIGHEST):
         assert made.device.reached("matmul", dtype) == pytest.approx(base.device.reached("matmul", dtype))
     one, other = (prices(Analytic(m), CONVS) for m in (base, made))
     assert one == pytest.approx(other, rel=0.01)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pase.costmodels.analytic import Analytic
+from pase.ir.precision import HIGHEST
 from pase.machine import ProductKernels, load
 from pase.machine import names as machine_names
 
@@ -21,9 +22,20 @@ MEASURED_US = {
 }
 """Products by XLA on an H100 SXM5, from the profiler's kernel times (JAX 0.11.2). No bfloat16 row was fitted to."""
 
+ALL_BITS_US = {
+    (1024, 768, 768): 65.5,
+    (1280, 1024, 1280): 120.5,
+    (768, 1024, 2304): 129.9,
+    (1024, 1024, 4096): 208.7,
+    (2048, 2048, 2048): 381.5,
+    (4096, 768, 3072): 424.2,
+}
+"""Short products of float32 with all bits by PyTorch on an H100 (sitar-lab/NeuSight@6945927, linear), kept from the
+fit."""
+
 
 def seconds(model: Analytic, dtype: str, m: float, n: float, k: float) -> float:
-    width = {"float32": 4, "bfloat16": 2}[dtype]
+    width = {"float32": 4, HIGHEST: 4, "bfloat16": 2}[dtype]
     nbytes = width * (m * k + k * n + m * n)
     return float(model.compute("matmul", dtype, 2.0 * m * n * k, nbytes, mnk=(m, n, k)))
 
@@ -32,6 +44,13 @@ def seconds(model: Analytic, dtype: str, m: float, n: float, k: float) -> float:
 def test_single_products_of_an_h100(row, us):
     alone = Analytic(load("h100x8"), steady=False)
     assert 1e6 * seconds(alone, *row) == pytest.approx(us, rel=0.15 if row[0] == "bfloat16" else 0.3)
+
+
+@pytest.mark.parametrize(("mnk", "us"), ALL_BITS_US.items(), ids=str)
+def test_short_products_of_all_bits_on_an_h100(mnk, us):
+    """Priced as if the units multiplied at their rate from the first square on, these were 20 to 45% too fast."""
+    alone = Analytic(load("h100x8"), steady=False)
+    assert 1e6 * seconds(alone, HIGHEST, *mnk) == pytest.approx(us, rel=0.26)
 
 
 GPUS = [name for name in machine_names() if load(name).device.products is not None]
@@ -46,6 +65,32 @@ def test_a_step_is_never_faster_than_a_benchmark_and_both_agree_on_long_and_shor
     ratios = [seconds(steady, "bfloat16", s, s, s) / seconds(alone, "bfloat16", s, s, s) for s in sizes]
     assert min(ratios) >= 1 - 1e-12 and max(ratios) <= 1 / rate + 1e-12
     assert ratios[-1] == pytest.approx(1, rel=0.01)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_vector_units_multiply_after_three_squares_and_never_throttle(name):
+    machine = load(name)
+    device = machine.device
+    alone, steady = Analytic(machine, steady=False), Analytic(machine)
+    for size in (128, 4096, 16384):
+        assert seconds(steady, HIGHEST, size, size, size) == seconds(alone, HIGHEST, size, size, size)
+    assert device.reached("matmul", HIGHEST) == device.products.rate_of(HIGHEST)
+    whole = replace(device, products=replace(device.products, start_s=0.0, split_s=1.0))
+    undivided = Analytic(replace(machine, device=whole))
+
+    def s(waves: int) -> float:
+        m, n, k = 64 * device.compute_units * waves, 64, 1024
+        return float(undivided.compute("matmul", HIGHEST, 2.0 * m * n * k, 0.0, mnk=(m, n, k)))
+
+    assert s(29) / s(5) == pytest.approx((29 + 3) / (5 + 3))
+
+
+def test_matrix_units_that_keep_all_bits_do_not_fill_and_throttle():
+    """A card whose float32 peak is above its vector units', as with matrix units for float32."""
+    h100 = load("h100x8").device
+    other = replace(h100, peak_flops={**h100.peak_flops, HIGHEST: 2 * h100.vector_flops})
+    assert h100.multiplies_on_vector_units(HIGHEST) and not other.multiplies_on_vector_units(HIGHEST)
+    assert other.left_at_limit(HIGHEST) == h100.products.steady == h100.left_at_limit("float64")
 
 
 def test_a_square_too_many_takes_another_wave():
