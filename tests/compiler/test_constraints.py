@@ -103,7 +103,7 @@ def test_the_axes_need_names_and_stages_take_no_constraints() -> None:
             pase.compile(*arguments(), devices=8, mesh=mesh, constraints={"batch": "data"})
     with pytest.raises(PaseError) as e:
         planned({"batch": "data"}, pipeline=2)
-    assert "'0.x'" in e.value.what and "stages" in e.value.what
+    assert "'batch.x'" in e.value.what and "stages" in e.value.what
     with pytest.raises(PaseError) as e:
         planned({"batch": P("data")}, *arguments(batch=P("model")), baselines=False)
     assert "own sharding" in e.value.what

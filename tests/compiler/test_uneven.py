@@ -59,9 +59,9 @@ def test_31_by_63_by_61_is_split():
     assert plan.cost < whole.cost / 4
     assert plan.baselines["no_padding"] == whole.cost
     assert plan.padding[31] == 32
-    assert plan.inputs["0"].unpadded == (31, 63)
+    assert plan.inputs["x"].unpadded == (31, 63)
     assert {n.name: n.split for n in plan.nodes}["up:dot"] == {"b": ("data",)}
-    assert "padded 31 to 32 (+3.2%) in 0, 1" in str(plan)
+    assert "padded 31 to 32 (+3.2%) in x, y" in str(plan)
     assert whole.padding == {}
     assert f"over the model as written and {plan.provenance['paddings']} padding" in str(plan)
     assert "paddings" not in whole.provenance
@@ -134,7 +134,7 @@ def test_files_hold_the_padding_and_bind_to_the_model_as_written(tmp_path):
     plan.save(tmp_path / "layout.json")
     data = json.loads((tmp_path / "layout.json").read_text())
     assert data["padding"]["31"] == 32
-    assert data["inputs"]["0"]["unpadded"] == [31, 63]
+    assert data["inputs"]["x"]["unpadded"] == [31, 63]
     loaded = pase.load(tmp_path / "layout.json")
     assert loaded.padding == plan.padding
     assert to_json(from_json(to_json(plan))) == to_json(plan)

@@ -157,8 +157,8 @@ def test_the_batch_of_a_whole_step_is_told_from_its_state() -> None:
     assert plain.overlap is not None
     assert plain.memory.parameters == plain.memory.optimizer == 4 * 512 * 8 * 64
     assert f" {512 * 8 * 64 / 1e6:.3g} M parameters" in str(plain)
-    sharded = replace(plain.parameters["1"], storage=(("data",), (), ()))
-    says = strategy_in_words(replace(plain, parameters={**plain.parameters, "1": sharded}))
+    sharded = replace(plain.parameters["momentum"], storage=(("data",), (), ()))
+    says = strategy_in_words(replace(plain, parameters={**plain.parameters, "momentum": sharded}))
     assert says == "data parallelism over 8 devices with optimizer state sharded (ZeRO-2)"
 
 

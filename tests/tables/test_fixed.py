@@ -58,7 +58,7 @@ def test_arrays_stay_where_they_are_and_the_step_is_the_same(kind: AxisType) -> 
     x = jax.device_put(X, on(m, None, ("data", "model")))
     plan = compiled(params, x)
     (noted,) = [r.what for r in plan.noted if "data=2, model=4" in r.what]
-    assert all(f"'{name}'" in noted for name in ("down", "up", "0"))
+    assert all(f"'{name}'" in noted for name in ("down", "up", "x"))
     where = plan.jax._in_shardings()
     assert list(plan.jax.mesh().devices.flat) == list(m.devices.flat)
     assert where[1].is_equivalent_to(x.sharding, 2)
@@ -118,11 +118,11 @@ def test_the_search_is_exact_under_them(x_spec: tuple[Any, ...], w_spec: tuple[A
         return all(e is FREE or split[d] == tuple(e) for d, e in zip(dims, as_axes, strict=True))
 
     names = {n.name for n in free.graph.nodes if n.kind in ("parameter", "input")}
-    assert names == {"params", "in.0"}
+    assert names == {"params", "in.x"}
     best = np.inf
     indices = [range(len(c)) for c in space.configs]
     at = {n.name: v for v, n in enumerate(free.graph.nodes)}
-    for name, spec in (("params", w_spec), ("in.0", x_spec)):
+    for name, spec in (("params", w_spec), ("in.x", x_spec)):
         indices[at[name]] = [i for i in indices[at[name]] if keeps(name, spec, space.configs[at[name]][i])]  # type: ignore[call-overload]
     for choice in itertools.product(*indices):
         best = min(best, cost_of(tables, np.array(choice)))
@@ -132,7 +132,7 @@ def test_the_search_is_exact_under_them(x_spec: tuple[Any, ...], w_spec: tuple[A
 def test_meshes_that_divide_the_users_axes_are_searched() -> None:
     plan = compiled(PARAMS, shape(X, on(mesh(shape=(8,)), "data")), machine="h100x8")
     assert {t.mesh for t in plan.tried} == {(8,), (2, 4), (4, 2), (2, 2, 2)}
-    fixed = [axes for axes in plan.inputs["0"].storage if axes]
+    fixed = [axes for axes in plan.inputs["x"].storage if axes]
     assert len(fixed) == 1 and len(fixed[0]) == len(plan.mesh.sizes)
     every = compiled(PARAMS, shape(X, on(mesh(), "data", "model")), baselines=True)
     assert {t.mesh for t in every.tried} == {(2, 4), (2, 2, 2)}
@@ -150,14 +150,14 @@ def test_the_layouts_hold_in_micro_batches_and_in_explanations(tmp_path: Any) ->
 
     x = shape(X, on(mesh(), "data"))
     plan = compiled(shape_tree(on(mesh(), "model")), x, accumulate=2)
-    assert plan.accumulate == 2 and plan.inputs["0"].storage == (("data",), ())
+    assert plan.accumulate == 2 and plan.inputs["x"].storage == (("data",), ())
     path = tmp_path / "layout.json"
     plan.save(path)
     again = pase.load(path).bind(loss, PARAMS, X)
     problem = explain(again).problem
     assert problem is not None
     stored = {layout.path: layout.dims for layout in problem.graph.fixed.values()}
-    assert stored == {"0": (("data",), ()), "up": (("model",), ()), "down": (("model",), ())}
+    assert stored == {"x": (("data",), ()), "up": (("model",), ()), "down": (("model",), ())}
 
 
 def shape_tree(sharding: Any) -> Any:
@@ -207,7 +207,7 @@ def test_a_sharding_without_a_mesh_is_an_error() -> None:
     x = SimpleNamespace(shape=X.shape, dtype=X.dtype, sharding=SimpleNamespace(num_devices=8))
     with pytest.raises(PaseError, match="8 devices as SimpleNamespace") as e:
         compiled(PARAMS, x)
-    assert e.value.where == "argument '0'"
+    assert e.value.where == "argument 'x'"
 
 
 def test_sizes_that_do_not_divide_are_an_error() -> None:

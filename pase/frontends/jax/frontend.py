@@ -8,10 +8,10 @@ the equation again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
@@ -29,6 +29,7 @@ from pase.frontends.jax.modules import ModuleFunction, has_modules, opened
 from pase.frontends.jax.program import Carry, Mode, check_order, name_of, program_of
 from pase.frontends.jax.rules import pointwise
 from pase.frontends.jax.rules_outside import RULES
+from pase.frontends.jax.signature import argument_names
 from pase.frontends.jax.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.jax.unchanged import advancing
 from pase.frontends.registry import Chances, DimSizes, Unknown, UnknownOp, check_dims
@@ -177,12 +178,12 @@ def inner_jaxpr(eqn: Eqn) -> tuple[Jaxpr, Sequence[Array]]:
     return versions.opened(eqn.params[INLINED[eqn.primitive.name]])
 
 
-def _paths(tree: Tree, alone: str = "params") -> tuple[str, ...]:
-    """The path of each leaf, such as ``blocks.0.w``. If the pytree is a single leaf, its path is ``alone``."""
+def _paths(tree: Tree) -> Iterator[str]:
+    """The path of each leaf, such as ``blocks.0.w``; "" if the pytree is a single leaf."""
     import jax
 
-    found = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return tuple(jax.tree_util.keystr(keys, simple=True, separator=".") or alone for keys, _ in found)
+    for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        yield jax.tree_util.keystr(keys, simple=True, separator=".")
 
 
 @traced_in_context
@@ -223,7 +224,7 @@ def trace(
         if asked == "step" and not program.carried:
             raise _no_step_error(called)
     closed = program.jaxpr
-    param_paths, input_paths = _leaf_paths(as_shapes, program.stored)
+    param_paths, input_paths = _leaf_paths(argument_names(fn, len(args)), as_shapes, program.stored)
     b = GraphBuilder(name=called, frozen=mode != "train")
     programs = programs_of(fn, closed)
     lower = _JaxLowering(
@@ -302,13 +303,20 @@ def _as_step(
     return replace(graph, facts=replace(graph.facts, loss=loss), remarks=tuple(remarks))
 
 
-def _leaf_paths(as_shapes: tuple[Tree, ...], stored: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(Paths of the leaves of the first ``stored`` arguments, those of the others), all distinct. Raises PaseError if
-    two of the first are equal."""
-    param_paths = _paths(as_shapes[:stored] if stored > 1 else as_shapes[0])
+def _leaf_paths(
+    names: Sequence[str], as_shapes: tuple[Tree, ...], stored: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(Paths of the leaves of the first ``stored`` arguments, those of the others), all distinct, each behind the name
+    of its argument; those of parameters alone without. Raises PaseError if two of the first are equal."""
+    named = [
+        [".".join(filter(None, (name, path))) for path in _paths(tree)]
+        for name, tree in zip(names, as_shapes, strict=True)
+    ]
+    alone = [path or "params" for path in _paths(as_shapes[0])]
+    param_paths = tuple(chain(*named[:stored]) if stored > 1 else alone)
     if twice := [path for path, n in Counter(param_paths).items() if n > 1]:
         raise _same_path_error(twice[0])
-    return param_paths, registry.distinct_paths(_paths(as_shapes[stored:]), param_paths)
+    return param_paths, registry.distinct_paths(tuple(chain(*named[stored:])), param_paths)
 
 
 def _pure(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pase.errors import PaseError
+from pase.frontends.jax.signature import argument_names
 from pase.frontends.jax.types import ClosedJaxpr
 from pase.frontends.jax.versions import opened
 from pase.pytree import Tree
@@ -34,6 +35,9 @@ class Generation:
                 where="tokens",
                 fix="pass a positive whole number",
             )
+
+    def argument_names(self, count: int) -> tuple[str, ...]:
+        return (*argument_names(self.prefill, count - 2), "token", "cache")
 
     def state(self, params: Tree, prompt: Sequence[Tree]) -> tuple[Tree, Tree]:
         """The shapes of (token, cache) that prefill returns."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pase.errors import PaseError
 from pase.frontends.jax import leaves as jax_leaves
+from pase.frontends.jax.signature import argument_names
 from pase.frontends.jax.structure import check_structure
 from pase.pytree import Tree
 
@@ -260,6 +261,10 @@ class ModuleFunction:
     @property
     def __name__(self) -> str:
         return getattr(self.fn, "__name__", type(self.fn).__name__)
+
+    def argument_names(self, count: int) -> tuple[str, ...]:
+        names = argument_names(self.fn, count - 1)
+        return (*names, "variables" if "variables" not in names else "other_variables")
 
     @cached_property
     def graph(self) -> _ModuleGraph:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from pase.frontends.jax import attention
 from pase.frontends.jax import leaves as jax_leaves
 from pase.frontends.jax.dropped import state_writes
 from pase.frontends.jax.modules import ModuleFunction
+from pase.frontends.jax.signature import argument_names
 from pase.frontends.jax.state import written_state
 from pase.frontends.jax.types import ClosedJaxpr
 from pase.pytree import Tree
@@ -305,12 +305,9 @@ def _check_loss(called: str, outs: Sequence[Tree], args: Tree, returned: Tree, c
 def check_order(fn: Tree, count: int) -> None:
     """Raises PaseError if the names of the arguments show that parameters do not come first. The batch would otherwise
     be trained."""
-    try:
-        names = list(inspect.signature(fn).parameters)[:count]
-    except (TypeError, ValueError):  # the function has no signature
-        return
+    names = argument_names(fn, count)
     late = [n for n in names[1:] if n in _PARAMETERS]
-    if names and names[0] in _BATCH and late:
+    if names[0] in _BATCH and late:
         raise PaseError(
             f"its parameters are in '{late[0]}', but the first argument is what is trained",
             where=f"{name_of(fn)}({', '.join(names)})",

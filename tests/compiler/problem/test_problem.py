@@ -49,6 +49,6 @@ def test_a_micro_batch_is_the_model_on_a_part_of_the_batch():
     assert four.memory.optimizer == one.memory.optimizer
     kept = {k: sum(n.keeps.get("gradients", 0) for n in by_batch[k].nodes) for k in by_batch}
     assert kept[4] == 2 * kept[1] and four.memory.gradients == kept[4]
-    assert four.inputs["0"].shape == one.inputs["0"].shape == WIDE[1].shape
+    assert four.inputs["x"].shape == one.inputs["x"].shape == WIDE[1].shape
     assert four.memory.activations < one.memory.activations
     assert micro(traced, 4).graph.inputs[0].shape == (1024, 8)

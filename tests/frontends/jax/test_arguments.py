@@ -13,7 +13,9 @@ import pytest
 from jax import export
 
 from pase.errors import PaseError
+from pase.frontends.jax.blocks import micro
 from pase.frontends.jax.frontend import trace
+from pase.frontends.jax.padding.program import padded
 from pase.ir import named, simplify, verify
 from tests.ir.graphs import at_sizes, canonical, graph_of
 
@@ -46,7 +48,27 @@ def test_batch_leaves_are_named_too() -> None:
 
 def test_one_array_alone_is_called_params() -> None:
     traced = trace(lambda p, x: jnp.sum(x @ p), SQUARE, SQUARE)
-    assert traced.param_paths == ("params",) and traced.input_paths == ("0",)
+    assert traced.param_paths == ("params",) and traced.input_paths == ("x",)
+
+
+def test_arguments_have_the_names_that_the_function_gives_them() -> None:
+    """A plan, a layout file and a constraint call the batch by these names."""
+    w, x = {"w": SQUARE}, np.ones((8, 4), np.float32)
+    assert trace(lambda p, batch: jnp.sum(batch["x"] @ p["w"]), w, {"x": x}).input_paths == ("batch.x",)
+    assert trace(lambda p, *more: jnp.sum(more[0] @ p["w"] + more[1]), w, x, x).input_paths == (
+        "more.0",
+        "more.1",
+    )
+    assert trace(jnp.vdot, SQUARE, SQUARE).input_paths == ("b",)
+    whole = trace(lambda p, q, x: (p - jnp.sum(x @ q), q), SQUARE, SQUARE, x, mode="step")
+    assert (whole.param_paths, whole.input_paths) == (("p", "q"), ("x",))
+
+
+def test_programs_made_of_the_users_keep_the_names() -> None:
+    traced = trace(
+        lambda p, x: jnp.mean(x @ p["w"]), {"w": np.ones((4, 31), np.float32)}, np.ones((8, 4), np.float32)
+    )
+    assert micro(traced, 2).input_paths == padded(traced, {31: 32}).input_paths == ("x",)
 
 
 @pytest.mark.parametrize(

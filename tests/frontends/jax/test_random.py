@@ -126,7 +126,7 @@ def test_a_raw_key_in_the_batch_is_not_the_batch():
     params, batch = {"w": jnp.ones((8, 4))}, {"key": jax.random.PRNGKey(0), "x": jnp.ones((16, 8))}
     traced = trace(lambda p, b: jnp.mean(b["x"] @ p["w"] * jax.random.normal(b["key"], (4,))), params, batch)
     assert batch_size(traced) == 16
-    assert batch_inputs(traced) == {"0.x"}
+    assert batch_inputs(traced) == {"b.x"}
     table = trace(lambda p, x, t: jnp.mean(x @ p["w"] @ t), params, jnp.ones((16, 8)), jnp.ones((4, 99)))
     assert batch_size(table) == 16, "the first of two"
 

@@ -18,6 +18,7 @@ from pase.frontends.jax import leaves as jax_leaves
 from pase.frontends.jax.frontend import TracedJax, trace
 from pase.frontends.jax.padding.walk import PaddedValue, PaddedWalk
 from pase.frontends.jax.program import Mode, program_of
+from pase.frontends.jax.signature import argument_names
 from pase.frontends.jax.types import Jaxpr
 from pase.frontends.jax.versions import jaxprs_inside
 from pase.pytree import Tree
@@ -67,6 +68,9 @@ class _PaddedFunction:
     mode: Mode
     walk: PaddedWalk
     given: tuple[tuple[int, ...], ...]
+
+    def argument_names(self, count: int) -> tuple[str, ...]:
+        return argument_names(self.fn, count)
 
     def __call__(self, *args: Tree) -> Tree:
         import jax
