@@ -30,9 +30,9 @@ def argument_names(fn: Tree, count: int) -> tuple[str, ...]:
         return fn.argument_names(count)
     names: list[str] = []
     try:
-        taken = inspect.signature(fn).parameters.values()
+        taken = [*inspect.signature(fn).parameters.values()]
     except (TypeError, ValueError):  # the function has no signature
-        taken = ()
+        taken = []
     for p in taken:
         if p.kind is p.VAR_POSITIONAL:
             names += [f"{p.name}.{i}" for i in range(count - len(names))]
