@@ -56,7 +56,9 @@ def _keeps_all(graph: Graph, node: Node) -> bool:
 
 
 def _by_default(node: Node) -> Node:
-    return replace(node, ops=tuple(replace(op, precision=None) for op in node.ops))
+    """The node with products that may round. Fused attention keeps its precision, which no setting changes."""
+    ops = (replace(op, precision=None) if op.kind != "attention" else op for op in node.ops)
+    return replace(node, ops=tuple(ops))
 
 
 def _cost(plan: PlanData, problem: SplitProblem, node: Node) -> float:

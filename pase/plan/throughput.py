@@ -101,7 +101,9 @@ def products(graph: Graph) -> Iterator[tuple[str, str, float]]:
             flops = op.flops_per_point * points * concrete_size(op.times, n.name) * op.chance
             if op.function is CAUSAL_ATTENTION:
                 flops /= 2
-            dtype = rate_dtype(op, op.product_dtype or graph.tensors[op.reads[0].tensor].dtype)
+            dtype = op.product_dtype or graph.tensors[op.reads[0].tensor].dtype
+            # Fused attention that keeps all bits runs on the matrix units, whose peak is that of rounded factors.
+            dtype = dtype if op.kind == "attention" else rate_dtype(op, dtype)
             yield n.name, dtype, flops * (1 + _gradients(graph, op))
 
 

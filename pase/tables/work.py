@@ -513,7 +513,7 @@ def _attention(
     if ring is not None:
         keys, nbytes = keys / shards(cfg, [ring.dim], mesh), nbytes * shards(cfg, [ring.dim], mesh)
     times = runs_of(op, node.name)
-    dtype = graph.tensors[op.reads[0].tensor].dtype
+    dtype = rate_dtype(op, graph.tensors[op.reads[0].tensor].dtype)
     yield Work(
         kind="attention",
         dtype=dtype,

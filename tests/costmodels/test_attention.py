@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pase.costmodels.analytic import Analytic
+from pase.ir.precision import HIGHEST
 from pase.machine import load
 
 H100 = Analytic(load("h100x8"), steady=False)
@@ -49,6 +50,17 @@ def test_more_work_never_takes_less_time(name):
     ):
         found = [seconds(model, *e) for e in extents]
         assert found == sorted(found)
+
+
+@pytest.mark.parametrize("name", ["a100x8", "h100x8", "b200x8"])
+def test_attention_that_keeps_all_bits_is_three_of_tf32_and_faster_than_the_vector_units(name):
+    model, heads, s = Analytic(load(name)), 4096, 4096
+    flops = 4.0 * heads * s * s * 128
+    rounded, exact = (
+        float(model.compute("attention", d, flops, 0.0, mnk=(s, s, 128))) for d in ("float32", HIGHEST)
+    )
+    assert exact == pytest.approx(3 * rounded, rel=0.03)  # but for a unit's begin and end
+    assert exact < flops / load(name).device.vector_flops
 
 
 def test_decode_takes_the_time_of_its_keys_and_values():

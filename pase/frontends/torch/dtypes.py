@@ -105,7 +105,9 @@ def check_dtypes(n: FxNode, where: str) -> None:
 def precision_of_products() -> dict[OpKind, FactorPrecision]:
     """The precision of float32 products, by kind, that PyTorch is set to now.
 
-    Unless they may round their factors to TF32, they keep all bits.
+    Unless they may round their factors to TF32, they keep all bits. Fused attention always does: its kernel for float32
+    (CUTLASS' OpMultiplyAddFastF32 in aten/src/ATen/native/transformers/cuda/mem_eff_attention) sums three products of
+    TF32, whatever PyTorch is set to.
     """
     import torch
 
@@ -113,7 +115,7 @@ def precision_of_products() -> dict[OpKind, FactorPrecision]:
         "matmul": torch.backends.cuda.matmul.allow_tf32,
         "conv": torch.backends.cudnn.allow_tf32,
     }
-    return {kind: "highest" for kind, allowed in rounds.items() if not allowed}
+    return {"attention": "highest", **{kind: "highest" for kind, allowed in rounds.items() if not allowed}}
 
 
 def _check_loss(given: dict[str, torch.dtype], where: str) -> None:

@@ -11,6 +11,7 @@ from pase.errors import PaseError
 from pase.frontends.registry import trace
 from pase.ir import Graph
 from pase.ir.text import digest
+from pase.ir.types import PRODUCTS
 
 pytestmark = pytest.mark.torch
 
@@ -117,7 +118,11 @@ def test_products_of_float32_have_the_precision_that_pytorch_is_set_to() -> None
         return trace(module, x, lambda m, x: m(x).float().mean()).graph
 
     def precisions(graph: Graph) -> set[str | None]:
-        return {op.precision for n in graph.nodes for op in n.ops if op.kind in ("matmul", "conv")}
+        return {op.precision for n in graph.nodes for op in n.ops if op.kind in PRODUCTS}
+
+    class Attends(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
     linear, conv, x = torch.nn.Linear(8, 8), torch.nn.Conv1d(8, 8, 1), torch.randn(4, 8, 8)
     before = torch.get_float32_matmul_precision()
@@ -128,6 +133,8 @@ def test_products_of_float32_have_the_precision_that_pytorch_is_set_to() -> None
         torch.set_float32_matmul_precision("high")
         rounded = read(linear, x)
         assert precisions(rounded) == {None} and digest(rounded) == digest(exact)
+        both = torch.nn.Sequential(linear, Attends())
+        assert precisions(read(both, x)) == {None, "highest"}  # attention rounds nothing, whatever is set
     finally:
         torch.set_float32_matmul_precision(before)
 
