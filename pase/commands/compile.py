@@ -153,6 +153,7 @@ def summary(plan: PlanData) -> dict[str, object]:
         "accumulate": plan.accumulate,
         "blocks_computed_again": len(plan.remat),
         "once": plan.once,
+        "gathers_again": plan.gathers_again,
         "baselines": dict(plan.baselines),
         "baselines_that_do_not_fit": list(plan.too_large),
         "skipped": dict(plan.skipped),

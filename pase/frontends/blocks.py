@@ -43,6 +43,7 @@ class BlockWays:
         micro-batch passes its own on.
     sums_of_loops: a step can give a micro-batch the whole batch's value of a sum that a loop returns.
     hoists: a backend can run collectives of parameters once per step (``Hoisted``).
+    gathers_again: a backend can gather parameters again for backward, instead of keeping them.
     """
 
     blocks_of: BlocksOf
@@ -56,6 +57,7 @@ class BlockWays:
     state_of_whole: bool
     sums_of_loops: bool = False
     hoists: bool
+    gathers_again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

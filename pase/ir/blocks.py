@@ -21,6 +21,7 @@ __all__ = [
     "RecomputeKind",
     "accumulated",
     "attention_cores",
+    "gathering_again_text",
     "hoisted_of",
     "hoisted_text",
     "holders",
@@ -213,3 +214,8 @@ _HOISTED: Mapping[Hoisted, tuple[str, ...]] = {
 def hoisted_text(hoisted: Hoisted) -> list[str]:
     """Describes what is sent once per step: one part, or nothing."""
     return list(_HOISTED[hoisted])
+
+
+def gathering_again_text(again: bool) -> list[str]:
+    """Describes that backward gathers parameters again: one part, or nothing."""
+    return ["parameters gathered again for backward"] if again else []

@@ -28,6 +28,7 @@ class GraphFacts:
     decomposed: whether an executor overlaps gathers and scatters with products piece by piece.
     eager: whether each call of the program runs by itself, as in PyTorch, so that backward keeps what each call saves.
         False: a compiler fuses calls.
+    frees_gathered: whether what backward gathers again (``Access.recompute``) is let go after each of its reads.
     loss: for a whole train step, the tensor that is its loss; "" if the graph is no such step, or if none is known.
     constant_bytes: of values that do not depend on data, which each device holds whole during backward. It is no part
         of a graph's digest.
@@ -40,6 +41,7 @@ class GraphFacts:
     micro_batches: int = 1
     decomposed: bool = False
     eager: bool = False
+    frees_gathered: bool = False
     loss: str = ""
     constant_bytes: int = 0
 
@@ -54,6 +56,7 @@ def facts_text(facts: GraphFacts) -> dict[str, str]:
         "accumulate": str(facts.micro_batches) if facts.micro_batches != 1 else "",
         "decompose": "products" if facts.decomposed else "",
         "eager": "calls" if facts.eager else "",
+        "frees": "gathered" if facts.frees_gathered else "",
         "loss": facts.loss,
         "constant_bytes": str(facts.constant_bytes) if facts.constant_bytes else "",
     }
@@ -77,6 +80,8 @@ def read_facts(text: Mapping[str, str]) -> GraphFacts:
         raise PaseError(f"'{given['decompose'][:20]}' is not what can be decomposed: products")
     if given.get("eager", "calls") != "calls":
         raise PaseError(f"'{given['eager'][:20]}' is not what can run by itself: calls")
+    if given.get("frees", "gathered") != "gathered":
+        raise PaseError(f"'{given['frees'][:20]}' is not what can be let go: gathered")
     return GraphFacts(
         frontend=given.get("frontend", ""),
         dims=_dims(given.get("dims", "{}")),
@@ -85,6 +90,7 @@ def read_facts(text: Mapping[str, str]) -> GraphFacts:
         micro_batches=int(times),
         decomposed="decompose" in given,
         eager="eager" in given,
+        frees_gathered="frees" in given,
         loss=given.get("loss", ""),
         constant_bytes=int(held),
     )
@@ -98,6 +104,7 @@ _KEYS = {
     "accumulate",
     "decompose",
     "eager",
+    "frees",
     "loss",
     "constant_bytes",
 }

@@ -114,7 +114,9 @@ def gathering_again(graph: Graph) -> Graph:
     """Returns the graph with ``Access.recompute`` set also for the reads of parameters outside of regions that backward
     needs: a parameter is gathered a second time for backward, instead of kept from forward on.
 
-    What ops compute from parameters alone is not kept either. It is computed again from the parameters.
+    A compiled step does not keep either what ops compute from parameters alone. It is computed again from the
+    parameters. A program that runs call by call keeps what a call made, unless it is a view of what was gathered; of
+    what it computes from parameters alone and then gathers, it gathers again what products read.
     """
     of_parameters = _of_parameters(graph)
     needed, marked = set[str](), dict[str, tuple[Op, ...]]()
@@ -129,10 +131,13 @@ def _gathered_again(op: Op, graph: Graph, needed: set[str], of_parameters: Colle
     """An op with its reads marked. needed: what backward needs of ``of_parameters``; it is extended."""
     derived = any(graph.tensors[a.tensor].needs_grad for a in op.writes)
     own = needs(op, graph.tensors) if derived or op.backward else ()
-    again = any(a.tensor in needed for a in op.writes)
+    passes_on = op.kind in ("view", "copy") or not graph.facts.eager
+    again = passes_on and any(a.tensor in needed for a in op.writes)
     reads = []
     for a in op.reads:
         wanted = a.tensor in of_parameters and (a.recompute or again or a.tensor in own)
+        if wanted and graph.facts.eager and graph.producer[a.tensor].kind not in ("parameter", "copy"):
+            wanted = passes_on or op.kind in ("matmul", "conv")
         if wanted:
             needed.add(a.tensor)
         # An op that runs in backward has it gathered for that already.

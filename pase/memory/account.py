@@ -4,10 +4,11 @@ Parameters are kept in their storage layout. Gradients and optimizer state have 
 (ZeRO-2). Activations are what backward needs (``pase.memory.residuals``). Each is counted once, in the layout in which
 it was written, times the loop iterations that make it for readers in the same loop. A rematerialized region keeps only
 its inputs, plus the inner tensors of one iteration while it is recomputed. Weights that a product reads gathered or
-cast also count as activations until its backward, except in a rematerialized region, which gathers them again. Hoisted
-gathers keep the gathered weights for the whole step, in regions too, and hoisted sums keep the unreduced gradients
-(``pase.ir.blocks.Hoisted``). Buffers are the most that one op reads and makes, including gradients. If collectives of
-parameters overlap with compute, buffers also include what a loop iteration gathers for the next one.
+cast also count as activations until its backward, except where backward gathers them again: in a rematerialized region,
+and everywhere if the step lets go what it gathered (``GraphFacts.frees_gathered``). Hoisted gathers keep the gathered
+weights for the whole step, in regions too, and hoisted sums keep the unreduced gradients (``pase.ir.blocks.Hoisted``).
+Buffers are the most that one op reads and makes, including gradients. If collectives of parameters overlap with
+compute, buffers also include what a loop iteration gathers for the next one.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ __all__ = [
     "held_by_term",
     "in_flight",
     "in_flight_at_least",
+    "is_gathered_again",
     "is_kept_as_read",
     "is_made_by_call",
     "is_read_whole",
@@ -280,8 +282,9 @@ def _first_reads(graph: Graph) -> dict[str, list[tuple[str, Access]]]:
     for t, ways in kept_through(graph).items():
         if is_kept_as_read(graph, t):
             name, read = min((way[0] for way in ways), key=lambda r: order[r[0]])
-            access = next(a for _, a in graph.node[name].reads if a.tensor == read)
-            found.setdefault(name, []).append((t, access))
+            op, access = next((op, a) for op, a in graph.node[name].reads if a.tensor == read)
+            if not is_gathered_again(graph, op, read):
+                found.setdefault(name, []).append((t, access))
     return found
 
 
@@ -315,7 +318,7 @@ def kept_as_read(graph: Graph, n: Node, ops: Sequence[Op], tensor: str) -> bool:
 
 def _read_in_backward(graph: Graph, n: Node, op: Op, tensor: str) -> bool:
     """Whether the node's backward needs what this op reads, without gathering it again."""
-    if op.region is not None or not op.differentiable:
+    if op.region is not None or not op.differentiable or is_gathered_again(graph, op, tensor):
         return False
     if graph.facts.eager:
         needed = read_of_parameters(graph)
@@ -324,6 +327,13 @@ def _read_in_backward(graph: Graph, n: Node, op: Op, tensor: str) -> bool:
         return True
     derived = any(a.tensor in differentiated(graph) for a in op.writes)
     return derived and tensor in needs(op, graph.tensors)
+
+
+def is_gathered_again(graph: Graph, op: Op, tensor: str) -> bool:
+    """Whether an op outside of regions lets go what it reads of a parameter, if that arrives from other devices
+    (``Gathered.arrives``), and backward gathers it again."""
+    again = graph.facts.frees_gathered and op.region is None
+    return again and any(a.tensor == tensor and a.recompute for a in op.reads)
 
 
 def is_read_whole(n: Node, op: Op) -> bool:
@@ -486,6 +496,11 @@ class Gathered:
         apart = (gradient_states(self.write.states(stored, mesh)) != self.read.states(cfg, mesh)).any()
         recompute = self.recompute and (self.cast or self.resharded(stored, cfg, mesh))
         return int(recompute) + int(gradients and self.trained and bool(apart))
+
+    def arrives(self, stored: np.ndarray, cfg: np.ndarray, mesh: Mesh) -> bool:
+        """Whether other devices send parts of it. If not, a device reads what it stores, or a part of that."""
+        written, read = forward_states(self.write.states(stored, mesh)), self.read.states(cfg, mesh)
+        return bool(((written != read) & (written != REPLICATED)).any())
 
     def resharded(self, stored: np.ndarray, cfg: np.ndarray, mesh: Mesh) -> bool:
         """Whether it is read in another layout than it is stored in."""

@@ -40,6 +40,7 @@ from pase.memory.account import (
     gathered,
     held_by_term,
     in_flight,
+    is_gathered_again,
     is_kept_as_read,
     is_read_whole,
     kept_as_read,
@@ -48,7 +49,7 @@ from pase.memory.account import (
     stored_parameter,
 )
 from pase.memory.gradients import gradient_bytes, gradients_after, made_of_parameters
-from pase.memory.moving import arriving, moved_back, moved_there
+from pase.memory.moving import arriving, arriving_again, moved_back, moved_there
 from pase.memory.residuals import kept, kept_through
 from pase.memory.sending import gradients_in_transit
 from pase.once import once
@@ -312,6 +313,13 @@ def _over_time(
         others = frozenset(n.name for n in graph.nodes if n.kind == "parameter") - on_the_way.of
         for name, nbytes in made_of_parameters(graph, mesh, configs, others, late=False).items():
             buffers[course.order[name]] = max(buffers[course.order[name]], nbytes)
+        again, arrived = arriving_again(graph, mesh, configs, bucket_bytes)
+        buffers += again
+        living = 0.0  # gradients, before the node's backward
+        for name in reversed(course.order):
+            at = course.order[name]
+            buffers[at] = max(buffers[at], living + on_the_way.waits[at] + arrived[at])
+            living = after.get(name, living)
     if mesh.devices > 1 and not graph.facts.eager:
         buffers += _HeldForLayouts(graph=graph, mesh=mesh, configs=configs, order=course.order).of_compiled()
     return {kind: np.cumsum(v)[:-1] for kind, v in change.items()}, buffers
@@ -335,12 +343,18 @@ class _HeldForLayouts:
         stays = self.graph.facts.eager or hoisted_of(self.graph) != "none"
         for n in self.graph.nodes:
             for ops, a, _ in parameter_reads(self.graph, n):
-                if not kept_as_read(self.graph, n, ops, a.tensor):
+                again = any(is_gathered_again(self.graph, op, a.tensor) for op in ops)
+                if not (again or kept_as_read(self.graph, n, ops, a.tensor)):
                     continue
                 source = self.graph.producer[a.tensor]
                 g = gathered(self.graph, n, ops[0], a, source)
                 waits, moved = self._waits_for_sum(n, ops[0], a), self._moves(g, source, n)
                 times = concrete_size(ops[0].times, n.name) / micro_batches_of(self.graph)
+                if again and g.arrives(*map(self._config, (source, n)), self.mesh):  # it begins with the cast
+                    _, made = source.write_of(a.tensor)
+                    nbytes = self._local(source, made) * times if g.cast else 0.0
+                    yield n.name, self._last(n, ops[0]), nbytes
+                    continue
                 if moved or (g.cast and (stays or any(is_read_whole(n, op) for op in ops))):
                     last = 0 if waits and not moved else self._last(n, ops[0])
                     yield n.name, last, self._local(n, a) * times
@@ -422,7 +436,7 @@ class _HeldForLayouts:
             to = np.where(to == PARTIAL, REPLICATED, to)
             moves = to != forward_states(written)
             array = (read, tuple(to)), (name, last, self._local(n, a))
-            if (moves & (written != REPLICATED)).any():
+            if (moves & (written != REPLICATED)).any() and not is_gathered_again(self.graph, op, read):
                 return array, part
             if moves.any() and part is None:
                 part = array

@@ -5,12 +5,13 @@ is cut or joined, there is one more array on the way. Gradients go the same way 
 
 Parameters that are gathered travel in messages, which are asked for one message ahead. When one arrives it is cut into
 parameters, each an array of its own, and those that are split along another dim than the first are joined. They wait
-for their readers then. What readers keep is counted from then on where it is kept (``pase.memory.backward``).
+for their readers then. What readers keep is counted from then on where it is kept (``pase.memory.backward``). If
+backward gathers parameters again, the same messages come in the opposite order, without what it does not need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from pase.ir import Access, Graph, Node, Op
 from pase.ir.blocks import hoisted_of
 from pase.machine import FIRST_BUCKET_BYTES, Mesh
-from pase.memory.account import gathered, is_kept_as_read, is_made_by_call, kept_as_read
+from pase.memory.account import gathered, is_gathered_again, is_kept_as_read, is_made_by_call, kept_as_read
 from pase.memory.residuals import differentiated, kept, kept_through
 from pase.once import once
 from pase.tables.layouts import (
@@ -32,7 +33,7 @@ from pase.tables.layouts import (
 )
 from pase.tables.work import parameter_reads
 
-__all__ = ["arriving", "moved_back", "moved_there"]
+__all__ = ["arriving", "arriving_again", "moved_back", "moved_there"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +41,13 @@ class _ArrivingParameter:
     """A parameter that a message gathers.
 
     at: the moment at which it is read. nbytes: its bytes as it is read. kept: whether its reader keeps it.
-    joined: whether its parts are joined along another dim than the first.
+    again: whether backward gathers it again. joined: whether its parts are joined along another dim than the first.
     """
 
     at: int
     nbytes: float
     kept: bool
+    again: bool
     joined: bool
 
 
@@ -54,6 +56,54 @@ def arriving(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], bucket
 
     configs: node name -> int8 [axes].
     """
+    out = np.zeros(len(graph.nodes) + 1)
+    asked = 0
+    for message in _messages(graph, mesh, configs, bucket_bytes):
+        at = message[0].at
+        wire = sum(x.nbytes for x in message)
+        out[asked:at] += wire
+        there = sum(x.nbytes for x in message if not (x.kept and x.at == at))
+        for x in message:
+            out[at + 1 : x.at + (not x.kept)] += x.nbytes
+        out[at] += wire + there + _joined(message)
+        asked = at
+    for at, nbytes in _again_alone(graph, mesh, configs):
+        out[at] += nbytes
+    return out
+
+
+def arriving_again(
+    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], bucket_bytes: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the bytes of parameters that are gathered again, float64 [nodes + 1] each: during each node's backward,
+    and when its message has just arrived, before its backward runs (0 without one)."""
+    during, before = np.zeros(len(graph.nodes) + 1), np.zeros(len(graph.nodes) + 1)
+    if not graph.facts.frees_gathered:
+        return during, before
+    every = _messages(graph, mesh, configs, bucket_bytes)
+    messages = list(filter(None, ([x for x in m if x.again] for m in reversed(every))))
+    wires = [sum(x.nbytes for x in m) for m in messages]
+    for i, message in enumerate(messages):
+        at = message[-1].at
+        before[at] = 2 * wires[i] + _joined(message)
+        for x in message:
+            during[x.at : at + 1] += x.nbytes
+        if i + 1 < len(messages):  # it is asked for when this one has arrived
+            during[messages[i + 1][-1].at + 1 : at + 1] += wires[i + 1]
+    for at, nbytes in _again_alone(graph, mesh, configs):
+        during[at] += nbytes
+    return during, before
+
+
+def _joined(message: Sequence[_ArrivingParameter]) -> float:
+    """Returns the bytes of one more array while parts of a message are joined."""
+    return max((x.nbytes for x in message if x.joined), default=0.0)
+
+
+def _messages(
+    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], bucket_bytes: float
+) -> list[list[_ArrivingParameter]]:
+    """Returns what each message gathers, in the order of its readers. The messages are in the order of their first."""
     messages: list[list[_ArrivingParameter]] = []
     open_: dict[object, list[_ArrivingParameter]] = {}
     for key, parameter in sorted(_arriving(graph, mesh, configs), key=lambda found: found[1].at):
@@ -62,20 +112,23 @@ def arriving(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], bucket
         full = bucket_bytes if messages else min(FIRST_BUCKET_BYTES, bucket_bytes)
         if sum(x.nbytes for x in mine) >= full:
             messages.append(open_.pop(key))
-    messages = sorted([*messages, *open_.values()], key=lambda m: m[0].at)
-    out = np.zeros(len(graph.nodes) + 1)
-    asked = 0
-    for message in messages:
-        at = message[0].at
-        wire = sum(x.nbytes for x in message)
-        out[asked:at] += wire
-        joined = max((x.nbytes for x in message if x.joined), default=0.0)
-        there = sum(x.nbytes for x in message if not (x.kept and x.at == at))
-        for x in message:
-            out[at + 1 : x.at + (not x.kept)] += x.nbytes
-        out[at] += wire + there + joined
-        asked = at
-    return out
+    return sorted([*messages, *open_.values()], key=lambda m: m[0].at)
+
+
+def _again_alone(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> Iterator[tuple[int, float]]:
+    """Yields what is gathered again in no message: (the moment at which it is read, its bytes)."""
+    for at, n in enumerate(graph.nodes if graph.facts.frees_gathered else ()):
+        seen: set[str] = set()
+        for op, a in n.reads:
+            if not is_gathered_again(graph, op, a.tensor) or a.tensor in seen:
+                continue
+            seen.add(a.tensor)
+            source, ops = graph.producer[a.tensor], [op for op, b in n.reads if b.tensor == a.tensor]
+            written, to = _layouts(graph, n, op, a, mesh, configs)
+            if ((written != to) & (written != REPLICATED)).any() and not _is_joined_in_messages(
+                graph, ops, source, a.tensor
+            ):
+                yield at, float(local_bytes(n, graph.tensors[a.tensor], a, configs[n.name][None, :], mesh)[0])
 
 
 def _arriving(
@@ -98,6 +151,7 @@ def _arriving(
                         at=at,
                         nbytes=nbytes,
                         kept=kept_as_read(graph, n, ops, a.tensor),
+                        again=any(is_gathered_again(graph, op, a.tensor) for op in ops),
                         joined=bool(tensor_dim(written[moved]).any()),
                     ),
                 )

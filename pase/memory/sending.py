@@ -15,7 +15,14 @@ import numpy as np
 
 from pase.ir import Graph
 from pase.machine import FIRST_BUCKET_BYTES, Mesh
-from pase.memory.account import converted, gathered, is_made_by_call, kept_as_read, order_in_memory
+from pase.memory.account import (
+    converted,
+    gathered,
+    is_gathered_again,
+    is_made_by_call,
+    kept_as_read,
+    order_in_memory,
+)
 from pase.tables.layouts import PARTIAL, gradient_states, local_bytes, tensor_dim
 from pase.tables.work import has_gradient, parameter_reads
 
@@ -114,12 +121,16 @@ def _sent(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> Iterat
             moved = converted(graph, source, a.tensor) or way.resharded(stored, cfg, mesh)
             dims = [tensor_dim(int(d)) for d in to[list(axes)]] if scattered else []
             order = order_in_memory(source, a.tensor)
+            here = any(is_gathered_again(graph, op, a.tensor) for op in ops) and not way.arrives(
+                stored, cfg, mesh
+            )
+            kept = moved and (here or kept_as_read(graph, n, ops, a.tensor))
             yield _SentGradient(
                 of=source.name,
                 at=at,
                 made=made_bytes,
                 stored=float(local_bytes(source, tensor, source.write_of(a.tensor)[1], stored, mesh)[0]),
-                kept=made_bytes * (moved and kept_as_read(graph, n, ops, a.tensor)),
+                kept=made_bytes * kept,
                 key=(scattered, axes, tensor.itemsize) if axes else None,
                 scattered=scattered,
                 copied=list(order) != sorted(order) or any(dims),

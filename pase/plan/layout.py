@@ -285,7 +285,7 @@ def diff(a: PlanData, b: PlanData) -> list[str]:
     ):
         if was != now and not other:  # another line says why the digests differ
             out.append(f"{what}: {was} -> {now}")
-    for what in ("optimizer", "cost_model", "accumulate", "remat", "once", "padding"):
+    for what in ("optimizer", "cost_model", "accumulate", "remat", "once", "gathers_again", "padding"):
         if getattr(a, what) != getattr(b, what):
             out.append(
                 f"{_TITLES.get(what, what)}: {_variant(getattr(a, what))} -> {_variant(getattr(b, what))}"
@@ -317,6 +317,7 @@ _TITLES = {
     "accumulate": "micro-batches",
     "remat": "recomputed",
     "once": "hoisted collectives",
+    "gathers_again": "gathered again for backward",
     "cost_model": "cost model",
 }
 

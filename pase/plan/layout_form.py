@@ -232,6 +232,13 @@ class LayoutForm(Struct, kw_only=True):
         ]
         | UnsetType
     ) = UNSET
+    gathers_again: (
+        Annotated[
+            bool,
+            Meta(description="whether backward gathers parameters again instead of keeping them gathered"),
+        ]
+        | UnsetType
+    ) = UNSET
     padding: (
         Annotated[
             dict[int, AtLeastOne],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pase.files.quantities import bytes_text, cost_text
 from pase.files.terminal import console
-from pase.ir.blocks import hoisted_text, recompute_text
+from pase.ir.blocks import gathering_again_text, hoisted_text, recompute_text
 from pase.ir.precision import HIGH, HIGHEST
 from pase.plan.answer import answer, axes_text, family, gap_text, mesh_text, split_text, step_text
 from pase.plan.pipeline import lines as stage_lines
@@ -92,10 +92,12 @@ def headline(plan: PlanData) -> list[str]:
     lines += stage_lines(plan)
     if plan.padding:
         lines.append(f"padded {padding_text(plan)}")
-    if plan.pipeline is None and (plan.accumulate > 1 or plan.remat or plan.once != "none"):
+    fitted = plan.accumulate > 1 or plan.remat or plan.once != "none" or plan.gathers_again
+    if plan.pipeline is None and fitted:
         how = [f"{plan.accumulate} micro-batches, gradients summed"] if plan.accumulate > 1 else []
         how += [f"{part} in backward" for part in recompute_text(plan.remat)]
         how += hoisted_text(plan.once)
+        how += gathering_again_text(plan.gathers_again)
         lines.append(f"to fit {' · '.join(how)}")
     m = plan.memory
     lines.append(

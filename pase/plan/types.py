@@ -147,6 +147,8 @@ class PlanData:
     """Blocks of equations that backward recomputes, in addition to those that the model itself rematerializes."""
     once: Hoisted = "none"
     """Which collectives of parameters are hoisted: they run once per step, not per micro-batch and per read."""
+    gathers_again: bool = False
+    """Whether backward gathers parameters again, instead of keeping them gathered from forward on."""
     buckets: JsonObject | None = field(default=None, repr=False)
     """A bucket plan as layout.json holds it, with the links that it was made for. None if no bucket plan was chosen."""
     overlap: float | None = None

@@ -420,6 +420,7 @@ def _certificate(plan: PlanData) -> str:
         "optimizer": plan.optimizer,
         "micro-batches": str(plan.accumulate),
         "hoisted, once a step": ", ".join(hoisted_text(plan.once)) or "no collectives of parameters",
+        "gathered again for backward": "parameters" if plan.gathers_again else "nothing",
         **plan.provenance,
         **{f"seconds: {k}": f"{v:.3f}" for k, v in plan.seconds.items()},
     }

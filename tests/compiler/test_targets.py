@@ -83,6 +83,7 @@ def test_what_a_target_does_not_run_is_refused() -> None:
         ({"accumulate": 2}, "accumulate=2"),
         ({"remat": "all"}, "remat='all'"),
         ({"once": "all"}, "once='all'"),
+        ({"regather": "all"}, "regather='all'"),
     ):
         with pytest.raises(PaseError) as e:
             pase.compile(MODEL, devices=8, target="ddp", **options)

@@ -18,6 +18,8 @@ EVERY = GraphFacts(
     hoisted="gathers",
     micro_batches=3,
     decomposed=True,
+    eager=True,
+    frees_gathered=True,
     constant_bytes=12,
 )
 
@@ -31,6 +33,8 @@ def test_text_is_read_back() -> None:
         "hoisted": "gathers",
         "accumulate": "3",
         "decompose": "products",
+        "eager": "calls",
+        "frees": "gathered",
         "constant_bytes": "12",
     }
     assert read_facts(facts_text(EVERY)) == EVERY

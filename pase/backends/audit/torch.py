@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pase.backends.torch.code import groups_of_one
 from pase.backends.torch.imagined import imagined_batch, imagined_step
 from pase.backends.torch.plan import TorchPlan
+from pase.backends.torch.spmd.gathered_again import again_messages
 from pase.backends.torch.spmd.gathers import gather_messages
 from pase.backends.torch.spmd.messages import gradient_messages, joined_chunks
 from pase.backends.torch.spmd.process_groups import AxisGroups
@@ -58,7 +59,8 @@ def planned(
     """The plan's collectives, without mesh axes of size 1, along which nothing is sent.
 
     gradients, gathers: the messages in which gradients of parameters are joined (``gradient_messages``), and those in
-    which parameters are gathered (``gather_messages``). The bytes are the same. whole: the program whose messages they
+    which parameters are gathered (``gather_messages``); what backward gathers again is in messages, too
+    (``again_messages``). The bytes are the same. whole: the program whose messages they
     are, if ``program`` is a part of it.
     """
     sends = whole or program
@@ -77,9 +79,12 @@ def planned(
         steps = [sends.stages(c.transfer, "back")[c.stage] for c in chunks]
         begun = [step for c, step in zip(chunks, steps, strict=True) if c.begin == 0]
         joined(steps[0], begun, sum(c.nbytes for c in chunks), sends.runs(chunks[0].transfer, "back"))
-    for numbers in gathers:
+    again = again_messages(sends, gathers)
+    twice = {n for numbers in again for n in numbers}
+    for numbers in (*gathers, *again):
         steps = [sends.transfers[n].forward[0] for n in numbers]
-        joined(steps[0], steps, sum(s.nbytes for s in steps), sends.runs(numbers[0], "there"))
+        times = sends.runs(numbers[0], "there") / (2 if numbers[0] in twice else 1)
+        joined(steps[0], steps, sum(s.nbytes for s in steps), times)
     return +out
 
 

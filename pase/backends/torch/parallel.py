@@ -18,6 +18,7 @@ from pase.backends.torch.compiled import CompiledStep, compiled
 from pase.backends.torch.evaluation import evaluated
 from pase.backends.torch.gradients import LocalGradients, added
 from pase.backends.torch.program import RecordedPrograms, can_record
+from pase.backends.torch.spmd.gathered_again import GatheredAgain
 from pase.backends.torch.spmd.interpreter import Body, RankWalk
 from pase.backends.torch.spmd.values import RankValue
 from pase.backends.torch.storage import Storage, lifted_of, shared_out
@@ -116,7 +117,7 @@ class ParallelModule:
                 fix="use loss = step.backward(*batch)",
             )
         (body,) = self.bodies(batch, self.buffers)
-        loss, new = self._loss(self.parameters(self.local()), body, self.buffers)
+        loss, new = self._loss(self.parameters(self.local()), body, self.buffers, self.walk.again())
         self.buffers.write_back(new)
         return loss
 
@@ -131,9 +132,11 @@ class ParallelModule:
             held = self.parameters(leaves)
             buffers = StepBuffers(step=self, copied=self.plan.accumulate > 1)
             for body in self.bodies(batch, buffers):
-                loss, new = self._loss(held, body, buffers)
+                again = self.walk.again()
+                loss, new = self._loss(held, body, buffers, again)
                 loss = loss if self.share == 1.0 else loss * self.share
-                loss.backward()
+                with again.backward():
+                    loss.backward()
                 self.walk.sending.finish()
                 buffers.write_back(new)
                 losses.append(loss.detach())
@@ -200,11 +203,17 @@ class ParallelModule:
         yield from every
 
     def _loss(
-        self, parameters: Mapping[str, RankValue], body: Body, buffers: StepBuffers
+        self,
+        parameters: Mapping[str, RankValue],
+        body: Body,
+        buffers: StepBuffers,
+        again: GatheredAgain,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch, and path -> the next value of a buffer that the step writes."""
+        """The loss of a micro-batch, and path -> the next value of a buffer that the step writes. again: takes the
+        parameters that backward gathers again."""
         body.values.update({**parameters, **buffers.entering()})
-        loss, *new = self.results(body)
+        with again.forward():
+            loss, *new = self.results(body)
         self.steps += 1
         return loss, dict(zip(buffers.written, new, strict=True))
 
@@ -262,9 +271,12 @@ class ParallelModule:
                     self.seed,
                 )
                 body.kept.receive(received)
-                loss, *new = self.results(body)
+                again = self.walk.again()
+                with again.forward():
+                    loss, *new = self.results(body)
                 loss = loss * self.share
-                loss.backward()
+                with again.backward():
+                    loss.backward()
                 self.walk.sending.finish()
             found = [held[t].grad for t in trained]
             return loss.detach(), found, new

@@ -77,7 +77,7 @@ class TorchPlan:
     hoisted: Hoisted = "none"
     """Which transfers of parameters a pipeline stage runs once per step."""
     gathers_again: bool = False
-    """Whether a stage gathers parameters again for backward, instead of keeping them."""
+    """Whether backward gathers parameters again, instead of keeping them gathered from forward on."""
     optimizer: str = "adam"
     account: Memory | None = None
     """What the plan predicts for the memory of a device."""
@@ -272,6 +272,7 @@ def torch_plan(plan: PlanData) -> TorchPlan:
         strategy=plan.strategy,
         accumulate=plan.accumulate,
         blocks=plan.remat,
+        gathers_again=plan.gathers_again,
         schedule=ProgramSchedule.of(plan),
         optimizer=plan.optimizer,
         account=plan.memory,

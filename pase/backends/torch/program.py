@@ -131,7 +131,7 @@ def recorded(walk: RankWalk, body: Body, finish: Callable[[Body], Sequence[Tenso
         mine.kept.receive(received)
         mine.kept.made.update(kept)
         saved = SavedTensors()
-        with into.running(), saved.noted():
+        with into.running(), saved.noted(), walk.gathered_again.giving(None):
             walk.run(mine)
             into.returned(*finish(mine))
         tidied(into.graph)

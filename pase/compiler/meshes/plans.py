@@ -129,7 +129,13 @@ def _planned(
         overlap=problem.pricing.occupied,
     )
     v = problem.variant
-    return replace(plan, accumulate=v.accumulate, remat=tuple(v.blocks), once=v.hoisted)
+    return replace(
+        plan,
+        accumulate=v.accumulate,
+        remat=tuple(v.blocks),
+        once=v.hoisted,
+        gathers_again=v.gathers_again,
+    )
 
 
 def plan_of(

@@ -45,6 +45,7 @@ def problem_of(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem
         blocks=plan.remat,
         precision=precision,
         hoisted=plan.once,
+        gathers_again=plan.gathers_again,
         decompose=decompose,
     )
     return problem if variant == Variant() else problem.varied(traced, variant)

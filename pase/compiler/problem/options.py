@@ -201,6 +201,14 @@ class CompileOptions:
         "--once",
         about="memory",
     )
+    regather: Literal["none", "all", "auto"] = _option(
+        "auto",
+        "Whether backward gathers split parameters again, instead of keeping them gathered from forward on: 'none'; "
+        "'all', as FSDP2 does with reshard_after_forward=True; 'auto', the cheaper within the memory limit. For losses "
+        "in PyTorch, without stages.",
+        "--regather",
+        about="memory",
+    )
     idle: Literal["allowed", "none"] = _option(
         "allowed",
         "Whether devices may be left idle. 'allowed': if the devices would repeat each other's work, because they "
@@ -340,6 +348,12 @@ class CompileOptions:
         if self.pipeline != "none" and self.uneven != "whole":
             raise PaseError(
                 "it takes no stages", where="uneven='padded'", fix="leave out pipeline (--pipeline)"
+            )
+        if self.pipeline != "none" and self.regather == "all":
+            raise PaseError(
+                "it is for steps without stages; the search over stages decides itself what to gather again",
+                where="regather='all'",
+                fix="leave out regather",
             )
         if self.pipeline != "none" and self.once in ("gathers", "all"):
             raise PaseError(

@@ -15,12 +15,14 @@ from pase.ir.blocks import (
     Hoisted,
     accumulated,
     attention_cores,
+    gathering_again_text,
     hoisted_text,
     kept_results,
     recompute_text,
     rematerialised,
 )
 from pase.ir.precision import FP8, in_fp8
+from pase.ir.recompute import gathering_again
 from pase.tables.decompose import Decompose, decomposed
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ class Variant:
     blocks: those that backward recomputes.
     precision: the precision of products with weights.
     hoisted: which collectives of parameters run once per step, not per micro-batch and per read.
+    gathers_again: whether backward gathers parameters again, instead of keeping them gathered from forward on.
     decompose: which collectives the executor decomposes.
     """
 
@@ -49,11 +52,13 @@ class Variant:
     blocks: tuple[Block, ...] = ()
     precision: ProductPrecision = "model"
     hoisted: Hoisted = "none"
+    gathers_again: bool = False
     decompose: Decompose = "none"
 
     def __str__(self) -> str:
         parts = [f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []
         parts += hoisted_text(self.hoisted)
+        parts += gathering_again_text(self.gathers_again)
         return " and ".join([*parts, *recompute_text(self.blocks)]) or "as written"
 
 
@@ -69,7 +74,10 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
         _check_micro(traced, variant.accumulate, False)
     exact = in_fp8(graph, FP8) if variant.precision == "fp8" else graph
     exact = decomposed(exact) if variant.decompose == "products" else exact
-    return accumulated(exact, variant.accumulate, variant.hoisted)
+    whole = accumulated(exact, variant.accumulate, variant.hoisted)
+    if not variant.gathers_again:
+        return whole
+    return gathering_again(replace(whole, facts=replace(whole.facts, frees_gathered=True)))
 
 
 def check_replicas(traced: Traced, micro_batches: int) -> None:
@@ -105,7 +113,8 @@ def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: boo
     """Yield the variants to try, in order, grouped by number of micro-batches.
 
     The first one applies if memory is no constraint: no other takes less time, except those that differ only in
-    ``once``. Whatever the options fix stays fixed; accumulate=None, remat="auto" and once="auto" fix nothing.
+    ``once``. Whatever the options fix stays fixed; accumulate=None, remat="auto", once="auto" and regather="auto" fix
+    nothing.
 
     graph: the simplified graph.
     limited: whether there is a memory limit.
@@ -140,13 +149,20 @@ def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: boo
         )
     sizes = [accumulate] if accumulate else list(_powers(traced)) if free and not mixed else [1]
     asked = _asked_hoisted(options.once, traced, trained)
+    again = _gathered_again_choices(options.regather, traced, trained, free)
     groups = [
         [
             Variant(
-                accumulate=k, blocks=b, precision=options.precision, hoisted=o, decompose=options.decompose
+                accumulate=k,
+                blocks=b,
+                precision=options.precision,
+                hoisted=o,
+                gathers_again=g,
+                decompose=options.decompose,
             )
             for b in regions
             for o in _hoisted_choices(asked, k, bool(b) or marked)
+            for g in again
         ]
         for k in sizes
     ]
@@ -223,6 +239,29 @@ def _hoisted_choices(
     if hoisted == "auto":
         return differ
     return (hoisted,) if hoisted in differ else (differ[0] if hoisted == "all" else "none",)
+
+
+def _gathered_again_choices(
+    asked: Literal["none", "all", "auto"], traced: Traced, trained: bool, free: bool
+) -> tuple[bool, ...]:
+    """Return whether backward gathers parameters again, the ways that take less time first.
+
+    free: whether ways are tried that need less memory.
+    """
+    ways = BLOCKS.get(traced.frontend)
+    runs = ways is not None and ways.gathers_again
+    if asked == "none" or (asked == "auto" and not (runs and free)):
+        return (False,)
+    if asked == "auto":
+        return (False, True)
+    if runs and trained:
+        return (True,)
+    raise PaseError(
+        f"it needs a loss in PyTorch, but '{traced.graph.name}' is "
+        + ("not trained" if runs else f"from the {traced.frontend} frontend"),
+        where="regather='all'",
+        fix="leave it out",
+    )
 
 
 _LACKS = {"all": "", "light": " with products", "attention": " with an attention"}

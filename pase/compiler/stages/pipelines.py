@@ -179,7 +179,14 @@ def _candidates(
             return
         say(f"pricing {ranks} ranks of {'×'.join(map(str, mesh.sizes))}, {m} micro-batches")
         some = tuple(
-            next(variants(traced, problem.graph, replace(options, accumulate=m, once="none"), limited))
+            next(
+                variants(
+                    traced,
+                    problem.graph,
+                    replace(options, accumulate=m, once="none", regather="none"),
+                    limited,
+                )
+            )
         )
         least = menu_of(made.all(some[:1], mesh, place.groups), m, place).least_s()
         yield Candidate(

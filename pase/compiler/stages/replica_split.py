@@ -179,7 +179,11 @@ def search_replica_split(
         except NotInParts as e:
             refused = e
             continue
-        ways = next(variants(traced, problem.graph, replace(options, accumulate=m, once="none"), limited))
+        ways = next(
+            variants(
+                traced, problem.graph, replace(options, accumulate=m, once="none", regather="none"), limited
+            )
+        )
         group = [_OnOneGroup(group, problem, options, made, ways) for group in groups]
         counts = best_split(m, len(group), lambda g, k, of=group: of[g].least_s(k))  # type: ignore[misc]
         least = max(g.least_s(k) for g, k in zip(group, counts, strict=True))

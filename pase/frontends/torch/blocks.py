@@ -167,5 +167,6 @@ BLOCKS.add(
         batch_inputs=batch_inputs,
         state_of_whole=True,
         hoists=False,
+        gathers_again=True,
     ),
 )

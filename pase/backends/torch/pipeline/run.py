@@ -3,7 +3,6 @@ actions."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -212,20 +211,15 @@ class _StagesStep:
         received = links.receive(Letter("there", k - 1, k, i)) if k else ()
         entered = [self._entered(k, t, x) for t, x in zip(stage.enters, received, strict=True)]
         body.values.update({v.tensor: v for v in entered})
-        body.kept.again = again = GatheredAgain() if plan.split(k).gathers_again else None
-        if again is not None:
-            self.again[k, i] = again
+        self.again[k, i] = again = p.walk.again()
         back = [v.array for v in entered if v.array.requires_grad]
         if k + 1 == len(plan.stages):
-            if again is None:
+            with again.forward():
                 loss = p.results(body)[0] * p.share
-            else:  # a recorded program would not know which micro-batch gathers
-                with again.forward():
-                    loss = p.walked(body)[0] * p.share
             self.loss = loss.detach() + (0 if self.loss is None else self.loss)
             self.running[k, i] = back, [loss]
             return
-        with contextlib.nullcontext() if again is None else again.forward():
+        with again.forward():
             p.walk.run(body)
         outs = [body.values[t].array for t in stage.leaves]
         letter = Letter("there", k, k + 1, i)
@@ -264,8 +258,8 @@ class _StagesStep:
             ]
         ends = [(x, g) for x, g in zip(outs, received, strict=True) if x.requires_grad]
         ways, gradients = [x for x, _ in ends], [g for _, g in ends]
-        again = self.again.get((k, i)) if apart else self.again.pop((k, i), None)
-        with contextlib.nullcontext() if again is None else again.backward():
+        again = self.again[k, i] if apart else self.again.pop((k, i))
+        with again.backward():
             if apart:
                 self.left[k, i] = entered_first(ways, gradients, entered, list(self.held[k].trained))
             elif ways:
@@ -276,8 +270,7 @@ class _StagesStep:
 
     def weights(self, k: int, i: int) -> None:
         """Compute the gradients of weights that ``backward`` left."""
-        again = self.again.pop((k, i), None)
-        with contextlib.nullcontext() if again is None else again.backward(of_weights=True):
+        with self.again.pop((k, i)).backward(of_weights=True):
             self.left.pop((k, i))()
 
     def gradients(self) -> None:

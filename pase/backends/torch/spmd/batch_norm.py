@@ -196,7 +196,7 @@ def _function() -> type[TorchFunction]:
             )
             own = None
             if ctx.needs_input_grad[1]:
-                own = ctx.norm.of_input(gradient, of_weight, of_bias, ctx.saved_tensors)
+                own = ctx.norm.of_input(gradient, of_weight, of_bias, (x, weight, mean, variance))
             return None, own, of_weight, of_bias if ctx.needs_input_grad[3] else None
 
     return Norm

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from pase.backends.torch.spmd.gathered_again import AgainMark
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import whole
 from pase.local.reshard import along
@@ -67,6 +68,7 @@ def there_and_back(
     *,
     anyshape: bool = False,
     later: SentLater | None = None,
+    again: AgainMark | None = None,
 ) -> Tensor:
     """Returns ``there(value)``. The gradient, ``back`` of the incoming gradient, goes to ``gradient_carrier`` if that
     is given, else to ``value``.
@@ -74,12 +76,13 @@ def there_and_back(
     gradient_carrier: a tensor in the layout in which the gradient arrives, if that is not the value's layout.
     back: None means that no gradient passes.
     name: in a recorded program.
-    anyshape, later: see ``EdgeCall``.
+    anyshape, later, again: see ``EdgeCall``.
     """
     if back is None or not (value.is_floating_point() or value.is_complex()):
-        return there(value.detach() if value.requires_grad else value)
+        value = value.detach() if value.requires_grad else value
+        return there(value) if again is None else whole(EdgeCall(there, None, again=again), value, name=name)
     carriers = () if gradient_carrier is None else (gradient_carrier,)
-    return whole(EdgeCall(there, back, anyshape, later), value, *carriers, name=name)
+    return whole(EdgeCall(there, back, anyshape, later, again), value, *carriers, name=name)
 
 
 class GradientTaker(Protocol):
@@ -112,19 +115,30 @@ class SentLater:
 class EdgeCall:
     """An edge, as one call with a derivative of its own.
 
+    back: None means that no gradient passes.
     anyshape: whether it passes the value on, and does the same to each element of the gradient.
+    again: backward gathers again what the edge gathers.
     """
 
     there: Way
-    back: Way
+    back: Way | None
     anyshape: bool = False
     later: SentLater | None = None
+    again: AgainMark | None = None
 
     def __call__(self, value: Tensor, gradient_carrier: Tensor | None = None) -> Tensor:
+        made = self._made(value, gradient_carrier)
+        if self.again is not None:
+            self.again.give(made, value, self.there)
+        return made
+
+    def _made(self, value: Tensor, gradient_carrier: Tensor | None) -> Tensor:
+        if self.back is None:
+            return self.there(value)
         if self._taken_from_leaf(value, gradient_carrier):
             return value
         edge, onto_carrier = _functions()
-        root, back = self._handed_over(value if gradient_carrier is None else gradient_carrier)
+        root, back = self._handed_over(value if gradient_carrier is None else gradient_carrier, self.back)
         if root is value:
             return edge.apply(root, self.there, back)
         return onto_carrier.apply(value.detach(), root, self.there, back)
@@ -139,14 +153,14 @@ class EdgeCall:
         later.taker.take_from(later.number, value)
         return True
 
-    def _handed_over(self, root: Tensor) -> tuple[Tensor, GradientWay]:
+    def _handed_over(self, root: Tensor, here: Way) -> tuple[Tensor, GradientWay]:
         """(the tensor that autograd sees, the way of its gradient to ``root``).
 
         If the gradient is sent later, autograd's way from the edge to the parameter is gone once, when the gradient has
         arrived. It may keep tensors, so backward must not go it before.
         """
         if self.later is None or not root.requires_grad or not self.later.taker.is_open:
-            return root, self.back
+            return root, here
         from torch.autograd.graph import get_gradient_edge
 
         number, taker = self.later.number, self.later.taker

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pase.backends.torch.spmd.collectives import EdgeCall
+from pase.backends.torch.spmd.gathered_again import MessageAgain
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import ProgramCall
 from pase.local.parts import WireView, view
@@ -113,12 +114,20 @@ def gathered_ahead(
         with graph.inserting_before(first):
             before = arrived = graph.call_function(ProgramCall(message.received, "gathered"), (wire,))
             parts = [graph.call_function(operator.getitem, (arrived, i)) for i in range(len(edges_of))]
+            again, token = [e for e in edges_of if e.edge.again is not None], None
+            if again:
+                begun = _BegunAgain(_GatherMessage.of(again, program, groups))
+                values = tuple(e.value for e in again)
+                token = graph.call_function(ProgramCall(begun, "gathered_again"), values)
+                token.meta |= {k: v for k, v in first.meta.items() if k != "val"}
         wire.meta |= {k: v for k, v in first.meta.items() if k != "val"}
         arrived.meta |= wire.meta
         for e, part in zip(edges_of, parts, strict=True):
             part.meta |= e.node.meta
-            e.node.target = ProgramCall(_Arrived(e.edge), e.node.target.name)
-            e.node.args = (e.node.args[0] if e.carried else e.value, *e.node.args[1:], part)
+            at = again.index(e) if e in again else None
+            e.node.target = ProgramCall(_Arrived(e.edge, at), e.node.target.name)
+            given = (e.node.args[0] if e.carried else e.value, *e.node.args[1:], part)
+            e.node.args = given if at is None else (*given, token)
             if message.shapes[e.number] != tuple(e.node.meta["val"].shape):
                 _shaped_after(graph, e.node, message.shapes[e.number])
     graph.eliminate_dead_code(lambda n: not (_reshaped(n) is not None and not n.users))
@@ -195,19 +204,45 @@ def _arriving(program: LocalProgram, tensor: str, v: WireView) -> tuple[int, ...
 
 @dataclass(frozen=True)
 class _Arrived:
-    """An edge whose forward has been done before: its last operand is the result."""
+    """An edge whose forward has been done before: its last operand is the result.
+
+    again: its place in the message in which backward gathers again, which is one more operand; None if it does not.
+    """
 
     edge: EdgeCall
+    again: int | None
 
-    def __call__(self, *args: Tensor) -> Tensor:
-        *given, arrived = args
+    def __call__(self, *args: Tensor | MessageAgain) -> Tensor:
+        message: Any = None
+        given: list[Any]
+        if self.again is None:
+            *given, arrived = args
+        else:
+            *given, arrived, message = args
+        made = self._made(given, arrived)
+        if self.again is not None and self.edge.again is not None:
+            self.edge.again.give_part(made, message, self.again)
+        return made
+
+    def _made(self, given: Sequence[Tensor], arrived: Tensor) -> Tensor:
         shape = given[-1].shape  # the plan's reshard steps may give that of a view of the parameter
 
         def back(g: Tensor) -> Tensor:
+            assert self.edge.back is not None
             made = self.edge.back(g)
             return made if made.shape == shape else made.reshape(shape)
 
-        return replace(self.edge, there=lambda x: arrived, back=back)(*given)
+        return replace(self.edge, there=lambda x: arrived, back=back, again=None)(*given)
+
+
+@dataclass(frozen=True)
+class _BegunAgain:
+    """Begins a message that backward sends again."""
+
+    how: _GatherMessage
+
+    def __call__(self, *values: Tensor) -> MessageAgain:
+        return MessageAgain(how=self.how, values=[x.detach() for x in values])
 
 
 @dataclass(frozen=True)

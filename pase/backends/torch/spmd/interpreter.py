@@ -19,7 +19,13 @@ from pase.backends.torch.spmd.call import NodeOps
 from pase.backends.torch.spmd.collectives import SentLater, there_and_back
 from pase.backends.torch.spmd.constants import Constants, NodeIndex
 from pase.backends.torch.spmd.control import ControlNode
-from pase.backends.torch.spmd.gathered_again import GatheredAgain, only_a_factor, read_again
+from pase.backends.torch.spmd.gathered_again import (
+    AgainMark,
+    GatheredAgain,
+    GatheredTaker,
+    only_a_factor,
+    read_again,
+)
 from pase.backends.torch.spmd.gathers import gather_messages
 from pase.backends.torch.spmd.masks import MaskForm, known_masks
 from pase.backends.torch.spmd.messages import GradientSending
@@ -63,11 +69,9 @@ class KeptTransfers:
 
     watched: whether autograd records the walk that computes them.
     received: the results that were computed before the walk and are valid in all of it.
-    again: takes the parameters that backward gathers again; None if what autograd saves of them is kept.
     """
 
     watched: bool
-    again: GatheredAgain | None = None
     received: dict[int, Tensor] = field(default_factory=dict)
     made: dict[int, Tensor] = field(default_factory=dict)
 
@@ -173,6 +177,28 @@ class RankWalk:
     def gathers(self) -> tuple[tuple[int, ...], ...]:
         """The transfers whose gathers are joined, for each message."""
         return gather_messages(self.program, self.bucket_bytes)
+
+    @cached_property
+    def gathered_again(self) -> GatheredTaker:
+        """Where the edges hand over the parameters that backward gathers again."""
+        return GatheredTaker()
+
+    def again(self) -> GatheredAgain:
+        """What backward gathers again of a micro-batch that begins."""
+        return GatheredAgain(taker=self.gathered_again if self._gathers_again else None)
+
+    @cached_property
+    def _gathers_again(self) -> bool:
+        return any(self._again(n) is not None for n in range(len(self.program.transfers)))
+
+    def _again(self, number: int) -> AgainMark | None:
+        """The mark of a transfer that backward runs again; None for others."""
+        if all(s.free for s in self.program.transfers[number].forward):
+            return None
+        if not read_again(self.program, number, self._inside):
+            return None
+        factor = only_a_factor(self.program, number, self._inside)
+        return AgainMark(taker=self.gathered_again, factor=factor)
 
     @cached_property
     def counted(self) -> frozenset[str]:
@@ -506,7 +532,7 @@ class RankWalk:
             return resharded(g, t.backward or (), shape, "sum", self.groups)
 
         alone = not t.forward and all(s.kind == "all_reduce" for s in t.backward or ())
-        made = there_and_back(
+        return there_and_back(
             value.array,
             value.gradient_carrier,
             there,
@@ -514,15 +540,8 @@ class RankWalk:
             _named(t),
             anyshape=alone,
             later=later,
+            again=self._again(number),
         )
-        again = body.kept.again
-        if (
-            again is not None
-            and not all(s.free for s in t.forward)
-            and read_again(self.program, number, self._inside)
-        ):
-            again.add(made, value.array, there, factor=only_a_factor(self.program, number, self._inside))
-        return made
 
     def output(self, value: Value, body: Body) -> Tensor:
         """A returned value of the model, in the plan's layout."""
