@@ -182,6 +182,7 @@ def within(bytes_above_workspace: float | None, **options: Any) -> Any:
     return pase.compile(module, x, **given, **asked, **options)
 
 
+@pytest.mark.release
 def test_a_limit_that_only_gathering_again_meets() -> None:
     """The plan is found, priced and run as such, within the limit."""
     import torch
