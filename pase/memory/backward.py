@@ -318,7 +318,8 @@ def _over_time(
         living = 0.0  # gradients, before the node's backward
         for name in reversed(list(course.order)):
             at = course.order[name]
-            buffers[at] = max(buffers[at], living + on_the_way.waits[at] + arrived[at])
+            if arrived[at]:
+                buffers[at] = max(buffers[at], living + on_the_way.waits[at] + arrived[at])
             living = after.get(name, living)
     if mesh.devices > 1 and not graph.facts.eager:
         buffers += _HeldForLayouts(graph=graph, mesh=mesh, configs=configs, order=course.order).of_compiled()
@@ -350,9 +351,8 @@ class _HeldForLayouts:
                 g = gathered(self.graph, n, ops[0], a, source)
                 waits, moved = self._waits_for_sum(n, ops[0], a), self._moves(g, source, n)
                 times = concrete_size(ops[0].times, n.name) / micro_batches_of(self.graph)
-                if again and g.arrives(
-                    self._config(source), self._config(n), self.mesh
-                ):  # it begins with the cast
+                # What it begins with is kept: the cast.
+                if again and g.arrives(self._config(source), self._config(n), self.mesh):
                     _, made = source.write_of(a.tensor)
                     nbytes = self._local(source, made) * times if g.cast else 0.0
                     yield n.name, self._last(n, ops[0]), nbytes
