@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.frontends import registry
+from pase.frontends.common.signature import argument_names
 from pase.frontends.jax import attention as jax_attention
 from pase.frontends.jax import versions
 from pase.frontends.jax.arguments import arguments, fixed_layouts, shape_of, shardings
@@ -29,7 +30,6 @@ from pase.frontends.jax.modules import ModuleFunction, has_modules, opened
 from pase.frontends.jax.program import Carry, Mode, check_order, name_of, program_of
 from pase.frontends.jax.rules import pointwise
 from pase.frontends.jax.rules_outside import RULES
-from pase.frontends.jax.signature import argument_names
 from pase.frontends.jax.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.jax.unchanged import advancing
 from pase.frontends.registry import Chances, DimSizes, Unknown, UnknownOp, check_dims

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pase.errors import PaseError
-from pase.frontends.jax.signature import argument_names
+from pase.frontends.common.signature import argument_names
 from pase.frontends.jax.types import ClosedJaxpr
 from pase.frontends.jax.versions import opened
 from pase.pytree import Tree

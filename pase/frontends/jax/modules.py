@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from pase.errors import PaseError
+from pase.frontends.common.signature import argument_names
 from pase.frontends.jax import leaves as jax_leaves
-from pase.frontends.jax.signature import argument_names
 from pase.frontends.jax.structure import check_structure
 from pase.pytree import Tree
 

@@ -373,6 +373,30 @@ def _in_order(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
 # Complex numbers.
 
 
+@WRITTEN.register("instance_norm.default")
+def _instance_norm(n: FxNode) -> Callable[..., Tree] | None:
+    """With running statistics, in evaluation, it is a batch norm; in training, it writes them although its schema does
+    not say so, and so an exported program does not."""
+    given = arguments(n.target, n.args, n.kwargs)
+    if given.get("running_mean") is None:
+        return None
+    if given["use_input_stats"]:
+        raise PaseError(
+            "it updates running statistics, which torch.export does not record",
+            fix="use track_running_stats=False, which normalizes in the same way in training",
+        )
+    return _by_running_statistics
+
+
+def _by_running_statistics(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, *options: Tree
+) -> Tensor:
+    import torch
+
+    _, momentum, epsilon, _ = options
+    return torch.nn.functional.batch_norm(x, mean, variance, weight, bias, momentum=momentum, eps=epsilon)
+
+
 @_always("polar.default")
 def _polar(size: Tensor, angle: Tensor) -> Tensor:
     import torch

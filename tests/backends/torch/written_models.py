@@ -151,3 +151,24 @@ def places() -> tuple[Any, tuple[Any, ...]]:
             return y.square().mean() + (wide * far).square().mean() * 1e-3
 
     return Places(), (torch.randn(8, 3, 8, 8),)
+
+
+def instances() -> tuple[Any, tuple[Any, ...]]:
+    """Instance norms: by each image's statistics, and by the running ones."""
+    import torch
+    from torch import nn
+
+    class Instances(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Conv2d(2, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+            self.own, self.kept = (
+                nn.InstanceNorm2d(8, affine=True, track_running_stats=tracked) for tracked in (False, True)
+            )
+            self.kept.running_mean, self.kept.running_var = torch.randn(8), torch.rand(8) + 0.5
+            self.kept.eval()
+
+        def forward(self, x: Any) -> Any:
+            return self.kept(self.two(self.own(self.one(x)).relu())).square().mean()
+
+    return Instances().double(), (torch.randn(8, 2, 8, 8).double(),)

@@ -261,3 +261,34 @@ def test_an_input_that_is_called_as_a_parameter_gets_a_name_of_its_own() -> None
 
     found = registry.trace(Scaled(), {"x": torch.ones(4, 8)})
     assert (found.param_paths, found.input_paths) == (("x",), ("batch.x",))
+
+
+def test_the_batch_has_the_names_of_the_arguments() -> None:
+    import torch
+
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = torch.nn.Linear(6, 4)
+
+        def forward(self, x: Any, more: Any = None, *others: Any) -> Any:
+            return (
+                self.one(x).square().mean()
+                + (0 if more is None else more["u"].sum())
+                + sum(map(torch.sum, others))
+            )
+
+    x = torch.randn(8, 6)
+    called = [
+        ((x,), ("x",)),
+        (((x,),), ("x",)),
+        (({"x": x},), ("x",)),
+        ((x, {"u": x}, x), ("x", "more.u", "others.0")),
+    ]
+    for batch, names in called:
+        assert registry.trace(Reads(), *batch).input_paths == names
+
+    def loss(module: Any, images: Any, labels: Any) -> Any:
+        return (module(images) + labels.sum()).mean()
+
+    assert registry.trace(Reads(), x, x, loss=loss).input_paths == ("images", "labels")

@@ -94,7 +94,7 @@ def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
     assert_unsharded(model, strategy)
 
 
-@pytest.mark.parametrize("model", ["rows", "places"])
+@pytest.mark.parametrize("model", ["rows", "places", "instances"])
 def test_picked_rows_and_places_are_those_of_the_unsharded_step(model: str) -> None:
     assert_unsharded(model, "random1@2x2")
 
@@ -109,3 +109,13 @@ def test_places_that_no_rule_gives_are_refused() -> None:
 
     with pytest.raises(PaseError, match="reads the places of the maxima, which"):
         registry.trace(Reads(), torch.randn(4, 3, 8, 8))
+
+
+def test_running_statistics_that_an_export_leaves_out_are_refused() -> None:
+    """PyTorch writes them although the op's schema does not say so."""
+    import torch
+
+    norm = torch.nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+    with pytest.raises(PaseError, match="updates running statistics") as e:
+        registry.trace(norm, torch.randn(8, 4, 6), loss=lambda norm, x: norm(x).square().mean())
+    assert "track_running_stats=False" in e.value.fix

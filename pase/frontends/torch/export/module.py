@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
+from pase.frontends.common.signature import argument_names
 from pase.frontends.registry import distinct_paths
 from pase.frontends.torch.derivatives import refuse_module_hooks
 from pase.frontends.torch.export.buffers import assignments_in_place, data_written, left_behind, refuse_state
@@ -111,7 +112,7 @@ def program_of(
             raise _miscalled(loss, module, batch, e) from e
         places = real_places(module, tuple(batch), lambda copy: step_of(copy, loss))
         raise why(type(module).__name__, e, places, module) from e
-    return _described(exported, first, ReadSettings.of(module, noted))
+    return _described(exported, first, _argument_names(module, batch, loss), ReadSettings.of(module, noted))
 
 
 def _exported(
@@ -405,10 +406,35 @@ def _by_node(graph_module: GraphModule, grad_enabled: bool = True) -> None:
             region.forward = torch.fx.Interpreter(region).run
 
 
+def _argument_names(
+    module: Module, batch: Sequence[Tree], loss: Callable[..., Tree] | None
+) -> dict[str, str]:
+    """How torch.export calls each argument of the step, ``step_of(module, loss)`` -> its name; "" for a mapping that is
+    the whole batch, whose keys are names themselves."""
+    if loss is not None:
+        return {f"batch_{i}": name for i, name in enumerate(argument_names(loss, 1 + len(batch))[1:])}
+    if len(batch) == 1 and isinstance(batch[0], Mapping):
+        return {"batch_0": ""}
+    inside = len(batch) == 1 and isinstance(batch[0], (tuple, list))
+    names = argument_names(module.forward, len(batch[0] if inside else batch))
+    return {f"batch_0_{i}" if inside else f"batch_{i}": name for i, name in enumerate(names)}
+
+
+def _input_path(leaf: str, arguments: Mapping[str, str]) -> str:
+    """The path of a leaf of the batch, as torch.export calls it."""
+    for called, name in arguments.items():
+        if leaf == called or leaf.startswith(f"{called}_"):
+            return ".".join(filter(None, (name, leaf[len(called) + 1 :])))
+    return leaf
+
+
 def _described(
-    exported: ExportedProgram, first: Mapping[str, tuple[str, bool]], settings: ReadSettings
+    exported: ExportedProgram,
+    first: Mapping[str, tuple[str, bool]],
+    arguments: Mapping[str, str],
+    settings: ReadSettings,
 ) -> TorchProgram:
-    """The exported step as a TorchProgram. first: as ``_first_paths`` returns it."""
+    """The exported step as a TorchProgram. first: as ``_first_paths`` returns it. arguments: as ``_argument_names``."""
     from torch.export.graph_signature import InputKind, OutputKind
 
     parameters: dict[str, str] = {}
@@ -425,8 +451,7 @@ def _described(
             if spec.kind is InputKind.CONSTANT_TENSOR:
                 constants[path] = exported.constants[spec.target]
         elif spec.kind is InputKind.USER_INPUT:
-            # torch.export names the leaves of forward's *batch batch_0_…, batch_1_…
-            inputs[name] = name.removeprefix("batch_").removeprefix("0_")
+            inputs[name] = _input_path(name, arguments)
     inputs = dict(zip(inputs, distinct_paths(list(inputs.values()), first), strict=True))
     written: dict[str, str] = {}
     losses: list[str] = []

@@ -18,13 +18,12 @@ class NamesArguments(Protocol):
 
 
 def argument_names(fn: Tree, count: int) -> tuple[str, ...]:
-    """The name of each of the first ``count`` arguments; of those that have none, the number, counted from the first
-    after the parameters.
+    """The name of each of the first ``count`` arguments; the number of one that has no name.
 
     >>> argument_names(lambda params, x, *more: x, 4)
     ('params', 'x', 'more.0', 'more.1')
-    >>> argument_names(max, 3)
-    ('params', '0', '1')
+    >>> argument_names(max, 2)
+    ('0', '1')
     """
     if isinstance(fn, NamesArguments):
         return fn.argument_names(count)
@@ -38,4 +37,4 @@ def argument_names(fn: Tree, count: int) -> tuple[str, ...]:
             names += [f"{p.name}.{i}" for i in range(count - len(names))]
         elif p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
             names.append(p.name)
-    return (*names, *["params", *map(str, range(count))][len(names) :])[:count]
+    return (*names, *map(str, range(len(names), count)))[:count]
