@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.frontends import registry
-from pase.frontends.common.signature import argument_names
 from pase.frontends.jax import attention as jax_attention
 from pase.frontends.jax import versions
 from pase.frontends.jax.arguments import arguments, fixed_layouts, shape_of, shardings
@@ -33,6 +32,7 @@ from pase.frontends.jax.rules_outside import RULES
 from pase.frontends.jax.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.jax.unchanged import advancing
 from pase.frontends.registry import Chances, DimSizes, Unknown, UnknownOp, check_dims
+from pase.frontends.signature import argument_names
 from pase.ir import FixedLayout, Graph, Place, Remark, Tensor
 from pase.ir.types import is_floating
 from pase.ir.whole_step import loss_of

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pase.errors import PaseError
-from pase.frontends.common.signature import argument_names
 from pase.frontends.jax.types import ClosedJaxpr
 from pase.frontends.jax.versions import opened
+from pase.frontends.signature import argument_names
 from pase.pytree import Tree
 
 __all__ = ["Generation", "programs_of"]

@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from pase.errors import PaseError
-from pase.frontends.common.signature import argument_names
 from pase.frontends.jax import leaves as jax_leaves
 from pase.frontends.jax.structure import check_structure
+from pase.frontends.signature import argument_names
 from pase.pytree import Tree
 
 if TYPE_CHECKING:

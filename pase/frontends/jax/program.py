@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 from pase.errors import PaseError
-from pase.frontends.common.signature import argument_names
 from pase.frontends.jax import attention
 from pase.frontends.jax import leaves as jax_leaves
 from pase.frontends.jax.dropped import state_writes
 from pase.frontends.jax.modules import ModuleFunction
 from pase.frontends.jax.state import written_state
 from pase.frontends.jax.types import ClosedJaxpr
+from pase.frontends.signature import argument_names
 from pase.pytree import Tree
 
 __all__ = [

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pase.errors import PaseError
-from pase.frontends.common.signature import argument_names
 from pase.frontends.jax import leaves as jax_leaves
 from pase.frontends.jax.frontend import TracedJax, trace
 from pase.frontends.jax.padding.walk import PaddedValue, PaddedWalk
 from pase.frontends.jax.program import Mode, program_of
 from pase.frontends.jax.types import Jaxpr
 from pase.frontends.jax.versions import jaxprs_inside
+from pase.frontends.signature import argument_names
 from pase.pytree import Tree
 
 __all__ = ["extents", "padded"]

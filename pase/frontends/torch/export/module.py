@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
-from pase.frontends.common.signature import argument_names
 from pase.frontends.registry import distinct_paths
+from pase.frontends.signature import argument_names
 from pase.frontends.torch.derivatives import refuse_module_hooks
 from pase.frontends.torch.export.buffers import assignments_in_place, data_written, left_behind, refuse_state
 from pase.frontends.torch.export.equal import PythonState
