@@ -322,7 +322,7 @@ def _work_table(r: LayerReport, unit: str) -> RichTable:
     )
     for w in r.work:
         table.add_row(
-            f"{w.phase} {w.kind} {w.dtype}",
+            f"{w.phase} {w.kind} {w.rate}",
             "" if w.mnk is None else " ".join(f"{x:g}" for x in w.mnk),
             f"{w.flops:.4g}",
             bytes_text(w.nbytes),

@@ -11,8 +11,7 @@ all of their keys; units that have no queries left wait. Thus the time has
 - the way of queries, keys, values and result through memory, as for products;
 - the launch.
 
-Attention of float32 that keeps all bits is three products of TF32 for each of its products (the high parts of both
-factors, and each high part with the other's low part), at the kernel's own rate: faster than the vector units.
+Attention of float32 that keeps all bits runs at the kernel's own rate, too (``Device.peak_of``).
 
 A single token's queries (decode) fill 16 rows, and kernels for them divide the keys among units, so there are no waves:
 the keys' and values' way through memory decides. ``python -m bench.kernels`` compares with public tables.
@@ -22,7 +21,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from pase.ir.precision import HIGHEST
 from pase.machine import AttentionCurve, Device
 
 __all__ = ["SQUARE", "attention_s"]
@@ -34,8 +32,6 @@ _QUERIES = 128
 _WIDTH = 128
 _FEW_QUERIES = 16
 """Rows of the smallest product of a tensor core (mma.m16n8k16)."""
-_TERMS = 3
-"""Products of TF32 that give a product of float32 with all bits, but for the last few."""
 
 
 def attention_s(
@@ -54,10 +50,9 @@ def attention_s(
     queries, keys, width = (np.maximum(x, 1.0) for x in extents)
     units = max(device.compute_units, 1)
     deep = np.ceil(keys / SQUARE) * SQUARE
-    peak = device.peak(dtype)
-    if dtype == HIGHEST:
-        peak = max(peak, device.peak("float32") / _TERMS)
-    all_keys_s = 4.0 * _QUERIES * _WIDTH * deep * units / (peak * kernel.at(keys))
+    all_keys_s = (
+        4.0 * _QUERIES * _WIDTH * deep * units / (device.peak_of("attention", dtype) * kernel.at(keys))
+    )
     all_keys_s = all_keys_s * (width / _WIDTH + kernel.softmax) / (1 + kernel.softmax)
     heads = flops / (4.0 * queries * keys * width)
     waves = heads * np.ceil(queries / SQUARE) * SQUARE / _QUERIES / units

@@ -19,6 +19,7 @@ __all__ = [
     "operand_bytes",
     "product_dtype",
     "rate_dtype",
+    "rate_words",
     "stored_dtype",
     "weight_products",
 ]
@@ -46,6 +47,11 @@ def operand_bytes(dtype: str) -> float:
 def stored_dtype(rate: str) -> str:
     """The dtype of a product's operands in memory, by the name of its rate."""
     return "float32" if rate in STATED else rate
+
+
+def rate_words(rate: str) -> str:
+    """The name of a product's rate, as it is shown to people."""
+    return {HIGHEST: "float32, all bits", HIGH: "float32, in several passes"}.get(rate, rate)
 
 
 def product_dtype(graph: Graph, op: Op) -> str:

@@ -44,6 +44,8 @@ __all__ = [
 BUCKET_BYTES = float(25 << 20)
 FIRST_BUCKET_BYTES = float(1 << 20)
 """The first bucket is small, so that sending starts early. As in PyTorch's DistributedDataParallel."""
+_TERMS = 3
+"""Products of TF32 that give a product of float32 with all bits, but for the last few."""
 _NEWER_OF_ALGORITHMS = {"most_bytes_per_s", "most_between_bytes_per_s", "least_ways", "named", "once"}
 """Fields that are newer than the digests in layouts."""
 
@@ -271,6 +273,15 @@ class Device:
         """FLOP/s for a dtype. A dtype that is not listed runs at the slowest listed rate, so it is never free."""
         listed = self.peak_flops.get(self.rated(dtype))
         return listed or min(v for k, v in self.peak_flops.items() if k not in STATED)
+
+    def peak_of(self, kind: str, dtype: str) -> float:
+        """FLOP/s for work of a kind. Fused attention of float32 that keeps all bits is three products of TF32 for each
+        of its products (the high parts of both factors, and each high part with the other's low part), where these are
+        faster than the vector units."""
+        peak = self.peak(dtype)
+        if kind == "attention" and self.attention is not None and dtype == HIGHEST:
+            return max(peak, self.peak("float32") / _TERMS)
+        return peak
 
     def rated(self, dtype: str) -> str:
         """The dtype whose rates and measurements price a product in this one.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pase.files.quantities import bytes_text, cost_text
 from pase.files.terminal import console
 from pase.ir.blocks import gathering_again_text, hoisted_text, recompute_text
-from pase.ir.precision import HIGH, HIGHEST
+from pase.ir.precision import rate_words
 from pase.plan.answer import answer, axes_text, family, gap_text, mesh_text, split_text, step_text
 from pase.plan.pipeline import lines as stage_lines
 from pase.plan.types import NodePlan, PlanData, TensorPlan
@@ -136,8 +136,7 @@ def _peak_text(plan: PlanData) -> str:
     if plan.peak is None:
         return ""
     dtype, flops = plan.peak
-    words = {HIGHEST: "float32, all bits", HIGH: "float32, in several passes"}.get(dtype, dtype)
-    return f" · peak {flops / 1e12:.3g} TFLOP/s ({words})"
+    return f" · peak {flops / 1e12:.3g} TFLOP/s ({rate_words(dtype)})"
 
 
 def in_a_line(plan: PlanData) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pase.errors import Infeasible, PaseError
 from pase.files.progress import PieceOfWork
+from pase.ir.precision import rate_words
 from pase.plan.types import NodePlan, PlanData
 from pase.tables.itemize import Collective, LocalWork
 
@@ -63,6 +64,11 @@ class WorkItem(LocalWork):
 
     achieved_flops: float | None
     achieved_bytes: float | None
+
+    @property
+    def rate(self) -> str:
+        """The name of the rate of the work, as it is shown to people."""
+        return rate_words(self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -481,7 +487,7 @@ def _reached(w: LocalWork, device: Device | None) -> WorkItem:
     once = w.cost / w.times if w.times else 0.0
     flops = nbytes = None
     if device is not None and once > 0:
-        flops = w.flops / once / device.peak(w.dtype)
+        flops = w.flops / once / device.peak_of(w.kind, w.dtype)
         nbytes = w.nbytes / once / device.memory_bandwidth_bytes_per_s
     return WorkItem(**vars(w), achieved_flops=flops, achieved_bytes=nbytes)
 

@@ -7,6 +7,7 @@ from html import escape
 
 from pase.files.json_values import JsonObject
 from pase.ir.blocks import hoisted_text
+from pase.ir.precision import rate_words
 from pase.memory.account import MemoryKind
 from pase.pages.charts import Roof, WorkPoint, areas, roofline
 from pase.pages.parts import bar, cards, key, table
@@ -238,21 +239,21 @@ def _roofline(e: Explanation) -> str:
     plan = e.plan
     if plan.unit != "s":
         return f"<p>Costs are in {escape(plan.unit)}, not in seconds, so there is no roofline.</p>"
-    points, types = [], set[str]()
+    points, types = [], set[tuple[str, str]]()
     whole = plan.compute or 1.0
     for i, n in enumerate(plan.nodes):
         for w in n.work:
             if not (w.flops and w.nbytes and w.times and w.cost):
                 continue
             rate = w.flops * w.times / w.cost
-            types.add(w.dtype)
+            types.add((w.dtype, w.kind))
             points.append(
                 WorkPoint(
                     intensity=w.flops / w.nbytes,
                     rate=rate,
                     share=w.cost / whole,
                     colour={"forward": "compute", "backward": "backward", "update": "update"}[w.phase],
-                    title=f"{n.name}, {w.phase}, {w.kind} {w.dtype}: {rate / 1e12:.3g} TFLOP/s at "
+                    title=f"{n.name}, {w.phase}, {w.kind} {rate_words(w.dtype)}: {rate / 1e12:.3g} TFLOP/s at "
                     f"{w.flops / w.nbytes:.3g} FLOP per byte, {w.cost / whole:.2%} of the time",
                     node=i,
                 )
@@ -266,11 +267,13 @@ def _roofline(e: Explanation) -> str:
     roofs = []
     if e.machine is not None:
         device = e.machine.device
-        rates = {t: device.peak(t) for t in sorted(types)}
+        named: dict[float, str] = {}  # one roof for each rate
+        for dtype, kind in sorted(types):
+            only = " in attention" if device.peak_of(kind, dtype) != device.peak(dtype) else ""
+            named.setdefault(device.peak_of(kind, dtype), f"peak of {rate_words(dtype)}{only}")
         roofs = [
-            Roof(name=f"peak of {t}", rate=r, bandwidth=device.memory_bandwidth_bytes_per_s)
-            for t, r in rates.items()
-            if r not in [rates[u] for u in sorted(types) if u < t]
+            Roof(name=name, rate=rate, bandwidth=device.memory_bandwidth_bytes_per_s)
+            for rate, name in named.items()
         ]
     text = (
         "<p>Each point is a layer's work in one pass, as the cost model predicts it. The area of a point is its share "

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from pase.files.json_values import JsonObject
+from pase.ir.precision import rate_words
 from pase.plan.types import NodePlan, PlanData
 from pase.questions.explain import Explanation, roles, why
 from pase.questions.report_pipeline import stages_data
@@ -51,7 +52,7 @@ def explorer_data(e: Explanation) -> JsonObject:
                     {
                         "phase": w.phase,
                         "kind": w.kind,
-                        "dtype": w.dtype,
+                        "dtype": rate_words(w.dtype),
                         "flops": _short(w.flops * w.times),
                         "bytes": _short(w.nbytes * w.times),
                         "cost": _short(w.cost),

@@ -622,7 +622,7 @@ def _attention_s(
     seconds = float(np.ravel(work_price(w, model))[0])
     if name is None or w.mnk is None:
         return seconds
-    rate = device.peak(w.dtype) * float(
+    rate = device.peak_of("attention", w.dtype) * float(
         known[name].at(np.asarray(w.mnk[1]), backward=w.phase == "backward").ravel()[0]
     )
     return float(np.ravel(w.flops)[0]) / rate + device.launch_s

@@ -10,8 +10,11 @@ import pase
 from pase.errors import PaseError
 from pase.frontends.registry import trace
 from pase.ir import Graph
+from pase.ir.precision import HIGHEST
 from pase.ir.text import digest
 from pase.ir.types import PRODUCTS
+from pase.questions.explain import explain
+from pase.questions.report import report_page
 
 pytestmark = pytest.mark.torch
 
@@ -152,3 +155,26 @@ def test_a_plan_says_what_rounded_factors_would_save() -> None:
     )
     (remark,) = [r for r in plan.noted if "all bits" in r.what]
     assert "torch.set_float32_matmul_precision('high') asks for it" in remark.what
+
+
+def test_no_work_of_a_plan_is_above_its_peak() -> None:
+    """Fused attention of float32 is faster than the vector units, which run the products beside it."""
+    import torch
+
+    class Attends(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Any) -> Any:
+            x = x * self.scale
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x).mean()
+
+    plan = pase.compile(Attends(), torch.zeros(4, 8, 4096, 128), devices=1, machine="h100x8", baselines=False)
+    layers = (explain(plan, n.name).layer for n in plan.nodes if any(w.kind == "attention" for w in n.work))
+    work = [w for layer in layers if layer is not None for w in layer.work if w.kind == "attention"]
+    assert {w.dtype for w in work} == {HIGHEST}
+    assert all(w.achieved_flops is not None and 0.3 < w.achieved_flops < 1 for w in work)
+    assert plan.throughput is not None and plan.throughput.mfu < 1
+    page = report_page(explain(plan))
+    assert "peak of float32, all bits in attention" in page and HIGHEST not in page
