@@ -134,7 +134,16 @@ def _planned(
         accumulate=v.accumulate,
         remat=tuple(v.blocks),
         once=v.hoisted,
-        gathers_again=v.gathers_again,
+        gathers_again=v.gathers_again and _gathers_again(plan),
+    )
+
+
+def _gathers_again(plan: PlanData) -> bool:
+    """Return whether a collective of forward runs once more for backward, outside of recomputed regions."""
+    nodes = {n.name: n for n in plan.nodes}
+    return any(
+        c.phase == "forward" and c.times > nodes[c.node].times and not nodes[c.node].recomputed_in
+        for c in plan.collectives
     )
 
 

@@ -218,11 +218,14 @@ def test_what_does_not_gather_again_refuses() -> None:
         within(None, regather="all", pipeline=2)
 
 
-def test_the_plan_says_so_in_its_file_too(tmp_path: Path) -> None:
-    kept, plan = within(None), within(None, regather="all")
-    assert plan.gathers_again and not kept.gathers_again
-    plan.save(tmp_path / "layout.json")
-    assert pase.load(tmp_path / "layout.json").gathers_again
+def test_a_plan_says_so_in_its_file_too_if_it_gathers_anything(tmp_path: Path) -> None:
+    c = case("tower", RANKS)
+    problem = c.case.problem.varied(c.case.traced, Variant(gathers_again=True))
+    for name, again in (("data_parallel", False), ("fsdp", True)):
+        plan = Case(traced=c.case.traced, problem=problem).plan(name)
+        assert plan is not None and plan.gathers_again == again
+        plan.save(tmp_path / "layout.json")
+        assert pase.load(tmp_path / "layout.json").gathers_again == again
 
 
 def test_a_compiled_step_gathers_again() -> None:
