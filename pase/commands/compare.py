@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +21,7 @@ from pase.commands.options import (
 )
 from pase.compiler.problem.options import CompileOptions
 from pase.errors import PaseError
+from pase.files.formats import written_as
 from pase.files.terminal import UNWRAPPED, console
 from pase.machine import DEFAULT
 
@@ -54,6 +56,25 @@ def compare(
             "flops=0.8,1.2. If given several times, all combinations are tried.",
         ),
     ] = None,
+    take: Annotated[
+        str | None,
+        typer.Option(
+            "--take",
+            help="Write the plan of this strategy, by its name in the table, to the file of --output. It runs and is "
+            "emitted as a plan of 'pase compile' does.",
+            metavar="NAME",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="The layout JSON that --take writes.",
+            metavar="FILE",
+            callback=written_as("JSON"),
+        ),
+    ] = None,
     json: JsonOption = False,
     strict: StrictOption = False,
 ) -> None:
@@ -74,7 +95,14 @@ def compare(
       pase compare zoo:gpt2 --devices 32
       pase compare layout.json     its model, devices and machine; its own plan is a row too
       pase compare zoo:gpt2 --devices 32 --vary bandwidth=0.5..2
+      pase compare zoo:gpt2 --devices 32 --take fsdp -o layout.json
     """
+    if (take is None) != (output is None):
+        raise PaseError(
+            "one of --take and --output is missing",
+            where="pase compare",
+            fix="write --take fsdp -o layout.json",
+        )
     if vary:
         from pase.questions.sensitivity import vary_machine
 
@@ -86,9 +114,12 @@ def compare(
             _print_varied(points, model, options)
         return
     from pase.compiler.compilation import compare_model
+    from pase.plan.layout import save
 
     with progress() as say:
         rows: Rows = compare_model(model, None, (), options, say)
+    if take is not None and output is not None:
+        save(_taken(rows, take), output)
     ours = next(plan for name, plan in rows if name == "pase")
     usual = None
     if options.pipeline != "none":
@@ -103,7 +134,18 @@ def compare(
         _print(ours, rows)
         if options.pipeline != "none":
             _print_usual(usual)
+    if output is not None:
+        console(err=True).print(f"wrote {output}: {take}")
     strictly(ours.sound, strict)
+
+
+def _taken(rows: Rows, name: str) -> PlanData:
+    plans = dict(rows)
+    if name not in plans:
+        raise PaseError(
+            f"no strategy here is called '{name}'", where="--take", fix=f"take one of {', '.join(plans)}"
+        )
+    return plans[name]
 
 
 def _usual(model: str, options: CompileOptions, say: Progress) -> Priced | None:

@@ -72,6 +72,9 @@ def compile(
     no plan fits, the best plan without a limit is printed, with a warning that says what would fit. With --strict, the
     exit status is then 1.
 
+    To run an expert strategy instead, such as plain FSDP, write its plan with pase compare --take. To write the plan
+    for a program other than pase's own (pase emit), name that program with --for.
+
     \b
     Examples:
       pase compile zoo:gpt2 --devices 32

@@ -204,7 +204,7 @@ def _table(*columns: str) -> RichTable:
 def _overview(e: Explanation, c: Console) -> None:
     from pase.compiler.unfused import unfused_text
     from pase.plan.answer import split_text
-    from pase.plan.table import bytes_text, cost_text, headline
+    from pase.plan.table import bytes_text, cost_text, headline, layer_rows
     from pase.questions.explain import whole_time
 
     plan = e.plan
@@ -227,15 +227,16 @@ def _overview(e: Explanation, c: Console) -> None:
     c.print(table)
     c.print()
     table = _table("layer", "split", "time>", "share>", "best other split>")
-    for n in sorted(plan.nodes, key=lambda n: -n.cost.total):
-        if not n.cost.total and n.name not in e.next_best:
+    for row in sorted(layer_rows(plan.nodes, plan.mesh), key=lambda row: -row.total):
+        first = row.nodes[0]
+        other = e.next_best.get(first.name)
+        if not row.total and other is None:
             continue
-        other = e.next_best.get(n.name)
         table.add_row(
-            n.name + (f" ×{n.times}" if n.times > 1 else ""),
-            split_text(n.split.items(), plan.mesh) or "-",
-            cost_text(n.cost.total, plan.unit),
-            f"{n.cost.total / whole:.1%}",
+            row.title,
+            split_text(first.split.items(), plan.mesh) or "-",
+            cost_text(row.total, plan.unit),
+            f"{row.total / whole:.1%}",
             "" if other is None else _against(other, plan.cost),
         )
     c.print(table)

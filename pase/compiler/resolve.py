@@ -94,6 +94,12 @@ def resolve(model: str, unknown: Unknown = "error", dims: DimSizes | None = None
         raise PaseError(
             "it names a file, not a module", where=f"model '{model}'", fix=f"write {named}:{attribute}"
         )
+    if "?" in attribute:
+        raise PaseError(
+            "settings behind ? are for models of zoo: and hf:",
+            where=f"model '{model}'",
+            fix=f"write a function that makes the model with these settings, and name it as {module}:NAME",
+        )
     if not attribute or not all(part.isidentifier() for part in (*module.split("."), attribute)):
         raise PaseError(
             f"'{model}' is not a model",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pase.machine import Mesh
 
 __all__ = [
+    "LayerRow",
     "as_html",
     "as_text",
     "bytes_text",
@@ -31,6 +33,7 @@ __all__ = [
     "devices_text",
     "headline",
     "in_a_line",
+    "layer_rows",
     "layer_table",
     "misfit_text",
     "padding_text",
@@ -98,10 +101,10 @@ def headline(plan: PlanData) -> list[str]:
         how += [f"{part} in backward" for part in recompute_text(plan.remat)]
         how += hoisted_text(plan.once)
         how += gathering_again_text(plan.gathers_again)
-        lines.append(f"to fit {' · '.join(how)}")
+        lines.append(f"runs   {' · '.join(how)}")
     m = plan.memory
     lines.append(
-        f"memory {bytes_text(m.total)} of {bytes_text(plan.memory_there)} a device   parameters "
+        f"memory {bytes_text(m.total)} of {bytes_text(plan.memory_there)} a device at its peak   parameters "
         f"{bytes_text(m.parameters)} · gradients {bytes_text(m.gradients)} · optimizer {bytes_text(m.optimizer)} · "
         f"activations {bytes_text(m.activations)} · buffers {bytes_text(m.buffers)}"
     )
@@ -205,7 +208,7 @@ _MOST_LINES = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class _LayerRow:
+class LayerRow:
     """Nodes that are alike: equal layers that the program writes out, or one layer. Costs are sums."""
 
     name: str
@@ -216,6 +219,15 @@ class _LayerRow:
         return sum(n.times for n in self.nodes)
 
     @property
+    def title(self) -> str:
+        """The name, and how often such a layer runs in a step."""
+        return self.name + (f" ×{self.times}" if self.times > 1 else "")
+
+    @property
+    def total(self) -> float:
+        return sum(n.cost.total for n in self.nodes)
+
+    @property
     def compute(self) -> float:
         return sum(n.cost.compute for n in self.nodes)
 
@@ -223,16 +235,20 @@ class _LayerRow:
     def communication(self) -> float:
         return sum(n.cost.communication for n in self.nodes)
 
+    @property
+    def update(self) -> float:
+        return sum(n.cost.update for n in self.nodes)
 
-def _rows(plan: PlanData) -> list[_LayerRow]:
-    """Return the nodes that compute or communicate, those together whose names differ by numbers only.
+
+def layer_rows(nodes: Iterable[NodePlan], mesh: Mesh) -> list[LayerRow]:
+    """Return the nodes of a plan, those together whose names differ by numbers only.
 
     They also have the same op, sizes and split. A name gets a ``*`` for numbers that differ.
     """
     alike: dict[tuple[object, ...], list[NodePlan]] = {}
-    for n in filter(_is_listed, plan.nodes):
-        alike.setdefault(_shape_of(n, plan.mesh), []).append(n)
-    return [_LayerRow(name=_common(nodes), nodes=tuple(nodes)) for nodes in alike.values()]
+    for n in nodes:
+        alike.setdefault(_shape_of(n, mesh), []).append(n)
+    return [LayerRow(name=_common(same), nodes=tuple(same)) for same in alike.values()]
 
 
 def _shape_of(n: NodePlan, mesh: Mesh) -> tuple[object, ...]:
@@ -287,14 +303,14 @@ def layer_table(plan: PlanData, width: int = _WITH_MOVES, most: int | None = Non
     for c in plan.collectives:
         at = sent_by_node.setdefault(c.node, {})
         at[_KINDS[c.kind]] = at.get(_KINDS[c.kind], 0.0) + c.nbytes * c.times
-    rows = _rows(plan)
+    rows = layer_rows(filter(_is_listed, plan.nodes), plan.mesh)
     shown = rows if most is None or len(rows) <= most else _costliest(rows, most - 1)
     for row in shown:
         first, sent = row.nodes[0], Counter[str]()
         for n in row.nodes:
             sent.update(sent_by_node.get(n.name, {}))
         table.add_row(
-            row.name + (f" ×{row.times}" if row.times > 1 else ""),
+            row.title,
             *([_op_text(first)] if ops else []),
             _split_text(first, plan.mesh),
             cost_text(row.compute, plan.unit),
@@ -317,7 +333,7 @@ def layer_table(plan: PlanData, width: int = _WITH_MOVES, most: int | None = Non
 def _add_updates(
     table: RichTable,
     plan: PlanData,
-    rows: Sequence[_LayerRow],
+    rows: Sequence[LayerRow],
     sent_by_node: Mapping[str, Mapping[str, float]],
     *,
     each: bool,
@@ -345,7 +361,7 @@ def _add_updates(
     )
 
 
-def _costliest(rows: Sequence[_LayerRow], most: int) -> list[_LayerRow]:
+def _costliest(rows: Sequence[LayerRow], most: int) -> list[LayerRow]:
     """Return the rows that cost the most, in their order."""
     ranked = sorted(rows, key=lambda row: -(row.compute + row.communication))[: max(most, 1)]
     return [row for row in rows if row in ranked]
@@ -383,17 +399,13 @@ def storage_table(plan: PlanData) -> RichTable:
         groups.setdefault(how, []).append((path, t))
     sizes = plan.mesh.by_name
     for how, members in groups.items():
-        held = 0.0
-        for _, t in members:
-            ways = 1
-            for dim in t.storage:
-                for a in dim:
-                    ways *= sizes[a]
-            held += _elements(t) * _itemsize(t.dtype) / ways
-        names = ", ".join(p for p, _ in members[:4]) + (
-            f" and {len(members) - 4} more" if len(members) > 4 else ""
-        )
-        table.add_row(how, str(len(members)), bytes_text(held), names)
+        held = {
+            path: _elements(t) * _itemsize(t.dtype) / math.prod(sizes[a] for dim in t.storage for a in dim)
+            for path, t in members
+        }
+        largest = sorted(held, key=lambda path: -held[path])
+        names = ", ".join(largest[:4]) + (f" and {len(largest) - 4} more" if len(largest) > 4 else "")
+        table.add_row(how, str(len(members)), bytes_text(sum(held.values())), names)
     return table
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pase.errors import Infeasible, PaseError
 from pase.files.progress import PieceOfWork
 from pase.ir.precision import rate_words
+from pase.plan.table import layer_rows
 from pase.plan.types import NodePlan, PlanData
 from pase.tables.itemize import Collective, LocalWork
 
@@ -104,7 +105,7 @@ class Explanation:
 
     layer: the report on one layer, if one was asked for.
     next_best: layer -> cost of the best strategy that splits this layer in other numbers of ways, in the order of the
-        plan. Only layers that were tried within the time limit are in it.
+        plan. Of equal layers, one is tried. Only layers that were tried within the time limit are in it.
     unfused: attention that the model writes out as products and that a fused kernel would run faster.
     unaligned: products that would be faster with a dim that is a little larger.
     machine, problem: those of the plan, if they are available. Otherwise remark says why not.
@@ -271,7 +272,11 @@ def explain(
 
         written_out, uneven_rows = unfused(plan, problem), unaligned(plan, problem)
         next_best, skipped = _next_best(plan, problem, time_limit, say)
-        remark = f"the time limit was reached, and {skipped} layers were not tried" if skipped else remark
+        remark = (
+            f"the time limit was reached, and {skipped} layers were not tried (--time-limit)"
+            if skipped
+            else remark
+        )
     if node is not None:
         report = _layer(plan, node, there, problem, say)
     return Explanation(
@@ -321,7 +326,10 @@ def _model_of(plan: PlanData, model: str | None, say: Callable[[str], None]) -> 
         return plan.traced, ""
     name = model if model is not None else plan.model if plan.model.startswith("zoo:") else None
     if name is None:
-        return None, "the plan's model is not available; name it with --model to see alternatives"
+        return None, (
+            f"name the model to see alternatives: --model {plan.model} (a layout may come from anyone, so pase does "
+            f"not import by itself what it names)"
+        )
     if model is None and importlib.util.find_spec("jax") is None:
         return (
             None,
@@ -415,19 +423,26 @@ def _chosen_index(plan: PlanData, problem: SplitProblem, v: int) -> int:
 def _next_best(
     plan: PlanData, problem: SplitProblem, time_limit: float, say: Callable[[str], None]
 ) -> tuple[dict[str, float], int]:
-    """Returns (layer -> cost of the best strategy that splits it in other numbers of ways, number of layers left)."""
+    """Returns (layer -> cost of the best strategy that splits it in other numbers of ways, number of layers left).
+
+    The costliest layers come first. Of equal layers, the first one is tried, and the others get its cost.
+    """
     start = time.perf_counter()
-    out: dict[str, float] = {}
-    nodes = [v for v, n in enumerate(problem.graph.nodes) if n.kind not in ("output", "constant")]
-    for done, v in enumerate(nodes):
+    found: dict[str, float] = {}
+    at = {n.name: v for v, n in enumerate(problem.graph.nodes) if n.kind not in ("output", "constant")}
+    rows = sorted(layer_rows((n for n in plan.nodes if n.name in at), plan.mesh), key=lambda row: -row.total)
+    left = 0
+    for done, row in enumerate(rows):
         if time.perf_counter() - start > time_limit:
-            return out, len(nodes) - done
-        say(PieceOfWork(f"next-best choices: {problem.graph.nodes[v].name}", done, len(nodes)))
+            left = sum(len(r.nodes) for r in rows[done:])
+            break
+        say(PieceOfWork(f"next-best choices: {row.name}", done, len(rows)))
+        v = at[row.nodes[0].name]
         chosen = _chosen_index(plan, problem, v)
         others = [i for g in _groups(plan, problem, v).values() if chosen not in g for i in g]
         if others:
-            out[problem.graph.nodes[v].name] = _solved(plan, problem, v, others)[0]
-    return out, 0
+            found |= dict.fromkeys([n.name for n in row.nodes], _solved(plan, problem, v, others)[0])
+    return {n.name: found[n.name] for n in plan.nodes if n.name in found}, left
 
 
 def _layer(

@@ -15,7 +15,7 @@ from pase.pages.shell import Section, page
 from pase.pages.streams import timeline_mount
 from pase.plan.answer import answer, axes_text, mesh_text, name_in_words, split_text, step_text
 from pase.plan.step_memory import StepMemory, step_memory
-from pase.plan.table import bytes_text, cost_text, devices_text, misfit_text
+from pase.plan.table import bytes_text, cost_text, devices_text, layer_rows, misfit_text
 from pase.plan.types import PlanData, TensorPlan
 from pase.questions.explain import Explanation, whole_time
 from pase.questions.reasons import reasons
@@ -353,23 +353,20 @@ _MOST_LAYERS = 40
 
 def _layers(e: Explanation) -> str:
     plan = e.plan
-    shown = sorted((n for n in plan.nodes if n.cost.total), key=lambda n: -n.cost.total)
-    most = max((n.cost.total for n in shown), default=0.0)
+    shown = sorted((r for r in layer_rows(plan.nodes, plan.mesh) if r.total), key=lambda r: -r.total)
+    most = max((r.total for r in shown), default=0.0)
     rows = []
-    for n in shown:
-        split = split_text(n.split.items(), plan.mesh) or "not split"
-        parts = [
-            ("compute", n.cost.compute),
-            ("communication", n.cost.communication),
-            ("update", n.cost.update),
-        ]
+    for r in shown:
+        first = r.nodes[0]
+        split = split_text(first.split.items(), plan.mesh) or "not split"
+        parts = [("compute", r.compute), ("communication", r.communication), ("update", r.update)]
         rows.append(
             (
-                escape(n.name) + (f" ×{n.times}" if n.times > 1 else ""),
-                f"<code>{escape(n.einsum)}</code>",
+                escape(r.title),
+                f"<code>{escape(first.einsum)}</code>",
                 escape(split),
-                cost_text(n.cost.total, plan.unit),
-                *([_otherwise(e, n.name)] if e.next_best else []),
+                cost_text(r.total, plan.unit),
+                *([_otherwise(e, first.name)] if e.next_best else []),
                 bar(parts, most),
             )
         )

@@ -3,6 +3,8 @@
 import json
 from types import SimpleNamespace
 
+import pase
+from pase import load
 from pase.commands.compare import compare, recommended
 from tests.command import reported, run
 
@@ -26,6 +28,21 @@ def test_a_layout_has_devices_and_machine_and_is_a_row(plan, tmp_path):
     assert all(0 <= r["exposed"] <= r["communication"] for r in rows.values())
     code, _, said = run("compare", plan.model)
     assert code == 2 and "--devices" in said
+
+
+def test_a_strategy_of_the_table_can_be_taken_as_a_plan(tmp_path):
+    path = tmp_path / "fsdp.json"
+    code, said, wrote = run("compare", MODEL, "--devices", DEVICES, "--take", "fsdp", "-o", path)
+    assert code == 0 and "data_parallel" in said and f"wrote {path}: fsdp" in wrote
+    plan = load(path)
+    assert plan.cost == plan_costs(plan)["fsdp"] and all(any(t.storage) for t in plan.parameters.values())
+    code, _, said = run("compare", MODEL, "--devices", DEVICES, "--take", "fdsp", "-o", path)
+    assert code == 2 and "take one of pase, " in said
+    assert run("compare", MODEL, "--devices", DEVICES, "--take", "fsdp")[0] == 2
+
+
+def plan_costs(plan):
+    return dict((name, p.cost) for name, p in pase.compare(plan.model, devices=plan.devices))
 
 
 def test_what_a_strategy_cannot_split_is_said_once_with_its_names():

@@ -50,6 +50,7 @@ def test_a_function_of_the_current_folder_is_called_and_traced() -> None:
     ("name", "says"),
     [
         ("gpt2", "is not a model"),
+        ("mine:model?layers=4", "settings behind"),
         ("n" * 5000, "is not a model"),  # longer than a file's name may be
         ("resolved_here:", "is not a model"),
         ("1st:model", "is not a model"),

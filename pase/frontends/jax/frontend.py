@@ -569,8 +569,8 @@ registry.FRONTENDS.add(
         trace=trace,
         coverage=coverage,
         programs=True,
-        fused_attention="Request one: jax.nn.dot_product_attention(..., implementation='cudnn') on a GPU; "
-        "nnx.MultiHeadAttention takes it as attention_fn, and zoo models as attention=fused",
+        fused_attention="Request one: jax.nn.dot_product_attention(..., implementation='cudnn') on a GPU, which has "
+        "no dropout; nnx.MultiHeadAttention takes it as attention_fn, and zoo models as attention=fused",
         narrow_result="Without preferred_element_type, jnp.matmul(x, w).astype(jnp.float32) is summed in float32 too, "
         "and rounded once",
         fewer_bits="That is what JAX uses without precision= and jax.default_matmul_precision",

@@ -236,9 +236,9 @@ def program_of(
     except Exception as e:
         if "cudnn" in str(e).lower():
             raise PaseError(
-                f"it asks for the attention of cuDNN, which JAX traces only if it finds a GPU ({e})",
+                f"it calls a kernel of cuDNN itself, which JAX traces only if it finds a GPU ({e})",
                 where=called,
-                fix="compile the plan on a machine with a GPU, or leave implementation out, which stores the scores",
+                fix="ask for it by jax.nn.dot_product_attention(..., implementation='cudnn'), which is read anywhere",
             ) from e
         line = _users_line(e)
         e.add_note(
