@@ -135,6 +135,9 @@ def scale(
             one = replace(options, machine=m, baselines=False)
             points += scaled(model, numbers, one, say, prices.get(m))
     if length is not None:
+        known = failures is not None or all(
+            load_machine(m).failures_per_device_hour is not None for m in machines
+        )
         for p in points:
             if p.plan is not None:
                 terms = RunTerms(
@@ -144,7 +147,8 @@ def scale(
                     failures_per_device_hour=failures,
                     price=p.price,
                 )
-                runs[p.at] = training_run(p.plan, load_machine(p.machine), p.devices, terms)
+                there = load_machine(p.machine)
+                runs[p.at] = training_run(p.plan, there, p.devices, terms, count_failures=known)
     if output is not None:
         write_atomically(output, scale_page(model, points, runs, date.today().isoformat()))
     if json:
@@ -161,8 +165,9 @@ def scale(
 def _print_runs(runs: dict[tuple[str, int], TrainingRun], machines: Sequence[str], terms: RunTerms) -> None:
     from pase.plan.columns import columns
     from pase.questions.scale import number_text as text
+    from pase.questions.training_run import UNCOUNTED
 
-    names = "devices", "days", "days, none fail", "failures", "save every", "device- hours", "MWh", "cost"
+    names = "devices", "days", "days, none fail", "failures", "save every", "device hours", "MWh", "cost"
     of_machine = ["machine"] if len(machines) > 1 else []
     table = columns(*of_machine, *names, left=("machine",), overflow="fold")
     for (machine, devices), r in runs.items():
@@ -190,6 +195,7 @@ def _print_runs(runs: dict[tuple[str, int], TrainingRun], machines: Sequence[str
         of = ", ".join(unknown)
         out.print(
             f"The machine file of {of} has no rate of failures: state one with --failures, such as 2e-5."
+            + (f" Without it, {UNCOUNTED}." if len(machines) > 1 else "")
         )
 
 

@@ -11,6 +11,7 @@ from pase.pages.parts import key, table
 from pase.pages.shell import Section, page
 from pase.plan.table import bytes_text
 from pase.questions.scale import ScalePoint, number_text
+from pase.questions.training_run import UNCOUNTED
 
 if TYPE_CHECKING:
     from pase.questions.training_run import TrainingRun
@@ -150,7 +151,7 @@ def whole_runs(runs: Mapping[tuple[str, int], TrainingRun]) -> str:
     steps = next(iter(runs.values())).steps
     why = (
         f"The machine file of {escape(', '.join(unknown))} has no rate of failures, so days with failures are not "
-        "known; --failures states one. "
+        f"known; --failures states one. Without it, {UNCOUNTED}. "
         if unknown
         else ""
     )

@@ -10,7 +10,10 @@ from pase.files.json_values import JsonObject
 from pase.machine import Machine
 from pase.plan.types import PlanData
 
-__all__ = ["RunTerms", "TrainingRun", "checkpoint_interval_s", "stretch", "training_run"]
+__all__ = ["UNCOUNTED", "RunTerms", "TrainingRun", "checkpoint_interval_s", "stretch", "training_run"]
+
+
+UNCOUNTED = "device-hours, energy and cost are those of a run in which none fails, for every machine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +53,8 @@ class TrainingRun:
 
     compute_s: seconds of its steps, without failures and checkpoints. wall_s: with both, as expected.
     failures: the expected number. checkpoint_every_s: the best time of training between two checkpoints.
-    device_hours, energy_kwh, cost: of wall_s, or of compute_s where failures are unknown. The energy is at most this:
-        every device at its power limit for the whole time, without hosts, network and cooling.
+    device_hours, energy_kwh, cost: of wall_s, or of compute_s where failures are unknown or not counted. The energy is
+        at most this: every device at its power limit for the whole time, without hosts, network and cooling.
     """
 
     steps: int
@@ -99,8 +102,14 @@ def stretch(every_s: float, checkpoint_s: float, restart_s: float, between_failu
     return m / every_s * math.exp(restart_s / m) * math.expm1(exponent)
 
 
-def training_run(plan: PlanData, machine: Machine, devices: int, terms: RunTerms) -> TrainingRun:
-    """The run of a plan's step on this many devices. Raises PaseError if the step has no tokens or no time."""
+def training_run(
+    plan: PlanData, machine: Machine, devices: int, terms: RunTerms, *, count_failures: bool = True
+) -> TrainingRun:
+    """The run of a plan's step on this many devices. Raises PaseError if the step has no tokens or no time.
+
+    count_failures: whether failures count in device-hours, energy and cost. A run is compared with one whose failures
+        are unknown without them.
+    """
     tokens = None if plan.work is None else plan.work.tokens
     if not tokens or plan.unit != "s":
         raise PaseError(
@@ -122,7 +131,7 @@ def training_run(plan: PlanData, machine: Machine, devices: int, terms: RunTerms
         every_s = checkpoint_interval_s(terms.checkpoint_s, between_s)
         wall_s = compute_s * stretch(every_s, terms.checkpoint_s, terms.restart_s, between_s)
         failures = wall_s / between_s
-    hours = devices * (compute_s if wall_s is None else wall_s) / 3600
+    hours = devices * (wall_s if wall_s is not None and count_failures else compute_s) / 3600
     power = machine.device.power_w
     return TrainingRun(
         steps=steps,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.command import printed
 
 MODEL = "zoo:mlp"
@@ -39,6 +41,27 @@ def test_a_whole_run_fits_eighty_columns_and_is_in_the_json(monkeypatch):
     assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
     (point,) = json.loads(printed(*run, "--json"))["points"]
     assert point["run"]["cost"] == 2.5 * point["run"]["device_hours"] and point["run"]["failures"] > 0
+
+
+def test_runs_are_compared_without_failures_if_those_of_a_machine_are_unknown():
+    run = (
+        "scale",
+        "zoo:gpt2?batch=8&layers=1&seq=64",
+        "--devices",
+        "8",
+        "--machine",
+        "h100x8,b200x8",
+        "--tokens",
+        "15T",
+    )
+    h100, b200 = (p["run"] for p in json.loads(printed(*run, "--json"))["points"])
+    assert h100["wall_s"] > h100["compute_s"] and b200["wall_s"] is None
+    for r in (h100, b200):
+        assert r["device_hours"] == pytest.approx(8 * r["compute_s"] / 3600)
+    said = " ".join(printed(*run).split())
+    assert "b200x8 has no rate of failures" in said and "run in which none fails, for every machine" in said
+    known, _ = (p["run"] for p in json.loads(printed(*run, "--failures", "2e-5", "--json"))["points"])
+    assert known["device_hours"] == pytest.approx(8 * known["wall_s"] / 3600)
 
 
 def test_several_machines_are_one_table_and_one_chart():

@@ -54,6 +54,9 @@ def test_a_run_has_what_is_known_and_no_more():
     assert run.energy_kwh == pytest.approx(0.7 * run.device_hours)
     unknown = training_run(plan, b200, 8, terms)
     assert unknown.wall_s is None and unknown.failures is None and unknown.device_hours > 0
+    alike = training_run(plan, h100, 8, terms, count_failures=False)
+    assert (alike.wall_s, alike.failures) == (run.wall_s, run.failures)
+    assert alike.cost == pytest.approx(2 * 8 * run.compute_s / 3600)
     never = training_run(plan, b200, 8, replace(terms, failures_per_device_hour=0.0))
     assert never.wall_s == never.compute_s and never.failures == 0
     with pytest.raises(PaseError, match="no number of tokens"):
