@@ -23,12 +23,14 @@ from pase.tables.work import parameter_reads
 __all__ = ["of_graph", "remarked"]
 
 _ROUNDING = 1e-6
+_MUCH = 0.05
+"""The part of a device's memory from which on a difference is worth a remark."""
 
 
 def remarked(plan: PlanData, graph: Graph, machine: Machine) -> PlanData:
     """Return the plan with its remarks: those of the graph that it splits, and the contradictions in its figures."""
-    found = [*of_graph(graph), *_activations(plan, graph), *_step(plan, machine), *_unsent(plan, graph)]
-    return replace(plan, noted=tuple(found))
+    doubts = [*_activations(plan, graph), *_step(plan, machine), *_unsent(plan, graph)]
+    return replace(plan, noted=(*of_graph(graph), *doubts, *_short_state(plan)))
 
 
 def of_graph(graph: Graph) -> tuple[Remark, ...]:
@@ -44,6 +46,22 @@ def _empty(graph: Graph) -> Iterator[Remark]:
         )
     if not any(op.flops_per_point for n in graph.nodes for op in n.ops):
         yield Remark("empty", "no op of the model computes anything: every FLOP count is zero")
+
+
+def _short_state(plan: PlanData) -> Iterator[Remark]:
+    """Yield what mixed precision would take beside a model that is stored in 16 bits, where it is much: people mean
+    mixed precision by it."""
+    held = {path: t.local_bytes(plan.mesh) for path, t in plan.trained.items()}
+    short = sum(n for path, n in held.items() if plan.trained[path].dtype in ("bfloat16", "float16"))
+    if not short or not plan.memory.optimizer:
+        return
+    more = 2 * short + plan.memory.optimizer * short / sum(held.values())
+    if more > _MUCH * plan.memory_there:
+        yield Remark(
+            "assumed",
+            f"parameters and the optimizer's state are stored in 16 bits, as the model has them: with a float32 copy "
+            f"of each parameter and state in float32 (mixed precision), a device would hold {bytes_text(more)} more",
+        )
 
 
 def _opaque(graph: Graph) -> Iterator[Remark]:

@@ -95,18 +95,20 @@ def headline(plan: PlanData) -> list[str]:
     lines += stage_lines(plan)
     if plan.padding:
         lines.append(f"padded {padding_text(plan)}")
-    fitted = plan.accumulate > 1 or plan.remat or plan.once != "none" or plan.gathers_again
-    if plan.pipeline is None and fitted:
-        how = [f"{plan.accumulate} micro-batches, gradients summed"] if plan.accumulate > 1 else []
-        how += [f"{part} in backward" for part in recompute_text(plan.remat)]
-        how += hoisted_text(plan.once)
-        how += gathering_again_text(plan.gathers_again)
+    how = [f"{plan.accumulate} micro-batches, gradients summed"] if plan.accumulate > 1 else []
+    how += [f"{part} in backward" for part in recompute_text(plan.remat)]
+    if not plan.remat and any(n.recomputed_in for n in plan.nodes):
+        how.append("regions that the model marks are recomputed in backward")
+    how += hoisted_text(plan.once)
+    how += gathering_again_text(plan.gathers_again)
+    if plan.pipeline is None and how:
         lines.append(f"runs   {' · '.join(how)}")
     m = plan.memory
     lines.append(
         f"memory {bytes_text(m.total)} of {bytes_text(plan.memory_there)} a device at its peak   parameters "
-        f"{bytes_text(m.parameters)} · gradients {bytes_text(m.gradients)} · optimizer {bytes_text(m.optimizer)} · "
-        f"activations {bytes_text(m.activations)} · buffers {bytes_text(m.buffers)}"
+        f"{bytes_text(m.parameters)}{_stored_as(plan)} · gradients {bytes_text(m.gradients)} · "
+        f"optimizer {bytes_text(m.optimizer)} · activations {bytes_text(m.activations)} · "
+        f"buffers {bytes_text(m.buffers)}"
     )
     if plan.waiting_bytes:
         lines.append(f"       and {bytes_text(plan.waiting_bytes)} of gradients that wait for later steps")
@@ -199,6 +201,14 @@ def _split_text(n: NodePlan, mesh: Mesh) -> str:
 
 
 _COUNTED = re.compile(r"[a-z]\d{2,}")
+
+
+def _stored_as(plan: PlanData) -> str:
+    """Return the dtype of most of the parameters' elements, as a part of the memory's line."""
+    held = Counter[str]()
+    for t in plan.parameters.values():
+        held[t.dtype] += t.elements
+    return f" of {held.most_common(1)[0][0]}" if held else ""
 
 
 _WITH_OPS, _WITH_MOVES = 110, 150

@@ -100,7 +100,7 @@ def test_errors_say_what_to_do():
     assert "JAX sees 4" in e.value.what and "device_count=8" in e.value.fix
     for params, x, where, found, compiled in (
         (PARAMS | {"up": jnp.zeros((16, 64))}, X, "'up'", "(16, 64)", "(16, 128)"),
-        (PARAMS, X.astype(int), "'0'", "int32", "float32"),
+        (PARAMS, X.astype(int), "'x'", "int32", "float32"),
     ):
         with pytest.raises(PaseError) as e:
             jp.loss(jp.mesh())(params, x)
