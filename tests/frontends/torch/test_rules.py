@@ -135,7 +135,7 @@ def compared() -> tuple[dict[str, tuple[float, np.ndarray]], Any, Any]:
 
 def test_graphs_say_what_ops_compute() -> None:
     found, traced, given = compared()
-    value, grads = unsplit(traced.graph, {**given, "0": np.ones(())}, traced.graph.outputs[0])
+    value, grads = unsplit(traced.graph, {**given, "scale": np.ones(())}, traced.graph.outputs[0])
     for i, name in enumerate(
         NAMES
     ):  # PyTorch's derivatives of celu, hardsigmoid and hardswish round to float32
