@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +10,7 @@ import typer
 from pase.commands.compile import rates
 from pase.commands.options import (
     JsonOption,
+    LayoutOutput,
     ModelName,
     StrictOption,
     compile_options,
@@ -21,7 +21,6 @@ from pase.commands.options import (
 )
 from pase.compiler.problem.options import CompileOptions
 from pase.errors import PaseError
-from pase.files.formats import written_as
 from pase.files.terminal import UNWRAPPED, console
 from pase.machine import DEFAULT
 
@@ -65,16 +64,7 @@ def compare(
             metavar="NAME",
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="The layout JSON that --take writes.",
-            metavar="FILE",
-            callback=written_as("JSON"),
-        ),
-    ] = None,
+    output: LayoutOutput = None,
     json: JsonOption = False,
     strict: StrictOption = False,
 ) -> None:
@@ -102,6 +92,10 @@ def compare(
             "one of --take and --output is missing",
             where="pase compare",
             fix="write --take fsdp -o layout.json",
+        )
+    if vary and take is not None:
+        raise PaseError(
+            "--vary compares costs and has no plans to take", where="--take", fix="leave out one of the two"
         )
     if vary:
         from pase.questions.sensitivity import vary_machine

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pase.commands.options import (
     JsonOption,
+    LayoutOutput,
     ModelName,
     StrictOption,
     compile_options,
@@ -19,7 +19,6 @@ from pase.commands.options import (
 )
 from pase.compiler.problem.options import CompileOptions
 from pase.files.codec import to_tree
-from pase.files.formats import written_as
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
@@ -42,18 +41,7 @@ def compile(
             metavar="POLICY",
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Write the plan to this file, as layout JSON. Other commands read it.",
-            metavar="FILE",
-            callback=written_as(
-                "JSON", page="write layout.json, then run: pase report layout.json -o FILE.html"
-            ),
-        ),
-    ] = None,
+    output: LayoutOutput = None,
     every_layer: Annotated[
         bool, typer.Option("--all", help="Print every layer, not only the costliest in about 40 lines.")
     ] = False,

@@ -17,6 +17,7 @@ import typer
 
 from pase.compiler.problem.options import CompileOptions
 from pase.errors import PaseError
+from pase.files.formats import written_as
 from pase.files.json_values import JsonObject
 from pase.files.progress import estimating, seldom
 from pase.files.terminal import console
@@ -33,6 +34,7 @@ __all__ = [
     "LayoutFile",
     "LayoutMachine",
     "LayoutModel",
+    "LayoutOutput",
     "ModelName",
     "StrictOption",
     "compile_options",
@@ -124,6 +126,17 @@ FailuresOption = Annotated[
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")
+]
+
+LayoutOutput = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="Write the plan to this file, as layout JSON. Other commands read it.",
+        metavar="FILE",
+        callback=written_as("JSON", page="write layout.json, then run: pase report layout.json -o FILE.html"),
+    ),
 ]
 
 StrictOption = Annotated[

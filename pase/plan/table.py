@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -185,13 +184,6 @@ def _shortlist(plan: PlanData) -> list[tuple[str, float]]:
         rank = (name in plan.too_large, cost, name)
         best[family(name)] = min(best.get(family(name), rank), rank)
     return [(name, cost) for _, cost, name in best.values()]
-
-
-def _elements(t: TensorPlan) -> int:
-    n = 1
-    for s in t.shape:
-        n *= s
-    return n
 
 
 def _split_text(n: NodePlan, mesh: Mesh) -> str:
@@ -407,22 +399,12 @@ def storage_table(plan: PlanData) -> RichTable:
         axes = [a for dim in t.storage for a in dim]
         how = f"split over {axes_text(axes, plan.mesh)}" if axes else "whole on every device"
         groups.setdefault(how, []).append((path, t))
-    sizes = plan.mesh.by_name
     for how, members in groups.items():
-        held = {
-            path: _elements(t) * _itemsize(t.dtype) / math.prod(sizes[a] for dim in t.storage for a in dim)
-            for path, t in members
-        }
+        held = {path: t.local_bytes(plan.mesh) for path, t in members}
         largest = sorted(held, key=lambda path: -held[path])
         names = ", ".join(largest[:4]) + (f" and {len(largest) - 4} more" if len(largest) > 4 else "")
         table.add_row(how, str(len(members)), bytes_text(sum(held.values())), names)
     return table
-
-
-def _itemsize(dtype: str) -> int:
-    from pase.ir.types import itemsize
-
-    return itemsize(dtype)
 
 
 def render(plan: PlanData, out: Console, every_layer: bool = False) -> None:

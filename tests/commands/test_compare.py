@@ -39,6 +39,10 @@ def test_a_strategy_of_the_table_can_be_taken_as_a_plan(tmp_path):
     code, _, said = run("compare", MODEL, "--devices", DEVICES, "--take", "fdsp", "-o", path)
     assert code == 2 and "take one of pase, " in said
     assert run("compare", MODEL, "--devices", DEVICES, "--take", "fsdp")[0] == 2
+    code, _, said = run(
+        "compare", MODEL, "--devices", DEVICES, "--take", "fsdp", "-o", path, "--vary", "flops=2"
+    )
+    assert code == 2 and "leave out one of the two" in said
 
 
 def plan_costs(plan):
