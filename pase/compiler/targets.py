@@ -77,14 +77,14 @@ def step_options(target: PlanTarget, o: CompileOptions) -> CompileOptions:
         what = "every layer or nothing" if target.recomputes else "only what the model marks"
         what = "whole layers or their light work" if target.recomputes_some else what
         raise _refused(target, o, f"remat='{o.remat}'", f"recomputes {what}", "remat")
-    if o.regather == "all":
-        said = "decides itself what it gathers again for backward"
-        raise _refused(target, o, "regather='all'", said, "regather")
+    if o.regather == "all" and not target.regathers:
+        raise _refused(target, o, "regather='all'", "gathers nothing again for backward", "regather")
     if o.once not in ("none", "auto"):
         raise _refused(target, o, f"once='{o.once}'", "hoists nothing out of micro-batches", "once")
     accumulate = o.accumulate if target.micro_batches else 1
     remat = "none" if o.remat == "auto" else o.remat
-    return replace(o, accumulate=accumulate, remat=remat, once="none", regather="none", baselines=False)
+    regather = o.regather if target.regathers else "none"
+    return replace(o, accumulate=accumulate, remat=remat, once="none", regather=regather, baselines=False)
 
 
 def _recomputed_kinds(target: PlanTarget) -> list[RecomputeKind]:

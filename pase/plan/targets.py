@@ -76,6 +76,7 @@ class PlanTarget:
     micro_batches: whether it runs a step in micro-batches.
     recomputes: whether it recomputes every repeated block in backward, if asked to.
     recomputes_some: whether it also recomputes some blocks and not others, or only the light work of a block.
+    regathers: whether it gathers parameters again for backward, or not, as the plan says.
     """
 
     program: str
@@ -84,6 +85,7 @@ class PlanTarget:
     micro_batches: bool = False
     recomputes: bool = False
     recomputes_some: bool = False
+    regathers: bool = False
 
 
 TARGETS: Registry[PlanTarget] = Registry("target", package="pase.backends.emit")

@@ -6,7 +6,14 @@ import pprint
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pase.backends.emit.torch_styles import DataStyle, data_style, is_small, recomputed_units, units_of
+from pase.backends.emit.torch_styles import (
+    DataStyle,
+    data_style,
+    gathers_per_run,
+    is_small,
+    recomputed_units,
+    units_of,
+)
 from pase.backends.registry import BACKENDS, Backend, NotExpressed
 from pase.plan.targets import TARGETS, PlanTarget, TargetAxis, TargetForm, limited_to
 
@@ -34,6 +41,8 @@ UNITS = {units}
 SHARD_DIMS = {dims}
 # Whether a unit ("": all that is in no other) is gathered again for backward, or kept whole from forward to backward.
 RESHARD_AFTER_FORWARD = {reshard}
+# Units that stay whole until the last micro-batch.
+WHOLE_BETWEEN_MICRO_BATCHES = {between}
 # What backward runs again: "all" of a unit, or its "light" work: not products with weights, nor fused attention.
 RECOMPUTE = {recompute}
 MICRO_BATCHES = {micro}
@@ -75,7 +84,9 @@ def backward(loss, module, *batch):
     there."""
     leaves, tree = tree_flatten(batch)
     total = 0.0
-    for part in zip(*map(micro_batches, leaves), strict=True):
+    for i, part in enumerate(zip(*map(micro_batches, leaves), strict=True)):
+        for path in WHOLE_BETWEEN_MICRO_BATCHES:
+            module.get_submodule(path).set_reshard_after_backward(i == MICRO_BATCHES - 1, recurse=False)
         value = loss(module, *tree_unflatten(part, tree)) / MICRO_BATCHES
         value.backward()
         total += value.detach()
@@ -109,7 +120,7 @@ def source(plan: PlanData) -> tuple[str, DataStyle]:
             where=f"the plan for '{plan.model}'",
             fix="run it with plan.torch",
         )
-    units, again = units_of(plan), recomputed_units(plan, "FSDP2")
+    units, again, gathers = units_of(plan), recomputed_units(plan, "FSDP2"), _gathers_of_units(plan)
     mesh = {} if not style.replicate else {"replicate": style.ways(plan, style.replicate)}
     mesh["shard"] = style.ways(plan, style.shard)
     text = _FILE.format(
@@ -118,7 +129,8 @@ def source(plan: PlanData) -> tuple[str, DataStyle]:
         mesh=mesh,
         units=pprint.pformat(list(units), width=100),
         dims=pprint.pformat({path: dim for path, dim in style.dims.items() if dim}, width=100),
-        reshard=pprint.pformat(_gathered_again(plan, style), width=100),
+        reshard=pprint.pformat({u: n > 1 for u, n in gathers.items()}, width=100),
+        between=pprint.pformat([u for u, n in gathers.items() if n < 1], width=100),
         recompute=pprint.pformat(again, width=100),
         micro=plan.accumulate,
     )
@@ -131,11 +143,13 @@ def _owners(plan: PlanData) -> dict[str, str]:
     return {path: next((u for u in units if path.startswith(f"{u}.")), "") for path in plan.parameters}
 
 
-def _gathered_again(plan: PlanData, style: DataStyle) -> dict[str, bool]:
-    """Unit -> whether the plan stores any of its parameters sharded. A unit with none to shard is as the others."""
-    owner = _owners(plan)
-    stored, sharded = {owner[p] for p in style.stored}, {owner[p] for p in style.dims}
-    return {u: u in stored if u in sharded else style.gathered for u in (*units_of(plan), "")}
+def _gathers_of_units(plan: PlanData) -> dict[str, float]:
+    """Unit -> how often it is gathered while it runs once: as often as any of its parameters. A unit of which the plan
+    gathers nothing is as the others."""
+    owner, out = _owners(plan), dict[str, float]()
+    for path, n in gathers_per_run(plan).items():
+        out[owner[path]] = max(out.get(owner[path], 0.0), n)
+    return {u: out.get(u, max(out.values(), default=1.0)) for u in (*units_of(plan), "")}
 
 
 def emit(plan: PlanData, path: Path, *, model: object) -> str:
@@ -144,15 +158,15 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
 
     text, style = source(plan)
     write_atomically(path, text)
-    again, owner = _gathered_again(plan, style), _owners(plan)
-    twice = [p for p in style.dims if p not in style.stored and again[owner[p]] and not is_small(plan, [p])]
+    listed, units, owner = gathers_per_run(plan), _gathers_of_units(plan), _owners(plan)
+    more = [p for p in style.dims if listed.get(p, 0.0) < units[owner[p]] and not is_small(plan, [p])]
     notes = [
         f"{len(style.whole)} small parameters that the plan keeps whole are sharded, too"
         if style.whole
         else "",
-        f"gathered for backward, too, which the plan does not: {', '.join(twice[:3])}"
-        + (f" and {len(twice) - 3} more" if len(twice) > 3 else "")
-        if twice
+        f"gathered more often than in the plan: {', '.join(more[:3])}"
+        + (f" and {len(more) - 3} more" if len(more) > 3 else "")
+        if more
         else "",
     ]
     return "; ".join(
@@ -169,6 +183,7 @@ TARGETS.add(
         micro_batches=True,
         recomputes=True,
         recomputes_some=True,
+        regathers=True,
         forms=(
             TargetForm(
                 name="parameters", axes=(_REPLICATE, TargetAxis(name="shard", use="shard", at_least=2))

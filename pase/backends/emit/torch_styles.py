@@ -26,6 +26,7 @@ __all__ = [
     "TensorStyle",
     "batch_axes",
     "data_style",
+    "gathers_per_run",
     "is_small",
     "recomputed_units",
     "tensor_style",
@@ -60,11 +61,6 @@ class DataStyle:
     dims: Mapping[str, int]
     whole: tuple[str, ...]
     stored: frozenset[str]
-
-    @property
-    def gathered(self) -> bool:
-        """Whether parameters are stored sharded and gathered for each use."""
-        return bool(self.stored)
 
     def ways(self, plan: PlanData, axes: tuple[str, ...]) -> int:
         """The number of devices along these axes together."""
@@ -206,7 +202,8 @@ def tensor_style(plan: PlanData, target: str, axis: str, *, sequence: bool) -> d
     for c in plan.collectives:
         if axis not in c.axes or c.nbytes <= _FEW:
             continue
-        maker = c.source.partition(":")[0].rpartition(".")[0]
+        made_of = c.source.partition(":")[0]
+        maker = made_of.rpartition(".")[0] if made_of in plan.parameters else made_of
         if _of_parameter(plan, c):
             if (
                 c.kind != "all_reduce" or not sequence
@@ -244,6 +241,19 @@ def _style(plan: PlanData, node: NodePlan, path: str, verb: str, axis: str) -> T
     if verb.startswith("take"):
         return "embedding_rowwise" if held == 0 else None
     return "colwise" if any(split in walk for walk in result) else "rowwise"
+
+
+def gathers_per_run(plan: PlanData) -> dict[str, float]:
+    """Path of a parameter -> how often the plan gathers it while what reads it runs once: 1 if it stays gathered for
+    backward, 2 if backward gathers it again, less than 1 if it stays gathered for several micro-batches or iterations.
+    Parameters that are not gathered are left out."""
+    runs = {n.name: n.times for n in plan.nodes}
+    out: dict[str, float] = {}
+    for c in plan.collectives:
+        if c.kind == "all_gather" and _of_parameter(plan, c):
+            path = c.source.partition(":copy")[0]
+            out[path] = max(out.get(path, 0.0), c.times / runs[c.node])
+    return out
 
 
 def recomputed_units(plan: PlanData, target: str) -> dict[str, RecomputeKind]:

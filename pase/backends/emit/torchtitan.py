@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pase.backends.emit.torch_styles import batch_axes, data_style, tensor_style
+from pase.backends.emit.torch_styles import batch_axes, data_style, gathers_per_run, tensor_style
 from pase.backends.emit.tp_plan import tensor_axis
 from pase.backends.registry import BACKENDS, Backend, NotExpressed
 from pase.plan.targets import TARGETS, PlanTarget, TargetAxis, TargetForm, limited_to
@@ -66,7 +66,9 @@ def _sections(plan: PlanData) -> _BySection:
         "parallelism": {
             "data_parallel_replicate_degree": style.ways(plan, style.replicate),
             "data_parallel_shard_degree": style.ways(plan, style.shard),
-            "fsdp_reshard_after_forward": "always" if style.gathered else "never",
+            "fsdp_reshard_after_forward": "always"
+            if max(gathers_per_run(plan).values(), default=0) > 1
+            else "never",
             "tensor_parallel_degree": sizes[axis[0]] if axis else 1,
             "context_parallel_degree": 1,
             "pipeline_parallel_degree": 1,
@@ -102,6 +104,7 @@ TARGETS.add(
         says="HSDP with tensor and sequence parallelism",
         micro_batches=True,
         recomputes=True,
+        regathers=True,
         forms=(
             TargetForm(name="parameters", axes=(_REPLICATE, TargetAxis(name="shard", use="shard"), _TENSOR)),
             TargetForm(

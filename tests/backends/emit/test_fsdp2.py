@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 import pase
-from bench.cases.torch_ranks import on_ranks
+from bench.cases.plans import Case
+from bench.cases.torch_ranks import alone_among, on_ranks
 from pase.backends.emit.fsdp2 import source
 from pase.backends.registry import NotExpressed, emit
+from pase.compiler.problem.variants import Variant
 from pase.ir.blocks import RecomputeKind
 from tests.backends.emit.torch_plans import plan_of
 from tests.backends.torch.models import case
@@ -32,8 +34,7 @@ def test_fsdp2_as_written_is_the_unsharded_step(strategy: str, tmp_path: Path) -
     written: dict[str, Any] = {}
     exec(compile(path.read_text(), str(path), "exec"), written)
     assert written["UNITS"] == ["layers.0", "layers.1", "layers.2"]
-    assert written["RESHARD_AFTER_FORWARD"] == dict.fromkeys([*written["UNITS"], ""], strategy == "fsdp")
-
+    assert written["RESHARD_AFTER_FORWARD"] == dict.fromkeys([*written["UNITS"], ""], False)
     assert written["RECOMPUTE"] == {} and written["MICRO_BATCHES"] == 1
 
     def on_rank(rank: int) -> Any:
@@ -85,6 +86,64 @@ def test_blocks_are_recomputed_as_the_plan_says_also_if_it_was_not_made_for_fsdp
         found_there = {k.replace("_checkpoint_wrapped_module.", ""): g for k, g in gradients.items()}
         torch.testing.assert_close(found_there, c.gradients)
         assert ran["addmm"] == products, ran
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
+def test_fsdp2_gathers_as_often_as_the_plan(
+    strategy: str, micro_batches: int, again: bool, tmp_path: Path
+) -> None:
+    """In each of two steps. FSDP2 sends all of a unit in one message, so that a parameter that the plan gathers less
+    often, such as a bias, is gathered as often as the unit's others."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    c, path = case("tower", RANKS), tmp_path / "fsdp2.py"
+    problem = c.case.problem.varied(c.case.traced, Variant(accumulate=micro_batches, gathers_again=again))
+    plan = Case(traced=c.case.traced, problem=problem).plan(strategy)
+    assert plan is not None and plan.accumulate == micro_batches
+    said = emit(plan, "fsdp2", path)
+    assert ("more often than in the plan: layers.0.up.weight" in said) == plan.gathers_again
+    written: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), written)
+    listed = {k.source: k for k in plan.collectives if k.kind == "all_gather"}
+    assert listed.keys() == plan.parameters.keys()
+    wanted = Counter[str]()
+    for k in listed.values():
+        unit = [x for x in listed.values() if x.source[:8] == k.source[:8]]
+        wanted["_allgather_base_"] += k.nbytes * max(x.times for x in unit)
+        wanted["_reduce_scatter_base_"] += k.nbytes * micro_batches
+
+    class Sent(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nbytes = Counter[str]()
+
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if op.namespace == "c10d":
+                self.nbytes[op.__name__.partition(".")[0]] += max(
+                    x.nbytes for x in args if isinstance(x, torch.Tensor)
+                )
+            return op(*args, **(kwargs or {}))
+
+    def steps(rank: int) -> Any:
+        module = written["parallelize"](copy.deepcopy(c.module), "cpu")
+        for _ in range(2):
+            module.zero_grad()
+            with Sent() as sent:
+                written["backward"](
+                    lambda m, *batch: m(*batch), module, *(x.chunk(RANKS)[rank] for x in c.batch)
+                )
+            yield sent.nbytes, module
+
+    def gradients_of(rank: int) -> Any:
+        return [{k: p.grad.full_tensor() for k, p in m.named_parameters()} for _, m in steps(rank)]
+
+    for gradients in on_ranks(RANKS, gradients_of):
+        torch.testing.assert_close(gradients, [c.gradients] * 2)
+    with alone_among(RANKS, rank=1):
+        assert [sent for sent, _ in steps(1)] == [wanted] * 2
 
 
 def test_the_attention_of_blocks_alone_is_refused(tmp_path: Path) -> None:

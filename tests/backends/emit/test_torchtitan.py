@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import pase
 from pase.backends.registry import emit
 from tests.backends.emit.torch_plans import plan_of
 
@@ -19,7 +20,18 @@ def test_torchtitan_reads_its_degrees(tmp_path: Path) -> None:
     emit(plan_of("tower", "fsdp"), "torchtitan", path)
     found = tomllib.loads(path.read_text())["parallelism"]
     assert (found["data_parallel_shard_degree"], found["tensor_parallel_degree"]) == (RANKS, 1)
-    assert found["fsdp_reshard_after_forward"] == "always"
+    assert found["fsdp_reshard_after_forward"] == "never"
+
+
+def test_parameters_are_gathered_again_if_the_plan_says_so(tmp_path: Path) -> None:
+    """A plan that recomputes its layers gathers them again, too."""
+    model, path = "zoo:llama3_8b?layers=3&batch=16&seq=256&vocab=1024&remat=0", tmp_path / "titan.toml"
+    for remat, said in (("none", "never"), ("all", "always")):
+        plan = pase.compile(
+            model, devices=8, target="torchtitan", baselines=False, memory_limit="none", remat=remat
+        )
+        emit(plan, "torchtitan", path)
+        assert tomllib.loads(path.read_text())["parallelism"]["fsdp_reshard_after_forward"] == said
 
 
 def test_options_say_what_the_file_says(tmp_path: Path) -> None:

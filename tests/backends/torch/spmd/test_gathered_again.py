@@ -179,7 +179,7 @@ def within(bytes_above_workspace: float | None, **options: Any) -> Any:
     limit = None if bytes_above_workspace is None else bytes_above_workspace + small.device.workspace_bytes
     asked = {"memory_limit": "none" if limit is None else int(limit), "remat": "none", "accumulate": 1}
     given = {"devices": RANKS, "machine": small, "optimizer": "sgd", "mesh": "4", "baselines": False}
-    return pase.compile(module, x, **given, **asked, **options)
+    return pase.compile(module, x, **{**given, **asked, **options})
 
 
 @pytest.mark.release
@@ -208,6 +208,18 @@ def test_a_limit_that_only_gathering_again_meets() -> None:
     with alone_among(RANKS, rank=0):
         assert sent_by_one_rank(run) == planned_in_step(run)
     assert found.memory.total - space == pytest.approx(run.memory().total, rel=0.1)
+
+
+def test_a_target_that_gathers_again_is_asked_to() -> None:
+    """FSDP2, within a limit that it meets in no other way."""
+    space = machine.load("h100x8").device.workspace_bytes
+    fsdp2 = {"target": "fsdp2", "mesh": "shard=4"}
+    free = within(None, **fsdp2)
+    limit = 0.6 * (free.memory.total - space)
+    with pytest.raises(Infeasible):
+        within(limit, regather="none", **fsdp2)
+    found = [within(limit, regather=asked, **fsdp2) for asked in ("auto", "all")]
+    assert [plan.gathers_again for plan in (free, *found)] == [False, True, True]
 
 
 def test_what_does_not_gather_again_refuses() -> None:
