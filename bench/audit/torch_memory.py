@@ -45,11 +45,16 @@ def measured(model: str, strategy: str, devices: int) -> dict[str, Any]:
     plan = Case(traced=traced, problem=problem).plan(label + str(devices // 2) * label.endswith("x"))
     if plan is None:
         return named | {"refused": True}
+    return named | peaks(plan, problem.machine.device.workspace_bytes)
+
+
+def peaks(plan: Any, workspace: float) -> dict[str, Any]:
+    """Returns the tracked and the predicted peak of a plan's rank 0, by kind, without the workspace of
+    products (bytes)."""
     found = plan.torch.memory(rank=0).to_json()
     predicted = found.pop("predicted")
-    workspace = problem.machine.device.workspace_bytes
     predicted |= {k: predicted[k] - workspace for k in ("buffers", "total")}
-    return named | {
+    return {
         "ratio": round(predicted["total"] / found["total"], 3),
         "phase": found["phase"],
         "tracked": {k: v for k, v in found.items() if isinstance(v, int) and k not in ("rank", "devices")},

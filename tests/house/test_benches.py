@@ -84,6 +84,7 @@ WITH_TORCH = {
     "gpu.torch_steps": '--only "tiny bert" --steps 1 --ways eager plan',
     "audit.torch_dispatch": '--only "GPT-2 one rank"',
     "audit.torch_memory": '--only "BERT data parallel 8"',
+    "audit.torch_gathered_again": "--only GPT-2",
     "published.neusight": '--only "bert_large 2x512" -o neusight.json',
 }
 """Bench that needs PyTorch -> its smallest arguments."""
