@@ -13,8 +13,8 @@ The input is the plan's nodes with their costs, and its collectives. The problem
   ready after its node's backward, and the next collective on the same tensor follows it. In forward it gathers a
   parameter. It is needed before its node's forward of the next iteration, and it starts after the gradient is
   synchronized and the parameter updated. A second gather in the same pass gathers the parameter for backward of the
-  same iteration. A gather of an updated parameter (phase "update") is needed by its first user in the next forward, one
-  layer's part at a time.
+  same iteration; it starts in backward, one message ahead of its use, because it would take memory before. A gather of
+  an updated parameter (phase "update") is needed by its first user in the next forward, one layer's part at a time.
 - A micro-batch begins when the previous one has ended, with everything that it sends. A gather that is repeated in each
   micro-batch starts in its own, and the sums of its gradients end there. Hoisted collectives run once per step: gathers
   in the first micro-batch, sums in the last.
@@ -24,6 +24,7 @@ The input is the plan's nodes with their costs, and its collectives. The problem
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -163,7 +164,7 @@ def communication_problem(
     for p, i in runs.backward.items():
         blocks[i] = ComputeBlock(name=f"{_name(p, times)}'", phase="backward", seconds=seconds(p, "backward"))
     dtypes = {path: t.dtype for path, t in plan.parameters.items()}
-    tensors = [t for t, _ in _tensors(schedulable, times, runs, dtypes)]
+    tensors = _one_ahead(_tensors(schedulable, times, runs, dtypes), runs, plan.bucket_bytes)
     if not tensors:
         raise Infeasible("no collective is on a parameter, so there is nothing to schedule", where=where)
     in_order = tuple(b for _, b in sorted(blocks.items()))
@@ -328,6 +329,32 @@ def _tensors(
                 follows = last if m == 0 else None
                 _gathers(out, gathered[m], name, dtypes.get(source, "float32"), at, (after, follows), origin)
     return _named_apart(out)
+
+
+def _one_ahead(
+    tensors: list[tuple[Transfer, TransferOrigin]], runs: _Runs, bucket_bytes: float
+) -> list[Transfer]:
+    """Return the tensors, with what is gathered again starting when the message before it is needed.
+
+    A device then has one message more than it uses. The first starts when forward has ended. bucket_bytes: the size of
+    a message; 0 for one tensor each.
+    """
+    out = [t for t, _ in tensors]
+    ends = (*runs.begins[1:], len(runs.forward) + len(runs.backward))
+    turns = [(begin + end) // 2 for begin, end in zip(runs.begins, ends, strict=True)]
+    messages: dict[
+        tuple[object, ...], tuple[int, int, float]
+    ] = {}  # (ready after, needed before, bytes) of the last
+    again = [(t.needed_before, i) for i, (t, o) in enumerate(tensors) if o.recompute and t.needed_before]
+    for needed, i in sorted(again):
+        m = bisect_right(turns, needed) - 1
+        key = m, out[i].axes, tensors[i][1].recompute
+        ready, first, nbytes = messages.get(key, (turns[m] - 1, needed, 0.0))
+        if nbytes and nbytes >= bucket_bytes:
+            ready, first, nbytes = first - 1, needed, 0.0
+        messages[key] = ready, first, nbytes + out[i].nbytes
+        out[i] = replace(out[i], ready_after=ready)
+    return out
 
 
 def _named_apart(

@@ -173,7 +173,12 @@ def test_a_layout() -> None:
         0,
         1,
     )
-    assert (again.lag, again.ready_after, again.needed_before) == (0, 0, 5)
+    assert (again.lag, again.ready_after, again.needed_before) == (0, 2, 5)
+    alone = communication_problem(stepped(bucket_bytes=0.0), where="toy").tensors
+    assert {t.name: t.ready_after for t in alone if "again" in t.name} == {
+        "w[0].all_gather.again1": 3,
+        "w[1].all_gather.again1": 2,
+    }
     assert p.message_s(0, 0, 8) == 2.0
     for name in ("fifo", "ddp", "bytescheduler", "tac", "ours"):
         plan = get_policy(name).make(p, Options())

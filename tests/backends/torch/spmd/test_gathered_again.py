@@ -16,8 +16,10 @@ from bench.cases.torch_ranks import alone_among, on_processes, on_ranks
 from pase import machine
 from pase.backends.torch.spmd.gathered_again import again_messages
 from pase.backends.torch.spmd.gathers import gather_messages
+from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.problem.variants import Variant
 from pase.errors import Infeasible, PaseError
+from pase.frontends import registry
 from pase.machine import mesh_from
 from tests.backends.torch.models import case
 from tests.backends.torch.steps import whole
@@ -136,6 +138,25 @@ def test_messages_come_again_in_the_opposite_order_one_ahead() -> None:
     assert again[1:] == [*ahead, ("received", end - 1)]
 
 
+def test_the_timeline_gathers_again_in_backward_one_message_ahead() -> None:
+    """Layer by layer from the last: a gather begins when the one before it is needed, and the first after forward."""
+    module, x = deep()
+    traced = registry.trace(module, (x,))
+    small = replace(machine.load("h100x8"), bucket_bytes=10_000.0)
+    problem = SplitProblem.of(traced.graph, RANKS, small, "analytic", "sgd")
+    plan = Case(traced=traced, problem=problem.varied(traced, Variant(gathers_again=True))).plan("fsdp")
+    assert plan is not None
+    begins = {e.name: e.start_ns for e in plan.timeline}
+    again = {n: t for n, t in begins.items() if n.endswith(".again1")}
+    first, *others = range(11, 0, -1)
+    assert sorted(again, key=again.__getitem__) == [
+        f"all_gather: layers.{i}.weight.all_gather.again1" for i in (first, *others)
+    ]
+    starts = list(again[n] for n in sorted(again, key=again.__getitem__))
+    assert starts[0] >= begins["reduce@forward'"]
+    assert all(t >= begins[f"layers.{i + 1}.weight:dot'"] for t, i in zip(starts[1:], others, strict=True))
+
+
 @pytest.mark.parametrize(
     ("model", "strategy"), [("tower", "fsdp"), ("block", "fsdp"), ("tower", "random1@2x4")]
 )
@@ -200,6 +221,8 @@ def test_a_limit_that_only_gathering_again_meets() -> None:
     assert found.gathers_again and found.memory.total - space <= limit
     assert "parameters gathered again for backward" in str(found)
     assert any(c.times == 2 for c in found.collectives if c.kind == "all_gather" and c.phase == "forward")
+    (mark,) = found.timeline.marks
+    assert (mark.end_ns - mark.start_ns) / 1e9 == pytest.approx(found.cost, rel=0.05)
     run = found.torch
     wanted, state = alone(module, lambda m: m(x))
     for losses, after in steps(module, (x,), run):
