@@ -5,7 +5,8 @@
 
 Each row is one model, with messages of an eighth of its parameters, so that these small models are gathered piece by
 piece, as large ones are. ``kept`` and ``again``: the tracked and the predicted peak of rank 0 with Adam (as in
-``bench.audit.torch_memory``), and the bytes that it gathers in a step. ``peak``: tracked, again / kept. ``gathered``:
+``bench.audit.torch_memory``), and the bytes of parameters that it
+gathers in a step. ``peak``: tracked, again / kept. ``gathered``:
 the bytes, again / kept. ``ratio``: predicted / tracked, of both. Writes bench/results/torch_gathered_again.json.
 """
 
@@ -44,7 +45,8 @@ def measured(model: str) -> dict[str, Any]:
         way = problem.varied(traced, Variant(gathers_again=again))
         plan = Case(traced=traced, problem=way).plan("fsdp")
         assert plan is not None and plan.gathers_again == again
-        sent = sum(c.nbytes * c.times for c in plan.collectives if c.kind == "all_gather")
+        gathers = [c for c in plan.collectives if c.kind == "all_gather"]
+        sent = sum(c.nbytes * c.times for c in gathers if c.source.partition(":copy")[0] in plan.parameters)
         found[name] = peaks(plan, small.device.workspace_bytes) | {"gathered_bytes": sent}
     kept, again_ = found["kept"], found["again"]
     return {
