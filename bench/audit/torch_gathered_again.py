@@ -5,9 +5,9 @@
 
 Each row is one model, with messages of an eighth of its parameters, so that these small models are gathered piece by
 piece, as large ones are. ``kept`` and ``again``: the tracked and the predicted peak of rank 0 with Adam (as in
-``bench.audit.torch_memory``), and the bytes of parameters that it
-gathers in a step. ``peak``: tracked, again / kept. ``gathered``:
-the bytes, again / kept. ``ratio``: predicted / tracked, of both. Writes bench/results/torch_gathered_again.json.
+``bench.audit.torch_memory``), and the bytes of parameters that it gathers in a step. ``peak``: tracked, again / kept.
+``gathered``: the bytes, again / kept. ``ratio``: predicted / tracked, of both. Writes
+bench/results/torch_gathered_again.json.
 """
 
 from __future__ import annotations
