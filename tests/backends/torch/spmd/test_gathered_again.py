@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -276,6 +279,34 @@ def differences_of_compiled(rank: int) -> float:
     gradients = {k: whole(p.grad) for k, p in mine.named_parameters() if p.grad is not None}
     assert gradients.keys() == c.gradients.keys()
     return max(float((g - c.gradients[k]).abs().max()) for k, g in gradients.items())
+
+
+@pytest.mark.release
+def test_inductor_gathers_again() -> None:
+    """Three steps on two processes, compiled: the numbers, and each gather of the plan's list in the compiled code."""
+    from pase.backends.audit.torch import planned_in_step
+
+    _, run = under("tower", ranks=2)
+    wanted = Counter({n: k for (kind, *_, n), k in planned_in_step(run).items() if kind == "all_gather"})
+    for worst, gathered in on_processes(2, compiled_steps, "forkserver", seconds=500.0):
+        assert worst < 1e-12 and Counter(gathered) == wanted
+
+
+def compiled_steps(rank: int) -> tuple[float, list[int]]:
+    """The largest difference of losses and parameters, and the bytes of each gather in the compiled code."""
+    import torch
+    from torch._inductor.utils import run_and_get_code
+
+    c, run = under("tower", ranks=2)
+    mine = copy.deepcopy(c.module)
+    step = run.train_step(mine, torch.optim.SGD, lr=0.1, compile=True)
+    first, (code,) = run_and_get_code(step, *c.batch)
+    losses = [first, step(*c.batch), step(*c.batch)]
+    wanted, state = alone(c.module, lambda m: m(*c.batch))
+    pairs = [*zip(losses, wanted, strict=True), *((whole(t), state[k]) for k, t in mine.state_dict().items())]
+    gathered = re.findall(r"assert_size_stride\(\w+, \(([\d, ]+)\), .*all_gather_into_tensor", code)
+    sizes = [math.prod(int(n) for n in s.split(",") if n.strip()) * 8 for s in gathered]
+    return max(float((a - b).detach().abs().max()) for a, b in pairs), sizes
 
 
 def test_what_is_kept_goes_through_the_users_hooks() -> None:
