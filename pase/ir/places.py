@@ -144,7 +144,9 @@ class Scope:
 class SourceLine:
     """A line of the user's program. It is false if no line is known.
 
-    function: the function that contains the line, or "" if it is not known.
+    function: the function that contains the line, or "" if it is not known; in PyTorch, the module's path.
+    call: the library's function that is called there, if it runs as one kernel when ops run one by one and the frontend
+        knows it; else "".
 
     >>> s = SourceLine.parse("model.py:12:4 (Block.layer_norm)")
     >>> s.place, s.function, s.name, str(s), bool(SourceLine())
@@ -153,6 +155,7 @@ class SourceLine:
 
     place: str = ""
     function: str = ""
+    call: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.place or self.function)

@@ -12,12 +12,12 @@
 There is one line per tensor, one per node, and below the node one per op. An op's line has its kind, its name, its
 reads, ``->`` and its writes. Each read or write is a tensor and its access map. It may be preceded by ``sparse`` (few
 elements are used), ``recompute`` (backward gathers it a second time) or ``gradient`` (its gradient is handed back).
-Then
-come the fields that differ from the default: ``fn`` (the function, if neither kind nor name implies it), ``flops`` (per
-point), ``over`` (dims), ``times``, ``chance``, ``scope`` (one per enclosing loop), ``remat``, ``backward``, ``nodiff``,
-``as``, ``precision``, ``literals`` (the operands that are numbers; ``_`` for one that is read, ``?`` if they are not
-known), ``parameters``, ``eqn``, ``source``. A size is an integer, a symbol, or an expression in braces. A name with
-characters other than letters, digits and ``_.@:~/<>+*-`` is a JSON string. ``#`` starts a comment line.
+Then come the fields that differ from the default: ``fn`` (the function, if neither kind nor name implies it), ``flops``
+(per point), ``over`` (dims), ``times``, ``chance``, ``scope`` (one per enclosing loop), ``remat``, ``backward``,
+``nodiff``, ``as``, ``precision``, ``literals`` (the operands that are numbers; ``_`` for one that is read, ``?`` if
+they are not known), ``parameters``, ``eqn``, ``source``, ``call``. A size is an integer, a symbol, or an expression in
+braces. A name with characters other than letters, digits and ``_.@:~/<>+*-`` is a JSON string. ``#`` starts a comment
+line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pase.ir.facts import read_facts
 from pase.ir.functions import BY_KIND, FUNCTIONS, Function
 from pase.ir.literals import Literals, Number, literals_text, read_literals
 from pase.ir.parameters import Parameters, parameters_text, read_parameters
-from pase.ir.places import Place, Scope, SourceLine
+from pase.ir.places import NOWHERE, Place, Scope, SourceLine
 from pase.ir.remarks import Remark, RemarkKind
 from pase.ir.sizes import Size, parse_size
 from pase.ir.types import (
@@ -184,6 +184,8 @@ def op_text(op: Op, *, sources: bool = True, functions: bool = True) -> str:
         more.append(f"eqn={word_text(str(op.eqn))}")
     if op.source and sources:
         more.append(f"source={json.dumps(str(op.source))}")
+    if op.source.call and sources:
+        more.append(f"call={word_text(op.source.call)}")
     head = f"{op.kind} {word_text(op.name)} {reads}{' ' if reads else ''}->{' ' if writes else ''}{writes}"
     return head + (f" | {' '.join(more)}" if more else "")
 
@@ -462,6 +464,7 @@ def _read_more(line: TextLine, kind: OpKind) -> dict[str, Any]:
         "precision": ("precision", lambda: line.choice(FactorPrecision, "a precision")),
         "eqn": ("eqn", lambda: (Place if kind in LEAF else Place.parse)(line.word("a value"))),
         "source": ("source", lambda: SourceLine.parse(line.word("a value"))),
+        "call": ("call", lambda: line.word("a name")),
         "scope": ("scope", lambda: _read_scope(line)),
     }
     marks = {"remat": ("remat", True), "backward": ("backward", True), "nodiff": ("differentiable", False)}
@@ -481,10 +484,12 @@ def _read_more(line: TextLine, kind: OpKind) -> dict[str, Any]:
         else:
             line.fail(
                 f"expected fn=, flops=, over=, times=, chance=, scope=, as=, precision=, literals=, parameters=, eqn=, "
-                f"source=, remat or nodiff; "
+                f"source=, call=, remat or nodiff; "
                 f"found '{line.text[at:][:20]}'",
                 at,
             )
+    if call := more.pop("call", ""):
+        more["source"] = replace(more.get("source", NOWHERE), call=call)
     return more
 
 

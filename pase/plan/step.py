@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pase.ir import Access, Graph, Node, Op
+from pase.ir import Access, Graph, Node, Op, Place
 from pase.ir.recompute import needs
 from pase.ir.types import PRODUCTS
 from pase.machine import CostModel, Machine, Mesh
@@ -38,7 +38,7 @@ __all__ = [
 _HEAVY = PRODUCTS | {"gather", "scatter", "window", "sequential", "opaque"}
 _LIGHT = ("elementwise", "reduce")
 _LIBRARY = frozenset(("layer_norm", "rms_norm", "batch_norm", "softmax", "gelu", "silu", "bias_gelu"))
-_MASKED = frozenset(("dropout", "bias_dropout_add"))
+_MASKED = frozenset(("dropout", "native_dropout", "bias_dropout_add"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,8 @@ class Executor:
     """How a program's ops reach the device.
 
     fused: whether light ops run inside the neighboring products. If not, each is a separate kernel that reads and
-        writes memory, except that a function for which libraries have a kernel is one kernel.
+        writes memory, except that a function for which libraries have a kernel is one kernel, and so are PyTorch's
+        calls, but those that it has written in others.
     widens: whether a product whose result is wider than its operands runs in the result's dtype in backward, as in JAX.
         Other frameworks cast the result after the product.
     splits_norms: whether norms are as many kernels as XLA for GPUs makes of them (``pase.tables.passes``).
@@ -279,18 +280,17 @@ class _FusedKernel:
 
 def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_FusedKernel]:
     """Yield the node's light ops, grouped as the executor runs them."""
-    groups: list[tuple[str, list[Op]]] = []
+    groups: list[tuple[str, Place | str | None, list[Op]]] = []
     for op in node.ops:
         if op.kind not in (*_LIGHT, "view"):
             continue
-        name = executor.inside.get(op.source.name, op.source.name)
-        library = name in executor.kernels
-        if groups and library and groups[-1][0] == name:
-            groups[-1][1].append(op)
+        name, by = _run_by(graph, op, executor)
+        if groups and by is not None and groups[-1][1] == by:
+            groups[-1][2].append(op)
         elif op.kind != "view":
-            groups.append((name if library else "", [op]))
+            groups.append((name, by, [op]))
     used = {a.tensor: op for op in node.ops for a in op.reads}
-    for name, ops in groups:
+    for name, _, ops in groups:
         made = {a.tensor for op in ops for a in op.writes}
         after = {a.tensor for op in node.ops if op not in ops for a in op.reads}
         reads = {
@@ -305,6 +305,19 @@ def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_FusedKer
             if a.tensor in after or graph.read_outside(node, a.tensor) or a.tensor not in used
         ]
         yield _FusedKernel(name=name, ops=tuple(ops), reads=tuple(reads.values()), writes=tuple(writes))
+
+
+def _run_by(graph: Graph, op: Op, executor: Executor) -> tuple[str, Place | str | None]:
+    """Return (the name of the library's kernel that runs a light op, what its other ops have in common with it).
+
+    The name is "" for a kernel without one, and what it has in common None if it runs no other op. PyTorch's frontend
+    knows which calls are one kernel. In other graphs, the name of the function around the line tells.
+    """
+    if graph.facts.frontend == "torch":
+        call = op.source.call
+        return (call if call in executor.kernels else ""), (op.eqn if call else None)
+    name = executor.inside.get(op.source.name, op.source.name)
+    return (name, name) if name in executor.kernels else ("", None)
 
 
 def saved_by_kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[Access]:

@@ -10,9 +10,10 @@ import pytest
 
 from pase.baselines import Baseline, baselines
 from pase.compiler.problem.problem import SplitProblem
+from pase.frontends import registry
 from pase.frontends.jax.frontend import trace
 from pase.machine import Host, Mesh, load
-from pase.plan.step import COMPILED, EAGER, launches, on_host, step_time
+from pase.plan.step import COMPILED, EAGER, launches, on_host, saved_by_kernels, step_time
 from pase.search.check import cost_of
 
 ROOT = Path(__file__).parents[2]
@@ -152,3 +153,41 @@ def test_vtrains_rows_are_sums_of_a_few_profiles():
     assert found["largest_deviation"] < 1e-12
     off = [replace(r, measured_s=r.measured_s * (1 + 0.001 * (i % 7))) for i, r in enumerate(rows)]
     assert vtrain.composed(off)["largest_deviation"] > 1e-5
+
+
+@pytest.mark.torch
+def test_pytorch_runs_as_many_kernels_as_it_dispatches():
+    """Each call that PyTorch has a kernel for is one, whatever the user's modules are named."""
+    import torch
+    from torch import nn
+
+    from bench.audit.torch_dispatch import dispatched
+
+    class Own(nn.Module):
+        def forward(self, x):
+            return torch.tanh(x) * torch.sigmoid(x)
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.dropout, self.gelu = nn.LayerNorm(16), nn.Linear(16, 16, bias=False), Own()
+            self.a, self.b, self.groups = nn.Dropout(0.1), nn.GELU(), nn.GroupNorm(4, 16)
+
+        def forward(self, x):
+            h = self.gelu(self.dropout(self.norm(x)))
+            h = self.groups(self.b(self.a(h)))
+            return nn.functional.mse_loss(torch.softmax(h, -1), x)
+
+    module, x = Named(), torch.randn(8, 16)
+    traced = registry.trace(module, (x,))
+    graph = SplitProblem.of(traced.graph, 1, load("h100x8"), "analytic", "adam").graph
+    ops = [op for n in graph.nodes for op in n.ops]
+    assert {op.source.call for op in ops if op.source.name == "gelu"} == {"tanh", "sigmoid", "mul"}
+    module.a = nn.Identity()  # a dropout is one kernel on GPUs, but three on CPUs
+    with torch.no_grad():
+        ran = dispatched(lambda: module(x))
+    views = {"aten.t.default", "aten.view.default", "aten.detach.default"}
+    kernels = sum(many for name, many in ran.items() if name not in views)
+    assert sum(launches(graph, n, EAGER)["forward"] for n in graph.nodes) == kernels + 1, ran
+    wide = [k for n in graph.nodes for k in saved_by_kernels(graph, n, EAGER)]
+    assert sum(graph.tensors[a.tensor].dtype == "bool" for a in wide) <= 1

@@ -6,7 +6,7 @@ import contextlib
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from pase.frontends.torch.values import (
     TorchScope,
     arguments,
     dtype_of,
+    one_kernel,
     op_name,
     specs_of,
 )
@@ -125,10 +126,8 @@ class TorchLowering:
                 )
             self.env[n] = made
             return
-        if not self.depth:
-            self.b.source, self.b.eqn = source_of(n), Place(path)
-        else:
-            self.b.eqn = Place(path)
+        source = self.b.source if self.depth else source_of(n)
+        self.b.source, self.b.eqn = replace(source, call=one_kernel(n)), Place(path)
         unwatched = NO_GRADIENT in (n.meta.get("custom") or {})
         with self.b.without_gradient() if unwatched else contextlib.nullcontext():
             self.env[n] = self.values(n, path)

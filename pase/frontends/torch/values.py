@@ -34,6 +34,7 @@ __all__ = [
     "TorchSpec",
     "arguments",
     "dtype_of",
+    "one_kernel",
     "op_name",
     "specs_of",
 ]
@@ -90,6 +91,25 @@ def op_name(n: FxNode) -> str:
     """The name of a call's op, with its library unless that is aten; for a higher-order op, its target's name."""
     schema = getattr(n.target, "_schema", None)
     return str(n.target) if schema is None else str(schema.name).removeprefix("aten::")
+
+
+_CALLS_ONE = frozenset(
+    ("batch_norm", "dropout", "group_norm", "layer_norm", "log_softmax", "rms_norm", "softmax")
+)
+"""Ops that PyTorch writes as a call of another one, which has a kernel."""
+
+
+def one_kernel(n: FxNode) -> str:
+    """The name of a call's op if PyTorch runs it as one kernel, which it does unless it has written it in other ops; ""
+    if not."""
+    import torch
+
+    schema, name = getattr(n.target, "_schema", None), op_name(n)
+    if schema is None:
+        return ""
+    full = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+    written = torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
+    return "" if written and name not in _CALLS_ONE else name
 
 
 @dataclass
