@@ -132,6 +132,7 @@ def solve(
         clock = Deadline.after(began, effort.time_limit)
         within = _within(tables, memory, kernel, threads, seed, clock)
         within.below, within.price, within.excess = known.below, known.byte_price, known.excess
+        within.labels = effort.labels
         if within.run(free.choice, close=known.close):
             enough = within.cost - within.bound <= effort.gap * abs(within.cost)
             if (

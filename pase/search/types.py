@@ -22,11 +22,13 @@ class Effort:
     rounds: the most rounds of the bounded search, each a fixed amount of work; none run if elimination finds a choice
         that fits. None: 60, or no limit if there is a time limit.
     gap: a search within a limit may stop once (cost - bound) / |cost| is at most this; 0 asks for a proof.
+    labels: the most labels (``pase.search.limits.labels``) in each part of the gap that is searched.
     """
 
     time_limit: float | None = None
     rounds: int | None = None
     gap: float = 0.0
+    labels: int = 1_000_000
 
 
 FULL_EFFORT = Effort()

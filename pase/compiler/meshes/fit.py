@@ -350,6 +350,11 @@ class _Attempt:
     unseen: float
     alone: float
 
+    @property
+    def seen(self) -> float:
+        """The bytes of its memory that the search's limit counts."""
+        return self.memory.total - self.unseen
+
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class _Region:
@@ -369,9 +374,9 @@ class _Region:
 
 
 _MOST_ATTEMPTS = 24
-_MOST_ROUNDS = 8
-_ENOUGH = 1e-4
-"""The relative gap at which a search may stop if no elimination order fits in memory."""
+_PROVING = Effort(gap=1e-4, rounds=8)
+_GUESSING = replace(_PROVING, labels=100_000)
+"""A guess proves nothing: its search is for better strategies alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,6 +397,10 @@ class _LimitedSearch:
     limit: float
     spent: Spent
     free: Solution | None
+    _memory: dict[bytes, Memory] = field(default_factory=dict)  # by choice
+    _beyond: dict[tuple[float, float], _Attempt] = field(default_factory=dict)
+    """By region, what a search that left its gap open found in it, if that does not fit. Closing the gap would only
+    find more of that kind, so it is not done."""
 
     @property
     def eliminates(self) -> bool:
@@ -431,7 +440,9 @@ class _LimitedSearch:
             region = heapq.heappop(queue)
             if region.bound >= below:
                 continue
-            attempt = self._attempt(region, below, price, close)
+            attempt = self._beyond.get((region.low, region.high)) if close else None
+            if attempt is None or attempt.solution.cost >= below:
+                attempt = self._attempt(region, below, price, close)
             if attempt is None:
                 continue
             s = attempt.solution
@@ -442,18 +453,21 @@ class _LimitedSearch:
                 continue
             if s.feasible and attempt.memory.total <= self.limit:
                 best, below = s, s.cost
-            elif s.feasible and s.bound < below and attempt.alone > region.low:
-                just_below = float(np.nextafter(attempt.alone, 0.0))
-                heapq.heappush(queue, replace(region, bound=bound, high=just_below))
-                heapq.heappush(queue, replace(region, bound=bound, low=attempt.alone))
-                continue
-            elif s.feasible and attempt.unseen > region.low:
+            elif s.feasible:
+                if not close:
+                    self._beyond[region.low, region.high] = attempt
+                if s.bound < below and attempt.alone > region.low:
+                    just_below = float(np.nextafter(attempt.alone, 0.0))
+                    heapq.heappush(queue, replace(region, bound=bound, high=just_below))
+                    heapq.heappush(queue, replace(region, bound=bound, low=attempt.alone))
+                    continue
+                # With less set aside than this, the same strategy would be found again.
+                least = max(region.low, self.limit - attempt.seen)
                 for part in (1.0, 0.5, 0.25, 0.125, 1.25, 2.0) if not region.guess else (1.0,):
                     low = max(attempt.unseen * part, self._least)
-                    if low in guessed:
-                        continue
-                    guessed.add(low)
-                    heapq.heappush(queue, _Region(guess=True, bound=bound, low=low, high=low))
+                    if low > least and low not in guessed:
+                        guessed.add(low)
+                        heapq.heappush(queue, _Region(guess=True, bound=bound, low=low, high=low))
             if not region.guess:
                 unproven = min(unproven, bound)
         unproven = min([unproven, *(r.bound for r in queue if not r.guess)])
@@ -486,12 +500,8 @@ class _LimitedSearch:
             known = replace(known, below=below, byte_price=price, close=close and known.close)
             left = self.spent.left_s()
             seconds = None if left is None else left / 2 * part  # the rest is for other attempts
-            found = solve(
-                allowed,
-                wanted,
-                known=known,
-                effort=Effort(time_limit=seconds, gap=_ENOUGH, rounds=_MOST_ROUNDS),
-            )
+            effort = replace(_GUESSING if region.guess else _PROVING, time_limit=seconds)
+            found = solve(allowed, wanted, known=known, effort=effort)
             self.spent.operations += found.work
             return found
 
@@ -504,7 +514,10 @@ class _LimitedSearch:
             nothing = Memory(parameters=0, gradients=0, optimizer=0, activations=0, buffers=0)
             return _Attempt(solution=solution, memory=nothing, unseen=0.0, alone=0.0)
         chosen = list(zip(space.graph.nodes, space.configs, solution.choice, strict=True))
-        memory = memory_of(p, {n.name: cfg[i] for n, cfg, i in chosen}, self.mesh)
+        key = solution.choice.tobytes()
+        if key not in self._memory:
+            self._memory[key] = memory_of(p, {n.name: cfg[i] for n, cfg, i in chosen}, self.mesh)
+        memory = self._memory[key]
         unseen = p.account.unseen(memory, float(wanted.usage(solution.choice).max()))
         alone = max((float(f[i]) for f, i in zip(self._in_flight, solution.choice, strict=True)), default=0.0)
         return _Attempt(solution=solution, memory=memory, unseen=unseen, alone=alone)

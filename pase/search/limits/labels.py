@@ -34,6 +34,9 @@ _WIDEST = 200_000  # the most labels at a time
 # Once there were too many labels: the most at a time, and the most for all nodes together.
 _BEAM, _BEAM_LABELS = 1000, 200_000
 _NARROWEST = 100  # the least limit on labels at a time, for any number of nodes
+_UNSORTED = (
+    20  # times the limit on labels at a time: of more than this, those with the least slack are compared
+)
 _PRECISION = 1e-13
 """Relative to the cost and to each sum: smaller differences, per node, are ignored, so that sums that were added in
 different orders give one label."""
@@ -44,19 +47,15 @@ class Labels:
     """The choices within the cap, cheapest first.
 
     cost: without the prices of the sums, float64 [choices]. used: their sums, float64 [choices, sums]. whole:
-    whether they are complete, so that no choice within the cap is missing.
+    whether they are complete, so that no choice within the cap is missing. made: the number of labels that were made.
     """
 
     cost: np.ndarray
     used: np.ndarray
     whole: bool
+    made: int
     _trail: tuple[tuple[int, np.ndarray, np.ndarray], ...]
     _last: np.ndarray
-
-    @property
-    def made(self) -> int:
-        """The number of labels that were kept, over all nodes."""
-        return sum(config.size for _, _, config in self._trail)
 
     def choice(self, i: int) -> np.ndarray:
         """The i-th choice, int64 [nodes]."""
@@ -96,10 +95,15 @@ def label_choices(
     beam = min(_BEAM, max(_NARROWEST, _BEAM_LABELS // len(order)))
     open_: dict[int, np.ndarray] = {}
     slack, used = np.zeros(1), np.zeros((1, room.size))
-    trail, whole = [], True
+    trail, whole, made = [], True, 0
     for i, step in enumerate(order):
-        parent, config, more = _extended(step, pool, open_, slack, cap)
-        slack, used = more, used[parent] + held[step.v][config]
+        parent, config, slack = _extended(step, pool, open_, slack, cap)
+        made += slack.size
+        if made > work and slack.size > _UNSORTED * beam:
+            whole = False
+            least_slack = np.sort(np.argpartition(slack, _UNSORTED * beam)[: _UNSORTED * beam])
+            parent, config, slack = parent[least_slack], config[least_slack], slack[least_slack]
+        used = used[parent] + held[step.v][config]
         for other, e in closing[i]:
             used = used + e.between(step.v, config, open_[other][parent])
         low, high = used + rest.least[i + 1], used + rest.most[i + 1]
@@ -112,8 +116,7 @@ def label_choices(
         coarse = np.where(paid, grain, coarse)  # an excess is compared on the scale of the cost
         sums = np.rint(matters[fits] / coarse)
         keep = fits[_undominated(_state(now, seen[i], fits.size), cost, sums, paid)]
-        work -= slack.size
-        if keep.size > (_WIDEST if work > 0 and whole else beam):
+        if keep.size > (_WIDEST if made < work and whole else beam):
             whole = False
             keep = keep[np.argsort(slack[keep], kind="stable")[:beam]]
         where = np.zeros(slack.size, np.int64)
@@ -123,7 +126,14 @@ def label_choices(
         trail.append((step.v, parent[keep], config[keep]))
     cost = least + slack - used @ prices
     by_cost = np.argsort(cost, kind="stable")
-    return Labels(cost=cost[by_cost], used=used[by_cost], whole=whole, _trail=tuple(trail), _last=by_cost)
+    return Labels(
+        cost=cost[by_cost],
+        used=used[by_cost],
+        whole=whole,
+        made=made,
+        _trail=tuple(trail),
+        _last=by_cost,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

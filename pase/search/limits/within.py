@@ -24,7 +24,7 @@ from pase.search.limits.excess import Excess
 from pase.search.limits.labels import Labels, label_choices
 from pase.search.limits.lagrangian import Dual, best_prices
 from pase.search.limits.sums import Sums, alike, sums_of
-from pase.search.types import MemoryProfile
+from pase.search.types import FULL_EFFORT, MemoryProfile
 from pase.tables.types import CostTables
 
 __all__ = ["Eliminate", "Within", "fits"]
@@ -33,8 +33,7 @@ Eliminate = Callable[[CostTables], tuple[np.ndarray, float, int]]
 """Tables -> (cheapest choice int64 [nodes], lower bound on its cost, effort)."""
 
 _MOST_SUMS = 6
-_LABELS = 1_000_000  # the most labels made in each search for choices
-_LABEL_WORK = 100  # the work per label, in the unit of ``PricedTables.effort``
+_LABEL_WORK = 50  # the work per label, in the unit of ``PricedTables.effort``
 _MOST_BRANCHED = 150  # nodes; with more, or if most are equal, layers would be split one by one
 _MOST_PARTS = 400  # the most parts that are split in one search
 _MOST_TESTED = 256  # choices within the sums, per set of labels, that are tested at every point
@@ -56,6 +55,7 @@ class Within:
     eliminate: used if no single order fits for all prices, or if planning one would take long; None if there is none.
     excess: sums whose excess is charged; the tables are then a mean that bounds the cost. None: the tables are the
     cost.
+    labels: the most labels made in each search for choices.
     below: choices of this cost or more are not needed. price: per byte, in all sums together; the initial one, and at
     the end the one with the best bound. stop: called between steps.
     choice: int64 [nodes], with cost ``cost``; None if none was found. bound: no choice that fits costs less.
@@ -69,6 +69,7 @@ class Within:
     threads: int
     seed: int
     excess: Excess | None = None
+    labels: int = FULL_EFFORT.labels
     below: float = np.inf
     price: float = 0.0
     stop: Callable[[], bool] = lambda: False
@@ -224,7 +225,7 @@ class Within:
             gap = min(self.cost, self.below) - base
             known = bool(np.isfinite(gap))
             cap = share * (max(gap, 0.0) if known else abs(base) or self._ceiling - base or 1.0)
-            labels, costs = look.within(cap)
+            labels, costs = look.within(cap, self.labels)
             self.work += look.priced.effort + _LABEL_WORK * labels.made
             broken = None
             for i in np.argsort(costs, kind="stable")[:_MOST_TESTED].tolist():
@@ -271,13 +272,11 @@ class _Look:
         _, least, pool = priced.at(at)
         return cls(priced=priced, pool=pool, least=least, prices=prices, room=room, excess=x)
 
-    def within(self, cap: float) -> tuple[Labels, np.ndarray]:
-        """The choices up to ``cap`` above the least cost, and their costs, float64 [choices]."""
+    def within(self, cap: float, most: int) -> tuple[Labels, np.ndarray]:
+        """The choices up to ``cap`` above the least cost, and their costs, float64 [choices]. most: labels to make."""
         x = self.excess
         along = () if x is None else x.along_joined(self.room.size - x.weights.size)
-        labels = label_choices(
-            self.priced, self.pool, self.prices, self.least, self.room, cap, _LABELS, along
-        )
+        labels = label_choices(self.priced, self.pool, self.prices, self.least, self.room, cap, most, along)
         return labels, labels.cost if x is None else x.costs(labels)
 
 

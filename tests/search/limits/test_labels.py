@@ -11,7 +11,7 @@ from pase.search import brute_force, cost_of
 from pase.search.elimination.priced import prepare
 from pase.search.limits.labels import label_choices
 from pase.search.limits.sums import sums_of
-from tests.search.random_instances import random_memory, random_tables, seeds
+from tests.search.random_instances import chain_of_blocks, random_memory, random_tables, seeds
 
 
 @settings(max_examples=200, deadline=None)
@@ -94,3 +94,23 @@ def test_labels_hold_the_cheapest_with_an_excess(seed: int, part: float) -> None
     assert found >= want - 1e-9 * (1 + abs(want))
     if want <= bound + cap * (1 - 1e-9):
         assert found <= want + 1e-9 * (1 + abs(want))
+
+
+def test_what_a_budget_leaves_out_is_said_and_the_rest_is_true() -> None:
+    """Beyond the budget, the labels of a step are few, and those that are left are choices with their true costs."""
+    rng = np.random.default_rng(0)
+    tables = chain_of_blocks(rng, 12, configs=12)
+    held = tuple(rng.uniform(0.0, 1.0, (c.size, 2)) for c in tables.node_costs)
+    room = np.full(2, 0.5 * len(held))
+    priced = prepare(tables, held, "numpy", 1, 0)
+    assert priced is not None
+    prices = np.full(2, 0.1)
+    _, least, pool = priced.at(prices)
+    cap = 0.5 * abs(least)
+    got, more = (label_choices(priced, pool, prices, least, room, cap, n) for n in (10_000, 1_000_000))
+    assert not got.whole and got.made < more.made
+    assert got.cost.size
+    for i in range(got.cost.size):
+        choice = got.choice(i)
+        np.testing.assert_allclose(got.cost[i], cost_of(tables, choice))
+        assert (sum(h[k] for h, k in zip(held, choice, strict=True)) <= room + 1e-9).all()
