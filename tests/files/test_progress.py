@@ -23,6 +23,25 @@ def test_an_estimate_is_the_rate_so_far_over_what_is_left():
     ]
 
 
+def test_the_estimate_of_the_larger_pieces_stays_while_their_parts_are_told():
+    now, said = [0.0], []
+    say = estimating(said.append, clock=lambda: now[0])
+    for done in range(2):
+        variant = PieceOfWork("trying", done, 4, most=True)
+        say(variant)
+        for mesh in range(2):
+            now[0] += 10.0
+            variant.inside(say)(PieceOfWork("mesh", mesh, 2))
+    assert said == [
+        "trying (1 of at most 4)",
+        "1 of at most 4: mesh (1 of 2) · 10 s",
+        "1 of at most 4: mesh (2 of 2) · 20 s",
+        "trying (2 of at most 4) · 20 s · at most about 60 s left of these",
+        "2 of at most 4: mesh (1 of 2) · 30 s · at most about 50 s left of these",
+        "2 of at most 4: mesh (2 of 2) · 40 s · at most about 40 s left of these",
+    ]
+
+
 def test_a_step_is_text():
     assert f"{PieceOfWork('a', 0, 2)}" == "a (1 of 2)" and PieceOfWork("a", 0, 2).total == 2
 

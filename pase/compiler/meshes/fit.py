@@ -11,6 +11,7 @@ collectives. They count once, for the node that has the most.
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -114,6 +115,7 @@ def fit_variants(
     least: list[_Footprint] = []
     bound, least_first, all_tried, refused = float("inf"), True, True, ""
     seconds = dict(free.seconds)
+    numbers = itertools.count()
     for group in tries:
         promising = False
         try:
@@ -121,6 +123,7 @@ def fit_variants(
                 if best is not None and spent.over():
                     all_tried = False
                     break
+                piece = PieceOfWork(f"trying {variant}", next(numbers), sum(map(len, tries)), most=True)
                 first = variant == problem.variant
                 p = problem if first else problem.varied(traced, variant)
                 needs = cache(partial(_least_memory, p))
@@ -131,10 +134,10 @@ def fit_variants(
                     # If it fits on no mesh, it may with more micro-batches, in the next group.
                     promising |= all(needs(m) > limit for m in over)
                 else:
-                    if not first:
-                        say(f"trying {variant}")
-                        spent.graphs += 1
-                    done = _fit_variant(p, free if first else None, free, meshes, limit, spent, say, below)
+                    say(piece)
+                    spent.graphs += not first
+                    within = piece.inside(say)
+                    done = _fit_variant(p, free if first else None, free, meshes, limit, spent, within, below)
                     seconds = add_seconds(seconds, done.seconds)
                     least_first &= done.least
                     promising |= done.promising
