@@ -76,9 +76,11 @@ def diff(
         f"{bytes_text(b.memory.total)} a device",
     )
     if between is not None:
+        fewer = "" if a.devices == b.devices else f" with its {a.devices:,} devices"
+        then = f"the split for {b.devices:,} devices" if fewer else "the split"
         say(
-            f"the old split takes {cost_text(between, b.unit)} on {b.machine}: the machine changes the step by "
-            f"{_percent(between, a.cost)}, and then the split by {_percent(b.cost, between)}"
+            f"the old split takes {cost_text(between, b.unit)} on {b.machine}{fewer}: the machine changes the step by "
+            f"{_percent(between, a.cost)}, and then {then} by {_percent(b.cost, between)}"
         )
     elif why_not:
         say(f"what the machine changes and what the split does is not known: {why_not}")

@@ -78,8 +78,8 @@ def price(
       pase price zoo:gpt2 --devices 32 --as fsdp=32 --like-search
     """
     from pase.api import price as priced
-    from pase.stated.searched import price_like_search
-    from pase.stated.table import as_lines, difference_text, like_search_text
+    from pase.stated.searched import baseline_of, price_like_search
+    from pase.stated.table import as_lines, difference_text, like_search_text, unsearched_text
 
     with progress() as say:
         say("pricing the strategy")
@@ -103,6 +103,8 @@ def price(
     lines = as_lines(model, found)
     if row is not None:
         lines += [like_search_text(found, *row), difference_text(found, row[1])]
+    elif (name := baseline_of(found.strategy)) is not None:
+        lines.append(unsearched_text(name))
     for line in lines:
         folded = fill(
             line, out.width, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False

@@ -24,7 +24,7 @@ __all__ = ["scale"]
 
 PURPOSE = "Plan"
 
-_WIDTH = 36
+_WIDTH = 20
 
 
 @compile_options(
@@ -201,6 +201,7 @@ def _print_runs(runs: dict[tuple[str, int], TrainingRun], machines: Sequence[str
 
 def _row(p: ScalePoint) -> JsonObject:
     from pase.commands.compile import rates
+    from pase.plan.answer import strategy_in_words
 
     if p.plan is None:
         return {"machine": p.machine, "devices": p.devices, "why_not": p.why_not}
@@ -208,6 +209,7 @@ def _row(p: ScalePoint) -> JsonObject:
         "machine": p.machine,
         "devices": p.devices,
         "idle": p.plan.idle,
+        "split": strategy_in_words(p.plan),
         "mesh": p.plan.mesh.by_name,
         "cost": p.plan.cost,
         "unit": p.plan.unit,
@@ -224,6 +226,7 @@ def _row(p: ScalePoint) -> JsonObject:
 
 def _print(model: str, points: list[ScalePoint], machines: Sequence[str]) -> None:
     """Print one table and one chart of all machines. Speed-ups are against the first point that has a plan."""
+    from pase.plan.answer import strategy_in_words
     from pase.plan.columns import columns
     from pase.plan.table import bytes_text
     from pase.questions.scale import number_text
@@ -236,7 +239,7 @@ def _print(model: str, points: list[ScalePoint], machines: Sequence[str]) -> Non
     names = (*of_machine, "devices", "step", "MFU", "memory", "fits", *last)
     out = columns(*names, left=("machine", "fits"), overflow="fold")
     chart = columns(
-        *of_machine, "devices", "speed-up", bar, "mesh", left=("machine", bar, "mesh"), overflow="fold"
+        *of_machine, "devices", "speed-up", bar, "split", left=("machine", bar, "split"), overflow="fold"
     )
     chart.columns[len(of_machine) + 2].no_wrap = True
     known = [(p, p.plan) for p in points if p.plan is not None]
@@ -272,8 +275,7 @@ def _print(model: str, points: list[ScalePoint], machines: Sequence[str]) -> Non
             str(p.devices),
             f"×{gain:.2f}",
             "█" * reached + "▒" * max(round(_WIDTH * ideal / most) - reached, 0),
-            " ".join(f"{k}={v}" for k, v in row["mesh"].items())
-            + (f", {p.plan.idle} idle" if p.plan.idle else ""),
+            strategy_in_words(p.plan) + (f", {p.plan.idle} idle" if p.plan.idle else ""),
         )
     measured = dict.fromkeys(plan.objective for _, plan in known)
     console().print(

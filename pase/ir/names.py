@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -191,10 +192,14 @@ def _weight(graph: Graph, n: Node) -> str | None:
     return None
 
 
+_UNNAMED = re.compile(r"\.<(locals|genexpr|listcomp|setcomp|dictcomp)>")
+"""Parts of a function's qualified name that nobody wrote: a comprehension goes by the function around it."""
+
+
 def _function(n: Node) -> str:
     """The node's name as op@function. The function comes from a source line such as ``/a/layers.py:12:3 (norm)``."""
     ops = [n.main] if n.kind in _VERBS else n.ops
     counts = Counter(op.source.function for op in ops if op.source.function)
-    where = counts.most_common(1)[0][0].replace(".<locals>", "") if counts else ""
+    where = _UNNAMED.sub("", counts.most_common(1)[0][0]) if counts else ""
     what = {"matmul": "dot", "elementwise": "map"}.get(n.kind, n.kind)
     return f"{what}@{where}" if where else what

@@ -57,14 +57,20 @@ def devices_text(plan: PlanData) -> str:
     return f"{used}{offered} device{'s' * (offered > 1)}"
 
 
+def _batch(plan: PlanData) -> list[str]:
+    """Return the arrays of the batch: the inputs without numbers and without the variables of modules, if there are
+    others."""
+    arrays = [path for path, t in plan.inputs.items() if t.shape]
+    names = {path.partition(".")[0] for path in arrays}
+    of_modules = "other_variables" if "other_variables" in names else "variables"
+    return [path for path in arrays if path.partition(".")[0] != of_modules] or arrays
+
+
 def headline(plan: PlanData) -> list[str]:
     """Return the lines above the table: the plan in a sentence, model, mesh, predicted step, memory, certificate."""
     count = sum(t.elements for t in plan.trained.values())
     scale = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
-    batch = ", ".join(
-        f"{path} {'×'.join(map(str, t.shape))}"
-        for path, t in [p for p in plan.inputs.items() if p[1].shape][:3]
-    )
+    batch = ", ".join(f"{path} {'×'.join(map(str, plan.inputs[path].shape))}" for path in _batch(plan)[:3])
     lines = [
         answer(plan),
         f"{plan.model} · {scale} parameters · {batch} · {devices_text(plan)} of {plan.machine}",

@@ -9,7 +9,7 @@ from pase.plan.table import bytes_text, cost_text
 from pase.plan.types import PlanData
 from pase.stated.price import Priced
 
-__all__ = ["as_lines", "difference", "difference_text", "like_search_text", "signed"]
+__all__ = ["as_lines", "difference", "difference_text", "like_search_text", "signed", "unsearched_text"]
 
 _LONG_BUBBLE = 0.2
 """The fraction of a step above which its bubble is worth a hint."""
@@ -25,6 +25,14 @@ def like_search_text(p: Priced, row: str, plan: PlanData) -> str:
         f"search {step_text(plan)} in {bytes_text(plan.memory.total)}, as the row {row} of 'pase compare': {batches}, "
         f"{recomputed}, no work of a framework's own. The price above has {p.micro_batches} of {p.strategy.micro} "
         f"examples a rank, remat={p.strategy.remat} and executor {p.program}"
+    )
+
+
+def unsearched_text(row: str) -> str:
+    """Return one line: why the search's price of the same split, a row of ``pase compare``, is another."""
+    return (
+        f"search 'pase compare' prices this split as {row}, with micro-batches of its own, recomputation as the model "
+        "marks it and no work of a framework's own; --like-search gives that price and what makes the difference"
     )
 
 

@@ -37,6 +37,9 @@ def test_what_another_machine_changes_is_told_from_the_split(tmp_path: Path) -> 
     assert f"the machine changes the step by {between / old - 1:+.1%}" in " ".join(
         printed("diff", *both).split()
     )
+    pase.compile("zoo:mlp", devices=4, machine="b200x8", baselines=False).save(tmp_path / "fewer.json")
+    said = " ".join(printed("diff", both[0], str(tmp_path / "fewer.json")).split())
+    assert "on b200x8 with its 8 devices: the machine" in said and "then the split for 4 devices by" in said
     back = reported("diff", *reversed(both))["cost_of_old_on_new_machine"]
     assert back >= old * (1 - 1e-9)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import pase
-from tests.command import reported, run
+from tests.command import printed, reported, run
 
 MODEL = "zoo:llama3_8b?batch=8&seq=256&layers=2&vocab=512"
 GIVEN = (MODEL, "--devices", 4, "--as", "fsdp=2,tp=2")
@@ -28,7 +28,9 @@ def test_a_strategy_that_makes_no_sense_is_refused() -> None:
 
 def test_one_strategy_has_one_price_in_both_commands() -> None:
     small = "zoo:gpt2?batch=4&layers=2&seq=16&vocab=64"
-    said = reported("price", small, "--devices", 2, "--as", "fsdp=2", "--like-search")
+    given = "price", small, "--devices", 2, "--as", "fsdp=2"
+    assert "prices this split as fsdp, with" in " ".join(printed(*given).split())
+    said = reported(*given, "--like-search")
     rows = {row["name"]: row for row in reported("compare", small, "--devices", 2)["strategies"]}
     assert said["like_search"]["step_s"] == rows["fsdp"]["cost_s"]
     assert said["like_search"]["memory_bytes"] == rows["fsdp"]["memory_bytes"]

@@ -16,6 +16,7 @@ def test_the_command_prints_a_table_and_json():
     assert "device-seconds" in shown and "█" in shown
     found = json.loads(printed("scale", MODEL, "--devices", "2,8", "--json"))["points"]
     assert [p["devices"] for p in found] == [2, 8]
+    assert all(" ".join(p["split"].split()[:2]) in shown for p in found)
     assert all(p["device_s"] == p["cost"] * p["devices"] and 0 < p["mfu"] < 1 for p in found)
 
 

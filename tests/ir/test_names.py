@@ -48,3 +48,21 @@ def test_blocks_of_a_projection_are_blocks_of_its_heads() -> None:
     sizes = {c: graph.node[n].space[d].size for (n, d), c in classes.items()}
     (wide,) = {c for c in classes.values() if sizes[c] == 64}
     assert {sizes[c] for c in views[wide]} >= {64, 2} and 32 not in {sizes[c] for c in views[wide]}
+
+
+def test_work_in_a_comprehension_is_named_after_the_function_around_it() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from pase.frontends.jax.frontend import trace
+    from pase.ir import simplify
+    from pase.ir.names import named
+
+    def loss(p, x):  # type: ignore[no-untyped-def]
+        return jnp.sum(jnp.square(sum(jnp.sin(x @ (x * k)) for k in range(1, 3)) @ p))
+
+    array = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    graph = trace(loss, array, array).graph
+    names = [n.name for n in named(simplify(graph)).nodes]
+    assert sum(n.startswith(f"dot@{loss.__qualname__.replace('.<locals>', '')}") for n in names) == 2
+    assert not any("genexpr" in n for n in names)

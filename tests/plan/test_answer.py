@@ -13,7 +13,7 @@ import pase
 from pase.machine import Mesh
 from pase.plan.answer import answer, split_text, strategy_in_words
 from pase.plan.error_bar import interval
-from pase.plan.table import layer_table
+from pase.plan.table import headline, layer_table
 from pase.questions.explain import explain
 from pase.questions.report import report_page
 
@@ -110,6 +110,22 @@ def test_the_first_line_has_the_step_the_memory_and_what_would_do(plans: dict[st
         assert "as fast: take that" in first
     else:
         assert f"{gain:.0%} faster than" in first or f"{gain:.1%} faster" in first
+
+
+def test_a_plan_for_a_target_is_compared_with_any_program(plans: dict[str, pase.Plan]) -> None:
+    ours = plans["pase"]
+    costs = {"fsdp": ours.cost, "any_program": ours.cost * 0.98}
+    assert answer(replace(ours, baselines=costs)).endswith(
+        "; as fast as plain FSDP, 2.0% slower than any program"
+    )
+
+
+def test_the_batch_is_named_without_the_variables_of_modules(plans: dict[str, pase.Plan]) -> None:
+    ours = plans["pase"]
+    some = next(iter(ours.inputs.values()))
+    said = headline(replace(ours, inputs={"variables.rngs.count": some, "tokens": some}))
+    assert " tokens " in said[1] and "rngs" not in said[1]
+    assert " variables.rngs.count " in headline(replace(ours, inputs={"variables.rngs.count": some}))[1]
 
 
 def loss(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
