@@ -16,6 +16,7 @@ __all__ = [
     "parse_factors",
     "parse_rate",
     "parse_seconds",
+    "rounded_text",
 ]
 
 _NUMBER = r"\d+(?:\.\d*)?(?:e[+-]?\d+)?"
@@ -28,6 +29,14 @@ _THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _BYTES_PER_S = {"b/s": 1.0, "mb/s": 1e6, "gb/s": 1e9, "gbit/s": 1e9 / 8}
 _POINTS = 5
+
+
+def rounded_text(x: float) -> str:
+    """A number of three digits, without an exponent.
+    >>> rounded_text(12345.6), rounded_text(2250.0), rounded_text(98.76)
+    ('12,300', '2,250', '98.8')
+    """
+    return f"{float(f'{x:.3g}'):,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 
 def bytes_text(n: float) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pase.files.quantities import bytes_text, cost_text
+from pase.files.quantities import bytes_text, cost_text, rounded_text
 from pase.files.terminal import console
 from pase.ir.blocks import gathering_again_text, hoisted_text, recompute_text
 from pase.ir.precision import rate_words
@@ -146,7 +146,7 @@ def _peak_text(plan: PlanData) -> str:
     if plan.peak is None:
         return ""
     dtype, flops = plan.peak
-    return f" · peak {flops / 1e12:.3g} TFLOP/s ({rate_words(dtype)})"
+    return f" · peak {rounded_text(flops / 1e12)} TFLOP/s ({rate_words(dtype)})"
 
 
 def in_a_line(plan: PlanData) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from pase.files.quantities import rounded_text
 from pase.ir import Graph, Op
 from pase.ir.blocks import micro_batches_of
 from pase.ir.functions import CAUSAL_ATTENTION
@@ -74,14 +75,10 @@ class Throughput:
         ...                examples_per_s_per_device=0.8))
         'MFU 41.2% · 408 TFLOP/s a device · 6,670 tokens/s a device'
         """
-        parts = [f"MFU {self.mfu:.1%}", f"{_rounded(self.tflops_per_device)} TFLOP/s a device"]
+        parts = [f"MFU {self.mfu:.1%}", f"{rounded_text(self.tflops_per_device)} TFLOP/s a device"]
         rates = (("tokens", self.tokens_per_s_per_device), ("examples", self.examples_per_s_per_device))
-        parts += [f"{_rounded(rate)} {what}/s a device" for what, rate in rates if rate is not None][:1]
+        parts += [f"{rounded_text(rate)} {what}/s a device" for what, rate in rates if rate is not None][:1]
         return " · ".join(parts)
-
-
-def _rounded(rate: float) -> str:
-    return f"{float(f'{rate:.3g}'):,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def model_flops(graph: Graph) -> Iterator[tuple[str, float]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from pase.files.json_values import JsonObject
+from pase.files.quantities import rounded_text
 from pase.ir.blocks import hoisted_text
 from pase.ir.precision import rate_words
 from pase.memory.account import MemoryKind
@@ -253,8 +254,9 @@ def _roofline(e: Explanation) -> str:
                     rate=rate,
                     share=w.cost / whole,
                     colour={"forward": "compute", "backward": "backward", "update": "update"}[w.phase],
-                    title=f"{n.name}, {w.phase}, {w.kind} {rate_words(w.dtype)}: {rate / 1e12:.3g} TFLOP/s at "
-                    f"{w.flops / w.nbytes:.3g} FLOP per byte, {w.cost / whole:.2%} of the time",
+                    title=f"{n.name}, {w.phase}, {w.kind} {rate_words(w.dtype)}: "
+                    f"{rounded_text(rate / 1e12)} TFLOP/s at "
+                    f"{rounded_text(w.flops / w.nbytes)} FLOP per byte, {w.cost / whole:.2%} of the time",
                     node=i,
                 )
             )
