@@ -34,9 +34,9 @@ _WIDEST = 200_000  # the most labels at a time
 # Once there were too many labels: the most at a time, and the most for all nodes together.
 _BEAM, _BEAM_LABELS = 1000, 200_000
 _NARROWEST = 100  # the least limit on labels at a time, for any number of nodes
-_UNSORTED = (
-    20  # times the limit on labels at a time: of more than this, those with the least slack are compared
-)
+_UNSORTED = 20
+"""Once there were too many labels: of more than so many times the most at a time, those with the least slack are
+compared."""
 _PRECISION = 1e-13
 """Relative to the cost and to each sum: smaller differences, per node, are ignored, so that sums that were added in
 different orders give one label."""
