@@ -15,14 +15,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from bench.audit.torch_memory import peaks
+from bench.audit.torch_memory import CPU_S, MEMORY, PRELOADED, peaks
 from bench.cases.plans import Case
 from bench.cases.torch_models import MODELS, in_float32
 from bench.processes import forks_of, row_apart
 from bench.runner import Benchmark
 
 DEVICES, MESSAGES = 8, 8
-CPU_S, MEMORY = 300, 24 << 30
 
 
 def measured(model: str) -> dict[str, Any]:
@@ -60,8 +59,7 @@ def measured(model: str) -> dict[str, Any]:
 
 def row(model: str) -> dict[str, Any]:
     """Returns a row, measured in a process of its own."""
-    preloaded = ("torch.export", "bench.cases.torch_models", "pase.frontends.torch.frontend")
-    return {"model": model} | row_apart(forks_of(preloaded), measured, model, cpu_s=CPU_S, memory=MEMORY)
+    return {"model": model} | row_apart(forks_of(PRELOADED), measured, model, cpu_s=CPU_S, memory=MEMORY)
 
 
 BENCH = Benchmark(

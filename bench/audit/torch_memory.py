@@ -26,6 +26,7 @@ STRATEGIES = {
 """Strategy -> its name as in ``bench.cases.plans.Case``; one that ends with "x" takes the other devices as well."""
 DEVICES = (8, 32)
 CPU_S, MEMORY = 300, 24 << 30
+PRELOADED = ("torch.export", "bench.cases.torch_models", "pase.frontends.torch.frontend")
 
 
 def measured(model: str, strategy: str, devices: int) -> dict[str, Any]:
@@ -64,8 +65,7 @@ def peaks(plan: Any, workspace: float) -> dict[str, Any]:
 
 def row(model: str, strategy: str, devices: int) -> dict[str, Any]:
     """Returns a row, measured in a process of its own."""
-    preloaded = ("torch.export", "bench.cases.torch_models", "pase.frontends.torch.frontend")
-    made = row_apart(forks_of(preloaded), measured, model, strategy, devices, cpu_s=CPU_S, memory=MEMORY)
+    made = row_apart(forks_of(PRELOADED), measured, model, strategy, devices, cpu_s=CPU_S, memory=MEMORY)
     return {"model": model, "strategy": strategy, "devices": devices} | made
 
 

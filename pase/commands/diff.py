@@ -76,10 +76,11 @@ def diff(
         f"{bytes_text(b.memory.total)} a device",
     )
     if between is not None:
-        fewer = "" if a.devices == b.devices else f" with its {a.devices:,} devices"
-        then = f"the split for {b.devices:,} devices" if fewer else "the split"
+        before, then = "", "the split"
+        if a.devices != b.devices:
+            before, then = f" with its {a.devices:,} devices", f"the split for {b.devices:,} devices"
         say(
-            f"the old split takes {cost_text(between, b.unit)} on {b.machine}{fewer}: the machine changes the step by "
+            f"the old split takes {cost_text(between, b.unit)} on {b.machine}{before}: the machine changes the step by "
             f"{_percent(between, a.cost)}, and then {then} by {_percent(b.cost, between)}"
         )
     elif why_not:

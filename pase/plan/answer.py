@@ -230,10 +230,9 @@ def _verdict(plan: PlanData) -> str:
     )
     gain = fitting[name] / plan.cost - 1 if plan.cost else 0.0
     called = name_in_words(name)
-    if (
-        "any_program" in plan.baselines and plan.cost
-    ):  # a target was named, which may not run simpler programs
-        return f"{_against(gain, called)}, {_against(plan.baselines['any_program'] / plan.cost - 1, 'any program')}"
+    best = plan.baselines.get("any_program")
+    if best is not None and plan.cost:  # a target was named, which may not run the simpler programs
+        return f"{_against(gain, called)}, {_against(best / plan.cost - 1, 'any program')}"
     if gain < -_EQUAL:
         return f"{called} is {-gain:.1%} faster"
     if gain < _EQUAL:
