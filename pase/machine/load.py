@@ -9,7 +9,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Literal
@@ -71,6 +71,22 @@ def parse(text: str, where: str, folder: Path | None = None) -> Machine:
 
     folder: the folder to which the paths of groups are relative.
     """
+    machine = _of_one_kind(text, where)
+    if machine is not None:
+        return machine
+    if folder is None:
+        raise PaseError(
+            f"it is a machine of groups ('{GROUPS_SCHEMA}'), which must be in a file of its own",
+            where=where,
+            fix="load it by the path of its file",
+        )
+    return _grouped(tomllib.loads(text), where, folder)
+
+
+@lru_cache(maxsize=256)
+def _of_one_kind(text: str, where: str) -> Machine | None:
+    """The machine of a file that names no other files; None if it is a machine of groups. It is checked once: commands
+    load the same few files for each plan that they price, and all files for each device that they look for."""
     refuse_control(text, where)
     try:
         tree = tomllib.loads(text)
@@ -79,13 +95,7 @@ def parse(text: str, where: str, folder: Path | None = None) -> Machine:
     except ValueError as e:  # Python refuses integers of thousands of digits
         raise PaseError(f"it is not readable TOML: {str(e).partition(';')[0]}", where=where) from None
     if tree.get("schema") == GROUPS_SCHEMA:
-        if folder is None:
-            raise PaseError(
-                f"it is a machine of groups ('{GROUPS_SCHEMA}'), which must be in a file of its own",
-                where=where,
-                fix="load it by the path of its file",
-            )
-        return _grouped(tree, where, folder)
+        return None
     if tree.get("schema") != SCHEMA:
         raise PaseError(
             f"schema is {tree.get('schema')!r}, but this version of pase reads '{SCHEMA}' and '{GROUPS_SCHEMA}'",
