@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from tests.needs import NEEDS
 from tests.program import COMPILED_QUICKLY
 
 DEVICES = 8
+ROOT = Path(__file__).parents[1]
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")  # the default layer kills forked child processes
@@ -25,7 +27,7 @@ for flag in (f"--xla_force_host_platform_device_count={DEVICES}", *COMPILED_QUIC
     if flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 # Compiled programs are cached between runs. A fresh checkout starts with an empty cache.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
 
 if "jax" in sys.modules:
     raise RuntimeError(
@@ -72,9 +74,19 @@ def pytest_configure(config):
     if config.getoption("dist", "no") == "no":  # not xdist's controller, which collects nothing
         # Until tests are collected: imports leave little garbage, and to look for it takes a sixth of that time.
         gc.disable()
+    elif not any(ROOT.glob("pase/search/**/*.nbi")):
+        compile_kernels(config)
     for name, need in NEEDS.items():
         config.addinivalue_line("markers", f"{name}: {need.reason}")
     config.addinivalue_line("markers", "some(n): n of the cases run, evenly spread; the others need release")
+
+
+def compile_kernels(config: pytest.Config) -> None:
+    """Compile kernels into numba's cache while the workers collect tests. Otherwise, each worker would compile them."""
+    command = [sys.executable, "-m", "tests.kernels.cases"]
+    compiling = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    config.add_cleanup(compiling.wait)
+    config.add_cleanup(compiling.terminate)  # cleanups run in reverse order
 
 
 @pytest.hookimpl(tryfirst=True)

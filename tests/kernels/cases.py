@@ -1,5 +1,7 @@
 """Results of the stateful kernels on seeded instances; `python -m tests.kernels.cases PART` prints them as JSON.
 
+Without PART, it only compiles what is not in numba's cache: what `pase.search.warm` does, and the rest.
+
 With NUMBA_DISABLE_JIT=1, numba returns the Python source unchanged. It then runs with numpy's index checks, and must
 produce the same bits.
 """
@@ -139,5 +141,13 @@ def results(part: str) -> list[list[str]]:
     return [[np.asarray(x, float).tobytes().hex() for x in PARTS[part](seed)] for seed in SEEDS]
 
 
+def compile_all() -> None:
+    from pase.search.warm import warm
+
+    warm()
+    for part in PARTS.values():
+        list(part(SEEDS[0]))
+
+
 if __name__ == "__main__":
-    print(json.dumps(results(sys.argv[1])))
+    print(json.dumps(results(sys.argv[1]))) if sys.argv[1:] else compile_all()
