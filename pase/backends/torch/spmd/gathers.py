@@ -8,16 +8,16 @@ message carries follows from the local program alone, so it is the same on all r
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pase.backends.torch.spmd.collectives import EdgeCall
-from pase.backends.torch.spmd.gathered_again import MessageAgain
+from pase.backends.torch.spmd.gathered_again import MessageAgain, read_again
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import ProgramCall
 from pase.local.parts import WireView, view
-from pase.local.types import LocalOp, LocalProgram, LocalReshardStep, local_shape
+from pase.local.types import Extents, LocalOp, LocalProgram, LocalReshardStep, local_shape
 from pase.machine import FIRST_BUCKET_BYTES
 
 if TYPE_CHECKING:
@@ -248,13 +248,17 @@ class _BegunAgain:
 @dataclass(frozen=True)
 class _GatherMessage:
     """A message. views: how each parameter is put together. shapes: transfer -> the parameter's shape when it has
-    arrived. sizes: the elements that a rank sends of each."""
+    arrived. sizes: the elements that a rank sends of each. alone: the places of the parameters that are taken out of
+    the message one by one. alike: those of parameters that are taken out together, by one op each. What is alone comes
+    first in the message."""
 
     groups: AxisGroups
     step: LocalReshardStep
     views: Sequence[WireView]
     shapes: Mapping[int, tuple[int, ...]]
     sizes: Sequence[int]
+    alone: Sequence[int]
+    alike: Sequence[Sequence[int]]
 
     @classmethod
     def of(cls, edges: Sequence[_GatherEdge], program: LocalProgram, groups: AxisGroups) -> _GatherMessage:
@@ -266,35 +270,80 @@ class _GatherMessage:
             e.number: v.shape if e.carried else _arriving(program, t.tensor, v)
             for e, t, v in zip(edges, transfers, views, strict=True)
         }
-        return cls(groups, steps[0], views, arrived, [math.prod(v.seen) for v in views])
+        alike: dict[object, list[int]] = {}
+        for i, (e, v) in enumerate(zip(edges, views, strict=True)):
+            # They share an array, which backward keeps for any of them.
+            kept = read_again(program, e.number, lambda op: True)
+            alike.setdefault((v, arrived[e.number], kept), []).append(i)
+        together = [some for some in alike.values() if _fewer_together(views[some[0]], len(some))]
+        alone = [i for i in range(len(edges)) if not any(i in some for some in together)]
+        if together and len(alone) == 1:
+            together, alone = [alone, *together], []
+        sizes = [math.prod(v.seen) for v in views]
+        return cls(groups, steps[0], views, arrived, sizes, alone, together)
 
     def started(self, *parameters: Tensor) -> Tensor:
         """Start it: this rank's parts -> what arrives, [ranks, elements]."""
         import torch
 
+        order = (*self.alone, *(i for some in self.alike for i in some))
         with torch.no_grad():
-            wire = torch._chunk_cat(list(parameters), 0, 1)
+            wire = torch._chunk_cat([parameters[i] for i in order], 0, 1)
             return self.groups.started_all_gather(wire, self.step.axes)
 
     def received(self, wire: Tensor) -> list[Tensor]:
         """Wait for it: the parameters in the layout in which they are read."""
         import torch
 
+        shapes = list(self.shapes.values())
+        placed: dict[int, Tensor] = {}
         with torch.no_grad():
             wire = self.groups.received(wire)
-            parts = list(torch.split_with_sizes_copy(wire, list(self.sizes), 1))
-            placed = []
-            for v, shape in zip(self.views, self.shapes.values(), strict=True):
-                x = self._placed(parts.pop(0), v, shape)  # a part that is joined is free again
-                placed.append(self.groups.reshape(x, shape))
-            return placed
+            sizes = [self.sizes[i] for i in self.alone]
+            first = sum(sizes)
+            if len(sizes) == 1 and not self.alike:
+                placed[0] = self.groups.reshape(wire, shapes[0])
+            elif sizes:
+                parts = torch.split_with_sizes_copy(self.groups.narrow(wire, 1, 0, first), sizes, 1)
+                placed |= {
+                    i: self.groups.reshape(x, shapes[i]) for i, x in zip(self.alone, parts, strict=True)
+                }
+            for some in self.alike:
+                made = self._placed(wire, first, some, shapes[some[0]])
+                placed |= zip(some, made, strict=True)
+                first += sum(self.sizes[i] for i in some)
+            return [placed[i] for i in range(len(shapes))]
 
-    def _placed(self, x: Tensor, v: WireView, shape: tuple[int, ...]) -> Tensor:
-        """[ranks, elements] -> the parameter, of this shape or with dims of size 1 besides."""
-        if v.along == (None, 0):
-            return self.groups.reshape(x, shape)
-        if v.along is not None:
-            ways, (first, *rest) = math.prod(v.ways), v.before
-            return self.groups.joined(self.groups.reshape(x, (ways * first, *rest)), ways, v.along[1])
+    def _placed(self, wire: Tensor, first: int, some: Sequence[int], shape: Extents) -> Sequence[Tensor]:
+        """Parameters of this shape, which lie in the message one after another from its column ``first`` on."""
+        import torch
+
+        v, n = self.views[some[0]], self.sizes[some[0]]
         assert v.arriving is not None
-        return self.groups.rearranged(x, (*v.ways, *v.seen), v.arriving, v.shape)
+        dims = (*v.ways, *v.seen)
+        by = (*_strides(v.ways, wire.stride(0)), *_strides(v.seen, 1))
+        at = wire.storage_offset() + first
+        several = len(some) > 1
+        x = torch.as_strided_copy(
+            wire,
+            (*([len(some)] * several), *(dims[i] for i in v.arriving)),
+            (*([n] * several), *(by[i] for i in v.arriving)),
+            at,
+        )
+        return (
+            self.groups.reshape(x, (len(some), *shape)).unbind()
+            if several
+            else [self.groups.reshape(x, shape)]
+        )
+
+
+def _fewer_together(v: WireView, count: int) -> bool:
+    """Whether it takes fewer ops to take parameters out of a message by one copy. One that arrives as it is needs only
+    a view of a part of the message."""
+    one_by_one = count if v.along == (None, 0) else math.inf
+    return one_by_one > (3 if count > 1 else 2)
+
+
+def _strides(sizes: Extents, last: int) -> Iterator[int]:
+    """The strides of dims that lie one after another in memory. last: that of the last dim."""
+    yield from (last * math.prod(sizes[i + 1 :]) for i in range(len(sizes)))

@@ -9,6 +9,7 @@ backward should make them. What a message carries follows from the program alone
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import warnings
 import weakref
@@ -393,26 +394,41 @@ class GradientSending:
 
     def _start_whole(self, chunks: Sequence[tuple[MessageChunk, _Gradient]]) -> None:
         """Start one collective of several gradients. Gradients to be summed are copied into one tensor, of which they
-        become views."""
+        become views. Those of one shape lie one after another, because one view then cuts them."""
         import torch
 
-        step, arrays = self._step(chunks[0][1]), [g.array for _, g in chunks if g.array is not None]
+        whole = [(c, g, g.array) for c, g in chunks if g.array is not None]
+        whole.sort(key=lambda some: tuple(some[2].shape))
+        step, arrays, ways = self._step(chunks[0][1]), [x for *_, x in whole], 1
+        views: list[Tensor] = []
         if step.kind == "all_reduce":
-            sizes = [x.numel() for x in arrays]
-            wire = arrays[0].new_empty(sum(sizes))
-            parts = zip(wire.split(sizes), arrays, strict=True)
-            views = [self.groups.reshape(part, x.shape) for part, x in parts]
+            wire = arrays[0].new_empty(sum(x.numel() for x in arrays))
+            views = self._cut(wire, [tuple(x.shape) for x in arrays])
             torch._foreach_copy_(views, arrays)
             wire = self.groups.started_all_reduce(wire, step.axes, overwrite=True)
         else:
-            ways, views = self.groups.ways(step.axes), []
-            sizes = [x.numel() // ways for x in arrays]
-            fronts = [self._front(g, x) for (_, g), x in zip(chunks, arrays, strict=True)]
+            ways = self.groups.ways(step.axes)
+            fronts = [self._front(g, x) for _, g, x in whole]
             wire = self.groups.started_reduce_scatter(torch._chunk_cat(fronts, 0, ways), step.axes)
-        for _, g in chunks:
+        spans = [(c, g, x.numel() // ways) for c, g, x in whole]
+        for _, g, _ in whole:
             g.array = None  # it would stay in memory until the message arrives
-        spans = [(c, g, n) for (c, g), n in zip(chunks, sizes, strict=True)]
         self.under_way.append(_SentWire(wire, spans, views))
+
+    def _cut(self, wire: Tensor, shapes: Sequence[Extents]) -> list[Tensor]:
+        """The arrays of these shapes that lie one after another in a wire."""
+        runs: list[tuple[Extents, int]] = []
+        for shape, same in itertools.groupby(shapes):
+            count = len(list(same))
+            runs += [(shape, count)] if len(shape) > 1 and count > 2 else [(shape, 1)] * count
+        sizes = [math.prod(shape) * count for shape, count in runs]
+        parts = wire.split(sizes) if len(sizes) > 1 else (wire,)
+        made: list[Tensor] = []
+        for (shape, count), part in zip(runs, parts, strict=True):
+            several = count > 1
+            x = self.groups.reshape(part, (count, *shape) if several else shape)
+            made += x.unbind() if several else [x]
+        return made
 
     def _step(self, g: _Gradient) -> LocalReshardStep:
         return self.program.reshard_steps(g.number, "back")[g.done]
@@ -443,22 +459,29 @@ class GradientSending:
                     g.array, g.done = array, g.done + 1
                     self._go_on(g)
                 continue
-            parts = wire.split([n for *_, n in w.spans]) if len(w.spans) > 1 else (wire,)
-            for (c, g, _), part in zip(w.spans, parts, strict=True):
-                g.pieces[c.begin] = part
-                step = self._step(g)
-                whole = local_shape(
-                    self.program.result(self.program.transfers[g.number].tensor).shape,
-                    step.after,
-                    self.program.mesh,
-                )
-                if sum(p.numel() for p in g.pieces.values()) < math.prod(whole):
-                    continue
-                ordered = [g.pieces[b] for b in sorted(g.pieces)]
-                flat = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
-                shape = g.shape if step.kind == "all_reduce" else whole
-                last = g.done + 1 == len(self.program.reshard_steps(g.number, "back"))
-                if last and isinstance(g.root, torch.Tensor):
-                    shape = tuple(g.root.shape)  # of the parameter, if the gradient is that of a view
-                g.array, g.pieces, g.done, g.begun = self.groups.reshape(flat, shape), {}, g.done + 1, 0
+            shapes = [self._shape_after(g) for _, g, _ in w.spans]
+            pieces = [
+                shape if n == math.prod(shape) else (n,)
+                for shape, (*_, n) in zip(shapes, w.spans, strict=True)
+            ]
+            for (c, g, n), shape, part in zip(w.spans, shapes, self._cut(wire, pieces), strict=True):
+                array = part
+                if n < math.prod(shape):
+                    g.pieces[c.begin] = part
+                    if sum(p.numel() for p in g.pieces.values()) < math.prod(shape):
+                        continue
+                    array = torch.cat([g.pieces[b] for b in sorted(g.pieces)]).reshape(shape)
+                g.array, g.pieces, g.done, g.begun = array, {}, g.done + 1, 0
                 self._go_on(g)
+
+    def _shape_after(self, g: _Gradient) -> Extents:
+        """The shape of a gradient after the step that is under way."""
+        import torch
+
+        steps, step = self.program.reshard_steps(g.number, "back"), self._step(g)
+        if g.done + 1 == len(steps) and isinstance(g.root, torch.Tensor):
+            return tuple(g.root.shape)  # of the parameter, if the gradient is that of a view
+        if step.kind == "all_reduce":
+            return g.shape if g.array is None else tuple(g.array.shape)
+        whole = self.program.result(self.program.transfers[g.number].tensor).shape
+        return local_shape(whole, step.after, self.program.mesh)
