@@ -118,6 +118,8 @@ class EdgeCall:
     back: None means that no gradient passes.
     anyshape: whether it passes the value on, and does the same to each element of the gradient.
     again: backward gathers again what the edge gathers.
+    hooks: whether it passes the value on, and nothing else reads the value. A hook on the value then does the same to
+        the gradient, and makes no view.
     """
 
     there: Way
@@ -125,6 +127,7 @@ class EdgeCall:
     anyshape: bool = False
     later: SentLater | None = None
     again: AgainMark | None = None
+    hooks: bool = False
 
     def __call__(self, value: Tensor, gradient_carrier: Tensor | None = None) -> Tensor:
         made = self._made(value, gradient_carrier)
@@ -136,6 +139,9 @@ class EdgeCall:
         if self.back is None:
             return self.there(value)
         if self._taken_from_leaf(value, gradient_carrier):
+            return value
+        if self.hooks and value.requires_grad and not value.is_leaf:
+            value.register_hook(self.back)
             return value
         edge, onto_carrier = _functions()
         root, back = self._handed_over(value if gradient_carrier is None else gradient_carrier, self.back)

@@ -8,6 +8,7 @@ The program's results, their derivatives, and what is sent stay the same.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pase.backends.torch.spmd.collectives import EdgeCall
@@ -37,6 +38,7 @@ def tidied(graph: Graph) -> None:
     for n in reversed(list(graph.nodes)):
         if not n.users and n.op in ("call_function", "call_method", "get_attr") and not acts(n):
             graph.erase_node(n)
+    _hooked(graph)
     _joined(graph)
 
 
@@ -58,6 +60,26 @@ def _edges_first(graph: Graph) -> None:
         shaped.meta |= n.meta
         n.replace_all_uses_with(shaped)
         graph.erase_node(n)
+
+
+def _hooked(graph: Graph) -> None:
+    """Hook edges that pass a value on to the op that makes it, if nothing else reads it."""
+    for n in graph.nodes:
+        edge = n.target.run if isinstance(n.target, ProgramCall) else None
+        if not (isinstance(edge, EdgeCall) and edge.anyshape and edge.later is None and len(n.args) == 1):
+            continue
+        (base,) = n.args
+        if len(base.users) == 1 and base.op.startswith("call") and _is_new(base):
+            n.target = ProgramCall(replace(edge, hooks=True), n.target.name)
+
+
+def _is_new(n: FxNode) -> bool:
+    """Whether a node makes an array of its own: a view may be another tensor that is read elsewhere."""
+    import torch
+
+    made, *given = (m.meta.get("val") for m in (n, *n.all_input_nodes))
+    arrays = [x.untyped_storage()._cdata for x in given if isinstance(x, torch.Tensor)]
+    return isinstance(made, torch.Tensor) and made.untyped_storage()._cdata not in arrays
 
 
 def _views(graph: Graph) -> None:

@@ -97,3 +97,25 @@ def test_light_ops_that_only_lead_to_results_are_joined() -> None:
     assert (called["mul"], called["add"]) == (3, 1)  # times exp, 3.0 and 2; alpha 0.2
     (made,) = into.module("M")(x)
     torch.testing.assert_close(tuple(made), make(x))
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_a_sum_of_gradients_is_a_hook_on_a_value_that_nothing_else_reads(readers: int) -> None:
+    """It then makes no view. The edge of a value with other readers must not see their gradients."""
+    import torch
+
+    def make(x: Any) -> Any:
+        y = x.exp()
+        made = there_and_back(y, None, lambda z: z, lambda g: 2 * g, anyshape=True).sin()
+        return made if readers == 1 else made + y
+
+    x = torch.randn(3, requires_grad=True)
+    into = recorded(make, x)
+    tidied(into.graph)
+    (edge,) = (n.target.run for n in into.graph.nodes if n.name == "edge")
+    assert edge.hooks == (readers == 1)
+    module = into.module("M")
+    for _ in range(2):  # a hook must not stay for the next step
+        (made,) = module(x)
+        slopes = [torch.autograd.grad(y.sum(), x)[0] for y in (made, make(x))]
+        torch.testing.assert_close(*slopes)
