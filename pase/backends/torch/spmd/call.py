@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["NodeOps"]
 
 
+_NOTHING: Mapping[int, int] = {}
 _MEAN, _SUM = 1, 2
 """ATen's values of ``reduction`` for a loss that is averaged or summed."""
 _MEANS = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "mse_loss", "l1_loss"})
@@ -116,7 +117,7 @@ class NodeOps:
             for pair in norm.rest:
                 self.nest(pair)
         elif (pick := PickOps.of(work)) is not None and self._picked(pick):
-            self._one_by_one(pick.rest)
+            self._after_pick(pick)
         else:
             self._one_by_one(work)
 
@@ -138,13 +139,35 @@ class NodeOps:
             self.nest(pair)
         ids, last = self.walk.read(of_ids, self.body).array, len(scores.shape) - 1
         here, mine = places_of(ids, last, scores.shape, scores.layout, self.walk.groups)
-        run = SplitLabel(groups=self.walk.groups, axes=pick.axes)
+        run = SplitLabel(groups=self.walk.groups, axes=pick.axes, negated=self._negated(pick))
         with self.body.keeping.of(any(not pair.local.op.remat for pair in own)):
             made = run(scores.array, here, mine)
         (r,) = own[-1].local.results
         shape = local_shape(r.shape, r.layout, self.walk.program.mesh)
         self._keep(r, self._checked(made.reshape(shape), r, False), None)
         return True
+
+    def _negated(self, pick: PickOps) -> bool:
+        """Whether the look-up makes its result with the other sign, because nothing else reads it."""
+        if pick.negation is None:
+            return False
+        made = pick.own[-1].op.writes[0].tensor
+        every = (o for op in self.walk.program.ops for o in op.operands)
+        return sum(self.walk.program.original(o.tensor) == made for o in every) == 1
+
+    def _after_pick(self, pick: PickOps) -> None:
+        """Run the other ops of a look-up's node. What the look-up has done already passes its operand on."""
+        program, ids = self.walk.program, pick.own[-1].op.reads[1].tensor
+        done: dict[int, int] = {}
+        if pick.negation is not None and self._negated(pick):
+            done[id(pick.negation.op)] = 0
+        if (hiding := pick.hiding(pick.own[0].local.operands[0].shape[-1])) is not None:
+            pair, labels = hiding
+            while ids != labels and ids in program.maker and program.maker[ids].op.name == "reshape":
+                ids = program.original(program.maker[ids].op.reads[0].tensor)
+            if ids == labels:
+                done[id(pair.op)] = 1
+        self._one_by_one(pick.rest, done)
 
     def _split_norm(self, work: Sequence[OpPair]) -> NormOps | None:
         """The ops of a batch norm whose batch is split, if nothing but the node itself reads its statistics."""
@@ -422,12 +445,19 @@ class NodeOps:
         mask = self._arguments.get("attn_mask") if self._name == ATTENTION else None
         return None if mask is None else self.walk.known_masks.get(mask)
 
-    def _one_by_one(self, work: Sequence[OpPair]) -> None:
-        """Run these ops in traced order, together with the node's ops between them that read only constants."""
+    def _one_by_one(self, work: Sequence[OpPair], passed: Mapping[int, int] = _NOTHING) -> None:
+        """Run these ops in traced order, together with the node's ops between them that read only constants.
+
+        passed: identity of an op that need not run -> which of its operands is its result.
+        """
         mine = {id(pair.op): pair for pair in work}
         known = self.walk.program.maker
         for op in self.walk.ops[self.path]:
-            if id(op) in mine:
+            if id(op) in mine and id(op) in passed:
+                local = mine[id(op)].local
+                value, (r,) = self.walk.read(local.operands[passed[id(op)]], self.body), local.results
+                self._keep(r, self._checked(value.array, r, False), value.gradient_carrier)
+            elif id(op) in mine:
                 self.nest(mine[id(op)])
             elif len(op.writes) == 1 and op.writes[0].tensor not in known:
                 self._fold(op)

@@ -67,6 +67,7 @@ def there_and_back(
     name: str = "edge",
     *,
     anyshape: bool = False,
+    passes: bool = False,
     later: SentLater | None = None,
     again: AgainMark | None = None,
 ) -> Tensor:
@@ -76,13 +77,13 @@ def there_and_back(
     gradient_carrier: a tensor in the layout in which the gradient arrives, if that is not the value's layout.
     back: None means that no gradient passes.
     name: in a recorded program.
-    anyshape, later, again: see ``EdgeCall``.
+    anyshape, passes, later, again: see ``EdgeCall``.
     """
     if back is None or not (value.is_floating_point() or value.is_complex()):
         value = value.detach() if value.requires_grad else value
         return there(value) if again is None else whole(EdgeCall(there, None, again=again), value, name=name)
     carriers = () if gradient_carrier is None else (gradient_carrier,)
-    return whole(EdgeCall(there, back, anyshape, later, again), value, *carriers, name=name)
+    return whole(EdgeCall(there, back, anyshape, passes, later, again), value, *carriers, name=name)
 
 
 class GradientTaker(Protocol):
@@ -116,15 +117,17 @@ class EdgeCall:
     """An edge, as one call with a derivative of its own.
 
     back: None means that no gradient passes.
-    anyshape: whether it passes the value on, and does the same to each element of the gradient.
+    anyshape: whether it does the same to each element, of the value and of the gradient.
+    passes: whether it passes the value on.
     again: backward gathers again what the edge gathers.
-    hooks: whether it passes the value on, and nothing else reads the value. A hook on the value then does the same to
-        the gradient, and makes no view.
+    hooks: whether nothing else reads the value that it passes on. A hook on the value then does the same to the
+        gradient, and makes no view.
     """
 
     there: Way
     back: Way | None
     anyshape: bool = False
+    passes: bool = False
     later: SentLater | None = None
     again: AgainMark | None = None
     hooks: bool = False

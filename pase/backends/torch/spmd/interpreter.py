@@ -492,6 +492,7 @@ class RankWalk:
             lambda g: self.groups.all_reduce(g, o.summed),
             "gradient_all_reduce",
             anyshape=True,
+            passes=True,
         )
         return replace(value, array=array, gradient_carrier=None)
 
@@ -531,7 +532,7 @@ class RankWalk:
         def back(g: Tensor) -> Tensor:
             return resharded(g, t.backward or (), shape, "sum", self.groups)
 
-        alone = not t.forward and all(s.kind == "all_reduce" for s in t.backward or ())
+        alone = all(s.kind == "all_reduce" for s in (*t.forward, *(t.backward or ())))
         return there_and_back(
             value.array,
             value.gradient_carrier,
@@ -539,6 +540,7 @@ class RankWalk:
             None if t.backward is None else back,
             _named(t),
             anyshape=alone,
+            passes=alone and not t.forward,
             later=later,
             again=self._again(number),
         )

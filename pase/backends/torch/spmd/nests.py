@@ -90,15 +90,13 @@ def _reduce(op: Op, x: Tensor) -> Tensor:
         if w.dims and not set(w.dims) & set(op.writes[0].map.dims)
     )
     keep = len(op.writes[0].map.walks) == len(op.reads[0].map.walks)
-    match op.function.name:
-        case "reduce_sum":
-            made = x.sum(axes, keepdim=True) if axes else x
-        case "reduce_max":
-            made = x.amax(axes, keepdim=True) if axes else x
-        case "reduce_min":
-            made = x.amin(axes, keepdim=True) if axes else x
-        case other:
-            raise NotOnParts(f"'{other}' in it cannot be run separately from the rest")
+    how = {"reduce_sum": "sum", "reduce_max": "amax", "reduce_min": "amin"}.get(op.function.name)
+    if how is None:
+        raise NotOnParts(f"'{op.function.name}' in it cannot be run separately from the rest")
+    if axes and len(axes) == x.dim() and not keep and not op.writes[0].map.walks:
+        whole: Tensor = getattr(x, how)()  # its derivative is one op, and no view follows
+        return whole
+    made = getattr(x, how)(axes, keepdim=True) if axes else x
     return made if keep else made.reshape(_kept(op, made))
 
 

@@ -77,9 +77,41 @@ class PickOps:
         return cls(own=own, labels=labels, rest=rest, axes=axes, differentiated=back == axes)
 
     @property
+    def negation(self) -> OpPair | None:
+        """The op that gives the result the other sign. None if it is not the next op."""
+        first = self.rest[0] if self.rest else None
+        negates = first is not None and first.op.function.name == "neg"
+        return first if first is not None and negates and _reads(first) == _makes(self.own[-1]) else None
+
+    def hiding(self, classes: int) -> tuple[OpPair, str] | None:
+        """The op that puts zero where a label is a number that is no class, so that the result is zero there already,
+        and the labels' tensor. None if there is no such op."""
+        tests = {
+            _makes(p)[0]: (_reads(p)[0], numbers[1])
+            for p in self.rest
+            if p.op.function.name == "ne" and len(numbers := p.op.numbers or ()) == 2 and numbers[0] is None
+        }
+        of = _makes(self.own[-1] if self.negation is None else self.negation)
+        for p in self.rest:
+            if p.op.function.name != "where" or p.op.numbers != (None, None, 0.0) or _reads(p)[1:] != of:
+                continue
+            labels, number = tests.get(_reads(p)[0], ("", None))
+            if isinstance(number, int) and not 0 <= number < classes:
+                return p, labels
+        return None
+
+    @property
     def inside(self) -> set[str]:
         """The tensors that nothing else may read, because they are not made."""
         return {p.op.writes[0].tensor for p in self.own[:-1]}
+
+
+def _reads(pair: OpPair) -> list[str]:
+    return [a.tensor for a in pair.op.reads]
+
+
+def _makes(pair: OpPair) -> list[str]:
+    return [a.tensor for a in pair.op.writes]
 
 
 class _RowsContext(Protocol):
@@ -169,7 +201,9 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction], type[TorchFu
             total = label.groups.all_reduce(powers.sum(-1, keepdim=True), label.axes)
             ctx.label = label
             ctx.save_for_backward(powers, total, here, others)
-            return picked.sub_(total.log()).masked_fill_(others, 0)
+            log = total.log()
+            made = log.sub_(picked) if label.negated else picked.sub_(log)
+            return made.masked_fill_(others, 0)
 
         @staticmethod
         @once_differentiable
@@ -177,7 +211,11 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction], type[TorchFu
             powers, total, here, others = ctx.saved_tensors
             own = gradient.masked_fill(others, 0)
             every = ctx.label.groups.all_reduce(own, ctx.label.axes)
-            return None, torch.mul(powers, -every / total).scatter_add_(-1, here, own), None, None
+            if ctx.label.negated:
+                own = -own
+            else:
+                every = -every
+            return None, torch.mul(powers, every / total).scatter_add_(-1, here, own), None, None
 
     return Rows, Elements, Label
 
@@ -242,10 +280,13 @@ class SplitLabel:
     """The log-softmax of scores [..., classes] at one class each. The classes are split over these mesh axes, if any.
 
     It keeps the exponentials, and sends what the ops of the plan send: the maximum, the sum, and the sum's gradient.
+
+    negated: whether its result has the other sign, which a loss has.
     """
 
     groups: AxisGroups
     axes: tuple[str, ...]
+    negated: bool
 
     def __call__(self, scores: Tensor, here: Tensor, mine: Tensor) -> Tensor:
         """[..., 1]: this rank's share, which is zero where the class is another rank's.

@@ -66,7 +66,7 @@ def _hooked(graph: Graph) -> None:
     """Hook edges that pass a value on to the op that makes it, if nothing else reads it."""
     for n in graph.nodes:
         edge = n.target.run if isinstance(n.target, ProgramCall) else None
-        if not (isinstance(edge, EdgeCall) and edge.anyshape and edge.later is None and len(n.args) == 1):
+        if not (isinstance(edge, EdgeCall) and edge.passes and edge.later is None and len(n.args) == 1):
             continue
         (base,) = n.args
         if len(base.users) == 1 and base.op.startswith("call") and _is_new(base):
@@ -83,8 +83,11 @@ def _is_new(n: FxNode) -> bool:
 
 
 def _views(graph: Graph) -> None:
-    """Replace chains of views by the shortest ones."""
+    """Replace chains of views by the shortest ones. A sum of all elements needs none."""
     for n in list(graph.nodes):
+        if n.op == "call_method" and n.target == "sum" and len(n.args) == 1 and not n.kwargs:
+            while _name(n.args[0]) in _RESHAPES and (under := _viewed(n.args[0])) is not None:
+                n.args = (under,)
         base = _viewed(n)
         if base is None:
             continue
@@ -112,8 +115,15 @@ def _views(graph: Graph) -> None:
 
 
 def _unequal(graph: Graph) -> None:
-    """Compare for inequality, instead of for equality and the opposite: whether an index is another rank's."""
+    """Compare for inequality, instead of for equality and the opposite: whether an index is another rank's. Do not
+    compare flags with zero."""
+    import torch
+
     for n in list(graph.nodes):
+        if n.op == "call_method" and n.target == "ne" and n.args[1:] == (0,):
+            base = n.args[0]
+            if base.meta["val"].dtype == torch.bool:
+                n.replace_all_uses_with(base)
         if n.op == "call_method" and n.target == "__invert__":
             (same,) = n.args
             if same.op == "call_method" and same.target == "__eq__":

@@ -60,6 +60,8 @@ def test_each_is_one_op_and_equals_the_whole_model_s(smoothing: float, ignored: 
 
     module = net(smoothing, ignored)
     ids, labels = torch.arange(64).reshape(8, 8) % LABELS, torch.arange(64).reshape(8, 8) * 5 % (LABELS - 1)
+    if not ignored:  # the usual number, which is no class
+        labels[0, :3] = -100
     traced = registry.trace(module, ids, labels)
     problem = SplitProblem.of(traced.graph, 4, machine.load("h100x8"), "analytic", "adam")
     plan = Case(traced=traced, problem=problem).plan("megatron/megatron_2x2")
@@ -68,6 +70,8 @@ def test_each_is_one_op_and_equals_the_whole_model_s(smoothing: float, ignored: 
     code = run.code(rank=1)
     assert code.count("= plan_rows(") == 1
     assert code.count("= plan_log_probability(") == at_once and ("torch.exp(" in code) == (not at_once)
+    assert ("torch.negative(" in code) == (not at_once)
+    assert ("torch.where(" in code) == (ignored or not at_once)
     module(ids, labels).backward()
 
     def on_rank(rank: int) -> tuple[float, dict[str, Any]]:

@@ -29,6 +29,11 @@ CASES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
         lambda x: x.masked_fill(~(x == x.sin()), 2.0),
         ["sin", "__ne__", "masked_fill"],
     ),
+    "a sum of all elements": (lambda x: x.exp().reshape(24).reshape(6, 4).sum(), ["exp", "sum"]),
+    "a flag that is compared with zero": (
+        lambda x: x.masked_fill((x > 0).ne(0), 2.0),
+        ["gt", "masked_fill"],
+    ),
     "an op that nothing reads": (lambda x: (x.exp(), x.sin())[1], ["sin"]),
     "a call of the plan stays": (
         lambda x: (whole(lambda y: y + 1, x, name="edge"), x.sin())[1],
@@ -106,7 +111,7 @@ def test_a_sum_of_gradients_is_a_hook_on_a_value_that_nothing_else_reads(readers
 
     def make(x: Any) -> Any:
         y = x.exp()
-        made = there_and_back(y, None, lambda z: z, lambda g: 2 * g, anyshape=True).sin()
+        made = there_and_back(y, None, lambda z: z, lambda g: 2 * g, passes=True).sin()
         return made if readers == 1 else made + y
 
     x = torch.randn(3, requires_grad=True)
