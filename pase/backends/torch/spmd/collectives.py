@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd import Function as TorchFunction
 
-__all__ = ["EdgeCall", "GradientTaker", "SentLater", "positions", "summed", "there_and_back"]
+__all__ = ["EdgeCall", "GradientTaker", "SentLater", "passed", "positions", "summed", "there_and_back"]
 
 Way: TypeAlias = "Callable[[Tensor], Tensor]"
 GradientWay: TypeAlias = "Callable[[Tensor], Tensor | None]"
@@ -59,6 +59,11 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction]]:
     return Edge, OntoCarrier
 
 
+def passed(x: Tensor) -> Tensor:
+    """The way of a value that nothing is done to."""
+    return x
+
+
 def there_and_back(
     value: Tensor,
     gradient_carrier: Tensor | None,
@@ -67,7 +72,6 @@ def there_and_back(
     name: str = "edge",
     *,
     anyshape: bool = False,
-    passes: bool = False,
     later: SentLater | None = None,
     again: AgainMark | None = None,
 ) -> Tensor:
@@ -77,13 +81,13 @@ def there_and_back(
     gradient_carrier: a tensor in the layout in which the gradient arrives, if that is not the value's layout.
     back: None means that no gradient passes.
     name: in a recorded program.
-    anyshape, passes, later, again: see ``EdgeCall``.
+    anyshape, later, again: see ``EdgeCall``.
     """
     if back is None or not (value.is_floating_point() or value.is_complex()):
         value = value.detach() if value.requires_grad else value
         return there(value) if again is None else whole(EdgeCall(there, None, again=again), value, name=name)
     carriers = () if gradient_carrier is None else (gradient_carrier,)
-    return whole(EdgeCall(there, back, anyshape, passes, later, again), value, *carriers, name=name)
+    return whole(EdgeCall(there, back, anyshape, later, again), value, *carriers, name=name)
 
 
 class GradientTaker(Protocol):
@@ -118,7 +122,6 @@ class EdgeCall:
 
     back: None means that no gradient passes.
     anyshape: whether it does the same to each element, of the value and of the gradient.
-    passes: whether it passes the value on.
     again: backward gathers again what the edge gathers.
     hooks: whether nothing else reads the value that it passes on. A hook on the value then does the same to the
         gradient, and makes no view.
@@ -127,10 +130,14 @@ class EdgeCall:
     there: Way
     back: Way | None
     anyshape: bool = False
-    passes: bool = False
     later: SentLater | None = None
     again: AgainMark | None = None
     hooks: bool = False
+
+    @property
+    def passes(self) -> bool:
+        """Whether it passes the value on."""
+        return self.there is passed
 
     def __call__(self, value: Tensor, gradient_carrier: Tensor | None = None) -> Tensor:
         made = self._made(value, gradient_carrier)

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from pase.backends.torch.spmd.call import NodeOps
-from pase.backends.torch.spmd.collectives import SentLater, there_and_back
+from pase.backends.torch.spmd.collectives import SentLater, passed, there_and_back
 from pase.backends.torch.spmd.constants import Constants, NodeIndex
 from pase.backends.torch.spmd.control import ControlNode
 from pase.backends.torch.spmd.gathered_again import (
@@ -488,11 +488,10 @@ class RankWalk:
         array = there_and_back(
             value.array,
             value.gradient_carrier,
-            lambda x: x,
+            passed,
             lambda g: self.groups.all_reduce(g, o.summed),
             "gradient_all_reduce",
             anyshape=True,
-            passes=True,
         )
         return replace(value, array=array, gradient_carrier=None)
 
@@ -536,11 +535,10 @@ class RankWalk:
         return there_and_back(
             value.array,
             value.gradient_carrier,
-            there,
+            there if t.forward else passed,
             None if t.backward is None else back,
             _named(t),
             anyshape=alone,
-            passes=alone and not t.forward,
             later=later,
             again=self._again(number),
         )
