@@ -93,7 +93,7 @@ def _reduce(op: Op, x: Tensor) -> Tensor:
     how = {"reduce_sum": "sum", "reduce_max": "amax", "reduce_min": "amin"}.get(op.function.name)
     if how is None:
         raise NotOnParts(f"'{op.function.name}' in it cannot be run separately from the rest")
-    if axes and len(axes) == x.dim() and not keep and not op.writes[0].map.walks:
+    if axes and not keep and not op.writes[0].map.walks:
         whole: Tensor = getattr(x, how)()  # its derivative is one op, and no view follows
         return whole
     made = getattr(x, how)(axes, keepdim=True) if axes else x
