@@ -35,7 +35,6 @@ def tidied(graph: Graph) -> None:
     _views(graph)
     _unequal(graph)
     _made_twice(graph)
-    _grouped_heads(graph)
     for n in reversed(list(graph.nodes)):
         if not n.users and n.op in ("call_function", "call_method", "get_attr") and not acts(n):
             graph.erase_node(n)
@@ -113,38 +112,6 @@ def _views(graph: Graph) -> None:
                 _become(graph, n, base, "permute", order)
         elif name == "expand" and tuple(base.meta["val"].shape) == shape:
             n.replace_all_uses_with(base)
-
-
-def _grouped_heads(graph: Graph) -> None:
-    """Attention reads key and value heads that several query heads share as they are, without a copy for each.
-
-    Libraries repeat them when a model is exported, although their eager code does not. On a GPU, only the kernels for
-    16-bit numbers take them so.
-    """
-    import torch
-
-    for n in graph.nodes:
-        if n.target is not torch.ops.aten.scaled_dot_product_attention.default or n.kwargs.get("enable_gqa"):
-            continue
-        val, (key, value) = n.meta["val"], (_unrepeated(n.kwargs.get(k)) for k in ("key", "value"))
-        if key is None or value is None or n.kwargs.get("attn_mask") is not None:
-            continue
-        if val.device.type == "cpu" or val.dtype in (torch.bfloat16, torch.float16):
-            n.kwargs = n.kwargs | {"key": key, "value": value, "enable_gqa": True}
-
-
-def _unrepeated(x: FxNode | None) -> FxNode | None:
-    """The tensor [batch, groups, …] of which x, [batch, heads, …], repeats each group; None if it repeats none."""
-    if x is None or _name(x) not in _RESHAPES or (wide := _viewed(x)) is None or _name(wide) != "expand":
-        return None
-    once = _viewed(wide)
-    if once is None or _name(once) not in _RESHAPES or (base := _viewed(once)) is None:
-        return None
-    batch, groups, *rest = base.meta["val"].shape
-    heads = x.meta["val"].shape[1]
-    shapes = [tuple(m.meta["val"].shape) for m in (once, wide, x)]
-    wanted = [(batch, groups, n, *rest) for n in (1, heads // groups)] + [(batch, heads, *rest)]
-    return base if len(rest) == 2 and shapes == wanted else None
 
 
 def _unequal(graph: Graph) -> None:

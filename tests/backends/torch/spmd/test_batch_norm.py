@@ -46,7 +46,7 @@ def test_it_is_one_op_and_equals_the_whole_batch_s(affine: bool, first: bool) ->
     code = run.code(rank=0)
     assert code.count("= plan_batch_norm(") == 1 and "rsqrt" not in code and "square(sub" not in code
     running = [code.count(f"torch.{op}(") for op in ("_foreach_mul", "mul", "add")]
-    assert running == [1, 0, 2] and code.count("reshape(") == 1
+    assert running == [1, 0, 2] and "reshape(" not in code
     assert run.program.ops and run.leaves
 
     def trained(of: Any, step: Any) -> tuple[list[float], dict[str, list[Any]]]:
