@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -113,11 +114,29 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 10, 10)
     gc.enable()
     gc.callbacks.append(_freeze_after_full_collections)
+    if "jax" in sys.modules:
+        _keep_contexts_of_mlir()
 
 
 def _freeze_after_full_collections(phase: str, info: Mapping[str, int]) -> None:
     if phase == "stop" and info["generation"] == 2:
         gc.freeze()
+
+
+def _keep_contexts_of_mlir(programs: int = 100) -> None:
+    """JAX lowers so many programs in the same context, instead of one. Most programs of the tests are single ops, and a
+    context takes longer than the op: a tenth of the CPU time of the tests that run programs."""
+    from jax._src.interpreters import mlir
+
+    make, kept = mlir.make_ir_context, threading.local()
+
+    def context():
+        if getattr(kept, "left", 0) == 0:
+            kept.context, kept.left = make(), programs  # not forever, because a context keeps all constants
+        kept.left -= 1
+        return kept.context
+
+    mlir.make_ir_context = context
 
 
 @pytest.hookimpl(tryfirst=True)
