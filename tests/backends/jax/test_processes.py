@@ -34,7 +34,7 @@ jax.distributed.initialize(sys.argv[1], {PROCESSES}, int(sys.argv[2]), initializ
 import optax
 from bench.cases.plans import reduced
 
-case = reduced("gpt2")
+case = reduced("mlp")
 jp = case.plan("ours@2x4").jax
 optimizer = optax.adam(1e-3)
 assert jax.process_count() == {PROCESSES} and len(jax.local_devices()) == {DEVICES // PROCESSES}
@@ -117,7 +117,7 @@ def test_two_processes():
         found = [[float(x.split()[1]) for x in out.splitlines() if x.startswith(name)] for out, _ in said]
         assert found[0] == found[1] == pytest.approx(list(here()), rel=1e-5)
 
-    model = reduced("gpt2").model
+    model = reduced("mlp").model
     params, batch = model.init(0)
     first = unsharded_step(model.loss_fn, optax.adam(1e-3), params, batch)
     second = jax.jit(model.loss_fn)(first.parameters, batch)
