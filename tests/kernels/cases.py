@@ -142,8 +142,25 @@ def results(part: str) -> list[list[str]]:
 
 
 def compile_all() -> None:
+    from pase.replay.simulation import _kernels as replay
+    from pase.replay.simulation.simulate import Tasks
     from pase.search.warm import warm
 
+    none, one, first = np.zeros(0), np.zeros(1), np.zeros(1, np.int64)
+    replay.simulate(
+        Tasks(
+            device=first,
+            duration=one,
+            priority=first,
+            release=one,
+            gang=first - 1,
+            gang_size=first[:0],
+            ptr=np.zeros(2, np.int64),
+            dst=first[:0],
+            lag=none,
+            device_free=one,
+        )
+    )
     warm()
     for part in PARTS.values():
         list(part(SEEDS[0]))

@@ -21,7 +21,7 @@ TURNS = {"layers": 3, "recurrent": 6, "mapped": 4}
 SPLITS = ("fsdp", "zero2", "ours@2x2", "random1@2x2", "random2@2x2", "random5@4")
 
 
-@pytest.mark.some(14)
+@pytest.mark.some(8)
 @pytest.mark.parametrize("strategy", SPLITS)
 @pytest.mark.parametrize("model", [*TURNS, "taken", "untaken"])
 def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
