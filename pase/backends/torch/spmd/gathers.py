@@ -272,9 +272,9 @@ class _GatherMessage:
         }
         alike: dict[object, list[int]] = {}
         for i, (e, v) in enumerate(zip(edges, views, strict=True)):
-            # They share an array, which backward keeps for any of them.
-            kept = read_again(program, e.number, lambda op: True)
-            alike.setdefault((v, arrived[e.number], kept), []).append(i)
+            # They share an array, which backward keeps for any of them: so all are read alike.
+            read = _operands_of(e.node), read_again(program, e.number, lambda op: True)
+            alike.setdefault((v, arrived[e.number], read), []).append(i)
         together = [some for some in alike.values() if _fewer_together(views[some[0]], len(some))]
         alone = [i for i in range(len(edges)) if not any(i in some for some in together)]
         if together and len(alone) == 1:
@@ -335,6 +335,16 @@ class _GatherMessage:
             if several
             else [self.groups.reshape(x, shape)]
         )
+
+
+def _operands_of(n: FxNode) -> frozenset[tuple[str, str]]:
+    """The ops that read a node, each with the operands as which it reads it."""
+    return frozenset(
+        (str(u.target), str(name))
+        for u in n.users
+        for name, x in (*enumerate(u.args), *u.kwargs.items())
+        if x is n
+    )
 
 
 def _fewer_together(v: WireView, count: int) -> bool:
