@@ -304,7 +304,7 @@ class _GatherMessage:
             if len(sizes) == 1 and not self.alike:
                 placed[0] = self.groups.reshape(wire, shapes[0])
             elif sizes:
-                parts = torch.split_with_sizes_copy(self.groups.narrow(wire, 1, 0, first), sizes, 1)
+                parts = list(torch.split_with_sizes_copy(self.groups.narrow(wire, 1, 0, first), sizes, 1))
                 placed |= {
                     i: self.groups.reshape(x, shapes[i]) for i, x in zip(self.alone, parts, strict=True)
                 }
