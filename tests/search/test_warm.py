@@ -13,11 +13,14 @@ from tests.search.bounded.instances import clique
 
 def test_warm_compiles_what_the_search_calls() -> None:
     """A real search adds no signature to any kernel, so warming up leaves nothing to compile."""
-    from pase.search.bounded import kernels_flat, kernels_memory
+    from pase.search.bounded import kernels_depth, kernels_flat, kernels_memory
     from pase.search.warm import warm
 
     warm()
-    called = (kernels_memory.dual_ascent, kernels_memory.polish, kernels_memory.lns, kernels_flat.trws_pass)
+    called = (
+        *(kernels_memory.dual_ascent, kernels_memory.polish, kernels_memory.lns),
+        *(kernels_flat.trws_pass, kernels_depth.descend),
+    )
     before = [len(kernel.signatures) for kernel in called]
     bounded_search(
         clique(np.random.default_rng(2), nodes=20, configs=10),

@@ -15,7 +15,7 @@ from pase.search.bounded.residual import Residual
 __all__ = ["DepthFirst", "depth_first_fits"]
 
 _MOST_SAVED = 10_000_000  # messages that are saved for the decisions of a branch, 8 bytes each
-_WORK = 50_000_000  # pairs of configs read per call, about 0.2 s
+_WORK = 5e7  # a float, as compiled ahead: pairs of configs read per call, about 0.2 s
 _ROUNDING = 1e-3  # the rounding error allowed in a bound on integers
 _WHOLE_BELOW = 1e9  # the largest costs for which a bound is that exact
 
