@@ -134,7 +134,7 @@ def recorded(walk: RankWalk, body: Body, finish: Callable[[Body], Sequence[Tenso
         with into.running(), saved.noted(), walk.gathered_again.giving(None):
             walk.run(mine)
             into.returned(*finish(mine))
-        tidied(into.graph)
+        tidied(into.graph, hooks=walk.only is None)
         saved.copy_parts(into.graph)
         into.held = folded(into.graph, into.held)
         if walk.only is None:

@@ -29,8 +29,12 @@ _PERMUTES = frozenset({"permute", "transpose", "t"})
 _OTHERS = frozenset({"expand", "narrow", "slice", "select", "split", "detach", "getitem"})
 
 
-def tidied(graph: Graph) -> None:
-    """Tidy a graph in place. The values of its nodes (``meta["val"]``) must be known."""
+def tidied(graph: Graph, *, hooks: bool = True) -> None:
+    """Tidy a graph in place. The values of its nodes (``meta["val"]``) must be known.
+
+    hooks: whether a hook may send a gradient. A backward in two passes, as a pipeline's stage may run it, would call
+        the hook in both.
+    """
     _edges_first(graph)
     _views(graph)
     _unequal(graph)
@@ -38,7 +42,8 @@ def tidied(graph: Graph) -> None:
     for n in reversed(list(graph.nodes)):
         if not n.users and n.op in ("call_function", "call_method", "get_attr") and not acts(n):
             graph.erase_node(n)
-    _hooked(graph)
+    if hooks:
+        _hooked(graph)
     _joined(graph)
 
 
