@@ -159,12 +159,14 @@ def _repeat(c: TorchCall) -> Value:
 
 @lowers("repeat_interleave")
 def _interleave(c: TorchCall) -> Value:
-    """Repeats each element along a dim a number of times."""
-    x, shape = c.x(), c.shape_out
+    """Repeats each element along a dim, or without one along the flattened operand, a number of times."""
+    x, shape, dim = c.x(), c.shape_out, c.arg("dim")
     times = c.arg("repeats")
-    if not isinstance(times, int) or len(shape) != len(x.shape):
-        raise c.fail("pase reads only a single number of repeats, along a given dim")
-    axis = c.axis(c.arg("dim"), len(x.shape))
+    if not isinstance(times, int):
+        raise c.fail("pase reads only a single number of repeats")
+    if dim is None:
+        x, dim = c.reshape(x, (math.prod(x.shape),)), 0
+    axis = c.axis(dim, len(x.shape))
     x = c.reshape(x, (*x.shape[: axis + 1], 1, *x.shape[axis + 1 :]))
     return c.reshape(spread(c, x, (*x.shape[: axis + 1], times, *x.shape[axis + 2 :])), shape)
 

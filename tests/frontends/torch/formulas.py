@@ -43,6 +43,10 @@ def formulas() -> dict[str, Any]:
         "mesh grid": lambda m, x: torch.mul(
             *torch.meshgrid(m.w[0] + x[0], torch.arange(4.0).double(), indexing="ij")
         ).mean(),
+        "interleaved": lambda m, x: (x.repeat_interleave(2) * m.w.repeat(2, 1).flatten()).square().mean(),
+        "interleaved labels": lambda m, x: F.cross_entropy(
+            torch.stack([m.gru(x), x @ m.w], 1).flatten(0, 1), x.argmax(1).repeat_interleave(2)
+        ),
         "of a batch": lambda m, x: linalg.inv(positive(m) + x[:4, None, :1].square()).square().mean(),
     }
 

@@ -53,6 +53,8 @@ def test_an_op_without_rule_is_decomposed_or_named() -> None:
         "median",
         "mixture",
         "mesh grid",
+        "interleaved",
+        "interleaved labels",
     ],
 )
 def test_the_step_is_the_unsharded_one(kind: str) -> None:
