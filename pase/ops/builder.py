@@ -373,6 +373,35 @@ class GraphBuilder:
         )
         self.nodes[at] = replace(node, ops=(*node.ops, back))
 
+    def settle_gradients(self) -> None:
+        """Removes the gradient of each value that depends on no parameter. Must be called after the last loop.
+
+        A loop's carry was given one before its body was known. Without this, the gradient of a counter in floating
+        point would be listed and priced in each iteration, and never sent."""
+        if not any(n.ops[0].kind == "carry" for n in self.nodes):
+            return
+        readers: dict[str, list[tuple[str, ...]]] = {}
+        reached: list[str] = []
+        for n in self.nodes:
+            for op in n.ops:
+                written = op.writes or (n.ops[0].writes if op.kind == "carry" else ())
+                made = tuple(a.tensor for a in written if self.tensors[a.tensor].needs_grad)
+                if op.kind in ("parameter", "cotangent"):
+                    reached += made
+                for a in op.reads:
+                    if a.gradient:
+                        reached.append(a.tensor)
+                    elif op.differentiable:
+                        readers.setdefault(a.tensor, []).append(made)
+        needed = set(reached)
+        while reached:
+            for made in readers.get(reached.pop(), ()):
+                reached += [t for t in made if t not in needed]
+                needed.update(made)
+        for name, t in self.tensors.items():
+            if t.needs_grad and name not in needed:
+                self.tensors[name] = replace(t, needs_grad=False)
+
     def finish(
         self,
         outputs: Sequence[Tensor] = (),
@@ -385,6 +414,7 @@ class GraphBuilder:
         gave to its symbolic dims. eager: see ``GraphFacts``.
 
         Raises PaseError if a parameter and an input have one path."""
+        self.settle_gradients()
         stored, given = (
             {t.path for t in self.tensors.values() if t.role == role} for role in ("parameter", "input")
         )

@@ -240,6 +240,7 @@ def trace(
     say_dropped(b, program.dropped)
     returned = [lower.read(v) for v in closed.jaxpr.outvars]
     outs = [t for t in (returned[:1] if mode == "train" else returned) if t is not None]
+    b.settle_gradients()
     if mode == "train" and not (outs and b.tensors[outs[0].name].needs_grad):
         raise _no_gradient_error(called, bool(lower.told.loops))
     lower.thread(closed.jaxpr, program.carried, returned)

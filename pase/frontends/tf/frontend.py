@@ -99,6 +99,7 @@ def trace(
     args_in = [given.get(ref) or Absent("not read") for ref in source.graph.main.args]
     outs = [whole(v) for v in lower.body(source.graph.main, args_in, "")]
     lower.finish()
+    b.settle_gradients()
     made = [tensor_of(v) for v in outs if isinstance(v, (Value, Handle))]
     tensors = [t for t in dict.fromkeys(made) if t is not None and is_floating(t.dtype)]
     if not any(b.tensors[t.name].needs_grad for t in tensors):

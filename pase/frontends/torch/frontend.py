@@ -251,6 +251,7 @@ def _of_data(b: GraphBuilder) -> set[str]:
 def _outputs(low: TorchLowering, nodes: list[FxNode], name: str) -> list[Tensor]:
     made = (_tensor(v) for v in (low.env[n] for n in nodes) if isinstance(v, Value))
     outs = [t for t in made if t is not None]
+    low.b.settle_gradients()
     if not any(low.b.tensors[t.name].needs_grad for t in outs):
         raise PaseError(
             "the loss does not depend on any parameter that needs a gradient, so there is nothing to train",

@@ -116,3 +116,27 @@ def test_a_conditional_that_is_not_there() -> None:
     with pytest.raises(PaseError, match="'cond2'") as e:
         trace(choosing, W, X, chances={"cond2": (1, 0)})
     assert e.value.fix.endswith(": cond0, cond1")
+
+
+def test_only_what_a_parameter_reaches_in_a_loop_has_a_gradient() -> None:
+    def fn(p: Any, x: Any) -> Any:
+        def body(carry: Any, _: Any) -> Any:
+            count, h, seen = carry
+            return (count + 1.0, jnp.tanh(h @ p), seen + jnp.sum(x)), None
+
+        (count, h, seen), _ = lax.scan(body, (0.0, x, 1.0), None, length=3)
+        return jnp.sum(h) / count + seen
+
+    graph = verify(simplify(verify(trace(fn, W, X).graph)))
+    carried = [n.ops[0].writes[0].tensor for n in graph.nodes if n.ops[0].kind == "carry"]
+    assert {graph.tensors[t].shape: graph.tensors[t].needs_grad for t in carried} == {(): False, X.shape: True}
+
+
+def test_a_loss_of_what_no_parameter_reaches_in_a_loop_has_no_gradient() -> None:
+    def fn(p: Any, x: Any) -> Any:
+        (h, count), _ = lax.scan(lambda c, _: ((c[0] @ p, c[1] + 1.0), None), (x, 0.0), None, length=3)
+        return count + jnp.sum(lax.stop_gradient(h))
+
+    with pytest.raises(PaseError) as e:
+        trace(fn, W, X)
+    assert "does not depend on any parameter" in e.value.what
