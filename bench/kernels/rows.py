@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.kernels.light_ops import PROGRAMS, bytes_moved
 from bench.published.cards import card
 from pase import machine
 from pase.costmodels.analytic import Analytic
@@ -25,7 +26,6 @@ from pase.costmodels.attention import SQUARE
 from pase.errors import PaseError
 from pase.ir.precision import FP4, FP8, HIGHEST, operand_bytes
 from pase.machine import CostModel, Machine
-from pase.tables.passes import LONGEST_ROW
 from pase.tables.work import BACKWARD_PRODUCTS
 
 __all__ = ["READERS", "SYSTEMS", "KernelRows", "Price", "TableReader", "kept_back", "read", "table"]
@@ -382,19 +382,10 @@ _PASSES = {
     ("reduce rows", ""): 1,
     ("reduce columns", ""): 1,
     ("transpose", ""): 2,
-    ("softmax", ""): 2,
-    ("layer norm", "forward"): 2,
-    ("layer norm", "forward and gradients"): 6,
-    ("batch norm and relu", "forward"): 4,
-    ("batch norm and relu", "forward and gradients"): 12,
-    ("cross entropy", ""): 4,
     ("adam", ""): 7,
 }
-"""How often a light op moves its array: operands and results once, twice that in backward (``pase.tables.work``).
-A batch norm reads its input for the mean, for the variance, and to normalize it (``pase.tables.passes``)."""
-_LIGHT = {kind for kind, _ in _PASSES}
-_LONG_ROWS = {"softmax": 2, "layer norm": 2}
-"""Reads in addition, forward, of rows that no compute unit holds."""
+"""How often a single light op moves its array. Of several ops together, pase's own rule says it (``light_ops``)."""
+_LIGHT = {kind for kind, _ in _PASSES} | set(PROGRAMS)
 
 
 def _op_price(kind: str, dtype: str, shape: list[int], note: str) -> tuple[str, Price] | None:
@@ -419,13 +410,12 @@ def _op_price(kind: str, dtype: str, shape: list[int], note: str) -> tuple[str, 
         return f"embedding {note}", _light(
             dtype, 2 * 4 * tokens * d + (4 * rows * d if note == "gradient" else 0.0)
         )
+    named = f"{kind}{', ' + note if 'forward' in note else ''}"
+    if kind in PROGRAMS:
+        rows = (shape[0], shape[1], *shape[1:]) if kind.startswith("batch norm") else tuple(shape)
+        return named, _light(dtype, np.array([bytes_moved(kind, dtype, rows, backward="gradient" in note)]))
     passes = _PASSES.get((kind, note)) or _PASSES.get((kind, ""))
-    if passes is None:
-        return None
-    if shape[-1] > LONGEST_ROW:
-        passes += _LONG_ROWS.get(kind, 0) * (3 if "gradients" in note else 1)
-    n = np.prod(sizes, axis=0) * (sizes[1] if kind.startswith("batch norm") else 1.0)
-    return f"{kind}{', ' + note if 'forward' in note else ''}", _light(dtype, passes * width * n)
+    return None if passes is None else (named, _light(dtype, passes * width * np.prod(sizes, axis=0)))
 
 
 def _convolution(dtype: str, shape: list[int], note: str) -> Price:

@@ -418,7 +418,8 @@ class Graph:
         return tuple(found.values())
 
     @cached_property
-    def _readers(self) -> dict[str, frozenset[str]]:
+    def readers(self) -> dict[str, frozenset[str]]:
+        """Tensor -> the names of the nodes that read it."""
         out: dict[str, set[str]] = {}
         for n in self.nodes:
             for _, a in n.reads:
@@ -427,7 +428,7 @@ class Graph:
 
     def read_outside(self, node: Node, tensor: str) -> bool:
         """Whether a node other than ``node`` reads this tensor."""
-        return bool(self._readers.get(tensor, frozenset()) - {node.name})
+        return bool(self.readers.get(tensor, frozenset()) - {node.name})
 
     @cached_property
     def parameters(self) -> tuple[Tensor, ...]:

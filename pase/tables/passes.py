@@ -41,6 +41,7 @@ class LightReads:
         self._from: dict[
             str, dict[str, Access]
         ] = {}  # the same -> the outside tensors from which it is made again
+        self._of_sums: set[str] = set()  # the same, if it depends on a reduction
 
     def of(self, op: Op) -> dict[str, Access]:
         """The outside tensors that a light op reads and that no op before it has read in the same pass."""
@@ -60,10 +61,17 @@ class LightReads:
         found = {t: a for t, a in needed.items() if (t, now) not in self._read}
         self._read |= {(t, now) for t in found}
         reduced = self._reduced(op)
+        if reduced > 1 or any(a.tensor in self._of_sums for a in op.reads):
+            self._of_sums |= {a.tensor for a in op.writes}
         for a in op.writes:
             self._stage[a.tensor] = now + (reduced > LONGEST_ROW)
             self._from[a.tensor] = {} if reduced > 1 else sources  # what is left of a reduction is small
         return found
+
+    def remade(self, op: Op) -> bool:
+        """Whether a kernel that reads single elements of a light op's results computes just these again, so that the
+        results are not written. The op and those before it have been seen."""
+        return not any(a.tensor in self._of_sums for a in op.writes)
 
     def _reduced(self, op: Op) -> float:
         """The elements that make one of the result; infinite if they are not one row in memory."""

@@ -230,7 +230,8 @@ def node_work(
         yield from _parameter_work(graph, node, cfg, mesh, optimizer)
         return
     yield from _added_unsummed(graph, node, cfg, mesh)
-    internal = node.internal
+    fed = {a.tensor for op in node.ops if op.kind in HEAVY for a in op.reads}
+    arriving = _arriving_gradients(graph, node)
     zero = np.zeros(len(cfg))
     flops_of: dict[Phase, np.ndarray] = dict.fromkeys(get_args(Phase), zero)  # sums over all light ops
     bytes_of, windowed = dict(flops_of), dict(flops_of)
@@ -247,18 +248,19 @@ def node_work(
             return local_bytes(node, t, a, cfg, mesh) * _padded(node, t, a, cfg, mesh, habits.tile)
 
         nbytes, wrote = zero, zero
-        for a in op.writes:
-            if heavy or graph.read_outside(node, a.tensor):
-                wrote = wrote + touched(a)
         for a in op.reads if heavy else ():
-            if a.tensor not in internal and a.tensor in graph.producer:
+            if a.tensor in graph.producer:
                 nbytes = nbytes + touched(a) * _part_read(op, graph.tensors[a.tensor])
-        for tensor, a in light.of(op).items():
+        reads = light.of(op)
+        for a in op.writes:
+            if heavy or a.tensor in fed or _is_stored(graph, node, a.tensor, light.remade(op)):
+                wrote = wrote + touched(a)
+        for tensor, a in reads.items():
             if tensor in graph.producer:
                 moved.setdefault(tensor, touched(a))
                 nbytes = nbytes + moved[tensor]
         nbytes = nbytes + wrote
-        grads = [a for a in op.reads if has_gradient(graph, op, a.tensor)]
+        grads = [a for a in op.reads if has_gradient(graph, op, a.tensor)] if _arrives(op, arriving) else []
         if op.kind in ("matmul", "conv"):
             products = _products(graph, node, op, flops, nbytes, cfg, mesh, habits.tile)
             yield from _widened(graph, node, op, products, cfg, mesh, habits)
@@ -273,9 +275,11 @@ def node_work(
                 windowed[phase] = windowed[phase] + flops
                 windowed["backward"] = windowed["backward"] + (2 * flops if grads else zero)
             if op.kind == "gather":
-                for a in grads:  # a scatter-add into zeros of the table's local size
-                    table = local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh)
-                    bytes_of["backward"] = bytes_of["backward"] + 2 * wrote + table
+                for a in grads:  # a scatter-add, into zeros unless another reader's gradient is there
+                    bytes_of["backward"] = bytes_of["backward"] + 2 * wrote
+                    if not _has_other_gradient(graph, node, a.tensor):
+                        table = local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh)
+                        bytes_of["backward"] = bytes_of["backward"] + table
             elif grads:
                 flops_of["backward"] = flops_of["backward"] + 2 * flops
                 bytes_of["backward"] = bytes_of["backward"] + 2 * nbytes
@@ -285,6 +289,41 @@ def node_work(
         if flops.any() or bytes_of[phase].any():
             light_ops = _light_ops(graph, node, flops, bytes_of[phase], phase)
             yield replace(light_ops, windowed=windowed[phase])
+
+
+def _is_stored(graph: Graph, node: Node, tensor: str, remade: bool) -> bool:
+    """Whether a light op's result is written to memory for other nodes. remade: whether a reader of single elements
+    computes them itself."""
+    if not remade:
+        return graph.read_outside(node, tensor)
+    others = (graph.node[name] for name in graph.readers.get(tensor, frozenset()) - {node.name})
+    return any(a.tensor == tensor and not a.sparse for other in others for _, a in other.reads)
+
+
+def _arriving_gradients(graph: Graph, node: Node) -> set[str]:
+    """The tensors of which some differentiable reader passes a gradient back, of those that the node reads or writes.
+
+    A maximum that only keeps a softmax in range has none."""
+    found = {a.tensor for op in node.ops for a in op.writes if graph.read_outside(node, a.tensor)}
+    for op in reversed(node.ops):
+        if op.differentiable and _arrives(op, found):
+            found |= {a.tensor for a in op.reads}
+    return found
+
+
+def _arrives(op: Op, arriving: set[str]) -> bool:
+    """Whether a gradient of the op's result arrives. An op without results passes on what it reads."""
+    return not op.writes or any(a.tensor in arriving for a in op.writes)
+
+
+def _has_other_gradient(graph: Graph, node: Node, tensor: str) -> bool:
+    """Whether another node's gradient of a tensor has the tensor's whole size."""
+    others = (graph.node[name] for name in graph.readers[tensor] - {node.name})
+    return any(
+        a.tensor == tensor and not a.sparse and has_gradient(graph, op, tensor)
+        for other in others
+        for op, a in other.reads
+    )
 
 
 def _of_scales(

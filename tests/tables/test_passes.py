@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from pase.frontends.jax.frontend import from_jax, trace
@@ -103,3 +104,48 @@ def test_norms_move_what_xla_for_an_h100_moves(norm, dtype, forward, backward):
     size = 4 if dtype == "float32" else 2
     assert moved(CompilerHabits(splits_norms=False)) == pytest.approx([2 * size, 5 * size], rel=0.002)
     assert moved(CompilerHabits(sums_apart=False)) == pytest.approx([2 * size, 4 * size], rel=0.002)
+
+
+def moved_by_light_ops(function, weight, rows: int, dtype: str) -> dict[str, float]:
+    """Phase -> the bytes that light ops move for each element of a product's result, which the function reads."""
+
+    def loss(p, x, labels):
+        return function(x @ p["before"], p, labels)
+
+    size = weight[1]
+    params = {
+        "before": jax.ShapeDtypeStruct(weight, dtype),
+        "behind": jax.ShapeDtypeStruct((size, 8), dtype),
+    }
+    x, labels = jax.ShapeDtypeStruct((rows, weight[0]), dtype), jax.ShapeDtypeStruct((rows,), "int32")
+    graph = simplify(trace(loss, params, x, labels).graph)
+    found = {"forward": 0.0, "backward": 0.0}
+    for node in graph.nodes:
+        for w in node_work(graph, node, np.full((1, 1), -1, np.int8), MESH):
+            if w.kind == "memory" and w.phase != "update":
+                found[w.phase] += float(w.nbytes[0]) / rows / size
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "backward"), [("float32", 8), ("bfloat16", 12)])
+def test_a_cross_entropy_moves_what_xla_for_an_h100_moves(dtype, backward):
+    """Forward reads the logits for the maximum and for the sum. The maximum only keeps the exponentials in range, so
+    backward reads them once, and writes the gradient. Labels are looked up in them: of a cast that only a look-up
+    reads, one element a row is computed. Of bfloat16 logits, gradients of the look-ups are an array in float32."""
+
+    def loss(logits, p, labels):
+        return optax.softmax_cross_entropy_with_integer_labels(logits.astype("float32"), labels).mean()
+
+    moved = moved_by_light_ops(loss, (8, 50257), 256, dtype)
+    size = 4 if dtype == "float32" else 2
+    assert moved["forward"] == pytest.approx(2 * size, rel=0.001)
+    assert moved["backward"] == pytest.approx(backward, rel=0.001)
+
+
+def test_a_product_reads_what_light_ops_made_for_it():
+    """An activation function between two products reads the first one's result and writes its own."""
+
+    def loss(h, p, labels):
+        return ((jax.nn.relu(h) @ p["behind"]).astype("float32") ** 2).sum()
+
+    assert moved_by_light_ops(loss, (8, 4096), 1024, "bfloat16")["forward"] == pytest.approx(4, rel=0.01)

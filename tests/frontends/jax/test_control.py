@@ -129,7 +129,10 @@ def test_only_what_a_parameter_reaches_in_a_loop_has_a_gradient() -> None:
 
     graph = verify(simplify(verify(trace(fn, W, X).graph)))
     carried = [n.ops[0].writes[0].tensor for n in graph.nodes if n.ops[0].kind == "carry"]
-    assert {graph.tensors[t].shape: graph.tensors[t].needs_grad for t in carried} == {(): False, X.shape: True}
+    assert {graph.tensors[t].shape: graph.tensors[t].needs_grad for t in carried} == {
+        (): False,
+        X.shape: True,
+    }
 
 
 def test_a_loss_of_what_no_parameter_reaches_in_a_loop_has_no_gradient() -> None:
