@@ -70,7 +70,7 @@ def _layer_norm(x: Any, scale: Any, shift: Any, labels: Any) -> Any:
     wide = x.astype("float32")
     centred = wide - wide.mean(-1, keepdims=True)
     spread = jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
-    return (centred * spread).astype(x.dtype) * scale + shift
+    return (centred * spread * scale + shift).astype(x.dtype)
 
 
 def _batch_norm_and_relu(x: Any, scale: Any, shift: Any, labels: Any) -> Any:
@@ -79,7 +79,7 @@ def _batch_norm_and_relu(x: Any, scale: Any, shift: Any, labels: Any) -> Any:
     wide, rows = x.astype("float32"), tuple(range(x.ndim - 1))
     centred = wide - wide.mean(rows, keepdims=True)
     spread = jax.lax.rsqrt((centred**2).mean(rows, keepdims=True) + 1e-5)
-    return jax.nn.relu((centred * spread).astype(x.dtype) * scale + shift)
+    return jax.nn.relu((centred * spread * scale + shift).astype(x.dtype))
 
 
 def _cross_entropy(x: Any, scale: Any, shift: Any, labels: Any) -> Any:
