@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.kernels.light_ops import PROGRAMS, bytes_moved
+from bench.kernels.by_rule import PROGRAMS, bytes_moved, convolution
 from bench.published.cards import card
 from pase import machine
 from pase.costmodels.analytic import Analytic
@@ -26,6 +26,7 @@ from pase.costmodels.attention import SQUARE
 from pase.errors import PaseError
 from pase.ir.precision import FP4, FP8, HIGHEST, operand_bytes
 from pase.machine import CostModel, Machine
+from pase.tables.build import work_price
 from pase.tables.work import BACKWARD_PRODUCTS
 
 __all__ = ["READERS", "SYSTEMS", "KernelRows", "Price", "TableReader", "kept_back", "read", "table"]
@@ -384,7 +385,7 @@ _PASSES = {
     ("transpose", ""): 2,
     ("adam", ""): 7,
 }
-"""How often a single light op moves its array. Of several ops together, pase's own rule says it (``light_ops``)."""
+"""How often a single light op moves its array. Of several ops together, pase's own rule says it (``by_rule``)."""
 _LIGHT = {kind for kind, _ in _PASSES} | set(PROGRAMS)
 
 
@@ -404,7 +405,8 @@ def _op_price(kind: str, dtype: str, shape: list[int], note: str) -> tuple[str, 
             else None
         )
     if kind == "conv":
-        return f"convolution, {note}", _convolution(dtype, shape, note)
+        work = convolution(dtype, shape, note)
+        return f"convolution, {note}", lambda model: work_price(work, model)
     if kind == "embedding":
         rows, d, tokens = sizes
         return f"embedding {note}", _light(
@@ -416,19 +418,6 @@ def _op_price(kind: str, dtype: str, shape: list[int], note: str) -> tuple[str, 
         return named, _light(dtype, np.array([bytes_moved(kind, dtype, rows, backward="gradient" in note)]))
     passes = _PASSES.get((kind, note)) or _PASSES.get((kind, ""))
     return None if passes is None else (named, _light(dtype, passes * width * np.prod(sizes, axis=0)))
-
-
-def _convolution(dtype: str, shape: list[int], note: str) -> Price:
-    b, image, cin, cout, size, stride = (float(x) for x in shape)
-    out = np.ceil(image / stride)
-    m, n, k = b * out * out, cout, cin * size * size
-    m, n, k = {"forward": (m, n, k), "gradient of the filter": (k, n, m), "gradient of the input": (m, k, n)}[
-        note
-    ]
-    width = 4.0 if dtype == "float32" else 2.0
-    nbytes = np.array([width * (b * image * image * cin + b * out * out * cout + cin * cout * size * size)])
-    flops = np.array([2 * m * n * k])
-    return lambda model: model.compute("conv", dtype, flops, nbytes, mnk=(m, n, k))
 
 
 READERS: Mapping[str, TableReader] = {

@@ -45,7 +45,9 @@ def unaligned(plan: PlanData, problem: SplitProblem) -> tuple[Unaligned, ...]:
     found = []
     for node in problem.graph.nodes:
         cfg = config_of(node, plan.strategy[node.name], mesh)[None]
-        work = [w for w in node_work(problem.graph, node, cfg, mesh) if np.any(w.unaligned)]
+        work = [
+            w for w in node_work(problem.graph, node, cfg, mesh) if w.kind == "matmul" and np.any(w.unaligned)
+        ]
         if not work:
             continue
         sizes = dict(_sizes(problem.graph, node, cfg, mesh, work[0].dtype))
@@ -82,5 +84,5 @@ def _padded(work: Work, larger: float) -> Work:
     assert work.mnk is not None  # only products have rows
     m, n, k = work.mnk
     return replace(
-        work, flops=work.flops * larger, nbytes=work.nbytes * larger, mnk=(m * larger, n, k), unaligned=False
+        work, flops=work.flops * larger, nbytes=work.nbytes * larger, mnk=(m * larger, n, k), unaligned=0.0
     )

@@ -133,7 +133,7 @@ def _unaligned_slowdown(work: Work, model: CostModel) -> np.ndarray | float:
     kernels = model.machine.device.products
     if model.unit != "s" or kernels is None or not np.any(work.unaligned):
         return 1.0
-    return np.where(work.unaligned, kernels.slowdown(work.dtype), 1.0)
+    return np.where(work.unaligned, kernels.slowdown(work.dtype) * work.unaligned, 1.0)
 
 
 def _light_bytes_per_s(model: CostModel) -> float:

@@ -69,7 +69,9 @@ class Work:
     (The cost model's own tiles round up the columns and the contraction.)
     diagonal: for fused attention, the factor by which squares on a causal mask's diagonal, computed whole, add to
         ``flops``. passes: the bytes that its backward moves before and after its products.
-    unaligned: for a product, whether rows of an operand are no multiple of 16 bytes in memory.
+    unaligned: for a product with rows of an operand that are no multiple of 16 bytes in memory, the factor by which its
+        FLOPs grow in a library's kernels: 1 for a matmul, more for a convolution, whose channels are padded. Otherwise
+        0.
     windowed: the FLOPs of light ops that slide a window over an operand (pools).
     casts: whether this work casts operands of a product to the narrower or wider dtype in which the product runs, or
         gradients back from it.
@@ -86,7 +88,7 @@ class Work:
     padding: np.ndarray | float = 1.0
     diagonal: np.ndarray | float = 1.0
     passes: np.ndarray | float = 0.0
-    unaligned: np.ndarray | bool = False
+    unaligned: np.ndarray | float = 0.0
     windowed: np.ndarray | float = 0.0
     casts: Literal["narrower", "wider"] | None = None
     recompute: bool = False
@@ -195,21 +197,40 @@ def _groups_of_rows(op: Op) -> set[str]:
 
 def _unaligned(
     graph: Graph, node: Node, op: Op, operands: Iterable[Access], dtype: str, cfg: np.ndarray, mesh: Mesh
-) -> np.ndarray | bool:
-    """Whether local rows of an operand of a product are no multiple of 16 bytes in this dtype, under each config.
+) -> np.ndarray | float:
+    """``Work.unaligned`` of a product in this dtype, under each config.
 
-    operands: what this product of the op reads: in backward, the result's gradient, too. Rows of what it writes do not
-    matter, because only operands are copied to shared memory. Shorter rows than 16 bytes are not copied asynchronously
-    at all.
+    operands: what this product of the op reads: in backward, the result's gradient, too. Rows of what a matmul writes
+    do not matter, because only operands are copied to shared memory. Shorter rows than 16 bytes are not copied
+    asynchronously at all. A convolution's arrays have channels last.
     """
-    if op.kind != "matmul":
-        return False
-    found: np.ndarray | bool = False
+    found: np.ndarray | float = 0.0
     width = aligned_elements(dtype)
+    if op.kind == "conv":
+        for channels in _channels(op):
+            local = _local_points(node, channels, cfg, mesh)
+            found = np.where(local % width, np.maximum(found, 1.0) * rounded(local, width), found)
+        return found
     for dims, row in matrix_rows(graph, operands, product_groups(op)):
         if row > width:
-            found = found | (row % (shards(cfg, dim_index(node, dims), mesh) * width) != 0)
+            apart = row % (shards(cfg, dim_index(node, dims), mesh) * width) != 0
+            found = np.where(apart, 1.0, found)
     return found
+
+
+def _channels(op: Op) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The dims of a convolution's channels in, and those of its channels out."""
+    x, w = op.factors
+    windows = {d for walk in w.map.walks for d in walk.dims} - set(x.map.dims) - set(op.writes[0].map.dims)
+    return (
+        tuple(d for walk in x.map.walks for d in walk.dims if set(walk.dims) & set(w.map.dims)),
+        tuple(
+            d
+            for walk in op.writes[0].map.walks
+            for d in walk.dims
+            if set(walk.dims) & set(w.map.dims) - windows
+        ),
+    )
 
 
 def has_gradient(graph: Graph, op: Op, tensor: str) -> bool:
@@ -424,7 +445,10 @@ def _products(
 
     yield product((m, n, k), op.factors, phase_of(graph, node.name, op), runs, op.remat)
     x, w = op.factors
-    for a, other, mnk in ((x, w, (m, k, n)), (w, x, (k, n, m))):
+    # The gradient of a convolution's input is a convolution as well: it contracts the window and the channels out.
+    taps = extent({d for d in product_groups(op)[2] if node.space[d].kind == "window"})
+    strides = math.prod(walk.window.stride for walk in x.map.walks if walk.window is not None)
+    for a, other, mnk in ((x, w, (m * strides, k / taps, n * taps / strides)), (w, x, (k, n, m))):
         if has_gradient(graph, op, a.tensor):
             yield product(mnk, (*op.writes, other), "backward", times)
 

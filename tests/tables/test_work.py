@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+import jax
 import numpy as np
 import pytest
 
 from pase import costmodels, machine
+from pase.frontends.jax.frontend import trace
 from pase.ir import Graph, simplify
 from pase.machine import Mesh
 from pase.tables.build import habits, work_cost, work_price
@@ -145,3 +147,36 @@ def test_a_wide_gradient_is_multiplied_in_its_own_dtype_by_converted_operands():
     assert set(dtypes(cast_after)) == {"bfloat16"} and not [w for w in cast_after if w.casts]
     # Operands of two dtypes are multiplied in the wider one, whichever comes first.
     assert set(dtypes(work(mixed, CompilerHabits()))) == {"float32"}
+
+
+def test_the_gradient_of_a_convolutions_input_contracts_channels_out():
+    """The products of a convolution of stride 2 with three channels in, which are padded to 16 bytes."""
+
+    def loss(p, x):
+        image = x @ p["before"]
+        made = jax.lax.conv_general_dilated(
+            image, p["filter"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return made.astype("float32").sum()
+
+    images, side, cin, cout, window = 4, 16, 3, 64, 3
+    params = {
+        "before": jax.ShapeDtypeStruct((8, cin), "bfloat16"),
+        "filter": jax.ShapeDtypeStruct((window, window, cin, cout), "bfloat16"),
+    }
+    x = jax.ShapeDtypeStruct((images, side, side, 8), "bfloat16")
+    graph = simplify(trace(loss, params, x).graph)
+    (node,) = (n for n in graph.nodes if n.kind == "conv")
+    work = [
+        w
+        for w in node_work(graph, node, np.full((1, 1), -1, np.int8), Mesh(names=("a",), sizes=(1,)))
+        if w.kind == "conv"
+    ]
+    points = images * (side // 2) ** 2
+    taps = window * window
+    assert [tuple(float(np.ravel(x)[0]) for x in w.mnk) for w in work] == [
+        (points, cout, cin * taps),
+        (4 * points, cin, cout * taps / 4),
+        (cin * taps, cout, points),
+    ]
+    assert [float(np.ravel(w.unaligned)[0]) for w in work] == pytest.approx([8 / 3] * 3)

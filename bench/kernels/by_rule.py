@@ -1,25 +1,25 @@
-"""The light ops that were measured alone, as programs, and what pase's own rule says that they move.
+"""Ops that were measured alone, as programs, and the work that pase's own rule finds in them.
 
-A kernel of light ops is priced by its bytes. How often a norm's backward, say, reads its operand is a rule of the
+How often a norm's backward reads its operand, or which product the gradient of a convolution is, are rules of the
 product (``pase.tables.work``). If a table here said so again, it could differ from what plans are priced by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from pase.ir import simplify
 from pase.machine import Mesh
-from pase.tables.work import node_work
+from pase.tables.work import Work, node_work
 
-__all__ = ["PROGRAMS", "bytes_moved"]
+__all__ = ["PROGRAMS", "bytes_moved", "convolution"]
 
 _WIDTH = 8
 """The columns of the products before and after the ops, which are not counted."""
-_ALONE = Mesh(names=("one",), sizes=(1,))
+_ALONE, _WHOLE = Mesh(names=("one",), sizes=(1,)), np.full((1, 1), -1, np.int8)
 
 
 def bytes_moved(kind: str, dtype: str, shape: tuple[int, ...], backward: bool) -> float:
@@ -48,14 +48,41 @@ def bytes_moved(kind: str, dtype: str, shape: tuple[int, ...], backward: bool) -
     }
     labels = jax.ShapeDtypeStruct(shape[:-1], "int32")
     graph = simplify(trace(among_products, params, array(*shape[:-1], _WIDTH), labels).graph)
-    whole = np.full((1, 1), -1, np.int8)
     return sum(
         float(work.nbytes[0])
         for node in graph.nodes
         if node.kind not in ("matmul", "parameter", "input")
-        for work in node_work(graph, node, whole, _ALONE)
+        for work in node_work(graph, node, _WHOLE, _ALONE)
         if backward or work.phase == "forward"
     )
+
+
+def convolution(dtype: str, shape: Sequence[int], what: str) -> Work:
+    """Returns the work of a convolution or of one of its gradients.
+
+    shape: images, side, channels in and out, side of the filter, stride. what: "forward", or "gradient of the input" or
+    "of the filter".
+    """
+    import jax
+
+    from pase.frontends.jax.frontend import trace
+
+    images, side, channels_in, channels_out, window, stride = shape
+
+    def loss(p: dict[str, Any], x: Any) -> Any:
+        y = jax.lax.conv_general_dilated(
+            x @ p["before"], p["filter"], (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return y.astype("float32").sum()
+
+    params = {
+        "before": jax.ShapeDtypeStruct((_WIDTH, channels_in), dtype),
+        "filter": jax.ShapeDtypeStruct((window, window, channels_in, channels_out), dtype),
+    }
+    graph = simplify(trace(loss, params, jax.ShapeDtypeStruct((images, side, side, _WIDTH), dtype)).graph)
+    (node,) = (n for n in graph.nodes if n.kind == "conv")
+    order = ("forward", "gradient of the input", "gradient of the filter")
+    return [w for w in node_work(graph, node, _WHOLE, _ALONE) if w.kind == "conv"][order.index(what)]
 
 
 def _softmax(x: Any, scale: Any, shift: Any, labels: Any) -> Any:
