@@ -317,8 +317,13 @@ def _is_stored(graph: Graph, node: Node, tensor: str, remade: bool) -> bool:
     computes them itself."""
     if not remade:
         return graph.read_outside(node, tensor)
-    others = (graph.node[name] for name in graph.readers.get(tensor, frozenset()) - {node.name})
-    return any(a.tensor == tensor and not a.sparse for other in others for _, a in other.reads)
+    return any(not a.sparse for _, a in _reads_elsewhere(graph, node, tensor))
+
+
+def _reads_elsewhere(graph: Graph, node: Node, tensor: str) -> Iterator[tuple[Op, Access]]:
+    """The reads of a tensor by other nodes."""
+    for name in graph.readers.get(tensor, frozenset()) - {node.name}:
+        yield from ((op, a) for op, a in graph.node[name].reads if a.tensor == tensor)
 
 
 def _arriving_gradients(graph: Graph, node: Node) -> set[str]:
@@ -339,11 +344,8 @@ def _arrives(op: Op, arriving: set[str]) -> bool:
 
 def _has_other_gradient(graph: Graph, node: Node, tensor: str) -> bool:
     """Whether another node's gradient of a tensor has the tensor's whole size."""
-    others = (graph.node[name] for name in graph.readers[tensor] - {node.name})
     return any(
-        a.tensor == tensor and not a.sparse and has_gradient(graph, op, tensor)
-        for other in others
-        for op, a in other.reads
+        not a.sparse and has_gradient(graph, op, tensor) for op, a in _reads_elsewhere(graph, node, tensor)
     )
 
 
