@@ -1,7 +1,8 @@
 """The residuals of prices by kind of work, of which the error bars of ``pase.plan.error_bar`` are made.
 
 A kind's shared part is the root mean square of its tables' median errors, and its own part that of their spreads (half
-the width around a table's median that contains 68%), of the rows that are not kept back. Light ops are of several
+the width around a table's median that contains 68%), of the rows that are not kept back. A spread of few rows is
+widened to what a new row's interval needs (Student's distribution: by 17% for eight rows). Light ops are of several
 families (norms, sums, lookups), whose kernels have little in common but who wrote them: their shared part is that of
 the means of all families of a source, and what a source's families differ by is a part of its own. The kept rows test
 them: four of five are to lie in the interval.
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.stats import t as student
 
 from bench.kernels.links import ASSUMED
 from bench.kernels.rows import KernelRows
@@ -60,7 +62,7 @@ def error_kind(name: str) -> str:
 
 def residuals(found: Iterable[tuple[KernelRows, np.ndarray]]) -> dict[str, dict[str, float]]:
     """Returns kind -> {"shared", "family", "own"}, standard deviations of the logarithm of predicted over measured, and
-    "kept_inside", the part of the kept rows inside the 80% interval. Tables count alike, whatever their length.
+    "kept_inside", the part of the "kept" rows inside the 80% interval. Tables count alike, whatever their length.
 
     found: rows of machines with a model of products, with the relative errors of their prices.
     """
@@ -97,7 +99,7 @@ def _residual(kind: str, tables: list[_Table]) -> dict[str, float]:
     family = _rms([x - float(np.mean(m)) for m in medians.values() for x in m])
     own = _rms(
         [
-            float(np.quantile(np.abs(t.fitted - np.median(t.fitted)), _ONE_SIGMA))
+            float(np.quantile(np.abs(t.fitted - np.median(t.fitted)), _ONE_SIGMA)) * _of_few(len(t.fitted))
             for t in tables
             if len(t.fitted) > 3
         ]
@@ -108,8 +110,14 @@ def _residual(kind: str, tables: list[_Table]) -> dict[str, float]:
         "shared": round(shared, 3),
         "family": round(family, 3),
         "own": round(own, 3),
+        "kept": sum(len(t.kept) for t in tables),
         "kept_inside": round(float(np.mean(inside)), 2) if inside else math.nan,
     }
+
+
+def _of_few(rows: int) -> float:
+    """How much wider the interval of a new row is for a deviation that so many rows gave."""
+    return float(student.ppf(0.9, rows - 1)) / _FOUR_OF_FIVE * math.sqrt(1 + 1 / rows)
 
 
 def _rms(values: list[float]) -> float:

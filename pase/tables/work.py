@@ -207,9 +207,11 @@ def _unaligned(
     found: np.ndarray | float = 0.0
     width = aligned_elements(dtype)
     if op.kind == "conv":
-        for channels in _channels(op):
-            local = _local_points(node, channels, cfg, mesh)
-            found = np.where(local % width, np.maximum(found, 1.0) * rounded(local, width), found)
+        for a, channels in _channels(op):
+            local = _local_points(node, channels if a in operands else (), cfg, mesh)
+            found = np.where(
+                (local > 1) & (local % width != 0), np.maximum(found, 1.0) * rounded(local, width), found
+            )
         return found
     for dims, row in matrix_rows(graph, operands, product_groups(op)):
         if row > width:
@@ -218,19 +220,11 @@ def _unaligned(
     return found
 
 
-def _channels(op: Op) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The dims of a convolution's channels in, and those of its channels out."""
-    x, w = op.factors
-    windows = {d for walk in w.map.walks for d in walk.dims} - set(x.map.dims) - set(op.writes[0].map.dims)
-    return (
-        tuple(d for walk in x.map.walks for d in walk.dims if set(walk.dims) & set(w.map.dims)),
-        tuple(
-            d
-            for walk in op.writes[0].map.walks
-            for d in walk.dims
-            if set(walk.dims) & set(w.map.dims) - windows
-        ),
-    )
+def _channels(op: Op) -> Iterator[tuple[Access, tuple[str, ...]]]:
+    """A convolution's input and result, each with the dims of its channels."""
+    filters = {d for walk in op.factors[1].map.walks for d in walk.dims}
+    for a in (op.factors[0], *op.writes):
+        yield a, tuple(d for walk in a.map.walks if filters & set(walk.dims) for d in walk.dims)
 
 
 def has_gradient(graph: Graph, op: Op, tensor: str) -> bool:
