@@ -19,7 +19,7 @@ __all__ = ["PROGRAMS", "bytes_moved", "convolution"]
 
 _WIDTH = 8
 """The columns of the products before and after the ops, which are not counted."""
-_ALONE, _WHOLE = Mesh(names=("one",), sizes=(1,)), np.full((1, 1), -1, np.int8)
+_MESH, _WHOLE = Mesh(names=("one",), sizes=(1,)), np.full((1, 1), -1, np.int8)
 
 
 def bytes_moved(kind: str, dtype: str, shape: tuple[int, ...], backward: bool) -> float:
@@ -52,7 +52,7 @@ def bytes_moved(kind: str, dtype: str, shape: tuple[int, ...], backward: bool) -
         float(work.nbytes[0])
         for node in graph.nodes
         if node.kind not in ("matmul", "parameter", "input")
-        for work in node_work(graph, node, _WHOLE, _ALONE)
+        for work in node_work(graph, node, _WHOLE, _MESH)
         if backward or work.phase == "forward"
     )
 
@@ -82,7 +82,7 @@ def convolution(dtype: str, shape: Sequence[int], what: str) -> Work:
     graph = simplify(trace(loss, params, jax.ShapeDtypeStruct((images, side, side, _WIDTH), dtype)).graph)
     (node,) = (n for n in graph.nodes if n.kind == "conv")
     order = ("forward", "gradient of the input", "gradient of the filter")
-    return [w for w in node_work(graph, node, _WHOLE, _ALONE) if w.kind == "conv"][order.index(what)]
+    return [w for w in node_work(graph, node, _WHOLE, _MESH) if w.kind == "conv"][order.index(what)]
 
 
 def _softmax(x: Any, scale: Any, shift: Any, labels: Any) -> Any:
@@ -115,8 +115,8 @@ def _cross_entropy(x: Any, scale: Any, shift: Any, labels: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(x.astype("float32"), labels).mean()
 
 
-_Program = Callable[[Any, Any, Any, Any], Any]
-PROGRAMS: dict[str, _Program] = {
+_LightProgram = Callable[[Any, Any, Any, Any], Any]
+PROGRAMS: dict[str, _LightProgram] = {
     "softmax": _softmax,
     "layer norm": _layer_norm,
     "batch norm and relu": _batch_norm_and_relu,

@@ -414,8 +414,10 @@ def _op_price(kind: str, dtype: str, shape: list[int], note: str) -> tuple[str, 
         )
     named = f"{kind}{', ' + note if 'forward' in note else ''}"
     if kind in PROGRAMS:
-        rows = (shape[0], shape[1], *shape[1:]) if kind.startswith("batch norm") else tuple(shape)
-        return named, _light(dtype, np.array([bytes_moved(kind, dtype, rows, backward="gradient" in note)]))
+        extents = (shape[0], shape[1], *shape[1:]) if kind.startswith("batch norm") else tuple(shape)
+        return named, _light(
+            dtype, np.array([bytes_moved(kind, dtype, extents, backward="gradient" in note)])
+        )
     passes = _PASSES.get((kind, note)) or _PASSES.get((kind, ""))
     return None if passes is None else (named, _light(dtype, passes * width * np.prod(sizes, axis=0)))
 

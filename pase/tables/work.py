@@ -290,11 +290,8 @@ def node_work(
                 windowed[phase] = windowed[phase] + flops
                 windowed["backward"] = windowed["backward"] + (2 * flops if grads else zero)
             if op.kind == "gather":
-                for a in grads:  # a scatter-add, into zeros unless another reader's gradient is there
-                    bytes_of["backward"] = bytes_of["backward"] + 2 * wrote
-                    if not _has_other_gradient(graph, node, a.tensor):
-                        table = local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh)
-                        bytes_of["backward"] = bytes_of["backward"] + table
+                added = _added_by_lookups(graph, node, grads, wrote, cfg, mesh)
+                bytes_of["backward"] = bytes_of["backward"] + added
             elif grads:
                 flops_of["backward"] = flops_of["backward"] + 2 * flops
                 bytes_of["backward"] = bytes_of["backward"] + 2 * nbytes
@@ -304,6 +301,19 @@ def node_work(
         if flops.any() or bytes_of[phase].any():
             light_ops = _light_ops(graph, node, flops, bytes_of[phase], phase)
             yield replace(light_ops, windowed=windowed[phase])
+
+
+def _added_by_lookups(
+    graph: Graph, node: Node, tables: list[Access], found: np.ndarray, cfg: np.ndarray, mesh: Mesh
+) -> np.ndarray:
+    """The bytes by which what was looked up is added to its tables' gradients: in place if another reader's gradient
+    has the table's size, to zeros otherwise. found: the bytes that were looked up."""
+    added = np.zeros(len(cfg))
+    for a in tables:
+        added = added + 2 * found
+        if not _has_other_gradient(graph, node, a.tensor):
+            added = added + local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh)
+    return added
 
 
 def _is_stored(graph: Graph, node: Node, tensor: str, remade: bool) -> bool:

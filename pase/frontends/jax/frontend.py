@@ -240,9 +240,8 @@ def trace(
     say_dropped(b, program.dropped)
     returned = [lower.read(v) for v in closed.jaxpr.outvars]
     outs = [t for t in (returned[:1] if mode == "train" else returned) if t is not None]
-    b.settle_gradients()
-    if mode == "train" and not (outs and b.tensors[outs[0].name].needs_grad):
-        raise _no_gradient_error(called, bool(lower.told.loops))
+    if mode == "train":
+        _check_gradient(b, outs, called, bool(lower.told.loops))
     lower.thread(closed.jaxpr, program.carried, returned)
     for t in dict.fromkeys(t for t in outs if t.role == "activation"):
         b.output(t)
@@ -363,6 +362,13 @@ def _same_path_error(path: str) -> PaseError:
     return PaseError(
         f"two parameters have the path '{path}'", fix="give the keys of the pytree distinct names"
     )
+
+
+def _check_gradient(b: GraphBuilder, outs: list[Tensor], called: str, loops: bool) -> None:
+    """Raises PaseError if the loss depends on no parameter."""
+    b.settle_gradients()
+    if not (outs and b.tensors[outs[0].name].needs_grad):
+        raise _no_gradient_error(called, loops)
 
 
 def _no_gradient_error(called: str, loops: bool) -> PaseError:
