@@ -245,14 +245,11 @@ def _memory_curve(work: _Fitting) -> Curve | None:
 
 
 def _light_efficiency(work: _Fitting, bytes_per_s: float) -> float | None:
-    """Returns the fraction of the memory bandwidth that light ops between matrix products reach, at most 1.
-
-    Forward and backward are measured together; backward has twice the work of forward.
-    """
+    """Returns the fraction of the memory bandwidth that light ops between matrix products reach, at most 1."""
     light = [s.seconds for _, s in work.of("light")]
     if not light:
         return None
-    return min(1.0, max(3.0 * LIGHT_BYTES / bytes_per_s / light[0], _LEAST_LIGHT))
+    return min(1.0, max(LIGHT_BYTES / bytes_per_s / light[0], _LEAST_LIGHT))
 
 
 def _window_efficiency(work: _Fitting, vector_flops: float) -> float | None:

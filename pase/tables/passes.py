@@ -32,7 +32,8 @@ kernel that takes two passes, over 50,257 columns five kernels that take four.""
 
 
 class LightReads:
-    """What the light ops of a node read. It goes through the node's ops in their order."""
+    """What the light ops of a node read, or those of them that backward runs. It goes through all ops of the node in
+    their order."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -43,8 +44,8 @@ class LightReads:
         ] = {}  # the same -> the outside tensors from which it is made again
         self._of_sums: set[str] = set()  # the same, if it depends on a reduction
 
-    def of(self, op: Op) -> dict[str, Access]:
-        """The outside tensors that a light op reads and that no op before it has read in the same pass."""
+    def of(self, op: Op, counts: bool = True) -> dict[str, Access]:
+        """The outside tensors that a light op reads and that no op that counts has read before in the same pass."""
         if op.kind in HEAVY:
             for a in op.writes:
                 self._stage[a.tensor], self._from[a.tensor] = 0, {}
@@ -59,7 +60,8 @@ class LightReads:
             if made is None or made < now:
                 needed |= outside
         found = {t: a for t, a in needed.items() if (t, now) not in self._read}
-        self._read |= {(t, now) for t in found}
+        if counts:
+            self._read |= {(t, now) for t in found}
         reduced = self._reduced(op)
         if reduced > 1 or any(a.tensor in self._of_sums for a in op.reads):
             self._of_sums |= {a.tensor for a in op.writes}

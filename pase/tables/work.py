@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -250,42 +251,33 @@ def node_work(
     zero = np.zeros(len(cfg))
     flops_of: dict[Phase, np.ndarray] = dict.fromkeys(get_args(Phase), zero)  # sums over all light ops
     bytes_of, windowed = dict(flops_of), dict(flops_of)
-    light = LightReads(node)
+    light, behind = LightReads(node), LightReads(node)
     moved: dict[str, np.ndarray] = {}
     for op in node.ops:
         flops = op.flops_per_point * _local_points(node, op.worked, cfg, mesh)
         heavy = op.kind in HEAVY
-
-        def touched(a: Access, worked: tuple[str, ...] = op.worked) -> np.ndarray:
-            t = graph.tensors[a.tensor]
-            if a.sparse:
-                return t.itemsize * _local_points(node, worked, cfg, mesh)
-            return local_bytes(node, t, a, cfg, mesh) * _padded(node, t, a, cfg, mesh, habits.tile)
-
+        touched = partial(_touched, graph, node, op.worked, cfg=cfg, mesh=mesh, tile=habits.tile)
         nbytes, wrote = zero, zero
         for a in op.reads if heavy else ():
             if a.tensor in graph.producer:
                 nbytes = nbytes + touched(a) * _part_read(op, graph.tensors[a.tensor])
-        reads = light.of(op)
+        grads = [a for a in op.reads if has_gradient(graph, op, a.tensor)] if _arrives(op, arriving) else []
+        reads, again = light.of(op), behind.of(op, counts=bool(grads))
+        moved |= {t: touched(a) for t, a in (reads | again).items() if t in graph.producer and t not in moved}
         for a in op.writes:
             if heavy or a.tensor in fed or _is_stored(graph, node, a.tensor, light.remade(op)):
                 wrote = wrote + touched(a)
-        for tensor, a in reads.items():
-            if tensor in graph.producer:
-                moved.setdefault(tensor, touched(a))
-                nbytes = nbytes + moved[tensor]
-        nbytes = nbytes + wrote
-        grads = [a for a in op.reads if has_gradient(graph, op, a.tensor)] if _arrives(op, arriving) else []
+        forward, backward = (sum((moved[t] for t in r if t in moved), nbytes + wrote) for r in (reads, again))
         if op.kind in ("matmul", "conv"):
-            products = _products(graph, node, op, flops, nbytes, cfg, mesh, habits.tile)
+            products = _products(graph, node, op, flops, forward, cfg, mesh, habits.tile)
             yield from _widened(graph, node, op, products, cfg, mesh, habits)
             yield from _casts(graph, node, op, cfg, mesh)
         elif op.kind == "attention":
-            yield from _attention(graph, node, op, flops, nbytes, cfg, mesh)
+            yield from _attention(graph, node, op, flops, forward, cfg, mesh)
         elif op.kind not in WORKLESS:
             phase = phase_of(graph, node.name, op)
             flops_of[phase] = flops_of[phase] + flops
-            bytes_of[phase] = bytes_of[phase] + nbytes
+            bytes_of[phase] = bytes_of[phase] + forward
             if op.kind == "window":
                 windowed[phase] = windowed[phase] + flops
                 windowed["backward"] = windowed["backward"] + (2 * flops if grads else zero)
@@ -294,13 +286,30 @@ def node_work(
                 bytes_of["backward"] = bytes_of["backward"] + added
             elif grads:
                 flops_of["backward"] = flops_of["backward"] + 2 * flops
-                bytes_of["backward"] = bytes_of["backward"] + 2 * nbytes
+                bytes_of["backward"] = bytes_of["backward"] + 2 * backward
     for phase, nbytes in _of_scales(graph, node, cfg, mesh, habits):
         bytes_of[phase] = bytes_of[phase] + nbytes
     for phase, flops in flops_of.items():
         if flops.any() or bytes_of[phase].any():
             light_ops = _light_ops(graph, node, flops, bytes_of[phase], phase)
             yield replace(light_ops, windowed=windowed[phase])
+
+
+def _touched(
+    graph: Graph,
+    node: Node,
+    worked: tuple[str, ...],
+    a: Access,
+    *,
+    cfg: np.ndarray,
+    mesh: Mesh,
+    tile: tuple[int, int] | None,
+) -> np.ndarray:
+    """The bytes of an array that an op over the dims ``worked`` reads or writes, under each config."""
+    t = graph.tensors[a.tensor]
+    if a.sparse:
+        return t.itemsize * _local_points(node, worked, cfg, mesh)
+    return local_bytes(node, t, a, cfg, mesh) * _padded(node, t, a, cfg, mesh, tile)
 
 
 def _added_by_lookups(

@@ -50,7 +50,7 @@ class Fake:
         if t.op == "vector":
             return t.work / (self.peak / 10)
         if t.op == "light":
-            return 3 * LIGHT_BYTES / self.memory / self.light
+            return LIGHT_BYTES / self.memory / self.light
         if t.op == "window":
             return t.work / (self.window * self.peak / 10)
         if t.op in ("launch", "dispatch"):
