@@ -151,8 +151,8 @@ class _LabelContext(Protocol):
 
 
 @cache
-def _functions() -> tuple[type[TorchFunction], type[TorchFunction], type[TorchFunction]]:
-    """The autograd functions of ``rows``, ``elements`` and ``SplitLabel``."""
+def _functions() -> tuple[type[TorchFunction], type[TorchFunction]]:
+    """The autograd functions of ``rows`` and ``elements``."""
     import torch
     from torch.autograd.function import once_differentiable
 
@@ -189,6 +189,15 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction], type[TorchFu
             made = own.new_zeros(ctx.shape).scatter_add_(ctx.dim, here, own)
             return made, None, None, *(None for _ in others)
 
+    return Rows, Elements
+
+
+@cache
+def _label_function() -> type[TorchFunction]:
+    """The autograd function of ``SplitLabel``."""
+    import torch
+    from torch.autograd.function import once_differentiable
+
     class Label(torch.autograd.Function):
         @staticmethod
         def forward(
@@ -217,7 +226,7 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction], type[TorchFu
                 every = -every
             return None, torch.mul(powers, every / total).scatter_add_(-1, here, own), None, None
 
-    return Rows, Elements, Label
+    return Label
 
 
 @cache
@@ -247,7 +256,7 @@ def rows(table: Tensor, here: Tensor, mine: Tensor, padding: Tensor | None) -> T
 
     here: the indices into the part. mine: whether they are in it. padding: the indices whose rows get no gradient.
     """
-    of_rows, _, _ = _functions()
+    of_rows, _ = _functions()
     others = (~mine).unsqueeze(-1)
     unlearnt = others if padding is None else others | padding.unsqueeze(-1)
     made: Tensor = whole(of_rows.apply, table, here, others, unlearnt, name="rows")
@@ -259,7 +268,7 @@ def elements(x: Tensor, dim: int, here: Tensor, mine: Tensor | None) -> Tensor:
 
     mine: whether the indices are in this rank's part; None if all are.
     """
-    _, of_elements, _ = _functions()
+    _, of_elements = _functions()
     others = () if mine is None else (~mine,)
     made: Tensor = whole(of_elements.apply, x, dim, here, *others, name="elements")
     return made
@@ -293,6 +302,6 @@ class SplitLabel:
 
         here: the classes as indices into this rank's part, [..., 1]. mine: whether they are in it.
         """
-        _, _, of_label = _functions()
+        of_label = _label_function()
         made: Tensor = whole(partial(of_label.apply, self), scores, here, ~mine, name="log_probability")
         return made
