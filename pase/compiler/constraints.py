@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pase.errors import Infeasible, PaseError, did_you_mean
+from pase.frontends.blocks import BLOCKS
 from pase.ir import FixedLayout, FixedMesh, Remark
 from pase.plan.table import cost_text
 
@@ -75,12 +76,19 @@ def _mesh(traced: Traced, o: CompileOptions) -> tuple[FixedMesh, frozenset[str]]
 
 
 def _matched(traced: Traced, pattern: str) -> Iterator[Tensor]:
+    batch = _batch(traced) if pattern == BATCH else frozenset()
     for t in _stored(traced):
-        if pattern == BATCH:
-            if t.role == "input" and t.shape:
-                yield t
-        elif fnmatch.fnmatchcase(t.path, pattern):
+        if t.path in batch if pattern == BATCH else fnmatch.fnmatchcase(t.path, pattern):
             yield t
+
+
+def _batch(traced: Traced) -> frozenset[str]:
+    """The paths of the inputs that hold examples: not of state, keys or tables. Of a frontend that cannot tell, all
+    inputs with dims."""
+    ways = BLOCKS.get(traced.frontend)
+    if ways is not None:
+        return ways.batch_inputs(traced)
+    return frozenset(t.path for t in traced.graph.inputs if t.shape)
 
 
 def _stored(traced: Traced) -> tuple[Tensor, ...]:

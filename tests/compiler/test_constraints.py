@@ -116,3 +116,24 @@ def test_a_constraint_that_cannot_be_kept_is_named() -> None:
     with pytest.raises(PaseError, match="4 devices do not divide the 6 elements of its dim 0") as e:
         planned({"batch": ("data", None)}, loss, layers, batch)
     assert e.value.fix == "change its layout, or leave out the constraint 'batch'"
+
+
+def test_the_batch_is_what_holds_examples() -> None:
+    """Not a key, a table or the Variables of a model, which have no names that the user wrote."""
+    from flax import nnx
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.up = nnx.Linear(64, 256, rngs=rngs)
+            self.norm = nnx.BatchNorm(256, rngs=rngs)
+            self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+    def of_model(model: Any, x: Any, key: Any, weights: Any) -> Any:
+        h = model.drop(model.norm(model.up(x)))
+        return jnp.mean((h + jax.random.normal(key, h.shape)) ** 2 * weights)
+
+    model = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    key, weights = jax.ShapeDtypeStruct((2,), "uint32"), shape(256)
+    plan = planned({"batch": "data"}, of_model, model, shape(512, 64), key, weights, baselines=False)
+    split = {path for path, t in plan.inputs.items() if any(t.storage)}
+    assert split == {"x"} and len(plan.inputs) > 3

@@ -301,15 +301,11 @@ def _may_be_key(a: Aval) -> bool:
 
 def batch_inputs(traced: TracedJax) -> frozenset[str]:
     """The paths of the inputs that have the batch's dim."""
-    n = len(traced.param_paths)
     try:
-        size = batch_size(traced)
+        cut = split_inputs(traced)
     except PaseError:
         return frozenset()  # there is no batch; dividing it raises the error
-    avals = traced.jaxpr.in_avals[n:]
-    shapes = {tuple(a.shape) for a, on in zip(avals, split_inputs(traced), strict=True) if on}
-    inputs = (t for t in traced.graph.tensors.values() if t.role == "input")
-    return frozenset(t.path for t in inputs if t.shape[:1] == (size,) and tuple(t.shape) in shapes)
+    return frozenset(path for path, on in zip(traced.input_paths, cut, strict=True) if on)
 
 
 def check_totals(part: TracedJax, graph: Graph, sums: BatchSums, k: int) -> None:
