@@ -129,7 +129,7 @@ def _summed(call: ManualCall, x: Array, result: LocalResult) -> Array:
     over, combine = result.summed, call.op.combine
     if not over and "partial" not in result.layout:
         return x
-    if combine != "sum" and call.eqn.primitive.name not in EXTREMES:
+    if combine != "sum" and call.eqn.primitive.name not in (*EXTREMES, *_SCATTERED_EXTREMES):
         raise NotLowered("no collective reduces its partial results")
     if not over or combine != "sum":
         return x  # the edge reduces it, or it is a maximum, whose rule has reduced it
@@ -193,6 +193,7 @@ def _manual(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     raise NotLowered("it has its own mesh")
 
 
+_SCATTERED_EXTREMES = tuple(f"scatter{between}{how}" for how in ("min", "max") for between in "-_")
 EXTREMES = ("reduce_max", "reduce_min", "reduce_or", "reduce_and", "pmax", "pmin")
 """Primitives whose partial results this rule reduces. The last two reduce over an axis of ``vmap``."""
 
@@ -319,7 +320,8 @@ def _local_ids(
 def _scatter(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     """An update by index. Each device applies the updates that fall into its part.
 
-    If the result is a partial sum, only the first device contributes the array that the updates are added to.
+    If the result is a partial sum, only the first device contributes the array that the updates are added to. A partial
+    maximum has a derivative of its own (``_scattered_extreme``).
     """
     import jax.numpy as jnp
     from jax.lax import GatherScatterMode as Mode
@@ -331,16 +333,54 @@ def _scatter(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     partial = [n for n, s in zip(call.mesh.names, r.layout, strict=True) if s == "partial"] or list(r.summed)
     if partial and call.op.combine == "sum":
         x = JaxArrays(call.mesh).on_first(x, partial)
-    fallen = sorted(split_dims(call, ins) & set(d.scatter_dims_to_operand_dims))
-    if not fallen:
-        return plain(call.eqn, [x, ids, updates], call.info)
-    if set(fallen) - set(d.inserted_window_dims):
-        raise NotLowered("it updates more than one element at a time along a split dim")
-    here, mine, _ = _local_ids(call, ids, d.scatter_dims_to_operand_dims, fallen, p["mode"])
-    nowhere = jnp.asarray(max(x.shape), here.dtype)
-    here = jnp.where(mine[..., None], here, nowhere)
-    x = unmerged(x)
-    return plain(call.eqn.replace(params=p | {"mode": Mode.FILL_OR_DROP}), [x, here, updates], call.info)
+    fallen, eqn = sorted(split_dims(call, ins) & set(d.scatter_dims_to_operand_dims)), call.eqn
+    if fallen:
+        if set(fallen) - set(d.inserted_window_dims):
+            raise NotLowered("it updates more than one element at a time along a split dim")
+        here, mine, _ = _local_ids(call, ids, d.scatter_dims_to_operand_dims, fallen, p["mode"])
+        ids = jnp.where(mine[..., None], here, jnp.asarray(max(x.shape), here.dtype))
+        x, eqn = unmerged(x), eqn.replace(params=p | {"mode": Mode.FILL_OR_DROP})
+    if partial and eqn.primitive.name in _SCATTERED_EXTREMES:
+        return [_scattered_extreme(call, eqn, x, ids, updates)]
+    return plain(eqn, [x, ids, updates], call.info)
+
+
+def _scattered_extreme(call: ManualCall, eqn: Eqn, x: Array, ids: Array, updates: Array) -> Array:
+    """A maximum or minimum of updates by index that several devices have. All updates that attain it share its gradient
+    with the array that is updated, as on one device; the first device has the array's share."""
+    import jax
+
+    (r,) = call.op.results
+    later = tuple(n for n, s in zip(call.mesh.names, r.layout, strict=True) if s == "partial")
+    over, combine, p = later or r.summed, call.op.combine, eqn.params
+
+    def extreme(x: Array, updates: Array) -> Array:
+        here = plain(eqn, [x, ids, updates], call.info)[0]
+        return here if later else summed(here, over, combine)
+
+    def added(updates: Array) -> Array:
+        return jax.lax.scatter_add(
+            jax.numpy.zeros_like(x), ids, updates, p["dimension_numbers"], mode=p["mode"]
+        )
+
+    def backward(kept: tuple[Array, Array, Array], g: Array) -> tuple[Array, Array]:
+        x, updates, top = kept
+        top = summed(top, over, combine) if later else top
+        _, at_updates = jax.vjp(added, updates)
+        reached = (updates == at_updates(top)[0]).astype(g.dtype)
+        share = g / jax.numpy.maximum(summed(added(reached), over) + (x == top), 1)
+        own = jax.numpy.where(x == top, share, 0)
+        return JaxArrays(call.mesh).on_first(own, list(over)), reached * at_updates(share)[0]
+
+    def forward(x: Array, updates: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+        top = extreme(x, updates)
+        return top, (x, updates, top)
+
+    if not jax.numpy.issubdtype(x.dtype, jax.numpy.inexact):
+        return extreme(x, updates)
+    shared = jax.custom_vjp(extreme)
+    shared.defvjp(forward, backward)
+    return shared(x, updates)
 
 
 def _attention(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
