@@ -8,13 +8,22 @@ from typing import Any
 
 KINDS: tuple[str, ...] = (
     *("pseudo labels", "set_grad_enabled", "inference_mode", "enabled inside", "decorated", "view first"),
-    *("checkpoint", "data", "straight through", "straight through, held", "two results", "maximum"),
+    *(
+        "in autocast",
+        "checkpoint",
+        "data",
+        "straight through",
+        "straight through, held",
+        "two results",
+        "maximum",
+    ),
 )
 
 
 def self_trained(self: Any, x: Any, kind: str) -> Any:
     """The loss against the model's own targets; None if ``kind`` is of another model."""
     import torch
+    from torch.nn.functional import relu
     from torch.utils.checkpoint import checkpoint
 
     net: Any = self.net
@@ -42,6 +51,12 @@ def self_trained(self: Any, x: Any, kind: str) -> Any:
             return -(t * y).sum(-1).mean()
         case "decorated":
             t = torch.no_grad()(self.target)(x)
+        case "in autocast":
+            with torch.autocast("cpu", enabled=False):
+                h = self.enc(x)
+                with torch.no_grad():
+                    t = self.head(h).softmax(-1)
+                return -(t * self.head(relu(h)).log_softmax(-1)).sum(-1).mean()
         case _:
             return None
     return -(t * net(x).log_softmax(-1)).sum(-1).mean()

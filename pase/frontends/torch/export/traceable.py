@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pase.frontends.torch.derivatives import derivatives_traced
 from pase.frontends.torch.reasons import lines_kept
+from pase.frontends.torch.types import FxNode
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def traceable(step_file: str) -> Iterator[None]:
             _masks_unread(),
             _inference_traced(),
             _distributions_unchecked(),
+            _regions_in_autocast_kept(),
             derivatives_traced(),
             _failures_unprinted(),
         ):
@@ -112,6 +114,36 @@ def _distributions_unchecked() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(original)
+
+
+@contextlib.contextmanager
+def _regions_in_autocast_kept() -> Iterator[None]:
+    """Within, ``torch.no_grad`` inside of an autocast stays a region of the exported graph.
+
+    PyTorch cuts the graph where gradients are switched on or off, and enters the autocast anew in each part. It then
+    takes only a part that begins with the switch for a region, and drops the switch of any other.
+    """
+    from torch._export.passes import replace_set_grad_with_hop_pass as regions
+
+    original = regions._is_set_grad_enabled_sub_mod
+
+    def sets_grad(node: FxNode, omit_if_same_with_ambient: bool = False) -> bool:
+        import torch
+
+        if node.op != "call_module":
+            return False
+        part: Any = getattr(node.graph.owning_module, str(node.target))
+        casts = torch.amp.autocast_mode._enter_autocast
+        first = next((n for n in part.graph.nodes if n.op != "placeholder" and n.target is not casts), None)
+        if first is None or first.target is not torch._C._set_grad_enabled:
+            return False
+        return not omit_if_same_with_ambient or first.args[0] != torch.is_grad_enabled()
+
+    regions._is_set_grad_enabled_sub_mod = sets_grad  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        regions._is_set_grad_enabled_sub_mod = original
 
 
 @contextlib.contextmanager
