@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 __all__ = ["clipped"]
@@ -22,21 +24,41 @@ def clipped(
     joined: maps this rank's norm to the norms of all ranks that hold other gradients.
     """
     import torch
-    from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+    from torch.nn.utils import clip_grads_with_norm_
 
-    alike: dict[object, list[Tensor]] = {}  # one op accepts only DTensors of one mesh
+    alike: dict[DeviceMesh, list[Tensor]] = {}  # one op accepts only DTensors of one mesh
+    parts: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:
-            alike.setdefault(_of_dtensor(p.grad).device_mesh, []).append(p)
-    grads = ([p.grad for p in of if p.grad is not None] for of in alike.values())
-    norms = [get_total_norm(of, norm_type) for of in grads]
-    wide = [_of_dtensor(x).full_tensor().double() for x in norms] or [torch.zeros((), dtype=torch.float64)]
-    total = torch.linalg.vector_norm(
-        joined(torch.linalg.vector_norm(torch.stack(wide), norm_type)), norm_type
+            g = _of_dtensor(p.grad)
+            split = tuple(i for i, how in enumerate(g.placements) if not how.is_replicate())
+            alike.setdefault(g.device_mesh, []).append(p)
+            parts.setdefault((g.device_mesh, split), []).append(g.to_local())
+    norms = [_norm(of, norm_type, mesh, split) for (mesh, split), of in parts.items()]
+    total = joined(
+        torch.linalg.vector_norm(torch.stack(norms or [torch.zeros((), dtype=torch.float64)]), norm_type)
     )
+    total = torch.linalg.vector_norm(total, norm_type)
     for of in alike.values():
         clip_grads_with_norm_(of, max_norm, total)
     return total
+
+
+def _norm(parts: list[Tensor], kind: float, mesh: DeviceMesh, split: tuple[int, ...]) -> Tensor:
+    """The norm, in float64, of tensors that are split over these dims of the mesh. parts: this rank's."""
+    import torch
+    from torch.distributed import ReduceOp, all_reduce
+
+    filled = [x for x in parts if x.numel()]
+    norms = torch._foreach_norm(filled, kind) if filled else [torch.zeros((), device=parts[0].device)]
+    norm = torch.linalg.vector_norm(torch.stack([x.double() for x in norms]), kind)
+    if not split:
+        return norm
+    most = math.isinf(kind)
+    norm = norm if most else norm**kind
+    for i in split:
+        all_reduce(norm, ReduceOp.MAX if most else ReduceOp.SUM, mesh.get_group(i))
+    return norm if most else norm ** (1 / kind)
 
 
 def _of_dtensor(x: Tensor) -> DTensor:

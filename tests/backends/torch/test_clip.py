@@ -23,6 +23,8 @@ def test_gradients_on_two_meshes_are_clipped_as_one(kind: float, most: float) ->
         torch.randn(4, 6, dtype=torch.float64),
         torch.randn(8, dtype=torch.float64),
         torch.randn(4, 2).double(),
+        torch.randn(6, 3).double(),
+        torch.randn(3).double(),  # one of four ranks has nothing of it
     ]
     alone = [nn.Parameter(torch.zeros_like(g)) for g in wholes]
     for p, g in zip(alone, wholes, strict=True):
@@ -35,6 +37,7 @@ def test_gradients_on_two_meshes_are_clipped_as_one(kind: float, most: float) ->
 
         flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
         laid = [(flat, [Shard(0)]), (square, [Replicate(), Shard(0)]), (flat, [Shard(0)])]
+        laid += [(square, [Shard(0), Shard(1)]), (flat, [Shard(0)])]
         mine = []
         for g, (mesh, placements) in zip(wholes, laid, strict=True):
             p = nn.Parameter(distribute_tensor(torch.zeros_like(g), mesh, placements))
