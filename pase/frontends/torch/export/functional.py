@@ -17,7 +17,7 @@ from pase.frontends.torch.values import op_name
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
-    from torch.fx import GraphModule
+    from torch.fx import Graph, GraphModule
 
 __all__ = [
     "NO_GRADIENT",
@@ -27,6 +27,7 @@ __all__ = [
     "refuse_autocast",
     "refuse_idle_autocast",
     "unwatch",
+    "watch_views",
 ]
 
 NO_GRADIENT = "pase_no_gradient"
@@ -138,6 +139,17 @@ def refuse_idle_autocast(graph_module: GraphModule, name: str) -> None:
 def unwatch(n: FxNode) -> None:
     """Mark a node as one that runs without gradients (``NO_GRADIENT``)."""
     n.meta["custom"] = {**(n.meta.get("custom") or {}), NO_GRADIENT: 1}
+
+
+def watch_views(graph: Graph) -> None:
+    """Remove ``unwatch``'s mark from the views that decomposition makes anew because their memory was written.
+
+    PyTorch marks such a view like the last write through it. In a step that PyTorch runs, the view itself was made with
+    gradients, or nothing with gradients reads it.
+    """
+    for n in graph.nodes:
+        if n.meta.get("is_functional_regenerated") and NO_GRADIENT in (n.meta.get("custom") or {}):
+            n.meta["custom"] = {k: v for k, v in n.meta["custom"].items() if k != NO_GRADIENT}
 
 
 def inline_regions(graph_module: GraphModule) -> None:

@@ -29,11 +29,12 @@ from pase.frontends.torch.export.functional import (
     refuse_autocast,
     refuse_idle_autocast,
     unwatch,
+    watch_views,
 )
 from pase.frontends.torch.export.settings import ReadNames, ReadSettings, reads_noted
 from pase.frontends.torch.export.traceable import CHECKPOINTED, traceable
 from pase.frontends.torch.export.unfolded import unfolded
-from pase.frontends.torch.export.writes import refuse_unwatched_writes
+from pase.frontends.torch.export.writes import keep_gradients_past_writes
 from pase.frontends.torch.reasons import real_places, why
 from pase.frontends.torch.types import FxNode
 from pase.ir.blocks import Block
@@ -209,13 +210,15 @@ def _traced(
                 inline_regions(exported.graph_module)
                 return exported
             refuse_idle_autocast(exported.graph_module, type(module).__name__)
-            refuse_unwatched_writes(exported.graph_module, type(module).__name__)
+            keep_gradients_past_writes(exported.graph_module, type(module).__name__)
             _by_node(exported.graph_module)
             # PyTorch refuses placeholders whose marks differ in the second trace.
             for n in exported.graph.nodes:
                 if n.op == "placeholder":
                     n.meta.pop("custom", None)
-            return exported.run_decompositions({})
+            decomposed = exported.run_decompositions({})
+            watch_views(decomposed.graph)
+            return decomposed
 
 
 def _first_paths(module: Module) -> dict[str, tuple[str, bool]]:

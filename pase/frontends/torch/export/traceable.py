@@ -16,10 +16,12 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CHECKPOINTED", "traceable"]
+__all__ = ["CHECKPOINTED", "DATA", "traceable"]
 
 CHECKPOINTED = "pase_again"
 """Mark of the nodes that ran under ``torch.utils.checkpoint``. Its value is the number of the call."""
+DATA = "pase_data"
+"""Mark of the nodes that are ``tensor.data``."""
 
 
 @contextlib.contextmanager
@@ -75,6 +77,7 @@ def _inference_traced() -> Iterator[None]:
     The originals leave no trace in an exported graph.
     """
     import torch
+    import torch.fx.traceback as traceback
 
     inference_mode = torch.inference_mode
     original_data = torch.Tensor.data
@@ -88,7 +91,8 @@ def _inference_traced() -> Iterator[None]:
         torch._C._set_grad_enabled(self._pase_before)
 
     def detached(self: Tensor) -> Tensor:
-        return self.detach()
+        with traceback.annotate({DATA: 1}):
+            return self.detach()
 
     inference_mode.__enter__, inference_mode.__exit__ = enter_traced, exit_traced  # type: ignore[method-assign, assignment]
     torch.Tensor.data = property(detached, original_data.__set__)  # type: ignore[assignment, attr-defined]

@@ -1,30 +1,58 @@
-"""Refuses writes in place that change a value and not its gradient, which a graph without writes does not express."""
+"""Writes in place that change a value and not its gradient (``torch.no_grad``, ``detach``)."""
 
 from __future__ import annotations
 
+import operator
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pase.errors import PaseError
+from pase.frontends.torch.export.traceable import DATA
 from pase.frontends.torch.reasons import of_pytorch
 from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import op_name
 
 if TYPE_CHECKING:
-    from torch.fx import GraphModule
+    from torch._ops import OpOverload
+    from torch.fx import Graph, GraphModule, Node
+    from torch.fx.node import Argument
 
-__all__ = ["refuse_unwatched_writes"]
+__all__ = ["keep_gradients_past_writes"]
+
+_RESULT_NOT_SAVED = frozenset(
+    {
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "addmm",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "embedding",
+    }
+)
+"""Ops whose backward in PyTorch does not read their result."""
+_OPERANDS_NOT_SAVED = frozenset({"add", "sub", "neg", "sum", "mean", "cat", "stack"})
+"""Ops whose backward in PyTorch does not read their operands."""
 
 
-def refuse_unwatched_writes(graph_module: GraphModule, name: str) -> None:
-    """Raise PaseError if the step writes into a value with a gradient where none is recorded (``no_grad``, ``detach``).
+def keep_gradients_past_writes(graph_module: GraphModule, name: str) -> None:
+    """Add to an exported step what its writes in place without a gradient (``no_grad``, ``detach``) do to gradients.
 
-    PyTorch leaves the gradient as it was before the write. Decomposition makes the written value the result of an op
-    without a gradient, which would cut it off. Parameters and buffers are not considered here. name: the module's.
+    PyTorch leaves the gradient of the written value as it was before the write. Decomposition makes the value the
+    result of an op without a gradient, which would cut it off. So after the write, the value becomes ``new.detach() +
+    (old - old.detach())``. Parameters and buffers are not considered here. name: the module's.
+    Raises PaseError for a write whose gradient is not known.
     """
     given = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
     trained = {s for n in given if getattr(n.meta.get("val"), "requires_grad", False) for s in _storages(n)}
-    _Writes(name, trained, {s for n in given for s in _storages(n)}).check(graph_module, True)
+    _Writes(name, trained, {s for n in given for s in _storages(n)}).walk(graph_module, True)
 
 
 def _storages(n: FxNode) -> set[int]:
@@ -42,6 +70,27 @@ def _storages(n: FxNode) -> set[int]:
     return found
 
 
+def _is_whole(t: object) -> bool:
+    """Whether a tensor is all of its memory."""
+    import torch
+    from torch._C import _functorch
+
+    if not isinstance(t, torch.Tensor) or _functorch.is_functorch_wrapped_tensor(t):
+        return False
+    return t.numel() * t.element_size() == t.untyped_storage().nbytes()
+
+
+def _written(n: FxNode) -> Iterator[FxNode]:
+    """The operands that an op writes in place."""
+    schema = getattr(n.target, "_schema", None)
+    for i, argument in enumerate(schema.arguments if schema else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = n.args[i] if i < len(n.args) else n.kwargs.get(argument.name)
+            yield from (
+                v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, type(n))
+            )
+
+
 class _Writes:
     """One pass over an exported graph with its regions."""
 
@@ -49,48 +98,107 @@ class _Writes:
         self.name, self.given = name, given
         self.watched = set(trained)
         """Memory of values that have a gradient."""
+        self.saved = set(trained)
+        """Memory that backward may read as it was at some earlier point."""
         self.cut: set[FxNode] = set()
-        """Nodes that read such memory without the gradient."""
+        """Nodes that read memory with a gradient without it."""
+        self.data: set[FxNode] = set()
+        """Those of them through ``.data``: PyTorch does not notice their writes to what backward reads."""
+        self.hidden: dict[int, FxNode] = {}
+        """Memory with a gradient that was written without it -> the write, until the gradient is passed on."""
 
-    def check(self, graph_module: GraphModule, recording: bool) -> None:
-        for n in graph_module.graph.nodes:
+    def walk(self, graph_module: GraphModule, recording: bool) -> None:
+        """recording: whether gradients are recorded around the graph."""
+        graph = graph_module.graph
+        views: dict[int, list[Node]] = {}
+        for n in list(graph.nodes):
             if str(n.target).startswith("wrap_with"):
                 self._region(graph_module, n, recording)
             elif n.op == "call_function":
                 self._call(n, recording)
+            if recording:
+                for memory, write in self.hidden.items():
+                    self._pass_on(graph, n, write, views.get(memory, []))
+                self.hidden.clear()
+            for memory in _storages(n):
+                views.setdefault(memory, []).append(n)
+        graph_module.recompile()
 
     def _region(self, graph_module: GraphModule, n: FxNode, recording: bool) -> None:
         inner = next(i for i, a in enumerate(n.args) if getattr(a, "op", "") == "get_attr")
         region = getattr(graph_module, n.args[inner].target)
         places = [m for m in region.graph.nodes if m.op == "placeholder"]
-        self.cut |= {p for p, a in zip(places, n.args[inner + 1 :], strict=True) if a in self.cut}
-        self.check(region, bool(n.args[0]) if "set_grad" in str(n.target) else recording)
+        given = list(zip(places, n.args[inner + 1 :], strict=True))
         results: Any = region.graph.output_node().args[0]
-        self.cut |= {user for user in n.users if results[user.args[1]] in self.cut}
+        for known in (self.cut, self.data):
+            known |= {p for p, a in given if a in known}
+        self.walk(region, bool(n.args[0]) if "set_grad" in str(n.target) else recording)
+        for known in (self.cut, self.data):
+            known |= {user for user in n.users if results[user.args[1]] in known}
 
     def _call(self, n: FxNode, recording: bool) -> None:
-        schema = getattr(n.target, "_schema", None)
-        for argument, value in zip(schema.arguments if schema else (), n.args, strict=False):
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            if writes and isinstance(value, type(n)) and (not recording or value in self.cut):
-                self._refuse(n, _storages(value) & self.watched - self.given)
-        here, kind = _storages(n), op_name(n)
+        kind, here, written = op_name(n).rstrip("_"), _storages(n), list(_written(n))
         read = {m: _storages(m) for m in n.all_input_nodes}
-        if kind == "detach" or any(m in self.cut and of & here for m, of in read.items()):
+        recorded = {m: of & self.watched for m, of in read.items() if recording and m not in self.cut}
+        for value in written:
+            memory = _storages(value) & self.watched - self.given
+            if not memory or (recording and value not in self.cut):
+                continue
+            if any(recorded.values()):
+                self._refuse(
+                    n, "writes what has a gradient through a detached tensor, which then has one, too"
+                )
+            if value in self.data and memory & self.saved:
+                self._refuse(n, "writes by .data into what backward may read, which PyTorch does not notice")
+            self.hidden |= dict.fromkeys(memory, n)
+        same = written or [m for m, of in read.items() if of & here]
+        if any(m in self.data for m in same) or DATA in (n.meta.get("custom") or {}):
+            self.data.add(n)
+        if kind == "detach" or any(m in self.cut for m in same):
             self.cut.add(n)
-        elif kind.endswith("_like") or kind.startswith("new_"):
-            return  # reads the shape alone
-        elif recording and any(m not in self.cut and of & self.watched for m, of in read.items()):
+        elif (
+            any(recorded.values()) and not kind.endswith("_like") and not kind.startswith("new_")
+        ):  # of shapes
             self.watched |= here
+            if written or not same:
+                self.saved |= set() if kind in _RESULT_NOT_SAVED else here
+                self.saved |= set() if kind in _OPERANDS_NOT_SAVED else set().union(*recorded.values())
 
-    def _refuse(self, n: FxNode, written: set[int]) -> None:
-        if not written:
-            return
+    def _pass_on(self, graph: Graph, n: Node, write: FxNode, views: list[Node]) -> None:
+        """Give the memory that ``write``, in or at node n of a graph, has written the gradient that it had before.
+
+        views: the nodes before n that have this memory.
+        """
+        import torch
+
+        aten = torch.ops.aten
+        whole = next((v for v in views if v not in self.cut and _is_whole(v.meta.get("val"))), None)
+        if whole is None:
+            self._refuse(write, "writes in place, without a gradient, into part of a value that has one")
+        kept = {"stack_trace", "nn_module_stack", "custom"}
+        meta = {key: noted for key, noted in write.meta.items() if key in kept}
+
+        def add(op: OpOverload, *args: Argument) -> Node:
+            made = graph.call_function(op, args)
+            made.meta.update(meta)
+            return made
+
+        with graph.inserting_before(n):
+            old = add(aten.clone.default, whole)
+        after = n
+        while after.next.target is operator.getitem and after.next.args[0] is n:
+            after = after.next
+        with graph.inserting_before(after.next):
+            zero = add(aten.sub.Tensor, old, add(aten.detach.default, old))
+            zero = add(aten.masked_fill.Scalar, zero, add(aten.ne.Tensor, zero, zero), 0.0)  # of infinities
+            add(aten.copy_.default, whole, add(aten.add.Tensor, add(aten.detach.default, whole), zero))
+
+    def _refuse(self, n: FxNode, what: str) -> NoReturn:
         frames = re.findall(r'File "([^"\n]{1,300})", line (\d{1,7})', n.meta.get("stack_trace") or "")
         own = [f"{file}:{line}" for file, line in frames if not of_pytorch(file)]
         raise PaseError(
-            f"{op_name(n)} writes in place into a value that has a gradient, where none is recorded (torch.no_grad, "
-            "detach, .data). PyTorch leaves the gradient as it was before the write, which pase does not",
+            f"{op_name(n)} {what}",
             where=f"{self.name}{' at ' if own else ''}{''.join(own[-1:])}",
-            fix="write y = x + (new - x).detach(), which has this gradient, or write with gradients enabled",
+            fix="write y = x + (new - x).detach(), which leaves the gradient of x as it is, or write with gradients "
+            "enabled",
         )
