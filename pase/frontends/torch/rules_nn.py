@@ -9,7 +9,7 @@ from pase.frontends.common.products import einsum, matmul
 from pase.frontends.common.slicing import take
 from pase.frontends.common.values import Value
 from pase.frontends.torch.rules import activation, lowers
-from pase.frontends.torch.values import TorchCall
+from pase.frontends.torch.values import TorchCall, shared_heads
 from pase.ir import functions
 from pase.ir.functions import FUNCTIONS
 from pase.ops import composites, nests, windows
@@ -98,6 +98,8 @@ def _grouped(c: TorchCall) -> Value:
 def _attention(c: TorchCall) -> Value:
     """Attention as one op on queries, keys and values [batch, heads, positions, width]. The scores are not kept."""
     q, k, v = (c.x(n) for n in ("query", "key", "value"))
+    once = [shared_heads(t) for t in (k, v)]
+    k, v = (h or t for h, t in zip(once, (k, v), strict=True)) if all(once) else (k, v)
     lead = q.shape[:-3]
     if len(q.shape) != 4:  # [positions, width], or several batch dims
         q, k, v = (_four(c, t) for t in (q, k, v))

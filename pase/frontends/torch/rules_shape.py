@@ -45,7 +45,17 @@ def _view(c: TorchCall) -> Value:
     if x.note == ("filled",):
         return c.filled(shape, dtype, x.number if x.dtype == dtype else None)
     x = x if x.dtype == dtype else c.elementwise([x], functions.CAST, dtype=dtype)
-    return c.reshape(x, shape) if math.prod(shape) == x.elements else spread(c, x, shape)
+    return c.reshape(x, shape) if math.prod(shape) == x.elements else _repeated(c, x, shape)
+
+
+def _repeated(c: TorchCall, x: Value, shape: Sequence[int]) -> Value:
+    """A broadcast. Of heads [batch, groups, 1, positions, width], it is made when something other than attention reads
+    it; see ``shared_heads``."""
+    of_heads = len(x.shape) == 5 and tuple(shape) == (*x.shape[:2], shape[2], *x.shape[3:])
+    if not of_heads or (x.tensor is None and x.make is None):
+        return spread(c, x, shape)
+    heads = c.reshape(x, (*x.shape[:2], *x.shape[3:]))
+    return c.later(shape, x.dtype, lambda: c.tensor(spread(c, x, shape)), ("repeated", heads))
 
 
 @lowers("permute", "transpose", "t", "movedim", "swapaxes", "numpy_T", "permute_copy", "adjoint", "mT")
@@ -168,7 +178,7 @@ def _interleave(c: TorchCall) -> Value:
         x, dim = c.reshape(x, (math.prod(x.shape),)), 0
     axis = c.axis(dim, len(x.shape))
     x = c.reshape(x, (*x.shape[: axis + 1], 1, *x.shape[axis + 1 :]))
-    return c.reshape(spread(c, x, (*x.shape[: axis + 1], times, *x.shape[axis + 2 :])), shape)
+    return c.reshape(_repeated(c, x, (*x.shape[: axis + 1], times, *x.shape[axis + 2 :])), shape)
 
 
 @lowers(

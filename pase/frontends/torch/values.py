@@ -36,6 +36,7 @@ __all__ = [
     "dtype_of",
     "one_kernel",
     "op_name",
+    "shared_heads",
     "specs_of",
 ]
 
@@ -91,6 +92,20 @@ def op_name(n: FxNode) -> str:
     """The name of a call's op, with its library unless that is aten; for a higher-order op, its target's name."""
     schema = getattr(n.target, "_schema", None)
     return str(n.target) if schema is None else str(schema.name).removeprefix("aten::")
+
+
+def shared_heads(v: Value) -> Value | None:
+    """The heads [batch, groups, positions, width] of which v, [batch, heads, positions, width], repeats each for the
+    query heads that share it; None if v is something else.
+
+    Libraries write these copies out, but attention reads the heads as they are (``enable_gqa``).
+    """
+    match v.note:
+        case ("view", Value(note=("repeated", Value() as heads))):
+            batch, groups, *rest = heads.shape
+            same = v.shape == (batch, v.elements // (heads.elements // groups), *rest)
+            return heads if same else None
+    return None
 
 
 _CALLS_ONE = frozenset(

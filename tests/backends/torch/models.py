@@ -44,7 +44,8 @@ def block() -> tuple[Any, tuple[Any, ...]]:
 
 def circle() -> tuple[Any, tuple[Any, ...]]:
     """Attentions whose positions may be split, for queries and keys together. One is causal and has fewer heads of keys
-    than of queries, one has neither property, and one has fewer queries than keys."""
+    than of queries, one has neither property, and one has fewer queries than keys, whose heads are written out twice.
+    """
     import torch
     from torch import nn
     from torch.nn.functional import scaled_dot_product_attention
@@ -62,7 +63,8 @@ def circle() -> tuple[Any, tuple[Any, ...]]:
             )
             q, k, v = (m(x).view(2, 32, 4, 4).transpose(1, 2) for m in (self.q, self.k, self.v))
             y = self.heads(scaled_dot_product_attention(q, k, v))
-            q = self.q(z).view(2, 16, 4, 4).transpose(1, 2)
+            q, k = self.q(z).view(2, 16, 4, 4).transpose(1, 2), self.kv(x).view(2, 32, 2, 4).transpose(1, 2)
+            k, v = k[:, :, None].expand(2, 2, 2, 32, 4).reshape(2, 4, 32, 4), (3 * k).repeat_interleave(2, 1)
             return y.square().mean() + self.heads(scaled_dot_product_attention(q, k, v)).square().mean()
 
         def heads(self, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Products by groups."""
+"""Products by groups, and attention."""
 
 from __future__ import annotations
 
@@ -57,3 +57,31 @@ def test_a_product_of_other_groups_is_refused() -> None:
     x = torch.ones(4, 8, 16, dtype=torch.bfloat16)
     with pytest.raises(PaseError, match=r"\[4, 8, 16\] and \[4, 16, 32\]"):
         registry.trace(Experts(), x, x)
+
+
+@pytest.mark.parametrize("read", [False, True], ids=["alone", "read elsewhere"])
+def test_attention_reads_heads_that_queries_share_without_a_copy_for_each(read: bool) -> None:
+    """The copies that a program writes out are made only for other readers, and backward keeps none of them."""
+    import torch
+
+    from pase.memory.residuals import kept
+
+    class Shared(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = torch.nn.Linear(24, 24), torch.nn.Linear(24, 8), torch.nn.Linear(24, 8)
+
+        def forward(self, x: Any) -> Any:
+            q, k, v = (m(x).unflatten(-1, (-1, 4)).transpose(1, 2) for m in (self.q, self.k, self.v))
+            k = k.cos()
+            wide = k[:, :, None].expand(3, 2, 3, 5, 4).reshape(3, 6, 5, 4)
+            y = torch.nn.functional.scaled_dot_product_attention(q, wide, v.repeat_interleave(3, 1))
+            return y.square().mean() + (wide.mean() if read else 0)
+
+    graph = registry.trace(Shared(), torch.ones(3, 5, 24)).graph
+    (node,) = (n for n in graph.nodes if n.kind == "attention")
+    q, k, v = (graph.tensors[a.tensor] for a in node.main.reads)
+    assert [t.shape for t in (q, k, v)] == [(3, 6, 5, 4), (3, 2, 5, 4), (3, 2, 5, 4)]
+    wide = {t.name for t in graph.tensors.values() if t.shape == (3, 2, 3, 5, 4)}
+    assert bool(wide) == read
+    assert k.name in kept(graph) and not wide & kept(graph).keys()

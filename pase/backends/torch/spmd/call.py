@@ -614,19 +614,17 @@ class _Reads:
             name = made.tensor.name if made.tensor is not None else ""
             for read, root in ((name, (name, ())), *self.roots.items()):
                 if root[0] == name and read in self.values:
-                    return self._viewed(self.values[read], (*inverse(root[1]), *steps), value, gradient)
+                    return self._viewed(self.values[read], (*inverse(root[1]), *steps), gradient)
         if walk.index.decided(m):
             return None, (value.shape, (None,) * len(mesh.names))  # the op needs only its shape
         return self._constant(m, value, outs)
 
-    def _viewed(
-        self, v: RankValue, steps: Steps, value: Value, gradient: bool
-    ) -> tuple[Tensor, ShapeAndLayout]:
+    def _viewed(self, v: RankValue, steps: Steps, gradient: bool) -> tuple[Tensor, ShapeAndLayout]:
         mesh = self.of_node.walk.program.mesh
         beside = v.gradient_carrier if gradient else None
         layout = v.layout if beside is None else v.gradient
         x = apply_views(v.array if beside is None else beside, layout, steps, mesh)
-        return x, (value.shape, layout_through(layout, steps, mesh))
+        return x, (_shape_through(v.shape, steps), layout_through(layout, steps, mesh))
 
     def _constant(
         self, m: FxNode, value: Value, outs: Sequence[ShapeAndLayout | None]

@@ -396,13 +396,13 @@ def _attention(call: RankCall) -> Tensor:
     if k.shape[-2:] != whole[-2:] or (q.dim() > 3 and q.shape[-3] % k.shape[-3]):
         raise NotOnParts("attention cannot be computed on such parts of its keys or heads")
     changes: dict[str, TorchOperand] = {}
-    if q.dim() > 3 and q.shape[-3] != k.shape[-3]:
-        changes["enable_gqa"] = True
     shape, layout = call.layouts["query"]
     if call.given.get("is_causal") and q.shape[-2] != shape[-2]:
         queries = positions(len(shape) - 2, shape, layout, call.groups, q.device)
         keys = positions(len(whole) - 2, whole, (None,) * len(layout), call.groups, q.device)
         changes |= {"is_causal": False, "attn_mask": keys[None, :] <= queries[:, None]}
+    if q.dim() > 3 and q.shape[-3] != k.shape[-3]:
+        changes |= _shared_heads(replace(call, given={**call.given, **changes}))
     if not call.given.get("dropout_p"):
         return call.run(**changes)
     where = sum(
@@ -410,6 +410,22 @@ def _attention(call: RankCall) -> Tensor:
     )  # ranks with different parts draw different values, and ranks with the same part draw the same
     with seeded(call.seed + where, q.device):
         return call.run(**changes)
+
+
+def _shared_heads(call: RankCall) -> dict[str, TorchOperand]:
+    """Operands of attention in which several query heads share one of keys and values.
+
+    Where the user has repeated these, they are repeated only for kernels that do not take them otherwise: on a GPU,
+    those for 16-bit numbers without a mask do.
+    """
+    import torch
+
+    q, k, v = (call.given[n] for n in ("query", "key", "value"))
+    taken = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] == v.shape[-1] <= 256
+    taken = taken and call.given.get("attn_mask") is None
+    if taken or call.given.get("enable_gqa") or q.device.type == "cpu":
+        return {"enable_gqa": True}
+    return {n: x.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for n, x in (("key", k), ("value", v))}
 
 
 def _ring(call: RankCall) -> Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.frontends.common.values import Value
+from pase.frontends.torch.values import shared_heads
 from pase.local.types import Extents, Layout, local_shape
 from pase.machine import Mesh
 from pase.plan.accesses import reshaped
@@ -87,11 +88,15 @@ Steps = tuple[ReshapeStep | ReorderStep, ...]
 def steps_from(value: Value) -> Iterator[tuple[Value, Steps]]:
     """The value itself, the value that it is a view of, the value that that is a view of, and so on.
 
-    Each comes with the steps that lead from it to the value. The frontend recorded the views in ``Value.note``.
+    Each comes with the steps that lead from it to the value. The frontend recorded the views in ``Value.note``. No step
+    repeats heads that queries share: only attention reads them through here, and it takes them as they are.
     """
     steps: Steps = ()
     while True:
         yield value, steps
+        if (heads := shared_heads(value)) is not None:
+            value = heads
+            continue
         match value.note:
             case ("view", Value() as base):
                 steps = (ReshapeStep(base.shape, value.shape), *steps)

@@ -119,3 +119,43 @@ def test_an_infinite_extreme_along_a_split_dim_is_no_nan(name: str) -> None:
     for loss, gradients in on_ranks(2, on_rank):
         assert loss == pytest.approx(module(x).item(), rel=1e-12)
         torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_heads_are_repeated_only_for_kernels_that_do_not_share_them(
+    dtype: str, asked: bool, masked: bool
+) -> None:
+    import torch
+
+    from pase.backends.torch.spmd.process_groups import AxisGroups
+    from pase.backends.torch.spmd.rules import RankCall, evaluate
+    from pase.machine import Mesh
+
+    seen: dict[str, Any] = {}
+
+    def attention(query: Any, key: Any, value: Any, **given: Any) -> Any:
+        seen.update(given, heads=(key.shape[1], value.shape[1]))
+        return query
+
+    mesh = Mesh(names=("x",), sizes=(1,))
+    x = {n: torch.ones(1, heads, 4, 8) for n, heads in (("query", 6), ("key", 2), ("value", 2))}
+    given = x | {"attn_mask": torch.ones(4, 4) if masked else None, "enable_gqa": asked}
+    for device in ("cpu", "meta"):  # no kernel is called: meta stands for a GPU
+        call = RankCall(
+            target=attention,
+            ops=[],
+            given={
+                k: v.to(device, getattr(torch, dtype)) if isinstance(v, torch.Tensor) else v
+                for k, v in given.items()
+            },
+            layouts={n: (tuple(t.shape), (None,)) for n, t in x.items()},
+            outs=[],
+            groups=AxisGroups(mesh=mesh, devices=None, place=(0,)),  # type: ignore[arg-type]
+            seed=0,
+            whole=[],
+        )
+        evaluate("scaled_dot_product_attention", call)
+        shares = asked or device == "cpu" or (dtype == "bfloat16" and not masked)
+        assert (seen["enable_gqa"], seen["heads"]) == ((True, (2, 2)) if shares else (False, (6, 6)))
