@@ -9,7 +9,7 @@ parallelism splits the dims between the two (heads, hidden units, vocabulary).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pase.ir import Graph, Node, Op, dim_classes
@@ -251,17 +251,39 @@ def _tensor_dims(
         elif w.node in rows and summed:
             # The input of this weight comes from attention, so only dims that all its products share (heads) qualify.
             between = [
-                {classes[m, d.name] for d in graph.node[m].space if d.kind != "replicated"}
+                graph.node[m]
                 for m in _reach(before, w.node, readers)
                 if m not in readers and graph.node[m].kind in ("matmul", "attention")
             ]
-            shared = (
-                [c for c in summed if all(views[c] & here for here in between)] if between else summed[:1]
-            )
+            each = [{classes[n.name, d.name] for d in n.space if d.kind != "replicated"} for n in between]
+            shared = [c for c in summed if all(views[c] & here for here in each)] if between else summed[:1]
             inner.update(*(views[c] for c in shared))
+            inner |= _factors(graph.node[w.node], between, classes, {*shared})
         elif model & {*w.contracted} and not rows & _reach(after, w.node, readers):
             ends.update([c for c in w.out if c not in model][:1])
     return inner - ends, ends
+
+
+def _factors(
+    reader: Node, between: Sequence[Node], classes: Mapping[DimKey, int], heads: set[int]
+) -> set[int]:
+    """The query heads of a group, where the reader of attention's result walks all heads in one dim."""
+    walked = {
+        (a.tensor, t)
+        for _, a in reader.reads
+        for t, walk in enumerate(a.map.walks)
+        if len(walk.dims) == 1 and classes[reader.name, walk.dims[0]] in heads
+    }
+    return {
+        classes[n.name, d]
+        for n in between
+        for op in n.ops
+        for a in op.writes
+        for t, walk in enumerate(a.map.walks)
+        if (a.tensor, t) in walked
+        for d in walk.dims[1:]
+        if n.space[d].kind == "parallel"
+    }
 
 
 def _merged(

@@ -188,3 +188,32 @@ def test_merged_projections_are_stored_split(stacked):
     for name in weights(graph):
         assert list(split(graph, b, name)) == ["model"], name
     assert any("768, 1024 columns" in note for note in b.notes)
+
+
+@pytest.mark.torch
+def test_query_heads_of_a_group_are_split_beyond_key_value_heads():
+    """Where a projection makes all query heads as one dim, too: each device attends with heads of its own."""
+    import torch
+
+    from pase.frontends.registry import trace as read
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v, self.o, self.up, self.down = (
+                torch.nn.Linear(*sizes)
+                for sizes in ((64, 64), (64, 16), (64, 16), (64, 64), (64, 96), (96, 64))
+            )
+
+        def forward(self, x):
+            q, k, v = (m(x).unflatten(-1, (-1, 8)).transpose(1, 2) for m in (self.q, self.k, self.v))
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            x = x + self.o(y.transpose(1, 2).flatten(2))
+            return (x + self.down(self.up(x).relu())).square().mean()
+
+    graph = named(simplify(read(Block(), torch.ones(8, 16, 64)).graph))
+    (b,) = baselines(graph, 8, H100, MODEL, only=("megatron_2x4",))
+    (node,) = (n for n in graph.nodes if n.kind == "attention")
+    heads = {a: node.space[d].size for a, d in split(graph, b, node.name).items() if a != "data"}
+    assert sorted(heads.values()) == [2, 4] and b.mesh.sizes == (2, 2, 2)
+    assert {c.kind for c in collectives(graph, b) if c.src == node.name} <= {"all_reduce"}

@@ -40,7 +40,7 @@ STRATEGIES = {
     "pairs": ("data_parallel", "random2@2x2", "random5@2x2"),
     "t5": ("ours@2x2", "random1@2x2"),  # parts of masks that are not split are copied
     "experts": ("fsdp", "megatron/megatron_2x2", "random4@2x2", "random12@2x2"),
-    "llama": ("fsdp", "megatron/megatron_sp_2x2", "random1@2x2"),
+    "llama": ("fsdp", "megatron/megatron_sp_2x2", "megatron/megatron_1x4", "random1@2x2"),
     "gpt2": ("zero2", "megatron/megatron_sp_2x2"),
     "bert": ("fsdp", "random2@2x2"),
 }
