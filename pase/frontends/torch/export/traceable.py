@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from pase.frontends.torch.derivatives import derivatives_traced
+from pase.frontends.torch.export.unchecked import checks_left_out
 from pase.frontends.torch.reasons import lines_kept
 from pase.frontends.torch.types import FxNode
 from pase.pytree import Tree
@@ -41,7 +42,7 @@ def traceable(step_file: str) -> Iterator[None]:
             _flex_traced(),
             _masks_unread(),
             _inference_traced(),
-            _distributions_unchecked(),
+            checks_left_out(),
             _regions_in_autocast_kept(),
             derivatives_traced(),
             _failures_unprinted(),
@@ -101,23 +102,6 @@ def _inference_traced() -> Iterator[None]:
     finally:
         del torch.Tensor.data  # the parent class's attribute becomes visible again
         inference_mode.__enter__, inference_mode.__exit__ = enter, leave  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _distributions_unchecked() -> Iterator[None]:
-    """Within, ``torch.distributions`` does not check its parameters by default.
-
-    The check reads the parameters' values, which do not exist in a trace, and does not affect the step's result. A
-    check that the user asks for (``validate_args=True``) is still refused.
-    """
-    from torch.distributions import Distribution
-
-    original = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(original)
 
 
 @contextlib.contextmanager
