@@ -17,10 +17,11 @@ from pase.frontends.torch.values import op_name
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
-    from torch.fx import Graph, GraphModule
+    from torch.fx import GraphModule
 
 __all__ = [
     "NO_GRADIENT",
+    "bodies_of",
     "inline_regions",
     "is_functional",
     "recorded_autocast",
@@ -141,15 +142,28 @@ def unwatch(n: FxNode) -> None:
     n.meta["custom"] = {**(n.meta.get("custom") or {}), NO_GRADIENT: 1}
 
 
-def watch_views(graph: Graph) -> None:
+def bodies_of(n: FxNode) -> list[GraphModule]:
+    """The bodies of a higher-order op (``cond``, ``scan``). Regions, such as ``torch.no_grad``, are none."""
+    import torch
+
+    if str(n.target).startswith("wrap_with"):
+        return []
+    held = (m for m in n.all_input_nodes if m.op == "get_attr")
+    found = (getattr(m.graph.owning_module, m.target, None) for m in held)
+    return [body for body in found if isinstance(body, torch.fx.GraphModule)]
+
+
+def watch_views(graph_module: GraphModule) -> None:
     """Remove ``unwatch``'s mark from the views that decomposition makes anew because their memory was written.
 
     PyTorch marks such a view like the last write through it. In a step that PyTorch runs, the view itself was made with
     gradients, or nothing with gradients reads it.
     """
-    for n in graph.nodes:
+    for n in graph_module.graph.nodes:
         if n.meta.get("is_functional_regenerated") and NO_GRADIENT in (n.meta.get("custom") or {}):
             n.meta["custom"] = {k: v for k, v in n.meta["custom"].items() if k != NO_GRADIENT}
+        for body in bodies_of(n):
+            watch_views(body)
 
 
 def inline_regions(graph_module: GraphModule) -> None:

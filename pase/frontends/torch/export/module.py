@@ -23,6 +23,7 @@ from pase.frontends.torch.export.buffers import assignments_in_place, data_writt
 from pase.frontends.torch.export.equal import PythonState
 from pase.frontends.torch.export.folded import Folding, folding
 from pase.frontends.torch.export.functional import (
+    bodies_of,
     inline_regions,
     is_functional,
     recorded_autocast,
@@ -217,7 +218,7 @@ def _traced(
                 if n.op == "placeholder":
                     n.meta.pop("custom", None)
             decomposed = exported.run_decompositions({})
-            watch_views(decomposed.graph)
+            watch_views(decomposed.graph_module)
             return decomposed
 
 
@@ -401,6 +402,8 @@ def _by_node(graph_module: GraphModule, grad_enabled: bool = True) -> None:
     for node in graph_module.graph.nodes:
         if node.op != "call_function":
             continue
+        for body in bodies_of(node):
+            _by_node(body, grad_enabled)
         if not grad_enabled:
             unwatch(node)
         region_index = region_argument.get(node.target)

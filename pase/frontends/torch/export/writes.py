@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pase.errors import PaseError
+from pase.frontends.torch.export.functional import bodies_of
 from pase.frontends.torch.export.traceable import DATA
 from pase.frontends.torch.reasons import of_pytorch
 from pase.frontends.torch.types import FxNode
@@ -116,6 +117,9 @@ class _Writes:
                 self._region(graph_module, n, recording)
             elif n.op == "call_function":
                 self._call(n, recording)
+            for body in bodies_of(n):  # each operand may have a gradient
+                given = {s for m in body.graph.nodes if m.op == "placeholder" for s in _storages(m)}
+                _Writes(self.name, given, set()).walk(body, recording)
             if recording:
                 for memory, write in self.hidden.items():
                     self._pass_on(graph, n, write, views.get(memory, []))

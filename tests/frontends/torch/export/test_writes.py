@@ -105,6 +105,24 @@ def infinite(y: Any, x: Any) -> Any:
     return z
 
 
+def in_bodies(y: Any, x: Any) -> Any:
+    """A branch and a loop write, and read, without a gradient."""
+    import torch
+    from torch._higher_order_ops import scan
+
+    def body(y: Any) -> Any:
+        y = y * 3
+        with torch.no_grad():
+            y.clamp_(min=-0.5)
+            t = y.sin()
+        y.detach().add_(0.5)
+        return y * t
+
+    z = torch.cond(x.sum() > -1e9, body, lambda y: y.cos(), (y,))
+    carried, each = scan(lambda c, s: ((c + body(s)).clone(), c.cos()), torch.zeros_like(y[0]), y)
+    return z * carried + each
+
+
 WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "clamp": quietly(lambda y, x: y.clamp_(min=0.1)),
     "mul": quietly(lambda y, x: y.mul_(2)),
@@ -123,6 +141,7 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "autocast": in_autocast,
     "checkpoint": checkpointed,
     "infinite": infinite,
+    "bodies": in_bodies,
 }
 
 
