@@ -49,6 +49,7 @@ class Roles:
     with a dim of ``tensor`` each, which a block of the columns does not split (queries, keys and values). experts: dims
     that weights, activations and results share, or the groups of grouped products. sequence: the other dims of the
     residual stream. of_weights: the nodes that compute something of parameters alone (a weight divided by its norm).
+    eager: see ``GraphFacts``.
     """
 
     classes: dict[DimKey, int]
@@ -62,6 +63,7 @@ class Roles:
     experts: frozenset[int]
     sequence: frozenset[int]
     of_weights: frozenset[str]
+    eager: bool
     alike: Mapping[str, int]
     """Node -> a number. Nodes with the same number have the same kind, and dims of the same sizes, kinds and roles."""
 
@@ -130,6 +132,7 @@ def roles(graph: Graph) -> Roles:
         experts=experts,
         sequence=frozenset(s for s in sequence if s is not None),
         of_weights=of_weights,
+        eager=graph.facts.eager,
         alike={n.name: numbers.setdefault(look(n), len(numbers)) for n in graph.nodes},
     )
 

@@ -86,9 +86,12 @@ def _elements(node: Node) -> int:
 
 
 def stored_apart(
-    node: Node, cfg: np.ndarray, mesh: Mesh, axes: Sequence[int], taken: Sequence[int] = ()
+    r: Roles, node: Node, cfg: np.ndarray, axes: Sequence[int], taken: Sequence[int] = ()
 ) -> np.ndarray:
     """A parameter split over all of these axes, on the largest dim that they divide. A small parameter may stay whole.
+
+    Where each call runs by itself, it is the first such dim, as in FSDP2: its parts arrive one after the other, and
+    nothing has to copy them into place.
 
     taken: dims that other axes split for compute. They come last, because gathering shards that two axes
     interleave would need a permute first.
@@ -96,7 +99,7 @@ def stored_apart(
     whole = only(cfg, axes, [NOT_SPLIT])
     sizes = [concrete_size(d.size, node.name) for d in node.space]
     stored = [i for i, d in enumerate(node.space) if d.kind != "state"]
-    for i in sorted(stored, key=lambda i: (i in taken, -sizes[i])):
+    for i in sorted(stored, key=lambda i: (i in taken, i if r.eager else -sizes[i])):
         on = only(cfg, axes, [i])
         if on.any():
             return on | whole if _elements(node) < PERSISTENT_ELEMENTS else on

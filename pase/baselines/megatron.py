@@ -109,7 +109,7 @@ def _tensor_parallel(r: Roles, data: int, *, by_sequence: bool, apart: Apart) ->
         tensor, experts = r.dims(node, r.tensor), r.dims(node, r.experts)
         allowed = only(cfg, model, [*tensor, *experts, *r.dims(node, r.merged), NOT_SPLIT])
         if apart == "parameters":
-            allowed &= stored_apart(node, cfg, mesh, batch_axes, taken=[*tensor, *experts])
+            allowed &= stored_apart(r, node, cfg, batch_axes, taken=[*tensor, *experts])
         elif apart == "state":
             allowed &= state_apart(node, cfg, batch_axes)
         else:

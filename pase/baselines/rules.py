@@ -119,7 +119,7 @@ def _sharded(r: Roles, data: Sequence[int], stored: Sequence[int]) -> Allow:
 
     def allow(node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         if node.kind == "parameter":
-            return stored_apart(node, cfg, mesh, stored) & only(cfg, whole, [NOT_SPLIT])
+            return stored_apart(r, node, cfg, stored) & only(cfg, whole, [NOT_SPLIT])
         return with_stored(r, node, cfg, mesh, data, stored)
 
     return allow
@@ -219,7 +219,7 @@ def _experts(r: Roles, own: set[str], *, stored: bool) -> Allow:
             rest = axes[:-1] if node.name in own else axes
             if not stored or not rest:
                 return split & only(cfg, rest, [NOT_SPLIT])
-            return split & stored_apart(node, cfg, mesh, rest, taken=mine)
+            return split & stored_apart(r, node, cfg, rest, taken=mine)
         if node.name in products:
             return only(cfg, [last], mine) & by_batch(r, node, cfg, mesh, axes[:-1])
         if mine:  # between the experts and the rest, the all-to-all goes wherever it is cheapest
@@ -271,7 +271,7 @@ def _positions(r: Roles) -> Allow:
     def allow(node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         axes = list(range(len(mesh.sizes)))
         if node.kind == "parameter":
-            return stored_apart(node, cfg, mesh, axes)
+            return stored_apart(r, node, cfg, axes)
         ok = by_batch(r, node, cfg, mesh, axes[:-1])
         ring = [i for i, d in enumerate(node.space) if d.kind == "ring"]
         split = only(cfg, axes[-1:], [*r.dims(node, r.sequence), *ring])

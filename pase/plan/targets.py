@@ -33,7 +33,7 @@ class TargetAxis:
 
     at_least: the fewest devices along it.
     model_dim: for "shard", whether it splits only the dim that most weights share, so that one rule holds for all of
-        them; otherwise it splits the largest dim of each.
+        them; otherwise it splits a dim of each (``stored_apart``).
     weights_alone: for "shard", whether parameters that no product and no look-up reads, such as scales of norms, are
         whole along it.
     whole_logits: for tensor parallelism, whether logits are gathered before the loss.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,8 @@ from pase.tables.layouts import NOT_SPLIT, configs, state_index
 from tests.ir.graphs import simple
 
 MESH = Mesh(names=("a", "b"), sizes=(2, 4))
+LARGEST = roles(simple("mlp"))
+FIRST = replace(LARGEST, eager=True)
 
 
 def parameter(*shape: int) -> Node:
@@ -40,20 +44,28 @@ def test_only_these_dims_are_split() -> None:
 def test_a_large_weight_is_stored_split_on_its_largest_dim() -> None:
     node = parameter(512, 1024)
     cfg = configs(node, MESH)
-    assert rows(cfg, stored_apart(node, cfg, MESH, [0, 1])) == {(1, 1)}
+    assert rows(cfg, stored_apart(LARGEST, node, cfg, [0, 1])) == {(1, 1)}
     # What tensor parallelism splits comes last, because its shards would be interleaved.
-    assert rows(cfg, stored_apart(node, cfg, MESH, [1], taken=[1])) == {
+    assert rows(cfg, stored_apart(LARGEST, node, cfg, [1], taken=[1])) == {
         tuple(r) for r in cfg.tolist() if r[1] == 0
     }
     (state,) = state_index(node)
     assert rows(cfg, state_apart(node, cfg, [0, 1])) == {(state, state)}
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((512, 1024), 0), ((999, 1024), 1), ((4, 1 << 20), 1)])
+def test_call_by_call_it_is_stored_split_on_its_first_dim(shape: tuple[int, ...], dim: int) -> None:
+    """That all devices divide: a message then has the parts in their order."""
+    node = parameter(*shape)
+    cfg = configs(node, MESH)
+    assert rows(cfg, stored_apart(FIRST, node, cfg, [0, 1])) == {(dim, dim)}
+
+
 def test_a_small_weight_may_stay_whole() -> None:
     node = parameter(64, 128)
     cfg = configs(node, MESH)
     whole = (NOT_SPLIT, NOT_SPLIT)
-    assert rows(cfg, stored_apart(node, cfg, MESH, [0, 1])) == {(1, 1), whole}
+    assert rows(cfg, stored_apart(LARGEST, node, cfg, [0, 1])) == {(1, 1), whole}
     (state,) = state_index(node)
     assert rows(cfg, state_apart(node, cfg, [0, 1])) == {(state, state), whole}
 
@@ -61,7 +73,7 @@ def test_a_small_weight_may_stay_whole() -> None:
 def test_what_no_axis_divides_stays_whole() -> None:
     node = parameter(999, 1001)
     cfg = configs(node, MESH)
-    assert rows(cfg, stored_apart(node, cfg, MESH, [0, 1])) == {(NOT_SPLIT, NOT_SPLIT)}
+    assert rows(cfg, stored_apart(LARGEST, node, cfg, [0, 1])) == {(NOT_SPLIT, NOT_SPLIT)}
     assert rows(cfg, state_apart(node, cfg, [0, 1])) == {(NOT_SPLIT, NOT_SPLIT)}
 
 

@@ -157,7 +157,7 @@ class FormLimit:
                 ok &= _not_whole(only(cfg, [i], [*r.dims(node, r.model), NOT_SPLIT]), cfg, i)
             elif a.use == "shard":
                 taken = split if model else ()
-                ok &= _not_whole(stored_apart(node, cfg, mesh, [i], taken), cfg, i)
+                ok &= _not_whole(stored_apart(r, node, cfg, [i], taken), cfg, i)
             elif a.use == "shard_state":
                 ok &= _not_whole(state_apart(node, cfg, [i]), cfg, i)
         return most(cfg, ok, split, mesh) if model and split else ok
