@@ -110,6 +110,10 @@ def why(name: str, e: Exception, places: Sequence[str], module: Module) -> PaseE
         told = _PACKED
     if any(f.name == "ctc_loss" and of_pytorch(f.filename) for f in frames):
         told = _CTC
+    elif told is not None and told in _REASONS.values() and (place := _library_place(frames)):
+        checked = place.startswith("distributions/")
+        fix = "leave out validate_args=True" if checked else "write what it computes in tensor operations"
+        told = f"{told[0]}. The code is PyTorch's own, {place}", fix
     frames = [f for f in frames if not of_pytorch(f.filename)]
     frames = [f for f in frames if "/pase/" not in f.filename]
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
@@ -124,6 +128,15 @@ def why(name: str, e: Exception, places: Sequence[str], module: Module) -> PaseE
         where=where,
         fix=fix,
     )
+
+
+def _library_place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The line of PyTorch's library that the user's code calls and that an error comes from; "" if there is none."""
+    users = [i for i, f in enumerate(frames) if not of_pytorch(f.filename) and "/pase/" not in f.filename]
+    library = ("/torch/nn/", "/torch/distributions/", "/torch/functional.py")
+    below = frames[users[-1] + 1 :] if users else []
+    called = (f for f in below if any(part in f.filename for part in library))
+    return next((f"{f.filename.rpartition('/torch/')[2]}:{f.lineno}" for f in called), "")
 
 
 def real_places(module: Module, batch: tuple[Tree, ...], step: Callable[[Module], Module]) -> list[str]:

@@ -84,3 +84,25 @@ def test_an_op_that_fails_is_said_once(capfd: pytest.CaptureFixture[str]) -> Non
         registry.trace(torch.nn.Linear(8, 8), torch.ones(4, 8), lambda m, x: (m(x) @ torch.ones(4, 4)).mean())
     out, err = capfd.readouterr()
     assert out == "" and "Traceback" not in err and "fake_tensor" not in err
+
+
+def test_code_of_pytorch_itself_that_reads_values_is_named() -> None:
+    """Its author cannot change it, so the fix is another than for the user's own code."""
+    import torch
+
+    def adaptive(module: Any, x: Any) -> Any:
+        return rest(module(x), torch.zeros(4, dtype=torch.long)).loss
+
+    def checked(module: Any, x: Any) -> Any:
+        return torch.distributions.Normal(module(x), 1.0, validate_args=True).log_prob(x).mean()
+
+    rest = torch.nn.AdaptiveLogSoftmaxWithLoss(4, 40, [10])
+    for loss, place, fix in (
+        (adaptive, "nn/modules/adaptive.py", "tensor operations"),
+        (checked, "distributions/normal.py", "validate_args"),
+        (lambda module, x: module(x).sum() if torch.equal(x, x + 1) else module(x).mean(), "", "torch.where"),
+    ):
+        with pytest.raises(PaseError) as told:
+            registry.trace(torch.nn.Linear(4, 4), torch.randn(4, 4), loss=loss)
+        assert place in told.value.what and fix in told.value.fix
+        assert "test_reasons.py" in told.value.where
