@@ -116,7 +116,7 @@ class _Writes:
             if str(n.target).startswith("wrap_with"):
                 self._region(graph_module, n, recording)
             elif n.op == "call_function":
-                self._call(n, recording)
+                self._call(n, recording, views)
             for body in bodies_of(n):  # each operand may have a gradient
                 given = {s for m in body.graph.nodes if m.op == "placeholder" for s in _storages(m)}
                 _Writes(self.name, given, set()).walk(body, recording)
@@ -140,18 +140,16 @@ class _Writes:
         for known in (self.cut, self.data):
             known |= {user for user in n.users if results[user.args[1]] in known}
 
-    def _call(self, n: FxNode, recording: bool) -> None:
+    def _call(self, n: FxNode, recording: bool, views: dict[int, list[Node]]) -> None:
         kind, here, written = op_name(n).rstrip("_"), _storages(n), list(_written(n))
         read = {m: _storages(m) for m in n.all_input_nodes}
         recorded = {m: of & self.watched for m, of in read.items() if recording and m not in self.cut}
         for value in written:
+            if any(recorded.values()) and value in self.cut:
+                self._detach_operands(n, [v for memory in _storages(value) for v in views.get(memory, ())])
             memory = _storages(value) & self.watched - self.given
             if not memory or (recording and value not in self.cut):
                 continue
-            if any(recorded.values()):
-                self._refuse(
-                    n, "writes what has a gradient through a detached tensor, which then has one, too"
-                )
             if value in self.data and memory & self.saved:
                 self._refuse(n, "writes by .data into what backward may read, which PyTorch does not notice")
             self.hidden |= dict.fromkeys(memory, n)
@@ -167,6 +165,25 @@ class _Writes:
             if written or not same:
                 self.saved |= set() if kind in _RESULT_NOT_SAVED else here
                 self.saved |= set() if kind in _OPERANDS_NOT_SAVED else set().union(*recorded.values())
+
+    def _detach_operands(self, n: FxNode, views: list[Node]) -> None:
+        """Make node n write into a detached tensor without gradients: they would be that tensor's alone.
+
+        Raises PaseError if the step reads the tensor afterwards. views: the nodes before n that have its memory.
+        """
+        import torch
+
+        order = {m.name: i for i, m in enumerate(n.graph.nodes)}
+        readers = {m.name for m in n.users} | {m.name for v in views if v in self.cut for m in v.users}
+        if any(order[name] > order[n.name] for name in readers):
+            self._refuse(n, "writes what has a gradient through a detached tensor, which then has one, too")
+        node: Any = n
+        for m in n.all_input_nodes:
+            if m not in self.cut and _storages(m):
+                with node.graph.inserting_before(node):
+                    detached = node.graph.call_function(torch.ops.aten.detach.default, (m,))
+                detached.meta.update(m.meta)
+                node.replace_input_with(m, detached)
 
     def _pass_on(self, graph: Graph, n: Node, write: FxNode, views: list[Node]) -> None:
         """Give the memory that ``write``, in or at node n of a graph, has written the gradient that it had before.

@@ -105,6 +105,22 @@ def infinite(y: Any, x: Any) -> Any:
     return z
 
 
+def apart(y: Any, x: Any) -> Any:
+    """What a detached tensor is written with gives a gradient to it alone, and nothing reads it."""
+    import torch
+
+    h = torch.zeros_like(y)
+    h.detach().mul_(0.9).add_(y)
+    y.detach().mul_(y.sigmoid())
+    return h
+
+
+def read_apart(y: Any, x: Any) -> Any:
+    d = y.detach()
+    d.mul_(y)
+    return d
+
+
 def in_bodies(y: Any, x: Any) -> Any:
     """A branch and a loop write, and read, without a gradient."""
     import torch
@@ -142,6 +158,7 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "checkpoint": checkpointed,
     "infinite": infinite,
     "bodies": in_bodies,
+    "apart": apart,
 }
 
 
@@ -152,10 +169,11 @@ def test_the_gradient_passes_a_write_without_one(kind: str) -> None:
 
 
 def test_compiled_plans_pass_it() -> None:
+    """On one rank, because the ranks of a test are threads, which must not compile at once."""
     import torch
 
     module, x = model(of_views).double(), torch.randn(16, 16, dtype=torch.float64)
-    plan = pase.compile(copy.deepcopy(module), x, devices=2).torch
+    plan = pase.compile(copy.deepcopy(module), x, devices=1).torch
     alone = copy.deepcopy(module)
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     alone(x).backward()
@@ -166,8 +184,8 @@ def test_compiled_plans_pass_it() -> None:
         plan.train_step(own, torch.optim.SGD, lr=0.1, compile=True)(x)
         return state(own)
 
-    for after in on_ranks(2, on_rank):
-        torch.testing.assert_close(after, state(alone), rtol=1e-10, atol=1e-10)
+    (after,) = on_ranks(1, on_rank)
+    torch.testing.assert_close(after, state(alone), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["through a detached one", "data of a result", "data of an operand"])
@@ -175,7 +193,7 @@ def test_a_write_whose_gradient_is_not_known_is_refused(kind: str) -> None:
     import torch
 
     writes: dict[str, Callable[[Any, Any], Any]] = {
-        "through a detached one": lambda y, x: y.detach().mul_(y),
+        "through a detached one": read_apart,
         "data of a result": lambda y, x: y.sigmoid_().data.mul_(
             2
         ),  # PyTorch's backward would read what is written
