@@ -247,13 +247,13 @@ def node_work(
         return
     yield from _added_unsummed(graph, node, cfg, mesh)
     fed = {a.tensor for op in node.ops if op.kind in HEAVY for a in op.reads}
-    arriving = _arriving_gradients(graph, node)
+    arriving, reshaped = _arriving_gradients(graph, node), _reshaped(graph, node)
     zero = np.zeros(len(cfg))
     flops_of: dict[Phase, np.ndarray] = dict.fromkeys(get_args(Phase), zero)  # sums over all light ops
     bytes_of, windowed = dict(flops_of), dict(flops_of)
     light, behind = LightReads(node), LightReads(node)
     moved: dict[str, np.ndarray] = {}
-    for op in node.ops:
+    for op in (op for op in node.ops if not any(a.tensor in reshaped for a in op.writes)):
         flops = op.flops_per_point * _local_points(node, op.worked, cfg, mesh)
         heavy = op.kind in HEAVY
         touched = partial(_touched, graph, node, op.worked, cfg=cfg, mesh=mesh, tile=habits.tile)
@@ -323,6 +323,23 @@ def _added_by_lookups(
         if not _has_other_gradient(graph, node, a.tensor):
             added = added + local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh)
     return added
+
+
+def _reshaped(graph: Graph, node: Node) -> set[str]:
+    """The results of views that only products of the node read: of what is in memory, in the same order."""
+    views = [op for op in node.ops if op.kind == "view"]
+    light = {a.tensor for op in node.ops if op.kind not in (*HEAVY, "view") for a in op.reads}
+    for op in reversed(views):
+        if op.writes[0].tensor in light or graph.read_outside(node, op.writes[0].tensor):
+            light |= {a.tensor for a in op.reads}
+    found: set[str] = set()
+    for op in views:
+        before, after = ([d for w in a.map.walks for d in w.dims] for a in (op.reads[0], op.writes[0]))
+        in_memory = not any(a.tensor in node.internal - found for a in op.reads)
+        made = op.writes[0].tensor
+        if in_memory and before == after and made not in light and not graph.read_outside(node, made):
+            found.add(made)
+    return found
 
 
 def _is_stored(graph: Graph, node: Node, tensor: str, remade: bool) -> bool:

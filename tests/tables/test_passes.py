@@ -149,3 +149,14 @@ def test_a_product_reads_what_light_ops_made_for_it():
         return ((jax.nn.relu(h) @ p["behind"]).astype("float32") ** 2).sum()
 
     assert moved_by_light_ops(loss, (8, 4096), 1024, "bfloat16")["forward"] == pytest.approx(4, rel=0.01)
+
+
+@pytest.mark.parametrize(("order", "forward"), [((0, 1, 2), 0), ((0, 2, 1), 4)])
+def test_a_product_reads_a_reshaped_array_where_it_is(order, forward):
+    """A transposed one is written first."""
+
+    def loss(h, p, labels):
+        parts = h.reshape(1024, 16, 256).transpose(order).reshape(1024, 4096)
+        return ((parts @ p["behind"]).astype("float32") ** 2).sum()
+
+    assert moved_by_light_ops(loss, (8, 4096), 1024, "bfloat16")["forward"] == pytest.approx(forward, abs=0.1)
