@@ -21,7 +21,7 @@ from pase.ir import Access, Graph, Node, Op
 from pase.ir.functions import MUL
 from pase.tables.layouts import concrete_size
 
-__all__ = ["HEAVY", "LONGEST_ROW", "LightReads", "ScaleGradient", "scale_gradients"]
+__all__ = ["HEAVY", "LONGEST_ROW", "LightReads", "ScaleGradient", "longest_row", "scale_gradients"]
 
 HEAVY = ("matmul", "conv", "attention", "gather", "scatter")
 """Kinds of ops that are kernels of their own: they read their operands from memory, and write their results there."""
@@ -35,8 +35,9 @@ class LightReads:
     """What the light ops of a node read, or those of them that backward runs. It goes through all ops of the node in
     their order."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, node: Node, longest: float = LONGEST_ROW) -> None:
+        """longest: the longest row whose sum does not end a pass (``longest_row``)."""
+        self._node, self._longest = node, longest
         self._read: set[tuple[str, int]] = set()
         self._stage: dict[str, int] = {}  # tensor made in the node -> the pass in which it is first known
         self._from: dict[
@@ -66,7 +67,7 @@ class LightReads:
         if reduced > 1 or any(a.tensor in self._of_sums for a in op.reads):
             self._of_sums |= {a.tensor for a in op.writes}
         for a in op.writes:
-            self._stage[a.tensor] = now + (reduced > LONGEST_ROW)
+            self._stage[a.tensor] = now + (reduced > self._longest)
             self._from[a.tensor] = {} if reduced > 1 else sources  # what is left of a reduction is small
         return found
 
@@ -85,6 +86,31 @@ class LightReads:
         if not all(dims <= gone for dims in last):
             return math.inf
         return math.prod(concrete_size(self._node.space[d].size, self._node.name) for d in gone)
+
+
+def longest_row(graph: Graph, node: Node) -> float:
+    """The longest row that a kernel of the node keeps within a compute unit, to read it once although it needs its sum.
+
+    XLA makes such kernels of what is written of a row's sums: softmax, norms. If nothing but sums leaves the node, as
+    of a loss that takes the logarithm of a sum of exponentials, each sum is a kernel of its own (BERT and NNX's decoder
+    with vocabularies of 30,522 and 32,000, compiled for an H100).
+    """
+    for_light = {a.tensor for op in node.ops if op.kind not in HEAVY for a in op.reads}
+    rows: set[str] = set()
+    of_sums: set[str] = set()
+    for op in node.ops:
+        kept = {d for a in op.writes for d in a.map.dims}
+        gone = {d for a in op.reads for d in a.map.dims} - kept
+        if op.kind in HEAVY or not (gone or any(a.tensor in of_sums for a in op.reads)):
+            continue
+        rows |= gone
+        of_sums |= {a.tensor for a in op.writes}
+        written = (
+            a.tensor for a in op.writes if graph.read_outside(node, a.tensor) or a.tensor not in for_light
+        )
+        if kept & rows and any(written):
+            return LONGEST_ROW
+    return 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from pase.ir.types import WORKLESS, itemsize
 from pase.ir.whole_step import handed_on, whole_step
 from pase.machine import Mesh
 from pase.tables.layouts import concrete_size, dim_index, local_bytes, ring_of, shards, state_index
-from pase.tables.passes import HEAVY, LightReads, scale_gradients
+from pase.tables.passes import HEAVY, LightReads, longest_row, scale_gradients
 from pase.tables.tiles import padding, rounded
 
 __all__ = [
@@ -251,7 +251,7 @@ def node_work(
     zero = np.zeros(len(cfg))
     flops_of: dict[Phase, np.ndarray] = dict.fromkeys(get_args(Phase), zero)  # sums over all light ops
     bytes_of, windowed = dict(flops_of), dict(flops_of)
-    light, behind = LightReads(node), LightReads(node)
+    light, behind = (LightReads(node, longest_row(graph, node)) for _ in range(2))
     moved: dict[str, np.ndarray] = {}
     for op in (op for op in node.ops if not any(a.tensor in reshaped for a in op.writes)):
         flops = op.flops_per_point * _local_points(node, op.worked, cfg, mesh)
