@@ -130,9 +130,10 @@ def moved_by_light_ops(function, weight, rows: int, dtype: str) -> dict[str, flo
 @pytest.mark.parametrize("columns", [50257, 512])
 @pytest.mark.parametrize(("dtype", "backward"), [("float32", 8), ("bfloat16", 12)])
 def test_a_cross_entropy_moves_what_xla_for_an_h100_moves(dtype, backward, columns):
-    """Forward reads the logits for the maximum and for the sum, each in a kernel of its own. The maximum only keeps the exponentials in range, so
-    backward reads them once, and writes the gradient. Labels are looked up in them: of a cast that only a look-up
-    reads, one element a row is computed. Of bfloat16 logits, gradients of the look-ups are an array in float32."""
+    """Forward reads the logits for the maximum and for the sum, each in a kernel of its own. The maximum only keeps the
+    exponentials in range, so backward reads them once, and writes the gradient. Labels are looked up in them: of a cast
+    that only a look-up reads, one element a row is computed. Of bfloat16 logits, gradients of the look-ups are an array
+    in float32."""
 
     def loss(logits, p, labels):
         return optax.softmax_cross_entropy_with_integer_labels(logits.astype("float32"), labels).mean()
