@@ -335,9 +335,11 @@ def _reshaped(graph: Graph, node: Node) -> set[str]:
     found: set[str] = set()
     for op in views:
         before, after = ([d for w in a.map.walks for d in w.dims] for a in (op.reads[0], op.writes[0]))
-        in_memory = not any(a.tensor in node.internal - found for a in op.reads)
-        made = op.writes[0].tensor
-        if in_memory and before == after and made not in light and not graph.read_outside(node, made):
+        of, made = op.reads[0].tensor, op.writes[0].tensor
+        whole = len(op.reads) == 1 and graph.tensors[of].elements == graph.tensors[made].elements
+        in_memory = of not in node.internal - found
+        in_order = before == after and op.parameters is None
+        if whole and in_memory and in_order and made not in light and not graph.read_outside(node, made):
             found.add(made)
     return found
 
