@@ -37,9 +37,10 @@ def model(write: Callable[[Any, Any], Any]) -> Any:
 
 def quietly(write: Callable[[Any, Any], Any]) -> Callable[[Any, Any], object]:
     """``write`` under ``torch.no_grad``, and nothing read of it."""
-    import torch
 
     def call(y: Any, x: Any) -> None:
+        import torch
+
         with torch.no_grad():
             write(y, x)
 
