@@ -251,7 +251,8 @@ def node_work(
     zero = np.zeros(len(cfg))
     flops_of: dict[Phase, np.ndarray] = dict.fromkeys(get_args(Phase), zero)  # sums over all light ops
     bytes_of, windowed = dict(flops_of), dict(flops_of)
-    light, behind = (LightReads(node, longest_row(graph, node)) for _ in range(2))
+    longest = longest_row(graph, node)
+    light, behind = LightReads(node, longest), LightReads(node, longest)
     moved: dict[str, np.ndarray] = {}
     for op in (op for op in node.ops if not any(a.tensor in reshaped for a in op.writes)):
         flops = op.flops_per_point * _local_points(node, op.worked, cfg, mesh)
