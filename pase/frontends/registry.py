@@ -50,6 +50,15 @@ Chances = Mapping[str, Sequence[float]]
 class UnknownOp(PaseError):
     """There is no rule for an op. The error names the op and the user's line."""
 
+    @classmethod
+    def in_frontend(cls, what: str, *, where: str, rules: str) -> UnknownOp:
+        """The error for an op that has no rule in a frontend. rules: the files in which it would have one."""
+        fix = (
+            "pass unknown='replicate' (--unknown replicate): the op is then not split, and only its memory traffic is "
+            f"priced; or add a rule to {rules} (CONTRIBUTING.md)"
+        )
+        return cls(what, where=where, fix=fix)
+
 
 class NotInParts(PaseError):
     """A model cannot run on micro-batches: its code contains the batch size, its examples meet, or its frontend traces

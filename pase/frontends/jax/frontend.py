@@ -474,10 +474,10 @@ class _JaxLowering:
                 self.b.remark_unknown(name)
                 self.replicate(eqn, 0.0)
             else:
-                raise UnknownOp(
+                raise UnknownOp.in_frontend(
                     f"no lowering for JAX primitive '{name}'",
                     where=str(self.b.source or "an unknown line"),
-                    fix="add a rule to frontends/jax/rules.py, or pass unknown='replicate' (the op is then not split)",
+                    rules="frontends/jax/rules.py",
                 )
             made = (self.env[v] for v in eqn.outvars)
             self.results[Place(f"{prefix}{i}")] = tuple("" if t is None else t.name for t in made)

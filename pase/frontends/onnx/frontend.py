@@ -343,11 +343,10 @@ class OnnxLowering:
                 self.b.remark_unknown(key)
                 outs = self.replicate(c, 0.0, declared)
             else:
-                raise UnknownOp(
+                raise UnknownOp.in_frontend(
                     f"pase has no rule for ONNX op '{key}' (opset {c.version})",
                     where=place,
-                    fix="add a rule to frontends/onnx/rules*.py, or pass unknown='replicate' (the op is then not "
-                    "split)",
+                    rules="frontends/onnx/rules*.py",
                 )
         if len(outs) < len([o for o in n.output if o]):
             raise c.fail(f"the node has {len(n.output)} outputs, but its op makes {len(outs)}")

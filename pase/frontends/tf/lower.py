@@ -192,10 +192,10 @@ class TfLowering:
         if self.unknown == "replicate":
             self.b.remark_unknown(node.op)
             return self._replicate(c)
-        raise UnknownOp(
+        raise UnknownOp.in_frontend(
             "pase has no rule for this op",
             where=f"TensorFlow op '{op}' at {path}",
-            fix="add a rule to frontends/tf/rules*.py, or pass unknown='replicate' (the op is then not split)",
+            rules="frontends/tf/rules*.py",
         )
 
     def _value(self, c: TfCall, a: np.ndarray) -> TfValue:

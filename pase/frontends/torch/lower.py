@@ -180,16 +180,25 @@ class TorchLowering:
     # Ops without a rule.
 
     def without_rule(self, n: FxNode, path: str) -> Value | list[Value | None]:
+        place = self.place(n)
+        if op_name(n) == "_local_scalar_dense":
+            raise PaseError(
+                "the program goes on with the value of a tensor as a number of Python (.item(), .tolist(), "
+                "float(tensor)), which does not exist before the model runs",
+                where=place,
+                fix="compute with the tensor itself: tensor.detach() for tensor.item()",
+            )
         inner = _decomposed(n) if self.depth < _MOST_DEPTH else None
         if inner is not None:
             return self.inlined(n, inner, path)
+        specs_of(n.meta["val"], place)  # refuses a size that depends on the data
         if self.unknown == "replicate":
             self.b.remark_unknown(str(n.target))
             return self.replicated(n)
-        raise UnknownOp(
+        raise UnknownOp.in_frontend(
             "pase has no rule for this op, and PyTorch has no decomposition of it",
-            where=self.place(n),
-            fix="add a rule to frontends/torch/rules*.py, or pass unknown='replicate' (the op is then not split)",
+            where=place,
+            rules="frontends/torch/rules*.py",
         )
 
     def written(self, n: FxNode) -> GraphModule | None:

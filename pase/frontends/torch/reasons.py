@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["lines_kept", "of_pytorch", "real_places", "why"]
 
-_NO_VALUE = "use torch.where, or a size that is known before the model runs"
+_NO_VALUE = (
+    "compute with the tensor itself: use torch.where for if, and tensor.detach() for tensor.item(); or pass what "
+    "Python code needs as a number, not as a tensor"
+)
 _REASONS = {
     "GuardOnDataDependentSymNode": (
         "its Python code needs the value of a tensor (.item(), if tensor:, a loop over a tensor), which does not exist "
@@ -47,6 +50,10 @@ _PACKED = (
     "the number of sequences of a packed batch that are left at each time step depends on the data",
     "pass the padded sequences themselves (batch_first=True), and mask the padding out of the loss (ignore_index, "
     "torch.where)",
+)
+_NUMPY = (
+    "its code makes a NumPy array of a tensor, which has no values",
+    "compute it with PyTorch's functions",
 )
 _CTC = (
     "ctc_loss makes a table whose size depends on the lengths of its targets, so it cannot be exported",
@@ -108,6 +115,8 @@ def why(name: str, e: Exception, places: Sequence[str], module: Module) -> PaseE
     frames = list(traceback.extract_tb(e.__traceback__))
     if any(f.filename.endswith("nn/modules/rnn.py") for f in frames) and (told or "zeros()" in str(e)):
         told = _PACKED
+    if ".numpy()" in str(e):
+        told = _NUMPY
     if any(f.name == "ctc_loss" and of_pytorch(f.filename) for f in frames):
         told = _CTC
     elif told is not None and told in _REASONS.values() and (place := _library_place(frames)):

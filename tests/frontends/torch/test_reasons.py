@@ -106,3 +106,27 @@ def test_code_of_pytorch_itself_that_reads_values_is_named() -> None:
             registry.trace(torch.nn.Linear(4, 4), torch.randn(4, 4), loss=loss)
         assert place in told.value.what and fix in told.value.fix
         assert "test_reasons.py" in told.value.where
+
+
+@pytest.mark.parametrize(
+    ("read", "word", "fix"),
+    [
+        (lambda y: y * y.abs().max().item(), "value", "detach"),
+        (lambda y: y * y[0].tolist()[0], "value", "detach"),
+        (lambda y: y * float(y.mean() if y.mean() else 0.0), "value", "torch.where"),
+        (lambda y: y * y.detach().numpy().mean(), "NumPy", "PyTorch's functions"),
+        (lambda y: y[y[:, 0].nonzero()[:, 0]], "depends on the data", "torch.where"),
+        (lambda y: y * y.unique().sum(), "depends on the data", "torch.where"),
+    ],
+)
+@pytest.mark.parametrize("unknown", ["error", "replicate"])
+def test_code_that_reads_values_is_told_what_to_do(read: Any, word: str, fix: str, unknown: Any) -> None:
+    """Its author can write no rule for it, and it cannot be left whole either."""
+    import torch
+
+    with pytest.raises(PaseError) as told:
+        registry.trace(
+            torch.nn.Linear(4, 4), torch.ones(4, 4), lambda m, x: read(m(x)).sum(), unknown=unknown
+        )
+    assert word in told.value.what and fix in told.value.fix and "rule" not in told.value.fix
+    assert "test_reasons.py" in told.value.where
