@@ -6,11 +6,13 @@ A backend is a module ``backends/emit/<name>.py``, which is found automatically.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from pase.errors import PaseError
+from pase.machine.load import DEFAULT
 from pase.plan.targets import TARGETS, limited_to
 from pase.registry import Registry
 
@@ -60,8 +62,20 @@ def emit(plan: PlanData, to: str, path: str | Path, model: object = None) -> str
     except NotExpressed as e:
         if to not in TARGETS or limited_to(plan, to):
             raise
-        fix = f"compile for it with --for {to} (target='{to}')" + (f", or {e.fix}" if e.fix else "")
+        fix = f"compile for it{_command(plan, to, path)} (in Python target='{to}')" + (
+            f", or {e.fix}" if e.fix else ""
+        )
         raise NotExpressed(e.what, where=e.where, fix=fix) from None
+
+
+def _command(plan: PlanData, to: str, path: str | Path) -> str:
+    """How to compile the plan's model again for a target and write its file; the option alone if the plan does not
+    name its model as the command line does."""
+    if ":" not in plan.model and not Path(plan.model).exists():
+        return f" with --for {to}"
+    machine = [] if plan.machine == DEFAULT else ["--machine", plan.machine]
+    words = ["pase", "compile", plan.model, "--devices", str(plan.devices), *machine]
+    return f": {shlex.join([*words, '--for', to, '--emit', str(path)])}"
 
 
 def _check_step(plan: PlanData, to: str, target: PlanTarget) -> None:

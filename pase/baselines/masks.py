@@ -13,6 +13,7 @@ from pase.machine import Machine, Mesh, axis_levels, level_ways
 from pase.tables.layouts import NOT_SPLIT, concrete_size, shards, state_index
 
 __all__ = [
+    "NO_BATCH",
     "PERSISTENT_ELEMENTS",
     "by_batch",
     "fits",
@@ -28,6 +29,9 @@ __all__ = [
 
 PERSISTENT_ELEMENTS = 100_000
 """ZeRO-3 need not split parameters with fewer elements: DeepSpeed's stage3_param_persistence_threshold."""
+
+NO_BATCH = "is not divisible by"
+"""What ``no_batch`` says of a batch that cannot be split evenly."""
 
 
 def only(cfg: np.ndarray, axes: Sequence[int], dims: Sequence[int]) -> np.ndarray:
@@ -128,7 +132,7 @@ def no_batch(graph: Graph, r: Roles, ways: int) -> str | None:
     if not r.batch:
         return "the model has no input with a batch dim"
     size = _batch_size(graph, r)
-    return None if size % ways == 0 else f"a batch of {size} is not divisible by {ways}"
+    return None if size % ways == 0 else f"a batch of {size} {NO_BATCH} {ways}"
 
 
 def fits(mesh: Mesh, machine: Machine) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,6 +19,7 @@ from pase.commands.options import (
     warn_misfit,
 )
 from pase.compiler.problem.options import CompileOptions
+from pase.errors import PaseError
 from pase.files.codec import to_tree
 from pase.files.terminal import console
 
@@ -42,6 +44,14 @@ def compile(
         ),
     ] = None,
     output: LayoutOutput = None,
+    emit: Annotated[
+        Path | None,
+        typer.Option(
+            "--emit",
+            help="With --for: also write the program's own file, as pase emit does.",
+            metavar="FILE",
+        ),
+    ] = None,
     every_layer: Annotated[
         bool, typer.Option("--all", help="Print every layer, not only the costliest in about 40 lines.")
     ] = False,
@@ -61,7 +71,7 @@ def compile(
     exit status is then 1.
 
     To run an expert strategy instead, such as plain FSDP, write its plan with pase compare --take. To write the plan
-    for a program other than pase's own (pase emit), name that program with --for.
+    for a program other than pase's own, name that program with --for and the file with --emit.
 
     \b
     Examples:
@@ -69,11 +79,16 @@ def compile(
       pase compile zoo:llama3_8b --devices 64 --machine a100x8 -o layout.json
       pase compile model.onnx --devices 32 --dim batch=64 -o layout.json
       pase compile mypackage.train:model --devices 8 --mesh data=4,model=2 --json
-      pase compile 'hf:LlamaForCausalLM?batch=32' --devices 32
+      pase compile 'hf:LlamaForCausalLM?batch=32' --devices 32 --for fsdp2 --emit parallelize.py
     """
     from pase.api import Plan
+    from pase.backends.registry import emit as write
     from pase.stated.usual import compile_with_usual
 
+    if emit is not None and options.target == "any":
+        raise PaseError(
+            "a file is written for another program", where=f"--emit {emit}", fix="name the program with --for"
+        )
     with progress() as say:
         plan = Plan.of(compile_with_usual(model, None, (), options, say))
         dict(plan.baselines)  # they are priced at their first use, which is here, while progress is shown
@@ -81,8 +96,10 @@ def compile(
         plan = plan.scheduled(schedule)
     if output is not None:
         plan.save(output)
+    written = None if emit is None else write(plan, options.target, emit)
     if json:
-        print_json(summary(plan) | ({"layout": str(output)} if output is not None else {}))
+        files = {"layout": output and str(output), "written": written}
+        print_json(summary(plan) | {k: v for k, v in files.items() if v is not None})
         warn_misfit(plan)
         strictly(plan.sound, strict)
         return
@@ -97,6 +114,8 @@ def compile(
         )
     if output is not None:
         console(err=True).print(f"wrote {output}")
+    if written is not None:
+        console(err=True).print(written)
     strictly(plan.sound, strict)
 
 

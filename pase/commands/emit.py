@@ -47,6 +47,7 @@ def emit(
     Example:
       pase compile 'hf:LlamaForCausalLM?batch=32' --devices 32 --for fsdp2 -o layout.json
       pase emit layout.json --to fsdp2 -o parallelize.py
+      pase compile 'hf:LlamaForCausalLM?batch=32' --devices 32 --for fsdp2 --emit parallelize.py    # both at once
     """
     import pase
     from pase.compiler.resolve import attached, resolve

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pase.baselines.masks import NO_BATCH
 from pase.compiler.meshes.search import add_seconds
 from pase.compiler.problem.problem import Progress
 from pase.errors import Infeasible, PaseError
@@ -60,10 +61,14 @@ def for_target(
             except PaseError as e:  # the model has no repeated blocks, or it does not fit so either
                 reasons[e.what] = None
     if not found:
+        n = options.devices
+        given = any(NO_BATCH in reason for reason in reasons)
+        batch = f"take a batch that {n} divides (of hf: and zoo: models, batch={n})"
         raise Infeasible(
             f"no plan that {target.program} can express: {'; '.join(reasons)}",
             where=f"target '{options.target}'",
-            fix="change the number of devices or the batch, or leave out target (--for) for a plan that pase runs",
+            fix=f"{batch if given else 'change the batch'} or another number of devices, or leave out target (--for) "
+            "for a plan that pase runs",
         )
     best = min(found, key=lambda c: (c.plan.misfit is not None, not c.plan.fits, c.plan.cost))
     return replace(best, plan=_against(best.plan, [c.plan for c in found], target, free))

@@ -100,4 +100,10 @@ def test_a_refusal_says_what_to_compile(tmp_path: Path) -> None:
     for target in ("ddp", "fsdp2", "torchtitan", "maxtext"):
         with pytest.raises(PaseError) as e:
             emit(tensor if target == "fsdp2" else plan, target, tmp_path / "x")
-        assert f"--for {target} " in e.value.fix
+        assert f"--for {target} --emit" in e.value.fix
+
+
+def test_a_batch_that_does_not_divide_is_told_which_does() -> None:
+    with pytest.raises(Infeasible, match="is not divisible by 48") as e:
+        pase.compile(MODEL, devices=48, target="fsdp2", baselines=False)
+    assert "batch=48" in e.value.fix
