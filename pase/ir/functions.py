@@ -82,7 +82,7 @@ _OPERANDS: dict[str, tuple[int, int | None]] = {
         "sin cos tan sinh cosh asin acos atan asinh acosh atanh lgamma digamma": (1, 1),
         "bessel_i0 bessel_i0e bessel_i1 bessel_i1e dawsn expint spence": (1, 1),
         "reciprocal": (1, 2),
-        "sub div div_no_nan rem mod floor_div trunc_div pow integer_pow atan2 complex nextafter xlogy xlog1py": (
+        "passed sub div div_no_nan rem mod floor_div trunc_div pow integer_pow atan2 complex nextafter xlogy xlog1py": (
             2,
             2,
         ),
@@ -102,6 +102,7 @@ mod: the remainder with the sign of the divisor; rem: with the sign of the divid
 integer_pow: x, and the exponent as a literal. polygamma: the order, then x. reduce_precision: x, the bits of the
     exponent, the bits of the mantissa.
 add_scaled: x + c y, of x, y and c.
+passed: x, of x and y, with the derivative of y.
 clamp: the lower bound, x, the upper bound.
 where: a condition, the value where it is true, the value where it is false. select: an index, then the values from
     which it selects; false is 0.
@@ -175,6 +176,7 @@ _add("real imag conj complex", needs="nothing")
 _add("reduce_precision", 0.0, "nothing")
 CAST = _add("cast", 0.0, "nothing")
 COPY = _add("copy", 0.0, "nothing", hands_on=True)
+_add("passed", 0.0, "nothing", hands_on=True)
 STOP_GRADIENT = _add("stop_gradient", 0.0, "nothing", differentiable=False)
 _add("bitcast", 0.0, "nothing", differentiable=False)
 # Comparisons and logic.

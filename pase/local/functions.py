@@ -100,6 +100,7 @@ COMPUTED: dict[str, Callable[..., Tree]] = {
     "rem": _named("fmod"),
     "integer_pow": _named("pow"),
     "add_scaled": lambda xp, x, y, c: x + c * y,
+    "passed": lambda xp, x, y: x,
     "clamp": lambda xp, low, x, high: xp.clip(x, low, high),
     "where": lambda xp, c, a, b: xp.where(c != 0, a, b),
     "select": _selected,
@@ -147,6 +148,7 @@ SLOPES: dict[str, Slopes] = {
         lambda x, y, q: _or_zero(np, 1.0, y),
         lambda x, y, q: -_or_zero(np, q, y),
     ),
+    "passed": _each(_flat, _one),
     "add_scaled": _each(_one, lambda a, b, c, y: c, lambda a, b, c, y: b),
     "clamp": _each(
         lambda low, x, high, y: 1.0 * (x < low),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
+from pase.frontends.torch.passed import passed_op
 from pase.frontends.torch.reasons import of_pytorch
 from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import TorchOperand
@@ -34,7 +35,7 @@ def derivatives_traced() -> Iterator[None]:
     """Within, a call of the user's ``torch.autograd.Function`` is traced with the backward that it defines.
 
     The backward B is linear in the cotangent g of the result y. With L = Bᵀ, the graph of
-    ``y.detach() + (L(x) - L(x).detach())`` has the value y and the derivative B, and L consists of ordinary ops.
+    ``passed(y, L(x))`` has the value y and the derivative B, and L consists of ordinary ops.
 
     A hook on the gradient of a tensor is refused. So is a derivative that the step itself takes (a gradient penalty):
     an exported graph does not contain it, and whatever is computed from it would become a constant.
@@ -212,7 +213,7 @@ class _Call:
             _OWN.reset(own)
         linear = iter(every)
         return tuple(
-            y if not f or (t := next(linear)) is None else y.detach() + (t - t.detach()).to(y.dtype)
+            y if not f or (t := next(linear)) is None else passed_op()(y.detach(), t.to(y.dtype))
             for y, f in zip(outs, floating, strict=True)
         )
 

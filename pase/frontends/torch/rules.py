@@ -12,6 +12,7 @@ from functools import partial
 
 from pase.frontends.common.slicing import join
 from pase.frontends.common.values import Value
+from pase.frontends.torch.passed import PASSED
 from pase.frontends.torch.values import TorchCall
 from pase.ir import functions
 from pase.ir.functions import FUNCTIONS, Function
@@ -104,6 +105,7 @@ POINTWISE = {
     "_conj": "conj",
     "complex": "complex",
     "detach": "stop_gradient",
+    PASSED: "passed",
 }
 """Elementwise ops on operands that broadcast -> the function that they compute (``pase.ir.functions``)."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import pase
 from bench.cases.torch_ranks import on_ranks
 from pase.errors import PaseError
+from tests.backends.torch.trained import agrees
 from tests.backends.torch.unwatched_models import refused
 
 pytestmark = pytest.mark.torch
@@ -33,3 +36,29 @@ def test_a_hook_on_a_parameter_is_refused() -> None:
         assert e.value.where == "module.weight"
 
     on_ranks(1, on_rank)
+
+
+def test_a_functions_derivative_is_its_own_where_its_operand_is_infinite() -> None:
+    """The sign of masked scores, with the derivative of the scores."""
+    import torch
+
+    class Sign(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x.sign()
+
+        @staticmethod
+        def backward(ctx: Any, g: Any) -> Any:
+            return g
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+        def forward(self, x: Any) -> Any:
+            scores = self.a(x) + (x > 0.5).to(x.dtype).log()
+            return (Sign.apply(scores) * self.b(x)).sin().mean()
+
+    torch.manual_seed(1)
+    agrees(Net(), 2)

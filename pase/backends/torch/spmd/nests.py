@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.values import NotOnParts
+from pase.frontends.torch.passed import passed_op
 from pase.ir import Op
 from pase.local.functions import COMPUTED
 from pase.local.reshard import places_of
@@ -73,6 +74,8 @@ def _elementwise(op: Op, ins: Sequence[Tensor]) -> Tensor:
         raise NotOnParts(f"'{name}' in it cannot be run separately from the rest")
     if numbers is None:
         raise NotOnParts(f"a number that '{name}' in it needs is unknown")
+    if name == "passed":
+        return passed_op()(*ins)  # type: ignore[no-any-return]
     left, first = iter(ins), ins[0]
     plain = name in _WITH_NUMBERS and numbers[:1] == (None,)
     as_tensor = not plain and (first.is_floating_point() or name == "ne")

@@ -206,12 +206,20 @@ def _traced(
             warnings.filterwarnings(
                 "ignore", message=r".*isinstance\(treespec, LeafSpec\)", category=FutureWarning
             )
+            trained = {
+                f"{_INSIDE}{path}"
+                for path, p in module.named_parameters(remove_duplicate=False)
+                if p.requires_grad
+            }
             exported = torch.export.export(step_of(module, loss, at_end, noted), args, strict=False)
             if is_functional(exported.graph_module, reads):
                 inline_regions(exported.graph_module)
                 return exported
             refuse_idle_autocast(exported.graph_module, type(module).__name__)
-            keep_gradients_past_writes(exported.graph_module, type(module).__name__)
+            named = exported.graph_signature.inputs_to_parameters.items()
+            keep_gradients_past_writes(
+                exported.graph_module, {n for n, path in named if path in trained}, type(module).__name__
+            )
             _by_node(exported.graph_module)
             # PyTorch refuses placeholders whose marks differ in the second trace.
             for n in exported.graph.nodes:

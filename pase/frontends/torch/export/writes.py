@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pase.errors import PaseError
 from pase.frontends.torch.export.functional import bodies_of
 from pase.frontends.torch.export.traceable import DATA
+from pase.frontends.torch.passed import passed_op
 from pase.frontends.torch.reasons import of_pytorch
 from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import op_name
@@ -41,19 +42,20 @@ _RESULT_NOT_SAVED = frozenset(
 """Ops whose backward in PyTorch does not read their result."""
 _OPERANDS_NOT_SAVED = frozenset({"add", "sub", "neg", "sum", "mean", "cat", "stack"})
 """Ops whose backward in PyTorch does not read their operands."""
+_PASSED = "write y = x + (new - x).detach(), which leaves the gradient of x as it is, or write with gradients enabled"
 
 
-def keep_gradients_past_writes(graph_module: GraphModule, name: str) -> None:
+def keep_gradients_past_writes(graph_module: GraphModule, trained: Container[str], name: str) -> None:
     """Add to an exported step what its writes in place without a gradient (``no_grad``, ``detach``) do to gradients.
 
     PyTorch leaves the gradient of the written value as it was before the write. Decomposition makes the value the
-    result of an op without a gradient, which would cut it off. So after the write, the value becomes ``new.detach() +
-    (old - old.detach())``. Parameters and buffers are not considered here. name: the module's.
+    result of an op without a gradient, which would cut it off. So after the write, the value becomes ``passed(new,
+    old)``. Parameters are not considered here. trained: the placeholders that have a gradient (what the
+    step writes into the others may have one afterwards). name: the module's.
     Raises PaseError for a write whose gradient is not known.
     """
-    given = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
-    trained = {s for n in given if getattr(n.meta.get("val"), "requires_grad", False) for s in _storages(n)}
-    _Writes(name, trained, {s for n in given for s in _storages(n)}).walk(graph_module, True)
+    given = {s for n in graph_module.graph.nodes if n.name in trained for s in _storages(n)}
+    _Writes(name, given, given).walk(graph_module, True)
 
 
 def _storages(n: FxNode) -> set[int]:
@@ -176,7 +178,11 @@ class _Writes:
         order = {m.name: i for i, m in enumerate(n.graph.nodes)}
         readers = {m.name for m in n.users} | {m.name for v in views if v in self.cut for m in v.users}
         if any(order[name] > order[n.name] for name in readers):
-            self._refuse(n, "writes what has a gradient through a detached tensor, which then has one, too")
+            self._refuse(
+                n,
+                "writes what has a gradient through a detached tensor, which then has one, too",
+                "write into a copy (x = x.detach().clone())",
+            )
         node: Any = n
         for m in n.all_input_nodes:
             if m not in self.cut and _storages(m):
@@ -210,16 +216,13 @@ class _Writes:
         while after.next.target is operator.getitem and after.next.args[0] is n:
             after = after.next
         with graph.inserting_before(after.next):
-            zero = add(aten.sub.Tensor, old, add(aten.detach.default, old))
-            zero = add(aten.masked_fill.Scalar, zero, add(aten.ne.Tensor, zero, zero), 0.0)  # of infinities
-            add(aten.copy_.default, whole, add(aten.add.Tensor, add(aten.detach.default, whole), zero))
+            add(aten.copy_.default, whole, add(passed_op(), add(aten.detach.default, whole), old))
 
-    def _refuse(self, n: FxNode, what: str) -> NoReturn:
+    def _refuse(self, n: FxNode, what: str, fix: str = _PASSED) -> NoReturn:
         frames = re.findall(r'File "([^"\n]{1,300})", line (\d{1,7})', n.meta.get("stack_trace") or "")
         own = [f"{file}:{line}" for file, line in frames if not of_pytorch(file)]
         raise PaseError(
             f"{op_name(n)} {what}",
             where=f"{self.name}{' at ' if own else ''}{''.join(own[-1:])}",
-            fix="write y = x + (new - x).detach(), which leaves the gradient of x as it is, or write with gradients "
-            "enabled",
+            fix=fix,
         )

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-import pase
-from bench.cases.torch_ranks import on_ranks
+from bench.cases.plans import Case
+from bench.cases.torch_ranks import on_processes
+from pase import machine
+from pase.compiler.problem.problem import SplitProblem
 from pase.errors import PaseError
 from pase.frontends import registry
 from tests.backends.torch.trained import agrees, state
@@ -101,8 +103,9 @@ def checkpointed(y: Any, x: Any) -> Any:
 
 
 def infinite(y: Any, x: Any) -> Any:
-    z = y.masked_fill(x > 0.5, float("inf"))
-    quietly(lambda z, x: z.clamp_(max=1.0))(z, x)
+    """Masked scores, whose gradient passes, and values that are replaced, whose gradient does not."""
+    z = y.masked_fill(x > 0.5, float("inf")) + (x < -0.5).to(x.dtype).log().neg()
+    quietly(lambda z, x: z.clamp_(-1.0, 1.0))(z, x)
     return z
 
 
@@ -169,24 +172,67 @@ def test_the_gradient_passes_a_write_without_one(kind: str) -> None:
     agrees(model(WRITES[kind]), 2)
 
 
-def test_compiled_plans_pass_it() -> None:
-    """On one rank, because the ranks of a test are threads, which must not compile at once."""
+def cached(given: bool, part: slice) -> Any:
+    """A module that writes part of its batch or of a buffer with a gradient, and then another part without one."""
     import torch
 
-    module, x = model(of_views).double(), torch.randn(16, 16, dtype=torch.float64)
-    plan = pase.compile(copy.deepcopy(module), x, devices=1).torch
-    alone = copy.deepcopy(module)
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    alone(x).backward()
-    optimizer.step()
+    class Net(torch.nn.Module):
+        cache: Any
 
-    def on_rank(rank: int) -> Any:
-        own = copy.deepcopy(module)
-        plan.train_step(own, torch.optim.SGD, lr=0.1, compile=True)(x)
-        return state(own)
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+            self.register_buffer("cache", torch.zeros(16, 16))
 
-    (after,) = on_ranks(1, on_rank)
-    torch.testing.assert_close(after, state(alone), rtol=1e-10, atol=1e-10)
+        def forward(self, x: Any) -> Any:
+            y, held = (self.a.weight, x) if given else (self.a(x), self.cache)
+            held[:, part] = y[:, part]
+            with torch.no_grad():
+                held[:, 4:].mul_(2.0)
+            return (held * self.b.weight).sin().mean()
+
+    torch.manual_seed(1)
+    return Net()
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("part", [slice(None), slice(8)])
+def test_the_gradient_of_memory_that_had_none_passes_too(given: bool, part: slice) -> None:
+    """PyTorch runs one step only on a buffer, which then has a gradient."""
+    agrees(cached(given, part), 2 if given else 1)
+
+
+def test_compiled_plans_pass_it() -> None:
+    """On processes: the ranks of other tests are threads, which must not compile at once."""
+    assert max(on_processes(2, differences_of_compiled, "forkserver", seconds=300.0)) < 1e-10
+
+
+def differences_of_compiled(rank: int) -> float:
+    """The largest difference of a parameter on a rank after two steps, under any of the strategies."""
+    import torch
+
+    batches, worst = [torch.full((16, 16), float(i), dtype=torch.float64).tril() for i in (1, 2)], 0.0
+    for made in (model(of_views), cached(True, slice(8))):
+        module = made.double()
+        alone, traced = copy.deepcopy(module), registry.trace(copy.deepcopy(module), batches[0])
+        optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        for x in batches:
+            optimizer.zero_grad()
+            alone(x.clone()).backward()
+            optimizer.step()
+        problem = SplitProblem.of(traced.graph, 2, machine.load("h100x8"), "analytic", "adam")
+        for strategy in ("data_parallel", "fsdp", "random1@2"):
+            plan, own = Case(traced=traced, problem=problem).plan(strategy), copy.deepcopy(module)
+            if plan is None:  # no data parallelism without a batch
+                continue
+            step = plan.torch.train_step(own, torch.optim.SGD, lr=0.1, compile="aot_eager")
+            for x in batches:
+                step(x.clone())
+            after, expected = state(own), state(alone)
+            worst = max(
+                worst, *(float((after[k] - v).abs().max()) for k, v in expected.items() if k != "cache")
+            )
+    return worst
 
 
 @pytest.mark.parametrize("kind", ["through a detached one", "data of a result", "data of an operand"])
