@@ -17,8 +17,9 @@ from functools import lru_cache
 import numpy as np
 
 from pase.local.parts import NotNested, held, pairs, view
-from pase.local.types import Layout, LocalReshardStep, digits_of
+from pase.local.types import LocalReshardStep
 from pase.machine import Mesh
+from pase.tables.axis_layout import AxisLayout, Digit
 
 __all__ = ["ExchangeRound", "UnitExchange", "exchange", "nests"]
 
@@ -140,22 +141,22 @@ def _handed(
 def _units(dim: int, step: LocalReshardStep, axes: Sequence[int]) -> int:
     """The number of units into which a whole dim is cut: 1 if no axis of the step changes what it holds of the dim."""
     if not any(
-        s != t and dim in {x[0] for x in (s, t) if isinstance(x, tuple)} for s, t in _states(step, axes)
+        s != t and dim in {x.dim for x in (s, t) if isinstance(x, Digit)} for s, t in _states(step, axes)
     ):
         return 1
-    return math.lcm(*(blocks for layout in (step.before, step.after) for _, blocks in digits_of(layout, dim)))
+    return math.lcm(*(blocks for layout in (step.before, step.after) for blocks, _ in layout.along(dim)))
 
 
 def _states(step: LocalReshardStep, axes: Sequence[int]) -> list[tuple[object, object]]:
     return [(step.before[a], step.after[a]) for a in axes]
 
 
-def _within(units: tuple[int, ...], layout: Layout) -> Layout:
+def _within(units: tuple[int, ...], layout: AxisLayout) -> AxisLayout:
     """The layout, restricted to the dims that are cut into units."""
-    return tuple(None if not isinstance(s, tuple) or units[s[0]] == 1 else s for s in layout)
+    return layout.within(lambda dim: units[dim] > 1)
 
 
-def _numbers(units: tuple[int, ...], layout: Layout, place: tuple[int, ...], mesh: Mesh) -> np.ndarray:
+def _numbers(units: tuple[int, ...], layout: AxisLayout, place: tuple[int, ...], mesh: Mesh) -> np.ndarray:
     """The row-major numbers of the units that a device holds, in order.
 
     Other axes than those of the step may split these dims too. Their share is the same for all devices of a group, and
@@ -165,7 +166,7 @@ def _numbers(units: tuple[int, ...], layout: Layout, place: tuple[int, ...], mes
     return np.ravel_multi_index(np.ix_(*along), units).reshape(-1)
 
 
-def _extents(units: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
+def _extents(units: tuple[int, ...], layout: AxisLayout, mesh: Mesh) -> tuple[int, ...]:
     return tuple(map(len, held(units, _within(units, layout), (0,) * len(layout), mesh)))
 
 

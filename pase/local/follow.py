@@ -12,48 +12,38 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from pase.ir import Access, Graph, Node
-from pase.local.lower import states_of
 from pase.local.parts import iteration_dim
-from pase.local.types import Layout
 from pase.machine import Mesh
-from pase.tables.layouts import (
-    NOT_SPLIT,
-    blocks_of,
-    concrete_size,
-    dim_index,
-    forward_states,
-    tensor_dim,
-    write_states,
-)
+from pase.tables.axis_layout import AxisLayout
+from pase.tables.layouts import NOT_SPLIT, concrete_size, dim_index, write_layout
 
 __all__ = ["followed"]
 
 
-def followed(graph: Graph, mesh: Mesh, leaves: Mapping[str, Layout]) -> dict[str, np.ndarray]:
+def followed(graph: Graph, mesh: Mesh, leaves: Mapping[str, AxisLayout]) -> dict[str, np.ndarray]:
     """The strategy: node -> config, int8 [axes].
 
     leaves: tensor -> layout, for the graph's parameters and inputs. A config can only express layouts whose axes split
     a leaf's dims into contiguous parts, in the order of the mesh.
     """
-    held: dict[str, np.ndarray] = {}
+    held: dict[str, AxisLayout] = {}
     out: dict[str, np.ndarray] = {}
     for node in graph.nodes:
         given = next((leaves[a.tensor] for op in node.ops for a in op.writes if a.tensor in leaves), None)
         if given is not None:
             write = node.ops[0].writes[0]
-            held[write.tensor] = np.array(states_of(given))
+            held[write.tensor] = given
             config = _config(node, [write], held, mesh)
         else:
             config = _config(node, [a for op in node.ops for a in op.reads], held, mesh)
         out[node.name] = config
         for op in node.ops:
             for a in op.writes:
-                states = write_states(node, op, a, graph.tensors[a.tensor], config[None, :], mesh)[0]
-                held[a.tensor] = forward_states(states)
+                held[a.tensor] = write_layout(node, op, a, config, mesh).layout
     return out
 
 
-def _config(node: Node, accesses: list[Access], held: Mapping[str, np.ndarray], mesh: Mesh) -> np.ndarray:
+def _config(node: Node, accesses: list[Access], held: Mapping[str, AxisLayout], mesh: Mesh) -> np.ndarray:
     """The config under which these accesses read their tensors without resharding, as far as one exists."""
     config = np.full(len(mesh.sizes), NOT_SPLIT, np.int8)
     ways = dict.fromkeys(range(len(node.space.dims)), 1)
@@ -67,11 +57,11 @@ def _config(node: Node, accesses: list[Access], held: Mapping[str, np.ndarray], 
     return config
 
 
-def _splits(node: Node, a: Access, held: Mapping[str, np.ndarray], mesh: Mesh) -> Iterator[tuple[int, int]]:
+def _splits(node: Node, a: Access, held: Mapping[str, AxisLayout], mesh: Mesh) -> Iterator[tuple[int, int]]:
     """(axis, number of the iteration dim) for each split dim of a tensor. Dims under a window are left out."""
     sizes = {d.name: concrete_size(d.size, node.name) for d in node.space}
-    for axis, state in enumerate(map(int, held.get(a.tensor, ()))):
-        walk = a.map.walks[tensor_dim(state)] if state >= 0 else None
-        if walk is not None and walk.window is None:
-            dim = iteration_dim(walk.dims, sizes, blocks_of(state), mesh.sizes[axis])
+    for axis, digit in held.get(a.tensor, AxisLayout()).digits:
+        walk = a.map.walks[digit.dim]
+        if walk.window is None:
+            dim = iteration_dim(walk.dims, sizes, digit.blocks, mesh.sizes[axis])
             yield from ((axis, i) for i in dim_index(node, [] if dim is None else [dim]))

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from pase.local.types import LocalProgram, LocalReshardStep
 from pase.machine import CostModel, Mesh, axis_levels
+from pase.tables.axis_layout import AxisLayout
 
 __all__ = ["form_of", "in_forms", "price_of"]
 
@@ -82,7 +83,7 @@ def _staged(
     other = done if step.kind == "reduce_scatter" else [mesh.names.index(a) for a in then]
     less = step.nbytes // math.prod(mesh.sizes[a] for a in other)
     sizes = (step.nbytes, less) if step.kind == "reduce_scatter" else (less, step.nbytes)
-    between = tuple(
+    between = AxisLayout(
         t if a in done or mesh.sizes[a] == 1 else s
         for a, (s, t) in enumerate(zip(step.before, step.after, strict=True))
     )

@@ -11,16 +11,17 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from pase.local.arrays import Arrays
-from pase.local.parts import axes_of
-from pase.local.types import Layout
 from pase.pytree import Tree
+from pase.tables.axis_layout import AxisLayout
 
 __all__ = ["widened", "widened_back"]
 
 A = TypeVar("A")
 
 
-def widened(x: A, borders: Mapping[int, tuple[int, int]], layout: Layout, edge: Tree, arrays: Arrays[A]) -> A:
+def widened(
+    x: A, borders: Mapping[int, tuple[int, int]], layout: AxisLayout, edge: Tree, arrays: Arrays[A]
+) -> A:
     """The operand of a window with the rows before and after it that its windows read.
 
     borders: dim -> (rows read before the part, rows read after it). If a number is negative, so many rows of the part
@@ -28,7 +29,7 @@ def widened(x: A, borders: Mapping[int, tuple[int, int]], layout: Layout, edge: 
     extended one after the other, so that corners are included.
     """
     for dim, (before, behind) in borders.items():
-        axes, out, back = axes_of(layout, dim, arrays.mesh), max(before, 0), max(behind, 0)
+        axes, out, back = layout.axes_along(dim, arrays.mesh), max(before, 0), max(behind, 0)
         rows = arrays.shape(x)[dim] + min(before, 0) + min(behind, 0)
         parts = [arrays.narrow(x, dim, max(-before, 0), rows)]
         if out or back:
@@ -41,11 +42,11 @@ def widened(x: A, borders: Mapping[int, tuple[int, int]], layout: Layout, edge: 
     return x
 
 
-def widened_back(g: A, borders: Mapping[int, tuple[int, int]], layout: Layout, arrays: Arrays[A]) -> A:
+def widened_back(g: A, borders: Mapping[int, tuple[int, int]], layout: AxisLayout, arrays: Arrays[A]) -> A:
     """The transpose of ``widened``: gradients of rows return to the devices that the rows came from, and are added to
     the gradients of these devices' own rows."""
     for dim, (before, behind) in reversed(list(borders.items())):
-        axes, out, back = axes_of(layout, dim, arrays.mesh), max(before, 0), max(behind, 0)
+        axes, out, back = layout.axes_along(dim, arrays.mesh), max(before, 0), max(behind, 0)
         n = arrays.shape(g)[dim] - out - back
         rows = n - min(before, 0) - min(behind, 0)
         made: Tree = arrays.padded(arrays.narrow(g, dim, out, n), dim, max(-before, 0), max(-behind, 0))

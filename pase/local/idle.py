@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from pase.local.types import Layout, LocalOp, LocalProgram, LocalReshardStep, LocalTransfer
+from pase.local.types import LocalOp, LocalProgram, LocalReshardStep, LocalTransfer
 from pase.machine import Mesh
+from pase.tables.axis_layout import AxisLayout
 
 __all__ = ["without_idle_axes"]
 
@@ -34,8 +35,8 @@ def _wide(axes: Iterable[str], mesh: Mesh) -> tuple[str, ...]:
     return tuple(a for a in axes if mesh.sizes[mesh.names.index(a)] > 1)
 
 
-def _layout(layout: Layout, mesh: Mesh) -> Layout:
-    return tuple(s if n > 1 else None for s, n in zip(layout, mesh.sizes, strict=True))
+def _layout(layout: AxisLayout, mesh: Mesh) -> AxisLayout:
+    return AxisLayout(s if n > 1 else None for s, n in zip(layout, mesh.sizes, strict=True))
 
 
 def _op(op: LocalOp, mesh: Mesh) -> LocalOp:

@@ -29,17 +29,9 @@ from pase.local.lower import between, program_of
 from pase.local.nests import LocalNest, coordinates
 from pase.local.op_rules import OpRule, rule_of
 from pase.local.simulate import AllDevices, DeviceParts, part_of, places, resharded, whole_of
-from pase.local.types import (
-    Extents,
-    Layout,
-    LocalOp,
-    LocalOperand,
-    LocalProgram,
-    LocalReshardStep,
-    LocalResult,
-    digits_of,
-)
+from pase.local.types import Extents, LocalOp, LocalOperand, LocalProgram, LocalReshardStep, LocalResult
 from pase.machine import Mesh
+from pase.tables.axis_layout import AxisLayout
 from pase.tables.layouts import concrete_size
 
 __all__ = ["OpRule", "OpRules", "known_values", "loss_and_gradients"]
@@ -155,12 +147,12 @@ class _NumpyRun:
     resharded: dict[tuple[int, LoopIndices], DeviceParts] = field(default_factory=dict)
     arriving: dict[tuple[int, LoopIndices], DeviceParts] = field(default_factory=dict)
 
-    def local(self, shape: Extents, layout: Layout) -> Extents:
+    def local(self, shape: Extents, layout: AxisLayout) -> Extents:
         return part_of(np.empty(shape), layout, places(self.program.mesh)[0], self.program.mesh).shape
 
     def whole(self, parts: DeviceParts, tensor: str, gradient: bool) -> np.ndarray:
         r = self.program.result(tensor)
-        layout = r.gradient if gradient else tuple(None if s == "partial" else s for s in r.layout)
+        layout = r.gradient if gradient else r.layout.summed
         return whole_of(parts, r.shape, layout, self.program.mesh)
 
     # Which iteration of which loop.
@@ -235,7 +227,7 @@ class _NumpyRun:
         o = branches[min(max(chosen, 0), len(branches) - 1)]
         return o, (*indices, 0), self.program.maker[o.tensor].op.loops
 
-    def _parts(self, tensor: str, layout: Layout) -> DeviceParts:
+    def _parts(self, tensor: str, layout: AxisLayout) -> DeviceParts:
         """Each device's part of a value that is given, or that the graph holds."""
         whole, mesh = self.held(tensor), self.program.mesh
         return {at: part_of(whole, layout, at, mesh) for at in places(mesh)}
@@ -308,12 +300,12 @@ class _NumpyRun:
     def _first(self, op: LocalOp, at: tuple[int, ...]) -> bool:
         """Whether this device contributes the array that partial updates are added to."""
         (r,), mesh = op.results, self.program.mesh
-        over = [i for i, s in enumerate(r.layout) if s == "partial" or mesh.names[i] in r.summed]
+        over = sorted({*r.layout.partial, *map(mesh.names.index, r.summed)})
         return not any(at[i] for i in over)
 
     def joined(self, parts: DeviceParts, axes: tuple[str, ...], nest: LocalNest) -> DeviceParts:
         """All-reduce over axes, with the reduction that combines the op's partial results."""
-        nothing: Layout = (None,) * len(self.program.mesh.names)
+        nothing = AxisLayout.whole(self.program.mesh)
         step = LocalReshardStep(kind="all_reduce", axes=axes, before=nothing, after=nothing)
         return resharded(parts, [step] if axes else [], (), self.program.mesh, nest.joins)
 
@@ -323,7 +315,7 @@ class _NumpyRun:
         """Dim under a window -> how many rows before and after a shard the windows read. PaseError if a window reads a
         neighbour's rows that the program does not send."""
         for dim, s in nest.sliding.items():
-            split = any(self.program.mesh.sizes[axis] > 1 for axis, _ in digits_of(o.layout, dim))
+            split = any(self.program.mesh.sizes[axis] > 1 for _, axis in o.layout.along(dim))
             if split and max(s.before, s.behind) > (s.rows if o.halo else 0):
                 raise PaseError(
                     "its window reads rows that no device sends",
@@ -421,7 +413,7 @@ class _NumpyRun:
     def _shares(self, nest: LocalNest, op: LocalOp, x: DeviceParts, top: DeviceParts) -> DeviceParts:
         """For a maximum or minimum, each point's share of the gradient. All points that attain it share equally."""
         (r,), mesh, write = op.results, self.program.mesh, op.op.writes[0]
-        over = r.summed or tuple(n for n, s in zip(mesh.names, r.layout, strict=True) if s == "partial")
+        over = r.summed or r.layout.partial_axes(mesh)
         top = self.joined(top, () if r.summed else over, nest)
         reached = {at: nest.reached(x[at], top[at]) for at in places(mesh)}
         counts = {at: nest.collected(n, write, "sum") for at, n in reached.items()}

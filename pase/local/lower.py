@@ -1,7 +1,7 @@
 """Lowers a graph and its strategy to the local program.
 
 Layouts, and the collectives between and inside nodes, come from the same functions with which the search prices them
-(``pase.tables``). There, a layout is an array with one integer, the *state*, per mesh axis.
+(``pase.tables``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from pase.ir import Access, Edge, Graph, Node, Op
 from pase.ir.blocks import hoisted_of
 from pase.ir.types import shared_edge
 from pase.local.types import (
-    AxisState,
     Combine,
-    Layout,
     LocalOp,
     LocalOperand,
     LocalProgram,
@@ -28,24 +26,14 @@ from pase.local.types import (
     NodeCollective,
 )
 from pase.machine import CollectiveKind, Mesh
+from pase.tables.axis_layout import AccessLayout, AxisLayout
 from pase.tables.charges import Charge, Flow, edge_flows, node_charges
 from pase.tables.itemize import config_of
-from pase.tables.layouts import (
-    PARTIAL,
-    REPLICATED,
-    blocks_of,
-    concrete_size,
-    digit_state,
-    forward_states,
-    gradient_states,
-    read_states,
-    tensor_dim,
-    write_states,
-)
+from pase.tables.layouts import concrete_size, read_layout, write_layout
 from pase.tables.reshard_path import reshard_steps
 from pase.tables.work import phase_of
 
-__all__ = ["between", "layout_of", "local_program", "program_of", "states_of"]
+__all__ = ["between", "local_program", "program_of"]
 
 
 def local_program(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> LocalProgram:
@@ -99,15 +87,13 @@ class _Lower:
     def __init__(self, graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> None:
         self.graph, self.mesh, self.configs = graph, mesh, configs
 
-    def _read(self, node: Node, op: Op, a: Access) -> np.ndarray:
-        """The states in which an op reads a tensor, [1, axes]. PARTIAL: the tensor's gradient is partial there."""
-        config = self.configs[node.name][None, :]
-        return read_states(node, op, a, self.graph.tensors[a.tensor], config, self.mesh)
+    def _read(self, node: Node, op: Op, a: Access) -> AccessLayout:
+        """How an op reads a tensor."""
+        return read_layout(node, op, a, self.configs[node.name], self.mesh)
 
-    def _write(self, node: Node, op: Op, a: Access) -> np.ndarray:
-        """The states in which an op writes a tensor, [1, axes]."""
-        config = self.configs[node.name][None, :]
-        return write_states(node, op, a, self.graph.tensors[a.tensor], config, self.mesh)
+    def _write(self, node: Node, op: Op, a: Access) -> AccessLayout:
+        """How an op writes a tensor."""
+        return write_layout(node, op, a, self.configs[node.name], self.mesh)
 
     def _shape(self, tensor: str) -> tuple[int, ...]:
         """The shape of the whole tensor."""
@@ -136,10 +122,12 @@ class _Lower:
             hoisted=hoisted_of(self.graph) != "none" and src.kind == "parameter",
         )
 
-    def _reshard_steps(self, flow: Flow, have: np.ndarray, want: np.ndarray) -> tuple[LocalReshardStep, ...]:
-        """The reshard steps of a flow. have, want: the states in which the tensor is written and read."""
-        (start,), (end,) = (tuple(map(tuple, rows.tolist())) for rows in flow.ends(have, want))
-        return tuple(_path(start, end, flow.bytes_of, self.mesh))
+    def _reshard_steps(
+        self, flow: Flow, written: AccessLayout, read: AccessLayout
+    ) -> tuple[LocalReshardStep, ...]:
+        """The reshard steps of a flow between an op that writes a tensor and one that reads it."""
+        ends = (read.gradient, written.gradient) if flow.back else (written.layout, read.layout)
+        return tuple(_path(*ends, flow.bytes_of, self.mesh))
 
     def node(self, node: Node, edges: Mapping[object, int]) -> Iterable[LocalOp]:
         """The node's ops, each with the collectives inside it. Those of the whole node go to its main op.
@@ -167,13 +155,13 @@ class _Lower:
             return self._axes(sum({int(np.ravel(c.axes)[0]) for c in charges}))
 
         def operand(i: int, a: Access) -> LocalOperand:
-            states = self._read(node, op, a)[0]
+            read = self._read(node, op, a)
             tensor, transfer = self._source(node, op, a, edges)
             return LocalOperand(
                 tensor=tensor,
                 shape=self._shape(a.tensor),
-                layout=layout_of(_without_partial(states)),
-                gradient=layout_of(states),
+                layout=read.layout,
+                gradient=read.gradient,
                 transfer=transfer,
                 constant=a.tensor not in self.graph.producer,
                 summed=over("backward", "all_reduce", i),
@@ -181,16 +169,15 @@ class _Lower:
             )
 
         def result(i: int, a: Access) -> LocalResult:
-            states = self._write(node, op, a)[0]
-            layout, gradient = layout_of(forward_states(states)), layout_of(gradient_states(states))
-            has_part = op.kind != "parameter" or all(m.free for m in between(layout, gradient, self.mesh))
+            written = self._write(node, op, a)
+            steps = between(written.layout, written.gradient, self.mesh) if op.kind == "parameter" else ()
             return LocalResult(
                 tensor=a.tensor,
                 shape=self._shape(a.tensor),
-                layout=layout,
-                gradient=gradient,
+                layout=written.layout,
+                gradient=written.gradient,
                 summed=over(own_phase, "all_reduce", i),
-                gradient_carrier="value" if has_part else "zeros",
+                gradient_carrier="value" if all(m.free for m in steps) else "zeros",
             )
 
         return LocalOp(
@@ -229,31 +216,15 @@ class _Lower:
         )
 
 
-def _without_partial(states: np.ndarray) -> np.ndarray:
-    """The layout in which a tensor is read, from its ``read_states``. The tensor is replicated along the axes over
-    which its gradient will be partial."""
-    return np.where(states < 0, REPLICATED, states)
-
-
-def layout_of(states: Iterable[int]) -> Layout:
-    """The layout that ``forward_states`` or ``gradient_states`` describe."""
-    return tuple(map(_state, map(int, states)))
-
-
-def states_of(layout: Layout) -> tuple[int, ...]:
-    """The inverse of ``layout_of``."""
-    return tuple(PARTIAL if s == "partial" else REPLICATED if s is None else digit_state(*s) for s in layout)
-
-
-def between(have: Layout, want: Layout, mesh: Mesh, nbytes: int = 0) -> tuple[LocalReshardStep, ...]:
+def between(have: AxisLayout, want: AxisLayout, mesh: Mesh, nbytes: int = 0) -> tuple[LocalReshardStep, ...]:
     """The reshard steps from one layout to another. nbytes: of the whole tensor; if it is 0, each step has 0 bytes."""
-    return tuple(_path(states_of(have), states_of(want), lambda _: nbytes, mesh))
+    return tuple(_path(have, want, lambda _: nbytes, mesh))
 
 
 def _path(
-    have: tuple[int, ...], want: tuple[int, ...], bytes_of: Callable[[CollectiveKind], int], mesh: Mesh
+    have: AxisLayout, want: AxisLayout, bytes_of: Callable[[CollectiveKind], int], mesh: Mesh
 ) -> Iterator[LocalReshardStep]:
-    """The reshard steps from one row of states to another. The step that makes axes partial comes last.
+    """The reshard steps from one layout to another. The step that makes axes partial comes last.
 
     bytes_of: the tensor's bytes in a collective of a given kind.
     """
@@ -261,20 +232,13 @@ def _path(
         yield LocalReshardStep(
             kind=m.kind,
             axes=tuple(name for i, name in enumerate(mesh.names) if m.axes >> i & 1),
-            before=layout_of(have),
-            after=layout_of(m.after),
+            before=have,
+            after=m.after,
             nbytes=0 if m.kind == "slice" else round(bytes_of(m.kind) / mesh.ways(m.split)),
         )
         have = m.after
-    if to_partial := [i for i, (h, w) in enumerate(zip(have, want, strict=True)) if w == PARTIAL != h]:
-        after = layout_of(PARTIAL if i in to_partial else s for i, s in enumerate(have))
+    if to_partial := sorted({*want.partial} - {*have.partial}):
+        after = AxisLayout("partial" if i in to_partial else s for i, s in enumerate(have))
         yield LocalReshardStep(
-            kind="own", axes=tuple(mesh.names[i] for i in to_partial), before=layout_of(have), after=after
+            kind="own", axes=tuple(mesh.names[i] for i in to_partial), before=have, after=after
         )
-
-
-def _state(state: int) -> AxisState:
-    """One entry of ``layout_of``."""
-    if state >= 0:
-        return tensor_dim(state), blocks_of(state)
-    return "partial" if state == PARTIAL else None

@@ -20,7 +20,8 @@ from pase.ir.parameters import Windows
 from pase.ir.types import is_floating
 from pase.local.functions import COMPUTED, NUMPY, SLOPES, PointValues
 from pase.local.parts import iteration_dim
-from pase.local.types import Combine, Extents, Layout, LocalOp, LocalOperand, LocalResult
+from pase.local.types import Combine, Extents, LocalOp, LocalOperand, LocalResult
+from pase.tables.axis_layout import AxisLayout
 from pase.tables.layouts import concrete_size
 
 __all__ = ["LocalNest", "SlidingDim", "coordinates"]
@@ -304,14 +305,14 @@ def _sliding(
     return found
 
 
-def _splits(a: Access, layout: Layout, sizes: Mapping[str, int], ways: Sequence[int]) -> Mapping[str, int]:
+def _splits(
+    a: Access, layout: AxisLayout, sizes: Mapping[str, int], ways: Sequence[int]
+) -> Mapping[str, int]:
     """Iteration dim -> the number of parts into which a layout of the accessed tensor splits it."""
     out: dict[str, int] = {}
-    for axis, state in enumerate(layout):
-        if not isinstance(state, tuple):
-            continue
-        walk = a.map.walks[state[0]]
-        d = walk.dims[0] if walk.window else iteration_dim(walk.dims, sizes, state[1], ways[axis])
+    for axis, digit in layout.digits:
+        walk = a.map.walks[digit.dim]
+        d = walk.dims[0] if walk.window else iteration_dim(walk.dims, sizes, digit.blocks, ways[axis])
         if d is not None:
             out[d] = out.get(d, 1) * ways[axis]
     return out

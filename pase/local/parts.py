@@ -18,20 +18,18 @@ from typing import Literal
 import numpy as np
 
 from pase.errors import PaseError
-from pase.local.types import Layout, LocalReshardStep, digits_of
+from pase.local.types import LocalReshardStep
 from pase.machine import Mesh
-from pase.tables.layouts import contiguous_axes
+from pase.tables.axis_layout import AxisLayout, Digit
 
 __all__ = [
     "NotNested",
     "RadixDigit",
     "WireView",
-    "axes_of",
     "digits",
     "held",
     "iteration_dim",
     "pairs",
-    "placement",
     "to_whole",
     "view",
 ]
@@ -56,7 +54,9 @@ class RadixDigit:
 
 
 @lru_cache(maxsize=1 << 14)
-def digits(shape: tuple[int, ...], before: Layout, after: Layout, mesh: Mesh) -> tuple[RadixDigit, ...]:
+def digits(
+    shape: tuple[int, ...], before: AxisLayout, after: AxisLayout, mesh: Mesh
+) -> tuple[RadixDigit, ...]:
     """The digits of all dims, major to minor, that distinguish two layouts. NotNested if they do not nest."""
     out: list[RadixDigit] = []
     for dim, extent in enumerate(shape):
@@ -74,31 +74,31 @@ def digits(shape: tuple[int, ...], before: Layout, after: Layout, mesh: Mesh) ->
 
 @lru_cache(maxsize=1 << 14)
 def held(
-    shape: tuple[int, ...], layout: Layout, place: tuple[int, ...], mesh: Mesh
+    shape: tuple[int, ...], layout: AxisLayout, place: tuple[int, ...], mesh: Mesh
 ) -> tuple[np.ndarray, ...]:
     """For each dim, the indices of the elements that a device holds, int64 [elements], in order.
 
     place: the device's index along each mesh axis.
 
-    >>> held((8,), ((0, 2), (0, 4)), (1, 0), Mesh(names=("a", "b"), sizes=(2, 2)))
+    >>> held((8,), AxisLayout([(0, 2), (0, 4)]), (1, 0), Mesh(names=("a", "b"), sizes=(2, 2)))
     (array([4, 5]),)
     """
 
     def along(dim: int, extent: int) -> np.ndarray:
         every = np.arange(extent)
         mine = np.ones(extent, dtype=bool)
-        for axis, blocks in digits_of(layout, dim):
+        for blocks, axis in layout.along(dim):
             mine &= every // (extent // blocks) % mesh.sizes[axis] == place[axis]
         return every[mine]
 
     return tuple(along(dim, extent) for dim, extent in enumerate(shape))
 
 
-def _spans(extent: int, dim: int, layout: Layout, mesh: Mesh) -> dict[tuple[int, int], int]:
+def _spans(extent: int, dim: int, layout: AxisLayout, mesh: Mesh) -> dict[tuple[int, int], int]:
     """(stride, stride times ways) of each digit that an axis holds -> the axis. Axes of size 1 are left out."""
     return {
         (extent // blocks, extent // blocks * mesh.sizes[axis]): axis
-        for axis, blocks in digits_of(layout, dim)
+        for blocks, axis in layout.along(dim)
         if mesh.sizes[axis] > 1
     }
 
@@ -208,23 +208,23 @@ def pairs(step: LocalReshardStep, shape: tuple[int, ...], mesh: Mesh) -> list[tu
     axes = [mesh.names.index(name) for name in step.axes]
     places = list(itertools.product(*(range(mesh.sizes[a]) for a in axes)))
 
-    def held(layout: Layout) -> Iterator[tuple[tuple[int, int, int], ...]]:
+    def held(layout: AxisLayout) -> Iterator[tuple[tuple[int, int, int], ...]]:
         """For each device, the parts of digits that it holds."""
         for place in places:
             found: list[tuple[int, int, int]] = []
             for a, index in zip(axes, place, strict=True):
                 state = layout[a]
-                if isinstance(state, tuple):
-                    found += _parts(shape[state[0]], state, mesh.sizes[a], index, edges[state[0]])
+                if isinstance(state, Digit):
+                    found += _parts(shape[state.dim], state, mesh.sizes[a], index, edges[state.dim])
             yield tuple(sorted(found))
 
     edges: dict[int, list[int]] = {}
     for layout in (step.before, step.after):
         for a in axes:
             state = layout[a]
-            if isinstance(state, tuple):
-                stride = shape[state[0]] // state[1]
-                edges.setdefault(state[0], []).extend((stride, stride * mesh.sizes[a]))
+            if isinstance(state, Digit):
+                stride = shape[state.dim] // state.blocks
+                edges.setdefault(state.dim, []).extend((stride, stride * mesh.sizes[a]))
     have, want = list(held(step.before)), list(held(step.after))
     left: dict[object, list[int]] = {}
     for i, part in enumerate(have):
@@ -235,43 +235,13 @@ def pairs(step: LocalReshardStep, shape: tuple[int, ...], mesh: Mesh) -> list[tu
 
 
 def _parts(
-    extent: int, state: tuple[int, int], ways: int, index: int, edges: Sequence[int]
+    extent: int, digit: Digit, ways: int, index: int, edges: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
     """A digit's index as indices of finer digits, each as (dim, stride, index). ``edges`` cuts the digit into these."""
-    dim, blocks = state
-    bottom = extent // blocks
+    bottom = extent // digit.blocks
     cuts = sorted({bottom, bottom * ways, *(e for e in edges if bottom < e < bottom * ways)}, reverse=True)
     for high, low in itertools.pairwise(cuts):
-        yield dim, low, index * bottom // low % (high // low)
-
-
-def placement(layout: Layout, rank: int, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
-    """The axes that split each tensor dim, major to minor. None if the tensor is partial or a part is not contiguous.
-
-    >>> mesh = Mesh(names=("a", "b"), sizes=(2, 4))
-    >>> placement(((0, 2), (0, 8)), 2, mesh), placement(((0, 4), None), 1, mesh)
-    ((('a', 'b'), ()), None)
-    """
-    if "partial" in layout:
-        return None
-    out = []
-    for dim in range(rank):
-        axes = contiguous_axes(((blocks, axis) for axis, blocks in digits_of(layout, dim)), mesh.sizes)
-        if axes is None:
-            return None
-        out.append(tuple(mesh.names[a] for a in axes))
-    return tuple(out)
-
-
-def axes_of(layout: Layout, dim: int, mesh: Mesh) -> tuple[str, ...]:
-    """The axes that split a tensor dim, major to minor.
-
-    >>> axes_of(((0, 8), (1, 4), (0, 2)), 0, Mesh(names=("a", "b", "c"), sizes=(4, 4, 2)))
-    ('c', 'a')
-    """
-    return tuple(
-        mesh.names[axis] for _, axis in sorted((blocks, axis) for axis, blocks in digits_of(layout, dim))
-    )
+        yield digit.dim, low, index * bottom // low % (high // low)
 
 
 def iteration_dim(dims: Sequence[str], sizes: Mapping[str, int], blocks: int, ways: int) -> str | None:
@@ -291,21 +261,21 @@ def iteration_dim(dims: Sequence[str], sizes: Mapping[str, int], blocks: int, wa
     return None
 
 
-def to_whole(layout: Layout, mesh: Mesh) -> list[LocalReshardStep]:
+def to_whole(layout: AxisLayout, mesh: Mesh) -> list[LocalReshardStep]:
     """The reshard steps that replicate a tensor on every device."""
     out: list[LocalReshardStep] = []
     now = layout
 
-    def add(kind: Literal["all_reduce", "all_gather"], axes: list[int]) -> None:
+    def add(kind: Literal["all_reduce", "all_gather"], axes: Sequence[int]) -> None:
         nonlocal now
-        after = tuple(None if i in axes else s for i, s in enumerate(now))
+        after = AxisLayout(None if i in axes else s for i, s in enumerate(now))
         if axes:
             out.append(
                 LocalReshardStep(kind=kind, axes=tuple(mesh.names[i] for i in axes), before=now, after=after)
             )
         now = after
 
-    add("all_reduce", [i for i, s in enumerate(now) if s == "partial"])
-    for dim in sorted({s[0] for s in now if isinstance(s, tuple)}):
-        add("all_gather", [i for i, _ in digits_of(now, dim)])
+    add("all_reduce", now.partial)
+    for dim in sorted({digit.dim for _, digit in now.digits}):
+        add("all_gather", sorted(axis for _, axis in now.along(dim)))
     return out

@@ -11,8 +11,9 @@ from pase.errors import PaseError
 from pase.local.arrays import Arrays
 from pase.local.exchange import exchange, nests
 from pase.local.parts import digits, pairs, view
-from pase.local.types import Combine, Extents, Layout, LocalReshardStep, local_shape
+from pase.local.types import Combine, Extents, LocalReshardStep
 from pase.pytree import Tree
+from pase.tables.axis_layout import AxisLayout
 
 __all__ = ["along", "part", "places_of", "resharded"]
 
@@ -53,34 +54,34 @@ def _after_step(x: A, step: LocalReshardStep, shape: Extents, combine: Combine, 
     return arrays.sliced(x, v, axes)
 
 
-def part(x: A, shape: Extents, layout: Layout, arrays: Arrays[A]) -> A:
+def part(x: A, shape: Extents, layout: AxisLayout, arrays: Arrays[A]) -> A:
     """A device's part of a replicated tensor.
 
     shape: of the whole tensor. A dim of one element that has more in ``shape`` is not split.
     """
     full, mesh = arrays.shape(x), arrays.mesh
-    states = tuple(s if isinstance(s, tuple) and full[s[0]] != 1 else None for s in layout)
-    if local_shape(full, states, mesh) == full:
+    split = layout.within(lambda dim: full[dim] != 1)
+    if split.local_shape(full, mesh) == full:
         return x
-    if any(full[s[0]] != shape[s[0]] for s in states if s is not None):
+    if any(full[digit.dim] != shape[digit.dim] for _, digit in split.digits):
         raise PaseError(
             f"a tensor of shape {list(full)} does not have the whole shape {list(shape)}", where="operand"
         )
-    axes = tuple(name for name, s in zip(mesh.names, states, strict=True) if s is not None)
-    step = LocalReshardStep(kind="slice", axes=axes, before=(None,) * len(states), after=states)
+    axes = tuple(mesh.names[axis] for axis, _ in split.digits)
+    step = LocalReshardStep(kind="slice", axes=axes, before=AxisLayout.whole(mesh), after=split)
     return resharded(x, [step], full, "sum", arrays)
 
 
-def along(x: A, dim: int, shape: Extents, layout: Layout, arrays: Arrays[A]) -> A:
+def along(x: A, dim: int, shape: Extents, layout: AxisLayout, arrays: Arrays[A]) -> A:
     """A device's part of numbers that belong to the elements of a whole tensor's dim: [elements on the device].
 
     x: [elements of the dim]. shape, layout: of the tensor.
     """
-    states = tuple((0, s[1]) if isinstance(s, tuple) and s[0] == dim else None for s in layout)
-    return part(x, (shape[dim],), states, arrays)
+    own = layout.summed.renumbered(lambda d: 0 if d == dim else None)
+    return part(x, (shape[dim],), own, arrays)
 
 
-def places_of(ids: A, dim: int, shape: Extents, layout: Layout, arrays: Arrays[A]) -> tuple[A, A]:
+def places_of(ids: A, dim: int, shape: Extents, layout: AxisLayout, arrays: Arrays[A]) -> tuple[A, A]:
     """Translate indices into a whole tensor dim: (indices into the device's part, whether they are in this part)."""
     given: Tree = ids
     every = [d for d in digits(shape, layout, layout, arrays.mesh) if d.dim == dim]

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from pase.local.lower import between
-from pase.local.types import Layout, LocalOp, LocalOperand, LocalProgram, LocalResult, LocalTransfer
+from pase.local.types import LocalOp, LocalOperand, LocalProgram, LocalResult, LocalTransfer
+from pase.tables.axis_layout import AxisLayout
 
 __all__ = ["with_rows"]
 
@@ -49,6 +50,6 @@ def with_rows(program: LocalProgram, rows: Mapping[str, int]) -> LocalProgram:
     return replace(made, transfers=tuple(transfer(k, t) for k, t in enumerate(made.transfers)))
 
 
-def _unsplit(layout: Layout) -> Layout:
+def _unsplit(layout: AxisLayout) -> AxisLayout:
     """The layout in which no axis splits the first dim."""
-    return tuple(None if isinstance(s, tuple) and s[0] == 0 else s for s in layout)
+    return layout.renumbered(lambda dim: None if dim == 0 else dim)

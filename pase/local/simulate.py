@@ -15,9 +15,10 @@ import numpy as np
 from pase.local.arrays import Arrays, check_combine
 from pase.local.parts import held
 from pase.local.reshard import resharded as resharded_on
-from pase.local.types import Combine, Extents, Layout, LocalReshardStep
+from pase.local.types import Combine, Extents, LocalReshardStep
 from pase.machine import Mesh
 from pase.pytree import Tree
+from pase.tables.axis_layout import AxisLayout
 
 __all__ = ["AllDevices", "DeviceParts", "part_of", "places", "resharded", "whole_of"]
 
@@ -30,17 +31,17 @@ def places(mesh: Mesh) -> list[tuple[int, ...]]:
     return list(itertools.product(*map(range, mesh.sizes)))
 
 
-def part_of(x: np.ndarray, layout: Layout, place: tuple[int, ...], mesh: Mesh) -> np.ndarray:
+def part_of(x: np.ndarray, layout: AxisLayout, place: tuple[int, ...], mesh: Mesh) -> np.ndarray:
     """The elements that a device holds."""
     return np.asarray(x[np.ix_(*held(x.shape, layout, place, mesh))])
 
 
-def whole_of(parts: DeviceParts, shape: Extents, layout: Layout, mesh: Mesh) -> np.ndarray:
+def whole_of(parts: DeviceParts, shape: Extents, layout: AxisLayout, mesh: Mesh) -> np.ndarray:
     """The whole tensor, from its shards; partial sums are added up. Raises ValueError if replicas of a shard differ."""
     out = np.zeros(shape)
     filled = np.zeros(shape, bool)
     numbers = np.arange(math.prod(shape)).reshape(shape)
-    partial = [i for i, s in enumerate(layout) if s == "partial"]
+    partial = list(layout.partial)
     for place in places(mesh):
         if any(place[i] for i in partial):
             continue

@@ -42,10 +42,8 @@ from pase.ir.blocks import Hoisted
 from pase.ir.text import MAX_CHARACTERS, MAX_LINE, TextLine, op_text, read_op, word_text
 from pase.local.text_messages import message_text, read_message, read_updates, updates_text
 from pase.local.types import (
-    AxisState,
     Combine,
     Extents,
-    Layout,
     LocalMessage,
     LocalOp,
     LocalOperand,
@@ -56,11 +54,10 @@ from pase.local.types import (
     LocalTensor,
     LocalTransfer,
     NodeCollective,
-    digits_of,
-    local_shape,
 )
 from pase.machine import CollectiveKind, Mesh
 from pase.schedule.plan import Update
+from pase.tables.axis_layout import AxisLayout, AxisState, Digit
 from pase.tables.work import Phase
 
 __all__ = ["program_from_text", "program_text"]
@@ -139,20 +136,18 @@ class _Writer:
         return f" {key}=({' '.join(axes)})" if axes else ""
 
     def tensor(self, value: LocalTensor) -> str:
-        parts = local_shape(value.shape, value.layout, self.mesh)
+        parts = value.layout.local_shape(value.shape, self.mesh)
         sizes = [f"{n}{self.split(value.layout, dim)}" for dim, n in enumerate(parts)]
         return f"{word_text(value.tensor)}[{' '.join([*sizes, *self.partial(value.layout)])}]"
 
-    def split(self, layout: Layout, dim: int) -> str:
-        held = sorted((blocks, axis) for axis, blocks in digits_of(layout, dim))
-        return "".join(f":{self.mesh.names[axis]}/{blocks}" for blocks, axis in held)
+    def split(self, layout: AxisLayout, dim: int) -> str:
+        return "".join(f":{self.mesh.names[axis]}/{blocks}" for blocks, axis in layout.along(dim))
 
-    def partial(self, layout: Layout) -> list[str]:
-        return [f"+{name}" for name, s in zip(self.mesh.names, layout, strict=True) if s == "partial"]
+    def partial(self, layout: AxisLayout) -> list[str]:
+        return [f"+{name}" for name in layout.partial_axes(self.mesh)]
 
-    def layout(self, layout: Layout) -> str:
-        pairs = zip(self.mesh.names, layout, strict=True)
-        split = [f"{a}:{s[0]}/{s[1]}" for a, s in pairs if isinstance(s, tuple)]
+    def layout(self, layout: AxisLayout) -> str:
+        split = [f"{self.mesh.names[axis]}:{d.dim}/{d.blocks}" for axis, d in layout.digits]
         return f"[{' '.join([*self.partial(layout), *split])}]"
 
 
@@ -433,7 +428,7 @@ class _Reader:
         )
         self.last.sent.append(sent)
 
-    def _gradient(self, line: TextLine, layout: Layout) -> Layout:
+    def _gradient(self, line: TextLine, layout: AxisLayout) -> AxisLayout:
         return self._layout(line) if line.accept("gradient=") else layout
 
     def _named(self, line: TextLine, key: str) -> tuple[str, ...]:
@@ -465,7 +460,7 @@ class _Reader:
             line.fail("a dim must have at least one block", at)
         return blocks
 
-    def _layout(self, line: TextLine) -> Layout:
+    def _layout(self, line: TextLine) -> AxisLayout:
         states: list[AxisState] = [None] * len(self.mesh.names)
         for _ in self._split_entries(line, states):
             axis = self._axis(line)
@@ -473,8 +468,8 @@ class _Reader:
             dim = line.match(re.compile(r"\d{1,3}(?=/)"))
             if dim is None:
                 line.fail(f"expected a dim's number, found {line.next_shown()}")
-            self._held(line, states, axis, (int(dim), self._blocks(line)))
-        return tuple(states)
+            self._held(line, states, axis, Digit(int(dim), self._blocks(line)))
+        return AxisLayout(states)
 
     def _split_entries(self, line: TextLine, states: list[AxisState]) -> Iterator[None]:
         """Yields once for each entry in brackets that the caller must read. Entries of partial axes are read here."""
@@ -485,7 +480,7 @@ class _Reader:
             else:
                 yield
 
-    def _tensor(self, line: TextLine) -> tuple[str, Extents, Layout]:
+    def _tensor(self, line: TextLine) -> tuple[str, Extents, AxisLayout]:
         """A tensor's name, its whole shape and its layout, from its local sizes."""
         name = line.word("a tensor")
         shape: list[int] = []
@@ -498,7 +493,7 @@ class _Reader:
             while line.text[line.position : line.position + 1] == ":":
                 line.position += 1
                 axis = self._axis(line)
-                self._held(line, states, axis, (len(shape), self._blocks(line)))
+                self._held(line, states, axis, Digit(len(shape), self._blocks(line)))
                 size *= self.mesh.sizes[axis]
             shape.append(size)
-        return name, tuple(shape), tuple(states)
+        return name, tuple(shape), AxisLayout(states)

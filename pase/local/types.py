@@ -1,8 +1,5 @@
 """A local program: for each op, what one device holds and computes; for each edge, the reshard steps forward and back.
 
-A layout has one entry per mesh axis, as in ``pase.plan.accesses``: which digit of which tensor dim the axis selects. If
-a value is *partial* over an axis, the devices along it hold summands (or, for a maximum, candidates).
-
 Gradients follow one rule. An operand's gradient is partial over the axes that split iteration dims of the op which the
 operand does not walk. It is replicated over the axes that split nothing of the op. The gradient of a partial sum is
 the same on all its summands. So a backward pass needs only plain differentiation of the local computation and the
@@ -20,14 +17,13 @@ from pase.ir import Op, Place
 from pase.ir.blocks import Hoisted
 from pase.machine import CollectiveKind, Mesh
 from pase.schedule.plan import Update
+from pase.tables.axis_layout import AxisLayout
 from pase.tables.work import Phase
 
 __all__ = [
-    "AxisState",
     "Combine",
     "Extents",
     "GradientCarrier",
-    "Layout",
     "LocalMessage",
     "LocalOp",
     "LocalOperand",
@@ -40,14 +36,7 @@ __all__ = [
     "NodeCollective",
     "TransferDirection",
     "TransferPart",
-    "local_shape",
 ]
-
-AxisState: TypeAlias = "tuple[int, int] | Literal['partial'] | None"
-"""What a mesh axis selects of a tensor: (dim, number of blocks into which this axis and the more major ones cut it);
-``"partial"``: the devices along the axis hold summands; None: they all hold the same."""
-Layout: TypeAlias = tuple[AxisState, ...]
-"""A state for each axis of the mesh."""
 
 Extents: TypeAlias = tuple[int, ...]
 """A shape in numbers."""
@@ -75,8 +64,8 @@ class LocalReshardStep:
 
     kind: LocalReshardKind
     axes: tuple[str, ...]
-    before: Layout
-    after: Layout
+    before: AxisLayout
+    after: AxisLayout
     nbytes: int = 0
 
     @property
@@ -113,7 +102,7 @@ class LocalTensor:
 
     tensor: str
     shape: Extents
-    layout: Layout
+    layout: AxisLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +115,7 @@ class LocalOperand(LocalTensor):
     along which neighbours exchange the rows that a window needs.
     """
 
-    gradient: Layout
+    gradient: AxisLayout
     transfer: int | None = None
     constant: bool = False
     summed: tuple[str, ...] = ()
@@ -142,7 +131,7 @@ class LocalResult(LocalTensor):
     taken at if it has another layout than the parameter.
     """
 
-    gradient: Layout
+    gradient: AxisLayout
     summed: tuple[str, ...] = ()
     gradient_carrier: GradientCarrier = "value"
 
@@ -350,23 +339,3 @@ class LocalProgram:
     def ways(self, axes: tuple[str, ...]) -> int:
         """Number of devices along these axes together."""
         return self.mesh.ways(sum(1 << self.mesh.names.index(a) for a in axes))
-
-
-def digits_of(layout: Layout, dim: int) -> Iterator[tuple[int, int]]:
-    """(axis, blocks) of the axes that split a tensor dim."""
-    for axis, state in enumerate(layout):
-        if isinstance(state, tuple) and state[0] == dim:
-            yield axis, state[1]
-
-
-def local_shape(shape: Extents, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of one device's shard.
-
-    >>> local_shape((8, 6), ((0, 4), None, (1, 6)), Mesh(names=("a", "b", "c"), sizes=(4, 2, 3)))
-    (2, 2)
-    """
-    out = list(shape)
-    for axis, state in enumerate(layout):
-        if isinstance(state, tuple):
-            out[state[0]] //= mesh.sizes[axis]
-    return tuple(out)

@@ -21,7 +21,6 @@ from pase.local.exchange import exchange, nests
 from pase.local.lower import between
 from pase.local.types import (
     Extents,
-    Layout,
     LocalMessage,
     LocalOp,
     LocalProgram,
@@ -33,6 +32,7 @@ from pase.local.types import (
 )
 from pase.machine import Mesh
 from pase.schedule.plan import check_updates
+from pase.tables.axis_layout import AxisLayout
 
 __all__ = ["verify_program"]
 
@@ -45,8 +45,8 @@ def verify_program(program: LocalProgram) -> None:
 
 def _problems(program: LocalProgram) -> Iterator[str]:
     """What is unsound about the program, as sentences."""
-    read_layout: dict[int, Layout] = {}
-    gradient_layout: dict[int, Layout] = {}
+    read_layout: dict[int, AxisLayout] = {}
+    gradient_layout: dict[int, AxisLayout] = {}
     for op in program.ops:
         for o in op.operands:
             if o.transfer is None:
@@ -92,7 +92,7 @@ def _derivatives(program: LocalProgram) -> Iterator[str]:
                 yield f"{where} is not linear, but reads partial values of '{o.tensor}'"
         made_here = [o for o in op.operands if o.transfer is None and not o.constant]
         for r in op.results:
-            if _split(r.layout) == _split(r.gradient) and not any(o.tensor in carried for o in made_here):
+            if r.layout.summed == r.gradient.summed and not any(o.tensor in carried for o in made_here):
                 continue
             carried.add(r.tensor)
             if op.op.kind == "parameter":
@@ -116,11 +116,6 @@ def _derivatives(program: LocalProgram) -> Iterator[str]:
                         f"{where} is not linear, and its derivative would be taken at zeros instead of the value of "
                         f"'{at_zeros[0]}'"
                     )
-
-
-def _split(layout: Layout) -> Layout:
-    """The layout without partial axes: they do not change the shape of a device's part."""
-    return tuple(s if isinstance(s, tuple) else None for s in layout)
 
 
 def _messages(program: LocalProgram) -> Iterator[str]:
@@ -203,7 +198,7 @@ def _joinable(program: LocalProgram, i: int, m: LocalMessage) -> Iterator[str]:
 
 
 def _made_here(
-    program: LocalProgram, op: LocalOp, tensor: str, layout: Layout, constant: bool
+    program: LocalProgram, op: LocalOp, tensor: str, layout: AxisLayout, constant: bool
 ) -> Iterator[str]:
     """Checks that a tensor from an op of the same node is read in the layout in which it is made."""
     if constant:
@@ -216,7 +211,7 @@ def _made_here(
 
 
 def _chain(
-    t: LocalTransfer, steps: tuple[LocalReshardStep, ...], start: Layout, end: Layout
+    t: LocalTransfer, steps: tuple[LocalReshardStep, ...], start: AxisLayout, end: AxisLayout
 ) -> Iterator[str]:
     """Checks that the reshard steps of a transfer form a chain from one layout to another.
 

@@ -29,17 +29,14 @@ from pase.machine import Mesh
 from pase.memory.live import is_trained, live_bytes, lives
 from pase.memory.residuals import differentiated, kept, kept_through, read_of_parameters
 from pase.once import once
+from pase.tables.axis_layout import REPLICATED, forward_states, gradient_states, summed_states
 from pase.tables.charges import node_charges
 from pase.tables.facts import facts
 from pase.tables.itemize import largest_buffer
 from pase.tables.layouts import (
-    PARTIAL,
-    REPLICATED,
     LayoutRule,
     concrete_size,
     dim_index,
-    forward_states,
-    gradient_states,
     read_rule,
     shards,
     state_index,
@@ -505,7 +502,7 @@ class Gathered:
     def resharded(self, stored: np.ndarray, cfg: np.ndarray, mesh: Mesh) -> bool:
         """Whether it is read in another layout than it is stored in."""
         written, read = self.write.states(stored, mesh), self.read.states(cfg, mesh)
-        return bool((forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any())
+        return bool((forward_states(written) != summed_states(read)).any())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

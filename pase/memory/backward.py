@@ -53,18 +53,14 @@ from pase.memory.moving import arriving, arriving_again, moved_back, moved_there
 from pase.memory.residuals import kept, kept_through
 from pase.memory.sending import gradients_in_transit
 from pase.once import once
+from pase.tables.axis_layout import PARTIAL, REPLICATED
 from pase.tables.layouts import (
-    PARTIAL,
-    REPLICATED,
     concrete_size,
     dim_index,
-    forward_states,
     local_bytes,
     read_rule,
-    read_states,
     shards,
-    write_rule,
-    write_states,
+    written_and_read,
 )
 from pase.tables.work import parameter_reads
 
@@ -387,10 +383,8 @@ class _HeldForLayouts:
                 continue
             if e.op.kind not in PRODUCTS or source.kind in ("parameter", "copy"):
                 continue
-            t = self.graph.tensors[e.tensor]
-            written = write_states(source, *source.write_of(e.tensor), t, self._config(source), self.mesh)
-            read = read_states(n, e.op, e.access, t, self._config(n), self.mesh)
-            if (forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any():
+            written, read_as = written_and_read(self.graph, n, e.op, e.access, self.configs, self.mesh)
+            if (written != read_as).any():
                 seen.add((e.dst, e.tensor))
                 yield n.name, self._last(n, e.op), self._local(n, e.access) * k.times
 
@@ -431,12 +425,10 @@ class _HeldForLayouts:
         last = self.order[way[0][0]] if way else 0
         part = None
         for name, read in way:
-            n, source = self.graph.node[name], self.graph.producer[read]
+            n = self.graph.node[name]
             op, a = next((op, a) for op, a in n.reads if a.tensor == read)
-            written = write_rule(source, *source.write_of(read)).states(self._config(source), self.mesh)[0]
-            to = read_rule(n, op, a).states(self._config(n), self.mesh)[0]
-            to = np.where(to == PARTIAL, REPLICATED, to)
-            moves = to != forward_states(written)
+            written, to = written_and_read(self.graph, n, op, a, self.configs, self.mesh)
+            moves = to != written
             array = (read, tuple(to)), (name, last, self._local(n, a))
             if (moves & (written != REPLICATED)).any() and not is_gathered_again(self.graph, op, read):
                 return array, part

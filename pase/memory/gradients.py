@@ -26,14 +26,8 @@ from pase.machine import Mesh
 from pase.memory.account import is_kept_as_read, order_in_memory
 from pase.memory.residuals import differentiated, kept
 from pase.once import once
-from pase.tables.layouts import (
-    PARTIAL,
-    concrete_size,
-    gradient_states,
-    local_bytes,
-    read_rule,
-    write_rule,
-)
+from pase.tables.axis_layout import PARTIAL, gradient_states
+from pase.tables.layouts import concrete_size, local_bytes, read_rule, write_rule
 
 __all__ = ["gradient_bytes", "gradients_after", "gradients_by_call", "made_of_parameters"]
 

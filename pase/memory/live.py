@@ -16,7 +16,7 @@ from pase.ir import Graph, Node, Op, Scope
 from pase.ir.types import LEAF
 from pase.machine import Mesh
 from pase.once import once
-from pase.tables.layouts import PARTIAL, REPLICATED, forward_states, local_bytes, read_states, write_states
+from pase.tables.layouts import local_bytes, written_and_read
 
 __all__ = ["Lives", "is_trained", "live_bytes", "lives"]
 
@@ -130,9 +130,8 @@ def live_bytes(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> f
     for e in graph.edges:
         if e.access.sparse or e.op.kind in ("carry", "output"):
             continue
-        src, dst, tensor = graph.node[e.src], graph.node[e.dst], graph.tensors[e.tensor]
-        written = write_states(src, *src.write_of(e.tensor), tensor, configs[e.src][None, :], mesh)
-        read = read_states(dst, e.op, e.access, tensor, configs[e.dst][None, :], mesh)
-        if (forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any():
+        dst, tensor = graph.node[e.dst], graph.tensors[e.tensor]
+        written, read = written_and_read(graph, dst, e.op, e.access, configs, mesh)
+        if (written != read).any():
             there[place[e.dst]] += float(local_bytes(dst, tensor, e.access, configs[e.dst][None, :], mesh)[0])
     return float(there.max(initial=0.0))

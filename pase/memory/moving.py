@@ -16,21 +16,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pase.ir import Access, Graph, Node, Op
+from pase.ir import Graph, Node, Op
 from pase.ir.blocks import hoisted_of
 from pase.machine import FIRST_BUCKET_BYTES, Mesh
 from pase.memory.account import gathered, is_gathered_again, is_kept_as_read, is_made_by_call, kept_as_read
 from pase.memory.residuals import differentiated, kept, kept_through
 from pase.once import once
-from pase.tables.layouts import (
-    PARTIAL,
-    REPLICATED,
-    forward_states,
-    local_bytes,
-    read_rule,
-    tensor_dim,
-    write_rule,
-)
+from pase.tables.axis_layout import REPLICATED, tensor_dim
+from pase.tables.layouts import local_bytes, written_and_read
 from pase.tables.work import parameter_reads
 
 __all__ = ["arriving", "arriving_again", "moved_back", "moved_there"]
@@ -124,7 +117,7 @@ def _again_alone(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) ->
                 continue
             seen.add(a.tensor)
             source, ops = graph.producer[a.tensor], [op for op, b in n.reads if b.tensor == a.tensor]
-            written, to = _layouts(graph, n, op, a, mesh, configs)
+            written, to = written_and_read(graph, n, op, a, configs, mesh)
             if ((written != to) & (written != REPLICATED)).any() and not _is_joined_in_messages(
                 graph, ops, source, a.tensor
             ):
@@ -139,7 +132,7 @@ def _arriving(
         for ops, a, _ in parameter_reads(graph, n):
             source, tensor = graph.producer[a.tensor], graph.tensors[a.tensor]
             way = gathered(graph, n, ops[0], a, source)
-            written, to = _layouts(graph, n, ops[0], a, mesh, configs)
+            written, to = written_and_read(graph, n, ops[0], a, configs, mesh)
             moved = written != to
             if not _is_joined_in_messages(graph, ops, source, a.tensor) or not moved.any():
                 continue
@@ -161,16 +154,6 @@ def _is_joined_in_messages(graph: Graph, ops: list[Op], source: Node, read: str)
     """Whether a gather of a parameter may travel with others."""
     plain = source.kind == "parameter" and not is_made_by_call(source, read)
     return plain and hoisted_of(graph) == "none" and not any(op.scope for op in ops)
-
-
-def _layouts(
-    graph: Graph, n: Node, op: Op, a: Access, mesh: Mesh, configs: Mapping[str, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the layouts in which a tensor is written and read, int64 [axes]; a sum counts as arrived."""
-    source = graph.producer[a.tensor]
-    written = write_rule(source, *source.write_of(a.tensor)).states(configs[source.name][None, :], mesh)[0]
-    to = read_rule(n, op, a).states(configs[n.name][None, :], mesh)[0]
-    return forward_states(written), np.where(to == PARTIAL, REPLICATED, to)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +189,7 @@ def _moved(
         if trained and (a.tensor not in differentiated(graph) or not op.differentiable):
             continue
         seen.add(a.tensor)
-        written, to = _layouts(graph, n, op, a, mesh, configs)
+        written, to = written_and_read(graph, n, op, a, configs, mesh)
         moved = written != to
         if not moved.any() or (written[moved] == REPLICATED).all():  # a part of it is a view
             continue

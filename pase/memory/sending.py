@@ -23,7 +23,8 @@ from pase.memory.account import (
     kept_as_read,
     order_in_memory,
 )
-from pase.tables.layouts import PARTIAL, gradient_states, local_bytes, tensor_dim
+from pase.tables.axis_layout import PARTIAL, gradient_states, tensor_dim
+from pase.tables.layouts import local_bytes
 from pase.tables.work import has_gradient, parameter_reads
 
 __all__ = ["GradientsInTransit", "gradients_in_transit"]

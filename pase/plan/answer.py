@@ -12,9 +12,9 @@ from typing import Literal
 
 from pase.files.quantities import bytes_text, cost_text
 from pase.machine import Mesh
-from pase.plan.constraints import Placement
 from pase.plan.error_bar import interval
 from pase.plan.types import PlanData, TensorPlan
+from pase.tables.axis_layout import Placement
 
 __all__ = [
     "answer",

@@ -13,10 +13,11 @@ from pase.ir import Graph, Node, Role, Scope, digest
 from pase.machine import CostModel, Machine, Mesh
 from pase.memory.account import KeptPart, MemoryKind
 from pase.memory.accounts import account_for
-from pase.plan.accesses import Reading, access_states, equation_layouts
-from pase.plan.constraints import Constraints, Placement, constraints, stages
+from pase.plan.accesses import Reading, access_layouts, equation_layouts
+from pase.plan.constraints import Constraints, constraints, stages
 from pase.plan.throughput import products, step_work
 from pase.plan.types import NodePlan, PlanData, TensorPlan, Tried
+from pase.tables.axis_layout import Placement
 from pase.tables.itemize import LocalWork, NodeCost, collectives, local_work, node_costs, split_of
 from pase.tables.layouts import concrete_size
 
@@ -132,8 +133,8 @@ def assemble(
     account = account_for(machine, graph, overlap is not None)
     kept = _kept(account.parts(graph, mesh, configs, optimizer))
     work = local_work(graph, mesh, configs, model, optimizer)
-    states = access_states(graph, mesh, configs)
-    c = constraints(graph, mesh, states, stages(mesh, machine))
+    layouts = access_layouts(graph, mesh, configs)
+    c = constraints(graph, mesh, layouts, stages(mesh, machine))
     parameters, inputs = _leaves(graph, c, traced)
     return PlanData(
         model=name,
@@ -151,7 +152,7 @@ def assemble(
         define=c.define,
         read=c.read,
         copies=c.copies,
-        accesses=equation_layouts(graph, states),
+        accesses=equation_layouts(graph, layouts),
         collectives=sent,
         memory=account.memory(graph, mesh, configs, optimizer),
         cost=searched.cost,

@@ -24,28 +24,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import numpy as np
-
 from pase.ir import Access, Graph, Node, Op, Tensor
 from pase.machine import Machine, Mesh, axis_levels
-from pase.plan.accesses import NodeStates, Reading
-from pase.tables.layouts import (
-    PARTIAL,
-    PENDING,
-    REPLICATED,
-    blocks_of,
-    contiguous_axes,
-    forward_states,
-    gradient_states,
-    tensor_dim,
-    within_groups,
-)
+from pase.plan.accesses import NodeLayouts, Reading
+from pase.tables.axis_layout import AccessLayout, AxisLayout, Placement
+from pase.tables.layouts import within_groups
 from pase.tables.reshard_path import path
 
-__all__ = ["Constraints", "Placement", "Route", "constraints", "placement", "stages"]
-
-Placement = tuple[tuple[str, ...], ...]
-"""Per tensor dim, the mesh axes that split it."""
+__all__ = ["Constraints", "Route", "constraints", "stages"]
 
 
 @dataclass(frozen=True)
@@ -79,18 +65,6 @@ class Constraints:
     copies: Mapping[str, str] = field(default_factory=dict)
 
 
-def placement(states: np.ndarray, tensor: Tensor, mesh: Mesh) -> Placement | None:
-    """Return the axes per tensor dim, or None if a dim's blocks are not contiguous (a minor factor is split)."""
-    out: list[tuple[str, ...]] = []
-    for t in range(len(tensor.shape)):
-        digits = ((blocks_of(int(s)), a) for a, s in enumerate(states) if s >= 0 and tensor_dim(int(s)) == t)
-        axes = contiguous_axes(digits, mesh.sizes)
-        if axes is None:
-            return None
-        out.append(tuple(mesh.names[a] for a in axes))
-    return tuple(out)
-
-
 WIDEST_GATHER = 32
 """The most devices that one gather on a torus may join, for XLA for TPU v5e, libtpu 0.0.51 (docs/evidence/tpu.md)."""
 
@@ -114,21 +88,21 @@ def stages(mesh: Mesh, machine: Machine) -> tuple[int, ...]:
 
 
 def constraints(
-    graph: Graph, mesh: Mesh, states_of: Mapping[str, NodeStates], when: tuple[int, ...] | None = None
+    graph: Graph, mesh: Mesh, layouts: Mapping[str, NodeLayouts], when: tuple[int, ...] | None = None
 ) -> Constraints:
     """Return all constraints of a strategy.
 
-    states_of: the strategy's ``access_states``.
+    layouts: the strategy's ``access_layouts``.
     when: the axes' ``stages``, if they matter.
     """
     found = _Collected(graph=graph, mesh=mesh, when=when or (0,) * len(mesh.sizes))
     for n in graph.nodes:
-        rows_of = states_of[n.name]
-        for op, reads, writes in zip(n.ops, rows_of.reads, rows_of.writes, strict=True):
-            for a, states in zip(op.reads, reads, strict=True):
+        of_node = layouts[n.name]
+        for op, reads, writes in zip(n.ops, of_node.reads, of_node.writes, strict=True):
+            for a, read in zip(op.reads, reads, strict=True):
                 inside = a.tensor in n.internal and not graph.tensors[a.tensor].copy_of
-                if a.tensor in found.current and not inside and states is not None:
-                    found.add_read(n, op, a, states)
+                if a.tensor in found.current and not inside and read is not None:
+                    found.add_read(n, op, a, read)
             for a, written in zip(op.writes, writes, strict=True):
                 found.add_write(n, op, a, written)
     copies = {t: graph.tensors[t].copy_of for t in found.define if graph.tensors[t].copy_of}
@@ -141,8 +115,8 @@ def constraints(
 class _Collected:
     """Collects constraints node by node.
 
-    current: tensor -> the states in which other nodes find it.
-    summed: the states of the gradients of parameters whose state is split further.
+    current: tensor -> the layout in which other nodes find it.
+    summed: the layouts of the gradients of parameters whose state is split further.
     """
 
     graph: Graph
@@ -152,109 +126,104 @@ class _Collected:
     state: dict[str, Placement] = field(default_factory=dict)
     define: dict[str, Route] = field(default_factory=dict)
     read: dict[Reading, Route] = field(default_factory=dict)
-    current: dict[str, np.ndarray] = field(default_factory=dict)
-    summed: dict[str, np.ndarray] = field(default_factory=dict)
+    current: dict[str, AxisLayout] = field(default_factory=dict)
+    summed: dict[str, AxisLayout] = field(default_factory=dict)
 
-    def add_read(self, n: Node, op: Op, a: Access, states: np.ndarray) -> None:
+    def add_read(self, n: Node, op: Op, a: Access, read: AccessLayout) -> None:
         """Add the constraint of an op that reads what another node made."""
         tensor, current = self.graph.tensors[a.tensor], self.current[a.tensor]
         maker = self.graph.producer[a.tensor].kind
-        want = np.where(states == PARTIAL, REPLICATED, states)
-        rows = _between(current, want, tensor, self.mesh, self.when)
+        rows = self._between(current, read.layout, tensor)
         if rows and maker == "copy":  # gradients are summed in the copy's layout
-            rows = (*_as_placements(current, tensor, self.mesh), *rows)
+            rows = (*self._alone(current, tensor), *rows)
         # Without a constraint, the layout of the gradient's scatter would be arbitrary.
         if not rows and op.kind == "gather" and a.sparse:
-            rows = _as_placements(want, tensor, self.mesh)
+            rows = self._alone(read.layout, tensor)
         key = Reading(op.eqn, tensor.original)
         if tensor.copy_of and a.tensor in self.define:
             self.read[Reading(op.eqn, a.tensor)] = Route(rows)
         elif rows:
             straight = self.read[key].gradient if key in self.read else None
             if maker == "parameter" and tensor.needs_grad:
-                stored = self.summed.get(a.tensor, current)
-                straight = _straight(stored, states, tensor, self.mesh) or straight
+                straight = self._straight(self.summed.get(a.tensor, current), read, tensor) or straight
             self.read[key] = Route(rows, straight)
         if op.kind == "conv" and tensor.needs_grad and within_groups(n):
             # XLA must not propagate the layout of a filter's gradient, split within groups, into the convolution.
-            here = placement(want, tensor, self.mesh)
+            here = self._placement(read.layout, tensor)
             if here is not None:
                 self.read[key] = Route(self.read.get(key, Route((here,))).layouts, here)
 
-    def add_write(self, n: Node, op: Op, a: Access, written: np.ndarray) -> None:
+    def add_write(self, n: Node, op: Op, a: Access, written: AccessLayout) -> None:
         """Add the constraint of an op that makes a tensor."""
-        tensor = self.graph.tensors[a.tensor]
-        states, straight = forward_states(written), None
+        tensor, layout, straight = self.graph.tensors[a.tensor], written.layout, None
         outside = self.graph.read_outside(n, a.tensor)
-        if (written < PENDING).any():
-            self.summed[a.tensor] = gradient_states(written)
-            where = placement(self.summed[a.tensor], tensor, self.mesh)
+        if len(list(written.gradient.digits)) > len(list(layout.digits)):
+            self.summed[a.tensor] = written.gradient
+            where = self._placement(written.gradient, tensor)
             if op is n.ops[0]:
                 assert where is not None  # the config was chosen so that its blocks are contiguous
                 self.state[a.tensor] = where
             # In a view that merges dims of the parameter, blocks may not be contiguous. No constraint can express that.
             straight = where if outside else None
         if n.kind in ("parameter", "input") and op is n.ops[0]:
-            where = placement(states, tensor, self.mesh)
+            where = self._placement(layout, tensor)
             assert where is not None  # a stored tensor is walked dim by dim, so its blocks are contiguous
             self.storage[a.tensor] = where
         if not tensor.shape or not outside:
             return
-        self.current[a.tensor] = states
+        self.current[a.tensor] = layout
         made: tuple[Placement, ...] = ()
         if op.kind == "copy":
-            made = _between(self.current[op.reads[0].tensor], states, tensor, self.mesh, self.when)
+            made = self._between(self.current[op.reads[0].tensor], layout, tensor)
         elif n.kind != "input":
-            made = _as_placements(np.where(states == PARTIAL, REPLICATED, states), tensor, self.mesh)
+            made = self._alone(layout, tensor)
         if made or straight is not None:
             self.define[a.tensor] = Route(made, straight)
 
+    def _placement(self, layout: AxisLayout, tensor: Tensor) -> Placement | None:
+        """Return the axes per tensor dim, as if partial sums were summed. None if a dim's blocks are not contiguous."""
+        return layout.summed.placement(len(tensor.shape), self.mesh)
 
-def _straight(stored: np.ndarray, read: np.ndarray, tensor: Tensor, mesh: Mesh) -> Placement | None:
-    """Return the storage layout if a parameter is gathered over an axis over which its gradient is not summed.
+    def _alone(self, layout: AxisLayout, tensor: Tensor) -> tuple[Placement, ...]:
+        """Return only this layout, or nothing if it cannot be written as a placement."""
+        where = self._placement(layout, tensor)
+        return () if where is None else (where,)
 
-    The gradient is then sliced before the sum, which sends less. (The reverse of the gather would sum all of it first.)
-    """
-    gathered = (stored >= 0) & (read < 0)
-    if not (read == PARTIAL).any() or not (gathered & (read != PARTIAL)).any():
-        return None
-    return placement(stored, tensor, mesh)
+    def _straight(self, stored: AxisLayout, read: AccessLayout, tensor: Tensor) -> Placement | None:
+        """Return the storage layout if a parameter is gathered over an axis over which its gradient is not summed.
+
+        The gradient is then sliced before the sum, which sends less. (The reverse of the gather would sum all of it
+        first.)
+        """
+        summed = read.gradient.partial
+        gathered = {axis for axis, _ in stored.digits} - {axis for axis, _ in read.layout.digits}
+        return self._placement(stored, tensor) if summed and gathered - {*summed} else None
+
+    def _between(self, have: AxisLayout, want: AxisLayout, tensor: Tensor) -> tuple[Placement, ...]:
+        """Return the layouts to pass through, the target last. Empty if the tensor already has the target layout.
+
+        The result is also empty if the blocks of the target are not contiguous in this tensor. The reader's own operand
+        then decides.
+        """
+        if have == want or self._placement(want, tensor) is None:
+            return ()
+        out: list[Placement] = []
+        for layout in _staged(path(have, want, self.mesh), self.mesh, self.when):
+            where = layout.placement(len(tensor.shape), self.mesh)
+            if where is not None and (not out or out[-1] != where):
+                out.append(where)
+        return tuple(out)
 
 
-def _between(
-    have: np.ndarray, want: np.ndarray, tensor: Tensor, mesh: Mesh, when: tuple[int, ...]
-) -> tuple[Placement, ...]:
-    """Return the layouts to pass through, the target last. Empty if the tensor already has the target layout.
-
-    The result is also empty if the blocks of the target are not contiguous in this tensor. The reader's own operand
-    then decides.
-    """
-    if (have == want).all() or placement(want, tensor, mesh) is None:
-        return ()
-    out: list[Placement] = []
-    for row in _staged(path(have.tolist(), want.tolist(), mesh), mesh, when):
-        states = np.array(row)
-        where = None if (states == PARTIAL).any() else placement(states, tensor, mesh)
-        if where is not None and (not out or out[-1] != where):
-            out.append(where)
-    return tuple(out)
-
-
-def _staged(rows: list[tuple[int, ...]], mesh: Mesh, when: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the rows after the first, with intermediate ones if a wide gather goes in stages."""
-    for now, then in pairwise(rows):
-        gathered = [a for a, (s, t) in enumerate(zip(now, then, strict=True)) if s >= 0 and t == REPLICATED]
+def _staged(layouts: list[AxisLayout], mesh: Mesh, when: tuple[int, ...]) -> Iterator[AxisLayout]:
+    """Yield the layouts after the first, with intermediate ones if a wide gather goes in stages."""
+    for now, then in pairwise(layouts):
+        gathered = [axis for axis, _ in now.digits if then[axis] is None]
         alone = all(s == t for a, (s, t) in enumerate(zip(now, then, strict=True)) if a not in gathered)
         left = list(now)
         if alone and math.prod(mesh.sizes[a] for a in gathered) > WIDEST_GATHER:
             for stage in sorted({when[a] for a in gathered})[:-1]:
                 for a in gathered:
-                    left[a] = REPLICATED if when[a] == stage else left[a]
-                yield tuple(left)
+                    left[a] = None if when[a] == stage else left[a]
+                yield AxisLayout(left)
         yield then
-
-
-def _as_placements(states: np.ndarray, tensor: Tensor, mesh: Mesh) -> tuple[Placement, ...]:
-    """Return only this layout, or nothing if it cannot be written as a placement."""
-    where = placement(states, tensor, mesh)
-    return () if where is None else (where,)

@@ -23,7 +23,7 @@ from pase.files.codec import convert, form_of, json_schema, read_json, to_tree, 
 from pase.files.json_values import Json, JsonObject
 from pase.ir import Place, Remark
 from pase.machine import Mesh
-from pase.plan.accesses import Digits, EquationLayouts, Reading, distinct
+from pase.plan.accesses import EquationLayouts, Reading, distinct
 from pase.plan.constraints import Route
 from pase.plan.layout_form import (
     SCHEMA,
@@ -39,6 +39,7 @@ from pase.plan.layout_form import (
     problems,
 )
 from pase.plan.types import NodePlan, PlanData, TensorPlan
+from pase.tables.axis_layout import AxisLayout, Digit
 from pase.tables.itemize import Collective, NodeCost
 
 __all__ = ["SCHEMA", "diff", "from_json", "load", "made_schema", "save", "schema", "to_json"]
@@ -106,16 +107,17 @@ def _cost_form(plan: PlanData) -> CostForm:
 
 def _accesses_form(accesses: Mapping[Place, EquationLayouts]) -> AccessesForm:
     """Return the distinct layouts, and for each equation the layouts in which it reads and writes, as indices."""
-    index: dict[Digits, int] = {layout: i for i, layout in enumerate(distinct(accesses))}
+    index: dict[AxisLayout, int] = {layout: i for i, layout in enumerate(distinct(accesses))}
 
-    def numbered(layouts: Mapping[str, Digits]) -> dict[str, int]:
+    def numbered(layouts: Mapping[str, AxisLayout]) -> dict[str, int]:
         return {t: index[d] for t, d in layouts.items()}
 
     equations = {
         str(at): EquationForm(reads=numbered(e.reads), writes=numbered(e.writes))
         for at, e in accesses.items()
     }
-    return AccessesForm(layouts=tuple(index), equations=equations)
+    layouts = tuple(tuple(s if isinstance(s, Digit) else None for s in layout) for layout in index)
+    return AccessesForm(layouts=layouts, equations=equations)
 
 
 def from_json(data: Json, where: str = "layout") -> PlanData:
@@ -248,8 +250,10 @@ def _copies_by_name(tensors: Iterable[str]) -> dict[str, str]:
 
 
 def _accesses_of(form: AccessesForm) -> dict[Place, EquationLayouts]:
-    def layouts_by_tensor(numbers: Mapping[str, int]) -> dict[str, Digits]:
-        return {t: form.layouts[i] for t, i in numbers.items()}
+    layouts = tuple(map(AxisLayout, form.layouts))
+
+    def layouts_by_tensor(numbers: Mapping[str, int]) -> dict[str, AxisLayout]:
+        return {t: layouts[i] for t, i in numbers.items()}
 
     return {
         Place.parse(at): EquationLayouts(reads=layouts_by_tensor(e.reads), writes=layouts_by_tensor(e.writes))

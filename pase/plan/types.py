@@ -18,10 +18,11 @@ from pase.ir.blocks import Block, Hoisted
 from pase.ir.types import PRODUCTS, itemsize
 from pase.machine import BUCKET_BYTES, Mesh
 from pase.memory.account import Memory, MemoryKind
-from pase.plan.accesses import EquationLayouts, Reading, access_states, equation_layouts
-from pase.plan.constraints import Placement, Route
+from pase.plan.accesses import EquationLayouts, Reading, access_layouts, equation_layouts
+from pase.plan.constraints import Route
 from pase.plan.pipeline import PipelinePlan
 from pase.plan.throughput import StepWork, Throughput
+from pase.tables.axis_layout import Placement
 from pase.tables.itemize import Collective, LocalWork, NodeCost, config_of
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ class PlanData:
             return self.accesses
         graph = self.split_graph
         configs = {n.name: config_of(n, self.strategy[n.name], self.mesh) for n in graph.nodes}
-        return equation_layouts(graph, access_states(graph, self.mesh, configs))
+        return equation_layouts(graph, access_layouts(graph, self.mesh, configs))
 
     @property
     def split_graph(self) -> Graph:

@@ -26,16 +26,13 @@ from pase.ir.made_of_weights import made_of_weights
 from pase.ir.types import is_floating
 from pase.ir.whole_step import sums_gradient, whole_step
 from pase.machine import CollectiveKind, Mesh
+from pase.tables.axis_layout import forward_states, gradient_states, summed_states
 from pase.tables.decompose import TAKEN_APART, Products, made_by, read_by, sums_apart
 from pase.tables.layouts import (
-    PARTIAL,
-    REPLICATED,
     RingDim,
     axis_bits,
     concrete_size,
     dim_index,
-    forward_states,
-    gradient_states,
     local_bytes,
     ring_of,
     shards,
@@ -241,9 +238,9 @@ class Flow:
         return self.sum_nbytes if kind in SUMS else self.nbytes
 
     def ends(self, src: np.ndarray, dst: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The layouts before and after the reshard. src: from write_states. dst: from read_states."""
+        """The layouts before and after the reshard. src: of a write_rule. dst: of a read_rule."""
         if not self.back:
-            return forward_states(src), np.where(dst == PARTIAL, REPLICATED, dst)
+            return forward_states(src), summed_states(dst)
         return dst, gradient_states(src)
 
     def overlapping(self, kind: CollectiveKind) -> Products:
@@ -257,7 +254,7 @@ class Flow:
         return (kind == "all_gather") != self.back
 
     def during(self, kind: CollectiveKind, src: np.ndarray, mesh: Mesh) -> np.ndarray:
-        """bool [S]: whether the products may overlap, for each written layout (write_states, [S, axes])."""
+        """bool [S]: whether the products may overlap, for each written layout (of a write_rule, [S, axes])."""
         products = self.overlapping(kind)
         if not products or self.of_reader(kind):
             return np.full(len(src), bool(products))
@@ -351,7 +348,7 @@ def _summed_itemsize(graph: Graph, op: Op, tensor: Tensor) -> int:
 
 
 def edge_charges(graph: Graph, edge: Edge, src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
-    """Collectives of an edge for every pair of layouts. src: from write_states. dst: from read_states."""
+    """Collectives of an edge for every pair of layouts. src: of a write_rule. dst: of a read_rule."""
     for flow in edge_flows(graph, edge):
         steps = reshard(*flow.ends(src, dst), mesh)
         single = len(src) == len(dst) == len(steps) == 1

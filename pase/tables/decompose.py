@@ -26,7 +26,8 @@ from pase.ir import Access, Edge, Graph, Node, Op, Remark
 from pase.ir.precision import operand_bytes, rate_dtype
 from pase.machine import CollectiveKind, CostModel, Machine, Mesh
 from pase.once import once
-from pase.tables.layouts import PARTIAL, concrete_size, tensor_dim
+from pase.tables.axis_layout import PARTIAL, tensor_dim
+from pase.tables.layouts import concrete_size
 
 __all__ = [
     "TAKEN_APART",
@@ -168,7 +169,7 @@ def _product(graph: Graph, node: Node, op: Op, rows: Access) -> DecomposedProduc
 def sums_apart(product: DecomposedProduct, written: np.ndarray, mesh: Mesh) -> np.ndarray:
     """bool [S]: whether a product that writes in these layouts splits only rows and the contraction, over all devices.
 
-    written: from write_states, int64 [S, axes].
+    written: of a write_rule, int64 [S, axes].
     """
     rows = (written >= 0) & ~np.isin(tensor_dim(np.maximum(written, 0)), sorted(product.weighted))
     return ((written == PARTIAL) | rows | (np.array(mesh.sizes) == 1)).all(axis=1)

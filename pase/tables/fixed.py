@@ -8,15 +8,8 @@ import numpy as np
 
 from pase.ir import FixedLayout, Graph, Node
 from pase.machine import Mesh
-from pase.tables.layouts import (
-    REPLICATED,
-    configs,
-    digit_state,
-    dim_index,
-    forward_states,
-    tensor_dim,
-    write_rule,
-)
+from pase.tables.axis_layout import REPLICATED, digit_state, forward_states, tensor_dim
+from pase.tables.layouts import configs, dim_index, write_rule
 
 __all__ = ["as_fixed", "fixed_layout", "why_not"]
 

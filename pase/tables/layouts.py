@@ -3,68 +3,60 @@
 A config assigns each mesh axis to an iteration dim of the node, or to none (the axis replicates). Several axes on
 one dim split it in mesh order, major to minor.
 
-A layout has one *state* per mesh axis. The state is one of: the digit of a tensor dim that the axis selects;
-``REPLICATED``; ``PARTIAL`` (the shards must still be summed); ``PENDING`` (a copy whose gradient may stay partial); or
-a parameter's *state digit* (below ``PENDING``), which means that the parameter is whole over the axis, but its gradient
-and optimizer state are split there. ``forward_states`` and ``gradient_states`` return the layouts of the tensor and of
-its gradient.
-
-A digit is (tensor dim, blocks). It selects index * blocks // extent % size of the axis, with the dim cut into that many
-blocks. Two layouts place elements alike exactly if their states are equal, however dims were merged or split. The
-number of shards alone cannot tell this.
+A layout is a row of integers, one *state* for each mesh axis (``pase.tables.axis_layout``).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
 
 import numpy as np
 
 from pase.errors import PaseError
-from pase.ir import Access, Node, Op, Tensor
+from pase.ir import Access, Graph, Node, Op, Tensor
 from pase.ir.sizes import Size
 from pase.machine import Mesh
+from pase.tables.axis_layout import (
+    PARTIAL,
+    PENDING,
+    REPLICATED,
+    AccessLayout,
+    AxisLayout,
+    digit_state,
+    forward_states,
+    gradient_states,
+    state_digit,
+    summed_states,
+    tensor_dim,
+)
 
 __all__ = [
     "NOT_SPLIT",
-    "PARTIAL",
-    "PENDING",
-    "REPLICATED",
     "LayoutRule",
     "RingDim",
     "access_rules",
     "axis_bits",
-    "blocks_of",
     "concrete_size",
     "configs",
-    "contiguous_axes",
-    "digit_state",
     "dim_index",
-    "forward_states",
-    "gradient_states",
     "local_bytes",
+    "read_layout",
     "read_rule",
-    "read_states",
     "ring_of",
     "shards",
     "state_index",
-    "tensor_dim",
+    "write_layout",
     "write_rule",
-    "write_states",
+    "written_and_read",
 ]
 
 NOT_SPLIT = -1
-REPLICATED, PARTIAL, PENDING = -1, -2, -3
-_DIM = 1 << 44  # blocks must stay below this
-_STATE = -8  # a state digit d is stored as _STATE - d
 
 _MAX_CONFIGS = 1 << 17
 _MAX_DIMS = 128  # because a config is int8
-_OneOrMany = TypeVar("_OneOrMany", int, np.ndarray)
 
 
 def concrete_size(size: Size, what: str) -> int:
@@ -339,7 +331,7 @@ class LayoutRule:
         states = gradient_states(self.states(cfg, mesh))
         # Each axis gets a different value, so that unsplit axes never look equal.
         unsplit = -1 - np.arange(len(mesh.sizes))
-        dims = np.sort(np.where(states >= 0, states // _DIM, unsplit), axis=1)
+        dims = np.sort(np.where(states >= 0, tensor_dim(states), unsplit), axis=1)
         return np.asarray((np.diff(dims, axis=1) != 0).all(axis=1))
 
     def _states(self, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
@@ -352,7 +344,7 @@ class LayoutRule:
                 for a, ways in enumerate(mesh.sizes):
                     on = cfg[:, a] == i
                     blocks[on] *= ways
-                    out[on, a] = t * _DIM + blocks[on]
+                    out[on, a] = digit_state(t, blocks[on])
         if self.state is not None:
             dim_of_state = _divided_dim(cfg, self.state, self.state_dims, mesh)
             for t, walk in enumerate(self.walks):
@@ -362,7 +354,7 @@ class LayoutRule:
                     for a, ways in enumerate(mesh.sizes):
                         on = (dim_of_state == i) & (cfg[:, a] == self.state)
                         blocks[on] *= ways
-                        out[on, a] = _STATE - (t * _DIM + blocks[on])
+                        out[on, a] = state_digit(digit_state(t, blocks[on]))
         return out
 
 
@@ -427,62 +419,28 @@ def read_rule(node: Node, op: Op, access: Access) -> LayoutRule:
     return LayoutRule(walks=_walks(node, access), partial=(*_not_walked(node, op, access), *_pending(node)))
 
 
-def write_states(
-    node: Node, op: Op, access: Access, tensor: Tensor, cfg: np.ndarray, mesh: Mesh
-) -> np.ndarray:
-    """``write_rule`` applied to configs: int64 [K, axes]."""
-    return write_rule(node, op, access).states(cfg, mesh)
+def write_layout(node: Node, op: Op, access: Access, config: np.ndarray, mesh: Mesh) -> AccessLayout:
+    """How an op writes a tensor under one config, int8 [axes]."""
+    states = write_rule(node, op, access).states(config[None, :], mesh)[0]
+    return AccessLayout(
+        layout=AxisLayout.of(forward_states(states)), gradient=AxisLayout.of(gradient_states(states))
+    )
 
 
-def read_states(
-    node: Node, op: Op, access: Access, tensor: Tensor, cfg: np.ndarray, mesh: Mesh
-) -> np.ndarray:
-    """``read_rule`` applied to configs: int64 [K, axes]."""
-    return read_rule(node, op, access).states(cfg, mesh)
+def read_layout(node: Node, op: Op, access: Access, config: np.ndarray, mesh: Mesh) -> AccessLayout:
+    """How an op reads a tensor under one config, int8 [axes]."""
+    gradient = AxisLayout.of(read_rule(node, op, access).states(config[None, :], mesh)[0])
+    return AccessLayout(layout=gradient.summed, gradient=gradient)
 
 
-def forward_states(written: np.ndarray) -> np.ndarray:
-    """The layout of a tensor as it is written, from its ``write_states``."""
-    return np.where(written <= PENDING, REPLICATED, written)
+def written_and_read(
+    graph: Graph, node: Node, op: Op, access: Access, configs: Mapping[str, np.ndarray], mesh: Mesh
+) -> tuple[np.ndarray, np.ndarray]:
+    """The layouts in which a tensor is written and read under a strategy, int64 [axes]; a sum counts as arrived.
 
-
-def gradient_states(written: np.ndarray) -> np.ndarray:
-    """The layout to which a tensor's gradient is resharded, from the tensor's ``write_states``."""
-    out = np.where(written == PENDING, PARTIAL, np.where(written == PARTIAL, REPLICATED, written))
-    return np.where(written <= _STATE, _STATE - written, out)
-
-
-def tensor_dim(state: _OneOrMany) -> _OneOrMany:
-    """The tensor dim of a digit, or of each digit of an array."""
-    return state // _DIM
-
-
-def blocks_of(state: int) -> int:
-    """The number of blocks into which the digit and all more major digits cut their tensor dim."""
-    return state % _DIM
-
-
-def contiguous_axes(digits: Iterable[tuple[int, int]], sizes: Sequence[int]) -> tuple[int, ...] | None:
-    """The mesh axes that split a tensor dim, major to minor. None if the shard of a device is not contiguous, because
-    a minor factor of the dim is split.
-
-    digits: (blocks, axis index) of each axis that splits the dim. sizes: of the mesh's axes.
-
-    >>> contiguous_axes([(8, 0), (2, 1)], (4, 2)), contiguous_axes([(8, 0)], (4, 2))
-    ((1, 0), None)
+    node, op, access: the read. configs: node name -> int8 [axes].
     """
-    cut, ordered = 1, sorted(digits)
-    for blocks, axis in ordered:
-        cut *= sizes[axis]
-        if blocks != cut:
-            return None
-    return tuple(axis for _, axis in ordered)
-
-
-def digit_state(dim: int, blocks: int) -> int:
-    """The state of a digit.
-
-    >>> tensor_dim(digit_state(3, 8)), blocks_of(digit_state(3, 8))
-    (3, 8)
-    """
-    return dim * _DIM + blocks
+    source = graph.producer[access.tensor]
+    written = write_rule(source, *source.write_of(access.tensor)).states(configs[source.name][None, :], mesh)
+    read = read_rule(node, op, access).states(configs[node.name][None, :], mesh)
+    return forward_states(written[0]), summed_states(read[0])

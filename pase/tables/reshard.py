@@ -16,9 +16,9 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.machine import COLLECTIVES, CollectiveKind, Mesh
+from pase.tables.axis_layout import REPLICATED, AxisLayout, blocks_of, digit_state, tensor_dim
 from pase.tables.distinct import distinct
-from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
-from pase.tables.reshard_path import reshard_steps
+from pase.tables.reshard_path import canonical, reshard_steps
 from pase.tables.walks import walked
 
 __all__ = ["KNOWN_PLANS", "PairedStep", "Plans", "compare", "reshard"]
@@ -75,7 +75,7 @@ def _reshard_one(src: tuple[int, ...], dst: tuple[int, ...], mesh: Mesh) -> tupl
     """``reshard`` for one pair of layouts, cached."""
     return tuple(
         PairedStep(m.kind, np.array([[m.axes]]), np.array([[1.0 / mesh.ways(m.split)]]))
-        for m in reshard_steps(src, dst, mesh.sizes)
+        for m in reshard_steps(AxisLayout.of(src), AxisLayout.of(dst), mesh.sizes)
         if m.kind != "slice"
     )
 
@@ -136,7 +136,7 @@ def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]], mesh: Mesh) -> list[
 
 def _dims(rows: np.ndarray) -> np.ndarray:
     """The tensor dims that each layout splits, as bit sets [rows]."""
-    return np.bitwise_or.reduce(np.where(rows >= 0, 1 << np.maximum(rows, 0) // _DIM, 0), axis=1)
+    return np.bitwise_or.reduce(np.where(rows >= 0, 1 << tensor_dim(np.maximum(rows, 0)), 0), axis=1)
 
 
 def _ranked(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -146,11 +146,12 @@ def _ranked(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     values: the distinct states. Returns (indices into the vocabulary, [values, sets of used dims], the vocabulary of
     renumbered states).
     """
-    dims = np.where(values >= 0, values // _DIM, -1)
+    dims = np.where(values >= 0, tensor_dim(values), -1)
     out = np.repeat(values[:, None], 1 << int(dims.max()) + 1, axis=1)
     for used in range(out.shape[1]):
         for t in range(int(dims.max()) + 1):
-            out[dims == t, used] -= (t - (used & (1 << t) - 1).bit_count()) * _DIM
+            rank = (used & (1 << t) - 1).bit_count()
+            out[dims == t, used] = digit_state(rank, blocks_of(values[dims == t]))
     vocabulary, places = np.unique(out, return_inverse=True)
     return places.reshape(out.shape), vocabulary
 
@@ -158,7 +159,7 @@ def _ranked(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _codes(src: np.ndarray, dst: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Plans of pairs of rows [U, axes], as in ``Plans.codes``. Equivalent to ``reshard_steps`` of each pair, but for
     many pairs at once."""
-    cases, order = _canonical(src, dst, sizes)
+    cases, order = canonical(src, dst, sizes)
     n = len(sizes)
     first, which = _distinct(cases)
     kind, moved, split = KNOWN_PLANS.of(cases[first])[:, which]
@@ -235,26 +236,3 @@ def _distinct(cases: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             packed = distinct(packed)[1].astype(np.int64)
         packed = packed * len(distinct_states) + place
     return distinct(packed)
-
-
-def _canonical(src: np.ndarray, dst: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Canonical cases (see ``pase.tables.reshard_path``) of pairs of rows: [U, 3, axes] (ways, src, dst), and the axis
-    at each position, [U, axes]."""
-    goal = np.where((dst == PARTIAL) & (src >= 0), REPLICATED, dst)
-    unchanged = (src < 0) & ((dst == src) | (dst == PARTIAL))
-    ways = np.where(unchanged, 1, sizes[None, :])
-    src, goal = np.where(unchanged, REPLICATED, src), np.where(unchanged, REPLICATED, goal)
-    keys = [np.where(x < 0, x, x % _DIM) for x in (src, goal)]
-    order = np.lexsort((goal, src, keys[1], keys[0], ways), axis=1)
-    ways, src, goal = (np.take_along_axis(x, order, axis=1) for x in (ways, src, goal))
-    dims = int(max(src.max(initial=0), goal.max(initial=0))) // _DIM + 1
-    new_dim, dims_seen = np.full((len(src), dims), -1), np.zeros(len(src), dtype=np.int64)
-    for a in range(src.shape[1]):
-        for states in (src, goal):
-            on = np.flatnonzero(states[:, a] >= 0)
-            t = states[on, a] // _DIM
-            new = new_dim[on, t] < 0
-            new_dim[on[new], t[new]] = dims_seen[on[new]]
-            dims_seen[on[new]] += 1
-            states[on, a] += (new_dim[on, t] - t) * _DIM
-    return np.stack([ways, src, goal], axis=1), order

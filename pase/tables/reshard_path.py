@@ -3,8 +3,8 @@
 Data is sent while the local buffer is smallest: slices (free) and reduce-scatters come first, then changes from one
 tensor dim to another (all-to-all) and relabelled axes (permute), then all-reduce, and all-gather last.
 
-A mesh axis that splits a tensor holds a digit of the index of one tensor dim (``pase.tables.layouts``). It can take a
-digit only if no other axis holds a part of it or holds an incompatible digit (halves and thirds of the same dim, for
+A mesh axis that splits a tensor holds a digit of the index of one tensor dim (``pase.tables.axis_layout``). It can take
+a digit only if no other axis holds a part of it or holds an incompatible digit (halves and thirds of the same dim, for
 example, would give devices shards of different sizes). Axes that block each other exchange what they hold in one
 permute if that is enough. Otherwise the blocking axis changes its dim or is gathered first.
 
@@ -14,16 +14,17 @@ steps of both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+import numpy as np
+
 from pase.machine import COLLECTIVES, CollectiveKind, Mesh
-from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
+from pase.tables.axis_layout import PARTIAL, REPLICATED, AxisLayout, Digit, blocks_of, digit_state, tensor_dim
 from pase.tables.reshard_walk import SLICE, begun, walk_cases
 
-__all__ = ["ReshardStep", "overlap", "path", "reshard_steps"]
+__all__ = ["ReshardStep", "canonical", "path", "reshard_steps"]
 
 
 ReshardKind = CollectiveKind | Literal["slice"]
@@ -40,96 +41,86 @@ class ReshardStep:
     kind: ReshardKind
     axes: int
     split: int
-    after: tuple[int, ...]
+    after: AxisLayout
 
 
-def path(src: Sequence[int], dst: Sequence[int], mesh: Mesh) -> list[tuple[int, ...]]:
+def path(src: AxisLayout, dst: AxisLayout, mesh: Mesh) -> list[AxisLayout]:
     """The layouts that a partitioner is asked for one after another, from src to dst, one collective apart.
 
     All-to-alls and permutes are separate steps (axes that leave one tensor dim for another together are one step).
-    Slices come first and gathers last. Layouts with PARTIAL cannot be written in JAX, so callers must skip them.
+    Slices come first and gathers last. Layouts with partial axes cannot be written in JAX, so callers must skip them.
     """
-    start, end = tuple(int(s) for s in src), tuple(int(s) for s in dst)
-    rows = [start] + [m.after for m in reshard_steps(start, end, mesh.sizes)]
-    return rows if rows[-1] == end else [*rows, end]
+    rows = [src, *(m.after for m in reshard_steps(src, dst, mesh.sizes))]
+    return rows if rows[-1] == dst else [*rows, dst]
 
 
-def overlap(a: int, ways_a: int, b: int, ways_b: int) -> bool:
-    """Whether two digits overlap: they select from the same part of the same tensor dim.
-
-    a, b: tensor dim * _DIM + stride (see ``reshard_walk``), or a negative state. ways_a, ways_b: the axes' sizes.
-    """
-    if a < 0 or b < 0 or a // _DIM != b // _DIM:
-        return False
-    return a % _DIM < b % _DIM * ways_b and b % _DIM < a % _DIM * ways_a
-
-
-def reshard_steps(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]) -> list[ReshardStep]:
+@lru_cache(maxsize=1 << 14)
+def reshard_steps(src: AxisLayout, dst: AxisLayout, sizes: tuple[int, ...]) -> tuple[ReshardStep, ...]:
     """The collectives that turn layout src into layout dst, in order.
 
-    A dst state of PARTIAL lets the tensor stay, or become, partial over that axis.
+    A partial axis of dst lets the tensor stay, or become, partial over that axis.
     """
-    case, order, dims = _canonical(src, dst, sizes)
+    rows = np.array([src.states]), np.array([dst.states])
+    (case,), (order,) = (x.tolist() for x in canonical(*rows, np.array(sizes)))
+    dims = list(dict.fromkeys(s.dim for a in order for s in (src[a], dst[a]) if isinstance(s, Digit)))
 
     def named(axes: int) -> int:
         return sum(1 << a for i, a in enumerate(order) if axes >> i & 1)
 
-    def row(after: tuple[int, ...]) -> tuple[int, ...]:
+    def layout(after: AxisLayout) -> AxisLayout:
         out = list(src)
-        for a, (ways, _, _), s in zip(order, case, after, strict=True):
+        for a, ways, s in zip(order, case[0], after.renumbered(dims.__getitem__), strict=True):
             if ways > 1:
-                out[a] = s if s < 0 else dims[s // _DIM] * _DIM + s % _DIM
-        return tuple(out)
+                out[a] = s
+        return AxisLayout(out)
 
-    return [
-        ReshardStep(kind=m.kind, axes=named(m.axes), split=named(m.split), after=row(m.after))
-        for m in canonical_steps(case)
-    ]
-
-
-AxisChanges = tuple[tuple[int, int, int], ...]
-"""All that the steps depend on: (ways, src, dst) per axis, sorted, with tensor dims numbered in order of appearance."""
+    return tuple(
+        replace(m, axes=named(m.axes), split=named(m.split), after=layout(m.after))
+        for m in canonical_steps(tuple(map(tuple, case)))
+    )
 
 
-def _canonical(
-    src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]
-) -> tuple[AxisChanges, list[int], list[int]]:
-    """The canonical case, the axis at each of its positions, and the tensor dim for each of its dim numbers.
+def canonical(src: np.ndarray, dst: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All that the steps depend on, for pairs of rows of states [U, axes]: the *canonical* cases [U, 3, axes] (ways,
+    src, dst), and the axis at each of their positions, [U, axes].
 
-    Axes that need no step count as having one way, so that cases that differ only in them are equal.
+    A case has its axes sorted, and its tensor dims numbered in order of appearance. Axes that need no step count as
+    having one way, so that cases that differ only in them are equal.
     """
-    rows = []
-    for a, (s, d, ways) in enumerate(zip(src, dst, sizes, strict=True)):
-        goal = REPLICATED if d == PARTIAL and s >= 0 else d
-        unchanged = s < 0 and d in (s, PARTIAL)
-        rows.append((1, REPLICATED, REPLICATED, a) if unchanged else (ways, s, goal, a))
-    rows.sort(key=lambda r: (r[0], _blocks(r[1]), _blocks(r[2]), r[1], r[2]))
-    dims = list(dict.fromkeys(s // _DIM for r in rows for s in r[1:3] if s >= 0))
-    place = {t: i for i, t in enumerate(dims)}
-
-    def numbered(s: int) -> int:
-        return s if s < 0 else place[s // _DIM] * _DIM + s % _DIM
-
-    case = tuple((ways, numbered(s), numbered(d)) for ways, s, d, _ in rows)
-    return case, [r[3] for r in rows], dims
-
-
-def _blocks(state: int) -> int:
-    """The blocks of a digit; other states are unchanged."""
-    return state if state < 0 else state % _DIM
+    goal = np.where((dst == PARTIAL) & (src >= 0), REPLICATED, dst)
+    unchanged = (src < 0) & ((dst == src) | (dst == PARTIAL))
+    ways = np.where(unchanged, 1, sizes[None, :])
+    src, goal = np.where(unchanged, REPLICATED, src), np.where(unchanged, REPLICATED, goal)
+    keys = [np.where(x < 0, x, blocks_of(x)) for x in (src, goal)]
+    order = np.lexsort((goal, src, keys[1], keys[0], ways), axis=1)
+    ways, src, goal = (np.take_along_axis(x, order, axis=1) for x in (ways, src, goal))
+    dims = tensor_dim(int(max(src.max(initial=0), goal.max(initial=0)))) + 1
+    new_dim, dims_seen = np.full((len(src), dims), -1), np.zeros(len(src), dtype=np.int64)
+    for a in range(src.shape[1]):
+        for states in (src, goal):
+            on = np.flatnonzero(states[:, a] >= 0)
+            t = tensor_dim(states[on, a])
+            new = new_dim[on, t] < 0
+            new_dim[on[new], t[new]] = dims_seen[on[new]]
+            dims_seen[on[new]] += 1
+            states[on, a] = digit_state(new_dim[on, t], blocks_of(states[on, a]))
+    return np.stack([ways, src, goal], axis=1), order
 
 
 @lru_cache(maxsize=1 << 14)
-def canonical_steps(case: AxisChanges) -> tuple[ReshardStep, ...]:
+def canonical_steps(case: tuple[tuple[int, ...], ...]) -> tuple[ReshardStep, ...]:
     """``reshard_steps`` of a canonical case."""
-    columns = [list(column) for column in zip(*case, strict=True)]
-    room, count = 2 * len(case), [2 * len(case) + 1]
+    axes = len(case[0])
+    room, count = 2 * axes, [2 * axes + 1]
     while count[0] > room:
-        room, done = count[0], [[[-1] * (3 + len(case)) for _ in range(count[0])]]
-        walk_cases([columns], 0, 1, *begun(len(case), whole=True), done, count)
+        room, done = count[0], [[[-1] * (3 + axes) for _ in range(count[0])]]
+        walk_cases([list(map(list, case))], 0, 1, *begun(axes, whole=True), done, count)
     return tuple(
         ReshardStep(
-            kind="slice" if kind == SLICE else COLLECTIVES[kind], axes=axes, split=split, after=tuple(after)
+            kind="slice" if kind == SLICE else COLLECTIVES[kind],
+            axes=axes,
+            split=split,
+            after=AxisLayout.of(after),
         )
         for kind, axes, split, *after in done[0][: count[0]]
     )

@@ -29,7 +29,7 @@ from __future__ import annotations
 from math import gcd
 
 from pase.machine import COLLECTIVES
-from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
+from pase.tables.axis_layout import DIM_BITS, PARTIAL, REPLICATED
 
 __all__ = ["SLICE", "begun", "walk_cases"]
 
@@ -37,7 +37,7 @@ Cells = list[list[int]]
 Cubes = list[Cells]
 
 KEEP = -1 << 60
-_BITS, _MASK = _DIM.bit_length() - 1, _DIM - 1
+_BITS, _MASK = DIM_BITS, (1 << DIM_BITS) - 1
 NOW, GOAL, SIZE, HELD, CHANGE, TRIAL, LEFT, ORDER, TAKEN, TURN, BEFORE, AFTER, _ROWS = range(13)
 HAS, WANTS, CUT, EXTENT, TANGLES, LENGTH, _SLOTS = range(7)
 MOVES, ORDERED, TOOK, EVEN, LAST, WHOLE = range(3, 9)  # places of LENGTH after those of the lists of spans

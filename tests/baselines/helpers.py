@@ -15,7 +15,7 @@ from pase.frontends.jax.frontend import trace
 from pase.ir import Graph, named, simplify
 from pase.machine import Mesh
 from pase.tables.charges import Charge, edge_charges, node_charges
-from pase.tables.layouts import read_states, write_states
+from pase.tables.layouts import read_rule, write_rule
 
 
 @cache
@@ -44,10 +44,10 @@ def collectives(graph: Graph, baseline: Baseline) -> list[Sent]:
         cfg = baseline.strategy[n.name][None]
         out += _sent(n.name, n.name, node_charges(graph, n, cfg, mesh), mesh)
     for e in graph.edges:
-        src, dst, tensor = graph.node[e.src], graph.node[e.dst], graph.tensors[e.tensor]
+        src, dst = graph.node[e.src], graph.node[e.dst]
         op, write = src.write_of(e.tensor)
-        written = write_states(src, op, write, tensor, baseline.strategy[e.src][None], mesh)
-        wanted = read_states(dst, e.op, e.access, tensor, baseline.strategy[e.dst][None], mesh)
+        written = write_rule(src, op, write).states(baseline.strategy[e.src][None], mesh)
+        wanted = read_rule(dst, e.op, e.access).states(baseline.strategy[e.dst][None], mesh)
         out += _sent(e.src, e.dst, edge_charges(graph, e, written, wanted, mesh), mesh)
     return out
 

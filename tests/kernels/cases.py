@@ -112,8 +112,8 @@ def _schedule(seed: int) -> Iterator[Any]:
 
 def _walks(seed: int) -> Iterator[Any]:
     from pase.tables import walks
-    from pase.tables.layouts import _DIM, REPLICATED
-    from pase.tables.reshard import _canonical
+    from pase.tables.axis_layout import REPLICATED, digit_state
+    from pase.tables.reshard_path import canonical
 
     rng = np.random.default_rng(seed)
     sizes, rows = np.array([2, 3, 2, 4, 2]), np.full((2, 40, 5), REPLICATED)
@@ -124,8 +124,8 @@ def _walks(seed: int) -> Iterator[Any]:
                 t = rng.integers(-2, 3)
                 if t >= 0:
                     blocks[t] *= sizes[a]
-                row[a] = t if t < 0 else t * _DIM + blocks[t]
-    yield walks.compiled(_canonical(*rows, sizes)[0])
+                row[a] = t if t < 0 else digit_state(int(t), blocks[t])
+    yield walks.compiled(canonical(*rows, sizes)[0])
 
 
 PARTS: dict[str, Callable[[int], Iterator[Any]]] = {

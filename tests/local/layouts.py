@@ -3,10 +3,10 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from pase.local.lower import between, layout_of
+from pase.local.lower import between
 from pase.local.simulate import part_of, places
 from pase.machine import Mesh
-from pase.tables.layouts import PARTIAL, REPLICATED, digit_state
+from pase.tables.axis_layout import AxisLayout, Digit
 
 MESHES = [Mesh(names=("a", "b"), sizes=(2, 4)), Mesh(names=("a", "b", "c"), sizes=(2, 2, 2))]
 
@@ -15,7 +15,7 @@ SHAPE = (16, 8)
 
 def chain(src, dst, mesh):
     """The reshard steps between two layouts."""
-    return between(layout_of(src), layout_of(dst), mesh)
+    return between(src, dst, mesh)
 
 
 def held(x, layout, mesh):
@@ -38,13 +38,13 @@ def states(draw, mesh, partial):
     for ways in mesh.sizes:
         dim = draw(st.sampled_from([None, 0, 1] + ["partial"] * partial))
         if dim is None or dim == "partial":
-            out.append(REPLICATED if dim is None else PARTIAL)
+            out.append(dim)
             continue
         blocks[dim] *= ways
-        out.append(digit_state(dim, blocks[dim]) if blocks[dim] <= SHAPE[dim] else REPLICATED)
-        if out[-1] == REPLICATED:
+        out.append(Digit(dim, blocks[dim]) if blocks[dim] <= SHAPE[dim] else None)
+        if out[-1] is None:
             blocks[dim] //= ways
-    return tuple(out)
+    return AxisLayout(out)
 
 
 @st.composite

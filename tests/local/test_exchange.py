@@ -12,7 +12,7 @@ from pase.local.exchange import _handed, _matching, exchange, nests
 from pase.local.simulate import part_of, places, resharded
 from pase.local.types import LocalReshardStep
 from pase.machine import Mesh
-from pase.tables.layouts import REPLICATED, digit_state
+from pase.tables.axis_layout import AxisLayout, Digit
 from tests.local.layouts import chain
 
 
@@ -23,14 +23,14 @@ def test_rounds_bring_every_device_what_it_is_to_hold(seed):
     x = rng.normal(size=(48, 24))
 
     def layout(mesh):
-        out, blocks = [REPLICATED] * len(mesh.sizes), [int(rng.choice([1, 2, 3])), 1]
+        out, blocks = [None] * len(mesh.sizes), [int(rng.choice([1, 2, 3])), 1]
         for a in rng.permutation(len(mesh.sizes)):
             dim = int(rng.integers(-1, 2))
             wide = blocks[dim] * mesh.sizes[a]
             if dim >= 0 and x.shape[dim] % wide == 0:
-                out[a] = digit_state(dim, wide)
+                out[a] = Digit(dim, wide)
                 blocks[dim] = wide * int(rng.choice([1, 2])) if x.shape[dim] % (2 * wide) == 0 else wide
-        return tuple(out)
+        return AxisLayout(out)
 
     checked = 0
     for _ in range(200):
@@ -69,7 +69,9 @@ def test_of_replicas_each_sends_to_one():
 
 def test_parts_of_different_sizes_are_refused():
     mesh = Mesh(names=("a",), sizes=(2,))
-    move = LocalReshardStep(kind="all_to_all", axes=("a",), before=((0, 2),), after=((1, 2),))
+    move = LocalReshardStep(
+        kind="all_to_all", axes=("a",), before=AxisLayout([(0, 2)]), after=AxisLayout([(1, 2)])
+    )
     with pytest.raises(PaseError, match="different sizes") as e:
-        exchange(replace(move, after=(None,)), (4, 4), mesh)
+        exchange(replace(move, after=AxisLayout([None])), (4, 4), mesh)
     assert e.value.where == "all_to_all over a"

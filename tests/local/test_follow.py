@@ -11,6 +11,7 @@ from pase.local.follow import followed
 from pase.local.lower import local_program
 from pase.local.verify import verify_program
 from pase.machine import mesh_from
+from pase.tables.axis_layout import AxisLayout
 
 MESH = mesh_from("2x4", 8)
 
@@ -26,6 +27,7 @@ def graph():
 
 def program_for(up, down, x):
     """The local program that follows these layouts, and the collectives of its transfers."""
+    up, down, x = map(AxisLayout, (up, down, x))
     g = graph()
     path = {t.path or "x": t.name for t in (*g.parameters, *g.inputs)}
     leaves = {path["up"]: up, path["down"]: down} | {t.name: x for t in g.inputs}

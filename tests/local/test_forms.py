@@ -20,6 +20,7 @@ from pase.local.simulate import resharded, whole_of
 from pase.local.types import LocalReshardStep
 from pase.local.verify import verify_program
 from pase.machine import CompiledForm, mesh_from
+from pase.tables.axis_layout import AxisLayout
 from tests.local.layouts import SHAPE, cases, chain, held
 
 V5E = costmodels.get("analytic", machine.load("tpu_v5e"))
@@ -30,15 +31,15 @@ MESH = mesh_from("8x8", 64)
 def scattered(nbytes, mesh=MESH):
     """A reduce-scatter of a whole gradient over all axes, along one dim."""
     blocks = [int(np.prod(mesh.sizes[: k + 1])) for k in range(len(mesh.sizes))]
-    after = tuple((0, b) for b in blocks)
-    before = ("partial",) * len(after)
+    after = AxisLayout((0, b) for b in blocks)
+    before = AxisLayout(["partial"] * len(after))
     return LocalReshardStep(kind="reduce_scatter", axes=mesh.names, before=before, after=after, nbytes=nbytes)
 
 
 def gathered(nbytes, mesh=MESH):
     """The all-gather that reverses ``scattered``."""
     there = scattered(nbytes, mesh)
-    return replace(there, kind="all_gather", before=there.after, after=(None,) * len(mesh.sizes))
+    return replace(there, kind="all_gather", before=there.after, after=AxisLayout.whole(mesh))
 
 
 def test_a_sum_over_all_chips_of_a_square_goes_in_two_stages():

@@ -6,9 +6,10 @@ import pytest
 from pase.local.halo import widened, widened_back
 from pase.local.simulate import AllDevices, part_of, places
 from pase.machine import Mesh
+from pase.tables.axis_layout import AxisLayout
 
 MESH = Mesh(names=("a", "b", "c"), sizes=(2, 2, 2))
-SHAPE, LAYOUT = (12, 8), ((0, 4), (1, 2), (0, 2))
+SHAPE, LAYOUT = (12, 8), AxisLayout([(0, 4), (1, 2), (0, 2)])
 """The first dim is split by axis c, and within that by axis a."""
 
 

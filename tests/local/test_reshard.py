@@ -6,17 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pase.errors import PaseError
-from pase.local.lower import layout_of
 from pase.local.parts import held
 from pase.local.reshard import along, part, places_of, resharded
 from pase.local.simulate import AllDevices, part_of, places
 from pase.local.types import LocalReshardStep
+from pase.tables.axis_layout import AxisLayout
 from tests.local.layouts import MESHES, SHAPE, states
 
 
 @given(st.sampled_from(MESHES).flatmap(lambda m: st.tuples(st.just(m), states(m, False))))
 def test_each_device_takes_its_part_and_finds_the_elements_in_it(case):
-    mesh, layout = case[0], layout_of(case[1])
+    mesh, layout = case[0], case[1]
     devices = AllDevices(mesh=mesh)
 
     def everywhere(x):
@@ -39,9 +39,9 @@ def test_each_device_takes_its_part_and_finds_the_elements_in_it(case):
 def test_a_dim_of_one_element_is_not_split_and_another_size_is_refused():
     devices = AllDevices(mesh=MESHES[0])
     one = np.ones((2, 4, 1, 8))
-    assert part(one, (16, 8), ((0, 2), (1, 4)), devices).shape == (2, 4, 1, 2)
+    assert part(one, (16, 8), AxisLayout([(0, 2), (1, 4)]), devices).shape == (2, 4, 1, 2)
     with pytest.raises(PaseError, match=r"shape \[4, 8\] does not have the whole shape \[16, 8\]"):
-        part(np.ones((2, 4, 4, 8)), (16, 8), ((0, 2), None), devices)
+        part(np.ones((2, 4, 4, 8)), (16, 8), AxisLayout([(0, 2), None]), devices)
 
 
 @pytest.mark.parametrize("combine", ["max", "min"])
@@ -49,7 +49,10 @@ def test_extremes_are_scattered(combine):
     mesh = MESHES[0]
     x = np.random.default_rng(0).normal(size=(*mesh.sizes, *SHAPE))
     step = LocalReshardStep(
-        kind="reduce_scatter", axes=("b",), before=(None, "partial"), after=(None, (0, 4))
+        kind="reduce_scatter",
+        axes=("b",),
+        before=AxisLayout([None, "partial"]),
+        after=AxisLayout([None, (0, 4)]),
     )
     made = resharded(x, [step], SHAPE, combine, AllDevices(mesh=mesh))
     for i, k in places(mesh):

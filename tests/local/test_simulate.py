@@ -3,10 +3,8 @@
 import numpy as np
 from hypothesis import given
 
-from pase.local.lower import layout_of
 from pase.local.simulate import part_of, places, whole_of
 from pase.local.simulate import resharded as moved_all
-from pase.local.types import local_shape
 from tests.local.layouts import SHAPE, cases, chain, held
 
 
@@ -14,9 +12,9 @@ from tests.local.layouts import SHAPE, cases, chain, held
 def test_moves_bring_every_device_what_it_is_to_hold(case):
     mesh, src, dst, x = case
     steps = chain(src, dst, mesh)
-    after = moved_all(held(x, layout_of(src), mesh), steps, SHAPE, mesh)
+    after = moved_all(held(x, src, mesh), steps, SHAPE, mesh)
     for place in places(mesh):
-        want = part_of(x, layout_of(dst), place, mesh)
-        assert after[place].shape == local_shape(SHAPE, layout_of(dst), mesh)
+        want = part_of(x, dst, place, mesh)
+        assert after[place].shape == dst.local_shape(SHAPE, mesh)
         np.testing.assert_array_equal(after[place], want)
-    np.testing.assert_array_equal(whole_of(after, SHAPE, layout_of(dst), mesh), x)
+    np.testing.assert_array_equal(whole_of(after, SHAPE, dst, mesh), x)

@@ -9,6 +9,7 @@ from bench.cases.plans import case_of
 from pase.errors import PaseError
 from pase.local.lower import program_of
 from pase.local.verify import verify_program
+from pase.tables.axis_layout import AxisLayout
 from tests.local.programs import planned_program
 
 
@@ -46,8 +47,8 @@ def test_a_move_that_hands_on_no_whole_parts_is_named():
         t.forward[0],
         kind="all_to_all",
         axes=("x", "y"),
-        before=((rank - 1, 2), None),
-        after=(None, (rank - 1, 4)),
+        before=AxisLayout([(rank - 1, 2), None]),
+        after=AxisLayout([None, (rank - 1, 4)]),
     )
     with pytest.raises(PaseError) as e:
         verify_program(with_transfer(local, k, replace(t, forward=(crossed,))))
@@ -78,7 +79,7 @@ def test_a_derivative_at_anything_but_the_value_is_refused():
     with pytest.raises(PaseError, match=r"'exp' at .*test_verify.* at zeros"):
         verify_program(changed(made, w, gradient_carrier="zeros"))
     split, w = of(lambda w: jnp.exp(2 * w), "fsdp")
-    elsewhere = tuple(s and (1 - s[0], s[1]) for s in split.result(w).gradient)
+    elsewhere = split.result(w).gradient.renumbered(lambda dim: 1 - dim)
     with pytest.raises(PaseError, match="lies on other devices"):
         verify_program(changed(split, w, gradient=elsewhere))
     straight, w = of(lambda w: -(2 * w).T.reshape(16, 32))

@@ -16,16 +16,9 @@ from pase.ir import Graph, Node
 from pase.ir.types import WORKLESS
 from pase.machine import Mesh, mesh_from
 from pase.memory.account import in_flight, in_flight_at_least, memory, profile
+from pase.tables.axis_layout import PARTIAL, REPLICATED, forward_states, gradient_states
 from pase.tables.itemize import collectives
-from pase.tables.layouts import (
-    PARTIAL,
-    REPLICATED,
-    forward_states,
-    gradient_states,
-    local_bytes,
-    read_states,
-    write_states,
-)
+from pase.tables.layouts import local_bytes, read_rule, write_rule
 from tests.compiler.meshes.models import MODEL
 from tests.memory.programs import jax_loop, residual_bytes
 
@@ -103,8 +96,8 @@ def flying(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Mesh)
             if source.kind != "parameter":
                 out += local
                 continue
-            written = write_states(source, *source.write_of(t.name), t, configs[source.name][None], mesh)
-            read = read_states(n, op, a, t, cfg, mesh)
+            written = write_rule(source, *source.write_of(t.name)).states(configs[source.name][None], mesh)
+            read = read_rule(n, op, a).states(cfg, mesh)
             moved = (forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any()
             cast = source.ops[0].writes[0].tensor != t.name
             out += local * (op.region is not None and bool(moved or cast))

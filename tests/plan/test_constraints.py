@@ -16,7 +16,7 @@ from pase import machine, zoo
 from pase.hlo.collectives import collectives
 from pase.machine import Mesh, mesh_from
 from pase.plan.constraints import WIDEST_GATHER, _staged, stages
-from pase.tables.layouts import REPLICATED
+from pase.tables.axis_layout import AxisLayout
 
 
 @given(st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=4), st.data())
@@ -24,18 +24,20 @@ def test_stages_only_refine_a_gather(sizes, data):
     mesh = Mesh(names=tuple("abcd"[: len(sizes)]), sizes=tuple(sizes))
     n = len(sizes)
     when = tuple(data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n)))
-    have = data.draw(st.lists(st.sampled_from([REPLICATED, 1, 2, 3]), min_size=n, max_size=n))
-    then = [REPLICATED if data.draw(st.booleans()) else s for s in have]
-    rows = list(_staged([tuple(have), tuple(then)], mesh, when))
+    have = AxisLayout(
+        data.draw(st.lists(st.sampled_from([None, (0, 1), (0, 2), (0, 3)]), min_size=n, max_size=n))
+    )
+    then = AxisLayout(None if data.draw(st.booleans()) else s for s in have)
+    rows = list(_staged([have, then], mesh, when))
     gathered = [a for a in range(n) if have[a] != then[a]]
-    assert rows[-1] == tuple(then)
+    assert rows[-1] == then
     if np.prod([sizes[a] for a in gathered], initial=1) <= WIDEST_GATHER:
         assert len(rows) == 1
         return
     order = []
-    for now, after in itertools.pairwise([tuple(have), *rows]):
+    for now, after in itertools.pairwise([have, *rows]):
         moved = {when[a] for a in range(n) if now[a] != after[a]}
-        assert all(after[a] in (now[a], REPLICATED) for a in range(n))
+        assert all(after[a] in (now[a], None) for a in range(n))
         assert len(moved) == 1  # one link dim at a time, none twice
         order += moved
     assert order == sorted(set(order))

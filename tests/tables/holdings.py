@@ -13,7 +13,7 @@ from collections import Counter
 import numpy as np
 
 from pase.machine import Mesh
-from pase.tables.layouts import PARTIAL, blocks_of, tensor_dim
+from pase.tables.axis_layout import AxisLayout
 
 
 def coordinates(mesh: Mesh) -> np.ndarray:
@@ -21,9 +21,7 @@ def coordinates(mesh: Mesh) -> np.ndarray:
     return np.array(list(itertools.product(*map(range, mesh.sizes))), dtype=np.int64)
 
 
-def held(
-    states: tuple[int, ...], shape: tuple[int, ...], mesh: Mesh, sums: tuple[int, ...] = ()
-) -> np.ndarray:
+def held(layout: AxisLayout, shape: tuple[int, ...], mesh: Mesh, sums: tuple[int, ...] = ()) -> np.ndarray:
     """The holding of a layout. sums: the axes over which the tensor was partial at first; each combination of their
     coordinates is one summand."""
     index = np.indices(shape).reshape(len(shape), -1)
@@ -31,12 +29,10 @@ def held(
     summands = list(itertools.product(*(range(mesh.sizes[a]) for a in sums)))
     for coord in coordinates(mesh):
         mine = np.ones(index.shape[1], dtype=bool)
-        for a, s in enumerate(states):
-            if s >= 0:
-                t = tensor_dim(s)
-                mine &= index[t] * blocks_of(s) // shape[t] % mesh.sizes[a] == coord[a]
+        for a, (t, blocks) in layout.digits:
+            mine &= index[t] * blocks // shape[t] % mesh.sizes[a] == coord[a]
         parts = [
-            all(states[a] != PARTIAL or k == coord[a] for a, k in zip(sums, summand, strict=True))
+            all(a not in layout.partial or k == coord[a] for a, k in zip(sums, summand, strict=True))
             for summand in summands
         ]
         out.append(np.outer(parts, mine))

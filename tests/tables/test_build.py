@@ -20,9 +20,9 @@ from pase.tables.build import (
 from pase.tables.charges import Charge, edge_charges, node_charges
 from pase.tables.layouts import (
     NOT_SPLIT,
-    read_states,
+    read_rule,
     state_index,
-    write_states,
+    write_rule,
 )
 from pase.tables.work import node_work
 from tests.ir.graphs import simple
@@ -44,11 +44,11 @@ def test_tables_are_the_rule(unrolled: Graph, sizes: tuple[int, ...]) -> None:
     edges = [e for e in unrolled.edges if sum((f.src, f.dst) == (e.src, e.dst) for f in unrolled.edges) == 1]
     for i in rng.choice(len(edges), 15, replace=False):
         e = edges[i]
-        src, dst, tensor = unrolled.node[e.src], unrolled.node[e.dst], unrolled.tensors[e.tensor]
+        src, dst = unrolled.node[e.src], unrolled.node[e.dst]
         u, v = at[e.src], at[e.dst]
         ks, kd = (rng.choice(len(space.configs[x]), 9) for x in (u, v))
-        have = write_states(src, *src.write_of(e.tensor), tensor, space.configs[u][ks], mesh)
-        want_rows = read_states(dst, e.op, e.access, tensor, space.configs[v][kd], mesh)
+        have = write_rule(src, *src.write_of(e.tensor)).states(space.configs[u][ks], mesh)
+        want_rows = read_rule(dst, e.op, e.access).states(space.configs[v][kd], mesh)
         want = sum(charge_price(c, MODEL, mesh) for c in edge_charges(unrolled, e, have, want_rows, mesh))
         got = priced[u, v].dense()[np.ix_(ks, kd)] if (u, v) in priced else np.zeros((9, 9))
         np.testing.assert_allclose(got, np.broadcast_to(want, (9, 9)), rtol=1e-12, atol=1e-15)

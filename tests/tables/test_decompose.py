@@ -24,7 +24,7 @@ from pase.tables.decompose import (
     sums_apart,
 )
 from pase.tables.itemize import collectives, local_work, node_costs
-from pase.tables.layouts import configs, read_states, write_states
+from pase.tables.layouts import configs, read_rule, write_rule
 
 MODEL = costmodels.get("analytic", machine.load("h100x8"))
 LLAMA = "llama3_8b?layers=2&batch=8&seq=2048&attention=fused"
@@ -118,12 +118,12 @@ def test_no_product_has_two_collectives_beside_it(apart: Graph, mesh: Mesh) -> N
         node = apart.node[e.src]
         op, write = node.write_of(e.tensor)
         cfg = configs(node, mesh)
-        wrote = write_states(node, op, write, apart.tensors[e.tensor], cfg, mesh)
+        wrote = write_rule(node, op, write).states(cfg, mesh)
         free = sums_apart(found[0], wrote, mesh)
         for a in op.reads:
             if apart.producer[a.tensor].kind == "parameter":
                 continue
-            read = read_states(node, op, a, apart.tensors[a.tensor], cfg, mesh)
+            read = read_rule(node, op, a).states(cfg, mesh)
             assert not ((read < 0).any(axis=1) & free).any()
             checked += int(free.sum())
     assert checked

@@ -11,7 +11,7 @@ from pase.search.check import cost_of
 from pase.tables.build import build, charge_price
 from pase.tables.charges import Charge, edge_charges, node_charges
 from pase.tables.itemize import collectives, local_work, node_costs
-from pase.tables.layouts import configs, read_states, write_states
+from pase.tables.layouts import configs, read_rule, write_rule
 from tests.tables.graphs import MODEL
 
 
@@ -37,9 +37,9 @@ def test_a_strategys_collectives_are_the_rule(unrolled: Graph, seed: int) -> Non
         own: list[tuple[str, Charge]] = []
         for e in unrolled.edges:
             if e.dst == n.name:
-                src, tensor = unrolled.node[e.src], unrolled.tensors[e.tensor]
-                have = write_states(src, *src.write_of(e.tensor), tensor, strategy[e.src][None], mesh)
-                wanted = read_states(n, e.op, e.access, tensor, strategy[n.name][None], mesh)
+                src = unrolled.node[e.src]
+                have = write_rule(src, *src.write_of(e.tensor)).states(strategy[e.src][None], mesh)
+                wanted = read_rule(n, e.op, e.access).states(strategy[n.name][None], mesh)
                 own += [(e.src, c) for c in edge_charges(unrolled, e, have, wanted, mesh)]
         own += [(n.name, c) for c in node_charges(unrolled, n, strategy[n.name][None], mesh)]
         for source, c in own:

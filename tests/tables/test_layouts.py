@@ -11,19 +11,15 @@ from hypothesis import strategies as st
 
 from pase.ir import Access, AccessMap, Dim, IterationSpace, Node, Op, Tensor, functions
 from pase.machine import Mesh
-from pase.tables.layouts import (
-    NOT_SPLIT,
+from pase.tables.axis_layout import (
     PARTIAL,
+    AxisLayout,
     blocks_of,
-    configs,
     forward_states,
     gradient_states,
-    read_states,
-    state_index,
     tensor_dim,
-    write_rule,
-    write_states,
 )
+from pase.tables.layouts import NOT_SPLIT, configs, read_rule, state_index, write_rule
 from tests.tables.holdings import coordinates, held
 from tests.tables.strategies import meshes
 
@@ -97,14 +93,14 @@ def test_states_say_what_every_device_holds(mesh: Mesh, case: tuple[Node, Op, li
     node, op, tensors = case
     cfg = configs(node, mesh)
     cfg = cfg[rng.sample(range(len(cfg)), min(len(cfg), 8))]
-    everything = ((read_states, op.reads[0]), (read_states, op.reads[1]), (write_states, op.writes[0]))
-    for (states, access), tensor in zip(everything, tensors, strict=True):
+    everything = ((read_rule, op.reads[0]), (read_rule, op.reads[1]), (write_rule, op.writes[0]))
+    for (rule, access), tensor in zip(everything, tensors, strict=True):
         shape = tuple(map(int, tensor.shape))  # type: ignore[arg-type]
-        rows = states(node, op, access, tensor, cfg, mesh)
+        rows = rule(node, op, access).states(cfg, mesh)
         holds = []
         for config, row in zip(cfg, rows, strict=True):
             want = [touched(node, access, mine, shape) for mine in points(node, config, mesh)]
-            got = held(tuple(np.where(row < 0, -1, row).tolist()), shape, mesh)[:, 0]
+            got = held(AxisLayout.of(row).summed, shape, mesh)[:, 0]
             assert (got == want).all()
             holds.append(np.array(want))
         plain = np.where(rows < 0, -1, rows)
@@ -160,7 +156,7 @@ def test_partial_is_where_numbers_differ(mesh: Mesh, case: tuple[str, str, str],
     left, right = einsum.split("->")
     one, two = left.split(",")
     sizes = dict.fromkeys(dict.fromkeys(one + two + right), 4)
-    node, op, tensors = node_of(text, sizes, reduced)
+    node, op, _ = node_of(text, sizes, reduced)
     seed = np.random.default_rng(0)
     x, y, g = (seed.random([4] * len(letters)) for letters in (one, two, right))
     cfg = configs(node, mesh)
@@ -169,10 +165,10 @@ def test_partial_is_where_numbers_differ(mesh: Mesh, case: tuple[str, str, str],
     def partial(row: np.ndarray) -> set[int]:
         return set(np.flatnonzero(row == PARTIAL).tolist())
 
-    written = write_states(node, op, op.writes[0], tensors[2], config[None], mesh)[0]
+    written = write_rule(node, op, op.writes[0]).states(config[None], mesh)[0]
     assert partial(written) == sums_needed(einsum, [x, y], node, config, mesh)
-    for read, tensor, letters, other, value in ((0, tensors[0], one, two, y), (1, tensors[1], two, one, x)):
-        row = read_states(node, op, op.reads[read], tensor, config[None], mesh)[0]
+    for read, letters, other, value in ((0, one, two, y), (1, two, one, x)):
+        row = read_rule(node, op, op.reads[read]).states(config[None], mesh)[0]
         assert partial(row) == sums_needed(f"{right},{other}->{letters}", [g, value], node, config, mesh)
 
 

@@ -6,10 +6,14 @@ import numpy as np
 from hypothesis import given, settings
 
 from pase.machine import COLLECTIVES, Mesh
-from pase.tables.layouts import PARTIAL
+from pase.tables.axis_layout import PARTIAL
 from pase.tables.reshard import compare, reshard
 from pase.tables.reshard_path import reshard_steps
 from tests.tables.strategies import Rows, cases
+
+
+def states(rows: Rows) -> np.ndarray:
+    return np.array([row.states for row in rows])
 
 
 @given(cases())
@@ -17,7 +21,7 @@ from tests.tables.strategies import Rows, cases
 def test_many_pairs_are_what_each_pair_is(case: tuple[Mesh, Rows, Rows]) -> None:
     mesh, src, dst = case
     n = len(mesh.sizes)
-    (plans,) = compare([(np.array(src), np.array(dst))], mesh)
+    (plans,) = compare([(states(src), states(dst))], mesh)
     for i, s in enumerate(src):
         for j, d in enumerate(dst):
             got = [c - 1 for c in plans.codes[plans.index[i, j]].tolist() if c]
@@ -29,7 +33,7 @@ def test_many_pairs_are_what_each_pair_is(case: tuple[Mesh, Rows, Rows]) -> None
 @settings(max_examples=50, deadline=None)
 def test_steps_hold_every_move_in_order(case: tuple[Mesh, Rows, Rows]) -> None:
     mesh, src, dst = case
-    steps = reshard(np.array(src), np.array(dst), mesh)
+    steps = reshard(states(src), states(dst), mesh)
     got = [(step.kind, int(step.axes[0, 0]), float(step.fraction[0, 0])) for step in steps if step.axes[0, 0]]
     assert got == [
         (m.kind, m.axes, 1 / mesh.ways(m.split))

@@ -17,8 +17,8 @@ from pase.frontends.jax.frontend import TracedJax
 from pase.plan.targets import TARGETS, PlanTarget, TargetAxis, TargetForm
 
 if TYPE_CHECKING:
-    from pase.plan.constraints import Placement
     from pase.plan.types import PlanData
+    from pase.tables.axis_layout import Placement
 
 __all__ = ["emit", "logical_names", "rules", "source"]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pase.backends.emit.onnx_sharding import Digits, check, from_spec, restated, to_spec
+from pase.backends.emit.onnx_sharding import check, from_spec, to_spec
 from pase.backends.registry import BACKENDS, Backend
 from pase.errors import PaseError
 from pase.files.atomic import write_atomically
@@ -25,6 +25,7 @@ from pase.frontends.onnx import frontend as from_onnx
 from pase.frontends.onnx.wire import Buffer, Malformed, fields, varint
 from pase.machine import Mesh
 from pase.plan.types import PlanData
+from pase.tables.axis_layout import AxisLayout
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -45,30 +46,30 @@ class Annotated:
     """
 
     mesh: Mesh
-    layouts: Mapping[tuple[int, str], Digits]
+    layouts: Mapping[tuple[int, str], AxisLayout]
     stored: Mapping[str, tuple[tuple[str, ...], ...]]
 
 
-def layouts(plan: PlanData) -> dict[tuple[int, str], tuple[tuple[int, ...], Digits]]:
+def layouts(plan: PlanData) -> dict[tuple[int, str], tuple[tuple[int, ...], AxisLayout]]:
     """(index of a node, value) -> (shape, layout), for all values that the model's own nodes read and write."""
     traced = plan.traced
     assert isinstance(traced, from_onnx.TracedOnnx)
     names: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for value, (name, shape) in traced.values.items():
         names.setdefault(name, []).append((value, shape))
-    out: dict[tuple[int, str], tuple[tuple[int, ...], Digits]] = {}
+    out: dict[tuple[int, str], tuple[tuple[int, ...], AxisLayout]] = {}
     for at, equation in plan.laid_out.items():
         index = at.number_in("")
         if index is None:
             continue
-        for name, digits in (*equation.reads.items(), *equation.writes.items()):
+        for name, layout in (*equation.reads.items(), *equation.writes.items()):
             tensor = traced.graph.tensors[name]
             if any(not isinstance(s, int) for s in tensor.shape):
                 continue
             for value, shape in names.get(name, ()):
                 if value not in traced.operands[index]:
                     continue
-                same = restated(digits, tensor.shape, shape, plan.mesh)  # type: ignore[arg-type]
+                same = layout.reshaped(tensor.shape, shape, plan.mesh)  # type: ignore[arg-type]
                 if same is not None:
                     out.setdefault((index, value), (shape, same))
     return out
@@ -103,13 +104,16 @@ def emit(plan: PlanData, path: Path, *, model: Any) -> str:
 
 
 def _write(
-    plan: PlanData, found: Mapping[tuple[int, str], tuple[tuple[int, ...], Digits]], buf: Buffer, path: Path
+    plan: PlanData,
+    found: Mapping[tuple[int, str], tuple[tuple[int, ...], AxisLayout]],
+    buf: Buffer,
+    path: Path,
 ) -> bool:
     """Copy the model with annotations. Returns whether it refers to external data."""
     name = f"pase.{plan.devices}"
-    by_node: dict[int, list[tuple[str, tuple[int, ...], Digits]]] = {}
-    for (i, value), (shape, digits) in found.items():
-        by_node.setdefault(i, []).append((value, shape, digits))
+    by_node: dict[int, list[tuple[str, tuple[int, ...], AxisLayout]]] = {}
+    for (i, value), (shape, layout) in found.items():
+        by_node.setdefault(i, []).append((value, shape, layout))
     pieces: list[Buffer] = [b""]  # the IR version
     external = False
     version = _IR_VERSION
@@ -158,7 +162,7 @@ def _graph(
     buf: Buffer,
     start: int,
     end: int,
-    by_node: Mapping[int, list[tuple[str, tuple[int, ...], Digits]]],
+    by_node: Mapping[int, list[tuple[str, tuple[int, ...], AxisLayout]]],
     mesh: Mesh,
     name: str,
 ) -> tuple[list[Buffer], bool]:
@@ -192,8 +196,8 @@ def _graph(
         kept.append(buf[at : f.end])
         if index in by_node:
             conf = onnx.NodeDeviceConfigurationProto(configuration_id=name)
-            for value, shape, digits in by_node[index]:
-                conf.sharding_spec.append(to_spec(value, shape, digits, mesh))
+            for value, shape, layout in by_node[index]:
+                conf.sharding_spec.append(to_spec(value, shape, layout, mesh))
             data = conf.SerializeToString()
             kept += [_tag(10, len(data)), data]
         pieces += [buf[since : f.start], _tag(1, sum(map(len, kept))), *kept]
@@ -250,7 +254,7 @@ def read(model: ModelProto | str | Path) -> Annotated:
     )
 
 
-def _specs(proto: Message, name: str, mesh: Mesh) -> Iterator[tuple[tuple[int, str], Digits]]:
+def _specs(proto: Message, name: str, mesh: Mesh) -> Iterator[tuple[tuple[int, str], AxisLayout]]:
     for i, node in enumerate(proto.graph.node):
         for conf in node.device_configurations:
             if conf.configuration_id == name:

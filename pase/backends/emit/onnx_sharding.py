@@ -17,26 +17,28 @@ from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.machine import Mesh
-from pase.plan.accesses import Digit, Digits, reshaped
+from pase.tables.axis_layout import AxisLayout, Digit
 
 if TYPE_CHECKING:
     from onnx import ModelProto, ShardingSpecProto
 
-__all__ = ["Digit", "Digits", "check", "factors", "from_spec", "restated", "to_spec"]
+__all__ = ["check", "factors", "from_spec", "to_spec"]
 
 
-def factors(shape: Sequence[int], digits: Digits, mesh: Mesh) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
+def factors(
+    shape: Sequence[int], layout: AxisLayout, mesh: Mesh
+) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
     """dim -> its factors, major to minor, each (extent, mesh axes that split it). Dims that are not split are left out.
 
     >>> mesh = Mesh(names=("x", "y"), sizes=(2, 4))
-    >>> factors((8, 6), ((0, 2), (0, 8)), mesh), factors((8, 6), (None, None), mesh)
+    >>> factors((8, 6), AxisLayout([(0, 2), (0, 8)]), mesh), factors((8, 6), AxisLayout.whole(mesh), mesh)
     ({0: [(8, (0, 1))]}, {})
-    >>> factors((24,), ((0, 6), None), mesh)
+    >>> factors((24,), AxisLayout([(0, 6), None]), mesh)
     {0: [(3, ()), (8, (0,))]}
     """
     out: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
     for dim, extent in enumerate(shape):
-        mine = sorted((d[1], a) for a, d in enumerate(digits) if d is not None and d[0] == dim)
+        mine = layout.along(dim)
         entries: list[tuple[int, list[int]]] = []
         cut = 1
         for blocks, a in mine:
@@ -66,12 +68,12 @@ def _coordinates(mesh: Mesh) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(n) for n in mesh.sizes)))
 
 
-def to_spec(name: str, shape: Sequence[int], digits: Digits, mesh: Mesh) -> ShardingSpecProto:
+def to_spec(name: str, shape: Sequence[int], layout: AxisLayout, mesh: Mesh) -> ShardingSpecProto:
     """The ShardingSpecProto of a tensor of this shape in this layout."""
     import onnx
 
     spec = onnx.ShardingSpecProto(tensor_name=name)
-    cut = factors(shape, digits, mesh)
+    cut = factors(shape, layout, mesh)
     order: list[int] = []  # mesh axes, in the order in which they number the shards
     for dim, entries in cut.items():
         sharded = spec.sharded_dim.add(axis=dim)
@@ -91,7 +93,7 @@ def to_spec(name: str, shape: Sequence[int], digits: Digits, mesh: Mesh) -> Shar
     return spec
 
 
-def from_spec(spec: ShardingSpecProto, mesh: Mesh) -> Digits:
+def from_spec(spec: ShardingSpecProto, mesh: Mesh) -> AxisLayout:
     """The layout of a ShardingSpecProto. Raises PaseError if no assignment of mesh axes to dims gives it."""
     groups = {e.key: list(e.value) for e in spec.index_to_device_group_map}
     ways = [(d.axis, s.dim_value, s.num_shards) for d in spec.sharded_dim for s in d.simple_sharding]
@@ -106,7 +108,7 @@ def from_spec(spec: ShardingSpecProto, mesh: Mesh) -> Digits:
             out.append(r)
         return out[::-1]
 
-    digits: list[Digit] = []
+    digits: list[Digit | None] = []
     try:
         zero = entry_of(shard_of[place[origin]])
         for a, size in enumerate(mesh.sizes):
@@ -121,10 +123,10 @@ def from_spec(spec: ShardingSpecProto, mesh: Mesh) -> Digits:
             (i,) = moved
             axis, _, n = ways[i]
             before = math.prod(e for d, e, _ in ways[:i] if d == axis)
-            digits.append((axis, before * n // (one[i] - zero[i])))
+            digits.append(Digit(axis, before * n // (one[i] - zero[i])))
         shape = {d: math.prod(e for x, e, _ in ways if x == d) for d, _, _ in ways}
         full = [shape.get(i, 1) for i in range(max(shape, default=-1) + 1)]
-        again = to_spec(spec.tensor_name, full, tuple(digits), mesh)
+        again = to_spec(spec.tensor_name, full, AxisLayout(digits), mesh)
     except (KeyError, ValueError, ZeroDivisionError) as e:
         raise PaseError(
             f"its sharding is not a layout on the mesh {mesh.sizes}", where=f"tensor '{spec.tensor_name}'"
@@ -133,27 +135,7 @@ def from_spec(spec: ShardingSpecProto, mesh: Mesh) -> Digits:
         raise PaseError(
             f"its sharding is not a layout on the mesh {mesh.sizes}", where=f"tensor '{spec.tensor_name}'"
         )
-    return tuple(digits)
-
-
-def restated(digits: Digits, shape: Sequence[int], new: Sequence[int], mesh: Mesh) -> Digits | None:
-    """The same placement of elements for a reshaped tensor; None if a digit would cross the border of a dim.
-
-    >>> restated(((0, 2), None), (4, 6), (24,), Mesh(names=("x", "y"), sizes=(2, 4)))
-    ((0, 2), None)
-    >>> restated(((1, 2), None), (4, 6), (24,), Mesh(names=("x", "y"), sizes=(2, 4)))
-    ((0, 8), None)
-    """
-    out: list[Digit] = []
-    for a, d in enumerate(digits):
-        if d is None:
-            out.append(None)
-            continue
-        moved = reshaped(d, mesh.sizes[a], shape, new)
-        if moved is None:
-            return None
-        out.append(moved)
-    return tuple(out)
+    return AxisLayout(digits)
 
 
 def check(model: ModelProto, shapes: Mapping[str, Sequence[int]] | None = None) -> None:

@@ -19,8 +19,8 @@ from pase.plan.targets import TARGETS, PlanTarget, TargetForm
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
-    from pase.plan.constraints import Placement
     from pase.plan.types import PlanData
+    from pase.tables.axis_layout import Placement
 
 __all__ = ["emit", "layouts", "read_layouts", "to_json"]
 

@@ -17,8 +17,8 @@ from pase.plan.answer import meanings
 
 if TYPE_CHECKING:
     from pase.ir.blocks import RecomputeKind
-    from pase.plan.constraints import Placement
     from pase.plan.types import NodePlan, PlanData
+    from pase.tables.axis_layout import Placement
     from pase.tables.itemize import Collective
 
 __all__ = [

@@ -25,7 +25,8 @@ from pase.frontends.jax.versions import evaluate, scan_groups, source_line, valu
 from pase.ir import Place, PlacePart
 from pase.ir.blocks import Block
 from pase.plan.accesses import Reading
-from pase.plan.constraints import Placement, Route
+from pase.plan.constraints import Route
+from pase.tables.axis_layout import Placement
 
 if TYPE_CHECKING:
     from jax import Array

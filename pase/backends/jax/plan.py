@@ -44,9 +44,10 @@ from pase.local.types import LocalProgram
 from pase.machine import CostModel, Mesh
 from pase.machine.jax_devices import as_linked
 from pase.plan.accesses import EquationLayouts, Reading
-from pase.plan.constraints import Constraints, Placement
+from pase.plan.constraints import Constraints
 from pase.plan.gradient_lines import CheckLines
 from pase.pytree import Tree
+from pase.tables.axis_layout import Placement
 
 if TYPE_CHECKING:
     from pathlib import Path

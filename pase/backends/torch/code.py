@@ -12,7 +12,8 @@ from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import LAYER, ProgramCall, RecordedBlock
 from pase.backends.torch.spmd.values import RankValue
 from pase.errors import PaseError
-from pase.local.types import Layout, LocalResult, local_shape
+from pase.local.types import LocalResult
+from pase.tables.axis_layout import AxisLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,9 +76,9 @@ def _body(step: ParallelModule) -> Body:
     plan, walk = step.plan, step.walk
     tensors, traced = plan.traced.graph.tensors, plan.traced.program
 
-    def array(r: LocalResult, layout: Layout, trained: bool) -> Tensor:
+    def array(r: LocalResult, layout: AxisLayout, trained: bool) -> Tensor:
         dtype = getattr(torch, tensors[r.tensor].dtype)
-        return torch.empty(local_shape(r.shape, layout, plan.mesh), dtype=dtype, requires_grad=trained)
+        return torch.empty(layout.local_shape(r.shape, plan.mesh), dtype=dtype, requires_grad=trained)
 
     values = {}
     for node, tensor in plan.leaves.items():
@@ -91,7 +92,7 @@ def _body(step: ParallelModule) -> Body:
             shape=r.shape,
             layout=r.layout,
             gradient_carrier=array(r, r.gradient, trained) if apart else None,
-            gradient=r.gradient if apart else (),
+            gradient=r.gradient if apart else AxisLayout(),
         )
     nodes = {n.name: n for n in traced.graph.graph.nodes}
     split = set(traced.mutated.values())

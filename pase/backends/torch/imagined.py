@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from pase.backends.torch.gradients import LocalGradients
 from pase.backends.torch.parallel import ParallelModule
 from pase.backends.torch.spmd.process_groups import AxisGroups
-from pase.local.types import local_shape
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class ImaginedStep(ParallelModule):
     def _written(self, path: str) -> tuple[int, ...]:
         node = next(n for n, p in self.plan.traced.program.buffers.items() if p == path)
         r = self.plan.program.result(self.plan.leaves[node])
-        return local_shape(r.shape, r.layout, self.plan.mesh)
+        return r.layout.local_shape(r.shape, self.plan.mesh)
 
 
 def _fake(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> Tensor:
@@ -86,7 +85,7 @@ def imagined_step(plan: TorchPlan, groups: AxisGroups) -> ImaginedStep:
         if node in plan.leaves:
             r = plan.program.result(plan.leaves[node])
             t = tensors[r.tensor]
-            shape = local_shape(r.shape, r.gradient, plan.mesh)
+            shape = r.gradient.local_shape(r.shape, plan.mesh)
             step.stored[r.tensor] = _fake(shape, getattr(torch, t.dtype), t.needs_grad)
     return step
 
@@ -101,7 +100,7 @@ def imagined_batch(plan: TorchPlan) -> list[Tensor | None]:
             out.append(None)
             continue
         r = plan.program.result(plan.leaves[name])
-        first, *rest = local_shape(r.shape, r.layout, plan.mesh) or (1,)
+        first, *rest = r.layout.local_shape(r.shape, plan.mesh) or (1,)
         k = plan.accumulate if name in plan.cut else 1
         shape = (k * first, *rest) if r.shape else ()
         out.append(_fake(shape, getattr(torch, plan.traced.graph.tensors[r.tensor].dtype)))

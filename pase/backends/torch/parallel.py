@@ -27,8 +27,9 @@ from pase.frontends.common.values import Value
 from pase.frontends.torch.export.functional import refuse_autocast
 from pase.local.lower import between
 from pase.local.reshard import part, resharded
-from pase.local.types import Layout, LocalReshardStep, local_shape
+from pase.local.types import LocalReshardStep
 from pase.pytree import Tree
+from pase.tables.axis_layout import AxisLayout
 
 if TYPE_CHECKING:
     import torch
@@ -337,7 +338,7 @@ class ParallelModule:
         r, mesh = self.plan.program.result(tensor), self.plan.mesh
         now = r.gradient
         for s in self.plan.program.maker[tensor].sent:
-            after = tuple(
+            after = AxisLayout(
                 whole if axis in s.axes else state
                 for axis, state, whole in zip(mesh.names, now, r.layout, strict=True)
             )
@@ -354,7 +355,7 @@ class ParallelModule:
         return leaves_as_compiled(batch, self.plan.traced.batch)
 
     @cached_property
-    def _examples(self) -> tuple[Layout, tuple[int, ...]]:
+    def _examples(self) -> tuple[AxisLayout, tuple[int, ...]]:
         """How the plan splits the examples over the ranks, as a layout of inputs, and their number as a shape.
 
         Examples are the first dim that most inputs have. The input that is split most ways along it decides.
@@ -363,12 +364,8 @@ class ParallelModule:
         names = [n for n in self.plan.traced.program.inputs if n in self.plan.leaves]
         inputs = [r for n in names if (r := program.result(self.plan.leaves[n])).shape]
         count = max(Counter(r.shape[:1] for r in inputs).items(), key=itemgetter(1), default=((), 0))[0]
-        along = [
-            tuple(s if isinstance(s, tuple) and s[0] == 0 else None for s in r.layout)
-            for r in inputs
-            if r.shape[:1] == count
-        ]
-        return min(along, key=lambda layout: local_shape(count, layout, mesh), default=()), count
+        along = [r.layout.within(lambda dim: dim == 0) for r in inputs if r.shape[:1] == count]
+        return min(along, key=lambda layout: layout.local_shape(count, mesh), default=AxisLayout()), count
 
     def _inputs(self, given: Sequence[Tensor], micro_batch: int) -> dict[str, RankValue]:
         """This rank's part of a micro-batch. A micro-batch is every k-th example, so each rank already has its part.
@@ -383,8 +380,8 @@ class ParallelModule:
             if name not in leaves:
                 continue
             r = program.result(leaves[name])
-            here = local_shape(r.shape, r.layout, mesh)
-            own = local_shape(r.shape, examples, mesh) if r.shape[:1] == count else here
+            here = r.layout.local_shape(r.shape, mesh)
+            own = examples.local_shape(r.shape, mesh) if r.shape[:1] == count else here
             if name in self.plan.cut and x.shape[0] in (k * r.shape[0], k * here[0], k * own[0]):
                 x = x[micro_batch::k]
             if tuple(x.shape) == r.shape:

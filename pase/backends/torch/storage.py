@@ -10,9 +10,9 @@ from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
-from pase.local.parts import placement
 from pase.local.reshard import part
-from pase.local.types import Layout, LocalOp
+from pase.local.types import LocalOp
+from pase.tables.axis_layout import AxisLayout, Digit
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class Storage:
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         groups, mesh = self.parallel.walk.groups, self.parallel.plan.mesh
-        layout: Layout = (None,) * len(mesh.names)
+        layout = AxisLayout.whole(mesh)
         if tensor is not None:
             r = self.parallel.plan.program.result(tensor)
             layout = r.gradient if gradient else r.layout
@@ -52,7 +52,7 @@ class Storage:
         states = dict(zip(mesh.names, layout, strict=True))
         order = self._common or self._order([layout])
         assert order is not None  # a single layout always has a valid order
-        placements = [Shard(s[0]) if isinstance(s := states[a], tuple) else Replicate() for a in order]
+        placements = [Shard(s.dim) if isinstance(s := states[a], Digit) else Replicate() for a in order]
         return DTensor.from_local(
             local,
             self._devices(order),
@@ -88,12 +88,12 @@ class Storage:
             if op.op.kind == "parameter" or (op.op.kind == "input" and program.takers.get(op.op.eqn))
         ]
 
-    def _order(self, layouts: Sequence[Layout]) -> tuple[str, ...] | None:
+    def _order(self, layouts: Sequence[AxisLayout]) -> tuple[str, ...] | None:
         mesh = self.parallel.plan.mesh
         sorter: TopologicalSorter[str] = TopologicalSorter({a: () for a in mesh.names})
         for layout in layouts:
-            rank = 1 + max((s[0] for s in layout if isinstance(s, tuple)), default=-1)
-            for axes in placement(layout, rank, mesh) or ():
+            rank = 1 + max((digit.dim for _, digit in layout.digits), default=-1)
+            for axes in layout.placement(rank, mesh) or ():
                 for major, minor in itertools.pairwise(axes):
                     sorter.add(minor, major)
         try:

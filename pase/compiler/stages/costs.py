@@ -17,11 +17,12 @@ from pase.ir import Edge, Graph, Node
 from pase.ir.blocks import micro_batches_of
 from pase.machine import CostModel, Mesh
 from pase.memory.account import Held, held, in_flight
+from pase.tables.axis_layout import forward_states
 from pase.tables.build import habits, work_price
 from pase.tables.charges import is_of_parameter
 from pase.tables.facts import facts
 from pase.tables.itemize import KnownCharges, collectives
-from pase.tables.layouts import concrete_size, forward_states, local_bytes, read_states, write_states
+from pase.tables.layouts import concrete_size, local_bytes, read_rule, write_rule
 from pase.tables.work import Phase, Work, has_gradient, node_work, phase_of
 
 __all__ = [
@@ -298,8 +299,8 @@ def _read_bytes(graph: Graph, e: Edge, mesh: Mesh, configs: Mapping[str, np.ndar
     gradients in the reader's layout), over all iterations of its loop."""
     source, reader = graph.node[e.src], graph.node[e.dst]
     stored, tensor = graph.tensors[source.ops[0].writes[0].tensor], graph.tensors[e.tensor]
-    written = write_states(source, *source.write_of(e.tensor), tensor, configs[e.src][None, :], mesh)
-    read = read_states(reader, e.op, e.access, tensor, configs[e.dst][None, :], mesh)
+    written = write_rule(source, *source.write_of(e.tensor)).states(configs[e.src][None, :], mesh)
+    read = read_rule(reader, e.op, e.access).states(configs[e.dst][None, :], mesh)
     resharded = bool((forward_states(written) != forward_states(read)).any())
     times = concrete_size(e.op.times, e.dst) / micro_batches_of(graph)
     local = times * float(local_bytes(reader, tensor, e.access, configs[e.dst][None, :], mesh)[0])

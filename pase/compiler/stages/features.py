@@ -23,6 +23,7 @@ from pase.ir.blocks import micro_batches_of
 from pase.machine import CostModel, Mesh
 from pase.memory.account import held
 from pase.tables import CostTables, EdgeTable
+from pase.tables.axis_layout import forward_states
 from pase.tables.build import (
     EdgeCosts,
     Space,
@@ -34,7 +35,7 @@ from pase.tables.build import (
 )
 from pase.tables.charges import is_of_parameter, node_charges
 from pase.tables.facts import facts
-from pase.tables.layouts import concrete_size, forward_states, local_bytes
+from pase.tables.layouts import concrete_size, local_bytes
 from pase.tables.work import Phase, node_work
 
 __all__ = ["Feature", "FeatureTables", "direction", "feature_tables", "running", "slower_may_weigh_less"]

@@ -24,9 +24,10 @@ from pase.pipeline.overlap import HoistedCollectives
 from pase.pipeline.registry import SCHEDULES, Discipline, schedule
 from pase.pipeline.simulate import simulate
 from pase.pipeline.types import Schedule, StageTimes
+from pase.tables.axis_layout import forward_states
 from pase.tables.build import charge_price
 from pase.tables.charges import Charge
-from pase.tables.layouts import forward_states, local_bytes, write_states
+from pase.tables.layouts import local_bytes, write_rule
 from pase.tables.reshard import reshard
 
 __all__ = ["StageMenu", "Staged"]
@@ -400,7 +401,7 @@ class StageMenu:
             n, t = self.graph.node[name], self.graph.tensors[tensor]
             op, access = n.write_of(tensor)
             here, there = (
-                forward_states(write_states(n, op, access, t, w.configs[name][None, :], self.mesh))
+                forward_states(write_rule(n, op, access).states(w.configs[name][None, :], self.mesh))
                 for w in (a, b)
             )
             sent[0] += self._reshard_s(here, there, t, self.models[b.role.group])

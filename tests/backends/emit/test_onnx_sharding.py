@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pase.backends.emit.onnx_sharding import check, from_spec, restated, to_spec
+from pase.backends.emit.onnx_sharding import check, from_spec, to_spec
 from pase.errors import PaseError
 from pase.machine import Mesh
+from pase.tables.axis_layout import AxisLayout
 from tests.backends.emit.onnx_models import small
 
 MESH = Mesh(names=("x", "y", "z"), sizes=(2, 3, 2))
@@ -67,7 +68,7 @@ def layouts(draw: Any) -> tuple[tuple[int, ...], Any]:
         if dim >= 0:
             cut[dim] *= draw(st.sampled_from([1, 1, 2, 3])) * MESH.sizes[a]
             digits[a] = (dim, cut[dim])
-    return tuple(c * draw(st.integers(1, 3)) for c in cut), tuple(digits)
+    return tuple(c * draw(st.integers(1, 3)) for c in cut), AxisLayout(digits)
 
 
 @given(layouts())
@@ -79,16 +80,16 @@ def test_a_spec_says_where_every_element_is(case: Any) -> None:
     again = from_spec(spec, MESH)
     assert (element_owners(shape, again, MESH) == element_owners(shape, digits, MESH)).all()
     flat = (int(np.prod(shape)),)
-    moved = restated(digits, shape, flat, MESH)
+    moved = digits.reshaped(shape, flat, MESH)
     assert moved is not None
     wanted = element_owners(shape, digits, MESH).reshape(MESH.devices, -1)
     assert (element_owners(flat, moved, MESH) == wanted).all()
-    back = restated(moved, flat, shape, MESH)
+    back = moved.reshaped(flat, shape, MESH)
     assert (
         back is not None and (element_owners(shape, back, MESH) == element_owners(shape, digits, MESH)).all()
     )
     for new in ((n, flat[0] // n) for n in range(1, flat[0] + 1) if flat[0] % n == 0):
-        if (divided := restated(moved, flat, new, MESH)) is not None:
+        if (divided := moved.reshaped(flat, new, MESH)) is not None:
             assert (element_owners(new, divided, MESH) == wanted.reshape(MESH.devices, *new)).all()
 
 
@@ -98,7 +99,7 @@ def broken(change: Any) -> Any:
     model.ir_version = 11
     model.configuration.add(name="c", num_devices=12)
     conf = model.graph.node[0].device_configurations.add(configuration_id="c")
-    conf.sharding_spec.append(to_spec("w", (512, 4096), ((0, 2), None, (1, 2)), MESH))
+    conf.sharding_spec.append(to_spec("w", (512, 4096), AxisLayout(((0, 2), None, (1, 2))), MESH))
     check(model)
     change(model, conf, conf.sharding_spec[0])
     return model

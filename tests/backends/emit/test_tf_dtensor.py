@@ -21,9 +21,9 @@ from pase.backends.emit import tf_dtensor
 from pase.compiler.problem.problem import SplitProblem
 from pase.errors import PaseError
 from pase.machine import Mesh
-from pase.plan.constraints import placement
 from pase.search import solve
-from pase.tables.layouts import REPLICATED, forward_states, gradient_states, read_states, write_states
+from pase.tables.axis_layout import AxisLayout, forward_states, gradient_states
+from pase.tables.layouts import read_rule, write_rule
 from tests.backends.emit.test_shardings_json import keras_mlp, plans, stored
 
 PROGRAM = """
@@ -170,14 +170,12 @@ def _cheapest(problem: SplitProblem, mesh: Mesh) -> float:
     for v, (node, configs) in enumerate(zip(problem.graph.nodes, space.configs, strict=True)):
         allowed = np.ones(len(configs), dtype=bool)
         for op in node.ops:
-            for states_of, accesses in ((write_states, op.writes), (read_states, op.reads)):
+            for rule, accesses in ((write_rule, op.writes), (read_rule, op.reads)):
                 for a in accesses:
-                    tensor = problem.graph.tensors[a.tensor]
-                    states = states_of(node, op, a, tensor, configs, mesh)
+                    rank = len(problem.graph.tensors[a.tensor].shape)
+                    states = rule(node, op, a).states(configs, mesh)
                     for seen in (forward_states(states), gradient_states(states)):
-                        placed = [
-                            placement(row, tensor, mesh) for row in np.where(seen >= 0, seen, REPLICATED)
-                        ]
+                        placed = [AxisLayout.of(row).summed.placement(rank, mesh) for row in seen]
                         allowed &= [p is not None and all(len(axes) <= 1 for axes in p) for p in placed]
         keep[v] = np.flatnonzero(allowed)
     return solve(tables.restricted(keep)).cost

@@ -30,9 +30,9 @@ from pase.frontends.jax.attention import AttentionCall
 from pase.frontends.jax.types import Aval
 from pase.ir import SourceLine
 from pase.machine import Mesh
-from pase.plan.accesses import Digits, EquationLayouts
+from pase.plan.accesses import EquationLayouts
 from pase.pytree import Tree
-from pase.tables.layouts import contiguous_axes
+from pase.tables.axis_layout import AxisLayout, Digit, contiguous_axes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,7 +74,11 @@ class AttentionSplit:
 
 
 def split_of(
-    q: Digits, k: Digits, call: AttentionCall, shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
+    q: AxisLayout,
+    k: AxisLayout,
+    call: AttentionCall,
+    shapes: Sequence[tuple[int, ...]],
+    sizes: Mapping[str, int],
 ) -> AttentionSplit | None:
     """The split that the layouts of queries and keys express; None if it has another form, or a part is not contiguous.
 
@@ -86,12 +90,12 @@ def split_of(
     for axis, (of_q, of_k) in enumerate(zip(q, k, strict=True)):
         if of_q is None and of_k is None:
             continue
-        if of_q is None or of_q[0] not in (batch, position, head):
+        if not isinstance(of_q, Digit) or of_q.dim not in (batch, position, head):
             return None
         name = {batch: "batch", position: "ring" if of_k else "queries", head: "heads" if of_k else "groups"}[
-            of_q[0]
+            of_q.dim
         ]
-        blocks = of_q[1] // kv_heads if name == "groups" else of_q[1]
+        blocks = of_q.blocks // kv_heads if name == "groups" else of_q.blocks
         found[name].append((blocks, axis))
     names, out = tuple(sizes), {}
     for name, digits in found.items():
@@ -158,7 +162,7 @@ def of_plan(
 
 def on_a_device(
     call: AttentionCall,
-    operands: Sequence[tuple[tuple[int, ...], Digits]],
+    operands: Sequence[tuple[tuple[int, ...], AxisLayout]],
     axes: Mesh,
     mesh: JaxMesh,
     source: SourceLine,

@@ -16,9 +16,8 @@ from pase.errors import PaseError
 from pase.frontends.jax.types import Eqn
 from pase.frontends.jax.versions import source_line
 from pase.machine import Mesh
-from pase.plan.accesses import Digits, EquationLayouts
-from pase.plan.constraints import Placement
-from pase.tables.layouts import contiguous_axes
+from pase.plan.accesses import EquationLayouts
+from pase.tables.axis_layout import AxisLayout, Placement
 
 if TYPE_CHECKING:
     from jax import Array
@@ -96,23 +95,16 @@ def _mapped(eqn: Eqn, groups: int, specs: Sequence[PartitionSpec], mesh: JaxMesh
     return jax.shard_map(part, mesh=mesh, in_specs=tuple(specs[:2]), out_specs=specs[2], check_vma=False)
 
 
-def spec_of(digits: Digits, sizes: Mapping[str, int]) -> PartitionSpec | None:
+def spec_of(layout: AxisLayout, sizes: Mapping[str, int]) -> PartitionSpec | None:
     """A layout as a PartitionSpec; None if an axis selects parts that are not contiguous."""
     from jax.sharding import PartitionSpec
 
-    found = placement_of(digits, sizes)
+    found = placement_of(layout, sizes)
     return None if found is None else PartitionSpec(*found)
 
 
-def placement_of(digits: Digits, sizes: Mapping[str, int]) -> Placement | None:
+def placement_of(layout: AxisLayout, sizes: Mapping[str, int]) -> Placement | None:
     """A layout as the axes of each dim, up to the last dim that is split; None if an axis selects parts that are not
     contiguous."""
-    names, last = tuple(sizes), max((d[0] for d in digits if d is not None), default=-1)
-    parts = []
-    for dim in range(last + 1):
-        held = ((d[1], axis) for axis, d in enumerate(digits) if d is not None and d[0] == dim)
-        axes = contiguous_axes(held, tuple(sizes.values()))
-        if axes is None:
-            return None
-        parts.append(tuple(names[a] for a in axes))
-    return tuple(parts)
+    last = max((digit.dim for _, digit in layout.digits), default=-1)
+    return layout.placement(last + 1, Mesh(names=tuple(sizes), sizes=tuple(sizes.values())))

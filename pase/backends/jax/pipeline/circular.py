@@ -27,9 +27,9 @@ from pase.frontends.jax.blocks import loop_line, loops_of, why_no_program
 from pase.frontends.jax.contexts import in_any_context
 from pase.ir.batch_sums import BatchSums
 from pase.machine import Mesh
-from pase.plan.constraints import Placement
 from pase.plan.pipeline import PipelinePlan
 from pase.pytree import Tree
+from pase.tables.axis_layout import Placement
 
 if TYPE_CHECKING:
     from jax import Array

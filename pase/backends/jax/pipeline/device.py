@@ -20,7 +20,7 @@ from pase.backends.jax.spmd.values import NotManual
 from pase.backends.jax.steps.hoisted import StepGathers
 from pase.local.lower import between
 from pase.local.reshard import resharded
-from pase.local.types import Layout
+from pase.tables.axis_layout import AxisLayout
 
 if TYPE_CHECKING:
     from jax import Array
@@ -49,7 +49,7 @@ class DeviceStage(LocalStage):
         """The outputs that have a gradient, as the next stage returns it."""
         return tuple(h for h, on in zip(self.after, self.returned, strict=True) if on) if self.after else ()
 
-    def moved(self, x: Array, have: Layout, want: Layout, shape: tuple[int, ...]) -> Array:
+    def moved(self, x: Array, have: AxisLayout, want: AxisLayout, shape: tuple[int, ...]) -> Array:
         return resharded(x, between(have, want, self.mesh), shape, "sum", JaxArrays(self.mesh))
 
     def gradients(

@@ -24,8 +24,9 @@ from pase.errors import PaseError
 from pase.frontends.jax.blocks import split_inputs
 from pase.frontends.jax.versions import DependsOnShapes, only_needed
 from pase.local.reshard import part
-from pase.local.types import Layout, LocalProgram, LocalResult, local_shape
+from pase.local.types import LocalProgram, LocalResult
 from pase.pytree import Tree
+from pase.tables.axis_layout import AxisLayout
 
 if TYPE_CHECKING:
     from jax import Array, ShapeDtypeStruct
@@ -61,21 +62,21 @@ class HeldArray:
     """An array as a device holds it. shape: of the whole array. gradient: the layout of its gradient."""
 
     shape: tuple[int, ...]
-    layout: Layout
-    gradient: Layout
+    layout: AxisLayout
+    gradient: AxisLayout
 
     @classmethod
     def of(cls, program: LocalProgram, tensor: str | None, shape: Sequence[int]) -> HeldArray:
         """The tensor as a program makes it. What no op makes is whole on every device."""
         if tensor not in program.maker:
-            whole = (None,) * len(program.mesh.names)
+            whole = AxisLayout.whole(program.mesh)
             return cls(tuple(shape), whole, whole)
         r = program.result(tensor or "")
         return cls(tuple(shape), r.layout, r.gradient)
 
     def local(self, mesh: Mesh, *, gradient: bool = False) -> tuple[int, ...]:
         """The shape on one device."""
-        return local_shape(self.shape, self.gradient if gradient else self.layout, mesh)
+        return (self.gradient if gradient else self.layout).local_shape(self.shape, mesh)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -270,7 +271,7 @@ class LocalStage:
 
         avals = self.manual.plan.traced.jaxpr.in_avals
         weights = {
-            i: jax.ShapeDtypeStruct(local_shape(r.shape, r.layout, self.mesh), avals[i].dtype)
+            i: jax.ShapeDtypeStruct(r.layout.local_shape(r.shape, self.mesh), avals[i].dtype)
             for i, r in self.weights.items()
         }
         entered = [

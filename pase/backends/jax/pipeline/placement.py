@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pase.backends.jax.pipeline.plan import JaxPipeline
     from pase.backends.jax.plan import JaxPlan
-    from pase.plan.constraints import Placement
+    from pase.tables.axis_layout import Placement
 
 __all__ = ["StagePlacement"]
 

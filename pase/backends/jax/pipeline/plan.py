@@ -32,7 +32,7 @@ from pase.ir.cut_points import UnitChain, chain_of
 from pase.machine import Mesh
 from pase.machine.jax_devices import as_linked
 from pase.pipeline.types import Schedule
-from pase.plan.accesses import access_states
+from pase.plan.accesses import access_layouts
 from pase.plan.constraints import constraints
 from pase.plan.pipeline import PipelinePlan
 from pase.pytree import Tree
@@ -368,7 +368,7 @@ def _split(
     m = pipeline.micro_batches
     graph = accumulated(named(simplify(rematerialised(traced.graph, blocks))), m)
     configs = {n.name: config_of(n, strategy[n.name], logical_mesh) for n in graph.nodes}
-    states = access_states(graph, logical_mesh, configs)
+    layouts = access_layouts(graph, logical_mesh, configs)
     return JaxPlan(
         traced=traced,
         whole=whole,
@@ -377,5 +377,5 @@ def _split(
         blocks=blocks,
         strategy=strategy,
         logical_mesh=logical_mesh,
-        constraints=constraints(graph, logical_mesh, states),
+        constraints=constraints(graph, logical_mesh, layouts),
     )

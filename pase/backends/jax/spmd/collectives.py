@@ -13,7 +13,7 @@ import numpy as np
 
 from pase.local.arrays import Arrays, check_combine
 from pase.local.parts import WireView, view
-from pase.local.types import Combine, Extents, LocalReshardStep, local_shape
+from pase.local.types import Combine, Extents, LocalReshardStep
 from pase.machine import Mesh
 from pase.pytree import Tree
 
@@ -197,7 +197,7 @@ def from_wire(rows: Array, step: LocalReshardStep, shape: Extents, mesh: Mesh) -
     if step.kind == "all_gather":
         v = view(step, shape, mesh)
         return JaxArrays(mesh).from_front(rows.reshape(rows.shape[0], *v.seen), v)
-    return rows.reshape(local_shape(shape, step.after, mesh))
+    return rows.reshape(step.after.local_shape(shape, mesh))
 
 
 def after(x: Array, earlier: Array) -> Array:

@@ -16,7 +16,6 @@ from pase.frontends.jax.types import ClosedJaxpr, Eqn, Jaxpr
 from pase.frontends.jax.versions import jaxprs_inside, scan_groups, source_line
 from pase.ir import Place, PlacePart
 from pase.local.reshard import part
-from pase.local.types import local_shape
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -286,7 +285,7 @@ def _held(
         (wanted,) = walk.matched(spread, [on])
         flags = on if wanted is None else walk.received(on, wanted, cache)
         r = program.result(wide)
-        here = local_shape(r.shape, r.layout, program.mesh)
+        here = r.layout.local_shape(r.shape, program.mesh)
         array = jax.lax.broadcast_in_dim(flags.array, here, range(flags.array.ndim))
         on = DeviceValue(array=array, tensor=wide, layout=r.layout)
     values = (on, new, before)

@@ -25,7 +25,8 @@ from pase.ir import Place
 from pase.local.follow import followed
 from pase.local.lower import between, local_program
 from pase.local.reshard import resharded
-from pase.local.types import Layout, LocalOperand, local_shape
+from pase.local.types import LocalOperand
+from pase.tables.axis_layout import AxisLayout
 
 if TYPE_CHECKING:
     from jax import Array
@@ -119,7 +120,7 @@ class _RuledCall:
         wanted = self.reads[i]
         return self.ins[i] if wanted is None else self.walk.received(self.ins[i], wanted, cache)
 
-    def gradient_target(self, i: int, read: DeviceValue, cache: Cache) -> tuple[Array, Layout]:
+    def gradient_target(self, i: int, read: DeviceValue, cache: Cache) -> tuple[Array, AxisLayout]:
         """(the array that receives an operand's gradient, the layout in which the gradient is returned)."""
         h, program = self.ins[i], self.walk.program
         returned = next((o for o in self.returns if program.original(o.tensor) == h.tensor), None)
@@ -134,16 +135,16 @@ class _RuledCall:
             return read.gradient_carrier, program.result(wanted.tensor).gradient
         return read.array, wanted.gradient
 
-    def made_as(self, name: str) -> Layout:
+    def made_as(self, name: str) -> AxisLayout:
         """The layout in which a result is made."""
         program = self.walk.program
-        return program.result(name).layout if name in program.maker else (None,) * len(program.mesh.names)
+        return program.result(name).layout if name in program.maker else AxisLayout.whole(program.mesh)
 
-    def gradient_of(self, name: str) -> Layout:
+    def gradient_of(self, name: str) -> AxisLayout:
         """The layout in which a result's gradient arrives."""
         program = self.walk.program
         if name not in program.maker:
-            return (None,) * len(program.mesh.names)
+            return AxisLayout.whole(program.mesh)
         return program.result(name).gradient
 
     def gradient_carrier(self, name: str, made: Array) -> Array | None:
@@ -152,7 +153,7 @@ class _RuledCall:
         if name not in program.maker:
             return None
         r = program.result(name)
-        if local_shape(r.shape, r.layout, program.mesh) == local_shape(r.shape, r.gradient, program.mesh):
+        if r.layout.local_shape(r.shape, program.mesh) == r.gradient.local_shape(r.shape, program.mesh):
             return None
         steps = between(r.layout, r.gradient, program.mesh)
         if not all(m.free for m in steps):
@@ -161,21 +162,21 @@ class _RuledCall:
 
 
 def _ran(
-    walk: ManualWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], layouts: Sequence[Layout]
+    walk: ManualWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], layouts: Sequence[AxisLayout]
 ) -> list[DeviceValue]:
     """Run a program on values in their layouts.
 
     layouts: of its first results. In the other results, partial sums are reduced.
     """
     mesh, jaxpr = walk.program.mesh, opened(closed)[0]
-    replicated: Layout = (None,) * len(mesh.names)
+    replicated = AxisLayout.whole(mesh)
     have = [replicated if h.layout is None else h.layout for h in values]
     shaped = zip(jaxpr.invars, have, strict=True)
     layouts_of_arrays = {(tuple(v.aval.shape), layout) for v, layout in shaped if math.prod(v.aval.shape) > 1}
     # A pointwise program on arrays that are all split alike runs on the shards as it is.
     if len(layouts_of_arrays) == 1 and _pointwise(jaxpr, next(iter(layouts_of_arrays))[0]):
         ((shape, layout),) = layouts_of_arrays
-        arrays = _on_parts(closed, [h.array for h in values], local_shape(shape, layout, mesh))
+        arrays = _on_parts(closed, [h.array for h in values], layout.local_shape(shape, mesh))
         outs = [
             DeviceValue(array=x, layout=layout if tuple(v.aval.shape) == shape else replicated)
             for x, v in zip(arrays, jaxpr.outvars, strict=True)
@@ -190,7 +191,7 @@ def _ran(
 
 
 def _traced(
-    walk: ManualWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], layouts: Sequence[Layout]
+    walk: ManualWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], layouts: Sequence[AxisLayout]
 ) -> tuple[ManualWalk, list[DeviceValue]]:
     """Run a program as a separate local program: (the walk that ran it, its results).
 

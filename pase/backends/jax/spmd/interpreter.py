@@ -34,17 +34,9 @@ from pase.ir import Place
 from pase.ir.blocks import Block
 from pase.local.lower import between
 from pase.local.reshard import part, resharded
-from pase.local.types import (
-    Combine,
-    Layout,
-    LocalOp,
-    LocalOperand,
-    LocalProgram,
-    LocalReshardStep,
-    LocalTransfer,
-    local_shape,
-)
+from pase.local.types import Combine, LocalOp, LocalOperand, LocalProgram, LocalReshardStep, LocalTransfer
 from pase.pytree import Tree
+from pase.tables.axis_layout import AxisLayout
 
 if TYPE_CHECKING:
     from jax import Array
@@ -524,21 +516,21 @@ class ManualWalk:
             value,
         )
 
-    def resharded(self, value: DeviceValue, want: Layout | None, shape: tuple[int, ...]) -> DeviceValue:
+    def resharded(self, value: DeviceValue, want: AxisLayout | None, shape: tuple[int, ...]) -> DeviceValue:
         """A value in another layout. want: None for the same layout with partial sums reduced. shape: of the whole
         value."""
         mesh = self.program.mesh
-        have = (None,) * len(mesh.names) if value.layout is None else value.layout
+        have = AxisLayout.whole(mesh) if value.layout is None else value.layout
         if want is None:
-            want = tuple(None if s == "partial" else s for s in have)
+            want = have.summed
         op = self.program.maker.get(value.tensor or "")
         combine: Combine = "sum" if op is None else op.combine
         what = f"{value.tensor or 'a value'} of a derivative rule"
         array = self._resharded(value.array, between(have, want, mesh), shape, combine, what)
         return replace(value, array=array, layout=want, gradient_carrier=None)
 
-    def _local(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
-        return local_shape(shape, layout, self.program.mesh)
+    def _local(self, shape: tuple[int, ...], layout: AxisLayout) -> tuple[int, ...]:
+        return layout.local_shape(shape, self.program.mesh)
 
     def refusal(self, eqn: Eqn, why: str) -> NotManual:
         """The error for an equation that cannot be lowered."""

@@ -28,12 +28,13 @@ from pase.frontends.jax.leaves import combine
 from pase.frontends.jax.types import Var
 from pase.frontends.jax.versions import is_literal, literal_array, only_needed
 from pase.local.lower import between
-from pase.local.parts import placement, to_whole
+from pase.local.parts import to_whole
 from pase.local.reshard import resharded
 from pase.local.rows import with_rows
-from pase.local.types import Layout, LocalOp, LocalProgram, LocalResult, local_shape
+from pase.local.types import LocalOp, LocalProgram, LocalResult
 from pase.local.verify import verify_program
 from pase.pytree import Tree
+from pase.tables.axis_layout import AxisLayout
 
 if TYPE_CHECKING:
     from typing import Never
@@ -352,9 +353,9 @@ class Manual:
         avals = self.plan.traced.jaxpr.in_avals[: len(self.plan.traced.param_paths)]
         return [i for i, a in enumerate(avals) if jax.numpy.issubdtype(a.dtype, jax.numpy.inexact)]
 
-    def spec(self, layout: Layout, shape: tuple[int, ...]) -> PartitionSpec:
+    def spec(self, layout: AxisLayout, shape: tuple[int, ...]) -> PartitionSpec:
         """The PartitionSpec of a layout. shape: of the whole array."""
-        where = placement(layout, len(shape), self.program.mesh)
+        where = layout.placement(len(shape), self.program.mesh)
         if where is None:
             raise NotManual(
                 f"the parts of the layout {layout} are not contiguous; this is a defect of pase.local"
@@ -427,7 +428,7 @@ class Manual:
         if value.layout is None:
             return value.array
         shape = self.program.result(value.tensor or "").shape
-        if placement(value.layout, len(shape), self.program.mesh) is not None:
+        if value.layout.placement(len(shape), self.program.mesh) is not None:
             return value.array
         made = self.program.maker[value.tensor or ""]
         return resharded(
@@ -443,12 +444,12 @@ class Manual:
         specs = []
         for j, aval in enumerate(self.plan.traced.jaxpr.out_avals):
             op, name = self.end(j), self.plan.traced.out_names[j]
-            layout: Layout = (None,) * len(self.program.mesh.names)
+            layout = AxisLayout.whole(self.program.mesh)
             if op is not None:
                 layout = op.operands[0].layout
             elif name in self.program.maker:
                 layout = self.program.result(name or "").layout
-            where = placement(layout, len(aval.shape), self.program.mesh)
+            where = layout.placement(len(aval.shape), self.program.mesh)
             specs.append(self.plan.spec(where or ()))
         return specs
 
@@ -493,5 +494,5 @@ def gradient_carrier(x: Array, r: LocalResult, mesh: Mesh) -> Array:
     if r.layout == r.gradient:
         return x
     if r.gradient_carrier == "zeros":
-        return jax.numpy.zeros(local_shape(r.shape, r.gradient, mesh), x.dtype)
+        return jax.numpy.zeros(r.gradient.local_shape(r.shape, mesh), x.dtype)
     return resharded(x, between(r.layout, r.gradient, mesh), r.shape, "sum", JaxArrays(mesh))

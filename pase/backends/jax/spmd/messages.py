@@ -25,7 +25,6 @@ from pase.local.types import (
     MessageChunk,
     TransferDirection,
     TransferPart,
-    local_shape,
 )
 
 if TYPE_CHECKING:
@@ -234,4 +233,4 @@ class BodyMessages:
         """The local shape in which the gradient leaves its readers."""
         reader = self.program.readers[transfer][0]
         operand = next(o for o in reader.operands if o.transfer == transfer)
-        return local_shape(operand.shape, operand.gradient, self.program.mesh)
+        return operand.gradient.local_shape(operand.shape, self.program.mesh)

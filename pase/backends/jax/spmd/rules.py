@@ -212,7 +212,7 @@ def _extreme(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     (r,) = call.op.results
     if not split_dims(call, ins) & set(axes):
         return plain(call.eqn, ins, call.info)
-    later = tuple(name for name, s in zip(call.mesh.names, r.layout, strict=True) if s == "partial")
+    later = r.layout.partial_axes(call.mesh)
     over, combine = r.summed or later, call.op.combine
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         here = plain(call.eqn, [x], call.info)[0]
@@ -270,11 +270,7 @@ def _gather(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
         fill = p["fill_value"]
         if fill is None:
             fill = jnp.nan if jnp.issubdtype(out.dtype, jnp.inexact) else _filler(out.dtype)
-        axes = [
-            name
-            for name, s in zip(call.mesh.names, operand.layout, strict=True)
-            if isinstance(s, tuple) and s[0] in looked_up
-        ]
+        axes = [call.mesh.names[axis] for axis, digit in operand.layout.digits if digit.dim in looked_up]
         out = jnp.where(over_rows(~inside & first(axes)), jnp.asarray(fill, out.dtype), out)
     return [out]
 
@@ -330,7 +326,7 @@ def _scatter(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     p = call.eqn.params
     d = p["dimension_numbers"]
     (r,) = call.op.results
-    partial = [n for n, s in zip(call.mesh.names, r.layout, strict=True) if s == "partial"] or list(r.summed)
+    partial = list(r.layout.partial_axes(call.mesh) or r.summed)
     if partial and call.op.combine == "sum":
         x = JaxArrays(call.mesh).on_first(x, partial)
     fallen, eqn = sorted(split_dims(call, ins) & set(d.scatter_dims_to_operand_dims)), call.eqn
@@ -351,7 +347,7 @@ def _scattered_extreme(call: ManualCall, eqn: Eqn, x: Array, ids: Array, updates
     import jax
 
     (r,) = call.op.results
-    later = tuple(n for n, s in zip(call.mesh.names, r.layout, strict=True) if s == "partial")
+    later = r.layout.partial_axes(call.mesh)
     over, combine, p = later or r.summed, call.op.combine, eqn.params
 
     def extreme(x: Array, updates: Array) -> Array:

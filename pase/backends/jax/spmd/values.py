@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.frontends.jax.versions import line_of_error
-from pase.local.types import Layout, LocalTransfer
+from pase.local.types import LocalTransfer
 from pase.pytree import Tree
+from pase.tables.axis_layout import AxisLayout
 
 if TYPE_CHECKING:
     from jax import Array
@@ -100,7 +101,7 @@ class DeviceValue:
 
     array: Array
     tensor: str | None = None
-    layout: Layout | None = None
+    layout: AxisLayout | None = None
     gradient_carrier: Array | None = None
 
 

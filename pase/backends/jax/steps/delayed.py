@@ -43,7 +43,7 @@ from pase.frontends.jax.contexts import without_mesh
 from pase.frontends.jax.leaves import arrays
 from pase.frontends.jax.versions import called, without_dead_code
 from pase.ir import named, simplify
-from pase.local.types import LocalProgram, TransferPart, local_shape
+from pase.local.types import LocalProgram, TransferPart
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class _DeviceStep:
         names = self.manual.plan.leaf_names()[len(params) :]
         layouts = [self.program.result(name).layout for name in names]
         batch = [
-            jnp.zeros(local_shape(a.shape, layout, self.program.mesh), a.dtype)
+            jnp.zeros(layout.local_shape(a.shape, self.program.mesh), a.dtype)
             for a, layout in zip(specs, layouts, strict=True)
         ]
         leaves = [

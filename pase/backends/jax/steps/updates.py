@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pase.backends.jax.spmd.messages import JOINED, Sending
 from pase.ir import Graph
-from pase.local.types import LocalMessage, LocalProgram, TransferPart, local_shape
+from pase.local.types import LocalMessage, LocalProgram, TransferPart
 
 if TYPE_CHECKING:
     from jax import Array
@@ -153,7 +153,7 @@ def waiting_bytes(program: LocalProgram, graph: Graph) -> int:
         added += sent // graph.tensors[t.tensor].itemsize * graph.tensors[stored[t.src].tensor].itemsize
     for node in summed_in_step(program):
         r = stored[node]
-        own = math.prod(local_shape(r.shape, r.gradient, program.mesh)) * graph.tensors[r.tensor].itemsize
+        own = math.prod(r.gradient.local_shape(r.shape, program.mesh)) * graph.tensors[r.tensor].itemsize
         added, whole = added + own, whole + own
     steady = (max(u.at for u in program.updates) + 1) // program.period + 1
     numbers = range(steady * program.period, (steady + 1) * program.period)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pase.backends.torch.spmd.process_groups import STAGE, AxisGroups
-from pase.local.types import local_shape
 from pase.pipeline.types import Kind
 
 if TYPE_CHECKING:
@@ -173,7 +172,7 @@ class StageLinks:
         for r in results:
             dtype = getattr(torch, plan.traced.graph.tensors[r.tensor].dtype)
             layout = r.layout if letter.errand in ("there", "back") else r.gradient
-            shape = local_shape(r.shape, layout, self.groups.mesh)
+            shape = layout.local_shape(r.shape, self.groups.mesh)
             out.append(torch.empty(shape, dtype=dtype, device=self.device))
         return out
 

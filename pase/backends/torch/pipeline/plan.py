@@ -25,10 +25,11 @@ from pase.frontends.common.values import Value
 from pase.frontends.torch.blocks import micro
 from pase.frontends.torch.frontend import TracedTorch
 from pase.local.lower import between
-from pase.local.types import Layout, LocalReshardStep, LocalResult
+from pase.local.types import LocalReshardStep, LocalResult
 from pase.pipeline.types import Schedule
 from pase.plan.pipeline import PipelinePlan
 from pase.pytree import Tree
+from pase.tables.axis_layout import AxisLayout
 from pase.tables.layouts import concrete_size
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class TorchPipeline:
                 yield from self._between(t, here.gradient, stored, 1)
 
     def _between(
-        self, t: str, have: Layout, want: Layout, times: int
+        self, t: str, have: AxisLayout, want: AxisLayout, times: int
     ) -> Iterator[tuple[LocalReshardStep, int]]:
         nbytes = concrete_size(self.traced.graph.tensors[t].nbytes, t)
         yield from ((m, times) for m in between(have, want, self.splits[0].mesh, nbytes) if not m.free)

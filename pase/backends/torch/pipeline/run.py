@@ -22,9 +22,9 @@ from pase.errors import PaseError
 from pase.frontends.torch.export.functional import refuse_autocast
 from pase.local.lower import between
 from pase.local.reshard import resharded
-from pase.local.types import Layout
 from pase.pipeline.types import Kind
 from pase.pytree import Tree
+from pase.tables.axis_layout import AxisLayout
 
 if TYPE_CHECKING:
     import torch
@@ -197,7 +197,7 @@ class _StagesStep:
             value = replace(value, array=read, gradient_carrier=leaf, gradient=r.gradient)
         return leaf, value
 
-    def _resharded(self, k: int, t: str, x: Tensor, have: Layout, want: Layout) -> Tensor:
+    def _resharded(self, k: int, t: str, x: Tensor, have: AxisLayout, want: AxisLayout) -> Tensor:
         """Reshard a tensor among the ranks of a stage."""
         p = self.of.stages[k]
         shape = p.plan.program.result(t).shape

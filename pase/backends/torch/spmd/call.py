@@ -39,9 +39,10 @@ from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import arguments, op_name
 from pase.ir import Op
 from pase.local.reshard import part, places_of
-from pase.local.types import Layout, LocalOp, LocalOperand, LocalResult, local_shape
+from pase.local.types import LocalOp, LocalOperand, LocalResult
 from pase.memory.residuals import differentiated
 from pase.pytree import Tree
+from pase.tables.axis_layout import AxisLayout
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +144,7 @@ class NodeOps:
         with self.body.keeping.of(any(not pair.local.op.remat for pair in own)):
             made = run(scores.array, here, mine)
         (r,) = own[-1].local.results
-        shape = local_shape(r.shape, r.layout, self.walk.program.mesh)
+        shape = r.layout.local_shape(r.shape, self.walk.program.mesh)
         self._keep(r, self._checked(made.reshape(shape), r, False), None)
         return True
 
@@ -216,7 +217,7 @@ class NodeOps:
         done = ((own[1], mean), (own[5], variance), (own[7], inverse), *updated, (norm.last, made))
         for pair, value in done:
             (r,) = pair.local.results
-            shape = local_shape(r.shape, r.layout, self.walk.program.mesh)
+            shape = r.layout.local_shape(r.shape, self.walk.program.mesh)
             self._keep(r, self._checked(value.reshape(shape), r, False), None)
         return True
 
@@ -401,7 +402,7 @@ class NodeOps:
         return out
 
     def _checked(self, x: Tensor, r: LocalResult, gradient: bool) -> Tensor:
-        want = local_shape(r.shape, r.gradient if gradient else r.layout, self.walk.program.mesh)
+        want = (r.gradient if gradient else r.layout).local_shape(r.shape, self.walk.program.mesh)
         if tuple(x.shape) != want:
             raise NotOnParts(
                 f"its result on this rank has shape {list(x.shape)}, but {list(want)} in the plan"
@@ -482,7 +483,7 @@ class NodeOps:
             value = None if self.walk.index.decided(m) else self.walk.index.values.get(m)
             for made, steps in steps_from(value) if isinstance(value, Value) else ():
                 if made.tensor is not None and made.tensor.name == tensor:
-                    return apply_views(constants.of(m), (None,) * len(mesh.names), inverse(steps), mesh)
+                    return apply_views(constants.of(m), AxisLayout.whole(mesh), inverse(steps), mesh)
         return None
 
     def nest(self, pair: OpPair) -> None:
@@ -496,10 +497,10 @@ class NodeOps:
             ins = [v.times(by) for v, by in zip(ins, factors, strict=True)]
         trained = r.tensor in differentiated(self.walk.traced.graph)
 
-        def computed(arrays: Sequence[Tensor], layout: Layout) -> Tree:
+        def computed(arrays: Sequence[Tensor], layout: AxisLayout) -> Tree:
             if not trained:  # the maximum of a softmax: autograd would keep its operand
                 arrays = [x.detach() if x.requires_grad else x for x in arrays]
-            shape = local_shape(r.shape, layout, self.walk.program.mesh)
+            shape = layout.local_shape(r.shape, self.walk.program.mesh)
             with self.body.keeping.of(not local.op.remat):
                 x = run_nest(op, local, arrays, shape, self.walk.groups)
             dtype = _dtype(self.walk.traced.graph.tensors[r.tensor].dtype)
@@ -616,7 +617,7 @@ class _Reads:
                 if root[0] == name and read in self.values:
                     return self._viewed(self.values[read], (*inverse(root[1]), *steps), gradient)
         if walk.index.decided(m):
-            return None, (value.shape, (None,) * len(mesh.names))  # the op needs only its shape
+            return None, (value.shape, AxisLayout.whole(mesh))  # the op needs only its shape
         return self._constant(m, value, outs)
 
     def _viewed(self, v: RankValue, steps: Steps, gradient: bool) -> tuple[Tensor, ShapeAndLayout]:
@@ -632,7 +633,7 @@ class _Reads:
         """A constant in the layout in which an operand of its shape is read, or in the layout of a pointwise result."""
         walk = self.of_node.walk
         x = self.of_node.body.constants.of(m)
-        nowhere: Layout = (None,) * len(walk.program.mesh.names)
+        nowhere = AxisLayout.whole(walk.program.mesh)
         same = [o for o in self.constants if _elements(o.shape) == _elements(value.shape)]
         own = _names(value)
         others = {

@@ -14,7 +14,8 @@ from pase.backends.torch.spmd.gathered_again import AgainMark
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import whole
 from pase.local.reshard import along
-from pase.local.types import Extents, Layout
+from pase.local.types import Extents
+from pase.tables.axis_layout import AxisLayout
 
 if TYPE_CHECKING:
     import torch
@@ -198,7 +199,9 @@ def summed(x: Tensor, axes: tuple[str, ...], groups: AxisGroups) -> Tensor:
     return there_and_back(x, None, lambda y: groups.all_reduce(y, axes), lambda g: g, "all_reduce")
 
 
-def positions(dim: int, shape: Extents, layout: Layout, groups: AxisGroups, device: torch.device) -> Tensor:
+def positions(
+    dim: int, shape: Extents, layout: AxisLayout, groups: AxisGroups, device: torch.device
+) -> Tensor:
     """Which elements of a whole tensor dim are in this rank's part: int64 [elements on this rank]."""
     import torch
 

@@ -22,7 +22,8 @@ from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import TorchScope
 from pase.ir import Place
 from pase.local.reshard import part
-from pase.local.types import Layout, LocalOperand
+from pase.local.types import LocalOperand
+from pase.tables.axis_layout import AxisLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,7 +124,7 @@ class ControlNode:
         slice. None if it does not depend on data."""
         for pair in self._at(at):
             v = self._operand(pair.local.operands[0], outer, self.body)
-            if any(isinstance(s, tuple) and s[0] == 0 for s in (*v.layout, *v.gradient)):
+            if v.layout.along(0) or v.gradient.along(0):
                 raise NotOnParts("the dim that it iterates over is split")
             return replace(v, tensor=pair.local.results[0].tensor)
         return None
@@ -281,8 +282,8 @@ def _slice_of(stack: RankValue, iteration: int) -> RankValue:
     )
 
 
-def _sliced(layout: Layout) -> Layout:
-    return tuple((s[0] - 1, s[1]) if isinstance(s, tuple) else s for s in layout)
+def _sliced(layout: AxisLayout) -> AxisLayout:
+    return layout.renumbered(lambda dim: dim - 1)
 
 
 @cache

@@ -17,7 +17,7 @@ from pase.backends.torch.spmd.gathered_again import MessageAgain, read_again
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import ProgramCall
 from pase.local.parts import WireView, view
-from pase.local.types import Extents, LocalOp, LocalProgram, LocalReshardStep, local_shape
+from pase.local.types import Extents, LocalOp, LocalProgram, LocalReshardStep
 from pase.machine import FIRST_BUCKET_BYTES
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _itemsize(program: LocalProgram, number: int) -> int:
     """The bytes of an element of what a transfer gathers."""
     t = program.transfers[number]
     step, shape = t.forward[0], program.result(t.tensor).shape
-    return step.nbytes // max(1, math.prod(local_shape(shape, step.after, program.mesh)))
+    return step.nbytes // max(1, math.prod(step.after.local_shape(shape, program.mesh)))
 
 
 def gathered_ahead(

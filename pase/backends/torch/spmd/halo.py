@@ -12,7 +12,6 @@ from pase.backends.torch.spmd.collectives import there_and_back
 from pase.backends.torch.spmd.rules import RANK_RULES, RankCall
 from pase.backends.torch.spmd.values import NotOnParts
 from pase.local.halo import widened, widened_back
-from pase.local.parts import axes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +85,7 @@ def _with_neighbours(
         window = slides.walks[dim - x.dim()].window if dim in call.split(name) else None
         if window is not None:
             borders[dim], left[k] = window.border, 0
-            axes = groups.wide(axes_of(layout, dim, groups.mesh))
+            axes = groups.wide(layout.axes_along(dim, groups.mesh))
             if list(axes) != sorted(axes, key=groups.mesh.names.index):
                 raise NotOnParts(
                     "a dim along which its window moves is split in another order than the mesh's"

@@ -23,7 +23,7 @@ from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.errors import PaseError
 from pase.local.parts import view
 from pase.local.reshard import resharded
-from pase.local.types import Extents, LocalMessage, LocalProgram, LocalReshardStep, MessageChunk, local_shape
+from pase.local.types import Extents, LocalMessage, LocalProgram, LocalReshardStep, MessageChunk
 from pase.machine import FIRST_BUCKET_BYTES
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _alike(program: LocalProgram, number: int, step: LocalReshardStep) -> tuple[
     return (
         step.kind,
         step.axes,
-        step.nbytes // max(1, math.prod(local_shape(shape, step.before, program.mesh))),
+        step.nbytes // max(1, math.prod(step.before.local_shape(shape, program.mesh))),
     )
 
 
@@ -484,4 +484,4 @@ class GradientSending:
         if step.kind == "all_reduce":
             return g.shape if g.array is None else tuple(g.array.shape)
         whole = self.program.result(self.program.transfers[g.number].tensor).shape
-        return local_shape(whole, step.after, self.program.mesh)
+        return step.after.local_shape(whole, self.program.mesh)

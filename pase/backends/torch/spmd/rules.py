@@ -19,11 +19,11 @@ from pase.backends.torch.spmd.record import seed_of
 from pase.backends.torch.spmd.ring_attention import RankRing
 from pase.backends.torch.spmd.values import NotOnParts, of_broadcast
 from pase.frontends.torch.values import TorchOperand
-from pase.local.parts import axes_of
 from pase.local.reshard import part, places_of
-from pase.local.types import Extents, Layout, LocalOp, local_shape
+from pase.local.types import Extents, LocalOp
 from pase.pytree import Tree
 from pase.registry import Registry
+from pase.tables.axis_layout import AxisLayout
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ __all__ = [
     "seeded",
 ]
 
-ShapeAndLayout = tuple[Extents, Layout]
+ShapeAndLayout = tuple[Extents, AxisLayout]
 """The shape of a whole tensor, and its layout."""
 
 
@@ -77,12 +77,14 @@ class RankCall:
         wanted = self.outs[i]
         if wanted is None:
             raise NotOnParts(f"nothing reads its result {i}, so the plan has no layout for it")
-        return local_shape(*wanted, self.groups.mesh)
+        shape, layout = wanted
+        return layout.local_shape(shape, self.groups.mesh)
 
     def split(self, name: str = "self") -> set[int]:
         """The dims of an operand that are split."""
         whole = self.layouts[name][0]
-        here = local_shape(*self.layouts[name], self.groups.mesh)
+        shape, layout = self.layouts[name]
+        here = layout.local_shape(shape, self.groups.mesh)
         return {d for d, (n, m) in enumerate(zip(here, whole, strict=True)) if n != m}
 
     def places(self, name: str, dim: int, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,7 +175,7 @@ def _last(x: Tensor, wanted: ShapeAndLayout, groups: AxisGroups) -> Tensor:
     """This rank's part of a last dim that was computed whole."""
     shape, layout = wanted
     last = len(shape) - 1
-    along = tuple(s if isinstance(s, tuple) and s[0] == last else None for s in layout)
+    along = layout.within(lambda dim: dim == last)
     return part(x, (*x.shape[:-1], shape[-1]), along, groups)
 
 
@@ -330,8 +332,7 @@ def _scatter(call: RankCall) -> Tensor:
     if parted and not ("indices" in call.given or "source" in call.given):
         raise NotOnParts("it updates a split dim")
     (result,) = call.ops[-1].results
-    names = call.groups.mesh.names
-    partial = [n for n, s in zip(names, result.layout, strict=True) if s == "partial"] or list(result.summed)
+    partial = list(result.layout.partial_axes(call.groups.mesh) or result.summed)
     if partial and not call.groups.first(partial):
         # Backward passes here on every rank, because it sends. A product with zero would not be zero of infinity.
         x = x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
@@ -399,14 +400,14 @@ def _attention(call: RankCall) -> Tensor:
     shape, layout = call.layouts["query"]
     if call.given.get("is_causal") and q.shape[-2] != shape[-2]:
         queries = positions(len(shape) - 2, shape, layout, call.groups, q.device)
-        keys = positions(len(whole) - 2, whole, (None,) * len(layout), call.groups, q.device)
+        keys = positions(len(whole) - 2, whole, AxisLayout.whole(call.groups.mesh), call.groups, q.device)
         changes |= {"is_causal": False, "attn_mask": keys[None, :] <= queries[:, None]}
     if q.dim() > 3 and q.shape[-3] != k.shape[-3]:
         changes |= _shared_heads(replace(call, given={**call.given, **changes}))
     if not call.given.get("dropout_p"):
         return call.run(**changes)
     where = sum(
-        call.groups.place[i] * 7919**i for i, s in enumerate(layout) if isinstance(s, tuple)
+        call.groups.place[i] * 7919**i for i, _ in layout.digits
     )  # ranks with different parts draw different values, and ranks with the same part draw the same
     with seeded(call.seed + where, q.device):
         return call.run(**changes)
@@ -432,7 +433,7 @@ def _ring(call: RankCall) -> Tensor:
     q, k, v = (call.given[n] for n in ("query", "key", "value"))
     names = call.groups.mesh.names
     axes, of_queries = (
-        axes_of(call.layouts[n][1], len(call.layouts[n][0]) - 2, call.groups.mesh) for n in ("key", "query")
+        call.layouts[n][1].axes_along(len(call.layouts[n][0]) - 2, call.groups.mesh) for n in ("key", "query")
     )
     if axes != of_queries:
         raise NotOnParts("its keys are split, but its queries are not split in the same way")

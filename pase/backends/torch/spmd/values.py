@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from pase.errors import PaseError
 from pase.frontends.common.values import Value
 from pase.frontends.torch.values import shared_heads
-from pase.local.types import Extents, Layout, local_shape
+from pase.local.types import Extents
 from pase.machine import Mesh
-from pase.plan.accesses import reshaped
+from pase.tables.axis_layout import AxisLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +43,9 @@ class NotOnParts(PaseError):
         self.told = told
 
 
+_THE_SAME = AxisLayout()
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankValue:
     """A tensor of the traced graph on this rank.
@@ -54,9 +57,9 @@ class RankValue:
     array: Tensor
     tensor: str
     shape: Extents
-    layout: Layout
+    layout: AxisLayout
     gradient_carrier: Tensor | None = None
-    gradient: Layout = ()
+    gradient: AxisLayout = _THE_SAME
 
     def times(self, factor: float) -> RankValue:
         """The value multiplied by a number; itself if the number is 1."""
@@ -107,29 +110,29 @@ def steps_from(value: Value) -> Iterator[tuple[Value, Steps]]:
         value = base
 
 
-def apply_views(x: Tensor, layout: Layout, steps: Steps, mesh: Mesh) -> Tensor:
+def apply_views(x: Tensor, layout: AxisLayout, steps: Steps, mesh: Mesh) -> Tensor:
     """Apply views to a rank's part. Returns this rank's part of the result."""
     for step in steps:
         layout = _layout_after(layout, step, mesh)
         if isinstance(step, ReorderStep):
             x = x.permute(step.order)
         else:
-            x = x.reshape(local_shape(step.new, layout, mesh))
+            x = x.reshape(layout.local_shape(step.new, mesh))
     return x
 
 
-def layout_through(layout: Layout, steps: Steps, mesh: Mesh) -> Layout:
+def layout_through(layout: AxisLayout, steps: Steps, mesh: Mesh) -> AxisLayout:
     """The layout of the result of applying these views."""
     for step in steps:
         layout = _layout_after(layout, step, mesh)
     return layout
 
 
-def _layout_after(layout: Layout, step: ReshapeStep | ReorderStep, mesh: Mesh) -> Layout:
+def _layout_after(layout: AxisLayout, step: ReshapeStep | ReorderStep, mesh: Mesh) -> AxisLayout:
     """``layout_through`` for one step."""
     if isinstance(step, ReshapeStep):
         return through_reshape(layout, step.shape, step.new, mesh)
-    return tuple((step.order.index(s[0]), s[1]) if isinstance(s, tuple) else s for s in layout)
+    return layout.renumbered(step.order.index)
 
 
 def inverse(steps: Steps) -> Steps:
@@ -143,37 +146,23 @@ def inverse(steps: Steps) -> Steps:
     return tuple(out)
 
 
-def of_broadcast(shape: Extents, whole: Extents, layout: Layout) -> Layout:
+def of_broadcast(shape: Extents, whole: Extents, layout: AxisLayout) -> AxisLayout:
     """The layout of an operand that is broadcast to a whole shape, of which each device has a part: a dim is split if
     it is not one that is repeated.
 
     shape: the operand's. layout: that of the whole.
     """
     lead = len(whole) - len(shape)
-    return tuple(
-        (s[0] - lead, s[1])
-        if isinstance(s, tuple) and s[0] >= lead and shape[s[0] - lead] == whole[s[0]]
-        else None
-        for s in layout
-    )
+    repeated = {d for d in range(len(whole)) if d < lead or shape[d - lead] != whole[d]}
+    return layout.summed.renumbered(lambda d: None if d in repeated else d - lead)
 
 
-def through_reshape(layout: Layout, shape: Extents, new: Extents, mesh: Mesh) -> Layout:
+def through_reshape(layout: AxisLayout, shape: Extents, new: Extents, mesh: Mesh) -> AxisLayout:
     """The layout of a tensor after a reshape, such that each device keeps its elements.
 
     Raises NotOnParts if one axis would have to split several dims of the new shape.
-
-    >>> mesh = Mesh(names=("a", "b"), sizes=(2, 4))
-    >>> through_reshape(((0, 2), (2, 4)), (6, 5, 8), (30, 4, 2), mesh)
-    ((0, 2), (1, 4))
     """
-    out: list[tuple[int, int] | str | None] = []
-    for axis, state in enumerate(layout):
-        if not isinstance(state, tuple):
-            out.append(state)
-            continue
-        after = reshaped(state, mesh.sizes[axis], shape, new)
-        if after is None:
-            raise NotOnParts(f"one mesh axis would split several dims of {list(new)}")
-        out.append(after)
-    return tuple(out)  # type: ignore[arg-type]
+    after = layout.reshaped(shape, new, mesh)
+    if after is None:
+        raise NotOnParts(f"one mesh axis would split several dims of {list(new)}")
+    return after

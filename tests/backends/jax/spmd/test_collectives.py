@@ -9,13 +9,12 @@ import pytest
 from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.hlo.collectives import collectives
 from pase.local.exchange import nests
-from pase.local.lower import layout_of
 from pase.local.reshard import resharded
 from pase.local.simulate import part_of, places
 from pase.local.simulate import resharded as moved_all
 from pase.local.types import LocalReshardStep
 from pase.machine import Mesh
-from pase.tables.layouts import PARTIAL, REPLICATED, digit_state
+from pase.tables.axis_layout import AxisLayout
 from tests.local.layouts import MESHES, SHAPE, chain, held
 
 
@@ -46,12 +45,12 @@ def test_jax_moves_as_numpy_does(seed, dtype):
             fits = dim >= 0 and blocks[dim] * ways <= SHAPE[dim]
             if fits:
                 blocks[dim] *= ways
-            out.append(digit_state(dim, blocks[dim]) if fits else PARTIAL if dim == -2 else REPLICATED)
-        return tuple(out)
+            out.append((dim, blocks[dim]) if fits else "partial" if dim == -2 else None)
+        return AxisLayout(out)
 
     src, dst = layout(1), layout(0)
     x = rng.integers(-9, 9, SHAPE).clip(0 if dtype is bool else -9).astype(dtype)
-    parts = {p: part.astype(dtype) for p, part in held(x, layout_of(src), mesh).items()}
+    parts = {p: part.astype(dtype) for p, part in held(x, src, mesh).items()}
     want = moved_all(parts, chain(src, dst, mesh), SHAPE, mesh)
     got = in_jax(src, dst, mesh)(np.stack([parts[p] for p in places(mesh)]))
     np.testing.assert_array_equal(np.asarray(got), np.stack([want[p] for p in places(mesh)]))
@@ -71,6 +70,7 @@ UNNESTED = [
 @pytest.mark.parametrize(("sizes", "shape", "before", "after"), UNNESTED)
 def test_parts_that_do_not_nest_are_sent_once_and_no_more_than_the_plan_says(sizes, shape, before, after):
     mesh = Mesh(names=("a", "b")[: len(sizes)], sizes=sizes)
+    before, after = AxisLayout(before), AxisLayout(after)
     axes = tuple(n for n, s, t in zip(mesh.names, before, after, strict=True) if s != t)
     move = LocalReshardStep(
         kind="permute" if len(axes) > 1 else "all_to_all", axes=axes, before=before, after=after

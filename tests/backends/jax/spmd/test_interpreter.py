@@ -16,6 +16,7 @@ from bench.cases.plans import case_of
 from pase.backends.audit.xla import compare, sharded_step, unsharded_step
 from pase.backends.jax.spmd.interpreter import ManualWalk
 from pase.errors import PaseError
+from pase.tables.axis_layout import AxisLayout
 
 
 def test_auto_traces_the_step_once(monkeypatch):
@@ -37,7 +38,7 @@ def test_a_defect_of_ours_names_the_way_on_and_the_default_takes_it(monkeypatch)
     plan = case_of(mean, params, batch).plan("data_parallel")
     program = plan.jax.program
     wrong = next(o for op in program.ops for o in op.operands if o.transfer is None and not o.constant)
-    held = tuple(None if s == (0, 8) else (0, 8) for s in wrong.layout)
+    held = AxisLayout(None if s == (0, 8) else (0, 8) for s in wrong.layout)
 
     def moved(op):
         operands = tuple(replace(o, layout=held) if o is wrong else o for o in op.operands)

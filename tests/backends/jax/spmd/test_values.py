@@ -19,6 +19,7 @@ from pase.backends.jax.spmd.values import (
     unpacked,
 )
 from pase.errors import PaseError
+from pase.tables.axis_layout import AxisLayout
 
 
 def test_an_exception_becomes_a_fault_at_its_place() -> None:
@@ -57,8 +58,8 @@ def test_an_error_outside_of_all_equations_names_the_arguments() -> None:
 def test_values_are_packed_and_unpacked_with_their_carriers() -> None:
     arrays = [np.full(2, float(k)) for k in range(4)]
     values = [
-        DeviceValue(array=arrays[0], tensor="t0", layout=(None,)),
-        DeviceValue(array=arrays[1], tensor="t1", layout=((0, 2),), gradient_carrier=arrays[2]),
+        DeviceValue(array=arrays[0], tensor="t0", layout=AxisLayout([None])),
+        DeviceValue(array=arrays[1], tensor="t1", layout=AxisLayout([(0, 2)]), gradient_carrier=arrays[2]),
     ]
     assert packed(values) == [(arrays[0], None), (arrays[1], arrays[2])]
     assert unpacked(values, packed(values)) == values

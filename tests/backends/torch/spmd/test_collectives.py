@@ -22,9 +22,10 @@ def test_what_an_axis_holds_may_go_to_places_that_overlap() -> None:
     from pase.local.reshard import resharded
     from pase.local.types import LocalReshardStep
     from pase.machine import Mesh
+    from pase.tables.axis_layout import AxisLayout
 
     mesh, shape = Mesh(names=("x",), sizes=(4,)), (16, 3)
-    high, low = ((0, 4),), ((0, 8),)
+    high, low = AxisLayout([(0, 4)]), AxisLayout([(0, 8)])
     with pytest.raises(NotNested):
         digits(shape, high, low, mesh)
     whole = torch.arange(48.0).reshape(shape)

@@ -13,8 +13,9 @@ from pase.backends.torch.spmd.process_groups import AxisGroups, axis_groups
 from pase.errors import PaseError
 from pase.local.parts import held, view
 from pase.local.reshard import resharded
-from pase.local.types import Layout, LocalReshardStep
+from pase.local.types import LocalReshardStep
 from pase.machine import Mesh
+from pase.tables.axis_layout import AxisLayout
 
 MESH = Mesh(names=("x", "one", "y"), sizes=(2, 1, 3))
 AXES = [("x",), ("y",), ("x", "y")]
@@ -83,7 +84,7 @@ def test_collectives_are_numpys_on_all_ranks() -> None:
 BOTH = ("x", "y")
 MOVES: dict[str, tuple[LocalReshardStep, int]] = {
     f"{kind} {before} {after}": (
-        LocalReshardStep(kind=kind, axes=axes, before=before, after=after, nbytes=8),  # type: ignore[arg-type]
+        LocalReshardStep(kind=kind, axes=axes, before=AxisLayout(before), after=AxisLayout(after), nbytes=8),  # type: ignore[arg-type]
         ops,
     )
     for kind, axes, before, after, ops in (
@@ -113,9 +114,8 @@ def test_parts_of_one_dim_move_with_two_ops_at_most(name: str) -> None:
     whole = np.random.default_rng(0).standard_normal((6, 12, 24))
     partial = "partial" in step.before
 
-    def mine(layout: Layout, place: tuple[int, ...]) -> np.ndarray:
-        states = tuple(s if isinstance(s, tuple) else None for s in layout)
-        return np.ascontiguousarray(whole[np.ix_(*held(whole.shape, states, place, MESH))])
+    def mine(layout: AxisLayout, place: tuple[int, ...]) -> np.ndarray:
+        return np.ascontiguousarray(whole[np.ix_(*held(whole.shape, layout.summed, place, MESH))])
 
     def on_rank(rank: int) -> Any:
         groups = axis_groups(MESH, AXES, "cpu")
@@ -140,7 +140,11 @@ def test_the_last_dim_stays_dense_in_memory() -> None:
     import torch
 
     step = LocalReshardStep(
-        kind="all_gather", axes=("y",), before=(None, None, (1, 3)), after=(None,) * 3, nbytes=24
+        kind="all_gather",
+        axes=("y",),
+        before=AxisLayout([None, None, (1, 3)]),
+        after=AxisLayout([None] * 3),
+        nbytes=24,
     )
     made = at(0, 0, 0).from_front(torch.arange(6.0).reshape(3, 2), view(step, (2, 3), MESH))
     assert made.tolist() == [[0, 2, 4], [1, 3, 5]]

@@ -72,10 +72,11 @@ def test_a_ring_goes_around_in_the_order_of_the_parts() -> None:
     from pase.backends.torch.spmd.rules import RankCall, evaluate
     from pase.backends.torch.spmd.values import NotOnParts
     from pase.machine import Mesh
+    from pase.tables.axis_layout import AxisLayout
 
     mesh = Mesh(names=("x", "y"), sizes=(2, 2))
     part, groups = torch.ones(1, 2, 4, 8), AxisGroups(mesh=mesh, devices=None, place=(0, 0))  # type: ignore[arg-type]
-    laid = {n: ((1, 2, 16, 8), ((2, 4), (2, 2))) for n in ("query", "key", "value")}
+    laid = {n: ((1, 2, 16, 8), AxisLayout([(2, 4), (2, 2)])) for n in ("query", "key", "value")}
     call = RankCall(
         target=torch.ops.aten.scaled_dot_product_attention.default,
         ops=[],

@@ -132,6 +132,7 @@ def test_heads_are_repeated_only_for_kernels_that_do_not_share_them(
     from pase.backends.torch.spmd.process_groups import AxisGroups
     from pase.backends.torch.spmd.rules import RankCall, evaluate
     from pase.machine import Mesh
+    from pase.tables.axis_layout import AxisLayout
 
     seen: dict[str, Any] = {}
 
@@ -150,7 +151,7 @@ def test_heads_are_repeated_only_for_kernels_that_do_not_share_them(
                 k: v.to(device, getattr(torch, dtype)) if isinstance(v, torch.Tensor) else v
                 for k, v in given.items()
             },
-            layouts={n: (tuple(t.shape), (None,)) for n, t in x.items()},
+            layouts={n: (tuple(t.shape), AxisLayout([None])) for n, t in x.items()},
             outs=[],
             groups=AxisGroups(mesh=mesh, devices=None, place=(0,)),  # type: ignore[arg-type]
             seed=0,

@@ -17,14 +17,14 @@ from pase.backends.torch.spmd.values import (
     layout_through,
     through_reshape,
 )
-from pase.local.types import Layout
 from pase.machine import Mesh
+from pase.tables.axis_layout import AxisLayout
 
 MESH = Mesh(names=("x", "y"), sizes=(2, 3))
 STEPS = (ReshapeStep((12, 6), (2, 6, 6)), ReorderStep((2, 0, 1)), ReshapeStep((6, 2, 6), (6, 12)))
 
 
-def owners(shape: Sequence[int], layout: Layout) -> np.ndarray:
+def owners(shape: Sequence[int], layout: AxisLayout) -> np.ndarray:
     """Which rank holds which elements, by the definition of a digit: bool [ranks, *shape]."""
     out = np.ones((MESH.devices, *shape), bool)
     for rank, at in enumerate(itertools.product(*map(range, MESH.sizes))):
@@ -36,7 +36,7 @@ def owners(shape: Sequence[int], layout: Layout) -> np.ndarray:
     return out
 
 
-def layouts(shape: Sequence[int]) -> list[Layout]:
+def layouts(shape: Sequence[int]) -> list[AxisLayout]:
     states = [
         [
             None,
@@ -44,7 +44,7 @@ def layouts(shape: Sequence[int]) -> list[Layout]:
         ]
         for size in MESH.sizes
     ]
-    return [(a, b) for a in states[0] for b in states[1]]
+    return [AxisLayout((a, b)) for a in states[0] for b in states[1]]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_ranks_part_of_a_view_is_the_view_of_its_part() -> None:
 
     whole = torch.arange(72).reshape(12, 6)
     wanted = whole.reshape(2, 6, 6).permute(2, 0, 1).reshape(6, 12)
-    layout: Layout = ((0, 2), (1, 3))
+    layout = AxisLayout([(0, 2), (1, 3)])
     mine, after = owners((12, 6), layout), owners((6, 12), layout_through(layout, STEPS, MESH))
     for rank in range(MESH.devices):
         part = whole[torch.from_numpy(mine[rank])].reshape(6, 2)
