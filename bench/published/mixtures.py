@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pase.zoo.attention import fused_attend
 from pase.zoo.layers import Built, Weights, ones, silu, weight
-from pase.zoo.llama import gated_forward, language_model, rms_norm, rotate
+from pase.zoo.llama import gated_forward, grouped_model, rms_norm, rotate
 
 __all__ = ["LATENT", "Latent", "mixture"]
 
@@ -84,7 +84,7 @@ def mixture(
                 "up": weight(d, wide, fan_in=d),
                 "down": weight(wide, d, fan_in=wide),
             }
-    return language_model(
+    return grouped_model(
         forward,
         leaves,
         batch=batch,

@@ -20,6 +20,7 @@ from pase.pytree import Tree
 __all__ = [
     "Built",
     "Leaf",
+    "Stack",
     "Weights",
     "arrays",
     "bias",
@@ -160,6 +161,37 @@ def run_layers(
     for p in layers:
         x = layer(x, p)
     return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """The settings that all transformers have: equal blocks of width ``d``, and how they run.
+
+    attention: "plain" or "fused". scan: one loop over the blocks. remat: backward recomputes each of them.
+    """
+
+    layers: int
+    d: int
+    dtype: str
+    attention: str
+    scan: int
+    remat: int
+
+    def leaves(self, block: Weights) -> Weights:
+        """The parameters of all blocks, given those of one."""
+        return repeat(block, self.layers, scan=self.scan)
+
+    def run(self, block: Callable[[Weights, Weights], Weights], x: Weights, blocks: Weights) -> Weights:
+        """`run_layers` of all blocks."""
+        return run_layers(block, x, blocks, scan=self.scan, remat=self.remat)
+
+    def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        """`lookup` in the dtype of the blocks."""
+        return lookup(table, tokens, self.dtype)
+
+    def scores(self, x: jax.Array, table: jax.Array) -> jax.Array:
+        """Logits [b, s, vocab] in float32, from x [b, s, d] and a table of embeddings [vocab, d]."""
+        return jnp.einsum("bsd,vd->bsv", x, table.astype(self.dtype), preferred_element_type=jnp.float32)
 
 
 def dense(x: jax.Array, p: Weights) -> jax.Array:

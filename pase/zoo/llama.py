@@ -14,27 +14,15 @@ import jax.numpy as jnp
 
 from pase.errors import PaseError
 from pase.zoo.attention import Attend, causal_mask, fused_attend
-from pase.zoo.layers import (
-    Built,
-    Weights,
-    cross_entropy,
-    integers,
-    lookup,
-    normal,
-    ones,
-    repeat,
-    run_layers,
-    silu,
-    weight,
-)
+from pase.zoo.layers import Built, Stack, Weights, normal, ones, silu, weight
 from pase.zoo.moe import expert_leaves, experts_forward
-from pase.zoo.serving import Decoder, served
+from pase.zoo.serving import Decoder, language_model
 
 __all__ = [
     "OwnAttention",
     "attention_leaves",
     "grouped_attention",
-    "language_model",
+    "grouped_model",
     "llama",
     "mixtral",
     "rms_norm",
@@ -121,19 +109,13 @@ OwnAttention = tuple[Callable[[jax.Array, Weights, jax.Array, jax.Array], jax.Ar
 cos and sin are those of `rotary` for ``head_dim``."""
 
 
-def language_model(
+def grouped_model(
     forward: Callable[[jax.Array, Weights], jax.Array],
     forward_leaves: Weights,
     *,
     batch: int,
     seq: int,
-    layers: int,
     vocab: int,
-    dtype: str,
-    attention: str,
-    scan: int,
-    remat: int,
-    d: int,
     kv_heads: int,
     group: int,
     head_dim: int,
@@ -142,10 +124,12 @@ def language_model(
     context: int = 0,
     tokens: int = 1,
     own: OwnAttention | None = None,
+    **sizes: Any,
 ) -> Built:
     """The decoder around a feed-forward layer. Embedding and output have separate tables.
 
-    task, context, tokens: see `pase.zoo.serving`. own: another attention, which is supported only for training.
+    task, context, tokens: see `pase.zoo.serving`. own: another attention, which is supported only for training. sizes:
+    of the `Stack`.
     """
     if own is not None and task != "train":
         raise PaseError(
@@ -153,12 +137,13 @@ def language_model(
             where=f"task={task!r}",
             fix="leave out own=, or use task='train'",
         )
-    attend = {"plain": attend_grouped, "fused": fused_grouped}[attention]
+    stack = Stack(**sizes)
+    d = stack.d
 
-    def block_at(seq: int, start: jax.Array | None = None) -> Callable[..., jax.Array]:
+    def block_at(seq: int, start: jax.Array | None) -> Callable[..., jax.Array]:
         cos, sin = rotary(seq, head_dim, theta, start)
 
-        def block(x: jax.Array, p: Weights, attend: Attend = attend) -> jax.Array:
+        def block(x: jax.Array, p: Weights, attend: Attend) -> jax.Array:
             h = rms_norm(x, p["norm1"])
             if own is None:
                 x = x + grouped_attention(h, p["attention"], cos, sin, attend)
@@ -170,15 +155,8 @@ def language_model(
 
     def logits_of(params: Weights, x: jax.Array) -> jax.Array:
         x = rms_norm(x, params["norm"])
-        output = params["output"].astype(dtype)
+        output = params["output"].astype(stack.dtype)
         return jnp.einsum("bsd,dv->bsv", x, output, preferred_element_type=jnp.float32)
-
-    def loss_fn(params: Weights, batch: Weights) -> jax.Array:
-        tokens = batch["tokens"]
-        block = block_at(tokens.shape[1])
-        x = lookup(params["embedding"], tokens, dtype)
-        x = run_layers(block, x, params["blocks"], scan=scan, remat=remat)
-        return cross_entropy(logits_of(params, x), batch["labels"])
 
     block_leaves = {
         "attention": attention_leaves(d, kv_heads, group, head_dim) if own is None else own[1],
@@ -188,37 +166,32 @@ def language_model(
     }
     params = {
         "embedding": normal(vocab, d),
-        "blocks": repeat(block_leaves, layers, scan=scan),
+        "blocks": stack.leaves(block_leaves),
         "norm": ones(d),
         "output": normal(d, vocab),
     }
-    if task != "train":
-        decoder = Decoder(
-            embed=lambda params, tokens, start: lookup(params["embedding"], tokens, dtype),
-            block_at=block_at,
-            logits=logits_of,
-            attend=attend,
-            layers=layers,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            scan=scan,
-        )
-        return served(
-            decoder, params, task, batch=batch, seq=seq, context=context, vocab=vocab, tokens=tokens
-        )
-    inputs = {"tokens": integers(batch, seq, below=vocab), "labels": integers(batch, seq, below=vocab)}
-    return Built(loss_fn=loss_fn, params=params, batch=inputs)
+    decoder = Decoder(
+        embed=lambda params, tokens, start: stack.lookup(params["embedding"], tokens),
+        block_at=block_at,
+        logits=logits_of,
+        attend={"plain": attend_grouped, "fused": fused_grouped}[stack.attention],
+        stack=stack,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+    )
+    return language_model(
+        decoder, params, task, batch=batch, seq=seq, context=context, vocab=vocab, tokens=tokens
+    )
 
 
 def llama(*, d: int, ff: int, **sizes: Any) -> Built:
-    """Llama-3 with a dense SwiGLU feed-forward. sizes: see `language_model`."""
+    """Llama-3 with a dense SwiGLU feed-forward. sizes: see `grouped_model`."""
     leaves = {
         "gate": weight(d, ff, fan_in=d),
         "up": weight(d, ff, fan_in=d),
         "down": weight(ff, d, fan_in=ff),
     }
-    return language_model(gated_forward, leaves, d=d, **sizes)
+    return grouped_model(gated_forward, leaves, d=d, **sizes)
 
 
 def mixtral(*, d: int, ff: int, experts: int, chosen: int, capacity_percent: int, **sizes: Any) -> Built:
@@ -227,4 +200,4 @@ def mixtral(*, d: int, ff: int, experts: int, chosen: int, capacity_percent: int
     def forward(x: jax.Array, p: Weights) -> jax.Array:
         return experts_forward(x, p, chosen=chosen, capacity_percent=capacity_percent)
 
-    return language_model(forward, expert_leaves(d, ff, experts), d=d, **sizes)
+    return grouped_model(forward, expert_leaves(d, ff, experts), d=d, **sizes)

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pase.zoo.attention import attention as multi_head
 from pase.zoo.attention import attention_leaves, feed_forward, feed_forward_leaves, norm_leaves, the_attend
-from pase.zoo.layers import (
-    Built,
-    Weights,
-    cross_entropy,
-    integers,
-    layer_norm,
-    lookup,
-    normal,
-    repeat,
-    run_layers,
-)
+from pase.zoo.layers import Built, Stack, Weights, cross_entropy, integers, layer_norm, normal
 
 __all__ = ["positions", "seq2seq"]
 
@@ -31,46 +22,32 @@ def positions(seq: int, d: int) -> jax.Array:
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
-def seq2seq(
-    *,
-    batch: int,
-    seq: int,
-    layers: int,
-    vocab: int,
-    dtype: str,
-    attention: str,
-    scan: int,
-    remat: int,
-    d: int,
-    heads: int,
-    ff: int,
-) -> Built:
-    """A transformer with post-norm blocks, ``layers`` in the encoder and ``layers`` in the decoder.
+def seq2seq(*, batch: int, seq: int, vocab: int, heads: int, ff: int, **sizes: Any) -> Built:
+    """A transformer with post-norm blocks, as many in the encoder as in the decoder. sizes: of the `Stack` of each.
 
     Both embeddings and the output share one table (section 3.4 of the paper).
     """
-
-    attend = the_attend(attention)
+    stack = Stack(**sizes)
+    d, attend = stack.d, the_attend(stack.attention)
 
     def encode(x: jax.Array, p: Weights) -> jax.Array:
         x = layer_norm(x + multi_head(x, x, p["attention"], attend), p["norm1"])
         return layer_norm(x + feed_forward(x, p["ff"], jax.nn.relu), p["norm2"])
 
     def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
-        return lookup(table, tokens, dtype) * math.sqrt(d) + positions(tokens.shape[1], d).astype(dtype)
+        return stack.lookup(table, tokens) * math.sqrt(d) + positions(tokens.shape[1], d).astype(stack.dtype)
 
     def loss_fn(params: Weights, batch: Weights) -> jax.Array:
         table = params["table"]
-        memory = run_layers(encode, embed(table, batch["source"]), params["encoder"], scan=scan, remat=remat)
+        memory = stack.run(encode, embed(table, batch["source"]), params["encoder"])
 
         def decode(x: jax.Array, p: Weights) -> jax.Array:
             x = layer_norm(x + multi_head(x, x, p["attention"], attend, causal=True), p["norm1"])
             x = layer_norm(x + multi_head(x, memory, p["cross"], attend), p["norm3"])
             return layer_norm(x + feed_forward(x, p["ff"], jax.nn.relu), p["norm2"])
 
-        x = run_layers(decode, embed(table, batch["target"]), params["decoder"], scan=scan, remat=remat)
-        logits = jnp.einsum("bsd,vd->bsv", x, table.astype(dtype), preferred_element_type=jnp.float32)
-        return cross_entropy(logits, batch["labels"])
+        x = stack.run(decode, embed(table, batch["target"]), params["decoder"])
+        return cross_entropy(stack.scores(x, table), batch["labels"])
 
     encoder = {
         "attention": attention_leaves(d, heads, biases=False),
@@ -81,8 +58,8 @@ def seq2seq(
     decoder = encoder | {"cross": attention_leaves(d, heads, biases=False), "norm3": norm_leaves(d)}
     params = {
         "table": normal(vocab, d),
-        "encoder": repeat(encoder, layers, scan=scan),
-        "decoder": repeat(decoder, layers, scan=scan),
+        "encoder": stack.leaves(encoder),
+        "decoder": stack.leaves(decoder),
     }
     names = ("source", "target", "labels")
     return Built(

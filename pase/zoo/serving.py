@@ -1,15 +1,16 @@
-"""A decoder for inference: it reads a prompt in one pass, then one token per call, with a cache of keys and values.
+"""A decoder, to train or for inference: it reads a prompt in one pass, then one token per call.
 
 The cache holds keys and values of all layers, [layers, batch, context, kv heads, head dim] each, and the number of
-filled positions. The layers write to it in place, one after the other. Task "prefill" reads a prompt of ``seq`` tokens
-and makes the cache. Task "decode" takes the cache and adds one token. Task "generate" is one prefill followed by
-``tokens`` decoding steps.
+filled positions. The layers write to it in place, one after the other. Task "train" is the loss of the next tokens.
+Task "prefill" reads a prompt of ``seq`` tokens and makes the cache. Task "decode" takes the cache and adds one token.
+Task "generate" is one prefill followed by ``tokens`` decoding steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,9 @@ import jax.numpy as jnp
 from pase.errors import PaseError
 from pase.pytree import Tree
 from pase.zoo.attention import Attend
-from pase.zoo.layers import Built, full, integers, normal
+from pase.zoo.layers import Built, Stack, cross_entropy, full, integers, normal
 
-__all__ = ["Decoder", "served"]
+__all__ = ["Decoder", "language_model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,21 +36,30 @@ class Decoder:
     block_at: Callable[[int, Tree], Callable[[jax.Array, Tree, Attend], jax.Array]]
     logits: Callable[[Tree, jax.Array], jax.Array]
     attend: Attend
-    layers: int
+    stack: Stack
     kv_heads: int
     head_dim: int
-    dtype: str
-    scan: int
+
+    def loss(self, params: Tree, batch: Tree) -> jax.Array:
+        """The mean cross entropy of batch["labels"] after batch["tokens"]."""
+        tokens = batch["tokens"]
+        block = self.block_at(tokens.shape[1], None)
+
+        def layer(x: jax.Array, p: Tree) -> jax.Array:
+            return block(x, p, self.attend)
+
+        x = self.stack.run(layer, self.embed(params, tokens, None), params["blocks"])
+        return cross_entropy(self.logits(params, x), batch["labels"])
 
     def cache_shape(self, batch: int, context: int) -> tuple[int, ...]:
         """The shape of the cached keys, and of the cached values."""
-        return (self.layers, batch, context, self.kv_heads, self.head_dim)
+        return (self.stack.layers, batch, context, self.kv_heads, self.head_dim)
 
     def prefill(self, params: Tree, batch: Tree, context: int) -> tuple[jax.Array, Tree]:
         """(the next token [b], the cache) for a prompt batch["tokens"] [b, s]."""
         tokens = batch["tokens"]
         shape = self.cache_shape(tokens.shape[0], context)
-        cache = {n: jnp.zeros(shape, self.dtype) for n in ("keys", "values")}
+        cache = {n: jnp.zeros(shape, self.stack.dtype) for n in ("keys", "values")}
         x, cache = self._run(params, tokens, cache, None, self.attend)
         return self._next(params, x), cache | {"filled": jnp.int32(tokens.shape[1])}
 
@@ -81,8 +91,8 @@ class Decoder:
             return (x, stored.keys, stored.values), None
 
         carry = x, cache["keys"], cache["values"]
-        if self.scan:
-            carry, _ = jax.lax.scan(layer, carry, (params["blocks"], jnp.arange(self.layers)))
+        if self.stack.scan:
+            carry, _ = jax.lax.scan(layer, carry, (params["blocks"], jnp.arange(self.stack.layers)))
         else:
             for number, p in enumerate(params["blocks"]):
                 carry, _ = layer(carry, (p, number))
@@ -119,10 +129,14 @@ class _Stored:
         return jax.lax.dynamic_update_slice(stack, new[None].astype(stack.dtype), at)
 
 
-def served(
+def language_model(
     decoder: Decoder, params: Tree, task: str, *, batch: int, seq: int, context: int, vocab: int, tokens: int
 ) -> Built:
-    """The model of a task other than training. Parameters are stored in the dtype in which they are used."""
+    """The model of a task. For other tasks than training, parameters are stored in the dtype in which they are used."""
+    prompt = {"tokens": integers(batch, seq, below=vocab)}
+    if task == "train":
+        labels = integers(batch, seq, below=vocab)
+        return Built(loss_fn=decoder.loss, params=params, batch=prompt | {"labels": labels})
     if seq + (tokens if task == "generate" else 0) > context and task != "decode":
         more = f" and {tokens} more" if task == "generate" else ""
         raise PaseError(
@@ -130,33 +144,11 @@ def served(
             where="context",
             fix="give a larger context= or a smaller seq=",
         )
-    prompt = {"tokens": integers(batch, seq, below=vocab)}
-
-    def prefill(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
-        return decoder.prefill(params, batch, context)
-
-    if task == "prefill":
-        return Built(loss_fn=prefill, params=params, batch=prompt, task=task, stored=decoder.dtype)
-    if task == "generate":
-        return Built(
-            loss_fn=prefill,
-            decode=decoder.decode,
-            params=params,
-            batch=prompt,
-            task=task,
-            stored=decoder.dtype,
-        )
-    shape = decoder.cache_shape(batch, context)
-    cache = {
-        "keys": normal(*shape, std=1.0),
-        "values": normal(*shape, std=1.0),
-        "filled": full(value=context - 1),
-    }
-    return Built(
-        loss_fn=decoder.decode,
-        params=params,
-        batch=integers(batch, below=vocab),
-        cache=cache,
-        task=task,
-        stored=decoder.dtype,
-    )
+    made = partial(Built, params=params, task=task, stored=decoder.stack.dtype)
+    if task == "decode":
+        shape = decoder.cache_shape(batch, context)
+        cache = {n: normal(*shape, std=1.0) for n in ("keys", "values")}
+        cache |= {"filled": full(value=context - 1)}
+        return made(loss_fn=decoder.decode, batch=integers(batch, below=vocab), cache=cache)
+    prefill = partial(decoder.prefill, context=context)
+    return made(loss_fn=prefill, batch=prompt, decode=decoder.decode if task == "generate" else None)

@@ -12,7 +12,8 @@ import pytest
 
 from pase.errors import PaseError
 from pase.zoo.attention import Attend, attend
-from pase.zoo.serving import Decoder, served
+from pase.zoo.layers import Stack
+from pase.zoo.serving import Decoder, language_model
 
 D, HEADS, VOCAB, LAYERS, CONTEXT = 8, 2, 16, 2, 8
 
@@ -40,11 +41,9 @@ def decoder() -> Decoder:
         block_at=block_at,
         logits=logits,
         attend=attend,
-        layers=LAYERS,
+        stack=Stack(layers=LAYERS, d=D, dtype="float32", attention="plain", scan=1, remat=0),
         kv_heads=HEADS,
         head_dim=D // HEADS,
-        dtype="float32",
-        scan=1,
     )
 
 
@@ -73,7 +72,7 @@ def test_decoding_is_a_pass_over_the_longer_prompt() -> None:
 def test_a_prompt_longer_than_the_cache_is_refused(task: str, seq: int, tokens: int) -> None:
     sizes = dict(batch=2, context=CONTEXT, vocab=VOCAB, tokens=tokens)
     with pytest.raises(PaseError) as e:
-        served(decoder(), {}, task, seq=seq, **sizes)
+        language_model(decoder(), {}, task, seq=seq, **sizes)
     assert e.value.where == "context" and str(CONTEXT) in e.value.what and e.value.fix
-    fits = served(decoder(), {}, task, seq=CONTEXT - 1, **sizes)
+    fits = language_model(decoder(), {}, task, seq=CONTEXT - 1, **sizes)
     assert fits.task == task
