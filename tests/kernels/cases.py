@@ -74,7 +74,7 @@ def _search(seed: int) -> Iterator[Any]:
     memory_kernels.usage_of(limit, flat.slot, choice, usage.used)
     extra, priced = rng.random(5) * 0.01, np.zeros(slots)
     yield from memory_kernels.move_tree(
-        flat.graph, limit, flat.cost, choice, nodes, usage, 1.0, extra, 0.01, 0.0, priced, w
+        flat.graph, limit, flat.cost, choice, nodes, usage, 1.0, extra, 0.01, priced, w
     )
     yield from (choice, usage.used, usage.delta, w.picked)
 

@@ -357,17 +357,10 @@ def draw_prices(price, scale, short, usage, cap, extra):
 
 
 @jit()
-def accept(climb, rise, short, heat):
-    """Whether to keep a move that does not increase the shortage: if it is cheaper, by chance at some heat, or if it
-    reduces the shortage."""
-    good = climb <= 0.0 or (heat > 0.0 and np.random.random() < np.exp(-climb / heat))
-    return good or (short > 0.0 and rise < 0.0)
-
-
-@jit()
-def move_tree(graph, limit, cost, choice, nodes, usage, short, extra, push, heat, priced, w):
+def move_tree(graph, limit, cost, choice, nodes, usage, short, extra, push, priced, w):
     """Set a tree to its best configs at prices ``extra``, which are raised until the configs fit.
 
+    A move is taken if it does not increase the shortage, and is cheaper or reduces it.
     Returns (whether the move was taken, the rise in cost, the rise in shortage). nodes: a tree, with w.picked 1.
     Updates choice and usage.used if the move is taken. priced: float64 [slots] scratch.
     """
@@ -386,7 +379,7 @@ def move_tree(graph, limit, cost, choice, nodes, usage, short, extra, push, heat
             mark(w.picked, nodes, 1)
             climb = tree_cost(graph, cost, choice, nodes, w.picked) - old
             mark(w.picked, nodes, 0)
-            if accept(climb, rise, short, heat):
+            if climb <= 0.0 or (short > 0.0 and rise < 0.0):
                 usage.used[first:last] = usage.after[first:last]
                 return True, climb, rise
         choice[nodes] = before
@@ -410,12 +403,11 @@ def price_scale(price, cost, capacity, nodes):
 
 
 @jit()
-def lns(graph, limit, cost, price, choice, best_choice, stats, steps, largest, heat, seed):
+def lns(graph, limit, cost, price, choice, best_choice, steps, largest, seed):
     """Neighbourhood search under the limit: exact moves on random induced trees, priced until they fit.
 
-    price: float64 [points], prices near the dual's best. choice: int64 [n], updated. best_choice: the best
-    feasible choice, updated. stats: float64 [2] = (cost of best_choice or inf, shortage of ``choice`` in bytes).
-    largest: the most nodes in a tree. heat: a costlier choice is taken with probability exp(-rise / heat).
+    price: float64 [points], prices near the dual's best. choice: int64 [n], updated. best_choice: set to the cheapest
+    choice that fits. largest: the most nodes in a tree. Returns the cost of ``best_choice``; inf if none fits.
     """
     np.random.seed(seed)
     n, cap = choice.shape[0], limit.capacity
@@ -429,20 +421,21 @@ def lns(graph, limit, cost, price, choice, best_choice, stats, steps, largest, h
     for t in range(points):
         short += max(0.0, usage.used[t] - cap[t])
     scale = price_scale(price, now, cap, n)
-    if short <= 0.0 and now < stats[0]:
-        stats[0] = now
+    best = np.inf
+    if short <= 0.0:
+        best = now
         best_choice[:] = choice
     for _ in range(steps):
         nodes = draw_tree(graph, largest, w)
         push = draw_prices(price, scale, short, usage, cap, extra)
         taken, climb, rise = move_tree(
-            graph, limit, cost, choice, nodes, usage, short, extra, push, heat, priced, w
+            graph, limit, cost, choice, nodes, usage, short, extra, push, priced, w
         )
         if not taken:
             continue
         now += climb
         short = 0.0 if short + rise < 1e-9 else short + rise
-        if short <= 0.0 and now < stats[0]:
-            stats[0] = now
+        if short <= 0.0 and now < best:
+            best = now
             best_choice[:] = choice
-    stats[1] = short
+    return best

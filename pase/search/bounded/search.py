@@ -421,16 +421,14 @@ def _neighbourhoods(
         starts.append(now.left.nearest(state.choice))
     for start in starts:
         for largest in (30, 100, 1000):
-            best = start.copy()
-            stats = np.array([np.inf, 0.0])
-            seed = int(rng.integers(2**31))
+            best, seed = start.copy(), int(rng.integers(2**31))
             if not clock.allows("moves"):
                 return
             # No price leaves an infinite cost, so if the start uses forbidden pairs, they get a finite price.
             graph = flat.graph if np.isfinite(flat.cost_of(start)) else flat.softened
-            rows, size = now.rows.limit, (steps // 3, largest, 0.0, seed)
-            clock.run("moves", lns, graph, rows, flat.cost, price, start, best, stats, *size)
-            if stats[0] + now.left.constant < state.cost:
+            size = steps // 3, largest, seed
+            cost = clock.run("moves", lns, graph, now.rows.limit, flat.cost, price, start, best, *size)
+            if cost + now.left.constant < state.cost:
                 state.offer(now.left.expand(best))
 
 
