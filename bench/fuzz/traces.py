@@ -49,7 +49,7 @@ from pase.replay.reports.report import diagnosis_report
 from pase.replay.reports.trust import busiest_ns
 from pase.replay.types import Timeline
 
-HELPS = (("bandwidth", "", 2.0), ("host", "", 0.5), ("balance", "", 1.0))
+HELPS = ("bandwidth=2", "host=0.5", "balance=1")
 """What-ifs that take time away."""
 Document = dict[str, Any]
 Mutation = Callable[[list[dict[str, Any]], np.random.Generator], list[dict[str, Any]]]
@@ -271,15 +271,15 @@ def verdict_of(loaded: Timeline) -> str:
     absurd = low <= 0 or high > extent * (1 + 1e-9) or not low / 2 <= run.replayed_ns <= 2 * high
     absurd |= not math.isfinite(run.replayed_ns)
     for knob in HELPS:
-        changed = apply(run.graph, [knob])
+        changed = apply(run.graph, knob)
         try:
-            ns = run.must_be_explained(knob[0], changed)
+            ns = run.must_be_explained(knob.partition("=")[0], changed)
         except Infeasible:
             continue
         if ns < min(busiest_ns(changed), run.replayed_ns):
-            return f"fault: {knob[0]}={knob[2]:g} takes {ns:.0f} ns, less than the busiest stream works"
+            return f"fault: {knob} takes {ns:.0f} ns, less than the busiest stream works"
         if not ns <= run.replayed_ns:
-            return f"fault: {knob[0]}={knob[2]:g} takes {ns:.0f} ns, the run as it is {run.replayed_ns:.0f}"
+            return f"fault: {knob} takes {ns:.0f} ns, the run as it is {run.replayed_ns:.0f}"
     if absurd and not warned:
         return f"fault: {low:.0f} to {high:.0f} ns of {extent:.0f}, replayed {run.replayed_ns:.0f}, without a warning"
     return "warned" if warned else "plain"

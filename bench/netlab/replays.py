@@ -23,7 +23,7 @@ from bench.netlab.session import Session
 from bench.netlab.steps import planned
 
 if TYPE_CHECKING:
-    from pase.replay.reports.report import Rewrite
+    from pase.replay.changes.rewrite import Rewrite
 
 __all__ = ["CASES", "measure", "summary"]
 

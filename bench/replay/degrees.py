@@ -61,8 +61,8 @@ def compared(run: Run, predicted_ns: float, true_ns: float, **more: Any) -> Row:
 def stages(bound: str, many: int) -> Row:
     """Returns the row of a run that is cut into stages."""
     run = measured(**BOUND[bound])
-    graph, _ = by_stages(many)(run.measured.timeline, run.graph)
-    return compared(run, max(evaluate(graph).values()), truth_ns(stages=many, **BOUND[bound]))
+    made = by_stages(many)(run.measured.timeline, run.graph)
+    return compared(run, max(evaluate(made.graph).values()), truth_ns(stages=many, **BOUND[bound]))
 
 
 def tensor(bound: str, now: int, then: int, shapes: bool) -> Row:
@@ -73,9 +73,9 @@ def tensor(bound: str, now: int, then: int, shapes: bool) -> Row:
         other = measured(tensor=then, layers=2, micro_batches=1, **BOUND[bound])
         known = kernel_times([(other.measured.timeline, other.graph)])
     change = by_tensor(then, model=MODEL, ran=f"tp={now}", measured=known)
-    graph, said = change(run.measured.timeline, run.graph)
-    want = truth_ns(tensor=then, **BOUND[bound])
-    return compared(run, max(evaluate(graph).values()), want, scaled_by_roofline=said["scaled_by_roofline"])
+    made = change(run.measured.timeline, run.graph)
+    want, scaled = truth_ns(tensor=then, **BOUND[bound]), made.detail["scaled_by_roofline"]
+    return compared(run, max(evaluate(made.graph).values()), want, scaled_by_roofline=scaled)
 
 
 def chance(late_us: float, ranks: int) -> Row:
@@ -91,7 +91,7 @@ def chance(late_us: float, ranks: int) -> Row:
     more = {"collective_us": 20.0 * (ranks - 1) / 3, "bandwidth_bytes_per_us": 60_000.0 / grown}
     true = timelines.simulate(timelines.ImaginedRun(ranks=ranks, seed=1, **shape | more | {"iterations": 80}))
     want = 1e3 * statistics.mean(max(x) for x in list(zip(*true.iteration_us, strict=True))[1:])
-    graph = apply(run.medians, [("data", "", float(ranks))])
+    graph = apply(run.medians, f"data={ranks}")
     got = mean_iteration_ns(graph, spreads(run.measured, run.medians, run.measured.whole()), ranks)
     assert got is not None
     return compared(run, got, want, error_of_medians=max(evaluate(graph).values()) / want - 1)

@@ -102,8 +102,8 @@ def compared(batch: int, machine: Path, folder: Path, turns: int) -> list[dict[s
                 model = f"bench.replay.xla:gpt2_{batch}"
                 measured = times[then] if known else None
                 change = by_tensor(ways, model=model, ran=ran, machine=str(machine), measured=measured)
-                graph, said = change(runs[now].measured.timeline, runs[now].graph)
-                ns = runs[now].changed_ns(graph)
+                made = change(runs[now].measured.timeline, runs[now].graph)
+                ns = runs[now].changed_ns(made.graph)
                 asked.append(
                     {
                         "now_ms": runs[now].measured_ns / 1e6,
@@ -112,7 +112,7 @@ def compared(batch: int, machine: Path, folder: Path, turns: int) -> list[dict[s
                         "error": ns / runs[then].measured_ns - 1,
                         "spread_of_true": runs[then].spread,
                         "others_cores": turn.others_cores,
-                        "note": said["note"],
+                        "note": made.note,
                     }
                 )
             true = [x["true_ms"] for x in asked]

@@ -22,9 +22,9 @@ from pase.files.json_values import JsonObject
 from pase.pipeline.registry import schedule
 from pase.pipeline.types import Kind
 from pase.replay.changes.restage import StageAction, StageTransfer, staged
-from pase.replay.changes.whatif import WireLine, collective_line
-from pase.replay.graph import EDGES, DataflowGraph, launching_calls
-from pase.replay.reports.report import Rewrite
+from pase.replay.changes.rewrite import Rewrite, Rewritten
+from pase.replay.graph import DataflowGraph, launching_calls
+from pase.replay.simulation.collective_cost import WireLine, collective_line
 from pase.replay.simulation.insert import Inserted, insert_after
 from pase.replay.simulation.sections import (
     OpShape,
@@ -105,7 +105,7 @@ def by_stages(stages: int, wire_bytes_per_s: float | None = None) -> Rewrite:
             fix="give at least 1 stage",
         )
 
-    def change(t: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
+    def change(t: Timeline, g: DataflowGraph) -> Rewritten:
         s = sections(t, g)
         if s.layers < stages:
             raise Infeasible(
@@ -126,7 +126,7 @@ def by_stages(stages: int, wire_bytes_per_s: float | None = None) -> Rewrite:
         )
         if s.micro_batches < stages:
             note += "; with fewer micro-batches than stages, most stages idle: accumulate gradients over more"
-        return staged(g, s, orders, layers, sent), {"method": "stages", "note": note}
+        return Rewritten(graph=staged(g, s, orders, layers, sent), note=note, detail={"method": "stages"})
 
     return change
 
@@ -196,7 +196,7 @@ def by_tensor(
     now = stated_ops(model, ran, machine)
     then = stated_ops(model, ",".join([f"tp={ways}", *others]), machine)
 
-    def change(t: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
+    def change(t: Timeline, g: DataflowGraph) -> Rewritten:
         # All ranks would run the same program, so only the first one is replayed.
         g = subgraph(g, g.rank == g.ranks[0])
         s = sections(t, g)
@@ -222,7 +222,7 @@ class _Retensored:
         self.pair = self._matched()
         self.measured = {**measured, **_medians([(g, s.shapes)])}
 
-    def changed(self) -> tuple[DataflowGraph, JsonObject]:
+    def changed(self) -> Rewritten:
         g = self.g
         scaled_ns = total_ns = 0.0
         for i, p in self.pair.items():
@@ -247,7 +247,8 @@ class _Retensored:
             + (" are measured at their new shape" if not share else "")
             + f"; {light} other kernels scaled with their operands, update ×{update:.3g}; {moved}"
         )
-        return out, {"method": "shapes", "note": note, "scaled_by_roofline": float(share)}
+        detail: JsonObject = {"method": "shapes", "scaled_by_roofline": float(share)}
+        return Rewritten(graph=out, note=note, detail=detail)
 
     def _matched(self) -> dict[int, _Pair]:
         """Returns measured product → the plan's product. Raises Infeasible if the two lists differ."""
@@ -448,12 +449,10 @@ class _Retensored:
     def _not_launched(self, gone: list[int]) -> None:
         """Removes the host's time for launching tasks that no longer run."""
         g, call_of = self.g, launching_calls(self.g)
-        program = g.edge_kind == EDGES.index("program")
-        before = dict(zip(g.dst[program].tolist(), g.src[program].tolist(), strict=True))
         for i in gone:
             if i in call_of:
                 self.duration[call_of[i]] = 0.0
-                self.duration[before.get(call_of[i], call_of[i])] = 0.0
+                self.duration[g.before_on_thread.get(call_of[i], call_of[i])] = 0.0
 
     def _places(self, node: str, phase: StepPhase, times: int) -> list[int]:
         """Returns the measured products of a node, or the last product of each layer and micro-batch if it has none."""

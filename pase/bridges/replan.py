@@ -17,43 +17,36 @@ and the plan's messages are inserted. Compute, host launches, waits and all othe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
+from pase.replay.changes.rewrite import Rewrite, Rewritten
 
 if TYPE_CHECKING:
     from pase.replay.graph import DataflowGraph
-    from pase.replay.reports.report import Rewrite
     from pase.replay.simulation.simulate import Replay
     from pase.replay.types import Timeline
     from pase.schedule.plan import BucketPlan
     from pase.schedule.types import Link, ScheduleProblem
 
-__all__ = ["Replanned", "as_measured", "by_policy", "replan", "what_if_bucket_plan"]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Replanned:
-    """The graph under a plan, and details for the report."""
-
-    graph: DataflowGraph
-    detail: JsonObject = field(default_factory=dict)
+__all__ = ["as_measured", "by_policy", "replan", "what_if_bucket_plan"]
 
 
 def what_if_bucket_plan(
     t: Timeline, g: DataflowGraph, policy: str = "ours", links: Sequence[Link] = ()
-) -> Replanned:
+) -> Rewritten:
     """Returns the graph ``g``, estimated from ``t``, with its collectives as a policy of `pase schedule` sends them.
 
     policy: the name of the scheduling policy.
     links: replace the links fitted to the run. They also give sizes that the trace lacks, from durations.
 
-    ``detail`` has the policy, the messages, the tensors and ``control``: the graph rewritten in the same way with the
-    run's own plan. The control separates the plan's gain from the error of the fitted curve. Raises PaseError if a size
+    Its detail has the policy, the messages and the tensors; its control is the graph rewritten in the same way with the
+    run's own plan, which separates the plan's gain from the error of the fitted curve. Raises PaseError if a size
     is unknown, the policy delays updates, or the ranks disagree; raises Infeasible if no collective can be moved.
     """
     from pase.bridges.trace_profile import problem_from_timeline
@@ -84,7 +77,7 @@ def what_if_bucket_plan(
         "tensors": len(problem.tensors),
         "predicted_by_scheduler_s": evaluate(problem, made, timeline=False).iteration_s,
     }
-    return Replanned(graph=after.graph, detail=detail | {"control": control.graph})
+    return Rewritten(graph=after.graph, control=control.graph, detail=detail)
 
 
 def by_policy(policy: str, links: Sequence[Link] = ()) -> Rewrite:
@@ -96,11 +89,7 @@ def by_policy(policy: str, links: Sequence[Link] = ()) -> Rewrite:
 
     get_policy(policy)
 
-    def change(t: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
-        made = what_if_bucket_plan(t, g, policy, links)
-        return made.graph, dict(made.detail)
-
-    return change
+    return partial(what_if_bucket_plan, policy=policy, links=links)
 
 
 def as_measured(problem: ScheduleProblem) -> BucketPlan:
@@ -111,7 +100,7 @@ def as_measured(problem: ScheduleProblem) -> BucketPlan:
     return BucketPlan(policy="as measured", messages=alone, barrier=True)
 
 
-def replan(g: DataflowGraph, problem: ScheduleProblem, plan: BucketPlan) -> Replanned:
+def replan(g: DataflowGraph, problem: ScheduleProblem, plan: BucketPlan) -> Rewritten:
     """Returns ``g`` with the tensors of ``problem`` (made from the same timeline) sent according to ``plan``."""
     from pase.replay import replay_graph
     from pase.replay.changes.coarse import coarsen
@@ -145,9 +134,8 @@ def replan(g: DataflowGraph, problem: ScheduleProblem, plan: BucketPlan) -> Repl
     duration[moved] = 0.0
     graph = _grown(g, duration, is_moved, new, edges)
     sent = [int(m.nbytes) for m in plan.messages]
-    return Replanned(
-        graph=graph, detail={"messages": len(sent), "message_bytes": sent, "moved_behind": len(behind)}
-    )
+    detail = {"messages": len(sent), "message_bytes": sent, "moved_behind": len(behind)}
+    return Rewritten(graph=graph, detail=detail)
 
 
 def _check_own_stream(g: DataflowGraph, moved: np.ndarray) -> None:
@@ -168,10 +156,10 @@ def _check_own_stream(g: DataflowGraph, moved: np.ndarray) -> None:
 
 def _ready(g: DataflowGraph, r: Replay, is_moved: np.ndarray) -> np.ndarray:
     """Returns when the inputs of each moved collective are ready, ignoring its own stream; float64 [tasks], in ns."""
-    from pase.replay.graph import EDGES
+    from pase.replay.graph import EDGE
 
     ready = np.zeros(len(g))
-    into = is_moved[g.dst] & (g.edge_kind != EDGES.index("stream"))
+    into = is_moved[g.dst] & (g.edge_kind != EDGE["stream"])
     np.maximum.at(ready, g.dst[into], r.finish_ns[g.src[into]] + g.lag_ns[into])
     return ready
 
@@ -290,9 +278,9 @@ def _edges(
     pieces: Sequence[Sequence[int]],
 ) -> JsonObject:
     """Returns all edges of the new graph, and "behind": (op, task) pairs where the op's work moves into the task."""
-    from pase.replay.graph import EDGES
+    from pase.replay.graph import EDGE
 
-    stream, wait = EDGES.index("stream"), EDGES.index("wait")
+    stream, wait = EDGE["stream"], EDGE["wait"]
     along = g.edge_kind == stream
     into, out = is_moved[g.dst], is_moved[g.src]
     keep = ~(along & (into | out)) & ~out
@@ -344,16 +332,16 @@ def _readers(
 
     A reader that such an edge would put on a cycle gets none. Returns these readers as (op, task that does its work).
     """
-    from pase.replay.graph import EDGES
+    from pase.replay.graph import EDGE
 
     before: dict[int, list[int]] = {}
     for a, b in zip(g.src[keep].tolist(), g.dst[keep].tolist(), strict=True):
         before.setdefault(b, []).append(a)
     for a, b, _, kind in rows:
-        if kind == EDGES.index("stream") and b < len(g):
+        if kind == EDGE["stream"] and b < len(g):
             before.setdefault(b, []).append(a)
     read: dict[int, list[tuple[int, float, int]]] = {}
-    outward = is_moved[g.src] & (g.edge_kind != EDGES.index("stream"))
+    outward = is_moved[g.src] & (g.edge_kind != EDGE["stream"])
     for e in np.flatnonzero(outward).tolist():
         read.setdefault(int(g.src[e]), []).append((int(g.dst[e]), float(g.lag_ns[e]), int(g.edge_kind[e])))
     ahead: dict[int, set[int]] = {}  # per stream: all tasks that its messages so far depend on

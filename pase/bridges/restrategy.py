@@ -17,6 +17,7 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
+from pase.replay.changes.rewrite import Rewrite, Rewritten
 
 if TYPE_CHECKING:
     from pase.api import Plan
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from pase.replay.measurement.spending import Spending
     from pase.replay.reports.diagnose import MoreAdvice
     from pase.replay.reports.findings import Finding, Scene
-    from pase.replay.reports.report import Rewrite
     from pase.replay.types import Timeline
 
 __all__ = ["as_advice", "by_prediction", "by_ratio", "predicted", "split_finding"]
@@ -43,7 +43,7 @@ def by_prediction(now: Path, other: Path) -> Rewrite:
     """Returns the rewrite that replaces the step predicted for ``now`` by that for ``other``. Nothing is measured."""
     _, b = _pair(now, other)
 
-    def change(_: Timeline, __: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
+    def change(_: Timeline, __: DataflowGraph) -> Rewritten:
         from pase.replay import estimate, measure
 
         if b.timeline is None:
@@ -53,7 +53,7 @@ def by_prediction(now: Path, other: Path) -> Rewrite:
             )
         m = measure(b.timeline)
         note = "predicted against predicted: both steps come from the cost model, nothing is measured"
-        return estimate(m, m.steady()), {"method": "prediction", "note": note}
+        return Rewritten(graph=estimate(m, m.steady()), note=note, detail={"method": "prediction"})
 
     return change
 
@@ -68,7 +68,7 @@ def by_ratio(now: Path, other: Path) -> Rewrite:
     a, b = _pair(now, other)
     ours, theirs = predicted(a), predicted(b)
 
-    def change(t: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
+    def change(t: Timeline, g: DataflowGraph) -> Rewritten:
         return _scaled(g, ours, theirs, a.unit, str(now))
 
     return change
@@ -118,11 +118,11 @@ def split_finding(
     from pase.replay.types import on_stream
 
     g = s.graph
-    changed, said = _scaled(g, ours, theirs, unit, str(run))
-    added_ns = said["added_s"] * 1e9
-    less = np.where(g.rank == rank, g.duration_ns - changed.duration_ns, 0.0)
+    changed = _scaled(g, ours, theirs, unit, str(run))
+    added_ns = changed.added_s * 1e9
+    less = np.where(g.rank == rank, g.duration_ns - changed.graph.duration_ns, 0.0)
     removed_ns = float(less[less > 0].sum())
-    gain = s.saved(changed, removed_ns) - added_ns
+    gain = s.saved(changed.graph, removed_ns) - added_ns
     if s.run.doubts:
         title = (
             f"What the split of {other.name} would save cannot be said: the replay of this run is not trusted"
@@ -134,7 +134,7 @@ def split_finding(
     return Finding(
         kind="split",
         title=title,
-        detail=f"Measured times, {said['note'].removeprefix('a prediction by ratio, ')}.",
+        detail=f"Measured times, {changed.note.removeprefix('a prediction by ratio, ')}.",
         cost_ns=min(max(gain, 0.0), max(removed_ns - added_ns, 0.0)),
         measured_ns=float(g.duration_ns[(g.rank == rank) & on_stream(g.kind)].sum()),
     )
@@ -165,7 +165,7 @@ def _pair(now: Path, other: Path) -> tuple[Plan, Plan]:
 
 def _scaled(
     g: DataflowGraph, now: Mapping[str, float], other: Mapping[str, float], unit: str, where: str
-) -> tuple[DataflowGraph, JsonObject]:
+) -> Rewritten:
     from pase.replay.types import COLLECTIVE, OPERATIONS, on_stream
 
     comm = g.kind == COLLECTIVE
@@ -206,12 +206,8 @@ def _scaled(
     if added_s:
         kinds = ", ".join(sorted(k for k in other if k not in now))
         note += f"; {kinds}, which the run does not have: {added_s * 1e3:.3f} ms, counted as exposed"
-    return replace(g, duration_ns=duration), {
-        "method": "ratio",
-        "ratios": ratios,
-        "added_s": added_s,
-        "note": note,
-    }
+    detail: JsonObject = {"method": "ratio", "ratios": ratios, "added_s": added_s}
+    return Rewritten(graph=replace(g, duration_ns=duration), added_s=added_s, note=note, detail=detail)
 
 
 def _ratio(now: float, other: float) -> float:

@@ -15,7 +15,7 @@ from pase.files.terminal import console
 
 if TYPE_CHECKING:
     from pase.bridges.degrees import KernelTimes
-    from pase.replay.reports.report import Rewrite
+    from pase.replay.changes.rewrite import Rewrite
     from pase.replay.types import Timeline
 
 __all__ = ["replay"]

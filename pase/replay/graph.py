@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -9,11 +10,23 @@ import numpy as np
 
 from pase.errors import PaseError
 
-__all__ = ["EDGES", "Carried", "DataflowGraph", "TaskQueue", "build_graph", "csr", "launching_calls", "twins"]
+__all__ = [
+    "EDGE",
+    "EDGES",
+    "Carried",
+    "DataflowGraph",
+    "TaskQueue",
+    "build_graph",
+    "csr",
+    "launching_calls",
+    "twins",
+]
 
 EDGES = ("program", "launch", "stream", "wait", "sync", "handoff", "depth", "data")
 """The kinds of edges: CPU program order; launch of a device op; order on a stream; a stream that waits for another; a
 call that blocks until the device is done; a thread that starts or awaits another; a full launch queue; data flow."""
+EDGE = {kind: i for i, kind in enumerate(EDGES)}
+"""Kind of edge -> its number in ``edge_kind``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +112,20 @@ class DataflowGraph:
     def task_name(self, i: int) -> str:
         return self.names[int(self.name[i])]
 
+    def named(self, test: Callable[[str], object]) -> np.ndarray:
+        """Whether the name of each task passes a test, bool [tasks]."""
+        return np.array([bool(test(name)) for name in self.names], dtype=bool)[self.name]
+
+    def edges_of(self, *kinds: str) -> np.ndarray:
+        """Which edges are of these kinds, bool [edges]."""
+        return np.isin(self.edge_kind, [EDGE[kind] for kind in kinds])
+
+    @cached_property
+    def before_on_thread(self) -> dict[int, int]:
+        """Task of a thread → the task before it."""
+        program = self.edges_of("program")
+        return dict(zip(self.dst[program].tolist(), self.src[program].tolist(), strict=True))
+
 
 def build_graph(
     tasks: list[dict[str, object]], edges: list[tuple[int, int, float]] | list[tuple[int, int]]
@@ -127,7 +154,7 @@ def build_graph(
         src=np.array([e[0] for e in edges], dtype=np.int64),
         dst=np.array([e[1] for e in edges], dtype=np.int64),
         lag_ns=np.array([e[2] if len(e) > 2 else 0.0 for e in edges], dtype=np.float64),
-        edge_kind=np.full(m, EDGES.index("data"), dtype=np.uint8),
+        edge_kind=np.full(m, EDGE["data"], dtype=np.uint8),
         gang=column["gang"].astype(np.int64),
         priority=column["priority"].astype(np.int64),
         release_ns=column["release_ns"].astype(np.float64),
@@ -166,7 +193,7 @@ def launching_calls(g: DataflowGraph) -> dict[int, int]:
 
     An op waits for the begin of its call, which is the end of the work before the call.
     """
-    program, launch = (g.edge_kind == EDGES.index(k) for k in ("program", "launch"))
+    program, launch = g.edges_of("program"), g.edges_of("launch")
     called = {a: b for a, b in zip(g.src[program].tolist(), g.dst[program].tolist(), strict=True)}
     pairs = zip(g.src[launch].tolist(), g.dst[launch].tolist(), strict=True)
     return {op: called[work] for work, op in pairs if work in called}

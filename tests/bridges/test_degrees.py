@@ -63,9 +63,10 @@ def test_micro_batches_and_layers_are_found_without_names(plain: Run) -> None:
 def test_stages_meet_the_run_that_has_them(plain: Run, tmp_path: Path, stages: int, host: str) -> None:
     shape = {"between_us": 30.0} if host == "launch-bound" else {}
     run = traced(tmp_path, **shape) if shape else plain
-    graph, said = by_stages(stages)(run.measured.timeline, run.graph)
+    made = by_stages(stages)(run.measured.timeline, run.graph)
+    graph = made.graph
     assert max(evaluate(graph).values()) == pytest.approx(truth_ns(stages=stages, **shape), rel=0.01)
-    assert len(graph.ranks) == stages and "4 micro-batches" in said["note"]
+    assert len(graph.ranks) == stages and "4 micro-batches" in made.note
     # All measured tasks of forward and backward are still there. (Each stage has its own launches of the update.)
     work = run.graph.duration_ns[sections(run.measured.timeline, run.graph).phase < StepPhase.UPDATE]
     assert len(graph) >= len(work)
@@ -76,19 +77,20 @@ def test_tensor_parallelism_by_measured_shapes_and_by_the_roofline(plain: Run, t
     the report says so."""
     other = traced(tmp_path, tensor=2, layers=2, micro_batches=1)
     measured = kernel_times([(other.measured.timeline, other.graph)])
-    graph, said = by_tensor(2, model=MODEL, measured=measured)(plain.measured.timeline, plain.graph)
+    made = by_tensor(2, model=MODEL, measured=measured)(plain.measured.timeline, plain.graph)
+    graph = made.graph
     want = truth_ns(tensor=2)
-    assert said["scaled_by_roofline"] == 0 and "all are measured at their new shape" in said["note"]
+    assert made.detail["scaled_by_roofline"] == 0 and "all are measured at their new shape" in made.note
     assert max(evaluate(graph).values()) == pytest.approx(want, rel=0.03)
     names = [graph.task_name(i) for i in range(len(graph))]
     assert names.count("all_reduce between products") == 4 * 4 * 4
-    _, said = by_tensor(2, model=MODEL)(plain.measured.timeline, plain.graph)
-    assert said["scaled_by_roofline"] > 0.9 and "never measured" in said["note"]
+    made = by_tensor(2, model=MODEL)(plain.measured.timeline, plain.graph)
+    assert made.detail["scaled_by_roofline"] > 0.9 and "never measured" in made.note
     # In the other direction, the collectives between products vanish, and the products are those of the first run.
     split = traced(tmp_path / "split", tensor=2)
     known = kernel_times([(plain.measured.timeline, plain.graph)])
     back = by_tensor(1, model=MODEL, ran="tp=2", measured=known)
-    graph, _ = back(split.measured.timeline, split.graph)
+    graph = back(split.measured.timeline, split.graph).graph
     assert max(evaluate(graph).values()) == pytest.approx(truth_ns(), rel=0.03)
 
 
@@ -149,7 +151,7 @@ def test_more_ranks_wait_for_a_later_one(tmp_path: Path) -> None:
     }
     many = simulate_data_parallel(ImaginedRun(ranks=16, iterations=40, seed=3, **late | slower))
     want = 1e3 * statistics.mean(max(x) for x in list(zip(*many.iteration_us, strict=True))[1:])
-    graph = apply(run.medians, [("ranks", "", 16.0)])
+    graph = apply(run.medians, "ranks=16")
     got = mean_iteration_ns(graph, spread, 16)
     assert got == pytest.approx(want, rel=0.04)
     assert max(evaluate(graph).values()) < 0.9 * want

@@ -102,7 +102,7 @@ def test_messages_keep_their_order_and_wait_for_all_their_parts(tmp_path: Path) 
 def test_a_policy_of_the_scheduler_and_its_control(tmp_path: Path) -> None:
     t, g = graph_of(bucketed(1, 1.0, collective_us=400.0), tmp_path / "t")
     found = {name: what_if_bucket_plan(t, g, name) for name in ("ours", "ddp")}
-    assert ms(found["ours"].detail["control"]) == pytest.approx(ms(g), rel=0.01)
+    assert ms(found["ours"].control) == pytest.approx(ms(g), rel=0.01)
     assert ms(found["ours"].graph) < ms(g) * 0.99
     assert ms(found["ours"].graph) <= ms(found["ddp"].graph) * 1.005
     with pytest.raises(PaseError, match="no scheduling policy 'magic'"):
@@ -166,4 +166,4 @@ def test_a_trace_without_sizes_takes_them_from_a_link(tmp_path: Path) -> None:
     run = bucketed(1)
     link = parse_link(f"net:{run.collective_us}us:{run.bandwidth_bytes_per_us / 1e3}GB/s")
     made = what_if_bucket_plan(t, g, "ours", (link,))
-    assert ms(made.detail["control"]) == pytest.approx(ms(g), rel=0.02)
+    assert ms(made.control) == pytest.approx(ms(g), rel=0.02)

@@ -48,20 +48,20 @@ def serial(compute_ns: float = 100.0, sum_ns: float = 50.0):  # type: ignore[no-
 
 
 def test_each_kind_is_scaled_by_its_own_ratio() -> None:
-    g, said = _scaled(
+    made = _scaled(
         serial(), {"compute": 2.0, "all_reduce": 1.0}, {"compute": 1.0, "all_reduce": 3.0}, "s", "x"
     )
-    assert said["ratios"] == {"compute": 0.5, "all_reduce": 3.0} and said["added_s"] == 0
-    assert evaluate(g)[0] == pytest.approx(0.5 * 100 + 3 * 50)
-    assert "by ratio" in said["note"]
+    assert made.detail["ratios"] == {"compute": 0.5, "all_reduce": 3.0} and made.added_s == 0
+    assert evaluate(made.graph)[0] == pytest.approx(0.5 * 100 + 3 * 50)
+    assert "by ratio" in made.note
 
 
 def test_a_kind_that_the_run_has_not_is_added_in_the_runs_own_measure() -> None:
     # The run measures 50 ns for a predicted 25 ns, so the added collective also takes twice its prediction.
     now, other = {"compute": 1.0, "all_reduce": 25e-9}, {"compute": 1.0, "all_gather": 10e-9}
-    g, said = _scaled(serial(), now, other, "s", "x")
-    assert evaluate(g)[0] == pytest.approx(100.0)
-    assert said["added_s"] == pytest.approx(20e-9)
+    made = _scaled(serial(), now, other, "s", "x")
+    assert evaluate(made.graph)[0] == pytest.approx(100.0)
+    assert made.added_s == made.detail["added_s"] == pytest.approx(20e-9)
 
 
 def test_a_layout_that_predicts_none_of_the_runs_collectives_is_not_its_layout() -> None:
@@ -137,9 +137,10 @@ def test_splits_are_ranked_among_the_advice(layouts: dict[str, Path], tmp_path: 
 
 def test_another_batch_scales_what_grows_with_it(layouts: dict[str, Path], tmp_path: Path) -> None:
     a, b = (predicted(pase.load(layouts[k])) for k in ("data", "twice"))
-    _, said = by_ratio(layouts["data"], layouts["twice"])(None, serial())  # type: ignore[arg-type]
-    assert said["ratios"]["compute"] == pytest.approx(b["compute"] / a["compute"])
-    assert 1.5 < said["ratios"]["compute"] < 2.0  # the update does not grow with the batch
+    made = by_ratio(layouts["data"], layouts["twice"])(None, serial())  # type: ignore[arg-type]
+    ratio = made.detail["ratios"]["compute"]
+    assert ratio == pytest.approx(b["compute"] / a["compute"])
+    assert 1.5 < ratio < 2.0  # the update does not grow with the batch
     other = tmp_path / "other.json"
     pase.compile("zoo:alexnet?classes=64", devices=4, mesh="4", baselines=False).save(other)
     with pytest.raises(PaseError, match="different models") as e:

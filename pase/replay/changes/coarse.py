@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pase.replay.changes.whatif import split_cost
-from pase.replay.graph import EDGES, DataflowGraph
+from pase.replay.graph import DataflowGraph
+from pase.replay.simulation.collective_cost import split_cost
 from pase.replay.simulation.simulate import Replay
 from pase.replay.types import COLLECTIVE, KINDS, OPERATIONS, on_stream
 
@@ -32,8 +32,6 @@ _HEAVY = re.compile(
 """Matrix products, convolutions, attention and other ops that are never fused."""
 _COPY = re.compile(r"copy|CatArray", re.IGNORECASE)
 """Copies, which are light but compute nothing that could be fused."""
-
-_E = {k: i for i, k in enumerate(EDGES)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,23 +97,22 @@ def coarsen(g: DataflowGraph, r: Replay) -> Coarse:
     """Returns the coarsened view of all ranks."""
     n = len(g)
     gpu = on_stream(g.kind)
-    light = np.array([bool(FUSIBLE.search(x)) and not _HEAVY.search(x) for x in g.names])[g.name] & gpu
-    copies = np.array([bool(_COPY.search(x)) for x in g.names])[g.name]
-    fusible = light & ~copies & (g.kind == KINDS.index("kernel"))
+    light = g.named(FUSIBLE.search) & ~g.named(_HEAVY.search) & gpu
+    fusible = light & ~g.named(_COPY.search) & (g.kind == KINDS.index("kernel"))
     next_op = np.full(n, -1, dtype=np.int64)
-    stream = g.edge_kind == _E["stream"]
+    stream = g.edges_of("stream")
     next_op[g.src[stream]] = g.dst[stream]
     stream_edge = np.full(n, -1, dtype=np.int64)
     stream_edge[g.dst[stream]] = np.flatnonzero(stream)
     launch, call = np.full(n, -1, dtype=np.int64), np.full(n, -1, dtype=np.int64)
-    edge = g.edge_kind == _E["launch"]
+    edge = g.edges_of("launch")
     launch[g.dst[edge]] = g.src[edge]
-    program = g.edge_kind == _E["program"]
+    program = g.edges_of("program")
     follow = np.full(n, -1, dtype=np.int64)
     follow[g.src[program]] = g.dst[program]
     has = launch >= 0
     call[has] = follow[launch[has]]
-    waits = np.isin(g.edge_kind, (_E["wait"], _E["data"]))
+    waits = g.edges_of("wait", "data")
     into: dict[int, list[int]] = {}
     out: dict[int, list[int]] = {}
     for a, b in zip(g.src[waits].tolist(), g.dst[waits].tolist(), strict=True):
@@ -123,7 +120,7 @@ def coarsen(g: DataflowGraph, r: Replay) -> Coarse:
         out.setdefault(a, []).append(b)
     signature = g.name.astype(np.int64) * 64 + np.log2(np.maximum(g.duration_ns, 1.0)).astype(np.int64)
     heavy = gpu & ~light & (g.kind != COLLECTIVE)
-    heavy &= ~np.array(["Memcpy" in x or "Memset" in x for x in g.names])[g.name]
+    heavy &= ~g.named(re.compile("Memcpy|Memset").search)
     tensors = []
     for k, tasks in enumerate(_by_order(g, r)):
         producers = []

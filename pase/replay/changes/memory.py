@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pase.replay.changes.coarse import FUSIBLE
-from pase.replay.graph import EDGES, DataflowGraph, launching_calls
+from pase.replay.graph import DataflowGraph, launching_calls
 from pase.replay.kernels import work_of
 from pase.replay.measurement.model import Measured
 from pase.replay.simulation.simulate import replay_graph
@@ -118,16 +118,14 @@ def memory_options(g: DataflowGraph, use: MemoryUse) -> list[MemoryOption]:
 def _once_a_step(g: DataflowGraph) -> np.ndarray:
     """Returns a mask of what a step of several micro-batches runs once: collectives, the optimizer's kernels, and what
     the host does to launch them."""
-    once = np.array([work_of(n) == "optimizer" for n in g.names])[g.name] & on_stream(g.kind)
+    once = g.named(lambda name: work_of(name) == "optimizer") & on_stream(g.kind)
     once |= g.kind == COLLECTIVE
-    program = g.edge_kind == EDGES.index("program")
-    before = dict(zip(g.dst[program].tolist(), g.src[program].tolist(), strict=True))
     calls: dict[int, list[int]] = {}
     for op, call in launching_calls(g).items():
         calls.setdefault(call, []).append(op)
     for call, ops in calls.items():
         if once[ops].all():
-            once[[call, before[call]]] = True
+            once[[call, g.before_on_thread[call]]] = True
     return once
 
 
@@ -136,23 +134,21 @@ def _recomputed(g: DataflowGraph) -> DataflowGraph | None:
 
     Backward begins when the main thread hands over to another thread, as with PyTorch's autograd.
     """
-    handed = np.flatnonzero(g.edge_kind == EDGES.index("handoff"))
+    handed = np.flatnonzero(g.edges_of("handoff"))
     if not len(handed):
         return None
     r = replay_graph(g)
     duration = g.duration_ns.copy()
-    light = np.array([bool(FUSIBLE.search(n)) for n in g.names])[g.name]
+    light = g.named(FUSIBLE.search)
     for rank in g.ranks:
         starts = [int(g.dst[e]) for e in handed if g.rank[g.dst[e]] == rank]
         if not starts:
             continue
         begin = min(starts, key=lambda i: r.start_ns[i])
         when = float(r.start_ns[begin])
-        launch = (g.edge_kind == EDGES.index("launch")) & (g.rank[g.dst] == rank) & light[g.dst]
-        forward = launch & (r.finish_ns[g.src] < when) & (g.kind[g.dst] != COLLECTIVE)
-        first = np.flatnonzero(
-            (g.edge_kind == EDGES.index("launch")) & (g.rank[g.dst] == rank) & (r.start_ns[g.src] >= when)
-        )
+        launch = g.edges_of("launch") & (g.rank[g.dst] == rank)
+        forward = launch & light[g.dst] & (r.finish_ns[g.src] < when) & (g.kind[g.dst] != COLLECTIVE)
+        first = np.flatnonzero(launch & (r.start_ns[g.src] >= when))
         if not len(first):
             continue
         op = int(g.dst[first[np.argmin(r.start_ns[g.src[first]])]])

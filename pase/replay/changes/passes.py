@@ -18,14 +18,12 @@ import numpy as np
 
 from pase.registry import Registry
 from pase.replay.changes.coarse import Coarse
-from pase.replay.graph import EDGES, DataflowGraph
+from pase.replay.graph import DataflowGraph
 from pase.replay.simulation.fine import best_parts
 from pase.replay.simulation.simulate import Replay
 from pase.replay.types import COLLECTIVE
 
 __all__ = ["PASSES", "CollectiveCosts", "GraphChanges", "View", "apply_plan", "bucket_ns", "graph_pass"]
-
-_E = {k: i for i, k in enumerate(EDGES)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +96,7 @@ def apply_plan(g: DataflowGraph, c: Coarse, plan: GraphChanges) -> DataflowGraph
     """
     duration, lag, gang = g.duration_ns.copy(), g.lag_ns.copy(), g.gang.copy()
     for pattern, factor in plan.op_scale:
-        found = np.array([bool(re.search(pattern, n)) for n in g.names])[g.name]
-        duration[found & (g.kind != COLLECTIVE)] *= factor
+        duration[g.named(re.compile(pattern).search) & (g.kind != COLLECTIVE)] *= factor
     # Append an unused entry, so that the index −1 (no task or edge) has no effect.
     duration, lag = np.append(duration, 0.0), np.append(lag, 0.0)
     parts = dict(plan.parts)
@@ -118,7 +115,7 @@ def apply_plan(g: DataflowGraph, c: Coarse, plan: GraphChanges) -> DataflowGraph
                     if b not in after:
                         duration[after[0]] += duration[b]
                         duration[b] = 0.0
-    waits = np.isin(g.edge_kind, (_E["wait"], _E["data"]))
+    waits = g.edges_of("wait", "data")
     src = g.src
     if plan.runs:
         tail = np.array([i for run in plan.runs for i in run[1:]], dtype=np.int64)
@@ -267,7 +264,7 @@ def op_fusion(view: View) -> Proposals:
 def _runs(view: View) -> list[tuple[int, ...]]:
     """Returns the longest runs of fusible ops, cut where theorem 1 does not allow a collective to be delayed."""
     g, c, r = view.graph, view.coarse, view.replay
-    waits = np.isin(g.edge_kind, (_E["wait"], _E["data"]))
+    waits = g.edges_of("wait", "data")
     produces = {
         int(a): int(b) for a, b in zip(g.src[waits], g.dst[waits], strict=True) if g.kind[b] == COLLECTIVE
     }

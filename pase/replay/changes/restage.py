@@ -13,14 +13,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from pase.errors import Infeasible
-from pase.replay.graph import EDGES, Carried, DataflowGraph, TaskQueue
+from pase.replay.graph import EDGE, Carried, DataflowGraph, TaskQueue
 from pase.replay.simulation.sections import Sections, StepPhase
 from pase.replay.types import COLLECTIVE, GPU_KINDS, OPERATIONS
 
 __all__ = ["StageAction", "StageTransfer", "staged"]
 
-_E = {k: i for i, k in enumerate(EDGES)}
-_IN_ORDER = (_E["program"], _E["stream"])
+_IN_ORDER = (EDGE["program"], EDGE["stream"])
 
 StageAction = tuple[StepPhase, int]
 """(forward or backward, micro-batch)."""
@@ -98,7 +97,7 @@ class _Pipelined:
                 self.awaited.append(((phase, stage - 1 if forward else stage + 1, micro), new[kernels[0]]))
             if not last if forward else stage > 0:
                 send = self._task(-1, self._queue(rank, f"link {phase.name.lower()}", "link"), 1.0)
-                self.edges.append((new[kernels[-1]], send, 0.0, _E["wait"]))
+                self.edges.append((new[kernels[-1]], send, 0.0, EDGE["wait"]))
                 self.sends[phase, stage, micro] = send
         self._copy(rank, s.order[(s.phase == StepPhase.UPDATE)[s.order]], share)
         if rank.first_host >= 0:  # the trace of a compiled program has no launching threads
@@ -148,10 +147,10 @@ class _Pipelined:
                     self.edges.append((rank.latest[a], k, lag, kind))
             # Keep the order on a thread or stream, even if the two tasks were not consecutive in the measured graph.
             if not ordered and here in rank.last:
-                kind = _E["program" if self.on_host[i] else "stream"]
+                kind = EDGE["program" if self.on_host[i] else "stream"]
                 self.edges.append((rank.last[here], k, lag_in_order, kind))
             if first and self.on_host[i] and host_before >= 0 and rank.last.get(here) != host_before:
-                self.edges.append((host_before, k, 0.0, _E["handoff"]))
+                self.edges.append((host_before, k, 0.0, EDGE["handoff"]))
             rank.last[here] = k
             if self.on_host[i]:
                 rank.last_host = k
@@ -162,7 +161,7 @@ class _Pipelined:
     def graph(self) -> DataflowGraph:
         g = self.g
         edges = list(self.edges)
-        edges += [(self.sends[key], k, 0.0, _E["wait"]) for key, k in self.awaited]
+        edges += [(self.sends[key], k, 0.0, EDGE["wait"]) for key, k in self.awaited]
         of, scale = np.array(self.of), np.array(self.scale)
         sent = of < 0
         at = np.maximum(of, 0)

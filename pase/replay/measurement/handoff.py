@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from pase.replay.graph import EDGES
+from pase.replay.graph import EDGE
 from pase.replay.measurement.tasks import RankProgram, Thread
 from pase.replay.types import KINDS, Mark, Timeline
 
 __all__ = ["add_handoffs", "main_lane"]
 
 HOST, ANNOTATION = KINDS.index("host"), KINDS.index("annotation")
-_E = {k: i for i, k in enumerate(EDGES)}
 _IDLE_NS = 200_000
 """A thread that has no event for this long may be waiting for another thread."""
 _OVERHANG = 0.1
@@ -104,7 +103,7 @@ def _put_behind(p: RankProgram, final: int, ending: int) -> None:
     """Inserts the task that hands back after the thread's last call in the gap. The tasks that followed that call on
     its thread now follow the inserted task."""
     for (x, y), kind in list(p.edges.items()):
-        if x == final and kind == _E["program"]:
+        if x == final and kind == EDGE["program"]:
             del p.edges[(x, y)]
             p.edges[(ending, y)] = kind
             p.start[y] = max(p.start[y], p.end[ending])

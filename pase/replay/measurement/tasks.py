@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pase.replay.graph import EDGES
+from pase.replay.graph import EDGE
 
 __all__ = ["RankProgram", "Thread"]
-
-_E = {k: i for i, k in enumerate(EDGES)}
 
 
 @dataclass(kw_only=True)
@@ -63,7 +61,7 @@ class RankProgram:
 
     def edge(self, src: int, dst: int, kind: str) -> None:
         if src >= 0 and dst >= 0 and src != dst:
-            self.edges.setdefault((src, dst), _E[kind])
+            self.edges.setdefault((src, dst), EDGE[kind])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from pase.errors import PaseError
-from pase.replay.graph import EDGES
+from pase.replay.graph import EDGE
 from pase.replay.measurement.tasks import RankProgram
 
 __all__ = ["UNSEEN_NS", "Edges", "RankTimes", "rank_times"]
 
-_E = {k: i for i, k in enumerate(EDGES)}
-_INTO_OP = (_E["launch"], _E["stream"], _E["wait"])
-_DEFAULT_LAG_NS = {_E["launch"]: 8_000.0, _E["stream"]: 1_000.0, _E["wait"]: 4_000.0}
+_INTO_OP = (EDGE["launch"], EDGE["stream"], EDGE["wait"])
+_DEFAULT_LAG_NS = {EDGE["launch"]: 8_000.0, EDGE["stream"]: 1_000.0, EDGE["wait"]: 4_000.0}
 """Typical values in V100 and A100 traces; used only if a trace has no instance of the kind."""
 _PLAIN_NS = 50_000.0
 """A launch, a stream or an event suffices to explain delays up to this one."""
@@ -164,7 +163,7 @@ def _edges(template: RankProgram, programs: list[RankProgram], row: dict[tuple[o
         for (a, b), k in p.edges.items():
             x, y = place[a], place[b]
             in_order = x >= 0 and y >= 0 and (template.start[x], x) < (template.start[y], y)
-            if k == _E["wait"] and in_order and (x, y) not in pairs:
+            if k == EDGE["wait"] and in_order and (x, y) not in pairs:
                 found[x, y, k, 0] = None
         for (key, b), k in p.carried.items():
             if key in row and place[b] >= 0:
@@ -186,7 +185,7 @@ def _not_in(p: RankProgram, row: dict[tuple[object, ...], int], n: int, edges: E
     mine = np.array(list(p.edges), dtype=np.int64).reshape(-1, 2)
     known = (place[mine] >= 0).all(axis=1)
     codes = place[mine[known, 0]] * n + place[mine[known, 1]]
-    bound = ~edges.carried & np.isin(edges.kind, (_E["launch"], _E["stream"]))
+    bound = ~edges.carried & np.isin(edges.kind, (EDGE["launch"], EDGE["stream"]))
     return bound & ~np.isin(edges.src * n + edges.dst, codes)
 
 
@@ -229,9 +228,9 @@ def _contradicted(edges: Edges, delay: np.ndarray, late: np.ndarray) -> np.ndarr
     delay, late: the time from the end of the source to the start and to the end of the destination, [iterations, edges]
     in ns.
     """
-    inferred = np.isin(edges.kind, (_E["wait"], _E["depth"], _E["sync"]))
-    inferred |= edges.carried & (edges.kind == _E["handoff"])
-    seen = np.where(np.isin(edges.kind, (_E["wait"], _E["handoff"])), delay, late)
+    inferred = np.isin(edges.kind, (EDGE["wait"], EDGE["depth"], EDGE["sync"]))
+    inferred |= edges.carried & (edges.kind == EDGE["handoff"])
+    seen = np.where(np.isin(edges.kind, (EDGE["wait"], EDGE["handoff"])), delay, late)
     return inferred & np.nan_to_num(seen < -1000.0, nan=False).any(axis=0)
 
 
@@ -252,7 +251,7 @@ def _lags(
     dst, kind = edges.dst, edges.kind
     into = np.isin(kind, _INTO_OP)
     lag = np.zeros(len(dst))
-    other = ~into & (kind == _E["handoff"])
+    other = ~into & (kind == EDGE["handoff"])
     if other.any():
         lag[other] = np.maximum(np.nan_to_num(_median(delay[:, other])), 0.0)
     handed = np.where(other, np.maximum(delay, 0.0), np.nan)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pase.replay.graph import EDGES
+from pase.replay.graph import EDGE
 from pase.replay.measurement.tasks import RankProgram, Thread
 from pase.replay.types import BESIDE, COLLECTIVE, Timeline
 
@@ -31,8 +31,6 @@ _RESUME_NS = 15_000
 """A waiting op starts within this time of the event that its stream waited for."""
 _QUEUE = 256
 """The smallest number of outstanding device ops at which a slow launch is attributed to a full launch queue."""
-
-_E = {k: i for i, k in enumerate(EDGES)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +103,9 @@ def _stream_edges(t: Timeline, p: RankProgram, x: Launches, old: _Before) -> Non
         elif p.root < 0 and p.tail < 0 and old.keys:
             # If no thread marks the steps, an iteration is one execution of a compiled program. It begins when the
             # previous execution has ended completely.
-            p.carried[old.keys[-1], task] = _E["stream"]
+            p.carried[old.keys[-1], task] = EDGE["stream"]
         elif queue in ended:
-            p.carried[old.keys[ended[queue]], task] = _E["stream"]
+            p.carried[old.keys[ended[queue]], task] = EDGE["stream"]
         last[queue] = task
 
 
@@ -169,7 +167,7 @@ def _stream_waits(t: Timeline, p: RankProgram, x: Launches, old: _Before) -> Non
                         p.edge(task, first, "wait")
                 for other, i in ended.items():
                     if other != stream and other not in last_on and old.end[i] <= p.start[first] + 1000:
-                        p.carried.setdefault((old.keys[i], first), _E["wait"])
+                        p.carried.setdefault((old.keys[i], first), EDGE["wait"])
             waiting = False
             for op in ops:
                 last_on[p.device[x.task[op]][0]] = x.task[op]
@@ -195,7 +193,7 @@ def _unexplained_waits(p: RankProgram, x: Launches, old: _Before) -> None:
             continue
         k = _just_ended(old.end, old.stream, p.start[i], p.device[i][0])
         if k >= 0:
-            p.carried.setdefault((old.keys[k], i), _E["wait"])
+            p.carried.setdefault((old.keys[k], i), EDGE["wait"])
 
 
 def _just_ended(ends: np.ndarray, stream: list[str], start: int, own: str) -> int:
@@ -244,7 +242,7 @@ def _sync_edges(t: Timeline, p: RankProgram, x: Launches, old: _Before) -> None:
                 done = int(ends[k]) if k >= 0 else -(1 << 62)
                 j = int(np.searchsorted(old.end, end, side="right")) - 1
                 if j >= 0 and int(old.end[j]) > max(done, start):
-                    p.carried[old.keys[j], call] = _E["sync"]
+                    p.carried[old.keys[j], call] = EDGE["sync"]
                     p.blocked[call] = int(old.end[j])
                 elif not old.keys and max(done, start) < backlog <= end:
                     # It waited for ops that were launched before the trace began.
@@ -293,4 +291,4 @@ def _between_executions(p: RankProgram, x: Launches, old: _Before) -> None:
     for thread in x.threads:
         head = x.work_task[int(thread.calls[0])]
         if p.start[head] >= int(old.end[-1]):
-            p.carried.setdefault((old.keys[-1], head), _E["handoff"])
+            p.carried.setdefault((old.keys[-1], head), EDGE["handoff"])

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from pase.machine.types import Device
-from pase.replay.graph import EDGES, launching_calls
+from pase.replay.graph import launching_calls
 from pase.replay.kernels import SINGLE, work_of
 from pase.replay.measurement.origins import Origin
 from pase.replay.measurement.spending import Amount, Spending, file_dtype, peak_flops
@@ -180,8 +180,7 @@ def _fuse_optimizer(s: Scene, x: Spending) -> list[Finding]:
                 floor / a.busy_ns, 1.0
             )
     # A launch right after another one of the optimizer's is not needed, nor is what the host does in between.
-    program = g.edge_kind == EDGES.index("program")
-    before = dict(zip(g.dst[program].tolist(), g.src[program].tolist(), strict=True))
+    before = g.before_on_thread
     calls = {c for op, c in launching_calls(g).items() if mine[op]}
     for c in calls:
         work = before.get(c, -1)

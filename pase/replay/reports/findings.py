@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pase.files.quantities import bytes_text
-from pase.replay.changes.whatif import apply, split_cost
-from pase.replay.graph import EDGES, DataflowGraph
+from pase.replay.changes.balance import balanced
+from pase.replay.changes.whatif import apply
+from pase.replay.graph import EDGE, DataflowGraph
 from pase.replay.kernels import plain_name
 from pase.replay.measurement.breakdown import Breakdown
 from pase.replay.measurement.origins import user_name
 from pase.replay.measurement.stragglers import Straggler
 from pase.replay.reports.trust import Run, busiest_ns
 from pase.replay.simulation.analyse import merged, overlap_ns, waits_ns
+from pase.replay.simulation.collective_cost import split_cost
 from pase.replay.simulation.simulate import replay_graph
 from pase.replay.traces.gloo import WAIT as GLOO_WAIT
 from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, OPERATIONS, on_stream
@@ -134,12 +136,12 @@ def _launch_bound(s: Scene) -> list[Finding]:
     """Finds ops that the CPU launches too late."""
     g, b = s.graph, s.most("launch")
     idle = b.mean_ns("launch")
-    into = g.edge_kind == EDGES.index("launch")
+    into = g.edges_of("launch")
     n = int(((g.rank[g.dst] == b.rank) & into).sum())
     on_device = on_stream(g.kind) & (g.kind != COLLECTIVE)
     if not n or not on_device.any() or idle < _SHARE * b.iteration_ns:
         return []
-    free = apply(g, [("host", "", 1e-6)])
+    free = apply(g, "host=1e-6")
     free = replace(free, lag_ns=np.where(into, 0.0, free.lag_ns))
     cost = s.saved(free, idle)
     r = replay_graph(g)
@@ -176,8 +178,8 @@ _WAITED = (
 def _blocking(s: Scene) -> list[Finding]:
     """Finds calls that block the CPU, by name and place. The cost is for all of them together."""
     g = s.graph
-    sync = g.edge_kind == EDGES.index("sync")
-    keep, carried = ~sync, g.carried.kind != EDGES.index("sync")
+    sync = g.edges_of("sync")
+    keep, carried = ~sync, g.carried.kind != EDGE["sync"]
     c = g.carried
     without = replace(
         g,
@@ -360,9 +362,9 @@ def _stragglers(s: Scene) -> list[Finding]:
         "host": f"its host works {_ms(host)} longer than the median rank",
         "start": "neither its device nor its host works longer: it begins later",
     }[where]
-    even = apply(s.graph, [("balance", "", 1.0)])
+    even = balanced(s.graph)
     cost = s.saved(even, worst)
-    balanced = s.would_take("With balanced ranks (--what-if balance=1)", even, cost)
+    evened = s.would_take("With balanced ranks (--what-if balance=1)", even, cost)
     change = {
         "device": "Even out the work of the ranks (batch, sequence lengths), and check that device's clock and heat.",
         "host": "Check that host: data loading, logging, other programs, a slower CPU.",
@@ -386,7 +388,7 @@ def _stragglers(s: Scene) -> list[Finding]:
             title=title,
             detail=(
                 f"Rank {rank} is late in {len(mine)} of {n} iterations and last at {last:.0%} of their collectives; "
-                f"{reason}.{balanced} {change}"
+                f"{reason}.{evened} {change}"
             ),
             cost_ns=cost,
             measured_ns=worst,
@@ -423,7 +425,7 @@ def _small_collectives(s: Scene) -> list[Finding]:
     # If ten are fused into one, a tenth of the fixed costs and of the launches is left.
     duration = g.duration_ns.copy()
     duration[small] -= 0.9 * fixed[small]
-    launch = np.isin(np.arange(len(g)), g.src[(g.edge_kind == EDGES.index("launch")) & small[g.dst]])
+    launch = np.isin(np.arange(len(g)), g.src[g.edges_of("launch") & small[g.dst]])
     duration[launch] *= 0.1
     return [
         Finding(

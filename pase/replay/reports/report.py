@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,8 @@ import numpy as np
 
 from pase.errors import Infeasible, PaseError
 from pase.files.json_values import JsonObject
-from pase.replay.changes.whatif import apply, parse_knob
+from pase.replay.changes.rewrite import Rewrite, Rewritten
+from pase.replay.changes.whatif import by_knob
 from pase.replay.graph import DataflowGraph
 from pase.replay.measurement.breakdown import CAUSES, Breakdown, breakdowns
 from pase.replay.measurement.clocks import align as align_clocks
@@ -25,7 +26,6 @@ from pase.replay.reports.spent import placed, spending_report
 from pase.replay.reports.trust import Run, unexplained_ns
 from pase.replay.simulation.analyse import to_timeline
 from pase.replay.simulation.chance import mean_iteration_ns, spreads
-from pase.replay.simulation.contention import relieved
 from pase.replay.simulation.simulate import replay_graph
 from pase.replay.simulation.steady import evaluate, stretched
 from pase.replay.traces.ingest import load
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from pase.replay.reports.diagnose import Diagnosis
 
 __all__ = [
-    "Rewrite",
     "compare_timelines",
     "diagnosis_report",
     "is_layout",
@@ -49,10 +48,6 @@ __all__ = [
     "summary",
     "use",
 ]
-
-Rewrite = Callable[[Timeline, DataflowGraph], tuple[DataflowGraph, JsonObject]]
-"""A change to a run's graph. It returns the changed graph and values for the report. If these have a graph "control",
-the changed graph is compared with it: it is the unchanged run, built in the same way."""
 
 
 def is_layout(path: Path) -> bool:
@@ -125,10 +120,9 @@ def replay_report(
     # Apply rewrites first, because they need the graph as measured, while knobs work on any graph. Split into stages
     # last, because all other changes depend on the ranks as they were measured.
     texts = sorted(dict.fromkeys(what_if), key=lambda k: (k not in rewrites, k.startswith("stages=")))
-    knobs = {k: parse_knob(k) for k in texts if k not in rewrites}
+    asked = {k: rewrites.get(k) or by_knob(k, wire_bytes_per_s) for k in texts}
     t = align_clocks(load_any(source) if timeline is None else timeline, align)
     run = Run(measured=measure(t))
-    asked = [(k, rewrites.get(k) or _knob(run, knobs[k], wire_bytes_per_s)) for k in texts]
     if timeline is None:
         run.must_be_possible(f"{source}", force)
     heads = [k.partition("=")[0] for k in texts if k in rewrites]
@@ -239,23 +233,15 @@ def use(b: Breakdown) -> JsonObject:
     }
 
 
-def _knob(run: Run, knob: tuple[str, str, float], wire_bytes_per_s: float | None) -> Rewrite:
-    def change(t: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
-        made = apply(g, [knob], wire_bytes_per_s)
-        if knob[0] in ("bandwidth", "latency", "ranks", "data"):
-            made = relieved(t, g, made)
-        return made, {"of_ranks": int(knob[2])} if knob[0] in ("ranks", "data") else {}
-
-    return change
-
-
-def _by_chance(run: Run, made: DataflowGraph, ranks: int) -> JsonObject:
-    """Returns the mean step time with another number of ranks, by sampling: a step waits for the slowest rank."""
-    unknown: JsonObject = {
-        "note": "this does not include how much later the slowest of so many ranks is: that needs traces of at least "
+def _by_chance(run: Run, made: DataflowGraph, ranks: int) -> tuple[JsonObject, str]:
+    """Returns the mean step time with another number of ranks, by sampling: a step waits for the slowest rank. Also
+    returns what a reader must know of it."""
+    unknown: tuple[JsonObject, str] = (
+        {},
+        "this does not include how much later the slowest of so many ranks is: that needs traces of at least "
         "two ranks that share all collectives, at least two iterations, no other change of the tasks, and few enough "
-        "tasks to replay many samples"
-    }
+        "tasks to replay many samples",
+    )
     g = run.medians
     if len(made) != len(g):
         return unknown
@@ -269,7 +255,7 @@ def _by_chance(run: Run, made: DataflowGraph, ranks: int) -> JsonObject:
         f"the mean of steps that wait for the slowest of {ranks} ranks, each with the times of a randomly drawn "
         f"iteration; the speedup is relative to the unchanged run, sampled in the same way: {now / 1e6:.2f} ms"
     )
-    return {"mean_s": then / 1e9, "control_mean_s": now / 1e9, "note": note}
+    return {"mean_s": then / 1e9, "control_mean_s": now / 1e9}, note
 
 
 def _must_be_believed(source: Path, changes: list[JsonObject]) -> None:
@@ -283,69 +269,39 @@ def _must_be_believed(source: Path, changes: list[JsonObject]) -> None:
             )
 
 
-def _what_ifs(run: Run, asked: list[tuple[str, Rewrite]], joint: bool) -> list[JsonObject]:
+def _what_ifs(run: Run, asked: Mapping[str, Rewrite], joint: bool) -> list[JsonObject]:
     """Returns a row for each change alone and, if ``joint``, one for all changes, applied one after another."""
-    t = run.measured.timeline
-    out = []
-    changed, together = run.graph, _Changed()
-    for text, change in asked:
-        made, more = change(t, run.graph)
-        out.append(_row(run, text, made, _Changed().then(more)))
+    t, unchanged = run.measured.timeline, Rewritten(graph=run.graph)
+    out, together = [], unchanged
+    for text, change in asked.items():
+        out.append(_row(run, text, unchanged.under(change, t)))
         if joint and len(asked) > 1:
-            changed, more = change(t, changed)
-            together = together.then(more)
+            together = together.under(change, t)
     if joint and len(asked) > 1:
-        out.append(_row(run, " and ".join(text for text, _ in asked), changed, together))
+        out.append(_row(run, " and ".join(asked), together))
     return out
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Changed:
-    """The report values of one change, or of several that are applied one after another.
-
-    control: the unchanged run, built in the same way. added_s: time that is added to the replay of the graph.
-    of_ranks: the number of ranks after the change; 0 if it is unchanged. more: all other values for the report.
-    """
-
-    control: DataflowGraph | None = None
-    added_s: float = 0.0
-    of_ranks: int = 0
-    more: JsonObject = field(default_factory=dict)
-
-    def then(self, told: JsonObject) -> _Changed:
-        own = {k: v for k, v in told.items() if k not in ("control", "of_ranks")}
-        return _Changed(
-            control=told.get("control", self.control),
-            added_s=self.added_s + told.get("added_s", 0.0),
-            of_ranks=told.get("of_ranks", self.of_ranks),
-            more=_told(self.more, own),
-        )
-
-
-def _told(before: JsonObject, now: JsonObject) -> JsonObject:
-    """Merges the values of two changes and joins their notes."""
-    notes = [x["note"] for x in (before, now) if "note" in x]
-    return before | now | ({"note": "; ".join(notes)} if notes else {})
-
-
-def _row(run: Run, text: str, made: DataflowGraph, c: _Changed) -> JsonObject:
+def _row(run: Run, text: str, c: Rewritten) -> JsonObject:
     """Returns one row of the what-ifs.
 
     If the number of ranks changes and the random variation of steps is known, it has the mean of sampled steps.
     """
     base = run.replayed_ns
     before = base if c.control is None else max(evaluate(c.control).values())
-    ns, doubt = run.judged(made)
+    ns, doubt = run.judged(c.graph)
     ns += c.added_s * 1e9
-    more = c.more | ({} if c.control is None else {"control_s": before / 1e9})
+    more = dict(c.detail) if c.control is None else c.detail | {"control_s": before / 1e9}
     if c.of_ranks:
-        more = _told(more, _by_chance(run, made, c.of_ranks))
-    if _unchanged(run.graph, made) and not c.added_s:
-        more = _told(more, {"note": "this changes no op of the trace"})
+        means, note = _by_chance(run, c.graph, c.of_ranks)
+        more, c = more | means, c.noted(note)
+    if _unchanged(run.graph, c.graph) and not c.added_s:
+        c = c.noted("this changes no op of the trace")
     if "mean_s" in more:
         before, ns = more["control_mean_s"] * 1e9, more["mean_s"] * 1e9 + c.added_s * 1e9
     row = {"knob": text, "base_s": base / 1e9, "iteration_s": ns / 1e9, "speedup": before / ns}
-    return row | {"within_spread": run.within_spread(before / ns), "doubt": doubt or None} | more
+    row |= {"within_spread": run.within_spread(before / ns), "doubt": doubt or None} | more
+    return row | ({"note": c.note} if c.note else {})
 
 
 def _unchanged(g: DataflowGraph, made: DataflowGraph) -> bool:
@@ -503,7 +459,7 @@ def optimize_report(source: str, run: Run, o: OptimizeResult) -> JsonObject:
         "buckets": buckets,
         "fused_runs": len(o.plan.runs),
         "fused_ops": sum(len(r) for r in o.plan.runs),
-        "fused": [[named.get(i, "") for i in r] for r in sorted(o.plan.runs, key=lambda r: -len(r))],
+        "fused": [[named.get(i, "") for i in r] for r in sorted(o.plan.runs, key=lambda r: (-len(r), r))],
         "rolled_back": o.undone,
         "steps": [
             {

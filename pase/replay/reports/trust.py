@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from pase.errors import Infeasible
-from pase.replay.changes.whatif import balanced_rows
-from pase.replay.graph import EDGES, DataflowGraph
+from pase.replay.changes.balance import balanced_rows
+from pase.replay.graph import EDGE, DataflowGraph
 from pase.replay.measurement.model import Measured, OwnTimes, own_times
 from pase.replay.measurement.times import UNSEEN_NS
 from pase.replay.simulation.predict import HeldOut, held_out, held_out_ranks
@@ -441,7 +441,7 @@ def unexplained_ns(g: DataflowGraph) -> np.ndarray:
     kind = np.concatenate([g.edge_kind, g.carried.kind])
     device = g.device[dst]
     for name, plain in _PLAIN_NS.items():
-        mine = np.flatnonzero(kind == EDGES.index(name))
+        mine = np.flatnonzero(kind == EDGE[name])
         mine = mine[on_stream(g.kind[dst[mine]])] if name != "handoff" else mine
         for d in np.unique(device[mine]):
             these = mine[device[mine] == d]

@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pase.replay.graph import EDGES, DataflowGraph, launching_calls
+from pase.replay.graph import EDGE, DataflowGraph, launching_calls
 from pase.replay.types import COLLECTIVE
 
 __all__ = ["Inserted", "insert_after"]
-
-_E = {k: i for i, k in enumerate(EDGES)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +68,7 @@ def insert_after(g: DataflowGraph, new: Mapping[int, Sequence[Inserted]]) -> Dat
         src=np.concatenate([src, [a for a, _ in chain]]).astype(np.int64),
         dst=np.concatenate([g.dst, [b for _, b in chain]]).astype(np.int64),
         lag_ns=np.concatenate([g.lag_ns, zeros]),
-        edge_kind=more(g.edge_kind, [_E["stream"]] * len(rows)),
+        edge_kind=more(g.edge_kind, [EDGE["stream"]] * len(rows)),
         gang=more(g.gang, [-1] * len(rows)),
         priority=more(g.priority, zeros),
         release_ns=more(g.release_ns, zeros),
@@ -86,7 +84,6 @@ def insert_after(g: DataflowGraph, new: Mapping[int, Sequence[Inserted]]) -> Dat
 def _launch_costs(g: DataflowGraph, call_of: Mapping[int, int]) -> dict[int, float]:
     """Returns thread → median ns of a launch, including the work before it."""
     calls = np.array(sorted(set(call_of.values())), dtype=np.int64)
-    program = g.edge_kind == _E["program"]
-    before = dict(zip(g.dst[program].tolist(), g.src[program].tolist(), strict=True))
+    before = g.before_on_thread
     cost = g.duration_ns[calls] + [g.duration_ns[before[c]] if c in before else 0.0 for c in calls.tolist()]
     return {int(d): float(np.median(cost[g.device[calls] == d])) for d in np.unique(g.device[calls])}

@@ -12,10 +12,12 @@ import pytest
 from bench.cases.timelines import ImaginedRun, simulate, write
 from bench.replay.whatif import answered, questions
 from pase.replay import align, load, measure
-from pase.replay.changes.whatif import _cut, apply, split_cost
+from pase.replay.changes.balance import _cut
+from pase.replay.changes.whatif import apply
 from pase.replay.graph import Carried, build_graph
 from pase.replay.measurement.model import estimate
 from pase.replay.reports.trust import Run
+from pase.replay.simulation.collective_cost import split_cost
 from pase.replay.simulation.steady import evaluate
 from pase.replay.types import COLLECTIVE, OPERATIONS
 from tests.replay.runs import measured
@@ -42,7 +44,7 @@ def test_a_known_wire_tells_bytes_from_startups_even_of_one_collective():
     # MB/s.
     g = build_graph([task(55, 1.0), task(24, 1.0, operation="all_gather")], [(0, 1)])
     assert split_cost(g, WIRE).link_ns / MS == pytest.approx([40.0, 20.0])
-    faster = apply(g, [("bandwidth", "", 2.0)], WIRE)
+    faster = apply(g, "bandwidth=2", WIRE)
     assert max(evaluate(faster).values()) / MS == pytest.approx(55 - 20 + 24 - 10)
     assert faster.duration_ns / MS == pytest.approx([35.0, 14.0])
 
@@ -63,9 +65,7 @@ def test_what_a_link_loses_of_its_rate_grows_with_the_bytes_and_is_no_latency():
     parts = split_cost(g, WIRE)
     assert parts.fixed_ns / MS == pytest.approx([2.0] * 4)
     assert parts.link_ns / MS == pytest.approx([10.0, 20.0, 40.0, 80.0])
-    faster, later, more = (
-        apply(g, [k], WIRE) for k in (("bandwidth", "", 2), ("latency", "", 3), ("ranks", "", 4))
-    )
+    faster, later, more = (apply(g, k, WIRE) for k in ("bandwidth=2", "latency=3", "ranks=4"))
     assert faster.duration_ns / MS == pytest.approx([50 * x + 2 - 20 * x for x in (0.25, 0.5, 1.0, 2.0)])
     assert later.duration_ns / MS == pytest.approx([50 * x + 6 for x in (0.25, 0.5, 1.0, 2.0)])
     # Each of four ranks sends three quarters of a buffer twice instead of half of it, in three times as many steps.
@@ -121,7 +121,7 @@ def test_more_ranks_take_what_a_ring_of_them_takes(now, then, wire, habits):
     """Startups are paid in each step of a ring. Copies, reductions and lost bandwidth are proportional to the bytes."""
     sizes = [0.25, 0.5, 1.0, 2.0]
     traced = [task(ring_ms(now, x, **habits), x, ways=now) for x in sizes]
-    made = apply(build_graph(traced, [(0, 1), (1, 2), (2, 3)]), [("ranks", "", then)], wire)
+    made = apply(build_graph(traced, [(0, 1), (1, 2), (2, 3)]), f"ranks={then}", wire)
     assert made.duration_ns / MS == pytest.approx([ring_ms(then, x, **habits) for x in sizes], rel=0.01)
 
 
@@ -142,16 +142,16 @@ def test_what_ifs_meet_the_run_that_changed(question: str) -> None:
 @pytest.mark.parametrize(
     ("knob", "change"),
     [
-        (("bandwidth", "", 2.0), {"bandwidth_bytes_per_us": 120_000.0}),
-        (("bandwidth", "", 0.25), {"bandwidth_bytes_per_us": 15_000.0}),
-        (("host", "", 0.5), {"between_us": 2.0, "launch_us": 3.0}),
+        ("bandwidth=2", {"bandwidth_bytes_per_us": 120_000.0}),
+        ("bandwidth=0.25", {"bandwidth_bytes_per_us": 15_000.0}),
+        ("host=0.5", {"between_us": 2.0, "launch_us": 3.0}),
     ],
 )
-def test_what_if_agrees_with_a_run_under_the_change(tmp_path: Path, knob: tuple, change: dict) -> None:
+def test_what_if_agrees_with_a_run_under_the_change(tmp_path: Path, knob: str, change: dict) -> None:
     base = ImaginedRun(ranks=2, kernel_us=100.0, between_us=4.0, bucket_bytes=48 << 20, collective_us=1e-9)
     m = measured(tmp_path, simulate(base))
     g = estimate(m, [1, 2, 3, 4])
-    predicted = max(evaluate(apply(g, [knob])).values())
+    predicted = max(evaluate(apply(g, knob)).values())
     other = simulate(ImaginedRun(**{**fields_of(base), **change}))
     truth = max(np.median(t[1:]) for t in other.iteration_us) * 1e3
     # A single bucket size cannot separate latency from bandwidth. The error comes from the assumed 20 µs per
@@ -185,7 +185,7 @@ def test_balance_takes_no_noise_away(tmp_path: Path) -> None:
         "between_us": 4.0,
     }
     run = Run(measured=measure(align(load(write(simulate(ImaginedRun(**even)), tmp_path)))))
-    balanced = run.changed_ns(apply(run.graph, [("balance", "", 1.0)]))
+    balanced = run.changed_ns(apply(run.graph, "balance=1"))
     assert run.replayed_ns * 0.992 < balanced <= run.replayed_ns
 
 
@@ -210,5 +210,5 @@ def test_balance_sees_what_waits_and_not_what_for() -> None:
     carried = Carried(
         src=np.array([1, 2]), dst=np.array([0, 2]), lag_ns=np.array([3.0, 500.0]), kind=np.zeros(2, np.uint8)
     )
-    balanced = apply(replace(g, key=keys, carried=carried), [("balance", "", 1.0)])
+    balanced = apply(replace(g, key=keys, carried=carried), "balance=1")
     assert balanced.carried.lag_ns.tolist() == [3.0, 3.0]

@@ -62,7 +62,7 @@ def test_a_straggler_shows_as_waiting_of_the_others(tmp_path: Path) -> None:
     waiting = {b.rank: b.mean_ns("rank") for b in breakdowns(m)}
     assert waiting[1] < 0.02 * waiting[0]
     assert waiting[1] < 0.02 * waiting[2]
-    balanced = max(evaluate(apply(g, [("balance", "", 1.0)])).values())
+    balanced = max(evaluate(apply(g, "balance=1")).values())
     even = simulate(ImaginedRun(ranks=3, **GPU_BOUND))
     assert abs(balanced / (np.median(even.iteration_us[0][1:]) * 1e3) - 1) < 0.01
 

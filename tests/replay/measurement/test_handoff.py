@@ -59,7 +59,7 @@ def test_a_thread_that_works_on_after_it_has_answered_is_still_awaited(tmp_path:
     m = measured(tmp_path, run)
     for p in m.programs.values():
         assert sum(EDGES[k] == "handoff" for k in p.edges.values()) == 2
-    slower = max(evaluate(apply(estimate(m, [1, 2, 3]), [("host", "", 2.0)])).values())
+    slower = max(evaluate(apply(estimate(m, [1, 2, 3]), "host=2")).values())
     # The autograd thread begins later, because the main thread is slower.
     truth = simulate(ImaginedRun(ranks=1, kernel_us=12.0, between_us=120.0, launch_us=12.0))
     assert slower == pytest.approx(truth.iteration_us[0][2] * 1e3, rel=0.03)

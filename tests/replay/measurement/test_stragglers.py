@@ -27,7 +27,7 @@ def test_a_rank_late_by_hand_is_named_and_balance_helps(tmp_path: Path, rank: in
     f = next(f for f in d.findings if f.kind == "straggler")
     assert f"wait for rank {rank}" in f.title and f.measured_ns > 0.8 * late * 1e3
     assert all(s.where == "host" for s in d.stragglers if s.rank == rank and s.caused_ns > 1e6)
-    balanced = max(evaluate(apply(d.run.graph, [("balance", "", 1.0)])).values())
+    balanced = max(evaluate(apply(d.run.graph, "balance=1")).values())
     assert balanced < d.run.replayed_ns
     even = simulate(ImaginedRun(ranks=ranks, iterations=6, kernel_us=200.0, between_us=4.0))
     assert balanced == pytest.approx(np.median(even.iteration_us[0][1:]) * 1e3, rel=0.02)

@@ -75,7 +75,7 @@ def test_ranks_that_are_late_in_turn_get_no_advice_about_one_of_them(tmp_path: P
     assert "in turn" in turns.title and "No rank is much later than the others" in turns.detail
     # The finding and the what-if give one figure for balanced ranks.
     run = Run(measured=measure(align(load(tmp_path))))
-    then = run.changed_ns(apply(run.graph, [("balance", "", 1.0)]))
+    then = run.changed_ns(apply(run.graph, "balance=1"))
     assert (
         f"With balanced ranks (--what-if balance=1), an iteration would take {then / 1e6:.2f} ms."
         in turns.detail

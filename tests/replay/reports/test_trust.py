@@ -89,7 +89,7 @@ def test_what_waiting_adds_is_not_scaled_by_a_change(tmp_path: Path) -> None:
     assert run.stretch > 1.05 and not run.doubts
     for factor in (4.0, 0.25):
         truth = _mean_ns(_in_turns(bandwidth_bytes_per_us=6000.0 * factor), run.iterations)
-        ns, doubt = run.judged(apply(run.graph, [("bandwidth", "", factor)]))
+        ns, doubt = run.judged(apply(run.graph, f"bandwidth={factor}"))
         assert not doubt and ns == pytest.approx(truth, rel=0.005)
     assert run.changed_ns(run.graph) == run.replayed_ns
 
@@ -107,7 +107,7 @@ def test_balance_takes_turns_at_being_late_away(tmp_path: Path) -> None:
     """Random delays are not in any rank's median, but balancing removes the time that they add."""
     run = Run(measured=measured(tmp_path, _in_turns()))
     even = max(evaluate(run.medians).values())
-    balanced = run.changed_ns(apply(run.graph, [("balance", "", 1.0)]))
+    balanced = run.changed_ns(apply(run.graph, "balance=1"))
     none = _mean_ns(_in_turns(chance_us=0.0), run.iterations)
     assert none < balanced < even < run.replayed_ns
 
@@ -231,6 +231,6 @@ def test_a_rank_that_is_late_by_itself_is_what_balance_takes_away() -> None:
         Run(measured=measure(align(timeline_of_steps(facts, ranks=2, late_us=u)))) for u in (5000, 0)
     )
     assert late.unexplained > 0.5 and late.doubts and not even.doubts
-    ns, doubt = late.judged(apply(late.graph, [("balance", "", 1.0)]))
+    ns, doubt = late.judged(apply(late.graph, "balance=1"))
     assert not doubt and ns == pytest.approx(even.replayed_ns, rel=0.05)
-    assert "nothing in the trace explains" in late.judged(apply(late.graph, [("bandwidth", "", 2.0)]))[1]
+    assert "nothing in the trace explains" in late.judged(apply(late.graph, "bandwidth=2"))[1]

@@ -36,9 +36,10 @@ def test_a_compiled_program_says_what_its_ops_belong_to() -> None:
     s = sections(t, run.graph)
     assert s.layers == LAYERS and s.micro_batches == 1 and len(s.product) == 3 * LAYERS
     assert {StepPhase.FORWARD, StepPhase.BACKWARD} <= {StepPhase(int(p)) for p in s.phase[s.order]}
-    graph, said = by_stages(LAYERS, 1e12)(t, run.graph)
+    made = by_stages(LAYERS, 1e12)(t, run.graph)
+    graph = made.graph
     # The single micro-batch passes through all stages in order, and then each stage updates its parameters.
-    assert len(graph.ranks) == LAYERS and "1 micro-batches" in said["note"]
+    assert len(graph.ranks) == LAYERS and "1 micro-batches" in made.note
     update = sum(s.phase == StepPhase.UPDATE)
     want = 10 * US * (len(s.order) - update + update / LAYERS)
     assert max(evaluate(graph).values()) == pytest.approx(want, rel=0.01)
@@ -108,7 +109,7 @@ def test_a_program_that_accumulates_in_a_loop_has_micro_batches(micro_batches: i
     run = Run(measured=measure(align(t)))
     s = sections(t, run.graph)
     assert (s.layers, s.micro_batches) == (4, micro_batches)
-    graph, _ = by_stages(2, 1e12)(t, run.graph)
+    graph = by_stages(2, 1e12)(t, run.graph).graph
     # 1F1B takes (micro-batches + stages − 1) times half of the layers, and the update.
     want = 100 * US * ((micro_batches + 1) * len(turn) / 2 + 0.5)
     assert max(evaluate(graph).values()) == pytest.approx(want, rel=0.01)
