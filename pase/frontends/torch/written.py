@@ -404,6 +404,20 @@ def _polar(size: Tensor, angle: Tensor) -> Tensor:
     return torch.complex(size * angle.cos(), size * angle.sin())
 
 
+@WRITTEN.register("slice_scatter.default", "select_scatter.default")
+def _complex_part(n: FxNode) -> Callable[..., Tree] | None:
+    """A part of an array replaced. PyTorch has no derivative of these two ops for complex numbers."""
+    import torch
+
+    def how(x: Tensor, src: Tensor, *place: Tree, **named: Tree) -> Tensor:
+        real, imaginary = (
+            n.target(*parts, *place, **named) for parts in ((x.real, src.real), (x.imag, src.imag))
+        )
+        return torch.complex(real, imaginary)
+
+    return how if n.meta["val"].is_complex() else None
+
+
 # Distances, diagonals and other functions.
 
 

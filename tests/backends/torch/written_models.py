@@ -85,7 +85,8 @@ def masks() -> tuple[Any, tuple[Any, ...]]:
 
 
 def waves() -> tuple[Any, tuple[Any, ...]]:
-    """Pairs of numbers rotated as complex numbers, and the real part of a transform over positions and channels."""
+    """Pairs of numbers rotated as complex numbers, and a transform over positions and channels, of which the low
+    frequencies are written into zeros."""
     import torch
     from torch import nn
 
@@ -100,7 +101,11 @@ def waves() -> tuple[Any, tuple[Any, ...]]:
                 torch.ones_like(self.angle), self.angle
             )
             y = y + torch.view_as_real(turned).flatten(-2)
-            return torch.fft.fftn(y, dim=(1, 2)).real.square().mean()
+            every = torch.fft.fftn(y, dim=(1, 2))
+            low = torch.zeros_like(every)
+            low[:, :, :4] = every[..., :4] * torch.view_as_complex(self.angle.view(2, 2))[0]
+            low[:, 0] = every[:, 1].conj()
+            return every.real.square().mean() + low.abs().square().mean()
 
     return Waves(), (torch.randn(8, 4, 8),)
 
