@@ -67,8 +67,8 @@ def advancing(
 
     same = unchanged(program.jaxpr.jaxpr, calls)
     handed_on = {i: same[j] for i, j in program.carried.items()}
-    if not (kept := fn.handed_on(jax.tree.structure(as_shapes), handed_on)):
-        return fn, program
-    fn = replace(fn, constant=kept)
-    program = program_of(fn, args, as_shapes, mode, carry)
-    return fn, replace(program, jaxpr=without_dead_code(program.jaxpr))
+    if kept := fn.handed_on(jax.tree.structure(as_shapes), handed_on):
+        fn = replace(fn, constant=fn.constant | kept)
+        program = program_of(fn, args, as_shapes, mode, carry)
+    # What is not returned is not computed either, also where the function is traced again, on a part of its batch.
+    return fn, replace(program, jaxpr=without_dead_code(program.jaxpr)) if fn.constant else program

@@ -104,6 +104,26 @@ class Scanned(nnx.Module):
         return self.head(forward(x, self.layers))
 
 
+class Recomputed(nnx.Module):
+    """The same without state, each layer under nnx.remat, which returns the layer's parameters as they were."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def layers(rngs: nnx.Rngs) -> nnx.Linear:
+            return nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        self.layers = layers(rngs)
+
+    def __call__(self, x: Any) -> Any:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        @nnx.remat
+        def forward(x: Any, layer: Any) -> Any:
+            return x + nnx.relu(layer(x))
+
+        return forward(x, self.layers)
+
+
 class Dropped(nnx.Module):
     """Dropout, a counter and a random stream. Examples do not interact, so it can be run in micro-batches."""
 

@@ -24,6 +24,7 @@ from tests.backends.jax.nnx_models import (
     WIDTH,
     Dropped,
     Layer,
+    Recomputed,
     X,
     assert_alike,
     rngs,
@@ -88,6 +89,15 @@ def test_state_goes_through_micro_batches_in_order(lowering: str) -> None:
     expected = unsharded(squares, args, 3, parts=2)
     plan = pase.compile(squares, Dropped(rngs()), BATCH, devices=8, mesh="2x4", accumulate=2)
     got, losses = stepped(plan, (Dropped(rngs()), BATCH), 3, lowering=lowering)
+    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+    assert_alike(variables(got[0]), variables(args[0]))
+
+
+def test_layers_that_a_loop_hands_on_run_in_micro_batches() -> None:
+    args = Recomputed(rngs()), BATCH
+    expected = unsharded(squares, args, 3)
+    plan = pase.compile(squares, Recomputed(rngs()), BATCH, devices=8, mesh="2x4", accumulate=2)
+    got, losses = stepped(plan, (Recomputed(rngs()), BATCH), 3)
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
     assert_alike(variables(got[0]), variables(args[0]))
 
