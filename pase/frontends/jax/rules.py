@@ -492,6 +492,7 @@ def _debug(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[
     "rng_bit_generator",
     "threefry2x32",
     "empty",
+    "empty2",
     "create_token",
     "platform_index",
 )

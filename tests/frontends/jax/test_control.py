@@ -118,6 +118,20 @@ def test_a_conditional_that_is_not_there() -> None:
     assert e.value.fix.endswith(": cond0, cond1")
 
 
+def test_a_gradient_of_branches_that_keep_other_values_is_read() -> None:
+    """JAX fills what a branch does not keep for backward with an array of no contents."""
+
+    def step(p: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            h = x @ p
+            return jnp.sum(lax.cond(jnp.sum(x) > 0, lambda h: jnp.sin(h) * jnp.exp(h), lambda h: h**3, h))
+
+        value, gradient = jax.value_and_grad(loss)(p)
+        return p - gradient, value
+
+    assert len(products(trace(step, W, X, mode="step"))) == 2
+
+
 def test_only_what_a_parameter_reaches_in_a_loop_has_a_gradient() -> None:
     def fn(p: Any, x: Any) -> Any:
         def body(carry: Any, _: Any) -> Any:
