@@ -7,17 +7,21 @@ so all these ops have the place of the call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pase.errors import PaseError
 from pase.frontends.jax.types import Eqn
-from pase.frontends.jax.versions import is_dropped, opened, pulled_back
+from pase.frontends.jax.versions import is_dropped, opened, pulled_back, tangents_of
 from pase.ir.types import is_floating
 from pase.ops import rules
 
 if TYPE_CHECKING:
+    from jax import Array
+
     from pase.frontends.jax.frontend import _JaxLowering
 
-__all__ = ["has_custom_rule", "lower_with_rule"]
+__all__ = ["check_jvp_rule", "has_custom_rule", "lower_with_rule"]
 
 _CALLS = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
 
@@ -37,6 +41,7 @@ def lower_with_rule(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     trained = [t for t in operands if t.needs_grad]
     ahead, back, smooth = pulled_back(eqn, [t.needs_grad for t in operands])
     (forward, values), (backward, of_backward) = opened(ahead), opened(back)
+    _check_values(lower, [*values, *of_backward])
     inner, rule = lower.inner(), lower.inner()
     inner.inside = rule.inside = at.path
     with b.without_gradient():
@@ -57,3 +62,27 @@ def lower_with_rule(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
         b.eqn, b.source = at, source
         for operand, v in zip(trained, backward.outvars, strict=True):
             rules.hand_back(b, operand, rule.of(v))
+
+
+def check_jvp_rule(lower: _JaxLowering, eqn: Eqn) -> None:
+    """Raises PaseError for a ``jax.custom_jvp`` whose rule will run and reads a value of the function around it."""
+    around = eqn.params["num_consts"]  # only a function that reads such a value has any
+    wrt = [
+        i >= around and (t := lower.read(v)) is not None and t.needs_grad for i, v in enumerate(eqn.invars)
+    ]
+    if around and any(wrt) and not lower.b.frozen:
+        _check_values(lower, opened(tangents_of(eqn, wrt))[1])
+
+
+def _check_values(lower: _JaxLowering, values: Sequence[Array]) -> None:
+    """Raises PaseError if a derivative rule reads a value that existed only while JAX traced the function around it."""
+    import jax
+
+    if lost := [x for x in values if isinstance(x, jax.core.Tracer)]:
+        raise PaseError(
+            f"its derivative rule reads a value of the function around it, {lost[0].dtype}{list(lost[0].shape)}, which "
+            f"JAX does not keep in a traced program",
+            where=str(lower.b.source or lower.b.name),
+            fix="pass the value as an argument, with a gradient of zeros if it has none (jax.closure_convert finds "
+            "such values)",
+        )

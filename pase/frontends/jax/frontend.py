@@ -22,7 +22,7 @@ from pase.frontends.jax.arguments import arguments, fixed_layouts, shape_of, sha
 from pase.frontends.jax.attention import is_differentiated
 from pase.frontends.jax.contexts import traced_in_context
 from pase.frontends.jax.control import CONTROL, AtRunTime, by_body
-from pase.frontends.jax.derivatives import has_custom_rule, lower_with_rule
+from pase.frontends.jax.derivatives import check_jvp_rule, has_custom_rule, lower_with_rule
 from pase.frontends.jax.dropped import say_dropped
 from pase.frontends.jax.generation import Generation, programs_of
 from pase.frontends.jax.modules import ModuleFunction, has_modules, opened
@@ -503,6 +503,8 @@ class _JaxLowering:
             self.replicate(eqn, 0.0)
 
     def _call(self, eqn: Eqn, prefix: str) -> None:
+        if eqn.primitive.name == "custom_jvp_call":
+            check_jvp_rule(self, eqn)
         jaxpr, values = inner_jaxpr(eqn)
         inner = self.inner()
         inner.constants(jaxpr, values)

@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
+from pase.errors import PaseError
 from pase.frontends.jax.frontend import trace
 from pase.ir import Graph, Op, verify
 
@@ -75,3 +77,25 @@ def test_without_a_gradient_a_rule_has_no_backward() -> None:
     assert not ops(graph_of(loss, "inference"), backward=True)
     stopped = graph_of(lambda p, x: jnp.sum(p["a"]) + jnp.sum(product(x, jax.lax.stop_gradient(p["w"]))))
     assert not ops(stopped, backward=True)
+
+
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
+def test_a_rule_that_reads_a_value_of_the_function_around_it_is_refused(kind: str) -> None:
+    """The rule runs after the trace that the value belongs to. An array that is there before is a constant."""
+
+    def closed(p: Any, x: Any, scale: Any) -> Any:
+        def scaled(h: Any) -> Any:
+            return h * scale
+
+        f = getattr(jax, kind)(scaled)
+        if kind == "custom_vjp":
+            f.defvjp(lambda h: (h * scale, None), lambda _, g: (g * scale,))
+        else:
+            f.defjvp(lambda at, along: (f(*at), along[0] * scale))
+        return jnp.sum(f(x @ p["w"]))
+
+    with pytest.raises(PaseError, match=r"rule reads a value .* float32\[4, 8\]") as e:
+        graph_of(lambda p, x: closed(p, x, x * 2))
+    assert "test_derivatives.py" in e.value.where and "as an argument" in e.value.fix
+    before = jnp.arange(8.0)
+    assert graph_of(lambda p, x: closed(p, x, before))
