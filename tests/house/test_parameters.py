@@ -19,7 +19,6 @@ _COMPILED = "a compiled loop: numba inlines what it is given, array by array"
 MORE = {
     "pase/frontends/torch/written.py:_recurrent": "PyTorch passes these by their names in the op's schema",
     "pase/frontends/torch/written.py:_in_bags": "PyTorch passes these by their names in the op's schema",
-    "pase/backends/jax/pipeline/check.py:check_stages": "to be regrouped as check_plan was",
     "pase/replay/traces/builder.py:add": "the columns of a timeline, one by one: it runs for every event of a trace",
     "pase/schedule/engine_loop.py:loop": _COMPILED,
     "pase/schedule/kernels_greedy.py:find_head": _COMPILED,

@@ -59,16 +59,13 @@ def check_of(
     devices: int,
     reference: Callable[[JaxSteps], GradientReference | str],
     remarks: list[str],
-    seed: int,
-    most_lines: int,
-    say: Callable[[str], None] | None,
+    lines: CheckLines,
 ) -> GradientCheck:
     """Run the check.
 
     reference: computes the reference's gradients from the steps at their first point, or returns a text that says why
     there is no reference. It may add to the remarks.
     """
-    lines = CheckLines(seed=seed, most_lines=most_lines, say=say)
     lines.told("the step near the given parameters")
     steps = JaxSteps(program=program, seed=lines.seed)
     lines.told("another program to compare with")

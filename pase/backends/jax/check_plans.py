@@ -60,9 +60,7 @@ def check_plan(
         plan.logical_mesh.devices,
         partial(_reference, plan, mesh, way, against, (params, *batch), remarks),
         remarks,
-        lines.seed,
-        lines.most_lines,
-        lines.say,
+        lines,
     )
 
 

@@ -42,9 +42,7 @@ def check_module(
     devices: int,
     compiler: str | None,
     reference: Callable[[TorchSteps], GradientReference | str],
-    seed: int,
-    most_lines: int,
-    say: Say | None,
+    lines: CheckLines,
 ) -> GradientCheck:
     """Run the check, and restore all state.
 
@@ -54,7 +52,6 @@ def check_module(
     """
     import torch
 
-    told = say if say is not None else (lambda text: None)
     if run.device.type == "meta":
         raise PaseError(
             "parameters on the meta device have no values, but the check runs the step",
@@ -64,11 +61,11 @@ def check_module(
     held = HeldState(run=run)
     try:
         with torch.enable_grad():
-            told("the step near the given parameters")
+            lines.told("the step near the given parameters")
             steps = TorchSteps(
-                run=run, held=held, seed=seed, coarsest=coarsest(traced, _tf32(traced, run.device))
+                run=run, held=held, seed=lines.seed, coarsest=coarsest(traced, _tf32(traced, run.device))
             )
-            told("another program to compare with")
+            lines.told("another program to compare with")
             found = reference(steps)
             return gradient_check(
                 steps,
@@ -79,7 +76,7 @@ def check_module(
                     devices=devices,
                     lowering="run by PyTorch" if compiler is None else f"compiled by PyTorch ({compiler})",
                 ),
-                CheckLines(seed=seed, most_lines=most_lines, say=told),
+                lines,
                 advice="",
             )
     finally:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.check_reference import unsharded_bytes
-from pase.backends.torch.check import Say, TorchAgainst, TorchSteps, check_module, rounded_differently, wide
+from pase.backends.torch.check import TorchAgainst, TorchSteps, check_module, rounded_differently, wide
 from pase.backends.torch.check_state import CheckedModule
 from pase.errors import PaseError
 from pase.files.quantities import bytes_text
@@ -18,6 +18,7 @@ from pase.frontends.torch.doubts import random_ops
 from pase.frontends.torch.export.module import step_of
 from pase.frontends.torch.lower import source_of
 from pase.plan.gradient_check import GradientCheck, GradientDifference, GradientReference
+from pase.plan.gradient_lines import CheckLines
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -47,9 +48,7 @@ def check_parallel(
     p: ParallelModule,
     batch: tuple[Tree, ...],
     against: TorchAgainst,
-    seed: int,
-    most_lines: int,
-    progress: Say | None,
+    lines: CheckLines,
 ) -> GradientCheck:
     """Check a module that is not pipelined, and restore its state."""
     mine = {path: x for path, x in p.module.named_parameters() if x.requires_grad}
@@ -63,16 +62,14 @@ def check_parallel(
     )
     reference = partial(_reference, p, run, against)
     devices = p.plan.mesh.devices
-    return check_module(run, p.plan.traced, devices, p.compiler, reference, seed, most_lines, progress)
+    return check_module(run, p.plan.traced, devices, p.compiler, reference, lines)
 
 
 def check_stages(
     p: PipelinedModule,
     batch: tuple[Tree, ...],
     against: TorchAgainst,
-    seed: int,
-    most_lines: int,
-    progress: Say | None,
+    lines: CheckLines,
 ) -> GradientCheck:
     """Check a pipelined module, and restore its state."""
     if against == "unsharded":
@@ -94,7 +91,7 @@ def check_stages(
     )
     why = "not asked for" if against == "none" else "the stages of a pipeline are on different ranks"
     devices = p.plan.pipeline.degree * p.plan.splits[0].mesh.devices
-    return check_module(run, p.plan.traced, devices, None, lambda steps: why, seed, most_lines, progress)
+    return check_module(run, p.plan.traced, devices, None, lambda steps: why, lines)
 
 
 def _reference(

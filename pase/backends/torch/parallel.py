@@ -28,6 +28,7 @@ from pase.frontends.torch.export.functional import refuse_autocast
 from pase.local.lower import between
 from pase.local.reshard import part, resharded
 from pase.local.types import LocalReshardStep
+from pase.plan.gradient_lines import CheckLines
 from pase.pytree import Tree
 from pase.tables.axis_layout import AxisLayout
 
@@ -163,7 +164,8 @@ class ParallelModule:
         most_lines: the maximum number of lines, each of eight steps. Parameters that are not reached are undecided.
         progress: called with a line of text before each part of the work.
         """
-        return check_parallel(self, batch, against, seed, most_lines, progress)
+        lines = CheckLines(seed=seed, most_lines=most_lines, say=progress)
+        return check_parallel(self, batch, against, lines)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of all gradients. Every rank must call it."""

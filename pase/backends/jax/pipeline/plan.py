@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Never
 
 from pase.backends.jax.check_plans import Against, CheckedStep
 from pase.backends.jax.pipeline.arrays import StackCut, is_cut, merged, registered
-from pase.backends.jax.pipeline.check import check_stages
+from pase.backends.jax.pipeline.check import StagedGradient, check_stages
 from pase.backends.jax.pipeline.circular import JaxCircular, circular_of
 from pase.backends.jax.pipeline.local_stage import check_lowering
 from pase.backends.jax.pipeline.optimizer import StagedOptimizer
@@ -34,6 +34,7 @@ from pase.machine.jax_devices import as_linked
 from pase.pipeline.types import Schedule
 from pase.plan.accesses import access_layouts
 from pase.plan.constraints import constraints
+from pase.plan.gradient_lines import CheckLines
 from pase.plan.pipeline import PipelinePlan
 from pase.pytree import Tree
 from pase.tables.itemize import config_of
@@ -210,20 +211,16 @@ class JaxPipeline:
         check_lowering(lowering)
         running = self.on(mesh)
         placement = running.placement
-        placed = placement.placed(arrays((params, *batch)))
-        return check_stages(
-            placement,
-            running.value_and_grad,
-            params,
-            batch,
-            tuple(placed),
-            placement.grid.size,
-            self.pipeline.micro_batches,
-            against,
-            seed,
-            most_lines,
-            progress,
+        step = StagedGradient(
+            graded=running.value_and_grad,
+            params=params,
+            batch=batch,
+            placed=tuple(placement.placed(arrays((params, *batch)))),
+            devices=placement.grid.size,
+            micro_batches=self.pipeline.micro_batches,
         )
+        lines = CheckLines(seed=seed, most_lines=most_lines, say=progress)
+        return check_stages(placement, step, against, lines)
 
     def train_step(
         self,

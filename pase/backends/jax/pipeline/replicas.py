@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pase.backends.jax.check_plans import Against, CheckedStep
 from pase.backends.jax.make import traced_by_jax, whole_batch
 from pase.backends.jax.pipeline.arrays import StackCut, is_cut, registered
-from pase.backends.jax.pipeline.check import check_stages
+from pase.backends.jax.pipeline.check import StagedGradient, check_stages
 from pase.backends.jax.pipeline.circular import JaxCircular
 from pase.backends.jax.pipeline.placement import StagePlacement
 from pase.backends.jax.pipeline.plan import (
@@ -34,6 +34,7 @@ from pase.frontends.jax.leaves import arrays
 from pase.machine import Mesh
 from pase.machine.jax_devices import as_linked
 from pase.pipeline.registry import SCHEDULES
+from pase.plan.gradient_lines import CheckLines
 from pase.plan.types import PlanData
 from pase.pytree import Tree
 
@@ -161,19 +162,17 @@ class JaxReplicas:
             found = [r.value_and_grad(p, *share) for r, p, share in each]
             return self._value([v for v, _ in found]), self._mean([g for _, g in found], running).parts[0]
 
-        return check_stages(
-            running[0].placement,
-            graded,
-            first.gathered(params) if isinstance(params, Replicated) else params,
-            batch,
-            tuple(mine),
-            sum(r.placement.grid.size for r in running),
-            sum(self.replica_split),
-            against if not any(isinstance(x, Replicated) for x in batch) else "none",
-            seed,
-            most_lines,
-            progress,
+        step = StagedGradient(
+            graded=graded,
+            params=first.gathered(params) if isinstance(params, Replicated) else params,
+            batch=batch,
+            placed=tuple(mine),
+            devices=sum(r.placement.grid.size for r in running),
+            micro_batches=sum(self.replica_split),
         )
+        lines = CheckLines(seed=seed, most_lines=most_lines, say=progress)
+        cut = any(isinstance(x, Replicated) for x in batch)
+        return check_stages(running[0].placement, step, "none" if cut else against, lines)
 
     def train_step(
         self,

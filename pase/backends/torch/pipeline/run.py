@@ -23,6 +23,7 @@ from pase.frontends.torch.export.functional import refuse_autocast
 from pase.local.lower import between
 from pase.local.reshard import resharded
 from pase.pipeline.types import Kind
+from pase.plan.gradient_lines import CheckLines
 from pase.pytree import Tree
 from pase.tables.axis_layout import AxisLayout
 
@@ -126,7 +127,8 @@ class PipelinedModule:
         progress: Say | None = None,
     ) -> GradientCheck:
         """See ``ParallelModule.check``. There is no unsharded module to compare with."""
-        return check_stages(self, batch, against, seed, most_lines, progress)
+        lines = CheckLines(seed=seed, most_lines=most_lines, say=progress)
+        return check_stages(self, batch, against, lines)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``ParallelModule.clip_grad_norm_``, with the norm of the gradients of all stages."""
