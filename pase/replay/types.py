@@ -5,7 +5,7 @@ Times are integer nanoseconds on the clock of the event's rank. ``Timeline.clock
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -258,6 +258,11 @@ class Timeline:
         """The rank of each event, int32."""
         table = np.array([lane.rank for lane in self.lanes], dtype=np.int32)
         return table[self["lane"]] if len(self.lanes) else np.zeros(0, np.int32)
+
+    def named(self, test: Callable[[str], object], events: np.ndarray | None = None) -> np.ndarray:
+        """Whether the name of each event passes a test, bool [events]. events: only of these."""
+        passes = np.array([bool(test(name)) for name in self.names], dtype=bool)
+        return passes[self["name"] if events is None else self["name"][events]]
 
     @cached_property
     def end_ns(self) -> np.ndarray:

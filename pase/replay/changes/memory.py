@@ -66,8 +66,7 @@ def memory_use(m: Measured) -> MemoryUse | None:
     host = np.flatnonzero(
         (t["kind"] == KINDS.index("host")) & (t.rank_of == rank) & (t["iteration"] == iteration)
     )
-    heavy = np.array([bool(_KEPT.search(n)) for n in t.names], dtype=bool)[t["name"][host]]
-    host = host[heavy]
+    host = host[t.named(_KEPT.search, host)]
     host = host[np.argsort(t["start_ns"][host], kind="stable")]
     at = t["start_ns"][growth[1:]]
     where = np.searchsorted(t["start_ns"][host], at, side="right") - 1

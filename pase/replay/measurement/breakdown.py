@@ -162,16 +162,14 @@ class _RankView:
         blocking = [c for c in self.calls.tolist() if self._blocks(c)]
         self.blocking, self.is_blocking = np.array(blocking, dtype=np.int64), set(blocking)
         self.earlier = self._earlier()
-        graphs = np.array(["GraphLaunch" in n for n in t.names], dtype=bool)[t["name"][self.calls]]
+        graphs = t.named(lambda name: "GraphLaunch" in name, self.calls)
         self.graphs = self.calls[
             graphs & ~np.isin(t["correlation"][self.calls], t["correlation"][self.device])
         ]
         self.computing = self._computing(here[kind == _HOST])
-        named = np.array([bool(_ALLOCATOR.search(n)) for n in t.names], dtype=bool)
-        alloc = self.calls[named[t["name"][self.calls]]]
+        alloc = self.calls[t.named(_ALLOCATOR.search, self.calls)]
         self.allocating = union(t["start_ns"][alloc], t.end_ns[alloc])
-        named = np.array([bool(_DATA.search(n)) for n in t.names], dtype=bool)
-        data = self.on_host[named[t["name"][self.on_host]]]
+        data = self.on_host[t.named(_DATA.search, self.on_host)]
         self.loading = union(t["start_ns"][data], t.end_ns[data])
 
     def _blocks(self, call: int) -> bool:

@@ -99,8 +99,7 @@ def _queues(t: Timeline, ops: np.ndarray, starts: list[int], ends: list[int]) ->
 
 
 def _threads(t: Timeline, here: np.ndarray, calls: np.ndarray, of_op: dict[int, list[int]]) -> list[Thread]:
-    names = [bool(SYNC.search(n)) or bool(WAIT.search(n)) for n in t.names]
-    relevant = np.array(names, dtype=bool)[t["name"][calls]] if len(calls) else np.zeros(0, bool)
+    relevant = t.named(SYNC.search, calls) | t.named(WAIT.search, calls)
     relevant |= np.fromiter(
         (c in of_op for c in t["correlation"][calls].tolist()), dtype=bool, count=len(calls)
     )

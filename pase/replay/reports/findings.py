@@ -496,9 +496,7 @@ def remarks(run: Run) -> list[Finding]:
                 evidence=(Evidence(rank=rank, name="peak memory", start_ns=at, duration_ns=0.0),),
             )
         )
-    allocations = np.flatnonzero(
-        np.array([bool(_ALLOCATION.match(n)) for n in t.names], dtype=bool)[t["name"]] & (t["iteration"] >= 0)
-    )
+    allocations = np.flatnonzero(t.named(_ALLOCATION.match) & (t["iteration"] >= 0))
     if len(allocations):
         spent = float(t["duration_ns"][allocations].sum()) / max(1, len(m.programs))
         out.append(

@@ -36,10 +36,10 @@ def slowdowns(t: Timeline) -> dict[int, float]:
     collective and alone.
     """
     out: dict[int, float] = {}
-    gloo = np.array([n.startswith("gloo:") for n in t.names], dtype=bool)
+    gloo = t.named(lambda name: name.startswith("gloo:"))
     for rank in t.ranks:
         mine = t.rank_of == rank
-        sent = np.flatnonzero(mine & (t["kind"] == COLLECTIVE) & gloo[t["name"]])
+        sent = np.flatnonzero(mine & (t["kind"] == COLLECTIVE) & gloo)
         ops = np.flatnonzero(
             mine & (t["kind"] == _HOST) & (t["shape"] >= 0) & (t["duration_ns"] >= _SHORT_NS)
         )

@@ -38,10 +38,10 @@ def tie_gloo(t: Timeline) -> Timeline:
     without gloo is unchanged. Iterations with different numbers of calls and collectives are reported and not
     connected.
     """
-    work = np.flatnonzero((t["kind"] == COLLECTIVE) & _named(t, r"^gloo:"))
+    work = np.flatnonzero((t["kind"] == COLLECTIVE) & t.named(lambda name: name.startswith("gloo:")))
     if not len(work):
         return t
-    asked = np.flatnonzero((t["kind"] == _HOST) & _named(t, ASKED.pattern))
+    asked = np.flatnonzero((t["kind"] == _HOST) & t.named(ASKED.search))
     work = work[np.argsort(t["start_ns"][work], kind="stable")]
     asked = asked[np.argsort(t["start_ns"][asked], kind="stable")]
     lane, kind, correlation = t["lane"].copy(), t["kind"].copy(), t["correlation"].copy()
@@ -65,7 +65,7 @@ def tie_gloo(t: Timeline) -> Timeline:
         kind[call] = _RUNTIME
         correlation[call] = correlation[op] = number
     names = t.names if WAIT in t.names else (*t.names, WAIT)
-    waited, name = (t["kind"] == _HOST) & _named(t, _RECORDED.pattern), t["name"].copy()
+    waited, name = (t["kind"] == _HOST) & t.named(_RECORDED.search), t["name"].copy()
     kind[waited], name[waited] = _RUNTIME, names.index(WAIT)
     length = t["duration_ns"].copy()
     for op, end in _noted_late(t, tied, np.flatnonzero(waited)).items():
@@ -77,10 +77,6 @@ def tie_gloo(t: Timeline) -> Timeline:
         what = f"in {uneven} iterations, calls and gloo's collectives differ in number, so they are not connected"
         out = replace(out, problems=(*t.problems, Problem(where=f"rank {rank}", what=what)))
     return _with_waits(out, tied, spans)
-
-
-def _named(t: Timeline, pattern: str) -> np.ndarray:
-    return np.array([bool(re.search(pattern, n)) for n in t.names], dtype=bool)[t["name"]]
 
 
 def _within(t: Timeline, events: np.ndarray, start: int, end: int) -> np.ndarray:

@@ -187,7 +187,7 @@ def _missing(t: Timeline) -> list[Problem]:
     out.extend(_unrelated(t))
     gpu = on_stream(t["kind"]) & (t["correlation"] >= 0)
     rank = t.rank_of
-    graphs = np.array(["GraphLaunch" in n for n in t.names], dtype=bool)[t["name"]]
+    graphs = t.named(lambda name: "GraphLaunch" in name)
     for r in t.ranks:
         ids = t["correlation"][gpu & (rank == r)]
         ids = ids[~np.isin(ids, t["correlation"][graphs & (rank == r)])]

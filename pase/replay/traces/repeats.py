@@ -101,7 +101,7 @@ def found_iterations(t: Timeline, rank: int) -> tuple[list[Mark], str]:
         end = int(t.end_ns[kernels].max())
         begins = start[list(found.starts)].tolist()
         return _marks(rank, begins, [*begins[1:], end], found.complete), "repetition of its kernels"
-    steps = np.array([n.startswith("Optimizer.step#") for n in t.names], dtype=bool)[t["name"]]
+    steps = t.named(lambda name: name.startswith("Optimizer.step#"))
     steps = np.flatnonzero(mine & steps & (t["kind"] == KINDS.index("annotation")))
     if len(steps) < 2:
         return [], ""

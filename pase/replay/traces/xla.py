@@ -169,7 +169,7 @@ def describe(t: Timeline, facts: HloFacts, kernels: Mapping[str, str] | None = N
 def untangle(t: Timeline) -> Timeline:
     """Removes ops that only contain others (loops, calls), and moves ops that overlap on a device to separate lanes."""
     device = on_stream(t["kind"])
-    container = np.array([bool(_CONTAINER.match(n)) for n in t.names], dtype=bool)[t["name"]] & device
+    container = t.named(_CONTAINER.match) & device
     if container.any():
         t = t.select(~container)
         device = device[~container]
