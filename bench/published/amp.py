@@ -35,7 +35,7 @@ from bench.runner import Benchmark
 from pase.costmodels.analytic import Analytic
 from pase.machine import GroupedMachine, LinkLevel, Machine, load
 from pase.stated.parts import parts_of
-from pase.stated.place import place
+from pase.stated.place import place, stage_mesh
 from pase.stated.program import PROGRAMS
 from pase.stated.step import StatedStep
 from pase.stated.strategy import Strategy
@@ -125,14 +125,14 @@ def priced(machine: Machine, t: Strategy) -> StatedStep:
     micro, model = t.micro or 1, Analytic(machine, flat=True)
     at_once = max(micro * t.data, 2)  # tracing needs at least two examples to find the batch dim
     graph = graph_of(at_once, SEQUENCE, LAYERS, WIDTH, HEADS, padded_vocabulary(50257, t.tensor))
-    placed = place(graph, t, model)
-    parts = parts_of(graph, placed, t, PROGRAM, model, micro * t.data / at_once)
+    placed = place(graph, t, model, doubled=micro * t.data == 1)
+    parts = parts_of(graph, placed, t, PROGRAM, model)
     return StatedStep(
         parts=parts,
         s=t,
         program=PROGRAM,
         model=model,
-        mesh=placed.mesh,
+        mesh=stage_mesh(t),
         micro_batches=BATCH // (t.data * micro),
     )
 

@@ -48,7 +48,7 @@ def ours(row: PublishedRow) -> dict[str, Any] | None:
         at_once = (s.micro or 1) * s.ranks
         samples = max(at_once, 2)
         graph = graph_of(row, samples, s.tensor, written_out=is_old(row))
-        return price_strategy(graph, s, program, model, batch, share=at_once / samples)
+        return price_strategy(graph, s, program, model, batch, doubled=at_once == 1)
 
     found = better(published, price)
     return {

@@ -261,7 +261,7 @@ def price_row(row: PublishedRow, machine: Machine | None = None) -> PricedRun:
             at_once = (t.micro or 1) * t.ranks
             samples = max(at_once, 2)
             graph = graph_of(row, samples, t.tensor, written_out=is_old(row))
-            priced = price_strategy(graph, t, program, model, batch, share=at_once / samples)
+            priced = price_strategy(graph, t, program, model, batch, doubled=at_once == 1)
             if priced.fits:
                 return PricedRun(row=row, priced=priced, why_not=None)
         return PricedRun(row=row, priced=priced, why_not=None)

@@ -175,7 +175,7 @@ def predict_pipelined(row: MeasuredRow, model: CostModel) -> Priced:
         schedule="1f1b",
     )
     program = replace(_MEGATRON, executor=STAGES)
-    return price_strategy(graph, s, program, model, row.batch, share=at_once / samples)
+    return price_strategy(graph, s, program, model, row.batch, doubled=at_once == 1)
 
 
 def accuracy(measured: Sequence[float], predicted: Sequence[float]) -> dict[str, Any]:

@@ -48,17 +48,14 @@ def price_model(problem: SplitProblem, traced: Traced, s: Strategy, program: Pro
     marked = any(op.remat for n in problem.graph.nodes for op in n.ops)
     given = s
     s = replace(s, micro=micro, remat=s.remat or ("full" if marked else "none"))
-    # A batch of one is read as two, because a dim of one is not a dim, and examples could not be told from positions.
     at_once = micro * s.ranks
-    samples = max(at_once, 2)
+    samples = max(at_once, 2)  # in a batch of one, examples could not be told from positions
     if examples % samples:
         raise Infeasible(f"a batch of {examples} cannot be read as micro-batches of {samples}", where=str(s))
     traced = ways.micro(traced, examples // samples)
     blocks = ways.blocks_of(traced, marked=True)
     graph = with_own_rows(micro_batch_graph(traced, 1, s.tensor), s)
-    priced = price_strategy(
-        graph, s, program, problem.model, examples, share=at_once / samples, written_out=blocks
-    )
+    priced = price_strategy(graph, s, program, problem.model, examples, blocks, doubled=at_once == 1)
     return replace(priced, added=tuple(_added(given, s, marked)))
 
 

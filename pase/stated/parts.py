@@ -27,6 +27,7 @@ from pase.memory.residuals import kept
 from pase.plan.error_bar import StepPart, work_kind
 from pase.plan.step import executed_work, launches, saved_by_kernels
 from pase.plan.throughput import step_work
+from pase.stated.place import SECOND
 from pase.stated.program import Program
 from pase.stated.strategy import PRODUCTS_IN, Strategy
 from pase.tables.build import work_price
@@ -113,14 +114,11 @@ def parts_of(
     s: Strategy,
     program: Program,
     model: CostModel,
-    share: float = 1.0,
     written_out: Sequence[Block] = (),
     exchange: CostModel | None = None,
 ) -> Parts:
     """Return the parts of a graph whose batch is one micro-batch of all data-parallel ranks.
 
-    share: the fraction of the graph's batch that the micro-batch really has. A batch of one is read as two, because a
-        dim of one element is not a dim.
     written_out: the blocks if no loop runs them; ``block`` is then their mean.
     exchange: prices what sends tokens to experts and back, if another library than that of the other collectives does.
     """
@@ -132,7 +130,6 @@ def parts_of(
         program=program,
         model=model,
         exchange=exchange or model,
-        share=share,
         places=places,
         written_out=written_out if places.numbers else (),
     )
@@ -145,7 +142,7 @@ def parts_of(
     made.add_kept()
     end = made.logits()
     elements = max((made.on_device(*held) for held in made.holds(end[1])), default=0.0) if end else 0.0
-    return Parts(**made.parts, blocks=places.blocks, logits=elements * share)
+    return Parts(**made.parts, blocks=places.blocks, logits=elements)
 
 
 _PHASES: tuple[Phase, ...] = ("forward", "backward")
@@ -153,7 +150,7 @@ _PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 @dataclass(frozen=True, kw_only=True)
 class _PartsInTheMaking:
-    """A placed graph, and its parts while they are added up. share: see ``parts_of``."""
+    """A placed graph, and its parts while they are added up."""
 
     graph: Graph
     placed: Baseline
@@ -161,7 +158,6 @@ class _PartsInTheMaking:
     program: Program
     model: CostModel
     exchange: CostModel
-    share: float
     places: Places
     written_out: Sequence[Block]
     parts: dict[str, Part] = field(
@@ -245,11 +241,11 @@ class _PartsInTheMaking:
     def pass_s(self, n: Node, access: Access) -> float:
         """Return the seconds of one pass over a tensor on one device, in the layout in which the node accesses it."""
         nbytes = self.on_device(n, access) * self.graph.tensors[access.tensor].itemsize
-        return nbytes * self.share / self.model.machine.device.moved_bytes_per_s
+        return nbytes / self.model.machine.device.moved_bytes_per_s
 
     def add_work(self, n: Node) -> None:
         """Add the node's work, forward and backward, and its kernels' launches."""
-        part, many, share = self.parts[self.places.of(n.name)], self.runs(n.name), self.share
+        part, many = self.parts[self.places.of(n.name)], self.runs(n.name)
         inside = self.places.of(n.name) == "block"
         cfg = self.placed.strategy[n.name][None, :]
         for w, seconds in _priced_work(
@@ -261,15 +257,15 @@ class _PartsInTheMaking:
                 continue
             again = 0.0
             if w.phase == "backward":
-                part.backward_s += each * share
+                part.backward_s += each
             else:
                 again = self.recompute_part(n, w.kind != "memory") if inside else 0.0
-                part.forward_s += each * share
-                part.recompute_s += each * share * again
-            part.spent.append(_spent(n, w, each * share * (1 + again)))
+                part.forward_s += each
+                part.recompute_s += each * again
+            part.spent.append(_spent(n, w, each * (1 + again)))
             if w.kind == "attention":
                 f, b = part.attention_s
-                part.attention_s = (f, b + each * share) if w.phase == "backward" else (f + each * share, b)
+                part.attention_s = (f, b + each) if w.phase == "backward" else (f + each, b)
         if n.kind == "attention":
             self.add_around(n)
         executor, more = self.program.executor, self.experts_apart(n, cfg)
@@ -342,26 +338,31 @@ class _PartsInTheMaking:
         graph, r = self.graph, roles(self.graph)
         sorted_ = {t for n in graph.nodes if r.dims(n, r.rows) for t in n.tensors}
         stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
-        for c in collectives(graph, self.placed.mesh, self.placed.strategy, self.model):
+        mesh = self.placed.mesh
+        for c in collectives(graph, mesh, self.placed.strategy, self.model):
+            axes = tuple(name for name in c.axes if name != SECOND)
+            if not axes:
+                continue
             if c.tensor in stored and c.phase == "backward":
-                self.summed[graph.producer[c.tensor].name] = c.axes
+                self.summed[graph.producer[c.tensor].name] = axes
                 continue
             at, many = self.places.of(c.node), self.runs(c.node)
             own = at == "block" and c.tensor in sorted_ - stored
-            if own and {*c.axes} <= {"data", "expert"} and c.kind != "all_to_all":
+            if own and {*axes} <= {"data", "expert"} and c.kind != "all_to_all":
                 continue
             cost = c.cost
-            if c.kind == "all_to_all" and "expert" in c.axes and self.exchange is not self.model:
-                mesh = self.placed.mesh
-                cost = c.times * float(self.exchange.collective(c.kind, mesh, mesh.bits(c.axes), c.nbytes))
+            exchanged = c.kind == "all_to_all" and "expert" in axes and self.exchange is not self.model
+            if exchanged or axes != c.axes:
+                by = self.exchange if exchanged else self.model
+                cost = c.times * float(by.collective(c.kind, mesh, mesh.bits(axes), c.nbytes))
             repeats = at == "block" and c.phase == "forward"
             self.parts[at].sent.append(
                 Sent(
                     kind=c.kind,
-                    axes=c.axes,
-                    nbytes=c.nbytes * self.share,
+                    axes=axes,
+                    nbytes=c.nbytes,
                     times=c.times / many,
-                    seconds=max(cost, c.times * self.program.executor.collective_s) * self.share / many,
+                    seconds=max(cost, c.times * self.program.executor.collective_s) / many,
                     backward=c.phase == "backward",
                     recompute_runs=self.recompute_part(graph.node[c.node], True) if repeats else 0.0,
                 )
@@ -415,9 +416,7 @@ class _PartsInTheMaking:
                 continue  # it is counted as logits
             op, write = n.write_of(t)
             nbytes = (
-                self.reduced_elements(n, op, write)
-                * (narrow_bytes if t in narrow else tensor.itemsize)
-                * self.share
+                self.reduced_elements(n, op, write) * (narrow_bytes if t in narrow else tensor.itemsize)
             ) / self.copies(n.name)
             part = self.parts["block" if n.kind == "carry" else at]
             part.saved += nbytes
@@ -438,7 +437,7 @@ class _PartsInTheMaking:
             if not made < middle <= read:
                 continue
             op, write = n.write_of(t)
-            nbytes = self.reduced_elements(n, op, write) * self.graph.tensors[t].itemsize * self.share
+            nbytes = self.reduced_elements(n, op, write) * self.graph.tensors[t].itemsize
             part.entry += nbytes
             if t in wanted:
                 part.kept += nbytes * self.recompute_part(n, op.kind in PRODUCTS)

@@ -18,24 +18,38 @@ from pase.once import once
 from pase.stated.strategy import Strategy
 from pase.tables.layouts import NOT_SPLIT
 
-__all__ = ["place", "stage_mesh"]
+__all__ = ["SECOND", "place", "stage_mesh"]
 
 
-def stage_mesh(s: Strategy) -> Mesh:
-    """Return the devices of one stage in Megatron's order, innermost first: tensor, context, experts, data."""
+SECOND = "second"
+"""The outermost axis of a mesh for a graph of two examples where a micro-batch of all ranks has only one. A dim of one
+element is not a dim, so such a graph is traced with two examples, and the second one is on devices of its own, which
+nothing counts."""
+
+
+def stage_mesh(s: Strategy, *, doubled: bool = False) -> Mesh:
+    """Return the devices of one stage in Megatron's order, innermost first: tensor, context, experts, data.
+
+    doubled: whether the graph has two examples for a micro-batch of one (``SECOND``).
+    """
     axes = {"data": s.ranks // s.expert, "expert": s.expert, "context": s.context, "model": s.tensor}
+    if doubled:
+        axes = {SECOND: 2, **axes}
     kept = {name: size for name, size in axes.items() if size > 1} or {"data": 1}
     return Mesh(names=tuple(kept), sizes=tuple(kept.values()))
 
 
-def place(graph: Graph, s: Strategy, model: CostModel, *, whole_logits: bool = False) -> Baseline:
+def place(
+    graph: Graph, s: Strategy, model: CostModel, *, whole_logits: bool = False, doubled: bool = False
+) -> Baseline:
     """Return the strategy of one stage. Raises Infeasible, with the reason, if the graph cannot be split so.
 
     whole_logits: as in ``Program``.
+    doubled: as in ``stage_mesh``.
     """
     r = roles(graph)
     _refuse(graph, r, s)
-    found = _placed(graph, stage_mesh(s), s.sequence, whole_logits, model)
+    found = _placed(graph, stage_mesh(s, doubled=doubled), s.sequence, whole_logits, model)
     if not isinstance(found, Baseline):
         raise Infeasible(found.reason, where=f"{s} on '{graph.name}'")
     return found
@@ -81,7 +95,11 @@ class _Allowed:
         at = {name: i for i, name in enumerate(mesh.names)}
         experts = self.r.dims(node, self.r.experts)
         shared = "expert" in at and bool(experts) and (node.kind != "parameter" or node.name in self.own)
-        data = [at[name] for name in ("data", "expert") if name in at and not (name == "expert" and shared)]
+        data = [
+            at[name]
+            for name in (SECOND, "data", "expert")
+            if name in at and not (name == "expert" and shared)
+        ]
         allowed = np.ones(len(cfg), dtype=bool)
         if shared:
             allowed &= self._experts(node, cfg, mesh, at["expert"], experts)

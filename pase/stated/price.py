@@ -18,7 +18,7 @@ from pase.plan.remarks import of_graph
 from pase.plan.throughput import StepWork, Throughput, step_work
 from pase.stated.memory import RankMemory, rank_memory
 from pase.stated.parts import parts_of, token_copies
-from pase.stated.place import place
+from pase.stated.place import place, stage_mesh
 from pase.stated.program import Program
 from pase.stated.step import StatedStep
 from pase.stated.strategy import PRODUCTS_IN, Strategy
@@ -111,12 +111,14 @@ def price_strategy(
     program: Program,
     model: CostModel,
     examples: int,
-    share: float = 1.0,
     written_out: Sequence[Block] = (),
+    *,
+    doubled: bool = False,
 ) -> Priced:
-    """Price a strategy on a graph whose batch is one micro-batch of all data-parallel ranks (times 1/share).
+    """Price a strategy on a graph whose batch is one micro-batch of all data-parallel ranks.
 
     examples: those of the whole batch.
+    doubled: whether that micro-batch has one example and the graph has two (``pase.stated.place.SECOND``).
     written_out: the graph's equal blocks, if no loop runs them.
 
     Raises Infeasible, with the reason, if the model cannot be split so.
@@ -147,8 +149,9 @@ def price_strategy(
             steady=model.steady,
             copies=token_copies(graph, written_out, model.machine),
         )
-    placed = place(graph, s, exchange, whole_logits=program.whole_logits)
-    parts = parts_of(graph, placed, s, program, model, share, written_out, exchange)
+    placed = place(graph, s, exchange, whole_logits=program.whole_logits, doubled=doubled)
+    parts = parts_of(graph, placed, s, program, model, written_out, exchange)
+    mesh = stage_mesh(s)
     stages = s.pipeline * s.chunks
     if (
         s.pipeline > 1 and parts.blocks < stages and (parts.blocks + 2) % stages
@@ -158,7 +161,7 @@ def price_strategy(
             where=str(s),
             fix="use smaller pp or vp",
         )
-    run = StatedStep(parts=parts, s=s, program=program, model=_flat(model), mesh=placed.mesh, micro_batches=m)
+    run = StatedStep(parts=parts, s=s, program=program, model=_flat(model), mesh=mesh, micro_batches=m)
     seconds, pipeline = run.step()
     work = step_work(graph, model.machine)
     part = examples / (work.examples or examples)
@@ -173,7 +176,7 @@ def price_strategy(
         strategy=s,
         program=program.name,
         machine=model.machine.name,
-        mesh=placed.mesh,
+        mesh=mesh,
         micro_batches=m,
         step_s=step_s,
         seconds=seconds,
@@ -181,7 +184,7 @@ def price_strategy(
         recompute_s=run.recompute_s,
         bar=bar_of(step_s, run.error_parts(seconds)) if is_measured(model.machine) else None,
         collectives_s=run.collectives_s(),
-        stage_memory=rank_memory(parts, s, program, placed.mesh, pipeline),
+        stage_memory=rank_memory(parts, s, program, mesh, pipeline),
         device_memory=model.machine.device.memory_bytes,
         work=work,
         pipeline=pipeline,

@@ -29,7 +29,7 @@ def graph_of(batch: int) -> Graph:
 def price(s: Strategy) -> Priced:
     at_once = (s.micro or 1) * s.ranks
     graph = graph_of(max(at_once, 2))
-    return price_strategy(graph, s, PROGRAMS["megatron"], MODEL, 32, share=at_once / max(at_once, 2))
+    return price_strategy(graph, s, PROGRAMS["megatron"], MODEL, 32, doubled=at_once == 1)
 
 
 def test_neighbours_keep_the_devices_and_are_written_as_they_are_read():

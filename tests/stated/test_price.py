@@ -10,9 +10,11 @@ from pase.costmodels.analytic import Analytic
 from pase.plan.step import COMPILED, step_time
 from pase.stated.parts import parts_of
 from pase.stated.place import place
+from pase.stated.price import price_strategy
 from pase.stated.program import PROGRAMS
 from pase.stated.step import StatedStep
-from tests.stated.prices import GRAPH, MODEL, price
+from pase.stated.strategy import parse
+from tests.stated.prices import GRAPH, MODEL, graph_of, price
 
 PLAIN = replace(
     PROGRAMS["compiled"],
@@ -75,3 +77,33 @@ def test_a_sequence_is_split_over_context_parallel_ranks():
     assert any("context" in name for name in p.collectives_s)
     whole = price("dp=2,tp=4")
     assert p.work.flops == whole.work.flops
+
+
+@pytest.mark.parametrize("how", ["tp=8", "tp=8,sp", "tp=4,cp=2,sp"])
+def test_one_example_takes_what_it_takes_beside_another(how: str) -> None:
+    """One example is read as two, but each of its collectives and kernels takes as long as of one, not half."""
+    graph = graph_of(batch=2)
+    s, beside = (replace(parse(text, d), micro=1) for text, d in ((how, 8), (f"dp=2,{how}", 16)))
+    one = price_strategy(graph, s, PLAIN, MODEL, 2, doubled=True)
+    two = price_strategy(graph, beside, PLAIN, MODEL, 4)
+    assert one.micro_batches == two.micro_batches == 2
+    for cause in ("compute", "update"):
+        assert one.seconds[cause] == pytest.approx(two.seconds[cause])
+    assert one.memory.activations == two.memory.activations
+    between, beside_it = (
+        {
+            k: v
+            for k, v in p.collectives_s.items()
+            if k.endswith("model") or ("context" in k and "all_reduce" not in k)
+        }
+        for p in (one, two)
+    )
+    assert between and between == pytest.approx(beside_it)
+
+
+def test_one_example_without_a_batch_dim_costs_the_same() -> None:
+    s = replace(parse("tp=8", 8), micro=1)
+    of_two, of_one = (
+        price_strategy(graph_of(batch=n), s, PLAIN, MODEL, 2, doubled=n == 2).step_s for n in (2, 1)
+    )
+    assert of_two == pytest.approx(of_one, rel=0.01)
