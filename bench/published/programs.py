@@ -5,6 +5,7 @@ Each difference has its source next to it; none is fitted to a row.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from bench.published.rows import PublishedRow
 from pase.stated.program import (
     PROGRAMS,
     AroundAttention,
+    Buckets,
     Bytes,
     Program,
     all_but_products,
@@ -85,6 +87,18 @@ _DEEPSEEK: dict[str, Any] = {
     "selective": all_but_products,
 }
 
+_SIMUMAX: dict[str, Any] = {
+    # MooreThreads/SimuMax@4dcaae5, simu_tools/megatron_scripts (run_pretrain_llama3.sh and run_pretrain_deepseekv2.sh):
+    # neither --overlap-grad-reduce nor --overlap-param-gather, so gradients are summed in one call after backward and
+    # weights gathered after the update (megatron/core/distributed/distributed_data_parallel.py: no buckets without the
+    # former). docs/b200/b200_real_repro_guide.md: nothing overlaps. Without an interleaved schedule, a rank waits for
+    # what it sends to the next stage.
+    "prefetches": (False, False),
+    "sums_overlap": False,
+    "buckets": Buckets(least=math.inf),
+    "sends_overlap": False,
+}
+
 _BRIDGE_OVERLAPS: tuple[tuple[str, frozenset[str], frozenset[str], str, str], ...] = (
     ("deepseek-v3", frozenset({"H100"}), frozenset(), "25.11", "25.11"),
     ("qwen3 235b", frozenset({"H100"}), frozenset(), "25.11", ""),
@@ -149,6 +163,8 @@ def program_of(row: PublishedRow) -> Program:
             program = replace(program, logits=eager.logits, logits_in_parts=eager.logits_in_parts)
     else:
         program = PROGRAMS["eager"]
+    if row.source == "smx":
+        program = replace(program, **_SIMUMAX)
     if "cudnn" in kernel or kernel == "te":
         program = replace(program, attention=("cudnn", "flash2"))
     elif "flash" in kernel and "pallas" not in kernel:

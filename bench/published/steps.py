@@ -149,6 +149,7 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
         tensor=tp,
         sequence=tp > 1 and (row.text("sp") or told_otherwise).lower() == "yes",
         context=cp,
+        heads=cp > 1 and row.text("cp_comm") == "a2a",
         expert=math.gcd(ranks, expert),
         pipeline=pp,
         chunks=chunks,

@@ -56,6 +56,8 @@ def neighbours(s: Strategy) -> Iterator[Strategy]:
     yield from (_with(s, zero=z) for z in (0, 1, 2, 3) if z != s.zero and s.ranks * s.context > 1)
     if s.tensor > 1:
         yield replace(s, sequence=not s.sequence, asynchronous=False)
+    if s.context > 1:
+        yield replace(s, heads=not s.heads)
 
 
 def _with(s: Strategy, **degrees: int) -> Strategy:
@@ -66,9 +68,9 @@ def _with(s: Strategy, **degrees: int) -> Strategy:
         zero = 0
     groups = s.data if zero and ranks % s.data == 0 and s.zero else 1
     data, shard = (ranks, 1) if zero == 0 else (groups, ranks // groups)
-    tensor = now.get("tensor", s.tensor)
+    tensor, heads = now.get("tensor", s.tensor), s.heads and now.get("context", s.context) > 1
     chunks = s.chunks if now.get("pipeline", s.pipeline) > 1 else 1
-    shared = {"data": data, "shard": shard, "zero": zero, "chunks": chunks}
+    shared = {"data": data, "shard": shard, "zero": zero, "chunks": chunks, "heads": heads}
     split = {"sequence": s.sequence and tensor > 1, "asynchronous": s.asynchronous and tensor > 1}
     return _changed(s, {**now, **shared, **split})
 
@@ -112,6 +114,8 @@ def changes(a: Strategy, b: Strategy) -> list[str]:
         out.append(f"ZeRO {b.zero}" if b.zero else "no ZeRO")
     if (a.remat or "none") != (b.remat or "none"):
         out.append("no recomputation" if b.remat in (None, "none") else f"{b.remat} recomputation")
+    if min(a.context, b.context) > 1 and a.heads != b.heads:
+        out.append("heads for positions" if b.heads else "keys and values sent")
     if min(a.tensor, b.tensor) > 1:  # these apply only to tensor parallelism
         for name, what in (
             ("sequence", "sequence parallelism"),

@@ -31,7 +31,7 @@ from pase.stated.place import SECOND
 from pase.stated.program import Program
 from pase.stated.strategy import PRODUCTS_IN, Strategy
 from pase.tables.build import work_price
-from pase.tables.itemize import collectives
+from pase.tables.itemize import Collective, collectives
 from pase.tables.layouts import concrete_size, dim_index, shards
 from pase.tables.work import SCALE_PASSES, Phase, Work
 
@@ -346,6 +346,8 @@ class _PartsInTheMaking:
             if c.tensor in stored and c.phase == "backward":
                 self.summed[graph.producer[c.tensor].name] = axes
                 continue
+            if self.strategy.heads and "model" in axes and self.is_at_attention(c):
+                continue
             at, many = self.places.of(c.node), self.runs(c.node)
             own = at == "block" and c.tensor in sorted_ - stored
             if own and {*axes} <= {"data", "expert"} and c.kind != "all_to_all":
@@ -367,6 +369,14 @@ class _PartsInTheMaking:
                     recompute_runs=self.recompute_part(graph.node[c.node], True) if repeats else 0.0,
                 )
             )
+
+    def is_at_attention(self, c: Collective) -> bool:
+        """Whether the collective moves what an attention reads or makes.
+
+        If heads are sharded over tensor and context parallelism, a device's heads are some of its tensor rank's. The
+        graph's layouts number heads by the context rank first, so they move heads between tensor ranks, too.
+        """
+        return any(self.graph.node[name].kind == "attention" for name in (c.node, c.source))
 
     def add_parameters(self) -> None:
         """Add the trained parameters, as the elements whose gradients are summed."""

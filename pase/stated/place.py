@@ -49,7 +49,7 @@ def place(
     """
     r = roles(graph)
     _refuse(graph, r, s)
-    found = _placed(graph, stage_mesh(s, doubled=doubled), s.sequence, whole_logits, model)
+    found = _placed(graph, stage_mesh(s, doubled=doubled), s.sequence, s.heads, whole_logits, model)
     if not isinstance(found, Baseline):
         raise Infeasible(found.reason, where=f"{s} on '{graph.name}'")
     return found
@@ -57,10 +57,10 @@ def place(
 
 @once
 def _placed(
-    graph: Graph, mesh: Mesh, sequence: bool, whole_logits: bool, model: CostModel
+    graph: Graph, mesh: Mesh, sequence: bool, heads: bool, whole_logits: bool, model: CostModel
 ) -> Baseline | Skipped:
     """Return what strategies on one mesh share, whatever they recompute, shard flat or run in stages."""
-    allowed = _Allowed(roles(graph), sequence, whole_logits)
+    allowed = _Allowed(roles(graph), sequence, heads, whole_logits)
     return fill_in_alone(Intent(name="stated", mesh=mesh, allow=allowed), graph, model)
 
 
@@ -78,13 +78,28 @@ def _refuse(graph: Graph, r: Roles, s: Strategy) -> None:
     need(s.tensor, r.tensor, "heads, hidden units and vocabularies")
     need(s.context, r.sequence, "sequence dims")
     need(s.expert, r.experts, "expert dims")
+    for n in graph.nodes if s.heads else ():
+        if n.kind == "attention":
+            heads = [int(list(n.space)[i].size) for i in _heads_of_keys(r, n)]
+            if not any(h % (s.tensor * s.context) == 0 for h in heads):
+                raise Infeasible(
+                    f"a2a cannot shard {heads or 'no'} heads of keys over {s.tensor * s.context} ways",
+                    where=f"{s} on '{graph.name}'",
+                    fix="use smaller cp, or leave out a2a",
+                )
+
+
+def _heads_of_keys(r: Roles, attention: Node) -> list[int]:
+    """Return the indices of the dims that number the heads of keys, of which several heads of queries share each."""
+    keys = {name for op in attention.ops if op.kind == "attention" for name in op.reads[1].map.dims}
+    return [i for i in r.dims(attention, r.tensor) if list(attention.space)[i].name in keys]
 
 
 class _Allowed:
     """The configs that the strategy allows for a node (``pase.baselines.types.Allow``)."""
 
-    def __init__(self, r: Roles, sequence: bool, whole_logits: bool) -> None:
-        self.r, self.sequence = r, sequence
+    def __init__(self, r: Roles, sequence: bool, heads: bool, whole_logits: bool) -> None:
+        self.r, self.sequence, self.heads = r, sequence, heads
         self.own = {w.parameter for w in r.weights if r.experts & set(w.shared)}
         """The parameters of which each expert has its own. A router's is everybody's."""
         self.of_experts = self.own | {w.node for w in r.weights if w.parameter in self.own}
@@ -124,8 +139,17 @@ class _Allowed:
         return only(cfg, [axis], [*experts, *self.r.dims(node, self.r.batch), *free(node)])
 
     def _sequence(self, node: Node, cfg: np.ndarray, axis: int) -> np.ndarray:
-        """Split the sequence over the axis, if the node has a sequence dim that may be split."""
-        on = only(cfg, [axis], self.r.dims(node, self.r.sequence))
+        """Split the sequence over the axis, if the node has a sequence dim that may be split.
+
+        With ``heads``, attention splits its heads instead, and so do scores and what is computed of them.
+        """
+        positions = self.r.dims(node, self.r.sequence)
+        if self.heads and (node.kind == "attention" or len(positions) > 1):
+            fused = node.kind == "attention"
+            on = only(cfg, [axis], _heads_of_keys(self.r, node) if fused else self.r.dims(node, self.r.tensor))
+            if on.any():
+                return on
+        on = only(cfg, [axis], positions)
         return on if on.any() else only(cfg, [axis], free(node))
 
     def _model(self, node: Node, cfg: np.ndarray, mesh: Mesh, axis: int, allowed: np.ndarray) -> np.ndarray:
@@ -139,6 +163,8 @@ class _Allowed:
         allowed = allowed & only(cfg, [axis], [*tensor, *sequence, *free(node)])
         if node.kind == "copy":
             return allowed
+        if self.heads and node.kind == "attention":
+            tensor = _heads_of_keys(r, node)
         if tensor:
             return most(cfg, allowed, tensor, mesh)
         if sequence and node.kind in ("elementwise", "reduce", "carry"):

@@ -26,7 +26,7 @@ def baseline_of(s: Strategy) -> str | None:
     >>> baseline_of(Strategy(shard=16, zero=3, tensor=2, sequence=True)), baseline_of(Strategy(pipeline=2))
     ('megatron_sp_fsdp_16x2', None)
     """
-    if s.pipeline > 1 or s.precision != "bf16" or s.asynchronous:
+    if s.pipeline > 1 or s.precision != "bf16" or s.asynchronous or s.heads:
         return None
     stored = {0: "", 2: "zero2", 3: "fsdp"}.get(s.zero if s.shard > 1 else 0)
     only = [n for n in (s.tensor, s.context, s.expert) if n > 1]

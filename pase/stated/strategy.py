@@ -31,6 +31,9 @@ class Strategy:
     tensor: ways over which heads, hidden units and vocabulary are sharded.
     sequence: whether activations between products are sharded over the tensor ways, too.
     context: ways over which the sequence is sharded.
+    heads: whether context parallelism shards heads in place of positions during attention, which all-to-alls exchange
+        before and after it (DeepSpeed-Ulysses, arXiv 2309.14509; Megatron's ``--cp-comm-type a2a``). Otherwise each
+        rank keeps its queries, and keys and values are sent.
     expert: ways over which experts are sharded, among data x shard.
     pipeline: the number of stages.
     chunks: the number of chunks of layers per stage.
@@ -46,6 +49,7 @@ class Strategy:
     tensor: int = 1
     sequence: bool = False
     context: int = 1
+    heads: bool = False
     expert: int = 1
     pipeline: int = 1
     chunks: int = 1
@@ -90,7 +94,7 @@ _DEGREES = {
     "vp": "chunks",
     "micro": "micro",
 }
-_FLAGS = {"sp": "sequence", "async": "asynchronous"}
+_FLAGS = {"sp": "sequence", "async": "asynchronous", "a2a": "heads"}
 _WORDS: Mapping[str, tuple[Any, ...]] = {
     "remat": get_args(Remat),
     "schedule": get_args(ScheduleName),
@@ -183,6 +187,12 @@ def _check(s: Strategy, text: str, devices: int) -> None:
             "async needs tp=N and sp, because it runs gathers and scatters during products, not sums",
             where=f"'{text}'",
             fix="add tp=N,sp",
+        )
+    if s.heads and s.context == 1:
+        raise PaseError(
+            "a2a needs cp=N, because it exchanges the positions of context parallelism for heads",
+            where=f"'{text}'",
+            fix="add cp=N",
         )
     if math.gcd(s.expert, s.ranks) != s.expert:
         raise PaseError(
