@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from pase.zoo.attention import fused_attend
 from pase.zoo.layers import Built, Weights, ones, silu, weight
-from pase.zoo.llama import gated_forward, grouped_model, rms_norm, rotate
+from pase.zoo.llama import gated_forward, gated_leaves, grouped_model, rms_norm, rotate
 
-__all__ = ["LATENT", "Latent", "mixture"]
+__all__ = ["DENSE", "LATENT", "Latent", "mixture"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,18 @@ LATENT = {
 n_shared_experts of its public config.json. Longer prefixes come first."""
 
 
+DENSE = {
+    "deepseek-v3": (3, 18432),
+    "kimi": (1, 18432),
+    "moonlight": (1, 11264),
+    "deepseek-v2-lite": (1, 10944),
+    "deepseek-coder-v2-lite": (1, 10944),
+    "deepseek-v2": (1, 12288),
+}
+"""By the prefix of the model's name, in the order of ``LATENT``: the number of first layers without experts and the
+width of their feed-forward (first_k_dense_replace and intermediate_size of the public config.json)."""
+
+
 def mixture(
     *,
     batch: int,
@@ -61,9 +73,10 @@ def mixture(
     group: int,
     head_dim: int,
     latent: Latent | None,
+    dense: tuple[int, int] = (0, 0),
 ) -> Built:
-    """Returns a decoder with equal layers: attention, and experts with SwiGLU. The dense first layers of such models
-    are as wide as the experts that a token takes, so they have the same FLOPs."""
+    """Returns a decoder: attention, and experts with SwiGLU. dense: how many of its layers, the first ones, have one
+    SwiGLU of this width in place of experts."""
 
     def forward(x: jax.Array, p: Weights) -> jax.Array:
         out = even_experts(x, p, chosen=chosen)
@@ -78,18 +91,13 @@ def mixture(
     if latent is not None:
         own = partial(latent_attention, sizes=latent), _latent_leaves(d, kv_heads * group, latent)
         if latent.shared:
-            wide = latent.shared * ff
-            leaves["shared"] = {
-                "gate": weight(d, wide, fan_in=d),
-                "up": weight(d, wide, fan_in=d),
-                "down": weight(wide, d, fan_in=wide),
-            }
+            leaves["shared"] = gated_leaves(d, latent.shared * ff)
     return grouped_model(
         forward,
         leaves,
         batch=batch,
         seq=seq,
-        layers=layers,
+        layers=layers - dense[0],
         vocab=vocab,
         dtype="bfloat16",
         attention="fused",
@@ -101,6 +109,7 @@ def mixture(
         head_dim=head_dim if latent is None else latent.plain + latent.rotated,
         theta=1e4,
         own=own,
+        first=[(gated_forward, gated_leaves(d, dense[1])) for _ in range(dense[0])],
     )
 
 
@@ -109,23 +118,26 @@ def even_experts(x: jax.Array, p: Weights, *, chosen: int) -> jax.Array:
     the n-th part in turn, whatever the router says. A token's choices are therefore on experts far apart, as in random
     routing: dispatch sends each of them and computes nothing. The router's gates weight the results.
 
-    The number of experts is a multiple of the choices. If a part's experts do not divide the tokens, each is padded to
-    the same number. Gate and up are one product, as in Megatron-Core.
+    If the experts do not divide the tokens, each is padded to the same number. Gate and up are one product, as in
+    Megatron-Core.
     """
     b, s, d = x.shape
     experts = p["router"].shape[-1]
     gates = jax.nn.softmax(jnp.einsum("bsd,de->bse", x.astype(jnp.float32), p["router"]))
-    part = experts // chosen
-    slots = -(-s // part)
-    copies = jnp.broadcast_to(x[:, None, :, :], (b, chosen, s, d))
-    if slots * part > s:
-        copies = jnp.pad(copies, ((0, 0), (0, 0), (0, slots * part - s), (0, 0)))
+    # If the choices do not divide the experts, their parts have no whole number of experts: all choices are one part.
+    parts = chosen if experts % chosen == 0 else 1
+    taken, part = chosen // parts * s, experts // parts
+    slots = -(-taken // part)
+    copies = jnp.broadcast_to(x[:, None, :, :], (b, chosen, s, d)).reshape(b, parts, taken, d)
+    if slots * part > taken:
+        copies = jnp.pad(copies, ((0, 0), (0, 0), (0, slots * part - taken), (0, 0)))
     inputs = copies.reshape(b, experts, slots, d)
     gate, up = jnp.einsum("becd,xedf->xbecf", inputs, p["in"].astype(x.dtype))
     outputs = jnp.einsum("becf,efd->becd", silu(gate) * up, p["down"].astype(x.dtype))
     weights = gates[..., :chosen].astype(x.dtype)
-    back = outputs.reshape(b, chosen, slots * part, d)
-    return jnp.einsum("bksd,bsk->bsd", back[:, :, :s] if slots * part > s else back, weights)
+    back = outputs.reshape(b, parts, slots * part, d)
+    back = back[:, :, :taken] if slots * part > taken else back
+    return jnp.einsum("bksd,bsk->bsd", back.reshape(b, chosen, s, d), weights)
 
 
 def latent_attention(x: jax.Array, p: Weights, cos: jax.Array, sin: jax.Array, sizes: Latent) -> jax.Array:

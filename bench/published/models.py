@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from bench.published.megatron_gpt import gpt
-from bench.published.mixtures import LATENT, Latent, mixture
+from bench.published.mixtures import DENSE, LATENT, Latent, mixture
 from bench.published.rows import PublishedRow
 from pase.errors import Infeasible
 from pase.frontends.jax.frontend import trace
@@ -63,6 +63,14 @@ def is_gated(row: PublishedRow) -> bool:
     return not name.startswith(_UNGATED)
 
 
+def _dense_layers(row: PublishedRow) -> tuple[int, int]:
+    """Returns (how many first layers of a mixture have no experts, the width of their feed-forward)."""
+    name = (row.text("model") or "").lower()
+    many, wide = next((told for k, told in DENSE.items() if name.startswith(k)), (0, 0))
+    told = row.whole("dense_layers")
+    return (many if told is None else told), wide
+
+
 def graph_of(row: PublishedRow, batch: int, tensor: int, *, written_out: bool = False) -> Graph:
     """Returns the simplified graph of the row's model for a batch. written_out: use Megatron's GPT of 2021, with
     dropout and scores in memory. Raises Infeasible with the reason if the shape is unknown."""
@@ -102,8 +110,6 @@ def _mixture(
     ff, experts, chosen = row.whole("ffn_expert"), row.whole("experts"), row.whole("top_k")
     if not (ff and experts and chosen):
         raise Infeasible("the experts' shape is not told")
-    if experts % chosen:
-        raise Infeasible(f"{experts} experts are not a multiple of the {chosen} that a token takes")
     kv = row.whole("kv_heads") or heads
     return _traced(
         "mixture",
@@ -116,6 +122,7 @@ def _mixture(
         group=heads // kv,
         head_dim=head_dim,
         latent=latent,
+        dense=_dense_layers(row),
     )
 
 

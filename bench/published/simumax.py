@@ -56,7 +56,8 @@ _SHAPES: Mapping[str, Mapping[str, str]] = {
         "vocab": "129280",
     },
 }
-"""The public config.json of each model, but for Llama 3.1 405B, which their script runs with 16 heads of keys."""
+"""The public config.json of each model, but for Llama 3.1 405B, which their script runs with 16 heads of keys. Its
+mixtures have one layer without experts (run_pretrain_deepseekv2.sh: MOE_LAYER_FREQ)."""
 _DEGREES = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "l": "layers", "seq": "seq"}
 
 
@@ -78,6 +79,7 @@ def _row(number: int, case: str, milliseconds: str, gibibytes: str) -> Published
     told = {k: v for k, v in re.findall(r"_(tp|pp|cp|ep|dp|l|seq|mbc)(\d+)", case)}
     columns = dict(_SHAPES[name]) | {v: told[k] for k, v in _DEGREES.items() if k in told}
     columns.setdefault("seq", "4096")
+    columns |= {"dense_layers": "1"} if name.startswith("deepseek") else {}
     columns |= {"cp_comm": "a2a"} if "cp" in columns else {}
     columns |= {
         "gpu": "B200",

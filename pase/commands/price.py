@@ -38,7 +38,7 @@ def price(
         typer.Option(
             "--as",
             help="The strategy, for example fsdp=32,tp=8. Degrees: dp, fsdp, tp, cp, ep, pp, vp (chunks per stage), "
-            "micro (examples per micro-batch). Others: zero=0..3, sp, async, remat=none|selective|full, "
+            "micro (examples per micro-batch). Others: zero=0..3, sp, async, a2a, remat=none|selective|full, "
             "schedule=gpipe|1f1b|interleaved, precision=bf16|fp8|nvfp4. The remaining devices are data parallel.",
             metavar="STRATEGY",
         ),

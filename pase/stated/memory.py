@@ -51,7 +51,7 @@ def rank_memory(
     parts: Parts, s: Strategy, program: Program, mesh: Mesh, pipe: Pipeline | None
 ) -> tuple[RankMemory, ...]:
     """Return the memory of the first and of the last stage."""
-    layers = stage_layers(parts.blocks, s.pipeline, program.stage_ends)
+    layers = stage_layers(parts.blocks, s.pipeline, program.stage_ends, parts.layers_before)
     one = len(layers) == 1
     ranks = (_EndStage("first", layers[0], True, one), _EndStage("last", layers[-1], one, True))
     return tuple(_rank(parts, s, program, mesh, stage, pipe) for stage in ranks)
@@ -97,7 +97,7 @@ def _rank(
     # The schedule decides how many micro-batches are in flight. Only GPipe has more than one between loss and backward.
     flying = 1.0 if pipe is None else pipe.in_flight if name == "first" else pipe.in_flight_last
     at_loss = flying if s.schedule == "gpipe" else 1.0
-    held = blocks * block.kept * flying + sum(e.saved for e in ends) * (at_loss if last else flying)
+    held = blocks * block.kept * flying + sum(e.kept for e in ends) * (at_loss if last else flying)
     working = max(block.saved - block.kept, 0.0) if s.remat not in (None, "none") else 0.0
     each = _made_whole(block, b)
     made = blocks * each + sum(_made_whole(e, b) for e in ends)

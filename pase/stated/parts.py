@@ -97,6 +97,7 @@ class Parts:
 
     tied: parameters of the first part that the last part also reads, so that a last stage has a copy of them.
     blocks: the number of blocks.
+    layers_before: the number of layers in the first part.
     logits: elements of the logits on a device.
     """
 
@@ -106,6 +107,7 @@ class Parts:
     tied: Part
     blocks: int
     logits: float
+    layers_before: int = 0
 
 
 def parts_of(
@@ -142,7 +144,7 @@ def parts_of(
     made.add_kept()
     end = made.logits()
     elements = max((made.on_device(*held) for held in made.holds(end[1])), default=0.0) if end else 0.0
-    return Parts(**made.parts, blocks=places.blocks, logits=elements)
+    return Parts(**made.parts, blocks=places.blocks, layers_before=made.layers_before, logits=elements)
 
 
 _PHASES: tuple[Phase, ...] = ("forward", "backward")
@@ -210,9 +212,16 @@ class _PartsInTheMaking:
                     }
         return out
 
+    @cached_property
+    def layers_before(self) -> int:
+        """The number of layers before the equal blocks, such as those without experts before those with them."""
+        return sum(n.kind == "attention" and self.places.of(n.name) == "first" for n in self.graph.nodes)
+
     def recompute_part(self, n: Node, heavy: bool) -> float:
         """Return the fraction of a node's forward work that backward repeats."""
-        s = self.strategy
+        s, at = self.strategy, self.places.of(n.name)
+        if at != "block" and not (at == "first" and self.layers_before):
+            return 0.0
         if n.kind in ("parameter", "carry", "copy") or s.remat in (None, "none"):
             return 0.0
         return 1.0 if s.remat == "full" else self.program.selective(self.graph, n, heavy, self.products)
@@ -246,7 +255,6 @@ class _PartsInTheMaking:
     def add_work(self, n: Node) -> None:
         """Add the node's work, forward and backward, and its kernels' launches."""
         part, many = self.parts[self.places.of(n.name)], self.runs(n.name)
-        inside = self.places.of(n.name) == "block"
         cfg = self.placed.strategy[n.name][None, :]
         for w, seconds in _priced_work(
             self.graph, n, cfg, self.placed.mesh, self.strategy, self.program, self.model
@@ -259,7 +267,7 @@ class _PartsInTheMaking:
             if w.phase == "backward":
                 part.backward_s += each
             else:
-                again = self.recompute_part(n, w.kind != "memory") if inside else 0.0
+                again = self.recompute_part(n, w.kind != "memory")
                 part.forward_s += each
                 part.recompute_s += each * again
             part.spent.append(_spent(n, w, each * (1 + again)))
@@ -357,7 +365,6 @@ class _PartsInTheMaking:
             if exchanged or axes != c.axes:
                 by = self.exchange if exchanged else self.model
                 cost = c.times * float(by.collective(c.kind, mesh, mesh.bits(axes), c.nbytes))
-            repeats = at == "block" and c.phase == "forward"
             self.parts[at].sent.append(
                 Sent(
                     kind=c.kind,
@@ -366,7 +373,9 @@ class _PartsInTheMaking:
                     times=c.times / many,
                     seconds=max(cost, c.times * self.program.executor.collective_s) / many,
                     backward=c.phase == "backward",
-                    recompute_runs=self.recompute_part(graph.node[c.node], True) if repeats else 0.0,
+                    recompute_runs=0.0
+                    if c.phase == "backward"
+                    else self.recompute_part(graph.node[c.node], True),
                 )
             )
 
@@ -434,10 +443,10 @@ class _PartsInTheMaking:
                 part.entry += nbytes
                 part.kept += nbytes
             else:
-                part.kept += nbytes * (
-                    1 - self.recompute_part(n, op.kind in PRODUCTS) if at == "block" else 1.0
-                )
+                part.kept += nbytes * (1 - self.recompute_part(n, op.kind in PRODUCTS))
         self.add_entry(wanted)
+        if self.strategy.remat == "full":
+            self.parts["first"].kept += self.layers_before * self.parts["block"].entry
 
     def add_entry(self, wanted: Collection[str]) -> None:
         """Add what a written-out block gets from the previous one. For a loop, its carries are counted instead."""

@@ -146,7 +146,9 @@ class _Allowed:
         positions = self.r.dims(node, self.r.sequence)
         if self.heads and (node.kind == "attention" or len(positions) > 1):
             fused = node.kind == "attention"
-            on = only(cfg, [axis], _heads_of_keys(self.r, node) if fused else self.r.dims(node, self.r.tensor))
+            on = only(
+                cfg, [axis], _heads_of_keys(self.r, node) if fused else self.r.dims(node, self.r.tensor)
+            )
             if on.any():
                 return on
         on = only(cfg, [axis], positions)

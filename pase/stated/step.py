@@ -314,7 +314,7 @@ class StatedStep:
     def _staged(self) -> tuple[dict[str, float], Pipeline]:
         """Return a pipelined step. Weights are gathered once. Gradients are summed once, after the last backward."""
         s, p, m = self.s, self.program, self.micro_batches
-        layers = stage_layers(self.parts.blocks, s.pipeline, p.stage_ends)
+        layers = stage_layers(self.parts.blocks, s.pipeline, p.stage_ends, self.parts.layers_before)
         forward, backward = [], []
         for i, n in enumerate(layers):
             ends = i == 0, i == len(layers) - 1

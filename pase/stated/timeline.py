@@ -134,7 +134,7 @@ def pipelined(
     )
 
 
-def stage_layers(blocks: int, stages: int, ends: tuple[int, int] = (0, 0)) -> list[int]:
+def stage_layers(blocks: int, stages: int, ends: tuple[int, int] = (0, 0), before: int = 0) -> list[int]:
     """Return the number of blocks of each stage.
 
     It is equal if the stages divide the blocks. Otherwise embedding and loss count as a block each, as in Llama-3 and
@@ -142,12 +142,18 @@ def stage_layers(blocks: int, stages: int, ends: tuple[int, int] = (0, 0)) -> li
 
     ends: the numbers of blocks that embedding and output always count as. The first stages then have one block more if
         necessary.
+    before: other layers of the first stage, which count as a block each.
 
     >>> stage_layers(32, 4), stage_layers(126, 8), stage_layers(61, 16)[-4:]
     ([8, 8, 8, 8], [15, 16, 16, 16, 16, 16, 16, 15], [4, 3, 3, 3])
     >>> stage_layers(80, 8, (1, 2))
     [10, 11, 11, 10, 10, 10, 10, 8]
+    >>> stage_layers(58, 16, before=3)[:2], stage_layers(3, 2, before=1)
+    ([1, 4], [1, 2])
     """
+    if before:
+        first, *rest = stage_layers(blocks + before, stages, ends)
+        return [first - before, *rest] if first >= before else stage_layers(blocks, stages, ends)
     if any(ends):
         each, more = divmod(blocks + sum(ends), stages)
         out = [each + (i < more) for i in range(stages)]

@@ -6,7 +6,7 @@ attention can be split over key-value heads without a reshape.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -94,6 +94,15 @@ def gated_forward(x: jax.Array, p: Weights) -> jax.Array:
     return jnp.einsum("bsf,fd->bsd", silu(gate) * up, p["down"].astype(x.dtype))
 
 
+def gated_leaves(d: int, ff: int) -> Weights:
+    """The three matrices of `gated_forward`."""
+    return {
+        "gate": weight(d, ff, fan_in=d),
+        "up": weight(d, ff, fan_in=d),
+        "down": weight(ff, d, fan_in=ff),
+    }
+
+
 def attention_leaves(d: int, kv_heads: int, group: int, head_dim: int) -> Weights:
     """Four projections between d and the heads of `grouped_attention`."""
     return {
@@ -104,6 +113,8 @@ def attention_leaves(d: int, kv_heads: int, group: int, head_dim: int) -> Weight
     }
 
 
+FeedForward = tuple[Callable[[jax.Array, Weights], jax.Array], Weights]
+"""A feed-forward layer: (f(x [b, s, d], weights) -> y, the shapes of its weights)."""
 OwnAttention = tuple[Callable[[jax.Array, Weights, jax.Array, jax.Array], jax.Array], Weights]
 """An attention in place of `grouped_attention`: (f(x [b, s, d], weights, cos, sin) -> y, the shapes of its weights).
 cos and sin are those of `rotary` for ``head_dim``."""
@@ -124,23 +135,26 @@ def grouped_model(
     context: int = 0,
     tokens: int = 1,
     own: OwnAttention | None = None,
+    first: Sequence[FeedForward] = (),
     **sizes: Any,
 ) -> Built:
     """The decoder around a feed-forward layer. Embedding and output have separate tables.
 
-    task, context, tokens: see `pase.zoo.serving`. own: another attention, which is supported only for training. sizes:
-    of the `Stack`.
+    task, context, tokens: see `pase.zoo.serving`. own: another attention. first: the feed-forwards of layers before
+    the equal ones. These two are supported only for training. sizes: of the `Stack`.
     """
-    if own is not None and task != "train":
+    if (own is not None or first) and task != "train":
         raise PaseError(
-            "the task needs keys and values for each head, but the model has its own attention",
+            "the task needs equal layers with keys and values for each head, but the model has layers of its own",
             where=f"task={task!r}",
-            fix="leave out own=, or use task='train'",
+            fix="leave out own= and first=, or use task='train'",
         )
     stack = Stack(**sizes)
-    d = stack.d
+    d, attend = stack.d, {"plain": attend_grouped, "fused": fused_grouped}[stack.attention]
 
-    def block_at(seq: int, start: jax.Array | None) -> Callable[..., jax.Array]:
+    def block_at(
+        seq: int, start: jax.Array | None, forward: Callable[[jax.Array, Weights], jax.Array] = forward
+    ) -> Callable[..., jax.Array]:
         cos, sin = rotary(seq, head_dim, theta, start)
 
         def block(x: jax.Array, p: Weights, attend: Attend) -> jax.Array:
@@ -152,6 +166,12 @@ def grouped_model(
             return x + forward(rms_norm(x, p["norm2"]), p["ff"])
 
         return block
+
+    def embed(params: Weights, tokens: jax.Array, start: jax.Array | None) -> jax.Array:
+        x = stack.lookup(params["embedding"], tokens)
+        for (its_forward, _), p in zip(first, params.get("first", ()), strict=True):
+            x = block_at(tokens.shape[1], start, its_forward)(x, p, attend)
+        return x
 
     def logits_of(params: Weights, x: jax.Array) -> jax.Array:
         x = rms_norm(x, params["norm"])
@@ -170,11 +190,13 @@ def grouped_model(
         "norm": ones(d),
         "output": normal(d, vocab),
     }
+    if first:
+        params["first"] = [{**block_leaves, "ff": leaves} for _, leaves in first]
     decoder = Decoder(
-        embed=lambda params, tokens, start: stack.lookup(params["embedding"], tokens),
+        embed=embed,
         block_at=block_at,
         logits=logits_of,
-        attend={"plain": attend_grouped, "fused": fused_grouped}[stack.attention],
+        attend=attend,
         stack=stack,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -186,12 +208,7 @@ def grouped_model(
 
 def llama(*, d: int, ff: int, **sizes: Any) -> Built:
     """Llama-3 with a dense SwiGLU feed-forward. sizes: see `grouped_model`."""
-    leaves = {
-        "gate": weight(d, ff, fan_in=d),
-        "up": weight(d, ff, fan_in=d),
-        "down": weight(ff, d, fan_in=ff),
-    }
-    return grouped_model(gated_forward, leaves, d=d, **sizes)
+    return grouped_model(gated_forward, gated_leaves(d, ff), d=d, **sizes)
 
 
 def mixtral(*, d: int, ff: int, experts: int, chosen: int, capacity_percent: int, **sizes: Any) -> Built:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.published.mixtures import LATENT, even_experts, latent_attention, mixture
+from bench.published.mixtures import DENSE, LATENT, even_experts, latent_attention, mixture
 from pase import costmodels, machine
 from pase.compiler.problem.problem import SplitProblem
 from pase.errors import Infeasible
@@ -26,6 +26,7 @@ from pase.stated.price import price_strategy
 from pase.stated.program import PROGRAMS, AroundExperts
 from pase.stated.rows import with_own_rows
 from pase.stated.strategy import parse
+from pase.stated.timeline import stage_layers
 from pase.zoo.layers import arrays, shapes
 from pase.zoo.llama import rotary
 
@@ -61,10 +62,10 @@ def price(text, devices=8, program=MEGATRON, graph=GRAPH, model=MODEL):  # type:
     return price_strategy(graph, s, program, model, 16)
 
 
-@pytest.mark.parametrize("s", [8, 7])
-def test_every_token_passes_all_of_its_experts(s):
+@pytest.mark.parametrize(("s", "chosen"), [(8, 4), (7, 4), (7, 3)])
+def test_every_token_passes_all_of_its_experts(s, chosen):
     rng = np.random.default_rng(0)
-    b, d, f, experts, chosen = 2, 6, 5, 8, 4
+    b, d, f, experts = 2, 6, 5, 8
     x = rng.standard_normal((b, s, d))
     w_in, down = rng.standard_normal((2, experts, d, f)), rng.standard_normal((experts, f, d))
     router = rng.standard_normal((d, experts))
@@ -73,10 +74,12 @@ def test_every_token_passes_all_of_its_experts(s):
     logits = (x @ router).astype(np.float32)
     gates = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     want = np.zeros_like(x)
-    part = experts // chosen
-    each = -(-s // part)
+    parts = chosen if experts % chosen == 0 else 1
+    taken, part = chosen // parts * s, experts // parts
+    each = -(-taken // part)
     for row, token, n in np.ndindex(b, s, chosen):
-        e = n * part + token // each
+        which, place = divmod(n * s + token, taken)
+        e = which * part + place // each
         h = x[row, token]
         gate = h @ w_in[0, e]
         want[row, token] += gates[row, token, n] * ((gate / (1 + np.exp(-gate)) * (h @ w_in[1, e])) @ down[e])
@@ -84,15 +87,13 @@ def test_every_token_passes_all_of_its_experts(s):
 
 
 def test_latent_attention_has_the_published_parameters():
-    """DeepSeek-V3 (arXiv 2412.19437) has 187.1 million attention parameters per layer without norms, and 671 B in all.
-
-    Here its three dense layers are mixtures too, each 0.19 B smaller than theirs without routed experts.
-    """
+    """DeepSeek-V3 (arXiv 2412.19437) has 187.1 million attention parameters per layer without norms, and 671 B in
+    all."""
     sizes = LATENT["deepseek-v3"]
     m = mixture(
         batch=1,
         seq=64,
-        layers=58,
+        layers=61,
         vocab=129280,
         d=7168,
         ff=2048,
@@ -102,14 +103,14 @@ def test_latent_attention_has_the_published_parameters():
         group=1,
         head_dim=56,
         latent=sizes,
+        dense=DENSE["deepseek-v3"],
     )
     attention = m.params["blocks"]["attention"]
     count = sum(math.prod(leaf.shape) for k, leaf in attention.items() if "norm" not in k) / 58
     products = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
     assert count == products
     whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(m.params))
-    dense = 3 * (products + 3 * 7168 * 18432)
-    assert whole + dense == pytest.approx(671e9, rel=2e-3)
+    assert whole == pytest.approx(671e9, rel=2e-3)
 
 
 def test_latent_attention_is_causal_and_the_width_between_keeps_its_products():
@@ -124,6 +125,22 @@ def test_latent_attention_is_causal_and_the_width_between_keeps_its_products():
     assert y.shape == x.shape
     np.testing.assert_allclose(y[:, :4], later[:, :4], rtol=1e-5, atol=1e-6)
     assert np.abs(y[:, 4:] - later[:, 4:]).max() > 1e-3
+
+
+def test_dense_layers_before_the_mixtures_are_layers_of_the_first_stage():
+    graph = graph_of(dense=(2, 1024))
+    s = replace(parse("dp=4,pp=2", 8), micro=4, remat="none")
+    parts = {
+        remat: parts_of(graph, place(graph, s, MODEL), replace(s, remat=remat), MEGATRON, MODEL)
+        for remat in ("none", "full")
+    }
+    none, full = parts["none"], parts["full"]
+    assert (none.layers_before, none.blocks) == (2, 4) and len(graph_of().nodes) < len(graph.nodes)
+    assert stage_layers(none.blocks, 2, before=none.layers_before) == [1, 3]
+    # What recomputation of them leaves is their inputs.
+    assert none.first.kept == none.first.saved > full.first.kept == 2 * full.block.entry > 0
+    assert none.first.recompute_s == 0 < full.first.recompute_s <= full.first.forward_s
+    assert parts_of(GRAPH, place(GRAPH, s, MODEL), s, MEGATRON, MODEL).first.recompute_s == 0
 
 
 @pytest.mark.parametrize("latent", [None, LATENT["kimi"]], ids=["grouped", "latent"])

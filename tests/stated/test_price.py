@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pase.costmodels.analytic import Analytic
+from pase.errors import Infeasible, PaseError
 from pase.plan.step import COMPILED, step_time
 from pase.stated.parts import parts_of
 from pase.stated.place import place
@@ -77,6 +78,27 @@ def test_a_sequence_is_split_over_context_parallel_ranks():
     assert any("context" in name for name in p.collectives_s)
     whole = price("dp=2,tp=4")
     assert p.work.flops == whole.work.flops
+
+
+def test_ranks_that_share_a_sequence_exchange_its_positions_for_heads():
+    """By a2a, each of four arrays goes once there and once back in each pass, and no key is sent to several ranks."""
+    ring, exchanged = (price(f"dp=2,cp=4{flag}", program=PLAIN) for flag in ("", ",a2a"))
+    heads, width, tokens = 32, 128, 8 * 512 // 4
+    queries, keys = (2.0 * tokens * n * width for n in (heads, 8))
+    each = [float(MODEL.collective("all_to_all", ring.mesh, 2, b)) for b in (queries, keys)]
+    large = {
+        name for name, s in exchanged.collectives_s.items() if "context" in name and "all_reduce" not in name
+    }
+    assert large == {"all_to_all over context"}
+    assert exchanged.collectives_s["all_to_all over context"] == pytest.approx(4 * 2 * 2 * sum(each))
+    assert "all_gather over context" in ring.collectives_s
+    assert exchanged.kernels_s["product"] == ring.kernels_s["product"]
+    both = price("cp=4,tp=2,sp,a2a", program=PLAIN)  # tensor parallelism has the heads of a rank already
+    assert not [c for c in both.collectives_s if "permute" in c or "all_to_all over model" in c]
+    with pytest.raises(Infeasible, match=r"\[8\] heads of keys over 16 ways"):
+        price("cp=8,tp=2,a2a", devices=16)
+    with pytest.raises(PaseError, match="needs cp=N"):
+        parse("dp=8,a2a", 8)
 
 
 @pytest.mark.parametrize("how", ["tp=8", "tp=8,sp", "tp=4,cp=2,sp"])
