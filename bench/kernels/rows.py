@@ -100,6 +100,8 @@ SYSTEMS = {
     "h200_sxm": "h200x8",
     "b200_sxm": "b200x8",
     "gb200": "gb200_nvl72",
+    "b300_sxm": "b300x8",
+    "gb300": "gb300_nvl72",
 }
 _QUANTIZE_KERNELS = {("trtllm", FP8): 4, ("vllm", FP8): 1, ("trtllm", FP4): 2}
 """Kernels that bring an operand to eight or four bits. TensorRT-LLM: maximum, two for the scale, cast
