@@ -360,16 +360,18 @@ class _PartsInTheMaking:
             own = at == "block" and c.tensor in sorted_ - stored
             if own and {*axes} <= {"data", "expert"} and c.kind != "all_to_all":
                 continue
-            cost = c.cost
+            cost, nbytes = c.cost, c.nbytes
             exchanged = c.kind == "all_to_all" and "expert" in axes and self.exchange is not self.model
-            if exchanged or axes != c.axes:
+            if (cast := self.cast_bytes(c)) is not None:
+                nbytes *= cast / graph.tensors[c.tensor].itemsize
+            if exchanged or axes != c.axes or nbytes != c.nbytes:
                 by = self.exchange if exchanged else self.model
-                cost = c.times * float(by.collective(c.kind, mesh, mesh.bits(axes), c.nbytes))
+                cost = c.times * float(by.collective(c.kind, mesh, mesh.bits(axes), nbytes))
             self.parts[at].sent.append(
                 Sent(
                     kind=c.kind,
                     axes=axes,
-                    nbytes=c.nbytes,
+                    nbytes=nbytes,
                     times=c.times / many,
                     seconds=max(cost, c.times * self.program.executor.collective_s) / many,
                     backward=c.phase == "backward",
@@ -386,6 +388,18 @@ class _PartsInTheMaking:
         graph's layouts number heads by the context rank first, so they move heads between tensor ranks, too.
         """
         return any(self.graph.node[name].kind == "attention" for name in (c.node, c.source))
+
+    def cast_bytes(self, c: Collective) -> float | None:
+        """Return the bytes of an element that is gathered as a product casts it; None if it is not cast before."""
+        cast = self.program.gathered.get(self.strategy.precision)
+        if cast is None or c.kind != "all_gather" or c.axes != ("model",):
+            return None
+        backward = c.phase == "backward"
+        nodes = [c.source if backward else c.node]
+        if self.graph.node[nodes[0]].kind == "copy":
+            nodes = [e.dst for e in self.graph.edges if e.src == nodes[0]]
+        ops = [op for name in nodes for op in self.graph.node[name].ops if op.kind == "matmul"]
+        return cast[backward] if any(op.product_dtype for op in ops) else None
 
     def add_parameters(self) -> None:
         """Add the trained parameters, as the elements whose gradients are summed."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pase.ir import Graph, Node
 from pase.ir.precision import weight_products
 from pase.plan.step import COMPILED, EAGER, Executor
 from pase.registry import Registry
+from pase.stated.strategy import Precision
 
 __all__ = [
     "PROGRAMS",
@@ -152,6 +153,8 @@ class Program:
         machine's own; the first one found is used.
     exchange_overlaps: tokens are sent to experts and back while another micro-batch computes.
     decomposition: what an asynchronous strategy's tensor parallelism does.
+    gathered: bytes of an element that tensor parallelism gathers for a product in eight or four bits, in forward and
+        in backward; without an entry, it gathers what the product casts.
     zero_in_stages: the highest ZeRO stage that runs with pipeline stages.
     stage_ends: the numbers of layers that embedding and output count as when layers are divided among the stages.
     selective: what selective recomputation repeats.
@@ -197,6 +200,7 @@ class Program:
     exchange: tuple[str, ...] = ()
     exchange_overlaps: bool = False
     decomposition: Decomposition = Decomposition()
+    gathered: Mapping[Precision, tuple[float, float]] = field(default_factory=dict)
     zero_in_stages: int = 3
     stage_ends: tuple[int, int] = (0, 0)
     logits: float = 2.0
@@ -357,6 +361,7 @@ for _p in (
         sends_parts=True,
         buckets=Buckets(least=40e6, for_rank=1e6),
         decomposition=_USERBUFFERS,
+        gathered={"fp8": (1.0, 1.0), "nvfp4": (9 / 16, 9 / 8)},
         zero_in_stages=1,
         whole_passes=4.0,
         empty_gradient=2.0,
@@ -377,7 +382,9 @@ for _p in (
         "zero_in_stages: its FSDP runs with tensor, expert and context parallelism only (Megatron-LM#1455, and "
         "--use-torch-fsdp2 asserts one stage). whole_passes: megatron/core/distributed/param_and_grad_buffer.py zeroes "
         "the buffer of gradients, reads it for the check, and scales it (read and written). Products add to it "
-        "(gradient_accumulation_fusion). empty_gradient: transformer_engine/pytorch/module/base.py, get_dummy_wgrad",
+        "(gradient_accumulation_fusion). empty_gradient: transformer_engine/pytorch/module/base.py, get_dummy_wgrad. "
+        "gathered: transformer_engine/pytorch/module/layernorm_linear.py and linear.py cast before they gather "
+        "(gather_along_first_dim), in four bits with a scale for 16 elements, and in backward by rows and by columns",
     ),
     Program(
         name="megatron_2021",

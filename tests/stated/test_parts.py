@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from pase import zoo
+from pase import costmodels, zoo
 from pase.frontends.jax.frontend import trace
 from pase.ir import named, simplify
+from pase.ir.precision import in_fp8
+from pase.machine import load
 from pase.plan.step import EAGER, step_time
 from pase.stated.parts import parts_of
 from pase.stated.place import place
 from pase.stated.program import PROGRAMS
-from pase.stated.strategy import parse
+from pase.stated.strategy import PRODUCTS_IN, parse
 from tests.stated.prices import GRAPH, MODEL, graph_of, price
 
 
@@ -59,3 +61,25 @@ def test_fp8_is_faster_and_its_casts_are_counted():
     read_once = replace(PROGRAMS["compiled"], fp8_passes=0)
     assert price("fsdp=8,precision=fp8", program=read_once, graph=long).step_s < fp8.step_s
     assert price("fsdp=8,precision=fp8").step_s > price("fsdp=8").step_s
+
+
+@pytest.mark.parametrize(("precision", "ways"), [("fp8", (1 / 2, 1 / 2)), ("nvfp4", (9 / 32, 9 / 16))])
+def test_what_a_product_casts_is_gathered_as_it_is_cast(precision: str, ways: tuple[float, float]) -> None:
+    """Transformer Engine casts before it gathers; what the loss's product gathers stays in 16 bits."""
+    machine = load("gb200_nvl72")
+    model = costmodels.get("analytic", machine)
+    s = replace(parse(f"tp=4,sp,precision={precision}", 4), micro=16, remat="none")
+    graph = in_fp8(GRAPH, PRODUCTS_IN[s.precision] or "")
+    megatron = PROGRAMS["megatron"]
+    cast, plain = (
+        parts_of(graph, place(graph, s, model), s, program, model)
+        for program in (megatron, replace(megatron, gathered={}))
+    )
+    both = list(zip(cast.block.sent, plain.block.sent, strict=True))
+    for a, b in both:
+        expected = ways[a.backward] if a.kind == "all_gather" else 1.0
+        assert (a.kind, a.nbytes) == (b.kind, expected * b.nbytes)
+    assert {(a.kind, a.backward) for a, b in both if a.seconds < b.seconds} == {
+        ("all_gather", x) for x in (False, True)
+    }
+    assert cast.last.sent == plain.last.sent
