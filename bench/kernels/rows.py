@@ -314,11 +314,7 @@ def _simumax(file: Path) -> Iterator[KernelRows]:
                 for key, share in ops[op]["accurate_efficient_factor"].items()
                 if ("accumulate=True" in key) == accumulates
             ]
-            extent = [
-                [float(k[n]) for k, _ in found]
-                for n in (("b", "m", "n", "k") if op == "matmul" else ("ng", "M", "N", "K"))
-            ]
-            batch, m, n, k = map(np.array, extent)
+            batch, m, n, k = map(np.array, zip(*(_extents(key) for key, _ in found), strict=True))
             share = np.array([s for _, s in found])
             # The sum of gradients is read and written in float32, in place of a result in 16 bits.
             more = 6.0 * batch * m * n if accumulates else None
@@ -330,6 +326,16 @@ def _simumax(file: Path) -> Iterator[KernelRows]:
                 kept=kept_back(batch, m, n, k),
                 steady=True,
             )
+
+
+_OF_PASS = {"fwd": "MNK", "bwd_grad_act": "MKN", "bwd_grad_w": "NKM"}
+"""A grouped product's rows, columns and contraction by its pass. Its table names those of forward."""
+
+
+def _extents(key: Mapping[str, str]) -> list[float]:
+    """Returns the [batch, m, n, k] of a product of SimuMax's."""
+    names = ("b", "m", "n", "k") if "b" in key else ("ng", *_OF_PASS[key["stage"]])
+    return [float(key[name]) for name in names]
 
 
 def _with_bytes(

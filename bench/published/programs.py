@@ -148,7 +148,9 @@ def program_of(row: PublishedRow) -> Program:
             program = replace(
                 program, bytes=replace(program.bytes, gradient=2.0, summed=2.0), whole_passes=2.0
             )
-        if (row.text("precision") or "").upper() == "MXFP8":  # a scale for 32 elements, by rows and by columns
+        if (
+            row.text("precision") or ""
+        ).upper() == "MXFP8":  # a scale for 32 elements, by rows and by columns
             program = replace(program, gathered={"fp8": (33 / 32, 33 / 16)})
     elif row.source == "mxt" or "maxtext" in notes:
         program = replace(PROGRAMS["xla"], executor=_MAXTEXT)
