@@ -52,6 +52,9 @@ class Sent:
     backward: bool
     recompute_runs: float
     """The fraction of the collective that recomputation repeats."""
+    beside_s: float = 0.0
+    """The seconds of the products that read what it gathers or make what it scatters, without those of weights'
+    gradients: it may run during them."""
 
 
 @dataclass(kw_only=True)
@@ -165,6 +168,8 @@ class _PartsInTheMaking:
     parts: dict[str, Part] = field(
         default_factory=lambda: {name: Part() for name in ("first", "block", "last", "tied")}
     )
+    product_s: dict[str, list[float]] = field(default_factory=dict)
+    """A product's node -> its seconds in forward and in backward, in one run of its part."""
     summed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """A parameter's node -> the axes over which its gradient is summed."""
 
@@ -263,6 +268,8 @@ class _PartsInTheMaking:
             if w.phase == "update":
                 part.update_s += each
                 continue
+            if n.kind == "matmul":
+                self.product_s.setdefault(n.name, [0.0, 0.0])[w.phase == "backward"] += each * many
             again = 0.0
             if w.phase == "backward":
                 part.backward_s += each
@@ -375,6 +382,7 @@ class _PartsInTheMaking:
                     times=c.times / many,
                     seconds=max(cost, c.times * self.program.executor.collective_s) / many,
                     backward=c.phase == "backward",
+                    beside_s=self.beside_s(c) / many,
                     recompute_runs=0.0
                     if c.phase == "backward"
                     else self.recompute_part(graph.node[c.node], True),
@@ -394,12 +402,21 @@ class _PartsInTheMaking:
         cast = self.program.gathered.get(self.strategy.precision)
         if cast is None or c.kind != "all_gather" or c.axes != ("model",):
             return None
-        backward = c.phase == "backward"
-        nodes = [c.source if backward else c.node]
+        ops = [op for name in self.products_at(c) for op in self.graph.node[name].ops]
+        return cast[c.phase == "backward"] if any(op.product_dtype for op in ops) else None
+
+    def products_at(self, c: Collective) -> list[str]:
+        """Return the nodes of the products that read what is gathered, or make what is scattered."""
+        makes = (c.kind == "reduce_scatter") == (c.phase == "forward")
+        nodes = [c.source if makes else c.node]
         if self.graph.node[nodes[0]].kind == "copy":
             nodes = [e.dst for e in self.graph.edges if e.src == nodes[0]]
-        ops = [op for name in nodes for op in self.graph.node[name].ops if op.kind == "matmul"]
-        return cast[backward] if any(op.product_dtype for op in ops) else None
+        return [name for name in nodes if name in self.product_s]
+
+    def beside_s(self, c: Collective) -> float:
+        """Return the seconds of the products of ``products_at``, of which backward has two."""
+        backward = c.phase == "backward"
+        return sum(self.product_s[name][backward] for name in self.products_at(c)) / (1 + backward)
 
     def add_parameters(self) -> None:
         """Add the trained parameters, as the elements whose gradients are summed."""

@@ -202,21 +202,26 @@ class StatedStep:
         hidden = part.attention_s[int(backward)] * (1 - 1 / ways) if ways > 1 else 0.0
         compute = part.backward_s + part.recompute_s if backward else part.forward_s
         out += max(ring - hidden, 0.0) + max(exchange - compute, 0.0)
-        return out + self.decomposed_s(in_pieces, compute)
+        return out + self.decomposed_s(in_pieces)
 
-    def decomposed_s(self, sent: Sequence[tuple[Sent, float]], compute_s: float) -> float:
+    def decomposed_s(self, sent: Sequence[tuple[Sent, float]]) -> float:
         """Return what collectives that run during products add to a pass. sent: each with its seconds in the pass."""
         how, units = self.program.decomposition, self.model.machine.device.compute_units
         part_after = 1 / self.s.tensor if how.after is None else how.after
-        total = sum(now for _, now in sent)
         scattered = [(c, now) for c, now in sent if c.kind == "reduce_scatter"]
-        after = sum(now for c, now in scattered if not c.backward) * part_after
-        held = (sum(now for _, now in scattered) - after) * (how.units / units if units else 0.0)
+        after = {c: now * part_after for c, now in scattered if not c.backward}
+        # Each waits for its own products only, as often as it is repeated with them.
+        waited = sum(
+            max(now - c.beside_s * now / c.seconds, after.get(c, 0.0)) for c, now in sent if c.seconds
+        )
+        held = (sum(now for _, now in scattered) - sum(after.values())) * (
+            how.units / units if units else 0.0
+        )
         added = 0.0
         if how.summed:  # this reads a chunk from each rank and writes one
             nbytes = sum(c.nbytes * c.times * now / c.seconds for c, now in scattered if c.seconds)
             added = self.copying_s(nbytes * (1 + 1 / self.s.tensor))
-        return max(total - compute_s, after + held) + added
+        return waited + held + added
 
     def units(
         self, backward: bool, blocks: int, first: bool, last: bool, *, gathers: bool, sums: bool

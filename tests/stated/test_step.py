@@ -9,8 +9,11 @@ import pytest
 
 from pase import costmodels
 from pase.machine import mesh_from
-from pase.stated.place import place
-from pase.stated.program import PROGRAMS, Buckets
+from pase.stated.parts import parts_of
+from pase.stated.place import place, stage_mesh
+from pase.stated.program import PROGRAMS, Buckets, Decomposition
+from pase.stated.step import StatedStep
+from pase.stated.strategy import parse
 from pase.tables.itemize import collectives
 from tests.stated.prices import AHEAD, GRAPH, H100, MODEL, price
 
@@ -85,3 +88,21 @@ def test_stages_share_layers_and_pay_a_bubble():
     more = price("dp=2,tp=2,pp=2,vp=2,micro=1", program="megatron")
     assert more.pipeline is not None and more.pipeline.bubble < two.pipeline.bubble
     assert one.pipeline is None
+
+
+def test_a_collective_during_products_runs_during_its_own():
+    """Half of a block's collectives feed small products: the large ones beside them cannot hide these."""
+    s = replace(parse("tp=8,sp,async", 8), micro=16, remat="none")
+    program = replace(PROGRAMS["xla"], decomposition=Decomposition(after=0.0, near=False))
+    parts = parts_of(GRAPH, place(GRAPH, s, MODEL), s, program, MODEL)
+    block, mesh = parts.block, stage_mesh(s)
+    run = StatedStep(parts=parts, s=s, program=program, model=MODEL, mesh=mesh, micro_batches=1)
+    for backward in (False, True):
+        own = [c for c in block.sent if c.backward == backward and c.kind != "all_reduce"]
+        assert len(own) == 4 and all(c.beside_s > 0 for c in own)
+        waited = run.decomposed_s([(c, c.seconds) for c in own])
+        assert waited == pytest.approx(sum(max(c.seconds - c.beside_s, 0.0) for c in own))
+        assert waited > max(sum(c.seconds for c in own) - sum(c.beside_s for c in own), 0.0)
+    # The products of forward, each of which feeds or follows one of its collectives, and as many of backward.
+    whole = [sum(c.beside_s for c in block.sent if c.backward == b) for b in (False, True)]
+    assert whole[1] == pytest.approx(whole[0], rel=0.1)
