@@ -367,7 +367,7 @@ class _PartsInTheMaking:
             own = at == "block" and c.tensor in sorted_ - stored
             if own and {*axes} <= {"data", "expert"} and c.kind != "all_to_all":
                 continue
-            cost, nbytes = c.cost, c.nbytes
+            cost, nbytes = c.cost, float(c.nbytes)
             exchanged = c.kind == "all_to_all" and "expert" in axes and self.exchange is not self.model
             if (cast := self.cast_bytes(c)) is not None:
                 nbytes *= cast / graph.tensors[c.tensor].itemsize
