@@ -23,7 +23,7 @@ import numpy as np
 
 from pase.machine import AttentionCurve, Device
 
-__all__ = ["SQUARE", "attention_s"]
+__all__ = ["SQUARE", "attention_s", "rate_at_width"]
 
 SQUARE = 64
 """Rows and columns of the scores that a kernel computes whole, also where a mask hides a part of them."""
@@ -53,7 +53,7 @@ def attention_s(
     all_keys_s = (
         4.0 * _QUERIES * _WIDTH * deep * units / (device.peak_of("attention", dtype) * kernel.at(keys))
     )
-    all_keys_s = all_keys_s * (width / _WIDTH + kernel.softmax) / (1 + kernel.softmax)
+    all_keys_s = all_keys_s * _of_width(width, kernel.softmax)
     heads = flops / (4.0 * queries * keys * width)
     waves = heads * np.ceil(queries / SQUARE) * SQUARE / _QUERIES / units
     if device.compute_units:
@@ -62,3 +62,15 @@ def attention_s(
     working = waves * kernel.wave_s + np.where(queries <= _FEW_QUERIES, few, waves) * all_keys_s
     moving = nbytes / device.moved_bytes_per_s
     return np.asarray(device.launch_s + np.cbrt(working**3 + moving**3))
+
+
+def rate_at_width(device: Device, width: float, backward: bool) -> float:
+    """The rate of a kernel at heads of this width, relative to its rate at 128: narrow heads have as many exponentials
+    beside fewer products. Backward computes the exponentials once more, beside five products in place of two."""
+    softmax = 0.0 if device.attention is None else device.attention.softmax
+    return width / _WIDTH / float(_of_width(width, softmax / 2.5 if backward else softmax))
+
+
+def _of_width(width: np.ndarray | float, softmax: float) -> np.ndarray:
+    """The time of a square at heads of this width, relative to heads of 128."""
+    return np.asarray((width / _WIDTH + softmax) / (1 + softmax))

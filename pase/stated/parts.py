@@ -16,6 +16,7 @@ import numpy as np
 
 from pase.baselines import Baseline, roles
 from pase.compiler.stages.places import Places, places_of
+from pase.costmodels.attention import rate_at_width
 from pase.errors import Infeasible
 from pase.ir import Access, Graph, Node, Op
 from pase.ir.blocks import Block, holders, micro_batches_of
@@ -671,7 +672,9 @@ def _attention_s(
     seconds = float(np.ravel(work_price(w, model))[0])
     if name is None or w.mnk is None:
         return seconds
+    backward = w.phase == "backward"
     rate = device.peak_of("attention", w.dtype) * float(
-        known[name].at(np.asarray(w.mnk[1]), backward=w.phase == "backward").ravel()[0]
+        known[name].at(np.asarray(w.mnk[1]), backward=backward).ravel()[0]
     )
-    return float(np.ravel(w.flops)[0]) / rate + device.launch_s
+    width = float(np.ravel(w.mnk[2])[0])
+    return float(np.ravel(w.flops)[0]) / (rate * rate_at_width(device, width, backward)) + device.launch_s

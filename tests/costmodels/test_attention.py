@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pase.costmodels.analytic import Analytic
+from pase.costmodels.attention import attention_s, rate_at_width
 from pase.ir.precision import HIGHEST
 from pase.machine import load
 
@@ -76,3 +77,21 @@ def test_a_device_without_units_has_no_waves():
     model = Analytic(replace(H100.machine, device=device))
     one, ten = (seconds(model, h, 4096, 4096, 128) - device.launch_s for h in (64, 640))
     assert np.isclose(ten, 10 * one)
+
+
+def test_narrow_heads_lower_the_rate_of_a_named_kernel_as_they_do_that_of_the_curve():
+    device = replace(load("b200x8").device, launch_s=0.0)
+    curve = device.attention
+    assert curve is not None
+    curve = replace(curve, wave_s=0.0)
+
+    def seconds(width: float) -> float:
+        flops = np.array([4.0 * 1024 * 8192 * 8192 * width])
+        extents = tuple(np.array([x]) for x in (8192.0, 8192.0, width))
+        return float(attention_s(device, curve, "bfloat16", flops, np.array([0.0]), extents)[0])
+
+    for width in (64.0, 160.0, 256.0):
+        slower = seconds(width) / seconds(128.0) / (width / 128)
+        assert rate_at_width(device, width, False) == pytest.approx(1 / slower, rel=1e-6)
+    assert rate_at_width(device, 64.0, False) < rate_at_width(device, 64.0, True) < 1.0
+    assert rate_at_width(replace(device, attention=None), 64.0, False) == 1.0
