@@ -91,12 +91,10 @@ _SIMUMAX: dict[str, Any] = {
     # MooreThreads/SimuMax@4dcaae5, simu_tools/megatron_scripts (run_pretrain_llama3.sh and run_pretrain_deepseekv2.sh):
     # neither --overlap-grad-reduce nor --overlap-param-gather, so gradients are summed in one call after backward and
     # weights gathered after the update (megatron/core/distributed/distributed_data_parallel.py: no buckets without the
-    # former). docs/b200/b200_real_repro_guide.md: nothing overlaps. Without an interleaved schedule, a rank waits for
-    # what it sends to the next stage.
+    # former). docs/b200/b200_real_repro_guide.md: nothing overlaps.
     "prefetches": (False, False),
     "sums_overlap": False,
     "buckets": Buckets(least=math.inf),
-    "sends_overlap": False,
 }
 
 _BRIDGE_OVERLAPS: tuple[tuple[str, frozenset[str], frozenset[str], str, str], ...] = (

@@ -143,7 +143,7 @@ class Program:
         added to the sum: an array for each shape of a block's weights, which stays.
     adds_apart: a separate kernel adds a gradient to that of earlier micro-batches; otherwise the product does.
     whole_passes: passes over all gradients of the rank, once per step, whatever ZeRO shards.
-    sends_overlap: transfers between stages overlap with compute.
+    sends_overlap: transfers between stages overlap with compute in the interleaved schedule; in others, none do.
     sends_parts: what is replicated over tensor parallelism is sent in parts, one per rank (Narayanan et al. 2021,
         section 4.1).
     context: how keys and values are sent: in a ring that overlaps with attention, or gathered before it; "none" if the

@@ -327,7 +327,13 @@ class StatedStep:
             backward.append(self.pass_s(True, n, *ends, gathers=False, sums=False)[0])
         schedule = s.schedule or ("interleaved" if s.chunks > 1 else "1f1b")
         pipe = pipelined(
-            forward, backward, m, s.chunks, self.send_s(), schedule, sends_overlap=p.sends_overlap
+            forward,
+            backward,
+            m,
+            s.chunks,
+            self.send_s(),
+            schedule,
+            sends_overlap=p.sends_overlap and schedule == "interleaved",
         )
         n = max(layers)
         slowest = max(f + b for f, b in zip(forward, backward, strict=True))
