@@ -24,9 +24,6 @@ MORE = {
     "pase/schedule/kernels_greedy.py:find_head": _COMPILED,
     "pase/schedule/kernels_greedy.py:fill": _COMPILED,
     "pase/schedule/kernels_search.py:search": _COMPILED,
-    "pase/search/bounded/kernels_memory.py:dual_ascent": _COMPILED,
-    "pase/search/bounded/kernels_memory.py:move_tree": _COMPILED,
-    "pase/search/bounded/kernels_memory.py:lns": _COMPILED,
     "pase/search/elimination/kernels_numba.py:_segment_min_2": _COMPILED,
 }
 

@@ -62,9 +62,8 @@ def _search(seed: int) -> Iterator[Any]:
         yield flat_kernels.trws_pass(flat.graph, flat.cost, message, choice, reduced, forward, True)
         yield from (choice.copy(), reduced.copy())
     price, active, state = np.zeros(5), np.zeros(5, np.int64), np.array([-np.inf, 0, 0, 0, 0, 0])
-    yield memory_kernels.dual_ascent(
-        flat.graph, limit, flat.cost, price, message, choice, active, state, np.inf, 40
-    )
+    problem = memory_kernels.Limited(flat.graph, limit, flat.cost)
+    yield memory_kernels.dual_ascent(problem, price, message, choice, active, state, np.inf, 40)
     yield from (price, state)
     w = memory_kernels.make_scratch(n, slots)
     taken, _ = flat_kernels.grow_tree(flat.graph, seed, 8, w.picked, w.seen, w.queue, rng.random(16))
@@ -72,10 +71,8 @@ def _search(seed: int) -> Iterator[Any]:
     yield taken
     usage = memory_kernels.Usage(np.zeros(5), np.zeros(5), np.zeros(6))
     memory_kernels.usage_of(limit, flat.slot, choice, usage.used)
-    extra, priced = rng.random(5) * 0.01, np.zeros(slots)
-    yield from memory_kernels.move_tree(
-        flat.graph, limit, flat.cost, choice, nodes, usage, 1.0, extra, 0.01, priced, w
-    )
+    extra = rng.random(5) * 0.01
+    yield from memory_kernels.move_tree(problem, choice, nodes, usage, 1.0, extra, 0.01, w)
     yield from (choice, usage.used, usage.delta, w.picked)
 
 

@@ -11,9 +11,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pase.search.bounded.flat import FlatGraph
 from pase.search.bounded.kernels_flat import choose_forest, forest_move, grow_tree, jit, trws_pass
+from pase.search.bounded.rows import Limit
 
-__all__ = ["dual_ascent", "lns", "polish", "priced_costs", "usage_of"]
+__all__ = ["Limited", "dual_ascent", "lns", "polish", "priced_costs", "usage_of"]
+
+
+class Limited(NamedTuple):
+    """A problem with a memory limit. cost: of each config, float64 [slots]."""
+
+    graph: FlatGraph
+    limit: Limit
+    cost: np.ndarray
 
 
 @jit()
@@ -132,13 +142,14 @@ def step_prices(now, used, capacity, active, direction, reach):
 
 
 @jit()
-def dual_ascent(graph, limit, cost, price, msg, choice, active, state, ceiling, passes):
+def dual_ascent(problem, price, msg, choice, active, state, ceiling, passes):
     """Raise the bound by ``passes`` sweeps, each followed by a deflected subgradient step on the prices.
 
     price: float64 [points], the best prices on entry and exit. active: int64, the points that have a price.
     state: float64 [6], kept between calls (BEST …). ceiling: a known cost, or inf. choice: set to the rounded choice of
     least priced cost. Returns the best bound.
     """
+    graph, limit, cost = problem.graph, problem.limit, problem.cost
     slot, capacity = graph.slot, limit.capacity
     points = capacity.shape[0]
     suffix, used = np.zeros(points + 1), np.zeros(points)
@@ -179,7 +190,7 @@ def dual_ascent(graph, limit, cost, price, msg, choice, active, state, ceiling, 
 class Scratch(NamedTuple):
     """Scratch arrays of the forest kernels.
 
-    picked, seen: int64 [n], zeros between calls. queue, nodes, order, up: int64 [n]. table: float64 [slots].
+    picked, seen: int64 [n], zeros between calls. queue, nodes, order, up: int64 [n]. table, priced: float64 [slots].
     """
 
     picked: np.ndarray
@@ -189,6 +200,7 @@ class Scratch(NamedTuple):
     order: np.ndarray
     up: np.ndarray
     table: np.ndarray
+    priced: np.ndarray
 
 
 @jit()
@@ -200,6 +212,7 @@ def make_scratch(n, slots):
         np.zeros(n, np.int64),
         np.zeros(n, np.int64),
         np.zeros(n, np.int64),
+        np.zeros(slots),
         np.zeros(slots),
     )
 
@@ -357,21 +370,22 @@ def draw_prices(price, scale, short, usage, cap, extra):
 
 
 @jit()
-def move_tree(graph, limit, cost, choice, nodes, usage, short, extra, push, priced, w):
+def move_tree(problem, choice, nodes, usage, short, extra, push, w):
     """Set a tree to its best configs at prices ``extra``, which are raised until the configs fit.
 
     A move is taken if it does not increase the shortage, and is cheaper or reduces it.
     Returns (whether the move was taken, the rise in cost, the rise in shortage). nodes: a tree, with w.picked 1.
-    Updates choice and usage.used if the move is taken. priced: float64 [slots] scratch.
+    Updates choice and usage.used if the move is taken.
     """
+    graph, limit, cost = problem.graph, problem.limit, problem.cost
     suffix = np.empty(extra.shape[0] + 1)
     before = choice[nodes]
     old = tree_cost(graph, cost, choice, nodes, w.picked)
     for _ in range(7):
         sum_from(extra, suffix)
-        price_nodes(graph, limit, cost, nodes, suffix, priced)
+        price_nodes(graph, limit, cost, nodes, suffix, w.priced)
         mark(w.picked, nodes, 1)
-        forest_move(graph, priced, choice, nodes, w.picked, w.order, w.up, w.table)
+        forest_move(graph, w.priced, choice, nodes, w.picked, w.order, w.up, w.table)
         moved, rise, worst, first, last = weigh_move(graph, limit, nodes, before, choice, usage)
         if not moved:
             break
@@ -403,17 +417,18 @@ def price_scale(price, cost, capacity, nodes):
 
 
 @jit()
-def lns(graph, limit, cost, price, choice, best_choice, steps, largest, seed):
+def lns(problem, price, choice, best_choice, steps, largest, seed):
     """Neighbourhood search under the limit: exact moves on random induced trees, priced until they fit.
 
     price: float64 [points], prices near the dual's best. choice: int64 [n], updated. best_choice: set to the cheapest
     choice that fits. largest: the most nodes in a tree. Returns the cost of ``best_choice``; inf if none fits.
     """
     np.random.seed(seed)
+    graph, limit, cost = problem.graph, problem.limit, problem.cost
     n, cap = choice.shape[0], limit.capacity
     points = cap.shape[0]
     w = make_scratch(n, cost.shape[0])
-    priced, extra = cost.copy(), price.copy()
+    extra = price.copy()
     usage = Usage(np.zeros(points), np.zeros(points), np.zeros(points + 1))
     usage_of(limit, graph.slot, choice, usage.used)
     now = total_cost(graph, cost, choice)
@@ -428,9 +443,7 @@ def lns(graph, limit, cost, price, choice, best_choice, steps, largest, seed):
     for _ in range(steps):
         nodes = draw_tree(graph, largest, w)
         push = draw_prices(price, scale, short, usage, cap, extra)
-        taken, climb, rise = move_tree(
-            graph, limit, cost, choice, nodes, usage, short, extra, push, priced, w
-        )
+        taken, climb, rise = move_tree(problem, choice, nodes, usage, short, extra, push, w)
         if not taken:
             continue
         now += climb

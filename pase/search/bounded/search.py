@@ -318,7 +318,7 @@ def _finish_small(state: Incumbent, now: Residual, clock: Deadline) -> bool:
 
 def _raise_bound(now: Residual, cost: float) -> float:
     """A lower bound, raised by one round of work. cost: of the best choice when the round began."""
-    from pase.search.bounded.kernels_memory import dual_ascent
+    from pase.search.bounded.kernels_memory import Limited, dual_ascent
 
     flat = now.flat
     # The work per round is fixed and does not depend on the clock, so the same seed gives the same result.
@@ -332,9 +332,7 @@ def _raise_bound(now: Residual, cost: float) -> float:
             now.cutting = False
     else:
         lower = dual_ascent(
-            flat.graph,
-            now.rows.limit,
-            flat.cost,
+            Limited(flat.graph, now.rows.limit, flat.cost),
             now.price,
             now.message,
             now.choice,
@@ -407,7 +405,7 @@ def _neighbourhoods(
     clock: Deadline,
 ) -> None:
     """Search around the dual's rounded choice, then around the best choice, while there is time."""
-    from pase.search.bounded.kernels_memory import lns, polish
+    from pase.search.bounded.kernels_memory import Limited, lns, polish
 
     flat = now.flat
     # A step reads the pairs of the edges in a tree and the points at which its bytes change.
@@ -426,8 +424,8 @@ def _neighbourhoods(
                 return
             # No price leaves an infinite cost, so if the start uses forbidden pairs, they get a finite price.
             graph = flat.graph if np.isfinite(flat.cost_of(start)) else flat.softened
-            size = steps // 3, largest, seed
-            cost = clock.run("moves", lns, graph, now.rows.limit, flat.cost, price, start, best, *size)
+            problem, size = Limited(graph, now.rows.limit, flat.cost), (steps // 3, largest, seed)
+            cost = clock.run("moves", lns, problem, price, start, best, *size)
             if cost + now.left.constant < state.cost:
                 state.offer(now.left.expand(best))
 
