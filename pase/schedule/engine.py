@@ -5,6 +5,7 @@ One function runs either compiled by numba or as ordinary Python. A test checks 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from pase.compiled import BreakEven, compiled_copies, is_compiled
 from pase.schedule import engine_loop
+from pase.schedule.engine_loop import JobColumns, RealColumn, ResourceColumns, WholeColumn
 
 __all__ = ["run_jobs"]
 
@@ -39,17 +41,26 @@ def run_jobs(*, kernel: str = "auto", **arrays: np.ndarray) -> tuple[np.ndarray,
     loop = _loop(kernel)
     order = np.lexsort((arrays["rank"], arrays["resource"]))
     first = np.searchsorted(arrays["resource"][order], np.arange(arrays["strict"].size + 1))
-    names = ("seconds", "resource", "rank", "npred", "succ_ptr", "succ", "hold", "size", "credit", "strict")
-    a: list[np.ndarray] = [arrays[k] for k in names] + [order.astype(np.int64), first.astype(np.int64)]
+    arrays |= {
+        "npred": arrays["npred"].copy(),
+        "order": order.astype(np.int64),
+        "first": first.astype(np.int64),
+    }
+    start, end = (np.full(arrays["seconds"].size, np.nan) for _ in range(2))
     if kernel == "python":  # Python indexes lists several times faster than arrays
-        jobs = arrays["seconds"].size
-        start, end = [float("nan")] * jobs, [float("nan")] * jobs
-        loop(*(x.tolist() for x in a), start, end)
-        return np.asarray(start), np.asarray(end)
-    out_start, out_end = np.full(arrays["seconds"].size, np.nan), np.full(arrays["seconds"].size, np.nan)
-    a[3] = a[3].copy()
-    loop(*a, out_start, out_end)
-    return out_start, out_end
+        lists = {name: x.tolist() for name, x in arrays.items()}
+        out = start.tolist(), end.tolist()
+        loop(*_grouped(lists), *out)
+        return np.asarray(out[0]), np.asarray(out[1])
+    loop(*_grouped(arrays), start, end)
+    return start, end
+
+
+def _grouped(columns: Mapping[str, WholeColumn | RealColumn]) -> tuple[JobColumns, ResourceColumns]:
+    return (
+        JobColumns(*(columns[name] for name in JobColumns._fields)),  # type: ignore[arg-type]
+        ResourceColumns(*(columns[name] for name in ResourceColumns._fields)),  # type: ignore[arg-type]
+    )
 
 
 @cache
