@@ -122,6 +122,18 @@ def is_old(row: PublishedRow) -> bool:
     return row.source in ("mlm", "alp") and "h100" not in (row.text("gpu") or "").lower()
 
 
+def _megatron_program(row: PublishedRow) -> Program:
+    program = replace(PROGRAMS["megatron"], exchange_overlaps=_overlaps_exchange(row))
+    if row.source in ("mbr", "nem", "bwl", "mlp") or "examples/llama" in row.notes:
+        # grad_reduce_in_fp32 = False in NeMo's (MLPerf's, too) and Megatron-Bridge's performance recipes;
+        # --grad-reduce-in-bf16 in Megatron-LM's examples/llama.
+        # average_in_collective there: gradients are not scaled.
+        program = replace(program, bytes=replace(program.bytes, gradient=2.0, summed=2.0), whole_passes=2.0)
+    if (row.text("precision") or "").upper() == "MXFP8":  # a scale for 32 elements, by rows and by columns
+        program = replace(program, gathered={"fp8": (33 / 32, 33 / 16)})
+    return program
+
+
 def program_of(row: PublishedRow) -> Program:
     """Returns the executor of the row's framework."""
     notes, kernel = row.notes, (row.text("attn_kernel") or "").lower()
@@ -138,18 +150,7 @@ def program_of(row: PublishedRow) -> Program:
         )
         return replace(PROGRAMS["megatron_2021"], executor=own, **_SCALING)
     if row.source in _MEGATRON or "megatron" in notes:
-        program = replace(PROGRAMS["megatron"], exchange_overlaps=_overlaps_exchange(row))
-        if row.source in ("mbr", "nem", "bwl", "mlp") or "examples/llama" in notes:
-            # grad_reduce_in_fp32 = False in NeMo's (MLPerf's, too) and Megatron-Bridge's performance recipes;
-            # --grad-reduce-in-bf16 in Megatron-LM's examples/llama.
-            # average_in_collective there: gradients are not scaled.
-            program = replace(
-                program, bytes=replace(program.bytes, gradient=2.0, summed=2.0), whole_passes=2.0
-            )
-        if (
-            row.text("precision") or ""
-        ).upper() == "MXFP8":  # a scale for 32 elements, by rows and by columns
-            program = replace(program, gathered={"fp8": (33 / 32, 33 / 16)})
+        program = _megatron_program(row)
     elif row.source == "mxt" or "maxtext" in notes:
         program = replace(PROGRAMS["xla"], executor=_MAXTEXT)
         if 'remat "minimal"' in notes:

@@ -209,7 +209,7 @@ def improve(
     """
     from pase.schedule.kernels_search import search
 
-    cost, found = search(inst, *pieces, evaluations, bound_s, seed, heat)
+    cost, found = search(inst, pieces, evaluations, bound_s, seed, heat)
     return float(cost), found
 
 

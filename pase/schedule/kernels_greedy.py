@@ -36,12 +36,32 @@ class Aim(NamedTuple):
     """The aim of a construction.
 
     target: the makespan to meet. least: the shortest message in seconds that may be cut off. work: float64 [n], the
-    assumed seconds of each tensor that is still waiting.
+    assumed seconds of each tensor that is still waiting. shortest: float64 [links], seconds of each link's shortest
+    message.
     """
 
     target: float
     least: float
     work: np.ndarray
+    shortest: np.ndarray
+
+
+class Waiting(NamedTuple):
+    """What is still to send. left: float64 [n], bytes of each tensor. skip: int64 [n + 1], see `next_place`."""
+
+    left: np.ndarray
+    skip: np.ndarray
+
+
+class Sendable(NamedTuple):
+    """The first tensor that a link can send now; -1 if there is none.
+
+    latest: when its message must end. before: the work of the tensors that are passed over.
+    """
+
+    head: int
+    latest: float
+    before: float
 
 
 @numba.njit(cache=True)
@@ -82,24 +102,21 @@ def shortest_piece(inst, aim, row, left):
 
 
 @numba.njit(cache=True)
-def find_head(inst, aim, left, skip, k, now, begin, before, limit, shortest):
-    """Find the first tensor, from place ``begin`` on, that link k can send now.
-
-    Returns (head, latest end, work passed over); head is -1 if there is none. before: the work passed over so far.
-    limit: the latest end that leaves time for this work.
-    """
-    n = inst.order.size
+def find_head(inst, aim, waiting, k, now, begin, before, limit):
+    """Find the first tensor, from place ``begin`` on, that link k can send now. before: the work passed over so far.
+    limit: the latest end that leaves time for this work."""
+    n, left, skip = inst.order.size, waiting.left, waiting.skip
     t = next_place(skip, begin)
-    while t < n and limit >= now + shortest:
+    while t < n and limit >= now + aim.shortest[k]:
         row = inst.tensors[t]["axes"] * inst.links + k
         if inst.tensors[t]["ready"] <= now and inst.curves.rows[row]["slope"] >= 0.0:
             end = now + seconds_of(inst.curves, row, shortest_piece(inst, aim, row, left[t]))
             if end <= min(limit, aim.target - inst.tensors[t]["tail"]) + 1e-15:
-                return t, min(limit, aim.target - inst.tensors[t]["tail"]), before
+                return Sendable(t, min(limit, aim.target - inst.tensors[t]["tail"]), before)
         before += aim.work[t] * left[t] / inst.tensors[t]["nbytes"]
         limit = min(limit, aim.target - inst.tensors[t]["tail"] - before)
         t = next_place(skip, t + 1)
-    return -1, limit, before
+    return Sendable(-1, limit, before)
 
 
 @numba.njit(cache=True)
@@ -120,13 +137,14 @@ def bytes_to_take(inst, aim, row, left, room, size):
 
 
 @numba.njit(cache=True)
-def fill(inst, aim, left, skip, k, now, head, latest, before, piece_at, piece_bytes):
-    """Make the largest message that starts now with ``head`` and ends by ``latest``. Returns (tensors finished, bytes).
+def fill(inst, aim, waiting, k, now, found, piece_at, piece_bytes):
+    """Make the largest message of link k that starts now with what was found. Returns (tensors finished, bytes).
 
     The message's pieces are appended to piece_at and piece_bytes. All tensors that are passed over must still be in
-    time. before: the work passed over so far.
+    time.
     """
-    n = inst.order.size
+    n, left, skip = inst.order.size, waiting.left, waiting.skip
+    head, latest, before = found
     row = inst.tensors[head]["axes"] * inst.links + k
     finished, size, skipped = 0, 0.0, 0.0
     t = next_place(skip, head)
@@ -168,12 +186,10 @@ def greedy(inst, target, reserve, least, from_s):
     """Returns (message, place, bytes) per piece and (link) per message. The arguments are those of
     `greedy.construct`."""
     n = inst.order.size
-    aim = Aim(target, least, inst.tensors["fluid"] * (1.0 + reserve))
+    aim = Aim(target, least, inst.tensors["fluid"] * (1.0 + reserve), startups(inst))
     front = make_front(inst, aim.work)
-    shortest = startups(inst)
     releases = np.sort(inst.tensors["ready"])
-    left = inst.tensors["nbytes"].copy()
-    skip = np.arange(n + 1)
+    waiting = Waiting(inst.tensors["nbytes"].copy(), np.arange(n + 1))
     free = from_s.copy()
     alive = np.ones(inst.links, np.bool_)
     piece_msg, piece_at, msg_link = [0 for _ in range(0)], [0 for _ in range(0)], [0 for _ in range(0)]
@@ -188,31 +204,21 @@ def greedy(inst, target, reserve, least, from_s):
         now = free[k]
         while length > 0 and front.soonest[length] <= now:
             length -= 1  # time only increases, so the front only shrinks
-        head, latest, before = find_head(
-            inst,
-            aim,
-            left,
-            skip,
-            k,
-            now,
-            length,
-            front.work[length],
-            target + front.tightest[length],
-            shortest[k],
-        )
-        if head < 0:
+        limit = target + front.tightest[length]
+        found = find_head(inst, aim, waiting, k, now, length, front.work[length], limit)
+        if found.head < 0:
             following = np.searchsorted(releases, now, side="right")
             if following < n:
                 free[k] = releases[following]
             else:
                 alive[k] = False  # this link can send nothing in time; the other links take the rest
             continue
-        finished, size = fill(inst, aim, left, skip, k, now, head, latest, before, piece_at, piece_bytes)
+        finished, size = fill(inst, aim, waiting, k, now, found, piece_at, piece_bytes)
         sent += finished
         while len(piece_msg) < len(piece_at):
             piece_msg.append(len(msg_link))
         msg_link.append(k)
-        free[k] = now + seconds_of(inst.curves, inst.tensors[head]["axes"] * inst.links + k, size)
+        free[k] = now + seconds_of(inst.curves, inst.tensors[found.head]["axes"] * inst.links + k, size)
     if sent < n:
         msg_link = [0 for _ in range(0)]
     return (

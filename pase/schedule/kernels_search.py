@@ -352,15 +352,14 @@ def pieces_of(s):
 
 
 @numba.njit(cache=True)
-def search(inst, msg, at, nbytes, link, evaluations, bound, seed, warmth):
-    """Simulated annealing from the given pieces. Returns (makespan, pieces as in `pieces_of`) of the best state.
+def search(inst, pieces, evaluations, bound, seed, warmth):
+    """Simulated annealing from the given pieces. Returns (makespan, pieces) of the best state.
 
-    evaluations: number of moves to try. bound: the search stops at this makespan. warmth: the initial temperature, as a
-    fraction of the gap to the bound.
+    pieces: as from `pieces_of`. evaluations: number of moves to try. bound: the search stops at this makespan. warmth:
+    the initial temperature, as a fraction of the gap to the bound.
     """
     np.random.seed(seed)
-    s = start(msg, at, nbytes, link)
-    before, best = start(msg, at, nbytes, link), start(msg, at, nbytes, link)
+    s, before, best = start(*pieces), start(*pieces), start(*pieces)
     free = np.zeros(inst.links)
     cost, busy, critical = cost_of(inst, s, free)
     best_cost, best_busy = cost, busy

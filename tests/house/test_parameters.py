@@ -20,9 +20,6 @@ MORE = {
     "pase/frontends/torch/written.py:_recurrent": "PyTorch passes these by their names in the op's schema",
     "pase/frontends/torch/written.py:_in_bags": "PyTorch passes these by their names in the op's schema",
     "pase/replay/traces/builder.py:add": "the columns of a timeline, one by one: it runs for every event of a trace",
-    "pase/schedule/kernels_greedy.py:find_head": _COMPILED,
-    "pase/schedule/kernels_greedy.py:fill": _COMPILED,
-    "pase/schedule/kernels_search.py:search": _COMPILED,
     "pase/search/elimination/kernels_numba.py:_segment_min_2": _COMPILED,
 }
 

@@ -21,7 +21,6 @@ LONGER = {
     "pase/replay/measurement/clocks_dpro.py:align_dpro": "the paper's program: constraints, start, objective",
     "tests/replay/simulation/twin.py:simulate": "the twin of a compiled kernel, read beside it",
     "pase/search/elimination/kernels_numba.py:_min_plus_rows": "a compiled loop, unrolled",
-    "pase/schedule/engine_loop.py:loop": "one source that runs as Python and compiled",
     "bench/audit/mesh_tf.py:compare": "a bench: one step in both frameworks, and the comparison",
     "bench/netlab/buckets.py:run_cells": "a program that runs in a process of its own",
     "bench/published/megatron_gpt.py:gpt": "a model as Megatron writes it",

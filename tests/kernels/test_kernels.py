@@ -101,7 +101,7 @@ def test_moves_keep_a_plan_sound_and_its_cost_is_the_evaluators(seed: int, links
     own = np.arange(n)
     s = k.start(own, own, inst.tensors["nbytes"].copy(), np.zeros(n, np.int64))
     before = k.start(*k.pieces_of(s))
-    k.search(inst, *k.pieces_of(s), 0, 0.0, seed, 0.0)  # seeds numba's random numbers
+    k.search(inst, k.pieces_of(s), 0, 0.0, seed, 0.0)  # seeds numba's random numbers
     for step in range(30):
         k.copy(s, before)
         kept = [x.copy() for x in k.pieces_of(s)]
