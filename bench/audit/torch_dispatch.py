@@ -1,6 +1,6 @@
 """Counts what a rank of a PyTorch plan does besides PyTorch's own step: dispatched ops, and bytes saved for backward.
 
-    python -m bench.audit.torch_dispatch                  # six models, five strategies; two minutes on one core
+    python -m bench.audit.torch_dispatch                  # six models, six strategies; two minutes on one core
     python -m bench.audit.torch_dispatch --only "GPT-2"
 
 Each row is one model under one strategy: forward and backward of rank 0, after a first step, against the model's own
@@ -27,14 +27,17 @@ from bench.processes import forks_of, row_apart
 from bench.runner import Benchmark
 
 MODELS = ("GPT-2", "Llama", "BERT", "ViT", "T5", "ResNet")
+AGAIN = "FSDP, gathered again"
 STRATEGIES = {
     "one rank": ("ours", 1),
     "data parallel": ("data_parallel", 4),
     "FSDP": ("fsdp", 4),
+    AGAIN: ("fsdp", 4),
     "Megatron": ("megatron/megatron_2x2", 4),
     "ours": ("ours@2x2", 4),
 }
-"""Strategy -> its name as in ``bench.cases.plans.Case``, and the number of devices."""
+"""Strategy -> its name as in ``bench.cases.plans.Case``, and the number of devices. Under ``AGAIN``, backward gathers
+parameters again, as FSDP2 does by default; otherwise they are kept, and count as saved, from forward to backward."""
 SHOWN = ("ops", "with_waits", "besides_edges", "saved", "step", "refused", "error")
 """The figures of a row's line."""
 CPU_S, MEMORY, STEPS = 300, 24 << 30, 5
@@ -77,14 +80,17 @@ def saved(run: Callable[[], object], without: Collection[Any]) -> int:
     return sum(s.nbytes() for s in storages.values())
 
 
-def compared(module: Any, batch: dict[str, Any], label: str, devices: int) -> dict[str, Any] | None:
+def compared(module: Any, batch: dict[str, Any], strategy: str) -> dict[str, Any] | None:
     """Returns ours and PyTorch's counts. None if the strategy does not apply to the model."""
     from pase import machine
     from pase.compiler.problem.problem import SplitProblem
+    from pase.compiler.problem.variants import Variant
     from pase.frontends import registry
 
+    label, devices = STRATEGIES[strategy]
     traced = registry.trace(module, batch)
     problem = SplitProblem.of(traced.graph, devices, machine.load("h100x8"), "analytic", "adam")
+    problem = problem.varied(traced, Variant(gathers_again=strategy == AGAIN))
     plan = Case(traced=traced, problem=problem).plan(label)
     if plan is None:
         return None
@@ -131,9 +137,8 @@ def measured(model: str, strategy: str) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
-    label, devices = STRATEGIES[strategy]
-    module, batch = in_float32(model, 4 * devices)
-    found = compared(module, batch, label, devices)
+    module, batch = in_float32(model, 4 * STRATEGIES[strategy][1])
+    found = compared(module, batch, strategy)
     return {"model": model, "strategy": strategy, **({"refused": True} if found is None else found)}
 
 
