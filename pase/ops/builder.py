@@ -201,6 +201,15 @@ class GraphBuilder:
         )
 
     @contextmanager
+    def called(self, kernel: str) -> Iterator[None]:
+        """A context in which added nests run as one kernel of this name (``SourceLine.call``)."""
+        before, self.source = self.source, replace(self.source, call=kernel)
+        try:
+            yield
+        finally:
+            self.source = before
+
+    @contextmanager
     def without_gradient(self) -> Iterator[None]:
         """A context in which added nests have no gradient."""
         before, self.frozen = self.frozen, True

@@ -245,6 +245,8 @@ def executed_work(
     does = replace(does, widens=does.widens and executor.widens, splits_norms=executor.splits_norms)
     work = list(node_work(graph, n, cfg, mesh, optimizer, does))
     work = [w for w in work if w.casts or not (apart and w.kind == "memory")]
+    if not executor.fused:
+        work += [_sum_of_gradients(graph, n, a, cfg, mesh) for a in _added_gradients(graph, n, executor)]
     return work + (list(_apart(graph, n, cfg, mesh, executor)) if apart else [])
 
 
@@ -255,12 +257,14 @@ class _FusedKernel:
     name: the function for which a library has the kernel.
     reads: tensors that are made before the kernel.
     writes: tensors that are used after the kernel.
+    inside: whether the ops run inside of the kernel of a product or a look-up, which is counted apart.
     """
 
     name: str
     ops: tuple[Op, ...]
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
+    inside: bool
 
     @property
     def backward(self) -> bool:
@@ -268,9 +272,18 @@ class _FusedKernel:
         return self.ops[0].backward
 
     def passes_back(self, graph: Graph) -> bool:
-        """Whether its gradient only passes on the gradients of its results, as for a sum."""
+        """Whether its gradient is that of its result, as for a sum, or the sum of that over some dims.
+
+        What is not PyTorch's, whose calls are known, passes it on only if no operand is repeated in the result.
+        """
         whole = {graph.tensors[a.tensor].elements for a in (*self.reads, *self.writes)}
-        return len(whole) == 1 and all(op.function.hands_on for op in self.ops)
+        return (_calls(graph) or len(whole) == 1) and all(op.function.hands_on for op in self.ops)
+
+    def summed_back(self, graph: Graph) -> list[Access]:
+        """The operands of a sum whose gradient is a sum of the result's, because they are repeated in it."""
+        (size,) = {graph.tensors[a.tensor].elements for a in self.ops[-1].writes}
+        wanted = [graph.tensors[a.tensor] for a in self.reads]
+        return [a for a, t in zip(self.reads, wanted, strict=True) if t.needs_grad and t.elements != size]
 
     @property
     def reads_masks_only(self) -> bool:
@@ -280,7 +293,7 @@ class _FusedKernel:
 
 def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_FusedKernel]:
     """Yield the node's light ops, grouped as the executor runs them."""
-    groups: list[tuple[str, Place | str | None, list[Op]]] = []
+    groups: list[tuple[str, _KernelKey | None, list[Op]]] = []
     for op in node.ops:
         if op.kind not in (*_LIGHT, "view"):
             continue
@@ -290,7 +303,7 @@ def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_FusedKer
         elif op.kind != "view":
             groups.append((name, by, [op]))
     used = {a.tensor: op for op in node.ops for a in op.reads}
-    for name, _, ops in groups:
+    for name, by, ops in groups:
         made = {a.tensor for op in ops for a in op.writes}
         after = {a.tensor for op in node.ops if op not in ops for a in op.reads}
         reads = {
@@ -304,20 +317,67 @@ def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_FusedKer
             for a in op.writes
             if a.tensor in after or graph.read_outside(node, a.tensor) or a.tensor not in used
         ]
-        yield _FusedKernel(name=name, ops=tuple(ops), reads=tuple(reads.values()), writes=tuple(writes))
+        inside = by is not None and any(_is_part(graph, op, by) for op in ops)
+        yield _FusedKernel(
+            name=name, ops=tuple(ops), reads=tuple(reads.values()), writes=tuple(writes), inside=inside
+        )
 
 
-def _run_by(graph: Graph, op: Op, executor: Executor) -> tuple[str, Place | str | None]:
+_KernelKey = tuple[Place | str, str]
+"""What the ops of one kernel have in common: the call, or the function around their lines, and its name."""
+
+
+def _is_part(graph: Graph, op: Op, by: _KernelKey) -> bool:
+    """Whether a call of PyTorch runs a light op in the kernel of a product or a look-up that it reads: the bias of a
+    linear layer, or what a loss makes of the labels' scores. A convolution's bias is a kernel of its own (cuDNN)."""
+    if not _calls(graph):
+        return False
+    before = (
+        o
+        for a in op.reads
+        if a.tensor in graph.producer
+        for o in graph.producer[a.tensor].ops
+        if o.kind in _HEAVY - {"conv"} and any(w.tensor == a.tensor for w in o.writes)
+    )
+    return any((o.eqn, o.source.call) == by for o in before)
+
+
+def _calls(graph: Graph) -> bool:
+    """Whether it is known which ops are one call of the program, and so one kernel."""
+    return graph.facts.frontend == "torch"
+
+
+def _run_by(graph: Graph, op: Op, executor: Executor) -> tuple[str, _KernelKey | None]:
     """Return (the name of the library's kernel that runs a light op, what its other ops have in common with it).
 
     The name is "" for a kernel without one, and what it has in common None if it runs no other op. PyTorch's frontend
     knows which calls are one kernel. In other graphs, the name of the function around the line tells.
     """
-    if graph.facts.frontend == "torch":
+    if _calls(graph):
         call = op.source.call
-        return (call if call in executor.kernels else ""), (op.eqn if call else None)
+        return (call if call in executor.kernels else ""), ((op.eqn, call) if call else None)
     name = executor.inside.get(op.source.name, op.source.name)
-    return (name, name) if name in executor.kernels else ("", None)
+    return (name, (name, name)) if name in executor.kernels else ("", None)
+
+
+def _added_gradients(graph: Graph, node: Node, executor: Executor) -> Iterator[Access]:
+    """Yield the node's results once for each call of PyTorch but the first that reads them: backward adds up the
+    gradients that these give."""
+    for op in node.ops if _calls(graph) else ():
+        for a in op.writes:
+            if node.kind == "parameter" or not graph.tensors[a.tensor].needs_grad:
+                continue
+            readers = [graph.node[name] for name in {node.name, *graph.readers.get(a.tensor, ())}]
+            found = {
+                _run_by(graph, o, executor)[1] or id(o)
+                for n in readers
+                for o in n.ops
+                if any(r.tensor == a.tensor for r in o.reads)
+                if o.differentiable
+                and not o.backward
+                and any(graph.tensors[w.tensor].needs_grad for w in o.writes)
+            }
+            yield from [a] * (len(found) - 1)
 
 
 def saved_by_kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[Access]:
@@ -327,7 +387,7 @@ def saved_by_kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[A
     which its backward recomputes that; but a dropout keeps its mask.
     """
     for kernel in _kernels(graph, node, executor):
-        if not any(graph.tensors[a.tensor].needs_grad for a in kernel.reads):
+        if kernel.inside or not any(graph.tensors[a.tensor].needs_grad for a in kernel.reads):
             continue
         # Random numbers have no derivative, nor has what is made of them alone.
         passes = [op for op in kernel.ops if any(graph.tensors[a.tensor].needs_grad for a in op.reads)]
@@ -347,8 +407,10 @@ def launches(graph: Graph, node: Node, executor: Executor) -> dict[Phase, float]
     Forward launches one kernel for each product, lookup, …, and one for each kernel of light ops. Backward launches:
 
     - one for each operand of a product that has a gradient;
-    - one for each kernel of light ops whose gradient is not passed on unchanged;
-    - one for each parameter among their operands (its gradient is a sum over rows);
+    - one for each kernel of light ops whose gradient is not passed on unchanged, and one for each parameter among its
+      operands (its gradient is a sum over rows);
+    - one for each operand of a sum that is repeated in the result, such as a bias;
+    - one for each further kernel that reads a result, whose gradients are added up;
     - one for each parameter, which adds the gradient to those of earlier micro-batches.
 
     The update is one kernel for many parameters (apex's FusedAdam).
@@ -364,18 +426,23 @@ def launches(graph: Graph, node: Node, executor: Executor) -> dict[Phase, float]
             out["backward"] = stack
         return out
     times = float(concrete_size(node.times, node.name))
+    out["backward"] += times * sum(1 for _ in _added_gradients(graph, node, executor))
     for op in node.ops:
         if op.kind in _HEAVY:
             out["backward" if op.backward else "forward"] += times * (2 if op.remat else 1)
             grads = [a for a in op.reads if op.differentiable and graph.tensors[a.tensor].needs_grad]
             out["backward"] += times * (len(grads) if op.kind in ("matmul", "conv") else bool(grads))
     for kernel in _kernels(graph, node, executor):
-        out["backward" if kernel.backward else "forward"] += times * (
-            2 if any(op.remat for op in kernel.ops) else 1
-        )
-        grads = [a for a in kernel.reads if graph.tensors[a.tensor].needs_grad]
-        sums = sum(graph.producer[a.tensor].kind == "parameter" for a in grads)
-        out["backward"] += times * ((len(grads) > sums and not kernel.passes_back(graph)) + sums)
+        if not kernel.inside:
+            out["backward" if kernel.backward else "forward"] += times * (
+                2 if any(op.remat for op in kernel.ops) else 1
+            )
+        if kernel.passes_back(graph):
+            out["backward"] += times * len(kernel.summed_back(graph))
+        elif not kernel.inside:
+            grads = [a for a in kernel.reads if graph.tensors[a.tensor].needs_grad]
+            sums = sum(graph.producer[a.tensor].kind == "parameter" for a in grads)
+            out["backward"] += times * ((len(grads) > sums) + sums)
     return out
 
 
@@ -393,33 +460,33 @@ def _apart(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, executor: Exec
             total += float(local_bytes(node, t, a, cfg, mesh)[0])
         return total
 
-    for kernel in _kernels(graph, node, executor):
-        dtype = graph.tensors[kernel.ops[-1].writes[0].tensor].dtype
-        longer = executor.traffic.get(kernel.name, (1.0, 1.0))
-        forward = longer[0] * (local(kernel.reads) + local(kernel.writes))
-        yield Work(
+    def moved(kernel: _FusedKernel, nbytes: float, phase: Phase, again: bool = False) -> Work:
+        return Work(
             kind="memory",
-            dtype=dtype,
+            dtype=graph.tensors[kernel.ops[-1].writes[0].tensor].dtype,
             flops=np.zeros(1),
-            nbytes=np.array([forward]),
+            nbytes=np.array([nbytes]),
             mnk=None,
-            phase="backward" if kernel.backward else "forward",
-            times=times * (2 if any(op.remat for op in kernel.ops) else 1),
+            phase=phase,
+            times=times * (2 if again else 1),
         )
+
+    for kernel in _kernels(graph, node, executor):
+        longer = executor.traffic.get(kernel.name, (1.0, 1.0))
+        if not kernel.inside:
+            nbytes = longer[0] * (local(kernel.reads) + local(kernel.writes))
+            again = any(op.remat for op in kernel.ops)
+            yield moved(kernel, nbytes, "backward" if kernel.backward else "forward", again)
+        if kernel.passes_back(graph):
+            for a in kernel.summed_back(graph):
+                yield moved(kernel, local(kernel.writes) + local([a]), "backward")
+            continue
         grads = [a for a in kernel.reads if graph.tensors[a.tensor].needs_grad]
-        if grads and not kernel.passes_back(graph):
+        if grads and not kernel.inside:
             masks = [a for a in kernel.reads if graph.tensors[a.tensor].dtype == "bool"]
             recompute = local(masks) if kernel.reads_masks_only else local(kernel.reads)
             back = longer[1] * (local(kernel.writes) + local(grads) + recompute)
-            yield Work(
-                kind="memory",
-                dtype=dtype,
-                flops=np.zeros(1),
-                nbytes=np.array([back]),
-                mnk=None,
-                phase="backward",
-                times=times,
-            )
+            yield moved(kernel, back, "backward")
 
 
 def _rerun(graph: Graph) -> Graph:
@@ -450,15 +517,20 @@ def _accumulated(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
     if node.kind != "parameter":
         return
     a = node.ops[0].writes[0]
+    if graph.tensors[a.tensor].needs_grad:
+        yield replace(_sum_of_gradients(graph, node, a, cfg, mesh), times=1.0)
+
+
+def _sum_of_gradients(graph: Graph, node: Node, a: Access, cfg: np.ndarray, mesh: Mesh) -> Work:
+    """Return the work of adding a gradient of a tensor to another one."""
     t = graph.tensors[a.tensor]
-    if t.needs_grad:
-        local = local_bytes(node, t, a, cfg, mesh)
-        yield Work(
-            kind="memory",
-            dtype=t.dtype,
-            flops=local / t.itemsize,
-            nbytes=3 * local,
-            mnk=None,
-            phase="backward",
-            times=1.0,
-        )
+    local = local_bytes(node, t, a, cfg, mesh)
+    return Work(
+        kind="memory",
+        dtype=t.dtype,
+        flops=local / t.itemsize,
+        nbytes=3 * local,
+        mnk=None,
+        phase="backward",
+        times=float(concrete_size(node.times, node.name)),
+    )

@@ -1,5 +1,6 @@
 """Seconds of a step as a program runs it, compared with the search's cost, hand computation and published times."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -170,7 +171,7 @@ def test_pytorch_runs_as_many_kernels_as_it_dispatches():
     class Named(nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm, self.dropout, self.gelu = nn.LayerNorm(16), nn.Linear(16, 16, bias=False), Own()
+            self.norm, self.dropout, self.gelu = nn.LayerNorm(16), nn.Linear(16, 16), Own()
             self.a, self.b, self.groups = nn.Dropout(0.1), nn.GELU(), nn.GroupNorm(4, 16)
 
         def forward(self, x):
@@ -186,8 +187,56 @@ def test_pytorch_runs_as_many_kernels_as_it_dispatches():
     module.a = nn.Identity()  # a dropout is one kernel on GPUs, but three on CPUs
     with torch.no_grad():
         ran = dispatched(lambda: module(x))
-    views = {"aten.t.default", "aten.view.default", "aten.detach.default"}
-    kernels = sum(many for name, many in ran.items() if name not in views)
+    kernels = kernels_of(ran).total()
     assert sum(launches(graph, n, EAGER)["forward"] for n in graph.nodes) == kernels + 1, ran
     wide = [k for n in graph.nodes for k in saved_by_kernels(graph, n, EAGER)]
     assert sum(graph.tensors[a.tensor].dtype == "bool" for a in wide) <= 1
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", ["labels", "images", "conv1d of GPT-2", "several readers"])
+def test_a_loss_and_a_bias_are_as_many_kernels_as_pytorchs(kind):
+    """A linear layer's bias is added in its product, and gets its gradient by one sum. The loss is two kernels."""
+    import torch
+    from torch import nn
+
+    from bench.audit.torch_dispatch import dispatched
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 10)
+
+        def forward(self, x, y):
+            h = torch.relu(self.a(x))
+            if kind == "several readers":  # two sums of gradients
+                h = (h.sigmoid() + h.tanh()) + h
+            if kind == "conv1d of GPT-2":
+                h = torch.addmm(self.b.bias, h, self.b.weight.t())
+            else:
+                h = self.b(h)
+            return nn.functional.cross_entropy(h.transpose(1, -1) if kind == "images" else h, y)
+
+    module, x, y = Layers(), torch.randn(8, 16), torch.randint(10, (8,))
+    if kind == "images":
+        x, y = torch.randn(8, 4, 16), torch.randint(10, (8, 4))
+    traced = registry.trace(module, (x, y))
+    graph = SplitProblem.of(traced.graph, 1, load("h100x8"), "analytic", "adam").graph
+
+    def run():
+        module.zero_grad()
+        module(x, y).backward()
+
+    with torch.no_grad():
+        forward = kernels_of(dispatched(lambda: module(x, y)))
+    every = kernels_of(dispatched(run))
+    counted = [launches(graph, n, EAGER) for n in graph.nodes]
+    stored = sum(n.kind == "parameter" for n in graph.nodes)  # later micro-batches add to the gradients
+    assert sum(c["forward"] for c in counted) == forward.total(), forward
+    assert sum(c["backward"] for c in counted) - stored == every.total() - forward.total(), every
+
+
+def kernels_of(ran):
+    """The dispatched ops that launch a kernel, without copies of transposed gradients, which have no op in a graph."""
+    views = ("t", "view", "detach", "transpose", "_unsafe_view", "clone", "ones_like")
+    return Counter({name: many for name, many in ran.items() if name.split(".")[1] not in views})

@@ -425,10 +425,17 @@ def _cross_entropy(c: TorchCall) -> Sequence[Value]:
     labels = labels if "float" in labels.dtype else c.reshape(labels, x.shape[:-1])
     logp = x
     if c.op == "cross_entropy_loss":
-        logp = c.value(composites.log_softmax(c.b, c.tensor(x), [rank - 1]))
+        with c.b.called("log_softmax"):
+            logp = c.value(composites.log_softmax(c.b, c.tensor(x), [rank - 1]))
     if "float" in labels.dtype:
         moved = labels if flat is x else c.transpose(labels, [0, *range(2, rank), 1])
         return [_of_probabilities(c, logp, c.reshape(moved, x.shape))]
+    with c.b.called("" if c.arg("label_smoothing", 0.0) else "nll_loss"):
+        return _of_labels(c, logp, labels)
+
+
+def _of_labels(c: TorchCall, logp: Value, labels: Value) -> Sequence[Value]:
+    """The loss of logarithms of probabilities [n ... c] for labels [n ...], and the number of these."""
 
     def if_known(v: Value, dtype: str) -> Value:
         return c.elementwise([known, v, 0.0], functions.WHERE, dtype=dtype, name="select")
@@ -441,17 +448,17 @@ def _cross_entropy(c: TorchCall) -> Sequence[Value]:
         losses = c.elementwise([losses, counts], functions.MUL)
     if smoothing := c.arg("label_smoothing", 0.0):
         scores = logp if weight is None else c.elementwise([logp, weight], functions.MUL)
-        (every,) = nests.reduce(c.b, functions.SUM, [c.tensor(scores)], [rank - 1], [x.dtype])
+        (every,) = nests.reduce(c.b, functions.SUM, [c.tensor(scores)], [len(logp.shape) - 1], [logp.dtype])
         losses = c.elementwise([losses, 1 - smoothing], functions.MUL)
-        spread = c.elementwise([c.value(every), -smoothing / x.shape[-1]], functions.MUL)
+        spread = c.elementwise([c.value(every), -smoothing / logp.shape[-1]], functions.MUL)
         losses = c.elementwise([losses, spread], functions.ADD)
-    losses = if_known(losses, x.dtype)
+    losses = if_known(losses, logp.dtype)
     how = c.arg("reduction", 1)
     if how == 0:
         return [c.reshape(losses, c.shape_out)]
     axes = range(len(losses.shape))
-    (total,) = nests.reduce(c.b, functions.SUM, [c.tensor(losses)], axes, [x.dtype])
-    (number,) = nests.reduce(c.b, functions.SUM, [c.tensor(counts)], axes, [x.dtype])
+    (total,) = nests.reduce(c.b, functions.SUM, [c.tensor(losses)], axes, [logp.dtype])
+    (number,) = nests.reduce(c.b, functions.SUM, [c.tensor(counts)], axes, [logp.dtype])
     out = c.value(total)
     if how == 1:
         out = c.elementwise([out, c.value(number)], functions.DIV)

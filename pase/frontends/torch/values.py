@@ -109,7 +109,7 @@ def shared_heads(v: Value) -> Value | None:
 
 
 _CALLS_ONE = frozenset(
-    ("batch_norm", "dropout", "group_norm", "layer_norm", "log_softmax", "rms_norm", "softmax")
+    ("batch_norm", "dropout", "group_norm", "layer_norm", "linear", "log_softmax", "rms_norm", "softmax")
 )
 """Ops that PyTorch writes as a call of another one, which has a kernel."""
 
