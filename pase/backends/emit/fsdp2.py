@@ -12,6 +12,7 @@ from pase.backends.emit.torch_styles import (
     gathers_per_run,
     is_small,
     recomputed_units,
+    runs_of_units,
     units_of,
 )
 from pase.backends.registry import BACKENDS, Backend, NotExpressed
@@ -160,7 +161,12 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
     write_atomically(path, text)
     listed, units, owner = gathers_per_run(plan), _gathers_of_units(plan), _owners(plan)
     more = [p for p in style.dims if listed.get(p, 0.0) < units[owner[p]] and not is_small(plan, [p])]
+    shared = {u: n for u, n in runs_of_units(plan).items() if n > 1 and units[u] > 1}
     notes = [
+        *(
+            f"{u} runs {n} times in forward: FSDP2 gathers it for each, and again in backward, the plan once in either"
+            for u, n in shared.items()
+        ),
         f"{len(style.whole)} small parameters that the plan keeps whole are sharded, too"
         if style.whole
         else "",

@@ -8,6 +8,7 @@ next to nothing beyond what that style sends.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -29,6 +30,7 @@ __all__ = [
     "gathers_per_run",
     "is_small",
     "recomputed_units",
+    "runs_of_units",
     "tensor_style",
     "units_of",
 ]
@@ -254,6 +256,16 @@ def gathers_per_run(plan: PlanData) -> dict[str, float]:
             path = c.source.partition(":copy")[0]
             out[path] = max(out.get(path, 0.0), c.times / runs[c.node])
     return out
+
+
+def runs_of_units(plan: PlanData) -> dict[str, int]:
+    """Numbered module -> how often the step calls it: as often as any of its weights is multiplied. Layers that share
+    their weights (ALBERT's) are one module that is called for each."""
+    products = Counter(m[1] for n in plan.nodes if (m := re.match(r"(.+):dot(~\d+)?$", n.name)))
+    return {
+        u: max((n for path, n in products.items() if path.startswith(f"{u}.")), default=1)
+        for u in units_of(plan)
+    }
 
 
 def recomputed_units(plan: PlanData, target: str) -> dict[str, RecomputeKind]:

@@ -256,11 +256,17 @@ def _gathered_again_choices(
         return (False, True)
     if runs and trained:
         return (True,)
+    model, compiler = (
+        f"'{traced.graph.name}'",
+        f"the {traced.frontend} frontend, whose compiler keeps what is gathered",
+    )
     raise PaseError(
-        f"it needs a loss in PyTorch, but '{traced.graph.name}' is "
-        + ("not trained" if runs else f"from the {traced.frontend} frontend"),
+        f"it is for a loss that is trained, which {model} is not"
+        if runs
+        else f"it is for PyTorch, but {model} is from {compiler}",
         where="regather='all'",
-        fix="leave it out",
+        fix="leave it out"
+        + ("" if runs else ", or recompute blocks (remat='all'), which gather again what they read"),
     )
 
 

@@ -13,9 +13,12 @@ import pytest
 import pase
 from bench.cases.plans import Case
 from bench.cases.torch_ranks import alone_among, on_ranks
+from pase import machine
 from pase.backends.emit.fsdp2 import source
 from pase.backends.registry import NotExpressed, emit
+from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.problem.variants import Variant
+from pase.frontends import registry
 from pase.ir.blocks import RecomputeKind
 from tests.backends.emit.torch_plans import plan_of
 from tests.backends.torch.models import case
@@ -185,3 +188,29 @@ def test_inputs_may_lie_whole_on_every_rank() -> None:
     plan = plan_of("tower", "fsdp")
     inputs = {path: replace(t, storage=((),) * len(t.shape)) for path, t in plan.inputs.items()}
     assert source(replace(plan, inputs=inputs)) == source(plan)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_module_that_is_called_several_times_is_said_to_be_gathered_for_each(
+    again: bool, tmp_path: Path
+) -> None:
+    """Layers that share their weights are one module. If it stays gathered, it is gathered once, as in the plan."""
+    import torch
+
+    class Shared(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(2))
+
+        def forward(self, x: Any) -> Any:
+            for k in range(6):
+                x = self.layers[k // 3](x).relu()
+            return x.mean()
+
+    with torch.device("meta"):
+        traced = registry.trace(Shared(), torch.empty(8, 256))
+    problem = SplitProblem.of(traced.graph, 4, machine.load("h100x8"), "analytic", "adam")
+    plan = Case(traced=traced, problem=problem.varied(traced, Variant(gathers_again=again))).plan("fsdp")
+    assert plan is not None
+    said = emit(plan, "fsdp2", tmp_path / "fsdp2.py")
+    assert [f"layers.{i} runs 3 times" in said for i in range(2)] == [again] * 2
