@@ -392,15 +392,21 @@ def generate(
     *,
     name: str = "",
     parameters: Parameters | None = None,
+    by_row: bool = False,
 ) -> Tensor:
-    """Generated values (iota, random bits). Every dim may be split; inputs are small and replicated."""
-    dims = parallel_dims(shape)
+    """Generated values (iota, random bits). Every dim may be split; inputs are small and replicated.
+
+    by_row: inputs, such as an array of keys, have the first dims of the result, and are split as these are.
+    """
+    dims, m = parallel_dims(shape), plain_map(shape)
     reads = []
     for k, t in enumerate(inputs):
+        if by_row:
+            reads.append(Read(t, AccessMap(m.walks[: len(t.shape)])))
+            continue
         walks = [() if is_one(s) else (f"r{k}_{i}",) for i, s in enumerate(t.shape)]
         dims |= {f"r{k}_{i}": (s, "replicated") for i, s in enumerate(t.shape) if not is_one(s)}
         reads.append(Read(t, AccessMap.of(*walks)))
-    m = plain_map(shape)
     write = Write(tuple(shape), dtype, m)
     return b.nest(
         name or function.name,

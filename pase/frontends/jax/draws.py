@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pase.frontends.jax.control import on_every_platform
 from pase.frontends.jax.frontend import INLINED, KEPT_WHOLE, TracedJax, inner_jaxpr
+from pase.frontends.jax.rules import draws_by_key
 from pase.frontends.jax.types import Eqn, Jaxpr
 from pase.frontends.jax.versions import opened, source_line
 from pase.frontends.registry import NotInParts
@@ -64,6 +65,7 @@ def draws_of_batch(
     """
     _check_keys(whole, part, differing)
     pairs = list(_pairs(whole, part))
+    _check_generator(whole, part)
     if all(_shape(a) == _shape(b) for (_, a, _), (_, b, _) in pairs):
         return {}
     batch, found = _Batch(whole, cut), dict[Place, BatchDraw]()
@@ -91,6 +93,19 @@ def _check_keys(whole: TracedJax, part: TracedJax, differing: Collection[str]) -
             raise _refused(
                 str(source_line(own) or "an unknown line"),
                 f"it makes {_shape(every)[0]} keys for the whole batch and {_shape(own)[0]} for its own part",
+            )
+
+
+def _check_generator(whole: TracedJax, part: TracedJax) -> None:
+    """Raise NotInParts if a generator draws for all examples by the key of the first one, which a micro-batch may not
+    have."""
+    for (_, every, _), (here, own, _) in _pairs(whole, part, (*_DRAWS, *_MAKE_KEYS)):
+        keys = [tuple(e.invars[0].aval.shape) for e in (every, own)]
+        if keys[0] != keys[1] and not draws_by_key(own):
+            raise NotInParts(
+                f"a micro-batch cannot draw its part of the batch's random numbers at {_line(part, here)}: keys of "
+                f"this generator ({own.invars[0].aval.dtype}) draw for a whole array by its first key",
+                fix="use keys of JAX's default generator, threefry",
             )
 
 

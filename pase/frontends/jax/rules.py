@@ -99,6 +99,13 @@ def _shape(var: Var) -> tuple[Size, ...]:
     return tuple(int(s) if isinstance(s, int) else parse_size(str(s)) for s in var.aval.shape)
 
 
+def draws_by_key(eqn: Eqn) -> bool:
+    """Whether an equation on random keys treats each key of an array by itself. JAX's other generators (rbg) draw for a
+    whole array of keys by its first key."""
+    kinds = {str(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars)}
+    return {k for k in kinds if k.startswith("key<")} == {"key<fry>"}
+
+
 def _dtype(var: Var) -> str:
     text = str(var.aval.dtype)
     return "key" if text.startswith("key<") else text
@@ -470,8 +477,11 @@ def _iota(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[T
 
 @lowers("random_bits", "rng_uniform")
 def _random(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Each of an array of keys, as under jax.vmap, draws a row of its own."""
+    keys, name = _tensors(ins), eqn.primitive.name
+    by_row = draws_by_key(eqn)
     return [
-        nests.generate(b, functions.RANDOM, _shape(v), _dtype(v), _tensors(ins), name=eqn.primitive.name)
+        nests.generate(b, functions.RANDOM, _shape(v), _dtype(v), keys, name=name, by_row=by_row)
         for v in eqn.outvars
     ]
 
@@ -482,13 +492,20 @@ def _debug(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[
     return []
 
 
+@lowers("random_seed", "random_wrap", "random_unwrap", "random_split", "random_fold_in", "random_clone")
+def _keys(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Arithmetic on an array of keys, each by itself, as under jax.vmap. A single key is not split."""
+    (out,), name = eqn.outvars, eqn.primitive.name
+    last = {"random_split": len(eqn.params.get("shape", ())), "random_unwrap": 1}.get(name, 0)
+    lead = _shape(out)[: len(_shape(out)) - last]
+    if not lead or not draws_by_key(eqn):
+        return _small(b, eqn, ins)
+    of_each = [t for t in _tensors(ins) if tuple(t.shape[: len(lead)]) == tuple(lead)]
+    whole = [t for t in _tensors(ins) if t not in of_each]
+    return nests.batched(b, name, of_each, [(_shape(out), _dtype(out))], len(lead), flops=0.0, whole=whole)
+
+
 @lowers(
-    "random_seed",
-    "random_wrap",
-    "random_unwrap",
-    "random_split",
-    "random_fold_in",
-    "random_clone",
     "rng_bit_generator",
     "threefry2x32",
     "empty",

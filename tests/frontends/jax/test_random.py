@@ -47,6 +47,17 @@ def _per_example(params, batch, keys):
     return jnp.mean(jnp.where(keep, h, 0.0) @ params["down"])
 
 
+def _split_per_example(params, batch, keys):
+    """Keys that each example makes of its own, as the layers of a model under jax.vmap do."""
+
+    def one(x, key):
+        first, second = jax.random.split(key)
+        h = jnp.tanh(x @ params["up"]) * jax.random.bernoulli(first, 0.8, (16,))
+        return h * jax.random.uniform(jax.random.fold_in(second, 3), (16,)) @ params["down"]
+
+    return jnp.mean(jax.vmap(one)(batch, keys))
+
+
 def _keys_split_by_the_batch(params, batch, key):
     return _per_example(params, batch, jax.random.split(key, len(batch)))
 
@@ -77,6 +88,8 @@ DRAWN = {
     "a key made of a number": (_by_the_number_of_the_step, 3),
     "weights": (_noisy_weights, KEY),
     "one key per example": (_per_example, jax.random.split(KEY, 16)),
+    "several keys per example": (_split_per_example, jax.random.split(KEY, 16)),
+    "a raw key per example": (_split_per_example, jax.random.split(jax.random.PRNGKey(0), 16)),
 }
 
 
@@ -92,7 +105,8 @@ def model():
 @pytest.mark.parametrize(
     ("case", "lowering"),
     [(case, "annotated") for case in DRAWN]
-    + [(case, "manual") for case in ("a typed key", "another generator", "in a loop", "in rows")],
+    + [(case, "manual") for case in ("a typed key", "another generator", "in a loop", "in rows")]
+    + [(case, "manual") for case in ("one key per example", "a raw key per example")],
 )
 def test_micro_batches_draw_what_the_whole_batch_draws(model, case, lowering):
     loss, key = DRAWN[case]
@@ -103,6 +117,30 @@ def test_micro_batches_draw_what_the_whole_batch_draws(model, case, lowering):
     wanted, by = jax.value_and_grad(loss)(params, batch, key)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, by)
+
+
+@pytest.mark.parametrize("examples", [16, 512])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_keys_that_are_split_with_the_batch_draw_what_the_whole_array_draws(model, examples, impl):
+    """A few keys are gathered. Of many, a device draws with its own, unless the generator draws with the first."""
+    params, batch = model[0], jnp.tile(model[1], (examples // 16, 1))
+    keys = jax.random.split(jax.random.key(0, impl=impl), examples)
+    plan = pase.compile(
+        _split_per_example, params, batch, keys, devices=2, mesh="data=2", constraints={"batch": "data"}
+    )
+    given = plan.jax.device_put(params, batch, keys)
+    assert not given[2].is_fully_replicated
+    value, grads = plan.jax.value_and_grad(lowering="manual")(*given)
+    wanted, by = jax.jit(jax.value_and_grad(_split_per_example))(params, batch, keys)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, by)
+
+
+def test_micro_batches_of_keys_that_draw_by_the_first_key_are_refused(model):
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 16)
+    with pytest.raises(NotInParts, match="by its first key") as e:
+        micro(trace(_per_example, *model, keys), 2)
+    assert "test_random.py" in e.value.what and "threefry" in e.value.fix
 
 
 @pytest.mark.parametrize("of", [_dropped, _in_a_loop])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.ops.draws import bits_at, by_position, drawn, places_in_batch
-from pase.backends.jax.spmd.call import ManualCall
+from pase.backends.jax.spmd.call import ManualCall, split_dims
 from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.frontends.jax.versions import evaluate as plain
 from pase.local.reshard import along, part
@@ -44,7 +44,9 @@ def generated(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
             places, shape = places_in_batch(places, draw, mine), draw.shape
         return [bits_at(call.eqn, ins[0], places, shape)]
     made = plain(call.eqn, ins, call.info) if call.draw is None else drawn(call.eqn, ins, *call.draw)
+    # Where a device has a part of the keys, only the dims that each key draws are whole.
+    rows = split_dims(call, ins) if ins else set()
     return [
-        x if r is None else part(x, r.shape, r.layout, JaxArrays(call.mesh))
+        x if r is None else part(x, r.shape, r.layout.within(lambda d: d not in rows), JaxArrays(call.mesh))
         for x, r in zip(made, call.results, strict=True)
     ]
