@@ -109,7 +109,8 @@ class Analytic:
         if mnk is not None:
             m, n, k = (np.asarray(x, dtype=float) for x in mnk)
             extents = m, n, k
-        return product_s(device, device.products, rate, dtype, flops, nbytes, extents, steady=self.steady)
+        conv = kind == "conv"
+        return product_s(device, rate, dtype, flops, nbytes, extents, window=conv, steady=self.steady)
 
     def _products_s(
         self,
