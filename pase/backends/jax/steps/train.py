@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,7 +62,9 @@ class Training:
 
         mine = kept(trained(params))
         optimizer = optax.with_extra_args_support(self.optimizer)
-        read = {} if loss is None else {"value": loss}
+        takes = inspect.signature(optimizer.update).parameters.values()
+        reads = any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in takes)  # optax.contrib.sam does not
+        read = {"value": loss} if reads and loss is not None else {}
         updates, opt_state = optimizer.update(grads, opt_state, mine, **read)
         return combine(kept(optax.apply_updates(mine, updates)), untrained(params)), opt_state
 

@@ -26,6 +26,10 @@ OPTIMIZERS = {
         {"norm": "slow", "up": "fast", "down": "fast"},
     ),
     "lion": optax.lion(1e-3),
+    # It takes no further arguments, although its type says that it does.
+    "sam": optax.contrib.sam(
+        optax.sgd(0.1, momentum=0.9), optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    ),
     # It reads the loss. No step gains as much as rtol, so the rate falls at every step after the first.
     "plateau": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(0.5, patience=1, rtol=0.9)),
 }
@@ -43,7 +47,8 @@ def test_optimizers(name):
     @jax.jit
     def plain(params, state, x):
         loss, grads = jax.value_and_grad(loss_fn)(params, x)
-        updates, state = optax.with_extra_args_support(optimizer).update(grads, state, params, value=loss)
+        read = {"value": loss} if name == "plateau" else {}
+        updates, state = optimizer.update(grads, state, params, **read)
         return optax.apply_updates(params, updates), state, loss
 
     placed, x = jp.device_put(PARAMS, X, mesh=mesh)
