@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["compile", "rates", "summary"]
 
 PURPOSE = "Plan"
+_OF_PYTORCH = ("ddp", "fsdp2", "torchtitan", "tp-plan")
+"""The programs that run a plan of a PyTorch model, if it was compiled for them."""
 
 
 @compile_options()
@@ -113,7 +115,13 @@ def compile(
             f"{cost_text(e['iteration_s'], 's')} a step, {cost_text(e['exposed_s'], 's')} of it exposed communication",
         )
     if output is not None:
-        console(err=True).print(f"wrote {output}")
+        free = plan.provenance.get("frontend") == "torch" and options.target == "any"
+        also = (
+            f"; plan.torch runs it, and --for one of {', '.join(_OF_PYTORCH)} finds one without pase"
+            if free
+            else ""
+        )
+        console(err=True).print(f"wrote {output}{also}")
     if written is not None:
         console(err=True).print(written)
     strictly(plan.sound, strict)

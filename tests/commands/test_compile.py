@@ -67,3 +67,20 @@ def test_what_does_not_fit_is_a_failure_only_if_asked(
 def test_a_limit_that_nothing_fits_is_a_failure() -> None:
     code, out, error = run("compile", *MODEL, "--memory-limit", "1KiB")
     assert code == 1 and out == "" and error.startswith("Error: ")
+
+
+def module_and_batch() -> tuple[object, ...]:
+    """A PyTorch model, named as users name theirs."""
+    import torch
+
+    with torch.device("meta"):
+        return torch.nn.Linear(16, 16), torch.empty(8, 16), lambda module, x: module(x).square().mean()
+
+
+@pytest.mark.torch
+def test_a_plan_of_a_pytorch_model_says_what_else_can_run_one(tmp_path: Path) -> None:
+    model = ("tests.commands.test_compile:module_and_batch", "--devices", 2, "-o", tmp_path / "layout.json")
+    _, _, said = run("compile", *model)
+    assert "--for one of ddp, fsdp2" in " ".join(said.split())
+    _, _, said = run("compile", *model, "--for", "ddp", "--emit", tmp_path / "ddp.py")
+    assert "--for" not in said and (tmp_path / "ddp.py").exists()
