@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["compile", "rates", "summary"]
 
 PURPOSE = "Plan"
-_OF_PYTORCH = ("ddp", "fsdp2", "torchtitan", "tp-plan")
-"""The programs that run a plan of a PyTorch model, if it was compiled for them."""
+_OF_PYTORCH = "ddp, fsdp2, torchtitan or tp-plan"
+"""The programs for which a PyTorch model can be compiled."""
 
 
 @compile_options()
@@ -117,7 +117,7 @@ def compile(
     if output is not None:
         free = plan.provenance.get("frontend") == "torch" and options.target == "any"
         also = (
-            f"; plan.torch runs it, and --for one of {', '.join(_OF_PYTORCH)} finds one without pase"
+            f"; plan.torch runs it. For a program without pase, compile with --for {_OF_PYTORCH}"
             if free
             else ""
         )

@@ -81,6 +81,6 @@ def module_and_batch() -> tuple[object, ...]:
 def test_a_plan_of_a_pytorch_model_says_what_else_can_run_one(tmp_path: Path) -> None:
     model = ("tests.commands.test_compile:module_and_batch", "--devices", 2, "-o", tmp_path / "layout.json")
     _, _, said = run("compile", *model)
-    assert "--for one of ddp, fsdp2" in " ".join(said.split())
+    assert "compile with --for ddp, fsdp2" in " ".join(said.split())
     _, _, said = run("compile", *model, "--for", "ddp", "--emit", tmp_path / "ddp.py")
     assert "--for" not in said and (tmp_path / "ddp.py").exists()
