@@ -172,7 +172,7 @@ def _check(s: Strategy, text: str, devices: int) -> None:
             where=f"'{text}'",
             fix="leave out dp, or change the number of devices",
         )
-    if s.zero and s.shard == 1 and s.ranks * s.context > 1:
+    if s.zero and s.shard == 1 and s.ranks > 1:
         raise PaseError(
             f"zero={s.zero} needs ranks to split over",
             where=f"'{text}'",

@@ -74,3 +74,12 @@ def test_what_is_left_is_data_parallel():
 def test_what_is_unsound_is_refused(text, says):
     with pytest.raises(PaseError, match=says):
         parse(text, 8)
+
+
+def test_context_parallel_ranks_shard_an_optimizer_among_them() -> None:
+    """Megatron's distributed optimizer shards over data and context parallelism together."""
+    for zero in (1, 3):
+        s = parse(f"cp=8,zero={zero}", 8)
+        assert (s.shard, s.context, s.zero) == (1, 8, zero) and parse(str(s), 8) == s
+    with pytest.raises(PaseError, match="needs ranks to split over"):
+        parse("dp=4,fsdp=1,zero=1", 4)
