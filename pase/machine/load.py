@@ -27,7 +27,7 @@ MachineVersion = Literal["pase.machine/1"]
 SCHEMA: MachineVersion = "pase.machine/1"
 DEFAULT = "h100x8"
 # Fractions of the peak. A CPU's convolutions can exceed 1: its peak was measured with thin matmuls, which are slower.
-_MOST_EFFICIENT = {"matmul": 1.0, "conv": 8.0, "memory": 1.0, "window": 1.0}
+_MOST_EFFICIENT = {"matmul": 1.0, "conv": 8.0, "memory": 1.0, "cast": 1.0, "window": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)

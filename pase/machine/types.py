@@ -209,6 +209,8 @@ class Device:
     efficiency: the fraction of the peak that large work reaches, by kind: "matmul", "conv" (of peak_flops) and "memory"
         (of the memory bandwidth); 1 if absent. "matmul.float8_e4m3fn" is for one dtype only. "window" is the fraction
         of vector_flops that sliding windows (pools) reach; if it is absent, they are priced like other light ops.
+        "cast" is the fraction of the memory bandwidth that casts to eight and four bits reach; if it is absent, it is
+        that of "memory".
     vector_flops: FLOP/s outside the matrix units. None means as slow as the slowest matmul dtype.
     compute_units, tiles: matmul kernels fill the units tile by tile (tile and wave quantization). 0 and empty mean that
         there is no such effect.
@@ -268,6 +270,13 @@ class Device:
     def moved_bytes_per_s(self) -> float:
         """The bytes per second that large copies in the device's memory reach."""
         return self.memory_bandwidth_bytes_per_s * self.efficiency.get("memory", 1.0)
+
+    @property
+    def cast_bytes_per_s(self) -> float:
+        """The bytes per second of casts to eight and four bits."""
+        return self.memory_bandwidth_bytes_per_s * self.efficiency.get(
+            "cast", self.efficiency.get("memory", 1.0)
+        )
 
     def peak(self, dtype: str) -> float:
         """FLOP/s for a dtype. A dtype that is not listed runs at the slowest listed rate, so it is never free."""

@@ -63,6 +63,7 @@ class Part:
     """Seconds of one micro-batch on one device, and bytes.
 
     recompute_s: forward work that backward repeats.
+    once_s: work of a step's first micro-batch alone.
     host_s: the host's launches, in forward and backward.
     elements: parameters on the device, by the axes over which their gradients are summed.
     arrays: the same array by array, in the order of their first use: (axes, elements, number of such arrays).
@@ -81,6 +82,7 @@ class Part:
     host_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
     sent: list[Sent] = field(default_factory=list)
     update_s: float = 0.0
+    once_s: float = 0.0
     elements: dict[tuple[str, ...], float] = field(default_factory=dict)
     arrays: list[tuple[tuple[str, ...], float, float]] = field(default_factory=list)
     largest: float = 0.0
@@ -268,6 +270,9 @@ class _PartsInTheMaking:
             each = w.times * seconds / many
             if w.phase == "update":
                 part.update_s += each
+                continue
+            if w.casts == "weight" and self.program.keeps_cast_weights:
+                part.once_s += each
                 continue
             if n.kind == "matmul":
                 self.product_s.setdefault(n.name, [0.0, 0.0])[w.phase == "backward"] += each * many
@@ -645,11 +650,14 @@ def _priced_work(
         if w.kind == "attention":
             yield w, _attention_s(graph, n, cfg, mesh, w, program, model)
             continue
-        if w.casts == "narrower":
+        if w.casts in ("narrower", "weight"):
             written = 2 * operand_bytes(PRODUCTS_IN[s.precision] or FP8)
             passes = max(program.fp8_passes, 1.0) if s.precision == "nvfp4" else program.fp8_passes
             own, had = (2 * (1 + often) + written for often in (passes, SCALE_PASSES))
             w = replace(w, nbytes=w.nbytes * own / had)
+            device = model.machine.device
+            yield w, float(np.ravel(w.nbytes)[0]) / device.cast_bytes_per_s + device.launch_s
+            continue
         yield w, float(np.ravel(work_price(w, model))[0])
 
 

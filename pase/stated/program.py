@@ -164,6 +164,7 @@ class Program:
     sums_unsplit: stages accumulate gradients that are not summed over devices before the last micro-batch.
     fp8_passes: how often a tensor that is cast to fp8 is read for its scale.
     keeps_fp8: what a product reads in fp8 is kept in fp8 for its backward.
+    keeps_cast_weights: weights are cast to eight or four bits once for all micro-batches of a step.
     reserve_bytes: device memory that the context, libraries and gaps of the allocator take.
     source: the sources of these figures.
     """
@@ -209,6 +210,7 @@ class Program:
     sums_unsplit: bool = False
     fp8_passes: float = 1.0
     keeps_fp8: bool = False
+    keeps_cast_weights: bool = False
     reserve_bytes: float = 0.0
     source: str = ""
 
@@ -369,6 +371,7 @@ for _p in (
         logits=1.0,
         fp8_passes=0.0,
         keeps_fp8=True,
+        keeps_cast_weights=True,
         reserve_bytes=2e9,
         source="fused kernels of Transformer Engine and Apex; --overlap-grad-reduce, --overlap-param-gather, "
         "interleaved sends overlap with compute; buckets: megatron/core/distributed/distributed_data_parallel.py "
@@ -384,7 +387,8 @@ for _p in (
         "the buffer of gradients, reads it for the check, and scales it (read and written). Products add to it "
         "(gradient_accumulation_fusion). empty_gradient: transformer_engine/pytorch/module/base.py, get_dummy_wgrad. "
         "gathered: transformer_engine/pytorch/module/layernorm_linear.py and linear.py cast before they gather "
-        "(gather_along_first_dim), in four bits with a scale for 16 elements, and in backward by rows and by columns",
+        "(gather_along_first_dim), in four bits with a scale for 16 elements, and in backward by rows and by columns. "
+        "keeps_cast_weights: there, is_first_microbatch",
     ),
     Program(
         name="megatron_2021",

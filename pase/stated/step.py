@@ -294,11 +294,14 @@ class StatedStep:
         return {"compute": total - exposed - sent, "between products": sent, "weights and gradients": exposed}
 
     def _update(self, blocks: int, first: bool, last: bool) -> dict[str, float]:
-        """Return the optimizer's update on a rank's shard. With ZeRO-1 and 2, the new weights are then gathered."""
+        """Return the optimizer's update on a rank's shard, and the first micro-batch's own work on the new weights.
+
+        With ZeRO-1 and 2, the new weights are gathered.
+        """
         parts = [(self.parts.block, blocks), (self.parts.first, float(first)), (self.parts.last, float(last))]
         s, p = self.s, self.program
         ways = s.shard * s.context if s.zero else 1
-        seconds = sum(part.update_s * k for part, k in parts) / ways
+        seconds = sum((part.update_s / ways + part.once_s) * k for part, k in parts)
         if p.executor.update_bytes:
             copied = sum(part.parameters * k for part, k in parts) * p.executor.update_bytes / ways
             seconds += self.copying_s(copied)

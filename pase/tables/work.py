@@ -74,8 +74,8 @@ class Work:
         FLOPs grow in a library's kernels: 1 for a matmul, more for a convolution, whose channels are padded. Otherwise
         0.
     windowed: the FLOPs of light ops that slide a window over an operand (pools).
-    casts: whether this work casts operands of a product to the narrower or wider dtype in which the product runs, or
-        gradients back from it.
+    casts: whether this work casts operands of a product to the narrower or wider dtype in which the product runs
+        ("weight": a parameter, to the narrower one), or gradients back from it.
     recompute: whether recomputation repeats this work, so that ``times`` counts it twice.
     """
 
@@ -91,7 +91,7 @@ class Work:
     passes: np.ndarray | float = 0.0
     unaligned: np.ndarray | float = 0.0
     windowed: np.ndarray | float = 0.0
-    casts: Literal["narrower", "wider"] | None = None
+    casts: Literal["narrower", "weight", "wider"] | None = None
     recompute: bool = False
 
     @property
@@ -560,8 +560,11 @@ def _casts(graph: Graph, node: Node, op: Op, cfg: np.ndarray, mesh: Mesh) -> Ite
             t = graph.tensors[a.tensor]
             read = local_bytes(node, t, a, cfg, mesh)
             nbytes = (1 + SCALE_PASSES) * read + 2 * operand_bytes(op.product_dtype) * read / t.itemsize
+            made_by = graph.producer.get(a.tensor)
+            stored = made_by is not None and made_by.kind == "parameter"
             yield replace(
-                _traffic(t.dtype, np.zeros(len(cfg)), nbytes, phase, runs, recompute), casts="narrower"
+                _traffic(t.dtype, np.zeros(len(cfg)), nbytes, phase, runs, recompute),
+                casts="weight" if stored else "narrower",
             )
 
 

@@ -16,7 +16,7 @@ from pase.stated.parts import parts_of
 from pase.stated.place import place
 from pase.stated.program import PROGRAMS
 from pase.stated.strategy import PRODUCTS_IN, parse
-from tests.stated.prices import GRAPH, MODEL, graph_of, price
+from tests.stated.prices import GRAPH, H100, MODEL, graph_of, price
 
 
 def test_the_first_stage_has_the_embedding_and_the_last_one_a_copy_of_a_tied_one():
@@ -83,3 +83,33 @@ def test_what_a_product_casts_is_gathered_as_it_is_cast(precision: str, ways: tu
         ("all_gather", x) for x in (False, True)
     }
     assert cast.last.sent == plain.last.sent
+
+
+def test_weights_are_cast_once_for_all_micro_batches_of_a_step() -> None:
+    s = replace(parse("dp=8,precision=fp8", 8), micro=2, remat="none")
+    graph = in_fp8(GRAPH, PRODUCTS_IN[s.precision] or "")
+    megatron = PROGRAMS["megatron"]
+    once, again = (
+        parts_of(graph, place(graph, s, MODEL), s, replace(megatron, keeps_cast_weights=kept), MODEL).block
+        for kept in (True, False)
+    )
+    assert again.once_s == 0 < once.once_s and once.backward_s == again.backward_s
+    assert again.forward_s - once.forward_s == pytest.approx(once.once_s)
+    # Read once in 16 bits and written twice in eight, as it is and transposed.
+    weights = sum(8 * n for n in (4096 * 4096 * 2, 4096 * 1024 * 2, 4096 * 14336 * 3)) / 2
+    device = H100.device
+    assert once.once_s == pytest.approx(weights / device.moved_bytes_per_s + 7 * device.launch_s, rel=0.01)
+
+
+def test_casts_run_at_their_own_rate_where_the_machine_knows_it() -> None:
+    slow = replace(H100, device=replace(H100.device, efficiency={**H100.device.efficiency, "cast": 0.425}))
+    assert (
+        slow.device.cast_bytes_per_s
+        == 0.5 * H100.device.cast_bytes_per_s
+        == 0.5 * H100.device.moved_bytes_per_s
+    )
+    took = [
+        price("dp=8,precision=fp8", model=costmodels.get("analytic", m), program="megatron").seconds["update"]
+        for m in (H100, slow)
+    ]
+    assert took[1] > took[0]
