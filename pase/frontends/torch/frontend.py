@@ -21,6 +21,7 @@ from pase.frontends.torch.constants import constant_bytes
 from pase.frontends.torch.control import CONTROL
 from pase.frontends.torch.derivatives import check_linear
 from pase.frontends.torch.dtypes import precision_of_products
+from pase.frontends.torch.export.aliases import check_aliases
 from pase.frontends.torch.export.module import TorchProgram, marked_blocks, program_of
 from pase.frontends.torch.lower import TorchLowering, contents_of, live, reads_op
 from pase.frontends.torch.places import check_places
@@ -117,6 +118,7 @@ def trace(
             where=name,
             fix="give one after the module: pase.compile(module, batch, devices=…)",
         )
+    check_aliases(model, name)
     with uncollected():
         made = lowered(program_of(model, batch, loss, reads_op), name, unknown)
     check_places(made.scope, _held(made.program, model), name)
