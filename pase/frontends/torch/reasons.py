@@ -59,6 +59,11 @@ _CTC = (
     "ctc_loss makes a table whose size depends on the lengths of its targets, so it cannot be exported",
     "compute the loss outside of the step, or write its recursion as a loop (scan) over a table of fixed size",
 )
+_CUMULATIVE = (
+    "batch normalization with momentum=None divides by the number of batches that it has seen, a tensor whose value "
+    "does not exist before the model runs",
+    "give it a momentum, such as PyTorch's default of 0.1",
+)
 _MOST_BYTES = 1 << 30
 """Parameters, buffers and batch of at most this size are copied and run, to find all places that cannot be exported."""
 _MOST_PLACES = 8
@@ -119,6 +124,8 @@ def why(name: str, e: Exception, places: Sequence[str], module: Module) -> PaseE
         told = _NUMPY
     if any(f.name == "ctc_loss" and of_pytorch(f.filename) for f in frames):
         told = _CTC
+    elif any(f.name == "forward" and f.filename.endswith("nn/modules/batchnorm.py") for f in frames):
+        told = _CUMULATIVE
     elif told is not None and told in _REASONS.values() and (place := _library_place(frames)):
         checked = place.startswith("distributions/")
         fix = "leave out validate_args=True" if checked else "write what it computes in tensor operations"

@@ -63,6 +63,15 @@ def test_every_place_that_depends_on_the_data_is_listed(capfd: pytest.CaptureFix
         registry.trace(Asks(), torch.ones(4, 4))
 
 
+def test_why_a_cumulative_average_is_not_read() -> None:
+    import torch
+
+    norm = torch.nn.BatchNorm1d(4, momentum=None)
+    with pytest.raises(PaseError, match="momentum=None divides by the number of batches") as e:
+        registry.trace(norm, torch.ones(8, 4), loss=lambda norm, x: norm(x).square().mean())
+    assert "test_reasons.py" in e.value.where and "0.1" in e.value.fix
+
+
 def test_why_ctc_loss_is_not_read() -> None:
     import torch
 
