@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.frontends.jax import leaves as jax_leaves
@@ -22,6 +23,9 @@ from pase.frontends.jax.types import Jaxpr
 from pase.frontends.jax.versions import jaxprs_inside
 from pase.frontends.signature import argument_names
 from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array
 
 __all__ = ["extents", "padded"]
 
@@ -77,7 +81,7 @@ class _PaddedFunction:
 
         leaves, tree = jax.tree.flatten(jax_leaves.arrays(args))
         structs = [
-            jax.ShapeDtypeStruct(self._unpadded(x.shape, shape), x.dtype)
+            jax.ShapeDtypeStruct(self._unpadded(x, shape), x.dtype)
             for x, shape in zip(leaves, self.given, strict=True)
         ]
         shapes = jax.tree.unflatten(tree, structs)
@@ -95,9 +99,11 @@ class _PaddedFunction:
         ]
         return jax_leaves.combine(jax.tree.unflatten(program.out_tree, cut), program.kept_out)
 
-    def _unpadded(self, shape: Sequence[int], given: Sequence[int]) -> tuple[int, ...]:
+    def _unpadded(self, leaf: Array, given: Sequence[int]) -> tuple[int, ...]:
         """A leaf's shape without padding. In a micro-batch, its first dim is a part of the given one."""
-        wide = [self.walk.sizes.get(n, n) for n in given]
+        import jax
+
+        shape, wide = leaf.shape, self.walk.wide(jax.ShapeDtypeStruct(tuple(given), leaf.dtype))
         if any(n != w != r for n, w, r in zip(shape, wide, given, strict=True)):
             raise PaseError(
                 f"a batch of {given[0]} examples, padded to {wide[0]}, cannot be divided into micro-batches",

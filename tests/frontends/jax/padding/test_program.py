@@ -40,3 +40,18 @@ def test_a_program_that_passes_values_on_is_refused() -> None:
     traced = trace(lambda p, s, x: (p, s), ARGS[0], ARGS[0], ARGS[1], mode="step")
     with pytest.raises(PaseError, match="passes values to its next call"):
         padded(traced, {63: 64})
+
+
+def test_a_padded_batch_draws_by_its_own_keys() -> None:
+    """One key per example: keys are not padded, so that the batch's are as many as its examples."""
+
+    def noisy(w: Any, x: Any, keys: Any) -> Any:
+        return jnp.mean(jax.vmap(lambda x, key: jnp.tanh(x @ w) * jax.random.uniform(key, (4,)))(x, keys))
+
+    w, x = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(8, 4), (15, 8)]))
+    keys = jax.random.split(jax.random.key(2), 15)
+    made = padded(trace(noisy, w, x, keys), {15: 16})
+    assert [t.shape for t in made.graph.inputs] == [(16, 8), (15,)]
+    wide = jnp.concatenate([x, jnp.ones((1, 8))])
+    got = jax.jit(jax.extend.core.jaxpr_as_fun(made.jaxpr))(w, wide, keys)  # type: ignore[arg-type]
+    assert jnp.allclose(got[0], noisy(w, x, keys), rtol=1e-5)
