@@ -9,36 +9,31 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from pase.baselines import Baseline, roles
-from pase.compiler.stages.places import Places, places_of
-from pase.costmodels.attention import rate_at_width
-from pase.errors import Infeasible
+from pase.compiler.stages.places import Places
 from pase.ir import Access, Graph, Node, Op
-from pase.ir.blocks import Block, holders, micro_batches_of
-from pase.ir.functions import CAUSAL_ATTENTION
+from pase.ir.blocks import Block, holders
 from pase.ir.precision import FP8, operand_bytes
 from pase.ir.types import LEAF, PRODUCTS
-from pase.machine import CollectiveKind, CostModel, Machine, Mesh
+from pase.machine import CollectiveKind, CostModel
 from pase.memory.residuals import kept
 from pase.plan.error_bar import StepPart, work_kind
-from pase.plan.step import executed_work, launches, saved_by_kernels
-from pase.plan.throughput import step_work
+from pase.plan.step import launches, saved_by_kernels
+from pase.stated.experts import parts_places, sent_to_experts
+from pase.stated.kernels import priced_work
 from pase.stated.place import SECOND
 from pase.stated.program import Program
 from pase.stated.strategy import PRODUCTS_IN, Strategy
-from pase.tables.build import work_price
 from pase.tables.itemize import Collective, collectives
 from pase.tables.layouts import concrete_size, dim_index, shards
-from pase.tables.work import SCALE_PASSES, Phase, Work
+from pase.tables.work import Phase, Work
 
-__all__ = ["Part", "Parts", "Sent", "parts_of", "token_copies"]
-
-_OPTIMIZER = "adam"
+__all__ = ["Part", "Parts", "Sent", "parts_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +125,7 @@ def parts_of(
     written_out: the blocks if no loop runs them; ``block`` is then their mean.
     exchange: prices what sends tokens to experts and back, if another library than that of the other collectives does.
     """
-    places = _places(graph, written_out)
+    places = parts_places(graph, written_out)
     made = _PartsInTheMaking(
         graph=graph,
         placed=placed,
@@ -143,7 +138,7 @@ def parts_of(
     )
     for n in graph.nodes:
         made.add_work(n)
-    if (found := _sent_to_experts(graph, places)) is not None:
+    if (found := sent_to_experts(graph, places)) is not None:
         made.add_around_experts(*found)
     made.add_collectives()
     made.add_parameters()
@@ -264,7 +259,7 @@ class _PartsInTheMaking:
         """Add the node's work, forward and backward, and its kernels' launches."""
         part, many = self.parts[self.places.of(n.name)], self.runs(n.name)
         cfg = self.placed.strategy[n.name][None, :]
-        for w, seconds in _priced_work(
+        for w, seconds in priced_work(
             self.graph, n, cfg, self.placed.mesh, self.strategy, self.program, self.model
         ):
             each = w.times * seconds / many
@@ -549,55 +544,6 @@ class _PartsInTheMaking:
         )
 
 
-def token_copies(graph: Graph, written_out: Sequence[Block], machine: Machine) -> float:
-    """Return how often each token occurs among those that are sent to experts: once for each expert that takes it.
-
-    It is 1 if the graph has no experts, or if it does not tell its tokens (no look-up of an embedding).
-    """
-    tokens = step_work(graph, machine).tokens
-    found = _sent_to_experts(graph, _places(graph, written_out))
-    if found is None or tokens is None:
-        return 1.0
-    node, sent = found
-    op = next(op for op in node.ops if sent in op.reads)
-    width = math.prod(
-        concrete_size(node.space[d].size, node.name) for d in set(sent.map.dims) - set(op.writes[0].map.dims)
-    )
-    elements = concrete_size(graph.tensors[sent.tensor].elements, sent.tensor)
-    return max(elements / (width * tokens / micro_batches_of(graph)), 1.0)
-
-
-def _sent_to_experts(graph: Graph, places: Places) -> tuple[Node, Access] | None:
-    """Return the first product of the block with a separate weight for each part of its operand, as experts have.
-
-    The result is its node and the operand that is not the weight, or None if there is no such product.
-    """
-    stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
-    for n in graph.nodes:
-        for op in n.ops:
-            weights = [a for a in op.reads if a.tensor in stored]
-            if op.kind != "matmul" or len(weights) != 1 or places.of(n.name) != "block":
-                continue
-            others = [a for a in op.reads if a.tensor not in stored]
-            kept = set(weights[0].map.dims) & set(op.writes[0].map.dims)
-            for a in others:
-                if kept & set(a.map.dims):
-                    return n, a
-    return None
-
-
-def _places(graph: Graph, written_out: Sequence[Block]) -> Places:
-    """Return where each node is: before, in or after the loop over layers, or the written-out blocks."""
-    try:
-        return places_of(graph, written_out)
-    except Infeasible as e:
-        raise Infeasible(
-            "it has no equal blocks, which the price of a stated strategy needs: no loop over layers, and no three "
-            "equal layers written out one after the other",
-            where=f"'{graph.name}'",
-        ) from e
-
-
 def _read_by_recompute(graph: Graph, program: Program) -> tuple[set[str], set[str]]:
     """Return the tensors that backward reads in an executor without fusion: (those of products with weights in the
     blocks, all others). A view counts as the tensor that it views."""
@@ -636,53 +582,3 @@ def _spent(n: Node, w: Work, seconds: float) -> StepPart:
     mnk = () if w.mnk is None else tuple(float(np.ravel(size)[0]) for size in w.mnk)
     shape = (mnk, float(np.ravel(w.flops)[0]), float(np.ravel(w.nbytes)[0]))
     return StepPart(kind=kind, shape=shape, seconds=seconds, family=n.kind if kind == "light" else "")
-
-
-def _priced_work(
-    graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, s: Strategy, program: Program, model: CostModel
-) -> Iterator[tuple[Work, float]]:
-    """Yield the node's work on one device as the program's own kernels run it, each piece with its price for one run.
-
-    The program defines what casts to fp8 read. NVFP4 has a scale of the whole tensor, for which the tensor is read once
-    more (Transformer Engine, NVFP4BlockScaling).
-    """
-    for w in executed_work(graph, n, cfg, mesh, model, program.executor, _OPTIMIZER):
-        if w.kind == "attention":
-            yield w, _attention_s(graph, n, cfg, mesh, w, program, model)
-            continue
-        if w.casts in ("narrower", "weight"):
-            written = 2 * operand_bytes(PRODUCTS_IN[s.precision] or FP8)
-            passes = max(program.fp8_passes, 1.0) if s.precision == "nvfp4" else program.fp8_passes
-            own, had = (2 * (1 + often) + written for often in (passes, SCALE_PASSES))
-            w = replace(w, nbytes=w.nbytes * own / had)
-            device = model.machine.device
-            yield w, float(np.ravel(w.nbytes)[0]) / device.cast_bytes_per_s + device.launch_s
-            continue
-        yield w, float(np.ravel(work_price(w, model))[0])
-
-
-def _attention_s(
-    graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, w: Work, program: Program, model: CostModel
-) -> float:
-    """Return the seconds of an attention with the program's own kernel, if the machine knows it.
-
-    With a causal mask and a sharded sequence, all ranks have the same work, because all frameworks assign chunks in
-    pairs (zigzag).
-    """
-    op = next(op for op in n.ops if op.kind == "attention")
-    if op.function is CAUSAL_ATTENTION:
-        queries = op.writes[1].map.walks[1].dims
-        ways = float(shards(cfg, dim_index(n, queries), mesh)[0])
-        w = replace(w, flops=w.flops * (0.5 / (1 - 1 / (2 * ways))))
-    device = model.machine.device
-    known = {k.name: k for k in device.attention_kernels}
-    name = next((name for name in program.attention if name in known), None)
-    seconds = float(np.ravel(work_price(w, model))[0])
-    if name is None or w.mnk is None:
-        return seconds
-    backward = w.phase == "backward"
-    rate = device.peak_of("attention", w.dtype) * float(
-        known[name].at(np.asarray(w.mnk[1]), backward=backward).ravel()[0]
-    )
-    width = float(np.ravel(w.mnk[2])[0])
-    return float(np.ravel(w.flops)[0]) / (rate * rate_at_width(device, width, backward)) + device.launch_s

@@ -16,8 +16,9 @@ from pase.machine import CostModel, Mesh
 from pase.plan.error_bar import ErrorBar, bar_of, is_measured
 from pase.plan.remarks import of_graph
 from pase.plan.throughput import StepWork, Throughput, step_work
+from pase.stated.experts import token_copies
 from pase.stated.memory import RankMemory, rank_memory
-from pase.stated.parts import parts_of, token_copies
+from pase.stated.parts import parts_of
 from pase.stated.place import place, stage_mesh
 from pase.stated.program import Program
 from pase.stated.step import StatedStep

@@ -19,8 +19,9 @@ from pase.frontends import registry
 from pase.frontends.jax.frontend import trace
 from pase.ir import named, simplify
 from pase.stated import price as price_module
+from pase.stated.experts import token_copies
 from pase.stated.model import micro_batch_graph, price_model
-from pase.stated.parts import parts_of, token_copies
+from pase.stated.parts import parts_of
 from pase.stated.place import place
 from pase.stated.price import price_strategy
 from pase.stated.program import PROGRAMS, AroundExperts
