@@ -54,8 +54,9 @@ def price_model(problem: SplitProblem, traced: Traced, s: Strategy, program: Pro
         raise Infeasible(f"a batch of {examples} cannot be read as micro-batches of {samples}", where=str(s))
     traced = ways.micro(traced, examples // samples)
     blocks = ways.blocks_of(traced, marked=True)
-    graph = with_own_rows(micro_batch_graph(traced, 1, s.tensor), s)
-    priced = price_strategy(graph, s, program, problem.model, examples, blocks, doubled=at_once == 1)
+    doubled = at_once == 1
+    graph = with_own_rows(micro_batch_graph(traced, 1, s.tensor), replace(s, data=2) if doubled else s)
+    priced = price_strategy(graph, s, program, problem.model, examples, blocks, doubled=doubled)
     return replace(priced, added=tuple(_added(given, s, marked)))
 
 

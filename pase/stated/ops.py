@@ -10,7 +10,7 @@ from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.resolve import traced_model
 from pase.errors import PaseError
 from pase.stated.model import micro_batch_graph
-from pase.stated.place import place
+from pase.stated.place import numbers_heads, place
 from pase.stated.strategy import parse
 from pase.tables.itemize import Collective, LocalWork, collectives, local_work
 
@@ -75,5 +75,7 @@ def stated_ops(model: str, strategy: str, machine: str | None = None) -> StatedO
         strategy=strategy,
         work=local_work(graph, placed.mesh, placed.strategy, problem.model),
         parameters=frozenset(n.name for n in parameters),
-        between=tuple(c for c in every if c.tensor not in stored),
+        between=tuple(
+            c for c in every if c.tensor not in stored and not (s.heads and numbers_heads(graph, c))
+        ),
     )

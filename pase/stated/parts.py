@@ -26,7 +26,7 @@ from pase.plan.error_bar import StepPart, work_kind
 from pase.plan.step import launches, saved_by_kernels
 from pase.stated.experts import parts_places, sent_to_experts
 from pase.stated.kernels import priced_work
-from pase.stated.place import SECOND
+from pase.stated.place import SECOND, numbers_heads
 from pase.stated.program import Program
 from pase.stated.strategy import PRODUCTS_IN, Strategy
 from pase.tables.itemize import Collective, collectives
@@ -183,10 +183,13 @@ class _PartsInTheMaking:
     def products(self) -> Mapping[str, int]:
         """For each product, the number of products that precede it in its block or loop."""
         seen: Counter[object] = Counter()
-        out = {}
+        out, layer = {}, 0
         for n in self.graph.nodes:
+            if n.name in self.before and n.kind == "attention":
+                layer += 1
             if n.kind in ("matmul", "conv"):
-                around = (n.main.loops, *sorted(self.places.numbers.get(n.name, ())))
+                of_before = layer if n.name in self.before else 0
+                around = (n.main.loops, of_before, *sorted(self.places.numbers.get(n.name, ())))
                 out[n.name] = seen[around]
                 seen[around] += 1
         return out
@@ -216,16 +219,41 @@ class _PartsInTheMaking:
         return out
 
     @cached_property
+    def before(self) -> frozenset[str]:
+        """The nodes of layers before the equal blocks, such as those without experts before those with them.
+
+        They make what the first block passes on. An encoder does not: its result is read by all blocks of the decoder.
+        """
+        sources: dict[str, list[str]] = {}
+        for e in self.graph.edges:
+            if self.places.of(e.src) == "first":
+                sources.setdefault(e.dst, []).append(e.src)
+        carries = [
+            n.name for n in self.graph.nodes if n.kind == "carry" and self.places.of(n.name) == "block"
+        ]
+        read_once = [t for ts in sources.values() for t in ts if self.places.numbers.get(t) == {0}]
+        waiting = [t for name in carries for t in sources.get(name, ())] if carries else read_once
+        found = set[str]()
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found.add(name)
+                waiting += sources.get(name, ())
+        found = {name for name in found if self.graph.node[name].kind != "parameter"}
+        return frozenset(found if any(self.graph.node[t].kind == "attention" for t in found) else ())
+
+    @property
     def layers_before(self) -> int:
-        """The number of layers before the equal blocks, such as those without experts before those with them."""
-        return sum(n.kind == "attention" and self.places.of(n.name) == "first" for n in self.graph.nodes)
+        return sum(self.graph.node[name].kind == "attention" for name in self.before)
+
+    def in_layer(self, node: str) -> bool:
+        """Whether recomputation may repeat the node."""
+        return self.places.of(node) == "block" or node in self.before
 
     def recompute_part(self, n: Node, heavy: bool) -> float:
         """Return the fraction of a node's forward work that backward repeats."""
-        s, at = self.strategy, self.places.of(n.name)
-        if at != "block" and not (at == "first" and self.layers_before):
-            return 0.0
-        if n.kind in ("parameter", "carry", "copy") or s.remat in (None, "none"):
+        s = self.strategy
+        if n.kind in ("parameter", "carry", "copy") or s.remat in (None, "none") or not self.in_layer(n.name):
             return 0.0
         return 1.0 if s.remat == "full" else self.program.selective(self.graph, n, heavy, self.products)
 
@@ -362,7 +390,7 @@ class _PartsInTheMaking:
             if c.tensor in stored and c.phase == "backward":
                 self.summed[graph.producer[c.tensor].name] = axes
                 continue
-            if self.strategy.heads and "model" in axes and self.is_at_attention(c):
+            if self.strategy.heads and numbers_heads(graph, c):
                 continue
             at, many = self.places.of(c.node), self.runs(c.node)
             own = at == "block" and c.tensor in sorted_ - stored
@@ -389,14 +417,6 @@ class _PartsInTheMaking:
                     else self.recompute_part(graph.node[c.node], True),
                 )
             )
-
-    def is_at_attention(self, c: Collective) -> bool:
-        """Whether the collective moves what an attention reads or makes.
-
-        If heads are sharded over tensor and context parallelism, a device's heads are some of its tensor rank's. The
-        graph's layouts number heads by the context rank first, so they move heads between tensor ranks, too.
-        """
-        return any(self.graph.node[name].kind == "attention" for name in (c.node, c.source))
 
     def cast_bytes(self, c: Collective) -> float | None:
         """Return the bytes of an element that is gathered as a product casts it; None if it is not cast before."""
@@ -498,7 +518,7 @@ class _PartsInTheMaking:
 
     def stays(self, n: Node) -> bool:
         """Whether selective recomputation keeps the results of this node's products or attention."""
-        inside = n.kind in PRODUCTS and self.places.of(n.name) == "block"
+        inside = n.kind in PRODUCTS and self.in_layer(n.name)
         return self.strategy.remat == "selective" and inside and not self.recompute_part(n, True)
 
     def chosen(self) -> set[str]:
@@ -513,7 +533,7 @@ class _PartsInTheMaking:
         seen, left = set[str](), list(wanted if chosen else ())
         while left:
             t = left.pop()
-            if t in seen or t not in makers or self.places.of(makers[t][0].name) != "block":
+            if t in seen or t not in makers or not self.in_layer(makers[t][0].name):
                 continue
             seen.add(t)
             if t in chosen:

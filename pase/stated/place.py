@@ -16,9 +16,10 @@ from pase.ir import Graph, Node
 from pase.machine import CostModel, Mesh
 from pase.once import once
 from pase.stated.strategy import Strategy
+from pase.tables.itemize import Collective
 from pase.tables.layouts import NOT_SPLIT
 
-__all__ = ["SECOND", "place", "stage_mesh"]
+__all__ = ["SECOND", "numbers_heads", "place", "stage_mesh"]
 
 
 SECOND = "second"
@@ -78,6 +79,12 @@ def _refuse(graph: Graph, r: Roles, s: Strategy) -> None:
     need(s.tensor, r.tensor, "heads, hidden units and vocabularies")
     need(s.context, r.sequence, "sequence dims")
     need(s.expert, r.experts, "expert dims")
+    if s.heads and not any(n.kind == "attention" for n in graph.nodes):
+        raise Infeasible(
+            "a2a exchanges positions for heads around fused attention, and the model writes its scores out",
+            where=f"{s} on '{graph.name}'",
+            fix="use fused attention (jax.nn.dot_product_attention, scaled_dot_product_attention), or leave out a2a",
+        )
     for n in graph.nodes if s.heads else ():
         if n.kind == "attention":
             heads = [int(list(n.space)[i].size) for i in _heads_of_keys(r, n)]
@@ -87,6 +94,15 @@ def _refuse(graph: Graph, r: Roles, s: Strategy) -> None:
                     where=f"{s} on '{graph.name}'",
                     fix="use smaller cp, or leave out a2a",
                 )
+
+
+def numbers_heads(graph: Graph, c: Collective) -> bool:
+    """Whether a collective around an attention whose heads context parallelism shards (``a2a``) only numbers them anew.
+
+    A device's heads are some of its tensor rank's, whatever their numbers. The graph's layouts number heads by the
+    context rank first, so they move heads between tensor ranks, too.
+    """
+    return "model" in c.axes and any(graph.node[name].kind == "attention" for name in (c.node, c.source))
 
 
 def _heads_of_keys(r: Roles, attention: Node) -> list[int]:
@@ -141,16 +157,11 @@ class _Allowed:
     def _sequence(self, node: Node, cfg: np.ndarray, axis: int) -> np.ndarray:
         """Split the sequence over the axis, if the node has a sequence dim that may be split.
 
-        With ``heads``, attention splits its heads instead, and so do scores and what is computed of them.
+        With ``heads``, attention splits its heads instead.
         """
         positions = self.r.dims(node, self.r.sequence)
-        if self.heads and (node.kind == "attention" or len(positions) > 1):
-            fused = node.kind == "attention"
-            on = only(
-                cfg, [axis], _heads_of_keys(self.r, node) if fused else self.r.dims(node, self.r.tensor)
-            )
-            if on.any():
-                return on
+        if self.heads and node.kind == "attention":
+            return only(cfg, [axis], _heads_of_keys(self.r, node))
         on = only(cfg, [axis], positions)
         return on if on.any() else only(cfg, [axis], free(node))
 

@@ -209,14 +209,16 @@ class StatedStep:
         how, units = self.program.decomposition, self.model.machine.device.compute_units
         part_after = 1 / self.s.tensor if how.after is None else how.after
         scattered = [(c, now) for c, now in sent if c.kind == "reduce_scatter"]
-        after = {c: now * part_after for c, now in scattered if not c.backward}
+        after = [
+            now * part_after if c.kind == "reduce_scatter" and not c.backward else 0.0 for c, now in sent
+        ]
         # Each waits for its own products only, as often as it is repeated with them.
         waited = sum(
-            max(now - c.beside_s * now / c.seconds, after.get(c, 0.0)) for c, now in sent if c.seconds
+            max(now - c.beside_s * now / c.seconds, chunk)
+            for (c, now), chunk in zip(sent, after, strict=True)
+            if c.seconds
         )
-        held = (sum(now for _, now in scattered) - sum(after.values())) * (
-            how.units / units if units else 0.0
-        )
+        held = (sum(now for _, now in scattered) - sum(after)) * (how.units / units if units else 0.0)
         added = 0.0
         if how.summed:  # this reads a chunk from each rank and writes one
             nbytes = sum(c.nbytes * c.times * now / c.seconds for c, now in scattered if c.seconds)
@@ -323,11 +325,10 @@ class StatedStep:
         """Return a pipelined step. Weights are gathered once. Gradients are summed once, after the last backward."""
         s, p, m = self.s, self.program, self.micro_batches
         layers = stage_layers(self.parts.blocks, s.pipeline, p.stage_ends, self.parts.layers_before)
-        forward, backward = [], []
-        for i, n in enumerate(layers):
-            ends = i == 0, i == len(layers) - 1
-            forward.append(self.pass_s(False, n, *ends, gathers=False, sums=False)[0])
-            backward.append(self.pass_s(True, n, *ends, gathers=False, sums=False)[0])
+        ends = [(n, i == 0, i == len(layers) - 1) for i, n in enumerate(layers)]
+        forward, backward = (
+            [self.pass_s(back, *end, gathers=False, sums=False)[0] for end in ends] for back in (False, True)
+        )
         schedule = s.schedule or ("interleaved" if s.chunks > 1 else "1f1b")
         pipe = pipelined(
             forward,
@@ -338,11 +339,13 @@ class StatedStep:
             schedule,
             sends_overlap=p.sends_overlap and schedule == "interleaved",
         )
-        n = max(layers)
         slowest = max(f + b for f, b in zip(forward, backward, strict=True))
-        each = [self.sum_s(bucket) for bucket in self.summed(n, True, False)]
-        window = backward[0] if p.sums_overlap else 0.0
-        sums = max(sum(each) - window, each[-1]) + self.tied_s()
+        after = [
+            (self._sums_after_s(*end, window), self._update(*end))
+            for end, window in zip(ends, backward, strict=True)
+        ]
+        sums, update = max(after, key=lambda stage: stage[0] + sum(stage[1].values()))
+        n = max(layers)
         gathers = n * self.gather_s(self.parts.block)
         gathers = max(gathers - forward[0], self.gather_s(self.parts.block)) if p.prefetches[0] else gathers
         sent = m * n * sum(self.sent_s(self.parts.block, back) for back in (False, True))
@@ -350,9 +353,14 @@ class StatedStep:
             "compute": m * slowest - sent,
             "between products": sent,
             "pipeline": pipe.step_s - m * slowest,
-            "weights and gradients": sums + gathers,
+            "weights and gradients": sums + self.tied_s() + gathers,
         }
-        return seconds | self._update(n, True, False), pipe
+        return seconds | update, pipe
+
+    def _sums_after_s(self, blocks: int, first: bool, last: bool, backward_s: float) -> float:
+        """Return the seconds by which a stage's sums of gradients outlast the last micro-batch's backward."""
+        each = [self.sum_s(bucket) for bucket in self.summed(blocks, first, last)]
+        return max(sum(each) - (backward_s if self.program.sums_overlap else 0.0), each[-1])
 
     def send_s(self) -> float:
         """Return the seconds to send one micro-batch's activations to the next stage once."""
@@ -397,8 +405,8 @@ class StatedStep:
     @property
     def recompute_s(self) -> float:
         """The seconds of a step in which a device computes again what it did not keep."""
-        blocks = self.parts.blocks / self.s.pipeline
-        return self.micro_batches * blocks * self.parts.block.recompute_s
+        again = sum(part.recompute_s * k for part, k in self._counted(self.parts.blocks))
+        return self.micro_batches * again / self.s.pipeline
 
     def collectives_s(self) -> dict[str, float]:
         """Return the seconds of every collective of a step, hidden or not, by purpose."""

@@ -144,6 +144,27 @@ def test_dense_layers_before_the_mixtures_are_layers_of_the_first_stage():
     assert parts_of(GRAPH, place(GRAPH, s, MODEL), s, MEGATRON, MODEL).first.recompute_s == 0
 
 
+def test_a_stage_with_layers_before_updates_its_own_layers_only():
+    """Of three stages of two layers, the first has two dense ones: no stage updates more than its own."""
+    dense, even = graph_of(dense=(2, 1024), batch=3), graph_of(batch=3)
+    program = replace(MEGATRON, whole_passes=0.0, executor=replace(MEGATRON.executor, update_bytes=0.0))
+    s = replace(parse("pp=3", 3), micro=3, remat="none")
+    took = {}
+    for name, graph in (("dense", dense), ("even", even)):
+        run = price_strategy(graph, s, program, MODEL, 3)
+        parts = parts_of(graph, place(graph, s, MODEL), s, program, MODEL)
+        ends = parts.last.update_s, parts.first.update_s
+        stages = [
+            parts.first.update_s,
+            2 * parts.block.update_s,
+            2 * parts.block.update_s + parts.last.update_s,
+        ]
+        if name == "even":
+            stages[0] += 2 * parts.block.update_s
+        assert min(ends) > 0 and run.seconds["update"] == pytest.approx(max(stages))
+        took[name] = run.seconds["update"]
+
+
 @pytest.mark.parametrize("latent", [None, LATENT["kimi"]], ids=["grouped", "latent"])
 def test_a_token_is_sent_once_for_each_of_its_experts_and_comes_back(latent):
     graph = graph_of(latent)

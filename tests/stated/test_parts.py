@@ -113,3 +113,33 @@ def test_casts_run_at_their_own_rate_where_the_machine_knows_it() -> None:
         for m in (H100, slow)
     ]
     assert took[1] > took[0]
+
+
+def test_an_encoder_is_no_layer_before_the_decoder_s() -> None:
+    """All blocks of the decoder read its result, so it does not lead to the first of them alone."""
+    import jax
+    import jax.numpy as jnp
+
+    def attend(q: jax.Array, x: jax.Array) -> jax.Array:
+        heads = [jnp.reshape(t, (*t.shape[:2], 4, 64)) for t in (q, x, x)]
+        return jnp.reshape(jax.nn.dot_product_attention(*heads, implementation="cudnn"), q.shape)
+
+    def loss(p: dict[str, jax.Array], source: jax.Array, target: jax.Array) -> jax.Array:
+        x = source
+        for w in p["encoder"]:
+            x = x + attend(x @ w, x)
+
+        def layer(y: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return y + attend(y @ w, x), None
+
+        y, _ = jax.lax.scan(layer, target, p["decoder"])
+        return jnp.mean(y**2)
+
+    f = jax.ShapeDtypeStruct
+    p = {"encoder": f((2, 256, 256), jnp.bfloat16), "decoder": f((4, 256, 256), jnp.bfloat16)}
+    batch = f((16, 64, 256), jnp.bfloat16), f((16, 32, 256), jnp.bfloat16)
+    graph = named(simplify(trace(loss, p, *batch).graph))
+    s = replace(parse("dp=8", 8), micro=2, remat="full")
+    parts = parts_of(graph, place(graph, s, MODEL), s, PROGRAMS["megatron"], MODEL)
+    assert (parts.layers_before, parts.blocks) == (0, 4)
+    assert parts.first.kept == parts.first.saved > 0 == parts.first.recompute_s

@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from pase import zoo
 from pase.costmodels.analytic import Analytic
 from pase.errors import Infeasible, PaseError
+from pase.frontends.jax.frontend import trace
+from pase.ir import named, simplify
 from pase.plan.step import COMPILED, step_time
 from pase.stated.parts import parts_of
 from pase.stated.place import place
@@ -99,6 +102,10 @@ def test_ranks_that_share_a_sequence_exchange_its_positions_for_heads():
         price("cp=8,tp=2,a2a", devices=16)
     with pytest.raises(PaseError, match="needs cp=N"):
         parse("dp=8,a2a", 8)
+    m = zoo.get("llama3_8b", batch=16, seq=512, layers=4, attention="plain", remat=0)
+    plain = named(simplify(trace(m.loss_fn, m.params, m.batch).graph))
+    with pytest.raises(Infeasible, match="around fused attention"):
+        price("dp=2,cp=4,a2a", graph=plain)
 
 
 @pytest.mark.parametrize("how", ["tp=8", "tp=8,sp", "tp=4,cp=2,sp"])

@@ -103,6 +103,8 @@ def test_a_collective_during_products_runs_during_its_own():
         waited = run.decomposed_s([(c, c.seconds) for c in own])
         assert waited == pytest.approx(sum(max(c.seconds - c.beside_s, 0.0) for c in own))
         assert waited > max(sum(c.seconds for c in own) - sum(c.beside_s for c in own), 0.0)
+        # Layers written out have equal collectives, each of which waits.
+        assert run.decomposed_s([(c, c.seconds) for c in own] * 3) == pytest.approx(3 * waited)
     # The products of forward, each of which feeds or follows one of its collectives, and as many of backward.
     whole = [sum(c.beside_s for c in block.sent if c.backward == b) for b in (False, True)]
     assert whole[1] == pytest.approx(whole[0], rel=0.1)
