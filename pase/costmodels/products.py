@@ -47,7 +47,7 @@ _SQUARES = _Division(64, 64, (1, 2, 4, 8, 16, 32))
 _SQUARES_OF_TF32 = _Division(64, 256, (1, 2, 4))
 """Kernels of TF32 have larger parts and hardly divide a contraction. On an H100, this prices 42 products with a median
 error of 13%, where ``_SQUARES`` does with 28%, and with 40 to 70% those of few squares and a long contraction, as
-weights' gradients are. Convolutions do divide theirs."""
+weights' gradients are. Convolutions do divide theirs. Other cards are assumed to do as an H100 does."""
 
 ROW_BYTES = 128
 """The bytes of an operand's row that a unit multiplies at a time: the widest swizzle of shared memory."""

@@ -16,10 +16,10 @@ def test_stacked_layers_pass_their_state_on():
     for f in layers.flows:
         if f.dst == "reduce@layer_norm":
             into[f.src] += f.times
-    assert into == {"map@gpt.loss_fn": 1, "map@feed_forward": 11}
+    assert into == {"map@gpt.embed": 1, "map@feed_forward": 11}
     read = {f.dst: f.src for f in layers.flows}
     # Looked up, cast, summed.
-    assert read["map@gpt.loss_fn"] == "map@lookup" and read["map@lookup"] == "wte:take"
+    assert read["map@gpt.embed"] == "map@lookup" and read["map@lookup"] == "wte:take"
     assert [f.src for f in layers.flows if f.dst == "reduce@layer_norm~3"] == ["map@feed_forward"]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.frontends.jax.types import Eqn
-from pase.frontends.jax.versions import is_dropped, opened, pulled_back, tangents_of
+from pase.frontends.jax.versions import is_dropped, opened, pulled_back, tangents_of, values_around
 from pase.ir.types import is_floating
 from pase.ops import rules
 
@@ -66,7 +66,7 @@ def lower_with_rule(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
 
 def check_jvp_rule(lower: _JaxLowering, eqn: Eqn) -> None:
     """Raises PaseError for a ``jax.custom_jvp`` whose rule will run and reads a value of the function around it."""
-    around = eqn.params["num_consts"]  # only a function that reads such a value has any
+    around = values_around(eqn)
     wrt = [
         i >= around and (t := lower.read(v)) is not None and t.needs_grad for i, v in enumerate(eqn.invars)
     ]

@@ -61,6 +61,7 @@ __all__ = [
     "tangents_of",
     "threefry",
     "value_of",
+    "values_around",
     "without_dead_code",
     "written_as",
 ]
@@ -139,6 +140,12 @@ def scan_groups(eqn: Eqn) -> tuple[int, int]:
         consts, carry, _ = p["ft_in"].unpack()
         return len(consts), len(carry)
     return p["num_consts"], p["num_carry"]
+
+
+def values_around(rule: Eqn) -> int:
+    """The number of a ``jax.custom_jvp``'s operands that its function reads from the function around it."""
+    around: int = rule.params["num_consts"]
+    return around
 
 
 def is_literal(var: Var) -> TypeGuard[LiteralVar]:

@@ -149,7 +149,8 @@ def test_what_is_fixed_stays_fixed():
 def test_what_is_sent_once_is_the_cheapest_where_memory_is_no_constraint(limit):
     """Adding whole unreduced gradients in each micro-batch takes longer here than reducing them each time."""
     o = {"devices": 8, "accumulate": 2, "baselines": False, "memory_limit": limit}
-    plans = {once: pase.compile("zoo:mlp", once=once, **o) for once in ("none", "gathers", "all", "auto")}
+    model = "zoo:mlp?dtype=bfloat16&batch=4096"
+    plans = {once: pase.compile(model, once=once, **o) for once in ("none", "gathers", "all", "auto")}
     assert plans["gathers"].cost < plans["all"].cost
     assert plans["auto"].cost == min(p.cost for p in plans.values())
     assert plans["auto"].once == "gathers"
