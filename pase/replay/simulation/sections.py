@@ -135,99 +135,103 @@ class Sections:
     shapes: dict[int, OpShape]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Labels:
+    """Phase, micro-batch and layer of each task, [tasks]; −1 where they are not known yet."""
+
+    phase: np.ndarray
+    micro: np.ndarray
+    layer: np.ndarray
+
+    @classmethod
+    def unknown(cls, tasks: int) -> _Labels:
+        phase, micro, layer = (np.full(tasks, -1, dtype=np.int64) for _ in range(3))
+        return cls(phase=phase, micro=micro, layer=layer)
+
+
 def sections(t: Timeline, g: DataflowGraph) -> Sections:
     """Returns the sections of the first rank. Raises Infeasible, with the reason, if the trace does not show them."""
     rank = g.ranks[0]
     mine = g.rank == rank
     order = replay_graph(g).order
     order = order[mine[order]]
-    if t.compiled:
-        return _of_program(t, g, rank, order)
-    call_of = {op: c for op, c in launching_calls(g).items() if mine[op]}
-    ops_of: dict[int, list[int]] = defaultdict(list)
-    for op, c in call_of.items():
-        ops_of[c].append(op)
-    main = int(g.device[g.root[rank]]) if rank in g.root else -1
-    launching = [c for c in order.tolist() if c in ops_of]
-    if main < 0 or all(int(g.device[c]) == main for c in launching):
+    launched = {} if t.compiled else _launched(g, order, rank)
+    shapes = {i: s for i, s in op_shapes(t, g).items() if mine[i]}
+    product = {i: k for i, s in shapes.items() if (k := product_of(s)) is not None}
+    if not product and t.compiled:
         raise Infeasible(
-            "the trace does not distinguish forward from backward",
-            fix="give a PyTorch trace, in which a separate thread launches backward, or an .xplane.pb of jax.profiler, "
-            "which contains the compiled program",
+            "the compiled program in the trace has no matrix product, so its layers cannot be found"
         )
-    shapes = op_shapes(t, g)
-    product = {i: k for i, s in shapes.items() if mine[i] and (k := product_of(s)) is not None}
     if not product:
         raise Infeasible(
             "no matrix multiplication in the trace has the shapes of its operands",
             fix="record with record_shapes=True, as pase profile does",
         )
-    phase, micro, layer = (np.full(len(g), -1, dtype=np.int64) for _ in range(3))
-    turns = _micro_batch_of_calls(g, launching, main)
-    for c, (kind, turn) in turns.items():
-        for i in (c, *ops_of[c]):
-            phase[i], micro[i] = kind, turn
-    micro_batches = 1 + max(turn for _, turn in turns.values())
-    layers = _layers(phase, micro, layer, [i for c in launching for i in ops_of[c]], product, micro_batches)
-    for c in launching:
-        layer[c] = layer[ops_of[c][0]]
-    _label_rest(g, order, phase, micro, layer)
+    labels = _Labels.unknown(len(g))
+    if t.compiled:
+        order = _as_in_program(t, g, order, shapes)
+        ops = [i for i in order.tolist() if i in shapes]
+        _label_program(t, g, labels, ops, product)
+    else:
+        ops = [i for launched_ops in launched.values() for i in launched_ops]
+        _label_calls(g, labels, launched, int(g.device[g.root[rank]]))
+    micro_batches = 1 + int(labels.micro[ops].max())
+    layers = _layers(labels, ops, product, micro_batches)
+    for call, launched_ops in launched.items():
+        labels.layer[call] = labels.layer[launched_ops[0]]
+    _label_rest(g, order, labels)
+    kernels = order[on_stream(g.kind[order]) & (g.kind[order] != COLLECTIVE)]
     return Sections(
         rank=rank,
-        phase=phase,
-        micro=micro,
-        layer=layer,
+        phase=labels.phase,
+        micro=labels.micro,
+        layer=labels.layer,
         micro_batches=micro_batches,
         layers=layers,
         order=order,
-        compute=_computes(g, order),
+        compute=int(np.bincount(g.device[kernels], weights=g.duration_ns[kernels]).argmax()),
         product=product,
-        shapes={i: s for i, s in shapes.items() if mine[i]},
+        shapes=shapes,
     )
 
 
-def _computes(g: DataflowGraph, order: np.ndarray) -> int:
-    """Returns the stream with the most work of these tasks."""
-    kernels = order[on_stream(g.kind[order]) & (g.kind[order] != COLLECTIVE)]
-    return int(np.bincount(g.device[kernels], weights=g.duration_ns[kernels]).argmax())
-
-
-def _of_program(t: Timeline, g: DataflowGraph, rank: int, order: np.ndarray) -> Sections:
-    """Returns the sections of a compiled program, which records the part of each op."""
-    mine = set(order.tolist())
-    shapes = {i: s for i, s in op_shapes(t, g).items() if i in mine}
-    product = {i: k for i, s in shapes.items() if (k := product_of(s)) is not None}
-    if not product:
+def _launched(g: DataflowGraph, order: np.ndarray, rank: int) -> dict[int, list[int]]:
+    """Returns launching call → the device ops that it launches, in the order of the calls. Raises Infeasible if all
+    calls are of the program's thread."""
+    ops_of: dict[int, list[int]] = defaultdict(list)
+    for op, call in launching_calls(g).items():
+        if g.rank[op] == rank:
+            ops_of[call].append(op)
+    found = {call: ops_of[call] for call in order.tolist() if call in ops_of}
+    if rank not in g.root or all(g.device[call] == g.device[g.root[rank]] for call in found):
         raise Infeasible(
-            "the compiled program in the trace has no matrix product, so its layers cannot be found"
+            "the trace does not distinguish forward from backward",
+            fix="give a PyTorch trace, in which a separate thread launches backward, or an .xplane.pb of jax.profiler, "
+            "which contains the compiled program",
         )
-    phase, micro, layer = (np.full(len(g), -1, dtype=np.int64) for _ in range(3))
-    order = _as_in_program(t, g, order, shapes)
-    ops = [i for i in order.tolist() if i in shapes]
+    return found
+
+
+def _label_calls(g: DataflowGraph, labels: _Labels, launched: dict[int, list[int]], main: int) -> None:
+    """Sets the phase and the micro-batch of calls and of what they launch. main: the program's thread."""
+    for call, (phase, turn) in _micro_batch_of_calls(g, list(launched), main).items():
+        for i in (call, *launched[call]):
+            labels.phase[i], labels.micro[i] = phase, turn
+
+
+def _label_program(
+    t: Timeline, g: DataflowGraph, labels: _Labels, ops: list[int], product: dict[int, ProductKey]
+) -> None:
+    """Sets the phase and the micro-batch of the ops of a compiled program, which records the part of each op."""
     for i in ops:
-        phase[i] = StepPhase[t.compiled[g.task_name(i)].part.upper()]
-    if not any(phase[i] == StepPhase.BACKWARD for i in product):
+        labels.phase[i] = StepPhase[t.compiled[g.task_name(i)].part.upper()]
+    if not any(labels.phase[i] == StepPhase.BACKWARD for i in product):
         raise Infeasible(
             "by the names that JAX gives its ops, no matrix product of the compiled program is in backward, so it is "
             "not a training step",
             fix="trace a training step",
         )
-    micro[ops] = _micro_batch_of_ops(phase[ops], np.isin(ops, list(product)))
-    micro_batches = 1 + int(micro[ops].max())
-    layers = _layers(phase, micro, layer, ops, product, micro_batches)
-    _label_rest(g, order, phase, micro, layer)
-    return Sections(
-        rank=rank,
-        phase=phase,
-        micro=micro,
-        layer=layer,
-        micro_batches=micro_batches,
-        layers=layers,
-        order=order,
-        compute=_computes(g, order),
-        product=product,
-        shapes=shapes,
-    )
+    labels.micro[ops] = _micro_batch_of_ops(labels.phase[ops], np.isin(ops, list(product)))
 
 
 def _as_in_program(t: Timeline, g: DataflowGraph, order: np.ndarray, ops: dict[int, OpShape]) -> np.ndarray:
@@ -280,18 +284,11 @@ def _micro_batch_of_calls(
     return out
 
 
-def _layers(
-    phase: np.ndarray,
-    micro: np.ndarray,
-    layer: np.ndarray,
-    ops: list[int],
-    product: dict[int, ProductKey],
-    micro_batches: int,
-) -> int:
+def _layers(labels: _Labels, ops: list[int], product: dict[int, ProductKey], micro_batches: int) -> int:
     """Sets the layers of the device's ops, which are given in order. Returns the number of layers."""
     sequence: dict[tuple[int, int], list[int]] = defaultdict(list)
     for i in ops:
-        sequence[int(phase[i]), int(micro[i])].append(i)
+        sequence[int(labels.phase[i]), int(labels.micro[i])].append(i)
     counts = [Counter(product[i] for i in v if i in product) for (p, _), v in sequence.items() if not p]
     if len(counts) != micro_batches or any(c != counts[0] for c in counts):
         raise Infeasible(
@@ -307,7 +304,7 @@ def _layers(
         for i, turn in zip(ops, turns, strict=True):
             if turn is not None and p != StepPhase.UPDATE:
                 at = layers - 1 - turn if back else turn
-            layer[i] = at
+            labels.layer[i] = at
     return layers
 
 
@@ -339,23 +336,19 @@ def _repeats(keys: list[ProductKey]) -> int:
     return best
 
 
-def _label_rest(
-    g: DataflowGraph, order: np.ndarray, phase: np.ndarray, micro: np.ndarray, layer: np.ndarray
-) -> None:
+def _label_rest(g: DataflowGraph, order: np.ndarray, labels: _Labels) -> None:
     """Labels host work, and calls that launch nothing, like the next launch of their thread, or else like the last."""
     for d in np.unique(g.device[order]).tolist():
         here = order[g.device[order] == d]
-        known = np.flatnonzero(phase[here] >= 0)
+        known = np.flatnonzero(labels.phase[here] >= 0)
         if not len(known):
-            phase[here], micro[here], layer[here] = StepPhase.UPDATE, 0, 0
+            labels.phase[here], labels.micro[here], labels.layer[here] = StepPhase.UPDATE, 0, 0
             continue
         # On a stream, an op that has no launch (an inserted collective) gets the labels of the previous op.
-        side = np.searchsorted(known, np.arange(len(here)), side="left")
-        side = (
-            side
-            if g.devices[d].kind == "thread"
-            else np.searchsorted(known, np.arange(len(here)), "right") - 1
-        )
+        if g.devices[d].kind == "thread":
+            side = np.searchsorted(known, np.arange(len(here)), "left")
+        else:
+            side = np.searchsorted(known, np.arange(len(here)), "right") - 1
         nearest = known[np.clip(side, 0, len(known) - 1)]
-        for x in (phase, micro, layer):
+        for x in (labels.phase, labels.micro, labels.layer):
             x[here] = x[here[nearest]]
