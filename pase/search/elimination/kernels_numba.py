@@ -114,9 +114,13 @@ def min_plus(left: np.ndarray, right: np.ndarray, threads: int = 1) -> np.ndarra
     return out
 
 
-@jit("void(float64[::1], int32[::1], int32[::1], float64[:,::1], float64[:,::1], int64, int64)")
-def _segment_min(base, segment, rows, table, out, lo, hi):
+_PART = "Tuple((int32[::1], float64[:,::1]))"
+
+
+@jit(f"void(float64[::1], int32[::1], {_PART}, float64[:,::1], int64, int64)")
+def _segment_min(base, segment, part, out, lo, hi):
     # Columns lo … hi, in blocks that stay in cache while configs are processed.
+    rows, table = part
     for q0 in range(lo, hi, _SEGMENT_BLOCK):
         q1 = min(q0 + _SEGMENT_BLOCK, hi)
         for s in range(out.shape[0]):
@@ -131,11 +135,10 @@ def _segment_min(base, segment, rows, table, out, lo, hi):
                 o[q] = s0 if s0 < o[q] else o[q]
 
 
-@jit(
-    "void(float64[::1], int32[::1], int32[::1], float64[:,::1], int32[::1], float64[:,::1], "
-    "float64[:,::1], int64, int64)"
-)
-def _segment_min_2(base, segment, rows, table, more, other, out, lo, hi):
+@jit(f"void(float64[::1], int32[::1], {_PART}, {_PART}, float64[:,::1], int64, int64)")
+def _segment_min_2(base, segment, part, another, out, lo, hi):
+    rows, table = part
+    more, other = another
     for q0 in range(lo, hi, _SEGMENT_BLOCK):
         q1 = min(q0 + _SEGMENT_BLOCK, hi)
         for s in range(out.shape[0]):
@@ -162,16 +165,15 @@ def segment_min(
 
     base: float64 [K]. segment: int32 [K]. parts: one or two (rows int32 [K], table float64 [R, Q]).
     """
-    (rows, table), *rest = parts
-    columns = table.shape[1]
+    part, *more = parts
+    columns = part[1].shape[1]
     out = np.empty((segments, columns))
 
     def job(lo: int, hi: int) -> None:
-        if rest:
-            ((more, other),) = rest
-            _segment_min_2(base, segment, rows, table, more, other, out, lo, hi)
+        if more:
+            _segment_min_2(base, segment, part, more[0], out, lo, hi)
         else:
-            _segment_min(base, segment, rows, table, out, lo, hi)
+            _segment_min(base, segment, part, out, lo, hi)
 
     if threads < 2 or columns < 2 * _SEGMENT_BLOCK or 8 * base.size * columns < _THREADED_WORK:
         job(0, columns)
