@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.check_plans import CheckedStep
 from pase.backends.jax.make import jax_plan
 from pase.backends.jax.steps.delayed import DelayedState, DelayedStepper
 from pase.backends.jax.steps.updates import WaitingGradients
@@ -84,7 +83,7 @@ def step_from_plan(
     jp = replace(jax_plan(plan), schedule=ProgramSchedule.of(plan, made), across=overlap)
     _require_same(jp, loss_fn)
     mesh = mesh if mesh is not None else jp.mesh()
-    step = jp.train_step(optimizer, mesh, donate=False, lowering="manual")
+    step = jp.plain_step(optimizer, mesh, donate=False, lowering="manual")
     return PlanRunner(jax=jp, optimizer=optimizer, mesh=mesh, stepper=step)
 
 
@@ -133,7 +132,7 @@ class PlanRunner:
     jax: JaxPlan
     optimizer: GradientTransformation
     mesh: JaxMesh
-    stepper: Stepper | DelayedStepper | CheckedStep
+    stepper: Stepper | DelayedStepper
 
     @without_mesh()
     def init(self, params: Tree) -> RunState:

@@ -1,18 +1,19 @@
-"""``plan.jax.check`` for plans without stages, and a train step that runs the check first."""
+"""``plan.jax.check`` for plans without stages."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pase.backends.jax.check import CheckedProgram, JaxSteps, check_of
 from pase.backends.jax.check_reference import StepNumbers, Unsharded, compared, rounded_differently
 from pase.backends.jax.spmd.values import NotManual
+from pase.backends.jax.trains import Against
 from pase.frontends.jax.leaves import arrays, static
 from pase.frontends.jax.types import Jaxpr
 from pase.frontends.jax.versions import jaxprs_inside
@@ -26,11 +27,7 @@ if TYPE_CHECKING:
     from pase.backends.jax.plan import JaxPlan
     from pase.backends.jax.spmd.lower import Lowering
 
-__all__ = ["Against", "CheckedStep", "check_plan", "coarsest"]
-
-Against = Literal["auto", "unsharded", "lowering", "none"]
-"""What gradients are compared with, in addition to the slope of the loss: the unsharded step, another lowering of the
-plan, or nothing. auto: the unsharded step if one device has the memory for it, otherwise another lowering."""
+__all__ = ["check_plan", "coarsest"]
 
 _WORDS = {"manual": "in the manual lowering", "annotated": "in the annotated lowering (XLA's partitioner)"}
 
@@ -204,26 +201,3 @@ def _by_other_lowering(
     (theirs, too) = [StepNumbers(results=jax.tree.leaves(v), gradients=jax.tree.leaves(g)) for v, g in both]
     mine = StepNumbers(results=steps.results, gradients=steps.gradients)
     return compared(steps, plan.traced, f"the plan {_WORDS[other]}", False, mine, theirs, too)
-
-
-@dataclass(kw_only=True)
-class CheckedStep:
-    """The step of ``train_step(optimizer, check=True)``: step(params, opt_state, *batch).
-
-    Its other attributes are those of the wrapped step. check: (params, *batch) -> the check's result. result: the
-    result of the first call; None before it.
-    """
-
-    step: Tree
-    check: Callable[..., GradientCheck]
-    result: GradientCheck | None = None
-
-    def __call__(self, params: Tree, opt_state: Tree, *batch: Tree) -> Tree:
-        if self.result is None:
-            found = self.check(params, *batch)
-            found.raise_if_off()
-            self.result = found
-        return self.step(params, opt_state, *batch)
-
-    def __getattr__(self, name: str) -> Tree:
-        return getattr(self.step, name)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.check_plans import Against, CheckedStep
 from pase.backends.jax.checkpoints import restored
 from pase.backends.jax.plan import JaxPlan
 from pase.backends.jax.spmd.lower import Lowering
 from pase.backends.jax.steps.stepper import global_array
+from pase.backends.jax.trains import Against, JaxTraining
 from pase.errors import PaseError
 from pase.frontends.jax.frontend import TracedJax
 from pase.frontends.jax.leaves import trained
@@ -34,12 +34,13 @@ if TYPE_CHECKING:
     from pase.backends.jax.steps.stepper import Stepper
     from pase.local.types import LocalProgram
     from pase.plan.gradient_check import GradientCheck
+    from pase.plan.gradient_lines import CheckLines
 
 __all__ = ["JaxModulePlan", "ModuleStepper", "of_modules"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class JaxModulePlan:
+class JaxModulePlan(JaxTraining["JaxMesh", "ModuleStepper"]):
     """The plan in JAX for a function of Flax NNX modules, as returned by ``plan.jax``.
 
     Gradients are those of the ``nnx.Param`` Variables of the first argument, in the form that ``nnx.value_and_grad``
@@ -151,50 +152,28 @@ class JaxModulePlan:
 
         return graded
 
-    def check(
+    def checked_along(
         self,
-        model: Tree,
-        *batch: Tree,
-        mesh: JaxMesh | None = None,
-        lowering: Lowering = "auto",
-        against: Against = "auto",
-        seed: int = 0,
-        most_lines: int = 50,
-        progress: Callable[[str], None] | None = None,
+        lines: CheckLines,
+        given: tuple[Tree, ...],
+        mesh: JaxMesh | None,
+        lowering: Lowering,
+        against: Against,
     ) -> GradientCheck:
-        """Check that a step computes the gradient of the loss, like ``JaxPlan.check``.
+        """Every step of the check starts with the module's current state, including its random streams, and does not
+        change it."""
+        arguments = tuple(self.modules.open_all(given).arguments)
+        return self.inner.checked_along(lines, arguments, mesh, lowering, against)
 
-        Every step of the check starts with the module's current state, including its random streams, and does not
-        change it.
-        """
-        opened = self.modules.open_all((model, *batch))
-        return self.inner.check(
-            *opened.arguments,
-            mesh=mesh,
-            lowering=lowering,
-            against=against,
-            seed=seed,
-            most_lines=most_lines,
-            progress=progress,
-        )
-
-    def train_step(
-        self,
-        optimizer: GradientTransformation,
-        mesh: JaxMesh | None = None,
-        *,
-        donate: bool = True,
-        lowering: Lowering = "auto",
-        check: bool = False,
+    def plain_step(
+        self, optimizer: GradientTransformation, mesh: JaxMesh | None, donate: bool, lowering: Lowering
     ) -> ModuleStepper:
-        """step(model, opt_state, *batch) -> (model, opt_state, loss) for any optax optimizer.
+        """step(model, opt_state, *batch) -> (model, opt_state, loss).
 
-        If the loss function returns more, the last result is (loss, aux). The model is updated in place and returned.
-        Other modules among the arguments are updated in place too. The previous arrays of all modules are donated, as
-        is opt_state. check: at the first call, run ``check`` first, and raise PaseError if a gradient is off.
+        The model is updated in place and returned. Other modules among the arguments are updated in place too. The
+        previous arrays of all modules are donated, as is opt_state.
         """
-        pure = _transformation(optimizer)
-        step = self.inner.train_step(pure, mesh, donate=donate, lowering=lowering, check=check)
+        step = self.inner.plain_step(_transformation(optimizer), mesh, donate, lowering)
         return ModuleStepper(plan=self, inner=step)
 
     def lower_train_step(
@@ -259,10 +238,10 @@ def _transformation(optimizer: GradientTransformation) -> GradientTransformation
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleStepper:
-    """A jitted train step on modules. ``JaxModulePlan.train_step`` describes its arguments and results."""
+    """A jitted train step on modules. ``JaxModulePlan.plain_step`` describes its arguments and results."""
 
     plan: JaxModulePlan
-    inner: Stepper | DelayedStepper | CheckedStep
+    inner: Stepper | DelayedStepper
     """The step on arrays."""
 
     def __call__(self, model: Tree, opt_state: Tree, *batch: Tree) -> tuple[Tree, Tree, Tree]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.check_plans import Against, CheckedStep, check_plan
+from pase.backends.jax.check_plans import check_plan
 from pase.backends.jax.checkpoints import restored
 from pase.backends.jax.generation import part_of, threaded_arguments
 from pase.backends.jax.gspmd import JaxprWalk
@@ -27,6 +27,7 @@ from pase.backends.jax.steps.layouts import returned, state_shardings
 from pase.backends.jax.steps.micro_batches import MicroBatch, summed, writes_parameters
 from pase.backends.jax.steps.stepper import Stepper, global_array, shape_and_dtype, with_static
 from pase.backends.jax.steps.train import Training
+from pase.backends.jax.trains import Against, JaxTraining
 from pase.errors import PaseError
 from pase.frontends.common.micro_batches import step_sums
 from pase.frontends.jax.contexts import in_any_context, untyped, without_mesh
@@ -71,7 +72,7 @@ _STORAGE_ALONE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class JaxPlan:
+class JaxPlan(JaxTraining["JaxMesh", "Stepper | DelayedStepper"]):
     """The plan in JAX, as returned by ``plan.jax``."""
 
     traced: TracedJax
@@ -517,30 +518,9 @@ class JaxPlan:
         ]
         return tuple(jax.tree.unflatten(self.traced.in_tree, avals))
 
-    def train_step(
-        self,
-        optimizer: GradientTransformation,
-        mesh: JaxMesh | None = None,
-        *,
-        donate: bool = True,
-        lowering: Lowering = "auto",
-        check: bool = False,
-    ) -> Stepper | DelayedStepper | CheckedStep:
-        """step(params, opt_state, *batch) -> (params, opt_state, loss) for any optax optimizer.
-
-        If the loss function returns more, the last result is (loss, aux). If the plan's bucket plan applies gradients
-        in later steps (DeFT's), so does the step, with a warning. The opt_state that it returns then also holds the
-        gradients that are not applied yet.
-
-        Arguments are moved to the plan's layouts; params and opt_state are donated. Leaves of params that are not
-        trained are returned unchanged. Values threaded by ``carry`` are returned in the layout that the next call
-        expects. With several processes, every process calls the step with global arrays, which ``device_put`` makes.
-
-        check: at the first call, run ``check`` on its arguments first, and raise PaseError if a gradient is off.
-        """
-        if check:
-            step = self.train_step(optimizer, mesh, donate=donate, lowering=lowering)
-            return CheckedStep(step=step, check=partial(self.check, mesh=mesh, lowering=lowering))
+    def plain_step(
+        self, optimizer: GradientTransformation, mesh: JaxMesh | None, donate: bool, lowering: Lowering
+    ) -> Stepper | DelayedStepper:
         self._require_mode("train", "gradients")
         mesh = mesh if mesh is not None else self.mesh()
         training = Training(plan=self, optimizer=optimizer, mesh=mesh, donate=donate)
@@ -609,7 +589,7 @@ class JaxPlan:
         mesh = mesh if mesh is not None else self.mesh()
         shapes = self._shapes()
         state = jax.eval_shape(optimizer.init, trained(shapes[0]))
-        return self.train_step(optimizer, mesh, lowering=lowering).lower(shapes[0], state, *shapes[1:])
+        return self.plain_step(optimizer, mesh, True, lowering).lower(shapes[0], state, *shapes[1:])
 
     def restore(self, path: str | Path, mesh: JaxMesh | None = None) -> Tree:
         """The parameters of an orbax checkpoint (of ``StandardCheckpointer``), read directly into the plan's layouts.
@@ -619,34 +599,19 @@ class JaxPlan:
         found = restored(path, self._shapes()[0], self._in_shardings(mesh)[0], self.traced.graph.name)
         return combine(found, self.traced.kept[0])
 
-    @without_mesh()
-    def check(
+    def checked_along(
         self,
-        params: Tree,
-        *batch: Tree,
-        mesh: JaxMesh | None = None,
-        lowering: Lowering = "auto",
-        against: Against = "auto",
-        seed: int = 0,
-        most_lines: int = 50,
-        progress: Callable[[str], None] | None = None,
+        lines: CheckLines,
+        given: tuple[Tree, ...],
+        mesh: JaxMesh | None,
+        lowering: Lowering,
+        against: Against,
     ) -> GradientCheck:
-        """Check that a step under this plan computes the gradient of the model's loss (``docs/how-to/check.md``).
-
-        Along lines in parameter space that start near the given parameters, the loss must change by the integral of
-        the gradient. Both come from the plan's own step, so the check works at any size. In addition, gradients are
-        compared with those of another program. print() of the result names each parameter that is off. Neither
-        parameters nor batch are changed or donated.
-
-        against: the program to compare gradients with. seed: the random seed of the lines. most_lines: the largest
-        number of lines, of eight steps each; parameters that no line reaches are reported as undecided. progress:
-        called with a line of text before each part of the work.
-        """
         self._require_mode("train", "gradients")
         mesh = mesh if mesh is not None else self.mesh()
         ways = self._lowerings(lowering, mesh)
-        lines = CheckLines(seed=seed, most_lines=most_lines, say=progress)
-        return check_plan(self, untyped(params), untyped(batch), mesh, ways, against, lines)
+        params, *batch = map(untyped, given)
+        return check_plan(self, params, tuple(batch), mesh, ways, against, lines)
 
     def _lowerings(self, lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
         if self.hoisted != "none" and lowering == "auto":  # XLA would send in each micro-batch

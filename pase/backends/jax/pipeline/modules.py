@@ -14,6 +14,7 @@ from pase.backends.jax.pipeline.circular import JaxCircular
 from pase.backends.jax.pipeline.plan import JaxPipeline
 from pase.backends.jax.pipeline.replicas import JaxReplicas
 from pase.backends.jax.spmd.lower import Lowering
+from pase.backends.jax.trains import Against, JaxTraining
 from pase.frontends.jax.modules import ModuleFunction
 from pase.pytree import Tree
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from optax import GradientTransformation
 
     from pase.plan.gradient_check import GradientCheck
+    from pase.plan.gradient_lines import CheckLines
 
 __all__ = ["StagedModel", "StagedModulePlan", "staged_of_modules"]
 
@@ -36,7 +38,7 @@ class StagedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagedModulePlan:
+class StagedModulePlan(JaxTraining[Tree, "Callable[..., tuple[Tree, Tree, Tree]]"]):
     """A plan in stages for a function of Flax NNX modules, as returned by ``plan.jax``.
 
     Its functions take the ``StagedModel`` that ``device_put`` returns in place of the model.
@@ -84,25 +86,17 @@ class StagedModulePlan:
 
         return graded
 
-    def check(self, model: StagedModel, *batch: Tree, **options: Tree) -> GradientCheck:
-        """Check that a step in stages computes the gradient of the loss, like ``JaxPlan.check``, which lists the
-        options."""
-        return self.inner.check(model.params, *batch, model.state, **options)
+    def checked_along(
+        self, lines: CheckLines, given: tuple[Tree, ...], mesh: Tree, lowering: Lowering, against: Against
+    ) -> GradientCheck:
+        model, *batch = given
+        return self.inner.checked_along(lines, (model.params, *batch, model.state), mesh, lowering, against)
 
-    def train_step(
-        self,
-        optimizer: GradientTransformation,
-        mesh: Tree = None,
-        *,
-        donate: bool = True,
-        lowering: Lowering = "auto",
-        check: bool = False,
+    def plain_step(
+        self, optimizer: GradientTransformation, mesh: Tree, donate: bool, lowering: Lowering
     ) -> Callable[..., tuple[Tree, Tree, Tree]]:
-        """step(model, opt_state, *batch) -> (model, opt_state, loss) for an optax optimizer.
-
-        check: at the first call, run ``check`` first, and raise PaseError if a gradient is off.
-        """
-        run = self.inner.train_step(optimizer, mesh, donate=donate, lowering=lowering, check=check)
+        """step(model, opt_state, *batch) -> (model, opt_state, loss)."""
+        run = self.inner.plain_step(optimizer, mesh, donate, lowering)
 
         def step(model: StagedModel, opt_state: Tree, *batch: Tree) -> tuple[Tree, Tree, Tree]:
             params, opt_state, value = run(model.params, opt_state, *batch, model.state)

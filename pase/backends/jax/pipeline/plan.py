@@ -9,10 +9,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Never
 
-from pase.backends.jax.check_plans import Against, CheckedStep
 from pase.backends.jax.pipeline.arrays import StackCut, is_cut, merged, registered
 from pase.backends.jax.pipeline.check import StagedGradient, check_stages
 from pase.backends.jax.pipeline.circular import JaxCircular, circular_of
@@ -22,6 +21,8 @@ from pase.backends.jax.pipeline.placement import StagePlacement
 from pase.backends.jax.pipeline.run import RunningStages
 from pase.backends.jax.pipeline.stages import Stage, stages_of
 from pase.backends.jax.plan import JaxPlan
+from pase.backends.jax.spmd.lower import Lowering
+from pase.backends.jax.trains import Against, JaxTraining
 from pase.errors import PaseError
 from pase.frontends.jax.blocks import blocks_of
 from pase.frontends.jax.contexts import without_mesh
@@ -73,7 +74,7 @@ class MicroBatchShare(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JaxPipeline:
+class JaxPipeline(JaxTraining["JaxMesh", "StagedStep"]):
     """A pipelined plan in JAX, as returned by ``plan.jax``.
 
     Parameters keep the pytree of the model. Each is stored on the ranks that read it. If a stack of layers belongs to
@@ -196,58 +197,31 @@ class JaxPipeline:
         """
         return self.on(mesh).value_and_grad
 
-    def check(
+    def checked_along(
         self,
-        params: Tree,
-        *batch: Tree,
-        mesh: JaxMesh | None = None,
-        lowering: str = "auto",
-        against: Against = "auto",
-        seed: int = 0,
-        most_lines: int = 50,
-        progress: Callable[[str], None] | None = None,
+        lines: CheckLines,
+        given: tuple[Tree, ...],
+        mesh: JaxMesh | None,
+        lowering: Lowering,
+        against: Against,
     ) -> GradientCheck:
-        """Check that a step in stages computes the gradient of the model's loss, like ``JaxPlan.check``."""
         check_lowering(lowering)
         running = self.on(mesh)
         placement = running.placement
+        params, *batch = given
         step = StagedGradient(
             graded=running.value_and_grad,
             params=params,
-            batch=batch,
-            placed=tuple(placement.placed(arrays((params, *batch)))),
+            batch=tuple(batch),
+            placed=tuple(placement.placed(arrays(given))),
             devices=placement.grid.size,
             micro_batches=self.pipeline.micro_batches,
         )
-        lines = CheckLines(seed=seed, most_lines=most_lines, say=progress)
         return check_stages(placement, step, against, lines)
 
-    def train_step(
-        self,
-        optimizer: GradientTransformation,
-        mesh: JaxMesh | None = None,
-        *,
-        donate: bool = True,
-        lowering: str = "auto",
-        check: bool = False,
-    ) -> StagedStep | CheckedStep:
-        """step(params, opt_state, *batch) -> (params, opt_state, loss) for an optax optimizer.
-
-        If the loss function returns more, the last result is (loss, aux). Arguments are moved to where the plan stores
-        them; params and opt_state are donated. Raises PaseError if the optimizer's update of one stage needs arrays of
-        another stage. check: at the first call, run ``check`` first, and raise PaseError if a gradient is off.
-        """
-        plain = self.staged_step(optimizer, mesh, donate, lowering)
-        return (
-            CheckedStep(step=plain, check=partial(self.check, mesh=mesh, lowering=lowering))
-            if check
-            else plain
-        )
-
-    def staged_step(
-        self, optimizer: GradientTransformation, mesh: JaxMesh | None, donate: bool, lowering: str
+    def plain_step(
+        self, optimizer: GradientTransformation, mesh: JaxMesh | None, donate: bool, lowering: Lowering
     ) -> StagedStep:
-        """``train_step`` without its check."""
         check_lowering(lowering)
         running = self.on(mesh)
         return StagedStep(
@@ -284,7 +258,7 @@ class JaxPipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedStep:
-    """A train step in stages. ``JaxPipeline.train_step`` describes its arguments and results."""
+    """A train step in stages. ``JaxTraining.train_step`` describes its arguments and results."""
 
     running: RunningStages
     optimizer: StagedOptimizer

@@ -10,10 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.check_plans import Against, CheckedStep
 from pase.backends.jax.make import traced_by_jax, whole_batch
 from pase.backends.jax.pipeline.arrays import StackCut, is_cut, registered
 from pase.backends.jax.pipeline.check import StagedGradient, check_stages
@@ -27,6 +26,8 @@ from pase.backends.jax.pipeline.plan import (
     pipeline_of,
 )
 from pase.backends.jax.pipeline.run import RunningStages
+from pase.backends.jax.spmd.lower import Lowering
+from pase.backends.jax.trains import Against, JaxTraining
 from pase.errors import PaseError
 from pase.frontends.common.micro_batches import step_sums
 from pase.frontends.jax.blocks import split_inputs
@@ -58,7 +59,7 @@ class Replicated:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JaxReplicas:
+class JaxReplicas(JaxTraining["Sequence[JaxMesh]", "Callable[..., tuple[Tree, Tree, Tree]]"]):
     """A plan of replicas in JAX, as returned by ``plan.jax``. replicas: in the order of their devices.
 
     Parameters, gradients and state are ``Replicated``: for each replica, the tree in the form of its pipeline.
@@ -137,59 +138,47 @@ class JaxReplicas:
 
         return run
 
-    def check(
+    def checked_along(
         self,
-        params: Tree,
-        *batch: Tree,
-        mesh: Sequence[JaxMesh] | None = None,
-        lowering: str = "auto",
-        against: Against = "auto",
-        seed: int = 0,
-        most_lines: int = 50,
-        progress: Callable[[str], None] | None = None,
+        lines: CheckLines,
+        given: tuple[Tree, ...],
+        mesh: Sequence[JaxMesh] | None,
+        lowering: Lowering,
+        against: Against,
     ) -> GradientCheck:
-        """Check that the step of all replicas computes the gradient of the model's loss, like ``JaxPipeline.check``.
-
-        The points of the lines are made on the first replica and copied to the others through the host.
-        """
+        """The points of the lines are made on the first replica and copied to the others through the host."""
+        params, *batch = given
         running, first = self._on(mesh), self.replicas[0]
-        given = self._shared(batch)
-        mine = running[0].placement.placed(arrays((_copies(params, len(running))[0], *given[0])))
+        shared = self._shared(batch)
+        mine = running[0].placement.placed(arrays((_copies(params, len(running))[0], *shared[0])))
 
         def graded(params: Tree, *_: Tree) -> tuple[Tree, Tree]:
             others = [first.gathered(params)] * (len(running) - 1)
-            each = zip(running, [params, *others], given, strict=True)
+            each = zip(running, [params, *others], shared, strict=True)
             found = [r.value_and_grad(p, *share) for r, p, share in each]
             return self._value([v for v, _ in found]), self._mean([g for _, g in found], running).parts[0]
 
         step = StagedGradient(
             graded=graded,
             params=first.gathered(params) if isinstance(params, Replicated) else params,
-            batch=batch,
+            batch=tuple(batch),
             placed=tuple(mine),
             devices=sum(r.placement.grid.size for r in running),
             micro_batches=sum(self.replica_split),
         )
-        lines = CheckLines(seed=seed, most_lines=most_lines, say=progress)
         cut = any(isinstance(x, Replicated) for x in batch)
         return check_stages(running[0].placement, step, "none" if cut else against, lines)
 
-    def train_step(
+    def plain_step(
         self,
         optimizer: GradientTransformation,
-        mesh: Sequence[JaxMesh] | None = None,
-        *,
-        donate: bool = True,
-        lowering: str = "auto",
-        check: bool = False,
+        mesh: Sequence[JaxMesh] | None,
+        donate: bool,
+        lowering: Lowering,
     ) -> Callable[..., tuple[Tree, Tree, Tree]]:
-        """step(params, opt_state, *batch) -> (params, opt_state, loss), like ``JaxPipeline.train_step``."""
         meshes = self._meshes(mesh)
-        if check:
-            plain = self.train_step(optimizer, mesh, donate=donate, lowering=lowering)
-            return CheckedStep(step=plain, check=partial(self.check, mesh=mesh, lowering=lowering))
         steps = [
-            r.staged_step(optimizer, m, donate, lowering) for r, m in zip(self.replicas, meshes, strict=True)
+            r.plain_step(optimizer, m, donate, lowering) for r, m in zip(self.replicas, meshes, strict=True)
         ]
         return _ReplicatedStep(replicas=self, steps=tuple(steps))
 
