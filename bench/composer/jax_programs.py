@@ -20,9 +20,10 @@ from bench.composer import (  # noqa: F401 they register patterns
     values,
     weights,
 )
+from bench.composer.draws import Family, drawn_spec
 from bench.composer.jax_manners import MANNERS
-from bench.composer.maker import LAYERS, LOSSES, Env, Maker, Pattern
-from bench.composer.spec import ProgramPart, Spec
+from bench.composer.maker import LAYERS, LOSSES, Env, Maker
+from bench.composer.spec import Spec
 
 __all__ = ["ComposedProgram", "draw", "program_of"]
 
@@ -92,30 +93,20 @@ class ComposedProgram:
         return (value, more) if more else value
 
 
-def _drawn(rng: np.random.Generator, of: dict[str, Pattern]) -> ProgramPart:
-    odds = np.array([p.odds for p in of.values()])
-    name = str(rng.choice(list(of), p=odds / odds.sum()))
-    return ProgramPart(pattern=name, seed=int(rng.integers(1 << 16)), plain=bool(rng.random() < 0.2))
+FAMILY = Family(
+    number=32,
+    sizes=SIZES,
+    layers=LAYERS,
+    losses=LOSSES,
+    manners=MANNERS,
+    depths=(0.3, 0.35, 0.25, 0.1),
+    twice=0.3,
+)
 
 
 def draw(seed: int) -> Spec:
-    """Returns the program of a seed: one to four layers and a loss, with one or two ways to run it that apply."""
-    rng = np.random.default_rng([seed, 32])
-    shape = SIZES[int(rng.integers(len(SIZES)))]
-    drawn = [_drawn(rng, LAYERS) for _ in range(int(rng.choice([1, 2, 3, 4], p=[0.3, 0.35, 0.25, 0.1])))]
-    kinds_held = [k for p in drawn if (k := LAYERS[p.pattern].holds)]
-    parts = tuple(p for p in drawn if LAYERS[p.pattern].holds in (None, *kinds_held[:1]))
-    loss = _drawn(rng, LOSSES)
-    made = [*(LAYERS[p.pattern] for p in parts), LOSSES[loss.pattern]]
-    whole, looped, holds = (any(getattr(p, word) for p in made) for word in ("whole", "loops", "holds"))
-    fitting = {
-        name: m.odds
-        for name, m in MANNERS.items()
-        if not ((m.micro_batches and whole) or (m.layers and not looped) or (m.stateless and holds))
-    }
-    odds = np.array(list(fitting.values()))
-    kinds = rng.choice(list(fitting), size=1 + int(rng.random() < 0.3), replace=False, p=odds / odds.sum())
-    return Spec(shape=shape, parts=parts, loss=loss, manners=tuple(MANNERS[str(k)].drawn(rng) for k in kinds))
+    """Returns the program of a seed."""
+    return drawn_spec(FAMILY, seed)
 
 
 def program_of(spec: Spec) -> ComposedProgram:

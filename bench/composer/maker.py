@@ -18,9 +18,12 @@ __all__ = [
     "Apply",
     "Env",
     "Maker",
+    "PartMaker",
+    "Pattern",
     "divisors",
     "layer",
     "loss",
+    "registered_pattern",
     "transform",
 ]
 
@@ -56,10 +59,11 @@ class Env:
 
 
 @dataclass(kw_only=True)
-class Maker:
+class PartMaker:
     """Builds one part. shape: batch, sequence, width of its input and output.
 
-    epsilon: the machine epsilon of the narrowest type in which the part computes.
+    epsilon: the machine epsilon of the narrowest type in which the part computes. shared: parameters that several parts
+    read. words: the transforms of its weights.
     """
 
     part: ProgramPart
@@ -67,9 +71,6 @@ class Maker:
     shape: tuple[int, int, int]
     batch: dict[str, Any]
     shared: dict[str, Any]
-    params: dict[str, Any] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
-    modules: dict[str, Callable[[], Any]] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
     epsilon: float = 2.0**-52
     rng: np.random.Generator = field(init=False)
@@ -88,6 +89,21 @@ class Maker:
     def chance(self, p: float) -> bool:
         return bool(self.rng.random() < p)
 
+    def input(self, word: str, array: Any) -> str:
+        """Adds an array to the batch; returns its name."""
+        name = f"{self.name}_{word}"
+        self.batch[name] = array
+        return name
+
+
+@dataclass(kw_only=True)
+class Maker(PartMaker):
+    """Builds one part of a JAX program."""
+
+    params: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    modules: dict[str, Callable[[], Any]] = field(default_factory=dict)
+
     def normal(self, *shape: int, scale: float = 1.0) -> np.ndarray:
         return self.values.normal(size=shape) * scale
 
@@ -99,12 +115,6 @@ class Maker:
         """Adds an entry to the part's parameters."""
         name = f"{'abcdefghijklmnopqrstuvwxyz'[len(self.params) % 26]}{len(self.params)}"
         self.params[name] = tree
-        return name
-
-    def input(self, word: str, array: np.ndarray) -> str:
-        """Adds a leaf to the batch; returns its name."""
-        name = f"{self.name}_{word}"
-        self.batch[name] = array
         return name
 
     def held(self, word: str, tree: Tree) -> str:
@@ -170,7 +180,9 @@ TRANSFORMS: dict[str, Pattern] = {}
 M = TypeVar("M", bound=Callable[..., Any])
 
 
-def _registered(into: dict[str, Pattern], **what: Any) -> Callable[[M], M]:
+def registered_pattern(into: dict[str, Pattern], **what: Any) -> Callable[[M], M]:
+    """Registers a pattern under its function's name. what: its fields."""
+
     def add(make: M) -> M:
         assert make.__name__ not in into, make.__name__
         into[make.__name__] = Pattern(make=make, **what)
@@ -183,14 +195,14 @@ def layer(
     odds: float = 1.0, *, whole: bool = False, loops: bool = False, holds: Holds | None = None
 ) -> Callable[[M], M]:
     """Registers a layer, which makes f(params, x, env) -> x."""
-    return _registered(LAYERS, odds=odds, whole=whole, loops=loops, holds=holds)
+    return registered_pattern(LAYERS, odds=odds, whole=whole, loops=loops, holds=holds)
 
 
 def loss(odds: float = 1.0, *, whole: bool = False) -> Callable[[M], M]:
     """Registers a loss, which makes f(params, x, env) -> a number."""
-    return _registered(LOSSES, odds=odds, whole=whole)
+    return registered_pattern(LOSSES, odds=odds, whole=whole)
 
 
 def transform(fits: Callable[[Sequence[int]], bool] = lambda shape: True) -> Callable[[M], M]:
     """Registers a transform of weights, which makes f(params) -> an array of a given shape."""
-    return _registered(TRANSFORMS, fits=fits)
+    return registered_pattern(TRANSFORMS, fits=fits)

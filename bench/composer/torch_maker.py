@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from bench.composer.maker import Pattern
-from bench.composer.spec import ProgramPart
+from bench.composer.maker import PartMaker, Pattern, registered_pattern
 
 __all__ = [
     "TORCH_LAYERS",
@@ -89,38 +88,18 @@ class ElementwiseParametrization(nn.Module):
 
 
 @dataclass(kw_only=True)
-class TorchMaker:
-    """Builds one part. shape: batch, sequence, width of its input and output.
+class TorchMaker(PartMaker):
+    """Builds one part of a PyTorch program.
 
-    own: the module with the part's parameters. epsilon: the machine epsilon of the narrowest type in which the
-    part computes. shared: parameters that several parts read. drops: whether it draws random numbers.
+    own: the module with the part's parameters. drops: whether it draws random numbers.
     """
 
-    part: ProgramPart
-    name: str
-    shape: tuple[int, int, int]
-    batch: dict[str, Tensor]
-    shared: dict[str, nn.Parameter]
     own: Any = field(default_factory=TorchPart)
-    words: list[str] = field(default_factory=list)
-    epsilon: float = 2.0**-52
     drops: bool = False
-    rng: np.random.Generator = field(init=False)
-    values: np.random.Generator = field(init=False)
-    transforms: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
-        # Three streams, so that a plain part has the same choices and values as the one with transforms.
-        self.rng, self.values, self.transforms = (
-            np.random.default_rng([self.part.seed, i]) for i in range(3)
-        )
+        super().__post_init__()
         torch.manual_seed(self.part.seed)
-
-    def choose(self, *options: T) -> T:
-        return options[int(self.rng.integers(len(options)))]
-
-    def chance(self, p: float) -> bool:
-        return bool(self.rng.random() < p)
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         return torch.tensor(self.values.normal(size=shape) * scale)
@@ -130,12 +109,6 @@ class TorchMaker:
 
     def param(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> nn.Parameter:
         return nn.Parameter(self.normal(*shape, scale=scale) + shift)
-
-    def input(self, word: str, value: Tensor) -> str:
-        """Adds a tensor to the batch; returns its name."""
-        name = f"{self.name}_{word}"
-        self.batch[name] = value
-        return name
 
     def common(self, name: str, *shape: int, scale: float = 1.0) -> nn.Parameter:
         """Returns a parameter that all parts with this name share: tied weights."""
@@ -196,26 +169,17 @@ TORCH_LOSSES: dict[str, Pattern] = {}
 TORCH_TRANSFORMS: dict[str, Pattern] = {}
 
 
-def _registered(into: dict[str, Pattern], **what: Any) -> Callable[[M], M]:
-    def add(make: M) -> M:
-        assert make.__name__ not in into, make.__name__
-        into[make.__name__] = Pattern(make=make, **what)
-        return make
-
-    return add
-
-
 def torch_layer(odds: float = 1.0, *, whole: bool = False, loops: bool = False) -> Callable[[M], M]:
     """Registers a layer, which makes a ``TorchApply`` from a maker."""
-    return _registered(TORCH_LAYERS, odds=odds, whole=whole, loops=loops)
+    return registered_pattern(TORCH_LAYERS, odds=odds, whole=whole, loops=loops)
 
 
 def torch_loss(odds: float = 1.0, *, whole: bool = False) -> Callable[[M], M]:
     """Registers a loss, which makes a ``TorchApply`` that returns a number."""
-    return _registered(TORCH_LOSSES, odds=odds, whole=whole)
+    return registered_pattern(TORCH_LOSSES, odds=odds, whole=whole)
 
 
 def torch_transform(fits: Callable[[Sequence[int]], bool] = lambda shape: True) -> Callable[[M], M]:
     """Registers a transform of weights, which makes f(module) -> a tensor of a given shape, from a maker and a module
     for its parameters."""
-    return _registered(TORCH_TRANSFORMS, fits=fits)
+    return registered_pattern(TORCH_TRANSFORMS, fits=fits)

@@ -18,8 +18,8 @@ from bench.composer import (  # noqa: F401 they register patterns
     torch_values,
     torch_weights,
 )
-from bench.composer.maker import Pattern
-from bench.composer.spec import ProgramPart, Spec
+from bench.composer.draws import Family, drawn_spec
+from bench.composer.spec import Spec
 from bench.composer.torch_maker import TORCH_LAYERS, TORCH_LOSSES, TorchEnv, TorchMaker
 from bench.composer.torch_manners import TORCH_MANNERS
 from pase.frontends.torch.frontend import TracedTorch
@@ -104,28 +104,17 @@ def program_of(spec: Spec) -> TorchProgramMade:
     return TorchProgramMade(spec)
 
 
-def _drawn(rng: np.random.Generator, of: dict[str, Pattern]) -> ProgramPart:
-    odds = np.array([p.odds for p in of.values()])
-    name = str(rng.choice(list(of), p=odds / odds.sum()))
-    return ProgramPart(pattern=name, seed=int(rng.integers(1 << 16)), plain=bool(rng.random() < 0.2))
+FAMILY = Family(
+    number=33,
+    sizes=SIZES,
+    layers=TORCH_LAYERS,
+    losses=TORCH_LOSSES,
+    manners=TORCH_MANNERS,
+    depths=(0.3, 0.4, 0.2, 0.1),
+    twice=0.4,
+)
 
 
 def draw(seed: int) -> Spec:
-    """Returns the program of a seed: one to four layers and a loss, with one or two ways to run it that apply."""
-    rng = np.random.default_rng([seed, 33])
-    shape = SIZES[int(rng.integers(len(SIZES)))]
-    parts = tuple(
-        _drawn(rng, TORCH_LAYERS) for _ in range(int(rng.choice([1, 2, 3, 4], p=[0.3, 0.4, 0.2, 0.1])))
-    )
-    loss = _drawn(rng, TORCH_LOSSES)
-    made = [*(TORCH_LAYERS[p.pattern] for p in parts), TORCH_LOSSES[loss.pattern]]
-    whole, looped = any(p.whole for p in made), any(p.loops for p in made)
-    fitting = {
-        name: m.odds
-        for name, m in TORCH_MANNERS.items()
-        if not (m.micro_batches and whole) and not (m.layers and not looped)
-    }
-    odds = np.array(list(fitting.values()))
-    kinds = rng.choice(list(fitting), size=1 + int(rng.random() < 0.4), replace=False, p=odds / odds.sum())
-    manners = tuple(TORCH_MANNERS[str(k)].drawn(rng) for k in kinds)
-    return Spec(shape=shape, parts=parts, loss=loss, manners=manners)
+    """Returns the program of a seed."""
+    return drawn_spec(FAMILY, seed)

@@ -136,7 +136,7 @@ class Sections:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Labels:
+class _TaskSections:
     """Phase, micro-batch and layer of each task, [tasks]; −1 where they are not known yet."""
 
     phase: np.ndarray
@@ -144,7 +144,7 @@ class _Labels:
     layer: np.ndarray
 
     @classmethod
-    def unknown(cls, tasks: int) -> _Labels:
+    def unknown(cls, tasks: int) -> _TaskSections:
         phase, micro, layer = (np.full(tasks, -1, dtype=np.int64) for _ in range(3))
         return cls(phase=phase, micro=micro, layer=layer)
 
@@ -167,7 +167,7 @@ def sections(t: Timeline, g: DataflowGraph) -> Sections:
             "no matrix multiplication in the trace has the shapes of its operands",
             fix="record with record_shapes=True, as pase profile does",
         )
-    labels = _Labels.unknown(len(g))
+    labels = _TaskSections.unknown(len(g))
     if t.compiled:
         order = _as_in_program(t, g, order, shapes)
         ops = [i for i in order.tolist() if i in shapes]
@@ -212,7 +212,7 @@ def _launched(g: DataflowGraph, order: np.ndarray, rank: int) -> dict[int, list[
     return found
 
 
-def _label_calls(g: DataflowGraph, labels: _Labels, launched: dict[int, list[int]], main: int) -> None:
+def _label_calls(g: DataflowGraph, labels: _TaskSections, launched: dict[int, list[int]], main: int) -> None:
     """Sets the phase and the micro-batch of calls and of what they launch. main: the program's thread."""
     for call, (phase, turn) in _micro_batch_of_calls(g, list(launched), main).items():
         for i in (call, *launched[call]):
@@ -220,7 +220,7 @@ def _label_calls(g: DataflowGraph, labels: _Labels, launched: dict[int, list[int
 
 
 def _label_program(
-    t: Timeline, g: DataflowGraph, labels: _Labels, ops: list[int], product: dict[int, ProductKey]
+    t: Timeline, g: DataflowGraph, labels: _TaskSections, ops: list[int], product: dict[int, ProductKey]
 ) -> None:
     """Sets the phase and the micro-batch of the ops of a compiled program, which records the part of each op."""
     for i in ops:
@@ -284,7 +284,7 @@ def _micro_batch_of_calls(
     return out
 
 
-def _layers(labels: _Labels, ops: list[int], product: dict[int, ProductKey], micro_batches: int) -> int:
+def _layers(labels: _TaskSections, ops: list[int], product: dict[int, ProductKey], micro_batches: int) -> int:
     """Sets the layers of the device's ops, which are given in order. Returns the number of layers."""
     sequence: dict[tuple[int, int], list[int]] = defaultdict(list)
     for i in ops:
@@ -336,7 +336,7 @@ def _repeats(keys: list[ProductKey]) -> int:
     return best
 
 
-def _label_rest(g: DataflowGraph, order: np.ndarray, labels: _Labels) -> None:
+def _label_rest(g: DataflowGraph, order: np.ndarray, labels: _TaskSections) -> None:
     """Labels host work, and calls that launch nothing, like the next launch of their thread, or else like the last."""
     for d in np.unique(g.device[order]).tolist():
         here = order[g.device[order] == d]
