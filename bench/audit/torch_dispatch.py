@@ -60,7 +60,7 @@ def dispatched(run: Callable[[], object]) -> Counter[str]:
 
 
 def saved(run: Callable[[], object], without: Collection[Any]) -> int:
-    """Returns the bytes of the storages that autograd saves for backward while ``run`` runs.
+    """Returns the bytes of the storages that autograd has saved when backward first reads one, while ``run`` runs.
 
     without: tensors whose storages do not count.
     """
@@ -68,6 +68,7 @@ def saved(run: Callable[[], object], without: Collection[Any]) -> int:
 
     known = {x.untyped_storage()._cdata for x in without}
     storages: dict[int, Any] = {}  # they are kept, so that no second one gets the place of the first
+    found: list[int] = []
 
     def pack(x: Any) -> Any:
         storage = x.untyped_storage()
@@ -75,9 +76,14 @@ def saved(run: Callable[[], object], without: Collection[Any]) -> int:
             storages[storage._cdata] = storage
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    def unpack(x: Any) -> Any:
+        if not found:  # gathered parameters have no memory between forward and backward
+            found.append(sum(s.nbytes() for s in storages.values()))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         run()
-    return sum(s.nbytes() for s in storages.values())
+    return found[0]
 
 
 def compared(module: Any, batch: dict[str, Any], strategy: str) -> dict[str, Any] | None:

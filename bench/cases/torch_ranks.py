@@ -32,6 +32,11 @@ def on_ranks(count: int, run: Callable[[int], Any]) -> list[Any]:
     results: list[Any] = [None] * count
     errors: list[BaseException] = []
     store = dist.HashStore()
+    functional = torch.ops._c10d_functional
+
+    def gather_into(x: Any, ways: int, group: Any, *, out: Any) -> Any:
+        """The process group of threads cannot gather into a tensor that exists."""
+        return out.copy_(functional.wait_tensor(functional.all_gather_into_tensor(x, ways, group)))
 
     def main(rank: int) -> None:
         dist.init_process_group("threaded", rank=rank, world_size=count, store=store)
@@ -47,10 +52,11 @@ def on_ranks(count: int, run: Callable[[int], Any]) -> list[Any]:
     threaded._install_threaded_pg()
     try:
         threads = [threading.Thread(target=main, args=(r,)) for r in range(count)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
+        with patch.object(functional, "all_gather_into_tensor_out", gather_into):
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join()
     finally:
         threaded.ProcessLocalGroup.reset()
         threaded._uninstall_threaded_pg()

@@ -45,6 +45,7 @@ _KINDS = {
     "all_reduce_": "all_reduce",
     "all_reduce_coalesced": "all_reduce",
     "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }

@@ -176,6 +176,16 @@ class _LiveStorages:
             gone.end = self.last.at
             self._ended(replace(self.last, nbytes=self.last.nbytes - gone.nbytes))
 
+    def resized(self, x: Tensor) -> None:
+        """A storage's memory was freed, or allocated again."""
+        storage = x.untyped_storage()
+        if (before := self.names.pop(storage._cdata, None)) is not None:
+            self.watched.pop(storage._cdata)
+            before.end = self.now
+            self.living -= before.nbytes
+        if storage.nbytes():
+            self.of(x)
+
     def tick(self, added: _CountedStorage | None = None) -> None:
         """An op has run. added: the gradient that it added another one to."""
         self.before, self.added = self.peak, added
@@ -274,6 +284,7 @@ def rank_memory(
 
     with FakeTensorMode(allow_non_fake_inputs=True), _mode()(storages):
         step, batch = imagined_step(plan, groups), imagined_batch(plan)
+        step.walk.gathered_again.resized = storages.resized
         trained = [p for p in step.stored.values() if p.requires_grad]
         update = make(trained)
 

@@ -18,7 +18,7 @@ from pase.backends.torch.compiled import CompiledStep, compiled
 from pase.backends.torch.evaluation import evaluated
 from pase.backends.torch.gradients import LocalGradients, added
 from pase.backends.torch.program import RecordedPrograms, can_record
-from pase.backends.torch.spmd.gathered_again import GatheredAgain
+from pase.backends.torch.spmd.gathered_again import TakesGathered
 from pase.backends.torch.spmd.interpreter import Body, RankWalk
 from pase.backends.torch.spmd.values import RankValue
 from pase.backends.torch.storage import Storage, lifted_of, shared_out
@@ -119,7 +119,7 @@ class ParallelModule:
                 fix="use loss = step.backward(*batch)",
             )
         (body,) = self.bodies(batch, self.buffers)
-        loss, new = self._loss(self.parameters(self.local()), body, self.buffers, self.walk.again())
+        loss, new = self._loss(self.parameters(self.local()), body, self.buffers, self._again())
         self.buffers.write_back(new)
         return loss
 
@@ -134,7 +134,7 @@ class ParallelModule:
             held = self.parameters(leaves)
             buffers = StepBuffers(step=self, copied=self.plan.accumulate > 1)
             for body in self.bodies(batch, buffers):
-                again = self.walk.again()
+                again = self._again()
                 loss, new = self._loss(held, body, buffers, again)
                 loss = loss if self.share == 1.0 else loss * self.share
                 with again.backward():
@@ -210,7 +210,7 @@ class ParallelModule:
         parameters: Mapping[str, RankValue],
         body: Body,
         buffers: StepBuffers,
-        again: GatheredAgain,
+        again: TakesGathered,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a micro-batch, and path -> the next value of a buffer that the step writes. again: takes the
         parameters that backward gathers again."""
@@ -219,6 +219,10 @@ class ParallelModule:
             loss, *new = self.results(body)
         self.steps += 1
         return loss, dict(zip(buffers.written, new, strict=True))
+
+    def _again(self) -> TakesGathered:
+        """What backward gathers again of a micro-batch whose ops run one by one."""
+        return self.walk.freed() if can_record(self.walk) else self.walk.again()
 
     def results(self, body: Body) -> Sequence[Tensor]:
         """The loss of a micro-batch, and the next values of the buffers that the step writes."""

@@ -2,9 +2,10 @@
 
 The walk over the exported graph (``pase.backends.torch.spmd.interpreter``) runs once on fake tensors, and what it calls
 is recorded (``spmd/record.py``) and tidied (``spmd/tidy.py``), parts that backward keeps are copied
-(``spmd/parts.py``), its constants are computed (``spmd/folded.py``), and parameters are gathered ahead of their use
-(``spmd/gathers.py``). Every step then runs the recorded program. Loops are
-unrolled in it. A program with branches that depend on data is not recorded: its steps walk the graph.
+(``spmd/parts.py``), its constants are computed (``spmd/folded.py``), parameters are gathered ahead of their use
+(``spmd/gathers.py``), and those that backward gathers again are freed (``spmd/freed.py``). Every step then runs the
+recorded program. Loops are unrolled in it. A program with branches that depend on data is not recorded: its steps walk
+the graph.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pase.backends.torch.spmd.folded import folded
+from pase.backends.torch.spmd.freed import freed_after_reading
 from pase.backends.torch.spmd.gathers import gathered_ahead
 from pase.backends.torch.spmd.interpreter import Body, RankWalk
 from pase.backends.torch.spmd.parts import SavedTensors
@@ -139,6 +141,7 @@ def recorded(walk: RankWalk, body: Body, finish: Callable[[Body], Sequence[Tenso
         into.held = folded(into.graph, into.held)
         if walk.only is None:
             gathered_ahead(into.graph, walk.program, walk.groups, walk.gathers)
+            freed_after_reading(into.graph)
         for node in into.graph.nodes:
             node.meta.pop("val", None)
     return RecordedProgram(module=into.module("RecordedProgram"), seeded=into.seed is not None)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from pase.ir import Access, Op
 from pase.ir.functions import MUL
@@ -29,10 +29,13 @@ __all__ = [
     "GatheredAgain",
     "GatheredTaker",
     "MessageAgain",
+    "TakesGathered",
     "again_messages",
     "only_a_factor",
     "read_again",
 ]
+
+Way: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
 def read_again(program: LocalProgram, number: int, inside: Callable[[LocalOp], bool]) -> bool:
@@ -67,17 +70,31 @@ def _reads(
         yield op.op, [a for a, o in both if program.original(o.tensor) == tensor]
 
 
+class TakesGathered(Protocol):
+    """The gathered parameters of one micro-batch. See ``GatheredAgain``, and ``freed.FreedParameters``."""
+
+    def forward(self) -> contextlib.AbstractContextManager[None]: ...
+
+    def backward(self) -> contextlib.AbstractContextManager[None]: ...
+
+    def add(self, made: Tensor, value: Tensor, there: Way, mark: AgainMark) -> None: ...
+
+    def add_part(self, made: Tensor, message: MessageAgain, at: int, mark: AgainMark) -> None: ...
+
+
 @dataclass(kw_only=True)
 class GatheredTaker:
     """Where the edges of a walk, or of the program that was recorded from it, hand over what they gather.
 
     now: that of the micro-batch whose forward runs; None while none does.
+    resized: is told of an array whose memory was freed, or allocated again.
     """
 
-    now: GatheredAgain | None = None
+    now: TakesGathered | None = None
+    resized: Callable[[Tensor], None] = lambda x: None
 
     @contextlib.contextmanager
-    def giving(self, to: GatheredAgain | None) -> Iterator[None]:
+    def giving(self, to: TakesGathered | None) -> Iterator[None]:
         """Hand over to ``to`` in this context; to nobody if it is None."""
         before, self.now = self.now, to
         try:
@@ -88,39 +105,55 @@ class GatheredTaker:
 
 @dataclass(frozen=True, kw_only=True)
 class AgainMark:
-    """An edge whose gathered parameter backward gathers again. factor: as in ``GatheredAgain.add``."""
+    """An edge whose gathered parameter backward gathers again.
+
+    factor: whether it is only multiplied with something, so that its gradient does not depend on it.
+    place: the number of the gather in a recorded program. needs: those of what is read to gather it.
+    """
 
     taker: GatheredTaker
     factor: bool
+    place: int = -1
+    needs: tuple[int, ...] = ()
 
-    def give(self, made: Tensor, value: Tensor, there: Callable[[Tensor], Tensor]) -> None:
+    def give(self, made: Tensor, value: Tensor, there: Way) -> None:
         """The edge has gathered: ``made`` is ``there(value)``."""
         if self.taker.now is not None:
-            self.taker.now.add(made, value, there, factor=self.factor)
+            self.taker.now.add(made, value, there, self)
 
-    def give_part(self, made: Tensor, message: MessageAgain, place: int) -> None:
+    def give_part(self, made: Tensor, message: MessageAgain, at: int) -> None:
         """The edge has got a part of a message."""
         if self.taker.now is not None:
-            self.taker.now.add_part(made, message, place, factor=self.factor)
+            self.taker.now.add_part(made, message, at, self)
 
 
 class MessageGathers(Protocol):
     """``gathers._GatherMessage``."""
 
-    def started(self, *parameters: Tensor) -> Tensor: ...
+    @property
+    def arrays(self) -> Sequence[Sequence[int]]: ...
+
+    @property
+    def arrives_in_place(self) -> bool: ...
+
+    def started(self, *parameters: Tensor, into: Tensor | None = None) -> Tensor: ...
 
     def received(self, wire: Tensor) -> list[Tensor]: ...
+
+    def received_into(self, wire: Tensor, arrays: Sequence[Tensor]) -> None: ...
 
 
 @dataclass(kw_only=True, eq=False)
 class MessageAgain:
     """The parameters of a message that backward gathers again, in one micro-batch.
 
-    values: this rank's parts. wire: what is under way. numbers: place in the message -> number of the gather.
+    values: this rank's parts. into: the arrays that hold what forward has got.
+    wire: what is under way. numbers: place in the message -> number of the gather.
     """
 
     how: MessageGathers
     values: Sequence[Tensor]
+    into: Sequence[Tensor]
     wire: Tensor | None = None
     numbers: dict[int, int] = field(default_factory=dict)
 
@@ -133,6 +166,16 @@ class MessageAgain:
         wire, self.wire = self.wire, None
         assert wire is not None
         return self.how.received(wire)
+
+    def start_into(self, arrays: Sequence[Tensor]) -> None:
+        """Start it, to end in these arrays."""
+        self.wire = self.how.started(*self.values, into=arrays[0] if self.how.arrives_in_place else None)
+
+    def receive_into(self, arrays: Sequence[Tensor]) -> None:
+        """Wait for it."""
+        wire, self.wire = self.wire, None
+        assert wire is not None
+        self.how.received_into(wire, arrays)
 
 
 @dataclass(kw_only=True)
@@ -159,19 +202,16 @@ class GatheredAgain:
     """The hooks of whoever runs the forward, for what is kept."""
     _of_weights: bool = False
 
-    def add(self, made: Tensor, value: Tensor, there: Callable[[Tensor], Tensor], *, factor: bool) -> None:
-        """Forward has gathered a parameter: ``made`` is ``there(value)``.
+    def add(self, made: Tensor, value: Tensor, there: Way, mark: AgainMark) -> None:
+        """Forward has gathered a parameter: ``made`` is ``there(value)``."""
+        self._add(made, _Gather(value=self._packed(value.detach()), there=there, factor=mark.factor))
 
-        factor: whether it is only multiplied with something, so that its gradient does not depend on it.
-        """
-        self._add(made, _Gather(value=self._packed(value.detach()), there=there, factor=factor))
-
-    def add_part(self, made: Tensor, message: MessageAgain, place: int, *, factor: bool) -> None:
-        """Forward has gathered a parameter in a message. place: which of what the message brings again."""
+    def add_part(self, made: Tensor, message: MessageAgain, at: int, mark: AgainMark) -> None:
+        """Forward has gathered a parameter in a message. at: which of what the message brings again."""
         if message not in self.messages:
             self.messages.append(message)
-        message.numbers[place] = len(self.gathers)
-        self._add(made, _Gather(message=message, factor=factor))
+        message.numbers[at] = len(self.gathers)
+        self._add(made, _Gather(message=message, factor=mark.factor))
 
     def _add(self, made: Tensor, gather: _Gather) -> None:
         storage, number = made.untyped_storage(), len(self.gathers)
@@ -277,7 +317,7 @@ class _GatheredView:
 
 @dataclass(frozen=True, kw_only=True)
 class _Gather:
-    """A gather of a parameter. factor: as in ``GatheredAgain.add``.
+    """A gather of a parameter. factor: as in ``AgainMark``.
 
     message: what it came in; None if it came alone. Then ``value`` is what it begins with, and ``there`` gathers it.
     """
@@ -285,4 +325,4 @@ class _Gather:
     factor: bool
     message: MessageAgain | None = None
     value: object = None
-    there: Callable[[Tensor], Tensor] = lambda x: x
+    there: Way = lambda x: x

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph
     from torch.fx import Node as FxNode
 
-__all__ = ["gather_messages", "gathered_ahead"]
+__all__ = ["ArrivedEdge", "gather_messages", "gathered_ahead"]
 
 
 def gather_messages(program: LocalProgram, bucket_bytes: float) -> tuple[tuple[int, ...], ...]:
@@ -116,16 +116,17 @@ def gathered_ahead(
             parts = [graph.call_function(operator.getitem, (arrived, i)) for i in range(len(edges_of))]
             again, token = [e for e in edges_of if e.edge.again is not None], None
             if again:
-                begun = _BegunAgain(_GatherMessage.of(again, program, groups))
+                how = _GatherMessage.of(again, program, groups)
+                begun = _BegunAgain(how, message.places_of(how, [edges_of.index(e) for e in again]))
                 values = tuple(e.value for e in again)
-                token = graph.call_function(ProgramCall(begun, "gathered_again"), values)
+                token = graph.call_function(ProgramCall(begun, "gathered_again"), (arrived, *values))
                 token.meta |= {k: v for k, v in first.meta.items() if k != "val"}
         wire.meta |= {k: v for k, v in first.meta.items() if k != "val"}
         arrived.meta |= wire.meta
         for e, part in zip(edges_of, parts, strict=True):
             part.meta |= e.node.meta
             at = again.index(e) if e in again else None
-            e.node.target = ProgramCall(_Arrived(e.edge, at), e.node.target.name)
+            e.node.target = ProgramCall(ArrivedEdge(e.edge, at), e.node.target.name)
             given = (e.node.args[0] if e.carried else e.value, *e.node.args[1:], part)
             e.node.args = given if at is None else (*given, token)
             if message.shapes[e.number] != tuple(e.node.meta["val"].shape):
@@ -203,7 +204,7 @@ def _arriving(program: LocalProgram, tensor: str, v: WireView) -> tuple[int, ...
 
 
 @dataclass(frozen=True)
-class _Arrived:
+class ArrivedEdge:
     """An edge whose forward has been done before: its last operand is the result.
 
     again: its place in the message in which backward gathers again, which is one more operand; None if it does not.
@@ -237,12 +238,13 @@ class _Arrived:
 
 @dataclass(frozen=True)
 class _BegunAgain:
-    """Begins a message that backward sends again."""
+    """Begins a message that backward sends again. arrays: the places of its arrays among what has arrived."""
 
     how: _GatherMessage
+    arrays: Sequence[int]
 
-    def __call__(self, *values: Tensor) -> MessageAgain:
-        return MessageAgain(how=self.how, values=[x.detach() for x in values])
+    def __call__(self, arrived: Sequence[Tensor], *values: Tensor) -> MessageAgain:
+        return MessageAgain(how=self.how, values=values, into=[arrived[i] for i in self.arrays])
 
 
 @dataclass(frozen=True)
@@ -282,59 +284,84 @@ class _GatherMessage:
         sizes = [math.prod(v.seen) for v in views]
         return cls(groups, steps[0], views, arrived, sizes, alone, together)
 
-    def started(self, *parameters: Tensor) -> Tensor:
-        """Start it: this rank's parts -> what arrives, [ranks, elements]."""
+    @property
+    def arrays(self) -> Sequence[Sequence[int]]:
+        """The places of the parameters that each array holds."""
+        return *([i] for i in self.alone), *self.alike
+
+    @property
+    def arrives_in_place(self) -> bool:
+        """Whether what arrives is the array of the only parameter."""
+        return len(self.alone) == 1 and not self.alike
+
+    def places_of(self, again: _GatherMessage, edges: Sequence[int]) -> Sequence[int]:
+        """The places in what ``received`` returns of the arrays that a message with some of the edges fills again."""
+        holds = {i: n for n, some in enumerate(self.arrays) for i in some}
+        return [len(self.shapes) + holds[edges[some[0]]] for some in again.arrays]
+
+    def started(self, *parameters: Tensor, into: Tensor | None = None) -> Tensor:
+        """Start it: this rank's parts -> what arrives, [ranks, elements]. into: where it is to arrive."""
         import torch
 
         order = (*self.alone, *(i for some in self.alike for i in some))
         with torch.no_grad():
             wire = torch._chunk_cat([parameters[i] for i in order], 0, 1)
-            return self.groups.started_all_gather(wire, self.step.axes)
+            return self.groups.started_all_gather(wire, self.step.axes, into)
 
     def received(self, wire: Tensor) -> list[Tensor]:
-        """Wait for it: the parameters in the layout in which they are read."""
+        """Wait for it: the parameters in the layout in which they are read, then their arrays."""
         import torch
 
         shapes = list(self.shapes.values())
         placed: dict[int, Tensor] = {}
         with torch.no_grad():
             wire = self.groups.received(wire)
-            sizes = [self.sizes[i] for i in self.alone]
-            first = sum(sizes)
-            if len(sizes) == 1 and not self.alike:
-                placed[0] = self.groups.reshape(wire, shapes[0])
-            elif sizes:
-                parts = list(torch.split_with_sizes_copy(self.groups.narrow(wire, 1, 0, first), sizes, 1))
-                placed |= {
-                    i: self.groups.reshape(x, shapes[i]) for i, x in zip(self.alone, parts, strict=True)
-                }
-            for some in self.alike:
-                made = self._placed(wire, first, some, shapes[some[0]])
-                placed |= zip(some, made, strict=True)
-                first += sum(self.sizes[i] for i in some)
-            return [placed[i] for i in range(len(shapes))]
+            if self.arrives_in_place:
+                return [self.groups.reshape(wire, shapes[0]), wire]
+            arrays: list[Tensor] = []
+            if sizes := [self.sizes[i] for i in self.alone]:
+                front = self.groups.narrow(wire, 1, 0, sum(sizes))
+                arrays += torch.split_with_sizes_copy(front, sizes, 1)
+            arrays += (torch.as_strided_copy(wire, *how) for how in self._copies(wire))
+            for some, x in zip(self.arrays, arrays, strict=True):
+                shape = shapes[some[0]]
+                several = len(some) > 1
+                y = self.groups.reshape(x, (len(some), *shape) if several else shape)
+                placed |= zip(some, y.unbind() if several else [y], strict=True)
+            return [*(placed[i] for i in range(len(shapes))), *arrays]
 
-    def _placed(self, wire: Tensor, first: int, some: Sequence[int], shape: Extents) -> Sequence[Tensor]:
-        """Parameters of this shape, which lie in the message one after another from its column ``first`` on."""
+    def received_into(self, wire: Tensor, arrays: Sequence[Tensor]) -> None:
+        """Wait for it, and put it into arrays that hold as much as those of ``received``."""
         import torch
 
-        v, n = self.views[some[0]], self.sizes[some[0]]
-        assert v.arriving is not None
-        dims = (*v.ways, *v.seen)
-        by = (*_strides(v.ways, wire.stride(0)), *_strides(v.seen, 1))
-        at = wire.storage_offset() + first
-        several = len(some) > 1
-        x = torch.as_strided_copy(
-            wire,
-            (*([len(some)] * several), *(dims[i] for i in v.arriving)),
-            (*([n] * several), *(by[i] for i in v.arriving)),
-            at,
-        )
-        return (
-            self.groups.reshape(x, (len(some), *shape)).unbind()
-            if several
-            else [self.groups.reshape(x, shape)]
-        )
+        with torch.no_grad():
+            wire = self.groups.received(wire)
+            if self.arrives_in_place:
+                return
+            sizes = [self.sizes[i] for i in self.alone]
+            alone, alike = arrays[: len(sizes)], arrays[len(sizes) :]
+            if sizes:
+                rows = [self.groups.reshape(x, (len(wire), n)) for x, n in zip(alone, sizes, strict=True)]
+                front = self.groups.narrow(wire, 1, 0, sum(sizes))
+                torch.split_with_sizes_copy(front, sizes, 1, out=rows)
+            for x, (dims, by, at) in zip(alike, self._copies(wire), strict=True):
+                torch.as_strided_copy(wire, dims, by, at, out=self.groups.reshape(x, dims))
+
+    def _copies(self, wire: Tensor) -> Iterator[tuple[Extents, Extents, int]]:
+        """How the parameters that are taken out together lie in the message: (sizes, strides, offset) of each array."""
+        first = wire.storage_offset() + sum(self.sizes[i] for i in self.alone)
+        for some in self.alike:
+            v, n = self.views[some[0]], self.sizes[some[0]]
+            assert v.arriving is not None
+            dims = (*v.ways, *v.seen)
+            by = (*_strides(v.ways, wire.stride(0)), *_strides(v.seen, 1))
+            several = len(some) > 1
+            yield (
+                (*([len(some)] * several), *(dims[i] for i in v.arriving)),
+                (*([n] * several), *(by[i] for i in v.arriving)),
+                first,
+            )
+            first += n * len(some)
 
 
 def _operands_of(n: FxNode) -> frozenset[tuple[str, str]]:

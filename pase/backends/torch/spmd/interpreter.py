@@ -19,10 +19,12 @@ from pase.backends.torch.spmd.call import NodeOps
 from pase.backends.torch.spmd.collectives import SentLater, passed, there_and_back
 from pase.backends.torch.spmd.constants import Constants, NodeIndex
 from pase.backends.torch.spmd.control import ControlNode
+from pase.backends.torch.spmd.freed import FreedParameters
 from pase.backends.torch.spmd.gathered_again import (
     AgainMark,
     GatheredAgain,
     GatheredTaker,
+    TakesGathered,
     only_a_factor,
     read_again,
 )
@@ -186,6 +188,10 @@ class RankWalk:
     def again(self) -> GatheredAgain:
         """What backward gathers again of a micro-batch that begins."""
         return GatheredAgain(taker=self.gathered_again if self._gathers_again else None)
+
+    def freed(self) -> TakesGathered:
+        """``again``, if a recorded program runs op by op."""
+        return FreedParameters(taker=self.gathered_again) if self._gathers_again else self.again()
 
     @cached_property
     def _gathers_again(self) -> bool:

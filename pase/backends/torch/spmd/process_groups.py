@@ -160,9 +160,13 @@ class AxisGroups(Arrays["Tensor"]):
         n = self.ways(axes)
         return self._ops().reduce_scatter_tensor(x.reshape(-1), "sum", n, self._group(axes))
 
-    def started_all_gather(self, x: Tensor, axes: Sequence[str]) -> Tensor:
-        """Start a gather over these axes: [1, elements] on each rank -> [ways, elements]."""
-        return self._ops().all_gather_into_tensor(x, self.ways(axes), self._group(axes))
+    def started_all_gather(self, x: Tensor, axes: Sequence[str], into: Tensor | None = None) -> Tensor:
+        """Start a gather over these axes: [1, elements] on each rank -> [ways, elements]. into: the result, if that
+        exists."""
+        ops, n, group = self._ops(), self.ways(axes), self._group(axes)
+        if into is None:
+            return ops.all_gather_into_tensor(x, n, group)
+        return ops.all_gather_into_tensor_out(x, n, group, out=into)
 
     def received(self, x: Tensor) -> Tensor:
         """Wait for a collective that has been started."""

@@ -115,8 +115,8 @@ def test_messages_come_again_in_the_opposite_order_one_ahead() -> None:
         step = run.parallelize(copy.deepcopy(c.module))
         groups, under_way = step.walk.groups, list[Any]()
 
-        def started(x: Any, axes: Any) -> Any:
-            under_way.append(AxisGroups.started_all_gather(groups, x, axes))
+        def started(x: Any, axes: Any, into: Any) -> Any:
+            under_way.append(AxisGroups.started_all_gather(groups, x, axes, into))
             events.append(("started", len(under_way) - 1))
             return under_way[-1]
 

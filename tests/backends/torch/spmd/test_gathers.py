@@ -37,8 +37,8 @@ def test_each_message_starts_when_the_one_before_it_arrives() -> None:
         step = run.parallelize(copy.deepcopy(c.module))
         groups, under_way = step.walk.groups, list[Any]()
 
-        def started(x: Any, axes: Any) -> Any:
-            under_way.append(AxisGroups.started_all_gather(groups, x, axes))
+        def started(x: Any, axes: Any, into: Any) -> Any:
+            under_way.append(AxisGroups.started_all_gather(groups, x, axes, into))
             events.append("started")
             return under_way[-1]
 
